@@ -1,0 +1,66 @@
+"""RoutingTrace -> Affinity: token-to-expert counts, request-to-expert counts, layer-to-layer counts."""
+
+import numpy as np
+from scipy.sparse import csr_matrix
+
+from semmoe.core import Affinity, RoutingTrace
+
+
+def build_affinity(trace: RoutingTrace) -> Affinity:
+    """Count activations (paper, section 3.2). Sparse: memory follows what was seen, not vocabulary x experts."""
+    f = trace.fingerprint
+    layers = range(f.num_layers)
+    return Affinity(
+        token_counts=[count(trace.token_ids, trace.expert_ids[:, l], f.vocab_size, f.num_experts) for l in layers],
+        request_counts=[
+            count(trace.request_of_token(), trace.expert_ids[:, l], trace.num_requests, f.num_experts) for l in layers
+        ],
+        path_counts=np.stack(
+            [_path_count(trace.expert_ids[:, l], trace.expert_ids[:, l + 1], f.num_experts) for l in layers[:-1]]
+        )
+        if f.num_layers > 1
+        else np.zeros((0, f.num_experts, f.num_experts), np.int64),
+        token_frequency=np.bincount(trace.token_ids, minlength=f.vocab_size),
+        request_lengths=np.diff(trace.request_offsets),
+        fingerprint=f,
+    )
+
+
+def count(keys: np.ndarray, expert_ids: np.ndarray, num_keys: int, num_experts: int) -> csr_matrix:
+    """(num_keys, E) int32: how often each key (T,) goes with each expert in `expert_ids` (T, K)."""
+    rows = np.repeat(keys, expert_ids.shape[1])
+    ones = np.ones(rows.size, np.int32)
+    return csr_matrix((ones, (rows, expert_ids.ravel().astype(np.int32))), shape=(num_keys, num_experts))
+
+
+def _path_count(before: np.ndarray, after: np.ndarray, num_experts: int) -> np.ndarray:
+    """(E, E) int64: tokens that chose e in `before` (T, K) and e' in `after` (T, K)."""
+    out = np.zeros(num_experts * num_experts, np.int64)
+    for i in range(before.shape[1]):
+        pairs = before[:, i, None].astype(np.int64) * num_experts + after
+        out += np.bincount(pairs.ravel(), minlength=out.size)
+    return out.reshape(num_experts, num_experts)
+
+
+def confidence(counts: csr_matrix) -> csr_matrix:
+    """C_p: each row of T^(L) divided by its sum; rows of unseen tokens stay empty."""
+    totals = np.asarray(counts.sum(axis=1)).ravel()
+    out = counts.astype(np.float32)
+    out.data /= np.repeat(totals, np.diff(counts.indptr)).astype(np.float32)
+    return out
+
+
+def nearest_profiled(embeddings: np.ndarray, profiled: np.ndarray, block: int = 4096) -> np.ndarray:
+    """For each of V tokens its nearest profiled one by cosine (itself if profiled).
+
+    embeddings: (V, H) float; profiled: (V,) bool with at least one True. Returns (V,) int64.
+    Source: paper, section 3.2, "nearest-neighbor matching in the embedding space".
+    """
+    unit = embeddings / np.maximum(np.linalg.norm(embeddings, axis=1, keepdims=True), 1e-12)
+    known = np.flatnonzero(profiled)
+    nearest = np.arange(len(embeddings))
+    unknown = np.flatnonzero(~profiled)
+    for start in range(0, len(unknown), block):
+        rows = unknown[start : start + block]
+        nearest[rows] = known[np.argmax(unit[rows] @ unit[known].T, axis=1)]
+    return nearest

@@ -1,0 +1,134 @@
+"""What the online side decides by looking up a Schedule: requests to groups, tokens to equal slices.
+
+Pure NumPy and numba, so that the offline experiment (`replay`) and the engines run the very same decisions.
+"""
+
+from dataclasses import dataclass
+
+import numba
+import numpy as np
+
+from semmoe.core import PRIOR, Schedule, ShuffleTables
+
+
+class RequestScheduler:
+    """Algorithm 2: requests to attention-DP groups by the summed group shares of their prompt's tokens.
+
+    In every round of D requests each group gets one; the paper prints the mask inverted (its line 4), a group used
+    in this round is the one left out.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        assert schedule.request_scores is not None, "the plan has one attention group: nothing to schedule"
+        self._scores = schedule.request_scores
+        self._unknown = schedule.token_source == PRIOR
+        self._used = np.zeros(self._scores.shape[1], bool)
+        self.unknown_tokens = 0  # tokens served by the prior, so far
+
+    def assign(self, prompt_ids: np.ndarray) -> int:
+        """The group for one request; ids outside the vocabulary are served by the prior and counted."""
+        rows = known_rows(prompt_ids, len(self._scores))
+        self.unknown_tokens += int(self._unknown[rows].sum())
+        score = np.where(self._used, -np.inf, self._scores[rows].sum(axis=0))
+        group = int(np.argmax(score))
+        self._used[group] = True
+        if self._used.all():
+            self._used[:] = False
+        return group
+
+
+def known_rows(token_ids: np.ndarray, num_rows: int) -> np.ndarray:
+    """Row of each token id in a table of V + 1 rows: its own, or the last for ids outside the vocabulary."""
+    return np.where((token_ids >= 0) & (token_ids < num_rows - 1), token_ids, num_rows - 1)
+
+
+@dataclass(frozen=True)
+class Preference:
+    """Where each of B tokens would best go, and next best, by rank inside the group; -1 is no preference."""
+
+    first: np.ndarray  # (B,) int16
+    first_confidence: np.ndarray  # (B,) float32
+    second: np.ndarray  # (B,) int16
+    second_confidence: np.ndarray  # (B,) float32
+
+    def __getitem__(self, rows: np.ndarray) -> "Preference":
+        return Preference(
+            self.first[rows], self.first_confidence[rows], self.second[rows], self.second_confidence[rows]
+        )
+
+
+def look_up(
+    tables: ShuffleTables, layer: int, group: np.ndarray | int, token_ids: np.ndarray, history: np.ndarray | None
+) -> Preference:
+    """Algorithm 3, line 2: the more confident of T (by token id) and A (by the token's devices at earlier layers).
+
+    group: the attention group, or (B,) one for each token; token_ids: (B,); history: (B, lookback) devices, most
+    recent layer first, or None where the token has no full history yet and T alone serves.
+    """
+    rows = known_rows(token_ids, tables.token_ranks.shape[2])
+    by_token = tables.token_ranks[layer, group, rows]
+    token_confidence = tables.token_confidence[layer, group, rows].astype(np.float32)
+    if history is None:
+        nothing = np.full(len(token_ids), -1, np.int16)
+        return Preference(by_token, token_confidence, nothing, np.zeros(len(token_ids), np.float32))
+    path = path_key(history, slices_of(tables))
+    by_path = tables.path_ranks[layer, group, path]
+    path_confidence = tables.path_confidence[layer, group, path].astype(np.float32)
+    token_wins = token_confidence > path_confidence
+    return Preference(
+        np.where(token_wins, by_token, by_path), np.maximum(token_confidence, path_confidence),
+        np.where(token_wins, by_path, by_token), np.minimum(token_confidence, path_confidence),
+    )  # fmt: skip
+
+
+def slices_of(tables: ShuffleTables) -> int:
+    """Ranks inside a group, from the shape of A."""
+    return round(tables.path_ranks.shape[2] ** (1 / tables.lookback))
+
+
+def path_key(history: np.ndarray, num_ranks: int) -> np.ndarray:
+    """(B,) int64 row in A of each device sequence (B, lookback): the most recent device counts least."""
+    return history.astype(np.int64) @ num_ranks ** np.arange(history.shape[1])
+
+
+def position_slices(num_tokens: int, num_slices: int) -> np.ndarray:
+    """(B,) int16: tokens to equal slices by position, what an engine does without a plan."""
+    return (np.arange(num_tokens) // slice_size(num_tokens, num_slices)).astype(np.int16)
+
+
+def slice_size(num_tokens: int, num_slices: int) -> int:
+    """Rows of each slice: reduce-scatter gives every rank equally many, the last ones padded."""
+    return max(-(-num_tokens // num_slices), 1)
+
+
+def assign_slices(preference: Preference, num_slices: int) -> np.ndarray:
+    """(B,) int16: tokens to equal slices. Source: Algorithm 3, `group_by_key` and `align`.
+
+    A slice keeps its most confident tokens up to its size; the others, in turn by confidence, go to their second
+    choice where that has room, and at last to any free slot. Worked example, two slices for four tokens that prefer
+    slices 0, 0, 0, 1 with confidence .9, .5, .7, .6: slice 0 keeps tokens 0 and 2, token 1 moves, so [0, 1, 0, 1].
+    """
+    tokens = len(preference.first)
+    by_first = np.argsort(-preference.first_confidence, kind="stable")
+    by_second = np.argsort(-preference.second_confidence, kind="stable")
+    size = slice_size(tokens, num_slices)
+    return _fill_slices(preference.first, by_first, preference.second, by_second, num_slices, size)
+
+
+@numba.njit(cache=True)
+def _fill_slices(first, by_first, second, by_second, num_slices, size):
+    out = np.full(first.shape[0], -1, np.int16)
+    room = np.full(num_slices, size, np.int64)
+    for choice, order in ((first, by_first), (second, by_second)):
+        for t in order:
+            if out[t] < 0 and choice[t] >= 0 and room[choice[t]] > 0:
+                out[t] = choice[t]
+                room[choice[t]] -= 1
+    free = 0
+    for t in range(first.shape[0]):
+        if out[t] < 0:
+            while room[free] == 0:
+                free += 1
+            out[t] = free
+            room[free] -= 1
+    return out

@@ -1,0 +1,63 @@
+"""The command line: profile, affinity, solve, replay, generate, demo.
+
+Every command is a thin layer over a library function. A user's mistake ends in one line on stderr and exit code 2, a
+failure while running in exit code 1, Ctrl-C in 130.
+"""
+
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from typer.core import TyperGroup
+
+from semmoe import __version__, console
+
+
+class _Group(TyperGroup):
+    """Turns errors into one clear line and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (typer.Exit, typer.Abort):
+            raise
+        except ModuleNotFoundError as error:
+            if error.name not in ("torch", "transformers", "tokenizers"):
+                raise
+            _fail(f"this command needs {error.name}: pip install 'semmoe[transformers]'", 2)
+        except ValueError as error:
+            _fail(str(error), 2)
+        except OSError as error:
+            _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), 2)
+        except RuntimeError as error:
+            _fail(str(error), 1)
+        except KeyboardInterrupt:
+            _fail("stopped; what was finished is kept, and running the command again resumes a profile", 130)
+
+
+def refuse_given(ctx: typer.Context, names: list[str], reason: str) -> None:
+    """Raise ValueError if the user gave one of these options: no setting is silently ignored."""
+    sources = {name: ctx.get_parameter_source(name) for name in names}
+    given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    if given:
+        raise ValueError(f"--{given[0].replace('_', '-')} has no effect here: {reason}")
+
+
+def _fail(message: str, code: int) -> None:
+    line = " ".join(message.split())
+    console.err.print(f"[bold red]error:[/] {escape(line)}", soft_wrap=True)
+    raise typer.Exit(code)
+
+
+app = typer.Typer(
+    cls=_Group, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Semantic parallelism for Mixture-of-Experts inference: place experts and schedule tokens together.",
+)  # fmt: skip
+
+
+@app.callback(invoke_without_command=True)
+def _main(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    if version:
+        print(__version__)
+        raise typer.Exit

@@ -1,0 +1,209 @@
+"""Commands that need no model: affinity, solve, replay."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from semmoe import console, tables
+from semmoe.cli.app import app, refuse_given
+from semmoe.cli.options import (
+    METHOD,
+    OUTPUT,
+    Attention,
+    AttentionOption,
+    Batches,
+    BatchKind,
+    BatchTokens,
+    DpSize,
+    EpSize,
+    Json,
+    NumNodes,
+    Redundant,
+    Seed,
+    TraceArgument,
+)
+from semmoe.core import Fingerprint, Plan, RoutingTrace, Topology, require
+from semmoe.settings import METHODS, PaperSettings, ReplaySettings, SolveSettings
+
+PAPER, SOLVE, REPLAY = PaperSettings(), SolveSettings(), ReplaySettings()
+METHOD_NAMES = ", ".join(METHODS)
+
+
+@app.command()
+def affinity(
+    trace: TraceArgument,
+    prediction: Annotated[bool, typer.Option(help="Also predict held-out routing.", rich_help_panel=METHOD)] = True,
+    as_json: Json = False,
+) -> None:
+    """How concentrated the routing of a trace is: the statistics of the paper's Table 1 and appendix A.2.
+
+    Example: `semmoe affinity trace`
+    """
+    from semmoe import concentration
+    from semmoe.affinity import build_affinity
+    from semmoe.trace import describe, open_trace
+
+    opened = open_trace(trace)
+    result: dict[str, Any] = {"trace": describe(opened)}
+    result["concentration"] = concentration.concentration(opened, build_affinity(opened))
+    if prediction:
+        result["static_top_k"] = concentration.prediction(opened)
+        result["next_layer"] = concentration.next_layer_hit_rate(opened)
+    if as_json:
+        console.print_json(result)
+    else:
+        tables.print_affinity(result)
+
+
+@app.command()
+def solve(
+    ctx: typer.Context,
+    trace: TraceArgument,
+    out: Annotated[Path, typer.Option(help="The plan directory.", rich_help_panel=OUTPUT)],
+    ep_size: EpSize = 8,
+    attention: AttentionOption = Attention.tp,
+    dp_size: DpSize = 0,
+    num_nodes: NumNodes = 1,
+    method: Annotated[str, typer.Option(help=f"One of {METHOD_NAMES}.", rich_help_panel=METHOD)] = SOLVE.method,
+    redundant_experts: Redundant = 0,
+    lookback: Annotated[
+        int, typer.Option(help="Layers the path tables look back.", rich_help_panel=METHOD)
+    ] = SOLVE.lookback,
+    theta: Annotated[
+        float, typer.Option(help="Weight of balance in the objective.", rich_help_panel=METHOD)
+    ] = PAPER.theta,
+    steps: Annotated[int, typer.Option(help="Alternations of Algorithm 1.", rich_help_panel=METHOD)] = PAPER.steps,
+    seed: Seed = 0,
+    model: Annotated[
+        str | None, typer.Option(help="Serve unprofiled tokens by this model's embeddings.", rich_help_panel=METHOD)
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Decide where experts go and build the tables that send tokens after them.
+
+    The plan's expected figures come from requests that were held out while solving.
+
+    Example: `semmoe solve trace --ep-size 8 --attention tp --out plan`
+    """
+    from semmoe.plan import save_plan
+    from semmoe.solve import expect
+    from semmoe.solve import solve as solve_plan
+    from semmoe.trace import open_trace
+
+    if method != "paper":
+        refuse_given(ctx, ["lookback", "theta", "steps", "model"], f"method {method} does not schedule data")
+    topology = Topology.for_attention(attention.value, ep_size, dp_size, num_nodes)
+    paper = PaperSettings(theta=theta, steps=steps)
+    settings = SolveSettings(
+        method=method, redundant_experts=redundant_experts, lookback=lookback, seed=seed, paper=paper
+    )
+    opened = open_trace(trace)
+    embeddings = _embeddings(model, opened.fingerprint) if model else None
+    with console.bars() as bars:
+        advance = bars.task("solving", 2)
+        expected = expect(opened, topology, settings, ReplaySettings(seed=seed))
+        advance(1)
+        plan = replace(solve_plan(opened, topology, settings, embeddings), expected=expected)
+        advance(1)
+    save_plan(plan, out)
+    if as_json:
+        console.print_json({"plan": str(out), "expected": expected})
+    elif expected is None:
+        console.out.print(f"{out}: too few requests to hold any out, so nothing can be expected of this plan")
+    else:
+        title = f"{out}: expected, from {expected['requests']} held-out requests"
+        console.print_table(title, *tables.metrics({method: expected}))
+
+
+def _embeddings(model: str, expected: Fingerprint) -> Any:
+    """(V, H) float32 input embeddings of the model that the trace was profiled on."""
+    from semmoe.engines.transformers.model import fingerprint_of, load_model
+
+    difference = expected.mismatch(fingerprint_of(model))
+    require(difference is None, f"the trace was profiled on another model than {model}: {difference}")
+    return load_model(model).get_input_embeddings().weight.detach().numpy()
+
+
+@app.command()
+def replay(
+    ctx: typer.Context,
+    trace: TraceArgument,
+    plan: Annotated[
+        Path | None, typer.Option(help="Score this plan on the whole trace.", rich_help_panel=METHOD)
+    ] = None,
+    method: Annotated[
+        str,
+        typer.Option(
+            help=f"One of {METHOD_NAMES}, or all: profile on a share, score on the rest.", rich_help_panel=METHOD
+        ),
+    ] = "all",
+    profile_share: Annotated[float, typer.Option(help="Requests to profile on.", rich_help_panel=METHOD)] = 0.2,
+    ep_size: EpSize = 8,
+    attention: AttentionOption = Attention.tp,
+    dp_size: DpSize = 0,
+    num_nodes: NumNodes = 1,
+    batch_tokens: BatchTokens = REPLAY.batch_tokens,
+    batches: BatchKind = Batches.mixed,
+    redundant_experts: Redundant = 0,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Score plans on a trace, without a model: the offline experiment.
+
+    Examples: `semmoe replay trace.npz --method all` and `semmoe replay heldout --plan plan --json`
+    """
+    from semmoe.trace import open_trace
+
+    measure = ReplaySettings(batch_tokens=batch_tokens, batches=batches.value, seed=seed)
+    settings: dict[str, Any] = {"trace": str(trace), **asdict(measure)}
+    if plan is not None:
+        decided = ["method", "profile_share", "ep_size", "attention", "dp_size", "num_nodes", "redundant_experts"]
+        refuse_given(ctx, decided, "--plan decides it")
+        opened = open_trace(trace)
+        methods = _replay_plan(opened, plan, measure, settings)
+    else:
+        topology = Topology.for_attention(attention.value, ep_size, dp_size, num_nodes)
+        settings |= {**asdict(topology), "profile_share": profile_share, "redundant_experts": redundant_experts}
+        opened = open_trace(trace)
+        methods = _replay_methods(opened, method, topology, measure, redundant_experts, profile_share)
+    if as_json:
+        console.print_json({"settings": settings, "methods": methods})
+        return
+    title = f"{trace}: {opened.num_requests} requests, {opened.num_tokens:,} routed tokens"
+    console.print_table(title, *tables.metrics(methods))
+
+
+def _replay_plan(
+    trace: RoutingTrace, path: Path, measure: ReplaySettings, settings: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
+    from semmoe.placement.linear import vanilla_plan
+    from semmoe.plan import load_plan
+    from semmoe.solve import score
+
+    plan = load_plan(path)
+    settings |= {"plan": str(path), **asdict(plan.topology)}
+    if plan.trace_hash == trace.digest():
+        console.err.print("[yellow]warning:[/] the plan was solved on this very trace: these figures flatter it")
+    plans: dict[str, Plan] = {"linear": vanilla_plan(plan.fingerprint, plan.topology), plan.method: plan}
+    return score(trace, plans, measure)
+
+
+def _replay_methods(
+    trace: RoutingTrace, method: str, topology: Topology, measure: ReplaySettings, redundant: int, share: float
+) -> dict[str, dict[str, Any]]:
+    from semmoe.solve import score, solve_methods
+
+    methods = [name for name in METHODS if method in ("all", name)]
+    require(bool(methods), f"method must be one of {METHOD_NAMES} or all, not {method!r}")
+    if method == "all" and redundant:
+        console.err.print("[yellow]warning:[/] the paper's method has no redundant experts and is left out")
+        methods.remove("paper")
+    profile, evaluation = trace.split(share, measure.seed)
+    with console.bars() as bars:
+        advance = bars.task("solving and replaying", len(methods) + 1)
+        plans, seconds = solve_methods(profile, topology, methods, redundant, measure.seed, advance)
+        scores = score(evaluation, plans, measure)
+        advance(1)
+    return {name: {**scores[name], "solve_seconds": seconds[name]} for name in methods}

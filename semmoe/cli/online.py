@@ -1,0 +1,227 @@
+"""Commands that run a model: profile, generate, demo."""
+
+import shutil
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from semmoe import console, tables
+from semmoe.cli.app import app
+from semmoe.cli.options import (
+    INPUT,
+    METHOD,
+    OUTPUT,
+    TOPOLOGY,
+    Attention,
+    Dataset,
+    DpSize,
+    EpSize,
+    Exchange,
+    Json,
+    Limit,
+    MaxPrompt,
+    ModelArgument,
+    Seed,
+)
+from semmoe.core import Plan, Topology, require
+from semmoe.settings import DemoSettings, GenerateSettings
+
+
+@app.command()
+def profile(
+    model: ModelArgument,
+    out: Annotated[Path, typer.Option(help="The trace directory.", rich_help_panel=OUTPUT)],
+    dataset: Dataset = None,
+    limit: Limit = 0,
+    max_prompt_tokens: MaxPrompt = 1024,
+    decode: Annotated[int, typer.Option(help="Greedy tokens to generate and record.", rich_help_panel=INPUT)] = 0,
+    batch_size: Annotated[int, typer.Option(help="Requests in one forward.", rich_help_panel=INPUT)] = 16,
+) -> None:
+    """Record which experts each token chooses.
+
+    Without --dataset the standard library's held-out texts serve. A run that was stopped resumes where it ended.
+
+    Example: `semmoe profile MODEL --dataset chats.jsonl.gz --limit 500 --decode 64 --out trace`
+    """
+    from semmoe.dataset import digest
+    from semmoe.engines.transformers import model as models
+    from semmoe.engines.transformers import recorder
+    from semmoe.trace import TraceHeader, TraceWriter
+
+    prompts, _ = _prompts(model, dataset, limit, max_prompt_tokens)
+    settings = {"decode": decode, "max_prompt_tokens": max_prompt_tokens}
+    header = TraceHeader(fingerprint=models.fingerprint_of(model), dataset_hash=digest(prompts), settings=settings)
+    with TraceWriter(out, header) as writer, console.bars() as bars:
+        if writer.num_requests:
+            console.err.print(f"resuming: {writer.num_requests} of {len(prompts)} requests are recorded")
+        advance = bars.task("profiling", len(prompts))
+        advance(writer.num_requests)
+        loaded = models.load_model(model)
+        recorder.profile(loaded, prompts, writer, max_new_tokens=decode, batch_size=batch_size, progress=advance)
+        requests = writer.num_requests
+    console.out.print(f"{requests} requests in {out}")
+
+
+def _prompts(model: str, dataset: Path | None, limit: int, max_tokens: int) -> tuple[list[list[int]], Any]:
+    from semmoe.dataset import Prompt, encode, load_dataset
+    from semmoe.engines.transformers.model import load_tokenizer
+    from semmoe.texts import held_out_prompts
+
+    require(max_tokens >= 1, f"--max-prompt-tokens must be at least 1, not {max_tokens}")
+    tokenizer = load_tokenizer(model)
+    if dataset is None:
+        prompts = [Prompt(text=text) for _, _, text in held_out_prompts(per_domain=40)]
+        prompts = prompts[:limit] if limit else prompts
+    else:
+        prompts = load_dataset(dataset, limit)
+    encoded = [ids for ids in encode(prompts, tokenizer, max_tokens) if ids]
+    require(bool(encoded), "no prompt holds a token")
+    return encoded, tokenizer
+
+
+@app.command()
+def generate(
+    model: ModelArgument,
+    plan: Annotated[
+        Path | None, typer.Option(help="Run on this plan; without it, vanilla.", rich_help_panel=METHOD)
+    ] = None,
+    attention: Annotated[
+        Attention | None, typer.Option(help="As the plan's, which is the default.", rich_help_panel=TOPOLOGY)
+    ] = None,
+    ep_size: Annotated[
+        int | None, typer.Option(help="As the plan's, which is the default.", rich_help_panel=TOPOLOGY)
+    ] = None,
+    dp_size: DpSize = 0,
+    exchange: Annotated[
+        Exchange, typer.Option(help="all-reduce: expert parallelism without all-to-all.", rich_help_panel=METHOD)
+    ] = Exchange.all_to_all,
+    dataset: Dataset = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="A prompt; may be given several times.", rich_help_panel=INPUT)
+    ] = None,
+    limit: Limit = 0,
+    max_prompt_tokens: MaxPrompt = 1024,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate.", rich_help_panel=INPUT)] = 32,
+    batch_size: Annotated[int, typer.Option(help="Requests decoded together in a group.", rich_help_panel=INPUT)] = 16,
+    verify: Annotated[
+        bool, typer.Option(help="Hold every token against plain transformers.", rich_help_panel=OUTPUT)
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Write prompts and completions as jsonl.", rich_help_panel=OUTPUT)
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Generate greedily with expert parallelism, each rank a process that holds its own experts only.
+
+    With --verify the exit code is 1 if a token differs.
+
+    Example: `semmoe generate MODEL --plan plan --dataset prompts.jsonl --verify`
+    """
+    from semmoe.engines.transformers import generate as gen
+
+    require(not (dataset and prompt), "give --dataset or --prompt, not both")
+    chosen = _plan_to_run(model, plan, attention, ep_size, dp_size)
+    prompts, tokenizer = _encode_given(model, prompt) if prompt else _prompts(model, dataset, limit, max_prompt_tokens)
+    settings = GenerateSettings(max_new_tokens=max_new_tokens, batch_size=batch_size)
+    set_up = gen.SetUp(name=chosen.method, plan=chosen, exchange=exchange.value)
+    with console.bars() as bars:
+        advance = bars.task(f"generating on {chosen.topology.ep_size} processes", len(prompts))
+        result = gen.generate(model, prompts, [set_up], settings, lambda name, done: advance(done))[0]
+        agreement = _verify(model, prompts, result.outputs, settings, bars) if verify else None
+    completions = tokenizer.batch_decode(result.outputs)
+    if out is not None:
+        _write_completions(out, tokenizer.batch_decode(prompts), completions)
+    if as_json:
+        row = {**asdict(result), "completions": completions, "identical": agreement.holds if agreement else None}
+        console.print_json(row)
+    else:
+        console.print_table(
+            f"{len(prompts)} requests, {chosen.topology.attention} attention",
+            *tables.generated([tables.generated_row(result, agreement)]),
+        )
+        for text in completions[:3] if prompt else []:
+            console.out.print(text, markup=False)
+    if agreement is not None and not agreement.holds:
+        raise typer.Exit(1)
+
+
+def _plan_to_run(model: str, path: Path | None, attention: Attention | None, ep_size: int | None, dp_size: int) -> Plan:
+    from semmoe.engines.transformers.model import fingerprint_of
+    from semmoe.placement.linear import vanilla_plan
+    from semmoe.plan import load_plan
+
+    if path is None:
+        topology = Topology.for_attention((attention or Attention.tp).value, ep_size or 4, dp_size)
+        return vanilla_plan(fingerprint_of(model), topology)
+    plan = load_plan(path)
+    plan.check(fingerprint_of(model))
+    t = plan.topology
+    require(
+        attention is None or attention.value == t.attention, f"the plan is for attention {t.attention}, not {attention}"
+    )
+    require(ep_size in (None, t.ep_size), f"the plan is for ep_size {t.ep_size}, not {ep_size}")
+    require(dp_size in (0, t.dp_size), f"the plan is for dp_size {t.dp_size}, not {dp_size}")
+    return plan
+
+
+def _encode_given(model: str, texts: list[str]) -> tuple[list[list[int]], Any]:
+    from semmoe.engines.transformers.model import load_tokenizer
+
+    tokenizer = load_tokenizer(model)
+    require(all(text for text in texts), "a prompt is empty")
+    return tokenizer(texts)["input_ids"], tokenizer
+
+
+def _verify(model: str, prompts, outputs, settings, bars) -> Any:
+    from semmoe.engines.transformers import generate as gen
+    from semmoe.engines.transformers.model import load_model
+
+    plain = load_model(model)
+    reference = gen.plain_generate(
+        plain, prompts, settings, bars.task("verifying with plain transformers", len(prompts))
+    )
+    return gen.compare_outputs(plain, prompts, reference, outputs)
+
+
+def _write_completions(path: Path, prompts: list[str], completions: list[str]) -> None:
+    import json
+
+    from semmoe.files import atomic_file
+
+    with atomic_file(path) as staged, staged.open("w", encoding="utf-8") as file:
+        for prompt, completion in zip(prompts, completions, strict=True):
+            file.write(json.dumps({"prompt": prompt, "completion": completion}) + "\n")
+
+
+@app.command()
+def demo(
+    ep_size: EpSize = 4,
+    seed: Seed = 0,
+    keep: Annotated[Path | None, typer.Option(help="Keep trace and plans here.", rich_help_panel=OUTPUT)] = None,
+    as_json: Json = False,
+) -> None:
+    """The whole line on the embedded model: profile, solve, generate five ways, and one table. About two minutes.
+
+    Example: `semmoe demo --keep out`
+    """
+    from semmoe.demo import run_demo
+
+    work = keep or Path(tempfile.mkdtemp(prefix="semmoe-demo-"))
+    try:
+        with console.bars() as bars:
+            result = run_demo(DemoSettings(ep_size=ep_size, seed=seed), work, bars)
+    finally:
+        if keep is None:
+            shutil.rmtree(work, ignore_errors=True)
+    rows = result["set_ups"]
+    if as_json:
+        console.print_json(result)
+    else:
+        title = f"{result['settings']['generate_prompts']} held-out prompts, {ep_size} processes, CPU loopback"
+        console.print_table(title, *tables.generated(rows))
+        tables.print_gain(rows)
+    if not all(row["identical"] for row in rows):
+        raise typer.Exit(1)

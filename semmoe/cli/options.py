@@ -1,0 +1,45 @@
+"""Options that several commands share; defaults of one meaning stand in one place."""
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class Attention(str, Enum):
+    tp = "tp"
+    dp = "dp"
+    hybrid = "hybrid"
+
+
+class Batches(str, Enum):
+    mixed = "mixed"
+    prefill = "prefill"
+
+
+class Exchange(str, Enum):
+    all_to_all = "all-to-all"
+    all_reduce = "all-reduce"
+
+
+TOPOLOGY, METHOD, INPUT, OUTPUT = "Topology", "Method", "Input", "Output"
+TraceArgument = Annotated[Path, typer.Argument(help="A trace directory, or an .npz file.", show_default=False)]
+ModelArgument = Annotated[str, typer.Argument(help="A model directory (Hugging Face format).", show_default=False)]
+EpSize = Annotated[int, typer.Option(help="Expert-parallel ranks.", rich_help_panel=TOPOLOGY)]
+AttentionOption = Annotated[
+    Attention, typer.Option(help="How attention is split over ranks.", rich_help_panel=TOPOLOGY)
+]
+DpSize = Annotated[int, typer.Option(help="Attention groups, for hybrid.", rich_help_panel=TOPOLOGY)]
+NumNodes = Annotated[int, typer.Option(help="Nodes that the ranks are spread over.", rich_help_panel=TOPOLOGY)]
+Redundant = Annotated[int, typer.Option(help="Redundant experts in all (eplb, linear).", rich_help_panel=METHOD)]
+Seed = Annotated[int, typer.Option(help="Seed of every random choice.", rich_help_panel=METHOD)]
+BatchTokens = Annotated[int, typer.Option(help="Tokens of a batch, all ranks together.", rich_help_panel=METHOD)]
+BatchKind = Annotated[Batches, typer.Option(help="mixed: decode-like; prefill: consecutive.", rich_help_panel=METHOD)]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.", rich_help_panel=OUTPUT)]
+Dataset = Annotated[
+    Path | None,
+    typer.Option(help="jsonl (ShareGPT, OpenAI chat, prompt) or text, gzip too.", rich_help_panel=INPUT),
+]
+Limit = Annotated[int, typer.Option(help="Use the first N prompts; 0: all.", rich_help_panel=INPUT)]
+MaxPrompt = Annotated[int, typer.Option(help="Cut longer prompts to this many tokens.", rich_help_panel=INPUT)]

@@ -1,0 +1,62 @@
+"""What people see in the terminal: tables, progress bars, one-line errors. Results on stdout, the rest on stderr."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+out = Console(highlight=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False)
+
+
+class Bars:
+    """Progress bars, one a stage."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+
+    def task(self, description: str, total: int) -> Callable[[int], None]:
+        """Start a bar; the returned function advances it."""
+        task = self._progress.add_task(description, total=total)
+
+        def advance(steps: int) -> None:
+            self._progress.advance(task, steps)
+
+        return advance
+
+
+@contextmanager
+def bars() -> Iterator[Bars]:
+    columns = (
+        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=err) as progress:
+        yield Bars(progress)
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=1))
+
+
+def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    """A table whose first column is text and whose others are figures."""
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i == 0 else "right")
+    for row in rows:
+        table.add_row(*row)
+    # Piped into a file the table keeps its full width instead of folding at 80 columns.
+    console = out if out.is_terminal else Console(highlight=False, width=160)
+    console.print(table)
+
+
+def figure(value: float | None, digits: int = 3) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def megabytes(value: int) -> str:
+    return f"{value / 1e6:.1f}"

@@ -1,0 +1,300 @@
+"""The nouns: everything that flows from a profile to an engine, as arrays with fixed shapes.
+
+Shape legend, one meaning per letter everywhere:
+    T  routed tokens (rows of a trace)     R  requests
+    L  MoE layers                          V  token ids the tables know (vocabulary size)
+    K  experts chosen per token            B  tokens of one batch, all ranks together
+    E  logical experts of a layer          G  expert-parallel ranks (`ep_size`)
+    P  physical experts (copies counted)   D  attention-DP groups (`dp_size`)
+    X  most copies of one expert           S  ranks inside an attention-DP group (`attn_tp_size`), G = D * S
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_matrix
+
+PREFILL, DECODE = 0, 1
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise `ValueError(message)` unless `condition`: for what a user or a file got wrong."""
+    if not condition:
+        raise ValueError(message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """How ranks share the work: experts over `ep_size` ranks, attention over `dp_size` groups of `attn_tp_size`.
+
+    Rank g belongs to group g // attn_tp_size and to node g // (ep_size // num_nodes).
+    """
+
+    ep_size: int
+    dp_size: int = 1
+    attn_tp_size: int = 0  # 0: ep_size // dp_size
+    num_nodes: int = 1
+
+    def __post_init__(self) -> None:
+        require(self.ep_size >= 1 and self.dp_size >= 1, f"sizes must be positive: {self.ep_size=}, {self.dp_size=}")
+        require(self.ep_size % self.dp_size == 0, f"dp_size {self.dp_size} does not divide ep_size {self.ep_size}")
+        if self.attn_tp_size == 0:
+            object.__setattr__(self, "attn_tp_size", self.ep_size // self.dp_size)
+        product = self.dp_size * self.attn_tp_size
+        require(product == self.ep_size, f"dp_size x attn_tp_size is {product}, not ep_size {self.ep_size}")
+        divides = self.num_nodes >= 1 and self.ep_size % self.num_nodes == 0
+        require(divides, f"num_nodes {self.num_nodes} does not divide ep_size {self.ep_size}")
+
+    @classmethod
+    def for_attention(cls, attention: str, ep_size: int, dp_size: int = 0, num_nodes: int = 1) -> Topology:
+        """`tp`: one group of all ranks; `dp`: every rank a group; `hybrid`: `dp_size` groups."""
+        require(attention in ("tp", "dp", "hybrid"), f"attention must be tp, dp or hybrid, not {attention!r}")
+        if attention == "hybrid":
+            require(1 < dp_size < ep_size, f"hybrid attention needs a dp_size between 1 and {ep_size=}, not {dp_size}")
+        else:
+            implied = {"tp": 1, "dp": ep_size}[attention]
+            require(dp_size in (0, implied), f"attention {attention} has dp_size {implied}, not {dp_size}")
+            dp_size = implied
+        return cls(ep_size=ep_size, dp_size=dp_size, num_nodes=num_nodes)
+
+    @property
+    def attention(self) -> str:
+        return "tp" if self.dp_size == 1 else "dp" if self.attn_tp_size == 1 else "hybrid"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fingerprint:
+    """What a trace or plan was made for; a plan is refused on a model or tokenizer that differs."""
+
+    model: str  # a name for people; not compared
+    architecture_hash: str  # SHA-256 of the configuration fields that shape routing
+    tokenizer_hash: str  # SHA-256 of the vocabulary, token by token
+    vocab_size: int
+    num_layers: int  # MoE layers only
+    num_experts: int
+    top_k: int
+    num_groups: int = 1  # group-limited gating (DeepSeek's n_group)
+
+    def mismatch(self, other: Fingerprint) -> str | None:
+        """The first field in which `other` differs, in words, or None."""
+        for name, mine in asdict(self).items():
+            theirs = getattr(other, name)
+            if name != "model" and mine != theirs:
+                return f"{name} is {mine} for {self.model!r} and {theirs} for {other.model!r}"
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingTrace:
+    """Which experts each token chose, request by request, in the order in which the model saw the tokens."""
+
+    token_ids: np.ndarray  # (T,) int32
+    expert_ids: np.ndarray  # (T, L, K) uint8 or int16, by falling routing weight
+    request_offsets: np.ndarray  # (R + 1,) int64, rows of request r: offsets[r] to offsets[r + 1]
+    phase: np.ndarray  # (T,) uint8, PREFILL or DECODE
+    prompt_ids: np.ndarray  # (M,) int32, every request's prompt, routed or not
+    prompt_offsets: np.ndarray  # (R + 1,) int64
+    fingerprint: Fingerprint
+
+    def __post_init__(self) -> None:
+        f, tokens = self.fingerprint, len(self.token_ids)
+        shape = (tokens, f.num_layers, f.top_k)
+        require(self.expert_ids.shape == shape, f"expert_ids has shape {self.expert_ids.shape}, expected {shape}")
+        require(self.phase.shape == (tokens,), f"phase has shape {self.phase.shape}, expected {(tokens,)}")
+        _check_offsets("request_offsets", self.request_offsets, tokens)
+        _check_offsets("prompt_offsets", self.prompt_offsets, len(self.prompt_ids))
+        require(len(self.request_offsets) == len(self.prompt_offsets), "requests and prompts differ in number")
+        _check_range("expert id", self.expert_ids, f.num_experts, "experts")
+        _check_range("token id", self.token_ids, f.vocab_size, "vocabulary entries")
+        _check_range("prompt token id", self.prompt_ids, f.vocab_size, "vocabulary entries")
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.request_offsets) - 1
+
+    def prompt(self, request: int) -> np.ndarray:
+        return self.prompt_ids[self.prompt_offsets[request] : self.prompt_offsets[request + 1]]
+
+    def request_of_token(self) -> np.ndarray:
+        """(T,) int64: the request of each row."""
+        return np.repeat(np.arange(self.num_requests), np.diff(self.request_offsets))
+
+    def select(self, requests: np.ndarray) -> RoutingTrace:
+        """The trace of `requests` alone, in the order given."""
+        rows, offsets = _ragged_rows(self.request_offsets, requests)
+        prompt_rows, prompt_offsets = _ragged_rows(self.prompt_offsets, requests)
+        return replace(
+            self, token_ids=self.token_ids[rows], expert_ids=self.expert_ids[rows], phase=self.phase[rows],
+            request_offsets=offsets, prompt_ids=self.prompt_ids[prompt_rows], prompt_offsets=prompt_offsets,
+        )  # fmt: skip
+
+    def split(self, share: float, seed: int) -> tuple[RoutingTrace, RoutingTrace]:
+        """(profile, evaluation): a random `share` of the requests and the rest, each in arrival order."""
+        require(0 < share < 1, f"profile share must lie between 0 and 1, not {share}")
+        require(self.num_requests >= 2, f"a trace of {self.num_requests} request(s) cannot be split")
+        order = np.random.default_rng(seed).permutation(self.num_requests)
+        cut = min(max(round(share * len(order)), 1), len(order) - 1)
+        return self.select(np.sort(order[:cut])), self.select(np.sort(order[cut:]))
+
+    def digest(self) -> str:
+        """SHA-256 of the trace's contents."""
+        sha = hashlib.sha256()
+        for array in (self.token_ids, self.expert_ids, self.request_offsets, self.phase, self.prompt_ids):
+            sha.update(str(array.shape).encode() + np.ascontiguousarray(array).tobytes())
+        return sha.hexdigest()
+
+
+def _check_offsets(name: str, offsets: np.ndarray, end: int) -> None:
+    valid = len(offsets) >= 1 and offsets[0] == 0 and offsets[-1] == end and np.all(np.diff(offsets) >= 0)
+    require(bool(valid), f"{name} must rise from 0 to {end}")
+
+
+def _check_range(name: str, ids: np.ndarray, size: int, what: str) -> None:
+    if ids.size:
+        low, high = int(ids.min()), int(ids.max())
+        require(low >= 0 and high < size, f"{name} {low if low < 0 else high} is out of range for {size} {what}")
+
+
+def _ragged_rows(offsets: np.ndarray, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Row indices of the chosen segments, one after the other, and the new offsets."""
+    lengths = np.diff(offsets)[chosen]
+    new_offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    rows = np.arange(new_offsets[-1]) + np.repeat(offsets[:-1][chosen] - new_offsets[:-1], lengths)
+    return rows, new_offsets
+
+
+@dataclass(frozen=True, kw_only=True)
+class Affinity:
+    """How often each token and each request activates each expert: the paper's T^(L), from which C_p follows."""
+
+    token_counts: list[csr_matrix]  # L matrices (V, E) int32: activations of expert e by token id v
+    request_counts: list[csr_matrix]  # L matrices (R, E) int32
+    path_counts: np.ndarray  # (L - 1, E, E) int64: tokens that chose e at layer l and e' at layer l + 1
+    token_frequency: np.ndarray  # (V,) int64
+    request_lengths: np.ndarray  # (R,) int64, routed tokens
+    fingerprint: Fingerprint
+
+    @property
+    def expert_load(self) -> np.ndarray:
+        """(L, E) int64: activations per expert."""
+        return np.stack([np.asarray(counts.sum(axis=0)).ravel() for counts in self.token_counts]).astype(np.int64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Which expert sits where: rank g holds physical experts g * P / G to (g + 1) * P / G of every layer."""
+
+    physical_to_logical_map: np.ndarray  # (L, P) int32
+    num_experts: int
+    ep_size: int
+
+    def __post_init__(self) -> None:
+        layers, physical = self.physical_to_logical_map.shape
+        require(physical % self.ep_size == 0, f"ep_size {self.ep_size} does not divide {physical} physical experts")
+        _check_range("expert id", self.physical_to_logical_map, self.num_experts, "experts")
+        missing = np.argwhere(self.logical_replica_count == 0)
+        require(len(missing) == 0, f"expert {missing[:1, 1]} of layer {missing[:1, 0]} is on no rank" if layers else "")
+
+    @property
+    def experts_per_rank(self) -> int:
+        return self.physical_to_logical_map.shape[1] // self.ep_size
+
+    @property
+    def logical_replica_count(self) -> np.ndarray:
+        """(L, E) int64: copies of each expert."""
+        one_hot = self.physical_to_logical_map[:, :, None] == np.arange(self.num_experts)
+        return one_hot.sum(axis=1)
+
+    @property
+    def logical_to_physical_map(self) -> np.ndarray:
+        """(L, E, X) int32: the physical ids of each expert's copies, padded with -1."""
+        layers, physical = self.physical_to_logical_map.shape
+        out = np.full((layers, self.num_experts, self.logical_replica_count.max()), -1, np.int32)
+        filled = np.zeros((layers, self.num_experts), np.int64)
+        rows = np.arange(layers)
+        for p in range(physical):
+            experts = self.physical_to_logical_map[:, p]
+            out[rows, experts, filled[rows, experts]] = p
+            filled[rows, experts] += 1
+        return out
+
+    @property
+    def hosts(self) -> np.ndarray:
+        """(L, G, E) bool: rank g has a copy of expert e."""
+        layers = len(self.physical_to_logical_map)
+        slots = self.physical_to_logical_map.reshape(layers, self.ep_size, -1)
+        return (slots[..., None] == np.arange(self.num_experts)).any(axis=2)
+
+    @classmethod
+    def from_labels(cls, expert_ranks: np.ndarray, ep_size: int) -> Placement:
+        """From (L, E) rank labels, equally many experts a rank; experts of a rank stay in ascending order."""
+        experts = expert_ranks.shape[1]
+        require(experts % ep_size == 0, f"ep_size {ep_size} does not divide {experts} experts")
+        sizes = (expert_ranks[:, :, None] == np.arange(ep_size)).sum(axis=1)
+        assert (sizes == experts // ep_size).all(), "every rank must hold equally many experts"
+        order = np.argsort(expert_ranks, axis=1, kind="stable").astype(np.int32)
+        return cls(physical_to_logical_map=order, num_experts=experts, ep_size=ep_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoClustering:
+    """What a placement method decides: where experts go and, if it clusters data too, where data should go."""
+
+    placement: Placement
+    token_ranks: np.ndarray | None = None  # (L, D, V) int16: rank inside group d for token v; -1: not profiled
+    request_groups: np.ndarray | None = None  # (R,) int16: the group of each profiled request
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShuffleTables:
+    """Attention-TP: where Algorithm 3 looks up the rank, inside its group, that will host a token's experts."""
+
+    token_ranks: np.ndarray  # T, (L, D, V + 1) int16
+    token_confidence: np.ndarray  # T_p, (L, D, V + 1) float16
+    path_ranks: np.ndarray  # A, (L, D, S ** lookback) int16
+    path_confidence: np.ndarray  # A_p, (L, D, S ** lookback) float16
+    lookback: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The tables that the online side looks up (paper, section 3.3 and appendix B).
+
+    Row V of every table with V + 1 rows serves token ids that are outside the vocabulary.
+    """
+
+    request_scores: np.ndarray | None  # T of attention-DP, (V + 1, D) float32; None with one group
+    shuffle: ShuffleTables | None  # None where a group is one rank
+    token_source: np.ndarray  # (V + 1,) uint8: PRIOR, PROFILED or NEIGHBOUR
+
+
+PRIOR, PROFILED, NEIGHBOUR = 0, 1, 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The one artefact that crosses from offline to online."""
+
+    topology: Topology
+    placement: Placement
+    schedule: Schedule | None  # None: tokens by position, requests in turn
+    fingerprint: Fingerprint
+    method: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    trace_hash: str = ""
+    expected: dict[str, Any] | None = None
+
+    def check(self, model: Fingerprint) -> None:
+        """Raise ValueError unless this plan was made for `model`."""
+        difference = self.fingerprint.mismatch(model)
+        require(difference is None, f"this plan was made for another model or tokenizer: {difference}")

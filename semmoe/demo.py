@@ -1,0 +1,84 @@
+"""The main line on the embedded default: profile, solve, generate in five set-ups, and one table."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from semmoe.core import Topology
+from semmoe.settings import DemoSettings, GenerateSettings, SolveSettings
+from semmoe.texts import held_out_prompts
+
+MODEL = Path(__file__).parent / "models" / "tiny"
+
+
+def demo_prompts(settings: DemoSettings, tokenizer: Any) -> tuple[list[list[int]], list[list[int]]]:
+    """(profile, evaluation) token ids: text that the model never saw, from different documents of each domain."""
+    texts = held_out_prompts(per_domain=settings.profile_prompts)
+    documents = sorted({(domain, document) for domain, document, _ in texts})
+    profiled = set(documents[::2])
+    profile = [text for domain, document, text in texts if (domain, document) in profiled]
+    rest = [text for domain, document, text in texts if (domain, document) not in profiled]
+    return (
+        tokenizer(profile[: settings.profile_prompts])["input_ids"],
+        tokenizer(rest[: settings.generate_prompts])["input_ids"],
+    )
+
+
+def run_demo(settings: DemoSettings, work: Path, progress) -> dict[str, Any]:
+    """Run every stage, artefacts under `work`; returns the table's rows and what they rest on.
+
+    progress: an object with `task(description, total)` that returns a callable to advance it.
+    """
+    from semmoe.dataset import digest
+    from semmoe.engines.transformers import generate as gen
+    from semmoe.engines.transformers.model import fingerprint_of, load_model, load_tokenizer
+    from semmoe.engines.transformers.recorder import profile
+    from semmoe.placement.linear import vanilla_plan
+    from semmoe.plan import load_plan, save_plan
+    from semmoe.solve import solve
+    from semmoe.trace import TraceHeader, TraceWriter, open_trace
+
+    advance = progress.task("loading the model", 1)
+    tokenizer, model, identity = load_tokenizer(str(MODEL)), load_model(str(MODEL)), fingerprint_of(str(MODEL))
+    profile_ids, prompts = demo_prompts(settings, tokenizer)
+    advance(1)
+
+    advance = progress.task(f"profiling {len(profile_ids)} prompts", len(profile_ids))
+    header = TraceHeader(fingerprint=identity, dataset_hash=digest(profile_ids), settings={})
+    with TraceWriter(work / "trace", header) as writer:
+        advance(writer.num_requests)
+        profile(model, profile_ids, writer, progress=advance)
+
+    trace, set_ups = open_trace(work / "trace"), []
+    advance = progress.task("solving plans", 2)
+    for attention in ("dp", "tp"):
+        topology = Topology.for_attention(attention, settings.ep_size)
+        save_plan(solve(trace, topology, SolveSettings(seed=settings.seed)), work / f"plan-{attention}")
+        plan = load_plan(work / f"plan-{attention}")
+        vanilla = vanilla_plan(identity, topology)
+        set_ups.append(gen.SetUp(name=f"attention-{attention.upper()}, vanilla", plan=vanilla))
+        set_ups.append(gen.SetUp(name=f"attention-{attention.upper()}, on the plan", plan=plan))
+        advance(1)
+    set_ups.append(gen.SetUp(name="attention-TP, all-reduce", plan=vanilla, exchange="all-reduce"))
+
+    generate_settings = GenerateSettings(max_new_tokens=settings.max_new_tokens, batch_size=settings.batch_size)
+    advance = progress.task("generating with plain transformers", len(prompts))
+    reference = gen.plain_generate(model, prompts, generate_settings, advance)
+    advance = progress.task(
+        f"generating on {settings.ep_size} processes, {len(set_ups)} set-ups", len(prompts) * len(set_ups)
+    )
+    results = gen.generate(str(MODEL), prompts, set_ups, generate_settings, lambda name, done: advance(done))
+    rows = []
+    for result in results:
+        agreement = gen.compare_outputs(model, prompts, reference, result.outputs)
+        rows.append({**_row(result), "identical": agreement.holds, "identical_text": str(agreement)})
+    return {"settings": asdict(settings), "profile_tokens": trace.num_tokens, "set_ups": rows}
+
+
+def _row(result: Any) -> dict[str, Any]:
+    return {
+        "name": result.name, "lar": result.lar, "remote_ranks_per_token": result.remote_ranks_per_token,
+        "all_to_all_bytes": result.all_to_all_bytes, "total_bytes": result.total_bytes,
+        "load_max_over_mean": result.load_max_over_mean, "tokens_per_second": result.tokens_per_second,
+        "sent_bytes": result.sent_bytes, "seconds": result.seconds,
+    }  # fmt: skip

@@ -1,0 +1,1 @@
+"""Hugging Face transformers, embedded: profile a model from outside, and run it expert-parallel on a plan."""

@@ -1,0 +1,90 @@
+"""Batches of prompts, padded on the left, and greedy decoding step by step."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+
+@dataclass
+class Batch:
+    """Requests that are decoded together; after prefill each step feeds one token of every request."""
+
+    prompts: Sequence[Sequence[int]]
+    max_new_tokens: int
+    eos_ids: frozenset[int]
+    generated: list[list[int]] = field(default_factory=list)
+    cache: DynamicCache | None = None
+
+    def __post_init__(self) -> None:
+        self.generated = [[] for _ in self.prompts]
+
+    @property
+    def done(self) -> bool:
+        only_prefill = self.max_new_tokens == 0 and self.cache is not None
+        return only_prefill or all(map(self.finished, range(len(self.prompts))))
+
+    def finished(self, i: int) -> bool:
+        new = self.generated[i]
+        return len(new) >= self.max_new_tokens > 0 or (bool(new) and new[-1] in self.eos_ids)
+
+    def outputs(self) -> list[list[int]]:
+        """Each request's new tokens up to its end-of-text token, that one included."""
+        ends = [next((j for j, token in enumerate(new) if token in self.eos_ids), len(new)) for new in self.generated]
+        return [new[: end + 1] for new, end in zip(self.generated, ends, strict=True)]
+
+    def inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids of the next forward (B, S) and which of them are real (B, S): not padding, not finished."""
+        if self.cache is None:
+            return left_pad(self.prompts)
+        ids = torch.tensor([[new[-1] if new else 0] for new in self.generated])
+        return ids, torch.tensor([[not self.finished(i)] for i in range(len(self.prompts))])
+
+    def attention_mask(self) -> torch.Tensor:
+        """(B, tokens so far): what may be attended to."""
+        mask = left_pad(self.prompts)[1]
+        steps = max(map(len, self.generated), default=0)
+        return torch.cat([mask, mask.new_ones(len(mask), steps)], dim=1).long()
+
+
+def left_pad(prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(B, S) token ids, zeros on the left, and the (B, S) mask of real ones."""
+    width = max(map(len, prompts))
+    ids = torch.zeros(len(prompts), width, dtype=torch.int64)
+    mask = torch.zeros(len(prompts), width, dtype=torch.bool)
+    for i, prompt in enumerate(prompts):
+        ids[i, width - len(prompt) :] = torch.tensor(prompt, dtype=torch.int64)
+        mask[i, width - len(prompt) :] = True
+    return ids, mask
+
+
+@torch.no_grad()
+def step(model: PreTrainedModel, batch: Batch, before: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+    """One forward of the batch: prefill, or one decoded token each. `before` sees (ids, real), both (B, S)."""
+    device = model.device
+    ids, real = batch.inputs()
+    before(ids, real)
+    mask = batch.attention_mask()
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+    batch.cache = batch.cache if batch.cache is not None else DynamicCache(config=model.config)
+    out = model(
+        input_ids=ids.to(device), attention_mask=mask.to(device), position_ids=positions.to(device),
+        past_key_values=batch.cache, use_cache=True, logits_to_keep=1,
+    )  # fmt: skip
+    chosen = out.logits[:, -1].argmax(dim=-1).tolist()
+    for i, token in enumerate(chosen):
+        if batch.max_new_tokens:
+            batch.generated[i].append(batch.generated[i][-1] if batch.finished(i) else token)
+
+
+def cut(prompts: Sequence[Sequence[int]], size: int, max_new_tokens: int, eos_ids: frozenset[int]) -> Iterator[Batch]:
+    for start in range(0, len(prompts), size):
+        yield Batch(prompts[start : start + size], max_new_tokens, eos_ids)
+
+
+def eos_ids(model: PreTrainedModel) -> frozenset[int]:
+    eos = model.generation_config.eos_token_id
+    if eos is None:
+        return frozenset()
+    return frozenset(eos if isinstance(eos, list) else [eos])

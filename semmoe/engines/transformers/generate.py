@@ -1,0 +1,316 @@
+"""Offline batch generation with expert parallelism: one process a rank over torch.distributed."""
+
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from semmoe.assignment import RequestScheduler
+from semmoe.core import Plan, Topology, require
+from semmoe.engines.transformers.batch import Batch, cut, eos_ids, step
+from semmoe.engines.transformers.model import load_model, moe_layers, num_experts
+from semmoe.engines.transformers.parallel import ParallelModel
+from semmoe.metrics import Traffic, max_over_mean
+from semmoe.runtime.collectives import Communicator
+from semmoe.settings import GenerateSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetUp:
+    """One way to run the same prompts: a plan, and how ranks exchange tokens."""
+
+    name: str
+    plan: Plan
+    exchange: str = "all-to-all"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateResult:
+    """What a set-up generated and what it cost, over all ranks and layers."""
+
+    name: str
+    outputs: list[list[int]]  # new token ids of each request, in the order of the prompts
+    seconds: float
+    forward_tokens: int  # tokens that went through the model: prompts and fed-back ones, each once
+    sent_bytes: dict[str, int]  # by kind of collective
+    lar: float | None  # None without all-to-all
+    remote_ranks_per_token: float | None
+    load_max_over_mean: float  # mean over layers of the pairs per rank of the whole run
+
+    @property
+    def all_to_all_bytes(self) -> int:
+        return self.sent_bytes.get("dispatch", 0) + self.sent_bytes.get("combine", 0)
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.sent_bytes.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.forward_tokens / self.seconds
+
+
+def generate(
+    model_path: str, prompts: Sequence[Sequence[int]], set_ups: Sequence[SetUp], settings: GenerateSettings,
+    progress: Callable[[str, int], None] = lambda name, requests: None,
+) -> list[GenerateResult]:  # fmt: skip
+    """Greedy generation in every set-up, on `ep_size` local processes (gloo on CPU, NCCL where each rank has a GPU).
+
+    prompts: token ids of each request, in arrival order. `progress` is called with a set-up's name and how many
+    requests of it a batch of rank 0's group has completed. Raises ValueError for input that does not fit, RuntimeError
+    if a rank fails.
+    """
+    sizes = {set_up.plan.topology.ep_size for set_up in set_ups}
+    require(len(sizes) == 1, f"set-ups of one run must have one ep_size, not {sorted(sizes)}")
+    require(len(prompts) > 0, "there is no prompt to generate from")
+    require(all(len(p) > 0 for p in prompts), "a prompt holds no token")
+    vocabulary = set_ups[0].plan.fingerprint.vocab_size
+    highest = max(max(p) for p in prompts)
+    require(highest < vocabulary, f"token id {highest} is out of range for a vocabulary of {vocabulary}")
+    with tempfile.TemporaryDirectory(prefix="semmoe-") as scratch:
+        job = _Job(model_path, [list(map(int, p)) for p in prompts], list(set_ups), settings, scratch)
+        _run_ranks(sizes.pop(), job, progress)
+        return [GenerateResult(**result) for result in json.loads(Path(scratch, "results.json").read_text())]
+
+
+@dataclass(frozen=True)
+class _Job:
+    model_path: str
+    prompts: list[list[int]]
+    set_ups: list[SetUp]
+    settings: GenerateSettings
+    scratch: str
+
+
+def _run_ranks(size: int, job: _Job, progress: Callable[[str, int], None]) -> None:
+    context = multiprocessing.get_context("forkserver")  # one import of torch and transformers for all ranks
+    context.set_forkserver_preload([__name__])
+    messages = context.SimpleQueue()
+    ranks = [context.Process(target=_rank_main, args=(r, size, job, messages), daemon=True) for r in range(size)]
+    for process in ranks:
+        process.start()
+    try:
+        _watch(ranks, messages, progress)
+    finally:
+        for process in ranks:
+            process.terminate()
+            process.join()
+
+
+def _watch(ranks, messages, progress) -> None:
+    """Pass progress on until every rank is done; the first failure ends the run with that rank's message."""
+    done = 0
+    while done < len(ranks):
+        if messages.empty():
+            died = [r for r, process in enumerate(ranks) if process.exitcode not in (None, 0)]
+            if died and messages.empty():
+                raise RuntimeError(f"rank {died[0]} ended with exit code {ranks[died[0]].exitcode}")
+            time.sleep(0.02)
+            continue
+        kind, name, value = messages.get()
+        if kind == "progress":
+            progress(name, value)
+        elif kind == "invalid":
+            raise ValueError(name)
+        elif kind == "failed":
+            raise RuntimeError(f"rank {value} failed: {name}")
+        else:
+            done += 1
+
+
+def _rank_main(rank: int, size: int, job: _Job, messages) -> None:
+    try:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
+        with_gpus = torch.cuda.device_count() >= size
+        if with_gpus:
+            torch.cuda.set_device(rank)
+        else:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        store = dist.FileStore(str(Path(job.scratch) / "store"), size)
+        backend = "nccl" if with_gpus else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(minutes=10))
+        results = [
+            _run_set_up(
+                rank, size, job, s, "cuda" if with_gpus else "cpu", lambda n, s=s: messages.put(("progress", s.name, n))
+            )
+            for s in job.set_ups
+        ]
+        if rank == 0:
+            Path(job.scratch, "results.json").write_text(json.dumps([asdict(r) for r in results]))
+        dist.barrier()
+        dist.destroy_process_group()
+        messages.put(("done", "", rank))
+    except ValueError as error:
+        messages.put(("invalid", str(error), rank))
+    except Exception as error:
+        messages.put(("failed", f"{type(error).__name__}: {error}", rank))
+        raise
+
+
+def _run_set_up(rank: int, size: int, job: _Job, set_up: SetUp, device: str, progress) -> GenerateResult:
+    topology = set_up.plan.topology
+    model = load_model(job.model_path, getattr(torch, job.settings.dtype)).to(device)
+    comm = Communicator(dist.group.WORLD, rank, size)
+    attention = attention_communicator(comm, topology)
+    parallel = ParallelModel(model, set_up.plan, comm, attention, set_up.exchange)
+    group = rank // topology.attn_tp_size
+    groups = schedule_requests(job.prompts, set_up.plan)
+    own = np.flatnonzero(groups == group)
+    dist.barrier()
+    started = time.perf_counter()
+    outputs = _decode(parallel, [job.prompts[i] for i in own], topology, job.settings, progress if rank == 0 else None)
+    dist.barrier()
+    seconds = time.perf_counter() - started
+    answers = dict(zip(own.tolist(), outputs, strict=True)) if attention.rank == 0 else {}
+    return _gather(set_up.name, parallel, answers, job.prompts, seconds)
+
+
+def attention_communicator(comm: Communicator, topology: Topology) -> Communicator:
+    """The communicator of this rank's attention group; that of all ranks itself where there is one group."""
+    if topology.dp_size == 1:
+        return comm
+    S = topology.attn_tp_size
+    members = [list(range(d * S, (d + 1) * S)) for d in range(topology.dp_size)]
+    groups = [dist.new_group(ranks) for ranks in members]  # every rank must create every group
+    return Communicator(groups[comm.rank // S], comm.rank % S, S)
+
+
+def schedule_requests(prompts: Sequence[Sequence[int]], plan: Plan) -> np.ndarray:
+    """(R,) attention group of each request in arrival order: Algorithm 2, or in turn without tables."""
+    if plan.schedule is None or plan.schedule.request_scores is None:
+        return np.arange(len(prompts)) % plan.topology.dp_size
+    scheduler = RequestScheduler(plan.schedule)
+    return np.array([scheduler.assign(np.asarray(p)) for p in prompts])
+
+
+def _decode(
+    parallel: ParallelModel, prompts, topology: Topology, settings: GenerateSettings, progress
+) -> list[list[int]]:
+    """This group's requests, batch by batch; a group that has none left keeps serving the other groups' tokens."""
+    batches = list(cut(prompts, settings.batch_size, settings.max_new_tokens, eos_ids(parallel.model)))
+    queue: list[Batch] = list(batches)
+    while True:
+        working = torch.tensor([int(bool(queue))], device=parallel.model.device)
+        if topology.dp_size > 1:
+            working = parallel.comm.all_reduce(working, "control")
+        if not int(working):
+            return [output for batch in batches for output in batch.outputs()]
+        if not queue:
+            parallel.idle()
+            continue
+        step(parallel.model, queue[0], parallel.begin)
+        if queue[0].done:
+            finished = queue.pop(0)
+            finished.cache = None
+            if progress:
+                progress(len(finished.prompts) * (topology.dp_size))
+
+
+def _gather(
+    name: str, parallel: ParallelModel, answers: dict[int, list[int]], prompts, seconds: float
+) -> GenerateResult:
+    """Join what every rank generated, sent and routed."""
+    own = (answers, dict(parallel.sent_bytes()), parallel.traffic)
+    every: list = [None] * parallel.comm.size
+    dist.all_gather_object(every, own)
+    outputs = {i: tokens for part, _, _ in every for i, tokens in part.items()}
+    sent: Counter[str] = sum((Counter(part) for _, part, _ in every), Counter())
+    layers = [sum(parts[1:], parts[0]) for parts in zip(*(traffic for _, _, traffic in every), strict=True)]
+    return _result(name, outputs, dict(sorted(sent.items())), layers, prompts, seconds)
+
+
+def _result(name, outputs, sent, layers: list[Traffic], prompts, seconds: float) -> GenerateResult:
+    total = sum(layers[1:], layers[0])
+    return GenerateResult(
+        name=name, outputs=[outputs[i] for i in range(len(prompts))], seconds=seconds, sent_bytes=sent,
+        forward_tokens=sum(len(p) + len(outputs[i]) - 1 for i, p in enumerate(prompts)),
+        lar=total.lar if total.pairs else None,
+        remote_ranks_per_token=total.remote_ranks_per_token if total.pairs else None,
+        load_max_over_mean=float(np.mean([max_over_mean(layer.load) for layer in layers])),
+    )  # fmt: skip
+
+
+def plain_generate(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], settings: GenerateSettings,
+    progress: Callable[[int], None] = lambda done: None,
+) -> list[list[int]]:  # fmt: skip
+    """The reference: transformers' own greedy `generate`, one process, one request at a time, no padding."""
+    outputs = []
+    for prompt in prompts:
+        ids = torch.tensor([list(prompt)], device=model.device)
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=settings.max_new_tokens,
+            pad_token_id=0,
+        )  # fmt: skip
+        outputs.append(out[0, len(prompt) :].tolist())
+        progress(1)
+    return outputs
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How two sets of outputs compare, token for token."""
+
+    requests: int
+    identical: int
+    near_ties: int  # differ first where the reference's own margin is too small to tell (docs/decisions.md)
+    mismatches: list[int]  # requests that differ otherwise
+
+    @property
+    def holds(self) -> bool:
+        return not self.mismatches
+
+    def __str__(self) -> str:
+        ties = f" ({self.near_ties} near-ties)" if self.near_ties else ""
+        return f"yes{ties}" if self.holds else f"NO: {len(self.mismatches)} of {self.requests}"
+
+
+def compare_outputs(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], reference: list[list[int]], outputs: list[list[int]],
+    margin: float = 1e-4,
+) -> Agreement:  # fmt: skip
+    """Hold `outputs` against `reference`, the plain `model`'s. A difference is excused only at a near-tie."""
+    differing = [i for i, (a, b) in enumerate(zip(reference, outputs, strict=True)) if a != b]
+    ties = [i for i in differing if _smallest_margin(model, prompts[i], reference[i], outputs[i]) < margin]
+    wrong = sorted(set(differing) - set(ties))
+    return Agreement(len(reference), len(reference) - len(differing), len(ties), wrong)
+
+
+@torch.no_grad()
+def _smallest_margin(model, prompt, reference: list[int], output: list[int]) -> float:
+    """The reference's margin where `output` first differs: of the arg-max there, or of any router up to there."""
+    common = next((i for i, (a, b) in enumerate(zip(reference, output, strict=False)) if a != b), 0)
+    logits_of: list[torch.Tensor] = []
+    experts = num_experts(model.config)
+
+    def keep(module, args, out):
+        logits_of.append((out[0] if isinstance(out, tuple) else out).reshape(-1, experts))
+
+    routers = [next(m for n, m in block.named_children() if n in ("gate", "router")) for block in moe_layers(model)]
+    hooks = [router.register_forward_hook(keep) for router in routers]
+    try:
+        ids = torch.tensor([[*prompt, *reference[:common]]], device=model.device)
+        logits = model(input_ids=ids, use_cache=False).logits[0, -1]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    top_k = model.config.num_experts_per_tok
+    gaps = [_gap(scores.float().softmax(-1), top_k) for scores in logits_of]
+    return min(_gap(logits.float()[None], 1), *gaps)
+
+
+def _gap(scores: torch.Tensor, k: int) -> float:
+    """Smallest distance between the k-th and the next score over all rows (n, width)."""
+    top = scores.topk(k + 1, dim=-1).values
+    return float((top[:, k - 1] - top[:, k]).min())

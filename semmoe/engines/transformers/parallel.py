@@ -1,0 +1,196 @@
+"""Expert parallelism on a plan, attached from outside to a model that knows nothing of it.
+
+Every decoder layer runs: attention (sharded by heads inside an attention group) -> shuffled reduce-scatter -> MoE on
+this rank's rows, experts reached by all-to-all -> shuffled all-gather of the residual stream. In a group of one rank,
+attention-DP, both ends fall away. `exchange="all-reduce"` is the usual expert parallelism without all-to-all, the
+baseline that attention-TP must beat: every rank computes its own experts for all rows, and two all-reduces join them.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from semmoe.core import Plan, require
+from semmoe.engines.transformers.attention import shard_attention
+from semmoe.engines.transformers.model import decoder_layers, moe_layers
+from semmoe.metrics import Traffic, layer_traffic, serving_ranks
+from semmoe.runtime.collectives import Communicator, ShuffleHandle, shuffled_all_gather, shuffled_reduce_scatter
+from semmoe.runtime.dispatch import combine, dispatch
+from semmoe.runtime.tp import TokenShuffler
+
+EXCHANGES = ("all-to-all", "all-reduce")
+
+
+class LocalExperts:
+    """This rank's share of one layer's experts: the model's own experts module, cut to the experts held here."""
+
+    def __init__(self, experts: nn.Module, held: np.ndarray) -> None:
+        """held: (P / G,) logical ids of this rank's physical experts, in slot order."""
+        total = experts.num_experts
+        index = torch.from_numpy(held.astype(np.int64))
+        for name, parameter in list(experts.named_parameters(recurse=False)):
+            require(
+                parameter.shape[0] == total, f"parameter {name} of {type(experts).__name__} has no expert dimension"
+            )
+            setattr(experts, name, nn.Parameter(parameter.data[index.to(parameter.device)], requires_grad=False))
+        experts.num_experts = len(held)
+        self._compute = experts.forward
+        self._local_id = torch.full((total,), -1, dtype=torch.int64)
+        self._local_id[index.flip(0)] = torch.arange(len(held)).flip(0)  # the first slot, if a rank holds two copies
+
+    def __call__(self, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """(M, H), (M, K) logical ids (-1: not here), (M, K) -> (M, H), summed over the choices that are held here."""
+        local = torch.where(expert_ids >= 0, self._local_id.to(hidden.device)[expert_ids.clamp(min=0)], -1)
+        rows, choices = (local >= 0).nonzero(as_tuple=True)
+        out = torch.zeros_like(hidden)
+        if len(rows):
+            pairs = self._compute(hidden[rows], local[rows, choices][:, None], weights[rows, choices][:, None])
+            out.index_add_(0, rows, pairs)
+        return out
+
+
+@dataclass
+class ForwardRows:
+    """Which rows of the current forward are real: not padding, not a finished request's."""
+
+    index: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))  # (N,) into the flat batch
+
+    def set(self, real: torch.Tensor) -> None:
+        self.index = real.reshape(-1).nonzero(as_tuple=True)[0]
+
+
+class ParallelModel:
+    """One rank's part of a model: attach with the constructor, then run forwards; `traffic` counts what was routed.
+
+    experts_comm joins all ranks, attention_comm the ranks of this rank's attention group.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, plan: Plan, experts_comm: Communicator, attention_comm: Communicator,
+        exchange: str = "all-to-all",
+    ) -> None:  # fmt: skip
+        require(exchange in EXCHANGES, f"exchange must be one of {', '.join(EXCHANGES)}, not {exchange!r}")
+        topology = plan.topology
+        no_dp = exchange == "all-to-all" or topology.dp_size == 1
+        require(no_dp, "exchange all-reduce needs attention-TP: ranks with requests of their own share no rows")
+        self.model, self.plan, self.rows = model, plan, ForwardRows()
+        self.comm, self.attention_comm = experts_comm, attention_comm
+        group = experts_comm.rank // topology.attn_tp_size
+        self.shuffler = TokenShuffler(plan, group, attention_comm.rank)
+        self._serving = serving_ranks(plan.placement, topology)  # (L, G, E)
+        self.traffic: list[Traffic | None] = [None] * len(self._serving)
+        self._attach(exchange)
+
+    def _attach(self, exchange: str) -> None:
+        blocks = moe_layers(self.model)
+        physical = self.plan.placement.physical_to_logical_map.reshape(len(blocks), self.comm.size, -1)
+        self._experts = [LocalExperts(b.experts, physical[i, self.comm.rank]) for i, b in enumerate(blocks)]
+        run = self._layer_all_to_all if exchange == "all-to-all" else self._layer_all_reduce
+        exchange_experts = self._expert_all_to_all if exchange == "all-to-all" else self._expert_all_reduce
+        moe_index = {id(block): i for i, block in enumerate(blocks)}
+        for layer in decoder_layers(self.model):
+            _check_layout(layer)
+            shard_attention(layer.self_attn, self.attention_comm.rank, self.attention_comm.size)
+            index = moe_index.get(id(layer.mlp))
+            layer.forward = _bind(run, layer, index)
+            if index is not None:
+                layer.mlp.experts.forward = _bind(exchange_experts, index)
+
+    def begin(self, ids: torch.Tensor, real: torch.Tensor) -> None:
+        """Before each forward: the batch's token ids and which of them are real, both (B, S)."""
+        self.rows.set(real.to(self.model.device))
+        self.shuffler.start(ids.reshape(-1)[real.reshape(-1)].numpy())
+
+    def idle(self) -> None:
+        """Serve other groups' tokens for one forward in which this group has none of its own."""
+        hidden = torch.zeros(0, self.model.config.hidden_size, dtype=self.model.dtype, device=self.model.device)
+        no_ids = torch.zeros(0, self.plan.fingerprint.top_k, dtype=torch.int64, device=hidden.device)
+        for index in range(len(self._experts)):
+            self._expert_all_to_all(index, hidden, no_ids, no_ids.to(hidden.dtype))
+
+    def _layer_all_to_all(self, layer: nn.Module, index: int | None, hidden_states: torch.Tensor, **kwargs):
+        """One decoder layer on a full residual stream (B, S, H), equal on all ranks of the attention group."""
+        attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)
+        residual, partial = self._real(hidden_states), self._real(attended)
+        if self.attention_comm.size == 1:
+            stream = self._feed_forward(layer, index, residual + partial)
+            return self._put_back(hidden_states, stream)
+        handle = self.shuffler.slices(index)
+        stream = residual[handle.mine] + shuffled_reduce_scatter(self.attention_comm, partial, handle)
+        stream = self._feed_forward(layer, index, stream)
+        self._share_devices(index, handle)
+        return self._put_back(hidden_states, shuffled_all_gather(self.attention_comm, stream, handle))
+
+    def _share_devices(self, index: int | None, handle: ShuffleHandle) -> None:
+        """A rank knows the routing of its own slice only: the devices travel with the all-gather, and count."""
+        if index is not None and self.shuffler.uses_history:
+            devices = self.shuffler.devices(index, *self._last_routing)
+            self.shuffler.observe(shuffled_all_gather(self.attention_comm, devices, handle))
+
+    def _feed_forward(self, layer: nn.Module, index: int | None, stream: torch.Tensor) -> torch.Tensor:
+        """Post-attention norm, MoE or dense block, residual, on this rank's rows (n, H), n may be 0."""
+        if len(stream) == 0:
+            if index is not None:
+                no_ids = torch.zeros(0, self.plan.fingerprint.top_k, dtype=torch.int64, device=stream.device)
+                self._expert_all_to_all(index, stream, no_ids, no_ids.to(stream.dtype))
+            return stream
+        out = layer.mlp(layer.post_attention_layernorm(stream)[None])
+        out = out[0] if isinstance(out, tuple) else out  # GPT-OSS returns its scores too
+        return stream + out.reshape(stream.shape)
+
+    def _expert_all_to_all(self, index: int, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor):
+        """Takes the place of the experts' forward: (n, H), (n, K), (n, K) -> (n, H)."""
+        self._last_routing = (expert_ids, weights)
+        home = np.full(len(expert_ids), self.comm.rank)
+        self._count(index, layer_traffic(expert_ids.cpu().numpy(), home, self._serving[index]))
+        serving = torch.from_numpy(self._serving[index, self.comm.rank].astype(np.int64)).to(hidden.device)
+        received, handle = dispatch(self.comm, hidden, expert_ids, weights, serving)
+        results = self._experts[index](received.hidden, received.expert_ids, received.weights)
+        return combine(self.comm, results, handle)
+
+    def _layer_all_reduce(self, layer: nn.Module, index: int | None, hidden_states: torch.Tensor, **kwargs):
+        attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)
+        stream = self._real(hidden_states) + self.attention_comm.all_reduce(self._real(attended))
+        out = layer.mlp(layer.post_attention_layernorm(stream)[None])
+        out = out[0] if isinstance(out, tuple) else out
+        return self._put_back(hidden_states, stream + out.reshape(stream.shape))
+
+    def _expert_all_reduce(self, index: int, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor):
+        serves = torch.from_numpy(self._serving[index, 0] == self.comm.rank).to(hidden.device)
+        mine = torch.where(serves[expert_ids], expert_ids, -1)
+        load = np.zeros(self.comm.size, np.int64)
+        load[self.comm.rank] = int((mine >= 0).sum())
+        nothing = np.zeros((self.comm.size, self.comm.size), np.int64)
+        self._count(index, Traffic(0, 0, 0, nothing, load))
+        return self.comm.all_reduce(self._experts[index](hidden, mine, weights))
+
+    def _count(self, index: int, traffic: Traffic) -> None:
+        before = self.traffic[index]
+        self.traffic[index] = traffic if before is None else before + traffic
+
+    def _real(self, states: torch.Tensor) -> torch.Tensor:
+        return states.reshape(-1, states.shape[-1])[self.rows.index]
+
+    def _put_back(self, states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of padding keep what they had: finite, and read by nobody."""
+        flat = states.reshape(-1, states.shape[-1]).clone()
+        flat[self.rows.index] = rows
+        return flat.view(states.shape)
+
+    def sent_bytes(self) -> Counter[str]:
+        """Bytes this rank sent, by kind of collective."""
+        return self.comm.sent + self.attention_comm.sent if self.attention_comm is not self.comm else self.comm.sent
+
+
+def _bind(function, *leading):
+    return lambda *args, **kwargs: function(*leading, *args, **kwargs)
+
+
+def _check_layout(layer: nn.Module) -> None:
+    needed = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
+    missing = [name for name in needed if not hasattr(layer, name)]
+    require(not missing, f"decoder layer {type(layer).__name__} has no {', '.join(missing)}: not supported")

@@ -1,0 +1,85 @@
+"""Profiling: which experts each token chose, recorded from outside the model.
+
+Recent transformers call every MoE block's experts with (hidden, expert ids, weights); a hook there sees the routing
+of all supported architectures, whatever their router does.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from semmoe.core import DECODE, PREFILL
+from semmoe.engines.transformers.batch import Batch, cut, eos_ids, step
+from semmoe.engines.transformers.model import moe_layers
+from semmoe.trace import TraceWriter
+
+
+class RoutingRecorder:
+    """Collects the routing of one forward pass at a time; a context manager that detaches its hooks at the end."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._blocks = moe_layers(model)
+        self._layers: list[np.ndarray] = []
+        self._real = np.zeros(0, bool)
+
+    def __enter__(self) -> "RoutingRecorder":
+        self._hooks = [b.experts.register_forward_pre_hook(self._record, with_kwargs=True) for b in self._blocks]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def begin(self, ids: torch.Tensor, real: torch.Tensor) -> None:
+        self._layers = []
+        self._real = real.reshape(-1).cpu().numpy()
+
+    def _record(self, module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+        _, expert_ids, weights = [*args, *kwargs.values()][:3]
+        order = weights.argsort(dim=1, descending=True, stable=True)
+        self._layers.append(torch.gather(expert_ids, 1, order).cpu().numpy()[self._real])
+
+    def take(self) -> np.ndarray:
+        """(n, L, K) expert ids of the real tokens of the last forward, row by row of the batch."""
+        assert len(self._layers) == len(self._blocks), "a MoE layer was skipped or ran twice"
+        return np.stack(self._layers, axis=1)
+
+
+def profile(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], writer: TraceWriter, *, max_new_tokens: int = 0,
+    batch_size: int = 16, progress: Callable[[int], None] = lambda done: None,
+) -> None:  # fmt: skip
+    """Run the prompts that `writer` does not hold yet and append each one's routing: prefill, then greedy decode.
+
+    The last generated token is never fed back and so has no routing, as in any engine.
+    """
+    remaining = prompts[writer.num_requests :]
+    with RoutingRecorder(model) as recorder:
+        for batch in cut(remaining, batch_size, max_new_tokens, eos_ids(model)):
+            for request in _profile_batch(model, batch, recorder):
+                writer.append(**request)
+            progress(len(batch.prompts))
+
+
+def _profile_batch(model: PreTrainedModel, batch: Batch, recorder: RoutingRecorder) -> list[dict[str, np.ndarray]]:
+    tokens: list[list[np.ndarray]] = [[] for _ in batch.prompts]
+    experts: list[list[np.ndarray]] = [[] for _ in batch.prompts]
+    while not batch.done:
+        ids, real = batch.inputs()
+        step(model, batch, recorder.begin)
+        routed, start = recorder.take(), 0
+        for i, count in enumerate(real.sum(dim=1).tolist()):
+            tokens[i].append(ids[i][real[i]].numpy())
+            experts[i].append(routed[start : start + count])
+            start += count
+    return [_request(p, t, e) for p, t, e in zip(batch.prompts, tokens, experts, strict=True)]
+
+
+def _request(prompt: Sequence[int], tokens: list[np.ndarray], experts: list[np.ndarray]) -> dict[str, np.ndarray]:
+    token_ids = np.concatenate(tokens)
+    phase = np.where(np.arange(len(token_ids)) < len(prompt), PREFILL, DECODE)
+    return {
+        "prompt_ids": np.array(prompt), "token_ids": token_ids, "expert_ids": np.concatenate(experts), "phase": phase,
+    }  # fmt: skip

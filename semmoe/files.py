@@ -1,0 +1,80 @@
+"""Files that are never half-written, and errors that name the file."""
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+from pydantic import BaseModel, ValidationError
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary sibling of `path` that replaces it when the block ends well and vanishes when it fails."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staged = path.with_name(f".{path.name}.partial")
+    try:
+        yield staged
+        staged.replace(path)
+    finally:
+        staged.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def atomic_directory(path: Path) -> Iterator[Path]:
+    """As `atomic_file`, for a directory that is written whole; an older one of that name is replaced at the end."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staged = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        staged.chmod(0o755)
+        yield staged
+        if path.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent))
+            path.replace(old)
+            staged.replace(path)
+            shutil.rmtree(old)
+        else:
+            staged.replace(path)
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+
+
+def save_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    with atomic_file(path) as staged:
+        save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, staged)
+
+
+def load_arrays(path: Path, names: set[str]) -> dict[str, np.ndarray]:
+    """The arrays of a safetensors file that holds exactly `names`."""
+    try:
+        arrays = load_file(path)
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing") from None
+    except SafetensorError as error:
+        raise ValueError(f"{path} is truncated or damaged ({error})") from None
+    if set(arrays) != names:
+        raise ValueError(f"{path} holds {sorted(arrays)}, expected {sorted(names)}")
+    return arrays
+
+
+def save_json(path: Path, model: BaseModel) -> None:
+    with atomic_file(path) as staged:
+        staged.write_text(model.model_dump_json(indent=1) + "\n", encoding="utf-8")
+
+
+def load_json(path: Path, model: type[Model]) -> Model:
+    try:
+        return model.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "file"
+        raise ValueError(f"{path} is not valid: {where}: {first['msg']}") from None

@@ -1,0 +1,124 @@
+"""Local activation rate, remote ranks per token, rows per rank pair, load: pure functions of arrays.
+
+Definitions, for a batch of B tokens whose token t sits on rank home(t) when the expert all-to-all runs:
+    local activation rate (LAR)  share of the B * K (token, expert) pairs with a copy of the expert on home(t)
+    remote ranks per token       distinct ranks other than home(t) that token t is sent to: one row is sent to each
+    load                         (token, expert) pairs that each rank computes
+"""
+
+from dataclasses import dataclass
+from math import comb
+
+import numba
+import numpy as np
+
+from semmoe.core import Placement, Topology
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one layer of one batch sends and computes. Add several to sum them."""
+
+    pairs: int  # (token, expert) pairs, B * K
+    local_pairs: int
+    tokens: int
+    rows: np.ndarray  # (G, G) int64: rows that rank i sends to rank j in dispatch; combine sends as many back
+    load: np.ndarray  # (G,) int64
+
+    @property
+    def lar(self) -> float:
+        return self.local_pairs / max(self.pairs, 1)
+
+    @property
+    def remote_ranks_per_token(self) -> float:
+        return float(self.rows.sum()) / max(self.tokens, 1)
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(
+            self.pairs + other.pairs, self.local_pairs + other.local_pairs, self.tokens + other.tokens,
+            self.rows + other.rows, self.load + other.load,
+        )  # fmt: skip
+
+
+def serving_ranks(placement: Placement, topology: Topology) -> np.ndarray:
+    """(L, G, E) int16: the rank to which source rank g sends tokens for expert e.
+
+    A static choice as in SGLang's static dispatch: an own copy first, then one on the own node, then any; where
+    several are equally near, source ranks take turns, so that copies share the load.
+    """
+    copies = placement.logical_to_physical_map  # (L, E, X)
+    ranks = np.where(copies >= 0, copies // placement.experts_per_rank, -1)
+    node_size = topology.ep_size // topology.num_nodes
+    out = np.empty((len(copies), topology.ep_size, placement.num_experts), np.int16)
+    for g in range(topology.ep_size):
+        distance = np.where(ranks == g, 0, np.where(ranks // node_size == g // node_size, 1, 2))
+        distance = np.where(ranks < 0, 3, distance)
+        near = distance == distance.min(axis=2, keepdims=True)
+        turn = (g + np.arange(placement.num_experts)) % near.sum(axis=2)  # (L, E)
+        chosen = np.argmax(near & (np.cumsum(near, axis=2) - 1 == turn[..., None]), axis=2)
+        out[:, g] = np.take_along_axis(ranks, chosen[..., None], axis=2)[..., 0]
+    return out
+
+
+def layer_traffic(expert_ids: np.ndarray, home: np.ndarray, serving: np.ndarray) -> Traffic:
+    """Traffic of one layer: expert_ids (B, K), home (B,) rank of each token, serving (G, E) from `serving_ranks`."""
+    rows, load, local = _count_traffic(expert_ids, home, serving)
+    return Traffic(expert_ids.size, int(local), len(home), rows, load)
+
+
+@numba.njit(cache=True)
+def _count_traffic(expert_ids, home, serving):
+    ranks = serving.shape[0]
+    rows, load, local = np.zeros((ranks, ranks), np.int64), np.zeros(ranks, np.int64), 0
+    last_sent = np.full(ranks, -1, np.int64)
+    for t in range(expert_ids.shape[0]):
+        source = home[t]
+        for k in range(expert_ids.shape[1]):
+            target = serving[source, expert_ids[t, k]]
+            load[target] += 1
+            if target == source:
+                local += 1
+            elif last_sent[target] != t:
+                last_sent[target] = t
+                rows[source, target] += 1
+    return rows, load, local
+
+
+@numba.njit(cache=True)
+def majority_rank(expert_ids, rank_of_expert, num_ranks):
+    """The "device" of each token: the rank hosting most of its experts, ties to the highest routing weight.
+
+    expert_ids (T, K) by falling weight; rank_of_expert (E,) int, -1 for experts that do not count. Returns (T,) int16.
+    Worked example: experts 5, 2, 7, 3 on ranks 1, 0, 0, 1 -> two each, and expert 5 weighs most -> rank 1.
+    """
+    out = np.zeros(expert_ids.shape[0], np.int16)
+    votes = np.zeros(num_ranks, np.int64)
+    for t in range(expert_ids.shape[0]):
+        votes[:] = 0
+        for k in range(expert_ids.shape[1]):
+            rank = rank_of_expert[expert_ids[t, k]]
+            if rank >= 0:
+                votes[rank] += 1
+        best = 0
+        for k in range(expert_ids.shape[1]):
+            rank = rank_of_expert[expert_ids[t, k]]
+            if rank >= 0 and votes[rank] > best:
+                best = votes[rank]
+                out[t] = rank
+    return out
+
+
+def max_over_mean(load: np.ndarray) -> float:
+    """Load imbalance as engines count it (the inverse of their `balancedness`); 1.0 for no load."""
+    return float(load.max() / load.mean()) if load.sum() else 1.0
+
+
+def max_over_median(load: np.ndarray) -> float:
+    """Load imbalance as the paper counts it; a median of zero counts as one pair."""
+    return float(load.max() / max(np.median(load), 1.0)) if load.sum() else 1.0
+
+
+def uniform_remote_ranks(ep_size: int, num_experts: int, top_k: int) -> float:
+    """Remote ranks per token if experts were drawn uniformly, one copy each."""
+    per_rank = num_experts // ep_size
+    return (ep_size - 1) * (1 - comb(num_experts - per_rank, top_k) / comb(num_experts, top_k))

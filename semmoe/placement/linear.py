@@ -1,0 +1,19 @@
+"""Contiguous placement: what every engine does without a plan."""
+
+import numpy as np
+
+from semmoe.core import Fingerprint, Placement, Plan, Topology, require
+
+
+def place(num_layers: int, num_experts: int, ep_size: int, redundant_experts: int = 0) -> Placement:
+    """Rank g holds experts g * E / G to (g + 1) * E / G; redundant slots repeat the first experts, as engines do."""
+    physical = num_experts + redundant_experts
+    require(physical % ep_size == 0, f"ep_size {ep_size} does not divide {physical} experts")
+    row = np.arange(physical, dtype=np.int32) % num_experts
+    return Placement(physical_to_logical_map=np.tile(row, (num_layers, 1)), num_experts=num_experts, ep_size=ep_size)
+
+
+def vanilla_plan(fingerprint: Fingerprint, topology: Topology) -> Plan:
+    """No plan at all, as a plan: contiguous experts, tokens by position, requests in turn."""
+    placement = place(fingerprint.num_layers, fingerprint.num_experts, topology.ep_size)
+    return Plan(topology=topology, placement=placement, schedule=None, fingerprint=fingerprint, method="linear")

@@ -1,0 +1,129 @@
+"""Trace x plan -> metrics, without a model: the offline experiment.
+
+Protocol (docs/decisions.md): a batch is all ranks together. `mixed` draws tokens from many requests at random, as in
+decode; `prefill` takes consecutive tokens of concatenated requests. Attention-DP: requests are scheduled by their
+prompt in arrival order and scored on their routed tokens. Attention-TP: each batch goes to equal slices, by the plan's
+tables or, without them, by position.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from semmoe.assignment import Preference, RequestScheduler, assign_slices, look_up, position_slices
+from semmoe.core import Plan, RoutingTrace, require
+from semmoe.metrics import Traffic, layer_traffic, max_over_mean, max_over_median, serving_ranks
+from semmoe.schedule import token_devices
+from semmoe.settings import ReplaySettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayResult:
+    layers: list[Traffic]  # summed over batches
+    load_max_over_mean: np.ndarray  # (L,) mean over batches
+    load_max_over_median: np.ndarray  # (L,)
+    token_max_over_mean: float  # routed tokens per attention group, whole replay
+    unknown_share: float  # occurrences of tokens that the prior had to serve
+
+    @property
+    def total(self) -> Traffic:
+        return sum(self.layers[1:], self.layers[0])
+
+    def as_dict(self) -> dict[str, Any]:
+        """The metrics by their JSON names, over all layers and layer by layer."""
+        layers = [
+            {"layer": i, **_traffic_metrics(t), "load_max_over_mean": float(m), "load_max_over_median": float(d)}
+            for i, (t, m, d) in enumerate(
+                zip(self.layers, self.load_max_over_mean, self.load_max_over_median, strict=True)
+            )
+        ]
+        return {
+            **_traffic_metrics(self.total),
+            "load_max_over_mean": float(self.load_max_over_mean.mean()),
+            "load_max_over_median": float(self.load_max_over_median.mean()),
+            "token_max_over_mean": self.token_max_over_mean,
+            "unknown_token_share": self.unknown_share,
+            "layers": layers,
+        }
+
+
+def _traffic_metrics(traffic: Traffic) -> dict[str, float]:
+    return {"lar": traffic.lar, "remote_ranks_per_token": traffic.remote_ranks_per_token}
+
+
+def replay(trace: RoutingTrace, plan: Plan, settings: ReplaySettings) -> ReplayResult:
+    """Score `plan` on every routed token of `trace`."""
+    plan.check(trace.fingerprint)
+    require(trace.num_tokens > 0, "the trace to replay holds no routed token")
+    group = request_groups(trace, plan)[trace.request_of_token()]  # (T,)
+    batches = cut_batches(trace.num_tokens, settings)
+    serving = serving_ranks(plan.placement, plan.topology)
+    layers, mean, median = [], [], []
+    for l, preference in enumerate(_preferences(trace, plan, group)):
+        traffic = [
+            layer_traffic(trace.expert_ids[rows, l], _homes(preference, group, rows, plan), serving[l])
+            for rows in batches
+        ]
+        layers.append(sum(traffic[1:], traffic[0]))
+        mean.append(np.mean([max_over_mean(t.load) for t in traffic]))
+        median.append(np.mean([max_over_median(t.load) for t in traffic]))
+    tokens = np.bincount(group, minlength=plan.topology.dp_size)
+    return ReplayResult(
+        layers=layers, load_max_over_mean=np.array(mean), load_max_over_median=np.array(median),
+        token_max_over_mean=max_over_mean(tokens), unknown_share=_unknown_share(trace, plan),
+    )  # fmt: skip
+
+
+def request_groups(trace: RoutingTrace, plan: Plan) -> np.ndarray:
+    """(R,) the attention group of each request: Algorithm 2, or in turn without tables."""
+    if plan.schedule is None or plan.schedule.request_scores is None:
+        return np.arange(trace.num_requests) % plan.topology.dp_size
+    scheduler = RequestScheduler(plan.schedule)
+    return np.array([scheduler.assign(trace.prompt(r)) for r in range(trace.num_requests)], np.int64)
+
+
+def cut_batches(num_tokens: int, settings: ReplaySettings) -> list[np.ndarray]:
+    """Row indices, `batch_tokens` a batch; a shorter rest is left out unless it is all there is."""
+    order = np.arange(num_tokens)
+    if settings.batches == "mixed":
+        order = np.random.default_rng(settings.seed).permutation(num_tokens)
+    full = num_tokens // settings.batch_tokens
+    if full == 0:
+        return [order]
+    return list(order[: full * settings.batch_tokens].reshape(full, -1))
+
+
+def _preferences(trace: RoutingTrace, plan: Plan, group: np.ndarray):
+    """Per layer: where each of the T tokens would best go (Algorithm 3, line 2), or None without tables."""
+    tables = plan.schedule.shuffle if plan.schedule else None
+    if tables is None:
+        yield from [None] * trace.fingerprint.num_layers
+        return
+    devices = np.empty((trace.num_tokens, trace.fingerprint.num_layers), np.int16)
+    for d in range(plan.topology.dp_size):
+        rows = group == d
+        devices[rows] = token_devices(trace.expert_ids[rows], plan.placement, plan.topology, d)
+    for l in range(trace.fingerprint.num_layers):
+        history = devices[:, l - tables.lookback : l][:, ::-1] if l >= tables.lookback else None
+        yield look_up(tables, l, group, trace.token_ids, history)
+
+
+def _homes(preference: Preference | None, group: np.ndarray, rows: np.ndarray, plan: Plan) -> np.ndarray:
+    """(B,) the rank of each token of a batch: its group, and its equal slice inside the group."""
+    S = plan.topology.attn_tp_size
+    groups = group[rows]
+    if S == 1:
+        return groups
+    home = np.empty(len(rows), np.int64)
+    for d in range(plan.topology.dp_size):
+        inside = np.flatnonzero(groups == d)
+        slices = position_slices(len(inside), S) if preference is None else assign_slices(preference[rows[inside]], S)
+        home[inside] = d * S + slices
+    return home
+
+
+def _unknown_share(trace: RoutingTrace, plan: Plan) -> float:
+    if plan.schedule is None:
+        return 0.0
+    return float((plan.schedule.token_source[trace.token_ids] == 0).mean())

@@ -1,0 +1,125 @@
+"""Affinity + Placement -> Schedule: the tables T, T_p, A and A_p (paper, algorithm 1 lines 54 and 55, appendix B.1)."""
+
+import numpy as np
+
+from semmoe.affinity import nearest_profiled
+from semmoe.assignment import path_key
+from semmoe.core import (
+    NEIGHBOUR,
+    PRIOR,
+    PROFILED,
+    CoClustering,
+    RoutingTrace,
+    Schedule,
+    ShuffleTables,
+    Topology,
+    require,
+)
+from semmoe.metrics import majority_rank
+
+# Pseudo-occurrences that a table row is mixed with: a token seen once must not outvote a well-known one.
+PRIOR_WEIGHT = 1.0
+MAX_PATHS = 1 << 20
+
+
+def build_schedule(
+    trace: RoutingTrace, clusters: CoClustering, topology: Topology, lookback: int = 2,
+    embeddings: np.ndarray | None = None,
+) -> Schedule | None:  # fmt: skip
+    """Tables for the online side from the profile and its co-clustering; None if the method clusters no data.
+
+    embeddings: (V, H) input embeddings, to serve tokens that were not profiled by their nearest profiled neighbour;
+    without them such tokens are served by the layer's prior.
+    """
+    if clusters.token_ranks is None and clusters.request_groups is None:
+        return None
+    vocabulary = trace.fingerprint.vocab_size
+    seen = np.bincount(np.concatenate([trace.token_ids, trace.prompt_ids]), minlength=vocabulary) > 0
+    source = np.append(np.where(seen, PROFILED, PRIOR), PRIOR).astype(np.uint8)
+    nearest = np.arange(vocabulary + 1)
+    if embeddings is not None:
+        require(len(embeddings) == vocabulary, f"{len(embeddings)} embeddings for a vocabulary of {vocabulary}")
+        nearest[:-1] = nearest_profiled(embeddings, seen)
+        source[:-1] = np.where(seen, PROFILED, NEIGHBOUR)
+    groups = np.zeros(trace.num_requests, np.int16) if clusters.request_groups is None else clusters.request_groups
+    return Schedule(
+        request_scores=_request_scores(trace, groups, topology.dp_size)[nearest] if topology.dp_size > 1 else None,
+        shuffle=_shuffle_tables(trace, clusters, groups, topology, lookback, nearest)
+        if topology.attn_tp_size > 1
+        else None,
+        token_source=source,
+    )
+
+
+def _request_scores(trace: RoutingTrace, groups: np.ndarray, num_groups: int) -> np.ndarray:
+    """(V + 1, D) float32: of a token's occurrences in prompts, the share in each group's; row V is the prior.
+
+    Prompts only, since a prompt is all that the online look-up has (generated tokens make it worse, docs/decisions.md).
+    """
+    requests = np.repeat(np.arange(trace.num_requests), np.diff(trace.prompt_offsets))
+    counts = _joint_counts(trace.prompt_ids, groups[requests], trace.fingerprint.vocab_size + 1, num_groups)
+    return _shares(counts).astype(np.float32)
+
+
+def _shuffle_tables(trace, clusters, groups, topology, lookback, nearest) -> ShuffleTables:
+    D, S, V = topology.dp_size, topology.attn_tp_size, trace.fingerprint.vocab_size
+    L = trace.fingerprint.num_layers
+    require(lookback >= 1, f"lookback must be at least 1, not {lookback}")
+    require(S**lookback <= MAX_PATHS, f"lookback {lookback} over {S} ranks needs {S**lookback} rows; choose a smaller")
+    token_ranks, token_confidence = np.zeros((L, D, V + 1), np.int16), np.zeros((L, D, V + 1), np.float16)
+    path_ranks, path_confidence = np.zeros((L, D, S**lookback), np.int16), np.zeros((L, D, S**lookback), np.float16)
+    group_of_token = groups[trace.request_of_token()]
+    for d in range(D):
+        rows = np.flatnonzero(group_of_token == d)
+        tokens = trace.token_ids[rows]
+        devices = token_devices(trace.expert_ids[rows], clusters.placement, topology, d)  # (rows, L)
+        for l in range(L):
+            counts = _joint_counts(tokens, devices[:, l], V + 1, S)
+            ranks, confidence = _token_table(clusters.token_ranks[l, d], counts)
+            token_ranks[l, d], token_confidence[l, d] = ranks[nearest], confidence[nearest]
+            if l >= lookback:
+                path = path_key(devices[:, l - lookback : l][:, ::-1], S)
+                follows = _joint_counts(path, devices[:, l], S**lookback, S)
+                path_ranks[l, d], path_confidence[l, d] = follows.argmax(1), _shares(follows).max(1)
+    return ShuffleTables(
+        token_ranks=token_ranks, token_confidence=token_confidence,
+        path_ranks=path_ranks, path_confidence=path_confidence, lookback=lookback,
+    )  # fmt: skip
+
+
+def token_devices(expert_ids: np.ndarray, placement, topology: Topology, group: int) -> np.ndarray:
+    """(T, L) int16: for each token and layer the rank, inside `group`, that hosts most of its experts."""
+    S = topology.attn_tp_size
+    ranks = device_of_expert(placement, topology)[:, group]
+    layers = range(expert_ids.shape[1])
+    return np.stack([majority_rank(expert_ids[:, l], ranks[l], S) for l in layers], axis=1)
+
+
+def device_of_expert(placement, topology: Topology) -> np.ndarray:
+    """(L, D, E) int16: the rank inside group d that hosts expert e, the lowest if several do, -1 if none does."""
+    hosts = placement.hosts.reshape(-1, topology.dp_size, topology.attn_tp_size, placement.num_experts)
+    return np.where(hosts.any(axis=2), hosts.argmax(axis=2), -1).astype(np.int16)
+
+
+def _token_table(labels: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """T (V + 1,) and T_p (V + 1,) of one layer: the co-clustering's labels and how often they are the device.
+
+    labels: (V,), -1 for tokens that were not clustered; those and row V get the prior's device.
+    """
+    shares = _shares(counts)
+    ranks = np.append(labels, -1).astype(np.int64)
+    ranks = np.where(ranks < 0, shares[-1].argmax(), ranks)
+    return ranks, np.take_along_axis(shares, ranks[:, None], axis=1)[:, 0]
+
+
+def _joint_counts(keys: np.ndarray, values: np.ndarray, num_keys: int, num_values: int) -> np.ndarray:
+    """(num_keys, num_values) int64: how often each key goes with each value."""
+    flat = keys.astype(np.int64) * num_values + values
+    return np.bincount(flat, minlength=num_keys * num_values).reshape(num_keys, num_values)
+
+
+def _shares(counts: np.ndarray) -> np.ndarray:
+    """Rows divided by their sums, each first mixed with `PRIOR_WEIGHT` pseudo-occurrences of the overall shares."""
+    prior = counts.sum(axis=0) / max(counts.sum(), 1)
+    mixed = counts + PRIOR_WEIGHT * prior
+    return mixed / np.maximum(mixed.sum(axis=1, keepdims=True), 1e-12)

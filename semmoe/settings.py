@@ -1,0 +1,73 @@
+"""One frozen dataclass of settings a stage; the command line takes its defaults from here."""
+
+from dataclasses import dataclass, field
+
+from semmoe.core import require
+
+METHODS = ("linear", "eplb", "paper")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaperSettings:
+    """Weights and lengths of Algorithm 1; the paper gives none of them, see docs/decisions.md for how these came."""
+
+    steps: int = 12  # n_steps: alternations, of which the best by the section 3.3 objective is kept
+    swaps_per_expert: int = 100  # ft_steps, per expert of the layer
+    theta: float = 0.5  # weight of load balance against remote activations in the objective
+    expert_affinity: float = 0.5  # alpha_e: experts that are used by the same data
+    expert_data: float = 1.0  # beta_e: data already in the cluster
+    expert_load: float = 0.5  # gamma_e: load already in the cluster
+    request_affinity: float = 0.1  # alpha_r: data that uses the same experts
+    request_expert: float = 1.0  # beta_r: experts already in the cluster
+
+    def __post_init__(self) -> None:
+        require(self.steps >= 1, f"steps must be at least 1, not {self.steps}")
+        require(0 < self.theta < 1, f"theta must lie between 0 and 1, not {self.theta}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SolveSettings:
+    method: str = "paper"
+    redundant_experts: int = 0  # physical experts beyond the logical ones, over all ranks
+    lookback: int = 2  # layers that the path tables look back
+    seed: int = 0
+    paper: PaperSettings = field(default_factory=PaperSettings)
+
+    def __post_init__(self) -> None:
+        require(self.method in METHODS, f"method must be one of {', '.join(METHODS)}, not {self.method!r}")
+        require(self.redundant_experts >= 0, f"redundant_experts must not be negative: {self.redundant_experts}")
+        without = self.method != "paper" or self.redundant_experts == 0
+        require(without, "the paper's method has no redundant experts: choose --method eplb, or --redundant-experts 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplaySettings:
+    batch_tokens: int = 1024  # all ranks together
+    batches: str = "mixed"  # or "prefill"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require(self.batch_tokens >= 1, f"batch_tokens must be positive, not {self.batch_tokens}")
+        require(self.batches in ("mixed", "prefill"), f"batches must be mixed or prefill, not {self.batches!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateSettings:
+    max_new_tokens: int = 32
+    batch_size: int = 16  # requests decoded together in one attention group
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        require(self.max_new_tokens >= 1, f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
+        require(self.batch_size >= 1, f"batch_size must be at least 1, not {self.batch_size}")
+        require(self.dtype in ("float32", "bfloat16"), f"dtype must be float32 or bfloat16, not {self.dtype!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoSettings:
+    ep_size: int = 4
+    profile_prompts: int = 144
+    generate_prompts: int = 48
+    max_new_tokens: int = 16
+    batch_size: int = 12
+    seed: int = 0

@@ -1,0 +1,77 @@
+"""Results as tables: columns and rows of text."""
+
+from typing import Any
+
+from semmoe import console
+
+
+def print_affinity(result: dict[str, Any]) -> None:
+    """What `semmoe affinity` found."""
+    described = ", ".join(f"{name} {value}" for name, value in result["trace"].items() if "hash" not in name)
+    console.out.print(described)
+    statistics = {
+        "f1": "F1", "cumulative_hotness": "top-k hot.", "max_other_hotness": "max other", "kurtosis": "kurtosis",
+    }  # fmt: skip
+    columns = ["layer", *(f"{short} {q}" for short in statistics.values() for q in ("p25", "p50", "p75"))]
+    for weighting, title in (("by_type", "per token type, as published"), ("by_occurrence", "weighted by occurrence")):
+        rows = [
+            [str(layer["layer"]), *(console.figure(v) for name in statistics for v in layer[weighting][name].values())]
+            for layer in result["concentration"]
+        ]
+        console.print_table(title, columns, rows)
+    if "next_layer" in result:
+        _print_prediction(result)
+
+
+def _print_prediction(result: dict[str, Any]) -> None:
+    static = result["static_top_k"]["layers"]
+    mean = [sum(layer[name] for layer in static) / len(static) for name in ("precision", "f1")]
+    console.out.print(
+        f"static top-k from 25 % of the requests on the rest: precision {mean[0]:.3f}, F1 {mean[1]:.3f}; "
+        f"known tokens {result['static_top_k']['known_token_share']:.3f}"
+    )
+    rates = ", ".join(f"{entry['lookback']}: {entry['hit_rate']:.3f}" for entry in result["next_layer"])
+    console.out.print(f"hit rate on a layer from the layers before, by look-back: {rates}")
+
+
+def metrics(methods: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    names = {
+        "lar": "LAR", "remote_ranks_per_token": "remote ranks/token", "bytes_ratio": "bytes vs linear",
+        "load_max_over_mean": "load max/mean", "load_max_over_median": "max/median",
+        "token_max_over_mean": "tokens max/mean", "unknown_token_share": "unknown tokens", "solve_seconds": "solve s",
+    }  # fmt: skip
+    present = [name for name in names if all(name in metrics for metrics in methods.values())]
+    rows = [[method, *(console.figure(m[name]) for name in present)] for method, m in methods.items()]
+    return ["method", *(names[name] for name in present)], rows
+
+
+def generated(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    columns = [
+        "set-up", "LAR", "remote ranks/token", "all-to-all MB", "all collectives MB", "load max/mean", "tokens/s",
+        "outputs identical",
+    ]  # fmt: skip
+    body = [
+        [row["name"], console.figure(row["lar"]), console.figure(row["remote_ranks_per_token"], 2),
+         console.megabytes(row["all_to_all_bytes"]), console.megabytes(row["total_bytes"]),
+         console.figure(row["load_max_over_mean"], 2), f"{row['tokens_per_second']:.0f}", row["identical_text"]]
+        for row in rows
+    ]  # fmt: skip
+    return columns, body
+
+
+def generated_row(result: Any, agreement: Any) -> dict[str, Any]:
+    return {
+        "name": result.name, "lar": result.lar, "remote_ranks_per_token": result.remote_ranks_per_token,
+        "all_to_all_bytes": result.all_to_all_bytes, "total_bytes": result.total_bytes,
+        "load_max_over_mean": result.load_max_over_mean, "tokens_per_second": result.tokens_per_second,
+        "identical_text": str(agreement) if agreement else "not verified",
+    }  # fmt: skip
+
+
+def print_gain(rows: list[dict[str, Any]]) -> None:
+    for vanilla, planned in zip(rows[0:4:2], rows[1:4:2], strict=True):
+        gain = planned["lar"] / vanilla["lar"]
+        fewer = 1 - planned["all_to_all_bytes"] / vanilla["all_to_all_bytes"]
+        mode = planned["name"].split(",")[0]
+        console.out.print(f"{mode}: local activation rate x{gain:.2f}, {fewer:.1%} fewer all-to-all bytes on the plan")
+    console.out.print("tokens/s over loopback on a shared CPU says nothing about a cluster's links; the bytes do")

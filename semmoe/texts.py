@@ -1,0 +1,89 @@
+"""Real text that every Python installation carries, by domain: the demo's prompts and the held-out set.
+
+The shipped model is trained on the rest of the standard library (see ``training/``); nothing listed in
+`HELD_OUT` enters its training, not even a paragraph that another file repeats.
+"""
+
+import importlib.util
+import sysconfig
+from pathlib import Path
+
+# Whole modules (paths under the standard library, no suffix) and whole `pydoc_data.topics` entries, by domain.
+# All exist in Python 3.10 to 3.13; one that a slim distribution leaves out is skipped.
+HELD_OUT: dict[str, tuple[str, ...]] = {
+    "network": (
+        "ftplib", "poplib", "http/cookiejar", "socketserver", "urllib/robotparser", "wsgiref/handlers",
+        "xmlrpc/server", "email/message", "asyncio/streams", "asyncio/sslproto",
+    ),
+    "numbers": (
+        "fractions", "statistics", "colorsys", "bisect", "heapq", "numbers", "calendar", "_pydecimal",
+    ),
+    "text": (
+        "textwrap", "difflib", "shlex", "csv", "json/decoder", "html/parser", "configparser", "xml/dom/minidom",
+        "gettext", "string",
+    ),
+    "system": (
+        "zipapp", "filecmp", "tempfile", "shutil", "selectors", "concurrent/futures/process", "cmd", "timeit",
+        "multiprocessing/pool", "logging/handlers",
+    ),
+    "codecs": (
+        "encodings/cp437", "encodings/cp1251", "encodings/mac_greek", "encodings/koi8_u", "encodings/iso8859_7",
+        "encodings/cp1006", "encodings/hp_roman8", "encodings/cp1140",
+    ),
+    "reference": (
+        "debugger", "formatstrings", "string-methods", "operator-summary", "execmodel", "typesmapping", "import",
+        "function", "customization", "lambda", "try", "callable-types",
+    ),
+}  # fmt: skip
+
+
+def stdlib_root() -> Path:
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def topics() -> dict[str, str]:
+    """Python's own language reference as `help()` prints it; empty where a distribution leaves it out."""
+    if importlib.util.find_spec("pydoc_data.topics") is None:
+        return {}
+    from pydoc_data.topics import topics as entries
+
+    return dict(entries)
+
+
+def held_out_documents() -> dict[str, dict[str, str]]:
+    """Domain -> name -> text, for every entry of `HELD_OUT` that this Python installation has."""
+    reference = topics()
+    documents: dict[str, dict[str, str]] = {}
+    for domain, names in HELD_OUT.items():
+        texts = {name: reference.get(name) if domain == "reference" else _module(name) for name in names}
+        documents[domain] = {name: text for name, text in texts.items() if text}
+    return documents
+
+
+def _module(name: str) -> str | None:
+    path = stdlib_root() / f"{name}.py"
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
+
+
+def chunks(text: str, chars: int) -> list[str]:
+    """Cut `text` at line ends into pieces of about `chars` characters; the last, shorter piece is dropped."""
+    pieces, piece = [], ""
+    for line in text.splitlines(keepends=True):
+        piece += line
+        if len(piece) >= chars:
+            pieces.append(piece[: 2 * chars])
+            piece = ""
+    return pieces
+
+
+def held_out_prompts(per_domain: int, chars: int = 800) -> list[tuple[str, str, str]]:
+    """(domain, document, prompt) triples, up to `per_domain` of each domain, domains taking turns.
+
+    Chunks are taken evenly over each domain's documents, so a few long modules do not crowd out the others.
+    """
+    by_domain = []
+    for domain, documents in held_out_documents().items():
+        turns = [[(domain, name, chunk) for chunk in chunks(text, chars)] for name, text in documents.items()]
+        mixed = [turn[i] for i in range(max(map(len, turns), default=0)) for turn in turns if i < len(turn)]
+        by_domain.append(mixed[:per_domain])
+    return [prompts[i] for i in range(per_domain) for prompts in by_domain if i < len(prompts)]

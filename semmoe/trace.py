@@ -1,0 +1,198 @@
+"""Where traces come from and how they are stored: a directory of shards, written as a profile runs.
+
+`trace.json` names the model, the tokenizer and the dataset; each `shard-NNNNN.safetensors` holds whole requests and
+appears atomically, so that an interrupted profile leaves a usable trace to which a later run appends.
+"""
+
+import gzip
+import json
+import zipfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+from semmoe.core import DECODE, Fingerprint, RoutingTrace, require
+from semmoe.files import load_arrays, load_json, save_arrays, save_json
+
+SCHEMA = 1
+ARRAYS = {"token_ids", "expert_ids", "request_lengths", "phase", "prompt_ids", "prompt_lengths"}
+
+
+class TraceHeader(BaseModel):
+    """`trace.json`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    schema_version: int = SCHEMA
+    fingerprint: Fingerprint
+    dataset_hash: str  # SHA-256 over the prompts; a run on another dataset is not appended
+    settings: dict[str, Any]
+
+
+class TraceWriter:
+    """Appends requests to a trace directory, a shard whenever `shard_tokens` routed tokens have gathered.
+
+    A context manager: leaving it, by an exception or Ctrl-C too, writes what has gathered.
+    """
+
+    def __init__(self, path: Path, header: TraceHeader, shard_tokens: int = 1 << 18) -> None:
+        self.path, self.shard_tokens = path, shard_tokens
+        self._fingerprint = header.fingerprint
+        self._pending: list[dict[str, np.ndarray]] = []
+        self._pending_tokens = 0
+        if (path / "trace.json").exists():
+            _check_same_run(path, load_json(path / "trace.json", TraceHeader), header)
+        else:
+            require(not path.exists() or not any(path.iterdir()), f"{path} exists and is not a trace")
+            save_json(path / "trace.json", header)
+        shards = shard_paths(path)
+        self._next_shard = len(shards)
+        self.num_requests = sum(len(load_arrays(shard, ARRAYS)["request_lengths"]) for shard in shards)
+
+    def append(self, *, prompt_ids: np.ndarray, token_ids: np.ndarray, expert_ids: np.ndarray, phase: np.ndarray):
+        """One request: (M,) prompt ids, (T,) routed token ids, (T, L, K) expert ids by falling weight, (T,) phase."""
+        dtype = np.uint8 if self._fingerprint.num_experts <= 256 else np.int16
+        self._pending.append({
+            "token_ids": token_ids.astype(np.int32), "expert_ids": expert_ids.astype(dtype),
+            "phase": phase.astype(np.uint8), "prompt_ids": prompt_ids.astype(np.int32),
+            "request_lengths": np.array([len(token_ids)], np.int64),
+            "prompt_lengths": np.array([len(prompt_ids)], np.int64),
+        })  # fmt: skip
+        self.num_requests += 1
+        self._pending_tokens += len(token_ids)
+        if self._pending_tokens >= self.shard_tokens:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._pending:
+            shard = {name: np.concatenate([part[name] for part in self._pending]) for name in ARRAYS}
+            save_arrays(self.path / f"shard-{self._next_shard:05d}.safetensors", shard)
+            self._next_shard += 1
+            self._pending, self._pending_tokens = [], 0
+
+    def __enter__(self) -> "TraceWriter":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.flush()
+
+
+def _check_same_run(path: Path, old: TraceHeader, new: TraceHeader) -> None:
+    difference = old.fingerprint.mismatch(new.fingerprint)
+    require(difference is None, f"{path} was profiled on another model or tokenizer: {difference}")
+    require(old.dataset_hash == new.dataset_hash, f"{path} was profiled on another dataset; choose another --out")
+    require(
+        old.settings == new.settings, f"{path} was profiled with other settings ({old.settings}, now {new.settings})"
+    )
+
+
+def shard_paths(path: Path) -> list[Path]:
+    return sorted(path.glob("shard-*.safetensors"))
+
+
+def save_trace(trace: RoutingTrace, path: Path) -> None:
+    """Write a trace that is in memory as a new trace directory."""
+    header = TraceHeader(fingerprint=trace.fingerprint, dataset_hash=trace.digest(), settings={})
+    with TraceWriter(path, header) as writer:
+        require(writer.num_requests == 0, f"{path} already holds a trace")
+        for r in range(trace.num_requests):
+            rows = slice(trace.request_offsets[r], trace.request_offsets[r + 1])
+            writer.append(
+                prompt_ids=trace.prompt(r), token_ids=trace.token_ids[rows],
+                expert_ids=trace.expert_ids[rows], phase=trace.phase[rows],
+            )  # fmt: skip
+
+
+def open_trace(path: Path | str) -> RoutingTrace:
+    """Read a trace directory, or an `.npz` file in one of the layouts of `docs/formats.md`."""
+    path = Path(path)
+    require(path.exists(), f"there is no trace at {path}")
+    if path.is_file():
+        require(path.suffix == ".npz", f"{path} is neither a trace directory nor an .npz file")
+        return _read_npz(path)
+    header = load_json(path / "trace.json", TraceHeader)
+    require(header.schema_version == SCHEMA, f"{path} has schema version {header.schema_version}, expected {SCHEMA}")
+    shards = [load_arrays(shard, ARRAYS) for shard in shard_paths(path)]
+    require(bool(shards), f"{path} holds no shard yet: run its profile again to fill it")
+    joined = {name: np.concatenate([shard[name] for shard in shards]) for name in ARRAYS}
+    try:
+        return RoutingTrace(
+            request_offsets=_offsets(joined.pop("request_lengths")),
+            prompt_offsets=_offsets(joined.pop("prompt_lengths")),
+            fingerprint=header.fingerprint, **joined,
+        )  # fmt: skip
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _offsets(lengths: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+
+
+def _read_npz(path: Path) -> RoutingTrace:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+    except (ValueError, EOFError, OSError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path} is truncated, damaged or holds Python objects ({error})") from None
+    if {"experts", "route_starts", "tokens", "token_starts", "pos0"} <= set(arrays):
+        arrays = _plain_from_fingerprinting(arrays)
+    needed = {"token_ids", "expert_ids", "request_offsets"}
+    require(needed <= set(arrays), f"{path} holds {sorted(arrays)}; a plain trace needs {sorted(needed)}")
+    try:
+        return _from_plain_arrays(arrays, path)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _plain_from_fingerprinting(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The layout of `examples/convert_fingerprinting.py`: only generated tokens are routed, prompts lie before them."""
+    tokens, starts, first = arrays["tokens"], arrays["token_starts"], arrays["pos0"]
+    lengths = np.diff(arrays["route_starts"])
+    routed = [tokens[s + p : s + p + n] for s, p, n in zip(starts[:-1], first, lengths, strict=True)]
+    prompts = [tokens[s : s + p] for s, p in zip(starts[:-1], first, strict=True)]
+    return {
+        "token_ids": np.concatenate(routed), "expert_ids": arrays["experts"],
+        "request_offsets": arrays["route_starts"], "prompt_ids": np.concatenate(prompts),
+        "prompt_offsets": _offsets(first), "phase": np.full(len(arrays["experts"]), DECODE, np.uint8),
+    }  # fmt: skip
+
+
+def _from_plain_arrays(arrays: dict[str, np.ndarray], path: Path) -> RoutingTrace:
+    """`token_ids` (T,), `expert_ids` (T, L, K), `request_offsets` (R + 1,); the routed tokens serve as prompts."""
+    experts = arrays["expert_ids"]
+    require(experts.ndim == 3 and experts.size > 0, f"expert_ids has shape {experts.shape}, expected (T, L, K)")
+    tokens, offsets = arrays["token_ids"].astype(np.int32), arrays["request_offsets"].astype(np.int64)
+    prompts = arrays.get("prompt_ids", tokens).astype(np.int32)
+    seen = 1 + max(int(tokens.max(initial=0)), int(prompts.max(initial=0)))
+    fingerprint = Fingerprint(
+        model=path.name.removesuffix(".npz"), architecture_hash="unknown", tokenizer_hash="unknown",
+        vocab_size=int(arrays.get("vocab_size", _meta_vocabulary(path) or seen)), num_layers=experts.shape[1],
+        num_experts=int(arrays.get("num_experts", int(experts.max()) + 1)), top_k=experts.shape[2],
+        num_groups=int(arrays.get("num_groups", 1)),
+    )  # fmt: skip
+    return RoutingTrace(
+        token_ids=tokens, expert_ids=experts, request_offsets=offsets, prompt_ids=prompts,
+        phase=arrays.get("phase", np.zeros(len(tokens), np.uint8)),
+        prompt_offsets=arrays.get("prompt_offsets", offsets).astype(np.int64), fingerprint=fingerprint,
+    )  # fmt: skip
+
+
+def _meta_vocabulary(path: Path) -> int | None:
+    """Vocabulary size from the token strings in `NAME.meta.json.gz` beside `NAME.npz`, if that file is there."""
+    meta = path.with_suffix(".meta.json.gz")
+    if not meta.exists():
+        return None
+    with gzip.open(meta, "rt", encoding="utf-8") as file:
+        return len(json.load(file)["vocab"])
+
+
+def describe(trace: RoutingTrace) -> dict[str, Any]:
+    """Counts for people: what `semmoe affinity` prints above its tables."""
+    return {
+        **asdict(trace.fingerprint), "requests": trace.num_requests, "tokens": trace.num_tokens,
+        "decode_tokens": int((trace.phase == DECODE).sum()), "prompt_tokens": len(trace.prompt_ids),
+        "distinct_tokens": len(np.unique(trace.token_ids)),
+    }  # fmt: skip
