@@ -97,7 +97,7 @@ def _run_ranks(size: int, job: _Job, progress: Callable[[str, int], None]) -> No
     context = multiprocessing.get_context("forkserver")  # one import of torch and transformers for all ranks
     context.set_forkserver_preload([__name__])
     messages = context.SimpleQueue()
-    ranks = [context.Process(target=_rank_main, args=(r, size, job, messages), daemon=True) for r in range(size)]
+    ranks = [context.Process(target=_RANK, args=(r, size, job, messages), daemon=True) for r in range(size)]
     for process in ranks:
         process.start()
     try:
@@ -156,6 +156,9 @@ def _rank_main(rank: int, size: int, job: _Job, messages) -> None:
     except Exception as error:
         messages.put(("failed", f"{type(error).__name__}: {error}", rank))
         raise
+
+
+_RANK = _rank_main  # what each process runs; tests put a faulty rank here
 
 
 def _run_set_up(rank: int, size: int, job: _Job, set_up: SetUp, device: str, progress) -> GenerateResult:

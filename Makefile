@@ -1,0 +1,39 @@
+# Two commands for newcomers: `make demo` and `make test`. PYTHON chooses the interpreter (3.10 to 3.13).
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+TORCH ?= torch==2.13.0
+
+.PHONY: demo test check bench format clean
+
+demo: $(VENV)/.ready
+	$(BIN)/semmoe demo
+
+test: $(VENV)/.ready-dev
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.ready-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.ready
+	$(BIN)/python benchmarks/bench_replay.py
+
+format: $(VENV)/.ready-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# torch first and pinned, so that nothing else chooses its build; one that is there already is kept.
+$(VENV)/.ready: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --disable-pip-version-check -q "$(TORCH)"
+	$(BIN)/python -m pip install --disable-pip-version-check -q -e ".[transformers]"
+	touch $@
+
+$(VENV)/.ready-dev: $(VENV)/.ready
+	$(BIN)/python -m pip install --disable-pip-version-check -q -e ".[transformers,dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,191 @@
+"""Expert-parallel generation equals the plain model, token for token in fp32, in every set-up; and faults show."""
+
+import numpy as np
+import pytest
+import torch
+from models import build
+
+from semmoe.core import Topology
+from semmoe.engines.transformers import generate as gen
+from semmoe.engines.transformers import model as models
+from semmoe.engines.transformers import parallel
+from semmoe.engines.transformers.recorder import profile
+from semmoe.placement.linear import vanilla_plan
+from semmoe.settings import GenerateSettings, PaperSettings, SolveSettings
+from semmoe.solve import solve
+from semmoe.trace import TraceHeader, TraceWriter, open_trace
+
+pytestmark = pytest.mark.dist
+# 10 prompts, two at a time: groups of 3 and 2 requests, so that some groups idle while others still decode.
+SETTINGS = GenerateSettings(max_new_tokens=6, batch_size=2)
+QUICK = SolveSettings(paper=PaperSettings(steps=3))
+
+
+def prompts(seed, count=10, longest=24):
+    """Random prompts of uneven lengths, one of a single token."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(1, 4096, size).tolist() for size in [1, *rng.integers(2, longest, count - 1)]]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+def prepare(path, folder):
+    """The plain model, a profile of other prompts, the reference outputs of `prompts(1)`."""
+    model = models.load_model(path)
+    header = TraceHeader(fingerprint=models.fingerprint_of(path), dataset_hash="test", settings={})
+    with TraceWriter(folder / "trace", header) as writer:
+        profile(model, prompts(0, 24), writer)
+    return model, open_trace(folder / "trace"), gen.plain_generate(model, prompts(1), SETTINGS)
+
+
+def set_ups(trace, ep_size):
+    """Vanilla and planned, attention-DP, attention-TP and (with 4 ranks) hybrid, and TP without all-to-all."""
+    modes = [("dp", 0), ("tp", 0)] + ([("hybrid", 2)] if ep_size == 4 else [])
+    out = []
+    for attention, dp_size in modes:
+        topology = Topology.for_attention(attention, ep_size, dp_size)
+        vanilla = vanilla_plan(trace.fingerprint, topology)
+        out.append(gen.SetUp(name=f"{attention} vanilla", plan=vanilla))
+        out.append(gen.SetUp(name=f"{attention} plan", plan=solve(trace, topology, QUICK)))
+        if attention == "tp":
+            out.append(gen.SetUp(name="tp all-reduce", plan=vanilla, exchange="all-reduce"))
+    return out
+
+
+@pytest.mark.parametrize("ep_size", [2, 4])
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss"])
+def test_every_set_up_gives_the_plain_models_tokens(architecture, ep_size, checkpoints, tmp_path):
+    path = build(architecture, checkpoints)
+    model, trace, reference = prepare(path, tmp_path)
+    for result in gen.generate(path, prompts(1), set_ups(trace, ep_size), SETTINGS):
+        agreement = gen.compare_outputs(model, prompts(1), reference, result.outputs)
+        assert agreement.holds, f"{result.name}: requests {agreement.mismatches} differ"
+        assert agreement.identical >= len(reference) - 1, f"{result.name}: {agreement}"
+
+
+def test_olmoe_runs_in_attention_dp_and_refuses_attention_tp(checkpoints, tmp_path):
+    path = build("olmoe", checkpoints)
+    model, trace, reference = prepare(path, tmp_path)
+    planned = gen.SetUp(name="dp", plan=solve(trace, Topology.for_attention("dp", 2), QUICK))
+    result = gen.generate(path, prompts(1), [planned], SETTINGS)[0]
+    assert gen.compare_outputs(model, prompts(1), reference, result.outputs).holds
+    sharded = gen.SetUp(name="tp", plan=vanilla_plan(trace.fingerprint, Topology.for_attention("tp", 2)))
+    with pytest.raises(ValueError, match="normalises over all heads"):
+        gen.generate(path, prompts(1), [sharded], SETTINGS)
+
+
+def test_redundant_experts_change_no_output(checkpoints, tmp_path):
+    path = build("qwen3_moe", checkpoints)
+    model, trace, reference = prepare(path, tmp_path)
+    settings = SolveSettings(method="eplb", redundant_experts=4)
+    ups = [gen.SetUp(name=a, plan=solve(trace, Topology.for_attention(a, 4), settings)) for a in ("dp", "tp")]
+    for result in gen.generate(path, prompts(1), ups, SETTINGS):
+        assert gen.compare_outputs(model, prompts(1), reference, result.outputs).holds
+
+
+def test_requests_that_end_early_leave_the_others_right(checkpoints, tmp_path):
+    path = build("qwen3_moe", tmp_path)
+    model, trace, reference = prepare(path, tmp_path)
+    ends = reference[0][1]  # from now on this token ends a text: some requests stop in their second step
+    model.generation_config.eos_token_id = ends
+    model.generation_config.save_pretrained(path)
+    shorter = gen.plain_generate(model, prompts(1), SETTINGS)
+    assert len({len(out) for out in shorter}) > 1
+    for result in gen.generate(path, prompts(1), set_ups(trace, 2), SETTINGS):
+        assert gen.compare_outputs(model, prompts(1), shorter, result.outputs).holds
+
+
+def test_counted_traffic_follows_its_closed_forms(checkpoints, tmp_path):
+    path = build("qwen3_moe", checkpoints)
+    _, trace, _ = prepare(path, tmp_path)
+    same_length = [p[:8] for p in prompts(1, 12, 40) if len(p) >= 8][:4]
+    once = GenerateSettings(max_new_tokens=1, batch_size=4)
+    tp = Topology.for_attention("tp", 2)
+    vanilla = vanilla_plan(trace.fingerprint, tp)
+    ups = [gen.SetUp(name="a2a", plan=vanilla), gen.SetUp(name="ar", plan=vanilla, exchange="all-reduce")]
+    a2a, ar = gen.generate(path, same_length, ups, once)
+    tokens, layers, row = sum(map(len, same_length)), 3, 64 * 4
+    assert a2a.sent_bytes["reduce_scatter"] == a2a.sent_bytes["all_gather"] == layers * tokens * row
+    assert ar.sent_bytes == {"all_reduce": 2 * layers * 2 * tokens * row}
+    rows = a2a.remote_ranks_per_token * tokens * layers
+    assert a2a.sent_bytes["combine"] == pytest.approx(rows * row)
+    assert a2a.sent_bytes["dispatch"] == pytest.approx(rows * (row + 2 * (4 + 4)))
+
+
+def rank_without_unshuffle(rank, size, job, messages):
+    """A fault: rows come back from the all-gather in slice order instead of token order."""
+    parallel.shuffled_all_gather = lambda comm, rows, handle: _gather_in_slice_order(comm, rows, handle)
+    gen._rank_main(rank, size, job, messages)
+
+
+def _gather_in_slice_order(comm, rows, handle):
+    padded = rows.new_zeros((handle.slice_rows, *rows.shape[1:]))
+    padded[: len(rows)] = rows
+    return comm.all_gather(padded)[: len(handle.inverse)]
+
+
+def rank_with_swapped_experts(rank, size, job, messages):
+    """A fault: a rank holds its experts in another order than the placement says."""
+    held = parallel.LocalExperts.__init__
+
+    def swapped(self, experts, ids):
+        held(self, experts, ids)
+        self._local_id = torch.where(self._local_id >= 0, len(ids) - 1 - self._local_id, -1)
+
+    parallel.LocalExperts.__init__ = swapped
+    gen._rank_main(rank, size, job, messages)
+
+
+@pytest.mark.parametrize(
+    ("fault", "attention"),
+    [(rank_without_unshuffle, "tp"), (rank_with_swapped_experts, "tp"), (rank_with_swapped_experts, "dp")],
+)
+def test_negative_control_a_fault_is_seen(fault, attention, checkpoints, tmp_path, monkeypatch):
+    path = build("qwen3_moe", checkpoints)
+    model, trace, reference = prepare(path, tmp_path)
+    planned = gen.SetUp(name=attention, plan=solve(trace, Topology.for_attention(attention, 2), QUICK))
+    sound = gen._rank_main
+    monkeypatch.setattr(gen, "_RANK", fault)
+    result = gen.generate(path, prompts(1), [planned], SETTINGS)[0]
+    assert sound is gen._rank_main
+    agreement = gen.compare_outputs(model, prompts(1), reference, result.outputs)
+    assert not agreement.holds
+    assert len(agreement.mismatches) > len(reference) // 2
+
+
+def rank_that_dies(rank, size, job, messages):
+    if rank == 1:
+        raise SystemExit(7)
+    gen._rank_main(rank, size, job, messages)
+
+
+def test_a_rank_that_dies_ends_the_run_with_one_clear_error(checkpoints, tmp_path, monkeypatch):
+    path = build("qwen3_moe", checkpoints)
+    plan = vanilla_plan(models.fingerprint_of(path), Topology.for_attention("tp", 2))
+    monkeypatch.setattr(gen, "_RANK", rank_that_dies)
+    with pytest.raises(RuntimeError, match="rank 1 ended with exit code 7"):
+        gen.generate(path, prompts(1), [gen.SetUp(name="x", plan=plan)], SETTINGS)
+
+
+def test_wrong_input_is_refused_before_any_process_starts(checkpoints):
+    path = build("qwen3_moe", checkpoints)
+    plan = vanilla_plan(models.fingerprint_of(path), Topology.for_attention("tp", 2))
+    up = gen.SetUp(name="x", plan=plan)
+    with pytest.raises(ValueError, match="token id 5000 is out of range"):
+        gen.generate(path, [[1, 5000]], [up], SETTINGS)
+    with pytest.raises(ValueError, match="no prompt"):
+        gen.generate(path, [], [up], SETTINGS)
+    with pytest.raises(ValueError, match="holds no token"):
+        gen.generate(path, [[1], []], [up], SETTINGS)
+
+
+def test_a_near_tie_is_excused_and_a_clear_difference_is_not(checkpoints):
+    path = build("mixtral", checkpoints)
+    model = models.load_model(path)
+    reference = gen.plain_generate(model, prompts(1), SETTINGS)
+    changed = [[*out[:2], (out[2] + 1) % 4096, *out[3:]] for out in reference]
+    assert gen.compare_outputs(model, prompts(1), reference, changed).mismatches == list(range(len(reference)))
+    assert gen.compare_outputs(model, prompts(1), reference, changed, margin=1e9).near_ties == len(reference)
