@@ -102,6 +102,15 @@ def _encode_one(prompt: Prompt, tokenizer: Any) -> list[int]:
     return tokenizer(text)["input_ids"]
 
 
+def check_token_ids(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
+    """Raise ValueError unless there are prompts, each holds a token, and all ids are in the vocabulary."""
+    require(len(prompts) > 0, "there is no prompt")
+    empty = next((i for i, prompt in enumerate(prompts) if len(prompt) == 0), None)
+    require(empty is None, f"prompt {empty} holds no token")
+    wrong = next((t for prompt in prompts for t in (min(prompt), max(prompt)) if not 0 <= t < vocab_size), None)
+    require(wrong is None, f"token id {wrong} is out of range for a vocabulary of {vocab_size}")
+
+
 def digest(prompts: Sequence[Sequence[int]]) -> str:
     """SHA-256 over token ids: what a resumed profile must agree on."""
     sha = hashlib.sha256()

@@ -48,7 +48,10 @@ def atomic_directory(path: Path) -> Iterator[Path]:
 
 def save_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
     with atomic_file(path) as staged:
-        save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, staged)
+        try:
+            save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, staged)
+        except SafetensorError as error:  # a full disk, for one
+            raise OSError(f"{path} could not be written: {error}") from None
 
 
 def load_arrays(path: Path, names: set[str]) -> dict[str, np.ndarray]:

@@ -46,14 +46,16 @@ def profile(
 
     Example: `semmoe profile MODEL --dataset chats.jsonl.gz --limit 500 --decode 64 --out trace`
     """
-    from semmoe.dataset import digest
+    from semmoe.dataset import check_token_ids, digest
     from semmoe.engines.transformers import model as models
     from semmoe.engines.transformers import recorder
     from semmoe.trace import TraceHeader, TraceWriter
 
     prompts, _ = _prompts(model, dataset, limit, max_prompt_tokens)
     settings = {"decode": decode, "max_prompt_tokens": max_prompt_tokens}
-    header = TraceHeader(fingerprint=models.fingerprint_of(model), dataset_hash=digest(prompts), settings=settings)
+    identity = models.fingerprint_of(model)
+    check_token_ids(prompts, identity.vocab_size)
+    header = TraceHeader(fingerprint=identity, dataset_hash=digest(prompts), settings=settings)
     with TraceWriter(out, header) as writer, console.bars() as bars:
         if writer.num_requests:
             console.err.print(f"resuming: {writer.num_requests} of {len(prompts)} requests are recorded")

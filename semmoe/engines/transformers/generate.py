@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from semmoe.assignment import RequestScheduler
 from semmoe.core import Plan, Topology, require
+from semmoe.dataset import check_token_ids
 from semmoe.engines.transformers.batch import Batch, cut, eos_ids, step
 from semmoe.engines.transformers.model import load_model, moe_layers, num_experts
 from semmoe.engines.transformers.parallel import ParallelModel
@@ -73,11 +74,7 @@ def generate(
     """
     sizes = {set_up.plan.topology.ep_size for set_up in set_ups}
     require(len(sizes) == 1, f"set-ups of one run must have one ep_size, not {sorted(sizes)}")
-    require(len(prompts) > 0, "there is no prompt to generate from")
-    require(all(len(p) > 0 for p in prompts), "a prompt holds no token")
-    vocabulary = set_ups[0].plan.fingerprint.vocab_size
-    highest = max(max(p) for p in prompts)
-    require(highest < vocabulary, f"token id {highest} is out of range for a vocabulary of {vocabulary}")
+    check_token_ids(prompts, set_ups[0].plan.fingerprint.vocab_size)
     with tempfile.TemporaryDirectory(prefix="semmoe-") as scratch:
         job = _Job(model_path, [list(map(int, p)) for p in prompts], list(set_ups), settings, scratch)
         _run_ranks(sizes.pop(), job, progress)

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from semmoe.core import DECODE, PREFILL
+from semmoe.dataset import check_token_ids
 from semmoe.engines.transformers.batch import Batch, cut, eos_ids, step
 from semmoe.engines.transformers.model import moe_layers
 from semmoe.trace import TraceWriter
@@ -55,6 +56,7 @@ def profile(
 
     The last generated token is never fed back and so has no routing, as in any engine.
     """
+    check_token_ids(prompts, model.config.vocab_size)
     remaining = prompts[writer.num_requests :]
     with RoutingRecorder(model) as recorder:
         for batch in cut(remaining, batch_size, max_new_tokens, eos_ids(model)):

@@ -1,0 +1,194 @@
+"""Slow and obvious reference implementations: plain loops, written from the definitions."""
+
+from itertools import combinations, product
+
+import numpy as np
+
+from semmoe.core import Placement, Plan, RoutingTrace, Topology
+
+
+def affinity_counts(trace: RoutingTrace):
+    """Token (L, V, E), request (L, R, E) and path (L - 1, E, E) counts."""
+    f = trace.fingerprint
+    tokens = np.zeros((f.num_layers, f.vocab_size, f.num_experts), int)
+    requests = np.zeros((f.num_layers, trace.num_requests, f.num_experts), int)
+    paths = np.zeros((f.num_layers - 1, f.num_experts, f.num_experts), int)
+    for r in range(trace.num_requests):
+        for t in range(trace.request_offsets[r], trace.request_offsets[r + 1]):
+            for l in range(f.num_layers):
+                for e in trace.expert_ids[t, l]:
+                    tokens[l, trace.token_ids[t], e] += 1
+                    requests[l, r, e] += 1
+                    for after in trace.expert_ids[t, l + 1] if l + 1 < f.num_layers else ():
+                        paths[l, e, after] += 1
+    return tokens, requests, paths
+
+
+def ranks_of_expert(placement: Placement, layer: int, expert: int) -> list[int]:
+    """The rank of every copy, in order of physical id."""
+    row = placement.physical_to_logical_map[layer]
+    return [p // placement.experts_per_rank for p in range(len(row)) if row[p] == expert]
+
+
+def nearest_ranks(placement: Placement, topology: Topology, layer: int, source: int, expert: int) -> set[int]:
+    """Where `source` may send a token for `expert`: itself, else its node, else anywhere."""
+    copies = set(ranks_of_expert(placement, layer, expert))
+    node_size = topology.ep_size // topology.num_nodes
+    same_node = {rank for rank in copies if rank // node_size == source // node_size}
+    return {source} if source in copies else same_node or copies
+
+
+def traffic(expert_ids, home, serving):
+    """(local pairs, rows (G, G), load (G,)) of one batch of one layer."""
+    G = len(serving)
+    local, rows, load = 0, np.zeros((G, G), int), np.zeros(G, int)
+    for experts, source in zip(expert_ids, home, strict=True):
+        targets = [int(serving[source, e]) for e in experts]
+        local += targets.count(source)
+        for target in targets:
+            load[target] += 1
+        for target in set(targets) - {source}:
+            rows[source, target] += 1
+    return local, rows, load
+
+
+def majority_rank(experts, rank_of_expert) -> int:
+    """The rank most of the experts are on; ties to the rank named first; 0 where no expert counts."""
+    ranks = [int(rank_of_expert[e]) for e in experts if rank_of_expert[e] >= 0]
+    return max(ranks, key=lambda rank: (ranks.count(rank), -ranks.index(rank))) if ranks else 0
+
+
+def algorithm_2(scores, prompts) -> list[int]:
+    """The group of each request; ids outside the table's vocabulary read its last row."""
+    vocabulary, groups = len(scores) - 1, scores.shape[1]
+    out: list[int] = []
+    for prompt in prompts:
+        rows = [token if 0 <= token < vocabulary else vocabulary for token in prompt]
+        used = out[len(out) // groups * groups :]
+        free = [d for d in range(groups) if d not in used]
+        out.append(max(free, key=lambda d: (sum(float(scores[row, d]) for row in rows), -d)))
+    return out
+
+
+def look_up(tables, layer, group, token, history):
+    """(first, confidence, second, confidence) for one token; history: its devices, most recent layer first."""
+    vocabulary = tables.token_ranks.shape[2] - 1
+    row = token if 0 <= token < vocabulary else vocabulary
+    by_token = int(tables.token_ranks[layer, group, row]), float(tables.token_confidence[layer, group, row])
+    if history is None:
+        return (*by_token, -1, 0.0)
+    ranks = round(tables.path_ranks.shape[2] ** (1 / tables.lookback))
+    path = sum(int(device) * ranks**i for i, device in enumerate(history))
+    by_path = int(tables.path_ranks[layer, group, path]), float(tables.path_confidence[layer, group, path])
+    return (*by_token, *by_path) if by_token[1] > by_path[1] else (*by_path, *by_token)
+
+
+def assign_slices(preferences, num_slices) -> list[int]:
+    """Equal slices for tokens with (first, confidence, second, confidence) each."""
+    tokens = len(preferences)
+    room = [max(-(-tokens // num_slices), 1)] * num_slices
+    out = [-1] * tokens
+    for choice, confidence in ((0, 1), (2, 3)):
+        for t in sorted(range(tokens), key=lambda t: (-preferences[t][confidence], t)):
+            wanted = int(preferences[t][choice])
+            if out[t] < 0 and wanted >= 0 and room[wanted]:
+                out[t] = wanted
+                room[wanted] -= 1
+    for t in range(tokens):
+        if out[t] < 0:
+            out[t] = next(s for s in range(num_slices) if room[s])
+            room[out[t]] -= 1
+    return out
+
+
+def replay(trace: RoutingTrace, plan: Plan, serving, batches):
+    """Per layer: (local pairs, rows, load, mean over batches of load max / mean), by looking up token by token."""
+    D, S, L = plan.topology.dp_size, plan.topology.attn_tp_size, trace.fingerprint.num_layers
+    scores = plan.schedule.request_scores if plan.schedule else None
+    prompts = [trace.prompt(r).tolist() for r in range(trace.num_requests)]
+    by_request = [r % D for r in range(len(prompts))] if scores is None else algorithm_2(scores, prompts)
+    group = [by_request[r] for r in range(trace.num_requests) for _ in range(np.diff(trace.request_offsets)[r])]
+    inside = np.full((D, L, trace.fingerprint.num_experts), -1)
+    for d, l, e in product(range(D), range(L), range(trace.fingerprint.num_experts)):
+        own = [rank - d * S for rank in ranks_of_expert(plan.placement, l, e) if rank // S == d]
+        inside[d, l, e] = min(own, default=-1)
+    out = []
+    for l in range(L):
+        local, rows, load, imbalance = 0, np.zeros((D * S, D * S), int), np.zeros(D * S, int), []
+        for batch in batches:
+            home = _homes(trace, plan, l, [int(t) for t in batch], group, inside)
+            batch_local, batch_rows, batch_load = traffic(trace.expert_ids[batch, l], home, serving[l])
+            local, rows, load = local + batch_local, rows + batch_rows, load + batch_load
+            imbalance.append(batch_load.max() / batch_load.mean())
+        out.append((local, rows, load, float(np.mean(imbalance))))
+    return out
+
+
+def _homes(trace, plan, layer, batch, group, inside):
+    S, tables = plan.topology.attn_tp_size, plan.schedule.shuffle if plan.schedule else None
+    home = [0] * len(batch)
+    for d in range(plan.topology.dp_size):
+        mine = [i for i, t in enumerate(batch) if group[t] == d]
+        if tables is None:
+            size = max(-(-len(mine) // S), 1)
+            slices = [i // size for i in range(len(mine))]
+        else:
+            wishes = [_wish(trace, tables, layer, d, batch[i], inside[d]) for i in mine]
+            slices = assign_slices(wishes, S)
+        for i, s in zip(mine, slices, strict=True):
+            home[i] = d * S + s
+    return home
+
+
+def _wish(trace, tables, layer, group, t, rank_of_expert):
+    before = range(layer - 1, layer - 1 - tables.lookback, -1)
+    history = None
+    if layer >= tables.lookback:
+        history = [majority_rank(trace.expert_ids[t, l], rank_of_expert[l]) for l in before]
+    return look_up(tables, layer, group, int(trace.token_ids[t]), history)
+
+
+def objective(activations, item_labels, expert_labels, theta) -> float:
+    """Section 3.3 for one layer, per token: theta * sum |load - share| + (1 - theta) * remote activations."""
+    clusters, total = max(expert_labels) + 1, activations.sum()
+    load, remote = np.zeros(clusters), 0.0
+    for n, e in product(*map(range, activations.shape)):
+        load[item_labels[n]] += activations[n, e]
+        remote += activations[n, e] * (item_labels[n] != expert_labels[e])
+    return float((theta * np.abs(load - total / clusters).sum() + (1 - theta) * remote) / total)
+
+
+def best_objective(activations, clusters, theta) -> float:
+    """The least objective over every labelling of items and every equal division of experts."""
+    items, experts = activations.shape
+    return min(
+        objective(activations, item_labels, expert_labels, theta)
+        for expert_labels in equal_divisions(experts, clusters)
+        for item_labels in product(range(clusters), repeat=items)
+    )
+
+
+def equal_divisions(experts, clusters):
+    """Every way to label `experts` with `clusters` labels, equally often each."""
+    size = experts // clusters
+
+    def fill(labels, cluster):
+        free = [e for e in range(experts) if labels[e] < 0]
+        if cluster == clusters - 1:
+            yield [cluster if label < 0 else label for label in labels]
+            return
+        for chosen in combinations(free, size):
+            yield from fill([cluster if e in chosen else label for e, label in enumerate(labels)], cluster + 1)
+
+    return list(fill([-1] * experts, 0))
+
+
+def rank_load(placement: Placement, load) -> np.ndarray:
+    """(L, G): the load of each rank if every copy of an expert gets an equal share."""
+    out = np.zeros((len(load), placement.ep_size))
+    for l in range(len(load)):
+        for e in range(placement.num_experts):
+            copies = ranks_of_expert(placement, l, e)
+            for rank in copies:
+                out[l, rank] += load[l, e] / len(copies)
+    return out

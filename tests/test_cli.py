@@ -1,0 +1,205 @@
+"""The command line as people and scripts meet it: results, exit codes, one clear line for a mistake."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from semmoe.cli import app
+from semmoe.demo import MODEL
+from semmoe.plan import load_plan
+from semmoe.trace import open_trace
+
+PROMPTS = [f"def function_{i}(argument):\n    return argument + {i} # {'text ' * (i % 5)}\n" for i in range(24)]
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def refused(result, *words):
+    """Exit code 2 and one line on stderr that says what is wrong; no traceback."""
+    lines = [line for line in result.stderr.splitlines() if "error:" in line]
+    assert result.exit_code == 2, result.output
+    assert len(lines) == 1, result.stderr
+    assert "Traceback" not in result.stderr
+    for word in words:
+        assert word in lines[0]
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """A dataset, a trace of it, and a plan."""
+    folder = tmp_path_factory.mktemp("work")
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in PROMPTS))
+    assert run("profile", MODEL, "--dataset", folder / "prompts.jsonl", "--out", folder / "trace").exit_code == 0
+    assert run("solve", folder / "trace", "--ep-size", 4, "--steps", 2, "--out", folder / "plan").exit_code == 0
+    return folder
+
+
+def npz(path, **changes):
+    rng = np.random.default_rng(0)
+    arrays = {
+        "token_ids": rng.integers(0, 50, 400), "request_offsets": np.arange(0, 401, 20),
+        "expert_ids": np.argsort(rng.random((400, 2, 8)), axis=2)[:, :, :2],
+    }  # fmt: skip
+    np.savez(path, **(arrays | changes))
+    return path
+
+
+def test_profile_resumes_and_says_so(work, tmp_path):
+    first = ["--dataset", work / "prompts.jsonl", "--out", tmp_path / "trace"]
+    assert run("profile", MODEL, *first).exit_code == 0
+    again = run("profile", MODEL, *first)
+    assert "resuming: 24 of 24" in again.stderr
+    assert open_trace(tmp_path / "trace").num_requests == 24
+
+
+def test_profile_refuses_to_mix_datasets_or_models(work, tmp_path):
+    shutil.copytree(work / "trace", tmp_path / "trace")
+    before = open_trace(tmp_path / "trace").digest()
+    other = tmp_path / "other.txt"
+    other.write_text("Some other text.\n" * 20)
+    refused(run("profile", MODEL, "--dataset", other, "--out", tmp_path / "trace"), "another dataset")
+    assert open_trace(tmp_path / "trace").digest() == before
+
+
+def test_solve_and_replay_as_json(work):
+    result = run("replay", work / "trace", "--plan", work / "plan", "--json", "--batch-tokens", 64)
+    assert result.exit_code == 0
+    assert "flatter" in result.stderr  # the plan was solved on this trace
+    scores = json.loads(result.stdout)
+    assert scores["settings"]["ep_size"] == 4
+    assert set(scores["methods"]) == {"linear", "paper"}
+    assert scores["methods"]["paper"]["lar"] > scores["methods"]["linear"]["lar"]
+    assert len(scores["methods"]["paper"]["layers"]) == 6
+
+
+def test_replay_all_has_the_documented_keys(tmp_path):
+    trace = npz(tmp_path / "t.npz")
+    result = run("replay", trace, "--ep-size", 2, "--batch-tokens", 50, "--json", "--profile-share", 0.5)
+    methods = json.loads(result.stdout)["methods"]
+    assert set(methods) == {"linear", "eplb", "paper"}
+    keys = {"lar", "remote_ranks_per_token", "load_max_over_mean", "load_max_over_median", "token_max_over_mean",
+            "bytes_ratio", "solve_seconds", "layers"}  # fmt: skip
+    assert keys <= set(methods["paper"])
+    assert methods["linear"]["bytes_ratio"] == 1.0
+
+
+def test_replay_of_one_method_lists_that_one(tmp_path):
+    result = run("replay", npz(tmp_path / "t.npz"), "--ep-size", 2, "--method", "eplb", "--json")
+    assert list(json.loads(result.stdout)["methods"]) == ["eplb"]
+
+
+def test_affinity_prints_tables_and_json(work):
+    assert "weighted by occurrence" in run("affinity", work / "trace").stdout
+    result = json.loads(run("affinity", work / "trace", "--json").stdout)
+    assert len(result["concentration"]) == 6
+    assert 0 < result["static_top_k"]["layers"][0]["f1"] <= 1
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("attention", ["dp", "tp"])
+def test_generate_on_a_plan_is_verified_and_written(work, tmp_path, attention):
+    run("solve", work / "trace", "--ep-size", 2, "--attention", attention, "--steps", 2, "--out", tmp_path / "plan")
+    result = run(
+        "generate", MODEL, "--plan", tmp_path / "plan", "--dataset", work / "prompts.jsonl", "--limit", 6,
+        "--max-new-tokens", 4, "--verify", "--json", "--out", tmp_path / "out.jsonl",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["identical"] is True
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [row["prompt"] for row in rows] == PROMPTS[:6]
+
+
+def test_a_plan_for_another_model_is_refused_by_name(work, tmp_path):
+    plan = tmp_path / "plan"
+    run("solve", npz(tmp_path / "foreign.npz"), "--ep-size", 2, "--steps", 1, "--out", plan)
+    refused(run("generate", MODEL, "--plan", plan, "--prompt", "x"), "another model or tokenizer", "foreign")
+    refused(run("replay", work / "trace", "--plan", plan), "another model or tokenizer")
+
+
+def test_settings_that_contradict_or_do_nothing_are_refused(work):
+    refused(run("generate", MODEL, "--plan", work / "plan", "--ep-size", 2, "--prompt", "x"), "ep_size 4")
+    refused(run("generate", MODEL, "--plan", work / "plan", "--attention", "dp", "--prompt", "x"), "attention tp")
+    refused(run("replay", work / "trace", "--plan", work / "plan", "--ep-size", 4), "--ep-size has no effect")
+    refused(run("solve", work / "trace", "--method", "eplb", "--theta", 0.2, "--out", "x"), "--theta has no effect")
+    redundant = run("solve", work / "trace", "--method", "paper", "--redundant-experts", 4, "--out", "x")
+    refused(redundant, "no redundant experts")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["replay", "absent"], ["no trace at absent"]),
+        (["replay", "{trace}", "--ep-size", 7], ["ep_size 7 does not divide"]),
+        (["replay", "{trace}", "--method", "magic"], ["'magic'"]),
+        (["replay", "{trace}", "--profile-share", 1.5], ["1.5"]),
+        (["solve", "{trace}", "--attention", "hybrid", "--out", "p"], ["dp_size"]),
+        (["solve", "{trace}", "--lookback", 9, "--out", "p"], ["lookback 9"]),
+        (["profile", "absent", "--out", "t"], ["no model at absent"]),
+        (["profile", MODEL, "--dataset", "absent.jsonl", "--out", "t"], ["no dataset file"]),
+        (["generate", MODEL, "--prompt", ""], ["prompt is empty"]),
+        (["generate", MODEL, "--prompt", "x", "--max-new-tokens", 0], ["max_new_tokens"]),
+        (["generate", MODEL, "--prompt", "x", "--attention", "dp", "--exchange", "all-reduce"], ["attention-TP"]),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(arguments, words, work, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refused(run(*[str(a).replace("{trace}", str(work / "trace")) for a in arguments]), *words)
+    assert not list(tmp_path.iterdir())  # nothing half-written
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [("", ["holds no prompt"]), ("{oops\n", ["line 1"]), ('{"prompt": "a"}\n{"b": 1}\n', ["line 2", "'b'"])],
+)
+def test_bad_datasets_are_named(content, words, tmp_path):
+    (tmp_path / "d.jsonl").write_text(content)
+    refused(run("profile", MODEL, "--dataset", tmp_path / "d.jsonl", "--out", tmp_path / "t"), *words)
+    assert not (tmp_path / "t").exists()
+
+
+def test_a_token_id_out_of_range_is_named(tmp_path):
+    (tmp_path / "d.jsonl").write_text('{"prompt": [1, 2, 99999]}\n')
+    refused(run("profile", MODEL, "--dataset", tmp_path / "d.jsonl", "--out", tmp_path / "t"), "99999", "4096")
+    bad = npz(tmp_path / "t.npz", vocab_size=10)
+    refused(run("replay", bad), "out of range for 10 vocabulary")
+
+
+def test_a_truncated_shard_is_named_and_nothing_is_lost(work, tmp_path):
+    shutil.copytree(work / "trace", tmp_path / "trace")
+    shard = next((tmp_path / "trace").glob("shard-*"))
+    shard.write_bytes(shard.read_bytes()[:-100])
+    refused(run("solve", tmp_path / "trace", "--ep-size", 4, "--out", tmp_path / "plan"), "shard-00000", "truncated")
+    assert not (tmp_path / "plan").exists()
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_old_plan(work, tmp_path):
+    shutil.copytree(work / "plan", tmp_path / "plan")
+    code = (
+        "import resource, sys; from semmoe.cli import main; import numba;"
+        "sys.argv = ['semmoe', 'solve', sys.argv[1], '--ep-size', '4', '--steps', '1', '--seed', '5',"
+        " '--out', sys.argv[2]];"
+        "from semmoe import plan as p; real = p.save_plan;"
+        "limit = lambda *a: (resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000)), real(*a));"
+        "p.save_plan = limit; main()"
+    )
+    command = [sys.executable, "-c", code, str(work / "trace"), str(tmp_path / "plan")]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 2, result.stderr
+    assert "Traceback" not in result.stderr
+    assert "File too large" in result.stderr
+    assert load_plan(tmp_path / "plan").settings["seed"] == 0
+    assert [p.name for p in tmp_path.iterdir()] == ["plan"]
+
+
+def test_every_command_explains_itself():
+    top = run("--help").stdout
+    for command in ("profile", "affinity", "solve", "replay", "generate", "demo"):
+        assert command in top
+        assert "semmoe " + command in run(command, "--help").stdout.replace("\n", " ")

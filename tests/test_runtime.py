@@ -1,0 +1,147 @@
+"""Shuffled collectives and the expert all-to-all over real processes, against what one process computes."""
+
+import multiprocessing
+import os
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from semmoe.runtime.collectives import Communicator, shuffle_handle, shuffled_all_gather, shuffled_reduce_scatter
+from semmoe.runtime.dispatch import combine, dispatch
+
+pytestmark = pytest.mark.dist
+
+
+def on_ranks(size, job, tmp_path):
+    """Run `job(comm)` on `size` real gloo processes; what each returned, in rank order."""
+    context = multiprocessing.get_context("forkserver")
+    queue = context.Queue()
+    store = str(tmp_path / f"store-{job.__name__}-{size}")
+    ranks = [context.Process(target=_run, args=(r, size, store, job, queue)) for r in range(size)]
+    for process in ranks:
+        process.start()
+    results = dict(queue.get(timeout=120) for _ in ranks)
+    for process in ranks:
+        process.join()
+    failures = [r for r in results.values() if isinstance(r, str)]
+    assert not failures, failures[0]
+    return [results[r] for r in range(size)]
+
+
+def _run(rank, size, store, job, queue):
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+    try:
+        queue.put((rank, job(Communicator(dist.group.WORLD, rank, size))))
+    except Exception as error:
+        queue.put((rank, f"{type(error).__name__}: {error}"))
+    finally:
+        dist.destroy_process_group()
+
+
+def case(size, tokens, seed=0):
+    """Partial sums (size, tokens, 6) and equal-slice ranks (tokens,), the same on every process."""
+    generator = torch.Generator().manual_seed(seed + 97 * tokens)
+    partial = torch.randn(size, tokens, 6, generator=generator)
+    slots = torch.arange(size).repeat_interleave(max(-(-tokens // size), 1))
+    ranks = slots[torch.randperm(len(slots), generator=generator)[:tokens]]
+    return partial, ranks
+
+
+SIZES = (1, 2, 5, 8, 33)
+
+
+def scatter_then_gather(comm):
+    out = []
+    for tokens in SIZES:
+        partial, ranks = case(comm.size, tokens)
+        handle = shuffle_handle(ranks, comm.size, comm.rank)
+        mine = shuffled_reduce_scatter(comm, partial[comm.rank], handle)
+        whole = shuffled_all_gather(comm, mine, handle)
+        out.append((handle.mine.numpy(), mine.numpy(), whole.numpy()))
+    return out
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_scatter_gives_each_rank_its_tokens_sums_and_gather_restores_the_order(size, tmp_path):
+    results = on_ranks(size, scatter_then_gather, tmp_path)
+    for i, tokens in enumerate(SIZES):
+        partial, ranks = case(size, tokens)
+        total = partial.sum(dim=0).numpy()
+        for rank, result in enumerate(results):
+            mine, rows, whole = result[i]
+            assert mine.tolist() == np.flatnonzero(ranks.numpy() == rank).tolist()
+            assert np.allclose(rows, total[mine], atol=1e-6)
+            assert np.allclose(whole, total, atol=1e-6)
+            assert np.array_equal(whole, results[0][i][2])  # bitwise equal on all ranks
+
+
+def test_handle_of_the_docstring():
+    ranks = torch.tensor([1, 0, 1, 1, 0])
+    handle = shuffle_handle(ranks, 2, 1)
+    assert handle.order.tolist() == [1, 4, -1, 0, 2, 3]
+    assert handle.inverse.tolist() == [3, 0, 4, 5, 1]
+    assert handle.mine.tolist() == [0, 2, 3]
+
+
+def test_an_unequal_slice_is_our_own_mistake():
+    with pytest.raises(AssertionError, match="exceeds"):
+        shuffle_handle(torch.tensor([0, 0, 0, 1]), 2, 0)
+
+
+EXPERTS, TOP_K, WIDTH = 6, 3, 5
+
+
+def routed(rank, tokens):
+    generator = torch.Generator().manual_seed(rank)
+    hidden = torch.randn(tokens, WIDTH, generator=generator)
+    ids = torch.rand(tokens, EXPERTS, generator=generator).argsort(dim=1)[:, :TOP_K]
+    return hidden, ids, torch.rand(tokens, TOP_K, generator=generator)
+
+
+def expert_matrices():
+    return torch.randn(EXPERTS, WIDTH, WIDTH, generator=torch.Generator().manual_seed(99))
+
+
+def serving_of(size):
+    return torch.arange(EXPERTS) % size
+
+
+def exchange(comm):
+    """Tokens through their experts; rank 1 has no token of its own. Returns results, bytes sent, rows received."""
+    hidden, ids, weights = routed(comm.rank, 0 if comm.rank == 1 else 7)
+    received, handle = dispatch(comm, hidden, ids, weights, serving_of(comm.size))
+    matrices, out = expert_matrices(), torch.zeros_like(received.hidden)
+    for k in range(TOP_K):
+        here = received.expert_ids[:, k] >= 0
+        assert (serving_of(comm.size)[received.expert_ids[here, k]] == comm.rank).all()
+        products = torch.einsum("mh,mhw->mw", received.hidden[here], matrices[received.expert_ids[here, k]])
+        out[here] += received.weights[here, k, None] * products
+    return combine(comm, out, handle).numpy(), dict(comm.sent), handle.sent
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_experts_reached_by_all_to_all_give_the_dense_result(size, tmp_path):
+    results = on_ranks(size, exchange, tmp_path)
+    for rank, (combined, sent, rows) in enumerate(results):
+        hidden, ids, weights = routed(rank, 0 if rank == 1 else 7)
+        dense = torch.einsum("nk,nkw->nw", weights, torch.einsum("nh,nkhw->nkw", hidden, expert_matrices()[ids]))
+        assert np.allclose(combined, dense.numpy(), atol=1e-5)
+        targets = [set(row.tolist()) for row in serving_of(size)[ids]]
+        assert rows == [sum(j in t for t in targets) for j in range(size)]  # one row per destination rank
+        remote = sum(len(t - {rank}) for t in targets)
+        assert sent.get("dispatch", 0) == remote * (WIDTH * 4 + TOP_K * 8)
+
+
+def reductions(comm):
+    value = torch.full((4, 3), float(comm.rank + 1))
+    return comm.all_reduce(value).numpy(), comm.all_gather(value[:1]).numpy(), dict(comm.sent)
+
+
+def test_all_reduce_and_all_gather_count_what_must_be_sent(tmp_path):
+    for total, gathered, sent in on_ranks(3, reductions, tmp_path):
+        assert (total == 6.0).all()
+        assert gathered[:, 0].tolist() == [1.0, 2.0, 3.0]
+        assert sent == {"all_reduce": 2 * 2 * 12 * 4 // 3, "all_gather": 2 * 3 * 4}
