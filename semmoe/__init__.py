@@ -3,7 +3,8 @@
     prompts -> engine -> RoutingTrace -> Affinity -> Placement + Schedule = Plan -> engine
 
 Public names are loaded on first use, so that `import semmoe` stays light; neither torch nor an engine is imported
-here or by any name below.
+here or by any name below. The two verbs share their names with their modules: `from semmoe.solve import solve`,
+`from semmoe.replay import replay`.
 """
 
 from importlib import import_module
@@ -24,9 +25,7 @@ _PUBLIC = {
     "build_schedule": "schedule",
     "load_plan": "plan",
     "open_trace": "trace",
-    "replay": "replay",
     "save_plan": "plan",
-    "solve": "solve",
 }
 __all__ = list(_PUBLIC)
 

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from semmoe.demo import MODEL
+
 
 class Attention(str, Enum):
     tp = "tp"
@@ -25,7 +27,14 @@ class Exchange(str, Enum):
 
 TOPOLOGY, METHOD, INPUT, OUTPUT = "Topology", "Method", "Input", "Output"
 TraceArgument = Annotated[Path, typer.Argument(help="A trace directory, or an .npz file.", show_default=False)]
-ModelArgument = Annotated[str, typer.Argument(help="A model directory (Hugging Face format).", show_default=False)]
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        help="A model directory (Hugging Face format), or `tiny`, the embedded one.",
+        show_default=False,
+        callback=lambda name: str(MODEL) if name == "tiny" and not Path(name).exists() else name,
+    ),
+]
 EpSize = Annotated[int, typer.Option(help="Expert-parallel ranks.", rich_help_panel=TOPOLOGY)]
 AttentionOption = Annotated[
     Attention, typer.Option(help="How attention is split over ranks.", rich_help_panel=TOPOLOGY)

@@ -1,0 +1,64 @@
+"""Counts of what was routed where."""
+
+import numpy as np
+import oracles
+from hypothesis import given
+from hypothesis import strategies as st
+from synthetic import make_trace, random_trace
+
+from semmoe.affinity import build_affinity, confidence, nearest_profiled
+
+
+def hand_trace():
+    """Token 5 twice and token 0 once, in two requests, through two layers of four experts."""
+    return make_trace([[5, 0], [5]], [[[0, 1], [2, 3]], [[1, 2], [3, 0]], [[0, 3], [2, 1]]])
+
+
+def test_counts_of_a_hand_made_trace():
+    affinity = build_affinity(hand_trace())
+    assert affinity.token_counts[0].toarray()[5].tolist() == [2, 1, 0, 1]
+    assert affinity.token_counts[1].toarray()[0].tolist() == [1, 0, 0, 1]
+    assert affinity.request_counts[0].toarray().tolist() == [[1, 2, 1, 0], [1, 0, 0, 1]]
+    assert affinity.path_counts[0, 0].tolist() == [0, 1, 2, 1]
+    assert affinity.expert_load.tolist() == [[2, 2, 1, 1], [1, 1, 2, 2]]
+    assert affinity.token_frequency.tolist() == [1, 0, 0, 0, 0, 2]
+    assert affinity.request_lengths.tolist() == [2, 1]
+
+
+@given(st.integers(0, 999), st.integers(1, 3), st.integers(1, 3))
+def test_counts_agree_with_loops(seed, layers, top_k):
+    trace = random_trace(seed, requests=5, layers=layers, top_k=top_k)
+    affinity = build_affinity(trace)
+    tokens, requests, paths = oracles.affinity_counts(trace)
+    np.testing.assert_array_equal([m.toarray() for m in affinity.token_counts], tokens)
+    np.testing.assert_array_equal([m.toarray() for m in affinity.request_counts], requests)
+    np.testing.assert_array_equal(affinity.path_counts, paths)
+    np.testing.assert_array_equal(affinity.expert_load, tokens.sum(axis=1))
+
+
+def test_confidence_is_the_share_of_a_token_s_activations():
+    rows = confidence(build_affinity(hand_trace()).token_counts[0]).toarray()
+    assert rows[5].tolist() == [0.5, 0.25, 0, 0.25]
+    assert rows[0].tolist() == [0, 0.5, 0.5, 0]
+    assert rows[1].tolist() == [0, 0, 0, 0]
+
+
+def test_an_unprofiled_token_finds_the_neighbour_of_the_same_direction():
+    embeddings = np.array([[1.0, 0.0], [0.0, 1.0], [9.0, 1.0], [0.1, 0.5], [0.0, 0.0]])
+    profiled = np.array([True, True, False, False, True])
+    assert nearest_profiled(embeddings, profiled).tolist() == [0, 1, 0, 1, 4]
+
+
+@given(st.integers(0, 999), st.integers(1, 7))
+def test_neighbours_agree_with_loops_whatever_the_block(seed, block):
+    rng = np.random.default_rng(seed)
+    embeddings, profiled = rng.normal(size=(20, 3)), rng.random(20) < 0.4
+    profiled[rng.integers(20)] = True
+    found = nearest_profiled(embeddings, profiled, block)
+
+    def cosine(v, w):
+        return embeddings[v] @ embeddings[w] / np.linalg.norm(embeddings[v]) / np.linalg.norm(embeddings[w])
+
+    for v in range(20):
+        expected = v if profiled[v] else max(np.flatnonzero(profiled), key=lambda w: cosine(v, w))
+        assert found[v] == expected

@@ -1,0 +1,159 @@
+"""Traffic and load, against loops and closed forms."""
+
+import numpy as np
+import oracles
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from semmoe.core import Placement, Topology
+from semmoe.metrics import (
+    Traffic,
+    layer_traffic,
+    majority_rank,
+    max_over_mean,
+    max_over_median,
+    serving_ranks,
+    uniform_remote_ranks,
+)
+
+
+def place(*rows, ep_size: int) -> Placement:
+    maps = np.array(rows, np.int32)
+    return Placement(physical_to_logical_map=maps, num_experts=int(maps.max()) + 1, ep_size=ep_size)
+
+
+def random_placement(rng, ep_size: int, per_rank: int, layers: int = 2) -> Placement:
+    """As many experts as ranks or more, the other slots copies."""
+    slots = ep_size * per_rank
+    experts = int(rng.integers(slots // 2, slots + 1))
+    maps = [rng.permutation(np.append(np.arange(experts), rng.integers(experts, size=slots - experts)))] * layers
+    maps = np.array([rng.permutation(row) for row in maps], np.int32)
+    return Placement(physical_to_logical_map=maps, num_experts=experts, ep_size=ep_size)
+
+
+def test_traffic_of_three_tokens():
+    serving = serving_ranks(place([0, 1, 2, 3], ep_size=2), Topology(ep_size=2))[0]
+    experts = np.array([[0, 1], [2, 3], [1, 2]], np.uint8)
+    traffic = layer_traffic(experts, np.array([0, 0, 1]), serving)
+    assert (traffic.pairs, traffic.local_pairs, traffic.tokens) == (6, 3, 3)
+    assert traffic.rows.tolist() == [[0, 1], [1, 0]]
+    assert traffic.load.tolist() == [3, 3]
+    assert traffic.lar == 0.5
+    assert traffic.remote_ranks_per_token == pytest.approx(2 / 3)
+
+
+@given(st.integers(0, 9999), st.sampled_from([(1, 1), (2, 1), (4, 2), (6, 3)]), st.integers(1, 3))
+def test_traffic_agrees_with_loops_for_any_replication(seed, sizes, top_k):
+    rng = np.random.default_rng(seed)
+    ep_size, nodes = sizes
+    placement = random_placement(rng, ep_size, per_rank=4)
+    serving = serving_ranks(placement, Topology(ep_size=ep_size, num_nodes=nodes))[0]
+    experts = np.array([rng.permutation(placement.num_experts)[:top_k] for _ in range(30)])
+    home = rng.integers(ep_size, size=30)
+    traffic = layer_traffic(experts, home, serving)
+    local, rows, load = oracles.traffic(experts, home, serving)
+    assert traffic.local_pairs == local
+    np.testing.assert_array_equal(traffic.rows, rows)
+    np.testing.assert_array_equal(traffic.load, load)
+    hosted = [rank in oracles.ranks_of_expert(placement, 0, e) for t, rank in enumerate(home) for e in experts[t]]
+    assert traffic.lar == pytest.approx(np.mean(hosted))
+
+
+def test_traffic_of_an_empty_batch_is_nothing():
+    serving = serving_ranks(place([0, 1], ep_size=2), Topology(ep_size=2))[0]
+    traffic = layer_traffic(np.zeros((0, 1), np.uint8), np.zeros(0, np.int64), serving)
+    assert (traffic.lar, traffic.remote_ranks_per_token, traffic.load.tolist()) == (0.0, 0.0, [0, 0])
+
+
+def test_traffic_adds_up():
+    one = Traffic(4, 1, 2, np.array([[0, 1], [2, 0]]), np.array([3, 1]))
+    both = one + Traffic(6, 5, 3, np.array([[0, 4], [0, 0]]), np.array([0, 6]))
+    assert (both.pairs, both.local_pairs, both.tokens) == (10, 6, 5)
+    assert both.rows.tolist() == [[0, 5], [2, 0]]
+    assert both.load.tolist() == [3, 7]
+
+
+def test_an_own_copy_is_served_first_then_the_own_node():
+    placement = place([0, 1, 0, 2], ep_size=4)
+    serving = serving_ranks(placement, Topology(ep_size=4, num_nodes=2))[0]
+    assert serving[:, 0].tolist() == [0, 0, 2, 2]
+    assert serving[:, 1].tolist() == [1, 1, 1, 1]
+    assert serving[:, 2].tolist() == [3, 3, 3, 3]
+
+
+@given(st.integers(0, 9999), st.sampled_from([(2, 1), (4, 1), (4, 2), (8, 2)]))
+def test_every_source_is_served_by_one_of_its_nearest_copies(seed, sizes):
+    ep_size, nodes = sizes
+    placement = random_placement(np.random.default_rng(seed), ep_size, per_rank=3)
+    topology = Topology(ep_size=ep_size, num_nodes=nodes)
+    serving = serving_ranks(placement, topology)
+    assert serving.shape == (2, ep_size, placement.num_experts)
+    for (l, g, e), rank in np.ndenumerate(serving):
+        assert rank in oracles.nearest_ranks(placement, topology, l, g, e)
+
+
+def test_sources_without_a_copy_take_turns():
+    placement = place([0, 0, 1, 2, 3, 4], ep_size=6)
+    serving = serving_ranks(placement, Topology(ep_size=6))[0]
+    assert sorted(serving[2:, 0].tolist()) == [0, 0, 1, 1]
+    assert serving[:2, 0].tolist() == [0, 1]
+
+
+@pytest.mark.xfail(strict=True, reason="turns follow the source's number, not its place among those that must ask")
+def test_sources_without_a_copy_take_turns_wherever_they_are():
+    placement = place([1, 0, 2, 0], ep_size=4)
+    serving = serving_ranks(placement, Topology(ep_size=4))[0]
+    assert sorted([serving[0, 0], serving[2, 0]]) == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("experts", "ranks", "expected"),
+    [
+        ([5, 2, 7, 3], {5: 1, 2: 0, 7: 0, 3: 1}, 1),
+        ([2, 5, 7, 3], {5: 1, 2: 0, 7: 0, 3: 1}, 0),
+        ([0, 1, 2], {0: 3, 1: 2, 2: 2}, 2),
+        ([0, 1, 2], {0: -1, 1: -1, 2: 4}, 4),
+        ([0, 1], {0: -1, 1: -1}, 0),
+    ],
+)
+def test_a_token_s_device_hosts_most_of_its_experts_and_ties_go_to_the_first_choice(experts, ranks, expected):
+    rank_of_expert = np.full(8, -1)
+    rank_of_expert[list(ranks)] = list(ranks.values())
+    assert majority_rank(np.array([experts]), rank_of_expert, 5).tolist() == [expected]
+
+
+@given(st.integers(0, 9999), st.integers(1, 6))
+def test_majority_agrees_with_loops(seed, top_k):
+    rng = np.random.default_rng(seed)
+    rank_of_expert = rng.integers(-1, 4, size=10)
+    experts = np.array([rng.permutation(10)[:top_k] for _ in range(20)])
+    expected = [oracles.majority_rank(row, rank_of_expert) for row in experts]
+    assert majority_rank(experts, rank_of_expert, 4).tolist() == expected
+
+
+def test_load_imbalance_of_a_hand_made_load():
+    load = np.array([8, 2, 1, 1])
+    assert max_over_mean(load) == pytest.approx(8 / 3)
+    assert max_over_median(load) == pytest.approx(8 / 1.5)
+
+
+def test_load_imbalance_without_load_is_one():
+    assert max_over_mean(np.zeros(4)) == max_over_median(np.zeros(4)) == 1.0
+    assert max_over_median(np.array([0, 0, 0, 6])) == 6.0
+
+
+def test_uniform_remote_ranks_by_hand():
+    assert uniform_remote_ranks(1, 8, 2) == 0
+    assert uniform_remote_ranks(4, 4, 1) == pytest.approx(3 / 4)
+    assert uniform_remote_ranks(2, 4, 2) == pytest.approx(1 - 1 / 6)
+
+
+@pytest.mark.parametrize(("ep_size", "experts", "top_k"), [(4, 16, 2), (8, 32, 4), (4, 8, 8)])
+def test_uniform_remote_ranks_agrees_with_simulation(ep_size, experts, top_k):
+    rng = np.random.default_rng(0)
+    chosen = np.argsort(rng.random((20_000, experts)), axis=1)[:, :top_k]
+    serving = np.tile(np.arange(experts) // (experts // ep_size), (ep_size, 1))
+    traffic = layer_traffic(chosen, rng.integers(ep_size, size=20_000), serving)
+    assert traffic.remote_ranks_per_token == pytest.approx(uniform_remote_ranks(ep_size, experts, top_k), rel=0.02)
+    assert traffic.lar == pytest.approx(1 / ep_size, rel=0.05)
