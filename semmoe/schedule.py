@@ -17,8 +17,9 @@ from semmoe.core import (
 )
 from semmoe.metrics import majority_rank
 
-# Pseudo-occurrences that a table row is mixed with: a token seen once must not outvote a well-known one.
-PRIOR_WEIGHT = 1.0
+# Pseudo-occurrences of the overall shares that a row is mixed with. A confidence that competes with another must not
+# trust a token seen once; a row that only adds to a sum must merely be defined where nothing was seen.
+CONFIDENCE_PRIOR, SUM_PRIOR = 1.0, 1e-3
 MAX_PATHS = 1 << 20
 
 
@@ -58,7 +59,7 @@ def _request_scores(trace: RoutingTrace, groups: np.ndarray, num_groups: int) ->
     """
     requests = np.repeat(np.arange(trace.num_requests), np.diff(trace.prompt_offsets))
     counts = _joint_counts(trace.prompt_ids, groups[requests], trace.fingerprint.vocab_size + 1, num_groups)
-    return _shares(counts).astype(np.float32)
+    return _shares(counts, SUM_PRIOR).astype(np.float32)
 
 
 def _shuffle_tables(trace, clusters, groups, topology, lookback, nearest) -> ShuffleTables:
@@ -80,7 +81,7 @@ def _shuffle_tables(trace, clusters, groups, topology, lookback, nearest) -> Shu
             if l >= lookback:
                 path = path_key(devices[:, l - lookback : l][:, ::-1], S)
                 follows = _joint_counts(path, devices[:, l], S**lookback, S)
-                path_ranks[l, d], path_confidence[l, d] = follows.argmax(1), _shares(follows).max(1)
+                path_ranks[l, d], path_confidence[l, d] = follows.argmax(1), _shares(follows, CONFIDENCE_PRIOR).max(1)
     return ShuffleTables(
         token_ranks=token_ranks, token_confidence=token_confidence,
         path_ranks=path_ranks, path_confidence=path_confidence, lookback=lookback,
@@ -106,7 +107,7 @@ def _token_table(labels: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np
 
     labels: (V,), -1 for tokens that were not clustered; those and row V get the prior's device.
     """
-    shares = _shares(counts)
+    shares = _shares(counts, CONFIDENCE_PRIOR)
     ranks = np.append(labels, -1).astype(np.int64)
     ranks = np.where(ranks < 0, shares[-1].argmax(), ranks)
     return ranks, np.take_along_axis(shares, ranks[:, None], axis=1)[:, 0]
@@ -118,8 +119,8 @@ def _joint_counts(keys: np.ndarray, values: np.ndarray, num_keys: int, num_value
     return np.bincount(flat, minlength=num_keys * num_values).reshape(num_keys, num_values)
 
 
-def _shares(counts: np.ndarray) -> np.ndarray:
-    """Rows divided by their sums, each first mixed with `PRIOR_WEIGHT` pseudo-occurrences of the overall shares."""
+def _shares(counts: np.ndarray, prior_weight: float) -> np.ndarray:
+    """Rows divided by their sums, each first mixed with `prior_weight` pseudo-occurrences of the overall shares."""
     prior = counts.sum(axis=0) / max(counts.sum(), 1)
-    mixed = counts + PRIOR_WEIGHT * prior
+    mixed = counts + prior_weight * prior
     return mixed / np.maximum(mixed.sum(axis=1, keepdims=True), 1e-12)

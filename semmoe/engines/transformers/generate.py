@@ -165,6 +165,7 @@ def _run_set_up(rank: int, size: int, job: _Job, set_up: SetUp, device: str, pro
     attention = attention_communicator(comm, topology)
     parallel = ParallelModel(model, set_up.plan, comm, attention, set_up.exchange)
     group = rank // topology.attn_tp_size
+    _warm_up(parallel, job, topology)
     groups = schedule_requests(job.prompts, set_up.plan)
     own = np.flatnonzero(groups == group)
     dist.barrier()
@@ -174,6 +175,13 @@ def _run_set_up(rank: int, size: int, job: _Job, set_up: SetUp, device: str, pro
     seconds = time.perf_counter() - started
     answers = dict(zip(own.tolist(), outputs, strict=True)) if attention.rank == 0 else {}
     return _gather(set_up.name, parallel, answers, job.prompts, seconds)
+
+
+def _warm_up(parallel: ParallelModel, job: _Job, topology: Topology) -> None:
+    """A few tokens, uncounted: the first set-up must not pay for connections and code that all share."""
+    few = GenerateSettings(max_new_tokens=2, batch_size=1)
+    _decode(parallel, [job.prompts[0][:16]], topology, few, None)
+    parallel.reset_counts()
 
 
 def attention_communicator(comm: Communicator, topology: Topology) -> Communicator:

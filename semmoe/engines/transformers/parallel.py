@@ -181,6 +181,12 @@ class ParallelModel:
         flat[self.rows.index] = rows
         return flat.view(states.shape)
 
+    def reset_counts(self) -> None:
+        self.traffic = [None] * len(self._serving)
+        for comm in (self.comm, self.attention_comm):
+            comm.sent.clear()
+            comm.sent_to.clear()
+
     def sent_bytes(self) -> Counter[str]:
         """Bytes this rank sent, by kind of collective."""
         return self.comm.sent + self.attention_comm.sent if self.attention_comm is not self.comm else self.comm.sent
