@@ -31,6 +31,7 @@ def run_demo(settings: DemoSettings, work: Path, progress) -> dict[str, Any]:
     """
     from semmoe.dataset import digest
     from semmoe.engines.transformers import generate as gen
+    from semmoe.engines.transformers import verify
     from semmoe.engines.transformers.model import fingerprint_of, load_model, load_tokenizer
     from semmoe.engines.transformers.recorder import profile
     from semmoe.placement.linear import vanilla_plan
@@ -63,14 +64,14 @@ def run_demo(settings: DemoSettings, work: Path, progress) -> dict[str, Any]:
 
     generate_settings = GenerateSettings(max_new_tokens=settings.max_new_tokens, batch_size=settings.batch_size)
     advance = progress.task("generating with plain transformers", len(prompts))
-    reference = gen.plain_generate(model, prompts, generate_settings, advance)
+    reference = verify.plain_generate(model, prompts, generate_settings, advance)
     advance = progress.task(
         f"generating on {settings.ep_size} processes, {len(set_ups)} set-ups", len(prompts) * len(set_ups)
     )
     results = gen.generate(str(MODEL), prompts, set_ups, generate_settings, lambda name, done: advance(done))
     rows = []
     for result in results:
-        agreement = gen.compare_outputs(model, prompts, reference, result.outputs)
+        agreement = verify.compare_outputs(model, prompts, reference, result.outputs)
         rows.append({**_row(result), "identical": agreement.holds, "identical_text": str(agreement)})
     return {"settings": asdict(settings), "profile_tokens": trace.num_tokens, "set_ups": rows}
 

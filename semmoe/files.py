@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ValidationError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -65,6 +65,15 @@ def load_arrays(path: Path, names: set[str]) -> dict[str, np.ndarray]:
     if set(arrays) != names:
         raise ValueError(f"{path} holds {sorted(arrays)}, expected {sorted(names)}")
     return arrays
+
+
+def array_shape(path: Path, name: str) -> tuple[int, ...]:
+    """The shape of one array of a safetensors file, without reading its data."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return tuple(file.get_slice(name).get_shape())
+    except SafetensorError as error:
+        raise ValueError(f"{path} is truncated or damaged ({error})") from None
 
 
 def save_json(path: Path, model: BaseModel) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from semmoe.core import DECODE, Fingerprint, RoutingTrace, require
-from semmoe.files import load_arrays, load_json, save_arrays, save_json
+from semmoe.files import array_shape, load_arrays, load_json, save_arrays, save_json
 
 SCHEMA = 1
 ARRAYS = {"token_ids", "expert_ids", "request_lengths", "phase", "prompt_ids", "prompt_lengths"}
@@ -49,7 +49,7 @@ class TraceWriter:
             save_json(path / "trace.json", header)
         shards = shard_paths(path)
         self._next_shard = len(shards)
-        self.num_requests = sum(len(load_arrays(shard, ARRAYS)["request_lengths"]) for shard in shards)
+        self.num_requests = sum(array_shape(shard, "request_lengths")[0] for shard in shards)
 
     def append(self, *, prompt_ids: np.ndarray, token_ids: np.ndarray, expert_ids: np.ndarray, phase: np.ndarray):
         """One request: (M,) prompt ids, (T,) routed token ids, (T, L, K) expert ids by falling weight, (T,) phase."""

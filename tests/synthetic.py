@@ -35,7 +35,7 @@ def random_trace(seed, requests=12, layers=3, experts=8, top_k=2, vocab=20, long
     rng = np.random.default_rng(seed)
     routed = [rng.integers(vocab, size=rng.integers(longest + 1)).tolist() for _ in range(requests - 1)]
     routed.append(rng.integers(vocab, size=longest).tolist())
-    tokens = np.array([token for request in routed for token in request])
+    tokens = np.array([token for request in routed for token in request], np.int32)
     taste = 2 * rng.normal(size=(vocab, layers, experts))
     scores = taste[tokens] + rng.gumbel(size=(len(tokens), layers, experts))
     prompts = [rng.integers(vocab, size=rng.integers(1, 6)).tolist() for _ in range(requests)]

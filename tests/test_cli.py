@@ -203,3 +203,18 @@ def test_every_command_explains_itself():
     for command in ("profile", "affinity", "solve", "replay", "generate", "demo"):
         assert command in top
         assert "semmoe " + command in run(command, "--help").stdout.replace("\n", " ")
+
+
+def test_offline_commands_need_neither_torch_nor_an_engine(tmp_path):
+    code = "import sys; sys.modules['torch'] = sys.modules['transformers'] = None; from semmoe.cli import main; main()"
+    trace = npz(tmp_path / "t.npz")
+    for arguments in (
+        ["solve", trace, "--ep-size", "2", "--out", tmp_path / "plan"],
+        ["replay", trace, "--plan", tmp_path / "plan"],
+        ["affinity", trace],
+    ):
+        subprocess.run([sys.executable, "-c", code, *map(str, arguments)], check=True, capture_output=True)
+    refusal = [sys.executable, "-c", code, "generate", "tiny", "--prompt", "x"]
+    result = subprocess.run(refusal, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert "pip install 'semmoe[transformers]'" in result.stderr

@@ -8,7 +8,7 @@ from models import build
 from semmoe.core import Topology
 from semmoe.engines.transformers import generate as gen
 from semmoe.engines.transformers import model as models
-from semmoe.engines.transformers import parallel
+from semmoe.engines.transformers import parallel, verify
 from semmoe.engines.transformers.recorder import profile
 from semmoe.placement.linear import vanilla_plan
 from semmoe.settings import GenerateSettings, PaperSettings, SolveSettings
@@ -38,7 +38,7 @@ def prepare(path, folder):
     header = TraceHeader(fingerprint=models.fingerprint_of(path), dataset_hash="test", settings={})
     with TraceWriter(folder / "trace", header) as writer:
         profile(model, prompts(0, 24), writer)
-    return model, open_trace(folder / "trace"), gen.plain_generate(model, prompts(1), SETTINGS)
+    return model, open_trace(folder / "trace"), verify.plain_generate(model, prompts(1), SETTINGS)
 
 
 def set_ups(trace, ep_size):
@@ -61,7 +61,7 @@ def test_every_set_up_gives_the_plain_models_tokens(architecture, ep_size, check
     path = build(architecture, checkpoints)
     model, trace, reference = prepare(path, tmp_path)
     for result in gen.generate(path, prompts(1), set_ups(trace, ep_size), SETTINGS):
-        agreement = gen.compare_outputs(model, prompts(1), reference, result.outputs)
+        agreement = verify.compare_outputs(model, prompts(1), reference, result.outputs)
         assert agreement.holds, f"{result.name}: requests {agreement.mismatches} differ"
         assert agreement.identical >= len(reference) - 1, f"{result.name}: {agreement}"
 
@@ -71,7 +71,7 @@ def test_olmoe_runs_in_attention_dp_and_refuses_attention_tp(checkpoints, tmp_pa
     model, trace, reference = prepare(path, tmp_path)
     planned = gen.SetUp(name="dp", plan=solve(trace, Topology.for_attention("dp", 2), QUICK))
     result = gen.generate(path, prompts(1), [planned], SETTINGS)[0]
-    assert gen.compare_outputs(model, prompts(1), reference, result.outputs).holds
+    assert verify.compare_outputs(model, prompts(1), reference, result.outputs).holds
     sharded = gen.SetUp(name="tp", plan=vanilla_plan(trace.fingerprint, Topology.for_attention("tp", 2)))
     with pytest.raises(ValueError, match="normalises over all heads"):
         gen.generate(path, prompts(1), [sharded], SETTINGS)
@@ -83,7 +83,7 @@ def test_redundant_experts_change_no_output(checkpoints, tmp_path):
     settings = SolveSettings(method="eplb", redundant_experts=4)
     ups = [gen.SetUp(name=a, plan=solve(trace, Topology.for_attention(a, 4), settings)) for a in ("dp", "tp")]
     for result in gen.generate(path, prompts(1), ups, SETTINGS):
-        assert gen.compare_outputs(model, prompts(1), reference, result.outputs).holds
+        assert verify.compare_outputs(model, prompts(1), reference, result.outputs).holds
 
 
 def test_requests_that_end_early_leave_the_others_right(checkpoints, tmp_path):
@@ -92,10 +92,10 @@ def test_requests_that_end_early_leave_the_others_right(checkpoints, tmp_path):
     ends = reference[0][1]  # from now on this token ends a text: some requests stop in their second step
     model.generation_config.eos_token_id = ends
     model.generation_config.save_pretrained(path)
-    shorter = gen.plain_generate(model, prompts(1), SETTINGS)
+    shorter = verify.plain_generate(model, prompts(1), SETTINGS)
     assert len({len(out) for out in shorter}) > 1
     for result in gen.generate(path, prompts(1), set_ups(trace, 2), SETTINGS):
-        assert gen.compare_outputs(model, prompts(1), shorter, result.outputs).holds
+        assert verify.compare_outputs(model, prompts(1), shorter, result.outputs).holds
 
 
 def test_counted_traffic_follows_its_closed_forms(checkpoints, tmp_path):
@@ -151,7 +151,7 @@ def test_negative_control_a_fault_is_seen(fault, attention, checkpoints, tmp_pat
     monkeypatch.setattr(gen, "_RANK", fault)
     result = gen.generate(path, prompts(1), [planned], SETTINGS)[0]
     assert sound is gen._rank_main
-    agreement = gen.compare_outputs(model, prompts(1), reference, result.outputs)
+    agreement = verify.compare_outputs(model, prompts(1), reference, result.outputs)
     assert not agreement.holds
     assert len(agreement.mismatches) > len(reference) // 2
 
@@ -185,7 +185,7 @@ def test_wrong_input_is_refused_before_any_process_starts(checkpoints):
 def test_a_near_tie_is_excused_and_a_clear_difference_is_not(checkpoints):
     path = build("mixtral", checkpoints)
     model = models.load_model(path)
-    reference = gen.plain_generate(model, prompts(1), SETTINGS)
+    reference = verify.plain_generate(model, prompts(1), SETTINGS)
     changed = [[*out[:2], (out[2] + 1) % 4096, *out[3:]] for out in reference]
-    assert gen.compare_outputs(model, prompts(1), reference, changed).mismatches == list(range(len(reference)))
-    assert gen.compare_outputs(model, prompts(1), reference, changed, margin=1e9).near_ties == len(reference)
+    assert verify.compare_outputs(model, prompts(1), reference, changed).mismatches == list(range(len(reference)))
+    assert verify.compare_outputs(model, prompts(1), reference, changed, margin=1e9).near_ties == len(reference)

@@ -88,9 +88,7 @@ def test_gate_groups_stay_on_one_node(seed, redundant_per_rank):
 
 def test_groups_that_do_not_divide_over_nodes_are_balanced_as_one():
     load = np.random.default_rng(0).random((2, 12))
-    np.testing.assert_array_equal(
-        eplb.rebalance_experts(load, 12, 3, 2, 4), eplb.rebalance_experts(load, 12, 1, 1, 4)
-    )
+    np.testing.assert_array_equal(eplb.rebalance_experts(load, 12, 3, 2, 4), eplb.rebalance_experts(load, 12, 1, 1, 4))
 
 
 def test_without_load_every_expert_is_still_placed():

@@ -1,7 +1,5 @@
 """The tables that the online side looks up."""
 
-from dataclasses import replace
-
 import numpy as np
 import oracles
 import pytest
@@ -101,7 +99,9 @@ def test_a_token_that_was_prompted_but_never_routed_is_the_prior_s():
     assert schedule.token_source[2] == PRIOR
 
 
-@pytest.mark.xfail(strict=True, reason="tokens that were generated count as profiled though the scores know prompts only")
+@pytest.mark.xfail(
+    strict=True, reason="tokens that were generated count as profiled though the scores know prompts only"
+)
 def test_a_token_that_was_routed_but_never_prompted_is_the_prior_s_to_the_scheduler():
     trace = make_trace([[2], [2]], np.zeros((2, 2, 1)), prompts=[[0], [1]], num_experts=2, vocab_size=3)
     clusters = CoClustering(placement=linear.place(2, 2, 2), request_groups=np.array([0, 1], np.int16))
@@ -113,10 +113,8 @@ def test_request_scores_are_the_shares_of_a_token_s_prompt_occurrences():
     trace = make_trace([[5], [5], [5]], np.zeros((3, 2, 2)), prompts=[[0, 0, 1], [0], [1, 1, 1, 1]])
     clusters = CoClustering(placement=linear.place(2, 4, 2), request_groups=np.array([0, 1, 1], np.int16))
     schedule = build_schedule(trace, clusters, Topology(ep_size=2, dp_size=2))
-    prior = np.array([3, 5]) / 8
-    np.testing.assert_allclose(schedule.request_scores[0], (np.array([2, 1]) + prior) / 4, rtol=1e-6)
-    np.testing.assert_allclose(schedule.request_scores[1], (np.array([1, 4]) + prior) / 6, rtol=1e-6)
-    np.testing.assert_allclose(schedule.request_scores[[2, 6]], [prior, prior], rtol=1e-6)
+    np.testing.assert_allclose(schedule.request_scores[:2], [[2 / 3, 1 / 3], [1 / 5, 4 / 5]], atol=1e-3)
+    np.testing.assert_allclose(schedule.request_scores[[2, 6]], [[3 / 8, 5 / 8]] * 2, rtol=1e-6)
     assert schedule.shuffle is None
 
 
@@ -140,9 +138,8 @@ def test_tables_have_the_shapes_of_the_topology(dp_size, attn_tp_size):
         assert set(np.unique(tables.path_ranks)) <= set(range(attn_tp_size))
 
 
-@given(st.integers(0, 99), st.sampled_from([(1, 4), (2, 2)]))
-def test_token_confidence_agrees_with_loops(seed, sizes):
-    dp_size, ranks = sizes
+@given(st.integers(0, 99), st.sampled_from([1, 2]))
+def test_token_confidence_agrees_with_loops(seed, dp_size):
     trace = random_trace(seed, requests=8)
     topology = Topology(ep_size=4, dp_size=dp_size)
     clusters = paper.cluster(trace, build_affinity(trace), topology, SETTINGS, seed=0)
@@ -183,7 +180,7 @@ def test_devices_are_counted_inside_the_group():
 
 def test_an_expert_with_several_copies_in_a_group_counts_for_the_lowest_rank():
     placement = Placement(physical_to_logical_map=np.array([[1, 0, 0, 2]], np.int32), num_experts=3, ep_size=4)
-    assert device_of_expert(placement, TP2.__class__(ep_size=4)).tolist() == [[[1, 0, 3]]]
+    assert device_of_expert(placement, Topology(ep_size=4)).tolist() == [[[1, 0, 3]]]
 
 
 def test_a_method_that_clusters_no_data_has_no_tables():
@@ -210,6 +207,6 @@ def test_embeddings_of_another_vocabulary_are_refused():
 def test_tables_do_not_depend_on_the_order_of_requests():
     trace, clusters = hand_trace(), hand_clusters([[0, 1, -1]] * 2)
     swapped = trace.select(np.array([1, 0]))
-    tables, other = (build_schedule(each, clusters, TP2, 1).shuffle for each in (trace, replace(swapped)))
+    tables, other = (build_schedule(each, clusters, TP2, 1).shuffle for each in (trace, swapped))
     np.testing.assert_array_equal(tables.token_confidence, other.token_confidence)
     np.testing.assert_array_equal(tables.path_ranks, other.path_ranks)

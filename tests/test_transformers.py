@@ -7,8 +7,8 @@ from models import CONFIGS, build
 
 from semmoe.core import DECODE, PREFILL
 from semmoe.engines.transformers import model as models
-from semmoe.engines.transformers.generate import plain_generate
 from semmoe.engines.transformers.recorder import profile
+from semmoe.engines.transformers.verify import plain_generate
 from semmoe.settings import GenerateSettings
 from semmoe.trace import TraceHeader, TraceWriter, open_trace
 

@@ -39,6 +39,7 @@ def profile(
     max_prompt_tokens: MaxPrompt = 1024,
     decode: Annotated[int, typer.Option(help="Greedy tokens to generate and record.", rich_help_panel=INPUT)] = 0,
     batch_size: Annotated[int, typer.Option(help="Requests in one forward.", rich_help_panel=INPUT)] = 16,
+    as_json: Json = False,
 ) -> None:
     """Record which experts each token chooses.
 
@@ -64,7 +65,10 @@ def profile(
         loaded = models.load_model(model)
         recorder.profile(loaded, prompts, writer, max_new_tokens=decode, batch_size=batch_size, progress=advance)
         requests = writer.num_requests
-    console.out.print(f"{requests} requests in {out}")
+    if as_json:
+        console.print_json({"trace": str(out), "requests": requests})
+    else:
+        console.out.print(f"{requests} requests in {out}")
 
 
 def _prompts(model: str, dataset: Path | None, limit: int, max_tokens: int) -> tuple[list[list[int]], Any]:
@@ -132,7 +136,7 @@ def generate(
     with console.bars() as bars:
         advance = bars.task(f"generating on {chosen.topology.ep_size} processes", len(prompts))
         result = gen.generate(model, prompts, [set_up], settings, lambda name, done: advance(done))[0]
-        agreement = _verify(model, prompts, result.outputs, settings, bars) if verify else None
+        agreement = _hold_against_plain(model, prompts, result.outputs, settings, bars) if verify else None
     completions = tokenizer.batch_decode(result.outputs)
     if out is not None:
         _write_completions(out, tokenizer.batch_decode(prompts), completions)
@@ -177,15 +181,14 @@ def _encode_given(model: str, texts: list[str]) -> tuple[list[list[int]], Any]:
     return tokenizer(texts)["input_ids"], tokenizer
 
 
-def _verify(model: str, prompts, outputs, settings, bars) -> Any:
-    from semmoe.engines.transformers import generate as gen
+def _hold_against_plain(model: str, prompts: Any, outputs: Any, settings: GenerateSettings, bars: Any) -> Any:
+    from semmoe.engines.transformers import verify
     from semmoe.engines.transformers.model import load_model
 
     plain = load_model(model)
-    reference = gen.plain_generate(
-        plain, prompts, settings, bars.task("verifying with plain transformers", len(prompts))
-    )
-    return gen.compare_outputs(plain, prompts, reference, outputs)
+    advance = bars.task("verifying with plain transformers", len(prompts))
+    reference = verify.plain_generate(plain, prompts, settings, advance)
+    return verify.compare_outputs(plain, prompts, reference, outputs)
 
 
 def _write_completions(path: Path, prompts: list[str], completions: list[str]) -> None:

@@ -1,7 +1,6 @@
 """Offline batch generation with expert parallelism: one process a rank over torch.distributed."""
 
 import json
-import multiprocessing
 import os
 import tempfile
 import time
@@ -9,21 +8,22 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedModel
 
 from semmoe.assignment import RequestScheduler
 from semmoe.core import Plan, Topology, require
 from semmoe.dataset import check_token_ids
 from semmoe.engines.transformers.batch import Batch, cut, eos_ids, step
-from semmoe.engines.transformers.model import load_model, moe_layers, num_experts
+from semmoe.engines.transformers.model import load_model
 from semmoe.engines.transformers.parallel import ParallelModel
 from semmoe.metrics import Traffic, max_over_mean
 from semmoe.runtime.collectives import Communicator
+from semmoe.runtime.launch import Reporter, run_ranks
 from semmoe.settings import GenerateSettings
 
 
@@ -77,7 +77,7 @@ def generate(
     check_token_ids(prompts, set_ups[0].plan.fingerprint.vocab_size)
     with tempfile.TemporaryDirectory(prefix="semmoe-") as scratch:
         job = _Job(model_path, [list(map(int, p)) for p in prompts], list(set_ups), settings, scratch)
-        _run_ranks(sizes.pop(), job, progress)
+        run_ranks(sizes.pop(), _RANK, job, progress, preload=[__name__])
         return [GenerateResult(**result) for result in json.loads(Path(scratch, "results.json").read_text())]
 
 
@@ -90,75 +90,27 @@ class _Job:
     scratch: str
 
 
-def _run_ranks(size: int, job: _Job, progress: Callable[[str, int], None]) -> None:
-    context = multiprocessing.get_context("forkserver")  # one import of torch and transformers for all ranks
-    context.set_forkserver_preload([__name__])
-    messages = context.SimpleQueue()
-    ranks = [context.Process(target=_RANK, args=(r, size, job, messages), daemon=True) for r in range(size)]
-    for process in ranks:
-        process.start()
-    try:
-        _watch(ranks, messages, progress)
-    finally:
-        for process in ranks:
-            process.terminate()
-            process.join()
-
-
-def _watch(ranks, messages, progress) -> None:
-    """Pass progress on until every rank is done; the first failure ends the run with that rank's message."""
-    done = 0
-    while done < len(ranks):
-        if messages.empty():
-            died = [r for r, process in enumerate(ranks) if process.exitcode not in (None, 0)]
-            if died and messages.empty():
-                raise RuntimeError(f"rank {died[0]} ended with exit code {ranks[died[0]].exitcode}")
-            time.sleep(0.02)
-            continue
-        kind, name, value = messages.get()
-        if kind == "progress":
-            progress(name, value)
-        elif kind == "invalid":
-            raise ValueError(name)
-        elif kind == "failed":
-            raise RuntimeError(f"rank {value} failed: {name}")
-        else:
-            done += 1
-
-
-def _rank_main(rank: int, size: int, job: _Job, messages) -> None:
-    try:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
-        with_gpus = torch.cuda.device_count() >= size
-        if with_gpus:
-            torch.cuda.set_device(rank)
-        else:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        store = dist.FileStore(str(Path(job.scratch) / "store"), size)
-        backend = "nccl" if with_gpus else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(minutes=10))
-        results = [
-            _run_set_up(
-                rank, size, job, s, "cuda" if with_gpus else "cpu", lambda n, s=s: messages.put(("progress", s.name, n))
-            )
-            for s in job.set_ups
-        ]
-        if rank == 0:
-            Path(job.scratch, "results.json").write_text(json.dumps([asdict(r) for r in results]))
-        dist.barrier()
-        dist.destroy_process_group()
-        messages.put(("done", "", rank))
-    except ValueError as error:
-        messages.put(("invalid", str(error), rank))
-    except Exception as error:
-        messages.put(("failed", f"{type(error).__name__}: {error}", rank))
-        raise
+def _rank_main(rank: int, size: int, job: _Job, report: Reporter) -> None:
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
+    device = "cuda" if torch.cuda.device_count() >= size else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    else:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.FileStore(str(Path(job.scratch) / "store"), size)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(minutes=10))
+    results = [_run_set_up(rank, size, job, set_up, device, report) for set_up in job.set_ups]
+    if rank == 0:
+        Path(job.scratch, "results.json").write_text(json.dumps([asdict(result) for result in results]))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 _RANK = _rank_main  # what each process runs; tests put a faulty rank here
 
 
-def _run_set_up(rank: int, size: int, job: _Job, set_up: SetUp, device: str, progress) -> GenerateResult:
+def _run_set_up(rank: int, size: int, job: _Job, set_up: SetUp, device: str, report: Reporter):
     topology = set_up.plan.topology
     model = load_model(job.model_path, getattr(torch, job.settings.dtype)).to(device)
     comm = Communicator(dist.group.WORLD, rank, size)
@@ -170,7 +122,8 @@ def _run_set_up(rank: int, size: int, job: _Job, set_up: SetUp, device: str, pro
     own = np.flatnonzero(groups == group)
     dist.barrier()
     started = time.perf_counter()
-    outputs = _decode(parallel, [job.prompts[i] for i in own], topology, job.settings, progress if rank == 0 else None)
+    progress = partial(report, set_up.name) if rank == 0 else _silent
+    outputs = _decode(parallel, [job.prompts[i] for i in own], topology, job.settings, progress)
     dist.barrier()
     seconds = time.perf_counter() - started
     answers = dict(zip(own.tolist(), outputs, strict=True)) if attention.rank == 0 else {}
@@ -180,8 +133,12 @@ def _run_set_up(rank: int, size: int, job: _Job, set_up: SetUp, device: str, pro
 def _warm_up(parallel: ParallelModel, job: _Job, topology: Topology) -> None:
     """A few tokens, uncounted: the first set-up must not pay for connections and code that all share."""
     few = GenerateSettings(max_new_tokens=2, batch_size=1)
-    _decode(parallel, [job.prompts[0][:16]], topology, few, None)
+    _decode(parallel, [job.prompts[0][:16]], topology, few, _silent)
     parallel.reset_counts()
+
+
+def _silent(requests: int) -> None:
+    pass
 
 
 def attention_communicator(comm: Communicator, topology: Topology) -> Communicator:
@@ -221,8 +178,7 @@ def _decode(
         if queue[0].done:
             finished = queue.pop(0)
             finished.cache = None
-            if progress:
-                progress(len(finished.prompts) * (topology.dp_size))
+            progress(len(finished.prompts) * topology.dp_size)
 
 
 def _gather(
@@ -247,78 +203,3 @@ def _result(name, outputs, sent, layers: list[Traffic], prompts, seconds: float)
         remote_ranks_per_token=total.remote_ranks_per_token if total.pairs else None,
         load_max_over_mean=float(np.mean([max_over_mean(layer.load) for layer in layers])),
     )  # fmt: skip
-
-
-def plain_generate(
-    model: PreTrainedModel, prompts: Sequence[Sequence[int]], settings: GenerateSettings,
-    progress: Callable[[int], None] = lambda done: None,
-) -> list[list[int]]:  # fmt: skip
-    """The reference: transformers' own greedy `generate`, one process, one request at a time, no padding."""
-    outputs = []
-    for prompt in prompts:
-        ids = torch.tensor([list(prompt)], device=model.device)
-        out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=settings.max_new_tokens,
-            pad_token_id=0,
-        )  # fmt: skip
-        outputs.append(out[0, len(prompt) :].tolist())
-        progress(1)
-    return outputs
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """How two sets of outputs compare, token for token."""
-
-    requests: int
-    identical: int
-    near_ties: int  # differ first where the reference's own margin is too small to tell (docs/decisions.md)
-    mismatches: list[int]  # requests that differ otherwise
-
-    @property
-    def holds(self) -> bool:
-        return not self.mismatches
-
-    def __str__(self) -> str:
-        ties = f" ({self.near_ties} near-ties)" if self.near_ties else ""
-        return f"yes{ties}" if self.holds else f"NO: {len(self.mismatches)} of {self.requests}"
-
-
-def compare_outputs(
-    model: PreTrainedModel, prompts: Sequence[Sequence[int]], reference: list[list[int]], outputs: list[list[int]],
-    margin: float = 1e-4,
-) -> Agreement:  # fmt: skip
-    """Hold `outputs` against `reference`, the plain `model`'s. A difference is excused only at a near-tie."""
-    differing = [i for i, (a, b) in enumerate(zip(reference, outputs, strict=True)) if a != b]
-    ties = [i for i in differing if _smallest_margin(model, prompts[i], reference[i], outputs[i]) < margin]
-    wrong = sorted(set(differing) - set(ties))
-    return Agreement(len(reference), len(reference) - len(differing), len(ties), wrong)
-
-
-@torch.no_grad()
-def _smallest_margin(model, prompt, reference: list[int], output: list[int]) -> float:
-    """The reference's margin where `output` first differs: of the arg-max there, or of any router up to there."""
-    common = next((i for i, (a, b) in enumerate(zip(reference, output, strict=False)) if a != b), 0)
-    logits_of: list[torch.Tensor] = []
-    experts = num_experts(model.config)
-
-    def keep(module, args, out):
-        logits_of.append((out[0] if isinstance(out, tuple) else out).reshape(-1, experts))
-
-    routers = [next(m for n, m in block.named_children() if n in ("gate", "router")) for block in moe_layers(model)]
-    hooks = [router.register_forward_hook(keep) for router in routers]
-    try:
-        ids = torch.tensor([[*prompt, *reference[:common]]], device=model.device)
-        logits = model(input_ids=ids, use_cache=False).logits[0, -1]
-    finally:
-        for hook in hooks:
-            hook.remove()
-    top_k = model.config.num_experts_per_tok
-    gaps = [_gap(scores.float().softmax(-1), top_k) for scores in logits_of]
-    return min(_gap(logits.float()[None], 1), *gaps)
-
-
-def _gap(scores: torch.Tensor, k: int) -> float:
-    """Smallest distance between the k-th and the next score over all rows (n, width)."""
-    top = scores.topk(k + 1, dim=-1).values
-    return float((top[:, k - 1] - top[:, k]).min())

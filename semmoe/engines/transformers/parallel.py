@@ -128,7 +128,7 @@ class ParallelModel:
     def _share_devices(self, index: int | None, handle: ShuffleHandle) -> None:
         """A rank knows the routing of its own slice only: the devices travel with the all-gather, and count."""
         if index is not None and self.shuffler.uses_history:
-            devices = self.shuffler.devices(index, *self._last_routing)
+            devices = self.shuffler.devices(index, *self._last_routing).to(self.model.device)
             self.shuffler.observe(shuffled_all_gather(self.attention_comm, devices, handle))
 
     def _feed_forward(self, layer: nn.Module, index: int | None, stream: torch.Tensor) -> torch.Tensor:

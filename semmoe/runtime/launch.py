@@ -1,0 +1,64 @@
+"""Local processes, one a rank: start, watch, and end them together."""
+
+import multiprocessing
+import signal
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Reporter = Callable[[str, int], None]  # (what, how many more are done)
+
+
+def run_ranks(
+    size: int, target: Callable[..., None], job: Any, progress: Reporter, preload: Sequence[str] = ()
+) -> None:
+    """Run `target(rank, size, job, report)` in `size` processes until all are done.
+
+    `report` in a rank calls `progress` here. The first failure ends every rank: ValueError if a rank raised one,
+    else RuntimeError that names the rank. preload: modules imported once, before ranks are forked.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*preload])
+    messages = context.SimpleQueue()
+    ranks = [context.Process(target=_run, args=(target, r, size, job, messages), daemon=True) for r in range(size)]
+    for process in ranks:
+        process.start()
+    try:
+        _watch(ranks, messages, progress)
+    finally:
+        for process in ranks:
+            process.terminate()
+            process.join()
+
+
+def _run(target: Callable[..., None], rank: int, size: int, job: Any, messages: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends the ranks
+    try:
+        target(rank, size, job, lambda what, done: messages.put(("progress", what, done)))
+        messages.put(("done", "", rank))
+    except ValueError as error:
+        messages.put(("invalid", str(error), rank))
+    except Exception as error:
+        traceback.print_exc()
+        messages.put(("failed", f"{type(error).__name__}: {error}", rank))
+
+
+def _watch(ranks: list[Any], messages: Any, progress: Reporter) -> None:
+    done = 0
+    while done < len(ranks):
+        died = [r for r, process in enumerate(ranks) if process.exitcode not in (None, 0)]
+        if messages.empty():
+            if died:
+                raise RuntimeError(f"rank {died[0]} ended with exit code {ranks[died[0]].exitcode}")
+            time.sleep(0.02)
+            continue
+        kind, text, value = messages.get()
+        if kind == "progress":
+            progress(text, value)
+        elif kind == "invalid":
+            raise ValueError(text)
+        elif kind == "failed":
+            raise RuntimeError(f"rank {value} failed: {text}")
+        else:
+            done += 1

@@ -1,0 +1,247 @@
+"""Plans on disk: the same bytes for the same input, whole or not at all, checked in every index."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from synthetic import random_trace
+
+from semmoe import plan as plan_module
+from semmoe.core import Topology
+from semmoe.plan import load_plan, save_plan
+from semmoe.settings import PaperSettings, SolveSettings
+from semmoe.solve import solve
+
+QUICK = PaperSettings(steps=2, swaps_per_expert=10)
+CASES = {
+    "tp": (1, SolveSettings(paper=QUICK)),
+    "dp": (4, SolveSettings(paper=QUICK)),
+    "hybrid": (2, SolveSettings(paper=QUICK, lookback=1)),
+    "linear": (1, SolveSettings(method="linear")),
+    "eplb": (4, SolveSettings(method="eplb", redundant_experts=4)),
+}
+
+
+def make_plan(case: str):
+    dp_size, settings = CASES[case]
+    return solve(random_trace(0), Topology(ep_size=4, dp_size=dp_size, num_nodes=2), settings)
+
+
+def saved(case: str, path: Path) -> Path:
+    save_plan(make_plan(case), path / "plan")
+    return path / "plan"
+
+
+def assert_same(one, other) -> None:
+    """Nested dataclasses of arrays and values are equal, dtypes too."""
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for name in one:
+            assert_same(one[name], other[name])
+    elif isinstance(one, np.ndarray):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other)
+    else:
+        assert one == other
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_saved_plan_reads_back_the_same(tmp_path, case):
+    plan = replace(make_plan(case), expected={"lar": 0.5, "requests": 3})
+    save_plan(plan, tmp_path / "plan")
+    assert_same(asdict(load_plan(tmp_path / "plan")), asdict(plan))
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["plan", "plan.json", "plan.safetensors"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_input_gives_the_same_bytes(tmp_path, case):
+    first, second = (saved(case, tmp_path / name) for name in ("one", "two"))
+    for name in ("plan.json", "plan.safetensors"):
+        assert (first / name).read_bytes() == (second / name).read_bytes()
+
+
+def test_the_bytes_do_not_depend_on_the_process(tmp_path):
+    code = "import sys; from pathlib import Path; from test_plan import saved; saved('hybrid', Path(sys.argv[1]))"
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        subprocess.run(
+            [sys.executable, "-c", code, tmp_path / seed], check=True, env=environment, cwd=Path(__file__).parent
+        )
+    for name in ("plan.json", "plan.safetensors"):
+        assert (tmp_path / "1/plan" / name).read_bytes() == (tmp_path / "2/plan" / name).read_bytes()
+
+
+def edit_arrays(path: Path, **changes) -> None:
+    """A change to None takes the array out."""
+    arrays = load_file(path) | changes
+    save_file({name: array for name, array in arrays.items() if array is not None}, path)
+
+
+def edit_json(path: Path, **changes) -> None:
+    """A key such as `topology__dp_size` is set inside an object."""
+    content = json.loads(path.read_text())
+    for key, value in changes.items():
+        outer, _, inner = key.partition("__")
+        if inner:
+            content[outer][inner] = value
+        else:
+            content[outer] = value
+    path.write_text(json.dumps(content))
+
+
+def ranks(value: int) -> np.ndarray:
+    return np.full((3, 1, 21), value, np.int16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"physical_to_logical_map": np.zeros((3, 8), np.int32)}, "is on no rank"),
+        ({"physical_to_logical_map": np.full((3, 8), 8, np.int32)}, "expert id 8 is out of range"),
+        ({"physical_to_logical_map": np.full((3, 8), -1, np.int32)}, "expert id -1 is out of range"),
+        (
+            {"physical_to_logical_map": np.tile(np.arange(8, dtype=np.int32), (2, 1))},
+            "physical_to_logical_map has shape",
+        ),
+        ({"physical_to_logical_map": np.arange(8, dtype=np.int32)}, "physical_to_logical_map has shape"),
+        ({"physical_to_logical_map": np.tile(np.arange(8).repeat(2)[:10], (3, 1))}, "does not divide 10"),
+        ({"token_ranks": ranks(4)}, r"token_ranks names a rank outside 0\.\.3"),
+        ({"token_ranks": ranks(-1)}, "token_ranks names a rank outside"),
+        ({"token_ranks": ranks(0)[:, :, 1:]}, "token_ranks has shape"),
+        ({"path_ranks": np.full((3, 1, 16), 4, np.int16)}, "path_ranks names a rank outside"),
+        ({"path_ranks": np.zeros((3, 1, 4), np.int16)}, "path_ranks has shape"),
+        ({"path_confidence": np.zeros((3, 2, 16), np.float16)}, "path_confidence has shape"),
+        ({"token_source": np.zeros(20, np.uint8)}, "token_source has shape"),
+        ({"token_source": None}, r"plan\.safetensors holds"),
+        ({"surprise": np.zeros(1)}, "surprise"),
+    ],
+)
+def test_tampered_arrays_are_refused(tmp_path, changes, message):
+    path = saved("tp", tmp_path)
+    edit_arrays(path / "plan.safetensors", **changes)
+    with pytest.raises(ValueError, match=message) as error:
+        load_plan(path)
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"physical_to_logical_map": np.array(3, np.int32)}, id="scalar map: IndexError"),
+        pytest.param({"physical_to_logical_map": np.tile(np.arange(8.0), (3, 1))}, id="float map: accepted"),
+        pytest.param({"token_ranks": np.full((3, 1, 21), 0.5)}, id="float ranks: accepted"),
+        pytest.param({"token_confidence": np.full((3, 1, 21), np.nan, np.float16)}, id="NaN confidence: accepted"),
+        pytest.param({"token_source": np.full(21, 9, np.uint8)}, id="unknown source: accepted"),
+    ],
+)
+@pytest.mark.xfail(strict=True, reason="neither dtypes nor every value is checked")
+def test_arrays_of_another_kind_are_refused(tmp_path, changes):
+    path = saved("tp", tmp_path)
+    edit_arrays(path / "plan.safetensors", **changes)
+    with pytest.raises(ValueError, match="plan"):
+        load_plan(path)
+
+
+def test_request_scores_of_another_shape_are_refused(tmp_path):
+    path = saved("dp", tmp_path)
+    edit_arrays(path / "plan.safetensors", request_scores=np.zeros((21, 3), np.float32))
+    with pytest.raises(ValueError, match="request_scores has shape"):
+        load_plan(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"surprise": 1}, "surprise"),
+        ({"topology__surprise": 1}, "surprise"),
+        ({"fingerprint__surprise": 1}, "surprise"),
+        ({"schema_version": 2}, "schema version 2, expected 1"),
+        ({"method": 3}, "method"),
+        ({"topology__dp_size": 3}, "dp_size 3 does not divide"),
+        ({"topology__ep_size": "4"}, "ep_size"),
+        ({"topology__dp_size": 4, "topology__attn_tp_size": 1}, "safetensors holds"),
+        ({"schedules_data": False}, "safetensors holds"),
+        ({"lookback": 3}, "path_ranks has shape|path_confidence has shape"),
+        ({"lookback": None}, "path_ranks has shape|path_confidence has shape"),
+        ({"lookback": -1}, "path_ranks has shape|path_confidence has shape"),
+        ({"fingerprint__vocab_size": 21}, "has shape"),
+        ({"fingerprint__num_experts": 9}, "expert .8. of layer .0. is on no rank"),
+    ],
+)
+def test_a_tampered_header_is_refused(tmp_path, changes, message):
+    path = saved("tp", tmp_path)
+    edit_json(path / "plan.json", **changes)
+    with pytest.raises(ValueError, match=message) as error:
+        load_plan(path)
+    assert str(path) in str(error.value)
+
+
+def test_a_damaged_or_missing_file_is_named(tmp_path):
+    path = saved("tp", tmp_path)
+    tables = path / "plan.safetensors"
+    tables.write_bytes(tables.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"plan\.safetensors is truncated or damaged"):
+        load_plan(path)
+    tables.unlink()
+    with pytest.raises(ValueError, match=r"plan\.safetensors is missing"):
+        load_plan(path)
+    (path / "plan.json").write_text("{")
+    with pytest.raises(ValueError, match=r"plan\.json is not valid"):
+        load_plan(path)
+    with pytest.raises(ValueError, match="there is no plan at"):
+        load_plan(tmp_path / "absent")
+
+
+def test_a_plan_for_another_model_is_refused_by_name(tmp_path):
+    plan = load_plan(saved("tp", tmp_path))
+    plan.check(random_trace(5).fingerprint)
+    with pytest.raises(ValueError, match="num_experts is 8 for 'toy' and 16 for 'bigger'"):
+        plan.check(replace(plan.fingerprint, model="bigger", num_experts=16))
+
+
+def test_an_older_plan_is_replaced(tmp_path):
+    path = saved("tp", tmp_path)
+    save_plan(make_plan("linear"), path)
+    assert load_plan(path).method == "linear"
+    assert [each.name for each in tmp_path.iterdir()] == ["plan"]
+
+
+def test_what_is_not_a_plan_is_left_alone(tmp_path):
+    (tmp_path / "plan").mkdir()
+    (tmp_path / "plan" / "thesis.txt").write_text("years of work")
+    (tmp_path / "file").write_text("more work")
+    for name in ("plan", "file"):
+        with pytest.raises(ValueError, match="exists and is not a plan"):
+            save_plan(make_plan("linear"), tmp_path / name)
+    assert (tmp_path / "plan" / "thesis.txt").read_text() == "years of work"
+    assert (tmp_path / "file").read_text() == "more work"
+
+
+def test_an_empty_directory_may_become_a_plan(tmp_path):
+    save_plan(make_plan("linear"), tmp_path)
+    assert load_plan(tmp_path).method == "linear"
+
+
+@pytest.mark.parametrize("failing", ["save_arrays", "save_json"])
+@pytest.mark.parametrize("older", [True, False])
+def test_a_full_disk_leaves_the_older_plan_and_nothing_else(tmp_path, monkeypatch, failing, older):
+    if older:
+        before = (saved("tp", tmp_path) / "plan.json").read_bytes()
+
+    def full(path, content):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(plan_module, failing, full)
+    with pytest.raises(OSError, match="No space left"):
+        save_plan(make_plan("linear"), tmp_path / "plan")
+    assert [path.name for path in tmp_path.iterdir()] == (["plan"] if older else [])
+    if older:
+        assert load_plan(tmp_path / "plan").method == "paper"
+        assert (tmp_path / "plan" / "plan.json").read_bytes() == before

@@ -1,0 +1,161 @@
+"""Replaying plans: planted structure pays in full, and totals agree with loops."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import oracles
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from synthetic import make_fingerprint, make_trace, planted_trace, random_trace
+
+from semmoe.core import Topology
+from semmoe.metrics import serving_ranks
+from semmoe.placement.linear import vanilla_plan
+from semmoe.replay import cut_batches, replay, request_groups
+from semmoe.settings import PaperSettings, ReplaySettings, SolveSettings
+from semmoe.solve import score, solve, solve_methods
+from semmoe.trace import open_trace
+
+QUICK = PaperSettings(steps=3, swaps_per_expert=20)
+TOPOLOGIES = [(1, 4), (4, 1), (2, 2)]
+
+
+def test_two_batches_of_a_hand_made_trace():
+    """One layer, one expert a token, two ranks by position: the batches are 0011 and 0101, experts 0 0 1 0 and 1 1 1 0.
+
+    Local are three pairs of the first and two of the second; loads are (3, 1) and (1, 3).
+    """
+    experts = np.array([0, 0, 1, 0, 1, 1, 1, 0])[:, None, None]
+    trace = make_trace([[0] * 8], experts, num_experts=2)
+    measure = ReplaySettings(batch_tokens=4, batches="prefill")
+    result = replay(trace, vanilla_plan(trace.fingerprint, Topology(ep_size=2)), measure)
+    assert (result.total.pairs, result.total.local_pairs) == (8, 4)
+    assert result.total.rows.tolist() == [[0, 2], [2, 0]]
+    assert result.total.load.tolist() == [4, 4]
+    assert result.load_max_over_mean.tolist() == [1.5]
+    assert result.load_max_over_median.tolist() == [1.5]
+    assert result.unknown_share == 0
+
+
+@pytest.mark.parametrize(("groups", "ranks"), TOPOLOGIES)
+def test_planted_structure_pays_in_full_and_contiguous_experts_pay_by_chance(groups, ranks):
+    trace, _ = planted_trace(groups, ranks, length=40)
+    topology = Topology(ep_size=4, dp_size=groups)
+    measure = ReplaySettings(batch_tokens=40, batches="prefill")
+    assert replay(trace, solve(trace, topology, SolveSettings()), measure).total.lar == 1.0
+    linear = replay(trace, solve(trace, topology, SolveSettings(method="linear")), measure)
+    assert linear.total.lar == pytest.approx(1 / 4, abs=0.04)
+
+
+def test_planted_structure_pays_on_requests_not_seen_before():
+    profile, evaluation = (planted_trace(4, 1, seed=1)[0].select(half) for half in (np.arange(12), np.arange(12, 24)))
+    plan = solve(profile, Topology(ep_size=4, dp_size=4), SolveSettings())
+    result = replay(evaluation, plan, ReplaySettings(batch_tokens=48))
+    assert result.total.lar == 1.0
+    assert result.token_max_over_mean == 1.0
+
+
+def test_metrics_have_their_json_names():
+    trace = random_trace(0)
+    result = replay(trace, solve(trace, Topology(ep_size=4), SolveSettings(paper=QUICK)), ReplaySettings()).as_dict()
+    shared = {"lar", "remote_ranks_per_token", "load_max_over_mean", "load_max_over_median"}
+    assert set(result) == shared | {"token_max_over_mean", "unknown_token_share", "layers"}
+    assert [set(layer) for layer in result["layers"]] == [shared | {"layer"}] * 3
+    assert [layer["layer"] for layer in result["layers"]] == [0, 1, 2]
+    assert json.loads(json.dumps(result)) == result
+    assert result["lar"] == pytest.approx(np.mean([layer["lar"] for layer in result["layers"]]))
+
+
+@pytest.mark.parametrize("method", ["paper", "linear", "eplb"])
+@pytest.mark.parametrize(("groups", "ranks"), TOPOLOGIES)
+@given(seed=st.integers(0, 9999))
+def test_totals_agree_with_loops(groups, ranks, method, seed):
+    profile, trace = random_trace(seed, requests=14).split(0.5, seed)
+    topology = Topology(ep_size=4, dp_size=groups)
+    redundant = 4 if method == "eplb" else 0
+    settings = SolveSettings(method=method, paper=QUICK, redundant_experts=redundant, lookback=1 + seed % 2)
+    plan = solve(profile, topology, settings) if profile.num_tokens else vanilla_plan(trace.fingerprint, topology)
+    if trace.num_tokens == 0:
+        return
+    measure = ReplaySettings(batch_tokens=9, seed=seed)
+    result = replay(trace, plan, measure)
+    serving = serving_ranks(plan.placement, topology)
+    expected = oracles.replay(trace, plan, serving, cut_batches(trace.num_tokens, measure))
+    for layer, imbalance, (local, rows, load, mean) in zip(
+        result.layers, result.load_max_over_mean, expected, strict=True
+    ):
+        assert layer.local_pairs == local
+        np.testing.assert_array_equal(layer.rows, rows)
+        np.testing.assert_array_equal(layer.load, load)
+        assert imbalance == pytest.approx(mean)
+
+
+def test_requests_without_tables_go_to_groups_in_turn():
+    trace = random_trace(0, requests=7)
+    plan = vanilla_plan(trace.fingerprint, Topology(ep_size=2, dp_size=2))
+    assert request_groups(trace, plan).tolist() == [0, 1, 0, 1, 0, 1, 0]
+
+
+def test_token_imbalance_counts_routed_tokens_of_each_group():
+    trace = make_trace([[0] * 6, [0] * 2, [0] * 3], np.zeros((11, 1, 1)), num_experts=2)
+    plan = vanilla_plan(trace.fingerprint, Topology(ep_size=2, dp_size=2))
+    assert replay(trace, plan, ReplaySettings()).token_max_over_mean == pytest.approx(9 / 5.5)
+
+
+def test_tokens_that_the_prior_serves_are_counted():
+    profile = make_trace([[0, 1], [1, 0]], np.tile([[0, 1]], (4, 2, 1)))
+    trace = make_trace([[0, 5, 5, 4]], np.tile([[0, 1]], (4, 2, 1)))
+    plan = solve(profile, Topology(ep_size=2), SolveSettings(paper=QUICK))
+    assert replay(trace, plan, ReplaySettings()).unknown_share == 0.75
+
+
+def test_prefill_batches_are_consecutive_and_mixed_ones_a_permutation():
+    prefill = cut_batches(10, ReplaySettings(batch_tokens=4, batches="prefill"))
+    assert [batch.tolist() for batch in prefill] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    mixed = cut_batches(10, ReplaySettings(batch_tokens=5))
+    assert sorted(np.concatenate(mixed)) == list(range(10))
+    assert np.concatenate(mixed).tolist() != list(range(10))
+    again, other = (cut_batches(10, ReplaySettings(batch_tokens=5, seed=seed)) for seed in (0, 1))
+    np.testing.assert_array_equal(mixed, again)
+    assert np.concatenate(other).tolist() != np.concatenate(mixed).tolist()
+
+
+def test_a_batch_larger_than_the_trace_is_the_trace():
+    assert [batch.tolist() for batch in cut_batches(3, ReplaySettings(batches="prefill"))] == [[0, 1, 2]]
+
+
+@given(st.integers(1, 50), st.integers(1, 20), st.sampled_from(["mixed", "prefill"]))
+def test_batches_never_repeat_a_token_and_leave_less_than_one_batch_out(tokens, batch_tokens, batches):
+    cut = cut_batches(tokens, ReplaySettings(batch_tokens=batch_tokens, batches=batches))
+    rows = np.concatenate(cut)
+    assert len(set(rows.tolist())) == len(rows)
+    assert tokens - len(rows) < batch_tokens
+    assert {len(batch) for batch in cut} == {min(batch_tokens, tokens)}
+
+
+def test_a_plan_for_another_model_is_refused():
+    plan = vanilla_plan(make_fingerprint(num_experts=8, architecture_hash="other"), Topology(ep_size=2))
+    with pytest.raises(ValueError, match="another model or tokenizer: architecture_hash"):
+        replay(random_trace(0), plan, ReplaySettings())
+
+
+def test_a_trace_without_routed_tokens_is_refused():
+    trace = random_trace(0, longest=0)
+    with pytest.raises(ValueError, match="no routed token"):
+        replay(trace, vanilla_plan(trace.fingerprint, Topology(ep_size=2)), ReplaySettings())
+
+
+REAL_TRACE = Path(__file__).parents[1] / "../shared/data/traces/gpt-oss-20b_decode.npz"
+
+
+@pytest.mark.skipif(not REAL_TRACE.exists(), reason="the gpt-oss-20b decode trace is not there")
+@pytest.mark.parametrize(("attention", "ep_size", "least"), [("tp", 8, 0.30), ("dp", 4, 0.28)])
+def test_a_real_trace_gains_locality(attention, ep_size, least):
+    profile, evaluation = open_trace(REAL_TRACE).split(0.2, seed=0)
+    plans, _ = solve_methods(profile, Topology.for_attention(attention, ep_size), ["paper"], 0, seed=0)
+    scores = score(evaluation, plans, ReplaySettings(batch_tokens=1024, batches="mixed"))
+    assert scores["paper"]["lar"] >= least
+    assert scores["linear"]["lar"] == pytest.approx(1 / ep_size, abs=0.01)
+    assert scores["paper"]["bytes_ratio"] < 1
