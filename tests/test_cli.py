@@ -2,8 +2,10 @@
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -206,7 +208,15 @@ def test_every_command_explains_itself():
 
 
 def test_offline_commands_need_neither_torch_nor_an_engine(tmp_path):
-    code = "import sys; sys.modules['torch'] = sys.modules['transformers'] = None; from semmoe.cli import main; main()"
+    code = (
+        "import sys, importlib.abc\n"
+        "class Absent(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, *rest):\n"
+        "        if name.split('.')[0] in ('torch', 'transformers', 'tokenizers'):\n"
+        "            raise ModuleNotFoundError(name, name=name)\n"
+        "sys.meta_path.insert(0, Absent())\n"
+        "from semmoe.cli import main; main()"
+    )
     trace = npz(tmp_path / "t.npz")
     for arguments in (
         ["solve", trace, "--ep-size", "2", "--out", tmp_path / "plan"],
@@ -218,3 +228,24 @@ def test_offline_commands_need_neither_torch_nor_an_engine(tmp_path):
     result = subprocess.run(refusal, capture_output=True, text=True)
     assert result.returncode == 2
     assert "pip install 'semmoe[transformers]'" in result.stderr
+
+
+def test_ctrl_c_leaves_a_usable_trace_and_a_second_run_completes_it(tmp_path):
+    texts = [{"prompt": PROMPTS[i % 24] * 6} for i in range(400)]
+    (tmp_path / "many.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
+    trace = tmp_path / "trace"
+    arguments = ["profile", "tiny", "--dataset", tmp_path / "many.jsonl", "--batch-size", 4, "--out", trace]
+    code = "from semmoe.cli import main; main()"
+    process = subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], stderr=subprocess.PIPE, text=True)
+    while not (trace / "trace.json").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    time.sleep(2.5)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    recorded = open_trace(trace).num_requests
+    assert 0 < recorded < 400
+    assert f"resuming: {recorded} of 400" in run(*arguments).stderr
+    assert open_trace(trace).num_requests == 400

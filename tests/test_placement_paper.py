@@ -1,5 +1,7 @@
 """Algorithm 1: planted structure is found, constraints hold, and the objective is near the optimum."""
 
+from dataclasses import replace
+
 import numpy as np
 import oracles
 import pytest
@@ -112,6 +114,19 @@ def test_experts_never_leave_their_gate_group_s_ranks(num_groups, dp_size, ranks
     assert (owner == owner[..., :1]).all()
     blocks = owner[..., 0].reshape(3, num_groups, share)
     assert (blocks == blocks[..., :1]).all()
+
+
+def test_planted_blocks_inside_gate_groups_are_recovered():
+    """Experts renumbered by block, so that gate group 0 is blocks 0 and 1: data are clustered by group, then inside."""
+    trace, block_of_expert = planted_trace(1, 4)
+    renumbered = np.argsort(np.argsort(block_of_expert, axis=1, kind="stable"), axis=1)
+    trace = replace(
+        trace,
+        expert_ids=renumbered[np.arange(3)[:, None], trace.expert_ids],
+        fingerprint=replace(trace.fingerprint, num_groups=2),
+    )
+    clusters = cluster(trace, Topology(ep_size=4), PaperSettings())
+    assert best_lar(clusters.placement, trace, clusters.token_ranks[:, 0, trace.token_ids].T) == 1.0
 
 
 def test_gate_groups_that_do_not_divide_over_ranks_are_refused():

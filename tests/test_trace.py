@@ -322,7 +322,11 @@ def test_expert_ids_that_are_no_integers_are_refused(tmp_path):
 
 
 @pytest.mark.xfail(strict=True, reason="the meta file's errors are not caught")
-@pytest.mark.parametrize("content", [gzip.compress(b'{"words": []}'), gzip.compress(b'{"vocab": [1]}')[:15], b"text"])
+@pytest.mark.parametrize(
+    "content",
+    [gzip.compress(b'{"words": []}'), gzip.compress(b'{"vocab": [1]}')[:15], b"text"],
+    ids=["no vocab: KeyError", "truncated: EOFError", "no gzip: BadGzipFile"],
+)
 def test_a_faulty_meta_file_is_refused_by_name(tmp_path, content):
     np.savez(tmp_path / "p.npz", **plain())
     (tmp_path / "p.meta.json.gz").write_bytes(content)

@@ -15,25 +15,26 @@ from semmoe.texts import HELD_OUT
 def card(report: dict) -> str:
     settings, log = report["settings"], report["log"]
     losses = [entry for i, entry in enumerate(log) if i % max(len(log) // 12, 1) == 0 or entry is log[-1]]
+    epochs = report["tokens_seen"] / report["tokens"]
     lines = [
         "# semmoe tiny",
         "",
-        "A small Mixture-of-Experts language model in the Hugging Face `Qwen3MoeForCausalLM` format, shipped with semmoe",
-        "so that its demo and tests run a real router on real text. It is good for that and for nothing else.",
+        "A small Mixture-of-Experts language model in the Hugging Face `Qwen3MoeForCausalLM` format, shipped with",
+        "semmoe so that its demo and tests run a real router on real text. It is good for that and for nothing else.",
         "",
-        f"- {report['parameters']:,} parameters, 6 MoE layers, 32 experts of width 48, top-4, hidden 192, 8 heads,",
-        "  vocabulary 4,096 (byte-level BPE of our own), weights in bfloat16.",
-        f"- Trained from scratch by `training/train.py` on {report['tokens_seen']:,} tokens "
-        f"({report['tokens_seen'] / report['tokens']:.1f} epochs of {report['tokens']:,}):",
-        f"  {settings['steps']:,} steps of {settings['batch']} x 256 tokens, AdamW, peak learning rate {settings['lr']},",
-        f"  load-balancing loss {settings['balance']} per layer, seed {settings['seed']}, on a CPU.",
+        f"- {report['parameters']:,} parameters: 6 MoE layers, 32 experts of width 48, top-4, hidden 192, 8 heads;",
+        "  vocabulary 4,096 (byte-level BPE of our own); weights in bfloat16.",
+        f"- Trained from scratch by `training/train.py` on {report['tokens_seen']:,} tokens, {epochs:.1f} epochs of",
+        f"  {report['tokens']:,}: {settings['steps']:,} steps of {settings['batch']} x 256 tokens, AdamW,",
+        f"  peak learning rate {settings['lr']}, load-balancing loss {settings['balance']} per layer, seed",
+        f"  {settings['seed']}, on a CPU.",
         "- Licence: Apache-2.0, as the project.",
         "",
         "## Data",
         "",
-        "The Python standard library (PSF licence) with its language reference (`pydoc_data.topics`), and prompts under",
-        "MIT (MMLU, GSM8K, MBPP, HumanEval) and Apache-2.0 (FIDBench chats). By source, after removing what is held out",
-        "and paragraphs that repeat:",
+        f"The standard library of Python {report['python']} (PSF licence) with its language reference",
+        "(`pydoc_data.topics`), and prompts under MIT (MMLU, GSM8K, MBPP, HumanEval) and Apache-2.0 (FIDBench chats). By source, after removing what is",
+        "held out and paragraphs that repeat:",
         "",
         *[f"- {source}" for source in report["sources"]],
         "",
