@@ -198,7 +198,8 @@ def main() -> None:
     save(model, args.out)
     report = {
         "settings": {k: v for k, v in vars(args).items() if k not in ("out", "prompts")},
-        "python": platform.python_version(), "sources": corpus.sources(args.prompts), "tokens": len(stream), "parameters": parameters,
+        "python": platform.python_version(), "sources": corpus.sources(args.prompts), "tokens": len(stream),
+        "parameters": parameters,
         "tokens_seen": args.steps * args.batch * SEQUENCE, "log": log, **evaluate(model.eval(), tokenizer, unigram),
     }  # fmt: skip
     (args.out / "training.json").write_text(json.dumps(report, indent=1))
