@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from semmoe.affinity import build_affinity
-from semmoe.core import PROFILED, Plan, RoutingTrace, Schedule, Topology
+from semmoe.core import PROFILED, Plan, RequestTable, RoutingTrace, Schedule, Topology
 from semmoe.placement import paper
 from semmoe.replay import replay
 from semmoe.settings import PaperSettings, ReplaySettings, SolveSettings
@@ -60,9 +60,9 @@ def request_tables(profile: RoutingTrace, evaluation: RoutingTrace) -> dict[str,
             counts = np.zeros((profile.fingerprint.vocab_size + 1, 4), np.float32)
             np.add.at(counts, (tokens, clusters.request_groups[requests]), 1)
             scores = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1) if normalise else counts
-            schedule = Schedule(
-                request_scores=scores, shuffle=None, token_source=np.full(len(scores), PROFILED, np.uint8)
-            )
+            source = np.full(len(scores), PROFILED, np.uint8)
+            table = RequestTable(request_scores=scores, request_source=source)
+            schedule = Schedule(requests=table, shuffle=None)
             plans.append(Plan(topology=topology, placement=clusters.placement, schedule=schedule,
                               fingerprint=profile.fingerprint, method="paper"))  # fmt: skip
         out[name] = measure(evaluation, plans)

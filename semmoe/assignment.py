@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numba
 import numpy as np
 
-from semmoe.core import PRIOR, Schedule, ShuffleTables
+from semmoe.core import PRIOR, RequestTable, ShuffleTables
 
 
 class RequestScheduler:
@@ -18,10 +18,9 @@ class RequestScheduler:
     in this round is the one left out.
     """
 
-    def __init__(self, schedule: Schedule) -> None:
-        assert schedule.request_scores is not None, "the plan has one attention group: nothing to schedule"
-        self._scores = schedule.request_scores
-        self._unknown = schedule.token_source == PRIOR
+    def __init__(self, table: RequestTable) -> None:
+        self._scores = table.request_scores
+        self._unknown = table.request_source == PRIOR
         self._used = np.zeros(self._scores.shape[1], bool)
         self.unknown_tokens = 0  # tokens served by the prior, so far
 
@@ -87,8 +86,11 @@ def slices_of(tables: ShuffleTables) -> int:
 
 
 def path_key(history: np.ndarray, num_ranks: int) -> np.ndarray:
-    """(B,) int64 row in A of each device sequence (B, lookback): the most recent device counts least."""
-    return history.astype(np.int64) @ num_ranks ** np.arange(history.shape[1])
+    """(B,) int64 row in A of each device sequence (B, lookback): the most recent device counts least.
+
+    No device (-1: none of the token's experts in its group) reads as device 0.
+    """
+    return np.maximum(history, 0).astype(np.int64) @ num_ranks ** np.arange(history.shape[1])
 
 
 def position_slices(num_tokens: int, num_slices: int) -> np.ndarray:

@@ -4,9 +4,11 @@ Each comes twice: per token type, as published, and weighted by occurrence. The 
 tokens: a token seen once has F1 and cumulative hotness 1 by construction.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from scipy.sparse import csr_matrix
 from scipy.stats import kurtosis
 
 from semmoe.affinity import build_affinity
@@ -38,7 +40,7 @@ def token_statistics(counts: np.ndarray, top_k: int) -> dict[str, np.ndarray]:
     Hotness of an expert is its share of the token's activations: the hottest k reach 1 if routing never varies.
     Worked example, k = 2, counts [3, 2, 1, 0]: cumulative hotness 5/6, maximum hotness of the others 1/6.
     """
-    hottest = -np.sort(-counts / counts.sum(axis=1, keepdims=True), axis=1)
+    hottest = np.sort(counts / counts.sum(axis=1, keepdims=True), axis=1)[:, ::-1]
     others = hottest[:, top_k] if counts.shape[1] > top_k else np.zeros(len(counts))
     return {
         "cumulative_hotness": hottest[:, :top_k].sum(axis=1),
@@ -90,25 +92,33 @@ def prediction(trace: RoutingTrace, profile_share: float = 0.25, seed: int = 0) 
 def next_layer_hit_rate(trace: RoutingTrace, max_lookback: int = 5, profile_share: float = 0.25, seed: int = 0):
     """Share of the true top-k found when predicting a layer from the experts of the n layers before, n = 1..max.
 
-    A naive-Bayes reading of A.2: scores add the log transition shares from every expert chosen at the layers before.
+    Scores are linear in the experts chosen before, fitted by least squares on a share of the requests (A.2 looks back
+    likewise, and does not say how it predicts). Averaged over layers that have n layers before them.
     """
     profile, rest = trace.split(profile_share, seed)
-    L, K, E = trace.fingerprint.num_layers, trace.fingerprint.top_k, trace.fingerprint.num_experts
-    depth = min(max_lookback, L - 1)
-    hits, counted = np.zeros(depth), np.zeros(depth)
-    for l in range(1, L):
-        score = np.zeros((rest.num_tokens, E), np.float32)
-        for back in range(1, min(depth, l) + 1):
-            log_share = _log_transition(profile.expert_ids[:, l - back], profile.expert_ids[:, l], E)
-            score += log_share[rest.expert_ids[:, l - back].astype(np.int64)].sum(axis=1)
+    L, K = trace.fingerprint.num_layers, trace.fingerprint.top_k
+    out = []
+    for n in range(1, min(max_lookback, L - 1) + 1):
+        hits = []
+        for l in range(n, L):
+            weights = _fit_linear(_one_hot(profile, range(l - n, l)), _one_hot(profile, [l]).toarray())
+            score = _one_hot(rest, range(l - n, l)) @ weights
             top = np.argpartition(-score, K - 1, axis=1)[:, :K]
-            hits[back - 1] += (rest.expert_ids[:, l][:, :, None] == top[:, None, :]).any(axis=2).sum()
-            counted[back - 1] += rest.num_tokens * K
-    return [{"lookback": n + 1, "hit_rate": float(hits[n] / max(counted[n], 1))} for n in range(depth)]
+            hits.append((rest.expert_ids[:, l][:, :, None] == top[:, None, :]).any(axis=2).mean())
+        out.append({"lookback": n, "hit_rate": float(np.mean(hits))})
+    return out
 
 
-def _log_transition(before: np.ndarray, after: np.ndarray, num_experts: int) -> np.ndarray:
-    """(E, E) float32: log share of each expert at a layer, given one expert chosen at an earlier layer."""
-    pairs = before[:, :, None].astype(np.int64) * num_experts + after[:, None, :]
-    counts = np.bincount(pairs.ravel(), minlength=num_experts**2).reshape(num_experts, num_experts) + 0.5
-    return np.log(counts / counts.sum(axis=1, keepdims=True)).astype(np.float32)
+def _one_hot(trace: RoutingTrace, layers: Sequence[int]) -> csr_matrix:
+    """(T, len(layers) * E) float32: which experts each token chose at these layers."""
+    E = trace.fingerprint.num_experts
+    columns = np.concatenate([trace.expert_ids[:, l] + np.int64(i * E) for i, l in enumerate(layers)], axis=1)
+    indptr = np.arange(trace.num_tokens + 1) * columns.shape[1]
+    ones = np.ones(columns.size, np.float32)
+    return csr_matrix((ones, columns.ravel(), indptr), shape=(trace.num_tokens, len(layers) * E))
+
+
+def _fit_linear(inputs: csr_matrix, targets: np.ndarray, ridge: float = 1.0) -> np.ndarray:
+    """Ridge regression of targets (T, E) on inputs (T, M): (M, E) float32."""
+    gram = (inputs.T @ inputs).toarray() + ridge * np.eye(inputs.shape[1], dtype=np.float32)
+    return np.linalg.solve(gram, inputs.T @ targets)

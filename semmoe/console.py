@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -43,13 +44,16 @@ def print_json(value: Any) -> None:
 
 
 def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    """A table whose first column is text and whose others are figures."""
-    table = Table(title=title, title_justify="left", title_style="bold")
+    """A table whose first column is text and whose others are figures; narrow enough for 80 columns."""
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False,
+        collapse_padding=True,
+    )  # fmt: skip
     for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i == 0 else "right")
+        table.add_column(column, justify="left" if i == 0 else "right", vertical="bottom", no_wrap=True)
     for row in rows:
         table.add_row(*row)
-    # Piped into a file the table keeps its full width instead of folding at 80 columns.
+    # Piped into a file the table keeps its full width instead of being cut.
     console = out if out.is_terminal else Console(highlight=False, width=160)
     console.print(table)
 

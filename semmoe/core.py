@@ -81,6 +81,13 @@ class Fingerprint:
     top_k: int
     num_groups: int = 1  # group-limited gating (DeepSeek's n_group)
 
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "num_layers", "num_experts", "top_k", "num_groups"):
+            require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
+        require(self.top_k <= self.num_experts, f"top_k {self.top_k} exceeds {self.num_experts} experts")
+        divides = self.num_experts % self.num_groups == 0
+        require(divides, f"{self.num_groups} gate groups do not divide {self.num_experts} experts")
+
     def mismatch(self, other: Fingerprint) -> str | None:
         """The first field in which `other` differs, in words, or None."""
         for name, mine in asdict(self).items():
@@ -149,17 +156,25 @@ class RoutingTrace:
     def digest(self) -> str:
         """SHA-256 of the trace's contents."""
         sha = hashlib.sha256()
-        for array in (self.token_ids, self.expert_ids, self.request_offsets, self.phase, self.prompt_ids):
+        offsets = (self.request_offsets, self.prompt_offsets)
+        for array in (self.token_ids, self.expert_ids, self.phase, self.prompt_ids, *offsets):
             sha.update(str(array.shape).encode() + np.ascontiguousarray(array).tobytes())
         return sha.hexdigest()
 
 
 def _check_offsets(name: str, offsets: np.ndarray, end: int) -> None:
-    valid = len(offsets) >= 1 and offsets[0] == 0 and offsets[-1] == end and np.all(np.diff(offsets) >= 0)
+    valid = (
+        offsets.ndim == 1
+        and len(offsets) >= 1
+        and offsets[0] == 0
+        and offsets[-1] == end
+        and np.all(np.diff(offsets) >= 0)
+    )
     require(bool(valid), f"{name} must rise from 0 to {end}")
 
 
 def _check_range(name: str, ids: np.ndarray, size: int, what: str) -> None:
+    require(np.issubdtype(ids.dtype, np.integer), f"{name}s are {ids.dtype}, expected integers")
     if ids.size:
         low, high = int(ids.min()), int(ids.max())
         require(low >= 0 and high < size, f"{name} {low if low < 0 else high} is out of range for {size} {what}")
@@ -256,6 +271,14 @@ class CoClustering:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RequestTable:
+    """Attention-DP: what Algorithm 2 sums over a prompt's tokens."""
+
+    request_scores: np.ndarray  # T, (V + 1, D) float32: group shares of each token
+    request_source: np.ndarray  # (V + 1,) uint8: PRIOR, PROFILED or NEIGHBOUR
+
+
+@dataclass(frozen=True, kw_only=True)
 class ShuffleTables:
     """Attention-TP: where Algorithm 3 looks up the rank, inside its group, that will host a token's experts."""
 
@@ -263,6 +286,7 @@ class ShuffleTables:
     token_confidence: np.ndarray  # T_p, (L, D, V + 1) float16
     path_ranks: np.ndarray  # A, (L, D, S ** lookback) int16
     path_confidence: np.ndarray  # A_p, (L, D, S ** lookback) float16
+    token_source: np.ndarray  # (V + 1,) uint8: PRIOR, PROFILED or NEIGHBOUR
     lookback: int
 
 
@@ -273,12 +297,12 @@ class Schedule:
     Row V of every table with V + 1 rows serves token ids that are outside the vocabulary.
     """
 
-    request_scores: np.ndarray | None  # T of attention-DP, (V + 1, D) float32; None with one group
+    requests: RequestTable | None  # None with one group
     shuffle: ShuffleTables | None  # None where a group is one rank
-    token_source: np.ndarray  # (V + 1,) uint8: PRIOR, PROFILED or NEIGHBOUR
 
 
-PRIOR, PROFILED, NEIGHBOUR = 0, 1, 2
+PRIOR, PROFILED, NEIGHBOUR = 0, 1, 2  # what serves a table row: the prior, its own counts, a neighbour's
+MAX_PATHS = 1 << 20  # rows of A
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import json
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,11 +28,12 @@ class Prompt:
 def load_dataset(path: Path | str, limit: int = 0) -> list[Prompt]:
     """The prompts of a file, the first `limit` of them if that is not 0. Raises ValueError naming the faulty line."""
     path = Path(path)
+    require(limit >= 0, f"limit must not be negative: {limit}")
     require(path.is_file(), f"there is no dataset file at {path}")
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         content = raw.decode("utf-8")
-    except (gzip.BadGzipFile, EOFError, UnicodeDecodeError) as error:
+    except (gzip.BadGzipFile, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is truncated, damaged or not UTF-8 ({error})") from None
     suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
     if suffix in (".jsonl", ".json"):
@@ -49,7 +51,7 @@ def _json_prompts(content: str, path: Path) -> Iterator[Prompt]:
         except json.JSONDecodeError as error:
             raise ValueError(f"{path} is not valid JSON: {error}") from None
         return
-    for number, line in enumerate(content.splitlines(), start=1):
+    for number, line in enumerate(content.split("\n"), start=1):
         if line.strip():
             try:
                 row = json.loads(line)

@@ -72,14 +72,5 @@ def run_demo(settings: DemoSettings, work: Path, progress) -> dict[str, Any]:
     rows = []
     for result in results:
         agreement = verify.compare_outputs(model, prompts, reference, result.outputs)
-        rows.append({**_row(result), "identical": agreement.holds, "identical_text": str(agreement)})
+        rows.append({**result.figures(), "identical": agreement.holds, "identical_text": str(agreement)})
     return {"settings": asdict(settings), "profile_tokens": trace.num_tokens, "set_ups": rows}
-
-
-def _row(result: Any) -> dict[str, Any]:
-    return {
-        "name": result.name, "lar": result.lar, "remote_ranks_per_token": result.remote_ranks_per_token,
-        "all_to_all_bytes": result.all_to_all_bytes, "total_bytes": result.total_bytes,
-        "load_max_over_mean": result.load_max_over_mean, "tokens_per_second": result.tokens_per_second,
-        "sent_bytes": result.sent_bytes, "seconds": result.seconds,
-    }  # fmt: skip

@@ -60,7 +60,7 @@ def load_arrays(path: Path, names: set[str]) -> dict[str, np.ndarray]:
         arrays = load_file(path)
     except FileNotFoundError:
         raise ValueError(f"{path} is missing") from None
-    except SafetensorError as error:
+    except (SafetensorError, TypeError) as error:  # TypeError: a type that NumPy lacks, such as bfloat16
         raise ValueError(f"{path} is truncated or damaged ({error})") from None
     if set(arrays) != names:
         raise ValueError(f"{path} holds {sorted(arrays)}, expected {sorted(names)}")

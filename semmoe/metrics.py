@@ -43,20 +43,28 @@ class Traffic:
 def serving_ranks(placement: Placement, topology: Topology) -> np.ndarray:
     """(L, G, E) int16: the rank to which source rank g sends tokens for expert e.
 
-    A static choice as in SGLang's static dispatch: an own copy first, then one on the own node, then any; where
-    several are equally near, source ranks take turns, so that copies share the load.
+    A static choice as in SGLang's static dispatch: an own copy first, then one on the own node, then any. Where
+    several are equally near, the source ranks that have to choose among them take turns, so that copies share the
+    load. Worked example, copies on ranks 1 and 3 of 4: source 0 sends to 1, source 2 to 3, sources 1 and 3 stay.
     """
     copies = placement.logical_to_physical_map  # (L, E, X)
     ranks = np.where(copies >= 0, copies // placement.experts_per_rank, -1)
     node_size = topology.ep_size // topology.num_nodes
+    nodes = np.where(ranks >= 0, ranks // node_size, -1)
     out = np.empty((len(copies), topology.ep_size, placement.num_experts), np.int16)
+    turns: dict[int, np.ndarray | int] = {}  # sources so far that had to choose: on each node, and (-1) beyond nodes
     for g in range(topology.ep_size):
-        distance = np.where(ranks == g, 0, np.where(ranks // node_size == g // node_size, 1, 2))
-        distance = np.where(ranks < 0, 3, distance)
-        near = distance == distance.min(axis=2, keepdims=True)
-        turn = (g + np.arange(placement.num_experts)) % near.sum(axis=2)  # (L, E)
+        node = g // node_size
+        own, same_node = (ranks == g), (nodes == node)
+        beyond = ~same_node.any(axis=2)  # (L, E): no copy on the own node
+        near = np.where(beyond[..., None], ranks >= 0, same_node)
+        near = np.where(own.any(axis=2, keepdims=True), own, near)
+        turn = np.where(beyond, turns.get(-1, 0), turns.get(node, 0)) % near.sum(axis=2)
         chosen = np.argmax(near & (np.cumsum(near, axis=2) - 1 == turn[..., None]), axis=2)
         out[:, g] = np.take_along_axis(ranks, chosen[..., None], axis=2)[..., 0]
+        choosing = ~own.any(axis=2)
+        turns[-1] = turns.get(-1, 0) + (choosing & beyond)
+        turns[node] = turns.get(node, 0) + (choosing & ~beyond)
     return out
 
 
@@ -88,10 +96,11 @@ def _count_traffic(expert_ids, home, serving):
 def majority_rank(expert_ids, rank_of_expert, num_ranks):
     """The "device" of each token: the rank hosting most of its experts, ties to the highest routing weight.
 
-    expert_ids (T, K) by falling weight; rank_of_expert (E,) int, -1 for experts that do not count. Returns (T,) int16.
+    expert_ids (T, K) by falling weight; rank_of_expert (E,) int, -1 for experts that do not count. Returns (T,) int16,
+    -1 where none counts.
     Worked example: experts 5, 2, 7, 3 on ranks 1, 0, 0, 1 -> two each, and expert 5 weighs most -> rank 1.
     """
-    out = np.zeros(expert_ids.shape[0], np.int16)
+    out = np.full(expert_ids.shape[0], -1, np.int16)
     votes = np.zeros(num_ranks, np.int64)
     for t in range(expert_ids.shape[0]):
         votes[:] = 0

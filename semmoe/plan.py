@@ -6,12 +6,24 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from semmoe.core import Fingerprint, Placement, Plan, Schedule, ShuffleTables, Topology, require
+from semmoe.core import (
+    MAX_PATHS,
+    NEIGHBOUR,
+    Fingerprint,
+    Placement,
+    Plan,
+    RequestTable,
+    Schedule,
+    ShuffleTables,
+    Topology,
+    require,
+)
 from semmoe.files import atomic_directory, load_arrays, load_json, save_arrays, save_json
 
 SCHEMA = 1
-REQUEST_TABLES = {"request_scores"}
-SHUFFLE_TABLES = {"token_ranks", "token_confidence", "path_ranks", "path_confidence"}
+FILES = {"plan.json", "plan.safetensors"}
+REQUEST_TABLES = {"request_scores", "request_source"}
+SHUFFLE_TABLES = {"token_ranks", "token_confidence", "token_source", "path_ranks", "path_confidence"}
 
 
 class PlanHeader(BaseModel):
@@ -32,8 +44,9 @@ class PlanHeader(BaseModel):
 def save_plan(plan: Plan, path: Path | str) -> None:
     """Write `plan` as a directory, whole or not at all; an older plan of that name is replaced."""
     path = Path(path)
-    replaceable = not path.exists() or (path / "plan.json").exists() or (path.is_dir() and not any(path.iterdir()))
-    require(replaceable, f"{path} exists and is not a plan")
+    others = sorted(p.name for p in path.iterdir() if p.name not in FILES) if path.is_dir() else []
+    require(not path.exists() or path.is_dir(), f"{path} is a file, not a plan")
+    require(not others, f"{path} holds other files than a plan's ({', '.join(others[:3])}): it is not replaced")
     schedule = plan.schedule
     header = PlanHeader(
         method=plan.method, topology=plan.topology, fingerprint=plan.fingerprint, settings=plan.settings,
@@ -42,9 +55,8 @@ def save_plan(plan: Plan, path: Path | str) -> None:
     )  # fmt: skip
     arrays = {"physical_to_logical_map": plan.placement.physical_to_logical_map}
     if schedule is not None:
-        arrays["token_source"] = schedule.token_source
-        if schedule.request_scores is not None:
-            arrays["request_scores"] = schedule.request_scores
+        if schedule.requests is not None:
+            arrays |= {name: getattr(schedule.requests, name) for name in REQUEST_TABLES}
         if schedule.shuffle is not None:
             arrays |= {name: getattr(schedule.shuffle, name) for name in SHUFFLE_TABLES}
     with atomic_directory(path) as staged:
@@ -61,24 +73,23 @@ def load_plan(path: Path | str) -> Plan:
     topology, f = header.topology, header.fingerprint
     with_requests = header.schedules_data and topology.dp_size > 1
     with_shuffle = header.schedules_data and topology.attn_tp_size > 1
-    names = {"physical_to_logical_map"} | ({"token_source"} if header.schedules_data else set())
+    names = {"physical_to_logical_map"}
     names |= (REQUEST_TABLES if with_requests else set()) | (SHUFFLE_TABLES if with_shuffle else set())
     arrays = load_arrays(path / "plan.safetensors", names)
     try:
-        _check_shapes(arrays, header)
+        _check_arrays(arrays, header)
         placement = Placement(
             physical_to_logical_map=arrays["physical_to_logical_map"], num_experts=f.num_experts,
             ep_size=topology.ep_size,
         )  # fmt: skip
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    shuffle = None
-    if with_shuffle:
-        shuffle = ShuffleTables(**{name: arrays[name] for name in SHUFFLE_TABLES}, lookback=header.lookback or 0)
     schedule = None
     if header.schedules_data:
+        shuffle = {name: arrays[name] for name in SHUFFLE_TABLES} if with_shuffle else None
         schedule = Schedule(
-            request_scores=arrays.get("request_scores"), shuffle=shuffle, token_source=arrays["token_source"]
+            requests=RequestTable(**{name: arrays[name] for name in REQUEST_TABLES}) if with_requests else None,
+            shuffle=ShuffleTables(**shuffle, lookback=header.lookback or 0) if shuffle else None,
         )
     return Plan(
         topology=topology, placement=placement, schedule=schedule, fingerprint=f, method=header.method,
@@ -86,19 +97,24 @@ def load_plan(path: Path | str) -> Plan:
     )  # fmt: skip
 
 
-def _check_shapes(arrays: dict[str, np.ndarray], header: PlanHeader) -> None:
+def _check_arrays(arrays: dict[str, np.ndarray], header: PlanHeader) -> None:
+    """Every array has its shape and type, and no value that an index or a comparison could trip over."""
     f, D, S = header.fingerprint, header.topology.dp_size, header.topology.attn_tp_size
-    L, V = f.num_layers, f.vocab_size
-    physical = arrays["physical_to_logical_map"].shape[-1]
-    paths = S**header.lookback if header.lookback else 0
-    shapes = {
-        "physical_to_logical_map": (L, physical), "token_source": (V + 1,), "request_scores": (V + 1, D),
-        "token_ranks": (L, D, V + 1), "token_confidence": (L, D, V + 1),
-        "path_ranks": (L, D, paths), "path_confidence": (L, D, paths),
+    L, V, lookback = f.num_layers, f.vocab_size, header.lookback or 0
+    if "path_ranks" in arrays:
+        require(1 <= lookback <= 20 and S**lookback <= MAX_PATHS, f"lookback {header.lookback} is out of range")
+    physical = arrays["physical_to_logical_map"].shape[-1:]
+    tokens, paths, source = (L, D, V + 1), (L, D, S**lookback if 0 < lookback <= 20 else 0), (V + 1,)
+    expected = {  # shape, type, lowest and highest value
+        "physical_to_logical_map": ((L, *physical), np.int32, 0, f.num_experts - 1),
+        "request_scores": ((V + 1, D), np.float32, 0, 1), "request_source": (source, np.uint8, 0, NEIGHBOUR),
+        "token_ranks": (tokens, np.int16, 0, S - 1), "token_confidence": (tokens, np.float16, 0, 1),
+        "path_ranks": (paths, np.int16, 0, S - 1), "path_confidence": (paths, np.float16, 0, 1),
+        "token_source": (source, np.uint8, 0, NEIGHBOUR),
     }  # fmt: skip
     for name, array in arrays.items():
-        require(array.shape == shapes[name], f"{name} has shape {array.shape}, expected {shapes[name]}")
-    for name in ("token_ranks", "path_ranks"):
-        if name in arrays and arrays[name].size:
-            valid = arrays[name].min() >= 0 and arrays[name].max() < S
-            require(bool(valid), f"{name} names a rank outside 0..{S - 1}")
+        shape, dtype, low, high = expected[name]
+        require(array.ndim > 0 and array.shape == shape, f"{name} has shape {array.shape}, expected {shape}")
+        require(array.dtype == dtype, f"{name} has type {array.dtype}, expected {np.dtype(dtype)}")
+        inside = array.size == 0 or bool(array.min() >= low and array.max() <= high)  # False for NaN
+        require(inside, f"{name} holds a value outside {low} to {high}")

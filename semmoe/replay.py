@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from semmoe.assignment import Preference, RequestScheduler, assign_slices, look_up, position_slices
-from semmoe.core import Plan, RoutingTrace, require
+from semmoe.core import PRIOR, Plan, RoutingTrace, require
 from semmoe.metrics import Traffic, layer_traffic, max_over_mean, max_over_median, serving_ranks
 from semmoe.schedule import token_devices
 from semmoe.settings import ReplaySettings
@@ -24,7 +24,7 @@ class ReplayResult:
     load_max_over_mean: np.ndarray  # (L,) mean over batches
     load_max_over_median: np.ndarray  # (L,)
     token_max_over_mean: float  # routed tokens per attention group, whole replay
-    unknown_share: float  # occurrences of tokens that the prior had to serve
+    unknown_share: float  # of the look-ups, those that the prior had to serve
 
     @property
     def total(self) -> Traffic:
@@ -53,7 +53,7 @@ def _traffic_metrics(traffic: Traffic) -> dict[str, float]:
 
 
 def replay(trace: RoutingTrace, plan: Plan, settings: ReplaySettings) -> ReplayResult:
-    """Score `plan` on every routed token of `trace`."""
+    """Score `plan` on the routed tokens of `trace`, in full batches."""
     plan.check(trace.fingerprint)
     require(trace.num_tokens > 0, "the trace to replay holds no routed token")
     group = request_groups(trace, plan)[trace.request_of_token()]  # (T,)
@@ -77,9 +77,9 @@ def replay(trace: RoutingTrace, plan: Plan, settings: ReplaySettings) -> ReplayR
 
 def request_groups(trace: RoutingTrace, plan: Plan) -> np.ndarray:
     """(R,) the attention group of each request: Algorithm 2, or in turn without tables."""
-    if plan.schedule is None or plan.schedule.request_scores is None:
+    if plan.schedule is None or plan.schedule.requests is None:
         return np.arange(trace.num_requests) % plan.topology.dp_size
-    scheduler = RequestScheduler(plan.schedule)
+    scheduler = RequestScheduler(plan.schedule.requests)
     return np.array([scheduler.assign(trace.prompt(r)) for r in range(trace.num_requests)], np.int64)
 
 
@@ -124,6 +124,13 @@ def _homes(preference: Preference | None, group: np.ndarray, rows: np.ndarray, p
 
 
 def _unknown_share(trace: RoutingTrace, plan: Plan) -> float:
+    """Share of look-ups that the prior serves: routed tokens if tokens are shuffled, prompt tokens otherwise."""
     if plan.schedule is None:
         return 0.0
-    return float((plan.schedule.token_source[trace.token_ids] == 0).mean())
+    shuffle, requests = plan.schedule.shuffle, plan.schedule.requests
+    if shuffle is not None:
+        served_by = shuffle.token_source[trace.token_ids]
+    else:
+        assert requests is not None
+        served_by = requests.request_source[trace.prompt_ids]
+    return float((served_by == PRIOR).sum() / max(len(served_by), 1))

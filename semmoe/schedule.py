@@ -5,10 +5,13 @@ import numpy as np
 from semmoe.affinity import nearest_profiled
 from semmoe.assignment import path_key
 from semmoe.core import (
+    MAX_PATHS,
     NEIGHBOUR,
     PRIOR,
     PROFILED,
     CoClustering,
+    Placement,
+    RequestTable,
     RoutingTrace,
     Schedule,
     ShuffleTables,
@@ -20,7 +23,6 @@ from semmoe.metrics import majority_rank
 # Pseudo-occurrences of the overall shares that a row is mixed with. A confidence that competes with another must not
 # trust a token seen once; a row that only adds to a sum must merely be defined where nothing was seen.
 CONFIDENCE_PRIOR, SUM_PRIOR = 1.0, 1e-3
-MAX_PATHS = 1 << 20
 
 
 def build_schedule(
@@ -34,22 +36,33 @@ def build_schedule(
     """
     if clusters.token_ranks is None and clusters.request_groups is None:
         return None
-    vocabulary = trace.fingerprint.vocab_size
-    seen = np.bincount(np.concatenate([trace.token_ids, trace.prompt_ids]), minlength=vocabulary) > 0
-    source = np.append(np.where(seen, PROFILED, PRIOR), PRIOR).astype(np.uint8)
-    nearest = np.arange(vocabulary + 1)
-    if embeddings is not None:
-        require(len(embeddings) == vocabulary, f"{len(embeddings)} embeddings for a vocabulary of {vocabulary}")
-        nearest[:-1] = nearest_profiled(embeddings, seen)
-        source[:-1] = np.where(seen, PROFILED, NEIGHBOUR)
     groups = np.zeros(trace.num_requests, np.int16) if clusters.request_groups is None else clusters.request_groups
-    return Schedule(
-        request_scores=_request_scores(trace, groups, topology.dp_size)[nearest] if topology.dp_size > 1 else None,
-        shuffle=_shuffle_tables(trace, clusters, groups, topology, lookback, nearest)
-        if topology.attn_tp_size > 1
-        else None,
-        token_source=source,
-    )
+    requests = shuffle = None
+    if topology.dp_size > 1:
+        source, serving_row = _resolve(trace.prompt_ids, trace.fingerprint.vocab_size, embeddings)
+        scores = _request_scores(trace, groups, topology.dp_size)[serving_row]
+        requests = RequestTable(request_scores=scores, request_source=source)
+    if topology.attn_tp_size > 1:
+        source, serving_row = _resolve(trace.token_ids, trace.fingerprint.vocab_size, embeddings)
+        tables = _shuffle_tables(trace, clusters, groups, topology, lookback)
+        shuffle = ShuffleTables(
+            token_ranks=tables["token_ranks"][:, :, serving_row], token_source=source, lookback=lookback,
+            token_confidence=tables["token_confidence"][:, :, serving_row],
+            path_ranks=tables["path_ranks"], path_confidence=tables["path_confidence"],
+        )  # fmt: skip
+    return Schedule(requests=requests, shuffle=shuffle)
+
+
+def _resolve(profiled_ids: np.ndarray, vocabulary: int, embeddings: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """For the V + 1 rows of a table: what serves each, and the row that does (its own, or a neighbour's)."""
+    seen = np.bincount(profiled_ids, minlength=vocabulary) > 0
+    source = np.append(np.where(seen, PROFILED, PRIOR), PRIOR).astype(np.uint8)
+    serving_row = np.arange(vocabulary + 1)
+    if embeddings is not None and seen.any():
+        require(len(embeddings) == vocabulary, f"{len(embeddings)} embeddings for a vocabulary of {vocabulary}")
+        serving_row[:-1] = nearest_profiled(embeddings, seen)
+        source[:-1] = np.where(seen, PROFILED, NEIGHBOUR)
+    return source, serving_row
 
 
 def _request_scores(trace: RoutingTrace, groups: np.ndarray, num_groups: int) -> np.ndarray:
@@ -62,41 +75,45 @@ def _request_scores(trace: RoutingTrace, groups: np.ndarray, num_groups: int) ->
     return _shares(counts, SUM_PRIOR).astype(np.float32)
 
 
-def _shuffle_tables(trace, clusters, groups, topology, lookback, nearest) -> ShuffleTables:
+def _shuffle_tables(
+    trace: RoutingTrace, clusters: CoClustering, groups: np.ndarray, topology: Topology, lookback: int
+) -> dict[str, np.ndarray]:
+    """T, T_p (L, D, V + 1) and A, A_p (L, D, S ** lookback), with rows of unprofiled tokens left to the prior."""
     D, S, V = topology.dp_size, topology.attn_tp_size, trace.fingerprint.vocab_size
     L = trace.fingerprint.num_layers
     require(lookback >= 1, f"lookback must be at least 1, not {lookback}")
     require(S**lookback <= MAX_PATHS, f"lookback {lookback} over {S} ranks needs {S**lookback} rows; choose a smaller")
-    token_ranks, token_confidence = np.zeros((L, D, V + 1), np.int16), np.zeros((L, D, V + 1), np.float16)
-    path_ranks, path_confidence = np.zeros((L, D, S**lookback), np.int16), np.zeros((L, D, S**lookback), np.float16)
+    assert clusters.token_ranks is not None
+    out = {
+        "token_ranks": np.zeros((L, D, V + 1), np.int16), "token_confidence": np.zeros((L, D, V + 1), np.float16),
+        "path_ranks": np.zeros((L, D, S**lookback), np.int16),
+        "path_confidence": np.zeros((L, D, S**lookback), np.float16),
+    }  # fmt: skip
     group_of_token = groups[trace.request_of_token()]
     for d in range(D):
         rows = np.flatnonzero(group_of_token == d)
-        tokens = trace.token_ids[rows]
         devices = token_devices(trace.expert_ids[rows], clusters.placement, topology, d)  # (rows, L)
         for l in range(L):
-            counts = _joint_counts(tokens, devices[:, l], V + 1, S)
-            ranks, confidence = _token_table(clusters.token_ranks[l, d], counts)
-            token_ranks[l, d], token_confidence[l, d] = ranks[nearest], confidence[nearest]
+            here = devices[:, l] >= 0  # tokens with an expert in their own group
+            device = devices[here, l]
+            counts = _joint_counts(trace.token_ids[rows[here]], device, V + 1, S)
+            out["token_ranks"][l, d], out["token_confidence"][l, d] = _token_table(clusters.token_ranks[l, d], counts)
             if l >= lookback:
-                path = path_key(devices[:, l - lookback : l][:, ::-1], S)
-                follows = _joint_counts(path, devices[:, l], S**lookback, S)
-                path_ranks[l, d], path_confidence[l, d] = follows.argmax(1), _shares(follows, CONFIDENCE_PRIOR).max(1)
-    return ShuffleTables(
-        token_ranks=token_ranks, token_confidence=token_confidence,
-        path_ranks=path_ranks, path_confidence=path_confidence, lookback=lookback,
-    )  # fmt: skip
+                path = path_key(devices[here, l - lookback : l][:, ::-1], S)
+                shares = _shares(_joint_counts(path, device, S**lookback, S), CONFIDENCE_PRIOR)
+                out["path_ranks"][l, d], out["path_confidence"][l, d] = shares.argmax(1), shares.max(1)
+    return out
 
 
-def token_devices(expert_ids: np.ndarray, placement, topology: Topology, group: int) -> np.ndarray:
-    """(T, L) int16: for each token and layer the rank, inside `group`, that hosts most of its experts."""
+def token_devices(expert_ids: np.ndarray, placement: Placement, topology: Topology, group: int) -> np.ndarray:
+    """(T, L) int16: for each token and layer the rank inside `group` that hosts most of its experts, -1 if none."""
     S = topology.attn_tp_size
     ranks = device_of_expert(placement, topology)[:, group]
     layers = range(expert_ids.shape[1])
     return np.stack([majority_rank(expert_ids[:, l], ranks[l], S) for l in layers], axis=1)
 
 
-def device_of_expert(placement, topology: Topology) -> np.ndarray:
+def device_of_expert(placement: Placement, topology: Topology) -> np.ndarray:
     """(L, D, E) int16: the rank inside group d that hosts expert e, the lowest if several do, -1 if none does."""
     hosts = placement.hosts.reshape(-1, topology.dp_size, topology.attn_tp_size, placement.num_experts)
     return np.where(hosts.any(axis=2), hosts.argmax(axis=2), -1).astype(np.int16)

@@ -10,9 +10,10 @@ def print_affinity(result: dict[str, Any]) -> None:
     described = ", ".join(f"{name} {value}" for name, value in result["trace"].items() if "hash" not in name)
     console.out.print(described)
     statistics = {
-        "f1": "F1", "cumulative_hotness": "top-k hot.", "max_other_hotness": "max other", "kurtosis": "kurtosis",
+        "f1": "F1", "cumulative_hotness": "top-k", "max_other_hotness": "other", "kurtosis": "kurt.",
     }  # fmt: skip
-    columns = ["layer", *(f"{short} {q}" for short in statistics.values() for q in ("p25", "p50", "p75"))]
+    columns = ["layer", *(f"{short}\n{q}" for short in statistics.values() for q in ("p25", "p50", "p75"))]
+    console.out.print("F1 of the static top-k, hotness of the top-k and of the hottest other, kurtosis")
     for weighting, title in (("by_type", "per token type, as published"), ("by_occurrence", "weighted by occurrence")):
         rows = [
             [str(layer["layer"]), *(console.figure(v) for name in statistics for v in layer[weighting][name].values())]
@@ -35,10 +36,11 @@ def _print_prediction(result: dict[str, Any]) -> None:
 
 
 def metrics(methods: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows for `replay` and `solve`: the metrics that all methods have."""
     names = {
-        "lar": "LAR", "remote_ranks_per_token": "remote ranks/token", "bytes_ratio": "bytes vs linear",
-        "load_max_over_mean": "load max/mean", "load_max_over_median": "max/median",
-        "token_max_over_mean": "tokens max/mean", "unknown_token_share": "unknown tokens", "solve_seconds": "solve s",
+        "lar": "LAR", "remote_ranks_per_token": "remote\nranks", "bytes_ratio": "bytes\nvs linear",
+        "load_max_over_mean": "load\n/mean", "load_max_over_median": "load\n/median",
+        "token_max_over_mean": "tokens\n/mean", "unknown_token_share": "unknown\ntokens", "solve_seconds": "solve\ns",
     }  # fmt: skip
     present = [name for name in names if all(name in metrics for metrics in methods.values())]
     rows = [[method, *(console.figure(m[name]) for name in present)] for method, m in methods.items()]
@@ -46,26 +48,19 @@ def metrics(methods: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[st
 
 
 def generated(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows for `generate` and `demo`, from `GenerateResult.figures` and how outputs compared."""
     columns = [
-        "set-up", "LAR", "remote ranks/token", "all-to-all MB", "all collectives MB", "load max/mean", "tokens/s",
-        "outputs identical",
+        "attention", "LAR", "remote\nranks", "all-to-\nall MB", "total\nMB", "load\n/mean", "tokens\n/s",
+        "outputs\nidentical",
     ]  # fmt: skip
     body = [
-        [row["name"], console.figure(row["lar"]), console.figure(row["remote_ranks_per_token"], 2),
-         console.megabytes(row["all_to_all_bytes"]), console.megabytes(row["total_bytes"]),
-         console.figure(row["load_max_over_mean"], 2), f"{row['tokens_per_second']:.0f}", row["identical_text"]]
+        [row["name"].removeprefix("attention-"), console.figure(row["lar"]),
+         console.figure(row["remote_ranks_per_token"], 2), console.megabytes(row["all_to_all_bytes"]),
+         console.megabytes(row["total_bytes"]), console.figure(row["load_max_over_mean"], 2),
+         f"{row['tokens_per_second']:.0f}", row["identical_text"]]
         for row in rows
     ]  # fmt: skip
     return columns, body
-
-
-def generated_row(result: Any, agreement: Any) -> dict[str, Any]:
-    return {
-        "name": result.name, "lar": result.lar, "remote_ranks_per_token": result.remote_ranks_per_token,
-        "all_to_all_bytes": result.all_to_all_bytes, "total_bytes": result.total_bytes,
-        "load_max_over_mean": result.load_max_over_mean, "tokens_per_second": result.tokens_per_second,
-        "identical_text": str(agreement) if agreement else "not verified",
-    }  # fmt: skip
 
 
 def print_gain(rows: list[dict[str, Any]]) -> None:

@@ -7,6 +7,7 @@ appears atomically, so that an interrupted profile leaves a usable trace to whic
 import gzip
 import json
 import zipfile
+import zlib
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -48,11 +49,16 @@ class TraceWriter:
             require(not path.exists() or not any(path.iterdir()), f"{path} exists and is not a trace")
             save_json(path / "trace.json", header)
         shards = shard_paths(path)
-        self._next_shard = len(shards)
+        self._next_shard = 1 + max((int(shard.stem.removeprefix("shard-")) for shard in shards), default=-1)
         self.num_requests = sum(array_shape(shard, "request_lengths")[0] for shard in shards)
 
     def append(self, *, prompt_ids: np.ndarray, token_ids: np.ndarray, expert_ids: np.ndarray, phase: np.ndarray):
         """One request: (M,) prompt ids, (T,) routed token ids, (T, L, K) expert ids by falling weight, (T,) phase."""
+        f = self._fingerprint
+        expected = (len(token_ids), f.num_layers, f.top_k)
+        assert expert_ids.shape == expected, f"expert_ids {expert_ids.shape}, expected {expected}"
+        assert phase.shape == token_ids.shape
+        assert expert_ids.size == 0 or (expert_ids.min() >= 0 and expert_ids.max() < f.num_experts)
         dtype = np.uint8 if self._fingerprint.num_experts <= 256 else np.int16
         self._pending.append({
             "token_ids": token_ids.astype(np.int32), "expert_ids": expert_ids.astype(dtype),
@@ -89,7 +95,7 @@ def _check_same_run(path: Path, old: TraceHeader, new: TraceHeader) -> None:
 
 
 def shard_paths(path: Path) -> list[Path]:
-    return sorted(path.glob("shard-*.safetensors"))
+    return sorted(path.glob("shard-[0-9][0-9][0-9][0-9][0-9].safetensors"))
 
 
 def save_trace(trace: RoutingTrace, path: Path) -> None:
@@ -132,18 +138,19 @@ def _offsets(lengths: np.ndarray) -> np.ndarray:
 
 
 def _read_npz(path: Path) -> RoutingTrace:
+    require(zipfile.is_zipfile(path), f"{path} is not an .npz file, or is truncated")
     try:
         with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-    except (ValueError, EOFError, OSError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path} is truncated, damaged or holds Python objects ({error})") from None
-    if {"experts", "route_starts", "tokens", "token_starts", "pos0"} <= set(arrays):
-        arrays = _plain_from_fingerprinting(arrays)
-    needed = {"token_ids", "expert_ids", "request_offsets"}
-    require(needed <= set(arrays), f"{path} holds {sorted(arrays)}; a plain trace needs {sorted(needed)}")
+            arrays = {name: np.asarray(file[name]) for name in file.files}
+    except Exception as error:  # an archive from elsewhere can make zipfile and NumPy raise almost anything
+        raise ValueError(f"{path} is damaged or holds Python objects ({type(error).__name__}: {error})") from None
     try:
+        if {"experts", "route_starts", "tokens", "token_starts", "pos0"} <= set(arrays):
+            arrays = _plain_from_fingerprinting(arrays)
+        needed = {"token_ids", "expert_ids", "request_offsets"}
+        require(needed <= set(arrays), f"it holds {sorted(arrays)}; a plain trace needs {sorted(needed)}")
         return _from_plain_arrays(arrays, path)
-    except ValueError as error:
+    except (ValueError, TypeError, IndexError, OverflowError) as error:
         raise ValueError(f"{path}: {error}") from None
 
 
@@ -164,8 +171,11 @@ def _from_plain_arrays(arrays: dict[str, np.ndarray], path: Path) -> RoutingTrac
     """`token_ids` (T,), `expert_ids` (T, L, K), `request_offsets` (R + 1,); the routed tokens serve as prompts."""
     experts = arrays["expert_ids"]
     require(experts.ndim == 3 and experts.size > 0, f"expert_ids has shape {experts.shape}, expected (T, L, K)")
-    tokens, offsets = arrays["token_ids"].astype(np.int32), arrays["request_offsets"].astype(np.int64)
-    prompts = arrays.get("prompt_ids", tokens).astype(np.int32)
+    offsets = arrays["request_offsets"]
+    require(np.issubdtype(offsets.dtype, np.integer), f"request_offsets are {offsets.dtype}, expected integers")
+    offsets = offsets.astype(np.int64)
+    tokens = _as_int32("token_ids", arrays["token_ids"])
+    prompts = _as_int32("prompt_ids", arrays.get("prompt_ids", tokens))
     seen = 1 + max(int(tokens.max(initial=0)), int(prompts.max(initial=0)))
     fingerprint = Fingerprint(
         model=path.name.removesuffix(".npz"), architecture_hash="unknown", tokenizer_hash="unknown",
@@ -180,13 +190,23 @@ def _from_plain_arrays(arrays: dict[str, np.ndarray], path: Path) -> RoutingTrac
     )  # fmt: skip
 
 
+def _as_int32(name: str, ids: np.ndarray) -> np.ndarray:
+    require(np.issubdtype(ids.dtype, np.integer), f"{name} are {ids.dtype}, expected integers")
+    narrow = ids.astype(np.int32)
+    require(np.array_equal(narrow, ids), f"{name} go beyond 32 bits")
+    return narrow
+
+
 def _meta_vocabulary(path: Path) -> int | None:
     """Vocabulary size from the token strings in `NAME.meta.json.gz` beside `NAME.npz`, if that file is there."""
     meta = path.with_suffix(".meta.json.gz")
     if not meta.exists():
         return None
-    with gzip.open(meta, "rt", encoding="utf-8") as file:
-        return len(json.load(file)["vocab"])
+    try:
+        with gzip.open(meta, "rt", encoding="utf-8") as file:
+            return len(json.load(file)["vocab"])
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{meta} is not a valid meta file ({type(error).__name__}: {error})") from None
 
 
 def describe(trace: RoutingTrace) -> dict[str, Any]:

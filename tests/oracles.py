@@ -38,6 +38,27 @@ def nearest_ranks(placement: Placement, topology: Topology, layer: int, source: 
     return {source} if source in copies else same_node or copies
 
 
+def serving_ranks(placement: Placement, topology: Topology, layer: int, expert: int) -> list[int]:
+    """The rank that serves each source: sources without an own copy take turns over those nearest to them.
+
+    Those with copies on their node take turns inside the node, the others all together.
+    """
+    copies = ranks_of_expert(placement, layer, expert)
+    node_size = topology.ep_size // topology.num_nodes
+    turns: dict[int, int] = {}
+    out = []
+    for source in range(topology.ep_size):
+        if source in copies:
+            out.append(source)
+            continue
+        node = source // node_size
+        same_node = [rank for rank in copies if rank // node_size == node]
+        queue, near = (node, same_node) if same_node else (-1, copies)
+        out.append(near[turns.get(queue, 0) % len(near)])
+        turns[queue] = turns.get(queue, 0) + 1
+    return out
+
+
 def traffic(expert_ids, home, serving):
     """(local pairs, rows (G, G), load (G,)) of one batch of one layer."""
     G = len(serving)
@@ -53,9 +74,9 @@ def traffic(expert_ids, home, serving):
 
 
 def majority_rank(experts, rank_of_expert) -> int:
-    """The rank most of the experts are on; ties to the rank named first; 0 where no expert counts."""
+    """The rank most of the experts are on; ties to the rank named first; -1 where no expert counts."""
     ranks = [int(rank_of_expert[e]) for e in experts if rank_of_expert[e] >= 0]
-    return max(ranks, key=lambda rank: (ranks.count(rank), -ranks.index(rank))) if ranks else 0
+    return max(ranks, key=lambda rank: (ranks.count(rank), -ranks.index(rank))) if ranks else -1
 
 
 def algorithm_2(scores, prompts) -> list[int]:
@@ -71,14 +92,14 @@ def algorithm_2(scores, prompts) -> list[int]:
 
 
 def look_up(tables, layer, group, token, history):
-    """(first, confidence, second, confidence) for one token; history: its devices, most recent layer first."""
+    """(first, confidence, second, confidence) for one token; history: its devices, most recent layer first, -1 as 0."""
     vocabulary = tables.token_ranks.shape[2] - 1
     row = token if 0 <= token < vocabulary else vocabulary
     by_token = int(tables.token_ranks[layer, group, row]), float(tables.token_confidence[layer, group, row])
     if history is None:
         return (*by_token, -1, 0.0)
     ranks = round(tables.path_ranks.shape[2] ** (1 / tables.lookback))
-    path = sum(int(device) * ranks**i for i, device in enumerate(history))
+    path = sum(max(int(device), 0) * ranks**i for i, device in enumerate(history))
     by_path = int(tables.path_ranks[layer, group, path]), float(tables.path_confidence[layer, group, path])
     return (*by_token, *by_path) if by_token[1] > by_path[1] else (*by_path, *by_token)
 
@@ -104,9 +125,11 @@ def assign_slices(preferences, num_slices) -> list[int]:
 def replay(trace: RoutingTrace, plan: Plan, serving, batches):
     """Per layer: (local pairs, rows, load, mean over batches of load max / mean), by looking up token by token."""
     D, S, L = plan.topology.dp_size, plan.topology.attn_tp_size, trace.fingerprint.num_layers
-    scores = plan.schedule.request_scores if plan.schedule else None
+    requests = plan.schedule.requests if plan.schedule else None
     prompts = [trace.prompt(r).tolist() for r in range(trace.num_requests)]
-    by_request = [r % D for r in range(len(prompts))] if scores is None else algorithm_2(scores, prompts)
+    by_request = (
+        [r % D for r in range(len(prompts))] if requests is None else algorithm_2(requests.request_scores, prompts)
+    )
     group = [by_request[r] for r in range(trace.num_requests) for _ in range(np.diff(trace.request_offsets)[r])]
     inside = np.full((D, L, trace.fingerprint.num_experts), -1)
     for d, l, e in product(range(D), range(L), range(trace.fingerprint.num_experts)):

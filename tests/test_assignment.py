@@ -16,14 +16,14 @@ from semmoe.assignment import (
     position_slices,
     slices_of,
 )
-from semmoe.core import PRIOR, PROFILED, Schedule, ShuffleTables
+from semmoe.core import PRIOR, PROFILED, RequestTable, ShuffleTables
 
 
 def scheduler(scores) -> RequestScheduler:
     """The last row is the prior's."""
     scores = np.array(scores, np.float32)
     source = np.append(np.full(len(scores) - 1, PROFILED), PRIOR).astype(np.uint8)
-    return RequestScheduler(Schedule(request_scores=scores, shuffle=None, token_source=source))
+    return RequestScheduler(RequestTable(request_scores=scores, request_source=source))
 
 
 def test_a_request_goes_to_the_group_of_its_tokens_unless_that_was_used_this_round():
@@ -55,7 +55,7 @@ def test_ids_outside_the_vocabulary_are_served_by_the_prior_and_counted():
 def test_tokens_that_were_not_profiled_are_counted():
     scores = np.array([[1, 0], [0, 1], [0.5, 0.5]], np.float32)
     source = np.array([PROFILED, PRIOR, PRIOR], np.uint8)
-    requests = RequestScheduler(Schedule(request_scores=scores, shuffle=None, token_source=source))
+    requests = RequestScheduler(RequestTable(request_scores=scores, request_source=source))
     requests.assign(np.array([0, 1, 1]))
     assert requests.unknown_tokens == 2
 
@@ -140,6 +140,7 @@ def hand_tables() -> ShuffleTables:
         token_confidence=np.array([[[0.9, 0.6, 0.5]], [[0.8, 0.4, 0.5]]], np.float16),
         path_ranks=np.array([[[0, 0]], [[0, 1]]], np.int16),
         path_confidence=np.array([[[0, 0]], [[0.7, 0.9]]], np.float16),
+        token_source=np.array([PROFILED, PROFILED, PRIOR], np.uint8),
         lookback=1,
     )
 
@@ -169,11 +170,12 @@ def test_look_up_agrees_with_loops(seed, sizes):
         token_confidence=rng.random((4, groups, 6)).astype(np.float16),
         path_ranks=rng.integers(ranks, size=(4, groups, paths)).astype(np.int16),
         path_confidence=rng.random((4, groups, paths)).astype(np.float16),
+        token_source=np.array([PROFILED] * 5 + [PRIOR], np.uint8),
         lookback=lookback,
     )
     assert slices_of(tables) == ranks
     group, tokens = rng.integers(groups, size=15), rng.integers(-1, 7, size=15)
-    history = rng.integers(ranks, size=(15, lookback)) if rng.random() < 0.8 else None
+    history = rng.integers(-1, ranks, size=(15, lookback)) if rng.random() < 0.8 else None
     found = look_up(tables, 3, group, tokens, history)
     for t in range(15):
         devices = None if history is None else history[t].tolist()
@@ -185,3 +187,8 @@ def test_look_up_agrees_with_loops(seed, sizes):
 def test_path_keys_number_every_sequence_once():
     history = np.array([[a, b] for b in range(3) for a in range(3)], np.int16)
     assert path_key(history, 3).tolist() == list(range(9))
+
+
+def test_no_device_reads_as_device_0_in_a_path():
+    history = np.array([[-1, 2], [2, -1], [-1, -1]], np.int16)
+    assert path_key(history, 3).tolist() == path_key(np.maximum(history, 0), 3).tolist() == [6, 2, 0]

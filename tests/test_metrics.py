@@ -91,6 +91,9 @@ def test_every_source_is_served_by_one_of_its_nearest_copies(seed, sizes):
     assert serving.shape == (2, ep_size, placement.num_experts)
     for (l, g, e), rank in np.ndenumerate(serving):
         assert rank in oracles.nearest_ranks(placement, topology, l, g, e)
+    for l in range(2):
+        for e in range(placement.num_experts):
+            assert serving[l, :, e].tolist() == oracles.serving_ranks(placement, topology, l, e)
 
 
 def test_sources_without_a_copy_take_turns():
@@ -100,11 +103,29 @@ def test_sources_without_a_copy_take_turns():
     assert serving[:2, 0].tolist() == [0, 1]
 
 
-@pytest.mark.xfail(strict=True, reason="turns follow the source's number, not its place among those that must ask")
 def test_sources_without_a_copy_take_turns_wherever_they_are():
     placement = place([1, 0, 2, 0], ep_size=4)
     serving = serving_ranks(placement, Topology(ep_size=4))[0]
-    assert sorted([serving[0, 0], serving[2, 0]]) == [1, 3]
+    assert serving[:, 0].tolist() == [1, 1, 3, 3]
+
+
+def test_turns_are_taken_on_each_node_that_has_copies_and_together_beyond():
+    """Three nodes of four ranks; expert 0 on ranks 0, 1 and 4, expert 1 on ranks 2 and 3."""
+    placement = place([0, 0, 1, 1, 0, *range(2, 9)], ep_size=12)
+    serving = serving_ranks(placement, Topology(ep_size=12, num_nodes=3))[0]
+    assert serving[:, 0].tolist() == [0, 1, 0, 1, 4, 4, 4, 4, 0, 1, 4, 0]
+    assert serving[:, 1].tolist() == [2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3]
+
+
+@given(st.integers(0, 9999), st.sampled_from([2, 4, 8]))
+def test_copies_serve_equally_many_of_the_sources_without_one(seed, ep_size):
+    rng = np.random.default_rng(seed)
+    copies = int(rng.integers(1, ep_size + 1))
+    row = rng.permutation([0] * copies + list(range(1, ep_size - copies + 1)))
+    serving = serving_ranks(place(row, ep_size=ep_size), Topology(ep_size=ep_size))[0, :, 0]
+    served = np.bincount(serving[row != 0], minlength=ep_size)[row == 0]
+    assert served.sum() == ep_size - copies
+    assert served.max() - served.min() <= 1
 
 
 @pytest.mark.parametrize(
@@ -114,7 +135,7 @@ def test_sources_without_a_copy_take_turns_wherever_they_are():
         ([2, 5, 7, 3], {5: 1, 2: 0, 7: 0, 3: 1}, 0),
         ([0, 1, 2], {0: 3, 1: 2, 2: 2}, 2),
         ([0, 1, 2], {0: -1, 1: -1, 2: 4}, 4),
-        ([0, 1], {0: -1, 1: -1}, 0),
+        ([0, 1], {0: -1, 1: -1}, -1),
     ],
 )
 def test_a_token_s_device_hosts_most_of_its_experts_and_ties_go_to_the_first_choice(experts, ranks, expected):

@@ -134,15 +134,13 @@ def test_gate_groups_that_do_not_divide_over_ranks_are_refused():
         cluster(random_trace(0, experts=12, num_groups=3), Topology(ep_size=2))
 
 
-@pytest.mark.xfail(strict=True, reason="gate groups that do not divide the experts are accepted in silence")
 def test_gate_groups_that_do_not_divide_the_experts_are_refused():
-    with pytest.raises(ValueError, match="3"):
+    with pytest.raises(ValueError, match="3 gate groups do not divide 8 experts"):
         cluster(random_trace(0, num_groups=3), Topology(ep_size=2))
 
 
-@pytest.mark.xfail(strict=True, reason="ZeroDivisionError")
 def test_no_gate_groups_at_all_are_refused():
-    with pytest.raises(ValueError, match="0"):
+    with pytest.raises(ValueError, match="num_groups must be at least 1, not 0"):
         cluster(random_trace(0, num_groups=0), Topology(ep_size=2))
 
 
@@ -197,14 +195,16 @@ def test_objective_agrees_with_loops(seed, clusters, theta):
     assert paper.objective(pull, labels, activations.sum(axis=1), theta) == pytest.approx(expected, rel=1e-5)
 
 
-def times_optimum(activations, clusters) -> float:
-    """The objective that Algorithm 1 reaches from one start, over the proven optimum."""
-    settings = PaperSettings()
-    expert_labels, labels = paper.cocluster(
-        activations[:, None], activations.sum(axis=1), clusters, settings, np.random.default_rng(0)
-    )
-    found = oracles.objective(activations, labels, expert_labels[0], settings.theta)
-    return found / solve_exactly(activations.astype(np.float64), clusters, settings.theta)[2]
+def times_optimum(activations, clusters, seeds=1) -> list[float]:
+    """The objective that Algorithm 1 reaches from each of `seeds` starts, over the proven optimum."""
+    settings, found = PaperSettings(), []
+    for seed in range(seeds):
+        expert_labels, labels = paper.cocluster(
+            activations[:, None], activations.sum(axis=1), clusters, settings, np.random.default_rng(seed)
+        )
+        found.append(oracles.objective(activations, labels, expert_labels[0], settings.theta))
+    optimum = solve_exactly(activations.astype(np.float64), clusters, settings.theta)[2]
+    return [each / optimum for each in found]
 
 
 @pytest.mark.parametrize(
@@ -213,15 +213,18 @@ def times_optimum(activations, clusters) -> float:
 def test_algorithm_1_is_never_better_than_the_optimum_and_near_it_on_average(items, experts, clusters, instances):
     """Of one instance it may miss more: from one start it ends in a local optimum."""
     items_of = [clustered_items(seed, items, experts, clusters) for seed in range(instances)]
-    ratios = [times_optimum(each, clusters) for each in items_of]
+    ratios = [times_optimum(each, clusters)[0] for each in items_of]
     assert min(ratios) >= 1 - 1e-6
     assert np.mean(ratios) <= 1.15
 
 
-@pytest.mark.xfail(strict=True, reason="from one start, without clusters in the data, it can end far from the optimum")
 @pytest.mark.parametrize(("seed", "experts", "clusters"), [(0, 6, 2), (1, 6, 3), (2, 8, 2)])
-def test_algorithm_1_is_near_the_optimum_on_unclustered_items(seed, experts, clusters):
-    assert times_optimum(random_items(seed, 10, experts), clusters) <= 1.15
+def test_algorithm_1_stays_within_half_of_the_optimum_on_unclustered_items(seed, experts, clusters):
+    """Without clusters in the data one start can end far off: here the best of 8 reaches 1.37, 1.37 and 1.42."""
+    ratios = times_optimum(random_items(seed, 10, experts), clusters, seeds=8)
+    assert min(ratios) >= 1 - 1e-6
+    assert min(ratios) <= 1.5
+    assert max(ratios) <= 2.0
 
 
 def test_coactivation_of_two_items():

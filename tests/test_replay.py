@@ -1,6 +1,7 @@
 """Replaying plans: planted structure pays in full, and totals agree with loops."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -109,6 +110,23 @@ def test_tokens_that_the_prior_serves_are_counted():
     trace = make_trace([[0, 5, 5, 4]], np.tile([[0, 1]], (4, 2, 1)))
     plan = solve(profile, Topology(ep_size=2), SolveSettings(paper=QUICK))
     assert replay(trace, plan, ReplaySettings()).unknown_share == 0.75
+
+
+@pytest.mark.parametrize(("ep_size", "dp_size", "expected"), [(2, 1, 1 / 4), (2, 2, 2 / 3), (4, 2, 1 / 4)])
+def test_unknown_are_routed_tokens_where_tokens_are_shuffled_and_prompt_tokens_where_only_requests_are_scheduled(
+    ep_size, dp_size, expected
+):
+    profile = make_trace([[0, 1], [1, 0]], np.tile([[0, 1]], (4, 2, 1)), prompts=[[2], [2]])
+    trace = make_trace([[0, 1], [1, 5]], np.tile([[0, 1]], (4, 2, 1)), prompts=[[2, 0], [1]])
+    plan = solve(profile, Topology(ep_size=ep_size, dp_size=dp_size), SolveSettings(paper=QUICK, lookback=1))
+    assert replay(trace, plan, ReplaySettings()).unknown_share == pytest.approx(expected)
+
+
+def test_prompts_without_a_token_leave_nothing_unknown():
+    profile, _ = planted_trace(2, 1)
+    plan = solve(profile, Topology(ep_size=2, dp_size=2), SolveSettings(paper=QUICK))
+    nothing = replace(profile, prompt_ids=profile.prompt_ids[:0], prompt_offsets=0 * profile.prompt_offsets)
+    assert replay(nothing, plan, ReplaySettings()).unknown_share == 0
 
 
 def test_prefill_batches_are_consecutive_and_mixed_ones_a_permutation():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from synthetic import planted_trace, random_trace
 
-from semmoe.core import Topology
+from semmoe.core import PRIOR, Topology
 from semmoe.replay import replay
 from semmoe.settings import GenerateSettings, PaperSettings, ReplaySettings, SolveSettings
 from semmoe.solve import expect, score, solve, solve_methods
@@ -37,7 +37,7 @@ def test_eplb_balances_the_load_of_the_profile():
 @pytest.mark.parametrize(("dp_size", "requests", "shuffle"), [(1, False, True), (4, True, False), (2, True, True)])
 def test_the_paper_s_method_schedules_what_the_topology_asks_for(dp_size, requests, shuffle):
     plan = solve(random_trace(0), Topology(ep_size=4, dp_size=dp_size), SolveSettings(paper=QUICK, lookback=1))
-    assert (plan.schedule.request_scores is not None) == requests
+    assert (plan.schedule.requests is not None) == requests
     assert (plan.schedule.shuffle is not None) == shuffle
     assert plan.settings == asdict(SolveSettings(paper=QUICK, lookback=1))
 
@@ -57,8 +57,17 @@ def test_embeddings_reach_the_tables():
     embeddings = np.random.default_rng(0).normal(size=(40, 4))
     settings = SolveSettings(paper=QUICK)
     plain, with_neighbours = solve(trace, TP4, settings), solve(trace, TP4, settings, embeddings)
-    assert (plain.schedule.token_source[:-1] == 0).any()
-    assert not (with_neighbours.schedule.token_source[:-1] == 0).any()
+    assert (plain.schedule.shuffle.token_source[:-1] == PRIOR).any()
+    assert not (with_neighbours.schedule.shuffle.token_source[:-1] == PRIOR).any()
+
+
+def test_embeddings_reach_the_request_table():
+    trace = random_trace(0, requests=2, vocab=40)
+    embeddings = np.random.default_rng(0).normal(size=(40, 4))
+    topology, settings = Topology(ep_size=2, dp_size=2), SolveSettings(paper=QUICK)
+    plain, with_neighbours = solve(trace, topology, settings), solve(trace, topology, settings, embeddings)
+    assert (plain.schedule.requests.request_source[:-1] == PRIOR).any()
+    assert not (with_neighbours.schedule.requests.request_source[:-1] == PRIOR).any()
 
 
 def test_a_trace_without_routed_tokens_is_refused():

@@ -12,7 +12,16 @@ from semmoe.texts import HELD_OUT, chunks, held_out_documents, held_out_prompts
 def test_chunks_end_where_lines_end():
     assert chunks("ab\ncd\nef\ngh\nij", 5) == ["ab\ncd\n", "ef\ngh\n"]
     assert chunks("short", 10) == []
-    assert chunks("x" * 50 + "\n" + "tail", 10) == ["x" * 20]
+    assert chunks("x" * 50 + "\n" + "tail", 10) == ["x" * 20, "x" * 20, "x" * 10 + "\n"]
+
+
+@given(st.lists(st.integers(0, 99), max_size=8), st.integers(1, 20))
+def test_chunks_of_any_lines_lose_no_more_than_a_short_tail(lengths, chars):
+    text = "\n".join("abcdefghij"[: 1 + i % 10] * length for i, length in enumerate(lengths))
+    pieces = chunks(text, chars)
+    assert text.startswith("".join(pieces))
+    assert all(1 <= len(piece) <= 2 * chars for piece in pieces)
+    assert len(text) - len("".join(pieces)) < chars
 
 
 @given(st.lists(st.text(st.characters(codec="ascii", exclude_categories=["Cc"]), max_size=9)), st.integers(10, 40))

@@ -47,10 +47,15 @@ def affinity(
 
     opened = open_trace(trace)
     result: dict[str, Any] = {"trace": describe(opened)}
-    result["concentration"] = concentration.concentration(opened, build_affinity(opened))
-    if prediction:
-        result["static_top_k"] = concentration.prediction(opened)
-        result["next_layer"] = concentration.next_layer_hit_rate(opened)
+    with console.bars() as bars:
+        advance = bars.task("measuring", 3)
+        result["concentration"] = concentration.concentration(opened, build_affinity(opened))
+        advance(1)
+        if prediction:
+            result["static_top_k"] = concentration.prediction(opened)
+            advance(1)
+            result["next_layer"] = concentration.next_layer_hit_rate(opened)
+        advance(2 - int(prediction))
     if as_json:
         console.print_json(result)
     else:

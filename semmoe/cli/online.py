@@ -2,7 +2,6 @@
 
 import shutil
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -140,15 +139,17 @@ def generate(
     completions = tokenizer.batch_decode(result.outputs)
     if out is not None:
         _write_completions(out, tokenizer.batch_decode(prompts), completions)
+    row = {
+        **result.figures(),
+        "identical": agreement.holds if agreement else None,
+        "identical_text": str(agreement) if agreement else "not verified",
+    }
     if as_json:
-        row = {**asdict(result), "completions": completions, "identical": agreement.holds if agreement else None}
-        console.print_json(row)
+        console.print_json({**row, "completions": completions})
     else:
-        console.print_table(
-            f"{len(prompts)} requests, {chosen.topology.attention} attention",
-            *tables.generated([tables.generated_row(result, agreement)]),
-        )
-        for text in completions[:3] if prompt else []:
+        title = f"{len(prompts)} requests, attention-{chosen.topology.attention}, {chosen.topology.ep_size} processes"
+        console.print_table(title, *tables.generated([row]))
+        for text in completions if prompt else []:
             console.out.print(text, markup=False)
     if agreement is not None and not agreement.holds:
         raise typer.Exit(1)
@@ -225,7 +226,7 @@ def demo(
     if as_json:
         console.print_json(result)
     else:
-        title = f"{result['settings']['generate_prompts']} held-out prompts, {ep_size} processes, CPU loopback"
+        title = f"{result['settings']['generate_prompts']} held-out prompts, {ep_size} processes"
         console.print_table(title, *tables.generated(rows))
         tables.print_gain(rows)
     if not all(row["identical"] for row in rows):

@@ -53,7 +53,7 @@ def solve_exactly(
     )  # fmt: skip
     require(result.status == 0, f"no proven optimum within {time_limit} s: {result.message}")
     remote_if_none_local = (1 - theta) * total
-    objective = float(result.fun + remote_if_none_local) / total
+    objective = float((result.fun + remote_if_none_local) / total)
     return result.x[x].argmax(axis=1), result.x[r].argmax(axis=1), objective
 
 

@@ -9,6 +9,8 @@ from semmoe.metrics import majority_rank
 from semmoe.runtime.collectives import ShuffleHandle, shuffle_handle
 from semmoe.schedule import device_of_expert
 
+NO_DEVICE = 255
+
 
 class TokenShuffler:
     """One attention group's shuffling: looks up the plan's tables and keeps each token's devices at earlier layers.
@@ -20,6 +22,7 @@ class TokenShuffler:
     def __init__(self, plan: Plan, group: int, rank: int) -> None:
         self._tables = plan.schedule.shuffle if plan.schedule else None
         self._devices_of_expert = device_of_expert(plan.placement, plan.topology)[:, group]  # (L, E)
+        assert plan.topology.attn_tp_size <= NO_DEVICE, "devices travel as bytes"
         self._group, self._rank, self._size = group, rank, plan.topology.attn_tp_size
         self._token_ids = np.zeros(0, np.int64)
         self._history: list[np.ndarray] = []  # devices (N,) of the MoE layers so far, most recent first
@@ -46,11 +49,16 @@ class TokenShuffler:
         return shuffle_handle(torch.from_numpy(ranks.astype(np.int64)), self._size, self._rank)
 
     def devices(self, moe_layer: int, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """(n,) uint8: the device of each of this rank's tokens by its true routing; travels with the all-gather."""
+        """(n,) uint8: the device of each of this rank's tokens by its true routing, NO_DEVICE if its group has none.
+
+        Travels with the all-gather, a byte a token.
+        """
         by_weight = torch.gather(expert_ids, 1, weights.argsort(dim=1, descending=True, stable=True))
         experts = by_weight.cpu().numpy()
-        return torch.from_numpy(majority_rank(experts, self._devices_of_expert[moe_layer], self._size)).to(torch.uint8)
+        devices = majority_rank(experts, self._devices_of_expert[moe_layer], self._size)
+        return torch.from_numpy(np.where(devices < 0, NO_DEVICE, devices).astype(np.uint8))
 
     def observe(self, devices: torch.Tensor) -> None:
         """The devices (N,) of all the group's tokens at the MoE layer just done."""
-        self._history.insert(0, devices.cpu().numpy())
+        seen = devices.cpu().numpy().astype(np.int16)
+        self._history.insert(0, np.where(seen == NO_DEVICE, -1, seen))

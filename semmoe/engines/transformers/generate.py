@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -60,6 +61,11 @@ class GenerateResult:
     @property
     def tokens_per_second(self) -> float:
         return self.forward_tokens / self.seconds
+
+    def figures(self) -> dict[str, Any]:
+        """Everything but the outputs, for tables and JSON."""
+        derived = ("all_to_all_bytes", "total_bytes", "tokens_per_second")
+        return {k: v for k, v in asdict(self).items() if k != "outputs"} | {k: getattr(self, k) for k in derived}
 
 
 def generate(
@@ -153,9 +159,9 @@ def attention_communicator(comm: Communicator, topology: Topology) -> Communicat
 
 def schedule_requests(prompts: Sequence[Sequence[int]], plan: Plan) -> np.ndarray:
     """(R,) attention group of each request in arrival order: Algorithm 2, or in turn without tables."""
-    if plan.schedule is None or plan.schedule.request_scores is None:
+    if plan.schedule is None or plan.schedule.requests is None:
         return np.arange(len(prompts)) % plan.topology.dp_size
-    scheduler = RequestScheduler(plan.schedule)
+    scheduler = RequestScheduler(plan.schedule.requests)
     return np.array([scheduler.assign(np.asarray(p)) for p in prompts])
 
 
