@@ -66,13 +66,12 @@ def _module(name: str) -> str | None:
 
 
 def chunks(text: str, chars: int) -> list[str]:
-    """Cut `text` at line ends into pieces of about `chars` characters, at most twice that, without a shorter rest."""
+    """Cut `text` at line ends into pieces of about `chars` characters, at most twice that; a shorter rest is dropped."""
     pieces, piece = [], ""
     for line in text.splitlines(keepends=True):
         piece += line
         if len(piece) >= chars:
-            cuts = (piece[i : i + 2 * chars] for i in range(0, len(piece), 2 * chars))
-            pieces += [cut for cut in cuts if len(cut) >= chars]
+            pieces += [piece[i : i + 2 * chars] for i in range(0, len(piece), 2 * chars)]
             piece = ""
     return pieces
 
