@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 TORCH ?= torch==2.13.0
 
 .PHONY: demo test check bench format clean
@@ -26,14 +27,16 @@ format: $(VENV)/.ready-dev
 
 # torch first and pinned, so that nothing else chooses its build; one that is there already is kept.
 $(VENV)/.ready: pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --disable-pip-version-check -q "$(TORCH)"
-	$(BIN)/python -m pip install --disable-pip-version-check -q -e ".[transformers]"
-	touch $@
+	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@$(BIN)/python -c "import torch" 2>/dev/null || { echo "installing $(TORCH)"; $(PIP) install "$(TORCH)"; }
+	@echo "installing semmoe and what it needs"
+	@$(PIP) install -e ".[transformers]"
+	@touch $@
 
 $(VENV)/.ready-dev: $(VENV)/.ready
-	$(BIN)/python -m pip install --disable-pip-version-check -q -e ".[transformers,dev]"
-	touch $@
+	@echo "installing the test tools"
+	@$(PIP) install -e ".[transformers,dev]"
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -66,7 +66,7 @@ def _module(name: str) -> str | None:
 
 
 def chunks(text: str, chars: int) -> list[str]:
-    """Cut `text` at line ends into pieces of about `chars` characters, at most twice that; a shorter rest is dropped."""
+    """Cut `text` at line ends into pieces of about `chars` characters, at most double; a shorter rest is dropped."""
     pieces, piece = [], ""
     for line in text.splitlines(keepends=True):
         piece += line

@@ -214,5 +214,5 @@ def describe(trace: RoutingTrace) -> dict[str, Any]:
     return {
         **asdict(trace.fingerprint), "requests": trace.num_requests, "tokens": trace.num_tokens,
         "decode_tokens": int((trace.phase == DECODE).sum()), "prompt_tokens": len(trace.prompt_ids),
-        "distinct_tokens": len(np.unique(trace.token_ids)),
+        "distinct_tokens": len(np.unique(trace.token_ids)), "trace_hash": trace.digest(),
     }  # fmt: skip

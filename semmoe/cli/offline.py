@@ -176,7 +176,7 @@ def replay(
     if as_json:
         console.print_json({"settings": settings, "methods": methods})
         return
-    title = f"{trace}: {opened.num_requests} requests, {opened.num_tokens:,} routed tokens"
+    title = f"{trace.name}: {opened.num_requests} requests, {opened.num_tokens:,} routed tokens"
     console.print_table(title, *tables.metrics(methods))
 
 
