@@ -115,10 +115,10 @@ def test_counted_traffic_follows_its_closed_forms(checkpoints, tmp_path):
     assert a2a.sent_bytes["dispatch"] == pytest.approx(rows * (row + 2 * (4 + 4)))
 
 
-def rank_without_unshuffle(rank, size, job, messages):
+def rank_without_unshuffle(rank, size, job, report):
     """A fault: rows come back from the all-gather in slice order instead of token order."""
     parallel.shuffled_all_gather = lambda comm, rows, handle: _gather_in_slice_order(comm, rows, handle)
-    gen._rank_main(rank, size, job, messages)
+    gen._rank_main(rank, size, job, report)
 
 
 def _gather_in_slice_order(comm, rows, handle):
@@ -127,7 +127,7 @@ def _gather_in_slice_order(comm, rows, handle):
     return comm.all_gather(padded)[: len(handle.inverse)]
 
 
-def rank_with_swapped_experts(rank, size, job, messages):
+def rank_with_swapped_experts(rank, size, job, report):
     """A fault: a rank holds its experts in another order than the placement says."""
     held = parallel.LocalExperts.__init__
 
@@ -136,7 +136,7 @@ def rank_with_swapped_experts(rank, size, job, messages):
         self._local_id = torch.where(self._local_id >= 0, len(ids) - 1 - self._local_id, -1)
 
     parallel.LocalExperts.__init__ = swapped
-    gen._rank_main(rank, size, job, messages)
+    gen._rank_main(rank, size, job, report)
 
 
 @pytest.mark.parametrize(
@@ -156,10 +156,10 @@ def test_negative_control_a_fault_is_seen(fault, attention, checkpoints, tmp_pat
     assert len(agreement.mismatches) > len(reference) // 2
 
 
-def rank_that_dies(rank, size, job, messages):
+def rank_that_dies(rank, size, job, report):
     if rank == 1:
         raise SystemExit(7)
-    gen._rank_main(rank, size, job, messages)
+    gen._rank_main(rank, size, job, report)
 
 
 def test_a_rank_that_dies_ends_the_run_with_one_clear_error(checkpoints, tmp_path, monkeypatch):
@@ -168,6 +168,21 @@ def test_a_rank_that_dies_ends_the_run_with_one_clear_error(checkpoints, tmp_pat
     monkeypatch.setattr(gen, "_RANK", rank_that_dies)
     with pytest.raises(RuntimeError, match="rank 1 ended with exit code 7"):
         gen.generate(path, prompts(1), [gen.SetUp(name="x", plan=plan)], SETTINGS)
+
+
+def rank_that_fails(rank, size, job, report):
+    if rank == 0:
+        raise RuntimeError("out of luck\nand more")
+    gen._rank_main(rank, size, job, report)
+
+
+def test_the_first_failure_of_a_rank_is_the_one_that_is_reported(checkpoints, monkeypatch, caplog):
+    path = build("qwen3_moe", checkpoints)
+    plan = vanilla_plan(models.fingerprint_of(path), Topology.for_attention("tp", 2))
+    monkeypatch.setattr(gen, "_RANK", rank_that_fails)
+    with pytest.raises(RuntimeError, match="rank 0 failed: RuntimeError: out of luck"):
+        gen.generate(path, prompts(1), [gen.SetUp(name="x", plan=plan)], SETTINGS)
+    assert "rank_that_fails" in caplog.text
 
 
 def test_wrong_input_is_refused_before_any_process_starts(checkpoints):

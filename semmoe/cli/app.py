@@ -32,7 +32,7 @@ class _Group(TyperGroup):
         except RuntimeError as error:
             _fail(str(error), 1)
         except KeyboardInterrupt:
-            _fail("stopped; what was finished is kept, and running the command again resumes a profile", 130)
+            _fail("stopped; a profile keeps what it has recorded and resumes when it is run again", 130)
 
 
 def refuse_given(ctx: typer.Context, names: list[str], reason: str) -> None:

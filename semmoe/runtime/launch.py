@@ -1,5 +1,6 @@
 """Local processes, one a rank: start, watch, and end them together."""
 
+import logging
 import multiprocessing
 import signal
 import time
@@ -7,6 +8,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+log = logging.getLogger(__name__)
 Reporter = Callable[[str, int], None]  # (what, how many more are done)
 
 
@@ -28,7 +30,8 @@ def run_ranks(
         _watch(ranks, messages, progress)
     finally:
         for process in ranks:
-            process.terminate()
+            process.kill()  # all at once: a rank that outlives another would only report the broken connection
+        for process in ranks:
             process.join()
 
 
@@ -40,8 +43,7 @@ def _run(target: Callable[..., None], rank: int, size: int, job: Any, messages: 
     except ValueError as error:
         messages.put(("invalid", str(error), rank))
     except Exception as error:
-        traceback.print_exc()
-        messages.put(("failed", f"{type(error).__name__}: {error}", rank))
+        messages.put(("failed", f"{type(error).__name__}: {error}\n{traceback.format_exc()}", rank))
 
 
 def _watch(ranks: list[Any], messages: Any, progress: Reporter) -> None:
@@ -59,6 +61,8 @@ def _watch(ranks: list[Any], messages: Any, progress: Reporter) -> None:
         elif kind == "invalid":
             raise ValueError(text)
         elif kind == "failed":
-            raise RuntimeError(f"rank {value} failed: {text}")
+            summary, details = text.split("\n", 1)
+            log.error("rank %d: %s", value, details)
+            raise RuntimeError(f"rank {value} failed: {summary}")
         else:
             done += 1
