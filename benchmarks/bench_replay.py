@@ -57,7 +57,7 @@ def main() -> None:
         scores = score(evaluation, plans, measure)
         for name, metrics in scores.items():
             metrics["solve_seconds"] = statistics.median(seconds[name] for _, seconds in rounds)
-            del metrics["layers"]
+            del metrics["layers"], metrics["rows_per_rank_pair"]
         uniform = uniform_remote_ranks(ep_size, f.num_experts, f.top_k)
         print(f"\nattention-{attention}, EP{ep_size}: uniform routing would give LAR {1 / ep_size:.3f}, "
               f"remote ranks {uniform:.3f}")  # fmt: skip

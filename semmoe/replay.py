@@ -44,6 +44,7 @@ class ReplayResult:
             "load_max_over_median": float(self.load_max_over_median.mean()),
             "token_max_over_mean": self.token_max_over_mean,
             "unknown_token_share": self.unknown_share,
+            "rows_per_rank_pair": self.total.rows.tolist(),
             "layers": layers,
         }
 

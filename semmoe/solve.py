@@ -64,7 +64,7 @@ def expect(
         return None
     held_out, profile = trace.split(holdout, settings.seed)
     result = replay(held_out, solve(profile, topology, settings), measure).as_dict()
-    del result["layers"]
+    del result["layers"], result["rows_per_rank_pair"]
     return {"holdout": holdout, "requests": held_out.num_requests, **asdict(measure), **result}
 
 

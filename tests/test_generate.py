@@ -113,6 +113,9 @@ def test_counted_traffic_follows_its_closed_forms(checkpoints, tmp_path):
     rows = a2a.remote_ranks_per_token * tokens * layers
     assert a2a.sent_bytes["combine"] == pytest.approx(rows * row)
     assert a2a.sent_bytes["dispatch"] == pytest.approx(rows * (row + 2 * (4 + 4)))
+    pairs = np.array(a2a.all_to_all_bytes_per_rank_pair)
+    assert pairs.sum() == a2a.all_to_all_bytes
+    assert (np.diag(pairs) == 0).all()
 
 
 def rank_without_unshuffle(rank, size, job, report):

@@ -62,7 +62,11 @@ def test_metrics_have_their_json_names():
     trace = random_trace(0)
     result = replay(trace, solve(trace, Topology(ep_size=4), SolveSettings(paper=QUICK)), ReplaySettings()).as_dict()
     shared = {"lar", "remote_ranks_per_token", "load_max_over_mean", "load_max_over_median"}
-    assert set(result) == shared | {"token_max_over_mean", "unknown_token_share", "layers"}
+    assert set(result) == shared | {
+        "token_max_over_mean", "unknown_token_share", "rows_per_rank_pair", "layers",
+    }  # fmt: skip
+    rows = np.array(result["rows_per_rank_pair"])
+    assert rows.sum() / (trace.num_tokens * 3) == pytest.approx(result["remote_ranks_per_token"])
     assert [set(layer) for layer in result["layers"]] == [shared | {"layer"}] * 3
     assert [layer["layer"] for layer in result["layers"]] == [0, 1, 2]
     assert json.loads(json.dumps(result)) == result

@@ -46,6 +46,7 @@ class GenerateResult:
     seconds: float
     forward_tokens: int  # tokens that went through the model: prompts and fed-back ones, each once
     sent_bytes: dict[str, int]  # by kind of collective
+    all_to_all_bytes_per_rank_pair: list[list[int]]  # (G, G): sent by rank i to rank j, dispatch and combine
     lar: float | None  # None without all-to-all
     remote_ranks_per_token: float | None
     load_max_over_mean: float  # mean over layers of the pairs per rank of the whole run
@@ -187,24 +188,30 @@ def _decode(
             progress(len(finished.prompts) * topology.dp_size)
 
 
-def _gather(
-    name: str, parallel: ParallelModel, answers: dict[int, list[int]], prompts, seconds: float
-) -> GenerateResult:
+@dataclass(frozen=True)
+class _RankShare:
+    """What one rank contributes to a result."""
+
+    answers: dict[int, list[int]]  # request -> new tokens, from the first rank of each attention group
+    sent: Counter[str]
+    sent_to: list[int]
+    traffic: list[Traffic]
+
+
+def _gather(name: str, parallel: ParallelModel, answers: dict[int, list[int]], prompts, seconds: float):
     """Join what every rank generated, sent and routed."""
-    own = (answers, dict(parallel.sent_bytes()), parallel.traffic)
-    every: list = [None] * parallel.comm.size
-    dist.all_gather_object(every, own)
-    outputs = {i: tokens for part, _, _ in every for i, tokens in part.items()}
-    sent: Counter[str] = sum((Counter(part) for _, part, _ in every), Counter())
-    layers = [sum(parts[1:], parts[0]) for parts in zip(*(traffic for _, _, traffic in every), strict=True)]
-    return _result(name, outputs, dict(sorted(sent.items())), layers, prompts, seconds)
-
-
-def _result(name, outputs, sent, layers: list[Traffic], prompts, seconds: float) -> GenerateResult:
+    comm = parallel.comm
+    own = _RankShare(answers, parallel.sent_bytes(), [comm.sent_to[j] for j in range(comm.size)], parallel.traffic)
+    shares: list[_RankShare] = [own] * comm.size
+    dist.all_gather_object(shares, own)
+    outputs = {i: tokens for share in shares for i, tokens in share.answers.items()}
+    layers = [sum(parts[1:], parts[0]) for parts in zip(*(share.traffic for share in shares), strict=True)]
     total = sum(layers[1:], layers[0])
     return GenerateResult(
-        name=name, outputs=[outputs[i] for i in range(len(prompts))], seconds=seconds, sent_bytes=sent,
+        name=name, outputs=[outputs[i] for i in range(len(prompts))], seconds=seconds,
         forward_tokens=sum(len(p) + len(outputs[i]) - 1 for i, p in enumerate(prompts)),
+        sent_bytes=dict(sorted(sum((share.sent for share in shares), Counter()).items())),
+        all_to_all_bytes_per_rank_pair=[share.sent_to for share in shares],
         lar=total.lar if total.pairs else None,
         remote_ranks_per_token=total.remote_ranks_per_token if total.pairs else None,
         load_max_over_mean=float(np.mean([max_over_mean(layer.load) for layer in layers])),

@@ -82,7 +82,7 @@ class ParallelModel:
         group = experts_comm.rank // topology.attn_tp_size
         self.shuffler = TokenShuffler(plan, group, attention_comm.rank)
         self._serving = serving_ranks(plan.placement, topology)  # (L, G, E)
-        self.traffic: list[Traffic | None] = [None] * len(self._serving)
+        self.traffic = self._no_traffic()
         self._attach(exchange)
 
     def _attach(self, exchange: str) -> None:
@@ -169,8 +169,11 @@ class ParallelModel:
         return self.comm.all_reduce(self._experts[index](hidden, mine, weights))
 
     def _count(self, index: int, traffic: Traffic) -> None:
-        before = self.traffic[index]
-        self.traffic[index] = traffic if before is None else before + traffic
+        self.traffic[index] += traffic
+
+    def _no_traffic(self) -> list[Traffic]:
+        G = self.comm.size
+        return [Traffic(0, 0, 0, np.zeros((G, G), np.int64), np.zeros(G, np.int64)) for _ in self._serving]
 
     def _real(self, states: torch.Tensor) -> torch.Tensor:
         return states.reshape(-1, states.shape[-1])[self.rows.index]
@@ -182,7 +185,7 @@ class ParallelModel:
         return flat.view(states.shape)
 
     def reset_counts(self) -> None:
-        self.traffic = [None] * len(self._serving)
+        self.traffic = self._no_traffic()
         for comm in (self.comm, self.attention_comm):
             comm.sent.clear()
             comm.sent_to.clear()
