@@ -4,32 +4,46 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from semmoe.core import Topology
+from semmoe.console import Bars
+from semmoe.core import Topology, require
+from semmoe.dataset import Prompt, digest, encode, load_dataset
 from semmoe.settings import DemoSettings, GenerateSettings, SolveSettings
 from semmoe.texts import held_out_prompts
 
 MODEL = Path(__file__).parent / "models" / "tiny"
 
 
-def demo_prompts(settings: DemoSettings, tokenizer: Any) -> tuple[list[list[int]], list[list[int]]]:
-    """(profile, evaluation) token ids: text that the model never saw, from different documents of each domain."""
-    texts = held_out_prompts(per_domain=settings.profile_prompts)
-    documents = sorted({(domain, document) for domain, document, _ in texts})
-    profiled = set(documents[::2])
-    profile = [text for domain, document, text in texts if (domain, document) in profiled]
-    rest = [text for domain, document, text in texts if (domain, document) not in profiled]
+def demo_prompts(
+    settings: DemoSettings, tokenizer: Any, dataset: Path | None = None
+) -> tuple[list[list[int]], list[list[int]]]:
+    """(profile, evaluation) token ids: from `dataset`, or text that the embedded model never saw.
+
+    Held-out text is split by document, so that the two share none; a dataset's first three quarters are profiled.
+    """
+    if dataset is None:
+        profile, rest = _held_out_texts(settings)
+    else:
+        prompts = load_dataset(dataset)
+        cut = min(len(prompts) * 3 // 4, settings.profile_prompts)
+        require(cut >= settings.ep_size, f"{dataset} holds {len(prompts)} prompts: too few to profile and evaluate")
+        profile, rest = prompts[:cut], prompts[cut:]
     return (
-        tokenizer(profile[: settings.profile_prompts])["input_ids"],
-        tokenizer(rest[: settings.generate_prompts])["input_ids"],
+        encode(profile[: settings.profile_prompts], tokenizer, settings.max_prompt_tokens),
+        encode(rest[: settings.generate_prompts], tokenizer, settings.max_prompt_tokens),
     )
 
 
-def run_demo(settings: DemoSettings, work: Path, progress) -> dict[str, Any]:
-    """Run every stage, artefacts under `work`; returns the table's rows and what they rest on.
+def _held_out_texts(settings: DemoSettings) -> tuple[list[Prompt], list[Prompt]]:
+    texts = held_out_prompts(per_domain=settings.profile_prompts)
+    documents = sorted({(domain, document) for domain, document, _ in texts})
+    profiled = set(documents[::2])
+    profile = [Prompt(text=text) for domain, document, text in texts if (domain, document) in profiled]
+    rest = [Prompt(text=text) for domain, document, text in texts if (domain, document) not in profiled]
+    return profile, rest
 
-    progress: an object with `task(description, total)` that returns a callable to advance it.
-    """
-    from semmoe.dataset import digest
+
+def run_demo(settings: DemoSettings, work: Path, progress: Bars, dataset: Path | None = None) -> dict[str, Any]:
+    """Run every stage, artefacts under `work`; returns the table's rows and what they rest on."""
     from semmoe.engines.transformers import generate as gen
     from semmoe.engines.transformers import verify
     from semmoe.engines.transformers.model import fingerprint_of, load_model, load_tokenizer
@@ -41,7 +55,7 @@ def run_demo(settings: DemoSettings, work: Path, progress) -> dict[str, Any]:
 
     advance = progress.task("loading the model", 1)
     tokenizer, model, identity = load_tokenizer(str(MODEL)), load_model(str(MODEL)), fingerprint_of(str(MODEL))
-    profile_ids, prompts = demo_prompts(settings, tokenizer)
+    profile_ids, prompts = demo_prompts(settings, tokenizer, dataset)
     advance(1)
 
     advance = progress.task(f"profiling {len(profile_ids)} prompts", len(profile_ids))
@@ -73,4 +87,4 @@ def run_demo(settings: DemoSettings, work: Path, progress) -> dict[str, Any]:
     for result in results:
         agreement = verify.compare_outputs(model, prompts, reference, result.outputs)
         rows.append({**result.figures(), "identical": agreement.holds, "identical_text": str(agreement)})
-    return {"settings": asdict(settings), "profile_tokens": trace.num_tokens, "set_ups": rows}
+    return {"settings": asdict(settings), "prompts": len(prompts), "profile_tokens": trace.num_tokens, "set_ups": rows}

@@ -68,6 +68,7 @@ class DemoSettings:
     ep_size: int = 4
     profile_prompts: int = 144
     generate_prompts: int = 48
+    max_prompt_tokens: int = 512
     max_new_tokens: int = 16
     batch_size: int = 12
     seed: int = 0

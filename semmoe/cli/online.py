@@ -131,7 +131,9 @@ def generate(
     chosen = _plan_to_run(model, plan, attention, ep_size, dp_size)
     prompts, tokenizer = _encode_given(model, prompt) if prompt else _prompts(model, dataset, limit, max_prompt_tokens)
     settings = GenerateSettings(max_new_tokens=max_new_tokens, batch_size=batch_size)
-    set_up = gen.SetUp(name=chosen.method, plan=chosen, exchange=exchange.value)
+    way = "on the plan" if plan else "vanilla" if exchange is Exchange.all_to_all else exchange.value
+    name = f"attention-{chosen.topology.attention.upper()}, {way}"
+    set_up = gen.SetUp(name=name, plan=chosen, exchange=exchange.value)
     with console.bars() as bars:
         advance = bars.task(f"generating on {chosen.topology.ep_size} processes", len(prompts))
         result = gen.generate(model, prompts, [set_up], settings, lambda name, done: advance(done))[0]
@@ -147,10 +149,10 @@ def generate(
     if as_json:
         console.print_json({**row, "completions": completions})
     else:
-        title = f"{len(prompts)} requests, attention-{chosen.topology.attention}, {chosen.topology.ep_size} processes"
+        title = f"{len(prompts)} requests, {chosen.topology.ep_size} processes"
         console.print_table(title, *tables.generated([row]))
-        for text in completions if prompt else []:
-            console.out.print(text, markup=False)
+        for given, text in zip(prompt or [], completions, strict=False):
+            console.out.print(f"{given}{text}\n", markup=False)
     if agreement is not None and not agreement.holds:
         raise typer.Exit(1)
 
@@ -205,11 +207,14 @@ def _write_completions(path: Path, prompts: list[str], completions: list[str]) -
 @app.command()
 def demo(
     ep_size: EpSize = 4,
+    dataset: Dataset = None,
     seed: Seed = 0,
     keep: Annotated[Path | None, typer.Option(help="Keep trace and plans here.", rich_help_panel=OUTPUT)] = None,
     as_json: Json = False,
 ) -> None:
     """The whole line on the embedded model: profile, solve, generate five ways, and one table. About two minutes.
+
+    Without --dataset the prompts are text of the standard library that the model never saw.
 
     Example: `semmoe demo --keep out`
     """
@@ -218,7 +223,7 @@ def demo(
     work = keep or Path(tempfile.mkdtemp(prefix="semmoe-demo-"))
     try:
         with console.bars() as bars:
-            result = run_demo(DemoSettings(ep_size=ep_size, seed=seed), work, bars)
+            result = run_demo(DemoSettings(ep_size=ep_size, seed=seed), work, bars, dataset)
     finally:
         if keep is None:
             shutil.rmtree(work, ignore_errors=True)
@@ -226,7 +231,7 @@ def demo(
     if as_json:
         console.print_json(result)
     else:
-        title = f"{result['settings']['generate_prompts']} held-out prompts, {ep_size} processes"
+        title = f"{result['prompts']} {'given' if dataset else 'held-out'} prompts, {ep_size} processes"
         console.print_table(title, *tables.generated(rows))
         tables.print_gain(rows)
     if not all(row["identical"] for row in rows):
