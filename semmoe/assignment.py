@@ -3,12 +3,13 @@
 Pure NumPy and numba, so that the offline experiment (`replay`) and the engines run the very same decisions.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numba
 import numpy as np
 
-from semmoe.core import PRIOR, RequestTable, ShuffleTables
+from semmoe.core import PRIOR, Plan, RequestTable, ShuffleTables
 
 
 class RequestScheduler:
@@ -34,6 +35,14 @@ class RequestScheduler:
         if self._used.all():
             self._used[:] = False
         return group
+
+
+def schedule_requests(prompts: Sequence[Sequence[int] | np.ndarray], plan: Plan) -> np.ndarray:
+    """(R,) int64: the attention group of each request in arrival order, by Algorithm 2, or in turn without tables."""
+    if plan.schedule is None or plan.schedule.requests is None:
+        return np.arange(len(prompts)) % plan.topology.dp_size
+    scheduler = RequestScheduler(plan.schedule.requests)
+    return np.array([scheduler.assign(np.asarray(prompt)) for prompt in prompts], np.int64)
 
 
 def known_rows(token_ids: np.ndarray, num_rows: int) -> np.ndarray:

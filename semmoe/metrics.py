@@ -6,6 +6,7 @@ Definitions, for a batch of B tokens whose token t sits on rank home(t) when the
     load                         (token, expert) pairs that each rank computes
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import comb
 
@@ -38,6 +39,11 @@ class Traffic:
             self.pairs + other.pairs, self.local_pairs + other.local_pairs, self.tokens + other.tokens,
             self.rows + other.rows, self.load + other.load,
         )  # fmt: skip
+
+
+def sum_traffic(parts: Sequence[Traffic]) -> Traffic:
+    """The sum of at least one."""
+    return sum(parts[1:], parts[0])
 
 
 def serving_ranks(placement: Placement, topology: Topology) -> np.ndarray:

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from semmoe.assignment import Preference, RequestScheduler, assign_slices, look_up, position_slices
+from semmoe.assignment import Preference, assign_slices, look_up, position_slices, schedule_requests
 from semmoe.core import PRIOR, Plan, RoutingTrace, require
-from semmoe.metrics import Traffic, layer_traffic, max_over_mean, max_over_median, serving_ranks
+from semmoe.metrics import Traffic, layer_traffic, max_over_mean, max_over_median, serving_ranks, sum_traffic
 from semmoe.schedule import token_devices
 from semmoe.settings import ReplaySettings
 
@@ -28,7 +28,7 @@ class ReplayResult:
 
     @property
     def total(self) -> Traffic:
-        return sum(self.layers[1:], self.layers[0])
+        return sum_traffic(self.layers)
 
     def as_dict(self) -> dict[str, Any]:
         """The metrics by their JSON names, over all layers and layer by layer."""
@@ -57,7 +57,8 @@ def replay(trace: RoutingTrace, plan: Plan, settings: ReplaySettings) -> ReplayR
     """Score `plan` on the routed tokens of `trace`, in full batches."""
     plan.check(trace.fingerprint)
     require(trace.num_tokens > 0, "the trace to replay holds no routed token")
-    group = request_groups(trace, plan)[trace.request_of_token()]  # (T,)
+    prompts = [trace.prompt(r) for r in range(trace.num_requests)]
+    group = schedule_requests(prompts, plan)[trace.request_of_token()]  # (T,)
     batches = cut_batches(trace.num_tokens, settings)
     serving = serving_ranks(plan.placement, plan.topology)
     layers, mean, median = [], [], []
@@ -66,7 +67,7 @@ def replay(trace: RoutingTrace, plan: Plan, settings: ReplaySettings) -> ReplayR
             layer_traffic(trace.expert_ids[rows, l], _homes(preference, group, rows, plan), serving[l])
             for rows in batches
         ]
-        layers.append(sum(traffic[1:], traffic[0]))
+        layers.append(sum_traffic(traffic))
         mean.append(np.mean([max_over_mean(t.load) for t in traffic]))
         median.append(np.mean([max_over_median(t.load) for t in traffic]))
     tokens = np.bincount(group, minlength=plan.topology.dp_size)
@@ -74,14 +75,6 @@ def replay(trace: RoutingTrace, plan: Plan, settings: ReplaySettings) -> ReplayR
         layers=layers, load_max_over_mean=np.array(mean), load_max_over_median=np.array(median),
         token_max_over_mean=max_over_mean(tokens), unknown_share=_unknown_share(trace, plan),
     )  # fmt: skip
-
-
-def request_groups(trace: RoutingTrace, plan: Plan) -> np.ndarray:
-    """(R,) the attention group of each request: Algorithm 2, or in turn without tables."""
-    if plan.schedule is None or plan.schedule.requests is None:
-        return np.arange(trace.num_requests) % plan.topology.dp_size
-    scheduler = RequestScheduler(plan.schedule.requests)
-    return np.array([scheduler.assign(trace.prompt(r)) for r in range(trace.num_requests)], np.int64)
 
 
 def cut_batches(num_tokens: int, settings: ReplaySettings) -> list[np.ndarray]:

@@ -83,6 +83,15 @@ def edit_arrays(path: Path, **changes) -> None:
     save_file({name: array for name, array in arrays.items() if array is not None}, path)
 
 
+def refuses_arrays(mode, folder, changes, message):
+    """A saved plan whose arrays were changed is refused, by what is wrong and by its path."""
+    path = saved(mode, folder)
+    edit_arrays(path / "plan.safetensors", **changes)
+    with pytest.raises(ValueError, match=message) as error:
+        load_plan(path)
+    assert str(path) in str(error.value)
+
+
 def edit_json(path: Path, **changes) -> None:
     """A key such as `topology__dp_size` is set inside an object."""
     content = json.loads(path.read_text())
@@ -129,11 +138,7 @@ def ranks(value: int) -> np.ndarray:
     ],
 )
 def test_tampered_arrays_are_refused(tmp_path, changes, message):
-    path = saved("tp", tmp_path)
-    edit_arrays(path / "plan.safetensors", **changes)
-    with pytest.raises(ValueError, match=message) as error:
-        load_plan(path)
-    assert str(path) in str(error.value)
+    refuses_arrays("tp", tmp_path, changes, message)
 
 
 @pytest.mark.parametrize(
@@ -157,11 +162,7 @@ def test_tampered_arrays_are_refused(tmp_path, changes, message):
     ],
 )
 def test_arrays_of_another_kind_are_refused(tmp_path, changes, message):
-    path = saved("tp", tmp_path)
-    edit_arrays(path / "plan.safetensors", **changes)
-    with pytest.raises(ValueError, match=message) as error:
-        load_plan(path)
-    assert str(path) in str(error.value)
+    refuses_arrays("tp", tmp_path, changes, message)
 
 
 def test_a_type_that_numpy_lacks_is_refused_by_name(tmp_path):
@@ -188,11 +189,7 @@ def test_a_type_that_numpy_lacks_is_refused_by_name(tmp_path):
     ],
 )
 def test_tampered_request_tables_are_refused(tmp_path, changes, message):
-    path = saved("dp", tmp_path)
-    edit_arrays(path / "plan.safetensors", **changes)
-    with pytest.raises(ValueError, match=message) as error:
-        load_plan(path)
-    assert str(path) in str(error.value)
+    refuses_arrays("dp", tmp_path, changes, message)
 
 
 @pytest.mark.parametrize(

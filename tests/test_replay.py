@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic import make_fingerprint, make_trace, planted_trace, random_trace
 
+from semmoe.assignment import schedule_requests
 from semmoe.core import Topology
 from semmoe.metrics import serving_ranks
 from semmoe.placement.linear import vanilla_plan
-from semmoe.replay import cut_batches, replay, request_groups
+from semmoe.replay import cut_batches, replay
 from semmoe.settings import PaperSettings, ReplaySettings, SolveSettings
 from semmoe.solve import score, solve, solve_methods
 from semmoe.trace import open_trace
@@ -100,7 +101,15 @@ def test_totals_agree_with_loops(groups, ranks, method, seed):
 def test_requests_without_tables_go_to_groups_in_turn():
     trace = random_trace(0, requests=7)
     plan = vanilla_plan(trace.fingerprint, Topology(ep_size=2, dp_size=2))
-    assert request_groups(trace, plan).tolist() == [0, 1, 0, 1, 0, 1, 0]
+    assert schedule_requests([trace.prompt(r) for r in range(trace.num_requests)], plan).tolist() == [
+        0,
+        1,
+        0,
+        1,
+        0,
+        1,
+        0,
+    ]
 
 
 def test_token_imbalance_counts_routed_tokens_of_each_group():

@@ -19,6 +19,7 @@ class Batch:
 
     def __post_init__(self) -> None:
         self.generated = [[] for _ in self.prompts]
+        self._padded = left_pad(self.prompts)
 
     @property
     def done(self) -> bool:
@@ -37,13 +38,13 @@ class Batch:
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Token ids of the next forward (B, S) and which of them are real (B, S): not padding, not finished."""
         if self.cache is None:
-            return left_pad(self.prompts)
+            return self._padded
         ids = torch.tensor([[new[-1] if new else 0] for new in self.generated])
         return ids, torch.tensor([[not self.finished(i)] for i in range(len(self.prompts))])
 
     def attention_mask(self) -> torch.Tensor:
         """(B, tokens so far): what may be attended to."""
-        mask = left_pad(self.prompts)[1]
+        mask = self._padded[1]
         steps = max(map(len, self.generated), default=0)
         return torch.cat([mask, mask.new_ones(len(mask), steps)], dim=1).long()
 

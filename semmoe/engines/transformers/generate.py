@@ -16,13 +16,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from semmoe.assignment import RequestScheduler
+from semmoe.assignment import schedule_requests
 from semmoe.core import Plan, Topology, require
 from semmoe.dataset import check_token_ids
 from semmoe.engines.transformers.batch import Batch, cut, eos_ids, step
 from semmoe.engines.transformers.model import load_model
 from semmoe.engines.transformers.parallel import ParallelModel
-from semmoe.metrics import Traffic, max_over_mean
+from semmoe.metrics import Traffic, max_over_mean, sum_traffic
 from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.launch import Reporter, run_ranks
 from semmoe.settings import GenerateSettings
@@ -158,14 +158,6 @@ def attention_communicator(comm: Communicator, topology: Topology) -> Communicat
     return Communicator(groups[comm.rank // S], comm.rank % S, S)
 
 
-def schedule_requests(prompts: Sequence[Sequence[int]], plan: Plan) -> np.ndarray:
-    """(R,) attention group of each request in arrival order: Algorithm 2, or in turn without tables."""
-    if plan.schedule is None or plan.schedule.requests is None:
-        return np.arange(len(prompts)) % plan.topology.dp_size
-    scheduler = RequestScheduler(plan.schedule.requests)
-    return np.array([scheduler.assign(np.asarray(p)) for p in prompts])
-
-
 def _decode(
     parallel: ParallelModel, prompts, topology: Topology, settings: GenerateSettings, progress
 ) -> list[list[int]]:
@@ -205,8 +197,8 @@ def _gather(name: str, parallel: ParallelModel, answers: dict[int, list[int]], p
     shares: list[_RankShare] = [own] * comm.size
     dist.all_gather_object(shares, own)
     outputs = {i: tokens for share in shares for i, tokens in share.answers.items()}
-    layers = [sum(parts[1:], parts[0]) for parts in zip(*(share.traffic for share in shares), strict=True)]
-    total = sum(layers[1:], layers[0])
+    layers = [sum_traffic(parts) for parts in zip(*(share.traffic for share in shares), strict=True)]
+    total = sum_traffic(layers)
     return GenerateResult(
         name=name, outputs=[outputs[i] for i in range(len(prompts))], seconds=seconds,
         forward_tokens=sum(len(p) + len(outputs[i]) - 1 for i, p in enumerate(prompts)),

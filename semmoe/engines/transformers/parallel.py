@@ -7,7 +7,6 @@ baseline that attention-TP must beat: every rank computes its own experts for al
 """
 
 from collections import Counter
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -53,16 +52,6 @@ class LocalExperts:
         return out
 
 
-@dataclass
-class ForwardRows:
-    """Which rows of the current forward are real: not padding, not a finished request's."""
-
-    index: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))  # (N,) into the flat batch
-
-    def set(self, real: torch.Tensor) -> None:
-        self.index = real.reshape(-1).nonzero(as_tuple=True)[0]
-
-
 class ParallelModel:
     """One rank's part of a model: attach with the constructor, then run forwards; `traffic` counts what was routed.
 
@@ -77,12 +66,15 @@ class ParallelModel:
         topology = plan.topology
         no_dp = exchange == "all-to-all" or topology.dp_size == 1
         require(no_dp, "exchange all-reduce needs attention-TP: ranks with requests of their own share no rows")
-        self.model, self.plan, self.rows = model, plan, ForwardRows()
+        self.model, self.plan = model, plan
         self.comm, self.attention_comm = experts_comm, attention_comm
         group = experts_comm.rank // topology.attn_tp_size
         self.shuffler = TokenShuffler(plan, group, attention_comm.rank)
         self._serving = serving_ranks(plan.placement, topology)  # (L, G, E)
+        views = torch.from_numpy(self._serving.astype(np.int64)).to(model.device)
+        self._serving_from_here, self._serving_from_first = views[:, experts_comm.rank], views[:, 0]
         self.traffic = self._no_traffic()
+        self._rows = torch.zeros(0, dtype=torch.int64)  # (N,) rows of the flat batch that are real
         self._attach(exchange)
 
     def _attach(self, exchange: str) -> None:
@@ -102,15 +94,19 @@ class ParallelModel:
 
     def begin(self, ids: torch.Tensor, real: torch.Tensor) -> None:
         """Before each forward: the batch's token ids and which of them are real, both (B, S)."""
-        self.rows.set(real.to(self.model.device))
+        self._rows = real.reshape(-1).nonzero(as_tuple=True)[0].to(self.model.device)
         self.shuffler.start(ids.reshape(-1)[real.reshape(-1)].numpy())
 
     def idle(self) -> None:
         """Serve other groups' tokens for one forward in which this group has none of its own."""
+        for index in range(len(self._experts)):
+            self._serve_others(index)
+
+    def _serve_others(self, index: int) -> None:
+        """Take part in one MoE layer's all-to-all with no token of one's own."""
         hidden = torch.zeros(0, self.model.config.hidden_size, dtype=self.model.dtype, device=self.model.device)
         no_ids = torch.zeros(0, self.plan.fingerprint.top_k, dtype=torch.int64, device=hidden.device)
-        for index in range(len(self._experts)):
-            self._expert_all_to_all(index, hidden, no_ids, no_ids.to(hidden.dtype))
+        self._expert_all_to_all(index, hidden, no_ids, no_ids.to(hidden.dtype))
 
     def _layer_all_to_all(self, layer: nn.Module, index: int | None, hidden_states: torch.Tensor, **kwargs):
         """One decoder layer on a full residual stream (B, S, H), equal on all ranks of the attention group."""
@@ -135,8 +131,7 @@ class ParallelModel:
         """Post-attention norm, MoE or dense block, residual, on this rank's rows (n, H), n may be 0."""
         if len(stream) == 0:
             if index is not None:
-                no_ids = torch.zeros(0, self.plan.fingerprint.top_k, dtype=torch.int64, device=stream.device)
-                self._expert_all_to_all(index, stream, no_ids, no_ids.to(stream.dtype))
+                self._serve_others(index)
             return stream
         out = layer.mlp(layer.post_attention_layernorm(stream)[None])
         out = out[0] if isinstance(out, tuple) else out  # GPT-OSS returns its scores too
@@ -147,20 +142,17 @@ class ParallelModel:
         self._last_routing = (expert_ids, weights)
         home = np.full(len(expert_ids), self.comm.rank)
         self._count(index, layer_traffic(expert_ids.cpu().numpy(), home, self._serving[index]))
-        serving = torch.from_numpy(self._serving[index, self.comm.rank].astype(np.int64)).to(hidden.device)
-        received, handle = dispatch(self.comm, hidden, expert_ids, weights, serving)
+        received, handle = dispatch(self.comm, hidden, expert_ids, weights, self._serving_from_here[index])
         results = self._experts[index](received.hidden, received.expert_ids, received.weights)
         return combine(self.comm, results, handle)
 
     def _layer_all_reduce(self, layer: nn.Module, index: int | None, hidden_states: torch.Tensor, **kwargs):
         attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)
         stream = self._real(hidden_states) + self.attention_comm.all_reduce(self._real(attended))
-        out = layer.mlp(layer.post_attention_layernorm(stream)[None])
-        out = out[0] if isinstance(out, tuple) else out
-        return self._put_back(hidden_states, stream + out.reshape(stream.shape))
+        return self._put_back(hidden_states, self._feed_forward(layer, index, stream))
 
     def _expert_all_reduce(self, index: int, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor):
-        serves = torch.from_numpy(self._serving[index, 0] == self.comm.rank).to(hidden.device)
+        serves = self._serving_from_first[index] == self.comm.rank  # one rank's view, so that each expert runs once
         mine = torch.where(serves[expert_ids], expert_ids, -1)
         load = np.zeros(self.comm.size, np.int64)
         load[self.comm.rank] = int((mine >= 0).sum())
@@ -176,12 +168,12 @@ class ParallelModel:
         return [Traffic(0, 0, 0, np.zeros((G, G), np.int64), np.zeros(G, np.int64)) for _ in self._serving]
 
     def _real(self, states: torch.Tensor) -> torch.Tensor:
-        return states.reshape(-1, states.shape[-1])[self.rows.index]
+        return states.reshape(-1, states.shape[-1])[self._rows]
 
     def _put_back(self, states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Rows of padding keep what they had: finite, and read by nobody."""
         flat = states.reshape(-1, states.shape[-1]).clone()
-        flat[self.rows.index] = rows
+        flat[self._rows] = rows
         return flat.view(states.shape)
 
     def reset_counts(self) -> None:
