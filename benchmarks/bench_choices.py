@@ -17,6 +17,7 @@ from semmoe.placement import paper
 from semmoe.replay import replay
 from semmoe.settings import PaperSettings, ReplaySettings, SolveSettings
 from semmoe.solve import solve
+from semmoe.split import split
 from semmoe.trace import open_trace
 
 SEEDS = range(3)
@@ -77,7 +78,7 @@ def show(name: str, metrics: dict[str, float]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path)
-    profile, evaluation = open_trace(parser.parse_args().trace).split(0.2, 0)
+    profile, evaluation = split(open_trace(parser.parse_args().trace), 0.2, 0)
     results: dict[str, dict] = {}
     for attention, ep_size in (("tp", 8), ("dp", 4)):
         print(f"attention-{attention}, EP{ep_size}, mean of {len(SEEDS)} seeds")

@@ -20,6 +20,7 @@ from semmoe.core import RoutingTrace, Topology
 from semmoe.metrics import uniform_remote_ranks
 from semmoe.settings import METHODS, DemoSettings, ReplaySettings
 from semmoe.solve import score, solve_methods
+from semmoe.split import split
 from semmoe.trace import open_trace
 
 
@@ -47,7 +48,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         trace = open_trace(arguments.trace) if arguments.trace else embedded_trace(Path(folder))
     f, measure, lines = trace.fingerprint, ReplaySettings(), []
-    profile, evaluation = trace.split(0.2, 0)
+    profile, evaluation = split(trace, 0.2, 0)
     print(f"{f.model}: {trace.num_requests} requests, {trace.num_tokens:,} tokens, {f.num_layers} layers,")
     print(f"top-{f.top_k} of {f.num_experts}; 20/80 by request, batches of 1,024 mixed; {platform.machine()}")
     for attention, ep_size in (("tp", 8), ("tp", 4), ("dp", 4)):

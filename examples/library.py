@@ -10,8 +10,9 @@ from semmoe.placement.linear import vanilla_plan
 from semmoe.replay import replay
 from semmoe.settings import ReplaySettings, SolveSettings
 from semmoe.solve import solve
+from semmoe.split import split
 
-profile, evaluation = open_trace(sys.argv[1]).split(share=0.2, seed=0)
+profile, evaluation = split(open_trace(sys.argv[1]), share=0.2, seed=0)
 topology = Topology.for_attention("tp", ep_size=8)
 for plan in (vanilla_plan(profile.fingerprint, topology), solve(profile, topology, SolveSettings())):
     result = replay(evaluation, plan, ReplaySettings(batch_tokens=1024))

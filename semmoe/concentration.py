@@ -13,6 +13,7 @@ from scipy.stats import kurtosis
 
 from semmoe.affinity import build_affinity
 from semmoe.core import Affinity, RoutingTrace
+from semmoe.split import split
 
 QUANTILES = (0.25, 0.5, 0.75)
 
@@ -74,7 +75,7 @@ def prediction(trace: RoutingTrace, profile_share: float = 0.25, seed: int = 0) 
 
     Precision is over tokens that the profile has seen; F1 also counts the misses on tokens it has not.
     """
-    profile, rest = trace.split(profile_share, seed)
+    profile, rest = split(trace, profile_share, seed)
     affinity = build_affinity(profile)
     K = trace.fingerprint.top_k
     known = affinity.token_frequency[rest.token_ids] > 0
@@ -95,7 +96,7 @@ def next_layer_hit_rate(trace: RoutingTrace, max_lookback: int = 5, profile_shar
     Scores are linear in the experts chosen before, fitted by least squares on a share of the requests (A.2 looks back
     likewise, and does not say how it predicts). Averaged over layers that have n layers before them.
     """
-    profile, rest = trace.split(profile_share, seed)
+    profile, rest = split(trace, profile_share, seed)
     L, K = trace.fingerprint.num_layers, trace.fingerprint.top_k
     out = []
     for n in range(1, min(max_lookback, L - 1) + 1):

@@ -145,14 +145,6 @@ class RoutingTrace:
             request_offsets=offsets, prompt_ids=self.prompt_ids[prompt_rows], prompt_offsets=prompt_offsets,
         )  # fmt: skip
 
-    def split(self, share: float, seed: int) -> tuple[RoutingTrace, RoutingTrace]:
-        """(profile, evaluation): a random `share` of the requests and the rest, each in arrival order."""
-        require(0 < share < 1, f"profile share must lie between 0 and 1, not {share}")
-        require(self.num_requests >= 2, f"a trace of {self.num_requests} request(s) cannot be split")
-        order = np.random.default_rng(seed).permutation(self.num_requests)
-        cut = min(max(round(share * len(order)), 1), len(order) - 1)
-        return self.select(np.sort(order[:cut])), self.select(np.sort(order[cut:]))
-
     def digest(self) -> str:
         """SHA-256 of the trace's contents."""
         sha = hashlib.sha256()

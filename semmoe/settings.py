@@ -72,3 +72,17 @@ class DemoSettings:
     max_new_tokens: int = 16
     batch_size: int = 12
     seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoclusterSettings:
+    """Objective and effort of semmoe's own placement. Weights are in units of one activation that stays on its rank."""
+
+    activation: float = 1.0  # gain of a (token, expert) pair on the token's own rank
+    remote_rank: float = 1.0  # cost of a row sent to another rank
+    remote_node: float = 0.0  # further cost of a row that leaves the node
+    load_price: float = 5.0  # cost of a rank's load above the cap, per mean load
+    starts: int = 4
+    kicks: int = 12
+    sweeps: int = 12
+    price_steps: int = 4

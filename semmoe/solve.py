@@ -13,6 +13,7 @@ from semmoe.placement import eplb, linear, paper
 from semmoe.replay import replay
 from semmoe.schedule import build_schedule
 from semmoe.settings import ReplaySettings, SolveSettings
+from semmoe.split import near_duplicates, split
 
 
 def solve(
@@ -57,12 +58,12 @@ def expect(
 ) -> dict[str, Any] | None:
     """What a plan so made gains on requests that it has not seen: solve on 1 - `holdout`, replay on the rest.
 
-    Returns None where the trace has too few requests to hold any out.
+    Returns None where the trace has too few requests, or too few that differ, to hold any out.
     """
     smallest = max(2, topology.dp_size + 1)
-    if trace.num_requests * (1 - holdout) < smallest:
+    if trace.num_requests * (1 - holdout) < smallest or near_duplicates(trace).max() == 0:
         return None
-    held_out, profile = trace.split(holdout, settings.seed)
+    held_out, profile = split(trace, holdout, settings.seed)
     result = replay(held_out, solve(profile, topology, settings), measure).as_dict()
     del result["layers"], result["rows_per_rank_pair"]
     return {"holdout": holdout, "requests": held_out.num_requests, **asdict(measure), **result}

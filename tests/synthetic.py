@@ -64,7 +64,8 @@ def planted_trace(groups, ranks, layers=3, per_block=4, top_k=2, requests_per_gr
         for b in block:
             experts.append([rng.permutation(members[l, b])[:top_k] for l in range(layers)])
     size = {"vocab_size": blocks * types_per_block, "num_experts": blocks * per_block}
-    return make_trace(requests, experts, **size), block_of_expert
+    prompts = [rng.permutation(request).tolist() for request in requests]  # no two alike
+    return make_trace(requests, experts, prompts, **size), block_of_expert
 
 
 def with_prefill(trace: RoutingTrace, rows: int) -> RoutingTrace:

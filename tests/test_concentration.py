@@ -8,6 +8,7 @@ from synthetic import make_trace, random_trace
 
 from semmoe.affinity import build_affinity
 from semmoe.concentration import concentration, next_layer_hit_rate, prediction, quantiles, token_statistics
+from semmoe.split import split
 
 
 def test_hotness_of_the_docstring_s_example():
@@ -74,7 +75,7 @@ def test_concentration_agrees_with_loops(seed):
 def test_prediction_is_perfect_where_routing_never_varies():
     tokens = [[0, 1, 2, 3]] * 8
     experts = np.array([[[t, (t + 1) % 4]] for t in range(4)] * 8)
-    found = prediction(make_trace(tokens, experts))
+    found = prediction(make_trace(tokens, experts, [[]] * 8))
     assert found["known_token_share"] == 1.0
     assert found["layers"] == [{"layer": 0, "precision": 1.0, "f1": 1.0}]
 
@@ -82,7 +83,7 @@ def test_prediction_is_perfect_where_routing_never_varies():
 @given(st.integers(0, 999))
 def test_prediction_agrees_with_loops(seed):
     trace = random_trace(seed, requests=12, layers=2, vocab=15)
-    profile, rest = trace.split(0.25, seed)
+    profile, rest = split(trace, 0.25, seed)
     if rest.num_tokens == 0 or profile.num_tokens == 0:
         return
     found = prediction(trace, seed=seed)
@@ -109,7 +110,7 @@ def chain(layers: int) -> np.ndarray:
 
 
 def test_a_chain_of_experts_is_followed_without_fail():
-    trace = make_trace([[0] * 4] * 20, chain(4))
+    trace = make_trace([[0] * 4] * 20, chain(4), [[]] * 20)
     assert next_layer_hit_rate(trace, max_lookback=9) == [{"lookback": n, "hit_rate": 1.0} for n in (1, 2, 3)]
 
 
@@ -117,11 +118,11 @@ def test_looking_back_further_sees_what_one_layer_hides():
     """Layer 1 is always expert 0, so layer 2 can only be told from layer 0."""
     experts = np.repeat((np.arange(160) % 4)[:, None], 3, axis=1)
     experts[:, 1] = 0
-    trace = make_trace([[0] * 4] * 40, experts[..., None])
+    trace = make_trace([[0] * 4] * 40, experts[..., None], [[]] * 40)
     one, two = next_layer_hit_rate(trace)
     assert two == {"lookback": 2, "hit_rate": 1.0}
     assert one["hit_rate"] == pytest.approx((1 + 1 / 4) / 2)
 
 
 def test_one_layer_has_none_before_it():
-    assert next_layer_hit_rate(make_trace([[0]] * 8, np.zeros((8, 1, 1)))) == []
+    assert next_layer_hit_rate(make_trace([[0]] * 8, np.zeros((8, 1, 1)), [[]] * 8)) == []

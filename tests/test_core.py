@@ -103,33 +103,6 @@ def test_select_agrees_with_slicing_request_by_request(seed, data):
     assert [part.prompt(i).tolist() for i in range(len(chosen))] == [trace.prompt(r).tolist() for r in chosen]
 
 
-@given(share=st.floats(0.01, 0.99), seed=st.integers(0, 99))
-def test_split_divides_the_requests_and_keeps_arrival_order(share, seed):
-    trace = make_trace([[r] for r in range(6)], np.zeros((6, 1, 1)), top_k=1, num_experts=1)
-    profile, rest = trace.split(share, seed)
-    assert sorted([*profile.token_ids, *rest.token_ids]) == list(range(6))
-    assert profile.num_requests == min(max(round(6 * share), 1), 5)
-    assert (np.diff(profile.token_ids) > 0).all()
-    assert (np.diff(rest.token_ids) > 0).all()
-
-
-def test_split_depends_on_the_seed_alone():
-    trace = random_trace(0)
-    parts = [trace.split(0.5, seed)[0].digest() for seed in (1, 1, 2)]
-    assert parts[0] == parts[1] != parts[2]
-
-
-@pytest.mark.parametrize("share", [0.0, 1.0, -0.5])
-def test_split_refuses_an_empty_part(share):
-    with pytest.raises(ValueError, match="between 0 and 1"):
-        random_trace(0).split(share, 0)
-
-
-def test_one_request_cannot_be_split():
-    with pytest.raises(ValueError, match=r"1 request\(s\) cannot be split"):
-        random_trace(0, requests=1).split(0.5, 0)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -10,6 +10,7 @@ from semmoe.core import PRIOR, Topology
 from semmoe.replay import replay
 from semmoe.settings import GenerateSettings, PaperSettings, ReplaySettings, SolveSettings
 from semmoe.solve import expect, score, solve, solve_methods
+from semmoe.split import split
 
 QUICK = PaperSettings(steps=3, swaps_per_expert=20)
 TP4 = Topology(ep_size=4)
@@ -111,7 +112,7 @@ def test_expectation_is_the_replay_of_requests_held_out():
     trace, _ = planted_trace(1, 4)
     settings, measure = SolveSettings(paper=QUICK, seed=3), ReplaySettings(batch_tokens=16, batches="prefill")
     expected = expect(trace, TP4, settings, measure, holdout=0.5)
-    held_out, profile = trace.split(0.5, 3)
+    held_out, profile = split(trace, 0.5, 3)
     result = replay(held_out, solve(profile, TP4, settings), measure).as_dict()
     assert (expected["requests"], expected["holdout"], expected["batch_tokens"]) == (3, 0.5, 16)
     assert expected["lar"] == result["lar"]

@@ -199,13 +199,14 @@ def _replay_methods(
     trace: RoutingTrace, method: str, topology: Topology, measure: ReplaySettings, redundant: int, share: float
 ) -> dict[str, dict[str, Any]]:
     from semmoe.solve import score, solve_methods
+    from semmoe.split import split
 
     methods = [name for name in METHODS if method in ("all", name)]
     require(bool(methods), f"method must be one of {METHOD_NAMES} or all, not {method!r}")
     if method == "all" and redundant:
         console.err.print("[yellow]warning:[/] the paper's method has no redundant experts and is left out")
         methods.remove("paper")
-    profile, evaluation = trace.split(share, measure.seed)
+    profile, evaluation = split(trace, share, measure.seed)
     with console.bars() as bars:
         advance = bars.task("solving and replaying", len(methods) + 1)
         plans, seconds = solve_methods(profile, topology, methods, redundant, measure.seed, advance)
