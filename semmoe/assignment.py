@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import numba
 import numpy as np
 
-from semmoe.core import PRIOR, Plan, RequestTable, ShuffleTables
+from semmoe.core import PRIOR, Plan, RequestMap, RequestTable, ShuffleTables
+from semmoe.scheduler import CapacityScheduler, SchedulerSettings
+from semmoe.scores import known_rows
 
 
 class RequestScheduler:
@@ -37,17 +39,35 @@ class RequestScheduler:
         return group
 
 
-def schedule_requests(prompts: Sequence[Sequence[int] | np.ndarray], plan: Plan) -> np.ndarray:
-    """(R,) int64: the attention group of each request in arrival order, by Algorithm 2, or in turn without tables."""
-    if plan.schedule is None or plan.schedule.requests is None:
+def schedule_requests(
+    prompts: Sequence[Sequence[int] | np.ndarray], plan: Plan, lengths: np.ndarray | None = None, window: int = 1,
+    unfinished: int = 0,
+) -> np.ndarray:  # fmt: skip
+    """(R,) int64: the attention group of each request in arrival order, by the plan's tables, or in turn without.
+
+    For a plan with a request map: lengths (R,) decode tokens, told of a request once `unfinished` more have arrived
+    (None: never); window: requests that wait to be assigned together. Algorithm 2 knows neither.
+    """
+    table = plan.schedule.requests if plan.schedule else None
+    if table is None:
         return np.arange(len(prompts)) % plan.topology.dp_size
-    scheduler = RequestScheduler(plan.schedule.requests)
-    return np.array([scheduler.assign(np.asarray(prompt)) for prompt in prompts], np.int64)
+    if isinstance(table, RequestTable):
+        scheduler = RequestScheduler(table)
+        return np.array([scheduler.assign(np.asarray(prompt)) for prompt in prompts], np.int64)
+    return _schedule_by_map(prompts, table, lengths, window, unfinished)
 
 
-def known_rows(token_ids: np.ndarray, num_rows: int) -> np.ndarray:
-    """Row of each token id in a table of V + 1 rows: its own, or the last for ids outside the vocabulary."""
-    return np.where((token_ids >= 0) & (token_ids < num_rows - 1), token_ids, num_rows - 1)
+def _schedule_by_map(prompts, table: RequestMap, lengths: np.ndarray | None, window: int, unfinished: int):
+    waiting = window if window > 1 else 0
+    scheduler = CapacityScheduler(table, SchedulerSettings(max_wait=waiting, release=max(window // 4, 1)))
+    assigned, told = [], 0
+    for r, prompt in enumerate(prompts):
+        assigned += scheduler.submit(prompt)
+        while lengths is not None and told < len(assigned) and assigned[told].request < r - unfinished:
+            scheduler.finish(assigned[told], float(lengths[assigned[told].request]))
+            told += 1
+    assigned += scheduler.flush()
+    return np.array([a.group for a in sorted(assigned, key=lambda a: a.request)], np.int64)
 
 
 @dataclass(frozen=True)

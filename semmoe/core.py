@@ -204,6 +204,7 @@ class Placement:
     physical_to_logical_map: np.ndarray  # (L, P) int32
     num_experts: int
     ep_size: int
+    static_dispatch: np.ndarray | None = None  # (L, G, E) int16: the rank that serves e to source rank g; None: by rule
 
     def __post_init__(self) -> None:
         layers, physical = self.physical_to_logical_map.shape
@@ -211,6 +212,15 @@ class Placement:
         _check_range("expert id", self.physical_to_logical_map, self.num_experts, "experts")
         missing = np.argwhere(self.logical_replica_count == 0)
         require(len(missing) == 0, f"expert {missing[:1, 1]} of layer {missing[:1, 0]} is on no rank" if layers else "")
+        if self.static_dispatch is not None:
+            shape = (layers, self.ep_size, self.num_experts)
+            require(
+                self.static_dispatch.shape == shape,
+                f"static_dispatch has shape {self.static_dispatch.shape}, not {shape}",
+            )
+            _check_range("static dispatch rank", self.static_dispatch, self.ep_size, "ranks")
+            served = np.take_along_axis(self.hosts, self.static_dispatch.astype(np.int64), axis=1)
+            require(bool(served.all()), "static_dispatch sends an expert to a rank that does not host it")
 
     @property
     def experts_per_rank(self) -> int:
@@ -271,6 +281,22 @@ class RequestTable:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RequestMap:
+    """Attention-DP: a linear map from a prompt to groups: a prompt's score for group d estimates the share of its pairs that d hosts.
+
+    score = bias + (sum of token_scores over the distinct ids of the prompt) / sqrt(sum of their token_weights).
+    Row V serves ids outside the vocabulary.
+    """
+
+    token_scores: np.ndarray  # (V + 1, D) float32
+    token_weights: np.ndarray  # (V + 1,) float32, idf squared
+    bias: np.ndarray  # (D,) float32
+    prices: np.ndarray  # (D,) float32: what a group's score must exceed others by, so that the profile's load is even
+    score_spread: float  # standard deviation of the profile's scores: the unit of online price changes
+    mean_length: float  # decode tokens of a profiled request
+
+
+@dataclass(frozen=True, kw_only=True)
 class ShuffleTables:
     """Attention-TP: where Algorithm 3 looks up the rank, inside its group, that will host a token's experts."""
 
@@ -283,14 +309,31 @@ class ShuffleTables:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ScoreTables:
+    """Attention-TP: rows whose sum is how many of a token's experts every rank can expect to host, in 1 / SCALE.
+
+    Integers, so that every device and backend comes to the same bits. `predictor` says what the rows mean.
+    """
+
+    token_rows: np.ndarray  # (V + 1,) int32: the row of each token id; row V serves ids outside the vocabulary
+    token_source: np.ndarray  # (V + 1,) uint8: PRIOR, PROFILED or NEIGHBOUR
+    token_scores: np.ndarray  # (L, N + 1, G) int8, to be shifted left by token_shift; the last row is the layer's mean
+    token_shift: np.ndarray  # (L,) uint8
+    path_scores: np.ndarray  # (L, F, G) int16
+    history_scores: np.ndarray  # (L, 2E + 1, G) int16: running mean, previous token, no token before
+    lookback: int  # layers
+    ordered: int  # of these, the nearest ones whose experts have a row for each place in the order of weights
+
+
+@dataclass(frozen=True, kw_only=True)
 class Schedule:
     """The tables that the online side looks up (paper, section 3.3 and appendix B).
 
     Row V of every table with V + 1 rows serves token ids that are outside the vocabulary.
     """
 
-    requests: RequestTable | None  # None with one group
-    shuffle: ShuffleTables | None  # None where a group is one rank
+    requests: RequestTable | RequestMap | None  # None with one group
+    shuffle: ShuffleTables | ScoreTables | None  # None where a group is one rank
 
 
 PRIOR, PROFILED, NEIGHBOUR = 0, 1, 2  # what serves a table row: the prior, its own counts, a neighbour's

@@ -52,7 +52,10 @@ def serving_ranks(placement: Placement, topology: Topology) -> np.ndarray:
     A static choice as in SGLang's static dispatch: an own copy first, then one on the own node, then any. Where
     several are equally near, the source ranks that have to choose among them take turns, so that copies share the
     load. Worked example, copies on ranks 1 and 3 of 4: source 0 sends to 1, source 2 to 3, sources 1 and 3 stay.
+    A placement that brings its own static dispatch is served by that.
     """
+    if placement.static_dispatch is not None:
+        return placement.static_dispatch
     copies = placement.logical_to_physical_map  # (L, E, X)
     ranks = np.where(copies >= 0, copies // placement.experts_per_rank, -1)
     node_size = topology.ep_size // topology.num_nodes

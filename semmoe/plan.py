@@ -12,8 +12,10 @@ from semmoe.core import (
     Fingerprint,
     Placement,
     Plan,
+    RequestMap,
     RequestTable,
     Schedule,
+    ScoreTables,
     ShuffleTables,
     Topology,
     require,
@@ -23,7 +25,10 @@ from semmoe.files import atomic_directory, load_arrays, load_json, save_arrays, 
 SCHEMA = 1
 FILES = {"plan.json", "plan.safetensors"}
 REQUEST_TABLES = {"request_scores", "request_source"}
+REQUEST_MAP = {"request_map_scores": "token_scores", "request_map_weights": "token_weights",
+               "request_map_bias": "bias", "request_map_prices": "prices"}  # fmt: skip
 SHUFFLE_TABLES = {"token_ranks", "token_confidence", "token_source", "path_ranks", "path_confidence"}
+SCORE_TABLES = {"token_rows", "token_scores", "token_shift", "token_source", "path_scores", "history_scores"}
 
 
 class PlanHeader(BaseModel):
@@ -35,7 +40,10 @@ class PlanHeader(BaseModel):
     topology: Topology
     fingerprint: Fingerprint
     lookback: int | None  # of the path tables; null without them
+    ordered: int | None  # layers of these with a row for each place in the order of weights; null: the paper's tables
+    static_dispatch: bool
     schedules_data: bool
+    request_map: dict[str, float] | None  # score_spread and mean_length; null: the paper's table, or none
     settings: dict[str, Any]
     trace_hash: str
     expected: dict[str, Any] | None
@@ -51,14 +59,22 @@ def save_plan(plan: Plan, path: Path | str) -> None:
     header = PlanHeader(
         method=plan.method, topology=plan.topology, fingerprint=plan.fingerprint, settings=plan.settings,
         lookback=schedule.shuffle.lookback if schedule and schedule.shuffle else None,
+        ordered=schedule.shuffle.ordered if schedule and isinstance(schedule.shuffle, ScoreTables) else None,
+        static_dispatch=plan.placement.static_dispatch is not None,
+        request_map=_map_numbers(schedule.requests) if schedule else None,
         schedules_data=schedule is not None, trace_hash=plan.trace_hash, expected=plan.expected,
     )  # fmt: skip
     arrays = {"physical_to_logical_map": plan.placement.physical_to_logical_map}
+    if plan.placement.static_dispatch is not None:
+        arrays["static_dispatch"] = plan.placement.static_dispatch
     if schedule is not None:
-        if schedule.requests is not None:
+        if isinstance(schedule.requests, RequestMap):
+            arrays |= {name: getattr(schedule.requests, field) for name, field in REQUEST_MAP.items()}
+        elif schedule.requests is not None:
             arrays |= {name: getattr(schedule.requests, name) for name in REQUEST_TABLES}
         if schedule.shuffle is not None:
-            arrays |= {name: getattr(schedule.shuffle, name) for name in SHUFFLE_TABLES}
+            names = SCORE_TABLES if isinstance(schedule.shuffle, ScoreTables) else SHUFFLE_TABLES
+            arrays |= {name: getattr(schedule.shuffle, name) for name in names}
     with atomic_directory(path) as staged:
         save_json(staged / "plan.json", header)
         save_arrays(staged / "plan.safetensors", arrays)
@@ -74,22 +90,24 @@ def load_plan(path: Path | str) -> Plan:
     with_requests = header.schedules_data and topology.dp_size > 1
     with_shuffle = header.schedules_data and topology.attn_tp_size > 1
     names = {"physical_to_logical_map"}
-    names |= (REQUEST_TABLES if with_requests else set()) | (SHUFFLE_TABLES if with_shuffle else set())
+    shuffle_names = SHUFFLE_TABLES if header.ordered is None else SCORE_TABLES
+    names |= {"static_dispatch"} if header.static_dispatch else set()
+    request_names = REQUEST_TABLES if header.request_map is None else set(REQUEST_MAP)
+    names |= (request_names if with_requests else set()) | (shuffle_names if with_shuffle else set())
     arrays = load_arrays(path / "plan.safetensors", names)
     try:
         _check_arrays(arrays, header)
         placement = Placement(
             physical_to_logical_map=arrays["physical_to_logical_map"], num_experts=f.num_experts,
-            ep_size=topology.ep_size,
+            ep_size=topology.ep_size, static_dispatch=arrays.get("static_dispatch"),
         )  # fmt: skip
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     schedule = None
     if header.schedules_data:
-        shuffle = {name: arrays[name] for name in SHUFFLE_TABLES} if with_shuffle else None
         schedule = Schedule(
-            requests=RequestTable(**{name: arrays[name] for name in REQUEST_TABLES}) if with_requests else None,
-            shuffle=ShuffleTables(**shuffle, lookback=header.lookback or 0) if shuffle else None,
+            requests=_request_table({name: arrays[name] for name in request_names}, header) if with_requests else None,
+            shuffle=_shuffle_tables({name: arrays[name] for name in shuffle_names}, header) if with_shuffle else None,
         )
     return Plan(
         topology=topology, placement=placement, schedule=schedule, fingerprint=f, method=header.method,
@@ -97,20 +115,58 @@ def load_plan(path: Path | str) -> Plan:
     )  # fmt: skip
 
 
+def _map_numbers(table: RequestTable | RequestMap | None) -> dict[str, float] | None:
+    if not isinstance(table, RequestMap):
+        return None
+    return {"score_spread": float(table.score_spread), "mean_length": float(table.mean_length)}
+
+
+def _request_table(arrays: dict[str, np.ndarray], header: PlanHeader) -> RequestTable | RequestMap:
+    if header.request_map is None:
+        return RequestTable(**arrays)
+    return RequestMap(**{REQUEST_MAP[name]: array for name, array in arrays.items()}, **header.request_map)
+
+
+def _shuffle_tables(arrays: dict[str, np.ndarray], header: PlanHeader) -> ShuffleTables | ScoreTables:
+    lookback = header.lookback or 0
+    if header.ordered is None:
+        return ShuffleTables(**arrays, lookback=lookback)
+    return ScoreTables(**arrays, lookback=lookback, ordered=header.ordered)
+
+
 def _check_arrays(arrays: dict[str, np.ndarray], header: PlanHeader) -> None:
     """Every array has its shape and type, and no value that an index or a comparison could trip over."""
     f, D, S = header.fingerprint, header.topology.dp_size, header.topology.attn_tp_size
     L, V, lookback = f.num_layers, f.vocab_size, header.lookback or 0
+    ordered, E, G = header.ordered or 0, f.num_experts, header.topology.ep_size
+    if "path_scores" in arrays:
+        require(0 <= ordered <= lookback <= L, f"lookback {header.lookback} with {ordered} ordered is out of range")
     if "path_ranks" in arrays:
         require(1 <= lookback <= 20 and S**lookback <= MAX_PATHS, f"lookback {header.lookback} is out of range")
     physical = arrays["physical_to_logical_map"].shape[-1:]
     tokens, paths, source = (L, D, V + 1), (L, D, S**lookback if 0 < lookback <= 20 else 0), (V + 1,)
+    rows = arrays["token_scores"].shape[1:2] if "token_scores" in arrays else (0,)
+    path_rows = (ordered * f.top_k + lookback - ordered) * E
+    small, int16, finite = 127, 32767, np.finfo(np.float32).max
+    if header.request_map is not None:
+        numbers = header.request_map
+        require(set(numbers) == {"score_spread", "mean_length"}, f"request_map holds {', '.join(sorted(numbers))}")
+        valid = 0 <= numbers["score_spread"] <= 1 and 0 < numbers["mean_length"] <= 1e12
+        require(valid, f"request_map is out of range: {numbers}")
     expected = {  # shape, type, lowest and highest value
         "physical_to_logical_map": ((L, *physical), np.int32, 0, f.num_experts - 1),
         "request_scores": ((V + 1, D), np.float32, 0, 1), "request_source": (source, np.uint8, 0, NEIGHBOUR),
         "token_ranks": (tokens, np.int16, 0, S - 1), "token_confidence": (tokens, np.float16, 0, 1),
         "path_ranks": (paths, np.int16, 0, S - 1), "path_confidence": (paths, np.float16, 0, 1),
         "token_source": (source, np.uint8, 0, NEIGHBOUR),
+        "token_rows": ((V + 1,), np.int32, 0, (*rows, 0)[0] - 1), "token_shift": ((L,), np.uint8, 0, 15),
+        "token_scores": ((L, *rows, G), np.int8, -small, small),
+        "path_scores": ((L, path_rows, G), np.int16, -int16, int16),
+        "history_scores": ((L, 2 * E + 1, G), np.int16, -int16, int16),
+        "request_map_scores": ((V + 1, D), np.float32, -finite, finite),
+        "request_map_weights": ((V + 1,), np.float32, 0, finite),
+        "request_map_bias": ((D,), np.float32, -finite, finite), "request_map_prices": ((D,), np.float32, -finite, finite),
+        "static_dispatch": ((L, G, E), np.int16, 0, G - 1),
     }  # fmt: skip
     for name, array in arrays.items():
         shape, dtype, low, high = expected[name]

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from semmoe.assignment import Preference, assign_slices, look_up, position_slices, schedule_requests
-from semmoe.core import PRIOR, Plan, RoutingTrace, require
+from semmoe.core import PRIOR, Plan, RequestMap, RoutingTrace, ScoreTables, ShuffleTables, require
 from semmoe.metrics import Traffic, layer_traffic, max_over_mean, max_over_median, serving_ranks, sum_traffic
 from semmoe.schedule import token_devices
+from semmoe.scores import SCALE, assign, score, trace_history
 from semmoe.settings import ReplaySettings
 
 
@@ -25,6 +26,7 @@ class ReplayResult:
     load_max_over_median: np.ndarray  # (L,)
     token_max_over_mean: float  # routed tokens per attention group, whole replay
     unknown_share: float  # of the look-ups, those that the prior had to serve
+    predicted_lar: float | None  # what the plan's own scores expect; equal to LAR if they are calibrated
 
     @property
     def total(self) -> Traffic:
@@ -44,6 +46,7 @@ class ReplayResult:
             "load_max_over_median": float(self.load_max_over_median.mean()),
             "token_max_over_mean": self.token_max_over_mean,
             "unknown_token_share": self.unknown_share,
+            "predicted_lar": self.predicted_lar,
             "rows_per_rank_pair": self.total.rows.tolist(),
             "layers": layers,
         }
@@ -58,15 +61,20 @@ def replay(trace: RoutingTrace, plan: Plan, settings: ReplaySettings) -> ReplayR
     plan.check(trace.fingerprint)
     require(trace.num_tokens > 0, "the trace to replay holds no routed token")
     prompts = [trace.prompt(r) for r in range(trace.num_requests)]
-    group = schedule_requests(prompts, plan)[trace.request_of_token()]  # (T,)
+    lengths = np.diff(trace.request_offsets)
+    groups = schedule_requests(prompts, plan, lengths, settings.window, settings.unfinished)
+    group = groups[trace.request_of_token()]  # (T,)
     batches = cut_batches(trace.num_tokens, settings)
     serving = serving_ranks(plan.placement, plan.topology)
     layers, mean, median = [], [], []
-    for l, preference in enumerate(_preferences(trace, plan, group)):
+    predicted = 0.0
+    for l, evidence in enumerate(_evidence(trace, plan, group, decoding=settings.batches == "mixed")):
+        homes = [_homes(evidence, group, rows, plan) for rows in batches]
         traffic = [
-            layer_traffic(trace.expert_ids[rows, l], _homes(preference, group, rows, plan), serving[l])
-            for rows in batches
+            layer_traffic(trace.expert_ids[rows, l], home, serving[l])
+            for rows, home in zip(batches, homes, strict=True)
         ]
+        predicted += sum(_expected_local(evidence, rows, home) for rows, home in zip(batches, homes, strict=True))
         layers.append(sum_traffic(traffic))
         mean.append(np.mean([max_over_mean(t.load) for t in traffic]))
         median.append(np.mean([max_over_median(t.load) for t in traffic]))
@@ -74,6 +82,7 @@ def replay(trace: RoutingTrace, plan: Plan, settings: ReplaySettings) -> ReplayR
     return ReplayResult(
         layers=layers, load_max_over_mean=np.array(mean), load_max_over_median=np.array(median),
         token_max_over_mean=max_over_mean(tokens), unknown_share=_unknown_share(trace, plan),
+        predicted_lar=predicted / sum_traffic(layers).pairs if predicted else None,
     )  # fmt: skip
 
 
@@ -88,12 +97,36 @@ def cut_batches(num_tokens: int, settings: ReplaySettings) -> list[np.ndarray]:
     return list(order[: full * settings.batch_tokens].reshape(full, -1))
 
 
-def _preferences(trace: RoutingTrace, plan: Plan, group: np.ndarray):
-    """Per layer: where each of the T tokens would best go (Algorithm 3, line 2), or None without tables."""
+def _evidence(trace: RoutingTrace, plan: Plan, group: np.ndarray, decoding: bool):
+    """Per layer what the plan's tables say of the T tokens: a Preference, scores (T, S), or None without tables.
+
+    decoding: the tokens of a request came one after the other, so that each knows the routing of those before.
+    """
     tables = plan.schedule.shuffle if plan.schedule else None
     if tables is None:
         yield from [None] * trace.fingerprint.num_layers
-        return
+    elif isinstance(tables, ScoreTables):
+        for l in range(trace.fingerprint.num_layers):
+            yield _scores(tables, l, trace, plan, group, decoding)
+    else:
+        yield from _preferences(tables, trace, plan, group)
+
+
+def _scores(tables: ScoreTables, l: int, trace: RoutingTrace, plan: Plan, group: np.ndarray, decoding: bool):
+    """(T, S) int32 of one layer: each token scored over the ranks of its own group."""
+    S = plan.topology.attn_tp_size
+    earlier = trace.expert_ids[:, max(l - tables.lookback, 0) : l][:, ::-1].transpose(1, 0, 2)
+    history = trace_history(tables, l, trace) if decoding else None
+    out = np.empty((trace.num_tokens, S), np.int32)
+    for d in range(plan.topology.dp_size):
+        rows = np.flatnonzero(group == d)
+        known = None if history is None else history[rows]
+        out[rows] = score(tables, l, d * S, S, trace.token_ids[rows], np.ascontiguousarray(earlier[:, rows]), known)
+    return out
+
+
+def _preferences(tables: ShuffleTables, trace: RoutingTrace, plan: Plan, group: np.ndarray):
+    """Per layer: where each of the T tokens would best go (Algorithm 3, line 2)."""
     devices = np.empty((trace.num_tokens, trace.fingerprint.num_layers), np.int16)
     for d in range(plan.topology.dp_size):
         rows = group == d
@@ -103,7 +136,7 @@ def _preferences(trace: RoutingTrace, plan: Plan, group: np.ndarray):
         yield look_up(tables, l, group, trace.token_ids, history)
 
 
-def _homes(preference: Preference | None, group: np.ndarray, rows: np.ndarray, plan: Plan) -> np.ndarray:
+def _homes(evidence: Preference | np.ndarray | None, group: np.ndarray, rows: np.ndarray, plan: Plan) -> np.ndarray:
     """(B,) the rank of each token of a batch: its group, and its equal slice inside the group."""
     S = plan.topology.attn_tp_size
     groups = group[rows]
@@ -112,9 +145,21 @@ def _homes(preference: Preference | None, group: np.ndarray, rows: np.ndarray, p
     home = np.empty(len(rows), np.int64)
     for d in range(plan.topology.dp_size):
         inside = np.flatnonzero(groups == d)
-        slices = position_slices(len(inside), S) if preference is None else assign_slices(preference[rows[inside]], S)
+        if evidence is None:
+            slices = position_slices(len(inside), S)
+        elif isinstance(evidence, Preference):
+            slices = assign_slices(evidence[rows[inside]], S)
+        else:
+            slices = assign(evidence[rows[inside]])
         home[inside] = d * S + slices
     return home
+
+
+def _expected_local(evidence: Preference | np.ndarray | None, rows: np.ndarray, home: np.ndarray) -> float:
+    """Local activations that scores expect of a batch at `home` (B,)."""
+    if not isinstance(evidence, np.ndarray):
+        return 0.0
+    return float(evidence[rows, home % evidence.shape[1]].sum()) / SCALE
 
 
 def _unknown_share(trace: RoutingTrace, plan: Plan) -> float:
@@ -126,5 +171,7 @@ def _unknown_share(trace: RoutingTrace, plan: Plan) -> float:
         served_by = shuffle.token_source[trace.token_ids]
     else:
         assert requests is not None
+        if isinstance(requests, RequestMap):
+            return float((requests.token_weights[trace.prompt_ids] == requests.token_weights[-1]).mean())
         served_by = requests.request_source[trace.prompt_ids]
     return float((served_by == PRIOR).sum() / max(len(served_by), 1))

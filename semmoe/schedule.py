@@ -39,11 +39,11 @@ def build_schedule(
     groups = np.zeros(trace.num_requests, np.int16) if clusters.request_groups is None else clusters.request_groups
     requests = shuffle = None
     if topology.dp_size > 1:
-        source, serving_row = _resolve(trace.prompt_ids, trace.fingerprint.vocab_size, embeddings)
+        source, serving_row = resolve_tokens(trace.prompt_ids, trace.fingerprint.vocab_size, embeddings)
         scores = _request_scores(trace, groups, topology.dp_size)[serving_row]
         requests = RequestTable(request_scores=scores, request_source=source)
     if topology.attn_tp_size > 1:
-        source, serving_row = _resolve(trace.token_ids, trace.fingerprint.vocab_size, embeddings)
+        source, serving_row = resolve_tokens(trace.token_ids, trace.fingerprint.vocab_size, embeddings)
         tables = _shuffle_tables(trace, clusters, groups, topology, lookback)
         shuffle = ShuffleTables(
             token_ranks=tables["token_ranks"][:, :, serving_row], token_source=source, lookback=lookback,
@@ -53,7 +53,9 @@ def build_schedule(
     return Schedule(requests=requests, shuffle=shuffle)
 
 
-def _resolve(profiled_ids: np.ndarray, vocabulary: int, embeddings: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+def resolve_tokens(
+    profiled_ids: np.ndarray, vocabulary: int, embeddings: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray]:
     """For the V + 1 rows of a table: what serves each, and the row that does (its own, or a neighbour's)."""
     seen = np.bincount(profiled_ids, minlength=vocabulary) > 0
     source = np.append(np.where(seen, PROFILED, PRIOR), PRIOR).astype(np.uint8)

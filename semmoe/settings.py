@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from semmoe.core import require
 
-METHODS = ("linear", "eplb", "paper")
+METHODS = ("linear", "eplb", "paper", "semmoe")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +19,7 @@ class PaperSettings:
     expert_load: float = 0.5  # gamma_e: load already in the cluster
     request_affinity: float = 0.1  # alpha_r: data that uses the same experts
     request_expert: float = 1.0  # beta_r: experts already in the cluster
+    lookback: int = 2  # layers that the path tables A, A_p look back
 
     def __post_init__(self) -> None:
         require(self.steps >= 1, f"steps must be at least 1, not {self.steps}")
@@ -26,28 +27,70 @@ class PaperSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CoclusterSettings:
+    """Objective and effort of semmoe's own placement. Weights are in units of one activation that stays on its rank."""
+
+    activation: float = 1.0  # gain of a (token, expert) pair on the token's own rank
+    remote_rank: float = 1.0  # cost of a row sent to another rank
+    remote_node: float = 0.0  # further cost of a row that leaves the node
+    load_price: float = 5.0  # cost of a rank's load above the cap, per mean load
+    starts: int = 4
+    kicks: int = 12
+    sweeps: int = 12
+    price_steps: int = 4
+    load_limit: float | None = 1.15  # expert load, max/mean over ranks in a batch, mean over layers; None: no limit
+    batch_tokens: int = 1024  # all ranks together, for which the limit is meant
+
+    def __post_init__(self) -> None:
+        for name in ("activation", "remote_rank", "remote_node", "load_price"):
+            require(getattr(self, name) >= 0, f"{name} must not be negative: {getattr(self, name)}")
+        require(self.starts >= 1 and self.kicks >= 0, f"starts and kicks must be positive: {self.starts}, {self.kicks}")
+        valid = self.load_limit is None or self.load_limit >= 1
+        require(valid, f"load_limit is max/mean, at least 1, not {self.load_limit}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictorSettings:
+    lookback: int | None = None  # layers; None: chosen on held-out requests
+    max_tokens: int = 1 << 16  # routed tokens to fit on
+    tolerance: float = 0.002  # a shorter look-back is preferred to one whose held-out error is less by no more
+
+    def __post_init__(self) -> None:
+        valid = self.lookback is None or 0 <= self.lookback <= 8
+        require(valid, f"lookback must lie between 0 and 8, not {self.lookback}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class SolveSettings:
-    method: str = "paper"
+    method: str = "semmoe"
     redundant_experts: int = 0  # physical experts beyond the logical ones, over all ranks
-    lookback: int = 2  # layers that the path tables look back
     seed: int = 0
     paper: PaperSettings = field(default_factory=PaperSettings)
+    predictor: PredictorSettings = field(default_factory=PredictorSettings)
+    cocluster: CoclusterSettings = field(default_factory=CoclusterSettings)
 
     def __post_init__(self) -> None:
         require(self.method in METHODS, f"method must be one of {', '.join(METHODS)}, not {self.method!r}")
         require(self.redundant_experts >= 0, f"redundant_experts must not be negative: {self.redundant_experts}")
         without = self.method != "paper" or self.redundant_experts == 0
-        require(without, "the paper's method has no redundant experts: choose --method eplb, or --redundant-experts 0")
+        require(
+            without,
+            "the paper's method has no redundant experts: choose --method semmoe or eplb, or --redundant-experts 0",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplaySettings:
     batch_tokens: int = 1024  # all ranks together
     batches: str = "mixed"  # or "prefill"
+    window: int = 1  # attention-DP: requests that wait to be assigned together
+    unfinished: int = 32  # attention-DP: requests that still decode, so that their length is unknown, when one arrives
     seed: int = 0
 
     def __post_init__(self) -> None:
         require(self.batch_tokens >= 1, f"batch_tokens must be positive, not {self.batch_tokens}")
+        require(self.window >= 1, f"window must be at least 1, not {self.window}")
+        require(self.unfinished >= 0, f"unfinished must not be negative: {self.unfinished}")
         require(self.batches in ("mixed", "prefill"), f"batches must be mixed or prefill, not {self.batches!r}")
 
 
@@ -72,17 +115,3 @@ class DemoSettings:
     max_new_tokens: int = 16
     batch_size: int = 12
     seed: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class CoclusterSettings:
-    """Objective and effort of semmoe's own placement. Weights are in units of one activation that stays on its rank."""
-
-    activation: float = 1.0  # gain of a (token, expert) pair on the token's own rank
-    remote_rank: float = 1.0  # cost of a row sent to another rank
-    remote_node: float = 0.0  # further cost of a row that leaves the node
-    load_price: float = 5.0  # cost of a rank's load above the cap, per mean load
-    starts: int = 4
-    kicks: int = 12
-    sweeps: int = 12
-    price_steps: int = 4

@@ -2,18 +2,24 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 
+from semmoe import predictor as predict
+from semmoe import request_map
 from semmoe.affinity import build_affinity
-from semmoe.core import CoClustering, Plan, RoutingTrace, Topology, require
-from semmoe.placement import eplb, linear, paper
+from semmoe.core import CoClustering, Placement, Plan, RequestMap, RoutingTrace, Schedule, Topology, require
+from semmoe.placement import cocluster, eplb, linear, paper
+from semmoe.placement.requests import cocluster_requests
 from semmoe.replay import replay
 from semmoe.schedule import build_schedule
+from semmoe.scheduler import CapacityScheduler
 from semmoe.settings import ReplaySettings, SolveSettings
 from semmoe.split import near_duplicates, split
+
+PROFILE_MARGIN = 0.08  # a placement's expert load (max/mean) in the profile is lower than in a batch of other requests
 
 
 def solve(
@@ -24,18 +30,57 @@ def solve(
     embeddings: (V, H) the model's input embeddings, if tokens that were not profiled should be served by their nearest
     profiled neighbour. Raises ValueError where sizes do not divide or the profile is too small.
     """
-    clusters = _cluster(trace, topology, settings)
+    require(trace.num_tokens > 0, "the trace holds no routed token: profile something first")
+    if settings.method == "semmoe":
+        placement, schedule = _semmoe(trace, topology, settings, embeddings)
+    else:
+        clusters = _cluster(trace, topology, settings)
+        placement = clusters.placement
+        schedule = build_schedule(trace, clusters, topology, settings.paper.lookback, embeddings)
     return Plan(
-        topology=topology, placement=clusters.placement,
-        schedule=build_schedule(trace, clusters, topology, settings.lookback, embeddings),
-        fingerprint=trace.fingerprint, method=settings.method, trace_hash=trace.digest(),
-        settings=_used_settings(settings),
+        topology=topology, placement=placement, schedule=schedule, fingerprint=trace.fingerprint,
+        method=settings.method, trace_hash=trace.digest(), settings=_used_settings(settings),
     )  # fmt: skip
+
+
+def _semmoe(
+    trace: RoutingTrace, topology: Topology, settings: SolveSettings, embeddings: np.ndarray | None
+) -> tuple[Placement, Schedule | None]:
+    """semmoe's own method: request groups as the paper, experts by `cocluster`, tokens by the path predictor."""
+    groups = start = requests = None
+    if topology.dp_size > 1:
+        groups, start, requests = _request_groups(trace, topology, settings)
+    if start is not None and topology.attn_tp_size == 1 and settings.redundant_experts == 0:
+        return Placement.from_labels(start, topology.ep_size), Schedule(requests=requests, shuffle=None)
+    predictor = predict.fit(trace, settings.predictor, settings.seed) if topology.attn_tp_size > 1 else None
+    placement = cocluster.place(
+        trace, topology, predictor, settings.redundant_experts, settings.cocluster, settings.seed, groups, start
+    )
+    shuffle = predict.project(predictor, trace, placement, embeddings) if predictor else None
+    return placement, Schedule(requests=requests, shuffle=shuffle)
+
+
+def _request_groups(
+    trace: RoutingTrace, topology: Topology, settings: SolveSettings
+) -> tuple[np.ndarray, np.ndarray, RequestMap]:
+    """The group (R,) of each request, rank labels (L, E) to begin the placement from, and the online map."""
+    D, S = topology.dp_size, topology.attn_tp_size
+    fit = request_map.fit_request_rates(trace, near_duplicates(trace), seed=settings.seed)
+    limit = settings.cocluster.load_limit
+    cap = None if limit is None else max(limit - PROFILE_MARGIN, 1.0)
+    expert_groups, of_fitted = cocluster_requests(fit.planning_rates, fit.lengths, D, cap, seed=settings.seed)
+    table = request_map.project(fit, expert_groups, D)
+    scheduler = CapacityScheduler(table)
+    groups = np.array([np.argmax(scheduler.score(trace.prompt(r))) for r in range(trace.num_requests)])
+    groups[fit.requests] = of_fitted
+    within = np.argsort(
+        np.argsort(expert_groups, axis=1, kind="stable"), axis=1
+    )  # place of each expert, group by group
+    return groups, expert_groups * S + within % S, table
 
 
 def _cluster(trace: RoutingTrace, topology: Topology, settings: SolveSettings) -> CoClustering:
     f, redundant = trace.fingerprint, settings.redundant_experts
-    require(trace.num_tokens > 0, "the trace holds no routed token: profile something first")
     if settings.method == "linear":
         return CoClustering(placement=linear.place(f.num_layers, f.num_experts, topology.ep_size, redundant))
     affinity = build_affinity(trace)
@@ -48,7 +93,10 @@ def _cluster(trace: RoutingTrace, topology: Topology, settings: SolveSettings) -
 def _used_settings(settings: SolveSettings) -> dict[str, Any]:
     """What shaped the plan; settings that its method does not read are left out."""
     out = asdict(settings)
-    for name in () if settings.method == "paper" else ("paper", "lookback", "seed"):
+    read = {"paper": {"paper", "seed"}, "semmoe": {"paper", "predictor", "cocluster", "seed"}}.get(
+        settings.method, set()
+    )
+    for name in {"paper", "predictor", "cocluster", "seed"} - read:
         out.pop(name)
     return out
 
@@ -73,16 +121,17 @@ def solve_methods(
     profile: RoutingTrace,
     topology: Topology,
     methods: Sequence[str],
-    redundant_experts: int,
-    seed: int,
+    settings: SolveSettings,
     progress: Callable[[int], None] = lambda done: None,
 ) -> tuple[dict[str, Plan], dict[str, float]]:
-    """A plan by each of `methods`, and by linear, which others are measured by; and the seconds that each took."""
+    """A plan by each of `methods`, and by linear, which others are measured by; and the seconds that each took.
+
+    settings: all but the method, which is set in turn.
+    """
     plans, seconds = {}, {}
     for method in dict.fromkeys(["linear", *methods]):
-        settings = SolveSettings(method=method, redundant_experts=redundant_experts, seed=seed)
         started = time.perf_counter()
-        plans[method] = solve(profile, topology, settings)
+        plans[method] = solve(profile, topology, replace(settings, method=method))
         seconds[method] = time.perf_counter() - started
         progress(int(method in methods))
     return plans, seconds

@@ -46,7 +46,7 @@ def near_duplicates(trace: RoutingTrace) -> np.ndarray:
 
 
 def _distinct_prompts(trace: RoutingTrace) -> tuple[list[int], np.ndarray]:
-    """The first request of each distinct prompt, and (R,) which of these each request repeats; empty ones repeat none."""
+    """The first request of each distinct prompt, and (R,) which of these each repeats; empty ones repeat none."""
     known: dict[bytes | int, int] = {}
     first: list[int] = []
     same = np.empty(trace.num_requests, np.int64)

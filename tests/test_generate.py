@@ -12,14 +12,15 @@ from semmoe.engines.transformers import model as models
 from semmoe.engines.transformers import parallel, verify
 from semmoe.engines.transformers.recorder import profile
 from semmoe.placement.linear import vanilla_plan
-from semmoe.settings import GenerateSettings, PaperSettings, SolveSettings
+from semmoe.settings import CoclusterSettings, GenerateSettings, PaperSettings, SolveSettings
 from semmoe.solve import solve
 from semmoe.trace import TraceHeader, TraceWriter, open_trace
 
 pytestmark = pytest.mark.dist
 # 10 prompts, two at a time: groups of 3 and 2 requests, so that some groups idle while others still decode.
 SETTINGS = GenerateSettings(max_new_tokens=6, batch_size=2)
-QUICK = SolveSettings(paper=PaperSettings(steps=3))
+QUICK = SolveSettings(method="paper", paper=PaperSettings(steps=3))
+EASY = {"paper": PaperSettings(steps=3), "cocluster": CoclusterSettings(starts=1, kicks=1, sweeps=2)}
 
 
 def prompts(seed, count=10, longest=24):
@@ -51,6 +52,8 @@ def set_ups(trace, ep_size):
         vanilla = vanilla_plan(trace.fingerprint, topology)
         out.append(gen.SetUp(name=f"{attention} vanilla", plan=vanilla))
         out.append(gen.SetUp(name=f"{attention} plan", plan=solve(trace, topology, QUICK)))
+        ours = SolveSettings(redundant_experts=ep_size if attention == "tp" else 0, **EASY)
+        out.append(gen.SetUp(name=f"{attention} semmoe", plan=solve(trace, topology, ours)))
         if attention == "tp":
             out.append(gen.SetUp(name="tp all-reduce", plan=vanilla, exchange="all-reduce"))
     return out

@@ -20,9 +20,9 @@ from semmoe.solve import solve
 
 QUICK = PaperSettings(steps=2, swaps_per_expert=10)
 CASES = {
-    "tp": (1, SolveSettings(paper=QUICK)),
-    "dp": (4, SolveSettings(paper=QUICK)),
-    "hybrid": (2, SolveSettings(paper=QUICK, lookback=1)),
+    "tp": (1, SolveSettings(method="paper", paper=QUICK)),
+    "dp": (4, SolveSettings(method="paper", paper=QUICK)),
+    "hybrid": (2, SolveSettings(method="paper", paper=replace(QUICK, lookback=1))),
     "linear": (1, SolveSettings(method="linear")),
     "eplb": (4, SolveSettings(method="eplb", redundant_experts=4)),
 }

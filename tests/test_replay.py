@@ -47,14 +47,14 @@ def test_planted_structure_pays_in_full_and_contiguous_experts_pay_by_chance(gro
     trace, _ = planted_trace(groups, ranks, length=40)
     topology = Topology(ep_size=4, dp_size=groups)
     measure = ReplaySettings(batch_tokens=40, batches="prefill")
-    assert replay(trace, solve(trace, topology, SolveSettings()), measure).total.lar == 1.0
+    assert replay(trace, solve(trace, topology, SolveSettings(method="paper")), measure).total.lar == 1.0
     linear = replay(trace, solve(trace, topology, SolveSettings(method="linear")), measure)
     assert linear.total.lar == pytest.approx(1 / 4, abs=0.04)
 
 
 def test_planted_structure_pays_on_requests_not_seen_before():
     profile, evaluation = (planted_trace(4, 1, seed=1)[0].select(half) for half in (np.arange(12), np.arange(12, 24)))
-    plan = solve(profile, Topology(ep_size=4, dp_size=4), SolveSettings())
+    plan = solve(profile, Topology(ep_size=4, dp_size=4), SolveSettings(method="paper"))
     result = replay(evaluation, plan, ReplaySettings(batch_tokens=48))
     assert result.total.lar == 1.0
     assert result.token_max_over_mean == 1.0
@@ -62,10 +62,12 @@ def test_planted_structure_pays_on_requests_not_seen_before():
 
 def test_metrics_have_their_json_names():
     trace = random_trace(0)
-    result = replay(trace, solve(trace, Topology(ep_size=4), SolveSettings(paper=QUICK)), ReplaySettings()).as_dict()
+    result = replay(
+        trace, solve(trace, Topology(ep_size=4), SolveSettings(method="paper", paper=QUICK)), ReplaySettings()
+    ).as_dict()
     shared = {"lar", "remote_ranks_per_token", "load_max_over_mean", "load_max_over_median"}
     assert set(result) == shared | {
-        "token_max_over_mean", "unknown_token_share", "rows_per_rank_pair", "layers",
+        "token_max_over_mean", "unknown_token_share", "predicted_lar", "rows_per_rank_pair", "layers",
     }  # fmt: skip
     rows = np.array(result["rows_per_rank_pair"])
     assert rows.sum() / (trace.num_tokens * 3) == pytest.approx(result["remote_ranks_per_token"])
@@ -82,7 +84,7 @@ def test_totals_agree_with_loops(groups, ranks, method, seed):
     profile, trace = split(random_trace(seed, requests=14), 0.5, seed)
     topology = Topology(ep_size=4, dp_size=groups)
     redundant = 4 if method == "eplb" else 0
-    settings = SolveSettings(method=method, paper=QUICK, redundant_experts=redundant, lookback=1 + seed % 2)
+    settings = SolveSettings(method=method, paper=replace(QUICK, lookback=1 + seed % 2), redundant_experts=redundant)
     plan = solve(profile, topology, settings) if profile.num_tokens else vanilla_plan(trace.fingerprint, topology)
     if trace.num_tokens == 0:
         return
@@ -122,7 +124,7 @@ def test_token_imbalance_counts_routed_tokens_of_each_group():
 def test_tokens_that_the_prior_serves_are_counted():
     profile = make_trace([[0, 1], [1, 0]], np.tile([[0, 1]], (4, 2, 1)))
     trace = make_trace([[0, 5, 5, 4]], np.tile([[0, 1]], (4, 2, 1)))
-    plan = solve(profile, Topology(ep_size=2), SolveSettings(paper=QUICK))
+    plan = solve(profile, Topology(ep_size=2), SolveSettings(method="paper", paper=QUICK))
     assert replay(trace, plan, ReplaySettings()).unknown_share == 0.75
 
 
@@ -132,13 +134,17 @@ def test_unknown_are_routed_tokens_where_tokens_are_shuffled_and_prompt_tokens_w
 ):
     profile = make_trace([[0, 1], [1, 0]], np.tile([[0, 1]], (4, 2, 1)), prompts=[[2], [2]])
     trace = make_trace([[0, 1], [1, 5]], np.tile([[0, 1]], (4, 2, 1)), prompts=[[2, 0], [1]])
-    plan = solve(profile, Topology(ep_size=ep_size, dp_size=dp_size), SolveSettings(paper=QUICK, lookback=1))
+    plan = solve(
+        profile,
+        Topology(ep_size=ep_size, dp_size=dp_size),
+        SolveSettings(method="paper", paper=replace(QUICK, lookback=1)),
+    )
     assert replay(trace, plan, ReplaySettings()).unknown_share == pytest.approx(expected)
 
 
 def test_prompts_without_a_token_leave_nothing_unknown():
     profile, _ = planted_trace(2, 1)
-    plan = solve(profile, Topology(ep_size=2, dp_size=2), SolveSettings(paper=QUICK))
+    plan = solve(profile, Topology(ep_size=2, dp_size=2), SolveSettings(method="paper", paper=QUICK))
     nothing = replace(profile, prompt_ids=profile.prompt_ids[:0], prompt_offsets=0 * profile.prompt_offsets)
     assert replay(nothing, plan, ReplaySettings()).unknown_share == 0
 
@@ -186,7 +192,7 @@ REAL_TRACE = Path(__file__).parents[1] / "../shared/data/traces/gpt-oss-20b_deco
 @pytest.mark.parametrize(("attention", "ep_size", "least"), [("tp", 8, 0.30), ("dp", 4, 0.26)])
 def test_a_real_trace_gains_locality(attention, ep_size, least):
     profile, evaluation = split(open_trace(REAL_TRACE), 0.2, seed=0)
-    plans, _ = solve_methods(profile, Topology.for_attention(attention, ep_size), ["paper"], 0, seed=0)
+    plans, _ = solve_methods(profile, Topology.for_attention(attention, ep_size), ["paper"], SolveSettings())
     scores = score(evaluation, plans, ReplaySettings(batch_tokens=1024, batches="mixed"))
     assert scores["paper"]["lar"] >= least
     assert scores["linear"]["lar"] == pytest.approx(1 / ep_size, abs=0.01)

@@ -1,6 +1,6 @@
 """From a profile to a plan, and what it is expected to gain."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -37,16 +37,21 @@ def test_eplb_balances_the_load_of_the_profile():
 
 @pytest.mark.parametrize(("dp_size", "requests", "shuffle"), [(1, False, True), (4, True, False), (2, True, True)])
 def test_the_paper_s_method_schedules_what_the_topology_asks_for(dp_size, requests, shuffle):
-    plan = solve(random_trace(0), Topology(ep_size=4, dp_size=dp_size), SolveSettings(paper=QUICK, lookback=1))
+    plan = solve(
+        random_trace(0),
+        Topology(ep_size=4, dp_size=dp_size),
+        SolveSettings(method="paper", paper=replace(QUICK, lookback=1)),
+    )
     assert (plan.schedule.requests is not None) == requests
     assert (plan.schedule.shuffle is not None) == shuffle
-    assert plan.settings == asdict(SolveSettings(paper=QUICK, lookback=1))
+    expected = asdict(SolveSettings(method="paper", paper=replace(QUICK, lookback=1)))
+    assert plan.settings == {k: v for k, v in expected.items() if k not in ("predictor", "cocluster")}
 
 
 def test_the_seed_reaches_the_solver():
     trace = random_trace(2, requests=20)
     maps = [
-        solve(trace, TP4, SolveSettings(paper=QUICK, seed=seed)).placement.physical_to_logical_map
+        solve(trace, TP4, SolveSettings(method="paper", paper=QUICK, seed=seed)).placement.physical_to_logical_map
         for seed in (0, 0, 1, 2, 3)
     ]
     np.testing.assert_array_equal(maps[0], maps[1])
@@ -56,7 +61,7 @@ def test_the_seed_reaches_the_solver():
 def test_embeddings_reach_the_tables():
     trace = random_trace(0, requests=2, vocab=40)
     embeddings = np.random.default_rng(0).normal(size=(40, 4))
-    settings = SolveSettings(paper=QUICK)
+    settings = SolveSettings(method="paper", paper=QUICK)
     plain, with_neighbours = solve(trace, TP4, settings), solve(trace, TP4, settings, embeddings)
     assert (plain.schedule.shuffle.token_source[:-1] == PRIOR).any()
     assert not (with_neighbours.schedule.shuffle.token_source[:-1] == PRIOR).any()
@@ -65,7 +70,7 @@ def test_embeddings_reach_the_tables():
 def test_embeddings_reach_the_request_table():
     trace = random_trace(0, requests=2, vocab=40)
     embeddings = np.random.default_rng(0).normal(size=(40, 4))
-    topology, settings = Topology(ep_size=2, dp_size=2), SolveSettings(paper=QUICK)
+    topology, settings = Topology(ep_size=2, dp_size=2), SolveSettings(method="paper", paper=QUICK)
     plain, with_neighbours = solve(trace, topology, settings), solve(trace, topology, settings, embeddings)
     assert (plain.schedule.requests.request_source[:-1] == PRIOR).any()
     assert not (with_neighbours.schedule.requests.request_source[:-1] == PRIOR).any()
@@ -79,9 +84,9 @@ def test_a_trace_without_routed_tokens_is_refused():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"method": "magic"}, "linear, eplb, paper, not 'magic'"),
+        ({"method": "magic"}, "linear, eplb, paper, semmoe, not 'magic'"),
         ({"method": "eplb", "redundant_experts": -1}, "must not be negative: -1"),
-        ({"redundant_experts": 4}, "no redundant experts"),
+        ({"method": "paper", "redundant_experts": 4}, "no redundant experts"),
     ],
 )
 def test_settings_that_no_method_serves_are_refused(arguments, message):
@@ -110,7 +115,10 @@ def test_settings_out_of_range_name_the_value(settings, arguments):
 
 def test_expectation_is_the_replay_of_requests_held_out():
     trace, _ = planted_trace(1, 4)
-    settings, measure = SolveSettings(paper=QUICK, seed=3), ReplaySettings(batch_tokens=16, batches="prefill")
+    settings, measure = (
+        SolveSettings(method="paper", paper=QUICK, seed=3),
+        ReplaySettings(batch_tokens=16, batches="prefill"),
+    )
     expected = expect(trace, TP4, settings, measure, holdout=0.5)
     held_out, profile = split(trace, 0.5, 3)
     result = replay(held_out, solve(profile, TP4, settings), measure).as_dict()
@@ -123,13 +131,15 @@ def test_expectation_is_the_replay_of_requests_held_out():
 def test_nothing_is_expected_of_too_few_requests(requests, dp_size, enough):
     topology = Topology(ep_size=4, dp_size=dp_size)
     trace, _ = planted_trace(1, 4, requests_per_group=requests)
-    found = expect(trace, topology, SolveSettings(paper=QUICK), ReplaySettings(batch_tokens=8))
+    found = expect(trace, topology, SolveSettings(method="paper", paper=QUICK), ReplaySettings(batch_tokens=8))
     assert (found is not None) == enough
 
 
 def test_linear_is_always_solved_for_comparison():
     done = []
-    plans, seconds = solve_methods(random_trace(0), TP4, ["eplb", "eplb"], 4, seed=0, progress=done.append)
+    plans, seconds = solve_methods(
+        random_trace(0), TP4, ["eplb", "eplb"], SolveSettings(redundant_experts=4), done.append
+    )
     assert list(plans) == list(seconds) == ["linear", "eplb"]
     assert done == [0, 1]
     assert plans["linear"].placement.physical_to_logical_map.shape == (3, 12)
@@ -137,7 +147,7 @@ def test_linear_is_always_solved_for_comparison():
 
 def test_bytes_are_measured_by_those_of_linear():
     trace, _ = planted_trace(1, 4)
-    plans, _ = solve_methods(trace, TP4, ["linear", "eplb", "paper"], 0, seed=0)
+    plans, _ = solve_methods(trace, TP4, ["linear", "eplb", "paper"], SolveSettings())
     measure = ReplaySettings(batch_tokens=32, batches="prefill")
     scores = score(trace, plans, measure)
     assert scores["linear"]["bytes_ratio"] == 1.0

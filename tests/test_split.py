@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from synthetic import make_trace, random_trace
+
 from semmoe.core import RoutingTrace
 from semmoe.split import near_duplicates, split
-from synthetic import make_trace, random_trace
 
 
 def with_prompts(prompts: list[list[int]], vocabulary: int = 1000) -> RoutingTrace:

@@ -19,15 +19,17 @@ from semmoe.cli.options import (
     DpSize,
     EpSize,
     Json,
+    LoadLimit,
     NumNodes,
     Redundant,
     Seed,
     TraceArgument,
 )
 from semmoe.core import Fingerprint, Plan, RoutingTrace, Topology, require
-from semmoe.settings import METHODS, PaperSettings, ReplaySettings, SolveSettings
+from semmoe.settings import METHODS, CoclusterSettings, PaperSettings, PredictorSettings, ReplaySettings, SolveSettings
 
 PAPER, SOLVE, REPLAY = PaperSettings(), SolveSettings(), ReplaySettings()
+LIMIT = SOLVE.cocluster.load_limit or 0.0
 METHOD_NAMES = ", ".join(METHODS)
 
 
@@ -73,13 +75,19 @@ def solve(
     num_nodes: NumNodes = 1,
     method: Annotated[str, typer.Option(help=f"One of {METHOD_NAMES}.", rich_help_panel=METHOD)] = SOLVE.method,
     redundant_experts: Redundant = 0,
+    load_limit: LoadLimit = LIMIT,
     lookback: Annotated[
-        int, typer.Option(help="Layers the path tables look back.", rich_help_panel=METHOD)
-    ] = SOLVE.lookback,
+        int | None,
+        typer.Option(
+            help="Layers that predictions look back; semmoe's own choice if not given.", rich_help_panel=METHOD
+        ),
+    ] = None,
     theta: Annotated[
-        float, typer.Option(help="Weight of balance in the objective.", rich_help_panel=METHOD)
+        float, typer.Option(help="paper: weight of balance in the objective.", rich_help_panel=METHOD)
     ] = PAPER.theta,
-    steps: Annotated[int, typer.Option(help="Alternations of Algorithm 1.", rich_help_panel=METHOD)] = PAPER.steps,
+    steps: Annotated[
+        int, typer.Option(help="paper: alternations of Algorithm 1.", rich_help_panel=METHOD)
+    ] = PAPER.steps,
     seed: Seed = 0,
     model: Annotated[
         str | None, typer.Option(help="Serve unprofiled tokens by this model's embeddings.", rich_help_panel=METHOD)
@@ -97,13 +105,18 @@ def solve(
     from semmoe.solve import solve as solve_plan
     from semmoe.trace import open_trace
 
+    if method not in ("paper", "semmoe"):
+        refuse_given(ctx, ["lookback", "model"], f"method {method} does not schedule data")
     if method != "paper":
-        refuse_given(ctx, ["lookback", "theta", "steps", "model"], f"method {method} does not schedule data")
+        refuse_given(ctx, ["theta", "steps"], "only the paper's method has it")
+    if method != "semmoe":
+        refuse_given(ctx, ["load_limit"], f"method {method} has no load limit")
     topology = Topology.for_attention(attention.value, ep_size, dp_size, num_nodes)
-    paper = PaperSettings(theta=theta, steps=steps)
     settings = SolveSettings(
-        method=method, redundant_experts=redundant_experts, lookback=lookback, seed=seed, paper=paper
-    )
+        method=method, redundant_experts=redundant_experts, seed=seed,
+        paper=PaperSettings(theta=theta, steps=steps, **({} if lookback is None else {"lookback": lookback})),
+        predictor=PredictorSettings(lookback=lookback), cocluster=CoclusterSettings(load_limit=load_limit or None),
+    )  # fmt: skip
     opened = open_trace(trace)
     embeddings = _embeddings(model, opened.fingerprint) if model else None
     with console.bars() as bars:
@@ -152,6 +165,7 @@ def replay(
     batch_tokens: BatchTokens = REPLAY.batch_tokens,
     batches: BatchKind = Batches.mixed,
     redundant_experts: Redundant = 0,
+    load_limit: LoadLimit = LIMIT,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
@@ -165,14 +179,19 @@ def replay(
     settings: dict[str, Any] = {"trace": str(trace), **asdict(measure)}
     if plan is not None:
         decided = ["method", "profile_share", "ep_size", "attention", "dp_size", "num_nodes", "redundant_experts"]
+        decided.append("load_limit")
         refuse_given(ctx, decided, "--plan decides it")
         opened = open_trace(trace)
         methods = _replay_plan(opened, plan, measure, settings)
     else:
         topology = Topology.for_attention(attention.value, ep_size, dp_size, num_nodes)
         settings |= {**asdict(topology), "profile_share": profile_share, "redundant_experts": redundant_experts}
+        settings |= {"load_limit": load_limit or None}
         opened = open_trace(trace)
-        methods = _replay_methods(opened, method, topology, measure, redundant_experts, profile_share)
+        solving = SolveSettings(
+            redundant_experts=redundant_experts, seed=seed, cocluster=CoclusterSettings(load_limit=load_limit or None)
+        )
+        methods = _replay_methods(opened, method, topology, measure, solving, profile_share)
     if as_json:
         console.print_json({"settings": settings, "methods": methods})
         return
@@ -196,20 +215,20 @@ def _replay_plan(
 
 
 def _replay_methods(
-    trace: RoutingTrace, method: str, topology: Topology, measure: ReplaySettings, redundant: int, share: float
+    trace: RoutingTrace, method: str, topology: Topology, measure: ReplaySettings, solving: SolveSettings, share: float
 ) -> dict[str, dict[str, Any]]:
     from semmoe.solve import score, solve_methods
     from semmoe.split import split
 
     methods = [name for name in METHODS if method in ("all", name)]
     require(bool(methods), f"method must be one of {METHOD_NAMES} or all, not {method!r}")
-    if method == "all" and redundant:
+    if method == "all" and solving.redundant_experts:
         console.err.print("[yellow]warning:[/] the paper's method has no redundant experts and is left out")
         methods.remove("paper")
     profile, evaluation = split(trace, share, measure.seed)
     with console.bars() as bars:
         advance = bars.task("solving and replaying", len(methods) + 1)
-        plans, seconds = solve_methods(profile, topology, methods, redundant, measure.seed, advance)
+        plans, seconds = solve_methods(profile, topology, methods, solving, advance)
         scores = score(evaluation, plans, measure)
         advance(1)
     return {name: {**scores[name], "solve_seconds": seconds[name]} for name in methods}

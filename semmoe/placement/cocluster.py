@@ -16,11 +16,14 @@ import numpy as np
 from semmoe.core import Placement, RoutingTrace, Topology, require
 from semmoe.metrics import layer_traffic
 from semmoe.placement.search import improve, make_state
+from semmoe.predictor import Predictor, predict
+from semmoe.scores import SCALE, assign
 from semmoe.settings import CoclusterSettings
 
-MAX_TOKENS = 1 << 16  # of a layer that a search looks at; more change little
-NO_CAP = 1e9
-MARGINS = (np.inf, 0.0, -0.04, -0.08, -0.12)  # load caps to try, relative to the limit
+SINGLE_TOKENS, COPIES_TOKENS = 2048, 128  # tokens per expert that a search looks at, without and with redundant experts
+# Load caps to try, relative to the limit: a placement's load in the profile is lower than in a batch of other requests.
+MARGINS = (-0.04, -0.08, -0.11)
+MEASURED_BATCHES, RESAMPLES = 16, 64
 
 
 @dataclass(frozen=True)
@@ -56,10 +59,13 @@ def search_layer(
     expert_ids (T, K), group (T,) attention group of each token's request; start (E,) rank labels to begin from.
     """
     rng = np.random.default_rng(seed)
-    sets, weight, groups = _distinct(expert_ids, group, rng)
+    sets, weight, groups = _distinct(
+        expert_ids, group, (COPIES_TOKENS if redundant else SINGLE_TOKENS) * num_experts, rng
+    )
     weights = (settings.activation, settings.remote_rank, settings.remote_node)
 
-    def run(slots: np.ndarray, primary: np.ndarray, cap: float) -> Layout:
+    def run(start: tuple[np.ndarray, np.ndarray], cap: float) -> Layout:
+        slots, primary = start
         state, scratch = make_state(sets, weight, groups, slots.copy(), primary.copy(), topology, weights)
         cost, _ = improve(
             state, scratch, settings.load_price, cap, settings.price_steps, settings.sweeps, int(rng.integers(2**31))
@@ -70,12 +76,12 @@ def search_layer(
     out: list[Layout] = []
     for cap in caps:
         if out:
-            best = run(out[-1].slots, out[-1].primary, cap)
+            best = run((out[-1].slots, out[-1].primary), cap)
         else:
             labels = [start] if start is not None else [None] * settings.starts
-            best = min((run(*_start(affinity, topology.ep_size, redundant, l, rng), cap) for l in labels), key=_cost)
+            best = min((run(_start(affinity, topology.ep_size, redundant, l, rng), cap) for l in labels), key=_cost)
         for _ in range(settings.kicks if not out else settings.kicks // 2):
-            best = min(best, run(*_kick(best, rng), cap), key=_cost)
+            best = min(best, run(_kick(best, rng), cap), key=_cost)
         out.append(best)
     return out
 
@@ -84,10 +90,10 @@ def _cost(layout: Layout) -> float:
     return layout.cost
 
 
-def _distinct(expert_ids, group, rng):
-    """The distinct (set of experts, group) of at most MAX_TOKENS tokens in random order, with how often each occurs."""
-    if len(expert_ids) > MAX_TOKENS:
-        rows = rng.choice(len(expert_ids), MAX_TOKENS, replace=False)
+def _distinct(expert_ids, group, most, rng):
+    """The distinct (set of experts, group) of at most `most` tokens in random order, with how often each occurs."""
+    if len(expert_ids) > most:
+        rows = rng.choice(len(expert_ids), most, replace=False)
         expert_ids, group = expert_ids[rows], group[rows]
     keyed = np.concatenate([np.sort(expert_ids, axis=1).astype(np.int16), group[:, None].astype(np.int16)], axis=1)
     distinct, counts = np.unique(keyed, axis=0, return_counts=True)
@@ -107,7 +113,7 @@ def _together(sets: np.ndarray, weight: np.ndarray, num_experts: int) -> np.ndar
 
 
 def _start(affinity: np.ndarray, ranks: int, redundant: int, labels: np.ndarray | None, rng):
-    """Slots (G, S) and primaries (E,): random or given labels, and on every rank the foreign experts most used there."""
+    """Slots (G, S) and primaries (E,): random or given labels; redundant slots get the experts most used beside."""
     E = len(affinity)
     if labels is None:
         labels = rng.permutation(np.arange(E) % ranks)
@@ -133,3 +139,104 @@ def _kick(layout: Layout, rng) -> tuple[np.ndarray, np.ndarray]:
         slots[x, i], slots[y, j] = b, a
         primary[a], primary[b] = y if primary[a] == x else primary[a], x if primary[b] == y else primary[b]
     return slots, primary
+
+
+def place(
+    trace: RoutingTrace, topology: Topology, predictor: Predictor | None, redundant: int, settings: CoclusterSettings,
+    seed: int, request_groups: np.ndarray | None = None, start: np.ndarray | None = None,
+    progress: Callable[[int], None] = lambda done: None,
+) -> Placement:  # fmt: skip
+    """The placement of every layer, with its static dispatch.
+
+    predictor: what will send tokens to slices (None: a group is one rank); request_groups (R,): the attention group of
+    each request, if there are several; start (L, E): rank labels to begin from, where requests were clustered jointly.
+    """
+    f = trace.fingerprint
+    physical = f.num_experts + redundant
+    require(physical % topology.ep_size == 0, f"ep_size {topology.ep_size} does not divide {physical} experts")
+    group = np.zeros(trace.num_tokens, np.int64) if request_groups is None else request_groups[trace.request_of_token()]
+    caps = [settings.load_limit + margin for margin in MARGINS] if settings.load_limit else [np.inf]
+    rows = np.random.default_rng(seed).permutation(trace.num_tokens)[: MEASURED_BATCHES * settings.batch_tokens]
+
+    def one(layer: int) -> list[tuple[Layout, float, float]]:
+        found = search_layer(
+            trace.expert_ids[:, layer], group, f.num_experts, topology, redundant, caps, settings,
+            seed * f.num_layers + layer, None if start is None else start[layer],
+        )  # fmt: skip
+        expected = predict(predictor, trace, layer)[rows] if predictor else None
+        measured = [
+            (layout, *_measure(layout, trace, layer, rows, group, expected, topology, settings)) for layout in found
+        ]
+        progress(1)
+        return measured
+
+    with ThreadPoolExecutor(cpu_count()) as pool:
+        candidates = list(pool.map(one, range(f.num_layers)))
+    layouts = choose(candidates, settings.load_limit)
+    return Placement(
+        physical_to_logical_map=np.stack([layout.slots.reshape(-1) for layout in layouts]).astype(np.int32),
+        num_experts=f.num_experts, ep_size=topology.ep_size,
+        static_dispatch=np.stack([layout.serving(topology) for layout in layouts]),
+    )  # fmt: skip
+
+
+def _measure(layout, trace, layer, rows, group, expected, topology, settings) -> tuple[float, float]:
+    """(cost a token, load max/mean expected in a batch) of a layout, its tokens assigned as they will be online."""
+    experts, S = trace.expert_ids[rows, layer], topology.attn_tp_size
+    home = group[rows] * S
+    if expected is not None:
+        hosted = np.zeros((topology.ep_size, expected.shape[1]))
+        hosted[np.arange(topology.ep_size)[:, None], layout.slots] = 1
+        scores = np.rint(expected @ hosted.T * SCALE).astype(np.int32)
+        for first in range(0, len(rows), settings.batch_tokens):
+            batch = np.arange(first, min(first + settings.batch_tokens, len(rows)))
+            for d in range(topology.dp_size):
+                own = batch[group[rows[batch]] == d]
+                home[own] += assign(scores[own, d * S : (d + 1) * S])
+    serving = layout.serving(topology)
+    traffic = layer_traffic(experts, home, serving)
+    node = np.arange(topology.ep_size) // (topology.ep_size // topology.num_nodes)
+    cost = settings.remote_rank * traffic.rows.sum() - settings.activation * traffic.local_pairs
+    cost += settings.remote_node * _node_rows(experts, home, serving, node)
+    load = _expected_load(serving[home[:, None], experts], trace.request_of_token()[rows], topology, settings)
+    return float(cost) / len(rows), load
+
+
+def _node_rows(experts, home, serving, node) -> int:
+    """Distinct remote nodes, summed over tokens."""
+    reached = np.zeros((len(home), node.max() + 1), bool)
+    reached[np.arange(len(home))[:, None], node[serving[home[:, None], experts]]] = True
+    reached[np.arange(len(home)), node[home]] = False
+    return int(reached.sum())
+
+
+def _expected_load(
+    served_by: np.ndarray, request: np.ndarray, topology: Topology, settings: CoclusterSettings
+) -> float:
+    """Load max/mean that a batch of other requests would see.
+
+    Requests are resampled (Poisson bootstrap), since their mix is what differs from profile to traffic: twice, for the
+    profile was one draw of them and traffic is another. The draw of a batch's tokens adds its own noise.
+    served_by (T, K) ranks, request (T,).
+    """
+    G, rng = topology.ep_size, np.random.default_rng(0)
+    flat = np.repeat(request, served_by.shape[1]) * G + served_by.reshape(-1)
+    by_request = np.bincount(flat, minlength=(request.max() + 1) * G).reshape(-1, G)
+    share = rng.poisson(rng.poisson(1, (RESAMPLES, len(by_request)))) @ by_request + 1e-9
+    share /= share.sum(axis=1, keepdims=True)
+    pairs = settings.batch_tokens * served_by.shape[1]
+    batch = share + rng.normal(size=share.shape) * np.sqrt(share * (1 - share) / pairs)
+    return float((batch.max(axis=1) * G).mean())
+
+
+def choose(candidates: list[list[tuple[Layout, float, float]]], limit: float | None) -> list[Layout]:
+    """One layout a layer: least cost in all, with the mean load over layers within the limit, or as low as it can be.
+
+    candidates: per layer (layout, cost, load). One price of load serves all layers; it is raised until the limit holds.
+    """
+    prices = [0.0] if limit is None else [0.0, *np.geomspace(0.01, 1e4, 200)]
+    for price in prices:
+        chosen = [min(layer, key=lambda c: c[1] + price * c[2]) for layer in candidates]
+        if limit is None or np.mean([load for _, _, load in chosen]) <= limit:
+            break
+    return [layout for layout, _, _ in chosen]

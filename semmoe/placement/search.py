@@ -5,17 +5,19 @@ without an own one (or, over several nodes, ranks whose node has none). Tokens c
 experts (U, K) with their weights (U,), since real routing repeats itself (39,000 tokens of a gpt-oss layer are under
 5,000 sets).
 
-Every set takes the home that is best for it under prices that keep homes equally full (the equal slices of attention-TP,
-as dual variables) among the ranks that its request's attention group allows, so a layout costs, in units of one activation a token,
+Every set takes the home that is best for it among the ranks of its request's attention group, under prices that keep
+homes equally full (the equal slices of attention-TP, as dual variables). So a layout costs, in units of one activation a
+token,
 
-    mean over tokens of  min over h of  (rank * remote ranks + node * remote nodes - activation * local experts + price[h])
+    mean over tokens of  min over h of  (rank * remote ranks + node * remote nodes - activation * local experts + price h)
 
-plus `load_price` times what the ranks' loads (1 = the mean) exceed the cap by. Moves: swap the contents of two slots, put
-another expert into a slot whose expert has a further copy, make another copy the primary one. A move is judged exactly,
-on the sets that hold an expert that it moves; one that a sample of them shows to be far from a gain is dropped early.
+plus `load_price` times what the ranks' loads (1 = the mean) exceed the cap by. Moves: swap the contents of two slots;
+put another expert into a slot whose expert has a further copy; make another copy the primary one. A move is judged
+exactly, on the sets that hold an expert that it moves; one that a sample of them shows to be far from a gain is dropped.
 """
 
 from collections import namedtuple
+from typing import Any
 
 import numba
 import numpy as np
@@ -27,12 +29,29 @@ SWAP, REPLACE, PROMOTE = 0, 1, 2
 ZERO, ONE = np.uint64(0), np.uint64(1)
 PROBE = 64  # sets; a move that touches many more is first judged on that many, then on thrice as many, and so on
 
-# What a search works on; arrays that it changes: slots, primary, masks (E, W) whose bit g says that rank g hosts the
-# expert (allowed (U, W) likewise), price (G,), value and home (U,) of each set, load (G,). weights: (activation, rank, node).
+# What a search works on. It changes slots, primary, masks, price, value, home and load.
 State = namedtuple(
     "State",
-    "sets weight allowed offsets rows slots primary masks node_of node_masks weights price value home load expert_load group_size "
-    "total_weight",
+    [
+        "sets",  # (U, K) experts
+        "weight",  # (U,)
+        "total_weight",
+        "allowed",  # (U, W) uint64: bit g says that rank g may be the set's home
+        "group_size",  # ranks of an attention group
+        "offsets",  # (E + 1,)
+        "rows",  # (U * K,): the sets that hold expert e are rows[offsets[e] : offsets[e + 1]]
+        "slots",  # (G, S) experts
+        "primary",  # (E,) ranks
+        "masks",  # (E, W) uint64: bit g says that rank g hosts the expert
+        "node_of",  # (G,)
+        "node_masks",  # (nodes, W) uint64
+        "weights",  # (activation, rank, node)
+        "price",  # (G,) of a home
+        "value",  # (U,) of each set at its home
+        "home",  # (U,)
+        "load",  # (G,)
+        "expert_load",  # (E,)
+    ],
 )
 Scratch = namedtuple("Scratch", "stamp touched new_value new_home new_load cost")
 
@@ -53,9 +72,10 @@ def make_state(sets, weight, group, slots, primary, topology, weights):
     expert_load = np.zeros(E)
     np.add.at(expert_load, sets.ravel(), np.repeat(weight, sets.shape[1]))
     state = State(
-        sets, weight, allowed, offsets, rows, slots, primary, masks, node_of, node_masks, weights, np.zeros(G),
-        np.zeros(U), np.zeros(U, np.int64), np.zeros(G), expert_load, topology.attn_tp_size,
-        weight.sum(),
+        sets=sets, weight=weight, total_weight=weight.sum(), allowed=allowed, group_size=topology.attn_tp_size,
+        offsets=offsets, rows=rows, slots=slots, primary=primary, masks=masks, node_of=node_of, node_masks=node_masks,
+        weights=weights, price=np.zeros(G), value=np.zeros(U), home=np.zeros(U, np.int64), load=np.zeros(G),
+        expert_load=expert_load,
     )  # fmt: skip
     scratch = Scratch(
         np.full(U, -1, np.int64), np.zeros(U, np.int64), np.zeros(U), np.zeros(U, np.int64), np.zeros(G),
@@ -80,14 +100,16 @@ def _rows_by_expert(sets, num_experts):
     return offsets, rows
 
 
-@intrinsic
-def popcount(typing_context, word):
+def _popcount(typing_context, word):
     """Set bits of a uint64, one instruction."""
 
     def generate(context, builder, signature, arguments):
         return builder.ctpop(arguments[0])
 
     return types.uint64(types.uint64), generate
+
+
+popcount: Any = intrinsic(_popcount)
 
 
 @njit
@@ -176,7 +198,7 @@ def _remote_nodes(state, home, remote):
 
 @njit
 def _add_load(state, which, first, last, home, by_set, sign, load, slope, cost):
-    """Add sign times the pairs of the sets `which[first:last]` to the ranks' load; homes by set, or by place in `which`.
+    """Add sign times the pairs of the sets `which[first:last]` to the ranks' load; homes by set or by place there.
 
     cost[first:last] gains what these pairs cost where `slope` (G,) is the price of a pair on each rank.
     """
@@ -378,9 +400,7 @@ def improve(state, scratch, load_price, cap, price_steps, max_sweeps, seed):
             if kind < 0 or not (dirty[x] or dirty[y]):
                 continue
             judged += 1
-            change, new_penalty, count = _judge(
-                state, scratch, kind, a, b, x, y, judged, load_price, cap, penalty
-            )
+            change, new_penalty, count = _judge(state, scratch, kind, a, b, x, y, judged, load_price, cap, penalty)
             if change < -1e-7:
                 _accept(state, scratch, kind, i, j, a, b, count)
                 penalty = new_penalty

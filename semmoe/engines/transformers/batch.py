@@ -61,11 +61,14 @@ def left_pad(prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tens
 
 
 @torch.no_grad()
-def step(model: PreTrainedModel, batch: Batch, before: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
-    """One forward of the batch: prefill, or one decoded token each. `before` sees (ids, real), both (B, S)."""
+def step(model: PreTrainedModel, batch: Batch, before: Callable[[torch.Tensor, torch.Tensor, bool], None]) -> None:
+    """One forward of the batch: prefill, or one decoded token each.
+
+    `before` sees (ids, real), both (B, S), and whether this is the prefill.
+    """
     device = model.device
     ids, real = batch.inputs()
-    before(ids, real)
+    before(ids, real, batch.cache is None)
     mask = batch.attention_mask()
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]
     batch.cache = batch.cache if batch.cache is not None else DynamicCache(config=model.config)

@@ -92,10 +92,11 @@ class ParallelModel:
             if index is not None:
                 layer.mlp.experts.forward = _bind(exchange_experts, index)
 
-    def begin(self, ids: torch.Tensor, real: torch.Tensor) -> None:
+    def begin(self, ids: torch.Tensor, real: torch.Tensor, prefill: bool) -> None:
         """Before each forward: the batch's token ids and which of them are real, both (B, S)."""
         self._rows = real.reshape(-1).nonzero(as_tuple=True)[0].to(self.model.device)
-        self.shuffler.start(ids.reshape(-1)[real.reshape(-1)].numpy())
+        requests = real.nonzero(as_tuple=True)[0].numpy()
+        self.shuffler.start(ids.reshape(-1)[real.reshape(-1)].numpy(), requests, len(ids), prefill)
 
     def idle(self) -> None:
         """Serve other groups' tokens for one forward in which this group has none of its own."""
@@ -118,14 +119,14 @@ class ParallelModel:
         handle = self.shuffler.slices(index)
         stream = residual[handle.mine] + shuffled_reduce_scatter(self.attention_comm, partial, handle)
         stream = self._feed_forward(layer, index, stream)
-        self._share_devices(index, handle)
+        self._share_routing(index, handle)
         return self._put_back(hidden_states, shuffled_all_gather(self.attention_comm, stream, handle))
 
-    def _share_devices(self, index: int | None, handle: ShuffleHandle) -> None:
-        """A rank knows the routing of its own slice only: the devices travel with the all-gather, and count."""
+    def _share_routing(self, index: int | None, handle: ShuffleHandle) -> None:
+        """A rank knows the routing of its own slice only: the expert ids travel with the all-gather, and count."""
         if index is not None and self.shuffler.uses_history:
-            devices = self.shuffler.devices(index, *self._last_routing).to(self.model.device)
-            self.shuffler.observe(shuffled_all_gather(self.attention_comm, devices, handle))
+            experts = self.shuffler.by_weight(*self._last_routing)
+            self.shuffler.observe(index, shuffled_all_gather(self.attention_comm, experts, handle))
 
     def _feed_forward(self, layer: nn.Module, index: int | None, stream: torch.Tensor) -> torch.Tensor:
         """Post-attention norm, MoE or dense block, residual, on this rank's rows (n, H), n may be 0."""

@@ -33,7 +33,7 @@ class RoutingRecorder:
         for hook in self._hooks:
             hook.remove()
 
-    def begin(self, ids: torch.Tensor, real: torch.Tensor) -> None:
+    def begin(self, ids: torch.Tensor, real: torch.Tensor, prefill: bool) -> None:
         self._layers = []
         self._real = real.reshape(-1).cpu().numpy()
 

@@ -1,0 +1,240 @@
+"""Attention-DP: requests and experts clustered together over all layers, so that a request finds its experts at home.
+
+Alternation from seeded starts. Given the groups of the requests, the experts of a layer are divided exactly (an
+assignment problem with E / D slots a group); given the experts, requests move and swap under a limit on the tokens of
+a group. Neither step lowers the objective, the share of (token, expert) pairs that stay in their request's group.
+
+One label a request serves all layers: solved layer by layer, labels of different layers need not agree and the share
+falls to chance. A step costs time linear in requests, in layers, and in tokens only through the rates.
+"""
+
+import numba
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+from semmoe.core import require
+
+STEPS = 30  # alternations of one start, at most; it ends when the objective no longer rises
+SWEEPS = 30  # passes over the requests, or over a layer's experts, in one step
+PARTNERS = 32  # requests that a swap tries in every other group: those that would gain most
+KICK = 0.2  # share of the requests that every second start draws anew, from the best so far
+TOLERANCE = 1e-9
+
+
+def cocluster_requests(
+    rates: np.ndarray, lengths: np.ndarray, num_groups: int, load_limit: float | None = None, starts: int = 100,
+    seed: int = 0, token_limit: float = 1.1,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """(L, E) int64 group of each expert, E / D in every group, and (R,) int64 group of each request.
+
+    rates: (R, L, E) float32, a request's (token, expert) pairs over its tokens; only their proportions matter. Rates
+    that a predictor sees too (`request_map.RequestRates.planning_rates`) place better than the true ones, since online
+    only the predicted part can be followed.
+    lengths: (R,) tokens of each request. token_limit: tokens of a group over their mean, at most, as far as whole
+    requests allow. load_limit: the same for the pairs that a group's experts of one layer compute; None: no limit.
+    Every second start begins near the best so far. The best is kept: least overload of experts, then most at home.
+    Raises ValueError if D does not divide E, or on arrays of other shapes.
+    """
+    require(rates.ndim == 3, f"rates must be (requests, layers, experts), not {rates.shape}")
+    R, L, E = rates.shape
+    require(num_groups >= 1 and E % num_groups == 0, f"{num_groups} groups do not divide {E} experts")
+    require(lengths.shape == (R,) and R >= 1, f"{R} requests have lengths of shape {lengths.shape}")
+    require(starts >= 1, f"starts must be at least 1, not {starts}")
+    rng = np.random.default_rng(seed)
+    problem = _Problem(rates, lengths, num_groups, load_limit, token_limit)
+    best = problem.alternate(problem.start(rng))
+    for i in range(1, starts):
+        found = problem.alternate(problem.kick(best[2], rng) if i % 2 else problem.start(rng))
+        if found[0] > best[0]:
+            best = found
+    return best[1].reshape(L, E), best[2]
+
+
+def locality(rates: np.ndarray, lengths: np.ndarray, expert_groups: np.ndarray, request_groups: np.ndarray) -> float:
+    """The objective: share of the pairs, a request's counted by its length, whose expert is in the request's group."""
+    home = expert_groups[None] == request_groups[:, None, None]
+    weighted = rates * lengths[:, None, None]
+    return float((weighted * home).sum() / max(weighted.sum(), 1e-30))
+
+
+class _Problem:
+    """What the starts share: flat rates and limits."""
+
+    def __init__(self, rates, lengths, num_groups, load_limit, token_limit) -> None:
+        (R, self.layers, self.experts), self.groups = rates.shape, num_groups
+        self.rates = np.ascontiguousarray(rates, np.float32).reshape(R, -1)
+        self.lengths = np.asarray(lengths, np.float64)
+        self.weighted = self.rates * self.lengths[:, None].astype(np.float32)
+        self.pairs = max(float(self.weighted.sum(dtype=np.float64)), 1e-30)
+        self.capacity = np.full(num_groups, token_limit * self.lengths.sum() / num_groups)
+        load = self.weighted.sum(axis=0, dtype=np.float64).reshape(self.layers, self.experts)
+        self.load, self.load_limit = load, load_limit
+
+    def start(self, rng: np.random.Generator) -> np.ndarray:
+        """(R,) groups around D requests drawn at random: each with the one most like it."""
+        seeds = rng.choice(len(self.rates), self.groups, replace=len(self.rates) < self.groups)
+        groups = rng.integers(self.groups, size=len(self.rates))
+        mean = self.rates.mean(axis=0)
+        centres = self.rates[seeds] - mean
+        likeness = (self.rates - mean) @ (centres / (np.linalg.norm(centres, axis=1, keepdims=True) + 1e-9)).T
+        return self.place_requests(likeness, groups)
+
+    def kick(self, groups: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """(R,) the groups of the best so far, some of them drawn anew."""
+        drawn = rng.random(len(groups)) < KICK
+        return np.where(drawn, rng.integers(self.groups, size=len(groups)), groups)
+
+    def alternate(self, request_groups: np.ndarray) -> tuple[tuple[float, float], np.ndarray, np.ndarray]:
+        """((-overload, share at home), (L * E,) expert groups, (R,) request groups): the best on the way."""
+        best = None
+        for _ in range(STEPS):
+            expert_groups, overload = self.place_experts(request_groups)
+            at_home = self.rates @ _one_hot(expert_groups, self.groups)
+            request_groups = self.place_requests(at_home, request_groups)
+            chosen = np.take_along_axis(at_home, request_groups[:, None], axis=1)[:, 0]
+            rank = (-round(overload, 6), float(chosen @ self.lengths) / self.pairs)
+            if best is not None and rank <= (best[0][0], best[0][1] + 1e-7):
+                break
+            best = (rank, expert_groups, request_groups)
+        assert best is not None
+        return best
+
+    def place_requests(self, value: np.ndarray, groups: np.ndarray) -> np.ndarray:
+        """(R,) groups that improve on `groups` by (R, D) value per token, under the token limit."""
+        work = np.repeat(self.lengths[:, None], self.groups, axis=1)
+        return improve_assignment(value * work, work, self.capacity, groups.copy(), SWEEPS)
+
+    def place_experts(self, request_groups: np.ndarray) -> tuple[np.ndarray, float]:
+        """(L * E,) groups with the most pairs at home, and by what they exceed the load limit, in mean group loads."""
+        pairs = (self.weighted.T @ _one_hot(request_groups, self.groups)).astype(np.float64)
+        per_group, overload = self.experts // self.groups, 0.0
+        out = np.empty((self.layers, self.experts), np.int64)
+        for l, by_group in enumerate(pairs.reshape(self.layers, self.experts, self.groups)):
+            experts, slots = linear_sum_assignment(np.repeat(by_group, per_group, axis=1), maximize=True)
+            out[l, experts] = slots // per_group
+            if self.load_limit is not None:
+                mean = max(float(self.load[l].sum()) / self.groups, 1e-30)
+                overload += swap_experts(by_group, self.load[l], out[l], self.load_limit * mean, SWEEPS) / mean
+        return out.ravel(), overload
+
+
+def _one_hot(groups: np.ndarray, num_groups: int) -> np.ndarray:
+    """(N, D) float32."""
+    return (groups[:, None] == np.arange(num_groups)).astype(np.float32)
+
+
+@numba.njit(cache=True)
+def improve_assignment(value, work, capacity, groups, sweeps):
+    """Raise sum of value[r, groups[r]] by moves and swaps under capacity (D,) on the work of a group; changes `groups`.
+
+    value, work (R, D): what request r gains, and adds to the load, in group d. Less work beyond capacity comes first,
+    so a feasible start stays feasible. Swap partners are the PARTNERS of every group that would gain most, renewed
+    every sweep: all of them where groups are that small, and cost linear in R everywhere.
+    """
+    R, D = value.shape
+    load = np.zeros(D)
+    for r in range(R):
+        load[groups[r]] += work[r, groups[r]]
+    partners = np.empty((D, D, PARTNERS), np.int64)
+    for _ in range(sweeps):
+        changed = False
+        _find_partners(value, groups, partners)
+        for r in range(R):
+            b, q = _best_step(r, value, work, capacity, groups, load, partners)
+            if b < 0:
+                continue
+            a, changed = groups[r], True
+            load[a] -= work[r, a]
+            load[b] += work[r, b]
+            if q >= 0:
+                load[b] -= work[q, b]
+                load[a] += work[q, a]
+                groups[q] = a
+            groups[r] = b
+        if not changed:
+            break
+    return groups
+
+
+@numba.njit(cache=True)
+def _find_partners(value, groups, partners):
+    """partners[b, a]: the requests of group b that would gain most in a, best first, then -1."""
+    R, D = value.shape
+    partners[:] = -1
+    for q in range(R):
+        b = groups[q]
+        for a in range(D):
+            if a == b:
+                continue
+            listed, gain = partners[b, a], value[q, a] - value[q, b]
+            i = PARTNERS
+            while i > 0 and (listed[i - 1] < 0 or value[listed[i - 1], a] - value[listed[i - 1], b] < gain):
+                i -= 1
+            if i < PARTNERS:
+                listed[i + 1 :] = listed[i:-1].copy()
+                listed[i] = q
+
+
+@numba.njit(cache=True)
+def _best_step(r, value, work, capacity, groups, load, partners):
+    """(group, partner or -1) of the best move or swap of request r; group -1 where nothing helps."""
+    D = value.shape[1]
+    a = groups[r]
+    best_group, best_partner, best_relief, best_gain = -1, -1, 0.0, TOLERANCE
+    for b in range(D):
+        if b == a:
+            continue
+        before = max(0.0, load[a] - capacity[a]) + max(0.0, load[b] - capacity[b])
+        for i in range(-1, PARTNERS):
+            q = -1 if i < 0 else partners[b, a, i]
+            if i >= 0 and q < 0:
+                break
+            if q >= 0 and groups[q] != b:
+                continue  # moved since the list was made
+            gain, new_a, new_b = value[r, b] - value[r, a], load[a] - work[r, a], load[b] + work[r, b]
+            if q >= 0:
+                gain += value[q, a] - value[q, b]
+                new_a += work[q, a]
+                new_b -= work[q, b]
+            relief = before - max(0.0, new_a - capacity[a]) - max(0.0, new_b - capacity[b])
+            more_relief = relief > best_relief + TOLERANCE
+            if more_relief or (relief > best_relief - TOLERANCE and relief > -TOLERANCE and gain > best_gain):
+                best_group, best_partner, best_relief, best_gain = b, q, relief, gain
+    return best_group, best_partner
+
+
+@numba.njit(cache=True)
+def swap_experts(value, load, groups, limit, sweeps):
+    """Swap experts of one layer until no group's load exceeds `limit`, at the least loss; returns what still exceeds.
+
+    value (E, D), load (E,), groups (E,), which it changes. Less excess comes first, then more value.
+    """
+    E, D = value.shape
+    total = np.zeros(D)
+    for e in range(E):
+        total[groups[e]] += load[e]
+    scale = max(total.sum(), 1e-30)
+    for _ in range(sweeps):
+        changed = False
+        for e in range(E):
+            best, best_relief, best_gain = -1, 0.0, TOLERANCE * scale
+            for f in range(E):
+                a, b = groups[e], groups[f]
+                if a == b:
+                    continue
+                shift = load[e] - load[f]
+                before = max(0.0, total[a] - limit) + max(0.0, total[b] - limit)
+                relief = before - max(0.0, total[a] - shift - limit) - max(0.0, total[b] + shift - limit)
+                gain = value[e, b] + value[f, a] - value[e, a] - value[f, b]
+                slack = TOLERANCE * scale
+                if relief > best_relief + slack or (relief > max(best_relief, 0.0) - slack and gain > best_gain):
+                    best, best_relief, best_gain = f, relief, gain
+            if best >= 0:
+                a, b, shift = groups[e], groups[best], load[e] - load[best]
+                total[a] -= shift
+                total[b] += shift
+                groups[e], groups[best] = b, a
+                changed = True
+        if not changed:
+            break
+    return np.maximum(total - limit, 0.0).sum()

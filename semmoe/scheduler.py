@@ -1,0 +1,253 @@
+"""Attention-DP, online: each request to the group that should host most of its experts, under a hard bound on load.
+
+Score. A prompt's score for group d estimates the share of its (token, expert) pairs that d hosts (`RequestMap`).
+
+Load. One ledger holds the work of every group in decode tokens: a request enters with what is expected of it and is
+corrected by `finish` to what it was. The ledger serves two loads by one rule:
+    keep_finished=True   all work so far: what the replay judges, and what groups have computed in the long run
+    keep_finished=False  work now running: finished requests leave, what decides the time of a live engine's next step
+
+Bound. No assignment takes a group further ahead of the mean of all groups than
+
+    allowance = max(lead_requests * mean_length / D, lead_share * mean work of a group)                    (in tokens)
+
+so that with n requests in the ledger max / mean is at most 1 + max(lead_share, lead_requests / n), however many are to
+come: loose while a few requests cannot be even anyhow, a fixed share later. Only the least loaded group is exempt, as
+it takes a request larger than the allowance. Lengths that differ from their expectation move the ledger after the fact;
+a group that they take past its bound gets no further request until it is back. A ledger of running requests stays
+short, so an engine sets keep_finished=False and lead_requests to about 2 * D: two requests ahead of the mean.
+
+Price. Among the groups allowed the arg-max of score - price wins. Prices start as the profile's dual prices and rise
+by feedback * score_spread for every mean request that a group is ahead in expected work, so that the bound rarely has
+to act. True lengths do not enter: they are noise that the bound answers, and prices that follow it lose value.
+
+Window. With max_wait > 0 requests wait to be assigned together: value is exchanged among them by moves and swaps, and
+the oldest are let go. None waits for more than `max_wait` further arrivals.
+
+Worked example, two groups, mean length 10, lead_requests 2 (allowance 10 tokens), no share, no feedback, no prices:
+requests that all prefer group 0 go to groups 0, 0, 1, 0, 1, ... as 0 may be 10 tokens ahead of the mean: after two it
+is (20 against a mean of 10), so the third goes to group 1 (20, 10), the fourth to 0 (30, 10; the mean is 20).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numba
+import numpy as np
+
+from semmoe.core import RequestMap, require
+from semmoe.placement.requests import improve_assignment
+
+SWEEPS = 20  # passes over a window
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerSettings:
+    lead_requests: float = 32.0  # bound on a group's lead while the ledger is short: mean requests, times D
+    lead_share: float = 0.07  # and once it is long: share of the mean work of a group
+    feedback: float = 0.02  # price of one mean request ahead of the mean, in standard deviations of the score
+    max_wait: int = 0  # further arrivals that a request may wait for; 0: assigned as it arrives
+    release: int = 8  # requests let go when the oldest has waited for max_wait arrivals
+    prompt_cost: float = 0.0  # work of one prompt token that is not cached, in decode tokens
+    cache_weight: float = 1.0  # score of a prompt that is wholly in a group's prefix cache
+    keep_finished: bool = True  # the ledger is all work so far; False: work now running
+
+    def __post_init__(self) -> None:
+        for name in ("lead_requests", "lead_share", "feedback", "max_wait", "prompt_cost", "cache_weight"):
+            require(getattr(self, name) >= 0, f"{name} must not be negative: {getattr(self, name)}")
+        require(self.release >= 1, f"release must be at least 1, not {self.release}")
+
+
+@dataclass(frozen=True)
+class Assigned:
+    """The handle of one request, which `finish` takes back."""
+
+    request: int  # its number in order of arrival, from 0
+    group: int
+    work: float  # as entered in the ledger, decode tokens
+    prompt_work: float  # the part of it that is known
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    request: int
+    scores: np.ndarray  # (D,)
+    expected_tokens: float
+    prompt_work: np.ndarray  # (D,)
+
+
+class CapacityScheduler:
+    """Requests to attention groups, one at a time (`assign`, `admit`) or in windows. Not thread-safe."""
+
+    def __init__(self, table: RequestMap, settings: SchedulerSettings | None = None) -> None:
+        self.settings = settings or SchedulerSettings()
+        self._scores = np.ascontiguousarray(table.token_scores, np.float32)
+        self._weights = np.ascontiguousarray(table.token_weights, np.float32)
+        rows, D = self._scores.shape
+        require(self._weights.shape == (rows,), f"token_weights has shape {self._weights.shape}, expected {(rows,)}")
+        require(table.mean_length > 0, f"mean_length must be positive, not {table.mean_length}")
+        self._bias, self._prices = table.bias.astype(np.float64), table.prices.astype(np.float64)
+        require(self._bias.shape == self._prices.shape == (D,), f"bias and prices must have {D} entries")
+        self._mean_length = float(table.mean_length)
+        self._price_per_token = self.settings.feedback * table.score_spread / self._mean_length
+        self._stamp, self._tick = np.zeros(rows, np.int64), 0
+        self._waiting: list[_Waiting] = []
+        self._arrivals = 0
+        self._work, self._expected = np.zeros(D), np.zeros(D)  # the ledger, and the same without corrections
+        self.unknown_tokens = 0  # prompt tokens outside the vocabulary, so far
+
+    @property
+    def work(self) -> np.ndarray:
+        """(D,) the ledger: decode tokens of each group."""
+        return self._work.copy()
+
+    @property
+    def waiting(self) -> int:
+        """Requests submitted and not yet assigned."""
+        return len(self._waiting)
+
+    def score(self, prompt_ids: Sequence[int] | np.ndarray) -> np.ndarray:
+        """(D,) float64: estimated share of the request's pairs that each group hosts."""
+        self._tick += 1
+        ids = np.asarray(prompt_ids, np.int64)
+        out = self._bias.copy()
+        self.unknown_tokens += _add_scores(ids, self._scores, self._weights, self._stamp, self._tick, out)
+        return out
+
+    def assign(
+        self, prompt_ids: Sequence[int] | np.ndarray, expected_tokens: float | None = None,
+        cached_tokens: np.ndarray | None = None,
+    ) -> int:  # fmt: skip
+        """The group for one request, at once: `admit` for those that never call `finish`."""
+        return self.admit(prompt_ids, expected_tokens, cached_tokens).group
+
+    def admit(
+        self, prompt_ids: Sequence[int] | np.ndarray, expected_tokens: float | None = None,
+        cached_tokens: np.ndarray | None = None,
+    ) -> Assigned:  # fmt: skip
+        """Assign one request at once.
+
+        expected_tokens: decode tokens, by default the profile's mean. cached_tokens (D,): prompt tokens that each
+        group has in its prefix cache; they add to its score and cost no work.
+        """
+        return self._place([self._arrive(prompt_ids, expected_tokens, cached_tokens)])[0]
+
+    def assign_window(self, prompts: Sequence[Sequence[int] | np.ndarray]) -> list[int]:
+        """The groups of requests that wait together, all assigned now."""
+        return [assigned.group for assigned in self.admit_window(prompts)]
+
+    def admit_window(self, prompts: Sequence[Sequence[int] | np.ndarray]) -> list[Assigned]:
+        """As `assign_window`, with the handles for `finish`."""
+        return self._place([self._arrive(prompt, None, None) for prompt in prompts])
+
+    def submit(
+        self, prompt_ids: Sequence[int] | np.ndarray, expected_tokens: float | None = None,
+        cached_tokens: np.ndarray | None = None,
+    ) -> list[Assigned]:  # fmt: skip
+        """Let one request wait, for at most `max_wait` further arrivals; returns those assigned now, if any.
+
+        All that wait are assigned together; the `release` oldest keep their group, the others wait on. An engine
+        whose arrivals may pause calls `flush` when the oldest has waited long enough by the clock.
+        """
+        self._waiting.append(self._arrive(prompt_ids, expected_tokens, cached_tokens))
+        if len(self._waiting) <= self.settings.max_wait:
+            return []
+        return self._let_go(self.settings.release)
+
+    def flush(self) -> list[Assigned]:
+        """Assign all that wait."""
+        return self._let_go(len(self._waiting))
+
+    def finish(self, assigned: Assigned, actual_tokens: float) -> None:
+        """Correct the ledger for a request that ended after `actual_tokens` decode tokens; once for each handle."""
+        self._work[assigned.group] -= assigned.work
+        if self.settings.keep_finished:
+            self._work[assigned.group] += assigned.prompt_work + actual_tokens
+        else:
+            self._expected[assigned.group] -= assigned.work
+
+    def _arrive(self, prompt_ids, expected_tokens, cached_tokens) -> _Waiting:
+        expected = self._mean_length if expected_tokens is None else float(expected_tokens)
+        require(expected >= 0, f"expected_tokens must not be negative: {expected_tokens}")
+        scores, uncached = self.score(prompt_ids), np.full(len(self._work), float(len(prompt_ids)))
+        if cached_tokens is not None:
+            cached = np.asarray(cached_tokens, np.float64)
+            require(cached.shape == scores.shape, f"cached_tokens has shape {cached.shape}, expected {scores.shape}")
+            scores += self.settings.cache_weight * cached / max(len(prompt_ids), 1)
+            uncached = np.maximum(uncached - cached, 0)
+        self._arrivals += 1
+        return _Waiting(self._arrivals - 1, scores, expected, self.settings.prompt_cost * uncached)
+
+    def _let_go(self, count: int) -> list[Assigned]:
+        assigned = self._place(self._waiting, count)
+        self._waiting = self._waiting[count:]
+        return assigned
+
+    def _place(self, window: list[_Waiting], count: int | None = None) -> list[Assigned]:
+        """Assign `window` together and enter its first `count` requests, or all, in the ledger."""
+        if not window:
+            return []
+        scores = np.stack([request.scores for request in window])
+        expected = np.array([request.expected_tokens for request in window])
+        prompt_work = np.stack([request.prompt_work for request in window])
+        work = prompt_work + expected[:, None]
+        value = scores - self._prices - self._price_per_token * (self._expected - self._expected.mean())
+        room = self._limit(work) - self._work
+        groups = _greedy(value, work, room, self._work)
+        if len(window) > 1:
+            groups = improve_assignment(value * (expected[:, None] + 1e-9), work, room, groups, SWEEPS)
+        out = [
+            Assigned(w.request, int(d), float(work[i, d]), float(prompt_work[i, d]))
+            for i, (w, d) in enumerate(zip(window[:count], groups[:count], strict=True))
+        ]
+        for assigned in out:
+            self._work[assigned.group] += assigned.work
+            self._expected[assigned.group] += assigned.work
+        return out
+
+    def _limit(self, work: np.ndarray) -> float:
+        """Most work that a group may have once requests of `work` (W, D) are in, by the least that they can be."""
+        D = len(self._work)
+        mean = (self._work.sum() + work.min(axis=1).sum()) / D
+        return float(mean + max(self.settings.lead_requests * self._mean_length / D, self.settings.lead_share * mean))
+
+
+@numba.njit(cache=True)
+def _add_scores(ids, scores, weights, stamp, tick, out):
+    """Add a prompt's score to `out` (D,); returns how many of its ids are outside the vocabulary.
+
+    stamp (V + 1,): the tick at which an id was last seen, so that each counts once and nothing is cleared.
+    """
+    last = len(weights) - 1
+    unknown, weight = 0, 0.0
+    total = np.zeros(len(out))
+    for token in ids:
+        row = token
+        if token < 0 or token >= last:
+            row = last
+            unknown += 1
+        if stamp[row] != tick:
+            stamp[row] = tick
+            weight += weights[row]
+            for d in range(len(total)):
+                total[d] += scores[row, d]
+    if weight > 0:
+        out += total / np.sqrt(weight)
+    return unknown
+
+
+@numba.njit(cache=True)
+def _greedy(value, work, room, ledger):
+    """(W,) groups in order of arrival: most value where there is room (D,), or the least loaded group."""
+    W, D = value.shape
+    added, groups = np.zeros(D), np.empty(W, np.int64)
+    for i in range(W):
+        best, least = -1, 0
+        for d in range(D):
+            if ledger[d] + added[d] < ledger[least] + added[least]:
+                least = d
+            if added[d] + work[i, d] <= room[d] + 1e-9 and (best < 0 or value[i, d] > value[i, best]):
+                best = d
+        groups[i] = least if best < 0 else best
+        added[groups[i]] += work[i, groups[i]]
+    return groups

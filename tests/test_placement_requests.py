@@ -1,0 +1,136 @@
+"""Requests and experts clustered together."""
+
+from itertools import product
+
+import numpy as np
+import oracles
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from semmoe.placement.requests import cocluster_requests, improve_assignment, locality, swap_experts
+
+
+def random_rates(seed, requests, layers, experts):
+    rng = np.random.default_rng(seed)
+    rates = rng.dirichlet(np.full(experts, 0.5), (requests, layers)) / layers
+    return rates.astype(np.float32), rng.integers(1, 30, requests).astype(float)
+
+
+def best_locality(rates, lengths, groups, token_limit):
+    """The most pairs at home over every labelling of requests within the limit and every equal division of experts."""
+    _, layers, experts = rates.shape
+    divisions, best = oracles.equal_divisions(experts, groups), 0.0
+    for labels in product(range(groups), repeat=len(rates)):
+        load = np.bincount(labels, lengths, groups)
+        if load.max() > token_limit * lengths.sum() / groups + 1e-9:
+            continue
+        total = 0.0
+        for l in range(layers):
+            pairs = np.zeros((experts, groups))
+            for r, label in enumerate(labels):
+                pairs[:, label] += rates[r, l] * lengths[r]
+            total += max(sum(pairs[e, d] for e, d in enumerate(division)) for division in divisions)
+        best = max(best, total / (rates * lengths[:, None, None]).sum())
+    return best
+
+
+def test_two_blocks_of_requests_find_their_experts_by_hand():
+    """Requests 0 and 2 use experts 0 and 3 of layer 0 and 0 and 1 of layer 1; the others the rest."""
+    rates = np.zeros((4, 2, 4), np.float32)
+    rates[::2, 0, [0, 3]] = rates[1::2, 0, [1, 2]] = 0.25
+    rates[::2, 1, :2] = rates[1::2, 1, 2:] = 0.25
+    lengths = np.full(4, 10.0)
+    experts, requests = cocluster_requests(rates, lengths, 2, starts=4)
+    assert requests[0] == requests[2] != requests[1] == requests[3]
+    a, b = requests[:2]
+    assert experts.tolist() == [[a, b, b, a], [a, a, b, b]]
+    assert locality(rates, lengths, experts, requests) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("requests", "layers", "experts", "groups"), [(6, 2, 4, 2), (7, 1, 6, 2), (5, 2, 3, 3)])
+def test_small_instances_reach_the_optimum_of_enumeration(seed, requests, layers, experts, groups):
+    rates, lengths = random_rates(seed, requests, layers, experts)
+    found = cocluster_requests(rates, lengths, groups, starts=60, seed=seed, token_limit=1.6)
+    best = best_locality(rates, lengths, groups, 1.6)
+    assert locality(rates, lengths, *found) == pytest.approx(best, abs=1e-5)
+
+
+@given(st.integers(0, 9999), st.integers(1, 20), st.integers(1, 3), st.integers(1, 4), st.integers(1, 3))
+def test_every_slot_is_filled_and_a_seed_decides(seed, requests, layers, groups, per_group):
+    rates, lengths = random_rates(seed, requests, layers, groups * per_group)
+    experts, labels = cocluster_requests(rates, lengths, groups, starts=3, seed=seed)
+    assert experts.shape == (layers, groups * per_group)
+    for row in experts:
+        assert np.bincount(row, minlength=groups).tolist() == [per_group] * groups
+    assert labels.shape == (requests,)
+    assert set(labels.tolist()) <= set(range(groups))
+    again = cocluster_requests(rates, lengths, groups, starts=3, seed=seed)
+    assert (experts == again[0]).all()
+    assert (labels == again[1]).all()
+
+
+@given(st.integers(0, 9999))
+def test_more_starts_are_never_worse_and_names_of_experts_do_not_matter(seed):
+    rates, lengths = random_rates(seed, 12, 2, 6)
+    few = locality(rates, lengths, *cocluster_requests(rates, lengths, 3, starts=1, seed=seed, token_limit=2))
+    many = locality(rates, lengths, *cocluster_requests(rates, lengths, 3, starts=30, seed=seed, token_limit=2))
+    assert many >= few - 1e-6
+    renamed = rates[:, :, np.random.default_rng(seed).permutation(6)]
+    other = locality(renamed, lengths, *cocluster_requests(renamed, lengths, 3, starts=30, seed=seed, token_limit=2))
+    assert other == pytest.approx(many, abs=1e-5)
+
+
+def test_the_token_limit_holds_where_whole_requests_allow():
+    rates, lengths = random_rates(0, 200, 2, 8)
+    _, labels = cocluster_requests(rates, lengths, 4, starts=2, token_limit=1.05)
+    load = np.bincount(labels, lengths, 4)
+    assert load.max() <= 1.05 * load.mean() + 1e-6
+
+
+def test_a_load_limit_on_experts_costs_locality_and_holds():
+    """The first half of the experts is used twice as much, and requests that use it are alike."""
+    rates, lengths = random_rates(1, 60, 3, 12)
+    rates[:, :, :6] *= 3
+    rates /= rates.sum(axis=(1, 2), keepdims=True)
+    load = np.einsum("rle,r->le", rates, lengths)
+
+    def imbalance(experts):
+        return max(np.bincount(row, used, 2).max() / used.sum() * 2 for row, used in zip(experts, load, strict=True))
+
+    free, capped = (cocluster_requests(rates, lengths, 2, load_limit=limit, starts=5) for limit in (None, 1.02))
+    assert imbalance(capped[0]) <= 1.02 + 1e-6 < imbalance(free[0])
+    assert locality(rates, lengths, *capped) <= locality(rates, lengths, *free) + 1e-6
+    for row in capped[0]:
+        assert np.bincount(row).tolist() == [6, 6]
+
+
+def test_what_cannot_be_is_refused():
+    rates, lengths = random_rates(0, 4, 1, 6)
+    with pytest.raises(ValueError, match="4 groups do not divide 6 experts"):
+        cocluster_requests(rates, lengths, 4)
+    with pytest.raises(ValueError, match="4 requests have lengths of shape"):
+        cocluster_requests(rates, lengths[:2], 2)
+    with pytest.raises(ValueError, match="starts must be at least 1, not 0"):
+        cocluster_requests(rates, lengths, 2, starts=0)
+
+
+@given(st.integers(0, 9999), st.integers(1, 80), st.integers(1, 4))
+def test_moves_and_swaps_never_lose_value_nor_leave_the_capacity(seed, requests, groups):
+    rng = np.random.default_rng(seed)
+    value, work = rng.random((requests, groups)), rng.integers(1, 9, (requests, groups)).astype(float)
+    start = rng.integers(groups, size=requests)
+    taken = np.bincount(start, work[np.arange(requests), start], groups)
+    out = improve_assignment(value, work, taken, start.copy(), 20)
+    rows = np.arange(requests)
+    assert (np.bincount(out, work[rows, out], groups) <= taken + 1e-6).all()
+    assert value[rows, out].sum() >= value[rows, start].sum() - 1e-9
+
+
+def test_swapping_experts_by_hand():
+    """Loads 4, 3, 2, 1 as {0, 1} and {2, 3}: 7 and 3. With at most 5 a group only {0, 3} and {1, 2} is left."""
+    value = np.array([[2.0, 0.0], [2.0, 0.0], [0.0, 2.0], [0.0, 2.0]])
+    groups = np.array([0, 0, 1, 1])
+    assert swap_experts(value, np.array([4.0, 3, 2, 1]), groups, 5.0, 10) == 0
+    assert sorted([groups[0] == groups[3], groups[1] == groups[2]]) == [True, True]
