@@ -38,7 +38,7 @@ def measure(evaluation: RoutingTrace, plans: list[Plan]) -> dict[str, float]:
 
 def weights(profile: RoutingTrace, evaluation: RoutingTrace, attention: str, ep_size: int, changed: dict):
     topology = Topology.for_attention(attention, ep_size)
-    settings = [SolveSettings(seed=seed, paper=PaperSettings(**changed)) for seed in SEEDS]
+    settings = [SolveSettings(method="paper", seed=seed, paper=PaperSettings(**changed)) for seed in SEEDS]
     return measure(evaluation, [solve(profile, topology, s) for s in settings])
 
 

@@ -282,7 +282,7 @@ class RequestTable:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestMap:
-    """Attention-DP: a linear map from a prompt to groups: a prompt's score for group d estimates the share of its pairs that d hosts.
+    """Attention-DP: a linear map from a prompt to groups; the score of group d estimates its share of the pairs.
 
     score = bias + (sum of token_scores over the distinct ids of the prompt) / sqrt(sum of their token_weights).
     Row V serves ids outside the vocabulary.

@@ -124,7 +124,8 @@ def _map_numbers(table: RequestTable | RequestMap | None) -> dict[str, float] | 
 def _request_table(arrays: dict[str, np.ndarray], header: PlanHeader) -> RequestTable | RequestMap:
     if header.request_map is None:
         return RequestTable(**arrays)
-    return RequestMap(**{REQUEST_MAP[name]: array for name, array in arrays.items()}, **header.request_map)
+    fields: dict[str, Any] = {REQUEST_MAP[name]: array for name, array in arrays.items()}
+    return RequestMap(**(fields | header.request_map))
 
 
 def _shuffle_tables(arrays: dict[str, np.ndarray], header: PlanHeader) -> ShuffleTables | ScoreTables:
@@ -165,7 +166,8 @@ def _check_arrays(arrays: dict[str, np.ndarray], header: PlanHeader) -> None:
         "history_scores": ((L, 2 * E + 1, G), np.int16, -int16, int16),
         "request_map_scores": ((V + 1, D), np.float32, -finite, finite),
         "request_map_weights": ((V + 1,), np.float32, 0, finite),
-        "request_map_bias": ((D,), np.float32, -finite, finite), "request_map_prices": ((D,), np.float32, -finite, finite),
+        "request_map_bias": ((D,), np.float32, -finite, finite),
+        "request_map_prices": ((D,), np.float32, -finite, finite),
         "static_dispatch": ((L, G, E), np.int16, 0, G - 1),
     }  # fmt: skip
     for name, array in arrays.items():

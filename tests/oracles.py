@@ -3,8 +3,11 @@
 from itertools import combinations, product
 
 import numpy as np
+from scipy.optimize import linear_sum_assignment
 
-from semmoe.core import Placement, Plan, RoutingTrace, Topology
+from semmoe.core import DECODE, Placement, Plan, RoutingTrace, Topology
+from semmoe.predictor import TOKEN_PRIOR
+from semmoe.scores import FRACTION, RUNNING_LIMIT, RUNNING_PRIOR
 
 
 def affinity_counts(trace: RoutingTrace):
@@ -215,3 +218,122 @@ def rank_load(placement: Placement, load) -> np.ndarray:
             for rank in copies:
                 out[l, rank] += load[l, e] / len(copies)
     return out
+
+
+def best_slices_total(scores) -> int:
+    """The largest sum of scores (B, S) with at most ceil(B / S) tokens a slice, exactly: every place is a column."""
+    tokens, slices = scores.shape
+    places = np.repeat(scores.astype(np.int64), max(-(-tokens // slices), 1), axis=1)
+    rows, columns = linear_sum_assignment(places, maximize=True)
+    return int(places[rows, columns].sum())
+
+
+def score(tables, layer, first_rank, num_slices, token, earlier, history) -> list[int]:
+    """One token's score on each rank of a group; earlier (J, K), history (G,) or None."""
+    vocabulary, experts = len(tables.token_rows) - 1, (tables.history_scores.shape[1] - 1) // 2
+    row = tables.token_rows[token if 0 <= token < vocabulary else vocabulary]
+    path_rows = []
+    for j, chosen in enumerate(earlier):
+        for place, expert in enumerate(chosen):
+            blocks = sum(len(chosen) if before < tables.ordered else 1 for before in range(j))
+            path_rows.append((blocks + (place if j < tables.ordered else 0)) * experts + int(expert))
+    out = []
+    for rank in range(first_rank, first_rank + num_slices):
+        value = int(tables.token_scores[layer, row, rank]) * 2 ** int(tables.token_shift[layer])
+        value += sum(int(tables.path_scores[layer, p, rank]) for p in path_rows)
+        value += int((tables.history_scores[layer, -1] if history is None else history)[rank])
+        out.append(value)
+    return out
+
+
+def trace_history(tables, layer, trace) -> list[list[int]]:
+    """What the tokens before say of each routed token: the running mean and the token before; prefill knows nothing."""
+    rows, experts = tables.history_scores[layer].astype(int), trace.fingerprint.num_experts
+    out = []
+    for r in range(trace.num_requests):
+        running, previous = [0] * rows.shape[1], rows[-1].tolist()
+        for seen, t in enumerate(range(trace.request_offsets[r], trace.request_offsets[r + 1])):
+            decoded = trace.phase[t] == DECODE
+            known = [(a >> FRACTION) + b for a, b in zip(running, previous, strict=True)]
+            out.append(known if decoded else rows[-1].tolist())
+            chosen = [int(e) for e in trace.expert_ids[t, layer]]
+            weight = min(seen, RUNNING_LIMIT) + RUNNING_PRIOR
+            now = rows[chosen].sum(axis=0).tolist()
+            running = [a + ((n << FRACTION) - a) // weight for a, n in zip(running, now, strict=True)]
+            previous = rows[[experts + e for e in chosen]].sum(axis=0).tolist()
+    return out
+
+
+def expected_activations(predictor, trace, layer, leave_one_out) -> np.ndarray:
+    """(T, E) from a predictor's weights, token by token; the trace is also what its token shares are counted on."""
+    f, fitted, E = trace.fingerprint, predictor.layers[layer], trace.fingerprint.num_experts
+    counts = affinity_counts(trace)[0][layer]
+    mean = counts.sum(axis=0) * f.top_k / counts.sum()
+    out = np.zeros((trace.num_tokens, E))
+    for r in range(trace.num_requests):
+        running = np.zeros(E)
+        for seen, t in enumerate(range(trace.request_offsets[r], trace.request_offsets[r + 1])):
+            chosen = trace.expert_ids[t, layer]
+            own = counts[trace.token_ids[t]].astype(float)
+            if leave_one_out:
+                own[chosen] -= 1
+            occurrences = own.sum() / f.top_k
+            shares = (own + TOKEN_PRIOR * mean) / (occurrences + TOKEN_PRIOR) - mean
+            out[t] = fitted.intercept + shares @ fitted.token
+            known = trace.phase[t] == DECODE
+            out[t] += running @ fitted.running if known else 0
+            before = trace.expert_ids[t - 1, layer] if known and seen else [E]
+            out[t] += fitted.previous[before].sum(axis=0)
+            first = 0
+            for back in range(1, min(predictor.lookback, layer) + 1):
+                for place, e in enumerate(trace.expert_ids[t, layer - back]):
+                    out[t] += fitted.path[first + (place * E if back <= predictor.ordered else 0) + e]
+                first += E * (f.top_k if back <= predictor.ordered else 1)
+            one_hot = np.bincount(chosen, minlength=E)
+            running = running + (one_hot - mean - running) / (min(seen, RUNNING_LIMIT) + RUNNING_PRIOR)
+    return out
+
+
+def serves(hosts, node_of, primary, expert, home) -> int:
+    """The rank that serves `expert` to `home`: hosts, the sets of experts of the ranks; own, own node's, primary."""
+    if expert in hosts[home]:
+        return home
+    near = [rank for rank in range(len(hosts)) if node_of[rank] == node_of[home] and expert in hosts[rank]]
+    return primary[expert] if node_of[primary[expert]] == node_of[home] or not near else near[0]
+
+
+def layout_cost(slots, primary, tokens, topology, weights, price=None, load_price=0.0, cap=np.inf):
+    """(cost, value and home of each token set, load) of a layout; tokens: (experts, weight, attention group) of each.
+
+    Each set's home is its best rank among those of its group that host one of its experts, if any does.
+    """
+    G, S = topology.ep_size, topology.attn_tp_size
+    hosts, node_of = [set(rank) for rank in slots.tolist()], [g // (G // topology.num_nodes) for g in range(G)]
+    activation, per_rank, per_node = weights
+    price = np.zeros(G) if price is None else price
+    values, homes, load = [], [], np.zeros(G)
+    for experts, weight, group in tokens:
+        ranks = range(group * S, (group + 1) * S)
+        worth = {}
+        for home in [rank for rank in ranks if hosts[rank] & set(experts)] or ranks:
+            remote = {serves(hosts, node_of, primary, e, home) for e in experts} - {home}
+            nodes = {node_of[rank] for rank in remote} - {node_of[home]}
+            local = len(hosts[home] & set(experts))
+            worth[home] = activation * local - price[home] - per_rank * len(remote) - per_node * len(nodes)
+        homes.append(max(worth, key=lambda rank: worth[rank]))
+        values.append(worth[homes[-1]])
+        for e in experts:
+            load[serves(hosts, node_of, primary, e, homes[-1])] += weight
+    weight = np.array([weight for _, weight, _ in tokens])
+    excess = np.maximum(load / load.mean() - cap, 0).sum()
+    return float(-(np.array(values) * weight).sum() / weight.sum() + load_price * excess), values, homes, load
+
+
+def all_layouts(experts, ranks, slots_per_rank):
+    """Every (slots, primary) of one layer: which experts a rank holds, and which of an expert's ranks is its primary."""
+    held = list(combinations(range(experts), slots_per_rank))
+    for slots in product(held, repeat=ranks):
+        copies = [[rank for rank in range(ranks) if e in slots[rank]] for e in range(experts)]
+        if all(copies):
+            for primary in product(*copies):
+                yield np.array(slots), np.array(primary)

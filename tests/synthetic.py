@@ -73,3 +73,11 @@ def with_prefill(trace: RoutingTrace, rows: int) -> RoutingTrace:
     phase = trace.phase.copy()
     phase[:rows] = PREFILL
     return RoutingTrace(**{**vars(trace), "phase": phase})
+
+
+def with_noise(trace: RoutingTrace, share: float, seed=0) -> RoutingTrace:
+    """The same trace, a `share` of its rows at each layer routed to random experts."""
+    rng, (tokens, layers, top_k) = np.random.default_rng(seed), trace.expert_ids.shape
+    strays = np.argsort(rng.random((tokens, layers, trace.fingerprint.num_experts)), axis=2)[..., :top_k]
+    experts = np.where(rng.random((tokens, layers, 1)) < share, strays, trace.expert_ids)
+    return RoutingTrace(**{**vars(trace), "expert_ids": experts.astype(trace.expert_ids.dtype)})

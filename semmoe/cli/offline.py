@@ -24,6 +24,7 @@ from semmoe.cli.options import (
     Redundant,
     Seed,
     TraceArgument,
+    Window,
 )
 from semmoe.core import Fingerprint, Plan, RoutingTrace, Topology, require
 from semmoe.settings import METHODS, CoclusterSettings, PaperSettings, PredictorSettings, ReplaySettings, SolveSettings
@@ -166,6 +167,7 @@ def replay(
     batches: BatchKind = Batches.mixed,
     redundant_experts: Redundant = 0,
     load_limit: LoadLimit = LIMIT,
+    window: Window = REPLAY.window,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
@@ -175,7 +177,7 @@ def replay(
     """
     from semmoe.trace import open_trace
 
-    measure = ReplaySettings(batch_tokens=batch_tokens, batches=batches.value, seed=seed)
+    measure = ReplaySettings(batch_tokens=batch_tokens, batches=batches.value, window=window, seed=seed)
     settings: dict[str, Any] = {"trace": str(trace), **asdict(measure)}
     if plan is not None:
         decided = ["method", "profile_share", "ep_size", "attention", "dp_size", "num_nodes", "redundant_experts"]

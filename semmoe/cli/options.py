@@ -48,6 +48,9 @@ LoadLimit = Annotated[
 Seed = Annotated[int, typer.Option(help="Seed of every random choice.", rich_help_panel=METHOD)]
 BatchTokens = Annotated[int, typer.Option(help="Tokens of a batch, all ranks together.", rich_help_panel=METHOD)]
 BatchKind = Annotated[Batches, typer.Option(help="mixed: decode-like; prefill: consecutive.", rich_help_panel=METHOD)]
+Window = Annotated[
+    int, typer.Option(help="semmoe, attention-DP: requests that wait to be assigned together.", rich_help_panel=METHOD)
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.", rich_help_panel=OUTPUT)]
 Dataset = Annotated[
     Path | None,

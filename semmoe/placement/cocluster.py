@@ -21,6 +21,7 @@ from semmoe.scores import SCALE, assign
 from semmoe.settings import CoclusterSettings
 
 SINGLE_TOKENS, COPIES_TOKENS = 2048, 128  # tokens per expert that a search looks at, without and with redundant experts
+COPIES_SHARE = 3  # searches with redundant experts take ten times as long and vary less: this many times fewer of them
 # Load caps to try, relative to the limit: a placement's load in the profile is lower than in a batch of other requests.
 MARGINS = (-0.04, -0.08, -0.11)
 MEASURED_BATCHES, RESAMPLES = 16, 64
@@ -73,14 +74,15 @@ def search_layer(
         return Layout(state.slots, state.primary, cost)
 
     affinity = _together(sets, weight, num_experts)
+    share = COPIES_SHARE if redundant else 1
     out: list[Layout] = []
     for cap in caps:
         if out:
             best = run((out[-1].slots, out[-1].primary), cap)
         else:
-            labels = [start] if start is not None else [None] * settings.starts
+            labels = [start] if start is not None else [None] * max(settings.starts // share, 1)
             best = min((run(_start(affinity, topology.ep_size, redundant, l, rng), cap) for l in labels), key=_cost)
-        for _ in range(settings.kicks if not out else settings.kicks // 2):
+        for _ in range((settings.kicks if not out else settings.kicks // 2) // share):
             best = min(best, run(_kick(best, rng), cap), key=_cost)
         out.append(best)
     return out

@@ -6,14 +6,13 @@ experts (U, K) with their weights (U,), since real routing repeats itself (39,00
 5,000 sets).
 
 Every set takes the home that is best for it among the ranks of its request's attention group, under prices that keep
-homes equally full (the equal slices of attention-TP, as dual variables). So a layout costs, in units of one activation a
-token,
+homes equally full (the equal slices of attention-TP, as dual variables). So a layout costs, in units of an activation,
 
-    mean over tokens of  min over h of  (rank * remote ranks + node * remote nodes - activation * local experts + price h)
+    mean over tokens of  min over h of  (rank * remote ranks + node * remote nodes - activation * local ones + price h)
 
 plus `load_price` times what the ranks' loads (1 = the mean) exceed the cap by. Moves: swap the contents of two slots;
 put another expert into a slot whose expert has a further copy; make another copy the primary one. A move is judged
-exactly, on the sets that hold an expert that it moves; one that a sample of them shows to be far from a gain is dropped.
+exactly, on the sets that hold an expert that it moves; one that a sample shows to be far from a gain is dropped.
 """
 
 from collections import namedtuple
