@@ -4,6 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 TORCH ?= torch==2.13.0
+TRITON ?= triton==3.7.1
 
 .PHONY: demo test check bench format clean
 
@@ -33,9 +34,11 @@ $(VENV)/.ready: pyproject.toml
 	@$(PIP) install -e ".[transformers]"
 	@touch $@
 
+# Triton comes with torch's GPU builds; on other machines the tests of the kernels need it by itself.
 $(VENV)/.ready-dev: $(VENV)/.ready
 	@echo "installing the test tools"
 	@$(PIP) install -e ".[transformers,dev]"
+	@$(BIN)/python -c "import triton" 2>/dev/null || $(PIP) install --no-deps "$(TRITON)" || echo "no Triton: its tests skip"
 	@touch $@
 
 clean:

@@ -85,13 +85,17 @@ def _shape(trace: RoutingTrace) -> tuple[int, int]:
     return trace.fingerprint.top_k, trace.fingerprint.num_experts
 
 
-def _sample(trace: RoutingTrace, max_tokens: int, seed: int) -> RoutingTrace:
-    """Random whole requests of about `max_tokens` routed tokens, in arrival order."""
+def sample_requests(trace: RoutingTrace, max_tokens: int, seed: int) -> np.ndarray:
+    """Random requests of about `max_tokens` routed tokens in all, in arrival order; every one if that is enough."""
     if trace.num_tokens <= max_tokens:
-        return trace
+        return np.arange(trace.num_requests)
     order = np.random.default_rng(seed).permutation(trace.num_requests)
     enough = int(np.searchsorted(np.cumsum(np.diff(trace.request_offsets)[order]), max_tokens)) + 1
-    return trace.select(np.sort(order[:enough]))
+    return np.sort(order[:enough])
+
+
+def _sample(trace: RoutingTrace, max_tokens: int, seed: int) -> RoutingTrace:
+    return trace.select(sample_requests(trace, max_tokens, seed)) if trace.num_tokens > max_tokens else trace
 
 
 @dataclass(frozen=True)
@@ -246,7 +250,7 @@ def _held_out(rest: RoutingTrace, held: RoutingTrace, layers: list[int], shape: 
         for i, ridge in enumerate(RIDGES):
             predicted = _apply(test, _weights(square, target, ridge))
             top = np.argsort(-predicted, axis=1)[:, : held.fingerprint.top_k]
-            hits = np.take_along_axis(truth, top, axis=1).mean()
+            hits = np.take_along_axis(truth, top, axis=1).mean(dtype=np.float64)
             totals[i] += ((predicted - truth) ** 2).sum(), ((train.mean - truth) ** 2).sum(), hits / len(layers)
     return [(float(error / max(none, 1e-9)), float(hits)) for error, none, hits in totals]
 
@@ -262,18 +266,11 @@ def _apply(design: _Design, weights: np.ndarray) -> np.ndarray:
     return out
 
 
-def predict(predictor: Predictor, trace: RoutingTrace, layer: int) -> np.ndarray:
-    """(T, E) float: expected activations of the tokens that the predictor was fitted on, own occurrence left out."""
+def predict(predictor: Predictor, profile: RoutingTrace, part: RoutingTrace, layer: int) -> np.ndarray:
+    """(T, E) float: expected activations of the tokens of `part`, requests of `profile`, own occurrence left out."""
     lookback = min(predictor.lookback, layer)
-    design = _design(
-        trace,
-        layer,
-        lookback,
-        min(predictor.ordered, lookback),
-        _token_counts(trace, layer),
-        trace.phase == DECODE,
-        True,
-    )
+    ordered, history = min(predictor.ordered, lookback), part.phase == DECODE
+    design = _design(part, layer, lookback, ordered, _token_counts(profile, layer), history, loo=True)
     f = predictor.layers[layer]
     weights = np.concatenate(
         [f.intercept[None], f.previous, f.path[: design.columns - len(f.previous) - 1], f.token, f.running]

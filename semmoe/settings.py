@@ -44,7 +44,8 @@ class CoclusterSettings:
     def __post_init__(self) -> None:
         for name in ("activation", "remote_rank", "remote_node", "load_price"):
             require(getattr(self, name) >= 0, f"{name} must not be negative: {getattr(self, name)}")
-        require(self.starts >= 1 and self.kicks >= 0, f"starts and kicks must be positive: {self.starts}, {self.kicks}")
+        for name, least in (("starts", 1), ("sweeps", 1), ("kicks", 0), ("price_steps", 0), ("batch_tokens", 1)):
+            require(getattr(self, name) >= least, f"{name} must be at least {least}, not {getattr(self, name)}")
         valid = self.load_limit is None or self.load_limit >= 1
         require(valid, f"load_limit is max/mean, at least 1, not {self.load_limit}")
 
@@ -53,7 +54,7 @@ class CoclusterSettings:
 class PredictorSettings:
     lookback: int | None = None  # layers; None: chosen on held-out requests
     max_tokens: int = 1 << 16  # routed tokens to fit on
-    tolerance: float = 0.002  # a shorter look-back is preferred to one whose held-out error is less by no more
+    tolerance: float = 0.002  # a shorter look-back is preferred if its held-out error is within this share of the best
 
     def __post_init__(self) -> None:
         valid = self.lookback is None or 0 <= self.lookback <= 8

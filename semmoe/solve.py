@@ -22,9 +22,13 @@ from semmoe.split import near_duplicates, split
 PROFILE_MARGIN = 0.08  # a placement's expert load (max/mean) in the profile is lower than in a batch of other requests
 
 
+Progress = Callable[[int], None]  # told of layers that are done
+
+
 def solve(
-    trace: RoutingTrace, topology: Topology, settings: SolveSettings, embeddings: np.ndarray | None = None
-) -> Plan:
+    trace: RoutingTrace, topology: Topology, settings: SolveSettings, embeddings: np.ndarray | None = None,
+    progress: Progress = lambda layers: None,
+) -> Plan:  # fmt: skip
     """A plan for `topology` from a profile. The same trace, settings and seed give the same plan.
 
     embeddings: (V, H) the model's input embeddings, if tokens that were not profiled should be served by their nearest
@@ -32,11 +36,12 @@ def solve(
     """
     require(trace.num_tokens > 0, "the trace holds no routed token: profile something first")
     if settings.method == "semmoe":
-        placement, schedule = _semmoe(trace, topology, settings, embeddings)
+        placement, schedule = _semmoe(trace, topology, settings, embeddings, progress)
     else:
         clusters = _cluster(trace, topology, settings)
         placement = clusters.placement
         schedule = build_schedule(trace, clusters, topology, settings.paper.lookback, embeddings)
+        progress(trace.fingerprint.num_layers)
     return Plan(
         topology=topology, placement=placement, schedule=schedule, fingerprint=trace.fingerprint,
         method=settings.method, trace_hash=trace.digest(), settings=_used_settings(settings),
@@ -44,20 +49,23 @@ def solve(
 
 
 def _semmoe(
-    trace: RoutingTrace, topology: Topology, settings: SolveSettings, embeddings: np.ndarray | None
+    trace: RoutingTrace, topology: Topology, settings: SolveSettings, embeddings: np.ndarray | None, progress: Progress
 ) -> tuple[Placement, Schedule | None]:
-    """semmoe's own method: request groups as the paper, experts by `cocluster`, tokens by the path predictor."""
+    """semmoe's own method: requests by a learned map, experts by `cocluster`, tokens by the path predictor."""
     groups = start = requests = None
     if topology.dp_size > 1:
         groups, start, requests = _request_groups(trace, topology, settings)
     if start is not None and topology.attn_tp_size == 1 and settings.redundant_experts == 0:
+        progress(trace.fingerprint.num_layers)
         return Placement.from_labels(start, topology.ep_size), Schedule(requests=requests, shuffle=None)
     predictor = predict.fit(trace, settings.predictor, settings.seed) if topology.attn_tp_size > 1 else None
     placement = cocluster.place(
-        trace, topology, predictor, settings.redundant_experts, settings.cocluster, settings.seed, groups, start
-    )
+        trace, topology, predictor, settings.redundant_experts, settings.cocluster, settings.seed, groups, start,
+        progress,
+    )  # fmt: skip
     shuffle = predict.project(predictor, trace, placement, embeddings) if predictor else None
-    return placement, Schedule(requests=requests, shuffle=shuffle)
+    schedule = None if requests is None and shuffle is None else Schedule(requests=requests, shuffle=shuffle)
+    return placement, schedule
 
 
 def _request_groups(
@@ -102,8 +110,9 @@ def _used_settings(settings: SolveSettings) -> dict[str, Any]:
 
 
 def expect(
-    trace: RoutingTrace, topology: Topology, settings: SolveSettings, measure: ReplaySettings, holdout: float = 0.2
-) -> dict[str, Any] | None:
+    trace: RoutingTrace, topology: Topology, settings: SolveSettings, measure: ReplaySettings, holdout: float = 0.2,
+    progress: Progress = lambda layers: None,
+) -> dict[str, Any] | None:  # fmt: skip
     """What a plan so made gains on requests that it has not seen: solve on 1 - `holdout`, replay on the rest.
 
     Returns None where the trace has too few requests, or too few that differ, to hold any out.
@@ -112,7 +121,7 @@ def expect(
     if trace.num_requests * (1 - holdout) < smallest or near_duplicates(trace).max() == 0:
         return None
     held_out, profile = split(trace, holdout, settings.seed)
-    result = replay(held_out, solve(profile, topology, settings), measure).as_dict()
+    result = replay(held_out, solve(profile, topology, settings, progress=progress), measure).as_dict()
     del result["layers"], result["rows_per_rank_pair"]
     return {"holdout": holdout, "requests": held_out.num_requests, **asdict(measure), **result}
 

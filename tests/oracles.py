@@ -330,7 +330,7 @@ def layout_cost(slots, primary, tokens, topology, weights, price=None, load_pric
 
 
 def all_layouts(experts, ranks, slots_per_rank):
-    """Every (slots, primary) of one layer: which experts a rank holds, and which of an expert's ranks is its primary."""
+    """Every (slots, primary) of one layer: the experts of each rank, and which of an expert's ranks is its primary."""
     held = list(combinations(range(experts), slots_per_rank))
     for slots in product(held, repeat=ranks):
         copies = [[rank for rank in range(ranks) if e in slots[rank]] for e in range(experts)]

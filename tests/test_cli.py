@@ -39,7 +39,7 @@ def work(tmp_path_factory):
     folder = tmp_path_factory.mktemp("work")
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in PROMPTS))
     assert run("profile", MODEL, "--dataset", folder / "prompts.jsonl", "--out", folder / "trace").exit_code == 0
-    assert run("solve", folder / "trace", "--ep-size", 4, "--steps", 2, "--out", folder / "plan").exit_code == 0
+    assert run("solve", folder / "trace", "--ep-size", 4, "--out", folder / "plan").exit_code == 0
     return folder
 
 
@@ -76,19 +76,20 @@ def test_solve_and_replay_as_json(work):
     assert "flatter" in result.stderr  # the plan was solved on this trace
     scores = json.loads(result.stdout)
     assert scores["settings"]["ep_size"] == 4
-    assert set(scores["methods"]) == {"linear", "paper"}
-    assert scores["methods"]["paper"]["lar"] > scores["methods"]["linear"]["lar"]
-    assert len(scores["methods"]["paper"]["layers"]) == 6
+    assert set(scores["methods"]) == {"linear", "semmoe"}
+    assert scores["methods"]["semmoe"]["lar"] > scores["methods"]["linear"]["lar"]
+    assert len(scores["methods"]["semmoe"]["layers"]) == 6
 
 
 def test_replay_all_has_the_documented_keys(tmp_path):
     trace = npz(tmp_path / "t.npz")
     result = run("replay", trace, "--ep-size", 2, "--batch-tokens", 50, "--json", "--profile-share", 0.5)
     methods = json.loads(result.stdout)["methods"]
-    assert set(methods) == {"linear", "eplb", "paper"}
+    assert set(methods) == {"linear", "eplb", "paper", "semmoe"}
     keys = {"lar", "remote_ranks_per_token", "load_max_over_mean", "load_max_over_median", "token_max_over_mean",
             "bytes_ratio", "solve_seconds", "layers"}  # fmt: skip
     assert keys <= set(methods["paper"])
+    assert (keys | {"predicted_lar"}) <= set(methods["semmoe"])
     assert methods["linear"]["bytes_ratio"] == 1.0
 
 
@@ -107,7 +108,7 @@ def test_affinity_prints_tables_and_json(work):
 @pytest.mark.dist
 @pytest.mark.parametrize("attention", ["dp", "tp"])
 def test_generate_on_a_plan_is_verified_and_written(work, tmp_path, attention):
-    run("solve", work / "trace", "--ep-size", 2, "--attention", attention, "--steps", 2, "--out", tmp_path / "plan")
+    run("solve", work / "trace", "--ep-size", 2, "--attention", attention, "--out", tmp_path / "plan")
     result = run(
         "generate", MODEL, "--plan", tmp_path / "plan", "--dataset", work / "prompts.jsonl", "--limit", 6,
         "--max-new-tokens", 4, "--verify", "--json", "--out", tmp_path / "out.jsonl",
@@ -120,7 +121,7 @@ def test_generate_on_a_plan_is_verified_and_written(work, tmp_path, attention):
 
 def test_a_plan_for_another_model_is_refused_by_name(work, tmp_path):
     plan = tmp_path / "plan"
-    run("solve", npz(tmp_path / "foreign.npz"), "--ep-size", 2, "--steps", 1, "--out", plan)
+    run("solve", npz(tmp_path / "foreign.npz"), "--ep-size", 2, "--out", plan)
     refused(run("generate", MODEL, "--plan", plan, "--prompt", "x"), "another model or tokenizer", "foreign")
     refused(run("replay", work / "trace", "--plan", plan), "another model or tokenizer")
 
@@ -130,6 +131,10 @@ def test_settings_that_contradict_or_do_nothing_are_refused(work):
     refused(run("generate", MODEL, "--plan", work / "plan", "--attention", "dp", "--prompt", "x"), "attention tp")
     refused(run("replay", work / "trace", "--plan", work / "plan", "--ep-size", 4), "--ep-size has no effect")
     refused(run("solve", work / "trace", "--method", "eplb", "--theta", 0.2, "--out", "x"), "--theta has no effect")
+    refused(run("solve", work / "trace", "--theta", 0.2, "--out", "x"), "--theta has no effect")
+    refused(run("solve", work / "trace", "--method", "paper", "--load-limit", 1.2, "--out", "x"), "no load limit")
+    prompts_only = run("solve", work / "trace", "--attention", "dp", "--ep-size", 4, "--lookback", 1, "--out", "x")
+    refused(prompts_only, "--lookback has no effect")
     redundant = run("solve", work / "trace", "--method", "paper", "--redundant-experts", 4, "--out", "x")
     refused(redundant, "no redundant experts")
 
@@ -142,7 +147,9 @@ def test_settings_that_contradict_or_do_nothing_are_refused(work):
         (["replay", "{trace}", "--method", "magic"], ["'magic'"]),
         (["replay", "{trace}", "--profile-share", 1.5], ["1.5"]),
         (["solve", "{trace}", "--attention", "hybrid", "--out", "p"], ["dp_size"]),
-        (["solve", "{trace}", "--lookback", 9, "--out", "p"], ["lookback 9"]),
+                (["solve", "{trace}", "--lookback", 9, "--out", "p"], ["lookback must lie between 0 and 8, not 9"]),
+        (["solve", "{trace}", "--load-limit", 0.5, "--out", "p"], ["load_limit", "0.5"]),
+        (["replay", "{trace}", "--window", 0], ["window", "0"]),
         (["profile", "absent", "--out", "t"], ["no model at absent"]),
         (["profile", MODEL, "--dataset", "absent.jsonl", "--out", "t"], ["no dataset file"]),
         (["generate", MODEL, "--prompt", ""], ["prompt is empty"]),
@@ -185,7 +192,7 @@ def test_a_full_disk_is_one_line_and_leaves_the_old_plan(work, tmp_path):
     shutil.copytree(work / "plan", tmp_path / "plan")
     code = (
         "import resource, sys; from semmoe.cli import main; import numba;"
-        "sys.argv = ['semmoe', 'solve', sys.argv[1], '--ep-size', '4', '--steps', '1', '--seed', '5',"
+        "sys.argv = ['semmoe', 'solve', sys.argv[1], '--ep-size', '4', '--seed', '5',"
         " '--out', sys.argv[2]];"
         "from semmoe import plan as p; real = p.save_plan;"
         "limit = lambda *a: (resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000)), real(*a));"

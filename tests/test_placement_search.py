@@ -76,10 +76,9 @@ def check_state(state, cost, instance, topology, weights=WEIGHTS, load_price=0.0
 @given(seed=st.integers(0, 9999), price_steps=st.sampled_from([0, 3]), load_price=st.sampled_from([0.0, 4.0]))
 def test_what_a_search_keeps_is_what_its_layout_costs(topology, redundant, seed, price_steps, load_price):
     instance, layout = random_sets(seed, 8, topology.dp_size), random_layout(seed, 8, 4, redundant)
+    settings = {"load_price": load_price, "cap": 1.1, "price_steps": price_steps, "seed": seed}
     for sweeps in (1, 10):
-        state, cost = search(
-            instance, layout, topology, load_price=load_price, cap=1.1, price_steps=price_steps, sweeps=sweeps, seed=seed
-        )
+        state, cost = search(instance, layout, topology, sweeps=sweeps, **settings)
         check_state(state, cost, instance, topology, load_price=load_price, cap=1.1)
         assert (price_steps > 0) or not state.price.any()
 
@@ -204,3 +203,13 @@ def test_the_seed_decides_everything():
     assert first[1] == second[1]
     np.testing.assert_array_equal(first[0].slots, second[0].slots)
     np.testing.assert_array_equal(first[0].primary, second[0].primary)
+
+
+@pytest.mark.parametrize("redundant", [0, 4])
+def test_experts_that_no_token_uses_keep_their_place(redundant):
+    topology = Topology(ep_size=4)
+    sets, weight, group = random_sets(0, 8, 1)
+    used = (sets < 6).all(axis=1)
+    instance = sets[used], weight[used], group[used]
+    state, cost = search(instance, random_layout(0, 8, 4, redundant), topology)
+    check_state(state, cost, instance, topology)

@@ -15,16 +15,22 @@ from synthetic import random_trace
 from semmoe import plan as plan_module
 from semmoe.core import Topology
 from semmoe.plan import load_plan, save_plan
-from semmoe.settings import PaperSettings, SolveSettings
+from semmoe.settings import CoclusterSettings, PaperSettings, PredictorSettings, SolveSettings
 from semmoe.solve import solve
 
 QUICK = PaperSettings(steps=2, swaps_per_expert=10)
+SEMMOE = SolveSettings(
+    cocluster=CoclusterSettings(starts=1, kicks=1, sweeps=1), predictor=PredictorSettings(lookback=2)
+)
 CASES = {
     "tp": (1, SolveSettings(method="paper", paper=QUICK)),
     "dp": (4, SolveSettings(method="paper", paper=QUICK)),
     "hybrid": (2, SolveSettings(method="paper", paper=replace(QUICK, lookback=1))),
     "linear": (1, SolveSettings(method="linear")),
     "eplb": (4, SolveSettings(method="eplb", redundant_experts=4)),
+    "scores": (1, SEMMOE),
+    "request map": (4, SEMMOE),
+    "request map and scores": (2, replace(SEMMOE, redundant_experts=4)),
 }
 
 
@@ -87,6 +93,15 @@ def refuses_arrays(mode, folder, changes, message):
     """A saved plan whose arrays were changed is refused, by what is wrong and by its path."""
     path = saved(mode, folder)
     edit_arrays(path / "plan.safetensors", **changes)
+    with pytest.raises(ValueError, match=message) as error:
+        load_plan(path)
+    assert str(path) in str(error.value)
+
+
+def refuses_header(mode, folder, changes, message):
+    """A saved plan whose header was changed is refused, by what is wrong and by its path."""
+    path = saved(mode, folder)
+    edit_json(path / "plan.json", **changes)
     with pytest.raises(ValueError, match=message) as error:
         load_plan(path)
     assert str(path) in str(error.value)
@@ -210,6 +225,8 @@ def test_tampered_request_tables_are_refused(tmp_path, changes, message):
         ({"lookback": 0}, "lookback 0 is out of range"),
         ({"lookback": 11}, "lookback 11 is out of range"),
         ({"lookback": 1 << 40}, "lookback 1099511627776 is out of range"),
+        ({"ordered": 0}, "safetensors holds"),
+        ({"static_dispatch": True}, "safetensors holds"),
         ({"fingerprint__top_k": 0}, "top_k must be at least 1"),
         ({"fingerprint__num_groups": 3}, "3 gate groups do not divide 8 experts"),
         ({"fingerprint__vocab_size": 21}, "has shape"),
@@ -217,11 +234,111 @@ def test_tampered_request_tables_are_refused(tmp_path, changes, message):
     ],
 )
 def test_a_tampered_header_is_refused(tmp_path, changes, message):
-    path = saved("tp", tmp_path)
-    edit_json(path / "plan.json", **changes)
-    with pytest.raises(ValueError, match=message) as error:
-        load_plan(path)
-    assert str(path) in str(error.value)
+    refuses_header("tp", tmp_path, changes, message)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"token_rows": np.full(21, 99, np.int32)}, "token_rows holds a value outside 0 to"),
+        ({"token_rows": np.full(21, -1, np.int32)}, "token_rows holds a value outside 0 to"),
+        ({"token_rows": np.zeros(20, np.int32)}, r"token_rows has shape \(20,\), expected \(21,\)"),
+        ({"token_rows": np.zeros(21, np.int64)}, "token_rows has type int64, expected int32"),
+        ({"token_scores": np.zeros((3, 0, 4), np.int8)}, "token_rows holds a value outside 0 to -1"),
+        ({"token_scores": np.zeros((3, 4), np.int8)}, "token_scores has shape|token_rows holds"),
+        ({"token_scores": np.zeros((2, 21, 4), np.int8)}, r"token_scores has shape \(2, 21, 4\)"),
+        ({"token_scores": np.zeros((3, 21, 3), np.int8)}, r"token_scores has shape \(3, 21, 3\)"),
+        ({"token_scores": np.full((3, 21, 4), -128, np.int8)}, "token_scores holds a value outside -127 to 127"),
+        ({"token_scores": np.zeros((3, 21, 4), np.int16)}, "token_scores has type int16, expected int8"),
+        ({"token_shift": np.full(3, 16, np.uint8)}, "token_shift holds a value outside 0 to 15"),
+        ({"token_shift": np.zeros(2, np.uint8)}, "token_shift has shape"),
+        ({"token_source": np.full(21, 3, np.uint8)}, "token_source holds a value outside 0 to 2"),
+        ({"path_scores": np.zeros((3, 1, 4), np.int16)}, r"path_scores has shape \(3, 1, 4\)"),
+        ({"path_scores": np.zeros((3, 0, 4), np.int16)}, r"path_scores has shape \(3, 0, 4\)"),
+        ({"path_scores": None}, r"plan\.safetensors holds"),
+        ({"history_scores": np.zeros((3, 16, 4), np.int16)}, r"history_scores has shape \(3, 16, 4\), expected"),
+        ({"history_scores": np.full((3, 17, 4), -32768, np.int16)}, "history_scores holds a value outside -32767"),
+        ({"history_scores": np.zeros((3, 17, 4), np.float32)}, "history_scores has type float32, expected int16"),
+        ({"static_dispatch": np.full((3, 4, 8), 4, np.int16)}, "static_dispatch holds a value outside 0 to 3"),
+        ({"static_dispatch": np.full((3, 4, 8), -1, np.int16)}, "static_dispatch holds a value outside 0 to 3"),
+        ({"static_dispatch": np.zeros((3, 4, 8), np.int16)}, "sends an expert to a rank that does not host it"),
+        ({"static_dispatch": np.zeros((3, 3, 8), np.int16)}, "static_dispatch has shape"),
+        ({"static_dispatch": np.zeros((3, 4, 8), np.int32)}, "static_dispatch has type int32, expected int16"),
+        ({"static_dispatch": None}, r"plan\.safetensors holds"),
+        ({"token_ranks": np.zeros((3, 1, 21), np.int16)}, r"plan\.safetensors holds"),
+    ],
+)
+def test_tampered_score_tables_are_refused(tmp_path, changes, message):
+    refuses_arrays("scores", tmp_path, changes, message)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lookback": None}, "lookback None with . ordered is out of range|path_scores has shape"),
+        ({"lookback": 1, "ordered": 0}, r"path_scores has shape .*, expected \(3, 8, 4\)"),
+        ({"lookback": 3, "ordered": 3}, r"path_scores has shape .*, expected \(3, 48, 4\)"),
+        ({"lookback": -1}, "lookback -1 with . ordered is out of range"),
+        ({"lookback": 4}, "lookback 4 with . ordered is out of range"),
+        ({"lookback": 1 << 40}, "lookback 1099511627776 with . ordered is out of range"),
+        ({"ordered": 3}, "lookback 2 with 3 ordered is out of range"),
+        ({"ordered": -1}, "lookback 2 with -1 ordered is out of range"),
+        ({"ordered": None}, r"plan\.safetensors holds"),
+        ({"ordered": 0.5}, "ordered"),
+        ({"static_dispatch": False}, r"plan\.safetensors holds"),
+        ({"static_dispatch": "yes"}, "static_dispatch"),
+        ({"request_map": 3}, "request_map"),
+        ({"fingerprint__top_k": 3, "ordered": 2}, r"path_scores has shape .*, expected \(3, 48, 4\)"),
+    ],
+)
+def test_a_tampered_header_of_score_tables_is_refused(tmp_path, changes, message):
+    refuses_header("scores", tmp_path, changes, message)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"request_map_scores": np.zeros((21, 3), np.float32)}, "request_map_scores has shape"),
+        ({"request_map_scores": np.zeros((20, 4), np.float32)}, "request_map_scores has shape"),
+        ({"request_map_scores": np.zeros((21, 4))}, "request_map_scores has type float64, expected float32"),
+        ({"request_map_scores": np.full((21, 4), np.nan, np.float32)}, "request_map_scores holds a value outside"),
+        ({"request_map_weights": np.full(21, -1, np.float32)}, "request_map_weights holds a value outside 0 to"),
+        ({"request_map_weights": np.full(21, np.inf, np.float32)}, "request_map_weights holds a value outside 0 to"),
+        ({"request_map_weights": np.zeros(20, np.float32)}, "request_map_weights has shape"),
+        ({"request_map_bias": np.full(4, np.nan, np.float32)}, "request_map_bias holds a value outside"),
+        ({"request_map_bias": np.zeros(5, np.float32)}, "request_map_bias has shape"),
+        ({"request_map_prices": np.full(4, -np.inf, np.float32)}, "request_map_prices holds a value outside"),
+        ({"request_map_prices": np.zeros((4, 1), np.float32)}, "request_map_prices has shape"),
+        ({"request_map_prices": None}, r"plan\.safetensors holds"),
+        ({"request_scores": np.zeros((21, 4), np.float32)}, r"plan\.safetensors holds"),
+    ],
+)
+def test_a_tampered_request_map_is_refused(tmp_path, changes, message):
+    refuses_arrays("request map", tmp_path, changes, message)
+
+
+def test_a_map_of_requests_is_no_table_of_their_tokens(tmp_path):
+    numbers = {"score_spread": 0.1, "mean_length": 3.0}
+    refuses_header("dp", tmp_path, {"request_map": numbers}, r"plan\.safetensors holds")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"request_map": None}, r"plan\.safetensors holds"),
+        ({"request_map": {}}, "request_map holds"),
+        ({"request_map": {"score_spread": 0.1}}, "request_map holds score_spread"),
+        ({"request_map": {"score_spread": 0.1, "mean_length": 3.0, "surprise": 1.0}}, "surprise"),
+        ({"request_map__score_spread": -0.1}, "request_map is out of range"),
+        ({"request_map__score_spread": 1.5}, "request_map is out of range"),
+        ({"request_map__score_spread": float("nan")}, "request_map"),
+        ({"request_map__mean_length": 0.0}, "request_map is out of range"),
+        ({"request_map__mean_length": float("inf")}, "request_map"),
+        ({"request_map__mean_length": "long"}, "request_map.mean_length"),
+    ],
+)
+def test_a_request_map_s_numbers_are_checked(tmp_path, changes, message):
+    refuses_header("request map", tmp_path, changes, message)
 
 
 def test_a_damaged_or_missing_file_is_named(tmp_path):

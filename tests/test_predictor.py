@@ -48,6 +48,11 @@ def spread_out(seed, layers, experts, ranks, redundant=0) -> Placement:
     return Placement(physical_to_logical_map=np.array(rows, np.int32), num_experts=experts, ep_size=ranks)
 
 
+def predicted(predictor, trace, layer) -> np.ndarray:
+    """(T, E) for all of a profile."""
+    return predict(predictor, trace, trace, layer)
+
+
 def earlier_experts(trace, layer, lookback) -> np.ndarray:
     return np.ascontiguousarray(trace.expert_ids[:, max(layer - lookback, 0) : layer][:, ::-1].transpose(1, 0, 2))
 
@@ -59,7 +64,15 @@ def test_predictions_agree_with_loops_over_the_fitted_weights(prefill, seed, loo
     predictor = fit(trace, PredictorSettings(lookback=lookback), seed)
     for layer in range(3):
         expected = oracles.expected_activations(predictor, trace, layer, leave_one_out=True)
-        np.testing.assert_allclose(predict(predictor, trace, layer), expected, atol=1e-4)
+        np.testing.assert_allclose(predicted(predictor, trace, layer), expected, atol=1e-4)
+
+
+def test_requests_are_predicted_alike_alone_and_among_all():
+    trace = random_trace(2, requests=20)
+    predictor, some = fit(trace, ANY_ROUTING, 0), np.array([3, 4, 11, 19])
+    rows = np.isin(trace.request_of_token(), some)
+    found = predict(predictor, trace, trace.select(some), 2)
+    np.testing.assert_allclose(found, predicted(predictor, trace, 2)[rows], atol=1e-5)
 
 
 @pytest.mark.parametrize("redundant", [0, 4])
@@ -96,7 +109,7 @@ def test_expectations_of_a_layer_sum_to_the_experts_of_a_token():
     predictor = fit(trace, PredictorSettings(), 0)
     tables = project(predictor, trace, spread_out(0, 3, 8, 4))
     for layer in range(3):
-        np.testing.assert_allclose(predict(predictor, trace, layer).sum(axis=1), 2, atol=0.05)
+        np.testing.assert_allclose(predicted(predictor, trace, layer).sum(axis=1), 2, atol=0.05)
         mean = tables.token_scores[layer, -1].astype(int) << tables.token_shift[layer]
         assert np.abs(mean.sum()) <= 2.5 * SCALE
 
@@ -109,7 +122,7 @@ def test_routing_that_follows_from_the_layer_before_is_predicted_in_full(lookbac
     assert predictor.held_out_error < 0.01
     assert predictor.lookback == lookback if lookback else predictor.lookback >= 1
     for layer in (1, 2, 3):
-        top = np.argsort(-predict(predictor, trace, layer), axis=1)[:, :2]
+        top = np.argsort(-predicted(predictor, trace, layer), axis=1)[:, :2]
         np.testing.assert_array_equal(np.sort(top), np.sort(trace.expert_ids[:, layer]))
 
 
@@ -144,8 +157,8 @@ def test_token_ids_that_decide_their_experts_are_learnt_and_tokens_seen_once_are
     own = np.argsort(rng.random((10, 2, 8)), axis=2)[..., :2]
     experts = np.where((ids < 10)[:, None, None], own[np.minimum(ids, 9)], random)
     trace = make_trace(ids.reshape(60, 20).tolist(), experts, vocab_size=250, num_experts=8)
-    predicted = predict(fit(trace, PredictorSettings(lookback=0), 0), trace, 1)
-    top = np.argsort(-predicted, axis=1)[:, :2]
+    expected = predicted(fit(trace, PredictorSettings(lookback=0), 0), trace, 1)
+    top = np.argsort(-expected, axis=1)[:, :2]
     hits = np.array([len(set(a) & set(b)) for a, b in zip(top.tolist(), experts[:, 1].tolist(), strict=True)])
     assert (hits[ids < 10] == 2).mean() > 0.99
     assert hits[ids >= 10].mean() < 1.1
@@ -159,7 +172,9 @@ def test_a_token_that_occurs_once_carries_nothing_into_its_own_prediction(seed):
     for layer in range(4):
         np.testing.assert_allclose(predictor.layers[layer].token, 0, atol=1e-6)
         np.testing.assert_allclose(
-            predict(predictor, trace, layer), predict(predictor, replace(trace, token_ids=other_ids), layer), atol=1e-6
+            predicted(predictor, trace, layer),
+            predicted(predictor, replace(trace, token_ids=other_ids), layer),
+            atol=1e-6,
         )
 
 
@@ -172,8 +187,8 @@ def test_relabelled_experts_are_predicted_alike(seed, lookback):
     first, second = fit(trace, settings, seed), fit(other, settings, seed)
     assert (first.lookback, first.ordered, first.ridge) == (second.lookback, second.ordered, second.ridge)
     for layer in range(3):
-        expected = predict(first, trace, layer)
-        np.testing.assert_allclose(predict(second, other, layer)[:, renamed[layer]], expected, atol=1e-4)
+        expected = predicted(first, trace, layer)
+        np.testing.assert_allclose(predicted(second, other, layer)[:, renamed[layer]], expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("lookback", [None, 0, 3])
@@ -207,7 +222,7 @@ def test_a_trace_too_small_to_hold_requests_out_is_fitted_all_the_same(routed):
     assert predictor.lookback == 2
     assert np.isnan(predictor.hit_rate)
     assert np.isnan(predictor.held_out_error)
-    assert np.isfinite(predict(predictor, trace, 2)).all()
+    assert np.isfinite(predicted(predictor, trace, 2)).all()
 
 
 def test_a_sample_of_whole_requests_is_fitted_where_the_trace_is_longer():
@@ -217,7 +232,7 @@ def test_a_sample_of_whole_requests_is_fitted_where_the_trace_is_longer():
     np.testing.assert_allclose(sums, 2)
     assert any((layer.mean != whole.mean).any()
                for layer, whole in zip(predictor.layers, fit(trace, ANY_ROUTING, 0).layers, strict=True))  # fmt: skip
-    top = np.argsort(-predict(predictor, trace, 2), axis=1)[:, :2]
+    top = np.argsort(-predicted(predictor, trace, 2), axis=1)[:, :2]
     np.testing.assert_array_equal(np.sort(top), np.sort(trace.expert_ids[:, 2]))
 
 

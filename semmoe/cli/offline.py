@@ -110,6 +110,8 @@ def solve(
         refuse_given(ctx, ["lookback", "model"], f"method {method} does not schedule data")
     if method != "paper":
         refuse_given(ctx, ["theta", "steps"], "only the paper's method has it")
+    if method == "semmoe" and attention is Attention.dp:
+        refuse_given(ctx, ["lookback", "model"], "with attention dp semmoe reads prompts only")
     if method != "semmoe":
         refuse_given(ctx, ["load_limit"], f"method {method} has no load limit")
     topology = Topology.for_attention(attention.value, ep_size, dp_size, num_nodes)
@@ -121,11 +123,12 @@ def solve(
     opened = open_trace(trace)
     embeddings = _embeddings(model, opened.fingerprint) if model else None
     with console.bars() as bars:
-        advance = bars.task("solving", 2)
-        expected = expect(opened, topology, settings, ReplaySettings(seed=seed))
-        advance(1)
-        plan = replace(solve_plan(opened, topology, settings, embeddings), expected=expected)
-        advance(1)
+        layers = opened.fingerprint.num_layers
+        advance = bars.task("solving without held-out requests", layers)
+        expected = expect(opened, topology, settings, ReplaySettings(seed=seed), progress=advance)
+        advance(0 if expected else layers)
+        advance = bars.task("solving", layers)
+        plan = replace(solve_plan(opened, topology, settings, embeddings, advance), expected=expected)
     save_plan(plan, out)
     if as_json:
         console.print_json({"plan": str(out), "expected": expected})

@@ -15,16 +15,20 @@ import numpy as np
 
 from semmoe.core import Placement, RoutingTrace, Topology, require
 from semmoe.metrics import layer_traffic
+from semmoe.placement.paper import place_layer as _place_layer
 from semmoe.placement.search import improve, make_state
-from semmoe.predictor import Predictor, predict
+from semmoe.predictor import Predictor, predict, sample_requests
 from semmoe.scores import SCALE, assign
 from semmoe.settings import CoclusterSettings
 
-SINGLE_TOKENS, COPIES_TOKENS = 2048, 128  # tokens per expert that a search looks at, without and with redundant experts
-COPIES_SHARE = 3  # searches with redundant experts take ten times as long and vary less: this many times fewer of them
+# Tokens per expert that a search looks at without and with redundant experts, and tokens at most; moves that it judges
+# a load cap, which bounds its time where there are many experts.
+SINGLE_TOKENS, COPIES_TOKENS, MAX_TOKENS = 2048, 128, 1 << 16
+SINGLE_MOVES, COPIES_MOVES = 30_000, 100_000
+EASY_SWAPS = 200  # random swaps an expert tries on pairs of experts alone, to begin from
 # Load caps to try, relative to the limit: a placement's load in the profile is lower than in a batch of other requests.
 MARGINS = (-0.04, -0.08, -0.11)
-MEASURED_BATCHES, RESAMPLES = 16, 64
+MEASURED_TOKENS, MEASURED_BATCHES, RESAMPLES = 1 << 16, 16, 64
 
 
 @dataclass(frozen=True)
@@ -60,30 +64,34 @@ def search_layer(
     expert_ids (T, K), group (T,) attention group of each token's request; start (E,) rank labels to begin from.
     """
     rng = np.random.default_rng(seed)
-    sets, weight, groups = _distinct(
-        expert_ids, group, (COPIES_TOKENS if redundant else SINGLE_TOKENS) * num_experts, rng
-    )
-    weights = (settings.activation, settings.remote_rank, settings.remote_node)
+    most = min((COPIES_TOKENS if redundant else SINGLE_TOKENS) * num_experts, MAX_TOKENS)
+    sets, weight, groups = _distinct(expert_ids, group, most, rng)
+    weights, judged, limit = (settings.activation, settings.remote_rank, settings.remote_node), 0, 0
 
     def run(start: tuple[np.ndarray, np.ndarray], cap: float) -> Layout:
-        slots, primary = start
-        state, scratch = make_state(sets, weight, groups, slots.copy(), primary.copy(), topology, weights)
-        cost, _ = improve(
-            state, scratch, settings.load_price, cap, settings.price_steps, settings.sweeps, int(rng.integers(2**31))
-        )
+        nonlocal judged
+        state, scratch = make_state(sets, weight, groups, *start, topology, weights)
+        cost, moves = improve(
+            state, scratch, settings.load_price, cap, settings.price_steps, settings.sweeps,
+            int(rng.integers(2**31)), max(limit - judged, 1),
+        )  # fmt: skip
+        judged += moves
         return Layout(state.slots, state.primary, cost)
 
     affinity = _together(sets, weight, num_experts)
-    share = COPIES_SHARE if redundant else 1
     out: list[Layout] = []
-    for cap in caps:
+    for i, cap in enumerate(caps):
+        limit = (i + 1) * (COPIES_MOVES if redundant else SINGLE_MOVES)
         if out:
-            best = run((out[-1].slots, out[-1].primary), cap)
+            best = run((out[-1].slots.copy(), out[-1].primary.copy()), cap)
+            kicks = settings.kicks // 2
         else:
-            labels = [start] if start is not None else [None] * max(settings.starts // share, 1)
-            best = min((run(_start(affinity, topology.ep_size, redundant, l, rng), cap) for l in labels), key=_cost)
-        for _ in range((settings.kicks if not out else settings.kicks // 2) // share):
-            best = min(best, run(_kick(best, rng), cap), key=_cost)
+            labels = [start] if start is not None else _first_labels(affinity, topology.ep_size, settings.starts, rng)
+            best = min((run(_start(affinity, topology.ep_size, redundant, l), cap) for l in labels), key=_cost)
+            kicks = settings.kicks
+        for _ in range(kicks):
+            if judged < limit:
+                best = min(best, run(_kick(best, rng), cap), key=_cost)
         out.append(best)
     return out
 
@@ -114,12 +122,18 @@ def _together(sets: np.ndarray, weight: np.ndarray, num_experts: int) -> np.ndar
     return out.reshape(num_experts, num_experts)
 
 
-def _start(affinity: np.ndarray, ranks: int, redundant: int, labels: np.ndarray | None, rng):
-    """Slots (G, S) and primaries (E,): random or given labels; redundant slots get the experts most used beside."""
+def _first_labels(affinity: np.ndarray, ranks: int, starts: int, rng) -> list[np.ndarray]:
+    """Rank labels (E,) to begin from: the first by pairs of experts that are used together, the others at random."""
     E = len(affinity)
-    if labels is None:
-        labels = rng.permutation(np.arange(E) % ranks)
-    slots = np.empty((ranks, (E + redundant) // ranks), np.int64)
+    swaps = rng.integers(E, size=(EASY_SWAPS * E, 2))
+    loads = affinity + np.diag(affinity.sum(axis=1))
+    pairs = _place_layer(loads, np.zeros((E, ranks)), swaps, 1.0, 0.0, 0.5)
+    return [pairs, *(rng.permutation(np.arange(E) % ranks) for _ in range(starts - 1))]
+
+
+def _start(affinity: np.ndarray, ranks: int, redundant: int, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Slots (G, S) and primaries (E,) from rank labels (E,); redundant slots get the experts most used beside."""
+    slots = np.empty((ranks, (len(labels) + redundant) // ranks), np.int64)
     for g in range(ranks):
         own = np.flatnonzero(labels == g)
         pull = affinity[own].sum(axis=0)
@@ -156,18 +170,27 @@ def place(
     f = trace.fingerprint
     physical = f.num_experts + redundant
     require(physical % topology.ep_size == 0, f"ep_size {topology.ep_size} does not divide {physical} experts")
+    enough = physical // topology.ep_size <= f.num_experts
+    require(enough, f"{redundant} redundant experts are more than {topology.ep_size} ranks can use without repetition")
     group = np.zeros(trace.num_tokens, np.int64) if request_groups is None else request_groups[trace.request_of_token()]
     caps = [settings.load_limit + margin for margin in MARGINS] if settings.load_limit else [np.inf]
-    rows = np.random.default_rng(seed).permutation(trace.num_tokens)[: MEASURED_BATCHES * settings.batch_tokens]
+    requests = sample_requests(trace, MEASURED_TOKENS, seed)
+    part = trace.select(requests)
+    part_group = (
+        group[:1].repeat(part.num_tokens)
+        if request_groups is None
+        else request_groups[requests][part.request_of_token()]
+    )
+    rows = np.random.default_rng(seed).permutation(part.num_tokens)[: MEASURED_BATCHES * settings.batch_tokens]
 
     def one(layer: int) -> list[tuple[Layout, float, float]]:
         found = search_layer(
             trace.expert_ids[:, layer], group, f.num_experts, topology, redundant, caps, settings,
             seed * f.num_layers + layer, None if start is None else start[layer],
         )  # fmt: skip
-        expected = predict(predictor, trace, layer)[rows] if predictor else None
+        expected = predict(predictor, trace, part, layer)[rows] if predictor else None
         measured = [
-            (layout, *_measure(layout, trace, layer, rows, group, expected, topology, settings)) for layout in found
+            (layout, *_measure(layout, part, layer, rows, part_group, expected, topology, settings)) for layout in found
         ]
         progress(1)
         return measured

@@ -170,7 +170,7 @@ def expert_place(together: np.ndarray, by_cluster: np.ndarray, settings: PaperSe
     out = np.empty((L, E), np.int64)
     for l in range(L):
         swaps = rng.integers(E, size=(settings.swaps_per_expert * E, 2))
-        out[l] = _place_layer(
+        out[l] = place_layer(
             together[l], np.ascontiguousarray(by_cluster[:, l].T, np.float64), swaps,
             settings.expert_affinity, settings.expert_data, settings.expert_load,
         )  # fmt: skip
@@ -178,7 +178,7 @@ def expert_place(together: np.ndarray, by_cluster: np.ndarray, settings: PaperSe
 
 
 @numba.njit(cache=True)
-def _place_layer(together, data, swaps, alpha, beta, gamma):
+def place_layer(together, data, swaps, alpha, beta, gamma):
     """One layer: greedy by falling load, then random swaps that improve. together (E, E), data (E, C)."""
     experts, clusters = data.shape
     load = together.sum(axis=1)

@@ -292,6 +292,8 @@ def _judge(state, scratch, kind, a, b, x, y, mark, load_price, cap, penalty):
     bounds the change. Returns (change, new penalty, sets touched).
     """
     count, total = _collect(state, scratch, a, b, mark), state.total_weight
+    if count == 0:  # no token uses either expert
+        return np.inf, penalty, 0
     touched, new_load = scratch.touched, scratch.new_load
     single = state.slots.size == state.primary.shape[0]
     new_load[:] = state.load
@@ -380,10 +382,11 @@ def _decode(state, number):
 
 
 @njit
-def improve(state, scratch, load_price, cap, price_steps, max_sweeps, seed):
-    """Sweep over all moves in random order and keep each that lowers the cost, until none does; changes the state.
+def improve(state, scratch, load_price, cap, price_steps, max_sweeps, seed, max_moves=1 << 60):
+    """Sweep over all moves in random order and keep each that lowers the cost, until none does.
 
-    Ranks on which nothing moved are not tried against each other again. Returns (cost, moves judged).
+    Ranks on which nothing moved are not tried against each other again, and after `max_moves` it ends at once. Returns
+    (cost, moves judged).
     """
     np.random.seed(seed)
     G, E, P = state.slots.shape[0], state.primary.shape[0], state.slots.size
@@ -399,12 +402,14 @@ def improve(state, scratch, load_price, cap, price_steps, max_sweeps, seed):
             if kind < 0 or not (dirty[x] or dirty[y]):
                 continue
             judged += 1
+            if judged > max_moves:
+                break
             change, new_penalty, count = _judge(state, scratch, kind, a, b, x, y, judged, load_price, cap, penalty)
             if change < -1e-7:
                 _accept(state, scratch, kind, i, j, a, b, count)
                 penalty = new_penalty
                 dirty[x] = dirty[y] = moved[x] = moved[y] = True
         dirty = moved
-        if not moved.any():
+        if not moved.any() or judged > max_moves:
             break
     return -(state.value * state.weight).sum() / state.weight.sum() + penalty, judged

@@ -1,0 +1,117 @@
+"""Time and quality of predicting tokens' ranks and assigning them to equal slices, on one core.
+
+    NUMBA_NUM_THREADS=1 python benchmarks/bench_assign.py [TRACE] [--tokens 1024] [--calls 300] [--seed 0]
+
+Without a trace, synthetic tables of two shapes serve; with one, the path predictor is fitted on a fifth of its requests
+and tokens of the others are scored. Prints configuration, bounds, a table of median microseconds with the share of the
+exact optimum reached, and one JSON line.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+from semmoe.core import Placement, RoutingTrace, ScoreTables
+from semmoe.predictor import fit, path_columns, project
+from semmoe.scores import assign, score, trace_history
+from semmoe.settings import PredictorSettings
+from semmoe.split import split
+from semmoe.trace import open_trace
+
+Case = tuple[str, ScoreTables, int, tuple]  # name, tables, ranks, arguments of `score` after the tables
+SYNTHETIC = ((32, 4, 8, 5, 2), (256, 8, 64, 2, 0))  # experts, top-k, ranks, look-back, ordered
+
+
+def synthetic(tokens: int, seed: int) -> Iterator[Case]:
+    rng, vocabulary = np.random.default_rng(seed), 4096
+    for experts, top_k, ranks, lookback, ordered in SYNTHETIC:
+        rows = path_columns(lookback, ordered, top_k, experts)
+
+        def table(rows: int, spread: int, kind: type, ranks: int = ranks) -> np.ndarray:
+            return rng.normal(0, spread, (1, rows, ranks)).clip(-4 * spread, 4 * spread).astype(kind)
+
+        tables = ScoreTables(
+            token_rows=np.arange(vocabulary + 1, dtype=np.int32), token_source=np.ones(vocabulary + 1, np.uint8),
+            token_scores=table(vocabulary + 1, 30, np.int8), token_shift=np.array([4], np.uint8),
+            path_scores=table(rows, 200, np.int16), history_scores=table(2 * experts + 1, 200, np.int16),
+            lookback=lookback, ordered=ordered,
+        )  # fmt: skip
+        earlier = rng.integers(0, experts, (lookback, tokens, top_k)).astype(np.uint8)
+        history = rng.normal(0, 300, (tokens, ranks)).astype(np.int32)
+        name = f"synthetic E={experts} K={top_k} G={ranks} look-back {lookback}, ordered {ordered}"
+        yield name, tables, ranks, (0, 0, ranks, rng.integers(0, vocabulary, tokens), earlier, history)
+
+
+def traced(trace: RoutingTrace, tokens: int, seed: int, ranks: int = 8) -> Iterator[Case]:
+    profile, evaluation = split(trace, 0.2, seed)
+    f, rng = trace.fingerprint, np.random.default_rng(seed)
+    labels = np.tile(np.repeat(np.arange(ranks), f.num_experts // ranks), (f.num_layers, 1))
+    tables = project(fit(profile, PredictorSettings(), seed), profile, Placement.from_labels(labels, ranks))
+    rows = rng.permutation(evaluation.num_tokens)[:tokens]
+    for layer in sorted({0, f.num_layers // 4, f.num_layers // 2, f.num_layers - 1}):
+        depth = min(layer, tables.lookback)
+        earlier = evaluation.expert_ids[rows, layer - depth : layer][:, ::-1].transpose(1, 0, 2)
+        history = trace_history(tables, layer, evaluation)[rows]
+        arguments = (layer, 0, ranks, evaluation.token_ids[rows], np.ascontiguousarray(earlier), history)
+        yield f"{f.model} layer {layer}", tables, ranks, arguments
+
+
+def median_us(job: Callable[[], object], calls: int) -> float:
+    def once() -> float:
+        start = time.perf_counter()
+        job()
+        return time.perf_counter() - start
+
+    job()
+    return statistics.median(once() for _ in range(calls)) * 1e6
+
+
+def optimum(scores: np.ndarray) -> int:
+    """The largest sum of scores (B, S) with at most ceil(B / S) tokens a slice."""
+    size = -(-len(scores) // scores.shape[1])
+    rows, columns = linear_sum_assignment(np.repeat(scores, size, axis=1), maximize=True)
+    return int(scores[rows, columns // size].sum())
+
+
+def measure(name: str, tables: ScoreTables, ranks: int, arguments: tuple, calls: int) -> dict:
+    scores, (depth, tokens, top_k) = score(tables, *arguments), arguments[4].shape
+    total = int(scores[np.arange(tokens), assign(scores)].sum())
+    return {
+        "case": name,
+        "row_bytes": tokens * ranks * (1 + 4 + 2 * depth * top_k),
+        "adds": tokens * ranks * (1 + depth * top_k),
+        "score_us": median_us(lambda: score(tables, *arguments), calls),
+        "assign_us": median_us(lambda: assign(scores), calls),
+        "both_us": median_us(lambda: assign(score(tables, *arguments)), calls),
+        "share_of_optimum": total / optimum(scores),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace", nargs="?", type=Path)
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--calls", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    a = parser.parse_args()
+    cases = traced(open_trace(a.trace), a.tokens, a.seed) if a.trace else synthetic(a.tokens, a.seed)
+    print(f"{a.tokens} tokens, history given, medians of {a.calls} calls; {platform.machine()}, one thread")
+    results = []
+    for case in cases:
+        r = measure(*case, a.calls)
+        print(f"{r['case']}: bound {r['row_bytes'] / 1e6:.2f} MB of rows, {r['adds'] / 1e6:.2f} M adds\n"
+              f"  score {r['score_us']:.1f} us  assign {r['assign_us']:.1f} us  both {r['both_us']:.1f} us  "
+              f"{r['share_of_optimum']:.4f} of the optimum")  # fmt: skip
+        results.append(r)
+    print("\n" + json.dumps({"tokens": a.tokens, "calls": a.calls, "seed": a.seed, "results": results}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""semmoe's plans beside the paper's and EPLB's under equal constraints, over seeds: the figures in docs/decisions.md.
+
+    python benchmarks/bench_plans.py TRACE [--seeds 3] [--redundant 0 8 16 32] [--ep-size 8]
+
+Attention-TP: 20/80 by request, near-duplicates on one side, batches of 1,024 mixed, load limit 1.15. Attention-DP: EP4
+and EP8 without and with a load limit, requests assigned at once and in windows. Prints configuration, bounds, a table
+as it goes and one JSON line.
+"""
+
+import argparse
+import json
+import platform
+import resource
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from semmoe.core import RoutingTrace, Topology
+from semmoe.metrics import uniform_remote_ranks
+from semmoe.replay import replay
+from semmoe.settings import CoclusterSettings, ReplaySettings, SolveSettings
+from semmoe.solve import solve
+from semmoe.split import split
+from semmoe.trace import open_trace
+
+FIGURES = ("lar", "remote_ranks_per_token", "load_max_over_mean", "token_max_over_mean", "predicted_lar")
+
+
+def measure(trace: RoutingTrace, topology: Topology, settings: SolveSettings, seeds: int, windows=(1,)):
+    """For each window the mean figures over seeds of split and solver, with the seconds that solving took."""
+    rows: dict[int, list[list[float]]] = {window: [] for window in windows}
+    for seed in range(seeds):
+        profile, evaluation = split(trace, 0.2, seed)
+        started = time.perf_counter()
+        plan = solve(profile, topology, replace(settings, seed=seed))
+        seconds = time.perf_counter() - started
+        for window in windows:
+            result = replay(evaluation, plan, ReplaySettings(window=window, seed=seed)).as_dict()
+            rows[window].append([result[name] or float("nan") for name in FIGURES] + [seconds])
+    return {window: dict(zip((*FIGURES, "solve_seconds"), np.mean(r, axis=0).tolist(), strict=True))
+            for window, r in rows.items()}  # fmt: skip
+
+
+def show(name: str, figures: dict[str, float]) -> dict[str, object]:
+    print(f"  {name:34} LAR {figures['lar']:.3f} (expected {figures['predicted_lar']:.3f})  remote ranks "
+          f"{figures['remote_ranks_per_token']:.3f}  load {figures['load_max_over_mean']:.3f}  tokens "
+          f"{figures['token_max_over_mean']:.3f}  solve {figures['solve_seconds']:.1f} s", flush=True)  # fmt: skip
+    return {"name": name, **figures}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--ep-size", type=int, default=8)
+    parser.add_argument("--redundant", type=int, nargs="*", default=[0, 8, 16, 32])
+    parser.add_argument("--dp", type=int, nargs="*", default=[4, 8])
+    arguments = parser.parse_args()
+    trace, G = open_trace(arguments.trace), arguments.ep_size
+    f = trace.fingerprint
+    print(f"{f.model}: {trace.num_requests} requests, {trace.num_tokens:,} tokens, {f.num_layers} layers, "
+          f"top-{f.top_k} of {f.num_experts}; mean of {arguments.seeds} seeds; {platform.machine()}")  # fmt: skip
+    print(f"attention-tp, EP{G}: uniform routing LAR {1 / G:.3f}, remote ranks "
+          f"{uniform_remote_ranks(G, f.num_experts, f.top_k):.3f}")  # fmt: skip
+    topology, out = Topology(ep_size=G), []
+    for method in ("linear", "eplb", "paper"):
+        figures = measure(trace, topology, SolveSettings(method=method), arguments.seeds)[1]
+        out.append({"attention": "tp", "ep_size": G, **show(method, figures)})
+    for redundant in arguments.redundant:
+        eplb = SolveSettings(method="eplb", redundant_experts=redundant)
+        for settings in ([eplb] if redundant else []) + [SolveSettings(redundant_experts=redundant)]:
+            figures = measure(trace, topology, settings, arguments.seeds)[1]
+            out.append({"attention": "tp", "ep_size": G, **show(f"{settings.method}, {redundant} redundant", figures)})
+    for D in arguments.dp:
+        print(f"attention-dp, EP{D}: uniform routing LAR {1 / D:.3f}")
+        topology = Topology(ep_size=D, dp_size=D)
+        figures = measure(trace, topology, SolveSettings(method="paper"), arguments.seeds)[1]
+        out.append({"attention": "dp", "ep_size": D, **show("paper", figures)})
+        for limit in (None, 1.5, 1.3, 1.15):
+            settings = SolveSettings(cocluster=CoclusterSettings(load_limit=limit))
+            for window, figures in measure(trace, topology, settings, arguments.seeds, (1, 32, 64)).items():
+                name = f"semmoe, load limit {limit}, window {window}"
+                out.append({"attention": "dp", "ep_size": D, **show(name, figures)})
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print("\n" + json.dumps({"trace": f.model, "seeds": arguments.seeds, "peak_gib": round(peak, 2), "results": out}))
+
+
+if __name__ == "__main__":
+    main()

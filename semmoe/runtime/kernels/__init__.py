@@ -1,0 +1,1 @@
+"""Triton kernels of the runtime; importing them needs Triton, which nothing else of the package does."""
