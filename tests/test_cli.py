@@ -147,7 +147,7 @@ def test_settings_that_contradict_or_do_nothing_are_refused(work):
         (["replay", "{trace}", "--method", "magic"], ["'magic'"]),
         (["replay", "{trace}", "--profile-share", 1.5], ["1.5"]),
         (["solve", "{trace}", "--attention", "hybrid", "--out", "p"], ["dp_size"]),
-                (["solve", "{trace}", "--lookback", 9, "--out", "p"], ["lookback must lie between 0 and 8, not 9"]),
+        (["solve", "{trace}", "--lookback", 9, "--out", "p"], ["lookback must lie between 0 and 8, not 9"]),
         (["solve", "{trace}", "--load-limit", 0.5, "--out", "p"], ["load_limit", "0.5"]),
         (["replay", "{trace}", "--window", 0], ["window", "0"]),
         (["profile", "absent", "--out", "t"], ["no model at absent"]),
