@@ -25,6 +25,7 @@ from semmoe.solve import solve
 from semmoe.split import split
 from semmoe.trace import open_trace
 
+# predicted_lar is 0 for plans without semmoe's tables.
 FIGURES = ("lar", "remote_ranks_per_token", "load_max_over_mean", "token_max_over_mean", "predicted_lar")
 
 
@@ -38,7 +39,7 @@ def measure(trace: RoutingTrace, topology: Topology, settings: SolveSettings, se
         seconds = time.perf_counter() - started
         for window in windows:
             result = replay(evaluation, plan, ReplaySettings(window=window, seed=seed)).as_dict()
-            rows[window].append([result[name] or float("nan") for name in FIGURES] + [seconds])
+            rows[window].append([result[name] or 0.0 for name in FIGURES] + [seconds])
     return {window: dict(zip((*FIGURES, "solve_seconds"), np.mean(r, axis=0).tolist(), strict=True))
             for window, r in rows.items()}  # fmt: skip
 

@@ -35,7 +35,7 @@ class CoclusterSettings:
     remote_node: float = 0.0  # further cost of a row that leaves the node
     load_price: float = 5.0  # cost of a rank's load above the cap, per mean load
     starts: int = 4
-    kicks: int = 12
+    kicks: int = 20
     sweeps: int = 12
     price_steps: int = 4
     load_limit: float | None = 1.15  # expert load, max/mean over ranks in a batch, mean over layers; None: no limit

@@ -24,7 +24,7 @@ from semmoe.settings import CoclusterSettings
 # Tokens per expert that a search looks at without and with redundant experts, and tokens at most; moves that it judges
 # a load cap, which bounds its time where there are many experts.
 SINGLE_TOKENS, COPIES_TOKENS, MAX_TOKENS = 2048, 128, 1 << 16
-SINGLE_MOVES, COPIES_MOVES = 30_000, 100_000
+SINGLE_MOVES, COPIES_MOVES = 60_000, 100_000
 EASY_SWAPS = 200  # random swaps an expert tries on pairs of experts alone, to begin from
 # Load caps to try, relative to the limit: a placement's load in the profile is lower than in a batch of other requests.
 MARGINS = (-0.04, -0.08, -0.11)
