@@ -76,7 +76,7 @@ def generate(
     """Greedy generation in every set-up, on `ep_size` local processes (gloo on CPU, NCCL where each rank has a GPU).
 
     prompts: token ids of each request, in arrival order. `progress` is called with a set-up's name and how many
-    requests of it a batch of rank 0's group has completed. Raises ValueError for input that does not fit, RuntimeError
+    requests of it are done, by the share that rank 0's group has completed. Raises ValueError for input that does not fit, RuntimeError
     if a rank fails.
     """
     sizes = {set_up.plan.topology.ep_size for set_up in set_ups}
@@ -129,7 +129,7 @@ def _run_set_up(rank: int, size: int, job: _Job, set_up: SetUp, device: str, rep
     own = np.flatnonzero(groups == group)
     dist.barrier()
     started = time.perf_counter()
-    progress = partial(report, set_up.name) if rank == 0 else _silent
+    progress = _whole(partial(report, set_up.name), len(own), len(job.prompts)) if rank == 0 else _silent
     outputs = _decode(parallel, [job.prompts[i] for i in own], topology, job.settings, progress)
     dist.barrier()
     seconds = time.perf_counter() - started
@@ -146,6 +146,18 @@ def _warm_up(parallel: ParallelModel, job: _Job, topology: Topology) -> None:
 
 def _silent(requests: int) -> None:
     pass
+
+
+def _whole(report: Callable[[int], None], own: int, total: int) -> Callable[[int], None]:
+    """Progress over all `total` requests, from that over the `own` ones of this rank's group."""
+    done = 0
+
+    def advance(requests: int) -> None:
+        nonlocal done
+        report(total * (done + requests) // own - total * done // own)
+        done += requests
+
+    return advance
 
 
 def attention_communicator(comm: Communicator, topology: Topology) -> Communicator:
@@ -177,7 +189,7 @@ def _decode(
         if queue[0].done:
             finished = queue.pop(0)
             finished.cache = None
-            progress(len(finished.prompts) * topology.dp_size)
+            progress(len(finished.prompts))
 
 
 @dataclass(frozen=True)
