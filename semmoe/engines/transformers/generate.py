@@ -75,9 +75,9 @@ def generate(
 ) -> list[GenerateResult]:  # fmt: skip
     """Greedy generation in every set-up, on `ep_size` local processes (gloo on CPU, NCCL where each rank has a GPU).
 
-    prompts: token ids of each request, in arrival order. `progress` is called with a set-up's name and how many
-    requests of it are done, by the share that rank 0's group has completed. Raises ValueError for input that does not fit, RuntimeError
-    if a rank fails.
+    prompts: token ids of each request, in arrival order. `progress` is called with a set-up's name and how many more
+    requests of it are done, by the share that rank 0's group has completed. Raises ValueError for input that does not
+    fit, RuntimeError if a rank fails.
     """
     sizes = {set_up.plan.topology.ep_size for set_up in set_ups}
     require(len(sizes) == 1, f"set-ups of one run must have one ep_size, not {sorted(sizes)}")
