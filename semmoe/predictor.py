@@ -95,7 +95,7 @@ def sample_requests(trace: RoutingTrace, max_tokens: int, seed: int) -> np.ndarr
 
 
 def _sample(trace: RoutingTrace, max_tokens: int, seed: int) -> RoutingTrace:
-    return trace.select(sample_requests(trace, max_tokens, seed)) if trace.num_tokens > max_tokens else trace
+    return trace.select(sample_requests(trace, max_tokens, seed))
 
 
 @dataclass(frozen=True)

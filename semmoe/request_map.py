@@ -16,6 +16,7 @@ import numba
 import numpy as np
 from scipy.sparse import csr_matrix, diags
 
+from semmoe.affinity import count
 from semmoe.core import DECODE, RequestMap, RoutingTrace, require
 
 RIDGES = (0.03, 0.06, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 5.0)
@@ -110,19 +111,10 @@ def project(fit: RequestRates, expert_groups: np.ndarray, num_groups: int | None
 def request_rates(trace: RoutingTrace) -> np.ndarray:
     """(R, L * E) float32: a request's (token, expert) pairs as shares, which sum to 1 over all layers."""
     f, R = trace.fingerprint, trace.num_requests
-    out = np.zeros((R, f.num_layers * f.num_experts), np.float32)
-    _count_pairs(trace.expert_ids, trace.request_offsets, f.num_experts, out)
+    requests = trace.request_of_token()
+    out = np.concatenate([_layer_counts(trace, requests, R, l) for l in range(f.num_layers)], axis=1)
     pairs = np.diff(trace.request_offsets) * float(f.num_layers * f.top_k)
     return out / np.maximum(pairs, 1)[:, None].astype(np.float32)
-
-
-@numba.njit(cache=True)
-def _count_pairs(expert_ids, offsets, num_experts, out):
-    for r in range(len(offsets) - 1):
-        for t in range(offsets[r], offsets[r + 1]):
-            for l in range(expert_ids.shape[1]):
-                for k in range(expert_ids.shape[2]):
-                    out[r, l * num_experts + expert_ids[t, l, k]] += 1
 
 
 def load_prices(scores: np.ndarray, lengths: np.ndarray, limit: float) -> np.ndarray:
@@ -172,10 +164,9 @@ def _words(trace: RoutingTrace, groups: np.ndarray) -> tuple[csr_matrix, np.ndar
 
 
 def _layer_counts(trace: RoutingTrace, row: np.ndarray, rows: int, layer: int) -> np.ndarray:
-    """(rows, E) float32: pairs of each routed token id, `row` (T,) of each token; all layers at once may not fit."""
-    E = trace.fingerprint.num_experts
-    cells = row[:, None] * E + trace.expert_ids[:, layer]
-    return np.bincount(cells.ravel(), minlength=rows * E).reshape(rows, E).astype(np.float32)
+    """(rows, E) float32: pairs of each key, `row` (T,) the key of each token; all layers at once may not fit."""
+    counts = count(row, trace.expert_ids[:, layer], rows, trace.fingerprint.num_experts)
+    return counts.toarray().astype(np.float32)
 
 
 def _routing_view(trace: RoutingTrace, groups: np.ndarray, words: csr_matrix, mean_rate: np.ndarray) -> np.ndarray:
@@ -234,12 +225,12 @@ def _leave_out(indptr, indices, weights, groups, row, first, experts, rows, out)
 def _average_routing(trace: RoutingTrace, toward: np.ndarray, mean_rate: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The routed token ids (U,) and their average routing, less the mean, projected on `toward` (L * E, D): (U, D)."""
     L, E, K = trace.fingerprint.num_layers, trace.fingerprint.num_experts, trace.fingerprint.top_k
-    ids, row, count = np.unique(trace.token_ids, return_inverse=True, return_counts=True)
-    out = -np.outer(count, mean_rate @ toward)
+    ids, row, occurrences = np.unique(trace.token_ids, return_inverse=True, return_counts=True)
+    out = -np.outer(occurrences, mean_rate @ toward)
     for l in range(L):
         counts = _layer_counts(trace, row.ravel().astype(np.int64), len(ids), l)
         out += counts @ toward[l * E : (l + 1) * E] / (L * K)
-    return ids, out / (count + UNSEEN)[:, None]
+    return ids, out / (occurrences + UNSEEN)[:, None]
 
 
 class _Regression:

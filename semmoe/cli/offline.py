@@ -183,15 +183,15 @@ def replay(
     measure = ReplaySettings(batch_tokens=batch_tokens, batches=batches.value, window=window, seed=seed)
     settings: dict[str, Any] = {"trace": str(trace), **asdict(measure)}
     if plan is not None:
-        decided = ["method", "profile_share", "ep_size", "attention", "dp_size", "num_nodes", "redundant_experts"]
-        decided.append("load_limit")
+        decided = ["method", "profile_share", "ep_size", "attention", "dp_size", "num_nodes", "redundant_experts",
+                   "load_limit"]  # fmt: skip
         refuse_given(ctx, decided, "--plan decides it")
         opened = open_trace(trace)
         methods = _replay_plan(opened, plan, measure, settings)
     else:
         topology = Topology.for_attention(attention.value, ep_size, dp_size, num_nodes)
-        settings |= {**asdict(topology), "profile_share": profile_share, "redundant_experts": redundant_experts}
-        settings |= {"load_limit": load_limit or None}
+        settings |= {**asdict(topology), "profile_share": profile_share, "redundant_experts": redundant_experts,
+                     "load_limit": load_limit or None}  # fmt: skip
         opened = open_trace(trace)
         solving = SolveSettings(
             redundant_experts=redundant_experts, seed=seed, cocluster=CoclusterSettings(load_limit=load_limit or None)

@@ -15,7 +15,7 @@ import numpy as np
 
 from semmoe.core import Placement, RoutingTrace, Topology, require
 from semmoe.metrics import layer_traffic
-from semmoe.placement.paper import place_layer as _place_layer
+from semmoe.placement.paper import place_layer
 from semmoe.placement.search import improve, make_state
 from semmoe.predictor import Predictor, predict, sample_requests
 from semmoe.scores import SCALE, assign
@@ -127,7 +127,7 @@ def _first_labels(affinity: np.ndarray, ranks: int, starts: int, rng) -> list[np
     E = len(affinity)
     swaps = rng.integers(E, size=(EASY_SWAPS * E, 2))
     loads = affinity + np.diag(affinity.sum(axis=1))
-    pairs = _place_layer(loads, np.zeros((E, ranks)), swaps, 1.0, 0.0, 0.5)
+    pairs = place_layer(loads, np.zeros((E, ranks)), swaps, 1.0, 0.0, 0.5)
     return [pairs, *(rng.permutation(np.arange(E) % ranks) for _ in range(starts - 1))]
 
 
@@ -172,15 +172,13 @@ def place(
     require(physical % topology.ep_size == 0, f"ep_size {topology.ep_size} does not divide {physical} experts")
     enough = physical // topology.ep_size <= f.num_experts
     require(enough, f"{redundant} redundant experts are more than {topology.ep_size} ranks can use without repetition")
-    group = np.zeros(trace.num_tokens, np.int64) if request_groups is None else request_groups[trace.request_of_token()]
+    if request_groups is None:
+        request_groups = np.zeros(trace.num_requests, np.int64)
+    group = request_groups[trace.request_of_token()]
     caps = [settings.load_limit + margin for margin in MARGINS] if settings.load_limit else [np.inf]
     requests = sample_requests(trace, MEASURED_TOKENS, seed)
     part = trace.select(requests)
-    part_group = (
-        group[:1].repeat(part.num_tokens)
-        if request_groups is None
-        else request_groups[requests][part.request_of_token()]
-    )
+    part_group = request_groups[requests][part.request_of_token()]
     rows = np.random.default_rng(seed).permutation(part.num_tokens)[: MEASURED_BATCHES * settings.batch_tokens]
 
     def one(layer: int) -> list[tuple[Layout, float, float]]:

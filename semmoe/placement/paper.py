@@ -114,7 +114,7 @@ def cocluster(activations: np.ndarray, quota: np.ndarray, num_clusters: int, set
     best: tuple[float, np.ndarray, np.ndarray] | None = None
     for _ in range(settings.steps):
         experts = expert_place(together, _cluster_sums(flat, labels, num_clusters).reshape(-1, L, E), settings, rng)
-        pull = flat @ _one_hot(experts.reshape(-1), num_clusters)  # (N, C): activations that would be local
+        pull = flat @ one_hot(experts.reshape(-1), num_clusters)  # (N, C): activations that would be local
         labels = _request_schedule(
             flat, pull / (L * np.maximum(size, 1e-9))[:, None], quota, np.argsort(-size, kind="stable"),
             settings.request_affinity, settings.request_expert,
@@ -156,12 +156,12 @@ def _initial_labels(flat: np.ndarray, size: np.ndarray, num_clusters: int, rng) 
     return vq(shares, centroids.astype(shares.dtype))[0]
 
 
-def _one_hot(labels: np.ndarray, num_clusters: int) -> np.ndarray:
+def one_hot(labels: np.ndarray, num_clusters: int) -> np.ndarray:
     return (labels[:, None] == np.arange(num_clusters)).astype(np.float32)
 
 
 def _cluster_sums(flat: np.ndarray, labels: np.ndarray, num_clusters: int) -> np.ndarray:
-    return _one_hot(labels, num_clusters).T @ flat
+    return one_hot(labels, num_clusters).T @ flat
 
 
 def expert_place(together: np.ndarray, by_cluster: np.ndarray, settings: PaperSettings, rng) -> np.ndarray:

@@ -13,6 +13,7 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from semmoe.core import require
+from semmoe.placement.paper import one_hot
 
 STEPS = 30  # alternations of one start, at most; it ends when the objective no longer rises
 SWEEPS = 30  # passes over the requests, or over a layer's experts, in one step
@@ -89,7 +90,7 @@ class _Problem:
         best = None
         for _ in range(STEPS):
             expert_groups, overload = self.place_experts(request_groups)
-            at_home = self.rates @ _one_hot(expert_groups, self.groups)
+            at_home = self.rates @ one_hot(expert_groups, self.groups)
             request_groups = self.place_requests(at_home, request_groups)
             chosen = np.take_along_axis(at_home, request_groups[:, None], axis=1)[:, 0]
             rank = (-round(overload, 6), float(chosen @ self.lengths) / self.pairs)
@@ -106,7 +107,7 @@ class _Problem:
 
     def place_experts(self, request_groups: np.ndarray) -> tuple[np.ndarray, float]:
         """(L * E,) groups with the most pairs at home, and by what they exceed the load limit, in mean group loads."""
-        pairs = (self.weighted.T @ _one_hot(request_groups, self.groups)).astype(np.float64)
+        pairs = (self.weighted.T @ one_hot(request_groups, self.groups)).astype(np.float64)
         per_group, overload = self.experts // self.groups, 0.0
         out = np.empty((self.layers, self.experts), np.int64)
         for l, by_group in enumerate(pairs.reshape(self.layers, self.experts, self.groups)):
@@ -116,11 +117,6 @@ class _Problem:
                 mean = max(float(self.load[l].sum()) / self.groups, 1e-30)
                 overload += swap_experts(by_group, self.load[l], out[l], self.load_limit * mean, SWEEPS) / mean
         return out.ravel(), overload
-
-
-def _one_hot(groups: np.ndarray, num_groups: int) -> np.ndarray:
-    """(N, D) float32."""
-    return (groups[:, None] == np.arange(num_groups)).astype(np.float32)
 
 
 @numba.njit(cache=True)
