@@ -3,8 +3,8 @@
     python benchmarks/bench_plans.py TRACE [--seeds 3] [--redundant 0 8 16 32] [--ep-size 8]
 
 Attention-TP: 20/80 by request, near-duplicates on one side, batches of 1,024 mixed, load limit 1.15. Attention-DP: EP4
-and EP8 without and with a load limit, requests assigned at once and in windows. Prints configuration, bounds, a table
-as it goes and one JSON line.
+and EP8 without and with a load limit, requests assigned at once and in windows, and with their true routing known.
+Prints configuration, bounds, a table as it goes and one JSON line.
 """
 
 import argparse
@@ -12,19 +12,23 @@ import json
 import platform
 import resource
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from semmoe.core import RoutingTrace, Topology
-from semmoe.metrics import uniform_remote_ranks
+from semmoe.assignment import schedule_with
+from semmoe.core import Plan, RequestMap, RoutingTrace, Topology
+from semmoe.metrics import max_over_mean, uniform_remote_ranks
 from semmoe.replay import replay
+from semmoe.scheduler import CapacityScheduler
 from semmoe.settings import CoclusterSettings, ReplaySettings, SolveSettings
 from semmoe.solve import solve
 from semmoe.split import split
 from semmoe.trace import open_trace
 
+KNOWN = 0  # in place of a window: the true routing of each request is known as it arrives
 # predicted_lar is 0 for plans without semmoe's tables.
 FIGURES = ("lar", "remote_ranks_per_token", "load_max_over_mean", "token_max_over_mean", "predicted_lar")
 
@@ -38,10 +42,39 @@ def measure(trace: RoutingTrace, topology: Topology, settings: SolveSettings, se
         plan = solve(profile, topology, replace(settings, seed=seed))
         seconds = time.perf_counter() - started
         for window in windows:
+            if window == KNOWN:
+                rows[window].append([*known_routing(evaluation, plan), seconds])
+                continue
             result = replay(evaluation, plan, ReplaySettings(window=window, seed=seed)).as_dict()
             rows[window].append([result[name] or 0.0 for name in FIGURES] + [seconds])
     return {window: dict(zip((*FIGURES, "solve_seconds"), np.mean(r, axis=0).tolist(), strict=True))
             for window, r in rows.items()}  # fmt: skip
+
+
+class KnownRouting(CapacityScheduler):
+    """Prompts are request numbers, scores their true shares: what perfect prediction gives under the same bound."""
+
+    shares: np.ndarray  # (R, D)
+
+    def score(self, prompt_ids: Sequence[int] | np.ndarray) -> np.ndarray:
+        return self.shares[int(prompt_ids[0])].copy()
+
+
+def known_routing(trace: RoutingTrace, plan: Plan) -> list[float]:
+    """FIGURES (0 for those that do not apply) with each request's true routing known, requests assigned at once."""
+    assert plan.schedule
+    assert isinstance(plan.schedule.requests, RequestMap)
+    D, lengths = plan.topology.dp_size, np.diff(trace.request_offsets)
+    hosts = plan.placement.hosts.astype(np.float64)  # (L, G, E)
+    local = sum(hosts[l][:, trace.expert_ids[:, l]].sum(axis=2).T for l in range(trace.fingerprint.num_layers))
+    pairs = np.add.reduceat(local, trace.request_offsets[:-1]) / (
+        trace.fingerprint.num_layers * trace.fingerprint.top_k
+    )
+    scheduler = KnownRouting(plan.schedule.requests)
+    scheduler.shares = pairs / lengths[:, None]
+    groups = schedule_with(scheduler, [[r] for r in range(len(lengths))], lengths, ReplaySettings().unfinished)
+    lar = pairs[np.arange(len(groups)), groups].sum() / lengths.sum()
+    return [lar, 0.0, 0.0, max_over_mean(np.bincount(groups, lengths, D)), 0.0]
 
 
 def show(name: str, figures: dict[str, float]) -> dict[str, object]:
@@ -81,8 +114,9 @@ def main() -> None:
         out.append({"attention": "dp", "ep_size": D, **show("paper", figures)})
         for limit in (None, 1.5, 1.3, 1.15):
             settings = SolveSettings(cocluster=CoclusterSettings(load_limit=limit))
-            for window, figures in measure(trace, topology, settings, arguments.seeds, (1, 32, 64)).items():
+            for window, figures in measure(trace, topology, settings, arguments.seeds, (1, 32, 64, KNOWN)).items():
                 name = f"semmoe, load limit {limit}, window {window}"
+                name = f"true routing, load limit {limit}" if window == KNOWN else name
                 out.append({"attention": "dp", "ep_size": D, **show(name, figures)})
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print("\n" + json.dumps({"trace": f.model, "seeds": arguments.seeds, "peak_gib": round(peak, 2), "results": out}))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numba
 import numpy as np
 
-from semmoe.core import PRIOR, Plan, RequestMap, RequestTable, ShuffleTables
+from semmoe.core import PRIOR, Plan, RequestTable, ShuffleTables
 from semmoe.scheduler import CapacityScheduler, SchedulerSettings
 from semmoe.scores import known_rows
 
@@ -54,12 +54,16 @@ def schedule_requests(
     if isinstance(table, RequestTable):
         scheduler = RequestScheduler(table)
         return np.array([scheduler.assign(np.asarray(prompt)) for prompt in prompts], np.int64)
-    return _schedule_by_map(prompts, table, lengths, window, unfinished)
-
-
-def _schedule_by_map(prompts, table: RequestMap, lengths: np.ndarray | None, window: int, unfinished: int):
     waiting = window if window > 1 else 0
-    scheduler = CapacityScheduler(table, SchedulerSettings(max_wait=waiting, release=max(window // 4, 1)))
+    settings = SchedulerSettings(max_wait=waiting, release=max(window // 4, 1))
+    return schedule_with(CapacityScheduler(table, settings), prompts, lengths, unfinished)
+
+
+def schedule_with(
+    scheduler: CapacityScheduler, prompts: Sequence[Sequence[int] | np.ndarray], lengths: np.ndarray | None,
+    unfinished: int,
+) -> np.ndarray:  # fmt: skip
+    """(R,) int64 groups of requests that arrive in turn; lengths and unfinished as for `schedule_requests`."""
     assigned, told = [], 0
     for r, prompt in enumerate(prompts):
         assigned += scheduler.submit(prompt)

@@ -14,7 +14,7 @@ would be trusted. Look-back, ordering and ridge are those of least squared error
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import cpu_count
 
 import numba
@@ -266,11 +266,17 @@ def _apply(design: _Design, weights: np.ndarray) -> np.ndarray:
     return out
 
 
-def predict(predictor: Predictor, profile: RoutingTrace, part: RoutingTrace, layer: int) -> np.ndarray:
-    """(T, E) float: expected activations of the tokens of `part`, requests of `profile`, own occurrence left out."""
+def predict(
+    predictor: Predictor, profile: RoutingTrace, part: RoutingTrace, layer: int, rows: np.ndarray
+) -> np.ndarray:  # fmt: skip
+    """(rows, E) float: expected activations of these tokens of `part`, requests of `profile`.
+
+    Their own occurrence is left out of the token's shares.
+    """
     lookback = min(predictor.lookback, layer)
     ordered, history = min(predictor.ordered, lookback), part.phase == DECODE
     design = _design(part, layer, lookback, ordered, _token_counts(profile, layer), history, loo=True)
+    design = replace(design, dense=design.dense[rows], active=design.active[rows])
     f = predictor.layers[layer]
     weights = np.concatenate(
         [f.intercept[None], f.previous, f.path[: design.columns - len(f.previous) - 1], f.token, f.running]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from synthetic import planted_trace, random_trace, with_noise
 
 from semmoe.core import Topology
-from semmoe.placement.cocluster import Layout, choose, place, search_layer
+from semmoe.placement.cocluster import Measured, choose, place, search_layer
 from semmoe.plan import load_plan, save_plan
 from semmoe.predictor import fit
 from semmoe.replay import replay
@@ -101,21 +101,10 @@ def test_a_search_that_begins_from_the_best_labels_keeps_them():
         assert all(e in layout.slots[layout.primary[e]] for e in range(16))
 
 
-def test_serving_by_hand():
-    """Four ranks on two nodes. Expert 0 on ranks 0 and 3, primary 3; expert 1 on ranks 1 and 2, primary 1."""
-    layout = Layout(np.array([[0, 2], [1, 3], [1, 4], [0, 5]]), np.array([3, 1, 0, 1, 2, 3]), 0.0)
-    one_node, two_nodes = layout.serving(Topology(ep_size=4)), layout.serving(Topology(ep_size=4, num_nodes=2))
-    assert one_node[:, 0].tolist() == [0, 3, 3, 3]
-    assert two_nodes[:, 0].tolist() == [0, 0, 3, 3]
-    assert one_node[:, 1].tolist() == [1, 1, 2, 1]
-    assert two_nodes[:, 1].tolist() == [1, 1, 2, 2]
-    assert two_nodes[:, 4].tolist() == one_node[:, 4].tolist() == [2, 2, 2, 2]
-
-
 def candidates(*layers):
     """Layouts that are told apart by their number, with (cost, load) each."""
     return [
-        [(Layout(np.array([[i]]), np.array([0]), cost), cost, load) for i, (cost, load) in enumerate(layer)]
+        [Measured(np.array([[i]]), np.array([[0]]), cost, load) for i, (cost, load) in enumerate(layer)]
         for layer in layers
     ]
 

@@ -50,7 +50,7 @@ def spread_out(seed, layers, experts, ranks, redundant=0) -> Placement:
 
 def predicted(predictor, trace, layer) -> np.ndarray:
     """(T, E) for all of a profile."""
-    return predict(predictor, trace, trace, layer)
+    return predict(predictor, trace, trace, layer, np.arange(trace.num_tokens))
 
 
 def earlier_experts(trace, layer, lookback) -> np.ndarray:
@@ -71,8 +71,9 @@ def test_requests_are_predicted_alike_alone_and_among_all():
     trace = random_trace(2, requests=20)
     predictor, some = fit(trace, ANY_ROUTING, 0), np.array([3, 4, 11, 19])
     rows = np.isin(trace.request_of_token(), some)
-    found = predict(predictor, trace, trace.select(some), 2)
-    np.testing.assert_allclose(found, predicted(predictor, trace, 2)[rows], atol=1e-5)
+    few = np.array([7, 0, 20])
+    found = predict(predictor, trace, trace.select(some), 2, few)
+    np.testing.assert_allclose(found, predicted(predictor, trace, 2)[rows][few], atol=1e-5)
 
 
 @pytest.mark.parametrize("redundant", [0, 4])

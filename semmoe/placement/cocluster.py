@@ -17,14 +17,15 @@ from semmoe.core import Placement, RoutingTrace, Topology, require
 from semmoe.metrics import layer_traffic
 from semmoe.placement.paper import place_layer
 from semmoe.placement.search import improve, make_state
+from semmoe.placement.serving import level, nearest_copies, primary_serving
 from semmoe.predictor import Predictor, predict, sample_requests
 from semmoe.scores import SCALE, assign
 from semmoe.settings import CoclusterSettings
 
 # Tokens per expert that a search looks at without and with redundant experts, and tokens at most; moves that it judges
 # a load cap, which bounds its time where there are many experts.
-SINGLE_TOKENS, COPIES_TOKENS, MAX_TOKENS = 2048, 128, 1 << 16
-SINGLE_MOVES, COPIES_MOVES = 60_000, 100_000
+SINGLE_TOKENS, COPIES_TOKENS, MAX_TOKENS = 2048, 128, 1 << 15
+SINGLE_MOVES, COPIES_MOVES = 150_000, 100_000
 EASY_SWAPS = 200  # random swaps an expert tries on pairs of experts alone, to begin from
 # Load caps to try, relative to the limit: a placement's load in the profile is lower than in a batch of other requests.
 MARGINS = (-0.04, -0.08, -0.11)
@@ -39,20 +40,15 @@ class Layout:
     primary: np.ndarray
     cost: float
 
-    def serving(self, topology: Topology) -> np.ndarray:
-        """(G, E) int16: the rank that serves each expert to each source rank: own, own node's, primary."""
-        G, E = len(self.slots), len(self.primary)
-        hosted = np.zeros((G, E), bool)
-        hosted[np.arange(G)[:, None], self.slots] = True
-        out = np.tile(self.primary, (G, 1))
-        node = np.arange(G) // (G // topology.num_nodes)
-        far = node[self.primary][None, :] != node[:, None]
-        for g in range(G):
-            near = hosted[node == node[g]]
-            first = np.flatnonzero(node == node[g])[near.argmax(axis=0)]
-            out[g] = np.where(far[g] & near.any(axis=0), first, out[g])
-            out[g] = np.where(hosted[g], g, out[g])
-        return out.astype(np.int16)
+
+@dataclass(frozen=True)
+class Measured:
+    """A layout as profiled tokens would see it, at the homes that predictions lead to."""
+
+    slots: np.ndarray  # (G, S)
+    serving: np.ndarray  # (G, E) int16: the rank that serves each expert to each source rank
+    cost: float  # a token
+    load: float  # max/mean that a batch of other requests is expected to see
 
 
 def search_layer(
@@ -181,14 +177,14 @@ def place(
     part_group = request_groups[requests][part.request_of_token()]
     rows = np.random.default_rng(seed).permutation(part.num_tokens)[: MEASURED_BATCHES * settings.batch_tokens]
 
-    def one(layer: int) -> list[tuple[Layout, float, float]]:
+    def one(layer: int) -> list[Measured]:
         found = search_layer(
             trace.expert_ids[:, layer], group, f.num_experts, topology, redundant, caps, settings,
             seed * f.num_layers + layer, None if start is None else start[layer],
         )  # fmt: skip
-        expected = predict(predictor, trace, part, layer)[rows] if predictor else None
+        expected = predict(predictor, trace, part, layer, rows) if predictor else None
         measured = [
-            (layout, *_measure(layout, part, layer, rows, part_group, expected, topology, settings)) for layout in found
+            _measure(layout, part, layer, rows, part_group, expected, topology, settings, caps[-1]) for layout in found
         ]
         progress(1)
         return measured
@@ -199,30 +195,43 @@ def place(
     return Placement(
         physical_to_logical_map=np.stack([layout.slots.reshape(-1) for layout in layouts]).astype(np.int32),
         num_experts=f.num_experts, ep_size=topology.ep_size,
-        static_dispatch=np.stack([layout.serving(topology) for layout in layouts]),
+        static_dispatch=np.stack([layout.serving for layout in layouts]),
     )  # fmt: skip
 
 
-def _measure(layout, trace, layer, rows, group, expected, topology, settings) -> tuple[float, float]:
-    """(cost a token, load max/mean expected in a batch) of a layout, its tokens assigned as they will be online."""
-    experts, S = trace.expert_ids[rows, layer], topology.attn_tp_size
-    home = group[rows] * S
-    if expected is not None:
-        hosted = np.zeros((topology.ep_size, expected.shape[1]))
-        hosted[np.arange(topology.ep_size)[:, None], layout.slots] = 1
-        scores = np.rint(expected @ hosted.T * SCALE).astype(np.int32)
-        for first in range(0, len(rows), settings.batch_tokens):
-            batch = np.arange(first, min(first + settings.batch_tokens, len(rows)))
-            for d in range(topology.dp_size):
-                own = batch[group[rows[batch]] == d]
-                home[own] += assign(scores[own, d * S : (d + 1) * S])
-    serving = layout.serving(topology)
+def _measure(layout, trace, layer, rows, group, expected, topology, settings, cap) -> Measured:
+    """Send tokens home as they will be online, level the serving of copies, and say what that costs."""
+    experts, request = trace.expert_ids[rows, layer], trace.request_of_token()[rows]
+    home = _homes(layout, rows, group, expected, topology, settings)
+    node_of = np.arange(topology.ep_size) // (topology.ep_size // topology.num_nodes)
+    copies = nearest_copies(layout.slots, len(layout.primary), node_of)
+    serving = primary_serving(copies, layout.primary)
+    if layout.slots.size > len(layout.primary):
+        price = settings.load_price if np.isfinite(cap) else 0.0
+        weights = settings.remote_rank, settings.remote_node, price
+        serving = level(experts, home, request, serving, copies, node_of, weights, cap)
     traffic = layer_traffic(experts, home, serving)
-    node = np.arange(topology.ep_size) // (topology.ep_size // topology.num_nodes)
     cost = settings.remote_rank * traffic.rows.sum() - settings.activation * traffic.local_pairs
-    cost += settings.remote_node * _node_rows(experts, home, serving, node)
-    load = _expected_load(serving[home[:, None], experts], trace.request_of_token()[rows], topology, settings)
-    return float(cost) / len(rows), load
+    cost += settings.remote_node * _node_rows(experts, home, serving, node_of)
+    load = _expected_load(serving[home[:, None], experts], request, topology, settings)
+    return Measured(layout.slots, serving.astype(np.int16), float(cost) / len(rows), load)
+
+
+def _homes(layout, rows, group, expected, topology, settings) -> np.ndarray:
+    """(T,) ranks of the tokens at `rows`, with `expected` (T, E) activations: equal slices in batches."""
+    S = topology.attn_tp_size
+    home = group[rows] * S
+    if expected is None:
+        return home
+    hosted = np.zeros((topology.ep_size, expected.shape[1]))
+    hosted[np.arange(topology.ep_size)[:, None], layout.slots] = 1
+    scores = np.rint(expected @ hosted.T * SCALE).astype(np.int32)
+    for first in range(0, len(rows), settings.batch_tokens):
+        batch = np.arange(first, min(first + settings.batch_tokens, len(rows)))
+        for d in range(topology.dp_size):
+            own = batch[group[rows[batch]] == d]
+            home[own] += assign(scores[own, d * S : (d + 1) * S])
+    return home
 
 
 def _node_rows(experts, home, serving, node) -> int:
@@ -252,14 +261,14 @@ def _expected_load(
     return float((batch.max(axis=1) * G).mean())
 
 
-def choose(candidates: list[list[tuple[Layout, float, float]]], limit: float | None) -> list[Layout]:
+def choose(candidates: list[list[Measured]], limit: float | None) -> list[Measured]:
     """One layout a layer: least cost in all, with the mean load over layers within the limit, or as low as it can be.
 
-    candidates: per layer (layout, cost, load). One price of load serves all layers; it is raised until the limit holds.
+    candidates: per layer. One price of load serves all layers; it is raised until the limit holds.
     """
     prices = [0.0] if limit is None else [0.0, *np.geomspace(0.01, 1e4, 200)]
     for price in prices:
-        chosen = [min(layer, key=lambda c: c[1] + price * c[2]) for layer in candidates]
-        if limit is None or np.mean([load for _, _, load in chosen]) <= limit:
+        chosen = [min(layer, key=lambda c: c.cost + price * c.load) for layer in candidates]
+        if limit is None or np.mean([c.load for c in chosen]) <= limit:
             break
-    return [layout for layout, _, _ in chosen]
+    return chosen

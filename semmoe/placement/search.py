@@ -27,6 +27,7 @@ njit = numba.njit(cache=True, nogil=True)
 SWAP, REPLACE, PROMOTE = 0, 1, 2
 ZERO, ONE = np.uint64(0), np.uint64(1)
 PROBE = 64  # sets; a move that touches many more is first judged on that many, then on thrice as many, and so on
+PRICE_UNITS = 2**20  # prices are whole numbers of 1 / this: sums with them are exact, and ties are ties
 
 # What a search works on. It changes slots, primary, masks, price, value, home and load.
 State = namedtuple(
@@ -140,23 +141,71 @@ def server(state, expert, home):
 def _best_homes(state, which, first, last, value, home):
     """Fill value and home [first:last] for the sets `which[first:last]`; candidates are the ranks that host an expert.
 
-    In the order of their number, so that the lowest of equally good homes is taken.
+    The lowest of equally good homes is taken.
     """
+    if state.slots.size == state.primary.shape[0]:
+        _best_homes_single(state, which, first, last, value, home)
+    else:
+        _best_homes_copies(state, which, first, last, value, home)
+
+
+@njit
+def _best_homes_single(state, which, first, last, value, home):
+    """With one copy each, ranks and nodes that a set reaches follow from its experts: a home decides what is local."""
+    activation, per_rank, per_node = state.weights
+    G, K = state.slots.shape[0], state.sets.shape[1]
+    local, by_node, ranks = np.zeros(G, np.int64), np.zeros(state.node_masks.shape[0], np.int64), np.empty(K, np.int64)
+    for c in range(first, last):
+        u = which[c]
+        reached, nodes = 0, 0
+        for i in range(K):
+            rank = ranks[i] = state.primary[state.sets[u, i]]
+            reached += local[rank] == 0
+            nodes += by_node[state.node_of[rank]] == 0
+            local[rank] += 1
+            by_node[state.node_of[rank]] += 1
+        best, chosen = -np.inf, -1
+        for rank in ranks:
+            if (state.allowed[u, rank >> 6] >> np.uint64(rank & 63)) & ONE:
+                worth = activation * local[rank] - state.price[rank]
+                if worth > best or (worth == best and rank < chosen):
+                    best, chosen = worth, rank
+        if chosen >= 0:
+            best -= per_rank * (reached - 1) + per_node * (nodes - 1)
+        else:  # no allowed rank hosts any of its experts
+            for rank in range(G):
+                if (state.allowed[u, rank >> 6] >> np.uint64(rank & 63)) & ONE:
+                    away = nodes - (by_node[state.node_of[rank]] > 0)
+                    worth = -state.price[rank] - per_rank * reached - per_node * away
+                    if worth > best:
+                        best, chosen = worth, rank
+        value[c], home[c] = best, chosen
+        for rank in ranks:
+            local[rank] = by_node[state.node_of[rank]] = 0
+
+
+@njit
+def _best_homes_copies(state, which, first, last, value, home):
+    """In the order of the candidates' numbers; bits of the ranks that a candidate's other experts are served by."""
     sets, masks, primary = state.sets, state.masks, state.primary
     words, K, nodes = masks.shape[1], sets.shape[1], state.node_masks.shape[0]
     activation, per_rank, per_node = state.weights
-    remote = np.zeros(words, np.uint64)
+    remote, hosts, first_copy = np.zeros(words, np.uint64), np.zeros(K, np.uint64), np.zeros(K, np.int64)
     for c in range(first, last):
         u = which[c]
         best, chosen = -np.inf, -1
+        for i in range(K):
+            first_copy[i] = primary[sets[u, i]]
         for scan in range(2 * words):
             word = scan if scan < words else scan - words
+            left = ZERO
             if scan < words:
-                left = ZERO
                 for i in range(K):
-                    left |= masks[sets[u, i], word]
+                    hosts[i] = masks[sets[u, i], word]
+                    left |= hosts[i]
                 left &= state.allowed[u, word]
             elif chosen < 0:  # no allowed rank hosts any of its experts: all cost the same but for their price
+                hosts[:] = ZERO
                 left = state.allowed[u, word]
             else:
                 break
@@ -164,13 +213,13 @@ def _best_homes(state, which, first, last, value, home):
                 candidate = (word << 6) + _lowest(left)
                 left &= left - ONE
                 bit = np.uint64(candidate & 63)
-                remote[:] = ZERO
+                for w in range(words):
+                    remote[w] = ZERO
                 local = ZERO
                 for i in range(K):
-                    e = sets[u, i]
-                    here = (masks[e, word] >> bit) & ONE
+                    here = (hosts[i] >> bit) & ONE
                     local += here
-                    rank = primary[e] if nodes == 1 else server(state, e, candidate)
+                    rank = first_copy[i] if nodes == 1 else server(state, sets[u, i], candidate)
                     remote[rank >> 6] |= (ONE << np.uint64(rank & 63)) & (here - ONE)
                 worth = activation * np.float64(local) - state.price[candidate]
                 for w in range(words):
@@ -236,6 +285,7 @@ def settle(state, steps):
             mean = max(full[ranks].mean(), 1e-9)
             state.price[ranks] += 0.3 / (1 + step) * np.minimum(full[ranks] / mean - 1, 1.0)
             state.price[ranks] -= state.price[ranks].mean()
+        state.price[:] = np.rint(state.price * PRICE_UNITS) / PRICE_UNITS
     state.load[:] = 0
     _add_load(state, every, 0, U, state.home, True, 1.0, state.load, np.zeros(G), np.zeros(U))
 

@@ -1,0 +1,121 @@
+"""Which copy serves an expert to each source rank: a static dispatch that levels the load and keeps rows few.
+
+An own copy serves, then one on the own node; among copies that are equally near the choice is free, and it decides
+which ranks a token reaches and how the load of experts with copies is shared. The search (`placement.search`) takes the
+primary copy for all, at homes as they would be if routing were known. Here homes are those that predictions lead to,
+and single (source rank, expert) pairs go to another copy while that lowers
+
+    remote_rank * rows per token + remote_node * rows to other nodes per token + load_price * load above the cap
+
+which is summed over ranks and averaged over several mixes of the profile's requests. On gpt-oss with 8 redundant
+experts it takes .04 from the expert load (max/mean) of held-out batches, for .005 remote ranks.
+"""
+
+import numba
+import numpy as np
+
+njit = numba.njit(cache=True, nogil=True)
+MIXES, SWEEPS = 16, 8
+
+
+def nearest_copies(slots: np.ndarray, num_experts: int, node_of: np.ndarray) -> np.ndarray:
+    """(G, E, G) bool: the ranks whose copy may serve an expert to a source rank: its own, else its node's, else any.
+
+    slots (G, S) experts, node_of (G,).
+    """
+    hosted = np.zeros((num_experts, len(slots)), bool)
+    hosted[slots, np.arange(len(slots))[:, None]] = True
+    same_node = node_of[:, None] == node_of
+    near = hosted[None] & same_node[:, None]
+    out = np.where(near.any(axis=2, keepdims=True), near, hosted[None])
+    own = np.eye(len(slots), dtype=bool)[:, None] & hosted[None]
+    return np.where(own.any(axis=2, keepdims=True), own, out)
+
+
+def primary_serving(copies: np.ndarray, primary: np.ndarray) -> np.ndarray:
+    """(G, E) int64: the primary copy (E,) where it is among the nearest ones (G, E, G), else the lowest of these."""
+    G, E, _ = copies.shape
+    is_near = copies[np.arange(G)[:, None], np.arange(E), primary]
+    return np.where(is_near, primary, copies.argmax(axis=2))
+
+
+def level(
+    expert_ids: np.ndarray, home: np.ndarray, request: np.ndarray, serving: np.ndarray, copies: np.ndarray,
+    node_of: np.ndarray, weights: tuple[float, float, float], cap: float,
+) -> np.ndarray:  # fmt: skip
+    """A better `serving` (G, E) for tokens of a profile: experts (T, K), home (T,), request (T,).
+
+    copies (G, E, G) bool: those that may serve; weights: of a row to another rank, of one to another node, of the load
+    above `cap` (1 = the mean).
+    """
+    mixes = np.random.default_rng(0).exponential(size=(request.max() + 1, MIXES))
+    load_of_pair = mixes[request]
+    load_of_pair *= len(serving) / (load_of_pair.sum(axis=0) * expert_ids.shape[1])
+    pair = home[:, None] * serving.shape[1] + expert_ids
+    order = np.argsort(pair, axis=None, kind="stable")
+    offsets = np.searchsorted(pair.ravel()[order], np.arange(serving.size + 1))
+    out = serving.astype(np.int64)
+    _level(
+        expert_ids.astype(np.int64), load_of_pair, order // expert_ids.shape[1], offsets, copies, node_of, weights,
+        cap, out,
+    )  # fmt: skip
+    return out
+
+
+@njit
+def _level(expert_ids, load_of_pair, tokens, offsets, copies, node_of, weights, cap, serving):
+    """Moves (source rank, expert) pairs, whose tokens are tokens[offsets[i] : offsets[i + 1]]; changes `serving`."""
+    G, E = serving.shape
+    share = np.zeros((G * E, load_of_pair.shape[1]))
+    load = np.zeros((G, load_of_pair.shape[1]))
+    for pair in range(G * E):
+        for t in tokens[offsets[pair] : offsets[pair + 1]]:
+            share[pair] += load_of_pair[t]
+        load[serving[pair // E, pair % E]] += share[pair]
+    for _ in range(SWEEPS):
+        moved = False
+        for pair in range(G * E):
+            h, e = pair // E, pair % E
+            now = serving[h, e]
+            best, chosen = -1e-9, now
+            for other in range(G):
+                if other == now or not copies[h, e, other] or offsets[pair] == offsets[pair + 1]:
+                    continue
+                change = weights[2] * _excess_change(load, share[pair], now, other, cap)
+                for t in tokens[offsets[pair] : offsets[pair + 1]]:
+                    change += _row_change(expert_ids[t], e, h, now, other, serving, node_of, weights) / len(expert_ids)
+                if change < best:
+                    best, chosen = change, other
+            if chosen != now:
+                load[now] -= share[pair]
+                load[chosen] += share[pair]
+                serving[h, e], moved = chosen, True
+        if not moved:
+            break
+
+
+@njit
+def _excess_change(load, share, now, other, cap):
+    """Change of the load above the cap when `share` (J,) goes from rank `now` to `other`, mean over the J mixes."""
+    total = 0.0
+    for j in range(len(share)):
+        total += max(load[now, j] - share[j] - cap, 0.0) - max(load[now, j] - cap, 0.0)
+        total += max(load[other, j] + share[j] - cap, 0.0) - max(load[other, j] - cap, 0.0)
+    return total / len(share)
+
+
+@njit
+def _row_change(experts, moving, home, now, other, serving, node_of, weights):
+    """Change of a token's weighted rows when `moving`, one of its experts, is served by `other` instead of `now`."""
+    keeps_rank = has_rank = keeps_node = has_node = False
+    for e in experts:
+        if e != moving:
+            rank = serving[home, e]
+            keeps_rank |= rank == now
+            has_rank |= rank == other
+            keeps_node |= node_of[rank] == node_of[now]
+            has_node |= node_of[rank] == node_of[other]
+    change = weights[0] * (np.float64(not has_rank) - np.float64(not keeps_rank))
+    if node_of[other] != node_of[now]:  # then both are other nodes than home's: nearer copies alone would serve
+        change += weights[1] * (np.float64(not has_node) - np.float64(not keeps_node))
+    return change
