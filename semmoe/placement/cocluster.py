@@ -25,12 +25,12 @@ from semmoe.settings import CoclusterSettings
 # Tokens per expert that a search looks at without and with redundant experts, and tokens at most; moves that it judges
 # a load cap, which bounds its time where there are many experts.
 SINGLE_TOKENS, COPIES_TOKENS, MAX_TOKENS = 2048, 128, 1 << 15
-SINGLE_MOVES, COPIES_MOVES = 150_000, 100_000
+MOVES = 100_000
 KEPT = 8  # layouts a load cap, of which one is chosen by what it costs with predictions instead of true routing
 EASY_SWAPS = 200  # random swaps an expert tries on pairs of experts alone, to begin from
 # Load caps to try, relative to the limit: a placement's load in the profile is lower than in a batch of other requests.
 MARGINS = (-0.04, -0.08, -0.11)
-MEASURED_TOKENS, MEASURED_BATCHES, RESAMPLES = 1 << 16, 16, 64
+MEASURED_TOKENS, MEASURED_BATCHES, RESAMPLES = 1 << 16, 32, 64
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def search_layer(
     out: list[Layout] = []
     found: list[Layout] = []
     for i, cap in enumerate(caps):
-        limit = (i + 1) * (COPIES_MOVES if redundant else SINGLE_MOVES)
+        limit = (i + 1) * MOVES
         if found:
             best = min(found, key=_cost)
             found = [run((best.slots.copy(), best.primary.copy()), cap)]
