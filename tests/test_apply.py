@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from semmoe.checkpoint import relabel as relabelling
 from semmoe.checkpoint.directory import open_checkpoint
-from semmoe.checkpoint.engine_files import expert_maps
+from semmoe.checkpoint.engine_files import expert_maps, write_sglang
 from semmoe.checkpoint.relabel import load_record
 from semmoe.cli import app
 from semmoe.core import Placement, Plan, Topology
@@ -130,6 +130,14 @@ def test_vllm_gets_a_map_for_every_rank(deepseek, tmp_path):
         for rank, expert_map in enumerate(layer):
             held = [int(e) for e in np.argsort(expert_map) if expert_map[e] >= 0]
             assert held == row[2 * rank : 2 * rank + 2].tolist()
+
+
+def test_a_configuration_cannot_ask_for_any_number_of_rows(plan, tmp_path):
+    shutil.copytree(MODEL, tmp_path / "model")
+    config = json.loads((MODEL / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**12}))
+    with pytest.raises(ValueError, match="1000000000000 layers"):
+        write_sglang(load_plan(plan), tmp_path / "model", tmp_path / "map.json")
 
 
 def test_expert_maps_by_hand():

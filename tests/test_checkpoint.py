@@ -408,6 +408,8 @@ MALFORMED = {
     "not an object": raw([1]),
     "nested": raw(b"[" * 100_000),
     "a name twice": raw(b'{"a": 1, "a": 2}'),
+    "escape codes": raw({"\x1b[2J": entry()}, bytes(8)),
+    "half a character": raw(b'{"\\ud800": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}}'),
     "metadata": raw({"__metadata__": {"a": 1}}),
     "unknown type": raw({"a": entry("F33")}, bytes(8)),
     "type no string": raw({"a": entry(["F32"])}, bytes(8)),

@@ -16,6 +16,8 @@ from semmoe.checkpoint.relabel import check_config, check_num_layers
 from semmoe.core import Plan, require
 from semmoe.files import atomic_file
 
+MOST_LAYERS = 10_000  # of a file that has a row for each, as many as a configuration claims
+
 
 def write_sglang(plan: Plan, model: Path, out: Path) -> list[str]:
     """Write the file for SGLang's `--init-expert-location`; returns the flags to start SGLang with."""
@@ -75,6 +77,7 @@ def _layers(plan: Plan, model: Path) -> tuple[list[int], int]:
     config = read_config(model)
     check_config(plan, config, model)
     depth = config_count(config, "num_hidden_layers")
+    require(depth <= MOST_LAYERS, f"{model}/config.json says that there are {depth} layers")
     indices = moe_layer_indices(tensor_names(model), depth)
     check_num_layers(plan, len(indices), model)
     return indices, depth

@@ -104,6 +104,7 @@ def _metadata(value: Any) -> dict[str, str] | None:
 
 def _tensor(path: Path, name: str, entry: Any, start: int, room: int) -> Tensor:
     shown = repr(name[:200])
+    require(name.isprintable(), f"the name {shown} holds characters that cannot be printed")
     known = isinstance(entry, dict) and set(entry) == {"dtype", "shape", "data_offsets"}
     require(known, f"{shown} needs dtype, shape and data_offsets, and nothing else")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
