@@ -45,7 +45,7 @@ class PaperSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class MoETunerSettings:
-    time_limit: float = 30.0  # seconds for the programs of all layers together
+    time_limit: float = 10.0  # seconds for the programs of all layers together
 
     def __post_init__(self) -> None:
         require(0 <= self.time_limit < float("inf"), f"time_limit must be seconds, at least 0, not {self.time_limit}")
