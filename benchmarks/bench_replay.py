@@ -18,7 +18,7 @@ import numpy as np
 from semmoe import console
 from semmoe.core import RoutingTrace, Topology
 from semmoe.metrics import uniform_remote_ranks
-from semmoe.settings import METHODS, DemoSettings, ReplaySettings, SolveSettings
+from semmoe.settings import METHODS, DemoSettings, ReplaySettings, SolveSettings, obstacle
 from semmoe.solve import score, solve_methods
 from semmoe.split import split
 from semmoe.trace import open_trace
@@ -53,7 +53,8 @@ def main() -> None:
     print(f"top-{f.top_k} of {f.num_experts}; 20/80 by request, batches of 1,024 mixed; {platform.machine()}")
     for attention, ep_size in (("tp", 8), ("tp", 4), ("dp", 4)):
         topology = Topology.for_attention(attention, ep_size)
-        rounds = [solve_methods(profile, topology, METHODS, SolveSettings()) for _ in range(arguments.rounds)]
+        methods = [name for name in METHODS if obstacle(name, topology, 0) is None]
+        rounds = [solve_methods(profile, topology, methods, SolveSettings()) for _ in range(arguments.rounds)]
         plans = rounds[-1][0]
         scores = score(evaluation, plans, measure)
         for name, metrics in scores.items():

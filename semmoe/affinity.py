@@ -16,7 +16,7 @@ def build_affinity(trace: RoutingTrace) -> Affinity:
             count(trace.request_of_token(), trace.expert_ids[:, l], trace.num_requests, f.num_experts) for l in layers
         ],
         path_counts=np.stack(
-            [_path_count(trace.expert_ids[:, l], trace.expert_ids[:, l + 1], f.num_experts) for l in layers[:-1]]
+            [pair_count(trace.expert_ids[:, l], trace.expert_ids[:, l + 1], f.num_experts) for l in layers[:-1]]
         )
         if f.num_layers > 1
         else np.zeros((0, f.num_experts, f.num_experts), np.int64),
@@ -33,8 +33,8 @@ def count(keys: np.ndarray, expert_ids: np.ndarray, num_keys: int, num_experts: 
     return csr_matrix((ones, (rows, expert_ids.ravel().astype(np.int32))), shape=(num_keys, num_experts))
 
 
-def _path_count(before: np.ndarray, after: np.ndarray, num_experts: int) -> np.ndarray:
-    """(E, E) int64: tokens that chose e in `before` (T, K) and e' in `after` (T, K)."""
+def pair_count(before: np.ndarray, after: np.ndarray, num_experts: int) -> np.ndarray:
+    """(E, E) int64: tokens that chose e in `before` (T, K) and e' in `after` (T, K), two layers or the same."""
     out = np.zeros(num_experts * num_experts, np.int64)
     for i in range(before.shape[1]):
         pairs = before[:, i, None].astype(np.int64) * num_experts + after

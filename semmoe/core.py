@@ -270,6 +270,7 @@ class CoClustering:
     placement: Placement
     token_ranks: np.ndarray | None = None  # (L, D, V) int16: rank inside group d for token v; -1: not profiled
     request_groups: np.ndarray | None = None  # (R,) int16: the group of each profiled request
+    gap: dict[str, float | None] | None = None  # of programs solved: relative gap to the optimum, None if unknown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,6 +295,7 @@ class RequestMap:
     prices: np.ndarray  # (D,) float32: what a group's score must exceed others by, so that the profile's load is even
     score_spread: float  # standard deviation of the profile's scores: the unit of online price changes
     mean_length: float  # decode tokens of a profiled request
+    cache_weight: float = 0.0  # score of a prompt that is wholly in a group's prefix cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -333,7 +335,7 @@ class Schedule:
     """
 
     requests: RequestTable | RequestMap | None  # None with one group
-    shuffle: ShuffleTables | ScoreTables | None  # None where a group is one rank
+    shuffle: ShuffleTables | ScoreTables | None  # None where a group is one rank, or tokens go by position
 
 
 PRIOR, PROFILED, NEIGHBOUR = 0, 1, 2  # what serves a table row: the prior, its own counts, a neighbour's

@@ -25,6 +25,7 @@ from semmoe.files import atomic_directory, load_arrays, load_json, save_arrays, 
 SCHEMA = 1
 FILES = {"plan.json", "plan.safetensors"}
 REQUEST_TABLES = {"request_scores", "request_source"}
+MAP_NUMBERS = ("score_spread", "mean_length", "cache_weight")
 REQUEST_MAP = {"request_map_scores": "token_scores", "request_map_weights": "token_weights",
                "request_map_bias": "bias", "request_map_prices": "prices"}  # fmt: skip
 SHUFFLE_TABLES = {"token_ranks", "token_confidence", "token_source", "path_ranks", "path_confidence"}
@@ -43,7 +44,7 @@ class PlanHeader(BaseModel):
     ordered: int | None  # layers of these with a row for each place in the order of weights; null: the paper's tables
     static_dispatch: bool
     schedules_data: bool
-    request_map: dict[str, float] | None  # score_spread and mean_length; null: the paper's table, or none
+    request_map: dict[str, float] | None  # MAP_NUMBERS; null: the paper's table, or none
     settings: dict[str, Any]
     trace_hash: str
     expected: dict[str, Any] | None
@@ -88,7 +89,9 @@ def load_plan(path: Path | str) -> Plan:
     require(header.schema_version == SCHEMA, f"{path} has schema version {header.schema_version}, expected {SCHEMA}")
     topology, f = header.topology, header.fingerprint
     with_requests = header.schedules_data and topology.dp_size > 1
-    with_shuffle = header.schedules_data and topology.attn_tp_size > 1
+    # A method that schedules requests alone has no tables of tokens, and no look-back.
+    requests_only = with_requests and header.request_map is not None and header.lookback is None
+    with_shuffle = header.schedules_data and topology.attn_tp_size > 1 and not requests_only
     names = {"physical_to_logical_map"}
     shuffle_names = SHUFFLE_TABLES if header.ordered is None else SCORE_TABLES
     names |= {"static_dispatch"} if header.static_dispatch else set()
@@ -118,7 +121,7 @@ def load_plan(path: Path | str) -> Plan:
 def _map_numbers(table: RequestTable | RequestMap | None) -> dict[str, float] | None:
     if not isinstance(table, RequestMap):
         return None
-    return {"score_spread": float(table.score_spread), "mean_length": float(table.mean_length)}
+    return {name: float(getattr(table, name)) for name in MAP_NUMBERS}
 
 
 def _request_table(arrays: dict[str, np.ndarray], header: PlanHeader) -> RequestTable | RequestMap:
@@ -151,8 +154,9 @@ def _check_arrays(arrays: dict[str, np.ndarray], header: PlanHeader) -> None:
     small, int16, finite = 127, 32767, np.finfo(np.float32).max
     if header.request_map is not None:
         numbers = header.request_map
-        require(set(numbers) == {"score_spread", "mean_length"}, f"request_map holds {', '.join(sorted(numbers))}")
+        require(set(numbers) == set(MAP_NUMBERS), f"request_map holds {', '.join(sorted(numbers))}")
         valid = 0 <= numbers["score_spread"] <= 1 and 0 < numbers["mean_length"] <= 1e12
+        valid &= 0 <= numbers["cache_weight"] <= 1e6
         require(valid, f"request_map is out of range: {numbers}")
     expected = {  # shape, type, lowest and highest value
         "physical_to_logical_map": ((L, *physical), np.int32, 0, f.num_experts - 1),

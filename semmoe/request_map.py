@@ -79,7 +79,7 @@ def fit_request_rates(
     f = trace.fingerprint
     return RequestRates(
         requests=requests, lengths=lengths, rates=rates, held_out=held_out + mean_rate, held_out_r2=1 - error,
-        routing_weight=weight, ridge=ridge, mean_length=_mean_length(trace), shape=(f.num_layers, f.num_experts),
+        routing_weight=weight, ridge=ridge, mean_length=mean_length(trace), shape=(f.num_layers, f.num_experts),
         trace=trace, words=words, idf=idf, mean_rate=mean_rate, routing=routing, routing_scale=weight / square,
         inverse=inverse,
     )  # fmt: skip
@@ -141,7 +141,7 @@ def _choose(lengths: np.ndarray, groups: np.ndarray, most: int, seed: int) -> np
     return routed[np.isin(member.ravel(), order[fits])]
 
 
-def _mean_length(trace: RoutingTrace) -> float:
+def mean_length(trace: RoutingTrace) -> float:
     """Decode tokens a request; all routed tokens if the trace has no decode."""
     decoded = int((trace.phase == DECODE).sum())
     return (decoded or trace.num_tokens) / trace.num_requests

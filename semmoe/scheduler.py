@@ -17,9 +17,13 @@ it takes a request larger than the allowance. Lengths that differ from their exp
 a group that they take past its bound gets no further request until it is back. A ledger of running requests stays
 short, so an engine sets keep_finished=False and lead_requests to about 2 * D: two requests ahead of the mean.
 
-Price. Among the groups allowed the arg-max of score - price wins. Prices start as the profile's dual prices and rise
-by feedback * score_spread for every mean request that a group is ahead in expected work, so that the bound rarely has
-to act. True lengths do not enter: they are noise that the bound answers, and prices that follow it lose value.
+Price. Among the groups allowed the arg-max of score - price wins, and of equals the least loaded: a map without scores
+and prices is the least-loaded rule. Prices start as the profile's dual prices and rise by feedback * score_spread for
+every mean request that a group is ahead in expected work, so that the bound rarely has to act. True lengths do not
+enter: they are noise that the bound answers, and prices that follow it lose value.
+
+Prefix caches. A map with a `cache_weight` adds that times the share of the prompt that a group has cached to its score;
+what groups have cached is known by the caller, or else by the prompts assigned so far (`PrefixIndex`).
 
 Window. With max_wait > 0 requests wait to be assigned together: value is exchanged among them by moves and swaps, and
 the oldest are let go. None waits for more than `max_wait` further arrivals.
@@ -37,6 +41,7 @@ import numpy as np
 
 from semmoe.core import RequestMap, require
 from semmoe.placement.requests import improve_assignment
+from semmoe.prefix import PrefixIndex
 
 SWEEPS = 20  # passes over a window
 
@@ -49,11 +54,11 @@ class SchedulerSettings:
     max_wait: int = 0  # further arrivals that a request may wait for; 0: assigned as it arrives
     release: int = 8  # requests let go when the oldest has waited for max_wait arrivals
     prompt_cost: float = 0.0  # work of one prompt token that is not cached, in decode tokens
-    cache_weight: float = 1.0  # score of a prompt that is wholly in a group's prefix cache
+    cache_tokens: int = 1 << 18  # prompt tokens that the prefix cache of one group holds, for maps with a cache_weight
     keep_finished: bool = True  # the ledger is all work so far; False: work now running
 
     def __post_init__(self) -> None:
-        for name in ("lead_requests", "lead_share", "feedback", "max_wait", "prompt_cost", "cache_weight"):
+        for name in ("lead_requests", "lead_share", "feedback", "max_wait", "prompt_cost", "cache_tokens"):
             require(getattr(self, name) >= 0, f"{name} must not be negative: {getattr(self, name)}")
         require(self.release >= 1, f"release must be at least 1, not {self.release}")
 
@@ -74,6 +79,7 @@ class _Waiting:
     scores: np.ndarray  # (D,)
     expected_tokens: float
     prompt_work: np.ndarray  # (D,)
+    prompt_ids: np.ndarray | None  # for the prefix index; None without one
 
 
 class CapacityScheduler:
@@ -89,6 +95,8 @@ class CapacityScheduler:
         self._bias, self._prices = table.bias.astype(np.float64), table.prices.astype(np.float64)
         require(self._bias.shape == self._prices.shape == (D,), f"bias and prices must have {D} entries")
         self._mean_length = float(table.mean_length)
+        self._cache_weight = float(table.cache_weight)
+        self._prefixes = PrefixIndex(D, self.settings.cache_tokens) if self._cache_weight > 0 else None
         self._price_per_token = self.settings.feedback * table.score_spread / self._mean_length
         self._stamp, self._tick = np.zeros(rows, np.int64), 0
         self._waiting: list[_Waiting] = []
@@ -128,7 +136,8 @@ class CapacityScheduler:
         """Assign one request at once.
 
         expected_tokens: decode tokens, by default the profile's mean. cached_tokens (D,): prompt tokens that each
-        group has in its prefix cache; they add to its score and cost no work.
+        group has in its prefix cache; they add `cache_weight` times their share to its score and cost no work. If not
+        given, a map with a cache_weight has them from a PrefixIndex of the prompts assigned so far.
         """
         return self._place([self._arrive(prompt_ids, expected_tokens, cached_tokens)])[0]
 
@@ -170,13 +179,16 @@ class CapacityScheduler:
         expected = self._mean_length if expected_tokens is None else float(expected_tokens)
         require(expected >= 0, f"expected_tokens must not be negative: {expected_tokens}")
         scores, uncached = self.score(prompt_ids), np.full(len(self._work), float(len(prompt_ids)))
+        if cached_tokens is None and self._prefixes is not None:
+            cached_tokens = self._prefixes.cached_tokens(prompt_ids)
         if cached_tokens is not None:
             cached = np.asarray(cached_tokens, np.float64)
             require(cached.shape == scores.shape, f"cached_tokens has shape {cached.shape}, expected {scores.shape}")
-            scores += self.settings.cache_weight * cached / max(len(prompt_ids), 1)
+            scores += self._cache_weight * cached / max(len(prompt_ids), 1)
             uncached = np.maximum(uncached - cached, 0)
         self._arrivals += 1
-        return _Waiting(self._arrivals - 1, scores, expected, self.settings.prompt_cost * uncached)
+        prompt = None if self._prefixes is None else np.asarray(prompt_ids, np.int64)
+        return _Waiting(self._arrivals - 1, scores, expected, self.settings.prompt_cost * uncached, prompt)
 
     def _let_go(self, count: int) -> list[Assigned]:
         assigned = self._place(self._waiting, count)
@@ -200,9 +212,11 @@ class CapacityScheduler:
             Assigned(w.request, int(d), float(work[i, d]), float(prompt_work[i, d]))
             for i, (w, d) in enumerate(zip(window[:count], groups[:count], strict=True))
         ]
-        for assigned in out:
+        for request, assigned in zip(window, out, strict=False):
             self._work[assigned.group] += assigned.work
             self._expected[assigned.group] += assigned.work
+            if self._prefixes is not None and request.prompt_ids is not None:
+                self._prefixes.insert(request.prompt_ids, assigned.group)
         return out
 
     def _limit(self, work: np.ndarray) -> float:
@@ -238,16 +252,22 @@ def _add_scores(ids, scores, weights, stamp, tick, out):
 
 @numba.njit(cache=True)
 def _greedy(value, work, room, ledger):
-    """(W,) groups in order of arrival: most value where there is room (D,), or the least loaded group."""
+    """(W,) groups in order of arrival: most value where there is room (D,), or the least loaded group.
+
+    Groups of equal value tie by load, so that where all values are equal this is the least loaded group.
+    """
     W, D = value.shape
     added, groups = np.zeros(D), np.empty(W, np.int64)
     for i in range(W):
         best, least = -1, 0
         for d in range(D):
-            if ledger[d] + added[d] < ledger[least] + added[least]:
+            load = ledger[d] + added[d]
+            if load < ledger[least] + added[least]:
                 least = d
-            if added[d] + work[i, d] <= room[d] + 1e-9 and (best < 0 or value[i, d] > value[i, best]):
-                best = d
+            if added[d] + work[i, d] <= room[d] + 1e-9:
+                lighter = best >= 0 and value[i, d] == value[i, best] and load < ledger[best] + added[best]
+                if best < 0 or value[i, d] > value[i, best] or lighter:
+                    best = d
         groups[i] = least if best < 0 else best
         added[groups[i]] += work[i, groups[i]]
     return groups

@@ -2,9 +2,26 @@
 
 from dataclasses import dataclass, field
 
-from semmoe.core import require
+from semmoe.core import Topology, require
 
-METHODS = ("linear", "eplb", "paper", "semmoe")
+METHODS = (
+    "linear", "eplb", "least-loaded", "prefix-affinity", "eldr", "exflow", "moetuner", "grace", "paper", "semmoe",
+)  # fmt: skip
+REQUEST_METHODS = ("least-loaded", "prefix-affinity", "eldr")  # they send requests to groups and leave experts in order
+REDUNDANT_METHODS = ("linear", "eplb", "grace", "semmoe")  # they know what to do with redundant experts
+
+
+def obstacle(method: str, topology: Topology, redundant_experts: int) -> str | None:
+    """Why `method` cannot be used here, or None."""
+    if method in REQUEST_METHODS and topology.dp_size == 1:
+        return "it sends requests to attention groups, and attention tp has one: choose --attention dp or hybrid"
+    return _lacks_copies(method, redundant_experts)
+
+
+def _lacks_copies(method: str, redundant_experts: int) -> str | None:
+    if redundant_experts == 0 or method in REDUNDANT_METHODS:
+        return None
+    return f"it has no redundant experts: choose one of {', '.join(REDUNDANT_METHODS)}, or --redundant-experts 0"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +41,14 @@ class PaperSettings:
     def __post_init__(self) -> None:
         require(self.steps >= 1, f"steps must be at least 1, not {self.steps}")
         require(0 < self.theta < 1, f"theta must lie between 0 and 1, not {self.theta}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoETunerSettings:
+    time_limit: float = 10.0  # seconds for the programs of all layers together
+
+    def __post_init__(self) -> None:
+        require(0 <= self.time_limit < float("inf"), f"time_limit must be seconds, at least 0, not {self.time_limit}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,15 +94,13 @@ class SolveSettings:
     paper: PaperSettings = field(default_factory=PaperSettings)
     predictor: PredictorSettings = field(default_factory=PredictorSettings)
     cocluster: CoclusterSettings = field(default_factory=CoclusterSettings)
+    moetuner: MoETunerSettings = field(default_factory=MoETunerSettings)
 
     def __post_init__(self) -> None:
         require(self.method in METHODS, f"method must be one of {', '.join(METHODS)}, not {self.method!r}")
         require(self.redundant_experts >= 0, f"redundant_experts must not be negative: {self.redundant_experts}")
-        without = self.method != "paper" or self.redundant_experts == 0
-        require(
-            without,
-            "the paper's method has no redundant experts: choose --method semmoe or eplb, or --redundant-experts 0",
-        )
+        reason = _lacks_copies(self.method, self.redundant_experts)
+        require(reason is None, f"method {self.method} does not apply: {reason}")
 
 
 @dataclass(frozen=True, kw_only=True)

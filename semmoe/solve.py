@@ -7,16 +7,16 @@ from typing import Any
 
 import numpy as np
 
+from semmoe import baselines, request_map
 from semmoe import predictor as predict
-from semmoe import request_map
 from semmoe.affinity import build_affinity
 from semmoe.core import CoClustering, Placement, Plan, RequestMap, RoutingTrace, Schedule, Topology, require
-from semmoe.placement import cocluster, eplb, linear, paper
+from semmoe.placement import cocluster, eplb, exflow, grace, linear, moetuner, paper
 from semmoe.placement.requests import cocluster_requests
 from semmoe.replay import replay
 from semmoe.schedule import build_schedule
 from semmoe.scheduler import CapacityScheduler
-from semmoe.settings import ReplaySettings, SolveSettings
+from semmoe.settings import REQUEST_METHODS, ReplaySettings, SolveSettings, obstacle
 from semmoe.split import near_duplicates, split
 
 PROFILE_MARGIN = 0.08  # a placement's expert load (max/mean) in the profile is lower than in a batch of other requests
@@ -32,19 +32,28 @@ def solve(
     """A plan for `topology` from a profile. The same trace, settings and seed give the same plan.
 
     embeddings: (V, H) the model's input embeddings, if tokens that were not profiled should be served by their nearest
-    profiled neighbour. Raises ValueError where sizes do not divide or the profile is too small.
+    profiled neighbour. Raises ValueError where sizes do not divide, the profile is too small or the method does not
+    apply. (MoETuner's plan is the same only as far as its time limit does not strike.)
     """
+    reason = obstacle(settings.method, topology, settings.redundant_experts)
+    require(reason is None, f"method {settings.method} does not apply: {reason}")
     require(trace.num_tokens > 0, "the trace holds no routed token: profile something first")
+    used = _used_settings(settings)
     if settings.method == "semmoe":
         placement, schedule = _semmoe(trace, topology, settings, embeddings, progress)
     else:
         clusters = _cluster(trace, topology, settings)
         placement = clusters.placement
         schedule = build_schedule(trace, clusters, topology, settings.paper.lookback, embeddings)
+        if settings.method in REQUEST_METHODS:
+            table = baselines.request_map(settings.method, trace, topology.dp_size, settings.seed)
+            schedule = Schedule(requests=table, shuffle=None)
+        if clusters.gap is not None:
+            used["gap"] = clusters.gap
         progress(trace.fingerprint.num_layers)
     return Plan(
         topology=topology, placement=placement, schedule=schedule, fingerprint=trace.fingerprint,
-        method=settings.method, trace_hash=trace.digest(), settings=_used_settings(settings),
+        method=settings.method, trace_hash=trace.digest(), settings=used,
     )  # fmt: skip
 
 
@@ -89,24 +98,29 @@ def _request_groups(
 
 def _cluster(trace: RoutingTrace, topology: Topology, settings: SolveSettings) -> CoClustering:
     f, redundant = trace.fingerprint, settings.redundant_experts
-    if settings.method == "linear":
+    if settings.method == "grace":
+        return CoClustering(placement=grace.place(trace, topology, redundant, settings.seed))
+    if settings.method == "linear" or settings.method in REQUEST_METHODS:
         return CoClustering(placement=linear.place(f.num_layers, f.num_experts, topology.ep_size, redundant))
     affinity = build_affinity(trace)
     if settings.method == "eplb":
         load = affinity.expert_load.astype(np.float64)
         return CoClustering(placement=eplb.place(load, topology.ep_size, redundant, f.num_groups, topology.num_nodes))
+    if settings.method == "exflow":
+        return CoClustering(placement=exflow.place(affinity.path_counts, f.num_experts, topology, settings.seed))
+    if settings.method == "moetuner":
+        tuned = moetuner.place(affinity.expert_load, affinity.path_counts, topology, settings.moetuner.time_limit)
+        return CoClustering(placement=tuned.placement, gap=tuned.gap)
     return paper.cluster(trace, affinity, topology, settings.paper, settings.seed)
 
 
 def _used_settings(settings: SolveSettings) -> dict[str, Any]:
     """What shaped the plan; settings that its method does not read are left out."""
-    out = asdict(settings)
-    read = {"paper": {"paper", "seed"}, "semmoe": {"paper", "predictor", "cocluster", "seed"}}.get(
-        settings.method, set()
-    )
-    for name in {"paper", "predictor", "cocluster", "seed"} - read:
-        out.pop(name)
-    return out
+    read = {
+        "paper": {"paper", "seed"}, "semmoe": {"paper", "predictor", "cocluster", "seed"},
+        "eldr": {"seed"}, "exflow": {"seed"}, "moetuner": {"moetuner"}, "grace": {"seed"},
+    }.get(settings.method, set())  # fmt: skip
+    return {k: v for k, v in asdict(settings).items() if k in read | {"method", "redundant_experts"}}
 
 
 def expect(

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from semmoe.cli import app
 from semmoe.demo import MODEL
 from semmoe.plan import load_plan
+from semmoe.settings import METHODS
 from semmoe.trace import open_trace
 
 PROMPTS = [f"def function_{i}(argument):\n    return argument + {i} # {'text ' * (i % 5)}\n" for i in range(24)]
@@ -85,12 +86,27 @@ def test_replay_all_has_the_documented_keys(tmp_path):
     trace = npz(tmp_path / "t.npz")
     result = run("replay", trace, "--ep-size", 2, "--batch-tokens", 50, "--json", "--profile-share", 0.5)
     methods = json.loads(result.stdout)["methods"]
-    assert set(methods) == {"linear", "eplb", "paper", "semmoe"}
+    assert list(methods) == ["linear", "eplb", "exflow", "moetuner", "grace", "paper", "semmoe"]
+    warnings = [line for line in result.stderr.splitlines() if "warning:" in line]
+    assert len(warnings) == 1
+    assert "least-loaded, prefix-affinity, eldr (sends requests to attention groups" in warnings[0]
     keys = {"lar", "remote_ranks_per_token", "load_max_over_mean", "load_max_over_median", "token_max_over_mean",
             "bytes_ratio", "solve_seconds", "layers"}  # fmt: skip
     assert keys <= set(methods["paper"])
     assert (keys | {"predicted_lar"}) <= set(methods["semmoe"])
     assert methods["linear"]["bytes_ratio"] == 1.0
+
+
+def test_replay_all_with_groups_and_with_redundant_experts(tmp_path):
+    trace = npz(tmp_path / "t.npz")
+    common = ["replay", trace, "--ep-size", 4, "--batch-tokens", 50, "--json", "--profile-share", 0.5]
+    result = run(*common, "--attention", "hybrid", "--dp-size", 2)
+    assert list(json.loads(result.stdout)["methods"]) == list(METHODS)
+    assert "warning:" not in result.stderr
+    result = run(*common, "--attention", "dp", "--redundant-experts", 4)
+    assert list(json.loads(result.stdout)["methods"]) == ["linear", "eplb", "grace", "semmoe"]
+    left_out = "least-loaded, prefix-affinity, eldr, exflow, moetuner, paper (has no redundant experts)"
+    assert left_out in result.stderr
 
 
 def test_replay_of_one_method_lists_that_one(tmp_path):
@@ -137,6 +153,15 @@ def test_settings_that_contradict_or_do_nothing_are_refused(work):
     refused(prompts_only, "--lookback has no effect")
     redundant = run("solve", work / "trace", "--method", "paper", "--redundant-experts", 4, "--out", "x")
     refused(redundant, "no redundant experts")
+    refused(run("replay", work / "trace", "--method", "moetuner", "--redundant-experts", 8), "no redundant experts")
+    for command in (["solve", work / "trace", "--out", "x"], ["replay", work / "trace"]):
+        refused(
+            run(*command, "--method", "eldr", "--attention", "tp"), "method eldr does not apply", "attention groups"
+        )
+        refused(run(*command, "--method", "exflow", "--time-limit", 3), "--time-limit has no effect")
+    refused(run("replay", work / "trace", "--redundant-experts", 8, "--time-limit", 3), "--time-limit has no effect")
+    refused(run("replay", work / "trace", "--plan", work / "plan", "--time-limit", 3), "--time-limit has no effect")
+    refused(run("replay", work / "trace", "--time-limit", -1), "time_limit must be seconds", "-1")
 
 
 @pytest.mark.parametrize(

@@ -320,7 +320,7 @@ def test_a_tampered_request_map_is_refused(tmp_path, changes, message):
 
 
 def test_a_map_of_requests_is_no_table_of_their_tokens(tmp_path):
-    numbers = {"score_spread": 0.1, "mean_length": 3.0}
+    numbers = {"score_spread": 0.1, "mean_length": 3.0, "cache_weight": 0.0}
     refuses_header("dp", tmp_path, {"request_map": numbers}, r"plan\.safetensors holds")
 
 
@@ -337,6 +337,10 @@ def test_a_map_of_requests_is_no_table_of_their_tokens(tmp_path):
         ({"request_map__mean_length": 0.0}, "request_map is out of range"),
         ({"request_map__mean_length": float("inf")}, "request_map"),
         ({"request_map__mean_length": "long"}, "request_map.mean_length"),
+        ({"request_map__cache_weight": -0.5}, "request_map is out of range"),
+        ({"request_map__cache_weight": 1e9}, "request_map is out of range"),
+        ({"request_map__cache_weight": float("nan")}, "request_map"),
+        ({"request_map": {"score_spread": 0.1, "mean_length": 3.0}}, "request_map holds mean_length, score_spread"),
     ],
 )
 def test_a_request_map_s_numbers_are_checked(tmp_path, changes, message):

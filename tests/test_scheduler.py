@@ -1,5 +1,6 @@
 """The online scheduler: scores, the bound on load, windows, finished requests."""
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -152,8 +153,8 @@ def test_finished_requests_correct_or_leave_the_ledger():
 
 
 def test_cached_tokens_add_to_the_score_and_cost_no_work():
-    table = make_map([[0.4, 0], [0, 0]])
-    scheduler = CapacityScheduler(table, plain(prompt_cost=1.0, cache_weight=1.0))
+    table = replace(make_map([[0.4, 0], [0, 0]]), cache_weight=1.0)
+    scheduler = CapacityScheduler(table, plain(prompt_cost=1.0))
     assert scheduler.assign([0, 0, 0, 0], 1, np.array([0, 1])) == 0
     assigned = scheduler.admit([0, 0, 0, 0], 1, np.array([0, 3]))
     assert (assigned.group, assigned.work, assigned.prompt_work) == (1, 2.0, 1.0)
@@ -164,6 +165,52 @@ def test_prices_follow_the_ledger():
     """Group 0 is better by 0.25; every mean request ahead of the mean costs it 0.2, and group 1 gains as much."""
     scheduler = CapacityScheduler(make_map([[0.25, 0], [0, 0]]), plain(lead_requests=1000, feedback=0.2))
     assert [scheduler.assign([0]) for _ in range(6)] == [0, 0, 1, 0, 1, 0]
+
+
+def test_without_scores_the_least_loaded_group_is_next():
+    """Requests of 10, 1 and 1 to three groups: the next two go to the second and the third, then both are at 2."""
+    scheduler = CapacityScheduler(make_map([[0, 0, 0]] * 2, spread=0.0), plain(lead_requests=1000))
+    assert [scheduler.assign([0], tokens) for tokens in (10, 1, 1, 1, 1, 8, 2)] == [0, 1, 2, 1, 2, 1, 2]
+    handle = scheduler.admit([0], 50)
+    assert handle.group == 2
+    scheduler.finish(handle, 0)  # it ended at once
+    assert scheduler.assign([0], 1) == 2
+
+
+@given(st.integers(0, 9999), st.integers(1, 6))
+def test_least_loaded_by_what_is_known_at_every_step(seed, groups):
+    rng = np.random.default_rng(seed)
+    scheduler, running = CapacityScheduler(make_map([[0] * groups] * 2, spread=0.0)), []
+    for _ in range(50):
+        work = scheduler.work
+        running.append(scheduler.admit([0], float(rng.integers(1, 30))))
+        assert running[-1].group == work.argmin()
+        if rng.random() < 0.5:
+            scheduler.finish(running.pop(int(rng.integers(len(running)))), float(rng.integers(60)))
+
+
+def test_a_map_with_a_cache_weight_follows_the_prompts_it_has_sent():
+    table = replace(make_map([[0, 0]] * 2, spread=0.0), cache_weight=1.0)
+    scheduler = CapacityScheduler(table, plain(lead_requests=1000, prompt_cost=0.5))
+    first, second = [1] * 40, [2] * 40
+    assert scheduler.admit(first).group == 0
+    assert scheduler.admit(second).group == 1
+    again = scheduler.admit(first)
+    assert (again.group, again.prompt_work) == (0, 4.0)  # 32 of 40 tokens are whole cached blocks, 8 cost a half each
+    assert scheduler.admit([*second, *first]).group == 1
+    assert scheduler.assign(first, cached_tokens=np.array([0, 16])) == 1  # what the caller knows counts instead
+    waiting = CapacityScheduler(table, plain(lead_requests=1000, max_wait=1, release=2))
+    assert waiting.submit(first) == []
+    assert [a.group for a in waiting.submit(second)] == [0, 1]
+    assert waiting.submit(second) == []
+    assert waiting.flush()[0].group == 1
+
+
+def test_the_prefix_cache_is_bounded():
+    table = replace(make_map([[0, 0]] * 2, spread=0.0), cache_weight=1.0)
+    scheduler = CapacityScheduler(table, plain(lead_requests=1000, cache_tokens=16))
+    assert [scheduler.assign([v] * 16) for v in (1, 2, 2, 3)] == [0, 1, 1, 0]
+    assert scheduler.assign([1] * 16) == 0  # 3 took its place, so only the load decides
 
 
 @given(st.integers(0, 9999))

@@ -45,7 +45,7 @@ def test_the_paper_s_method_schedules_what_the_topology_asks_for(dp_size, reques
     assert (plan.schedule.requests is not None) == requests
     assert (plan.schedule.shuffle is not None) == shuffle
     expected = asdict(SolveSettings(method="paper", paper=replace(QUICK, lookback=1)))
-    assert plan.settings == {k: v for k, v in expected.items() if k not in ("predictor", "cocluster")}
+    assert plan.settings == {k: v for k, v in expected.items() if k not in ("predictor", "cocluster", "moetuner")}
 
 
 def test_the_seed_reaches_the_solver():
@@ -84,9 +84,10 @@ def test_a_trace_without_routed_tokens_is_refused():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"method": "magic"}, "linear, eplb, paper, semmoe, not 'magic'"),
+        ({"method": "magic"}, "linear, eplb, .*, paper, semmoe, not 'magic'"),
         ({"method": "eplb", "redundant_experts": -1}, "must not be negative: -1"),
         ({"method": "paper", "redundant_experts": 4}, "no redundant experts"),
+        ({"method": "moetuner", "redundant_experts": 4}, "moetuner does not apply: it has no redundant experts"),
     ],
 )
 def test_settings_that_no_method_serves_are_refused(arguments, message):

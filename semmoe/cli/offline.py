@@ -23,11 +23,21 @@ from semmoe.cli.options import (
     NumNodes,
     Redundant,
     Seed,
+    TimeLimit,
     TraceArgument,
     Window,
 )
 from semmoe.core import Fingerprint, Plan, RoutingTrace, Topology, require
-from semmoe.settings import METHODS, CoclusterSettings, PaperSettings, PredictorSettings, ReplaySettings, SolveSettings
+from semmoe.settings import (
+    METHODS,
+    CoclusterSettings,
+    MoETunerSettings,
+    PaperSettings,
+    PredictorSettings,
+    ReplaySettings,
+    SolveSettings,
+    obstacle,
+)
 
 PAPER, SOLVE, REPLAY = PaperSettings(), SolveSettings(), ReplaySettings()
 LIMIT = SOLVE.cocluster.load_limit or 0.0
@@ -77,6 +87,7 @@ def solve(
     method: Annotated[str, typer.Option(help=f"One of {METHOD_NAMES}.", rich_help_panel=METHOD)] = SOLVE.method,
     redundant_experts: Redundant = 0,
     load_limit: LoadLimit = LIMIT,
+    time_limit: TimeLimit = SOLVE.moetuner.time_limit,
     lookback: Annotated[
         int | None,
         typer.Option(
@@ -107,18 +118,21 @@ def solve(
     from semmoe.trace import open_trace
 
     if method not in ("paper", "semmoe"):
-        refuse_given(ctx, ["lookback", "model"], f"method {method} does not schedule data")
+        refuse_given(ctx, ["lookback", "model"], f"method {method} schedules no tokens")
     if method != "paper":
         refuse_given(ctx, ["theta", "steps"], "only the paper's method has it")
     if method == "semmoe" and attention is Attention.dp:
         refuse_given(ctx, ["lookback", "model"], "with attention dp semmoe reads prompts only")
     if method != "semmoe":
         refuse_given(ctx, ["load_limit"], f"method {method} has no load limit")
+    if method != "moetuner":
+        refuse_given(ctx, ["time_limit"], f"method {method} solves no integer program")
     topology = Topology.for_attention(attention.value, ep_size, dp_size, num_nodes)
     settings = SolveSettings(
         method=method, redundant_experts=redundant_experts, seed=seed,
         paper=PaperSettings(theta=theta, steps=steps, **({} if lookback is None else {"lookback": lookback})),
         predictor=PredictorSettings(lookback=lookback), cocluster=CoclusterSettings(load_limit=load_limit or None),
+        moetuner=MoETunerSettings(time_limit=time_limit),
     )  # fmt: skip
     opened = open_trace(trace)
     embeddings = _embeddings(model, opened.fingerprint) if model else None
@@ -170,6 +184,7 @@ def replay(
     batches: BatchKind = Batches.mixed,
     redundant_experts: Redundant = 0,
     load_limit: LoadLimit = LIMIT,
+    time_limit: TimeLimit = SOLVE.moetuner.time_limit,
     window: Window = REPLAY.window,
     seed: Seed = 0,
     as_json: Json = False,
@@ -184,19 +199,23 @@ def replay(
     settings: dict[str, Any] = {"trace": str(trace), **asdict(measure)}
     if plan is not None:
         decided = ["method", "profile_share", "ep_size", "attention", "dp_size", "num_nodes", "redundant_experts",
-                   "load_limit"]  # fmt: skip
+                   "load_limit", "time_limit"]  # fmt: skip
         refuse_given(ctx, decided, "--plan decides it")
         opened = open_trace(trace)
         methods = _replay_plan(opened, plan, measure, settings)
     else:
         topology = Topology.for_attention(attention.value, ep_size, dp_size, num_nodes)
         settings |= {**asdict(topology), "profile_share": profile_share, "redundant_experts": redundant_experts,
-                     "load_limit": load_limit or None}  # fmt: skip
+                     "load_limit": load_limit or None, "time_limit": time_limit}  # fmt: skip
+        chosen = _applicable(method, topology, redundant_experts)
+        if "moetuner" not in chosen:
+            refuse_given(ctx, ["time_limit"], "no method here solves an integer program")
         opened = open_trace(trace)
         solving = SolveSettings(
-            redundant_experts=redundant_experts, seed=seed, cocluster=CoclusterSettings(load_limit=load_limit or None)
-        )
-        methods = _replay_methods(opened, method, topology, measure, solving, profile_share)
+            redundant_experts=redundant_experts, seed=seed, cocluster=CoclusterSettings(load_limit=load_limit or None),
+            moetuner=MoETunerSettings(time_limit=time_limit),
+        )  # fmt: skip
+        methods = _replay_methods(opened, chosen, topology, measure, solving, profile_share)
     if as_json:
         console.print_json({"settings": settings, "methods": methods})
         return
@@ -219,17 +238,29 @@ def _replay_plan(
     return score(trace, plans, measure)
 
 
+def _applicable(method: str, topology: Topology, redundant_experts: int) -> list[str]:
+    """The methods to replay: the one named, or all that apply, with a warning that names the others and why."""
+    require(method in (*METHODS, "all"), f"method must be one of {METHOD_NAMES} or all, not {method!r}")
+    reasons = {name: obstacle(name, topology, redundant_experts) for name in METHODS if method in ("all", name)}
+    if method != "all":
+        require(reasons[method] is None, f"method {method} does not apply: {reasons[method]}")
+    left_out: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        if reason is not None:
+            left_out.setdefault(reason.split(":")[0].removeprefix("it "), []).append(name)
+    if left_out:
+        words = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in left_out.items())
+        console.err.print(f"[yellow]warning:[/] left out: {words}", soft_wrap=True)
+    return [name for name, reason in reasons.items() if reason is None]
+
+
 def _replay_methods(
-    trace: RoutingTrace, method: str, topology: Topology, measure: ReplaySettings, solving: SolveSettings, share: float
-) -> dict[str, dict[str, Any]]:
+    trace: RoutingTrace, methods: list[str], topology: Topology, measure: ReplaySettings, solving: SolveSettings,
+    share: float,
+) -> dict[str, dict[str, Any]]:  # fmt: skip
     from semmoe.solve import score, solve_methods
     from semmoe.split import split
 
-    methods = [name for name in METHODS if method in ("all", name)]
-    require(bool(methods), f"method must be one of {METHOD_NAMES} or all, not {method!r}")
-    if method == "all" and solving.redundant_experts:
-        console.err.print("[yellow]warning:[/] the paper's method has no redundant experts and is left out")
-        methods.remove("paper")
     profile, evaluation = split(trace, share, measure.seed)
     with console.bars() as bars:
         advance = bars.task("solving and replaying", len(methods) + 1)

@@ -41,10 +41,13 @@ AttentionOption = Annotated[
 ]
 DpSize = Annotated[int, typer.Option(help="Attention groups, for hybrid.", rich_help_panel=TOPOLOGY)]
 NumNodes = Annotated[int, typer.Option(help="Nodes that the ranks are spread over.", rich_help_panel=TOPOLOGY)]
-Redundant = Annotated[int, typer.Option(help="Redundant experts in all (not for paper).", rich_help_panel=METHOD)]
+Redundant = Annotated[
+    int, typer.Option(help="Redundant experts in all (linear, eplb, grace, semmoe).", rich_help_panel=METHOD)
+]
 LoadLimit = Annotated[
     float, typer.Option(help="semmoe: most expert load, max/mean in a batch; 0: no limit.", rich_help_panel=METHOD)
 ]
+TimeLimit = Annotated[float, typer.Option(help="moetuner: seconds for its integer programs.", rich_help_panel=METHOD)]
 Seed = Annotated[int, typer.Option(help="Seed of every random choice.", rich_help_panel=METHOD)]
 BatchTokens = Annotated[int, typer.Option(help="Tokens of a batch, all ranks together.", rich_help_panel=METHOD)]
 BatchKind = Annotated[Batches, typer.Option(help="mixed: decode-like; prefill: consecutive.", rich_help_panel=METHOD)]

@@ -1,0 +1,158 @@
+"""Whether a relabelled checkpoint is the same model: routed and compared on the spot, from what is on the disk.
+
+On a sample of MoE layers the old and the new router see the same random hidden states: the new router must choose,
+number by number, the experts that the old one chose, and each new expert must have the very bytes of the old one. The
+experts' own arithmetic then cannot differ, in any number format, so it is not computed: what a quantised kernel would
+make of equal bytes is equal.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from semmoe.checkpoint.directory import Checkpoint, config_count
+from semmoe.checkpoint.layout import MoeLayer, find_moe_layers
+from semmoe.checkpoint.shards import Progress, Stage, Tensor, same_bytes
+from semmoe.core import Fingerprint
+
+SAMPLED_LAYERS, SAMPLED_TOKENS = 3, 64
+TIE = 1e-4  # router scores closer than this may be ordered either way by rounding
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was looked at. `ties`: tokens whose last chosen expert led by less than TIE, where order may decide."""
+
+    layers: list[int]  # indices of decoder layers
+    tokens: int  # routed, over all layers
+    ties: int
+
+
+@dataclass(frozen=True)
+class Router:
+    """One layer's router in float64."""
+
+    weight: np.ndarray  # (E, H)
+    bias: np.ndarray  # (E,)
+    correction: np.ndarray | None  # (E,) added to sigmoid scores for the choice alone (DeepSeek-V3)
+    top_k: int
+    num_groups: int
+    top_groups: int
+
+    def scores(self, hidden: np.ndarray) -> np.ndarray:
+        """(T, H) -> (T, E): what experts are chosen by, where more is better."""
+        logits = hidden @ self.weight.T + self.bias
+        return logits if self.correction is None else 1 / (1 + np.exp(-logits)) + self.correction
+
+    def choose(self, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(T, E) -> chosen (T, E) bool, and (T,) the margin of the last chosen over the first left out."""
+        tokens, experts = scores.shape
+        by_group = scores.reshape(tokens, self.num_groups, -1)
+        best = 1 if self.correction is None else min(2, experts // self.num_groups)
+        group_scores = np.sort(by_group, axis=2)[:, :, -best:].sum(axis=2)
+        kept, group_margin = _best(group_scores, self.top_groups)
+        limited = np.where(kept[:, :, None], by_group, -np.inf).reshape(tokens, experts)
+        chosen, margin = _best(limited, self.top_k)
+        return chosen, np.minimum(margin, group_margin)
+
+
+def _best(scores: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """The `count` highest of each row, as a mask, and their lead over the next one."""
+    order = np.argsort(-scores, axis=1, kind="stable")
+    mask = np.zeros(scores.shape, bool)
+    np.put_along_axis(mask, order[:, :count], True, axis=1)
+    if count == scores.shape[1]:
+        return mask, np.full(len(scores), np.inf)
+    ranked = np.take_along_axis(scores, order, axis=1)
+    return mask, ranked[:, count - 1] - ranked[:, count]
+
+
+def verify(old: Checkpoint, new: Checkpoint, orders: np.ndarray, f: Fingerprint, stage: Stage) -> Verification:
+    """Compare `new` with `old` renumbered by `orders` (L, E); raises RuntimeError at the first difference.
+
+    Every tensor's name, type and shape is compared, and routing and experts of sampled layers.
+    """
+    layers = _both_layers(old, new, f)
+    sample = sorted({0, len(layers) // 2, len(layers) - 1} if len(layers) > SAMPLED_LAYERS + 1 else range(len(layers)))
+    progress = stage("verifying", sum(_layer_bytes(old, layers[i][0]) for i in sample))
+    ties = 0
+    for i in sample:
+        before, after = layers[i]
+        ties += _check_routing(old, new, before, after, orders[i], f)
+        _check_experts(old, new, before, after, orders[i], progress)
+    return Verification([layers[i][0].index for i in sample], SAMPLED_TOKENS * len(sample), ties)
+
+
+def _both_layers(old: Checkpoint, new: Checkpoint, f: Fingerprint) -> list[tuple[MoeLayer, MoeLayer]]:
+    depth = config_count(old.config, "num_hidden_layers")
+    before = find_moe_layers(old.tensors, depth, f.num_experts)
+    after = find_moe_layers(new.tensors, depth, f.num_experts)
+    _expect(before == after and old.tensors.keys() == new.tensors.keys(), "the tensors have other names")
+    _expect(old.config == new.config, "config.json differs")
+    numbered = {layer.expert_tensor(e, part) for layer in before for e in layer.parts for part in layer.parts[e]}
+    for name, tensor in old.tensors.items():
+        kind = (tensor.dtype, tensor.shape) == (new.tensors[name].dtype, new.tensors[name].shape)
+        _expect(kind or name in numbered, f"{name} has another type or shape")
+    return list(zip(before, after, strict=True))
+
+
+def _layer_bytes(checkpoint: Checkpoint, layer: MoeLayer) -> int:
+    names = layer.by_row + [layer.expert_tensor(e, part) for e in layer.parts for part in layer.parts[e]]
+    return sum(checkpoint.tensors[name].nbytes for name in names)
+
+
+def _check_routing(
+    old: Checkpoint, new: Checkpoint, before: MoeLayer, after: MoeLayer, order: np.ndarray, f: Fingerprint
+) -> int:
+    """Route the same states by both routers; returns the number of ties."""
+    one, other = _router(old, before, f), _router(new, after, f)
+    hidden = np.random.default_rng(0).normal(size=(SAMPLED_TOKENS, one.weight.shape[1]))
+    hidden /= np.sqrt(np.mean(hidden**2, axis=1, keepdims=True))  # as after RMS norm
+    scores, new_scores = one.scores(hidden), other.scores(hidden)
+    equal = np.allclose(new_scores, scores[:, order], rtol=1e-9, atol=1e-9, equal_nan=True)
+    _expect(equal, f"the router of layer {before.index} scores experts differently")
+    chosen, margin = one.choose(scores)
+    new_chosen, _ = other.choose(new_scores)
+    clear = ~(margin < TIE)
+    same = bool((new_chosen == chosen[:, order])[clear].all())
+    _expect(same, f"the router of layer {before.index} chooses other experts")
+    return int((~clear).sum())
+
+
+def _router(checkpoint: Checkpoint, layer: MoeLayer, f: Fingerprint) -> Router:
+    parts = {part: to_float(checkpoint.tensors[name]) for part, name in layer.gate.items()}
+    kept = config_count(checkpoint.config, "topk_group") or f.num_groups
+    return Router(
+        weight=parts["weight"].reshape(f.num_experts, -1), bias=parts.get("bias", np.zeros(f.num_experts)),
+        correction=parts.get("e_score_correction_bias"), top_k=f.top_k, num_groups=f.num_groups,
+        top_groups=min(kept, f.num_groups),
+    )  # fmt: skip
+
+
+def to_float(tensor: Tensor) -> np.ndarray:
+    """A tensor of F64, F32, F16 or BF16 as float64."""
+    data = tensor.read()
+    if tensor.dtype == "BF16":  # the upper half of a float32
+        values = (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
+    else:
+        values = np.frombuffer(data, {"F64": "<f8", "F32": "<f4", "F16": "<f2"}[tensor.dtype])
+    return values.astype(np.float64).reshape(tensor.shape)
+
+
+def _check_experts(
+    old: Checkpoint, new: Checkpoint, before: MoeLayer, after: MoeLayer, order: np.ndarray, progress: Progress
+) -> None:
+    """New number p has the bytes of old number order[p], in every tensor that carries the number."""
+    for p, e in enumerate(order.tolist()):
+        for part in sorted(before.parts.get(e, ())):
+            name = after.expert_tensor(p, part)
+            same = same_bytes(old.tensors[before.expert_tensor(e, part)], new.tensors[name], progress)
+            _expect(same, f"{name} is not the old expert {e}")
+        for name in before.by_row:
+            same = same_bytes(old.tensors[name].row(e), new.tensors[name].row(p), progress)
+            _expect(same, f"row {p} of {name} is not the old expert {e}")
+
+
+def _expect(condition: bool, difference: str) -> None:
+    if not condition:
+        raise RuntimeError(f"the relabelled checkpoint is not the same model, and is not kept: {difference}")

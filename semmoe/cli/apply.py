@@ -1,0 +1,132 @@
+"""apply: a plan as files that engines read without semmoe."""
+
+import importlib.util
+import shlex
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from semmoe import console
+from semmoe.cli.app import app
+from semmoe.cli.options import INPUT, OUTPUT, Json
+from semmoe.core import Plan
+from semmoe.demo import MODEL
+
+
+class Target(str, Enum):
+    checkpoint = "checkpoint"
+    sglang = "sglang"
+    vllm = "vllm"
+
+
+@app.command()
+def apply(
+    plan: Annotated[Path, typer.Argument(help="A plan directory.", show_default=False)],
+    model: Annotated[str, typer.Option(help="The model directory that the plan was made for.", rich_help_panel=INPUT)],
+    out: Annotated[Path, typer.Option(help="The new model directory, or a .json file.", rich_help_panel=OUTPUT)],
+    to: Annotated[
+        Target,
+        typer.Option(
+            help="checkpoint: experts renumbered, for any engine; or an engine's file.", rich_help_panel=OUTPUT
+        ),
+    ] = Target.checkpoint,
+    as_json: Json = False,
+) -> None:
+    """Turn a plan into files that an engine reads by itself.
+
+    `checkpoint` renumbers the experts so that an engine's contiguous placement is the plan's, and verifies the copy.
+    `sglang` and `vllm` write where each expert lies and print the flags that go with it.
+
+    Example: `semmoe apply plan --model model --to checkpoint --out relabelled`
+    """
+    from semmoe.plan import load_plan
+
+    started, path = time.perf_counter(), MODEL if model == "tiny" and not Path(model).exists() else Path(model)
+    loaded = load_plan(plan)
+    _check_fingerprint(loaded, path)
+    result: dict[str, Any] = {"plan": str(plan), "to": to.value, "out": str(out)}
+    if to is Target.checkpoint:
+        result |= _checkpoint(loaded, plan, path, out)
+    else:
+        result |= _engine_file(loaded, path, out, to)
+    result["seconds"] = round(time.perf_counter() - started, 3)
+    if as_json:
+        console.print_json(result)
+    else:
+        _print_checkpoint(result) if to is Target.checkpoint else _print_flags(result)
+
+
+def _check_fingerprint(plan: Plan, model: Path) -> None:
+    """Without transformers, which reads a model's configuration with its defaults, only config.json is compared."""
+    if importlib.util.find_spec("transformers") is None:
+        text = "transformers is not installed: the plan is checked against sizes in config.json, not by its hashes"
+        console.err.print(f"[yellow]warning:[/] {text}")
+        return
+    from semmoe.engines.transformers.model import fingerprint_of
+
+    plan.check(fingerprint_of(str(model)))
+
+
+def _checkpoint(plan: Plan, plan_path: Path, model: Path, out: Path) -> dict[str, Any]:
+    from semmoe.checkpoint.relabel import plan_digest, relabel
+
+    with console.bars() as bars:
+        done = relabel(plan, model, out, plan_hash=plan_digest(plan_path), stage=partial(_stage, bars))
+    if done.left_out:
+        text = f"not copied, since they number experts the old way: {', '.join(done.left_out)}"
+        console.err.print(f"[yellow]warning:[/] {text}")
+    return asdict(done)
+
+
+def _stage(bars: console.Bars, what: str, total: int) -> Callable[[int], None]:
+    """A bar in megabytes that is advanced by bytes."""
+    units, done, shown = max(1, total // 10**6), 0, 0
+    advance = bars.task(f"{what}, MB", units)
+
+    def by_bytes(count: int) -> None:
+        nonlocal done, shown
+        done += count
+        whole = units * done // total
+        if whole > shown:
+            advance(whole - shown)
+            shown = whole
+
+    return by_bytes
+
+
+def _engine_file(plan: Plan, model: Path, out: Path, to: Target) -> dict[str, Any]:
+    from semmoe.checkpoint.engine_files import redundant_experts, write_sglang, write_vllm
+
+    write = write_sglang if to is Target.sglang else write_vllm
+    return {"flags": write(plan, model, out), "redundant_experts": redundant_experts(plan)}
+
+
+def _print_checkpoint(result: dict[str, Any]) -> None:
+    verified = result["verification"]
+    layers = ", ".join(map(str, verified["layers"]))
+    size = f"{console.megabytes(result['bytes'])} MB in {result['seconds']:.1f} s"
+    console.out.print(
+        f"{result['out']}: {result['layers']} MoE layers relabelled, {result['tensors_renamed']:,} tensors renamed, "
+        f"{result['tensors_permuted']:,} reordered, {size}"
+    )
+    console.out.print(
+        f"verified: layers {layers}: the same experts for {verified['tokens']} random states "
+        f"({verified['ties']} near-ties), and the same bytes in every expert"
+    )
+
+
+def _print_flags(result: dict[str, Any]) -> None:
+    console.out.print(f"{result['out']}: start the engine with")
+    console.out.print("    " + shlex.join(result["flags"]), markup=False)
+    if result["to"] == "vllm":
+        console.out.print(
+            "vLLM has no option that takes this file: it is for a plug-in. Without one, use --to checkpoint."
+        )
+    elif result["redundant_experts"]:
+        console.out.print("Choose a --moe-a2a-backend too: without one, older releases of SGLang compute copies twice.")
