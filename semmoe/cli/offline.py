@@ -138,7 +138,8 @@ def solve(
     settings = SolveSettings(
         method=method, redundant_experts=redundant_experts, seed=seed,
         paper=PaperSettings(theta=theta, steps=steps, **({} if lookback is None else {"lookback": lookback})),
-        predictor=PredictorSettings(lookback=lookback), cocluster=_objective(load_limit, remote_rank_cost, remote_node_cost),
+        predictor=PredictorSettings(lookback=lookback),
+        cocluster=_objective(load_limit, remote_rank_cost, remote_node_cost),
         moetuner=MoETunerSettings(time_limit=time_limit),
     )  # fmt: skip
     opened = open_trace(trace)

@@ -29,7 +29,7 @@ MOVES = 100_000
 KEPT = 8  # layouts a load cap, of which one is chosen by what it costs with predictions instead of true routing
 EASY_SWAPS = 200  # random swaps an expert tries on pairs of experts alone, to begin from
 # Load caps to try, relative to the limit: a placement's load in the profile is lower than in a batch of other requests.
-MARGINS = (-0.04, -0.08, -0.11)
+MARGINS = (-0.05, -0.09, -0.12)
 MEASURED_TOKENS, MEASURED_BATCHES, RESAMPLES = 1 << 16, 32, 64
 
 
