@@ -1,5 +1,6 @@
-"""Solving at scale: seconds and peak memory, on synthetic routing of any size.
+"""Solving at scale: seconds and peak memory, on synthetic routing of any size or on a trace.
 
+    python benchmarks/bench_scale.py --trace TRACE --ep-size 8 --num-nodes 1
     python benchmarks/bench_scale.py [--layers 58 --experts 256 --top-k 8 --vocabulary 129280 --tokens 350000
                                       --ep-size 64 --num-nodes 8] [--linearity]
 
@@ -58,8 +59,16 @@ def main() -> None:
                         ("ep-size", 64), ("num-nodes", 8)):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--linearity", action="store_true")
+    parser.add_argument("--trace")
     a = parser.parse_args()
     topology, out = Topology(ep_size=a.ep_size, num_nodes=a.num_nodes), []
+    if a.trace:
+        trace = open_trace(Path(a.trace))
+        seconds = {method: timed(trace, topology, method) for method in ("eplb", "paper", "semmoe")}
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        print("  ".join(f"{k} {v:,.1f} s" for k, v in seconds.items()), f"  peak {peak:.2f} GiB")
+        print("\n" + json.dumps({"settings": vars(a), "seconds": seconds, "peak_gib": peak}))
+        return
     sizes = [(a.tokens, a.layers)]
     if a.linearity:
         sizes = [(a.tokens // k, a.layers) for k in (4, 2, 1)] + [(a.tokens, a.layers // k) for k in (4, 2)]

@@ -26,7 +26,8 @@ class ReplayResult:
     load_max_over_median: np.ndarray  # (L,)
     token_max_over_mean: float  # routed tokens per attention group, whole replay
     unknown_share: float  # of the look-ups, those that the prior had to serve
-    predicted_lar: float | None  # what the plan's own scores expect; equal to LAR if they are calibrated
+    predicted_lar: np.ndarray | None  # (L,) what the plan's own scores expect; equal to LAR if they are calibrated
+    unknown_lar: float | None  # LAR of tokens that the profile did not hold, if tokens are shuffled by tables
 
     @property
     def total(self) -> Traffic:
@@ -34,19 +35,22 @@ class ReplayResult:
 
     def as_dict(self) -> dict[str, Any]:
         """The metrics by their JSON names, over all layers and layer by layer."""
+        predicted = [None] * len(self.layers) if self.predicted_lar is None else self.predicted_lar.tolist()
         layers = [
-            {"layer": i, **_traffic_metrics(t), "load_max_over_mean": float(m), "load_max_over_median": float(d)}
-            for i, (t, m, d) in enumerate(
-                zip(self.layers, self.load_max_over_mean, self.load_max_over_median, strict=True)
+            {"layer": i, **_traffic_metrics(t), "load_max_over_mean": float(m), "load_max_over_median": float(d),
+             "predicted_lar": p}
+            for i, (t, m, d, p) in enumerate(
+                zip(self.layers, self.load_max_over_mean, self.load_max_over_median, predicted, strict=True)
             )
-        ]
+        ]  # fmt: skip
         return {
             **_traffic_metrics(self.total),
             "load_max_over_mean": float(self.load_max_over_mean.mean()),
             "load_max_over_median": float(self.load_max_over_median.mean()),
             "token_max_over_mean": self.token_max_over_mean,
             "unknown_token_share": self.unknown_share,
-            "predicted_lar": self.predicted_lar,
+            "unknown_token_lar": self.unknown_lar,
+            "predicted_lar": None if self.predicted_lar is None else float(self.predicted_lar.mean()),
             "rows_per_rank_pair": self.total.rows.tolist(),
             "layers": layers,
         }
@@ -66,15 +70,19 @@ def replay(trace: RoutingTrace, plan: Plan, settings: ReplaySettings) -> ReplayR
     group = groups[trace.request_of_token()]  # (T,)
     batches = cut_batches(trace.num_tokens, settings)
     serving = serving_ranks(plan.placement, plan.topology)
-    layers, mean, median = [], [], []
-    predicted = 0.0
+    unknown = _unknown_tokens(trace, plan)
+    layers, mean, median, predicted = [], [], [], []
+    of_unknown = np.zeros(2, np.int64)  # local pairs, pairs
     for l, evidence in enumerate(_evidence(trace, plan, group, decoding=settings.batches == "mixed")):
         homes = [_homes(evidence, group, rows, plan) for rows in batches]
         traffic = [
             layer_traffic(trace.expert_ids[rows, l], home, serving[l])
             for rows, home in zip(batches, homes, strict=True)
         ]
-        predicted += sum(_expected_local(evidence, rows, home) for rows, home in zip(batches, homes, strict=True))
+        expected = sum(_expected_local(evidence, rows, home) for rows, home in zip(batches, homes, strict=True))
+        predicted.append(expected / sum_traffic(traffic).pairs)
+        for rows, home in zip(batches, homes, strict=True):
+            of_unknown += _local_pairs(trace.expert_ids[rows, l], home, serving[l], unknown[rows])
         layers.append(sum_traffic(traffic))
         mean.append(np.mean([max_over_mean(t.load) for t in traffic]))
         median.append(np.mean([max_over_median(t.load) for t in traffic]))
@@ -82,7 +90,8 @@ def replay(trace: RoutingTrace, plan: Plan, settings: ReplaySettings) -> ReplayR
     return ReplayResult(
         layers=layers, load_max_over_mean=np.array(mean), load_max_over_median=np.array(median),
         token_max_over_mean=max_over_mean(tokens), unknown_share=_unknown_share(trace, plan),
-        predicted_lar=predicted / sum_traffic(layers).pairs if predicted else None,
+        predicted_lar=np.array(predicted) if any(predicted) else None,
+        unknown_lar=float(of_unknown[0] / of_unknown[1]) if of_unknown[1] else None,
     )  # fmt: skip
 
 
@@ -160,6 +169,19 @@ def _expected_local(evidence: Preference | np.ndarray | None, rows: np.ndarray, 
     if not isinstance(evidence, np.ndarray):
         return 0.0
     return float(evidence[rows, home % evidence.shape[1]].sum()) / SCALE
+
+
+def _unknown_tokens(trace: RoutingTrace, plan: Plan) -> np.ndarray:
+    """(T,) whether a token is one that the profile did not hold; none are where tables shuffle no tokens."""
+    if plan.schedule is None or plan.schedule.shuffle is None:
+        return np.zeros(trace.num_tokens, bool)
+    return plan.schedule.shuffle.token_source[trace.token_ids] == PRIOR
+
+
+def _local_pairs(expert_ids: np.ndarray, home: np.ndarray, serving: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """(local pairs, pairs) of the chosen tokens of a batch: experts (B, K), home (B,), serving (G, E), chosen (B,)."""
+    at = home[chosen, None]
+    return np.array([(serving[at, expert_ids[chosen]] == at).sum(), chosen.sum() * expert_ids.shape[1]])
 
 
 def _unknown_share(trace: RoutingTrace, plan: Plan) -> float:

@@ -47,6 +47,20 @@ def metrics(methods: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[st
     return ["method", *(names[name] for name in present)], rows
 
 
+def print_prediction(method: str, figures: dict[str, Any]) -> None:
+    """How well a plan's own tables foretell where tokens find their experts, in a line, if it has such tables."""
+    if figures["predicted_lar"] is None:
+        return
+    first = figures["layers"][0] if figures.get("layers") else None
+    parts = [f"its tables expect LAR {figures['predicted_lar']:.3f} and it is {figures['lar']:.3f}"]
+    if figures["unknown_token_lar"] is not None:
+        share = figures["unknown_token_share"]
+        parts.append(f"{figures['unknown_token_lar']:.3f} for {share:.1%} of tokens that the profile does not hold")
+    if first:
+        parts.append(f"{first['lar']:.3f} at the first layer, which has no path")
+    console.out.print(f"{method}: {'; '.join(parts)}", highlight=False, soft_wrap=True)
+
+
 def generated(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Columns and rows for `generate` and `demo`, from `GenerateResult.figures` and how outputs compared."""
     columns = [

@@ -67,11 +67,12 @@ def test_metrics_have_their_json_names():
     ).as_dict()
     shared = {"lar", "remote_ranks_per_token", "load_max_over_mean", "load_max_over_median"}
     assert set(result) == shared | {
-        "token_max_over_mean", "unknown_token_share", "predicted_lar", "rows_per_rank_pair", "layers",
+        "token_max_over_mean", "unknown_token_share", "unknown_token_lar", "predicted_lar",
+        "rows_per_rank_pair", "layers",
     }  # fmt: skip
     rows = np.array(result["rows_per_rank_pair"])
     assert rows.sum() / (trace.num_tokens * 3) == pytest.approx(result["remote_ranks_per_token"])
-    assert [set(layer) for layer in result["layers"]] == [shared | {"layer"}] * 3
+    assert [set(layer) for layer in result["layers"]] == [shared | {"layer", "predicted_lar"}] * 3
     assert [layer["layer"] for layer in result["layers"]] == [0, 1, 2]
     assert json.loads(json.dumps(result)) == result
     assert result["lar"] == pytest.approx(np.mean([layer["lar"] for layer in result["layers"]]))
@@ -126,6 +127,20 @@ def test_tokens_that_the_prior_serves_are_counted():
     trace = make_trace([[0, 5, 5, 4]], np.tile([[0, 1]], (4, 2, 1)))
     plan = solve(profile, Topology(ep_size=2), SolveSettings(method="paper", paper=QUICK))
     assert replay(trace, plan, ReplaySettings()).unknown_share == 0.75
+
+
+def test_locality_of_unknown_tokens_by_hand():
+    """Experts 0 and 1 on rank 0, 2 and 3 on rank 1; token 5 is new and goes where it is not at home."""
+    profile = make_trace([[0, 1], [1, 0]], np.tile([[0, 1]], (4, 2, 1)), num_experts=4)
+    trace = make_trace([[0, 5]], np.array([[[0, 1]], [[0, 1]]]).repeat(2, axis=1), num_experts=4)
+    plan = solve(profile, Topology(ep_size=2), SolveSettings(method="paper", paper=QUICK))
+    result = replay(trace, plan, ReplaySettings())
+    hosts = plan.placement.hosts
+    known_home = hosts[0][:, [0, 1]].sum(axis=1).argmax()
+    expected = [hosts[l][1 - known_home, [0, 1]].mean() for l in range(2)]
+    assert result.unknown_lar == pytest.approx(np.mean(expected))
+    assert result.as_dict()["unknown_token_lar"] == result.unknown_lar
+    assert replay(profile, plan, ReplaySettings()).unknown_lar is None
 
 
 @pytest.mark.parametrize(("ep_size", "dp_size", "expected"), [(2, 1, 1 / 4), (2, 2, 2 / 3), (4, 2, 1 / 4)])

@@ -159,6 +159,7 @@ def solve(
     else:
         title = f"{out}: expected, from {expected['requests']} held-out requests"
         console.print_table(title, *tables.metrics({method: expected}))
+        tables.print_prediction(method, expected)
 
 
 def _objective(load_limit: float, rank_cost: float, node_cost: float) -> CoclusterSettings:
@@ -243,6 +244,8 @@ def replay(
         return
     title = f"{trace.name}: {opened.num_requests} requests, {opened.num_tokens:,} routed tokens"
     console.print_table(title, *tables.metrics(methods))
+    for name, figures in methods.items():
+        tables.print_prediction(name, figures)
 
 
 def _replay_plan(
