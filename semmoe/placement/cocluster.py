@@ -23,7 +23,7 @@ from semmoe.scores import SCALE, assign
 from semmoe.settings import CoclusterSettings
 
 # Tokens per expert that a search looks at without and with redundant experts, and tokens at most; moves that it judges
-# a load cap, which bounds its time where there are many experts.
+# for the first load cap, and half as many for each other, which bounds its time where there are many experts.
 SINGLE_TOKENS, COPIES_TOKENS, MAX_TOKENS = 2048, 128, 1 << 15
 MOVES = 100_000
 KEPT = 8  # layouts a load cap, of which one is chosen by what it costs with predictions instead of true routing
@@ -79,7 +79,7 @@ def search_layer(
     out: list[Layout] = []
     found: list[Layout] = []
     for i, cap in enumerate(caps):
-        limit = (i + 1) * MOVES
+        limit = MOVES + i * MOVES // 2  # later caps begin from the layout of the one before
         if found:
             best = min(found, key=_cost)
             found = [run((best.slots.copy(), best.primary.copy()), cap)]
