@@ -113,7 +113,7 @@ def main() -> None:
         topology = Topology(ep_size=D, dp_size=D)
         figures = measure(trace, topology, SolveSettings(method="paper"), arguments.seeds)[1]
         out.append({"attention": "dp", "ep_size": D, **show("paper", figures)})
-        for limit, rank_cost in ((None, 0.0), (None, 1.0), (1.3, 1.0), (1.15, 1.0)):
+        for limit, rank_cost in ((None, 0.0), (None, 1.0), (1.15, 1.0)):
             settings = SolveSettings(cocluster=CoclusterSettings(load_limit=limit, remote_rank=rank_cost))
             for window, figures in measure(trace, topology, settings, arguments.seeds, (1, 32, 64, KNOWN)).items():
                 way = "true routing" if window == KNOWN else f"window {window}"
