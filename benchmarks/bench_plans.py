@@ -3,7 +3,8 @@
     python benchmarks/bench_plans.py TRACE [--seeds 3] [--redundant 0 8 16 32] [--ep-size 8]
 
 Attention-TP: 20/80 by request, near-duplicates on one side, batches of 1,024 mixed, load limit 1.15. Attention-DP: EP4
-and EP8 without and with a load limit, requests assigned at once and in windows, and with their true routing known.
+and EP8 without and with a load limit, for locality alone and for few rows, requests assigned at once and in windows,
+and with their true routing known.
 Prints configuration, bounds, a table as it goes and one JSON line.
 """
 
@@ -78,7 +79,7 @@ def known_routing(trace: RoutingTrace, plan: Plan) -> list[float]:
 
 
 def show(name: str, figures: dict[str, float]) -> dict[str, object]:
-    print(f"  {name:34} LAR {figures['lar']:.3f} (expected {figures['predicted_lar']:.3f})  remote ranks "
+    print(f"  {name:46} LAR {figures['lar']:.3f} (expected {figures['predicted_lar']:.3f})  remote ranks "
           f"{figures['remote_ranks_per_token']:.3f}  load {figures['load_max_over_mean']:.3f}  tokens "
           f"{figures['token_max_over_mean']:.3f}  solve {figures['solve_seconds']:.1f} s", flush=True)  # fmt: skip
     return {"name": name, **figures}
@@ -112,11 +113,11 @@ def main() -> None:
         topology = Topology(ep_size=D, dp_size=D)
         figures = measure(trace, topology, SolveSettings(method="paper"), arguments.seeds)[1]
         out.append({"attention": "dp", "ep_size": D, **show("paper", figures)})
-        for limit in (None, 1.5, 1.3, 1.15):
-            settings = SolveSettings(cocluster=CoclusterSettings(load_limit=limit))
+        for limit, rank_cost in ((None, 0.0), (None, 1.0), (1.3, 1.0), (1.15, 1.0)):
+            settings = SolveSettings(cocluster=CoclusterSettings(load_limit=limit, remote_rank=rank_cost))
             for window, figures in measure(trace, topology, settings, arguments.seeds, (1, 32, 64, KNOWN)).items():
-                name = f"semmoe, load limit {limit}, window {window}"
-                name = f"true routing, load limit {limit}" if window == KNOWN else name
+                way = "true routing" if window == KNOWN else f"window {window}"
+                name = f"semmoe, limit {limit}, rank cost {rank_cost}, {way}"
                 out.append({"attention": "dp", "ep_size": D, **show(name, figures)})
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print("\n" + json.dumps({"trace": f.model, "seeds": arguments.seeds, "peak_gib": round(peak, 2), "results": out}))

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from semmoe.core import DECODE, Fingerprint, RoutingTrace, Topology
-from semmoe.settings import CoclusterSettings, SolveSettings
+from semmoe.settings import SolveSettings
 from semmoe.solve import solve
 from semmoe.trace import open_trace, save_trace
 
@@ -46,10 +46,9 @@ def synthetic(tokens: int, layers: int, experts: int, top_k: int, vocabulary: in
                         prompt_offsets=offsets, phase=np.full(len(ids), DECODE, np.uint8), fingerprint=f)  # fmt: skip
 
 
-def timed(trace: RoutingTrace, topology: Topology, method: str, node_cost: float) -> float:
-    cocluster = CoclusterSettings(remote_node=node_cost)
+def timed(trace: RoutingTrace, topology: Topology, method: str) -> float:
     started = time.perf_counter()
-    solve(trace, topology, SolveSettings(method=method, cocluster=cocluster), progress=lambda n: None)
+    solve(trace, topology, SolveSettings(method=method))
     return time.perf_counter() - started
 
 
@@ -68,8 +67,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             save_trace(synthetic(tokens, layers, a.experts, a.top_k, a.vocabulary), Path(folder, "trace"))
             trace = open_trace(Path(folder, "trace"))
-        row = {"tokens": trace.num_tokens, "layers": layers, "eplb_seconds": timed(trace, topology, "eplb", 0.0)}
-        row["semmoe_seconds"] = timed(trace, topology, "semmoe", 1.0)
+        row = {"tokens": trace.num_tokens, "layers": layers, "eplb_seconds": timed(trace, topology, "eplb")}
+        row["semmoe_seconds"] = timed(trace, topology, "semmoe")
         row["peak_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         print("  ".join(f"{k} {v:,.1f}" if isinstance(v, float) else f"{k} {v:,}" for k, v in row.items()), flush=True)
         out.append(row)

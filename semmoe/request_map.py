@@ -85,14 +85,13 @@ def fit_request_rates(
     )  # fmt: skip
 
 
-def project(fit: RequestRates, expert_groups: np.ndarray, num_groups: int | None = None) -> RequestMap:
-    """The map for experts in groups (L, E); num_groups: D, by default as many as are named.
+def project(fit: RequestRates, hosted: np.ndarray) -> RequestMap:
+    """The map for D groups that host experts: hosted (L, E, D) bool.
 
     Everything is projected on the D groups first: nothing of size V * L * E is made.
     """
-    require(expert_groups.shape == fit.shape, f"expert_groups has shape {expert_groups.shape}, expected {fit.shape}")
-    D = int(expert_groups.max()) + 1 if num_groups is None else num_groups
-    member = (expert_groups.reshape(-1, 1) == np.arange(D)).astype(np.float32)  # (L * E, D)
+    require(hosted.shape[:2] == fit.shape, f"hosted has shape {hosted.shape}, expected {(*fit.shape, 'D')}")
+    member = hosted.reshape(-1, hosted.shape[2]).astype(np.float32)  # (L * E, D)
     coefficients = fit.inverse @ (fit.rates @ member - fit.mean_rate @ member)  # (n, D)
     scores = np.asarray(fit.words.T @ coefficients)
     toward = (fit.routing.T @ coefficients.astype(np.float32)) * fit.routing_scale  # (L * E, D)

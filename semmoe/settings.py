@@ -57,8 +57,8 @@ class CoclusterSettings:
 
     activation: float = 1.0  # gain of a (token, expert) pair on the token's own rank
     remote_rank: float = 1.0  # cost of a row sent to another rank
-    remote_node: float = 0.0  # further cost of a row that leaves the node
-    load_price: float = 5.0  # cost of a rank's load above the cap, per mean load
+    remote_node: float = 1.0  # further cost of a row that leaves the node
+    load_price: float = 5.0  # cost of a rank's load above the cap, per mean load; most that is paid to meet the limit
     starts: int = 4
     kicks: int = 20
     sweeps: int = 12

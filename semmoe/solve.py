@@ -10,7 +10,7 @@ import numpy as np
 from semmoe import baselines, request_map
 from semmoe import predictor as predict
 from semmoe.affinity import build_affinity
-from semmoe.core import CoClustering, Placement, Plan, RequestMap, RoutingTrace, Schedule, Topology, require
+from semmoe.core import CoClustering, Placement, Plan, RoutingTrace, Schedule, Topology, require
 from semmoe.placement import cocluster, eplb, exflow, grace, linear, moetuner, paper
 from semmoe.placement.requests import cocluster_requests
 from semmoe.replay import replay
@@ -18,9 +18,6 @@ from semmoe.schedule import build_schedule
 from semmoe.scheduler import CapacityScheduler
 from semmoe.settings import REQUEST_METHODS, ReplaySettings, SolveSettings, obstacle
 from semmoe.split import near_duplicates, split
-
-PROFILE_MARGIN = 0.08  # a placement's expert load (max/mean) in the profile is lower than in a batch of other requests
-
 
 Progress = Callable[[int], None]  # told of layers that are done
 
@@ -61,39 +58,38 @@ def _semmoe(
     trace: RoutingTrace, topology: Topology, settings: SolveSettings, embeddings: np.ndarray | None, progress: Progress
 ) -> tuple[Placement, Schedule | None]:
     """semmoe's own method: requests by a learned map, experts by `cocluster`, tokens by the path predictor."""
-    groups = start = requests = None
-    if topology.dp_size > 1:
-        groups, start, requests = _request_groups(trace, topology, settings)
-    if start is not None and topology.attn_tp_size == 1 and settings.redundant_experts == 0:
-        progress(trace.fingerprint.num_layers)
-        return Placement.from_labels(start, topology.ep_size), Schedule(requests=requests, shuffle=None)
-    predictor = predict.fit(trace, settings.predictor, settings.seed) if topology.attn_tp_size > 1 else None
+    D, S = topology.dp_size, topology.attn_tp_size
+    groups = start = rates = predictor = None
+    if D > 1:
+        rates = request_map.fit_request_rates(trace, near_duplicates(trace), seed=settings.seed)
+        groups, start = _request_groups(trace, rates, topology, settings.seed)
+    if S > 1:
+        predictor = predict.fit(trace, settings.predictor, settings.seed)
     placement = cocluster.place(
         trace, topology, predictor, settings.redundant_experts, settings.cocluster, settings.seed, groups, start,
         progress,
     )  # fmt: skip
-    shuffle = predict.project(predictor, trace, placement, embeddings) if predictor else None
-    schedule = None if requests is None and shuffle is None else Schedule(requests=requests, shuffle=shuffle)
-    return placement, schedule
+    if rates is None and predictor is None:
+        return placement, None
+    by_group = placement.hosts.reshape(-1, D, S, trace.fingerprint.num_experts)
+    hosted = np.swapaxes(np.any(by_group, axis=2), 1, 2)  # (L, E, D)
+    return placement, Schedule(
+        requests=request_map.project(rates, hosted) if rates else None,
+        shuffle=predict.project(predictor, trace, placement, embeddings) if predictor else None,
+    )
 
 
 def _request_groups(
-    trace: RoutingTrace, topology: Topology, settings: SolveSettings
-) -> tuple[np.ndarray, np.ndarray, RequestMap]:
-    """The group (R,) of each request, rank labels (L, E) to begin the placement from, and the online map."""
+    trace: RoutingTrace, rates: request_map.RequestRates, topology: Topology, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The group (R,) of each request, clustered jointly over all layers, and rank labels (L, E) to begin from."""
     D, S = topology.dp_size, topology.attn_tp_size
-    fit = request_map.fit_request_rates(trace, near_duplicates(trace), seed=settings.seed)
-    limit = settings.cocluster.load_limit
-    cap = None if limit is None else max(limit - PROFILE_MARGIN, 1.0)
-    expert_groups, of_fitted = cocluster_requests(fit.planning_rates, fit.lengths, D, cap, seed=settings.seed)
-    table = request_map.project(fit, expert_groups, D)
-    scheduler = CapacityScheduler(table)
+    expert_groups, of_fitted = cocluster_requests(rates.planning_rates, rates.lengths, D, seed=seed)
+    scheduler = CapacityScheduler(request_map.project(rates, expert_groups[..., None] == np.arange(D)))
     groups = np.array([np.argmax(scheduler.score(trace.prompt(r))) for r in range(trace.num_requests)])
-    groups[fit.requests] = of_fitted
-    within = np.argsort(
-        np.argsort(expert_groups, axis=1, kind="stable"), axis=1
-    )  # place of each expert, group by group
-    return groups, expert_groups * S + within % S, table
+    groups[rates.requests] = of_fitted
+    within = np.argsort(np.argsort(expert_groups, axis=1, kind="stable"), axis=1)  # place of each expert, by group
+    return groups, expert_groups * S + within % S
 
 
 def _cluster(trace: RoutingTrace, topology: Topology, settings: SolveSettings) -> CoClustering:

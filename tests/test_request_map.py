@@ -18,6 +18,11 @@ def map_scores(table, trace):
     return np.array(out)
 
 
+def hosted(groups) -> np.ndarray:
+    """(L, E, D) bool of experts in groups (L, E)."""
+    return groups[..., None] == np.arange(groups.max() + 1)
+
+
 def one_hot(groups):
     return (groups.reshape(-1, 1) == np.arange(groups.max() + 1)).astype(float)
 
@@ -76,7 +81,7 @@ def test_the_map_is_the_regression_projected_on_groups(seed):
     trace, fresh = random_trace(seed, requests=14), random_trace(seed + 50, requests=6)
     fit = fit_request_rates(trace, np.arange(14))
     experts = alternating(fit.shape, 2)
-    table = project(fit, experts)
+    table = project(fit, hosted(experts))
     averages = np.zeros((20, len(fit.mean_rate)))
     routed = fit.trace
     for v in range(20):
@@ -101,7 +106,7 @@ def test_a_planted_structure_is_predicted_from_the_prompt():
     trace, blocks = planted_trace(groups=4, ranks=1, requests_per_group=8)
     fit = fit_request_rates(trace, np.arange(trace.num_requests))
     assert fit.held_out_r2 > 0.6
-    table = project(fit, blocks)
+    table = project(fit, hosted(blocks))
     assert (map_scores(table, trace).argmax(axis=1) == np.arange(trace.num_requests) % 4).all()
     assert fit.planning_rates.shape == (32, *blocks.shape)
     assert table.mean_length == 24
@@ -143,7 +148,7 @@ def test_the_same_prompt_everywhere_gives_the_mean():
     trace = random_trace(8, requests=6)
     trace = make_trace([[1, 2]] * 4, trace.expert_ids[:8], [[3, 4]] * 4, vocab_size=20, num_experts=8)
     fit = fit_request_rates(trace, np.arange(4))
-    table = project(fit, alternating(fit.shape, 2))
+    table = project(fit, hosted(alternating(fit.shape, 2)))
     np.testing.assert_allclose(map_scores(table, trace), np.tile(table.bias, (4, 1)), atol=1e-6)
     assert np.isfinite(table.prices).all()
 
@@ -162,5 +167,5 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="at least two distinct routed requests"):
         fit_request_rates(trace, np.zeros(6, int))
     fit = fit_request_rates(trace, np.arange(6))
-    with pytest.raises(ValueError, match="expert_groups has shape"):
-        project(fit, np.zeros((1, 8), int))
+    with pytest.raises(ValueError, match="hosted has shape"):
+        project(fit, np.zeros((1, 8, 2), bool))

@@ -20,7 +20,9 @@ from semmoe.cli.options import (
     EpSize,
     Json,
     LoadLimit,
+    NodeCost,
     NumNodes,
+    RankCost,
     Redundant,
     Seed,
     TimeLimit,
@@ -41,6 +43,7 @@ from semmoe.settings import (
 
 PAPER, SOLVE, REPLAY = PaperSettings(), SolveSettings(), ReplaySettings()
 LIMIT = SOLVE.cocluster.load_limit or 0.0
+OBJECTIVE = ["load_limit", "remote_rank_cost", "remote_node_cost"]
 METHOD_NAMES = ", ".join(METHODS)
 
 
@@ -87,6 +90,8 @@ def solve(
     method: Annotated[str, typer.Option(help=f"One of {METHOD_NAMES}.", rich_help_panel=METHOD)] = SOLVE.method,
     redundant_experts: Redundant = 0,
     load_limit: LoadLimit = LIMIT,
+    remote_rank_cost: RankCost = SOLVE.cocluster.remote_rank,
+    remote_node_cost: NodeCost = SOLVE.cocluster.remote_node,
     time_limit: TimeLimit = SOLVE.moetuner.time_limit,
     lookback: Annotated[
         int | None,
@@ -124,14 +129,17 @@ def solve(
     if method == "semmoe" and attention is Attention.dp:
         refuse_given(ctx, ["lookback", "model"], "with attention dp semmoe reads prompts only")
     if method != "semmoe":
-        refuse_given(ctx, ["load_limit"], f"method {method} has no load limit")
+        refuse_given(ctx, OBJECTIVE, f"method {method} has an objective of its own")
+    if num_nodes == 1:
+        refuse_given(ctx, ["remote_node_cost"], "all ranks are on one node")
     if method != "moetuner":
         refuse_given(ctx, ["time_limit"], f"method {method} solves no integer program")
     topology = Topology.for_attention(attention.value, ep_size, dp_size, num_nodes)
     settings = SolveSettings(
         method=method, redundant_experts=redundant_experts, seed=seed,
         paper=PaperSettings(theta=theta, steps=steps, **({} if lookback is None else {"lookback": lookback})),
-        predictor=PredictorSettings(lookback=lookback), cocluster=CoclusterSettings(load_limit=load_limit or None),
+        predictor=PredictorSettings(lookback=lookback),
+        cocluster=_objective(load_limit, remote_rank_cost, remote_node_cost),
         moetuner=MoETunerSettings(time_limit=time_limit),
     )  # fmt: skip
     opened = open_trace(trace)
@@ -151,6 +159,10 @@ def solve(
     else:
         title = f"{out}: expected, from {expected['requests']} held-out requests"
         console.print_table(title, *tables.metrics({method: expected}))
+
+
+def _objective(load_limit: float, rank_cost: float, node_cost: float) -> CoclusterSettings:
+    return CoclusterSettings(load_limit=load_limit or None, remote_rank=rank_cost, remote_node=node_cost)
 
 
 def _embeddings(model: str, expected: Fingerprint) -> Any:
@@ -184,6 +196,8 @@ def replay(
     batches: BatchKind = Batches.mixed,
     redundant_experts: Redundant = 0,
     load_limit: LoadLimit = LIMIT,
+    remote_rank_cost: RankCost = SOLVE.cocluster.remote_rank,
+    remote_node_cost: NodeCost = SOLVE.cocluster.remote_node,
     time_limit: TimeLimit = SOLVE.moetuner.time_limit,
     window: Window = REPLAY.window,
     seed: Seed = 0,
@@ -199,20 +213,28 @@ def replay(
     settings: dict[str, Any] = {"trace": str(trace), **asdict(measure)}
     if plan is not None:
         decided = ["method", "profile_share", "ep_size", "attention", "dp_size", "num_nodes", "redundant_experts",
-                   "load_limit", "time_limit"]  # fmt: skip
+                   "time_limit", *OBJECTIVE]  # fmt: skip
         refuse_given(ctx, decided, "--plan decides it")
         opened = open_trace(trace)
         methods = _replay_plan(opened, plan, measure, settings)
     else:
         topology = Topology.for_attention(attention.value, ep_size, dp_size, num_nodes)
-        settings |= {**asdict(topology), "profile_share": profile_share, "redundant_experts": redundant_experts,
-                     "load_limit": load_limit or None, "time_limit": time_limit}  # fmt: skip
+        objective = _objective(load_limit, remote_rank_cost, remote_node_cost)
+        settings |= {
+            **asdict(topology), "profile_share": profile_share, "redundant_experts": redundant_experts,
+            "load_limit": objective.load_limit, "remote_rank_cost": remote_rank_cost,
+            "remote_node_cost": remote_node_cost, "time_limit": time_limit,
+        }  # fmt: skip
         chosen = _applicable(method, topology, redundant_experts)
+        if "semmoe" not in chosen:
+            refuse_given(ctx, OBJECTIVE, f"method {method} has an objective of its own")
+        if num_nodes == 1:
+            refuse_given(ctx, ["remote_node_cost"], "all ranks are on one node")
         if "moetuner" not in chosen:
             refuse_given(ctx, ["time_limit"], "no method here solves an integer program")
         opened = open_trace(trace)
         solving = SolveSettings(
-            redundant_experts=redundant_experts, seed=seed, cocluster=CoclusterSettings(load_limit=load_limit or None),
+            redundant_experts=redundant_experts, seed=seed, cocluster=objective,
             moetuner=MoETunerSettings(time_limit=time_limit),
         )  # fmt: skip
         methods = _replay_methods(opened, chosen, topology, measure, solving, profile_share)

@@ -48,6 +48,15 @@ LoadLimit = Annotated[
     float, typer.Option(help="semmoe: most expert load, max/mean in a batch; 0: no limit.", rich_help_panel=METHOD)
 ]
 TimeLimit = Annotated[float, typer.Option(help="moetuner: seconds for its integer programs.", rich_help_panel=METHOD)]
+RankCost = Annotated[
+    float,
+    typer.Option(
+        help="semmoe: cost of a row to another rank, in experts that a token finds at home.", rich_help_panel=METHOD
+    ),
+]
+NodeCost = Annotated[
+    float, typer.Option(help="semmoe: what a row to another node costs beyond that.", rich_help_panel=METHOD)
+]
 Seed = Annotated[int, typer.Option(help="Seed of every random choice.", rich_help_panel=METHOD)]
 BatchTokens = Annotated[int, typer.Option(help="Tokens of a batch, all ranks together.", rich_help_panel=METHOD)]
 BatchKind = Annotated[Batches, typer.Option(help="mixed: decode-like; prefill: consecutive.", rich_help_panel=METHOD)]

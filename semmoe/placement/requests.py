@@ -16,15 +16,15 @@ from semmoe.core import require
 from semmoe.placement.paper import one_hot
 
 STEPS = 30  # alternations of one start, at most; it ends when the objective no longer rises
-SWEEPS = 30  # passes over the requests, or over a layer's experts, in one step
+SWEEPS = 30  # passes over the requests in one step
 PARTNERS = 32  # requests that a swap tries in every other group: those that would gain most
 KICK = 0.2  # share of the requests that every second start draws anew, from the best so far
 TOLERANCE = 1e-9
 
 
 def cocluster_requests(
-    rates: np.ndarray, lengths: np.ndarray, num_groups: int, load_limit: float | None = None, starts: int = 100,
-    seed: int = 0, token_limit: float = 1.1,
+    rates: np.ndarray, lengths: np.ndarray, num_groups: int, starts: int = 100, seed: int = 0,
+    token_limit: float = 1.1,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """(L, E) int64 group of each expert, E / D in every group, and (R,) int64 group of each request.
 
@@ -32,8 +32,7 @@ def cocluster_requests(
     that a predictor sees too (`request_map.RequestRates.planning_rates`) place better than the true ones, since online
     only the predicted part can be followed.
     lengths: (R,) tokens of each request. token_limit: tokens of a group over their mean, at most, as far as whole
-    requests allow. load_limit: the same for the pairs that a group's experts of one layer compute; None: no limit.
-    Every second start begins near the best so far. The best is kept: least overload of experts, then most at home.
+    requests allow. Every second start begins near the best so far; the one with most pairs at home is kept.
     Raises ValueError if D does not divide E, or on arrays of other shapes.
     """
     require(rates.ndim == 3, f"rates must be (requests, layers, experts), not {rates.shape}")
@@ -42,7 +41,7 @@ def cocluster_requests(
     require(lengths.shape == (R,) and R >= 1, f"{R} requests have lengths of shape {lengths.shape}")
     require(starts >= 1, f"starts must be at least 1, not {starts}")
     rng = np.random.default_rng(seed)
-    problem = _Problem(rates, lengths, num_groups, load_limit, token_limit)
+    problem = _Problem(rates, lengths, num_groups, token_limit)
     best = problem.alternate(problem.start(rng))
     for i in range(1, starts):
         found = problem.alternate(problem.kick(best[2], rng) if i % 2 else problem.start(rng))
@@ -61,15 +60,13 @@ def locality(rates: np.ndarray, lengths: np.ndarray, expert_groups: np.ndarray, 
 class _Problem:
     """What the starts share: flat rates and limits."""
 
-    def __init__(self, rates, lengths, num_groups, load_limit, token_limit) -> None:
+    def __init__(self, rates, lengths, num_groups, token_limit) -> None:
         (R, self.layers, self.experts), self.groups = rates.shape, num_groups
         self.rates = np.ascontiguousarray(rates, np.float32).reshape(R, -1)
         self.lengths = np.asarray(lengths, np.float64)
         self.weighted = self.rates * self.lengths[:, None].astype(np.float32)
         self.pairs = max(float(self.weighted.sum(dtype=np.float64)), 1e-30)
         self.capacity = np.full(num_groups, token_limit * self.lengths.sum() / num_groups)
-        load = self.weighted.sum(axis=0, dtype=np.float64).reshape(self.layers, self.experts)
-        self.load, self.load_limit = load, load_limit
 
     def start(self, rng: np.random.Generator) -> np.ndarray:
         """(R,) groups around D requests drawn at random: each with the one most like it."""
@@ -85,18 +82,18 @@ class _Problem:
         drawn = rng.random(len(groups)) < KICK
         return np.where(drawn, rng.integers(self.groups, size=len(groups)), groups)
 
-    def alternate(self, request_groups: np.ndarray) -> tuple[tuple[float, float], np.ndarray, np.ndarray]:
-        """((-overload, share at home), (L * E,) expert groups, (R,) request groups): the best on the way."""
+    def alternate(self, request_groups: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
+        """(share at home, (L * E,) expert groups, (R,) request groups): the best on the way."""
         best = None
         for _ in range(STEPS):
-            expert_groups, overload = self.place_experts(request_groups)
+            expert_groups = self.place_experts(request_groups)
             at_home = self.rates @ one_hot(expert_groups, self.groups)
             request_groups = self.place_requests(at_home, request_groups)
             chosen = np.take_along_axis(at_home, request_groups[:, None], axis=1)[:, 0]
-            rank = (-round(overload, 6), float(chosen @ self.lengths) / self.pairs)
-            if best is not None and rank <= (best[0][0], best[0][1] + 1e-7):
+            share = float(chosen @ self.lengths) / self.pairs
+            if best is not None and share <= best[0] + 1e-7:
                 break
-            best = (rank, expert_groups, request_groups)
+            best = (share, expert_groups, request_groups)
         assert best is not None
         return best
 
@@ -105,18 +102,15 @@ class _Problem:
         work = np.repeat(self.lengths[:, None], self.groups, axis=1)
         return improve_assignment(value * work, work, self.capacity, groups.copy(), SWEEPS)
 
-    def place_experts(self, request_groups: np.ndarray) -> tuple[np.ndarray, float]:
-        """(L * E,) groups with the most pairs at home, and by what they exceed the load limit, in mean group loads."""
+    def place_experts(self, request_groups: np.ndarray) -> np.ndarray:
+        """(L * E,) groups with the most pairs at home, E / D experts of a layer in each."""
         pairs = (self.weighted.T @ one_hot(request_groups, self.groups)).astype(np.float64)
-        per_group, overload = self.experts // self.groups, 0.0
+        per_group = self.experts // self.groups
         out = np.empty((self.layers, self.experts), np.int64)
         for l, by_group in enumerate(pairs.reshape(self.layers, self.experts, self.groups)):
             experts, slots = linear_sum_assignment(np.repeat(by_group, per_group, axis=1), maximize=True)
             out[l, experts] = slots // per_group
-            if self.load_limit is not None:
-                mean = max(float(self.load[l].sum()) / self.groups, 1e-30)
-                overload += swap_experts(by_group, self.load[l], out[l], self.load_limit * mean, SWEEPS) / mean
-        return out.ravel(), overload
+        return out.ravel()
 
 
 @numba.njit(cache=True)
@@ -197,40 +191,3 @@ def _best_step(r, value, work, capacity, groups, load, partners):
             if more_relief or (relief > best_relief - TOLERANCE and relief > -TOLERANCE and gain > best_gain):
                 best_group, best_partner, best_relief, best_gain = b, q, relief, gain
     return best_group, best_partner
-
-
-@numba.njit(cache=True)
-def swap_experts(value, load, groups, limit, sweeps):
-    """Swap experts of one layer until no group's load exceeds `limit`, at the least loss; returns what still exceeds.
-
-    value (E, D), load (E,), groups (E,), which it changes. Less excess comes first, then more value.
-    """
-    E, D = value.shape
-    total = np.zeros(D)
-    for e in range(E):
-        total[groups[e]] += load[e]
-    scale = max(total.sum(), 1e-30)
-    for _ in range(sweeps):
-        changed = False
-        for e in range(E):
-            best, best_relief, best_gain = -1, 0.0, TOLERANCE * scale
-            for f in range(E):
-                a, b = groups[e], groups[f]
-                if a == b:
-                    continue
-                shift = load[e] - load[f]
-                before = max(0.0, total[a] - limit) + max(0.0, total[b] - limit)
-                relief = before - max(0.0, total[a] - shift - limit) - max(0.0, total[b] + shift - limit)
-                gain = value[e, b] + value[f, a] - value[e, a] - value[f, b]
-                slack = TOLERANCE * scale
-                if relief > best_relief + slack or (relief > max(best_relief, 0.0) - slack and gain > best_gain):
-                    best, best_relief, best_gain = f, relief, gain
-            if best >= 0:
-                a, b, shift = groups[e], groups[best], load[e] - load[best]
-                total[a] -= shift
-                total[b] += shift
-                groups[e], groups[best] = b, a
-                changed = True
-        if not changed:
-            break
-    return np.maximum(total - limit, 0.0).sum()

@@ -26,7 +26,7 @@ from numba.extending import intrinsic
 njit = numba.njit(cache=True, nogil=True)
 SWAP, REPLACE, PROMOTE = 0, 1, 2
 ZERO, ONE = np.uint64(0), np.uint64(1)
-PROBE = 64  # sets; a move that touches many more is first judged on that many, then on thrice as many, and so on
+PROBE = 24  # sets; a move that touches many more is first judged on that many, then on thrice as many, and so on
 PRICE_UNITS = 2**20  # prices are whole numbers of 1 / this: sums with them are exact, and ties are ties
 
 # What a search works on. It changes slots, primary, masks, price, value, home and load.
