@@ -122,7 +122,9 @@ def all_to_all_bytes(rows: np.ndarray, shape: LayerShape, links: Links) -> np.nd
     return rows * dispatch_row_bytes(shape, links) + rows.T * combine_row_bytes(shape, links)
 
 
-def layer_time(rows: np.ndarray, busiest_pairs: float, shape: LayerShape, topology: Topology, links: Links) -> LayerTime:
+def layer_time(
+    rows: np.ndarray, busiest_pairs: float, shape: LayerShape, topology: Topology, links: Links
+) -> LayerTime:
     """Time of a layer that dispatches rows (G, G) and whose most loaded rank computes `busiest_pairs`."""
     dispatch = rows * float(dispatch_row_bytes(shape, links))
     combine = rows.T * float(combine_row_bytes(shape, links))
@@ -181,9 +183,8 @@ class Prediction:
 
 def predict(method: str, replayed: dict[str, Any], shape: LayerShape, topology: Topology, links: Links) -> Prediction:
     """From what `ReplayResult.as_dict` says; all of its batches and layers count alike."""
-    layers = len(replayed["layers"])
-    tokens, batches = replayed["batch_tokens"], replayed["batches"]
-    rows = np.array(replayed["rows_per_rank_pair"], np.float64) / (layers * batches)
+    layers, tokens = len(replayed["layers"]), replayed["tokens_per_batch"]
+    rows = np.array(replayed["rows_per_rank_pair"], np.float64) / (layers * replayed["num_batches"])
     busiest = replayed["load_max_over_mean"] * tokens * shape.top_k / topology.ep_size
     time = layer_time(rows, busiest, shape, topology, links)
     return Prediction(method=method, rows=rows, busiest_pairs=busiest, tokens=tokens, time=time)
@@ -226,4 +227,4 @@ def _change(seconds: float) -> str:
 def as_dict(prediction: Prediction) -> dict[str, Any]:
     """For JSON: microseconds by part."""
     parts = {f"{name}_us": seconds * 1e6 for name, seconds in asdict(prediction.time).items()}
-    return {**parts, "layer_us": prediction.time.total * 1e6}
+    return {**parts, "all_to_all_us": prediction.time.all_to_all * 1e6, "layer_us": prediction.time.total * 1e6}

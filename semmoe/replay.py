@@ -25,6 +25,7 @@ class ReplayResult:
     load_max_over_mean: np.ndarray  # (L,) mean over batches
     load_max_over_median: np.ndarray  # (L,)
     token_max_over_mean: float  # routed tokens per attention group, whole replay
+    num_batches: int
     unknown_share: float  # of the look-ups, those that the prior had to serve
     predicted_lar: float | None  # what the plan's own scores expect; equal to LAR if they are calibrated
 
@@ -45,6 +46,8 @@ class ReplayResult:
             "load_max_over_mean": float(self.load_max_over_mean.mean()),
             "load_max_over_median": float(self.load_max_over_median.mean()),
             "token_max_over_mean": self.token_max_over_mean,
+            "num_batches": self.num_batches,
+            "tokens_per_batch": self.total.tokens / (len(self.layers) * self.num_batches),
             "unknown_token_share": self.unknown_share,
             "predicted_lar": self.predicted_lar,
             "rows_per_rank_pair": self.total.rows.tolist(),
@@ -81,7 +84,7 @@ def replay(trace: RoutingTrace, plan: Plan, settings: ReplaySettings) -> ReplayR
     tokens = np.bincount(group, minlength=plan.topology.dp_size)
     return ReplayResult(
         layers=layers, load_max_over_mean=np.array(mean), load_max_over_median=np.array(median),
-        token_max_over_mean=max_over_mean(tokens), unknown_share=_unknown_share(trace, plan),
+        token_max_over_mean=max_over_mean(tokens), num_batches=len(batches), unknown_share=_unknown_share(trace, plan),
         predicted_lar=predicted / sum_traffic(layers).pairs if predicted else None,
     )  # fmt: skip
 

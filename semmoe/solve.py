@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from semmoe import baselines, request_map
+from semmoe import baselines, cost, request_map
 from semmoe import predictor as predict
 from semmoe.affinity import build_affinity
 from semmoe.core import CoClustering, Placement, Plan, RoutingTrace, Schedule, Topology, require
@@ -113,27 +113,57 @@ def _cluster(trace: RoutingTrace, topology: Topology, settings: SolveSettings) -
 def _used_settings(settings: SolveSettings) -> dict[str, Any]:
     """What shaped the plan; settings that its method does not read are left out."""
     read = {
-        "paper": {"paper", "seed"}, "semmoe": {"paper", "predictor", "cocluster", "seed"},
+        "paper": {"paper", "seed"}, "semmoe": {"predictor", "cocluster", "seed"},
         "eldr": {"seed"}, "exflow": {"seed"}, "moetuner": {"moetuner"}, "grace": {"seed"},
     }.get(settings.method, set())  # fmt: skip
     return {k: v for k, v in asdict(settings).items() if k in read | {"method", "redundant_experts"}}
 
 
 def expect(
-    trace: RoutingTrace, topology: Topology, settings: SolveSettings, measure: ReplaySettings, holdout: float = 0.2,
+    trace: RoutingTrace, topology: Topology, settings: SolveSettings, measure: ReplaySettings,
+    links: cost.Links | None = None, shape: cost.LayerShape | None = None, holdout: float = 0.2,
     progress: Progress = lambda layers: None,
 ) -> dict[str, Any] | None:  # fmt: skip
     """What a plan so made gains on requests that it has not seen: solve on 1 - `holdout`, replay on the rest.
 
-    Returns None where the trace has too few requests, or too few that differ, to hold any out.
+    With the metrics of the plan, those of `linear` and `eplb` under "others"; with links and shape the predicted times
+    and the verdict. Returns None where the trace has too few requests, or too few that differ, to hold any out.
     """
     smallest = max(2, topology.dp_size + 1)
     if trace.num_requests * (1 - holdout) < smallest or near_duplicates(trace).max() == 0:
         return None
     held_out, profile = split(trace, holdout, settings.seed)
-    result = replay(held_out, solve(profile, topology, settings, progress=progress), measure).as_dict()
-    del result["layers"], result["rows_per_rank_pair"]
-    return {"holdout": holdout, "requests": held_out.num_requests, **asdict(measure), **result}
+    replayed = {}
+    for method in dict.fromkeys((settings.method, "linear", "eplb")):
+        own = progress if method == settings.method else lambda layers: None
+        plan = solve(profile, topology, replace(settings, method=method), progress=own)
+        replayed[method] = replay(held_out, plan, measure).as_dict()
+    timed = _timed(replayed, settings.method, topology, links, shape) if links and shape else {"verdict": None}
+    for result in replayed.values():
+        del result["layers"], result["rows_per_rank_pair"]
+    own_figures = replayed.pop(settings.method)
+    return {"holdout": holdout, "requests": held_out.num_requests, **asdict(measure), **own_figures,
+            "others": replayed, **timed}  # fmt: skip
+
+
+def _timed(
+    replayed: dict[str, dict[str, Any]], method: str, topology: Topology, links: cost.Links, shape: cost.LayerShape
+) -> dict[str, Any]:
+    """Adds predicted times to each method's figures; returns the verdict on `method` and what it rests on."""
+    predictions = {name: cost.predict(name, figures, shape, topology, links) for name, figures in replayed.items()}
+    for name, figures in replayed.items():
+        figures |= cost.as_dict(predictions[name])
+    others = [prediction for name, prediction in predictions.items() if name != method]
+    without = None
+    if topology.dp_size == 1 and topology.ep_size > 1:
+        balanced = min((p.busiest_pairs for p in predictions.values()), default=0.0)
+        without = cost.all_reduce_time(predictions[method].tokens, balanced, shape, topology, links)
+    verdict = cost.verdict(predictions[method], others, without) if others else None
+    return {
+        "links": {"name": links.name, "kind": links.kind, "source": links.source},
+        "bytes_per_rank_pair": np.rint(cost.all_to_all_bytes(predictions[method].rows, shape, links)).tolist(),
+        "verdict": asdict(verdict) if verdict else None,
+    }
 
 
 def solve_methods(

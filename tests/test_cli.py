@@ -148,7 +148,9 @@ def test_settings_that_contradict_or_do_nothing_are_refused(work):
     refused(run("replay", work / "trace", "--plan", work / "plan", "--ep-size", 4), "--ep-size has no effect")
     refused(run("solve", work / "trace", "--method", "eplb", "--theta", 0.2, "--out", "x"), "--theta has no effect")
     refused(run("solve", work / "trace", "--theta", 0.2, "--out", "x"), "--theta has no effect")
-    refused(run("solve", work / "trace", "--method", "paper", "--load-limit", 1.2, "--out", "x"), "an objective of its own")
+    refused(
+        run("solve", work / "trace", "--method", "paper", "--load-limit", 1.2, "--out", "x"), "an objective of its own"
+    )
     prompts_only = run("solve", work / "trace", "--attention", "dp", "--ep-size", 4, "--lookback", 1, "--out", "x")
     refused(prompts_only, "--lookback has no effect")
     redundant = run("solve", work / "trace", "--method", "paper", "--redundant-experts", 4, "--out", "x")

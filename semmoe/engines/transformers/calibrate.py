@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from semmoe.core import Placement, Topology, require
 from semmoe.cost import Experts, LayerShape, Links, Tier, layer_time
-from semmoe.engines.transformers.model import load_model, moe_layers, num_experts
+from semmoe.engines.transformers.model import expert_size, load_model, moe_layers, num_experts
 from semmoe.engines.transformers.parallel import LocalExperts
 from semmoe.metrics import layer_traffic
 from semmoe.runtime.collectives import Communicator, world
@@ -102,8 +102,7 @@ def _rank_main(rank: int, size: int, job: _Job, report: Reporter) -> None:
         layer = _Layer(comm, LocalExperts(block.experts, held), placement.hosts[0].argmax(axis=0), E, K, H, device)
         found = layer.measure(report if rank == 0 else lambda what, done: None)
         if rank == 0:
-            width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-            found["shape"] = {"hidden_size": H, "expert_size": width, "top_k": K}
+            found["shape"] = {"hidden_size": H, "expert_size": expert_size(config), "top_k": K}
             found |= {"value_bytes": model.dtype.itemsize, "backend": dist.get_backend(comm.group)}
             Path(job.scratch, "times.json").write_text(json.dumps(found))
 
