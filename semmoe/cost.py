@@ -7,16 +7,18 @@ One layer, one batch of all ranks, bytes b[i, j] from rank i to rank j in dispat
     layer        dispatch + experts + combine
 
 A tier is the inside of a node or the network between nodes. `shared` links (processes on one machine) pass all ranks'
-bytes one after the other, so that their sum counts. In attention-TP a plan competes with expert parallelism without
-all-to-all as well: there every rank computes its experts for all rows, and one more all-reduce joins them.
+bytes one after the other, so that their sum counts. A model's layers are predicted one by one, since each has busy
+ranks of its own; their mean is what is reported. In attention-TP a plan competes with expert parallelism without
+all-to-all as well: there every rank computes its experts for all rows, and one more all-reduce joins them. (The
+all-reduce after attention is the plan's reduce-scatter and all-gather: equal bytes, left out on both sides.)
 
 Worked example, 2 ranks, no latency, 1 GB/s, b = [[0, 3], [1, 0]] MB: rank 0 sends 3 and receives 1, rank 1 the other
-way round: 3 ms each way; shared, 4 ms.
+way round: dispatch takes 3 ms; over shared links 4 ms.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
@@ -32,13 +34,14 @@ NotNegative = Field(ge=0, allow_inf_nan=False)
 
 
 class Tier(BaseModel):
-    """What one kind of link does for one rank."""
+    """What one kind of link does for one rank, which sends and receives at the same time."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     dispatch_latency_us: float = NotNegative  # of an all-to-all that uses the tier, whatever it carries
     combine_latency_us: float = NotNegative
+    gigabytes_per_second: float = Positive  # of an all-to-all
     all_reduce_latency_us: float = NotNegative
-    gigabytes_per_second: float = Positive  # that a rank sends, and receives at the same time
+    all_reduce_gigabytes_per_second: float = Positive
 
 
 class Experts(BaseModel):
@@ -87,12 +90,12 @@ class LayerTime:
     all_reduce: float = 0.0  # in place of dispatch and combine
 
     @property
-    def all_to_all(self) -> float:
-        return self.dispatch + self.combine
+    def communication(self) -> float:
+        return self.dispatch + self.combine + self.all_reduce
 
     @property
     def total(self) -> float:
-        return self.dispatch + self.experts + self.combine + self.all_reduce
+        return self.communication + self.experts
 
 
 def shipped() -> list[str]:
@@ -100,13 +103,18 @@ def shipped() -> list[str]:
     return sorted(path.stem for path in SHIPPED.glob("*.json"))
 
 
-def load_links(name: str) -> Links:
-    """A shipped calibration by its name, or a file. Raises ValueError if there is none or it is damaged."""
+def load_links(name: str, num_nodes: int = 1) -> Links:
+    """A shipped calibration by its name, or a file.
+
+    Raises ValueError if there is none, it is damaged, or it says nothing of links between as many nodes.
+    """
     path = SHIPPED / f"{name}.json"
     if not path.is_file():
         path = Path(name)
         require(path.is_file(), f"there are no links called {name!r}: a file, or one of {', '.join(shipped())}")
-    return load_json(path, Links)
+    links = load_json(path, Links)
+    _tier(links, between=num_nodes > 1)
+    return links
 
 
 def dispatch_row_bytes(shape: LayerShape, links: Links) -> int:
@@ -122,6 +130,17 @@ def all_to_all_bytes(rows: np.ndarray, shape: LayerShape, links: Links) -> np.nd
     return rows * dispatch_row_bytes(shape, links) + rows.T * combine_row_bytes(shape, links)
 
 
+def busiest_bytes(sent: np.ndarray, shared: bool) -> float:
+    """What the time of an all-to-all of `sent` (G, G) bytes goes by; the diagonal stays at home."""
+    moved = sent * ~np.eye(len(sent), dtype=bool)
+    return float(moved.sum() if shared else max(moved.sum(axis=0).max(), moved.sum(axis=1).max()))
+
+
+def all_reduce_bytes(tokens: float, shape: LayerShape, ranks: int, links: Links) -> float:
+    """What the time of an all-reduce of `tokens` rows over `ranks` goes by: 2 (n - 1) / n of the rows, from each."""
+    return 2 * (ranks - 1) / ranks * tokens * combine_row_bytes(shape, links) * (ranks if links.shared else 1)
+
+
 def layer_time(
     rows: np.ndarray, busiest_pairs: float, shape: LayerShape, topology: Topology, links: Links
 ) -> LayerTime:
@@ -130,7 +149,7 @@ def layer_time(
     combine = rows.T * float(combine_row_bytes(shape, links))
     return LayerTime(
         dispatch=_exchange_seconds(dispatch, topology, links, "dispatch_latency_us"),
-        experts=links.experts.fixed_us * 1e-6 + busiest_pairs * shape.flops_per_pair / (links.experts.teraflops * 1e12),
+        experts=_expert_seconds(busiest_pairs, shape, links),
         combine=_exchange_seconds(combine, topology, links, "combine_latency_us"),
     )
 
@@ -138,36 +157,42 @@ def layer_time(
 def all_reduce_time(
     tokens: float, busiest_pairs: float, shape: LayerShape, topology: Topology, links: Links
 ) -> LayerTime:
-    """Time of a layer without all-to-all: experts on all `tokens` rows of the batch, joined by an all-reduce."""
-    G, nodes = topology.ep_size, topology.num_nodes
-    sent = 2 * (G - 1) / G * tokens * combine_row_bytes(shape, links) * (G if links.shared else 1)
-    tier = _tier(links, between=nodes > 1)
-    seconds = sent / (tier.gigabytes_per_second * 1e9) + tier.all_reduce_latency_us * 1e-6 if G > 1 else 0.0
-    experts = layer_time(np.zeros((G, G)), busiest_pairs, shape, topology, links).experts
-    return LayerTime(dispatch=0.0, experts=experts, combine=0.0, all_reduce=seconds)
+    """Time of a layer without all-to-all: experts on all `tokens` rows of the batch, joined by an all-reduce.
+
+    On N nodes of S ranks, as libraries do it: rows are summed inside nodes, each rank exchanges its S-th of the sums
+    with the other nodes, and shares the result inside its own.
+    """
+    N, S = topology.num_nodes, topology.ep_size // topology.num_nodes
+    seconds = 0.0
+    for ranks, rows, between in ((S, tokens, False), (N, tokens / S, True)):
+        if ranks > 1:
+            tier = _tier(links, between)
+            moved = all_reduce_bytes(rows, shape, ranks, links)
+            seconds += moved / (tier.all_reduce_gigabytes_per_second * 1e9) + tier.all_reduce_latency_us * 1e-6
+    return LayerTime(0.0, _expert_seconds(busiest_pairs, shape, links), 0.0, seconds)
+
+
+def _expert_seconds(busiest_pairs: float, shape: LayerShape, links: Links) -> float:
+    return links.experts.fixed_us * 1e-6 + busiest_pairs * shape.flops_per_pair / (links.experts.teraflops * 1e12)
 
 
 def _tier(links: Links, between: bool) -> Tier:
-    if not between:
-        return links.inside_node
-    require(links.between_nodes is not None, f"links {links.name!r} say nothing of several nodes")
-    assert links.between_nodes is not None
-    return links.between_nodes
+    tier = links.between_nodes if between else links.inside_node
+    if tier is None:
+        raise ValueError(f"links {links.name!r} say nothing of several nodes")
+    return tier
 
 
 def _exchange_seconds(sent: np.ndarray, topology: Topology, links: Links, latency: str) -> float:
-    """Seconds of an all-to-all of `sent` (G, G) bytes; the diagonal stays at home."""
+    """Seconds of an all-to-all of `sent` (G, G) bytes; a tier that carries nothing costs nothing."""
     node = np.arange(topology.ep_size) // (topology.ep_size // topology.num_nodes)
     same, total = node[:, None] == node, 0.0
-    moved = sent * ~np.eye(len(sent), dtype=bool)
     for between in (False, True):
-        part = moved * (same != between)
-        if not part.any():
-            continue
-        tier = _tier(links, between)
-        busiest = part.sum() if links.shared else max(part.sum(axis=0).max(), part.sum(axis=1).max())
-        total += busiest / (tier.gigabytes_per_second * 1e9) + getattr(tier, latency) * 1e-6
-    return float(total)
+        busiest = busiest_bytes(sent * (same != between), links.shared)
+        if busiest > 0:
+            tier = _tier(links, between)
+            total += busiest / (tier.gigabytes_per_second * 1e9) + getattr(tier, latency) * 1e-6
+    return total
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,19 +200,18 @@ class Prediction:
     """A method's mean layer on held-out batches."""
 
     method: str
-    rows: np.ndarray  # (G, G) dispatched, mean of batches and layers
-    busiest_pairs: float  # of the most loaded rank, mean of batches and layers
-    tokens: float  # of a batch
+    rows: np.ndarray  # (G, G) dispatched in a batch, mean of layers
+    busiest_pairs: float  # of the most loaded rank, mean of layers
     time: LayerTime
 
 
-def predict(method: str, replayed: dict[str, Any], shape: LayerShape, topology: Topology, links: Links) -> Prediction:
-    """From what `ReplayResult.as_dict` says; all of its batches and layers count alike."""
-    layers, tokens = len(replayed["layers"]), replayed["tokens_per_batch"]
-    rows = np.array(replayed["rows_per_rank_pair"], np.float64) / (layers * replayed["num_batches"])
-    busiest = replayed["load_max_over_mean"] * tokens * shape.top_k / topology.ep_size
-    time = layer_time(rows, busiest, shape, topology, links)
-    return Prediction(method=method, rows=rows, busiest_pairs=busiest, tokens=tokens, time=time)
+def predict(
+    method: str, rows: np.ndarray, busiest_pairs: np.ndarray, shape: LayerShape, topology: Topology, links: Links
+) -> Prediction:
+    """From the rows (L, G, G) that each layer dispatches in a batch and the pairs (L,) of its most loaded rank."""
+    times = [layer_time(r, p, shape, topology, links) for r, p in zip(rows, busiest_pairs, strict=True)]
+    mean = LayerTime(*np.mean([astuple(time) for time in times], axis=0).tolist())
+    return Prediction(method=method, rows=rows.mean(axis=0), busiest_pairs=float(busiest_pairs.mean()), time=mean)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,26 +229,30 @@ def verdict(plan: Prediction, others: list[Prediction], without_all_to_all: Laye
         rivals.append(("expert parallelism without all-to-all", without_all_to_all))
     name, best = min(rivals, key=lambda rival: rival[1].total)
     gain = 1 - plan.time.total / best.total if best.total > 0 else 0.0
-    moved = best.all_to_all + best.all_reduce - plan.time.all_to_all - plan.time.all_reduce
-    computed = plan.time.experts - best.experts
-    why = f"communication {_change(moved)}, experts {_change(-computed)} a layer, against {name}"
-    worth = gain >= WORTH
-    if worth:
-        sentence = f"worth it: a MoE layer takes {gain:.1%} less time ({why})"
-    elif moved > 0 and computed > moved * (1 - WORTH):
-        sentence = f"not worth it: what locality saves, its imbalance of expert load costs ({why})"
-    elif moved <= 0:
-        sentence = f"not worth it: these links carry the plan's traffic no faster ({why})"
-    else:
-        sentence = f"not worth it: it saves {gain:.1%} of a MoE layer's time, less than {WORTH:.0%} ({why})"
-    return Verdict(worth_it=worth, gain=gain, against=name, sentence=sentence)
+    reason = _reason(plan.time, best, gain)
+    changes = (
+        f"communication {_change(plan.time.communication - best.communication)}, "
+        f"experts {_change(plan.time.experts - best.experts)} a layer, against {name}"
+    )
+    return Verdict(worth_it=gain >= WORTH, gain=gain, against=name, sentence=f"{reason} ({changes})")
+
+
+def _reason(plan: LayerTime, best: LayerTime, gain: float) -> str:
+    saved = best.communication - plan.communication
+    if gain >= WORTH:
+        return f"worth it: a MoE layer takes {gain:.1%} less time"
+    if saved <= 0:
+        return "not worth it: these links carry the plan's traffic no faster"
+    if gain <= 0 or saved >= WORTH * best.total:  # it would be worth it if experts took no longer
+        return "not worth it: what locality saves, its imbalance of expert load costs"
+    return f"not worth it: it saves {gain:.1%} of a MoE layer's time, less than {WORTH:.0%}"
 
 
 def _change(seconds: float) -> str:
-    return f"{abs(seconds) * 1e6:,.0f} us {'less' if seconds >= 0 else 'more'}"
+    return f"{abs(seconds) * 1e6:,.0f} us {'less' if seconds <= 0 else 'more'}"
 
 
-def as_dict(prediction: Prediction) -> dict[str, Any]:
-    """For JSON: microseconds by part."""
-    parts = {f"{name}_us": seconds * 1e6 for name, seconds in asdict(prediction.time).items()}
-    return {**parts, "all_to_all_us": prediction.time.all_to_all * 1e6, "layer_us": prediction.time.total * 1e6}
+def microseconds(time: LayerTime) -> dict[str, float]:
+    """For JSON: by part, and their sum."""
+    parts = {f"{name}_us": seconds * 1e6 for name, seconds in asdict(time).items()}
+    return {**parts, "all_to_all_us": (time.dispatch + time.combine) * 1e6, "layer_us": time.total * 1e6}

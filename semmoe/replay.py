@@ -33,6 +33,20 @@ class ReplayResult:
     def total(self) -> Traffic:
         return sum_traffic(self.layers)
 
+    @property
+    def tokens_per_batch(self) -> float:
+        return self.total.tokens / (len(self.layers) * self.num_batches)
+
+    @property
+    def rows_per_batch(self) -> np.ndarray:
+        """(L, G, G) rows that rank i sends to rank j in dispatch, mean over batches."""
+        return np.array([traffic.rows for traffic in self.layers]) / self.num_batches
+
+    @property
+    def busiest_pairs(self) -> np.ndarray:
+        """(L,) pairs that the most loaded rank of a batch computes, mean over batches, which are of one size."""
+        return self.load_max_over_mean * [traffic.load.mean() / self.num_batches for traffic in self.layers]
+
     def as_dict(self) -> dict[str, Any]:
         """The metrics by their JSON names, over all layers and layer by layer."""
         layers = [
@@ -47,7 +61,7 @@ class ReplayResult:
             "load_max_over_median": float(self.load_max_over_median.mean()),
             "token_max_over_mean": self.token_max_over_mean,
             "num_batches": self.num_batches,
-            "tokens_per_batch": self.total.tokens / (len(self.layers) * self.num_batches),
+            "tokens_per_batch": self.tokens_per_batch,
             "unknown_token_share": self.unknown_share,
             "predicted_lar": self.predicted_lar,
             "rows_per_rank_pair": self.total.rows.tolist(),
@@ -63,16 +77,11 @@ def replay(trace: RoutingTrace, plan: Plan, settings: ReplaySettings) -> ReplayR
     """Score `plan` on the routed tokens of `trace`, in full batches."""
     plan.check(trace.fingerprint)
     require(trace.num_tokens > 0, "the trace to replay holds no routed token")
-    prompts = [trace.prompt(r) for r in range(trace.num_requests)]
-    lengths = np.diff(trace.request_offsets)
-    groups = schedule_requests(prompts, plan, lengths, settings.window, settings.unfinished)
-    group = groups[trace.request_of_token()]  # (T,)
-    batches = cut_batches(trace.num_tokens, settings)
+    group, batches = token_groups(trace, plan, settings), cut_batches(trace.num_tokens, settings)
     serving = serving_ranks(plan.placement, plan.topology)
     layers, mean, median = [], [], []
     predicted = 0.0
-    for l, evidence in enumerate(_evidence(trace, plan, group, decoding=settings.batches == "mixed")):
-        homes = [_homes(evidence, group, rows, plan) for rows in batches]
+    for l, (evidence, homes) in enumerate(token_homes(trace, plan, settings, group)):
         traffic = [
             layer_traffic(trace.expert_ids[rows, l], home, serving[l])
             for rows, home in zip(batches, homes, strict=True)
@@ -87,6 +96,22 @@ def replay(trace: RoutingTrace, plan: Plan, settings: ReplaySettings) -> ReplayR
         token_max_over_mean=max_over_mean(tokens), num_batches=len(batches), unknown_share=_unknown_share(trace, plan),
         predicted_lar=predicted / sum_traffic(layers).pairs if predicted else None,
     )  # fmt: skip
+
+
+def token_groups(trace: RoutingTrace, plan: Plan, settings: ReplaySettings) -> np.ndarray:
+    """(T,) the attention group of each token: requests are scheduled by their prompts in the order of the trace."""
+    prompts = [trace.prompt(r) for r in range(trace.num_requests)]
+    lengths = np.diff(trace.request_offsets)
+    groups = schedule_requests(prompts, plan, lengths, settings.window, settings.unfinished)
+    return groups[trace.request_of_token()]
+
+
+def token_homes(trace: RoutingTrace, plan: Plan, settings: ReplaySettings, group: np.ndarray):
+    """Per layer what the plan's tables say of all tokens (`_evidence`), and for each batch (`cut_batches`) the rank
+    (B,) of its tokens; group: (T,) from `token_groups`."""
+    batches = cut_batches(trace.num_tokens, settings)
+    for evidence in _evidence(trace, plan, group, decoding=settings.batches == "mixed"):
+        yield evidence, [_homes(evidence, group, rows, plan) for rows in batches]
 
 
 def cut_batches(num_tokens: int, settings: ReplaySettings) -> list[np.ndarray]:

@@ -13,7 +13,7 @@ from semmoe.affinity import build_affinity
 from semmoe.core import CoClustering, Placement, Plan, RoutingTrace, Schedule, Topology, require
 from semmoe.placement import cocluster, eplb, exflow, grace, linear, moetuner, paper
 from semmoe.placement.requests import cocluster_requests
-from semmoe.replay import replay
+from semmoe.replay import ReplayResult, replay
 from semmoe.schedule import build_schedule
 from semmoe.scheduler import CapacityScheduler
 from semmoe.settings import REQUEST_METHODS, ReplaySettings, SolveSettings, obstacle
@@ -135,34 +135,39 @@ def expect(
     held_out, profile = split(trace, holdout, settings.seed)
     replayed = {}
     for method in dict.fromkeys((settings.method, "linear", "eplb")):
-        own = progress if method == settings.method else lambda layers: None
-        plan = solve(profile, topology, replace(settings, method=method), progress=own)
-        replayed[method] = replay(held_out, plan, measure).as_dict()
-    timed = _timed(replayed, settings.method, topology, links, shape) if links and shape else {"verdict": None}
-    for result in replayed.values():
-        del result["layers"], result["rows_per_rank_pair"]
-    own_figures = replayed.pop(settings.method)
-    return {"holdout": holdout, "requests": held_out.num_requests, **asdict(measure), **own_figures,
-            "others": replayed, **timed}  # fmt: skip
+        watched = progress if method == settings.method else lambda layers: None
+        plan = solve(profile, topology, replace(settings, method=method), progress=watched)
+        replayed[method] = replay(held_out, plan, measure)
+    left_out = ("layers", "rows_per_rank_pair")
+    figures = {name: {k: v for k, v in result.as_dict().items() if k not in left_out}
+               for name, result in replayed.items()}  # fmt: skip
+    timed = _time(figures, replayed, settings.method, topology, links, shape) if links and shape else {"verdict": None}
+    own = figures.pop(settings.method)
+    return {"holdout": holdout, "requests": held_out.num_requests, **asdict(measure), **own, "others": figures, **timed}
 
 
-def _timed(
-    replayed: dict[str, dict[str, Any]], method: str, topology: Topology, links: cost.Links, shape: cost.LayerShape
-) -> dict[str, Any]:
+def _time(
+    figures: dict[str, dict[str, Any]], replayed: dict[str, ReplayResult], method: str, topology: Topology,
+    links: cost.Links, shape: cost.LayerShape,
+) -> dict[str, Any]:  # fmt: skip
     """Adds predicted times to each method's figures; returns the verdict on `method` and what it rests on."""
-    predictions = {name: cost.predict(name, figures, shape, topology, links) for name, figures in replayed.items()}
-    for name, figures in replayed.items():
-        figures |= cost.as_dict(predictions[name])
-    others = [prediction for name, prediction in predictions.items() if name != method]
+    predictions = {
+        name: cost.predict(name, result.rows_per_batch, result.busiest_pairs, shape, topology, links)
+        for name, result in replayed.items()
+    }
+    for name, prediction in predictions.items():
+        figures[name] |= cost.microseconds(prediction.time)
     without = None
-    if topology.dp_size == 1 and topology.ep_size > 1:
-        balanced = min((p.busiest_pairs for p in predictions.values()), default=0.0)
-        without = cost.all_reduce_time(predictions[method].tokens, balanced, shape, topology, links)
-    verdict = cost.verdict(predictions[method], others, without) if others else None
+    if topology.attention == "tp" and topology.ep_size > 1:
+        # Where no row travels, locality counts for nothing: this rival takes the best balanced of the placements.
+        balanced = min(prediction.busiest_pairs for prediction in predictions.values())
+        without = cost.all_reduce_time(replayed[method].tokens_per_batch, balanced, shape, topology, links)
+    others = [prediction for name, prediction in predictions.items() if name != method]
     return {
         "links": {"name": links.name, "kind": links.kind, "source": links.source},
         "bytes_per_rank_pair": np.rint(cost.all_to_all_bytes(predictions[method].rows, shape, links)).tolist(),
-        "verdict": asdict(verdict) if verdict else None,
+        "without_all_to_all": cost.microseconds(without) if without else None,
+        "verdict": asdict(cost.verdict(predictions[method], others, without)),
     }
 
 

@@ -41,7 +41,7 @@ def calibrate(
     rows = [
         ["dispatch", f"{tier.dispatch_latency_us:,.0f} us", f"{tier.gigabytes_per_second:.3g} GB/s"],
         ["combine", f"{tier.combine_latency_us:,.0f} us", f"{tier.gigabytes_per_second:.3g} GB/s"],
-        ["all-reduce", f"{tier.all_reduce_latency_us:,.0f} us", f"{tier.gigabytes_per_second:.3g} GB/s"],
+        ["all-reduce", f"{tier.all_reduce_latency_us:,.0f} us", f"{tier.all_reduce_gigabytes_per_second:.3g} GB/s"],
         ["experts of a rank", f"{experts.fixed_us:,.0f} us", f"{experts.teraflops:.3g} Tflop/s"],
     ]
     console.print_table(f"{out}: {found.links.name}", ["", "fixed", "speed"], rows)

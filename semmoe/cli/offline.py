@@ -152,7 +152,7 @@ def solve(
         cocluster=replace(_objective(load_limit, remote_rank_cost, remote_node_cost), batch_tokens=batch_tokens),
         moetuner=MoETunerSettings(time_limit=time_limit),
     )  # fmt: skip
-    chosen_links = load_links(links or ("h200-nvlink" if num_nodes == 1 else "h200-400g"))
+    chosen_links = load_links(links or ("h200-nvlink" if num_nodes == 1 else "h200-400g"), num_nodes)
     opened = open_trace(trace)
     shape = _layer_shape(opened.fingerprint, hidden_size, expert_size)
     embeddings = _embeddings(model, opened.fingerprint) if model else None
@@ -165,6 +165,9 @@ def solve(
         advance = bars.task("solving", layers)
         plan = replace(solve_plan(opened, topology, settings, embeddings, advance), expected=expected)
     save_plan(plan, out)
+    if shape is None:
+        console.err.print("[yellow]warning:[/] no time is predicted: the trace does not say how wide the model is; "
+                          "give --hidden-size and --expert-size", soft_wrap=True)  # fmt: skip
     if as_json:
         console.print_json({"plan": str(out), "expected": expected})
     elif expected is None:
@@ -189,12 +192,13 @@ def _layer_shape(f: Fingerprint, hidden_size: int, expert_size: int) -> LayerSha
 
 def _print_verdict(expected: dict[str, Any]) -> None:
     if expected["verdict"] is None:
-        console.out.print("no time is predicted: this trace does not say how wide the model is; give --hidden-size and "
-                          "--expert-size")  # fmt: skip
         return
-    links = expected["links"]
-    console.out.print(f"on {links['name']} ({links['kind']}), {expected['tokens_per_batch']:,.0f} tokens a batch:")
-    console.out.print(f"[bold]{expected['verdict']['sentence']}[/]", highlight=False)
+    links, without = expected["links"], expected["without_all_to_all"]
+    words = f"on {links['name']} ({links['kind']}), {expected['tokens_per_batch']:,.0f} tokens a batch"
+    if without is not None:
+        words += f"; without all-to-all a layer takes {without['layer_us']:,.0f} us"
+    console.out.print(f"{words}:", markup=False)
+    console.out.print(expected["verdict"]["sentence"], style="bold", markup=False)
 
 
 def _objective(load_limit: float, rank_cost: float, node_cost: float) -> CoclusterSettings:
