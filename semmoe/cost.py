@@ -241,6 +241,8 @@ def _reason(plan: LayerTime, best: LayerTime, gain: float) -> str:
     saved = best.communication - plan.communication
     if gain >= WORTH:
         return f"worth it: a MoE layer takes {gain:.1%} less time"
+    if best.communication == plan.communication == 0:
+        return "not worth it: nothing travels between ranks"
     if saved <= 0:
         return "not worth it: these links carry the plan's traffic no faster"
     if gain <= 0 or saved >= WORTH * best.total:  # it would be worth it if experts took no longer

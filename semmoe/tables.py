@@ -45,7 +45,8 @@ def metrics(methods: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[st
         "solve_seconds": "solve\ns",
     }  # fmt: skip
     present = [name for name in names if all(name in metrics for metrics in methods.values())]
-    rows = [[method, *(console.figure(m[name]) for name in present)] for method, m in methods.items()]
+    digits = {name: 1 if name.endswith("_us") else 3 for name in present}
+    rows = [[method, *(console.figure(m[name], digits[name]) for name in present)] for method, m in methods.items()]
     return ["method", *(names[name] for name in present)], rows
 
 

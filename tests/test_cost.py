@@ -298,7 +298,9 @@ def test_the_verdict_is_against_the_best_alternative():
 
 def test_nothing_to_gain_where_nothing_takes_time():
     nothing = predicted("linear", 0, 0)
-    assert (cost.verdict(nothing, [nothing]).worth_it, cost.verdict(nothing, [nothing]).gain) == (False, 0)
+    found = cost.verdict(nothing, [nothing])
+    assert (found.worth_it, found.gain) == (False, 0)
+    assert found.sentence.startswith("not worth it: nothing travels between ranks (")
 
 
 def test_times_for_json_are_microseconds_by_part():
