@@ -23,6 +23,7 @@ import torch
 
 from semmoe import cost
 from semmoe.core import Plan, RoutingTrace, Topology
+from semmoe.dataset import digest
 from semmoe.demo import MODEL, demo_prompts
 from semmoe.engines.transformers.calibrate import PARTS, MeasuredLayer, Sample, calibrate
 from semmoe.engines.transformers.model import fingerprint_of, load_model, load_tokenizer, moe_layers
@@ -51,9 +52,9 @@ class Job:
 
 
 def record(prompts: list[list[int]], folder: Path) -> RoutingTrace:
-    header = TraceHeader(fingerprint=fingerprint_of(str(MODEL)), dataset_hash="bench_verdict", settings={})
+    header = TraceHeader(fingerprint=fingerprint_of(str(MODEL)), dataset_hash=digest(prompts), settings={})
     with TraceWriter(folder, header) as writer:
-        profile(load_model(str(MODEL)), prompts[writer.num_requests :], writer)
+        profile(load_model(str(MODEL)), prompts, writer)
     return open_trace(folder)
 
 
