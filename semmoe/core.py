@@ -80,10 +80,14 @@ class Fingerprint:
     num_experts: int
     top_k: int
     num_groups: int = 1  # group-limited gating (DeepSeek's n_group)
+    hidden_size: int = 0  # 0: not known
+    expert_size: int = 0  # width of one expert's feed-forward network; 0: not known
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "num_layers", "num_experts", "top_k", "num_groups"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("hidden_size", "expert_size"):
+            require(0 <= getattr(self, name) <= 1 << 24, f"{name} is out of range: {getattr(self, name)}")
         require(self.top_k <= self.num_experts, f"top_k {self.top_k} exceeds {self.num_experts} experts")
         divides = self.num_experts % self.num_groups == 0
         require(divides, f"{self.num_groups} gate groups do not divide {self.num_experts} experts")
@@ -92,7 +96,8 @@ class Fingerprint:
         """The first field in which `other` differs, in words, or None."""
         for name, mine in asdict(self).items():
             theirs = getattr(other, name)
-            if name != "model" and mine != theirs:
+            unknown = name in ("hidden_size", "expert_size") and 0 in (mine, theirs)
+            if name != "model" and mine != theirs and not unknown:
                 return f"{name} is {mine} for {self.model!r} and {theirs} for {other.model!r}"
         return None
 

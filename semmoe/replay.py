@@ -25,6 +25,7 @@ class ReplayResult:
     load_max_over_mean: np.ndarray  # (L,) mean over batches
     load_max_over_median: np.ndarray  # (L,)
     token_max_over_mean: float  # routed tokens per attention group, whole replay
+    num_batches: int
     unknown_share: float  # of the look-ups, those that the prior had to serve
     predicted_lar: np.ndarray | None  # (L,) what the plan's own scores expect; equal to LAR if they are calibrated
     unknown_lar: float | None  # LAR of tokens that the profile did not hold, if tokens are shuffled by tables
@@ -32,6 +33,20 @@ class ReplayResult:
     @property
     def total(self) -> Traffic:
         return sum_traffic(self.layers)
+
+    @property
+    def tokens_per_batch(self) -> float:
+        return self.total.tokens / (len(self.layers) * self.num_batches)
+
+    @property
+    def rows_per_batch(self) -> np.ndarray:
+        """(L, G, G) rows that rank i sends to rank j in dispatch, mean over batches."""
+        return np.array([traffic.rows for traffic in self.layers]) / self.num_batches
+
+    @property
+    def busiest_pairs(self) -> np.ndarray:
+        """(L,) pairs that the most loaded rank of a batch computes, mean over batches, which are of one size."""
+        return self.load_max_over_mean * [traffic.load.mean() / self.num_batches for traffic in self.layers]
 
     def as_dict(self) -> dict[str, Any]:
         """The metrics by their JSON names, over all layers and layer by layer."""
@@ -48,6 +63,8 @@ class ReplayResult:
             "load_max_over_mean": float(self.load_max_over_mean.mean()),
             "load_max_over_median": float(self.load_max_over_median.mean()),
             "token_max_over_mean": self.token_max_over_mean,
+            "num_batches": self.num_batches,
+            "tokens_per_batch": self.tokens_per_batch,
             "unknown_token_share": self.unknown_share,
             "unknown_token_lar": self.unknown_lar,
             "predicted_lar": None if self.predicted_lar is None else float(self.predicted_lar.mean()),
@@ -64,17 +81,12 @@ def replay(trace: RoutingTrace, plan: Plan, settings: ReplaySettings) -> ReplayR
     """Score `plan` on the routed tokens of `trace`, in full batches."""
     plan.check(trace.fingerprint)
     require(trace.num_tokens > 0, "the trace to replay holds no routed token")
-    prompts = [trace.prompt(r) for r in range(trace.num_requests)]
-    lengths = np.diff(trace.request_offsets)
-    groups = schedule_requests(prompts, plan, lengths, settings.window, settings.unfinished)
-    group = groups[trace.request_of_token()]  # (T,)
-    batches = cut_batches(trace.num_tokens, settings)
+    group, batches = token_groups(trace, plan, settings), cut_batches(trace.num_tokens, settings)
     serving = serving_ranks(plan.placement, plan.topology)
     unknown = _unknown_tokens(trace, plan)
     layers, mean, median, predicted = [], [], [], []
     of_unknown = np.zeros(2, np.int64)  # local pairs, pairs
-    for l, evidence in enumerate(_evidence(trace, plan, group, decoding=settings.batches == "mixed")):
-        homes = [_homes(evidence, group, rows, plan) for rows in batches]
+    for l, (evidence, homes) in enumerate(token_homes(trace, plan, settings, group)):
         traffic = [
             layer_traffic(trace.expert_ids[rows, l], home, serving[l])
             for rows, home in zip(batches, homes, strict=True)
@@ -89,10 +101,26 @@ def replay(trace: RoutingTrace, plan: Plan, settings: ReplaySettings) -> ReplayR
     tokens = np.bincount(group, minlength=plan.topology.dp_size)
     return ReplayResult(
         layers=layers, load_max_over_mean=np.array(mean), load_max_over_median=np.array(median),
-        token_max_over_mean=max_over_mean(tokens), unknown_share=_unknown_share(trace, plan),
+        token_max_over_mean=max_over_mean(tokens), num_batches=len(batches), unknown_share=_unknown_share(trace, plan),
         predicted_lar=np.array(predicted) if any(predicted) else None,
         unknown_lar=float(of_unknown[0] / of_unknown[1]) if of_unknown[1] else None,
     )  # fmt: skip
+
+
+def token_groups(trace: RoutingTrace, plan: Plan, settings: ReplaySettings) -> np.ndarray:
+    """(T,) the attention group of each token: requests are scheduled by their prompts in the order of the trace."""
+    prompts = [trace.prompt(r) for r in range(trace.num_requests)]
+    lengths = np.diff(trace.request_offsets)
+    groups = schedule_requests(prompts, plan, lengths, settings.window, settings.unfinished)
+    return groups[trace.request_of_token()]
+
+
+def token_homes(trace: RoutingTrace, plan: Plan, settings: ReplaySettings, group: np.ndarray):
+    """Per layer what the plan's tables say of all tokens (`_evidence`), and for each batch (`cut_batches`) the rank
+    (B,) of its tokens; group: (T,) from `token_groups`."""
+    batches = cut_batches(trace.num_tokens, settings)
+    for evidence in _evidence(trace, plan, group, decoding=settings.batches == "mixed"):
+        yield evidence, [_homes(evidence, group, rows, plan) for rows in batches]
 
 
 def cut_batches(num_tokens: int, settings: ReplaySettings) -> list[np.ndarray]:

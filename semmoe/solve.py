@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from semmoe import baselines, request_map
+from semmoe import baselines, cost, request_map
 from semmoe import predictor as predict
 from semmoe.affinity import build_affinity
 from semmoe.core import CoClustering, Placement, Plan, RoutingTrace, Schedule, Topology, require
 from semmoe.placement import cocluster, eplb, exflow, grace, linear, moetuner, paper
 from semmoe.placement.requests import cocluster_requests
-from semmoe.replay import replay
+from semmoe.replay import ReplayResult, replay
 from semmoe.schedule import build_schedule
 from semmoe.scheduler import CapacityScheduler
 from semmoe.settings import REQUEST_METHODS, ReplaySettings, SolveSettings, obstacle
@@ -113,27 +113,62 @@ def _cluster(trace: RoutingTrace, topology: Topology, settings: SolveSettings) -
 def _used_settings(settings: SolveSettings) -> dict[str, Any]:
     """What shaped the plan; settings that its method does not read are left out."""
     read = {
-        "paper": {"paper", "seed"}, "semmoe": {"paper", "predictor", "cocluster", "seed"},
+        "paper": {"paper", "seed"}, "semmoe": {"predictor", "cocluster", "seed"},
         "eldr": {"seed"}, "exflow": {"seed"}, "moetuner": {"moetuner"}, "grace": {"seed"},
     }.get(settings.method, set())  # fmt: skip
     return {k: v for k, v in asdict(settings).items() if k in read | {"method", "redundant_experts"}}
 
 
 def expect(
-    trace: RoutingTrace, topology: Topology, settings: SolveSettings, measure: ReplaySettings, holdout: float = 0.2,
+    trace: RoutingTrace, topology: Topology, settings: SolveSettings, measure: ReplaySettings,
+    links: cost.Links | None = None, shape: cost.LayerShape | None = None, holdout: float = 0.2,
     progress: Progress = lambda layers: None,
 ) -> dict[str, Any] | None:  # fmt: skip
     """What a plan so made gains on requests that it has not seen: solve on 1 - `holdout`, replay on the rest.
 
-    Returns None where the trace has too few requests, or too few that differ, to hold any out.
+    With the metrics of the plan, those of `linear` and `eplb` under "others"; with links and shape the predicted times
+    and the verdict. Returns None where the trace has too few requests, or too few that differ, to hold any out.
     """
     smallest = max(2, topology.dp_size + 1)
     if trace.num_requests * (1 - holdout) < smallest or near_duplicates(trace).max() == 0:
         return None
     held_out, profile = split(trace, holdout, settings.seed)
-    result = replay(held_out, solve(profile, topology, settings, progress=progress), measure).as_dict()
-    del result["layers"], result["rows_per_rank_pair"]
-    return {"holdout": holdout, "requests": held_out.num_requests, **asdict(measure), **result}
+    replayed = {}
+    for method in dict.fromkeys((settings.method, "linear", "eplb")):
+        watched = progress if method == settings.method else lambda layers: None
+        plan = solve(profile, topology, replace(settings, method=method), progress=watched)
+        replayed[method] = replay(held_out, plan, measure)
+    left_out = ("layers", "rows_per_rank_pair")
+    figures = {name: {k: v for k, v in result.as_dict().items() if k not in left_out}
+               for name, result in replayed.items()}  # fmt: skip
+    timed = _time(figures, replayed, settings.method, topology, links, shape) if links and shape else {"verdict": None}
+    own = figures.pop(settings.method)
+    return {"holdout": holdout, "requests": held_out.num_requests, **asdict(measure), **own, "others": figures, **timed}
+
+
+def _time(
+    figures: dict[str, dict[str, Any]], replayed: dict[str, ReplayResult], method: str, topology: Topology,
+    links: cost.Links, shape: cost.LayerShape,
+) -> dict[str, Any]:  # fmt: skip
+    """Adds predicted times to each method's figures; returns the verdict on `method` and what it rests on."""
+    predictions = {
+        name: cost.predict(name, result.rows_per_batch, result.busiest_pairs, shape, topology, links)
+        for name, result in replayed.items()
+    }
+    for name, prediction in predictions.items():
+        figures[name] |= cost.microseconds(prediction.time)
+    without = None
+    if topology.attention == "tp" and topology.ep_size > 1:
+        # Where no row travels, locality counts for nothing: this rival takes the best balanced of the placements.
+        balanced = min(prediction.busiest_pairs for prediction in predictions.values())
+        without = cost.all_reduce_time(replayed[method].tokens_per_batch, balanced, shape, topology, links)
+    others = [prediction for name, prediction in predictions.items() if name != method]
+    return {
+        "links": {"name": links.name, "kind": links.kind, "source": links.source},
+        "bytes_per_rank_pair": np.rint(cost.all_to_all_bytes(predictions[method].rows, shape, links)).tolist(),
+        "without_all_to_all": cost.microseconds(without) if without else None,
+        "verdict": asdict(cost.verdict(predictions[method], others, without)),
+    }
 
 
 def solve_methods(

@@ -40,10 +40,13 @@ def metrics(methods: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[st
     names = {
         "lar": "LAR", "remote_ranks_per_token": "remote\nranks", "bytes_ratio": "bytes\nvs linear",
         "load_max_over_mean": "load\n/mean", "load_max_over_median": "load\n/median",
-        "token_max_over_mean": "tokens\n/mean", "unknown_token_share": "unknown\ntokens", "solve_seconds": "solve\ns",
+        "token_max_over_mean": "tokens\n/mean", "unknown_token_share": "unknown\ntokens",
+        "all_to_all_us": "all-to-\nall us", "experts_us": "experts\nus", "layer_us": "layer\nus",
+        "solve_seconds": "solve\ns",
     }  # fmt: skip
     present = [name for name in names if all(name in metrics for metrics in methods.values())]
-    rows = [[method, *(console.figure(m[name]) for name in present)] for method, m in methods.items()]
+    digits = {name: 1 if name.endswith("_us") else 3 for name in present}
+    rows = [[method, *(console.figure(m[name], digits[name]) for name in present)] for method, m in methods.items()]
     return ["method", *(names[name] for name in present)], rows
 
 

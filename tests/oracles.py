@@ -337,3 +337,18 @@ def all_layouts(experts, ranks, slots_per_rank):
         if all(copies):
             for primary in product(*copies):
                 yield np.array(slots), np.array(primary)
+
+
+def exchange_seconds(sent, topology: Topology, tiers, shared: bool) -> float:
+    """Seconds of an all-to-all of `sent` (G, G) bytes; tiers: (latency s, GB/s) inside a node and between nodes."""
+    G, size, total = topology.ep_size, topology.ep_size // topology.num_nodes, 0.0
+    for between, (latency, bandwidth) in enumerate(tiers):
+        out, into = [0] * G, [0] * G
+        for i in range(G):
+            for j in range(G):
+                if i != j and (i // size != j // size) == bool(between):
+                    out[i] += sent[i][j]
+                    into[j] += sent[i][j]
+        if sum(out):
+            total += latency + (sum(out) if shared else max(out + into)) / (bandwidth * 1e9)
+    return total

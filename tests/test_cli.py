@@ -12,7 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from semmoe.cli import app
+from semmoe.cost import load_links
 from semmoe.demo import MODEL
+from semmoe.files import save_json
 from semmoe.plan import load_plan
 from semmoe.settings import METHODS
 from semmoe.trace import open_trace
@@ -80,6 +82,112 @@ def test_solve_and_replay_as_json(work):
     assert set(scores["methods"]) == {"linear", "semmoe"}
     assert scores["methods"]["semmoe"]["lar"] > scores["methods"]["linear"]["lar"]
     assert len(scores["methods"]["semmoe"]["layers"]) == 6
+
+
+def test_solve_ends_with_a_verdict_on_the_links_given(work, tmp_path):
+    result = run(
+        "solve", work / "trace", "--ep-size", 4, "--method", "eplb", "--links", "pcie5", "--out", tmp_path / "p"
+    )
+    assert result.exit_code == 0, result.output
+    assert "linear" in result.stdout
+    assert "on PCI Express 5.0 x16 inside a node (nominal), " in result.stdout
+    assert "without all-to-all a layer takes" in result.stdout
+    assert result.stdout.splitlines()[-1].startswith(("worth it: ", "not worth it: "))
+    assert "warning" not in result.stderr
+
+
+def test_the_verdict_as_json_and_in_the_plan(work, tmp_path):
+    command = ["solve", work / "trace", "--ep-size", 4, "--method", "paper", "--json", "--out", tmp_path / "p"]
+    expected = json.loads(run(*command).stdout)["expected"]
+    assert expected == load_plan(tmp_path / "p").expected
+    assert list(expected["others"]) == ["linear", "eplb"]
+    assert expected["links"]["name"] == "H200 NVLink, one node"
+    times = {"dispatch_us", "experts_us", "combine_us", "all_reduce_us", "all_to_all_us", "layer_us"}
+    assert times <= set(expected)
+    assert times == set(expected["without_all_to_all"])
+    assert all(
+        times | {"lar", "remote_ranks_per_token", "load_max_over_mean"} <= set(o) for o in expected["others"].values()
+    )
+    assert set(expected["verdict"]) == {"worth_it", "gain", "against", "sentence"}
+    rivals = [*expected["others"].values(), expected["without_all_to_all"]]
+    assert expected["verdict"]["gain"] == pytest.approx(1 - expected["layer_us"] / min(r["layer_us"] for r in rivals))
+    pairs, f = np.array(expected["bytes_per_rank_pair"]), load_plan(tmp_path / "p").fingerprint
+    rows = expected["remote_ranks_per_token"] * expected["tokens_per_batch"]
+    assert pairs.sum() == pytest.approx(rows * (f.hidden_size * (1 + 2) + 8 * f.top_k), rel=1e-3)
+
+
+def test_only_attention_tp_has_a_rival_without_all_to_all(work, tmp_path):
+    for attention, nodes, links in (("dp", 1, "H200 NVLink, one node"), ("tp", 2, "400 Gbit/s")):
+        command = ["solve", work / "trace", "--ep-size", 4, "--attention", attention, "--num-nodes", nodes]
+        result = run(*command, "--method", "linear", "--json", "--out", tmp_path / attention)
+        expected = json.loads(result.stdout)["expected"]
+        assert (expected["without_all_to_all"] is None) == (attention == "dp")
+        assert links in expected["links"]["name"]
+        assert list(expected["others"]) == ["eplb"]
+
+
+def test_a_trace_without_widths_asks_for_them(tmp_path):
+    command = ["solve", npz(tmp_path / "t.npz"), "--ep-size", 2, "--method", "linear", "--out", tmp_path / "plan"]
+    silent = run(*command, "--json")
+    assert "--hidden-size and --expert-size" in silent.stderr
+    assert json.loads(silent.stdout)["expected"]["verdict"] is None
+    half = run(*command, "--hidden-size", 64)
+    assert "--hidden-size and --expert-size" in half.stderr
+    assert "worth it" not in half.stdout
+    full = run(*command, "--hidden-size", 64, "--expert-size", 32)
+    assert "worth it" in full.stdout
+    assert "warning" not in full.stderr
+
+
+def test_links_and_widths_that_cannot_be_used_are_refused(work, tmp_path):
+    command = ["solve", work / "trace", "--ep-size", 4, "--method", "linear", "--out", tmp_path / "plan"]
+    refused(run(*command, "--hidden-size", 7), "--hidden-size is 7, but the trace was profiled with")
+    refused(run(*command, "--expert-size", 7), "--expert-size is 7")
+    refused(run(*command, "--expert-size", -7), "--expert-size must be positive, not -7")
+    refused(run(*command, "--links", "carrier-pigeon"), "no links called 'carrier-pigeon'", "h200-nvlink", "pcie5")
+    refused(run(*command, "--links", "pcie5", "--num-nodes", 2), "say nothing of several nodes")
+    (tmp_path / "links.json").write_text("{}")
+    refused(run(*command, "--links", tmp_path / "links.json"), "links.json is not valid", "name: Field required")
+    assert not (tmp_path / "plan").exists()
+
+
+def test_a_links_file_of_one_s_own_is_taken_and_named(work, tmp_path):
+    links = load_links("pcie5").model_copy(update={"name": "[b]our[/b] cluster"})
+    save_json(tmp_path / "links.json", links)
+    command = ["solve", work / "trace", "--ep-size", 4, "--method", "linear", "--out", tmp_path / "plan"]
+    assert "on [b]our[/b] cluster (nominal)" in run(*command, "--links", tmp_path / "links.json").stdout
+
+
+@pytest.mark.dist
+def test_calibrate_writes_links_that_solve_takes(work, tmp_path):
+    out = tmp_path / "links.json"
+    result = run("calibrate", "tiny", "--ep-size", 2, "--name", "a test", "--json", "--out", out)
+    assert result.exit_code == 0, result.output
+    written = json.loads(result.stdout)
+    assert written["links"] == json.loads(out.read_text())
+    assert written["predicted_us"] > 0
+    assert written["measured_us"] > 0
+    command = [
+        "solve",
+        work / "trace",
+        "--ep-size",
+        2,
+        "--method",
+        "linear",
+        "--links",
+        out,
+        "--out",
+        tmp_path / "plan",
+    ]
+    assert "on a test (measured)" in run(*command).stdout
+
+
+@pytest.mark.dist
+def test_calibrate_refuses_in_one_line(tmp_path):
+    out = tmp_path / "links.json"
+    refused(run("calibrate", "tiny", "--ep-size", 1, "--out", out), "ep_size must be at least 2, not 1")
+    refused(run("calibrate", tmp_path / "absent", "--ep-size", 2, "--out", out), "no model at")
+    assert not out.exists()
 
 
 def test_replay_all_has_the_documented_keys(tmp_path):
@@ -236,7 +344,7 @@ def test_a_full_disk_is_one_line_and_leaves_the_old_plan(work, tmp_path):
 
 def test_every_command_explains_itself():
     top = run("--help").stdout
-    for command in ("profile", "affinity", "solve", "replay", "generate", "demo"):
+    for command in ("profile", "affinity", "solve", "replay", "apply", "generate", "calibrate", "demo"):
         assert command in top
         assert "semmoe " + command in run(command, "--help").stdout.replace("\n", " ")
 
@@ -264,6 +372,17 @@ def test_offline_commands_need_neither_torch_nor_an_engine(tmp_path):
     assert "pip install 'semmoe[transformers]'" in result.stderr
 
 
+def test_ctrl_c_elsewhere_promises_no_resuming(work, tmp_path, monkeypatch):
+    def interrupt(*arguments, **settings):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("semmoe.solve.solve", interrupt)
+    result = run("solve", work / "trace", "--ep-size", 4, "--out", tmp_path / "plan")
+    assert result.exit_code == 130
+    assert "stopped; nothing was left half-written" in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_ctrl_c_leaves_a_usable_trace_and_a_second_run_completes_it(tmp_path):
     texts = [{"prompt": PROMPTS[i % 24] * 6} for i in range(400)]
     (tmp_path / "many.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
@@ -279,6 +398,7 @@ def test_ctrl_c_leaves_a_usable_trace_and_a_second_run_completes_it(tmp_path):
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
+    assert "the same command resumes" in errors
     recorded = open_trace(trace).num_requests
     assert 0 < recorded < 400
     assert f"resuming: {recorded} of 400" in run(*arguments).stderr

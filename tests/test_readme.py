@@ -33,6 +33,7 @@ def test_make_targets_exist(command):
 
 
 @pytest.mark.dist
+@pytest.mark.timeout(900)
 def test_the_commands_and_the_library_example_run_in_order(tmp_path):
     tool = Path(sys.executable).with_name("semmoe")
     for command in [c for c in commands() if c.startswith("semmoe ")]:

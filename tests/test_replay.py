@@ -39,6 +39,9 @@ def test_two_batches_of_a_hand_made_trace():
     assert result.total.load.tolist() == [4, 4]
     assert result.load_max_over_mean.tolist() == [1.5]
     assert result.load_max_over_median.tolist() == [1.5]
+    assert (result.num_batches, result.tokens_per_batch) == (2, 4)
+    assert result.rows_per_batch.tolist() == [[[0, 1], [1, 0]]]
+    assert result.busiest_pairs.tolist() == [3]
     assert result.unknown_share == 0
 
 
@@ -68,7 +71,7 @@ def test_metrics_have_their_json_names():
     shared = {"lar", "remote_ranks_per_token", "load_max_over_mean", "load_max_over_median"}
     assert set(result) == shared | {
         "token_max_over_mean", "unknown_token_share", "unknown_token_lar", "predicted_lar",
-        "rows_per_rank_pair", "layers",
+        "rows_per_rank_pair", "layers", "num_batches", "tokens_per_batch",
     }  # fmt: skip
     rows = np.array(result["rows_per_rank_pair"])
     assert rows.sum() / (trace.num_tokens * 3) == pytest.approx(result["remote_ranks_per_token"])

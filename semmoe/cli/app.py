@@ -1,4 +1,4 @@
-"""The command line: profile, affinity, solve, replay, generate, demo.
+"""The command line: profile, affinity, solve, replay, apply, generate, calibrate, demo.
 
 Every command is a thin layer over a library function. A user's mistake ends in one line on stderr and exit code 2, a
 failure while running in exit code 1, Ctrl-C in 130.
@@ -32,7 +32,9 @@ class _Group(TyperGroup):
         except RuntimeError as error:
             _fail(str(error), 1)
         except KeyboardInterrupt:
-            _fail("stopped; a profile keeps what it has recorded and resumes when it is run again", 130)
+            resumes = ctx.invoked_subcommand == "profile"
+            kept = "the same command resumes after what it has recorded" if resumes else "nothing was left half-written"
+            _fail(f"stopped; {kept}", 130)
 
 
 def refuse_given(ctx: typer.Context, names: list[str], reason: str) -> None:

@@ -18,7 +18,10 @@ from semmoe.cli.options import (
     BatchTokens,
     DpSize,
     EpSize,
+    ExpertSize,
+    HiddenSize,
     Json,
+    LinksOption,
     LoadLimit,
     NodeCost,
     NumNodes,
@@ -30,6 +33,7 @@ from semmoe.cli.options import (
     Window,
 )
 from semmoe.core import Fingerprint, Plan, RoutingTrace, Topology, require
+from semmoe.cost import LayerShape, load_links
 from semmoe.settings import (
     METHODS,
     CoclusterSettings,
@@ -105,6 +109,10 @@ def solve(
     steps: Annotated[
         int, typer.Option(help="paper: alternations of Algorithm 1.", rich_help_panel=METHOD)
     ] = PAPER.steps,
+    batch_tokens: BatchTokens = REPLAY.batch_tokens,
+    links: LinksOption = "",
+    hidden_size: HiddenSize = 0,
+    expert_size: ExpertSize = 0,
     seed: Seed = 0,
     model: Annotated[
         str | None, typer.Option(help="Serve unprofiled tokens by this model's embeddings.", rich_help_panel=METHOD)
@@ -113,9 +121,11 @@ def solve(
 ) -> None:
     """Decide where experts go and build the tables that send tokens after them.
 
-    The plan's expected figures come from requests that were held out while solving.
+    It ends with what the plan will do for requests that were held out while solving, beside contiguous placement and
+    EPLB, and whether that is worth it on your links.
 
-    Example: `semmoe solve trace --ep-size 8 --attention tp --out plan`
+    Examples: `semmoe solve trace --ep-size 8 --attention tp --out plan` and
+    `semmoe solve trace --links pcie5 --out plan`
     """
     from semmoe.plan import save_plan
     from semmoe.solve import expect
@@ -139,27 +149,57 @@ def solve(
         method=method, redundant_experts=redundant_experts, seed=seed,
         paper=PaperSettings(theta=theta, steps=steps, **({} if lookback is None else {"lookback": lookback})),
         predictor=PredictorSettings(lookback=lookback),
-        cocluster=_objective(load_limit, remote_rank_cost, remote_node_cost),
+        cocluster=replace(_objective(load_limit, remote_rank_cost, remote_node_cost), batch_tokens=batch_tokens),
         moetuner=MoETunerSettings(time_limit=time_limit),
     )  # fmt: skip
+    chosen_links = load_links(links or ("h200-nvlink" if num_nodes == 1 else "h200-400g"), num_nodes)
     opened = open_trace(trace)
+    shape = _layer_shape(opened.fingerprint, hidden_size, expert_size)
     embeddings = _embeddings(model, opened.fingerprint) if model else None
     with console.bars() as bars:
         layers = opened.fingerprint.num_layers
         advance = bars.task("solving without held-out requests", layers)
-        expected = expect(opened, topology, settings, ReplaySettings(seed=seed), progress=advance)
+        measure = ReplaySettings(batch_tokens=batch_tokens, seed=seed)
+        expected = expect(opened, topology, settings, measure, chosen_links, shape, progress=advance)
         advance(0 if expected else layers)
         advance = bars.task("solving", layers)
         plan = replace(solve_plan(opened, topology, settings, embeddings, advance), expected=expected)
     save_plan(plan, out)
+    if shape is None:
+        console.err.print("[yellow]warning:[/] no time is predicted: the trace does not say how wide the model is; "
+                          "give --hidden-size and --expert-size", soft_wrap=True)  # fmt: skip
     if as_json:
         console.print_json({"plan": str(out), "expected": expected})
     elif expected is None:
         console.out.print(f"{out}: too few requests to hold any out, so nothing can be expected of this plan")
     else:
         title = f"{out}: expected, from {expected['requests']} held-out requests"
-        console.print_table(title, *tables.metrics({method: expected}))
+        console.print_table(title, *tables.metrics({method: expected, **expected["others"]}))
         tables.print_prediction(method, expected)
+        _print_verdict(expected)
+
+
+def _layer_shape(f: Fingerprint, hidden_size: int, expert_size: int) -> LayerShape | None:
+    """What the trace or the user says of the model's widths; None if that is not enough."""
+    for given, known, name in (
+        (hidden_size, f.hidden_size, "hidden-size"),
+        (expert_size, f.expert_size, "expert-size"),
+    ):
+        require(given >= 0, f"--{name} must be positive, not {given}")
+        require(0 in (given, known) or given == known, f"--{name} is {given}, but the trace was profiled with {known}")
+    H, width = hidden_size or f.hidden_size, expert_size or f.expert_size
+    return LayerShape(hidden_size=H, expert_size=width, top_k=f.top_k) if H and width else None
+
+
+def _print_verdict(expected: dict[str, Any]) -> None:
+    if expected["verdict"] is None:
+        return
+    links, without = expected["links"], expected["without_all_to_all"]
+    words = f"on {links['name']} ({links['kind']}), {expected['tokens_per_batch']:,.0f} tokens a batch"
+    if without is not None:
+        words += f"; without all-to-all a layer takes {without['layer_us']:,.0f} us"
+    console.out.print(f"{words}:", markup=False)
+    console.out.print(expected["verdict"]["sentence"], style="bold", markup=False)
 
 
 def _objective(load_limit: float, rank_cost: float, node_cost: float) -> CoclusterSettings:

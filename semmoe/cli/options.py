@@ -25,7 +25,7 @@ class Exchange(str, Enum):
     all_reduce = "all-reduce"
 
 
-TOPOLOGY, METHOD, INPUT, OUTPUT = "Topology", "Method", "Input", "Output"
+TOPOLOGY, METHOD, LINKS, INPUT, OUTPUT = "Topology", "Method", "Links", "Input", "Output"
 TraceArgument = Annotated[Path, typer.Argument(help="A trace directory, or an .npz file.", show_default=False)]
 ModelArgument = Annotated[
     str,
@@ -56,6 +56,21 @@ RankCost = Annotated[
 ]
 NodeCost = Annotated[
     float, typer.Option(help="semmoe: what a row to another node costs beyond that.", rich_help_panel=METHOD)
+]
+LinksOption = Annotated[
+    str,
+    typer.Option(
+        help="What links and experts cost: a file of `semmoe calibrate`, or h200-nvlink, h200-400g, h200-100g, pcie5; "
+        "by default one of the first two.",
+        rich_help_panel=LINKS,
+        show_default=False,
+    ),
+]
+HiddenSize = Annotated[
+    int, typer.Option(help="Width of the model, if the trace does not say.", rich_help_panel=LINKS, show_default=False)
+]
+ExpertSize = Annotated[
+    int, typer.Option(help="Width of one expert, if the trace does not say.", rich_help_panel=LINKS, show_default=False)
 ]
 Seed = Annotated[int, typer.Option(help="Seed of every random choice.", rich_help_panel=METHOD)]
 BatchTokens = Annotated[int, typer.Option(help="Tokens of a batch, all ranks together.", rich_help_panel=METHOD)]

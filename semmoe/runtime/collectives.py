@@ -5,9 +5,13 @@ bandwidth-optimal form of each collective, n ranks and a payload of m bytes: all
 reduce-scatter (n - 1) / n * m of its input, all-gather (n - 1) * m of its slice, all-reduce 2 (n - 1) / n * m.
 """
 
+import contextlib
+import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -75,6 +79,26 @@ class Communicator:
         dist.all_reduce(out, group=self.group)
         self.sent[kind] += 2 * (self.size - 1) * tensor.numel() * tensor.element_size() // self.size
         return out
+
+
+@contextlib.contextmanager
+def world(rank: int, size: int, folder: Path) -> Iterator[tuple[Communicator, str]]:
+    """Join `size` local processes, which meet in `folder`: their communicator and device, gloo on CPU or NCCL.
+
+    A rank that leaves waits for the others first.
+    """
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
+    device = "cuda" if torch.cuda.device_count() >= size else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    else:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.FileStore(str(folder / "store"), size)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(minutes=10))
+    yield Communicator(dist.group.WORLD, rank, size), device
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 @dataclass(frozen=True)

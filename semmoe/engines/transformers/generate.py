@@ -1,13 +1,11 @@
 """Offline batch generation with expert parallelism: one process a rank over torch.distributed."""
 
 import json
-import os
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from semmoe.engines.transformers.batch import Batch, cut, eos_ids, step
 from semmoe.engines.transformers.model import load_model
 from semmoe.engines.transformers.parallel import ParallelModel
 from semmoe.metrics import Traffic, max_over_mean, sum_traffic
-from semmoe.runtime.collectives import Communicator
+from semmoe.runtime.collectives import Communicator, world
 from semmoe.runtime.launch import Reporter, run_ranks
 from semmoe.settings import GenerateSettings
 
@@ -98,29 +96,19 @@ class _Job:
 
 
 def _rank_main(rank: int, size: int, job: _Job, report: Reporter) -> None:
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
-    device = "cuda" if torch.cuda.device_count() >= size else "cpu"
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    else:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.FileStore(str(Path(job.scratch) / "store"), size)
-    backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(minutes=10))
-    results = [_run_set_up(rank, size, job, set_up, device, report) for set_up in job.set_ups]
-    if rank == 0:
-        Path(job.scratch, "results.json").write_text(json.dumps([asdict(result) for result in results]))
-    dist.barrier()
-    dist.destroy_process_group()
+    with world(rank, size, Path(job.scratch)) as (comm, device):
+        results = [_run_set_up(comm, job, set_up, device, report) for set_up in job.set_ups]
+        if rank == 0:
+            Path(job.scratch, "results.json").write_text(json.dumps([asdict(result) for result in results]))
 
 
 _RANK = _rank_main  # what each process runs; tests put a faulty rank here
 
 
-def _run_set_up(rank: int, size: int, job: _Job, set_up: SetUp, device: str, report: Reporter):
-    topology = set_up.plan.topology
+def _run_set_up(world_comm: Communicator, job: _Job, set_up: SetUp, device: str, report: Reporter):
+    topology, rank = set_up.plan.topology, world_comm.rank
     model = load_model(job.model_path, getattr(torch, job.settings.dtype)).to(device)
-    comm = Communicator(dist.group.WORLD, rank, size)
+    comm = Communicator(world_comm.group, rank, world_comm.size)  # with counters of its own
     attention = attention_communicator(comm, topology)
     parallel = ParallelModel(model, set_up.plan, comm, attention, set_up.exchange)
     group = rank // topology.attn_tp_size

@@ -59,7 +59,8 @@ def fingerprint(config: PreTrainedConfig, tokenizer: Any, name: str) -> Fingerpr
     return Fingerprint(
         model=name, architecture_hash=_digest(fields), tokenizer_hash=_digest(vocabulary),
         vocab_size=config.vocab_size, num_layers=_num_moe_layers(config), num_experts=num_experts(config),
-        top_k=config.num_experts_per_tok, num_groups=groups if limited else 1,
+        top_k=config.num_experts_per_tok, num_groups=groups if limited else 1, hidden_size=config.hidden_size,
+        expert_size=expert_size(config),
     )  # fmt: skip
 
 
@@ -79,6 +80,11 @@ def num_experts(config: PreTrainedConfig) -> int:
         if getattr(config, field, None):
             return getattr(config, field)
     raise ValueError(f"{config.model_type} has no experts")
+
+
+def expert_size(config: PreTrainedConfig) -> int:
+    """Width of one expert's feed-forward network."""
+    return getattr(config, "moe_intermediate_size", None) or config.intermediate_size
 
 
 def _num_moe_layers(config: PreTrainedConfig) -> int:

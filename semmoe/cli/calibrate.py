@@ -1,0 +1,50 @@
+"""Measuring what links and experts cost."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from semmoe import console
+from semmoe.cli.app import app
+from semmoe.cli.options import OUTPUT, EpSize, Json, ModelArgument
+
+
+@app.command()
+def calibrate(
+    model: ModelArgument,
+    out: Annotated[
+        Path, typer.Option(help="The links file, JSON, for `semmoe solve --links`.", rich_help_panel=OUTPUT)
+    ],
+    ep_size: EpSize = 4,
+    name: Annotated[str, typer.Option(help="What to call these links.", rich_help_panel=OUTPUT)] = "this machine",
+    as_json: Json = False,
+) -> None:
+    """Measure what links and experts cost, with real collectives between local processes and the model's own experts.
+
+    Run it on an idle machine. It ends with a layer that the fit has not seen, predicted and measured.
+
+    Example: `semmoe calibrate MODEL --ep-size 4 --out links.json`
+    """
+    from semmoe.engines.transformers.calibrate import TOKENS
+    from semmoe.engines.transformers.calibrate import calibrate as measure
+    from semmoe.files import save_json
+
+    with console.bars() as bars:
+        found = measure(model, ep_size, bars.task(f"measuring {ep_size} processes", len(TOKENS)), name)
+    save_json(out, found.links)
+    tier, experts = found.links.inside_node, found.links.experts
+    if as_json:
+        result = {"out": str(out), "predicted_us": found.predicted * 1e6, "measured_us": found.measured * 1e6}
+        console.print_json({**result, "links": found.links.model_dump()})
+        return
+    rows = [
+        ["dispatch", f"{tier.dispatch_latency_us:,.0f} us", f"{tier.gigabytes_per_second:.3g} GB/s"],
+        ["combine", f"{tier.combine_latency_us:,.0f} us", f"{tier.gigabytes_per_second:.3g} GB/s"],
+        ["all-reduce", f"{tier.all_reduce_latency_us:,.0f} us", f"{tier.all_reduce_gigabytes_per_second:.3g} GB/s"],
+        ["experts of a rank", f"{experts.fixed_us:,.0f} us", f"{experts.teraflops:.3g} Tflop/s"],
+    ]
+    console.print_table(f"{out}: {found.links.name}", ["", "fixed", "speed"], rows)
+    predicted, measured = found.predicted * 1e6, found.measured * 1e6
+    console.out.print(f"a layer of its own: predicted {predicted:,.0f} us, measured {measured:,.0f} us "
+                      f"({predicted / measured - 1:+.0%})")  # fmt: skip

@@ -1,0 +1,121 @@
+"""Calibration with real processes, and predicted bytes against those that a run counts. No time is asserted."""
+
+import math
+
+import numpy as np
+import pytest
+
+from semmoe import cost
+from semmoe.core import Topology
+from semmoe.demo import MODEL
+from semmoe.engines.transformers import calibrate as calibration
+from semmoe.engines.transformers import generate as gen
+from semmoe.engines.transformers import model as models
+from semmoe.engines.transformers.recorder import profile
+from semmoe.files import save_json
+from semmoe.settings import CoclusterSettings, GenerateSettings, ReplaySettings, SolveSettings
+from semmoe.solve import expect, solve
+from semmoe.split import split
+from semmoe.texts import held_out_prompts
+from semmoe.trace import TraceHeader, TraceWriter, open_trace
+
+SHAPE = cost.LayerShape(hidden_size=1000, expert_size=10, top_k=2)
+
+
+def sample(tokens, dispatch, combine, experts, all_reduce) -> calibration.Sample:
+    """Two ranks that send each other half of `tokens` rows."""
+    seconds = dict(zip(calibration.PARTS, (dispatch, experts, combine, all_reduce), strict=True))
+    rows = [[0, tokens // 2], [tokens // 2, 0]]
+    return calibration.Sample(seconds=seconds, rows=rows, busiest_pairs=tokens, tokens=tokens)
+
+
+@pytest.mark.parametrize(("backend", "shared"), [("gloo", True), ("nccl", False)])
+def test_a_fit_recovers_the_times_that_made_the_samples(backend, shared):
+    """Rows of 4,016 and 4,000 bytes; dispatch at 2 GB/s after 30 us, combine after 20, all-reduce at 1 GB/s after 10,
+
+    experts 6 us a pair after 5.
+    """
+    draft = calibration._without_times("x", 2, backend, 4)
+    assert (draft.shared, draft.routing_bytes) == (shared, 8)
+    seen = []
+    for tokens in (10, 100, 1000):
+        rows = tokens if shared else tokens // 2
+        reduced = 4000 * tokens * (2 if shared else 1)
+        seen.append(sample(tokens, 30e-6 + 4016 * rows / 2e9, 20e-6 + 4000 * rows / 2e9, 5e-6 + 6e-6 * tokens,
+                           10e-6 + reduced / 1e9))  # fmt: skip
+    links = calibration._fit(seen, SHAPE, draft)
+    assert links.inside_node.model_dump() == pytest.approx(
+        {"dispatch_latency_us": 30, "combine_latency_us": 20, "gigabytes_per_second": 2, "all_reduce_latency_us": 10,
+         "all_reduce_gigabytes_per_second": 1}
+    )  # fmt: skip
+    assert links.experts.model_dump() == pytest.approx({"fixed_us": 5, "teraflops": 0.01})
+
+
+def test_a_fit_of_times_that_do_not_grow_stays_a_valid_calibration(tmp_path):
+    seen = [sample(tokens, 1e-3, 1e-3, 1e-3, 1e-3) for tokens in (10, 100, 1000)]
+    links = calibration._fit(seen, SHAPE, calibration._without_times("x", 2, "gloo", 4))
+    save_json(tmp_path / "links.json", links)
+    assert cost.load_links(str(tmp_path / "links.json")) == links
+
+
+def test_one_rank_has_no_links_to_measure():
+    with pytest.raises(ValueError, match="ep_size must be at least 2, not 1"):
+        calibration.calibrate(str(MODEL), 1)
+
+
+@pytest.mark.dist
+def test_two_processes_calibrate_themselves(tmp_path, monkeypatch):
+    done = []
+    found = calibration.calibrate(str(MODEL), 2, done.append, "two processes")
+    assert sum(done) == len(calibration.TOKENS)
+    save_json(tmp_path / "links.json", found.links)
+    links = cost.load_links(str(tmp_path / "links.json"))
+    assert links == found.links
+    assert (links.name, links.kind, links.dispatch_bytes_per_value) == ("two processes", "measured", 4)
+    assert "2 processes" in links.source
+    assert links.inside_node.gigabytes_per_second > 0
+    assert links.experts.teraflops > 0
+    assert math.isfinite(found.predicted)
+    assert found.predicted > 0
+    assert found.measured > 0
+    f = models.fingerprint_of(str(MODEL))
+    assert found.shape == cost.LayerShape(hidden_size=f.hidden_size, expert_size=f.expert_size, top_k=f.top_k)
+
+
+@pytest.mark.dist
+def test_a_model_whose_experts_do_not_divide_is_refused():
+    with pytest.raises(ValueError, match="ep_size 3 does not divide"):
+        calibration.calibrate(str(MODEL), 3)
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    """Prompts of the embedded model's held-out text, prefill only."""
+    folder, tokenizer = tmp_path_factory.mktemp("trace"), models.load_tokenizer(str(MODEL))
+    prompts = [tokenizer(text)["input_ids"][:96] for _, _, text in held_out_prompts(per_domain=10)]
+    header = TraceHeader(fingerprint=models.fingerprint_of(str(MODEL)), dataset_hash="test", settings={})
+    with TraceWriter(folder, header) as writer:
+        profile(models.load_model(str(MODEL)), prompts, writer)
+    return open_trace(folder)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("attention", ["dp", "tp"])
+def test_bytes_of_the_verdict_are_those_that_generate_counts(attention, trace):
+    """The requests held out for the verdict are generated, one batch, prefill: bytes per rank pair agree."""
+    f, topology = trace.fingerprint, Topology.for_attention(attention, 4)
+    quick = SolveSettings(cocluster=CoclusterSettings(starts=1, kicks=1, sweeps=2))
+    links = calibration._without_times("this machine", 4, "gloo", 4)
+    shape = cost.LayerShape(hidden_size=f.hidden_size, expert_size=f.expert_size, top_k=f.top_k)
+    whole = ReplaySettings(batch_tokens=trace.num_tokens, batches="prefill")
+    held_out, seen = split(trace, 0.2, quick.seed)
+    for method in ("linear", "semmoe"):
+        settings = SolveSettings(method=method, cocluster=quick.cocluster)
+        expected = expect(trace, topology, settings, whole, links, shape)
+        predicted = f.num_layers * np.array(expected["bytes_per_rank_pair"])
+        up = gen.SetUp(name=method, plan=solve(seen, topology, settings))
+        prompts = [held_out.prompt(r).tolist() for r in range(held_out.num_requests)]
+        once = GenerateSettings(max_new_tokens=1, batch_size=len(prompts))
+        counted = np.array(gen.generate(str(MODEL), prompts, [up], once)[0].all_to_all_bytes_per_rank_pair)
+        assert predicted.sum() == pytest.approx(counted.sum(), rel=0.02)
+        np.testing.assert_allclose(predicted, counted, atol=0.02 * counted.max())
