@@ -60,10 +60,10 @@ def test_leveling_by_hand():
     start = primary_serving(copies, primary)
     assert start[:, 0].tolist() == [0, 1, 0, 0]
     expert_ids, home = np.array([[0]] * 8), np.array([2] * 4 + [3] * 4)
-    out = level(expert_ids, home, np.zeros(8, np.int64), start, copies, nodes(4, 1), (1.0, 0.0, 5.0), 1.0)
+    out = level(expert_ids, home, np.zeros(8, np.int64), start, copies, nodes(4, 1), (1.0, 0.0, 5.0))
     assert sorted(out[2:, 0].tolist()) == [0, 1]
     np.testing.assert_array_equal(out[:2], start[:2])
-    unpriced = level(expert_ids, home, np.zeros(8, np.int64), start, copies, nodes(4, 1), (1.0, 0.0, 0.0), 1.0)
+    unpriced = level(expert_ids, home, np.zeros(8, np.int64), start, copies, nodes(4, 1), (1.0, 0.0, 0.0))
     np.testing.assert_array_equal(unpriced, start)
 
 
@@ -74,7 +74,7 @@ def test_without_a_price_of_load_rows_are_merged():
     start = primary_serving(copies, primary)
     expert_ids, home, request = np.array([[0, 1]] * 6), np.zeros(6, np.int64), np.zeros(6, np.int64)
     assert remote(expert_ids, home, start, nodes(3, 1))[0] == 2
-    out = level(expert_ids, home, request, start, copies, nodes(3, 1), (1.0, 0.0, 0.0), 1.0)
+    out = level(expert_ids, home, request, start, copies, nodes(3, 1), (1.0, 0.0, 0.0))
     assert out[0, 0] == 2
     assert remote(expert_ids, home, out, nodes(3, 1))[0] == 1
 
@@ -87,7 +87,7 @@ def test_copies_serve_from_as_near_as_they_can_and_costs_fall(num_nodes, seed):
     copies = nearest_copies(slots, 8, node_of)
     start = primary_serving(copies, primary)
     expert_ids, home, request = tokens(seed, 60)
-    out = level(expert_ids, home, request, start, copies, node_of, weights, 1.0)
+    out = level(expert_ids, home, request, start, copies, node_of, weights)
     hosts = [set(np.flatnonzero((slots == e).any(axis=1)).tolist()) for e in range(8)]
     for h, e in product(range(4), range(8)):
         near = {rank for rank in hosts[e] if node_of[rank] == node_of[h]}
@@ -97,7 +97,7 @@ def test_copies_serve_from_as_near_as_they_can_and_costs_fall(num_nodes, seed):
         assert out[h, e] in best
     before, after = (np.dot(weights[:2], remote(expert_ids, home, s, node_of)) for s in (start, out))
     assert after <= before + 1e-9
-    np.testing.assert_array_equal(out, level(expert_ids, home, request, start, copies, node_of, weights, 1.0))
+    np.testing.assert_array_equal(out, level(expert_ids, home, request, start, copies, node_of, weights))
 
 
 @given(seed=st.integers(0, 9999))
@@ -107,7 +107,7 @@ def test_load_falls_if_only_load_has_a_price(seed):
     copies = nearest_copies(slots, 8, nodes(4, 1))
     start = primary_serving(copies, primary)
     expert_ids, home, _ = tokens(seed, 60)
-    out = level(expert_ids, home, np.zeros(60, np.int64), start, copies, nodes(4, 1), (0.0, 0.0, 1.0), 1.0)
+    out = level(expert_ids, home, np.zeros(60, np.int64), start, copies, nodes(4, 1), (0.0, 0.0, 1.0))
 
     def excess(serving):
         load = oracles.traffic(expert_ids, home, serving)[2]
@@ -125,6 +125,6 @@ def test_one_copy_each_leaves_nothing_to_choose():
     slots, primary = layout(0, redundant=0)
     copies = nearest_copies(slots, 8, nodes(4, 2))
     start = primary_serving(copies, primary)
-    out = level(*tokens(0, 40), start, copies, nodes(4, 2), (1.0, 1.0, 5.0), 1.0)
+    out = level(*tokens(0, 40), start, copies, nodes(4, 2), (1.0, 1.0, 5.0))
     np.testing.assert_array_equal(out, start)
     np.testing.assert_array_equal(out, np.tile(primary, (4, 1)))

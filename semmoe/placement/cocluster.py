@@ -17,7 +17,7 @@ from semmoe.core import Placement, RoutingTrace, Topology, require
 from semmoe.metrics import layer_traffic
 from semmoe.placement.paper import place_layer
 from semmoe.placement.search import improve, make_state
-from semmoe.placement.serving import level, nearest_copies, primary_serving
+from semmoe.placement.serving import LOAD_PRICE, level, nearest_copies, primary_serving
 from semmoe.predictor import Predictor, predict, sample_requests
 from semmoe.scores import SCALE, assign
 from semmoe.settings import CoclusterSettings
@@ -184,9 +184,7 @@ def place(
             seed * f.num_layers + layer, None if start is None else start[layer],
         )  # fmt: skip
         expected = predict(predictor, trace, part, layer, rows) if predictor else None
-        measured = [
-            _measure(layout, part, layer, rows, part_group, expected, topology, settings, caps[-1]) for layout in found
-        ]
+        measured = [_measure(layout, part, layer, rows, part_group, expected, topology, settings) for layout in found]
         progress(1)
         return measured
 
@@ -200,7 +198,7 @@ def place(
     )  # fmt: skip
 
 
-def _measure(layout, trace, layer, rows, group, expected, topology, settings, cap) -> Measured:
+def _measure(layout, trace, layer, rows, group, expected, topology, settings) -> Measured:
     """Send tokens home as they will be online, level the serving of copies, and say what that costs."""
     experts, request = trace.expert_ids[rows, layer], trace.request_of_token()[rows]
     home = _homes(layout, rows, group, expected, topology, settings)
@@ -208,9 +206,8 @@ def _measure(layout, trace, layer, rows, group, expected, topology, settings, ca
     copies = nearest_copies(layout.slots, len(layout.primary), node_of)
     serving = primary_serving(copies, layout.primary)
     if layout.slots.size > len(layout.primary):
-        price = settings.load_price if np.isfinite(cap) else 0.0
-        weights = settings.remote_rank, settings.remote_node, price
-        serving = level(experts, home, request, serving, copies, node_of, weights, cap)
+        weights = settings.remote_rank, settings.remote_node, LOAD_PRICE if settings.load_limit else 0.0
+        serving = level(experts, home, request, serving, copies, node_of, weights)
     traffic = layer_traffic(experts, home, serving)
     cost = settings.remote_rank * traffic.rows.sum() - settings.activation * traffic.local_pairs
     cost += settings.remote_node * _node_rows(experts, home, serving, node_of)

@@ -5,7 +5,7 @@ which ranks a token reaches and how the load of experts with copies is shared. T
 primary copy for all, at homes as they would be if routing were known. Here homes are those that predictions lead to,
 and single (source rank, expert) pairs go to another copy while that lowers
 
-    remote_rank * rows per token + remote_node * rows to other nodes per token + load_price * load above the cap
+    remote_rank * rows per token + remote_node * rows to other nodes per token + LOAD_PRICE * load above the mean
 
 which is summed over ranks and averaged over several mixes of the profile's requests. On gpt-oss with 8 redundant
 experts it takes .04 from the expert load (max/mean) of held-out batches, for .005 remote ranks.
@@ -16,6 +16,7 @@ import numpy as np
 
 njit = numba.njit(cache=True, nogil=True)
 MIXES, SWEEPS = 16, 8
+LOAD_PRICE = 20.0  # few rows change with the choice of a copy, so load comes first
 
 
 def nearest_copies(slots: np.ndarray, num_experts: int, node_of: np.ndarray) -> np.ndarray:
@@ -41,12 +42,12 @@ def primary_serving(copies: np.ndarray, primary: np.ndarray) -> np.ndarray:
 
 def level(
     expert_ids: np.ndarray, home: np.ndarray, request: np.ndarray, serving: np.ndarray, copies: np.ndarray,
-    node_of: np.ndarray, weights: tuple[float, float, float], cap: float,
+    node_of: np.ndarray, weights: tuple[float, float, float],
 ) -> np.ndarray:  # fmt: skip
     """A better `serving` (G, E) for tokens of a profile: experts (T, K), home (T,), request (T,).
 
-    copies (G, E, G) bool: those that may serve; weights: of a row to another rank, of one to another node, of the load
-    above `cap` (1 = the mean).
+    copies (G, E, G) bool: those that may serve; weights: of a row to another rank, of one to another node, of a
+    rank's load above the mean.
     """
     mixes = np.random.default_rng(0).exponential(size=(request.max() + 1, MIXES))
     load_of_pair = mixes[request]
@@ -56,14 +57,13 @@ def level(
     offsets = np.searchsorted(pair.ravel()[order], np.arange(serving.size + 1))
     out = serving.astype(np.int64)
     _level(
-        expert_ids.astype(np.int64), load_of_pair, order // expert_ids.shape[1], offsets, copies, node_of, weights,
-        cap, out,
+        expert_ids.astype(np.int64), load_of_pair, order // expert_ids.shape[1], offsets, copies, node_of, weights, out
     )  # fmt: skip
     return out
 
 
 @njit
-def _level(expert_ids, load_of_pair, tokens, offsets, copies, node_of, weights, cap, serving):
+def _level(expert_ids, load_of_pair, tokens, offsets, copies, node_of, weights, serving):
     """Moves (source rank, expert) pairs, whose tokens are tokens[offsets[i] : offsets[i + 1]]; changes `serving`."""
     G, E = serving.shape
     share = np.zeros((G * E, load_of_pair.shape[1]))
@@ -81,7 +81,7 @@ def _level(expert_ids, load_of_pair, tokens, offsets, copies, node_of, weights, 
             for other in range(G):
                 if other == now or not copies[h, e, other] or offsets[pair] == offsets[pair + 1]:
                     continue
-                change = weights[2] * _excess_change(load, share[pair], now, other, cap)
+                change = weights[2] * _excess_change(load, share[pair], now, other)
                 for t in tokens[offsets[pair] : offsets[pair + 1]]:
                     change += _row_change(expert_ids[t], e, h, now, other, serving, node_of, weights) / len(expert_ids)
                 if change < best:
@@ -95,12 +95,12 @@ def _level(expert_ids, load_of_pair, tokens, offsets, copies, node_of, weights, 
 
 
 @njit
-def _excess_change(load, share, now, other, cap):
-    """Change of the load above the cap when `share` (J,) goes from rank `now` to `other`, mean over the J mixes."""
+def _excess_change(load, share, now, other):
+    """Change of the load above the mean, 1, when `share` (J,) goes from rank `now` to `other`, mean over the J mixes."""
     total = 0.0
     for j in range(len(share)):
-        total += max(load[now, j] - share[j] - cap, 0.0) - max(load[now, j] - cap, 0.0)
-        total += max(load[other, j] + share[j] - cap, 0.0) - max(load[other, j] - cap, 0.0)
+        total += max(load[now, j] - share[j] - 1, 0.0) - max(load[now, j] - 1, 0.0)
+        total += max(load[other, j] + share[j] - 1, 0.0) - max(load[other, j] - 1, 0.0)
     return total / len(share)
 
 
