@@ -96,7 +96,7 @@ def _level(expert_ids, load_of_pair, tokens, offsets, copies, node_of, weights, 
 
 @njit
 def _excess_change(load, share, now, other):
-    """Change of the load above the mean, 1, when `share` (J,) goes from rank `now` to `other`, mean over the J mixes."""
+    """Change of the load above 1, the mean, when `share` (J,) goes from rank `now` to `other`; mean over J mixes."""
     total = 0.0
     for j in range(len(share)):
         total += max(load[now, j] - share[j] - 1, 0.0) - max(load[now, j] - 1, 0.0)
