@@ -1,11 +1,13 @@
 """The command line as people and scripts meet it: results, exit codes, one clear line for a mistake."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -383,17 +385,28 @@ def test_ctrl_c_elsewhere_promises_no_resuming(work, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def cpu_seconds(pid: int) -> float:
+    """User time that a process has had so far (Linux)."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11]) / os.sysconf("SC_CLK_TCK")
+
+
 def test_ctrl_c_leaves_a_usable_trace_and_a_second_run_completes_it(tmp_path):
     texts = [{"prompt": PROMPTS[i % 24] * 6} for i in range(400)]
     (tmp_path / "many.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
     trace = tmp_path / "trace"
     arguments = ["profile", "tiny", "--dataset", tmp_path / "many.jsonl", "--batch-size", 4, "--out", trace]
     code = "from semmoe.cli import main; main()"
-    process = subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)], stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
     while not (trace / "trace.json").exists():
         assert process.poll() is None
         time.sleep(0.05)
-    time.sleep(2.5)
+    begun = cpu_seconds(process.pid)
+    while cpu_seconds(process.pid) < begun + 2.5:  # not by the clock: other work may share the cores
+        assert process.poll() is None
+        time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
