@@ -1,0 +1,38 @@
+"""What the runtime computes, in plain torch: the specification that every fast path is tested against.
+
+Functions that stand for a collective take what all ranks put in and give what every rank gets. Sums run in rank order
+in float32 (float64 for float64) and are rounded once, so that a result depends neither on where a row lies nor on who
+adds it.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class RankOrder(NamedTuple):
+    """Rows sorted by rank, stable; arrays or tensors alike.
+
+    Worked example, ranks [1, 0, 1, 1, 0] of two: order = [1, 4, 0, 2, 3], inverse = [2, 0, 3, 4, 1], counts = [2, 3].
+    With slices of four rows: order = [1, 4, -1, -1, 0, 2, 3, -1], inverse = [4, 0, 5, 6, 1].
+    """
+
+    order: Tensor  # (N,) int64: the row in each place; with slices (size * slice_rows,), -1 where a slice has no row
+    inverse: Tensor  # (N,) int64: the place of each row
+    counts: Tensor  # (size,) int64: rows of each rank
+
+
+def argsort_ranks(ranks: Tensor, size: int, slice_rows: int | None = None) -> RankOrder:
+    """Sort rank ids (N,) of 0 to size - 1. slice_rows: give every rank that many places instead of as many as rows."""
+    ranks = ranks.long()
+    by_rank = torch.argsort(ranks, stable=True)
+    counts = torch.bincount(ranks, minlength=size)
+    places = torch.arange(len(ranks), device=ranks.device)
+    if slice_rows is not None:
+        assert int(counts.max()) <= slice_rows, f"a slice of {int(counts.max())} rows exceeds its size of {slice_rows}"
+        first = counts.cumsum(0) - counts
+        places += (torch.arange(size, device=ranks.device) * slice_rows - first)[ranks[by_rank]]
+    order = ranks.new_full((len(ranks) if slice_rows is None else size * slice_rows,), -1)
+    order[places] = by_rank
+    return RankOrder(order, torch.empty_like(by_rank).scatter_(0, by_rank, places), counts)
