@@ -124,7 +124,9 @@ def test_counted_traffic_follows_its_closed_forms(checkpoints, tmp_path):
 
 def rank_without_unshuffle(rank, size, job, report):
     """A fault: rows come back from the all-gather in slice order instead of token order."""
-    parallel.shuffled_all_gather = lambda comm, rows, handle: _gather_in_slice_order(comm, rows, handle)
+    parallel.shuffled_all_gathers = lambda comm, columns, handle: [
+        _gather_in_slice_order(comm, rows, handle) for rows in columns
+    ]
     gen._rank_main(rank, size, job, report)
 
 

@@ -24,7 +24,9 @@ def argsort_ranks(ranks: Any, size: int, slice_rows: int | None = None) -> RankO
     if ranks.is_cpu:
         return RankOrder(*map(torch.from_numpy, _on_arrays(ranks.numpy(), size, slice_rows)))
     kernels = _kernels()
-    return kernels.argsort_ranks(ranks, size, slice_rows) if kernels else reference.argsort_ranks(ranks, size, slice_rows)
+    return (
+        kernels.argsort_ranks(ranks, size, slice_rows) if kernels else reference.argsort_ranks(ranks, size, slice_rows)
+    )
 
 
 def _kernels() -> Any:
@@ -43,7 +45,7 @@ def _on_arrays(ranks: np.ndarray, size: int, slice_rows: int | None) -> RankOrde
     if fullest < 0:
         raise ValueError(f"rank {ranks[-1 - fullest]} of row {-1 - fullest} is not one of {size} ranks")
     assert slice_rows is None or fullest <= slice_rows, f"a slice of {fullest} rows exceeds its size of {slice_rows}"
-    return RankOrder(order, inverse, counts)  # type: ignore[arg-type]
+    return RankOrder(order, inverse, counts)
 
 
 @numba.njit(cache=True, nogil=True)

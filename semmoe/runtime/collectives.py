@@ -2,17 +2,22 @@
 
 Groups are arguments; nothing here asks which rank it is on. Bytes are what this rank must send to others in the
 bandwidth-optimal form of each collective, n ranks and a payload of m bytes: all-to-all what leaves the rank,
-reduce-scatter (n - 1) / n * m of its input, all-gather (n - 1) * m of its slice, all-reduce 2 (n - 1) / n * m.
+reduce-scatter (n - 1) / n * m of its input, all-gather (n - 1) * m of its slice, all-reduce 2 (n - 1) / n * m. The
+shuffled pair sends no padding over gloo.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from semmoe.assignment import slice_size
+from semmoe.runtime.argsort import argsort_ranks
+from semmoe.runtime.rows import pack_rows, sum_parts, unpack_rows
 
 # torch 2.13 renamed both; earlier versions have the old names only.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -21,24 +26,56 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 @dataclass
 class Communicator:
-    """A process group, this rank's place in it, and the bytes it has sent, by kind and (all-to-all) by receiver."""
+    """A process group, this rank's place in it, and the bytes it has sent, by kind and (all-to-all) by receiver.
+
+    Not for several threads: `staging` hands out the same memory again and again.
+    """
 
     group: dist.ProcessGroup | None
     rank: int
     size: int
     sent: Counter[str] = field(default_factory=Counter)
     sent_to: Counter[int] = field(default_factory=Counter)
+    _memory: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
 
-    def all_to_all(self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int], kind: str) -> torch.Tensor:
+    @property
+    def others(self) -> list[int]:
+        """Every other rank, from the next one on, so that not all begin with the same."""
+        return [(self.rank + k) % self.size for k in range(1, self.size)]
+
+    @property
+    def backend(self) -> str:
+        return dist.get_backend(self.group)
+
+    def staging(self, use: str, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        """Memory for what is on its way, of `like`'s type and device; good until the next call for the same `use`.
+
+        Fresh memory of some MB costs as much as filling it, since the system hands it out page by page.
+        """
+        needed = int(np.prod(shape)) * like.element_size()
+        memory = self._memory.get(use)
+        if memory is None or len(memory) < needed or memory.device != like.device:
+            memory = torch.empty(max(needed, 1), dtype=torch.uint8, device=like.device)
+            self._memory[use] = memory
+        return memory[:needed].view(like.dtype).view(*shape)
+
+    def all_to_all(
+        self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int], kind: str,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """Send `send[j]` consecutive rows of (M, W) to each rank j; returns what arrived, (sum(receive), W)."""
-        out = rows.new_empty((sum(receive), *rows.shape[1:]))
+        if out is None:
+            out = rows.new_empty((sum(receive), *rows.shape[1:]))
         dist.all_to_all_single(out, rows.contiguous(), list(receive), list(send), group=self.group)
+        self._count(kind, send, rows)
+        return out
+
+    def _count(self, kind: str, rows_to: Sequence[int], rows: torch.Tensor) -> None:
         row_bytes = rows[:1].numel() * rows.element_size() if len(rows) else 0
-        for j, count in enumerate(send):
+        for j, count in enumerate(rows_to):
             if j != self.rank:
                 self.sent[kind] += count * row_bytes
                 self.sent_to[j] += count * row_bytes
-        return out
 
     def exchange_counts(self, counts: torch.Tensor) -> torch.Tensor:
         """(size,) int64 counts for each rank -> (size,) counts from each rank."""
@@ -54,20 +91,41 @@ class Communicator:
         """
         rows = slices.shape[0] // self.size
         self.sent["reduce_scatter"] += (self.size - 1) * rows * slices[:1].numel() * slices.element_size()
-        if dist.get_backend(self.group) != "gloo":
+        if self.backend == "nccl":
             out = slices.new_empty((rows, *slices.shape[1:]))
             _reduce_scatter(out, slices, group=self.group)
             return out
-        parts = torch.empty_like(slices)
+        parts = self.staging("arrived", slices.shape, slices)
         dist.all_to_all_single(parts, slices.contiguous(), group=self.group)
-        return parts.view(self.size, rows, *slices.shape[1:]).sum(dim=0)
+        parts = parts.view(self.size, rows, -1)
+        total = sum_parts(parts[1:], parts[0], torch.arange(rows, device=slices.device), 0)
+        return total.view(rows, *slices.shape[1:])
 
     def all_gather(self, slice_: torch.Tensor) -> torch.Tensor:
         """(S, ...) of this rank -> (size * S, ...) of all, in rank order."""
-        out = slice_.new_empty((self.size * slice_.shape[0], *slice_.shape[1:]))
-        _all_gather(out, slice_.contiguous(), group=self.group)
+        out = slice_.new_empty((self.size, *slice_.shape))
+        if self.backend == "gloo":
+            arrivals = self.send_to_all([slice_.contiguous()], [[part] for part in out])
+            out[self.rank] = slice_
+            for _ in arrivals:
+                pass
+        else:
+            _all_gather(out.flatten(0, 1), slice_.contiguous(), group=self.group)
         self.sent["all_gather"] += (self.size - 1) * slice_.numel() * slice_.element_size()
-        return out
+        return out.flatten(0, 1)
+
+    def send_to_all(self, tensors: Sequence[torch.Tensor], into: Sequence[Sequence[torch.Tensor]]) -> Iterator[int]:
+        """Begin to send `tensors` to every other rank and to receive those of rank j in into[j], all contiguous.
+
+        Yields each rank when what it sent is there; at the end all has been sent. Messages are not counted here, and
+        are point to point: gloo's all-gather receives in memory of its own and copies.
+        """
+        receives = {
+            j: [dist.irecv(t, group=self.group, group_src=j) for t in into[j] if t.numel()]
+            for j in reversed(self.others)
+        }
+        sends = [dist.isend(t, group=self.group, group_dst=j) for j in self.others for t in tensors if t.numel()]
+        return _as_they_come(receives, sends)
 
     def all_reduce(self, tensor: torch.Tensor, kind: str = "all_reduce") -> torch.Tensor:
         """The sum over all ranks, on every rank."""
@@ -77,9 +135,19 @@ class Communicator:
         return out
 
 
+def _as_they_come(receives: dict[int, list[Any]], sends: list[Any]) -> Iterator[int]:
+    for j, works in receives.items():
+        for work in works:
+            work.wait()
+        yield j
+    for work in sends:
+        work.wait()
+
+
 @dataclass(frozen=True)
 class ShuffleHandle:
-    """What a shuffled reduce-scatter did, for its inverse, the shuffled all-gather. Equal on all ranks but `mine`.
+    """What a shuffled reduce-scatter did, for its inverse, the shuffled all-gather. Equal on all ranks but the last
+    two fields.
 
     Worked example, tokens 0..4 assigned to ranks [1, 0, 1, 1, 0] of two: slices of three rows, rank 0 gets tokens
     1, 4 and one row of padding, rank 1 gets 0, 2, 3: order = [1, 4, -1, 0, 2, 3], inverse = [3, 0, 4, 5, 1].
@@ -87,40 +155,82 @@ class ShuffleHandle:
 
     order: torch.Tensor  # (size * S,) int64: the token in each slot, -1 for padding
     inverse: torch.Tensor  # (N,) int64: the slot of each token
-    mine: torch.Tensor  # (n,) int64: this rank's tokens, in slot order, n <= S
+    counts: tuple[int, ...]  # tokens of each rank, none above S
     slice_rows: int  # S
+    mine: torch.Tensor  # (n,) int64: this rank's tokens, in slot order
+    others: torch.Tensor  # (N - n,) int64: the tokens of other ranks, in slot order
+
+    def tokens_of(self, rank: int) -> torch.Tensor:
+        start = rank * self.slice_rows
+        return self.order[start : start + self.counts[rank]]
 
 
-def shuffle_handle(ranks: torch.Tensor, size: int, rank: int) -> ShuffleHandle:
+def shuffle_handle(ranks: torch.Tensor | np.ndarray, size: int, rank: int) -> ShuffleHandle:
     """From the rank (N,) of each token in a group of `size`; no rank may have more than an equal slice."""
-    tokens = len(ranks)
-    rows = slice_size(tokens, size)
-    sorted_tokens = torch.argsort(ranks, stable=True)
-    counts = torch.bincount(ranks, minlength=size)
-    assert int(counts.max()) <= rows, f"a slice of {int(counts.max())} rows exceeds its size of {rows}"
-    first = torch.cumsum(counts, 0) - counts
-    within = torch.arange(tokens, device=ranks.device) - first[ranks[sorted_tokens]]
-    slots = ranks[sorted_tokens] * rows + within
-    order = torch.full((size * rows,), -1, dtype=torch.int64, device=ranks.device)
-    order[slots] = sorted_tokens
-    inverse = torch.empty_like(sorted_tokens)
-    inverse[sorted_tokens] = slots
-    start = int(first[rank])
-    return ShuffleHandle(order, inverse, sorted_tokens[start : start + int(counts[rank])], rows)
+    rows = slice_size(len(ranks), size)
+    order, inverse, counts = argsort_ranks(ranks, size, rows)
+    if isinstance(order, np.ndarray):
+        order, inverse = torch.from_numpy(order), torch.from_numpy(inverse)
+    number = tuple(counts.tolist())
+    tokens = [order[j * rows : j * rows + number[j]] for j in range(size)]
+    others = torch.cat([order[:0], *tokens[:rank], *tokens[rank + 1 :]])
+    return ShuffleHandle(order, inverse, number, rows, tokens[rank], others)
 
 
 def shuffled_reduce_scatter(comm: Communicator, partial: torch.Tensor, handle: ShuffleHandle) -> torch.Tensor:
     """SRS (paper, section 3.4): sum `partial` (N, H) over ranks, each token's row to the rank that `handle` names.
 
-    Returns (n, H), the rows of `handle.mine`. The permutation happens while packing.
+    Returns (n, H), the rows of `handle.mine`, as of `reference.shuffled_reduce_scatter`. The permutation happens while
+    packing, this rank's own rows are read where they are.
     """
-    slices = partial[handle.order.clamp(min=0)]
-    slices[handle.order < 0] = 0
-    return comm.reduce_scatter(slices)[: len(handle.mine)]
+    if comm.backend == "nccl":
+        slices = partial[handle.order.clamp(min=0)]
+        slices[handle.order < 0] = 0
+        return comm.reduce_scatter(slices)[: len(handle.mine)]
+    partial, n = partial.contiguous(), len(handle.mine)
+    packed = comm.staging("packed", (len(handle.others), partial.shape[1]), partial)
+    arrived = comm.staging("arrived", ((comm.size - 1) * n, partial.shape[1]), partial)
+    pack_rows(packed, partial, handle.others)
+    send = [0 if j == comm.rank else count for j, count in enumerate(handle.counts)]
+    receive = [0 if j == comm.rank else n for j in range(comm.size)]
+    if comm.size > 1:
+        dist.all_to_all_single(arrived, packed, receive, send, group=comm.group)
+    comm.sent["reduce_scatter"] += packed.numel() * packed.element_size()
+    return sum_parts(arrived.view(comm.size - 1, n, partial.shape[1]), partial, handle.mine, comm.rank)
 
 
 def shuffled_all_gather(comm: Communicator, rows: torch.Tensor, handle: ShuffleHandle) -> torch.Tensor:
     """SAG: the rows (n, ...) of every rank's `mine` -> (N, ...) in the original token order, on every rank."""
+    return shuffled_all_gathers(comm, [rows], handle)[0]
+
+
+def shuffled_all_gathers(
+    comm: Communicator, columns: Sequence[torch.Tensor], handle: ShuffleHandle
+) -> list[torch.Tensor]:
+    """SAG of several tensors that belong to the same rows, on their way together."""
+    for rows in columns:
+        comm.sent["all_gather"] += (comm.size - 1) * rows.numel() * rows.element_size()
+    if comm.backend != "gloo":
+        return [_all_gather_padded(comm, rows, handle) for rows in columns]
+    columns = [rows.contiguous() for rows in columns]
+    outs = [rows.new_empty((len(handle.inverse), *rows.shape[1:])) for rows in columns]
+    shapes = [(len(handle.others), *rows.shape[1:]) for rows in columns]
+    staged = [comm.staging(f"gathered {i}", shape, columns[i]) for i, shape in enumerate(shapes)]
+    counts = [0 if j == comm.rank else count for j, count in enumerate(handle.counts)]
+    into = list(zip(*(part.split(counts) for part in staged), strict=True))
+    arrivals = comm.send_to_all(columns, into)
+    for out, rows in zip(outs, columns, strict=True):
+        unpack_rows(out, rows, handle.mine)  # while the others' rows are on their way
+    for j in arrivals:
+        for out, rows in zip(outs, into[j], strict=True):
+            unpack_rows(out, rows, handle.tokens_of(j))
+    return outs
+
+
+def _all_gather_padded(comm: Communicator, rows: torch.Tensor, handle: ShuffleHandle) -> torch.Tensor:
+    """One collective on equal slices, which every backend has."""
     padded = rows.new_zeros((handle.slice_rows, *rows.shape[1:]))
     padded[: len(rows)] = rows
-    return comm.all_gather(padded)[handle.inverse]
+    out = rows.new_empty((comm.size * handle.slice_rows, *rows.shape[1:]))
+    _all_gather(out, padded, group=comm.group)
+    return out[handle.inverse]

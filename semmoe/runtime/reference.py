@@ -36,3 +36,25 @@ def argsort_ranks(ranks: Tensor, size: int, slice_rows: int | None = None) -> Ra
     order = ranks.new_full((len(ranks) if slice_rows is None else size * slice_rows,), -1)
     order[places] = by_rank
     return RankOrder(order, torch.empty_like(by_rank).scatter_(0, by_rank, places), counts)
+
+
+def shuffled_reduce_scatter(partials: list[Tensor], ranks: Tensor) -> list[Tensor]:
+    """partials (N, H) of every rank, ranks (N,) of the tokens -> (n, H) for every rank: the sums of its tokens."""
+    total = sum_in_order(partials)
+    return [total[ranks == j] for j in range(len(partials))]
+
+
+def shuffled_all_gather(rows: list[Tensor], ranks: Tensor) -> Tensor:
+    """The rows (n, ...) of every rank, its tokens in their order -> (N, ...), the same on every rank."""
+    out = rows[0].new_empty((len(ranks), *rows[0].shape[1:]))
+    for j, part in enumerate(rows):
+        out[ranks == j] = part
+    return out
+
+
+def sum_in_order(parts: list[Tensor]) -> Tensor:
+    """The sum of tensors of one shape, the first two first."""
+    total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32), copy=True)
+    for part in parts[1:]:
+        total += part
+    return total.to(parts[0].dtype)

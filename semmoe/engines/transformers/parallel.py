@@ -17,7 +17,7 @@ from semmoe.core import Plan, require
 from semmoe.engines.transformers.attention import shard_attention
 from semmoe.engines.transformers.model import decoder_layers, moe_layers
 from semmoe.metrics import Traffic, layer_traffic, serving_ranks
-from semmoe.runtime.collectives import Communicator, ShuffleHandle, shuffled_all_gather, shuffled_reduce_scatter
+from semmoe.runtime.collectives import Communicator, ShuffleHandle, shuffled_all_gathers, shuffled_reduce_scatter
 from semmoe.runtime.dispatch import combine, dispatch
 from semmoe.runtime.tp import TokenShuffler
 
@@ -119,14 +119,16 @@ class ParallelModel:
         handle = self.shuffler.slices(index)
         stream = residual[handle.mine] + shuffled_reduce_scatter(self.attention_comm, partial, handle)
         stream = self._feed_forward(layer, index, stream)
-        self._share_routing(index, handle)
-        return self._put_back(hidden_states, shuffled_all_gather(self.attention_comm, stream, handle))
+        return self._put_back(hidden_states, self._gather(index, stream, handle))
 
-    def _share_routing(self, index: int | None, handle: ShuffleHandle) -> None:
-        """A rank knows the routing of its own slice only: the expert ids travel with the all-gather, and count."""
-        if index is not None and self.shuffler.uses_history:
-            experts = self.shuffler.by_weight(*self._last_routing)
-            self.shuffler.observe(index, shuffled_all_gather(self.attention_comm, experts, handle))
+    def _gather(self, index: int | None, stream: torch.Tensor, handle: ShuffleHandle) -> torch.Tensor:
+        """The whole stream. A rank knows the routing of its own slice only: expert ids travel along, and count."""
+        if index is None or not self.shuffler.uses_history:
+            return shuffled_all_gathers(self.attention_comm, [stream], handle)[0]
+        experts = self.shuffler.by_weight(*self._last_routing)
+        stream, experts = shuffled_all_gathers(self.attention_comm, [stream, experts], handle)
+        self.shuffler.observe(index, experts)
+        return stream
 
     def _feed_forward(self, layer: nn.Module, index: int | None, stream: torch.Tensor) -> torch.Tensor:
         """Post-attention norm, MoE or dense block, residual, on this rank's rows (n, H), n may be 0."""
