@@ -1,14 +1,11 @@
 """The counting sort of rank ids against torch's stable sort: numba, and Triton in its interpreter."""
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from triton_runs import NO_TRITON, TARGETS, compiles, interpret
 
 from semmoe.runtime import reference
 from semmoe.runtime.argsort import argsort_ranks
@@ -71,11 +68,7 @@ def test_a_slice_too_full_is_our_own_mistake():
 
 
 def test_triton_interpreted():
-    """`interpreted` below, in a process of its own: Triton reads the switch when it is imported."""
-    pytest.importorskip("triton", reason="Triton is not installed; a CPU build of torch does not bring it")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
+    interpret(__file__)
 
 
 def interpreted() -> None:
@@ -89,28 +82,19 @@ def interpreted() -> None:
     assert order.tolist() == [0, -1, 1, 2]  # a slice too full loses rows, not its neighbour's
 
 
-@pytest.mark.parametrize(("backend", "arch", "warp"), [("cuda", 90, 32), ("hip", "gfx942", 64)])
+@pytest.mark.parametrize("target", TARGETS, ids=str)
 @pytest.mark.parametrize("alone", [False, True])
-def test_triton_compiles(backend, arch, warp, alone):
-    """For a GPU that this machine need not have."""
-    triton = pytest.importorskip("triton", reason="Triton is not installed; a CPU build of torch does not bring it")
-    from triton.backends.compiler import GPUTarget
-
+def test_triton_compiles(target, alone):
+    pytest.importorskip("triton", reason=NO_TRITON)
     import semmoe.runtime.kernels.argsort as kernels
-
-    def compiled(kernel, pointers, numbers, constants):
-        signature = {**pointers, **dict.fromkeys(numbers, "i32"), **dict.fromkeys(constants, "constexpr")}
-        source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants)
-        assert triton.compile(source, target=GPUTarget(backend, arch, warp)).asm
 
     table, sizes = {"BLOCK": 1024, "BINS": 256}, ("rows", "size", "blocks")
     outs = {"counts": "*i64", "order": "*i64", "inverse": "*i64"}
     flags = {"ALONE": alone, "SLICES": alone}
-    compiled(
-        kernels.scatter_kernel, {"ranks": "*i16", "before": "*i32", **outs}, (*sizes, "slice_rows"), {**flags, **table}
-    )
-    compiled(kernels.histogram_kernel, {"ranks": "*i16", "before": "*i32"}, sizes, table)
-    compiled(kernels.scan_kernel, {"before": "*i32", "counts": "*i64"}, ("blocks",), {"BLOCK": 1024})
+    pointers = {"ranks": "*i16", "before": "*i32"}
+    compiles(target, kernels.scatter_kernel, {**pointers, **outs}, (*sizes, "slice_rows"), {**flags, **table})
+    compiles(target, kernels.histogram_kernel, pointers, sizes, table)
+    compiles(target, kernels.scan_kernel, {"before": "*i32", "counts": "*i64"}, ("blocks",), {"BLOCK": 1024})
 
 
 if __name__ == "__main__":
