@@ -59,23 +59,12 @@ class Communicator:
             self._memory[use] = memory
         return memory[:needed].view(like.dtype).view(*shape)
 
-    def all_to_all(
-        self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int], kind: str,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        """Send `send[j]` consecutive rows of (M, W) to each rank j; returns what arrived, (sum(receive), W)."""
-        if out is None:
-            out = rows.new_empty((sum(receive), *rows.shape[1:]))
-        dist.all_to_all_single(out, rows.contiguous(), list(receive), list(send), group=self.group)
-        self._count(kind, send, rows)
-        return out
-
-    def _count(self, kind: str, rows_to: Sequence[int], rows: torch.Tensor) -> None:
-        row_bytes = rows[:1].numel() * rows.element_size() if len(rows) else 0
-        for j, count in enumerate(rows_to):
+    def count(self, kind: str, rows_to: Sequence[int], row_bytes: int) -> None:
+        """Rows sent to each rank in an all-to-all."""
+        for j, rows in enumerate(rows_to):
             if j != self.rank:
-                self.sent[kind] += count * row_bytes
-                self.sent_to[j] += count * row_bytes
+                self.sent[kind] += rows * row_bytes
+                self.sent_to[j] += rows * row_bytes
 
     def exchange_counts(self, counts: torch.Tensor) -> torch.Tensor:
         """(size,) int64 counts for each rank -> (size,) counts from each rank."""

@@ -58,3 +58,39 @@ def sum_in_order(parts: list[Tensor]) -> Tensor:
     for part in parts[1:]:
         total += part
     return total.to(parts[0].dtype)
+
+
+def dispatch(
+    hidden: list[Tensor], expert_ids: list[Tensor], weights: list[Tensor], targets: list[Tensor]
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """What every rank receives: rows (M, H), their choices (M, K) with -1 for other ranks', weights (M, K).
+
+    Arguments of every rank: tokens (n, H), choices (n, K), weights (n, K) and the rank that serves each choice (n, K),
+    -1 for none. A token comes once to each rank that serves any of its choices: from the other ranks in their order,
+    own tokens last.
+    """
+    out = []
+    for rank in range(len(hidden)):
+        rows = []
+        for j in [*(j for j in range(len(hidden)) if j != rank), rank]:
+            here = targets[j] == rank
+            sent = here.any(dim=1)
+            ids = torch.where(here, expert_ids[j], -1)
+            rows.append((hidden[j][sent], ids[sent], weights[j][sent]))
+        hidden_, ids_, weights_ = (torch.cat(columns) for columns in zip(*rows, strict=True))
+        out.append((hidden_, ids_, weights_))
+    return out
+
+
+def combine(results: list[Tensor], targets: list[Tensor]) -> list[Tensor]:
+    """(n, H) for every rank: its tokens' results from every rank that had them, added in rank order; 0 without any."""
+    size, out = len(results), []
+    for j, target in enumerate(targets):
+        kind = torch.promote_types(results[j].dtype, torch.float32)
+        total = torch.zeros((len(target), results[j].shape[1]), dtype=kind)
+        for rank in range(size):
+            sources = [*(i for i in range(size) if i != rank), rank]
+            counts = [int((targets[i] == rank).any(dim=1).sum()) for i in sources]
+            total[(target == rank).any(dim=1)] += results[rank].split(counts)[sources.index(j)]
+        out.append(total.to(results[j].dtype))
+    return out

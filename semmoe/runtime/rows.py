@@ -40,6 +40,50 @@ def _unpack(out, rows, index):
             out[to, np.uint64(c)] = rows[i, c]
 
 
+def move_bytes(out: Tensor, rows: Tensor, index: Tensor | None, to: int = 0, start: int = 0) -> None:
+    """Bytes of rows[index] (all rows without an index), from byte `start` of a row, to out's rows from byte `to`.
+
+    As many as the narrower has. One of the two (M, ...) holds rows packed as uint8; both contiguous.
+    """
+    if out.numel() == 0:
+        return
+    target, source = (t.detach().view(len(t), -1).view(torch.uint8) for t in (out, rows))
+    width = min(target.shape[1] - to, source.shape[1] - start)
+    if out.is_cpu:
+        index = torch.arange(len(out)) if index is None else index
+        _move_bytes(target.numpy(), to, source.numpy(), start, index.numpy(), width)
+    else:
+        source = source if index is None else source[index]
+        target[:, to : to + width] = source[:, start : start + width]
+
+
+@numba.njit(cache=True, nogil=True)
+def _move_bytes(out, to, rows, start, index, width):
+    to, start = np.uint64(to), np.uint64(start)
+    for i in range(index.shape[0]):
+        row = np.uint64(index[i])
+        for c in range(np.uint64(width)):
+            out[i, to + c] = rows[row, start + c]
+
+
+def add_rows(out: Tensor, rows: Tensor, index: Tensor) -> None:
+    """out[index[i]] += rows[i]; no index twice, `out` float32 for narrower rows."""
+    if rows.numel() == 0:
+        return
+    if out.is_cpu and out.dtype == rows.dtype:
+        _add_rows(out.numpy(), rows.detach().contiguous().numpy(), index.numpy())
+    else:
+        out.index_add_(0, index, rows.to(out.dtype))
+
+
+@numba.njit(cache=True, nogil=True)
+def _add_rows(out, rows, index):
+    for i in range(index.shape[0]):
+        to = np.uint64(index[i])
+        for c in range(np.uint64(out.shape[1])):
+            out[to, c] += rows[i, c]
+
+
 def sum_parts(arrived: Tensor, own: Tensor, mine: Tensor, rank: int) -> Tensor:
     """(n, H): own[mine] (own (N, H), mine (n,)) and what arrived (R - 1, n, H) from the others, added in rank order.
 
