@@ -90,6 +90,21 @@ def test_redundant_experts_change_no_output(checkpoints, tmp_path):
         assert verify.compare_outputs(model, prompts(1), reference, result.outputs).holds
 
 
+def test_overlap_changes_no_output(checkpoints, tmp_path):
+    path = build("qwen3_moe", checkpoints)
+    model, trace, reference = prepare(path, tmp_path)
+    plans = {a: solve(trace, Topology.for_attention(a, 2), SolveSettings(**EASY)) for a in ("dp", "tp")}
+    ups = [gen.SetUp(name=f"{a} {o}", plan=plan, overlap=o) for a, plan in plans.items() for o in (False, True)]
+    results = gen.generate(path, prompts(1), ups, SETTINGS)
+    for result in results:
+        assert verify.compare_outputs(model, prompts(1), reference, result.outputs).holds
+    assert results[0].sent_bytes == results[1].sent_bytes
+    with pytest.raises(ValueError, match="overlap needs exchange all-to-all"):
+        gen.generate(
+            path, prompts(1), [gen.SetUp(name="x", plan=plans["tp"], exchange="all-reduce", overlap=True)], SETTINGS
+        )
+
+
 def test_requests_that_end_early_leave_the_others_right(checkpoints, tmp_path):
     path = build("qwen3_moe", tmp_path)
     model, trace, reference = prepare(path, tmp_path)

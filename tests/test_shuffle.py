@@ -6,7 +6,7 @@ import torch
 from ranks import on_ranks, on_threads
 
 from semmoe.assignment import slice_size
-from semmoe.runtime import reference
+from semmoe.runtime import collectives, reference
 from semmoe.runtime.collectives import (
     shuffle_handle,
     shuffled_all_gather,
@@ -79,6 +79,19 @@ def test_processes(size, tmp_path):
 @pytest.mark.parametrize("size", [16, 64])
 def test_threads(size):
     check(on_threads(size, scatter_then_gather), size)
+
+
+def on_equal_slices(comm):
+    """What NCCL runs: one collective of padded slices."""
+    ranks = torch.tensor([1, 0, 1, 0, 2])
+    handle = shuffle_handle(ranks, comm.size, comm.rank)
+    rows = torch.arange(5.0)[handle.mine, None].expand(-1, 3)
+    return collectives._all_gather_padded(comm, rows, handle).numpy()
+
+
+def test_gather_on_equal_slices(tmp_path):
+    for whole in on_ranks(3, on_equal_slices, tmp_path):
+        assert (whole == np.arange(5)[:, None]).all()
 
 
 def plain(comm):

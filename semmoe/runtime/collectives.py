@@ -7,7 +7,7 @@ shuffled pair sends no padding over gloo.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,11 +37,6 @@ class Communicator:
     sent: Counter[str] = field(default_factory=Counter)
     sent_to: Counter[int] = field(default_factory=Counter)
     _memory: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
-
-    @property
-    def others(self) -> list[int]:
-        """Every other rank, from the next one on, so that not all begin with the same."""
-        return [(self.rank + k) % self.size for k in range(1, self.size)]
 
     @property
     def backend(self) -> str:
@@ -92,29 +87,33 @@ class Communicator:
 
     def all_gather(self, slice_: torch.Tensor) -> torch.Tensor:
         """(S, ...) of this rank -> (size * S, ...) of all, in rank order."""
-        out = slice_.new_empty((self.size, *slice_.shape))
-        if self.backend == "gloo":
-            arrivals = self.send_to_all([slice_.contiguous()], [[part] for part in out])
-            out[self.rank] = slice_
-            for _ in arrivals:
-                pass
-        else:
-            _all_gather(out.flatten(0, 1), slice_.contiguous(), group=self.group)
+        out = slice_.new_empty((self.size * slice_.shape[0], *slice_.shape[1:]))
         self.sent["all_gather"] += (self.size - 1) * slice_.numel() * slice_.element_size()
-        return out.flatten(0, 1)
+        if self.backend == "nccl":
+            _all_gather(out, slice_.contiguous(), group=self.group)
+        else:
+            dist.all_to_all_single(out, self._copies(slice_, self.size, "copies"), group=self.group)
+        return out
 
-    def send_to_all(self, tensors: Sequence[torch.Tensor], into: Sequence[Sequence[torch.Tensor]]) -> Iterator[int]:
-        """Begin to send `tensors` to every other rank and to receive those of rank j in into[j], all contiguous.
+    def begin_all_gather(self, rows: torch.Tensor, counts: Sequence[int], out: torch.Tensor, use: str) -> Any:
+        """Begin to send rows (n, ...) to all others and to receive theirs in rank order in out, counts[j] from rank j.
 
-        Yields each rank when what it sent is there; at the end all has been sent. Messages are not counted here, and
-        are point to point: gloo's all-gather receives in memory of its own and copies.
+        As an all-to-all: gloo's all-gather receives in fresh memory and copies. Returns the work to wait for, None
+        without others; `use` names memory that is taken until then. Not counted here.
         """
-        receives = {
-            j: [dist.irecv(t, group=self.group, group_src=j) for t in into[j] if t.numel()]
-            for j in reversed(self.others)
-        }
-        sends = [dist.isend(t, group=self.group, group_dst=j) for j in self.others for t in tensors if t.numel()]
-        return _as_they_come(receives, sends)
+        if self.size == 1:
+            return None
+        send = [0 if j == self.rank else len(rows) for j in range(self.size)]
+        receive = [0 if j == self.rank else count for j, count in enumerate(counts)]
+        copies = self._copies(rows, self.size - 1, use)
+        return dist.all_to_all_single(out, copies, receive, send, group=self.group, async_op=True)
+
+    def _copies(self, rows: torch.Tensor, number: int, use: str) -> torch.Tensor:
+        """rows (n, ...) `number` times over, (number * n, ...)."""
+        if number == 1:
+            return rows.contiguous()
+        copies = self.staging(use, (number, *rows.shape), rows)
+        return copies.copy_(rows.expand(number, *rows.shape)).flatten(0, 1)
 
     def all_reduce(self, tensor: torch.Tensor, kind: str = "all_reduce") -> torch.Tensor:
         """The sum over all ranks, on every rank."""
@@ -122,15 +121,6 @@ class Communicator:
         dist.all_reduce(out, group=self.group)
         self.sent[kind] += 2 * (self.size - 1) * tensor.numel() * tensor.element_size() // self.size
         return out
-
-
-def _as_they_come(receives: dict[int, list[Any]], sends: list[Any]) -> Iterator[int]:
-    for j, works in receives.items():
-        for work in works:
-            work.wait()
-        yield j
-    for work in sends:
-        work.wait()
 
 
 @dataclass(frozen=True)
@@ -148,10 +138,6 @@ class ShuffleHandle:
     slice_rows: int  # S
     mine: torch.Tensor  # (n,) int64: this rank's tokens, in slot order
     others: torch.Tensor  # (N - n,) int64: the tokens of other ranks, in slot order
-
-    def tokens_of(self, rank: int) -> torch.Tensor:
-        start = rank * self.slice_rows
-        return self.order[start : start + self.counts[rank]]
 
 
 def shuffle_handle(ranks: torch.Tensor | np.ndarray, size: int, rank: int) -> ShuffleHandle:
@@ -199,25 +185,24 @@ def shuffled_all_gathers(
     """SAG of several tensors that belong to the same rows, on their way together."""
     for rows in columns:
         comm.sent["all_gather"] += (comm.size - 1) * rows.numel() * rows.element_size()
-    if comm.backend != "gloo":
+    if comm.backend == "nccl":
         return [_all_gather_padded(comm, rows, handle) for rows in columns]
-    columns = [rows.contiguous() for rows in columns]
+    arrived, works = [], []
+    for i, rows in enumerate(columns):
+        arrived.append(comm.staging(f"gathered {i}", (len(handle.others), *rows.shape[1:]), rows))
+        works.append(comm.begin_all_gather(rows, handle.counts, arrived[i], f"copies {i}"))
     outs = [rows.new_empty((len(handle.inverse), *rows.shape[1:])) for rows in columns]
-    shapes = [(len(handle.others), *rows.shape[1:]) for rows in columns]
-    staged = [comm.staging(f"gathered {i}", shape, columns[i]) for i, shape in enumerate(shapes)]
-    counts = [0 if j == comm.rank else count for j, count in enumerate(handle.counts)]
-    into = list(zip(*(part.split(counts) for part in staged), strict=True))
-    arrivals = comm.send_to_all(columns, into)
     for out, rows in zip(outs, columns, strict=True):
-        unpack_rows(out, rows, handle.mine)  # while the others' rows are on their way
-    for j in arrivals:
-        for out, rows in zip(outs, into[j], strict=True):
-            unpack_rows(out, rows, handle.tokens_of(j))
+        unpack_rows(out, rows.contiguous(), handle.mine)  # while the others' rows are on their way
+    for out, rows, work in zip(outs, arrived, works, strict=True):
+        if work is not None:
+            work.wait()
+        unpack_rows(out, rows, handle.others)
     return outs
 
 
 def _all_gather_padded(comm: Communicator, rows: torch.Tensor, handle: ShuffleHandle) -> torch.Tensor:
-    """One collective on equal slices, which every backend has."""
+    """One collective on equal slices; a test runs it where there is no GPU."""
     padded = rows.new_zeros((handle.slice_rows, *rows.shape[1:]))
     padded[: len(rows)] = rows
     out = rows.new_empty((comm.size * handle.slice_rows, *rows.shape[1:]))

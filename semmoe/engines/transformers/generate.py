@@ -35,6 +35,7 @@ class SetUp:
     name: str
     plan: Plan
     exchange: str = "all-to-all"
+    overlap: bool = False  # of own tokens' experts with the dispatch of others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +123,7 @@ def _run_set_up(rank: int, size: int, job: _Job, set_up: SetUp, device: str, rep
     model = load_model(job.model_path, getattr(torch, job.settings.dtype)).to(device)
     comm = Communicator(dist.group.WORLD, rank, size)
     attention = attention_communicator(comm, topology)
-    parallel = ParallelModel(model, set_up.plan, comm, attention, set_up.exchange)
+    parallel = ParallelModel(model, set_up.plan, comm, attention, set_up.exchange, set_up.overlap)
     group = rank // topology.attn_tp_size
     _warm_up(parallel, job, topology)
     groups = schedule_requests(job.prompts, set_up.plan)

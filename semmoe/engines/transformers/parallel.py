@@ -18,7 +18,7 @@ from semmoe.engines.transformers.attention import shard_attention
 from semmoe.engines.transformers.model import decoder_layers, moe_layers
 from semmoe.metrics import Traffic, layer_traffic, serving_ranks
 from semmoe.runtime.collectives import Communicator, ShuffleHandle, shuffled_all_gathers, shuffled_reduce_scatter
-from semmoe.runtime.dispatch import combine, dispatch
+from semmoe.runtime.dispatch import Dispatch, ReceivedTokens, combine, combine_parts
 from semmoe.runtime.tp import TokenShuffler
 
 EXCHANGES = ("all-to-all", "all-reduce")
@@ -55,19 +55,21 @@ class LocalExperts:
 class ParallelModel:
     """One rank's part of a model: attach with the constructor, then run forwards; `traffic` counts what was routed.
 
-    experts_comm joins all ranks, attention_comm the ranks of this rank's attention group.
+    experts_comm joins all ranks, attention_comm the ranks of this rank's attention group. overlap: own tokens' experts
+    run while others' rows are on their way, so that weights are read twice; it pays where the network is slow.
     """
 
     def __init__(
         self, model: PreTrainedModel, plan: Plan, experts_comm: Communicator, attention_comm: Communicator,
-        exchange: str = "all-to-all",
+        exchange: str = "all-to-all", overlap: bool = False,
     ) -> None:  # fmt: skip
         require(exchange in EXCHANGES, f"exchange must be one of {', '.join(EXCHANGES)}, not {exchange!r}")
         topology = plan.topology
         no_dp = exchange == "all-to-all" or topology.dp_size == 1
         require(no_dp, "exchange all-reduce needs attention-TP: ranks with requests of their own share no rows")
         self.model, self.plan = model, plan
-        self.comm, self.attention_comm = experts_comm, attention_comm
+        require(exchange == "all-to-all" or not overlap, "overlap needs exchange all-to-all")
+        self.comm, self.attention_comm, self._overlap = experts_comm, attention_comm, overlap
         group = experts_comm.rank // topology.attn_tp_size
         self.shuffler = TokenShuffler(plan, group, attention_comm.rank)
         self._serving = serving_ranks(plan.placement, topology)  # (L, G, E)
@@ -145,9 +147,15 @@ class ParallelModel:
         self._last_routing = (expert_ids, weights)
         home = np.full(len(expert_ids), self.comm.rank)
         self._count(index, layer_traffic(expert_ids.cpu().numpy(), home, self._serving[index]))
-        received, handle = dispatch(self.comm, hidden, expert_ids, weights, self._serving_from_here[index])
-        results = self._experts[index](received.hidden, received.expert_ids, received.weights)
-        return combine(self.comm, results, handle)
+        targets = self._serving_from_here[index][expert_ids]
+        flight = Dispatch(self.comm, hidden, expert_ids, weights, targets)
+        if not self._overlap:
+            return combine(self.comm, self._compute(index, flight.received()), flight.handle)
+        local = self._compute(index, flight.local())
+        return combine_parts(self.comm, local, self._compute(index, flight.remote()), flight.handle)
+
+    def _compute(self, index: int, rows: ReceivedTokens) -> torch.Tensor:
+        return self._experts[index](rows.hidden, rows.expert_ids, rows.weights)
 
     def _layer_all_reduce(self, layer: nn.Module, index: int | None, hidden_states: torch.Tensor, **kwargs):
         attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)
