@@ -6,6 +6,7 @@ for itself are copied and not sent. `Dispatch` is the same in two steps: own row
 way. Specification: `reference.dispatch` and `reference.combine`.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -200,6 +201,12 @@ class Levels:
     @property
     def rank(self) -> int:
         return self.inter.rank * self.intra.size + self.intra.rank
+
+    def sent_to(self) -> Counter[int]:
+        """Bytes of dispatch and combine to each rank."""
+        width = self.intra.size
+        across = {j * width + self.intra.rank: sent for j, sent in self.inter.sent_to.items()}
+        return Counter(across) + Counter({self.inter.rank * width + j: sent for j, sent in self.intra.sent_to.items()})
 
     def sent_bytes(self) -> dict[str, int]:
         """By tier, counts of rows included."""
