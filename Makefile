@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 TORCH ?= torch==2.13.0
 TRITON ?= triton==3.7.1
 
-.PHONY: demo test check bench format clean
+.PHONY: demo test check bench bench-runtime format clean
 
 demo: $(VENV)/.ready
 	$(BIN)/semmoe demo
@@ -21,6 +21,9 @@ check: $(VENV)/.ready-dev
 
 bench: $(VENV)/.ready
 	$(BIN)/python benchmarks/bench_replay.py
+
+bench-runtime: $(VENV)/.ready
+	OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo $(BIN)/python benchmarks/bench_runtime.py $(BENCH_ARGS)
 
 format: $(VENV)/.ready-dev
 	$(BIN)/ruff check --fix .

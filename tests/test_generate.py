@@ -90,6 +90,37 @@ def test_redundant_experts_change_no_output(checkpoints, tmp_path):
         assert verify.compare_outputs(model, prompts(1), reference, result.outputs).holds
 
 
+def test_overlap_changes_no_output(checkpoints, tmp_path):
+    path = build("qwen3_moe", checkpoints)
+    model, trace, reference = prepare(path, tmp_path)
+    plans = {a: solve(trace, Topology.for_attention(a, 2), SolveSettings(**EASY)) for a in ("dp", "tp")}
+    ups = [gen.SetUp(name=f"{a} {o}", plan=plan, overlap=o) for a, plan in plans.items() for o in (False, True)]
+    results = gen.generate(path, prompts(1), ups, SETTINGS)
+    for result in results:
+        assert verify.compare_outputs(model, prompts(1), reference, result.outputs).holds
+    assert results[0].sent_bytes == results[1].sent_bytes
+    with pytest.raises(ValueError, match="overlap needs exchange all-to-all"):
+        gen.generate(
+            path, prompts(1), [gen.SetUp(name="x", plan=plans["tp"], exchange="all-reduce", overlap=True)], SETTINGS
+        )
+
+
+def test_two_levels_change_no_output_and_send_less_between_nodes(checkpoints, tmp_path):
+    path = build("qwen3_moe", checkpoints)
+    model, trace, reference = prepare(path, tmp_path)
+    settings = SolveSettings(method="eplb", redundant_experts=4)  # copies: ranks differ in who serves an expert
+    for attention in ("dp", "tp"):
+        plan = solve(trace, Topology.for_attention(attention, 4, num_nodes=2), settings)
+        ups = [gen.SetUp(name=e, plan=plan, exchange=e) for e in ("all-to-all", "two-level")]
+        one, two = gen.generate(path, prompts(1), ups, SETTINGS)
+        assert verify.compare_outputs(model, prompts(1), reference, two.outputs).holds
+        pairs = [np.array(result.all_to_all_bytes_per_rank_pair) for result in (one, two)]
+        assert [p.sum() for p in pairs] == [one.all_to_all_bytes, two.all_to_all_bytes]
+        between = [p[:2, 2:].sum() + p[2:, :2].sum() for p in pairs]
+        assert between[1] < between[0]
+        assert pairs[1][0, 3] == 0  # another place on another node: only by way of rank 1 or 2
+
+
 def test_requests_that_end_early_leave_the_others_right(checkpoints, tmp_path):
     path = build("qwen3_moe", tmp_path)
     model, trace, reference = prepare(path, tmp_path)
@@ -124,7 +155,9 @@ def test_counted_traffic_follows_its_closed_forms(checkpoints, tmp_path):
 
 def rank_without_unshuffle(rank, size, job, report):
     """A fault: rows come back from the all-gather in slice order instead of token order."""
-    parallel.shuffled_all_gather = lambda comm, rows, handle: _gather_in_slice_order(comm, rows, handle)
+    parallel.shuffled_all_gathers = lambda comm, columns, handle: [
+        _gather_in_slice_order(comm, rows, handle) for rows in columns
+    ]
     gen._rank_main(rank, size, job, report)
 
 

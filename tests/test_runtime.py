@@ -1,44 +1,14 @@
 """Shuffled collectives and the expert all-to-all over real processes, against what one process computes."""
 
-import multiprocessing
-import os
-
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
+from ranks import on_ranks
 
-from semmoe.runtime.collectives import Communicator, shuffle_handle, shuffled_all_gather, shuffled_reduce_scatter
+from semmoe.runtime.collectives import shuffle_handle, shuffled_all_gather, shuffled_reduce_scatter
 from semmoe.runtime.dispatch import combine, dispatch
 
 pytestmark = pytest.mark.dist
-
-
-def on_ranks(size, job, tmp_path):
-    """Run `job(comm)` on `size` real gloo processes; what each returned, in rank order."""
-    context = multiprocessing.get_context("forkserver")
-    queue = context.Queue()
-    store = str(tmp_path / f"store-{job.__name__}-{size}")
-    ranks = [context.Process(target=_run, args=(r, size, store, job, queue)) for r in range(size)]
-    for process in ranks:
-        process.start()
-    results = dict(queue.get(timeout=120) for _ in ranks)
-    for process in ranks:
-        process.join()
-    failures = [r for r in results.values() if isinstance(r, str)]
-    assert not failures, failures[0]
-    return [results[r] for r in range(size)]
-
-
-def _run(rank, size, store, job, queue):
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
-    try:
-        queue.put((rank, job(Communicator(dist.group.WORLD, rank, size))))
-    except Exception as error:
-        queue.put((rank, f"{type(error).__name__}: {error}"))
-    finally:
-        dist.destroy_process_group()
 
 
 def case(size, tokens, seed=0):
@@ -119,7 +89,7 @@ def exchange(comm):
         assert (serving_of(comm.size)[received.expert_ids[here, k]] == comm.rank).all()
         products = torch.einsum("mh,mhw->mw", received.hidden[here], matrices[received.expert_ids[here, k]])
         out[here] += received.weights[here, k, None] * products
-    return combine(comm, out, handle).numpy(), dict(comm.sent), handle.sent
+    return combine(comm, out, handle).numpy(), dict(comm.sent), handle.num_tokens_per_rank
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

@@ -2,7 +2,8 @@
 
 Groups are arguments; nothing here asks which rank it is on. Bytes are what this rank must send to others in the
 bandwidth-optimal form of each collective, n ranks and a payload of m bytes: all-to-all what leaves the rank,
-reduce-scatter (n - 1) / n * m of its input, all-gather (n - 1) * m of its slice, all-reduce 2 (n - 1) / n * m.
+reduce-scatter (n - 1) / n * m of its input, all-gather (n - 1) * m of its slice, all-reduce 2 (n - 1) / n * m. The
+shuffled pair sends no padding over gloo.
 """
 
 import contextlib
@@ -12,11 +13,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from semmoe.assignment import slice_size
+from semmoe.runtime.argsort import argsort_ranks
+from semmoe.runtime.rows import pack_rows, sum_parts, unpack_rows
 
 # torch 2.13 renamed both; earlier versions have the old names only.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -25,24 +30,40 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 @dataclass
 class Communicator:
-    """A process group, this rank's place in it, and the bytes it has sent, by kind and (all-to-all) by receiver."""
+    """A process group, this rank's place in it, and the bytes it has sent, by kind and (all-to-all) by receiver.
+
+    Not for several threads: `staging` hands out the same memory again and again.
+    """
 
     group: dist.ProcessGroup | None
     rank: int
     size: int
     sent: Counter[str] = field(default_factory=Counter)
     sent_to: Counter[int] = field(default_factory=Counter)
+    _memory: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
 
-    def all_to_all(self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int], kind: str) -> torch.Tensor:
-        """Send `send[j]` consecutive rows of (M, W) to each rank j; returns what arrived, (sum(receive), W)."""
-        out = rows.new_empty((sum(receive), *rows.shape[1:]))
-        dist.all_to_all_single(out, rows.contiguous(), list(receive), list(send), group=self.group)
-        row_bytes = rows[:1].numel() * rows.element_size() if len(rows) else 0
-        for j, count in enumerate(send):
+    @property
+    def backend(self) -> str:
+        return dist.get_backend(self.group)
+
+    def staging(self, use: str, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        """Memory for what is on its way, of `like`'s type and device; good until the next call for the same `use`.
+
+        Fresh memory of some MB costs as much as filling it, since the system hands it out page by page.
+        """
+        needed = int(np.prod(shape)) * like.element_size()
+        memory = self._memory.get(use)
+        if memory is None or len(memory) < needed or memory.device != like.device:
+            memory = torch.empty(max(needed, 1), dtype=torch.uint8, device=like.device)
+            self._memory[use] = memory
+        return memory[:needed].view(like.dtype).view(*shape)
+
+    def count(self, kind: str, rows_to: Sequence[int], row_bytes: int) -> None:
+        """Rows sent to each rank in an all-to-all."""
+        for j, rows in enumerate(rows_to):
             if j != self.rank:
-                self.sent[kind] += count * row_bytes
-                self.sent_to[j] += count * row_bytes
-        return out
+                self.sent[kind] += rows * row_bytes
+                self.sent_to[j] += rows * row_bytes
 
     def exchange_counts(self, counts: torch.Tensor) -> torch.Tensor:
         """(size,) int64 counts for each rank -> (size,) counts from each rank."""
@@ -58,20 +79,45 @@ class Communicator:
         """
         rows = slices.shape[0] // self.size
         self.sent["reduce_scatter"] += (self.size - 1) * rows * slices[:1].numel() * slices.element_size()
-        if dist.get_backend(self.group) != "gloo":
+        if self.backend == "nccl":
             out = slices.new_empty((rows, *slices.shape[1:]))
             _reduce_scatter(out, slices, group=self.group)
             return out
-        parts = torch.empty_like(slices)
+        parts = self.staging("arrived", slices.shape, slices)
         dist.all_to_all_single(parts, slices.contiguous(), group=self.group)
-        return parts.view(self.size, rows, *slices.shape[1:]).sum(dim=0)
+        parts = parts.view(self.size, rows, -1)
+        total = sum_parts(parts[1:], parts[0], torch.arange(rows, device=slices.device), 0)
+        return total.view(rows, *slices.shape[1:])
 
     def all_gather(self, slice_: torch.Tensor) -> torch.Tensor:
         """(S, ...) of this rank -> (size * S, ...) of all, in rank order."""
         out = slice_.new_empty((self.size * slice_.shape[0], *slice_.shape[1:]))
-        _all_gather(out, slice_.contiguous(), group=self.group)
         self.sent["all_gather"] += (self.size - 1) * slice_.numel() * slice_.element_size()
+        if self.backend == "nccl":
+            _all_gather(out, slice_.contiguous(), group=self.group)
+        else:
+            dist.all_to_all_single(out, self._copies(slice_, self.size, "copies"), group=self.group)
         return out
+
+    def begin_all_gather(self, rows: torch.Tensor, counts: Sequence[int], out: torch.Tensor, use: str) -> Any:
+        """Begin to send rows (n, ...) to all others and to receive theirs in rank order in out, counts[j] from rank j.
+
+        As an all-to-all: gloo's all-gather receives in fresh memory and copies. Returns the work to wait for, None
+        without others; `use` names memory that is taken until then. Not counted here.
+        """
+        if self.size == 1:
+            return None
+        send = [0 if j == self.rank else len(rows) for j in range(self.size)]
+        receive = [0 if j == self.rank else count for j, count in enumerate(counts)]
+        copies = self._copies(rows, self.size - 1, use)
+        return dist.all_to_all_single(out, copies, receive, send, group=self.group, async_op=True)
+
+    def _copies(self, rows: torch.Tensor, number: int, use: str) -> torch.Tensor:
+        """rows (n, ...) `number` times over, (number * n, ...)."""
+        if number == 1:
+            return rows.contiguous()
+        copies = self.staging(use, (number, *rows.shape), rows)
+        return copies.copy_(rows.expand(number, *rows.shape)).flatten(0, 1)
 
     def all_reduce(self, tensor: torch.Tensor, kind: str = "all_reduce") -> torch.Tensor:
         """The sum over all ranks, on every rank."""
@@ -103,7 +149,8 @@ def world(rank: int, size: int, folder: Path) -> Iterator[tuple[Communicator, st
 
 @dataclass(frozen=True)
 class ShuffleHandle:
-    """What a shuffled reduce-scatter did, for its inverse, the shuffled all-gather. Equal on all ranks but `mine`.
+    """What a shuffled reduce-scatter did, for its inverse, the shuffled all-gather. Equal on all ranks but the last
+    two fields.
 
     Worked example, tokens 0..4 assigned to ranks [1, 0, 1, 1, 0] of two: slices of three rows, rank 0 gets tokens
     1, 4 and one row of padding, rank 1 gets 0, 2, 3: order = [1, 4, -1, 0, 2, 3], inverse = [3, 0, 4, 5, 1].
@@ -111,40 +158,77 @@ class ShuffleHandle:
 
     order: torch.Tensor  # (size * S,) int64: the token in each slot, -1 for padding
     inverse: torch.Tensor  # (N,) int64: the slot of each token
-    mine: torch.Tensor  # (n,) int64: this rank's tokens, in slot order, n <= S
+    counts: tuple[int, ...]  # tokens of each rank, none above S
     slice_rows: int  # S
+    mine: torch.Tensor  # (n,) int64: this rank's tokens, in slot order
+    others: torch.Tensor  # (N - n,) int64: the tokens of other ranks, in slot order
 
 
-def shuffle_handle(ranks: torch.Tensor, size: int, rank: int) -> ShuffleHandle:
+def shuffle_handle(ranks: torch.Tensor | np.ndarray, size: int, rank: int) -> ShuffleHandle:
     """From the rank (N,) of each token in a group of `size`; no rank may have more than an equal slice."""
-    tokens = len(ranks)
-    rows = slice_size(tokens, size)
-    sorted_tokens = torch.argsort(ranks, stable=True)
-    counts = torch.bincount(ranks, minlength=size)
-    assert int(counts.max()) <= rows, f"a slice of {int(counts.max())} rows exceeds its size of {rows}"
-    first = torch.cumsum(counts, 0) - counts
-    within = torch.arange(tokens, device=ranks.device) - first[ranks[sorted_tokens]]
-    slots = ranks[sorted_tokens] * rows + within
-    order = torch.full((size * rows,), -1, dtype=torch.int64, device=ranks.device)
-    order[slots] = sorted_tokens
-    inverse = torch.empty_like(sorted_tokens)
-    inverse[sorted_tokens] = slots
-    start = int(first[rank])
-    return ShuffleHandle(order, inverse, sorted_tokens[start : start + int(counts[rank])], rows)
+    rows = slice_size(len(ranks), size)
+    order, inverse, counts = argsort_ranks(ranks, size, rows)
+    if isinstance(order, np.ndarray):
+        order, inverse = torch.from_numpy(order), torch.from_numpy(inverse)
+    number = tuple(counts.tolist())
+    tokens = [order[j * rows : j * rows + number[j]] for j in range(size)]
+    others = torch.cat([order[:0], *tokens[:rank], *tokens[rank + 1 :]])
+    return ShuffleHandle(order, inverse, number, rows, tokens[rank], others)
 
 
 def shuffled_reduce_scatter(comm: Communicator, partial: torch.Tensor, handle: ShuffleHandle) -> torch.Tensor:
     """SRS (paper, section 3.4): sum `partial` (N, H) over ranks, each token's row to the rank that `handle` names.
 
-    Returns (n, H), the rows of `handle.mine`. The permutation happens while packing.
+    Returns (n, H), the rows of `handle.mine`, as of `reference.shuffled_reduce_scatter`. The permutation happens while
+    packing, this rank's own rows are read where they are.
     """
-    slices = partial[handle.order.clamp(min=0)]
-    slices[handle.order < 0] = 0
-    return comm.reduce_scatter(slices)[: len(handle.mine)]
+    if comm.backend == "nccl":
+        slices = partial[handle.order.clamp(min=0)]
+        slices[handle.order < 0] = 0
+        return comm.reduce_scatter(slices)[: len(handle.mine)]
+    partial, n = partial.contiguous(), len(handle.mine)
+    packed = comm.staging("packed", (len(handle.others), partial.shape[1]), partial)
+    arrived = comm.staging("arrived", ((comm.size - 1) * n, partial.shape[1]), partial)
+    pack_rows(packed, partial, handle.others)
+    send = [0 if j == comm.rank else count for j, count in enumerate(handle.counts)]
+    receive = [0 if j == comm.rank else n for j in range(comm.size)]
+    if comm.size > 1:
+        dist.all_to_all_single(arrived, packed, receive, send, group=comm.group)
+    comm.sent["reduce_scatter"] += packed.numel() * packed.element_size()
+    return sum_parts(arrived.view(comm.size - 1, n, partial.shape[1]), partial, handle.mine, comm.rank)
 
 
 def shuffled_all_gather(comm: Communicator, rows: torch.Tensor, handle: ShuffleHandle) -> torch.Tensor:
     """SAG: the rows (n, ...) of every rank's `mine` -> (N, ...) in the original token order, on every rank."""
+    return shuffled_all_gathers(comm, [rows], handle)[0]
+
+
+def shuffled_all_gathers(
+    comm: Communicator, columns: Sequence[torch.Tensor], handle: ShuffleHandle
+) -> list[torch.Tensor]:
+    """SAG of several tensors that belong to the same rows, on their way together."""
+    for rows in columns:
+        comm.sent["all_gather"] += (comm.size - 1) * rows.numel() * rows.element_size()
+    if comm.backend == "nccl":
+        return [_all_gather_padded(comm, rows, handle) for rows in columns]
+    arrived, works = [], []
+    for i, rows in enumerate(columns):
+        arrived.append(comm.staging(f"gathered {i}", (len(handle.others), *rows.shape[1:]), rows))
+        works.append(comm.begin_all_gather(rows, handle.counts, arrived[i], f"copies {i}"))
+    outs = [rows.new_empty((len(handle.inverse), *rows.shape[1:])) for rows in columns]
+    for out, rows in zip(outs, columns, strict=True):
+        unpack_rows(out, rows.contiguous(), handle.mine)  # while the others' rows are on their way
+    for out, rows, work in zip(outs, arrived, works, strict=True):
+        if work is not None:
+            work.wait()
+        unpack_rows(out, rows, handle.others)
+    return outs
+
+
+def _all_gather_padded(comm: Communicator, rows: torch.Tensor, handle: ShuffleHandle) -> torch.Tensor:
+    """One collective on equal slices; a test runs it where there is no GPU."""
     padded = rows.new_zeros((handle.slice_rows, *rows.shape[1:]))
     padded[: len(rows)] = rows
-    return comm.all_gather(padded)[handle.inverse]
+    out = rows.new_empty((comm.size * handle.slice_rows, *rows.shape[1:]))
+    _all_gather(out, padded, group=comm.group)
+    return out[handle.inverse]

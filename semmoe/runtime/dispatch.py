@@ -1,66 +1,240 @@
 """The expert all-to-all: every token goes once to each rank that holds some of its experts, and its result back.
 
-`dispatch` returns a frozen handle that `combine` consumes. Routing weights are applied where the experts are, so one
-row per (token, destination rank) comes back, already summed over that rank's experts.
+`dispatch` returns a frozen handle that `combine` consumes, as DeepEP's do. Routing weights are applied where the
+experts are, so one row per (token, destination rank) comes back, already summed over that rank's experts. A rank's rows
+for itself are copied and not sent. `Dispatch` is the same in two steps: own rows are at hand while others' are on their
+way. Specification: `reference.dispatch` and `reference.combine`.
 """
 
+from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
+from semmoe.runtime.argsort import argsort_ranks
 from semmoe.runtime.collectives import Communicator
+from semmoe.runtime.rows import add_rows, move_bytes
 
 
 @dataclass(frozen=True)
 class DispatchHandle:
-    tokens: torch.Tensor  # (M,) int64: the token of each row sent, rows ordered by destination rank
-    sent: list[int]  # rows sent to each rank, this one included
-    received: list[int]
+    """Where each row went.
+
+    Worked example, rank 0 of two, tokens 0..2 whose experts are on ranks [0, 1], [1, 1], [0, 0]:
+    tokens = [0, 2, 0, 1], num_tokens_per_rank = [2, 2]; only the last two rows leave the rank.
+    """
+
+    tokens: Tensor  # (M,) int64: the token of each row, rows ordered by destination rank
+    num_tokens_per_rank: list[int]  # rows for each rank, this one included
+    received: list[int]  # rows from each rank, this one included
     num_tokens: int
+
+    def is_token_in_rank(self) -> Tensor:
+        """(n, R) bool: whether the token has a row for the rank."""
+        out = torch.zeros(self.num_tokens, len(self.num_tokens_per_rank), dtype=torch.bool, device=self.tokens.device)
+        for j, tokens in enumerate(self.tokens.split(self.num_tokens_per_rank)):
+            out[tokens, j] = True
+        return out
 
 
 @dataclass(frozen=True)
 class ReceivedTokens:
-    """Rows that arrived at this rank's experts."""
+    """Rows for this rank's experts: from the other ranks in their order, own tokens last."""
 
-    hidden: torch.Tensor  # (M', H)
-    expert_ids: torch.Tensor  # (M', K) int64, -1 where the choice is another rank's
-    weights: torch.Tensor  # (M', K)
+    hidden: Tensor  # (M', H)
+    expert_ids: Tensor  # (M', K) int64, -1 where the choice is another rank's
+    weights: Tensor  # (M', K)
+
+    def num_tokens_per_expert(self, num_experts: int) -> Tensor:
+        """(num_experts,) int64."""
+        return torch.bincount(self.expert_ids[self.expert_ids >= 0], minlength=num_experts)
 
 
 def dispatch(
-    comm: Communicator, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor, serving: torch.Tensor
+    comm: Communicator, hidden: Tensor, expert_ids: Tensor, weights: Tensor, serving: Tensor
 ) -> tuple[ReceivedTokens, DispatchHandle]:
     """Send tokens (n, H) with their choices (n, K) to the ranks in `serving` (E,), the rank that serves each expert."""
-    target = serving[expert_ids]  # (n, K)
-    ranks = torch.arange(comm.size, device=hidden.device)
-    destination, tokens = (target[None] == ranks[:, None, None]).any(dim=2).nonzero(as_tuple=True)
-    theirs = target[tokens] == destination[:, None]
-    ids = torch.where(theirs, expert_ids[tokens], -1).to(torch.int32)
-    counts = torch.bincount(destination, minlength=comm.size)
-    received = comm.exchange_counts(counts).tolist()
-    sent = counts.tolist()
-    packed = _pack(hidden[tokens], ids, weights[tokens])
-    arrived = comm.all_to_all(packed, sent, received, "dispatch")
-    rows = _unpack(arrived, hidden, weights, expert_ids.shape[1])
-    return rows, DispatchHandle(tokens, sent, received, len(hidden))
+    return dispatch_to(comm, hidden, expert_ids, weights, serving[expert_ids])
 
 
-def combine(comm: Communicator, results: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
-    """Send the experts' results (M', H) back and sum them per token, in rank order: (n, H)."""
-    back = comm.all_to_all(results, handle.received, handle.sent, "combine")
-    out = results.new_zeros((handle.num_tokens, results.shape[1]))
-    return out.index_add_(0, handle.tokens, back)
+def dispatch_to(
+    comm: Communicator, hidden: Tensor, expert_ids: Tensor, weights: Tensor, targets: Tensor
+) -> tuple[ReceivedTokens, DispatchHandle]:
+    """As `dispatch`, with the rank that serves each choice, targets (n, K), -1 for none."""
+    flight = Dispatch(comm, hidden, expert_ids, weights, targets)
+    return flight.received(), flight.handle
 
 
-def _pack(*columns: torch.Tensor) -> torch.Tensor:
-    """Columns side by side as bytes, so that one collective carries them all."""
-    return torch.cat([c.contiguous().view(torch.uint8) for c in columns], dim=1)
+class Dispatch:
+    """A dispatch on its way: `local` is at hand, `remote` waits for the other ranks' rows.
+
+    All ranks begin and finish in the same order; the communicator is not used for another dispatch in between.
+    """
+
+    def __init__(
+        self, comm: Communicator, hidden: Tensor, expert_ids: Tensor, weights: Tensor, targets: Tensor
+    ) -> None:
+        self._columns = (hidden.contiguous(), expert_ids, weights.contiguous())
+        tokens, counts = rows_by_rank(targets, comm.size)
+        received = comm.exchange_counts(counts).tolist()
+        sent = counts.tolist()
+        self.handle = DispatchHandle(tokens, sent, received, len(hidden))
+        by_rank = tokens.split(sent)
+        self._own = by_rank[comm.rank]
+        self._own_ids = torch.where(targets[self._own] == comm.rank, expert_ids[self._own], -1)
+        ranks = torch.arange(comm.size, device=hidden.device).repeat_interleave(counts)
+        away = ranks != comm.rank
+        tokens, ranks = tokens[away], ranks[away]
+        ids = torch.where(targets[tokens] == ranks[:, None], expert_ids[tokens], -1).to(torch.int32)
+        self._begin(comm, tokens, ids, _without(sent, comm.rank), _without(received, comm.rank))
+
+    def _begin(self, comm: Communicator, tokens: Tensor, ids: Tensor, send: list[int], receive: list[int]) -> None:
+        """Pack hidden, ids and weights of a row side by side, so that one message carries all."""
+        hidden, _, weights = self._columns
+        widths = [hidden.shape[1] * hidden.element_size(), ids.shape[1] * 4, weights.shape[1] * weights.element_size()]
+        self._starts = [0, widths[0], widths[0] + widths[1]]
+        some = hidden.new_empty(0, dtype=torch.uint8)
+        packed = comm.staging("to dispatch", (len(tokens), sum(widths)), some)
+        self._arrived = comm.staging("dispatched", (sum(receive), sum(widths)), some)
+        move_bytes(packed, hidden, tokens, to=self._starts[0])
+        move_bytes(packed, ids, None, to=self._starts[1])
+        move_bytes(packed, weights, tokens, to=self._starts[2])
+        self._work = _exchange(comm, self._arrived, packed, receive, send)
+        comm.count("dispatch", send, sum(widths))
+
+    def local(self) -> ReceivedTokens:
+        """Own tokens whose experts are here."""
+        hidden, _, weights = self._columns
+        return ReceivedTokens(hidden[self._own], self._own_ids, weights[self._own])
+
+    def remote(self) -> ReceivedTokens:
+        """The other ranks' rows, waited for."""
+        return self._unpack(len(self._arrived))
+
+    def received(self) -> ReceivedTokens:
+        """All rows, waited for: `remote` and then `local`."""
+        hidden, _, weights = self._columns
+        out = self._unpack(len(self._arrived) + len(self._own))
+        for to, rows in ((out.hidden, hidden), (out.weights, weights)):
+            torch.index_select(rows, 0, self._own, out=to[len(self._arrived) :])
+        out.expert_ids[len(self._arrived) :] = self._own_ids
+        return out
+
+    def _unpack(self, rows: int) -> ReceivedTokens:
+        """What arrived, in tensors with room for `rows`."""
+        if self._work is not None:
+            self._work.wait()
+        hidden, expert_ids, weights = self._columns
+        top_k, n = expert_ids.shape[1], len(self._arrived)
+        out = ReceivedTokens(
+            hidden.new_empty((rows, hidden.shape[1])), expert_ids.new_empty((rows, top_k), dtype=torch.int64),
+            weights.new_empty((rows, top_k)),
+        )  # fmt: skip
+        ids = expert_ids.new_empty((n, top_k), dtype=torch.int32)
+        for to, start in zip((out.hidden[:n], ids, out.weights[:n]), self._starts, strict=True):
+            move_bytes(to, self._arrived, None, start=start)
+        out.expert_ids[:n] = ids
+        return out
 
 
-def _unpack(rows: torch.Tensor, hidden: torch.Tensor, weights: torch.Tensor, top_k: int) -> ReceivedTokens:
-    widths = [hidden.shape[1] * hidden.element_size(), 4 * top_k, top_k * weights.element_size()]
-    columns = [part.contiguous() for part in rows.split(widths, dim=1)]
-    return ReceivedTokens(
-        columns[0].view(hidden.dtype), columns[1].view(torch.int32).long(), columns[2].view(weights.dtype)
-    )
+def rows_by_rank(targets: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """targets (n, K), -1 for none -> the token of each row (M,), by destination rank, and rows per rank (size,).
+
+    Worked example, two ranks, targets [0, 1], [1, 1], [0, -1]: tokens [0, 2, 0, 1], counts [2, 2].
+    """
+    n, top_k = targets.shape
+    again = (targets[:, :, None] == targets[:, None, :]).tril(-1).any(dim=2)
+    order, _, counts = argsort_ranks(torch.where(again | (targets < 0), size, targets).flatten(), size + 1)
+    return order[: n * top_k - int(counts[size])] // max(top_k, 1), counts[:size].contiguous()
+
+
+def combine(comm: Communicator, results: Tensor, handle: DispatchHandle) -> Tensor:
+    """Send the experts' results (M', H), in the order of `ReceivedTokens`, back; sum them per token: (n, H).
+
+    Added in rank order, in float32 (float64 for float64), rounded once.
+    """
+    away = sum(handle.received) - handle.received[comm.rank]
+    return combine_parts(comm, results[away:], results[:away], handle)
+
+
+def combine_parts(comm: Communicator, local: Tensor, remote: Tensor, handle: DispatchHandle) -> Tensor:
+    """`combine` of results for `Dispatch.local` and `Dispatch.remote`."""
+    remote = remote.contiguous()
+    send, receive = _without(handle.received, comm.rank), _without(handle.num_tokens_per_rank, comm.rank)
+    back = comm.staging("combined", (sum(receive), remote.shape[1]), remote)
+    work = _exchange(comm, back, remote, receive, send)
+    comm.count("combine", send, remote.shape[1] * remote.element_size())
+    if work is not None:
+        work.wait()
+    kind = torch.promote_types(remote.dtype, torch.float32)
+    out = torch.zeros((handle.num_tokens, remote.shape[1]), dtype=kind, device=remote.device)
+    parts = list(back.split(receive))
+    parts[comm.rank] = local
+    for rows, tokens in zip(parts, handle.tokens.split(handle.num_tokens_per_rank), strict=True):
+        add_rows(out, rows, tokens)
+    return out.to(remote.dtype)
+
+
+def _without(counts: list[int], rank: int) -> list[int]:
+    return [0 if j == rank else count for j, count in enumerate(counts)]
+
+
+def _exchange(comm: Communicator, out: Tensor, rows: Tensor, receive: list[int], send: list[int]) -> Any:
+    if comm.size == 1:
+        return None
+    return dist.all_to_all_single(out, rows, receive, send, group=comm.group, async_op=True)
+
+
+@dataclass(frozen=True)
+class Levels:
+    """A rank's place in ranks that are grouped in nodes of one size, the ranks of a node side by side.
+
+    inter joins the ranks of one place in each node, in node order; intra the ranks of this node.
+    """
+
+    inter: Communicator
+    intra: Communicator
+
+    @property
+    def rank(self) -> int:
+        return self.inter.rank * self.intra.size + self.intra.rank
+
+    def sent_to(self) -> Counter[int]:
+        """Bytes of dispatch and combine to each rank."""
+        width = self.intra.size
+        across = {j * width + self.intra.rank: sent for j, sent in self.inter.sent_to.items()}
+        return Counter(across) + Counter({self.inter.rank * width + j: sent for j, sent in self.intra.sent_to.items()})
+
+    def sent_bytes(self) -> dict[str, int]:
+        """By tier, counts of rows included."""
+        return {"inter": sum(self.inter.sent.values()), "intra": sum(self.intra.sent.values())}
+
+
+TwoLevelHandle = tuple[DispatchHandle, DispatchHandle]
+
+
+def dispatch_two_level(
+    levels: Levels, hidden: Tensor, expert_ids: Tensor, weights: Tensor, serving: Tensor
+) -> tuple[ReceivedTokens, TwoLevelHandle]:
+    """`dispatch` that sends a token once to each destination *node*, to the rank of the same place, which forwards it.
+
+    serving (G, E): the rank that serves each expert to every rank, since the one that forwards asks for the source's.
+    """
+    width = levels.intra.size
+    nodes = serving[levels.rank][expert_ids] // width
+    there, first = dispatch_to(levels.inter, hidden, expert_ids, weights, nodes)
+    sources = [*(j for j in range(levels.inter.size) if j != levels.inter.rank), levels.inter.rank]
+    counts = torch.tensor([first.received[j] for j in sources], device=hidden.device)
+    source = torch.tensor(sources, device=hidden.device).repeat_interleave(counts) * width + levels.intra.rank
+    targets = serving[source[:, None], there.expert_ids.clamp(min=0)] % width
+    targets = torch.where(there.expert_ids >= 0, targets, -1)
+    received, second = dispatch_to(levels.intra, there.hidden, there.expert_ids, there.weights, targets)
+    return received, (first, second)
+
+
+def combine_two_level(levels: Levels, results: Tensor, handle: TwoLevelHandle) -> Tensor:
+    """Sums over the ranks of each node there, then over nodes; both rounded to the results' type."""
+    return combine(levels.inter, combine(levels.intra, results, handle[1]), handle[0])

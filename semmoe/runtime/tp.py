@@ -55,7 +55,7 @@ class TokenShuffler:
             known = moe_layer >= lookback
             history = np.stack(self._earlier[:lookback], axis=1) if known else None
             ranks = assign_slices(look_up(self._tables, moe_layer, self._group, self._token_ids, history), self._size)
-        return shuffle_handle(torch.from_numpy(ranks.astype(np.int64)), self._size, self._rank)
+        return shuffle_handle(ranks, self._size, self._rank)
 
     def _scores(self, tables: ScoreTables, layer: int) -> np.ndarray:
         nothing = np.empty((0, len(self._token_ids), self._top_k), np.int64)

@@ -22,6 +22,7 @@ from semmoe.engines.transformers.model import load_model
 from semmoe.engines.transformers.parallel import ParallelModel
 from semmoe.metrics import Traffic, max_over_mean, sum_traffic
 from semmoe.runtime.collectives import Communicator, world
+from semmoe.runtime.dispatch import Levels
 from semmoe.runtime.launch import Reporter, run_ranks
 from semmoe.settings import GenerateSettings
 
@@ -33,6 +34,7 @@ class SetUp:
     name: str
     plan: Plan
     exchange: str = "all-to-all"
+    overlap: bool = False  # of own tokens' experts with the dispatch of others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +112,8 @@ def _run_set_up(world_comm: Communicator, job: _Job, set_up: SetUp, device: str,
     model = load_model(job.model_path, getattr(torch, job.settings.dtype)).to(device)
     comm = Communicator(world_comm.group, rank, world_comm.size)  # with counters of its own
     attention = attention_communicator(comm, topology)
-    parallel = ParallelModel(model, set_up.plan, comm, attention, set_up.exchange)
+    levels = node_levels(comm, topology) if set_up.exchange == "two-level" else None
+    parallel = ParallelModel(model, set_up.plan, comm, attention, set_up.exchange, set_up.overlap, levels)
     group = rank // topology.attn_tp_size
     _warm_up(parallel, job, topology)
     groups = schedule_requests(job.prompts, set_up.plan)
@@ -158,6 +161,15 @@ def attention_communicator(comm: Communicator, topology: Topology) -> Communicat
     return Communicator(groups[comm.rank // S], comm.rank % S, S)
 
 
+def node_levels(comm: Communicator, topology: Topology) -> Levels:
+    """This rank's place in its node and across nodes; on one node everything is inside."""
+    nodes, width = topology.num_nodes, topology.ep_size // topology.num_nodes
+    inside = [dist.new_group([n * width + i for i in range(width)]) for n in range(nodes)]
+    across = [dist.new_group([n * width + i for n in range(nodes)]) for i in range(width)]
+    node, place = divmod(comm.rank, width)
+    return Levels(Communicator(across[place], node, nodes), Communicator(inside[node], place, width))
+
+
 def _decode(
     parallel: ParallelModel, prompts, topology: Topology, settings: GenerateSettings, progress
 ) -> list[list[int]]:
@@ -193,7 +205,9 @@ class _RankShare:
 def _gather(name: str, parallel: ParallelModel, answers: dict[int, list[int]], prompts, seconds: float):
     """Join what every rank generated, sent and routed."""
     comm = parallel.comm
-    own = _RankShare(answers, parallel.sent_bytes(), [comm.sent_to[j] for j in range(comm.size)], parallel.traffic)
+    own = _RankShare(
+        answers, parallel.sent_bytes(), [parallel.sent_to()[j] for j in range(comm.size)], parallel.traffic
+    )
     shares: list[_RankShare] = [own] * comm.size
     dist.all_gather_object(shares, own)
     outputs = {i: tokens for share in shares for i, tokens in share.answers.items()}

@@ -4,6 +4,7 @@ Every decoder layer runs: attention (sharded by heads inside an attention group)
 this rank's rows, experts reached by all-to-all -> shuffled all-gather of the residual stream. In a group of one rank,
 attention-DP, both ends fall away. `exchange="all-reduce"` is the usual expert parallelism without all-to-all, the
 baseline that attention-TP must beat: every rank computes its own experts for all rows, and two all-reduces join them.
+"two-level" is the all-to-all that sends a row once to each node and forwards it there.
 """
 
 from collections import Counter
@@ -17,11 +18,19 @@ from semmoe.core import Plan, require
 from semmoe.engines.transformers.attention import shard_attention
 from semmoe.engines.transformers.model import decoder_layers, moe_layers
 from semmoe.metrics import Traffic, layer_traffic, serving_ranks
-from semmoe.runtime.collectives import Communicator, ShuffleHandle, shuffled_all_gather, shuffled_reduce_scatter
-from semmoe.runtime.dispatch import combine, dispatch
+from semmoe.runtime.collectives import Communicator, ShuffleHandle, shuffled_all_gathers, shuffled_reduce_scatter
+from semmoe.runtime.dispatch import (
+    Dispatch,
+    Levels,
+    ReceivedTokens,
+    combine,
+    combine_parts,
+    combine_two_level,
+    dispatch_two_level,
+)
 from semmoe.runtime.tp import TokenShuffler
 
-EXCHANGES = ("all-to-all", "all-reduce")
+EXCHANGES = ("all-to-all", "two-level", "all-reduce")
 
 
 class LocalExperts:
@@ -55,23 +64,29 @@ class LocalExperts:
 class ParallelModel:
     """One rank's part of a model: attach with the constructor, then run forwards; `traffic` counts what was routed.
 
-    experts_comm joins all ranks, attention_comm the ranks of this rank's attention group.
+    experts_comm joins all ranks, attention_comm the ranks of this rank's attention group. overlap: own tokens' experts
+    run while others' rows are on their way, so that weights are read twice; it pays where the network is slow. levels:
+    this rank's place in nodes, for exchange two-level.
     """
 
     def __init__(
         self, model: PreTrainedModel, plan: Plan, experts_comm: Communicator, attention_comm: Communicator,
-        exchange: str = "all-to-all",
+        exchange: str = "all-to-all", overlap: bool = False, levels: Levels | None = None,
     ) -> None:  # fmt: skip
         require(exchange in EXCHANGES, f"exchange must be one of {', '.join(EXCHANGES)}, not {exchange!r}")
         topology = plan.topology
-        no_dp = exchange == "all-to-all" or topology.dp_size == 1
+        no_dp = exchange != "all-reduce" or topology.dp_size == 1
         require(no_dp, "exchange all-reduce needs attention-TP: ranks with requests of their own share no rows")
         self.model, self.plan = model, plan
-        self.comm, self.attention_comm = experts_comm, attention_comm
+        require(exchange == "all-to-all" or not overlap, "overlap needs exchange all-to-all")
+        assert (exchange == "two-level") == (levels is not None)
+        self.levels = levels
+        self.comm, self.attention_comm, self._overlap = experts_comm, attention_comm, overlap
         group = experts_comm.rank // topology.attn_tp_size
         self.shuffler = TokenShuffler(plan, group, attention_comm.rank)
         self._serving = serving_ranks(plan.placement, topology)  # (L, G, E)
         views = torch.from_numpy(self._serving.astype(np.int64)).to(model.device)
+        self._views = views
         self._serving_from_here, self._serving_from_first = views[:, experts_comm.rank], views[:, 0]
         self.traffic = self._no_traffic()
         self._rows = torch.zeros(0, dtype=torch.int64)  # (N,) rows of the flat batch that are real
@@ -81,8 +96,9 @@ class ParallelModel:
         blocks = moe_layers(self.model)
         physical = self.plan.placement.physical_to_logical_map.reshape(len(blocks), self.comm.size, -1)
         self._experts = [LocalExperts(b.experts, physical[i, self.comm.rank]) for i, b in enumerate(blocks)]
-        run = self._layer_all_to_all if exchange == "all-to-all" else self._layer_all_reduce
-        exchange_experts = self._expert_all_to_all if exchange == "all-to-all" else self._expert_all_reduce
+        reduces = exchange == "all-reduce"
+        run = self._layer_all_reduce if reduces else self._layer_all_to_all
+        exchange_experts = self._expert_all_reduce if reduces else self._expert_all_to_all
         moe_index = {id(block): i for i, block in enumerate(blocks)}
         for layer in decoder_layers(self.model):
             _check_layout(layer)
@@ -119,14 +135,16 @@ class ParallelModel:
         handle = self.shuffler.slices(index)
         stream = residual[handle.mine] + shuffled_reduce_scatter(self.attention_comm, partial, handle)
         stream = self._feed_forward(layer, index, stream)
-        self._share_routing(index, handle)
-        return self._put_back(hidden_states, shuffled_all_gather(self.attention_comm, stream, handle))
+        return self._put_back(hidden_states, self._gather(index, stream, handle))
 
-    def _share_routing(self, index: int | None, handle: ShuffleHandle) -> None:
-        """A rank knows the routing of its own slice only: the expert ids travel with the all-gather, and count."""
-        if index is not None and self.shuffler.uses_history:
-            experts = self.shuffler.by_weight(*self._last_routing)
-            self.shuffler.observe(index, shuffled_all_gather(self.attention_comm, experts, handle))
+    def _gather(self, index: int | None, stream: torch.Tensor, handle: ShuffleHandle) -> torch.Tensor:
+        """The whole stream. A rank knows the routing of its own slice only: expert ids travel along, and count."""
+        if index is None or not self.shuffler.uses_history:
+            return shuffled_all_gathers(self.attention_comm, [stream], handle)[0]
+        experts = self.shuffler.by_weight(*self._last_routing)
+        stream, experts = shuffled_all_gathers(self.attention_comm, [stream, experts], handle)
+        self.shuffler.observe(index, experts)
+        return stream
 
     def _feed_forward(self, layer: nn.Module, index: int | None, stream: torch.Tensor) -> torch.Tensor:
         """Post-attention norm, MoE or dense block, residual, on this rank's rows (n, H), n may be 0."""
@@ -143,9 +161,18 @@ class ParallelModel:
         self._last_routing = (expert_ids, weights)
         home = np.full(len(expert_ids), self.comm.rank)
         self._count(index, layer_traffic(expert_ids.cpu().numpy(), home, self._serving[index]))
-        received, handle = dispatch(self.comm, hidden, expert_ids, weights, self._serving_from_here[index])
-        results = self._experts[index](received.hidden, received.expert_ids, received.weights)
-        return combine(self.comm, results, handle)
+        if self.levels is not None:
+            received, handles = dispatch_two_level(self.levels, hidden, expert_ids, weights, self._views[index])
+            return combine_two_level(self.levels, self._compute(index, received), handles)
+        targets = self._serving_from_here[index][expert_ids]
+        flight = Dispatch(self.comm, hidden, expert_ids, weights, targets)
+        if not self._overlap:
+            return combine(self.comm, self._compute(index, flight.received()), flight.handle)
+        local = self._compute(index, flight.local())
+        return combine_parts(self.comm, local, self._compute(index, flight.remote()), flight.handle)
+
+    def _compute(self, index: int, rows: ReceivedTokens) -> torch.Tensor:
+        return self._experts[index](rows.hidden, rows.expert_ids, rows.weights)
 
     def _layer_all_reduce(self, layer: nn.Module, index: int | None, hidden_states: torch.Tensor, **kwargs):
         attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)
@@ -179,13 +206,22 @@ class ParallelModel:
 
     def reset_counts(self) -> None:
         self.traffic = self._no_traffic()
-        for comm in (self.comm, self.attention_comm):
+        for comm in self._communicators():
             comm.sent.clear()
             comm.sent_to.clear()
 
     def sent_bytes(self) -> Counter[str]:
         """Bytes this rank sent, by kind of collective."""
-        return self.comm.sent + self.attention_comm.sent if self.attention_comm is not self.comm else self.comm.sent
+        return sum((comm.sent for comm in self._communicators()), Counter())
+
+    def sent_to(self) -> Counter[int]:
+        """Bytes of dispatch and combine that this rank sent to each rank."""
+        return self.comm.sent_to if self.levels is None else self.levels.sent_to()
+
+    def _communicators(self) -> list[Communicator]:
+        nodes = [] if self.levels is None else [self.levels.inter, self.levels.intra]
+        own = [] if self.attention_comm is self.comm else [self.attention_comm]
+        return [self.comm, *own, *nodes]
 
 
 def _bind(function, *leading):

@@ -1,0 +1,222 @@
+"""Time of the runtime's parts on local processes: argsort of rank ids, the shuffled pair, the expert all-to-all.
+
+    OMP_NUM_THREADS=1 python benchmarks/bench_runtime.py [--ranks 2 4] [--rounds 60] [--smallest] [--out FILE]
+
+Argsort: this process, arrays, and tensors with their conversion, against `torch.argsort(stable=True)`, which gives the
+permutation only. Pair: shuffled reduce-scatter + all-gather, against the plain two of the same implementation and
+against gloo's, interleaved round by round; a ratio is the median over rounds of the slowest rank's times, with its 95 %
+bootstrap interval. All-to-all: dispatch + combine where a share of the rows stays, with the all-reduce of the same rows
+beside it (Figure 6d). Prints configuration, tables, and one JSON line.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from semmoe.runtime.argsort import argsort_ranks
+from semmoe.runtime.collectives import (
+    Communicator,
+    shuffle_handle,
+    shuffled_all_gather,
+    shuffled_reduce_scatter,
+)
+from semmoe.runtime.dispatch import combine, dispatch_to
+from semmoe.runtime.launch import run_ranks
+
+# torch 2.13 renamed both; earlier versions have the old names only.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+WIDTH = 2048  # fp32 columns of a row: 8 KiB
+ROWS = (1_000, 10_000, 100_000, 1_000_000)
+SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)  # bytes that a rank puts in
+SHARES = (0.2, 0.4, 0.6, 0.8, 1.0)
+TOP_K = 1  # one destination a token: local share is then the share of rows that stay
+
+
+@dataclass(frozen=True)
+class Job:
+    sizes: tuple[int, ...]
+    shares: tuple[float, ...]
+    share_bytes: int
+    rounds: int
+    scratch: str
+
+
+def median_us(job: Callable[[], object], calls: int) -> float:
+    job()
+    return statistics.median(_once(job) for _ in range(calls)) * 1e6
+
+
+def _once(job: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    job()
+    return time.perf_counter() - start
+
+
+def argsort_times(rows: int, size: int, calls: int) -> dict:
+    ranks = torch.from_numpy(np.random.default_rng(rows).integers(0, size, rows))
+    array = ranks.numpy()
+    ours = median_us(lambda: argsort_ranks(array, size), calls)
+    theirs = median_us(lambda: torch.argsort(ranks, stable=True), calls)
+    tensors = median_us(lambda: argsort_ranks(ranks, size), calls)
+    return {"rows": rows, "ranks": size, "us": ours, "tensors_us": tensors, "torch_us": theirs, "ratio": theirs / ours}
+
+
+def interleaved(comm: Communicator, jobs: dict[str, Callable[[], object]], rounds: int) -> dict[str, np.ndarray]:
+    """Seconds (rounds,) of each job on its slowest rank; every round runs all jobs, the first in turn."""
+    names, times = list(jobs), np.zeros((rounds, len(jobs)))
+    for i in range(-3, rounds):  # three rounds to warm up
+        for j in range(len(names)):
+            k = (i + j) % len(names)
+            dist.barrier(group=comm.group)
+            seconds = _once(jobs[names[k]])
+            if i >= 0:
+                times[i, k] = seconds
+    slowest = torch.from_numpy(times)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=comm.group)
+    return dict(zip(names, slowest.numpy().T, strict=True))
+
+
+def paired_ratio(ours: np.ndarray, theirs: np.ndarray, seed: int = 0) -> list[float]:
+    """Median of theirs / ours over rounds, and the ends of its 95 % bootstrap interval."""
+    ratios = theirs / ours
+    rng = np.random.default_rng(seed)
+    medians = np.median(rng.choice(ratios, (2000, len(ratios))), axis=1)
+    return [float(x) for x in (np.median(ratios), *np.quantile(medians, (0.025, 0.975)))]
+
+
+def pair_times(comm: Communicator, size: int, rounds: int) -> dict:
+    """Reduce-scatter and all-gather of `size` bytes put in by every rank."""
+    tokens = max(size // (4 * WIDTH) // comm.size, 1) * comm.size
+    partial = torch.randn(tokens, WIDTH)
+    slots = np.repeat(np.arange(comm.size), tokens // comm.size)
+    handle = shuffle_handle(np.random.default_rng(0).permutation(slots), comm.size, comm.rank)
+    part, whole = partial.new_empty((tokens // comm.size, WIDTH)), torch.empty_like(partial)
+
+    def gloo_scatter() -> None:
+        reduce_scatter(part, partial, group=comm.group)
+
+    def gloo_pair() -> None:
+        gloo_scatter()
+        all_gather(whole, part, group=comm.group)
+
+    times = interleaved(
+        comm,
+        {
+            "shuffled": lambda: shuffled_all_gather(comm, shuffled_reduce_scatter(comm, partial, handle), handle),
+            "plain": lambda: comm.all_gather(comm.reduce_scatter(partial)),
+            "gloo": gloo_pair,
+            "srs": lambda: shuffled_reduce_scatter(comm, partial, handle),
+            "gloo rs": gloo_scatter,
+        },
+        rounds,
+    )
+    return {
+        "bytes": tokens * WIDTH * 4, "ranks": comm.size,
+        "us": {name: float(np.median(t)) * 1e6 for name, t in times.items()},
+        "shuffled_over_plain": paired_ratio(times["plain"], times["shuffled"]),
+        "gloo_over_shuffled": paired_ratio(times["shuffled"], times["gloo"]),
+        "gloo_rs_over_srs": paired_ratio(times["srs"], times["gloo rs"]),
+    }  # fmt: skip
+
+
+def share_times(comm: Communicator, size: int, share: float, rounds: int) -> dict:
+    """Dispatch and combine of `size` bytes of rows, `share` of them for this rank's own experts."""
+    tokens, rng = size // (4 * WIDTH), np.random.default_rng(comm.rank)
+    others = (comm.rank + rng.integers(1, max(comm.size, 2), tokens)) % comm.size
+    targets = torch.from_numpy(np.where(np.arange(tokens) < share * tokens, comm.rank, others))[:, None]
+    hidden, weights = torch.randn(tokens, WIDTH), torch.ones(tokens, TOP_K)
+
+    def all_to_all() -> None:
+        received, handle = dispatch_to(comm, hidden, targets, weights, targets)
+        combine(comm, received.hidden, handle)
+
+    whole = torch.zeros(tokens * comm.size, WIDTH)  # every rank holds all rows and adds its experts' part
+
+    def all_reduce() -> None:
+        dist.all_reduce(whole, group=comm.group)
+
+    times = interleaved(comm, {"all-to-all": all_to_all, "all-reduce": all_reduce}, rounds)
+    us = {name: float(np.median(t)) * 1e6 for name, t in times.items()}
+    return {"share": share, "bytes": size, "ranks": comm.size, "us": us}
+
+
+def rank_main(rank: int, size: int, job: Job, report) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(job.scratch) / f"store-{size}"), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(minutes=10))
+    comm = Communicator(dist.group.WORLD, rank, size)
+    results = {
+        "pair": [pair_times(comm, bytes_, job.rounds) for bytes_ in job.sizes],
+        "share": [share_times(comm, job.share_bytes, share, job.rounds) for share in job.shares],
+    }
+    if rank == 0:
+        Path(job.scratch, f"{size}.json").write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(size: int, sizes, shares, share_bytes: int, rounds: int) -> dict:
+    with tempfile.TemporaryDirectory() as scratch:
+        job = Job(tuple(sizes), tuple(shares), share_bytes, rounds, scratch)
+        run_ranks(size, rank_main, job, lambda what, done: None, preload=["semmoe.runtime.dispatch"])
+        return json.loads(Path(scratch, f"{size}.json").read_text())
+
+
+def show(results: dict) -> None:
+    print("\nargsort           rows  ranks       ours    tensors      torch  torch/ours")
+    for r in results["argsort"]:
+        print(f"             {r['rows']:9d} {r['ranks']:6d} {r['us']:8.1f} us {r['tensors_us']:7.1f} us "
+              f"{r['torch_us']:7.1f} us {r['ratio']:8.2f}")  # fmt: skip
+    print("\nSRS + SAG  ranks    KiB  shuffled      plain       gloo   shuffled/plain         gloo rs/SRS")
+    for r in results["pair"]:
+        low, high = r["shuffled_over_plain"][1:], r["gloo_rs_over_srs"][1:]
+        us = r["us"]
+        print(f"          {r['ranks']:6d} {r['bytes'] >> 10:6d} {us['shuffled']:8.0f} us {us['plain']:7.0f} us "
+              f"{us['gloo']:7.0f} us  {r['shuffled_over_plain'][0]:.3f} [{low[0]:.3f}, {low[1]:.3f}]  "
+              f"{r['gloo_rs_over_srs'][0]:.2f} [{high[0]:.2f}, {high[1]:.2f}]")  # fmt: skip
+    print("\nall-to-all ranks  share   dispatch + combine   all-reduce")
+    for r in results["share"]:
+        print(f"          {r['ranks']:6d} {r['share']:6.1f} {r['us']['all-to-all']:17.0f} us "
+              f"{r['us']['all-reduce']:9.0f} us")  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--smallest", action="store_true", help="the smallest sizes only, to see that it runs")
+    parser.add_argument("--out", type=Path, help="write the JSON line to this file too")
+    a = parser.parse_args()
+    torch.set_num_threads(1)
+    rows, sizes, shares = (ROWS[:1], SIZES[:1], SHARES[::4]) if a.smallest else (ROWS, SIZES, SHARES)
+    share_bytes = SIZES[0] if a.smallest else SIZES[3]
+    configuration = {"machine": platform.machine(), "torch": torch.__version__, "width": WIDTH, "rounds": a.rounds}
+    print(configuration)
+    results = {"configuration": configuration, "argsort": [], "pair": [], "share": []}
+    for size in (8, 64):
+        results["argsort"] += [argsort_times(n, size, max(min(3_000_000 // n, 1000), 15)) for n in rows]
+    for size in a.ranks:
+        for name, values in measure(size, sizes, shares, share_bytes, a.rounds).items():
+            results[name] += values
+    show(results)
+    line = json.dumps(results)
+    print("\n" + line)
+    if a.out:
+        a.out.write_text(line + "\n")
+
+
+if __name__ == "__main__":
+    main()

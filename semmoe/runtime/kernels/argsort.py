@@ -1,0 +1,89 @@
+"""Stable argsort of rank ids as Triton kernels: histogram per block, scan over blocks, scatter.
+
+Shapes depend on arguments only, nothing waits for the device and only the results and one table of (ranks, blocks)
+are allocated, so that it can be captured in a graph. A batch that fits one block takes one launch. Ids are not checked.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from semmoe.runtime.reference import RankOrder
+
+BLOCK = 1024  # rows of a program
+SCAN_BLOCK = 1024  # blocks that the scan holds at a time
+
+
+def argsort_ranks(ranks: Tensor, size: int, slice_rows: int | None = None) -> RankOrder:
+    """As `semmoe.runtime.argsort.argsort_ranks`; rows beyond `slice_rows` of a rank have a place but no entry in it."""
+    rows, places = len(ranks), len(ranks) if slice_rows is None else size * slice_rows
+    order = torch.full((places,), -1, dtype=torch.int64, device=ranks.device)
+    inverse = torch.empty(rows, dtype=torch.int64, device=ranks.device)
+    counts = torch.zeros(size, dtype=torch.int64, device=ranks.device)
+    if rows == 0:
+        return RankOrder(order, inverse, counts)
+    block = min(BLOCK, max(triton.next_power_of_2(rows), 16))
+    blocks, bins = triton.cdiv(rows, block), max(triton.next_power_of_2(size), 16)
+    before = torch.empty((size, blocks), dtype=torch.int32, device=ranks.device)
+    ranks = ranks.contiguous()
+    if blocks > 1:
+        histogram_kernel[(blocks,)](ranks, before, rows, size, blocks, BLOCK=block, BINS=bins)
+        scan_kernel[(size,)](before, counts, blocks, BLOCK=SCAN_BLOCK)
+    scatter_kernel[(blocks,)](
+        ranks, before, counts, order, inverse, rows, size, blocks, 0 if slice_rows is None else slice_rows,
+        ALONE=blocks == 1, SLICES=slice_rows is not None, BLOCK=block, BINS=bins,
+    )  # fmt: skip
+    return RankOrder(order, inverse, counts)
+
+
+@triton.jit
+def histogram_kernel(ranks, before, rows, size, blocks, BLOCK: tl.constexpr, BINS: tl.constexpr):
+    """One block's rows of each rank, to before (size, blocks)."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    bins = tl.arange(0, BINS)
+    ids = tl.load(ranks + i, mask=i < rows, other=0).to(tl.int32)
+    found = tl.histogram(ids, BINS, mask=i < rows)
+    tl.store(before + bins * blocks + tl.program_id(0), found, mask=bins < size)
+
+
+@triton.jit
+def scan_kernel(before, counts, blocks, BLOCK: tl.constexpr):
+    """One rank's rows of each block become those of all blocks before it; its total goes to counts (size,)."""
+    rank = tl.program_id(0)
+    total = tl.zeros((), tl.int32)
+    for start in range(0, blocks, BLOCK):
+        b = start + tl.arange(0, BLOCK)
+        found = tl.load(before + rank * blocks + b, mask=b < blocks, other=0)
+        tl.store(before + rank * blocks + b, total + tl.cumsum(found, 0) - found, mask=b < blocks)
+        total += tl.sum(found, 0)
+    tl.store(counts + rank, total.to(tl.int64))
+
+
+@triton.jit
+def scatter_kernel(
+    ranks, before, counts, order, inverse, rows, size, blocks, slice_rows,
+    ALONE: tl.constexpr, SLICES: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr,
+):  # fmt: skip
+    """Sort a block by (rank, row), so that runs of a rank leave side by side; then every run goes to its places."""
+    start = tl.program_id(0) * BLOCK
+    local, bins = tl.arange(0, BLOCK), tl.arange(0, BINS)
+    valid = start + local < rows
+    ids = tl.load(ranks + start + local, mask=valid, other=0).to(tl.int32)
+    found = tl.histogram(ids, BINS, mask=valid)
+    if ALONE:
+        totals, earlier = found, tl.zeros((BINS,), tl.int32)
+        tl.store(counts + bins, found.to(tl.int64), mask=bins < size)
+    else:
+        totals = tl.load(counts + bins, mask=bins < size, other=0).to(tl.int32)
+        earlier = tl.load(before + bins * blocks + tl.program_id(0), mask=bins < size, other=0)
+    first = bins * slice_rows if SLICES else tl.cumsum(totals, 0) - totals
+    end = first + (slice_rows if SLICES else totals)
+    run = tl.cumsum(found, 0) - found
+    # BINS * BLOCK is at most 2**18 here; rows past the end sort behind all others.
+    keys = tl.sort(tl.where(valid, ids * BLOCK + local, BINS * BLOCK + local))
+    rank, row = tl.minimum(keys // BLOCK, BINS - 1), start + keys % BLOCK
+    place = local + tl.gather(first + earlier - run, rank, 0)
+    tl.store(inverse + row, place.to(tl.int64), mask=row < rows)
+    fits = (row < rows) & (place < tl.gather(end, rank, 0))
+    tl.store(order + place, row.to(tl.int64), mask=fits)

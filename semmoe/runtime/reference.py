@@ -1,0 +1,96 @@
+"""What the runtime computes, in plain torch: the specification that every fast path is tested against.
+
+Functions that stand for a collective take what all ranks put in and give what every rank gets. Sums run in rank order
+in float32 (float64 for float64) and are rounded once, so that a result depends neither on where a row lies nor on who
+adds it.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class RankOrder(NamedTuple):
+    """Rows sorted by rank, stable; arrays or tensors alike.
+
+    Worked example, ranks [1, 0, 1, 1, 0] of two: order = [1, 4, 0, 2, 3], inverse = [2, 0, 3, 4, 1], counts = [2, 3].
+    With slices of four rows: order = [1, 4, -1, -1, 0, 2, 3, -1], inverse = [4, 0, 5, 6, 1].
+    """
+
+    order: Tensor  # (N,) int64: the row in each place; with slices (size * slice_rows,), -1 where a slice has no row
+    inverse: Tensor  # (N,) int64: the place of each row
+    counts: Tensor  # (size,) int64: rows of each rank
+
+
+def argsort_ranks(ranks: Tensor, size: int, slice_rows: int | None = None) -> RankOrder:
+    """Sort rank ids (N,) of 0 to size - 1. slice_rows: give every rank that many places instead of as many as rows."""
+    ranks = ranks.long()
+    by_rank = torch.argsort(ranks, stable=True)
+    counts = torch.bincount(ranks, minlength=size)
+    places = torch.arange(len(ranks), device=ranks.device)
+    if slice_rows is not None:
+        assert int(counts.max()) <= slice_rows, f"a slice of {int(counts.max())} rows exceeds its size of {slice_rows}"
+        first = counts.cumsum(0) - counts
+        places += (torch.arange(size, device=ranks.device) * slice_rows - first)[ranks[by_rank]]
+    order = ranks.new_full((len(ranks) if slice_rows is None else size * slice_rows,), -1)
+    order[places] = by_rank
+    return RankOrder(order, torch.empty_like(by_rank).scatter_(0, by_rank, places), counts)
+
+
+def shuffled_reduce_scatter(partials: list[Tensor], ranks: Tensor) -> list[Tensor]:
+    """partials (N, H) of every rank, ranks (N,) of the tokens -> (n, H) for every rank: the sums of its tokens."""
+    total = sum_in_order(partials)
+    return [total[ranks == j] for j in range(len(partials))]
+
+
+def shuffled_all_gather(rows: list[Tensor], ranks: Tensor) -> Tensor:
+    """The rows (n, ...) of every rank, its tokens in their order -> (N, ...), the same on every rank."""
+    out = rows[0].new_empty((len(ranks), *rows[0].shape[1:]))
+    for j, part in enumerate(rows):
+        out[ranks == j] = part
+    return out
+
+
+def sum_in_order(parts: list[Tensor]) -> Tensor:
+    """The sum of tensors of one shape, the first two first."""
+    total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32), copy=True)
+    for part in parts[1:]:
+        total += part
+    return total.to(parts[0].dtype)
+
+
+def dispatch(
+    hidden: list[Tensor], expert_ids: list[Tensor], weights: list[Tensor], targets: list[Tensor]
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """What every rank receives: rows (M, H), their choices (M, K) with -1 for other ranks', weights (M, K).
+
+    Arguments of every rank: tokens (n, H), choices (n, K), weights (n, K) and the rank that serves each choice (n, K),
+    -1 for none. A token comes once to each rank that serves any of its choices: from the other ranks in their order,
+    own tokens last.
+    """
+    out = []
+    for rank in range(len(hidden)):
+        rows = []
+        for j in [*(j for j in range(len(hidden)) if j != rank), rank]:
+            here = targets[j] == rank
+            sent = here.any(dim=1)
+            ids = torch.where(here, expert_ids[j], -1)
+            rows.append((hidden[j][sent], ids[sent], weights[j][sent]))
+        hidden_, ids_, weights_ = (torch.cat(columns) for columns in zip(*rows, strict=True))
+        out.append((hidden_, ids_, weights_))
+    return out
+
+
+def combine(results: list[Tensor], targets: list[Tensor]) -> list[Tensor]:
+    """(n, H) for every rank: its tokens' results from every rank that had them, added in rank order; 0 without any."""
+    size, out = len(results), []
+    for j, target in enumerate(targets):
+        kind = torch.promote_types(results[j].dtype, torch.float32)
+        total = torch.zeros((len(target), results[j].shape[1]), dtype=kind)
+        for rank in range(size):
+            sources = [*(i for i in range(size) if i != rank), rank]
+            counts = [int((targets[i] == rank).any(dim=1).sum()) for i in sources]
+            total[(target == rank).any(dim=1)] += results[rank].split(counts)[sources.index(j)]
+        out.append(total.to(results[j].dtype))
+    return out

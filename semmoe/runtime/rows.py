@@ -1,0 +1,143 @@
+"""Rows moved by index, one copy each: packing for a collective, unpacking after it, and sums of parts that arrived."""
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from semmoe.runtime import reference
+
+_WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
+
+
+def words(rows: Tensor) -> np.ndarray:
+    """A contiguous CPU tensor (M, ...) as an array (M, W) of the widest words that its rows are whole numbers of."""
+    if rows.numel() == 0:
+        return np.zeros((len(rows), 0), np.uint8)
+    row_bytes, start = rows[0].numel() * rows.element_size(), rows.data_ptr()
+    kind = next(kind for size, kind in _WORDS if row_bytes % size == 0 and start % size == 0)
+    return rows.detach().view(len(rows), -1).view(torch.uint8).view(kind).numpy()
+
+
+def pack_rows(out: Tensor, rows: Tensor, index: Tensor) -> None:
+    """out[i] = rows[index[i]]; of one type and width, `out` contiguous."""
+    torch.index_select(rows, 0, index, out=out)
+
+
+def unpack_rows(out: Tensor, rows: Tensor, index: Tensor) -> None:
+    """out[index[i]] = rows[i]; of one type and width, both contiguous."""
+    if not out.is_cpu:
+        out[index] = rows
+    elif rows.numel():
+        _unpack(words(out), words(rows), index.numpy())  # torch's own loop over index_copy_ takes three times as long
+
+
+@numba.njit(cache=True, nogil=True)
+def _unpack(out, rows, index):
+    for i in range(index.shape[0]):
+        to = np.uint64(index[i])
+        for c in range(rows.shape[1]):
+            out[to, np.uint64(c)] = rows[i, c]
+
+
+def move_bytes(out: Tensor, rows: Tensor, index: Tensor | None, to: int = 0, start: int = 0) -> None:
+    """Bytes of rows[index] (all rows without an index), from byte `start` of a row, to out's rows from byte `to`.
+
+    As many as the narrower has. One of the two (M, ...) holds rows packed as uint8; both contiguous.
+    """
+    if out.numel() == 0:
+        return
+    target, source = (t.detach().view(len(t), -1).view(torch.uint8) for t in (out, rows))
+    width = min(target.shape[1] - to, source.shape[1] - start)
+    if out.is_cpu:
+        index = torch.arange(len(out)) if index is None else index
+        _move_bytes(target.numpy(), to, source.numpy(), start, index.numpy(), width)
+    else:
+        source = source if index is None else source[index]
+        target[:, to : to + width] = source[:, start : start + width]
+
+
+@numba.njit(cache=True, nogil=True)
+def _move_bytes(out, to, rows, start, index, width):
+    to, start = np.uint64(to), np.uint64(start)
+    for i in range(index.shape[0]):
+        row = np.uint64(index[i])
+        for c in range(np.uint64(width)):
+            out[i, to + c] = rows[row, start + c]
+
+
+def add_rows(out: Tensor, rows: Tensor, index: Tensor) -> None:
+    """out[index[i]] += rows[i]; no index twice, `out` float32 for narrower rows."""
+    if rows.numel() == 0:
+        return
+    if out.is_cpu and out.dtype == rows.dtype:
+        _add_rows(out.numpy(), rows.detach().contiguous().numpy(), index.numpy())
+    else:
+        out.index_add_(0, index, rows.to(out.dtype))
+
+
+@numba.njit(cache=True, nogil=True)
+def _add_rows(out, rows, index):
+    for i in range(index.shape[0]):
+        to = np.uint64(index[i])
+        for c in range(np.uint64(out.shape[1])):
+            out[to, c] += rows[i, c]
+
+
+def sum_parts(arrived: Tensor, own: Tensor, mine: Tensor, rank: int) -> Tensor:
+    """(n, H): own[mine] (own (N, H), mine (n,)) and what arrived (R - 1, n, H) from the others, added in rank order.
+
+    Sums run in float32 (float64 for float64) and are rounded once. `torch.sum` has an order of its own, and reads
+    16-bit numbers slowly.
+    """
+    out = torch.empty((len(mine), own.shape[1]), dtype=own.dtype, device=own.device)
+    if not own.is_cpu or own.dtype not in (torch.float32, torch.float64, torch.bfloat16):
+        parts = [*arrived[:rank], own[mine], *arrived[rank:]]
+        return reference.sum_in_order(parts)
+    if own.dtype == torch.bfloat16:
+        to, others, ours = (t.detach().view(torch.uint16).numpy() for t in (out, arrived, own))
+        _sum_bfloat16(to, others, ours, mine.numpy(), rank)
+    else:
+        _sum(out.numpy(), arrived.detach().numpy(), own.detach().numpy(), mine.numpy(), rank)
+    return out
+
+
+@numba.njit(cache=True, nogil=True)
+def _sum(out, arrived, own, mine, rank):
+    """A row at a time, so that its sum stays in the cache."""
+    width = np.uint64(out.shape[1])
+    for i in range(out.shape[0]):
+        for j in range(arrived.shape[0] + 1):
+            part = own[mine[i]] if j == rank else arrived[j - (j > rank), i]
+            if j == 0:
+                for c in range(width):
+                    out[i, c] = part[c]
+            else:
+                for c in range(width):
+                    out[i, c] += part[c]
+
+
+@numba.njit(cache=True, nogil=True)
+def _sum_bfloat16(out, arrived, own, mine, rank):
+    """Bits (uint16) in and out: bfloat16 is the upper half of float32; the sum is rounded to nearest, ties to even."""
+    width = np.uint64(out.shape[1])
+    total = np.zeros(out.shape[1], np.float32)
+    wide, bits = np.empty(out.shape[1], np.uint32), total.view(np.uint32)
+    value = wide.view(np.float32)
+    for i in range(out.shape[0]):
+        for j in range(arrived.shape[0] + 1):
+            part = own[mine[i]] if j == rank else arrived[j - (j > rank), i]
+            for c in range(width):
+                wide[c] = np.uint32(part[c]) << np.uint32(16)
+            if j == 0:
+                for c in range(width):
+                    total[c] = value[c]
+            else:
+                for c in range(width):
+                    total[c] += value[c]
+        for c in range(width):
+            b = bits[c]
+            odd = (b >> np.uint32(16)) & np.uint32(1)
+            nearest = (b + np.uint32(0x7FFF) + odd) >> np.uint32(16)
+            is_nan = (b & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+            out[i, c] = np.uint16(0x7FC0) if is_nan else np.uint16(nearest)
