@@ -64,6 +64,11 @@ class Topology:
         return cls(ep_size=ep_size, dp_size=dp_size, num_nodes=num_nodes)
 
     @property
+    def node_of(self) -> np.ndarray:
+        """(G,) int64: the node of each rank."""
+        return np.arange(self.ep_size) // (self.ep_size // self.num_nodes)
+
+    @property
     def attention(self) -> str:
         return "tp" if self.dp_size == 1 else "dp" if self.attn_tp_size == 1 else "hybrid"
 

@@ -185,7 +185,7 @@ def _tier(links: Links, between: bool) -> Tier:
 
 def _exchange_seconds(sent: np.ndarray, topology: Topology, links: Links, latency: str) -> float:
     """Seconds of an all-to-all of `sent` (G, G) bytes; a tier that carries nothing costs nothing."""
-    node = np.arange(topology.ep_size) // (topology.ep_size // topology.num_nodes)
+    node = topology.node_of
     same, total = node[:, None] == node, 0.0
     for between in (False, True):
         busiest = busiest_bytes(sent * (same != between), links.shared)

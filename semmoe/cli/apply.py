@@ -14,9 +14,8 @@ import typer
 
 from semmoe import console
 from semmoe.cli.app import app
-from semmoe.cli.options import INPUT, OUTPUT, Json
+from semmoe.cli.options import INPUT, OUTPUT, Json, model_path
 from semmoe.core import Plan
-from semmoe.demo import MODEL
 
 
 class Target(str, Enum):
@@ -47,7 +46,7 @@ def apply(
     """
     from semmoe.plan import load_plan
 
-    started, path = time.perf_counter(), MODEL if model == "tiny" and not Path(model).exists() else Path(model)
+    started, path = time.perf_counter(), Path(model_path(model))
     loaded = load_plan(plan)
     _check_fingerprint(loaded, path)
     result: dict[str, Any] = {"plan": str(plan), "to": to.value, "out": str(out)}

@@ -27,12 +27,19 @@ class Exchange(str, Enum):
 
 TOPOLOGY, METHOD, LINKS, INPUT, OUTPUT = "Topology", "Method", "Links", "Input", "Output"
 TraceArgument = Annotated[Path, typer.Argument(help="A trace directory, or an .npz file.", show_default=False)]
+
+
+def model_path(name: str) -> str:
+    """`tiny` is the embedded model, unless a directory has that name."""
+    return str(MODEL) if name == "tiny" and not Path(name).exists() else name
+
+
 ModelArgument = Annotated[
     str,
     typer.Argument(
         help="A model directory (Hugging Face format), or `tiny`, the embedded one.",
         show_default=False,
-        callback=lambda name: str(MODEL) if name == "tiny" and not Path(name).exists() else name,
+        callback=model_path,
     ),
 ]
 EpSize = Annotated[int, typer.Option(help="Expert-parallel ranks.", rich_help_panel=TOPOLOGY)]

@@ -202,7 +202,7 @@ def _measure(layout, trace, layer, rows, group, expected, topology, settings) ->
     """Send tokens home as they will be online, level the serving of copies, and say what that costs."""
     experts, request = trace.expert_ids[rows, layer], trace.request_of_token()[rows]
     home = _homes(layout, rows, group, expected, topology, settings)
-    node_of = np.arange(topology.ep_size) // (topology.ep_size // topology.num_nodes)
+    node_of = topology.node_of
     copies = nearest_copies(layout.slots, len(layout.primary), node_of)
     serving = primary_serving(copies, layout.primary)
     if layout.slots.size > len(layout.primary):

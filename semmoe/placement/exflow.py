@@ -67,7 +67,7 @@ def improve(counts: np.ndarray, first: np.ndarray, cost: np.ndarray) -> np.ndarr
 
 def link_costs(topology: Topology) -> np.ndarray:
     """(G, G) what a transfer costs: nothing on a rank, 1 inside a node, NODE_COST between nodes."""
-    node = np.arange(topology.ep_size) // (topology.ep_size // topology.num_nodes)
+    node = topology.node_of
     cost = np.where(node[:, None] == node, 1.0, NODE_COST)
     np.fill_diagonal(cost, 0.0)
     return cost

@@ -60,7 +60,7 @@ def make_state(sets, weight, group, slots, primary, topology, weights):
     """A search's state: sets (U, K) in random order, weight (U,), attention group (U,), slots (G, S), primary (E,)."""
     (U, _), (G, _), E = sets.shape, slots.shape, len(primary)
     offsets, rows = _rows_by_expert(sets, E)
-    node_of = np.arange(G) // (G // topology.num_nodes)
+    node_of = topology.node_of
     members = [[1 << (g % 64) if g // topology.attn_tp_size == d and g // 64 == w else 0 for g in range(G)]
                for d in range(topology.dp_size) for w in range(-(-G // 64))]  # fmt: skip
     allowed = np.array([sum(bits) for bits in members], np.uint64).reshape(topology.dp_size, -1)[group]
