@@ -5,6 +5,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 TORCH ?= torch==2.13.0
 TRITON ?= triton==3.7.1
+RESULTS := benchmarks/results
+HERE = $(shell uname -m)-$(shell nproc)core_$(shell date +%F)
+SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -c
 
 .PHONY: demo test check bench bench-runtime format clean
 
@@ -22,8 +26,10 @@ check: $(VENV)/.ready-dev
 bench: $(VENV)/.ready
 	$(BIN)/python benchmarks/bench_replay.py
 
+# Both write what they print to benchmarks/results; about 40 minutes on two idle cores, root for the slow networks.
 bench-runtime: $(VENV)/.ready
-	OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo $(BIN)/python benchmarks/bench_runtime.py $(BENCH_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_runtime.py | tee $(RESULTS)/runtime_$(HERE).txt
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_end_to_end.py | tee $(RESULTS)/end_to_end_$(HERE).txt
 
 format: $(VENV)/.ready-dev
 	$(BIN)/ruff check --fix .

@@ -1,28 +1,34 @@
 """Time of the runtime's parts on local processes: argsort of rank ids, the shuffled pair, the expert all-to-all.
 
-    OMP_NUM_THREADS=1 python benchmarks/bench_runtime.py [--ranks 2 4] [--rounds 60] [--smallest] [--out FILE]
+    OMP_NUM_THREADS=1 python benchmarks/bench_runtime.py [--ranks 2 4] [--rounds 60] [--rate 200mbit] [--smallest]
+        [--out FILE]
 
 Argsort: this process, arrays, and tensors with their conversion, against `torch.argsort(stable=True)`, which gives the
 permutation only. Pair: shuffled reduce-scatter + all-gather, against the plain two of the same implementation and
 against gloo's, interleaved round by round; a ratio is the median over rounds of the slowest rank's times, with its 95 %
 bootstrap interval. All-to-all: dispatch + combine where a share of the rows stays, with the all-reduce of the same rows
-beside it (Figure 6d). Prints configuration, tables, and one JSON line.
+beside it (Figure 6d), over loopback and over a network whose links are held at a rate (network.py; needs root).
+Prints configuration, tables, and one JSON line.
 """
 
 import argparse
 import json
+import os
 import platform
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from network import Network, NetworkError, enter, slow_network
 
 from semmoe.runtime.argsort import argsort_ranks
 from semmoe.runtime.collectives import (
@@ -155,6 +161,7 @@ def share_times(comm: Communicator, size: int, share: float, rounds: int) -> dic
 
 def rank_main(rank: int, size: int, job: Job, report) -> None:
     torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.FileStore(str(Path(job.scratch) / f"store-{size}"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(minutes=10))
     comm = Communicator(dist.group.WORLD, rank, size)
@@ -168,11 +175,27 @@ def rank_main(rank: int, size: int, job: Job, report) -> None:
     dist.destroy_process_group()
 
 
-def measure(size: int, sizes, shares, share_bytes: int, rounds: int) -> dict:
+def measure(size: int, sizes, shares, share_bytes: int, rounds: int, network: Network | None = None) -> dict:
     with tempfile.TemporaryDirectory() as scratch:
         job = Job(tuple(sizes), tuple(shares), share_bytes, rounds, scratch)
-        run_ranks(size, rank_main, job, lambda what, done: None, preload=["semmoe.runtime.dispatch"])
-        return json.loads(Path(scratch, f"{size}.json").read_text())
+        prepare = None if network is None else partial(enter, network)
+        run_ranks(
+            size, rank_main, job, lambda what, done: None, preload=["semmoe.runtime.dispatch"], prepare=prepare
+        )  # fmt: skip
+        found = json.loads(Path(scratch, f"{size}.json").read_text())
+    for row in found["share"]:
+        row["network"] = "loopback" if network is None else str(network)
+    return found
+
+
+def measure_slow(size: int, shares, share_bytes: int, rounds: int, rate: str) -> list[dict]:
+    """`share_times` where every rank's link carries `rate`; none where there can be no such network."""
+    try:
+        with slow_network(size, rate) as network:
+            return measure(size, (), shares, share_bytes, rounds, network)["share"]
+    except NetworkError as error:
+        print(f"{rate}: skipped, {error}", file=sys.stderr)
+        return []
 
 
 def show(results: dict) -> None:
@@ -187,9 +210,9 @@ def show(results: dict) -> None:
         print(f"          {r['ranks']:6d} {r['bytes'] >> 10:6d} {us['shuffled']:8.0f} us {us['plain']:7.0f} us "
               f"{us['gloo']:7.0f} us  {r['shuffled_over_plain'][0]:.3f} [{low[0]:.3f}, {low[1]:.3f}]  "
               f"{r['gloo_rs_over_srs'][0]:.2f} [{high[0]:.2f}, {high[1]:.2f}]")  # fmt: skip
-    print("\nall-to-all ranks  share   dispatch + combine   all-reduce")
+    print("\nall-to-all  network              ranks  share   dispatch + combine   all-reduce")
     for r in results["share"]:
-        print(f"          {r['ranks']:6d} {r['share']:6.1f} {r['us']['all-to-all']:17.0f} us "
+        print(f"            {r['network']:20} {r['ranks']:5d} {r['share']:6.1f} {r['us']['all-to-all']:17.0f} us "
               f"{r['us']['all-reduce']:9.0f} us")  # fmt: skip
 
 
@@ -197,6 +220,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--rate", default="200mbit", help="of every link of the slow network; empty: none")
     parser.add_argument("--smallest", action="store_true", help="the smallest sizes only, to see that it runs")
     parser.add_argument("--out", type=Path, help="write the JSON line to this file too")
     a = parser.parse_args()
@@ -211,6 +235,8 @@ def main() -> None:
     for size in a.ranks:
         for name, values in measure(size, sizes, shares, share_bytes, a.rounds).items():
             results[name] += values
+        if a.rate:
+            results["share"] += measure_slow(size, shares, share_bytes, max(a.rounds // 6, 3), a.rate)
     show(results)
     line = json.dumps(results)
     print("\n" + line)

@@ -15,7 +15,7 @@ from semmoe.assignment import Preference, assign_slices, look_up, position_slice
 from semmoe.core import PRIOR, Plan, RequestMap, RoutingTrace, ScoreTables, ShuffleTables, require
 from semmoe.metrics import Traffic, layer_traffic, max_over_mean, max_over_median, serving_ranks, sum_traffic
 from semmoe.schedule import token_devices
-from semmoe.scores import SCALE, assign, score, trace_history
+from semmoe.scores import SCALE, assign, look_up_tokens, score, trace_history
 from semmoe.settings import ReplaySettings
 
 
@@ -158,7 +158,8 @@ def _scores(tables: ScoreTables, l: int, trace: RoutingTrace, plan: Plan, group:
     for d in range(plan.topology.dp_size):
         rows = np.flatnonzero(group == d)
         known = None if history is None else history[rows]
-        out[rows] = score(tables, l, d * S, S, trace.token_ids[rows], np.ascontiguousarray(earlier[:, rows]), known)
+        tokens = look_up_tokens(tables, [l], d * S, S, trace.token_ids[rows])[0]
+        out[rows] = score(tables, l, d * S, tokens, np.ascontiguousarray(earlier[:, rows]), known)
     return out
 
 

@@ -4,6 +4,8 @@ All arithmetic is on integers with one order of ties, so that every rank of a gr
 slices as its neighbours without a message.
 """
 
+from collections.abc import Sequence
+
 import numba
 import numpy as np
 
@@ -24,41 +26,60 @@ def known_rows(token_ids: np.ndarray, num_rows: int) -> np.ndarray:
     return np.where((token_ids >= 0) & (token_ids < num_rows - 1), token_ids, num_rows - 1)
 
 
+def look_up_tokens(
+    tables: ScoreTables, layers: Sequence[int], first_rank: int, num_slices: int, token_ids: np.ndarray
+) -> np.ndarray:
+    """(L, B, S) int32: what token_ids (B,) alone say of the ranks `first_rank` to first_rank + S, at each of `layers`.
+
+    It needs no routing, so that an engine looks up all layers before the first one runs.
+    """
+    rows = tables.token_rows[known_rows(token_ids, len(tables.token_rows))]
+    out = np.empty((len(layers), len(rows), num_slices), np.int32)
+    for i, layer in enumerate(layers):
+        _look_up(out[i], rows, tables.token_scores[layer], int(tables.token_shift[layer]), first_rank)
+    return out
+
+
 def score(
-    tables: ScoreTables, layer: int, first_rank: int, num_slices: int, token_ids: np.ndarray, earlier: np.ndarray,
+    tables: ScoreTables, layer: int, first_rank: int, tokens: np.ndarray, earlier: np.ndarray,
     history: np.ndarray | None = None,
 ) -> np.ndarray:  # fmt: skip
     """(B, S) int32: experts of each token that ranks `first_rank` to first_rank + S can expect to host, times SCALE.
 
-    token_ids (B,); earlier (J, B, K) the experts chosen at the layers before, most recent first, by falling weight,
-    J = min(layer, look-back); history (B, G) int32 from `History` for decoded tokens, None where there is none.
+    tokens (B, S) int32 of this layer, from `look_up_tokens`; earlier (J, B, K) the experts chosen at the layers before,
+    most recent first, by falling weight, J = min(layer, look-back); history (B, G) int32 from `History` for decoded
+    tokens, None where there is none.
     """
-    out = np.empty((len(token_ids), num_slices), np.int32)
+    out = np.empty_like(tokens)
     none = tables.history_scores[layer, -1:]
     _score(
-        out, token_ids, tables.token_rows, tables.token_scores[layer], int(tables.token_shift[layer]),
-        tables.path_scores[layer], earlier, tables.ordered, (tables.history_scores.shape[1] - 1) // 2,
+        out, tokens, tables.path_scores[layer], earlier, tables.ordered, (tables.history_scores.shape[1] - 1) // 2,
         none.astype(np.int32) if history is None else history, history is not None, first_rank,
     )  # fmt: skip
     return out
 
 
 @numba.njit(cache=True, nogil=True)
-def _score(
-    out, token_ids, token_rows, token_scores, shift, path_scores, earlier, ordered, num_experts, history, has_history,
-    first,
-):  # fmt: skip
+def _look_up(out, rows, token_scores, shift, first):
     """Eight ranks at a time in registers: inner loops of a trip count unknown to the compiler stay scalar."""
+    slices = out.shape[1]
+    for t in range(out.shape[0]):
+        for s in range(0, slices // 8 * 8, 8):
+            _put(out, t, s, _shifted(_eight(token_scores, rows[t], first + s), shift))
+        for s in range(slices // 8 * 8, slices):
+            out[t, s] = np.int32(token_scores[rows[t], first + s]) << shift
+
+
+@numba.njit(cache=True, nogil=True)
+def _score(out, looked_up, path_scores, earlier, ordered, num_experts, history, has_history, first):
     tokens, slices = out.shape
-    last, whole = token_rows.shape[0] - 1, slices // 8 * 8
+    whole = slices // 8 * 8
     layers, top_k = earlier.shape[0], earlier.shape[2]
     for t in range(tokens):
-        v = np.int64(token_ids[t])
-        row = token_rows[v if 0 <= v < last else last]
         past = t if has_history else 0
         for s in range(0, whole, 8):
             column = first + s
-            total = _plus(_shifted(_eight(token_scores, row, column), shift), _eight(history, past, column))
+            total = _plus(_eight(looked_up, t, s), _eight(history, past, column))
             base = 0
             for j in range(layers):
                 for k in range(top_k):
@@ -69,7 +90,7 @@ def _score(
             _put(out, t, s, total)
         for s in range(whole, slices):
             column = first + s
-            rest = (np.int32(token_scores[row, column]) << shift) + history[past, column]
+            rest = looked_up[t, s] + history[past, column]
             base = 0
             for j in range(layers):
                 for k in range(top_k):

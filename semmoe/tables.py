@@ -80,6 +80,16 @@ def generated(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     return columns, body
 
 
+def print_times(row: dict[str, Any]) -> None:
+    """Where the time of one set-up went, in a line."""
+    waits = ", ".join(f"{kind.replace('_', '-')} {s:.2f}" for kind, s in row["collective_seconds"].items())
+    console.out.print(
+        f"time to first token {1e3 * row['time_to_first_token']:.0f} ms; {row['communication_share']:.0%} of "
+        f"{row['seconds']:.1f} s waiting for collectives ({waits} s)",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+
+
 def print_gain(rows: list[dict[str, Any]]) -> None:
     for vanilla, planned in zip(rows[0:4:2], rows[1:4:2], strict=True):
         gain = planned["lar"] / vanilla["lar"]

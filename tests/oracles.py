@@ -94,6 +94,12 @@ def algorithm_2(scores, prompts) -> list[int]:
     return out
 
 
+def score_tokens(backend, tables, layer, first, slices, ids, earlier, history=None):
+    """`look_up_tokens` and `score` of a backend, one after the other."""
+    tokens = backend.look_up_tokens(tables, [layer], first, slices, ids)[0]
+    return backend.score(tables, layer, first, tokens, earlier, history)
+
+
 def look_up(tables, layer, group, token, history):
     """(first, confidence, second, confidence) for one token; history: its devices, most recent layer first, -1 as 0."""
     vocabulary = tables.token_ranks.shape[2] - 1

@@ -245,6 +245,21 @@ def test_generate_on_a_plan_is_verified_and_written(work, tmp_path, attention):
     assert [row["prompt"] for row in rows] == PROMPTS[:6]
 
 
+@pytest.mark.parametrize("options", [("--exchange", "two-level", "--ep-size", 4, "--num-nodes", 2), ("--overlap",)])
+def test_generate_says_where_the_time_went(options):
+    arguments = ("generate", MODEL, "--attention", "dp", "--prompt", PROMPTS[0], "--max-new-tokens", 3, "--verify")
+    result = run(*arguments, *options)
+    assert result.exit_code == 0, result.output
+    assert "time to first token" in result.stdout
+    figures = json.loads(run(*arguments, *options, "--json").stdout)
+    assert figures["identical"] is True
+    assert 0 < figures["communication_share"] < 1
+    assert {"dispatch", "combine", "counts"} <= set(figures["collective_seconds"])
+    waited = sum(figures["collective_seconds"].values())
+    assert waited + sum(figures["compute_seconds"].values()) < figures["seconds"]
+    assert 0 < figures["time_to_first_token"] < figures["seconds"]
+
+
 def test_a_plan_for_another_model_is_refused_by_name(work, tmp_path):
     plan = tmp_path / "plan"
     run("solve", npz(tmp_path / "foreign.npz"), "--ep-size", 2, "--out", plan)
@@ -255,6 +270,7 @@ def test_a_plan_for_another_model_is_refused_by_name(work, tmp_path):
 def test_settings_that_contradict_or_do_nothing_are_refused(work):
     refused(run("generate", MODEL, "--plan", work / "plan", "--ep-size", 2, "--prompt", "x"), "ep_size 4")
     refused(run("generate", MODEL, "--plan", work / "plan", "--attention", "dp", "--prompt", "x"), "attention tp")
+    refused(run("generate", MODEL, "--plan", work / "plan", "--num-nodes", 2, "--prompt", "x"), "num_nodes 1")
     refused(run("replay", work / "trace", "--plan", work / "plan", "--ep-size", 4), "--ep-size has no effect")
     refused(run("solve", work / "trace", "--method", "eplb", "--theta", 0.2, "--out", "x"), "--theta has no effect")
     refused(run("solve", work / "trace", "--theta", 0.2, "--out", "x"), "--theta has no effect")
@@ -292,6 +308,8 @@ def test_settings_that_contradict_or_do_nothing_are_refused(work):
         (["generate", MODEL, "--prompt", ""], ["prompt is empty"]),
         (["generate", MODEL, "--prompt", "x", "--max-new-tokens", 0], ["max_new_tokens"]),
         (["generate", MODEL, "--prompt", "x", "--attention", "dp", "--exchange", "all-reduce"], ["attention-TP"]),
+        (["generate", MODEL, "--prompt", "x", "--exchange", "two-level"], ["plan for several nodes"]),
+        (["generate", MODEL, "--prompt", "x", "--exchange", "all-reduce", "--overlap"], ["overlap needs"]),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(arguments, words, work, tmp_path, monkeypatch):

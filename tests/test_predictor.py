@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic import make_trace, random_trace, with_prefill
 
+from semmoe import scores
 from semmoe.core import NEIGHBOUR, PRIOR, PROFILED, Placement
 from semmoe.predictor import fit, path_columns, predict, project
-from semmoe.scores import SCALE, score, trace_history
+from semmoe.scores import SCALE, trace_history
 from semmoe.settings import PredictorSettings
 
 ANY_ROUTING = PredictorSettings(lookback=1)
@@ -87,8 +88,8 @@ def test_tables_hold_the_expectations_summed_over_hosted_experts(redundant, seed
     assert (tables.lookback, tables.ordered) == (predictor.lookback, predictor.ordered)
     for layer in range(3):
         expected = oracles.expected_activations(predictor, trace, layer, leave_one_out=False)
-        found = score(
-            tables, layer, 0, 4, trace.token_ids, earlier_experts(trace, layer, tables.lookback),
+        found = oracles.score_tokens(
+            scores, tables, layer, 0, 4, trace.token_ids, earlier_experts(trace, layer, tables.lookback),
             trace_history(tables, layer, trace),
         )  # fmt: skip
         rounded = 2.0 ** tables.token_shift[layer] / 2 + (min(layer, tables.lookback) + 2) * 2 / 2 + 2
@@ -101,7 +102,10 @@ def test_prompt_tokens_score_without_history_as_they_are_predicted():
     predictor, placement = fit(trace, ANY_ROUTING, 0), spread_out(3, 3, 8, 4)
     tables = project(predictor, trace, placement)
     expected = oracles.expected_activations(predictor, trace, 2, leave_one_out=False) @ placement.hosts[2].T
-    found = score(tables, 2, 0, 4, trace.token_ids, earlier_experts(trace, 2, tables.lookback)) / SCALE
+    found = (
+        oracles.score_tokens(scores, tables, 2, 0, 4, trace.token_ids, earlier_experts(trace, 2, tables.lookback))
+        / SCALE
+    )
     np.testing.assert_allclose(found, expected, atol=(2.0 ** tables.token_shift[2] + 8) / SCALE)
 
 
@@ -199,7 +203,7 @@ def test_a_model_of_one_layer_has_nothing_to_look_back_at(lookback):
     assert (predictor.lookback, predictor.ordered, len(predictor.layers)) == (0, 0, 1)
     tables = project(predictor, trace, spread_out(0, 1, 8, 4))
     assert tables.path_scores.shape == (1, 0, 4)
-    found = score(tables, 0, 0, 4, trace.token_ids, np.empty((0, trace.num_tokens, 2), np.uint8))
+    found = oracles.score_tokens(scores, tables, 0, 0, 4, trace.token_ids, np.empty((0, trace.num_tokens, 2), np.uint8))
     assert found.shape == (trace.num_tokens, 4)
 
 

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic import random_trace, with_prefill
 
+from semmoe import scores
 from semmoe.core import ScoreTables
-from semmoe.scores import FRACTION, RUNNING_LIMIT, RUNNING_PRIOR, History, assign, known_rows, score, trace_history
+from semmoe.scores import FRACTION, RUNNING_LIMIT, RUNNING_PRIOR, History, assign, known_rows, trace_history
 
 LAYERS, EXPERTS, TOP_K, VOCABULARY, RANKS = 3, 8, 2, 20, 4
 
@@ -139,9 +140,12 @@ def test_a_score_by_hand():
         ordered=0,
     )
     earlier = np.zeros((1, 2, 1), np.uint8)
-    assert score(tables, 1, 0, 1, np.array([1, 9]), earlier).tolist() == [[12 + 5 + 7], [-4 + 5 + 7]]
+    assert oracles.score_tokens(scores, tables, 1, 0, 1, np.array([1, 9]), earlier).tolist() == [
+        [12 + 5 + 7],
+        [-4 + 5 + 7],
+    ]
     history = np.array([[100], [200]], np.int32)
-    assert score(tables, 1, 0, 1, np.array([1, 9]), earlier, history).tolist() == [[117], [201]]
+    assert oracles.score_tokens(scores, tables, 1, 0, 1, np.array([1, 9]), earlier, history).tolist() == [[117], [201]]
 
 
 @pytest.mark.parametrize(("lookback", "ordered"), [(0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2)])
@@ -154,7 +158,7 @@ def test_scores_agree_with_loops(lookback, ordered, decoding, seed):
     ids = rng.integers(-2, VOCABULARY + 3, tokens)
     earlier = rng.integers(EXPERTS, size=(min(layer, lookback), tokens, TOP_K)).astype(np.uint8)
     history = rng.integers(-5000, 5000, (tokens, RANKS)).astype(np.int32) if decoding else None
-    found = score(tables, layer, first, slices, ids, earlier, history)
+    found = oracles.score_tokens(scores, tables, layer, first, slices, ids, earlier, history)
     assert found.dtype == np.int32
     assert found.tolist() == [
         oracles.score(tables, layer, first, slices, int(ids[t]), earlier[:, t], None if history is None else history[t])
@@ -166,8 +170,8 @@ def test_a_group_s_scores_are_its_columns_of_the_scores_of_all_ranks():
     tables, rng = random_tables(0), np.random.default_rng(0)
     ids, earlier = rng.integers(VOCABULARY, size=30), rng.integers(EXPERTS, size=(2, 30, TOP_K))
     history = rng.integers(-500, 500, (30, RANKS)).astype(np.int32)
-    every = score(tables, 2, 0, 4, ids, earlier, history)
-    np.testing.assert_array_equal(score(tables, 2, 2, 2, ids, earlier, history), every[:, 2:])
+    every = oracles.score_tokens(scores, tables, 2, 0, 4, ids, earlier, history)
+    np.testing.assert_array_equal(oracles.score_tokens(scores, tables, 2, 2, 2, ids, earlier, history), every[:, 2:])
 
 
 def test_a_history_by_hand():

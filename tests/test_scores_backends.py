@@ -1,12 +1,10 @@
 """numba, torch and Triton come to the same scores and slices, bit for bit. Triton runs in its interpreter here."""
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
+from oracles import score_tokens
+from triton_runs import NO_TRITON, TARGETS, compiles, interpret
 
 from semmoe import scores as by_numba
 from semmoe.core import ScoreTables
@@ -14,7 +12,7 @@ from semmoe.runtime import scores as by_torch
 
 SHAPES = ((1, 1), (7, 1), (3, 8), (16, 8), (50, 3), (129, 8), (300, 16), (1100, 9))  # (B, S)
 KINDS = ("random", "ties", "equal", "one slice")
-INTERPRETED = "SEMMOE_TEST_INTERPRETED"  # set in the process that has Triton interpret
+NUMBERS = ("tokens", "first", "ranks", "slices")
 
 
 def batch(kind: str, tokens: int, slices: int) -> np.ndarray:
@@ -55,8 +53,8 @@ def tensors(arguments):
 
 def check_score(backend, seed: int) -> None:
     tables, arguments = score_case(seed)
-    ours = backend.score(by_torch.DeviceTables.of(tables), *tensors(arguments)).numpy()
-    np.testing.assert_array_equal(ours, by_numba.score(tables, *arguments))
+    ours = score_tokens(backend, by_torch.DeviceTables.of(tables), *tensors(arguments)).numpy()
+    np.testing.assert_array_equal(ours, score_tokens(by_numba, tables, *arguments))
 
 
 def check_assign(backend, kind: str, tokens: int, slices: int) -> None:
@@ -80,7 +78,7 @@ def plain_score(tables, layer, first, slices, ids, earlier, history):
 @pytest.mark.parametrize("seed", range(12))
 def test_score_sums_the_rows(seed):
     tables, arguments = score_case(seed)
-    np.testing.assert_array_equal(by_numba.score(tables, *arguments), plain_score(tables, *arguments))
+    np.testing.assert_array_equal(score_tokens(by_numba, tables, *arguments), plain_score(tables, *arguments))
     check_score(by_torch, seed)
 
 
@@ -113,11 +111,7 @@ def test_nearly_the_optimum(kind):
 
 
 def test_triton_interpreted():
-    """All of `interpreted` below, in a process of its own: Triton reads the switch when it is imported."""
-    pytest.importorskip("triton", reason="Triton is not installed; a CPU build of torch does not bring it")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
+    interpret(__file__)
 
 
 def interpreted() -> None:
@@ -131,28 +125,19 @@ def interpreted() -> None:
             check_assign(by_triton, kind, tokens, slices)
 
 
-@pytest.mark.parametrize(("backend", "arch", "warp"), [("cuda", 90, 32), ("hip", "gfx942", 64)])
-def test_triton_compiles(backend, arch, warp):
-    """For a GPU that this machine need not have."""
-    triton = pytest.importorskip("triton", reason="Triton is not installed; a CPU build of torch does not bring it")
-    from triton.backends.compiler import GPUTarget
-
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_triton_compiles(target):
+    pytest.importorskip("triton", reason=NO_TRITON)
     import semmoe.runtime.kernels.scores as kernels
 
-    target = GPUTarget(backend, arch, warp)
-    numbers = dict.fromkeys(("tokens", "slices", "size"), "i32")
-    source = triton.compiler.ASTSource(
-        fn=kernels.assign_kernel, signature={"scores": "*i32", "out": "*i16", **numbers, "BLOCK": "constexpr",
-        "WIDTH": "constexpr"}, constexprs={"BLOCK": 128, "WIDTH": 8},
-    )  # fmt: skip
-    assert triton.compile(source, target=target, options={"num_warps": 4}).asm
-    pointers = {"out": "*i32", "token_ids": "*i64", "token_rows": "*i32", "token_scores": "*i8", "path_scores": "*i16",
-                "earlier": "*u8", "history": "*i32"}  # fmt: skip
-    numbers = dict.fromkeys(("tokens", "last", "shift", "first", "ranks", "slices"), "i32")
-    constants = {"HAS_HISTORY": True, "LAYERS": 5, "TOP_K": 4, "ORDERED": 2, "EXPERTS": 32, "BLOCK": 32, "WIDTH": 8}
-    signature = {**pointers, **numbers, **dict.fromkeys(constants, "constexpr")}
-    source = triton.compiler.ASTSource(fn=kernels.score_kernel, signature=signature, constexprs=constants)
-    assert triton.compile(source, target=target).asm
+    pointers, block = {"scores": "*i32", "out": "*i16"}, {"BLOCK": 128, "WIDTH": 8}
+    compiles(target, kernels.assign_kernel, pointers, ("tokens", "slices", "size"), block)
+    block = {"BLOCK": 32, "WIDTH": 8}
+    pointers = {"out": "*i32", "token_ids": "*i64", "token_rows": "*i32", "token_scores": "*i8"}
+    compiles(target, kernels.look_up_kernel, pointers, (*NUMBERS, "last", "shift"), block)
+    pointers = {"out": "*i32", "looked_up": "*i32", "path_scores": "*i16", "earlier": "*u8", "history": "*i32"}
+    constants = {"HAS_HISTORY": True, "LAYERS": 5, "TOP_K": 4, "ORDERED": 2, "EXPERTS": 32, **block}
+    compiles(target, kernels.score_kernel, pointers, NUMBERS, constants)
 
 
 if __name__ == "__main__":

@@ -69,15 +69,19 @@ def check_pair(kernels, size: int, tokens: int, width: int, dtype: torch.dtype) 
 
 def check_path(kernels) -> None:
     """Predict, assign, sort and gather, against the same steps by numba and torch."""
+    from oracles import score_tokens
     from test_scores_backends import score_case, tensors
 
     from semmoe import scores
+    from semmoe.runtime.kernels.scores import look_up_tokens
     from semmoe.runtime.scores import DeviceTables
 
     tables, arguments = score_case(5)
-    num_slices = arguments[2]
-    order = kernels.place_tokens(DeviceTables.of(tables), *tensors(arguments))
-    ranks = torch.from_numpy(scores.assign(scores.score(tables, *arguments)))
+    on_device = DeviceTables.of(tables)
+    layer, first, num_slices, ids, earlier, history = tensors(arguments)
+    tokens = look_up_tokens(on_device, [layer], first, num_slices, ids)[0]
+    order = kernels.place_tokens(on_device, layer, first, tokens, earlier, history)
+    ranks = torch.from_numpy(scores.assign(score_tokens(scores, tables, *arguments)))
     expected = reference.argsort_ranks(ranks, num_slices, slice_size(len(ranks), num_slices))
     assert all(torch.equal(a, b) for a, b in zip(order, expected, strict=True))
     rows = torch.from_numpy(np.random.default_rng(0).normal(size=(len(ranks), 37)))

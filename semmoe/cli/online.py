@@ -100,9 +100,20 @@ def generate(
         int | None, typer.Option(help="As the plan's, which is the default.", rich_help_panel=TOPOLOGY)
     ] = None,
     dp_size: DpSize = 0,
+    num_nodes: Annotated[
+        int | None, typer.Option(help="As the plan's, which is the default.", rich_help_panel=TOPOLOGY)
+    ] = None,
     exchange: Annotated[
-        Exchange, typer.Option(help="all-reduce: expert parallelism without all-to-all.", rich_help_panel=METHOD)
+        Exchange,
+        typer.Option(
+            help="two-level: a row goes once to each node; all-reduce: expert parallelism without all-to-all.",
+            rich_help_panel=METHOD,
+        ),
     ] = Exchange.all_to_all,
+    overlap: Annotated[
+        bool,
+        typer.Option(help="Own tokens' experts run while others' rows are on their way.", rich_help_panel=METHOD),
+    ] = False,
     dataset: Dataset = None,
     prompt: Annotated[
         list[str] | None, typer.Option(help="A prompt; may be given several times.", rich_help_panel=INPUT)
@@ -128,12 +139,12 @@ def generate(
     from semmoe.engines.transformers import generate as gen
 
     require(not (dataset and prompt), "give --dataset or --prompt, not both")
-    chosen = _plan_to_run(model, plan, attention, ep_size, dp_size)
+    chosen = _plan_to_run(model, plan, attention, ep_size, dp_size, num_nodes)
     prompts, tokenizer = _encode_given(model, prompt) if prompt else _prompts(model, dataset, limit, max_prompt_tokens)
     settings = GenerateSettings(max_new_tokens=max_new_tokens, batch_size=batch_size)
     way = "on the plan" if plan else "vanilla" if exchange is Exchange.all_to_all else exchange.value
     name = f"attention-{chosen.topology.attention.upper()}, {way}"
-    set_up = gen.SetUp(name=name, plan=chosen, exchange=exchange.value)
+    set_up = gen.SetUp(name=name, plan=chosen, exchange=exchange.value, overlap=overlap)
     with console.bars() as bars:
         advance = bars.task(f"generating on {chosen.topology.ep_size} processes", len(prompts))
         result = gen.generate(model, prompts, [set_up], settings, lambda name, done: advance(done))[0]
@@ -151,19 +162,23 @@ def generate(
     else:
         title = f"{len(prompts)} requests, {chosen.topology.ep_size} processes"
         console.print_table(title, *tables.generated([row]))
+        tables.print_times(row)
         for given, text in zip(prompt or [], completions, strict=False):
             console.out.print(f"{given}{text}\n", markup=False)
     if agreement is not None and not agreement.holds:
         raise typer.Exit(1)
 
 
-def _plan_to_run(model: str, path: Path | None, attention: Attention | None, ep_size: int | None, dp_size: int) -> Plan:
+def _plan_to_run(
+    model: str, path: Path | None, attention: Attention | None, ep_size: int | None, dp_size: int,
+    num_nodes: int | None,
+) -> Plan:  # fmt: skip
     from semmoe.engines.transformers.model import fingerprint_of
     from semmoe.placement.linear import vanilla_plan
     from semmoe.plan import load_plan
 
     if path is None:
-        topology = Topology.for_attention((attention or Attention.tp).value, ep_size or 4, dp_size)
+        topology = Topology.for_attention((attention or Attention.tp).value, ep_size or 4, dp_size, num_nodes or 1)
         return vanilla_plan(fingerprint_of(model), topology)
     plan = load_plan(path)
     plan.check(fingerprint_of(model))
@@ -173,6 +188,7 @@ def _plan_to_run(model: str, path: Path | None, attention: Attention | None, ep_
     )
     require(ep_size in (None, t.ep_size), f"the plan is for ep_size {t.ep_size}, not {ep_size}")
     require(dp_size in (0, t.dp_size), f"the plan is for dp_size {t.dp_size}, not {dp_size}")
+    require(num_nodes in (None, t.num_nodes), f"the plan is for num_nodes {t.num_nodes}, not {num_nodes}")
     return plan
 
 

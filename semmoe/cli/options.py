@@ -22,6 +22,7 @@ class Batches(str, Enum):
 
 class Exchange(str, Enum):
     all_to_all = "all-to-all"
+    two_level = "two-level"
     all_reduce = "all-reduce"
 
 

@@ -8,6 +8,7 @@ shuffled pair sends no padding over gloo.
 
 import contextlib
 import os
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -28,11 +29,20 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+@contextlib.contextmanager
+def timed(seconds: Counter[str], kind: str) -> Iterator[None]:
+    """Add the time of the block, by the host's clock, to `seconds`."""
+    started = time.perf_counter()
+    yield
+    seconds[kind] += time.perf_counter() - started  # type: ignore[assignment]  # a Counter adds floats just as well
+
+
 @dataclass
 class Communicator:
     """A process group, this rank's place in it, and the bytes it has sent, by kind and (all-to-all) by receiver.
 
-    Not for several threads: `staging` hands out the same memory again and again.
+    `seconds` is the time that this rank waited for collectives, for slower ranks too, by the host's clock: right on
+    CPU, where NCCL runs it says nothing. Not for several threads: `staging` hands out the same memory again and again.
     """
 
     group: dist.ProcessGroup | None
@@ -40,6 +50,7 @@ class Communicator:
     size: int
     sent: Counter[str] = field(default_factory=Counter)
     sent_to: Counter[int] = field(default_factory=Counter)
+    seconds: Counter[str] = field(default_factory=Counter)
     _memory: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
 
     @property
@@ -65,10 +76,15 @@ class Communicator:
                 self.sent[kind] += rows * row_bytes
                 self.sent_to[j] += rows * row_bytes
 
+    def reset_counts(self) -> None:
+        for counter in (self.sent, self.sent_to, self.seconds):
+            counter.clear()
+
     def exchange_counts(self, counts: torch.Tensor) -> torch.Tensor:
         """(size,) int64 counts for each rank -> (size,) counts from each rank."""
         out = torch.empty_like(counts)
-        dist.all_to_all_single(out, counts, group=self.group)
+        with timed(self.seconds, "counts"):
+            dist.all_to_all_single(out, counts, group=self.group)
         self.sent["counts"] += (self.size - 1) * counts.element_size()
         return out
 
@@ -84,7 +100,8 @@ class Communicator:
             _reduce_scatter(out, slices, group=self.group)
             return out
         parts = self.staging("arrived", slices.shape, slices)
-        dist.all_to_all_single(parts, slices.contiguous(), group=self.group)
+        with timed(self.seconds, "reduce_scatter"):
+            dist.all_to_all_single(parts, slices.contiguous(), group=self.group)
         parts = parts.view(self.size, rows, -1)
         total = sum_parts(parts[1:], parts[0], torch.arange(rows, device=slices.device), 0)
         return total.view(rows, *slices.shape[1:])
@@ -96,7 +113,9 @@ class Communicator:
         if self.backend == "nccl":
             _all_gather(out, slice_.contiguous(), group=self.group)
         else:
-            dist.all_to_all_single(out, self._copies(slice_, self.size, "copies"), group=self.group)
+            copies = self._copies(slice_, self.size, "copies")
+            with timed(self.seconds, "all_gather"):
+                dist.all_to_all_single(out, copies, group=self.group)
         return out
 
     def begin_all_gather(self, rows: torch.Tensor, counts: Sequence[int], out: torch.Tensor, use: str) -> Any:
@@ -122,7 +141,8 @@ class Communicator:
     def all_reduce(self, tensor: torch.Tensor, kind: str = "all_reduce") -> torch.Tensor:
         """The sum over all ranks, on every rank."""
         out = tensor.clone()
-        dist.all_reduce(out, group=self.group)
+        with timed(self.seconds, kind):
+            dist.all_reduce(out, group=self.group)
         self.sent[kind] += 2 * (self.size - 1) * tensor.numel() * tensor.element_size() // self.size
         return out
 
@@ -193,7 +213,8 @@ def shuffled_reduce_scatter(comm: Communicator, partial: torch.Tensor, handle: S
     send = [0 if j == comm.rank else count for j, count in enumerate(handle.counts)]
     receive = [0 if j == comm.rank else n for j in range(comm.size)]
     if comm.size > 1:
-        dist.all_to_all_single(arrived, packed, receive, send, group=comm.group)
+        with timed(comm.seconds, "reduce_scatter"):
+            dist.all_to_all_single(arrived, packed, receive, send, group=comm.group)
     comm.sent["reduce_scatter"] += packed.numel() * packed.element_size()
     return sum_parts(arrived.view(comm.size - 1, n, partial.shape[1]), partial, handle.mine, comm.rank)
 
@@ -220,7 +241,8 @@ def shuffled_all_gathers(
         unpack_rows(out, rows.contiguous(), handle.mine)  # while the others' rows are on their way
     for out, rows, work in zip(outs, arrived, works, strict=True):
         if work is not None:
-            work.wait()
+            with timed(comm.seconds, "all_gather"):
+                work.wait()
         unpack_rows(out, rows, handle.others)
     return outs
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from semmoe.runtime.argsort import argsort_ranks
-from semmoe.runtime.collectives import Communicator
+from semmoe.runtime.collectives import Communicator, timed
 from semmoe.runtime.rows import add_rows, move_bytes
 
 
@@ -77,7 +77,7 @@ class Dispatch:
     def __init__(
         self, comm: Communicator, hidden: Tensor, expert_ids: Tensor, weights: Tensor, targets: Tensor
     ) -> None:
-        self._columns = (hidden.contiguous(), expert_ids, weights.contiguous())
+        self._comm, self._columns = comm, (hidden.contiguous(), expert_ids, weights.contiguous())
         tokens, counts = rows_by_rank(targets, comm.size)
         received = comm.exchange_counts(counts).tolist()
         sent = counts.tolist()
@@ -89,11 +89,11 @@ class Dispatch:
         away = ranks != comm.rank
         tokens, ranks = tokens[away], ranks[away]
         ids = torch.where(targets[tokens] == ranks[:, None], expert_ids[tokens], -1).to(torch.int32)
-        self._begin(comm, tokens, ids, _without(sent, comm.rank), _without(received, comm.rank))
+        self._begin(tokens, ids, _without(sent, comm.rank), _without(received, comm.rank))
 
-    def _begin(self, comm: Communicator, tokens: Tensor, ids: Tensor, send: list[int], receive: list[int]) -> None:
+    def _begin(self, tokens: Tensor, ids: Tensor, send: list[int], receive: list[int]) -> None:
         """Pack hidden, ids and weights of a row side by side, so that one message carries all."""
-        hidden, _, weights = self._columns
+        comm, (hidden, _, weights) = self._comm, self._columns
         widths = [hidden.shape[1] * hidden.element_size(), ids.shape[1] * 4, weights.shape[1] * weights.element_size()]
         self._starts = [0, widths[0], widths[0] + widths[1]]
         some = hidden.new_empty(0, dtype=torch.uint8)
@@ -126,7 +126,8 @@ class Dispatch:
     def _unpack(self, rows: int) -> ReceivedTokens:
         """What arrived, in tensors with room for `rows`."""
         if self._work is not None:
-            self._work.wait()
+            with timed(self._comm.seconds, "dispatch"):
+                self._work.wait()
         hidden, expert_ids, weights = self._columns
         top_k, n = expert_ids.shape[1], len(self._arrived)
         out = ReceivedTokens(
@@ -168,7 +169,8 @@ def combine_parts(comm: Communicator, local: Tensor, remote: Tensor, handle: Dis
     work = _exchange(comm, back, remote, receive, send)
     comm.count("combine", send, remote.shape[1] * remote.element_size())
     if work is not None:
-        work.wait()
+        with timed(comm.seconds, "combine"):
+            work.wait()
     kind = torch.promote_types(remote.dtype, torch.float32)
     out = torch.zeros((handle.num_tokens, remote.shape[1]), dtype=kind, device=remote.device)
     parts = list(back.split(receive))

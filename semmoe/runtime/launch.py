@@ -13,17 +13,20 @@ Reporter = Callable[[str, int], None]  # (what, how many more are done)
 
 
 def run_ranks(
-    size: int, target: Callable[..., None], job: Any, progress: Reporter, preload: Sequence[str] = ()
-) -> None:
+    size: int, target: Callable[..., None], job: Any, progress: Reporter, preload: Sequence[str] = (),
+    prepare: Callable[[int], None] | None = None,
+) -> None:  # fmt: skip
     """Run `target(rank, size, job, report)` in `size` processes until all are done.
 
     `report` in a rank calls `progress` here. The first failure ends every rank: ValueError if a rank raised one,
-    else RuntimeError that names the rank. preload: modules imported once, before ranks are forked.
+    else RuntimeError that names the rank. preload: modules imported once, before ranks are forked. prepare: what a
+    rank's process does first, given its number: join a network, choose cores.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*preload])
     messages = context.SimpleQueue()
-    ranks = [context.Process(target=_run, args=(target, r, size, job, messages), daemon=True) for r in range(size)]
+    arguments = [(target, rank, size, job, messages, prepare) for rank in range(size)]
+    ranks = [context.Process(target=_run, args=own, daemon=True) for own in arguments]
     for process in ranks:
         process.start()
     try:
@@ -35,9 +38,11 @@ def run_ranks(
             process.join()
 
 
-def _run(target: Callable[..., None], rank: int, size: int, job: Any, messages: Any) -> None:
+def _run(target: Callable[..., None], rank: int, size: int, job: Any, messages: Any, prepare: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends the ranks
     try:
+        if prepare is not None:
+            prepare(rank)
         target(rank, size, job, lambda what, done: messages.put(("progress", what, done)))
         messages.put(("done", "", rank))
     except ValueError as error:

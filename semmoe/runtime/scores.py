@@ -1,5 +1,6 @@
 """`semmoe.scores` in plain torch, on any device and without waiting for it: the specification of the kernels."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,16 +38,22 @@ class DeviceTables:
         return (self.history_scores.shape[1] - 1) // 2
 
 
-def score(
-    tables: DeviceTables, layer: int, first_rank: int, num_slices: int, token_ids: Tensor, earlier: Tensor,
-    history: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """(B, S) int32; arguments as of `semmoe.scores.score`."""
+def look_up_tokens(
+    tables: DeviceTables, layers: Sequence[int], first_rank: int, num_slices: int, token_ids: Tensor
+) -> Tensor:
+    """(L, B, S) int32; arguments as of `semmoe.scores.look_up_tokens`."""
     last, columns = len(tables.token_rows) - 1, slice(first_rank, first_rank + num_slices)
     ids = token_ids.long()
     rows = tables.token_rows[torch.where((ids >= 0) & (ids < last), ids, last)].long()
-    out = tables.token_scores[layer, rows, columns].int() << tables.token_shift[layer]
-    out = out + (tables.history_scores[layer, -1:] if history is None else history)[:, columns].int()
+    return torch.stack([tables.token_scores[l, rows, columns].int() << tables.token_shift[l] for l in layers])
+
+
+def score(
+    tables: DeviceTables, layer: int, first_rank: int, tokens: Tensor, earlier: Tensor, history: Tensor | None = None
+) -> Tensor:
+    """(B, S) int32; arguments as of `semmoe.scores.score`."""
+    columns = slice(first_rank, first_rank + tokens.shape[1])
+    out = tokens + (tables.history_scores[layer, -1:] if history is None else history)[:, columns].int()
     base = 0
     for j, chosen in enumerate(earlier.unbind()):
         for experts in chosen.long().unbind(1):

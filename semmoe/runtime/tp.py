@@ -8,14 +8,15 @@ from semmoe.core import Plan, ScoreTables
 from semmoe.metrics import majority_rank
 from semmoe.runtime.collectives import ShuffleHandle, shuffle_handle
 from semmoe.schedule import device_of_expert
-from semmoe.scores import History, assign, score
+from semmoe.scores import History, assign, look_up_tokens, score
 
 
 class TokenShuffler:
     """One attention group's shuffling: looks up the plan's tables and keeps what each token's experts were so far.
 
     Every rank of the group runs it on the same tokens and so comes to the same slices without a message.
-    `start` begins a forward pass, `slices` decides a layer, `by_weight` and `observe` carry what was routed.
+    `start` begins a forward pass and looks its tokens up for all layers, `slices` decides a layer, `by_weight` and
+    `observe` carry what was routed.
     """
 
     def __init__(self, plan: Plan, group: int, rank: int) -> None:
@@ -25,6 +26,7 @@ class TokenShuffler:
         self._top_k = plan.fingerprint.top_k
         self._group, self._rank, self._size = group, rank, plan.topology.attn_tp_size
         self._token_ids = np.zeros(0, np.int64)
+        self._looked_up = np.zeros((0, 0, 0), np.int32)  # (L, N, S) of ScoreTables, for all layers before the first
         self._requests = np.zeros(0, np.int64)
         self._decoding = False
         self._earlier: list[np.ndarray] = []  # experts (N, K), or for the paper's tables devices (N,), latest first
@@ -41,8 +43,11 @@ class TokenShuffler:
         """
         self._token_ids, self._requests, self._decoding = token_ids, requests, not prefill
         self._earlier = []
-        if prefill and isinstance(self._tables, ScoreTables):
-            self._history = History(self._tables, num_requests)
+        if isinstance(self._tables, ScoreTables):
+            every, first = range(len(self._devices_of_expert)), self._group * self._size
+            self._looked_up = look_up_tokens(self._tables, every, first, self._size, token_ids)
+            if prefill:
+                self._history = History(self._tables, num_requests)
 
     def slices(self, moe_layer: int | None) -> ShuffleHandle:
         """The slices for one layer: by the tables at MoE layers, by position without tables and at dense layers."""
@@ -62,7 +67,7 @@ class TokenShuffler:
         earlier = np.stack(self._earlier[: tables.lookback]) if self._earlier and tables.lookback else nothing
         assert self._history is not None
         known = self._history.contribution(layer, self._requests) if self._decoding else None
-        return score(tables, layer, self._group * self._size, self._size, self._token_ids, earlier, known)
+        return score(tables, layer, self._group * self._size, self._looked_up[layer], earlier, known)
 
     def by_weight(self, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """(n, K) each of this rank's tokens' experts by falling weight, as they travel with the all-gather."""

@@ -1,5 +1,6 @@
 """Batches of prompts, padded on the left, and greedy decoding step by step."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +17,7 @@ class Batch:
     eos_ids: frozenset[int]
     generated: list[list[int]] = field(default_factory=list)
     cache: DynamicCache | None = None
+    first_token_seconds: float = 0.0  # of the prefill
 
     def __post_init__(self) -> None:
         self.generated = [[] for _ in self.prompts]
@@ -66,9 +68,9 @@ def step(model: PreTrainedModel, batch: Batch, before: Callable[[torch.Tensor, t
 
     `before` sees (ids, real), both (B, S), and whether this is the prefill.
     """
-    device = model.device
+    device, started, prefill = model.device, time.perf_counter(), batch.cache is None
     ids, real = batch.inputs()
-    before(ids, real, batch.cache is None)
+    before(ids, real, prefill)
     mask = batch.attention_mask()
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]
     batch.cache = batch.cache if batch.cache is not None else DynamicCache(config=model.config)
@@ -77,6 +79,7 @@ def step(model: PreTrainedModel, batch: Batch, before: Callable[[torch.Tensor, t
         past_key_values=batch.cache, use_cache=True, logits_to_keep=1,
     )  # fmt: skip
     chosen = out.logits[:, -1].argmax(dim=-1).tolist()
+    batch.first_token_seconds += (time.perf_counter() - started) * prefill
     for i, token in enumerate(chosen):
         if batch.max_new_tokens:
             batch.generated[i].append(batch.generated[i][-1] if batch.finished(i) else token)

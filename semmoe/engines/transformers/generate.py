@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,9 @@ class GenerateResult:
     lar: float | None  # None without all-to-all
     remote_ranks_per_token: float | None
     load_max_over_mean: float  # mean over layers of the pairs per rank of the whole run
+    collective_seconds: dict[str, float]  # by kind, mean of ranks: what a rank waited, for slower ranks too (CPU only)
+    compute_seconds: dict[str, float]  # of attention and of experts, mean of ranks (CPU only)
+    time_to_first_token: float  # seconds, median of requests, from when a request's batch begins
 
     @property
     def all_to_all_bytes(self) -> int:
@@ -63,28 +67,33 @@ class GenerateResult:
     def tokens_per_second(self) -> float:
         return self.forward_tokens / self.seconds
 
+    @property
+    def communication_share(self) -> float:
+        """Of the time, what a mean rank waited for collectives."""
+        return sum(self.collective_seconds.values()) / self.seconds
+
     def figures(self) -> dict[str, Any]:
         """Everything but the outputs, for tables and JSON."""
-        derived = ("all_to_all_bytes", "total_bytes", "tokens_per_second")
+        derived = ("all_to_all_bytes", "total_bytes", "tokens_per_second", "communication_share")
         return {k: v for k, v in asdict(self).items() if k != "outputs"} | {k: getattr(self, k) for k in derived}
 
 
 def generate(
     model_path: str, prompts: Sequence[Sequence[int]], set_ups: Sequence[SetUp], settings: GenerateSettings,
-    progress: Callable[[str, int], None] = lambda name, requests: None,
+    progress: Callable[[str, int], None] = lambda name, requests: None, prepare: Callable[[int], None] | None = None,
 ) -> list[GenerateResult]:  # fmt: skip
     """Greedy generation in every set-up, on `ep_size` local processes (gloo on CPU, NCCL where each rank has a GPU).
 
     prompts: token ids of each request, in arrival order. `progress` is called with a set-up's name and how many more
-    requests of it are done, by the share that rank 0's group has completed. Raises ValueError for input that does not
-    fit, RuntimeError if a rank fails.
+    requests of it are done, by the share that rank 0's group has completed. prepare: as of `run_ranks`. Raises
+    ValueError for input that does not fit, RuntimeError if a rank fails.
     """
     sizes = {set_up.plan.topology.ep_size for set_up in set_ups}
     require(len(sizes) == 1, f"set-ups of one run must have one ep_size, not {sorted(sizes)}")
     check_token_ids(prompts, set_ups[0].plan.fingerprint.vocab_size)
     with tempfile.TemporaryDirectory(prefix="semmoe-") as scratch:
         job = _Job(model_path, [list(map(int, p)) for p in prompts], list(set_ups), settings, scratch)
-        run_ranks(sizes.pop(), _RANK, job, progress, preload=[__name__])
+        run_ranks(sizes.pop(), _RANK, job, progress, preload=[__name__], prepare=prepare)
         return [GenerateResult(**result) for result in json.loads(Path(scratch, "results.json").read_text())]
 
 
@@ -121,10 +130,10 @@ def _run_set_up(world_comm: Communicator, job: _Job, set_up: SetUp, device: str,
     dist.barrier()
     started = time.perf_counter()
     progress = _whole(partial(report, set_up.name), len(own), len(job.prompts)) if rank == 0 else _silent
-    outputs = _decode(parallel, [job.prompts[i] for i in own], topology, job.settings, progress)
+    decoded = _decode(parallel, [job.prompts[i] for i in own], topology, job.settings, progress)
     dist.barrier()
     seconds = time.perf_counter() - started
-    answers = dict(zip(own.tolist(), outputs, strict=True)) if attention.rank == 0 else {}
+    answers = dict(zip(own.tolist(), decoded, strict=True)) if attention.rank == 0 else {}
     return _gather(set_up.name, parallel, answers, job.prompts, seconds)
 
 
@@ -170,9 +179,15 @@ def node_levels(comm: Communicator, topology: Topology) -> Levels:
     return Levels(Communicator(across[place], node, nodes), Communicator(inside[node], place, width))
 
 
+@dataclass(frozen=True)
+class _Answer:
+    tokens: list[int]
+    first_token_seconds: float
+
+
 def _decode(
     parallel: ParallelModel, prompts, topology: Topology, settings: GenerateSettings, progress
-) -> list[list[int]]:
+) -> list[_Answer]:
     """This group's requests, batch by batch; a group that has none left keeps serving the other groups' tokens."""
     batches = list(cut(prompts, settings.batch_size, settings.max_new_tokens, eos_ids(parallel.model)))
     queue: list[Batch] = list(batches)
@@ -181,7 +196,7 @@ def _decode(
         if topology.dp_size > 1:
             working = parallel.comm.all_reduce(working, "control")
         if not int(working):
-            return [output for batch in batches for output in batch.outputs()]
+            return [_Answer(output, batch.first_token_seconds) for batch in batches for output in batch.outputs()]
         if not queue:
             parallel.idle()
             continue
@@ -192,33 +207,43 @@ def _decode(
             progress(len(finished.prompts))
 
 
+def _mean(counters: list[Counter[str]]) -> dict[str, float]:
+    return {kind: seconds / len(counters) for kind, seconds in sorted(sum(counters, Counter()).items())}
+
+
 @dataclass(frozen=True)
 class _RankShare:
     """What one rank contributes to a result."""
 
-    answers: dict[int, list[int]]  # request -> new tokens, from the first rank of each attention group
+    answers: dict[int, _Answer]  # by request, from the first rank of each attention group
     sent: Counter[str]
     sent_to: list[int]
     traffic: list[Traffic]
+    collectives: Counter[str]  # seconds
+    compute: Counter[str]
 
 
-def _gather(name: str, parallel: ParallelModel, answers: dict[int, list[int]], prompts, seconds: float):
+def _gather(name: str, parallel: ParallelModel, answers: dict[int, _Answer], prompts, seconds: float):
     """Join what every rank generated, sent and routed."""
     comm = parallel.comm
     own = _RankShare(
-        answers, parallel.sent_bytes(), [parallel.sent_to()[j] for j in range(comm.size)], parallel.traffic
-    )
+        answers, parallel.sent_bytes(), [parallel.sent_to()[j] for j in range(comm.size)], parallel.traffic,
+        parallel.collective_seconds(), parallel.compute_seconds,
+    )  # fmt: skip
     shares: list[_RankShare] = [own] * comm.size
     dist.all_gather_object(shares, own)
-    outputs = {i: tokens for share in shares for i, tokens in share.answers.items()}
+    answers = {i: answer for share in shares for i, answer in share.answers.items()}
     layers = [sum_traffic(parts) for parts in zip(*(share.traffic for share in shares), strict=True)]
     total = sum_traffic(layers)
     return GenerateResult(
-        name=name, outputs=[outputs[i] for i in range(len(prompts))], seconds=seconds,
-        forward_tokens=sum(len(p) + len(outputs[i]) - 1 for i, p in enumerate(prompts)),
+        name=name, outputs=[answers[i].tokens for i in range(len(prompts))], seconds=seconds,
+        forward_tokens=sum(len(p) + len(answers[i].tokens) - 1 for i, p in enumerate(prompts)),
         sent_bytes=dict(sorted(sum((share.sent for share in shares), Counter()).items())),
         all_to_all_bytes_per_rank_pair=[share.sent_to for share in shares],
         lar=total.lar if total.pairs else None,
         remote_ranks_per_token=total.remote_ranks_per_token if total.pairs else None,
         load_max_over_mean=float(np.mean([max_over_mean(layer.load) for layer in layers])),
+        collective_seconds=_mean([share.collectives for share in shares]),
+        compute_seconds=_mean([share.compute for share in shares]),
+        time_to_first_token=median(answer.first_token_seconds for answer in answers.values()),
     )  # fmt: skip

@@ -18,7 +18,13 @@ from semmoe.core import Plan, require
 from semmoe.engines.transformers.attention import shard_attention
 from semmoe.engines.transformers.model import decoder_layers, moe_layers
 from semmoe.metrics import Traffic, layer_traffic, serving_ranks
-from semmoe.runtime.collectives import Communicator, ShuffleHandle, shuffled_all_gathers, shuffled_reduce_scatter
+from semmoe.runtime.collectives import (
+    Communicator,
+    ShuffleHandle,
+    shuffled_all_gathers,
+    shuffled_reduce_scatter,
+    timed,
+)
 from semmoe.runtime.dispatch import (
     Dispatch,
     Levels,
@@ -79,6 +85,8 @@ class ParallelModel:
         require(no_dp, "exchange all-reduce needs attention-TP: ranks with requests of their own share no rows")
         self.model, self.plan = model, plan
         require(exchange == "all-to-all" or not overlap, "overlap needs exchange all-to-all")
+        several = topology.num_nodes > 1 or exchange != "two-level"
+        require(several, "exchange two-level needs a plan for several nodes (--num-nodes)")
         assert (exchange == "two-level") == (levels is not None)
         self.levels = levels
         self.comm, self.attention_comm, self._overlap = experts_comm, attention_comm, overlap
@@ -89,6 +97,7 @@ class ParallelModel:
         self._views = views
         self._serving_from_here, self._serving_from_first = views[:, experts_comm.rank], views[:, 0]
         self.traffic = self._no_traffic()
+        self.compute_seconds: Counter[str] = Counter()  # of attention and of experts, by the host's clock
         self._rows = torch.zeros(0, dtype=torch.int64)  # (N,) rows of the flat batch that are real
         self._attach(exchange)
 
@@ -127,7 +136,7 @@ class ParallelModel:
 
     def _layer_all_to_all(self, layer: nn.Module, index: int | None, hidden_states: torch.Tensor, **kwargs):
         """One decoder layer on a full residual stream (B, S, H), equal on all ranks of the attention group."""
-        attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)
+        attended = self._attend(layer, hidden_states, **kwargs)
         residual, partial = self._real(hidden_states), self._real(attended)
         if self.attention_comm.size == 1:
             stream = self._feed_forward(layer, index, residual + partial)
@@ -136,6 +145,11 @@ class ParallelModel:
         stream = residual[handle.mine] + shuffled_reduce_scatter(self.attention_comm, partial, handle)
         stream = self._feed_forward(layer, index, stream)
         return self._put_back(hidden_states, self._gather(index, stream, handle))
+
+    def _attend(self, layer: nn.Module, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
+        """(B, S, H), this rank's heads' part of the sum."""
+        with timed(self.compute_seconds, "attention"):
+            return layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)[0]
 
     def _gather(self, index: int | None, stream: torch.Tensor, handle: ShuffleHandle) -> torch.Tensor:
         """The whole stream. A rank knows the routing of its own slice only: expert ids travel along, and count."""
@@ -172,10 +186,11 @@ class ParallelModel:
         return combine_parts(self.comm, local, self._compute(index, flight.remote()), flight.handle)
 
     def _compute(self, index: int, rows: ReceivedTokens) -> torch.Tensor:
-        return self._experts[index](rows.hidden, rows.expert_ids, rows.weights)
+        with timed(self.compute_seconds, "experts"):
+            return self._experts[index](rows.hidden, rows.expert_ids, rows.weights)
 
     def _layer_all_reduce(self, layer: nn.Module, index: int | None, hidden_states: torch.Tensor, **kwargs):
-        attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)
+        attended = self._attend(layer, hidden_states, **kwargs)
         stream = self._real(hidden_states) + self.attention_comm.all_reduce(self._real(attended))
         return self._put_back(hidden_states, self._feed_forward(layer, index, stream))
 
@@ -186,7 +201,7 @@ class ParallelModel:
         load[self.comm.rank] = int((mine >= 0).sum())
         nothing = np.zeros((self.comm.size, self.comm.size), np.int64)
         self._count(index, Traffic(0, 0, 0, nothing, load))
-        return self.comm.all_reduce(self._experts[index](hidden, mine, weights))
+        return self.comm.all_reduce(self._compute(index, ReceivedTokens(hidden, mine, weights)))
 
     def _count(self, index: int, traffic: Traffic) -> None:
         self.traffic[index] += traffic
@@ -206,13 +221,17 @@ class ParallelModel:
 
     def reset_counts(self) -> None:
         self.traffic = self._no_traffic()
+        self.compute_seconds.clear()
         for comm in self._communicators():
-            comm.sent.clear()
-            comm.sent_to.clear()
+            comm.reset_counts()
 
     def sent_bytes(self) -> Counter[str]:
         """Bytes this rank sent, by kind of collective."""
         return sum((comm.sent for comm in self._communicators()), Counter())
+
+    def collective_seconds(self) -> Counter[str]:
+        """Seconds that this rank waited for collectives, by kind."""
+        return sum((comm.seconds for comm in self._communicators()), Counter())
 
     def sent_to(self) -> Counter[int]:
         """Bytes of dispatch and combine that this rank sent to each rank."""

@@ -4,6 +4,8 @@ Shapes are static, nothing waits for the device and only the results are allocat
 graph. Results are those of `semmoe.runtime.scores`, bit for bit.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -20,18 +22,32 @@ _FIRST_STEP, _STEP_DECAY, _PRICE_STEPS = tl.constexpr(FIRST_STEP), tl.constexpr(
 _BUCKETS, _FINE_BITS, _COARSE = tl.constexpr(BUCKETS), tl.constexpr(FINE_BITS), tl.constexpr(2 << FINE_BITS)
 
 
+def look_up_tokens(
+    tables: DeviceTables, layers: Sequence[int], first_rank: int, num_slices: int, token_ids: Tensor
+) -> Tensor:
+    """(L, B, S) int32; arguments as of `semmoe.scores.look_up_tokens`."""
+    tokens = len(token_ids)
+    out = torch.empty((len(layers), tokens, num_slices), dtype=torch.int32, device=token_ids.device)
+    for i, layer in enumerate(layers):
+        if tokens:
+            look_up_kernel[(triton.cdiv(tokens, SCORE_BLOCK),)](
+                out[i], token_ids.contiguous(), tables.token_rows, tables.token_scores[layer], tokens,
+                len(tables.token_rows) - 1, tables.token_shift[layer], first_rank, tables.token_scores.shape[2],
+                num_slices, BLOCK=SCORE_BLOCK, WIDTH=triton.next_power_of_2(num_slices),
+            )  # fmt: skip
+    return out
+
+
 def score(
-    tables: DeviceTables, layer: int, first_rank: int, num_slices: int, token_ids: Tensor, earlier: Tensor,
-    history: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    tables: DeviceTables, layer: int, first_rank: int, tokens: Tensor, earlier: Tensor, history: Tensor | None = None
+) -> Tensor:
     """(B, S) int32; arguments as of `semmoe.scores.score`."""
-    out = torch.empty((len(token_ids), num_slices), dtype=torch.int32, device=token_ids.device)
+    out, (number, num_slices) = torch.empty_like(tokens), tokens.shape
     past = tables.history_scores[layer, -1:] if history is None else history.contiguous()
-    if len(token_ids):
-        score_kernel[(triton.cdiv(len(token_ids), SCORE_BLOCK),)](
-            out, token_ids.contiguous(), tables.token_rows, tables.token_scores[layer], tables.path_scores[layer],
-            earlier.contiguous(), past, len(token_ids), len(tables.token_rows) - 1, tables.token_shift[layer],
-            first_rank, tables.token_scores.shape[2], num_slices, HAS_HISTORY=history is not None,
+    if number:
+        score_kernel[(triton.cdiv(number, SCORE_BLOCK),)](
+            out, tokens.contiguous(), tables.path_scores[layer], earlier.contiguous(), past, number, first_rank,
+            tables.token_scores.shape[2], num_slices, HAS_HISTORY=history is not None,
             LAYERS=earlier.shape[0], TOP_K=earlier.shape[2], ORDERED=tables.ordered, EXPERTS=tables.num_experts,
             BLOCK=SCORE_BLOCK, WIDTH=triton.next_power_of_2(num_slices),
         )  # fmt: skip
@@ -39,9 +55,8 @@ def score(
 
 
 @triton.jit
-def score_kernel(
-    out, token_ids, token_rows, token_scores, path_scores, earlier, history, tokens, last, shift, first, ranks, slices,
-    HAS_HISTORY: tl.constexpr, LAYERS: tl.constexpr, TOP_K: tl.constexpr, ORDERED: tl.constexpr, EXPERTS: tl.constexpr,
+def look_up_kernel(
+    out, token_ids, token_rows, token_scores, tokens, last, shift, first, ranks, slices,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -50,7 +65,21 @@ def score_kernel(
     mask = valid[:, None] & (s < slices)
     ids = tl.load(token_ids + t, mask=valid, other=0).to(tl.int64)
     row = tl.load(token_rows + tl.where((ids >= 0) & (ids < last), ids, last), mask=valid, other=0).to(tl.int64)
-    total = tl.load(token_scores + row[:, None] * ranks + first + s, mask=mask, other=0).to(tl.int32) << shift
+    found = tl.load(token_scores + row[:, None] * ranks + first + s, mask=mask, other=0).to(tl.int32) << shift
+    tl.store(out + t[:, None] * slices + s, found, mask=mask)
+
+
+@triton.jit
+def score_kernel(
+    out, looked_up, path_scores, earlier, history, tokens, first, ranks, slices,
+    HAS_HISTORY: tl.constexpr, LAYERS: tl.constexpr, TOP_K: tl.constexpr, ORDERED: tl.constexpr, EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    s = tl.arange(0, WIDTH)[None, :]
+    valid = t < tokens
+    mask = valid[:, None] & (s < slices)
+    total = tl.load(looked_up + t[:, None] * slices + s, mask=mask, other=0)
     past = t if HAS_HISTORY else t * 0
     total += tl.load(history + past[:, None].to(tl.int64) * ranks + first + s, mask=mask, other=0).to(tl.int32)
     for j in tl.static_range(LAYERS):

@@ -20,15 +20,15 @@ COLUMNS = 1024  # of a row, that a program moves
 
 
 def place_tokens(
-    tables: DeviceTables, layer: int, first_rank: int, num_slices: int, token_ids: Tensor, earlier: Tensor,
-    history: Tensor | None = None,
-) -> RankOrder:  # fmt: skip
-    """Predict, assign, sort: tokens (N,) to slots of equal slices, order (num_slices * S,) with -1 for padding.
+    tables: DeviceTables, layer: int, first_rank: int, tokens: Tensor, earlier: Tensor, history: Tensor | None = None
+) -> RankOrder:
+    """Predict, assign, sort: tokens (N, num_slices), looked up, to slots of equal slices, -1 for padding.
 
-    Arguments as of `semmoe.scores.score`. `order.view(num_slices, S)[rank]` is what `shuffled_reduce_scatter` takes.
+    Arguments as of `semmoe.scores.score`. `order.view(num_slices, -1)[rank]` is what `shuffled_reduce_scatter` takes.
     """
-    ranks = assign(score(tables, layer, first_rank, num_slices, token_ids, earlier, history))
-    return argsort_ranks(ranks, num_slices, slice_size(len(token_ids), num_slices))
+    number, num_slices = tokens.shape
+    ranks = assign(score(tables, layer, first_rank, tokens, earlier, history))
+    return argsort_ranks(ranks, num_slices, slice_size(number, num_slices))
 
 
 def gather_rows(rows: Tensor, index: Tensor) -> Tensor:
