@@ -60,11 +60,6 @@ class Job:
     scratch: str
 
 
-def median_us(job: Callable[[], object], calls: int) -> float:
-    job()
-    return statistics.median(_once(job) for _ in range(calls)) * 1e6
-
-
 def _once(job: Callable[[], object]) -> float:
     start = time.perf_counter()
     job()
@@ -72,11 +67,13 @@ def _once(job: Callable[[], object]) -> float:
 
 
 def argsort_times(rows: int, size: int, calls: int) -> dict:
+    """Calls take turns, so that all meet the same memory."""
     ranks = torch.from_numpy(np.random.default_rng(rows).integers(0, size, rows))
     array = ranks.numpy()
-    ours = median_us(lambda: argsort_ranks(array, size), calls)
-    theirs = median_us(lambda: torch.argsort(ranks, stable=True), calls)
-    tensors = median_us(lambda: argsort_ranks(ranks, size), calls)
+    jobs = (lambda: argsort_ranks(array, size), lambda: argsort_ranks(ranks, size),
+            lambda: torch.argsort(ranks, stable=True))  # fmt: skip
+    times = [[_once(job) for job in jobs] for _ in range(calls + 1)][1:]
+    ours, tensors, theirs = (1e6 * statistics.median(of) for of in zip(*times, strict=True))
     return {"rows": rows, "ranks": size, "us": ours, "tensors_us": tensors, "torch_us": theirs, "ratio": theirs / ours}
 
 
