@@ -1,14 +1,14 @@
 """Time of the runtime's parts on local processes: argsort of rank ids, the shuffled pair, the expert all-to-all.
 
-    OMP_NUM_THREADS=1 python benchmarks/bench_runtime.py [--ranks 2 4] [--rounds 60] [--rate 200mbit] [--smallest]
-        [--out FILE]
+    OMP_NUM_THREADS=1 python benchmarks/bench_runtime.py [--ranks 2 4] [--rounds 60] [--rates 200mbit 1gbit]
+        [--smallest] [--out FILE]
 
 Argsort: this process, arrays, and tensors with their conversion, against `torch.argsort(stable=True)`, which gives the
 permutation only. Pair: shuffled reduce-scatter + all-gather, against the plain two of the same implementation and
 against gloo's, interleaved round by round; a ratio is the median over rounds of the slowest rank's times, with its 95 %
 bootstrap interval. All-to-all: dispatch + combine where a share of the rows stays, with the all-reduce of the same rows
-beside it (Figure 6d), over loopback and over a network whose links are held at a rate (network.py; needs root).
-Prints configuration, tables, and one JSON line.
+beside it (Figure 6d). Both over loopback, and the larger sizes over networks whose links are held at a rate
+(network.py; needs root). Prints configuration, tables, and one JSON line.
 """
 
 import argparse
@@ -180,19 +180,19 @@ def measure(size: int, sizes, shares, share_bytes: int, rounds: int, network: Ne
             size, rank_main, job, lambda what, done: None, preload=["semmoe.runtime.dispatch"], prepare=prepare
         )  # fmt: skip
         found = json.loads(Path(scratch, f"{size}.json").read_text())
-    for row in found["share"]:
+    for row in found["pair"] + found["share"]:
         row["network"] = "loopback" if network is None else str(network)
     return found
 
 
-def measure_slow(size: int, shares, share_bytes: int, rounds: int, rate: str) -> list[dict]:
-    """`share_times` where every rank's link carries `rate`; none where there can be no such network."""
+def measure_slow(size: int, sizes, shares, share_bytes: int, rounds: int, rate: str) -> dict:
+    """`measure` where every rank's link carries `rate`; nothing where there can be no such network."""
     try:
         with slow_network(size, rate) as network:
-            return measure(size, (), shares, share_bytes, rounds, network)["share"]
+            return measure(size, sizes, shares, share_bytes, rounds, network)
     except NetworkError as error:
         print(f"{rate}: skipped, {error}", file=sys.stderr)
-        return []
+        return {}
 
 
 def show(results: dict) -> None:
@@ -200,11 +200,12 @@ def show(results: dict) -> None:
     for r in results["argsort"]:
         print(f"             {r['rows']:9d} {r['ranks']:6d} {r['us']:8.1f} us {r['tensors_us']:7.1f} us "
               f"{r['torch_us']:7.1f} us {r['ratio']:8.2f}")  # fmt: skip
-    print("\nSRS + SAG  ranks    KiB  shuffled      plain       gloo   shuffled/plain         gloo rs/SRS")
+    print("\nSRS + SAG   network           ranks    KiB  shuffled      plain       gloo   shuffled/plain         "
+          "gloo rs/SRS")  # fmt: skip
     for r in results["pair"]:
         low, high = r["shuffled_over_plain"][1:], r["gloo_rs_over_srs"][1:]
-        us = r["us"]
-        print(f"          {r['ranks']:6d} {r['bytes'] >> 10:6d} {us['shuffled']:8.0f} us {us['plain']:7.0f} us "
+        us, where = r["us"], f"{r['network']:16} {r['ranks']:6d} {r['bytes'] >> 10:6d}"
+        print(f"            {where} {us['shuffled']:8.0f} us {us['plain']:7.0f} us "
               f"{us['gloo']:7.0f} us  {r['shuffled_over_plain'][0]:.3f} [{low[0]:.3f}, {low[1]:.3f}]  "
               f"{r['gloo_rs_over_srs'][0]:.2f} [{high[0]:.2f}, {high[1]:.2f}]")  # fmt: skip
     print("\nall-to-all  network              ranks  share   dispatch + combine   all-reduce")
@@ -217,7 +218,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--rate", default="200mbit", help="of every link of the slow network; empty: none")
+    parser.add_argument("--rates", nargs="*", default=["200mbit", "1gbit"], help="of links of the slow networks")
     parser.add_argument("--smallest", action="store_true", help="the smallest sizes only, to see that it runs")
     parser.add_argument("--out", type=Path, help="write the JSON line to this file too")
     a = parser.parse_args()
@@ -232,8 +233,10 @@ def main() -> None:
     for size in a.ranks:
         for name, values in measure(size, sizes, shares, share_bytes, a.rounds).items():
             results[name] += values
-        if a.rate:
-            results["share"] += measure_slow(size, shares, share_bytes, max(a.rounds // 6, 3), a.rate)
+        for rate in a.rates:
+            slow = measure_slow(size, sizes[-2:], shares, share_bytes, max(a.rounds // 5, 3), rate)
+            for name, values in slow.items():
+                results[name] += values
     show(results)
     line = json.dumps(results)
     print("\n" + line)
