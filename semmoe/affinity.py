@@ -33,12 +33,16 @@ def count(keys: np.ndarray, expert_ids: np.ndarray, num_keys: int, num_experts: 
     return csr_matrix((ones, (rows, expert_ids.ravel().astype(np.int32))), shape=(num_keys, num_experts))
 
 
-def pair_count(before: np.ndarray, after: np.ndarray, num_experts: int) -> np.ndarray:
-    """(E, E) int64: tokens that chose e in `before` (T, K) and e' in `after` (T, K), two layers or the same."""
-    out = np.zeros(num_experts * num_experts, np.int64)
+def pair_count(before: np.ndarray, after: np.ndarray, num_experts: int, weight: np.ndarray | None = None) -> np.ndarray:
+    """(E, E): tokens that chose e in `before` (T, K) and e' in `after` (T, K), two layers or the same.
+
+    int64, or float64 if tokens count by a weight (T,).
+    """
+    out = np.zeros(num_experts * num_experts, np.int64 if weight is None else np.float64)
+    repeated = None if weight is None else np.repeat(weight, after.shape[1])
     for i in range(before.shape[1]):
         pairs = before[:, i, None].astype(np.int64) * num_experts + after
-        out += np.bincount(pairs.ravel(), minlength=out.size)
+        out += np.bincount(pairs.ravel(), repeated, minlength=out.size)
     return out.reshape(num_experts, num_experts)
 
 

@@ -10,11 +10,11 @@ Experts stay where `linear` puts them. docs/decisions.md says how the papers' ru
 from dataclasses import replace
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 from scipy.sparse import csr_matrix, diags, vstack
 
 from semmoe.affinity import count
 from semmoe.core import RequestMap, RoutingTrace, require
+from semmoe.placement.equal import equal_groups
 from semmoe.request_map import mean_length
 from semmoe.scheduler import CapacityScheduler
 
@@ -119,11 +119,9 @@ def balanced_kmeans(rows: np.ndarray, num_clusters: int, rng) -> tuple[np.ndarra
     renews the centroids, to unit length; it ends when no row moves. The start is k-means++ on cosine distances.
     """
     centroids = rows[_spread_out(rows, num_clusters, rng)]
-    size = -(-len(rows) // num_clusters)
     labels = np.full(len(rows), -1)
     for _ in range(ITERATIONS):
-        gain = np.repeat(rows @ centroids.T, size, axis=1)
-        now = linear_sum_assignment(gain, maximize=True)[1] // size
+        now = equal_groups(rows @ centroids.T)
         if (now == labels).all():
             break
         labels = now

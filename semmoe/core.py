@@ -256,6 +256,11 @@ class Placement:
         return out
 
     @property
+    def redundant_experts(self) -> int:
+        """Physical experts of a layer beyond the logical ones."""
+        return self.physical_to_logical_map.shape[1] - self.num_experts
+
+    @property
     def hosts(self) -> np.ndarray:
         """(L, G, E) bool: rank g has a copy of expert e."""
         layers = len(self.physical_to_logical_map)

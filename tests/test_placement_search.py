@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semmoe.core import Topology
-from semmoe.placement.search import PRICE_UNITS, improve, make_state, server, settle
+from semmoe.placement.homes import make_state, server
+from semmoe.placement.search import PRICE_UNITS, improve, settle
 
 TOPOLOGIES = [
     Topology(ep_size=4),

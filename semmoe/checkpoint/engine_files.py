@@ -24,7 +24,7 @@ def write_sglang(plan: Plan, model: Path, out: Path) -> list[str]:
     check_out_file(out)
     indices, depth = _layers(plan, model)
     _write(out, {"physical_to_logical_map": sglang_map(plan, indices, depth).tolist()})
-    topology, redundant = plan.topology, redundant_experts(plan)
+    topology, redundant = plan.topology, plan.placement.redundant_experts
     flags = ["--tp-size", str(topology.ep_size), "--ep-size", str(topology.ep_size)]
     if topology.dp_size > 1:
         flags += ["--dp-size", str(topology.dp_size), "--enable-dp-attention"]
@@ -35,7 +35,7 @@ def write_sglang(plan: Plan, model: Path, out: Path) -> list[str]:
 def write_vllm(plan: Plan, model: Path, out: Path) -> list[str]:
     """Write one expert map per MoE layer and rank; returns the flags that give vLLM this plan's topology."""
     check_out_file(out)
-    redundant = redundant_experts(plan)
+    redundant = plan.placement.redundant_experts
     reason = "a vLLM expert map gives each expert one place; use --to sglang, or solve without redundant experts"
     require(redundant == 0, f"this plan has {redundant} redundant experts: {reason}")
     indices, _ = _layers(plan, model)
@@ -66,10 +66,6 @@ def expert_maps(plan: Plan) -> np.ndarray:
     width = physical // G
     maps[np.arange(layers)[:, None], slots // width, placed] = slots % width
     return maps
-
-
-def redundant_experts(plan: Plan) -> int:
-    return plan.placement.physical_to_logical_map.shape[1] - plan.fingerprint.num_experts
 
 
 def _layers(plan: Plan, model: Path) -> tuple[list[int], int]:

@@ -121,7 +121,7 @@ def check_out(model: Path, out: Path) -> None:
 def orders_of(plan: Plan) -> np.ndarray:
     """(L, E) int64: the old expert at each position. Raises ValueError if the plan cannot be a renumbering."""
     f, physical_map = plan.fingerprint, plan.placement.physical_to_logical_map.astype(np.int64)
-    redundant = physical_map.shape[1] - f.num_experts
+    redundant = plan.placement.redundant_experts
     reason = "in a checkpoint every expert stands once; use --to sglang, or solve without redundant experts"
     require(redundant == 0, f"this plan has {redundant} redundant experts: {reason}")
     groups = (physical_map // (f.num_experts // f.num_groups)).reshape(len(physical_map), f.num_groups, -1)

@@ -100,10 +100,10 @@ def _stage(bars: console.Bars, what: str, total: int) -> Callable[[int], None]:
 
 
 def _engine_file(plan: Plan, model: Path, out: Path, to: Target) -> dict[str, Any]:
-    from semmoe.checkpoint.engine_files import redundant_experts, write_sglang, write_vllm
+    from semmoe.checkpoint.engine_files import write_sglang, write_vllm
 
     write = write_sglang if to is Target.sglang else write_vllm
-    return {"flags": write(plan, model, out), "redundant_experts": redundant_experts(plan)}
+    return {"flags": write(plan, model, out), "redundant_experts": plan.placement.redundant_experts}
 
 
 def _print_checkpoint(result: dict[str, Any]) -> None:

@@ -138,12 +138,7 @@ def solve(
         refuse_given(ctx, ["theta", "steps"], "only the paper's method has it")
     if method == "semmoe" and attention is Attention.dp:
         refuse_given(ctx, ["lookback", "model"], "with attention dp semmoe reads prompts only")
-    if method != "semmoe":
-        refuse_given(ctx, OBJECTIVE, f"method {method} has an objective of its own")
-    if num_nodes == 1:
-        refuse_given(ctx, ["remote_node_cost"], "all ranks are on one node")
-    if method != "moetuner":
-        refuse_given(ctx, ["time_limit"], f"method {method} solves no integer program")
+    _refuse_idle(ctx, [method], num_nodes)
     topology = Topology.for_attention(attention.value, ep_size, dp_size, num_nodes)
     settings = SolveSettings(
         method=method, redundant_experts=redundant_experts, seed=seed,
@@ -170,13 +165,8 @@ def solve(
                           "give --hidden-size and --expert-size", soft_wrap=True)  # fmt: skip
     if as_json:
         console.print_json({"plan": str(out), "expected": expected})
-    elif expected is None:
-        console.out.print(f"{out}: too few requests to hold any out, so nothing can be expected of this plan")
     else:
-        title = f"{out}: expected, from {expected['requests']} held-out requests"
-        console.print_table(title, *tables.metrics({method: expected, **expected["others"]}))
-        tables.print_prediction(method, expected)
-        _print_verdict(expected)
+        _print_expected(out, method, expected)
 
 
 def _layer_shape(f: Fingerprint, hidden_size: int, expert_size: int) -> LayerShape | None:
@@ -191,6 +181,16 @@ def _layer_shape(f: Fingerprint, hidden_size: int, expert_size: int) -> LayerSha
     return LayerShape(hidden_size=H, expert_size=width, top_k=f.top_k) if H and width else None
 
 
+def _print_expected(out: Path, method: str, expected: dict[str, Any] | None) -> None:
+    if expected is None:
+        console.out.print(f"{out}: too few requests to hold any out, so nothing can be expected of this plan")
+        return
+    title = f"{out}: expected, from {expected['requests']} held-out requests"
+    console.print_table(title, *tables.metrics({method: expected, **expected["others"]}))
+    tables.print_prediction(method, expected)
+    _print_verdict(expected)
+
+
 def _print_verdict(expected: dict[str, Any]) -> None:
     if expected["verdict"] is None:
         return
@@ -200,6 +200,16 @@ def _print_verdict(expected: dict[str, Any]) -> None:
         words += f"; without all-to-all a layer takes {without['layer_us']:,.0f} us"
     console.out.print(f"{words}:", markup=False)
     console.out.print(expected["verdict"]["sentence"], style="bold", markup=False)
+
+
+def _refuse_idle(ctx: typer.Context, methods: list[str], num_nodes: int) -> None:
+    """Options that would do nothing for any of `methods`."""
+    if "semmoe" not in methods:
+        refuse_given(ctx, OBJECTIVE, f"{' and '.join(methods)} has an objective of its own")
+    if "moetuner" not in methods:
+        refuse_given(ctx, ["time_limit"], f"no integer program is solved by {', '.join(methods)}")
+    if num_nodes == 1:
+        refuse_given(ctx, ["remote_node_cost"], "all ranks are on one node")
 
 
 def _objective(load_limit: float, rank_cost: float, node_cost: float) -> CoclusterSettings:
@@ -267,12 +277,7 @@ def replay(
             "remote_node_cost": remote_node_cost, "time_limit": time_limit,
         }  # fmt: skip
         chosen = _applicable(method, topology, redundant_experts)
-        if "semmoe" not in chosen:
-            refuse_given(ctx, OBJECTIVE, f"method {method} has an objective of its own")
-        if num_nodes == 1:
-            refuse_given(ctx, ["remote_node_cost"], "all ranks are on one node")
-        if "moetuner" not in chosen:
-            refuse_given(ctx, ["time_limit"], "no method here solves an integer program")
+        _refuse_idle(ctx, chosen, num_nodes)
         opened = open_trace(trace)
         solving = SolveSettings(
             redundant_experts=redundant_experts, seed=seed, cocluster=objective,

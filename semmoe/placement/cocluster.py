@@ -13,10 +13,12 @@ from os import cpu_count
 
 import numpy as np
 
+from semmoe.affinity import pair_count
 from semmoe.core import Placement, RoutingTrace, Topology, require
 from semmoe.metrics import layer_traffic
+from semmoe.placement.homes import make_state
 from semmoe.placement.paper import place_layer
-from semmoe.placement.search import improve, make_state
+from semmoe.placement.search import improve
 from semmoe.placement.serving import LOAD_PRICE, level, nearest_copies, primary_serving
 from semmoe.predictor import Predictor, predict, sample_requests
 from semmoe.scores import SCALE, assign
@@ -75,7 +77,8 @@ def search_layer(
         judged += moves
         return Layout(state.slots, state.primary, cost)
 
-    affinity = _together(sets, weight, num_experts)
+    affinity = pair_count(sets, sets, num_experts, weight)
+    np.fill_diagonal(affinity, 0)
     out: list[Layout] = []
     found: list[Layout] = []
     for i, cap in enumerate(caps):
@@ -106,17 +109,6 @@ def _distinct(expert_ids, group, most, rng):
     distinct, counts = np.unique(keyed, axis=0, return_counts=True)
     order = rng.permutation(len(distinct))
     return np.ascontiguousarray(distinct[order, :-1]), counts[order].astype(np.float64), distinct[order, -1]
-
-
-def _together(sets: np.ndarray, weight: np.ndarray, num_experts: int) -> np.ndarray:
-    """(E, E): tokens that use both experts; the diagonal is zero."""
-    out = np.zeros(num_experts * num_experts)
-    K = sets.shape[1]
-    for i in range(K):
-        for j in range(K):
-            if i != j:
-                out += np.bincount(sets[:, i].astype(np.int64) * num_experts + sets[:, j], weight, len(out))
-    return out.reshape(num_experts, num_experts)
 
 
 def _first_labels(affinity: np.ndarray, ranks: int, starts: int, rng) -> list[np.ndarray]:

@@ -11,9 +11,9 @@ to the rank of its attention after each layer: only the placement is taken from 
 """
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
 from semmoe.core import Placement, Topology, require
+from semmoe.placement.equal import equal_groups
 from semmoe.placement.grace import group_hierarchically
 
 NODE_COST = 8.0  # a transfer between nodes, in transfers inside one: about NVLink's bandwidth over a network card's
@@ -81,10 +81,7 @@ def transfer_cost(counts: np.ndarray, labels: np.ndarray, cost: np.ndarray) -> f
 
 def best_layer(cost: np.ndarray, labels: np.ndarray) -> np.ndarray:
     """(E,) ranks of least total cost, equally many experts each; cost (G, E). `labels` stay if nothing is cheaper."""
-    per_rank = cost.shape[1] // len(cost)
-    experts, slots = linear_sum_assignment(np.repeat(cost.T, per_rank, axis=1))
-    found = np.empty_like(labels)
-    found[experts] = slots // per_rank
+    found = equal_groups(-cost.T)
     every = np.arange(cost.shape[1])
     return found if cost[found, every].sum() < cost[labels, every].sum() - 1e-9 else labels
 

@@ -10,9 +10,9 @@ falls to chance. A step costs time linear in requests, in layers, and in tokens 
 
 import numba
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
 from semmoe.core import require
+from semmoe.placement.equal import equal_groups
 from semmoe.placement.paper import one_hot
 
 STEPS = 30  # alternations of one start, at most; it ends when the objective no longer rises
@@ -105,12 +105,8 @@ class _Problem:
     def place_experts(self, request_groups: np.ndarray) -> np.ndarray:
         """(L * E,) groups with the most pairs at home, E / D experts of a layer in each."""
         pairs = (self.weighted.T @ one_hot(request_groups, self.groups)).astype(np.float64)
-        per_group = self.experts // self.groups
-        out = np.empty((self.layers, self.experts), np.int64)
-        for l, by_group in enumerate(pairs.reshape(self.layers, self.experts, self.groups)):
-            experts, slots = linear_sum_assignment(np.repeat(by_group, per_group, axis=1), maximize=True)
-            out[l, experts] = slots // per_group
-        return out.ravel()
+        by_layer = pairs.reshape(self.layers, self.experts, self.groups)
+        return np.concatenate([equal_groups(layer) for layer in by_layer])
 
 
 @numba.njit(cache=True)

@@ -37,6 +37,12 @@ def timed(seconds: Counter[str], kind: str) -> Iterator[None]:
     seconds[kind] += time.perf_counter() - started  # type: ignore[assignment]  # a Counter adds floats just as well
 
 
+def finish(works: Sequence[Any]) -> None:
+    """Wait for what `Communicator.exchange` began."""
+    for work in works:
+        work.wait()
+
+
 @dataclass
 class Communicator:
     """A process group, this rank's place in it, and the bytes it has sent, by kind and (all-to-all) by receiver.
@@ -93,18 +99,18 @@ class Communicator:
 
         gloo's own reduce-scatter is an all-reduce of everything; an all-to-all and a local sum sends half as much.
         """
-        rows = slices.shape[0] // self.size
+        rows, shape = slices.shape[0] // self.size, slices.shape[1:]
         self.sent["reduce_scatter"] += (self.size - 1) * rows * slices[:1].numel() * slices.element_size()
         if self.backend == "nccl":
-            out = slices.new_empty((rows, *slices.shape[1:]))
+            out = slices.new_empty((rows, *shape))
             _reduce_scatter(out, slices, group=self.group)
             return out
-        parts = self.staging("arrived", slices.shape, slices)
+        slices = slices.contiguous().flatten(1) if slices.dim() > 1 else slices[:, None]
+        arrived = self.staging("arrived", (self.size - 1, rows, slices.shape[1]), slices)
         with timed(self.seconds, "reduce_scatter"):
-            dist.all_to_all_single(parts, slices.contiguous(), group=self.group)
-        parts = parts.view(self.size, rows, -1)
-        total = sum_parts(parts[1:], parts[0], torch.arange(rows, device=slices.device), 0)
-        return total.view(rows, *slices.shape[1:])
+            finish(self.exchange([*arrived[: self.rank], None, *arrived[self.rank :]], slices.split(rows)))
+        mine = torch.arange(self.rank * rows, (self.rank + 1) * rows, device=slices.device)
+        return sum_parts(arrived, slices, mine, self.rank).view(rows, *shape)
 
     def all_gather(self, slice_: torch.Tensor) -> torch.Tensor:
         """(S, ...) of this rank -> (size * S, ...) of all, in rank order."""
@@ -113,30 +119,39 @@ class Communicator:
         if self.backend == "nccl":
             _all_gather(out, slice_.contiguous(), group=self.group)
         else:
-            copies = self._copies(slice_, self.size, "copies")
+            slice_, parts = slice_.contiguous(), out.split(len(slice_))
             with timed(self.seconds, "all_gather"):
-                dist.all_to_all_single(out, copies, group=self.group)
+                works = self.exchange(parts, [slice_] * self.size)
+                parts[self.rank].copy_(slice_)
+                finish(works)
         return out
 
-    def begin_all_gather(self, rows: torch.Tensor, counts: Sequence[int], out: torch.Tensor, use: str) -> Any:
-        """Begin to send rows (n, ...) to all others and to receive theirs in rank order in out, counts[j] from rank j.
+    def exchange(
+        self, receive: Sequence[torch.Tensor | None], send: Sequence[torch.Tensor | None], tag: int = 0
+    ) -> list[Any]:
+        """Begin to send send[j] to each other rank j and to receive receive[j], all contiguous; the works to `finish`.
 
-        As an all-to-all: gloo's all-gather receives in fresh memory and copies. Returns the work to wait for, None
-        without others; `use` names memory that is taken until then. Not counted here.
+        What is on its way at once has tags of its own. Own entries are not looked at. Not counted here. Over gloo
+        every receive is posted before the first send: gloo's own all-to-all does it the other way round, so that a
+        rank's word that it is ready to receive queues behind its data, and a link carries one direction at a time
+        (half of what it could between two ranks, two thirds between four).
         """
-        if self.size == 1:
-            return None
-        send = [0 if j == self.rank else len(rows) for j in range(self.size)]
-        receive = [0 if j == self.rank else count for j, count in enumerate(counts)]
-        copies = self._copies(rows, self.size - 1, use)
-        return dist.all_to_all_single(out, copies, receive, send, group=self.group, async_op=True)
-
-    def _copies(self, rows: torch.Tensor, number: int, use: str) -> torch.Tensor:
-        """rows (n, ...) `number` times over, (number * n, ...)."""
-        if number == 1:
-            return rows.contiguous()
-        copies = self.staging(use, (number, *rows.shape), rows)
-        return copies.copy_(rows.expand(number, *rows.shape)).flatten(0, 1)
+        others = [(self.rank + i) % self.size for i in range(1, self.size)]
+        if self.backend != "gloo":
+            empty = next(t for t in (*receive, *send) if t is not None).new_empty(0)
+            ours = [empty if j == self.rank or t is None else t for j, t in enumerate(send)]
+            theirs = [empty if j == self.rank or t is None else t for j, t in enumerate(receive)]
+            return [dist.all_to_all(theirs, ours, group=self.group, async_op=True)] if others else []
+        works = [
+            dist.irecv(t, group=self.group, tag=tag, group_src=j)
+            for j in reversed(others)
+            if (t := receive[j]) is not None and t.numel()
+        ]
+        return works + [
+            dist.isend(t, group=self.group, tag=tag, group_dst=j)
+            for j in others
+            if (t := send[j]) is not None and t.numel()
+        ]
 
     def all_reduce(self, tensor: torch.Tensor, kind: str = "all_reduce") -> torch.Tensor:
         """The sum over all ranks, on every rank."""
@@ -170,7 +185,7 @@ def world(rank: int, size: int, folder: Path) -> Iterator[tuple[Communicator, st
 @dataclass(frozen=True)
 class ShuffleHandle:
     """What a shuffled reduce-scatter did, for its inverse, the shuffled all-gather. Equal on all ranks but the last
-    two fields.
+    three fields.
 
     Worked example, tokens 0..4 assigned to ranks [1, 0, 1, 1, 0] of two: slices of three rows, rank 0 gets tokens
     1, 4 and one row of padding, rank 1 gets 0, 2, 3: order = [1, 4, -1, 0, 2, 3], inverse = [3, 0, 4, 5, 1].
@@ -182,6 +197,7 @@ class ShuffleHandle:
     slice_rows: int  # S
     mine: torch.Tensor  # (n,) int64: this rank's tokens, in slot order
     others: torch.Tensor  # (N - n,) int64: the tokens of other ranks, in slot order
+    counts_elsewhere: list[int]  # as `counts`, and none of this rank's own
 
 
 def shuffle_handle(ranks: torch.Tensor | np.ndarray, size: int, rank: int) -> ShuffleHandle:
@@ -193,7 +209,8 @@ def shuffle_handle(ranks: torch.Tensor | np.ndarray, size: int, rank: int) -> Sh
     number = tuple(counts.tolist())
     tokens = [order[j * rows : j * rows + number[j]] for j in range(size)]
     others = torch.cat([order[:0], *tokens[:rank], *tokens[rank + 1 :]])
-    return ShuffleHandle(order, inverse, number, rows, tokens[rank], others)
+    elsewhere = [0 if j == rank else count for j, count in enumerate(number)]
+    return ShuffleHandle(order, inverse, number, rows, tokens[rank], others, elsewhere)
 
 
 def shuffled_reduce_scatter(comm: Communicator, partial: torch.Tensor, handle: ShuffleHandle) -> torch.Tensor:
@@ -208,15 +225,14 @@ def shuffled_reduce_scatter(comm: Communicator, partial: torch.Tensor, handle: S
         return comm.reduce_scatter(slices)[: len(handle.mine)]
     partial, n = partial.contiguous(), len(handle.mine)
     packed = comm.staging("packed", (len(handle.others), partial.shape[1]), partial)
-    arrived = comm.staging("arrived", ((comm.size - 1) * n, partial.shape[1]), partial)
+    arrived = comm.staging("arrived", (comm.size - 1, n, partial.shape[1]), partial)
     pack_rows(packed, partial, handle.others)
-    send = [0 if j == comm.rank else count for j, count in enumerate(handle.counts)]
-    receive = [0 if j == comm.rank else n for j in range(comm.size)]
-    if comm.size > 1:
-        with timed(comm.seconds, "reduce_scatter"):
-            dist.all_to_all_single(arrived, packed, receive, send, group=comm.group)
+    with timed(comm.seconds, "reduce_scatter"):
+        finish(
+            comm.exchange([*arrived[: comm.rank], None, *arrived[comm.rank :]], packed.split(handle.counts_elsewhere))
+        )
     comm.sent["reduce_scatter"] += packed.numel() * packed.element_size()
-    return sum_parts(arrived.view(comm.size - 1, n, partial.shape[1]), partial, handle.mine, comm.rank)
+    return sum_parts(arrived, partial, handle.mine, comm.rank)
 
 
 def shuffled_all_gather(comm: Communicator, rows: torch.Tensor, handle: ShuffleHandle) -> torch.Tensor:
@@ -232,17 +248,16 @@ def shuffled_all_gathers(
         comm.sent["all_gather"] += (comm.size - 1) * rows.numel() * rows.element_size()
     if comm.backend == "nccl":
         return [_all_gather_padded(comm, rows, handle) for rows in columns]
-    arrived, works = [], []
+    columns, arrived, works = [rows.contiguous() for rows in columns], [], []
     for i, rows in enumerate(columns):
         arrived.append(comm.staging(f"gathered {i}", (len(handle.others), *rows.shape[1:]), rows))
-        works.append(comm.begin_all_gather(rows, handle.counts, arrived[i], f"copies {i}"))
+        works += comm.exchange(arrived[i].split(handle.counts_elsewhere), [rows] * comm.size, tag=i)
     outs = [rows.new_empty((len(handle.inverse), *rows.shape[1:])) for rows in columns]
     for out, rows in zip(outs, columns, strict=True):
-        unpack_rows(out, rows.contiguous(), handle.mine)  # while the others' rows are on their way
-    for out, rows, work in zip(outs, arrived, works, strict=True):
-        if work is not None:
-            with timed(comm.seconds, "all_gather"):
-                work.wait()
+        unpack_rows(out, rows, handle.mine)  # while the others' rows are on their way
+    with timed(comm.seconds, "all_gather"):
+        finish(works)
+    for out, rows in zip(outs, arrived, strict=True):
         unpack_rows(out, rows, handle.others)
     return outs
 

@@ -8,14 +8,12 @@ way. Specification: `reference.dispatch` and `reference.combine`.
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from semmoe.runtime.argsort import argsort_ranks
-from semmoe.runtime.collectives import Communicator, timed
+from semmoe.runtime.collectives import Communicator, finish, timed
 from semmoe.runtime.rows import add_rows, move_bytes
 
 
@@ -102,7 +100,7 @@ class Dispatch:
         move_bytes(packed, hidden, tokens, to=self._starts[0])
         move_bytes(packed, ids, None, to=self._starts[1])
         move_bytes(packed, weights, tokens, to=self._starts[2])
-        self._work = _exchange(comm, self._arrived, packed, receive, send)
+        self._works = comm.exchange(self._arrived.split(receive), packed.split(send))
         comm.count("dispatch", send, sum(widths))
 
     def local(self) -> ReceivedTokens:
@@ -125,9 +123,8 @@ class Dispatch:
 
     def _unpack(self, rows: int) -> ReceivedTokens:
         """What arrived, in tensors with room for `rows`."""
-        if self._work is not None:
-            with timed(self._comm.seconds, "dispatch"):
-                self._work.wait()
+        with timed(self._comm.seconds, "dispatch"):
+            finish(self._works)
         hidden, expert_ids, weights = self._columns
         top_k, n = expert_ids.shape[1], len(self._arrived)
         out = ReceivedTokens(
@@ -166,11 +163,9 @@ def combine_parts(comm: Communicator, local: Tensor, remote: Tensor, handle: Dis
     remote = remote.contiguous()
     send, receive = _without(handle.received, comm.rank), _without(handle.num_tokens_per_rank, comm.rank)
     back = comm.staging("combined", (sum(receive), remote.shape[1]), remote)
-    work = _exchange(comm, back, remote, receive, send)
     comm.count("combine", send, remote.shape[1] * remote.element_size())
-    if work is not None:
-        with timed(comm.seconds, "combine"):
-            work.wait()
+    with timed(comm.seconds, "combine"):
+        finish(comm.exchange(back.split(receive), remote.split(send)))
     kind = torch.promote_types(remote.dtype, torch.float32)
     out = torch.zeros((handle.num_tokens, remote.shape[1]), dtype=kind, device=remote.device)
     parts = list(back.split(receive))
@@ -182,12 +177,6 @@ def combine_parts(comm: Communicator, local: Tensor, remote: Tensor, handle: Dis
 
 def _without(counts: list[int], rank: int) -> list[int]:
     return [0 if j == rank else count for j, count in enumerate(counts)]
-
-
-def _exchange(comm: Communicator, out: Tensor, rows: Tensor, receive: list[int], send: list[int]) -> Any:
-    if comm.size == 1:
-        return None
-    return dist.all_to_all_single(out, rows, receive, send, group=comm.group, async_op=True)
 
 
 @dataclass(frozen=True)
