@@ -4,11 +4,12 @@
         [--rounds 3] [--redundant 8 32] [--prompts 48] [--out FILE]
 
 A network is `loopback`, or a rate at which each rank's link is held, or RATE/NODES: two tiers, where RATE is that of a
-node's uplink (see network.py; needs root, else they are skipped). Set-ups are the demo's and those with redundant
-experts, over 2 nodes the two-level all-to-all too. Every round runs all set-ups, the first in turn; speed-ups are
-medians over rounds of ratios within a round, beside the least and the greatest. Times of a layer's parts are of a mean
-rank, waiting for slower ranks included, per layer and 1,000 tokens: Figure 1. Prints configuration, tables, one JSON
-line.
+node's uplink (see network.py; needs root, else they are skipped). Set-ups: vanilla; plans without and with redundant
+experts; of the last of these, with overlap, over nodes with the two-level all-to-all, and EPLB's placement with as many
+copies; in attention-TP expert parallelism without all-to-all. Every round runs all set-ups, the first in turn;
+speed-ups are medians over rounds of ratios within a round, beside the least and the greatest. Times of a layer's parts
+are of a mean rank, waiting for slower ranks included, per layer and 1,000 tokens: Figure 1. Prints configuration,
+tables, one JSON line.
 """
 
 import argparse
@@ -61,13 +62,15 @@ def set_ups(trace: RoutingTrace, nodes: int, redundant: list[int]) -> list[SetUp
         out.append(SetUp(name=f"{name}, vanilla", plan=vanilla_plan(trace.fingerprint, topology)))
         for copies in (0, *redundant):
             suffix = f", {copies} redundant" if copies else ""
-            if copies:
-                eplb = solve(trace, topology, SolveSettings(method="eplb", redundant_experts=copies))
-                out.append(SetUp(name=f"{name}, eplb{suffix}", plan=eplb))
             plan = solve(trace, topology, SolveSettings(redundant_experts=copies))
             out.append(SetUp(name=f"{name}, plan{suffix}", plan=plan))
+        last = out[-1].name
+        out.append(SetUp(name=f"{last}, overlap", plan=plan, overlap=True))
         if nodes > 1:
-            out.append(SetUp(name=f"{out[-1].name}, two-level", plan=plan, exchange="two-level"))
+            out.append(SetUp(name=f"{last}, two-level", plan=plan, exchange="two-level"))
+        if copies:
+            eplb = solve(trace, topology, SolveSettings(method="eplb", redundant_experts=copies))
+            out.append(SetUp(name=f"{name}, eplb{suffix}", plan=eplb))
     out.append(SetUp(name="TP, all-reduce", plan=vanilla_plan(trace.fingerprint, topology), exchange="all-reduce"))
     return out
 

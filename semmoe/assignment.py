@@ -9,9 +9,11 @@ from dataclasses import dataclass
 import numba
 import numpy as np
 
-from semmoe.core import PRIOR, Plan, RequestTable, ShuffleTables
+from semmoe.core import PRIOR, Plan, RequestMap, RequestTable, ShuffleTables
 from semmoe.scheduler import CapacityScheduler, SchedulerSettings
 from semmoe.scores import known_rows
+
+BATCH_LEAD = 0.05  # most that a group may have above the mean of a batch, where requests are small enough
 
 
 class RequestScheduler:
@@ -57,6 +59,19 @@ def schedule_requests(
     waiting = window if window > 1 else 0
     settings = SchedulerSettings(max_wait=waiting, release=max(window // 4, 1))
     return schedule_with(CapacityScheduler(table, settings), prompts, lengths, unfinished)
+
+
+def schedule_batch(prompts: Sequence[Sequence[int] | np.ndarray], plan: Plan, new_tokens: int) -> np.ndarray:
+    """(R,) int64: the groups of requests that are all at hand and decode `new_tokens` each.
+
+    By a request map in one window, under a budget of prompt and decode tokens: a batch takes as long as its fullest
+    group. Other plans, and maps that follow prefix caches, as of `schedule_requests`: nothing is cached yet.
+    """
+    table = plan.schedule.requests if plan.schedule else None
+    if not isinstance(table, RequestMap) or table.cache_weight > 0:
+        return schedule_requests(prompts, plan)
+    settings = SchedulerSettings(lead_requests=0, lead_share=BATCH_LEAD, prompt_cost=1)
+    return np.array([a.group for a in CapacityScheduler(table, settings).admit_window(prompts, new_tokens)], np.int64)
 
 
 def schedule_with(

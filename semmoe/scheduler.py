@@ -145,9 +145,11 @@ class CapacityScheduler:
         """The groups of requests that wait together, all assigned now."""
         return [assigned.group for assigned in self.admit_window(prompts)]
 
-    def admit_window(self, prompts: Sequence[Sequence[int] | np.ndarray]) -> list[Assigned]:
-        """As `assign_window`, with the handles for `finish`."""
-        return self._place([self._arrive(prompt, None, None) for prompt in prompts])
+    def admit_window(
+        self, prompts: Sequence[Sequence[int] | np.ndarray], expected_tokens: float | None = None
+    ) -> list[Assigned]:
+        """As `assign_window`, with the handles for `finish`; expected_tokens as of `admit`, of each."""
+        return self._place([self._arrive(prompt, expected_tokens, None) for prompt in prompts])
 
     def submit(
         self, prompt_ids: Sequence[int] | np.ndarray, expected_tokens: float | None = None,
@@ -207,7 +209,7 @@ class CapacityScheduler:
         room = self._limit(work) - self._work
         groups = _greedy(value, work, room, self._work)
         if len(window) > 1:
-            groups = improve_assignment(value * (expected[:, None] + 1e-9), work, room, groups, SWEEPS)
+            groups = improve_assignment(value * (work.min(axis=1)[:, None] + 1e-9), work, room, groups, SWEEPS)
         out = [
             Assigned(w.request, int(d), float(work[i, d]), float(prompt_work[i, d]))
             for i, (w, d) in enumerate(zip(window[:count], groups[:count], strict=True))

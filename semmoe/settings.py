@@ -137,5 +137,5 @@ class DemoSettings:
     generate_prompts: int = 48
     max_prompt_tokens: int = 512
     max_new_tokens: int = 16
-    batch_size: int = 12
+    batch_size: int = 16
     seed: int = 0

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from synthetic import make_trace, planted_trace, random_trace
 
 from semmoe import baselines
-from semmoe.assignment import schedule_requests
+from semmoe.assignment import BATCH_LEAD, schedule_batch, schedule_requests
 from semmoe.core import Topology
 from semmoe.placement import linear
 from semmoe.plan import load_plan, save_plan
 from semmoe.replay import replay
+from semmoe.scheduler import CapacityScheduler
 from semmoe.settings import METHODS, REDUNDANT_METHODS, REQUEST_METHODS, ReplaySettings, SolveSettings, obstacle
 from semmoe.solve import solve
 
@@ -165,3 +166,17 @@ def test_few_requests_are_drawn_from_many(monkeypatch):
     one, two = (baselines.eldr(trace, 4, 0) for _ in range(2))
     np.testing.assert_array_equal(one.token_scores, two.token_scores)
     assert replace(one, token_scores=two.token_scores).mean_length > 0
+
+
+@pytest.mark.parametrize("method", ["semmoe", "eldr"])
+def test_a_batch_at_hand_is_shared_out_by_its_tokens_and_gains_locality(method):
+    plan = solved(method, Topology(ep_size=4, dp_size=4))
+    rng, trace = np.random.default_rng(0), random_trace(5, requests=80)
+    prompts = [np.tile(trace.prompt(r), rng.integers(1, 6)) for r in range(trace.num_requests)]
+    groups = schedule_batch(prompts, plan, new_tokens=4)
+    tokens = np.bincount(groups, [len(p) + 4 for p in prompts], 4)
+    assert tokens.max() / tokens.mean() <= 1 + BATCH_LEAD
+    scores = np.array([CapacityScheduler(plan.schedule.requests).score(p) for p in prompts])
+    weight = np.array([len(p) + 4 for p in prompts])
+    gained = (scores[np.arange(80), groups] * weight).sum()
+    assert gained > (scores.mean(axis=1) * weight).sum()

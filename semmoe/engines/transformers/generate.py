@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from semmoe.assignment import schedule_requests
+from semmoe.assignment import schedule_batch
 from semmoe.core import Plan, Topology, require
 from semmoe.dataset import check_token_ids
 from semmoe.engines.transformers.batch import Batch, cut, eos_ids, step
@@ -125,7 +125,7 @@ def _run_set_up(world_comm: Communicator, job: _Job, set_up: SetUp, device: str,
     parallel = ParallelModel(model, set_up.plan, comm, attention, set_up.exchange, set_up.overlap, levels)
     group = rank // topology.attn_tp_size
     _warm_up(parallel, job, topology)
-    groups = schedule_requests(job.prompts, set_up.plan)
+    groups = schedule_batch(job.prompts, set_up.plan, job.settings.max_new_tokens)
     own = np.flatnonzero(groups == group)
     dist.barrier()
     started = time.perf_counter()
