@@ -48,8 +48,8 @@ SWEEPS = 20  # passes over a window
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerSettings:
-    lead_requests: float = 36.0  # bound on a group's lead while the ledger is short: mean requests, times D
-    lead_share: float = 0.07  # and once it is long: share of the mean work of a group
+    lead_requests: float = 40.0  # bound on a group's lead while the ledger is short: mean requests, times D
+    lead_share: float = 0.085  # and once it is long: share of the mean work of a group
     feedback: float = 0.02  # price of one mean request ahead of the mean, in standard deviations of the score
     max_wait: int = 0  # further arrivals that a request may wait for; 0: assigned as it arrives
     release: int = 8  # requests let go when the oldest has waited for max_wait arrivals
