@@ -28,16 +28,14 @@ import torch
 from network import Network, NetworkError, enter, slow_network
 
 from semmoe.core import RoutingTrace, Topology
-from semmoe.dataset import digest
 from semmoe.demo import MODEL, demo_prompts
 from semmoe.engines.transformers.generate import GenerateResult, SetUp, generate
-from semmoe.engines.transformers.model import fingerprint_of, load_model, load_tokenizer
-from semmoe.engines.transformers.recorder import profile
+from semmoe.engines.transformers.model import load_model, load_tokenizer
+from semmoe.engines.transformers.recorder import record
 from semmoe.engines.transformers.verify import compare_outputs, plain_generate
 from semmoe.placement.linear import vanilla_plan
 from semmoe.settings import DemoSettings, GenerateSettings, SolveSettings
 from semmoe.solve import solve
-from semmoe.trace import TraceHeader, TraceWriter, open_trace
 
 RANKS = 4
 PARTS = {
@@ -45,13 +43,6 @@ PARTS = {
     "all-reduce": ("all_reduce",), "dispatch": ("counts", "dispatch"), "experts": ("experts",),
     "combine": ("combine",), "other groups": ("control",),
 }  # fmt: skip
-
-
-def record(model, prompts: list[list[int]], folder: Path) -> RoutingTrace:
-    header = TraceHeader(fingerprint=fingerprint_of(str(MODEL)), dataset_hash=digest(prompts), settings={})
-    with TraceWriter(folder, header) as writer:
-        profile(model, prompts, writer)
-    return open_trace(folder)
 
 
 def set_ups(trace: RoutingTrace, nodes: int, redundant: list[int]) -> list[SetUp]:
@@ -154,7 +145,7 @@ def main() -> None:
     seen, prompts = demo_prompts(demo, load_tokenizer(str(MODEL)))
     reference, rows = plain_generate(model, prompts, settings), []
     with tempfile.TemporaryDirectory(prefix="semmoe-") as scratch:
-        trace = record(model, seen, Path(scratch))
+        trace = record(model, str(MODEL), seen, Path(scratch))
         by_nodes = {n: set_ups(trace, n, a.redundant) for n in {int((w.split("/") + ["1"])[1]) for w in a.networks}}
     for wanted in a.networks:
         try:

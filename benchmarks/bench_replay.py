@@ -26,18 +26,15 @@ from semmoe.trace import open_trace
 
 def embedded_trace(folder: Path) -> RoutingTrace:
     """A profile of the embedded model on its held-out text."""
-    from semmoe.dataset import digest
     from semmoe.demo import MODEL, demo_prompts
-    from semmoe.engines.transformers.model import fingerprint_of, load_model, load_tokenizer
-    from semmoe.engines.transformers.recorder import profile
-    from semmoe.trace import TraceHeader, TraceWriter
+    from semmoe.engines.transformers.model import load_model, load_tokenizer
+    from semmoe.engines.transformers.recorder import record
 
     profiled, evaluated = demo_prompts(DemoSettings(), load_tokenizer(str(MODEL)))
     prompts = profiled + evaluated
-    header = TraceHeader(fingerprint=fingerprint_of(str(MODEL)), dataset_hash=digest(prompts), settings={})
-    with TraceWriter(folder / "trace", header) as writer, console.bars() as bars:
-        profile(load_model(str(MODEL)), prompts, writer, progress=bars.task("profiling", len(prompts)))
-    return open_trace(folder / "trace")
+    with console.bars() as bars:
+        advance = bars.task("profiling", len(prompts))
+        return record(load_model(str(MODEL)), str(MODEL), prompts, folder / "trace", advance)
 
 
 def main() -> None:

@@ -23,12 +23,11 @@ import torch
 
 from semmoe import cost
 from semmoe.core import Plan, RoutingTrace, Topology
-from semmoe.dataset import digest
 from semmoe.demo import MODEL, demo_prompts
 from semmoe.engines.transformers.calibrate import PARTS, MeasuredLayer, Sample, calibrate
-from semmoe.engines.transformers.model import fingerprint_of, load_model, load_tokenizer, moe_layers
+from semmoe.engines.transformers.model import load_model, load_tokenizer, moe_layers
 from semmoe.engines.transformers.parallel import LocalExperts
-from semmoe.engines.transformers.recorder import profile
+from semmoe.engines.transformers.recorder import record
 from semmoe.metrics import serving_ranks
 from semmoe.placement.linear import vanilla_plan
 from semmoe.replay import cut_batches, replay, token_groups, token_homes
@@ -36,7 +35,6 @@ from semmoe.runtime.collectives import world
 from semmoe.runtime.launch import run_ranks
 from semmoe.settings import DemoSettings, ReplaySettings, SolveSettings
 from semmoe.solve import solve
-from semmoe.trace import TraceHeader, TraceWriter, open_trace
 
 SETTINGS = DemoSettings()
 ROUNDS = 15
@@ -49,13 +47,6 @@ class Job:
     measure: ReplaySettings
     batches: int
     scratch: str
-
-
-def record(prompts: list[list[int]], folder: Path) -> RoutingTrace:
-    header = TraceHeader(fingerprint=fingerprint_of(str(MODEL)), dataset_hash=digest(prompts), settings={})
-    with TraceWriter(folder, header) as writer:
-        profile(load_model(str(MODEL)), prompts, writer)
-    return open_trace(folder)
 
 
 def measured_layers(rank: int, size: int, job: Job, report) -> None:
@@ -126,7 +117,9 @@ def main() -> None:
               f"{1e6 * found.predicted:,.0f} us, measured {1e6 * found.measured:,.0f} us")  # fmt: skip
         seen, unseen = demo_prompts(SETTINGS, load_tokenizer(str(MODEL)))
         work = arguments.work or Path(scratch)
-        trace, held_out = record(seen, work / "seen"), record(unseen, work / "unseen")
+        model = load_model(str(MODEL))
+        trace = record(model, str(MODEL), seen, work / "seen")
+        held_out = record(model, str(MODEL), unseen, work / "unseen")
         plans = {}
         for attention in ("dp", "tp"):
             topology = Topology.for_attention(attention, G)

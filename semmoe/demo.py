@@ -6,7 +6,7 @@ from typing import Any
 
 from semmoe.console import Bars
 from semmoe.core import Topology, require
-from semmoe.dataset import Prompt, digest, encode, load_dataset
+from semmoe.dataset import Prompt, encode, load_dataset
 from semmoe.settings import DemoSettings, GenerateSettings, SolveSettings
 from semmoe.texts import held_out_prompts
 
@@ -47,11 +47,10 @@ def run_demo(settings: DemoSettings, work: Path, progress: Bars, dataset: Path |
     from semmoe.engines.transformers import generate as gen
     from semmoe.engines.transformers import verify
     from semmoe.engines.transformers.model import fingerprint_of, load_model, load_tokenizer
-    from semmoe.engines.transformers.recorder import profile
+    from semmoe.engines.transformers.recorder import record
     from semmoe.placement.linear import vanilla_plan
     from semmoe.plan import load_plan, save_plan
     from semmoe.solve import solve
-    from semmoe.trace import TraceHeader, TraceWriter, open_trace
 
     advance = progress.task("loading the model", 1)
     tokenizer, model, identity = load_tokenizer(str(MODEL)), load_model(str(MODEL)), fingerprint_of(str(MODEL))
@@ -59,12 +58,7 @@ def run_demo(settings: DemoSettings, work: Path, progress: Bars, dataset: Path |
     advance(1)
 
     advance = progress.task(f"profiling {len(profile_ids)} prompts", len(profile_ids))
-    header = TraceHeader(fingerprint=identity, dataset_hash=digest(profile_ids), settings={})
-    with TraceWriter(work / "trace", header) as writer:
-        advance(writer.num_requests)
-        profile(model, profile_ids, writer, progress=advance)
-
-    trace, set_ups = open_trace(work / "trace"), []
+    trace, set_ups = record(model, str(MODEL), profile_ids, work / "trace", advance), []
     advance = progress.task("solving plans", 2)
     for attention in ("dp", "tp"):
         topology = Topology.for_attention(attention, settings.ep_size)

@@ -122,11 +122,13 @@ class ReplaySettings:
 class GenerateSettings:
     max_new_tokens: int = 32
     batch_size: int = 16  # requests decoded together in one attention group
+    window: int = 0  # attention-DP: requests assigned together, as if they arrived in turn; 0: all that are at hand
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
         require(self.max_new_tokens >= 1, f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
         require(self.batch_size >= 1, f"batch_size must be at least 1, not {self.batch_size}")
+        require(self.window >= 0, f"window must not be negative: {self.window}")
         require(self.dtype in ("float32", "bfloat16"), f"dtype must be float32 or bfloat16, not {self.dtype!r}")
 
 

@@ -102,7 +102,7 @@ def trace(tmp_path_factory):
 @pytest.mark.dist
 @pytest.mark.parametrize("attention", ["dp", "tp"])
 def test_bytes_of_the_verdict_are_those_that_generate_counts(attention, trace):
-    """The requests held out for the verdict are generated, one batch, prefill: bytes per rank pair agree."""
+    """The requests held out for the verdict are generated, in turn, one batch, prefill: bytes per rank pair agree."""
     f, topology = trace.fingerprint, Topology.for_attention(attention, 4)
     quick = SolveSettings(cocluster=CoclusterSettings(starts=1, kicks=1, sweeps=2))
     links = calibration._without_times("this machine", 4, "gloo", 4)
@@ -115,7 +115,7 @@ def test_bytes_of_the_verdict_are_those_that_generate_counts(attention, trace):
         predicted = f.num_layers * np.array(expected["bytes_per_rank_pair"])
         up = gen.SetUp(name=method, plan=solve(seen, topology, settings))
         prompts = [held_out.prompt(r).tolist() for r in range(held_out.num_requests)]
-        once = GenerateSettings(max_new_tokens=1, batch_size=len(prompts))
+        once = GenerateSettings(max_new_tokens=1, batch_size=len(prompts), window=1)
         counted = np.array(gen.generate(str(MODEL), prompts, [up], once)[0].all_to_all_bytes_per_rank_pair)
         assert predicted.sum() == pytest.approx(counted.sum(), rel=0.02)
         np.testing.assert_allclose(predicted, counted, atol=0.02 * counted.max())

@@ -245,7 +245,9 @@ def test_generate_on_a_plan_is_verified_and_written(work, tmp_path, attention):
     assert [row["prompt"] for row in rows] == PROMPTS[:6]
 
 
-@pytest.mark.parametrize("options", [("--exchange", "two-level", "--ep-size", 4, "--num-nodes", 2), ("--overlap",)])
+@pytest.mark.parametrize(
+    "options", [("--exchange", "two-level", "--ep-size", 4, "--num-nodes", 2), ("--overlap", "--window", 1)]
+)
 def test_generate_says_where_the_time_went(options):
     arguments = ("generate", MODEL, "--attention", "dp", "--prompt", PROMPTS[0], "--max-new-tokens", 3, "--verify")
     result = run(*arguments, *options)
@@ -309,6 +311,8 @@ def test_settings_that_contradict_or_do_nothing_are_refused(work):
         (["generate", MODEL, "--prompt", "x", "--max-new-tokens", 0], ["max_new_tokens"]),
         (["generate", MODEL, "--prompt", "x", "--attention", "dp", "--exchange", "all-reduce"], ["attention-TP"]),
         (["generate", MODEL, "--prompt", "x", "--exchange", "two-level"], ["plan for several nodes"]),
+        (["generate", MODEL, "--prompt", "x", "--window", 2], ["--window has no effect"]),
+        (["generate", MODEL, "--prompt", "x", "--attention", "dp", "--window", -1], ["window must not be negative"]),
         (["generate", MODEL, "--prompt", "x", "--exchange", "all-reduce", "--overlap"], ["overlap needs"]),
     ],
 )

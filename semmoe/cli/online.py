@@ -122,6 +122,13 @@ def generate(
     max_prompt_tokens: MaxPrompt = 1024,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate.", rich_help_panel=INPUT)] = 32,
     batch_size: Annotated[int, typer.Option(help="Requests decoded together in a group.", rich_help_panel=INPUT)] = 16,
+    window: Annotated[
+        int,
+        typer.Option(
+            help="attention-DP: requests assigned together as if they arrived in turn; 0: all that are at hand.",
+            rich_help_panel=METHOD,
+        ),
+    ] = 0,
     verify: Annotated[
         bool, typer.Option(help="Hold every token against plain transformers.", rich_help_panel=OUTPUT)
     ] = False,
@@ -141,7 +148,8 @@ def generate(
     require(not (dataset and prompt), "give --dataset or --prompt, not both")
     chosen = _plan_to_run(model, plan, attention, ep_size, dp_size, num_nodes)
     prompts, tokenizer = _encode_given(model, prompt) if prompt else _prompts(model, dataset, limit, max_prompt_tokens)
-    settings = GenerateSettings(max_new_tokens=max_new_tokens, batch_size=batch_size)
+    require(window == 0 or chosen.topology.dp_size > 1, "--window has no effect: there is one attention group")
+    settings = GenerateSettings(max_new_tokens=max_new_tokens, batch_size=batch_size, window=window)
     way = "on the plan" if plan else "vanilla" if exchange is Exchange.all_to_all else exchange.value
     name = f"attention-{chosen.topology.attention.upper()}, {way}"
     set_up = gen.SetUp(name=name, plan=chosen, exchange=exchange.value, overlap=overlap)

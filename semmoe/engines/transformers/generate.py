@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from semmoe.assignment import schedule_batch
+from semmoe.assignment import schedule_batch, schedule_requests
 from semmoe.core import Plan, Topology, require
 from semmoe.dataset import check_token_ids
 from semmoe.engines.transformers.batch import Batch, cut, eos_ids, step
@@ -125,7 +125,7 @@ def _run_set_up(world_comm: Communicator, job: _Job, set_up: SetUp, device: str,
     parallel = ParallelModel(model, set_up.plan, comm, attention, set_up.exchange, set_up.overlap, levels)
     group = rank // topology.attn_tp_size
     _warm_up(parallel, job, topology)
-    groups = schedule_batch(job.prompts, set_up.plan, job.settings.max_new_tokens)
+    groups = _groups(job, set_up.plan)
     own = np.flatnonzero(groups == group)
     dist.barrier()
     started = time.perf_counter()
@@ -135,6 +135,13 @@ def _run_set_up(world_comm: Communicator, job: _Job, set_up: SetUp, device: str,
     seconds = time.perf_counter() - started
     answers = dict(zip(own.tolist(), decoded, strict=True)) if attention.rank == 0 else {}
     return _gather(set_up.name, parallel, answers, job.prompts, seconds)
+
+
+def _groups(job: _Job, plan: Plan) -> np.ndarray:
+    """(R,) the attention group of each request."""
+    if job.settings.window:
+        return schedule_requests(job.prompts, plan, window=job.settings.window)
+    return schedule_batch(job.prompts, plan, job.settings.max_new_tokens)
 
 
 def _warm_up(parallel: ParallelModel, job: _Job, topology: Topology) -> None:

@@ -5,16 +5,17 @@ of all supported architectures, whatever their router does.
 """
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from semmoe.core import DECODE, PREFILL
-from semmoe.dataset import check_token_ids
+from semmoe.core import DECODE, PREFILL, RoutingTrace
+from semmoe.dataset import check_token_ids, digest
 from semmoe.engines.transformers.batch import Batch, cut, eos_ids, step
-from semmoe.engines.transformers.model import moe_layers
-from semmoe.trace import TraceWriter
+from semmoe.engines.transformers.model import fingerprint_of, moe_layers
+from semmoe.trace import TraceHeader, TraceWriter, open_trace
 
 
 class RoutingRecorder:
@@ -63,6 +64,18 @@ def profile(
             for request in _profile_batch(model, batch, recorder):
                 writer.append(**request)
             progress(len(batch.prompts))
+
+
+def record(
+    model: PreTrainedModel, model_path: str, prompts: Sequence[Sequence[int]], folder: Path,
+    progress: Callable[[int], None] = lambda done: None,
+) -> RoutingTrace:  # fmt: skip
+    """The trace in `folder` of the prompts' prefill through a model that was loaded from `model_path`."""
+    header = TraceHeader(fingerprint=fingerprint_of(model_path), dataset_hash=digest(prompts), settings={})
+    with TraceWriter(folder, header) as writer:
+        progress(writer.num_requests)
+        profile(model, prompts, writer, progress=progress)
+    return open_trace(folder)
 
 
 def _profile_batch(model: PreTrainedModel, batch: Batch, recorder: RoutingRecorder) -> list[dict[str, np.ndarray]]:
