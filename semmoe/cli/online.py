@@ -17,6 +17,7 @@ from semmoe.cli.options import (
     Attention,
     Dataset,
     DpSize,
+    Engine,
     EpSize,
     Exchange,
     Json,
@@ -29,15 +30,19 @@ from semmoe.core import Plan, Topology, require
 from semmoe.settings import DemoSettings, GenerateSettings
 
 
-@app.command()
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": False})
 def profile(
+    ctx: typer.Context,
     model: ModelArgument,
     out: Annotated[Path, typer.Option(help="The trace directory.", rich_help_panel=OUTPUT)],
     dataset: Dataset = None,
     limit: Limit = 0,
     max_prompt_tokens: MaxPrompt = 1024,
     decode: Annotated[int, typer.Option(help="Greedy tokens to generate and record.", rich_help_panel=INPUT)] = 0,
-    batch_size: Annotated[int, typer.Option(help="Requests in one forward.", rich_help_panel=INPUT)] = 16,
+    batch_size: Annotated[int, typer.Option(help="Requests run together.", rich_help_panel=INPUT)] = 16,
+    engine: Annotated[
+        Engine, typer.Option(help="sglang: its offline engine; what follows `--` goes to it.", rich_help_panel=INPUT)
+    ] = Engine.transformers,
     as_json: Json = False,
 ) -> None:
     """Record which experts each token chooses.
@@ -48,9 +53,9 @@ def profile(
     """
     from semmoe.dataset import check_token_ids, digest
     from semmoe.engines.transformers import model as models
-    from semmoe.engines.transformers import recorder
     from semmoe.trace import TraceHeader, TraceWriter
 
+    require(engine is Engine.sglang or not ctx.args, f"{' '.join(ctx.args[:1])}: transformers takes no such option")
     prompts, _ = _prompts(model, dataset, limit, max_prompt_tokens)
     settings = {"decode": decode, "max_prompt_tokens": max_prompt_tokens}
     identity = models.fingerprint_of(model)
@@ -61,8 +66,15 @@ def profile(
             console.err.print(f"resuming: {writer.num_requests} of {len(prompts)} requests are recorded")
         advance = bars.task("profiling", len(prompts))
         advance(writer.num_requests)
-        loaded = models.load_model(model)
-        recorder.profile(loaded, prompts, writer, max_new_tokens=decode, batch_size=batch_size, progress=advance)
+        given = {"max_new_tokens": decode, "batch_size": batch_size, "progress": advance}
+        if engine is Engine.sglang:
+            from semmoe.engines.sglang import profile as sglang
+
+            sglang.profile(model, prompts, writer, top_k=identity.top_k, options=ctx.args, **given)
+        else:
+            from semmoe.engines.transformers import recorder
+
+            recorder.profile(models.load_model(model), prompts, writer, **given)
         requests = writer.num_requests
     if as_json:
         console.print_json({"trace": str(out), "requests": requests})

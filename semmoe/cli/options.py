@@ -26,6 +26,22 @@ class Exchange(str, Enum):
     all_reduce = "all-reduce"
 
 
+class Engine(str, Enum):
+    transformers = "transformers"
+    sglang = "sglang"
+
+
+class Schedule(str, Enum):
+    plan = "plan"
+    engine = "engine"
+
+
+class Shuffle(str, Enum):
+    layer = "layer"
+    batch = "batch"
+    off = "off"
+
+
 TOPOLOGY, METHOD, LINKS, INPUT, OUTPUT = "Topology", "Method", "Links", "Input", "Output"
 TraceArgument = Annotated[Path, typer.Argument(help="A trace directory, or an .npz file.", show_default=False)]
 

@@ -16,6 +16,13 @@ CPU_ARGUMENTS = {
 A2A = "deepep"
 
 
+def on_cpu() -> bool:
+    """Whether SGLang is to run on the CPU: told so, or without a device that it could use."""
+    import torch
+
+    return os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" or not torch.accelerator.is_available()
+
+
 def arguments(topology: Topology, location: Path | None, redundant: int, on_cpu: bool, a2a: str = A2A) -> dict[str, Any]:
     """Arguments of sglang.Engine, by name; `command_line` says the same in options."""
     out: dict[str, Any] = {"tp_size": topology.ep_size, "ep_size": topology.ep_size}

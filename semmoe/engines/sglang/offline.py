@@ -1,7 +1,8 @@
 """SGLang's offline engine: prompts in, tokens and their routing out."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,22 +17,32 @@ class Completion:
     cached_tokens: int
 
 
-def run(
-    model: str, prompts: Sequence[Sequence[int]], max_new_tokens: int, arguments: dict[str, Any],
-    environment: dict[str, str], top_k: int = 0, progress: Callable[[int], None] = lambda done: None,
-) -> list[Completion]:  # fmt: skip
-    """Greedy completions of the prompts, all at hand at once; top_k: of the routing to return, 0 for none."""
+class Offline:
+    """An engine that is running; `top_k` is of the routing to return, 0 for none."""
+
+    def __init__(self, engine: Any, top_k: int) -> None:
+        self._engine, self._top_k = engine, top_k
+
+    def complete(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Completion]:
+        """Greedy completions of prompts that are all at hand."""
+        sampling = {"temperature": 0, "max_new_tokens": max_new_tokens}
+        given: dict[str, Any] = {"return_routed_experts": True} if self._top_k else {}
+        answers = self._engine.generate(input_ids=[list(p) for p in prompts], sampling_params=sampling, **given)
+        return [_completion(answer, self._top_k) for answer in answers]
+
+
+@contextmanager
+def running(model: str, options: Sequence[str], environment: dict[str, str], top_k: int = 0) -> Iterator[Offline]:
+    """SGLang's engine with its own command-line options, ended with the block."""
     os.environ.update(environment)
     from sglang import Engine
+    from sglang.srt.server_args import prepare_server_args
 
-    routed = {"enable_return_routed_experts": True} if top_k else {}
-    engine = Engine(model_path=model, random_seed=0, **{"log_level": "warning", **arguments, **routed})
+    routed = ["--enable-return-routed-experts"] if top_k else []
+    words = ["--model-path", model, "--random-seed", "0", "--log-level", "warning", *options, *routed]
+    engine = Engine(server_args=prepare_server_args(words))
     try:
-        sampling = {"temperature": 0, "max_new_tokens": max(max_new_tokens, 1)}
-        given: dict[str, Any] = {"return_routed_experts": True} if top_k else {}
-        answers = engine.generate(input_ids=[list(p) for p in prompts], sampling_params=sampling, **given)
-        progress(len(prompts))
-        return [_completion(answer, top_k) for answer in answers]
+        yield Offline(engine, top_k)
     finally:
         engine.shutdown()
 
@@ -41,7 +52,6 @@ def _completion(answer: dict[str, Any], top_k: int) -> Completion:
     if top_k:
         from sglang.srt.state_capturer.routed_experts import extract_routed_experts_from_meta_info
 
-        flat = extract_routed_experts_from_meta_info(answer)
         fed = meta["prompt_tokens"] + len(answer["output_ids"]) - 1
-        experts = flat.reshape(fed, -1, top_k)
+        experts = extract_routed_experts_from_meta_info(answer).reshape(fed, -1, top_k)
     return Completion(answer["output_ids"], experts, meta.get("dp_rank"), meta.get("cached_tokens", 0))

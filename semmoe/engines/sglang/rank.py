@@ -18,7 +18,7 @@ from semmoe.engines.sglang.registry import around
 from semmoe.engines.sglang.settings import PluginSettings
 from semmoe.engines.sglang.shuffle import BoundaryShuffle
 from semmoe.engines.sglang.step import read_step
-from semmoe.engines.sglang.weights import tie_output_layer
+from semmoe.engines.sglang.weights import load_tied
 from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.tp import TokenShuffler
 from semmoe.runtime.traffic import TrafficCounter
@@ -45,6 +45,7 @@ class RankPlugin:
 
     def register(self) -> None:
         around(targets.LOAD_MODEL, self._load)
+        around(targets.TIED, load_tied)
         around(targets.FORWARD, self._forward)
         for target in (targets.ROUTED, targets.ROUTED_DEEPEP):
             around(target, self._routed)
@@ -69,7 +70,6 @@ class RankPlugin:
         out = original(runner, *args, **kwargs)
         if not runner.is_draft_worker:
             try:
-                tie_output_layer(runner.model, bool(getattr(runner.model_config.hf_config, "tie_word_embeddings", False)))
                 self._attach(runner)
             except ValueError as error:
                 log.critical("semmoe: %s; SGLang does not start", error)

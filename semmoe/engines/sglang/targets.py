@@ -10,6 +10,9 @@ _MOE = _SRT + "layers.moe."
 LOAD_MODEL = Hook(
     _SRT + "model_executor.model_runner.ModelRunner.load_model", "check the plan against the model and its ranks"
 )
+TIED = Hook(
+    _SRT + "models.qwen3_moe.Qwen3MoeForCausalLM.load_weights", "fill the output layer of tied models", ("weights",)
+)
 FORWARD = Hook(
     _SRT + "model_executor.model_runner.ModelRunner.forward", "know the tokens of a forward pass", ("forward_batch",)
 )
@@ -40,7 +43,7 @@ CAPTURE = Hook(
 )  # fmt: skip
 RELEASE = Hook(_SRT + "mem_cache.common.release_kv_cache", "know when a recorded request ends", ("req",))
 
-MODEL_HOOKS = (LOAD_MODEL, FORWARD, ROUTED, ROUTED_DEEPEP, CAPTURE)
+MODEL_HOOKS = (LOAD_MODEL, TIED, FORWARD, ROUTED, ROUTED_DEEPEP, CAPTURE)
 RECORD_HOOKS = (RELEASE,)
 REQUEST_HOOKS = (SCHEDULE,)
 SHUFFLE_HOOKS = (REDUCE_SCATTER, GATHER, LAST_GATHER, PADDING)

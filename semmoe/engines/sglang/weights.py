@@ -1,26 +1,24 @@
 """A gap of SGLang 0.5.23 on every device: Qwen3-MoE with tied embeddings gets an output layer that nothing has filled."""
 
 import logging
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
-from torch import nn
 
-from semmoe.core import require
-
+EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 log = logging.getLogger(__name__)
 
 
-def tie_output_layer(model: nn.Module, tied: bool) -> bool:
-    """Give a model whose configuration ties them the embeddings as its output layer; True if that was needed."""
-    head, embedding = getattr(model, "lm_head", None), getattr(getattr(model, "model", None), "embed_tokens", None)
-    if not tied or head is None or embedding is None or _shared(head.weight, embedding.weight):
-        return False
-    same = head.weight.shape == embedding.weight.shape
-    require(same, f"{type(model).__name__} ties its output layer, which SGLang splits otherwise than its embeddings")
-    head.weight = embedding.weight
-    log.info("semmoe: tied %s's output layer to its embeddings, which SGLang had not", type(model).__name__)
-    return True
+def load_tied(original: Any, model: Any, weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
+    """Around the model's `load_weights`: the embeddings are given once more, as the output layer that they are."""
+    tied = bool(getattr(model.config, "tie_word_embeddings", False))
+    return original(model, _with_head(weights) if tied else weights, *args, **kwargs)
 
 
-def _shared(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr()
+def _with_head(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in weights:
+        yield name, tensor
+        if name == EMBEDDINGS:
+            log.debug("semmoe: filling the tied output layer, which SGLang leaves empty")
+            yield HEAD, tensor

@@ -1,0 +1,142 @@
+"""`semmoe serve`: an engine's own server command on a plan, printed and run."""
+
+import os
+import shlex
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from semmoe import console
+from semmoe.cli.app import app
+from semmoe.cli.options import (
+    INPUT,
+    METHOD,
+    OUTPUT,
+    TOPOLOGY,
+    Attention,
+    DpSize,
+    Engine,
+    EpSize,
+    ModelArgument,
+    NumNodes,
+    Schedule,
+    Shuffle,
+)
+from semmoe.core import Plan, Topology, require
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": False})
+def serve(
+    ctx: typer.Context,
+    model: ModelArgument,
+    engine: Annotated[Engine, typer.Option(help="The engine that serves.", rich_help_panel=INPUT)] = Engine.sglang,
+    plan: Annotated[
+        Path | None, typer.Option(help="Serve on this plan, of any method; without it, vanilla.", rich_help_panel=METHOD)
+    ] = None,
+    attention: Annotated[
+        Attention | None, typer.Option(help="As the plan's, which is the default.", rich_help_panel=TOPOLOGY)
+    ] = None,
+    ep_size: EpSize = 0,
+    dp_size: DpSize = 0,
+    num_nodes: NumNodes = 1,
+    schedule: Annotated[
+        Schedule, typer.Option(help="attention-DP: requests to ranks by the plan or the engine.", rich_help_panel=METHOD)
+    ] = Schedule.plan,
+    shuffle: Annotated[
+        Shuffle, typer.Option(help="attention-TP: tokens to ranks anew every layer, or batch.", rich_help_panel=METHOD)
+    ] = Shuffle.layer,
+    host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=OUTPUT)] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.", rich_help_panel=OUTPUT)] = 30000,
+    control: Annotated[
+        Path | None,
+        typer.Option(help="A folder of your own for activity and `semmoe record`.", rich_help_panel=OUTPUT,
+                     show_default=False),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option(help="Print the command and stop.", rich_help_panel=OUTPUT)] = False,
+) -> None:  # fmt: skip
+    """Serve a model with expert parallelism: print the engine's own command, then become it.
+
+    What follows `--` goes to the engine as it is. The command can be run without semmoe's, in any process manager.
+
+    Example: `semmoe serve MODEL --plan plan --port 30000 -- --mem-fraction-static 0.8`
+    """
+    from semmoe.engines.sglang import launch
+    from semmoe.engines.sglang.settings import PluginSettings
+
+    require(engine is Engine.sglang, f"--engine {engine.value} is not served yet")
+    chosen = _load(model, plan) if plan else None
+    topology = _topology(chosen, attention, ep_size, dp_size, num_nodes)
+    folder = _own_folder(control or _default_folder(port))
+    location = launch.write_location(chosen, Path(model), folder) if chosen else None
+    redundant = chosen.placement.redundant_experts if chosen else 0
+    on_cpu = launch.on_cpu()
+    managed = launch.arguments(topology, location, redundant, on_cpu)
+    launch.refuse_managed(ctx.args, managed)
+    managed = {name: value for name, value in managed.items() if "--" + name.replace("_", "-") not in ctx.args}
+    settings = PluginSettings(
+        plan=str(plan.resolve()) if plan else "", schedule=schedule.value, shuffle=shuffle.value, control=str(folder)
+    )
+    variables = launch.environment(settings, topology, on_cpu)
+    words = ["-m", "sglang.launch_server", "--model-path", model, "--host", host, "--port", str(port), "--enable-metrics"]
+    words += launch.command_line(managed) + ctx.args
+    if not dry_run:
+        _check_installed("sglang")
+    _announce(variables, words, folder)
+    if not dry_run:
+        sys.stdout.flush()
+        os.execve(sys.executable, [sys.executable, *words], {**os.environ, **variables})
+
+
+def _load(model: str, path: Path) -> Plan:
+    from semmoe.engines.transformers.model import fingerprint_of
+    from semmoe.plan import load_plan
+
+    plan = load_plan(path)
+    plan.check(fingerprint_of(model))
+    return plan
+
+
+def _topology(
+    plan: Plan | None, attention: Attention | None, ep_size: int, dp_size: int, num_nodes: int
+) -> Topology:
+    if plan is None:
+        given = Topology.for_attention((attention or Attention.tp).value, ep_size or 2, dp_size, num_nodes)
+        return given
+    t = plan.topology
+    require(attention in (None, t.attention), f"the plan is for attention {t.attention}")
+    require(ep_size in (0, t.ep_size), f"the plan is for ep_size {t.ep_size}, not {ep_size}")
+    require(dp_size in (0, t.dp_size), f"the plan is for dp_size {t.dp_size}, not {dp_size}")
+    require(num_nodes in (1, t.num_nodes), f"the plan is for {t.num_nodes} nodes, not {num_nodes}")
+    return t
+
+
+def _default_folder(port: int) -> Path:
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base) / "semmoe" / f"serve-{port}"
+
+
+def _own_folder(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder.chmod(0o700)
+    for old in folder.glob("activity-*.json"):
+        old.unlink()
+    return folder.resolve()
+
+
+def _check_installed(name: str) -> None:
+    try:
+        version(name)
+    except PackageNotFoundError:
+        raise ValueError(f"{name} is not installed in this environment: install semmoe into {name}'s") from None
+
+
+def _announce(variables: dict[str, str], words: list[str], folder: Path) -> None:
+    console.err.print("[bold]environment[/]")
+    for name, value in variables.items():
+        console.err.print(f"  {name}={shlex.quote(value)}", markup=False)
+    console.err.print("[bold]command[/]")
+    console.out.print(shlex.join(["python", *words]), markup=False)
+    console.err.print(f"activity and `semmoe record` in {folder}", markup=False)

@@ -1,0 +1,44 @@
+"""Profiling through SGLang itself: which experts each token chose, as its offline engine returns them."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from semmoe.checkpoint.directory import config_count, read_config, tensor_names
+from semmoe.checkpoint.layout import moe_layer_indices
+from semmoe.core import DECODE, PREFILL, Topology
+from semmoe.engines.sglang import launch
+from semmoe.engines.sglang.offline import Completion, running
+from semmoe.engines.sglang.settings import PluginSettings
+from semmoe.trace import TraceWriter
+
+
+def profile(
+    model: str, prompts: Sequence[Sequence[int]], writer: TraceWriter, *, top_k: int, max_new_tokens: int = 0,
+    batch_size: int = 64, options: Sequence[str] = (), progress: Callable[[int], None] = lambda done: None,
+) -> None:  # fmt: skip
+    """Run the prompts that `writer` does not hold yet and append each one's routing: prefill, then greedy decode.
+
+    options: SGLang's own. The last generated token is never fed back and so has no routing.
+    """
+    layers = moe_layer_indices(tensor_names(Path(model)), config_count(read_config(Path(model)), "num_hidden_layers"))
+    here, on_cpu = Topology(ep_size=1), launch.on_cpu()
+    words = launch.command_line(launch.arguments(here, None, 0, on_cpu)) + list(options)
+    remaining = prompts[writer.num_requests :]
+    with running(model, words, launch.environment(PluginSettings(), here, on_cpu), top_k) as engine:
+        for first in range(0, len(remaining), batch_size):
+            batch = remaining[first : first + batch_size]
+            for prompt, completion in zip(batch, engine.complete(batch, max(max_new_tokens, 1)), strict=True):
+                writer.append(**_request(prompt, completion, layers))
+            progress(len(batch))
+
+
+def _request(prompt: Sequence[int], completion: Completion, layers: list[int]) -> dict[str, np.ndarray]:
+    assert completion.expert_ids is not None
+    fed = np.array([*prompt, *completion.token_ids[:-1]])
+    phase = np.where(np.arange(len(fed)) < len(prompt), PREFILL, DECODE)
+    return {
+        "prompt_ids": np.array(prompt), "token_ids": fed, "expert_ids": completion.expert_ids[:, layers],
+        "phase": phase,
+    }  # fmt: skip
