@@ -94,10 +94,10 @@ class CapacityScheduler:
         require(table.mean_length > 0, f"mean_length must be positive, not {table.mean_length}")
         self._bias, self._prices = table.bias.astype(np.float64), table.prices.astype(np.float64)
         require(self._bias.shape == self._prices.shape == (D,), f"bias and prices must have {D} entries")
-        self._mean_length = float(table.mean_length)
+        self.mean_length = float(table.mean_length)
         self._cache_weight = float(table.cache_weight)
         self._prefixes = PrefixIndex(D, self.settings.cache_tokens) if self._cache_weight > 0 else None
-        self._price_per_token = self.settings.feedback * table.score_spread / self._mean_length
+        self._price_per_token = self.settings.feedback * table.score_spread / self.mean_length
         self._stamp, self._tick = np.zeros(rows, np.int64), 0
         self._waiting: list[_Waiting] = []
         self._arrivals = 0
@@ -178,7 +178,7 @@ class CapacityScheduler:
             self._expected[assigned.group] -= assigned.work
 
     def _arrive(self, prompt_ids, expected_tokens, cached_tokens) -> _Waiting:
-        expected = self._mean_length if expected_tokens is None else float(expected_tokens)
+        expected = self.mean_length if expected_tokens is None else float(expected_tokens)
         require(expected >= 0, f"expected_tokens must not be negative: {expected_tokens}")
         scores, uncached = self.score(prompt_ids), np.full(len(self._work), float(len(prompt_ids)))
         if cached_tokens is None and self._prefixes is not None:
@@ -225,7 +225,7 @@ class CapacityScheduler:
         """Most work that a group may have once requests of `work` (W, D) are in, by the least that they can be."""
         D = len(self._work)
         mean = (self._work.sum() + work.min(axis=1).sum()) / D
-        return float(mean + max(self.settings.lead_requests * self._mean_length / D, self.settings.lead_share * mean))
+        return float(mean + max(self.settings.lead_requests * self.mean_length / D, self.settings.lead_share * mean))
 
 
 @numba.njit(cache=True)

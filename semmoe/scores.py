@@ -148,13 +148,27 @@ class History:
         self._seen = np.zeros((layers, num_slots), np.int64)
         self.reset(np.arange(num_slots))
 
+    def begin(self, slots: np.ndarray) -> None:
+        """Requests that begin in `slots`, of which there are as many as it takes."""
+        missing = int(slots.max(initial=-1)) + 1 - self._running.shape[1]
+        if missing > 0:
+            for name in ("_running", "_previous", "_seen"):
+                array = getattr(self, name)
+                more = np.zeros((array.shape[0], max(missing, array.shape[1]), *array.shape[2:]), array.dtype)
+                setattr(self, name, np.concatenate([array, more], axis=1))
+        self.reset(slots)
+
     def reset(self, slots: np.ndarray) -> None:
         self._running[:, slots], self._seen[:, slots] = 0, 0
         self._previous[:, slots] = self._rows[:, None, -1]
 
-    def contribution(self, layer: int, slots: np.ndarray) -> np.ndarray:
-        """(B, G) int32 to add to the scores of one decoded token of each of `slots` (B,)."""
-        return (self._running[layer, slots] >> FRACTION) + self._previous[layer, slots]
+    def contribution(self, layer: int, slots: np.ndarray, decoding: np.ndarray | None = None) -> np.ndarray:
+        """(B, G) int32 to add to the scores of tokens of `slots` (B,), of each at most one that is `decoding` (B,).
+
+        Tokens of a prompt run together, so that nothing is known of those before them.
+        """
+        known = (self._running[layer, slots] >> FRACTION) + self._previous[layer, slots]
+        return known if decoding is None else np.where(decoding[:, None], known, self._rows[layer, -1])
 
     def observe(self, layer: int, slots: np.ndarray, expert_ids: np.ndarray) -> None:
         """Tokens of `slots` (B,) chose `expert_ids` (B, K); tokens of one slot in their order."""

@@ -8,6 +8,7 @@ METHODS = (
     "linear", "eplb", "least-loaded", "prefix-affinity", "eldr", "exflow", "moetuner", "grace", "paper", "semmoe",
 )  # fmt: skip
 REQUEST_METHODS = ("least-loaded", "prefix-affinity", "eldr")  # they send requests to groups and leave experts in order
+GRAINS = ("layer", "batch")  # how often attention-TP decides anew where tokens go
 REDUNDANT_METHODS = ("linear", "eplb", "grace", "semmoe")  # they know what to do with redundant experts
 
 

@@ -65,7 +65,7 @@ def test_hooks_that_resolve_and_one_that_moved(monkeypatch, installed):
     assert result.exit_code == 1
     found = json.loads(result.stdout)
     assert [hook["problem"] is None for hook in found["engines"][0]["hooks"]] == [True, False]
-    assert "json.gone does not resolve" in found["problems"][0]
+    assert "json.gone (reads) does not resolve" in found["problems"][0]
     assert "FAIL" in run().output
 
 

@@ -25,7 +25,7 @@ def test_a_module_a_class_and_a_method_resolve():
         ("no_such_engine.worker.Runner", (), "No module named 'no_such_engine'"),
         ("json.gone.Runner", (), "json' has no attribute 'gone'"),
         ("json.decoder.JSONDecoder.gone", (), "has no attribute 'gone'"),
-        ("json.dumps", ("obj", "stream", "colour"), "json.dumps has no parameter stream, colour"),
+        ("json.dumps", ("obj", "stream", "colour"), "json.dumps (test) has no parameter stream, colour"),
         ("json.dumps", ("kw",), "has no parameter kw"),  # **kw stands for no name
         ("json.decoder", ("s",), "is not a callable object"),
         ("", (), "does not resolve"),

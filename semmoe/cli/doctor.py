@@ -67,7 +67,7 @@ def _print_engine(state: EngineState) -> None:
     name = f"{state.engine} {state.version}" if state.version else state.engine
     _say(f"{name}: {state.note or f'{good} of {len(state.hooks)} hooks resolve'}")
     for hook in state.hooks:
-        _say(f"    {'ok  ' if hook.problem is None else 'FAIL'}  {hook.problem or hook.target}: {hook.purpose}")
+        _say(f"    FAIL  {hook.problem}" if hook.problem else f"    ok    {hook.target}: {hook.purpose}")
 
 
 def _print_plan(state: PlanState) -> None:

@@ -25,9 +25,9 @@ def problem(hook: Hook) -> str | None:
         target = pkgutil.resolve_name(hook.target)
         missing = _missing(target, hook.parameters)
     except Exception as error:  # an engine's import can raise anything
-        return _line(f"{hook.target} does not resolve: {_cause(hook.target, error)}")
+        return _line(f"{hook.target} ({hook.purpose}) does not resolve: {_cause(hook.target, error)}")
     if missing:
-        return _line(f"{hook.target} has no parameter {', '.join(missing)}")
+        return _line(f"{hook.target} ({hook.purpose}) has no parameter {', '.join(missing)}")
     return None
 
 

@@ -121,7 +121,8 @@ class ParallelModel:
         """Before each forward: the batch's token ids and which of them are real, both (B, S)."""
         self._rows = real.reshape(-1).nonzero(as_tuple=True)[0].to(self.model.device)
         requests = real.nonzero(as_tuple=True)[0].numpy()
-        self.shuffler.start(ids.reshape(-1)[real.reshape(-1)].numpy(), requests, len(ids), prefill)
+        decoding, new = np.full(len(requests), not prefill), np.arange(len(ids) * prefill)
+        self.shuffler.start(ids.reshape(-1)[real.reshape(-1)].numpy(), requests, decoding, new)
 
     def idle(self) -> None:
         """Serve other groups' tokens for one forward in which this group has none of its own."""

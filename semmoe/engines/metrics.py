@@ -1,0 +1,137 @@
+"""What a process of a serving engine tells of its work: counters for Prometheus, and as a file in the control folder.
+
+Names (all begin with `semmoe_`), labels in braces; `ep_rank` and `dp_rank` are the engine's:
+
+    active{engine, method, attention, ...}  1 while the plug-in runs: the proof of activity
+    routed_tokens{ep_rank}                  token-layers routed by their home rank, each once
+    pairs{ep_rank, local}                   (token, expert) pairs; LAR is the share of local="true"
+    remote_rows{ep_rank, to}                rows that leave for another rank in dispatch
+    served_pairs{ep_rank, by}               pairs by the rank that computes them: expert load
+    sent_bytes{ep_rank, kind}               by kind of collective, where semmoe's own code sends
+    all_to_all_bytes{ep_rank, to}           dispatch and combine, by receiver
+    scheduled_requests{dp_rank, by}         by = plan, named (the request named its rank) or engine
+    unknown_tokens                          prompt ids that the plan's tables do not know
+    schedule_failures                       requests that semmoe could not schedule and the engine did
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from semmoe.files import save_json
+
+PREFIX = "semmoe_"
+PERIOD = 1.0  # seconds between publications
+log = logging.getLogger(__name__)
+Labels = tuple[tuple[str, str], ...]
+Reading = tuple[str, dict[str, str], float]  # name, labels, total so far
+
+
+class Sample(BaseModel):
+    """One counter in `activity-*.json`."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: str
+    labels: dict[str, str]
+    value: float
+
+
+class Activity(BaseModel):
+    """`activity-*.json`: all counters of one process."""
+
+    model_config = ConfigDict(extra="forbid")
+    schema_version: int = 1
+    process: str
+    samples: list[Sample]
+
+
+class Counters:
+    """The counters of one process; `start` publishes them every second from a thread of its own.
+
+    `add` counts here and now. What is counted elsewhere, in tensors, is read by `sources` when it is published, so that
+    counting costs the engine no wait.
+    """
+
+    def __init__(self, process: str, folder: Path | None = None) -> None:
+        self.sources: list[Callable[[], Iterator[Reading]]] = []
+        self._process, self._folder = process, folder
+        self._totals: dict[tuple[str, Labels], float] = {}
+        self._published: dict[tuple[str, Labels], float] = {}
+        self._prometheus: dict[str, Any] = {}
+        self._lock = threading.Lock()
+
+    def add(self, name: str, amount: float = 1, **labels: object) -> None:
+        key = name, _labels(labels)
+        with self._lock:
+            self._totals[key] = self._totals.get(key, 0) + amount
+
+    def readings(self) -> list[Reading]:
+        """All totals, those of `sources` too."""
+        with self._lock:
+            own = [(name, dict(labels), value) for (name, labels), value in self._totals.items()]
+        return own + [reading for source in self.sources for reading in source()]
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="semmoe-metrics", daemon=True).start()
+
+    def _run(self) -> None:
+        stopped = threading.Event()
+        while not stopped.wait(PERIOD):
+            try:
+                self.publish()
+            except Exception:  # the server's work goes on without its counters
+                log.exception("semmoe: the counters could not be published and no longer are")
+                return
+
+    def publish(self) -> None:
+        """To Prometheus where the engine collects over processes, and to the control folder."""
+        readings = self.readings()
+        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+            for name, labels, value in readings:
+                self._to_prometheus(name, _labels(labels), value)
+        if self._folder is not None:
+            samples = [Sample(name=name, labels=labels, value=value) for name, labels, value in readings]
+            path = self._folder / f"activity-{self._process}.json"
+            save_json(path, Activity(process=self._process, samples=samples))
+
+    def _to_prometheus(self, name: str, labels: Labels, value: float) -> None:
+        metric = self._prometheus.get(name)
+        if metric is None:
+            metric = self._prometheus[name] = _new_metric(name, [label for label, _ in labels])
+        child = metric.labels(**dict(labels)) if labels else metric
+        if name == "active":
+            child.set(value)
+            return
+        child.inc(value - self._published.get((name, labels), 0))
+        self._published[name, labels] = value
+
+
+def _labels(labels: dict[str, Any]) -> Labels:
+    return tuple(sorted((name, str(value)) for name, value in labels.items()))
+
+
+def _new_metric(name: str, labels: list[str]) -> Any:
+    # Not before the engine has said where processes meet: the library decides at import.
+    from prometheus_client import Counter, Gauge
+
+    if name == "active":
+        return Gauge(PREFIX + name, "1 while the plug-in runs", labels, multiprocess_mode="livemax")
+    return Counter(PREFIX + name, DESCRIPTIONS[name], labels)
+
+
+DESCRIPTIONS = {
+    "routed_tokens": "Token-layers routed, by home rank",
+    "pairs": "(token, expert) pairs, by home rank and whether that rank has the expert",
+    "remote_rows": "Rows sent to another rank in the expert dispatch",
+    "served_pairs": "(token, expert) pairs by the rank that computes them",
+    "sent_bytes": "Bytes that semmoe's collectives sent, by kind",
+    "all_to_all_bytes": "Bytes of dispatch and combine, by receiver",
+    "scheduled_requests": "Requests by data-parallel rank and by who chose it",
+    "unknown_tokens": "Prompt token ids outside the plan's tables",
+    "schedule_failures": "Requests that semmoe failed to schedule",
+}

@@ -1,0 +1,1 @@
+"""SGLang on a plan, as a plug-in: entry point `sglang.srt.plugins`, no fork. `plugin.register` is where it begins."""

@@ -1,0 +1,72 @@
+"""What SGLang 0.5.23 lacks on a CPU, and nothing else: it plays no part where there is a GPU.
+
+With these mends its real scheduler, models and collectives run expert parallelism in plain processes. Each is a gap of
+the CPU backend that vanilla SGLang has too; none changes a result.
+"""
+
+import logging
+from typing import Any
+
+import torch
+from sglang.srt.layers.moe.topk import StandardTopKOutput
+from sglang.srt.runtime_context import get_parallel
+
+from semmoe.engines.sglang import targets
+from semmoe.engines.sglang.dispatcher import GlooDispatcher
+from semmoe.engines.sglang.registry import around
+from semmoe.runtime.collectives import Communicator
+
+log = logging.getLogger(__name__)
+
+
+def mend(comms: list[Communicator]) -> None:
+    """Register the mends; the communicator that all layers' dispatchers share is added to `comms`."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.mem_cache.pool_host import common
+
+    def dispatcher(make: Any, moe_runner_config: Any, **others: Any) -> Any:
+        if not _a2a():
+            return make(moe_runner_config, **others)
+        if not comms:
+            parallel = get_parallel()
+            group = parallel.tp_group.device_group
+            comms.append(Communicator(group, parallel.moe_ep_rank, parallel.moe_ep_size))
+        return GlooDispatcher(comms[0], moe_runner_config.num_local_experts)
+
+    around(targets.EXPERTS_CPU, _local_experts)
+    around(targets.DISPATCHER_CPU, dispatcher)
+    around(targets.EXPERT_CLASS_CPU, _expert_class)
+    if not hasattr(TorchNativeAttnBackend, "get_cpu_graph_seq_len_fill_value"):
+        TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1
+    for name, value in (("is_current_stream_capturing", False), ("empty_cache", None)):
+        if not hasattr(torch.cpu, name):
+            setattr(torch.cpu, name, lambda value=value: value)
+    common.ALLOC_MEMORY_FUNCS["cpu"] = _host_memory
+    log.info("semmoe: mending SGLang's CPU backend (experts of other ranks, all-to-all over gloo)")
+
+
+def _a2a() -> bool:
+    from sglang.srt.layers.moe.utils import get_moe_a2a_backend
+
+    return not get_moe_a2a_backend().is_none()
+
+
+def _local_experts(compute: Any, layer: Any, x: torch.Tensor, topk_output: Any, config: Any) -> torch.Tensor:
+    """SGLang's own computation, on the (token, expert) pairs whose expert is here (id not -1)."""
+    weights, ids = topk_output.topk_weights, topk_output.topk_ids
+    rows, choices = (ids >= 0).nonzero(as_tuple=True)
+    out = torch.zeros_like(x)
+    if len(rows):
+        pairs = StandardTopKOutput(weights[rows, choices][:, None], ids[rows, choices][:, None], None)
+        out.index_add_(0, rows, compute(layer, x[rows], pairs, config).to(out.dtype))
+    return out
+
+
+def _expert_class(choose: Any, quant_config: Any) -> Any:
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+
+    return FusedMoE if _a2a() else choose(quant_config)
+
+
+def _host_memory(dims: Any, dtype: torch.dtype, device: str = "cpu", pin_memory: bool = False, **unused: Any):
+    return torch.empty(dims, dtype=dtype, device="cpu")

@@ -1,0 +1,66 @@
+"""SGLang's own arguments and environment for a plan: what `semmoe serve` prints and runs."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from semmoe.checkpoint.engine_files import write_sglang
+from semmoe.core import Plan, Topology, require
+from semmoe.engines.sglang.settings import PluginSettings
+
+# On a CPU SGLang runs its torch operators; "deepep" there names the layout of rows, and semmoe's gloo dispatcher serves.
+CPU_ARGUMENTS = {
+    "device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch", "grammar_backend": "none",
+    "disable_cuda_graph": True,
+}  # fmt: skip
+A2A = "deepep"
+
+
+def arguments(topology: Topology, location: Path | None, redundant: int, on_cpu: bool, a2a: str = A2A) -> dict[str, Any]:
+    """Arguments of sglang.Engine, by name; `command_line` says the same in options."""
+    out: dict[str, Any] = {"tp_size": topology.ep_size, "ep_size": topology.ep_size}
+    if topology.dp_size > 1:
+        # Load-aware, for requests that semmoe does not schedule, and so that the controller learns of the loads.
+        out |= {"dp_size": topology.dp_size, "enable_dp_attention": True, "load_balance_method": "total_requests"}
+        out |= {"boundary_reduction": "ar"} if on_cpu and a2a == "none" else {}
+    if topology.ep_size > 1:
+        out |= {"moe_a2a_backend": a2a}
+    if location is not None:
+        out |= {"init_expert_location": str(location)}
+        out |= {"ep_num_redundant_experts": redundant} if redundant else {}
+    return out | (CPU_ARGUMENTS if on_cpu else {})
+
+
+def command_line(values: dict[str, Any]) -> list[str]:
+    """{"tp_size": 2, "disable_cuda_graph": True} -> ["--tp-size", "2", "--disable-cuda-graph"]."""
+    words: list[str] = []
+    for name, value in values.items():
+        option = "--" + name.replace("_", "-")
+        words += [option] if value is True else [option, str(value)]
+    return words
+
+
+def environment(settings: PluginSettings, topology: Topology, on_cpu: bool) -> dict[str, str]:
+    """What to add to the environment; on a CPU each rank has a core, in turn."""
+    if not on_cpu:
+        return settings.environment()
+    cores = sorted(os.sched_getaffinity(0))
+    bind = "|".join(str(cores[rank % len(cores)]) for rank in range(topology.ep_size))
+    own = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": bind}
+    return settings.environment() | {name: os.environ.get(name, value) for name, value in own.items()}
+
+
+def write_location(plan: Plan, model: Path, folder: Path) -> Path:
+    """The file for --init-expert-location, made anew."""
+    path = folder / "expert_location.json"
+    path.unlink(missing_ok=True)
+    write_sglang(plan, model, path)
+    return path
+
+
+def refuse_managed(given: list[str], managed: dict[str, Any]) -> None:
+    """Raise ValueError if SGLang's own arguments take back what the plan decides."""
+    options = {"--" + name.replace("_", "-") for name in managed} - {"--" + n.replace("_", "-") for n in CPU_ARGUMENTS}
+    options |= {"--tp", "--dp", "--ep"}
+    clash = [word for word in given if word.split("=")[0] in options - {"--moe-a2a-backend"}]
+    require(not clash, f"{(clash or [''])[0]} comes from the plan: leave it away, or run sglang.launch_server yourself")

@@ -1,0 +1,227 @@
+"""The plug-in inside one of SGLang's model processes."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import sglang
+import torch
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+from sglang.srt.runtime_context import get_exec, get_parallel, get_resources
+
+from semmoe.core import Plan, Topology, require
+from semmoe.engines.metrics import Counters, Reading
+from semmoe.engines.sglang import targets
+from semmoe.engines.sglang.location import check_location, choose_copies
+from semmoe.engines.sglang.registry import around
+from semmoe.engines.sglang.settings import PluginSettings
+from semmoe.engines.sglang.shuffle import BoundaryShuffle
+from semmoe.engines.sglang.step import read_step
+from semmoe.engines.sglang.weights import tie_output_layer
+from semmoe.runtime.collectives import Communicator
+from semmoe.runtime.tp import TokenShuffler
+from semmoe.runtime.traffic import TrafficCounter
+
+log = logging.getLogger(__name__)
+
+
+class RankPlugin:
+    """What is hooked in every process, and is set up in those that load the model."""
+
+    def __init__(self, plan: Plan | None, settings: PluginSettings) -> None:
+        self._plan, self._settings = plan, settings
+        self.dispatch_comms: list[Communicator] = []  # of the CPU's all-to-all, once there is one
+        self._shuffle: BoundaryShuffle | None = None
+        self._traffic: TrafficCounter | None = None
+        self._experts_per_rank = 0
+        self._logical: dict[int, torch.Tensor] = {}  # by decoder layer: the logical expert of each physical one
+
+    @property
+    def shuffles(self) -> bool:
+        """Whether tokens are to go where the plan says."""
+        tables = self._plan is not None and self._plan.schedule is not None and self._plan.schedule.shuffle is not None
+        return tables and self._settings.shuffle != "off"
+
+    def register(self) -> None:
+        around(targets.LOAD_MODEL, self._load)
+        around(targets.FORWARD, self._forward)
+        for target in (targets.ROUTED, targets.ROUTED_DEEPEP):
+            around(target, self._routed)
+        around(targets.CAPTURE, self._capture)
+        if self.shuffles:
+            around(targets.REDUCE_SCATTER, self._hooked("scatter"))
+            around(targets.GATHER, self._hooked("gather"))
+            around(targets.LAST_GATHER, self._hooked("gather_last"))
+            around(targets.PADDING, self._padding)
+
+    def _hooked(self, name: str) -> Any:
+        """A method of the shuffle that the model process makes later."""
+
+        def call(original: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._shuffle is None:
+                return original(*args, **kwargs)
+            return getattr(self._shuffle, name)(original, *args, **kwargs)
+
+        return call
+
+    def _load(self, original: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
+        out = original(runner, *args, **kwargs)
+        if not runner.is_draft_worker:
+            try:
+                tie_output_layer(runner.model, bool(getattr(runner.model_config.hf_config, "tie_word_embeddings", False)))
+                self._attach(runner)
+            except ValueError as error:
+                log.critical("semmoe: %s; SGLang does not start", error)
+                raise
+        return out
+
+    def _attach(self, runner: Any) -> None:
+        parallel, blocks = get_parallel(), moe_blocks(runner.model)
+        layers = sorted(blocks)
+        physical = blocks[layers[0]].num_experts
+        self._experts_per_rank = physical // parallel.moe_ep_size
+        metadata = get_resources().expert_location_metadata
+        for layer in layers if metadata is not None else []:
+            self._logical[layer] = metadata.physical_to_logical_map[layer]
+        if all_to_all():
+            self._traffic = TrafficCounter(parallel.moe_ep_size, parallel.moe_ep_rank, runner.device)
+        if self._plan is not None:
+            check_plan(self._plan, running_topology(self._plan), runner, len(layers), physical)
+            require(not get_exec().moe.enable_eplb, "--enable-eplb would move the plan's experts: leave it away")
+            check_location(self._plan, metadata, layers)
+            choose_copies(self._plan, metadata, layers, parallel.moe_ep_rank)
+        if self.shuffles:
+            self._attach_shuffle(runner.model, layers)
+        self._publish()
+
+    def _attach_shuffle(self, model: torch.nn.Module, layers: list[int]) -> None:
+        assert self._plan is not None
+        require(all_to_all(), "tokens are shuffled around an expert all-to-all: give --moe-a2a-backend, or "
+                "SEMMOE_SHUFFLE=off")  # fmt: skip
+        parallel = get_parallel()
+        comm = Communicator(parallel.attn_tp_group.device_group, parallel.attn_tp_rank, parallel.attn_tp_size)
+        group = parallel.moe_ep_rank // self._plan.topology.attn_tp_size
+        shuffler = TokenShuffler(self._plan, group, parallel.attn_tp_rank, self._settings.shuffle)
+        self._shuffle = BoundaryShuffle(shuffler, comm, layer_of_norm(model, layers))
+
+    def _forward(self, original: Any, runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if runner.is_draft_worker or self._shuffle is None:
+            return original(runner, forward_batch, *args, **kwargs)
+        self._shuffle.begin(read_step(forward_batch))
+        try:
+            return original(runner, forward_batch, *args, **kwargs)
+        finally:
+            self._shuffle.end()
+
+    def _routed(self, original: Any, block: Any, hidden_states: torch.Tensor, topk_output: Any, *args, **kwargs) -> Any:
+        ids = getattr(topk_output, "topk_ids", None)
+        if ids is not None and self._traffic is not None:
+            self._traffic.count(torch.where(ids >= 0, ids // self._experts_per_rank, -1))
+            if self._shuffle is not None and self._shuffle.active:
+                self._shuffle.observe(self._to_logical(block.layer_id, ids), topk_output.topk_weights)
+        return original(block, hidden_states, topk_output, *args, **kwargs)
+
+    def _to_logical(self, layer: int, ids: torch.Tensor) -> torch.Tensor:
+        return self._logical[layer][ids.long()] if layer in self._logical else ids.long()
+
+    def _capture(self, original: Any, capturer: Any, layer_id: int, topk_indices: torch.Tensor, **kwargs: Any) -> Any:
+        return original(capturer, layer_id=layer_id, topk_indices=topk_indices.to(torch.int32), **kwargs)
+
+    def _padding(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        bound, info = original(*args, **kwargs)
+        return (None if self._shuffle is not None and self._shuffle.active else bound), info
+
+    def _publish(self) -> None:
+        rank = get_parallel().moe_ep_rank
+        counters = Counters(f"rank-{rank:05d}", self._settings.folder)
+        counters.sources.append(lambda: self._readings(rank))
+        labels = self._description()
+        counters.add("active", 1, **labels)
+        counters.start()
+        words = ", ".join(f"{name} {value}" for name, value in labels.items())
+        log.log(logging.INFO if rank == 0 else logging.DEBUG, "semmoe: active: %s", words)
+
+    def _description(self) -> dict[str, str]:
+        plan = self._plan
+        return {
+            "engine": f"sglang {sglang.__version__}", "method": plan.method if plan else "vanilla",
+            "attention": running_topology(plan).attention, "shuffle": self._settings.shuffle if self._shuffle else "off",
+            "redundant": str(plan.placement.redundant_experts if plan else 0),
+            "plan": Path(self._settings.plan).name or "none",
+        }  # fmt: skip
+
+    def _readings(self, rank: int) -> Iterator[Reading]:
+        own = {"ep_rank": str(rank)}
+        if self._traffic is not None:
+            tokens, pairs, rows = self._traffic.totals()
+            yield "routed_tokens", own, tokens
+            for local, total in (("true", pairs[rank]), ("false", sum(pairs) - pairs[rank])):
+                yield "pairs", {**own, "local": local}, total
+            for j, count in enumerate(pairs):
+                yield "served_pairs", {**own, "by": str(j)}, count
+            for j, count in enumerate(rows):
+                if j != rank:
+                    yield "remote_rows", {**own, "to": str(j)}, count
+        comms = self.dispatch_comms + ([self._shuffle.comm] if self._shuffle else [])
+        for comm in comms:
+            for kind, sent in list(comm.sent.items()):
+                yield "sent_bytes", {**own, "kind": kind}, sent
+        for comm in self.dispatch_comms:
+            for j, sent in list(comm.sent_to.items()):
+                yield "all_to_all_bytes", {**own, "to": str(j)}, sent
+
+
+def all_to_all() -> bool:
+    """Whether each rank's rows go to their experts, in place of all rows to all ranks."""
+    from sglang.srt.layers.moe.utils import get_moe_a2a_backend
+
+    return not get_moe_a2a_backend().is_none()
+
+
+def moe_blocks(model: torch.nn.Module) -> dict[int, Any]:
+    """SGLang's expert layers by decoder layer."""
+    return {module.layer_id: module for module in model.modules() if isinstance(module, FusedMoE)}
+
+
+def layer_of_norm(model: torch.nn.Module, layers: list[int]) -> dict[int, int]:
+    """The identity of the norm before each decoder layer's feed-forward -> its place among the MoE layers."""
+    found = {}
+    for module in model.modules():
+        boundary = getattr(module, "ffn_boundary", None)
+        blocks = moe_blocks(module) if boundary is not None else {}
+        if len(blocks) == 1:
+            found[id(boundary.norm)] = layers.index(next(iter(blocks)))
+    require(len(found) == len(layers), f"{type(model).__name__} has {len(layers)} MoE layers, of which semmoe can shuffle "
+            f"the tokens of {len(found)}: SEMMOE_SHUFFLE=off")  # fmt: skip
+    return found
+
+
+def running_topology(plan: Plan | None) -> Topology:
+    parallel = get_parallel()
+    nodes = plan.topology.num_nodes if plan else 1
+    return Topology(ep_size=parallel.moe_ep_size, dp_size=parallel.tp_size // parallel.attn_tp_size, num_nodes=nodes)
+
+
+def check_plan(plan: Plan, running: Topology, runner: Any, num_layers: int, physical: int) -> None:
+    """Raise ValueError unless SGLang runs this plan's model on this plan's ranks."""
+    t, f, config = plan.topology, plan.fingerprint, runner.model_config.hf_text_config
+    sizes = f"ep_size {running.ep_size}, attention {running.attention} with dp_size {running.dp_size}"
+    require(running == t, f"the plan is for ep_size {t.ep_size}, attention {t.attention} with dp_size {t.dp_size}; "
+            f"SGLang runs {sizes}")  # fmt: skip
+    found = {
+        "MoE layers": (num_layers, f.num_layers), "vocabulary entries": (config.vocab_size, f.vocab_size),
+        "experts chosen per token": (config.num_experts_per_tok, f.top_k), "hidden width": (config.hidden_size,
+        f.hidden_size or config.hidden_size),
+        "physical experts": (physical, plan.placement.physical_to_logical_map.shape[1]),
+    }  # fmt: skip
+    for name, (here, planned) in found.items():
+        require(here == planned, f"the model has {here} {name}, the plan was made for {planned}")
+    _check_fingerprint(plan, Path(runner.model_config.model_path))
+
+
+def _check_fingerprint(plan: Plan, path: Path) -> None:
+    from semmoe.engines.transformers.model import fingerprint_of
+
+    if get_parallel().moe_ep_rank == 0 and path.is_dir():
+        plan.check(fingerprint_of(str(path)))

@@ -1,0 +1,58 @@
+"""What of SGLang the plug-in hooks, and why; importable without SGLang. Tried on 0.5.23."""
+
+from semmoe.engines.hooks import Hook
+
+TRIED = "0.5.23"
+_SRT = "sglang.srt."
+_BOUNDARY = _SRT + "layers.layer_boundary."
+_MOE = _SRT + "layers.moe."
+
+LOAD_MODEL = Hook(
+    _SRT + "model_executor.model_runner.ModelRunner.load_model", "check the plan against the model and its ranks"
+)
+FORWARD = Hook(
+    _SRT + "model_executor.model_runner.ModelRunner.forward", "know the tokens of a forward pass", ("forward_batch",)
+)
+ROUTED = Hook(
+    _MOE + "fused_moe_triton.layer.FusedMoE.forward", "see each rank's routing", ("hidden_states", "topk_output")
+)
+ROUTED_DEEPEP = Hook(_MOE + "ep_moe.layer.DeepEPMoE.forward", "the same under DeepEP", ("hidden_states", "topk_output"))
+SCHEDULE = Hook(
+    _SRT + "managers.data_parallel_controller.DataParallelController.dispatching_with_trace",
+    "send requests to data-parallel ranks", ("req",),
+)  # fmt: skip
+REDUCE_SCATTER = Hook(
+    _BOUNDARY + "prepare._attn_tp_reduce_scatter_update_read", "shuffle tokens in the reduce-scatter",
+    ("hidden_states", "residual", "forward_batch", "norm", "read", "update"),
+)  # fmt: skip
+GATHER = Hook(
+    _BOUNDARY + "prepare._update_read", "restore their order in the all-gather",
+    ("hidden_states", "residual", "forward_batch", "norm", "read", "update"),
+)  # fmt: skip
+LAST_GATHER = Hook(
+    _BOUNDARY + "ops.update_attn_tp_gather_output", "restore it after the last layer",
+    ("hidden_states", "residual", "forward_batch", "update"),
+)  # fmt: skip
+PADDING = Hook(_MOE + "topk.resolve_routing_inputs", "a shuffled slice has no padding among its rows", ())
+CAPTURE = Hook(
+    _SRT + "state_capturer.routed_experts.RoutedExpertsCapturer.capture",
+    "return routed experts in the tokens' own order", ("layer_id", "topk_indices"),
+)  # fmt: skip
+RELEASE = Hook(_SRT + "mem_cache.common.release_kv_cache", "know when a recorded request ends", ("req",))
+
+MODEL_HOOKS = (LOAD_MODEL, FORWARD, ROUTED, ROUTED_DEEPEP, CAPTURE)
+RECORD_HOOKS = (RELEASE,)
+REQUEST_HOOKS = (SCHEDULE,)
+SHUFFLE_HOOKS = (REDUCE_SCATTER, GATHER, LAST_GATHER, PADDING)
+HOOKS = MODEL_HOOKS + RECORD_HOOKS + REQUEST_HOOKS + SHUFFLE_HOOKS
+
+# What `cpu.py` mends of SGLang's CPU backend.
+EXPERTS_CPU = Hook(
+    _MOE + "fused_moe_native.moe_forward_native", "rows whose experts are elsewhere (id -1)",
+    ("layer", "x", "topk_output", "moe_runner_config"),
+)  # fmt: skip
+DISPATCHER_CPU = Hook(
+    _MOE + "fused_moe_triton.layer.create_moe_dispatcher", "an expert all-to-all over gloo", ("moe_runner_config",)
+)
+EXPERT_CLASS_CPU = Hook(_MOE + "ep_moe.layer.get_moe_impl_class", "the layer that runs without DeepEP", ())
+CPU_HOOKS = (EXPERTS_CPU, DISPATCHER_CPU, EXPERT_CLASS_CPU)

@@ -1,0 +1,29 @@
+"""What one rank routes, counted on its device without waiting for it; the totals are `metrics.Traffic`'s, for a rank."""
+
+import torch
+from torch import Tensor
+
+
+class TrafficCounter:
+    """Totals of the tokens whose home is this rank. `count` may be captured in a CUDA graph."""
+
+    def __init__(self, size: int, rank: int, device: str | torch.device = "cpu") -> None:
+        self.size, self.rank = size, rank
+        self._pairs = torch.zeros(size + 1, dtype=torch.int64, device=device)  # by serving rank; the last: none
+        self._rows = torch.zeros(size + 1, dtype=torch.int64, device=device)
+        self._tokens = torch.zeros((), dtype=torch.int64, device=device)
+
+    def count(self, targets: Tensor) -> None:
+        """The rank that serves each choice, targets (n, K), -1 for none (padding)."""
+        owners = torch.where(targets < 0, self.size, targets).long()
+        reached = torch.zeros((len(owners), self.size + 1), dtype=torch.int64, device=owners.device)
+        reached.scatter_(1, owners, 1)
+        self._rows += reached.sum(dim=0)
+        self._pairs += torch.zeros_like(self._pairs).scatter_add_(0, owners.flatten(), torch.ones_like(owners.flatten()))
+        self._tokens += reached[:, : self.size].any(dim=1).sum()
+
+    def totals(self) -> tuple[int, list[int], list[int]]:
+        """Tokens, pairs by serving rank, and rows by receiver, none to itself; waits for the device."""
+        rows = self._rows.tolist()
+        rows[self.rank] = 0
+        return int(self._tokens), self._pairs.tolist()[: self.size], rows[: self.size]
