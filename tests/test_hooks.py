@@ -45,6 +45,11 @@ def test_a_module_that_fails_to_import_names_the_cause(tmp_path, monkeypatch):
     (package / "__init__.py").write_text("")
     (package / "worker.py").write_text("import no_such_dependency\n")
     (package / "crash.py").write_text("raise RuntimeError('no GPU\\nfound')\n")
+    (package / "lazy.py").write_text(
+        "try:\n    1 / 0\nexcept Exception as e:\n    raise ImportError('not here') from e\n"
+    )
+    lazy = problem(Hook("toy_engine.lazy.Run", "test"))
+    assert "toy_engine.lazy: ImportError: not here (from ZeroDivisionError: division by zero)" in lazy
     assert "toy_engine.worker: No module named 'no_such_dependency'" in problem(Hook("toy_engine.worker.Run", "test"))
     assert "RuntimeError: no GPU found" in problem(Hook("toy_engine.crash.Run", "test"))
     sys.modules.pop("toy_engine", None)

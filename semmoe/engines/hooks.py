@@ -51,10 +51,18 @@ def _cause(target: str, error: Exception) -> str:
         except ModuleNotFoundError as missing:
             if missing.name in (name, ".".join(parts[: end - 1])):
                 break  # from here on it is attributes
-            return f"{name}: {missing}"
+            return f"{name}: {missing}{_origin(missing)}"
         except Exception as broken:
-            return f"{name}: {type(broken).__name__}: {broken}"
+            return f"{name}: {type(broken).__name__}: {broken}{_origin(broken)}"
     return f"{type(error).__name__}: {error}"
+
+
+def _origin(error: BaseException) -> str:
+    """What an error that was raised from another goes back to: lazy imports hide it behind their own."""
+    first = error
+    while first.__cause__ is not None:
+        first = first.__cause__
+    return "" if first is error else f" (from {type(first).__name__}: {first})"
 
 
 def _line(text: str) -> str:
