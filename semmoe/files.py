@@ -1,6 +1,7 @@
 """Files that are never half-written, and errors that name the file."""
 
 import contextlib
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -16,24 +17,39 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 @contextlib.contextmanager
-def atomic_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary sibling of `path` that replaces it when the block ends well and vanishes when it fails."""
+def atomic_file(path: Path, private: bool = False) -> Iterator[Path]:
+    """Yield a temporary sibling of `path` that replaces it when the block ends well and vanishes when it fails.
+
+    A `private` file is never readable by others than its owner, whatever the umask.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     staged = path.with_name(f".{path.name}.partial")
     try:
+        if private:
+            _create_private(staged)
         yield staged
+        if private:
+            staged.chmod(0o600)  # who wrote it may have made it anew
         staged.replace(path)
     finally:
         staged.unlink(missing_ok=True)
 
 
+def _create_private(path: Path) -> None:
+    """An empty file of mode 0600 in place of what has that name; who opens it to write keeps the mode."""
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
+    os.fchmod(descriptor, 0o600)  # a umask may take the owner's own rights
+    os.close(descriptor)
+
+
 @contextlib.contextmanager
-def atomic_directory(path: Path) -> Iterator[Path]:
+def atomic_directory(path: Path, private: bool = False) -> Iterator[Path]:
     """As `atomic_file`, for a directory that is written whole; an older one of that name is replaced at the end."""
     path.parent.mkdir(parents=True, exist_ok=True)
     staged = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
-        staged.chmod(0o755)
+        staged.chmod(0o700 if private else 0o755)
         yield staged
         if path.exists():
             old = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent))
@@ -46,8 +62,8 @@ def atomic_directory(path: Path) -> Iterator[Path]:
         shutil.rmtree(staged, ignore_errors=True)
 
 
-def save_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    with atomic_file(path) as staged:
+def save_arrays(path: Path, arrays: dict[str, np.ndarray], private: bool = False) -> None:
+    with atomic_file(path, private) as staged:
         try:
             save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, staged)
         except SafetensorError as error:  # a full disk, for one
@@ -76,16 +92,22 @@ def array_shape(path: Path, name: str) -> tuple[int, ...]:
         raise ValueError(f"{path} is truncated or damaged ({error})") from None
 
 
-def save_json(path: Path, model: BaseModel) -> None:
-    with atomic_file(path) as staged:
+def save_json(path: Path, model: BaseModel, private: bool = False) -> None:
+    with atomic_file(path, private) as staged:
         staged.write_text(model.model_dump_json(indent=1) + "\n", encoding="utf-8")
 
 
 def load_json(path: Path, model: type[Model]) -> Model:
     try:
-        return model.model_validate_json(path.read_bytes())
+        return parse_json(path, path.read_bytes(), model)
     except FileNotFoundError:
         raise ValueError(f"{path} is missing") from None
+
+
+def parse_json(path: Path, content: bytes, model: type[Model]) -> Model:
+    """`content` of `path` as a `model`; raises ValueError that names the file and the field."""
+    try:
+        return model.model_validate_json(content)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "file"

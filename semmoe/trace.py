@@ -8,6 +8,7 @@ import gzip
 import json
 import zipfile
 import zlib
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,11 +36,14 @@ class TraceHeader(BaseModel):
 class TraceWriter:
     """Appends requests to a trace directory, a shard whenever `shard_tokens` routed tokens have gathered.
 
-    A context manager: leaving it, by an exception or Ctrl-C too, writes what has gathered.
+    A context manager: leaving it, by an exception or Ctrl-C too, writes what has gathered. What users of a server said
+    is `private`: files of mode 0600.
     """
 
-    def __init__(self, path: Path, header: TraceHeader, shard_tokens: int = 1 << 18) -> None:
-        self.path, self.shard_tokens = path, shard_tokens
+    def __init__(
+        self, path: Path, header: TraceHeader, shard_tokens: int = 1 << 18, private: bool = False
+    ) -> None:  # fmt: skip
+        self.path, self.shard_tokens, self.private = path, shard_tokens, private
         self._fingerprint = header.fingerprint
         self._pending: list[dict[str, np.ndarray]] = []
         self._pending_tokens = 0
@@ -47,7 +51,7 @@ class TraceWriter:
             _check_same_run(path, load_json(path / "trace.json", TraceHeader), header)
         else:
             require(not path.exists() or not any(path.iterdir()), f"{path} exists and is not a trace")
-            save_json(path / "trace.json", header)
+            save_json(path / "trace.json", header, private)
         shards = shard_paths(path)
         self._next_shard = 1 + max((int(shard.stem.removeprefix("shard-")) for shard in shards), default=-1)
         self.num_requests = sum(array_shape(shard, "request_lengths")[0] for shard in shards)
@@ -74,7 +78,7 @@ class TraceWriter:
     def flush(self) -> None:
         if self._pending:
             shard = {name: np.concatenate([part[name] for part in self._pending]) for name in ARRAYS}
-            save_arrays(self.path / f"shard-{self._next_shard:05d}.safetensors", shard)
+            save_arrays(self.path / f"shard-{self._next_shard:05d}.safetensors", shard, self.private)
             self._next_shard += 1
             self._pending, self._pending_tokens = [], 0
 
@@ -118,16 +122,32 @@ def open_trace(path: Path | str) -> RoutingTrace:
     if path.is_file():
         require(path.suffix == ".npz", f"{path} is neither a trace directory nor an .npz file")
         return _read_npz(path)
-    header = load_json(path / "trace.json", TraceHeader)
-    require(header.schema_version == SCHEMA, f"{path} has schema version {header.schema_version}, expected {SCHEMA}")
+    header = read_header(path)
     shards = [load_arrays(shard, ARRAYS) for shard in shard_paths(path)]
     require(bool(shards), f"{path} holds no shard yet: run its profile again to fill it")
+    return _joined(path, header.fingerprint, shards)
+
+
+def read_header(path: Path) -> TraceHeader:
+    header = load_json(path / "trace.json", TraceHeader)
+    require(header.schema_version == SCHEMA, f"{path} has schema version {header.schema_version}, expected {SCHEMA}")
+    return header
+
+
+def read_shards(path: Path) -> Iterator[RoutingTrace]:
+    """A trace directory shard by shard, for one that is larger than memory."""
+    fingerprint = read_header(path).fingerprint
+    for shard in shard_paths(path):
+        yield _joined(shard, fingerprint, [load_arrays(shard, ARRAYS)])
+
+
+def _joined(path: Path, fingerprint: Fingerprint, shards: list[dict[str, np.ndarray]]) -> RoutingTrace:
     joined = {name: np.concatenate([shard[name] for shard in shards]) for name in ARRAYS}
     try:
         return RoutingTrace(
             request_offsets=_offsets(joined.pop("request_lengths")),
             prompt_offsets=_offsets(joined.pop("prompt_lengths")),
-            fingerprint=header.fingerprint, **joined,
+            fingerprint=fingerprint, **joined,
         )  # fmt: skip
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None

@@ -24,24 +24,35 @@ def write_sglang(plan: Plan, model: Path, out: Path) -> list[str]:
     check_out_file(out)
     indices, depth = _layers(plan, model)
     _write(out, {"physical_to_logical_map": sglang_map(plan, indices, depth).tolist()})
+    return sglang_flags(plan, out)
+
+
+def sglang_flags(plan: Plan, location: Path) -> list[str]:
+    """What gives SGLang this plan's topology and the placement in the file `location`."""
     topology, redundant = plan.topology, plan.placement.redundant_experts
     flags = ["--tp-size", str(topology.ep_size), "--ep-size", str(topology.ep_size)]
     if topology.dp_size > 1:
         flags += ["--dp-size", str(topology.dp_size), "--enable-dp-attention"]
-    flags += ["--init-expert-location", str(out)]
+    flags += ["--init-expert-location", str(location)]
     return flags + (["--ep-num-redundant-experts", str(redundant)] if redundant else [])
 
 
 def write_vllm(plan: Plan, model: Path, out: Path) -> list[str]:
     """Write one expert map per MoE layer and rank; returns the flags that give vLLM this plan's topology."""
     check_out_file(out)
-    redundant = plan.placement.redundant_experts
-    reason = "a vLLM expert map gives each expert one place; use --to sglang, or solve without redundant experts"
-    require(redundant == 0, f"this plan has {redundant} redundant experts: {reason}")
+    flags = vllm_flags(plan)
     indices, _ = _layers(plan, model)
     topology, maps = plan.topology, expert_maps(plan)
     layers = {str(index): layer.tolist() for index, layer in zip(indices, maps, strict=True)}
     _write(out, {"schema_version": 1, "ep_size": topology.ep_size, "num_experts": maps.shape[2], "layers": layers})
+    return flags
+
+
+def vllm_flags(plan: Plan) -> list[str]:
+    """What gives vLLM this plan's topology; raises ValueError if no expert map can hold the plan."""
+    topology, redundant = plan.topology, plan.placement.redundant_experts
+    reason = "a vLLM expert map gives each expert one place; use --to sglang, or solve without redundant experts"
+    require(redundant == 0, f"this plan has {redundant} redundant experts: {reason}")
     flags = ["--enable-expert-parallel", "--tensor-parallel-size", str(topology.attn_tp_size)]
     return flags + (["--data-parallel-size", str(topology.dp_size)] if topology.dp_size > 1 else [])
 

@@ -1,9 +1,9 @@
 """The `semmoe` command."""
 
-from semmoe.cli import apply, calibrate, offline, online, serve
+from semmoe.cli import apply, calibrate, doctor, offline, online, record, serve
 from semmoe.cli.app import app
 
-__all__ = ["app", "apply", "calibrate", "main", "offline", "online", "serve"]
+__all__ = ["app", "apply", "calibrate", "doctor", "main", "offline", "online", "record", "serve"]
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The command line: profile, affinity, solve, replay, apply, generate, calibrate, demo.
+"""The command line: profile, affinity, solve, replay, apply, generate, calibrate, record, doctor, demo.
 
 Every command is a thin layer over a library function. A user's mistake ends in one line on stderr and exit code 2, a
 failure while running in exit code 1, Ctrl-C in 130.

@@ -1,24 +1,69 @@
-"""Hooks into an engine, and whether they still fit it."""
+"""Where an adaptor reaches into an engine, said before it does: so that a release that moved something is found out.
 
+Each adaptor lists its `Hook`s in `semmoe.engines.<engine>.targets`, a module that imports no engine.
+"""
+
+import importlib
 import inspect
 import pkgutil
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
 class Hook:
-    """A function of an engine that an adaptor wraps."""
+    """A place in an engine that an adaptor wraps, replaces or calls."""
 
-    target: str  # dotted path
-    purpose: str
+    target: str  # dotted path: package.module.Class.method
+    purpose: str  # why it is hooked
     parameters: tuple[str, ...] = ()  # that the target must have
 
 
 def problem(hook: Hook) -> str | None:
-    """None if the hook fits, or one line that names what moved."""
+    """None if `hook` resolves on the installed version, else one line naming what moved. Imports the engine."""
     try:
-        found = pkgutil.resolve_name(hook.target)
-        missing = [name for name in hook.parameters if name not in inspect.signature(found).parameters]
-    except Exception as error:  # whatever an engine's import may raise
-        return f"{hook.target} ({hook.purpose}): {type(error).__name__}: {error}"
-    return f"{hook.target} ({hook.purpose}) has no parameter {', '.join(missing)}" if missing else None
+        target = pkgutil.resolve_name(hook.target)
+        missing = _missing(target, hook.parameters)
+    except Exception as error:  # an engine's import can raise anything
+        return _line(f"{hook.target} ({hook.purpose}) does not resolve: {_cause(hook.target, error)}")
+    if missing:
+        return _line(f"{hook.target} ({hook.purpose}) has no parameter {', '.join(missing)}")
+    return None
+
+
+def _missing(target: Any, names: tuple[str, ...]) -> list[str]:
+    """Parameters of `names` that `target` lacks; *args and **kwargs stand for none."""
+    if not names:
+        return []
+    parameters = inspect.signature(target).parameters.values()
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    present = {parameter.name for parameter in parameters if parameter.kind not in variadic}
+    return [name for name in names if name not in present]
+
+
+def _cause(target: str, error: Exception) -> str:
+    """A module that is there but fails to import looks to `resolve_name` like a missing attribute: find out which."""
+    parts = target.replace(":", ".").split(".")
+    for end in range(1, len(parts) + 1):
+        name = ".".join(parts[:end])
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as missing:
+            if missing.name in (name, ".".join(parts[: end - 1])):
+                break  # from here on it is attributes
+            return f"{name}: {missing}{_origin(missing)}"
+        except Exception as broken:
+            return f"{name}: {type(broken).__name__}: {broken}{_origin(broken)}"
+    return f"{type(error).__name__}: {error}"
+
+
+def _origin(error: BaseException) -> str:
+    """What an error that was raised from another goes back to: lazy imports hide it behind their own."""
+    first = error
+    while first.__cause__ is not None:
+        first = first.__cause__
+    return "" if first is error else f" (from {type(first).__name__}: {first})"
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())

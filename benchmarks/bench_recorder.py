@@ -1,0 +1,99 @@
+"""CPU time of recording a live server, in microseconds a token, on one core.
+
+    OMP_NUM_THREADS=1 python benchmarks/bench_recorder.py [--layers 48] [--experts 128] [--top-k 8] [--tokens 200000]
+
+Forward passes of 64 decode tokens of 64 requests, and of 2,048 prefill tokens of 8 requests; every request of 512
+tokens is finished and written. Prints configuration, bounds, a table and one JSON line. `observe` is the time of that
+call; `in all` adds polling, splitting rows by request and writing shards.
+"""
+
+import argparse
+import json
+import platform
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from semmoe.core import Fingerprint
+from semmoe.engines.recorder import LiveRecorder
+from semmoe.engines.recorder_files import Control, open_folder, write_control
+
+LENGTH = 512  # tokens of a request
+Pass = tuple[list[str], np.ndarray, np.ndarray]
+
+
+def decode(tokens: int) -> Iterator[tuple[Pass, list[str]]]:
+    """Passes of 64 requests with a token each, and the requests that end with the pass."""
+    for first in range(0, tokens // LENGTH, 64):
+        names = [f"request-{first + i:08d}" for i in range(64)]
+        for position in range(LENGTH):
+            ended = names if position == LENGTH - 1 else []
+            yield (names, np.arange(64), np.full(64, position)), ended
+
+
+def prefill(tokens: int) -> Iterator[tuple[Pass, list[str]]]:
+    """Passes of 8 requests with 256 tokens each, half a request."""
+    for first in range(0, tokens // LENGTH, 8):
+        names = [f"request-{first + i:08d}" for i in range(8)]
+        for start in range(0, LENGTH, 256):
+            positions = np.tile(np.arange(start, start + 256), 8)
+            yield (names, np.repeat(np.arange(8), 256), positions), names if start else []
+
+
+def measure(kind: str, f: Fingerprint, tokens: int, **options: object) -> dict[str, object]:
+    rng = np.random.default_rng(0)
+    experts = rng.random((2048, f.num_layers, f.num_experts)).argpartition(f.top_k, axis=2)[..., : f.top_k]
+    experts, ids = experts.astype(np.int32), rng.integers(0, f.vocab_size, 2048)
+    observe, slowest, count = 0.0, 0.0, 0
+    with tempfile.TemporaryDirectory() as folder:
+        recorder = LiveRecorder(Path(folder) / "control", f, 0, watch=False)
+        open_folder(recorder.folder)
+        write_control(recorder.folder, Control(run="bench", recording=True, **options))
+        for (names, rows, positions), ended in {"decode": decode, "prefill": prefill}[kind](tokens):
+            begin = time.perf_counter()
+            if recorder.poll():
+                before = time.thread_time()
+                recorder.observe(names, rows, positions, ids[: len(rows)], experts[: len(rows)])
+                observe += time.thread_time() - before
+            for name in ended:
+                recorder.finish(name, ids[:256])
+            slowest = max(slowest, time.perf_counter() - begin)
+            count += len(rows)
+        recorder.close()
+        status = recorder.status
+    assert status.state == "stopped", status
+    return {
+        "passes": kind, **options, "tokens": count, "recorded": status.tokens, "slowest_pass_ms": 1e3 * slowest,
+        "observe_us": 1e6 * observe / count, "all_us": status.cpu_us_per_token,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    for name, default in (("layers", 48), ("experts", 128), ("top-k", 8), ("tokens", 200_000)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    a = parser.parse_args()
+    f = Fingerprint(
+        model="bench", architecture_hash="a", tokenizer_hash="t", vocab_size=150_000, num_layers=a.layers,
+        num_experts=a.experts, top_k=a.top_k,
+    )  # fmt: skip
+    print(f"{platform.machine()}, {a.layers} layers, {a.experts} experts, top-{a.top_k}, int32 expert ids")
+    print(f"bound: {a.layers * a.top_k} expert ids a token to check and to narrow; with counts "
+          f"{(a.layers - 1) * a.top_k**2} pairs of experts at adjacent layers to count\n")  # fmt: skip
+    results = [
+        measure(kind, f, a.tokens, **options)
+        for options in ({}, {"sample": 0.1}, {"counts_only": True})
+        for kind in ("decode", "prefill")
+    ]
+    print(f"{'passes':8} {'mode':16} {'observe us/token':>17} {'in all us/token':>16} {'slowest pass ms':>16}")
+    for r in results:
+        mode = "counts only" if "counts_only" in r else f"sample {r.get('sample', 1.0)}"
+        print(f"{r['passes']:8} {mode:16} {r['observe_us']:17.2f} {r['all_us']:16.2f} {r['slowest_pass_ms']:16.1f}")
+    print(json.dumps({"layers": a.layers, "experts": a.experts, "top_k": a.top_k, "results": results}))
+
+
+if __name__ == "__main__":
+    main()

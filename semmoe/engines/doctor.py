@@ -1,0 +1,141 @@
+"""What is installed, whether adaptors still fit it, and what a plan expects: the facts behind `semmoe doctor`."""
+
+import contextlib
+import importlib
+import importlib.metadata
+import importlib.util
+import platform
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from semmoe.core import Plan
+from semmoe.engines.hooks import problem
+
+ENGINES = ("sglang", "vllm", "deepspeed", "transformers")
+ADAPTORS = "semmoe.engines"
+PACKAGES = ("semmoe", "torch", "transformers", "triton", "sglang", "vllm", "deepspeed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HookState:
+    target: str
+    purpose: str
+    problem: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineState:
+    """An engine: its version, its adaptor's hooks, and what keeps it from being used (`problems`)."""
+
+    engine: str
+    version: str | None
+    hooks: list[HookState] = field(default_factory=list)
+    note: str = ""
+    problems: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanState:
+    """A plan: what it was made for, the flags that start each engine on it, and why it does not fit a model."""
+
+    plan: str
+    method: str
+    topology: dict[str, Any]
+    redundant_experts: int
+    fingerprint: dict[str, Any]
+    launch: dict[str, str]
+    checked: str  # what of the model was compared
+    problems: list[str] = field(default_factory=list)
+
+
+def versions() -> dict[str, str | None]:
+    """Installed versions from packages' metadata; nothing is imported. None: not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def examine(engine: str, version: str | None, needed: bool) -> EngineState:
+    """Resolve the hooks of an engine's adaptor on what is installed. `needed`: the user asked for this engine."""
+    if version is None:
+        return EngineState(
+            engine=engine, version=None, note="not installed", problems=[f"{engine} is not installed"] * needed
+        )
+    # An engine that prints while it is imported must not disturb what we print.
+    with contextlib.redirect_stdout(sys.stderr):
+        try:
+            hooks = _hooks(engine)
+        except Exception as error:
+            text = " ".join(f"the adaptor of {engine} is broken: {error!r}".split())
+            return EngineState(engine=engine, version=version, note=text, problems=[text])
+        if hooks is None:
+            text = "no adaptor for this engine yet"
+            return EngineState(engine=engine, version=version, note=text, problems=[f"{engine}: {text}"] * needed)
+        states = [HookState(target=hook.target, purpose=hook.purpose, problem=problem(hook)) for hook in hooks]
+    failures = [state.problem for state in states if state.problem]
+    return EngineState(engine=engine, version=version, hooks=states, problems=failures)
+
+
+def _hooks(engine: str) -> tuple[Any, ...] | None:
+    """`HOOKS` of the adaptor's targets module; None if there is none."""
+    package = f"{ADAPTORS}.{engine}"
+    try:
+        return importlib.import_module(f"{package}.targets").HOOKS
+    except ModuleNotFoundError as error:
+        if error.name in (ADAPTORS, package, f"{package}.targets"):
+            return None
+        raise
+
+
+def examine_plan(path: Path, model: str | None, engines: tuple[str, ...]) -> PlanState:
+    """Read a plan, say how to start `engines` on it, and hold it against `model`."""
+    from semmoe.plan import load_plan
+
+    plan = load_plan(path)
+    checked, misfit = ("nothing: give --model", None) if model is None else _misfit(plan, model)
+    return PlanState(
+        plan=str(path), method=plan.method, topology=asdict(plan.topology), checked=checked,
+        redundant_experts=plan.placement.redundant_experts, fingerprint=asdict(plan.fingerprint),
+        launch={engine: _launch(engine, plan, path, model or "MODEL") for engine in engines},
+        problems=[misfit] if misfit else [],
+    )  # fmt: skip
+
+
+def _misfit(plan: Plan, model: str) -> tuple[str, str | None]:
+    """What was compared, and how the model differs from what the plan was made for."""
+    try:
+        if importlib.util.find_spec("transformers") is not None and importlib.util.find_spec("torch") is not None:
+            from semmoe.engines.transformers.model import fingerprint_of
+
+            checked = "sizes, architecture and vocabulary"
+            plan.check(fingerprint_of(model))
+        else:
+            from semmoe.checkpoint.directory import read_config
+            from semmoe.checkpoint.relabel import check_config
+
+            checked = "sizes in config.json alone, since transformers is not installed"
+            check_config(plan, read_config(Path(model)), Path(model))
+    except Exception as error:  # a model directory from elsewhere can make transformers raise almost anything
+        return checked, " ".join(str(error).split())
+    return checked, None
+
+
+def _launch(engine: str, plan: Plan, path: Path, model: str) -> str:
+    """The command or flags that start an engine on a plan, or why there are none."""
+    from semmoe.checkpoint.engine_files import sglang_flags, vllm_flags
+
+    if engine == "transformers":
+        return f"semmoe generate {model} --plan {path}"
+    if engine == "deepspeed":
+        return "no flags: attach the plan in your own script"
+    try:
+        flags = sglang_flags(plan, Path("FILE.json")) if engine == "sglang" else vllm_flags(plan)
+    except ValueError as error:
+        return f"none: {error}"
+    return " ".join(flags)

@@ -1,0 +1,16 @@
+"""What the embedded engine needs of transformers and torch; importing this imports neither."""
+
+from semmoe.engines.hooks import Hook
+
+HOOKS: tuple[Hook, ...] = (
+    Hook("transformers.AutoConfig.from_pretrained", "a plan's fingerprint is held against the model's"),
+    Hook("transformers.AutoTokenizer.from_pretrained", "the vocabulary is part of the fingerprint"),
+    Hook("transformers.AutoModelForCausalLM.from_pretrained", "loads the model that is profiled and run"),
+    Hook("transformers.PreTrainedModel.get_decoder", "leads to the MoE layers"),
+    Hook("transformers.DynamicCache", "keys and values of requests that decode"),
+    Hook(
+        "torch.nn.Module.register_forward_pre_hook",
+        "sees what experts are called with: the routing",
+        ("hook", "with_kwargs"),
+    ),
+)

@@ -1,0 +1,173 @@
+"""semmoe doctor: what is installed, which hooks resolve, whether a plan fits."""
+
+import json
+import sys
+import types
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from synthetic import make_fingerprint
+from typer.testing import CliRunner
+
+from semmoe.cli import app
+from semmoe.core import Placement, Topology
+from semmoe.demo import MODEL
+from semmoe.engines import doctor
+from semmoe.engines.hooks import Hook
+from semmoe.placement.linear import vanilla_plan
+from semmoe.plan import save_plan
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["doctor", *(str(a) for a in arguments)])
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Set the versions that are found, and an adaptor's hooks."""
+
+    def install(**found):
+        monkeypatch.setattr(doctor.importlib.metadata, "version", lambda package: _version(package, found))
+
+    return install
+
+
+def _version(package, found):
+    if found.get(package) is None:
+        raise doctor.importlib.metadata.PackageNotFoundError(package)
+    return found[package]
+
+
+def adaptor(monkeypatch, engine, *hooks):
+    package, targets = types.ModuleType(f"semmoe.engines.{engine}"), types.ModuleType("targets")
+    targets.HOOKS = hooks
+    monkeypatch.setitem(sys.modules, f"semmoe.engines.{engine}", package)
+    monkeypatch.setitem(sys.modules, f"semmoe.engines.{engine}.targets", targets)
+
+
+def test_versions_without_importing_anything(installed):
+    installed(semmoe="0.1.0", torch="2.13.0")
+    found = doctor.versions()
+    assert list(found) == ["python", "semmoe", "torch", "transformers", "triton", "sglang", "vllm", "deepspeed"]
+    assert (found["torch"], found["vllm"]) == ("2.13.0", None)
+    assert "not installed" in run().output
+
+
+def test_hooks_that_resolve_and_one_that_moved(monkeypatch, installed):
+    installed(semmoe="0.1.0", sglang="0.5.0")
+    adaptor(monkeypatch, "sglang", Hook("json.dumps", "writes", ("obj",)))
+    result = run()
+    assert result.exit_code == 0, result.output
+    assert "sglang 0.5.0: 1 of 1 hooks resolve" in result.output
+    adaptor(monkeypatch, "sglang", Hook("json.dumps", "writes", ("obj",)), Hook("json.gone", "reads"))
+    result = run("--engine", "sglang", "--json")
+    assert result.exit_code == 1
+    found = json.loads(result.stdout)
+    assert [hook["problem"] is None for hook in found["engines"][0]["hooks"]] == [True, False]
+    assert "json.gone (reads) does not resolve" in found["problems"][0]
+    assert "FAIL" in run().output
+
+
+def test_an_engine_without_adaptor(installed, monkeypatch):
+    installed(semmoe="0.1.0", deepspeed="0.18.0")
+    monkeypatch.setattr(doctor, "ADAPTORS", "semmoe.no_adaptors")
+    result = run()
+    assert result.exit_code == 0, result.output
+    assert "deepspeed 0.18.0: no adaptor for this engine yet" in result.output
+    assert run("--engine", "deepspeed").exit_code == 1  # it was asked for
+
+
+def test_an_engine_that_was_asked_for_and_is_not_there(installed):
+    installed(semmoe="0.1.0")
+    result = run("--engine", "vllm")
+    assert result.exit_code == 1
+    assert "vllm: not installed" in result.output
+    assert json.loads(run("--engine", "vllm", "--json").stdout)["problems"] == ["vllm is not installed"]
+
+
+def test_an_engine_that_prints_while_imported_leaves_json_whole(installed, monkeypatch, tmp_path):
+    (tmp_path / "loud_engine.py").write_text("print('INFO: starting up')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    installed(sglang="1")
+    adaptor(monkeypatch, "sglang", Hook("loud_engine", "speaks"))
+    assert json.loads(run("--engine", "sglang", "--json").stdout)["problems"] == []
+
+
+def test_a_broken_adaptor_is_a_problem_not_a_traceback(installed, monkeypatch):
+    installed(sglang="1")
+    monkeypatch.setattr(doctor, "_hooks", lambda engine: 1 / 0)
+    result = run("--engine", "sglang")
+    assert result.exit_code == 1
+    assert "the adaptor of sglang is broken" in result.output
+
+
+def test_the_embedded_engine_resolves():
+    pytest.importorskip("transformers")
+    result = run("--engine", "transformers", "--json")
+    assert result.exit_code == 0, result.output
+    hooks = json.loads(result.stdout)["engines"][0]["hooks"]
+    assert hooks
+    assert all(hook["problem"] is None for hook in hooks)
+
+
+@pytest.fixture
+def plan(tmp_path):
+    """Of another model than the embedded one."""
+    save_plan(vanilla_plan(make_fingerprint(num_experts=8), Topology(ep_size=4, dp_size=2)), tmp_path / "plan")
+    return tmp_path / "plan"
+
+
+def test_what_a_plan_expects(plan, installed):
+    installed(semmoe="0.1.0")
+    result = run("--plan", plan)
+    assert result.exit_code == 0, result.output
+    for words in (
+        "method linear; ep_size 4, dp_size 2", "8 experts, top-2",
+        "sglang: --tp-size 4 --ep-size 4 --dp-size 2 --enable-dp-attention --init-expert-location FILE.json",
+        "vllm: --enable-expert-parallel --tensor-parallel-size 2 --data-parallel-size 2", "semmoe generate MODEL",
+    ):  # fmt: skip
+        assert words in result.output
+
+
+def test_a_plan_with_copies_cannot_be_served_by_expert_maps(tmp_path, installed):
+    installed(semmoe="0.1.0")
+    plan = vanilla_plan(make_fingerprint(num_experts=8), Topology(ep_size=4))
+    slots = np.tile(np.arange(12, dtype=np.int32) % 8, (plan.fingerprint.num_layers, 1))
+    copies = Placement(physical_to_logical_map=slots, num_experts=8, ep_size=4)
+    save_plan(replace(plan, placement=copies), tmp_path / "plan")
+    output = run("--plan", tmp_path / "plan", "--engine", "vllm").output
+    assert "none: this plan has 4 redundant experts" in output
+
+
+def test_a_plan_for_another_model(plan):
+    pytest.importorskip("transformers")
+    result = run("--plan", plan, "--model", MODEL, "--engine", "transformers", "--json")
+    assert result.exit_code == 1
+    assert "made for another model or tokenizer" in json.loads(result.stdout)["plan"]["problems"][0]
+
+
+def test_a_plan_that_fits(tmp_path):
+    models = pytest.importorskip("semmoe.engines.transformers.model")
+    save_plan(vanilla_plan(models.fingerprint_of(str(MODEL)), Topology(ep_size=4)), tmp_path / "plan")
+    result = run("--plan", tmp_path / "plan", "--model", "tiny", "--engine", "transformers")
+    assert result.exit_code == 0, result.output
+    assert "compared with the model: sizes, architecture and vocabulary" in result.output
+    assert "no problem found" in result.output
+
+
+def test_without_transformers_sizes_are_compared(plan, monkeypatch):
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    result = doctor.examine_plan(plan, str(MODEL), ())
+    assert "config.json alone" in result.checked
+    assert "this plan was made for another model" in result.problems[0]
+
+
+def test_mistakes_end_in_one_line(tmp_path):
+    for arguments, words in (
+        (["--model", MODEL], "--model has no effect without --plan"),
+        (["--plan", tmp_path / "nowhere"], "there is no plan at"),
+    ):
+        result = run(*arguments)
+        assert result.exit_code == 2
+        assert words in result.stderr
