@@ -66,7 +66,7 @@ def profile(
             console.err.print(f"resuming: {writer.num_requests} of {len(prompts)} requests are recorded")
         advance = bars.task("profiling", len(prompts))
         advance(writer.num_requests)
-        given = {"max_new_tokens": decode, "batch_size": batch_size, "progress": advance}
+        given: dict[str, Any] = {"max_new_tokens": decode, "batch_size": batch_size, "progress": advance}
         if engine is Engine.sglang:
             from semmoe.engines.sglang import profile as sglang
 

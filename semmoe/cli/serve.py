@@ -5,7 +5,7 @@ import shlex
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -34,7 +34,7 @@ def serve(
     model: ModelArgument,
     engine: Annotated[Engine, typer.Option(help="The engine that serves.", rich_help_panel=INPUT)] = Engine.sglang,
     plan: Annotated[
-        Path | None, typer.Option(help="Serve on this plan, of any method; without it, vanilla.", rich_help_panel=METHOD)
+        Path | None, typer.Option(help="Serve on this plan, of any method; none: vanilla.", rich_help_panel=METHOD)
     ] = None,
     attention: Annotated[
         Attention | None, typer.Option(help="As the plan's, which is the default.", rich_help_panel=TOPOLOGY)
@@ -43,7 +43,7 @@ def serve(
     dp_size: DpSize = 0,
     num_nodes: NumNodes = 1,
     schedule: Annotated[
-        Schedule, typer.Option(help="attention-DP: requests to ranks by the plan or the engine.", rich_help_panel=METHOD)
+        Schedule, typer.Option(help="attention-DP: who sends requests to ranks.", rich_help_panel=METHOD)
     ] = Schedule.plan,
     shuffle: Annotated[
         Shuffle, typer.Option(help="attention-TP: tokens to ranks anew every layer, or batch.", rich_help_panel=METHOD)
@@ -80,7 +80,17 @@ def serve(
         plan=str(plan.resolve()) if plan else "", schedule=schedule.value, shuffle=shuffle.value, control=str(folder)
     )
     variables = launch.environment(settings, topology, on_cpu)
-    words = ["-m", "sglang.launch_server", "--model-path", model, "--host", host, "--port", str(port), "--enable-metrics"]
+    words = [
+        "-m",
+        "sglang.launch_server",
+        "--model-path",
+        model,
+        "--host",
+        host,
+        "--port",
+        str(port),
+        "--enable-metrics",
+    ]
     words += launch.command_line(managed) + ctx.args
     if not dry_run:
         _check_installed("sglang")
@@ -99,12 +109,9 @@ def _load(model: str, path: Path) -> Plan:
     return plan
 
 
-def _topology(
-    plan: Plan | None, attention: Attention | None, ep_size: int, dp_size: int, num_nodes: int
-) -> Topology:
+def _topology(plan: Plan | None, attention: Attention | None, ep_size: int, dp_size: int, num_nodes: int) -> Topology:
     if plan is None:
-        given = Topology.for_attention((attention or Attention.tp).value, ep_size or 2, dp_size, num_nodes)
-        return given
+        return Topology.for_attention((attention or Attention.tp).value, ep_size or 2, dp_size, num_nodes)
     t = plan.topology
     require(attention in (None, t.attention), f"the plan is for attention {t.attention}")
     require(ep_size in (0, t.ep_size), f"the plan is for ep_size {t.ep_size}, not {ep_size}")
@@ -121,8 +128,8 @@ def _default_folder(port: int) -> Path:
 def _own_folder(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     folder.chmod(0o700)
-    for old in folder.glob("activity-*.json"):
-        old.unlink()
+    for old in (*folder.glob("activity-*.json"), *folder.glob("status-*.json"), *folder.glob("control.json")):
+        old.unlink()  # a server that starts counts from nothing and records nothing
     return folder.resolve()
 
 

@@ -112,13 +112,16 @@ class LiveRecorder:
                 self._session.observe(requests, rows, positions, token_ids, expert_ids)
                 self._stop_if_full()
 
-    def finish(self, request: str, prompt_ids: Sequence[int] | np.ndarray) -> None:
-        """A request ended, normally or not, and its last pass was observed: what was recorded of it is written."""
-        self._end(request, prompt_ids)
+    def finish(self, request: str, prompt_ids: Sequence[int] | np.ndarray, length: int | None = None) -> None:
+        """A request ended, normally or not, and its last pass was observed: what was recorded of it is written.
+
+        length: its tokens that count; an engine that runs ahead of its own results feeds one beyond the end.
+        """
+        self._end(request, prompt_ids, length)
 
     def drop(self, request: str) -> None:
         """Forget what was recorded of a request."""
-        self._end(request, None)
+        self._end(request, None, None)
 
     def close(self) -> None:
         """Write what is finished and end; nothing is recorded from here on. Not for a signal handler: it may wait."""
@@ -128,12 +131,12 @@ class LiveRecorder:
             if self._session is not None:
                 self._stop("the server ended")
 
-    def _end(self, request: str, prompt_ids: Sequence[int] | np.ndarray | None) -> None:
+    def _end(self, request: str, prompt_ids: Sequence[int] | np.ndarray | None, length: int | None) -> None:
         if self._session is None:
             return
         with self._guard():
             if self._session is not None:
-                self._session.finish(request, prompt_ids)
+                self._session.finish(request, prompt_ids, length)
                 self._stop_if_full()
 
     @contextlib.contextmanager

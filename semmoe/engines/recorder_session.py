@@ -26,7 +26,7 @@ class Session:
         self.full = ""  # why nothing more is recorded
         self.written = self.tokens = self.seen = self.dropped = self.unknown = 0
         self._requests = Requests(control.sample)
-        self._finished: dict[int, np.ndarray | None] = {}  # prompts by slot; None: not to be written
+        self._finished: dict[int, tuple[np.ndarray, int] | None] = {}  # prompt and length by slot; None: not written
         self._weight = 0  # rows and prompt tokens of finished requests
         self._counts_path = counts_path(folder, control.run, rank)
         make_private(folder / control.run)
@@ -122,8 +122,8 @@ class Session:
         self._write_finished()
         return rows.where(~np.isin(rows.slots, slots))
 
-    def finish(self, request: str, prompt_ids: Sequence[int] | np.ndarray | None) -> None:
-        """A request ended: its rows are written soon, or forgotten if there is no prompt."""
+    def finish(self, request: str, prompt_ids: Sequence[int] | np.ndarray | None, length: int | None = None) -> None:
+        """A request ended: its rows before `length` are written soon, or forgotten if there is no prompt."""
         slot = self._requests.end(request)
         if slot == REFUSED:
             return
@@ -133,7 +133,8 @@ class Session:
             self.written += rows > 0
             return
         self.dropped += prompt_ids is None
-        self._finished[slot] = None if prompt_ids is None or rows == 0 else np.asarray(prompt_ids).reshape(-1)
+        most = MOST_POSITION if length is None else length
+        self._finished[slot] = None if prompt_ids is None or rows == 0 else (np.asarray(prompt_ids).reshape(-1), most)
         self._weight += rows + (0 if prompt_ids is None else len(prompt_ids))
         few = max(SHARD_TOKENS // 2, self._store.used // WRITE_SHARE)
         if self._weight >= few or len(self._finished) >= SLOTS // 4:
@@ -146,9 +147,10 @@ class Session:
         turn[list(self._finished)] = np.arange(len(self._finished))
         rows = self._store.pop(turn)
         bounds = np.searchsorted(turn[rows.slots], np.arange(len(self._finished) + 1))
-        for i, prompt in enumerate(self._finished.values()):
-            if prompt is not None:
-                self._write(prompt, rows.where(slice(bounds[i], bounds[i + 1])))
+        for i, ended in enumerate(self._finished.values()):
+            if ended is not None:
+                own = rows.where(slice(bounds[i], bounds[i + 1]))
+                self._write(ended[0], own.where(own.positions < ended[1]))
         self._requests.release(list(self._finished))
         self._finished, self._weight = {}, 0
 

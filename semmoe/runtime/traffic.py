@@ -1,4 +1,4 @@
-"""What one rank routes, counted on its device without waiting for it; the totals are `metrics.Traffic`'s, for a rank."""
+"""What one rank routes, counted on its device without waiting for it: `metrics.Traffic` of one rank."""
 
 import torch
 from torch import Tensor
@@ -19,7 +19,9 @@ class TrafficCounter:
         reached = torch.zeros((len(owners), self.size + 1), dtype=torch.int64, device=owners.device)
         reached.scatter_(1, owners, 1)
         self._rows += reached.sum(dim=0)
-        self._pairs += torch.zeros_like(self._pairs).scatter_add_(0, owners.flatten(), torch.ones_like(owners.flatten()))
+        self._pairs += torch.zeros_like(self._pairs).scatter_add_(
+            0, owners.flatten(), torch.ones_like(owners.flatten())
+        )
         self._tokens += reached[:, : self.size].any(dim=1).sum()
 
     def totals(self) -> tuple[int, list[int], list[int]]:

@@ -8,7 +8,7 @@ from semmoe.checkpoint.engine_files import write_sglang
 from semmoe.core import Plan, Topology, require
 from semmoe.engines.sglang.settings import PluginSettings
 
-# On a CPU SGLang runs its torch operators; "deepep" there names the layout of rows, and semmoe's gloo dispatcher serves.
+# On a CPU SGLang runs torch's operators; "deepep" then names the layout of rows, and semmoe's gloo dispatcher serves.
 CPU_ARGUMENTS = {
     "device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch", "grammar_backend": "none",
     "disable_cuda_graph": True,
@@ -23,7 +23,9 @@ def on_cpu() -> bool:
     return os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" or not torch.accelerator.is_available()
 
 
-def arguments(topology: Topology, location: Path | None, redundant: int, on_cpu: bool, a2a: str = A2A) -> dict[str, Any]:
+def arguments(
+    topology: Topology, location: Path | None, redundant: int, on_cpu: bool, a2a: str = A2A
+) -> dict[str, Any]:
     """Arguments of sglang.Engine, by name; `command_line` says the same in options."""
     out: dict[str, Any] = {"tp_size": topology.ep_size, "ep_size": topology.ep_size}
     if topology.dp_size > 1:

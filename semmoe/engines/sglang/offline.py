@@ -12,7 +12,9 @@ import numpy as np
 @dataclass(frozen=True)
 class Completion:
     token_ids: list[int]
-    expert_ids: np.ndarray | None  # (T, L', K) of every token fed, all decoder layers, by falling weight; None: not asked
+    expert_ids: (
+        np.ndarray | None
+    )  # (T, L', K) of every token fed, all decoder layers, by falling weight; None: not asked
     rank: int | None  # the data-parallel rank that served it
     cached_tokens: int
 

@@ -45,6 +45,7 @@ def _register(settings: PluginSettings) -> None:
         mend(rank.dispatch_comms)
         hooks += targets.CPU_HOOKS
     rank.register()
+    hooks += targets.RECORD_HOOKS if settings.folder is not None else ()
     if plan is not None and settings.schedule == "plan" and plan.schedule and plan.schedule.requests:
         around(targets.SCHEDULE, _controller(plan, settings.folder))
         hooks += targets.REQUEST_HOOKS

@@ -9,11 +9,14 @@ import sglang
 import torch
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.runtime_context import get_exec, get_parallel, get_resources
+from sglang.srt.state_capturer.base import BaseTopkCapturer
 
-from semmoe.core import Plan, Topology, require
+from semmoe.core import Fingerprint, Plan, Topology, require
 from semmoe.engines.metrics import Counters, Reading
+from semmoe.engines.recorder import LiveRecorder
 from semmoe.engines.sglang import targets
 from semmoe.engines.sglang.location import check_location, choose_copies
+from semmoe.engines.sglang.recording import PassRecorder
 from semmoe.engines.sglang.registry import around
 from semmoe.engines.sglang.settings import PluginSettings
 from semmoe.engines.sglang.shuffle import BoundaryShuffle
@@ -33,6 +36,7 @@ class RankPlugin:
         self._plan, self._settings = plan, settings
         self.dispatch_comms: list[Communicator] = []  # of the CPU's all-to-all, once there is one
         self._shuffle: BoundaryShuffle | None = None
+        self._recording: PassRecorder | None = None
         self._traffic: TrafficCounter | None = None
         self._experts_per_rank = 0
         self._logical: dict[int, torch.Tensor] = {}  # by decoder layer: the logical expert of each physical one
@@ -50,6 +54,8 @@ class RankPlugin:
         for target in (targets.ROUTED, targets.ROUTED_DEEPEP):
             around(target, self._routed)
         around(targets.CAPTURE, self._capture)
+        if self._settings.folder is not None:
+            around(targets.RELEASE, self._release)
         if self.shuffles:
             around(targets.REDUCE_SCATTER, self._hooked("scatter"))
             around(targets.GATHER, self._hooked("gather"))
@@ -93,6 +99,8 @@ class RankPlugin:
             choose_copies(self._plan, metadata, layers, parallel.moe_ep_rank)
         if self.shuffles:
             self._attach_shuffle(runner.model, layers)
+        if self._settings.folder is not None and parallel.attn_tp_rank == 0:
+            self._attach_recorder(runner, layers)
         self._publish()
 
     def _attach_shuffle(self, model: torch.nn.Module, layers: list[int]) -> None:
@@ -104,29 +112,68 @@ class RankPlugin:
         group = parallel.moe_ep_rank // self._plan.topology.attn_tp_size
         shuffler = TokenShuffler(self._plan, group, parallel.attn_tp_rank, self._settings.shuffle)
         self._shuffle = BoundaryShuffle(shuffler, comm, layer_of_norm(model, layers))
+        if get_exec().features.enable_return_routed_experts:
+            self._shuffle.captured = lambda layer, ids: capture(layers[layer], ids)
+
+    def _attach_recorder(self, runner: Any, layers: list[int]) -> None:
+        """Where this rank sees every row of its attention group; elsewhere the log says why not."""
+        reason = self._cannot_record()
+        if reason:
+            log.info("semmoe: no `semmoe record` here: %s", reason)
+            return
+        assert self._settings.folder is not None
+        identity = self._plan.fingerprint if self._plan else fingerprint(runner)
+        recorder = LiveRecorder(self._settings.folder, identity, get_parallel().moe_ep_rank)
+        self._recording = PassRecorder(recorder, {layer: place for place, layer in enumerate(layers)})
+        if self._shuffle is not None:
+            self._shuffle.routed = self._recording.put
+
+    def _cannot_record(self) -> str:
+        if self._shuffle is not None:
+            return "" if self._settings.shuffle == "layer" else "tokens shuffled once a batch carry no routing along"
+        parallel = get_parallel()
+        if all_to_all() and parallel.attn_tp_size > 1:
+            return "each rank of an attention-TP group sees a slice of the tokens; serve on a plan, which shuffles them"
+        if not all_to_all() and parallel.attn_tp_size < parallel.tp_size:
+            return "without an all-to-all a rank sees the rows of other data-parallel ranks too"
+        return ""
+
+    def _release(self, original: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._recording is None:
+            return original(req, *args, **kwargs)
+        return self._recording.release(original, req, *args, **kwargs)
 
     def _forward(self, original: Any, runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        if runner.is_draft_worker or self._shuffle is None:
+        parts = [] if runner.is_draft_worker else [p for p in (self._shuffle, self._recording) if p is not None]
+        if not parts:
             return original(runner, forward_batch, *args, **kwargs)
-        self._shuffle.begin(read_step(forward_batch))
+        step = read_step(forward_batch)
+        for part in parts:
+            part.begin(step)
         try:
             return original(runner, forward_batch, *args, **kwargs)
         finally:
-            self._shuffle.end()
+            for part in parts:
+                part.end()
 
     def _routed(self, original: Any, block: Any, hidden_states: torch.Tensor, topk_output: Any, *args, **kwargs) -> Any:
-        ids = getattr(topk_output, "topk_ids", None)
+        ids, weights = getattr(topk_output, "topk_ids", None), getattr(topk_output, "topk_weights", None)
         if ids is not None and self._traffic is not None:
             self._traffic.count(torch.where(ids >= 0, ids // self._experts_per_rank, -1))
-            if self._shuffle is not None and self._shuffle.active:
-                self._shuffle.observe(self._to_logical(block.layer_id, ids), topk_output.topk_weights)
+        if ids is not None and self._shuffle is not None and self._shuffle.active:
+            self._shuffle.observe(self._to_logical(block.layer_id, ids), weights)
+        elif ids is not None and self._recording is not None and self._recording.recording:
+            self._recording.observe(block.layer_id, self._to_logical(block.layer_id, ids), weights)
         return original(block, hidden_states, topk_output, *args, **kwargs)
 
     def _to_logical(self, layer: int, ids: torch.Tensor) -> torch.Tensor:
         return self._logical[layer][ids.long()] if layer in self._logical else ids.long()
 
-    def _capture(self, original: Any, capturer: Any, layer_id: int, topk_indices: torch.Tensor, **kwargs: Any) -> Any:
-        return original(capturer, layer_id=layer_id, topk_indices=topk_indices.to(torch.int32), **kwargs)
+    def _capture(self, original: Any, capturer: Any, layer_id: int, topk_indices: torch.Tensor) -> Any:
+        """A shuffled slice is captured when its rows are back in the tokens' order, by `BoundaryShuffle`."""
+        if self._shuffle is not None and self._shuffle.active:
+            return None
+        return original(capturer, layer_id=layer_id, topk_indices=topk_indices.to(torch.int32))
 
     def _padding(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         bound, info = original(*args, **kwargs)
@@ -146,7 +193,7 @@ class RankPlugin:
         plan = self._plan
         return {
             "engine": f"sglang {sglang.__version__}", "method": plan.method if plan else "vanilla",
-            "attention": running_topology(plan).attention, "shuffle": self._settings.shuffle if self._shuffle else "off",
+            "attention": running_topology(plan).attention, "shuffle": self._settings.shuffle if self._shuffle else "no",
             "redundant": str(plan.placement.redundant_experts if plan else 0),
             "plan": Path(self._settings.plan).name or "none",
         }  # fmt: skip
@@ -188,12 +235,13 @@ def layer_of_norm(model: torch.nn.Module, layers: list[int]) -> dict[int, int]:
     """The identity of the norm before each decoder layer's feed-forward -> its place among the MoE layers."""
     found = {}
     for module in model.modules():
-        boundary = getattr(module, "ffn_boundary", None)
+        boundary: Any = getattr(module, "ffn_boundary", None)
         blocks = moe_blocks(module) if boundary is not None else {}
         if len(blocks) == 1:
             found[id(boundary.norm)] = layers.index(next(iter(blocks)))
-    require(len(found) == len(layers), f"{type(model).__name__} has {len(layers)} MoE layers, of which semmoe can shuffle "
-            f"the tokens of {len(found)}: SEMMOE_SHUFFLE=off")  # fmt: skip
+    name, number = type(model).__name__, len(layers)
+    require(len(found) == number, f"{name}: tokens can be shuffled at {len(found)} of its {number} MoE layers only; "
+            "set SEMMOE_SHUFFLE=off")  # fmt: skip
     return found
 
 
@@ -201,6 +249,19 @@ def running_topology(plan: Plan | None) -> Topology:
     parallel = get_parallel()
     nodes = plan.topology.num_nodes if plan else 1
     return Topology(ep_size=parallel.moe_ep_size, dp_size=parallel.tp_size // parallel.attn_tp_size, num_nodes=nodes)
+
+
+def capture(layer_id: int, expert_ids: torch.Tensor) -> None:
+    """(N, K) into SGLang's buffer of routed experts."""
+    capturer = get_resources().experts_capturer
+    if capturer is not None:
+        BaseTopkCapturer.capture(capturer, layer_id, expert_ids.to(torch.int32))
+
+
+def fingerprint(runner: Any) -> Fingerprint:
+    from semmoe.engines.transformers.model import fingerprint_of
+
+    return fingerprint_of(str(runner.model_config.model_path))
 
 
 def check_plan(plan: Plan, running: Topology, runner: Any, num_layers: int, physical: int) -> None:
@@ -217,11 +278,5 @@ def check_plan(plan: Plan, running: Topology, runner: Any, num_layers: int, phys
     }  # fmt: skip
     for name, (here, planned) in found.items():
         require(here == planned, f"the model has {here} {name}, the plan was made for {planned}")
-    _check_fingerprint(plan, Path(runner.model_config.model_path))
-
-
-def _check_fingerprint(plan: Plan, path: Path) -> None:
-    from semmoe.engines.transformers.model import fingerprint_of
-
-    if get_parallel().moe_ep_rank == 0 and path.is_dir():
-        plan.check(fingerprint_of(str(path)))
+    if get_parallel().moe_ep_rank == 0 and Path(runner.model_config.model_path).is_dir():
+        plan.check(fingerprint(runner))

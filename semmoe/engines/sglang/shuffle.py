@@ -9,6 +9,7 @@ normalised on every rank: the same bytes. SGLang's first layer has the whole str
 from typing import Any
 
 import torch
+from torch import nn
 
 from semmoe.engines.sglang.step import SlotWatch, Step
 from semmoe.runtime.collectives import Communicator, ShuffleHandle, shuffled_all_gathers, shuffled_reduce_scatter
@@ -28,7 +29,10 @@ class BoundaryShuffle:
         self._handle: ShuffleHandle | None = None  # between the two collectives of a layer
         self._layer: int | None = None
         self._routing: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.capture: Any = None  # called with (layer, logical ids (N, K)) of all rows, in their order
+        # Called with (layer, logical ids (N, K)) of all rows in their order: by the recorder, which must not make the
+        # ids travel as other ranks do not know of it, and for the engine's own capture, which all ranks do alike.
+        self.routed: Any = None
+        self.captured: Any = None
 
     def begin(self, step: Step) -> None:
         self._tokens, self._handle = step.num_tokens, None
@@ -73,7 +77,9 @@ class BoundaryShuffle:
         read, residual = call["read"].read(stream, norm, call.get("quant_format", ""))
         return GatheredInput(read), residual
 
-    def gather_last(self, original: Any, hidden_states: torch.Tensor, residual: Any, forward_batch: Any, *args, **call) -> Any:
+    def gather_last(
+        self, original: Any, hidden_states: torch.Tensor, residual: Any, forward_batch: Any, *args, **call
+    ) -> Any:
         """After the last layer."""
         if not self.active:
             return original(hidden_states, residual, forward_batch, *args, **call)
@@ -84,16 +90,21 @@ class BoundaryShuffle:
         """(n, H) of every rank -> (N', H) in the tokens' order, zeros for padding; the routing travels along."""
         handle, self._handle = self._handle, None
         assert handle is not None
-        columns, knows = [rows], self._layer is not None and (self._shuffler.uses_history or self.capture)
-        if knows:
+        columns, travels = [rows], self._layer is not None and (self._shuffler.uses_history or self.captured)
+        if travels:
             assert self._routing is not None
             columns.append(self._shuffler.by_weight(*self._routing))
         whole = shuffled_all_gathers(self.comm, columns, handle)
-        if knows:
-            if self._shuffler.uses_history:
-                self._shuffler.observe(self._layer, whole[1])
-            if self.capture:
-                self.capture(self._layer, whole[1])
+        if travels:
+            self._tell(whole[1])
         if self._padded == self._tokens:
             return whole[0]
-        return torch.nn.functional.pad(whole[0], (0, 0, 0, self._padded - self._tokens))
+        return nn.functional.pad(whole[0], (0, 0, 0, self._padded - self._tokens))
+
+    def _tell(self, expert_ids: torch.Tensor) -> None:
+        assert self._layer is not None
+        if self._shuffler.uses_history:
+            self._shuffler.observe(self._layer, expert_ids)
+        for listener in (self.routed, self.captured):
+            if listener is not None:
+                listener(self._layer, expert_ids)

@@ -1,4 +1,4 @@
-"""A gap of SGLang 0.5.23 on every device: Qwen3-MoE with tied embeddings gets an output layer that nothing has filled."""
+"""A gap of SGLang 0.5.23 on every device: Qwen3-MoE with tied embeddings has an output layer that nothing fills."""
 
 import logging
 from collections.abc import Iterable, Iterator
