@@ -14,7 +14,7 @@ from sglang.srt.state_capturer.base import BaseTopkCapturer
 from semmoe.core import Fingerprint, Plan, Topology, require
 from semmoe.engines.metrics import Counters, Reading
 from semmoe.engines.recorder import LiveRecorder
-from semmoe.engines.sglang import targets
+from semmoe.engines.sglang import guard, targets
 from semmoe.engines.sglang.location import check_location, choose_copies
 from semmoe.engines.sglang.recording import PassRecorder
 from semmoe.engines.sglang.registry import around
@@ -48,6 +48,7 @@ class RankPlugin:
         return tables and self._settings.shuffle != "off"
 
     def register(self) -> None:
+        around(targets.GUARD, guard.validate)
         around(targets.LOAD_MODEL, self._load)
         around(targets.TIED, load_tied)
         around(targets.FORWARD, self._forward)

@@ -13,6 +13,10 @@ LOAD_MODEL = Hook(
 TIED = Hook(
     _SRT + "models.qwen3_moe.Qwen3MoeForCausalLM.load_weights", "fill the output layer of tied models", ("weights",)
 )
+GUARD = Hook(
+    _SRT + "managers.tokenizer_manager.TokenizerManager._validate_one_request",
+    "refuse token ids that would end the server", ("obj", "input_ids"),
+)  # fmt: skip
 FORWARD = Hook(
     _SRT + "model_executor.model_runner.ModelRunner.forward", "know the tokens of a forward pass", ("forward_batch",)
 )
@@ -43,7 +47,7 @@ CAPTURE = Hook(
 )  # fmt: skip
 RELEASE = Hook(_SRT + "mem_cache.common.release_kv_cache", "know when a recorded request ends", ("req",))
 
-MODEL_HOOKS = (LOAD_MODEL, TIED, FORWARD, ROUTED, ROUTED_DEEPEP, CAPTURE)
+MODEL_HOOKS = (GUARD, LOAD_MODEL, TIED, FORWARD, ROUTED, ROUTED_DEEPEP, CAPTURE)
 RECORD_HOOKS = (RELEASE,)
 REQUEST_HOOKS = (SCHEDULE,)
 SHUFFLE_HOOKS = (REDUCE_SCATTER, GATHER, LAST_GATHER, PADDING)

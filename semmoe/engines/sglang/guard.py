@@ -1,0 +1,17 @@
+"""A gap of SGLang 0.5.23: a prompt with a token id that the model lacks ends the server. It is refused instead."""
+
+from collections.abc import Sequence
+from typing import Any
+
+MEDIA = ("image_data", "video_data", "audio_data")  # their placeholders lie outside the vocabulary
+
+
+def validate(original: Any, manager: Any, obj: Any, input_ids: Sequence[int] | None, *args: Any, **kwargs: Any) -> Any:
+    """Around the tokenizer manager's own checks, whose ValueError a client gets as an error 400."""
+    out = original(manager, obj, input_ids, *args, **kwargs)
+    if input_ids and not any(getattr(obj, name, None) is not None for name in MEDIA):
+        size = manager.model_config.vocab_size
+        bad = min(input_ids) if min(input_ids) < 0 else max(input_ids)
+        if not 0 <= bad < size:
+            raise ValueError(f"token id {bad} is outside the model's vocabulary of {size}")
+    return out

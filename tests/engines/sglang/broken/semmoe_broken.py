@@ -1,0 +1,13 @@
+"""A plug-in that takes semmoe's order of the tokens away: what the tests of exactness must notice."""
+
+
+def register() -> None:
+    from semmoe.engines.sglang.shuffle import BoundaryShuffle
+
+    restore = BoundaryShuffle._restore
+
+    def shuffled(self, rows):
+        whole = restore(self, rows)
+        return whole.roll(1, 0) if len(whole) > 1 else whole
+
+    BoundaryShuffle._restore = shuffled

@@ -1,0 +1,64 @@
+"""Plans, prompts and references that the tests on SGLang share."""
+
+import os
+
+os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # transformers too needs it there, before it is imported
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+
+from semmoe.core import Topology
+from semmoe.dataset import Prompt, encode
+from semmoe.demo import MODEL
+from semmoe.engines.transformers import recorder, verify
+from semmoe.engines.transformers.model import load_model, load_tokenizer
+from semmoe.plan import save_plan
+from semmoe.settings import CoclusterSettings, GenerateSettings, SolveSettings
+from semmoe.solve import solve
+from semmoe.texts import held_out_prompts
+
+NEW_TOKENS = 8
+EASY = CoclusterSettings(starts=1, kicks=1, sweeps=2)
+
+
+@pytest.fixture(scope="session")
+def model():
+    return load_model(str(MODEL))
+
+
+@pytest.fixture(scope="session")
+def texts():
+    """Token ids of 120 texts of the standard library that the model was not trained on."""
+    tokenizer = load_tokenizer(str(MODEL))
+    return encode([Prompt(text=text) for _, _, text in held_out_prompts(per_domain=60)], tokenizer, 200)[:120]
+
+
+@pytest.fixture(scope="session")
+def prompts(texts):
+    """32 prompts of 1 to 200 tokens."""
+    lengths = [1, 2, 200, 150, *(5 + 7 * i % 60 for i in range(28))]
+    return [text[:length] for text, length in zip(texts[:32], lengths, strict=True)]
+
+
+@pytest.fixture(scope="session")
+def reference(model, prompts):
+    return verify.plain_generate(model, prompts, GenerateSettings(max_new_tokens=NEW_TOKENS))
+
+
+@pytest.fixture(scope="session")
+def plans(model, texts, tmp_path_factory):
+    """Plans of the shipped model for the topologies that are served, from other texts than those served."""
+    folder = tmp_path_factory.mktemp("plans")
+    trace = recorder.record(model, str(MODEL), texts[32:100], folder / "trace")
+    topologies = {
+        "tp2": Topology(ep_size=2),
+        "dp2": Topology(ep_size=2, dp_size=2),
+        "hybrid": Topology(ep_size=4, dp_size=2),
+    }
+    out = {}
+    for name, topology in topologies.items():
+        redundant = 4 if name != "tp2" else 0
+        plan = solve(trace, topology, SolveSettings(redundant_experts=redundant, cocluster=EASY))
+        save_plan(plan, folder / name)
+        out[name] = str(folder / name)
+    return out

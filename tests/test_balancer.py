@@ -1,0 +1,89 @@
+"""Requests to the ranks of a live engine: the plan's choice under the load that runs now."""
+
+import numpy as np
+import pytest
+
+from semmoe.core import Fingerprint, Plan, RequestMap, RequestTable, Schedule, Topology
+from semmoe.engines.balancer import RequestBalancer
+from semmoe.placement.linear import place, vanilla_plan
+
+V, MEAN = 8, 10.0
+IDENTITY = Fingerprint(
+    model="m", architecture_hash="", tokenizer_hash="", vocab_size=V, num_layers=1, num_experts=4, top_k=2
+)
+
+
+def plan(requests, groups=2):
+    topology = Topology(ep_size=groups, dp_size=groups)
+    return Plan(
+        topology=topology, placement=place(1, 4, groups), schedule=Schedule(requests=requests, shuffle=None),
+        fingerprint=IDENTITY, method="test",
+    )  # fmt: skip
+
+
+def request_map(preferred=0):
+    """Every id prefers one group; the last row, for unknown ids, none."""
+    scores = np.zeros((V + 1, 2), np.float32)
+    scores[:V, preferred] = 1
+    zeros = np.zeros(2, np.float32)
+    return RequestMap(token_scores=scores, token_weights=np.ones(V + 1, np.float32), bias=zeros, prices=zeros,
+                      score_spread=0.0, mean_length=MEAN)  # fmt: skip
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_preferred_until_its_lead_is_used_up():
+    """Lead: two mean requests, 20 tokens above the mean. With 12 tokens of work a request (2 prompt, 10 decode):
+    0, 0, 0 (36 against a mean of 18: a lead of 18), then 48 against 24 would be 24 above."""
+    balancer = RequestBalancer(plan(request_map()), Clock())
+    assert [balancer.choose([1, 2]) for _ in range(5)] == [0, 0, 0, 1, 0]
+
+
+def test_what_has_ended_makes_room():
+    clock = Clock()
+    balancer = RequestBalancer(plan(request_map()), clock)
+    assert [balancer.choose([1, 2]) for _ in range(4)] == [0, 0, 0, 1]
+    clock.now += 1
+    balancer.reconcile(0, 0, as_of=clock.now)  # rank 0 has nothing left
+    assert [balancer.choose([1, 2]) for _ in range(3)] == [0, 0, 0]
+
+
+def test_a_load_older_than_a_request_does_not_end_it():
+    clock = Clock()
+    balancer = RequestBalancer(plan(request_map()), clock)
+    for _ in range(3):
+        balancer.choose([1, 2])
+    balancer.reconcile(0, 0, as_of=clock.now)  # said before they could have arrived
+    assert balancer.choose([1, 2]) == 1
+
+
+def test_short_answers_count_as_such():
+    balancer = RequestBalancer(plan(request_map()), Clock())
+    assert [balancer.choose([1, 2], max_new_tokens=1) for _ in range(12)] == [0] * 12
+
+
+def test_unknown_ids_are_counted():
+    balancer = RequestBalancer(plan(request_map()), Clock())
+    balancer.choose([1, V, V + 5, -3])
+    assert balancer.unknown_tokens == 3
+
+
+def test_the_papers_table():
+    table = RequestTable(
+        request_scores=np.tile(np.array([[0.2, 0.8]], np.float32), (V + 1, 1)),
+        request_source=np.array([1] * V + [0], np.uint8),
+    )
+    balancer = RequestBalancer(plan(table), Clock())
+    assert [balancer.choose([1, 2, 99]) for _ in range(4)] == [1, 0, 1, 0]  # each rank once a round
+    assert balancer.unknown_tokens == 4
+    balancer.reconcile(0, 0, as_of=0.0)
+
+
+def test_a_plan_without_requests_is_refused():
+    with pytest.raises(ValueError, match="schedules no requests"):
+        RequestBalancer(vanilla_plan(IDENTITY, Topology(ep_size=2)))

@@ -1,0 +1,102 @@
+"""The SGLang adaptor's parts that need no SGLang: arguments, settings, copies, requests' slots."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from semmoe.core import Fingerprint, Placement, Plan, Topology
+from semmoe.engines.sglang import launch
+from semmoe.engines.sglang.location import check_location, choose_copies, dispatch_map
+from semmoe.engines.sglang.settings import PluginSettings, from_environment
+from semmoe.engines.sglang.step import SlotWatch, read_step
+
+IDENTITY = Fingerprint(
+    model="m", architecture_hash="", tokenizer_hash="", vocab_size=8, num_layers=1, num_experts=3, top_k=2
+)
+
+
+def copies_plan():
+    """Experts 0 1 | 1 2 on two ranks."""
+    placement = Placement(physical_to_logical_map=np.array([[0, 1, 1, 2]], np.int32), num_experts=3, ep_size=2)
+    return Plan(topology=Topology(ep_size=2), placement=placement, schedule=None, fingerprint=IDENTITY, method="test")
+
+
+def test_each_rank_is_served_by_its_own_copy():
+    assert dispatch_map(copies_plan(), 0).tolist() == [[0, 1, 3]]
+    assert dispatch_map(copies_plan(), 1).tolist() == [[0, 2, 3]]
+
+
+def test_sglangs_choice_among_copies_is_replaced():
+    metadata = SimpleNamespace(
+        physical_to_logical_map_cpu=torch.tensor([[9, 9, 9, 9], [0, 1, 1, 2]]),
+        logical_to_rank_dispatch_physical_map=torch.tensor([[7, 7, 7], [0, 1, 3]]),
+    )
+    check_location(copies_plan(), metadata, [1])
+    choose_copies(copies_plan(), metadata, [1], rank=1)
+    assert metadata.logical_to_rank_dispatch_physical_map.tolist() == [[7, 7, 7], [0, 2, 3]]
+    with pytest.raises(ValueError, match="lie elsewhere"):
+        check_location(copies_plan(), metadata, [0])
+    with pytest.raises(ValueError, match="lie elsewhere"):
+        check_location(copies_plan(), None, [1])
+
+
+def test_arguments_say_the_topology():
+    dp = launch.arguments(Topology(ep_size=2, dp_size=2), None, 0, on_cpu=False)
+    assert launch.command_line(dp) == [
+        "--tp-size", "2", "--ep-size", "2", "--dp-size", "2", "--enable-dp-attention", "--load-balance-method",
+        "total_requests", "--moe-a2a-backend", "deepep",
+    ]  # fmt: skip
+    alone = launch.arguments(Topology(ep_size=1), None, 0, on_cpu=True)
+    assert "moe_a2a_backend" not in alone
+    assert alone["device"] == "cpu"
+
+
+def test_what_the_plan_decides_cannot_be_overridden():
+    managed = launch.arguments(Topology(ep_size=2), None, 0, on_cpu=True)
+    launch.refuse_managed(["--dtype", "float32", "--moe-a2a-backend", "none", "--attention-backend", "x"], managed)
+    for word in ("--tp-size", "--ep-size=4", "--tp"):
+        with pytest.raises(ValueError, match="comes from the plan"):
+            launch.refuse_managed([word, "4"], managed)
+
+
+def test_settings_from_the_environment():
+    settings = PluginSettings(plan="p", shuffle="batch", control="c")
+    assert from_environment({**settings.environment(), "PATH": "x"}) == settings
+    with pytest.raises(ValueError, match="SEMMOE_PLANN is no setting"):
+        from_environment({"SEMMOE_PLANN": "p"})
+    with pytest.raises(ValueError, match="SEMMOE_SHUFFLE"):
+        from_environment({"SEMMOE_SHUFFLE": "sometimes"})
+
+
+def batch(lengths, prefixes, slots, extend=True):
+    """What SGLang's ForwardBatch says of these requests, with two rows of padding."""
+    tokens = sum(lengths)
+    positions = np.concatenate([np.arange(n) + p for n, p in zip(lengths, prefixes, strict=True)] or [[]])
+    padding = torch.zeros(2, dtype=torch.int64)
+    mode = SimpleNamespace(is_idle=lambda: not lengths, is_extend=lambda: extend)
+    return SimpleNamespace(
+        forward_mode=mode, batch_size=len(lengths), input_ids=torch.arange(tokens), extend_seq_lens_cpu=lengths,
+        positions=torch.cat([torch.from_numpy(positions.astype(np.int64)), padding]), extend_prefix_lens_cpu=prefixes,
+        req_pool_indices=torch.tensor(slots), rids=[f"r{slot}" for slot in slots],
+    )  # fmt: skip
+
+
+def test_a_mixed_pass_is_read_token_by_token():
+    """A new request of 3 tokens, the second chunk of another, and a decoded token."""
+    step = read_step(batch([3, 2, 1], [0, 4, 9], [5, 2, 7]))
+    assert step.rows.tolist() == [0, 0, 0, 1, 1, 2]
+    assert step.positions.tolist() == [0, 1, 2, 4, 5, 9]
+    assert step.decoding.tolist() == [False] * 5 + [True]
+    assert step.requests == ["r5", "r2", "r7"]
+    assert read_step(batch([], [], [])).num_tokens == 0
+
+
+def test_a_slot_begins_anew_where_tokens_do_not_follow():
+    watch = SlotWatch()
+    assert watch.begun(read_step(batch([3, 2], [0, 0], [5, 2]))).tolist() == [5, 2]
+    assert watch.begun(read_step(batch([1, 1], [3, 2], [5, 2], extend=False))).tolist() == []  # both go on
+    assert watch.begun(read_step(batch([2, 1], [0, 3], [5, 2]))).tolist() == [5]  # preempted, or another request
+    assert watch.begun(read_step(batch([1], [2], [5], extend=False))).tolist() == []
+    assert watch.begun(read_step(batch([], [], []))).tolist() == []
