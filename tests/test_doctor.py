@@ -124,7 +124,7 @@ def test_what_a_plan_expects(plan, installed):
     assert result.exit_code == 0, result.output
     for words in (
         "method linear; ep_size 4, dp_size 2", "8 experts, top-2",
-        "sglang: --tp-size 4 --ep-size 4 --dp-size 2 --enable-dp-attention --init-expert-location FILE.json",
+        "sglang: semmoe serve MODEL --engine sglang --plan",
         "vllm: --enable-expert-parallel --tensor-parallel-size 2 --data-parallel-size 2", "semmoe generate MODEL",
     ):  # fmt: skip
         assert words in result.output

@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import sys
 from dataclasses import asdict, dataclass, field
@@ -67,6 +68,7 @@ def examine(engine: str, version: str | None, needed: bool) -> EngineState:
         return EngineState(
             engine=engine, version=None, note="not installed", problems=[f"{engine} is not installed"] * needed
         )
+    _stand_in_for_missing_device(engine)
     # An engine that prints while it is imported must not disturb what we print.
     with contextlib.redirect_stdout(sys.stderr):
         try:
@@ -80,6 +82,15 @@ def examine(engine: str, version: str | None, needed: bool) -> EngineState:
         states = [HookState(target=hook.target, purpose=hook.purpose, problem=problem(hook)) for hook in hooks]
     failures = [state.problem for state in states if state.problem]
     return EngineState(engine=engine, version=version, hooks=states, problems=failures)
+
+
+def _stand_in_for_missing_device(engine: str) -> None:
+    """SGLang is imported as it will run: where there is no device, on the CPU, if it is told so beforehand."""
+    if engine == "sglang" and importlib.util.find_spec("torch") is not None:
+        import torch
+
+        if not torch.accelerator.is_available():
+            os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
 
 def _hooks(engine: str) -> tuple[Any, ...] | None:
@@ -109,6 +120,7 @@ def examine_plan(path: Path, model: str | None, engines: tuple[str, ...]) -> Pla
 
 def _misfit(plan: Plan, model: str) -> tuple[str, str | None]:
     """What was compared, and how the model differs from what the plan was made for."""
+    checked = "nothing"
     try:
         if importlib.util.find_spec("transformers") is not None and importlib.util.find_spec("torch") is not None:
             from semmoe.engines.transformers.model import fingerprint_of
@@ -128,14 +140,16 @@ def _misfit(plan: Plan, model: str) -> tuple[str, str | None]:
 
 def _launch(engine: str, plan: Plan, path: Path, model: str) -> str:
     """The command or flags that start an engine on a plan, or why there are none."""
-    from semmoe.checkpoint.engine_files import sglang_flags, vllm_flags
+    from semmoe.checkpoint.engine_files import vllm_flags
 
     if engine == "transformers":
         return f"semmoe generate {model} --plan {path}"
     if engine == "deepspeed":
         return "no flags: attach the plan in your own script"
+    if engine == "sglang":
+        return f"semmoe serve {model} --engine sglang --plan {path}"
     try:
-        flags = sglang_flags(plan, Path("FILE.json")) if engine == "sglang" else vllm_flags(plan)
+        flags = vllm_flags(plan)
     except ValueError as error:
         return f"none: {error}"
     return " ".join(flags)

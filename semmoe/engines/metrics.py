@@ -2,7 +2,7 @@
 
 Names (all begin with `semmoe_`), labels in braces; `ep_rank` and `dp_rank` are the engine's:
 
-    active{engine, method, attention, ...}  1 while the plug-in runs: the proof of activity
+    active{engine, method, attention, ...}  ranks on which the plug-in runs: the proof of activity
     routed_tokens{ep_rank}                  token-layers routed by their home rank, each once
     pairs{ep_rank, local}                   (token, expert) pairs; LAR is the share of local="true"
     remote_rows{ep_rank, to}                rows that leave for another rank in dispatch
@@ -120,7 +120,7 @@ def _new_metric(name: str, labels: list[str]) -> Any:
     from prometheus_client import Counter, Gauge
 
     if name == "active":
-        return Gauge(PREFIX + name, "1 while the plug-in runs", labels, multiprocess_mode="livemax")
+        return Gauge(PREFIX + name, "Ranks on which the plug-in runs", labels, multiprocess_mode="livesum")
     return Counter(PREFIX + name, DESCRIPTIONS[name], labels)
 
 

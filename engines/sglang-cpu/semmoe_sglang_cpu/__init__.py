@@ -6,6 +6,7 @@ Only what must be there before `import sglang` is here. What can be mended after
 import importlib.util
 import logging
 import multiprocessing
+import os
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
@@ -22,7 +23,7 @@ class Mender:
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name == "sgl_kernel":
+        if name == "sgl_kernel" and os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
             return stand_in()
         if name == "torchvision._meta_registrations":
             declare_operators()
@@ -44,9 +45,12 @@ def stand_in() -> ModuleSpec | None:
 
 def declare_operators() -> None:
     """torchvision's wheel on PyPI is linked against CUDA: beside a CPU torch its library does not load, and the next
-    module that torchvision imports describes two operators that the library would have declared."""
+    module that torchvision imports describes two operators that the library would have declared. transformers imports
+    torchvision for its models, whether SGLang runs or not."""
     import torch
 
+    if torch.version.cuda is not None:
+        return
     missing = [name for name in ("nms", "qnms") if not hasattr(torch.ops.torchvision, name)]
     if missing:
         library = torch.library.Library("torchvision", "FRAGMENT")
@@ -58,5 +62,6 @@ def declare_operators() -> None:
 
 def tell(what: str) -> None:
     """Once: the processes that SGLang spawns, which are named before they import anything, would only repeat it."""
-    level = logging.WARNING if multiprocessing.current_process().name == "MainProcess" else logging.DEBUG
+    first = multiprocessing.current_process().name == "MainProcess" and os.environ.get("SGLANG_USE_CPU_ENGINE") == "1"
+    level = logging.WARNING if first else logging.DEBUG
     logger.log(level, "semmoe-sglang-cpu: %s", what)
