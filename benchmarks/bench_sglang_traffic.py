@@ -69,17 +69,17 @@ def tables_for_contiguous(trace: RoutingTrace, topology: Topology) -> Plan:
 def set_ups(trace: RoutingTrace, ranks: int, redundant: list[int], folder: Path) -> list[SetUp]:
     out = []
     for attention in ("dp", "tp"):
-        topology = Topology.for_attention(attention, ranks)
-        out.append(SetUp(attention, "vanilla", ""))
+        topology, alone = Topology.for_attention(attention, ranks), folder / f"{attention}-scheduling"
+        save_plan(tables_for_contiguous(trace, topology), alone)
+        out += [SetUp(attention, "vanilla", ""), SetUp(attention, "scheduling", str(alone))]
         for copies in redundant:
             path = folder / f"{attention}-{copies}"
             save_plan(solve(trace, topology, SolveSettings(redundant_experts=copies)), path)
             suffix = f", {copies} redundant" if copies else ""
             out.append(SetUp(attention, f"placement{suffix}", str(path), "engine", "off"))
             out.append(SetUp(attention, f"both{suffix}", str(path)))
-        alone = folder / f"{attention}-scheduling"
-        save_plan(tables_for_contiguous(trace, topology), alone)
-        out.insert(-2 * len(redundant), SetUp(attention, "scheduling", str(alone)))
+            if attention == "tp":
+                out.append(SetUp(attention, f"both, once a batch{suffix}", str(path), shuffle="batch"))
     return out
 
 

@@ -55,10 +55,13 @@ def test_arguments_say_the_topology():
 
 def test_what_the_plan_decides_cannot_be_overridden():
     managed = launch.arguments(Topology(ep_size=2), None, 0, on_cpu=True)
-    launch.refuse_managed(["--dtype", "float32", "--moe-a2a-backend", "none", "--attention-backend", "x"], managed)
+    words = launch.join(managed, ["--dtype", "float32", "--moe-a2a-backend=none", "--attention-backend", "x"])
+    assert words[-5:] == ["--dtype", "float32", "--moe-a2a-backend=none", "--attention-backend", "x"]
+    assert "--moe-a2a-backend" not in words
+    assert words.count("--attention-backend") == 1
     for word in ("--tp-size", "--ep-size=4", "--tp"):
         with pytest.raises(ValueError, match="comes from the plan"):
-            launch.refuse_managed([word, "4"], managed)
+            launch.join(managed, [word, "4"])
 
 
 def test_settings_from_the_environment():

@@ -73,25 +73,12 @@ def serve(
     location = launch.write_location(chosen, Path(model), folder) if chosen else None
     redundant = chosen.placement.redundant_experts if chosen else 0
     on_cpu = launch.on_cpu()
-    managed = launch.arguments(topology, location, redundant, on_cpu)
-    launch.refuse_managed(ctx.args, managed)
-    managed = {name: value for name, value in managed.items() if "--" + name.replace("_", "-") not in ctx.args}
     settings = PluginSettings(
         plan=str(plan.resolve()) if plan else "", schedule=schedule.value, shuffle=shuffle.value, control=str(folder)
     )
     variables = launch.environment(settings, topology, on_cpu)
-    words = [
-        "-m",
-        "sglang.launch_server",
-        "--model-path",
-        model,
-        "--host",
-        host,
-        "--port",
-        str(port),
-        "--enable-metrics",
-    ]
-    words += launch.command_line(managed) + ctx.args
+    words = ["-m", "sglang.launch_server", "--model-path", model, "--host", host, "--port", str(port)]
+    words += ["--enable-metrics", *launch.join(launch.arguments(topology, location, redundant, on_cpu), ctx.args)]
     if not dry_run:
         _check_installed("sglang")
     _announce(variables, words, folder)

@@ -14,6 +14,10 @@ CPU_ARGUMENTS = {
     "disable_cuda_graph": True,
 }  # fmt: skip
 A2A = "deepep"
+DECIDED = {
+    "--tp-size", "--tp", "--tensor-parallel-size", "--ep-size", "--ep", "--expert-parallel-size", "--dp-size", "--dp",
+    "--data-parallel-size", "--enable-dp-attention", "--init-expert-location", "--ep-num-redundant-experts",
+}  # fmt: skip
 
 
 def on_cpu() -> bool:
@@ -44,8 +48,7 @@ def command_line(values: dict[str, Any]) -> list[str]:
     """{"tp_size": 2, "disable_cuda_graph": True} -> ["--tp-size", "2", "--disable-cuda-graph"]."""
     words: list[str] = []
     for name, value in values.items():
-        option = "--" + name.replace("_", "-")
-        words += [option] if value is True else [option, str(value)]
+        words += [_option(name)] if value is True else [_option(name), str(value)]
     return words
 
 
@@ -67,9 +70,16 @@ def write_location(plan: Plan, model: Path, folder: Path) -> Path:
     return path
 
 
-def refuse_managed(given: list[str], managed: dict[str, Any]) -> None:
-    """Raise ValueError if SGLang's own arguments take back what the plan decides."""
-    options = {"--" + name.replace("_", "-") for name in managed} - {"--" + n.replace("_", "-") for n in CPU_ARGUMENTS}
-    options |= {"--tp", "--dp", "--ep"}
-    clash = [word for word in given if word.split("=")[0] in options - {"--moe-a2a-backend"}]
+def join(values: dict[str, Any], given: list[str]) -> list[str]:
+    """Options for `values`, and SGLang's own ones as `given`, which take the place of ours.
+
+    Raises ValueError if they take back what the plan decides.
+    """
+    own = {word.split("=")[0] for word in given}
+    clash = sorted(own & DECIDED)
     require(not clash, f"{(clash or [''])[0]} comes from the plan: leave it away, or run sglang.launch_server yourself")
+    return command_line({n: value for n, value in values.items() if _option(n) not in own}) + given
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
