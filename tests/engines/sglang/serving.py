@@ -20,14 +20,18 @@ START_SECONDS, NEW_TOKENS = 240, 8
 
 
 class Server:
-    """One server and all of its processes; `log` is what it printed."""
+    """One server and all of its processes; `log` is what it printed. plain: SGLang's own command, without semmoe's."""
 
-    def __init__(self, folder: Path, model: str, *options: str, engine: tuple[str, ...] = (), path: str = "") -> None:
+    def __init__(
+        self, folder: Path, model: str, *options: str, engine: tuple[str, ...] = (), path: str = "", plain: bool = False
+    ) -> None:
         self.port, self.control = free_port(), folder / "control"
         self.url = f"http://127.0.0.1:{self.port}"
         self._log = folder / "server.log"
-        words = [sys.executable, "-W", "ignore", "-c", "from semmoe.cli import main; main()", "serve", model, *options,
-                 "--port", str(self.port), "--control", str(self.control), "--", *LIMITS, *engine]  # fmt: skip
+        serve = ["-c", "from semmoe.cli import main; main()", "serve", model, "--control", str(self.control)]
+        serve += ["--port", str(self.port), *options, "--"]
+        command = ["-m", "sglang.launch_server", "--model-path", model, "--port", str(self.port), *options]
+        words = [sys.executable, "-W", "ignore", *(command if plain else serve), *LIMITS, *engine]
         environment = os.environ | {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         if path:
             environment["PYTHONPATH"] = os.pathsep.join([path, *filter(None, [os.environ.get("PYTHONPATH")])])
