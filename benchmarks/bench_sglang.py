@@ -35,7 +35,7 @@ from statistics import median
 
 from network import Network, NetworkError, slow_network
 from sglang_client import Client, Figures, write_datasets
-from sglang_server import OPTIONS, RANKS, Server, ServerError, SetUp, counters, link_bytes, make_plans, serving
+from sglang_server import OPTIONS, RANKS, Server, ServerError, SetUp, counters, link_bytes, make_plans, prompts, serving
 
 OWN_OPTIONS = {"disable_radix_cache": True}  # the same prompts come again at every rate
 OBJECTIVE = 5  # times the lightest median
@@ -52,7 +52,7 @@ class Settings:
     light_rate: float = 0.5
     light_requests: int = 15
     at_once_requests: int = 100
-    fractions: tuple[float, ...] = (0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.4)
+    fractions: tuple[float, ...] = (0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.4, 1.6, 2.0)
     seconds: float = 30.0  # of arrivals at each rate
     most_requests: int = 400
     output_tokens: int = 16
@@ -192,8 +192,9 @@ def show_goodput(attention: str, sweep: Sweep, found: list[Visit]) -> None:
           f"{'over vanilla':>20}{'at once':>10}{'over vanilla':>20}{'lar':>8}{'rows':>8}"
           f"{'all-to-all':>12}{'link':>12}")  # fmt: skip
     for name, of in by_name(found, attention).items():
+        bound = ">=" if any(v.goodput == sweep.rates[-1] for v in of) else ""  # no rate was too much
         counted = [value(of, "activity", c) for c in ("lar", "remote_rows_per_token", "all_to_all_bytes_per_token")]
-        print(f"  {name:38}{value(of, 'goodput'):8.2f}{ratio(of, found, 'goodput'):>20}"
+        print(f"  {name:38}{bound + format(value(of, 'goodput'), '.2f'):>8}{ratio(of, found, 'goodput'):>20}"
               f"{value(of, AT_ONCE, 'request_throughput'):10.2f}{ratio(of, found, AT_ONCE, 'request_throughput'):>20}"
               f"{counted[0]:8.3f}{counted[1]:8.3f}{counted[2]:10.0f} B"
               f"{value(of, AT_ONCE, 'link_mb'):9.1f} MB")  # fmt: skip
@@ -245,7 +246,8 @@ def parse() -> tuple[Settings, Path | None]:
 def run_all(s: Settings) -> tuple[dict[str, Sweep], list[Visit]]:
     sweeps = {attention: Sweep() for attention in s.attentions}
     with slow_network(RANKS, s.rate) as network, tempfile.TemporaryDirectory(prefix="semmoe-") as scratch:
-        plans, held_out = make_plans(s.attentions, s.redundant_experts, Path(scratch))
+        seen, held_out = prompts()
+        plans = make_plans(seen, s.attentions, s.redundant_experts, Path(scratch))
         datasets = write_datasets(held_out, s.lengths, s.length_requests, Path(scratch))
         ups = set_ups(plans, s.redundant_experts)
         return sweeps, list(run_rounds(s, ups, datasets, network, Path(scratch), sweeps))

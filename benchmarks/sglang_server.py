@@ -83,18 +83,19 @@ class Server:
         return "\n".join(lines[first:][:most])
 
 
-def make_plans(
-    attentions: Sequence[str], redundant: int, folder: Path, ranks: int = RANKS
-) -> tuple[dict[str, Path], list[list[int]]]:
-    """By attention, a plan of the shipped model; and prompts of documents that it was not profiled on."""
-    settings = DemoSettings(generate_prompts=1_000_000)
-    seen, held_out = demo_prompts(settings, load_tokenizer(str(MODEL)))
+def prompts() -> tuple[list[list[int]], list[list[int]]]:
+    """Token ids to profile, and of other documents to serve."""
+    return demo_prompts(DemoSettings(generate_prompts=1_000_000), load_tokenizer(str(MODEL)))
+
+
+def make_plans(seen: list[list[int]], attentions: Sequence[str], redundant: int, folder: Path) -> dict[str, Path]:
+    """By attention, a plan of the shipped model."""
     trace, plans = record(load_model(str(MODEL)), str(MODEL), seen, folder / "trace"), {}
     for attention in attentions:
-        topology = Topology.for_attention(attention, ranks)
+        plan = solve(trace, Topology.for_attention(attention, RANKS), SolveSettings(redundant_experts=redundant))
         plans[attention] = folder / f"plan-{attention}"
-        save_plan(solve(trace, topology, SolveSettings(redundant_experts=redundant)), plans[attention])
-    return plans, held_out
+        save_plan(plan, plans[attention])
+    return plans
 
 
 @contextlib.contextmanager

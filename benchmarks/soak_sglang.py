@@ -1,7 +1,7 @@
 """A soak of one SGLang server on a plan: thousands of requests, some bad, every answer checked, memory watched.
 
     SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=1 .venv-sglang/bin/python benchmarks/soak_sglang.py
-        [--requests 10000] [--concurrency 1000] [--attention dp|tp] [--redundant-experts 0] [--vanilla] [--out FILE]
+        [--requests 10000] [--concurrency 1000] [--attention dp|tp] [--plan DIR | --vanilla] [--out FILE]
 
 Both of SGLang's interfaces, streaming and not, short prompts of real text, greedy in float32. Some clients hang up and
 some requests are malformed. Checked at the end, exit code 1 if any of it fails: every answer's tokens are those of
@@ -30,7 +30,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 import psutil
-from sglang_server import OPTIONS, RANKS, Server, ServerError, SetUp, counters, make_plans, serving
+from sglang_server import OPTIONS, RANKS, Server, ServerError, SetUp, counters, make_plans, prompts, serving
 from sglang_soak_requests import (
     ACCEPTED,
     HUNG_UP,
@@ -190,6 +190,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--concurrency", type=int, default=1_000)
     parser.add_argument("--attention", choices=["dp", "tp"], default="dp")
     parser.add_argument("--redundant-experts", type=int, default=0, help="of the plan")
+    parser.add_argument("--plan", type=Path, help="a plan of the embedded model, instead of making one")
     parser.add_argument("--vanilla", action="store_true", help="without a plan, to compare with")
     parser.add_argument("--prompts", type=int, default=200, help="distinct ones")
     parser.add_argument("--hang-ups", type=float, default=0.05, help="share of requests")
@@ -202,11 +203,13 @@ def parse() -> argparse.Namespace:
 
 
 def run(a: argparse.Namespace, scratch: Path) -> tuple[Record, dict[str, tuple[bool, str]]]:
-    plans, held_out = make_plans([a.attention], a.redundant_experts, scratch)
+    seen, held_out = prompts()
+    plan = a.plan.resolve() if a.plan else None
+    if plan is None and not a.vanilla:
+        plan = make_plans(seen, [a.attention], a.redundant_experts, scratch)[a.attention]
     references = make_references(held_out, a.prompts, random.Random(a.seed))
     requests = make_requests(references, a.requests, a.hang_ups, a.malformed, a.attention, a.seed)
     good = make_requests(references, 8, 0, 0, a.attention, a.seed + 1)
-    plan = None if a.vanilla else plans[a.attention]
     with serving(SetUp(name="soak", attention=a.attention, plan=plan), scratch / "server") as server:
         time.sleep(2)  # until counters are published
         before = counters(server.folder)
