@@ -10,12 +10,13 @@ SGLANG_VENV ?= .venv-sglang
 SGLANG_PYTHON := $(SGLANG_VENV)/bin/python
 SGLANG_PIP := $(SGLANG_PYTHON) -m pip --disable-pip-version-check -q
 SGLANG_CPU := engines/sglang-cpu
+ON_SGLANG := SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore $(SGLANG_PYTHON)
 RESULTS := benchmarks/results
 HERE = $(shell uname -m)-$(shell nproc)core_$(shell date +%F)
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 
-.PHONY: demo test test-sglang check bench bench-runtime format clean
+.PHONY: demo test test-sglang check bench bench-runtime bench-sglang soak-sglang format clean
 
 demo: $(VENV)/.ready
 	$(BIN)/semmoe demo
@@ -39,6 +40,13 @@ bench: $(VENV)/.ready
 bench-runtime: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_runtime.py | tee $(RESULTS)/runtime_$(HERE).txt
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_end_to_end.py | tee $(RESULTS)/end_to_end_$(HERE).txt
+
+# On SGLang, both write to benchmarks/results too: serving over a slow network, as root; ten thousand requests, checked.
+bench-sglang: $(SGLANG_VENV)/.ready
+	$(ON_SGLANG) benchmarks/bench_sglang.py | tee $(RESULTS)/sglang_$(HERE).txt
+
+soak-sglang: $(SGLANG_VENV)/.ready
+	$(ON_SGLANG) benchmarks/soak_sglang.py | tee $(RESULTS)/soak_sglang_$(HERE).txt
 
 format: $(VENV)/.ready-dev
 	$(BIN)/ruff check --fix .

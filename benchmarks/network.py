@@ -4,8 +4,8 @@
 
 Runs COMMAND once on each host, with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and GLOO_SOCKET_IFNAME set and a
 /dev/shm of its own, as on machines that share nothing; ends all of them when one fails, with its exit code. Benchmarks
-use `slow_network` and `enter` instead. Needs root, iproute2 and the kernel's veth, bridge and tbf; all that it makes
-is gone when it ends, and what a killed run left is removed by the next.
+use `slow_network` with `enter` or `command_on` instead. Needs root, iproute2 and the kernel's veth, bridge and tbf; all
+that it makes is gone when it ends, and what a killed run left is removed by the next.
 
 Uniform (one node): every host's link carries `rate` each way. Two tiers: hosts are grouped in nodes, side by side;
 inside a node links carry `inside`, and each node's one uplink carries `rate` each way for all of its hosts.
@@ -159,8 +159,8 @@ def _hold(namespace: str, device: str, rate: str) -> None:
 
 def run_everywhere(network: Network, command: Sequence[str]) -> int:
     """Run a command on every host; the exit code of the first that fails, or 0."""
-    processes = [subprocess.Popen(_words(network, h, command), env=_environment(network, h), start_new_session=True)
-                 for h in range(network.hosts)]  # fmt: skip
+    places = [(command_on(network, h, command), environment_of(network, h)) for h in range(network.hosts)]
+    processes = [subprocess.Popen(words, env=environment, start_new_session=True) for words, environment in places]
     try:
         while True:
             codes = [process.poll() for process in processes]
@@ -175,13 +175,14 @@ def run_everywhere(network: Network, command: Sequence[str]) -> int:
             process.wait()
 
 
-def _words(network: Network, host: int, command: Sequence[str]) -> list[str]:
+def command_on(network: Network, host: int, command: Sequence[str]) -> list[str]:
+    """The command that runs `command` on the host; to be started with `environment_of` the host."""
     # An engine that sees a peer's shared memory takes it for a local process.
     own_memory = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh"]
     return ["ip", "netns", "exec", network.namespace(host), *own_memory, *command]
 
 
-def _environment(network: Network, host: int) -> dict[str, str]:
+def environment_of(network: Network, host: int) -> dict[str, str]:
     return {
         **os.environ, "RANK": str(host), "WORLD_SIZE": str(network.hosts), "MASTER_ADDR": network.address(0),
         "MASTER_PORT": PORT, "GLOO_SOCKET_IFNAME": DEVICE, "HOST_ADDR": network.address(host),
