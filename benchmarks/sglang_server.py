@@ -34,8 +34,6 @@ OPTIONS: dict[str, Any] = {
     "dtype": "float32", "max_running_requests": 64, "max_total_tokens": 65536, "chunked_prefill_size": 1024,
     "mem_fraction_static": 0.1, "random_seed": 0, "log_level": "warning",
 }  # fmt: skip
-# SGLang's data-parallel controller polls without rest, a core's worth: here it makes way for the ranks, vanilla's too.
-CONTROLLER, CONTROLLER_NICE = "data_parallel_controller", 10
 PROBE = "import sys, urllib.request; sys.exit(urllib.request.urlopen(sys.argv[1], timeout=20).status != 200)"
 
 
@@ -114,7 +112,6 @@ def serving(
         for node in range(nodes):
             server.processes.append(_start(words, environment, folder / f"node-{node}.log", network, node))
         _wait(server, timeout)
-        _make_way(server)
         yield server
     finally:
         _end(server)
@@ -157,12 +154,6 @@ def _wait(server: Server, timeout: float) -> None:
         if time.monotonic() > end:
             raise ServerError(f"no answer within {timeout:.0f} s\n{server.log(0)}")
         time.sleep(1)
-
-
-def _make_way(server: Server) -> None:
-    for process in server.tree():
-        if any(CONTROLLER in word for word in process.cmdline()):
-            process.nice(CONTROLLER_NICE)  # of its main thread, which polls; the ranks have started
 
 
 def _end(server: Server) -> None:

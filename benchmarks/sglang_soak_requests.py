@@ -18,8 +18,6 @@ PROMPT_TOKENS = range(8, 49)
 MARGIN = 1e-4  # of the arg-max, under which the reference cannot tell which token is right
 HANG_UPS = ("hangs up at once", "hangs up after the first token")
 MALFORMED = ("bad JSON", "empty prompt", "wrong rank", "id out of vocabulary")
-# SGLang 0.5.23 itself, vanilla too, ends on such an id where its embedding is not sharded (its pull request 8383).
-DEADLY = {"dp": ("id out of vocabulary",), "tp": ()}
 RIGHT, NEAR_TIE, WRONG, HUNG_UP, LOST = "right", "near-tie", "WRONG", "hung up", "LOST"
 ACCEPTED = "accepted"  # a malformed request, which SGLang answered all the same
 
@@ -94,14 +92,13 @@ def make_references(held_out: list[list[int]], count: int, rng: random.Random) -
 
 
 def make_requests(
-    references: list[Reference], count: int, hang_ups: float, malformed: float, attention: str, seed: int
+    references: list[Reference], count: int, hang_ups: float, malformed: float, seed: int
 ) -> list[Request]:
     """hang_ups, malformed: shares of the requests."""
     rng, out = random.Random(seed), []
-    bad = [kind for kind in MALFORMED if kind not in DEADLY[attention]]
     for _ in range(count):
         drawn = rng.random()
-        kinds = HANG_UPS if drawn < hang_ups else bad if drawn < hang_ups + malformed else ["good"]
+        kinds = HANG_UPS if drawn < hang_ups else MALFORMED if drawn < hang_ups + malformed else ["good"]
         kind = rng.choice(kinds)
         out.append(Request(kind=kind, native=rng.random() < 0.5, new_tokens=rng.choice(NEW_TOKENS),
                            stream=kind == HANG_UPS[1] or rng.random() < 0.5, reference=rng.choice(references),

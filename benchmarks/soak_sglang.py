@@ -208,8 +208,8 @@ def run(a: argparse.Namespace, scratch: Path) -> tuple[Record, dict[str, tuple[b
     if plan is None and not a.vanilla:
         plan = make_plans(seen, [a.attention], a.redundant_experts, scratch)[a.attention]
     references = make_references(held_out, a.prompts, random.Random(a.seed))
-    requests = make_requests(references, a.requests, a.hang_ups, a.malformed, a.attention, a.seed)
-    good = make_requests(references, 8, 0, 0, a.attention, a.seed + 1)
+    requests = make_requests(references, a.requests, a.hang_ups, a.malformed, a.seed)
+    good = make_requests(references, 8, 0, 0, a.seed + 1)
     with serving(SetUp(name="soak", attention=a.attention, plan=plan), scratch / "server") as server:
         time.sleep(2)  # until counters are published
         before = counters(server.folder)

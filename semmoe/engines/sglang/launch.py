@@ -11,7 +11,7 @@ from semmoe.engines.sglang.settings import PluginSettings
 # On a CPU SGLang runs torch's operators; "deepep" then names the layout of rows, and semmoe's gloo dispatcher serves.
 CPU_ARGUMENTS = {
     "device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch", "grammar_backend": "none",
-    "disable_cuda_graph": True,
+    "disable_cuda_graph": True, "sleep_on_idle": True,
 }  # fmt: skip
 A2A = "deepep"
 DECIDED = {

@@ -62,4 +62,8 @@ DISPATCHER_CPU = Hook(
     _MOE + "fused_moe_triton.layer.create_moe_dispatcher", "an expert all-to-all over gloo", ("moe_runner_config",)
 )
 EXPERT_CLASS_CPU = Hook(_MOE + "ep_moe.layer.get_moe_impl_class", "the layer that runs without DeepEP", ())
-CPU_HOOKS = (EXPERTS_CPU, DISPATCHER_CPU, EXPERT_CLASS_CPU)
+CONTROLLER_CPU = Hook(
+    _SRT + "managers.data_parallel_controller.DataParallelController.event_loop",
+    "wait for requests without taking a core from the ranks", (),
+)  # fmt: skip
+CPU_HOOKS = (EXPERTS_CPU, DISPATCHER_CPU, EXPERT_CLASS_CPU, CONTROLLER_CPU)
