@@ -172,10 +172,17 @@ class History:
 
     def observe(self, layer: int, slots: np.ndarray, expert_ids: np.ndarray) -> None:
         """Tokens of `slots` (B,) chose `expert_ids` (B, K); tokens of one slot in their order."""
-        _observe(
-            self._running[layer], self._previous[layer], self._seen[layer], slots, expert_ids, self._rows[layer],
-            np.empty((len(slots), 0), np.int32), np.zeros(len(slots), np.bool_),
-        )  # fmt: skip
+        state = self._running[layer], self._previous[layer], self._seen[layer]
+        observe(*state, slots, expert_ids, self._rows[layer])
+
+
+def observe(
+    running: np.ndarray, previous: np.ndarray, seen: np.ndarray, slots: np.ndarray, expert_ids: np.ndarray,
+    rows: np.ndarray,
+) -> None:  # fmt: skip
+    """`History.observe` on one layer's state, wherever it is kept."""
+    nothing = np.empty((len(slots), 0), np.int32), np.zeros(len(slots), np.bool_)
+    _observe(running, previous, seen, slots, expert_ids, rows, *nothing)
 
 
 def trace_history(tables: ScoreTables, layer: int, trace) -> np.ndarray:

@@ -27,7 +27,7 @@ def argsort_ranks(ranks: Tensor, size: int, slice_rows: int | None = None) -> Ra
     """Sort rank ids (N,) of 0 to size - 1. slice_rows: give every rank that many places instead of as many as rows."""
     ranks = ranks.long()
     by_rank = torch.argsort(ranks, stable=True)
-    counts = torch.bincount(ranks, minlength=size)
+    counts = (ranks[:, None] == torch.arange(size, device=ranks.device)).sum(0)  # torch.bincount waits for the device
     places = torch.arange(len(ranks), device=ranks.device)
     if slice_rows is not None:
         assert int(counts.max()) <= slice_rows, f"a slice of {int(counts.max())} rows exceeds its size of {slice_rows}"

@@ -25,7 +25,7 @@ class TokenShuffler:
         require(grain in GRAINS, f"tokens are shuffled once a {' or '.join(GRAINS)}, not once a {grain!r}")
         self._tables = plan.schedule.shuffle if plan.schedule else None
         self._devices_of_expert = device_of_expert(plan.placement, plan.topology)[:, group]  # (L, E)
-        self._id_type = torch.uint8 if plan.fingerprint.num_experts <= 256 else torch.int32  # as ids travel
+        self._id_type = id_type(plan)
         self._top_k = plan.fingerprint.top_k
         self._group, self._rank, self._size = group, rank, plan.topology.attn_tp_size
         self._grain = grain
@@ -53,19 +53,19 @@ class TokenShuffler:
         """
         self._token_ids, self._slots, self._decoding = token_ids, slots, decoding
         self._earlier, self._of_batch = [], None
-        if isinstance(self._tables, ScoreTables):
+        if isinstance(self._tables, ScoreTables) and self.uses_history:
             every, first = range(len(self._devices_of_expert)), self._group * self._size
             self._looked_up = look_up_tokens(self._tables, every, first, self._size, token_ids)
-            if self.uses_history:
-                self._history = self._history or History(self._tables, 0)
-                self._history.begin(new_slots)
+            self._history = self._history or History(self._tables, 0)
+            self._history.begin(new_slots)
 
     def slices(self, moe_layer: int | None) -> ShuffleHandle:
         """The slices for one layer: by the tables at MoE layers, by position without tables and at dense layers."""
         if self._grain == "layer" or self._tables is None:
             return self._handle(moe_layer)
         if self._of_batch is None:
-            self._of_batch = shuffle_handle(assign(self._scores_of_batch(self._tables)), self._size, self._rank)
+            scores = scores_of_tokens(self._tables, self._group, self._size, self._token_ids)
+            self._of_batch = shuffle_handle(assign(scores), self._size, self._rank)
         return self._of_batch
 
     def _handle(self, moe_layer: int | None) -> ShuffleHandle:
@@ -87,18 +87,9 @@ class TokenShuffler:
         known = self._history.contribution(layer, self._slots, self._decoding) if self._decoding.any() else None
         return score(tables, layer, self._group * self._size, self._looked_up[layer], earlier, known)
 
-    def _scores_of_batch(self, tables: ScoreTables | ShuffleTables) -> np.ndarray:
-        """(N, S) int32: what the tokens alone say, mean over layers."""
-        if isinstance(tables, ScoreTables):
-            return (self._looked_up.sum(axis=0, dtype=np.int64) // len(self._looked_up)).astype(np.int32)
-        rows = known_rows(self._token_ids, tables.token_ranks.shape[2])
-        ranks = tables.token_ranks[:, self._group, rows, None] == np.arange(self._size)  # (L, N, S)
-        confidence = tables.token_confidence[:, self._group, rows, None].astype(np.float32)
-        return np.rint((ranks * confidence).mean(axis=0) * SCALE).astype(np.int32)
-
     def by_weight(self, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """(n, K) each of this rank's tokens' experts by falling weight, as they travel with the all-gather."""
-        return torch.gather(expert_ids, 1, weights.argsort(dim=1, descending=True, stable=True)).to(self._id_type)
+        return by_weight(expert_ids, weights).to(self._id_type)
 
     def observe(self, moe_layer: int, expert_ids: torch.Tensor) -> None:
         """The experts (N, K) of all the group's tokens at the MoE layer just done."""
@@ -108,3 +99,27 @@ class TokenShuffler:
             self._earlier.insert(0, seen)
         else:
             self._earlier.insert(0, majority_rank(seen, self._devices_of_expert[moe_layer], self._size))
+
+
+def id_type(plan: Plan) -> torch.dtype:
+    """Of expert ids, as they travel."""
+    return torch.uint8 if plan.fingerprint.num_experts <= 256 else torch.int32
+
+
+def by_weight(expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Expert ids (n, K) by falling weight (n, K)."""
+    return torch.gather(expert_ids, 1, weights.argsort(dim=1, descending=True, stable=True))
+
+
+def scores_of_tokens(
+    tables: ScoreTables | ShuffleTables, group: int, num_slices: int, token_ids: np.ndarray
+) -> np.ndarray:
+    """(N, S) int32: what the tokens alone say, mean over layers."""
+    if isinstance(tables, ScoreTables):
+        layers = range(len(tables.token_scores))
+        looked_up = look_up_tokens(tables, layers, group * num_slices, num_slices, token_ids)
+        return (looked_up.sum(axis=0, dtype=np.int64) // len(looked_up)).astype(np.int32)
+    rows = known_rows(token_ids, tables.token_ranks.shape[2])
+    ranks = tables.token_ranks[:, group, rows, None] == np.arange(num_slices)  # (L, N, S)
+    confidence = tables.token_confidence[:, group, rows, None].astype(np.float32)
+    return np.rint((ranks * confidence).mean(axis=0) * SCALE).astype(np.int32)

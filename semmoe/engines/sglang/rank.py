@@ -1,5 +1,6 @@
 """The plug-in inside one of SGLang's model processes."""
 
+import functools
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,10 +21,12 @@ from semmoe.engines.sglang.recording import PassRecorder
 from semmoe.engines.sglang.registry import around
 from semmoe.engines.sglang.settings import PluginSettings
 from semmoe.engines.sglang.shuffle import BoundaryShuffle
+from semmoe.engines.sglang.static import StaticBoundaryShuffle
 from semmoe.engines.sglang.step import read_step
 from semmoe.engines.sglang.weights import load_tied
 from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.tp import TokenShuffler
+from semmoe.runtime.tp_device import DeviceShuffler
 from semmoe.runtime.traffic import TrafficCounter
 
 log = logging.getLogger(__name__)
@@ -99,22 +102,33 @@ class RankPlugin:
             check_location(self._plan, metadata, layers)
             choose_copies(self._plan, metadata, layers, parallel.moe_ep_rank)
         if self.shuffles:
-            self._attach_shuffle(runner.model, layers)
+            self._attach_shuffle(runner, layers)
         if self._settings.folder is not None and parallel.attn_tp_rank == 0:
             self._attach_recorder(runner, layers)
         self._publish()
 
-    def _attach_shuffle(self, model: torch.nn.Module, layers: list[int]) -> None:
+    def _attach_shuffle(self, runner: Any, layers: list[int]) -> None:
         assert self._plan is not None
         require(all_to_all(), "tokens are shuffled around an expert all-to-all: give --moe-a2a-backend, or "
                 "SEMMOE_SHUFFLE=off")  # fmt: skip
         parallel = get_parallel()
         comm = Communicator(parallel.attn_tp_group.device_group, parallel.attn_tp_rank, parallel.attn_tp_size)
         group = parallel.moe_ep_rank // self._plan.topology.attn_tp_size
-        shuffler = TokenShuffler(self._plan, group, parallel.attn_tp_rank, self._settings.shuffle)
-        self._shuffle = BoundaryShuffle(shuffler, comm, layer_of_norm(model, layers))
+        norms = layer_of_norm(runner.model, layers)
+        where = self._plan, group, parallel.attn_tp_rank, self._settings.shuffle
+        if self._static(runner):
+            shuffler = DeviceShuffler(*where, runner.device)
+            self._shuffle = StaticBoundaryShuffle(
+                shuffler, comm, norms, lambda: len(runner.req_to_token_pool.req_to_token)
+            )
+        else:
+            self._shuffle = BoundaryShuffle(TokenShuffler(*where), comm, norms)
         if get_exec().features.enable_return_routed_experts:
             self._shuffle.captured = lambda layer, ids: capture(layers[layer], ids)
+
+    def _static(self, runner: Any) -> bool:
+        """Whether tokens are shuffled on the device, where nothing may wait for the host."""
+        return self._settings.static == "1" or (not self._settings.static and str(runner.device) != "cpu")
 
     def _attach_recorder(self, runner: Any, layers: list[int]) -> None:
         """Where this rank sees every row of its attention group; elsewhere the log says why not."""
@@ -148,9 +162,9 @@ class RankPlugin:
         parts = [] if runner.is_draft_worker else [p for p in (self._shuffle, self._recording) if p is not None]
         if not parts:
             return original(runner, forward_batch, *args, **kwargs)
-        step = read_step(forward_batch)
+        read = functools.cache(lambda: read_step(forward_batch))  # waits for the device
         for part in parts:
-            part.begin(step)
+            part.begin(forward_batch, read)
         try:
             return original(runner, forward_batch, *args, **kwargs)
         finally:
@@ -178,7 +192,7 @@ class RankPlugin:
 
     def _padding(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         bound, info = original(*args, **kwargs)
-        return (None if self._shuffle is not None and self._shuffle.active else bound), info
+        return (self._shuffle.bound(bound) if self._shuffle is not None and self._shuffle.active else bound), info
 
     def _publish(self) -> None:
         rank = get_parallel().moe_ep_rank
@@ -195,6 +209,7 @@ class RankPlugin:
         return {
             "engine": f"sglang {sglang.__version__}", "method": plan.method if plan else "vanilla",
             "attention": running_topology(plan).attention, "shuffle": self._settings.shuffle if self._shuffle else "no",
+            "static": str(isinstance(self._shuffle, StaticBoundaryShuffle)).lower(),
             "redundant": str(plan.placement.redundant_experts if plan else 0),
             "plan": Path(self._settings.plan).name or "none",
         }  # fmt: skip

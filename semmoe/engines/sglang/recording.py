@@ -1,5 +1,6 @@
 """What a rank's forward passes routed, handed to the live recorder row by row."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,9 @@ class PassRecorder:
         """Whether this pass is."""
         return self._step is not None
 
-    def begin(self, step: Step) -> None:
-        self._step = step if self._recorder.poll() and step.num_tokens else None
+    def begin(self, forward_batch: Any, read: Callable[[], Step]) -> None:
+        step = read() if self._recorder.poll() else None
+        self._step = step if step is not None and step.num_tokens else None
         self._routed = {}
 
     def observe(self, layer_id: int, expert_ids: torch.Tensor, weights: torch.Tensor) -> None:

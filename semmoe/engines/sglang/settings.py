@@ -18,12 +18,14 @@ class PluginSettings:
     plan: str = ""  # a plan directory; empty: vanilla, whose traffic is counted all the same
     schedule: str = "plan"  # requests to data-parallel ranks by the plan, or by the engine
     shuffle: str = "layer"  # tokens inside attention-TP groups: once a layer, once a batch, or off
+    static: str = ""  # 1: shuffle on the device with static shapes, as CUDA graphs need, on a CPU too; 0: not on a GPU
     control: str = ""  # a folder for activity files and `semmoe record`
 
     def __post_init__(self) -> None:
         require(self.schedule in ("plan", "engine"), f"SEMMOE_SCHEDULE must be plan or engine, not {self.schedule!r}")
         allowed = (*GRAINS, "off")
         require(self.shuffle in allowed, f"SEMMOE_SHUFFLE must be one of {', '.join(allowed)}, not {self.shuffle!r}")
+        require(self.static in ("", "0", "1"), f"SEMMOE_STATIC must be 0, 1 or empty, not {self.static!r}")
 
     @property
     def folder(self) -> Path | None:

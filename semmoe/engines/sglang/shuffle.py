@@ -6,14 +6,16 @@ from layer to layer. The residual must then be known for every token, so the res
 normalised on every rank: the same bytes. SGLang's first layer has the whole stream anyhow.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from semmoe.engines.sglang.step import SlotWatch, Step
-from semmoe.runtime.collectives import Communicator, ShuffleHandle, shuffled_all_gathers, shuffled_reduce_scatter
+from semmoe.runtime.collectives import Communicator, shuffled_all_gathers, shuffled_reduce_scatter
 from semmoe.runtime.tp import TokenShuffler
+from semmoe.runtime.tp_device import DeviceShuffler
 
 
 class BoundaryShuffle:
@@ -22,11 +24,14 @@ class BoundaryShuffle:
     layer_of_norm: the MoE layer that each post-attention norm (by identity) leads to.
     """
 
-    def __init__(self, shuffler: TokenShuffler, comm: Communicator, layer_of_norm: dict[int, int]) -> None:
-        self._shuffler, self.comm, self._layers = shuffler, comm, layer_of_norm
+    def __init__(
+        self, shuffler: TokenShuffler | DeviceShuffler, comm: Communicator, layer_of_norm: dict[int, int]
+    ) -> None:
+        self._shuffler: Any = shuffler
+        self.comm, self._layers = comm, layer_of_norm
         self._watch = SlotWatch()
-        self._tokens, self._padded = 0, 0  # real rows of this pass, and rows with padding
-        self._handle: ShuffleHandle | None = None  # between the two collectives of a layer
+        self._tokens, self._padded = 0, 0  # rows of this pass to shuffle, and rows with other padding
+        self._handle: Any = None  # between the two collectives of a layer
         self._layer: int | None = None
         self._routing: tuple[torch.Tensor, torch.Tensor] | None = None
         # Called with (layer, logical ids (N, K)) of all rows in their order: by the recorder, which must not make the
@@ -34,7 +39,8 @@ class BoundaryShuffle:
         self.routed: Any = None
         self.captured: Any = None
 
-    def begin(self, step: Step) -> None:
+    def begin(self, forward_batch: Any, read: Callable[[], Step]) -> None:
+        step = read()
         self._tokens, self._handle = step.num_tokens, None
         if step.num_tokens:
             slots = step.slots[step.rows]
@@ -48,6 +54,10 @@ class BoundaryShuffle:
         """Whether rows are on the plan's slices now."""
         return self._handle is not None
 
+    def bound(self, original: torch.Tensor | None) -> torch.Tensor | None:
+        """How many of this rank's rows are real, where some may not be."""
+        return None
+
     def observe(self, expert_ids: torch.Tensor, weights: torch.Tensor) -> None:
         """What this rank's rows were routed to: logical ids (n, K)."""
         self._routing = expert_ids, weights
@@ -56,13 +66,21 @@ class BoundaryShuffle:
         self, original: Any, hidden_states: torch.Tensor, residual: Any, forward_batch: Any, norm: Any, **call: Any
     ) -> Any:
         """Before a layer's feed-forward: (N', H) partial sums and the whole residual stream -> this rank's rows."""
-        if not self._tokens:
+        self._padded = len(hidden_states)
+        if not self._started(forward_batch):
             return original(hidden_states, residual, forward_batch, norm, **call)
-        self._padded, n = len(hidden_states), self._tokens
         self._layer = self._layers.get(id(norm))
         self._handle = self._shuffler.slices(self._layer)
-        mine = shuffled_reduce_scatter(self.comm, hidden_states[:n], self._handle)
-        return call["read"].update_and_read(call["update"], mine, residual[:n][self._handle.mine], norm)
+        mine, residual = self._scatter_rows(hidden_states, residual)
+        return call["read"].update_and_read(call["update"], mine, residual, norm)
+
+    def _started(self, forward_batch: Any) -> bool:
+        """Whether there are tokens to shuffle."""
+        return self._tokens > 0
+
+    def _scatter_rows(self, partial: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mine = shuffled_reduce_scatter(self.comm, partial[: self._tokens], self._handle)
+        return mine, residual[self._handle.mine]
 
     def gather(
         self, original: Any, hidden_states: torch.Tensor, residual: Any, forward_batch: Any, norm: Any, **call: Any
@@ -88,18 +106,20 @@ class BoundaryShuffle:
 
     def _restore(self, rows: torch.Tensor) -> torch.Tensor:
         """(n, H) of every rank -> (N', H) in the tokens' order, zeros for padding; the routing travels along."""
-        handle, self._handle = self._handle, None
-        assert handle is not None
         columns, travels = [rows], self._layer is not None and (self._shuffler.uses_history or self.captured)
         if travels:
             assert self._routing is not None
             columns.append(self._shuffler.by_weight(*self._routing))
-        whole = shuffled_all_gathers(self.comm, columns, handle)
+        whole = self._gather_rows(columns)
+        self._handle = None
         if travels:
             self._tell(whole[1])
         if self._padded == self._tokens:
             return whole[0]
         return nn.functional.pad(whole[0], (0, 0, 0, self._padded - self._tokens))
+
+    def _gather_rows(self, columns: list[torch.Tensor]) -> list[torch.Tensor]:
+        return shuffled_all_gathers(self.comm, columns, self._handle)
 
     def _tell(self, expert_ids: torch.Tensor) -> None:
         assert self._layer is not None

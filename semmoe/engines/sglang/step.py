@@ -21,6 +21,13 @@ class Step:
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def ends(self) -> tuple[np.ndarray, np.ndarray]:
+        """(R,) each: the positions of every request's first and last token."""
+        requests = np.arange(len(self.slots))
+        first, last = np.searchsorted(self.rows, requests), np.searchsorted(self.rows, requests, side="right") - 1
+        return self.positions[first], self.positions[last]
+
 
 def read_step(batch: Any) -> Step:
     """From SGLang's ForwardBatch before padding."""
@@ -55,8 +62,7 @@ class SlotWatch:
             return step.slots
         grown = max(int(step.slots.max()) + 1, len(self._next))
         self._next = np.concatenate([self._next, np.full(grown - len(self._next), -1)])
-        first = np.searchsorted(step.rows, np.arange(len(step.slots)))
-        last = np.searchsorted(step.rows, np.arange(len(step.slots)), side="right") - 1
-        new = step.slots[self._next[step.slots] != step.positions[first]]
-        self._next[step.slots] = step.positions[last] + 1
+        first, last = step.ends
+        new = step.slots[self._next[step.slots] != first]
+        self._next[step.slots] = last + 1
         return new
