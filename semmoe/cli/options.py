@@ -31,6 +31,10 @@ class Engine(str, Enum):
     sglang = "sglang"
 
 
+class Server(str, Enum):
+    sglang = "sglang"
+
+
 class Schedule(str, Enum):
     plan = "plan"
     engine = "engine"

@@ -18,11 +18,11 @@ from semmoe.cli.options import (
     TOPOLOGY,
     Attention,
     DpSize,
-    Engine,
     EpSize,
     ModelArgument,
     NumNodes,
     Schedule,
+    Server,
     Shuffle,
 )
 from semmoe.core import Plan, Topology, require
@@ -32,7 +32,7 @@ from semmoe.core import Plan, Topology, require
 def serve(
     ctx: typer.Context,
     model: ModelArgument,
-    engine: Annotated[Engine, typer.Option(help="The engine that serves.", rich_help_panel=INPUT)] = Engine.sglang,
+    engine: Annotated[Server, typer.Option(help="The engine that serves.", rich_help_panel=INPUT)] = Server.sglang,
     plan: Annotated[
         Path | None, typer.Option(help="Serve on this plan, of any method; none: vanilla.", rich_help_panel=METHOD)
     ] = None,
@@ -52,21 +52,20 @@ def serve(
     port: Annotated[int, typer.Option(help="Port to listen on.", rich_help_panel=OUTPUT)] = 30000,
     control: Annotated[
         Path | None,
-        typer.Option(help="A folder of your own for activity and `semmoe record`.", rich_help_panel=OUTPUT,
+        typer.Option(help="For counters and `semmoe record`; by default in ~/.local/state.", rich_help_panel=OUTPUT,
                      show_default=False),
     ] = None,
     dry_run: Annotated[bool, typer.Option(help="Print the command and stop.", rich_help_panel=OUTPUT)] = False,
 ) -> None:  # fmt: skip
     """Serve a model with expert parallelism: print the engine's own command, then become it.
 
-    What follows `--` goes to the engine as it is. The command can be run without semmoe's, in any process manager.
+    What follows `--` goes to the engine as it is. What is printed can be run by itself.
 
-    Example: `semmoe serve MODEL --plan plan --port 30000 -- --mem-fraction-static 0.8`
+    Example: `semmoe serve MODEL --engine sglang --plan plan -- --mem-fraction-static 0.8`
     """
     from semmoe.engines.sglang import launch
     from semmoe.engines.sglang.settings import PluginSettings
 
-    require(engine is Engine.sglang, f"--engine {engine.value} is not served yet")
     chosen = _load(model, plan) if plan else None
     topology = _topology(chosen, attention, ep_size, dp_size, num_nodes)
     folder = _own_folder(control or _default_folder(port))
