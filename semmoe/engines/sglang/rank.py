@@ -89,6 +89,9 @@ class RankPlugin:
     def _attach(self, runner: Any) -> None:
         parallel, blocks = get_parallel(), moe_blocks(runner.model)
         layers = sorted(blocks)
+        if not layers:
+            require(self._plan is None, f"{type(runner.model).__name__} has no MoE layer that semmoe knows")
+            return
         physical = blocks[layers[0]].num_experts
         self._experts_per_rank = physical // parallel.moe_ep_size
         metadata = get_resources().expert_location_metadata
