@@ -11,13 +11,12 @@ from semmoe.demo import MODEL
 from semmoe.engines.transformers import calibrate as calibration
 from semmoe.engines.transformers import generate as gen
 from semmoe.engines.transformers import model as models
-from semmoe.engines.transformers.recorder import profile
+from semmoe.engines.transformers.recorder import record
 from semmoe.files import save_json
 from semmoe.settings import CoclusterSettings, GenerateSettings, ReplaySettings, SolveSettings
 from semmoe.solve import expect, solve
 from semmoe.split import split
 from semmoe.texts import held_out_prompts
-from semmoe.trace import TraceHeader, TraceWriter, open_trace
 
 SHAPE = cost.LayerShape(hidden_size=1000, expert_size=10, top_k=2)
 
@@ -93,10 +92,7 @@ def trace(tmp_path_factory):
     """Prompts of the embedded model's held-out text, prefill only."""
     folder, tokenizer = tmp_path_factory.mktemp("trace"), models.load_tokenizer(str(MODEL))
     prompts = [tokenizer(text)["input_ids"][:96] for _, _, text in held_out_prompts(per_domain=10)]
-    header = TraceHeader(fingerprint=models.fingerprint_of(str(MODEL)), dataset_hash="test", settings={})
-    with TraceWriter(folder, header) as writer:
-        profile(models.load_model(str(MODEL)), prompts, writer)
-    return open_trace(folder)
+    return record(models.load_model(str(MODEL)), str(MODEL), prompts, folder)
 
 
 @pytest.mark.dist

@@ -120,8 +120,8 @@ def two_level(comm, nodes):
     out, levels = [], levels_of(comm, nodes)
     for seed in cases(comm.size):
         hidden, ids, weights, serving = case(comm.size, seed)
-        levels.inter.sent.clear()
-        levels.intra.sent.clear()
+        levels.inter.reset_counts()
+        levels.intra.reset_counts()
         arguments = hidden[comm.rank], ids[comm.rank], weights[comm.rank]
         received, handle = dispatch_two_level(levels, *arguments, serving)
         combined = combine_two_level(levels, experts_of(parts(received)), handle)

@@ -10,11 +10,10 @@ from semmoe.demo import MODEL
 from semmoe.engines.transformers import generate as gen
 from semmoe.engines.transformers import model as models
 from semmoe.engines.transformers import parallel, verify
-from semmoe.engines.transformers.recorder import profile
+from semmoe.engines.transformers.recorder import record
 from semmoe.placement.linear import vanilla_plan
 from semmoe.settings import CoclusterSettings, GenerateSettings, PaperSettings, SolveSettings
 from semmoe.solve import solve
-from semmoe.trace import TraceHeader, TraceWriter, open_trace
 
 pytestmark = pytest.mark.dist
 # 10 prompts, two at a time: groups of 3 and 2 requests, so that some groups idle while others still decode.
@@ -37,10 +36,8 @@ def checkpoints(tmp_path_factory):
 def prepare(path, folder):
     """The plain model, a profile of other prompts, the reference outputs of `prompts(1)`."""
     model = models.load_model(path)
-    header = TraceHeader(fingerprint=models.fingerprint_of(path), dataset_hash="test", settings={})
-    with TraceWriter(folder / "trace", header) as writer:
-        profile(model, prompts(0, 24), writer)
-    return model, open_trace(folder / "trace"), verify.plain_generate(model, prompts(1), SETTINGS)
+    trace = record(model, path, prompts(0, 24), folder / "trace")
+    return model, trace, verify.plain_generate(model, prompts(1), SETTINGS)
 
 
 def set_ups(trace, ep_size):

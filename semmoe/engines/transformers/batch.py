@@ -79,7 +79,8 @@ def step(model: PreTrainedModel, batch: Batch, before: Callable[[torch.Tensor, t
         past_key_values=batch.cache, use_cache=True, logits_to_keep=1,
     )  # fmt: skip
     chosen = out.logits[:, -1].argmax(dim=-1).tolist()
-    batch.first_token_seconds += (time.perf_counter() - started) * prefill
+    if prefill:
+        batch.first_token_seconds = time.perf_counter() - started
     for i, token in enumerate(chosen):
         if batch.max_new_tokens:
             batch.generated[i].append(batch.generated[i][-1] if batch.finished(i) else token)
