@@ -43,6 +43,7 @@ bench-runtime: $(VENV)/.ready
 
 # On SGLang, both write to benchmarks/results too: serving over a slow network, as root; ten thousand requests, checked.
 bench-sglang: $(SGLANG_VENV)/.ready
+	$(ON_SGLANG) benchmarks/bench_sglang_traffic.py | tee $(RESULTS)/sglang_traffic_$(HERE).txt
 	$(ON_SGLANG) benchmarks/bench_sglang.py | tee $(RESULTS)/sglang_$(HERE).txt
 
 soak-sglang: $(SGLANG_VENV)/.ready
