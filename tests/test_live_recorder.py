@@ -154,10 +154,11 @@ def test_a_server_without_traffic_stops_when_it_is_told(tmp_path):
     live = LiveRecorder(tmp_path / "control", F, 0)
     assert live.poll()
     stop(tmp_path, control)
-    deadline = time.monotonic() + 20
-    while live.recording and time.monotonic() < deadline:
+    deadline, said = time.monotonic() + 20, status_path(tmp_path / "control", 0)
+    while read_status(said).state != "stopped" and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert read_status(status_path(tmp_path / "control", 0)).state == "stopped"
+    assert read_status(said).state == "stopped"
+    assert not live.recording
 
 
 @given(st.integers(0, 9999))
