@@ -35,18 +35,23 @@ class Offline:
 
 @contextmanager
 def running(model: str, options: Sequence[str], environment: dict[str, str], top_k: int = 0) -> Iterator[Offline]:
-    """SGLang's engine with its own command-line options, ended with the block."""
+    """SGLang's engine with its own command-line options; it ends with the block, and the environment is as before."""
+    before = dict(os.environ)
     os.environ.update(environment)
     from sglang import Engine
     from sglang.srt.server_args import prepare_server_args
 
     routed = ["--enable-return-routed-experts"] if top_k else []
     words = ["--model-path", model, "--random-seed", "0", "--log-level", "warning", *options, *routed]
-    engine = Engine(server_args=prepare_server_args(words))
+    engine = None
     try:
+        engine = Engine(server_args=prepare_server_args(words))
         yield Offline(engine, top_k)
     finally:
-        engine.shutdown()
+        if engine is not None:
+            engine.shutdown()
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _completion(answer: dict[str, Any], top_k: int) -> Completion:
