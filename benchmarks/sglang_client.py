@@ -64,9 +64,10 @@ def write_datasets(held_out: list[list[int]], lengths: tuple[int, ...], wanted: 
 
 
 def exact(tokenizer: Any, prompts: list[list[int]], length: int, wanted: int) -> list[str]:
-    """Texts, joined and cut, that the tokenizer turns into exactly `length` tokens."""
+    """Texts, joined and cut, that the tokenizer turns into exactly `length` tokens; they may overlap."""
     ids = [token for prompt in prompts for token in prompt]
-    cut = (tokenizer.decode(ids[i : i + length]) for i in range(0, len(ids) - length, length))
+    step = max(1, min(length, (len(ids) - length) // (8 * wanted)))
+    cut = (tokenizer.decode(ids[i : i + length]) for i in range(0, len(ids) - length, step))
     found = [text for text in cut if len(tokenizer.encode(text)) == length]
     if len(found) < wanted:
         raise ValueError(f"the held-out text makes {len(found)} prompts of {length} tokens, not {wanted}")
