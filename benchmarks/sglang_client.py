@@ -4,6 +4,7 @@ import json
 import random
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -66,12 +67,12 @@ def write_datasets(held_out: list[list[int]], lengths: tuple[int, ...], wanted: 
 def exact(tokenizer: Any, prompts: list[list[int]], length: int, wanted: int) -> list[str]:
     """Texts, joined and cut, that the tokenizer turns into exactly `length` tokens; they may overlap."""
     ids = [token for prompt in prompts for token in prompt]
-    step = max(1, min(length, (len(ids) - length) // (8 * wanted)))
+    step = max(1, (len(ids) - length) // (256 * wanted))  # few cuts keep their length
     cut = (tokenizer.decode(ids[i : i + length]) for i in range(0, len(ids) - length, step))
-    found = [text for text in cut if len(tokenizer.encode(text)) == length]
+    found = list(islice((text for text in cut if len(tokenizer.encode(text)) == length), wanted))
     if len(found) < wanted:
         raise ValueError(f"the held-out text makes {len(found)} prompts of {length} tokens, not {wanted}")
-    return found[:wanted]
+    return found
 
 
 def _write(path: Path, texts: list[str]) -> Path:
