@@ -7,6 +7,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -37,6 +38,11 @@ def bars() -> Iterator[Bars]:
     )  # fmt: skip
     with Progress(*columns, console=err) as progress:
         yield Bars(progress)
+
+
+def plain(text: str) -> str:
+    """Text that may come from anywhere, such as a file or an engine: no control characters, no markup."""
+    return escape("".join(c if c.isprintable() else "?" for c in text))
 
 
 def print_json(value: Any) -> None:

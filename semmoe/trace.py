@@ -75,6 +75,15 @@ class TraceWriter:
         if self._pending_tokens >= self.shard_tokens:
             self.flush()
 
+    def append_all(self, trace: RoutingTrace) -> None:
+        """Every request of `trace`, which has this one's fingerprint."""
+        for r in range(trace.num_requests):
+            rows = slice(trace.request_offsets[r], trace.request_offsets[r + 1])
+            self.append(
+                prompt_ids=trace.prompt(r), token_ids=trace.token_ids[rows],
+                expert_ids=trace.expert_ids[rows], phase=trace.phase[rows],
+            )  # fmt: skip
+
     def flush(self) -> None:
         if self._pending:
             shard = {name: np.concatenate([part[name] for part in self._pending]) for name in ARRAYS}
@@ -107,12 +116,7 @@ def save_trace(trace: RoutingTrace, path: Path) -> None:
     header = TraceHeader(fingerprint=trace.fingerprint, dataset_hash=trace.digest(), settings={})
     with TraceWriter(path, header) as writer:
         require(writer.num_requests == 0, f"{path} already holds a trace")
-        for r in range(trace.num_requests):
-            rows = slice(trace.request_offsets[r], trace.request_offsets[r + 1])
-            writer.append(
-                prompt_ids=trace.prompt(r), token_ids=trace.token_ids[rows],
-                expert_ids=trace.expert_ids[rows], phase=trace.phase[rows],
-            )  # fmt: skip
+        writer.append_all(trace)
 
 
 def open_trace(path: Path | str) -> RoutingTrace:

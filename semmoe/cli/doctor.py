@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from semmoe import console
 from semmoe.cli.app import app
@@ -84,5 +83,5 @@ def _print_plan(state: PlanState) -> None:
 
 
 def _say(text: str) -> None:
-    """Names in plans and messages of engines come from anywhere: no markup, no control characters."""
-    console.out.print(escape("".join(c if c.isprintable() else "?" for c in text)), highlight=False)
+    """Names in plans and messages of engines come from anywhere."""
+    console.out.print(console.plain(text), highlight=False)

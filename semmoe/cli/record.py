@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import typer
 from pydantic import ValidationError
-from rich.markup import escape
 
 from semmoe import console
 from semmoe.cli.app import app
@@ -207,7 +206,7 @@ def status(folder: FolderArgument, as_json: Json = False) -> None:
     console.print_table(f"{len(statuses)} ranks", *_table(statuses))
     for status in statuses:
         if status.reason:
-            console.out.print(f"rank {status.rank}: {_plain(status.reason)}", highlight=False)
+            console.out.print(f"rank {status.rank}: {console.plain(status.reason)}", highlight=False)
 
 
 def _headline(control: Control | None) -> str:
@@ -231,8 +230,3 @@ def _table(statuses: list[Status]) -> tuple[list[str], list[list[str]]]:
 
 def _state(status: Status) -> str:
     return "gone" if status.state == "recording" and _is_gone(status) else status.state
-
-
-def _plain(text: str) -> str:
-    """A status file may come from anywhere: no control characters, no markup."""
-    return escape("".join(c if c.isprintable() else "?" for c in text))

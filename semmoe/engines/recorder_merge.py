@@ -37,12 +37,7 @@ def _append_all(path: Path, writer: TraceWriter) -> int:
     """Shard by shard, since a trace may be larger than memory. Returns the tokens."""
     tokens = 0
     for trace in read_shards(path):
-        for r in range(trace.num_requests):
-            rows = slice(trace.request_offsets[r], trace.request_offsets[r + 1])
-            writer.append(
-                prompt_ids=trace.prompt(r), token_ids=trace.token_ids[rows],
-                expert_ids=trace.expert_ids[rows], phase=trace.phase[rows],
-            )  # fmt: skip
+        writer.append_all(trace)
         tokens += trace.num_tokens
     return tokens
 

@@ -12,7 +12,7 @@ from sglang.srt.layers.moe.topk import StandardTopKOutput
 from sglang.srt.runtime_context import get_parallel
 
 from semmoe.engines.sglang import targets
-from semmoe.engines.sglang.dispatcher import GlooDispatcher
+from semmoe.engines.sglang.dispatcher import GlooDispatcher, all_to_all
 from semmoe.engines.sglang.registry import around
 from semmoe.runtime.collectives import Communicator
 
@@ -26,7 +26,7 @@ def mend(comms: list[Communicator]) -> None:
     from sglang.srt.mem_cache.pool_host import common
 
     def dispatcher(make: Any, moe_runner_config: Any, **others: Any) -> Any:
-        if not _a2a():
+        if not all_to_all():
             return make(moe_runner_config, **others)
         if not comms:
             parallel = get_parallel()
@@ -47,12 +47,6 @@ def mend(comms: list[Communicator]) -> None:
     log.info("semmoe: mending SGLang's CPU backend (experts of other ranks, all-to-all over gloo)")
 
 
-def _a2a() -> bool:
-    from sglang.srt.layers.moe.utils import get_moe_a2a_backend
-
-    return not get_moe_a2a_backend().is_none()
-
-
 def _local_experts(compute: Any, layer: Any, x: torch.Tensor, topk_output: Any, config: Any) -> torch.Tensor:
     """SGLang's own computation, on the (token, expert) pairs whose expert is here (id not -1)."""
     weights, ids = topk_output.topk_weights, topk_output.topk_ids
@@ -67,7 +61,7 @@ def _local_experts(compute: Any, layer: Any, x: torch.Tensor, topk_output: Any, 
 def _expert_class(choose: Any, quant_config: Any) -> Any:
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
-    return FusedMoE if _a2a() else choose(quant_config)
+    return FusedMoE if all_to_all() else choose(quant_config)
 
 
 def _wait_for_requests(loop: Any, controller: Any) -> Any:

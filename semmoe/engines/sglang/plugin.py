@@ -1,6 +1,5 @@
 """Entry point of `sglang.srt.plugins`: what SGLang calls in each of its processes before it starts."""
 
-import logging
 import os
 import sys
 from pathlib import Path
@@ -11,8 +10,6 @@ from semmoe.engines.metrics import Counters
 from semmoe.engines.sglang import targets
 from semmoe.engines.sglang.settings import PluginSettings, from_environment
 from semmoe.plan import load_plan
-
-log = logging.getLogger(__name__)
 
 
 def register() -> None:
@@ -34,11 +31,12 @@ def on_cpu() -> bool:
 
 
 def _register(settings: PluginSettings) -> None:
+    from semmoe.engines.sglang.rank import RankPlugin
     from semmoe.engines.sglang.registry import around, prove
 
     plan = load_plan(settings.plan) if settings.plan else None
     hooks = list(targets.MODEL_HOOKS)
-    rank = _rank(settings, plan)
+    rank = RankPlugin(plan, settings)
     if on_cpu():
         from semmoe.engines.sglang.cpu import mend
 
@@ -52,12 +50,6 @@ def _register(settings: PluginSettings) -> None:
     if rank.shuffles:
         hooks += targets.SHUFFLE_HOOKS
     prove(hooks)
-
-
-def _rank(settings: PluginSettings, plan: Plan | None) -> Any:
-    from semmoe.engines.sglang.rank import RankPlugin
-
-    return RankPlugin(plan, settings)
 
 
 def _controller(plan: Plan, folder: Path | None) -> Any:

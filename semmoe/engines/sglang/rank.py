@@ -16,6 +16,7 @@ from semmoe.core import Fingerprint, Plan, Topology, require
 from semmoe.engines.metrics import Counters, Reading
 from semmoe.engines.recorder import LiveRecorder
 from semmoe.engines.sglang import guard, targets
+from semmoe.engines.sglang.dispatcher import all_to_all
 from semmoe.engines.sglang.location import check_location, choose_copies
 from semmoe.engines.sglang.recording import PassRecorder
 from semmoe.engines.sglang.registry import around
@@ -236,13 +237,6 @@ class RankPlugin:
         for comm in self.dispatch_comms:
             for j, sent in list(comm.sent_to.items()):
                 yield "all_to_all_bytes", {**own, "to": str(j)}, sent
-
-
-def all_to_all() -> bool:
-    """Whether each rank's rows go to their experts, in place of all rows to all ranks."""
-    from sglang.srt.layers.moe.utils import get_moe_a2a_backend
-
-    return not get_moe_a2a_backend().is_none()
 
 
 def moe_blocks(model: torch.nn.Module) -> dict[int, Any]:

@@ -16,7 +16,7 @@ class RequestHook:
     """Names the rank of every request that names none; the engine's own choice serves where semmoe has none."""
 
     def __init__(self, plan: Plan, counters: Counters) -> None:
-        self._plan, self._counters = plan, counters
+        self._counters = counters
         self._balancer = RequestBalancer(plan)
         self._looked, self._unknown, self._failed = 0.0, 0, False
         self._loads: dict[int, float] = {}  # by rank: when its load was last reported

@@ -60,8 +60,9 @@ class SlotWatch:
         """(n,) slots, for each pass once and in order."""
         if len(step.slots) == 0:
             return step.slots
-        grown = max(int(step.slots.max()) + 1, len(self._next))
-        self._next = np.concatenate([self._next, np.full(grown - len(self._next), -1)])
+        missing = int(step.slots.max()) + 1 - len(self._next)
+        if missing > 0:
+            self._next = np.concatenate([self._next, np.full(missing, -1)])
         first, last = step.ends
         new = step.slots[self._next[step.slots] != first]
         self._next[step.slots] = last + 1
