@@ -1,0 +1,192 @@
+"""What users call, on a real engine of two ranks: refusals, forwards, profiling, the legacy layer."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ranks import on_ranks
+
+from semmoe.core import DECODE, Topology
+from semmoe.demo import MODEL
+from semmoe.engines.transformers import recorder as plain_recorder
+from semmoe.engines.transformers.model import fingerprint_of, load_model
+from semmoe.placement.linear import vanilla_plan
+from semmoe.plan import save_plan
+from semmoe.settings import CoclusterSettings, SolveSettings
+from semmoe.solve import solve
+from semmoe.trace import TraceHeader, TraceWriter, open_trace
+
+pytestmark = pytest.mark.dist
+EASY = CoclusterSettings(starts=1, kicks=1, sweeps=2)
+
+
+class Job:
+    """A function of a communicator and what it needs, as `on_ranks` wants it."""
+
+    def __init__(self, function, *given):
+        self.function, self.given, self.__name__ = function, given, function.__name__
+
+    def __call__(self, comm):
+        return self.function(comm, *self.given)
+
+
+@pytest.fixture(scope="module")
+def plan(model, texts, tmp_path_factory):
+    trace = plain_recorder.record(model, str(MODEL), texts[32:60], tmp_path_factory.mktemp("trace"))
+    return solve(trace, Topology(ep_size=2), SolveSettings(cocluster=EASY))
+
+
+def refusals(comm, plan):
+    from deepspeed import comm as ds
+
+    from semmoe.engines import deepspeed as adaptor
+    from semmoe.engines.deepspeed import offline
+
+    def said(call):
+        try:
+            call()
+        except ValueError as error:
+            return str(error)
+        return "nothing"
+
+    model = load_model(str(MODEL))
+    out = [said(lambda: adaptor.apply_plan(model, plan))]
+    engine = offline.initialize(model, plan)
+    assert ds.is_initialized()
+    out.append(said(lambda: adaptor.apply_plan(engine, plan, shuffle="often")))
+    other = vanilla_plan(plan.fingerprint, Topology(ep_size=4, dp_size=2))
+    out.append(said(lambda: adaptor.apply_plan(engine, other)))
+    adaptor.apply_plan(engine, plan)
+    out.append(said(lambda: adaptor.apply_plan(engine, plan)))
+    out.append(said(lambda: engine.save_checkpoint("x")))
+    out.append(said(lambda: engine.module(inputs_embeds=torch.zeros(1, 2, 192))))
+    out.append(said(lambda: adaptor.AutoEPRecorder(engine.module)))
+    return out
+
+
+def test_what_does_not_fit_is_said(plan, tmp_path):
+    said = on_ranks(2, Job(refusals, plan), tmp_path)
+    for words in said:
+        for line, expected in zip(words, [
+            "no MoE layer of this model was converted by AutoEP", "shuffle must be one of predicted, routed, off",
+            "the plan is for autoep_size 4 and autotp_size 2, DeepSpeed runs 2 and 2", "on a plan already",
+            "DeepSpeed's checkpoints do not know", "needs input_ids", "before a plan is applied",
+        ], strict=True):  # fmt: skip
+            assert expected in line
+
+
+def generated(comm, plan, prompt):
+    from semmoe.engines.deepspeed import apply_plan, offline
+
+    engine = offline.initialize(load_model(str(MODEL)), plan)
+    planned = apply_plan(engine, plan)
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        out = engine.module.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=8,
+                                     pad_token_id=0)  # fmt: skip
+    return out[0, len(prompt) :].tolist(), planned.sent_bytes()
+
+
+def test_generate_of_transformers_runs_on_the_plan(plan, prompts, reference, tmp_path):
+    for tokens, sent in on_ranks(2, Job(generated, plan, prompts[3]), tmp_path):
+        assert tokens == reference[3]
+        assert sent["reduce_scatter"] > 0
+        assert sent["all_reduce"] < 100  # DeepSpeed compares the ranks' first input
+
+
+def test_the_example_of_the_docs_runs_as_users_start_it(plan, prompts, reference, tmp_path):
+    """By torchrun, on two ranks."""
+    docs = (Path(__file__).parents[3] / "docs/engines.md").read_text()
+    code = re.search(r"^```python\n(import deepspeed.*?)^```", docs, re.M | re.S)[1]
+    given = f"torch.tensor([{prompts[3]}]), max_new_tokens=8, do_sample=False, pad_token_id=0"
+    save_plan(plan, tmp_path / "plan")
+    for name, value in (('"MODEL"', repr(str(MODEL))), ("generate(...)", f"generate({given})")):
+        assert name in code
+        code = code.replace(name, value)
+    code = code.replace("engine.module.generate", "out = engine.module.generate")
+    # Else DeepSpeed compiles collectives of its own, which takes a while and a compiler.
+    first = 'import torch\nimport deepspeed.ops\ndeepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False\n'
+    # Each rank writes a file of its own: what two print at once is mixed up.
+    answer = f"str(out[0, {len(prompts[3])}:].tolist())"
+    last = f"import os, pathlib\npathlib.Path('tokens' + os.environ['RANK']).write_text({answer})\n"
+    (tmp_path / "script.py").write_text(f"{first}{code}\n{last}")
+    run = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    result = subprocess.run([*run, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert [(tmp_path / f"tokens{rank}").read_text() for rank in range(2)] == [str(reference[3])] * 2
+
+
+def profiled(comm, plan, prompts, folder):
+    from semmoe.engines.deepspeed import AutoEPRecorder, offline
+
+    engine = offline.initialize(load_model(str(MODEL)), plan)
+    header = TraceHeader(fingerprint=fingerprint_of(str(MODEL)), dataset_hash="x", settings={})
+    with TraceWriter(folder / str(comm.rank), header) as writer:
+        plain_recorder.profile(engine.module, prompts, writer, max_new_tokens=4, recorder_of=AutoEPRecorder)
+
+
+def test_a_profile_is_that_of_the_plain_model(plan, model, prompts, tmp_path):
+    on_ranks(2, Job(profiled, plan, prompts[4:12], tmp_path), tmp_path)
+    header = TraceHeader(fingerprint=fingerprint_of(str(MODEL)), dataset_hash="x", settings={})
+    with TraceWriter(tmp_path / "plain", header) as writer:
+        plain_recorder.profile(model, prompts[4:12], writer, max_new_tokens=4)
+    plain = open_trace(tmp_path / "plain")
+    assert (plain.phase == DECODE).any()
+    for rank in "01":
+        found = open_trace(tmp_path / rank)
+        for name in ("token_ids", "request_offsets", "phase", "prompt_ids", "expert_ids"):
+            np.testing.assert_array_equal(getattr(found, name), getattr(plain, name))
+
+
+def legacy(comm, top_k):
+    from deepspeed.moe.layer import MoE
+
+    from semmoe.core import Placement
+    from semmoe.engines.deepspeed import offline, uneven_all_to_all
+    from semmoe.engines.deepspeed.traffic import collectives
+
+    offline.join()
+
+    def layer(**settings):
+        torch.manual_seed(0)
+        expert = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 16))
+        made = MoE(hidden_size=16, expert=expert, num_experts=8, ep_size=2, k=top_k,
+                   top2_2nd_expert_sampling=False, **settings).eval()  # fmt: skip
+        made.set_deepspeed_parallelism()
+        for number, one in enumerate(made.deepspeed_moe.experts.deepspeed_experts):  # copies of one another until now
+            torch.manual_seed(100 + 4 * comm.rank + number)
+            for parameter in one.parameters():
+                torch.nn.init.normal_(parameter)
+        return made
+
+    made, seen = layer(drop_tokens=False), collectives()
+    torch.manual_seed(comm.rank)
+    hidden, sent = torch.randn(2, 24, 16), []
+    with torch.no_grad():
+        expected = made(hidden)[0]
+        sent.append(seen.sent["all_to_all"])
+        order = np.array([[5, 0, 7, 2, 4, 3, 6, 1]])
+        assert (
+            uneven_all_to_all(
+                torch.nn.ModuleList([made]), Placement(physical_to_logical_map=order, num_experts=8, ep_size=2)
+            )
+            == 1
+        )
+        found = made(hidden)[0]
+        sent.append(seen.sent["all_to_all"] - sent[0])
+    try:
+        uneven_all_to_all(layer(drop_tokens=True))
+    except ValueError as error:
+        return float((found - expected).abs().max()), sent, str(error)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+def test_the_legacy_layer_sends_what_it_must(top_k, tmp_path):
+    for difference, (padded, uneven), refusal in on_ranks(2, Job(legacy, top_k), tmp_path):
+        assert difference < 1e-5
+        assert 0 < uneven < padded
+        assert "drops tokens above its capacity" in refusal
