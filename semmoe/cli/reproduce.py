@@ -1,0 +1,97 @@
+"""The paper's tables and figures."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.table import Table
+
+from semmoe import console
+from semmoe.cli.app import app
+from semmoe.cli.options import INPUT, OUTPUT, Json
+from semmoe.core import require
+
+CHECKOUT = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+@app.command()
+def reproduce(
+    items: Annotated[
+        list[str] | None, typer.Argument(help="Their names, of --list; none: all of them.", show_default=False)
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(help="A folder for data and pictures.", rich_help_panel=OUTPUT)
+    ] = Path("reproduced"),
+    trace: Annotated[
+        list[Path] | None,
+        typer.Option(help="A trace to look at beside the shipped model's routing; may be given again.",
+                     rich_help_panel=INPUT, show_default=False),
+    ] = None,
+    dataset: Annotated[
+        list[Path] | None,
+        typer.Option(help="table3: a kind of prompts, in a file; give two or more.", rich_help_panel=INPUT,
+                     show_default=False),
+    ] = None,
+    results: Annotated[
+        Path | None,
+        typer.Option(help="What benchmarks wrote, for items that need an engine or root; a checkout has its own.",
+                     rich_help_panel=INPUT, show_default=False),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of splits and solvers.", rich_help_panel=INPUT)] = 0,
+    list_items: Annotated[bool, typer.Option("--list", help="Say what there is, what it needs, and end.")] = False,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Make the paper's tables and figures from what this machine can run, each beside what was published.
+
+    Every item leaves NAME.csv, NAME.json and NAME.svg; summary.md has the table that is printed at the end. What the
+    paper measured on eight GPUs with models of 16 to 30 billion weights is made here in a smaller form, from the
+    shipped model or a trace of yours, and says so. What needs a serving engine or root comes from what the benchmarks
+    wrote before.
+
+    Examples: `semmoe reproduce --list` and `semmoe reproduce table1 figure5b --out reproduced`
+    """
+    from semmoe.reproduce import run
+    from semmoe.reproduce.inputs import Inputs
+
+    chosen = run.choose(items or [])
+    if list_items:
+        _print_items(chosen, as_json)
+        return
+    for path in [*(trace or []), *(dataset or []), *([results] if results else [])]:
+        require(path.exists(), f"{path}: there is no such file")
+    with console.bars() as bars:
+        inputs = Inputs(seed=seed, traces=trace or [], datasets=dataset or [], task=bars.task,
+                        results=results or (CHECKOUT if CHECKOUT.is_dir() else None))  # fmt: skip
+        made: list[dict[str, Any]] = []
+        for item in chosen:
+            advance = bars.task(item.name, 1)
+            made.append(run.make(item, inputs, out))
+            advance(1)
+    summary = run.write_summary(made, out)
+    if as_json:
+        console.print_json(made)
+        return
+    _print_compared(run.compared(made))
+    console.out.print(f"data and pictures: {out}; this table: {summary}", markup=False)
+
+
+def _print_items(chosen: list[Any], as_json: bool) -> None:
+    if as_json:
+        console.print_json([{"item": i.name, "title": i.title, "needs": i.needs, "seconds": i.seconds} for i in chosen])
+        return
+    rows = [[item.name, item.title, item.needs, f"{item.seconds:.0f}"] for item in chosen]
+    console.print_table("Items, on two cores and from the shipped model", ["name", "what", "needs", "seconds"], rows)
+
+
+def _print_compared(rows: list[list[str]]) -> None:
+    """Text in every column, so that lines break inside cells."""
+    from semmoe.reproduce.run import COLUMNS
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_lines=True)
+    for column, share in zip(COLUMNS, (2, 5, 5, 5, 6), strict=True):
+        table.add_column(column, ratio=share, overflow="fold")
+    for row in rows:
+        table.add_row(*(console.plain(cell) for cell in row))
+    wide = console.out if console.out.is_terminal else console.Console(highlight=False, width=160)
+    wide.print(table)

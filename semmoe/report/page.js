@@ -1,0 +1,66 @@
+// Draws the figures in the colours of the theme, and again when the theme, the width or the medium changes.
+"use strict";
+(() => {
+  const figures = JSON.parse(document.getElementById("figures").textContent);
+  const LEGIBLE = 20; // pixels of a cell
+  const root = document.documentElement;
+  const button = document.getElementById("theme");
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  const paper = matchMedia("print");
+
+  const colour = (name) => getComputedStyle(root).getPropertyValue("--" + name).trim();
+  const sequential = () => [0, 1, 2, 3, 4, 5].map((i) => [i / 5, colour("s" + i)]);
+
+  // A copy of a figure in which "@name", where a colour stands, is the theme's colour of that name.
+  const painted = (value, key) => {
+    if (Array.isArray(value)) return typeof value[0] === "object" ? value.map((v) => painted(v, key)) : value;
+    if (value && typeof value === "object") {
+      return Object.fromEntries(Object.entries(value).map(([k, v]) => [k, painted(v, k)]));
+    }
+    if (typeof value !== "string" || value[0] !== "@" || !/color/i.test(key)) return value;
+    return value === "@sequential" ? sequential() : colour(value.slice(1));
+  };
+
+  const draw = () => {
+    const family = getComputedStyle(document.body).fontFamily;
+    for (const [id, figure] of Object.entries(figures)) {
+      const { data, layout } = painted(figure, "");
+      layout.font.family = family;
+      layout.width = document.getElementById(id).clientWidth;
+      for (const trace of data) {
+        // Numbers that would be too small to read are left out.
+        if (trace.texttemplate && layout.width / trace.z[0].length < LEGIBLE) delete trace.texttemplate;
+      }
+      Plotly.react(id, data, layout, { displayModeBar: false, responsive: false, scrollZoom: false });
+    }
+  };
+
+  const isDark = () => (root.dataset.theme ? root.dataset.theme === "dark" : dark.matches);
+  const show = () => {
+    button.setAttribute("aria-pressed", String(isDark()));
+    draw();
+  };
+  const print = (on) => {
+    if (root.classList.contains("printing") !== on) {
+      root.classList.toggle("printing", on);
+      draw();
+    }
+  };
+
+  button.addEventListener("click", () => {
+    root.dataset.theme = isDark() ? "light" : "dark";
+    show();
+  });
+  dark.addEventListener("change", show);
+  paper.addEventListener("change", (event) => print(event.matches));
+  addEventListener("beforeprint", () => print(true));
+  addEventListener("afterprint", () => print(false));
+  let width = root.clientWidth;
+  addEventListener("resize", () => {
+    if (root.clientWidth !== width) {
+      width = root.clientWidth;
+      draw();
+    }
+  });
+  show();
+})();

@@ -1,0 +1,59 @@
+"""The section of one plan."""
+
+from semmoe.report import layers, maps, words
+from semmoe.report.gather import Inputs, PlanFile, TraceFile
+from semmoe.report.layers import Replayed
+from semmoe.report.verdict import Pair, vanilla_of
+from semmoe.report.view import Figure, Missing, Section
+
+
+def section(inputs: Inputs, entry: PlanFile, pair: Pair | None, id: str) -> Section:
+    replayed, trace = replayed_of(inputs, entry), trace_of(inputs, entry)
+    parts: list[Figure | Missing | None] = []
+    if replayed is None:
+        says = "The plan holds no figures of its layers."
+        parts.append(Missing("Layer by layer", says, f"semmoe solve TRACE --out {words.name(entry.path)}"))
+    else:
+        parts += [layers.layers(replayed), layers.load(replayed)]
+    parts += [layers.rank_pairs(pair, replayed), maps.placement(inputs, entry, trace), maps.affinity(entry, trace)]
+    title = words.attention(entry.plan.topology)
+    if sum(p.plan.topology.attention == entry.plan.topology.attention for p in inputs.plans) > 1:
+        title += f", {words.name(entry.path)}"
+    source = f" Figures of layers are replayed: {replayed.source}." if replayed else ""
+    return Section(
+        id=id, title=f"The plan for {title[0].lower()}{title[1:]}", short=title.removeprefix("Attention "),
+        intro=_intro(entry) + source, parts=[part for part in parts if part is not None],
+    )  # fmt: skip
+
+
+def _intro(entry: PlanFile) -> str:
+    t, f = entry.plan.topology, entry.plan.fingerprint
+    groups = f"{words.count(t.dp_size, 'attention group')} of {words.count(t.attn_tp_size, 'rank')}"
+    redundant = words.count(entry.plan.placement.redundant_experts, "redundant expert")
+    return (
+        f"{words.count(t.ep_size, 'rank')}, {groups}, {words.count(t.num_nodes, 'node')}; {f.num_layers} MoE layers of "
+        f"{f.num_experts} experts, {f.top_k} a token, {redundant}; method {words.name(entry.plan.method)}."
+    )
+
+
+def replayed_of(inputs: Inputs, entry: PlanFile) -> Replayed | None:
+    """What was replayed of a plan, layer by layer: on requests held out while solving, else in a replay's file."""
+    plan, expected = entry.plan, entry.expected
+    if expected is not None and expected.layers:
+        where = f"{words.count(expected.requests, 'request')} held out while solving, {words.name(entry.path)}"
+        return Replayed(expected, vanilla_of(expected, plan.method), where)
+    t = plan.topology
+    for path, replay in inputs.replays:
+        same = all(replay.settings.get(k) == v for k, v in (("ep_size", t.ep_size), ("dp_size", t.dp_size)))
+        own = replay.methods.get(plan.method)
+        if same and own is not None and own.layers:
+            vanilla = replay.methods.get("linear") if plan.method != "linear" else None
+            return Replayed(own, vanilla, f"method {words.name(plan.method)} in {words.name(path)}")
+    return None
+
+
+def trace_of(inputs: Inputs, entry: PlanFile) -> TraceFile | None:
+    """The trace that a plan was solved on, or else one of the same model."""
+    fits = [t for t in inputs.traces if entry.plan.fingerprint.mismatch(t.trace.fingerprint) is None]
+    own = [t for t in fits if t.digest == entry.plan.trace_hash]
+    return next(iter([*own, *fits]), None)

@@ -1,0 +1,94 @@
+"""What a page is made of, before it is HTML: cards, sections, figures and their tables. All text is plain text."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Table:
+    """The first cell of each row names it."""
+
+    caption: str
+    columns: list[str]
+    rows: list[list[str]]
+
+
+@dataclass(frozen=True)
+class Key:
+    """An entry of a legend. colour: a name of `figures.PALETTE`, or #rrggbb; mark: box, line, dash, dot or diamond."""
+
+    label: str
+    colour: str
+    mark: str = "box"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The colour bar of heat maps: what the lowest and the highest colour stand for."""
+
+    low: str
+    high: str
+    what: str
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One picture. spec: Plotly data and layout; label: what it shows, for those who do not see it."""
+
+    title: str
+    spec: dict[str, Any]
+    label: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """Panels that belong together, in `columns` beside each other where there is room."""
+
+    title: str
+    says: str  # what one sees, and what is good
+    panels: list[Panel]
+    tables: list[Table]
+    keys: list[Key] = field(default_factory=list)
+    scale: Scale | None = None
+    columns: int = 1
+
+
+@dataclass(frozen=True)
+class Missing:
+    """What is not there, and the command that makes it."""
+
+    title: str
+    says: str
+    command: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    id: str
+    title: str
+    short: str  # in the navigation
+    intro: str = ""
+    shown: Table | None = None  # a table that is open, before the figures
+    parts: list[Figure | Missing] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Number:
+    """A figure of merit. compared: with vanilla, in a few words."""
+
+    label: str
+    plan: str
+    compared: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """The verdict on one plan. state: yes, no, open (not known) or wrong (outputs differ)."""
+
+    title: str
+    state: str
+    badge: str
+    sentences: list[str]
+    numbers: list[Number]
+    source: str  # of the numbers
+    target: str = ""  # id of the plan's section

@@ -1,0 +1,181 @@
+"""Items that need a serving engine and a slow network: from what `make bench-sglang` and `make bench-vllm` wrote."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from semmoe.measured import AT_ONCE, LIGHT, ServingSweep, serving_sweep
+from semmoe.reproduce.inputs import Inputs
+from semmoe.reproduce.item import OTHER, PLAN, VANILLA, Cell, Comparison, Item, LackingError, Result, panel
+
+TTFT, E2E = "median_ttft_ms", "median_e2e_ms"
+SMALLER = "two CPU cores and links of 200 Mbit/s, the shipped model"
+FIGURE4 = "1.31 (TTFT) and 3.21 (E2E), DeepSeek-V2-Lite; up to 1.98 and 1.11, Qwen3-30B"
+TABLE2 = ".89 / .90 / .91 and .98 / .98 / .99 (DeepSeek-V2-Lite), .87 / .80 / .96 and .99 each (Qwen3-30B)"
+STATED = {
+    "where": "measured before, as root, by `make bench-sglang` and `make bench-vllm`; each file says how",
+}
+Swept = tuple[str, ServingSweep]  # the engine, and what was measured
+
+
+def _sweeps(inputs: Inputs, attention: str) -> list[Swept]:
+    found = [(part.described.split(",")[0], serving_sweep(part)) for part in inputs.parts]
+    out = [(_named(engine, sweep), sweep) for engine, sweep in found if sweep and attention in sweep.sweeps]
+    if not out:
+        raise LackingError("what `make bench-sglang` or `make bench-vllm` wrote (root, a slow network): --results "
+                           "FOLDER")  # fmt: skip
+    return out
+
+
+def _named(engine: str, sweep: ServingSweep) -> str:
+    """The engine, and the data set if prompts were not held-out text."""
+    dataset = str(sweep.settings.get("dataset") or "")
+    return f"{engine}, {Path(dataset).name.split('.')[0]}" if dataset else engine
+
+
+def _text(sweep: ServingSweep) -> str:
+    return "" if sweep.settings.get("dataset") else " and text of its own kind"
+
+
+def _runs(sweep: ServingSweep, name: str) -> list[str]:
+    """Those of growing request rates."""
+    seen = sweep.runs(name)
+    rates = sorted((run for run in seen if run.endswith("requests/s")), key=lambda run: float(run.split()[0]))
+    return [run for run in (LIGHT, *rates, AT_ONCE) if run in seen]
+
+
+def best_throughput(sweep: ServingSweep, attention: str, name: str, columns: tuple[str, ...]) -> float:
+    """Most tokens/s of the runs in which all of `columns` stay within their objectives; 0 where none does."""
+    limits = sweep.sweeps[attention].objectives
+    best = 0.0
+    for run in _runs(sweep, name):
+        figures = [sweep.figure(name, run, column) for column in columns]
+        if all(f is not None and f <= limits[c] for f, c in zip(figures, columns, strict=True)):
+            best = max(best, sweep.figure(name, run, "output_throughput") or 0.0)
+    return best
+
+
+def figure4(inputs: Inputs) -> Result:
+    """Latency against throughput as requests come faster, attention-DP."""
+    swept = _sweeps(inputs, "dp")
+    rows: list[list[Cell]] = []
+    figure, axes = panel(columns=2, rows=len(swept))
+    comparisons = []
+    for (engine, sweep), pair in zip(swept, axes, strict=True):
+        for name in sweep.names("dp"):
+            rows += [[engine, name, run, *(sweep.figure(name, run, c) for c in ("request_throughput",
+                     "output_throughput", TTFT, E2E))] for run in _runs(sweep, name)]  # fmt: skip
+        _curves(pair, [row for row in rows if row[0] == engine], sweep, engine)
+        comparisons.append(_beside(engine, sweep, (TTFT, E2E), "both objectives", FIGURE4))
+    columns = ["engine", "set-up", "run", "requests/s", "tokens/s", TTFT, E2E]
+    return Result(columns=columns, rows=rows, picture=figure, stated=STATED, comparisons=comparisons)
+
+
+def _curves(pair: Any, rows: list[list[Any]], sweep: ServingSweep, engine: str) -> None:
+    for axis, column, label in ((pair[0], 5, TTFT), (pair[1], 6, E2E)):
+        for name in dict.fromkeys(row[1] for row in rows):
+            own = [row for row in rows if row[1] == name]  # as requests come faster
+            ink = VANILLA if name.endswith("vanilla") else PLAN if "plan" in name else "#56b4e9"
+            axis.plot([row[4] for row in own], [row[column] for row in own], "o-", color=ink, label=name)
+        axis.axhline(sweep.sweeps["dp"].objectives[label], color=OTHER, linestyle=":", label="objective")
+        axis.set(title=engine, xlabel="tokens/s", ylabel=label, ylim=(0, None))
+        axis.legend(fontsize=7)
+
+
+def _beside(engine: str, sweep: ServingSweep, columns: tuple[str, ...], objectives: str, published: str) -> Comparison:
+    names = sweep.names("dp")
+    best = {name: best_throughput(sweep, "dp", name, columns) for name in names}
+    vanilla = best[names[0]]
+    gains = [f"{name.removeprefix('DP, ')}: {best[name] / vanilla:.2f} ({best[name]:.0f} tokens/s)"
+             for name in names[1:]]  # fmt: skip
+    return Comparison(
+        what=f"{engine}: throughput within {objectives}, over vanilla's ({vanilla:.0f} tokens/s), attention-DP",
+        published=published, measured="; ".join(gains),
+        why=f"{SMALLER}{_text(sweep)}; {sweep.settings['rounds']} round(s), few rates",
+    )  # fmt: skip
+
+
+def _within(inputs: Inputs, column: str, objective: str, published: str) -> Result:
+    """Table 5 and Table 6: throughput within one objective."""
+    swept = _sweeps(inputs, "dp")
+    rows: list[list[Cell]] = []
+    figure, axes = panel(columns=len(swept))
+    for (engine, sweep), axis in zip(swept, axes[0], strict=True):
+        names = sweep.names("dp")
+        best = [best_throughput(sweep, "dp", name, (column,)) for name in names]
+        rows += [[engine, name, value, value / best[0]] for name, value in zip(names, best, strict=True)]
+        axis.bar([name.removeprefix("DP, ") for name in names], best, color=[VANILLA, *[PLAN] * (len(best) - 1)])
+        axis.set(title=engine, ylabel=f"tokens/s within the {objective} objective")
+    comparisons = [_beside(engine, sweep, (column,), f"the {objective} objective", published)
+                   for engine, sweep in swept]  # fmt: skip
+    return Result(columns=["engine", "set-up", "tokens/s", "over vanilla"], rows=rows, picture=figure, stated=STATED,
+                  comparisons=comparisons)  # fmt: skip
+
+
+def table5(inputs: Inputs) -> Result:
+    """Throughput within five times the lightest load's time to first token."""
+    return _within(inputs, TTFT, "TTFT", "1.00 to 1.20, mean 1.12 (Moonlight-16B)")
+
+
+def table6(inputs: Inputs) -> Result:
+    """Throughput within five times the lightest load's end-to-end time."""
+    return _within(inputs, E2E, "E2E", "1.02 to 1.23, mean 1.10 (Moonlight-16B)")
+
+
+def table2(inputs: Inputs) -> Result:
+    """Time to first token and end to end by input length, one request a second, attention-TP."""
+    swept = [(engine, sweep) for engine, sweep in _sweeps(inputs, "tp") if _lengths(sweep)]
+    rows: list[list[Cell]] = []
+    figure, axes = panel(columns=2, rows=len(swept))
+    comparisons = []
+    for (engine, sweep), pair in zip(swept, axes, strict=True):
+        for length in _lengths(sweep):
+            for name in sweep.names("tp"):
+                rows.append([engine, name, length, *_beside_vanilla(sweep, name, length)])
+        _length_picture(pair, [row for row in rows if row[0] == engine], engine)
+        comparisons += _lengths_beside(engine, [row for row in rows if row[0] == engine])
+    columns = ["engine", "set-up", "input", "p99_ttft_ms", "over vanilla", E2E, "over vanilla"]
+    return Result(columns=columns, rows=rows, picture=figure, stated=STATED, comparisons=comparisons)
+
+
+def _lengths(sweep: ServingSweep) -> list[str]:
+    return [run for run in sweep.visits[0].runs if run.endswith(" tokens")] if sweep.visits else []
+
+
+def _beside_vanilla(sweep: ServingSweep, name: str, length: str) -> Iterator[float | None]:
+    for column in ("p99_ttft_ms", E2E):
+        own, vanilla = sweep.figure(name, length, column), sweep.figure("TP, vanilla", length, column)
+        yield own
+        yield own / vanilla if own and vanilla else None
+
+
+def _length_picture(pair: Any, rows: list[list[Any]], engine: str) -> None:
+    for axis, column, label in ((pair[0], 3, "p99 TTFT, ms"), (pair[1], 5, "median E2E, ms")):
+        for name in dict.fromkeys(row[1] for row in rows):
+            own = [row for row in rows if row[1] == name]
+            axis.plot([row[2] for row in own], [row[column] for row in own], "o-", label=name.removeprefix("TP, "))
+        axis.set(title=engine, ylabel=label, ylim=(0, None))
+        axis.legend(fontsize=7)
+
+
+def _lengths_beside(engine: str, rows: list[list[Any]]) -> list[Comparison]:
+    out = []
+    for name in [name for name in dict.fromkeys(row[1] for row in rows) if "plan" in name]:
+        own = [row for row in rows if row[1] == name]
+        ttft, e2e = (" / ".join(f"{row[i]:.2f}" for row in own if row[i]) for i in (4, 6))
+        out.append(Comparison(
+            what=f"{engine}: p99 TTFT and median E2E of vanilla's, {' / '.join(row[2] for row in own)}; "
+                 f"{name.removeprefix('TP, plan, ')}",
+            published=TABLE2, measured=f"{ttft} and {e2e}",
+            why=f"{SMALLER} and text of its own kind; 30 requests of each length, one round",
+        ))  # fmt: skip
+    return out
+
+
+FILES, RATES = "an engine, root; or its files", "Latency and throughput as requests come faster"
+ITEMS = [
+    Item(name="figure4", title=RATES, needs=FILES, seconds=1, make=figure4),
+    Item(name="table5", title="Throughput within the TTFT objective", needs=FILES, seconds=1, make=table5),
+    Item(name="table6", title="Throughput within the E2E objective", needs=FILES, seconds=1, make=table6),
+    Item(name="table2", title="Latency by input length, attention-TP", needs=FILES, seconds=1, make=table2),
+]

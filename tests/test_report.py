@@ -1,0 +1,568 @@
+"""The report: figures against numbers worked by hand, files that cannot be trusted, and the page in a real browser."""
+
+import base64
+import json
+import os
+import re
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from synthetic import make_trace, planted_trace, random_trace
+from typer.testing import CliRunner
+
+from semmoe.cli import app
+from semmoe.core import Placement, Topology
+from semmoe.cost import LayerShape, load_links
+from semmoe.plan import load_plan, save_plan
+from semmoe.report import experts, figures, gather, layers, page, serving, verdict
+from semmoe.report.records import Figures
+from semmoe.settings import CoclusterSettings, PaperSettings, PredictorSettings, ReplaySettings, SolveSettings
+from semmoe.solve import expect, solve, solve_methods
+from semmoe.solve import score as score_plans
+from semmoe.trace import save_trace
+
+ROOT = Path(__file__).parents[1]
+SWEEP = ROOT / "benchmarks" / "results" / "vllm_x86_64-2core_2026-11-22.txt"
+HOSTILE = "</script><script>alert(1)</script>"
+QUICK = SolveSettings(
+    redundant_experts=4, cocluster=CoclusterSettings(starts=1, kicks=1, sweeps=1),
+    predictor=PredictorSettings(lookback=2),
+)  # fmt: skip
+PAPER = SolveSettings(method="paper", paper=PaperSettings(steps=2, swaps_per_expert=10))
+MEASURE = ReplaySettings(batch_tokens=16)
+
+
+def trace_of(seed=0):
+    trace = random_trace(seed, requests=24, experts=16)
+    return replace(trace, fingerprint=replace(trace.fingerprint, model=HOSTILE, hidden_size=64, expert_size=32))
+
+
+def save(folder, trace, attention="tp", settings=PAPER, expected=True, name=None):
+    topology = Topology.for_attention(attention, 4)
+    shape = LayerShape(hidden_size=64, expert_size=32, top_k=2)
+    plan = solve(trace, topology, settings)
+    if expected:
+        plan = replace(plan, expected=expect(trace, topology, settings, MEASURE, load_links("pcie5"), shape))
+    save_plan(plan, folder / (name or f"plan-{attention}"))
+    return plan
+
+
+def set_up(name, **changes):
+    pairs = [[0 if i == j else 1_000_000 for j in range(4)] for i in range(4)]
+    values = {
+        "name": name, "seconds": 2.0, "forward_tokens": 100,
+        "sent_bytes": {"dispatch": 6_000_000, "combine": 6_000_000},
+        "all_to_all_bytes_per_rank_pair": pairs, "lar": 0.25, "remote_ranks_per_token": 2.0, "load_max_over_mean": 1.2,
+        "all_to_all_bytes": 12_000_000, "total_bytes": 12_000_000, "tokens_per_second": 50.0,
+        "time_to_first_token": 0.25, "identical": True, "identical_text": "yes", "plan_hash": None,
+    }  # fmt: skip
+    return {**values, **changes}
+
+
+def demo_json(**of_the_plan):
+    better = {"lar": 0.5, "remote_ranks_per_token": 1.0, "all_to_all_bytes": 9_000_000, "load_max_over_mean": 1.1}
+    rows = [set_up(f"attention-{a}, {what}", **({**better, **of_the_plan} if what == "on the plan" else {}))
+            for a in ("DP", "TP") for what in ("vanilla", "on the plan")]  # fmt: skip
+    return {"settings": {"seed": 0}, "prompts": 4, "profile_tokens": 100, "set_ups": rows}
+
+
+def write_json(path, value):
+    path.write_text(json.dumps(value))
+    return path
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory):
+    """A directory with everything that a report can show, and the report of it."""
+    folder = tmp_path_factory.mktemp("full")
+    trace = trace_of()
+    save(folder, trace, "dp")
+    save(folder, trace, "tp", QUICK)
+    save_trace(trace, folder / "trace")
+    kinds = ["code", HOSTILE, "prose"]
+    write_json(folder / "domains.json", [kinds[r % 3] for r in range(trace.num_requests)])
+    write_json(folder / "demo.json", demo_json())
+    plans, _ = solve_methods(trace, Topology(ep_size=4), ["eplb", "paper"], SolveSettings(paper=PAPER.paper))
+    write_json(folder / "replay.json", {"settings": {"trace": "t", "ep_size": 4, "dp_size": 1},
+                                        "methods": score_plans(trace, plans, MEASURE)})  # fmt: skip
+    written = CliRunner().invoke(app, ["affinity", str(folder / "trace"), "--json"])
+    (folder / "affinity.json").write_text(written.stdout)
+    shutil.copy(SWEEP, folder)
+    (folder / "notes.md").write_text("not a measurement")
+    write_json(folder / "broken.json", {**demo_json(), "set_ups": [set_up("x", lar=2.0)]})
+    (folder / "cut.json").write_text('{"set_ups": [')
+    return page.write(folder, folder / "report.html")
+
+
+@pytest.fixture(scope="module")
+def html(full):
+    return full.path.read_text()
+
+
+def without_scripts(html):
+    return re.sub(r"<script.*?</script>", "", html, flags=re.S)
+
+
+# --- pure functions -------------------------------------------------------------------------------------------------
+
+
+def test_the_kind_that_uses_an_expert_most_by_hand():
+    """Kind 0 has 4 tokens, kind 1 has 2; one layer, top-1. Expert 0: rates 3/4 and 1/2, average 5/8: 1.2 times it.
+    Expert 1: 1/4 and 1/2, average 3/8: kind 1 at 4/3. Expert 2 is not used."""
+    ids = np.array([0, 0, 0, 1, 0, 1]).reshape(6, 1, 1)
+    found = experts.uses(ids, np.array([0, 0, 0, 0, 1, 1]), 2, 3)
+    np.testing.assert_array_equal(found.kind, [[0, 1, -1]])
+    np.testing.assert_allclose(found.lift, [[1.2, 4 / 3, 0]])
+
+
+def test_tokens_belong_to_the_rank_that_hosts_most_of_their_choices():
+    """Experts 0 and 3 on rank 0, 1 and 2 on rank 1. Token 5 chooses 0 and 3: all at home on rank 0. Token 2 chooses
+    1 and 2, then 1 and 0: three of four on rank 1."""
+    trace = make_trace([[5, 2, 2]], [[[0, 3]], [[1, 2]], [[1, 0]]])
+    place = Placement(physical_to_logical_map=np.array([[0, 3, 1, 2]], np.int32), num_experts=4, ep_size=2)
+    found = experts.token_map(trace, place, 0, most=10)
+    assert (found.tokens.tolist(), found.ranks.tolist(), found.at_home.tolist()) == ([5, 2], [0, 1], [1.0, 0.75])
+    assert (found.experts.tolist(), found.rank_of_expert.tolist()) == ([0, 3, 1, 2], [0, 0, 1, 1])
+    np.testing.assert_allclose(found.shares, [[0.5, 0.5, 0, 0], [0.25, 0, 0.5, 0.25]])
+    assert experts.token_map(trace, place, 0, most=1).tokens.tolist() == [2]
+
+
+def test_a_perfect_plan_has_all_tokens_in_its_blocks():
+    trace, blocks = planted_trace(1, 4)
+    found = experts.token_map(trace, Placement.from_labels(blocks, 4), 1, most=100)
+    np.testing.assert_allclose(found.at_home, 1, rtol=1e-6)
+    outside = found.ranks[:, None] != found.rank_of_expert
+    assert found.shares[outside].sum() == 0
+
+
+def test_expert_load_over_the_mean_by_hand():
+    np.testing.assert_allclose(experts.load_over_mean(np.array([[[0, 1]], [[0, 2]]]), 4), [[2, 1, 1, 0]])
+
+
+def test_bars_have_the_values_given_and_a_line_at_chance():
+    spec = figures.by_layer([0.25, 0.25], [0.5, 0.75], [0.5, 0.7], baseline=0.25)
+    vanilla, plan, predicted = spec["data"]
+    assert (vanilla["y"], vanilla["marker"]["color"]) == ([0.25, 0.25], "@vanilla")
+    assert (plan["y"], plan["marker"]["color"]) == ([0.5, 0.75], "@plan")
+    assert (predicted["y"], predicted["x"]) == ([0.5, 0.7], [0.2, 1.2])
+    assert spec["layout"]["shapes"][0]["y0"] == 0.25
+    assert spec["layout"]["yaxis"]["range"] == [0, pytest.approx(0.81)]
+
+
+def test_a_replay_of_the_profiled_requests_says_that_it_flatters():
+    from semmoe.report.measurements import _methods
+    from semmoe.report.records import ReplayFile
+
+    plans, _ = solve_methods(trace_of(), Topology(ep_size=4), ["eplb"], SolveSettings())
+    scores = score_plans(trace_of(), plans, MEASURE)
+    for profiled in (True, False):
+        said = _methods("r", ReplayFile(settings={"profiled": profiled}, methods=scores)).says
+        assert ("flatters" in said) is profiled
+
+
+def test_many_layers_are_lines_and_many_ranks_have_none():
+    spec = figures.by_layer([0.25] * 60, [0.5] * 60, [0.5] * 60)
+    assert [trace["type"] for trace in spec["data"]] == ["scatter"] * 3
+    ranks = np.arange(20)
+    assert figures.affinity_map(np.eye(20), ranks, ranks, 1.0)["layout"]["shapes"] == []
+
+
+def test_ranks_stand_apart_in_the_placement_picture():
+    assert figures.slot_columns(4, 2).tolist() == [0, 1, 3, 4]
+    slots = np.array([[2, 0, 1, 0]])
+    copies = np.array([[False, True, False, True]])
+    spec = figures.placement_map(slots, 2, np.array([[0, 1, 1, 1]]), ["#111111", "#222222"], slots.astype(str), copies)
+    cells, marks = spec["data"]
+    assert cells["z"] == [[0, 1, None, 1, 1]]
+    assert cells["text"] == [[2, 0, "", 1, 0]]
+    assert marks["x"] == [1, 4]
+    assert spec["layout"]["xaxis"]["tickvals"] == [0.5, 3.5]
+    assert cells["colorscale"] == [[0, "#111111"], [0.5, "#111111"], [0.5, "#222222"], [1, "#222222"]]
+
+
+def test_the_affinity_map_is_bytes_on_a_root_scale_with_lines_between_ranks():
+    shares = np.array([[1.0, 0.25], [0.0, 0.04]])
+    spec = figures.affinity_map(shares, np.array([0, 1]), np.array([0, 1]), high=1.0)
+    z = spec["data"][0]["z"]
+    np.testing.assert_array_equal(np.frombuffer(base64.b64decode(z["bdata"]), np.uint8), [255, 128, 0, 51])
+    assert z["shape"] == "2, 2"
+    assert [(s["x0"], s["y0"]) for s in spec["layout"]["shapes"]] == [(0.5, -0.5), (-0.5, 0.5)]
+
+
+def test_rank_pairs_share_one_scale_and_their_sum_is_told():
+    one = {"lar": 0.25, "remote_ranks_per_token": 2, "load_max_over_mean": 1}
+    plan = Figures(**one, bytes_per_rank_pair=[[0, 1000], [2000, 0]])
+    vanilla = Figures(**one, bytes_per_rank_pair=[[0, 4000], [2000, 0]])
+    figure = layers.rank_pairs(None, layers.Replayed(plan, vanilla, "x"))
+    left, right = (panel.spec["data"][0] for panel in figure.panels)
+    assert (left["z"], right["z"]) == ([[0, 4], [2, 0]], [[0, 1], [2, 0]])
+    assert left["zmax"] == right["zmax"] == 4
+    assert "50.0\u00a0% fewer" in figure.says
+    assert figure.tables[0].rows == [["from 0", "0.0", "4.0"], ["from 1", "2.0", "0.0"]]
+
+
+def test_expert_load_is_over_the_mean_of_its_layer():
+    layer = {"layer": 0, "lar": 0, "remote_ranks_per_token": 0, "load_max_over_mean": 1, "load_per_rank": [1, 3]}
+    side = Figures(lar=0, remote_ranks_per_token=0, load_max_over_mean=1, layers=[layer])
+    np.testing.assert_allclose(layers.load_over_mean(side), [[0.5, 1.5]])
+
+
+def test_numbers_in_figures_are_finite_and_scripts_cannot_be_ended():
+    assert page.embedded({"a": f"{HOSTILE}\u2028<!--&"}).count("<") == 0
+    assert json.loads(page.embedded({"a": HOSTILE})) == {"a": HOSTILE}
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        page.embedded([float("nan")])
+
+
+def test_labels_cannot_carry_tags_to_plotly():
+    spec = figures.named_bars(["<a href='x'>&"], [1.0], ["plan"], ["1"])
+    assert spec["layout"]["yaxis"]["ticktext"] == ["&lt;a href='x'&gt;&amp;"]
+
+
+def test_a_curve_s_points_are_those_at_a_rate_of_arrivals(full):
+    found = full.inputs.sweeps[0]
+    x, y = serving.points(found, "DP, vanilla", "median_ttft_ms")
+    assert len(x) == len(found.sweep.sweeps["dp"].rates) + 1
+    assert x[0] == pytest.approx(found.sweep.figure("DP, vanilla", "light", "request_throughput"))
+    assert y[0] == pytest.approx(213.2, abs=0.1)  # as the file's own table says
+    names = found.sweep.names("dp")
+    assert [serving.style(name, names) for name in names] == [("vanilla", "solid"), ("plan", "solid")]
+
+
+# --- what a directory holds -----------------------------------------------------------------------------------------
+
+
+def test_every_file_is_used_or_named_with_the_reason(full):
+    read = {"affinity.json", "demo.json", "domains.json", "replay.json", "trace", SWEEP.name}
+    assert {s.path for s in full.inputs.sources} == read
+    why = {entry.path: entry.why for entry in full.inputs.left_out}
+    assert set(why) == {"broken.json", "cut.json", "notes.md"}
+    assert "set_ups.0.lar" in why["broken.json"]
+    assert "not valid JSON" in why["cut.json"]
+    assert "not a kind of file" in why["notes.md"]
+    text = without_scripts(full.path.read_text())
+    assert all(name in text for name in (*why, "not a kind of file"))
+
+
+def test_the_page_is_small_and_loads_nothing(full, html):
+    assert full.size == full.path.stat().st_size < 8_000_000
+    markup = without_scripts(html)
+    assert not re.findall(r"(?:src|href|action)\s*=\s*[\"']?(?:https?:)?//", markup)
+    assert not re.findall(r"url\(|@import", markup)
+    assert "default-src &#39;none&#39;" in markup or "default-src 'none'" in markup
+
+
+def test_text_of_files_is_text(html):
+    assert "alert(1)" in html
+    assert "<script>alert" not in html
+    assert html.count("</script>") == 3
+    assert "&lt;/script&gt;&lt;script&gt;alert(1)" in html
+
+
+def test_numbers_of_the_cards_by_hand(full):
+    dp, tp = full.cards
+    for card in (dp, tp):
+        assert [n.plan for n in card.numbers] == ["0.500", "1.00", "25.0\u00a0%", "1.10"]
+        assert card.numbers[0].compared == "vanilla 0.250 (× 2.00)"
+        assert "25.0\u00a0% fewer all-to-all bytes than vanilla; outputs are identical" in card.sentences[1]
+    sentence = full.inputs.plans[1].expected.verdict.sentence
+    assert sentence in tp.sentences[0]
+    assert tp.state == ("yes" if sentence.startswith("worth") else "no")
+
+
+def test_outputs_that_differ_come_before_everything(tmp_path):
+    save(tmp_path, trace_of())
+    write_json(tmp_path / "demo.json", demo_json(identical=False, identical_text="no"))
+    written = page.write(tmp_path, tmp_path / "r.html")
+    assert written.cards[0].badge == "Outputs differ"
+    pairs = [verdict.measured_pair(written.inputs, written.inputs.plans[0])]
+    assert "OUTPUTS DIFFER" in verdict.lead(written.inputs, pairs)[1]
+
+
+def test_a_run_on_another_plan_is_not_this_plan_s(tmp_path):
+    save(tmp_path, trace_of())
+    write_json(tmp_path / "demo.json", demo_json(plan_hash="0" * 64))
+    inputs = gather.gather(tmp_path)
+    assert verdict.measured_pair(inputs, inputs.plans[0]) is None
+    write_json(tmp_path / "demo.json", demo_json(plan_hash=inputs.plans[0].digest))
+    inputs = gather.gather(tmp_path)
+    assert verdict.measured_pair(inputs, inputs.plans[0]).saved == 0.25
+
+
+def test_runs_on_other_tokens_are_not_compared(tmp_path):
+    save(tmp_path, trace_of())
+    for name, tokens in (("vanilla", 100), ("on the plan", 200)):
+        write_json(tmp_path / f"{name}.json", set_up(f"attention-TP, {name}", forward_tokens=tokens))
+    inputs = gather.gather(tmp_path)
+    assert len(inputs.measured) == 2
+    assert verdict.measured_pair(inputs, inputs.plans[0]) is None
+
+
+def test_a_plan_alone_is_enough(tmp_path):
+    plan = save(tmp_path, trace_of(), name="plan")
+    result = CliRunner().invoke(app, ["report", str(tmp_path / "plan")])
+    assert result.exit_code == 0, result.output
+    out = tmp_path / "plan-report.html"
+    assert result.stdout.splitlines()[-1] == f"report: {out}"
+    assert load_plan(tmp_path / "plan").expected == plan.expected
+    html = out.read_text()
+    assert f"{plan.expected['lar']:.3f}" in html
+    for command in ("semmoe replay TRACE", "semmoe affinity TRACE", "semmoe generate MODEL", "semmoe profile MODEL"):
+        assert command in html
+    save_plan(plan, tmp_path / "plan")  # the page is not in its way
+
+
+def test_a_plan_that_expects_nothing_says_so(tmp_path):
+    save(tmp_path, trace_of(), expected=False)
+    result = CliRunner().invoke(app, ["report", str(tmp_path), "--json"])
+    found = json.loads(result.stdout)
+    assert found["verdicts"][0]["verdict"] == "open"
+    assert "Nothing was predicted" in found["verdicts"][0]["sentences"][0]
+    assert found["page"] == str(tmp_path / "report.html")
+    assert found["bytes"] == (tmp_path / "report.html").stat().st_size
+
+
+def test_expected_figures_that_are_damaged_are_named_and_the_plan_is_shown(tmp_path):
+    save(tmp_path, trace_of())
+    header = json.loads((tmp_path / "plan-tp" / "plan.json").read_text())
+    header["expected"]["lar"] = "high"
+    write_json(tmp_path / "plan-tp" / "plan.json", header)
+    inputs = gather.gather(tmp_path)
+    assert inputs.plans[0].expected is None
+    assert "lar: " in inputs.left_out[0].why
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda d: d / "none", "there is no such directory"),
+        (lambda d: d, "holds no plan"),
+        (lambda d: (save(d, trace_of()), (d / "plan-tp" / "plan.safetensors").write_bytes(b"x"), d)[-1], "damaged"),
+        (lambda d: (save(d, trace_of()), (d / "plan-tp" / "plan.safetensors").unlink(), d)[-1], "missing"),
+    ],
+)
+def test_mistakes_are_one_line_and_leave_no_file(tmp_path, make, message):
+    result = CliRunner().invoke(app, ["report", str(make(tmp_path)), "--out", str(tmp_path / "o" / "r.html")])
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.split())
+    assert not list(tmp_path.glob("o/*"))
+
+
+def test_what_is_too_large_is_left_out(tmp_path, monkeypatch):
+    save(tmp_path, trace_of())
+    save_trace(trace_of(), tmp_path / "trace")
+    write_json(tmp_path / "demo.json", demo_json())
+    monkeypatch.setattr(gather, "MOST_JSON", 100)
+    monkeypatch.setattr(gather, "MOST_TRACE", 100)
+    with pytest.raises(ValueError, match="at most 100 are read"):
+        gather.gather(tmp_path)
+    monkeypatch.setattr(gather, "MOST_JSON", 1 << 20)
+    monkeypatch.setattr(page, "MOST_BYTES", 1000)
+    with pytest.raises(ValueError, match="more than 1,000"):
+        page.write(tmp_path, tmp_path / "r.html")
+    assert not (tmp_path / "r.html").exists()
+    assert [e.path for e in gather.gather(tmp_path).left_out] == ["trace"]
+
+
+def test_kinds_that_do_not_fit_the_trace_are_not_used(full):
+    from semmoe.report.maps import kinds_of_requests
+
+    assert kinds_of_requests(["a"], 2) is None
+    names, kinds = kinds_of_requests([*"abcdefghi", "a", "b"], 11)
+    assert names == [*"abcdef", "others"]
+    assert kinds.tolist() == [0, 1, 2, 3, 4, 5, 6, 6, 6, 0, 1]
+
+
+def test_a_replay_serves_where_a_plan_expects_nothing(tmp_path):
+    trace = trace_of()
+    plan = save(tmp_path, trace, expected=False)
+    found = score_plans(trace, solve_methods(trace, plan.topology, ["paper"], PAPER)[0], MEASURE)
+    write_json(tmp_path / "r.json", {"settings": {**asdict(plan.topology)}, "methods": found})
+    written = page.write(tmp_path, tmp_path / "out.html")
+    assert "Rows per rank pair" in written.path.read_text()
+    assert "method paper in r.json" in written.path.read_text()
+
+
+# --- in a browser ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def browser():
+    def missing(what):
+        if os.environ.get("SEMMOE_BROWSER") == "required":
+            pytest.fail(f"{what}, and SEMMOE_BROWSER is required")
+        pytest.skip(what)
+
+    names = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+    found = next((path for path in map(shutil.which, names) if path), None)
+    if found is None:
+        missing(f"no browser ({', '.join(names)})")
+    try:
+        from playwright.sync_api import sync_playwright
+    except ModuleNotFoundError:
+        missing("no playwright: pip install playwright")
+    with sync_playwright() as playwright:
+        running = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        yield running
+        running.close()
+
+
+class Opened:
+    """The report in a tab; what it asked the network for and complained of."""
+
+    def __init__(self, browser, path, **options):
+        self.tab = browser.new_page(**options)
+        self.troubles, self.requests = [], []
+        self.tab.on("console", lambda m: self.troubles.append(m.text) if m.type in ("error", "warning") else None)
+        self.tab.on("pageerror", lambda error: self.troubles.append(str(error)))
+        self.tab.on("request", lambda r: self.requests.append(r.url))
+        self.tab.goto(path.as_uri())
+        plots, drawn = ".plot", ".plot .main-svg:first-child"
+        self.until(f"document.querySelectorAll('{plots}').length === document.querySelectorAll('{drawn}').length")
+
+    def until(self, condition):
+        """Wait for it from outside: the page lets no text be run as a script, not even a test's."""
+        for _ in range(200):
+            if self.tab.evaluate(condition):
+                return
+            self.tab.wait_for_timeout(50)
+        raise AssertionError(f"never so: {condition}")
+
+    def colour(self, name):
+        return self.tab.evaluate(f"getComputedStyle(document.documentElement).getPropertyValue('--{name}').trim()")
+
+    def bar(self):
+        """The colour in which the first bar of the plan is drawn."""
+        return self.tab.evaluate(
+            "[...document.querySelectorAll('.plot .barlayer .trace path')].map(p => getComputedStyle(p).fill).at(-1)"
+        )
+
+
+@pytest.fixture(scope="module")
+def opened(browser, full):
+    return Opened(browser, full.path, viewport={"width": 1280, "height": 800}, color_scheme="light")
+
+
+def test_every_figure_is_drawn_without_network_or_errors(opened, full):
+    layers_of = "[...document.querySelectorAll('.plot')].map(p => p.querySelectorAll('svg.main-svg').length)"
+    plots = opened.tab.evaluate(layers_of)
+    assert len(plots) > 20
+    assert all(plots)
+    assert [url for url in opened.requests if not url.startswith(("data:", "blob:"))] == [full.path.as_uri()]
+    assert opened.troubles == []
+    written = opened.tab.evaluate("[...document.querySelectorAll('.plot text')].map(t => t.textContent)")
+    assert not [text for text in written if "NaN" in text or "undefined" in text]
+
+
+def test_every_figure_has_a_name_a_heading_and_its_data(opened):
+    problems = opened.tab.evaluate("""() => {
+      const out = [];
+      for (const f of document.querySelectorAll('figure')) {
+        const heading = document.getElementById(f.getAttribute('aria-labelledby'));
+        if (!heading || !heading.textContent.trim()) out.push('no heading');
+        if (!f.querySelector('details table tbody tr')) out.push('no data: ' + heading?.textContent);
+        for (const p of f.querySelectorAll('.plot'))
+          if (p.getAttribute('role') !== 'img' || p.getAttribute('aria-label').length < 10) out.push(p.id);
+      }
+      for (const t of document.querySelectorAll('th')) if (!t.scope) out.push('no scope');
+      for (const t of document.querySelectorAll('table')) if (!t.caption) out.push('no caption');
+      const ids = [...document.querySelectorAll('[id]')].map(e => e.id);
+      if (new Set(ids.filter(i => !/^(clip|g|topdefs|legend)/.test(i))).size < 10) out.push('ids');
+      for (const a of document.querySelectorAll('nav a'))
+        if (!document.querySelector(a.getAttribute('href'))) out.push(a.getAttribute('href'));
+      for (const l of ['header', 'nav', 'main', 'h1']) if (document.querySelectorAll(l).length !== 1) out.push(l);
+      return out;
+    }""")
+    assert problems == []
+
+
+def test_the_keyboard_reaches_everything_and_opens_a_table(opened):
+    tab = opened.tab
+    tab.evaluate("document.activeElement.blur(); window.scrollTo(0, 0)")
+    tab.keyboard.press("Tab")
+    assert tab.evaluate("document.activeElement.className") == "skip"
+    assert tab.evaluate("document.activeElement.getBoundingClientRect().top") >= 0
+    seen = []
+    for _ in range(40):
+        tab.keyboard.press("Tab")
+        seen.append(tab.evaluate("document.activeElement.id || document.activeElement.tagName"))
+        if seen[-1] == "SUMMARY":
+            break
+    assert "theme" in seen
+    assert seen[-1] == "SUMMARY"
+    assert tab.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+    table = "document.activeElement.parentElement.querySelector('table').checkVisibility()"
+    assert not tab.evaluate(table)
+    tab.keyboard.press("Enter")
+    assert tab.evaluate(table)
+    tab.keyboard.press("Enter")
+
+
+def test_colours_follow_the_system_and_the_button_in_figures_too(opened):
+    tab = opened.tab
+    light, light_bar = opened.colour("page"), opened.bar()
+    tab.emulate_media(color_scheme="dark")
+    opened.until("document.getElementById('theme').getAttribute('aria-pressed') === 'true'")
+    dark, dark_bar = opened.colour("page"), opened.bar()
+    assert light != dark
+    assert light_bar != dark_bar
+    tab.focus("#theme")
+    tab.keyboard.press("Enter")
+    assert (opened.colour("page"), opened.bar()) == (light, light_bar)
+    tab.emulate_media(color_scheme="light")
+    tab.keyboard.press("Enter")
+    assert (opened.colour("page"), opened.bar()) == (dark, dark_bar)
+    tab.keyboard.press("Enter")
+
+
+def test_it_prints_in_light_and_nothing_is_cut_off(opened):
+    tab = opened.tab
+    tab.emulate_media(media="print", color_scheme="dark")
+    opened.until("document.documentElement.classList.contains('printing')")
+    assert opened.colour("ink") == "#1d2329"
+    assert tab.evaluate("getComputedStyle(document.querySelector('header')).display") == "none"
+    wide = tab.evaluate("""() => {
+      const edge = document.querySelector('main').getBoundingClientRect().right + 1;
+      return [...document.querySelectorAll('main *')].filter(e => e.checkVisibility() && !e.closest('defs') &&
+        e.getBoundingClientRect().right > edge).map(e => e.tagName + '.' + e.className.baseVal + e.className);
+    }""")
+    assert wide == []
+    assert len(tab.pdf(format="A4")) > 50_000
+    tab.emulate_media(media="screen", color_scheme="light")
+    opened.until("!document.documentElement.classList.contains('printing')")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone_needs_no_sideways_scrolling(browser, full, scheme):
+    page = Opened(browser, full.path, viewport={"width": 390, "height": 800}, color_scheme=scheme, has_touch=True)
+    assert page.tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    page.tab.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
+    assert page.tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    edges = page.tab.evaluate("[...document.querySelectorAll('.plot svg')].map(s => s.getBoundingClientRect().right)")
+    assert max(edges) <= 390
+    assert page.troubles == []
+    page.tab.close()
+
+
+def test_text_has_contrast_in_both_themes(opened):
+    """WCAG's 4.5 for text and 3 for the bars, against the page and the cards."""
+
+    def luminance(colour):
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [p / 12.92 if p <= 0.03928 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    def contrast(one, other):
+        low, high = sorted(luminance(opened.colour(name)) for name in (one, other))
+        return (high + 0.05) / (low + 0.05)
+
+    for scheme in ("dark", "light"):
+        opened.tab.evaluate(f"document.documentElement.dataset.theme = '{scheme}'")
+        for text in ("ink", "muted", "link", "yes", "no", "open", "wrong"):
+            assert min(contrast(text, "page"), contrast(text, "card")) >= 4.5, (scheme, text)
+        assert contrast("plan", "card") >= 3
+        assert contrast("vanilla", "card") >= 2.4
+    opened.tab.evaluate("delete document.documentElement.dataset.theme")
