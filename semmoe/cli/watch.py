@@ -1,0 +1,151 @@
+"""The live view of a running server."""
+
+import json
+import time
+from collections import deque
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from semmoe import console
+from semmoe.cli.app import app
+from semmoe.cli.options import INPUT, METHOD, OUTPUT, Json
+from semmoe.core import require
+
+MAX_LOOKS = 10_000
+
+
+@app.command()
+def watch(
+    url: Annotated[
+        str, typer.Argument(help="Of an engine's server that semmoe counts in, such as http://127.0.0.1:30000.",
+                            show_default=False)
+    ],
+    plan: Annotated[
+        Path | None, typer.Option(help="The plan that it serves on: what is seen is held against what it expects.",
+                                  rich_help_panel=INPUT, show_default=False)
+    ] = None,
+    every: Annotated[float, typer.Option(help="Seconds between looks.", rich_help_panel=METHOD)] = 2.0,
+    window: Annotated[float, typer.Option(help="Seconds that figures are of.", rich_help_panel=METHOD)] = 60.0,
+    margin: Annotated[
+        float, typer.Option(help="What the local activation rate may be below the plan's.", rich_help_panel=METHOD)
+    ] = 0.05,
+    once: Annotated[
+        bool, typer.Option("--once", help="Look for one window, print, and end: exit code 1 if it has drifted.",
+                           rich_help_panel=OUTPUT)
+    ] = False,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """See whether a plan holds on a running server: what stays local, the load of ranks, where requests go.
+
+    The local activation rate of today's requests is held against what the plan expects; below it by more than --margin,
+    requests are no longer those that were profiled. With --json, one line a look.
+
+    Examples: `semmoe watch http://127.0.0.1:30000 --plan plan` and
+    `semmoe watch http://127.0.0.1:30000 --plan plan --window 30 --once --json`
+    """
+    from semmoe import watch as watching
+    from semmoe.plan import load_plan
+
+    require(0 < every <= window, "--every must be above 0 and no longer than --window")
+    expected = None if plan is None else watching.expected_lar(load_plan(plan).expected)
+    if plan is not None and expected is None:
+        console.err.print("[yellow]warning:[/] this plan says nothing of what to expect: its profile was too small")
+    looks = deque([_look(url)], maxlen=MAX_LOOKS)
+    if once:
+        time.sleep(window)
+        raise typer.Exit(_show_once(looks, url, expected, margin, as_json))
+    live = nullcontext() if as_json else Live(console=console.out, auto_refresh=False, screen=False)
+    with live as page:
+        while True:
+            time.sleep(every)
+            seen = _next(looks, url, window)
+            warning = watching.drift(seen, expected, margin)
+            if page is None:
+                print(json.dumps(_record(seen, expected, warning)), flush=True)
+            else:
+                page.update(_page(url, seen, expected, warning), refresh=True)
+
+
+def _look(url: str) -> Any:
+    from semmoe import watch as watching
+
+    return watching.parse(watching.fetch(url), time.monotonic())
+
+
+def _next(looks: deque, url: str, window: float) -> Any:
+    from semmoe import watch as watching
+
+    looks.append(_look(url))
+    while len(looks) > 2 and looks[-1].time - looks[1].time >= window:
+        looks.popleft()
+    return watching.view(looks[0], looks[-1])
+
+
+def _show_once(looks: deque, url: str, expected: float | None, margin: float, as_json: bool) -> int:
+    from semmoe import watch as watching
+
+    seen = watching.view(looks[0], _look(url))
+    warning = watching.drift(seen, expected, margin)
+    if as_json:
+        console.print_json(_record(seen, expected, warning))
+    else:
+        console.out.print(_page(url, seen, expected, warning))
+    return int(warning is not None)
+
+
+def _record(seen: Any, expected: float | None, warning: str | None) -> dict[str, Any]:
+    return asdict(seen) | {"expected_lar": expected, "drift": warning}
+
+
+def _page(url: str, seen: Any, expected: float | None, warning: str | None) -> Group:
+    who = ", ".join(f"{name} {value}" for name, value in seen.active.items())
+    parts: list[RenderableType] = [
+        Text(f"{url}: {seen.ranks} ranks, {who}; the last {seen.seconds:.0f} s", style="bold"),
+        _figures(seen, expected),
+    ]
+    if seen.load:
+        parts += [Text(), _ranks(seen)]
+    if seen.pairs == 0:
+        parts.append(Text("no tokens were routed"))
+    if warning is not None:
+        parts += [Text(), Text(f"DRIFT: {warning}", style="bold red")]
+    return Group(*parts)
+
+
+def _figures(seen: Any, expected: float | None) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    to_ranks = ", ".join(f"{count:,} to rank {rank}" for rank, count in seen.scheduled.items())
+    rows = [
+        ("local activation rate", console.figure(seen.lar), expected and f"the plan expects {expected:.3f}"),
+        ("remote ranks per token", console.figure(seen.remote_ranks_per_token, 2), "and layer"),
+        ("routed", f"{seen.routed_tokens_per_second:,.0f}", "tokens a second, times layers"),
+        ("requests by the plan", f"{sum(seen.scheduled.values()):,}", to_ranks),
+        ("requests with a rank", f"{seen.named:,}", "named by themselves"),
+        ("requests by the engine", f"{seen.by_engine:,}", ""),
+        ("ids outside the tables", f"{seen.unknown_tokens:,}", ""),
+        ("failures to schedule", f"{seen.schedule_failures:,}", ""),
+    ]
+    if seen.all_to_all_bytes_per_token is not None:
+        rows.insert(2, ("all-to-all bytes", f"{seen.all_to_all_bytes_per_token:,.0f}", "per token and layer"))
+    for name, value, note in rows:
+        table.add_row(name, Text(value, justify="right"), Text(note or "", style="dim"))
+    return table
+
+
+def _ranks(seen: Any) -> Table:
+    """The load of each rank, as a bar."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("rank", "expert load", ""):
+        table.add_column(column, justify="right" if column else "left")
+    most = max(seen.load.values())
+    for rank, load in seen.load.items():
+        table.add_row(rank, f"{load:.2f}", "█" * round(30 * load / most))
+    return table

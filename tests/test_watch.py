@@ -1,0 +1,160 @@
+"""`semmoe watch` on pages of Prometheus' own library, served over HTTP."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from typer.testing import CliRunner
+
+from semmoe import watch
+from semmoe.cli import app
+
+
+class Site:
+    """A server whose counters a test moves."""
+
+    def __init__(self):
+        self.registry, self.moves = CollectorRegistry(), []
+        self._metrics = {}
+        site = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                if self.path != "/metrics":
+                    self.send_error(404)
+                    return
+                for move in site.moves:
+                    move()
+                page = generate_latest(site.registry)
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(page)
+
+            def log_message(self, *args):
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def add(self, name, amount, **labels):
+        kind = Gauge if name == "active" else Counter
+        if name not in self._metrics:
+            self._metrics[name] = kind(f"semmoe_{name}", name, list(labels), registry=self.registry)
+        (self._metrics[name].labels(**labels) if labels else self._metrics[name]).inc(amount)
+
+    def serve(self, local, remote):
+        """Two ranks route so many pairs at home and away."""
+        for rank, other in (("0", "1"), ("1", "0")):
+            self.add("pairs", local, ep_rank=rank, local="true")
+            self.add("pairs", remote, ep_rank=rank, local="false")
+            self.add("routed_tokens", (local + remote) / 4, ep_rank=rank)
+            self.add("served_pairs", local, ep_rank=rank, by=rank)
+            self.add("served_pairs", remote, ep_rank=rank, by=other)
+            self.add("remote_rows", remote / 2, ep_rank=rank, to=other)
+            self.add("scheduled_requests", 3, dp_rank=rank, by="plan")
+
+
+@pytest.fixture
+def site():
+    made = Site()
+    made.add("active", 2, engine="sglang", method="semmoe")
+    yield made
+    made.server.shutdown()
+
+
+@pytest.fixture
+def plan(tmp_path):
+    """A plan that expects three quarters of the pairs at home."""
+    from dataclasses import replace
+
+    from semmoe.core import Fingerprint, Topology
+    from semmoe.placement.linear import vanilla_plan
+    from semmoe.plan import save_plan
+
+    fingerprint = Fingerprint(
+        model="m", architecture_hash="a", tokenizer_hash="t", vocab_size=64, num_layers=2, num_experts=8, top_k=4,
+        num_groups=1, hidden_size=16, expert_size=8,
+    )  # fmt: skip
+    made = vanilla_plan(fingerprint, Topology(ep_size=2, dp_size=2))
+    save_plan(replace(made, expected={"lar": 0.75}), tmp_path / "plan")
+    return str(tmp_path / "plan")
+
+
+def run(*words):
+    return CliRunner().invoke(app, ["watch", *words, "--window", "0.2", "--every", "0.1", "--once"])
+
+
+def test_figures_are_of_the_window(site):
+    site.serve(1_000_000, 0)  # before anyone looked
+    before = watch.parse(watch.fetch(site.url), 10.0)
+    site.serve(30_000, 10_000)
+    seen = watch.view(before, watch.parse(watch.fetch(site.url), 12.0))
+    assert (seen.lar, seen.pairs, seen.ranks, seen.seconds) == (0.75, 80_000, 2, 2.0)
+    assert seen.routed_tokens_per_second == 10_000
+    assert seen.remote_ranks_per_token == 0.5
+    assert seen.load == {"0": 1.0, "1": 1.0}
+    assert seen.scheduled == {"0": 3, "1": 3}
+    assert seen.all_to_all_bytes_per_token is None
+
+
+def test_a_server_that_was_restarted_is_seen_from_its_start(site):
+    site.serve(100, 100)
+    before = watch.parse(watch.fetch(site.url), 0.0)
+    again = Site()
+    again.add("active", 2, engine="sglang", method="semmoe")
+    again.serve(30, 10)
+    assert watch.view(before, watch.parse(watch.fetch(again.url), 1.0)).lar == 0.75
+
+
+def test_drift_is_told_by_its_margin_and_only_of_enough(site, plan):
+    site.moves = [lambda: site.serve(7_000, 3_000)]
+    result = run(site.url, "--plan", plan, "--margin", "0.04")
+    assert result.exit_code == 1, result.output
+    assert "DRIFT: local activation rate 0.700, the plan expects 0.750" in result.output
+    held = run(site.url, "--plan", plan, "--margin", "0.06")
+    assert (held.exit_code, "DRIFT" in held.output) == (0, False)
+    site.moves = [lambda: site.serve(70, 30)]
+    assert run(site.url, "--plan", plan, "--margin", "0.04").exit_code == 0
+
+
+def test_what_people_and_machines_see(site, plan):
+    site.moves = [lambda: site.serve(9_000, 1_000)]
+    said = run(site.url, "--plan", plan).output
+    for words in ("2 ranks, engine sglang, method semmoe", r"local activation rate +0\.900 +the plan expects 0\.750",
+                  r"requests by the plan +6 +3 to rank 0, 3 to rank 1", "█"):  # fmt: skip
+        assert re.search(words, said), said
+    found = json.loads(run(site.url, "--plan", plan, "--json").output)
+    assert (found["lar"], found["expected_lar"], found["drift"]) == (0.9, 0.75, None)
+    still = Site()
+    still.add("active", 1, engine="vllm", method="semmoe")
+    assert "no tokens were routed" in run(still.url).output
+
+
+def test_a_machine_reads_a_line_of_json_each_time_until_it_stops_watching(site):
+    site.serve(9_000, 1_000)
+    words = [Path(sys.executable).with_name("semmoe"), "watch", site.url, "--every", "0.1", "--json"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as watching:
+        lines = [watching.stdout.readline() for _ in range(3)]
+        watching.send_signal(signal.SIGINT)
+    assert all("lar" in json.loads(line) for line in lines)
+
+
+def test_mistakes_are_named(site):
+    for words, line in (
+        (["ftp://x"], "is not the address of a server"), (["http://127.0.0.1:9"], "gives no metrics"),
+        ([f"{site.url}/other"], "gives no metrics"), ([site.url, "--every", "0"], "--every must be"),
+    ):  # fmt: skip
+        result = run(*words) if "--every" not in words else CliRunner().invoke(app, ["watch", *words])
+        assert result.exit_code == 2
+        assert line in result.output
+    bare = Site()
+    bare.add("other", 1)
+    assert "none of semmoe's" in run(bare.url).output
