@@ -1,0 +1,209 @@
+"""The token ids of a request's prompt, as the engine will see them, from the body that a client sent.
+
+What cannot be known here (images, a template of the client's own, a stored conversation) is None, and the engine
+chooses the rank. An engine that renders a prompt a little differently, say its tools, is no harm: a prompt's score
+hardly changes, and prefixes are compared with those that the same rendering made.
+"""
+
+import inspect
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Body = dict[str, Any]
+Lists = list[np.ndarray]  # (n,) int64 each
+MAX_ANSWERS = 1024
+# A template that goes through the parts of a message gets parts; others get text.
+READS_PARTS = re.compile(r"\bfor\s+\w+\s+in\s+\w+(\.content|\[\s*['\"]content['\"]\s*\])")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    ids: np.ndarray | None  # (n,) int64, all prompts of the request in a row; None: they cannot be known
+    max_new_tokens: int | None = None  # of each answer
+    answers: int = 1
+    rank: int | None = None  # named in the body, as SGLang allows
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer for several threads at once."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._fast = getattr(tokenizer, "backend_tokenizer", None)
+        if self._fast is not None:  # called as such it is not changed by a call, and lets other threads run
+            self._fast.no_truncation()
+            self._fast.no_padding()
+        self._reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters)
+        template = tokenizer.chat_template
+        self._reads_parts = isinstance(template, str) and READS_PARTS.search(template) is not None
+
+    def encode(self, text: str, special: bool) -> np.ndarray:
+        """(n,) int64; special: with the tokens that the tokenizer adds around a text, such as the first of all."""
+        if self._fast is not None:
+            return np.array(self._fast.encode(text, add_special_tokens=special).ids, np.int64)
+        return np.array(self._tokenizer.encode(text, add_special_tokens=special), np.int64)
+
+    def render(self, messages: list[Body], tools: Any, continued: bool, generate: bool, variables: Any) -> str | None:
+        """The text of a conversation; None where there is no template, or a client would bring its own.
+
+        continued: the last message is to be continued; generate: an answer begins; variables: for the template.
+        """
+        if self._tokenizer.chat_template is None or not isinstance(variables, dict) or self._reserved & set(variables):
+            return None
+        prepared = [self._message(message) for message in messages]
+        if any(message is None for message in prepared):
+            return None
+        return self._tokenizer.apply_chat_template(
+            prepared, tools=tools or None, tokenize=False, continue_final_message=continued,
+            add_generation_prompt=generate and not continued, **variables,
+        )  # fmt: skip
+
+    def _message(self, message: Body) -> Body | None:
+        content = message.get("content")
+        if isinstance(content, list):
+            texts = [_text(part) for part in content]
+            if any(text is None for text in texts):
+                return None
+            parts = [{"type": "text", "text": text} for text in texts]
+            content = parts if self._reads_parts else "\n".join(map(str, texts))
+        out = {**message, "content": "" if content is None else content}
+        if isinstance(message.get("tool_calls"), list):
+            out["tool_calls"] = [_call(call) for call in message["tool_calls"]]
+        return out
+
+
+def read_prompt(path: str, body: bytes, tokenizer: Tokenizer | None) -> Prompt:
+    """The prompt of a request to one of `ENDPOINTS`. What is no valid request has none: the engine will refuse it."""
+    try:
+        request = json.loads(body)
+    except (ValueError, RecursionError):
+        return Prompt(None)
+    if not isinstance(request, dict):
+        return Prompt(None)
+    found, sampling = ENDPOINTS[path](request, tokenizer), _sampling(request)
+    rank = next((r for name in ("routed_dp_rank", "data_parallel_rank") if _is_count(r := request.get(name))), None)
+    ids = np.concatenate(found) if found else None
+    most = next((sampling[name] for name in LENGTHS if _is_count(sampling.get(name))), DEFAULT_LENGTHS.get(path))
+    answers = sampling.get("n") if _is_count(sampling.get("n")) else 1
+    return Prompt(ids, most, min(max(len(found or [0]) * int(answers or 1), 1), MAX_ANSWERS), rank)
+
+
+LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens", "max_new_tokens")
+DEFAULT_LENGTHS = {"/v1/completions": 16, "/generate": 128}  # of a request that does not say
+
+
+def _sampling(request: Body) -> Body:
+    """Where n and the length stand: in the body, or by themselves as /generate has it."""
+    own = request.get("sampling_params")
+    return own if isinstance(own, dict) else request
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _completion(request: Body, tokenizer: Tokenizer | None) -> Lists | None:
+    return _lists(request.get("prompt"), tokenizer, request.get("add_special_tokens") is not False)
+
+
+def _generate(request: Body, tokenizer: Tokenizer | None) -> Lists | None:
+    """SGLang's own endpoint."""
+    if any(request.get(name) for name in ("input_embeds", "image_data", "video_data", "audio_data")):
+        return None
+    given = request.get("input_ids")
+    return _lists(request.get("text") if given is None else given, tokenizer, True)
+
+
+def _tokens_in(request: Body, tokenizer: Tokenizer | None) -> Lists | None:
+    """vLLM's endpoint for callers that tokenise themselves."""
+    return None if request.get("features") else _lists(request.get("token_ids"), None, True)
+
+
+def _chat(request: Body, tokenizer: Tokenizer | None) -> Lists | None:
+    messages = _objects(request.get("messages"))
+    if tokenizer is None or messages is None or request.get("chat_template") or request.get("documents"):
+        return None
+    effort = {"reasoning_effort": request["reasoning_effort"]} if request.get("reasoning_effort") else {}
+    variables = request.get("chat_template_kwargs") or {}
+    text = tokenizer.render(
+        messages, request.get("tools"), bool(request.get("continue_final_message")),
+        request.get("add_generation_prompt") is not False,
+        {**effort, **variables} if isinstance(variables, dict) else None,
+    )  # fmt: skip
+    return None if text is None else [tokenizer.encode(text, request.get("add_special_tokens") is True)]
+
+
+def _responses(request: Body, tokenizer: Tokenizer | None) -> Lists | None:
+    """Text and messages; what refers to calls or to earlier answers is known to the engine alone."""
+    given = request.get("input")
+    items = _objects([{"role": "user", "content": given}] if isinstance(given, str) else given)
+    if items is None or any(request.get(name) for name in ("previous_response_id", "conversation", "tools")):
+        return None
+    if any(item.get("type", "message") != "message" for item in items):
+        return None
+    before = [{"role": "system", "content": request["instructions"]}] if request.get("instructions") else []
+    messages = [{"role": item.get("role"), "content": item.get("content")} for item in items]
+    return _chat({"messages": before + messages}, tokenizer)
+
+
+# By path: the requests that are scheduled, all of them POST.
+ENDPOINTS: dict[str, Callable[[Body, Tokenizer | None], Lists | None]] = {
+    "/v1/completions": _completion,
+    "/v1/chat/completions": _chat,
+    "/v1/responses": _responses,
+    "/generate": _generate,
+    "/inference/v1/generate": _tokens_in,
+}
+
+
+def _lists(value: Any, tokenizer: Tokenizer | None, special: bool) -> Lists | None:
+    """A text, a list of ids, or a list of either."""
+    if isinstance(value, list) and value and not _is_int(value[0]):
+        found = [_list(one, tokenizer, special) for one in value]
+        return None if any(ids is None for ids in found) else [ids for ids in found if ids is not None]
+    one = _list(value, tokenizer, special)
+    return None if one is None else [one]
+
+
+def _list(value: Any, tokenizer: Tokenizer | None, special: bool) -> np.ndarray | None:
+    if isinstance(value, str) and tokenizer is not None:
+        return tokenizer.encode(value, special)
+    if not isinstance(value, list) or not value or not all(map(_is_int, value)):
+        return None
+    try:
+        return np.array(value, np.int64)
+    except OverflowError:
+        return None
+
+
+def _is_int(value: object) -> bool:
+    return type(value) is int
+
+
+def _objects(value: Any) -> list[Body] | None:
+    return value if isinstance(value, list) and value and all(isinstance(one, dict) for one in value) else None
+
+
+def _text(part: Any) -> str | None:
+    """Of one part of a message, if it is text."""
+    if isinstance(part, str):
+        return part
+    known = isinstance(part, dict) and part.get("type") in ("text", "input_text", "output_text")
+    return part["text"] if known and isinstance(part.get("text"), str) else None
+
+
+def _call(call: Any) -> Any:
+    """A tool call whose arguments are an object, as templates want them; clients send them as text."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except ValueError:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
