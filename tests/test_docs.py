@@ -1,0 +1,243 @@
+"""The pages of docs/: they build, what they link to is there, and what they tell people to type works."""
+
+import ast
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import numpy as np
+import pytest
+import typer
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+RUN = ("quick-start.md", "redundancy.md")  # whose bash and python blocks run, in this order, in one folder
+FENCE = re.compile(r"^```([a-z]*)[^\n]*\n(.*?)^```", re.M | re.S)
+MESSAGE = re.compile(r"^\| `([^`]+)` \|", re.M)  # in the first column of MESSAGES' tables
+MESSAGES = ("troubleshooting.md", "report.md")
+READ_BY_PEOPLE = [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+
+
+def app():
+    from semmoe.cli import app
+
+    return typer.main.get_command(app)
+
+
+def commands_of(app):
+    """{"solve": command, "record start": command, ...}"""
+    found = {}
+    for name, command in app.commands.items():
+        inner = getattr(command, "commands", None)
+        found |= {f"{name} {sub}": c for sub, c in inner.items()} if inner else {name: command}
+    return found
+
+
+def blocks(path):
+    return FENCE.findall(path.read_text(encoding="utf-8"))
+
+
+def module(name):
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+# The site.
+
+
+class Page(HTMLParser):
+    """What a built page refers to, what it fetches, and the anchors that it has."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.links, self.fetched, self.images, self.anchors = [], [], [], {""}
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        given = dict(attrs)
+        self.anchors |= {given[name] for name in ("id", "name") if given.get(name)}
+        if tag == "a" and given.get("href"):
+            self.links.append(given["href"])
+        stylesheet = tag == "link" and given.get("rel") not in ("canonical", "next", "prev")
+        for name in ("src", "href") if stylesheet or tag in ("script", "img", "iframe") else ():
+            self.fetched += [given[name]] if given.get(name) else []
+        self.images += [given] if tag == "img" else []
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("material")
+    out = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(out)]
+    quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    assert "WARNING" not in built.stderr + built.stdout
+    return {path: Page(path.read_text(encoding="utf-8")) for path in out.rglob("*.html")}
+
+
+def test_every_page_is_built(site):
+    assert {f"{page.stem}.html" for page in PAGES} <= {path.name for path in site}
+
+
+def broken(site):
+    """Links and files of built pages that lead nowhere inside the site."""
+    for path, page in site.items():
+        for target in {*page.links, *page.fetched}:
+            parts = urlsplit(target)
+            if parts.scheme or parts.netloc or path.name == "404.html":
+                continue
+            file = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            file = file / "index.html" if file.is_dir() else file
+            there = site[file].anchors if file in site else {parts.fragment} if file.is_file() else set()
+            if unquote(parts.fragment).removeprefix("__") not in {a.removeprefix("__") for a in there}:
+                yield f"{path.name}: {target}"
+
+
+def test_links_anchors_and_images_of_the_site_resolve(site):
+    assert list(broken(site)) == []
+
+
+def test_a_broken_link_is_found(site, tmp_path):
+    page = tmp_path / "page.html"
+    page.write_text('<p id="here"><a href="#here">a</a><a href="#gone">b</a><a href="gone.html">c</a>')
+    assert sorted(broken({page: Page(page.read_text())})) == ["page.html: #gone", "page.html: gone.html"]
+
+
+def test_the_site_fetches_nothing_from_elsewhere(site):
+    fetched = {target for page in site.values() for target in page.fetched}
+    assert fetched
+    assert [target for target in fetched if urlsplit(target).netloc or target.startswith("//")] == []
+
+
+def test_pictures_say_what_they_show(site):
+    images = [image for page in site.values() for image in page.images]
+    assert all(image.get("alt") for image in images)
+    ours = {Path(i["src"]).name for i in images if Path(i["src"]).parent.name == "img"}
+    assert {f"{name}.svg" for name in module("pictures").PICTURES} == ours
+
+
+@pytest.mark.parametrize("page", READ_BY_PEOPLE, ids=lambda page: page.name)
+def test_files_that_are_linked_exist(page):
+    targets = re.findall(r"\]\((?!https?:)([^)#\s]+)", page.read_text(encoding="utf-8"))
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+# The pictures.
+
+
+def test_committed_pictures_are_those_that_the_script_draws():
+    for name, draw in module("pictures").PICTURES.items():
+        assert (DOCS / "img" / f"{name}.svg").read_text(encoding="utf-8") == draw().svg(), (
+            f"python docs/pictures.py: {name}"
+        )
+
+
+def test_the_worked_example_is_the_one_that_is_reproduced():
+    pytest.importorskip("matplotlib")
+    from semmoe.reproduce import plans
+
+    pictures = module("pictures")
+    assert np.array_equal(pictures.KINDS, plans.KIND_OF_TOKEN)
+    assert np.array_equal(pictures.CHOICES, plans.CHOICES)
+    counted = [pictures.remote_tokens(home, held) for _, home, held in pictures.WAYS]
+    assert counted == [(16, 0.5), (16, 0.5), (8, 0.5), (0, 1.0)]
+
+
+# What people are told to type.
+
+
+def typed():
+    """(page, words) of every semmoe command in a fence or between backquotes; continued lines joined."""
+    for page in READ_BY_PEOPLE:
+        text = page.read_text(encoding="utf-8")
+        fenced = "\n".join(code for _, code in FENCE.findall(text)).replace("\\\n", " ")
+        prose = FENCE.sub("", text)
+        prose = MESSAGE.sub("", prose) if page.name in MESSAGES else prose
+        spans = re.findall(r"`([^`]+)`", prose)
+        for line in [*fenced.splitlines(), *(" ".join(span.split()) for span in spans)]:
+            found = re.match(r"(?:[A-Z_]+=\S+ )*semmoe ([a-z].*)", line.split(" #")[0].strip())
+            if found:
+                yield page.name, shlex.split(found[1].split(" | ")[0])
+
+
+def wrong(words, commands, groups):
+    """What of a command line does not exist, or None."""
+    if words[0] in groups:
+        if len(words) == 1:
+            return None
+        words = [" ".join(words[:2]), *words[2:]]
+    command = commands.get(words[0])
+    if command is None:
+        return f"there is no command {words[0]}"
+    known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    own = words[: words.index("--")] if "--" in words else words
+    unknown = [word for word in own[1:] if word.startswith("--") and word.split("=")[0] not in known | {"--help"}]
+    return f"{words[0]} has no {unknown[0]}" if unknown else None
+
+
+def test_commands_and_options_in_the_documentation_exist():
+    main = app()
+    commands, groups = commands_of(main), {n for n, c in main.commands.items() if hasattr(c, "commands")}
+    lines = list(typed())
+    assert len(lines) > 100
+    assert [f"{page}: {p}" for page, words in lines if (p := wrong(words, commands, groups))] == []
+    assert wrong(["solve", "trace", "--no-such-option"], commands, groups) == "solve has no --no-such-option"
+
+
+def test_options_that_are_named_alone_exist():
+    known = {o for c in commands_of(app()).values() for p in c.params for o in (*p.opts, *p.secondary_opts)} | {
+        "--help"
+    }
+    for name in ("commands.md", "quick-start.md", "redundancy.md"):
+        text = FENCE.sub("", (DOCS / name).read_text(encoding="utf-8"))
+        given = set(re.findall(r"`(--[a-z-]+)", text))
+        assert given <= known, name
+
+
+def test_every_command_is_on_the_commands_page():
+    text = (DOCS / "commands.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `([a-z ]+)` \|.*\| `semmoe ([^`]+)` \|$", text, re.M))
+    assert set(rows) == set(commands_of(app()))
+    assert all(example.startswith(name) for name, example in rows.items())
+
+
+def messages():
+    """Every text of our source, f-strings by their parts."""
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "semmoe").rglob("*.py")]
+    return "\n".join(
+        n.value for t in trees for n in ast.walk(t) if isinstance(n, ast.Constant) and isinstance(n.value, str)
+    )
+
+
+def test_messages_that_are_explained_are_those_of_the_source():
+    text, known = "".join((DOCS / name).read_text(encoding="utf-8") for name in MESSAGES), messages()
+    quoted = MESSAGE.findall(text)
+    assert len(quoted) > 50
+    parts = [part.strip(" …") for message in quoted for part in message.split("…")]
+    assert [part for part in parts if len(part) > 2 and part not in known] == []
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(600)
+def test_the_quick_start_and_the_choice_of_redundancy_run_as_they_stand(tmp_path):
+    tool, done = Path(sys.executable).with_name("semmoe"), set()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for language, code in [block for name in RUN for block in blocks(DOCS / name)]:
+        lines = [[tool, *shlex.split(line)[1:]] for line in code.splitlines()] if language == "bash" else []
+        lines += [[sys.executable, "-c", code]] if language == "python" else []
+        for words in [words for words in lines if str(words) not in done]:
+            result = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+            assert result.returncode == 0, f"{words}\n{result.stderr}"
+            done.add(str(words))
+    assert len(done) >= 8
