@@ -34,15 +34,11 @@ from semmoe.engines.transformers.model import load_model, load_tokenizer
 from semmoe.engines.transformers.recorder import record
 from semmoe.engines.transformers.verify import compare_outputs, plain_generate
 from semmoe.placement.linear import vanilla_plan
+from semmoe.reproduce.layer import layer_parts
 from semmoe.settings import DemoSettings, GenerateSettings, SolveSettings
 from semmoe.solve import solve
 
 RANKS = 4
-PARTS = {
-    "attention": ("attention",), "reduce-scatter": ("reduce_scatter",), "all-gather": ("all_gather",),
-    "all-reduce": ("all_reduce",), "dispatch": ("counts", "dispatch"), "experts": ("experts",),
-    "combine": ("combine",), "other groups": ("control",),
-}  # fmt: skip
 
 
 def set_ups(trace: RoutingTrace, nodes: int, redundant: list[int]) -> list[SetUp]:
@@ -101,19 +97,9 @@ def figures(network: str, ups: list[SetUp], results: list[list[GenerateResult]],
             "communication_share": median(r.communication_share for r in of),
             "all_to_all_bytes": of[0].all_to_all_bytes, "total_bytes": of[0].total_bytes, "lar": of[0].lar,
             "load_max_over_mean": of[0].load_max_over_mean, "identical": identical[i],
-            "parts_ms": parts(of, layers),
+            "parts_ms": layer_parts(of, layers),
         })  # fmt: skip
     return rows
-
-
-def parts(of: list[GenerateResult], layers: int) -> dict[str, float]:
-    """Milliseconds per layer and 1,000 tokens, median of rounds; `rest`: norms, routing, packing, the output layer."""
-    unit = [1e6 / (layers * r.forward_tokens) for r in of]
-    seconds = [{**r.collective_seconds, **r.compute_seconds} for r in of]
-    out = {part: median(u * sum(s.get(k, 0.0) for k in kinds) for u, s in zip(unit, seconds, strict=True))
-           for part, kinds in PARTS.items()}  # fmt: skip
-    total = median(u * r.seconds for u, r in zip(unit, of, strict=True))
-    return out | {"rest": total - sum(out.values()), "total": total}
 
 
 def show(rows: list[dict]) -> None:

@@ -1,195 +1,34 @@
-"""Time of the runtime's parts on local processes: argsort of rank ids, the shuffled pair, the expert all-to-all.
+"""Time of the runtime's parts on local processes, as semmoe/reproduce/timing.py measures them.
 
     OMP_NUM_THREADS=1 python benchmarks/bench_runtime.py [--ranks 2 4] [--rounds 60] [--rates 200mbit 1gbit]
         [--smallest] [--out FILE]
 
-Argsort: this process, arrays, and tensors with their conversion, against `torch.argsort(stable=True)`, which gives the
-permutation only. Pair: shuffled reduce-scatter + all-gather, against the plain two of the same implementation and
-against gloo's, interleaved round by round; a ratio is the median over rounds of the slowest rank's times, with its 95 %
-bootstrap interval. All-to-all: dispatch + combine where a share of the rows stays, with the all-reduce of the same rows
-beside it (Figure 6d). Both over loopback, and the larger sizes over networks whose links are held at a rate
-(network.py; needs root). Prints configuration, tables, and one JSON line.
+Argsort, the shuffled pair, and the all-to-all by local share (Figure 6d), over loopback; the larger sizes over networks
+whose links are held at a rate (network.py; needs root) too. Prints configuration, tables, and one JSON line.
 """
 
 import argparse
 import json
-import os
 import platform
-import statistics
 import sys
-import tempfile
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
-import torch.distributed as dist
-from network import Network, NetworkError, enter, slow_network
+from network import NetworkError, enter, slow_network
 
-from semmoe.runtime.argsort import argsort_ranks
-from semmoe.runtime.collectives import (
-    Communicator,
-    shuffle_handle,
-    shuffled_all_gather,
-    shuffled_reduce_scatter,
-)
-from semmoe.runtime.dispatch import combine, dispatch_to
-from semmoe.runtime.launch import run_ranks
+from semmoe.reproduce.timing import WIDTH, argsort_times, measure
 
-# torch 2.13 renamed both; earlier versions have the old names only.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-WIDTH = 2048  # fp32 columns of a row: 8 KiB
 ROWS = (1_000, 10_000, 100_000, 1_000_000)
 SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)  # bytes that a rank puts in
 SHARES = (0.2, 0.4, 0.6, 0.8, 1.0)
-TOP_K = 1  # one destination a token: local share is then the share of rows that stay
-
-
-@dataclass(frozen=True)
-class Job:
-    sizes: tuple[int, ...]
-    shares: tuple[float, ...]
-    share_bytes: int
-    rounds: int
-    scratch: str
-
-
-def _once(job: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    job()
-    return time.perf_counter() - start
-
-
-def argsort_times(rows: int, size: int, calls: int) -> dict:
-    """Calls take turns, so that all meet the same memory."""
-    ranks = torch.from_numpy(np.random.default_rng(rows).integers(0, size, rows))
-    array = ranks.numpy()
-    jobs = (lambda: argsort_ranks(array, size), lambda: argsort_ranks(ranks, size),
-            lambda: torch.argsort(ranks, stable=True))  # fmt: skip
-    times = [[_once(job) for job in jobs] for _ in range(calls + 1)][1:]
-    ours, tensors, theirs = (1e6 * statistics.median(of) for of in zip(*times, strict=True))
-    return {"rows": rows, "ranks": size, "us": ours, "tensors_us": tensors, "torch_us": theirs, "ratio": theirs / ours}
-
-
-def interleaved(comm: Communicator, jobs: dict[str, Callable[[], object]], rounds: int) -> dict[str, np.ndarray]:
-    """Seconds (rounds,) of each job on its slowest rank; every round runs all jobs, the first in turn."""
-    names, times = list(jobs), np.zeros((rounds, len(jobs)))
-    for i in range(-3, rounds):  # three rounds to warm up
-        for j in range(len(names)):
-            k = (i + j) % len(names)
-            dist.barrier(group=comm.group)
-            seconds = _once(jobs[names[k]])
-            if i >= 0:
-                times[i, k] = seconds
-    slowest = torch.from_numpy(times)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=comm.group)
-    return dict(zip(names, slowest.numpy().T, strict=True))
-
-
-def paired_ratio(ours: np.ndarray, theirs: np.ndarray, seed: int = 0) -> list[float]:
-    """Median of theirs / ours over rounds, and the ends of its 95 % bootstrap interval."""
-    ratios = theirs / ours
-    rng = np.random.default_rng(seed)
-    medians = np.median(rng.choice(ratios, (2000, len(ratios))), axis=1)
-    return [float(x) for x in (np.median(ratios), *np.quantile(medians, (0.025, 0.975)))]
-
-
-def pair_times(comm: Communicator, size: int, rounds: int) -> dict:
-    """Reduce-scatter and all-gather of `size` bytes put in by every rank."""
-    tokens = max(size // (4 * WIDTH) // comm.size, 1) * comm.size
-    partial = torch.randn(tokens, WIDTH)
-    slots = np.repeat(np.arange(comm.size), tokens // comm.size)
-    handle = shuffle_handle(np.random.default_rng(0).permutation(slots), comm.size, comm.rank)
-    part, whole = partial.new_empty((tokens // comm.size, WIDTH)), torch.empty_like(partial)
-
-    def gloo_scatter() -> None:
-        reduce_scatter(part, partial, group=comm.group)
-
-    def gloo_pair() -> None:
-        gloo_scatter()
-        all_gather(whole, part, group=comm.group)
-
-    times = interleaved(
-        comm,
-        {
-            "shuffled": lambda: shuffled_all_gather(comm, shuffled_reduce_scatter(comm, partial, handle), handle),
-            "plain": lambda: comm.all_gather(comm.reduce_scatter(partial)),
-            "gloo": gloo_pair,
-            "srs": lambda: shuffled_reduce_scatter(comm, partial, handle),
-            "gloo rs": gloo_scatter,
-        },
-        rounds,
-    )
-    return {
-        "bytes": tokens * WIDTH * 4, "ranks": comm.size,
-        "us": {name: float(np.median(t)) * 1e6 for name, t in times.items()},
-        "shuffled_over_plain": paired_ratio(times["plain"], times["shuffled"]),
-        "gloo_over_shuffled": paired_ratio(times["shuffled"], times["gloo"]),
-        "gloo_rs_over_srs": paired_ratio(times["srs"], times["gloo rs"]),
-    }  # fmt: skip
-
-
-def share_times(comm: Communicator, size: int, share: float, rounds: int) -> dict:
-    """Dispatch and combine of `size` bytes of rows, `share` of them for this rank's own experts."""
-    tokens, rng = size // (4 * WIDTH), np.random.default_rng(comm.rank)
-    others = (comm.rank + rng.integers(1, max(comm.size, 2), tokens)) % comm.size
-    targets = torch.from_numpy(np.where(np.arange(tokens) < share * tokens, comm.rank, others))[:, None]
-    hidden, weights = torch.randn(tokens, WIDTH), torch.ones(tokens, TOP_K)
-
-    def all_to_all() -> None:
-        received, handle = dispatch_to(comm, hidden, targets, weights, targets)
-        combine(comm, received.hidden, handle)
-
-    whole = torch.zeros(tokens * comm.size, WIDTH)  # every rank holds all rows and adds its experts' part
-
-    def all_reduce() -> None:
-        dist.all_reduce(whole, group=comm.group)
-
-    times = interleaved(comm, {"all-to-all": all_to_all, "all-reduce": all_reduce}, rounds)
-    us = {name: float(np.median(t)) * 1e6 for name, t in times.items()}
-    return {"share": share, "bytes": size, "ranks": comm.size, "us": us}
-
-
-def rank_main(rank: int, size: int, job: Job, report) -> None:
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.FileStore(str(Path(job.scratch) / f"store-{size}"), size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(minutes=10))
-    comm = Communicator(dist.group.WORLD, rank, size)
-    results = {
-        "pair": [pair_times(comm, bytes_, job.rounds) for bytes_ in job.sizes],
-        "share": [share_times(comm, job.share_bytes, share, job.rounds) for share in job.shares],
-    }
-    if rank == 0:
-        Path(job.scratch, f"{size}.json").write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def measure(size: int, sizes, shares, share_bytes: int, rounds: int, network: Network | None = None) -> dict:
-    with tempfile.TemporaryDirectory() as scratch:
-        job = Job(tuple(sizes), tuple(shares), share_bytes, rounds, scratch)
-        prepare = None if network is None else partial(enter, network)
-        run_ranks(
-            size, rank_main, job, lambda what, done: None, preload=["semmoe.runtime.dispatch"], prepare=prepare
-        )  # fmt: skip
-        found = json.loads(Path(scratch, f"{size}.json").read_text())
-    for row in found["pair"] + found["share"]:
-        row["network"] = "loopback" if network is None else str(network)
-    return found
 
 
 def measure_slow(size: int, sizes, shares, share_bytes: int, rounds: int, rate: str) -> dict:
     """`measure` where every rank's link carries `rate`; nothing where there can be no such network."""
     try:
         with slow_network(size, rate) as network:
-            return measure(size, sizes, shares, share_bytes, rounds, network)
+            return measure(size, sizes, shares, share_bytes, rounds, str(network), partial(enter, network))
     except NetworkError as error:
         print(f"{rate}: skipped, {error}", file=sys.stderr)
         return {}

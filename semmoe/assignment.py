@@ -29,15 +29,18 @@ class RequestScheduler:
         self._used = np.zeros(self._scores.shape[1], bool)
         self.unknown_tokens = 0  # tokens served by the prior, so far
 
-    def assign(self, prompt_ids: np.ndarray) -> int:
-        """The group for one request; ids outside the vocabulary are served by the prior and counted."""
+    def assign(self, prompt_ids: np.ndarray, allowed: np.ndarray | None = None) -> int:
+        """The group for one request; ids outside the vocabulary are served by the prior and counted.
+
+        allowed (D,) bool: groups that may be chosen; a round ends when these have had their request.
+        """
         rows = known_rows(prompt_ids, len(self._scores))
         self.unknown_tokens += int(self._unknown[rows].sum())
-        score = np.where(self._used, -np.inf, self._scores[rows].sum(axis=0))
-        group = int(np.argmax(score))
-        self._used[group] = True
-        if self._used.all():
+        closed = np.zeros_like(self._used) if allowed is None else ~allowed
+        if (self._used | closed).all():
             self._used[:] = False
+        group = int(np.argmax(np.where(self._used | closed, -np.inf, self._scores[rows].sum(axis=0))))
+        self._used[group] = True
         return group
 
 

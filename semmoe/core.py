@@ -29,6 +29,16 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def physical_experts(num_experts: int, redundant: int, ep_size: int) -> int:
+    """P, if ranks can hold as many each. Raises ValueError saying what would fit."""
+    total, reason = num_experts + redundant, ""
+    if redundant:
+        fit = ", ".join(str(-num_experts % ep_size + i * ep_size) for i in range(3))
+        reason = f" ({num_experts} and {redundant} redundant: {fit}, ... fit)"
+    require(total % ep_size == 0, f"ep_size {ep_size} does not divide {total} experts{reason}")
+    return total
+
+
 @dataclass(frozen=True, kw_only=True)
 class Topology:
     """How ranks share the work: experts over `ep_size` ranks, attention over `dp_size` groups of `attn_tp_size`.
@@ -98,8 +108,8 @@ class Fingerprint:
         require(divides, f"{self.num_groups} gate groups do not divide {self.num_experts} experts")
 
     def mismatch(self, other: Fingerprint) -> str | None:
-        """The first field in which `other` differs, in words, or None."""
-        for name, mine in asdict(self).items():
+        """The first field in which `other` differs, in words, or None; sizes before hashes, which say less."""
+        for name, mine in sorted(asdict(self).items(), key=lambda field: field[0].endswith("_hash")):
             theirs = getattr(other, name)
             unknown = name in ("hidden_size", "expert_size") and 0 in (mine, theirs)
             if name != "model" and mine != theirs and not unknown:

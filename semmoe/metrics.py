@@ -41,6 +41,10 @@ class Traffic:
         )  # fmt: skip
 
 
+def no_traffic(num_ranks: int) -> Traffic:
+    return Traffic(0, 0, 0, np.zeros((num_ranks, num_ranks), np.int64), np.zeros(num_ranks, np.int64))
+
+
 def sum_traffic(parts: Sequence[Traffic]) -> Traffic:
     """The sum of at least one."""
     return sum(parts[1:], parts[0])

@@ -47,6 +47,10 @@ class PrefixIndex:
         while len(known) > self._blocks:
             known.popitem(last=False)
 
+    def clear(self, group: int) -> None:
+        """`group` has nothing cached any more."""
+        self._known[group].clear()
+
     def _keys(self, prompt_ids: Sequence[int] | np.ndarray) -> list[int]:
         return block_keys(np.ascontiguousarray(prompt_ids, np.int64), self._block).tolist()
 

@@ -53,7 +53,7 @@ class ReplayResult:
         predicted = [None] * len(self.layers) if self.predicted_lar is None else self.predicted_lar.tolist()
         layers = [
             {"layer": i, **_traffic_metrics(t), "load_max_over_mean": float(m), "load_max_over_median": float(d),
-             "predicted_lar": p}
+             "predicted_lar": p, "load_per_rank": t.load.tolist()}
             for i, (t, m, d, p) in enumerate(
                 zip(self.layers, self.load_max_over_mean, self.load_max_over_median, predicted, strict=True)
             )

@@ -131,15 +131,16 @@ class CapacityScheduler:
 
     def admit(
         self, prompt_ids: Sequence[int] | np.ndarray, expected_tokens: float | None = None,
-        cached_tokens: np.ndarray | None = None,
+        cached_tokens: np.ndarray | None = None, allowed: np.ndarray | None = None,
     ) -> Assigned:  # fmt: skip
         """Assign one request at once.
 
         expected_tokens: decode tokens, by default the profile's mean. cached_tokens (D,): prompt tokens that each
         group has in its prefix cache; they add `cache_weight` times their share to its score and cost no work. If not
-        given, a map with a cache_weight has them from a PrefixIndex of the prompts assigned so far.
+        given, a map with a cache_weight has them from a PrefixIndex of the prompts assigned so far. allowed (D,) bool:
+        groups that may be chosen, and whose load is compared; all if not given.
         """
-        return self._place([self._arrive(prompt_ids, expected_tokens, cached_tokens)])[0]
+        return self._place([self._arrive(prompt_ids, expected_tokens, cached_tokens)], allowed=allowed)[0]
 
     def assign_window(self, prompts: Sequence[Sequence[int] | np.ndarray]) -> list[int]:
         """The groups of requests that wait together, all assigned now."""
@@ -177,6 +178,11 @@ class CapacityScheduler:
         else:
             self._expected[assigned.group] -= assigned.work
 
+    def forget_prefixes(self, group: int) -> None:
+        """The group's prefix cache is empty: its engine began anew."""
+        if self._prefixes is not None:
+            self._prefixes.clear(group)
+
     def _arrive(self, prompt_ids, expected_tokens, cached_tokens) -> _Waiting:
         expected = self.mean_length if expected_tokens is None else float(expected_tokens)
         require(expected >= 0, f"expected_tokens must not be negative: {expected_tokens}")
@@ -197,19 +203,25 @@ class CapacityScheduler:
         self._waiting = self._waiting[count:]
         return assigned
 
-    def _place(self, window: list[_Waiting], count: int | None = None) -> list[Assigned]:
+    def _place(
+        self, window: list[_Waiting], count: int | None = None, allowed: np.ndarray | None = None
+    ) -> list[Assigned]:
         """Assign `window` together and enter its first `count` requests, or all, in the ledger."""
         if not window:
             return []
+        columns = np.arange(len(self._work)) if allowed is None else np.flatnonzero(allowed)
+        require(len(columns) > 0, "no group is allowed")
         scores = np.stack([request.scores for request in window])
         expected = np.array([request.expected_tokens for request in window])
         prompt_work = np.stack([request.prompt_work for request in window])
         work = prompt_work + expected[:, None]
-        value = scores - self._prices - self._price_per_token * (self._expected - self._expected.mean())
-        room = self._limit(work) - self._work
-        groups = _greedy(value, work, room, self._work)
+        lead = self._expected - self._expected[columns].mean()
+        value = _of(columns, scores - self._prices - self._price_per_token * lead)
+        costs, room = _of(columns, work), (self._limit(work, columns) - self._work)[columns]
+        chosen = _greedy(value, costs, room, self._work[columns])
         if len(window) > 1:
-            groups = improve_assignment(value * (work.min(axis=1)[:, None] + 1e-9), work, room, groups, SWEEPS)
+            chosen = improve_assignment(value * (costs.min(axis=1)[:, None] + 1e-9), costs, room, chosen, SWEEPS)
+        groups = columns[chosen]
         out = [
             Assigned(w.request, int(d), float(work[i, d]), float(prompt_work[i, d]))
             for i, (w, d) in enumerate(zip(window[:count], groups[:count], strict=True))
@@ -221,11 +233,19 @@ class CapacityScheduler:
                 self._prefixes.insert(request.prompt_ids, assigned.group)
         return out
 
-    def _limit(self, work: np.ndarray) -> float:
-        """Most work that a group may have once requests of `work` (W, D) are in, by the least that they can be."""
-        D = len(self._work)
-        mean = (self._work.sum() + work.min(axis=1).sum()) / D
+    def _limit(self, work: np.ndarray, columns: np.ndarray) -> float:
+        """Most work that one of the groups `columns` may have once requests of `work` (W, D) are in.
+
+        By the least that these can be.
+        """
+        D = len(columns)
+        mean = (self._work[columns].sum() + work[:, columns].min(axis=1).sum()) / D
         return float(mean + max(self.settings.lead_requests * self.mean_length / D, self.settings.lead_share * mean))
+
+
+def _of(columns: np.ndarray, array: np.ndarray) -> np.ndarray:
+    """(W, C) the columns of (W, D), laid out as the compiled functions know it."""
+    return np.ascontiguousarray(array[:, columns])
 
 
 @numba.njit(cache=True)

@@ -138,8 +138,8 @@ def expect(
         watched = progress if method == settings.method else lambda layers: None
         plan = solve(profile, topology, replace(settings, method=method), progress=watched)
         replayed[method] = replay(held_out, plan, measure)
-    left_out = ("layers", "rows_per_rank_pair")
-    figures = {name: {k: v for k, v in result.as_dict().items() if k not in left_out}
+    # Bytes per rank pair say the same where links are known, and of one batch.
+    figures = {name: {k: v for k, v in result.as_dict().items() if k != "rows_per_rank_pair"}
                for name, result in replayed.items()}  # fmt: skip
     timed = _time(figures, replayed, settings.method, topology, links, shape) if links and shape else {"verdict": None}
     own = figures.pop(settings.method)
@@ -150,13 +150,14 @@ def _time(
     figures: dict[str, dict[str, Any]], replayed: dict[str, ReplayResult], method: str, topology: Topology,
     links: cost.Links, shape: cost.LayerShape,
 ) -> dict[str, Any]:  # fmt: skip
-    """Adds predicted times to each method's figures; returns the verdict on `method` and what it rests on."""
+    """Adds predicted times and bytes to each method's figures; returns the verdict on `method` and what it rests on."""
     predictions = {
         name: cost.predict(name, result.rows_per_batch, result.busiest_pairs, shape, topology, links)
         for name, result in replayed.items()
     }
     for name, prediction in predictions.items():
-        figures[name] |= cost.microseconds(prediction.time)
+        sent = cost.all_to_all_bytes(prediction.rows, shape, links)
+        figures[name] |= cost.microseconds(prediction.time) | {"bytes_per_rank_pair": np.rint(sent).tolist()}
     without = None
     if topology.attention == "tp" and topology.ep_size > 1:
         # Where no row travels, locality counts for nothing: this rival takes the best balanced of the placements.
@@ -165,7 +166,6 @@ def _time(
     others = [prediction for name, prediction in predictions.items() if name != method]
     return {
         "links": {"name": links.name, "kind": links.kind, "source": links.source},
-        "bytes_per_rank_pair": np.rint(cost.all_to_all_bytes(predictions[method].rows, shape, links)).tolist(),
         "without_all_to_all": cost.microseconds(without) if without else None,
         "verdict": asdict(cost.verdict(predictions[method], others, without)),
     }

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from semmoe.checkpoint import relabel as relabelling
 from semmoe.checkpoint.directory import open_checkpoint
-from semmoe.checkpoint.engine_files import expert_maps, write_sglang
+from semmoe.checkpoint.engine_files import write_sglang
 from semmoe.checkpoint.relabel import load_record
 from semmoe.cli import app
 from semmoe.core import Placement, Plan, Topology
@@ -116,22 +116,6 @@ def test_sglang_gets_a_row_for_every_decoder_layer(deepseek, tmp_path):
     assert "--moe-a2a-backend" in text
 
 
-def test_vllm_gets_a_map_for_every_rank(deepseek, tmp_path):
-    plan = plan_for(deepseek, tmp_path / "plan")
-    result = run(plan, "--model", deepseek, "--to", "vllm", "--out", tmp_path / "map.json")
-    assert result.exit_code == 0, result.output
-    assert "--enable-expert-parallel --tensor-parallel-size 4" in result.stdout
-    assert "no option that takes this file" in result.stdout
-    written = json.loads((tmp_path / "map.json").read_text())
-    assert (written["schema_version"], written["ep_size"], written["num_experts"]) == (1, 4, 8)
-    assert list(written["layers"]) == ["1", "2"]  # layer 0 is dense
-    placed = load_plan(plan).placement.physical_to_logical_map
-    for layer, row in zip(written["layers"].values(), placed, strict=True):
-        for rank, expert_map in enumerate(layer):
-            held = [int(e) for e in np.argsort(expert_map) if expert_map[e] >= 0]
-            assert held == row[2 * rank : 2 * rank + 2].tolist()
-
-
 def test_a_configuration_cannot_ask_for_any_number_of_rows(plan, tmp_path):
     shutil.copytree(MODEL, tmp_path / "model")
     config = json.loads((MODEL / "config.json").read_text())
@@ -140,26 +124,16 @@ def test_a_configuration_cannot_ask_for_any_number_of_rows(plan, tmp_path):
         write_sglang(load_plan(plan), tmp_path / "model", tmp_path / "map.json")
 
 
-def test_expert_maps_by_hand():
-    f = fingerprint_of(str(MODEL))
-    f = type(f)(**{**vars(f), "num_experts": 4, "top_k": 2, "num_layers": 1})
-    placement = Placement(physical_to_logical_map=np.array([[2, 0, 3, 1]], np.int32), num_experts=4, ep_size=2)
-    plan = Plan(topology=Topology(ep_size=2), placement=placement, schedule=None, fingerprint=f, method="test")
-    assert expert_maps(plan).tolist() == [[[1, -1, 0, -1], [-1, 1, -1, 0]]]
-
-
 def test_redundant_experts_go_to_sglang_only(deepseek, tmp_path):
     plan = plan_for(deepseek, tmp_path / "plan", redundant=4)
-    for to, out in (("checkpoint", "new"), ("vllm", "map.json")):
-        failed(run(plan, "--model", deepseek, "--to", to, "--out", tmp_path / out), 2, "4 redundant", "--to sglang")
-        assert not (tmp_path / out).exists()
+    failed(run(plan, "--model", deepseek, "--out", tmp_path / "new"), 2, "4 redundant", "--to sglang")
+    assert not (tmp_path / "new").exists()
 
 
 def test_what_is_there_is_not_overwritten(plan, tmp_path):
     (tmp_path / "map.json").write_text("mine")
-    for to in ("sglang", "vllm"):
-        failed(run(plan, "--model", MODEL, "--to", to, "--out", tmp_path / "map.json"), 2, "exists")
-        failed(run(plan, "--model", MODEL, "--to", to, "--out", tmp_path / "map"), 2, "must end in .json")
+    failed(run(plan, "--model", MODEL, "--to", "sglang", "--out", tmp_path / "map.json"), 2, "exists")
+    failed(run(plan, "--model", MODEL, "--to", "sglang", "--out", tmp_path / "map"), 2, "must end in .json")
     failed(run(plan, "--model", MODEL, "--out", tmp_path), 2, "not empty")
     failed(run(plan, "--model", MODEL, "--out", MODEL), 2, "inside the model")
     assert (tmp_path / "map.json").read_text() == "mine"
@@ -169,7 +143,7 @@ def test_mistakes_are_one_line(plan, deepseek, tmp_path):
     out = tmp_path / "new"
     failed(run(tmp_path / "absent", "--model", MODEL, "--out", out), 2, "no plan")
     failed(run(plan, "--model", tmp_path / "absent", "--out", out), 2, "no model at")
-    for to in ("checkpoint", "sglang", "vllm"):
+    for to in ("checkpoint", "sglang"):
         failed(run(plan, "--model", deepseek, "--to", to, "--out", out), 2, "another model or tokenizer")
     assert run(plan, "--model", MODEL, "--to", "nonsense", "--out", out).exit_code == 2
     assert not out.exists()
@@ -213,7 +187,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(plan, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("to", ["checkpoint", "sglang", "vllm"])
+@pytest.mark.parametrize("to", ["checkpoint", "sglang"])
 def test_without_torch_sizes_are_checked_and_that_is_said(to, plan, tmp_path):
     code = (
         "import sys, importlib.util as u; real = u.find_spec\n"

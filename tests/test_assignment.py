@@ -44,6 +44,13 @@ def test_scheduling_agrees_with_loops_and_each_round_uses_every_group_once(seed,
         assert sorted(assigned[start : start + groups]) == list(range(groups))
 
 
+def test_a_round_without_a_group_is_one_request_shorter():
+    requests = scheduler([[0.6, 0.3, 0.1]] * 2)
+    allowed = np.array([True, False, True])
+    assert [requests.assign(np.array([0]), allowed) for _ in range(4)] == [0, 2, 0, 2]
+    assert [requests.assign(np.array([0])) for _ in range(3)] == [1, 0, 1]  # 1 had none in the round that was on
+
+
 def test_ids_outside_the_vocabulary_are_served_by_the_prior_and_counted():
     requests = scheduler([[0.9, 0.1], [0.9, 0.1], [0.3, 0.7]])
     assert requests.assign(np.array([0, 2, -1, 999_999])) == 1

@@ -298,6 +298,7 @@ def test_settings_that_contradict_or_do_nothing_are_refused(work):
     ("arguments", "words"),
     [
         (["replay", "absent"], ["no trace at absent"]),
+        (["replay", "{trace}", "--method", "semmoe", "--ep-size", 4, "--redundant-experts", 3], ["0, 4, 8, ... fit"]),
         (["replay", "{trace}", "--ep-size", 7], ["ep_size 7 does not divide"]),
         (["replay", "{trace}", "--method", "magic"], ["'magic'"]),
         (["replay", "{trace}", "--profile-share", 1.5], ["1.5"]),
@@ -438,3 +439,12 @@ def test_ctrl_c_leaves_a_usable_trace_and_a_second_run_completes_it(tmp_path):
     assert 0 < recorded < 400
     assert f"resuming: {recorded} of 400" in run(*arguments).stderr
     assert open_trace(trace).num_requests == 400
+
+
+def test_a_dry_run_of_serve_leaves_a_servers_folder_as_it_is(tmp_path):
+    for name in ("control.json", "activity-rank-00000.json"):
+        (tmp_path / name).write_text("{}")
+    result = CliRunner().invoke(app, ["serve", str(MODEL), "--control", str(tmp_path), "--dry-run"])
+    assert result.exit_code == 0, result.output
+    assert "sglang.launch_server" in result.stdout
+    assert {p.name for p in tmp_path.iterdir()} == {"control.json", "activity-rank-00000.json"}

@@ -1,6 +1,7 @@
 """The demo end to end: a real model, real text that it never saw, real processes; and what it promises."""
 
 import json
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -14,10 +15,17 @@ pytestmark = pytest.mark.dist
 
 
 @pytest.fixture(scope="module")
-def result(tmp_path_factory):
-    outcome = CliRunner().invoke(app, ["demo", "--json", "--keep", str(tmp_path_factory.mktemp("demo"))])
+def kept(tmp_path_factory):
+    return tmp_path_factory.mktemp("demo")
+
+
+@pytest.fixture(scope="module")
+def result(kept):
+    outcome = CliRunner().invoke(app, ["demo", "--json", "--keep", str(kept)])
     assert outcome.exit_code == 0, outcome.output
-    return {row["name"]: row for row in json.loads(outcome.stdout)["set_ups"]}
+    made = json.loads(outcome.stdout)
+    assert made["report"] == str(kept / "report.html")
+    return {row["name"]: row for row in made["set_ups"]}
 
 
 def test_outputs_are_identical_in_all_five_set_ups(result):
@@ -43,6 +51,28 @@ def test_without_all_to_all_the_plan_still_sends_less_in_all(result):
     assert result["attention-TP, all-reduce"]["all_to_all_bytes"] == 0
 
 
+def test_the_demo_ends_with_a_report_of_all_that_it_did(result, kept):
+    names = {"demo.json", "domains.json", "plan-dp", "plan-tp", "report.html", "trace"}
+    assert {path.name for path in kept.iterdir()} == names
+    written = json.loads(CliRunner().invoke(app, ["report", str(kept), "--json"]).stdout)
+    assert written["left_out"] == []
+    assert written["bytes"] < 8_000_000
+    for found, mode in zip(written["verdicts"], ("DP", "TP"), strict=True):
+        vanilla, planned = result[f"attention-{mode}, vanilla"], result[f"attention-{mode}, on the plan"]
+        saved = 1 - planned["all_to_all_bytes"] / vanilla["all_to_all_bytes"]
+        assert found["verdict"] in ("yes", "no")
+        assert f"{saved:.1%}".removesuffix("%") in found["sentences"][1]
+        assert "outputs are identical" in found["sentences"][1]
+
+
+def test_without_the_packages_the_demo_says_how_to_get_a_report(tmp_path, monkeypatch):
+    from semmoe.cli.online import _demo_report
+
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    assert _demo_report(tmp_path, tmp_path) is None
+
+
 def test_demo_prompts_are_held_out_and_profile_and_evaluation_share_no_text():
     from semmoe.engines.transformers.model import load_tokenizer
 
@@ -54,7 +84,7 @@ def test_demo_prompts_are_held_out_and_profile_and_evaluation_share_no_text():
     assert card["held_out_documents"] == {domain: list(names) for domain, names in HELD_OUT.items()}
 
 
-def test_the_demo_takes_a_dataset_of_ones_own(tmp_path):
+def test_the_demo_takes_a_dataset_of_ones_own(tmp_path, monkeypatch):
     from semmoe.dataset import load_dataset
     from semmoe.engines.transformers.model import load_tokenizer
 
@@ -62,9 +92,12 @@ def test_the_demo_takes_a_dataset_of_ones_own(tmp_path):
     dataset.write_text(
         "".join(json.dumps({"prompt": f"class Shape{i}:\n    sides = {i}\n" * 4}) + "\n" for i in range(8))
     )
+    monkeypatch.chdir(tmp_path)
     outcome = CliRunner().invoke(app, ["demo", "--json", "--ep-size", "2", "--dataset", str(dataset)])
     assert outcome.exit_code == 0, outcome.output
     assert json.loads(outcome.stdout)["prompts"] == 2
+    assert json.loads(outcome.stdout)["report"] == "semmoe-demo/report.html"
+    assert [path.name for path in (tmp_path / "semmoe-demo").iterdir()] == ["report.html"]
     profile, evaluation = demo_prompts(DemoSettings(), load_tokenizer(str(MODEL)), dataset)
     assert (len(profile), len(evaluation)) == (6, 2)
     dataset.write_text(json.dumps({"prompt": "alone"}))

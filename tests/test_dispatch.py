@@ -1,4 +1,4 @@
-"""Dispatch and combine against their specification: random shapes on 1 to 8 processes, 16 and 64 ranks in threads."""
+"""Dispatch and combine against their specification: random shapes on 1 to 8 processes, 16 and 32 ranks in threads."""
 
 from functools import partial
 
@@ -102,7 +102,7 @@ def test_processes(size, tmp_path):
     check(on_ranks(size, one_level, tmp_path), size)
 
 
-@pytest.mark.parametrize("size", [16, 64])
+@pytest.mark.parametrize("size", [16, 32])
 def test_threads(size):
     check(on_threads(size, one_level), size)
 

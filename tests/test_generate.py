@@ -9,7 +9,7 @@ from semmoe.core import Topology
 from semmoe.demo import MODEL
 from semmoe.engines.transformers import generate as gen
 from semmoe.engines.transformers import model as models
-from semmoe.engines.transformers import parallel, verify
+from semmoe.engines.transformers import parallel, planned, verify
 from semmoe.engines.transformers.recorder import record
 from semmoe.placement.linear import vanilla_plan
 from semmoe.settings import CoclusterSettings, GenerateSettings, PaperSettings, SolveSettings
@@ -56,8 +56,10 @@ def set_ups(trace, ep_size):
     return out
 
 
-@pytest.mark.parametrize("ep_size", [2, 4])
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("architecture", "ep_size"),
+    [("qwen3_moe", 2), ("qwen3_moe", 4), ("mixtral", 4), ("deepseek_v2", 4), ("deepseek_v3", 4), ("gpt_oss", 4)],
+)
 def test_every_set_up_gives_the_plain_models_tokens(architecture, ep_size, checkpoints, tmp_path):
     path = build(architecture, checkpoints)
     model, trace, reference = prepare(path, tmp_path)
@@ -152,7 +154,7 @@ def test_counted_traffic_follows_its_closed_forms(checkpoints, tmp_path):
 
 def rank_without_unshuffle(rank, size, job, report):
     """A fault: rows come back from the all-gather in slice order instead of token order."""
-    parallel.shuffled_all_gathers = lambda comm, columns, handle: [
+    planned.shuffled_all_gathers = lambda comm, columns, handle: [
         _gather_in_slice_order(comm, rows, handle) for rows in columns
     ]
     gen._rank_main(rank, size, job, report)
@@ -183,10 +185,10 @@ def rank_with_swapped_experts(rank, size, job, report):
 def test_negative_control_a_fault_is_seen(fault, attention, checkpoints, tmp_path, monkeypatch):
     path = build("qwen3_moe", checkpoints)
     model, trace, reference = prepare(path, tmp_path)
-    planned = gen.SetUp(name=attention, plan=solve(trace, Topology.for_attention(attention, 2), QUICK))
+    up = gen.SetUp(name=attention, plan=solve(trace, Topology.for_attention(attention, 2), QUICK))
     sound = gen._rank_main
     monkeypatch.setattr(gen, "_RANK", fault)
-    result = gen.generate(path, prompts(1), [planned], SETTINGS)[0]
+    result = gen.generate(path, prompts(1), [up], SETTINGS)[0]
     assert sound is gen._rank_main
     agreement = verify.compare_outputs(model, prompts(1), reference, result.outputs)
     assert not agreement.holds

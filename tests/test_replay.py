@@ -75,7 +75,8 @@ def test_metrics_have_their_json_names():
     }  # fmt: skip
     rows = np.array(result["rows_per_rank_pair"])
     assert rows.sum() / (trace.num_tokens * 3) == pytest.approx(result["remote_ranks_per_token"])
-    assert [set(layer) for layer in result["layers"]] == [shared | {"layer", "predicted_lar"}] * 3
+    assert [set(layer) for layer in result["layers"]] == [shared | {"layer", "predicted_lar", "load_per_rank"}] * 3
+    assert [sum(layer["load_per_rank"]) for layer in result["layers"]] == [trace.num_tokens * 2] * 3
     assert [layer["layer"] for layer in result["layers"]] == [0, 1, 2]
     assert json.loads(json.dumps(result)) == result
     assert result["lar"] == pytest.approx(np.mean([layer["lar"] for layer in result["layers"]]))
@@ -193,7 +194,7 @@ def test_batches_never_repeat_a_token_and_leave_less_than_one_batch_out(tokens, 
 
 def test_a_plan_for_another_model_is_refused():
     plan = vanilla_plan(make_fingerprint(num_experts=8, architecture_hash="other"), Topology(ep_size=2))
-    with pytest.raises(ValueError, match="another model or tokenizer: architecture_hash"):
+    with pytest.raises(ValueError, match="another model or tokenizer: vocab_size"):
         replay(random_trace(0), plan, ReplaySettings())
 
 

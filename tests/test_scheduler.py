@@ -221,6 +221,33 @@ def test_the_same_arrivals_give_the_same_groups(seed):
     assert one.assign_window(prompts) == two.assign_window(prompts)
 
 
+@given(st.integers(0, 9999), st.integers(3, 5))
+def test_groups_that_are_not_allowed_are_as_if_they_were_not(seed, groups):
+    """Against a scheduler of the allowed ones alone, on requests that come and go."""
+    rng = np.random.default_rng(seed)
+    table, allowed = random_map(seed, groups), rng.permutation(np.arange(groups) < rng.integers(1, groups))
+    some = np.flatnonzero(allowed)
+    fewer = replace(table, token_scores=table.token_scores[:, some], bias=table.bias[some], prices=table.prices[some])
+    settings = plain(lead_requests=1.5, feedback=0.1, prompt_cost=1, keep_finished=False)
+    one, two = CapacityScheduler(table, settings), CapacityScheduler(fewer, settings)
+    for prompt in random_prompts(rng, 20):
+        ours, theirs = one.admit(prompt, allowed=allowed), two.admit(prompt)
+        assert ours.group == some[theirs.group]
+        if rng.random() < 0.5:
+            one.finish(ours, 3.0)
+            two.finish(theirs, 3.0)
+    np.testing.assert_allclose(one.work[some], two.work)
+    assert (one.work[~allowed] == 0).all()
+
+
+def test_a_cache_that_is_gone_is_forgotten():
+    table = replace(make_map([[0, 0]] * 2, spread=0.0), cache_weight=1.0)
+    scheduler, prompt = CapacityScheduler(table, plain(lead_requests=1000)), [5] * 16
+    assert [scheduler.assign(p) for p in (prompt, [6] * 16, prompt)] == [0, 1, 0]
+    scheduler.forget_prefixes(0)
+    assert scheduler.assign(prompt) == 1  # only the load decides
+
+
 def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="lead_requests must not be negative: -1"):
         SchedulerSettings(lead_requests=-1)
@@ -235,4 +262,6 @@ def test_what_cannot_be_is_refused():
         scheduler.assign([0], cached_tokens=np.zeros(3))
     with pytest.raises(ValueError, match="expected_tokens must not be negative: -1"):
         scheduler.assign([0], -1)
+    with pytest.raises(ValueError, match="no group is allowed"):
+        scheduler.admit([0], allowed=np.zeros(2, bool))
     assert scheduler.assign_window([]) == []

@@ -7,10 +7,14 @@ import pytest
 import torch
 
 from semmoe.core import Fingerprint, Placement, Plan, Topology
+from semmoe.engines.launch import command_line, join
+from semmoe.engines.placement import dispatch_map
+from semmoe.engines.settings import from_environment
 from semmoe.engines.sglang import launch
-from semmoe.engines.sglang.location import check_location, choose_copies, dispatch_map
-from semmoe.engines.sglang.settings import PluginSettings, from_environment
-from semmoe.engines.sglang.step import SlotWatch, read_step
+from semmoe.engines.sglang.location import check_location, choose_copies
+from semmoe.engines.sglang.settings import SglangSettings
+from semmoe.engines.sglang.step import read_step
+from semmoe.engines.step import SlotWatch
 
 IDENTITY = Fingerprint(
     model="m", architecture_hash="", tokenizer_hash="", vocab_size=8, num_layers=1, num_experts=3, top_k=2
@@ -44,7 +48,7 @@ def test_sglangs_choice_among_copies_is_replaced():
 
 def test_arguments_say_the_topology():
     dp = launch.arguments(Topology(ep_size=2, dp_size=2), None, 0, on_cpu=False)
-    assert launch.command_line(dp) == [
+    assert command_line(dp) == [
         "--tp-size", "2", "--ep-size", "2", "--dp-size", "2", "--enable-dp-attention", "--load-balance-method",
         "total_requests", "--moe-a2a-backend", "deepep",
     ]  # fmt: skip
@@ -55,22 +59,23 @@ def test_arguments_say_the_topology():
 
 def test_what_the_plan_decides_cannot_be_overridden():
     managed = launch.arguments(Topology(ep_size=2), None, 0, on_cpu=True)
-    words = launch.join(managed, ["--dtype", "float32", "--moe-a2a-backend=none", "--attention-backend", "x"])
-    assert words[-5:] == ["--dtype", "float32", "--moe-a2a-backend=none", "--attention-backend", "x"]
+    own = ["--dtype", "float32", "--moe-a2a-backend=none", "--attention-backend", "x"]
+    words = join(managed, own, launch.DECIDED, "sglang.launch_server")
+    assert words[-5:] == own
     assert "--moe-a2a-backend" not in words
     assert words.count("--attention-backend") == 1
     for word in ("--tp-size", "--ep-size=4", "--tp"):
         with pytest.raises(ValueError, match="comes from the plan"):
-            launch.join(managed, [word, "4"])
+            join(managed, [word, "4"], launch.DECIDED, "sglang.launch_server")
 
 
 def test_settings_from_the_environment():
-    settings = PluginSettings(plan="p", shuffle="batch", control="c")
-    assert from_environment({**settings.environment(), "PATH": "x"}) == settings
+    settings = SglangSettings(plan="p", shuffle="batch", control="c")
+    assert from_environment(SglangSettings, {**settings.environment(), "PATH": "x"}) == settings
     with pytest.raises(ValueError, match="SEMMOE_PLANN is no setting"):
-        from_environment({"SEMMOE_PLANN": "p"})
+        from_environment(SglangSettings, {"SEMMOE_PLANN": "p"})
     with pytest.raises(ValueError, match="SEMMOE_SHUFFLE"):
-        from_environment({"SEMMOE_SHUFFLE": "sometimes"})
+        from_environment(SglangSettings, {"SEMMOE_SHUFFLE": "sometimes"})
 
 
 def batch(lengths, prefixes, slots, extend=True):

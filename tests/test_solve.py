@@ -125,7 +125,8 @@ def test_expectation_is_the_replay_of_requests_held_out():
     result = replay(held_out, solve(profile, TP4, settings), measure).as_dict()
     assert (expected["requests"], expected["holdout"], expected["batch_tokens"]) == (3, 0.5, 16)
     assert expected["lar"] == result["lar"]
-    assert "layers" not in expected
+    assert expected["layers"] == result["layers"]
+    assert set(result) - set(expected) == {"rows_per_rank_pair"}
 
 
 @pytest.mark.parametrize(("requests", "dp_size", "enough"), [(2, 1, False), (3, 1, True), (6, 4, False), (7, 4, True)])

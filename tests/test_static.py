@@ -11,9 +11,9 @@ from test_scores import TOP_K
 from test_tp_device import SLOTS, plan
 
 from semmoe.core import Plan, Topology
-from semmoe.engines.sglang.settings import PluginSettings
+from semmoe.engines.sglang.settings import SglangSettings
 from semmoe.engines.sglang.static import DeviceSlotWatch, StaticBoundaryShuffle
-from semmoe.engines.sglang.step import SlotWatch, Step
+from semmoe.engines.step import SlotWatch, Step
 from semmoe.runtime import reference
 from semmoe.runtime.static import static_all_gather, static_handle, static_reduce_scatter
 from semmoe.runtime.tp_device import PADDING_SLOT, DeviceShuffler
@@ -111,12 +111,12 @@ def one_layer(shuffle, norm, forward_batch, hidden):
         "update": SimpleNamespace(update=lambda rows, residual: rows + residual),
         "read": SimpleNamespace(update_and_read=lambda update, rows, residual, norm: (rows, residual)),
     }
-    scattered = shuffle.scatter(nothing, hidden, torch.ones_like(hidden), forward_batch, norm, **call)
+    scattered = shuffle.before_experts(nothing, hidden, torch.ones_like(hidden), forward_batch, norm, **call)
     if scattered is None:
         return None, None
     bound = shuffle.bound(torch.zeros(1, dtype=torch.int32))
     shuffle.observe(torch.zeros((len(hidden), TOP_K), dtype=torch.int64), torch.rand(len(hidden), TOP_K))
-    return shuffle.gather_last(nothing, *scattered, forward_batch, update=call["update"])[0], bound
+    return shuffle.after_last(nothing, *scattered, forward_batch, update=call["update"])[0], bound
 
 
 def test_the_hooks_take_padded_rows_and_say_how_many_are_real():
@@ -140,6 +140,6 @@ def test_the_hooks_take_padded_rows_and_say_how_many_are_real():
 
 
 def test_the_setting_is_checked():
-    assert PluginSettings(static="1").environment()["SEMMOE_STATIC"] == "1"
+    assert SglangSettings(static="1").environment()["SEMMOE_STATIC"] == "1"
     with pytest.raises(ValueError, match="SEMMOE_STATIC"):
-        PluginSettings(static="yes")
+        SglangSettings(static="yes")

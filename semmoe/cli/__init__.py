@@ -1,9 +1,23 @@
 """The `semmoe` command."""
 
-from semmoe.cli import apply, calibrate, doctor, offline, online, record, serve
+from semmoe.cli import apply, calibrate, doctor, offline, online, record, report, reproduce, router, serve, watch
 from semmoe.cli.app import app
 
-__all__ = ["app", "apply", "calibrate", "doctor", "main", "offline", "online", "record", "serve"]
+__all__ = [
+    "app",
+    "apply",
+    "calibrate",
+    "doctor",
+    "main",
+    "offline",
+    "online",
+    "record",
+    "report",
+    "reproduce",
+    "router",
+    "serve",
+    "watch",
+]
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
-"""The command line: profile, affinity, solve, replay, apply, generate, calibrate, record, doctor, demo.
+"""The command line: profile, affinity, solve, replay, apply, generate, calibrate, serve, record, watch, router,
+reproduce, report, doctor, demo.
 
 Every command is a thin layer over a library function. A user's mistake ends in one line on stderr and exit code 2, a
 failure while running in exit code 1, Ctrl-C in 130.
@@ -22,9 +23,10 @@ class _Group(TyperGroup):
         except (typer.Exit, typer.Abort):
             raise
         except ModuleNotFoundError as error:
-            if error.name not in ("torch", "transformers", "tokenizers"):
+            extra = _extra(error.name, ctx.invoked_subcommand)
+            if extra is None:
                 raise
-            _fail(f"this command needs {error.name}: pip install 'semmoe[transformers]'", 2)
+            _fail(f"this command needs {error.name}: pip install 'semmoe[{extra}]'", 2)
         except ValueError as error:
             _fail(str(error), 2)
         except OSError as error:
@@ -35,6 +37,19 @@ class _Group(TyperGroup):
             resumes = ctx.invoked_subcommand == "profile"
             kept = "the same command resumes after what it has recorded" if resumes else "nothing was left half-written"
             _fail(f"stopped; {kept}", 130)
+
+
+def _extra(module: str | None, command: str | None) -> str | None:
+    """What brings a module that is not installed; None: nothing of ours."""
+    if module in ("httpcore", "uvicorn", "prometheus_client"):
+        return "router"
+    if module in ("plotly", "jinja2"):
+        return "report"
+    if module in ("matplotlib", "sklearn"):
+        return "reproduce"
+    if module in ("torch", "transformers", "tokenizers"):
+        return "router" if command == "router" else "transformers"
+    return None
 
 
 def refuse_given(ctx: typer.Context, names: list[str], reason: str) -> None:

@@ -21,7 +21,6 @@ from semmoe.core import Plan
 class Target(str, Enum):
     checkpoint = "checkpoint"
     sglang = "sglang"
-    vllm = "vllm"
 
 
 @app.command()
@@ -32,7 +31,7 @@ def apply(
     to: Annotated[
         Target,
         typer.Option(
-            help="checkpoint: experts renumbered, for any engine; or an engine's file.", rich_help_panel=OUTPUT
+            help="checkpoint: experts renumbered, for any engine; or SGLang's own file.", rich_help_panel=OUTPUT
         ),
     ] = Target.checkpoint,
     as_json: Json = False,
@@ -40,7 +39,7 @@ def apply(
     """Turn a plan into files that an engine reads by itself.
 
     `checkpoint` renumbers the experts so that an engine's contiguous placement is the plan's, and verifies the copy.
-    `sglang` and `vllm` write where each expert lies and print the flags that go with it.
+    `sglang` writes where each expert lies and prints the flags that go with it.
 
     Example: `semmoe apply plan --model model --to checkpoint --out relabelled`
     """
@@ -53,7 +52,7 @@ def apply(
     if to is Target.checkpoint:
         result |= _checkpoint(loaded, plan, path, out)
     else:
-        result |= _engine_file(loaded, path, out, to)
+        result |= _engine_file(loaded, path, out)
     result["seconds"] = round(time.perf_counter() - started, 3)
     if as_json:
         console.print_json(result)
@@ -99,11 +98,10 @@ def _stage(bars: console.Bars, what: str, total: int) -> Callable[[int], None]:
     return by_bytes
 
 
-def _engine_file(plan: Plan, model: Path, out: Path, to: Target) -> dict[str, Any]:
-    from semmoe.checkpoint.engine_files import write_sglang, write_vllm
+def _engine_file(plan: Plan, model: Path, out: Path) -> dict[str, Any]:
+    from semmoe.checkpoint.engine_files import write_sglang
 
-    write = write_sglang if to is Target.sglang else write_vllm
-    return {"flags": write(plan, model, out), "redundant_experts": plan.placement.redundant_experts}
+    return {"flags": write_sglang(plan, model, out), "redundant_experts": plan.placement.redundant_experts}
 
 
 def _print_checkpoint(result: dict[str, Any]) -> None:
@@ -123,9 +121,5 @@ def _print_checkpoint(result: dict[str, Any]) -> None:
 def _print_flags(result: dict[str, Any]) -> None:
     console.out.print(f"{result['out']}: start the engine with")
     console.out.print("    " + shlex.join(result["flags"]), markup=False)
-    if result["to"] == "vllm":
-        console.out.print(
-            "vLLM has no option that takes this file: it is for a plug-in. Without one, use --to checkpoint."
-        )
-    elif result["redundant_experts"]:
+    if result["redundant_experts"]:
         console.out.print("Choose a --moe-a2a-backend too: without one, older releases of SGLang compute copies twice.")

@@ -187,7 +187,7 @@ def _print_expected(out: Path, method: str, expected: dict[str, Any] | None) -> 
         return
     title = f"{out}: expected, from {expected['requests']} held-out requests"
     console.print_table(title, *tables.metrics({method: expected, **expected["others"]}))
-    tables.print_prediction(method, expected)
+    tables.print_prediction(method, {**expected, "layers": []})  # single layers are for the report
     _print_verdict(expected)
 
 
@@ -302,7 +302,8 @@ def _replay_plan(
 
     plan = load_plan(path)
     settings |= {"plan": str(path), **asdict(plan.topology)}
-    if plan.trace_hash == trace.digest():
+    settings["profiled"] = plan.trace_hash == trace.digest()  # these very requests
+    if settings["profiled"]:
         console.err.print("[yellow]warning:[/] the plan was solved on this very trace: these figures flatter it")
     plans: dict[str, Plan] = {"linear": vanilla_plan(plan.fingerprint, plan.topology), plan.method: plan}
     return score(trace, plans, measure)

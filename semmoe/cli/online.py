@@ -1,5 +1,6 @@
 """Commands that run a model: profile, generate, demo."""
 
+import importlib
 import shutil
 import tempfile
 from pathlib import Path
@@ -41,7 +42,8 @@ def profile(
     decode: Annotated[int, typer.Option(help="Greedy tokens to generate and record.", rich_help_panel=INPUT)] = 0,
     batch_size: Annotated[int, typer.Option(help="Requests run together.", rich_help_panel=INPUT)] = 16,
     engine: Annotated[
-        Engine, typer.Option(help="sglang: its offline engine; what follows `--` goes to it.", rich_help_panel=INPUT)
+        Engine,
+        typer.Option(help="sglang, vllm: its offline engine; what follows `--` goes to it.", rich_help_panel=INPUT),
     ] = Engine.transformers,
     as_json: Json = False,
 ) -> None:
@@ -55,7 +57,8 @@ def profile(
     from semmoe.engines.transformers import model as models
     from semmoe.trace import TraceHeader, TraceWriter
 
-    require(engine is Engine.sglang or not ctx.args, f"{' '.join(ctx.args[:1])}: transformers takes no such option")
+    own = engine is not Engine.transformers
+    require(own or not ctx.args, f"{' '.join(ctx.args[:1])}: transformers takes no such option")
     prompts, _ = _prompts(model, dataset, limit, max_prompt_tokens)
     settings = {"decode": decode, "max_prompt_tokens": max_prompt_tokens}
     identity = models.fingerprint_of(model)
@@ -67,10 +70,9 @@ def profile(
         advance = bars.task("profiling", len(prompts))
         advance(writer.num_requests)
         given: dict[str, Any] = {"max_new_tokens": decode, "batch_size": batch_size, "progress": advance}
-        if engine is Engine.sglang:
-            from semmoe.engines.sglang import profile as sglang
-
-            sglang.profile(model, prompts, writer, top_k=identity.top_k, options=ctx.args, **given)
+        if own:
+            profiling = importlib.import_module(f"semmoe.engines.{engine.value}.profile")
+            profiling.profile(model, prompts, writer, top_k=identity.top_k, options=ctx.args, **given)
         else:
             from semmoe.engines.transformers import recorder
 
@@ -155,6 +157,7 @@ def generate(
 
     Example: `semmoe generate MODEL --plan plan --dataset prompts.jsonl --verify`
     """
+    from semmoe.checkpoint.relabel import plan_digest
     from semmoe.engines.transformers import generate as gen
 
     require(not (dataset and prompt), "give --dataset or --prompt, not both")
@@ -176,6 +179,7 @@ def generate(
         **result.figures(),
         "identical": agreement.holds if agreement else None,
         "identical_text": str(agreement) if agreement else "not verified",
+        "plan_hash": plan_digest(plan) if plan else None,
     }
     if as_json:
         console.print_json({**row, "completions": completions})
@@ -245,12 +249,17 @@ def demo(
     ep_size: EpSize = 4,
     dataset: Dataset = None,
     seed: Seed = 0,
-    keep: Annotated[Path | None, typer.Option(help="Keep trace and plans here.", rich_help_panel=OUTPUT)] = None,
+    keep: Annotated[
+        Path | None,
+        typer.Option(help="Keep trace, plans, measurements and the report here.", rich_help_panel=OUTPUT),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """The whole line on the embedded model: profile, solve, generate five ways, and one table. About two minutes.
+    """The whole line on the embedded model: profile, solve, generate five ways, one table and one page. About two
+    minutes.
 
-    Without --dataset the prompts are text of the standard library that the model never saw.
+    Without --dataset the prompts are text of the standard library that the model never saw. The page is
+    semmoe-demo/report.html, or DIR/report.html with --keep DIR.
 
     Example: `semmoe demo --keep out`
     """
@@ -260,15 +269,32 @@ def demo(
     try:
         with console.bars() as bars:
             result = run_demo(DemoSettings(ep_size=ep_size, seed=seed), work, bars, dataset)
+        rows = result["set_ups"]
+        if not as_json:
+            title = f"{result['prompts']} {'given' if dataset else 'held-out'} prompts, {ep_size} processes"
+            console.print_table(title, *tables.generated(rows))
+            tables.print_gain(rows)
+        page = _demo_report(work, keep or Path("semmoe-demo"))
     finally:
         if keep is None:
             shutil.rmtree(work, ignore_errors=True)
-    rows = result["set_ups"]
     if as_json:
-        console.print_json(result)
+        console.print_json({**result, "report": None if page is None else str(page)})
+    elif page is None:
+        console.out.print('for all this as one page: pip install "semmoe[report]"', markup=False)
     else:
-        title = f"{result['prompts']} {'given' if dataset else 'held-out'} prompts, {ep_size} processes"
-        console.print_table(title, *tables.generated(rows))
-        tables.print_gain(rows)
+        console.out.print(f"report: {page}", markup=False)
     if not all(row["identical"] for row in rows):
         raise typer.Exit(1)
+
+
+def _demo_report(work: Path, folder: Path) -> Path | None:
+    """Where the page of what the demo left in `work` is; None where its packages are not installed."""
+    try:
+        importlib.import_module("jinja2")
+        importlib.import_module("plotly.offline")
+    except ModuleNotFoundError:
+        return None
+    from semmoe.report.page import write
+
+    return write(work, folder / "report.html", "semmoe demo").path

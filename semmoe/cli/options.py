@@ -29,10 +29,12 @@ class Exchange(str, Enum):
 class Engine(str, Enum):
     transformers = "transformers"
     sglang = "sglang"
+    vllm = "vllm"
 
 
 class Server(str, Enum):
     sglang = "sglang"
+    vllm = "vllm"
 
 
 class Schedule(str, Enum):

@@ -1,5 +1,6 @@
 """`semmoe serve`: an engine's own server command on a plan, printed and run."""
 
+import importlib
 import os
 import shlex
 import sys
@@ -63,25 +64,21 @@ def serve(
 
     Example: `semmoe serve MODEL --engine sglang --plan plan -- --mem-fraction-static 0.8`
     """
-    from semmoe.engines.sglang import launch
-    from semmoe.engines.sglang.settings import PluginSettings
+    from semmoe.engines.settings import PluginSettings
 
     chosen = _load(model, plan) if plan else None
     topology = _topology(chosen, attention, ep_size, dp_size, num_nodes)
-    folder = _own_folder(control or _default_folder(port))
-    location = launch.write_location(chosen, Path(model), folder) if chosen else None
-    redundant = chosen.placement.redundant_experts if chosen else 0
-    on_cpu = launch.on_cpu()
+    folder = _own_folder(control or _default_folder(port))  # the printed command needs it too
     settings = PluginSettings(
         plan=str(plan.resolve()) if plan else "", schedule=schedule.value, shuffle=shuffle.value, control=str(folder)
     )
-    variables = launch.environment(settings, topology, on_cpu)
-    words = ["-m", "sglang.launch_server", "--model-path", model, "--host", host, "--port", str(port)]
-    words += ["--enable-metrics", *launch.join(launch.arguments(topology, location, redundant, on_cpu), ctx.args)]
+    launch = importlib.import_module(f"semmoe.engines.{engine.value}.launch")
+    variables, words = launch.server(model, chosen, topology, settings, host, port, ctx.args)
     if not dry_run:
-        _check_installed("sglang")
+        _check_installed(engine.value)
     _announce(variables, words, folder)
     if not dry_run:
+        _forget(folder)
         sys.stdout.flush()
         os.execve(sys.executable, [sys.executable, *words], {**os.environ, **variables})
 
@@ -114,9 +111,13 @@ def _default_folder(port: int) -> Path:
 def _own_folder(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     folder.chmod(0o700)
-    for old in (*folder.glob("activity-*.json"), *folder.glob("status-*.json"), *folder.glob("control.json")):
-        old.unlink()  # a server that starts counts from nothing and records nothing
     return folder.resolve()
+
+
+def _forget(folder: Path) -> None:
+    """A server that starts counts from nothing and records nothing."""
+    for old in (*folder.glob("activity-*.json"), *folder.glob("status-*.json"), *folder.glob("control.json")):
+        old.unlink()
 
 
 def _check_installed(name: str) -> None:

@@ -140,16 +140,8 @@ def _misfit(plan: Plan, model: str) -> tuple[str, str | None]:
 
 def _launch(engine: str, plan: Plan, path: Path, model: str) -> str:
     """The command or flags that start an engine on a plan, or why there are none."""
-    from semmoe.checkpoint.engine_files import vllm_flags
-
     if engine == "transformers":
         return f"semmoe generate {model} --plan {path}"
     if engine == "deepspeed":
-        return "no flags: attach the plan in your own script"
-    if engine == "sglang":
-        return f"semmoe serve {model} --engine sglang --plan {path}"
-    try:
-        flags = vllm_flags(plan)
-    except ValueError as error:
-        return f"none: {error}"
-    return " ".join(flags)
+        return "no flags: config_for and apply_plan of semmoe.engines.deepspeed, in your own script"
+    return f"semmoe serve {model} --engine {engine} --plan {path}"

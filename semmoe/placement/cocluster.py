@@ -14,7 +14,7 @@ from os import cpu_count
 import numpy as np
 
 from semmoe.affinity import pair_count
-from semmoe.core import Placement, RoutingTrace, Topology, require
+from semmoe.core import Placement, RoutingTrace, Topology, physical_experts, require
 from semmoe.metrics import layer_traffic
 from semmoe.placement.homes import make_state
 from semmoe.placement.paper import place_layer
@@ -157,8 +157,7 @@ def place(
     each request, if there are several; start (L, E): rank labels to begin from, where requests were clustered jointly.
     """
     f = trace.fingerprint
-    physical = f.num_experts + redundant
-    require(physical % topology.ep_size == 0, f"ep_size {topology.ep_size} does not divide {physical} experts")
+    physical = physical_experts(f.num_experts, redundant, topology.ep_size)
     enough = physical // topology.ep_size <= f.num_experts
     require(enough, f"{redundant} redundant experts are more than {topology.ep_size} ranks can use without repetition")
     if request_groups is None:

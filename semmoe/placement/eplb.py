@@ -7,14 +7,13 @@ It balances only; it does not know which experts are used together. Source: gith
 
 import numpy as np
 
-from semmoe.core import Placement, require
+from semmoe.core import Placement, physical_experts
 
 
 def place(load: np.ndarray, ep_size: int, redundant_experts: int = 0, num_groups: int = 1, num_nodes: int = 1):
     """Placement (L, E + R) that balances `load` (L, E) over `ep_size` ranks."""
     experts = load.shape[1]
-    physical = experts + redundant_experts
-    require(physical % ep_size == 0, f"ep_size {ep_size} does not divide {physical} experts")
+    physical = physical_experts(experts, redundant_experts, ep_size)
     maps = rebalance_experts(load, physical, num_groups, num_nodes, ep_size)
     return Placement(physical_to_logical_map=maps.astype(np.int32), num_experts=experts, ep_size=ep_size)
 

@@ -18,7 +18,7 @@ import numpy as np
 from scipy.cluster.vq import kmeans2
 
 from semmoe.affinity import pair_count
-from semmoe.core import Placement, RoutingTrace, Topology, require
+from semmoe.core import Placement, RoutingTrace, Topology, physical_experts, require
 
 STARTS = 8  # of k-means; the tightest is kept
 
@@ -27,8 +27,7 @@ def place(trace: RoutingTrace, topology: Topology, redundant_experts: int, seed:
     """Placement (L, E + R). Raises ValueError where `ep_size` divides the experts or the redundant ones not evenly."""
     f, G = trace.fingerprint, topology.ep_size
     require(f.num_experts % G == 0, f"ep_size {G} does not divide {f.num_experts} experts")
-    physical = f.num_experts + redundant_experts
-    require(physical % G == 0, f"ep_size {G} does not divide {physical} experts")
+    physical = physical_experts(f.num_experts, redundant_experts, G)
     rng = np.random.default_rng(seed)
     layers = [_layer(trace.expert_ids[:, l], f.num_experts, topology, redundant_experts, rng) for l in
               range(f.num_layers)]  # fmt: skip

@@ -2,13 +2,12 @@
 
 import numpy as np
 
-from semmoe.core import Fingerprint, Placement, Plan, Topology, require
+from semmoe.core import Fingerprint, Placement, Plan, Topology, physical_experts
 
 
 def place(num_layers: int, num_experts: int, ep_size: int, redundant_experts: int = 0) -> Placement:
     """Rank g holds experts g * E / G to (g + 1) * E / G; redundant slots repeat the first experts, as engines do."""
-    physical = num_experts + redundant_experts
-    require(physical % ep_size == 0, f"ep_size {ep_size} does not divide {physical} experts")
+    physical = physical_experts(num_experts, redundant_experts, ep_size)
     row = np.arange(physical, dtype=np.int32) % num_experts
     return Placement(physical_to_logical_map=np.tile(row, (num_layers, 1)), num_experts=num_experts, ep_size=ep_size)
 

@@ -1,7 +1,10 @@
 """What one rank routes, counted on its device without waiting for it: `metrics.Traffic` of one rank."""
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from semmoe.metrics import Traffic
 
 
 class TrafficCounter:
@@ -29,3 +32,10 @@ class TrafficCounter:
         rows = self._rows.tolist()
         rows[self.rank] = 0
         return int(self._tokens), self._pairs.tolist()[: self.size], rows[: self.size]
+
+    def traffic(self) -> Traffic:
+        """This rank's share of a layer's traffic; waits for the device."""
+        tokens, pairs, rows = self.totals()
+        sent = np.zeros((self.size, self.size), np.int64)
+        sent[self.rank] = rows
+        return Traffic(sum(pairs), pairs[self.rank], tokens, sent, np.array(pairs, np.int64))

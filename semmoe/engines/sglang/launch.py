@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from semmoe.checkpoint.engine_files import write_sglang
-from semmoe.core import Plan, Topology, require
-from semmoe.engines.sglang.settings import PluginSettings
+from semmoe.core import Plan, Topology
+from semmoe.engines.launch import join
+from semmoe.engines.settings import PluginSettings
 
 # On a CPU SGLang runs torch's operators; "deepep" then names the layout of rows, and semmoe's gloo dispatcher serves.
 CPU_ARGUMENTS = {
@@ -44,14 +45,6 @@ def arguments(
     return out | (CPU_ARGUMENTS if on_cpu else {})
 
 
-def command_line(values: dict[str, Any]) -> list[str]:
-    """{"tp_size": 2, "disable_cuda_graph": True} -> ["--tp-size", "2", "--disable-cuda-graph"]."""
-    words: list[str] = []
-    for name, value in values.items():
-        words += [_option(name)] if value is True else [_option(name), str(value)]
-    return words
-
-
 def environment(settings: PluginSettings, topology: Topology, on_cpu: bool) -> dict[str, str]:
     """What to add to the environment; on a CPU each rank has a core, in turn."""
     if not on_cpu:
@@ -70,16 +63,14 @@ def write_location(plan: Plan, model: Path, folder: Path) -> Path:
     return path
 
 
-def join(values: dict[str, Any], given: list[str]) -> list[str]:
-    """Options for `values`, and SGLang's own ones as `given`, which take the place of ours.
-
-    Raises ValueError if they take back what the plan decides.
-    """
-    own = {word.split("=")[0] for word in given}
-    clash = sorted(own & DECIDED)
-    require(not clash, f"{(clash or [''])[0]} comes from the plan: leave it away, or run sglang.launch_server yourself")
-    return command_line({n: value for n, value in values.items() if _option(n) not in own}) + given
-
-
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
+def server(
+    model: str, plan: Plan | None, topology: Topology, given: PluginSettings, host: str, port: int, options: list[str]
+) -> tuple[dict[str, str], list[str]]:
+    """What to add to the environment, and the words after `python`; options: SGLang's own, from the user."""
+    assert given.folder is not None
+    cpu, location = on_cpu(), write_location(plan, Path(model), given.folder) if plan else None
+    redundant = plan.placement.redundant_experts if plan else 0
+    words = ["-m", "sglang.launch_server", "--model-path", model, "--host", host, "--port", str(port)]
+    words += ["--enable-metrics"]
+    words += join(arguments(topology, location, redundant, cpu), options, DECIDED, "sglang.launch_server")
+    return environment(given, topology, cpu), words

@@ -2,23 +2,10 @@
 
 from typing import Any
 
-import numpy as np
 import torch
 
 from semmoe.core import Plan, require
-from semmoe.metrics import serving_ranks
-
-
-def dispatch_map(plan: Plan, rank: int) -> np.ndarray:
-    """(L, E) int64: the physical expert that serves each logical one to source `rank`.
-
-    With experts 0 1 | 1 2 on two ranks and rank 0 serving itself: [0, 1, 3] to rank 0.
-    """
-    serving = serving_ranks(plan.placement, plan.topology)[:, rank]  # (L, E)
-    copies = plan.placement.logical_to_physical_map  # (L, E, X)
-    hosts = np.where(copies >= 0, copies // plan.placement.experts_per_rank, -1)
-    chosen = np.argmax(hosts == serving[:, :, None], axis=2)
-    return np.take_along_axis(copies, chosen[..., None], axis=2)[..., 0].astype(np.int64)
+from semmoe.engines.placement import dispatch_map
 
 
 def check_location(plan: Plan, metadata: Any, layers: list[int]) -> None:

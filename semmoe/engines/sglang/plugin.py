@@ -7,8 +7,9 @@ from typing import Any
 
 from semmoe.core import Plan
 from semmoe.engines.metrics import Counters
+from semmoe.engines.settings import from_environment
 from semmoe.engines.sglang import targets
-from semmoe.engines.sglang.settings import PluginSettings, from_environment
+from semmoe.engines.sglang.settings import SglangSettings
 from semmoe.plan import load_plan
 
 
@@ -18,7 +19,7 @@ def register() -> None:
     SGLang logs a plug-in's exceptions and serves without it, which would be a setting silently ignored.
     """
     try:
-        settings = from_environment()
+        settings = from_environment(SglangSettings)
         if settings.plan or settings.control or on_cpu():
             _register(settings)
     except (ValueError, RuntimeError, OSError) as error:
@@ -30,7 +31,7 @@ def on_cpu() -> bool:
     return os.environ.get("SGLANG_USE_CPU_ENGINE") == "1"
 
 
-def _register(settings: PluginSettings) -> None:
+def _register(settings: SglangSettings) -> None:
     from semmoe.engines.sglang.rank import RankPlugin
     from semmoe.engines.sglang.registry import around, prove
 

@@ -8,9 +8,10 @@ import numpy as np
 from semmoe.checkpoint.directory import config_count, read_config, tensor_names
 from semmoe.checkpoint.layout import moe_layer_indices
 from semmoe.core import DECODE, PREFILL, Topology
+from semmoe.engines.launch import command_line
+from semmoe.engines.settings import PluginSettings
 from semmoe.engines.sglang import launch
 from semmoe.engines.sglang.offline import Completion, running
-from semmoe.engines.sglang.settings import PluginSettings
 from semmoe.trace import TraceWriter
 
 
@@ -24,7 +25,7 @@ def profile(
     """
     layers = moe_layer_indices(tensor_names(Path(model)), config_count(read_config(Path(model)), "num_hidden_layers"))
     here, on_cpu = Topology(ep_size=1), launch.on_cpu()
-    words = launch.command_line(launch.arguments(here, None, 0, on_cpu)) + list(options)
+    words = command_line(launch.arguments(here, None, 0, on_cpu)) + list(options)
     remaining = prompts[writer.num_requests :]
     with running(model, words, launch.environment(PluginSettings(), here, on_cpu), top_k) as engine:
         for first in range(0, len(remaining), batch_size):

@@ -3,7 +3,6 @@
 import functools
 import logging
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import sglang
@@ -13,14 +12,15 @@ from sglang.srt.runtime_context import get_exec, get_parallel, get_resources
 from sglang.srt.state_capturer.base import BaseTopkCapturer
 
 from semmoe.core import Fingerprint, Plan, Topology, require
-from semmoe.engines.metrics import Counters, Reading
+from semmoe.engines.metrics import Reading
+from semmoe.engines.rank import check_identity, check_plan, description, publish, readings
 from semmoe.engines.recorder import LiveRecorder
+from semmoe.engines.recording import PassRecorder
 from semmoe.engines.sglang import guard, targets
 from semmoe.engines.sglang.dispatcher import all_to_all
 from semmoe.engines.sglang.location import check_location, choose_copies
-from semmoe.engines.sglang.recording import PassRecorder
 from semmoe.engines.sglang.registry import around
-from semmoe.engines.sglang.settings import PluginSettings
+from semmoe.engines.sglang.settings import SglangSettings
 from semmoe.engines.sglang.shuffle import BoundaryShuffle
 from semmoe.engines.sglang.static import StaticBoundaryShuffle
 from semmoe.engines.sglang.step import read_step
@@ -36,13 +36,14 @@ log = logging.getLogger(__name__)
 class RankPlugin:
     """What is hooked in every process, and is set up in those that load the model."""
 
-    def __init__(self, plan: Plan | None, settings: PluginSettings) -> None:
+    def __init__(self, plan: Plan | None, settings: SglangSettings) -> None:
         self._plan, self._settings = plan, settings
         self.dispatch_comms: list[Communicator] = []  # of the CPU's all-to-all, once there is one
         self._shuffle: BoundaryShuffle | None = None
         self._recording: PassRecorder | None = None
         self._traffic: TrafficCounter | None = None
         self._experts_per_rank = 0
+        self._places: dict[int, int] = {}  # of decoder layers among the MoE layers, where routing is recorded
         self._logical: dict[int, torch.Tensor] = {}  # by decoder layer: the logical expert of each physical one
 
     @property
@@ -62,9 +63,9 @@ class RankPlugin:
         if self._settings.folder is not None:
             around(targets.RELEASE, self._release)
         if self.shuffles:
-            around(targets.REDUCE_SCATTER, self._hooked("scatter"))
-            around(targets.GATHER, self._hooked("gather"))
-            around(targets.LAST_GATHER, self._hooked("gather_last"))
+            around(targets.REDUCE_SCATTER, self._hooked("before_experts"))
+            around(targets.GATHER, self._hooked("before_attention"))
+            around(targets.LAST_GATHER, self._hooked("after_last"))
             around(targets.PADDING, self._padding)
 
     def _hooked(self, name: str) -> Any:
@@ -101,7 +102,10 @@ class RankPlugin:
         if all_to_all():
             self._traffic = TrafficCounter(parallel.moe_ep_size, parallel.moe_ep_rank, runner.device)
         if self._plan is not None:
-            check_plan(self._plan, running_topology(self._plan), runner, len(layers), physical)
+            config = runner.model_config
+            check_plan(self._plan, "SGLang", running_topology(self._plan), config.hf_text_config, len(layers), physical)
+            if parallel.moe_ep_rank == 0:
+                check_identity(self._plan, str(config.model_path))
             require(not get_exec().moe.enable_eplb, "--enable-eplb would move the plan's experts: leave it away")
             check_location(self._plan, metadata, layers)
             choose_copies(self._plan, metadata, layers, parallel.moe_ep_rank)
@@ -143,7 +147,8 @@ class RankPlugin:
         assert self._settings.folder is not None
         identity = self._plan.fingerprint if self._plan else fingerprint(runner)
         recorder = LiveRecorder(self._settings.folder, identity, get_parallel().moe_ep_rank)
-        self._recording = PassRecorder(recorder, {layer: place for place, layer in enumerate(layers)})
+        self._recording = PassRecorder(recorder, len(layers))
+        self._places = {layer: place for place, layer in enumerate(layers)}
         if self._shuffle is not None:
             self._shuffle.routed = self._recording.put
 
@@ -158,22 +163,26 @@ class RankPlugin:
         return ""
 
     def _release(self, original: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._recording is None:
-            return original(req, *args, **kwargs)
-        return self._recording.release(original, req, *args, **kwargs)
+        """Around SGLang's release of a request's cache, at its end and where it is preempted."""
+        if self._recording is not None and req.finished():
+            fed = len(req.origin_input_ids) + len(req.output_ids) - 1
+            self._recording.finish(req.rid, req.origin_input_ids, fed)
+        return original(req, *args, **kwargs)
 
     def _forward(self, original: Any, runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        parts = [] if runner.is_draft_worker else [p for p in (self._shuffle, self._recording) if p is not None]
-        if not parts:
+        if runner.is_draft_worker or (self._shuffle is None and self._recording is None):
             return original(runner, forward_batch, *args, **kwargs)
         read = functools.cache(lambda: read_step(forward_batch))  # waits for the device
-        for part in parts:
-            part.begin(forward_batch, read)
+        if self._shuffle is not None:
+            self._shuffle.begin(forward_batch, read)
+        if self._recording is not None:
+            self._recording.begin(read)
         try:
             return original(runner, forward_batch, *args, **kwargs)
         finally:
-            for part in parts:
-                part.end()
+            for part in (self._shuffle, self._recording):
+                if part is not None:
+                    part.end()
 
     def _routed(self, original: Any, block: Any, hidden_states: torch.Tensor, topk_output: Any, *args, **kwargs) -> Any:
         ids, weights = getattr(topk_output, "topk_ids", None), getattr(topk_output, "topk_weights", None)
@@ -182,7 +191,7 @@ class RankPlugin:
         if ids is not None and self._shuffle is not None and self._shuffle.active:
             self._shuffle.observe(self._to_logical(block.layer_id, ids), weights)
         elif ids is not None and self._recording is not None and self._recording.recording:
-            self._recording.observe(block.layer_id, self._to_logical(block.layer_id, ids), weights)
+            self._recording.observe(self._places[block.layer_id], self._to_logical(block.layer_id, ids), weights)
         return original(block, hidden_states, topk_output, *args, **kwargs)
 
     def _to_logical(self, layer: int, ids: torch.Tensor) -> torch.Tensor:
@@ -199,44 +208,16 @@ class RankPlugin:
         return (self._shuffle.bound(bound) if self._shuffle is not None and self._shuffle.active else bound), info
 
     def _publish(self) -> None:
-        rank = get_parallel().moe_ep_rank
-        counters = Counters(f"rank-{rank:05d}", self._settings.folder)
-        counters.sources.append(lambda: self._readings(rank))
-        labels = self._description()
-        counters.add("active", 1, **labels)
-        counters.start()
-        words = ", ".join(f"{name} {value}" for name, value in labels.items())
-        log.log(logging.INFO if rank == 0 else logging.DEBUG, "semmoe: active: %s", words)
+        rank, folder = get_parallel().moe_ep_rank, self._settings.folder
+        static = str(isinstance(self._shuffle, StaticBoundaryShuffle)).lower()
+        shuffle = self._settings.shuffle if self._shuffle else "no"
+        attention = running_topology(self._plan).attention
+        labels = description(f"sglang {sglang.__version__}", self._plan, self._settings, attention, shuffle)
+        publish(rank, folder, labels | {"static": static}, self._readings)
 
-    def _description(self) -> dict[str, str]:
-        plan = self._plan
-        return {
-            "engine": f"sglang {sglang.__version__}", "method": plan.method if plan else "vanilla",
-            "attention": running_topology(plan).attention, "shuffle": self._settings.shuffle if self._shuffle else "no",
-            "static": str(isinstance(self._shuffle, StaticBoundaryShuffle)).lower(),
-            "redundant": str(plan.placement.redundant_experts if plan else 0),
-            "plan": Path(self._settings.plan).name or "none",
-        }  # fmt: skip
-
-    def _readings(self, rank: int) -> Iterator[Reading]:
-        own = {"ep_rank": str(rank)}
-        if self._traffic is not None:
-            tokens, pairs, rows = self._traffic.totals()
-            yield "routed_tokens", own, tokens
-            for local, total in (("true", pairs[rank]), ("false", sum(pairs) - pairs[rank])):
-                yield "pairs", {**own, "local": local}, total
-            for j, count in enumerate(pairs):
-                yield "served_pairs", {**own, "by": str(j)}, count
-            for j, count in enumerate(rows):
-                if j != rank:
-                    yield "remote_rows", {**own, "to": str(j)}, count
-        comms = self.dispatch_comms + ([self._shuffle.comm] if self._shuffle else [])
-        for comm in comms:
-            for kind, sent in list(comm.sent.items()):
-                yield "sent_bytes", {**own, "kind": kind}, sent
-        for comm in self.dispatch_comms:
-            for j, sent in list(comm.sent_to.items()):
-                yield "all_to_all_bytes", {**own, "to": str(j)}, sent
+    def _readings(self) -> Iterator[Reading]:
+        others = [self._shuffle.comm] if self._shuffle else []
+        return readings(get_parallel().moe_ep_rank, self._traffic, self.dispatch_comms, others)
 
 
 def moe_blocks(model: torch.nn.Module) -> dict[int, Any]:
@@ -275,21 +256,3 @@ def fingerprint(runner: Any) -> Fingerprint:
     from semmoe.engines.transformers.model import fingerprint_of
 
     return fingerprint_of(str(runner.model_config.model_path))
-
-
-def check_plan(plan: Plan, running: Topology, runner: Any, num_layers: int, physical: int) -> None:
-    """Raise ValueError unless SGLang runs this plan's model on this plan's ranks."""
-    t, f, config = plan.topology, plan.fingerprint, runner.model_config.hf_text_config
-    sizes = f"ep_size {running.ep_size}, attention {running.attention} with dp_size {running.dp_size}"
-    require(running == t, f"the plan is for ep_size {t.ep_size}, attention {t.attention} with dp_size {t.dp_size}; "
-            f"SGLang runs {sizes}")  # fmt: skip
-    found = {
-        "MoE layers": (num_layers, f.num_layers), "vocabulary entries": (config.vocab_size, f.vocab_size),
-        "experts chosen per token": (config.num_experts_per_tok, f.top_k), "hidden width": (config.hidden_size,
-        f.hidden_size or config.hidden_size),
-        "physical experts": (physical, plan.placement.physical_to_logical_map.shape[1]),
-    }  # fmt: skip
-    for name, (here, planned) in found.items():
-        require(here == planned, f"the model has {here} {name}, the plan was made for {planned}")
-    if get_parallel().moe_ep_rank == 0 and Path(runner.model_config.model_path).is_dir():
-        plan.check(fingerprint(runner))

@@ -1,44 +1,15 @@
-"""What the plug-in is told: environment variables, so that SGLang's own command line stays SGLang's."""
+"""What the plug-in in SGLang is told."""
 
-import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 from semmoe.core import require
-from semmoe.settings import GRAINS
-
-PREFIX = "SEMMOE_"
+from semmoe.engines.settings import PluginSettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class PluginSettings:
-    """Every field is the variable SEMMOE_<FIELD>; unknown ones are errors."""
-
-    plan: str = ""  # a plan directory; empty: vanilla, whose traffic is counted all the same
-    schedule: str = "plan"  # requests to data-parallel ranks by the plan, or by the engine
-    shuffle: str = "layer"  # tokens inside attention-TP groups: once a layer, once a batch, or off
+class SglangSettings(PluginSettings):
     static: str = ""  # 1: shuffle on the device with static shapes, as CUDA graphs need, on a CPU too; 0: not on a GPU
-    control: str = ""  # a folder for activity files and `semmoe record`
 
     def __post_init__(self) -> None:
-        require(self.schedule in ("plan", "engine"), f"SEMMOE_SCHEDULE must be plan or engine, not {self.schedule!r}")
-        allowed = (*GRAINS, "off")
-        require(self.shuffle in allowed, f"SEMMOE_SHUFFLE must be one of {', '.join(allowed)}, not {self.shuffle!r}")
+        super().__post_init__()
         require(self.static in ("", "0", "1"), f"SEMMOE_STATIC must be 0, 1 or empty, not {self.static!r}")
-
-    @property
-    def folder(self) -> Path | None:
-        return Path(self.control) if self.control else None
-
-    def environment(self) -> dict[str, str]:
-        """The variables that say the same."""
-        return {PREFIX + name.upper(): value for name, value in asdict(self).items() if value}
-
-
-def from_environment(environment: Mapping[str, str] = os.environ) -> PluginSettings:
-    given = {name.removeprefix(PREFIX).lower(): value for name, value in environment.items() if name.startswith(PREFIX)}
-    known = set(PluginSettings.__dataclass_fields__)
-    unknown = sorted(set(given) - known)
-    require(not unknown, f"{PREFIX}{(unknown or [''])[0].upper()} is no setting; there are {', '.join(sorted(known))}")
-    return PluginSettings(**given)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from semmoe.engines.sglang.shuffle import BoundaryShuffle
-from semmoe.engines.sglang.step import Step
+from semmoe.engines.step import Step
 from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.static import static_all_gather, static_reduce_scatter, take_rows
 from semmoe.runtime.tp_device import PADDING_SLOT, DeviceShuffler
@@ -64,8 +64,8 @@ class StaticBoundaryShuffle(BoundaryShuffle):
         count = self._handle.counts[self._handle.rank]
         return count if original is None else count.to(original.dtype).view(original.shape)
 
-    def gather_last(self, *args: Any, **call: Any) -> Any:
-        out = super().gather_last(*args, **call)
+    def after_last(self, *args: Any, **call: Any) -> Any:
+        out = super().after_last(*args, **call)
         self._tokens = 0  # while graphs are captured no hook around the pass says that it ends
         return out
 

@@ -14,13 +14,15 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedModel
 
 from semmoe.assignment import schedule_batch, schedule_requests
 from semmoe.core import Plan, Topology, require
 from semmoe.dataset import check_token_ids
 from semmoe.engines.transformers.batch import Batch, cut, eos_ids, step
 from semmoe.engines.transformers.model import load_model
-from semmoe.engines.transformers.parallel import ParallelModel
+from semmoe.engines.transformers.parallel import ParallelModel, check_exchange
+from semmoe.engines.transformers.planned import PlannedModel
 from semmoe.metrics import Traffic, max_over_mean, sum_traffic
 from semmoe.runtime.collectives import Communicator, world
 from semmoe.runtime.dispatch import Levels
@@ -36,6 +38,10 @@ class SetUp:
     plan: Plan
     exchange: str = "all-to-all"
     overlap: bool = False  # of own tokens' experts with the dispatch of others
+    attach: "Callable[[PreTrainedModel, SetUp, Communicator], PlannedModel] | None" = None  # another engine's
+
+    def __post_init__(self) -> None:
+        check_exchange(self.plan.topology, self.exchange, self.overlap)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +63,7 @@ class GenerateResult:
 
     @property
     def all_to_all_bytes(self) -> int:
-        return self.sent_bytes.get("dispatch", 0) + self.sent_bytes.get("combine", 0)
+        return sum(self.sent_bytes.get(kind, 0) for kind in ("dispatch", "combine", "all_to_all"))
 
     @property
     def total_bytes(self) -> int:
@@ -120,9 +126,7 @@ def _run_set_up(world_comm: Communicator, job: _Job, set_up: SetUp, device: str,
     topology, rank = set_up.plan.topology, world_comm.rank
     model = load_model(job.model_path, getattr(torch, job.settings.dtype)).to(device)
     comm = Communicator(world_comm.group, rank, world_comm.size)  # with counters of its own
-    attention = attention_communicator(comm, topology)
-    levels = node_levels(comm, topology) if set_up.exchange == "two-level" else None
-    parallel = ParallelModel(model, set_up.plan, comm, attention, set_up.exchange, set_up.overlap, levels)
+    parallel = (set_up.attach or _attach)(model, set_up, comm)
     group = rank // topology.attn_tp_size
     _warm_up(parallel, job, topology)
     groups = _groups(job, set_up.plan)
@@ -133,8 +137,14 @@ def _run_set_up(world_comm: Communicator, job: _Job, set_up: SetUp, device: str,
     decoded = _decode(parallel, [job.prompts[i] for i in own], topology, job.settings, progress)
     dist.barrier()
     seconds = time.perf_counter() - started
-    answers = dict(zip(own.tolist(), decoded, strict=True)) if attention.rank == 0 else {}
+    answers = dict(zip(own.tolist(), decoded, strict=True)) if parallel.attention_comm.rank == 0 else {}
     return _gather(set_up.name, parallel, answers, job.prompts, seconds)
+
+
+def _attach(model: PreTrainedModel, set_up: SetUp, comm: Communicator) -> PlannedModel:
+    attention = attention_communicator(comm, set_up.plan.topology)
+    levels = node_levels(comm, set_up.plan.topology) if set_up.exchange == "two-level" else None
+    return ParallelModel(model, set_up.plan, comm, attention, set_up.exchange, set_up.overlap, levels)
 
 
 def _groups(job: _Job, plan: Plan) -> np.ndarray:
@@ -144,7 +154,7 @@ def _groups(job: _Job, plan: Plan) -> np.ndarray:
     return schedule_batch(job.prompts, plan, job.settings.max_new_tokens)
 
 
-def _warm_up(parallel: ParallelModel, job: _Job, topology: Topology) -> None:
+def _warm_up(parallel: PlannedModel, job: _Job, topology: Topology) -> None:
     """A few tokens, uncounted: the first set-up must not pay for connections and code that all share."""
     few = GenerateSettings(max_new_tokens=2, batch_size=1)
     _decode(parallel, [job.prompts[0][:16]], topology, few, _silent)
@@ -192,9 +202,7 @@ class _Answer:
     first_token_seconds: float
 
 
-def _decode(
-    parallel: ParallelModel, prompts, topology: Topology, settings: GenerateSettings, progress
-) -> list[_Answer]:
+def _decode(parallel: PlannedModel, prompts, topology: Topology, settings: GenerateSettings, progress) -> list[_Answer]:
     """This group's requests, batch by batch; a group that has none left keeps serving the other groups' tokens."""
     batches = list(cut(prompts, settings.batch_size, settings.max_new_tokens, eos_ids(parallel.model)))
     queue: list[Batch] = list(batches)
@@ -230,7 +238,7 @@ class _RankShare:
     compute: Counter[str]
 
 
-def _gather(name: str, parallel: ParallelModel, answers: dict[int, _Answer], prompts, seconds: float):
+def _gather(name: str, parallel: PlannedModel, answers: dict[int, _Answer], prompts, seconds: float):
     """Join what every rank generated, sent and routed."""
     comm = parallel.comm
     own = _RankShare(

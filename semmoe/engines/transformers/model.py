@@ -1,17 +1,15 @@
 """Loading a model, finding its MoE layers, and what identifies it."""
 
-import hashlib
-import json
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from semmoe.core import Fingerprint, require
+from semmoe.engines.transformers.tokenizer import digest, load_tokenizer, require_local, tokenizer_hash
 
 # Configuration fields that shape routing; a plan is refused where any of them differs.
 ARCHITECTURE_FIELDS = (
@@ -24,21 +22,11 @@ ARCHITECTURE_FIELDS = (
 
 def load_model(path: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A causal LM with MoE layers from a local directory, for inference. Raises ValueError if it has none."""
-    _require_local(path)
+    require_local(path)
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True).eval()
     require(bool(moe_layers(model)), f"{path} ({model.config.model_type}) has no MoE layer that semmoe knows")
     return model.requires_grad_(False)
-
-
-def load_tokenizer(path: str):
-    _require_local(path)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    return AutoTokenizer.from_pretrained(path, local_files_only=True)
-
-
-def _require_local(path: str) -> None:
-    require((Path(path) / "config.json").is_file(), f"there is no model at {path}: config.json is missing")
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -51,13 +39,15 @@ def moe_layers(model: PreTrainedModel) -> list[nn.Module]:
     return [block for block in blocks if isinstance(getattr(block, "experts", None), nn.Module)]
 
 
+def architecture_hash(config: PreTrainedConfig) -> str:
+    return digest({field: getattr(config, field) for field in ARCHITECTURE_FIELDS if hasattr(config, field)})
+
+
 def fingerprint(config: PreTrainedConfig, tokenizer: Any, name: str) -> Fingerprint:
-    fields = {field: getattr(config, field) for field in ARCHITECTURE_FIELDS if hasattr(config, field)}
-    vocabulary = sorted((index, token) for token, index in tokenizer.get_vocab().items())
     groups = getattr(config, "n_group", None) or 1
     limited = groups > 1 and (getattr(config, "topk_group", None) or groups) < groups
     return Fingerprint(
-        model=name, architecture_hash=_digest(fields), tokenizer_hash=_digest(vocabulary),
+        model=name, architecture_hash=architecture_hash(config), tokenizer_hash=tokenizer_hash(tokenizer),
         vocab_size=config.vocab_size, num_layers=_num_moe_layers(config), num_experts=num_experts(config),
         top_k=config.num_experts_per_tok, num_groups=groups if limited else 1, hidden_size=config.hidden_size,
         expert_size=expert_size(config),
@@ -66,13 +56,9 @@ def fingerprint(config: PreTrainedConfig, tokenizer: Any, name: str) -> Fingerpr
 
 def fingerprint_of(path: str) -> Fingerprint:
     """The fingerprint of a model directory, without loading its weights."""
-    _require_local(path)
+    require_local(path)
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     return fingerprint(config, load_tokenizer(path), Path(path).resolve().name)
-
-
-def _digest(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def num_experts(config: PreTrainedConfig) -> int:

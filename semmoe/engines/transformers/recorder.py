@@ -6,6 +6,7 @@ of all supported architectures, whatever their router does.
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,12 +23,19 @@ class RoutingRecorder:
     """Collects the routing of one forward pass at a time; a context manager that detaches its hooks at the end."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._blocks = moe_layers(model)
+        self._blocks = self.find_blocks(model)
         self._layers: list[np.ndarray] = []
         self._real = np.zeros(0, bool)
 
+    def find_blocks(self, model: PreTrainedModel) -> list[torch.nn.Module]:
+        return moe_layers(model)
+
+    def listen(self, block: Any) -> Any:
+        """A hook on one MoE layer."""
+        return block.experts.register_forward_pre_hook(self._record, with_kwargs=True)
+
     def __enter__(self) -> "RoutingRecorder":
-        self._hooks = [b.experts.register_forward_pre_hook(self._record, with_kwargs=True) for b in self._blocks]
+        self._hooks = [self.listen(block) for block in self._blocks]
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -40,6 +48,10 @@ class RoutingRecorder:
 
     def _record(self, module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
         _, expert_ids, weights = [*args, *kwargs.values()][:3]
+        self.keep(expert_ids, weights)
+
+    def keep(self, expert_ids: torch.Tensor, weights: torch.Tensor) -> None:
+        """The next layer's routing (T, K) of all rows of the batch."""
         order = weights.argsort(dim=1, descending=True, stable=True)
         self._layers.append(torch.gather(expert_ids, 1, order).cpu().numpy()[self._real])
 
@@ -52,6 +64,7 @@ class RoutingRecorder:
 def profile(
     model: PreTrainedModel, prompts: Sequence[Sequence[int]], writer: TraceWriter, *, max_new_tokens: int = 0,
     batch_size: int = 16, progress: Callable[[int], None] = lambda done: None,
+    recorder_of: Callable[[PreTrainedModel], RoutingRecorder] = RoutingRecorder,
 ) -> None:  # fmt: skip
     """Run the prompts that `writer` does not hold yet and append each one's routing: prefill, then greedy decode.
 
@@ -59,7 +72,7 @@ def profile(
     """
     check_token_ids(prompts, model.config.vocab_size)
     remaining = prompts[writer.num_requests :]
-    with RoutingRecorder(model) as recorder:
+    with recorder_of(model) as recorder:
         for batch in cut(remaining, batch_size, max_new_tokens, eos_ids(model)):
             for request in _profile_batch(model, batch, recorder):
                 writer.append(**request)

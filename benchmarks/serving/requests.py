@@ -12,6 +12,7 @@ import torch
 
 from semmoe.demo import MODEL
 from semmoe.engines.transformers.model import load_model
+from serving.engine import Engine
 
 NEW_TOKENS = range(4, 9)
 PROMPT_TOKENS = range(8, 49)
@@ -19,7 +20,7 @@ MARGIN = 1e-4  # of the arg-max, under which the reference cannot tell which tok
 HANG_UPS = ("hangs up at once", "hangs up after the first token")
 MALFORMED = ("bad JSON", "empty prompt", "wrong rank", "id out of vocabulary")
 RIGHT, NEAR_TIE, WRONG, HUNG_UP, LOST = "right", "near-tie", "WRONG", "hung up", "LOST"
-ACCEPTED = "accepted"  # a malformed request, which SGLang answered all the same
+ACCEPTED = "accepted"  # a malformed request, which was answered all the same
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +41,9 @@ class Reference:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
+    engine: Engine
     kind: str  # "good", or of HANG_UPS or MALFORMED
-    native: bool  # /generate, else /v1/completions
+    native: bool  # SGLang's /generate, else /v1/completions
     stream: bool
     new_tokens: int
     reference: Reference
@@ -51,6 +53,11 @@ class Request:
     def path(self) -> str:
         return "/generate" if self.native else "/v1/completions"
 
+    @property
+    def headers(self) -> dict[str, str]:
+        more = self.engine.WRONG_RANK_HEADERS if self.kind == "wrong rank" else {}
+        return {"Content-Type": "application/json"} | more
+
     def body(self) -> bytes:
         prompt = self.reference.prompt
         if self.kind == "bad JSON":
@@ -59,7 +66,7 @@ class Request:
             prompt = [*prompt, 1_000_000]
         if self.kind == "empty prompt":
             prompt = []
-        rank = {"routed_dp_rank": 99} if self.kind == "wrong rank" else {}
+        rank = self.engine.WRONG_RANK if self.kind == "wrong rank" else {}
         return json.dumps((self._native(prompt) if self.native else self._openai(prompt)) | rank).encode()
 
     def _native(self, prompt: list[int]) -> dict[str, Any]:
@@ -92,7 +99,7 @@ def make_references(held_out: list[list[int]], count: int, rng: random.Random) -
 
 
 def make_requests(
-    references: list[Reference], count: int, hang_ups: float, malformed: float, seed: int
+    engine: Engine, references: list[Reference], count: int, hang_ups: float, malformed: float, seed: int
 ) -> list[Request]:
     """hang_ups, malformed: shares of the requests."""
     rng, out = random.Random(seed), []
@@ -100,7 +107,8 @@ def make_requests(
         drawn = rng.random()
         kinds = HANG_UPS if drawn < hang_ups else MALFORMED if drawn < hang_ups + malformed else ["good"]
         kind = rng.choice(kinds)
-        out.append(Request(kind=kind, native=rng.random() < 0.5, new_tokens=rng.choice(NEW_TOKENS),
+        native = rng.random() < 0.5 and engine.NATIVE
+        out.append(Request(engine=engine, kind=kind, native=native, new_tokens=rng.choice(NEW_TOKENS),
                            stream=kind == HANG_UPS[1] or rng.random() < 0.5, reference=rng.choice(references),
                            delay=rng.uniform(0, 2)))  # fmt: skip
     return out
@@ -118,8 +126,7 @@ async def send(session: aiohttp.ClientSession, request: Request) -> str:
 
 
 async def _exchange(session: aiohttp.ClientSession, request: Request) -> str:
-    headers = {"Content-Type": "application/json"}
-    async with session.post(request.path, data=request.body(), headers=headers) as response:
+    async with session.post(request.path, data=request.body(), headers=request.headers) as response:
         if response.status != 200:
             await response.read()
             return f"HTTP {response.status}"

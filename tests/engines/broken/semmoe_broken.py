@@ -2,12 +2,12 @@
 
 
 def register() -> None:
-    from semmoe.engines.sglang.shuffle import BoundaryShuffle
+    from semmoe.engines.shuffle import TokenRows
 
-    restore = BoundaryShuffle._restore
+    restore = TokenRows.restore
 
     def shuffled(self, rows):
         whole = restore(self, rows)
         return whole.roll(1, 0) if len(whole) > 1 else whole
 
-    BoundaryShuffle._restore = shuffled
+    TokenRows.restore = shuffled

@@ -1,11 +1,13 @@
-"""Serving under objectives on SGLang itself, two nodes over a slow network: vanilla beside plans.
+"""Serving under objectives on an engine itself, two nodes over a slow network: vanilla beside plans.
 
-    SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=1 .venv-sglang/bin/python benchmarks/bench_sglang.py
-        [--rate 200mbit] [--attention dp tp] [--redundant-experts 0] [--rounds 2] [--quick] [--out FILE]
+    OMP_NUM_THREADS=1 .venv-vllm/bin/python benchmarks/bench_serving.py --engine sglang|vllm
+        [--rate 200mbit] [--attention dp tp] [--redundant-experts 0] [--rounds 2] [--moetuner] [--dataset FILE]
+        [--quick] [--out FILE]
 
-Each of two ranks is a node with a network namespace and a /dev/shm of its own (see network.py; needs root). SGLang's
-own bench client sends, from node 0, text that the plans were not profiled on. Set-ups take turns: a server is started,
-runs everything, and makes place for the next, in each round.
+In the engine's own environment (SGLang: with SGLANG_USE_CPU_ENGINE=1). Each of two ranks is a node with a network
+namespace and a /dev/shm of its own (see network.py; needs root). The engine's own bench client sends, from node 0, text
+that the plans were not profiled on. Set-ups take turns: a server is started, runs everything, and makes place for the
+next, in each round.
 
 Goodput: a light load gives vanilla's lightest median time to first token and end-to-end latency in the first round;
 the objectives are 5 times those. Requests all at once give vanilla's throughput, and rates rise in fractions of it,
@@ -16,8 +18,8 @@ beside the least and the greatest.
 Lengths: attention-TP at a low rate with prompts of exactly so many tokens, as in the paper's table 2.
 
 The plug-in counts, over all that a server did: local activation rate (lar), rows sent to another rank and all-to-all
-bytes, both per token and layer. `link` is all traffic between the nodes while requests come all at once, SGLang's own
-too. Prints configuration, tables, one JSON line.
+bytes, both per token and layer. `link` is all traffic between the nodes while requests come all at once, the engine's
+own too. Prints configuration, tables, one JSON line.
 """
 
 import argparse
@@ -28,88 +30,29 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import replace
 from importlib.metadata import version
+from math import nan
 from pathlib import Path
 from statistics import median
 
 from network import Network, NetworkError, slow_network
-from sglang_client import Client, Figures, write_datasets
-from sglang_server import OPTIONS, RANKS, Server, ServerError, SetUp, counters, link_bytes, make_plans, prompts, serving
-
-OWN_OPTIONS = {"disable_radix_cache": True}  # the same prompts come again at every rate
-OBJECTIVE = 5  # times the lightest median
-LIGHT, AT_ONCE = "light", "all at once"  # names of runs; others are named by `at_rate` and `of_length`
-TTFT, E2E = "median_ttft_ms", "median_e2e_ms"
+from serving.client import Client, write_datasets
+from serving.engine import RANKS, Engine, SetUp, add_engine, engine
+from serving.server import Server, ServerError, counters, link_bytes, make_plans, prompts, serving
+from serving.sweep import AT_ONCE, E2E, LIGHT, OBJECTIVE, TTFT, Settings, Sweep, Visit, activity, at_rate, of_length
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    rate: str = "200mbit"
-    attentions: tuple[str, ...] = ("dp", "tp")
-    redundant_experts: int = 0
-    rounds: int = 2
-    light_rate: float = 0.5
-    light_requests: int = 15
-    at_once_requests: int = 100
-    fractions: tuple[float, ...] = (0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.4, 1.6, 2.0)
-    seconds: float = 30.0  # of arrivals at each rate
-    most_requests: int = 400
-    output_tokens: int = 16
-    lengths: tuple[int, ...] = (256, 512, 1024)
-    length_rate: float = 1.0
-    length_requests: int = 30
-
-    def requests(self, rate: float) -> int:
-        return min(max(round(rate * self.seconds), 10), self.most_requests)
-
-
-@dataclass
-class Sweep:
-    """What vanilla's first visit fixes for all set-ups of an attention."""
-
-    objectives: Figures = field(default_factory=dict)
-    rates: list[float] = field(default_factory=list)
-
-    def fix(self, light: Figures, at_once: Figures, fractions: tuple[float, ...]) -> None:
-        self.objectives = {name: OBJECTIVE * light[name] for name in (TTFT, E2E)}
-        self.rates = [float(f"{f * at_once['request_throughput']:.2g}") for f in fractions]
-
-    def holds(self, figures: Figures) -> bool:
-        return all(figures[name] <= most for name, most in self.objectives.items())
-
-
-@dataclass(kw_only=True)
-class Visit:
-    """What one server did."""
-
-    round: int
-    name: str
-    attention: str
-    runs: dict[str, Figures] = field(default_factory=dict)
-    goodput: float = 0.0
-    activity: Figures = field(default_factory=dict)
-
-    def figure(self, run: str, column: str) -> float | None:
-        if run in ("goodput", "activity"):
-            return self.goodput if run == "goodput" else self.activity[column]
-        return self.runs.get(run, {}).get(column)
-
-
-def at_rate(rate: float) -> str:
-    return f"{rate:g} requests/s"
-
-
-def of_length(length: int) -> str:
-    return f"{length} tokens"
-
-
-def set_ups(plans: dict[str, Path], redundant: int) -> list[SetUp]:
-    """The first of each attention is vanilla."""
-    out, copies = [], f", {redundant} redundant" if redundant else ""
-    for attention, plan in plans.items():
-        name = attention.upper()
+def set_ups(s: Settings, plans: dict[tuple[str, str], Path]) -> list[SetUp]:
+    """The first of each attention is vanilla, with an all-to-all."""
+    out, copies = [], f", {s.redundant_experts} redundant" if s.redundant_experts else ""
+    for attention in s.attentions:
+        name, plan = attention.upper(), plans[attention, "semmoe"]
         out.append(SetUp(name=f"{name}, vanilla", attention=attention))
+        if s.moetuner:
+            out.append(SetUp(name=f"{name}, MoETuner", attention=attention, plan=plans[attention, "moetuner"]))
+        if attention == "tp" and s.all_reduce:
+            out.append(SetUp(name=f"{name}, vanilla, all-reduce", attention=attention, all_to_all=False))
         if attention == "dp":
             out.append(SetUp(name=f"{name}, plan{copies}", attention=attention, plan=plan))
         else:
@@ -119,23 +62,32 @@ def set_ups(plans: dict[str, Path], redundant: int) -> list[SetUp]:
 
 
 def run_rounds(
-    s: Settings, ups: list[SetUp], datasets: dict[int, Path], network: Network, scratch: Path, sweeps: dict[str, Sweep]
+    s: Settings,
+    served: Engine,
+    ups: list[SetUp],
+    datasets: dict[int, Path],
+    network: Network,
+    scratch: Path,
+    sweeps: dict[str, Sweep],
 ) -> Iterator[Visit]:
     """Every set-up in every round; the first round begins with vanilla, which fixes the rates, and others turn."""
     for i in range(s.rounds):
         for up in [*ups[i % len(ups) :], *ups[: i % len(ups)]]:
             begin = time.monotonic()
-            with serving(up, scratch / "server", OWN_OPTIONS, network) as server:
+            # Nothing is cached: the same prompts come again at every rate.
+            with serving(served, up, scratch / "server", served.UNCACHED, network) as server:
                 started = time.monotonic() - begin
-                yield visit(s, i, up, server, datasets, network, sweeps[up.attention])
+                client = Client(served, server, s.output_tokens)
+                yield visit(s, i, up, server, client, datasets, network, sweeps[up.attention])
             print(f"  round {i + 1} of {s.rounds}, {up.name}: up after {started:.0f} s, all in "
                   f"{time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)  # fmt: skip
 
 
 def visit(
-    s: Settings, number: int, up: SetUp, server: Server, datasets: dict[int, Path], network: Network, sweep: Sweep
-) -> Visit:
-    out, client = Visit(round=number, name=up.name, attention=up.attention), Client(server, s.output_tokens)
+    s: Settings, number: int, up: SetUp, server: Server, client: Client, datasets: dict[int, Path], network: Network,
+    sweep: Sweep,
+) -> Visit:  # fmt: skip
+    out = Visit(round=number, name=up.name, attention=up.attention)
     out.runs[LIGHT] = client.run(datasets[0], s.light_requests, s.light_rate, warmup=8)
     before = link_bytes(network)
     out.runs[AT_ONCE] = client.run(datasets[0], s.at_once_requests, float("inf"))
@@ -154,19 +106,10 @@ def visit(
     return out
 
 
-def activity(total: dict[str, float]) -> Figures:
-    tokens = total["routed_tokens"]  # each once a layer
-    return {
-        "lar": total["pairs.local=true"] / total["pairs"], "remote_rows_per_token": total["remote_rows"] / tokens,
-        "all_to_all_bytes_per_token": total["all_to_all_bytes"] / tokens, "routed_tokens": tokens,
-        "scheduled_by_plan": total.get("scheduled_requests.by=plan", 0.0),
-        "scheduled_by_engine": total.get("scheduled_requests.by=engine", 0.0),
-    }  # fmt: skip
-
-
 def value(of: list[Visit], run: str, column: str = "") -> float:
-    """Median of the rounds."""
-    return median(found for v in of if (found := v.figure(run, column)) is not None)
+    """Median of the rounds; nan without any."""
+    found = [figure for v in of if (figure := v.figure(run, column)) is not None]
+    return median(found) if found else nan
 
 
 def ratio(of: list[Visit], everything: list[Visit], run: str, column: str = "") -> str:
@@ -226,9 +169,13 @@ def show_lengths(s: Settings, found: list[Visit]) -> None:
 def parse() -> tuple[Settings, Path | None]:
     d = Settings()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_engine(parser)
     parser.add_argument("--rate", default=d.rate, help="of each node's link, as tc has it")
     parser.add_argument("--attention", nargs="+", choices=["dp", "tp"], default=d.attentions, dest="attentions")
     parser.add_argument("--redundant-experts", type=int, default=d.redundant_experts, help="of the plans")
+    parser.add_argument("--all-reduce", action="store_true", help="vLLM: vanilla attention-TP as it is by itself, too")
+    parser.add_argument("--moetuner", action="store_true", help="MoETuner's plan, too")
+    parser.add_argument("--dataset", default=d.dataset, help="prompts of a file in place of held-out text")
     parser.add_argument("--rounds", type=int, default=d.rounds)
     parser.add_argument("--fractions", type=float, nargs="+", default=d.fractions, help="of vanilla's throughput")
     parser.add_argument("--seconds", type=float, default=d.seconds, help="of arrivals at each rate")
@@ -237,37 +184,41 @@ def parse() -> tuple[Settings, Path | None]:
     parser.add_argument("--out", type=Path, help="write the JSON line to this file too")
     given = vars(parser.parse_args())
     quick, out = given.pop("quick"), given.pop("out")
+    if given["all_reduce"] and given["engine"] != "vllm":
+        parser.error("--all-reduce is vLLM's: SGLang's vanilla has an all-to-all")
     if quick:
         given |= {"rounds": 1, "fractions": (0.5, 1.0), "lengths": (256,), "light_requests": 10,
                   "at_once_requests": 10, "most_requests": 10, "length_requests": 10}  # fmt: skip
     return Settings(**{name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}), out
 
 
-def run_all(s: Settings) -> tuple[dict[str, Sweep], list[Visit]]:
+def run_all(s: Settings, served: Engine) -> tuple[dict[str, Sweep], list[Visit]]:
     sweeps = {attention: Sweep() for attention in s.attentions}
     with slow_network(RANKS, s.rate) as network, tempfile.TemporaryDirectory(prefix="semmoe-") as scratch:
-        seen, held_out = prompts()
-        plans = make_plans(seen, s.attentions, s.redundant_experts, Path(scratch))
-        datasets = write_datasets(held_out, s.lengths, s.length_requests, Path(scratch))
-        ups = set_ups(plans, s.redundant_experts)
-        return sweeps, list(run_rounds(s, ups, datasets, network, Path(scratch), sweeps))
+        seen, held_out = prompts(s.dataset)
+        plans = make_plans(seen, s.attentions, s.redundant_experts, Path(scratch), s.moetuner)
+        datasets = write_datasets(served, held_out, s.lengths, s.length_requests, Path(scratch))
+        return sweeps, list(run_rounds(s, served, set_ups(s, plans), datasets, network, Path(scratch), sweeps))
 
 
 def main() -> int:
     s, out = parse()
-    print(f"SGLang {version('sglang')}, torch {version('torch')}, embedded model, {RANKS} nodes of one rank on "
-          f"{os.cpu_count()} cores, {platform.machine()}, links of {s.rate}; {s}; {OPTIONS | OWN_OPTIONS}")  # fmt: skip
+    served, told = engine(s.engine), replace(s, dataset=Path(s.dataset).name)
+    print(f"{served}, torch {version('torch')}, embedded model, {RANKS} nodes of one rank on "
+          f"{os.cpu_count()} cores, {platform.machine()}, links of {s.rate}; "
+          f"{told}; "
+          f"{served.OPTIONS | served.UNCACHED}")  # fmt: skip
     try:
-        sweeps, found = run_all(s)
+        sweeps, found = run_all(s, served)
     except (NetworkError, ServerError, ValueError) as error:
-        print(f"bench_sglang.py: {error}", file=sys.stderr)
+        print(f"bench_serving.py: {error}", file=sys.stderr)
         return 2
     for attention, sweep in sweeps.items():
         show_goodput(attention, sweep, found)
         show_runs(attention, sweep, s, found)
     if "tp" in s.attentions and s.lengths:
         show_lengths(s, found)
-    line = json.dumps({"settings": vars(s), "sweeps": {name: vars(sweep) for name, sweep in sweeps.items()},
+    line = json.dumps({"settings": vars(told), "sweeps": {name: vars(sweep) for name, sweep in sweeps.items()},
                        "visits": [vars(v) for v in found]})  # fmt: skip
     print("\n" + line)
     if out:

@@ -1,8 +1,8 @@
-"""Plans, prompts and references that the tests on SGLang share."""
+"""Plans, prompts and references that the tests on all engines share."""
 
 import os
 
-os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # transformers too needs it there, before it is imported
+os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # where SGLang is, transformers needs it before it is imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
@@ -17,6 +17,7 @@ from semmoe.settings import CoclusterSettings, GenerateSettings, SolveSettings
 from semmoe.solve import solve
 from semmoe.texts import held_out_prompts
 
+pytest.register_assert_rewrite("server_tests", "start_tests")
 NEW_TOKENS = 8
 EASY = CoclusterSettings(starts=1, kicks=1, sweeps=2)
 

@@ -1,14 +1,14 @@
-"""A soak of one SGLang server on a plan: thousands of requests, some bad, every answer checked, memory watched.
+"""A soak of one engine's server on a plan: thousands of requests, some bad, every answer checked, memory watched.
 
-    SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=1 .venv-sglang/bin/python benchmarks/soak_sglang.py
+    OMP_NUM_THREADS=1 .venv-vllm/bin/python benchmarks/soak.py --engine sglang|vllm
         [--requests 10000] [--concurrency 1000] [--attention dp|tp] [--plan DIR | --vanilla] [--out FILE]
 
-Both of SGLang's interfaces, streaming and not, short prompts of real text, greedy in float32. Some clients hang up and
-some requests are malformed. Checked at the end, exit code 1 if any of it fails: every answer's tokens are those of
-plain transformers, but for near-ties of its arg-max; every request ended, in an answer, the hang-up that was meant or
-an HTTP error; no good request was refused; memory is flat after the first tenth; the plug-in's counters add up; the
-server is idle then, and answers. Raises the limit of open files as --concurrency needs. Prints configuration, tables,
-one JSON line.
+In the engine's own environment (SGLang: with SGLANG_USE_CPU_ENGINE=1). OpenAI's interface and SGLang's own, streaming
+and not, short prompts of real text, greedy in float32. Some clients hang up and some requests are malformed. Checked at
+the end, exit code 1 if any of it fails: every answer's tokens are those of plain transformers, but for near-ties of its
+arg-max; every request ended, in an answer, the hang-up that was meant or an HTTP error; no good request was refused;
+memory is flat after the first tenth; the plug-in's counters add up; the server is idle then, and answers. Raises the
+limit of open files as --concurrency needs. Prints configuration, tables, one JSON line.
 """
 
 import argparse
@@ -25,13 +25,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import numpy as np
 import psutil
-from sglang_server import OPTIONS, RANKS, Server, ServerError, SetUp, counters, make_plans, prompts, serving
-from sglang_soak_requests import (
+from serving.engine import RANKS, Engine, SetUp, add_engine, engine
+from serving.requests import (
     ACCEPTED,
     HUNG_UP,
     LOST,
@@ -44,6 +43,7 @@ from sglang_soak_requests import (
     make_requests,
     send,
 )
+from serving.server import Server, ServerError, counters, make_plans, prompts, serving
 
 from semmoe.checkpoint.directory import config_count, read_config
 from semmoe.demo import MODEL
@@ -119,24 +119,22 @@ def _memory(server: Server) -> float:
     return total / 1e6
 
 
-async def last_answers(server: Server, requests: list[Request]) -> tuple[list[str], list[dict[str, Any]]]:
-    """What becomes of a few good requests now, and then each rank's load."""
+async def last_answers(engine: Engine, server: Server, requests: list[Request]) -> tuple[list[str], list[int]]:
+    """What becomes of a few good requests now, and then how many each rank has."""
     timeout = aiohttp.ClientTimeout(total=60)
     async with aiohttp.ClientSession(server.url, timeout=timeout) as session:
         outcomes = [await send(session, request) for request in requests]
         await asyncio.sleep(2)  # until counters and loads are published
-        async with session.get("/v1/loads") as response:
-            return outcomes, (await response.json())["loads"]
+        return outcomes, await engine.busy(session)
 
 
 def checks(
-    record: Record, outcomes: list[str], loads: list[dict[str, Any]], found: dict[str, float], a: argparse.Namespace
+    record: Record, outcomes: list[str], busy: list[int], found: dict[str, float], a: argparse.Namespace
 ) -> dict[str, tuple[bool, str]]:
     """By name: whether it holds, and figures."""
     answers, ended = record.count(RIGHT) + record.count(NEAR_TIE) + record.count(WRONG), record.ended
     refused, growth = record.count("HTTP") - sum(record.count("HTTP", k) for k in MALFORMED), record.growth()
-    slope, busy = growth["mb_per_1000_requests"], [x["num_running_reqs"] + x["num_waiting_reqs"] for x in loads]
-    enough = record.total >= LEAST_REQUESTS
+    slope, enough = growth["mb_per_1000_requests"], record.total >= LEAST_REQUESTS
     return {
         "answers are right": (not record.count(WRONG), f"{record.count(RIGHT)} right, {record.count(NEAR_TIE)} "
                               f"near-ties, {record.count(WRONG)} wrong"),
@@ -148,7 +146,7 @@ def checks(
                            f"{growth['last_mb']:.0f} MB at the end, {slope:+.2f} MB per 1,000 requests, "
                            + (f"at most {a.growth:g}" if enough else f"not judged under {LEAST_REQUESTS} requests")),
         "the server answers": (set(outcomes) <= {RIGHT, NEAR_TIE}, ", ".join(outcomes)),
-        "the server is idle": (not any(busy), f"{busy} requests on the ranks"),
+        "the server is idle": (bool(busy) and not any(busy), f"{busy} requests on the ranks"),
         "the counters add up": counters_add_up(record, answers, len(outcomes), found, a),
     }  # fmt: skip
 
@@ -186,6 +184,7 @@ def raise_open_files(wanted: int) -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_engine(parser)
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--concurrency", type=int, default=1_000)
     parser.add_argument("--attention", choices=["dp", "tp"], default="dp")
@@ -202,36 +201,38 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run(a: argparse.Namespace, scratch: Path) -> tuple[Record, dict[str, tuple[bool, str]]]:
+def run(served: Engine, a: argparse.Namespace, scratch: Path) -> tuple[Record, dict[str, tuple[bool, str]]]:
     seen, held_out = prompts()
     plan = a.plan.resolve() if a.plan else None
     if plan is None and not a.vanilla:
-        plan = make_plans(seen, [a.attention], a.redundant_experts, scratch)[a.attention]
+        plan = make_plans(seen, [a.attention], a.redundant_experts, scratch)[a.attention, "semmoe"]
     references = make_references(held_out, a.prompts, random.Random(a.seed))
-    requests = make_requests(references, a.requests, a.hang_ups, a.malformed, a.seed)
-    good = make_requests(references, 8, 0, 0, a.seed + 1)
-    with serving(SetUp(name="soak", attention=a.attention, plan=plan), scratch / "server") as server:
+    requests = make_requests(served, references, a.requests, a.hang_ups, a.malformed, a.seed)
+    good = make_requests(served, references, 8, 0, 0, a.seed + 1)
+    up = SetUp(name="soak", attention=a.attention, plan=plan)
+    with serving(served, up, scratch / "server") as server:
         time.sleep(2)  # until counters are published
         before = counters(server.folder)
         record = asyncio.run(soak(server, requests, a.concurrency, a.patience))
         seconds = time.monotonic() - record.begin
         print(f"\n{record.ended} requests in {seconds:.0f} s, {record.ended / seconds:.1f} a second")
         server.check()
-        outcomes, loads = asyncio.run(last_answers(server, good))
+        outcomes, busy = asyncio.run(last_answers(served, server, good))
         counted = {name: n - before.get(name, 0) for name, n in counters(server.folder).items()}
-        return record, checks(record, outcomes, loads, counted, a)
+        return record, checks(record, outcomes, busy, counted, a)
 
 
 def main() -> int:
     a = parse()
-    print(f"SGLang {version('sglang')}, torch {version('torch')}, embedded model, {RANKS} ranks on {os.cpu_count()} "
-          f"cores, {platform.machine()}; {vars(a)}; {OPTIONS}", flush=True)  # fmt: skip
+    served = engine(a.engine)
+    print(f"{served}, torch {version('torch')}, embedded model, {RANKS} ranks on {os.cpu_count()} "
+          f"cores, {platform.machine()}; {vars(a)}; {served.OPTIONS}", flush=True)  # fmt: skip
     try:
         raise_open_files(4 * a.concurrency + 1000)
         with tempfile.TemporaryDirectory(prefix="semmoe-") as scratch:
-            record, judged = run(a, Path(scratch))
+            record, judged = run(served, a, Path(scratch))
     except (ServerError, ValueError, aiohttp.ClientError) as error:
-        print(f"soak_sglang.py: {error}", file=sys.stderr)
+        print(f"soak.py: {error}", file=sys.stderr)
         return 1
     show(record, judged)
     outcomes = {f"{kind}: {outcome}": count for (kind, outcome), count in sorted(record.outcomes.items())}

@@ -1,4 +1,4 @@
-"""SGLang servers for the benchmarks: plans of the shipped model, a process for each node, all ended together."""
+"""Servers for the benchmarks: plans of the shipped model, a process for each node, all ended together."""
 
 import contextlib
 import json
@@ -18,35 +18,22 @@ import psutil
 from network import DEVICE, Network, command_on, environment_of
 
 from semmoe.core import Topology
+from semmoe.dataset import encode, load_dataset
 from semmoe.demo import MODEL, demo_prompts
-from semmoe.engines.sglang import launch
-from semmoe.engines.sglang.settings import PluginSettings
 from semmoe.engines.transformers.model import load_model, load_tokenizer
 from semmoe.engines.transformers.recorder import record
-from semmoe.plan import load_plan, save_plan
+from semmoe.plan import save_plan
 from semmoe.settings import DemoSettings, SolveSettings
 from semmoe.solve import solve
+from serving.engine import RANKS, Command, Engine, SetUp
 
-RANKS = 2
+MOST_PROMPTS = 1000  # of a data set
 PORT, MEETING_PORT = 30477, 20477  # in network namespaces, where all ports are free
-# Of every server, vanilla or not. Each rank needs little memory, and what it holds at most is the same everywhere.
-OPTIONS: dict[str, Any] = {
-    "dtype": "float32", "max_running_requests": 64, "max_total_tokens": 65536, "chunked_prefill_size": 1024,
-    "mem_fraction_static": 0.1, "random_seed": 0, "log_level": "warning",
-}  # fmt: skip
 PROBE = "import sys, urllib.request; sys.exit(urllib.request.urlopen(sys.argv[1], timeout=20).status != 200)"
 
 
 class ServerError(Exception):
     """Why a server did not start, or ended; one line, and then the end of its log."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SetUp:
-    name: str
-    attention: str
-    plan: Path | None = None  # none: vanilla
-    shuffle: str = "layer"
 
 
 @dataclass(frozen=True)
@@ -81,52 +68,51 @@ class Server:
         return "\n".join(lines[first:][:most])
 
 
-def prompts() -> tuple[list[list[int]], list[list[int]]]:
-    """Token ids to profile, and of other documents to serve."""
-    return demo_prompts(DemoSettings(generate_prompts=1_000_000), load_tokenizer(str(MODEL)))
+def prompts(dataset: str = "") -> tuple[list[list[int]], list[list[int]]]:
+    """Token ids to profile, and to serve: held-out text of other documents, or the last four fifths of a data set."""
+    tokenizer, settings = load_tokenizer(str(MODEL)), DemoSettings(generate_prompts=1_000_000)
+    if not dataset:
+        return demo_prompts(settings, tokenizer)
+    found = load_dataset(dataset)
+    ids = encode(found[:MOST_PROMPTS], tokenizer, settings.max_prompt_tokens)
+    return ids[: len(ids) // 5], ids[len(ids) // 5 :]
 
 
-def make_plans(seen: list[list[int]], attentions: Sequence[str], redundant: int, folder: Path) -> dict[str, Path]:
-    """By attention, a plan of the shipped model."""
+def make_plans(
+    seen: list[list[int]], attentions: Sequence[str], redundant: int, folder: Path, moetuner: bool = False
+) -> dict[tuple[str, str], Path]:
+    """By attention and method, plans of the shipped model; MoETuner's has no copies."""
     trace, plans = record(load_model(str(MODEL)), str(MODEL), seen, folder / "trace"), {}
     for attention in attentions:
-        plan = solve(trace, Topology.for_attention(attention, RANKS), SolveSettings(redundant_experts=redundant))
-        plans[attention] = folder / f"plan-{attention}"
-        save_plan(plan, plans[attention])
+        topology = Topology.for_attention(attention, RANKS)
+        for method, copies in (("semmoe", redundant), *([("moetuner", 0)] if moetuner else [])):
+            plan = solve(trace, topology, SolveSettings(method=method, redundant_experts=copies))
+            plans[attention, method] = folder / f"plan-{attention}-{method}"
+            save_plan(plan, plans[attention, method])
     return plans
 
 
 @contextlib.contextmanager
 def serving(
-    up: SetUp, folder: Path, options: dict[str, Any] | None = None, network: Network | None = None, timeout: float = 300
-) -> Iterator[Server]:
+    engine: Engine, up: SetUp, folder: Path, options: dict[str, Any] | None = None, network: Network | None = None,
+    timeout: float = 600,
+) -> Iterator[Server]:  # fmt: skip
     """A server that answers, in one process group here or a node on each host of the network. Raises ServerError."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, mode=0o700)
     port = PORT if network else _free_port()
-    words, environment = server_command(up, folder, {"port": port} | (options or {}))
-    nodes = network.hosts if network else 1
+    command = engine.serve(up, folder, port, options or {})
     prefix = ["ip", "netns", "exec", network.namespace(0)] if network else []
     server = Server([], prefix, folder, port)
     try:
-        for node in range(nodes):
-            server.processes.append(_start(words, environment, folder / f"node-{node}.log", network, node))
+        for node in range(network.hosts if network else 1):
+            log = folder / f"node-{node}.log"
+            more = engine.on_node(up, network, node, MEETING_PORT) if network else Command([], {})
+            server.processes.append(_start(command, more, log, network, node))
         _wait(server, timeout)
         yield server
     finally:
-        _end(server)
-
-
-def server_command(up: SetUp, folder: Path, options: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
-    """SGLang's own command for the set-up, as `semmoe serve` has it, and what to add to the environment."""
-    topology, location, redundant = Topology.for_attention(up.attention, RANKS), None, 0
-    if up.plan is not None:
-        plan = load_plan(up.plan)
-        location, redundant = launch.write_location(plan, MODEL, folder), plan.placement.redundant_experts
-    values = launch.arguments(topology, location, redundant, on_cpu=True) | OPTIONS | options
-    settings = PluginSettings(plan=str(up.plan or ""), shuffle=up.shuffle, control=str(folder))
-    words = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(MODEL)]
-    return words + launch.command_line(values), launch.environment(settings, topology, on_cpu=True)
+        _end(server, engine.GRACE)
 
 
 def _free_port() -> int:
@@ -134,16 +120,13 @@ def _free_port() -> int:
         return found.getsockname()[1]
 
 
-def _start(
-    words: list[str], environment: dict[str, str], log: Path, network: Network | None, node: int
-) -> subprocess.Popen:
-    inherited = dict(os.environ)
+def _start(command: Command, more: Command, log: Path, network: Network | None, node: int) -> subprocess.Popen:
+    words, environment = command.words + more.words, dict(os.environ)
     if network is not None:
-        at = {"nnodes": network.hosts, "node_rank": node, "dist_init_addr": f"{network.address(0)}:{MEETING_PORT}"}
-        words = command_on(network, node, words + launch.command_line(at))
-        inherited = environment_of(network, node) | {"SGLANG_HOST_IP": network.address(node)}
+        words, environment = command_on(network, node, words), environment_of(network, node)
+    environment |= command.environment | more.environment
     with log.open("w") as file:
-        return subprocess.Popen(words, env=inherited | environment, stdout=file, stderr=file, start_new_session=True)
+        return subprocess.Popen(words, env=environment, stdout=file, stderr=file, start_new_session=True)
 
 
 def _wait(server: Server, timeout: float) -> None:
@@ -156,8 +139,11 @@ def _wait(server: Server, timeout: float) -> None:
         time.sleep(1)
 
 
-def _end(server: Server) -> None:
+def _end(server: Server, grace: float) -> None:
     processes = server.tree()
+    for process in server.processes if grace else ():
+        process.terminate()
+    psutil.wait_procs(processes, timeout=grace)
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
@@ -178,7 +164,7 @@ def counters(folder: Path) -> dict[str, float]:
 
 
 def link_bytes(network: Network) -> int:
-    """What the hosts have sent so far: all traffic, SGLang's own too."""
+    """What the hosts have sent so far: all traffic, the engine's own too."""
     path = f"/sys/class/net/{DEVICE}/statistics/tx_bytes"
     read = [["ip", "netns", "exec", network.namespace(h), "cat", path] for h in range(network.hosts)]
     return sum(int(subprocess.run(r, capture_output=True, text=True, check=True).stdout) for r in read)

@@ -1,0 +1,79 @@
+"""vLLM's servers and bench client for the benchmarks."""
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any, ClassVar
+
+import aiohttp
+from network import Network
+
+from semmoe.demo import MODEL
+from semmoe.engines.launch import command_line
+from semmoe.engines.vllm import launch
+from semmoe.engines.vllm.settings import VllmSettings
+from semmoe.plan import load_plan
+from serving.engine import Command, Engine, SetUp, python
+
+CLI = "vllm.entrypoints.cli.main"
+BUSY = re.compile(r'^vllm:num_requests_(?:running|waiting)\{.*?engine="(\d+)".*\} ([0-9.e+]+)$', re.MULTILINE)
+
+
+class Vllm(Engine):
+    NAME, TITLE = "vllm", "vLLM"
+    OPTIONS: ClassVar[dict[str, Any]] = {
+        "dtype": "float32", "max_num_seqs": 64, "max_num_batched_tokens": 1024, "max_model_len": 2048,
+        "block_size": 32, "gpu_memory_utilization": 0.1, "seed": 0, "disable_uvicorn_access_log": True,
+    }  # fmt: skip
+    UNCACHED: ClassVar[dict[str, Any]] = {"no_enable_prefix_caching": True}
+    GRACE = 20.0  # what is killed leaves its shared memory behind
+    FIGURES: ClassVar[dict[str, str]] = {
+        "request_throughput": "request_throughput", "output_throughput": "output_throughput",
+        "median_ttft_ms": "median_ttft_ms", "p99_ttft_ms": "p99_ttft_ms", "median_e2e_ms": "median_e2el_ms",
+        "p99_e2e_ms": "p99_e2el_ms", "p99_itl_ms": "p99_itl_ms",
+    }  # fmt: skip
+    WRONG_RANK_HEADERS: ClassVar[dict[str, str]] = {"X-data-parallel-rank": "99"}
+
+    def serve(self, up: SetUp, folder: Path, port: int, options: dict[str, Any]) -> Command:
+        plan = load_plan(up.plan) if up.plan else None
+        settings = VllmSettings(
+            plan=str(up.plan or ""), schedule=up.schedule, shuffle=up.shuffle, control=str(folder),
+            # Without data parallelism vLLM's own way has no all-to-all: every rank of an attention group has all rows.
+            sequence_parallel="1" if up.attention == "tp" and up.all_to_all else "",
+        )  # fmt: skip
+        words = command_line(self.OPTIONS | options)
+        environment, words = launch.server(str(MODEL), plan, up.topology, settings, "127.0.0.1", port, words)
+        return Command(python(*words), environment)
+
+    def on_node(self, up: SetUp, network: Network, node: int, port: int) -> Command:
+        at: dict[str, Any] = {"nnodes": network.hosts, "node_rank": node, "master_addr": network.address(0)}
+        at |= {"master_port": port}
+        if up.attention == "dp":
+            at = {"data_parallel_size_local": 1, "data_parallel_address": network.address(0)}
+            at |= {"data_parallel_rpc_port": port} | ({"data_parallel_start_rank": node} if node else {})
+        headless = {"headless": True, "api_server_count": 0} if node else {}
+        return Command(command_line(at | headless), {"VLLM_HOST_IP": network.address(node)})
+
+    def bench(
+        self, port: int, dataset: Path, requests: int, rate: float, warmup: int, new_tokens: int, out: Path
+    ) -> list[str]:
+        # Its `custom` data sets need pandas; this one is JSON.
+        words = python("-m", CLI, "bench", "serve", "--backend", "openai", "--host", "127.0.0.1", "--port", str(port))
+        words += ["--model", str(MODEL), "--dataset-name", "sharegpt", "--dataset-path", str(dataset)]
+        words += ["--num-prompts", str(requests), "--request-rate", str(rate), "--num-warmups", str(warmup)]
+        words += ["--sharegpt-output-len", str(new_tokens), "--seed", "0", "--disable-tqdm", "--ignore-eos"]
+        words += ["--temperature", "0", "--percentile-metrics", "ttft,tpot,itl,e2el", "--save-result"]
+        return [*words, "--result-dir", str(out.parent), "--result-filename", out.name]
+
+    def dataset(self, texts: list[str]) -> str:
+        # The client wants a second turn and ignores it.
+        return json.dumps([{"conversations": [{"value": text}, {"value": "none"}]} for text in texts])
+
+    async def busy(self, session: aiohttp.ClientSession) -> list[int]:
+        async with session.get("/metrics") as response:
+            found = BUSY.findall(await response.text())
+        totals: Counter[str] = Counter()
+        for rank, value in found:
+            totals[rank] += int(float(value))
+        return [totals[rank] for rank in sorted(totals)]

@@ -1,0 +1,66 @@
+"""What a rank's forward passes routed, handed to the live recorder row by row."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from semmoe.engines.step import Step
+
+
+class Listener(Protocol):
+    """What rows go to: a `LiveRecorder`, or whoever profiles."""
+
+    @property
+    def recording(self) -> bool: ...
+
+    def poll(self) -> bool: ...
+
+    def observe(
+        self, requests: Sequence[str], rows: np.ndarray, positions: np.ndarray, token_ids: np.ndarray,
+        expert_ids: np.ndarray,
+    ) -> None: ...  # fmt: skip
+
+    def finish(self, request: str, prompt_ids: Sequence[int], length: int | None = None) -> None: ...
+
+
+class PassRecorder:
+    """Gathers a forward pass layer by layer; on one rank of each attention group."""
+
+    def __init__(self, recorder: Listener, num_layers: int) -> None:
+        self._recorder, self._num_layers = recorder, num_layers
+        self._step: Step | None = None
+        self._routed: dict[int, np.ndarray] = {}  # by MoE layer, (N, K)
+
+    @property
+    def recording(self) -> bool:
+        """Whether this pass is."""
+        return self._step is not None
+
+    def begin(self, read: Callable[[], Step]) -> None:
+        step = read() if self._recorder.poll() else None
+        self._step = step if step is not None and step.num_tokens else None
+        self._routed = {}
+
+    def observe(self, layer: int, expert_ids: torch.Tensor, weights: torch.Tensor) -> None:
+        """Of a MoE layer: logical ids (n, K) and weights of rows in the tokens' order, padding last."""
+        if self._step is not None:
+            order = weights.argsort(dim=1, descending=True, stable=True)
+            self.put(layer, torch.gather(expert_ids, 1, order))
+
+    def put(self, layer: int, expert_ids: torch.Tensor) -> None:
+        """Of a MoE layer, (N, K) by falling weight."""
+        if self._step is not None:
+            self._routed[layer] = expert_ids[: self._step.num_tokens].cpu().numpy()
+
+    def end(self) -> None:
+        step, self._step = self._step, None
+        if step is not None and len(self._routed) == self._num_layers:
+            routed = np.stack([self._routed[layer] for layer in range(self._num_layers)], axis=1)
+            self._recorder.observe(step.requests, step.rows, step.positions, step.token_ids, routed)
+
+    def finish(self, request: str, prompt_ids: Sequence[int], length: int) -> None:
+        """A request ended of which `length` tokens were fed."""
+        if self._recorder.recording:
+            self._recorder.finish(request, prompt_ids, length)

@@ -1,0 +1,47 @@
+"""The tokens of one forward pass, as the plug-in's parts need them."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Step:
+    """One forward pass of this rank's attention group: N real tokens, no padding, in the order of their rows."""
+
+    token_ids: np.ndarray  # (N,) int64
+    positions: np.ndarray  # (N,) int64, in their requests
+    rows: np.ndarray  # (N,) int64: the request of each token, an index into `requests` and `slots`
+    slots: np.ndarray  # (R,) int64: the engine's small number of each request, free again when it ends
+    requests: list[str]  # (R,) ids
+    decoding: np.ndarray  # (N,) bool: tokens that the model itself chose
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def ends(self) -> tuple[np.ndarray, np.ndarray]:
+        """(R,) each: the positions of every request's first and last token."""
+        requests = np.arange(len(self.slots))
+        first, last = np.searchsorted(self.rows, requests), np.searchsorted(self.rows, requests, side="right") - 1
+        return self.positions[first], self.positions[last]
+
+
+class SlotWatch:
+    """Which slots begin a request: those whose first token does not follow the last one seen there."""
+
+    def __init__(self) -> None:
+        self._next = np.zeros(0, np.int64)  # by slot: the position after the last one seen
+
+    def begun(self, step: Step) -> np.ndarray:
+        """(n,) slots, for each pass once and in order."""
+        if len(step.slots) == 0:
+            return step.slots
+        missing = int(step.slots.max()) + 1 - len(self._next)
+        if missing > 0:
+            self._next = np.concatenate([self._next, np.full(missing, -1)])
+        first, last = step.ends
+        new = step.slots[self._next[step.slots] != first]
+        self._next[step.slots] = last + 1
+        return new

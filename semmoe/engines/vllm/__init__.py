@@ -1,0 +1,1 @@
+"""vLLM on a plan: entry point `vllm.general_plugins`."""

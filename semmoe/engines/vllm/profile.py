@@ -1,0 +1,63 @@
+"""Profiling through vLLM itself: which experts each token chose, seen in the passes of its offline engine."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from semmoe.core import DECODE, PREFILL, Topology
+from semmoe.engines.launch import command_line
+from semmoe.engines.settings import PluginSettings
+from semmoe.engines.vllm import launch
+from semmoe.engines.vllm.offline import running
+from semmoe.trace import TraceWriter
+
+
+class Passes:
+    """Keeps what passes routed, by request."""
+
+    recording = True
+
+    def __init__(self) -> None:
+        self._seen: dict[str, list[tuple[np.ndarray, ...]]] = {}
+
+    def poll(self) -> bool:
+        return True
+
+    def observe(
+        self, requests: Sequence[str], rows: np.ndarray, positions: np.ndarray, token_ids: np.ndarray,
+        expert_ids: np.ndarray,
+    ) -> None:  # fmt: skip
+        for r, request in enumerate(requests):
+            own = rows == r
+            self._seen.setdefault(request, []).append((positions[own], token_ids[own], expert_ids[own]))
+
+    def finish(self, request: str, prompt_ids: Sequence[int], length: int | None = None) -> None:
+        """Nothing to do: a request is taken by who asked for it."""
+
+    def take(self, request: str, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids (T,) and experts (T, L, K) of a request's first `length` tokens; a preempted one ran some twice."""
+        key = next(key for key in self._seen if key == request or key.startswith(f"{request}-"))
+        positions, token_ids, expert_ids = (np.concatenate(part) for part in zip(*self._seen.pop(key), strict=True))
+        found, first = np.unique(positions, return_index=True)
+        assert np.array_equal(found[:length], np.arange(length)), "every token runs"
+        return token_ids[first[:length]], expert_ids[first[:length]]
+
+
+def profile(
+    model: str, prompts: Sequence[Sequence[int]], writer: TraceWriter, *, top_k: int, max_new_tokens: int = 0,
+    batch_size: int = 64, options: Sequence[str] = (), progress: Callable[[int], None] = lambda done: None,
+) -> None:  # fmt: skip
+    """Run the prompts that `writer` does not hold yet and append each one's routing: prefill, then greedy decode.
+
+    options: vLLM's own. The last generated token is never fed back and so has no routing. top_k is the model's.
+    """
+    words = command_line(launch.arguments(Topology(ep_size=1), eager=True)) + ["--no-enable-prefix-caching", *options]
+    remaining, passes = prompts[writer.num_requests :], Passes()
+    with running(model, words, launch.environment(PluginSettings(), launch.on_cpu()), passes) as engine:
+        for start in range(0, len(remaining), batch_size):
+            batch = remaining[start : start + batch_size]
+            for prompt, (request, new) in zip(batch, engine.complete(batch, max(max_new_tokens, 1)), strict=True):
+                token_ids, expert_ids = passes.take(request, len(prompt) + len(new) - 1)
+                phase = np.where(np.arange(len(token_ids)) < len(prompt), PREFILL, DECODE)
+                writer.append(prompt_ids=np.array(prompt), token_ids=token_ids, expert_ids=expert_ids, phase=phase)
+            progress(len(batch))

@@ -1,0 +1,316 @@
+"""The plug-in inside one of vLLM's model processes."""
+
+import functools
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import vllm
+from vllm.config import CompilationMode
+from vllm.distributed import get_ep_group, get_tp_group
+from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+from semmoe.core import Fingerprint, Plan, Topology, require
+from semmoe.engines.metrics import Reading
+from semmoe.engines.placement import dispatch_map
+from semmoe.engines.rank import check_identity, check_plan, description, publish, readings
+from semmoe.engines.recorder import LiveRecorder
+from semmoe.engines.recording import Listener, PassRecorder
+from semmoe.engines.vllm import targets
+from semmoe.engines.vllm.placement import PlacedExperts
+from semmoe.engines.vllm.registry import around
+from semmoe.engines.vllm.routing import RealRows, RoutedLayer
+from semmoe.engines.vllm.settings import VllmSettings
+from semmoe.engines.vllm.shuffle import LayerShuffle, deepseek_layer, qwen3_layer
+from semmoe.engines.vllm.step import Slots, read_step
+from semmoe.runtime.collectives import Communicator
+from semmoe.runtime.tp import TokenShuffler
+from semmoe.runtime.traffic import TrafficCounter
+
+log = logging.getLogger(__name__)
+LAYERS = {"Qwen3MoeDecoderLayer": (targets.QWEN3_LAYER, qwen3_layer),
+          "DeepseekV2DecoderLayer": (targets.DEEPSEEK_LAYER, deepseek_layer)}  # fmt: skip
+
+
+class RankPlugin:
+    """What is hooked in every process, and is set up in those that load the model."""
+
+    def __init__(self, plan: Plan | None, settings: VllmSettings) -> None:
+        self._plan, self._settings = plan, settings
+        self._placed = PlacedExperts(plan) if plan else None
+        self._shuffle: LayerShuffle | None = None
+        self._recording: PassRecorder | None = None
+        self._traffic: TrafficCounter | None = None
+        self._dispatch: list[Communicator] = []  # of the CPU's all-to-all
+        self._ep_rank = 0
+        self._real: RealRows | None = None
+        self._slots = Slots()
+        self._split = 1  # ranks that rows of an attention group are split over by position
+
+    @property
+    def shuffles(self) -> bool:
+        """Whether tokens are to go where the plan says."""
+        tables = self._plan is not None and self._plan.schedule is not None and self._plan.schedule.shuffle is not None
+        return tables and self._settings.shuffle != "off"
+
+    @property
+    def splits_tokens(self) -> bool:
+        """Whether an attention group's tokens are split around experts even without data parallelism."""
+        return self._settings.sequence_parallel == "1" or (self.shuffles and self._settings.sequence_parallel != "0")
+
+    def register(self, on_cpu: bool) -> None:
+        around(targets.LOAD_MODEL_CPU if on_cpu else targets.LOAD_MODEL, self._load)
+        around(targets.LOAD_MODEL_V2, _refuse_v2)
+        around(targets.FORWARD, self._forward)
+        if self._settings.folder is not None or self.shuffles:
+            around(targets.UPDATE, self._update)
+        if self._placed is not None:
+            around(targets.EXPERT_COUNTS, self._placed.counts)
+            around(targets.EXPERTS, self._made)
+            around(targets.WEIGHTS, self._placed.load)
+        if self.splits_tokens:
+            around(targets.SEQUENCE_PARALLEL, _split_tokens)
+        if self.shuffles:
+            for hook, forward in LAYERS.values():
+                around(hook, functools.partial(self._layer, forward))
+
+    def _made(self, original: Any, experts: Any, layer_name: str, *args: Any, **kwargs: Any) -> None:
+        assert self._placed is not None
+        self._placed.made(layer_name)
+        original(experts, layer_name, *args, **kwargs)
+
+    def _load(self, original: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            out = original(runner, *args, **kwargs)
+            self._attach(runner)
+        except ValueError as error:
+            log.critical("semmoe: %s; vLLM does not start", error)
+            raise
+        return out
+
+    def _attach(self, runner: Any) -> None:
+        blocks = moe_blocks(runner.model)
+        layers = sorted(blocks)
+        if not layers:
+            require(self._plan is None, f"{type(runner.model).__name__} has no MoE layer that semmoe knows")
+            return
+        config, group = runner.vllm_config.parallel_config, get_ep_group()
+        self._ep_rank = group.rank_in_group
+        physical, all_to_all = (
+            blocks[layers[0]].moe_config.num_experts,
+            config.enable_expert_parallel and config.use_all2all,
+        )
+        if self._plan is not None:
+            self._check(runner, len(layers), physical)
+        if str(runner.device) == "cpu":
+            check_eager(runner, "semmoe's hooks on a CPU")
+        self._real = RealRows(torch.zeros((), dtype=torch.int64, device=runner.device))
+        if all_to_all:
+            self._traffic = TrafficCounter(group.world_size, group.rank_in_group, runner.device)
+            self._split = config.tensor_parallel_size if config.use_sequence_parallel_moe else 1
+            manager = getattr(group.device_communicator, "all2all_manager", None)
+            if str(runner.device) == "cpu" and manager is not None:
+                self._dispatch.append(manager.serve(physical))
+        if self.shuffles:
+            self._attach_shuffle(runner, layers)
+        if self._settings.folder is not None and get_tp_group().rank_in_group == 0:
+            self._attach_recorder(runner, len(layers), all_to_all)
+        self._attach_routers(blocks, layers, group.rank_in_group if all_to_all else 0)
+        self._publish(running_topology(runner, self._plan))
+
+    def _check(self, runner: Any, num_layers: int, physical: int) -> None:
+        assert self._plan is not None
+        assert self._placed is not None
+        config, model = runner.vllm_config.parallel_config, runner.model_config
+        require(config.enable_expert_parallel, "a plan needs --enable-expert-parallel")
+        require(not config.enable_eplb, "--enable-eplb would move the plan's experts: leave it away")
+        require(config.pipeline_parallel_size == 1, "a plan cannot be served with pipeline parallelism")
+        split = config.tensor_parallel_size == 1 or config.data_parallel_size == 1 or config.use_sequence_parallel_moe
+        require(split, f"--all2all-backend {config.all2all_backend} sends the tokens of an attention group many times")
+        topology = running_topology(runner, self._plan)
+        check_plan(self._plan, "vLLM", topology, model.hf_text_config, num_layers, physical)
+        if self._ep_rank == 0:
+            check_identity(self._plan, str(model.model))
+        self._placed.check()
+
+    def _attach_shuffle(self, runner: Any, layers: list[int]) -> None:
+        assert self._plan is not None
+        assert self._real is not None
+        check_eager(runner, "tokens are shuffled between vLLM's operators, which")
+        config, group = runner.vllm_config.parallel_config, get_tp_group()
+        require(config.use_sequence_parallel_moe, f"--all2all-backend {config.all2all_backend} does not split tokens: "
+                "choose another, or SEMMOE_SHUFFLE=off")  # fmt: skip
+        known = {id(m): m.mlp.experts.layer_id for m in runner.model.modules()
+                 if type(m).__name__ in LAYERS and isinstance(getattr(m.mlp, "experts", None), MoERunner)}  # fmt: skip
+        name = type(runner.model).__name__
+        require(sorted(known.values()) == layers, f"{name}: tokens can be shuffled at {len(known)} of its "
+                f"{len(layers)} MoE layers only; set SEMMOE_SHUFFLE=off")  # fmt: skip
+        for module in runner.model.modules():
+            if id(module) in known:
+                keep_partial(module)
+        shuffler = TokenShuffler(self._plan, config.data_parallel_rank, group.rank_in_group, self._settings.shuffle)
+        comm = Communicator(group.device_group, group.rank_in_group, group.world_size)
+        places = {identity: layers.index(index) for identity, index in known.items()}
+        self._shuffle = LayerShuffle(shuffler, comm, places, self._real)
+
+    def _attach_recorder(self, runner: Any, num_layers: int, all_to_all: bool) -> None:
+        """Where this rank sees every row of its attention group; elsewhere the log says why not."""
+        reason = ""
+        if self._shuffle is not None and self._settings.shuffle != "layer":
+            reason = "tokens shuffled once a batch carry no routing along"
+        elif self._shuffle is None and self._split > 1:
+            reason = (
+                "each rank of an attention-TP group sees a slice of the tokens; serve on a plan, which shuffles them"
+            )
+        if reason:
+            log.info("semmoe: no `semmoe record` here: %s", reason)
+            return
+        assert self._settings.folder is not None
+        identity = self._plan.fingerprint if self._plan else fingerprint(runner)
+        self.record_to(LiveRecorder(self._settings.folder, identity, self._ep_rank), num_layers)
+
+    def listen(self, runner: Any, listener: Listener) -> None:
+        """Tell `listener` of every pass of a runner on one rank, in which nothing else is hooked."""
+        check_eager(runner, "routing that is to be seen")
+        blocks = moe_blocks(runner.model)
+        layers = sorted(blocks)
+        require(bool(layers), f"{type(runner.model).__name__} has no MoE layer that semmoe knows")
+        self._real = RealRows(torch.zeros((), dtype=torch.int64, device=runner.device))
+        self.record_to(listener, len(layers))
+        self._attach_routers(blocks, layers, 0)
+        runner._model_forward = functools.partial(self._forward, type(runner)._model_forward, runner)
+
+    def record_to(self, listener: Listener, num_layers: int) -> None:
+        self._recording = PassRecorder(listener, num_layers)
+        if self._shuffle is not None:
+            self._shuffle.routed = self._recording.put
+
+    def _attach_routers(self, blocks: dict[int, Any], layers: list[int], source: int) -> None:
+        """source: the rank whose copies serve, one for all ranks where no all-to-all sends rows to them."""
+        assert self._real is not None
+        experts = blocks[layers[0]].moe_config.num_experts
+        serving = dispatch_map(self._plan, source) if self._plan is not None else None
+        for place, index in enumerate(layers):
+            block = blocks[index]
+            refused = block.is_monolithic or not isinstance(block.router, BaseRouter) or block.do_naive_dispatch_combine
+            if refused:
+                require(self._plan is None, f"vLLM's expert kernel of layer {index} routes by itself, and no plan can "
+                        "be applied: give vLLM a checkpoint made by `semmoe apply`, without --plan")  # fmt: skip
+                self._traffic = None
+                continue
+            table = torch.arange(experts) if serving is None else torch.from_numpy(serving[place])
+            layer = RoutedLayer(
+                place, table.to(self._real.count.device), experts // get_ep_group().world_size, self._real,
+                self._traffic, bool(self._dispatch), self._observe,
+            )  # fmt: skip
+            hook_router(block.router, layer)
+
+    def _observe(self, place: int, expert_ids: torch.Tensor, weights: torch.Tensor) -> None:
+        if self._shuffle is not None and self._shuffle.active:
+            own = slice(self._shuffle.num_rows)
+            self._shuffle.observe(expert_ids[own].long(), weights[own])
+        elif self._recording is not None and self._recording.recording:
+            self._recording.observe(place, expert_ids.long(), weights)
+
+    def _forward(self, original: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
+        """Around a pass over real tokens; what warms up or keeps step with other ranks does not come here."""
+        if self._real is None:
+            return original(runner, *args, **kwargs)
+        count = int(runner.query_start_loc.np[runner.input_batch.num_reqs])
+        rows = kwargs.get("positions", args[1] if len(args) > 1 else None)
+        self._real.count.fill_(self._own_rows(count, count if rows is None else rows.shape[-1]))
+        read = functools.cache(lambda: read_step(runner, self._slots, count))
+        if self._shuffle is not None:
+            self._shuffle.start(read())
+        if self._recording is not None:
+            self._recording.begin(read)
+        try:
+            return original(runner, *args, **kwargs)
+        finally:
+            self._real.count.fill_(0)
+            for part in (self._shuffle, self._recording):
+                if part is not None:
+                    part.end()
+
+    def _own_rows(self, count: int, padded: int) -> int:
+        """Real rows of this rank's slice by position."""
+        if self._split == 1:
+            return count
+        width = -(-padded // self._split)
+        return min(max(count - get_tp_group().rank_in_group * width, 0), width)
+
+    def _update(self, original: Any, runner: Any, scheduler_output: Any) -> Any:
+        """Around the runner's look at what the scheduler says: requests that ended are still known here."""
+        for request in scheduler_output.finished_req_ids:
+            state = runner.requests.get(request)
+            if self._recording is not None and state is not None:
+                fed = len(state.prompt_token_ids or ()) + len(state.output_token_ids) - 1
+                self._recording.finish(request, state.prompt_token_ids or (), fed)
+            self._slots.release(request)
+        return original(runner, scheduler_output)
+
+    def _layer(self, forward: Any, original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._shuffle is None or not self._shuffle.takes(layer):
+            return original(layer, *args, **kwargs)
+        return forward(self._shuffle, layer, *args, **kwargs)
+
+    def _publish(self, running: Topology) -> None:
+        shuffle = self._settings.shuffle if self._shuffle else "no"
+        labels = description(f"vllm {vllm.__version__}", self._plan, self._settings, running.attention, shuffle)
+        publish(self._ep_rank, self._settings.folder, labels, self._readings)
+
+    def _readings(self) -> Iterator[Reading]:
+        others = [self._shuffle.comm] if self._shuffle else []
+        return readings(self._ep_rank, self._traffic, self._dispatch, others)
+
+
+def moe_blocks(model: torch.nn.Module) -> dict[int, Any]:
+    """vLLM's expert layers by decoder layer."""
+    return {module.layer_id: module for module in model.modules() if isinstance(module, MoERunner)}
+
+
+def hook_router(router: Any, layer: RoutedLayer) -> None:
+    """This router alone: subclasses have a `_compute_routing` of their own."""
+    compute = router._compute_routing
+
+    def routing(*args: Any, **kwargs: Any) -> Any:
+        weights, expert_ids = compute(*args, **kwargs)
+        layer.routed(weights, expert_ids)
+        return weights, expert_ids
+
+    router._compute_routing = routing
+    router._apply_eplb_mapping = layer.to_physical
+
+
+def keep_partial(layer: Any) -> None:
+    """The layer's attention leaves its sum over the ranks to the shuffled reduce-scatter."""
+    if hasattr(layer.self_attn, "o_proj"):
+        layer.self_attn.o_proj.reduce_results = False
+
+
+def running_topology(runner: Any, plan: Plan | None) -> Topology:
+    config = runner.vllm_config.parallel_config
+    nodes = plan.topology.num_nodes if plan else 1
+    return Topology(ep_size=get_ep_group().world_size, dp_size=config.data_parallel_size, num_nodes=nodes)
+
+
+def check_eager(runner: Any, what: str) -> None:
+    mode = runner.vllm_config.compilation_config.mode
+    require(mode == CompilationMode.NONE, f"{what} cannot be compiled: give --enforce-eager")
+
+
+def fingerprint(runner: Any) -> Fingerprint:
+    from semmoe.engines.transformers.model import fingerprint_of
+
+    return fingerprint_of(str(runner.model_config.model))
+
+
+def _refuse_v2(original: Any, *args: Any, **kwargs: Any) -> None:
+    log.critical("semmoe knows vLLM's first model runner only: set VLLM_USE_V2_MODEL_RUNNER=0; vLLM does not start")
+    raise ValueError("semmoe needs VLLM_USE_V2_MODEL_RUNNER=0")
+
+
+def _split_tokens(original: Any, config: Any) -> bool:
+    return original(config) or (config.enable_expert_parallel and config.tensor_parallel_size > 1)

@@ -1,0 +1,40 @@
+"""Hooks in vLLM, which has no registry of its own: functions are replaced where they are defined."""
+
+import functools
+import inspect
+import pkgutil
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from semmoe.engines.hooks import Hook, problem
+
+
+def around(hook: Hook, function: Callable[..., Any]) -> None:
+    """`function(original, *args, **kwargs)` in place of the target: a function, method, static method or property."""
+    path, name = hook.target.rsplit(".", 1)
+    parent = pkgutil.resolve_name(path)
+    target = inspect.getattr_static(parent, name)
+    if getattr(target, "hooked_by", None) is function:
+        return  # engines may be started one after another in a process
+    if isinstance(target, property):
+        setattr(parent, name, property(_wrapped(target.fget, function)))
+    elif isinstance(target, staticmethod):
+        setattr(parent, name, staticmethod(_wrapped(target.__func__, function)))
+    else:
+        setattr(parent, name, _wrapped(target, function))
+
+
+def _wrapped(original: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(original, *args, **kwargs)
+
+    call.hooked_by = function  # type: ignore[attr-defined]
+    return call
+
+
+def prove(hooks: Sequence[Hook]) -> None:
+    """Raise RuntimeError naming every hook that does not fit this vLLM."""
+    problems = [line for hook in hooks if (line := problem(hook))]
+    if problems:
+        raise RuntimeError("; ".join(problems))

@@ -1,0 +1,61 @@
+"""What of vLLM the plug-in hooks, and why; importable without vLLM. Tried on 0.32.0."""
+
+from semmoe.engines.hooks import Hook
+
+TRIED = "0.32.0"
+_MOE = "vllm.model_executor.layers.fused_moe."
+_RUNNER = "vllm.v1.worker.gpu_model_runner.GPUModelRunner."
+_CLIENT = "vllm.v1.engine.core_client.DPLBAsyncMPClient."
+
+LOAD_MODEL = Hook(_RUNNER + "load_model", "check the plan against the model and its ranks")
+LOAD_MODEL_CPU = Hook("vllm.v1.worker.cpu_model_runner.CPUModelRunner.load_model", "the same on a CPU")
+LOAD_MODEL_V2 = Hook(
+    "vllm.v1.worker.gpu.model_runner.GPUModelRunner.load_model", "refuse the model runner that semmoe does not know"
+)
+FORWARD = Hook(_RUNNER + "_model_forward", "know the tokens of a forward pass", ("input_ids", "positions"))
+UPDATE = Hook(_RUNNER + "_update_states", "know when a request ends", ("scheduler_output",))
+EXPERT_COUNTS = Hook(
+    _MOE + "layer.determine_expert_counts", "room for redundant experts", ("num_experts", "num_redundant_experts")
+)
+EXPERTS = Hook(_MOE + "routed_experts.RoutedExperts.__init__", "know the MoE layers", ("layer_name",))
+WEIGHTS = Hook(
+    _MOE + "routed_experts.RoutedExperts.weight_loader", "load experts where the plan has them",
+    ("param", "loaded_weight", "weight_name", "shard_id", "expert_id", "return_success"),
+)  # fmt: skip
+ROUTE = Hook(_MOE + "router.base_router.BaseRouter._compute_routing", "see each rank's routing", ("router_logits",))
+TO_PHYSICAL = Hook(
+    _MOE + "router.base_router.BaseRouter._apply_eplb_mapping", "the copy of each expert that serves this rank",
+    ("topk_ids",),
+)  # fmt: skip
+SCHEDULE = Hook(_CLIENT + "get_core_engine_for_request", "send requests to data-parallel ranks", ("request",))
+FINISHED = Hook(_CLIENT + "process_engine_outputs", "know which requests ended", ("outputs",))
+SEQUENCE_PARALLEL = Hook(
+    "vllm.config.parallel.ParallelConfig.use_sequence_parallel_moe",
+    "split tokens around experts without data parallelism",
+)
+QWEN3_LAYER = Hook(
+    "vllm.model_executor.models.qwen3_moe.Qwen3MoeDecoderLayer.forward", "shuffle tokens around Qwen3-MoE's experts",
+    ("positions", "hidden_states", "residual"),
+)  # fmt: skip
+DEEPSEEK_LAYER = Hook(
+    "vllm.model_executor.models.deepseek_v2.DeepseekV2DecoderLayer.forward", "the same of DeepSeek-V2 and V3",
+    ("positions", "hidden_states", "residual", "llama_4_scaling"),
+)  # fmt: skip
+
+MODEL_HOOKS = (LOAD_MODEL, LOAD_MODEL_V2, FORWARD, ROUTE, TO_PHYSICAL, EXPERTS)
+PLAN_HOOKS = (EXPERT_COUNTS, WEIGHTS)
+RECORD_HOOKS = (UPDATE,)
+REQUEST_HOOKS = (SCHEDULE, FINISHED)
+SHUFFLE_HOOKS = (QWEN3_LAYER, DEEPSEEK_LAYER, SEQUENCE_PARALLEL)
+HOOKS = MODEL_HOOKS + PLAN_HOOKS + RECORD_HOOKS + REQUEST_HOOKS + SHUFFLE_HOOKS
+
+# What `cpu.py` mends of vLLM's CPU backend.
+EXPERTS_CPU = Hook(
+    _MOE + "experts.cpu_moe.CPUUnquantizedExperts.apply", "rows whose experts are elsewhere",
+    ("hidden_states", "topk_weights", "topk_ids", "expert_map"),
+)  # fmt: skip
+COMMUNICATOR_CPU = Hook(
+    "vllm.distributed.device_communicators.cpu_communicator.CpuCommunicator.__init__", "an expert all-to-all over gloo"
+)
+KERNELS_CPU = Hook("vllm.triton_utils.dispatcher._rebind_kernels", "start where llvmlite is imported", ("overrides",))
+CPU_HOOKS = (LOAD_MODEL_CPU, EXPERTS_CPU, COMMUNICATOR_CPU, KERNELS_CPU)

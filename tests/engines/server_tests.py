@@ -1,0 +1,188 @@
+"""What holds of every engine's server on a plan, in every set-up: the plain model's tokens; and what users may send."""
+
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import openai
+import pytest
+import requests
+from serving import NEW_TOKENS, Router, cli
+
+from semmoe import watch
+from semmoe.demo import MODEL
+from semmoe.engines.transformers import verify
+from semmoe.trace import open_trace
+
+
+class ServerTests:
+    """A subclass's module has a fixture `server`, of module scope, whose `name` is one of these."""
+
+    ACTIVE = ""  # what the log says
+    SCHEDULING: tuple[str, ...] = ()  # set-ups whose requests are sent to ranks
+    RECORDING: tuple[str, ...] = ()  # whose routing is recorded
+    COUNTED: dict[str, float] = {}  # whose traffic is counted: the least local activation rate
+    RANKS: dict[str, int] = {}
+    ROUTED: tuple[str, ...] = ()  # behind a router too
+    KILLED: tuple[str, ...] = ()
+
+    def test_the_plain_models_tokens(self, server, model, prompts, reference):
+        check(model, prompts, reference, server.complete(prompts))
+        again = server.send_all(prompts)  # now from the prefix cache
+        check(model, prompts, reference, [server.tokens(answer) for answer in again])
+        assert sum(server.cached(answer) for answer in again) > 0
+
+    def test_openai_clients_get_the_same(self, server, prompts, reference):
+        check_openai(server.url, server.model, prompts, reference)
+
+    def test_a_request_that_names_its_rank_keeps_it(self, server, prompts, reference):
+        if server.name not in self.SCHEDULING:
+            pytest.skip("one data-parallel rank")
+        for rank in (0, 1):
+            assert server.tokens(server.send(prompts[5], rank=rank)) == reference[5]
+
+    def test_activity_is_proven(self, server):
+        assert server.log.count(f"semmoe: active: engine {self.ACTIVE}") == 1
+        found = server.counters()
+        seen = watch.view(watch.Look(0.0, {}), watch.parse(watch.fetch(server.url), 1.0))
+        assert (seen.ranks, seen.active["engine"]) == (found["active"], self.ACTIVE)
+        assert found["active"] == self.RANKS.get(server.name, 2)
+        if server.name in self.SCHEDULING:
+            assert found["scheduled_requests plan"] >= 64
+            assert found["scheduled_requests named"] == 2
+            assert found.get("schedule_failures", 0) == 0
+        if server.name in self.COUNTED:
+            pairs = found["pairs true"] + found["pairs false"]
+            assert pairs == 4 * found["routed_tokens"]
+            assert found["pairs true"] / pairs > self.COUNTED[server.name]
+            assert seen.lar == found["pairs true"] / pairs
+            rows, dispatch, combine = found["remote_rows"], 192 * 4 + 4 * (4 + 4), 192 * 4
+            assert found["all_to_all_bytes"] == rows * (dispatch + combine)
+
+    def test_malformed_requests_do_no_harm(self, server, prompts, reference):
+        answers = [requests.post(server.send(prompts[4]).url, data="{not json", timeout=30)]
+        answers += [server.send(ids) for ids in ([5, 4095, 4096, 1_000_000, 7], [5, -1, 7], [])]
+        answers.append(server.send(prompts[4], new_tokens=-3))
+        for answer in answers:
+            assert 400 <= answer.status_code < 500, (answer.status_code, answer.text[:200])
+        assert server.tokens(server.send(prompts[6])) == reference[6]
+
+    def test_a_client_that_hangs_up_does_no_harm(self, server, prompts, reference):
+        with server.send(prompts[2], new_tokens=200, stream=True) as answer:
+            next(answer.iter_lines())
+        assert server.tokens(server.send(prompts[6])) == reference[6]
+
+    def test_recorded_routing_is_the_plain_models(self, server, model, texts, tmp_path, capsys):
+        """Every token once: prompts in chunks, a prefix that two requests share, tokens that were decoded."""
+        if server.name not in self.RECORDING:
+            pytest.skip("as of another set-up")
+        given = [text[:90] for text in texts[100:112]]
+        given.append(given[0][:60] + given[1][:40])
+        cli("record", "start", str(server.control))
+        time.sleep(0.5)
+        answers = [server.tokens(server.send(given[0])), *server.complete(given[1:])]
+        cli("record", "stop", str(server.control), "--out", str(tmp_path / "trace"))
+        recorded = open_trace(tmp_path / "trace")
+        expected = {tuple(p): plain_routing(model, p, a) for p, a in zip(given, answers, strict=True)}
+        assert recorded.num_requests == len(given)
+        for r in range(recorded.num_requests):
+            rows = slice(recorded.request_offsets[r], recorded.request_offsets[r + 1])
+            tokens, routed = expected[tuple(recorded.prompt(r).tolist())]
+            cached = len(tokens) - len(recorded.token_ids[rows])
+            assert 0 <= cached <= 64
+            np.testing.assert_array_equal(recorded.token_ids[rows], tokens[cached:])
+            np.testing.assert_array_equal(recorded.expert_ids[rows], routed[cached:])
+
+    def test_a_router_in_front_names_ranks(self, server, model, prompts, reference, tmp_path):
+        if server.name not in self.ROUTED:
+            pytest.skip("one data-parallel rank, or as of another set-up")
+        before, router = server.counters(), Router(tmp_path, server, server.plan)
+        try:
+            router.wait()
+            check_openai(router.url, server.model, prompts, reference)
+            check(model, prompts, reference, router.complete(prompts))
+            counted = router.counters()
+            assert counted.get("router_scheduled_requests plan") == 6 + len(prompts), (counted, router.log)
+        finally:
+            router.stop()
+        assert server.counters()["scheduled_requests named"] >= before.get("scheduled_requests named", 0) + 6
+
+    def test_the_death_of_a_rank_ends_the_server(self, server, prompts):
+        """The last test of each server: every client gets an answer or an error, and no process stays."""
+        if server.name not in self.KILLED:
+            pytest.skip("as of another set-up")
+        ranks = server.ranks()
+        assert len(ranks) == 2
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(server.send, prompts[2], new_tokens=1500, endless=True)
+            time.sleep(1)
+            os.kill(ranks[1], signal.SIGKILL)
+            error = waiting.exception(timeout=100)
+        answer = None if error else waiting.result()  # vLLM may answer with what it had, and say that it stopped
+        assert answer is None or answer.status_code >= 400 or server.reason(answer) == "abort", answer.text[-500:]
+        server.process.wait(timeout=60)  # vLLM's exit code is 0 even so
+        assert server.ranks() == []
+
+
+def started(kind, set_ups):
+    """The fixture `server` of a module: one after another, servers of that kind in every set-up, by its name.
+
+    set_ups: options of `semmoe serve`, in which a plan goes by its name, and the engine's own.
+    """
+
+    @pytest.fixture(scope="module", params=set_ups)
+    def server(request, plans, tmp_path_factory):
+        options, engine = set_ups[request.param]
+        words = [plans.get(word, word) for word in options]
+        made = kind(tmp_path_factory.mktemp("server"), str(MODEL), *words, engine=engine)
+        made.name, made.plan = request.param, plans.get(request.param)
+        try:
+            yield made.wait()
+        finally:
+            made.stop()
+
+    return server
+
+
+def check(model, prompts, reference, outputs):
+    agreement = verify.compare_outputs(model, prompts, reference, outputs)
+    assert agreement.holds, f"requests {agreement.mismatches} differ"
+    assert agreement.identical >= len(reference) - 1, str(agreement)
+
+
+def check_openai(url, model, prompts, reference):
+    """What an OpenAI client gets, streaming and not, as text."""
+    from semmoe.engines.transformers.model import load_tokenizer
+
+    tokenizer, client = load_tokenizer(model), openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+    for i in (3, 7, 11):
+        given = {"model": model, "prompt": prompts[i], "max_tokens": NEW_TOKENS, "temperature": 0}
+        expected = tokenizer.decode(reference[i], skip_special_tokens=True)
+        assert client.completions.create(**given).choices[0].text == expected
+        parts = [chunk.choices[0].text for chunk in client.completions.create(**given, stream=True) if chunk.choices]
+        assert "".join(parts) == expected
+
+
+def plain_routing(model, prompt, output):
+    """Tokens fed to the plain model and their experts (T, L, K), by falling weight."""
+    import torch
+
+    from semmoe.engines.transformers.recorder import RoutingRecorder
+
+    fed = torch.tensor([[*prompt, *output[:-1]]])
+    with RoutingRecorder(model) as recorder, torch.no_grad():
+        recorder.begin(fed, torch.ones_like(fed, dtype=torch.bool), True)
+        model(input_ids=fed, use_cache=False)
+        return fed[0].numpy(), recorder.take()
+
+
+def check_profiles(engine, options, tmp_path):
+    """`semmoe profile` through an engine records what transformers' own does, token for token."""
+    for name, own in (("transformers", []), (engine, ["--", *options])):
+        cli("profile", "tiny", "--limit", "24", "--max-prompt-tokens", "120", "--decode", "6", "--out",
+               str(tmp_path / name), "--engine", name, *own)  # fmt: skip
+    ours, theirs = open_trace(tmp_path / "transformers"), open_trace(tmp_path / engine)
+    for name in ("token_ids", "request_offsets", "phase", "prompt_ids", "expert_ids"):
+        np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))

@@ -1,0 +1,168 @@
+"""Engines' servers for the tests: started by `semmoe serve`, asked over HTTP, ended."""
+
+import contextlib
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import requests
+
+from semmoe.cli import main
+
+START_SECONDS, NEW_TOKENS = 240, 8
+_PORTS: set[int] = set()
+SEMMOE = ("-c", "from semmoe.cli import main; main()")
+
+
+class Server:
+    """One server and all of its processes; `log` is what it printed. Each engine has a subclass.
+
+    plain: the engine's own command, without semmoe's.
+    """
+
+    ENGINE = ""
+    PLAIN: tuple[str, ...] = ()  # the engine's own command, up to the model
+    LIMITS: tuple[str, ...] = ()  # small pools and chunks: prompts are cut, requests wait, batches change at every step
+    READY = ""  # what the log says of a server that serves
+    RANK = ""  # in the titles of processes that may be killed
+
+    def __init__(
+        self, folder: Path, model: str, *options: str, engine: tuple[str, ...] = (), path: str = "", plain: bool = False
+    ) -> None:
+        self.port, self.control, self.model = free_port(), folder / "control", model
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._log = folder / "server.log"
+        serve = [*SEMMOE, "serve", model, "--engine", self.ENGINE, "--control", str(self.control)]
+        serve += ["--port", str(self.port), *options, "--"]
+        command = [*self.PLAIN, model, "--port", str(self.port), *options]
+        words = [sys.executable, "-W", "ignore", *(command if plain else serve), *self.LIMITS, *engine]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        if path:
+            environment["PYTHONPATH"] = os.pathsep.join([path, *filter(None, [os.environ.get("PYTHONPATH")])])
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(words, stdout=log, stderr=log, env=environment, start_new_session=True)
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def wait(self) -> "Server":
+        """Until it serves; raises with the end of its log if it ends or takes too long."""
+        until = time.monotonic() + START_SECONDS
+        while time.monotonic() < until and self.process.poll() is None:
+            with contextlib.suppress(requests.RequestException):
+                if requests.get(f"{self.url}/health", timeout=10).ok and self.READY in self.log:
+                    return self
+            time.sleep(0.3)
+        raise RuntimeError(f"the server did not start (exit code {self.process.poll()}):\n{self.log[-4000:]}")
+
+    def stop(self) -> None:
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(self.process.pid, signal.SIGTERM)
+            self.process.wait(timeout=15)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def send(
+        self, prompt: list[int], new_tokens: int = NEW_TOKENS, rank: int | None = None, **more
+    ) -> requests.Response:
+        """One greedy request for token ids; rank: the data-parallel rank that it names; url: of a router before it."""
+        raise NotImplementedError
+
+    def tokens(self, answer: requests.Response) -> list[int]:
+        raise NotImplementedError
+
+    def cached(self, answer: requests.Response) -> int:
+        """Prompt tokens that came from the prefix cache."""
+        raise NotImplementedError
+
+    def reason(self, answer: requests.Response) -> str:
+        """Why the output ends, in the engine's word."""
+        raise NotImplementedError
+
+    def send_all(self, prompts: list[list[int]]) -> list[requests.Response]:
+        """All at once, as 32 clients would."""
+        with ThreadPoolExecutor(32) as pool:
+            return list(pool.map(self.send, prompts))
+
+    def complete(self, prompts: list[list[int]]) -> list[list[int]]:
+        return [self.tokens(answer) for answer in self.send_all(prompts)]
+
+    def counters(self) -> dict[str, float]:
+        """semmoe's counters on the Prometheus endpoint, summed over labels but `local` and `by`."""
+        time.sleep(1.5)  # they are published once a second
+        totals: dict[str, float] = {}
+        for line in requests.get(f"{self.url}/metrics", timeout=10).text.splitlines():
+            found = re.fullmatch(r"semmoe_(\w+?)(?:_total)?(?:\{(.*)\})? ([0-9.e+-]+)", line)
+            if found:
+                labels = dict(re.findall(r'(\w+)="([^"]*)"', found[2] or ""))
+                scheduled = found[1].endswith("scheduled_requests")
+                kind = labels.get("local") or (labels.get("by", "") if scheduled else "")
+                key = found[1] + (f" {kind}" if kind else "")
+                totals[key] = totals.get(key, 0) + float(found[3])
+        return totals
+
+    def ranks(self) -> list[int]:
+        """Process ids that may be killed."""
+        listed = subprocess.run(["ps", "-eo", "pid,pgid,args"], capture_output=True, text=True, check=True).stdout
+        rows = [line.split(None, 2) for line in listed.splitlines()[1:]]
+        return [int(pid) for pid, group, name in rows if int(group) == self.process.pid and self.RANK in name]
+
+
+class Router(Server):
+    """`semmoe router` before a server that is up, asked as that is."""
+
+    READY = " -> http"
+
+    def __init__(self, folder: Path, server: Server, plan: str) -> None:
+        self.port, self.behind, self.model = free_port(), server, server.model
+        self.url, self._log = f"http://127.0.0.1:{self.port}", folder / "router.log"
+        words = [sys.executable, *SEMMOE, "router", server.url, "--plan", plan, "--tokenizer", server.model]
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(
+                [*words, "--port", str(self.port)], stdout=log, stderr=log, start_new_session=True
+            )
+
+    def send(self, prompt, *args, **more):
+        return self.behind.send(prompt, *args, url=self.url, **more)
+
+    def tokens(self, answer):
+        return self.behind.tokens(answer)
+
+
+def free_port() -> int:
+    """One that no other call was given, below those that the system hands out, of which engines take more."""
+    while True:
+        port = random.randrange(11000, 30000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("0.0.0.0", port))
+            if port not in _PORTS:
+                _PORTS.add(port)
+                return port
+
+
+def cli(*words: str) -> None:
+    """The command line, in this process; it must end well."""
+    with mock.patch.object(sys, "argv", ["semmoe", *words]), pytest.raises(SystemExit) as done:
+        main()
+    assert done.value.code in (0, None)
+
+
+def refused(server: Server) -> str:
+    """The log of a server that must end by itself."""
+    try:
+        with pytest.raises(RuntimeError, match=r"did not start \(exit code [^N]"):
+            server.wait()
+    finally:
+        server.stop()
+    return server.log

@@ -1,0 +1,41 @@
+"""What holds of every engine's start: one that does not fit ends with a line that says why; a broken one is noticed."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from serving import Server, refused
+
+from semmoe.demo import MODEL
+from semmoe.engines.hooks import Hook, problem
+from semmoe.engines.transformers import verify
+from semmoe.plan import load_plan, save_plan
+
+BROKEN = Path(__file__).parent / "broken"  # a plug-in of all engines
+
+
+class StartTests:
+    """A subclass says which server, and where its adaptor reaches into the engine."""
+
+    SERVER: type[Server]
+    HOOKS: tuple[Hook, ...]
+
+    def test_every_hook_fits_this_version(self):
+        assert [line for line in map(problem, self.HOOKS) if line] == []
+
+    def test_the_negative_control_fails(self, plans, model, prompts, reference, tmp_path):
+        """Tokens that come back in another order change outputs, as the other tests of outputs would see."""
+        server = self.SERVER(tmp_path, str(MODEL), "--plan", plans["tp2"], path=str(BROKEN))
+        try:
+            outputs = server.wait().complete(prompts)
+        finally:
+            server.stop()
+        assert not verify.compare_outputs(model, prompts, reference, outputs).holds
+
+    def test_a_plan_of_another_model_does_not_start(self, plans, tmp_path):
+        plan = load_plan(plans["tp2"])
+        save_plan(replace(plan, fingerprint=replace(plan.fingerprint, architecture_hash="0" * 64)), tmp_path / "other")
+        assert "architecture_hash" in refused(self.SERVER(tmp_path, str(MODEL), "--plan", str(tmp_path / "other")))
+
+    def test_an_unknown_setting_does_not_start(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("SEMMOE_PLANN", "x")
+        assert "SEMMOE_PLANN is no setting" in refused(self.SERVER(tmp_path, str(MODEL)))

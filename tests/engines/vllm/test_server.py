@@ -1,0 +1,34 @@
+"""The real vLLM over HTTP, in every set-up, on a plan."""
+
+from server_tests import ServerTests, started
+from serving import cli
+from vllm_server import VllmServer
+
+from semmoe.demo import MODEL
+
+SET_UPS = {  # options of `semmoe serve`, vLLM's own
+    "tp2, shuffled": (["--plan", "tp2"], ()),
+    "dp2": (["--plan", "dp2"], ()),
+    "tp2 dp2": (["--plan", "hybrid"], ()),
+}
+
+
+server = started(VllmServer, SET_UPS)
+
+
+class TestVllm(ServerTests):
+    ACTIVE = "vllm 0.32.0"
+    SCHEDULING = ("dp2", "tp2 dp2")
+    RECORDING = ("tp2, shuffled", "dp2")
+    COUNTED = {"tp2, shuffled": 0.54, "dp2": 0.54, "tp2 dp2": 0.3}
+    RANKS = {"tp2 dp2": 4}
+    ROUTED = ("dp2",)
+    KILLED = ("dp2",)
+
+
+def test_serving_is_described(plans, capsys):
+    cli("serve", str(MODEL), "--engine", "vllm", "--plan", plans["dp2"], "--dry-run", "--", "--dtype", "float32")
+    said = capsys.readouterr()
+    assert "-m vllm.entrypoints.cli.main serve" in said.out
+    assert "--data-parallel-size 2 --enable-expert-parallel" in said.out
+    assert "SEMMOE_PLAN=" in said.err

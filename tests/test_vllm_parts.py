@@ -1,0 +1,190 @@
+"""The parts of the vLLM plug-in that need no vLLM: placement, routing, steps, hooks, arguments."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from semmoe.core import Fingerprint, Placement, Plan, Topology
+from semmoe.engines.hooks import Hook
+from semmoe.engines.launch import join
+from semmoe.engines.settings import from_environment
+from semmoe.engines.vllm import launch
+from semmoe.engines.vllm.placement import PlacedExperts, layer_index
+from semmoe.engines.vllm.profile import Passes
+from semmoe.engines.vllm.registry import around, prove
+from semmoe.engines.vllm.routing import RealRows, RoutedLayer
+from semmoe.engines.vllm.settings import VllmSettings
+from semmoe.engines.vllm.step import Slots, read_step
+from semmoe.runtime.traffic import TrafficCounter
+
+COPIES = np.array([[0, 1, 1, 2], [2, 0, 1, 0]], np.int32)  # three experts on two ranks, one of them twice
+
+
+def plan():
+    identity = Fingerprint(
+        model="m", architecture_hash="", tokenizer_hash="", vocab_size=8, num_layers=2, num_experts=3, top_k=2
+    )
+    placement = Placement(physical_to_logical_map=COPIES, num_experts=3, ep_size=2)
+    return Plan(topology=Topology(ep_size=2), placement=placement, schedule=None, fingerprint=identity, method="test")
+
+
+class Experts:
+    """What the hook sees of a layer of vLLM's: rank 0 of two holds physical experts 0 and 1."""
+
+    def __init__(self, name):
+        self.layer_name, self.loaded = name, {}
+
+    def weight_loader(self, param, weight, name, shard, expert, return_success=False):
+        if expert < 2:
+            self.loaded[expert, shard] = float(weight)
+        return expert < 2 if return_success else None
+
+
+def load(placed, layer, expert, value=None):
+    value = torch.tensor(float(expert) if value is None else value)
+    return placed.load(Experts.weight_loader, layer, None, value, "w", "w1", expert, True)
+
+
+def placed_layers():
+    placed, layers = PlacedExperts(plan()), [Experts(f"model.layers.{i}.mlp.experts") for i in (1, 4)]
+    for layer in layers:
+        placed.made(layer.layer_name)
+    return placed, layers
+
+
+def test_experts_are_loaded_to_every_slot_of_the_plan():
+    placed, layers = placed_layers()
+    assert placed.counts(lambda experts, redundant: (experts, experts, 0), 3, 0) == (4, 3, 0)
+    for layer, here in zip(layers, ([True, True, False], [True, False, True]), strict=True):
+        assert [load(placed, layer, e) for e in (0, 1, 2)] == here
+        assert load(placed, layer, 3) is False  # vLLM's own copy of the first expert
+    assert layers[0].loaded == {(0, "w1"): 0, (1, "w1"): 1}
+    assert layers[1].loaded == {(0, "w1"): 2, (1, "w1"): 0}
+    placed.check()
+
+
+def test_a_loader_that_goes_another_way_is_refused():
+    placed, layers = placed_layers()
+    with pytest.raises(ValueError, match="placed 0 of 4 experts of layer 1"):
+        placed.check()
+    load(placed, layers[0], 0)
+    with pytest.raises(ValueError, match="placed 1 of 4"):
+        placed.check()
+    with pytest.raises(ValueError, match="all experts of a layer at once"):
+        load(placed, layers[0], 0, [[[1.0]]])
+
+
+def test_a_draft_model_is_left_alone():
+    placed, layers = placed_layers()
+    load(placed, layers[0], 0)
+    draft = Experts("model.layers.9.mlp.experts")
+    placed.made(draft.layer_name)
+    assert placed.counts(lambda experts, redundant: (experts, experts, 0), 3, 0) == (3, 3, 0)
+    load(placed, draft, 1)
+    assert draft.loaded == {(1, "w1"): 1}
+
+
+def test_models_with_other_layers_are_refused():
+    placed = PlacedExperts(plan())
+    placed.made("model.layers.0.mlp.experts")
+    with pytest.raises(ValueError, match="has 1 MoE layers, the plan was made for 2"):
+        load(placed, Experts("model.layers.0.mlp.experts"), 0)
+    with pytest.raises(ValueError, match="names no decoder layer"):
+        layer_index("model.experts")
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_routing_is_looked_up_counted_and_seen(drop):
+    seen, counter, real = [], TrafficCounter(2, 0), RealRows(torch.tensor(2))
+    layer = RoutedLayer(5, torch.tensor([0, 3, 2]), 2, real, counter, drop, lambda *call: seen.append(call))
+    ids = torch.tensor([[0, 1], [1, 2], [0, 2]], dtype=torch.int32)
+    layer.routed(torch.ones(3, 2), ids)
+    out = layer.to_physical(ids)
+    assert seen[0][0] == 5
+    assert seen[0][1] is ids
+    assert out.dtype == torch.int32
+    assert out.tolist() == [[0, 3], [3, 2], [-1, -1] if drop else [0, 2]]
+    assert counter.totals() == (2, [1, 3], [0, 2])
+
+
+def runner(ids, positions, lengths, prompts, requests):
+    ends = np.concatenate([[0], np.cumsum(lengths), [0] * 3]).astype(np.int32)
+    batch = SimpleNamespace(num_reqs=len(requests), req_ids=requests, num_prompt_tokens=np.array(prompts, np.int32))
+    buffer = SimpleNamespace(gpu=torch.tensor([*ids, 0, 0], dtype=torch.int32))
+    return SimpleNamespace(
+        input_ids=buffer, positions=torch.tensor([*positions, 0, 0]), input_batch=batch,
+        query_start_loc=SimpleNamespace(np=ends),
+    )  # fmt: skip
+
+
+def test_a_pass_is_read_without_padding():
+    slots = Slots()
+    step = read_step(runner([7, 8, 9, 5], [0, 1, 2, 6], [3, 1], [5, 6], ["a", "b"]), slots, 4)
+    assert step.token_ids.tolist() == [7, 8, 9, 5]
+    assert step.rows.tolist() == [0, 0, 0, 1]
+    assert step.decoding.tolist() == [False, False, False, True]
+    assert step.slots.tolist() == [0, 1]
+    slots.release("a")
+    again = read_step(runner([5, 1], [7, 0], [1, 1], [6, 1], ["b", "c"]), slots, 2)
+    assert again.slots.tolist() == [1, 0]
+
+
+def test_passes_are_put_together_once():
+    passes = Passes()
+    experts = np.arange(8).reshape(4, 1, 2)
+    rows, both = np.array([0, 0, 1, 0]), ["7-x", "8-y"]
+    passes.observe(both, rows, np.array([0, 1, 0, 2]), np.array([4, 5, 6, 7]), experts)
+    passes.observe(["7-x"], np.zeros(2, int), np.array([2, 3]), np.array([7, 9]), experts[:2] + 90)
+    token_ids, expert_ids = passes.take("7", 3)
+    assert token_ids.tolist() == [4, 5, 7]
+    assert expert_ids[:, 0].tolist() == [[0, 1], [2, 3], [6, 7]]
+
+
+class Engine:
+    """To be hooked."""
+
+    def method(self, x):
+        return x
+
+    @staticmethod
+    def static(x):
+        return x
+
+    @property
+    def value(self):
+        return 1
+
+
+def test_hooks_wrap_methods_static_methods_and_properties(monkeypatch):
+    for name in ("method", "static", "value"):
+        monkeypatch.setattr(Engine, name, Engine.__dict__[name])  # restored afterwards
+        around(Hook(f"{__name__}.Engine.{name}", "test"), lambda original, *call: original(*call) + 1)
+    engine = Engine()
+    assert (engine.method(1), engine.static(1), Engine.static(2), engine.value) == (2, 2, 3, 2)
+
+
+def test_what_moved_is_named():
+    with pytest.raises(RuntimeError, match=r"gone.*; .*has no parameter y"):
+        prove([Hook(f"{__name__}.Engine.gone", "a"), Hook(f"{__name__}.Engine.method", "b", ("y",))])
+
+
+def test_arguments_say_the_topology():
+    hybrid = launch.arguments(Topology(ep_size=4, dp_size=2), eager=True)
+    words = join(hybrid, ["--dtype", "float32"], launch.DECIDED, "vllm serve")
+    assert words == ["--tensor-parallel-size", "2", "--data-parallel-size", "2", "--enable-expert-parallel",
+                     "--enforce-eager", "--dtype", "float32"]  # fmt: skip
+    assert launch.arguments(Topology(ep_size=1), eager=False) == {}
+    for word in ("-tp", "--enable-eplb", "--data-parallel-size=4"):
+        with pytest.raises(ValueError, match="comes from the plan"):
+            join(hybrid, [word], launch.DECIDED, "vllm serve")
+
+
+def test_settings_of_vllm():
+    settings = from_environment(VllmSettings, {"SEMMOE_PLAN": "p", "SEMMOE_SEQUENCE_PARALLEL": "1"})
+    assert (settings.plan, settings.sequence_parallel) == ("p", "1")
+    with pytest.raises(ValueError, match="SEMMOE_SEQUENCE_PARALLEL must be"):
+        from_environment(VllmSettings, {"SEMMOE_SEQUENCE_PARALLEL": "yes"})
+    with pytest.raises(ValueError, match="SEMMOE_STATIC is no setting"):
+        from_environment(VllmSettings, {"SEMMOE_STATIC": "1"})
