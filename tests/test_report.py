@@ -392,8 +392,8 @@ def test_a_replay_serves_where_a_plan_expects_nothing(tmp_path):
 @pytest.fixture(scope="module")
 def browser():
     def missing(what):
-        if os.environ.get("SEMMOE_BROWSER") == "required":
-            pytest.fail(f"{what}, and SEMMOE_BROWSER is required")
+        if os.environ.get("BROWSER_TESTS") == "required":
+            pytest.fail(f"{what}, and BROWSER_TESTS=required")
         pytest.skip(what)
 
     names = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")

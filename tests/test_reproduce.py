@@ -207,6 +207,21 @@ def test_throughput_counts_where_the_objectives_held(tmp_path):
         serving.figure4(Inputs(results=tmp_path))
 
 
+def test_latency_by_length_is_of_vanillas_in_the_same_run(tmp_path):
+    times = {"TP, vanilla": (100.0, 400.0), "TP, MoETuner": (110.0, 400.0), "TP, plan, shuffle batch": (80.0, 300.0)}
+    visits = [{"round": 0, "name": name, "attention": "tp", "goodput": 5.0, "activity": {},
+               "runs": {"256 tokens": {"p99_ttft_ms": ttft, "median_e2e_ms": e2e}}}
+              for name, (ttft, e2e) in times.items()]  # fmt: skip
+    found = {"settings": {"rounds": 1, "length_requests": 30}, "visits": visits,
+             "sweeps": {"tp": {"objectives": {}, "rates": []}}}  # fmt: skip
+    (tmp_path / "x.txt").write_text(f"$ bench\nEngine 1, torch\n{json.dumps(found)}\n")
+    result = serving.table2(Inputs(results=tmp_path))
+    assert [row[1:4] for row in result.rows[:2]] == [["TP, vanilla", "256 tokens", 100.0],
+                                                     ["TP, MoETuner", "256 tokens", 110.0]]  # fmt: skip
+    said = {c.what.split("; ")[1]: c.measured for c in result.comparisons}
+    assert said == {"MoETuner": "1.10 and 1.00", "plan, shuffle batch": "0.80 and 0.75"}
+
+
 def test_tables_take_what_their_arrays_take(inputs, made):
     vanilla = vanilla_plan(inputs.shipped.trace.fingerprint, Topology(ep_size=4))
     assert runtime.table_bytes(vanilla) == 0

@@ -133,7 +133,7 @@ def table2(inputs: Inputs) -> Result:
             for name in sweep.names("tp"):
                 rows.append([engine, name, length, *_beside_vanilla(sweep, name, length)])
         _length_picture(pair, [row for row in rows if row[0] == engine], engine)
-        comparisons += _lengths_beside(engine, [row for row in rows if row[0] == engine])
+        comparisons += _lengths_beside(engine, sweep, [row for row in rows if row[0] == engine])
     columns = ["engine", "set-up", "input", "p99_ttft_ms", "over vanilla", E2E, "over vanilla"]
     return Result(columns=columns, rows=rows, picture=figure, stated=STATED, comparisons=comparisons)
 
@@ -158,16 +158,17 @@ def _length_picture(pair: Any, rows: list[list[Any]], engine: str) -> None:
         axis.legend(fontsize=7)
 
 
-def _lengths_beside(engine: str, rows: list[list[Any]]) -> list[Comparison]:
-    out = []
-    for name in [name for name in dict.fromkeys(row[1] for row in rows) if "plan" in name]:
+def _lengths_beside(engine: str, sweep: ServingSweep, rows: list[list[Any]]) -> list[Comparison]:
+    out, settings = [], sweep.settings
+    for name in [name for name in dict.fromkeys(row[1] for row in rows) if name != "TP, vanilla"]:
         own = [row for row in rows if row[1] == name]
         ttft, e2e = (" / ".join(f"{row[i]:.2f}" for row in own if row[i]) for i in (4, 6))
         out.append(Comparison(
             what=f"{engine}: p99 TTFT and median E2E of vanilla's, {' / '.join(row[2] for row in own)}; "
-                 f"{name.removeprefix('TP, plan, ')}",
+                 f"{name.removeprefix('TP, ')}",
             published=TABLE2, measured=f"{ttft} and {e2e}",
-            why=f"{SMALLER} and text of its own kind; 30 requests of each length, one round",
+            why=f"{SMALLER}{_text(sweep)}; {settings['length_requests']} requests of each length, {settings['rounds']} "
+                "round(s)",
         ))  # fmt: skip
     return out
 
