@@ -15,6 +15,7 @@ TABLE2 = ".89 / .90 / .91 and .98 / .98 / .99 (DeepSeek-V2-Lite), .87 / .80 / .9
 STATED = {
     "where": "measured before, as root, by `make bench-sglang` and `make bench-vllm`; each file says how",
 }
+INKS = {"vanilla": VANILLA, "all-reduce": OTHER, "MoETuner": "#56b4e9", "batch": "#009e73"}  # by a name's last word
 Swept = tuple[str, ServingSweep]  # the engine, and what was measured
 
 
@@ -75,11 +76,15 @@ def _curves(pair: Any, rows: list[list[Any]], sweep: ServingSweep, engine: str) 
     for axis, column, label in ((pair[0], 5, TTFT), (pair[1], 6, E2E)):
         for name in dict.fromkeys(row[1] for row in rows):
             own = [row for row in rows if row[1] == name]  # as requests come faster
-            ink = VANILLA if name.endswith("vanilla") else PLAN if "plan" in name else "#56b4e9"
-            axis.plot([row[4] for row in own], [row[column] for row in own], "o-", color=ink, label=name)
+            axis.plot([row[4] for row in own], [row[column] for row in own], "o-", color=_ink(name), label=name)
         axis.axhline(sweep.sweeps["dp"].objectives[label], color=OTHER, linestyle=":", label="objective")
         axis.set(title=engine, xlabel="tokens/s", ylabel=label, ylim=(0, None))
         axis.legend(fontsize=7)
+
+
+def _ink(name: str) -> str:
+    """The same for a set-up in every picture."""
+    return INKS.get(name.split()[-1], PLAN)
 
 
 def _beside(engine: str, sweep: ServingSweep, columns: tuple[str, ...], objectives: str, published: str) -> Comparison:
@@ -95,16 +100,25 @@ def _beside(engine: str, sweep: ServingSweep, columns: tuple[str, ...], objectiv
     )  # fmt: skip
 
 
+def _four_in_a_row(count: int) -> tuple[Any, list[Any]]:
+    """A figure and so many axes."""
+    columns = min(count, 4)
+    figure, axes = panel(columns=columns, rows=-(-count // columns))
+    for spare in axes.flat[count:]:
+        spare.set_visible(False)
+    return figure, list(axes.flat[:count])
+
+
 def _within(inputs: Inputs, column: str, objective: str, published: str) -> Result:
     """Table 5 and Table 6: throughput within one objective."""
     swept = _sweeps(inputs, "dp")
     rows: list[list[Cell]] = []
-    figure, axes = panel(columns=len(swept))
-    for (engine, sweep), axis in zip(swept, axes[0], strict=True):
+    figure, axes = _four_in_a_row(len(swept))
+    for (engine, sweep), axis in zip(swept, axes, strict=True):
         names = sweep.names("dp")
         best = [best_throughput(sweep, "dp", name, (column,)) for name in names]
         rows += [[engine, name, value, value / best[0]] for name, value in zip(names, best, strict=True)]
-        axis.bar([name.removeprefix("DP, ") for name in names], best, color=[VANILLA, *[PLAN] * (len(best) - 1)])
+        axis.bar([name.removeprefix("DP, ") for name in names], best, color=list(map(_ink, names)))
         axis.set(title=engine, ylabel=f"tokens/s within the {objective} objective")
     comparisons = [_beside(engine, sweep, (column,), f"the {objective} objective", published)
                    for engine, sweep in swept]  # fmt: skip
@@ -153,7 +167,13 @@ def _length_picture(pair: Any, rows: list[list[Any]], engine: str) -> None:
     for axis, column, label in ((pair[0], 3, "p99 TTFT, ms"), (pair[1], 5, "median E2E, ms")):
         for name in dict.fromkeys(row[1] for row in rows):
             own = [row for row in rows if row[1] == name]
-            axis.plot([row[2] for row in own], [row[column] for row in own], "o-", label=name.removeprefix("TP, "))
+            axis.plot(
+                [row[2] for row in own],
+                [row[column] for row in own],
+                "o-",
+                color=_ink(name),
+                label=name.removeprefix("TP, "),
+            )
         axis.set(title=engine, ylabel=label, ylim=(0, None))
         axis.legend(fontsize=7)
 
