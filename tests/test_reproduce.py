@@ -212,6 +212,7 @@ def test_latency_by_length_is_of_vanillas_in_the_same_run(tmp_path):
     visits = [{"round": 0, "name": name, "attention": "tp", "goodput": 5.0, "activity": {},
                "runs": {"256 tokens": {"p99_ttft_ms": ttft, "median_e2e_ms": e2e}}}
               for name, (ttft, e2e) in times.items()]  # fmt: skip
+    visits.insert(0, {**visits[0], "name": "DP, vanilla", "attention": "dp", "runs": {}})  # one sweep may be of both
     found = {"settings": {"rounds": 1, "length_requests": 30}, "visits": visits,
              "sweeps": {"tp": {"objectives": {}, "rates": []}}}  # fmt: skip
     (tmp_path / "x.txt").write_text(f"$ bench\nEngine 1, torch\n{json.dumps(found)}\n")
@@ -220,6 +221,12 @@ def test_latency_by_length_is_of_vanillas_in_the_same_run(tmp_path):
                                                      ["TP, MoETuner", "256 tokens", 110.0]]  # fmt: skip
     said = {c.what.split("; ")[1]: c.measured for c in result.comparisons}
     assert said == {"MoETuner": "1.10 and 1.00", "plan, shuffle batch": "0.80 and 0.75"}
+    (tmp_path / "y.txt").write_text((tmp_path / "x.txt").read_text())  # the same engine again stands by itself
+    assert len(serving.table2(Inputs(results=tmp_path)).comparisons) == 4
+    (tmp_path / "y.txt").unlink()
+    (tmp_path / "x.txt").write_text(f"Engine 1, torch\n{json.dumps({**found, 'visits': visits[:1]})}\n")
+    with pytest.raises(LackingError):
+        serving.table2(Inputs(results=tmp_path))
 
 
 def test_tables_take_what_their_arrays_take(inputs, made):

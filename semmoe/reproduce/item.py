@@ -11,6 +11,7 @@ from semmoe.reproduce.inputs import Inputs
 
 Cell = str | int | float | None
 VANILLA, PLAN, OTHER = "#8a8f98", "#0072B2", "#d55e00"  # colours: what engines do, semmoe, the paper's method
+BASELINE = "#56b4e9"  # other methods
 MODEL_DIFFERS = "another model and other text"
 
 
@@ -63,4 +64,4 @@ def span(values: list[float], digits: int = 3) -> str:
 
 def colour(set_up: str) -> str:
     """Of what stands for a set-up, named by its method first."""
-    return {"vanilla": VANILLA, "semmoe": PLAN, "paper": OTHER}.get(set_up.split(",")[0], "#56b4e9")
+    return {"vanilla": VANILLA, "semmoe": PLAN, "paper": OTHER}.get(set_up.split(",")[0], BASELINE)

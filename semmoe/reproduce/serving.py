@@ -1,12 +1,12 @@
 """Items that need a serving engine and a slow network: from what `make bench-sglang` and `make bench-vllm` wrote."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from semmoe.measured import AT_ONCE, LIGHT, ServingSweep, serving_sweep
 from semmoe.reproduce.inputs import Inputs
-from semmoe.reproduce.item import OTHER, PLAN, VANILLA, Cell, Comparison, Item, LackingError, Result, panel
+from semmoe.reproduce.item import BASELINE, OTHER, PLAN, VANILLA, Cell, Comparison, Item, LackingError, Result, panel
 
 TTFT, E2E = "median_ttft_ms", "median_e2e_ms"
 SMALLER = "two CPU cores and links of 200 Mbit/s, the shipped model"
@@ -15,17 +15,22 @@ TABLE2 = ".89 / .90 / .91 and .98 / .98 / .99 (DeepSeek-V2-Lite), .87 / .80 / .9
 STATED = {
     "where": "measured before, as root, by `make bench-sglang` and `make bench-vllm`; each file says how",
 }
-INKS = {"vanilla": VANILLA, "all-reduce": OTHER, "MoETuner": "#56b4e9", "batch": "#009e73"}  # by a name's last word
+INKS = {"vanilla": VANILLA, "all-reduce": OTHER, "MoETuner": BASELINE, "batch": "#009e73"}  # by a name's last word
 Swept = tuple[str, ServingSweep]  # the engine, and what was measured
 
 
-def _sweeps(inputs: Inputs, attention: str) -> list[Swept]:
+def _sweeps(inputs: Inputs, holds: Callable[[ServingSweep], object]) -> list[Swept]:
+    """Those in which there is something for an item."""
     found = [(part.described.split(",")[0], serving_sweep(part)) for part in inputs.parts]
-    out = [(_named(engine, sweep), sweep) for engine, sweep in found if sweep and attention in sweep.sweeps]
+    out = [(_named(engine, sweep), sweep) for engine, sweep in found if sweep and holds(sweep)]
     if not out:
         raise LackingError("what `make bench-sglang` or `make bench-vllm` wrote (root, a slow network): --results "
                            "FOLDER")  # fmt: skip
     return out
+
+
+def _by_rate(sweep: ServingSweep) -> bool:
+    return "dp" in sweep.sweeps
 
 
 def _named(engine: str, sweep: ServingSweep) -> str:
@@ -58,15 +63,17 @@ def best_throughput(sweep: ServingSweep, attention: str, name: str, columns: tup
 
 def figure4(inputs: Inputs) -> Result:
     """Latency against throughput as requests come faster, attention-DP."""
-    swept = _sweeps(inputs, "dp")
+    swept = _sweeps(inputs, _by_rate)
     rows: list[list[Cell]] = []
     figure, axes = panel(columns=2, rows=len(swept))
     comparisons = []
     for (engine, sweep), pair in zip(swept, axes, strict=True):
+        own: list[list[Cell]] = []
         for name in sweep.names("dp"):
-            rows += [[engine, name, run, *(sweep.figure(name, run, c) for c in ("request_throughput",
+            own += [[engine, name, run, *(sweep.figure(name, run, c) for c in ("request_throughput",
                      "output_throughput", TTFT, E2E))] for run in _runs(sweep, name)]  # fmt: skip
-        _curves(pair, [row for row in rows if row[0] == engine], sweep, engine)
+        rows += own
+        _curves(pair, own, sweep, engine)
         comparisons.append(_beside(engine, sweep, (TTFT, E2E), "both objectives", FIGURE4))
     columns = ["engine", "set-up", "run", "requests/s", "tokens/s", TTFT, E2E]
     return Result(columns=columns, rows=rows, picture=figure, stated=STATED, comparisons=comparisons)
@@ -111,7 +118,7 @@ def _four_in_a_row(count: int) -> tuple[Any, list[Any]]:
 
 def _within(inputs: Inputs, column: str, objective: str, published: str) -> Result:
     """Table 5 and Table 6: throughput within one objective."""
-    swept = _sweeps(inputs, "dp")
+    swept = _sweeps(inputs, _by_rate)
     rows: list[list[Cell]] = []
     figure, axes = _four_in_a_row(len(swept))
     for (engine, sweep), axis in zip(swept, axes, strict=True):
@@ -138,22 +145,22 @@ def table6(inputs: Inputs) -> Result:
 
 def table2(inputs: Inputs) -> Result:
     """Time to first token and end to end by input length, one request a second, attention-TP."""
-    swept = [(engine, sweep) for engine, sweep in _sweeps(inputs, "tp") if _lengths(sweep)]
+    swept = _sweeps(inputs, _lengths)
     rows: list[list[Cell]] = []
     figure, axes = panel(columns=2, rows=len(swept))
     comparisons = []
     for (engine, sweep), pair in zip(swept, axes, strict=True):
-        for length in _lengths(sweep):
-            for name in sweep.names("tp"):
-                rows.append([engine, name, length, *_beside_vanilla(sweep, name, length)])
-        _length_picture(pair, [row for row in rows if row[0] == engine], engine)
-        comparisons += _lengths_beside(engine, sweep, [row for row in rows if row[0] == engine])
+        own: list[list[Cell]] = [[engine, name, length, *_beside_vanilla(sweep, name, length)]
+                                 for length in _lengths(sweep) for name in sweep.names("tp")]  # fmt: skip
+        rows += own
+        _length_picture(pair, own, engine)
+        comparisons += _lengths_beside(engine, sweep, own)
     columns = ["engine", "set-up", "input", "p99_ttft_ms", "over vanilla", E2E, "over vanilla"]
     return Result(columns=columns, rows=rows, picture=figure, stated=STATED, comparisons=comparisons)
 
 
 def _lengths(sweep: ServingSweep) -> list[str]:
-    return [run for run in sweep.visits[0].runs if run.endswith(" tokens")] if sweep.visits else []
+    return [run for run in sweep.runs("TP, vanilla") if run.endswith(" tokens")]
 
 
 def _beside_vanilla(sweep: ServingSweep, name: str, length: str) -> Iterator[float | None]:
