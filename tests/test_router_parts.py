@@ -224,10 +224,11 @@ class Guests:
     def __init__(self, gate):
         self._gate, self.started, self.refused, self._go, self._tasks = gate, [], [], {}, {}
 
-    async def come(self, name):
-        self._go[name] = asyncio.Event()
-        self._tasks[name] = asyncio.create_task(self._visit(name))
-        await asyncio.sleep(0)
+    async def come(self, *names):
+        for name in names:
+            self._go[name] = asyncio.Event()
+            self._tasks[name] = asyncio.create_task(self._visit(name))
+            await asyncio.sleep(0)
 
     async def _visit(self, name):
         try:
@@ -253,8 +254,7 @@ def test_so_many_run_so_many_wait_and_others_are_refused():
     async def scene():
         gate = Gate(limit=2, queue=2, seconds=60)
         guests = Guests(gate)
-        for name in "abcde":
-            await guests.come(name)
+        await guests.come(*"abcde")
         assert (guests.started, guests.refused, gate.inside, gate.running) == (["a", "b"], ["e"], 4, 2)
         await guests.go("b")
         assert guests.started == ["a", "b", "c"]
@@ -273,8 +273,7 @@ def test_a_turn_that_comes_as_the_guest_hangs_up_is_passed_on():
     async def scene():
         gate = Gate(limit=1, queue=4, seconds=60)
         guests = Guests(gate)
-        for name in "abc":
-            await guests.come(name)
+        await guests.come(*"abc")
         turn = gate._turns[0]
         guests._go["a"].set()
         while not turn.done():
@@ -291,8 +290,7 @@ def test_nobody_waits_for_too_long():
     async def scene():
         gate = Gate(limit=1, queue=4, seconds=0.01)
         guests = Guests(gate)
-        for name in "ab":
-            await guests.come(name)
+        await guests.come(*"ab")
         await asyncio.sleep(0.05)
         assert (guests.refused, gate.inside, gate.running) == (["b"], 1, 1)
         await guests.go("a")
