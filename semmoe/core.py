@@ -12,7 +12,8 @@ Shape legend, one meaning per letter everywhere:
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, dataclass, field, replace
+import math
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,6 +28,44 @@ def require(condition: bool, message: str) -> None:
     """Raise `ValueError(message)` unless `condition`: for what a user or a file got wrong."""
     if not condition:
         raise ValueError(message)
+
+
+# Sizes that a file may declare: beyond any model and cluster, and small enough for what is allocated by them.
+MOST_RANKS = 4096
+MOST_VOCABULARY = 1 << 22
+MOST_LAYERS = 1024
+MOST_EXPERTS = 4096  # of a layer
+MOST_TABLE = 1 << 28  # entries of an array by layer and expert, by layer and token id, or of layer x rank x expert
+
+
+def number(default: Any, low: float, high: float) -> Any:
+    """A dataclass field whose value lies between `low` and `high`, both included; None where that is the default.
+
+    `check_numbers` holds values to it, and the command line takes an option's bounds from it.
+    """
+    return field(default=default, metadata={"low": low, "high": high})
+
+
+def required_number(low: float, high: float) -> Any:
+    """As `number`, without a default."""
+    return field(metadata={"low": low, "high": high})
+
+
+def bounds(kind: Any, name: str) -> tuple[float, float]:
+    """The bounds of a field that `number` made."""
+    metadata = kind.__dataclass_fields__[name].metadata
+    return metadata["low"], metadata["high"]
+
+
+def check_numbers(settings: Any) -> None:
+    """Raise ValueError naming the first field of a dataclass whose value is outside the bounds of its `number`."""
+    for one in fields(settings):
+        value = getattr(settings, one.name)
+        if not one.metadata or (value is None and one.default is None):
+            continue
+        low, high = one.metadata["low"], one.metadata["high"]
+        if isinstance(value, bool) or not isinstance(value, (int, float, np.number)) or not low <= value <= high:
+            raise ValueError(f"{one.name} must lie between {low:,} and {high:,}, not {value}")
 
 
 def physical_experts(num_experts: int, redundant: int, ep_size: int) -> int:
@@ -46,32 +85,39 @@ class Topology:
     Rank g belongs to group g // attn_tp_size and to node g // (ep_size // num_nodes).
     """
 
-    ep_size: int
-    dp_size: int = 1
-    attn_tp_size: int = 0  # 0: ep_size // dp_size
-    num_nodes: int = 1
+    ep_size: int = required_number(1, MOST_RANKS)
+    dp_size: int = number(1, 1, MOST_RANKS)
+    attn_tp_size: int = number(0, 0, MOST_RANKS)  # 0: ep_size // dp_size
+    num_nodes: int = number(1, 1, MOST_RANKS)
 
     def __post_init__(self) -> None:
-        require(self.ep_size >= 1 and self.dp_size >= 1, f"sizes must be positive: {self.ep_size=}, {self.dp_size=}")
+        check_numbers(self)
         require(self.ep_size % self.dp_size == 0, f"dp_size {self.dp_size} does not divide ep_size {self.ep_size}")
         if self.attn_tp_size == 0:
             object.__setattr__(self, "attn_tp_size", self.ep_size // self.dp_size)
         product = self.dp_size * self.attn_tp_size
         require(product == self.ep_size, f"dp_size x attn_tp_size is {product}, not ep_size {self.ep_size}")
-        divides = self.num_nodes >= 1 and self.ep_size % self.num_nodes == 0
+        divides = self.ep_size % self.num_nodes == 0
         require(divides, f"num_nodes {self.num_nodes} does not divide ep_size {self.ep_size}")
 
     @classmethod
-    def for_attention(cls, attention: str, ep_size: int, dp_size: int = 0, num_nodes: int = 1) -> Topology:
-        """`tp`: one group of all ranks; `dp`: every rank a group; `hybrid`: `dp_size` groups."""
+    def for_attention(
+        cls, attention: str, ep_size: int, dp_size: int | None = None, num_nodes: int | None = None
+    ) -> Topology:
+        """`tp`: one group of all ranks; `dp`: every rank a group; `hybrid`: `dp_size` groups. num_nodes: by default 1.
+
+        Raises ValueError for sizes that do not fit together.
+        """
         require(attention in ("tp", "dp", "hybrid"), f"attention must be tp, dp or hybrid, not {attention!r}")
         if attention == "hybrid":
-            require(1 < dp_size < ep_size, f"hybrid attention needs a dp_size between 1 and {ep_size=}, not {dp_size}")
+            groups = dp_size or 0
+            require(1 < groups < ep_size, f"hybrid attention needs a dp_size between 1 and {ep_size=}, not {dp_size}")
         else:
             implied = {"tp": 1, "dp": ep_size}[attention]
-            require(dp_size in (0, implied), f"attention {attention} has dp_size {implied}, not {dp_size}")
+            require(dp_size in (None, implied), f"attention {attention} has dp_size {implied}, not {dp_size}")
             dp_size = implied
-        return cls(ep_size=ep_size, dp_size=dp_size, num_nodes=num_nodes)
+        assert dp_size is not None
+        return cls(ep_size=ep_size, dp_size=dp_size, num_nodes=1 if num_nodes is None else num_nodes)
 
     @property
     def node_of(self) -> np.ndarray:
@@ -90,30 +136,33 @@ class Fingerprint:
     model: str  # a name for people; not compared
     architecture_hash: str  # SHA-256 of the configuration fields that shape routing
     tokenizer_hash: str  # SHA-256 of the vocabulary, token by token
-    vocab_size: int
-    num_layers: int  # MoE layers only
-    num_experts: int
-    top_k: int
-    num_groups: int = 1  # group-limited gating (DeepSeek's n_group)
-    hidden_size: int = 0  # 0: not known
-    expert_size: int = 0  # width of one expert's feed-forward network; 0: not known
+    vocab_size: int = required_number(1, MOST_VOCABULARY)
+    num_layers: int = required_number(1, MOST_LAYERS)  # MoE layers only
+    num_experts: int = required_number(1, MOST_EXPERTS)
+    top_k: int = required_number(1, MOST_EXPERTS)
+    num_groups: int = number(1, 1, MOST_EXPERTS)  # group-limited gating (DeepSeek's n_group)
+    hidden_size: int = number(0, 0, 1 << 24)  # 0: not known
+    expert_size: int = number(0, 0, 1 << 24)  # width of one expert's feed-forward network; 0: not known
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "num_layers", "num_experts", "top_k", "num_groups"):
-            require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("hidden_size", "expert_size"):
-            require(0 <= getattr(self, name) <= 1 << 24, f"{name} is out of range: {getattr(self, name)}")
+        check_numbers(self)
+        _check_table("num_layers x num_experts x num_experts", self.num_layers, self.num_experts, self.num_experts)
+        _check_table("num_layers x vocab_size", self.num_layers, self.vocab_size)
         require(self.top_k <= self.num_experts, f"top_k {self.top_k} exceeds {self.num_experts} experts")
         divides = self.num_experts % self.num_groups == 0
         require(divides, f"{self.num_groups} gate groups do not divide {self.num_experts} experts")
 
     def mismatch(self, other: Fingerprint) -> str | None:
-        """The first field in which `other` differs, in words, or None; sizes before hashes, which say less."""
+        """The first field in which `other` differs, in words, or None; sizes before hashes, which say less.
+
+        What carries this fingerprint is called "there", what carries `other` is called "here".
+        """
+        there, here = (f" ({one.model})" if self.model != other.model else "" for one in (self, other))
         for name, mine in sorted(asdict(self).items(), key=lambda field: field[0].endswith("_hash")):
             theirs = getattr(other, name)
             unknown = name in ("hidden_size", "expert_size") and 0 in (mine, theirs)
             if name != "model" and mine != theirs and not unknown:
-                return f"{name} is {mine} for {self.model!r} and {theirs} for {other.model!r}"
+                return f"{name} is {mine} there{there} and {theirs} here{here}"
         return None
 
 
@@ -174,6 +223,12 @@ class RoutingTrace:
         return sha.hexdigest()
 
 
+def _check_table(what: str, *sizes: int) -> None:
+    """Raise ValueError where an array of these sizes would not be allocated for any real model."""
+    entries = math.prod(sizes)
+    require(entries <= MOST_TABLE, f"{what} is {entries:,}: more than {MOST_TABLE:,}, which no model that is known has")
+
+
 def _check_offsets(name: str, offsets: np.ndarray, end: int) -> None:
     valid = (
         offsets.ndim == 1
@@ -227,8 +282,12 @@ class Placement:
     static_dispatch: np.ndarray | None = None  # (L, G, E) int16: the rank that serves e to source rank g; None: by rule
 
     def __post_init__(self) -> None:
+        require(self.physical_to_logical_map.ndim == 2, "physical_to_logical_map must be (layers, physical experts)")
         layers, physical = self.physical_to_logical_map.shape
+        require(physical >= self.num_experts, f"{physical} physical experts cannot hold {self.num_experts} experts")
         require(physical % self.ep_size == 0, f"ep_size {self.ep_size} does not divide {physical} physical experts")
+        _check_table("layers x ranks x experts", layers, self.ep_size, self.num_experts)
+        _check_table("layers x physical experts", layers, physical)
         _check_range("expert id", self.physical_to_logical_map, self.num_experts, "experts")
         missing = np.argwhere(self.logical_replica_count == 0)
         require(len(missing) == 0, f"expert {missing[:1, 1]} of layer {missing[:1, 0]} is on no rank" if layers else "")
@@ -249,14 +308,18 @@ class Placement:
     @property
     def logical_replica_count(self) -> np.ndarray:
         """(L, E) int64: copies of each expert."""
-        one_hot = self.physical_to_logical_map[:, :, None] == np.arange(self.num_experts)
-        return one_hot.sum(axis=1)
+        layers = len(self.physical_to_logical_map)
+        cells = self.physical_to_logical_map + self.num_experts * np.arange(layers)[:, None]
+        counts = np.bincount(cells.ravel(), minlength=layers * self.num_experts)
+        return counts.reshape(layers, self.num_experts)
 
     @property
     def logical_to_physical_map(self) -> np.ndarray:
         """(L, E, X) int32: the physical ids of each expert's copies, padded with -1."""
         layers, physical = self.physical_to_logical_map.shape
-        out = np.full((layers, self.num_experts, self.logical_replica_count.max()), -1, np.int32)
+        most = int(self.logical_replica_count.max())
+        _check_table("layers x experts x most copies of one", layers, self.num_experts, most)
+        out = np.full((layers, self.num_experts, most), -1, np.int32)
         filled = np.zeros((layers, self.num_experts), np.int64)
         rows = np.arange(layers)
         for p in range(physical):
@@ -274,8 +337,10 @@ class Placement:
     def hosts(self) -> np.ndarray:
         """(L, G, E) bool: rank g has a copy of expert e."""
         layers = len(self.physical_to_logical_map)
-        slots = self.physical_to_logical_map.reshape(layers, self.ep_size, -1)
-        return (slots[..., None] == np.arange(self.num_experts)).any(axis=2)
+        out = np.zeros((layers, self.ep_size, self.num_experts), bool)
+        ranks = np.arange(self.physical_to_logical_map.shape[1]) // self.experts_per_rank
+        out[np.arange(layers)[:, None], ranks, self.physical_to_logical_map] = True
+        return out
 
     @classmethod
     def from_labels(cls, expert_ranks: np.ndarray, ep_size: int) -> Placement:
@@ -383,4 +448,5 @@ class Plan:
     def check(self, model: Fingerprint) -> None:
         """Raise ValueError unless this plan was made for `model`."""
         difference = self.fingerprint.mismatch(model)
-        require(difference is None, f"this plan was made for another model or tokenizer: {difference}")
+        if difference is not None:
+            raise ValueError(f"this plan was made for another model or tokenizer: {difference}")

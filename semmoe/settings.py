@@ -2,13 +2,15 @@
 
 from dataclasses import dataclass, field
 
-from semmoe.core import Topology, require
+from semmoe.core import MOST_RANKS, Topology, check_numbers, number, require
 
 METHODS = (
     "linear", "eplb", "least-loaded", "prefix-affinity", "eldr", "exflow", "moetuner", "grace", "paper", "semmoe",
 )  # fmt: skip
 REQUEST_METHODS = ("least-loaded", "prefix-affinity", "eldr")  # they send requests to groups and leave experts in order
 GRAINS = ("layer", "batch")  # how often attention-TP decides anew where tokens go
+SEED = (0, (1 << 32) - 1)
+TOKENS = (1, 1 << 24)  # of a batch
 REDUNDANT_METHODS = ("linear", "eplb", "grace", "semmoe")  # they know what to do with redundant experts
 
 
@@ -29,69 +31,64 @@ def _lacks_copies(method: str, redundant_experts: int) -> str | None:
 class PaperSettings:
     """Weights and lengths of Algorithm 1; the paper gives none of them, see docs/decisions.md for how these came."""
 
-    steps: int = 12  # n_steps: alternations, of which the best by the section 3.3 objective is kept
-    swaps_per_expert: int = 100  # ft_steps, per expert of the layer
-    theta: float = 0.5  # weight of load balance against remote activations in the objective
+    steps: int = number(12, 1, 10_000)  # n_steps: alternations, of which the best by the section 3.3 objective is kept
+    swaps_per_expert: int = number(100, 0, 100_000)  # ft_steps, per expert of the layer
+    theta: float = number(0.5, 0.001, 0.999)  # weight of load balance against remote activations in the objective
     expert_affinity: float = 0.5  # alpha_e: experts that are used by the same data
     expert_data: float = 1.0  # beta_e: data already in the cluster
     expert_load: float = 0.5  # gamma_e: load already in the cluster
     request_affinity: float = 0.1  # alpha_r: data that uses the same experts
     request_expert: float = 1.0  # beta_r: experts already in the cluster
-    lookback: int = 2  # layers that the path tables A, A_p look back
+    lookback: int = number(2, 0, 20)  # layers that the path tables A, A_p look back
 
     def __post_init__(self) -> None:
-        require(self.steps >= 1, f"steps must be at least 1, not {self.steps}")
-        require(0 < self.theta < 1, f"theta must lie between 0 and 1, not {self.theta}")
+        check_numbers(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoETunerSettings:
-    time_limit: float = 10.0  # seconds for the programs of all layers together
+    time_limit: float = number(10.0, 0, 7 * 86_400)  # seconds for the programs of all layers together
 
     def __post_init__(self) -> None:
-        require(0 <= self.time_limit < float("inf"), f"time_limit must be seconds, at least 0, not {self.time_limit}")
+        check_numbers(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CoclusterSettings:
     """Objective and effort of semmoe's own placement. Weights are in units of one activation that stays on its rank."""
 
-    activation: float = 1.0  # gain of a (token, expert) pair on the token's own rank
-    remote_rank: float = 1.0  # cost of a row sent to another rank
-    remote_node: float = 1.0  # further cost of a row that leaves the node
-    load_price: float = 5.0  # cost of a rank's load above the cap, per mean load; most that is paid to meet the limit
-    starts: int = 4
-    kicks: int = 20
-    sweeps: int = 12
-    price_steps: int = 4
+    activation: float = number(1.0, 0, 1e6)  # gain of a (token, expert) pair on the token's own rank
+    remote_rank: float = number(1.0, 0, 1e6)  # cost of a row sent to another rank
+    remote_node: float = number(1.0, 0, 1e6)  # further cost of a row that leaves the node
+    load_price: float = number(5.0, 0, 1e6)  # cost of a rank's load above the cap, per mean load; most that is paid to meet the limit
+    starts: int = number(4, 1, 1000)
+    kicks: int = number(20, 0, 100_000)
+    sweeps: int = number(12, 1, 1000)
+    price_steps: int = number(4, 0, 1000)
     load_limit: float | None = 1.15  # expert load, max/mean over ranks in a batch, mean over layers; None: no limit
-    batch_tokens: int = 1024  # all ranks together, for which the limit is meant
+    batch_tokens: int = number(1024, *TOKENS)  # all ranks together, for which the limit is meant
 
     def __post_init__(self) -> None:
-        for name in ("activation", "remote_rank", "remote_node", "load_price"):
-            require(getattr(self, name) >= 0, f"{name} must not be negative: {getattr(self, name)}")
-        for name, least in (("starts", 1), ("sweeps", 1), ("kicks", 0), ("price_steps", 0), ("batch_tokens", 1)):
-            require(getattr(self, name) >= least, f"{name} must be at least {least}, not {getattr(self, name)}")
-        valid = self.load_limit is None or self.load_limit >= 1
-        require(valid, f"load_limit is max/mean, at least 1, not {self.load_limit}")
+        check_numbers(self)
+        if self.load_limit is not None and not 1 <= self.load_limit <= MOST_RANKS:
+            raise ValueError(f"load_limit is max/mean, at least 1, not {self.load_limit}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PredictorSettings:
-    lookback: int | None = None  # layers; None: chosen on held-out requests
-    max_tokens: int = 1 << 16  # routed tokens to fit on
-    tolerance: float = 0.002  # a shorter look-back is preferred if its held-out error is within this share of the best
+    lookback: int | None = number(None, 0, 8)  # layers; None: chosen on held-out requests
+    max_tokens: int = number(1 << 16, 1, 1 << 24)  # routed tokens to fit on
+    tolerance: float = number(0.002, 0, 1)  # a shorter look-back is preferred if its held-out error is within this share of the best
 
     def __post_init__(self) -> None:
-        valid = self.lookback is None or 0 <= self.lookback <= 8
-        require(valid, f"lookback must lie between 0 and 8, not {self.lookback}")
+        check_numbers(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SolveSettings:
     method: str = "semmoe"
-    redundant_experts: int = 0  # physical experts beyond the logical ones, over all ranks
-    seed: int = 0
+    redundant_experts: int = number(0, 0, 1 << 20)  # physical experts beyond the logical ones, over all ranks
+    seed: int = number(0, *SEED)
     paper: PaperSettings = field(default_factory=PaperSettings)
     predictor: PredictorSettings = field(default_factory=PredictorSettings)
     cocluster: CoclusterSettings = field(default_factory=CoclusterSettings)
@@ -99,46 +96,84 @@ class SolveSettings:
 
     def __post_init__(self) -> None:
         require(self.method in METHODS, f"method must be one of {', '.join(METHODS)}, not {self.method!r}")
-        require(self.redundant_experts >= 0, f"redundant_experts must not be negative: {self.redundant_experts}")
+        check_numbers(self)
         reason = _lacks_copies(self.method, self.redundant_experts)
         require(reason is None, f"method {self.method} does not apply: {reason}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplaySettings:
-    batch_tokens: int = 1024  # all ranks together
+    batch_tokens: int = number(1024, *TOKENS)  # all ranks together
     batches: str = "mixed"  # or "prefill"
-    window: int = 1  # attention-DP: requests that wait to be assigned together
-    unfinished: int = 32  # attention-DP: requests that still decode, so that their length is unknown, when one arrives
-    seed: int = 0
+    window: int = number(1, 1, 1 << 20)  # attention-DP: requests that wait to be assigned together
+    unfinished: int = number(32, 0, 1 << 20)  # attention-DP: requests that still decode, so that their length is unknown, when one arrives
+    seed: int = number(0, *SEED)
 
     def __post_init__(self) -> None:
-        require(self.batch_tokens >= 1, f"batch_tokens must be positive, not {self.batch_tokens}")
-        require(self.window >= 1, f"window must be at least 1, not {self.window}")
-        require(self.unfinished >= 0, f"unfinished must not be negative: {self.unfinished}")
+        check_numbers(self)
         require(self.batches in ("mixed", "prefill"), f"batches must be mixed or prefill, not {self.batches!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateSettings:
-    max_new_tokens: int = 32
-    batch_size: int = 16  # requests decoded together in one attention group
-    window: int = 0  # attention-DP: requests assigned together, as if they arrived in turn; 0: all that are at hand
+    max_new_tokens: int = number(32, 1, 1 << 20)
+    batch_size: int = number(16, 1, 1 << 16)  # requests decoded together in one attention group
+    window: int = number(0, 0, 1 << 20)  # attention-DP: requests assigned together, as if they arrived in turn; 0: all that are at hand
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        require(self.max_new_tokens >= 1, f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
-        require(self.batch_size >= 1, f"batch_size must be at least 1, not {self.batch_size}")
-        require(self.window >= 0, f"window must not be negative: {self.window}")
+        check_numbers(self)
         require(self.dtype in ("float32", "bfloat16"), f"dtype must be float32 or bfloat16, not {self.dtype!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoSettings:
-    ep_size: int = 4
+    ep_size: int = number(4, 1, MOST_RANKS)
     profile_prompts: int = 144
     generate_prompts: int = 48
     max_prompt_tokens: int = 512
     max_new_tokens: int = 16
     batch_size: int = 16
-    seed: int = 0
+    seed: int = number(0, *SEED)
+
+    def __post_init__(self) -> None:
+        check_numbers(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileSettings:
+    limit: int = number(0, 0, 1 << 40)  # the first prompts of a dataset; 0: all
+    max_prompt_tokens: int = number(1024, 1, 1 << 24)  # longer prompts are cut
+    decode: int = number(0, 0, 1 << 20)  # greedy tokens to generate and record
+    batch_size: int = number(16, 1, 1 << 16)  # requests run together
+
+    def __post_init__(self) -> None:
+        check_numbers(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitSettings:
+    profile_share: float = number(0.2, 0.001, 0.999)  # of the requests; the rest is what plans are scored on
+
+    def __post_init__(self) -> None:
+        check_numbers(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeSettings:
+    port: int = number(30000, 1, 65_535)
+
+    def __post_init__(self) -> None:
+        check_numbers(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchSettings:
+    every: float = number(2.0, 0.1, 86_400)  # seconds between looks
+    window: float = number(60.0, 0.1, 86_400)  # seconds that figures are taken over
+    margin: float = number(0.05, 0, 1)  # what the local activation rate may be below the plan's
+
+    def __post_init__(self) -> None:
+        check_numbers(self)
+        if self.every > self.window:
+            raise ValueError(f"--every must be no longer than --window, {self.window:g} s, not {self.every:g}")

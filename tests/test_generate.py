@@ -1,5 +1,7 @@
 """Expert-parallel generation equals the plain model, token for token in fp32, in every set-up; and faults show."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -78,6 +80,21 @@ def test_olmoe_runs_in_attention_dp_and_refuses_attention_tp(checkpoints, tmp_pa
     sharded = gen.SetUp(name="tp", plan=vanilla_plan(trace.fingerprint, Topology.for_attention("tp", 2)))
     with pytest.raises(ValueError, match="normalises over all heads"):
         gen.generate(path, prompts(1), [sharded], SETTINGS)
+
+
+def stale_on_rank_one(model, set_up, comm):
+    """Rank 1 has a plan of the same sizes whose experts lie in another order."""
+    placement = set_up.plan.placement
+    moved = np.ascontiguousarray(placement.physical_to_logical_map[:, ::-1])
+    stale = replace(set_up.plan, placement=replace(placement, physical_to_logical_map=moved))
+    return gen._attach(model, replace(set_up, plan=stale) if comm.rank == 1 else set_up, comm)
+
+
+def test_a_rank_with_another_plan_ends_the_run(checkpoints, tmp_path):
+    path = build("qwen3_moe", checkpoints)
+    plan = vanilla_plan(models.fingerprint_of(path), Topology.for_attention("tp", 2))
+    with pytest.raises(ValueError, match="ranks disagree: the plan of rank 1 is not that of rank 0"):
+        gen.generate(path, prompts(1), [gen.SetUp(name="x", plan=plan, attach=stale_on_rank_one)], SETTINGS)
 
 
 def test_redundant_experts_change_no_output(checkpoints, tmp_path):

@@ -2,12 +2,14 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from semmoe.core import Plan, Topology, require
 from semmoe.engines.metrics import Counters, Reading
 from semmoe.engines.settings import PluginSettings
+from semmoe.runtime.agreement import check_agreement
 from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.traffic import TrafficCounter
 
@@ -28,6 +30,14 @@ def check_plan(plan: Plan, engine: str, running: Topology, config: Any, num_laye
     }  # fmt: skip
     for name, (here, planned) in found.items():
         require(here == planned, f"the model has {here} {name}, the plan was made for {planned}")
+
+
+def check_same_plan(group: Any, plan: Plan | None, settings: PluginSettings) -> None:
+    """Raise ValueError, on every rank of a group over the CPU, unless all were given the same plan and settings.
+
+    Paths are each node's own: they may differ.
+    """
+    check_agreement(group, plan, settings=replace(settings, plan="", control=""))
 
 
 def check_identity(plan: Plan, model: str) -> None:

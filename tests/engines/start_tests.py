@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 from serving import Server, refused
 
 from semmoe.demo import MODEL
@@ -11,6 +12,7 @@ from semmoe.engines.transformers import verify
 from semmoe.plan import load_plan, save_plan
 
 BROKEN = Path(__file__).parent / "broken"  # a plug-in of all engines
+STALE = Path(__file__).parent / "stale"  # another
 
 
 class StartTests:
@@ -36,6 +38,22 @@ class StartTests:
         save_plan(replace(plan, fingerprint=replace(plan.fingerprint, architecture_hash="0" * 64)), tmp_path / "other")
         assert "architecture_hash" in refused(self.SERVER(tmp_path, str(MODEL), "--plan", str(tmp_path / "other")))
 
+    def test_a_rank_with_another_plan_does_not_start(self, plans, tmp_path, monkeypatch):
+        """Of equal sizes: only the scores of tokens differ, so that nothing else would fail."""
+        monkeypatch.setenv("STALE_PLAN", str(save_stale(plans["tp2"], tmp_path / "stale")))
+        log = refused(self.SERVER(tmp_path, str(MODEL), "--plan", plans["tp2"], path=str(STALE)))
+        assert "ranks disagree: the plan of rank 1 is not that of rank 0" in log
+
     def test_an_unknown_setting_does_not_start(self, tmp_path, monkeypatch):
         monkeypatch.setenv("SEMMOE_PLANN", "x")
         assert "SEMMOE_PLANN is no setting" in refused(self.SERVER(tmp_path, str(MODEL)))
+
+
+def save_stale(path: str, out: Path) -> Path:
+    """A plan that sends tokens to the other one of two ranks."""
+    plan = load_plan(path)
+    shuffle = plan.schedule.shuffle
+    swapped = np.ascontiguousarray(shuffle.token_scores[..., ::-1])
+    schedule = replace(plan.schedule, shuffle=replace(shuffle, token_scores=swapped))
+    save_plan(replace(plan, schedule=schedule), out)
+    return out

@@ -30,6 +30,7 @@ from semmoe.engines.placement import dispatch_map
 from semmoe.engines.transformers.model import architecture_hash, decoder_layers
 from semmoe.engines.transformers.planned import PlannedModel, bind, check_layout
 from semmoe.metrics import Traffic
+from semmoe.runtime.agreement import check_agreement
 from semmoe.runtime.collectives import Communicator, shuffle_handle, shuffled_all_gather
 from semmoe.runtime.traffic import TrafficCounter
 from semmoe.scores import assign
@@ -47,6 +48,7 @@ def apply_plan(model: Any, plan: Plan, *, shuffle: str = "predicted") -> "AutoEP
     """
     module = getattr(model, "module", model)
     layers = autoep_layers(module)
+    check_agreement(layers[0].ep_group, plan, module.device, shuffle=shuffle)  # before what only one rank may refuse
     require(shuffle in SHUFFLES, f"shuffle must be one of {', '.join(SHUFFLES)}, not {shuffle!r}")
     alone = plan.topology.attn_tp_size == 1
     require(shuffle != "routed" or not alone, "shuffle 'routed' needs groups of several ranks: this plan has none")

@@ -13,7 +13,7 @@ from sglang.srt.state_capturer.base import BaseTopkCapturer
 
 from semmoe.core import Fingerprint, Plan, Topology, require
 from semmoe.engines.metrics import Reading
-from semmoe.engines.rank import check_identity, check_plan, description, publish, readings
+from semmoe.engines.rank import check_identity, check_plan, check_same_plan, description, publish, readings
 from semmoe.engines.recorder import LiveRecorder
 from semmoe.engines.recording import PassRecorder
 from semmoe.engines.sglang import guard, targets
@@ -90,6 +90,7 @@ class RankPlugin:
 
     def _attach(self, runner: Any) -> None:
         parallel, blocks = get_parallel(), moe_blocks(runner.model)
+        check_same_plan(parallel.tp_group.cpu_group, self._plan, self._settings)
         layers = sorted(blocks)
         if not layers:
             require(self._plan is None, f"{type(runner.model).__name__} has no MoE layer that semmoe knows")

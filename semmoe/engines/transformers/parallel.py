@@ -18,6 +18,7 @@ from semmoe.engines.transformers.attention import shard_attention
 from semmoe.engines.transformers.model import decoder_layers, moe_layers
 from semmoe.engines.transformers.planned import PlannedModel, bind, check_layout
 from semmoe.metrics import Traffic, layer_traffic, no_traffic, serving_ranks
+from semmoe.runtime.agreement import check_agreement
 from semmoe.runtime.collectives import Communicator, timed
 from semmoe.runtime.dispatch import (
     Dispatch,
@@ -84,6 +85,7 @@ class ParallelModel(PlannedModel):
         check_exchange(plan.topology, exchange, overlap)
         topology = plan.topology
         assert (exchange == "two-level") == (levels is not None)
+        check_agreement(experts_comm.group, plan, model.device, exchange=exchange, overlap=overlap)
         super().__init__(model, plan, experts_comm, attention_comm)
         self.levels, self._overlap = levels, overlap
         self._serving = serving_ranks(plan.placement, topology)  # (L, G, E)

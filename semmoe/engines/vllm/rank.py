@@ -15,7 +15,7 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from semmoe.core import Fingerprint, Plan, Topology, require
 from semmoe.engines.metrics import Reading
 from semmoe.engines.placement import dispatch_map
-from semmoe.engines.rank import check_identity, check_plan, description, publish, readings
+from semmoe.engines.rank import check_identity, check_plan, check_same_plan, description, publish, readings
 from semmoe.engines.recorder import LiveRecorder
 from semmoe.engines.recording import Listener, PassRecorder
 from semmoe.engines.vllm import targets
@@ -97,6 +97,7 @@ class RankPlugin:
             require(self._plan is None, f"{type(runner.model).__name__} has no MoE layer that semmoe knows")
             return
         config, group = runner.vllm_config.parallel_config, get_ep_group()
+        check_same_plan(group.cpu_group, self._plan, self._settings)
         self._ep_rank = group.rank_in_group
         physical, all_to_all = (
             blocks[layers[0]].moe_config.num_experts,

@@ -1,8 +1,10 @@
 """AutoEP, folded with AutoTP, on plans and off them: the plain model's logits and tokens; and faults show."""
 
 import copy
+from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from models import build
@@ -109,6 +111,21 @@ def test_random_models_with_limited_groups_and_latent_attention(random_model, na
 def test_copies_of_experts(shipped):
     results = check(shipped, set_ups(shipped[2], "TP2/EP4", ("predicted", "off"), redundant=8))
     assert results["predicted"].lar > results["vanilla"].lar
+
+
+def stale_on_rank_one(model, chosen, comm):
+    """Rank 1 has a plan of the same sizes whose experts lie in another order."""
+    placement = chosen.plan.placement
+    moved = np.ascontiguousarray(placement.physical_to_logical_map[:, ::-1])
+    stale = replace(chosen.plan, placement=replace(placement, physical_to_logical_map=moved))
+    return offline.attach(model, replace(chosen, plan=stale) if comm.rank == 1 else chosen, comm)
+
+
+def test_a_rank_with_another_plan_ends_the_run(shipped):
+    path, _, trace, prompts, _ = shipped
+    plan = vanilla_plan(trace.fingerprint, topology("TP2/EP2"))
+    with pytest.raises(ValueError, match="ranks disagree: the plan of rank 1 is not that of rank 0"):
+        gen.generate(path, prompts, [gen.SetUp(name="x", plan=plan, attach=stale_on_rank_one)], SETTINGS)
 
 
 def test_a_fault_shows(shipped):
