@@ -1,6 +1,7 @@
 """Files that are never half-written, and errors that name the file."""
 
 import contextlib
+import errno
 import os
 import shutil
 import tempfile
@@ -13,7 +14,42 @@ from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
+MOST_ARRAY_BYTES = 1 << 35  # of one file of arrays, which is read whole: many times what a plan or a shard needs
 Model = TypeVar("Model", bound=BaseModel)
+
+
+def check_output(path: Path, *, directory: bool = False, force: bool | None = None, room: int = 0) -> None:
+    """Raise ValueError or OSError before the work unless its result can be written to `path` after it.
+
+    force: whether what is there may be replaced; None where no option says so. An empty directory may be there in any
+    case. room: bytes that are needed.
+    """
+    if path.exists() and path.is_dir() != directory:
+        raise ValueError(f"{path} is {'a file: name a directory' if directory else 'a directory: name a file'}")
+    empty = path.is_dir() and not any(path.iterdir())
+    if path.exists() and not force and not empty:
+        remedy = "remove it" if force is None else "give --force to replace it"
+        raise ValueError(f"{path} exists: choose another name, or {remedy}")
+    parent = next(folder for folder in path.absolute().parents if folder.exists())
+    if not parent.is_dir():
+        raise ValueError(f"{path} cannot be made: {parent} is a file")
+    with _called(path):  # tried, since os.access grants root what a file system does not; with the longest name
+        tempfile.NamedTemporaryFile(dir=parent, prefix=f".{path.name}.old.").close()
+    free = shutil.disk_usage(parent).free
+    if room > free:
+        raise ValueError(f"{path} needs {room / 1e6:,.0f} MB, and {free / 1e6:,.0f} MB are free there")
+
+
+@contextlib.contextmanager
+def _called(path: Path, staged: Path | None = None) -> Iterator[None]:
+    """Errors of the system name `path`, what the user typed, in place of a temporary file's name or of none."""
+    try:
+        yield
+    except OSError as error:
+        unnamed = error.filename is None or staged is None or str(error.filename).startswith(str(staged))
+        if unnamed and error.errno is not None:
+            error.filename, error.filename2 = str(path), None
+        raise
 
 
 @contextlib.contextmanager
@@ -22,17 +58,18 @@ def atomic_file(path: Path, private: bool = False) -> Iterator[Path]:
 
     A `private` file is never readable by others than its owner, whatever the umask.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     staged = path.with_name(f".{path.name}.partial")
-    try:
-        if private:
-            _create_private(staged)
-        yield staged
-        if private:
-            staged.chmod(0o600)  # who wrote it may have made it anew
-        staged.replace(path)
-    finally:
-        staged.unlink(missing_ok=True)
+    with _called(path, staged):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            if private:
+                _create_private(staged)
+            yield staged
+            if private:
+                staged.chmod(0o600)  # who wrote it may have made it anew
+            staged.replace(path)
+        finally:
+            staged.unlink(missing_ok=True)
 
 
 def _create_private(path: Path) -> None:
@@ -46,20 +83,26 @@ def _create_private(path: Path) -> None:
 @contextlib.contextmanager
 def atomic_directory(path: Path, private: bool = False) -> Iterator[Path]:
     """As `atomic_file`, for a directory that is written whole; an older one of that name is replaced at the end."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    staged = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    with _called(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        staged = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
-        staged.chmod(0o700 if private else 0o755)
-        yield staged
-        if path.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent))
-            path.replace(old)
-            staged.replace(path)
-            shutil.rmtree(old)
-        else:
-            staged.replace(path)
+        with _called(path, staged):
+            staged.chmod(0o700 if private else 0o755)
+            yield staged
+            _replace_directory(path, staged)
     finally:
         shutil.rmtree(staged, ignore_errors=True)
+
+
+def _replace_directory(path: Path, staged: Path) -> None:
+    if not path.exists():
+        staged.replace(path)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent))
+    path.replace(old)
+    staged.replace(path)
+    shutil.rmtree(old)
 
 
 def save_arrays(path: Path, arrays: dict[str, np.ndarray], private: bool = False) -> None:
@@ -67,11 +110,13 @@ def save_arrays(path: Path, arrays: dict[str, np.ndarray], private: bool = False
         try:
             save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, staged)
         except SafetensorError as error:  # a full disk, for one
-            raise OSError(f"{path} could not be written: {error}") from None
+            raise OSError(errno.EIO, str(error), str(path)) from None
 
 
 def load_arrays(path: Path, names: set[str]) -> dict[str, np.ndarray]:
     """The arrays of a safetensors file that holds exactly `names`."""
+    if path.is_file() and path.stat().st_size > MOST_ARRAY_BYTES:
+        raise ValueError(f"{path} has {path.stat().st_size:,} bytes, more than {MOST_ARRAY_BYTES:,}")
     try:
         arrays = load_file(path)
     except FileNotFoundError:

@@ -20,7 +20,7 @@ from semmoe.core import (
     Topology,
     require,
 )
-from semmoe.files import atomic_directory, load_arrays, load_json, save_arrays, save_json
+from semmoe.files import atomic_directory, check_output, load_arrays, load_json, save_arrays, save_json
 
 SCHEMA = 1
 FILES = {"plan.json", "plan.safetensors"}
@@ -53,9 +53,7 @@ class PlanHeader(BaseModel):
 def save_plan(plan: Plan, path: Path | str) -> None:
     """Write `plan` as a directory, whole or not at all; an older plan of that name is replaced."""
     path = Path(path)
-    others = sorted(p.name for p in path.iterdir() if p.name not in FILES) if path.is_dir() else []
-    require(not path.exists() or path.is_dir(), f"{path} is a file, not a plan")
-    require(not others, f"{path} holds other files than a plan's ({', '.join(others[:3])}): it is not replaced")
+    check_plan_output(path, force=True)
     schedule = plan.schedule
     header = PlanHeader(
         method=plan.method, topology=plan.topology, fingerprint=plan.fingerprint, settings=plan.settings,
@@ -79,6 +77,14 @@ def save_plan(plan: Plan, path: Path | str) -> None:
     with atomic_directory(path) as staged:
         save_json(staged / "plan.json", header)
         save_arrays(staged / "plan.safetensors", arrays)
+
+
+def check_plan_output(path: Path, force: bool) -> None:
+    """Raise before a plan is solved unless it can be written to `path`, where only another plan is ever replaced."""
+    others = sorted(p.name for p in path.iterdir() if p.name not in FILES) if path.is_dir() else []
+    if others:
+        raise ValueError(f"{path} holds other files than a plan's ({', '.join(others[:3])}): choose another name")
+    check_output(path, directory=True, force=force)
 
 
 def load_plan(path: Path | str) -> Plan:
@@ -176,7 +182,9 @@ def _check_arrays(arrays: dict[str, np.ndarray], header: PlanHeader) -> None:
     }  # fmt: skip
     for name, array in arrays.items():
         shape, dtype, low, high = expected[name]
-        require(array.ndim > 0 and array.shape == shape, f"{name} has shape {array.shape}, expected {shape}")
+        if array.ndim == 0 or array.shape != shape:
+            problem = f"{name} has shape {array.shape}, expected {shape}"
+            raise ValueError(f"its tables do not match the model that plan.json names, {f.model!r}: {problem}")
         require(array.dtype == dtype, f"{name} has type {array.dtype}, expected {np.dtype(dtype)}")
         inside = array.size == 0 or bool(array.min() >= low and array.max() <= high)  # False for NaN
         require(inside, f"{name} holds a value outside {low} to {high}")

@@ -60,7 +60,7 @@ class CoclusterSettings:
     activation: float = number(1.0, 0, 1e6)  # gain of a (token, expert) pair on the token's own rank
     remote_rank: float = number(1.0, 0, 1e6)  # cost of a row sent to another rank
     remote_node: float = number(1.0, 0, 1e6)  # further cost of a row that leaves the node
-    load_price: float = number(5.0, 0, 1e6)  # cost of a rank's load above the cap, per mean load; most that is paid to meet the limit
+    load_price: float = number(5.0, 0, 1e6)  # the most that is paid for a rank's load above the cap, per mean load
     starts: int = number(4, 1, 1000)
     kicks: int = number(20, 0, 100_000)
     sweeps: int = number(12, 1, 1000)
@@ -78,7 +78,7 @@ class CoclusterSettings:
 class PredictorSettings:
     lookback: int | None = number(None, 0, 8)  # layers; None: chosen on held-out requests
     max_tokens: int = number(1 << 16, 1, 1 << 24)  # routed tokens to fit on
-    tolerance: float = number(0.002, 0, 1)  # a shorter look-back is preferred if its held-out error is within this share of the best
+    tolerance: float = number(0.002, 0, 1)  # share of the best held-out error that a shorter look-back may lose
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -106,7 +106,8 @@ class ReplaySettings:
     batch_tokens: int = number(1024, *TOKENS)  # all ranks together
     batches: str = "mixed"  # or "prefill"
     window: int = number(1, 1, 1 << 20)  # attention-DP: requests that wait to be assigned together
-    unfinished: int = number(32, 0, 1 << 20)  # attention-DP: requests that still decode, so that their length is unknown, when one arrives
+    # attention-DP: requests that still decode when one arrives, so that their length is unknown
+    unfinished: int = number(32, 0, 1 << 20)
     seed: int = number(0, *SEED)
 
     def __post_init__(self) -> None:
@@ -118,7 +119,8 @@ class ReplaySettings:
 class GenerateSettings:
     max_new_tokens: int = number(32, 1, 1 << 20)
     batch_size: int = number(16, 1, 1 << 16)  # requests decoded together in one attention group
-    window: int = number(0, 0, 1 << 20)  # attention-DP: requests assigned together, as if they arrived in turn; 0: all that are at hand
+    # attention-DP: requests assigned together, as if they came one after the other; 0: all that are at hand
+    window: int = number(0, 0, 1 << 20)
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
@@ -152,6 +154,14 @@ class ProfileSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CalibrateSettings:
+    ep_size: int = number(4, 2, MOST_RANKS)  # local processes
+
+    def __post_init__(self) -> None:
+        check_numbers(self)
+
+
+@dataclass(frozen=True, kw_only=True)
 class SplitSettings:
     profile_share: float = number(0.2, 0.001, 0.999)  # of the requests; the rest is what plans are scored on
 
@@ -162,6 +172,19 @@ class SplitSettings:
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings:
     port: int = number(30000, 1, 65_535)
+
+    def __post_init__(self) -> None:
+        check_numbers(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordSettings:
+    """`semmoe record`; limits are for each rank."""
+
+    sample: float = number(1.0, 1e-9, 1)  # share of the requests
+    max_mb: int = number(256, 1, 1 << 20)  # memory for rows that are not written yet
+    max_tokens: int = number(10_000_000, 1, 1 << 40)  # recorded in all
+    timeout: float = number(60.0, 0, 86_400)  # seconds to wait for ranks that stop
 
     def __post_init__(self) -> None:
         check_numbers(self)

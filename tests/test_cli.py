@@ -129,7 +129,8 @@ def test_only_attention_tp_has_a_rival_without_all_to_all(work, tmp_path):
 
 
 def test_a_trace_without_widths_asks_for_them(tmp_path):
-    command = ["solve", npz(tmp_path / "t.npz"), "--ep-size", 2, "--method", "linear", "--out", tmp_path / "plan"]
+    command = ["solve", npz(tmp_path / "t.npz"), "--ep-size", 2, "--method", "linear", "--force"]
+    command += ["--out", tmp_path / "plan"]
     silent = run(*command, "--json")
     assert "--hidden-size and --expert-size" in silent.stderr
     assert json.loads(silent.stdout)["expected"]["verdict"] is None
@@ -145,7 +146,7 @@ def test_links_and_widths_that_cannot_be_used_are_refused(work, tmp_path):
     command = ["solve", work / "trace", "--ep-size", 4, "--method", "linear", "--out", tmp_path / "plan"]
     refused(run(*command, "--hidden-size", 7), "--hidden-size is 7, but the trace was profiled with")
     refused(run(*command, "--expert-size", 7), "--expert-size is 7")
-    refused(run(*command, "--expert-size", -7), "--expert-size must be positive, not -7")
+    refused(run(*command, "--expert-size", -7), "--expert-size", "greater than or equal to 0")
     refused(run(*command, "--links", "carrier-pigeon"), "no links called 'carrier-pigeon'", "h200-nvlink", "pcie5")
     refused(run(*command, "--links", "pcie5", "--num-nodes", 2), "say nothing of several nodes")
     (tmp_path / "links.json").write_text("{}")
@@ -187,8 +188,8 @@ def test_calibrate_writes_links_that_solve_takes(work, tmp_path):
 @pytest.mark.dist
 def test_calibrate_refuses_in_one_line(tmp_path):
     out = tmp_path / "links.json"
-    refused(run("calibrate", "tiny", "--ep-size", 1, "--out", out), "ep_size must be at least 2, not 1")
-    refused(run("calibrate", tmp_path / "absent", "--ep-size", 2, "--out", out), "no model at")
+    refused(run("calibrate", "tiny", "--ep-size", 1, "--out", out), "--ep-size", "greater than or equal to 2")
+    refused(run("calibrate", tmp_path / "absent", "--ep-size", 2, "--out", out), "there is no directory")
     assert not out.exists()
 
 
@@ -291,7 +292,7 @@ def test_settings_that_contradict_or_do_nothing_are_refused(work):
         refused(run(*command, "--method", "exflow", "--time-limit", 3), "--time-limit has no effect")
     refused(run("replay", work / "trace", "--redundant-experts", 8, "--time-limit", 3), "--time-limit has no effect")
     refused(run("replay", work / "trace", "--plan", work / "plan", "--time-limit", 3), "--time-limit has no effect")
-    refused(run("replay", work / "trace", "--time-limit", -1), "time_limit must be seconds", "-1")
+    refused(run("replay", work / "trace", "--time-limit", -1), "--time-limit", "greater than or equal to 0")
 
 
 @pytest.mark.parametrize(
@@ -301,19 +302,19 @@ def test_settings_that_contradict_or_do_nothing_are_refused(work):
         (["replay", "{trace}", "--method", "semmoe", "--ep-size", 4, "--redundant-experts", 3], ["0, 4, 8, ... fit"]),
         (["replay", "{trace}", "--ep-size", 7], ["ep_size 7 does not divide"]),
         (["replay", "{trace}", "--method", "magic"], ["'magic'"]),
-        (["replay", "{trace}", "--profile-share", 1.5], ["1.5"]),
+        (["replay", "{trace}", "--profile-share", 1.5], ["--profile-share", "less than or equal to 0.999"]),
         (["solve", "{trace}", "--attention", "hybrid", "--out", "p"], ["dp_size"]),
-        (["solve", "{trace}", "--lookback", 9, "--out", "p"], ["lookback must lie between 0 and 8, not 9"]),
+        (["solve", "{trace}", "--lookback", 9, "--out", "p"], ["--lookback", "less than or equal to 8"]),
         (["solve", "{trace}", "--load-limit", 0.5, "--out", "p"], ["load_limit", "0.5"]),
-        (["replay", "{trace}", "--window", 0], ["window", "0"]),
-        (["profile", "absent", "--out", "t"], ["no model at absent"]),
+        (["replay", "{trace}", "--window", 0], ["--window", "greater than or equal to 1"]),
+        (["profile", "absent", "--out", "t"], ["there is no directory absent"]),
         (["profile", MODEL, "--dataset", "absent.jsonl", "--out", "t"], ["no dataset file"]),
         (["generate", MODEL, "--prompt", ""], ["prompt is empty"]),
-        (["generate", MODEL, "--prompt", "x", "--max-new-tokens", 0], ["max_new_tokens"]),
+        (["generate", MODEL, "--prompt", "x", "--max-new-tokens", 0], ["--max-new-tokens"]),
         (["generate", MODEL, "--prompt", "x", "--attention", "dp", "--exchange", "all-reduce"], ["attention-TP"]),
         (["generate", MODEL, "--prompt", "x", "--exchange", "two-level"], ["plan for several nodes"]),
         (["generate", MODEL, "--prompt", "x", "--window", 2], ["--window has no effect"]),
-        (["generate", MODEL, "--prompt", "x", "--attention", "dp", "--window", -1], ["window must not be negative"]),
+        (["generate", MODEL, "--prompt", "x", "--attention", "dp", "--window", -1], ["--window"]),
         (["generate", MODEL, "--prompt", "x", "--exchange", "all-reduce", "--overlap"], ["overlap needs"]),
     ],
 )
@@ -353,7 +354,7 @@ def test_a_full_disk_is_one_line_and_leaves_the_old_plan(work, tmp_path):
     code = (
         "import resource, sys; from semmoe.cli import main; import numba;"
         "sys.argv = ['semmoe', 'solve', sys.argv[1], '--ep-size', '4', '--seed', '5',"
-        " '--out', sys.argv[2]];"
+        " '--out', sys.argv[2], '--force'];"
         "from semmoe import plan as p; real = p.save_plan;"
         "limit = lambda *a: (resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000)), real(*a));"
         "p.save_plan = limit; main()"

@@ -48,6 +48,15 @@ def test_scatter_gives_each_rank_its_tokens_sums_and_gather_restores_the_order(s
             assert np.array_equal(whole, results[0][i][2])  # bitwise equal on all ranks
 
 
+def nothing_at_all(comm):
+    empty = torch.zeros(0, 6)
+    return comm.all_gather(empty).shape, comm.reduce_scatter(empty).shape, dict(comm.sent)
+
+
+def test_a_batch_without_rows_is_gathered_and_scattered(tmp_path):
+    assert on_ranks(2, nothing_at_all, tmp_path) == [((0, 6), (0, 6), {})] * 2
+
+
 def test_handle_of_the_docstring():
     ranks = torch.tensor([1, 0, 1, 1, 0])
     handle = shuffle_handle(ranks, 2, 1)

@@ -14,7 +14,7 @@ from semmoe.checkpoint.directory import config_count, read_config, tensor_names
 from semmoe.checkpoint.layout import moe_layer_indices
 from semmoe.checkpoint.relabel import check_config, check_num_layers
 from semmoe.core import Plan, require
-from semmoe.files import atomic_file
+from semmoe.files import atomic_file, check_output
 
 MOST_LAYERS = 10_000  # of a file that has a row for each, as many as a configuration claims
 
@@ -58,7 +58,7 @@ def _layers(plan: Plan, model: Path) -> tuple[list[int], int]:
 
 def check_out_file(out: Path) -> None:
     require(out.suffix == ".json", f"{out} must end in .json: an engine knows the format by it")
-    require(not out.exists(), f"{out} exists: remove it or choose another name")
+    check_output(out)
 
 
 def _write(out: Path, value: dict[str, Any]) -> None:

@@ -34,7 +34,7 @@ from semmoe.checkpoint.layout import MoeLayer, find_moe_layers
 from semmoe.checkpoint.shards import Progress, Stage, write_shard
 from semmoe.checkpoint.verify import Verification, verify
 from semmoe.core import Plan, require
-from semmoe.files import atomic_directory, load_json, save_json
+from semmoe.files import atomic_directory, check_output, load_json, save_json
 
 RECORD = "semmoe_relabelling.json"
 ONE_EXPERT = re.compile(
@@ -98,6 +98,7 @@ def relabel(
         trace_hash=plan.trace_hash,
         layers=[LayerRecord(layer=m.index, experts=o.tolist()) for m, o in zip(layers, orders, strict=True)],
     )  # fmt: skip
+    check_output(out, directory=True, room=source.nbytes)
     with atomic_directory(out) as staged:
         left_out = write_relabelled(source, layers, orders, staged, stage("writing", source.nbytes))
         save_json(staged / RECORD, record)
@@ -114,8 +115,7 @@ def check_out(model: Path, out: Path) -> None:
     inside, whole = out.resolve(), model.resolve()
     require(inside != whole and whole not in inside.parents, f"{out} is inside the model {model}: choose another place")
     require(inside not in whole.parents, f"{out} holds the model {model}: choose another place")
-    require(not out.exists() or out.is_dir(), f"{out} is a file")
-    require(not out.is_dir() or not any(out.iterdir()), f"{out} is not empty: remove it or choose another place")
+    check_output(out, directory=True)
 
 
 def orders_of(plan: Plan) -> np.ndarray:

@@ -13,6 +13,8 @@ from typer.core import TyperGroup
 
 from semmoe import __version__, console
 
+_UsageError: Any = typer.BadParameter.__base__  # typer brings click under a name of its own
+
 
 class _Group(TyperGroup):
     """Turns errors into one clear line and an exit code."""
@@ -22,6 +24,11 @@ class _Group(TyperGroup):
             return super().invoke(ctx)
         except (typer.Exit, typer.Abort):
             raise
+        except _UsageError as error:
+            if type(error).__name__ == "NoArgsIsHelpError":
+                raise
+            command = error.ctx.command_path if error.ctx else "semmoe"
+            _fail(f"{error.format_message()} (see {command} --help)", 2)
         except ModuleNotFoundError as error:
             extra = _extra(error.name, ctx.invoked_subcommand)
             if extra is None:

@@ -26,7 +26,10 @@ class Target(str, Enum):
 @app.command()
 def apply(
     plan: Annotated[Path, typer.Argument(help="A plan directory.", show_default=False)],
-    model: Annotated[str, typer.Option(help="The model directory that the plan was made for.", rich_help_panel=INPUT)],
+    model: Annotated[
+        str,
+        typer.Option(help="The model that the plan was made for.", rich_help_panel=INPUT, callback=model_path),
+    ],
     out: Annotated[Path, typer.Option(help="The new model directory, or a .json file.", rich_help_panel=OUTPUT)],
     to: Annotated[
         Target,
@@ -43,9 +46,12 @@ def apply(
 
     Example: `semmoe apply plan --model model --to checkpoint --out relabelled`
     """
+    from semmoe.checkpoint.engine_files import check_out_file
+    from semmoe.checkpoint.relabel import check_out
     from semmoe.plan import load_plan
 
-    started, path = time.perf_counter(), Path(model_path(model))
+    started, path = time.perf_counter(), Path(model)
+    check_out(path, out) if to is Target.checkpoint else check_out_file(out)
     loaded = load_plan(plan)
     _check_fingerprint(loaded, path)
     result: dict[str, Any] = {"plan": str(plan), "to": to.value, "out": str(out)}

@@ -7,7 +7,8 @@ import typer
 
 from semmoe import console
 from semmoe.cli.app import app
-from semmoe.cli.options import OUTPUT, EpSize, Json, ModelArgument
+from semmoe.cli.options import OUTPUT, TOPOLOGY, Force, Json, ModelArgument, numeric
+from semmoe.settings import CalibrateSettings
 
 
 @app.command()
@@ -16,7 +17,10 @@ def calibrate(
     out: Annotated[
         Path, typer.Option(help="The links file, JSON, for `semmoe solve --links`.", rich_help_panel=OUTPUT)
     ],
-    ep_size: EpSize = 4,
+    force: Force = False,
+    ep_size: Annotated[
+        int, numeric(CalibrateSettings, "ep_size", "Expert-parallel ranks, each a local process.", TOPOLOGY)
+    ] = CalibrateSettings().ep_size,
     name: Annotated[str, typer.Option(help="What to call these links.", rich_help_panel=OUTPUT)] = "this machine",
     as_json: Json = False,
 ) -> None:
@@ -28,8 +32,9 @@ def calibrate(
     """
     from semmoe.engines.transformers.calibrate import TOKENS
     from semmoe.engines.transformers.calibrate import calibrate as measure
-    from semmoe.files import save_json
+    from semmoe.files import check_output, save_json
 
+    check_output(out, force=force)
     with console.bars() as bars:
         found = measure(model, ep_size, bars.task(f"measuring {ep_size} processes", len(TOKENS)), name)
     save_json(out, found.links)

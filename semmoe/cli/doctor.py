@@ -28,7 +28,8 @@ def doctor(
     ] = None,
     plan: Annotated[Path | None, typer.Option(help="Show and check this plan.", rich_help_panel=INPUT)] = None,
     model: Annotated[
-        str | None, typer.Option(help="The model that the plan is to run on.", rich_help_panel=INPUT)
+        str | None,
+        typer.Option(help="The model that the plan is to run on.", rich_help_panel=INPUT, callback=model_path),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -42,7 +43,7 @@ def doctor(
     require(model is None or plan is not None, "--model has no effect without --plan")
     found = versions()
     chosen = ENGINES if engine is None else (engine.value,)
-    wanted = examine_plan(plan, None if model is None else model_path(model), chosen) if plan else None
+    wanted = examine_plan(plan, model, chosen) if plan else None
     engines = [examine(name, found[name], needed=engine is not None) for name in chosen]
     problems = [text for state in engines for text in state.problems] + (wanted.problems if wanted else [])
     if as_json:

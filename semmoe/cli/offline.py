@@ -19,6 +19,7 @@ from semmoe.cli.options import (
     DpSize,
     EpSize,
     ExpertSize,
+    Force,
     HiddenSize,
     Json,
     LinksOption,
@@ -31,6 +32,8 @@ from semmoe.cli.options import (
     TimeLimit,
     TraceArgument,
     Window,
+    model_path,
+    numeric,
 )
 from semmoe.core import Fingerprint, Plan, RoutingTrace, Topology, require
 from semmoe.cost import LayerShape, load_links
@@ -42,6 +45,7 @@ from semmoe.settings import (
     PredictorSettings,
     ReplaySettings,
     SolveSettings,
+    SplitSettings,
     obstacle,
 )
 
@@ -87,9 +91,10 @@ def solve(
     ctx: typer.Context,
     trace: TraceArgument,
     out: Annotated[Path, typer.Option(help="The plan directory.", rich_help_panel=OUTPUT)],
+    force: Force = False,
     ep_size: EpSize = 8,
     attention: AttentionOption = Attention.tp,
-    dp_size: DpSize = 0,
+    dp_size: DpSize = None,
     num_nodes: NumNodes = 1,
     method: Annotated[str, typer.Option(help=f"One of {METHOD_NAMES}.", rich_help_panel=METHOD)] = SOLVE.method,
     redundant_experts: Redundant = 0,
@@ -99,23 +104,27 @@ def solve(
     time_limit: TimeLimit = SOLVE.moetuner.time_limit,
     lookback: Annotated[
         int | None,
-        typer.Option(
-            help="Layers that predictions look back; semmoe's own choice if not given.", rich_help_panel=METHOD
+        numeric(
+            PredictorSettings,
+            "lookback",
+            "Layers that predictions look back; by default semmoe chooses.",
+            METHOD,
         ),
     ] = None,
     theta: Annotated[
-        float, typer.Option(help="paper: weight of balance in the objective.", rich_help_panel=METHOD)
+        float, numeric(PaperSettings, "theta", "paper: weight of balance in the objective.", METHOD)
     ] = PAPER.theta,
-    steps: Annotated[
-        int, typer.Option(help="paper: alternations of Algorithm 1.", rich_help_panel=METHOD)
-    ] = PAPER.steps,
+    steps: Annotated[int, numeric(PaperSettings, "steps", "paper: alternations of Algorithm 1.", METHOD)] = PAPER.steps,
     batch_tokens: BatchTokens = REPLAY.batch_tokens,
     links: LinksOption = "",
-    hidden_size: HiddenSize = 0,
-    expert_size: ExpertSize = 0,
+    hidden_size: HiddenSize = None,
+    expert_size: ExpertSize = None,
     seed: Seed = 0,
     model: Annotated[
-        str | None, typer.Option(help="Serve unprofiled tokens by this model's embeddings.", rich_help_panel=METHOD)
+        str | None,
+        typer.Option(
+            help="Serve unprofiled tokens by this model's embeddings.", rich_help_panel=METHOD, callback=model_path
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -127,11 +136,12 @@ def solve(
     Examples: `semmoe solve trace --ep-size 8 --attention tp --out plan` and
     `semmoe solve trace --links pcie5 --out plan`
     """
-    from semmoe.plan import save_plan
+    from semmoe.plan import check_plan_output, save_plan
     from semmoe.solve import expect
     from semmoe.solve import solve as solve_plan
     from semmoe.trace import open_trace
 
+    check_plan_output(out, force)
     if method not in ("paper", "semmoe"):
         refuse_given(ctx, ["lookback", "model"], f"method {method} schedules no tokens")
     if method != "paper":
@@ -149,7 +159,7 @@ def solve(
     )  # fmt: skip
     chosen_links = load_links(links or ("h200-nvlink" if num_nodes == 1 else "h200-400g"), num_nodes)
     opened = open_trace(trace)
-    shape = _layer_shape(opened.fingerprint, hidden_size, expert_size)
+    shape = _layer_shape(opened.fingerprint, hidden_size or 0, expert_size or 0)
     embeddings = _embeddings(model, opened.fingerprint) if model else None
     with console.bars() as bars:
         layers = opened.fingerprint.num_layers
@@ -175,7 +185,6 @@ def _layer_shape(f: Fingerprint, hidden_size: int, expert_size: int) -> LayerSha
         (hidden_size, f.hidden_size, "hidden-size"),
         (expert_size, f.expert_size, "expert-size"),
     ):
-        require(given >= 0, f"--{name} must be positive, not {given}")
         require(0 in (given, known) or given == known, f"--{name} is {given}, but the trace was profiled with {known}")
     H, width = hidden_size or f.hidden_size, expert_size or f.expert_size
     return LayerShape(hidden_size=H, expert_size=width, top_k=f.top_k) if H and width else None
@@ -238,10 +247,12 @@ def replay(
             help=f"One of {METHOD_NAMES}, or all: profile on a share, score on the rest.", rich_help_panel=METHOD
         ),
     ] = "all",
-    profile_share: Annotated[float, typer.Option(help="Requests to profile on.", rich_help_panel=METHOD)] = 0.2,
+    profile_share: Annotated[
+        float, numeric(SplitSettings, "profile_share", "Share of the requests to profile on.", METHOD)
+    ] = SplitSettings().profile_share,
     ep_size: EpSize = 8,
     attention: AttentionOption = Attention.tp,
-    dp_size: DpSize = 0,
+    dp_size: DpSize = None,
     num_nodes: NumNodes = 1,
     batch_tokens: BatchTokens = REPLAY.batch_tokens,
     batches: BatchKind = Batches.mixed,

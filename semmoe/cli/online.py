@@ -21,14 +21,23 @@ from semmoe.cli.options import (
     Engine,
     EpSize,
     Exchange,
+    Force,
+    GivenTopology,
     Json,
     Limit,
     MaxPrompt,
     ModelArgument,
+    PlannedEpSize,
+    PlannedNumNodes,
     Seed,
+    check_installed,
+    chosen_topology,
+    numeric,
 )
-from semmoe.core import Plan, Topology, require
-from semmoe.settings import DemoSettings, GenerateSettings
+from semmoe.core import Plan, require
+from semmoe.settings import DemoSettings, GenerateSettings, ProfileSettings
+
+GENERATE, PROFILE = GenerateSettings(), ProfileSettings()
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": False})
@@ -39,8 +48,12 @@ def profile(
     dataset: Dataset = None,
     limit: Limit = 0,
     max_prompt_tokens: MaxPrompt = 1024,
-    decode: Annotated[int, typer.Option(help="Greedy tokens to generate and record.", rich_help_panel=INPUT)] = 0,
-    batch_size: Annotated[int, typer.Option(help="Requests run together.", rich_help_panel=INPUT)] = 16,
+    decode: Annotated[
+        int, numeric(ProfileSettings, "decode", "Greedy tokens to generate and record.", INPUT)
+    ] = PROFILE.decode,
+    batch_size: Annotated[
+        int, numeric(ProfileSettings, "batch_size", "Requests run together.", INPUT)
+    ] = PROFILE.batch_size,
     engine: Annotated[
         Engine,
         typer.Option(help="sglang, vllm: its offline engine; what follows `--` goes to it.", rich_help_panel=INPUT),
@@ -55,9 +68,13 @@ def profile(
     """
     from semmoe.dataset import check_token_ids, digest
     from semmoe.engines.transformers import model as models
+    from semmoe.files import check_output
     from semmoe.trace import TraceHeader, TraceWriter
 
+    check_output(out, directory=True, force=True)  # a profile that was stopped goes on where it ended
     own = engine is not Engine.transformers
+    if own:
+        check_installed(engine.value)
     require(own or not ctx.args, f"{' '.join(ctx.args[:1])}: transformers takes no such option")
     prompts, _ = _prompts(model, dataset, limit, max_prompt_tokens)
     settings = {"decode": decode, "max_prompt_tokens": max_prompt_tokens}
@@ -110,13 +127,9 @@ def generate(
     attention: Annotated[
         Attention | None, typer.Option(help="As the plan's, which is the default.", rich_help_panel=TOPOLOGY)
     ] = None,
-    ep_size: Annotated[
-        int | None, typer.Option(help="As the plan's, which is the default.", rich_help_panel=TOPOLOGY)
-    ] = None,
-    dp_size: DpSize = 0,
-    num_nodes: Annotated[
-        int | None, typer.Option(help="As the plan's, which is the default.", rich_help_panel=TOPOLOGY)
-    ] = None,
+    ep_size: PlannedEpSize = None,
+    dp_size: DpSize = None,
+    num_nodes: PlannedNumNodes = None,
     exchange: Annotated[
         Exchange,
         typer.Option(
@@ -134,21 +147,28 @@ def generate(
     ] = None,
     limit: Limit = 0,
     max_prompt_tokens: MaxPrompt = 1024,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate.", rich_help_panel=INPUT)] = 32,
-    batch_size: Annotated[int, typer.Option(help="Requests decoded together in a group.", rich_help_panel=INPUT)] = 16,
+    max_new_tokens: Annotated[
+        int, numeric(GenerateSettings, "max_new_tokens", "Tokens to generate.", INPUT)
+    ] = GENERATE.max_new_tokens,
+    batch_size: Annotated[
+        int, numeric(GenerateSettings, "batch_size", "Requests decoded together in a group.", INPUT)
+    ] = GENERATE.batch_size,
     window: Annotated[
         int,
-        typer.Option(
-            help="attention-DP: requests assigned together as if they arrived in turn; 0: all that are at hand.",
-            rich_help_panel=METHOD,
+        numeric(
+            GenerateSettings,
+            "window",
+            "attention-DP: requests assigned together as if they came one after the other; 0: all that are at hand.",
+            METHOD,
         ),
-    ] = 0,
+    ] = GENERATE.window,
     verify: Annotated[
         bool, typer.Option(help="Hold every token against plain transformers.", rich_help_panel=OUTPUT)
     ] = False,
     out: Annotated[
         Path | None, typer.Option(help="Write prompts and completions as jsonl.", rich_help_panel=OUTPUT)
     ] = None,
+    force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Generate greedily with expert parallelism, each rank a process that holds its own experts only.
@@ -159,9 +179,12 @@ def generate(
     """
     from semmoe.checkpoint.relabel import plan_digest
     from semmoe.engines.transformers import generate as gen
+    from semmoe.files import check_output
 
+    if out is not None:
+        check_output(out, force=force)
     require(not (dataset and prompt), "give --dataset or --prompt, not both")
-    chosen = _plan_to_run(model, plan, attention, ep_size, dp_size, num_nodes)
+    chosen = _plan_to_run(model, plan, GivenTopology(attention and attention.value, ep_size, dp_size, num_nodes))
     prompts, tokenizer = _encode_given(model, prompt) if prompt else _prompts(model, dataset, limit, max_prompt_tokens)
     require(window == 0 or chosen.topology.dp_size > 1, "--window has no effect: there is one attention group")
     settings = GenerateSettings(max_new_tokens=max_new_tokens, batch_size=batch_size, window=window)
@@ -193,27 +216,17 @@ def generate(
         raise typer.Exit(1)
 
 
-def _plan_to_run(
-    model: str, path: Path | None, attention: Attention | None, ep_size: int | None, dp_size: int,
-    num_nodes: int | None,
-) -> Plan:  # fmt: skip
+def _plan_to_run(model: str, path: Path | None, given: GivenTopology) -> Plan:
     from semmoe.engines.transformers.model import fingerprint_of
     from semmoe.placement.linear import vanilla_plan
     from semmoe.plan import load_plan
 
-    if path is None:
-        topology = Topology.for_attention((attention or Attention.tp).value, ep_size or 4, dp_size, num_nodes or 1)
-        return vanilla_plan(fingerprint_of(model), topology)
-    plan = load_plan(path)
-    plan.check(fingerprint_of(model))
-    t = plan.topology
-    require(
-        attention is None or attention.value == t.attention, f"the plan is for attention {t.attention}, not {attention}"
-    )
-    require(ep_size in (None, t.ep_size), f"the plan is for ep_size {t.ep_size}, not {ep_size}")
-    require(dp_size in (0, t.dp_size), f"the plan is for dp_size {t.dp_size}, not {dp_size}")
-    require(num_nodes in (None, t.num_nodes), f"the plan is for num_nodes {t.num_nodes}, not {num_nodes}")
-    return plan
+    identity = fingerprint_of(model)
+    plan = None if path is None else load_plan(path)
+    if plan is not None:
+        plan.check(identity)
+    topology = chosen_topology(plan, given, ep_size=4)
+    return plan or vanilla_plan(identity, topology)
 
 
 def _encode_given(model: str, texts: list[str]) -> tuple[list[list[int]], Any]:
@@ -264,7 +277,9 @@ def demo(
     Example: `semmoe demo --keep out`
     """
     from semmoe.demo import run_demo
+    from semmoe.files import check_output
 
+    check_output(keep or Path("semmoe-demo"), directory=True, force=True)
     work = keep or Path(tempfile.mkdtemp(prefix="semmoe-demo-"))
     try:
         with console.bars() as bars:

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic import ValidationError
 
 from semmoe import console
 from semmoe.cli.app import app
-from semmoe.cli.options import METHOD, OUTPUT, Json
+from semmoe.cli.options import METHOD, OUTPUT, Json, numeric
 from semmoe.core import require
 from semmoe.engines.recorder_files import (
     CONTROL,
@@ -22,6 +21,7 @@ from semmoe.engines.recorder_files import (
     status_paths,
     write_control,
 )
+from semmoe.settings import RecordSettings
 
 LIMITS = "Limits"
 DEFAULT = Control(run="default", recording=False)
@@ -42,17 +42,17 @@ app.add_typer(record_app, name="record")
 def start(
     folder: FolderArgument,
     sample: Annotated[
-        float, typer.Option(help="Share of the requests that is recorded.", rich_help_panel=METHOD)
+        float, numeric(RecordSettings, "sample", "Share of the requests that is recorded.", METHOD)
     ] = DEFAULT.sample,
     counts_only: Annotated[
         bool,
         typer.Option("--counts-only", help="Count experts; keep no token and no text.", rich_help_panel=METHOD),
     ] = False,
     max_mb: Annotated[
-        int, typer.Option(help="Memory of each rank for requests under way.", rich_help_panel=LIMITS)
+        int, numeric(RecordSettings, "max_mb", "Memory of each rank for requests under way.", LIMITS)
     ] = DEFAULT.max_mb,
     max_tokens: Annotated[
-        int, typer.Option(help="Tokens after which each rank stops by itself.", rich_help_panel=LIMITS)
+        int, numeric(RecordSettings, "max_tokens", "Tokens after which each rank stops by itself.", LIMITS)
     ] = DEFAULT.max_tokens,
 ) -> None:
     """Tell a running server to record the routing of its requests.
@@ -62,7 +62,7 @@ def start(
     Examples: `semmoe record start FOLDER --sample 0.05` and `semmoe record start FOLDER --counts-only`
     """
     check_folder(folder)
-    control = _control(
+    control = Control(
         run=f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}", recording=True, sample=sample, max_mb=max_mb,
         max_tokens=max_tokens, counts_only=counts_only,
     )  # fmt: skip
@@ -75,15 +75,6 @@ def start(
     console.out.print(f"run {control.run} is on for {ranks or 'no'} ranks", highlight=False)
     if ranks == 0:
         console.err.print("[yellow]warning:[/] no server has used this folder yet")
-
-
-def _control(**fields: Any) -> Control:
-    try:
-        return Control(**fields)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = str(first["loc"][0]).replace("_", "-")
-        raise ValueError(f"--{name} {first['input']}: {first['msg']}") from None
 
 
 def _readable_control(folder: Path) -> Control | None:
@@ -101,7 +92,7 @@ def stop(
         Path | None,
         typer.Option(help="The trace directory; FOLDER/RUN/trace if not given.", rich_help_panel=OUTPUT),
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for ranks.", rich_help_panel=LIMITS)] = 60.0,
+    timeout: Annotated[float, numeric(RecordSettings, "timeout", "Seconds to wait for ranks.", LIMITS)] = 60.0,
     as_json: Json = False,
 ) -> None:
     """End the recording and join what the ranks wrote into one trace, for `semmoe solve`.
@@ -112,11 +103,12 @@ def stop(
     Example: `semmoe record stop FOLDER --out trace` and then `semmoe solve trace --ep-size 8 --out plan`
     """
     from semmoe.engines.recorder_merge import merge_counts, merge_traces, remove_parts
+    from semmoe.files import check_output
 
     check_folder(folder)
     control = read_control(folder)
     target = out or folder / control.run / ("counts" if control.counts_only else "trace")
-    require(not target.exists(), f"{target} exists: choose another --out")
+    check_output(target, directory=True)
     write_control(folder, control.model_copy(update={"recording": False}))
     gone = _wait(folder, control.run, timeout)
     merged = (merge_counts if control.counts_only else merge_traces)(folder / control.run, target)

@@ -8,6 +8,7 @@ import typer
 from semmoe import console
 from semmoe.cli.app import app
 from semmoe.cli.options import OUTPUT, Json
+from semmoe.core import require
 
 
 @app.command()
@@ -33,11 +34,14 @@ def report(
 
     Example: `semmoe report out` after `semmoe demo --keep out`
     """
+    from semmoe.files import check_output
     from semmoe.report.gather import is_plan
     from semmoe.report.page import write
 
     beside = directory.resolve().with_name(f"{directory.resolve().name}-report.html")
     page = out or (beside if is_plan(directory) else directory / "report.html")
+    require(directory.is_dir(), f"{directory} is no directory")
+    check_output(page, force=True)  # a report is made again from the same directory
     given = f" --out {out}" if out else ""
     written = write(directory, page, f"semmoe report {directory}{given}")
     inputs = written.inputs

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from semmoe import console
 from semmoe.cli.app import app
-from semmoe.cli.options import INPUT, OUTPUT, Json
+from semmoe.cli.options import INPUT, OUTPUT, Json, Seed
 from semmoe.core import require
 
 CHECKOUT = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -38,7 +38,7 @@ def reproduce(
         typer.Option(help="What benchmarks wrote, for items that need an engine or root; a checkout has its own.",
                      rich_help_panel=INPUT, show_default=False),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of splits and solvers.", rich_help_panel=INPUT)] = 0,
+    seed: Seed = 0,
     list_items: Annotated[bool, typer.Option("--list", help="Say what there is, what it needs, and end.")] = False,
     as_json: Json = False,
 ) -> None:  # fmt: skip
@@ -51,6 +51,7 @@ def reproduce(
 
     Examples: `semmoe reproduce --list` and `semmoe reproduce table1 figure5b --out reproduced`
     """
+    from semmoe.files import check_output
     from semmoe.reproduce import run
     from semmoe.reproduce.inputs import Inputs
 
@@ -60,6 +61,7 @@ def reproduce(
         return
     for path in [*(trace or []), *(dataset or []), *([results] if results else [])]:
         require(path.exists(), f"{path}: there is no such file")
+    check_output(out, directory=True, force=True)  # items add to a folder
     with console.bars() as bars:
         inputs = Inputs(seed=seed, traces=trace or [], datasets=dataset or [], task=bars.task,
                         results=results or (CHECKOUT if CHECKOUT.is_dir() else None))  # fmt: skip

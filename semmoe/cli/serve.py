@@ -4,7 +4,6 @@ import importlib
 import os
 import shlex
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
 
@@ -19,14 +18,19 @@ from semmoe.cli.options import (
     TOPOLOGY,
     Attention,
     DpSize,
-    EpSize,
+    GivenTopology,
     ModelArgument,
-    NumNodes,
+    PlannedEpSize,
+    PlannedNumNodes,
     Schedule,
     Server,
     Shuffle,
+    check_installed,
+    chosen_topology,
+    numeric,
 )
-from semmoe.core import Plan, Topology, require
+from semmoe.core import Plan, physical_experts
+from semmoe.settings import ServeSettings
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": False})
@@ -40,9 +44,9 @@ def serve(
     attention: Annotated[
         Attention | None, typer.Option(help="As the plan's, which is the default.", rich_help_panel=TOPOLOGY)
     ] = None,
-    ep_size: EpSize = 0,
-    dp_size: DpSize = 0,
-    num_nodes: NumNodes = 1,
+    ep_size: PlannedEpSize = None,
+    dp_size: DpSize = None,
+    num_nodes: PlannedNumNodes = None,
     schedule: Annotated[
         Schedule, typer.Option(help="attention-DP: who sends requests to ranks.", rich_help_panel=METHOD)
     ] = Schedule.plan,
@@ -50,7 +54,7 @@ def serve(
         Shuffle, typer.Option(help="attention-TP: tokens to ranks anew every layer, or batch.", rich_help_panel=METHOD)
     ] = Shuffle.layer,
     host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=OUTPUT)] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on.", rich_help_panel=OUTPUT)] = 30000,
+    port: Annotated[int, numeric(ServeSettings, "port", "Port to listen on.", OUTPUT)] = ServeSettings().port,
     control: Annotated[
         Path | None,
         typer.Option(help="For counters and `semmoe record`; by default in ~/.local/state.", rich_help_panel=OUTPUT,
@@ -65,9 +69,13 @@ def serve(
     Example: `semmoe serve MODEL --engine sglang --plan plan -- --mem-fraction-static 0.8`
     """
     from semmoe.engines.settings import PluginSettings
+    from semmoe.engines.transformers.model import fingerprint_of
 
     chosen = _load(model, plan) if plan else None
-    topology = _topology(chosen, attention, ep_size, dp_size, num_nodes)
+    given = GivenTopology(attention and attention.value, ep_size, dp_size, num_nodes)
+    topology = chosen_topology(chosen, given, ep_size=2)
+    if chosen is None:
+        physical_experts(fingerprint_of(model).num_experts, 0, topology.ep_size)  # refuses what does not divide
     folder = _own_folder(control or _default_folder(port))  # the printed command needs it too
     settings = PluginSettings(
         plan=str(plan.resolve()) if plan else "", schedule=schedule.value, shuffle=shuffle.value, control=str(folder)
@@ -75,7 +83,7 @@ def serve(
     launch = importlib.import_module(f"semmoe.engines.{engine.value}.launch")
     variables, words = launch.server(model, chosen, topology, settings, host, port, ctx.args)
     if not dry_run:
-        _check_installed(engine.value)
+        check_installed(engine.value)
     _announce(variables, words, folder)
     if not dry_run:
         _forget(folder)
@@ -90,17 +98,6 @@ def _load(model: str, path: Path) -> Plan:
     plan = load_plan(path)
     plan.check(fingerprint_of(model))
     return plan
-
-
-def _topology(plan: Plan | None, attention: Attention | None, ep_size: int, dp_size: int, num_nodes: int) -> Topology:
-    if plan is None:
-        return Topology.for_attention((attention or Attention.tp).value, ep_size or 2, dp_size, num_nodes)
-    t = plan.topology
-    require(attention in (None, t.attention), f"the plan is for attention {t.attention}")
-    require(ep_size in (0, t.ep_size), f"the plan is for ep_size {t.ep_size}, not {ep_size}")
-    require(dp_size in (0, t.dp_size), f"the plan is for dp_size {t.dp_size}, not {dp_size}")
-    require(num_nodes in (1, t.num_nodes), f"the plan is for {t.num_nodes} nodes, not {num_nodes}")
-    return t
 
 
 def _default_folder(port: int) -> Path:
@@ -118,13 +115,6 @@ def _forget(folder: Path) -> None:
     """A server that starts counts from nothing and records nothing."""
     for old in (*folder.glob("activity-*.json"), *folder.glob("status-*.json"), *folder.glob("control.json")):
         old.unlink()
-
-
-def _check_installed(name: str) -> None:
-    try:
-        version(name)
-    except PackageNotFoundError:
-        raise ValueError(f"{name} is not installed in this environment: install semmoe into {name}'s") from None
 
 
 def _announce(variables: dict[str, str], words: list[str], folder: Path) -> None:

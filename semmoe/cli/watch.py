@@ -16,10 +16,11 @@ from rich.text import Text
 
 from semmoe import console
 from semmoe.cli.app import app
-from semmoe.cli.options import INPUT, METHOD, OUTPUT, Json
-from semmoe.core import require
+from semmoe.cli.options import INPUT, METHOD, OUTPUT, Json, numeric
+from semmoe.settings import WatchSettings
 
 MAX_LOOKS = 10_000
+WATCH = WatchSettings()
 
 
 @app.command()
@@ -32,11 +33,13 @@ def watch(
         Path | None, typer.Option(help="The plan that it serves on: what is seen is held against what it expects.",
                                   rich_help_panel=INPUT, show_default=False)
     ] = None,
-    every: Annotated[float, typer.Option(help="Seconds between looks.", rich_help_panel=METHOD)] = 2.0,
-    window: Annotated[float, typer.Option(help="Seconds that figures are of.", rich_help_panel=METHOD)] = 60.0,
+    every: Annotated[float, numeric(WatchSettings, "every", "Seconds between looks.", METHOD)] = WATCH.every,
+    window: Annotated[
+        float, numeric(WatchSettings, "window", "Seconds that figures are taken over.", METHOD)
+    ] = WATCH.window,
     margin: Annotated[
-        float, typer.Option(help="What the local activation rate may be below the plan's.", rich_help_panel=METHOD)
-    ] = 0.05,
+        float, numeric(WatchSettings, "margin", "What the local activation rate may be below the plan's.", METHOD)
+    ] = WATCH.margin,
     once: Annotated[
         bool, typer.Option("--once", help="Look for one window, print, and end: exit code 1 if it has drifted.",
                            rich_help_panel=OUTPUT)
@@ -54,7 +57,7 @@ def watch(
     from semmoe import watch as watching
     from semmoe.plan import load_plan
 
-    require(0 < every <= window, "--every must be above 0 and no longer than --window")
+    WatchSettings(every=every, window=window, margin=margin)
     expected = None if plan is None else watching.expected_lar(load_plan(plan).expected)
     if plan is not None and expected is None:
         console.err.print("[yellow]warning:[/] this plan says nothing of what to expect: its profile was too small")

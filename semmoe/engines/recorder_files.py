@@ -12,17 +12,25 @@ all traffic written down, so a folder or a control file that others could have w
 import os
 import stat
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from semmoe.core import require
+from semmoe.core import bounds, require
 from semmoe.files import Model, parse_json, save_json
+from semmoe.settings import RecordSettings
 
 LARGEST = 1 << 16  # bytes of a control or status file
 CONTROL = "control.json"
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
 Count = Annotated[int, Field(ge=0)]
+
+
+def _limited(name: str) -> Any:
+    """A field with the default and the bounds that RecordSettings has."""
+    low, high = bounds(RecordSettings, name)
+    default = getattr(RecordSettings(), name)
+    return Field(default=default, ge=type(default)(low), le=type(default)(high))
 
 
 class Control(BaseModel):
@@ -32,9 +40,9 @@ class Control(BaseModel):
     schema_version: Literal[1] = 1
     run: RunName  # also the folder that it is recorded in
     recording: bool
-    sample: float = Field(default=1.0, gt=0, le=1, allow_inf_nan=False)  # share of the requests
-    max_mb: int = Field(default=256, ge=1, le=1 << 20)  # memory for rows that are not written yet
-    max_tokens: int = Field(default=10_000_000, ge=1, le=1 << 40)  # recorded in all
+    sample: float = _limited("sample")
+    max_mb: int = _limited("max_mb")
+    max_tokens: int = _limited("max_tokens")
     counts_only: bool = False
 
 

@@ -100,6 +100,8 @@ class Communicator:
         gloo's own reduce-scatter is an all-reduce of everything; an all-to-all and a local sum sends half as much.
         """
         rows, shape = slices.shape[0] // self.size, slices.shape[1:]
+        if rows == 0:  # on every rank alike
+            return slices.new_empty((0, *shape))
         self.sent["reduce_scatter"] += (self.size - 1) * rows * slices[:1].numel() * slices.element_size()
         if self.backend == "nccl":
             out = slices.new_empty((rows, *shape))
@@ -115,6 +117,8 @@ class Communicator:
     def all_gather(self, slice_: torch.Tensor) -> torch.Tensor:
         """(S, ...) of this rank -> (size * S, ...) of all, in rank order."""
         out = slice_.new_empty((self.size * slice_.shape[0], *slice_.shape[1:]))
+        if len(slice_) == 0:  # on every rank alike
+            return out
         self.sent["all_gather"] += (self.size - 1) * slice_.numel() * slice_.element_size()
         if self.backend == "nccl":
             _all_gather(out, slice_.contiguous(), group=self.group)

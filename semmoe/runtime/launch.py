@@ -1,11 +1,14 @@
 """Local processes, one a rank: start, watch, and end them together."""
 
+import contextlib
 import logging
 import multiprocessing
+import os
 import signal
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from multiprocessing import forkserver
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -27,15 +30,29 @@ def run_ranks(
     messages = context.SimpleQueue()
     arguments = [(target, rank, size, job, messages, prepare) for rank in range(size)]
     ranks = [context.Process(target=_run, args=own, daemon=True) for own in arguments]
-    for process in ranks:
-        process.start()
+    started: list[Any] = []
     try:
+        for process in ranks:
+            process.start()
+            started.append(process)
         _watch(ranks, messages, progress)
+    except KeyboardInterrupt:
+        _end_forkserver()
+        raise
     finally:
-        for process in ranks:
+        for process in started:
             process.kill()  # all at once: a rank that outlives another would only report the broken connection
-        for process in ranks:
+        for process in started:
             process.join()
+
+
+def _end_forkserver() -> None:
+    """Kill the process that forks ranks: it may still be importing, and would fork a rank that nobody waits for."""
+    server: Any = forkserver._forkserver
+    if server._forkserver_pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(server._forkserver_pid, signal.SIGKILL)
+        server._stop()
 
 
 def _run(target: Callable[..., None], rank: int, size: int, job: Any, messages: Any, prepare: Any) -> None:

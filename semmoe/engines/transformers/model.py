@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from semmoe.core import Fingerprint, require
+from semmoe.core import MOST_EXPERTS, MOST_LAYERS, MOST_VOCABULARY, Fingerprint, require
 from semmoe.engines.transformers.tokenizer import digest, load_tokenizer, require_local, tokenizer_hash
 
 # Configuration fields that shape routing; a plan is refused where any of them differs.
@@ -58,7 +58,18 @@ def fingerprint_of(path: str) -> Fingerprint:
     """The fingerprint of a model directory, without loading its weights."""
     require_local(path)
     config = AutoConfig.from_pretrained(path, local_files_only=True)
+    _check_sizes(path, config)
     return fingerprint(config, load_tokenizer(path), Path(path).resolve().name)
+
+
+def _check_sizes(path: str, config: PreTrainedConfig) -> None:
+    """Raise ValueError for what no model has, before a model of these sizes is built, if only without weights."""
+    limits = {"num_hidden_layers": MOST_LAYERS, "vocab_size": MOST_VOCABULARY}
+    found = {name: getattr(config, name, 0) for name in limits} | {"num_experts": num_experts(config)}
+    for name, value in found.items():
+        most = limits.get(name, MOST_EXPERTS)
+        if type(value) is not int or not 1 <= value <= most:
+            raise ValueError(f"{path}/config.json: {name} is {value!r}, not a number from 1 to {most:,}")
 
 
 def num_experts(config: PreTrainedConfig) -> int:
