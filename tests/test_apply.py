@@ -134,7 +134,7 @@ def test_what_is_there_is_not_overwritten(plan, tmp_path):
     (tmp_path / "map.json").write_text("mine")
     failed(run(plan, "--model", MODEL, "--to", "sglang", "--out", tmp_path / "map.json"), 2, "exists")
     failed(run(plan, "--model", MODEL, "--to", "sglang", "--out", tmp_path / "map"), 2, "must end in .json")
-    failed(run(plan, "--model", MODEL, "--out", tmp_path), 2, "not empty")
+    failed(run(plan, "--model", MODEL, "--out", tmp_path), 2, "exists: choose another")
     failed(run(plan, "--model", MODEL, "--out", MODEL), 2, "inside the model")
     assert (tmp_path / "map.json").read_text() == "mine"
 
@@ -142,9 +142,9 @@ def test_what_is_there_is_not_overwritten(plan, tmp_path):
 def test_mistakes_are_one_line(plan, deepseek, tmp_path):
     out = tmp_path / "new"
     failed(run(tmp_path / "absent", "--model", MODEL, "--out", out), 2, "no plan")
-    failed(run(plan, "--model", tmp_path / "absent", "--out", out), 2, "no model at")
-    for to in ("checkpoint", "sglang"):
-        failed(run(plan, "--model", deepseek, "--to", to, "--out", out), 2, "another model or tokenizer")
+    failed(run(plan, "--model", tmp_path / "absent", "--out", out), 2, "there is no directory")
+    for to, name in (("checkpoint", out), ("sglang", tmp_path / "new.json")):
+        failed(run(plan, "--model", deepseek, "--to", to, "--out", name), 2, "another model or tokenizer")
     assert run(plan, "--model", MODEL, "--to", "nonsense", "--out", out).exit_code == 2
     assert not out.exists()
 

@@ -263,7 +263,7 @@ def test_out_is_never_the_source_nor_anything_else(tmp_path):
     refused(tmp_path, "is inside the model", model=model, out=model)
     refused(tmp_path, "is inside the model", model=model, out=model / "new")
     refused(tmp_path, "holds the model", model=model, out=tmp_path)
-    refused(tmp_path, "not empty", model=model, out=tmp_path / "used")
+    refused(tmp_path, "exists: choose another", model=model, out=tmp_path / "used")
     refused(tmp_path, "is a file", model=model, out=tmp_path / "used" / "x")
     (tmp_path / "empty").mkdir()
     relabel(plan_of(fingerprint(1, 4), [[1, 0, 3, 2]], 2), model, tmp_path / "empty")

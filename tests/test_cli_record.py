@@ -116,7 +116,7 @@ def test_without_out_the_trace_lies_beside_the_ranks(folder):
         result = json.loads(run("stop", folder, "--json").stdout)
     assert result["out"] == str(folder / result["run"] / "trace")
     assert open_trace(result["out"]).num_requests == result["requests"] < 20
-    refused(run("stop", folder), "exists: choose another --out")
+    refused(run("stop", folder), "exists: choose another name")
 
 
 def test_counts_of_all_ranks_are_summed(folder, tmp_path):
@@ -192,8 +192,8 @@ def test_a_rank_that_does_not_answer_in_time_loses_nothing(folder, tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--sample", "0"], "--sample 0"), (["--sample", "1.5"], "--sample 1.5"), (["--sample", "nan"], "--sample nan"),
-        (["--max-mb", "0"], "--max-mb 0"), (["--max-tokens", "-1"], "--max-tokens -1"),
+        (["--sample", "0"], "'--sample'"), (["--sample", "1.5"], "'--sample'"), (["--sample", "nan"], "'--sample'"),
+        (["--max-mb", "0"], "'--max-mb'"), (["--max-tokens", "-1"], "'--max-tokens'"),
     ],
 )  # fmt: skip
 def test_settings_out_of_range_are_refused(folder, options, words):

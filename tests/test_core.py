@@ -200,7 +200,7 @@ def test_plan_is_refused_on_another_model():
     mine = make_fingerprint(num_layers=1, num_experts=2)
     plan = Plan(topology=Topology(ep_size=2), placement=placement, schedule=None, fingerprint=mine, method="linear")
     plan.check(replace(mine, model="a copy elsewhere"))
-    with pytest.raises(ValueError, match="tokenizer_hash is t for 'toy' and other for 'theirs'"):
+    with pytest.raises(ValueError, match="tokenizer_hash is t there \\(toy\\) and other here \\(theirs\\)"):
         plan.check(replace(mine, model="theirs", tokenizer_hash="other"))
 
 
