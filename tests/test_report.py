@@ -158,9 +158,9 @@ def test_a_replay_of_the_profiled_requests_says_that_it_flatters():
 
     plans, _ = solve_methods(trace_of(), Topology(ep_size=4), ["eplb"], SolveSettings())
     scores = score_plans(trace_of(), plans, MEASURE)
-    for profiled in (True, False):
-        said = _methods("r", ReplayFile(settings={"profiled": profiled}, methods=scores)).says
-        assert ("flatters" in said) is profiled
+    for settings in ({}, {"profiled": True}, {"profiled": False}, {"scheduled_by_answers": 2}):
+        said = _methods("r", ReplayFile(settings=settings, methods=scores)).says
+        assert ("flatters" in said) is any(settings.values())
 
 
 def test_many_layers_are_lines_and_many_ranks_have_none():
@@ -264,13 +264,57 @@ def test_text_of_files_is_text(html):
 
 def test_numbers_of_the_cards_by_hand(full):
     dp, tp = full.cards
-    for card in (dp, tp):
-        assert [n.plan for n in card.numbers] == ["0.500", "1.00", "25.0\u00a0%", "1.10"]
-        assert card.numbers[0].compared == "vanilla 0.250 (× 2.00)"
+    for card, entry in zip((dp, tp), full.inputs.plans, strict=True):
+        plan, vanilla = entry.expected, entry.expected.others["linear"]
+        shown = [f"{plan.lar:.3f}", f"{plan.remote_ranks_per_token:.2f}", f"{plan.load_max_over_mean:.2f}"]
+        assert [card.numbers[i].plan for i in (0, 1, 3)] == shown
+        assert card.numbers[0].compared == f"vanilla {vanilla.lar:.3f} (× {plan.lar / vanilla.lar:.2f})"
         assert "25.0\u00a0% fewer all-to-all bytes than vanilla; outputs are identical" in card.sentences[1]
     sentence = full.inputs.plans[1].expected.verdict.sentence
     assert sentence in tp.sentences[0]
     assert tp.state == ("yes" if sentence.startswith("worth") else "no")
+
+
+def test_the_card_and_the_layers_have_one_source_and_agree_on_load(full):
+    """The run of demo.json has a load of 1.1 and is of other requests: it stands in the sentence and its own table."""
+    assert all(run.set_ups for run in full.inputs.measured)
+    for card, entry in zip(full.cards, full.inputs.plans, strict=True):
+        shown = layers.layers(verdict.replayed_of(full.inputs, entry))
+        column = shown.tables[0].columns.index("load, plan")
+        of_layers = [float(row[column]) for row in shown.tables[0].rows]
+        assert float(card.numbers[3].plan) == pytest.approx(np.mean(of_layers), abs=0.011)
+        assert f"highest layer {max(of_layers):.2f}" in card.numbers[3].compared
+        assert "held out while solving" in card.source
+
+
+def with_load(entry, loads, limit):
+    """A plan's file whose layers have these loads, solved for this limit."""
+    one = [{"layer": i, "lar": 0.5, "remote_ranks_per_token": 1, "load_max_over_mean": l} for i, l in enumerate(loads)]
+    settings = {**entry.plan.settings, "cocluster": {"load_limit": limit}}
+    expected = entry.expected.model_copy(update={"load_max_over_mean": float(np.mean(loads)), "layers": Figures(
+        lar=0.5, remote_ranks_per_token=1, load_max_over_mean=1, layers=one).layers})  # fmt: skip
+    return replace(entry, plan=replace(entry.plan, settings=settings), expected=expected)
+
+
+@pytest.mark.parametrize(("limit", "warned"), [(1.2, False), (1.15, True), (None, False), ("high", False)])
+def test_a_load_above_the_limit_is_a_warning_and_the_limit_a_line_in_the_figure(full, limit, warned):
+    entry = with_load(full.inputs.plans[0], [1.1, 1.26], limit)
+    replayed = verdict.replayed_of(full.inputs, entry)
+    said = [s for s in verdict.card(entry, None, replayed, "x").sentences if s.startswith("Warning")]
+    assert [s.split(" that")[0] for s in said] == warned * [
+        "Warning: expert load 1.18, the mean over layers, is above the limit of 1.15"
+    ]
+    lines = layers.layers(replayed).panels[2].spec["layout"]["shapes"]
+    assert [line["y0"] for line in lines] == ([limit] if isinstance(limit, float) else [])
+    named = [key.label for key in layers.layers(replayed).keys if "limit" in key.label]
+    assert named == [f"load limit {limit:g}, of the mean over layers" for _ in lines]
+
+
+def test_requests_that_were_scheduled_by_their_answers_are_a_warning(full):
+    entry = full.inputs.plans[0]
+    by_answers = replace(entry, expected=entry.expected.model_copy(update={"scheduled_by_answers": 3}))
+    cards = [verdict.card(e, None, verdict.replayed_of(full.inputs, e), "x") for e in (entry, by_answers)]
+    assert [sum("3 requests had answers for prompts" in s for s in card.sentences) for card in cards] == [0, 1]
 
 
 def test_outputs_that_differ_come_before_everything(tmp_path):

@@ -31,11 +31,11 @@ def layout(height: int, x: Spec, y: Spec, **more: Any) -> Spec:
 
 def by_layer(
     vanilla: Sequence[float] | None, plan: Sequence[float], predicted: Sequence[float] | None = None,
-    baseline: float | None = None, digits: int = 3, start: float = 0.0,
+    baseline: float | None = None, digits: int = 3, start: float = 0.0, dash: str = "dot",
 ) -> Spec:  # fmt: skip
     """Values of L layers, vanilla beside plan: bars, or lines where bars would be too thin to tell apart.
 
-    predicted (L,): marks on the plan's bars; baseline: a line across; start: where the axis begins.
+    predicted (L,): marks on the plan's bars; baseline: a line across, drawn as `dash`; start: where the axis begins.
     """
     x = list(range(len(plan)))
     draw = _bars if len(plan) <= MOST_BARS else _line
@@ -43,7 +43,7 @@ def by_layer(
     if predicted is not None:
         shift = 0.2 if vanilla is not None and draw is _bars else 0.0
         data.append(_marks([i + shift for i in x], predicted, digits))
-    shapes = [] if baseline is None else [_across(baseline)]
+    shapes = [] if baseline is None else [_across(baseline, dash)]
     top = max([*plan, *(vanilla or []), *(predicted or []), *([] if baseline is None else [baseline])])
     y_range = [start, start + (top - start) * 1.08 if top > start else start + 0.1]
     y_axis = axis(range=y_range)
@@ -68,9 +68,9 @@ def _marks(x: list[float], y: Sequence[float], digits: int) -> Spec:
             "customdata": list(range(len(x)))}  # fmt: skip
 
 
-def _across(value: float) -> Spec:
+def _across(value: float, dash: str = "dot") -> Spec:
     return {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": value, "y1": value,
-            "line": {"color": "@muted", "width": 1.5, "dash": "dot"}}  # fmt: skip
+            "line": {"color": "@muted", "width": 1.5, "dash": dash}}  # fmt: skip
 
 
 def rounded(values: Sequence[float] | np.ndarray) -> list[float]:

@@ -6,24 +6,11 @@ import numpy as np
 
 from semmoe.report import figures, words
 from semmoe.report.records import Figures, Layer
-from semmoe.report.verdict import Pair
+from semmoe.report.verdict import Pair, Replayed
 from semmoe.report.view import Figure, Key, Missing, Panel, Scale, Table
 
 VANILLA, PLAN, PREDICTED = Key("vanilla", "vanilla"), Key("plan", "plan"), Key("predicted", "predicted", "diamond")
 MOST_PAIRS = 32  # ranks up to which a table has every pair
-
-
-@dataclass(frozen=True)
-class Replayed:
-    """What was replayed of a plan and of vanilla, and in words where that is from."""
-
-    plan: Figures
-    vanilla: Figures | None
-    source: str
-
-    def sides(self) -> list[tuple[str, Figures]]:
-        vanilla = [] if self.vanilla is None else [("vanilla", self.vanilla)]
-        return [*vanilla, ("plan", self.plan)]
 
 
 def layers(replayed: Replayed) -> Figure:
@@ -33,18 +20,20 @@ def layers(replayed: Replayed) -> Figure:
     predicted = [layer.predicted_lar for layer in mine if layer.predicted_lar is not None]
     ranks = len(mine[0].load_per_rank)
     quantities = [
-        ("Local activation rate", "lar", 3, 0.0, 1 / ranks if ranks else None),
-        ("Remote ranks per token", "remote_ranks_per_token", 2, 0.0, None),
-        ("Expert load, max / mean", "load_max_over_mean", 2, 1.0, None),
+        ("Local activation rate", "lar", 3, 0.0, 1 / ranks if ranks else None, "dot"),
+        ("Remote ranks per token", "remote_ranks_per_token", 2, 0.0, None, ""),
+        ("Expert load, max / mean", "load_max_over_mean", 2, 1.0, replayed.load_limit, "dash"),
     ]
     panels = []
-    for title, field, digits, start, baseline in quantities:
+    for title, field, digits, start, baseline, dash in quantities:
         own, other = _column(mine, field), _column(theirs, field) if theirs else None
         marks = predicted if field == "lar" and len(predicted) == len(mine) else None
-        spec = figures.by_layer(other, own, marks, baseline, digits, start)
+        spec = figures.by_layer(other, own, marks, baseline, digits, start, dash)
         panels.append(Panel(title, spec, _summary(title, own, other, digits)))
     keys = [*([VANILLA] if theirs else []), PLAN, *([PREDICTED] if predicted else [])]
     keys += [Key("chance: 1 / ranks", "muted", "dot")] if ranks else []
+    if replayed.load_limit:
+        keys.append(Key(f"load limit {replayed.load_limit:g}, of the mean over layers", "muted", "dash"))
     says = "Local activations should rise above vanilla's and remote ranks fall below; load is best at 1."
     if predicted:
         says += " Diamonds: what the plan's own tables predict, which is right if they stand on the bars."

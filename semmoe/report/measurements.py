@@ -99,7 +99,11 @@ def _methods(path: str, replay: ReplayFile) -> Figure:
     ]  # fmt: skip
     told = ("trace", "ep_size", "dp_size", "num_nodes", "redundant_experts", "batch_tokens", "profile_share", "seed")
     given = ", ".join(f"{key} {words.name(replay.settings[key])}" for key in told if key in replay.settings)
-    known = " The plan was made from these very requests, which flatters it." if replay.settings.get("profiled") else ""
+    known = ""
+    if replay.settings.get("profiled"):
+        known += " The plan was made from some of these requests, which flatters it."
+    if replay.settings.get("scheduled_by_answers"):
+        known += " Requests went to groups by their answers, which no server knows and which flatters schedulers."
     return Figure(
         title=f"Replay, {words.name(path)}",
         says=f"Plans of several methods, scored on a trace without a model ({given}).{known} Vanilla's placement is "

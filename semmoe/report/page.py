@@ -10,8 +10,8 @@ from typing import Any
 from semmoe.core import require
 from semmoe.files import atomic_file
 from semmoe.report import measurements, plans, serving, sources, verdict, words
-from semmoe.report.gather import Inputs, gather
-from semmoe.report.verdict import Pair
+from semmoe.report.gather import Inputs, PlanFile, gather
+from semmoe.report.verdict import Pair, Replayed
 from semmoe.report.view import Card, Figure, Section
 
 HERE = Path(__file__).parent
@@ -46,9 +46,11 @@ def render(inputs: Inputs, command: str) -> tuple[str, list[Card]]:
     import plotly.offline
 
     pairs = [verdict.measured_pair(inputs, plan) for plan in inputs.plans]
+    replays = [verdict.replayed_of(inputs, plan) for plan in inputs.plans]
     ids = [f"plan-{i}" for i in range(len(inputs.plans))]
-    cards = [verdict.card(*three) for three in zip(inputs.plans, pairs, ids, strict=True)]
-    sections = _sections(inputs, pairs, ids)
+    of_plans = list(zip(inputs.plans, pairs, replays, ids, strict=True))
+    cards = [verdict.card(*four) for four in of_plans]
+    sections = _sections(inputs, of_plans)
     provenance, tables = sources.section(inputs, command)
     plotly_js, page_js = plotly.offline.get_plotlyjs(), (HERE / "page.js").read_text(encoding="utf-8")
     assert "</script" not in plotly_js.lower()
@@ -65,9 +67,9 @@ def render(inputs: Inputs, command: str) -> tuple[str, list[Card]]:
     return html, cards
 
 
-def _sections(inputs: Inputs, pairs: list[Pair | None], ids: list[str]) -> list[Section]:
+def _sections(inputs: Inputs, of_plans: list[tuple[PlanFile, Pair | None, Replayed | None, str]]) -> list[Section]:
     """What there is; what is missing altogether comes last, together."""
-    plan_sections = [plans.section(inputs, *three) for three in zip(inputs.plans, pairs, ids, strict=True)]
+    plan_sections = [plans.section(inputs, *four) for four in of_plans]
     measured, rest = measurements.generated(inputs), [measurements.methods(inputs), measurements.routing(inputs)]
     found = [measured, *plan_sections, *rest, serving.section(inputs)]
     present = [s for s in found if s.shown or any(isinstance(part, Figure) for part in s.parts)]

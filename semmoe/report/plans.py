@@ -2,13 +2,12 @@
 
 from semmoe.report import layers, maps, words
 from semmoe.report.gather import Inputs, PlanFile, TraceFile
-from semmoe.report.layers import Replayed
-from semmoe.report.verdict import Pair, vanilla_of
+from semmoe.report.verdict import Pair, Replayed
 from semmoe.report.view import Figure, Missing, Section
 
 
-def section(inputs: Inputs, entry: PlanFile, pair: Pair | None, id: str) -> Section:
-    replayed, trace = replayed_of(inputs, entry), trace_of(inputs, entry)
+def section(inputs: Inputs, entry: PlanFile, pair: Pair | None, replayed: Replayed | None, id: str) -> Section:
+    trace = trace_of(inputs, entry)
     parts: list[Figure | Missing | None] = []
     if replayed is None:
         says = "The plan holds no figures of its layers."
@@ -34,22 +33,6 @@ def _intro(entry: PlanFile) -> str:
         f"{words.count(t.ep_size, 'rank')}, {groups}, {words.count(t.num_nodes, 'node')}; {f.num_layers} MoE layers of "
         f"{f.num_experts} experts, {f.top_k} a token, {redundant}; method {words.name(entry.plan.method)}."
     )
-
-
-def replayed_of(inputs: Inputs, entry: PlanFile) -> Replayed | None:
-    """What was replayed of a plan, layer by layer: on requests held out while solving, else in a replay's file."""
-    plan, expected = entry.plan, entry.expected
-    if expected is not None and expected.layers:
-        where = f"{words.count(expected.requests, 'request')} held out while solving, {words.name(entry.path)}"
-        return Replayed(expected, vanilla_of(expected, plan.method), where)
-    t = plan.topology
-    for path, replay in inputs.replays:
-        same = all(replay.settings.get(k) == v for k, v in (("ep_size", t.ep_size), ("dp_size", t.dp_size)))
-        own = replay.methods.get(plan.method)
-        if same and own is not None and own.layers:
-            vanilla = replay.methods.get("linear") if plan.method != "linear" else None
-            return Replayed(own, vanilla, f"method {words.name(plan.method)} in {words.name(path)}")
-    return None
 
 
 def trace_of(inputs: Inputs, entry: PlanFile) -> TraceFile | None:

@@ -71,6 +71,7 @@ class Expected(Figures):
 
     holdout: Share
     requests: int
+    scheduled_by_answers: int = 0  # of the requests, those whose prompts were their answers
     batch_tokens: int
     batches: Name
     seed: int

@@ -46,12 +46,54 @@ def vanilla_of(expected: Expected, method: str) -> Figures | None:
     return expected.others.get("linear") if method != "linear" else None
 
 
-def card(plan: PlanFile, pair: Pair | None, target: str) -> Card:
+@dataclass(frozen=True)
+class Replayed:
+    """What was replayed of a plan and of vanilla, and in words where that is from."""
+
+    plan: Figures
+    vanilla: Figures | None
+    source: str
+    load_limit: float | None = None  # that the plan was solved for
+
+    def sides(self) -> list[tuple[str, Figures]]:
+        vanilla = [] if self.vanilla is None else [("vanilla", self.vanilla)]
+        return [*vanilla, ("plan", self.plan)]
+
+    @property
+    def load_of_layers(self) -> list[float]:
+        return [layer.load_max_over_mean for layer in self.plan.layers]
+
+
+def replayed_of(inputs: Inputs, entry: PlanFile) -> Replayed | None:
+    """What was replayed of a plan, layer by layer: on requests held out while solving, else in a replay's file."""
+    plan, expected, limit = entry.plan, entry.expected, _load_limit(entry)
+    if expected is not None and expected.layers:
+        where = f"{words.count(expected.requests, 'request')} held out while solving, {words.name(entry.path)}"
+        return Replayed(expected, vanilla_of(expected, plan.method), where, limit)
+    t = plan.topology
+    for path, replay in inputs.replays:
+        same = all(replay.settings.get(k) == v for k, v in (("ep_size", t.ep_size), ("dp_size", t.dp_size)))
+        own = replay.methods.get(plan.method)
+        if same and own is not None and own.layers:
+            vanilla = replay.methods.get("linear") if plan.method != "linear" else None
+            return Replayed(own, vanilla, f"method {words.name(plan.method)} in {words.name(path)}", limit)
+    return None
+
+
+def _load_limit(entry: PlanFile) -> float | None:
+    """The limit that a plan was solved for, from settings that anybody may have written."""
+    settings = entry.plan.settings.get("cocluster")
+    limit = settings.get("load_limit") if isinstance(settings, dict) else None
+    return float(limit) if isinstance(limit, (int, float)) and 1 <= limit < 1e6 else None
+
+
+def card(plan: PlanFile, pair: Pair | None, replayed: Replayed | None, target: str) -> Card:
     sentences = [_predicted(plan)]
     if pair is not None:
         sentences.append(measured_sentence(pair))
+    sentences += _warnings(plan, replayed)
     state = _state(plan, pair)
-    numbers, source = _numbers(plan, pair)
+    numbers, source = _numbers(pair, replayed)
     title = words.attention(plan.plan.topology)
     return Card(
         title=f"{title}, {plan.plan.topology.ep_size} ranks", state=state, badge=BADGES[state], sentences=sentences,
@@ -92,49 +134,55 @@ def measured_sentence(pair: Pair) -> str:
     )
 
 
-def _numbers(plan: PlanFile, pair: Pair | None) -> tuple[list[Number], str]:
+def _warnings(plan: PlanFile, replayed: Replayed | None) -> list[str]:
+    found = []
+    load, limit = (replayed.plan.load_max_over_mean, replayed.load_limit) if replayed else (0.0, None)
+    if limit and round(load, 2) > limit:
+        found.append(
+            f"Warning: expert load {load:.2f}, the mean over layers, is above the limit of {limit:g} that the plan was "
+            "solved for: requests that it has not seen are another mix than its profile."
+        )
+    if plan.expected is not None and plan.expected.scheduled_by_answers:
+        requests = words.count(plan.expected.scheduled_by_answers, "request")
+        found.append(f"Warning: {requests} had answers for prompts, so groups were chosen by what no server knows.")
+    return found
+
+
+def _numbers(pair: Pair | None, replayed: Replayed | None) -> tuple[list[Number], str]:
+    """The figures that the plan's section has layer by layer; those of a run only where nothing was replayed."""
+    if replayed is not None:
+        plan, vanilla = replayed.plan, replayed.vanilla
+        sent = (plan.remote_ranks_per_token, vanilla.remote_ranks_per_token if vanilla else None)
+        highest = f"highest layer {max(replayed.load_of_layers):.2f}"
+        return _four(plan, vanilla, *sent, highest), f"Replayed: {replayed.source}; load is the mean over layers."
     if pair is not None:
-        numbers = _four(
-            pair.plan.lar, pair.plan.remote_ranks_per_token, pair.plan.load_max_over_mean, pair.plan.all_to_all_bytes,
-            pair.vanilla.lar, pair.vanilla.remote_ranks_per_token, pair.vanilla.load_max_over_mean,
-            pair.vanilla.all_to_all_bytes,
-        )  # fmt: skip
-        return numbers, f"Measured while generating ({pair.run.path})."
-    expected = plan.expected
-    if expected is None:
-        return [], ""
-    vanilla = vanilla_of(expected, plan.plan.method)
-    numbers = _four(
-        expected.lar, expected.remote_ranks_per_token, expected.load_max_over_mean, expected.remote_ranks_per_token,
-        *(_merits(vanilla) if vanilla else (None,) * 4),
-    )  # fmt: skip
-    return numbers, f"Replayed on {words.count(expected.requests, 'request')} held out while solving ({plan.path})."
-
-
-def _merits(figures: Figures) -> tuple[float | None, ...]:
-    rows = figures.remote_ranks_per_token
-    return figures.lar, rows, figures.load_max_over_mean, rows
+        sent = pair.plan.all_to_all_bytes, pair.vanilla.all_to_all_bytes
+        return _four(pair.plan, pair.vanilla, *sent), f"Measured while generating ({pair.run.path})."
+    return [], ""
 
 
 def _four(
-    lar: float | None, remote: float | None, load: float, sent: float,
-    lar0: float | None = None, remote0: float | None = None, load0: float | None = None, sent0: float | None = None,
-) -> list[Number]:  # fmt: skip
-    """The four key numbers, the plan's before vanilla's; bytes follow rows where rows are what is known."""
+    plan: Figures | SetUp, vanilla: Figures | SetUp | None, sent: float, sent0: float | None, of_load: str = ""
+) -> list[Number]:
+    """The four key numbers beside vanilla's; sent: bytes, or rows, which they follow; of_load: what else it says."""
     saved = "–" if not sent0 else words.percent(1 - sent / sent0)
+    lar, remote, load = (_compared(plan, vanilla, *what) for what in
+                         (("lar", 3), ("remote_ranks_per_token", 2), ("load_max_over_mean", 2)))  # fmt: skip
+    loads = "; ".join(filter(None, (load, of_load)))
     return [
-        Number("Local activation rate", words.share(lar), _compared(lar, lar0, 3)),
-        Number("Remote ranks per token", words.ratio(remote), _compared(remote, remote0, 2)),
+        Number("Local activation rate", words.share(plan.lar), lar),
+        Number("Remote ranks per token", words.ratio(plan.remote_ranks_per_token), remote),
         Number("All-to-all bytes saved", saved, "of vanilla's" if sent0 else "no vanilla to compare with"),
-        Number("Expert load, max / mean", words.ratio(load), _compared(load, load0, 2)),
+        Number("Expert load, max / mean", words.ratio(plan.load_max_over_mean), loads),
     ]
 
 
-def _compared(value: float | None, vanilla: float | None, digits: int) -> str:
-    if value is None or vanilla is None:
+def _compared(plan: Figures | SetUp, vanilla: Figures | SetUp | None, field: str, digits: int) -> str:
+    value, other = getattr(plan, field), getattr(vanilla, field, None)
+    if value is None or other is None:
         return ""
-    times = f" (× {value / vanilla:.2f})" if vanilla > 0 else ""
-    return f"vanilla {vanilla:.{digits}f}{times}"
+    times = f" (× {value / other:.2f})" if other > 0 else ""
+    return f"vanilla {other:.{digits}f}{times}"
 
 
 def lead(inputs: Inputs, pairs: list[Pair | None]) -> list[str]:
