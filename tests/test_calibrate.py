@@ -1,11 +1,14 @@
 """Calibration with real processes, and predicted bytes against those that a run counts. No time is asserted."""
 
+import json
 import math
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from semmoe import cost
+from semmoe.cli import app
 from semmoe.core import Topology
 from semmoe.demo import MODEL
 from semmoe.engines.transformers import calibrate as calibration
@@ -60,6 +63,19 @@ def test_a_fit_of_times_that_do_not_grow_stays_a_valid_calibration(tmp_path):
 def test_one_rank_has_no_links_to_measure():
     with pytest.raises(ValueError, match="ep_size must be at least 2, not 1"):
         calibration.calibrate(str(MODEL), 1)
+
+
+@pytest.mark.parametrize(("predicted", "doubtful"), [(0.84, True), (0.86, False), (1.14, False), (1.16, True)])
+def test_a_fit_that_is_off_by_more_than_a_seventh_is_doubted(tmp_path, monkeypatch, predicted, doubtful):
+    """In the times of a calibration that was measured before; only the measuring itself is left out."""
+    links = cost.load_links("pcie5")
+    found = calibration.Calibration(links=links, shape=SHAPE, predicted=predicted, measured=1.0)
+    monkeypatch.setattr(calibration, "calibrate", lambda *arguments: found)
+    result = CliRunner().invoke(app, ["calibrate", "tiny", "--json", "--out", str(tmp_path / "links.json")])
+    written = json.loads(result.stdout)
+    assert (written["error"], written["doubtful"]) == (pytest.approx(predicted - 1), doubtful)
+    assert ("warning:" in result.stderr) == doubtful
+    assert (f"{predicted - 1:+.0%}" in result.stderr) == doubtful
 
 
 @pytest.mark.dist

@@ -1,7 +1,7 @@
 """Measuring what links and experts cost."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -9,6 +9,9 @@ from semmoe import console
 from semmoe.cli.app import app
 from semmoe.cli.options import OUTPUT, TOPOLOGY, Force, Json, ModelArgument, numeric
 from semmoe.settings import CalibrateSettings
+
+if TYPE_CHECKING:
+    from semmoe.engines.transformers.calibrate import Calibration
 
 
 @app.command()
@@ -38,11 +41,20 @@ def calibrate(
     with console.bars() as bars:
         found = measure(model, ep_size, bars.task(f"measuring {ep_size} processes", len(TOKENS)), name)
     save_json(out, found.links)
-    tier, experts = found.links.inside_node, found.links.experts
+    if found.doubtful:
+        console.err.print(f"[yellow]warning:[/] a layer that the fit has not seen is predicted {found.error:+.0%} off "
+                          "what it takes: run it again on an idle machine before you rely on verdicts with these links",
+                          soft_wrap=True, highlight=False)  # fmt: skip
     if as_json:
-        result = {"out": str(out), "predicted_us": found.predicted * 1e6, "measured_us": found.measured * 1e6}
+        result = {"out": str(out), "predicted_us": found.predicted * 1e6, "measured_us": found.measured * 1e6,
+                  "error": found.error, "doubtful": found.doubtful}  # fmt: skip
         console.print_json({**result, "links": found.links.model_dump()})
-        return
+    else:
+        _print_links(out, found)
+
+
+def _print_links(out: Path, found: "Calibration") -> None:
+    tier, experts = found.links.inside_node, found.links.experts
     rows = [
         ["dispatch", f"{tier.dispatch_latency_us:,.0f} us", f"{tier.gigabytes_per_second:.3g} GB/s"],
         ["combine", f"{tier.combine_latency_us:,.0f} us", f"{tier.gigabytes_per_second:.3g} GB/s"],
@@ -52,4 +64,4 @@ def calibrate(
     console.print_table(f"{out}: {found.links.name}", ["", "fixed", "speed"], rows)
     predicted, measured = found.predicted * 1e6, found.measured * 1e6
     console.out.print(f"a layer of its own: predicted {predicted:,.0f} us, measured {measured:,.0f} us "
-                      f"({predicted / measured - 1:+.0%})")  # fmt: skip
+                      f"({found.error:+.0%})")  # fmt: skip

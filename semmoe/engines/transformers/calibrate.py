@@ -34,6 +34,7 @@ TOKENS = (16, 64, 256, 1024, 4096)  # of a rank
 UNSEEN = 320  # of a rank, in the layer that checks the fit
 ROUNDS = 15
 PARTS = ("dispatch", "experts", "combine", "all_reduce")
+TOLERATED = 0.15  # of the measured layer, that the predicted one may be off before the fit is doubted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,15 @@ class Calibration:
     shape: LayerShape
     predicted: float  # seconds of the layer that the fit has not seen
     measured: float
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, as a share of what was measured; negative: predicted too short."""
+        return self.predicted / self.measured - 1
+
+    @property
+    def doubtful(self) -> bool:
+        return abs(self.error) > TOLERATED
 
 
 @dataclass(frozen=True, kw_only=True)
