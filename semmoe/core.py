@@ -201,6 +201,9 @@ class RoutingTrace:
     def prompt(self, request: int) -> np.ndarray:
         return self.prompt_ids[self.prompt_offsets[request] : self.prompt_offsets[request + 1]]
 
+    def rows(self, request: int) -> slice:
+        return slice(int(self.request_offsets[request]), int(self.request_offsets[request + 1]))
+
     def request_of_token(self) -> np.ndarray:
         """(T,) int64: the request of each row."""
         return np.repeat(np.arange(self.num_requests), np.diff(self.request_offsets))
@@ -221,6 +224,15 @@ class RoutingTrace:
         for array in (self.token_ids, self.expert_ids, self.phase, self.prompt_ids, *offsets):
             sha.update(str(array.shape).encode() + np.ascontiguousarray(array).tobytes())
         return sha.hexdigest()
+
+    def request_hashes(self) -> np.ndarray:
+        """(R,) uint64: what each request is known by in another trace, from its prompt and its routed tokens."""
+        out = np.empty(self.num_requests, np.uint64)
+        for r in range(self.num_requests):
+            prompt = self.prompt(r)
+            content = np.concatenate([[len(prompt)], prompt, self.token_ids[self.rows(r)]]).astype("<i4").tobytes()
+            out[r] = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+        return out
 
 
 def _check_table(what: str, *sizes: int) -> None:
@@ -443,6 +455,7 @@ class Plan:
     method: str
     settings: dict[str, Any] = field(default_factory=dict)
     trace_hash: str = ""
+    profiled_requests: np.ndarray | None = None  # (N,) uint64, rising: hashes of the requests solved on; None: unknown
     expected: dict[str, Any] | None = None
 
     def check(self, model: Fingerprint) -> None:

@@ -23,6 +23,7 @@ from semmoe.core import (
 from semmoe.files import atomic_directory, check_output, load_arrays, load_json, save_arrays, save_json
 
 SCHEMA = 1
+MOST_REQUESTS = 1 << 24  # profiled, of which a plan keeps hashes
 FILES = {"plan.json", "plan.safetensors"}
 REQUEST_TABLES = {"request_scores", "request_source"}
 MAP_NUMBERS = ("score_spread", "mean_length", "cache_weight")
@@ -43,6 +44,7 @@ class PlanHeader(BaseModel):
     lookback: int | None  # of the path tables; null without them
     ordered: int | None  # layers of these with a row for each place in the order of weights; null: the paper's tables
     static_dispatch: bool
+    profiled_requests: bool = False  # whether hashes of them are kept; plans of before have none
     schedules_data: bool
     request_map: dict[str, float] | None  # MAP_NUMBERS; null: the paper's table, or none
     settings: dict[str, Any]
@@ -60,12 +62,15 @@ def save_plan(plan: Plan, path: Path | str) -> None:
         lookback=schedule.shuffle.lookback if schedule and schedule.shuffle else None,
         ordered=schedule.shuffle.ordered if schedule and isinstance(schedule.shuffle, ScoreTables) else None,
         static_dispatch=plan.placement.static_dispatch is not None,
+        profiled_requests=plan.profiled_requests is not None,
         request_map=_map_numbers(schedule.requests) if schedule else None,
         schedules_data=schedule is not None, trace_hash=plan.trace_hash, expected=plan.expected,
     )  # fmt: skip
     arrays = {"physical_to_logical_map": plan.placement.physical_to_logical_map}
     if plan.placement.static_dispatch is not None:
         arrays["static_dispatch"] = plan.placement.static_dispatch
+    if plan.profiled_requests is not None:
+        arrays["profiled_requests"] = plan.profiled_requests
     if schedule is not None:
         if isinstance(schedule.requests, RequestMap):
             arrays |= {name: getattr(schedule.requests, field) for name, field in REQUEST_MAP.items()}
@@ -101,6 +106,7 @@ def load_plan(path: Path | str) -> Plan:
     names = {"physical_to_logical_map"}
     shuffle_names = SHUFFLE_TABLES if header.ordered is None else SCORE_TABLES
     names |= {"static_dispatch"} if header.static_dispatch else set()
+    names |= {"profiled_requests"} if header.profiled_requests else set()
     request_names = REQUEST_TABLES if header.request_map is None else set(REQUEST_MAP)
     names |= (request_names if with_requests else set()) | (shuffle_names if with_shuffle else set())
     arrays = load_arrays(path / "plan.safetensors", names)
@@ -121,6 +127,7 @@ def load_plan(path: Path | str) -> Plan:
     return Plan(
         topology=topology, placement=placement, schedule=schedule, fingerprint=f, method=header.method,
         settings=header.settings, trace_hash=header.trace_hash, expected=header.expected,
+        profiled_requests=arrays.get("profiled_requests"),
     )  # fmt: skip
 
 
@@ -158,6 +165,8 @@ def _check_arrays(arrays: dict[str, np.ndarray], header: PlanHeader) -> None:
     rows = arrays["token_scores"].shape[1:2] if "token_scores" in arrays else (0,)
     path_rows = (ordered * f.top_k + lookback - ordered) * E
     small, int16, finite = 127, 32767, np.finfo(np.float32).max
+    requests = arrays["profiled_requests"].shape[:1] if "profiled_requests" in arrays else (0,)
+    require(max(requests, default=0) <= MOST_REQUESTS, f"profiled_requests holds more than {MOST_REQUESTS:,} hashes")
     if header.request_map is not None:
         numbers = header.request_map
         require(set(numbers) == set(MAP_NUMBERS), f"request_map holds {', '.join(sorted(numbers))}")
@@ -179,6 +188,7 @@ def _check_arrays(arrays: dict[str, np.ndarray], header: PlanHeader) -> None:
         "request_map_bias": ((D,), np.float32, -finite, finite),
         "request_map_prices": ((D,), np.float32, -finite, finite),
         "static_dispatch": ((L, G, E), np.int16, 0, G - 1),
+        "profiled_requests": (requests, np.uint64, 0, (1 << 64) - 1),
     }  # fmt: skip
     for name, array in arrays.items():
         shape, dtype, low, high = expected[name]

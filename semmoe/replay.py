@@ -12,7 +12,17 @@ from typing import Any
 import numpy as np
 
 from semmoe.assignment import Preference, assign_slices, look_up, position_slices, schedule_requests
-from semmoe.core import PRIOR, Plan, RequestMap, RoutingTrace, ScoreTables, ShuffleTables, require
+from semmoe.core import (
+    DECODE,
+    PRIOR,
+    Plan,
+    RequestMap,
+    RoutingTrace,
+    ScoreTables,
+    ShuffleTables,
+    Topology,
+    require,
+)
 from semmoe.metrics import Traffic, layer_traffic, max_over_mean, max_over_median, serving_ranks, sum_traffic
 from semmoe.schedule import token_devices
 from semmoe.scores import SCALE, assign, look_up_tokens, score, trace_history
@@ -62,6 +72,7 @@ class ReplayResult:
             **_traffic_metrics(self.total),
             "load_max_over_mean": float(self.load_max_over_mean.mean()),
             "load_max_over_median": float(self.load_max_over_median.mean()),
+            "load_max_layer": float(self.load_max_over_mean.max()),
             "token_max_over_mean": self.token_max_over_mean,
             "num_batches": self.num_batches,
             "tokens_per_batch": self.tokens_per_batch,
@@ -105,6 +116,26 @@ def replay(trace: RoutingTrace, plan: Plan, settings: ReplaySettings) -> ReplayR
         predicted_lar=np.array(predicted) if any(predicted) else None,
         unknown_lar=float(of_unknown[0] / of_unknown[1]) if of_unknown[1] else None,
     )  # fmt: skip
+
+
+def profiled_requests(trace: RoutingTrace, plan: Plan) -> int | None:
+    """How many requests of `trace` the plan was solved on; None for a plan of before, which does not tell."""
+    if plan.profiled_requests is None:
+        return trace.num_requests if plan.trace_hash == trace.digest() else None
+    known = np.isin(trace.request_hashes(), plan.profiled_requests)
+    return int(known[np.diff(trace.request_offsets) > 0].sum())
+
+
+def scheduled_by_answers(trace: RoutingTrace, topology: Topology) -> int:
+    """Requests that a replay sends to groups by what they answer, since the trace has answers where prompts belong.
+
+    An imported trace without prompts has its routed tokens for them (`trace.open_trace`). Of decoded tokens that is
+    the future, which no server knows when a request arrives.
+    """
+    if topology.dp_size == 1:
+        return 0
+    decoded = [r for r in range(trace.num_requests) if (trace.phase[trace.rows(r)] == DECODE).any()]
+    return sum(np.array_equal(trace.prompt(r), trace.token_ids[trace.rows(r)]) for r in decoded)
 
 
 def token_groups(trace: RoutingTrace, plan: Plan, settings: ReplaySettings) -> np.ndarray:

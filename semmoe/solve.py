@@ -13,7 +13,7 @@ from semmoe.affinity import build_affinity
 from semmoe.core import CoClustering, Placement, Plan, RoutingTrace, Schedule, Topology, require
 from semmoe.placement import cocluster, eplb, exflow, grace, linear, moetuner, paper
 from semmoe.placement.requests import cocluster_requests
-from semmoe.replay import ReplayResult, replay
+from semmoe.replay import ReplayResult, replay, scheduled_by_answers
 from semmoe.schedule import build_schedule
 from semmoe.scheduler import CapacityScheduler
 from semmoe.settings import REQUEST_METHODS, ReplaySettings, SolveSettings, obstacle
@@ -51,6 +51,7 @@ def solve(
     return Plan(
         topology=topology, placement=placement, schedule=schedule, fingerprint=trace.fingerprint,
         method=settings.method, trace_hash=trace.digest(), settings=used,
+        profiled_requests=np.unique(trace.request_hashes()),
     )  # fmt: skip
 
 
@@ -143,7 +144,9 @@ def expect(
                for name, result in replayed.items()}  # fmt: skip
     timed = _time(figures, replayed, settings.method, topology, links, shape) if links and shape else {"verdict": None}
     own = figures.pop(settings.method)
-    return {"holdout": holdout, "requests": held_out.num_requests, **asdict(measure), **own, "others": figures, **timed}
+    by_answers = scheduled_by_answers(held_out, topology)
+    about = {"holdout": holdout, "requests": held_out.num_requests, "scheduled_by_answers": by_answers}
+    return {**about, **asdict(measure), **own, "others": figures, **timed}
 
 
 def _time(

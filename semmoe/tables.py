@@ -39,7 +39,7 @@ def metrics(methods: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[st
     """Columns and rows for `replay` and `solve`: the metrics that all methods have."""
     names = {
         "lar": "LAR", "remote_ranks_per_token": "remote\nranks", "bytes_ratio": "bytes\nvs linear",
-        "load_max_over_mean": "load\n/mean", "load_max_over_median": "load\n/median",
+        "load_max_over_mean": "load\n/mean", "load_max_layer": "highest\nlayer",
         "token_max_over_mean": "tokens\n/mean", "unknown_token_share": "unknown\ntokens",
         "all_to_all_us": "all-to-\nall us", "experts_us": "experts\nus", "layer_us": "layer\nus",
         "solve_seconds": "solve\ns",

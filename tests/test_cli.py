@@ -11,15 +11,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 from semmoe.cli import app
+from semmoe.core import DECODE
 from semmoe.cost import load_links
 from semmoe.demo import MODEL
 from semmoe.files import save_json
 from semmoe.plan import load_plan
 from semmoe.settings import METHODS
-from semmoe.trace import open_trace
+from semmoe.trace import open_trace, save_trace
 
 PROMPTS = [f"def function_{i}(argument):\n    return argument + {i} # {'text ' * (i % 5)}\n" for i in range(24)]
 
@@ -78,8 +80,9 @@ def test_profile_refuses_to_mix_datasets_or_models(work, tmp_path):
 def test_solve_and_replay_as_json(work):
     result = run("replay", work / "trace", "--plan", work / "plan", "--json", "--batch-tokens", 64)
     assert result.exit_code == 0
-    assert "flatter" in result.stderr  # the plan was solved on this trace
+    assert "24 of 24 requests were profiled: these figures flatter the plan" in result.stderr
     scores = json.loads(result.stdout)
+    assert (scores["settings"]["profiled"], scores["settings"]["profiled_requests"]) == (True, 24)
     assert scores["settings"]["ep_size"] == 4
     assert set(scores["methods"]) == {"linear", "semmoe"}
     assert scores["methods"]["semmoe"]["lar"] > scores["methods"]["linear"]["lar"]
@@ -170,6 +173,8 @@ def test_calibrate_writes_links_that_solve_takes(work, tmp_path):
     assert written["links"] == json.loads(out.read_text())
     assert written["predicted_us"] > 0
     assert written["measured_us"] > 0
+    assert written["error"] == pytest.approx(written["predicted_us"] / written["measured_us"] - 1)
+    assert ("warning:" in result.stderr) == written["doubtful"] == (abs(written["error"]) > 0.15)
     command = [
         "solve",
         work / "trace",
@@ -218,6 +223,52 @@ def test_replay_all_with_groups_and_with_redundant_experts(tmp_path):
     assert list(json.loads(result.stdout)["methods"]) == ["linear", "eplb", "grace", "semmoe"]
     left_out = "least-loaded, prefix-affinity, eldr, exflow, moetuner, paper (has no redundant experts)"
     assert left_out in result.stderr
+
+
+def test_a_plan_of_a_part_of_a_file_says_so_on_all_of_it(work, tmp_path):
+    trace = open_trace(work / "trace")
+    save_trace(trace.select(np.arange(5)), tmp_path / "part")
+    save_trace(trace.select(np.arange(5, 24)), tmp_path / "rest")
+    plan = ["--method", "linear", "--ep-size", 4, "--out", tmp_path / "plan"]
+    assert run("solve", tmp_path / "part", *plan).exit_code == 0
+    for name, profiled, of in (("part", 5, 5), ("rest", 0, 19), (work / "trace", 5, 24)):
+        result = run("replay", tmp_path / name, "--plan", tmp_path / "plan", "--json")
+        settings = json.loads(result.stdout)["settings"]
+        assert (settings["profiled_requests"], settings["requests"]) == (profiled, of)
+        assert settings["profiled"] == (profiled > 0)
+        assert (f"{profiled} of {of} requests were profiled" in result.stderr) == (profiled > 0)
+
+
+def test_a_plan_of_before_that_names_no_requests_is_doubted(work, tmp_path):
+    """Its header has no such field and its arrays no such name: it loads, and replay says what it cannot know."""
+    shutil.copytree(work / "plan", tmp_path / "plan")
+    header = json.loads((tmp_path / "plan" / "plan.json").read_text())
+    del header["profiled_requests"]
+    (tmp_path / "plan" / "plan.json").write_text(json.dumps(header))
+    arrays = load_file(tmp_path / "plan" / "plan.safetensors")
+    del arrays["profiled_requests"]
+    save_file(arrays, tmp_path / "plan" / "plan.safetensors")
+    save_trace(open_trace(work / "trace").select(np.arange(20)), tmp_path / "part")
+    result = run("replay", tmp_path / "part", "--plan", tmp_path / "plan", "--json")
+    assert json.loads(result.stdout)["settings"]["profiled_requests"] is None
+    assert "does not say which requests it was solved on" in result.stderr
+
+
+def test_answers_that_stand_for_prompts_are_said_in_attention_dp_alone(tmp_path):
+    decoded = npz(tmp_path / "t.npz", phase=np.full(400, DECODE, np.uint8))
+    warning = "20 of 20 requests have their answers for prompts"
+    for attention, groups in (("dp", True), ("tp", False)):
+        to = ["--method", "eplb", "--ep-size", 2, "--attention", attention, "--json"]
+        solved = run("solve", decoded, *to, "--out", tmp_path / attention)
+        replayed = run("replay", decoded, "--plan", tmp_path / attention, "--json")
+        compared = run("replay", decoded, *to)
+        for result in (solved, replayed, compared):
+            assert result.exit_code == 0, result.output
+            assert (warning in result.stderr) == groups
+            found = json.loads(result.stdout)
+            assert found.get("settings", found)["scheduled_by_answers"] == 20 * groups
+        held_out = json.loads(solved.stdout)["expected"]
+        assert held_out["scheduled_by_answers"] == held_out["requests"] * groups
 
 
 def test_replay_of_one_method_lists_that_one(tmp_path):

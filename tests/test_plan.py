@@ -121,6 +121,27 @@ def edit_json(path: Path, **changes) -> None:
     path.write_text(json.dumps(content))
 
 
+def test_hashes_of_requests_are_bounded_and_checked(tmp_path, monkeypatch):
+    path = saved("tp", tmp_path)
+    edit_arrays(path / "plan.safetensors", profiled_requests=np.zeros(3, np.int64))
+    refuses(path, "profiled_requests has type int64, expected uint64")
+    edit_arrays(path / "plan.safetensors", profiled_requests=np.zeros((3, 2), np.uint64))
+    refuses(path, "profiled_requests has shape")
+    edit_arrays(path / "plan.safetensors", profiled_requests=np.zeros(3, np.uint64))
+    assert load_plan(path).profiled_requests.tolist() == [0] * 3
+    monkeypatch.setattr(plan_module, "MOST_REQUESTS", 2)
+    refuses(path, "profiled_requests holds more than 2 hashes")
+
+
+def test_a_plan_of_before_that_keeps_no_hashes_loads(tmp_path):
+    path = saved("tp", tmp_path)
+    edit_arrays(path / "plan.safetensors", profiled_requests=None)
+    header = json.loads((path / "plan.json").read_text())
+    assert header.pop("profiled_requests") is True
+    (path / "plan.json").write_text(json.dumps(header))
+    assert load_plan(path).profiled_requests is None
+
+
 def ranks(value: int) -> np.ndarray:
     return np.full((3, 1, 21), value, np.int16)
 

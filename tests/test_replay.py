@@ -9,13 +9,13 @@ import oracles
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from synthetic import make_fingerprint, make_trace, planted_trace, random_trace
+from synthetic import make_fingerprint, make_trace, planted_trace, random_trace, with_prefill
 
 from semmoe.assignment import schedule_requests
-from semmoe.core import Topology
+from semmoe.core import DECODE, PREFILL, Topology
 from semmoe.metrics import serving_ranks
 from semmoe.placement.linear import vanilla_plan
-from semmoe.replay import cut_batches, replay
+from semmoe.replay import cut_batches, profiled_requests, replay, scheduled_by_answers
 from semmoe.settings import PaperSettings, ReplaySettings, SolveSettings
 from semmoe.solve import score, solve, solve_methods
 from semmoe.split import split
@@ -69,7 +69,10 @@ def test_metrics_have_their_json_names():
         trace, solve(trace, Topology(ep_size=4), SolveSettings(method="paper", paper=QUICK)), ReplaySettings()
     ).as_dict()
     shared = {"lar", "remote_ranks_per_token", "load_max_over_mean", "load_max_over_median"}
+    assert result["load_max_layer"] == max(layer["load_max_over_mean"] for layer in result["layers"])
+    assert result["load_max_layer"] > result["load_max_over_mean"]
     assert set(result) == shared | {
+        "load_max_layer",
         "token_max_over_mean", "unknown_token_share", "unknown_token_lar", "predicted_lar",
         "rows_per_rank_pair", "layers", "num_batches", "tokens_per_batch",
     }  # fmt: skip
@@ -104,6 +107,47 @@ def test_totals_agree_with_loops(groups, ranks, method, seed):
         np.testing.assert_array_equal(layer.rows, rows)
         np.testing.assert_array_equal(layer.load, load)
         assert imbalance == pytest.approx(mean)
+
+
+def test_profiled_requests_are_counted_one_by_one():
+    """A plan of the first five of twelve; a request that routed nothing was not learnt from."""
+    trace = random_trace(3)
+    five = trace.select(np.arange(5))
+    plan = solve(five, Topology(ep_size=4), SolveSettings(method="linear"))
+    learnt = int((np.diff(five.request_offsets) > 0).sum())
+    assert learnt > 0
+    assert profiled_requests(trace, plan) == learnt
+    assert profiled_requests(trace.select(np.arange(11, 1, -1)), plan) == int(
+        (np.diff(five.request_offsets)[2:] > 0).sum()
+    )
+    assert profiled_requests(random_trace(4), plan) == 0
+
+
+def test_a_plan_without_hashes_is_known_by_its_whole_trace_or_not_at_all():
+    trace = random_trace(3)
+    plan = replace(solve(trace, Topology(ep_size=4), SolveSettings(method="linear")), profiled_requests=None)
+    assert profiled_requests(trace, plan) == trace.num_requests
+    assert profiled_requests(trace.select(np.arange(5)), plan) is None
+
+
+def test_requests_differ_where_prompt_and_answer_are_divided_elsewhere():
+    experts = np.zeros((3, 1, 1))
+    hashes = [
+        make_trace([routed], experts[: len(routed)], prompts=[prompt], num_experts=2).request_hashes()[0]
+        for prompt, routed in (([1, 2], [3]), ([1], [2, 3]), ([1, 2, 3], []), ([1, 2], [3]))
+    ]
+    assert len(set(hashes)) == 3
+    assert hashes[0] == hashes[3]
+
+
+def test_answers_that_stand_for_prompts_are_counted_where_requests_are_scheduled_by_them():
+    """Request 0 has its answer for a prompt, 1 a prompt of its own, 2 is a prompt that was routed in prefill."""
+    trace = make_trace([[1, 2], [3, 4], [5, 0]], np.zeros((6, 1, 1)), [[1, 2], [0], [5, 0]], num_experts=4)
+    trace = replace(trace, phase=np.array([DECODE] * 4 + [PREFILL] * 2, np.uint8))
+    assert scheduled_by_answers(trace, Topology(ep_size=4, dp_size=4)) == 1
+    assert scheduled_by_answers(trace, Topology(ep_size=4, dp_size=2)) == 1
+    assert scheduled_by_answers(trace, Topology(ep_size=4)) == 0
+    assert scheduled_by_answers(with_prefill(trace, 6), Topology(ep_size=4, dp_size=4)) == 0
 
 
 def test_requests_without_tables_go_to_groups_in_turn():

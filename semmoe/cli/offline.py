@@ -170,11 +170,12 @@ def solve(
         advance = bars.task("solving", layers)
         plan = replace(solve_plan(opened, topology, settings, embeddings, advance), expected=expected)
     save_plan(plan, out)
+    by_answers = _warn_of_answers(opened, topology)
     if shape is None:
         console.err.print("[yellow]warning:[/] no time is predicted: the trace does not say how wide the model is; "
                           "give --hidden-size and --expert-size", soft_wrap=True)  # fmt: skip
     if as_json:
-        console.print_json({"plan": str(out), "expected": expected})
+        console.print_json({"plan": str(out), "scheduled_by_answers": by_answers, "expected": expected})
     else:
         _print_expected(out, method, expected)
 
@@ -278,7 +279,7 @@ def replay(
                    "time_limit", *OBJECTIVE]  # fmt: skip
         refuse_given(ctx, decided, "--plan decides it")
         opened = open_trace(trace)
-        methods = _replay_plan(opened, plan, measure, settings)
+        topology, methods = _replay_plan(opened, plan, measure, settings)
     else:
         topology = Topology.for_attention(attention.value, ep_size, dp_size, num_nodes)
         objective = _objective(load_limit, remote_rank_cost, remote_node_cost)
@@ -295,6 +296,7 @@ def replay(
             moetuner=MoETunerSettings(time_limit=time_limit),
         )  # fmt: skip
         methods = _replay_methods(opened, chosen, topology, measure, solving, profile_share)
+    settings["scheduled_by_answers"] = _warn_of_answers(opened, topology)
     if as_json:
         console.print_json({"settings": settings, "methods": methods})
         return
@@ -306,18 +308,42 @@ def replay(
 
 def _replay_plan(
     trace: RoutingTrace, path: Path, measure: ReplaySettings, settings: dict[str, Any]
-) -> dict[str, dict[str, Any]]:
+) -> tuple[Topology, dict[str, dict[str, Any]]]:
     from semmoe.placement.linear import vanilla_plan
     from semmoe.plan import load_plan
+    from semmoe.replay import profiled_requests
     from semmoe.solve import score
 
     plan = load_plan(path)
     settings |= {"plan": str(path), **asdict(plan.topology)}
-    settings["profiled"] = plan.trace_hash == trace.digest()  # these very requests
-    if settings["profiled"]:
-        console.err.print("[yellow]warning:[/] the plan was solved on this very trace: these figures flatter it")
+    profiled = profiled_requests(trace, plan)
+    settings |= {"profiled": bool(profiled), "profiled_requests": profiled, "requests": trace.num_requests}
+    _warn_of_profiled(profiled, trace.num_requests)
     plans: dict[str, Plan] = {"linear": vanilla_plan(plan.fingerprint, plan.topology), plan.method: plan}
-    return score(trace, plans, measure)
+    return plan.topology, score(trace, plans, measure)
+
+
+def _warn_of_profiled(profiled: int | None, requests: int) -> None:
+    """profiled: how many of the replayed `requests` the plan was solved on, None if it does not tell."""
+    if profiled is None:
+        words = "the plan does not say which requests it was solved on: if they are among these, the figures flatter it"
+    else:
+        words = f"{profiled:,} of {requests:,} requests were profiled: these figures flatter the plan"
+    if profiled != 0:
+        console.err.print(f"[yellow]warning:[/] {words}", soft_wrap=True, highlight=False)
+
+
+def _warn_of_answers(trace: RoutingTrace, topology: Topology) -> int:
+    """How many requests are sent to groups by what they answer; a server does not know that, so it is said."""
+    from semmoe.replay import scheduled_by_answers
+
+    by_answers = scheduled_by_answers(trace, topology)
+    if by_answers:
+        words = (f"{by_answers:,} of {trace.num_requests:,} requests have their answers for prompts, and attention "
+                 "groups are chosen by these, which no server knows: figures flatter every plan that reads prompts; "
+                 "give prompt_ids")  # fmt: skip
+        console.err.print(f"[yellow]warning:[/] {words}", soft_wrap=True, highlight=False)
+    return by_answers
 
 
 def _applicable(method: str, topology: Topology, redundant_experts: int) -> list[str]:
