@@ -1,19 +1,23 @@
 """Expert-parallel generation equals the plain model, token for token in fp32, in every set-up; and faults show."""
 
+import copy
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from models import build
+from ranks import on_threads
 
-from semmoe.core import Topology
+from semmoe.core import Placement, Topology
 from semmoe.demo import MODEL
 from semmoe.engines.transformers import generate as gen
 from semmoe.engines.transformers import model as models
 from semmoe.engines.transformers import parallel, planned, verify
 from semmoe.engines.transformers.recorder import record
+from semmoe.metrics import serving_ranks
 from semmoe.placement.linear import vanilla_plan
+from semmoe.runtime.dispatch import combine, dispatch
 from semmoe.settings import CoclusterSettings, GenerateSettings, PaperSettings, SolveSettings
 from semmoe.solve import solve
 
@@ -104,6 +108,39 @@ def test_redundant_experts_change_no_output(checkpoints, tmp_path):
     ups = [gen.SetUp(name=a, plan=solve(trace, Topology.for_attention(a, 4), settings)) for a in ("dp", "tp")]
     for result in gen.generate(path, prompts(1), ups, SETTINGS):
         assert verify.compare_outputs(model, prompts(1), reference, result.outputs).holds
+
+
+def layer_outputs(experts, slots, hidden, ids, weights):
+    """(4, n, H) of one layer on four ranks (threads), each with its own tokens (n, H) and choices (n, K).
+
+    slots: (E,) the expert in each place, a quarter of the places for each rank.
+    """
+    held = slots.reshape(4, -1)
+    placement = Placement(physical_to_logical_map=slots[None].astype(np.int32), num_experts=len(slots), ep_size=4)
+    serving = torch.from_numpy(serving_ranks(placement, Topology(ep_size=4))[0].astype(np.int64))
+
+    def job(comm):
+        mine = parallel.LocalExperts(copy.deepcopy(experts), held[comm.rank])
+        rows, handle = dispatch(comm, hidden[comm.rank], ids[comm.rank], weights[comm.rank], serving[comm.rank])
+        return combine(comm, mine(rows.hidden, rows.expert_ids, rows.weights), handle)
+
+    with torch.no_grad():
+        return torch.stack(on_threads(4, job))
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_two_placements_give_the_same_sums_up_to_rounding_and_not_bit_for_bit(dtype, most):
+    """Experts of one rank are added before the ranks are, so a placement decides how a token's sum is bracketed."""
+    experts = copy.deepcopy(models.moe_layers(models.load_model(str(MODEL)))[0].experts).to(dtype)
+    rng = torch.Generator().manual_seed(0)
+    hidden = torch.randn(4, 64, 192, generator=rng).to(dtype)
+    ids = torch.rand(4, 64, 32, generator=rng).argsort(dim=2)[..., :4]
+    weights = torch.rand(4, 64, 4, generator=rng).softmax(dim=2).to(dtype)
+    in_order, mixed = np.arange(32), np.arange(32).reshape(4, 8).T.ravel()
+    one, other = (layer_outputs(experts, slots, hidden, ids, weights) for slots in (in_order, mixed))
+    difference = (one - other).double()
+    assert difference.norm() / one.double().norm() < most
+    assert 0.1 < (difference != 0).double().mean() < 0.9
 
 
 def test_overlap_changes_no_output(checkpoints, tmp_path):
