@@ -1,6 +1,5 @@
 """Triton kernels of the shuffled pair, ranks emulated as buffers, against the specification, bit for bit."""
 
-import numpy as np
 import pytest
 import torch
 from triton_runs import NO_TRITON, TARGETS, compiles, interpret
@@ -67,27 +66,11 @@ def check_pair(kernels, size: int, tokens: int, width: int, dtype: torch.dtype) 
     assert torch.equal(whole, reference.shuffled_all_gather(expected, ranks))
 
 
-def check_path(kernels) -> None:
-    """Predict, assign, sort and gather, against the same steps by numba and torch."""
-    from oracles import score_tokens
-    from test_scores_backends import score_case, tensors
-
-    from semmoe import scores
-    from semmoe.runtime.kernels.scores import look_up_tokens
-    from semmoe.runtime.scores import DeviceTables
-
-    tables, arguments = score_case(5)
-    on_device = DeviceTables.of(tables)
-    layer, first, num_slices, ids, earlier, history = tensors(arguments)
-    tokens = look_up_tokens(on_device, [layer], first, num_slices, ids)[0]
-    order = kernels.place_tokens(on_device, layer, first, tokens, earlier, history)
-    ranks = torch.from_numpy(scores.assign(score_tokens(scores, tables, *arguments)))
-    expected = reference.argsort_ranks(ranks, num_slices, slice_size(len(ranks), num_slices))
-    assert all(torch.equal(a, b) for a, b in zip(order, expected, strict=True))
-    rows = torch.from_numpy(np.random.default_rng(0).normal(size=(len(ranks), 37)))
-    packed = kernels.gather_rows(rows, order.order)
-    assert torch.equal(packed[order.inverse], rows)
-    assert (packed[order.order < 0] == 0).all()
+def check_rows_by_index(kernels) -> None:
+    rows, index = torch.randn(9, 37, dtype=torch.float64), torch.tensor([8, -1, 0, 3, 3, -1])
+    packed = kernels.gather_rows(rows, index)
+    assert torch.equal(packed[index >= 0], rows[index[index >= 0]])
+    assert (packed[index < 0] == 0).all()
 
 
 def interpreted() -> None:
@@ -97,7 +80,7 @@ def interpreted() -> None:
     for dtype in DTYPES:
         for shape in SHAPES:
             check_pair(kernels, *shape, dtype)
-    check_path(kernels)
+    check_rows_by_index(kernels)
 
 
 if __name__ == "__main__":

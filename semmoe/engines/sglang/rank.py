@@ -8,7 +8,7 @@ from typing import Any
 import sglang
 import torch
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
-from sglang.srt.runtime_context import get_exec, get_parallel, get_resources
+from sglang.srt.runtime_context import get_exec, get_parallel, get_resources, get_schedule
 from sglang.srt.state_capturer.base import BaseTopkCapturer
 
 from semmoe.core import Fingerprint, Plan, Topology, require
@@ -26,11 +26,15 @@ from semmoe.engines.sglang.static import StaticBoundaryShuffle
 from semmoe.engines.sglang.step import read_step
 from semmoe.engines.sglang.weights import load_tied
 from semmoe.runtime.collectives import Communicator
+from semmoe.runtime.fused import PeerBuffers, symmetric_buffers
 from semmoe.runtime.tp import TokenShuffler
 from semmoe.runtime.tp_device import DeviceShuffler
 from semmoe.runtime.traffic import TrafficCounter
 
 log = logging.getLogger(__name__)
+
+MOST_REQUESTS = 4096  # that SGLang runs at a time where nothing is said
+EXPERT_ID_BYTES = 4  # at most, as they travel with the rows
 
 
 class RankPlugin:
@@ -38,6 +42,8 @@ class RankPlugin:
 
     def __init__(self, plan: Plan | None, settings: SglangSettings) -> None:
         self._plan, self._settings = plan, settings
+        require(self.shuffles or settings.fused != "1", "SEMMOE_FUSED=1 needs a plan that shuffles tokens, as those "
+                "for attention-TP do")  # fmt: skip
         self.dispatch_comms: list[Communicator] = []  # of the CPU's all-to-all, once there is one
         self._shuffle: BoundaryShuffle | None = None
         self._recording: PassRecorder | None = None
@@ -126,10 +132,9 @@ class RankPlugin:
         norms = layer_of_norm(runner.model, layers)
         where = self._plan, group, parallel.attn_tp_rank, self._settings.shuffle
         if self._static(runner):
-            shuffler = DeviceShuffler(*where, runner.device)
-            self._shuffle = StaticBoundaryShuffle(
-                shuffler, comm, norms, lambda: len(runner.req_to_token_pool.req_to_token)
-            )
+            shuffler, pool = DeviceShuffler(*where, runner.device), lambda: len(runner.req_to_token_pool.req_to_token)
+            buffers = peer_buffers(self._plan, runner, comm) if self._settings.fused == "1" else None
+            self._shuffle = StaticBoundaryShuffle(shuffler, comm, norms, pool, buffers)
         else:
             self._shuffle = BoundaryShuffle(TokenShuffler(*where), comm, norms)
         if get_exec().features.enable_return_routed_experts:
@@ -137,7 +142,8 @@ class RankPlugin:
 
     def _static(self, runner: Any) -> bool:
         """Whether tokens are shuffled on the device, where nothing may wait for the host."""
-        return self._settings.static == "1" or (not self._settings.static and str(runner.device) != "cpu")
+        asked = "1" in (self._settings.static, self._settings.fused)
+        return asked or (not self._settings.static and str(runner.device) != "cpu")
 
     def _attach_recorder(self, runner: Any, layers: list[int]) -> None:
         """Where this rank sees every row of its attention group; elsewhere the log says why not."""
@@ -244,6 +250,18 @@ def running_topology(plan: Plan | None) -> Topology:
     parallel = get_parallel()
     nodes = plan.topology.num_nodes if plan else 1
     return Topology(ep_size=parallel.moe_ep_size, dp_size=parallel.tp_size // parallel.attn_tp_size, num_nodes=nodes)
+
+
+def peer_buffers(plan: Plan, runner: Any, comm: Communicator) -> PeerBuffers:
+    """Large enough for any pass; raises ValueError where SEMMOE_FUSED=1 cannot be."""
+    schedule, config = get_schedule(), runner.model_config
+    prompts, requests = schedule.chunked_prefill_size or 0, schedule.max_running_requests or MOST_REQUESTS
+    row_bytes = config.hf_text_config.hidden_size * config.dtype.itemsize + EXPERT_ID_BYTES * plan.fingerprint.top_k
+    try:
+        require(prompts > 0, "a pass over prompts has no largest size: give --chunked-prefill-size")
+        return symmetric_buffers(comm, runner.device, config.dtype, (prompts + requests + comm.size) * row_bytes)
+    except ValueError as error:
+        raise ValueError(f"SEMMOE_FUSED=1: {error}") from None
 
 
 def capture(layer_id: int, expert_ids: torch.Tensor) -> None:

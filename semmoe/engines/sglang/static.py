@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from semmoe.engines.sglang.shuffle import BoundaryShuffle
 from semmoe.engines.step import Step
 from semmoe.runtime.collectives import Communicator
+from semmoe.runtime.fused import PeerBuffers, fused_all_gather, fused_reduce_scatter
 from semmoe.runtime.static import static_all_gather, static_reduce_scatter, take_rows
 from semmoe.runtime.tp_device import PADDING_SLOT, DeviceShuffler
 
@@ -37,15 +38,15 @@ class DeviceSlotWatch:
 class StaticBoundaryShuffle(BoundaryShuffle):
     """All padded rows take part: each rank's slice is as long as SGLang's own, its tokens first.
 
-    num_slots: of SGLang's request pool, which is made after the model is loaded.
+    num_slots: of SGLang's request pool, which is made after the model is loaded. buffers: for the fused pair.
     """
 
     def __init__(
         self, shuffler: DeviceShuffler, comm: Communicator, layer_of_norm: dict[int, int],
-        num_slots: Callable[[], int],
+        num_slots: Callable[[], int], buffers: PeerBuffers | None = None,
     ) -> None:  # fmt: skip
         super().__init__(shuffler, comm, layer_of_norm)
-        self._num_slots = num_slots
+        self._num_slots, self._buffers = num_slots, buffers
         self._slots: DeviceSlotWatch | None = None
         self._decodes = False
         self._step: Step | None = None  # of a pass over prompts
@@ -105,7 +106,13 @@ class StaticBoundaryShuffle(BoundaryShuffle):
         return nn.functional.pad(values, (0, self._padded - len(values)))
 
     def _scatter_rows(self, partial: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        return static_reduce_scatter(self.comm, partial, self._handle), take_rows(residual, self._handle.mine)
+        if self._buffers is None:
+            mine = static_reduce_scatter(self.comm, partial, self._handle)
+        else:
+            mine = fused_reduce_scatter(self.comm, self._buffers, partial, self._handle)
+        return mine, take_rows(residual, self._handle.mine)
 
     def _gather_rows(self, columns: list[Tensor]) -> list[Tensor]:
-        return static_all_gather(self.comm, columns, self._handle)
+        if self._buffers is None:
+            return static_all_gather(self.comm, columns, self._handle)
+        return fused_all_gather(self.comm, self._buffers, columns, self._handle)

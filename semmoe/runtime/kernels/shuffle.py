@@ -1,8 +1,9 @@
-"""Triton kernels of the shuffled pair: where each token goes, rows by index, and SRS / SAG over buffers of all ranks.
+"""Triton kernels of the shuffled pair: rows by index, and SRS / SAG over buffers of all ranks.
 
-`peers` is a tensor (R,) int64 of data pointers, one buffer a rank, as symmetric memory gives them: a rank reads what it
-needs from every buffer itself, so that permuting costs no pass of its own. The caller sees to it that all buffers are
-written before and stay so until all ranks have read. Shapes follow from arguments, nothing waits for the device.
+`peers` is a tensor (R,) int64 of data pointers, one buffer per rank, as symmetric memory gives them: a rank reads what
+it needs from every buffer itself and permutes while reading. The caller (`semmoe.runtime.fused`) sees to it that all
+buffers are written before and stay so until all ranks have read. Shapes follow from arguments, nothing waits for the
+device.
 """
 
 import torch
@@ -10,25 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from semmoe.assignment import slice_size
-from semmoe.runtime.kernels.argsort import argsort_ranks
-from semmoe.runtime.kernels.scores import assign, score
-from semmoe.runtime.reference import RankOrder
-from semmoe.runtime.scores import DeviceTables
-
 COLUMNS = 1024  # of a row, that a program moves
-
-
-def place_tokens(
-    tables: DeviceTables, layer: int, first_rank: int, tokens: Tensor, earlier: Tensor, history: Tensor | None = None
-) -> RankOrder:
-    """Predict, assign, sort: tokens (N, num_slices), looked up, to slots of equal slices, -1 for padding.
-
-    Arguments as of `semmoe.scores.score`. `order.view(num_slices, -1)[rank]` is what `shuffled_reduce_scatter` takes.
-    """
-    number, num_slices = tokens.shape
-    ranks = assign(score(tables, layer, first_rank, tokens, earlier, history))
-    return argsort_ranks(ranks, num_slices, slice_size(number, num_slices))
 
 
 def gather_rows(rows: Tensor, index: Tensor) -> Tensor:
