@@ -216,11 +216,11 @@ class RankPlugin:
 
     def _publish(self) -> None:
         rank, folder = get_parallel().moe_ep_rank, self._settings.folder
-        static = str(isinstance(self._shuffle, StaticBoundaryShuffle)).lower()
+        how = {"static": isinstance(self._shuffle, StaticBoundaryShuffle), "fused": self._settings.fused == "1"}
         shuffle = self._settings.shuffle if self._shuffle else "no"
         attention = running_topology(self._plan).attention
         labels = description(f"sglang {sglang.__version__}", self._plan, self._settings, attention, shuffle)
-        publish(rank, folder, labels | {"static": static}, self._readings)
+        publish(rank, folder, labels | {name: str(on).lower() for name, on in how.items()}, self._readings)
 
     def _readings(self) -> Iterator[Reading]:
         others = [self._shuffle.comm] if self._shuffle else []

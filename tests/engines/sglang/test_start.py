@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from serving import refused
 from sglang_server import SglangServer
 from start_tests import StartTests
@@ -28,3 +29,13 @@ def test_experts_elsewhere_than_the_plan_says_do_not_start(plans, tmp_path, monk
         monkeypatch.setenv(name, value)
     options = command_line(launch.arguments(TWO, placement, 0, True))
     assert "lie elsewhere than the plan says" in refused(SglangServer(tmp_path, str(MODEL), *options, plain=True))
+
+
+@pytest.mark.parametrize(
+    ("plan", "why"),
+    [("tp2", "ranks read each other's buffers on GPUs only, not on cpu"), ("dp2", "needs a plan that shuffles tokens")],
+)
+def test_a_fused_shuffle_that_cannot_be_does_not_start(plans, tmp_path, monkeypatch, plan, why):
+    monkeypatch.setenv("SEMMOE_FUSED", "1")
+    log = refused(SglangServer(tmp_path, str(MODEL), "--plan", plans[plan]))
+    assert any("SEMMOE_FUSED=1" in line and why in line for line in log.splitlines())
