@@ -1,6 +1,7 @@
 """Relabelled checkpoints compute the same and verify themselves; files from others are read with suspicion."""
 
 import json
+import os
 import shutil
 import struct
 from dataclasses import replace
@@ -291,6 +292,57 @@ def test_other_weights_are_left_out_and_everything_else_is_copied(tmp_path):
     shutil.rmtree(model / "original")
     (model / "model.safetensors.index.json").unlink()
     refused(tmp_path, "convert the model to safetensors", model=model, out=tmp_path / "other")
+
+
+def hub_snapshot(tmp_path):
+    """A model as the hub's cache has it: a snapshot whose files are links to blobs beside the snapshots."""
+    repository = tmp_path / "models--a--b"
+    snapshot, blobs = repository / "snapshots/1234", repository / "blobs"
+    blobs.mkdir(parents=True)
+    snapshot.parent.mkdir()
+    small(snapshot)
+    (snapshot / "code.py").write_text("pass")
+    for number, path in enumerate(sorted(snapshot.iterdir())):
+        path.rename(blobs / str(number))
+        path.symlink_to(f"../../blobs/{number}")
+    return snapshot
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_snapshot_of_the_hubs_cache_is_copied_through_its_links(tmp_path, linked):
+    model = hub_snapshot(tmp_path)
+    if linked:  # the folder itself may be a link too
+        (tmp_path / "model").symlink_to(model)
+        model = tmp_path / "model"
+    relabel(plan_of(fingerprint(1, 4), [[1, 0, 3, 2]], 2), model, tmp_path / "out")
+    assert (tmp_path / "out/code.py").read_text() == "pass"
+    assert not any(path.is_symlink() for path in (tmp_path / "out").rglob("*"))
+
+
+@pytest.mark.timeout(20)
+def test_nothing_from_outside_the_model_is_copied(tmp_path):
+    (tmp_path / "secrets").mkdir()
+    (tmp_path / "secrets/key.txt").write_text("secret")
+    models = [hub_snapshot(tmp_path), small(tmp_path / "model")]
+    (tmp_path / "models--a--b/refs").write_text("not a blob")
+    targets = [tmp_path / "secrets/key.txt", tmp_path / "secrets", "../../refs", "/dev/zero", "gone", "notes"]
+    for model in models:
+        for target in targets:
+            (model / "notes").symlink_to(target)
+            refused(tmp_path, "notes is (a link out of|neither a file nor)", model=model)
+            (model / "notes").unlink()
+    (models[1] / "deep").mkdir()
+    (models[1] / "deep/inside").symlink_to(models[1] / "deep")
+    refused(tmp_path, "deep/inside is neither a file nor", model=models[1])
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["pipe", "quantize_config.json", "model-00001-of-00001.safetensors"])
+def test_a_pipe_in_a_model_is_not_waited_for(tmp_path, name):
+    model = small(tmp_path / "model")
+    (model / name).unlink(missing_ok=True)
+    os.mkfifo(model / name)
+    refused(tmp_path, name, model=model)
 
 
 def test_adapters_on_experts_are_refused(tmp_path):

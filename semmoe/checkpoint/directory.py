@@ -1,6 +1,7 @@
 """A model directory in Hugging Face format: its configuration, its safetensors shards, and what lies beside them."""
 
 import json
+import os
 import re
 import shutil
 from dataclasses import dataclass
@@ -40,6 +41,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
     config = read_config(path)
     index = _read_index(path)
     files = [SINGLE] if index is None else sorted(set(index["weight_map"].values()))
+    other = next((file for file in files if (path / file).exists() and not (path / file).is_file()), None)
+    require(other is None, f"{path}/{other} is not a file")  # a pipe would be waited for
     checkpoint = Checkpoint(path, config, [read_shard(path / file) for file in files], index)
     owners: dict[str, str] = {}
     for shard in checkpoint.shards:
@@ -121,15 +124,47 @@ def copy_other_files(source: Checkpoint, target: Path) -> list[str]:
     Weights in other files (another format, another folder) number the experts the old way, and an engine could pick
     them up: they are not copied. Returns their names.
     """
+    copied, left_out = other_files(source)
+    for name, file in copied.items():
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, target / name)
+    return left_out
+
+
+def other_files(source: Checkpoint) -> tuple[dict[str, Path], list[str]]:
+    """What there is to copy, by its name in the directory, and the names of weights that are not; raises ValueError
+    for what is no file, and for a link out of the directory, which could bring anything of this machine along.
+    """
+    copied: dict[str, Path] = {}
     left_out = []
     relabelled = {shard.path.name for shard in source.shards} | {INDEX}
-    for path in sorted(source.path.rglob("*")):
-        inside = path.relative_to(source.path)
-        if path.is_dir() or str(inside) in relabelled or inside.parts[0] in BOOKKEEPING:
+    for path in _entries(source.path):
+        name = str(path.relative_to(source.path))
+        if name in relabelled:
             continue
-        if path.suffix in OTHER_WEIGHTS and not inside.name.startswith("adapter_model."):
-            left_out.append(str(inside))
-            continue
-        (target / inside).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, target / inside)
-    return left_out
+        if path.suffix in OTHER_WEIGHTS and not path.name.startswith("adapter_model."):
+            left_out.append(name)
+        else:
+            copied[name] = _own_file(path, source.path)
+    return copied, left_out
+
+
+def _entries(root: Path) -> list[Path]:
+    """Everything under `root` but directories and bookkeeping; a linked directory is an entry, and not gone into."""
+    found = []
+    for folder, directories, files in os.walk(root):
+        here = Path(folder)
+        directories[:] = [name for name in directories if here != root or name not in BOOKKEEPING]
+        found += [here / name for name in files if here != root or name not in BOOKKEEPING]
+        found += [here / name for name in directories if (here / name).is_symlink()]
+    return sorted(found)
+
+
+def _own_file(path: Path, root: Path) -> Path:
+    """The file behind `path`: in the directory, or among the blobs of the hub's cache, to which a snapshot links."""
+    file, whole = Path(os.path.realpath(path)), root.resolve()  # realpath: of a link to itself too
+    homes = [whole, whole.parents[1] / "blobs"] if whole.parent.name == "snapshots" else [whole]
+    inside = any(home in file.parents for home in homes)
+    require(inside, f"{path} is a link out of the model's directory: put the file itself there, or remove the link")
+    require(file.is_file(), f"{path} is neither a file nor a directory of the model's own: remove it")
+    return file

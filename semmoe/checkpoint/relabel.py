@@ -27,6 +27,7 @@ from semmoe.checkpoint.directory import (
     config_count,
     copy_other_files,
     open_checkpoint,
+    other_files,
     read_object,
     refuse_adapter,
 )
@@ -89,6 +90,7 @@ def relabel(
     check_out(model, out)
     orders = orders_of(plan)
     source = open_checkpoint(model)
+    other_files(source)  # what cannot be copied is refused before anything else of it is read
     refuse_adapter(model)
     require(not (model / RECORD).exists(), f"{model} is relabelled already: apply the plan to the original model")
     layers = layers_for(plan, source)
