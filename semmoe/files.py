@@ -2,9 +2,11 @@
 
 import contextlib
 import errno
+import gzip
 import os
 import shutil
 import tempfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -157,3 +159,20 @@ def parse_json(path: Path, content: bytes, model: type[Model]) -> Model:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "file"
         raise ValueError(f"{path} is not valid: {where}: {first['msg']}") from None
+
+
+def read_limited(path: Path, limit: int) -> bytearray:
+    """The bytes of a file, unpacked if it ends in `.gz`, of which a few can become more than any memory holds.
+
+    Raises ValueError, naming the file, if they are more than `limit`, or damaged.
+    """
+    content = bytearray()
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            while chunk := file.read(1 << 20):
+                content += chunk
+                if len(content) > limit:
+                    raise ValueError(f"{path} holds more than {limit:,} bytes, the most that is read: split it")
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} is truncated or damaged ({error})") from None
+    return content

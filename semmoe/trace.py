@@ -4,10 +4,9 @@
 appears atomically, so that an interrupted profile leaves a usable trace to which a later run appends.
 """
 
-import gzip
 import json
+import math
 import zipfile
-import zlib
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -17,10 +16,16 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from semmoe.core import DECODE, Fingerprint, RoutingTrace, require
-from semmoe.files import array_shape, load_arrays, load_json, save_arrays, save_json
+from semmoe.files import array_shape, load_arrays, load_json, read_limited, save_arrays, save_json
 
 SCHEMA = 1
 ARRAYS = {"token_ids", "expert_ids", "request_lengths", "phase", "prompt_ids", "prompt_lengths"}
+MAX_TRACE_BYTES = 16 << 30  # of an .npz file, unpacked: it is read whole; 4 billion choices of experts at int32
+MAX_META_BYTES = 256 << 20  # unpacked: the strings of a vocabulary are some MB, and examples some more
+NPY_HEADERS = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
 
 
 class TraceHeader(BaseModel):
@@ -164,10 +169,12 @@ def _offsets(lengths: np.ndarray) -> np.ndarray:
 def _read_npz(path: Path) -> RoutingTrace:
     require(zipfile.is_zipfile(path), f"{path} is not an .npz file, or is truncated")
     try:
+        _check_npz_sizes(path)
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: np.asarray(file[name]) for name in file.files}
     except Exception as error:  # an archive from elsewhere can make zipfile and NumPy raise almost anything
-        raise ValueError(f"{path} is damaged or holds Python objects ({type(error).__name__}: {error})") from None
+        reason = f"({type(error).__name__}: {error})"
+        raise ValueError(f"{path} is damaged, too large or holds Python objects {reason}") from None
     try:
         if {"experts", "route_starts", "tokens", "token_starts", "pos0"} <= set(arrays):
             arrays = _plain_from_fingerprinting(arrays)
@@ -176,6 +183,21 @@ def _read_npz(path: Path) -> RoutingTrace:
         return _from_plain_arrays(arrays, path)
     except (ValueError, TypeError, IndexError, OverflowError) as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def _check_npz_sizes(path: Path) -> None:
+    """Raise ValueError before anything is allocated, if arrays are too large or not as long as the archive says."""
+    with zipfile.ZipFile(path) as archive:
+        unpacked = sum(member.file_size for member in archive.infolist())
+        require(unpacked <= MAX_TRACE_BYTES, f"{unpacked:,} bytes unpacked, and at most {MAX_TRACE_BYTES:,} are read")
+        for member in archive.infolist():
+            with archive.open(member) as file:
+                version = np.lib.format.read_magic(file)
+                require(version in NPY_HEADERS, f"{member.filename} has npy version {version}")
+                shape, _, dtype = NPY_HEADERS[version](file)
+                declared, held = math.prod(shape) * dtype.itemsize, member.file_size - file.tell()
+            agrees = declared == held or dtype.hasobject  # the length of objects is not known, and they are not read
+            require(agrees, f"{member.filename} should have {declared:,} bytes, and {held:,} are there")
 
 
 def _plain_from_fingerprinting(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -226,10 +248,10 @@ def _meta_vocabulary(path: Path) -> int | None:
     meta = path.with_suffix(".meta.json.gz")
     if not meta.exists():
         return None
+    content = read_limited(meta, MAX_META_BYTES)
     try:
-        with gzip.open(meta, "rt", encoding="utf-8") as file:
-            return len(json.load(file)["vocab"])
-    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
+        return len(json.loads(content)["vocab"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{meta} is not a valid meta file ({type(error).__name__}: {error})") from None
 
 

@@ -1,8 +1,10 @@
 """Traces on disk: whole or refused, appendable, never half-written."""
 
 import gzip
+import io
 import json
 import pickle
+import tracemalloc
 import zipfile
 
 import numpy as np
@@ -326,6 +328,53 @@ def test_an_npz_damaged_inside_is_refused_by_name(tmp_path):
     raw[30 + name_length + extra_length] = 0b111  # a deflate block of the reserved type
     (tmp_path / "p.npz").write_bytes(raw)
     with pytest.raises(ValueError, match=r"p\.npz"):
+        open_trace(tmp_path / "p.npz")
+
+
+def packed(path, **members):
+    """A zip archive of `.npy` members with the given bytes, and no word about them but its own."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+        for name, content in members.items():
+            file.writestr(f"{name}.npy", content)
+    return path
+
+
+def npy(shape, data):
+    """An int32 array of a file that claims `shape`."""
+    file = io.BytesIO()
+    np.lib.format.write_array_header_1_0(file, {"descr": "<i4", "fortran_order": False, "shape": shape})
+    return file.getvalue() + data
+
+
+@pytest.mark.parametrize(
+    ("shape", "data"), [((1 << 40,), bytes(4)), ((3,), bytes(16)), ((1 << 62, 1 << 62), b""), ((-1,), b"")]
+)
+def test_an_array_that_is_not_as_long_as_its_member_is_never_allocated(tmp_path, shape, data):
+    good = {name: npy(array.shape, array.astype("<i4").tobytes()) for name, array in plain().items()}
+    open_trace(packed(tmp_path / "good.npz", **good))
+    packed(tmp_path / "p.npz", **good | {"token_ids": npy(shape, data)})
+    with pytest.raises(ValueError, match=r"p\.npz.*token_ids\.npy should have -?[\d,]+ bytes, and \d+ are there"):
+        open_trace(tmp_path / "p.npz")
+
+
+def test_arrays_above_the_limit_are_never_unpacked(tmp_path, monkeypatch):
+    zeros = np.zeros(1 << 23, np.int32)
+    np.savez_compressed(tmp_path / "p.npz", **plain(token_ids=zeros))
+    assert (tmp_path / "p.npz").stat().st_size < zeros.nbytes / 500
+    monkeypatch.setattr("semmoe.trace.MAX_TRACE_BYTES", 1 << 20)
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=r"p\.npz.* bytes unpacked, and at most 1,048,576 are read"):
+        open_trace(tmp_path / "p.npz")
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+
+
+def test_a_meta_file_above_the_limit_is_refused(tmp_path, monkeypatch):
+    np.savez(tmp_path / "p.npz", **plain())
+    (tmp_path / "p.meta.json.gz").write_bytes(gzip.compress(json.dumps({"vocab": ["a"] * 100_000}).encode()))
+    assert open_trace(tmp_path / "p.npz").fingerprint.vocab_size == 100_000
+    monkeypatch.setattr("semmoe.trace.MAX_META_BYTES", 1000)
+    with pytest.raises(ValueError, match=r"p\.meta\.json\.gz holds more than 1,000 bytes"):
         open_trace(tmp_path / "p.npz")
 
 
