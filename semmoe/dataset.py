@@ -1,19 +1,23 @@
-"""Prompts from a user's file: jsonl in ShareGPT, OpenAI-chat or `{"prompt": ...}` form, or plain text; gzip too."""
+"""Prompts from a user's file: jsonl in ShareGPT, OpenAI-chat, OpenAI-batch or `{"prompt": ...}` form, or text."""
 
-import gzip
 import hashlib
 import json
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from semmoe.core import require
+from semmoe.files import read_limited
 from semmoe.texts import chunks
 
 TEXT_CHUNK = 2000  # characters of a request cut from a plain-text file
+MAX_BYTES = 4 << 30  # unpacked; a million chats are below 3 GB, and a gzip file of 4 MB could unpack to this
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+JSON = (".jsonl", ".json")
+PROMPT_KEYS = ("prompt", "text", "question")
+TABLES = (".csv", ".tsv", ".parquet", ".xlsx", ".xls", ".arrow", ".feather")
+TEXT_PARTS = ("text", "input_text", "output_text")  # types of a message's part that hold text
 
 
 @dataclass(frozen=True)
@@ -30,42 +34,59 @@ def load_dataset(path: Path | str, limit: int = 0) -> list[Prompt]:
     path = Path(path)
     require(limit >= 0, f"limit must not be negative: {limit}")
     require(path.is_file(), f"there is no dataset file at {path}")
+    suffix = _suffix(path)
+    convert = 'convert it to jsonl first, one {"prompt": "..."} per line'
+    require(suffix not in TABLES, f"{path} is a {suffix} table, of which semmoe does not know the columns: {convert}")
     try:
-        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        content = raw.decode("utf-8")
-    except (gzip.BadGzipFile, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is truncated, damaged or not UTF-8 ({error})") from None
-    suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
-    if suffix in (".jsonl", ".json"):
-        prompts = list(_json_prompts(content, path))
-    else:
-        prompts = [Prompt(text=chunk) for chunk in chunks(content + "\n", TEXT_CHUNK) or [content] if chunk.strip()]
+        content = str(read_limited(path, MAX_BYTES), "utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 ({error})") from None
+    prompts = list(_json_prompts(content, path)) if suffix in JSON else _pieces(content)
     require(bool(prompts), f"{path} holds no prompt")
     return prompts[:limit] if limit else prompts
 
 
+def is_running_text(path: Path) -> bool:
+    """Whether a dataset's prompts are pieces of it, which users may take for its lines."""
+    return _suffix(path) not in JSON
+
+
+def _suffix(path: Path) -> str:
+    """In lower case, and of what is inside a .gz file."""
+    return Path(path.stem if path.suffix == ".gz" else path.name).suffix.lower()
+
+
+def _pieces(content: str) -> list[Prompt]:
+    """Running text, cut at line ends."""
+    pieces = chunks(content + "\n", TEXT_CHUNK) or [content]
+    return [Prompt(text=piece) for piece in pieces if piece.strip()]
+
+
 def _json_prompts(content: str, path: Path) -> Iterator[Prompt]:
     if content.lstrip().startswith("["):
-        try:
-            yield from (_prompt(row, f"{path}, entry {i + 1}") for i, row in enumerate(json.loads(content)))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} is not valid JSON: {error}") from None
+        rows = _parsed(content, str(path))
+        yield from (_prompt(row, f"{path}, entry {i + 1}") for i, row in enumerate(rows))
         return
     for number, line in enumerate(content.split("\n"), start=1):
         if line.strip():
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number} is not valid JSON: {error}") from None
-            yield _prompt(row, f"{path}, line {number}")
+            yield _prompt(_parsed(line, f"{path}, line {number}"), f"{path}, line {number}")
 
 
-def _prompt(row: Any, where: str) -> Prompt:
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is not valid JSON: {error}") from None
+
+
+def _prompt(row: Any, where: str, keys: Sequence[str] = PROMPT_KEYS) -> Prompt:
     require(isinstance(row, dict), f"{where} is not a JSON object")
+    if isinstance(row.get("body"), dict):  # of a batch file, where alone `input` is a prompt: elsewhere it may be data
+        return _prompt(row["body"], where, (*PROMPT_KEYS, "input"))
     for key in ("messages", "conversation", "conversations"):
         if key in row:
             return Prompt(messages=_messages(row[key], where))
-    for key in ("prompt", "text", "question"):
+    for key in keys:
         value = row.get(key)
         if isinstance(value, str) and value.strip():
             return Prompt(text=value)
@@ -81,11 +102,22 @@ def _messages(turns: Any, where: str) -> tuple[tuple[str, str], ...]:
     for turn in turns:
         require(isinstance(turn, dict), f"{where}: a turn is not a JSON object")
         role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
-        require(isinstance(content, str), f"{where}: a turn has no text content")
-        out.append((ROLES.get(str(role), str(role)), content))
+        out.append((ROLES.get(str(role), str(role)), _content(content, where)))
     while len(out) > 1 and out[-1][0] == "assistant":
         out.pop()
     return tuple(out)
+
+
+def _content(content: Any, where: str) -> str:
+    """The text of a turn; of OpenAI's content parts joined by lines, as engines and the router do it."""
+    if not isinstance(content, list):
+        require(isinstance(content, str), f"{where}: a turn has no text content")
+        return content
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else part
+        is_text = kind in TEXT_PARTS and isinstance(part, dict) and isinstance(part.get("text"), str)
+        require(is_text, f"{where}: a turn has a content part of type {kind!r}, and only text is read")
+    return "\n".join(part["text"] for part in content)
 
 
 def encode(prompts: Sequence[Prompt], tokenizer: Any, max_tokens: int) -> list[list[int]]:

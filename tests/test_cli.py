@@ -18,6 +18,7 @@ from semmoe.cli import app
 from semmoe.core import DECODE
 from semmoe.cost import load_links
 from semmoe.demo import MODEL
+from semmoe.engines.transformers.tokenizer import load_tokenizer
 from semmoe.files import save_json
 from semmoe.plan import load_plan
 from semmoe.settings import METHODS
@@ -66,6 +67,31 @@ def test_profile_resumes_and_says_so(work, tmp_path):
     again = run("profile", MODEL, *first)
     assert "resuming: 24 of 24" in again.stderr
     assert open_trace(tmp_path / "trace").num_requests == 24
+
+
+def test_prompts_that_are_cut_are_told_and_counted(work, tmp_path):
+    lengths = [len(ids) for ids in load_tokenizer(str(MODEL))(PROMPTS)["input_ids"]]
+    limit = sorted(lengths)[len(lengths) // 2]
+    cut = sum(length > limit for length in lengths)
+    given = ["--dataset", work / "prompts.jsonl", "--max-prompt-tokens", limit, "--json"]
+    result = run("profile", MODEL, *given, "--out", tmp_path / "trace")
+    assert f"{cut} of 24 prompts are cut to --max-prompt-tokens {limit}" in result.stderr.splitlines()
+    assert json.loads(result.stdout)["cut_prompts"] == cut > 0
+    whole = run("profile", MODEL, "--dataset", work / "prompts.jsonl", "--out", tmp_path / "whole", "--json")
+    assert "cut" not in whole.stderr
+    assert json.loads(whole.stdout)["cut_prompts"] == 0
+    result = run("generate", MODEL, *given[:-1], "--limit", 4, "--max-new-tokens", 1, "--ep-size", 2, "--json")
+    assert json.loads(result.stdout)["cut_prompts"] == sum(length > limit for length in lengths[:4])
+    assert result.stderr.count("prompts are cut") == int(json.loads(result.stdout)["cut_prompts"] > 0)
+
+
+def test_running_text_is_said_to_be_no_list_of_prompts(tmp_path):
+    (tmp_path / "six.txt").write_text("A line.\n" * 6)
+    result = run("profile", MODEL, "--dataset", tmp_path / "six.txt", "--out", tmp_path / "trace")
+    line = next(line for line in result.stderr.splitlines() if "running text" in line)
+    assert "six.txt" in line
+    assert "prompts used: 1" in line
+    assert "jsonl" in line
 
 
 def test_profile_refuses_to_mix_datasets_or_models(work, tmp_path):

@@ -2,10 +2,13 @@
 
 import gzip
 import json
+import tracemalloc
+import zlib
 
 import pytest
 
 from semmoe.dataset import Prompt, check_token_ids, digest, encode, load_dataset
+from semmoe.files import read_limited
 
 CHAT = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]}
 SHAREGPT = {
@@ -33,6 +36,59 @@ def test_each_form_of_a_row(tmp_path):
         Prompt(text="How?"),
         Prompt(text="Once"),
     ]
+
+
+PARTS = [{"type": "text", "text": "Look"}, {"type": "text", "text": "here."}]
+IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
+
+
+def test_content_parts_of_text_are_joined_as_engines_do(tmp_path):
+    rows = [{"messages": [{"role": "user", "content": PARTS}]}]
+    assert load_dataset(write(tmp_path / "d.jsonl", rows)) == [Prompt(messages=(("user", "Look\nhere."),))]
+
+
+def test_an_openai_batch_file(tmp_path):
+    bodies = [{"model": "m", **CHAT}, {"prompt": "Tell me."}, {"input": "Embed."}, {"input": [3, 1]}]
+    rows = [{"custom_id": str(i), "method": "POST", "url": "/v1", "body": body} for i, body in enumerate(bodies)]
+    chat = Prompt(messages=(("system", "Be brief."), ("user", "Why?")))
+    expected = [chat, Prompt(text="Tell me."), Prompt(text="Embed."), Prompt(token_ids=(3, 1))]
+    assert load_dataset(write(tmp_path / "d.jsonl", rows)) == expected
+
+
+@pytest.mark.parametrize("name", ["d.jsonl", "d.json", "d.txt", "d.jsonl.gz"])
+def test_a_byte_order_mark_is_no_text(tmp_path, name):
+    raw = b"\xef\xbb\xbf" + (b"a" if name == "d.txt" else b'{"prompt": "a"}')
+    (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
+    assert load_dataset(tmp_path / name) == [Prompt(text="a")]
+
+
+@pytest.mark.parametrize("name", ["d.csv", "d.TSV", "d.csv.gz", "d.parquet", "d.xlsx", "d.arrow"])
+def test_a_table_is_refused_before_it_is_read(tmp_path, name):
+    (tmp_path / name).write_text("id,prompt\n1,Why?\n")
+    with pytest.raises(ValueError, match=rf"{name} is a \.\w+ table.*convert it to jsonl first"):
+        load_dataset(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["d.jsonl", "d.jsonl.gz"])
+def test_more_bytes_than_the_limit_are_refused_by_name(tmp_path, name, monkeypatch):
+    monkeypatch.setattr("semmoe.dataset.MAX_BYTES", 15)
+    raw = b'{"prompt": "a"}'
+    (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
+    assert load_dataset(tmp_path / name) == [Prompt(text="a")]
+    (tmp_path / name).write_bytes(gzip.compress(raw + b"\n") if name.endswith(".gz") else raw + b"\n")
+    with pytest.raises(ValueError, match=rf"{name} holds more than 15 bytes"):
+        load_dataset(tmp_path / name)
+
+
+def test_a_decompression_bomb_is_not_unpacked_whole(tmp_path):
+    packer = zlib.compressobj(wbits=31)
+    zeros = bytes(1 << 20)
+    (tmp_path / "d.gz").write_bytes(b"".join([*(packer.compress(zeros) for _ in range(64)), packer.flush()]))
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=r"d\.gz holds more than 1,000,000 bytes"):
+        read_limited(tmp_path / "d.gz", 1_000_000)
+    assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    tracemalloc.stop()
 
 
 def test_an_array_gzip_and_lines_read_alike(tmp_path):
@@ -105,6 +161,10 @@ def test_an_empty_array_and_no_file_at_all(tmp_path):
         ('{"messages": "hello"}', "holds an empty conversation"),
         ('{"messages": ["hello"]}', "a turn is not a JSON object"),
         ('{"messages": [{"role": "user", "content": null}]}', "a turn has no text content"),
+        (json.dumps({"messages": [{"role": "user", "content": [*PARTS, IMAGE]}]}), "part of type 'image_url'"),
+        ('{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', "part of type 'text'"),
+        ('{"input": "data of an instruction"}', r"only \['input'\]"),
+        ("[" * 100_000, "is not valid JSON"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, line, message):
@@ -123,16 +183,16 @@ def test_a_bad_entry_of_an_array_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "content"),
+    ("name", "content", "words"),
     [
-        ("cut.jsonl.gz", gzip.compress(b'{"prompt": "a"}')[:-4]),
-        ("plain.jsonl.gz", b'{"prompt": "a"}'),
-        ("latin.jsonl", '{"prompt": "é"}'.encode("latin-1")),
+        ("cut.jsonl.gz", gzip.compress(b'{"prompt": "a"}')[:-4], "truncated or damaged"),
+        ("plain.jsonl.gz", b'{"prompt": "a"}', "truncated or damaged"),
+        ("latin.jsonl", '{"prompt": "é"}'.encode("latin-1"), "not UTF-8"),
     ],
 )
-def test_a_damaged_file_is_refused_by_name(tmp_path, name, content):
+def test_a_damaged_file_is_refused_by_name(tmp_path, name, content, words):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=rf"{name} is truncated, damaged or not UTF-8"):
+    with pytest.raises(ValueError, match=rf"{name} is {words}"):
         load_dataset(tmp_path / name)
 
 
@@ -140,7 +200,7 @@ def test_a_gzip_file_damaged_inside_is_refused_by_name(tmp_path):
     raw = bytearray(gzip.compress(b'{"prompt": "a"}'))
     raw[10] = 0b111  # a deflate block of the reserved type
     (tmp_path / "d.jsonl.gz").write_bytes(raw)
-    with pytest.raises(ValueError, match=r"d\.jsonl\.gz is truncated, damaged"):
+    with pytest.raises(ValueError, match=r"d\.jsonl\.gz is truncated or damaged"):
         load_dataset(tmp_path / "d.jsonl.gz")
 
 

@@ -76,7 +76,7 @@ def profile(
     if own:
         check_installed(engine.value)
     require(own or not ctx.args, f"{' '.join(ctx.args[:1])}: transformers takes no such option")
-    prompts, _ = _prompts(model, dataset, limit, max_prompt_tokens)
+    prompts, _, cut = _prompts(model, dataset, limit, max_prompt_tokens)
     settings = {"decode": decode, "max_prompt_tokens": max_prompt_tokens}
     identity = models.fingerprint_of(model)
     check_token_ids(prompts, identity.vocab_size)
@@ -96,26 +96,40 @@ def profile(
             recorder.profile(models.load_model(model), prompts, writer, **given)
         requests = writer.num_requests
     if as_json:
-        console.print_json({"trace": str(out), "requests": requests})
+        console.print_json({"trace": str(out), "requests": requests, "cut_prompts": cut})
     else:
         console.out.print(f"{requests} requests in {out}")
 
 
-def _prompts(model: str, dataset: Path | None, limit: int, max_tokens: int) -> tuple[list[list[int]], Any]:
-    from semmoe.dataset import Prompt, encode, load_dataset
+def _prompts(model: str, dataset: Path | None, limit: int, max_tokens: int) -> tuple[list[list[int]], Any, int]:
+    """Token ids of the prompts, the tokenizer, and how many prompts were cut, which is told too."""
+    from semmoe.dataset import encode
     from semmoe.engines.transformers.model import load_tokenizer
-    from semmoe.texts import held_out_prompts
 
     require(max_tokens >= 1, f"--max-prompt-tokens must be at least 1, not {max_tokens}")
     tokenizer = load_tokenizer(model)
+    encoded = [ids for ids in encode(_read_prompts(dataset, limit), tokenizer, max_tokens + 1) if ids]
+    require(bool(encoded), "no prompt holds a token")
+    cut = sum(len(ids) > max_tokens for ids in encoded)
+    if cut:
+        text = f"{cut} of {len(encoded)} prompts are cut to --max-prompt-tokens {max_tokens}"
+        console.err.print(text, soft_wrap=True)
+    return [ids[:max_tokens] for ids in encoded], tokenizer, cut
+
+
+def _read_prompts(dataset: Path | None, limit: int) -> list[Any]:
+    """Of the dataset, with a word where lines are not taken as prompts; of held-out texts without one."""
+    from semmoe.dataset import Prompt, is_running_text, load_dataset
+    from semmoe.texts import held_out_prompts
+
     if dataset is None:
         prompts = [Prompt(text=text) for _, _, text in held_out_prompts(per_domain=40)]
-        prompts = prompts[:limit] if limit else prompts
-    else:
-        prompts = load_dataset(dataset, limit)
-    encoded = [ids for ids in encode(prompts, tokenizer, max_tokens) if ids]
-    require(bool(encoded), "no prompt holds a token")
-    return encoded, tokenizer
+        return prompts[:limit] if limit else prompts
+    prompts = load_dataset(dataset, limit)
+    if is_running_text(dataset):
+        text = f"{dataset} is read as running text: prompts used: {len(prompts)}; for one prompt per line give jsonl"
+        console.err.print(text, markup=False, soft_wrap=True)
+    return prompts
 
 
 @app.command()
@@ -185,7 +199,8 @@ def generate(
         check_output(out, force=force)
     require(not (dataset and prompt), "give --dataset or --prompt, not both")
     chosen = _plan_to_run(model, plan, GivenTopology(attention and attention.value, ep_size, dp_size, num_nodes))
-    prompts, tokenizer = _encode_given(model, prompt) if prompt else _prompts(model, dataset, limit, max_prompt_tokens)
+    encoded = _encode_given(model, prompt) if prompt else _prompts(model, dataset, limit, max_prompt_tokens)
+    prompts, tokenizer, cut = encoded
     require(window == 0 or chosen.topology.dp_size > 1, "--window has no effect: there is one attention group")
     settings = GenerateSettings(max_new_tokens=max_new_tokens, batch_size=batch_size, window=window)
     way = "on the plan" if plan else "vanilla" if exchange is Exchange.all_to_all else exchange.value
@@ -203,6 +218,7 @@ def generate(
         "identical": agreement.holds if agreement else None,
         "identical_text": str(agreement) if agreement else "not verified",
         "plan_hash": plan_digest(plan) if plan else None,
+        "cut_prompts": cut,
     }
     if as_json:
         console.print_json({**row, "completions": completions})
@@ -229,12 +245,13 @@ def _plan_to_run(model: str, path: Path | None, given: GivenTopology) -> Plan:
     return plan or vanilla_plan(identity, topology)
 
 
-def _encode_given(model: str, texts: list[str]) -> tuple[list[list[int]], Any]:
+def _encode_given(model: str, texts: list[str]) -> tuple[list[list[int]], Any, int]:
+    """As `_prompts`; none of these is cut."""
     from semmoe.engines.transformers.model import load_tokenizer
 
     tokenizer = load_tokenizer(model)
     require(all(text for text in texts), "a prompt is empty")
-    return tokenizer(texts)["input_ids"], tokenizer
+    return tokenizer(texts)["input_ids"], tokenizer, 0
 
 
 def _hold_against_plain(model: str, prompts: Any, outputs: Any, settings: GenerateSettings, bars: Any) -> Any:

@@ -200,7 +200,11 @@ Force = Annotated[bool, typer.Option("--force", help="Replace what --out names."
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.", rich_help_panel=OUTPUT)]
 Dataset = Annotated[
     Path | None,
-    typer.Option(help="jsonl (ShareGPT, OpenAI chat, prompt) or text, gzip too.", rich_help_panel=INPUT),
+    typer.Option(
+        help="jsonl (ShareGPT, OpenAI chat or batch, prompt); else running text, cut about every 2,000 characters; "
+        "gzip too.",
+        rich_help_panel=INPUT,
+    ),
 ]
 Limit = Annotated[int, numeric(ProfileSettings, "limit", "Use the first N prompts; 0: all.", INPUT)]
 MaxPrompt = Annotated[
