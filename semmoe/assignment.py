@@ -50,8 +50,8 @@ def schedule_requests(
 ) -> np.ndarray:  # fmt: skip
     """(R,) int64: the attention group of each request in arrival order, by the plan's tables, or in turn without.
 
-    For a plan with a request map: lengths (R,) decode tokens, told of a request once `unfinished` more have arrived
-    (None: never); window: requests that wait to be assigned together. Algorithm 2 knows neither.
+    For a plan with a request map: lengths (R,) decode tokens, told of a request once more than `unfinished` others have
+    arrived after it (None: never); window: requests that wait to be assigned together. Algorithm 2 knows neither.
     """
     table = plan.schedule.requests if plan.schedule else None
     if table is None:

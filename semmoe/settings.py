@@ -106,7 +106,7 @@ class ReplaySettings:
     batch_tokens: int = number(1024, *TOKENS)  # all ranks together
     batches: str = "mixed"  # or "prefill"
     window: int = number(1, 1, 1 << 20)  # attention-DP: requests that wait to be assigned together
-    # attention-DP: requests that still decode when one arrives, so that their length is unknown
+    # attention-DP: a length is known once more than so many requests have arrived after it
     unfinished: int = number(32, 0, 1 << 20)
     seed: int = number(0, *SEED)
 

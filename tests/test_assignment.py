@@ -5,6 +5,7 @@ import oracles
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from synthetic import make_fingerprint
 
 from semmoe.assignment import (
     Preference,
@@ -14,9 +15,12 @@ from semmoe.assignment import (
     look_up,
     path_key,
     position_slices,
+    schedule_batch,
+    schedule_requests,
     slices_of,
 )
-from semmoe.core import PRIOR, PROFILED, RequestTable, ShuffleTables
+from semmoe.core import PRIOR, PROFILED, Plan, RequestMap, RequestTable, Schedule, ShuffleTables, Topology
+from semmoe.placement.linear import place
 
 
 def scheduler(scores) -> RequestScheduler:
@@ -70,6 +74,39 @@ def test_tokens_that_were_not_profiled_are_counted():
 def test_an_empty_prompt_takes_a_free_group():
     requests = scheduler([[0.9, 0.1], [0.3, 0.7]])
     assert [requests.assign(np.array([], np.int32)) for _ in range(4)] == [0, 1, 0, 1]
+
+
+def map_plan(scores) -> Plan:
+    """Requests of a mean length of 10 by a map; the last row serves unknown ids."""
+    scores = np.array(scores, np.float32)
+    (rows, groups), f = scores.shape, make_fingerprint(vocab_size=len(scores) - 1)
+    zeros = np.zeros(groups, np.float32)
+    table = RequestMap(token_scores=scores, token_weights=np.ones(rows, np.float32), bias=zeros, prices=zeros,
+                       score_spread=0.0, mean_length=10.0)  # fmt: skip
+    return Plan(
+        topology=Topology(ep_size=groups, dp_size=groups), fingerprint=f, method="test",
+        placement=place(f.num_layers, f.num_experts, groups), schedule=Schedule(requests=table, shuffle=None),
+    )  # fmt: skip
+
+
+def test_a_batch_is_even_in_prompt_and_decode_tokens_together():
+    """Requests of 30 + 10 and twice 10 + 10 tokens to two groups, of which all prefer the first: 40 each."""
+    prompts = [[0] * 30, [0] * 10, [0] * 10]
+    groups = schedule_batch(prompts, map_plan([[1, 0], [0, 0]]), new_tokens=10)
+    assert groups.tolist() == [0, 1, 1]
+
+
+@pytest.mark.parametrize(("unfinished", "expected"), [(0, [0, 1, 1]), (1, [0, 1, 0, 1, 0]), (9, [0, 1, 0, 1, 0, 1])])
+def test_a_length_is_told_once_more_than_so_many_requests_have_arrived_after_it(unfinished, expected):
+    """To the least loaded of two groups, by 10 tokens for a request that is not told and by 30 for one that is.
+
+    With 0 unfinished the third request finds (30, 10), with 1 the fourth finds (30 + 10, 10), the fifth (40, 40).
+    """
+    prompts, lengths = [[0]] * len(expected), np.full(len(expected), 30)
+    assert schedule_requests(prompts, map_plan([[0, 0]] * 2), lengths, unfinished=unfinished).tolist() == expected
+    assert schedule_requests(prompts, map_plan([[0, 0]] * 2), None, unfinished=0).tolist() == [
+        r % 2 for r in range(len(expected))
+    ]
 
 
 def test_known_rows_sends_strangers_to_the_last_row():

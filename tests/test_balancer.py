@@ -53,6 +53,17 @@ def test_what_has_ended_makes_room():
     assert [balancer.choose([1, 2]) for _ in range(3)] == [0, 0, 0]
 
 
+def test_of_a_rank_s_requests_the_oldest_has_ended():
+    """Work of 30 and then of 3: with 3 left there is room for three of 12 (39 against an allowed 39.5), with 30 none
+    (42 against 41)."""
+    clock = Clock()
+    balancer = RequestBalancer(plan(request_map()), clock)
+    assert [balancer.choose([1] * 20), balancer.choose([1, 2], max_new_tokens=1)] == [0, 0]
+    clock.now += 1
+    balancer.reconcile(0, 1, as_of=clock.now)
+    assert [balancer.choose([1, 2]) for _ in range(4)] == [0, 0, 0, 1]
+
+
 def test_a_load_older_than_a_request_does_not_end_it():
     clock = Clock()
     balancer = RequestBalancer(plan(request_map()), clock)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from synthetic import planted_trace, random_trace, with_noise
 
 from semmoe.core import Topology
-from semmoe.placement.cocluster import Measured, choose, place, search_layer
+from semmoe.placement.cocluster import Measured, choose, expected_load, place, search_layer
 from semmoe.plan import load_plan, save_plan
 from semmoe.predictor import fit
 from semmoe.replay import replay
@@ -111,6 +111,24 @@ def candidates(*layers):
 
 def chosen(layers, limit) -> list[int]:
     return [int(layout.slots[0, 0]) for layout in choose(layers, limit, 20.0)]
+
+
+def test_the_expected_load_counts_requests_as_drawn_twice():
+    """16 ranks with 1000 requests each, so many tokens that only their mix matters: a rank's load varies by
+    sqrt(2 / 1000) of the mean, and the largest of 16 normal numbers is 1.77 standard deviations above it."""
+    request = np.arange(16000)
+    load = expected_load(request[:, None] % 16, request, Topology(ep_size=16), replace(QUICK, batch_tokens=10**9))
+    assert load == pytest.approx(1 + 1.77 * np.sqrt(2 / 1000 * 15 / 16), abs=0.006)
+
+
+@pytest.mark.parametrize("batch_tokens", [64, 1024])
+def test_the_expected_load_counts_the_noise_of_a_batch(batch_tokens):
+    """Every token has a pair on each of 4 ranks, so that no mix of requests is uneven, but a batch draws its pairs:
+    a rank's load varies by sqrt(3 / pairs), and the largest of 4 normal numbers is 1.03 of that above the mean."""
+    served_by = np.tile(np.arange(4), (50, 1))
+    load = expected_load(served_by, np.arange(50), Topology(ep_size=4), replace(QUICK, batch_tokens=batch_tokens))
+    noise = 1.03 * np.sqrt(3 / (4 * batch_tokens))
+    assert load - 1 == pytest.approx(noise, rel=0.2)
 
 
 def test_the_least_cost_is_taken_where_no_limit_binds():

@@ -146,6 +146,15 @@ def test_two_pairs_of_experts_are_brought_together_by_hand():
     assert sorted(map(sorted, state.slots.tolist())) == [[0, 2], [1, 3]]
 
 
+def test_a_gain_that_the_first_sample_does_not_show_is_not_missed():
+    """Of the first 24 sets half would gain by bringing experts 0 and 2 together and half would lose; the rest gain."""
+    sets = np.array([[0, 1], [0, 2]] * 12 + [[0, 2]] * 176, np.int16)
+    instance = sets, np.ones(200), np.zeros(200, np.int16)
+    state, cost = search(instance, (np.array([[0, 1], [2, 3]]), np.array([0, 0, 1, 1])), Topology(ep_size=2))
+    assert sorted(map(sorted, state.slots.tolist())) == [[0, 2], [1, 3]]
+    assert cost == pytest.approx(-2 * 188 / 200)
+
+
 def test_a_load_cap_keeps_apart_what_would_fill_a_rank_by_hand():
     """Experts 0 and 2 carry three quarters of the load: 1.5 of the mean on one rank costs 4 * (1.5 - 1.2) = 1.2."""
     instance = np.array([[0, 2], [1, 3]], np.int16), np.array([3.0, 1.0]), np.zeros(2, np.int16)

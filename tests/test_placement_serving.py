@@ -79,6 +79,37 @@ def test_without_a_price_of_load_rows_are_merged():
     assert remote(expert_ids, home, out, nodes(3, 1))[0] == 1
 
 
+@pytest.mark.parametrize(("weight", "served_by"), [(0.5, 4), (0.0, 2)])
+def test_rows_to_one_node_are_merged(weight, served_by):
+    """Six ranks on three nodes. Expert 0 has copies on nodes 1 and 2, expert 1 is on node 2: two ranks in any case."""
+    slots, primary = np.array([[2], [3], [0], [4], [0], [1]]), np.array([2, 5, 0, 1, 3])
+    copies = nearest_copies(slots, 5, nodes(6, 3))
+    start, home = primary_serving(copies, primary), np.zeros(6, np.int64)
+    out = level(np.array([[0, 1]] * 6), home, home, start, copies, nodes(6, 3), (1.0, weight, 0.0))
+    assert start[0, 0] == 2
+    assert out[0, 0] == served_by
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 3])
+@given(seed=st.integers(0, 9999))
+def test_no_other_copy_would_lower_the_rows(num_nodes, seed):
+    slots, primary = layout(seed, experts=12, ranks=6, redundant=12)
+    node_of, weights = nodes(6, num_nodes), (1.0, 0.75, 0.0)
+    copies = nearest_copies(slots, 12, node_of)
+    expert_ids, home, request = tokens(seed, 60, experts=12, ranks=6)
+    out = level(expert_ids, home, request, primary_serving(copies, primary), copies, node_of, weights)
+
+    def cost(serving):
+        return np.dot(weights[:2], remote(expert_ids, home, serving, node_of))
+
+    least = cost(out) - 1e-9
+    for h, e in product(range(6), range(12)):
+        for other in np.flatnonzero(copies[h, e]):
+            step = out.copy()
+            step[h, e] = other
+            assert cost(step) >= least
+
+
 @pytest.mark.parametrize("num_nodes", [1, 2])
 @given(seed=st.integers(0, 9999))
 def test_copies_serve_from_as_near_as_they_can_and_costs_fall(num_nodes, seed):

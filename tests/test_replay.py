@@ -15,8 +15,8 @@ from semmoe.assignment import schedule_requests
 from semmoe.core import DECODE, PREFILL, Topology
 from semmoe.metrics import serving_ranks
 from semmoe.placement.linear import vanilla_plan
-from semmoe.replay import cut_batches, profiled_requests, replay, scheduled_by_answers
-from semmoe.settings import PaperSettings, ReplaySettings, SolveSettings
+from semmoe.replay import cut_batches, profiled_requests, replay, scheduled_by_answers, token_groups, token_homes
+from semmoe.settings import CoclusterSettings, PaperSettings, ReplaySettings, SolveSettings
 from semmoe.solve import score, solve, solve_methods
 from semmoe.split import split
 from semmoe.trace import open_trace
@@ -168,6 +168,29 @@ def test_token_imbalance_counts_routed_tokens_of_each_group():
     trace = make_trace([[0] * 6, [0] * 2, [0] * 3], np.zeros((11, 1, 1)), num_experts=2)
     plan = vanilla_plan(trace.fingerprint, Topology(ep_size=2, dp_size=2))
     assert replay(trace, plan, ReplaySettings()).token_max_over_mean == pytest.approx(9 / 5.5)
+
+
+def test_a_group_without_tokens_counts_in_the_balance():
+    trace = make_trace([[0] * 6], np.zeros((6, 1, 1)), num_experts=4)
+    plan = vanilla_plan(trace.fingerprint, Topology(ep_size=4, dp_size=4))
+    assert replay(trace, plan, ReplaySettings()).token_max_over_mean == 4.0
+
+
+@pytest.mark.parametrize(("batches", "knows"), [("prefill", False), ("mixed", True)])
+def test_tokens_know_those_before_them_in_decode_and_not_in_prefill(batches, knows):
+    trace, topology = random_trace(0), Topology(ep_size=4)
+    plan = solve(trace, topology, SolveSettings(method="semmoe", cocluster=CoclusterSettings(starts=1, kicks=0)))
+    other = plan.schedule.shuffle.history_scores.copy()
+    other[:, :-1] += 500  # all but the row for no token before
+    changed = replace(
+        plan, schedule=replace(plan.schedule, shuffle=replace(plan.schedule.shuffle, history_scores=other))
+    )
+    settings = ReplaySettings(batches=batches)
+    found = [
+        [evidence for evidence, _ in token_homes(trace, p, settings, token_groups(trace, p, settings))]
+        for p in (plan, changed)
+    ]
+    assert np.array_equal(*found) == (not knows)
 
 
 def test_tokens_that_the_prior_serves_are_counted():

@@ -167,6 +167,17 @@ def test_prices_follow_the_ledger():
     assert [scheduler.assign([0]) for _ in range(6)] == [0, 0, 1, 0, 1, 0]
 
 
+def test_a_finished_request_no_longer_costs_its_group_value():
+    """Group 0 is better by 0.25 and one request ahead of the mean would cost it 0.5, if it were still counted."""
+    settings = plain(lead_requests=1000, feedback=0.5, keep_finished=False)
+    scheduler = CapacityScheduler(make_map([[0.25, 0], [0, 0]]), settings)
+    for _ in range(5):
+        assigned = scheduler.admit([0])
+        assert assigned.group == 0
+        scheduler.finish(assigned, actual_tokens=10)
+    assert [scheduler.assign([0]) for _ in range(3)] == [0, 1, 0]
+
+
 def test_without_scores_the_least_loaded_group_is_next():
     """Requests of 10, 1 and 1 to three groups: the next two go to the second and the third, then both are at 2."""
     scheduler = CapacityScheduler(make_map([[0, 0, 0]] * 2, spread=0.0), plain(lead_requests=1000))

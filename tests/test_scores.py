@@ -191,6 +191,16 @@ def test_a_history_by_hand():
     assert history.contribution(0, slots).tolist() == [[-7]]
 
 
+def test_prompt_tokens_of_a_mixed_pass_are_scored_without_their_request_s_history():
+    tables, slots = random_tables(2), np.array([0, 1, 1])
+    history = History(tables, 2)
+    history.observe(1, slots, np.arange(6).reshape(3, 2))
+    known, nothing = history.contribution(1, slots), tables.history_scores[1, -1]
+    found = history.contribution(1, slots, np.array([True, False, True]))
+    assert found.tolist() == [known[0].tolist(), nothing.tolist(), known[2].tolist()]
+    assert known[1].tolist() != nothing.tolist()
+
+
 def test_the_running_mean_forgets_no_faster_than_its_limit():
     """After many tokens of expert 0, one of expert 1 moves the mean by one part in PRIOR + LIMIT."""
     tables = replace(random_tables(0, ranks=1), history_scores=np.array([[[0], [3200], [0], [0], [0]]], np.int16))

@@ -6,6 +6,7 @@ Triton's part of it is tested with its kernels; here the same code runs in plain
 from importlib import import_module
 
 import numpy as np
+import oracles
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,13 +18,15 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.fx.experimental.proxy_tensor import make_fx
 from triton_runs import interpret
 
+from semmoe import scores as host_scores
 from semmoe.core import Placement, Plan, Schedule, ShuffleTables, Topology
 from semmoe.runtime import static, tp_device
+from semmoe.runtime.collectives import shuffle_handle
 from semmoe.runtime.scores import DeviceTables
 from semmoe.runtime.static import take_rows
 from semmoe.runtime.tp import TokenShuffler, scores_of_tokens
 from semmoe.runtime.tp_device import PADDING_SLOT, DeviceHistory, DeviceShuffler
-from semmoe.scores import History
+from semmoe.scores import History, assign
 
 SIZE, GROUP, SLOTS = 2, 1, 40
 
@@ -100,6 +103,36 @@ def test_slices_are_those_of_the_host(seed):
                 chosen = routed(seed * 100 + number, layer, len(ids))
                 ours.observe(layer, chosen)
                 theirs.observe(layer, chosen)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_later_tokens_of_a_prompt_do_not_know_the_earlier_ones(seed):
+    """A prompt in two parts, the second beside a decoded token of another request, which alone has a history."""
+    planned, shuffler = plan(seed), TokenShuffler(plan(seed), GROUP, 0)
+    tables, history = planned.schedule.shuffle, History(planned.schedule.shuffle, 3)
+    first, second, decoding = np.array([1, 1, 2, 2, 2, 2]), np.array([1, 1, 1, 2, 1, 1]), np.arange(6) == 3
+    device = device_shuffler(planned)
+    for number, (slots, new) in enumerate([(first, np.array([1, 2])), (second, np.array([], np.int64))]):
+        decodes = decoding & (number == 1)
+        ids = np.random.default_rng(seed).integers(VOCABULARY, size=6)
+        shuffler.start(ids, slots, decodes, new)
+        device.begin(torch.from_numpy(new))
+        device.start(torch.from_numpy(ids), torch.from_numpy(slots), torch.from_numpy(decodes))
+        earlier = []
+        for layer in range(LAYERS):
+            known = np.where(decodes[:, None], history.contribution(layer, slots), tables.history_scores[layer, -1])
+            before = np.array(earlier[: tables.lookback]).reshape(-1, 6, TOP_K).astype(np.int64)
+            scores = oracles.score_tokens(
+                host_scores, tables, layer, GROUP * SIZE, SIZE, ids, before, known.astype(np.int32)
+            )
+            expected = shuffle_handle(assign(scores), SIZE, 0).order
+            assert torch.equal(shuffler.slices(layer).order, expected)
+            assert torch.equal(device.slices(layer).order, expected)
+            chosen = routed(seed * 10 + number, layer, 6)
+            for one in (shuffler, device):
+                one.observe(layer, chosen)
+            history.observe(layer, slots, chosen.numpy())
+            earlier.insert(0, chosen.numpy())
 
 
 @pytest.mark.parametrize("tables", ["scores", "paper", None])

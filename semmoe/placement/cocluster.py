@@ -202,7 +202,7 @@ def _measure(layout, trace, layer, rows, group, expected, topology, settings) ->
     traffic = layer_traffic(experts, home, serving)
     cost = settings.remote_rank * traffic.rows.sum() - settings.activation * traffic.local_pairs
     cost += settings.remote_node * _node_rows(experts, home, serving, node_of)
-    load = _expected_load(serving[home[:, None], experts], request, topology, settings)
+    load = expected_load(serving[home[:, None], experts], request, topology, settings)
     return Measured(layout.slots, serving.astype(np.int16), float(cost) / len(rows), load)
 
 
@@ -231,9 +231,7 @@ def _node_rows(experts, home, serving, node) -> int:
     return int(reached.sum())
 
 
-def _expected_load(
-    served_by: np.ndarray, request: np.ndarray, topology: Topology, settings: CoclusterSettings
-) -> float:
+def expected_load(served_by: np.ndarray, request: np.ndarray, topology: Topology, settings: CoclusterSettings) -> float:
     """Load max/mean that a batch of other requests would see.
 
     Requests are resampled (Poisson bootstrap), since their mix is what differs from profile to traffic: twice, for the
