@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
 MOST_ARRAY_BYTES = 1 << 35  # of one file of arrays, which is read whole: many times what a plan or a shard needs
+MOST_JSON_BYTES = 1 << 27  # of a header, a links file or a record: the largest, of a relabelled model, has some MB
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -146,7 +147,7 @@ def save_json(path: Path, model: BaseModel, private: bool = False) -> None:
 
 def load_json(path: Path, model: type[Model]) -> Model:
     try:
-        return parse_json(path, path.read_bytes(), model)
+        return parse_json(path, bytes(read_limited(path, MOST_JSON_BYTES)), model)
     except FileNotFoundError:
         raise ValueError(f"{path} is missing") from None
 

@@ -1,6 +1,7 @@
 """Sizes that a file declares are looked at before anything is allocated by them: a small file never fills memory."""
 
 import json
+import shutil
 import tracemalloc
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from safetensors.numpy import save_file
 from synthetic import random_trace
 from test_plan import saved
 
+from semmoe.checkpoint.directory import read_config
 from semmoe.core import MOST_EXPERTS, Placement
 from semmoe.engines.transformers.model import fingerprint_of
 from semmoe.plan import load_plan
@@ -62,6 +64,7 @@ def test_few_physical_experts_for_many_experts_are_refused_in_a_small_plan(plan_
     """Every size is within its bounds, but an array by layer, physical expert and expert would have 10**12 entries."""
     content = json.loads((plan_folder / "plan.json").read_text())
     content["fingerprint"] |= {"num_experts": MOST_EXPERTS, "num_layers": 16, "vocab_size": 20}
+    content["profiled_requests"] = False
     (tmp_path / "plan.json").write_text(json.dumps(content))
     save_file({"physical_to_logical_map": np.zeros((16, 8), np.int32)}, tmp_path / "plan.safetensors")
     with pytest.raises(ValueError, match="8 physical experts cannot hold 4096 experts"):
@@ -95,6 +98,23 @@ def test_a_trace_that_declares_a_huge_size_is_refused(tmp_path, name, value, no_
     with_value(tmp_path / "trace" / "trace.json", "fingerprint", name, value)
     with pytest.raises(ValueError, match=name):
         open_trace(tmp_path / "trace")
+
+
+def test_a_header_of_gigabytes_is_not_read(tmp_path):
+    """A sparse file takes no room on the disk."""
+    for name, read in (("plan.json", load_plan), ("trace.json", open_trace), ("config.json", read_config)):
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(1 << 40)
+        with pytest.raises(ValueError, match=f"{name} holds more than 134,217,728 bytes"):
+            read(tmp_path)
+
+
+def test_arrays_of_a_terabyte_are_not_read(plan_folder, tmp_path):
+    shutil.copy(plan_folder / "plan.json", tmp_path)
+    with (tmp_path / "plan.safetensors").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(ValueError, match="plan.safetensors has 1,099,511,627,776 bytes, more than"):
+        load_plan(tmp_path)
 
 
 @pytest.mark.parametrize("field", ["num_hidden_layers", "num_experts", "vocab_size"])

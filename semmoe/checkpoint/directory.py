@@ -11,6 +11,7 @@ from typing import Any
 
 from semmoe.checkpoint.shards import Shard, Tensor, read_shard
 from semmoe.core import require
+from semmoe.files import MOST_JSON_BYTES, read_limited
 
 SINGLE, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
 OTHER_WEIGHTS = {".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".safetensors"}
@@ -65,7 +66,7 @@ def read_config(path: Path) -> dict[str, Any]:
 def read_object(path: Path) -> dict[str, Any]:
     """A JSON object from a file; raises ValueError if it is anything else."""
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(read_limited(path, MOST_JSON_BYTES))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid: {error}") from None
     require(isinstance(value, dict), f"{path} is not a JSON object")
