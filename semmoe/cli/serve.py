@@ -30,6 +30,7 @@ from semmoe.cli.options import (
     numeric,
 )
 from semmoe.core import Plan, physical_experts
+from semmoe.engines import ownership, supervisor
 from semmoe.settings import ServeSettings
 
 
@@ -62,7 +63,7 @@ def serve(
     ] = None,
     dry_run: Annotated[bool, typer.Option(help="Print the command and stop.", rich_help_panel=OUTPUT)] = False,
 ) -> None:  # fmt: skip
-    """Serve a model with expert parallelism: print the engine's own command, then become it.
+    """Serve a model with expert parallelism: print the engine's own command, then run it.
 
     What follows `--` goes to the engine as it is. What is printed can be run by itself.
 
@@ -81,14 +82,21 @@ def serve(
         plan=str(plan.resolve()) if plan else "", schedule=schedule.value, shuffle=shuffle.value, control=str(folder)
     )
     launch = importlib.import_module(f"semmoe.engines.{engine.value}.launch")
-    variables, words = launch.server(model, chosen, topology, settings, host, port, ctx.args)
     if not dry_run:
         check_installed(engine.value)
-    _announce(variables, words, folder)
-    if not dry_run:
+        held = ownership.claim(folder)
         _forget(folder)
-        sys.stdout.flush()
-        os.execve(sys.executable, [sys.executable, *words], {**os.environ, **variables})
+        ownership.share(held)
+    variables, words = launch.server(model, chosen, topology, settings, host, port, ctx.args)
+    _announce(variables, words, folder)
+    if dry_run:
+        return
+    sys.stdout.flush()
+    code = supervisor.run([sys.executable, *words], {**os.environ, **variables})
+    reason = supervisor.reported(folder)
+    if reason is not None:
+        raise ValueError(reason)
+    raise typer.Exit(code)
 
 
 def _load(model: str, path: Path) -> Plan:
@@ -113,7 +121,10 @@ def _own_folder(folder: Path) -> Path:
 
 def _forget(folder: Path) -> None:
     """A server that starts counts from nothing and records nothing."""
-    for old in (*folder.glob("activity-*.json"), *folder.glob("status-*.json"), *folder.glob("control.json")):
+    names = ("activity-*.json", "status-*.json", "control.json", "expert_location-*.json", supervisor.REASON)
+    for old in (path for name in names for path in folder.glob(name)):
+        old.unlink()
+    for old in (folder / "prometheus").glob("*.db"):  # where vLLM's processes would count on from others' ends
         old.unlink()
 
 

@@ -28,11 +28,16 @@ class PluginSettings:
 
     @property
     def folder(self) -> Path | None:
-        return Path(self.control) if self.control else None
+        return control_folder({PREFIX + "CONTROL": self.control})
 
     def environment(self) -> dict[str, str]:
         """The variables that say the same."""
         return {PREFIX + name.upper(): value for name, value in asdict(self).items() if value}
+
+
+def control_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
+    """The folder that SEMMOE_CONTROL names, even where other variables are wrong; None: none."""
+    return Path(environment[PREFIX + "CONTROL"]) if environment.get(PREFIX + "CONTROL") else None
 
 
 Settings = TypeVar("Settings", bound=PluginSettings)

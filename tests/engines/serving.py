@@ -67,10 +67,11 @@ class Server:
 
     def stop(self) -> None:
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-            os.killpg(self.process.pid, signal.SIGTERM)
+            self.process.terminate()
             self.process.wait(timeout=15)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        for pid, _ in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.process.wait()
 
     def send(
@@ -114,9 +115,13 @@ class Server:
 
     def ranks(self) -> list[int]:
         """Process ids that may be killed."""
-        listed = subprocess.run(["ps", "-eo", "pid,pgid,args"], capture_output=True, text=True, check=True).stdout
+        return [pid for pid, name in self.processes() if self.RANK in name]
+
+    def processes(self) -> list[tuple[int, str]]:
+        """Id and title of all that belong to the server's session: the engine has a process group of its own."""
+        listed = subprocess.run(["ps", "-eo", "pid,sid,args"], capture_output=True, text=True, check=True).stdout
         rows = [line.split(None, 2) for line in listed.splitlines()[1:]]
-        return [int(pid) for pid, group, name in rows if int(group) == self.process.pid and self.RANK in name]
+        return [(int(pid), name) for pid, session, name in rows if int(session) == self.process.pid]
 
 
 class Router(Server):
@@ -156,6 +161,14 @@ def cli(*words: str) -> None:
     with mock.patch.object(sys, "argv", ["semmoe", *words]), pytest.raises(SystemExit) as done:
         main()
     assert done.value.code in (0, None)
+
+
+def reason(server: Server) -> str:
+    """The last line of a server that `semmoe serve` could not start for a mistake, in spite of the engine's traces."""
+    last = refused(server).strip().splitlines()[-1]
+    assert server.process.returncode == 2
+    assert last.startswith("error: ")
+    return last
 
 
 def refused(server: Server) -> str:

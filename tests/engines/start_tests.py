@@ -1,12 +1,14 @@
 """What holds of every engine's start: one that does not fit ends with a line that says why; a broken one is noticed."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from serving import Server, refused
+from serving import Server, reason
 
 from semmoe.demo import MODEL
+from semmoe.engines import ownership
 from semmoe.engines.hooks import Hook, problem
 from semmoe.engines.transformers import verify
 from semmoe.plan import load_plan, save_plan
@@ -36,17 +38,27 @@ class StartTests:
     def test_a_plan_of_another_model_does_not_start(self, plans, tmp_path):
         plan = load_plan(plans["tp2"])
         save_plan(replace(plan, fingerprint=replace(plan.fingerprint, architecture_hash="0" * 64)), tmp_path / "other")
-        assert "architecture_hash" in refused(self.SERVER(tmp_path, str(MODEL), "--plan", str(tmp_path / "other")))
+        assert "architecture_hash" in reason(self.SERVER(tmp_path, str(MODEL), "--plan", str(tmp_path / "other")))
 
     def test_a_rank_with_another_plan_does_not_start(self, plans, tmp_path, monkeypatch):
         """Of equal sizes: only the scores of tokens differ, so that nothing else would fail."""
         monkeypatch.setenv("STALE_PLAN", str(save_stale(plans["tp2"], tmp_path / "stale")))
-        log = refused(self.SERVER(tmp_path, str(MODEL), "--plan", plans["tp2"], path=str(STALE)))
-        assert "ranks disagree: the plan of rank 1 is not that of rank 0" in log
+        line = reason(self.SERVER(tmp_path, str(MODEL), "--plan", plans["tp2"], path=str(STALE)))
+        assert "ranks disagree: the plan of rank 1 is not that of rank 0" in line
 
     def test_an_unknown_setting_does_not_start(self, tmp_path, monkeypatch):
         monkeypatch.setenv("SEMMOE_PLANN", "x")
-        assert "SEMMOE_PLANN is no setting" in refused(self.SERVER(tmp_path, str(MODEL)))
+        assert "SEMMOE_PLANN is no setting" in reason(self.SERVER(tmp_path, str(MODEL)))
+
+    def test_a_folder_in_use_is_left_alone(self, tmp_path):
+        """Not even a dry run touches what a running server has there."""
+        server = self.SERVER(tmp_path, str(MODEL))
+        (server.control).mkdir(mode=0o700, exist_ok=True)
+        held = ownership.claim(server.control)
+        try:
+            assert "is in use by a running server" in reason(server)
+        finally:
+            os.close(held)
 
 
 def save_stale(path: str, out: Path) -> Path:

@@ -1,5 +1,6 @@
 """SGLang's own arguments and environment for a plan: what `semmoe serve` prints and runs."""
 
+import hashlib
 import os
 from pathlib import Path
 from typing import Any
@@ -56,10 +57,11 @@ def environment(settings: PluginSettings, topology: Topology, on_cpu: bool) -> d
 
 
 def write_location(plan: Plan, model: Path, folder: Path) -> Path:
-    """The file for --init-expert-location, made anew."""
-    path = folder / "expert_location.json"
-    path.unlink(missing_ok=True)
-    write_sglang(plan, model, path)
+    """The file for --init-expert-location, named by what it says: that of a running server is left alone."""
+    said = hashlib.sha256(str(model.resolve()).encode() + plan.placement.physical_to_logical_map.tobytes())
+    path = folder / f"expert_location-{said.hexdigest()[:16]}.json"
+    if not path.exists():
+        write_sglang(plan, model, path)
     return path
 
 

@@ -7,9 +7,11 @@ from typing import Any
 
 from semmoe.core import Plan
 from semmoe.engines.metrics import Counters
-from semmoe.engines.settings import from_environment
+from semmoe.engines.ownership import join
+from semmoe.engines.settings import control_folder, from_environment
 from semmoe.engines.sglang import targets
 from semmoe.engines.sglang.settings import SglangSettings
+from semmoe.engines.supervisor import report
 from semmoe.plan import load_plan
 
 
@@ -18,11 +20,15 @@ def register() -> None:
 
     SGLang logs a plug-in's exceptions and serves without it, which would be a setting silently ignored.
     """
+    folder = control_folder()
     try:
         settings = from_environment(SglangSettings)
+        if folder is not None:
+            join(folder)
         if settings.plan or settings.control or on_cpu():
             _register(settings)
     except (ValueError, RuntimeError, OSError) as error:
+        report(folder, str(error))
         print(f"semmoe: {error}; SGLang does not start", file=sys.stderr, flush=True)
         raise SystemExit(2) from None
 

@@ -12,6 +12,7 @@ from sglang.srt.runtime_context import get_exec, get_parallel, get_resources, ge
 from sglang.srt.state_capturer.base import BaseTopkCapturer
 
 from semmoe.core import Fingerprint, Plan, Topology, require
+from semmoe.engines import supervisor
 from semmoe.engines.metrics import Reading
 from semmoe.engines.rank import check_identity, check_plan, check_same_plan, description, publish, readings
 from semmoe.engines.recorder import LiveRecorder
@@ -91,6 +92,7 @@ class RankPlugin:
                 self._attach(runner)
             except ValueError as error:
                 log.critical("semmoe: %s; SGLang does not start", error)
+                supervisor.report(self._settings.folder, str(error))
                 raise
         return out
 

@@ -1,10 +1,8 @@
 """vLLM's own arguments and environment for a plan: what `semmoe serve` prints and runs."""
 
 import os
-import shutil
 from dataclasses import asdict
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from semmoe.core import Plan, Topology
@@ -49,9 +47,12 @@ def server(
     cpu, settings = _runs_on_cpu(), VllmSettings(**asdict(given))
     shuffles = bool(plan and plan.schedule and plan.schedule.shuffle) and settings.shuffle != "off"
     # One front end: it alone knows all requests. More would each see a share.
-    values = arguments(topology, cpu or shuffles) | {"api_server_count": 1}
+    values = arguments(topology, cpu or shuffles)
+    values |= {} if "--headless" in options else {"api_server_count": 1}  # a node without a front end
     words = ["-m", "vllm.entrypoints.cli.main", "serve", model, "--host", host, "--port", str(port)]
-    variables = environment(settings, cpu) | {"PROMETHEUS_MULTIPROC_DIR": str(_empty(given.folder / "prometheus"))}
+    meeting = given.folder / "prometheus"  # of vLLM's processes; `semmoe serve` empties it before a start
+    meeting.mkdir(mode=0o700, exist_ok=True)
+    variables = environment(settings, cpu) | {"PROMETHEUS_MULTIPROC_DIR": str(meeting)}
     return variables, words + join(values, options, DECIDED, "vllm serve")
 
 
@@ -60,10 +61,3 @@ def _runs_on_cpu() -> bool:
         return on_cpu()
     except ModuleNotFoundError:  # what would be run is shown without vLLM too
         return False
-
-
-def _empty(folder: Path) -> Path:
-    """vLLM's processes meet there, and would count on from where others ended."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(mode=0o700)
-    return folder

@@ -7,7 +7,9 @@ from typing import Any
 
 from semmoe.core import Plan
 from semmoe.engines.metrics import Counters
-from semmoe.engines.settings import from_environment
+from semmoe.engines.ownership import join
+from semmoe.engines.settings import control_folder, from_environment
+from semmoe.engines.supervisor import report
 from semmoe.engines.vllm import targets
 from semmoe.engines.vllm.settings import VllmSettings
 from semmoe.plan import load_plan
@@ -18,11 +20,15 @@ def register() -> None:
 
     vLLM logs a plug-in's exceptions and serves without it, which would be a setting silently ignored.
     """
+    folder = control_folder()
     try:
         settings = from_environment(VllmSettings)
+        if folder is not None:
+            join(folder)
         if settings.plan or settings.control or settings.sequence_parallel:
             _register(settings)
     except (ValueError, RuntimeError, OSError) as error:
+        report(folder, str(error))
         print(f"semmoe: {error}; vLLM does not start", file=sys.stderr, flush=True)
         raise SystemExit(2) from None
 

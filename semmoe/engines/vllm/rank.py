@@ -13,6 +13,7 @@ from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
 from semmoe.core import Fingerprint, Plan, Topology, require
+from semmoe.engines import supervisor
 from semmoe.engines.metrics import Reading
 from semmoe.engines.placement import dispatch_map
 from semmoe.engines.rank import check_identity, check_plan, check_same_plan, description, publish, readings
@@ -87,6 +88,7 @@ class RankPlugin:
             self._attach(runner)
         except ValueError as error:
             log.critical("semmoe: %s; vLLM does not start", error)
+            supervisor.report(self._settings.folder, str(error))
             raise
         return out
 

@@ -1,0 +1,59 @@
+"""An engine's server as a child: signals go on to it, and what ended its start is the last line that a user sees.
+
+Engines end a failed start with a traceback of their own, in which the reason is somewhere in the middle, and with any
+exit code. Plug-ins leave the reason in the control folder (`report`).
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+REASON = "fatal.txt"
+LONGEST = 2000  # characters of a reason
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+def report(folder: Path | None, reason: str) -> None:
+    """From a process of the engine: why the server cannot start or go on. The first reason stays."""
+    if folder is not None:
+        with contextlib.suppress(OSError), (folder / REASON).open("x", encoding="utf-8") as file:
+            file.write(" ".join(reason.split())[:LONGEST])
+
+
+def reported(folder: Path) -> str | None:
+    """What a plug-in reported, or None."""
+    try:
+        with (folder / REASON).open(encoding="utf-8", errors="replace") as file:
+            return "".join(c if c.isprintable() else " " for c in file.read(LONGEST))
+    except FileNotFoundError:
+        return None
+
+
+def run(words: list[str], environment: dict[str, str]) -> int:
+    """Run a command until it ends; returns its exit code, 128 + n where signal n ended it.
+
+    It has a process group of its own, so that Ctrl-C in a terminal reaches it once, from here.
+    """
+    child = subprocess.Popen(words, env=environment, preexec_fn=partial(_as_child, os.getpid()))
+    before = {number: signal.signal(number, lambda n, _: child.send_signal(n)) for number in FORWARDED}
+    try:
+        code = child.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return code if code >= 0 else 128 - code
+
+
+def _as_child(parent: int) -> None:
+    """In the child: a process group of its own, and the end when the parent ends, however that ends."""
+    os.setpgid(0, 0)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it ended before that took effect
+            os.kill(os.getpid(), signal.SIGTERM)
