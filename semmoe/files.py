@@ -4,6 +4,7 @@ import contextlib
 import errno
 import gzip
 import os
+import re
 import shutil
 import tempfile
 import zlib
@@ -18,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 MOST_ARRAY_BYTES = 1 << 35  # of one file of arrays, which is read whole: many times what a plan or a shard needs
 MOST_JSON_BYTES = 1 << 27  # of a header, a links file or a record: the largest, of a relabelled model, has some MB
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors that end when somebody makes room
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -51,7 +53,7 @@ def _called(path: Path, staged: Path | None = None) -> Iterator[None]:
     except OSError as error:
         unnamed = error.filename is None or staged is None or str(error.filename).startswith(str(staged))
         if unnamed and error.errno is not None:
-            error.filename, error.filename2 = str(path), None
+            error.filename = str(path)
         raise
 
 
@@ -113,7 +115,8 @@ def save_arrays(path: Path, arrays: dict[str, np.ndarray], private: bool = False
         try:
             save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, staged)
         except SafetensorError as error:  # a full disk, for one
-            raise OSError(errno.EIO, str(error), str(path)) from None
+            number = re.search(r"os error (\d+)", str(error))
+            raise OSError(int(number[1]) if number else errno.EIO, str(error), str(path)) from None
 
 
 def load_arrays(path: Path, names: set[str]) -> dict[str, np.ndarray]:

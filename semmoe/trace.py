@@ -51,7 +51,7 @@ class TraceWriter:
         self.path, self.shard_tokens, self.private = path, shard_tokens, private
         self._fingerprint = header.fingerprint
         self._pending: list[dict[str, np.ndarray]] = []
-        self._pending_tokens = 0
+        self.pending_tokens = 0  # routed, not on disk yet
         if (path / "trace.json").exists():
             _check_same_run(path, load_json(path / "trace.json", TraceHeader), header)
         else:
@@ -76,8 +76,8 @@ class TraceWriter:
             "prompt_lengths": np.array([len(prompt_ids)], np.int64),
         })  # fmt: skip
         self.num_requests += 1
-        self._pending_tokens += len(token_ids)
-        if self._pending_tokens >= self.shard_tokens:
+        self.pending_tokens += len(token_ids)
+        if self.pending_tokens >= self.shard_tokens:
             self.flush()
 
     def append_all(self, trace: RoutingTrace) -> None:
@@ -94,7 +94,7 @@ class TraceWriter:
             shard = {name: np.concatenate([part[name] for part in self._pending]) for name in ARRAYS}
             save_arrays(self.path / f"shard-{self._next_shard:05d}.safetensors", shard, self.private)
             self._next_shard += 1
-            self._pending, self._pending_tokens = [], 0
+            self._pending, self.pending_tokens = [], 0
 
     def __enter__(self) -> "TraceWriter":
         return self

@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from semmoe.core import require
 
 PREFIX = "semmoe_"
+STALE_SECONDS = 5.0  # counters are published every second
 ENOUGH_PAIRS = 10_000  # (token, expert) pairs, below which a rate of local ones says little
 Labels = frozenset[tuple[str, str]]
 
@@ -42,6 +43,7 @@ class View:
     by_engine: int
     unknown_tokens: int
     schedule_failures: int
+    stale: list[str]  # processes whose counters stand still: none of these figures counts what they do
 
 
 def fetch(url: str, seconds: float = 10.0) -> str:
@@ -91,7 +93,14 @@ def view(before: Look, after: Look) -> View:
         named=int(_sum(grown, "scheduled_requests", by="named")),
         by_engine=int(_sum(grown, "scheduled_requests", by="engine")),
         unknown_tokens=int(_sum(grown, "unknown_tokens")), schedule_failures=int(_sum(grown, "schedule_failures")),
+        stale=_stale(grown, seconds),
     )  # fmt: skip
+
+
+def _stale(grown: Mapping[tuple[str, Labels], float], seconds: float) -> list[str]:
+    """Processes that have published nothing for longer than a publication may be late."""
+    published = _by(grown, "publications", "process") if seconds > STALE_SECONDS else {}
+    return [process for process, times in published.items() if times == 0]
 
 
 def drift(seen: View, expected: float | None, margin: float) -> str | None:

@@ -60,3 +60,14 @@ def test_traffic_is_that_of_the_replay():
     home, serving = torch.ones(50, dtype=torch.int64).numpy(), torch.arange(4).repeat(4, 1).numpy()
     expected = layer_traffic(targets.numpy(), home, serving)
     assert (tokens, pairs, rows) == (50, expected.load.tolist(), expected.rows[1].tolist())
+
+
+def test_counters_outlive_a_disk_without_room(tmp_path):
+    counters = Counters("rank-00000", tmp_path / "absent" / "folder")
+    (tmp_path / "absent").write_text("a file in the way")
+    assert "NotADirectoryError" in counters.try_to_publish() or "FileExistsError" in counters.try_to_publish()
+    (tmp_path / "absent").unlink()
+    assert counters.try_to_publish() == ""
+    path = tmp_path / "absent" / "folder" / "activity-rank-00000.json"
+    said = Activity.model_validate_json(path.read_bytes())
+    assert [(s.name, s.value > 1) for s in said.samples] == [("publications", True)]

@@ -1,7 +1,9 @@
 """Recording a live server: each token once, bounded, private, and never an exception into the server."""
 
+import contextlib
 import itertools
 import os
+import resource
 import stat
 import subprocess
 import sys
@@ -553,23 +555,68 @@ def test_a_control_file_of_another_kind_means_off(tmp_path, kind):
     assert live.status.reason
 
 
+@contextlib.contextmanager
+def full_disk():
+    """No file may grow, as on a full disk: the limit's error (27) stands for that of a disk (28), which needs root."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("counts_only", [False, True])
+def test_what_finds_no_room_on_the_disk_is_written_when_there_is_some(tmp_path, counts_only):
+    control = start(tmp_path, counts_only=counts_only)
+    live = recorder(tmp_path)
+    run(live, ("a", 0, [1]))
+    with full_disk():
+        live.finish("a", [1])
+        for _ in range(400):
+            live.poll()
+        assert live.recording
+        assert "nothing can be written now" in live.status.reason
+    for _ in range(400):
+        live.poll()
+    assert live.status.reason == ""
+    live.close()
+    if not counts_only:
+        assert traced(tmp_path, control).num_requests == 1
+
+
+def test_a_disk_that_stays_full_costs_bounded_memory_and_says_what_is_lost(tmp_path):
+    start(tmp_path, max_mb=1)
+    live = recorder(tmp_path)
+    assert live.poll()
+    with full_disk():
+        for i in range(300):
+            run(live, (f"r{i}", 0, [1] * 1000))
+            live.finish(f"r{i}", [1])
+        assert live.recording
+        assert live.status.dropped > 100
+        assert live.status.bytes_held < 1e6
+        live.close()
+    assert "what was not on disk is lost" in live.status.reason
+
+
 @pytest.mark.parametrize("target", ["append", "flush"])
-def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path, monkeypatch, target):
+def test_another_fault_ends_the_recording_and_nothing_else(tmp_path, monkeypatch, target):
     start(tmp_path)
     live = recorder(tmp_path)
     run(live, ("a", 0, [1]))
 
-    def full(*arguments, **named):
-        raise OSError(28, "No space left on device")
+    def broken(*arguments, **named):
+        raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(recorder_session.TraceWriter, target, full)
+    monkeypatch.setattr(recorder_session.TraceWriter, target, broken)
     live.finish("a", [1])
-    for _ in range(40):
+    for _ in range(400):
         live.poll()
     assert not live.recording
     status = read_status(status_path(tmp_path / "control", 0))
     assert (status.state, status.bytes_held) == ("failed", 0)
-    assert "No space left on device" in status.reason
+    assert "Input/output error" in status.reason
     live.observe(["a"], *[np.zeros(1, int)] * 3, np.zeros((1, 3, 2), int))
     live.finish("a", [1])
     live.close()
@@ -579,12 +626,14 @@ def test_a_disk_so_full_that_not_even_the_status_fits(tmp_path, monkeypatch):
     def full(*arguments, **named):
         raise OSError(28, "No space left on device")
 
-    start(tmp_path)
+    control = start(tmp_path)
     monkeypatch.setattr("semmoe.engines.recorder.write_status", full)
     live = recorder(tmp_path)
-    assert not live.poll()
+    run(live, ("a", 0, [1]))
+    live.finish("a", [1])
     live.close()
-    assert live.status.state == "failed"
+    assert "No space left on device" in live.status.reason
+    assert traced(tmp_path, control).num_requests == 1
 
 
 def test_a_restarted_server_goes_on_with_the_run(tmp_path):

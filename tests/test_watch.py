@@ -158,3 +158,18 @@ def test_mistakes_are_named(site):
     bare = Site()
     bare.add("other", 1)
     assert "none of semmoe's" in run(bare.url).output
+
+
+def test_counters_that_stand_still_are_told_from_a_server_without_requests(site):
+    """Two processes publish, then one of them no more."""
+    for process in ("rank-00000", "frontend"):
+        site.add("publications", 1, process=process)
+    before = watch.parse(watch.fetch(site.url), 0.0)
+    for process in ("rank-00000", "frontend"):
+        site.add("publications", 9, process=process)
+    after = watch.parse(watch.fetch(site.url), 10.0)
+    assert watch.view(before, after).stale == []
+    site.add("publications", 9, process="frontend")
+    later = watch.parse(watch.fetch(site.url), 20.0)
+    assert watch.view(after, later).stale == ["rank-00000"]
+    assert watch.view(after, watch.Look(10.5, later.totals)).stale == []  # too soon to say

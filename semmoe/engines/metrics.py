@@ -12,11 +12,13 @@ Names (all begin with `semmoe_`), labels in braces; `ep_rank` and `dp_rank` are 
     scheduled_requests{dp_rank, by}         by = plan, named (the request named its rank) or engine
     unknown_tokens                          prompt ids that the plan's tables do not know
     schedule_failures                       requests that semmoe could not schedule and the engine did
+    publications{process}                   times that a process published its counters: they go stale when it stands
 """
 
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -80,13 +82,22 @@ class Counters:
         threading.Thread(target=self._run, name="semmoe-metrics", daemon=True).start()
 
     def _run(self) -> None:
-        stopped = threading.Event()
-        while not stopped.wait(PERIOD):
-            try:
-                self.publish()
-            except Exception:  # the server's work goes on without its counters
-                log.exception("semmoe: the counters could not be published and no longer are")
-                return
+        said = ""
+        while True:
+            time.sleep(PERIOD)
+            problem = self.try_to_publish()
+            if problem and problem != said:
+                log.warning("semmoe: counters cannot be published now: %s", problem)
+            said = problem
+
+    def try_to_publish(self) -> str:
+        """Publish; what went wrong, in words. A full disk, for one, may have room again later: the server goes on."""
+        self.add("publications", 1, process=self._process)
+        try:
+            self.publish()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
 
     def publish(self) -> None:
         """To Prometheus where the engine collects over processes, and to the control folder."""
@@ -134,4 +145,5 @@ DESCRIPTIONS = {
     "scheduled_requests": "Requests by data-parallel rank and by who chose it",
     "unknown_tokens": "Prompt token ids outside the plan's tables",
     "schedule_failures": "Requests that semmoe failed to schedule",
+    "publications": "Times that a process has published its counters",
 }

@@ -48,7 +48,7 @@ from semmoe.engines.recorder_session import Session
 LOOK_SECONDS = 0.2  # between looks at the control file
 STATUS_SECONDS = 1.0
 COUNTS_SECONDS = 10.0  # between writes of counts: what a crash can cost
-TRACE_SECONDS = 30.0  # the same of a trace
+TRACE_SECONDS = 5.0  # the same of a trace: engines end their ranks without a word
 logger = logging.getLogger(__name__)
 
 
@@ -196,7 +196,8 @@ class LiveRecorder:
             self._stop_if_full()
         if now >= self._next_status:
             self._next_status = now + STATUS_SECONDS
-            self._write_status()
+            with contextlib.suppress(OSError):  # a full disk ends no recording
+                self._write_status()
 
     def _stop_if_full(self) -> None:
         if self._session is not None and self._session.full:
@@ -205,9 +206,11 @@ class LiveRecorder:
     def _stop(self, reason: str) -> None:
         assert self._session is not None
         self._session.save()
-        self._status = self._final(self._session.status(), "stopped", self._session.full or reason)
+        lost = f"{self._session.stuck}; what was not on disk is lost" if self._session.stuck else ""
+        self._status = self._final(self._session.status(), "stopped", lost or self._session.full or reason)
         self._session = None
-        self._write_status()
+        with contextlib.suppress(OSError):
+            self._write_status()
         logger.warning("semmoe records no more: %s", self._status.reason or "as it was told")
 
     def _fail(self, error: Exception) -> None:

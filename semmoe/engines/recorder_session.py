@@ -9,10 +9,11 @@ import numpy as np
 from semmoe.core import DECODE, PREFILL, Fingerprint, require
 from semmoe.engines.recorder_files import Control, Status, check_folder, counts_path, make_private, rank_folder
 from semmoe.engines.recorder_rows import REFUSED, SLOTS, Counts, Requests, Rows, RowStore, outside, row_bytes
-from semmoe.files import array_shape, load_arrays, save_arrays, save_json
+from semmoe.files import NO_ROOM, array_shape, load_arrays, save_arrays, save_json
 from semmoe.trace import TraceHeader, TraceWriter, shard_paths
 
 COUNTS = {"activations", "transitions", "tokens"}
+NEVER = 1 << 62  # tokens of a shard: this module decides when one is written
 SHARD_TOKENS = 1 << 14  # small, so that writing one holds a server up for some 10 ms only
 MOST_POSITION = np.iinfo(np.int32).max
 WRITE_SHARE = 16  # finished requests are written when they hold this part of the rows in memory: a scan each time
@@ -24,6 +25,7 @@ class Session:
     def __init__(self, folder: Path, fingerprint: Fingerprint, rank: int, control: Control) -> None:
         self.fingerprint, self.control = fingerprint, control
         self.full = ""  # why nothing more is recorded
+        self.stuck = ""  # why nothing can be written now
         self.written = self.tokens = self.seen = self.dropped = self.unknown = 0
         self._requests = Requests(control.sample)
         self._finished: dict[int, tuple[np.ndarray, int] | None] = {}  # prompt and length by slot; None: not written
@@ -51,8 +53,8 @@ class Session:
         require(shard >= 1, f"max_mb {self.control.max_mb} is too little for a row")
         make_private(path)
         check_folder(path)
-        self._store = RowStore(self.fingerprint, rows - shard)
-        self._writer = TraceWriter(path, self._header, shard_tokens=shard, private=True)
+        self._store, self._shard = RowStore(self.fingerprint, rows - shard), shard
+        self._writer = TraceWriter(path, self._header, shard_tokens=NEVER, private=True)
         # Of this run, before the server restarted.
         self.written = self._writer.num_requests
         self.tokens = sum(array_shape(shard, "token_ids")[0] for shard in shard_paths(path))
@@ -159,6 +161,11 @@ class Session:
             self.dropped += 1
             self._note_full()
             return
+        if self._writer.pending_tokens >= self._shard:
+            self._flush()
+        if self._writer.pending_tokens >= self._shard:  # it could not be written, and memory is bounded
+            self.dropped += 1
+            return
         bad = outside(prompt, self.fingerprint.vocab_size) if len(prompt) else None
         self.unknown += 0 if bad is None else int(bad.sum())
         self._writer.append(
@@ -177,16 +184,28 @@ class Session:
         self.full = f"max_tokens {self.control.max_tokens} is reached"
 
     def save(self) -> None:
-        """Bring to disk what is finished."""
-        if self._counts is not None:
-            save_arrays(self._counts_path, self._counts.arrays(), private=True)
-        else:
+        """Bring to disk what is finished; what finds no room there is kept for the next time."""
+        if self._counts is None:
             self._write_finished()
-            self._writer.flush()
+        self._flush()
+
+    def _flush(self) -> None:
+        try:
+            if self._counts is not None:
+                save_arrays(self._counts_path, self._counts.arrays(), private=True)
+            else:
+                self._writer.flush()
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            self.stuck = f"nothing can be written now: {error}"
+        else:
+            self.stuck = ""
 
     def status(self) -> Status:
         return Status(
-            rank=0, run=self.control.run, state="recording", reason=self.full, counts_only=self.control.counts_only,
+            rank=0, run=self.control.run, state="recording", reason=(self.full or self.stuck)[:1000],
+            counts_only=self.control.counts_only,
             requests=self.written, tokens=self.tokens, tokens_seen=self.seen, skipped=self._requests.skipped,
             dropped=self.dropped, unfinished=len(self._requests), unknown=self.unknown,
             bytes_held=self._store.used * self._store.row_bytes if self._counts is None else self._counts.nbytes,
