@@ -420,14 +420,16 @@ def test_kinds_that_do_not_fit_the_trace_are_not_used(full):
     assert kinds.tolist() == [0, 1, 2, 3, 4, 5, 6, 6, 6, 0, 1]
 
 
-def test_a_replay_serves_where_a_plan_expects_nothing(tmp_path):
+@pytest.mark.parametrize("profiled", [True, False])
+def test_a_replay_serves_where_a_plan_expects_nothing(tmp_path, profiled):
     trace = trace_of()
     plan = save(tmp_path, trace, expected=False)
     found = score_plans(trace, solve_methods(trace, plan.topology, ["paper"], PAPER)[0], MEASURE)
-    write_json(tmp_path / "r.json", {"settings": {**asdict(plan.topology)}, "methods": found})
+    write_json(tmp_path / "r.json", {"settings": {**asdict(plan.topology), "profiled": profiled}, "methods": found})
     written = page.write(tmp_path, tmp_path / "out.html")
     assert "Rows per rank pair" in written.path.read_text()
     assert "method paper in r.json" in written.path.read_text()
+    assert ("partly on requests that it was solved on" in written.cards[0].source) is profiled
 
 
 # --- in a browser ---------------------------------------------------------------------------------------------------

@@ -76,7 +76,8 @@ def replayed_of(inputs: Inputs, entry: PlanFile) -> Replayed | None:
         own = replay.methods.get(plan.method)
         if same and own is not None and own.layers:
             vanilla = replay.methods.get("linear") if plan.method != "linear" else None
-            return Replayed(own, vanilla, f"method {words.name(plan.method)} in {words.name(path)}", limit)
+            seen = ", partly on requests that it was solved on" if replay.settings.get("profiled") else ""
+            return Replayed(own, vanilla, f"method {words.name(plan.method)} in {words.name(path)}{seen}", limit)
     return None
 
 
