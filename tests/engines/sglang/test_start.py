@@ -1,6 +1,7 @@
 """Starts that do not fit."""
 
 import json
+from pathlib import Path
 
 import pytest
 from serving import refused
@@ -12,8 +13,10 @@ from semmoe.demo import MODEL
 from semmoe.engines.launch import command_line
 from semmoe.engines.sglang import launch, targets
 from semmoe.engines.sglang.settings import SglangSettings
+from semmoe.engines.transformers import verify
 
 TWO = Topology(ep_size=2)
+EMULATED = Path(__file__).parents[1] / "emulated"  # a plug-in that stands in for GPUs' memory
 
 
 class TestSglang(StartTests):
@@ -39,3 +42,16 @@ def test_a_fused_shuffle_that_cannot_be_does_not_start(plans, tmp_path, monkeypa
     monkeypatch.setenv("SEMMOE_FUSED", "1")
     log = refused(SglangServer(tmp_path, str(MODEL), "--plan", plans[plan]))
     assert any("SEMMOE_FUSED=1" in line and why in line for line in log.splitlines())
+
+
+def test_the_fused_shuffle_gives_the_plain_models_tokens(plans, model, prompts, reference, tmp_path, monkeypatch):
+    """Its kernels in Triton's interpreter, its buffers in files; no GPU has run it."""
+    monkeypatch.setenv("SEMMOE_FUSED", "1")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    server = SglangServer(tmp_path, str(MODEL), "--plan", plans["tp2"], path=str(EMULATED))
+    try:
+        outputs = server.wait().complete(prompts[:8])
+    finally:
+        server.stop()
+    assert "static true, fused true" in server.log
+    assert verify.compare_outputs(model, prompts[:8], reference[:8], outputs).holds
