@@ -14,7 +14,7 @@ import uvicorn
 from semmoe.core import Fingerprint, Plan, RequestMap, RequestTable, Schedule, Topology
 from semmoe.placement.linear import place
 from semmoe.router.proxy import Router
-from semmoe.router.server import listen
+from semmoe.router.server import configuration, listen
 from semmoe.router.settings import RouterSettings
 
 VOCAB, MEAN = 4096, 10.0
@@ -125,11 +125,18 @@ async def _answer(send, status, body, more):
 
 
 @contextmanager
-def served(application, lifespan="off", port=0):
+def served(application, port=0):
     """The URL at which an ASGI application is served until the end of the block."""
+    config = uvicorn.Config(application, log_level="critical", access_log=False, lifespan="off", ws="none")
+    with serving(config, port) as url:
+        yield url
+
+
+@contextmanager
+def serving(config, port=0):
+    """The URL at which uvicorn serves what `config` says until the end of the block."""
     listener = listen("127.0.0.1", port)
-    config = uvicorn.Config(application, log_level="critical", access_log=False, lifespan=lifespan, ws="none",
-                            timeout_graceful_shutdown=1)  # fmt: skip
+    config.timeout_graceful_shutdown = 1
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
@@ -146,8 +153,9 @@ def served(application, lifespan="off", port=0):
 def routed(urls, plan=None, tokenizer=None, **settings):
     """(URL, Router) of a router before `urls`."""
     values = {"health_seconds": 30.0, **settings}
-    router = Router(RouterSettings(backends=tuple(urls), **values), plan or make_plan(), tokenizer)
-    with served(router, lifespan="on") as url:
+    given = RouterSettings(backends=tuple(urls), **values)
+    router = Router(given, plan or make_plan(), tokenizer)
+    with serving(configuration(router, given)) as url:
         yield url, router
 
 
@@ -161,4 +169,5 @@ def eventually(condition, seconds=10.0):
 def is_idle(router):
     """No request has left anything behind."""
     backends = sum(backend.running for backend in router.fleet.backends)
-    return router.gate.inside == router.gate.running == backends == 0 and np.allclose(router.scheduler.work, 0)
+    guests = router.gate.inside == router.gate.running == router.gate.held == 0
+    return guests and backends == 0 and np.allclose(router.scheduler.work, 0)

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -232,16 +233,159 @@ def test_a_body_over_the_limit_reaches_no_engine(site):
         answer = client.post(COMPLETIONS, content=content)
         assert (answer.status_code, answer.json()["error"]["type"]) == (413, "invalid_request_error")
     assert engine.seen == []
-    assert client.post("/v1/files", content=long).status_code == 200  # only what is read whole has a limit
 
 
-def test_a_body_that_does_not_come_is_not_waited_for(start):
-    client, router, (engine,), _ = start(body_seconds=0.2)
-    with socket.create_connection((client.base_url.host, client.base_url.port)) as slow:
-        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 10\r\n\r\n{")
-        assert b" 408 " in slow.recv(1000)
+def connect(client):
+    """A socket to the router."""
+    return socket.create_connection((client.base_url.host, client.base_url.port), timeout=20)
+
+
+def answer_to(client, request):
+    """(status, body) of the answer to bytes, which ends with the connection."""
+    with connect(client) as raw:
+        raw.sendall(request)
+        head, _, body = read_all(raw).partition(b"\r\n\r\n")
+    return int(head.split()[1]), body
+
+
+def read_all(raw):
+    parts = []
+    while part := raw.recv(65536):
+        parts.append(part)
+    return b"".join(parts)
+
+
+def head_of(path, *fields):
+    return "\r\n".join([f"POST {path} HTTP/1.1", "host: a", *fields, "", ""]).encode()
+
+
+BOTH_WAYS = pytest.mark.parametrize("path", [COMPLETIONS, "/v1/embeddings"])
+
+
+@BOTH_WAYS
+def test_a_body_over_the_limit_is_refused_on_both_ways(site, path):
+    client, _, _ = site
+    for content in (b"a" * (1 + (1 << 16)), iter([b"a" * (1 << 16), b"a"])):
+        answer = client.post(path, content=content)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (413, "invalid_request_error")
+    assert client.post(path, content=b" " * (1 << 16)).status_code in (200, 400)  # the engine's answer
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("settings", [{"body_seconds": 0.2}, {"stall_seconds": 0.2}])
+def test_a_body_that_does_not_come_is_not_waited_for(start, path, settings):
+    client, router, (engine,), _ = start(**settings)
+    status, body = answer_to(client, head_of(path, "content-length: 10") + b"{")
+    assert (status, json.loads(body)["error"]["type"]) == (408, "timeout_error")
     eventually(lambda: is_idle(router))
+    assert [seen.target for seen in engine.seen if seen.target == COMPLETIONS] == []
+    assert client.post(path, json={"prompt": LOW}).status_code == 200
+
+
+@BOTH_WAYS
+def test_a_body_that_trickles_in_is_ended_too(start, path):
+    client, router, _, _ = start(body_seconds=0.5, stall_seconds=0.3)
+    with connect(client) as slow:
+        slow.sendall(head_of(path, "content-length: 1000"))
+        sent, slow_until = 0, time.monotonic() + 10
+        while router.fleet.backends[0].running or router.gate.inside or not sent:
+            assert time.monotonic() < slow_until, "it is still waited for"
+            slow.sendall(b" ")
+            sent += 1
+            time.sleep(0.05)
+        assert b" 408 " in slow.recv(1000)
+    assert 5 < sent < 100
+    eventually(lambda: is_idle(router))
+
+
+def test_a_slow_body_in_time_is_served(start):
+    client, _, (engine,), _ = start(body_seconds=5, stall_seconds=1)
+    with connect(client) as slow:
+        slow.sendall(head_of("/v1/embeddings", "content-length: 4", "connection: close"))
+        for byte in (b"{", b" ", b" ", b"}"):
+            time.sleep(0.1)
+            slow.sendall(byte)
+        assert b" 200 " in read_all(slow)
+    assert engine.seen[-1].body == b"{  }"
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /v1/mod", b"GET /v1/models HTTP/1.1\r\nhost: a\r\n"])
+def test_a_head_that_does_not_come_is_not_waited_for(start, sent):
+    client, _, (engine,), _ = start(head_seconds=0.3)
+    with connect(client) as slow:
+        slow.sendall(sent)
+        assert read_all(slow) == b""
     assert engine.seen == []
+
+
+def test_a_head_that_does_not_come_on_a_kept_connection_is_not_waited_for(start):
+    client, _, (engine,), _ = start(head_seconds=0.5)
+    with connect(client) as slow:
+        for delay in (0, 0.6):  # a request itself may take longer, and so may the pause before the next
+            body = json.dumps({"delay": delay}).encode()
+            slow.sendall(head_of(COMPLETIONS, f"content-length: {len(body)}") + body)
+            answer = b""
+            while not answer.endswith(b'" fine"}]}'):
+                answer += slow.recv(65536)
+            time.sleep(0.6)
+        slow.sendall(b"GET /v1/mo")
+        begin = time.monotonic()
+        assert read_all(slow) == b""
+    assert time.monotonic() - begin < 10
+    assert len(engine.seen) == 2
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_body_of_two_lengths_is_refused(site, path, order):
+    client, _, engine = site
+    fields = ["content-length: 4", "transfer-encoding: chunked"][::order]
+    hidden = b"0\r\n\r\nGET /hidden HTTP/1.1\r\nhost: a\r\n\r\n"
+    status, body = answer_to(client, head_of(path, *fields) + hidden)
+    assert status == 400
+    error = json.loads(body)["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", 400)
+    assert "both" in error["message"]
+    assert body.count(b"\n") == 0
+    assert engine.seen == []
+
+
+@pytest.mark.parametrize(
+    "target", ["http://other/v1/models", "http://other/metrics", "HTTP://other", "other:80", "*", "http:/v1/models"]
+)
+def test_a_target_that_is_no_path_is_refused(site, target):
+    client, _, engine = site
+    status, body = answer_to(client, f"GET {target} HTTP/1.1\r\nhost: a\r\n\r\n".encode())
+    assert (status, json.loads(body)["error"]["code"]) == (400, 400)
+    assert engine.seen == []
+
+
+def test_the_engine_is_never_told_another_host(site):
+    client, router, engine = site
+    answer_to(client, b"GET //other/v1/models HTTP/1.1\r\nhost: other\r\nconnection: close\r\n\r\n")
+    assert (engine.seen[-1].target, engine.seen[-1].header("host")) == (
+        "//other/v1/models",
+        router.fleet.backends[0].host.decode(),
+    )
+
+
+def test_all_bodies_together_have_a_limit(start):
+    client, router, (engine,), _ = start(max_body=1000, max_held=1500)
+    with ThreadPoolExecutor(1) as threads, connect(client) as slow:
+        slow.sendall(head_of(COMPLETIONS, "content-length: 1000") + b" " * 500)
+        eventually(lambda: router.gate.held == 500)  # what has come counts, not what was announced
+        body = json.dumps({"prompt": LOW, "delay": 1.0}).encode().ljust(900)
+        first = threads.submit(client.post, COMPLETIONS, content=body)
+        eventually(lambda: len(engine.seen) == 1)
+        assert router.gate.held == 1400
+        refused = client.post(COMPLETIONS, content=body)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert refused.json()["error"]["type"] == "overloaded_error"
+        assert client.post("/v1/embeddings", content=b"{}".ljust(900)).status_code == 200  # streamed, not held
+        assert first.result().status_code == 200
+        eventually(lambda: router.gate.held == 500)
+        assert client.post(COMPLETIONS, content=b"{}".ljust(900)).status_code == 200
+    eventually(lambda: is_idle(router))
 
 
 def test_a_full_router_says_when_to_come_back(start):

@@ -252,7 +252,7 @@ class Guests:
 
 def test_so_many_run_so_many_wait_and_others_are_refused():
     async def scene():
-        gate = Gate(limit=2, queue=2, seconds=60)
+        gate = Gate(limit=2, queue=2, seconds=60, max_bytes=10)
         guests = Guests(gate)
         await guests.come(*"abcde")
         assert (guests.started, guests.refused, gate.inside, gate.running) == (["a", "b"], ["e"], 4, 2)
@@ -271,7 +271,7 @@ def test_so_many_run_so_many_wait_and_others_are_refused():
 
 def test_a_turn_that_comes_as_the_guest_hangs_up_is_passed_on():
     async def scene():
-        gate = Gate(limit=1, queue=4, seconds=60)
+        gate = Gate(limit=1, queue=4, seconds=60, max_bytes=10)
         guests = Guests(gate)
         await guests.come(*"abc")
         turn = gate._turns[0]
@@ -286,9 +286,22 @@ def test_a_turn_that_comes_as_the_guest_hangs_up_is_passed_on():
     asyncio.run(scene())
 
 
+def test_no_more_bytes_are_held_than_allowed():
+    gate = Gate(limit=2, queue=2, seconds=60, max_bytes=10)
+    with gate.place() as first:
+        first.hold(4)
+        with gate.place() as second:
+            second.hold(6)
+            with pytest.raises(BusyError):
+                second.hold(1)
+            assert gate.held == 10
+        assert gate.held == 4
+    assert gate.held == 0
+
+
 def test_nobody_waits_for_too_long():
     async def scene():
-        gate = Gate(limit=1, queue=4, seconds=0.01)
+        gate = Gate(limit=1, queue=4, seconds=0.01, max_bytes=10)
         guests = Guests(gate)
         await guests.come(*"ab")
         await asyncio.sleep(0.05)
@@ -305,7 +318,7 @@ def test_nobody_waits_for_too_long():
 @given(st.lists(st.tuples(st.sampled_from(["come", "go", "hang_up"]), st.integers(0, 30)), max_size=60))
 def test_a_gate_is_empty_in_the_end(steps):
     async def scene():
-        gate, inside, count = Gate(limit=3, queue=4, seconds=60), [], 0
+        gate, inside, count = Gate(limit=3, queue=4, seconds=60, max_bytes=10), [], 0
         guests = Guests(gate)
         for kind, which in steps:
             if kind == "come":
@@ -472,6 +485,9 @@ def test_small_writes_leave_at_once():
         ({"queue": -1}, "queue must be at least 0"), ({"prefix_weight": float("nan")}, "prefix_weight must be"),
         ({"queue_seconds": 0}, "queue_seconds must be positive"), ({"health_timeout": float("inf")}, "health_timeout"),
         ({"tokenizer_threads": 0}, "tokenizer_threads must be at least 1"),
+        ({"max_body": 9, "max_held": 8}, "max_held must be at least max_body, 9, not 8"),
+        ({"head_seconds": 0}, "head_seconds must be positive"), ({"stall_seconds": -1}, "stall_seconds must be"),
+        ({"body_seconds": float("nan")}, "body_seconds must be positive"),
     ],
 )  # fmt: skip
 def test_settings_that_cannot_be_are_refused(changes, message):

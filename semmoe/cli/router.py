@@ -62,6 +62,15 @@ def router(
     max_body_mb: Annotated[
         int, typer.Option(help="Longest body of a request; then 413.", rich_help_panel=LIMITS)
     ] = DEFAULT.max_body >> 20,
+    max_held_mb: Annotated[
+        int, typer.Option(help="Most bytes of all scheduled requests' bodies; then 503.", rich_help_panel=LIMITS)
+    ] = DEFAULT.max_held >> 20,
+    body_seconds: Annotated[
+        float, typer.Option(help="Longest time for a client to send a body; then 408.", rich_help_panel=LIMITS)
+    ] = DEFAULT.body_seconds,
+    stall_seconds: Annotated[
+        float, typer.Option(help="Longest time without a byte of a body; then 408.", rich_help_panel=LIMITS)
+    ] = DEFAULT.stall_seconds,
     host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=OUTPUT)] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0: any.", rich_help_panel=OUTPUT)] = 8080,
 ) -> None:  # fmt: skip
@@ -80,7 +89,8 @@ def router(
     settings = RouterSettings(
         backends=tuple(url.rstrip("/") for url in backends), backend_ranks=backend_ranks.value,
         prefix_weight=prefix_weight, cache_tokens=cache_tokens, max_in_flight=max_in_flight, queue=queue,
-        queue_seconds=queue_seconds, max_body=max_body_mb << 20,
+        queue_seconds=queue_seconds, max_body=max_body_mb << 20, max_held=max_held_mb << 20,
+        body_seconds=body_seconds, stall_seconds=stall_seconds,
     )  # fmt: skip
     logging.basicConfig(format="%(message)s")
     logging.getLogger("semmoe").setLevel(logging.INFO)

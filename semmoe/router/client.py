@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from typing import Any, TypeVar
 
 from semmoe.router.headers import Headers, value_of
+from semmoe.router.settings import RouterSettings
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -27,7 +28,7 @@ class RefusedError(Exception):
 
 
 class Client:
-    def __init__(self, scope: Message, receive: Receive, send: Send) -> None:
+    def __init__(self, scope: Message, receive: Receive, send: Send, settings: RouterSettings) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.headers: Headers = [(bytes(name), bytes(value)) for name, value in scope["headers"]]
@@ -36,43 +37,68 @@ class Client:
         self.status: int | None = None  # once an answer has begun
         self.gone, self._ended = False, False
         self._uploaded = asyncio.Event()
-        self._receive, self._send = receive, send
+        self._receive, self._send, self._settings = receive, send, settings
 
     @property
     def has_body(self) -> bool:
         length = value_of(self.headers, b"content-length")
         return value_of(self.headers, b"transfer-encoding") is not None or length not in (None, b"0")
 
-    async def read(self, limit: int, seconds: float) -> bytes:
-        """The whole body. Raises RefusedError if it is too long or too late."""
-        length = value_of(self.headers, b"content-length")
-        if length is not None and int(length) > limit:
-            raise _too_large(limit)
-        try:
-            return await asyncio.wait_for(self._read(limit), seconds)
-        except asyncio.TimeoutError:
-            raise RefusedError(408, "timeout_error", f"the body did not arrive in {seconds:g} s") from None
+    def check(self) -> None:
+        """Raise RefusedError for what must not be sent on, before any of its body is read.
 
-    async def _read(self, limit: int) -> bytes:
-        chunks, size = [], 0
+        A target that names a host could be taken for a request to that host, and a body of two lengths for two requests
+        (RFC 9112, section 6.3).
+        """
+        length = value_of(self.headers, b"content-length")
+        if not self.target.startswith(b"/"):
+            raise RefusedError(400, "invalid_request_error", "the target of a request must be a path")
+        if length is not None and value_of(self.headers, b"transfer-encoding") is not None:
+            reason = "a request has either Content-Length or Transfer-Encoding, and this one has both"
+            raise RefusedError(400, "invalid_request_error", reason)
+        if length is not None and int(length) > self._settings.max_body:
+            raise self._too_large()
+
+    async def read(self, hold: Callable[[int], None]) -> bytes:
+        """The whole body; `hold` is called with the number of its bytes as they come, and may raise."""
+        body = bytearray()
         async for chunk in self.stream():
-            size += len(chunk)
-            if size > limit:
-                raise _too_large(limit)
-            chunks.append(chunk)
-        return b"".join(chunks)
+            hold(len(chunk))
+            body += chunk
+        return bytes(body)
 
     async def stream(self) -> AsyncIterator[bytes]:
-        more = True
+        """The body as it comes. Raises RefusedError if it is too long or too late; only waits for the client count."""
+        clock = asyncio.get_running_loop().time
+        size, left, more = 0, self._settings.body_seconds, True
         while more:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                self.gone = True
-                raise HungUpError
+            begin = clock()
+            message = await self._next(min(left, self._settings.stall_seconds))
+            left -= clock() - begin
+            size += len(message.get("body", b""))
+            if size > self._settings.max_body:
+                raise self._too_large()
             if message.get("body"):
                 yield message["body"]
             more = message.get("more_body", False)
         self._uploaded.set()
+
+    async def _next(self, seconds: float) -> Message:
+        """What the client sends next of its body."""
+        try:
+            message = await asyncio.wait_for(self._receive(), seconds)
+        except asyncio.TimeoutError:
+            stall, whole = self._settings.stall_seconds, self._settings.body_seconds
+            reason = f"the body did not arrive: nothing for {stall:g} s, or not all of it in {whole:g} s"
+            raise RefusedError(408, "timeout_error", reason) from None
+        if message["type"] == "http.disconnect":
+            self.gone = True
+            raise HungUpError
+        return message
+
+    def _too_large(self) -> RefusedError:
+        reason = f"the body is longer than {self._settings.max_body} bytes"
+        return RefusedError(413, "invalid_request_error", reason)
 
     async def while_connected(self, work: Awaitable[T]) -> T:
         """The result of `work`, which reads or has read the body, unless the client hangs up: HungUpError then."""
@@ -121,7 +147,3 @@ class Client:
         if refused.retry_after is not None:
             more.append((b"retry-after", b"%d" % refused.retry_after))
         await self.answer(refused.status, b"application/json", json.dumps({"error": error}).encode(), more)
-
-
-def _too_large(limit: int) -> RefusedError:
-    return RefusedError(413, "invalid_request_error", f"the body is longer than {limit} bytes")

@@ -1,7 +1,8 @@
 """The router as an ASGI application.
 
 A request to one of `prompts.ENDPOINTS` is read whole, tokenised in a thread, waits for its turn, is scheduled and sent
-with its rank, byte for byte as it came. Anything else is streamed through to the backend that has least to do.
+with its rank, byte for byte as it came. Anything else is streamed through to the backend that has least to do. Both
+have the same limits on the length of a body and on the time in which a client sends it.
 
 A request is sent to another backend only if no byte of it has gone out: the first could not be connected to. After that
 a failure is answered with 502, as the engine may have begun to work on it, or breaks off the answer where that has
@@ -37,7 +38,7 @@ class Router:
         self._settings, self._tokenizer = settings, tokenizer
         self.scheduler = RankScheduler(plan, settings)
         self.fleet = Fleet(settings, self.scheduler.forget)
-        self.gate = Gate(settings.max_in_flight, settings.queue, settings.queue_seconds)
+        self.gate = Gate(settings.max_in_flight, settings.queue, settings.queue_seconds, settings.max_held)
         self._meters = Meters(self.fleet, self.gate)
         self._threads = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="semmoe-tokenizer")
         self._unknown = 0
@@ -47,7 +48,7 @@ class Router:
         if scope["type"] == "lifespan":
             await self._live(receive, send)
         elif scope["type"] == "http":
-            client = Client(scope, receive, send)
+            client = Client(scope, receive, send, self._settings)
             if client.method in ("GET", "HEAD") and client.path in ("/router/health", "/router/ready", "/metrics"):
                 await self._answer_self(client)
             else:
@@ -76,6 +77,7 @@ class Router:
         """Whatever happens, a request is answered or broken off, and counted."""
         scheduled, by, status = client.method == "POST" and client.path in ENDPOINTS, "none", 500
         try:
+            client.check()
             by = await (self._schedule(client) if scheduled else self._pass(client))
             status = client.status or status
         except RefusedError as refused:
@@ -95,7 +97,7 @@ class Router:
     async def _schedule(self, client: Client) -> str:
         try:
             with self.gate.place() as place:
-                body = await client.read(self._settings.max_body, self._settings.body_seconds)
+                body = await client.read(place.hold)
                 return await client.while_connected(self._schedule_read(client, place, body))
         except BusyError:
             raise RefusedError(503, "overloaded_error", "the router is full: try again", RETRY_AFTER) from None

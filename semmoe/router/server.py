@@ -1,10 +1,12 @@
 """The router as a process: its parts put together, and uvicorn around them."""
 
+import asyncio
 import os
 import resource
 import socket
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from semmoe.core import Plan, require
 from semmoe.engines.transformers.tokenizer import load_tokenizer, tokenizer_hash
@@ -49,11 +51,46 @@ def listen(host: str, port: int) -> socket.socket:
 def run(router: Router, listener: socket.socket, settings: RouterSettings) -> None:
     """Serve until a signal comes; requests that run are finished first."""
     _allow_files(4 * (settings.max_in_flight + settings.queue) + 256)
-    config = uvicorn.Config(
+    uvicorn.Server(configuration(router, settings)).run(sockets=[listener])
+
+
+def configuration(router: Router, settings: RouterSettings) -> uvicorn.Config:
+    return uvicorn.Config(
         router, log_level="error", access_log=False, lifespan="on", ws="none", server_header=False, date_header=False,
-        timeout_keep_alive=KEEP_ALIVE, proxy_headers=False, backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE, proxy_headers=False, backlog=BACKLOG, http=_impatient(settings.head_seconds),
     )  # fmt: skip
-    uvicorn.Server(config).run(sockets=[listener])
+
+
+def _impatient(seconds: float) -> type[asyncio.Protocol]:
+    """uvicorn's protocol, which waits for the head of a request as long as a client likes, but for so long only.
+
+    It is the one on h11, also where httptools is installed: the two differ in what they take for a request.
+    """
+
+    class Impatient(H11Protocol):
+        _late: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._late = self.loop.call_later(seconds, transport.close)
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.cycle is not None and not self.cycle.response_complete:
+                self._stop_waiting()  # a request has begun, and the application has limits of its own
+            elif self._late is None:
+                self._late = self.loop.call_later(seconds, self.transport.close)
+
+        def connection_lost(self, error: Exception | None) -> None:
+            self._stop_waiting()
+            super().connection_lost(error)
+
+        def _stop_waiting(self) -> None:
+            if self._late is not None:
+                self._late.cancel()
+                self._late = None
+
+    return Impatient
 
 
 def _allow_files(wanted: int) -> None:

@@ -25,8 +25,11 @@ class RouterSettings:
     queue_seconds: float = 60.0  # longest wait, after which the client is told to come back
     prefix_weight: float = 1.0
     cache_tokens: int = 1 << 18  # prompt tokens that the prefix cache of one rank holds
-    max_body: int = 64 << 20  # bytes of a request that is scheduled, which is read whole
-    body_seconds: float = 60.0  # for a client to send them
+    max_body: int = 64 << 20  # bytes of a request
+    max_held: int = 1 << 30  # bytes of all that are scheduled, each read whole and held until it is answered
+    head_seconds: float = 30.0  # for a client to send the head of a request, on a new connection from the first moment
+    body_seconds: float = 60.0  # for it to send the body
+    stall_seconds: float = 15.0  # without a byte of the body
     connect_seconds: float = 5.0
     idle_seconds: float = 3.0  # a connection is kept; less than the 5 s after which vLLM's and SGLang's servers close
     health_seconds: float = 2.0  # between two looks at a backend
@@ -45,8 +48,10 @@ class RouterSettings:
             require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
         for name in ("queue", "prefix_weight", "cache_tokens"):
             require(0 <= getattr(self, name) < float("inf"), f"{name} must be at least 0, not {getattr(self, name)}")
-        for name in ("queue_seconds", "body_seconds", "connect_seconds", "idle_seconds", "health_seconds",
-                     "health_timeout"):  # fmt: skip
+        enough = f"max_held must be at least max_body, {self.max_body}, not {self.max_held}"
+        require(self.max_held >= self.max_body, enough)
+        for name in ("queue_seconds", "head_seconds", "body_seconds", "stall_seconds", "connect_seconds",
+                     "idle_seconds", "health_seconds", "health_timeout"):  # fmt: skip
             require(0 < getattr(self, name) < float("inf"), f"{name} must be positive, not {getattr(self, name)}")
 
 
