@@ -102,6 +102,8 @@ class Engine:
             while not self.go_on.is_set():
                 await asyncio.sleep(0.005)
             return await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+        if request.get("size"):
+            return await _answer(send, 200, bytes(request["size"]), [])
         await asyncio.sleep(request.get("delay", 0))
         return await _answer(send, request.get("status", 200), b'{"choices": [{"text": " fine"}]}', [])
 

@@ -336,6 +336,18 @@ def test_a_head_that_does_not_come_on_a_kept_connection_is_not_waited_for(start)
 
 
 @BOTH_WAYS
+def test_an_answer_that_nobody_reads_is_not_held(start, path):
+    client, router, _, _ = start(unread_seconds=0.3)
+    with connect(client) as slow:
+        body = json.dumps({"prompt": LOW, "size": 32 << 20}).encode()
+        slow.sendall(head_of(path, f"content-length: {len(body)}") + body)
+        eventually(lambda: not is_idle(router))
+        eventually(lambda: is_idle(router))
+        assert len(read_all(slow)) < 32 << 20  # what the kernel had taken
+    assert len(client.post(path, content=body).content) == 32 << 20  # whoever reads gets all of it
+
+
+@BOTH_WAYS
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_body_of_two_lengths_is_refused(site, path, order):
     client, _, engine = site

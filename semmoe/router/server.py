@@ -57,40 +57,52 @@ def run(router: Router, listener: socket.socket, settings: RouterSettings) -> No
 def configuration(router: Router, settings: RouterSettings) -> uvicorn.Config:
     return uvicorn.Config(
         router, log_level="error", access_log=False, lifespan="on", ws="none", server_header=False, date_header=False,
-        timeout_keep_alive=KEEP_ALIVE, proxy_headers=False, backlog=BACKLOG, http=_impatient(settings.head_seconds),
+        timeout_keep_alive=KEEP_ALIVE, proxy_headers=False, backlog=BACKLOG, http=_impatient(settings),
     )  # fmt: skip
 
 
-def _impatient(seconds: float) -> type[asyncio.Protocol]:
-    """uvicorn's protocol, which waits for the head of a request as long as a client likes, but for so long only.
+def _impatient(settings: RouterSettings) -> type[asyncio.Protocol]:
+    """uvicorn's protocol, which waits as long as a client likes for the head of a request and for an answer to be read;
+    this one ends the connection then. Bodies have limits in the application.
 
     It is the one on h11, also where httptools is installed: the two differ in what they take for a request.
     """
 
     class Impatient(H11Protocol):
         _late: asyncio.TimerHandle | None = None
+        _unread: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            self._late = self.loop.call_later(seconds, transport.close)
+            self._late = self.loop.call_later(settings.head_seconds, transport.abort)
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
             if self.cycle is not None and not self.cycle.response_complete:
-                self._stop_waiting()  # a request has begun, and the application has limits of its own
+                _stop(self._late)  # the head has come
+                self._late = None
             elif self._late is None:
-                self._late = self.loop.call_later(seconds, self.transport.close)
+                self._late = self.loop.call_later(settings.head_seconds, self.transport.abort)
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._unread = self.loop.call_later(settings.unread_seconds, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            _stop(self._unread)
+            super().resume_writing()
 
         def connection_lost(self, error: Exception | None) -> None:
-            self._stop_waiting()
+            _stop(self._late)
+            _stop(self._unread)
             super().connection_lost(error)
 
-        def _stop_waiting(self) -> None:
-            if self._late is not None:
-                self._late.cancel()
-                self._late = None
-
     return Impatient
+
+
+def _stop(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()
 
 
 def _allow_files(wanted: int) -> None:

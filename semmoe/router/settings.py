@@ -30,6 +30,7 @@ class RouterSettings:
     head_seconds: float = 30.0  # for a client to send the head of a request, on a new connection from the first moment
     body_seconds: float = 60.0  # for it to send the body
     stall_seconds: float = 15.0  # without a byte of the body
+    unread_seconds: float = 60.0  # for it to take what waits of an answer, once more waits than a connection buffers
     connect_seconds: float = 5.0
     idle_seconds: float = 3.0  # a connection is kept; less than the 5 s after which vLLM's and SGLang's servers close
     health_seconds: float = 2.0  # between two looks at a backend
@@ -50,8 +51,8 @@ class RouterSettings:
             require(0 <= getattr(self, name) < float("inf"), f"{name} must be at least 0, not {getattr(self, name)}")
         enough = f"max_held must be at least max_body, {self.max_body}, not {self.max_held}"
         require(self.max_held >= self.max_body, enough)
-        for name in ("queue_seconds", "head_seconds", "body_seconds", "stall_seconds", "connect_seconds",
-                     "idle_seconds", "health_seconds", "health_timeout"):  # fmt: skip
+        for name in ("queue_seconds", "head_seconds", "body_seconds", "stall_seconds", "unread_seconds",
+                     "connect_seconds", "idle_seconds", "health_seconds", "health_timeout"):  # fmt: skip
             require(0 < getattr(self, name) < float("inf"), f"{name} must be positive, not {getattr(self, name)}")
 
 
