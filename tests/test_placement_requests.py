@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semmoe.placement.requests import cocluster_requests, improve_assignment, locality
+from semmoe.placement.requests import _Problem, cocluster_requests, improve_assignment, locality
 
 
 def random_rates(seed, requests, layers, experts):
@@ -109,3 +109,38 @@ def test_moves_and_swaps_never_lose_value_nor_leave_the_capacity(seed, requests,
     rows = np.arange(requests)
     assert (np.bincount(out, work[rows, out], groups) <= taken + 1e-6).all()
     assert value[rows, out].sum() >= value[rows, start].sum() - 1e-9
+
+
+@given(st.integers(0, 9999), st.integers(1, 20), st.integers(2, 4))
+def test_no_single_move_or_swap_is_left_that_pays(seed, requests, groups):
+    rng = np.random.default_rng(seed)
+    value, work = rng.random((requests, groups)), rng.integers(1, 5, (requests, groups)).astype(float)
+    start, rows = rng.integers(groups, size=requests), np.arange(requests)
+    capacity = np.bincount(start, work[rows, start], groups) + 1
+    out = improve_assignment(value, work, capacity, start.copy(), 200)
+    for r, q in product(rows, rows):
+        for b in range(groups):
+            other = out.copy()
+            other[q], other[r] = out[r], b  # a swap where q is in b, a move where q is r
+            if (q == r or out[q] == b) and (np.bincount(other, work[rows, other], groups) <= capacity + 1e-6).all():
+                assert value[rows, other].sum() <= value[rows, out].sum() + 1e-6
+
+
+def test_of_many_partners_those_that_gain_most_are_tried():
+    """Both groups are full. One request of each would gain or lose a little by a swap, the other 99 would lose 5."""
+    groups = np.repeat([0, 1], 100)
+    value = np.where(groups[:, None] == np.arange(2), 5.0, 0.0)
+    value[50], value[150] = (0, 1), (0, 0.5)
+    out = improve_assignment(value, np.ones((200, 2)), np.full(2, 100.0), groups.copy(), 5)
+    assert np.flatnonzero(out != groups).tolist() == [50, 150]
+
+
+def test_a_start_puts_each_request_with_the_seed_most_like_it():
+    """Whatever the sizes: rates of a seed's kind count by their direction from the mean."""
+    rates, lengths = random_rates(4, 30, 2, 6)
+    rates[:10] *= 5
+    groups = _Problem(rates, lengths, 3, 100.0).start(np.random.default_rng(1))
+    apart = (rates - rates.mean(axis=0)).reshape(30, -1)
+    centres = apart[np.random.default_rng(1).choice(30, 3, replace=False)]
+    expected = (apart @ (centres / np.linalg.norm(centres, axis=1, keepdims=True)).T).argmax(axis=1)
+    np.testing.assert_array_equal(groups, expected)

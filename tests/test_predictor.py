@@ -131,6 +131,16 @@ def test_routing_that_follows_from_the_layer_before_is_predicted_in_full(lookbac
         np.testing.assert_array_equal(np.sort(top), np.sort(trace.expert_ids[:, layer]))
 
 
+def test_the_hit_rate_is_that_of_many_requests_held_out():
+    """Every fourth request strays at random and is not predicted: a mean over requests lies in between."""
+    trace = following_trace()
+    experts, strays = trace.expert_ids.copy(), np.random.default_rng(1)
+    for first in trace.request_offsets[:-1:4]:
+        experts[first : first + 20] = np.argsort(strays.random((20, 4, 8)), axis=2)[..., :2]
+    predictor = fit(replace(trace, expert_ids=experts), ANY_ROUTING, 0)
+    assert 0.6 < predictor.hit_rate < 0.95
+
+
 def test_random_routing_is_not_predicted():
     rng = np.random.default_rng(0)
     experts = np.argsort(rng.random((1200, 3, 8)), axis=2)[..., :2]
@@ -224,7 +234,7 @@ def test_a_trace_too_small_to_hold_requests_out_is_fitted_all_the_same(routed):
         prompt_offsets=np.array([0] * len(routed) + [len(trace.prompt_ids)]),
     )
     predictor = fit(trace, PredictorSettings(), 0)
-    assert predictor.lookback == 2
+    assert (predictor.lookback, predictor.ridge) == (2, 100.0)
     assert np.isnan(predictor.hit_rate)
     assert np.isnan(predictor.held_out_error)
     assert np.isfinite(predicted(predictor, trace, 2)).all()

@@ -188,6 +188,13 @@ def test_without_scores_the_least_loaded_group_is_next():
     assert scheduler.assign([0], 1) == 2
 
 
+def test_a_request_larger_than_any_room_goes_to_the_least_loaded_group():
+    """Of 10, 1 and 5 tokens, though it would rather go to the others."""
+    scheduler = CapacityScheduler(make_map([[0.9, 0, 0.5], [0, 0, 0]]), plain(lead_requests=0))
+    scheduler._work[:] = 10, 1, 5
+    assert scheduler.assign([0], 50) == 1
+
+
 @given(st.integers(0, 9999), st.integers(1, 6))
 def test_least_loaded_by_what_is_known_at_every_step(seed, groups):
     rng = np.random.default_rng(seed)
