@@ -104,9 +104,12 @@ def test_a_length_is_told_once_more_than_so_many_requests_have_arrived_after_it(
     """
     prompts, lengths = [[0]] * len(expected), np.full(len(expected), 30)
     assert schedule_requests(prompts, map_plan([[0, 0]] * 2), lengths, unfinished=unfinished).tolist() == expected
-    assert schedule_requests(prompts, map_plan([[0, 0]] * 2), None, unfinished=0).tolist() == [
-        r % 2 for r in range(len(expected))
-    ]
+
+
+def test_lengths_are_told_at_once_by_default_and_never_if_they_are_not_given():
+    plan, prompts = map_plan([[0, 0]] * 2), [[0]] * 3
+    assert schedule_requests(prompts, plan, np.full(3, 30)).tolist() == [0, 1, 1]
+    assert schedule_requests(prompts, plan).tolist() == [0, 1, 0]
 
 
 def test_known_rows_sends_strangers_to_the_last_row():

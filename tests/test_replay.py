@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from synthetic import make_fingerprint, make_trace, planted_trace, random_trace, with_prefill
 
 from semmoe.assignment import schedule_requests
-from semmoe.core import DECODE, PREFILL, Topology
+from semmoe.core import DECODE, PREFILL, RequestMap, Schedule, Topology
 from semmoe.metrics import serving_ranks
 from semmoe.placement.linear import vanilla_plan
 from semmoe.replay import cut_batches, profiled_requests, replay, scheduled_by_answers, token_groups, token_homes
@@ -226,6 +226,16 @@ def test_unknown_are_routed_tokens_where_tokens_are_shuffled_and_prompt_tokens_w
         SolveSettings(method="paper", paper=replace(QUICK, lookback=1)),
     )
     assert replay(trace, plan, ReplaySettings()).unknown_share == pytest.approx(expected)
+
+
+def test_unknown_to_a_request_map_are_prompt_tokens_that_weigh_as_much_as_one_never_seen():
+    trace = make_trace([[0], [1]], np.zeros((2, 1, 1)), prompts=[[0, 5, 1], [5, 5]])
+    zeros, weights = np.zeros(2, np.float32), np.array([1, 2, 1, 1, 1, 3, 3], np.float32)
+    table = RequestMap(token_scores=np.zeros((7, 2), np.float32), token_weights=weights, bias=zeros, prices=zeros,
+                       score_spread=0.0, mean_length=1.0)  # fmt: skip
+    plan = vanilla_plan(trace.fingerprint, Topology(ep_size=2, dp_size=2))
+    plan = replace(plan, schedule=Schedule(requests=table, shuffle=None))
+    assert replay(trace, plan, ReplaySettings()).unknown_share == pytest.approx(3 / 5)
 
 
 def test_prompts_without_a_token_leave_nothing_unknown():
