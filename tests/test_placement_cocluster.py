@@ -3,13 +3,15 @@
 from dataclasses import replace
 
 import numpy as np
+import oracles
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic import planted_trace, random_trace, with_noise
 
 from semmoe.core import Topology
-from semmoe.placement.cocluster import Measured, choose, expected_load, place, search_layer
+from semmoe.placement import cocluster
+from semmoe.placement.cocluster import Layout, Measured, choose, expected_load, place, search_layer
 from semmoe.plan import load_plan, save_plan
 from semmoe.predictor import fit
 from semmoe.replay import replay
@@ -99,6 +101,80 @@ def test_a_search_that_begins_from_the_best_labels_keeps_them():
             tuple(np.flatnonzero(block_of_expert[l] == block)) for block in range(4)
         }
         assert all(e in layout.slots[layout.primary[e]] for e in range(16))
+
+
+def test_redundant_slots_begin_with_the_experts_most_used_beside_a_rank_s_own_by_hand():
+    """Ranks of experts 0, 1 and 2, 3: expert 3 is used more beside 0 and 1 together than 2 is, and 0 beside 2 and 3."""
+    affinity = np.array([[0, 9, 2, 3], [9, 0, 2, 2], [2, 2, 0, 8], [3, 2, 8, 0]])
+    slots, primary = cocluster._start(affinity, 2, 2, np.array([0, 0, 1, 1]))
+    assert slots.tolist() == [[0, 1, 3], [2, 3, 0]]
+    assert primary.tolist() == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("starts", [1, 2, 5])
+def test_a_search_begins_from_as_many_equal_labellings_as_it_is_told(starts):
+    rng = np.random.default_rng(0)
+    half = rng.integers(9, size=(8, 8))
+    found = cocluster._first_labels(half + half.T, 4, starts, rng)
+    assert len(found) == starts
+    assert all(np.bincount(labels).tolist() == [2] * 4 for labels in found)
+    assert len({tuple(labels) for labels in found}) == starts
+
+
+@given(st.integers(0, 9999), st.integers(0, 2))
+def test_a_kick_swaps_slots_and_primaries_go_with_their_experts(seed, copies):
+    rng = np.random.default_rng(seed)
+    labels = rng.permutation(np.arange(8) % 4)
+    slots, primary = cocluster._start(rng.random((8, 8)), 4, 4 * copies, labels)
+    kicked, moved = cocluster._kick(Layout(slots.copy(), primary.copy(), 0.0), rng)
+    assert sorted(kicked.ravel()) == sorted(slots.ravel())
+    assert all(len(set(rank)) == len(rank) for rank in kicked.tolist())
+    assert all(e in kicked[rank] for e, rank in enumerate(moved))
+    assert (kicked != slots).sum() <= 10
+    if copies == 0:
+        assert (kicked != slots).any() == (moved != primary).any()
+
+
+def test_kicks_are_of_two_to_five_swaps_and_leave_what_they_began_from():
+    slots, primary = np.arange(64).reshape(8, 8), np.repeat(np.arange(8), 8)
+    rng = np.random.default_rng(0)
+    moved = [(cocluster._kick(Layout(slots, primary, 0.0), rng)[0] != slots).sum() for _ in range(200)]
+    assert min(moved) >= 3
+    assert max(moved) == 10
+    assert (slots == np.arange(64).reshape(8, 8)).all()
+
+
+def test_tokens_become_distinct_sets_with_how_often_each_occurs():
+    rng = np.random.default_rng(0)
+    experts, group = np.array([[1, 0], [0, 1], [2, 1], [0, 1], [1, 2]]), np.array([0, 0, 0, 1, 0])
+    sets, weight, groups = cocluster._distinct(experts, group, 5, rng)
+    found = {(tuple(row), g): w for row, g, w in zip(sets.tolist(), groups.tolist(), weight.tolist(), strict=True)}
+    assert found == {((0, 1), 0): 2.0, ((1, 2), 0): 2.0, ((0, 1), 1): 1.0}
+    assert cocluster._distinct(experts, group, 3, rng)[1].sum() == 3
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_a_layout_is_measured_as_its_tokens_would_be_served(name):
+    topology, settings = TOPOLOGIES[name], replace(QUICK, activation=0.5, remote_node=0.25, batch_tokens=40)
+    trace, rng = used_by_all(6, requests=20), np.random.default_rng(6)
+    layout = Layout(*cocluster._start(rng.random((8, 8)), 4, 0, rng.permutation(np.arange(8) % 4)), 0.0)
+    rows = rng.permutation(trace.num_tokens)[:90]
+    group = (np.arange(20) % topology.dp_size)[trace.request_of_token()]
+    expected = rng.random((90, 8)) if topology.attn_tp_size > 1 else None
+    home = cocluster._homes(layout, rows, group, expected, topology, settings)
+    assert (home // topology.attn_tp_size == group[rows]).all()
+    for first in range(0, 90, 40):
+        for d in range(topology.dp_size):
+            own = home[first : first + 40][group[rows[first : first + 40]] == d]
+            slices = np.bincount(own - d * topology.attn_tp_size, minlength=topology.attn_tp_size)
+            assert slices.max() <= -(-len(own) // topology.attn_tp_size)
+    measured = cocluster._measure(layout, trace, 1, rows, group, expected, topology, settings)
+    experts, serving = trace.expert_ids[rows, 1], np.tile(layout.primary, (4, 1))
+    local, sent, _ = oracles.traffic(experts, home, serving)
+    node = topology.node_of
+    nodes = [{node[layout.primary[e]] for e in token} - {node[h]} for token, h in zip(experts, home, strict=True)]
+    assert measured.cost * 90 == pytest.approx(sent.sum() - 0.5 * local + 0.25 * sum(map(len, nodes)))
+    np.testing.assert_array_equal(measured.serving, serving)
 
 
 def candidates(*layers):

@@ -275,6 +275,12 @@ def test_a_plan_for_another_model_is_refused():
         replay(random_trace(0), plan, ReplaySettings())
 
 
+def test_a_trace_of_one_token_is_replayed():
+    trace = make_trace([[0]], np.zeros((1, 1, 1)), num_experts=2)
+    result = replay(trace, vanilla_plan(trace.fingerprint, Topology(ep_size=2)), ReplaySettings())
+    assert (result.total.tokens, result.total.lar) == (1, 1.0)
+
+
 def test_a_trace_without_routed_tokens_is_refused():
     trace = random_trace(0, longest=0)
     with pytest.raises(ValueError, match="no routed token"):
