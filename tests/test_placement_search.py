@@ -1,9 +1,11 @@
 """The search over layouts: its bookkeeping agrees with loops, it never loses, and small instances reach the optimum."""
 
+from itertools import product
+
 import numpy as np
 import oracles
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semmoe.core import Topology
@@ -95,6 +97,69 @@ def test_a_search_is_never_worse_than_its_start(topology, redundant, seed):
     assert cost <= before + 1e-9
     again = search(instance, (state.slots, state.primary), topology, load_price=3.0, cap=1.05, seed=1)[1]
     assert again <= cost + 1e-9
+
+
+def neighbours(slots, primary):
+    """Every layout that one move leads to: swaps, further copies in place of others, other primary copies."""
+    G, S = slots.shape
+    for x, i, y, j in product(range(G), range(S), range(G), range(S)):
+        a, b = slots[x, i], slots[y, j]
+        if x < y and a not in slots[y] and b not in slots[x]:
+            other, first = slots.copy(), primary.copy()
+            other[x, i], other[y, j] = b, a
+            first[a], first[b] = y if primary[a] == x else primary[a], x if primary[b] == y else primary[b]
+            yield other, first
+    for x, i, b in product(range(G), range(S), range(len(primary))):
+        a = slots[x, i]
+        ranks = [rank for rank in range(G) if a in slots[rank] and rank != x]
+        if ranks and b not in slots[x]:
+            other, first = slots.copy(), primary.copy()
+            other[x, i], first[a] = b, ranks[0] if primary[a] == x else primary[a]
+            yield other, first
+        for rank in ranks:
+            yield slots, np.where(np.arange(len(primary)) == a, rank, primary)
+
+
+@pytest.mark.parametrize(("redundant", "num_nodes"), [(0, 1), (2, 1), (4, 2)])
+@settings(max_examples=10)
+@given(seed=st.integers(0, 9999))
+def test_searches_end_where_no_move_pays(redundant, num_nodes, seed):
+    """From each other's results, until one moves nothing. So few sets that each move is judged on all of them."""
+    topology, price = Topology(ep_size=2, num_nodes=num_nodes), {"load_price": 2.0, "cap": 1.05}
+    instance, before = random_sets(seed, 6, 1, count=15), np.inf
+    state, cost = search(instance, random_layout(seed, 6, 2, redundant), topology, **price)
+    while cost < before - 1e-7:
+        before = cost
+        state, cost = search(instance, (state.slots, state.primary), topology, **price)
+    for slots, primary in neighbours(state.slots, state.primary):
+        tokens = tokens_of(*instance)
+        other = oracles.layout_cost(slots, primary.tolist(), tokens, topology, WEIGHTS, None, 2.0, 1.05)[0]
+        assert other >= cost - 1e-6
+
+
+@pytest.mark.parametrize("most", [1, 17, 10**6])
+def test_a_search_ends_after_so_many_moves(most):
+    instance, topology = random_sets(7, 8, 1), Topology(ep_size=4)
+    state, scratch = make_state(*instance, *random_layout(7, 8, 4, 4), topology, WEIGHTS)
+    cost, judged = improve(state, scratch, 0.0, np.inf, 0, 20, 0, most)
+    check_state(state, cost, instance, topology)
+    assert judged == most + 1 if most < 100 else 100 < judged < most
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES[:4], ids=lambda t: f"{t.dp_size}groups-{t.num_nodes}nodes")
+def test_prices_rise_where_homes_are_full_by_loops(topology):
+    """By 0.3, 0.15, 0.1 and so on of what a home holds beyond its group's mean, at most as for twice the mean."""
+    instance, (slots, primary) = random_sets(8, 8, topology.dp_size, count=60), random_layout(8, 8, 4)
+    price, size = np.zeros(4), topology.attn_tp_size
+    for step in range(3):
+        state, _ = make_state(*instance, slots, primary, topology, WEIGHTS)
+        settle(state, step)
+        np.testing.assert_allclose(state.price, price, atol=2 / PRICE_UNITS)
+        homes = oracles.layout_cost(slots, primary.tolist(), tokens_of(*instance), topology, WEIGHTS, state.price)[2]
+        full = np.bincount(homes, instance[1], 4).reshape(-1, size)
+        rise = np.minimum(full / full.mean(axis=1, keepdims=True) - 1, 1)
+        price = state.price.reshape(-1, size) + 0.3 / (1 + step) * rise
+        price = (price - price.mean(axis=1, keepdims=True)).ravel()
 
 
 @given(st.integers(0, 9999))

@@ -86,6 +86,7 @@ def test_tables_hold_the_expectations_summed_over_hosted_experts(redundant, seed
     placement = spread_out(seed, 3, 8, 4, redundant)
     tables = project(predictor, trace, placement)
     assert (tables.lookback, tables.ordered) == (predictor.lookback, predictor.ordered)
+    assert tables.token_scores.shape == (3, len(np.unique(trace.token_ids)) + 1, 4)
     for layer in range(3):
         expected = oracles.expected_activations(predictor, trace, layer, leave_one_out=False)
         found = oracles.score_tokens(

@@ -212,6 +212,9 @@ def test_locality_of_unknown_tokens_by_hand():
     assert result.unknown_lar == pytest.approx(np.mean(expected))
     assert result.as_dict()["unknown_token_lar"] == result.unknown_lar
     assert replay(profile, plan, ReplaySettings()).unknown_lar is None
+    strangers = make_trace([[5] * 5], profile.expert_ids[[0, 1, 2, 3, 0]], num_experts=4)
+    result = replay(strangers, plan, ReplaySettings())
+    assert result.unknown_lar == result.total.lar
 
 
 @pytest.mark.parametrize(("ep_size", "dp_size", "expected"), [(2, 1, 1 / 4), (2, 2, 2 / 3), (4, 2, 1 / 4)])
