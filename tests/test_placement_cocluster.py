@@ -121,6 +121,19 @@ def test_a_search_begins_from_as_many_equal_labellings_as_it_is_told(starts):
     assert len({tuple(labels) for labels in found}) == starts
 
 
+@pytest.mark.parametrize(("starts", "kicks", "expected"), [(3, 2, [5, 2, 2]), (1, 0, [1, 1, 1]), (9, 4, [8, 3, 3])])
+def test_every_load_cap_gives_its_best_layouts_in_order_of_cost(starts, kicks, expected):
+    """Starts and kicks at the first cap; the best of them and half as many kicks at each other; eight at most."""
+    trace, found = used_by_all(3, requests=30), []
+    settings, group = replace(QUICK, starts=starts, kicks=kicks), np.zeros(trace.num_tokens, np.int64)
+    layouts = search_layer(trace.expert_ids[:, 0], group, 8, Topology(ep_size=4), 4, [9.0, 1.2, 1.1], settings, 0)
+    for number in expected:
+        found.append([layout.cost for layout in layouts[:number]])
+        layouts = layouts[number:]
+    assert layouts == []
+    assert all(costs == sorted(costs) for costs in found)
+
+
 @given(st.integers(0, 9999), st.integers(0, 2))
 def test_a_kick_swaps_slots_and_primaries_go_with_their_experts(seed, copies):
     rng = np.random.default_rng(seed)

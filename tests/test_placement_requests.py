@@ -144,3 +144,11 @@ def test_a_start_puts_each_request_with_the_seed_most_like_it():
     centres = apart[np.random.default_rng(1).choice(30, 3, replace=False)]
     expected = (apart @ (centres / np.linalg.norm(centres, axis=1, keepdims=True)).T).argmax(axis=1)
     np.testing.assert_array_equal(groups, expected)
+
+
+def test_an_overfull_group_is_relieved_by_a_swap_though_it_costs_value():
+    """Request 1 has three tokens where two fit, and changes places with request 2, which loses 6; request 0 stays."""
+    value = np.array([[9.0, 0, 5], [-9, 0, 0], [-9, 0, 6]])
+    work = np.array([[1.0] * 3, [3] * 3, [1] * 3])
+    out = improve_assignment(value, work, np.array([1.0, 2, 3]), np.array([0, 1, 2]), 5)
+    assert out.tolist() == [0, 2, 1]
