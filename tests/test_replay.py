@@ -42,6 +42,7 @@ def test_two_batches_of_a_hand_made_trace():
     assert (result.num_batches, result.tokens_per_batch) == (2, 4)
     assert result.rows_per_batch.tolist() == [[[0, 1], [1, 0]]]
     assert result.busiest_pairs.tolist() == [3]
+    assert result.predicted_lar is None
     assert result.unknown_share == 0
 
 
