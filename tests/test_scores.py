@@ -166,6 +166,20 @@ def test_scores_agree_with_loops(lookback, ordered, decoding, seed):
     ]
 
 
+@pytest.mark.parametrize(("first", "slices"), [(0, 19), (0, 16), (8, 8), (3, 13), (16, 3)])
+@given(seed=st.integers(0, 9999))
+def test_many_ranks_are_scored_as_few_are(first, slices, seed):
+    """Eight at a time where there are so many."""
+    rng, tables = np.random.default_rng(seed), random_tables(seed, 2, seed % 3, ranks=19)
+    ids, earlier = rng.integers(-2, VOCABULARY + 3, 3), rng.integers(EXPERTS, size=(2, 3, TOP_K)).astype(np.uint8)
+    history = rng.integers(-5000, 5000, (3, 19)).astype(np.int32) if seed % 2 else None
+    found = oracles.score_tokens(scores, tables, 2, first, slices, ids, earlier, history)
+    assert found.tolist() == [
+        oracles.score(tables, 2, first, slices, int(ids[t]), earlier[:, t], None if history is None else history[t])
+        for t in range(3)
+    ]
+
+
 def test_a_group_s_scores_are_its_columns_of_the_scores_of_all_ranks():
     tables, rng = random_tables(0), np.random.default_rng(0)
     ids, earlier = rng.integers(VOCABULARY, size=30), rng.integers(EXPERTS, size=(2, 30, TOP_K))
