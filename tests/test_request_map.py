@@ -109,6 +109,7 @@ def test_a_planted_structure_is_predicted_from_the_prompt():
     table = project(fit, hosted(blocks))
     assert (map_scores(table, trace).argmax(axis=1) == np.arange(trace.num_requests) % 4).all()
     assert fit.planning_rates.shape == (32, *blocks.shape)
+    np.testing.assert_allclose(fit.planning_rates.reshape(32, -1), (fit.rates + fit.held_out) / 2)
     assert table.mean_length == 24
 
 
