@@ -142,6 +142,14 @@ def test_the_hit_rate_is_that_of_many_requests_held_out():
     assert 0.6 < predictor.hit_rate < 0.95
 
 
+def test_the_held_out_error_is_of_what_the_mean_misses_however_little_that_is():
+    """One of 400 tokens strays, and no token of the requests held out."""
+    experts = np.tile([0, 1], (400, 2, 1))
+    experts[7] = 2, 3
+    trace = make_trace(np.random.default_rng(0).integers(6, size=(40, 10)).tolist(), experts, num_experts=8)
+    assert fit(trace, ANY_ROUTING, 0).held_out_error == pytest.approx(0.56, abs=0.05)
+
+
 def test_random_routing_is_not_predicted():
     rng = np.random.default_rng(0)
     experts = np.argsort(rng.random((1200, 3, 8)), axis=2)[..., :2]
