@@ -94,9 +94,13 @@ def chosen_topology(plan: Plan | None, given: GivenTopology, ep_size: int) -> To
     return plan.topology
 
 
-def numeric(kind: Any, name: str, text: str, panel: str, **more: Any) -> Any:
-    """An option for the field `name` of a settings dataclass, with the field's bounds; `text` is its help."""
+def numeric(kind: Any, name: str, text: str, panel: str, unit: int = 1, **more: Any) -> Any:
+    """An option for the field `name` of a settings dataclass, with the field's bounds; `text` is its help.
+
+    unit: what one of the option is of the field.
+    """
     low, high = bounds(kind, name)
+    low, high = (low, high) if unit == 1 else (-(-low // unit), high // unit)
     return typer.Option(help=text, rich_help_panel=panel, min=low, max=high, callback=_finite, **more)
 
 

@@ -10,7 +10,7 @@ import typer
 
 from semmoe import console
 from semmoe.cli.app import app
-from semmoe.cli.options import INPUT, METHOD, OUTPUT, model_path
+from semmoe.cli.options import INPUT, METHOD, OUTPUT, model_path, numeric
 from semmoe.core import Plan
 from semmoe.router.settings import RouterSettings
 
@@ -35,7 +35,7 @@ def router(
         str | None,
         typer.Option(
             help="The model's directory, or one with its tokenizer; without it only prompts sent as ids are scheduled.",
-            rich_help_panel=INPUT, show_default=False,
+            rich_help_panel=INPUT, show_default=False, callback=model_path,
         ),
     ] = None,
     backend_ranks: Annotated[
@@ -46,33 +46,34 @@ def router(
         ),
     ] = Ranks.header,
     prefix_weight: Annotated[
-        float,
-        typer.Option(help="What a cached prompt is worth, in shares of experts at home.", rich_help_panel=METHOD),
+        float, numeric(RouterSettings, "prefix_weight", "Worth of a cached prompt, in shares of local experts.", METHOD)
     ] = DEFAULT.prefix_weight,
     cache_tokens: Annotated[
-        int, typer.Option(help="Prompt tokens that a rank's prefix cache holds.", rich_help_panel=METHOD)
+        int, numeric(RouterSettings, "cache_tokens", "Prompt tokens that a rank's prefix cache holds.", METHOD)
     ] = DEFAULT.cache_tokens,
     max_in_flight: Annotated[
-        int, typer.Option(help="Most requests at the backends.", rich_help_panel=LIMITS)
+        int, numeric(RouterSettings, "max_in_flight", "Most requests at the backends.", LIMITS)
     ] = DEFAULT.max_in_flight,
-    queue: Annotated[int, typer.Option(help="Most further ones that wait.", rich_help_panel=LIMITS)] = DEFAULT.queue,
+    queue: Annotated[
+        int, numeric(RouterSettings, "queue", "Most further ones that wait.", LIMITS)
+    ] = DEFAULT.queue,
     queue_seconds: Annotated[
-        float, typer.Option(help="Longest wait; then 503.", rich_help_panel=LIMITS)
+        float, numeric(RouterSettings, "queue_seconds", "Longest wait; then 503.", LIMITS)
     ] = DEFAULT.queue_seconds,
     max_body_mb: Annotated[
-        int, typer.Option(help="Longest body of a request; then 413.", rich_help_panel=LIMITS)
+        int, numeric(RouterSettings, "max_body", "Longest body of a request; then 413.", LIMITS, unit=1 << 20)
     ] = DEFAULT.max_body >> 20,
     max_held_mb: Annotated[
-        int, typer.Option(help="Most bytes of all scheduled requests' bodies; then 503.", rich_help_panel=LIMITS)
+        int, numeric(RouterSettings, "max_held", "Most of all bodies together; then 503.", LIMITS, unit=1 << 20)
     ] = DEFAULT.max_held >> 20,
     body_seconds: Annotated[
-        float, typer.Option(help="Longest time for a client to send a body; then 408.", rich_help_panel=LIMITS)
+        float, numeric(RouterSettings, "body_seconds", "Longest time for a client to send a body; then 408.", LIMITS)
     ] = DEFAULT.body_seconds,
     stall_seconds: Annotated[
-        float, typer.Option(help="Longest time without a byte of a body; then 408.", rich_help_panel=LIMITS)
+        float, numeric(RouterSettings, "stall_seconds", "Longest time without a byte of a body; then 408.", LIMITS)
     ] = DEFAULT.stall_seconds,
     host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=OUTPUT)] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0: any.", rich_help_panel=OUTPUT)] = 8080,
+    port: Annotated[int, numeric(RouterSettings, "port", "Port to listen on; 0: any.", OUTPUT)] = DEFAULT.port,
 ) -> None:  # fmt: skip
     """Send requests to the data-parallel ranks of vLLM or SGLang by a plan, without a plug-in in the engine.
 
@@ -95,7 +96,7 @@ def router(
     logging.basicConfig(format="%(message)s")
     logging.getLogger("semmoe").setLevel(logging.INFO)
     loaded = load_plan(plan)
-    application = server.build(settings, loaded, None if tokenizer is None else model_path(tokenizer))
+    application = server.build(settings, loaded, tokenizer)
     listener = server.listen(host, port)
     _announce(settings, loaded, host, listener.getsockname()[1], tokenizer is not None)
     server.run(application, listener, settings)

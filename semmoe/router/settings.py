@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from semmoe.core import require
+from semmoe.core import check_numbers, number, require
 
+SECONDS = (0.001, 86_400)
 BACKEND_RANKS = ("header", "urls")  # a backend has all ranks and is told one by a header, or it is one rank
 
 
@@ -20,23 +21,29 @@ class RouterSettings:
 
     backends: tuple[str, ...]
     backend_ranks: str = "header"
-    max_in_flight: int = 1024  # scheduled requests at the backends, all together
-    queue: int = 1024  # further ones that wait, the reading of their bodies included
-    queue_seconds: float = 60.0  # longest wait, after which the client is told to come back
-    prefix_weight: float = 1.0
-    cache_tokens: int = 1 << 18  # prompt tokens that the prefix cache of one rank holds
-    max_body: int = 64 << 20  # bytes of a request
-    max_held: int = 1 << 30  # bytes of all that are scheduled, each read whole and held until it is answered
-    head_seconds: float = 30.0  # for a client to send the head of a request, on a new connection from the first moment
-    body_seconds: float = 60.0  # for it to send the body
-    stall_seconds: float = 15.0  # without a byte of the body
-    unread_seconds: float = 60.0  # for it to take what waits of an answer, once more waits than a connection buffers
-    connect_seconds: float = 5.0
-    idle_seconds: float = 3.0  # a connection is kept; less than the 5 s after which vLLM's and SGLang's servers close
-    health_seconds: float = 2.0  # between two looks at a backend
-    health_timeout: float = 5.0
-    health_failures: int = 3  # late or bad answers in a row that make it unhealthy; a refused connection does at once
-    tokenizer_threads: int = 2
+    max_in_flight: int = number(1024, 1, 1 << 20)  # scheduled requests at the backends, all together
+    queue: int = number(1024, 0, 1 << 20)  # further ones that wait, the reading of their bodies included
+    queue_seconds: float = number(60.0, *SECONDS)  # longest wait, after which the client is told to come back
+    prefix_weight: float = number(1.0, 0, 1e6)
+    cache_tokens: int = number(1 << 18, 0, 1 << 34)  # prompt tokens that the prefix cache of one rank holds
+    max_body: int = number(64 << 20, 1, 1 << 34)  # bytes of a request
+    # bytes of all that are scheduled, each read whole and held until it is answered
+    max_held: int = number(1 << 30, 1, 1 << 40)
+    # for a client to send the head of a request, on a new connection from the first moment
+    head_seconds: float = number(30.0, *SECONDS)
+    body_seconds: float = number(60.0, *SECONDS)  # for it to send the body
+    stall_seconds: float = number(15.0, *SECONDS)  # without a byte of the body
+    # for it to take what waits of an answer, once more waits than a connection buffers
+    unread_seconds: float = number(60.0, *SECONDS)
+    connect_seconds: float = number(5.0, *SECONDS)
+    # a connection is kept; less than the 5 s after which vLLM's and SGLang's servers close
+    idle_seconds: float = number(3.0, *SECONDS)
+    health_seconds: float = number(2.0, *SECONDS)  # between two looks at a backend
+    health_timeout: float = number(5.0, *SECONDS)
+    # late or bad answers in a row that make it unhealthy; a refused connection does at once
+    health_failures: int = number(3, 1, 1 << 20)
+    tokenizer_threads: int = number(2, 1, 1024)
+    port: int = number(8080, 0, 65_535)  # to listen on; 0: any
 
     def __post_init__(self) -> None:
         require(len(self.backends) >= 1, "there must be at least one backend")
@@ -45,15 +52,9 @@ class RouterSettings:
             _check_url(url)
         known = self.backend_ranks in BACKEND_RANKS
         require(known, f"backend_ranks must be one of {', '.join(BACKEND_RANKS)}, not {self.backend_ranks!r}")
-        for name in ("max_in_flight", "max_body", "health_failures", "tokenizer_threads"):
-            require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("queue", "prefix_weight", "cache_tokens"):
-            require(0 <= getattr(self, name) < float("inf"), f"{name} must be at least 0, not {getattr(self, name)}")
-        enough = f"max_held must be at least max_body, {self.max_body}, not {self.max_held}"
-        require(self.max_held >= self.max_body, enough)
-        for name in ("queue_seconds", "head_seconds", "body_seconds", "stall_seconds", "unread_seconds",
-                     "connect_seconds", "idle_seconds", "health_seconds", "health_timeout"):  # fmt: skip
-            require(0 < getattr(self, name) < float("inf"), f"{name} must be positive, not {getattr(self, name)}")
+        check_numbers(self)
+        if self.max_held < self.max_body:
+            raise ValueError(f"max_held must be at least max_body, {self.max_body}, not {self.max_held}")
 
 
 def _check_url(url: str) -> None:
