@@ -161,6 +161,13 @@ def test_cached_tokens_add_to_the_score_and_cost_no_work():
     assert scheduler.work.tolist() == [5, 2]
 
 
+@pytest.mark.parametrize(("weight", "group"), [(0.3, 0), (0.5, 1)])
+def test_a_cached_prompt_weighs_as_much_as_the_map_says(weight, group):
+    """Group 0 is better by 0.4, group 1 has the whole prompt."""
+    scheduler = CapacityScheduler(replace(make_map([[0.4, 0], [0, 0]]), cache_weight=weight), plain())
+    assert scheduler.assign([0] * 4, cached_tokens=np.array([0, 4])) == group
+
+
 def test_prices_follow_the_ledger():
     """Group 0 is better by 0.25; every mean request ahead of the mean costs it 0.2, and group 1 gains as much."""
     scheduler = CapacityScheduler(make_map([[0.25, 0], [0, 0]]), plain(lead_requests=1000, feedback=0.2))
