@@ -77,6 +77,20 @@ def test_the_seed_decides_everything(name, redundant):
     np.testing.assert_array_equal(first.static_dispatch, second.static_dispatch)
 
 
+@pytest.mark.parametrize("batch_tokens", [2, 64])
+def test_layouts_are_measured_on_32_batches_or_all_there_is(batch_tokens, monkeypatch):
+    trace, measure, seen = used_by_all(0), cocluster._measure, []
+
+    def count_tokens(layout, trace, layer, rows, *others):
+        seen.append(len(rows))
+        return measure(layout, trace, layer, rows, *others)
+
+    monkeypatch.setattr(cocluster, "_measure", count_tokens)
+    placed(trace, Topology(ep_size=4), settings=replace(QUICK, batch_tokens=batch_tokens))
+    assert 64 < trace.num_tokens < 32 * 64
+    assert set(seen) == {64 if batch_tokens == 2 else trace.num_tokens}
+
+
 def test_sizes_that_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="ep_size 4 does not divide 10"):
         placed(used_by_all(0), Topology(ep_size=4), 2)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from synthetic import make_fingerprint, make_trace, planted_trace, random_trace, with_prefill
+from test_scores import random_tables
 
 from semmoe.assignment import schedule_requests
 from semmoe.core import DECODE, PREFILL, RequestMap, Schedule, Topology
@@ -175,6 +176,19 @@ def test_a_group_without_tokens_counts_in_the_balance():
     trace = make_trace([[0] * 6], np.zeros((6, 1, 1)), num_experts=4)
     plan = vanilla_plan(trace.fingerprint, Topology(ep_size=4, dp_size=4))
     assert replay(trace, plan, ReplaySettings()).token_max_over_mean == 4.0
+
+
+@pytest.mark.parametrize("lookback", [0, 1, 2])
+def test_tokens_are_scored_by_their_own_experts_at_the_layers_before(lookback):
+    trace, tables, topology = random_trace(1), random_tables(1, lookback, 0), Topology(ep_size=4, dp_size=2)
+    plan = replace(vanilla_plan(trace.fingerprint, topology), schedule=Schedule(requests=None, shuffle=tables))
+    group = (np.arange(trace.num_requests) % 2)[trace.request_of_token()]
+    homes = token_homes(trace, plan, ReplaySettings(batches="prefill"), group)
+    for layer, (evidence, _) in enumerate(homes):
+        for t in range(trace.num_tokens):
+            earlier = [trace.expert_ids[t, layer - back] for back in range(1, min(layer, lookback) + 1)]
+            expected = oracles.score(tables, layer, 2 * group[t], 2, int(trace.token_ids[t]), earlier, None)
+            assert evidence[t].tolist() == expected
 
 
 @pytest.mark.parametrize(("batches", "knows"), [("prefill", False), ("mixed", True)])
