@@ -1,6 +1,7 @@
 """semmoe doctor: what is installed, which hooks resolve, whether a plan fits."""
 
 import json
+import shutil
 import sys
 import types
 
@@ -159,3 +160,20 @@ def test_mistakes_end_in_one_line(tmp_path):
         result = run(*arguments)
         assert result.exit_code == 2
         assert words in result.stderr
+
+
+def test_what_an_engine_refuses_is_said_before_it_is_started(tmp_path):
+    """As a problem of the engine that was asked for, as a remark of the others."""
+    models = pytest.importorskip("semmoe.engines.transformers.model")
+    model = tmp_path / "model"
+    shutil.copytree(MODEL, model)
+    config = json.loads((model / "config.json").read_text())
+    identity = models.fingerprint_of(str(model))
+    save_plan(vanilla_plan(identity, Topology(ep_size=4)), tmp_path / "plan")
+    (model / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "secret"}}))
+    state = doctor.examine_plan(tmp_path / "plan", str(model), ("sglang",))
+    assert any("quantised by 'secret'" in text for text in state.problems)
+    both = doctor.examine_plan(tmp_path / "plan", str(model), ("sglang", "vllm", "transformers"))
+    assert not any("quantised" in text for text in both.problems)
+    assert all("quantised by 'secret'" in both.cautions[engine][0] for engine in ("sglang", "vllm"))
+    assert both.cautions["transformers"] == []

@@ -79,6 +79,9 @@ def _print_plan(state: PlanState) -> None:
     for engine, flags in state.launch.items():
         _say(f"    {engine}: {flags}")
     _say(f"    compared with the model: {state.checked}")
+    for engine, texts in state.cautions.items():
+        for text in texts:
+            _say(f"    {engine}: {text}")
     for text in state.problems:
         _say(f"    FAIL  {text}")
 

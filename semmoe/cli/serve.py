@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from semmoe import console
+from semmoe.checkpoint.directory import read_config
 from semmoe.cli.app import app
 from semmoe.cli.options import (
     INPUT,
@@ -30,7 +31,7 @@ from semmoe.cli.options import (
     numeric,
 )
 from semmoe.core import Plan, physical_experts
-from semmoe.engines import ownership, supervisor
+from semmoe.engines import ownership, supervisor, support
 from semmoe.settings import ServeSettings
 
 
@@ -77,6 +78,17 @@ def serve(
     topology = chosen_topology(chosen, given, ep_size=2)
     if chosen is None:
         physical_experts(fingerprint_of(model).num_experts, 0, topology.ep_size)  # refuses what does not divide
+    if chosen is not None:
+        use = support.use_of(
+            engine.value,
+            read_config(Path(model)),
+            chosen,
+            shuffles=shuffle is not Shuffle.off,
+            schedules=schedule is Schedule.plan,
+            options=ctx.args,
+        )
+        for caution in support.check(use):
+            console.err.print(f"[yellow]warning:[/] {caution}", soft_wrap=True)
     folder = _own_folder(control or _default_folder(port))  # the printed command needs it too
     settings = PluginSettings(
         plan=str(plan.resolve()) if plan else "", schedule=schedule.value, shuffle=shuffle.value, control=str(folder)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from semmoe.core import Plan
+from semmoe.engines import support
 from semmoe.engines.hooks import problem
 
 ENGINES = ("sglang", "vllm", "deepspeed", "transformers")
@@ -48,6 +49,7 @@ class PlanState:
     fingerprint: dict[str, Any]
     launch: dict[str, str]
     checked: str  # what of the model was compared
+    cautions: dict[str, list[str]]  # by engine: why it would be refused there, or what nobody has run
     problems: list[str] = field(default_factory=list)
 
 
@@ -110,12 +112,25 @@ def examine_plan(path: Path, model: str | None, engines: tuple[str, ...]) -> Pla
 
     plan = load_plan(path)
     checked, misfit = ("nothing: give --model", None) if model is None else _misfit(plan, model)
+    said = {engine: _supported(engine, plan, model) for engine in engines}
+    refused = said[engines[0]][0] if len(engines) == 1 else []  # of an engine that was named it is a problem
     return PlanState(
         plan=str(path), method=plan.method, topology=asdict(plan.topology), checked=checked,
+        cautions={engine: refusals + cautions for engine, (refusals, cautions) in said.items()},
         redundant_experts=plan.placement.redundant_experts, fingerprint=asdict(plan.fingerprint),
         launch={engine: _launch(engine, plan, path, model or "MODEL") for engine in engines},
-        problems=[misfit] if misfit else [],
+        problems=([misfit] if misfit else []) + refused,
     )  # fmt: skip
+
+
+def _supported(engine: str, plan: Plan, model: str | None) -> tuple[list[str], list[str]]:
+    """Refusals and cautions of the table of what runs, of an engine that it has; without options of the engine's."""
+    if model is None or engine not in support.FAMILIES:
+        return [], []
+    from semmoe.checkpoint.directory import read_config
+
+    use = support.use_of(engine, read_config(Path(model)), plan)
+    return support.problems(use), support.cautions(use)
 
 
 def _misfit(plan: Plan, model: str) -> tuple[str, str | None]:

@@ -1,8 +1,8 @@
 """What the runtime computes, in plain torch: the specification that every fast path is tested against.
 
 Functions that stand for a collective take what all ranks put in and give what every rank gets. Sums run in rank order
-in float32 (float64 for float64) and are rounded once, so that a result depends neither on where a row lies nor on who
-adds it.
+in float32 (float64 for float64) and are rounded once, so that a result does not depend on which rank adds it. Which
+partial sums there are depends on where experts lie, so that results differ between placements in their last bits.
 """
 
 from typing import NamedTuple

@@ -1,0 +1,317 @@
+"""What runs on which engine: families and features, as data. `semmoe doctor` and `semmoe serve` decide by it before
+anything loads, from a model's configuration and the engine's own options alone, and the documentation prints it.
+
+A cell says one of three things: a test shows that it works, the engine's source says so and nobody has run it, or it
+is refused. What the table does not know is refused.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+from semmoe.core import Plan, Topology
+
+
+class State(str, Enum):
+    works = "works, by a test"
+    reading = "works by reading, not run"
+    refused = "refused"
+
+
+class Cell(NamedTuple):
+    state: State
+    note: str  # the test, what was read, or why it is refused and what to do
+
+
+class Family(NamedTuple):
+    """How a plan runs on one engine with one family of models."""
+
+    placement: Cell  # experts where the plan has them, attention-DP
+    copies: Cell  # redundant experts
+    shuffle: Cell  # attention-TP: tokens where the plan has them
+
+
+class Option(NamedTuple):
+    """An option of an engine's command line that asks for a feature."""
+
+    name: str  # with its dashes
+    off: tuple[str, ...] = ()  # values by which it asks for nothing
+    on: tuple[str, ...] = ()  # the only values by which it asks, if there are any
+
+
+class Feature(NamedTuple):
+    name: str
+    options: Mapping[str, tuple[Option, ...]]  # by engine
+    cells: Mapping[str, Cell]  # by engine, beside a plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """What is to be served: enough to look the table up."""
+
+    engine: str
+    config: Mapping[str, Any]  # of the model, config.json
+    topology: Topology
+    redundant: int  # experts
+    shuffles: bool  # tokens go where the plan says
+    schedules: bool  # requests go where the plan says
+    options: Sequence[str]  # the engine's own, as words
+
+
+NAMES = {
+    "qwen3_moe": "Qwen3-MoE", "deepseek_v2": "DeepSeek-V2", "deepseek_v3": "DeepSeek-V3 and Moonlight",
+    "mixtral": "Mixtral", "olmoe": "OLMoE", "gpt_oss": "GPT-OSS", "glm4_moe": "GLM-4.5",
+    "qwen3_5_moe": "Qwen3.5-MoE", "qwen3_5_moe_text": "Qwen3.5-MoE",
+}  # fmt: skip
+INSTEAD = "give the engine a checkpoint made by `semmoe apply`, without --plan"
+
+
+def use_of(
+    engine: str, config: Mapping[str, Any], plan: Plan, *, shuffles: bool = True, schedules: bool = True,
+    options: Sequence[str] = (),
+) -> Use:  # fmt: skip
+    """What serving `plan` asks for; shuffles, schedules: whether the plan's tokens and requests are to be followed."""
+    tables = plan.schedule
+    return Use(
+        engine=engine,
+        config=config,
+        topology=plan.topology,
+        redundant=plan.placement.redundant_experts,
+        shuffles=shuffles and bool(tables and tables.shuffle),
+        schedules=schedules and bool(tables and tables.requests),
+        options=options,
+    )
+
+
+def problems(use: Use) -> list[str]:
+    """Why this cannot be served on a plan, in sentences; empty where it can."""
+    return [cell.note for cell in _cells(use) if cell.state is State.refused]
+
+
+def cautions(use: Use) -> list[str]:
+    """What of it nobody has run."""
+    return [cell.note for cell in _cells(use) if cell.state is State.reading]
+
+
+def check(use: Use) -> list[str]:
+    """Raise ValueError with the first problem; returns the cautions."""
+    for problem in problems(use):
+        raise ValueError(problem)
+    return cautions(use)
+
+
+def _cells(use: Use) -> list[Cell]:
+    family = _family(use)
+    if isinstance(family, Cell):
+        return [family]
+    cells = [family.placement]
+    cells += [family.copies] if use.redundant else []
+    cells += [family.shuffle] if use.shuffles else []
+    cells += [feature.cells[use.engine] for feature in FEATURES if _asked(feature, use)]
+    return cells + _quantisation(use)
+
+
+def _family(use: Use) -> Family | Cell:
+    kind = str(use.config.get("model_type"))
+    found = FAMILIES[use.engine].get(kind)
+    if found is not None:
+        return found
+    known = ", ".join(sorted({NAMES[name] for name in FAMILIES[use.engine]}))
+    return Cell(State.refused, f"no plan is served for models of type {kind!r} on {use.engine} (known: {known}): "
+                f"{INSTEAD}")  # fmt: skip
+
+
+def _asked(feature: Feature, use: Use) -> bool:
+    idle = (feature.name in NEEDS_COPIES and not use.redundant) or (feature.name in NEEDS_SHUFFLE and not use.shuffles)
+    if idle or (feature.name in NEEDS_SCHEDULE and not use.schedules):
+        return False
+    return any(_given(option, use.options) for option in feature.options.get(use.engine, ()))
+
+
+def _given(option: Option, words: Sequence[str]) -> bool:
+    """Whether the option stands among the engine's words with a value that asks for something."""
+    for place, word in enumerate(words):
+        name, _, value = word.partition("=")
+        if name == option.name:
+            following = words[place + 1] if place + 1 < len(words) else ""
+            chosen = value or following
+            return chosen in option.on if option.on else chosen not in option.off
+    return False
+
+
+def _quantisation(use: Use) -> list[Cell]:
+    """Of the weights, as the configuration says."""
+    how = use.config.get("quantization_config")
+    if not isinstance(how, Mapping):
+        return []
+    method = str(how.get("quant_method", how.get("quant_algo", "unknown")))
+    found = QUANTISATION.get(method, {}).get(use.engine)
+    return [found or Cell(State.refused, f"weights quantised by {method!r} are not known with a plan: {INSTEAD}")]
+
+
+def table(engine: str) -> list[tuple[str, str, str]]:
+    """What is known of an engine, for people: what, state, note."""
+    rows = [
+        (f"{NAMES[kind]}, {part}", cell.state.value, cell.note)
+        for kind, family in FAMILIES[engine].items()
+        for part, cell in family._asdict().items()
+    ]
+    rows += [
+        (one.name, one.cells[engine].state.value, one.cells[engine].note) for one in FEATURES if engine in one.cells
+    ]
+    return rows + [
+        (f"weights: {method}", cells[engine].state.value, cells[engine].note)
+        for method, cells in QUANTISATION.items()
+        if engine in cells
+    ]
+
+
+def _works(test: str) -> Cell:
+    return Cell(State.works, test)
+
+
+def _read(what: str) -> Cell:
+    return Cell(State.reading, what)
+
+
+def _no(why: str) -> Cell:
+    return Cell(State.refused, why)
+
+
+_NO_SHUFFLE = "tokens cannot be shuffled in {}'s layers on {}: give --shuffle off, or attention dp"
+
+
+_NO_LOCATION = _no(
+    f"SGLang's class of this family says nothing of where experts lie (get_model_config_for_expert_location): {INSTEAD}"
+)
+_NO_MLA = _read("DeepSeek on SGLang: its CPU back-end lacks MLA, so no test has run it; hooks are those of Qwen3-MoE")
+_ONE_TENSOR = _no(f"vLLM loads all experts of a GPT-OSS layer in one tensor: {INSTEAD}")
+FAMILIES: dict[str, dict[str, Family]] = {
+    "sglang": {
+        "qwen3_moe": Family(*[_works("tests/engines/sglang/test_server.py")] * 3),
+        "deepseek_v2": Family(*[_NO_MLA] * 3),
+        "deepseek_v3": Family(*[_NO_MLA] * 3),
+        "mixtral": Family(*[_NO_LOCATION] * 3),
+        "olmoe": Family(*[_NO_LOCATION] * 3),
+        "gpt_oss": Family(*[_NO_LOCATION] * 3),
+    },
+    "vllm": {
+        "qwen3_moe": Family(*[_works("tests/engines/vllm/test_server.py")] * 3),
+        "deepseek_v2": Family(*[_works("tests/engines/vllm/test_deepseek.py")] * 3),
+        "deepseek_v3": Family(*[_works("tests/engines/vllm/test_deepseek.py")] * 3),
+        "mixtral": Family(
+            _read("Mixtral on vLLM: no test holds it"),
+            _read("Mixtral's copies on vLLM: no test holds them"),
+            _no(_NO_SHUFFLE.format("Mixtral", "vLLM")),
+        ),
+        "gpt_oss": Family(*[_ONE_TENSOR] * 3),
+    },
+}
+
+
+def _both(cell: Cell) -> dict[str, Cell]:
+    return {"sglang": cell, "vllm": cell}
+
+
+def _flags(*names: str) -> tuple[Option, ...]:
+    """Options that ask for a feature whatever stands behind them."""
+    return tuple(Option(name) for name in names)
+
+
+def _sizes(*names: str) -> tuple[Option, ...]:
+    """Options that ask for a feature unless they say 1."""
+    return tuple(Option(name, off=("0", "1")) for name in names)
+
+
+NEEDS_COPIES = {"dynamic choice of copies"}
+NEEDS_SHUFFLE = {"two-batch overlap", "context parallelism"}
+NEEDS_SCHEDULE = {"prefill and decode apart", "load balancer outside"}
+FEATURES = (
+    Feature(
+        "pipeline parallelism",
+        {
+            "sglang": _sizes("--pp-size", "--pipeline-parallel-size"),
+            "vllm": _sizes("--pipeline-parallel-size", "-pp"),
+        },
+        _both(_no("a plan cannot be served with pipeline parallelism: leave it away")),
+    ),
+    Feature(
+        "EPLB",
+        {"sglang": _flags("--enable-eplb"), "vllm": _flags("--enable-eplb")},
+        _both(_no("--enable-eplb would move the plan's experts: leave it away")),
+    ),
+    Feature(
+        "elastic expert parallelism",
+        {"sglang": (Option("--elastic-ep-backend", off=("none",)),), "vllm": _flags("--enable-elastic-ep")},
+        _both(_no("elastic expert parallelism changes the ranks that a plan is for: leave it away")),
+    ),
+    Feature(
+        "two-batch overlap",
+        {
+            "sglang": _flags("--enable-two-batch-overlap", "--enable-single-batch-overlap"),
+            "vllm": (*_flags("--enable-dbo"), *_sizes("--ubatch-size")),
+        },
+        _both(
+            _no("two batches that overlap go around the places where tokens are shuffled: leave it away, or give "
+                "--shuffle off")
+        ),
+    ),
+    Feature(
+        "megamoe",
+        {
+            "sglang": (
+                Option("--moe-runner-backend", on=("megamoe", "flashinfer_megamoe")),
+                Option("--moe-a2a-backend", on=("megamoe", "flashinfer_megamoe")),
+            ),
+        },
+        {"sglang": _no("megamoe routes and computes in one kernel, which no plan reaches: choose another back-end")},
+    ),
+    Feature(
+        "dynamic choice of copies",
+        {"sglang": (Option("--ep-dispatch-algorithm", off=("static",)),)},
+        {"sglang": _no("--ep-dispatch-algorithm other than static ignores the plan's choice of copies: leave it away")},
+    ),
+    Feature(
+        "MoE data parallelism",
+        {"sglang": _sizes("--moe-dp-size")},
+        {"sglang": _no("--moe-dp-size splits the ranks that share experts, and a plan is for all: leave it away")},
+    ),
+    Feature(
+        "context parallelism",
+        {
+            "sglang": _sizes("--attn-cp-size", "--dcp-size"),
+            "vllm": _sizes("--prefill-context-parallel-size", "--decode-context-parallel-size"),
+        },
+        _both(
+            _no("context parallelism splits prompts over ranks in a way that no plan knows: leave it away, or give "
+                "--shuffle off")
+        ),
+    ),
+    Feature(
+        "prefill and decode apart",
+        {"sglang": (Option("--disaggregation-mode", off=("null",)),), "vllm": _flags("--kv-transfer-config")},
+        {
+            "sglang": _no("with prefill and decode apart a request's rank is bound to its transfer: give "
+                          "--schedule engine"),
+            "vllm": _read("prefill and decode apart on vLLM: each side schedules for itself"),
+        },
+    ),
+    Feature(
+        "load balancer outside",
+        {"vllm": _flags("--data-parallel-external-lb", "--data-parallel-hybrid-lb", "--data-parallel-rank")},
+        {
+            "vllm": _no("with a load balancer outside of vLLM the plan cannot schedule requests: give --schedule "
+                        "engine, and put `semmoe router` before it"),
+        },
+    ),
+    Feature(
+        "LoRA",
+        {"sglang": _flags("--enable-lora", "--lora-paths"), "vllm": _flags("--enable-lora")},
+        _both(_read("LoRA with a plan: adapters of attention alone; those of experts are not known to fit")),
+    ),
+)  # fmt: skip
+_BY_EXPERT = _read("quantised weights with a plan: each expert's tensors go to the plan's slots; no CPU computes them")
+QUANTISATION = {method: _both(_BY_EXPERT) for method in ("fp8", "awq", "gptq", "compressed-tensors", "modelopt")} | {
+    "mxfp4": {"sglang": _BY_EXPERT}
+}

@@ -1,0 +1,83 @@
+"""The table of what runs: every part of it decides, and what it does not know is refused."""
+
+from dataclasses import replace
+
+import pytest
+
+from semmoe.core import Topology
+from semmoe.engines import support
+from semmoe.engines.support import FAMILIES, FEATURES, QUANTISATION, State, Use, cautions, check, problems
+
+QWEN = {"model_type": "qwen3_moe"}
+PLAIN = Use(
+    engine="sglang", config=QWEN, topology=Topology(ep_size=2), redundant=0, shuffles=True, schedules=True, options=[]
+)
+
+
+@pytest.mark.parametrize("engine", FAMILIES)
+def test_the_shipped_models_family_works_with_everything(engine):
+    assert check(replace(PLAIN, engine=engine, redundant=8)) == []
+
+
+@pytest.mark.parametrize("engine", FAMILIES)
+@pytest.mark.parametrize("config", [{"model_type": "llama"}, {}, {"model_type": None}])
+def test_an_unknown_family_is_refused_by_name(engine, config):
+    said = problems(replace(PLAIN, engine=engine, config=config))
+    assert len(said) == 1
+    assert repr(str(config.get("model_type"))) in said[0]
+    assert "Qwen3-MoE" in said[0]
+    assert "semmoe apply" in said[0]
+
+
+def asks(feature, engine):
+    """Words by which an option asks for a feature, and words by which it does not."""
+    for option in feature.options[engine]:
+        yield [option.name, *(option.on[:1] or ["7"])], [option.name, *option.off[:1]] if option.off else None
+
+
+@pytest.mark.parametrize("engine", FAMILIES)
+def test_every_feature_is_seen_among_the_options_and_decides(engine):
+    seen = 0
+    for feature in (one for one in FEATURES if engine in one.options):
+        cell = feature.cells[engine]
+        for asking, silent in asks(feature, engine):
+            for words in (asking, ["--other", *asking, "--more", "1"], ["=".join(asking)]):
+                use = replace(PLAIN, engine=engine, redundant=8, options=words)
+                assert (cell.note in problems(use)) == (cell.state is State.refused), words
+                assert (cell.note in cautions(use)) == (cell.state is State.reading), words
+            if silent:
+                assert check(replace(PLAIN, engine=engine, redundant=8, options=silent)) == []
+            seen += 1
+    assert seen > 8
+
+
+@pytest.mark.parametrize(("options", "change"), [
+    (["--enable-two-batch-overlap"], {"shuffles": False}), (["--attn-cp-size", "2"], {"shuffles": False}),
+    (["--disaggregation-mode", "prefill"], {"schedules": False}),
+    (["--ep-dispatch-algorithm", "dynamic"], {"redundant": 0}),
+])  # fmt: skip
+def test_a_feature_is_refused_only_beside_what_it_breaks(options, change):
+    use = replace(PLAIN, redundant=8, options=options)
+    assert len(problems(use)) == 1
+    assert problems(replace(use, **change)) == []
+
+
+def test_weights_that_are_quantised():
+    def use(**how):
+        return replace(PLAIN, config=QWEN | {"quantization_config": how})
+
+    for method in QUANTISATION:
+        assert problems(use(quant_method=method)) == []
+        assert len(cautions(use(quant_method=method))) == 1
+    assert "'bitsandbytes'" in problems(use(quant_method="bitsandbytes"))[0]
+    assert "'unknown'" in problems(use())[0]
+
+
+def test_refusals_are_one_line_with_a_remedy_and_tests_that_are_named_exist(pytestconfig):
+    for engine in FAMILIES:
+        for what, state, note in support.table(engine):
+            assert "\n" not in note
+            if state == State.refused:
+                assert any(word in note for word in (": leave", ": give", ": choose")), (what, note)
+            if state == State.works:
+                assert (pytestconfig.rootpath / note.split("::")[0]).is_file(), note
