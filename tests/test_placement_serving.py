@@ -67,6 +67,15 @@ def test_leveling_by_hand():
     np.testing.assert_array_equal(unpriced, start)
 
 
+def test_load_below_the_mean_is_not_moved():
+    """Expert 0 has copies on ranks 0 and 1, which have next to nothing to do beside rank 2."""
+    slots, primary = np.array([[0, 2], [0, 3], [1, 4], [5, 6]]), np.array([0, 2, 0, 1, 2, 3, 3])
+    copies = nearest_copies(slots, 7, nodes(4, 1))
+    start, experts = primary_serving(copies, primary), np.array([[0]] + [[1]] * 9)
+    out = level(experts, np.full(10, 3), np.zeros(10, np.int64), start, copies, nodes(4, 1), (1.0, 0.0, 5.0))
+    np.testing.assert_array_equal(out, start)
+
+
 def test_without_a_price_of_load_rows_are_merged():
     """Expert 0 has copies on ranks 1 and 2, expert 1 on rank 2 alone: tokens that use both then send one row."""
     slots, primary = np.array([[2, 3], [0, 4], [0, 1]]), np.array([1, 2, 0, 0, 1])
