@@ -152,6 +152,7 @@ def test_digest_sees_every_array(change):
 def test_placement_with_a_copied_expert():
     placement = Placement(physical_to_logical_map=np.array([[1, 0, 2, 1]], np.int32), num_experts=3, ep_size=2)
     assert [*range(placement.experts_per_rank)] == [0, 1]
+    assert placement.redundant_experts == 1
     assert placement.logical_replica_count.tolist() == [[1, 2, 1]]
     assert placement.logical_to_physical_map.tolist() == [[[1, -1], [0, 3], [2, -1]]]
     assert placement.hosts.tolist() == [[[True, True, False], [False, True, True]]]

@@ -137,6 +137,14 @@ def test_searches_end_where_no_move_pays(redundant, num_nodes, seed):
         assert other >= cost - 1e-6
 
 
+def test_at_an_optimum_each_swap_is_judged_once():
+    """Two ranks of three experts that are used together: nine pairs, none of which pays."""
+    instance = np.array([[0, 1, 2], [3, 4, 5]], np.int16), np.ones(2), np.zeros(2, np.int16)
+    layout = np.array([[0, 1, 2], [3, 4, 5]]), np.array([0, 0, 0, 1, 1, 1])
+    state, scratch = make_state(*instance, *layout, Topology(ep_size=2), WEIGHTS)
+    assert improve(state, scratch, 0.0, np.inf, 0, 20, 0, 10**6) == (-3.0, 9)
+
+
 @pytest.mark.parametrize("most", [1, 17, 10**6])
 def test_a_search_ends_after_so_many_moves(most):
     instance, topology = random_sets(7, 8, 1), Topology(ep_size=4)

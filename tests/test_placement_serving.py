@@ -68,11 +68,11 @@ def test_leveling_by_hand():
 
 
 def test_load_below_the_mean_is_not_moved():
-    """Expert 0 has copies on ranks 0 and 1, which have next to nothing to do beside rank 2."""
+    """Expert 0 has copies on rank 0, which has just the mean, and on rank 1, which has nothing; only rank 2 has more."""
     slots, primary = np.array([[0, 2], [0, 3], [1, 4], [5, 6]]), np.array([0, 2, 0, 1, 2, 3, 3])
     copies = nearest_copies(slots, 7, nodes(4, 1))
-    start, experts = primary_serving(copies, primary), np.array([[0]] + [[1]] * 9)
-    out = level(experts, np.full(10, 3), np.zeros(10, np.int64), start, copies, nodes(4, 1), (1.0, 0.0, 5.0))
+    start, experts = primary_serving(copies, primary), np.array([[0], [2], *[[1]] * 6])
+    out = level(experts, np.full(8, 3), np.zeros(8, np.int64), start, copies, nodes(4, 1), (1.0, 0.0, 5.0))
     np.testing.assert_array_equal(out, start)
 
 
