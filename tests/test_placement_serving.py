@@ -68,7 +68,7 @@ def test_leveling_by_hand():
 
 
 def test_load_below_the_mean_is_not_moved():
-    """Expert 0 has copies on rank 0, which has just the mean, and on rank 1, which has nothing; only rank 2 has more."""
+    """Expert 0 has copies on rank 0, which has just the mean, and on rank 1, which has nothing; rank 2 has more."""
     slots, primary = np.array([[0, 2], [0, 3], [1, 4], [5, 6]]), np.array([0, 2, 0, 1, 2, 3, 3])
     copies = nearest_copies(slots, 7, nodes(4, 1))
     start, experts = primary_serving(copies, primary), np.array([[0], [2], *[[1]] * 6])
