@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from semmoe.core import require
 
 PREFIX = "semmoe_"
+GAUGES = {"active", "degraded"}
 STALE_SECONDS = 5.0  # counters are published every second
 ENOUGH_PAIRS = 10_000  # (token, expert) pairs, below which a rate of local ones says little
 Labels = frozenset[tuple[str, str]]
@@ -43,6 +44,7 @@ class View:
     by_engine: int
     unknown_tokens: int
     schedule_failures: int
+    degraded: list[str]  # why the plug-in does not do all that it should
     stale: list[str]  # processes whose counters stand still: none of these figures counts what they do
 
 
@@ -76,9 +78,9 @@ def parse(text: str, time: float) -> Look:
 
 def view(before: Look, after: Look) -> View:
     """Between two looks at one server; one that was restarted in between is seen from its start."""
-    restarted = any(after.totals.get(key, 0.0) < value for key, value in before.totals.items() if key[0] != "active")
+    restarted = any(after.totals.get(key, 0.0) < value for key, value in before.totals.items() if key[0] not in GAUGES)
     past: Mapping[tuple[str, Labels], float] = {} if restarted else before.totals
-    grown = {key: value - past.get(key, 0.0) for key, value in after.totals.items() if key[0] != "active"}
+    grown = {key: value - past.get(key, 0.0) for key, value in after.totals.items() if key[0] not in GAUGES}
     seconds = max(after.time - before.time, 1e-9)
     local, pairs = _sum(grown, "pairs", local="true"), _sum(grown, "pairs")
     tokens, served = _sum(grown, "routed_tokens"), _by(grown, "served_pairs", "by")
@@ -93,7 +95,7 @@ def view(before: Look, after: Look) -> View:
         named=int(_sum(grown, "scheduled_requests", by="named")),
         by_engine=int(_sum(grown, "scheduled_requests", by="engine")),
         unknown_tokens=int(_sum(grown, "unknown_tokens")), schedule_failures=int(_sum(grown, "schedule_failures")),
-        stale=_stale(grown, seconds),
+        degraded=sorted(_by(after.totals, "degraded", "reason")), stale=_stale(grown, seconds),
     )  # fmt: skip
 
 

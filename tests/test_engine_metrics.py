@@ -32,6 +32,7 @@ from semmoe.engines.metrics import Counters
 counters, total = Counters("x"), [5.0]
 counters.sources.append(lambda: iter([("routed_tokens", {"ep_rank": "0"}, total[0])]))
 counters.add("active", 1, engine="e")
+counters.sources.append(lambda: iter([("degraded", {"reason": "r"}, 1.0)]))
 counters.publish()
 total[0] = 7.0
 counters.publish()
@@ -46,6 +47,7 @@ def test_prometheus_gets_differences(tmp_path, monkeypatch):
     said = subprocess.run([sys.executable, "-c", PROMETHEUS], capture_output=True, text=True, check=True).stdout
     assert 'semmoe_routed_tokens_total{ep_rank="0"} 7.0' in said
     assert 'semmoe_active{engine="e"} 1.0' in said
+    assert 'semmoe_degraded{reason="r"} 1.0' in said  # of now, not a sum over publications
 
 
 def test_traffic_is_that_of_the_replay():

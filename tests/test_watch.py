@@ -45,7 +45,7 @@ class Site:
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     def add(self, name, amount, **labels):
-        kind = Gauge if name == "active" else Counter
+        kind = Gauge if name in watch.GAUGES else Counter
         if name not in self._metrics:
             self._metrics[name] = kind(f"semmoe_{name}", name, list(labels), registry=self.registry)
         (self._metrics[name].labels(**labels) if labels else self._metrics[name]).inc(amount)
@@ -173,3 +173,13 @@ def test_counters_that_stand_still_are_told_from_a_server_without_requests(site)
     later = watch.parse(watch.fetch(site.url), 20.0)
     assert watch.view(after, later).stale == ["rank-00000"]
     assert watch.view(after, watch.Look(10.5, later.totals)).stale == []  # too soon to say
+
+
+def test_a_server_whose_hooks_do_not_run_is_told(site):
+    site.moves = [lambda: site.serve(9_000, 1_000)]
+    assert run(site.url).exit_code == 0
+    site.add("degraded", 2, reason="routed 0 of 6 times")
+    result = run(site.url)
+    assert (result.exit_code, "DEGRADED: routed 0 of 6 times" in result.output) == (1, True)
+    found = json.loads(run(site.url, "--json").output)
+    assert (found["degraded"], found["lar"]) == (["routed 0 of 6 times"], 0.9)

@@ -41,8 +41,8 @@ def watch(
         float, numeric(WatchSettings, "margin", "What the local activation rate may be below the plan's.", METHOD)
     ] = WATCH.margin,
     once: Annotated[
-        bool, typer.Option("--once", help="Look for one window, print, and end: exit code 1 if it drifted or is stale.",
-                           rich_help_panel=OUTPUT)
+        bool, typer.Option("--once", rich_help_panel=OUTPUT, help="Look for one window, print, and end: exit code 1 if "
+                           "it drifted, is stale or degraded.")
     ] = False,
     as_json: Json = False,
 ) -> None:  # fmt: skip
@@ -101,7 +101,7 @@ def _show_once(looks: deque, url: str, expected: float | None, margin: float, as
         console.print_json(_record(seen, expected, warning))
     else:
         console.out.print(_page(url, seen, expected, warning))
-    return int(warning is not None or bool(seen.stale))
+    return int(warning is not None or bool(seen.stale) or bool(seen.degraded))
 
 
 def _record(seen: Any, expected: float | None, warning: str | None) -> dict[str, Any]:
@@ -116,6 +116,8 @@ def _page(url: str, seen: Any, expected: float | None, warning: str | None) -> G
     ]
     if seen.load:
         parts += [Text(), _ranks(seen)]
+    for reason in seen.degraded:
+        parts += [Text(), Text(f"DEGRADED: {reason}", style="bold red")]
     if seen.stale:
         text = f"STALE: the counters of {', '.join(seen.stale)} stand still: is the disk of the control folder full?"
         parts += [Text(), Text(text, style="bold red")]

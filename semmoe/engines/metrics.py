@@ -12,6 +12,7 @@ Names (all begin with `semmoe_`), labels in braces; `ep_rank` and `dp_rank` are 
     scheduled_requests{dp_rank, by}         by = plan, named (the request named its rank) or engine
     unknown_tokens                          prompt ids that the plan's tables do not know
     schedule_failures                       requests that semmoe could not schedule and the engine did
+    degraded{reason}                        ranks whose hooks do not run as they should, and why
     publications{process}                   times that a process published its counters: they go stale when it stands
 """
 
@@ -115,7 +116,7 @@ class Counters:
         if metric is None:
             metric = self._prometheus[name] = _new_metric(name, [label for label, _ in labels])
         child = metric.labels(**dict(labels)) if labels else metric
-        if name == "active":
+        if name in GAUGES:
             child.set(value)
             return
         child.inc(value - self._published.get((name, labels), 0))
@@ -130,12 +131,15 @@ def _new_metric(name: str, labels: list[str]) -> Any:
     # Not before the engine has said where processes meet: the library decides at import.
     from prometheus_client import Counter, Gauge
 
-    if name == "active":
-        return Gauge(PREFIX + name, "Ranks on which the plug-in runs", labels, multiprocess_mode="livesum")
+    if name in GAUGES:
+        return Gauge(PREFIX + name, DESCRIPTIONS[name], labels, multiprocess_mode="livesum")
     return Counter(PREFIX + name, DESCRIPTIONS[name], labels)
 
 
+GAUGES = {"active", "degraded"}
 DESCRIPTIONS = {
+    "active": "Ranks on which the plug-in runs",
+    "degraded": "Ranks whose hooks do not run as they should, by reason",
     "routed_tokens": "Token-layers routed, by home rank",
     "pairs": "(token, expert) pairs, by home rank and whether that rank has the expert",
     "remote_rows": "Rows sent to another rank in the expert dispatch",
