@@ -177,3 +177,9 @@ def test_what_an_engine_refuses_is_said_before_it_is_started(tmp_path):
     assert not any("quantised" in text for text in both.problems)
     assert all("quantised by 'secret'" in both.cautions[engine][0] for engine in ("sglang", "vllm"))
     assert both.cautions["transformers"] == []
+
+
+@pytest.mark.parametrize(("version", "said"), [("0.32.0", False), ("0.32.0+cpu", False), ("0.33.1", True)])
+def test_a_version_that_nobody_tried_is_told(version, said, installed):
+    installed(vllm=version)
+    assert ("tried on 0.32.0, this is another version" in run("--engine", "vllm").output) == said

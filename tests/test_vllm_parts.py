@@ -188,3 +188,12 @@ def test_settings_of_vllm():
         from_environment(VllmSettings, {"SEMMOE_SEQUENCE_PARALLEL": "yes"})
     with pytest.raises(ValueError, match="SEMMOE_STATIC is no setting"):
         from_environment(VllmSettings, {"SEMMOE_STATIC": "1"})
+
+
+def test_a_node_without_a_front_end_is_not_told_how_many_it_has(tmp_path):
+    def words(*options):
+        given = VllmSettings(control=str(tmp_path))
+        return launch.server("MODEL", None, Topology(ep_size=2), given, "127.0.0.1", 8000, [*options])[1]
+
+    assert "--api-server-count" in words()
+    assert "--api-server-count" not in words("--headless")

@@ -66,6 +66,8 @@ def _print_engine(state: EngineState) -> None:
     good = sum(hook.problem is None for hook in state.hooks)
     name = f"{state.engine} {state.version}" if state.version else state.engine
     _say(f"{name}: {state.note or f'{good} of {len(state.hooks)} hooks resolve'}")
+    if state.tried:
+        _say(f"    tried on {state.tried}, this is another version: hold its outputs against vanilla's first")
     for hook in state.hooks:
         _say(f"    FAIL  {hook.problem}" if hook.problem else f"    ok    {hook.target}: {hook.purpose}")
 

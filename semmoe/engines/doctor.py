@@ -35,6 +35,7 @@ class EngineState:
     version: str | None
     hooks: list[HookState] = field(default_factory=list)
     note: str = ""
+    tried: str = ""  # the version that the adaptor was tried on, where this is another
     problems: list[str] = field(default_factory=list)
 
 
@@ -83,7 +84,9 @@ def examine(engine: str, version: str | None, needed: bool) -> EngineState:
             return EngineState(engine=engine, version=version, note=text, problems=[f"{engine}: {text}"] * needed)
         states = [HookState(target=hook.target, purpose=hook.purpose, problem=problem(hook)) for hook in hooks]
     failures = [state.problem for state in states if state.problem]
-    return EngineState(engine=engine, version=version, hooks=states, problems=failures)
+    return EngineState(
+        engine=engine, version=version, hooks=states, problems=failures, tried=_untried(engine, version)
+    )
 
 
 def _stand_in_for_missing_device(engine: str) -> None:
@@ -93,6 +96,11 @@ def _stand_in_for_missing_device(engine: str) -> None:
 
         if not torch.accelerator.is_available():
             os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+
+
+def _untried(engine: str, version: str) -> str:
+    tried = str(getattr(importlib.import_module(f"{ADAPTORS}.{engine}.targets"), "TRIED", ""))
+    return tried if tried and version.split("+")[0] != tried else ""
 
 
 def _hooks(engine: str) -> tuple[Any, ...] | None:
