@@ -63,3 +63,10 @@ def plans(model, texts, tmp_path_factory):
         save_plan(plan, folder / name)
         out[name] = str(folder / name)
     return out
+
+
+def pytest_collection_modifyitems(items):
+    """An engine's start may take minutes on a loaded machine; `Server.wait` ends one that is silent."""
+    for item in items:
+        if item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(1200))

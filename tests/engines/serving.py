@@ -18,7 +18,7 @@ import requests
 
 from semmoe.cli import main
 
-START_SECONDS, NEW_TOKENS = 240, 8
+START_SECONDS, SILENT_SECONDS, NEW_TOKENS = 900, 180, 8
 _PORTS: set[int] = set()
 SEMMOE = ("-c", "from semmoe.cli import main; main()")
 
@@ -56,9 +56,17 @@ class Server:
         return self._log.read_text(errors="replace")
 
     def wait(self) -> "Server":
-        """Until it serves; raises with the end of its log if it ends or takes too long."""
-        until = time.monotonic() + START_SECONDS
-        while time.monotonic() < until and self.process.poll() is None:
+        """Until it serves; raises with the end of its log if it ends, or is silent for too long.
+
+        A server that still writes to its log is alive, however loaded the machine.
+        """
+        started = heard = time.monotonic()
+        length = 0
+        while self.process.poll() is None:
+            now, written = time.monotonic(), self._log.stat().st_size
+            heard, length = (now, written) if written > length else (heard, length)
+            if now - heard > SILENT_SECONDS or now - started > START_SECONDS:
+                break
             with contextlib.suppress(requests.RequestException):
                 if requests.get(f"{self.url}/health", timeout=10).ok and self.READY in self.log:
                     return self
