@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from semmoe.cli import app, record
 from semmoe.core import PREFILL
 from semmoe.engines.recorder import LiveRecorder
-from semmoe.engines.recorder_files import Status, open_folder, read_control, write_status
+from semmoe.engines.recorder_files import Status, open_folder, read_control, refuse, write_status
 from semmoe.engines.recorder_session import load_counts
 from semmoe.trace import open_trace
 
@@ -268,3 +268,12 @@ def test_every_command_explains_itself():
         output = run(command, "--help").output
         assert "Example" in output
         assert "semmoe record" in output
+
+
+def test_a_server_that_cannot_record_says_why(folder):
+    refuse(folder, 0, "passes in CUDA graphs run without the recorder")
+    refused(run("start", folder), "cannot record: passes in CUDA graphs run without the recorder")
+    assert not (folder / "control.json").exists()
+    said = run("status", folder)
+    assert "refused" in said.output
+    assert "rank 0: passes in CUDA graphs run without the recorder" in said.output

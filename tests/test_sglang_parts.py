@@ -11,7 +11,7 @@ from semmoe.engines.launch import command_line, join
 from semmoe.engines.placement import dispatch_map
 from semmoe.engines.settings import from_environment
 from semmoe.engines.sglang import launch
-from semmoe.engines.sglang.location import check_location, choose_copies
+from semmoe.engines.sglang.location import check_dispatch, check_location, choose_copies
 from semmoe.engines.sglang.settings import SglangSettings
 from semmoe.engines.sglang.step import read_step
 from semmoe.engines.step import SlotWatch
@@ -30,6 +30,13 @@ def copies_plan():
 def test_each_rank_is_served_by_its_own_copy():
     assert dispatch_map(copies_plan(), 0).tolist() == [[0, 1, 3]]
     assert dispatch_map(copies_plan(), 1).tolist() == [[0, 2, 3]]
+
+
+def test_copies_are_refused_where_sglang_chooses_among_them():
+    for algorithm in ("dynamic", "lp", None):
+        with pytest.raises(ValueError, match="among the plan's copies by --ep-dispatch-algorithm"):
+            check_dispatch(copies_plan(), algorithm)
+    check_dispatch(copies_plan(), "static")
 
 
 def test_sglangs_choice_among_copies_is_replaced():
@@ -83,7 +90,10 @@ def batch(lengths, prefixes, slots, extend=True):
     tokens = sum(lengths)
     positions = np.concatenate([np.arange(n) + p for n, p in zip(lengths, prefixes, strict=True)] or [[]])
     padding = torch.zeros(2, dtype=torch.int64)
-    mode = SimpleNamespace(is_idle=lambda: not lengths, is_extend=lambda: extend)
+    mode = SimpleNamespace(
+        is_idle=lambda: not lengths, is_decode_or_idle=lambda: not lengths or not extend,
+        is_extend_or_draft_extend_or_mixed=lambda: extend,
+    )  # fmt: skip
     return SimpleNamespace(
         forward_mode=mode, batch_size=len(lengths), input_ids=torch.arange(tokens), extend_seq_lens_cpu=lengths,
         positions=torch.cat([torch.from_numpy(positions.astype(np.int64)), padding]), extend_prefix_lens_cpu=prefixes,
@@ -99,6 +109,18 @@ def test_a_mixed_pass_is_read_token_by_token():
     assert step.decoding.tolist() == [False] * 5 + [True]
     assert step.requests == ["r5", "r2", "r7"]
     assert read_step(batch([], [], [])).num_tokens == 0
+
+
+def test_lengths_that_do_not_add_up_are_not_believed():
+    """As those of a pass that verifies a draft, which SGLang does not say: its tokens are nobody's."""
+    told = batch([3, 2], [0, 4], [5, 2])
+    for lengths in (None, [3, 1]):
+        told.extend_seq_lens_cpu = lengths
+        step = read_step(told)
+        assert (step.guesses, step.num_tokens, step.requests) == (True, 5, [])
+        assert step.slots[step.rows].tolist() == [0] * 5
+        assert not step.decoding.any()
+    assert not read_step(batch([3, 2], [0, 4], [5, 2])).guesses
 
 
 def test_a_slot_begins_anew_where_tokens_do_not_follow():

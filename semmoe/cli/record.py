@@ -62,6 +62,8 @@ def start(
     Examples: `semmoe record start FOLDER --sample 0.05` and `semmoe record start FOLDER --counts-only`
     """
     check_folder(folder)
+    refused = [status.reason for status in _statuses(folder) if status.state == "refused"]
+    require(not refused, f"this server cannot record: {(refused or [''])[0]}")
     control = Control(
         run=f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}", recording=True, sample=sample, max_mb=max_mb,
         max_tokens=max_tokens, counts_only=counts_only,

@@ -11,6 +11,7 @@ all traffic written down, so a folder or a control file that others could have w
 
 import os
 import stat
+import time
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -53,7 +54,7 @@ class Status(BaseModel):
     schema_version: Literal[1] = 1
     rank: Count
     run: RunName | None = None
-    state: Literal["off", "recording", "stopped", "failed"] = "off"
+    state: Literal["off", "recording", "stopped", "failed", "refused"] = "off"
     reason: str = Field(default="", max_length=2000)  # why it is not recording, if that is not plain
     counts_only: bool = False
     requests: Count = 0  # recorded
@@ -122,6 +123,12 @@ def read_status(path: Path) -> Status:
 
 def write_status(folder: Path, status: Status) -> None:
     save_json(status_path(folder, status.rank), status, private=True)
+
+
+def refuse(folder: Path, rank: int, reason: str) -> None:
+    """Say that this rank can record nothing as it runs: `semmoe record start` then ends with the reason."""
+    open_folder(folder)
+    write_status(folder, Status(rank=rank, state="refused", reason=reason, updated=round(time.time(), 3)))
 
 
 def rank_folder(folder: Path, run: str, rank: int) -> Path:

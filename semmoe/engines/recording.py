@@ -40,7 +40,7 @@ class PassRecorder:
 
     def begin(self, read: Callable[[], Step]) -> None:
         step = read() if self._recorder.poll() else None
-        self._step = step if step is not None and step.num_tokens else None
+        self._step = step if step is not None and step.num_tokens and not step.guesses else None
         self._routed = {}
 
     def observe(self, layer: int, expert_ids: torch.Tensor, weights: torch.Tensor) -> None:

@@ -15,6 +15,7 @@ class Step:
     slots: np.ndarray  # (R,) int64: the engine's small number of each request, free again when it ends
     requests: list[str]  # (R,) ids
     decoding: np.ndarray  # (N,) bool: tokens that the model itself chose
+    guesses: bool = False  # tokens that may be rejected (a draft's): all of one slot that no request has
 
     @property
     def num_tokens(self) -> int:

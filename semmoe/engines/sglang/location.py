@@ -17,6 +17,13 @@ def check_location(plan: Plan, metadata: Any, layers: list[int]) -> None:
             "--init-expert-location of `semmoe apply --to sglang`")  # fmt: skip
 
 
+def check_dispatch(plan: Plan, algorithm: str | None) -> None:
+    """SGLang's other ways to choose among copies do not look at what the plan chose."""
+    require(plan.placement.redundant_experts == 0 or algorithm == "static",
+            f"SGLang chooses among the plan's copies by --ep-dispatch-algorithm {algorithm}: leave it away, and serve "
+            "with an all-to-all (--moe-a2a-backend)")  # fmt: skip
+
+
 def choose_copies(plan: Plan, metadata: Any, layers: list[int], rank: int) -> None:
     """Replace SGLang's own choice among copies, where there is one (with an all-to-all backend)."""
     if metadata.logical_to_rank_dispatch_physical_map is not None:

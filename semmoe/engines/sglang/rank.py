@@ -8,7 +8,13 @@ from typing import Any
 import sglang
 import torch
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
-from sglang.srt.runtime_context import get_exec, get_parallel, get_resources, get_schedule
+from sglang.srt.model_executor.cuda_graph_config import (
+    Backend,
+    Phase,
+    check_cuda_graph_backend,
+    cuda_graph_fully_disabled,
+)
+from sglang.srt.runtime_context import get_exec, get_parallel, get_resources, get_schedule, get_spec
 from sglang.srt.state_capturer.base import BaseTopkCapturer
 
 from semmoe.core import Fingerprint, Plan, Topology, require
@@ -16,10 +22,12 @@ from semmoe.engines import supervisor
 from semmoe.engines.metrics import Reading
 from semmoe.engines.rank import check_identity, check_plan, check_same_plan, description, publish, readings
 from semmoe.engines.recorder import LiveRecorder
+from semmoe.engines.recorder_files import refuse
 from semmoe.engines.recording import PassRecorder
+from semmoe.engines.selfcheck import SelfCheck
 from semmoe.engines.sglang import guard, targets
 from semmoe.engines.sglang.dispatcher import all_to_all
-from semmoe.engines.sglang.location import check_location, choose_copies
+from semmoe.engines.sglang.location import check_dispatch, check_location, choose_copies
 from semmoe.engines.sglang.registry import around
 from semmoe.engines.sglang.settings import SglangSettings
 from semmoe.engines.sglang.shuffle import BoundaryShuffle
@@ -49,6 +57,8 @@ class RankPlugin:
         self._shuffle: BoundaryShuffle | None = None
         self._recording: PassRecorder | None = None
         self._traffic: TrafficCounter | None = None
+        self._check = SelfCheck()
+        self._blocks: set[int] = set()  # identities of the model's expert layers; a draft model's are not among them
         self._experts_per_rank = 0
         self._places: dict[int, int] = {}  # of decoder layers among the MoE layers, where routing is recorded
         self._logical: dict[int, torch.Tensor] = {}  # by decoder layer: the logical expert of each physical one
@@ -103,13 +113,16 @@ class RankPlugin:
         if not layers:
             require(self._plan is None, f"{type(runner.model).__name__} has no MoE layer that semmoe knows")
             return
+        self._blocks = {id(block) for block in blocks.values()}
         physical = blocks[layers[0]].num_experts
         self._experts_per_rank = physical // parallel.moe_ep_size
         metadata = get_resources().expert_location_metadata
         for layer in layers if metadata is not None else []:
             self._logical[layer] = metadata.physical_to_logical_map[layer]
+        self._check.expect("experts", len(layers))
         if all_to_all():
             self._traffic = TrafficCounter(parallel.moe_ep_size, parallel.moe_ep_rank, runner.device)
+            self._check.expect("counters", len(layers))
         if self._plan is not None:
             config = runner.model_config
             check_plan(self._plan, "SGLang", running_topology(self._plan), config.hf_text_config, len(layers), physical)
@@ -117,6 +130,7 @@ class RankPlugin:
                 check_identity(self._plan, str(config.model_path))
             require(not get_exec().moe.enable_eplb, "--enable-eplb would move the plan's experts: leave it away")
             check_location(self._plan, metadata, layers)
+            check_dispatch(self._plan, get_exec().moe.ep_dispatch_algorithm)
             choose_copies(self._plan, metadata, layers, parallel.moe_ep_rank)
         if self.shuffles:
             self._attach_shuffle(runner, layers)
@@ -139,6 +153,12 @@ class RankPlugin:
             self._shuffle = StaticBoundaryShuffle(shuffler, comm, norms, pool, buffers)
         else:
             self._shuffle = BoundaryShuffle(TokenShuffler(*where), comm, norms)
+        self._check.expect("scatter", len(layers))
+        self._check.expect("restore", len(layers))
+        self._shuffle.ran = self._check.ran
+        if get_spec().speculative_algorithm and not check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED):
+            tell_degraded(self._check.degrade("passes that verify a draft are not shuffled in CUDA graphs: give "
+                                              "--disable-cuda-graph"))  # fmt: skip
         if get_exec().features.enable_return_routed_experts:
             self._shuffle.captured = lambda layer, ids: capture(layers[layer], ids)
 
@@ -148,12 +168,13 @@ class RankPlugin:
         return asked or (not self._settings.static and str(runner.device) != "cpu")
 
     def _attach_recorder(self, runner: Any, layers: list[int]) -> None:
-        """Where this rank sees every row of its attention group; elsewhere the log says why not."""
+        """Where this rank sees every row of its attention group; elsewhere its status says why not."""
+        assert self._settings.folder is not None
         reason = self._cannot_record()
         if reason:
             log.info("semmoe: no `semmoe record` here: %s", reason)
+            refuse(self._settings.folder, get_parallel().moe_ep_rank, reason)
             return
-        assert self._settings.folder is not None
         identity = self._plan.fingerprint if self._plan else fingerprint(runner)
         recorder = LiveRecorder(self._settings.folder, identity, get_parallel().moe_ep_rank)
         self._recording = PassRecorder(recorder, len(layers))
@@ -162,6 +183,10 @@ class RankPlugin:
             self._shuffle.routed = self._recording.put
 
     def _cannot_record(self) -> str:
+        if get_spec().speculative_algorithm:
+            return "with speculative decoding it is not known in a pass which of its tokens are accepted"
+        if not cuda_graph_fully_disabled():
+            return "passes in CUDA graphs run without the recorder: serve with --disable-cuda-graph"
         if self._shuffle is not None:
             return "" if self._settings.shuffle == "layer" else "tokens shuffled once a batch carry no routing along"
         parallel = get_parallel()
@@ -179,29 +204,42 @@ class RankPlugin:
         return original(req, *args, **kwargs)
 
     def _forward(self, original: Any, runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        if runner.is_draft_worker or (self._shuffle is None and self._recording is None):
+        if runner.is_draft_worker or not self._blocks:
             return original(runner, forward_batch, *args, **kwargs)
         read = functools.cache(lambda: read_step(forward_batch))  # waits for the device
         if self._shuffle is not None:
             self._shuffle.begin(forward_batch, read)
         if self._recording is not None:
             self._recording.begin(read)
+        judged = self._check.pending and prompts(forward_batch)
         try:
-            return original(runner, forward_batch, *args, **kwargs)
+            out = original(runner, forward_batch, *args, **kwargs)
         finally:
             for part in (self._shuffle, self._recording):
                 if part is not None:
                     part.end()
+        if judged:
+            tell_degraded(self._check.verdict())
+        return out
 
     def _routed(self, original: Any, block: Any, hidden_states: torch.Tensor, topk_output: Any, *args, **kwargs) -> Any:
-        ids, weights = getattr(topk_output, "topk_ids", None), getattr(topk_output, "topk_weights", None)
-        if ids is not None and self._traffic is not None:
-            self._traffic.count(torch.where(ids >= 0, ids // self._experts_per_rank, -1))
-        if ids is not None and self._shuffle is not None and self._shuffle.active:
-            self._shuffle.observe(self._to_logical(block.layer_id, ids), weights)
-        elif ids is not None and self._recording is not None and self._recording.recording:
-            self._recording.observe(self._places[block.layer_id], self._to_logical(block.layer_id, ids), weights)
+        if id(block) in self._blocks:
+            self._see(block.layer_id, topk_output)
         return original(block, hidden_states, topk_output, *args, **kwargs)
+
+    def _see(self, layer: int, topk_output: Any) -> None:
+        """What one of the model's expert layers was asked for; a draft model's rows are no tokens of the plan's."""
+        self._check.ran("experts")
+        ids, weights = getattr(topk_output, "topk_ids", None), getattr(topk_output, "topk_weights", None)
+        if ids is None:
+            return
+        if self._traffic is not None:
+            self._check.ran("counters")
+            self._traffic.count(torch.where(ids >= 0, ids // self._experts_per_rank, -1))
+        if self._shuffle is not None and self._shuffle.active:
+            self._shuffle.observe(self._to_logical(layer, ids), weights)
+        elif self._recording is not None and self._recording.recording:
+            self._recording.observe(self._places[layer], self._to_logical(layer, ids), weights)
 
     def _to_logical(self, layer: int, ids: torch.Tensor) -> torch.Tensor:
         return self._logical[layer][ids.long()] if layer in self._logical else ids.long()
@@ -226,7 +264,18 @@ class RankPlugin:
 
     def _readings(self) -> Iterator[Reading]:
         others = [self._shuffle.comm] if self._shuffle else []
-        return readings(get_parallel().moe_ep_rank, self._traffic, self.dispatch_comms, others)
+        yield from readings(get_parallel().moe_ep_rank, self._traffic, self.dispatch_comms, others)
+        yield from self._check.readings()
+
+
+def tell_degraded(line: str) -> None:
+    if line:
+        log.warning("semmoe: degraded: %s", line)
+
+
+def prompts(batch: Any) -> bool:
+    """Whether a pass is one over prompts, which is not replayed from a graph as those that decode are."""
+    return batch.forward_mode.is_extend_without_speculative() and len(batch.input_ids) > 0
 
 
 def moe_blocks(model: torch.nn.Module) -> dict[int, Any]:

@@ -27,6 +27,7 @@ class BoundaryShuffle(TokenRows):
     ) -> None:
         super().__init__(shuffler, comm)
         self._layers = layer_of_norm
+        self.ran: Callable[[str], None] = lambda hook: None  # told of every hook that ran at a MoE layer
 
     def begin(self, forward_batch: Any, read: Callable[[], Step]) -> None:
         self.start(read())
@@ -43,11 +44,16 @@ class BoundaryShuffle(TokenRows):
         if not self._started(forward_batch):
             return original(hidden_states, residual, forward_batch, norm, **call)
         mine, residual = self.scatter(hidden_states, residual, self._layers.get(id(norm)))
+        self._tell_ran("scatter")
         return call["read"].update_and_read(call["update"], mine, residual, norm)
 
     def _started(self, forward_batch: Any) -> bool:
         """Whether there are tokens to shuffle."""
         return self._tokens > 0
+
+    def _tell_ran(self, hook: str) -> None:
+        if self._layer is not None:
+            self.ran(hook)
 
     def before_attention(
         self, original: Any, hidden_states: torch.Tensor, residual: torch.Tensor, forward_batch: Any, norm: Any, **call
@@ -58,6 +64,7 @@ class BoundaryShuffle(TokenRows):
         from sglang.srt.layers.layer_boundary.ops import GatheredInput
 
         assert call.get("post_residual_addition") is None, "not supported beside shuffling"
+        self._tell_ran("restore")
         stream = self.restore(call["update"].update(hidden_states, residual))
         read, residual = call["read"].read(stream, norm, call.get("quant_format", ""))
         return GatheredInput(read), residual
@@ -68,5 +75,6 @@ class BoundaryShuffle(TokenRows):
         """After the last layer."""
         if not self.active:
             return original(hidden_states, residual, forward_batch, *args, **call)
+        self._tell_ran("restore")
         update = args[0] if args else call["update"]
         return self.restore(update.update(hidden_states, residual)), None

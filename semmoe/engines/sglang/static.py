@@ -8,6 +8,7 @@ prompts run outside graphs and are read on the host.
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -50,6 +51,7 @@ class StaticBoundaryShuffle(BoundaryShuffle):
         self._slots: DeviceSlotWatch | None = None
         self._decodes = False
         self._step: Step | None = None  # of a pass over prompts
+        self._nobody = 0  # a slot beyond SGLang's own, for tokens that may be rejected
 
     def begin(self, forward_batch: Any, read: Callable[[], Step]) -> None:
         """Decode passes are not read here, which would wait for the device."""
@@ -81,9 +83,9 @@ class StaticBoundaryShuffle(BoundaryShuffle):
     def _watched(self, device: torch.device) -> DeviceSlotWatch:
         """Made at the first pass; graphs are captured after warm-up passes."""
         if self._slots is None:
-            number = self._num_slots()
-            self._slots = DeviceSlotWatch(number, device)
-            self._shuffler.reserve(number)
+            self._nobody = self._num_slots()
+            self._slots = DeviceSlotWatch(self._nobody + 1, device)
+            self._shuffler.reserve(self._nobody + 1)
         self._tokens = self._padded
         return self._slots
 
@@ -95,9 +97,11 @@ class StaticBoundaryShuffle(BoundaryShuffle):
         return True
 
     def _start_prompts(self, step: Step, device: torch.device) -> bool:
-        watch, requests = self._watched(device), (step.slots, *step.ends)
+        watch = self._watched(device)
+        slots = np.full_like(step.slots, self._nobody) if step.guesses else step.slots
+        requests = slots, *step.ends
         self._shuffler.begin(watch.begun(*(torch.from_numpy(a).to(device) for a in requests)))
-        rows = step.token_ids, step.slots[step.rows], step.decoding
+        rows = step.token_ids, slots[step.rows], step.decoding
         self._shuffler.start(*(self._fit(torch.from_numpy(a)).to(device) for a in rows))
         return True
 

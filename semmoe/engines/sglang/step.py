@@ -6,21 +6,41 @@ import numpy as np
 
 from semmoe.engines.step import Step
 
+NOBODY = 0  # SGLang gives this slot to no request
+
 
 def read_step(batch: Any) -> Step:
     """From SGLang's ForwardBatch before padding."""
-    mode, size = batch.forward_mode, 0 if batch.forward_mode.is_idle() else batch.batch_size
+    size = 0 if batch.forward_mode.is_idle() else batch.batch_size
     tokens = 0 if size == 0 or batch.input_ids is None else len(batch.input_ids)
-    if mode.is_extend() and size:
-        lengths = np.asarray(batch.extend_seq_lens_cpu[:size], np.int64)
-        # A mixed batch says nowhere which requests decode: they feed one token after others.
-        decodes = (lengths == 1) & (np.asarray(batch.extend_prefix_lens_cpu[:size]) > 0)
-    else:
-        lengths, decodes = np.ones(size, np.int64), np.ones(size, bool)
-    rows = np.repeat(np.arange(size), lengths)[:tokens]
+    lengths, decodes = _requests(batch, size)
+    if lengths is None or lengths.sum() != tokens:
+        return _guesses(batch, tokens)
+    rows = np.repeat(np.arange(size), lengths)
     return Step(
         token_ids=_host(batch.input_ids, tokens), positions=_host(batch.positions, tokens), rows=rows,
         slots=_host(batch.req_pool_indices, size), requests=list(batch.rids or [])[:size], decoding=decodes[rows],
+    )  # fmt: skip
+
+
+def _requests(batch: Any, size: int) -> tuple[np.ndarray | None, np.ndarray]:
+    """(R,) how many tokens each request feeds, None where the pass does not say; (R,) bool: whether it decodes."""
+    mode = batch.forward_mode
+    if mode.is_decode_or_idle():
+        return np.ones(size, np.int64), np.ones(size, bool)
+    if not mode.is_extend_or_draft_extend_or_mixed() or batch.extend_seq_lens_cpu is None:
+        return None, np.zeros(size, bool)
+    lengths = np.asarray(batch.extend_seq_lens_cpu[:size], np.int64)
+    # A mixed batch says nowhere which requests decode: they feed one token after others.
+    return lengths, (lengths == 1) & (np.asarray(batch.extend_prefix_lens_cpu[:size]) > 0)
+
+
+def _guesses(batch: Any, tokens: int) -> Step:
+    """A pass that verifies a draft, for one: which of its tokens will count is not known yet."""
+    return Step(
+        token_ids=_host(batch.input_ids, tokens), positions=_host(batch.positions, tokens),
+        rows=np.zeros(tokens, np.int64), slots=np.array([NOBODY] * min(tokens, 1), np.int64), requests=[],
+        decoding=np.zeros(tokens, bool), guesses=True,
     )  # fmt: skip
 
 
