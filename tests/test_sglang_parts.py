@@ -1,5 +1,6 @@
 """The SGLang adaptor's parts that need no SGLang: arguments, settings, copies, requests' slots."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from semmoe.core import Fingerprint, Placement, Plan, Topology
+from semmoe.demo import MODEL
 from semmoe.engines.launch import command_line, join
 from semmoe.engines.placement import dispatch_map
 from semmoe.engines.settings import from_environment
@@ -15,6 +17,8 @@ from semmoe.engines.sglang.location import check_dispatch, check_location, choos
 from semmoe.engines.sglang.settings import SglangSettings
 from semmoe.engines.sglang.step import read_step
 from semmoe.engines.step import SlotWatch
+from semmoe.engines.transformers.model import fingerprint_of
+from semmoe.placement.linear import vanilla_plan
 
 IDENTITY = Fingerprint(
     model="m", architecture_hash="", tokenizer_hash="", vocab_size=8, num_layers=1, num_experts=3, top_k=2
@@ -74,6 +78,41 @@ def test_what_the_plan_decides_cannot_be_overridden():
     for word in ("--tp-size", "--ep-size=4", "--tp"):
         with pytest.raises(ValueError, match="comes from the plan"):
             join(managed, [word, "4"], launch.DECIDED, "sglang.launch_server")
+
+
+def serve(tmp_path, monkeypatch, attention, redundant, *options, shuffle="layer", cpu=False):
+    """The words of `semmoe serve` for a plan of the shipped model; cpu: where SGLang runs."""
+    monkeypatch.setattr(launch, "on_cpu", lambda: cpu)
+    topology = Topology(ep_size=2, dp_size=2 if attention == "dp" else 1)
+    plan = vanilla_plan(fingerprint_of(str(MODEL)), topology)
+    experts, tables = np.arange(32 + redundant) % 32, None
+    placement = replace(plan.placement, physical_to_logical_map=np.tile(experts, (6, 1)).astype(np.int32))
+    if attention == "tp":
+        tables = SimpleNamespace(shuffle=object(), requests=None)
+    plan = SimpleNamespace(placement=placement, schedule=tables, topology=topology, fingerprint=plan.fingerprint)
+    given = SglangSettings(control=str(tmp_path), shuffle=shuffle)
+    return launch.server(str(MODEL), plan, topology, given, "h", 1, list(options))[1]
+
+
+def test_passes_over_prompts_are_not_captured_where_tokens_are_shuffled(tmp_path, monkeypatch):
+    eager = ["--cuda-graph-backend-prefill", "disabled"]
+    words = serve(tmp_path, monkeypatch, "tp", 0)
+    assert words[words.index(eager[0]) :][:2] == eager
+    for attention, more in (("dp", {}), ("tp", {"shuffle": "off"}), ("tp", {"cpu": True})):
+        assert eager[0] not in serve(tmp_path, monkeypatch, attention, 0, **more)
+    with pytest.raises(ValueError, match="--cuda-graph-backend-prefill comes from the plan"):
+        serve(tmp_path, monkeypatch, "tp", 0, "--cuda-graph-backend-prefill", "breakable")
+    assert "breakable" in serve(tmp_path, monkeypatch, "dp", 0, "--cuda-graph-backend-prefill", "breakable")
+
+
+def test_what_takes_the_choice_of_copies_from_the_plan_is_refused(tmp_path, monkeypatch):
+    for option in (["--ep-dispatch-algorithm", "dynamic"], ["--ep-dispatch-algorithm=lp"], ["--enable-eplb"]):
+        with pytest.raises(ValueError, match=f"{option[0].split('=')[0]} comes from the plan"):
+            serve(tmp_path, monkeypatch, "dp", 2, *option)
+    for option in (["--moe-a2a-backend", "none"], ["--moe-a2a-backend=none"]):
+        with pytest.raises(ValueError, match="a plan with copies needs an all-to-all"):
+            serve(tmp_path, monkeypatch, "dp", 2, *option)
+        assert "none" in " ".join(serve(tmp_path, monkeypatch, "dp", 0, *option))
 
 
 def test_settings_from_the_environment():

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from semmoe.checkpoint.engine_files import write_sglang
-from semmoe.core import Plan, Topology
+from semmoe.core import Plan, Topology, require
 from semmoe.engines.launch import join
 from semmoe.engines.settings import PluginSettings
 
@@ -16,10 +16,12 @@ CPU_ARGUMENTS = {
     "disable_cuda_graph": True, "sleep_on_idle": True,
 }  # fmt: skip
 A2A = "deepep"
+GRAPHS = "--cuda-graph-backend-prefill"
 DECIDED = {
     "--tp-size", "--tp", "--tensor-parallel-size", "--ep-size", "--ep", "--expert-parallel-size", "--dp-size", "--dp",
     "--data-parallel-size", "--enable-dp-attention", "--init-expert-location", "--ep-num-redundant-experts",
 }  # fmt: skip
+PLACED = {"--enable-eplb", "--ep-dispatch-algorithm"}  # a plan decides these too
 
 
 def on_cpu() -> bool:
@@ -46,6 +48,12 @@ def arguments(
     return out | (CPU_ARGUMENTS if on_cpu else {})
 
 
+def graphs(plan: Plan | None, given: PluginSettings, on_cpu: bool) -> dict[str, str]:
+    """SGLang's default on CUDA captures passes over prompts: these would be computed unshuffled, without a word."""
+    tables = plan is not None and plan.schedule is not None and plan.schedule.shuffle is not None
+    return {"cuda_graph_backend_prefill": "disabled"} if tables and given.shuffle != "off" and not on_cpu else {}
+
+
 def environment(settings: PluginSettings, topology: Topology, on_cpu: bool) -> dict[str, str]:
     """What to add to the environment; on a CPU each rank has a core, in turn."""
     if not on_cpu:
@@ -65,14 +73,25 @@ def write_location(plan: Plan, model: Path, folder: Path) -> Path:
     return path
 
 
+def check_copies(plan: Plan | None, options: list[str]) -> None:
+    """Without an all-to-all SGLang chooses among copies itself, by a token's place in the batch."""
+    words = " ".join(options).replace("=", " ")
+    without = plan is not None and plan.placement.redundant_experts > 0 and "--moe-a2a-backend none" in words
+    require(not without, "a plan with copies needs an all-to-all: leave --moe-a2a-backend none away, or solve a plan "
+            "without --redundant-experts")  # fmt: skip
+
+
 def server(
     model: str, plan: Plan | None, topology: Topology, given: PluginSettings, host: str, port: int, options: list[str]
 ) -> tuple[dict[str, str], list[str]]:
     """What to add to the environment, and the words after `python`; options: SGLang's own, from the user."""
     assert given.folder is not None
+    check_copies(plan, options)
     cpu, location = on_cpu(), write_location(plan, Path(model), given.folder) if plan else None
     redundant = plan.placement.redundant_experts if plan else 0
     words = ["-m", "sglang.launch_server", "--model-path", model, "--host", host, "--port", str(port)]
     words += ["--enable-metrics"]
-    words += join(arguments(topology, location, redundant, cpu), options, DECIDED, "sglang.launch_server")
+    eager = graphs(plan, given, cpu)
+    decided = DECIDED | (PLACED if plan else set()) | ({GRAPHS} if eager else set())
+    words += join(arguments(topology, location, redundant, cpu) | eager, options, decided, "sglang.launch_server")
     return environment(given, topology, cpu), words

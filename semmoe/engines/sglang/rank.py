@@ -142,6 +142,8 @@ class RankPlugin:
         assert self._plan is not None
         require(all_to_all(), "tokens are shuffled around an expert all-to-all: give --moe-a2a-backend, or "
                 "SEMMOE_SHUFFLE=off")  # fmt: skip
+        require(check_cuda_graph_backend(Phase.PREFILL, Backend.DISABLED), "passes over prompts in CUDA graphs are not "
+                "shuffled: give --cuda-graph-backend-prefill disabled, or SEMMOE_SHUFFLE=off")  # fmt: skip
         parallel = get_parallel()
         comm = Communicator(parallel.attn_tp_group.device_group, parallel.attn_tp_rank, parallel.attn_tp_size)
         group = parallel.moe_ep_rank // self._plan.topology.attn_tp_size
