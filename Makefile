@@ -25,7 +25,7 @@ HERE = $(shell uname -m)-$(shell nproc)core_$(shell date +%F)
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 
-.PHONY: demo test test-sglang test-vllm test-deepspeed check bench bench-runtime bench-sglang soak-sglang bench-vllm \
+.PHONY: demo test test-sglang test-vllm test-deepspeed test-families check bench bench-runtime bench-sglang soak-sglang bench-vllm \
         soak-vllm bench-deepspeed docs format clean
 
 demo: $(VENV)/.ready
@@ -36,7 +36,11 @@ test: $(VENV)/.ready-dev
 
 # On SGLang itself, on the CPU, in an environment of its own, because SGLang pins what it runs with.
 test-sglang: $(SGLANG_VENV)/.ready
-	$(SGLANG_PYTHON) -m pytest tests/engines/sglang
+	$(SGLANG_PYTHON) -m pytest tests/engines/sglang -m "not families"
+
+# A model of every family in every set-up; the tests above run a few of them.
+test-families: $(SGLANG_VENV)/.ready
+	$(SGLANG_PYTHON) -m pytest tests/engines/sglang -m families
 
 # The same on vLLM.
 test-vllm: $(VLLM_VENV)/.ready

@@ -38,6 +38,7 @@ def mend(comms: list[Communicator]) -> None:
     around(targets.DISPATCHER_CPU, dispatcher)
     around(targets.EXPERT_CLASS_CPU, _expert_class)
     around(targets.CONTROLLER_CPU, _wait_for_requests)
+    around(targets.ROPE_CPU, _rope)
     if not hasattr(TorchNativeAttnBackend, "get_cpu_graph_seq_len_fill_value"):
         TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1
     for name, value in (("is_current_stream_capturing", False), ("empty_cache", None)):
@@ -62,6 +63,18 @@ def _expert_class(choose: Any, quant_config: Any) -> Any:
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
     return FusedMoE if all_to_all() else choose(quant_config)
+
+
+def _rope(
+    make: Any, head_size: int, rotary_dim: int, max_position: int, base: int, is_neox_style: bool = True,
+    rope_scaling: Any = None, *args: Any, **kwargs: Any,
+) -> Any:  # fmt: skip
+    """SGLang's own makes those of `deepseek_yarn` alone."""
+    from sglang.srt.layers.rotary_embedding.factory import get_rope
+
+    if rope_scaling is None:
+        return get_rope(head_size, rotary_dim, max_position, base, is_neox_style)
+    return make(head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling, *args, **kwargs)
 
 
 def _wait_for_requests(loop: Any, controller: Any) -> Any:

@@ -5,10 +5,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+from semmoe.checkpoint.directory import read_config
 from semmoe.checkpoint.engine_files import write_sglang
 from semmoe.core import Plan, Topology, require
 from semmoe.engines.launch import join
 from semmoe.engines.settings import PluginSettings
+from semmoe.engines.sglang.families import check_family
 
 # On a CPU SGLang runs torch's operators; "deepep" then names the layout of rows, and semmoe's gloo dispatcher serves.
 CPU_ARGUMENTS = {
@@ -50,8 +52,7 @@ def arguments(
 
 def graphs(plan: Plan | None, given: PluginSettings, on_cpu: bool) -> dict[str, str]:
     """SGLang's default on CUDA captures passes over prompts: these would be computed unshuffled, without a word."""
-    tables = plan is not None and plan.schedule is not None and plan.schedule.shuffle is not None
-    return {"cuda_graph_backend_prefill": "disabled"} if tables and given.shuffle != "off" and not on_cpu else {}
+    return {"cuda_graph_backend_prefill": "disabled"} if shuffles(plan, given) and not on_cpu else {}
 
 
 def environment(settings: PluginSettings, topology: Topology, on_cpu: bool) -> dict[str, str]:
@@ -73,12 +74,19 @@ def write_location(plan: Plan, model: Path, folder: Path) -> Path:
     return path
 
 
-def check_copies(plan: Plan | None, options: list[str]) -> None:
-    """Without an all-to-all SGLang chooses among copies itself, by a token's place in the batch."""
-    words = " ".join(options).replace("=", " ")
-    without = plan is not None and plan.placement.redundant_experts > 0 and "--moe-a2a-backend none" in words
-    require(not without, "a plan with copies needs an all-to-all: leave --moe-a2a-backend none away, or solve a plan "
-            "without --redundant-experts")  # fmt: skip
+def check_options(plan: Plan, model: Path, given: PluginSettings, options: list[str]) -> None:
+    """Raise ValueError where SGLang's options, or its class of the model, leave nothing of what the plan says."""
+    all_to_all = plan.topology.ep_size > 1 and "--moe-a2a-backend none" not in " ".join(options).replace("=", " ")
+    # Without one SGLang chooses among copies itself, by a token's place in the batch.
+    require(all_to_all or plan.placement.redundant_experts == 0, "a plan with copies needs an all-to-all: leave "
+            "--moe-a2a-backend none away, or solve a plan without --redundant-experts")  # fmt: skip
+    for architecture in read_config(model).get("architectures") or []:
+        check_family(architecture, plan, all_to_all, shuffles(plan, given))
+
+
+def shuffles(plan: Plan | None, given: PluginSettings) -> bool:
+    tables = plan is not None and plan.schedule is not None and plan.schedule.shuffle is not None
+    return tables and given.shuffle != "off"
 
 
 def server(
@@ -86,7 +94,8 @@ def server(
 ) -> tuple[dict[str, str], list[str]]:
     """What to add to the environment, and the words after `python`; options: SGLang's own, from the user."""
     assert given.folder is not None
-    check_copies(plan, options)
+    if plan is not None:
+        check_options(plan, Path(model), given, options)
     cpu, location = on_cpu(), write_location(plan, Path(model), given.folder) if plan else None
     redundant = plan.placement.redundant_experts if plan else 0
     words = ["-m", "sglang.launch_server", "--model-path", model, "--host", host, "--port", str(port)]

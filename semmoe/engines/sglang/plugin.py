@@ -42,7 +42,7 @@ def _register(settings: SglangSettings) -> None:
     from semmoe.engines.sglang.registry import around, prove
 
     plan = load_plan(settings.plan) if settings.plan else None
-    hooks = list(targets.MODEL_HOOKS)
+    hooks = [*targets.MODEL_HOOKS, *(targets.PLAN_HOOKS if plan is not None else ())]
     rank = RankPlugin(plan, settings)
     if on_cpu():
         from semmoe.engines.sglang.cpu import mend

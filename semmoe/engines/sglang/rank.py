@@ -27,13 +27,14 @@ from semmoe.engines.recording import PassRecorder
 from semmoe.engines.selfcheck import SelfCheck
 from semmoe.engines.sglang import guard, targets
 from semmoe.engines.sglang.dispatcher import all_to_all
+from semmoe.engines.sglang.families import expert_sizes, with_copies
 from semmoe.engines.sglang.location import check_dispatch, check_location, choose_copies
 from semmoe.engines.sglang.registry import around
 from semmoe.engines.sglang.settings import SglangSettings
 from semmoe.engines.sglang.shuffle import BoundaryShuffle
 from semmoe.engines.sglang.static import StaticBoundaryShuffle
 from semmoe.engines.sglang.step import read_step
-from semmoe.engines.sglang.weights import load_tied
+from semmoe.engines.sglang.weights import load_tied, placed_only
 from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.fused import PeerBuffers, symmetric_buffers
 from semmoe.runtime.tp import TokenShuffler
@@ -77,6 +78,10 @@ class RankPlugin:
         for target in (targets.ROUTED, targets.ROUTED_DEEPEP):
             around(target, self._routed)
         around(targets.CAPTURE, self._capture)
+        if self._plan is not None:
+            around(targets.NEW_WEIGHTS, placed_only)
+            around(targets.EXPERT_SIZES, expert_sizes)
+            around(targets.EXPERT_LAYER, with_copies)
         if self._settings.folder is not None:
             around(targets.RELEASE, self._release)
         if self.shuffles:

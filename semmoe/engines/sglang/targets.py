@@ -47,11 +47,24 @@ CAPTURE = Hook(
 )  # fmt: skip
 RELEASE = Hook(_SRT + "mem_cache.common.release_kv_cache", "know when a recorded request ends", ("req",))
 
+NEW_WEIGHTS = Hook(
+    _SRT + "model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_tensor",
+    "refuse weights that do not go through the model's own loader, which places experts", ("load_format",),
+)  # fmt: skip
+EXPERT_SIZES = Hook(
+    _SRT + "eplb.expert_location.ModelConfigForExpertLocation.from_model_config",
+    "place the experts of models whose classes do not say how many they have", ("model_config",),
+)  # fmt: skip
+EXPERT_LAYER = Hook(
+    _MOE + "fused_moe_triton.layer.FusedMoE.__init__", "make room for copies in these models", ("num_experts",)
+)
+
 MODEL_HOOKS = (GUARD, LOAD_MODEL, TIED, FORWARD, ROUTED, ROUTED_DEEPEP, CAPTURE)
+PLAN_HOOKS = (NEW_WEIGHTS, EXPERT_SIZES, EXPERT_LAYER)
 RECORD_HOOKS = (RELEASE,)
 REQUEST_HOOKS = (SCHEDULE,)
 SHUFFLE_HOOKS = (REDUCE_SCATTER, GATHER, LAST_GATHER, PADDING)
-HOOKS = MODEL_HOOKS + RECORD_HOOKS + REQUEST_HOOKS + SHUFFLE_HOOKS
+HOOKS = MODEL_HOOKS + PLAN_HOOKS + RECORD_HOOKS + REQUEST_HOOKS + SHUFFLE_HOOKS
 
 # What `cpu.py` mends of SGLang's CPU backend.
 EXPERTS_CPU = Hook(
@@ -66,4 +79,8 @@ CONTROLLER_CPU = Hook(
     _SRT + "managers.data_parallel_controller.DataParallelController.event_loop",
     "wait for requests without taking a core from the ranks", (),
 )  # fmt: skip
-CPU_HOOKS = (EXPERTS_CPU, DISPATCHER_CPU, EXPERT_CLASS_CPU, CONTROLLER_CPU)
+ROPE_CPU = Hook(
+    _SRT + "layers.rotary_embedding.factory.get_rope_cpu", "latent attention without scaled positions",
+    ("head_size", "rotary_dim", "max_position", "base", "is_neox_style", "rope_scaling", "dtype"),
+)  # fmt: skip
+CPU_HOOKS = (EXPERTS_CPU, DISPATCHER_CPU, EXPERT_CLASS_CPU, CONTROLLER_CPU, ROPE_CPU)

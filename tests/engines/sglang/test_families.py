@@ -1,0 +1,72 @@
+"""Models that do not ship, one of random weights for each family: on a plan SGLang answers as it does without one."""
+
+import json
+
+import pytest
+import transformers
+from models import COMMON, CONFIGS, build
+from offline import engine
+
+from semmoe.core import Topology
+from semmoe.engines.transformers import recorder
+from semmoe.engines.transformers.model import load_model
+from semmoe.plan import save_plan
+from semmoe.settings import CoclusterSettings, SolveSettings
+from semmoe.solve import solve
+
+NEW_TOKENS = 8
+EASY = CoclusterSettings(starts=1, kicks=1, sweeps=2)
+TOPOLOGIES = {"tp": Topology(ep_size=2), "dp": Topology(ep_size=2, dp_size=2)}
+CONFIGS["glm4_moe"] = lambda: transformers.Glm4MoeConfig(
+    **COMMON, num_hidden_layers=3, num_key_value_heads=2, head_dim=16, n_routed_experts=8, n_shared_experts=1,
+    moe_intermediate_size=32, intermediate_size=64, first_k_dense_replace=1, n_group=1, topk_group=1,
+    max_position_embeddings=4096,
+)  # fmt: skip
+# Families and the attention that SGLang computes them with beside a plan's experts.
+SERVED = [(family, attention) for family in ("qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3")
+          for attention in TOPOLOGIES] + [("mixtral", "tp")]  # fmt: skip
+SUBSET = [("mixtral", "tp"), ("deepseek_v2", "dp")]
+
+
+def marked(cells):
+    return [pytest.param(*cell, marks=() if cell in SUBSET else pytest.mark.families) for cell in cells]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("families")
+
+
+def planned(family, topology, folder, texts, redundant):
+    """The path of a plan for the model of that family."""
+    path = folder / f"{family}-{topology.attention}-{redundant}"
+    if not path.exists():
+        model = build(family, folder)
+        trace = recorder.record(load_model(model), model, texts[32:48], folder / f"trace-{path.name}")
+        save_plan(solve(trace, topology, SolveSettings(redundant_experts=redundant, cocluster=EASY)), path)
+    return str(path)
+
+
+def answers(model, topology, folder, prompts, plan="", options=(), **settings):
+    """Tokens of every prompt, and semmoe's counters of all processes."""
+    with engine(model, topology, folder, plan, options, **settings) as running:
+        tokens = [completion.token_ids for completion in running.complete(prompts, NEW_TOKENS)]
+        running.complete(prompts[:1], 16)  # counters are published once a second
+        import time
+
+        time.sleep(2.5)
+        counted = [json.loads(path.read_text())["samples"] for path in folder.glob("activity-*.json")]
+    return tokens, [sample for samples in counted for sample in samples]
+
+
+@pytest.mark.parametrize(("family", "attention"), marked(SERVED))
+def test_a_plan_changes_no_token(family, attention, folder, texts, prompts, tmp_path):
+    model, topology, given = build(family, folder), TOPOLOGIES[attention], prompts[:16]
+    vanilla, _ = answers(model, topology, tmp_path / "vanilla", given)
+    assert len({tuple(tokens) for tokens in vanilla}) > 8
+    for redundant in (2, 0):
+        plan = planned(family, topology, folder, texts, redundant)
+        tokens, counted = answers(model, topology, tmp_path / str(redundant), given, plan)
+        assert tokens == vanilla
+        assert [s for s in counted if s["name"] == "degraded"] == []
+        assert sum(s["value"] for s in counted if s["name"] == "remote_rows") > 0
