@@ -38,13 +38,14 @@ test: $(VENV)/.ready-dev
 test-sglang: $(SGLANG_VENV)/.ready
 	$(SGLANG_PYTHON) -m pytest tests/engines/sglang -m "not families"
 
-# A model of every family in every set-up; the tests above run a few of them.
-test-families: $(SGLANG_VENV)/.ready
-	$(SGLANG_PYTHON) -m pytest tests/engines/sglang -m families
-
 # The same on vLLM.
 test-vllm: $(VLLM_VENV)/.ready
-	$(VLLM_PYTHON) -m pytest tests/engines/vllm
+	$(VLLM_PYTHON) -m pytest tests/engines/vllm -m "not families"
+
+# Every family, attention and number of copies on both engines, of which the tests above run a few.
+test-families: $(SGLANG_VENV)/.ready $(VLLM_VENV)/.ready
+	$(SGLANG_PYTHON) -m pytest tests/engines/sglang/test_families.py
+	$(VLLM_PYTHON) -m pytest tests/engines/vllm/test_families.py
 
 # And on DeepSpeed.
 test-deepspeed: $(DEEPSPEED_VENV)/.ready

@@ -9,14 +9,16 @@ import torch
 from semmoe.core import Fingerprint, Placement, Plan, Topology
 from semmoe.engines.hooks import Hook
 from semmoe.engines.launch import join
+from semmoe.engines.recording import PassRecorder
 from semmoe.engines.settings import from_environment
+from semmoe.engines.step import SlotWatch
 from semmoe.engines.vllm import launch
 from semmoe.engines.vllm.placement import PlacedExperts, layer_index
 from semmoe.engines.vllm.profile import Passes
 from semmoe.engines.vllm.registry import around, prove
 from semmoe.engines.vllm.routing import RealRows, RoutedLayer
 from semmoe.engines.vllm.settings import VllmSettings
-from semmoe.engines.vllm.step import Slots, read_step
+from semmoe.engines.vllm.step import Slots, accepted, fed_tokens, read_step
 from semmoe.runtime.traffic import TrafficCounter
 
 COPIES = np.array([[0, 1, 1, 2], [2, 0, 1, 0]], np.int32)  # three experts on two ranks, one of them twice
@@ -129,6 +131,44 @@ def test_a_pass_is_read_without_padding():
     slots.release("a")
     again = read_step(runner([5, 1], [7, 0], [1, 1], [6, 1], ["b", "c"]), slots, 2)
     assert again.slots.tolist() == [1, 0]
+
+
+def test_rejected_drafts_do_not_stand():
+    """Request a runs a token and three drafts, of which one is right; b a chunk of its prompt; c one token."""
+    given = runner([5, 6, 7, 8, 1, 2, 9], [4, 5, 6, 7, 0, 1, 3], [4, 2, 1], [4, 3, 2], ["a", "b", "c"])
+    step = read_step(given, Slots(), 7)
+    sampled = np.array([[6, 3, -1, -1], [-1, -1, -1, -1], [9, -1, -1, -1]])
+    assert accepted(step, [3, 0, 0], sampled).tolist() == [True, True, False, False, True, True, True]
+    seen, passes = [], PassRecorder(SimpleNamespace(poll=lambda: True, observe=lambda *call: seen.append(call)), 1)
+    passes.begin(lambda: step)
+    passes.put(0, torch.arange(14).reshape(7, 2))
+    passes.close()
+    assert not passes.recording
+    passes.tell(accepted(step, [3, 0, 0], sampled))
+    passes.tell(slice(None))  # a pass is told once
+    ((_, rows, positions, token_ids, experts),) = seen
+    assert (rows.tolist(), positions.tolist(), token_ids.tolist()) == (
+        [0, 0, 1, 1, 2],
+        [4, 5, 0, 1, 3],
+        [5, 6, 1, 2, 9],
+    )
+    assert experts[:, 0, 0].tolist() == [0, 2, 8, 10, 12]
+
+
+@pytest.mark.parametrize(("limit", "stops", "fed"), [(9, [], 6), (2, [], 4), (9, [8], 5), (9, [3, 4], 6)])
+def test_what_is_sampled_behind_the_end_was_not_fed(limit, stops, fed):
+    sampling = SimpleNamespace(max_tokens=limit, stop_token_ids=stops, eos_token_id=None)
+    state = SimpleNamespace(prompt_token_ids=[1, 2, 3], output_token_ids=[7, 9, 8, 5], sampling_params=sampling)
+    assert fed_tokens(state) == fed
+
+
+def test_a_request_goes_on_behind_rejected_drafts():
+    def step(first, count):
+        return read_step(runner(range(count), range(first, first + count), [count], [2], ["a"]), Slots(), count)
+
+    watch = SlotWatch(drafts=3)
+    begun = [len(watch.begun(step(*rows))) for rows in ((0, 4), (4, 4), (5, 4), (7, 1), (20, 1), (2, 3), (0, 1))]
+    assert begun == [1, 0, 0, 0, 1, 1, 1]
 
 
 def test_passes_are_put_together_once():

@@ -31,6 +31,7 @@ class PassRecorder:
     def __init__(self, recorder: Listener, num_layers: int) -> None:
         self._recorder, self._num_layers = recorder, num_layers
         self._step: Step | None = None
+        self._closed: Step | None = None
         self._routed: dict[int, np.ndarray] = {}  # by MoE layer, (N, K)
 
     @property
@@ -41,7 +42,7 @@ class PassRecorder:
     def begin(self, read: Callable[[], Step]) -> None:
         step = read() if self._recorder.poll() else None
         self._step = step if step is not None and step.num_tokens and not step.guesses else None
-        self._routed = {}
+        self._routed, self._closed = {}, None
 
     def observe(self, layer: int, expert_ids: torch.Tensor, weights: torch.Tensor) -> None:
         """Of a MoE layer: logical ids (n, K) and weights of rows in the tokens' order, padding last."""
@@ -55,10 +56,26 @@ class PassRecorder:
             self._routed[layer] = expert_ids[: self._step.num_tokens].cpu().numpy()
 
     def end(self) -> None:
+        self.close()
+        self.tell(slice(None))
+
+    def close(self) -> None:
+        """No more of this pass is seen; its rows wait for `tell`."""
         step, self._step = self._step, None
-        if step is not None and len(self._routed) == self._num_layers:
-            routed = np.stack([self._routed[layer] for layer in range(self._num_layers)], axis=1)
-            self._recorder.observe(step.requests, step.rows, step.positions, step.token_ids, routed)
+        complete = step is not None and len(self._routed) == self._num_layers
+        self._closed = step if complete else None
+
+    @property
+    def waiting(self) -> Step | None:
+        """The pass that was closed and not told."""
+        return self._closed
+
+    def tell(self, kept: np.ndarray | slice) -> None:
+        """Those rows of the pass that are `kept`, a mask (N,): drafts that were rejected are no tokens of a request."""
+        step, self._closed = self._closed, None
+        if step is not None:
+            routed = np.stack([self._routed[layer] for layer in range(self._num_layers)], axis=1)[kept]
+            self._recorder.observe(step.requests, step.rows[kept], step.positions[kept], step.token_ids[kept], routed)
 
     def finish(self, request: str, prompt_ids: Sequence[int], length: int) -> None:
         """A request ended of which `length` tokens were fed."""

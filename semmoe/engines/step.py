@@ -30,9 +30,13 @@ class Step:
 
 
 class SlotWatch:
-    """Which slots begin a request: those whose first token does not follow the last one seen there."""
+    """Which slots begin a request: those whose first token does not follow the last one seen there.
 
-    def __init__(self) -> None:
+    drafts: tokens beyond a request's last one that a pass may run, to be rejected and to run again.
+    """
+
+    def __init__(self, drafts: int = 0) -> None:
+        self._drafts = drafts
         self._next = np.zeros(0, np.int64)  # by slot: the position after the last one seen
 
     def begun(self, step: Step) -> np.ndarray:
@@ -43,6 +47,7 @@ class SlotWatch:
         if missing > 0:
             self._next = np.concatenate([self._next, np.full(missing, -1)])
         first, last = step.ends
-        new = step.slots[self._next[step.slots] != first]
+        again = self._next[step.slots] - first
+        new = step.slots[(again < 0) | (again > np.minimum(self._drafts, first))]
         self._next[step.slots] = last + 1
         return new

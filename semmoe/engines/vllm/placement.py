@@ -3,8 +3,9 @@
 Nothing else of vLLM knows: a layer has E + R physical experts, in order on the ranks.
 """
 
+import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from semmoe.core import Plan, require
 
+PACKED = {f"{part}_{what}" for part in ("w13", "w2") for what in ("weight", "bias", "weight_scale", "weight_packed")}
 LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
@@ -47,8 +49,9 @@ class PlacedExperts:
         self._begin()
         if index not in self._places:
             return original(experts, param, loaded_weight, weight_name, shard_id, expert_id, return_success)
-        require(loaded_weight.dim() < 3, f"{weight_name} holds all experts of a layer at once: give vLLM a checkpoint "
-                "made by `semmoe apply`, without --plan")  # fmt: skip
+        one = loaded_weight.dim() < 3 or shard_id.startswith("gpt_oss")  # whose scales are by block: three dimensions
+        require(one, f"{weight_name} holds all experts of a layer at once: give vLLM a checkpoint made by "
+                "`semmoe apply`, without --plan")  # fmt: skip
         if expert_id >= self._plan.fingerprint.num_experts:
             return False if return_success else None  # what vLLM takes for copies of the first ones
         done = False
@@ -56,6 +59,13 @@ class PlacedExperts:
             self._loaded.setdefault(index, set()).add(int(slot))
             done |= bool(original(experts, param, loaded_weight, weight_name, shard_id, int(slot), True))
         return done if return_success else None
+
+    def load_unpacked(self, original: Callable[..., Any], experts: Any, *args: Any, **named: Any) -> Any:
+        """gpt-oss's loader of one expert, which hands what it does not know on to the other."""
+        call = inspect.signature(original).bind(experts, *args, **named).arguments
+        if str(call["shard_id"]).startswith("gpt_oss"):
+            return self.load(original, *call.values())
+        return original(experts, *args, **named)
 
     def _begin(self) -> None:
         """All layers are made before the first weight is loaded."""
@@ -76,6 +86,22 @@ class PlacedExperts:
             found = len(self._loaded.get(index, ()))
             require(found == wanted, f"this model's loader placed {found} of {wanted} experts of layer {index} by the "
                     "plan: give vLLM a checkpoint made by `semmoe apply`, without --plan")  # fmt: skip
+
+
+def unpacked(original: Callable[..., Any], model: Any, weights: Iterable[tuple[str, Tensor]]) -> Any:
+    """gpt-oss's tensors hold all experts of a layer; vLLM loads them one at a time too, by names with a number."""
+    return original(model, (part for name, weight in weights for part in _experts(name, weight)))
+
+
+def _experts(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """(E, ...) of a layer -> what each expert has of it."""
+    head, found, tail = name.partition(".mlp.experts.")
+    if not found or tail.split(".")[0].isdigit():
+        yield name, weight
+        return
+    require(tail in PACKED, f"{name} cannot be placed: give vLLM a checkpoint made by `semmoe apply`, without --plan")
+    for expert, part in enumerate(weight):
+        yield f"{head}.mlp.experts.{expert}.{tail}", part
 
 
 def layer_index(layer_name: str) -> int:

@@ -44,7 +44,7 @@ def _register(settings: VllmSettings) -> None:
     on_cpu = current_platform.is_cpu()
     rank = RankPlugin(plan, settings)
     schedules = plan is not None and settings.schedule == "plan" and plan.schedule and plan.schedule.requests
-    prove(_needed(settings, plan, rank.shuffles, bool(schedules), on_cpu))
+    prove(_needed(settings, plan, rank.splits_tokens, bool(schedules), on_cpu))
     if on_cpu:
         from semmoe.engines.vllm.cpu import mend
 
@@ -56,11 +56,11 @@ def _register(settings: VllmSettings) -> None:
         around(targets.FINISHED, lambda *call: made().finished(*call))
 
 
-def _needed(settings: VllmSettings, plan: Plan | None, shuffles: bool, schedules: bool, on_cpu: bool) -> list[Any]:
+def _needed(settings: VllmSettings, plan: Plan | None, splits: bool, schedules: bool, on_cpu: bool) -> list[Any]:
     hooks = list(targets.MODEL_HOOKS)
     hooks += targets.PLAN_HOOKS if plan is not None else ()
     hooks += targets.RECORD_HOOKS if settings.folder is not None else ()
-    hooks += targets.SHUFFLE_HOOKS if shuffles else ()
+    hooks += targets.SPLIT_HOOKS if splits else ()
     hooks += targets.REQUEST_HOOKS if schedules else ()
     return hooks + list(targets.CPU_HOOKS if on_cpu else ())
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import vllm
-from vllm.config import CompilationMode
+from vllm.config import CompilationMode, get_current_vllm_config
 from vllm.distributed import get_ep_group, get_tp_group
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
@@ -20,19 +20,17 @@ from semmoe.engines.rank import check_identity, check_plan, check_same_plan, des
 from semmoe.engines.recorder import LiveRecorder
 from semmoe.engines.recording import Listener, PassRecorder
 from semmoe.engines.vllm import targets
-from semmoe.engines.vllm.placement import PlacedExperts
+from semmoe.engines.vllm.placement import PlacedExperts, unpacked
 from semmoe.engines.vllm.registry import around
 from semmoe.engines.vllm.routing import RealRows, RoutedLayer
 from semmoe.engines.vllm.settings import VllmSettings
-from semmoe.engines.vllm.shuffle import LayerShuffle, deepseek_layer, qwen3_layer
-from semmoe.engines.vllm.step import Slots, read_step
+from semmoe.engines.vllm.shuffle import LayerShuffle, moe_layers, split_by_position
+from semmoe.engines.vllm.step import Slots, accepted, fed_tokens, read_step
 from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.tp import TokenShuffler
 from semmoe.runtime.traffic import TrafficCounter
 
 log = logging.getLogger(__name__)
-LAYERS = {"Qwen3MoeDecoderLayer": (targets.QWEN3_LAYER, qwen3_layer),
-          "DeepseekV2DecoderLayer": (targets.DEEPSEEK_LAYER, deepseek_layer)}  # fmt: skip
 
 
 class RankPlugin:
@@ -67,15 +65,20 @@ class RankPlugin:
         around(targets.FORWARD, self._forward)
         if self._settings.folder is not None or self.shuffles:
             around(targets.UPDATE, self._update)
+        if self._settings.folder is not None:
+            around(targets.SAMPLE, self._sample)
         if self._placed is not None:
             around(targets.EXPERT_COUNTS, self._placed.counts)
             around(targets.EXPERTS, self._made)
             around(targets.WEIGHTS, self._placed.load)
+            around(targets.GPT_OSS_WEIGHTS, self._placed.load_unpacked)
+            around(targets.GPT_OSS_PACKED, unpacked)
         if self.splits_tokens:
             around(targets.SEQUENCE_PARALLEL, _split_tokens)
-        if self.shuffles:
-            for hook, forward in LAYERS.values():
-                around(hook, functools.partial(self._layer, forward))
+        if self.splits_tokens or self._plan is not None:
+            around(targets.SPLIT_EXPERTS, _split_experts)
+            for linear in (targets.COLUMNS, targets.ROWS):
+                around(linear, _whole_shared_experts)
 
     def _made(self, original: Any, experts: Any, layer_name: str, *args: Any, **kwargs: Any) -> None:
         assert self._placed is not None
@@ -112,12 +115,13 @@ class RankPlugin:
         self._real = RealRows(torch.zeros((), dtype=torch.int64, device=runner.device))
         if all_to_all:
             self._traffic = TrafficCounter(group.world_size, group.rank_in_group, runner.device)
-            self._split = config.tensor_parallel_size if config.use_sequence_parallel_moe else 1
+            self._split = blocks[layers[0]].moe_config.sp_size
             manager = getattr(group.device_communicator, "all2all_manager", None)
             if str(runner.device) == "cpu" and manager is not None:
                 self._dispatch.append(manager.serve(physical))
-        if self.shuffles:
-            self._attach_shuffle(runner, layers)
+        require(not self.shuffles or self._split > 1, "tokens are not split here: set SEMMOE_SHUFFLE=off")
+        if self._split > 1 and (self.splits_tokens or self._plan is not None):
+            self._attach_split(runner, layers)
         if self._settings.folder is not None and get_tp_group().rank_in_group == 0:
             self._attach_recorder(runner, len(layers), all_to_all)
         self._attach_routers(blocks, layers, group.rank_in_group if all_to_all else 0)
@@ -138,25 +142,29 @@ class RankPlugin:
             check_identity(self._plan, str(model.model))
         self._placed.check()
 
-    def _attach_shuffle(self, runner: Any, layers: list[int]) -> None:
+    def _attach_split(self, runner: Any, layers: list[int]) -> None:
+        """The rows of an attention group go where the plan says, or by position."""
+        found, name = moe_layers(runner.model), type(runner.model).__name__
+        require(sorted(found) == layers, f"{name}: tokens can be split at {len(found)} of its {len(layers)} MoE layers "
+                "only; set SEMMOE_SHUFFLE=off")  # fmt: skip
+        if not self.shuffles:
+            for layer in found.values():
+                split_by_position(layer)
+            return
+        check_eager(runner, "tokens are shuffled between vLLM's operators, which")
+        self._shuffle = self._new_shuffle(runner.vllm_config)
+        for place, index in enumerate(layers):
+            self._shuffle.hook(found[index], place)
+
+    def _new_shuffle(self, config: Any) -> LayerShuffle:
         assert self._plan is not None
         assert self._real is not None
-        check_eager(runner, "tokens are shuffled between vLLM's operators, which")
-        config, group = runner.vllm_config.parallel_config, get_tp_group()
-        require(config.use_sequence_parallel_moe, f"--all2all-backend {config.all2all_backend} does not split tokens: "
-                "choose another, or SEMMOE_SHUFFLE=off")  # fmt: skip
-        known = {id(m): m.mlp.experts.layer_id for m in runner.model.modules()
-                 if type(m).__name__ in LAYERS and isinstance(getattr(m.mlp, "experts", None), MoERunner)}  # fmt: skip
-        name = type(runner.model).__name__
-        require(sorted(known.values()) == layers, f"{name}: tokens can be shuffled at {len(known)} of its "
-                f"{len(layers)} MoE layers only; set SEMMOE_SHUFFLE=off")  # fmt: skip
-        for module in runner.model.modules():
-            if id(module) in known:
-                keep_partial(module)
-        shuffler = TokenShuffler(self._plan, config.data_parallel_rank, group.rank_in_group, self._settings.shuffle)
+        group = get_tp_group()
+        dp_rank, speculation = config.parallel_config.data_parallel_rank, config.speculative_config
+        shuffler = TokenShuffler(self._plan, dp_rank, group.rank_in_group, self._settings.shuffle)
         comm = Communicator(group.device_group, group.rank_in_group, group.world_size)
-        places = {identity: layers.index(index) for identity, index in known.items()}
-        self._shuffle = LayerShuffle(shuffler, comm, places, self._real)
+        drafts = speculation.num_speculative_tokens if speculation is not None else 0
+        return LayerShuffle(shuffler, comm, self._real, drafts)
 
     def _attach_recorder(self, runner: Any, num_layers: int, all_to_all: bool) -> None:
         """Where this rank sees every row of its attention group; elsewhere the log says why not."""
@@ -184,6 +192,7 @@ class RankPlugin:
         self.record_to(listener, len(layers))
         self._attach_routers(blocks, layers, 0)
         runner._model_forward = functools.partial(self._forward, type(runner)._model_forward, runner)
+        runner._sample = functools.partial(self._sample, type(runner)._sample, runner)
 
     def record_to(self, listener: Listener, num_layers: int) -> None:
         self._recording = PassRecorder(listener, num_layers)
@@ -233,9 +242,22 @@ class RankPlugin:
             return original(runner, *args, **kwargs)
         finally:
             self._real.count.fill_(0)
-            for part in (self._shuffle, self._recording):
-                if part is not None:
-                    part.end()
+            if self._shuffle is not None:
+                self._shuffle.end()
+            if self._recording is not None:
+                self._recording.close()
+
+    def _sample(self, original: Any, runner: Any, logits: Any, drafts: Any) -> Any:
+        """Around the sampling behind a pass, after which it is known which of its tokens stand."""
+        out = original(runner, logits, drafts)
+        step = self._recording.waiting if self._recording is not None else None
+        if step is not None:
+            assert self._recording is not None
+            kept: Any = slice(None)
+            if drafts is not None:
+                kept = accepted(step, drafts.num_draft_tokens, out.sampled_token_ids.cpu().numpy())
+            self._recording.tell(kept)
+        return out
 
     def _own_rows(self, count: int, padded: int) -> int:
         """Real rows of this rank's slice by position."""
@@ -249,15 +271,9 @@ class RankPlugin:
         for request in scheduler_output.finished_req_ids:
             state = runner.requests.get(request)
             if self._recording is not None and state is not None:
-                fed = len(state.prompt_token_ids or ()) + len(state.output_token_ids) - 1
-                self._recording.finish(request, state.prompt_token_ids or (), fed)
+                self._recording.finish(request, state.prompt_token_ids or (), fed_tokens(state))
             self._slots.release(request)
         return original(runner, scheduler_output)
-
-    def _layer(self, forward: Any, original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._shuffle is None or not self._shuffle.takes(layer):
-            return original(layer, *args, **kwargs)
-        return forward(self._shuffle, layer, *args, **kwargs)
 
     def _publish(self, running: Topology) -> None:
         shuffle = self._settings.shuffle if self._shuffle else "no"
@@ -287,12 +303,6 @@ def hook_router(router: Any, layer: RoutedLayer) -> None:
     router._apply_eplb_mapping = layer.to_physical
 
 
-def keep_partial(layer: Any) -> None:
-    """The layer's attention leaves its sum over the ranks to the shuffled reduce-scatter."""
-    if hasattr(layer.self_attn, "o_proj"):
-        layer.self_attn.o_proj.reduce_results = False
-
-
 def running_topology(runner: Any, plan: Plan | None) -> Topology:
     config = runner.vllm_config.parallel_config
     nodes = plan.topology.num_nodes if plan else 1
@@ -317,3 +327,19 @@ def _refuse_v2(original: Any, *args: Any, **kwargs: Any) -> None:
 
 def _split_tokens(original: Any, config: Any) -> bool:
     return original(config) or (config.enable_expert_parallel and config.tensor_parallel_size > 1)
+
+
+def _split_experts(
+    original: Any, tp_size: Any, dp_size: Any, pcp_size: Any, is_sequence_parallel: bool, parallel_config: Any
+) -> Any:
+    """Of all families: some leave their rows whole even where vLLM splits those of others."""
+    split = is_sequence_parallel or parallel_config.use_sequence_parallel_moe
+    return original(tp_size, dp_size, pcp_size, split, parallel_config)
+
+
+def _whole_shared_experts(original: Any, linear: Any, *args: Any, **kwargs: Any) -> None:
+    """A rank that computes its own rows only needs all of a shared expert."""
+    config = get_current_vllm_config().parallel_config
+    if "shared_expert" in kwargs.get("prefix", "") and config.use_sequence_parallel_moe:
+        kwargs["disable_tp"] = True
+    original(linear, *args, **kwargs)

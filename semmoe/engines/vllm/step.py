@@ -1,5 +1,6 @@
 """The tokens of a forward pass of vLLM's model runner, as the plug-in's parts need them."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,26 @@ def read_step(runner: Any, slots: Slots, num_tokens: int) -> Step:
         slots=slots.take(list(batch.req_ids)), requests=list(batch.req_ids),
         decoding=positions >= batch.num_prompt_tokens[rows],
     )  # fmt: skip
+
+
+def accepted(step: Step, drafts: Sequence[int], sampled: np.ndarray) -> np.ndarray:
+    """(N,) bool: all tokens of a pass but the drafts that were rejected, which are the last ones of their requests.
+
+    drafts (R,): how many of them each request ran; sampled (R, 1 + most drafts): the tokens it got, -1 behind them.
+    """
+    rejected = np.maximum(np.asarray(drafts) + 1 - (sampled >= 0).sum(axis=1), 0) * (np.asarray(drafts) > 0)  # (R,)
+    _, last = step.ends
+    return step.positions <= (last - rejected)[step.rows]
+
+
+def fed_tokens(state: Any) -> int:
+    """Of a request that ended: its last token is not fed, and what was sampled behind its end is none of it."""
+    outputs, sampling = state.output_token_ids, state.sampling_params
+    stops = {sampling.eos_token_id, *(sampling.stop_token_ids or ())} if sampling is not None else set()
+    end = next((i + 1 for i, token in enumerate(outputs) if token in stops), len(outputs))
+    if sampling is not None and sampling.max_tokens is not None:
+        end = min(end, sampling.max_tokens)
+    return len(state.prompt_token_ids or ()) + end - 1
 
 
 def _host(buffer: Any, length: int) -> np.ndarray:

@@ -4,6 +4,7 @@ from semmoe.engines.hooks import Hook
 
 TRIED = "0.32.0"
 _MOE = "vllm.model_executor.layers.fused_moe."
+_LINEAR = "vllm.model_executor.layers.linear."
 _RUNNER = "vllm.v1.worker.gpu_model_runner.GPUModelRunner."
 _CLIENT = "vllm.v1.engine.core_client.DPLBAsyncMPClient."
 
@@ -14,6 +15,9 @@ LOAD_MODEL_V2 = Hook(
 )
 FORWARD = Hook(_RUNNER + "_model_forward", "know the tokens of a forward pass", ("input_ids", "positions"))
 UPDATE = Hook(_RUNNER + "_update_states", "know when a request ends", ("scheduler_output",))
+SAMPLE = Hook(
+    _RUNNER + "_sample", "know which drafts of a speculating engine were accepted", ("logits", "spec_decode_metadata")
+)
 EXPERT_COUNTS = Hook(
     _MOE + "layer.determine_expert_counts", "room for redundant experts", ("num_experts", "num_redundant_experts")
 )
@@ -22,6 +26,9 @@ WEIGHTS = Hook(
     _MOE + "routed_experts.RoutedExperts.weight_loader", "load experts where the plan has them",
     ("param", "loaded_weight", "weight_name", "shard_id", "expert_id", "return_success"),
 )  # fmt: skip
+GPT_OSS = "vllm.model_executor.models.gpt_oss."
+GPT_OSS_PACKED = Hook(GPT_OSS + "GptOssModel.load_weights", "take its packed experts apart", ("weights",))
+GPT_OSS_WEIGHTS = Hook(GPT_OSS + "GptOssRoutedExperts.weight_loader", "the same of gpt-oss", WEIGHTS.parameters)
 ROUTE = Hook(_MOE + "router.base_router.BaseRouter._compute_routing", "see each rank's routing", ("router_logits",))
 TO_PHYSICAL = Hook(
     _MOE + "router.base_router.BaseRouter._apply_eplb_mapping", "the copy of each expert that serves this rank",
@@ -33,21 +40,31 @@ SEQUENCE_PARALLEL = Hook(
     "vllm.config.parallel.ParallelConfig.use_sequence_parallel_moe",
     "split tokens around experts without data parallelism",
 )
-QWEN3_LAYER = Hook(
-    "vllm.model_executor.models.qwen3_moe.Qwen3MoeDecoderLayer.forward", "shuffle tokens around Qwen3-MoE's experts",
-    ("positions", "hidden_states", "residual"),
+SPLIT_EXPERTS = Hook(
+    _MOE + "layer.make_parallel_config", "tell experts that the rows of their attention group are split",
+    ("is_sequence_parallel", "parallel_config"),
 )  # fmt: skip
-DEEPSEEK_LAYER = Hook(
-    "vllm.model_executor.models.deepseek_v2.DeepseekV2DecoderLayer.forward", "the same of DeepSeek-V2 and V3",
-    ("positions", "hidden_states", "residual", "llama_4_scaling"),
+COLUMNS = Hook(_LINEAR + "MergedColumnParallelLinear.__init__", "shared experts whole on every rank", ("disable_tp",))
+ROWS = Hook(_LINEAR + "RowParallelLinear.__init__", "the same", ("disable_tp",))
+
+# Decoder layers around whose experts tokens can be split over the ranks of an attention group.
+_LAYER = ("positions", "hidden_states", "residual")
+LAYERS = tuple(
+    Hook(f"vllm.model_executor.models.{name}.forward", f"split tokens around {family}'s experts", _LAYER)
+    for name, family in (
+        ("qwen3_moe.Qwen3MoeDecoderLayer", "Qwen3-MoE"), ("deepseek_v2.DeepseekV2DecoderLayer", "DeepSeek-V2"),
+        ("mixtral.MixtralDecoderLayer", "Mixtral"), ("olmoe.OlmoeDecoderLayer", "OLMoE"),
+        ("glm4_moe.Glm4MoeDecoderLayer", "GLM-4.5"), ("gpt_oss.TransformerBlock", "gpt-oss"),
+        ("qwen3_5.Qwen3_5DecoderLayer", "Qwen3.5-MoE"),
+    )
 )  # fmt: skip
 
 MODEL_HOOKS = (LOAD_MODEL, LOAD_MODEL_V2, FORWARD, ROUTE, TO_PHYSICAL, EXPERTS)
-PLAN_HOOKS = (EXPERT_COUNTS, WEIGHTS)
-RECORD_HOOKS = (UPDATE,)
+PLAN_HOOKS = (EXPERT_COUNTS, WEIGHTS, GPT_OSS_PACKED, GPT_OSS_WEIGHTS)
+RECORD_HOOKS = (UPDATE, SAMPLE)
 REQUEST_HOOKS = (SCHEDULE, FINISHED)
-SHUFFLE_HOOKS = (QWEN3_LAYER, DEEPSEEK_LAYER, SEQUENCE_PARALLEL)
-HOOKS = MODEL_HOOKS + PLAN_HOOKS + RECORD_HOOKS + REQUEST_HOOKS + SHUFFLE_HOOKS
+SPLIT_HOOKS = (SEQUENCE_PARALLEL, SPLIT_EXPERTS, COLUMNS, ROWS)
+HOOKS = MODEL_HOOKS + PLAN_HOOKS + RECORD_HOOKS + REQUEST_HOOKS + SPLIT_HOOKS + LAYERS
 
 # What `cpu.py` mends of vLLM's CPU backend.
 EXPERTS_CPU = Hook(

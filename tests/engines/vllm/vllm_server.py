@@ -31,3 +31,8 @@ class VllmServer(Server):
 
     def cached(self, answer):
         return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] or 0
+
+    def metric(self, name: str) -> float:
+        """One of vLLM's own counters, summed over its labels."""
+        lines = requests.get(f"{self.url}/metrics", timeout=10).text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith((f"{name}_total", f"{name}{{")))

@@ -1,0 +1,38 @@
+"""A small random model of every family that a plan can be served on: the tokens are vLLM's own without a plan.
+
+All run with `make test-families`; `make test-vllm` has a few of them.
+"""
+
+import pytest
+from models import build
+from two_ranks import counted, make_plan, on_two_ranks
+
+FAMILIES = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "glm4_moe", "qwen3_5_moe_text")
+ALWAYS = {("mixtral", "tp2", 2), ("gpt_oss", "tp2", 2)}
+CASES = [
+    pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.families)
+    for case in ((f, a, c) for f in FAMILIES for a in ("tp2", "dp2") for c in (0, 2))
+]
+
+
+@pytest.fixture(scope="module")
+def vanilla(prompts, tmp_path_factory):
+    """Tokens of a family on two ranks without a plan, made once."""
+    folder, found = tmp_path_factory.mktemp("vanilla"), {}
+
+    def get(family, attention):
+        if (family, attention) not in found:
+            model = build(family, folder)
+            (found[family, attention],) = on_two_ranks(model, prompts, folder / f"{family}-{attention}", attention)
+        return found[family, attention], build(family, folder)
+
+    return get
+
+
+@pytest.mark.parametrize(("family", "attention", "copies"), CASES)
+def test_a_plan_changes_no_token(family, attention, copies, vanilla, texts, prompts, tmp_path):
+    expected, model = vanilla(family, attention)
+    plan = make_plan(model, texts, tmp_path, attention, copies)
+    (planned,) = on_two_ranks(model, prompts, tmp_path / "planned", attention, {"SEMMOE_PLAN": plan})
+    assert planned == expected
+    assert counted(tmp_path / "planned", "remote_rows") > 0

@@ -1,0 +1,88 @@
+"""vLLM's offline engine on two ranks, with a plan and without: what it generates, and what semmoe counts."""
+
+import json
+import multiprocessing
+import time
+from pathlib import Path
+from typing import Any
+
+from rank import run
+from serving import free_port
+
+from semmoe.core import Topology
+from semmoe.engines.transformers import recorder
+from semmoe.engines.transformers.model import load_model
+from semmoe.engines.vllm.launch import CPU_VARIABLES
+from semmoe.plan import save_plan
+from semmoe.settings import CoclusterSettings, SolveSettings
+from semmoe.solve import solve
+
+FORKED = multiprocessing.get_context("forkserver")
+FORKED.set_forkserver_preload(["rank"])  # vLLM is imported once
+EASY = CoclusterSettings(starts=1, kicks=1, sweeps=2)
+TOPOLOGIES = {"tp2": Topology(ep_size=2), "dp2": Topology(ep_size=2, dp_size=2)}
+
+
+def make_plan(model: str, texts: list[list[int]], folder: Path, attention: str, copies: int) -> str:
+    """A plan of a small model, from a few of `texts`."""
+    trace = recorder.record(load_model(model), model, texts[32:64], folder / f"trace-{attention}-{copies}")
+    plan = solve(trace, TOPOLOGIES[attention], SolveSettings(redundant_experts=copies, cocluster=EASY))
+    path = folder / f"plan-{attention}-{copies}"
+    save_plan(plan, path)
+    return str(path)
+
+
+def on_two_ranks(
+    model: str, prompts: list[list[int]], folder: Path, attention: str = "tp2", variables: dict[str, str] | None = None,
+    together: bool = True, calls: tuple[tuple[str, ...], ...] = (), **options,
+) -> list[list[list[int]]]:  # fmt: skip
+    """Tokens of every prompt, before and after each of `calls`, methods of the engine with their arguments.
+
+    attention: tp2, where both ranks must answer alike, or dp2, where each has every other prompt. Counters go to
+    `folder`.
+    """
+    job = {"model": model, "together": together, "calls": calls}
+    shared = CPU_VARIABLES | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "SEMMOE_CONTROL": str(folder)} | (variables or {})
+    port, ranks, folders = str(free_port()), [], [folder / f"rank{rank}" for rank in (0, 1)]
+    for rank in (0, 1):
+        folders[rank].mkdir(parents=True)
+        own, given = _of_rank(attention, rank, port)
+        mine = prompts if attention == "tp2" else prompts[rank::2]
+        told = job | {"prompts": mine, "options": {"dtype": "float32", **options, **given}}
+        ranks.append(FORKED.Process(target=run, args=(told, shared | own, str(folders[rank]))))
+        ranks[-1].start()
+    _wait(ranks, folders)
+    outs = [json.loads((path / "out.json").read_text()) for path in folders]
+    if attention == "tp2":
+        assert outs[0] == outs[1]
+        return outs[0]
+    return [[both[i % 2][i // 2] for i in range(len(prompts))] for both in zip(*outs, strict=True)]
+
+
+def _wait(ranks: list[Any], folders: list[Path]) -> None:
+    """Both must end well; one that fails ends the other."""
+    until = time.monotonic() + 280
+    while any(rank.is_alive() for rank in ranks) and time.monotonic() < until:
+        if any(rank.exitcode for rank in ranks):
+            break
+        ranks[0].join(0.5)
+    codes = [rank.exitcode for rank in ranks]
+    for rank in ranks:
+        rank.kill()
+    assert codes == [0, 0], "\n".join((path / "log.txt").read_text()[-4000:] for path in folders)
+
+
+def _of_rank(attention: str, rank: int, port: str) -> tuple[dict[str, str], dict[str, object]]:
+    """Variables and options."""
+    if attention == "tp2":
+        variables = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank),
+                     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}  # fmt: skip
+        return variables, {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}
+    names = {"RANK": rank, "RANK_LOCAL": rank, "SIZE": 2, "MASTER_IP": "127.0.0.1", "MASTER_PORT": port}
+    return {f"VLLM_DP_{name}": str(value) for name, value in names.items()}, {"distributed_executor_backend": "uni"}
+
+
+def counted(folder: Path, name: str, rank: int = 0) -> float:
+    """A counter of one rank, summed over its labels."""
+    samples = json.loads((folder / f"activity-rank-{rank:05d}.json").read_text())["samples"]
+    return sum(sample["value"] for sample in samples if sample["name"] == name)
