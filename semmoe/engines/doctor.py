@@ -84,9 +84,7 @@ def examine(engine: str, version: str | None, needed: bool) -> EngineState:
             return EngineState(engine=engine, version=version, note=text, problems=[f"{engine}: {text}"] * needed)
         states = [HookState(target=hook.target, purpose=hook.purpose, problem=problem(hook)) for hook in hooks]
     failures = [state.problem for state in states if state.problem]
-    return EngineState(
-        engine=engine, version=version, hooks=states, problems=failures, tried=_untried(engine, version)
-    )
+    return EngineState(engine=engine, version=version, hooks=states, problems=failures, tried=_untried(engine, version))
 
 
 def _stand_in_for_missing_device(engine: str) -> None:
