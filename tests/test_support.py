@@ -1,5 +1,7 @@
 """The table of what runs: every part of it decides, and what it does not know is refused."""
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -81,3 +83,8 @@ def test_refusals_are_one_line_with_a_remedy_and_tests_that_are_named_exist(pyte
                 assert any(word in note for word in (": leave", ": give", ": choose")), (what, note)
             if state == State.works:
                 assert (pytestconfig.rootpath / note.split("::")[0]).is_file(), note
+
+
+def test_the_page_of_the_documentation_is_this_table(pytestconfig):
+    code = "import supported; assert supported.PAGE.read_text(encoding='utf-8') == supported.page()"
+    subprocess.run([sys.executable, "-c", code], cwd=pytestconfig.rootpath / "docs", check=True)

@@ -153,9 +153,13 @@ def _quantisation(use: Use) -> list[Cell]:
 def table(engine: str) -> list[tuple[str, str, str]]:
     """What is known of an engine, for people: what, state, note."""
     rows = [
-        (f"{NAMES[kind]}, {part}", cell.state.value, cell.note)
+        (
+            f"{NAMES[kind]}: {', '.join(part for part, own in family._asdict().items() if own == cell)}",
+            cell.state.value,
+            cell.note,
+        )
         for kind, family in FAMILIES[engine].items()
-        for part, cell in family._asdict().items()
+        for cell in dict.fromkeys(family)
     ]
     rows += [
         (one.name, one.cells[engine].state.value, one.cells[engine].note) for one in FEATURES if engine in one.cells

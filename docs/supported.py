@@ -1,0 +1,35 @@
+"""Writes `support.md`, what runs on which engine, from the table by which doctor and serve decide."""
+
+from pathlib import Path
+
+from semmoe.engines import support
+
+PAGE = Path(__file__).with_name("support.md")
+TITLES = {"sglang": "SGLang", "vllm": "vLLM"}
+HEAD = """# What runs where
+
+`semmoe doctor --engine ENGINE --plan PLAN --model MODEL` and `semmoe serve` decide by this table before anything loads,
+from the model's configuration and the engine's own options alone. What it does not know is refused. *Works, by a test*
+names the test; *works by reading, not run* is what the engine's source says and nobody has run, of which `semmoe serve`
+warns; *refused* gives the line that it is refused with. (This page is written by `python docs/supported.py`.)
+"""
+
+
+def page() -> str:
+    return HEAD + "".join(map(_section, support.FAMILIES))
+
+
+def _section(engine: str) -> str:
+    from importlib import import_module
+
+    version = import_module(f"semmoe.engines.{engine}.targets").TRIED
+    rows = "".join(f"| {what} | {state} | {_cell(note)} |\n" for what, state, note in support.table(engine))
+    return f"\n## {TITLES[engine]} {version}\n\n| what | state | by |\n|---|---|---|\n{rows}"
+
+
+def _cell(note: str) -> str:
+    return f"`{note}`" if note.startswith("tests/") else note.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
