@@ -50,12 +50,15 @@ CONFIGS = {
 }  # fmt: skip
 
 
-def build(architecture: str, folder: Path) -> str:
-    """A checkpoint of `architecture` under `folder`; returns its path."""
+def build(architecture: str, folder: Path, **changes: object) -> str:
+    """A checkpoint of `architecture` under `folder`, its configuration changed; returns its path."""
     path = folder / architecture
     if not path.exists():
         torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(CONFIGS[architecture]())
+        config = CONFIGS[architecture]()
+        for name, value in changes.items():
+            setattr(config, name, value)
+        model = transformers.AutoModelForCausalLM.from_config(config)
         model.save_pretrained(path)
         load_tokenizer(str(MODEL)).save_pretrained(path)
     return str(path)

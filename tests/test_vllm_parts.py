@@ -13,7 +13,7 @@ from semmoe.engines.recording import PassRecorder
 from semmoe.engines.settings import from_environment
 from semmoe.engines.step import SlotWatch
 from semmoe.engines.vllm import launch
-from semmoe.engines.vllm.placement import PlacedExperts, layer_index
+from semmoe.engines.vllm.placement import PlacedExperts, layer_index, unpacked
 from semmoe.engines.vllm.profile import Passes
 from semmoe.engines.vllm.registry import around, prove
 from semmoe.engines.vllm.routing import RealRows, RoutedLayer
@@ -219,6 +219,45 @@ def test_arguments_say_the_topology():
     for word in ("-tp", "--enable-eplb", "--data-parallel-size=4"):
         with pytest.raises(ValueError, match="comes from the plan"):
             join(hybrid, [word], launch.DECIDED, "vllm serve")
+
+
+def test_rows_that_go_everywhere_are_counted_everywhere():
+    for gathers, rows in ((False, [2, 0, 1]), (True, [3, 0, 3])):
+        counter = TrafficCounter(3, 1, gathers=gathers)
+        counter.count(torch.tensor([[0, 1], [0, 2], [1, 1], [-1, -1]]))
+        assert counter.totals() == (3, [2, 3, 1], rows)
+
+
+@pytest.mark.parametrize("deep_ep", [False, True])
+def test_a_backend_that_sends_rows_where_they_go_is_chosen(deep_ep, monkeypatch, capsys):
+    monkeypatch.setattr(launch, "find_spec", lambda name: object() if deep_ep else None)
+    chosen = launch.all_to_all([])
+    assert chosen == ({"all2all_backend": "deepep_high_throughput"} if deep_ep else {})
+    assert ("saves no dispatch byte" in capsys.readouterr().err) != deep_ep
+    for words in (["--all2all-backend=naive"], ["--seed", "1", "--all2all-backend", "allgather_reducescatter"]):
+        assert launch.all_to_all(words) == {}
+        assert "saves no dispatch byte" in capsys.readouterr().err
+    assert launch.all_to_all(["--all2all-backend", "nixl_ep"]) == {}
+    assert capsys.readouterr().err == ""
+
+
+def test_another_load_balancer_is_refused_where_the_plan_schedules_requests():
+    requests = SimpleNamespace(schedule=SimpleNamespace(requests=object()))
+    for word in ("--data-parallel-external-lb", "-dph", "--data-parallel-rank=1"):
+        with pytest.raises(ValueError, match=f"{word.split('=')[0]}: another load balancer"):
+            launch.check_balancer(requests, VllmSettings(), ["--seed", "1", word])
+        launch.check_balancer(requests, VllmSettings(schedule="engine"), [word])
+        launch.check_balancer(plan(), VllmSettings(), [word])
+    launch.check_balancer(requests, VllmSettings(), ["--headless", "--data-parallel-start-rank", "2"])
+
+
+def test_gpt_oss_is_loaded_expert_by_expert():
+    given = [("layers.0.mlp.experts.w13_weight_scale", torch.arange(6).reshape(3, 2)), ("norm.weight", torch.ones(1))]
+    seen = unpacked(lambda model, weights: dict(weights), None, given)
+    assert list(seen) == [*(f"layers.0.mlp.experts.{e}.w13_weight_scale" for e in range(3)), "norm.weight"]
+    assert seen["layers.0.mlp.experts.2.w13_weight_scale"].tolist() == [4, 5]
+    with pytest.raises(ValueError, match="w13_input_scale cannot be placed"):
+        unpacked(lambda model, weights: dict(weights), None, [("layers.0.mlp.experts.w13_input_scale", torch.ones(3))])
 
 
 def test_settings_of_vllm():

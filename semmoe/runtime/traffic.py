@@ -8,10 +8,13 @@ from semmoe.metrics import Traffic
 
 
 class TrafficCounter:
-    """Totals of the tokens whose home is this rank. `count` may be captured in a CUDA graph."""
+    """Totals of the tokens whose home is this rank. `count` may be captured in a CUDA graph.
 
-    def __init__(self, size: int, rank: int, device: str | torch.device = "cpu") -> None:
-        self.size, self.rank = size, rank
+    gathers: rows travel to every rank, whatever their experts are.
+    """
+
+    def __init__(self, size: int, rank: int, device: str | torch.device = "cpu", gathers: bool = False) -> None:
+        self.size, self.rank, self._gathers = size, rank, gathers
         self._pairs = torch.zeros(size + 1, dtype=torch.int64, device=device)  # by serving rank; the last: none
         self._rows = torch.zeros(size + 1, dtype=torch.int64, device=device)
         self._tokens = torch.zeros((), dtype=torch.int64, device=device)
@@ -29,7 +32,7 @@ class TrafficCounter:
 
     def totals(self) -> tuple[int, list[int], list[int]]:
         """Tokens, pairs by serving rank, and rows by receiver, none to itself; waits for the device."""
-        rows = self._rows.tolist()
+        rows = [int(self._tokens)] * self.size if self._gathers else self._rows.tolist()
         rows[self.rank] = 0
         return int(self._tokens), self._pairs.tolist()[: self.size], rows[: self.size]
 

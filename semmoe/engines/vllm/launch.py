@@ -3,9 +3,11 @@
 import os
 from dataclasses import asdict
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
-from semmoe.core import Plan, Topology
+from semmoe import console
+from semmoe.core import Plan, Topology, require
 from semmoe.engines.launch import join
 from semmoe.engines.settings import PluginSettings
 from semmoe.engines.vllm.settings import VllmSettings
@@ -13,6 +15,15 @@ from semmoe.engines.vllm.settings import VllmSettings
 DECIDED = {
     "--tensor-parallel-size", "-tp", "--data-parallel-size", "-dp", "--enable-expert-parallel", "--enable-eplb",
     "--pipeline-parallel-size", "-pp", "--no-enable-expert-parallel",
+}  # fmt: skip
+# All-to-alls that send every row to every rank, whatever its experts are; vLLM replaces the last two by the first.
+GATHERS = {"allgather_reducescatter", "naive", "pplx"}
+SENDS = "deepep_high_throughput"  # for prompts and decoding alike; the low-latency one takes few tokens at a time
+A2A = "--all2all-backend"
+# Front ends that know a share of the requests.
+OTHER_BALANCERS = {
+    "--data-parallel-external-lb", "-dpe", "--data-parallel-hybrid-lb", "-dph", "--data-parallel-rank", "-dpn",
+    "-dpm", "--data-parallel-multi-port-external-lb", "--data-parallel-start-rank", "-dpr",
 }  # fmt: skip
 # One thread a rank and a small cache: what is served on a CPU is small, and ranks share its cores.
 CPU_VARIABLES = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -49,11 +60,41 @@ def server(
     # One front end: it alone knows all requests. More would each see a share.
     values = arguments(topology, cpu or shuffles)
     values |= {} if "--headless" in options else {"api_server_count": 1}  # a node without a front end
+    check_balancer(plan, given, options)
+    if plan is not None and topology.ep_size > 1 and not cpu:
+        values |= all_to_all(options)
     words = ["-m", "vllm.entrypoints.cli.main", "serve", model, "--host", host, "--port", str(port)]
     meeting = given.folder / "prometheus"  # of vLLM's processes; `semmoe serve` empties it before a start
     meeting.mkdir(mode=0o700, exist_ok=True)
     variables = environment(settings, cpu) | {"PROMETHEUS_MULTIPROC_DIR": str(meeting)}
     return variables, words + join(values, options, DECIDED, "vllm serve")
+
+
+def check_balancer(plan: Plan | None, given: PluginSettings, options: list[str]) -> None:
+    """Raise ValueError where requests would come past the plan."""
+    other = sorted(OTHER_BALANCERS & {word.split("=")[0] for word in options} if "--headless" not in options else ())
+    requests = plan is not None and plan.schedule is not None and plan.schedule.requests is not None
+    require(not (requests and given.schedule == "plan" and other), f"{(other or [''])[0]}: another load balancer than "
+            "vLLM's own chooses ranks, and the plan schedules no request: leave it away, or give --schedule engine and "
+            "put `semmoe router` in front")  # fmt: skip
+
+
+def all_to_all(options: list[str]) -> dict[str, str]:
+    """What to add so that rows go to the ranks of their experts and to no others, where vLLM is told nothing."""
+    named = [i for i, word in enumerate(options) if word.split("=")[0] == A2A]
+    if not named and find_spec("deep_ep") is not None:
+        return {"all2all_backend": SENDS}
+    backend = (
+        ("=".join(options[named[-1] : named[-1] + 2]).split("=") + [""])[1] if named else "allgather_reducescatter"
+    )
+    if backend in GATHERS:
+        console.err.print(f"[yellow]warning:[/] {gathers(backend)}; install deep_ep, or give {A2A} {SENDS}")
+    return {}
+
+
+def gathers(backend: str) -> str:
+    """What is lost with such a back-end."""
+    return f"{A2A} {backend} sends every row to every rank: a plan balances experts' load, and saves no dispatch byte"
 
 
 def _runs_on_cpu() -> bool:

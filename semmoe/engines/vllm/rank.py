@@ -19,7 +19,9 @@ from semmoe.engines.placement import dispatch_map
 from semmoe.engines.rank import check_identity, check_plan, check_same_plan, description, publish, readings
 from semmoe.engines.recorder import LiveRecorder
 from semmoe.engines.recording import Listener, PassRecorder
+from semmoe.engines.selfcheck import SelfCheck
 from semmoe.engines.vllm import targets
+from semmoe.engines.vllm.launch import GATHERS, gathers
 from semmoe.engines.vllm.placement import PlacedExperts, unpacked
 from semmoe.engines.vllm.registry import around
 from semmoe.engines.vllm.routing import RealRows, RoutedLayer
@@ -46,6 +48,8 @@ class RankPlugin:
         self._ep_rank = 0
         self._real: RealRows | None = None
         self._slots = Slots()
+        self._check_hooks = SelfCheck()
+        self._in_pass = False
         self._split = 1  # ranks that rows of an attention group are split over by position
 
     @property
@@ -53,6 +57,12 @@ class RankPlugin:
         """Whether tokens are to go where the plan says."""
         tables = self._plan is not None and self._plan.schedule is not None and self._plan.schedule.shuffle is not None
         return tables and self._settings.shuffle != "off"
+
+    @property
+    def _schedules(self) -> bool:
+        """Whether requests are to go where the plan says."""
+        schedule = self._plan.schedule if self._plan is not None else None
+        return schedule is not None and schedule.requests is not None and self._settings.schedule == "plan"
 
     @property
     def splits_tokens(self) -> bool:
@@ -114,7 +124,12 @@ class RankPlugin:
             check_eager(runner, "semmoe's hooks on a CPU")
         self._real = RealRows(torch.zeros((), dtype=torch.int64, device=runner.device))
         if all_to_all:
-            self._traffic = TrafficCounter(group.world_size, group.rank_in_group, runner.device)
+            sent_by = config.all2all_backend if str(runner.device) != "cpu" else ""  # on a CPU it is semmoe's
+            self._traffic = TrafficCounter(
+                group.world_size, group.rank_in_group, runner.device, gathers=sent_by in GATHERS
+            )
+            if self._plan is not None and sent_by in GATHERS:
+                self._degrade(gathers(sent_by))
             self._split = blocks[layers[0]].moe_config.sp_size
             manager = getattr(group.device_communicator, "all2all_manager", None)
             if str(runner.device) == "cpu" and manager is not None:
@@ -125,13 +140,25 @@ class RankPlugin:
         if self._settings.folder is not None and get_tp_group().rank_in_group == 0:
             self._attach_recorder(runner, len(layers), all_to_all)
         self._attach_routers(blocks, layers, group.rank_in_group if all_to_all else 0)
+        if runner.model_config.enforce_eager:  # graphs are replayed without hooks
+            self._check_hooks.expect("routers", len(layers))
+            if self._shuffle is not None:
+                self._check_hooks.expect("shuffled layers", len(layers))
+                self._shuffle.ran = functools.partial(self._check_hooks.ran, "shuffled layers")
         self._publish(running_topology(runner, self._plan))
+
+    def _degrade(self, reason: str) -> None:
+        if reason:
+            log.warning("semmoe: %s", self._check_hooks.degrade(reason) or reason)
 
     def _check(self, runner: Any, num_layers: int, physical: int) -> None:
         assert self._plan is not None
         assert self._placed is not None
         config, model = runner.vllm_config.parallel_config, runner.model_config
         require(config.enable_expert_parallel, "a plan needs --enable-expert-parallel")
+        elsewhere = config.data_parallel_external_lb or config.data_parallel_hybrid_lb
+        require(not (elsewhere and self._schedules), "another load balancer than vLLM's own chooses ranks, and the "
+                "plan schedules no request: set SEMMOE_SCHEDULE=engine")  # fmt: skip
         require(not config.enable_eplb, "--enable-eplb would move the plan's experts: leave it away")
         require(config.pipeline_parallel_size == 1, "a plan cannot be served with pipeline parallelism")
         split = config.tensor_parallel_size == 1 or config.data_parallel_size == 1 or config.use_sequence_parallel_moe
@@ -220,6 +247,8 @@ class RankPlugin:
             hook_router(block.router, layer)
 
     def _observe(self, place: int, expert_ids: torch.Tensor, weights: torch.Tensor) -> None:
+        if self._check_hooks.pending and self._in_pass:
+            self._check_hooks.ran("routers")
         if self._shuffle is not None and self._shuffle.active:
             own = slice(self._shuffle.num_rows)
             self._shuffle.observe(expert_ids[own].long(), weights[own])
@@ -238,14 +267,24 @@ class RankPlugin:
             self._shuffle.start(read())
         if self._recording is not None:
             self._recording.begin(read)
+        self._in_pass = True
         try:
-            return original(runner, *args, **kwargs)
+            out = original(runner, *args, **kwargs)
+            if self._check_hooks.pending:
+                self._degrade(self._check_hooks.verdict() or self._uncounted(int(self._real.count)))
+            return out
         finally:
+            self._in_pass = False
             self._real.count.fill_(0)
             if self._shuffle is not None:
                 self._shuffle.end()
             if self._recording is not None:
                 self._recording.close()
+
+    def _uncounted(self, num_rows: int) -> str:
+        """Why counters cannot be trusted after the first pass, in which this rank had so many rows."""
+        still = self._traffic is not None and num_rows > 0 and self._traffic.totals()[0] == 0
+        return "in the first pass no counter moved" if still else ""
 
     def _sample(self, original: Any, runner: Any, logits: Any, drafts: Any) -> Any:
         """Around the sampling behind a pass, after which it is known which of its tokens stand."""
@@ -282,7 +321,8 @@ class RankPlugin:
 
     def _readings(self) -> Iterator[Reading]:
         others = [self._shuffle.comm] if self._shuffle else []
-        return readings(self._ep_rank, self._traffic, self._dispatch, others)
+        yield from readings(self._ep_rank, self._traffic, self._dispatch, others)
+        yield from self._check_hooks.readings()
 
 
 def moe_blocks(model: torch.nn.Module) -> dict[int, Any]:

@@ -38,6 +38,7 @@ class LayerShuffle(TokenRows):
         super().__init__(shuffler, comm)
         self._real, self._watch = real, SlotWatch(drafts)
         self.num_rows = 0  # of this rank at the layer under way, without padding
+        self.ran: Callable[[], None] = lambda: None  # called of every layer that was shuffled
 
     def hook(self, layer: nn.Module, place: int) -> None:
         """layer: a decoder layer, the MoE layer `place` of the model."""
@@ -68,6 +69,7 @@ class LayerShuffle(TokenRows):
         if not self.active:
             return out, residual
         stream = self.restore(out + residual)
+        self.ran()
         return stream, torch.zeros_like(stream)
 
 
