@@ -25,8 +25,8 @@ HERE = $(shell uname -m)-$(shell nproc)core_$(shell date +%F)
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 
-.PHONY: demo test test-sglang test-vllm test-deepspeed test-families check bench bench-runtime bench-sglang soak-sglang bench-vllm \
-        soak-vllm bench-deepspeed docs format clean
+.PHONY: demo test test-sglang test-vllm test-deepspeed test-families check bench bench-runtime bench-sglang soak-sglang \
+        bench-vllm soak-vllm bench-deepspeed docs format clean
 
 demo: $(VENV)/.ready
 	$(BIN)/semmoe demo

@@ -1,5 +1,6 @@
 """The SGLang adaptor's parts that need no SGLang: arguments, settings, copies, requests' slots."""
 
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -80,8 +81,8 @@ def test_what_the_plan_decides_cannot_be_overridden():
             join(managed, [word, "4"], launch.DECIDED, "sglang.launch_server")
 
 
-def serve(tmp_path, monkeypatch, attention, redundant, *options, shuffle="layer", cpu=False):
-    """The words of `semmoe serve` for a plan of the shipped model; cpu: where SGLang runs."""
+def serve(tmp_path, monkeypatch, attention, redundant, *options, shuffle="layer", cpu=False, model=str(MODEL)):
+    """The words of `semmoe serve` for a plan of the shipped model; cpu: where SGLang runs; model: the one served."""
     monkeypatch.setattr(launch, "on_cpu", lambda: cpu)
     topology = Topology(ep_size=2, dp_size=2 if attention == "dp" else 1)
     plan = vanilla_plan(fingerprint_of(str(MODEL)), topology)
@@ -91,7 +92,7 @@ def serve(tmp_path, monkeypatch, attention, redundant, *options, shuffle="layer"
         tables = SimpleNamespace(shuffle=object(), requests=None)
     plan = SimpleNamespace(placement=placement, schedule=tables, topology=topology, fingerprint=plan.fingerprint)
     given = SglangSettings(control=str(tmp_path), shuffle=shuffle)
-    return launch.server(str(MODEL), plan, topology, given, "h", 1, list(options))[1]
+    return launch.server(model, plan, topology, given, "h", 1, list(options))[1]
 
 
 def test_passes_over_prompts_are_not_captured_where_tokens_are_shuffled(tmp_path, monkeypatch):
@@ -113,6 +114,26 @@ def test_what_takes_the_choice_of_copies_from_the_plan_is_refused(tmp_path, monk
         with pytest.raises(ValueError, match="a plan with copies needs an all-to-all"):
             serve(tmp_path, monkeypatch, "dp", 2, *option)
         assert "none" in " ".join(serve(tmp_path, monkeypatch, "dp", 0, *option))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "attention", "options", "shuffle", "why"),
+    [
+        ("GptOssForCausalLM", "tp", [], "layer", "gpt-oss has no expert all-to-all, and its loader places no experts"),
+        ("GptOssForCausalLM", "dp", ["--moe-a2a-backend", "none"], "off", "gpt-oss has no expert all-to-all"),
+        ("MixtralForCausalLM", "dp", [], "layer", "MixtralForCausalLM splits attention over all ranks"),
+        ("OlmoeForCausalLM", "dp", [], "layer", "OlmoeForCausalLM splits attention over all ranks"),
+        ("OlmoeForCausalLM", "tp", [], "off", "keeps every token on every rank"),
+        ("OlmoeForCausalLM", "tp", ["--moe-a2a-backend=none"], "layer", "keeps every token on every rank"),
+    ],
+)
+def test_models_that_sglang_cannot_serve_on_a_plan_are_refused_before_loading(
+    tmp_path, monkeypatch, architecture, attention, options, shuffle, why
+):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    with pytest.raises(ValueError, match=why) as said:
+        serve(tmp_path, monkeypatch, attention, 0, *options, shuffle=shuffle, model=str(tmp_path))
+    assert "\n" not in str(said.value)
 
 
 def test_settings_from_the_environment():

@@ -48,6 +48,7 @@ class ServerTests:
         found = server.counters()
         seen = watch.view(watch.Look(0.0, {}), watch.parse(watch.fetch(server.url), 1.0))
         assert (seen.ranks, seen.active["engine"]) == (found["active"], self.ACTIVE)
+        assert seen.degraded == []
         assert found["active"] == self.RANKS.get(server.name, 2)
         if server.name in self.SCHEDULING:
             assert found["scheduled_requests plan"] >= 64

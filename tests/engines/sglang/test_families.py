@@ -1,6 +1,7 @@
 """Models that do not ship, one of random weights for each family: on a plan SGLang answers as it does without one."""
 
 import json
+import time
 
 import pytest
 import transformers
@@ -51,10 +52,7 @@ def answers(model, topology, folder, prompts, plan="", options=(), **settings):
     """Tokens of every prompt, and semmoe's counters of all processes."""
     with engine(model, topology, folder, plan, options, **settings) as running:
         tokens = [completion.token_ids for completion in running.complete(prompts, NEW_TOKENS)]
-        running.complete(prompts[:1], 16)  # counters are published once a second
-        import time
-
-        time.sleep(2.5)
+        time.sleep(2.5)  # counters are published once a second
         counted = [json.loads(path.read_text())["samples"] for path in folder.glob("activity-*.json")]
     return tokens, [sample for samples in counted for sample in samples]
 
@@ -70,3 +68,17 @@ def test_a_plan_changes_no_token(family, attention, folder, texts, prompts, tmp_
         assert tokens == vanilla
         assert [s for s in counted if s["name"] == "degraded"] == []
         assert sum(s["value"] for s in counted if s["name"] == "remote_rows") > 0
+
+
+@pytest.mark.families
+def test_a_placement_without_an_all_to_all_changes_no_token(folder, texts, prompts, tmp_path):
+    """OLMoE, whose layers keep every token on every rank: experts are placed, tokens are not."""
+    model, topology, given = build("olmoe", folder), TOPOLOGIES["tp"], prompts[:16]
+    without = {"options": ("--moe-a2a-backend", "none"), "shuffle": "off"}
+    vanilla, _ = answers(model, topology, tmp_path / "vanilla", given, **without)
+    plan = planned("olmoe", topology, folder, texts, 0)
+    tokens, counted = answers(model, topology, tmp_path / "planned", given, plan, **without)
+    assert tokens == vanilla
+    assert len({tuple(answer) for answer in vanilla}) > 8
+    assert [s for s in counted if s["name"] == "degraded"] == []
+    assert [s["labels"]["shuffle"] for s in counted if s["name"] == "active"] == ["no", "no"]
