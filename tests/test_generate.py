@@ -48,7 +48,7 @@ def prepare(path, folder):
 
 def set_ups(trace, ep_size):
     """Vanilla and planned, attention-DP, attention-TP and (with 4 ranks) hybrid, and TP without all-to-all."""
-    modes = [("dp", 0), ("tp", 0)] + ([("hybrid", 2)] if ep_size == 4 else [])
+    modes = [("dp", None), ("tp", None)] + ([("hybrid", 2)] if ep_size == 4 else [])
     out = []
     for attention, dp_size in modes:
         topology = Topology.for_attention(attention, ep_size, dp_size)
