@@ -27,7 +27,8 @@ class Cell(NamedTuple):
 class Family(NamedTuple):
     """How a plan runs on one engine with one family of models."""
 
-    placement: Cell  # experts where the plan has them, attention-DP
+    dp: Cell  # experts where the plan has them, under attention-DP (hybrid is both)
+    tp: Cell  # the same under attention-TP
     copies: Cell  # redundant experts
     shuffle: Cell  # attention-TP: tokens where the plan has them
 
@@ -64,6 +65,7 @@ NAMES = {
     "mixtral": "Mixtral", "olmoe": "OLMoE", "gpt_oss": "GPT-OSS", "glm4_moe": "GLM-4.5",
     "qwen3_5_moe": "Qwen3.5-MoE", "qwen3_5_moe_text": "Qwen3.5-MoE",
 }  # fmt: skip
+PARTS = {"dp": "attention-DP", "tp": "attention-TP", "copies": "copies", "shuffle": "tokens shuffled"}
 INSTEAD = "give the engine a checkpoint made by `semmoe apply`, without --plan"
 
 
@@ -105,7 +107,8 @@ def _cells(use: Use) -> list[Cell]:
     family = _family(use)
     if isinstance(family, Cell):
         return [family]
-    cells = [family.placement]
+    cells = [family.dp] if use.topology.dp_size > 1 else []
+    cells += [family.tp] if use.topology.attn_tp_size > 1 else []
     cells += [family.copies] if use.redundant else []
     cells += [family.shuffle] if use.shuffles else []
     cells += [feature.cells[use.engine] for feature in FEATURES if _asked(feature, use)]
@@ -153,11 +156,7 @@ def _quantisation(use: Use) -> list[Cell]:
 def table(engine: str) -> list[tuple[str, str, str]]:
     """What is known of an engine, for people: what, state, note."""
     rows = [
-        (
-            f"{NAMES[kind]}: {', '.join(part for part, own in family._asdict().items() if own == cell)}",
-            cell.state.value,
-            cell.note,
-        )
+        (_parts(kind, family, cell), cell.state.value, cell.note)
         for kind, family in FAMILIES[engine].items()
         for cell in dict.fromkeys(family)
     ]
@@ -169,6 +168,11 @@ def table(engine: str) -> list[tuple[str, str, str]]:
         for method, cells in QUANTISATION.items()
         if engine in cells
     ]
+
+
+def _parts(kind: str, family: Family, cell: Cell) -> str:
+    """The parts of a family of which a cell speaks."""
+    return f"{NAMES[kind]}: {', '.join(PARTS[part] for part, own in family._asdict().items() if own == cell)}"
 
 
 def _works(test: str) -> Cell:
@@ -183,33 +187,35 @@ def _no(why: str) -> Cell:
     return Cell(State.refused, why)
 
 
-_NO_SHUFFLE = "tokens cannot be shuffled in {}'s layers on {}: give --shuffle off, or attention dp"
+def _all(test: str) -> Family:
+    return Family(*[_works(test)] * 4)
 
 
-_NO_LOCATION = _no(
-    f"SGLang's class of this family says nothing of where experts lie (get_model_config_for_expert_location): {INSTEAD}"
-)
-_NO_MLA = _read("DeepSeek on SGLang: its CPU back-end lacks MLA, so no test has run it; hooks are those of Qwen3-MoE")
-_ONE_TENSOR = _no(f"vLLM loads all experts of a GPT-OSS layer in one tensor: {INSTEAD}")
+_SGLANG, _VLLM = "tests/engines/sglang/test_families.py", "tests/engines/vllm/test_families.py"
+_WHOLE = "SGLang's {} splits attention over all ranks: solve a plan for attention tp, or {}"
+_KEPT = _no("SGLang's OLMoE keeps every token on every rank, which leaves placement alone: give --shuffle off, and -- "
+            "--moe-a2a-backend none")  # fmt: skip
+_UNPLACED = _no("SGLang's GPT-OSS has no expert all-to-all, and its loader places no experts: give --engine vllm, or "
+                "serve a checkpoint of `semmoe apply`")  # fmt: skip
 FAMILIES: dict[str, dict[str, Family]] = {
     "sglang": {
-        "qwen3_moe": Family(*[_works("tests/engines/sglang/test_server.py")] * 3),
-        "deepseek_v2": Family(*[_NO_MLA] * 3),
-        "deepseek_v3": Family(*[_NO_MLA] * 3),
-        "mixtral": Family(*[_NO_LOCATION] * 3),
-        "olmoe": Family(*[_NO_LOCATION] * 3),
-        "gpt_oss": Family(*[_NO_LOCATION] * 3),
+        "qwen3_moe": _all("tests/engines/sglang/test_server.py"),
+        "glm4_moe": _all(_SGLANG),
+        "deepseek_v2": _all(_SGLANG),
+        "deepseek_v3": _all(_SGLANG),
+        "mixtral": Family(_no(_WHOLE.format("Mixtral", "give --engine vllm")), *[_works(_SGLANG)] * 3),
+        "olmoe": Family(_no(_WHOLE.format("OLMoE", "give --engine vllm")), _works(_SGLANG), _KEPT, _KEPT),
+        "gpt_oss": Family(*[_UNPLACED] * 4),
     },
     "vllm": {
-        "qwen3_moe": Family(*[_works("tests/engines/vllm/test_server.py")] * 3),
-        "deepseek_v2": Family(*[_works("tests/engines/vllm/test_deepseek.py")] * 3),
-        "deepseek_v3": Family(*[_works("tests/engines/vllm/test_deepseek.py")] * 3),
-        "mixtral": Family(
-            _read("Mixtral on vLLM: no test holds it"),
-            _read("Mixtral's copies on vLLM: no test holds them"),
-            _no(_NO_SHUFFLE.format("Mixtral", "vLLM")),
-        ),
-        "gpt_oss": Family(*[_ONE_TENSOR] * 3),
+        "qwen3_moe": _all("tests/engines/vllm/test_server.py"),
+        "deepseek_v2": _all("tests/engines/vllm/test_deepseek.py"),
+        "deepseek_v3": _all("tests/engines/vllm/test_deepseek.py"),
+        "mixtral": _all(_VLLM),
+        "olmoe": _all(_VLLM),
+        "gpt_oss": _all(_VLLM),
+        "glm4_moe": _all(_VLLM),
+        "qwen3_5_moe_text": _all(_VLLM),
     },
 }
 
