@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from synthetic import make_trace, planted_trace, random_trace
 
+from semmoe import request_map
 from semmoe.core import DECODE
 from semmoe.request_map import UNSEEN, fit_request_rates, load_prices, project, request_rates
 
@@ -170,3 +171,20 @@ def test_what_cannot_be_is_refused():
     fit = fit_request_rates(trace, np.arange(6))
     with pytest.raises(ValueError, match="hosted has shape"):
         project(fit, np.zeros((1, 8, 2), bool))
+
+
+def test_the_weights_of_wide_targets_are_chosen_by_a_sketch(monkeypatch):
+    """Targets that the words tell, without noise: the small ridge and no routing, by all columns and by four of them."""
+    rng = np.random.default_rng(0)
+    views = rng.normal(size=(30, 5))
+    targets = (views @ rng.normal(size=(5, 24))).astype(np.float32)
+    noise = rng.normal(size=(30, 5))
+    search = request_map._Regression(targets, np.ones(30), np.arange(30))
+    kernels = views @ views.T, noise @ noise.T
+
+    def chosen():
+        return search.choose(*kernels, (0.0, 5.0), (1e-3, 1e3), seed=0)
+
+    everything = chosen()
+    monkeypatch.setattr(request_map, "SKETCH", 4)
+    assert chosen() == everything == (0.0, 1e-3)
