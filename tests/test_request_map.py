@@ -174,7 +174,7 @@ def test_what_cannot_be_is_refused():
 
 
 def test_the_weights_of_wide_targets_are_chosen_by_a_sketch(monkeypatch):
-    """Targets that the words tell, without noise: the small ridge and no routing, by all columns and by four of them."""
+    """Targets that words tell without noise: the small ridge and no routing, by all columns and by four of them."""
     rng = np.random.default_rng(0)
     views = rng.normal(size=(30, 5))
     targets = (views @ rng.normal(size=(5, 24))).astype(np.float32)
