@@ -88,6 +88,20 @@ def test_a_draft_model_is_left_alone():
     assert draft.loaded == {(1, "w1"): 1}
 
 
+def test_weights_loaded_again_must_be_a_checkpoints():
+    placed, layers = placed_layers()
+
+    def again(runner, *given):
+        for layer in layers:
+            load(placed, layer, 0)
+
+    with pytest.raises(ValueError, match="layout of vLLM's kernels"):
+        placed.reload(again, None, is_checkpoint_format=False)
+    with pytest.raises(ValueError, match="placed 1 of 4 experts"):
+        placed.reload(again, None)
+    placed.reload(again, None, iter([]))  # a part of the weights
+
+
 def test_models_with_other_layers_are_refused():
     placed = PlacedExperts(plan())
     placed.made("model.layers.0.mlp.experts")

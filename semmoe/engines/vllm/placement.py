@@ -67,6 +67,18 @@ class PlacedExperts:
             return self.load(original, *call.values())
         return original(experts, *args, **named)
 
+    def reload(
+        self, original: Callable[..., Any], runner: Any, weights_iterator: Any = None, weights_path: str | None = None,
+        is_checkpoint_format: bool = True,
+    ) -> None:  # fmt: skip
+        """Weights loaded again come through `load` too; a whole checkpoint must bring every expert."""
+        require(is_checkpoint_format, "weights in the layout of vLLM's kernels do not say which expert they are of: "
+                "with a plan give them in the checkpoint's")  # fmt: skip
+        self._loaded.clear()
+        original(runner, weights_iterator, weights_path, is_checkpoint_format)
+        if weights_iterator is None:
+            self.check()
+
     def _begin(self) -> None:
         """All layers are made before the first weight is loaded."""
         if self._places:

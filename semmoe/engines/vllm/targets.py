@@ -15,6 +15,10 @@ LOAD_MODEL_V2 = Hook(
 )
 FORWARD = Hook(_RUNNER + "_model_forward", "know the tokens of a forward pass", ("input_ids", "positions"))
 UPDATE = Hook(_RUNNER + "_update_states", "know when a request ends", ("scheduler_output",))
+RELOAD = Hook(
+    _RUNNER + "reload_weights", "refuse weights in another layout than a checkpoint's",
+    ("weights_iterator", "weights_path", "is_checkpoint_format"),
+)  # fmt: skip
 SAMPLE = Hook(
     _RUNNER + "_sample", "know which drafts of a speculating engine were accepted", ("logits", "spec_decode_metadata")
 )
@@ -60,7 +64,7 @@ LAYERS = tuple(
 )  # fmt: skip
 
 MODEL_HOOKS = (LOAD_MODEL, LOAD_MODEL_V2, FORWARD, ROUTE, TO_PHYSICAL, EXPERTS)
-PLAN_HOOKS = (EXPERT_COUNTS, WEIGHTS, GPT_OSS_PACKED, GPT_OSS_WEIGHTS)
+PLAN_HOOKS = (EXPERT_COUNTS, WEIGHTS, RELOAD, GPT_OSS_PACKED, GPT_OSS_WEIGHTS)
 RECORD_HOOKS = (UPDATE, SAMPLE)
 REQUEST_HOOKS = (SCHEDULE, FINISHED)
 SPLIT_HOOKS = (SEQUENCE_PARALLEL, SPLIT_EXPERTS, COLUMNS, ROWS)

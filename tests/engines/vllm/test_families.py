@@ -8,7 +8,11 @@ from models import build
 from two_ranks import counted, make_plan, on_two_ranks
 
 FAMILIES = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "glm4_moe", "qwen3_5_moe_text")
-HEADS = {"num_attention_heads": 2, "head_dim": 32}  # vLLM's attention on a CPU knows no narrower ones
+HEADS = {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}  # vLLM's attention on a CPU knows no narrower ones
 ALWAYS = {("mixtral", "tp2", 2), ("gpt_oss", "tp2", 2)}
 CASES = [
     pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.families)
@@ -23,9 +27,9 @@ def vanilla(prompts, tmp_path_factory):
 
     def get(family, attention):
         if (family, attention) not in found:
-            model = build(family, folder, **HEADS)
+            model = build(family, folder, **HEADS, **OTHERS.get(family, {}))
             (found[family, attention],) = on_two_ranks(model, prompts, folder / f"{family}-{attention}", attention)
-        return found[family, attention], build(family, folder, **HEADS)
+        return found[family, attention], build(family, folder, **HEADS, **OTHERS.get(family, {}))
 
     return get
 

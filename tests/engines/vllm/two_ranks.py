@@ -86,3 +86,8 @@ def counted(folder: Path, name: str, rank: int = 0) -> float:
     """A counter of one rank, summed over its labels."""
     samples = json.loads((folder / f"activity-rank-{rank:05d}.json").read_text())["samples"]
     return sum(sample["value"] for sample in samples if sample["name"] == name)
+
+
+def experts(folder: Path) -> list[list[str]]:
+    """Digests of each rank's expert weights, at the start and after each of `calls`."""
+    return [json.loads((folder / f"rank{rank}" / "experts.json").read_text()) for rank in (0, 1)]
