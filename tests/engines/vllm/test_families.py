@@ -8,11 +8,9 @@ from models import build
 from two_ranks import counted, make_plan, on_two_ranks
 
 FAMILIES = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "glm4_moe", "qwen3_5_moe_text")
-HEADS = {
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-}  # vLLM's attention on a CPU knows no narrower ones
+# Widths that vLLM's kernels on a CPU take.
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
+OTHERS = {"gpt_oss": {"intermediate_size": 64}}
 ALWAYS = {("mixtral", "tp2", 2), ("gpt_oss", "tp2", 2)}
 CASES = [
     pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.families)
