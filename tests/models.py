@@ -13,7 +13,7 @@ COMMON = {"vocab_size": 4096, "hidden_size": 64, "num_attention_heads": 4, "init
           "num_experts_per_tok": 2, "eos_token_id": 0, "bos_token_id": None, "pad_token_id": 0}  # fmt: skip
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
           "n_shared_experts": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 32, "intermediate_size": 64,
-          "num_hidden_layers": 3, "num_key_value_heads": 4}  # fmt: skip
+          "num_hidden_layers": 3, "num_key_value_heads": 4, "moe_layer_freq": 1}  # fmt: skip
 CONFIGS = {
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
         **COMMON, num_hidden_layers=3, num_key_value_heads=2, head_dim=16, num_experts=8, moe_intermediate_size=32,
@@ -25,10 +25,11 @@ CONFIGS = {
     ),
     "deepseek_v2": lambda: transformers.DeepseekV2Config(
         **COMMON, **LATENT, n_routed_experts=8, topk_method="group_limited_greedy", n_group=4, topk_group=2,
-        routed_scaling_factor=1.0,
+        routed_scaling_factor=1.0, scoring_func="softmax",
     ),
     "deepseek_v3": lambda: transformers.DeepseekV3Config(
         **COMMON, **LATENT, n_routed_experts=8, n_group=4, topk_group=2, routed_scaling_factor=1.0,
+        topk_method="noaux_tc", scoring_func="sigmoid",
     ),
     "gpt_oss": lambda: transformers.GptOssConfig(
         **COMMON, num_hidden_layers=3, num_key_value_heads=2, head_dim=16, num_local_experts=8, intermediate_size=48,

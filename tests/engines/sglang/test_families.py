@@ -15,6 +15,7 @@ from semmoe.plan import save_plan
 from semmoe.settings import CoclusterSettings, SolveSettings
 from semmoe.solve import solve
 
+pytestmark = pytest.mark.timeout(900)  # each test starts three engines
 NEW_TOKENS = 8
 EASY = CoclusterSettings(starts=1, kicks=1, sweeps=2)
 TOPOLOGIES = {"tp": Topology(ep_size=2), "dp": Topology(ep_size=2, dp_size=2)}

@@ -1,5 +1,7 @@
 """Weights loaded again while the engine runs, as reinforcement learning does: experts land where the plan has them."""
 
+from pathlib import Path
+
 import pytest
 import transformers
 from offline import engine
@@ -40,8 +42,6 @@ def copied(model, texts, tmp_path_factory):
 
 def named(folder):
     """The tensors of a checkpoint."""
-    from pathlib import Path
-
     return [pair for path in sorted(Path(folder).glob("*.safetensors")) for pair in load_file(path).items()]
 
 
