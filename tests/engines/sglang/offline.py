@@ -12,7 +12,7 @@ from semmoe.engines.sglang.settings import SglangSettings
 from semmoe.plan import load_plan
 
 LIMITS = ["--dtype", "float32", "--max-total-tokens", "8192", "--max-running-requests", "16", "--chunked-prefill-size",
-          "128", "--mem-fraction-static", "0.1"]  # fmt: skip
+          "128", "--mem-fraction-static", "0.5"]  # fmt: skip
 
 
 @contextmanager
