@@ -220,7 +220,7 @@ def test_the_expected_load_counts_requests_as_drawn_twice():
     """16 ranks with 1000 requests each, so many tokens that only their mix matters: a rank's load varies by
     sqrt(2 / 1000) of the mean, and the largest of 16 normal numbers is 1.77 standard deviations above it."""
     request = np.arange(16000)
-    load = expected_load(request[:, None] % 16, request, Topology(ep_size=16), replace(QUICK, batch_tokens=10**9))
+    load = expected_load(request[:, None] % 16, request, Topology(ep_size=16), replace(QUICK, batch_tokens=1 << 24))
     assert load == pytest.approx(1 + 1.77 * np.sqrt(2 / 1000 * 15 / 16), abs=0.006)
 
 

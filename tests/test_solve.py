@@ -85,7 +85,7 @@ def test_a_trace_without_routed_tokens_is_refused():
     ("arguments", "message"),
     [
         ({"method": "magic"}, "linear, eplb, .*, paper, semmoe, not 'magic'"),
-        ({"method": "eplb", "redundant_experts": -1}, "must not be negative: -1"),
+        ({"method": "eplb", "redundant_experts": -1}, "must lie between 0 and .*, not -1"),
         ({"method": "paper", "redundant_experts": 4}, "no redundant experts"),
         ({"method": "moetuner", "redundant_experts": 4}, "moetuner does not apply: it has no redundant experts"),
     ],

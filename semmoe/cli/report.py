@@ -40,7 +40,7 @@ def report(
 
     beside = directory.resolve().with_name(f"{directory.resolve().name}-report.html")
     page = out or (beside if is_plan(directory) else directory / "report.html")
-    require(directory.is_dir(), f"{directory} is no directory")
+    require(directory.is_dir(), f"{directory}: there is no such directory")
     check_output(page, force=True)  # a report is made again from the same directory
     given = f" --out {out}" if out else ""
     written = write(directory, page, f"semmoe report {directory}{given}")
