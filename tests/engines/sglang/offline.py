@@ -4,6 +4,8 @@ import os
 from contextlib import contextmanager
 from pathlib import Path
 
+from serving import free_port
+
 from semmoe.core import Topology
 from semmoe.engines.launch import command_line
 from semmoe.engines.sglang import launch
@@ -27,5 +29,6 @@ def engine(
         made = load_plan(plan)
         location, redundant = launch.write_location(made, Path(model), folder), made.placement.redundant_experts
     words = command_line(launch.arguments(topology, location, redundant, on_cpu=True))
-    with running(model, [*words, *LIMITS, *options], launch.environment(given, topology, on_cpu=True)) as made:
+    words += [*LIMITS, "--port", str(free_port()), *options]  # the first of several that it takes
+    with running(model, words, launch.environment(given, topology, on_cpu=True)) as made:
         yield made
