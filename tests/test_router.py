@@ -663,7 +663,7 @@ def test_mistakes_end_in_one_line(plan_path, tmp_path, tokenizer):
     )  # fmt: skip
     assert "schedules no requests" in refused(url, "--plan", tmp_path / "vanilla")
     assert "another tokenizer" in refused(url, "--plan", tmp_path / "other", "--tokenizer", MODEL)
-    assert "max_in_flight must be at least 1" in refused(url, "--plan", plan_path, "--max-in-flight", 0)
+    assert "'--max-in-flight'" in refused(url, "--plan", plan_path, "--max-in-flight", 0)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert "cannot listen on" in refused(url, "--plan", plan_path, "--port", taken.getsockname()[1])
 

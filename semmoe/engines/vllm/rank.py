@@ -179,6 +179,10 @@ class RankPlugin:
         found, name = moe_layers(runner.model), type(runner.model).__name__
         require(sorted(found) == layers, f"{name}: tokens can be split at {len(found)} of its {len(layers)} MoE layers "
                 "only; set SEMMOE_SHUFFLE=off")  # fmt: skip
+        draft = getattr(getattr(runner, "drafter", None), "model", None)
+        dense = not isinstance(draft, torch.nn.Module) or not moe_blocks(draft)
+        require(dense, "a draft model with experts cannot run where a plan splits tokens: choose another way to "
+                "speculate, or attention dp")  # fmt: skip
         if not self.shuffles:
             for layer in found.values():
                 split_by_position(layer)
