@@ -13,7 +13,7 @@ from semmoe.engines.recording import PassRecorder
 from semmoe.engines.settings import from_environment
 from semmoe.engines.step import SlotWatch
 from semmoe.engines.vllm import launch
-from semmoe.engines.vllm.placement import PlacedExperts, layer_index, unpacked
+from semmoe.engines.vllm.placement import PlacedExperts, layer_index, refuse_reload, unpacked
 from semmoe.engines.vllm.profile import Passes
 from semmoe.engines.vllm.registry import around, prove
 from semmoe.engines.vllm.routing import RealRows, RoutedLayer
@@ -88,18 +88,9 @@ def test_a_draft_model_is_left_alone():
     assert draft.loaded == {(1, "w1"): 1}
 
 
-def test_weights_loaded_again_must_be_a_checkpoints():
-    placed, layers = placed_layers()
-
-    def again(runner, *given):
-        for layer in layers:
-            load(placed, layer, 0)
-
-    with pytest.raises(ValueError, match="layout of vLLM's kernels"):
-        placed.reload(again, None, is_checkpoint_format=False)
-    with pytest.raises(ValueError, match="placed 1 of 4 experts"):
-        placed.reload(again, None)
-    placed.reload(again, None, iter([]))  # a part of the weights
+def test_weights_are_not_loaded_again():
+    with pytest.raises(ValueError, match="cannot be loaded again into an engine on a plan"):
+        refuse_reload(lambda *given: None, None, weights_path="other")
 
 
 def test_models_with_other_layers_are_refused():

@@ -67,18 +67,6 @@ class PlacedExperts:
             return self.load(original, *call.values())
         return original(experts, *args, **named)
 
-    def reload(
-        self, original: Callable[..., Any], runner: Any, weights_iterator: Any = None, weights_path: str | None = None,
-        is_checkpoint_format: bool = True,
-    ) -> None:  # fmt: skip
-        """Weights loaded again come through `load` too; a whole checkpoint must bring every expert."""
-        require(is_checkpoint_format, "weights in the layout of vLLM's kernels do not say which expert they are of: "
-                "with a plan give them in the checkpoint's")  # fmt: skip
-        self._loaded.clear()
-        original(runner, weights_iterator, weights_path, is_checkpoint_format)
-        if weights_iterator is None:
-            self.check()
-
     def _begin(self) -> None:
         """All layers are made before the first weight is loaded."""
         if self._places:
@@ -98,6 +86,11 @@ class PlacedExperts:
             found = len(self._loaded.get(index, ()))
             require(found == wanted, f"this model's loader placed {found} of {wanted} experts of layer {index} by the "
                     "plan: give vLLM a checkpoint made by `semmoe apply`, without --plan")  # fmt: skip
+
+
+def refuse_reload(original: Callable[..., Any], runner: Any, *args: Any, **named: Any) -> None:
+    """vLLM 0.32.0 itself loads other experts than a checkpoint's on a CPU: nothing proves that a plan's are right."""
+    raise ValueError("weights cannot be loaded again into an engine on a plan: start it again")
 
 
 def unpacked(original: Callable[..., Any], model: Any, weights: Iterable[tuple[str, Tensor]]) -> Any:

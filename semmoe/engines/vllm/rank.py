@@ -22,7 +22,7 @@ from semmoe.engines.recording import Listener, PassRecorder
 from semmoe.engines.selfcheck import SelfCheck
 from semmoe.engines.vllm import targets
 from semmoe.engines.vllm.launch import GATHERS, gathers
-from semmoe.engines.vllm.placement import PlacedExperts, unpacked
+from semmoe.engines.vllm.placement import PlacedExperts, refuse_reload, unpacked
 from semmoe.engines.vllm.registry import around
 from semmoe.engines.vllm.routing import RealRows, RoutedLayer
 from semmoe.engines.vllm.settings import VllmSettings
@@ -33,7 +33,6 @@ from semmoe.runtime.tp import TokenShuffler
 from semmoe.runtime.traffic import TrafficCounter
 
 log = logging.getLogger(__name__)
-WHOLE_TENSORS = ("nccl", "ipc")  # ways for new weights, through the model's own loaders
 
 
 class RankPlugin:
@@ -82,7 +81,7 @@ class RankPlugin:
             around(targets.EXPERT_COUNTS, self._placed.counts)
             around(targets.EXPERTS, self._made)
             around(targets.WEIGHTS, self._placed.load)
-            around(targets.RELOAD, self._placed.reload)
+            around(targets.RELOAD, refuse_reload)
             around(targets.GPT_OSS_WEIGHTS, self._placed.load_unpacked)
             around(targets.GPT_OSS_PACKED, unpacked)
         if self.splits_tokens:
@@ -161,9 +160,8 @@ class RankPlugin:
         elsewhere = config.data_parallel_external_lb or config.data_parallel_hybrid_lb
         require(not (elsewhere and self._schedules), "another load balancer than vLLM's own chooses ranks, and the "
                 "plan schedules no request: set SEMMOE_SCHEDULE=engine")  # fmt: skip
-        transfer = getattr(runner.vllm_config.weight_transfer_config, "backend", "ipc")
-        require(transfer in WHOLE_TENSORS, f"weights that come by {transfer} go past the plan's placement: choose one "
-                f"of {', '.join(WHOLE_TENSORS)}")  # fmt: skip
+        require(runner.vllm_config.weight_transfer_config is None, "weights cannot be loaded again into an engine on a "
+                "plan: leave --weight-transfer-config away")  # fmt: skip
         require(not config.enable_eplb, "--enable-eplb would move the plan's experts: leave it away")
         require(config.pipeline_parallel_size == 1, "a plan cannot be served with pipeline parallelism")
         split = config.tensor_parallel_size == 1 or config.data_parallel_size == 1 or config.use_sequence_parallel_moe

@@ -16,7 +16,7 @@ LOAD_MODEL_V2 = Hook(
 FORWARD = Hook(_RUNNER + "_model_forward", "know the tokens of a forward pass", ("input_ids", "positions"))
 UPDATE = Hook(_RUNNER + "_update_states", "know when a request ends", ("scheduler_output",))
 RELOAD = Hook(
-    _RUNNER + "reload_weights", "refuse weights in another layout than a checkpoint's",
+    _RUNNER + "reload_weights", "refuse weights loaded again",
     ("weights_iterator", "weights_path", "is_checkpoint_format"),
 )  # fmt: skip
 SAMPLE = Hook(
@@ -59,7 +59,6 @@ LAYERS = tuple(
         ("qwen3_moe.Qwen3MoeDecoderLayer", "Qwen3-MoE"), ("deepseek_v2.DeepseekV2DecoderLayer", "DeepSeek-V2"),
         ("mixtral.MixtralDecoderLayer", "Mixtral"), ("olmoe.OlmoeDecoderLayer", "OLMoE"),
         ("glm4_moe.Glm4MoeDecoderLayer", "GLM-4.5"), ("gpt_oss.TransformerBlock", "gpt-oss"),
-        ("qwen3_5.Qwen3_5DecoderLayer", "Qwen3.5-MoE"),
     )
 )  # fmt: skip
 

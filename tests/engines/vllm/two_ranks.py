@@ -34,14 +34,14 @@ def make_plan(model: str, texts: list[list[int]], folder: Path, attention: str, 
 
 def on_two_ranks(
     model: str, prompts: list[list[int]], folder: Path, attention: str = "tp2", variables: dict[str, str] | None = None,
-    together: bool = True, calls: tuple[tuple[str, ...], ...] = (), **options,
+    together: bool = True, **options,
 ) -> list[list[list[int]]]:  # fmt: skip
-    """Tokens of every prompt, before and after each of `calls`, methods of the engine with their arguments.
+    """Tokens of every prompt, in a list of one.
 
     attention: tp2, where both ranks must answer alike, or dp2, where each has every other prompt. Counters go to
     `folder`.
     """
-    job = {"model": model, "together": together, "calls": calls}
+    job = {"model": model, "together": together}
     shared = CPU_VARIABLES | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "SEMMOE_CONTROL": str(folder)} | (variables or {})
     port, ranks, folders = str(free_port()), [], [folder / f"rank{rank}" for rank in (0, 1)]
     for rank in (0, 1):
@@ -86,8 +86,3 @@ def counted(folder: Path, name: str, rank: int = 0) -> float:
     """A counter of one rank, summed over its labels."""
     samples = json.loads((folder / f"activity-rank-{rank:05d}.json").read_text())["samples"]
     return sum(sample["value"] for sample in samples if sample["name"] == name)
-
-
-def experts(folder: Path) -> list[list[str]]:
-    """Digests of each rank's expert weights, at the start and after each of `calls`."""
-    return [json.loads((folder / f"rank{rank}" / "experts.json").read_text()) for rank in (0, 1)]
