@@ -21,7 +21,7 @@ def run(job: dict[str, Any], variables: dict[str, str], folder: str) -> None:
         model=job["model"], enable_expert_parallel=True, enforce_eager=True, max_model_len=2048, max_num_seqs=16,
         max_num_batched_tokens=128, gpu_memory_utilization=0.1, block_size=32, **job["options"],
     )  # fmt: skip
-    answers = [generate(engine, job["prompts"], job["together"])]
+    answers = generate(engine, job["prompts"], job["together"])
     Path(folder, "out.json").write_text(json.dumps(answers))
     os._exit(0)  # gloo's threads need not be waited for
 

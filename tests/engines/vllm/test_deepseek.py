@@ -38,8 +38,8 @@ def test_a_plan_changes_no_token(dtype, texts, prompts, tmp_path):
     # Attention on a CPU depends on what else is in the batch: as many requests at a time as the test has time for.
     given = {"dtype": dtype, "together": dtype == "float32"}
     prompts = prompts if dtype == "float32" else prompts[4:16]
-    (vanilla,) = on_two_ranks(model, prompts, tmp_path / "vanilla", **given)
-    (planned,) = on_two_ranks(model, prompts, tmp_path / "planned", variables={"SEMMOE_PLAN": plan}, **given)
+    vanilla = on_two_ranks(model, prompts, tmp_path / "vanilla", **given)
+    planned = on_two_ranks(model, prompts, tmp_path / "planned", variables={"SEMMOE_PLAN": plan}, **given)
     # In float16 the stream is rounded where it is gathered, which may turn a near-tie.
     right = sum(a == b for a, b in zip(planned, vanilla, strict=True))
     assert right >= len(prompts) - (dtype == "float16")

@@ -26,7 +26,7 @@ def vanilla(prompts, tmp_path_factory):
     def get(family, attention):
         if (family, attention) not in found:
             model = build(family, folder, **HEADS, **OTHERS.get(family, {}))
-            (found[family, attention],) = on_two_ranks(model, prompts, folder / f"{family}-{attention}", attention)
+            found[family, attention] = on_two_ranks(model, prompts, folder / f"{family}-{attention}", attention)
         return found[family, attention], build(family, folder, **HEADS, **OTHERS.get(family, {}))
 
     return get
@@ -36,6 +36,6 @@ def vanilla(prompts, tmp_path_factory):
 def test_a_plan_changes_no_token(family, attention, copies, vanilla, texts, prompts, tmp_path):
     expected, model = vanilla(family, attention)
     plan = make_plan(model, texts, tmp_path, attention, copies)
-    (planned,) = on_two_ranks(model, prompts, tmp_path / "planned", attention, {"SEMMOE_PLAN": plan})
+    planned = on_two_ranks(model, prompts, tmp_path / "planned", attention, {"SEMMOE_PLAN": plan})
     assert planned == expected
     assert counted(tmp_path / "planned", "remote_rows") > 0

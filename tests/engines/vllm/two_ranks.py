@@ -35,8 +35,8 @@ def make_plan(model: str, texts: list[list[int]], folder: Path, attention: str, 
 def on_two_ranks(
     model: str, prompts: list[list[int]], folder: Path, attention: str = "tp2", variables: dict[str, str] | None = None,
     together: bool = True, **options,
-) -> list[list[list[int]]]:  # fmt: skip
-    """Tokens of every prompt, in a list of one.
+) -> list[list[int]]:  # fmt: skip
+    """Tokens of every prompt.
 
     attention: tp2, where both ranks must answer alike, or dp2, where each has every other prompt. Counters go to
     `folder`.
@@ -56,7 +56,7 @@ def on_two_ranks(
     if attention == "tp2":
         assert outs[0] == outs[1]
         return outs[0]
-    return [[both[i % 2][i // 2] for i in range(len(prompts))] for both in zip(*outs, strict=True)]
+    return [outs[i % 2][i // 2] for i in range(len(prompts))]
 
 
 def _wait(ranks: list[Any], folders: list[Path]) -> None:
