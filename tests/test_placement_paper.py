@@ -140,7 +140,7 @@ def test_gate_groups_that_do_not_divide_the_experts_are_refused():
 
 
 def test_no_gate_groups_at_all_are_refused():
-    with pytest.raises(ValueError, match="num_groups must lie between 1 and .*, not 0"):
+    with pytest.raises(ValueError, match=r"num_groups must lie between 1 and .*, not 0"):
         cluster(random_trace(0, num_groups=0), Topology(ep_size=2))
 
 
