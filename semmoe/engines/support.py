@@ -63,7 +63,6 @@ class Use:
 NAMES = {
     "qwen3_moe": "Qwen3-MoE", "deepseek_v2": "DeepSeek-V2", "deepseek_v3": "DeepSeek-V3 and Moonlight",
     "mixtral": "Mixtral", "olmoe": "OLMoE", "gpt_oss": "GPT-OSS", "glm4_moe": "GLM-4.5",
-    "qwen3_5_moe": "Qwen3.5-MoE", "qwen3_5_moe_text": "Qwen3.5-MoE",
 }  # fmt: skip
 PARTS = {"dp": "attention-DP", "tp": "attention-TP", "copies": "copies", "shuffle": "tokens shuffled"}
 INSTEAD = "give the engine a checkpoint made by `semmoe apply`, without --plan"
@@ -215,7 +214,6 @@ FAMILIES: dict[str, dict[str, Family]] = {
         "olmoe": _all(_VLLM),
         "gpt_oss": _all(_VLLM),
         "glm4_moe": _all(_VLLM),
-        "qwen3_5_moe_text": _all(_VLLM),
     },
 }
 
