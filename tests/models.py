@@ -40,11 +40,6 @@ CONFIGS = {
         moe_intermediate_size=32, intermediate_size=64, first_k_dense_replace=1, n_group=1, topk_group=1,
         routed_scaling_factor=1.5,
     ),
-    "qwen3_5_moe_text": lambda: transformers.Qwen3_5MoeTextConfig(
-        **COMMON, num_hidden_layers=4, num_key_value_heads=2, head_dim=16, num_experts=8, moe_intermediate_size=32,
-        shared_expert_intermediate_size=32, linear_key_head_dim=16, linear_value_head_dim=16, linear_num_key_heads=2,
-        linear_num_value_heads=4,
-    ),
     "olmoe": lambda: transformers.OlmoeConfig(
         **COMMON, num_hidden_layers=3, num_key_value_heads=4, num_experts=8, intermediate_size=48,
     ),
