@@ -122,9 +122,8 @@ def test_what_takes_the_choice_of_copies_from_the_plan_is_refused(tmp_path, monk
         ("GptOssForCausalLM", "tp", [], "layer", "gpt-oss has no expert all-to-all, and its loader places no experts"),
         ("GptOssForCausalLM", "dp", ["--moe-a2a-backend", "none"], "off", "gpt-oss has no expert all-to-all"),
         ("MixtralForCausalLM", "dp", [], "layer", "MixtralForCausalLM splits attention over all ranks"),
-        ("OlmoeForCausalLM", "dp", [], "layer", "OlmoeForCausalLM splits attention over all ranks"),
-        ("OlmoeForCausalLM", "tp", [], "off", "keeps every token on every rank"),
-        ("OlmoeForCausalLM", "tp", ["--moe-a2a-backend=none"], "layer", "keeps every token on every rank"),
+        ("OlmoeForCausalLM", "tp", [], "layer", "OlmoeForCausalLM runs on one rank alone"),
+        ("OlmoeForCausalLM", "dp", ["--moe-a2a-backend=none"], "off", "OlmoeForCausalLM runs on one rank alone"),
     ],
 )
 def test_models_that_sglang_cannot_serve_on_a_plan_are_refused_before_loading(

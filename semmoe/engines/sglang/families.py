@@ -13,16 +13,14 @@ EXPERTS = {
 }  # where config.json counts them
 
 
-def check_family(architecture: str, plan: Plan, all_to_all: bool, shuffles: bool) -> None:
+def check_family(architecture: str, plan: Plan) -> None:
     """Raise ValueError where SGLang's model of that class cannot serve the plan."""
     require(architecture != "GptOssForCausalLM", "SGLang's gpt-oss has no expert all-to-all, and its loader places no "
             "experts: serve the plan on vLLM, or give SGLang what `semmoe apply` writes")  # fmt: skip
-    if architecture in EXPERTS:
-        require(plan.topology.dp_size == 1, f"SGLang's {architecture} splits attention over all ranks: solve a plan "
-                "for attention tp")  # fmt: skip
-    if architecture == "OlmoeForCausalLM":
-        require(not all_to_all and not shuffles, "SGLang's OlmoeForCausalLM keeps every token on every rank, which "
-                "leaves placement alone: --shuffle off, and -- --moe-a2a-backend none")  # fmt: skip
+    require(architecture != "OlmoeForCausalLM" or plan.topology.ep_size == 1, "SGLang's OlmoeForCausalLM runs on one "
+            "rank alone, since it normalises queries over all heads: serve the plan on vLLM")  # fmt: skip
+    require(architecture != "MixtralForCausalLM" or plan.topology.dp_size == 1, "SGLang's MixtralForCausalLM splits "
+            "attention over all ranks: solve a plan for attention tp")  # fmt: skip
 
 
 def expert_sizes(original: Any, model_config: Any) -> Any:

@@ -74,14 +74,14 @@ def write_location(plan: Plan, model: Path, folder: Path) -> Path:
     return path
 
 
-def check_options(plan: Plan, model: Path, given: PluginSettings, options: list[str]) -> None:
+def check_options(plan: Plan, model: Path, options: list[str]) -> None:
     """Raise ValueError where SGLang's options, or its class of the model, leave nothing of what the plan says."""
     all_to_all = plan.topology.ep_size > 1 and "--moe-a2a-backend none" not in " ".join(options).replace("=", " ")
     # Without one SGLang chooses among copies itself, by a token's place in the batch.
     require(all_to_all or plan.placement.redundant_experts == 0, "a plan with copies needs an all-to-all: leave "
             "--moe-a2a-backend none away, or solve a plan without --redundant-experts")  # fmt: skip
     for architecture in read_config(model).get("architectures") or []:
-        check_family(architecture, plan, all_to_all, shuffles(plan, given))
+        check_family(architecture, plan)
 
 
 def shuffles(plan: Plan | None, given: PluginSettings) -> bool:
@@ -95,7 +95,7 @@ def server(
     """What to add to the environment, and the words after `python`; options: SGLang's own, from the user."""
     assert given.folder is not None
     if plan is not None:
-        check_options(plan, Path(model), given, options)
+        check_options(plan, Path(model), options)
     cpu, location = on_cpu(), write_location(plan, Path(model), given.folder) if plan else None
     redundant = plan.placement.redundant_experts if plan else 0
     words = ["-m", "sglang.launch_server", "--model-path", model, "--host", host, "--port", str(port)]

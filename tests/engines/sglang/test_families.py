@@ -69,17 +69,3 @@ def test_a_plan_changes_no_token(family, attention, folder, texts, prompts, tmp_
         assert tokens == vanilla
         assert [s for s in counted if s["name"] == "degraded"] == []
         assert sum(s["value"] for s in counted if s["name"] == "remote_rows") > 0
-
-
-@pytest.mark.families
-def test_a_placement_without_an_all_to_all_changes_no_token(folder, texts, prompts, tmp_path):
-    """OLMoE, whose layers keep every token on every rank: experts are placed, tokens are not."""
-    model, topology, given = build("olmoe", folder), TOPOLOGIES["tp"], prompts[:16]
-    without = {"options": ("--moe-a2a-backend", "none"), "shuffle": "off"}
-    vanilla, _ = answers(model, topology, tmp_path / "vanilla", given, **without)
-    plan = planned("olmoe", topology, folder, texts, 0)
-    tokens, counted = answers(model, topology, tmp_path / "planned", given, plan, **without)
-    assert tokens == vanilla
-    assert len({tuple(answer) for answer in vanilla}) > 8
-    assert [s for s in counted if s["name"] == "degraded"] == []
-    assert [s["labels"]["shuffle"] for s in counted if s["name"] == "active"] == ["no", "no"]
