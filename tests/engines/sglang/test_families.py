@@ -4,8 +4,7 @@ import json
 import time
 
 import pytest
-import transformers
-from models import COMMON, CONFIGS, build
+from models import build
 from offline import engine
 
 from semmoe.core import Topology
@@ -19,15 +18,10 @@ pytestmark = pytest.mark.timeout(900)  # each test starts three engines
 NEW_TOKENS = 8
 EASY = CoclusterSettings(starts=1, kicks=1, sweeps=2)
 TOPOLOGIES = {"tp": Topology(ep_size=2), "dp": Topology(ep_size=2, dp_size=2)}
-CONFIGS["glm4_moe"] = lambda: transformers.Glm4MoeConfig(
-    **COMMON, num_hidden_layers=3, num_key_value_heads=2, head_dim=16, n_routed_experts=8, n_shared_experts=1,
-    moe_intermediate_size=32, intermediate_size=64, first_k_dense_replace=1, n_group=1, topk_group=1,
-    max_position_embeddings=4096,
-)  # fmt: skip
-# Families and the attention that SGLang computes them with beside a plan's experts.
-SERVED = [(family, attention) for family in ("qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3")
-          for attention in TOPOLOGIES] + [("mixtral", "tp")]  # fmt: skip
-SUBSET = [("mixtral", "tp"), ("deepseek_v2", "dp")]
+# Families and the attention that SGLang computes them with. DeepSeek's answers on a CPU depend on the batch, without a
+# plan too: in attention-DP, where a plan changes which requests run together, there is nothing to hold them against.
+SERVED = [("qwen3_moe", "tp"), ("qwen3_moe", "dp"), ("mixtral", "tp"), ("deepseek_v2", "tp"), ("deepseek_v3", "tp")]
+SUBSET = [("mixtral", "tp")]
 
 
 def marked(cells):
