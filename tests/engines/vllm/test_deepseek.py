@@ -15,6 +15,7 @@ from semmoe.engines.transformers.model import load_tokenizer
 
 # The widths that vLLM's latent attention takes.
 WIDTHS = {"q_lora_rank": None, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+pytestmark = pytest.mark.timeout(600)  # for machines under load
 ROUTERS = {
     "float32": {"topk_method": "greedy", "n_group": 1, "topk_group": 1},
     "float16": {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3, "routed_scaling_factor": 16.0,

@@ -7,6 +7,7 @@ import pytest
 from models import build
 from two_ranks import counted, make_plan, on_two_ranks
 
+pytestmark = pytest.mark.timeout(600)  # for machines under load
 FAMILIES = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "glm4_moe")
 # Widths that vLLM's kernels on a CPU take.
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}

@@ -1,8 +1,10 @@
 """Drafts that an engine proposes to itself: rejected ones are no tokens of a request, whatever is recorded."""
 
+import pytest
 from server_tests import ServerTests, check, check_profiles, started
 from vllm_server import VllmServer
 
+pytestmark = pytest.mark.timeout(600)  # for machines under load
 SPECULATING = (
     "--speculative-config",
     '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}',

@@ -61,7 +61,7 @@ def on_two_ranks(
 
 def _wait(ranks: list[Any], folders: list[Path]) -> None:
     """Both must end well; one that fails ends the other."""
-    until = time.monotonic() + 280
+    until = time.monotonic() + 500
     while any(rank.is_alive() for rank in ranks) and time.monotonic() < until:
         if any(rank.exitcode for rank in ranks):
             break
