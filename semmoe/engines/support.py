@@ -195,8 +195,8 @@ _WHOLE = "SGLang's {} splits attention over all ranks: solve a plan for attentio
 _ONE_RANK = _no("SGLang's OLMoE runs on one rank alone, since it normalises queries over all heads: give --engine vllm")
 _UNPLACED = _no("SGLang's GPT-OSS has no expert all-to-all, and its loader places no experts: give --engine vllm, or "
                 "serve a checkpoint of `semmoe apply`")  # fmt: skip
-_BY_BATCH = _read("DeepSeek on SGLang with attention-DP: on a CPU its answers depend on the batch without a plan too, so "
-                  "that nothing can be held against them")  # fmt: skip
+_BY_BATCH = _read("DeepSeek on SGLang with attention-DP: on a CPU its answers depend on the batch, without a plan too, "
+                  "so that nothing can be held against them")  # fmt: skip
 _SAME_HOOKS = "{}: the hooks are those of families that tests run, nobody has run this one"
 FAMILIES: dict[str, dict[str, Family]] = {
     "sglang": {
