@@ -8,6 +8,8 @@ from ranks import on_ranks, on_threads
 from test_plan import CASES, make_plan
 
 from semmoe.core import Placement
+from semmoe.engines.rank import check_same_plan
+from semmoe.engines.sglang.settings import SglangSettings
 from semmoe.runtime.agreement import check_agreement, disagreement
 
 
@@ -75,3 +77,14 @@ def test_all_ranks_that_differ_are_named():
     assert "the plan of rank 1, 3 is not that of rank 0" in disagreement(["version", "the plan"], digests)
     digests[2, 0, 0] = 1
     assert "version of rank 2 is not" in disagreement(["version", "the plan"], digests)
+
+
+def test_settings_that_need_a_plan_are_compared_without_its_path():
+    """Each node has paths of its own; what must be the same is the rest."""
+    plan = make_plan("linear")
+
+    def run(comm):
+        settings = SglangSettings(plan=f"/node-{comm.rank}/plan", fused="1")
+        check_same_plan(comm.group, plan, settings)
+
+    assert on_threads(2, run) == [None, None]

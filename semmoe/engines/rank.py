@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,8 @@ def check_same_plan(group: Any, plan: Plan | None, settings: PluginSettings) -> 
 
     Paths are each node's own: they may differ.
     """
-    check_agreement(group, plan, settings=replace(settings, plan="", control=""))
+    own = {"plan", "control"}
+    check_agreement(group, plan, settings={n: value for n, value in asdict(settings).items() if n not in own})
 
 
 def check_identity(plan: Plan, model: str) -> None:
