@@ -27,6 +27,14 @@ def test_hooks_that_did_not_run_or_ran_twice_are_named_once():
     assert list(check.readings()) == [("degraded", {"reason": said}, 1.0)]
 
 
+def test_hooks_that_ran_before_the_first_real_pass_are_not_counted():
+    check = checked(routed=3, restore=2)
+    check.begin()
+    for name in ("routed", "routed", "routed", "restore", "restore"):
+        check.ran(name)
+    assert check.verdict() == ""
+
+
 def test_other_reasons_are_said_once_each():
     check = checked(routed=3, restore=2)
     assert check.degrade("counters\nstand still") == "counters stand still"

@@ -2,8 +2,9 @@
 
 check = SelfCheck()
 check.expect("routed", 6)       # at the start: how often the hook runs in a pass, the model's number of layers
-check.ran("routed")             # in the hook, for as long as `check.pending`
-check.verdict()                 # when the first real pass ended: "" or what did not run
+check.begin()                   # the first real pass starts: what ran in others, such as warm-up, is forgotten
+check.ran("routed")             # in the hook
+check.verdict()                 # it ended: "" or what did not run
 """
 
 from collections import Counter
@@ -23,6 +24,9 @@ class SelfCheck:
 
     def expect(self, name: str, times: int) -> None:
         self._expected[name] = times
+
+    def begin(self) -> None:
+        self._ran.clear()
 
     def ran(self, name: str) -> None:
         self._ran[name] += 1

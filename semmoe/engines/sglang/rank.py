@@ -219,6 +219,8 @@ class RankPlugin:
         if self._recording is not None:
             self._recording.begin(read)
         judged = self._check.pending and prompts(forward_batch)
+        if judged:
+            self._check.begin()
         try:
             out = original(runner, forward_batch, *args, **kwargs)
         finally:

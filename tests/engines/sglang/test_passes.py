@@ -171,6 +171,7 @@ def test_a_draft_models_experts_are_not_counted():
 def test_the_first_pass_over_a_prompt_tells_whether_hooks_run(caplog):
     rank, blocks = plugin()
     run(rank, batch(ForwardMode.DECODE, 3, 1), [])  # may be replayed from a graph
+    run(rank, batch(ForwardMode.IDLE, 1, 1), blocks)  # keeps step with another rank
     run(rank, batch(ForwardMode.TARGET_VERIFY, 3, 4), [])
     assert rank._check.pending
     run(rank, batch(ForwardMode.EXTEND, 3, 4), blocks)
