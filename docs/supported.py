@@ -11,7 +11,9 @@ HEAD = """# What runs where
 `semmoe doctor --engine ENGINE --plan PLAN --model MODEL` and `semmoe serve` decide by this table before anything loads,
 from the model's configuration and the engine's own options alone. What it does not know is refused. *Works, by a test*
 names the test; *works by reading, not run* is what the engine's source says and nobody has run, of which `semmoe serve`
-warns; *refused* gives the line that it is refused with. (This page is written by `python docs/supported.py`.)
+warns; *refused* gives the line that it is refused with. A test of quantised weights compares what every slot holds once
+loaded, scales and zeros included, with what the engine loads without a plan: no CPU computes these weights. (This page
+is written by `python docs/supported.py`.)
 """
 
 

@@ -105,6 +105,9 @@ FORMATS = {  # what published checkpoints of each kind have for one expert, or f
             "{p}_proj.scales": (torch.float16, (1, 4))},
     "gptq": {"{p}_proj.qweight": (torch.int32, (6, 2)), "{p}_proj.qzeros": (torch.int32, (1, 2)),
              "{p}_proj.scales": (torch.float16, (1, 4)), "{p}_proj.g_idx": (torch.int32, (6,))},
+    "compressed-tensors": {"{p}_proj.weight_packed": (torch.int32, (6, 2)),
+                           "{p}_proj.weight_scale": (torch.float16, (6, 1)),
+                           "{p}_proj.weight_shape": (torch.int64, (2,))},
 }  # fmt: skip
 MXFP4 = {"gate_up_proj_blocks": (torch.uint8, (8, 6, 2, 3)), "gate_up_proj_scales": (torch.uint8, (8, 6, 2)),
          "gate_up_proj_bias": (torch.bfloat16, (8, 6)), "down_proj_blocks": (torch.uint8, (8, 4, 2, 3)),
@@ -161,7 +164,7 @@ def all_tensors(path):
     return {name: loaded[file][name].flatten().view(torch.uint8).numpy().tobytes() for name, file in files.items()}
 
 
-@pytest.mark.parametrize("kind", ["fp8", "awq", "gptq", "mxfp4"])
+@pytest.mark.parametrize("kind", [*FORMATS, "mxfp4"])
 def test_quantised_experts_move_with_all_that_is_theirs(kind, tmp_path):
     model = synthetic(kind, tmp_path / "model")
     f = fingerprint(layers=2, experts=8)

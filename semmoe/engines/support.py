@@ -195,16 +195,13 @@ _WHOLE = "SGLang's {} splits attention over all ranks: solve a plan for attentio
 _ONE_RANK = _no("SGLang's OLMoE runs on one rank alone, since it normalises queries over all heads: give --engine vllm")
 _UNPLACED = _no("SGLang's GPT-OSS has no expert all-to-all, and its loader places no experts: give --engine vllm, or "
                 "serve a checkpoint of `semmoe apply`")  # fmt: skip
-_BY_BATCH = _read("DeepSeek on SGLang with attention-DP: on a CPU its answers depend on the batch, without a plan too, "
-                  "so that nothing can be held against them")  # fmt: skip
-_SAME_HOOKS = "{}: the hooks are those of families that tests run, nobody has run this one"
 FAMILIES: dict[str, dict[str, Family]] = {
     "sglang": {
         "qwen3_moe": _all("tests/engines/sglang/test_server.py"),
-        "deepseek_v2": Family(_BY_BATCH, *[_works(_SGLANG)] * 3),
-        "deepseek_v3": Family(_BY_BATCH, *[_works(_SGLANG)] * 3),
+        "deepseek_v2": _all(_SGLANG),
+        "deepseek_v3": _all(_SGLANG),
         "mixtral": Family(_no(_WHOLE.format("Mixtral", "give --engine vllm")), *[_works(_SGLANG)] * 3),
-        "glm4_moe": Family(*[_read(_SAME_HOOKS.format("GLM-4.5 on SGLang"))] * 4),
+        "glm4_moe": _all(_SGLANG),
         "olmoe": Family(*[_ONE_RANK] * 4),
         "gpt_oss": Family(*[_UNPLACED] * 4),
     },
@@ -212,15 +209,10 @@ FAMILIES: dict[str, dict[str, Family]] = {
         "qwen3_moe": _all("tests/engines/vllm/test_server.py"),
         "mixtral": _all(_VLLM),
         "glm4_moe": _all(_VLLM),
-        "olmoe": Family(_read(_SAME_HOOKS.format("OLMoE on vLLM with attention-DP")), *[_works(_VLLM)] * 3),
-        "gpt_oss": Family(_read(_SAME_HOOKS.format("GPT-OSS on vLLM with attention-DP")), *[_works(_VLLM)] * 3),
-        "deepseek_v2": Family(
-            _read(_SAME_HOOKS.format("DeepSeek on vLLM with attention-DP")),
-            _works("tests/engines/vllm/test_deepseek.py"),
-            _read(_SAME_HOOKS.format("DeepSeek's copies on vLLM")),
-            _works("tests/engines/vllm/test_deepseek.py"),
-        ),
-        "deepseek_v3": Family(*[_read(_SAME_HOOKS.format("DeepSeek-V3 on vLLM"))] * 4),
+        "olmoe": _all(_VLLM),
+        "gpt_oss": _all(_VLLM),
+        "deepseek_v2": _all(_VLLM),
+        "deepseek_v3": _all(_VLLM),
     },
 }
 
@@ -327,6 +319,7 @@ FEATURES = (
     ),
 )  # fmt: skip
 _BY_EXPERT = _read("quantised weights with a plan: each expert's tensors go to the plan's slots; no CPU computes them")
-QUANTISATION = {method: _both(_BY_EXPERT) for method in ("fp8", "awq", "gptq", "compressed-tensors", "modelopt")} | {
-    "mxfp4": {"sglang": _BY_EXPERT}
-}
+_LOADED = _works("tests/engines/vllm/test_quantised.py")
+QUANTISATION = {
+    method: {"sglang": _BY_EXPERT, "vllm": _LOADED} for method in ("fp8", "awq", "gptq", "compressed-tensors", "mxfp4")
+} | {"modelopt": _both(_BY_EXPERT)}

@@ -10,6 +10,7 @@ from semmoe.core import Plan, require
 EXPERTS = {
     "MixtralForCausalLM": "num_local_experts",
     "OlmoeForCausalLM": "num_experts",
+    "Glm4MoeForCausalLM": "n_routed_experts",
 }  # where config.json counts them
 
 

@@ -3,9 +3,11 @@
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save_file
 from vllm import LLM, SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: F401 (imported once for all ranks, as what follows)
 from vllm.v1.worker.cpu_worker import CPUWorker  # noqa: F401
@@ -17,13 +19,51 @@ def run(job: dict[str, Any], variables: dict[str, str], folder: str) -> None:
     log = os.open(f"{folder}/log.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(log, stream.fileno())
+    if job.get("loads_only"):
+        _stop_once_loaded(Path(folder, "experts.safetensors"))
     engine = LLM(
         model=job["model"], enable_expert_parallel=True, enforce_eager=True, max_model_len=2048, max_num_seqs=16,
         max_num_batched_tokens=128, gpu_memory_utilization=0.1, block_size=32, **job["options"],
     )  # fmt: skip
     answers = generate(engine, job["prompts"], job["together"])
     Path(folder, "out.json").write_text(json.dumps(answers))
+    _counters_are_published(int(variables.get("RANK", variables.get("VLLM_DP_RANK", 0))))
     os._exit(0)  # gloo's threads need not be waited for
+
+
+def _counters_are_published(rank: int) -> None:
+    """Wait until this rank, which publishes every second, has published twice: the second tells of all that ran."""
+    path = Path(os.environ["SEMMOE_CONTROL"], f"activity-rank-{rank:05d}.json")
+    for _ in range(2):
+        before, until = path.stat().st_mtime_ns if path.exists() else 0, time.monotonic() + 60
+        while (not path.exists() or path.stat().st_mtime_ns == before) and time.monotonic() < until:
+            time.sleep(0.1)
+
+
+def _stop_once_loaded(path: Path) -> None:
+    """Save the experts' tensors as vLLM has loaded them, before a kernel lays them out anew, and end.
+
+    No kernel of a GPU is chosen either: layouts are loaded here that no CPU computes.
+    """
+    from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+    from vllm.model_executor.layers.quantization import auto_awq, auto_gptq, fp8, mxfp4
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+        compressed_tensors_moe_wna16 as packed,
+    )
+    from vllm.model_executor.model_loader import base_loader
+
+    kernels = {fp8: (Fp8MoeBackend.TRITON, None), mxfp4: (mxfp4.Mxfp4MoeBackend.TRITON, None)}
+    kernels |= {module: (module.WNA16MoEBackend.MARLIN, None) for module in (auto_awq, auto_gptq, packed)}
+    for module, chosen in kernels.items():
+        for name in [name for name in vars(module) if name.startswith("select_") and name.endswith("_moe_backend")]:
+            setattr(module, name, lambda *args, _chosen=chosen, **named: _chosen)
+
+    def save(model: Any, *args: Any) -> None:
+        found = {name: tensor for name, tensor in model.named_parameters() if ".experts." in name}
+        save_file({name: tensor.data.contiguous() for name, tensor in found.items()}, path)
+        os._exit(0)
+
+    base_loader.process_weights_after_loading = save
 
 
 def generate(engine: LLM, prompts: list[list[int]], together: bool) -> list[list[int]]:

@@ -7,14 +7,13 @@ rank nor with transformers.
 import pytest
 import torch
 import transformers
-from models import COMMON, LATENT
-from two_ranks import counted, make_plan, on_two_ranks
+from models import COMMON
+from models import LATENT as SIZES
+from two_ranks import LATENT, counted, make_plan, on_two_ranks
 
 from semmoe.demo import MODEL
 from semmoe.engines.transformers.model import load_tokenizer
 
-# The widths that vLLM's latent attention takes.
-WIDTHS = {"q_lora_rank": None, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
 pytestmark = pytest.mark.timeout(600)  # for machines under load
 ROUTERS = {
     "float32": {"topk_method": "greedy", "n_group": 1, "topk_group": 1},
@@ -24,7 +23,7 @@ ROUTERS = {
 
 
 def deepseek(folder, router):
-    config = transformers.DeepseekV2Config(**(COMMON | LATENT | WIDTHS | {"n_routed_experts": 8} | router))
+    config = transformers.DeepseekV2Config(**(COMMON | SIZES | LATENT | {"n_routed_experts": 8} | router))
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     load_tokenizer(str(MODEL)).save_pretrained(folder)

@@ -5,13 +5,15 @@ All run with `make test-families`; `make test-vllm` has a few of them.
 
 import pytest
 from models import build
-from two_ranks import counted, make_plan, on_two_ranks
+from two_ranks import LATENT, counted, make_plan, on_two_ranks
 
 pytestmark = pytest.mark.timeout(600)  # for machines under load
-FAMILIES = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "glm4_moe")
+FAMILIES = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "glm4_moe", "deepseek_v2", "deepseek_v3")
 # Widths that vLLM's kernels on a CPU take.
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
-OTHERS = {"gpt_oss": {"intermediate_size": 64}}
+WIDTHS = {family: LATENT if family.startswith("deepseek") else HEADS for family in FAMILIES}
+WIDTHS["gpt_oss"] = HEADS | {"intermediate_size": 64}
+WIDTHS["deepseek_v3"] = LATENT | {"head_dim": 64, "qk_head_dim": 192}  # which its configuration derives only once
 ALWAYS = {("mixtral", "tp2", 2), ("gpt_oss", "tp2", 2)}
 CASES = [
     pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.families)
@@ -26,9 +28,9 @@ def vanilla(prompts, tmp_path_factory):
 
     def get(family, attention):
         if (family, attention) not in found:
-            model = build(family, folder, **HEADS, **OTHERS.get(family, {}))
+            model = build(family, folder, **WIDTHS[family])
             found[family, attention] = on_two_ranks(model, prompts, folder / f"{family}-{attention}", attention)
-        return found[family, attention], build(family, folder, **HEADS, **OTHERS.get(family, {}))
+        return found[family, attention], build(family, folder, **WIDTHS[family])
 
     return get
 

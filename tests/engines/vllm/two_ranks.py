@@ -6,7 +6,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from rank import run
+from safetensors.torch import load_file
 from serving import free_port
 
 from semmoe.core import Topology
@@ -20,6 +22,8 @@ from semmoe.solve import solve
 FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(["rank"])  # vLLM is imported once
 EASY = CoclusterSettings(starts=1, kicks=1, sweeps=2)
+# Widths that vLLM's latent attention takes.
+LATENT = {"q_lora_rank": None, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
 TOPOLOGIES = {"tp2": Topology(ep_size=2), "dp2": Topology(ep_size=2, dp_size=2)}
 
 
@@ -42,21 +46,39 @@ def on_two_ranks(
     `folder`.
     """
     job = {"model": model, "together": together}
-    shared = CPU_VARIABLES | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "SEMMOE_CONTROL": str(folder)} | (variables or {})
-    port, ranks, folders = str(free_port()), [], [folder / f"rank{rank}" for rank in (0, 1)]
-    for rank in (0, 1):
-        folders[rank].mkdir(parents=True)
-        own, given = _of_rank(attention, rank, port)
-        mine = prompts if attention == "tp2" else prompts[rank::2]
-        told = job | {"prompts": mine, "options": {"dtype": "float32", **options, **given}}
-        ranks.append(FORKED.Process(target=run, args=(told, shared | own, str(folders[rank]))))
-        ranks[-1].start()
-    _wait(ranks, folders)
+    shared = {"SEMMOE_CONTROL": str(folder)} | (variables or {})
+    jobs = [job | {"prompts": prompts if attention == "tp2" else prompts[rank::2]} for rank in (0, 1)]
+    folders = _run(jobs, folder, attention, shared, options)
     outs = [json.loads((path / "out.json").read_text()) for path in folders]
     if attention == "tp2":
         assert outs[0] == outs[1]
         return outs[0]
     return [outs[i % 2][i // 2] for i in range(len(prompts))]
+
+
+def loaded_experts(
+    model: str, folder: Path, attention: str = "tp2", variables: dict[str, str] | None = None, **options
+) -> dict[str, torch.Tensor]:
+    """Every tensor of the experts as both ranks have loaded it, (P, ...): the slots of rank 0, then those of rank 1."""
+    folders = _run([{"model": model, "loads_only": True}] * 2, folder, attention, variables or {}, options)
+    first, second = (load_file(path / "experts.safetensors") for path in folders)
+    return {name: torch.cat([first[name], second[name]]) for name in first}
+
+
+def _run(
+    jobs: list[dict[str, Any]], folder: Path, attention: str, variables: dict[str, str], options: dict[str, Any]
+) -> list[Path]:
+    """A job on each of two ranks, to the end; returns the folder of each."""
+    port, ranks, folders = str(free_port()), [], [folder / f"rank{rank}" for rank in (0, 1)]
+    for rank, job in enumerate(jobs):
+        folders[rank].mkdir(parents=True)
+        own, given = _of_rank(attention, rank, port)
+        told = job | {"options": {"dtype": "float32", **options, **given}}
+        all_variables = CPU_VARIABLES | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | variables | own
+        ranks.append(FORKED.Process(target=run, args=(told, all_variables, str(folders[rank]))))
+        ranks[-1].start()
+    _wait(ranks, folders)
+    return folders
 
 
 def _wait(ranks: list[Any], folders: list[Path]) -> None:
@@ -69,7 +91,10 @@ def _wait(ranks: list[Any], folders: list[Path]) -> None:
     codes = [rank.exitcode for rank in ranks]
     for rank in ranks:
         rank.kill()
-    assert codes == [0, 0], "\n".join((path / "log.txt").read_text()[-4000:] for path in folders)
+    for left in Path("/dev/shm").glob("-tp:0-*cpushm_*"):  # by a rank that was stopped; the next one takes the name
+        left.unlink()
+    logs = [path / "log.txt" for path in folders]
+    assert codes == [0, 0], "\n".join(log.read_text()[-4000:] for log in logs if log.exists())
 
 
 def _of_rank(attention: str, rank: int, port: str) -> tuple[dict[str, str], dict[str, object]]:
