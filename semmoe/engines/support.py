@@ -313,6 +313,46 @@ FEATURES = (
         },
     ),
     Feature(
+        "speculative decoding",
+        {
+            "sglang": (Option("--speculative-algorithm", off=("none",)),),
+            "vllm": _flags("--speculative-config", "-sc", "--spec-method", "--spec-model"),
+        },
+        {
+            "sglang": _read("speculative decoding on SGLang: passes that verify a draft are shuffled outside of CUDA "
+                            "graphs, a draft model is not counted, nothing is recorded; drafts need a GPU's kernels"),
+            "vllm": _works("tests/engines/vllm/test_speculation.py"),
+        },
+    ),
+    Feature(
+        "weights loaded again",
+        {"vllm": _flags("--weight-transfer-config")},
+        {
+            "sglang": _works("tests/engines/sglang/test_weights.py"),
+            "vllm": _no("weights cannot be loaded again into vLLM on a plan: leave --weight-transfer-config away"),
+        },
+    ),
+    Feature("`semmoe record`", {}, {engine: _works(f"tests/engines/{engine}/test_server.py") for engine in FAMILIES}),
+    Feature("prefix cache", {}, {engine: _works(f"tests/engines/{engine}/test_server.py") for engine in FAMILIES}),
+    Feature("preemption", {}, _both(_read("a request that is preempted keeps its rank and is recorded once"))),
+    Feature("CUDA graphs", {}, _both(_read("no GPU was at hand: shuffled with static shapes on SGLang, turned off on "
+                                           "vLLM where a plan shuffles"))),
+    Feature(
+        "fused shared experts",
+        {},
+        {
+            "sglang": _read("SGLang does not fuse them with expert parallelism but on some of AMD's GPUs, where a plan "
+                            "is refused for another number of experts"),
+            "vllm": _works(_VLLM),
+        },
+    ),
+    Feature(
+        "images and sound",
+        {},
+        _both(_no("placeholders of images share one token id, by which nothing can be predicted, and no such family "
+                  f"is known: {INSTEAD}")),
+    ),
+    Feature(
         "LoRA",
         {"sglang": _flags("--enable-lora", "--lora-paths"), "vllm": _flags("--enable-lora")},
         _both(_read("LoRA with a plan: adapters of attention alone; those of experts are not known to fit")),

@@ -46,14 +46,13 @@ def on_two_ranks(
     `folder`.
     """
     job = {"model": model, "together": together}
+    options = {"dtype": "float32"} | options
     shared = {"SEMMOE_CONTROL": str(folder)} | (variables or {})
     jobs = [job | {"prompts": prompts if attention == "tp2" else prompts[rank::2]} for rank in (0, 1)]
     folders = _run(jobs, folder, attention, shared, options)
     outs = [json.loads((path / "out.json").read_text()) for path in folders]
-    if attention == "tp2":
-        assert outs[0] == outs[1]
-        return outs[0]
-    return [outs[i % 2][i // 2] for i in range(len(prompts))]
+    assert attention == "dp2" or outs[0] == outs[1]
+    return [outs[i % 2][i // 2 if attention == "dp2" else i] for i in range(len(prompts))]
 
 
 def loaded_experts(
@@ -73,7 +72,7 @@ def _run(
     for rank, job in enumerate(jobs):
         folders[rank].mkdir(parents=True)
         own, given = _of_rank(attention, rank, port)
-        told = job | {"options": {"dtype": "float32", **options, **given}}
+        told = job | {"options": options | given}
         all_variables = CPU_VARIABLES | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | variables | own
         ranks.append(FORKED.Process(target=run, args=(told, all_variables, str(folders[rank]))))
         ranks[-1].start()
