@@ -59,6 +59,13 @@ def description(
     }  # fmt: skip
 
 
+def untried(engine: str, version: str, tried: str) -> str:
+    """What to say of an engine's version that no test has run, "" of the one that tests run; builds are not compared."""
+    if version.split("+")[0] == tried:
+        return ""
+    return f"tried on {engine} {tried}, this is {version}: run `semmoe doctor --engine {engine}`"
+
+
 def publish(rank: int, folder: Path | None, labels: dict[str, str], source: Callable[[], Iterator[Reading]]) -> None:
     """Count from here on, and say so once: rank 0 in the log that people read."""
     counters = Counters(f"rank-{rank:05d}", folder)
