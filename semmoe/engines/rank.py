@@ -60,7 +60,7 @@ def description(
 
 
 def untried(engine: str, version: str, tried: str) -> str:
-    """What to say of an engine's version that no test has run, "" of the one that tests run; builds are not compared."""
+    """What to say of an engine's version that no test has run; "" of the one that tests run, whatever its build."""
     if version.split("+")[0] == tried:
         return ""
     return f"tried on {engine} {tried}, this is {version}: run `semmoe doctor --engine {engine}`"
