@@ -25,14 +25,22 @@ HERE = $(shell uname -m)-$(shell nproc)core_$(shell date +%F)
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 
-.PHONY: demo test test-sglang test-vllm test-deepspeed test-families check bench bench-runtime bench-sglang soak-sglang \
-        bench-vllm soak-vllm bench-deepspeed docs format clean
+.PHONY: demo test test-slow reproduce test-sglang test-vllm test-deepspeed test-families check bench bench-runtime \
+        bench-sglang soak-sglang bench-vllm soak-vllm bench-deepspeed docs format clean
 
 demo: $(VENV)/.ready
 	$(BIN)/semmoe demo
 
 test: $(VENV)/.ready-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not slow"
+
+# The slow rest, which CI runs too.
+test-slow: $(VENV)/.ready-dev
+	$(BIN)/python -m pytest -m slow
+
+# The paper's tables and figures: ITEMS="table1 figure5b" TRACE=FILE OUT=FOLDER; `python -m lab reproduce --help` has more.
+reproduce: $(VENV)/.ready-dev
+	$(BIN)/python -m lab reproduce $(ITEMS) $(if $(TRACE),--trace $(TRACE)) $(if $(OUT),--out $(OUT))
 
 # On SGLang itself, on the CPU, in an environment of its own, because SGLang pins what it runs with.
 test-sglang: $(SGLANG_VENV)/.ready
@@ -61,8 +69,8 @@ bench: $(VENV)/.ready
 
 # Both write what they print to benchmarks/results; about 40 minutes on two idle cores, root for the slow networks.
 bench-runtime: $(VENV)/.ready
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_runtime.py | tee $(RESULTS)/runtime_$(HERE).txt
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_end_to_end.py | tee $(RESULTS)/end_to_end_$(HERE).txt
+	PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_runtime.py | tee $(RESULTS)/runtime_$(HERE).txt
+	PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_end_to_end.py | tee $(RESULTS)/end_to_end_$(HERE).txt
 
 # On SGLang, both write to benchmarks/results too: serving over a slow network, as root; ten thousand requests, checked.
 bench-sglang: $(SGLANG_VENV)/.ready

@@ -27,6 +27,7 @@ from statistics import median
 import torch
 from network import Network, NetworkError, enter, slow_network
 
+from lab.layer import layer_parts
 from semmoe.core import RoutingTrace, Topology
 from semmoe.demo import MODEL, demo_prompts
 from semmoe.engines.transformers.generate import GenerateResult, SetUp, generate
@@ -34,7 +35,6 @@ from semmoe.engines.transformers.model import load_model, load_tokenizer
 from semmoe.engines.transformers.recorder import record
 from semmoe.engines.transformers.verify import compare_outputs, plain_generate
 from semmoe.placement.linear import vanilla_plan
-from semmoe.reproduce.layer import layer_parts
 from semmoe.settings import DemoSettings, GenerateSettings, SolveSettings
 from semmoe.solve import solve
 

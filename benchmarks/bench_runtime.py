@@ -1,4 +1,4 @@
-"""Time of the runtime's parts on local processes, as semmoe/reproduce/timing.py measures them.
+"""Time of the runtime's parts on local processes, as lab/timing.py measures them.
 
     OMP_NUM_THREADS=1 python benchmarks/bench_runtime.py [--ranks 2 4] [--rounds 60] [--rates 200mbit 1gbit]
         [--smallest] [--out FILE]
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from network import NetworkError, enter, slow_network
 
-from semmoe.reproduce.timing import WIDTH, argsort_times, measure
+from lab.timing import WIDTH, argsort_times, measure
 
 ROWS = (1_000, 10_000, 100_000, 1_000_000)
 SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)  # bytes that a rank puts in

@@ -13,7 +13,7 @@ from semmoe.metrics import layer_traffic
 BLUE, ORANGE, GREY, GREEN, RED = "#2f6fb3", "#c4661f", "#858b96", "#2e8b57", "#c8434b"
 KIND = (BLUE, ORANGE)
 
-# The worked example of `semmoe reproduce figure3`: tokens of kind 0 choose experts 0 and 2, the others 1 and 3.
+# The worked example of `make reproduce ITEMS=figure3`: tokens of kind 0 choose experts 0 and 2, the others 1 and 3.
 KINDS = np.array([0, 1, 0, 1, 0, 1, 0, 1])
 CHOICES = np.array([[0, 2], [1, 3]])
 IN_TURN = np.arange(8) // 4

@@ -35,6 +35,8 @@ def commands_of(app):
     """{"solve": command, "record start": command, ...}"""
     found = {}
     for name, command in app.commands.items():
+        if command.hidden:
+            continue
         inner = getattr(command, "commands", None)
         found |= {f"{name} {sub}": c for sub, c in inner.items()} if inner else {name: command}
     return found
@@ -145,7 +147,7 @@ def test_committed_pictures_are_those_that_the_script_draws():
 
 def test_the_worked_example_is_the_one_that_is_reproduced():
     pytest.importorskip("matplotlib")
-    from semmoe.reproduce import plans
+    from lab import plans
 
     pictures = module("pictures")
     assert np.array_equal(pictures.KINDS, plans.KIND_OF_TOKEN)

@@ -9,6 +9,7 @@ import pytest
 from typer.models import OptionInfo
 from typer.testing import CliRunner
 
+from lab.__main__ import app as lab
 from semmoe.cli import app
 
 VALUES = ("0", "-1", "1000000000", "nan")
@@ -39,7 +40,7 @@ def commands(group: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def numbers() -> Iterator[tuple[str, str, OptionInfo]]:
     """Command, option and its declaration, of every option that is a number."""
-    for command, callback in commands(app):
+    for command, callback in (*commands(app), *commands(lab)):
         for name, hint in get_type_hints(callback, include_extras=True).items():
             if get_origin(hint) is Annotated:
                 kind, *metadata = get_args(hint)
@@ -81,7 +82,7 @@ def run(command: str, option: str, value: str, places: dict[str, str]) -> Any:
     words = [word.format(**places) for word in WORDS[command]]
     if option in words:
         del words[words.index(option) : words.index(option) + 2]
-    return CliRunner().invoke(app, [*command.split(), *words, option, value])
+    return CliRunner().invoke(lab if command == "reproduce" else app, [*command.split(), *words, option, value])
 
 
 def test_the_walk_sees_every_command_with_numbers():

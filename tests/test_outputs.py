@@ -8,6 +8,7 @@ import pytest
 from test_plan import saved
 from typer.testing import CliRunner
 
+from lab.__main__ import app as lab
 from semmoe.cli import app
 from semmoe.files import atomic_directory, atomic_file, check_output
 
@@ -19,7 +20,7 @@ WORK = {  # command, and the function that does its work
     "report": (["report", "."], "semmoe.report.page.write"),
     "apply": (["apply", "plan", "--model", "tiny"], "semmoe.checkpoint.relabel.relabel"),
     "apply sglang": (["apply", "plan", "--model", "tiny", "--to", "sglang"], "semmoe.checkpoint.relabel.relabel"),
-    "reproduce": (["reproduce", "table1"], "semmoe.reproduce.run.make"),
+    "reproduce": (["reproduce", "table1"], "lab.run.make"),
 }
 FILES = {"calibrate", "generate", "report", "apply sglang"}  # the others make directories
 REPLACES = {"profile", "report", "reproduce"}  # a profile resumes, a page is made again, items add to a folder
@@ -37,7 +38,7 @@ def lazy(tmp_path, monkeypatch):
 
 
 def refused(command: str, out: str) -> str:
-    result = CliRunner().invoke(app, [*WORK[command][0], "--out", out])
+    result = CliRunner().invoke(lab if command == "reproduce" else app, [*WORK[command][0], "--out", out])
     assert result.exit_code == 2, result.output
     lines = [line for line in result.stderr.splitlines() if "error:" in line]
     assert len(lines) == 1

@@ -50,7 +50,7 @@ def test_the_readme_links_to_files_that_exist():
         assert (ROOT / target).exists(), target
 
 
-def test_the_table_of_the_paper_is_what_semmoe_reproduce_wrote():
+def test_the_table_of_the_paper_is_what_make_reproduce_wrote():
     link = re.search(r"\((benchmarks/results/reproduced_[^)]*/summary\.md)\)", README)[1]
     written = (ROOT / link).read_text().splitlines()
     table = README[README.index("| item | what | published | measured |") :].split("\n\n")[0].splitlines()

@@ -1,4 +1,4 @@
-"""`semmoe reproduce`: items from the shipped model's routing and runs, their files, and what they are set beside."""
+"""`make reproduce`: items from the shipped model's routing and runs, their files, and what they are set beside."""
 
 import csv
 import gzip
@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from semmoe.cli import app
+from lab import maps, plans, routing, run, runtime, serving
+from lab.__main__ import app
+from lab.inputs import Inputs
+from lab.item import LackingError
+from lab.subjects import FIELDS, field_of
 from semmoe.core import Topology
 from semmoe.measured import serving_sweep
 from semmoe.placement.linear import vanilla_plan
-from semmoe.reproduce import maps, plans, routing, run, runtime, serving
-from semmoe.reproduce.inputs import Inputs
-from semmoe.reproduce.item import LackingError
-from semmoe.reproduce.subjects import FIELDS, field_of
 from semmoe.settings import CoclusterSettings, MoETunerSettings, SolveSettings
 from semmoe.trace import save_trace
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 FROM_FILES = [item.name for item in serving.ITEMS]
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 
 QUICK = SolveSettings(

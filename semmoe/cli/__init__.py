@@ -1,6 +1,6 @@
 """The `semmoe` command."""
 
-from semmoe.cli import apply, calibrate, doctor, offline, online, record, report, reproduce, router, serve, watch
+from semmoe.cli import apply, calibrate, doctor, offline, online, record, report, router, serve, watch
 from semmoe.cli.app import app
 
 __all__ = [
@@ -13,7 +13,6 @@ __all__ = [
     "online",
     "record",
     "report",
-    "reproduce",
     "router",
     "serve",
     "watch",

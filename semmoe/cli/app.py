@@ -1,5 +1,5 @@
 """The command line: profile, affinity, solve, replay, apply, generate, calibrate, serve, record, watch, router,
-reproduce, report, doctor, demo.
+report, doctor, demo.
 
 Every command is a thin layer over a library function. A user's mistake ends in one line on stderr and exit code 2, a
 failure while running in exit code 1, Ctrl-C in 130.
@@ -53,7 +53,7 @@ def _extra(module: str | None, command: str | None) -> str | None:
     if module in ("plotly", "jinja2"):
         return "report"
     if module in ("matplotlib", "sklearn"):
-        return "reproduce"
+        return "dev"
     if module in ("torch", "transformers", "tokenizers"):
         return "router" if command == "router" else "transformers"
     return None
@@ -73,11 +73,19 @@ def _fail(message: str, code: int) -> None:
     raise typer.Exit(code)
 
 
-app = typer.Typer(
-    cls=_Group, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown",
-    context_settings={"help_option_names": ["-h", "--help"]},
-    help="Semantic parallelism for Mixture-of-Experts inference: place experts and schedule tokens together.",
-)  # fmt: skip
+def new_app(purpose: str) -> typer.Typer:
+    """A group of commands whose errors are one line with an exit code."""
+    return typer.Typer(
+        cls=_Group,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="markdown",
+        context_settings={"help_option_names": ["-h", "--help"]},
+        help=purpose,
+    )
+
+
+app = new_app("Semantic parallelism for Mixture-of-Experts inference: place experts and schedule tokens together.")
 
 
 @app.callback(invoke_without_command=True)
@@ -85,3 +93,9 @@ def _main(version: Annotated[bool, typer.Option("--version", help="Print the ver
     if version:
         print(__version__)
         raise typer.Exit
+
+
+@app.command(hidden=True, context_settings={"ignore_unknown_options": True})
+def reproduce(words: Annotated[list[str] | None, typer.Argument()] = None) -> None:
+    """Left the package: it needs the sources of the paper's tables and figures."""
+    raise ValueError("the paper's tables and figures are made in a checkout of semmoe: make reproduce")

@@ -1,4 +1,4 @@
-"""The paper's tables and figures."""
+"""The paper's tables and figures, from a checkout: `make reproduce`, or `python -m lab reproduce --help`."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -7,12 +7,21 @@ import typer
 from rich import box
 from rich.table import Table
 
+from lab import run
+from lab.inputs import Inputs
 from semmoe import console
-from semmoe.cli.app import app
+from semmoe.cli.app import new_app
 from semmoe.cli.options import INPUT, OUTPUT, Json, Seed
 from semmoe.core import require
+from semmoe.files import check_output
 
-CHECKOUT = Path(__file__).parents[2] / "benchmarks" / "results"
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+app = new_app("The paper's tables and figures, from what this machine can run.")
+
+
+@app.callback()
+def _main() -> None:
+    """One command, called by its name."""
 
 
 @app.command()
@@ -35,7 +44,7 @@ def reproduce(
     ] = None,
     results: Annotated[
         Path | None,
-        typer.Option(help="What benchmarks wrote, for items that need an engine or root; a checkout has its own.",
+        typer.Option(help="What benchmarks wrote, for items that need an engine or root; without it, the checkout's.",
                      rich_help_panel=INPUT, show_default=False),
     ] = None,
     seed: Seed = 0,
@@ -49,12 +58,8 @@ def reproduce(
     shipped model or a trace of yours, and says so. What needs a serving engine or root comes from what the benchmarks
     wrote before.
 
-    Examples: `semmoe reproduce --list` and `semmoe reproduce table1 figure5b --out reproduced`
+    Examples: `python -m lab reproduce --list` and `python -m lab reproduce table1 figure5b --out reproduced`
     """
-    from semmoe.files import check_output
-    from semmoe.reproduce import run
-    from semmoe.reproduce.inputs import Inputs
-
     chosen = run.choose(items or [])
     if list_items:
         _print_items(chosen, as_json)
@@ -64,7 +69,7 @@ def reproduce(
     check_output(out, directory=True, force=True)  # items add to a folder
     with console.bars() as bars:
         inputs = Inputs(seed=seed, traces=trace or [], datasets=dataset or [], task=bars.task,
-                        results=results or (CHECKOUT if CHECKOUT.is_dir() else None))  # fmt: skip
+                        results=results or RESULTS)  # fmt: skip
         made: list[dict[str, Any]] = []
         for item in chosen:
             advance = bars.task(item.name, 1)
@@ -88,12 +93,14 @@ def _print_items(chosen: list[Any], as_json: bool) -> None:
 
 def _print_compared(rows: list[list[str]]) -> None:
     """Text in every column, so that lines break inside cells."""
-    from semmoe.reproduce.run import COLUMNS
-
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_lines=True)
-    for column, share in zip(COLUMNS, (2, 5, 5, 5, 6), strict=True):
+    for column, share in zip(run.COLUMNS, (2, 5, 5, 5, 6), strict=True):
         table.add_column(column, ratio=share, overflow="fold")
     for row in rows:
         table.add_row(*(console.plain(cell) for cell in row))
     wide = console.out if console.out.is_terminal else console.Console(highlight=False, width=160)
     wide.print(table)
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m lab")

@@ -10,11 +10,11 @@ from os import cpu_count
 from pathlib import Path
 from typing import Any
 
+from lab import maps, plans, routing, runtime, serving
+from lab.inputs import Inputs
+from lab.item import Item, LackingError, Result
 from semmoe.core import require
 from semmoe.files import atomic_file
-from semmoe.reproduce import maps, plans, routing, runtime, serving
-from semmoe.reproduce.inputs import Inputs
-from semmoe.reproduce.item import Item, LackingError, Result
 
 EVERY = (*routing.ITEMS, *maps.ITEMS, *plans.ITEMS, *runtime.ITEMS, *serving.ITEMS)
 ITEMS: dict[str, Item] = {

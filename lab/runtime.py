@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from lab import timing
+from lab.inputs import Inputs
+from lab.item import PLAN, VANILLA, Cell, Comparison, Item, Result, colour, panel
+from lab.layer import layer_parts
 from semmoe.core import Placement, Plan, Topology
 from semmoe.demo import MODEL, demo_prompts
-from semmoe.reproduce import timing
-from semmoe.reproduce.inputs import Inputs
-from semmoe.reproduce.item import PLAN, VANILLA, Cell, Comparison, Item, Result, colour, panel
-from semmoe.reproduce.layer import layer_parts
 from semmoe.settings import DemoSettings, GenerateSettings
 
 RANKS = 4

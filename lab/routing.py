@@ -2,10 +2,10 @@
 
 import numpy as np
 
+from lab.inputs import Inputs, Source
+from lab.item import MODEL_DIFFERS, Cell, Comparison, Item, Result, panel, span
 from semmoe.affinity import build_affinity, pair_count
 from semmoe.concentration import concentration, next_layer_hit_rate, prediction
-from semmoe.reproduce.inputs import Inputs, Source
-from semmoe.reproduce.item import MODEL_DIFFERS, Cell, Comparison, Item, Result, panel, span
 
 STATISTICS = ("f1", "cumulative_hotness", "max_other_hotness")
 QUANTILES = ("p25", "p50", "p75")

@@ -8,12 +8,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from lab.subjects import field_of
 from semmoe.core import Plan, RoutingTrace, Topology, require
 from semmoe.dataset import Prompt, encode, load_dataset
 from semmoe.demo import MODEL, demo_prompts
 from semmoe.files import read_limited
 from semmoe.measured import Part, parts
-from semmoe.reproduce.subjects import field_of
 from semmoe.settings import DemoSettings, SolveSettings
 from semmoe.solve import solve
 from semmoe.texts import held_out_prompts

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from semmoe.reproduce.inputs import Inputs
+from lab.inputs import Inputs
 
 Cell = str | int | float | None
 VANILLA, PLAN, OTHER = "#8a8f98", "#0072B2", "#d55e00"  # colours: what engines do, semmoe, the paper's method

@@ -4,12 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from semmoe.core import Topology
-from semmoe.metrics import layer_traffic
-from semmoe.placement.linear import vanilla_plan
-from semmoe.replay import ReplayResult, replay
-from semmoe.reproduce.inputs import Inputs, Source
-from semmoe.reproduce.item import (
+from lab.inputs import Inputs, Source
+from lab.item import (
     MODEL_DIFFERS,
     VANILLA,
     Cell,
@@ -20,6 +16,10 @@ from semmoe.reproduce.item import (
     colour,
     panel,
 )
+from semmoe.core import Topology
+from semmoe.metrics import layer_traffic
+from semmoe.placement.linear import vanilla_plan
+from semmoe.replay import ReplayResult, replay
 from semmoe.settings import METHODS, CoclusterSettings, ReplaySettings, SolveSettings, obstacle
 from semmoe.solve import solve
 from semmoe.split import split
@@ -191,7 +191,7 @@ def figure3(inputs: Inputs) -> Result:
         published="16 and 4 (attention-DP), 12 and 2 (attention-TP)", measured=f"{rows[0][1]} and {rows[3][1]}",
         why="a case of our own, in which the two kinds separate wholly",
     )  # fmt: skip
-    stated = {"workload": "eight tokens, written down in semmoe/reproduce/plans.py"}
+    stated = {"workload": "eight tokens, written down in lab/plans.py"}
     return Result(columns=["way", "remote activated tokens", "LAR"], rows=rows, picture=figure, stated=stated,
                   comparisons=[compared])  # fmt: skip
 

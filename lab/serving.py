@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from lab.inputs import Inputs
+from lab.item import BASELINE, OTHER, PLAN, VANILLA, Cell, Comparison, Item, LackingError, Result, panel
 from semmoe.measured import AT_ONCE, LIGHT, ServingSweep, serving_sweep
-from semmoe.reproduce.inputs import Inputs
-from semmoe.reproduce.item import BASELINE, OTHER, PLAN, VANILLA, Cell, Comparison, Item, LackingError, Result, panel
 
 TTFT, E2E = "median_ttft_ms", "median_e2e_ms"
 SMALLER = "two CPU cores and links of 200 Mbit/s, the shipped model"

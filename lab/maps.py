@@ -7,11 +7,11 @@ from scipy.stats import kurtosis
 from sklearn.cluster import SpectralCoclustering
 from sklearn.manifold import TSNE
 
+from lab.inputs import Inputs, Source
+from lab.item import OTHER, PLAN, Cell, Comparison, Item, Result, panel
 from semmoe.affinity import build_affinity
 from semmoe.concentration import quantiles
 from semmoe.core import RoutingTrace
-from semmoe.reproduce.inputs import Inputs, Source
-from semmoe.reproduce.item import OTHER, PLAN, Cell, Comparison, Item, Result, panel
 
 NEIGHBOURS = 5
 TYPES = 400  # token types shown, those that occur most
