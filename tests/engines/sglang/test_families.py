@@ -69,3 +69,24 @@ def test_a_plan_changes_no_token(family, attention, folder, texts, prompts, tmp_
         assert tokens == vanilla
         assert [s for s in counted if s["name"] == "degraded"] == []
         assert sum(s["value"] for s in counted if s["name"] == "remote_rows") > 0
+
+
+@pytest.mark.families
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
+def test_in_bfloat16_a_plan_changes_no_more_than_the_choice_of_attention(family, folder, texts, prompts, tmp_path):
+    """In attention-TP rounding by rank turns near-ties, in attention-DP other requests in the batch do.
+
+    SGLang's own two attentions part as many answers between them, and three of noise.
+    """
+    model, given, found = build(family, folder), prompts[:16], {}
+    for attention, topology in TOPOLOGIES.items():
+        for plan in ("", planned(family, topology, folder, texts, 2)):
+            run = tmp_path / f"{attention}-{bool(plan)}"
+            found[attention, bool(plan)] = answers(model, topology, run, given, plan, ("--dtype", "bfloat16"))[0]
+    own = num_parted(found["dp", False], found["tp", False])
+    parted = {attention: num_parted(found[attention, True], found[attention, False]) for attention in TOPOLOGIES}
+    assert max(parted.values()) <= own + 3 < len(given), (parted, own)
+
+
+def num_parted(some, others):
+    return sum(a != b for a, b in zip(some, others, strict=True))
