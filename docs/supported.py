@@ -12,10 +12,12 @@ HEAD = """# What runs where
 from the model's configuration and the engine's own options alone. What it does not know is refused. *Works, by a test*
 names the test; *works by reading, not run* is what the engine's source says and nobody has run, of which `semmoe serve`
 warns; *refused* gives the line that it is refused with. A test of quantised weights compares what every slot holds once
-loaded, scales and zeros included, with what the engine loads without a plan: no CPU computes these weights. `make test-families`
-ran last, and passed, on 2026-11-23, on the versions below: every family, attention and number of copies against the
-engine without a plan, in fp32 token for token, in bfloat16 with no more differences than the engine's two attentions
-have between them. (This page is written by `python docs/supported.py`.)
+loaded, scales and zeros included, with what the engine loads without a plan: no CPU computes these weights.
+
+`make test-families` ran last, and passed, on 2026-11-23, on the versions below: every family, attention and number of
+copies against the engine without a plan, in fp32 token for token, in bfloat16 (on SGLang Qwen3-MoE and GLM-4.5) with no
+more differences than the engine's two attentions have between them. (This page is written by
+`python docs/supported.py`.)
 """
 
 
