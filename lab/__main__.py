@@ -7,8 +7,6 @@ import typer
 from rich import box
 from rich.table import Table
 
-from lab import run
-from lab.inputs import Inputs
 from semmoe import console
 from semmoe.cli.app import new_app
 from semmoe.cli.options import INPUT, OUTPUT, Json, Seed
@@ -60,6 +58,9 @@ def reproduce(
 
     Examples: `python -m lab reproduce --list` and `python -m lab reproduce table1 figure5b --out reproduced`
     """
+    from lab import run  # with matplotlib, which an error names where it is missing
+    from lab.inputs import Inputs
+
     chosen = run.choose(items or [])
     if list_items:
         _print_items(chosen, as_json)
@@ -93,8 +94,10 @@ def _print_items(chosen: list[Any], as_json: bool) -> None:
 
 def _print_compared(rows: list[list[str]]) -> None:
     """Text in every column, so that lines break inside cells."""
+    from lab.run import COLUMNS
+
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_lines=True)
-    for column, share in zip(run.COLUMNS, (2, 5, 5, 5, 6), strict=True):
+    for column, share in zip(COLUMNS, (2, 5, 5, 5, 6), strict=True):
         table.add_column(column, ratio=share, overflow="fold")
     for row in rows:
         table.add_row(*(console.plain(cell) for cell in row))

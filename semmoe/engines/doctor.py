@@ -13,7 +13,7 @@ from typing import Any
 
 from semmoe.core import Plan
 from semmoe.engines import support
-from semmoe.engines.hooks import problem
+from semmoe.engines.hooks import is_tried, problem
 
 ENGINES = ("sglang", "vllm", "deepspeed", "transformers")
 ADAPTORS = "semmoe.engines"
@@ -98,7 +98,7 @@ def _stand_in_for_missing_device(engine: str) -> None:
 
 def _untried(engine: str, version: str) -> str:
     tried = str(getattr(importlib.import_module(f"{ADAPTORS}.{engine}.targets"), "TRIED", ""))
-    return tried if tried and version.split("+")[0] != tried else ""
+    return tried if tried and not is_tried(version, tried) else ""
 
 
 def _hooks(engine: str) -> tuple[Any, ...] | None:

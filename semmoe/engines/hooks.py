@@ -31,6 +31,11 @@ def problem(hook: Hook) -> str | None:
     return None
 
 
+def is_tried(version: str, tried: str) -> bool:
+    """Whether an engine's version is the one that tests run, whatever its build."""
+    return version.split("+")[0] == tried
+
+
 def _missing(target: Any, names: tuple[str, ...]) -> list[str]:
     """Parameters of `names` that `target` lacks; *args and **kwargs stand for none."""
     if not names:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from semmoe.core import Plan, Topology, require
+from semmoe.engines.hooks import is_tried
 from semmoe.engines.metrics import Counters, Reading
 from semmoe.engines.settings import PluginSettings
 from semmoe.runtime.agreement import check_agreement
@@ -59,11 +60,12 @@ def description(
     }  # fmt: skip
 
 
-def untried(engine: str, version: str, tried: str) -> str:
-    """What to say of an engine's version that no test has run; "" of the one that tests run, whatever its build."""
-    if version.split("+")[0] == tried:
-        return ""
-    return f"tried on {engine} {tried}, this is {version}: run `semmoe doctor --engine {engine}`"
+def tell_untried(rank: int, engine: str, version: str, tried: str) -> None:
+    """Say it once where no test has run this version."""
+    if rank == 0 and not is_tried(version, tried):
+        log.warning(
+            "semmoe: tried on %s %s, this is %s: run `semmoe doctor --engine %s`", engine, tried, version, engine
+        )
 
 
 def publish(rank: int, folder: Path | None, labels: dict[str, str], source: Callable[[], Iterator[Reading]]) -> None:

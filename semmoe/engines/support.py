@@ -231,6 +231,7 @@ def _sizes(*names: str) -> tuple[Option, ...]:
     return tuple(Option(name, off=("0", "1")) for name in names)
 
 
+_SERVED = {engine: _works(f"tests/engines/{engine}/test_server.py") for engine in FAMILIES}
 NEEDS_COPIES = {"dynamic choice of copies"}
 NEEDS_SHUFFLE = {"two-batch overlap", "context parallelism"}
 NEEDS_SCHEDULE = {"prefill and decode apart", "load balancer outside"}
@@ -332,8 +333,8 @@ FEATURES = (
             "vllm": _no("weights cannot be loaded again into vLLM on a plan: leave --weight-transfer-config away"),
         },
     ),
-    Feature("`semmoe record`", {}, {engine: _works(f"tests/engines/{engine}/test_server.py") for engine in FAMILIES}),
-    Feature("prefix cache", {}, {engine: _works(f"tests/engines/{engine}/test_server.py") for engine in FAMILIES}),
+    Feature("`semmoe record`", {}, _SERVED),
+    Feature("prefix cache", {}, _SERVED),
     Feature("preemption", {}, _both(_read("a request that is preempted keeps its rank and is recorded once"))),
     Feature("CUDA graphs", {}, _both(_read("no GPU was at hand: shuffled with static shapes on SGLang, turned off on "
                                            "vLLM where a plan shuffles"))),

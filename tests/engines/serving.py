@@ -187,3 +187,8 @@ def refused(server: Server) -> str:
     finally:
         server.stop()
     return server.log
+
+
+def num_parted(answers: list[list[int]], others: list[list[int]]) -> int:
+    """How many of the answers to the same prompts differ."""
+    return sum(a != b for a, b in zip(answers, others, strict=True))

@@ -20,7 +20,15 @@ from sglang.srt.state_capturer.base import BaseTopkCapturer
 from semmoe.core import Fingerprint, Plan, Topology, require
 from semmoe.engines import supervisor
 from semmoe.engines.metrics import Reading
-from semmoe.engines.rank import check_identity, check_plan, check_same_plan, description, publish, readings, untried
+from semmoe.engines.rank import (
+    check_identity,
+    check_plan,
+    check_same_plan,
+    description,
+    publish,
+    readings,
+    tell_untried,
+)
 from semmoe.engines.recorder import LiveRecorder
 from semmoe.engines.recorder_files import refuse
 from semmoe.engines.recording import PassRecorder
@@ -268,9 +276,7 @@ class RankPlugin:
         how = {"static": isinstance(self._shuffle, StaticBoundaryShuffle), "fused": self._settings.fused == "1"}
         shuffle = self._settings.shuffle if self._shuffle else "no"
         attention = running_topology(self._plan).attention
-        new = untried("sglang", sglang.__version__, targets.TRIED)
-        if new and rank == 0:
-            log.warning("semmoe: %s", new)
+        tell_untried(rank, "sglang", sglang.__version__, targets.TRIED)
         labels = description(f"sglang {sglang.__version__}", self._plan, self._settings, attention, shuffle)
         publish(rank, folder, labels | {name: str(on).lower() for name, on in how.items()}, self._readings)
 

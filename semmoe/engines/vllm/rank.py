@@ -16,7 +16,15 @@ from semmoe.core import Fingerprint, Plan, Topology, require
 from semmoe.engines import supervisor
 from semmoe.engines.metrics import Reading
 from semmoe.engines.placement import dispatch_map
-from semmoe.engines.rank import check_identity, check_plan, check_same_plan, description, publish, readings, untried
+from semmoe.engines.rank import (
+    check_identity,
+    check_plan,
+    check_same_plan,
+    description,
+    publish,
+    readings,
+    tell_untried,
+)
 from semmoe.engines.recorder import LiveRecorder
 from semmoe.engines.recording import Listener, PassRecorder
 from semmoe.engines.selfcheck import SelfCheck
@@ -323,9 +331,7 @@ class RankPlugin:
 
     def _publish(self, running: Topology) -> None:
         shuffle = self._settings.shuffle if self._shuffle else "no"
-        new = untried("vllm", vllm.__version__, targets.TRIED)
-        if new and self._ep_rank == 0:
-            log.warning("semmoe: %s", new)
+        tell_untried(self._ep_rank, "vllm", vllm.__version__, targets.TRIED)
         labels = description(f"vllm {vllm.__version__}", self._plan, self._settings, running.attention, shuffle)
         publish(self._ep_rank, self._settings.folder, labels, self._readings)
 

@@ -6,6 +6,7 @@ import time
 import pytest
 from models import build
 from offline import engine
+from serving import num_parted
 
 from semmoe.core import Topology
 from semmoe.engines.transformers import recorder
@@ -86,7 +87,3 @@ def test_in_bfloat16_a_plan_changes_no_more_than_the_choice_of_attention(family,
     own = num_parted(found["dp", False], found["tp", False])
     parted = {attention: num_parted(found[attention, True], found[attention, False]) for attention in TOPOLOGIES}
     assert max(parted.values()) <= own + 3 < len(given), (parted, own)
-
-
-def num_parted(some, others):
-    return sum(a != b for a, b in zip(some, others, strict=True))

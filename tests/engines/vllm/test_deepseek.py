@@ -7,9 +7,9 @@ rank nor with transformers.
 import pytest
 import torch
 import transformers
-from models import COMMON
-from models import LATENT as SIZES
-from two_ranks import LATENT, counted, make_plan, on_two_ranks
+from models import COMMON, LATENT
+from serving import num_parted
+from two_ranks import LATENT_HEADS, counted, make_plan, on_two_ranks
 
 from semmoe.demo import MODEL
 from semmoe.engines.transformers.model import load_tokenizer
@@ -23,7 +23,7 @@ ROUTERS = {
 
 
 def deepseek(folder, router):
-    config = transformers.DeepseekV2Config(**(COMMON | SIZES | LATENT | {"n_routed_experts": 8} | router))
+    config = transformers.DeepseekV2Config(**(COMMON | LATENT | LATENT_HEADS | {"n_routed_experts": 8} | router))
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     load_tokenizer(str(MODEL)).save_pretrained(folder)
@@ -41,6 +41,5 @@ def test_a_plan_changes_no_token(dtype, texts, prompts, tmp_path):
     vanilla = on_two_ranks(model, prompts, tmp_path / "vanilla", **given)
     planned = on_two_ranks(model, prompts, tmp_path / "planned", variables={"SEMMOE_PLAN": plan}, **given)
     # In float16 the stream is rounded where it is gathered, which may turn a near-tie.
-    right = sum(a == b for a, b in zip(planned, vanilla, strict=True))
-    assert right >= len(prompts) - (dtype == "float16")
+    assert num_parted(planned, vanilla) <= (dtype == "float16")
     assert counted(tmp_path / "planned", "remote_rows") > 0

@@ -5,15 +5,14 @@ All run with `make test-families`; `make test-vllm` has a few of them.
 
 import pytest
 from models import build
-from two_ranks import LATENT, counted, make_plan, on_two_ranks
+from serving import num_parted
+from two_ranks import HEADS, LATENT_HEADS, counted, make_plan, on_two_ranks
 
 pytestmark = pytest.mark.timeout(600)  # for machines under load
 FAMILIES = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "glm4_moe", "deepseek_v2", "deepseek_v3")
-# Widths that vLLM's kernels on a CPU take.
-HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
-WIDTHS = {family: LATENT if family.startswith("deepseek") else HEADS for family in FAMILIES}
+WIDTHS = {family: LATENT_HEADS if family.startswith("deepseek") else HEADS for family in FAMILIES}
 WIDTHS["gpt_oss"] = HEADS | {"intermediate_size": 64}
-WIDTHS["deepseek_v3"] = LATENT | {"head_dim": 64, "qk_head_dim": 192}  # which its configuration derives only once
+WIDTHS["deepseek_v3"] = LATENT_HEADS | {"head_dim": 64, "qk_head_dim": 192}  # which its configuration derives only once
 ALWAYS = {("mixtral", "tp2", 2), ("gpt_oss", "tp2", 2)}
 CASES = [
     pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.families)
@@ -60,7 +59,3 @@ def test_in_bfloat16_a_plan_changes_no_more_than_the_choice_of_attention(family,
         planned[attention] = on_two_ranks(model, prompts, tmp_path / attention, attention, given, dtype="bfloat16")
     assert planned["dp2"] == dp
     assert num_parted(planned["tp2"], tp) <= num_parted(dp, tp) + 5 < len(prompts)
-
-
-def num_parted(answers, others):
-    return sum(a != b for a, b in zip(answers, others, strict=True))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from models import build
 from safetensors.torch import load_file, save_file
-from two_ranks import loaded_experts, make_plan
+from two_ranks import HEADS, loaded_experts, make_plan
 
 from semmoe.plan import load_plan
 
@@ -87,10 +87,11 @@ def quantised(model: Path, layout: str) -> None:
     path = model / "model.safetensors"
     kept = {name: tensor for name, tensor in load_file(path).items() if ".experts." not in name}
     for mlp in [f"model.layers.{layer}.mlp" for layer in range(3)]:
-        experts = [of_all_experts(mlp)] if layout == "mxfp4" else []
-        experts += [] if layout == "mxfp4" else [of_one_expert(layout, mlp, expert) for expert in range(EXPERTS)]
-        for own in experts:
-            kept |= own
+        if layout == "mxfp4":
+            kept |= of_all_experts(mlp)
+        else:
+            for expert in range(EXPERTS):
+                kept |= of_one_expert(layout, mlp, expert)
     save_file(kept, path, metadata={"format": "pt"})
     config = json.loads((model / "config.json").read_text())
     config["quantization_config"] = {"quant_method": layout, **CONFIGS[layout]}
@@ -100,8 +101,7 @@ def quantised(model: Path, layout: str) -> None:
 @pytest.mark.parametrize("layout", CONFIGS)
 def test_every_slot_holds_its_expert(layout, texts, tmp_path):
     width = {"intermediate_size" if layout == "mxfp4" else "moe_intermediate_size": WIDTH}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
-    model = build(FAMILY[layout], tmp_path, hidden_size=HIDDEN, **heads, **width)
+    model = build(FAMILY[layout], tmp_path, hidden_size=HIDDEN, **HEADS, **width)
     plan = make_plan(model, texts, tmp_path, "tp2", 2)
     quantised(Path(model), layout)
     given = {"dtype": "bfloat16" if layout in ("fp8", "mxfp4") else "float16"}

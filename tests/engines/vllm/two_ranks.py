@@ -22,8 +22,15 @@ from semmoe.solve import solve
 FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(["rank"])  # vLLM is imported once
 EASY = CoclusterSettings(starts=1, kicks=1, sweeps=2)
-# Widths that vLLM's latent attention takes.
-LATENT = {"q_lora_rank": None, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+# Widths that vLLM's attention on a CPU takes, and its latent attention.
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
+LATENT_HEADS = {
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
 TOPOLOGIES = {"tp2": Topology(ep_size=2), "dp2": Topology(ep_size=2, dp_size=2)}
 
 
