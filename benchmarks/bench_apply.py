@@ -20,6 +20,8 @@ import numpy as np
 
 from semmoe.checkpoint.relabel import relabel
 from semmoe.core import Fingerprint, Placement, Plan, Topology
+from semmoe.requests.policy import RoundRobin
+from semmoe.tokens.slices import ByPosition
 
 HIDDEN = 2048
 
@@ -73,7 +75,14 @@ def random_plan(layers: int, experts: int) -> Plan:
     f = Fingerprint(model="synthetic", architecture_hash="", tokenizer_hash="", vocab_size=1000, num_layers=layers,
                     num_experts=experts, top_k=8)  # fmt: skip
     placement = Placement(physical_to_logical_map=rows, num_experts=experts, ep_size=8)
-    return Plan(topology=Topology(ep_size=8), placement=placement, schedule=None, fingerprint=f, method="random")
+    return Plan(
+        topology=Topology(ep_size=8),
+        placement=placement,
+        tokens=ByPosition(),
+        requests=RoundRobin(num_groups=1),
+        fingerprint=f,
+        method="random",
+    )
 
 
 def flush(path: Path) -> None:

@@ -18,14 +18,14 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from semmoe.core import Placement, RoutingTrace, ScoreTables
-from semmoe.predictor import fit, path_columns, project
-from semmoe.scores import assign, look_up_tokens, score, trace_history
+from semmoe.core import Placement, RoutingTrace
 from semmoe.settings import PredictorSettings
-from semmoe.split import split
+from semmoe.splitter import split
+from semmoe.tokens.predictor import fit, path_columns, project
+from semmoe.tokens.slices import PathScores, assign, look_up_tokens, score, trace_history
 from semmoe.trace import open_trace
 
-Case = tuple[str, ScoreTables, int, tuple]  # name, tables, ranks, arguments of `score` after the tables
+Case = tuple[str, PathScores, int, tuple]  # name, tables, ranks, arguments of `score` after the tables
 SYNTHETIC = ((32, 4, 8, 5, 2), (256, 8, 64, 2, 0))  # experts, top-k, ranks, look-back, ordered
 
 
@@ -37,7 +37,7 @@ def synthetic(tokens: int, seed: int) -> Iterator[Case]:
         def table(rows: int, spread: int, kind: type, ranks: int = ranks) -> np.ndarray:
             return rng.normal(0, spread, (1, rows, ranks)).clip(-4 * spread, 4 * spread).astype(kind)
 
-        tables = ScoreTables(
+        tables = PathScores(
             token_rows=np.arange(vocabulary + 1, dtype=np.int32), token_source=np.ones(vocabulary + 1, np.uint8),
             token_scores=table(vocabulary + 1, 30, np.int8), token_shift=np.array([4], np.uint8),
             path_scores=table(rows, 200, np.int16), history_scores=table(2 * experts + 1, 200, np.int16),
@@ -80,7 +80,7 @@ def optimum(scores: np.ndarray) -> int:
     return int(scores[rows, columns // size].sum())
 
 
-def measure(name: str, tables: ScoreTables, ranks: int, arguments: tuple, calls: int) -> dict:
+def measure(name: str, tables: PathScores, ranks: int, arguments: tuple, calls: int) -> dict:
     (layer, first, _, token_ids, *path), (depth, tokens, top_k) = arguments, arguments[4].shape
 
     def look_up() -> np.ndarray:

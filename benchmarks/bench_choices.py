@@ -7,17 +7,20 @@
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from semmoe.affinity import build_affinity
-from semmoe.core import PROFILED, Plan, RequestTable, RoutingTrace, Schedule, Topology
-from semmoe.placement import paper
-from semmoe.replay import replay
+from semmoe.core import PROFILED, Plan, RoutingTrace, Topology
+from semmoe.methods import paper
+from semmoe.methods.paper_policies import PaperTable
+from semmoe.placement.linear import vanilla_plan
+from semmoe.replayer import replay
 from semmoe.settings import PaperSettings, ReplaySettings, SolveSettings
-from semmoe.solve import solve
-from semmoe.split import split
+from semmoe.solver import solve
+from semmoe.splitter import split
 from semmoe.trace import open_trace
 
 SEEDS = range(3)
@@ -62,10 +65,9 @@ def request_tables(profile: RoutingTrace, evaluation: RoutingTrace) -> dict[str,
             np.add.at(counts, (tokens, clusters.request_groups[requests]), 1)
             scores = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1) if normalise else counts
             source = np.full(len(scores), PROFILED, np.uint8)
-            table = RequestTable(request_scores=scores, request_source=source)
-            schedule = Schedule(requests=table, shuffle=None)
-            plans.append(Plan(topology=topology, placement=clusters.placement, schedule=schedule,
-                              fingerprint=profile.fingerprint, method="paper"))  # fmt: skip
+            table = PaperTable(request_scores=scores, request_source=source)
+            plan = vanilla_plan(profile.fingerprint, topology)
+            plans.append(replace(plan, placement=clusters.placement, requests=table, method="paper"))
         out[name] = measure(evaluation, plans)
     return out
 

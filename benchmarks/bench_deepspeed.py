@@ -31,12 +31,13 @@ from semmoe.core import RoutingTrace, Topology
 from semmoe.demo import MODEL, demo_prompts
 from semmoe.engines.deepspeed.offline import set_up
 from semmoe.engines.transformers.generate import GenerateResult, SetUp
-from semmoe.engines.transformers.model import load_model, load_tokenizer
+from semmoe.engines.transformers.model import load_model
 from semmoe.engines.transformers.recorder import record
+from semmoe.engines.transformers.tokenizer import load_tokenizer
 from semmoe.engines.transformers.verify import compare_outputs, plain_generate
 from semmoe.placement.linear import vanilla_plan
 from semmoe.settings import DemoSettings, GenerateSettings, SolveSettings
-from semmoe.solve import solve
+from semmoe.solver import solve
 
 TOPOLOGIES = {"TP4/EP4": Topology(ep_size=4), "TP2/EP4": Topology(ep_size=4, dp_size=2)}
 LENGTH = 96  # tokens of a prompt

@@ -31,12 +31,13 @@ from lab.layer import layer_parts
 from semmoe.core import RoutingTrace, Topology
 from semmoe.demo import MODEL, demo_prompts
 from semmoe.engines.transformers.generate import GenerateResult, SetUp, generate
-from semmoe.engines.transformers.model import load_model, load_tokenizer
+from semmoe.engines.transformers.model import load_model
 from semmoe.engines.transformers.recorder import record
+from semmoe.engines.transformers.tokenizer import load_tokenizer
 from semmoe.engines.transformers.verify import compare_outputs, plain_generate
 from semmoe.placement.linear import vanilla_plan
 from semmoe.settings import DemoSettings, GenerateSettings, SolveSettings
-from semmoe.solve import solve
+from semmoe.solver import solve
 
 RANKS = 4
 

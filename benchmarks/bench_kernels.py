@@ -19,10 +19,10 @@ from typing import Any
 import torch
 import triton
 
-from semmoe.assignment import slice_size
 from semmoe.runtime import reference
 from semmoe.runtime.kernels import shuffle
 from semmoe.runtime.kernels.argsort import argsort_ranks
+from semmoe.tokens.slices import slice_size
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 Case = tuple[str, int, Callable[[], Any], Callable[[], Any]]  # name, bytes, ours, torch's

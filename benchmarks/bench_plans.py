@@ -19,14 +19,15 @@ from pathlib import Path
 
 import numpy as np
 
-from semmoe.assignment import schedule_with
-from semmoe.core import Plan, RequestMap, RoutingTrace, Topology
+from semmoe.core import Plan, RoutingTrace, Topology
 from semmoe.metrics import max_over_mean, uniform_remote_ranks
-from semmoe.replay import replay
-from semmoe.scheduler import CapacityScheduler
+from semmoe.online import schedule_with
+from semmoe.replayer import replay
+from semmoe.requests.capacity import CapacityScheduler
+from semmoe.requests.policy import PromptScores
 from semmoe.settings import CoclusterSettings, ReplaySettings, SolveSettings
-from semmoe.solve import solve
-from semmoe.split import split
+from semmoe.solver import solve
+from semmoe.splitter import split
 from semmoe.trace import open_trace
 
 KNOWN = 0  # in place of a window: the true routing of each request is known as it arrives
@@ -63,15 +64,14 @@ class KnownRouting(CapacityScheduler):
 
 def known_routing(trace: RoutingTrace, plan: Plan) -> list[float]:
     """FIGURES (0 for those that do not apply) with each request's true routing known, requests assigned at once."""
-    assert plan.schedule
-    assert isinstance(plan.schedule.requests, RequestMap)
+    assert isinstance(plan.requests, PromptScores)
     D, lengths = plan.topology.dp_size, np.diff(trace.request_offsets)
     hosts = plan.placement.hosts.astype(np.float64)  # (L, G, E)
     local = sum(hosts[l][:, trace.expert_ids[:, l]].sum(axis=2).T for l in range(trace.fingerprint.num_layers))
     pairs = np.add.reduceat(local, trace.request_offsets[:-1]) / (
         trace.fingerprint.num_layers * trace.fingerprint.top_k
     )
-    scheduler = KnownRouting(plan.schedule.requests)
+    scheduler = KnownRouting(plan.requests)
     scheduler.shares = pairs / lengths[:, None]
     groups = schedule_with(scheduler, [[r] for r in range(len(lengths))], lengths, ReplaySettings().unfinished)
     lar = pairs[np.arange(len(groups)), groups].sum() / lengths.sum()

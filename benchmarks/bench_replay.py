@@ -17,18 +17,20 @@ import numpy as np
 
 from semmoe import console
 from semmoe.core import RoutingTrace, Topology
+from semmoe.methods import METHODS, obstacle
 from semmoe.metrics import uniform_remote_ranks
-from semmoe.settings import METHODS, DemoSettings, ReplaySettings, SolveSettings, obstacle
-from semmoe.solve import score, solve_methods
-from semmoe.split import split
+from semmoe.settings import DemoSettings, ReplaySettings, SolveSettings
+from semmoe.solver import score, solve_methods
+from semmoe.splitter import split
 from semmoe.trace import open_trace
 
 
 def embedded_trace(folder: Path) -> RoutingTrace:
     """A profile of the embedded model on its held-out text."""
     from semmoe.demo import MODEL, demo_prompts
-    from semmoe.engines.transformers.model import load_model, load_tokenizer
+    from semmoe.engines.transformers.model import load_model
     from semmoe.engines.transformers.recorder import record
+    from semmoe.engines.transformers.tokenizer import load_tokenizer
 
     profiled, evaluated = demo_prompts(DemoSettings(), load_tokenizer(str(MODEL)))
     prompts = profiled + evaluated

@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 
 from semmoe.demo import MODEL
+from semmoe.tokens.slices import ByPosition
 
 RANKS = 8
 ANSWER = json.dumps({"object": "text_completion", "choices": [{"index": 0, "text": " fixed" * 32}]}).encode()
@@ -126,20 +127,21 @@ def make_bodies(tokens: int, count: int) -> list[bytes]:
 
 def write_plan(path: Path) -> None:
     """Random scores: what they are costs no time."""
-    from semmoe.core import Fingerprint, Plan, RequestMap, Schedule, Topology
+    from semmoe.core import Fingerprint, Plan, Topology
     from semmoe.engines.transformers.tokenizer import load_tokenizer, tokenizer_hash
     from semmoe.placement.linear import place
     from semmoe.plan import save_plan
+    from semmoe.requests.policy import PromptScores
 
     tokenizer = load_tokenizer(str(MODEL))
     rng, rows, zeros = np.random.default_rng(0), len(tokenizer) + 1, np.zeros(RANKS, np.float32)
     scores = rng.normal(scale=0.02, size=(rows, RANKS)).astype(np.float32)
-    requests = RequestMap(token_scores=scores, token_weights=np.ones(rows, np.float32), bias=zeros, prices=zeros,
+    requests = PromptScores(token_scores=scores, token_weights=np.ones(rows, np.float32), bias=zeros, prices=zeros,
                           score_spread=0.02, mean_length=32.0)  # fmt: skip
     identity = Fingerprint(model="m", architecture_hash="", tokenizer_hash=tokenizer_hash(tokenizer),
                            vocab_size=rows - 1, num_layers=1, num_experts=RANKS, top_k=2)  # fmt: skip
     plan = Plan(topology=Topology(ep_size=RANKS, dp_size=RANKS), placement=place(1, RANKS, RANKS),
-                schedule=Schedule(requests=requests, shuffle=None), fingerprint=identity, method="random")  # fmt: skip
+                tokens=ByPosition(), requests=requests, fingerprint=identity, method="random")  # fmt: skip
     save_plan(plan, path)
 
 

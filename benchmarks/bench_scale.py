@@ -20,7 +20,7 @@ import numpy as np
 
 from semmoe.core import DECODE, Fingerprint, RoutingTrace, Topology
 from semmoe.settings import SolveSettings
-from semmoe.solve import solve
+from semmoe.solver import solve
 from semmoe.trace import open_trace, save_trace
 
 

@@ -16,24 +16,26 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from serving.engine import Engine, SetUp, add_engine, engine
 from serving.server import Server, ServerError, counters, serving
 
-from semmoe import predictor as predict
-from semmoe import request_map
-from semmoe.core import Plan, RoutingTrace, Schedule, Topology
+from semmoe.core import Plan, RoutingTrace, Topology
 from semmoe.demo import MODEL, demo_prompts
-from semmoe.engines.transformers.model import load_model, load_tokenizer
+from semmoe.engines.transformers.model import load_model
 from semmoe.engines.transformers.recorder import record
+from semmoe.engines.transformers.tokenizer import load_tokenizer
 from semmoe.engines.transformers.verify import compare_outputs, plain_generate
 from semmoe.placement.linear import vanilla_plan
 from semmoe.plan import save_plan
+from semmoe.requests import predictor as request_map
 from semmoe.settings import DemoSettings, GenerateSettings, SolveSettings
-from semmoe.solve import solve
-from semmoe.split import near_duplicates
+from semmoe.solver import solve
+from semmoe.splitter import near_duplicates
+from semmoe.tokens import predictor as predict
 
 PATIENCE = 1800  # seconds until the server must have answered
 QUICK = ("vanilla", "both")
@@ -46,12 +48,12 @@ def tables_for_contiguous(trace: RoutingTrace, topology: Topology) -> Plan:
     by_group = plan.placement.hosts.reshape(-1, D, S, trace.fingerprint.num_experts).any(axis=2).swapaxes(1, 2)
     rates = request_map.fit_request_rates(trace, near_duplicates(trace)) if D > 1 else None
     predictor = predict.fit(trace, SolveSettings().predictor, 0) if S > 1 else None
-    schedule = Schedule(
-        requests=request_map.project(rates, by_group) if rates else None,
-        shuffle=predict.project(predictor, trace, plan.placement, None) if predictor else None,
+    return replace(
+        plan,
+        requests=request_map.project(rates, by_group) if rates else plan.requests,
+        tokens=predict.project(predictor, trace, plan.placement, None) if predictor else plan.tokens,
+        method="scheduling only",
     )
-    return Plan(topology=topology, placement=plan.placement, schedule=schedule, fingerprint=trace.fingerprint,
-                method="scheduling only")  # fmt: skip
 
 
 def set_ups(

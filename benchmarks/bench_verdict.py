@@ -25,16 +25,17 @@ from semmoe import cost
 from semmoe.core import Plan, RoutingTrace, Topology
 from semmoe.demo import MODEL, demo_prompts
 from semmoe.engines.transformers.calibrate import PARTS, MeasuredLayer, Sample, calibrate
-from semmoe.engines.transformers.model import load_model, load_tokenizer, moe_layers
+from semmoe.engines.transformers.model import load_model, moe_layers
 from semmoe.engines.transformers.parallel import LocalExperts
 from semmoe.engines.transformers.recorder import record
+from semmoe.engines.transformers.tokenizer import load_tokenizer
 from semmoe.metrics import serving_ranks
 from semmoe.placement.linear import vanilla_plan
-from semmoe.replay import cut_batches, replay, token_groups, token_homes
+from semmoe.replayer import cut_batches, replay, token_groups, token_homes
 from semmoe.runtime.collectives import world
 from semmoe.runtime.launch import run_ranks
 from semmoe.settings import DemoSettings, ReplaySettings, SolveSettings
-from semmoe.solve import solve
+from semmoe.solver import solve
 
 SETTINGS = DemoSettings()
 ROUNDS = 15

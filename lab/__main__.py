@@ -8,9 +8,9 @@ from rich import box
 from rich.table import Table
 
 from semmoe import console
+from semmoe.bounds import require
 from semmoe.cli.app import new_app
 from semmoe.cli.options import INPUT, OUTPUT, Json, Seed
-from semmoe.core import require
 from semmoe.files import check_output
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"

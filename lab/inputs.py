@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from lab.subjects import field_of
-from semmoe.core import Plan, RoutingTrace, Topology, require
+from semmoe.bounds import require
+from semmoe.core import Plan, RoutingTrace, Topology
 from semmoe.dataset import Prompt, encode, load_dataset
 from semmoe.demo import MODEL, demo_prompts
 from semmoe.files import read_limited
-from semmoe.measured import Part, parts
+from semmoe.results import Part, parts
 from semmoe.settings import DemoSettings, SolveSettings
-from semmoe.solve import solve
+from semmoe.solver import solve
 from semmoe.texts import held_out_prompts
 from semmoe.trace import MAX_META_BYTES, open_trace
 
@@ -70,7 +71,7 @@ class Inputs:
     @cached_property
     def demo_profile(self) -> RoutingTrace:
         """The shipped model's routing of the text that the demo profiles; what the demo generates from is not in it."""
-        from semmoe.engines.transformers.model import load_tokenizer
+        from semmoe.engines.transformers.tokenizer import load_tokenizer
 
         return self._recorded(demo_prompts(DemoSettings(), load_tokenizer(str(MODEL)))[0])
 
@@ -108,7 +109,7 @@ class Inputs:
         return [part for path in sorted(self.results.glob("*.txt")) for part in parts(path)]
 
     def _profiled(self, prompts: list[Prompt], domains: list[str]) -> Source:
-        from semmoe.engines.transformers.model import load_tokenizer
+        from semmoe.engines.transformers.tokenizer import load_tokenizer
 
         return Source(SHIPPED, self._recorded(encode(prompts, load_tokenizer(str(MODEL)), MAX_TOKENS)), domains)
 

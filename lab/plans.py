@@ -17,12 +17,13 @@ from lab.item import (
     panel,
 )
 from semmoe.core import Topology
+from semmoe.methods import METHODS, obstacle
 from semmoe.metrics import layer_traffic
 from semmoe.placement.linear import vanilla_plan
-from semmoe.replay import ReplayResult, replay
-from semmoe.settings import METHODS, CoclusterSettings, ReplaySettings, SolveSettings, obstacle
-from semmoe.solve import solve
-from semmoe.split import split
+from semmoe.replayer import ReplayResult, replay
+from semmoe.settings import CoclusterSettings, ReplaySettings, SolveSettings
+from semmoe.solver import solve
+from semmoe.splitter import split
 
 RANKS = 8
 NAMES = {"linear": "vanilla"}

@@ -1,7 +1,7 @@
 """Items from runs of the runtime itself: measured here over loopback, and over slow networks as benchmarks wrote."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ from lab import timing
 from lab.inputs import Inputs
 from lab.item import PLAN, VANILLA, Cell, Comparison, Item, Result, colour, panel
 from lab.layer import layer_parts
+from semmoe.bounds import arrays_of
 from semmoe.core import Placement, Plan, Topology
 from semmoe.demo import MODEL, demo_prompts
 from semmoe.settings import DemoSettings, GenerateSettings
@@ -61,7 +62,8 @@ def measured_layers(inputs: Inputs) -> list[dict[str, Any]]:
 
 def _measure_layers(inputs: Inputs) -> list[dict[str, Any]]:
     from semmoe.engines.transformers import generate as gen
-    from semmoe.engines.transformers.model import load_model, load_tokenizer
+    from semmoe.engines.transformers.model import load_model
+    from semmoe.engines.transformers.tokenizer import load_tokenizer
     from semmoe.engines.transformers.verify import compare_outputs, plain_generate
 
     demo = DemoSettings(generate_prompts=PROMPTS)
@@ -290,8 +292,7 @@ def tables_memory(inputs: Inputs) -> Result:
 
 def table_bytes(plan: Plan) -> int:
     """All arrays of the plan's schedule."""
-    tables = asdict(plan.schedule.shuffle) if plan.schedule and plan.schedule.shuffle else {}
-    return sum(array.nbytes for array in tables.values() if isinstance(array, np.ndarray))
+    return sum(array.nbytes for array in arrays_of(plan.tokens).values())
 
 
 LIVE = "4 processes"

@@ -6,7 +6,7 @@ from typing import Any
 
 from lab.inputs import Inputs
 from lab.item import BASELINE, OTHER, PLAN, VANILLA, Cell, Comparison, Item, LackingError, Result, panel
-from semmoe.measured import AT_ONCE, LIGHT, ServingSweep, serving_sweep
+from semmoe.results import AT_ONCE, LIGHT, ServingSweep, serving_sweep
 
 TTFT, E2E = "median_ttft_ms", "median_e2e_ms"
 SMALLER = "two CPU cores and links of 200 Mbit/s, the shipped model"

@@ -24,6 +24,7 @@ MAIN = [sys.executable, "-c", "from semmoe.cli import main; main()"]
 TOPOLOGIES = {
     "tp8": ["--ep-size", "8", "--attention", "tp"],
     "dp4": ["--ep-size", "4", "--attention", "dp"],
+    "tp4": ["--ep-size", "4", "--attention", "tp"],
     "hybrid2x2": ["--ep-size", "4", "--attention", "hybrid", "--dp-size", "2"],
 }
 METHODS = (
@@ -60,7 +61,9 @@ def cases(quick: bool) -> list[tuple[str, str, int]]:
         for topology in TOPOLOGIES
         for method in methods
         for redundant in (0, 8)
-        if not (redundant and method not in REDUNDANT) and not (method in REQUESTS_ONLY and topology == "tp8")
+        if not (redundant and method not in REDUNDANT)
+        and not (topology == "tp4" and method != "semmoe")
+        and not (method in REQUESTS_ONLY and topology.startswith("tp"))
     ]
 
 
@@ -80,8 +83,9 @@ def record(quick: bool, folder: Path) -> dict[str, Any]:
     for attention in ("dp", "tp"):
         found[f"generate {attention}"] = outcome(run("generate", "tiny", "--attention", attention, *generated))
     found["generate all-reduce"] = outcome(run("generate", "tiny", "--exchange", "all-reduce", *generated))
-    plan = str(folder / "hybrid2x2-paper-0")
-    found["generate plan"] = outcome(run("generate", "tiny", "--plan", plan, *generated))
+    plans = ["hybrid2x2-paper-0", "tp4-semmoe-0", "tp4-semmoe-8", "dp4-semmoe-0", "dp4-semmoe-8"]
+    for name in [plan for plan in plans if (folder / plan).exists()]:
+        found[f"generate {name}"] = outcome(run("generate", "tiny", "--plan", str(folder / name), *generated))
     return found
 
 

@@ -6,7 +6,7 @@ import torch
 import transformers
 
 from semmoe.demo import MODEL
-from semmoe.engines.transformers.model import load_tokenizer
+from semmoe.engines.transformers.tokenizer import load_tokenizer
 
 # Wide initial weights: router scores and logits far enough apart that a fault, not a near-tie, changes an output.
 COMMON = {"vocab_size": 4096, "hidden_size": 64, "num_attention_heads": 4, "initializer_range": 0.25,

@@ -32,12 +32,12 @@ KINDS = ({"Add", "Sub", "Mul", "Div", "FloorDiv", "Mod", "Pow"}, {"BitAnd", "Bit
 SECONDS = 400  # for one mutant; an endless loop counts as noticed
 # Tests of each module, quickest first. Plain: compiled functions run as Python, as it is faster than to compile them.
 PLAIN = {
-    "scheduler": ["scheduler", "balancer", "assignment"], "request_map": ["request_map"],
-    "assignment": ["assignment", "replay"], "scores": ["scores"],
-    "placement/requests": ["placement_requests", "scheduler"], "placement/serving": ["placement_serving"],
+    "requests/capacity": ["requests_capacity", "balancer", "online"], "requests/predictor": ["requests_predictor"],
+    "online": ["online", "replayer"], "tokens/slices": ["tokens_slices"],
+    "placement/joint": ["placement_joint", "requests_capacity"], "placement/copies": ["placement_copies"],
 }  # fmt: skip
 COMPILED = {
-    "core": ["core", "plan"], "plan": ["plan"], "replay": ["replay"], "predictor": ["predictor"],
+    "core": ["core", "plan"], "plan": ["plan"], "replayer": ["replayer"], "tokens/predictor": ["tokens_predictor"],
     "placement/cocluster": ["placement_cocluster"], "placement/search": ["placement_search"],
     "placement/homes": ["placement_search"],
 }  # fmt: skip
@@ -65,7 +65,7 @@ def same_kind(operator: str) -> bool:
 
 
 def mutants_by_place(module: str) -> dict[tuple, list[dict]]:
-    source, out = (ROOT / f"semmoe/{module}.py").read_text(), {}
+    source, out = (ROOT / f"src/semmoe/{module}.py").read_text(), {}
     tree, nodes = ast.parse(source), list(ast_nodes(get_ast(source)))
     outside = list(left_out(tree))
     inside = [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == ONLY.get(module)]
@@ -91,7 +91,7 @@ def sample(number: int, seed: int) -> list[dict]:
 
 def outcome(mutant: dict, work: Path) -> dict:
     """The mutant with what became of it and the first line that it changes."""
-    path, source = work / f"semmoe/{mutant['module']}.py", (ROOT / f"semmoe/{mutant['module']}.py").read_text()
+    path, source = work / f"src/semmoe/{mutant['module']}.py", (ROOT / f"src/semmoe/{mutant['module']}.py").read_text()
     changed = mutate_code(source, get_operator(mutant["operator"])(), mutant["occurrence"])
     lines = zip(source.splitlines(), changed.splitlines(), strict=False)
     was, now = next(pair for pair in lines if pair[0] != pair[1])
@@ -103,7 +103,7 @@ def outcome(mutant: dict, work: Path) -> dict:
 
 
 def run_tests(module: str, work: Path, cache: Path) -> str:
-    environment = os.environ | {"PYTHONPATH": str(work), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(work / "src"), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     environment |= {"NUMBA_DISABLE_JIT": "1"} if module in PLAIN else {"NUMBA_CACHE_DIR": str(cache)}
     files = [f"tests/test_{name}.py" for name in (PLAIN | COMPILED)[module]]
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--timeout=100", *files]
@@ -139,14 +139,14 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="repeat those that survived")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        for name in ("semmoe", "tests"):
+        for name in ("src", "tests"):
             shutil.copytree(ROOT / name, Path(folder) / name)
         shutil.copy(ROOT / "pyproject.toml", folder)
         outcomes = run(options, Path(folder))
     survivors = [mutant for mutant in outcomes if mutant["outcome"] == "survived"]
     print(f"{len(outcomes)} mutants, {len(survivors)} survived")
     for m in survivors:
-        print(f"semmoe/{m['module']}.py:{m['line']}\n  - {m['was']}\n  + {m['now']}")
+        print(f"src/semmoe/{m['module']}.py:{m['line']}\n  - {m['was']}\n  + {m['now']}")
 
 
 if __name__ == "__main__":

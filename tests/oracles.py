@@ -6,8 +6,8 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from semmoe.core import DECODE, Placement, Plan, RoutingTrace, Topology
-from semmoe.predictor import TOKEN_PRIOR
-from semmoe.scores import FRACTION, RUNNING_LIMIT, RUNNING_PRIOR
+from semmoe.tokens.kernels import FRACTION, RUNNING_LIMIT, RUNNING_PRIOR
+from semmoe.tokens.predictor import TOKEN_PRIOR
 
 
 def affinity_counts(trace: RoutingTrace):
@@ -134,7 +134,7 @@ def assign_slices(preferences, num_slices) -> list[int]:
 def replay(trace: RoutingTrace, plan: Plan, serving, batches):
     """Per layer: (local pairs, rows, load, mean over batches of load max / mean), by looking up token by token."""
     D, S, L = plan.topology.dp_size, plan.topology.attn_tp_size, trace.fingerprint.num_layers
-    requests = plan.schedule.requests if plan.schedule else None
+    requests = plan.requests if plan.requests.by_tables else None
     prompts = [trace.prompt(r).tolist() for r in range(trace.num_requests)]
     by_request = (
         [r % D for r in range(len(prompts))] if requests is None else algorithm_2(requests.request_scores, prompts)
@@ -157,7 +157,7 @@ def replay(trace: RoutingTrace, plan: Plan, serving, batches):
 
 
 def _homes(trace, plan, layer, batch, group, inside):
-    S, tables = plan.topology.attn_tp_size, plan.schedule.shuffle if plan.schedule else None
+    S, tables = plan.topology.attn_tp_size, plan.tokens if plan.tokens.by_tables else None
     home = [0] * len(batch)
     for d in range(plan.topology.dp_size):
         mine = [i for i, t in enumerate(batch) if group[t] == d]

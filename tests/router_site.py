@@ -11,11 +11,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import uvicorn
 
-from semmoe.core import Fingerprint, Plan, RequestMap, RequestTable, Schedule, Topology
+from semmoe.core import Fingerprint, Plan, Topology
+from semmoe.methods.paper_policies import PaperTable
 from semmoe.placement.linear import place
+from semmoe.requests.policy import PromptScores
 from semmoe.router.proxy import Router
 from semmoe.router.server import configuration, listen
 from semmoe.router.settings import RouterSettings
+from semmoe.tokens.slices import ByPosition
 
 VOCAB, MEAN = 4096, 10.0
 LOW, HIGH = [1, 2, 3], [4001, 4002, 4003]  # prompts that prefer rank 0 and rank 1
@@ -28,21 +31,28 @@ def request_map(ranks=2, **changes):
     zeros = np.zeros(ranks, np.float32)
     values = {"token_scores": scores, "token_weights": np.ones(VOCAB + 1, np.float32), "bias": zeros, "prices": zeros,
               "score_spread": 0.0, "mean_length": MEAN}  # fmt: skip
-    return RequestMap(**{**values, **changes})
+    return PromptScores(**{**values, **changes})
 
 
 def request_table(ranks=2):
     scores = np.zeros((VOCAB + 1, ranks), np.float32)
     scores[: VOCAB // 2, 0] = scores[VOCAB // 2 : VOCAB, 1] = 1
-    return RequestTable(request_scores=scores, request_source=np.ones(VOCAB + 1, np.uint8))
+    return PaperTable(request_scores=scores, request_source=np.ones(VOCAB + 1, np.uint8))
 
 
 def make_plan(requests=None, ranks=2, tokenizer_hash=""):
     identity = Fingerprint(model="m", architecture_hash="", tokenizer_hash=tokenizer_hash, vocab_size=VOCAB,
                            num_layers=1, num_experts=4, top_k=2)  # fmt: skip
-    schedule = Schedule(requests=request_map(ranks) if requests is None else requests, shuffle=None)
+    policy = request_map(ranks) if requests is None else requests
     topology = Topology(ep_size=ranks, dp_size=ranks)
-    return Plan(topology=topology, placement=place(1, 4, ranks), schedule=schedule, fingerprint=identity, method="test")
+    return Plan(
+        topology=topology,
+        placement=place(1, 4, ranks),
+        tokens=ByPosition(),
+        requests=policy,
+        fingerprint=identity,
+        method="test",
+    )
 
 
 @dataclass

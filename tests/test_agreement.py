@@ -48,10 +48,10 @@ def test_the_same_plan_is_agreed_on(case):
 def test_a_single_value_of_a_table_is_enough():
     def run(comm):
         plan = make_plan("request map and scores")
-        scores = plan.schedule.shuffle.token_scores.copy()
+        scores = plan.tokens.token_scores.copy()
         scores[1, 2, 0] += comm.rank == 2
-        shuffle = replace(plan.schedule.shuffle, token_scores=scores)
-        return outcome(comm, replace(plan, schedule=replace(plan.schedule, shuffle=shuffle)))
+        shuffle = replace(plan.tokens, token_scores=scores)
+        return outcome(comm, replace(plan, tokens=shuffle))
 
     assert all("the plan of rank 2 is not" in said for said in on_threads(4, run))
 

@@ -21,6 +21,8 @@ from semmoe.core import Placement, Plan, Topology
 from semmoe.demo import MODEL
 from semmoe.engines.transformers.model import fingerprint_of, load_model
 from semmoe.plan import load_plan, save_plan
+from semmoe.requests.policy import RoundRobin
+from semmoe.tokens.slices import ByPosition
 
 
 def run(*arguments):
@@ -50,7 +52,13 @@ def plan_for(path, folder, redundant=0, **topology):
         physical_to_logical_map=np.array(rows, np.int32), num_experts=f.num_experts, ep_size=topology.ep_size
     )
     plan = Plan(
-        topology=topology, placement=placement, schedule=None, fingerprint=f, method="test", trace_hash="1234"
+        topology=topology,
+        placement=placement,
+        tokens=ByPosition(),
+        requests=RoundRobin(num_groups=topology.dp_size),
+        fingerprint=f,
+        method="test",
+        trace_hash="1234",
     )  # fmt: skip
     save_plan(plan, folder)
     return folder

@@ -3,9 +3,12 @@
 import numpy as np
 import pytest
 
-from semmoe.core import Fingerprint, Plan, RequestMap, RequestTable, Schedule, Topology
+from semmoe.core import Fingerprint, Plan, Topology
 from semmoe.engines.balancer import RequestBalancer
+from semmoe.methods.paper_policies import PaperTable
 from semmoe.placement.linear import place, vanilla_plan
+from semmoe.requests.policy import PromptScores
+from semmoe.tokens.slices import ByPosition
 
 V, MEAN = 8, 10.0
 IDENTITY = Fingerprint(
@@ -16,7 +19,7 @@ IDENTITY = Fingerprint(
 def plan(requests, groups=2):
     topology = Topology(ep_size=groups, dp_size=groups)
     return Plan(
-        topology=topology, placement=place(1, 4, groups), schedule=Schedule(requests=requests, shuffle=None),
+        topology=topology, placement=place(1, 4, groups), tokens=ByPosition(), requests=requests,
         fingerprint=IDENTITY, method="test",
     )  # fmt: skip
 
@@ -26,7 +29,7 @@ def request_map(preferred=0):
     scores = np.zeros((V + 1, 2), np.float32)
     scores[:V, preferred] = 1
     zeros = np.zeros(2, np.float32)
-    return RequestMap(token_scores=scores, token_weights=np.ones(V + 1, np.float32), bias=zeros, prices=zeros,
+    return PromptScores(token_scores=scores, token_weights=np.ones(V + 1, np.float32), bias=zeros, prices=zeros,
                       score_spread=0.0, mean_length=MEAN)  # fmt: skip
 
 
@@ -85,7 +88,7 @@ def test_unknown_ids_are_counted():
 
 
 def test_the_papers_table():
-    table = RequestTable(
+    table = PaperTable(
         request_scores=np.tile(np.array([[0.2, 0.8]], np.float32), (V + 1, 1)),
         request_source=np.array([1] * V + [0], np.uint8),
     )

@@ -17,8 +17,8 @@ from semmoe.engines.transformers import model as models
 from semmoe.engines.transformers.recorder import record
 from semmoe.files import save_json
 from semmoe.settings import CoclusterSettings, GenerateSettings, ReplaySettings, SolveSettings
-from semmoe.solve import expect, solve
-from semmoe.split import split
+from semmoe.solver import expect, solve
+from semmoe.splitter import split
 from semmoe.texts import held_out_prompts
 
 SHAPE = cost.LayerShape(hidden_size=1000, expert_size=10, top_k=2)

@@ -25,7 +25,10 @@ from semmoe.checkpoint.shards import CHUNK, copy_bytes, read_shard
 from semmoe.checkpoint.verify import to_float, verify
 from semmoe.core import Fingerprint, Placement, Plan, Topology
 from semmoe.demo import MODEL
-from semmoe.engines.transformers.model import fingerprint_of, load_model, load_tokenizer
+from semmoe.engines.transformers.model import fingerprint_of, load_model
+from semmoe.engines.transformers.tokenizer import load_tokenizer
+from semmoe.requests.policy import RoundRobin
+from semmoe.tokens.slices import ByPosition
 
 MODELS = CONFIGS | {
     "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
@@ -54,7 +57,14 @@ def plan_of(f, orders, ep_size=4):
     placement = Placement(
         physical_to_logical_map=np.asarray(orders, np.int32), num_experts=f.num_experts, ep_size=ep_size
     )
-    return Plan(topology=Topology(ep_size=ep_size), placement=placement, schedule=None, fingerprint=f, method="test")
+    return Plan(
+        topology=Topology(ep_size=ep_size),
+        placement=placement,
+        tokens=ByPosition(),
+        requests=RoundRobin(num_groups=1),
+        fingerprint=f,
+        method="test",
+    )
 
 
 def random_orders(f, seed=0):

@@ -20,8 +20,8 @@ from semmoe.cost import load_links
 from semmoe.demo import MODEL
 from semmoe.engines.transformers.tokenizer import load_tokenizer
 from semmoe.files import save_json
+from semmoe.methods import METHODS
 from semmoe.plan import load_plan
-from semmoe.settings import METHODS
 from semmoe.trace import open_trace, save_trace
 
 PROMPTS = [f"def function_{i}(argument):\n    return argument + {i} # {'text ' * (i % 5)}\n" for i in range(24)]
@@ -479,7 +479,7 @@ def test_ctrl_c_elsewhere_promises_no_resuming(work, tmp_path, monkeypatch):
     def interrupt(*arguments, **settings):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("semmoe.solve.solve", interrupt)
+    monkeypatch.setattr("semmoe.solver.solve", interrupt)
     result = run("solve", work / "trace", "--ep-size", 4, "--out", tmp_path / "plan")
     assert result.exit_code == 130
     assert "stopped; nothing was left half-written" in result.stderr

@@ -8,7 +8,7 @@ from synthetic import make_trace, random_trace
 
 from semmoe.affinity import build_affinity
 from semmoe.concentration import concentration, next_layer_hit_rate, prediction, quantiles, token_statistics
-from semmoe.split import split
+from semmoe.splitter import split
 
 
 def test_hotness_of_the_docstring_s_example():

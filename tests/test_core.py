@@ -12,6 +12,8 @@ from synthetic import make_fingerprint, make_trace, random_trace
 
 import semmoe
 from semmoe.core import Placement, Plan, RoutingTrace, Topology
+from semmoe.requests.policy import RoundRobin
+from semmoe.tokens.slices import ByPosition
 
 
 @pytest.mark.parametrize(
@@ -199,7 +201,14 @@ def test_placement_refuses_a_map_that_cannot_serve(row, ep_size, message):
 def test_plan_is_refused_on_another_model():
     placement = Placement(physical_to_logical_map=np.array([[0, 1]], np.int32), num_experts=2, ep_size=2)
     mine = make_fingerprint(num_layers=1, num_experts=2)
-    plan = Plan(topology=Topology(ep_size=2), placement=placement, schedule=None, fingerprint=mine, method="linear")
+    plan = Plan(
+        topology=Topology(ep_size=2),
+        placement=placement,
+        tokens=ByPosition(),
+        requests=RoundRobin(num_groups=1),
+        fingerprint=mine,
+        method="linear",
+    )
     plan.check(replace(mine, model="a copy elsewhere"))
     with pytest.raises(ValueError, match="tokenizer_hash is t there \\(toy\\) and other here \\(theirs\\)"):
         plan.check(replace(mine, model="theirs", tokenizer_hash="other"))

@@ -74,7 +74,7 @@ def test_without_the_packages_the_demo_says_how_to_get_a_report(tmp_path, monkey
 
 
 def test_demo_prompts_are_held_out_and_profile_and_evaluation_share_no_text():
-    from semmoe.engines.transformers.model import load_tokenizer
+    from semmoe.engines.transformers.tokenizer import load_tokenizer
 
     profile, evaluation = demo_prompts(DemoSettings(), load_tokenizer(str(MODEL)))
     assert len(profile) == DemoSettings().profile_prompts
@@ -86,7 +86,7 @@ def test_demo_prompts_are_held_out_and_profile_and_evaluation_share_no_text():
 
 def test_the_demo_takes_a_dataset_of_ones_own(tmp_path, monkeypatch):
     from semmoe.dataset import load_dataset
-    from semmoe.engines.transformers.model import load_tokenizer
+    from semmoe.engines.transformers.tokenizer import load_tokenizer
 
     dataset = tmp_path / "own.jsonl"
     dataset.write_text(

@@ -216,7 +216,7 @@ def test_every_command_is_on_the_commands_page():
 
 def messages():
     """Every text of our source, f-strings by their parts."""
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "semmoe").rglob("*.py")]
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "src/semmoe").rglob("*.py")]
     return "\n".join(
         n.value for t in trees for n in ast.walk(t) if isinstance(n, ast.Constant) and isinstance(n.value, str)
     )

@@ -15,17 +15,17 @@ import pytest
 import torch
 from ranks import on_ranks
 from test_shuffle_kernels import as_interpreted, wide
+from test_shuffler_device import SIZE, SLOTS, device_shuffler, plan
 from test_static import batch, one_layer, pair_case
-from test_tp_device import SIZE, SLOTS, device_shuffler, plan
 from triton_runs import interpret
 
 from semmoe.engines.sglang.settings import SglangSettings
 from semmoe.engines.sglang.static import StaticBoundaryShuffle
-from semmoe.runtime import reference, static, tp_device
+from semmoe.runtime import reference, shuffler_device, static
 from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.fused import PeerBuffers, fused_all_gather, fused_reduce_scatter, symmetric_buffers
+from semmoe.runtime.shuffler_device import DeviceShuffler
 from semmoe.runtime.static import static_handle
-from semmoe.runtime.tp_device import DeviceShuffler
 
 BYTES = 4096
 
@@ -152,7 +152,7 @@ def handles(seed: int) -> list[torch.Tensor]:
 def check_handles() -> None:
     """Predicted, assigned and sorted by kernels as by torch; they stay in place for what comes after."""
     expected = [handles(seed) for seed in range(2)]
-    for module in (static, tp_device):
+    for module in (static, shuffler_device):
         module.triton_kernels = lambda name, tensor: import_module(f"semmoe.runtime.kernels.{name}")
     for seed in range(2):
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(handles(seed), expected[seed], strict=True))

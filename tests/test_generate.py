@@ -19,7 +19,7 @@ from semmoe.metrics import serving_ranks
 from semmoe.placement.linear import vanilla_plan
 from semmoe.runtime.dispatch import combine, dispatch
 from semmoe.settings import CoclusterSettings, GenerateSettings, PaperSettings, SolveSettings
-from semmoe.solve import solve
+from semmoe.solver import solve
 
 pytestmark = pytest.mark.dist
 # 10 prompts, two at a time: groups of 3 and 2 requests, so that some groups idle while others still decode.

@@ -5,8 +5,8 @@ import re
 from pathlib import Path
 
 import semmoe
-from semmoe.engines import metrics
-from semmoe.router import metrics as router_metrics
+from semmoe.engines import counters
+from semmoe.router import counters as router_counters
 
 DASHBOARD = json.loads((Path(semmoe.__file__).parent / "grafana/dashboard.json").read_text())
 
@@ -17,7 +17,7 @@ def documented(module, prefix):
     return {prefix + name: set(re.findall(r"\w+", labels)) for names, labels in lines for name in names.split(", ")}
 
 
-KNOWN = documented(metrics, "semmoe_") | documented(router_metrics, "semmoe_router_")
+KNOWN = documented(counters, "semmoe_") | documented(router_counters, "semmoe_router_")
 
 
 def test_every_query_asks_for_a_metric_and_labels_that_exist():

@@ -13,11 +13,11 @@ from semmoe.core import Topology
 from semmoe.placement import cocluster
 from semmoe.placement.cocluster import Layout, Measured, choose, expected_load, place, search_layer
 from semmoe.plan import load_plan, save_plan
-from semmoe.predictor import fit
-from semmoe.replay import replay
+from semmoe.replayer import replay
 from semmoe.settings import CoclusterSettings, PredictorSettings, ReplaySettings, SolveSettings
-from semmoe.solve import solve
-from semmoe.split import split
+from semmoe.solver import solve
+from semmoe.splitter import split
+from semmoe.tokens.predictor import fit
 
 QUICK = CoclusterSettings(starts=1, kicks=1, sweeps=2, batch_tokens=64)
 THOROUGH = CoclusterSettings(starts=4, kicks=4, sweeps=8, batch_tokens=64)
@@ -342,8 +342,8 @@ def test_from_a_trace_to_a_plan_that_replays_the_same_when_it_is_read_back(tmp_p
     profile = replace(profile, expert_ids=profile.expert_ids.copy())
     profile.expert_ids[:8] = np.stack([np.arange(8), (np.arange(8) + 1) % 8], axis=1)[:, None]
     plan = solve(profile, topology, replace(SOLVE, redundant_experts=redundant))
-    assert (plan.schedule.requests is None) == (topology.dp_size == 1)
-    assert (plan.schedule.shuffle is None) == (topology.attn_tp_size == 1)
+    assert plan.requests.by_tables == (topology.dp_size > 1)
+    assert plan.tokens.by_tables == (topology.attn_tp_size > 1)
     save_plan(plan, tmp_path / "plan")
     for batches in ("mixed", "prefill"):
         measure = ReplaySettings(batch_tokens=32, batches=batches)
@@ -380,7 +380,8 @@ def test_experts_that_were_never_used_are_placed_too():
 def test_one_rank_hosts_everything():
     trace = random_trace(0)
     plan = solve(trace, Topology(ep_size=1), SOLVE)
-    assert plan.schedule is None
+    assert not plan.tokens.by_tables
+    assert not plan.requests.by_tables
     assert replay(trace, plan, ReplaySettings()).total.lar == 1.0
 
 

@@ -16,7 +16,7 @@ from semmoe import plan as plan_module
 from semmoe.core import Topology
 from semmoe.plan import load_plan, save_plan
 from semmoe.settings import CoclusterSettings, PaperSettings, PredictorSettings, SolveSettings
-from semmoe.solve import solve
+from semmoe.solver import solve
 
 QUICK = PaperSettings(steps=2, swaps_per_expert=10)
 SEMMOE = SolveSettings(
@@ -32,6 +32,9 @@ CASES = {
     "request map": (4, SEMMOE),
     "request map and scores": (2, replace(SEMMOE, redundant_experts=4)),
 }
+
+
+UNPREFIXED = ("physical_to_logical_map", "static_dispatch", "profiled_requests", "surprise")
 
 
 def make_plan(case: str):
@@ -91,7 +94,8 @@ def edit_arrays(path: Path, **changes) -> None:
 
 def refuses_arrays(mode, folder, changes, message):
     """A saved plan whose arrays were changed is refused, by what is wrong and by its path."""
-    path = saved(mode, folder)
+    path, policy = saved(mode, folder), "tokens" if mode in ("tp", "scores") else "requests"
+    changes = {name if name in UNPREFIXED else f"{policy}.{name}": array for name, array in changes.items()}
     edit_arrays(path / "plan.safetensors", **changes)
     refuses(path, message)
 
@@ -133,13 +137,19 @@ def test_hashes_of_requests_are_bounded_and_checked(tmp_path, monkeypatch):
     refuses(path, "profiled_requests holds more than 2 hashes")
 
 
-def test_a_plan_of_before_that_keeps_no_hashes_loads(tmp_path):
+def test_a_plan_without_hashes_of_requests_loads(tmp_path):
     path = saved("tp", tmp_path)
     edit_arrays(path / "plan.safetensors", profiled_requests=None)
-    header = json.loads((path / "plan.json").read_text())
-    assert header.pop("profiled_requests") is True
-    (path / "plan.json").write_text(json.dumps(header))
+    edit_json(path / "plan.json", profiled_requests=False)
     assert load_plan(path).profiled_requests is None
+
+
+def test_a_plan_of_an_older_schema_is_refused_with_how_to_make_it_again(tmp_path):
+    path = saved("tp", tmp_path)
+    header = json.loads((path / "plan.json").read_text())
+    older = {name: value for name, value in header.items() if name not in ("tokens", "requests")}
+    (path / "plan.json").write_text(json.dumps(older | {"schema_version": 1, "lookback": 2, "schedules_data": True}))
+    refuses(path, "has schema version 1, and this semmoe reads 2: make it again with `semmoe solve`")
 
 
 def ranks(value: int) -> np.ndarray:
@@ -236,19 +246,27 @@ def test_tampered_request_tables_are_refused(tmp_path, changes, message):
         ({"surprise": 1}, "surprise"),
         ({"topology__surprise": 1}, "surprise"),
         ({"fingerprint__surprise": 1}, "surprise"),
-        ({"schema_version": 2}, "schema version 2, expected 1"),
+        ({"schema_version": 3}, "schema version 3, and this semmoe reads 2"),
         ({"method": 3}, "method"),
         ({"topology__dp_size": 3}, "dp_size 3 does not divide"),
         ({"topology__ep_size": "4"}, "ep_size"),
-        ({"topology__dp_size": 4, "topology__attn_tp_size": 1}, "safetensors holds"),
-        ({"schedules_data": False}, "safetensors holds"),
-        ({"lookback": 3}, "path_ranks has shape|path_confidence has shape"),
-        ({"lookback": None}, "lookback None is out of range"),
-        ({"lookback": -1}, "lookback -1 is out of range"),
-        ({"lookback": 0}, "lookback 0 is out of range"),
-        ({"lookback": 11}, "lookback 11 is out of range"),
-        ({"lookback": 1 << 40}, "lookback 1099511627776 is out of range"),
-        ({"ordered": 0}, "safetensors holds"),
+        ({"topology__dp_size": 4, "topology__attn_tp_size": 1}, "1 groups of requests do not fit dp_size 4"),
+        ({"tokens__kind": "by-luck"}, "tokens are of kind 'by-luck', and this semmoe knows by-position"),
+        ({"tokens__kind": ["paper-tables"]}, "tokens are of kind"),
+        ({"tokens__kind": "by-position"}, "tokens of kind by-position state other numbers .*: lookback"),
+        ({"tokens": {"kind": "by-position"}}, "safetensors holds"),
+        ({"tokens": {}}, "tokens are of kind None"),
+        ({"requests": {"kind": "round-robin"}}, "requests of kind round-robin state other numbers .*: num_groups"),
+        ({"requests__num_groups": 2}, "2 groups of requests do not fit dp_size 1"),
+        ({"tokens__lookback": 3}, "path_ranks has shape|path_confidence has shape"),
+        ({"tokens__lookback": None}, "lookback of tokens must be int, not None"),
+        ({"tokens__lookback": 2.0}, "lookback of tokens must be int, not 2.0"),
+        ({"tokens__lookback": True}, "lookback of tokens must be int, not True"),
+        ({"tokens__lookback": -1}, "lookback must lie between 1 and 20, not -1"),
+        ({"tokens__lookback": 0}, "lookback must lie between 1 and 20, not 0"),
+        ({"tokens__lookback": 11}, "lookback 11 is out of range"),
+        ({"tokens__lookback": 1 << 40}, "lookback must lie between 1 and 20, not 1099511627776"),
+        ({"tokens__ordered": 0}, "tokens of kind paper-tables state other numbers .*: ordered"),
         ({"static_dispatch": True}, "safetensors holds"),
         ({"fingerprint__top_k": 0}, "top_k must lie between 1 and"),
         ({"fingerprint__num_groups": 3}, "3 gate groups do not divide 8 experts"),
@@ -298,20 +316,20 @@ def test_tampered_score_tables_are_refused(tmp_path, changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lookback": None}, "lookback None with . ordered is out of range|path_scores has shape"),
-        ({"lookback": 1, "ordered": 0}, r"path_scores has shape .*, expected \(3, 8, 4\)"),
-        ({"lookback": 3, "ordered": 3}, r"path_scores has shape .*, expected \(3, 48, 4\)"),
-        ({"lookback": -1}, "lookback -1 with . ordered is out of range"),
-        ({"lookback": 4}, "lookback 4 with . ordered is out of range"),
-        ({"lookback": 1 << 40}, "lookback 1099511627776 with . ordered is out of range"),
-        ({"ordered": 3}, "lookback 2 with 3 ordered is out of range"),
-        ({"ordered": -1}, "lookback 2 with -1 ordered is out of range"),
-        ({"ordered": None}, r"plan\.safetensors holds"),
-        ({"ordered": 0.5}, "ordered"),
+        ({"tokens__lookback": None}, "lookback of tokens must be int, not None"),
+        ({"tokens__lookback": 1, "tokens__ordered": 0}, r"path_scores has shape .*, expected \(3, 8, 4\)"),
+        ({"tokens__lookback": 3, "tokens__ordered": 3}, r"path_scores has shape .*, expected \(3, 48, 4\)"),
+        ({"tokens__lookback": -1}, "lookback must lie between 0 and 1,024, not -1"),
+        ({"tokens__lookback": 4}, "lookback 4 with . ordered is out of range"),
+        ({"tokens__lookback": 1 << 40}, "lookback must lie between 0 and 1,024, not 1099511627776"),
+        ({"tokens__ordered": 3}, "lookback 2 with 3 ordered is out of range"),
+        ({"tokens__ordered": -1}, "ordered must lie between 0 and 1,024, not -1"),
+        ({"tokens__ordered": None}, "ordered of tokens must be int, not None"),
+        ({"tokens__ordered": 0.5}, "ordered of tokens must be int, not 0.5"),
         ({"static_dispatch": False}, r"plan\.safetensors holds"),
         ({"static_dispatch": "yes"}, "static_dispatch"),
-        ({"request_map": 3}, "request_map"),
-        ({"fingerprint__top_k": 3, "ordered": 2}, r"path_scores has shape .*, expected \(3, 48, 4\)"),
+        ({"requests": 3}, "requests"),
+        ({"fingerprint__top_k": 3, "tokens__ordered": 2}, r"path_scores has shape .*, expected \(3, 48, 4\)"),
     ],
 )
 def test_a_tampered_header_of_score_tables_is_refused(tmp_path, changes, message):
@@ -321,18 +339,18 @@ def test_a_tampered_header_of_score_tables_is_refused(tmp_path, changes, message
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"request_map_scores": np.zeros((21, 3), np.float32)}, "request_map_scores has shape"),
-        ({"request_map_scores": np.zeros((20, 4), np.float32)}, "request_map_scores has shape"),
-        ({"request_map_scores": np.zeros((21, 4))}, "request_map_scores has type float64, expected float32"),
-        ({"request_map_scores": np.full((21, 4), np.nan, np.float32)}, "request_map_scores holds a value outside"),
-        ({"request_map_weights": np.full(21, -1, np.float32)}, "request_map_weights holds a value outside 0 to"),
-        ({"request_map_weights": np.full(21, np.inf, np.float32)}, "request_map_weights holds a value outside 0 to"),
-        ({"request_map_weights": np.zeros(20, np.float32)}, "request_map_weights has shape"),
-        ({"request_map_bias": np.full(4, np.nan, np.float32)}, "request_map_bias holds a value outside"),
-        ({"request_map_bias": np.zeros(5, np.float32)}, "request_map_bias has shape"),
-        ({"request_map_prices": np.full(4, -np.inf, np.float32)}, "request_map_prices holds a value outside"),
-        ({"request_map_prices": np.zeros((4, 1), np.float32)}, "request_map_prices has shape"),
-        ({"request_map_prices": None}, r"plan\.safetensors holds"),
+        ({"token_scores": np.zeros((21, 3), np.float32)}, "token_scores has shape"),
+        ({"token_scores": np.zeros((20, 4), np.float32)}, "token_scores has shape"),
+        ({"token_scores": np.zeros((21, 4))}, "token_scores has type float64, expected float32"),
+        ({"token_scores": np.full((21, 4), np.nan, np.float32)}, "token_scores holds a value outside"),
+        ({"token_weights": np.full(21, -1, np.float32)}, "token_weights holds a value outside 0 to"),
+        ({"token_weights": np.full(21, np.inf, np.float32)}, "token_weights holds a value outside 0 to"),
+        ({"token_weights": np.zeros(20, np.float32)}, "token_weights has shape"),
+        ({"bias": np.full(4, np.nan, np.float32)}, "bias holds a value outside"),
+        ({"bias": np.zeros(5, np.float32)}, "bias has shape"),
+        ({"prices": np.full(4, -np.inf, np.float32)}, "prices holds a value outside"),
+        ({"prices": np.zeros((4, 1), np.float32)}, "prices has shape"),
+        ({"prices": None}, r"plan\.safetensors holds"),
         ({"request_scores": np.zeros((21, 4), np.float32)}, r"plan\.safetensors holds"),
     ],
 )
@@ -341,27 +359,26 @@ def test_a_tampered_request_map_is_refused(tmp_path, changes, message):
 
 
 def test_a_map_of_requests_is_no_table_of_their_tokens(tmp_path):
-    numbers = {"score_spread": 0.1, "mean_length": 3.0, "cache_weight": 0.0}
-    refuses_header("dp", tmp_path, {"request_map": numbers}, r"plan\.safetensors holds")
+    numbers = {"kind": "prompt-scores", "score_spread": 0.1, "mean_length": 3.0, "cache_weight": 0.0}
+    refuses_header("dp", tmp_path, {"requests": numbers}, r"plan\.safetensors holds")
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"request_map": None}, r"plan\.safetensors holds"),
-        ({"request_map": {}}, "request_map holds"),
-        ({"request_map": {"score_spread": 0.1}}, "request_map holds score_spread"),
-        ({"request_map": {"score_spread": 0.1, "mean_length": 3.0, "surprise": 1.0}}, "surprise"),
-        ({"request_map__score_spread": -0.1}, "request_map is out of range"),
-        ({"request_map__score_spread": 1.5}, "request_map is out of range"),
-        ({"request_map__score_spread": float("nan")}, "request_map"),
-        ({"request_map__mean_length": 0.0}, "request_map is out of range"),
-        ({"request_map__mean_length": float("inf")}, "request_map"),
-        ({"request_map__mean_length": "long"}, "request_map.mean_length"),
-        ({"request_map__cache_weight": -0.5}, "request_map is out of range"),
-        ({"request_map__cache_weight": 1e9}, "request_map is out of range"),
-        ({"request_map__cache_weight": float("nan")}, "request_map"),
-        ({"request_map": {"score_spread": 0.1, "mean_length": 3.0}}, "request_map holds mean_length, score_spread"),
+        ({"requests": {"kind": "paper-table"}}, r"plan\.safetensors holds"),
+        ({"requests": {}}, "requests are of kind None"),
+        ({"requests": {"kind": "prompt-scores", "score_spread": 0.1}}, "state other numbers .*: cache_weight, mean"),
+        ({"requests__surprise": 1.0}, "surprise"),
+        ({"requests__score_spread": -0.1}, "score_spread must lie between 0 and 1, not -0.1"),
+        ({"requests__score_spread": 1.5}, "score_spread must lie between 0 and 1, not 1.5"),
+        ({"requests__score_spread": float("nan")}, "score_spread must lie between"),
+        ({"requests__mean_length": 0.0}, "mean_length must lie between"),
+        ({"requests__mean_length": float("inf")}, "mean_length must lie between"),
+        ({"requests__mean_length": "long"}, "mean_length of requests must be float, not 'long'"),
+        ({"requests__cache_weight": -0.5}, "cache_weight must lie between"),
+        ({"requests__cache_weight": 1e9}, "cache_weight must lie between"),
+        ({"requests__cache_weight": float("nan")}, "cache_weight must lie between"),
     ],
 )
 def test_a_request_map_s_numbers_are_checked(tmp_path, changes, message):

@@ -20,8 +20,8 @@ from semmoe.plan import load_plan, save_plan
 from semmoe.report import experts, figures, gather, layers, page, serving, verdict
 from semmoe.report.records import Figures
 from semmoe.settings import CoclusterSettings, PaperSettings, PredictorSettings, ReplaySettings, SolveSettings
-from semmoe.solve import expect, solve, solve_methods
-from semmoe.solve import score as score_plans
+from semmoe.solver import expect, solve, solve_methods
+from semmoe.solver import score as score_plans
 from semmoe.trace import save_trace
 
 ROOT = Path(__file__).parents[1]

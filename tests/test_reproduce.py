@@ -16,8 +16,8 @@ from lab.inputs import Inputs
 from lab.item import LackingError
 from lab.subjects import FIELDS, field_of
 from semmoe.core import Topology
-from semmoe.measured import serving_sweep
 from semmoe.placement.linear import vanilla_plan
+from semmoe.results import serving_sweep
 from semmoe.settings import CoclusterSettings, MoETunerSettings, SolveSettings
 from semmoe.trace import save_trace
 

@@ -20,6 +20,8 @@ from semmoe.engines.sglang.step import read_step
 from semmoe.engines.step import SlotWatch
 from semmoe.engines.transformers.model import fingerprint_of
 from semmoe.placement.linear import vanilla_plan
+from semmoe.requests.policy import RoundRobin
+from semmoe.tokens.slices import ByPosition
 
 IDENTITY = Fingerprint(
     model="m", architecture_hash="", tokenizer_hash="", vocab_size=8, num_layers=1, num_experts=3, top_k=2
@@ -29,7 +31,14 @@ IDENTITY = Fingerprint(
 def copies_plan():
     """Experts 0 1 | 1 2 on two ranks."""
     placement = Placement(physical_to_logical_map=np.array([[0, 1, 1, 2]], np.int32), num_experts=3, ep_size=2)
-    return Plan(topology=Topology(ep_size=2), placement=placement, schedule=None, fingerprint=IDENTITY, method="test")
+    return Plan(
+        topology=Topology(ep_size=2),
+        placement=placement,
+        tokens=ByPosition(),
+        requests=RoundRobin(num_groups=1),
+        fingerprint=IDENTITY,
+        method="test",
+    )
 
 
 def test_each_rank_is_served_by_its_own_copy():
@@ -86,11 +95,16 @@ def serve(tmp_path, monkeypatch, attention, redundant, *options, shuffle="layer"
     monkeypatch.setattr(launch, "on_cpu", lambda: cpu)
     topology = Topology(ep_size=2, dp_size=2 if attention == "dp" else 1)
     plan = vanilla_plan(fingerprint_of(str(MODEL)), topology)
-    experts, tables = np.arange(32 + redundant) % 32, None
+    experts = np.arange(32 + redundant) % 32
     placement = replace(plan.placement, physical_to_logical_map=np.tile(experts, (6, 1)).astype(np.int32))
-    if attention == "tp":
-        tables = SimpleNamespace(shuffle=object(), requests=None)
-    plan = SimpleNamespace(placement=placement, schedule=tables, topology=topology, fingerprint=plan.fingerprint)
+    tables = SimpleNamespace(by_tables=attention == "tp")
+    plan = SimpleNamespace(
+        placement=placement,
+        tokens=tables,
+        requests=SimpleNamespace(by_tables=False),
+        topology=topology,
+        fingerprint=plan.fingerprint,
+    )
     given = SglangSettings(control=str(tmp_path), shuffle=shuffle)
     return launch.server(model, plan, topology, given, "h", 1, list(options))[1]
 

@@ -5,7 +5,6 @@ import pytest
 import torch
 from ranks import on_ranks, on_threads
 
-from semmoe.assignment import slice_size
 from semmoe.runtime import collectives, reference
 from semmoe.runtime.collectives import (
     shuffle_handle,
@@ -13,6 +12,7 @@ from semmoe.runtime.collectives import (
     shuffled_all_gathers,
     shuffled_reduce_scatter,
 )
+from semmoe.tokens.slices import slice_size
 
 pytestmark = pytest.mark.dist
 

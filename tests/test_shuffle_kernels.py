@@ -4,8 +4,8 @@ import pytest
 import torch
 from triton_runs import NO_TRITON, TARGETS, compiles, interpret
 
-from semmoe.assignment import slice_size
 from semmoe.runtime import reference
+from semmoe.tokens.slices import slice_size
 
 DTYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float64: "*fp64"}
 SHAPES = ((1, 1, 1), (2, 9, 17), (3, 4, 40), (8, 33, 64), (5, 2, 3))  # ranks, tokens, width

@@ -12,8 +12,9 @@ from safetensors.numpy import save_file
 from synthetic import random_trace
 from test_plan import saved
 
+from semmoe.bounds import MOST_EXPERTS
 from semmoe.checkpoint.directory import read_config
-from semmoe.core import MOST_EXPERTS, Placement
+from semmoe.core import Placement
 from semmoe.engines.transformers.model import fingerprint_of
 from semmoe.plan import load_plan
 from semmoe.trace import open_trace, save_trace

@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 import torch
 from ranks import on_ranks
-from test_scores import TOP_K
-from test_tp_device import SLOTS, plan
+from test_shuffler_device import SLOTS, plan
+from test_tokens_slices import TOP_K
 
 from semmoe.core import Plan, Topology
 from semmoe.engines.sglang.settings import SglangSettings
 from semmoe.engines.sglang.static import DeviceSlotWatch, StaticBoundaryShuffle
 from semmoe.engines.step import SlotWatch, Step
 from semmoe.runtime import reference
+from semmoe.runtime.shuffler_device import PADDING_SLOT, DeviceShuffler
 from semmoe.runtime.static import static_all_gather, static_handle, static_reduce_scatter
-from semmoe.runtime.tp_device import PADDING_SLOT, DeviceShuffler
 
 
 def test_a_handle_by_hand():

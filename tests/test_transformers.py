@@ -9,7 +9,7 @@ from models import CONFIGS, build
 
 from semmoe.core import DECODE, PREFILL
 from semmoe.engines.transformers import model as models
-from semmoe.engines.transformers.recorder import profile
+from semmoe.engines.transformers.recorder import record_prompts
 from semmoe.engines.transformers.verify import plain_generate
 from semmoe.settings import GenerateSettings
 from semmoe.trace import TraceHeader, TraceWriter, open_trace
@@ -26,7 +26,7 @@ def record(path, out, **settings):
     model = models.load_model(path)
     header = TraceHeader(fingerprint=models.fingerprint_of(path), dataset_hash="test", settings={})
     with TraceWriter(out, header) as writer:
-        profile(model, PROMPTS, writer, **settings)
+        record_prompts(model, PROMPTS, writer, **settings)
     return model, open_trace(out)
 
 
@@ -89,10 +89,10 @@ def test_profile_resumes_where_it_was_stopped(checkpoints, tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt), TraceWriter(tmp_path / "parts", header) as writer:
-        profile(model, PROMPTS, writer, batch_size=2, progress=stop)
+        record_prompts(model, PROMPTS, writer, batch_size=2, progress=stop)
     assert open_trace(tmp_path / "parts").num_requests == 2
     with TraceWriter(tmp_path / "parts", header) as writer:
-        profile(model, PROMPTS, writer, batch_size=2)
+        record_prompts(model, PROMPTS, writer, batch_size=2)
     assert open_trace(tmp_path / "parts").digest() == whole.digest()
 
 

@@ -19,7 +19,9 @@ from semmoe.engines.vllm.registry import around, prove
 from semmoe.engines.vllm.routing import RealRows, RoutedLayer
 from semmoe.engines.vllm.settings import VllmSettings
 from semmoe.engines.vllm.step import Slots, accepted, fed_tokens, read_step
+from semmoe.requests.policy import RoundRobin
 from semmoe.runtime.traffic import TrafficCounter
+from semmoe.tokens.slices import ByPosition
 
 COPIES = np.array([[0, 1, 1, 2], [2, 0, 1, 0]], np.int32)  # three experts on two ranks, one of them twice
 
@@ -29,7 +31,14 @@ def plan():
         model="m", architecture_hash="", tokenizer_hash="", vocab_size=8, num_layers=2, num_experts=3, top_k=2
     )
     placement = Placement(physical_to_logical_map=COPIES, num_experts=3, ep_size=2)
-    return Plan(topology=Topology(ep_size=2), placement=placement, schedule=None, fingerprint=identity, method="test")
+    return Plan(
+        topology=Topology(ep_size=2),
+        placement=placement,
+        tokens=ByPosition(),
+        requests=RoundRobin(num_groups=1),
+        fingerprint=identity,
+        method="test",
+    )
 
 
 class Experts:
@@ -247,7 +256,7 @@ def test_a_backend_that_sends_rows_where_they_go_is_chosen(deep_ep, monkeypatch,
 
 
 def test_another_load_balancer_is_refused_where_the_plan_schedules_requests():
-    requests = SimpleNamespace(schedule=SimpleNamespace(requests=object()))
+    requests = SimpleNamespace(requests=SimpleNamespace(by_tables=True))
     for word in ("--data-parallel-external-lb", "-dph", "--data-parallel-rank=1"):
         with pytest.raises(ValueError, match=f"{word.split('=')[0]}: another load balancer"):
             launch.check_balancer(requests, VllmSettings(), ["--seed", "1", word])

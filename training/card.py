@@ -1,6 +1,6 @@
 """Write the model card from what `train.py` measured.
 
-python training/card.py training/out/training.json semmoe/models/tiny
+python training/card.py training/out/training.json src/semmoe/models/tiny
 """
 
 import argparse
@@ -38,7 +38,7 @@ def card(report: dict) -> str:
         "",
         *[f"- {source}" for source in report["sources"]],
         "",
-        "Held out of training, whole: the modules and topics listed in `semmoe/texts.py` "
+        "Held out of training, whole: the modules and topics listed in `src/semmoe/texts.py` "
         f"({sum(map(len, HELD_OUT.values()))} of them), and any paragraph of theirs that stands elsewhere; "
         f"MMLU subjects {', '.join(sorted(HELD_OUT_SUBJECTS))}; every tenth FIDBench chat.",
         "",

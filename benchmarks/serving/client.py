@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from semmoe.demo import MODEL
-from semmoe.engines.transformers.model import load_tokenizer
+from semmoe.engines.transformers.tokenizer import load_tokenizer
 from serving.engine import Engine
 from serving.server import Server, ServerError
 

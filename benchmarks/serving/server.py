@@ -20,11 +20,12 @@ from network import DEVICE, Network, command_on, environment_of
 from semmoe.core import Topology
 from semmoe.dataset import encode, load_dataset
 from semmoe.demo import MODEL, demo_prompts
-from semmoe.engines.transformers.model import load_model, load_tokenizer
+from semmoe.engines.transformers.model import load_model
 from semmoe.engines.transformers.recorder import record
+from semmoe.engines.transformers.tokenizer import load_tokenizer
 from semmoe.plan import save_plan
 from semmoe.settings import DemoSettings, SolveSettings
-from semmoe.solve import solve
+from semmoe.solver import solve
 from serving.engine import RANKS, Command, Engine, SetUp
 
 MOST_PROMPTS = 1000  # of a data set

@@ -11,10 +11,11 @@ from semmoe.core import Topology
 from semmoe.dataset import Prompt, encode
 from semmoe.demo import MODEL
 from semmoe.engines.transformers import recorder, verify
-from semmoe.engines.transformers.model import load_model, load_tokenizer
+from semmoe.engines.transformers.model import load_model
+from semmoe.engines.transformers.tokenizer import load_tokenizer
 from semmoe.plan import save_plan
 from semmoe.settings import CoclusterSettings, GenerateSettings, SolveSettings
-from semmoe.solve import solve
+from semmoe.solver import solve
 from semmoe.texts import held_out_prompts
 
 pytest.register_assert_rewrite("server_tests", "start_tests")

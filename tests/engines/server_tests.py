@@ -155,7 +155,7 @@ def check(model, prompts, reference, outputs):
 
 def check_openai(url, model, prompts, reference):
     """What an OpenAI client gets, streaming and not, as text."""
-    from semmoe.engines.transformers.model import load_tokenizer
+    from semmoe.engines.transformers.tokenizer import load_tokenizer
 
     tokenizer, client = load_tokenizer(model), openai.OpenAI(base_url=f"{url}/v1", api_key="none")
     for i in (3, 7, 11):

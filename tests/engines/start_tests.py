@@ -64,8 +64,7 @@ class StartTests:
 def save_stale(path: str, out: Path) -> Path:
     """A plan that sends tokens to the other one of two ranks."""
     plan = load_plan(path)
-    shuffle = plan.schedule.shuffle
+    shuffle = plan.tokens
     swapped = np.ascontiguousarray(shuffle.token_scores[..., ::-1])
-    schedule = replace(plan.schedule, shuffle=replace(shuffle, token_scores=swapped))
-    save_plan(replace(plan, schedule=schedule), out)
+    save_plan(replace(plan, tokens=replace(shuffle, token_scores=swapped)), out)
     return out

@@ -19,7 +19,7 @@ from semmoe.engines.transformers.model import load_model
 from semmoe.engines.transformers.recorder import record
 from semmoe.placement.linear import vanilla_plan
 from semmoe.settings import CoclusterSettings, GenerateSettings, SolveSettings
-from semmoe.solve import solve
+from semmoe.solver import solve
 
 pytestmark = pytest.mark.dist
 SETTINGS = GenerateSettings(max_new_tokens=8, batch_size=4)  # as of the references

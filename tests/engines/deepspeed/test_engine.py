@@ -17,7 +17,7 @@ from semmoe.engines.transformers.model import fingerprint_of, load_model
 from semmoe.placement.linear import vanilla_plan
 from semmoe.plan import save_plan
 from semmoe.settings import CoclusterSettings, SolveSettings
-from semmoe.solve import solve
+from semmoe.solver import solve
 from semmoe.trace import TraceHeader, TraceWriter, open_trace
 
 pytestmark = pytest.mark.dist

@@ -9,7 +9,7 @@ from semmoe.engines.transformers.generate import generate
 from semmoe.engines.transformers.recorder import record
 from semmoe.placement.linear import vanilla_plan
 from semmoe.settings import SolveSettings
-from semmoe.solve import solve
+from semmoe.solver import solve
 
 pytestmark = pytest.mark.dist
 

@@ -13,7 +13,7 @@ from semmoe.engines.transformers import recorder
 from semmoe.engines.transformers.model import load_model
 from semmoe.plan import save_plan
 from semmoe.settings import CoclusterSettings, SolveSettings
-from semmoe.solve import solve
+from semmoe.solver import solve
 
 pytestmark = pytest.mark.timeout(900)  # each test starts three engines
 NEW_TOKENS = 8

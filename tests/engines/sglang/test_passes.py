@@ -14,8 +14,8 @@ from semmoe.engines.sglang.shuffle import BoundaryShuffle
 from semmoe.engines.sglang.static import StaticBoundaryShuffle
 from semmoe.engines.sglang.step import read_step
 from semmoe.plan import load_plan
-from semmoe.runtime.tp import TokenShuffler
-from semmoe.runtime.tp_device import DeviceShuffler
+from semmoe.runtime.shuffler import TokenShuffler
+from semmoe.runtime.shuffler_device import DeviceShuffler
 
 LAYERS, EXPERTS, TOP_K = 6, 32, 4
 

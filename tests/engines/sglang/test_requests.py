@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from semmoe.engines.metrics import Counters
+from semmoe.engines.counters import Counters
 from semmoe.engines.sglang.requests import RequestHook
 from semmoe.plan import load_plan
 

@@ -10,10 +10,11 @@ from safetensors.torch import load_file
 from semmoe.core import Topology
 from semmoe.demo import MODEL
 from semmoe.engines.transformers import recorder, verify
-from semmoe.engines.transformers.model import load_model, load_tokenizer
+from semmoe.engines.transformers.model import load_model
+from semmoe.engines.transformers.tokenizer import load_tokenizer
 from semmoe.plan import save_plan
 from semmoe.settings import CoclusterSettings, GenerateSettings, SolveSettings
-from semmoe.solve import solve
+from semmoe.solver import solve
 
 NEW_TOKENS = 8
 EASY = CoclusterSettings(starts=1, kicks=1, sweeps=2)

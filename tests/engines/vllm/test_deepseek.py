@@ -12,7 +12,7 @@ from serving import num_parted
 from two_ranks import LATENT_HEADS, counted, make_plan, on_two_ranks
 
 from semmoe.demo import MODEL
-from semmoe.engines.transformers.model import load_tokenizer
+from semmoe.engines.transformers.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.timeout(600)  # for machines under load
 ROUTERS = {

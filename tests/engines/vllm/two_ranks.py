@@ -17,7 +17,7 @@ from semmoe.engines.transformers.model import load_model
 from semmoe.engines.vllm.launch import CPU_VARIABLES
 from semmoe.plan import save_plan
 from semmoe.settings import CoclusterSettings, SolveSettings
-from semmoe.solve import solve
+from semmoe.solver import solve
 
 FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(["rank"])  # vLLM is imported once

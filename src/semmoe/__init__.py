@@ -1,0 +1,42 @@
+"""Semantic parallelism for Mixture-of-Experts inference: place experts and schedule tokens together.
+
+    prompts -> engine -> RoutingTrace -> predictors -> placement -> policies = Plan -> engine
+               profile   split           solve                     replay, compare
+
+Public names are loaded on first use, so that `import semmoe` stays light; neither torch nor an engine is imported
+here or by any name below but `profile`, which runs a model.
+"""
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "Fingerprint": "core",
+    "Placement": "core",
+    "Plan": "core",
+    "ReplaySettings": "settings",
+    "RoutingTrace": "core",
+    "SolveSettings": "settings",
+    "Topology": "core",
+    "compare": "solver",
+    "load_plan": "plan",
+    "open_trace": "trace",
+    "profile": "engines.transformers.profile",
+    "replay": "replayer",
+    "save_plan": "plan",
+    "solve": "solver",
+    "split": "splitter",
+}
+__all__ = list(_PUBLIC)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'semmoe' has no attribute {name!r}")
+    return getattr(import_module(f"semmoe.{_PUBLIC[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

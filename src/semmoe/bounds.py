@@ -1,0 +1,111 @@
+"""What values may be: numbers of settings, arrays of policies, sizes that a file declares."""
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+# Sizes that a file may declare: beyond any model and cluster, and small enough for what is allocated by them.
+MOST_RANKS = 4096
+MOST_VOCABULARY = 1 << 22
+MOST_LAYERS = 1024
+MOST_EXPERTS = 4096  # of a layer
+MOST_TABLE = 1 << 28  # entries of an array by layer and expert, by layer and token id, or of layer x rank x expert
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise `ValueError(message)` unless `condition`: for what a user or a file got wrong."""
+    if not condition:
+        raise ValueError(message)
+
+
+def number(default: Any, low: float, high: float) -> Any:
+    """A dataclass field whose value lies between `low` and `high`, both included; None where that is the default.
+
+    `check_numbers` holds values to it, and the command line takes an option's bounds from it.
+    """
+    return field(default=default, metadata={"low": low, "high": high})
+
+
+def required_number(low: float, high: float) -> Any:
+    """As `number`, without a default."""
+    return field(metadata={"low": low, "high": high})
+
+
+def bounds(kind: Any, name: str) -> tuple[float, float]:
+    """The bounds of a field that `number` made."""
+    metadata = kind.__dataclass_fields__[name].metadata
+    return metadata["low"], metadata["high"]
+
+
+def check_numbers(settings: Any) -> None:
+    """Raise ValueError naming the first field of a dataclass whose value is outside the bounds of its `number`."""
+    for one in fields(settings):
+        value = getattr(settings, one.name)
+        if not one.metadata or (value is None and one.default is None):
+            continue
+        low, high = one.metadata["low"], one.metadata["high"]
+        if isinstance(value, bool) or not isinstance(value, (int, float, np.number)) or not low <= value <= high:
+            raise ValueError(f"{one.name} must lie between {low:,} and {high:,}, not {value}")
+
+
+def check_table(what: str, *sizes: int) -> None:
+    """Raise ValueError where an array of these sizes would not be allocated for any real model."""
+    entries = math.prod(sizes)
+    require(entries <= MOST_TABLE, f"{what} is {entries:,}: more than {MOST_TABLE:,}, which no model that is known has")
+
+
+def check_offsets(name: str, offsets: np.ndarray, end: int) -> None:
+    valid = (
+        offsets.ndim == 1
+        and len(offsets) >= 1
+        and offsets[0] == 0
+        and offsets[-1] == end
+        and np.all(np.diff(offsets) >= 0)
+    )
+    require(bool(valid), f"{name} must rise from 0 to {end}")
+
+
+def check_range(name: str, ids: np.ndarray, size: int, what: str) -> None:
+    require(np.issubdtype(ids.dtype, np.integer), f"{name}s are {ids.dtype}, expected integers")
+    if ids.size:
+        low, high = int(ids.min()), int(ids.max())
+        require(low >= 0 and high < size, f"{name} {low if low < 0 else high} is out of range for {size} {what}")
+
+
+@dataclass(frozen=True)
+class Declared:
+    """What an array of a policy must be."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    low: float
+    high: float
+
+    def check(self, name: str, array: np.ndarray) -> None:
+        """Raise ValueError unless `array` has this shape, type and range."""
+        require(array.ndim > 0 and array.shape == self.shape, f"{name} has shape {array.shape}, expected {self.shape}")
+        require(array.dtype == self.dtype, f"{name} has type {array.dtype}, expected {np.dtype(self.dtype)}")
+        inside = array.size == 0 or bool(array.min() >= self.low and array.max() <= self.high)  # False for NaN
+        require(inside, f"{name} holds a value outside {self.low} to {self.high}")
+
+
+def arrays_of(policy: Any) -> dict[str, np.ndarray]:
+    """The arrays of a policy by name."""
+    return {name: getattr(policy, name) for name in array_names(type(policy))}
+
+
+def numbers_of(policy: Any) -> dict[str, Any]:
+    """All else of a policy by name."""
+    return {name: getattr(policy, name) for name in number_types(type(policy))}
+
+
+def array_names(kind: Any) -> list[str]:
+    """Fields of a policy's class that are arrays."""
+    return [one.name for one in fields(kind) if one.type is np.ndarray]
+
+
+def number_types(kind: Any) -> dict[str, Any]:
+    """The other fields, int or float."""
+    return {one.name: one.type for one in fields(kind) if one.type is not np.ndarray}

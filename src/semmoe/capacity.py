@@ -1,0 +1,119 @@
+"""Items to groups of bounded size: exactly, greedily, and by moves and swaps from what there is."""
+
+import numba
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+PARTNERS = 32  # items that a swap tries in every other group: those that would gain most
+TOLERANCE = 1e-9
+
+
+def equal_groups(value: np.ndarray) -> np.ndarray:
+    """(N,) the group of each item, at most ceil(N / G) in one, with the largest sum of value (N, G)."""
+    size = -(-len(value) // value.shape[1])
+    return linear_sum_assignment(np.repeat(value, size, axis=1), maximize=True)[1] // size
+
+
+def one_hot(labels: np.ndarray, num_clusters: int) -> np.ndarray:
+    return (labels[:, None] == np.arange(num_clusters)).astype(np.float32)
+
+
+def balanced_packing(weight: np.ndarray, num_packs: int) -> tuple[np.ndarray, np.ndarray]:
+    """Pack the n items of each row into equally full packs, heaviest first into the lightest pack with room.
+
+    weight: (X, n), n divisible by num_packs. Returns pack (X, n) and position inside the pack (X, n).
+    """
+    rows, items = weight.shape
+    assert items % num_packs == 0
+    size = items // num_packs
+    pack, position = np.zeros((rows, items), np.int64), np.zeros((rows, items), np.int64)
+    order = np.argsort(-weight, axis=1, kind="stable")
+    total, filled = np.zeros((rows, num_packs)), np.zeros((rows, num_packs), np.int64)
+    every = np.arange(rows)
+    for i in range(items):
+        item = order[:, i]
+        chosen = np.where(filled < size, total, np.inf).argmin(axis=1)
+        pack[every, item], position[every, item] = chosen, filled[every, chosen]
+        filled[every, chosen] += 1
+        total[every, chosen] += weight[every, item]
+    return pack, position
+
+
+@numba.njit(cache=True)
+def improve_assignment(value, work, capacity, groups, sweeps):
+    """Raise sum of value[r, groups[r]] by moves and swaps under capacity (D,) on the work of a group; changes `groups`.
+
+    value, work (R, D): what request r gains, and adds to the load, in group d. Less work beyond capacity comes first,
+    so a feasible start stays feasible. Swap partners are the PARTNERS of every group that would gain most, renewed
+    every sweep: all of them where groups are that small, and cost linear in R everywhere.
+    """
+    R, D = value.shape
+    load = np.zeros(D)
+    for r in range(R):
+        load[groups[r]] += work[r, groups[r]]
+    partners = np.empty((D, D, PARTNERS), np.int64)
+    for _ in range(sweeps):
+        changed = False
+        _find_partners(value, groups, partners)
+        for r in range(R):
+            b, q = _best_step(r, value, work, capacity, groups, load, partners)
+            if b < 0:
+                continue
+            a, changed = groups[r], True
+            load[a] -= work[r, a]
+            load[b] += work[r, b]
+            if q >= 0:
+                load[b] -= work[q, b]
+                load[a] += work[q, a]
+                groups[q] = a
+            groups[r] = b
+        if not changed:
+            break
+    return groups
+
+
+@numba.njit(cache=True)
+def _find_partners(value, groups, partners):
+    """partners[b, a]: the requests of group b that would gain most in a, best first, then -1."""
+    R, D = value.shape
+    partners[:] = -1
+    for q in range(R):
+        b = groups[q]
+        for a in range(D):
+            if a == b:
+                continue
+            listed, gain = partners[b, a], value[q, a] - value[q, b]
+            i = PARTNERS
+            while i > 0 and (listed[i - 1] < 0 or value[listed[i - 1], a] - value[listed[i - 1], b] < gain):
+                i -= 1
+            if i < PARTNERS:
+                listed[i + 1 :] = listed[i:-1].copy()
+                listed[i] = q
+
+
+@numba.njit(cache=True)
+def _best_step(r, value, work, capacity, groups, load, partners):
+    """(group, partner or -1) of the best move or swap of request r; group -1 where nothing helps."""
+    D = value.shape[1]
+    a = groups[r]
+    best_group, best_partner, best_relief, best_gain = -1, -1, 0.0, TOLERANCE
+    for b in range(D):
+        if b == a:
+            continue
+        before = max(0.0, load[a] - capacity[a]) + max(0.0, load[b] - capacity[b])
+        for i in range(-1, PARTNERS):
+            q = -1 if i < 0 else partners[b, a, i]
+            if i >= 0 and q < 0:
+                break
+            if q >= 0 and groups[q] != b:
+                continue  # moved since the list was made
+            gain, new_a, new_b = value[r, b] - value[r, a], load[a] - work[r, a], load[b] + work[r, b]
+            if q >= 0:
+                gain += value[q, a] - value[q, b]
+                new_a += work[q, a]
+                new_b -= work[q, b]
+            relief = before - max(0.0, new_a - capacity[a]) - max(0.0, new_b - capacity[b])
+            more_relief = relief > best_relief + TOLERANCE
+            if more_relief or (relief > best_relief - TOLERANCE and relief > -TOLERANCE and gain > best_gain):
+                best_group, best_partner, best_relief, best_gain = b, q, relief, gain
+    return best_group, best_partner

@@ -1,0 +1,171 @@
+"""A model directory in Hugging Face format: its configuration, its safetensors shards, and what lies beside them."""
+
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from semmoe.bounds import require
+from semmoe.checkpoint.shards import Shard, Tensor, read_shard
+from semmoe.files import MOST_JSON_BYTES, read_limited
+
+SINGLE, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
+OTHER_WEIGHTS = {".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".safetensors"}
+BOOKKEEPING = {".git", ".cache"}  # of git and of download tools
+NAMES_EXPERTS = re.compile(r"expert|gate|router|up_proj|down_proj|\bw[123]\b|all-linear")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Headers only: no tensor is read before it is asked for."""
+
+    path: Path
+    config: dict[str, Any]
+    shards: list[Shard]
+    index: dict[str, Any] | None  # None: one file, model.safetensors
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: tensor for shard in self.shards for name, tensor in shard.tensors.items()}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(shard.nbytes for shard in self.shards)
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Read and check configuration, index and the header of every shard; raises ValueError naming what is wrong."""
+    config = read_config(path)
+    index = _read_index(path)
+    files = [SINGLE] if index is None else sorted(set(index["weight_map"].values()))
+    other = next((file for file in files if (path / file).exists() and not (path / file).is_file()), None)
+    require(other is None, f"{path}/{other} is not a file")  # a pipe would be waited for
+    checkpoint = Checkpoint(path, config, [read_shard(path / file) for file in files], index)
+    owners: dict[str, str] = {}
+    for shard in checkpoint.shards:
+        for name in shard.tensors:
+            require(name not in owners, f"{path}: {name} is in both {owners.get(name)} and {shard.path.name}")
+            owners[name] = shard.path.name
+    for name, file in (index or {"weight_map": {}})["weight_map"].items():
+        require(owners.get(name) == file, f"{path / INDEX} says that {name} is in {file}, which has no such tensor")
+    return checkpoint
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """config.json; of a multimodal model the part that describes its language model, over the rest."""
+    require((path / "config.json").is_file(), f"there is no model at {path}: config.json is missing")
+    config = read_object(path / "config.json")
+    text = config.get("text_config")
+    return config | text if isinstance(text, dict) else config
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; raises ValueError if it is anything else."""
+    try:
+        value = json.loads(read_limited(path, MOST_JSON_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid: {error}") from None
+    require(isinstance(value, dict), f"{path} is not a JSON object")
+    return value
+
+
+def config_count(config: dict[str, Any], *names: str) -> int:
+    """The first of these fields that is there, a number from 1 on; 0 without any."""
+    value = next((config[name] for name in names if config.get(name) is not None), 0)
+    require(type(value) is int and value >= 0, f"config.json: {names[0]} is {value!r}")
+    return value
+
+
+def tensor_names(path: Path) -> list[str]:
+    """Names of all tensors, from the index alone where there is one: without opening a shard."""
+    index = _read_index(path)
+    return list(read_shard(path / SINGLE).tensors) if index is None else list(index["weight_map"])
+
+
+def _read_index(path: Path) -> dict[str, Any] | None:
+    """The index, checked; None if the model is one file."""
+    if not (path / INDEX).is_file():
+        others = sorted(p.name for p in path.iterdir() if p.suffix in OTHER_WEIGHTS)
+        convert = f"; it holds {others[0]}: convert the model to safetensors first" if others else ""
+        require((path / SINGLE).is_file(), f"{path} has neither {SINGLE} nor an index of shards{convert}")
+        return None
+    index = read_object(path / INDEX)
+    files = index.get("weight_map")
+    valid = isinstance(files, dict) and bool(files) and all(_is_shard(file) for file in files.values())
+    require(valid, f"{path / INDEX}: weight_map must name safetensors files of this directory")
+    return index
+
+
+def _is_shard(file: Any) -> bool:
+    """A plain file name: an index must not reach outside its directory."""
+    return isinstance(file, str) and Path(file).name == file and file.endswith(".safetensors") and "\0" not in file
+
+
+def refuse_adapter(path: Path) -> None:
+    """Raise ValueError if a LoRA adapter in the directory changes experts or gates: it numbers experts as the old
+    checkpoint does, by tensor names or by the order of rows, and would be added to the wrong ones.
+    """
+    if not (path / ADAPTER).is_file():
+        return
+    adapter = read_object(path / ADAPTER)
+    targets = [adapter.get(field) for field in ("target_modules", "target_parameters", "modules_to_save")]
+    texts = [text for target in targets for text in (target if isinstance(target, list) else [target])]
+    named = [str(text) for text in texts if text is not None and NAMES_EXPERTS.search(str(text))]
+    reason = "merge it into the model first, since it would change the wrong experts after relabelling"
+    require(not named, f"{path / ADAPTER} is a LoRA adapter on experts or gates ({', '.join(named[:3])}): {reason}")
+
+
+def copy_other_files(source: Checkpoint, target: Path) -> list[str]:
+    """Copy all that is neither a shard nor the index as it is: configuration, tokenizer, code, licence.
+
+    Weights in other files (another format, another folder) number the experts the old way, and an engine could pick
+    them up: they are not copied. Returns their names.
+    """
+    copied, left_out = other_files(source)
+    for name, file in copied.items():
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, target / name)
+    return left_out
+
+
+def other_files(source: Checkpoint) -> tuple[dict[str, Path], list[str]]:
+    """What there is to copy, by its name in the directory, and the names of weights that are not; raises ValueError
+    for what is no file, and for a link out of the directory, which could bring anything of this machine along.
+    """
+    copied: dict[str, Path] = {}
+    left_out = []
+    relabelled = {shard.path.name for shard in source.shards} | {INDEX}
+    for path in _entries(source.path):
+        name = str(path.relative_to(source.path))
+        if name in relabelled:
+            continue
+        if path.suffix in OTHER_WEIGHTS and not path.name.startswith("adapter_model."):
+            left_out.append(name)
+        else:
+            copied[name] = _own_file(path, source.path)
+    return copied, left_out
+
+
+def _entries(root: Path) -> list[Path]:
+    """Everything under `root` but directories and bookkeeping; a linked directory is an entry, and not gone into."""
+    found = []
+    for folder, directories, files in os.walk(root):
+        here = Path(folder)
+        directories[:] = [name for name in directories if here != root or name not in BOOKKEEPING]
+        found += [here / name for name in files if here != root or name not in BOOKKEEPING]
+        found += [here / name for name in directories if (here / name).is_symlink()]
+    return sorted(found)
+
+
+def _own_file(path: Path, root: Path) -> Path:
+    """The file behind `path`: in the directory, or among the blobs of the hub's cache, to which a snapshot links."""
+    file, whole = Path(os.path.realpath(path)), root.resolve()  # realpath: of a link to itself too
+    homes = [whole, whole.parents[1] / "blobs"] if whole.parent.name == "snapshots" else [whole]
+    inside = any(home in file.parents for home in homes)
+    require(inside, f"{path} is a link out of the model's directory: put the file itself there, or remove the link")
+    require(file.is_file(), f"{path} is neither a file nor a directory of the model's own: remove it")
+    return file

@@ -1,0 +1,226 @@
+"""A checkpoint whose experts are renumbered so that contiguous placement, every engine's default, is the plan's.
+
+Position p of a MoE layer holds the old expert order[p] = physical_to_logical_map[layer, p]. With four experts on two
+ranks and order 2 0 3 1, new expert 0 is old expert 2, so rank 0 (experts 0 and 1) computes old experts 2 and 0:
+
+    old name or row   0  1  2  3
+    new name or row   1  3  0  2        experts.2.up_proj.weight -> experts.0.up_proj.weight; gate row 2 -> row 0
+
+A tensor per expert keeps its bytes in place and changes its name in the header and the index; packed tensors and the
+router's rows are copied in the new order. All else is copied as it is. Since both the router and the experts change
+their numbers alike, the model computes the same: only which of two equal router scores wins can differ.
+"""
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+from semmoe.bounds import require
+from semmoe.checkpoint.directory import (
+    INDEX,
+    Checkpoint,
+    config_count,
+    copy_other_files,
+    open_checkpoint,
+    other_files,
+    read_object,
+    refuse_adapter,
+)
+from semmoe.checkpoint.layout import MoeLayer, find_moe_layers
+from semmoe.checkpoint.shards import Progress, Stage, write_shard
+from semmoe.checkpoint.verify import Verification, verify
+from semmoe.core import Plan
+from semmoe.files import atomic_directory, check_output, load_json, save_json
+
+RECORD = "semmoe_relabelling.json"
+ONE_EXPERT = re.compile(
+    r"layers\W*\.(?P<layer>\d+)\W*\.(?P<block>\w+)\W*\.experts\W*\.(?P<expert>\d+)\b(?P<part>[\w.]*)"
+)
+
+
+class LayerRecord(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    layer: int  # index of the decoder layer
+    experts: list[int]  # (E,) the old expert at each new number
+
+
+class Record(BaseModel):
+    """`semmoe_relabelling.json`: what was done, so that tools can see it and undo it."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    schema_version: int = 1
+    model: str
+    method: str
+    ep_size: int
+    plan_hash: str  # SHA-256 of plan.json followed by plan.safetensors
+    trace_hash: str
+    layers: list[LayerRecord]
+
+    @property
+    def orders(self) -> np.ndarray:
+        """(L, E) int64: the old expert at each new number."""
+        return np.array([layer.experts for layer in self.layers], np.int64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Relabelled:
+    """What `relabel` did."""
+
+    layers: int
+    tensors_renamed: int
+    tensors_permuted: int
+    bytes: int
+    left_out: list[str]  # weight files of other formats, not copied
+    verification: Verification
+
+
+def relabel(
+    plan: Plan, model: Path, out: Path, *, plan_hash: str = "", stage: Stage = lambda what, total: lambda done: None
+) -> Relabelled:
+    """Write the model directory `model` to `out` with its experts renumbered by `plan`, verified, whole or not at all.
+
+    Raises ValueError if plan, model and layout do not fit or `out` is in use, RuntimeError if the verification fails.
+    """
+    model, out = Path(model), Path(out)
+    check_out(model, out)
+    orders = orders_of(plan)
+    source = open_checkpoint(model)
+    other_files(source)  # what cannot be copied is refused before anything else of it is read
+    refuse_adapter(model)
+    require(not (model / RECORD).exists(), f"{model} is relabelled already: apply the plan to the original model")
+    layers = layers_for(plan, source)
+    _check_quantisation(source, layers, plan.fingerprint.num_experts)
+    record = Record(
+        model=plan.fingerprint.model, method=plan.method, ep_size=plan.topology.ep_size, plan_hash=plan_hash,
+        trace_hash=plan.trace_hash,
+        layers=[LayerRecord(layer=m.index, experts=o.tolist()) for m, o in zip(layers, orders, strict=True)],
+    )  # fmt: skip
+    check_output(out, directory=True, room=source.nbytes)
+    with atomic_directory(out) as staged:
+        left_out = write_relabelled(source, layers, orders, staged, stage("writing", source.nbytes))
+        save_json(staged / RECORD, record)
+        written = open_checkpoint(staged)
+        verification = verify(source, written, orders, plan.fingerprint, stage)
+    return Relabelled(
+        layers=len(layers), tensors_renamed=len(_renames(layers, orders)), tensors_permuted=len(_rows(layers, orders)),
+        bytes=source.nbytes, left_out=left_out, verification=verification,
+    )  # fmt: skip
+
+
+def check_out(model: Path, out: Path) -> None:
+    """Raise ValueError if writing `out` could touch the model or anything else."""
+    inside, whole = out.resolve(), model.resolve()
+    require(inside != whole and whole not in inside.parents, f"{out} is inside the model {model}: choose another place")
+    require(inside not in whole.parents, f"{out} holds the model {model}: choose another place")
+    check_output(out, directory=True)
+
+
+def orders_of(plan: Plan) -> np.ndarray:
+    """(L, E) int64: the old expert at each position. Raises ValueError if the plan cannot be a renumbering."""
+    f, physical_map = plan.fingerprint, plan.placement.physical_to_logical_map.astype(np.int64)
+    redundant = plan.placement.redundant_experts
+    reason = "in a checkpoint every expert stands once; use --to sglang, or solve without redundant experts"
+    require(redundant == 0, f"this plan has {redundant} redundant experts: {reason}")
+    groups = (physical_map // (f.num_experts // f.num_groups)).reshape(len(physical_map), f.num_groups, -1)
+    split = (groups != groups[:, :, :1]).any(axis=(1, 2))
+    reason = "the router limits tokens to groups of consecutive experts, so groups can only move whole"
+    require(not split.any(), f"MoE layer {int(split.argmax())} of this plan splits a gate group over ranks: {reason}")
+    return physical_map
+
+
+def layers_for(plan: Plan, source: Checkpoint) -> list[MoeLayer]:
+    """The model's MoE layers, one for each of the plan's; raises ValueError if their numbers differ."""
+    f = plan.fingerprint
+    check_config(plan, source.config, source.path)
+    layers = find_moe_layers(source.tensors, config_count(source.config, "num_hidden_layers"), f.num_experts)
+    check_num_layers(plan, len(layers), source.path)
+    return layers
+
+
+def check_config(plan: Plan, config: dict[str, Any], model: Path) -> None:
+    """Raise ValueError where config.json alone shows that the plan is for another model; no substitute for hashes."""
+    f = plan.fingerprint
+    for expected, *names in (
+        (f.num_experts, "num_experts", "num_local_experts", "n_routed_experts"),
+        (f.top_k, "num_experts_per_tok"),
+        (f.vocab_size, "vocab_size"),
+    ):
+        found = config_count(config, *map(str, names))
+        difference = f"{names[0]} is {expected} for {f.model!r} and {found} for {str(model)!r}"
+        require(found in (0, expected), f"this plan was made for another model: {difference}")
+    require(config_count(config, "num_hidden_layers") > 0, f"{model}/config.json does not say num_hidden_layers")
+
+
+def check_num_layers(plan: Plan, found: int, model: Path) -> None:
+    expected = plan.fingerprint.num_layers
+    require(found == expected, f"{model} has {found} MoE layers, the plan {expected}")
+
+
+def write_relabelled(
+    source: Checkpoint, layers: list[MoeLayer], orders: np.ndarray, target: Path, progress: Progress
+) -> list[str]:
+    """Write every file of the checkpoint into the directory `target`; returns the weight files that were left out.
+
+    orders: (L, E) the old expert at each new number.
+    """
+    names, rows = _renames(layers, orders), _rows(layers, orders)
+    for shard in source.shards:
+        inside = {name: order for name, order in rows.items() if name in shard.tensors}
+        write_shard(shard, target / shard.path.name, names, inside, progress)
+    if source.index is not None:
+        files = {names.get(name, name): file for name, file in source.index["weight_map"].items()}
+        index = json.dumps(source.index | {"weight_map": files}, indent=2, sort_keys=True)
+        (target / INDEX).write_text(index + "\n", encoding="utf-8")
+    return copy_other_files(source, target)
+
+
+def _renames(layers: list[MoeLayer], orders: np.ndarray) -> dict[str, str]:
+    """New names by old ones, of the tensors whose name changes."""
+    names: dict[str, str] = {}
+    for layer, order in zip(layers, orders.tolist(), strict=True):
+        if not layer.parts:
+            continue
+        for new, old in enumerate(order):
+            if new != old:
+                names |= {layer.expert_tensor(old, p): layer.expert_tensor(new, p) for p in layer.parts[old]}
+    return names
+
+
+def _rows(layers: list[MoeLayer], orders: np.ndarray) -> dict[str, np.ndarray]:
+    """(E,) the old row at each new one, by tensor, of the tensors whose rows move."""
+    moved = [(m, o) for m, o in zip(layers, orders, strict=True) if (o != np.arange(len(o))).any()]
+    return {name: order for layer, order in moved for name in layer.by_row}
+
+
+def _check_quantisation(source: Checkpoint, layers: list[MoeLayer], num_experts: int) -> None:
+    """Raise ValueError where a configuration file has rules for single experts, whose numbers change."""
+    indices = {layer.index for layer in layers}
+    for path in sorted([source.path / "config.json", *source.path.glob("*quant*.json")]):
+        named: dict[tuple[str, str, str], set[int]] = {}
+        for match in ONE_EXPERT.finditer(json.dumps(read_object(path))):
+            if int(match["layer"]) in indices:
+                named.setdefault((match["layer"], match["block"], match["part"]), set()).add(int(match["expert"]))
+        for (layer, block, part), experts in named.items():
+            example = f"layers.{layer}.{block}.experts.{min(experts)}{part}"
+            require(len(experts) == num_experts, f"{path} has a rule for single experts ({example}): not supported")
+
+
+def plan_digest(path: Path) -> str:
+    """SHA-256 of a plan directory: of plan.json followed by plan.safetensors."""
+    files = (Path(path) / "plan.json", Path(path) / "plan.safetensors")
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def load_record(path: Path) -> Record:
+    """The record of a relabelled checkpoint; raises ValueError if it is missing or damaged."""
+    record = load_json(Path(path) / RECORD, Record)
+    widths = {len(layer.experts) for layer in record.layers}
+    valid = len(widths) == 1 and bool((np.sort(record.orders) == np.arange(*widths)).all())
+    require(valid, f"{path}: {RECORD} must hold a permutation of the experts for each layer")
+    return record

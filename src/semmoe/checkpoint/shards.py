@@ -1,0 +1,234 @@
+"""One safetensors file as what it is, a header and bytes: checked, and written anew with other names and row orders.
+
+A file is 8 bytes, the length of the header (little-endian); the header, a JSON object from tensor name to `dtype`,
+`shape` and `data_offsets`, and `__metadata__`, strings by name; then the tensors' bytes. The safetensors library is not
+used here: NumPy has neither bfloat16 nor FP8, and to rename a tensor none of its bytes need to be touched. Headers may
+come from anyone, so everything that an offset or a size could trip over is checked before a byte is read or written.
+"""
+
+import errno
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from semmoe.bounds import require
+
+Progress = Callable[[int], None]  # called with the bytes done since the last call
+Stage = Callable[[str, int], Progress]  # (what is done, bytes in all): begins a stage of the work
+
+LONGEST_HEADER = 100_000_000  # bytes, as in the safetensors library
+MOST_DIMENSIONS = 32
+CHUNK = 16 << 20  # bytes held in memory at a time
+BITS = {
+    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
+    "I64": 64, "U64": 64, "F64": 64, "C64": 64,
+}  # fmt: skip
+NO_KERNEL_COPY = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF}
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Where a tensor lies: `nbytes` bytes of `path` from `offset`."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+    def read(self) -> bytes:
+        with self.path.open("rb") as file:
+            return b"".join(_chunks(file.fileno(), self.nbytes, self.offset))
+
+    def row(self, row: int) -> "Tensor":
+        """Row `row` of the leading dimension. Of whole bytes: the layout's rules see to it."""
+        size = self.nbytes // self.shape[0]
+        return Tensor(self.path, self.dtype, self.shape[1:], self.offset + row * size, size)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of a checkpoint. `tensors` keeps the header's order."""
+
+    path: Path
+    metadata: dict[str, str] | None
+    tensors: dict[str, Tensor]
+    data_start: int
+    nbytes: int  # of the whole file
+
+
+def read_shard(path: Path) -> Shard:
+    """Read and check the header of a safetensors file; raises ValueError, naming the file, if anything is wrong."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            fits = size >= 8 and length <= min(LONGEST_HEADER, size - 8)
+            require(fits, f"its header has {length} bytes, the file {size}")
+            header = _parse(file.read(length))
+        metadata = _metadata(header.pop("__metadata__", None))
+        start = 8 + length
+        tensors = {name: _tensor(path, name, entry, start, size - start) for name, entry in header.items()}
+        _check_cover(tensors, start, size)
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not a valid safetensors file: {error}") from None
+    return Shard(path, metadata, tensors, start, size)
+
+
+def _parse(text: bytes) -> dict[str, Any]:
+    header = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
+    require(isinstance(header, dict), "its header is not a JSON object")
+    return header
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    require(len(result) == len(pairs), f"a name stands twice in its header, next to {pairs[0][0][:80]!r}")
+    return result
+
+
+def _metadata(value: Any) -> dict[str, str] | None:
+    strings = value is None or (isinstance(value, dict) and all(isinstance(v, str) for v in value.values()))
+    require(strings, "__metadata__ must hold strings")
+    return value
+
+
+def _tensor(path: Path, name: str, entry: Any, start: int, room: int) -> Tensor:
+    shown = repr(name[:200])
+    require(name.isprintable(), f"the name {shown} holds characters that cannot be printed")
+    known = isinstance(entry, dict) and set(entry) == {"dtype", "shape", "data_offsets"}
+    require(known, f"{shown} needs dtype, shape and data_offsets, and nothing else")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    require(isinstance(dtype, str) and dtype in BITS, f"{shown} has the unknown type {str(dtype)[:40]!r}")
+    require(_counts(shape) and len(shape) <= MOST_DIMENSIONS, f"{shown} has an invalid shape")
+    require(_counts(offsets) and len(offsets) == 2, f"{shown} has invalid data_offsets")
+    first, last = offsets
+    require(first <= last <= room, f"{shown} lies at bytes {first} to {last} of {room}")
+    bits = math.prod(shape) * BITS[dtype]
+    require(bits == 8 * (last - first), f"{shown}, {dtype} of shape {shape}, does not fit its {last - first} bytes")
+    return Tensor(path, dtype, tuple(shape), start + first, last - first)
+
+
+def _counts(values: Any) -> bool:
+    """A list of integers from 0 on; JSON's true is none."""
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+
+
+def _check_cover(tensors: dict[str, Tensor], start: int, size: int) -> None:
+    """The tensors follow each other without gap or overlap and end where the file does."""
+    at = start
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        require(tensor.offset == at, f"{name[:200]!r} overlaps the tensor before it, or leaves a gap")
+        at += tensor.nbytes
+    require(at == size, f"its tensors end at byte {at} of {size}")
+
+
+def write_shard(
+    source: Shard, target: Path, names: dict[str, str], orders: dict[str, np.ndarray], progress: Progress
+) -> None:
+    """Write `source` to `target` with some tensors renamed and some with reordered rows; every other byte is the same.
+
+    names: new names by old ones. orders: by old name, (E,) the old row that each new row holds.
+    """
+    header = _header(source, names)
+    shift = len(header) - source.data_start  # how far data moves, since names differ in length
+    with source.path.open("rb") as old, target.open("wb") as new:
+        _write_at(new.fileno(), header, 0)
+        progress(source.data_start)
+        for at, count in _ranges(source, orders):
+            copy_bytes(old.fileno(), new.fileno(), count, at, at + shift, progress)
+        for name, order in orders.items():
+            tensor = source.tensors[name]
+            for p, e in enumerate(order.tolist()):
+                row, to = tensor.row(e), tensor.row(p).offset + shift
+                copy_bytes(old.fileno(), new.fileno(), row.nbytes, row.offset, to, progress)
+
+
+def _header(source: Shard, names: dict[str, str]) -> bytes:
+    """Length and header, padded with spaces so that the data is aligned to 8 bytes, as the safetensors library does."""
+    entries: dict[str, Any] = {} if source.metadata is None else {"__metadata__": source.metadata}
+    for name, tensor in source.tensors.items():
+        first = tensor.offset - source.data_start
+        place = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [first, first + tensor.nbytes]}
+        entries[names.get(name, name)] = place
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _ranges(source: Shard, orders: dict[str, np.ndarray]) -> list[tuple[int, int]]:
+    """(offset, bytes) of the stretches between reordered tensors: all that moves as it is, in few pieces."""
+    ends = [source.data_start]
+    for tensor in sorted((source.tensors[name] for name in orders), key=lambda t: t.offset):
+        ends += [tensor.offset, tensor.offset + tensor.nbytes]
+    ends.append(source.nbytes)
+    return [(first, last - first) for first, last in zip(ends[::2], ends[1::2], strict=True) if last > first]
+
+
+def copy_bytes(old: int, new: int, count: int, old_at: int, new_at: int, progress: Progress) -> None:
+    """Copy `count` bytes between open files, inside the kernel where it can: there some file systems share blocks."""
+    done = 0
+    while done < count:
+        size = min(CHUNK, count - done)
+        copied = _kernel_copy(old, new, size, old_at + done, new_at + done)
+        if copied == 0:
+            chunk = os.pread(old, size, old_at + done)
+            if not chunk:
+                raise OSError("a file of the checkpoint became shorter while it was copied")
+            _write_at(new, chunk, new_at + done)
+            copied = len(chunk)
+        done += copied
+        progress(copied)
+
+
+def _kernel_copy(old: int, new: int, count: int, old_at: int, new_at: int) -> int:
+    """Bytes copied; 0 where this system or file system cannot."""
+    if not hasattr(os, "copy_file_range"):
+        return 0
+    try:
+        return os.copy_file_range(old, new, count, old_at, new_at)
+    except OSError as error:
+        if error.errno in NO_KERNEL_COPY:
+            return 0
+        raise
+
+
+def _write_at(file: int, data: bytes, at: int) -> None:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(file, view, at)
+        view, at = view[written:], at + written
+
+
+def same_bytes(a: Tensor, b: Tensor, progress: Progress) -> bool:
+    """Whether two tensors agree in type, shape and every byte; reads a chunk of each at a time."""
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    with a.path.open("rb") as one, b.path.open("rb") as other:
+        ours, theirs = _chunks(one.fileno(), a.nbytes, a.offset), _chunks(other.fileno(), b.nbytes, b.offset)
+        for x, y in zip(ours, theirs, strict=True):
+            if x != y:
+                return False
+            progress(len(x))
+    return True
+
+
+def _chunks(file: int, count: int, at: int) -> Iterator[bytes]:
+    """The `count` bytes from `at`, in chunks of equal, known sizes."""
+    end = at + count
+    while at < end:
+        size = min(CHUNK, end - at)
+        chunk = os.pread(file, size, at)
+        if len(chunk) != size:
+            raise OSError("a file of the checkpoint became shorter while it was read")
+        yield chunk
+        at += size

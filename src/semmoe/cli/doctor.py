@@ -1,0 +1,93 @@
+"""Does it fit: versions, hooks, plan."""
+
+from dataclasses import asdict
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from semmoe import console
+from semmoe.bounds import require
+from semmoe.cli.app import app
+from semmoe.cli.options import INPUT, Json, model_path
+from semmoe.engines.doctor import ENGINES, EngineState, PlanState, examine, examine_plan, versions
+
+
+class Engine(str, Enum):
+    sglang = "sglang"
+    vllm = "vllm"
+    deepspeed = "deepspeed"
+    transformers = "transformers"
+
+
+@app.command()
+def doctor(
+    engine: Annotated[
+        Engine | None, typer.Option(help="Only this engine, which must be there.", rich_help_panel=INPUT)
+    ] = None,
+    plan: Annotated[Path | None, typer.Option(help="Show and check this plan.", rich_help_panel=INPUT)] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="The model that the plan is to run on.", rich_help_panel=INPUT, callback=model_path),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """What is installed, whether semmoe's hooks fit it, and what a plan expects.
+
+    Engines are imported to look, never started. The exit code is 1 if a hook does not resolve or the plan does not fit
+    the model.
+
+    Examples: `semmoe doctor` and `semmoe doctor --engine sglang --plan plan --model MODEL`
+    """
+    require(model is None or plan is not None, "--model has no effect without --plan")
+    found = versions()
+    chosen = ENGINES if engine is None else (engine.value,)
+    wanted = examine_plan(plan, model, chosen) if plan else None
+    engines = [examine(name, found[name], needed=engine is not None) for name in chosen]
+    problems = [text for state in engines for text in state.problems] + (wanted.problems if wanted else [])
+    if as_json:
+        states = {"engines": list(map(asdict, engines)), "plan": asdict(wanted) if wanted else None}
+        console.print_json({"versions": found, **states, "problems": problems})
+    else:
+        console.print_table("Installed", ["package", "version"], [[k, v or "not installed"] for k, v in found.items()])
+        for state in engines:
+            _print_engine(state)
+        if wanted:
+            _print_plan(wanted)
+        _say(f"problems: {len(problems)}" if problems else "no problem found")
+    if problems:
+        raise typer.Exit(1)
+
+
+def _print_engine(state: EngineState) -> None:
+    if state.version is None and not state.problems:
+        return
+    good = sum(hook.problem is None for hook in state.hooks)
+    name = f"{state.engine} {state.version}" if state.version else state.engine
+    _say(f"{name}: {state.note or f'{good} of {len(state.hooks)} hooks resolve'}")
+    if state.tried:
+        _say(f"    tried on {state.tried}, this is another version: hold its outputs against vanilla's first")
+    for hook in state.hooks:
+        _say(f"    FAIL  {hook.problem}" if hook.problem else f"    ok    {hook.target}: {hook.purpose}")
+
+
+def _print_plan(state: PlanState) -> None:
+    f, topology = state.fingerprint, ", ".join(f"{name} {value}" for name, value in state.topology.items())
+    _say(f"{state.plan}: method {state.method}; {topology}; {state.redundant_experts} redundant experts")
+    _say(f"    made for {f['model']}: {f['num_layers']} MoE layers, {f['num_experts']} experts, top-{f['top_k']}, "
+         f"{f['vocab_size']} token ids; architecture {f['architecture_hash'][:12]}, "
+         f"tokenizer {f['tokenizer_hash'][:12]}")  # fmt: skip
+    for engine, flags in state.launch.items():
+        _say(f"    {engine}: {flags}")
+    _say(f"    compared with the model: {state.checked}")
+    for engine, texts in state.cautions.items():
+        for text in texts:
+            _say(f"    {engine}: {text}")
+    for text in state.problems:
+        _say(f"    FAIL  {text}")
+
+
+def _say(text: str) -> None:
+    """Names in plans and messages of engines come from anywhere."""
+    console.out.print(console.plain(text), highlight=False)

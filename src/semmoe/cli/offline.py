@@ -1,0 +1,379 @@
+"""Commands that need no model: affinity, solve, replay."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from semmoe import console, tables
+from semmoe.bounds import require
+from semmoe.cli.app import app, refuse_given
+from semmoe.cli.options import (
+    METHOD,
+    OUTPUT,
+    Attention,
+    AttentionOption,
+    Batches,
+    BatchKind,
+    BatchTokens,
+    DpSize,
+    EpSize,
+    ExpertSize,
+    Force,
+    HiddenSize,
+    Json,
+    LinksOption,
+    LoadLimit,
+    NodeCost,
+    NumNodes,
+    RankCost,
+    Redundant,
+    Seed,
+    TimeLimit,
+    TraceArgument,
+    Window,
+    model_path,
+    numeric,
+)
+from semmoe.core import Fingerprint, Plan, RoutingTrace, Topology
+from semmoe.cost import LayerShape, load_links
+from semmoe.methods import METHODS, check_applies, obstacle
+from semmoe.settings import (
+    CoclusterSettings,
+    MoETunerSettings,
+    PaperSettings,
+    PredictorSettings,
+    ReplaySettings,
+    SolveSettings,
+    SplitSettings,
+)
+
+PAPER, SOLVE, REPLAY = PaperSettings(), SolveSettings(), ReplaySettings()
+LIMIT = SOLVE.cocluster.load_limit or 0.0
+OBJECTIVE = ["load_limit", "remote_rank_cost", "remote_node_cost"]
+METHOD_NAMES = ", ".join(METHODS)
+
+
+@app.command()
+def affinity(
+    trace: TraceArgument,
+    prediction: Annotated[bool, typer.Option(help="Also predict held-out routing.", rich_help_panel=METHOD)] = True,
+    as_json: Json = False,
+) -> None:
+    """How concentrated the routing of a trace is: the statistics of the paper's Table 1 and appendix A.2.
+
+    Example: `semmoe affinity trace`
+    """
+    from semmoe import concentration
+    from semmoe.affinity import build_affinity
+    from semmoe.trace import describe, open_trace
+
+    opened = open_trace(trace)
+    result: dict[str, Any] = {"trace": describe(opened)}
+    with console.bars() as bars:
+        advance = bars.task("measuring", 3)
+        result["concentration"] = concentration.concentration(opened, build_affinity(opened))
+        advance(1)
+        if prediction:
+            result["static_top_k"] = concentration.prediction(opened)
+            advance(1)
+            result["next_layer"] = concentration.next_layer_hit_rate(opened)
+        advance(2 - int(prediction))
+    if as_json:
+        console.print_json(result)
+    else:
+        tables.print_affinity(result)
+
+
+@app.command()
+def solve(
+    ctx: typer.Context,
+    trace: TraceArgument,
+    out: Annotated[Path, typer.Option(help="The plan directory.", rich_help_panel=OUTPUT)],
+    force: Force = False,
+    ep_size: EpSize = 8,
+    attention: AttentionOption = Attention.tp,
+    dp_size: DpSize = None,
+    num_nodes: NumNodes = 1,
+    method: Annotated[str, typer.Option(help=f"One of {METHOD_NAMES}.", rich_help_panel=METHOD)] = SOLVE.method,
+    redundant_experts: Redundant = 0,
+    load_limit: LoadLimit = LIMIT,
+    remote_rank_cost: RankCost = SOLVE.cocluster.remote_rank,
+    remote_node_cost: NodeCost = SOLVE.cocluster.remote_node,
+    time_limit: TimeLimit = SOLVE.moetuner.time_limit,
+    lookback: Annotated[
+        int | None,
+        numeric(
+            PredictorSettings,
+            "lookback",
+            "Layers that predictions look back; by default semmoe chooses.",
+            METHOD,
+        ),
+    ] = None,
+    theta: Annotated[
+        float, numeric(PaperSettings, "theta", "paper: weight of balance in the objective.", METHOD)
+    ] = PAPER.theta,
+    steps: Annotated[int, numeric(PaperSettings, "steps", "paper: alternations of Algorithm 1.", METHOD)] = PAPER.steps,
+    batch_tokens: BatchTokens = REPLAY.batch_tokens,
+    links: LinksOption = "",
+    hidden_size: HiddenSize = None,
+    expert_size: ExpertSize = None,
+    seed: Seed = 0,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Serve unprofiled tokens by this model's embeddings.", rich_help_panel=METHOD, callback=model_path
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Decide where experts go and build the tables that send tokens after them.
+
+    It ends with what the plan will do for requests that were held out while solving, beside contiguous placement and
+    EPLB, and whether that is worth it on your links.
+
+    Examples: `semmoe solve trace --ep-size 8 --attention tp --out plan` and
+    `semmoe solve trace --links pcie5 --out plan`
+    """
+    from semmoe.plan import check_plan_output, save_plan
+    from semmoe.solver import expect
+    from semmoe.solver import solve as solve_plan
+    from semmoe.trace import open_trace
+
+    check_plan_output(out, force)
+    if method not in ("paper", "semmoe"):
+        refuse_given(ctx, ["lookback", "model"], f"method {method} schedules no tokens")
+    if method != "paper":
+        refuse_given(ctx, ["theta", "steps"], "only the paper's method has it")
+    if method == "semmoe" and attention is Attention.dp:
+        refuse_given(ctx, ["lookback", "model"], "with attention dp semmoe reads prompts only")
+    _refuse_idle(ctx, [method], num_nodes)
+    topology = Topology.for_attention(attention.value, ep_size, dp_size, num_nodes)
+    check_applies(method, topology, redundant_experts)
+    settings = SolveSettings(
+        method=method, redundant_experts=redundant_experts, seed=seed,
+        paper=PaperSettings(theta=theta, steps=steps, **({} if lookback is None else {"lookback": lookback})),
+        predictor=PredictorSettings(lookback=lookback),
+        cocluster=replace(_objective(load_limit, remote_rank_cost, remote_node_cost), batch_tokens=batch_tokens),
+        moetuner=MoETunerSettings(time_limit=time_limit),
+    )  # fmt: skip
+    chosen_links = load_links(links or ("h200-nvlink" if num_nodes == 1 else "h200-400g"), num_nodes)
+    opened = open_trace(trace)
+    shape = _layer_shape(opened.fingerprint, hidden_size or 0, expert_size or 0)
+    embeddings = _embeddings(model, opened.fingerprint) if model else None
+    with console.bars() as bars:
+        layers = opened.fingerprint.num_layers
+        advance = bars.task("solving without held-out requests", layers)
+        measure = ReplaySettings(batch_tokens=batch_tokens, seed=seed)
+        expected = expect(opened, topology, settings, measure, chosen_links, shape, progress=advance)
+        advance(0 if expected else layers)
+        advance = bars.task("solving", layers)
+        plan = replace(solve_plan(opened, topology, settings, embeddings, advance), expected=expected)
+    save_plan(plan, out)
+    by_answers = _warn_of_answers(opened, topology)
+    if shape is None:
+        console.err.print("[yellow]warning:[/] no time is predicted: the trace does not say how wide the model is; "
+                          "give --hidden-size and --expert-size", soft_wrap=True)  # fmt: skip
+    if as_json:
+        console.print_json({"plan": str(out), "scheduled_by_answers": by_answers, "expected": expected})
+    else:
+        _print_expected(out, method, expected)
+
+
+def _layer_shape(f: Fingerprint, hidden_size: int, expert_size: int) -> LayerShape | None:
+    """What the trace or the user says of the model's widths; None if that is not enough."""
+    for given, known, name in (
+        (hidden_size, f.hidden_size, "hidden-size"),
+        (expert_size, f.expert_size, "expert-size"),
+    ):
+        require(0 in (given, known) or given == known, f"--{name} is {given}, but the trace was profiled with {known}")
+    H, width = hidden_size or f.hidden_size, expert_size or f.expert_size
+    return LayerShape(hidden_size=H, expert_size=width, top_k=f.top_k) if H and width else None
+
+
+def _print_expected(out: Path, method: str, expected: dict[str, Any] | None) -> None:
+    if expected is None:
+        console.out.print(f"{out}: too few requests to hold any out, so nothing can be expected of this plan")
+        return
+    title = f"{out}: expected, from {expected['requests']} held-out requests"
+    console.print_table(title, *tables.metrics({method: expected, **expected["others"]}))
+    tables.print_prediction(method, {**expected, "layers": []})  # single layers are for the report
+    _print_verdict(expected)
+
+
+def _print_verdict(expected: dict[str, Any]) -> None:
+    if expected["verdict"] is None:
+        return
+    links, without = expected["links"], expected["without_all_to_all"]
+    words = f"on {links['name']} ({links['kind']}), {expected['tokens_per_batch']:,.0f} tokens a batch"
+    if without is not None:
+        words += f"; without all-to-all a layer takes {without['layer_us']:,.0f} us"
+    console.out.print(f"{words}:", markup=False)
+    console.out.print(expected["verdict"]["sentence"], style="bold", markup=False)
+
+
+def _refuse_idle(ctx: typer.Context, methods: list[str], num_nodes: int) -> None:
+    """Options that would do nothing for any of `methods`."""
+    if "semmoe" not in methods:
+        refuse_given(ctx, OBJECTIVE, f"{' and '.join(methods)} has an objective of its own")
+    if "moetuner" not in methods:
+        refuse_given(ctx, ["time_limit"], f"no integer program is solved by {', '.join(methods)}")
+    if num_nodes == 1:
+        refuse_given(ctx, ["remote_node_cost"], "all ranks are on one node")
+
+
+def _objective(load_limit: float, rank_cost: float, node_cost: float) -> CoclusterSettings:
+    return CoclusterSettings(load_limit=load_limit or None, remote_rank=rank_cost, remote_node=node_cost)
+
+
+def _embeddings(model: str, expected: Fingerprint) -> Any:
+    """(V, H) float32 input embeddings of the model that the trace was profiled on."""
+    from semmoe.engines.transformers.model import fingerprint_of, load_model
+
+    difference = expected.mismatch(fingerprint_of(model))
+    require(difference is None, f"the trace was profiled on another model than {model}: {difference}")
+    return load_model(model).get_input_embeddings().weight.detach().numpy()
+
+
+@app.command()
+def replay(
+    ctx: typer.Context,
+    trace: TraceArgument,
+    plan: Annotated[
+        Path | None, typer.Option(help="Score this plan on the whole trace.", rich_help_panel=METHOD)
+    ] = None,
+    method: Annotated[
+        str,
+        typer.Option(
+            help=f"One of {METHOD_NAMES}, or all: profile on a share, score on the rest.", rich_help_panel=METHOD
+        ),
+    ] = "all",
+    profile_share: Annotated[
+        float, numeric(SplitSettings, "profile_share", "Share of the requests to profile on.", METHOD)
+    ] = SplitSettings().profile_share,
+    ep_size: EpSize = 8,
+    attention: AttentionOption = Attention.tp,
+    dp_size: DpSize = None,
+    num_nodes: NumNodes = 1,
+    batch_tokens: BatchTokens = REPLAY.batch_tokens,
+    batches: BatchKind = Batches.mixed,
+    redundant_experts: Redundant = 0,
+    load_limit: LoadLimit = LIMIT,
+    remote_rank_cost: RankCost = SOLVE.cocluster.remote_rank,
+    remote_node_cost: NodeCost = SOLVE.cocluster.remote_node,
+    time_limit: TimeLimit = SOLVE.moetuner.time_limit,
+    window: Window = REPLAY.window,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Score plans on a trace, without a model: the offline experiment.
+
+    Examples: `semmoe replay trace.npz --method all` and `semmoe replay heldout --plan plan --json`
+    """
+    from semmoe.trace import open_trace
+
+    measure = ReplaySettings(batch_tokens=batch_tokens, batches=batches.value, window=window, seed=seed)
+    settings: dict[str, Any] = {"trace": str(trace), **asdict(measure)}
+    if plan is not None:
+        decided = ["method", "profile_share", "ep_size", "attention", "dp_size", "num_nodes", "redundant_experts",
+                   "time_limit", *OBJECTIVE]  # fmt: skip
+        refuse_given(ctx, decided, "--plan decides it")
+        opened = open_trace(trace)
+        topology, methods = _replay_plan(opened, plan, measure, settings)
+    else:
+        topology = Topology.for_attention(attention.value, ep_size, dp_size, num_nodes)
+        objective = _objective(load_limit, remote_rank_cost, remote_node_cost)
+        settings |= {
+            **asdict(topology), "profile_share": profile_share, "redundant_experts": redundant_experts,
+            "load_limit": objective.load_limit, "remote_rank_cost": remote_rank_cost,
+            "remote_node_cost": remote_node_cost, "time_limit": time_limit,
+        }  # fmt: skip
+        chosen = _applicable(method, topology, redundant_experts)
+        _refuse_idle(ctx, chosen, num_nodes)
+        opened = open_trace(trace)
+        solving = SolveSettings(
+            redundant_experts=redundant_experts, seed=seed, cocluster=objective,
+            moetuner=MoETunerSettings(time_limit=time_limit),
+        )  # fmt: skip
+        methods = _replay_methods(opened, chosen, topology, measure, solving, profile_share)
+    settings["scheduled_by_answers"] = _warn_of_answers(opened, topology)
+    if as_json:
+        console.print_json({"settings": settings, "methods": methods})
+        return
+    title = f"{trace.name}: {opened.num_requests} requests, {opened.num_tokens:,} routed tokens"
+    console.print_table(title, *tables.metrics(methods))
+    for name, figures in methods.items():
+        tables.print_prediction(name, figures)
+
+
+def _replay_plan(
+    trace: RoutingTrace, path: Path, measure: ReplaySettings, settings: dict[str, Any]
+) -> tuple[Topology, dict[str, dict[str, Any]]]:
+    from semmoe.placement.linear import vanilla_plan
+    from semmoe.plan import load_plan
+    from semmoe.replayer import profiled_requests
+    from semmoe.solver import score
+
+    plan = load_plan(path)
+    settings |= {"plan": str(path), **asdict(plan.topology)}
+    profiled = profiled_requests(trace, plan)
+    settings |= {"profiled": bool(profiled), "profiled_requests": profiled, "requests": trace.num_requests}
+    _warn_of_profiled(profiled, trace.num_requests)
+    plans: dict[str, Plan] = {"linear": vanilla_plan(plan.fingerprint, plan.topology), plan.method: plan}
+    return plan.topology, score(trace, plans, measure)
+
+
+def _warn_of_profiled(profiled: int | None, requests: int) -> None:
+    """profiled: how many of the replayed `requests` the plan was solved on, None if it does not tell."""
+    if profiled is None:
+        words = "the plan does not say which requests it was solved on: if they are among these, the figures flatter it"
+    else:
+        words = f"{profiled:,} of {requests:,} requests were profiled: these figures flatter the plan"
+    if profiled != 0:
+        console.err.print(f"[yellow]warning:[/] {words}", soft_wrap=True, highlight=False)
+
+
+def _warn_of_answers(trace: RoutingTrace, topology: Topology) -> int:
+    """How many requests are sent to groups by what they answer; a server does not know that, so it is said."""
+    from semmoe.replayer import scheduled_by_answers
+
+    by_answers = scheduled_by_answers(trace, topology)
+    if by_answers:
+        words = (f"{by_answers:,} of {trace.num_requests:,} requests have their answers for prompts, and attention "
+                 "groups are chosen by these, which no server knows: figures flatter every plan that reads prompts; "
+                 "give prompt_ids")  # fmt: skip
+        console.err.print(f"[yellow]warning:[/] {words}", soft_wrap=True, highlight=False)
+    return by_answers
+
+
+def _applicable(method: str, topology: Topology, redundant_experts: int) -> list[str]:
+    """The methods to replay: the one named, or all that apply, with a warning that names the others and why."""
+    require(method in (*METHODS, "all"), f"method must be one of {METHOD_NAMES} or all, not {method!r}")
+    reasons = {name: obstacle(name, topology, redundant_experts) for name in METHODS if method in ("all", name)}
+    if method != "all":
+        require(reasons[method] is None, f"method {method} does not apply: {reasons[method]}")
+    left_out: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        if reason is not None:
+            left_out.setdefault(reason.split(":")[0].removeprefix("it "), []).append(name)
+    if left_out:
+        words = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in left_out.items())
+        console.err.print(f"[yellow]warning:[/] left out: {words}", soft_wrap=True)
+    return [name for name, reason in reasons.items() if reason is None]
+
+
+def _replay_methods(
+    trace: RoutingTrace, methods: list[str], topology: Topology, measure: ReplaySettings, solving: SolveSettings,
+    share: float,
+) -> dict[str, dict[str, Any]]:  # fmt: skip
+    from semmoe.solver import score, solve_methods
+    from semmoe.splitter import split
+
+    profile, evaluation = split(trace, share, measure.seed)
+    with console.bars() as bars:
+        advance = bars.task("solving and replaying", len(methods) + 1)
+        plans, seconds = solve_methods(profile, topology, methods, solving, advance)
+        scores = score(evaluation, plans, measure)
+        advance(1)
+    return {name: {**scores[name], "solve_seconds": seconds[name]} for name in methods}

@@ -1,0 +1,333 @@
+"""Commands that run a model: profile, generate, demo."""
+
+import importlib
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from semmoe import console, tables
+from semmoe.bounds import require
+from semmoe.cli.app import app
+from semmoe.cli.options import (
+    INPUT,
+    METHOD,
+    OUTPUT,
+    TOPOLOGY,
+    Attention,
+    Dataset,
+    DpSize,
+    Engine,
+    EpSize,
+    Exchange,
+    Force,
+    GivenTopology,
+    Json,
+    Limit,
+    MaxPrompt,
+    ModelArgument,
+    PlannedEpSize,
+    PlannedNumNodes,
+    Seed,
+    check_installed,
+    chosen_topology,
+    numeric,
+)
+from semmoe.core import Plan
+from semmoe.settings import DemoSettings, GenerateSettings, ProfileSettings
+
+GENERATE, PROFILE = GenerateSettings(), ProfileSettings()
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": False})
+def profile(
+    ctx: typer.Context,
+    model: ModelArgument,
+    out: Annotated[Path, typer.Option(help="The trace directory.", rich_help_panel=OUTPUT)],
+    dataset: Dataset = None,
+    limit: Limit = 0,
+    max_prompt_tokens: MaxPrompt = 1024,
+    decode: Annotated[
+        int, numeric(ProfileSettings, "decode", "Greedy tokens to generate and record.", INPUT)
+    ] = PROFILE.decode,
+    batch_size: Annotated[
+        int, numeric(ProfileSettings, "batch_size", "Requests run together.", INPUT)
+    ] = PROFILE.batch_size,
+    engine: Annotated[
+        Engine,
+        typer.Option(help="sglang, vllm: its offline engine; what follows `--` goes to it.", rich_help_panel=INPUT),
+    ] = Engine.transformers,
+    as_json: Json = False,
+) -> None:
+    """Record which experts each token chooses.
+
+    Without --dataset the standard library's held-out texts serve. A run that was stopped resumes where it ended.
+
+    Example: `semmoe profile MODEL --dataset chats.jsonl.gz --limit 500 --decode 64 --out trace`
+    """
+    from semmoe.dataset import check_token_ids, digest
+    from semmoe.engines.transformers import model as models
+    from semmoe.files import check_output
+    from semmoe.trace import TraceHeader, TraceWriter
+
+    check_output(out, directory=True, force=True)  # a profile that was stopped goes on where it ended
+    own = engine is not Engine.transformers
+    if own:
+        check_installed(engine.value)
+    require(own or not ctx.args, f"{' '.join(ctx.args[:1])}: transformers takes no such option")
+    prompts, _, cut = _prompts(model, dataset, limit, max_prompt_tokens)
+    settings = {"decode": decode, "max_prompt_tokens": max_prompt_tokens}
+    identity = models.fingerprint_of(model)
+    check_token_ids(prompts, identity.vocab_size)
+    header = TraceHeader(fingerprint=identity, dataset_hash=digest(prompts), settings=settings)
+    with TraceWriter(out, header) as writer, console.bars() as bars:
+        if writer.num_requests:
+            console.err.print(f"resuming: {writer.num_requests} of {len(prompts)} requests are recorded")
+        advance = bars.task("profiling", len(prompts))
+        advance(writer.num_requests)
+        given: dict[str, Any] = {"max_new_tokens": decode, "batch_size": batch_size, "progress": advance}
+        if own:
+            profiling = importlib.import_module(f"semmoe.engines.{engine.value}.profile")
+            profiling.profile(model, prompts, writer, top_k=identity.top_k, options=ctx.args, **given)
+        else:
+            from semmoe.engines.transformers import recorder
+
+            recorder.record_prompts(models.load_model(model), prompts, writer, **given)
+        requests = writer.num_requests
+    if as_json:
+        console.print_json({"trace": str(out), "requests": requests, "cut_prompts": cut})
+    else:
+        console.out.print(f"{requests} requests in {out}")
+
+
+def _prompts(model: str, dataset: Path | None, limit: int, max_tokens: int) -> tuple[list[list[int]], Any, int]:
+    """Token ids of the prompts, the tokenizer, and how many prompts were cut, which is told too."""
+    from semmoe.dataset import encode
+    from semmoe.engines.transformers.tokenizer import load_tokenizer
+
+    require(max_tokens >= 1, f"--max-prompt-tokens must be at least 1, not {max_tokens}")
+    tokenizer = load_tokenizer(model)
+    encoded = [ids for ids in encode(_read_prompts(dataset, limit), tokenizer, max_tokens + 1) if ids]
+    require(bool(encoded), "no prompt holds a token")
+    cut = sum(len(ids) > max_tokens for ids in encoded)
+    if cut:
+        text = f"{cut} of {len(encoded)} prompts are cut to --max-prompt-tokens {max_tokens}"
+        console.err.print(text, soft_wrap=True)
+    return [ids[:max_tokens] for ids in encoded], tokenizer, cut
+
+
+def _read_prompts(dataset: Path | None, limit: int) -> list[Any]:
+    """Of the dataset, with a word where lines are not taken as prompts; of held-out texts without one."""
+    from semmoe.dataset import Prompt, is_running_text, load_dataset
+    from semmoe.texts import held_out_prompts
+
+    if dataset is None:
+        prompts = [Prompt(text=text) for _, _, text in held_out_prompts(per_domain=40)]
+        return prompts[:limit] if limit else prompts
+    prompts = load_dataset(dataset, limit)
+    if is_running_text(dataset):
+        text = f"{dataset} is read as running text: prompts used: {len(prompts)}; for one prompt per line give jsonl"
+        console.err.print(text, markup=False, soft_wrap=True)
+    return prompts
+
+
+@app.command()
+def generate(
+    model: ModelArgument,
+    plan: Annotated[
+        Path | None, typer.Option(help="Run on this plan; without it, vanilla.", rich_help_panel=METHOD)
+    ] = None,
+    attention: Annotated[
+        Attention | None, typer.Option(help="As the plan's, which is the default.", rich_help_panel=TOPOLOGY)
+    ] = None,
+    ep_size: PlannedEpSize = None,
+    dp_size: DpSize = None,
+    num_nodes: PlannedNumNodes = None,
+    exchange: Annotated[
+        Exchange,
+        typer.Option(
+            help="two-level: a row goes once to each node; all-reduce: expert parallelism without all-to-all.",
+            rich_help_panel=METHOD,
+        ),
+    ] = Exchange.all_to_all,
+    overlap: Annotated[
+        bool,
+        typer.Option(help="Own tokens' experts run while others' rows are on their way.", rich_help_panel=METHOD),
+    ] = False,
+    dataset: Dataset = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="A prompt; may be given several times.", rich_help_panel=INPUT)
+    ] = None,
+    limit: Limit = 0,
+    max_prompt_tokens: MaxPrompt = 1024,
+    max_new_tokens: Annotated[
+        int, numeric(GenerateSettings, "max_new_tokens", "Tokens to generate.", INPUT)
+    ] = GENERATE.max_new_tokens,
+    batch_size: Annotated[
+        int, numeric(GenerateSettings, "batch_size", "Requests decoded together in a group.", INPUT)
+    ] = GENERATE.batch_size,
+    window: Annotated[
+        int,
+        numeric(
+            GenerateSettings,
+            "window",
+            "attention-DP: requests assigned together as if they came one after the other; 0: all that are at hand.",
+            METHOD,
+        ),
+    ] = GENERATE.window,
+    verify: Annotated[
+        bool, typer.Option(help="Hold every token against plain transformers.", rich_help_panel=OUTPUT)
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Write prompts and completions as jsonl.", rich_help_panel=OUTPUT)
+    ] = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Generate greedily with expert parallelism, each rank a process that holds its own experts only.
+
+    With --verify the exit code is 1 if a token differs.
+
+    Example: `semmoe generate MODEL --plan plan --dataset prompts.jsonl --verify`
+    """
+    from semmoe.checkpoint.relabel import plan_digest
+    from semmoe.engines.transformers import generate as gen
+    from semmoe.files import check_output
+
+    if out is not None:
+        check_output(out, force=force)
+    require(not (dataset and prompt), "give --dataset or --prompt, not both")
+    chosen = _plan_to_run(model, plan, GivenTopology(attention and attention.value, ep_size, dp_size, num_nodes))
+    encoded = _encode_given(model, prompt) if prompt else _prompts(model, dataset, limit, max_prompt_tokens)
+    prompts, tokenizer, cut = encoded
+    require(window == 0 or chosen.topology.dp_size > 1, "--window has no effect: there is one attention group")
+    settings = GenerateSettings(max_new_tokens=max_new_tokens, batch_size=batch_size, window=window)
+    way = "on the plan" if plan else "vanilla" if exchange is Exchange.all_to_all else exchange.value
+    name = f"attention-{chosen.topology.attention.upper()}, {way}"
+    set_up = gen.SetUp(name=name, plan=chosen, exchange=exchange.value, overlap=overlap)
+    with console.bars() as bars:
+        advance = bars.task(f"generating on {chosen.topology.ep_size} processes", len(prompts))
+        result = gen.generate(model, prompts, [set_up], settings, lambda name, done: advance(done))[0]
+        agreement = _hold_against_plain(model, prompts, result.outputs, settings, bars) if verify else None
+    completions = tokenizer.batch_decode(result.outputs)
+    if out is not None:
+        _write_completions(out, tokenizer.batch_decode(prompts), completions)
+    row = {
+        **result.figures(),
+        "identical": agreement.holds if agreement else None,
+        "identical_text": str(agreement) if agreement else "not verified",
+        "plan_hash": plan_digest(plan) if plan else None,
+        "cut_prompts": cut,
+    }
+    if as_json:
+        console.print_json({**row, "completions": completions})
+    else:
+        title = f"{len(prompts)} requests, {chosen.topology.ep_size} processes"
+        console.print_table(title, *tables.generated([row]))
+        tables.print_times(row)
+        for given, text in zip(prompt or [], completions, strict=False):
+            console.out.print(f"{given}{text}\n", markup=False)
+    if agreement is not None and not agreement.holds:
+        raise typer.Exit(1)
+
+
+def _plan_to_run(model: str, path: Path | None, given: GivenTopology) -> Plan:
+    from semmoe.engines.transformers.model import fingerprint_of
+    from semmoe.placement.linear import vanilla_plan
+    from semmoe.plan import load_plan
+
+    identity = fingerprint_of(model)
+    plan = None if path is None else load_plan(path)
+    if plan is not None:
+        plan.check(identity)
+    topology = chosen_topology(plan, given, ep_size=4)
+    return plan or vanilla_plan(identity, topology)
+
+
+def _encode_given(model: str, texts: list[str]) -> tuple[list[list[int]], Any, int]:
+    """As `_prompts`; none of these is cut."""
+    from semmoe.engines.transformers.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(model)
+    require(all(text for text in texts), "a prompt is empty")
+    return tokenizer(texts)["input_ids"], tokenizer, 0
+
+
+def _hold_against_plain(model: str, prompts: Any, outputs: Any, settings: GenerateSettings, bars: Any) -> Any:
+    from semmoe.engines.transformers import verify
+    from semmoe.engines.transformers.model import load_model
+
+    plain = load_model(model)
+    advance = bars.task("verifying with plain transformers", len(prompts))
+    reference = verify.plain_generate(plain, prompts, settings, advance)
+    return verify.compare_outputs(plain, prompts, reference, outputs)
+
+
+def _write_completions(path: Path, prompts: list[str], completions: list[str]) -> None:
+    import json
+
+    from semmoe.files import atomic_file
+
+    with atomic_file(path) as staged, staged.open("w", encoding="utf-8") as file:
+        for prompt, completion in zip(prompts, completions, strict=True):
+            file.write(json.dumps({"prompt": prompt, "completion": completion}) + "\n")
+
+
+@app.command()
+def demo(
+    ep_size: EpSize = 4,
+    dataset: Dataset = None,
+    seed: Seed = 0,
+    keep: Annotated[
+        Path | None,
+        typer.Option(help="Keep trace, plans, measurements and the report here.", rich_help_panel=OUTPUT),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """The whole line on the embedded model: profile, solve, generate five ways, one table and one page. About two
+    minutes.
+
+    Without --dataset the prompts are text of the standard library that the model never saw. The page is
+    semmoe-demo/report.html, or DIR/report.html with --keep DIR.
+
+    Example: `semmoe demo --keep out`
+    """
+    from semmoe.demo import run_demo
+    from semmoe.files import check_output
+
+    check_output(keep or Path("semmoe-demo"), directory=True, force=True)
+    work = keep or Path(tempfile.mkdtemp(prefix="semmoe-demo-"))
+    try:
+        with console.bars() as bars:
+            result = run_demo(DemoSettings(ep_size=ep_size, seed=seed), work, bars, dataset)
+        rows = result["set_ups"]
+        if not as_json:
+            title = f"{result['prompts']} {'given' if dataset else 'held-out'} prompts, {ep_size} processes"
+            console.print_table(title, *tables.generated(rows))
+            tables.print_gain(rows)
+        page = _demo_report(work, keep or Path("semmoe-demo"))
+    finally:
+        if keep is None:
+            shutil.rmtree(work, ignore_errors=True)
+    if as_json:
+        console.print_json({**result, "report": None if page is None else str(page)})
+    elif page is None:
+        console.out.print('for all this as one page: pip install "semmoe[report]"', markup=False)
+    else:
+        console.out.print(f"report: {page}", markup=False)
+    if not all(row["identical"] for row in rows):
+        raise typer.Exit(1)
+
+
+def _demo_report(work: Path, folder: Path) -> Path | None:
+    """Where the page of what the demo left in `work` is; None where its packages are not installed."""
+    try:
+        importlib.import_module("jinja2")
+        importlib.import_module("plotly.offline")
+    except ModuleNotFoundError:
+        return None
+    from semmoe.report.page import write
+
+    return write(work, folder / "report.html", "semmoe demo").path

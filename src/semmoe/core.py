@@ -1,0 +1,390 @@
+"""The nouns: everything that flows from a profile to an engine, as arrays with fixed shapes.
+
+Shape legend, one meaning per letter everywhere:
+    T  routed tokens (rows of a trace)     R  requests
+    L  MoE layers                          V  token ids the tables know (vocabulary size)
+    K  experts chosen per token            B  tokens of one batch, all ranks together
+    E  logical experts of a layer          G  expert-parallel ranks (`ep_size`)
+    P  physical experts (copies counted)   D  attention-DP groups (`dp_size`)
+    X  most copies of one expert           S  ranks inside an attention-DP group (`attn_tp_size`), G = D * S
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+
+from semmoe import html
+from semmoe.bounds import (
+    MOST_EXPERTS,
+    MOST_LAYERS,
+    MOST_RANKS,
+    MOST_VOCABULARY,
+    Declared,
+    check_numbers,
+    check_offsets,
+    check_range,
+    check_table,
+    number,
+    require,
+    required_number,
+)
+
+PREFILL, DECODE = 0, 1
+
+
+def physical_experts(num_experts: int, redundant: int, ep_size: int) -> int:
+    """P, if ranks can hold as many each. Raises ValueError saying what would fit."""
+    total, reason = num_experts + redundant, ""
+    if redundant:
+        fit = ", ".join(str(-num_experts % ep_size + i * ep_size) for i in range(3))
+        reason = f" ({num_experts} and {redundant} redundant: {fit}, ... fit)"
+    require(total % ep_size == 0, f"ep_size {ep_size} does not divide {total} experts{reason}")
+    return total
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """How ranks share the work: experts over `ep_size` ranks, attention over `dp_size` groups of `attn_tp_size`.
+
+    Rank g belongs to group g // attn_tp_size and to node g // (ep_size // num_nodes).
+    """
+
+    ep_size: int = required_number(1, MOST_RANKS)
+    dp_size: int = number(1, 1, MOST_RANKS)
+    attn_tp_size: int = number(0, 0, MOST_RANKS)  # 0: ep_size // dp_size
+    num_nodes: int = number(1, 1, MOST_RANKS)
+
+    def __post_init__(self) -> None:
+        check_numbers(self)
+        require(self.ep_size % self.dp_size == 0, f"dp_size {self.dp_size} does not divide ep_size {self.ep_size}")
+        if self.attn_tp_size == 0:
+            object.__setattr__(self, "attn_tp_size", self.ep_size // self.dp_size)
+        product = self.dp_size * self.attn_tp_size
+        require(product == self.ep_size, f"dp_size x attn_tp_size is {product}, not ep_size {self.ep_size}")
+        divides = self.ep_size % self.num_nodes == 0
+        require(divides, f"num_nodes {self.num_nodes} does not divide ep_size {self.ep_size}")
+
+    @classmethod
+    def for_attention(
+        cls, attention: str, ep_size: int, dp_size: int | None = None, num_nodes: int | None = None
+    ) -> Topology:
+        """`tp`: one group of all ranks; `dp`: every rank a group; `hybrid`: `dp_size` groups. num_nodes: by default 1.
+
+        Raises ValueError for sizes that do not fit together.
+        """
+        require(attention in ("tp", "dp", "hybrid"), f"attention must be tp, dp or hybrid, not {attention!r}")
+        if attention == "hybrid":
+            groups = dp_size or 0
+            require(1 < groups < ep_size, f"hybrid attention needs a dp_size between 1 and {ep_size=}, not {dp_size}")
+        else:
+            implied = {"tp": 1, "dp": ep_size}[attention]
+            require(dp_size in (None, implied), f"attention {attention} has dp_size {implied}, not {dp_size}")
+            dp_size = implied
+        assert dp_size is not None
+        return cls(ep_size=ep_size, dp_size=dp_size, num_nodes=1 if num_nodes is None else num_nodes)
+
+    @property
+    def node_of(self) -> np.ndarray:
+        """(G,) int64: the node of each rank."""
+        return np.arange(self.ep_size) // (self.ep_size // self.num_nodes)
+
+    @property
+    def attention(self) -> str:
+        return "tp" if self.dp_size == 1 else "dp" if self.attn_tp_size == 1 else "hybrid"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fingerprint:
+    """What a trace or plan was made for; a plan is refused on a model or tokenizer that differs."""
+
+    model: str  # a name for people; not compared
+    architecture_hash: str  # SHA-256 of the configuration fields that shape routing
+    tokenizer_hash: str  # SHA-256 of the vocabulary, token by token
+    vocab_size: int = required_number(1, MOST_VOCABULARY)
+    num_layers: int = required_number(1, MOST_LAYERS)  # MoE layers only
+    num_experts: int = required_number(1, MOST_EXPERTS)
+    top_k: int = required_number(1, MOST_EXPERTS)
+    num_groups: int = number(1, 1, MOST_EXPERTS)  # group-limited gating (DeepSeek's n_group)
+    hidden_size: int = number(0, 0, 1 << 24)  # 0: not known
+    expert_size: int = number(0, 0, 1 << 24)  # width of one expert's feed-forward network; 0: not known
+
+    def __post_init__(self) -> None:
+        check_numbers(self)
+        check_table("num_layers x num_experts x num_experts", self.num_layers, self.num_experts, self.num_experts)
+        check_table("num_layers x vocab_size", self.num_layers, self.vocab_size)
+        require(self.top_k <= self.num_experts, f"top_k {self.top_k} exceeds {self.num_experts} experts")
+        divides = self.num_experts % self.num_groups == 0
+        require(divides, f"{self.num_groups} gate groups do not divide {self.num_experts} experts")
+
+    def mismatch(self, other: Fingerprint) -> str | None:
+        """The first field in which `other` differs, in words, or None; sizes before hashes, which say less.
+
+        What carries this fingerprint is called "there", what carries `other` is called "here".
+        """
+        there, here = (f" ({one.model})" if self.model != other.model else "" for one in (self, other))
+        for name, mine in sorted(asdict(self).items(), key=lambda field: field[0].endswith("_hash")):
+            theirs = getattr(other, name)
+            unknown = name in ("hidden_size", "expert_size") and 0 in (mine, theirs)
+            if name != "model" and mine != theirs and not unknown:
+                return f"{name} is {mine} there{there} and {theirs} here{here}"
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingTrace:
+    """Which experts each token chose, request by request, in the order in which the model saw the tokens."""
+
+    token_ids: np.ndarray  # (T,) int32
+    expert_ids: np.ndarray  # (T, L, K) uint8 or int16, by falling routing weight
+    request_offsets: np.ndarray  # (R + 1,) int64, rows of request r: offsets[r] to offsets[r + 1]
+    phase: np.ndarray  # (T,) uint8, PREFILL or DECODE
+    prompt_ids: np.ndarray  # (M,) int32, every request's prompt, routed or not
+    prompt_offsets: np.ndarray  # (R + 1,) int64
+    fingerprint: Fingerprint
+
+    def __post_init__(self) -> None:
+        f, tokens = self.fingerprint, len(self.token_ids)
+        shape = (tokens, f.num_layers, f.top_k)
+        require(self.expert_ids.shape == shape, f"expert_ids has shape {self.expert_ids.shape}, expected {shape}")
+        require(self.phase.shape == (tokens,), f"phase has shape {self.phase.shape}, expected {(tokens,)}")
+        check_offsets("request_offsets", self.request_offsets, tokens)
+        check_offsets("prompt_offsets", self.prompt_offsets, len(self.prompt_ids))
+        require(len(self.request_offsets) == len(self.prompt_offsets), "requests and prompts differ in number")
+        check_range("expert id", self.expert_ids, f.num_experts, "experts")
+        check_range("token id", self.token_ids, f.vocab_size, "vocabulary entries")
+        check_range("prompt token id", self.prompt_ids, f.vocab_size, "vocabulary entries")
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.request_offsets) - 1
+
+    def prompt(self, request: int) -> np.ndarray:
+        return self.prompt_ids[self.prompt_offsets[request] : self.prompt_offsets[request + 1]]
+
+    def rows(self, request: int) -> slice:
+        return slice(int(self.request_offsets[request]), int(self.request_offsets[request + 1]))
+
+    def request_of_token(self) -> np.ndarray:
+        """(T,) int64: the request of each row."""
+        return np.repeat(np.arange(self.num_requests), np.diff(self.request_offsets))
+
+    def select(self, requests: np.ndarray) -> RoutingTrace:
+        """The trace of `requests` alone, in the order given."""
+        rows, offsets = _ragged_rows(self.request_offsets, requests)
+        prompt_rows, prompt_offsets = _ragged_rows(self.prompt_offsets, requests)
+        return replace(
+            self, token_ids=self.token_ids[rows], expert_ids=self.expert_ids[rows], phase=self.phase[rows],
+            request_offsets=offsets, prompt_ids=self.prompt_ids[prompt_rows], prompt_offsets=prompt_offsets,
+        )  # fmt: skip
+
+    def digest(self) -> str:
+        """SHA-256 of the trace's contents."""
+        sha = hashlib.sha256()
+        offsets = (self.request_offsets, self.prompt_offsets)
+        for array in (self.token_ids, self.expert_ids, self.phase, self.prompt_ids, *offsets):
+            sha.update(str(array.shape).encode() + np.ascontiguousarray(array).tobytes())
+        return sha.hexdigest()
+
+    def request_hashes(self) -> np.ndarray:
+        """(R,) uint64: what each request is known by in another trace, from its prompt and its routed tokens."""
+        out = np.empty(self.num_requests, np.uint64)
+        for r in range(self.num_requests):
+            prompt = self.prompt(r)
+            content = np.concatenate([[len(prompt)], prompt, self.token_ids[self.rows(r)]]).astype("<i4").tobytes()
+            out[r] = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+        return out
+
+
+def _ragged_rows(offsets: np.ndarray, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Row indices of the chosen segments, one after the other, and the new offsets."""
+    lengths = np.diff(offsets)[chosen]
+    new_offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    rows = np.arange(new_offsets[-1]) + np.repeat(offsets[:-1][chosen] - new_offsets[:-1], lengths)
+    return rows, new_offsets
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Which expert sits where: rank g holds physical experts g * P / G to (g + 1) * P / G of every layer."""
+
+    physical_to_logical_map: np.ndarray  # (L, P) int32
+    num_experts: int
+    ep_size: int
+    static_dispatch: np.ndarray | None = None  # (L, G, E) int16: the rank that serves e to source rank g; None: by rule
+
+    def __post_init__(self) -> None:
+        require(self.physical_to_logical_map.ndim == 2, "physical_to_logical_map must be (layers, physical experts)")
+        layers, physical = self.physical_to_logical_map.shape
+        require(physical >= self.num_experts, f"{physical} physical experts cannot hold {self.num_experts} experts")
+        require(physical % self.ep_size == 0, f"ep_size {self.ep_size} does not divide {physical} physical experts")
+        check_table("layers x ranks x experts", layers, self.ep_size, self.num_experts)
+        check_table("layers x physical experts", layers, physical)
+        check_range("expert id", self.physical_to_logical_map, self.num_experts, "experts")
+        missing = np.argwhere(self.logical_replica_count == 0)
+        require(len(missing) == 0, f"expert {missing[:1, 1]} of layer {missing[:1, 0]} is on no rank" if layers else "")
+        if self.static_dispatch is not None:
+            shape = (layers, self.ep_size, self.num_experts)
+            require(
+                self.static_dispatch.shape == shape,
+                f"static_dispatch has shape {self.static_dispatch.shape}, not {shape}",
+            )
+            check_range("static dispatch rank", self.static_dispatch, self.ep_size, "ranks")
+            served = np.take_along_axis(self.hosts, self.static_dispatch.astype(np.int64), axis=1)
+            require(bool(served.all()), "static_dispatch sends an expert to a rank that does not host it")
+
+    @property
+    def experts_per_rank(self) -> int:
+        return self.physical_to_logical_map.shape[1] // self.ep_size
+
+    @property
+    def logical_replica_count(self) -> np.ndarray:
+        """(L, E) int64: copies of each expert."""
+        layers = len(self.physical_to_logical_map)
+        cells = self.physical_to_logical_map + self.num_experts * np.arange(layers)[:, None]
+        counts = np.bincount(cells.ravel(), minlength=layers * self.num_experts)
+        return counts.reshape(layers, self.num_experts)
+
+    @property
+    def logical_to_physical_map(self) -> np.ndarray:
+        """(L, E, X) int32: the physical ids of each expert's copies, padded with -1."""
+        layers, physical = self.physical_to_logical_map.shape
+        most = int(self.logical_replica_count.max())
+        check_table("layers x experts x most copies of one", layers, self.num_experts, most)
+        out = np.full((layers, self.num_experts, most), -1, np.int32)
+        filled = np.zeros((layers, self.num_experts), np.int64)
+        rows = np.arange(layers)
+        for p in range(physical):
+            experts = self.physical_to_logical_map[:, p]
+            out[rows, experts, filled[rows, experts]] = p
+            filled[rows, experts] += 1
+        return out
+
+    @property
+    def redundant_experts(self) -> int:
+        """Physical experts of a layer beyond the logical ones."""
+        return self.physical_to_logical_map.shape[1] - self.num_experts
+
+    @property
+    def hosts(self) -> np.ndarray:
+        """(L, G, E) bool: rank g has a copy of expert e."""
+        layers = len(self.physical_to_logical_map)
+        out = np.zeros((layers, self.ep_size, self.num_experts), bool)
+        ranks = np.arange(self.physical_to_logical_map.shape[1]) // self.experts_per_rank
+        out[np.arange(layers)[:, None], ranks, self.physical_to_logical_map] = True
+        return out
+
+    @classmethod
+    def from_labels(cls, expert_ranks: np.ndarray, ep_size: int) -> Placement:
+        """From (L, E) rank labels, equally many experts a rank; experts of a rank stay in ascending order."""
+        experts = expert_ranks.shape[1]
+        require(experts % ep_size == 0, f"ep_size {ep_size} does not divide {experts} experts")
+        sizes = (expert_ranks[:, :, None] == np.arange(ep_size)).sum(axis=1)
+        assert (sizes == experts // ep_size).all(), "every rank must hold equally many experts"
+        order = np.argsort(expert_ranks, axis=1, kind="stable").astype(np.int32)
+        return cls(physical_to_logical_map=order, num_experts=experts, ep_size=ep_size)
+
+
+class Evidence(Protocol):
+    """What a token policy says of all tokens of a trace at one layer."""
+
+    def slices(self, rows: np.ndarray, num_slices: int) -> np.ndarray:
+        """(B,) the equal slice of each of these tokens (B,), which are those of one batch and group."""
+
+    def expected_local(self, rows: np.ndarray, slices: np.ndarray) -> float:
+        """(token, expert) pairs that the policy expects at home, if tokens `rows` (B,) go to `slices` (B,)."""
+
+
+class TokenPolicy(Protocol):
+    """Which rank of its attention group each token's row goes to: data alone, a dataclass of arrays and numbers."""
+
+    kind: ClassVar[str]  # what plan.json calls it
+    by_tables: ClassVar[bool]  # False: it knows nothing of tokens
+
+    def declared(self, topology: Topology, fingerprint: Fingerprint) -> dict[str, Declared]:
+        """What each array must be; raises ValueError for numbers that do not fit."""
+
+    def unknown(self, token_ids: np.ndarray) -> np.ndarray:
+        """(N,) bool: tokens that only a prior serves; none are where nothing is looked up."""
+
+    def scores_of_tokens(self, first_rank: int, num_slices: int, token_ids: np.ndarray) -> np.ndarray:
+        """(N, S) int32: what the tokens alone say of ranks first_rank to first_rank + S, mean over layers."""
+
+    def evidence(self, trace: RoutingTrace, plan: Plan, group: np.ndarray, decoding: bool) -> Iterator[Evidence]:
+        """Layer by layer. group: (T,) attention group of each token; decoding: a request's tokens came one by one."""
+
+
+class RequestPolicy(Protocol):
+    """Which attention group each request goes to: data alone, a dataclass of arrays and numbers."""
+
+    kind: ClassVar[str]
+    by_tables: ClassVar[bool]
+
+    @property
+    def num_groups(self) -> int:
+        """D."""
+
+    @property
+    def follows_caches(self) -> bool:
+        """Whether a group's prefix cache counts."""
+
+    def declared(self, topology: Topology, fingerprint: Fingerprint) -> dict[str, Declared]:
+        """As for `TokenPolicy`."""
+
+    def unknown(self, token_ids: np.ndarray) -> np.ndarray:
+        """As for `TokenPolicy`, of tokens of prompts."""
+
+    def tiled(self, copies: int, cache_weight: float) -> RequestPolicy:
+        """The policy for `copies` servers side by side, with the weight of their prefix caches, if it has one."""
+
+
+PRIOR, PROFILED, NEIGHBOUR = 0, 1, 2  # what serves a table row: the prior, its own counts, a neighbour's
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Plan:
+    """The one artefact that crosses from offline to online."""
+
+    topology: Topology
+    placement: Placement
+    tokens: TokenPolicy
+    requests: RequestPolicy
+    fingerprint: Fingerprint
+    method: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    trace_hash: str = ""
+    profiled_requests: np.ndarray | None = None  # (N,) uint64, rising: hashes of the requests solved on; None: unknown
+    expected: dict[str, Any] | None = None
+
+    def __repr__(self) -> str:
+        placement, layers = self.placement, len(self.placement.physical_to_logical_map)
+        experts = f"{layers} layers of {placement.num_experts} experts and {placement.redundant_experts} redundant"
+        ranks = f"{self.topology.ep_size} ranks, attention {self.topology.attention}"
+        policies = f"tokens {self.tokens.kind}, requests {self.requests.kind}"
+        return f"Plan({self.method!r}, {self.fingerprint.model!r}: {experts} over {ranks}, {policies})"
+
+    def _repr_html_(self) -> str:
+        topology, placement = self.topology, self.placement
+        rows = [
+            ("model", self.fingerprint.model),
+            ("layers x experts", f"{len(placement.physical_to_logical_map)} x {placement.num_experts}"),
+            ("redundant experts", f"{placement.redundant_experts}"),
+            ("ranks", f"{topology.ep_size} on {topology.num_nodes} node(s), attention {topology.attention}"),
+            ("tokens", self.tokens.kind),
+            ("requests", self.requests.kind),
+        ]
+        return html.table(f"Plan by {self.method}", ["", ""], rows)
+
+    def check(self, model: Fingerprint) -> None:
+        """Raise ValueError unless this plan was made for `model`."""
+        difference = self.fingerprint.mismatch(model)
+        if difference is not None:
+            raise ValueError(f"this plan was made for another model or tokenizer: {difference}")

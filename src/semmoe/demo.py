@@ -1,0 +1,128 @@
+"""The main line on the embedded default: profile, solve, generate in five set-ups, one table and one page."""
+
+import json
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from semmoe.bounds import require
+from semmoe.console import Bars
+from semmoe.core import Plan, RoutingTrace, Topology
+from semmoe.dataset import Prompt, encode, load_dataset
+from semmoe.files import atomic_file
+from semmoe.settings import DemoSettings, GenerateSettings, ReplaySettings, SolveSettings
+from semmoe.texts import held_out_prompts
+
+MODEL = Path(__file__).parent / "models" / "tiny"
+LINKS = "h200-nvlink"  # for which the demo predicts whether a plan is worth it, as `semmoe solve` does by default
+Text = tuple[str, str, str]  # domain, document, text
+
+
+def demo_prompts(
+    settings: DemoSettings, tokenizer: Any, dataset: Path | None = None
+) -> tuple[list[list[int]], list[list[int]]]:
+    """(profile, evaluation) token ids: from `dataset`, or text that the embedded model never saw.
+
+    Held-out text is split by document, so that the two share none; a dataset's first three quarters are profiled.
+    """
+    if dataset is None:
+        profile, rest = ([Prompt(text=text) for _, _, text in texts] for texts in _held_out_texts(settings))
+    else:
+        prompts = load_dataset(dataset)
+        cut = min(len(prompts) * 3 // 4, settings.profile_prompts)
+        require(cut >= settings.ep_size, f"{dataset} holds {len(prompts)} prompts: too few to profile and evaluate")
+        profile, rest = prompts[:cut], prompts[cut:]
+    return (
+        encode(profile[: settings.profile_prompts], tokenizer, settings.max_prompt_tokens),
+        encode(rest[: settings.generate_prompts], tokenizer, settings.max_prompt_tokens),
+    )
+
+
+def _held_out_texts(settings: DemoSettings) -> tuple[list[Text], list[Text]]:
+    texts = held_out_prompts(per_domain=settings.profile_prompts)
+    documents = sorted({(domain, document) for domain, document, _ in texts})
+    profiled = set(documents[::2])
+    profile = [text for text in texts if text[:2] in profiled]
+    return profile, [text for text in texts if text[:2] not in profiled]
+
+
+def profiled_domains(settings: DemoSettings) -> list[str]:
+    """The domain of each of the profile's prompts, where these are held-out text."""
+    return [domain for domain, _, _ in _held_out_texts(settings)[0][: settings.profile_prompts]]
+
+
+def run_demo(settings: DemoSettings, work: Path, progress: Bars, dataset: Path | None = None) -> dict[str, Any]:
+    """Run every stage; returns the table's rows and what they rest on.
+
+    Under `work` it leaves what a report is made of: trace, domains.json, plan-dp, plan-tp and, of what it returns,
+    demo.json.
+    """
+    from semmoe.checkpoint.relabel import plan_digest
+    from semmoe.engines.transformers import generate as gen
+    from semmoe.engines.transformers import verify
+    from semmoe.engines.transformers.model import fingerprint_of, load_model
+    from semmoe.engines.transformers.recorder import record
+    from semmoe.engines.transformers.tokenizer import load_tokenizer
+    from semmoe.placement.linear import vanilla_plan
+    from semmoe.plan import load_plan, save_plan
+
+    advance = progress.task("loading the model", 1)
+    tokenizer, model, identity = load_tokenizer(str(MODEL)), load_model(str(MODEL)), fingerprint_of(str(MODEL))
+    profile_ids, prompts = demo_prompts(settings, tokenizer, dataset)
+    advance(1)
+
+    advance = progress.task(f"profiling {len(profile_ids)} prompts", len(profile_ids))
+    trace, set_ups, digests = record(model, str(MODEL), profile_ids, work / "trace", advance), [], {}
+    if dataset is None:
+        _save(work / "domains.json", profiled_domains(settings))
+    advance = progress.task("solving plans", 4)
+    for attention in ("dp", "tp"):
+        topology = Topology.for_attention(attention, settings.ep_size)
+        save_plan(_solve(trace, topology, settings, advance), work / f"plan-{attention}")
+        plan = load_plan(work / f"plan-{attention}")
+        vanilla = vanilla_plan(identity, topology)
+        set_ups.append(gen.SetUp(name=f"attention-{attention.upper()}, vanilla", plan=vanilla))
+        set_ups.append(gen.SetUp(name=f"attention-{attention.upper()}, on the plan", plan=plan))
+        digests[set_ups[-1].name] = plan_digest(work / f"plan-{attention}")
+    set_ups.append(gen.SetUp(name="attention-TP, all-reduce", plan=vanilla, exchange="all-reduce"))
+
+    generate_settings = GenerateSettings(max_new_tokens=settings.max_new_tokens, batch_size=settings.batch_size)
+    advance = progress.task("generating with plain transformers", len(prompts))
+    reference = verify.plain_generate(model, prompts, generate_settings, advance)
+    advance = progress.task(
+        f"generating on {settings.ep_size} processes, {len(set_ups)} set-ups", len(prompts) * len(set_ups)
+    )
+    results = gen.generate(str(MODEL), prompts, set_ups, generate_settings, lambda name, done: advance(done))
+    rows = []
+    for result in results:
+        agreement = verify.compare_outputs(model, prompts, reference, result.outputs)
+        rows.append({**result.figures(), "identical": agreement.holds, "identical_text": str(agreement),
+                     "plan_hash": digests.get(result.name)})  # fmt: skip
+    made = {"settings": asdict(settings), "prompts": len(prompts), "profile_tokens": trace.num_tokens, "set_ups": rows,
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+            "versions": {name: version(name) for name in ("semmoe", "torch", "transformers")}}  # fmt: skip
+    _save(work / "demo.json", made)
+    return made
+
+
+def _solve(trace: RoutingTrace, topology: Topology, settings: DemoSettings, advance: Callable[[int], None]) -> Plan:
+    """A plan, with what it should do for requests that it has not seen and whether that is worth it on LINKS."""
+    from semmoe.cost import LayerShape, load_links
+    from semmoe.solver import expect, solve
+
+    f, solving = trace.fingerprint, SolveSettings(seed=settings.seed)
+    shape = LayerShape(hidden_size=f.hidden_size, expert_size=f.expert_size, top_k=f.top_k)
+    expected = expect(trace, topology, solving, ReplaySettings(seed=settings.seed), load_links(LINKS), shape)
+    advance(1)
+    plan = replace(solve(trace, topology, solving), expected=expected)
+    advance(1)
+    return plan
+
+
+def _save(path: Path, value: Any) -> None:
+    with atomic_file(path) as staged:
+        staged.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,59 @@
+"""Requests to attention-DP ranks inside a live engine: the plan's choice, under the load that runs now.
+
+Some engines tell each request's end (`admit`, `finish`). Others say how many requests each rank has and not which of
+them ended: there the ledger of running work is kept by age (`choose`, `reconcile`), and of what was sent to a rank the
+oldest requests are taken to have ended first.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from semmoe.bounds import require
+from semmoe.core import Plan
+from semmoe.online import expected_tokens, live_settings, start
+from semmoe.requests.scheduler import Assigned
+
+GRACE = 0.2  # seconds that a request may take to appear in its rank's load
+
+
+class RequestBalancer:
+    """The rank of each request, and how many of its ids the tables do not know. Not thread-safe."""
+
+    def __init__(self, plan: Plan, clock: Callable[[], float] = time.time) -> None:
+        unfit = "this plan schedules no requests: it is for attention tp, or was solved without"
+        require(plan.requests.by_tables, unfit)
+        self._clock, groups = clock, plan.topology.dp_size
+        self._scheduler = start(plan.requests, live_settings(groups))
+        self._sent: list[deque[tuple[float, Assigned]]] = [deque() for _ in range(groups)]
+
+    @property
+    def unknown_tokens(self) -> int:
+        """Prompt ids outside the tables so far."""
+        return self._scheduler.unknown_tokens
+
+    def choose(self, prompt_ids: Sequence[int] | np.ndarray, max_new_tokens: int | None = None) -> int:
+        """The rank for a request that decodes at most `max_new_tokens`, whose end `reconcile` is to find."""
+        rank, assigned = self.admit(prompt_ids, max_new_tokens)
+        if self._scheduler.keeps_ledger:
+            self._sent[rank].append((self._clock(), assigned))
+        return rank
+
+    def admit(self, prompt_ids: Sequence[int] | np.ndarray, max_new_tokens: int | None = None) -> tuple[int, Assigned]:
+        """The same for an engine that tells each request's end: the rank, and what `finish` takes back."""
+        ids = np.asarray(prompt_ids, np.int64)
+        assigned = self._scheduler.admit(ids, expected_tokens(self._scheduler.mean_length, max_new_tokens))
+        return assigned.group, assigned
+
+    def finish(self, assigned: Assigned) -> None:
+        """A request that `admit` let in has ended, or will never begin."""
+        self._scheduler.finish(assigned, assigned.work)
+
+    def reconcile(self, rank: int, requests: int, as_of: float) -> None:
+        """A rank said at `as_of` (seconds of the clock) that it has so many requests, waiting or running."""
+        sent = self._sent[rank]
+        known = sum(when <= as_of - GRACE for when, _ in sent)
+        for _ in range(known - requests):
+            self.finish(sent.popleft()[1])

@@ -1,0 +1,242 @@
+"""AutoEP's layers on a plan: experts at their places, tokens at the ranks that will need fewest others.
+
+Speculative expert grouping: AutoEP deals experts out to ranks in order; here they move to the plan's slots, and the
+router's logical ids are looked up, so that gating, group limits included, sees nothing of it.
+
+Speculative token shuffling: folded with AutoTP, DeepSpeed sums attention over the group (all-reduce), deals a token's
+expert choices out in turn to the ranks of the group, and gathers every choice's result. Here a token has one owner, in
+equal slices. `predicted`: the plan names it before attention's sum, which becomes a shuffled reduce-scatter; a shuffled
+all-gather ends the layer. `routed`, for comparison: the sum stays, and the owner is the rank that holds most of the
+experts that the router then chose. `off`: DeepSpeed's own way.
+"""
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from deepspeed.module_inject.layers import LinearAllreduce, TensorParallel_Layer
+from deepspeed.moe.ep_count import count_tokens_per_expert
+from deepspeed.moe.ep_tp_dispatch import assignment_ordinals_by_expert
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from semmoe.bounds import require
+from semmoe.core import Plan
+from semmoe.engines.deepspeed.placement import place_experts
+from semmoe.engines.deepspeed.traffic import collectives
+from semmoe.engines.placement import dispatch_map
+from semmoe.engines.transformers.model import architecture_hash, decoder_layers
+from semmoe.engines.transformers.planned import PlannedModel, bind, check_layout
+from semmoe.metrics import Traffic
+from semmoe.runtime.agreement import check_agreement
+from semmoe.runtime.collectives import Communicator, shuffle_handle, shuffled_all_gather
+from semmoe.runtime.traffic import TrafficCounter
+from semmoe.tokens.slices import assign
+
+SHUFFLES = ("predicted", "routed", "off")
+NOT_SAVED = ("save_checkpoint", "save_16bit_model")
+
+
+def apply_plan(model: Any, plan: Plan, *, shuffle: str = "predicted") -> "AutoEPModel":
+    """Put a model that AutoEP has converted, or the engine around it, on a plan, for inference.
+
+    Every rank of the expert-parallel group calls it. Afterwards the model's forward and `generate` are as before, but
+    that input is looked at for token ids. Where a group of ranks has no batch while others do, `idle` of what is
+    returned takes part in their all-to-alls. Raises ValueError for a plan or an engine that does not fit.
+    """
+    module = getattr(model, "module", model)
+    layers = autoep_layers(module)
+    check_agreement(layers[0].ep_group, plan, module.device, shuffle=shuffle)  # before what only one rank may refuse
+    require(shuffle in SHUFFLES, f"shuffle must be one of {', '.join(SHUFFLES)}, not {shuffle!r}")
+    alone = plan.topology.attn_tp_size == 1
+    require(shuffle != "routed" or not alone, "shuffle 'routed' needs groups of several ranks: this plan has none")
+    require(
+        getattr(model, "optimizer", None) is None,
+        "a plan is for inference: this engine has an optimizer, whose state would stay behind when experts move. To "
+        "train on a plan, relabel the checkpoint before, with `semmoe apply --to checkpoint`",
+    )
+    _check_fit(module, layers, plan)
+    planned = AutoEPModel(module, plan, layers, shuffle)
+    for name in NOT_SAVED:
+        if hasattr(model, name):
+            setattr(model, name, _refuse_to_save)
+    return planned
+
+
+def autoep_layers(model: PreTrainedModel) -> list[Any]:
+    """The AutoEPMoELayers in their order."""
+    layers = [layer.mlp for layer in decoder_layers(model) if isinstance(layer.mlp, AutoEPMoELayer)]
+    require(
+        bool(layers) and layers[0].ep_group is not None,
+        "no MoE layer of this model was converted by AutoEP: call deepspeed.initialize with config_for(plan, "
+        "model.config) before",
+    )
+    return layers
+
+
+def _check_fit(model: PreTrainedModel, layers: list[Any], plan: Plan) -> None:
+    topology, first = plan.topology, layers[0]
+    require(not hasattr(first, "_semmoe"), "this model is on a plan already")
+    same = plan.fingerprint.architecture_hash == architecture_hash(model.config)
+    require(same, f"this plan was made for {plan.fingerprint.model}, whose architecture is another")
+    tp_size = first.folding_group_handles.spec.tp_size if first.folding_group_handles else 1
+    require(
+        (first.ep_size, tp_size) == (topology.ep_size, topology.attn_tp_size),
+        f"the plan is for autoep_size {topology.ep_size} and autotp_size {topology.attn_tp_size}, DeepSpeed runs "
+        f"{first.ep_size} and {tp_size}",
+    )
+
+
+def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
+    raise ValueError("this engine's experts have moved to a plan's places, which DeepSpeed's checkpoints do not know")
+
+
+class AutoEPModel(PlannedModel):
+    """One rank's part. `apply_plan` makes it."""
+
+    def __init__(self, model: PreTrainedModel, plan: Plan, layers: list[Any], shuffle: str) -> None:
+        super().__init__(model, plan, *_communicators(layers[0]))
+        comm, device = self.comm, model.device
+        self._layers, self._folded = layers, self.attention_comm.size > 1 and shuffle == "off"
+        self._physical = torch.from_numpy(dispatch_map(plan, comm.rank)).to(device)  # (L, E)
+        self._held = plan.placement.physical_to_logical_map.reshape(len(layers), comm.size, -1)  # (L, G, P / G)
+        self._routers = [layer.router.forward for layer in layers]
+        self._given: tuple[Tensor, Tensor] | None = None  # routing that is known before the layer runs
+        self._told = False  # what the next forward brings
+        self.reset_counts()
+        for index, layer in enumerate(layers):
+            place_experts(comm, layer, self._held[index])
+            layer.router.forward = bind(self._route, index)
+            layer._semmoe = True
+        if self.attention_comm.size > 1 and not self._folded:
+            self._attach(self._layer_all_to_all if shuffle == "predicted" else self._layer_routed)
+        model.register_forward_pre_hook(self._look, with_kwargs=True)
+
+    def _attach(self, run: Any) -> None:
+        """Let decoder layers hand each rank its own rows."""
+        predicted, number = run == self._layer_all_to_all, {id(layer): i for i, layer in enumerate(self._layers)}
+        for layer in decoder_layers(self.model):
+            check_layout(layer)
+            index, output = number.get(id(layer.mlp)), layer.self_attn.o_proj
+            _require_whole(layer.mlp)
+            cut = isinstance(output, LinearAllreduce)
+            require(cut, "AutoTP left attention whole: use config_for(plan, model.config)")
+            layer.forward = bind(run, layer, index)
+            if predicted:
+                output.forward = bind(_partial_sums, output, self.attention_comm.rank)
+            if index is not None:
+                layer.mlp.folding_group_handles = None  # it has tokens of its own now
+
+    @property
+    def traffic(self) -> list[Traffic]:
+        found = [counter.traffic() for counter in self._counters]
+        return [replace(one, tokens=tokens) for one, tokens in zip(found, self._tokens, strict=True)]
+
+    def begin(self, ids: Tensor, real: Tensor, prefill: bool) -> None:
+        super().begin(ids, real, prefill)
+        self._told = True
+
+    def serve_others(self, index: int) -> None:
+        self._layers[index](self._no_tokens()[0][None])
+
+    def _look(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """What a forward brings, where nobody said so before: its ids, and by the attention mask which are real."""
+        if not self._told:
+            ids: Any = kwargs.get("input_ids", args[0] if args else None)
+            require(ids is not None, "a model on a plan needs input_ids: embeddings say nothing of the tokens")
+            mask, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
+            real = torch.ones_like(ids, dtype=torch.bool)
+            if mask is not None and mask.dim() == 2:
+                real = mask[:, -ids.shape[1] :].bool()
+            self.begin(ids.cpu(), real.cpu(), cache is None or cache.get_seq_length() == 0)
+        self._told = False
+
+    def _route(self, index: int, hidden: Tensor, expert_bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """In place of the router's forward: (T, H) -> weights (T, K), physical ids (T, K), tokens of each (P,)."""
+        weights, experts = self._given or self._routers[index](hidden, expert_bias)[:2]
+        self._last_routing = experts, weights
+        placed = self._physical[index][experts]
+        self._count(index, placed)
+        return weights, placed, count_tokens_per_expert(placed, self._held[index].size)
+
+    def _count(self, index: int, placed: Tensor) -> None:
+        tokens, targets = len(placed), placed // self._held.shape[2]
+        if self._folded:
+            rank, size = self.attention_comm.rank, self.attention_comm.size
+            targets = torch.where(_dealt(placed, rank, size), targets, -1)
+            tokens = len(range(rank, tokens, size))
+        self._counters[index].count(targets)
+        self._tokens[index] += tokens
+
+    def _layer_routed(self, layer: nn.Module, index: int | None, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        """One decoder layer whose attention is summed on every rank, and whose tokens go where their experts are."""
+        stream = self._real(hidden_states) + self._real(self._attend(layer, hidden_states, **kwargs))
+        if index is None:
+            return self._put_back(hidden_states, self._feed_forward(layer, None, stream))
+        normed = layer.post_attention_layernorm(stream)
+        weights, experts, _ = self._routers[index](normed, self._layers[index].expert_bias)
+        size, rank = self.attention_comm.size, self.attention_comm.rank
+        handle = shuffle_handle(assign(self._votes(index, experts)), size, rank)
+        self._given = weights[handle.mine], experts[handle.mine]
+        rows = self._feed_forward(layer, index, stream[handle.mine])
+        self._given = None
+        return self._put_back(hidden_states, shuffled_all_gather(self.attention_comm, rows, handle))
+
+    def _votes(self, index: int, experts: Tensor) -> np.ndarray:
+        """(N, S) int32: how many of each token's experts every rank of this group holds."""
+        first = self.comm.rank - self.attention_comm.rank
+        holds = np.zeros((self.attention_comm.size, self._physical.shape[1]), np.int32)
+        for rank, held in enumerate(self._held[index, first : first + len(holds)]):
+            holds[rank, held] = 1
+        return np.ascontiguousarray(holds[:, experts.cpu().numpy()].sum(axis=2, dtype=np.int32).T)
+
+    def reset_counts(self) -> None:
+        super().reset_counts()
+        comm, seen = self.comm, collectives()
+        self._counters = [TrafficCounter(comm.size, comm.rank, self.model.device) for _ in self._layers]
+        self._tokens = [0] * len(self._layers)
+        self._before = Counter(seen.sent), Counter(seen.sent_to), Counter(seen.seconds)
+
+    def sent_bytes(self) -> Counter[str]:
+        return super().sent_bytes() + (collectives().sent - self._before[0])
+
+    def sent_to(self) -> Counter[int]:
+        return collectives().sent_to - self._before[1]
+
+    def collective_seconds(self) -> Counter[str]:
+        return super().collective_seconds() + (collectives().seconds - self._before[2])
+
+
+def _communicators(layer: Any) -> tuple[Communicator, Communicator]:
+    """Of the ranks that share experts, and of the group of attention."""
+    import torch.distributed as dist
+
+    experts = Communicator(layer.ep_group, dist.get_rank(layer.ep_group), dist.get_world_size(layer.ep_group))
+    if layer.folding_group_handles is None:
+        return experts, Communicator(None, 0, 1)
+    size = layer.folding_group_handles.spec.tp_size
+    attention = Communicator(layer.tp_group, dist.get_rank(layer.tp_group), size)
+    require(attention.rank == experts.rank % size, "ranks of an attention group must be neighbours in the expert group")
+    return experts, attention
+
+
+def _require_whole(feed_forward: nn.Module) -> None:
+    cut = [name for name, module in feed_forward.named_modules() if isinstance(module, TensorParallel_Layer)]
+    require(not cut, f"AutoTP has cut {', '.join(cut)}: feed-forward layers must be whole where tokens are shuffled "
+            "(config_for(plan, model.config) shards attention alone)")  # fmt: skip
+
+
+def _partial_sums(output: Any, rank: int, hidden: Tensor) -> Tensor:
+    """A row-parallel projection without the sum that ends it; the bias is the first rank's to add."""
+    return nn.functional.linear(hidden, output.weight, output.bias if rank == 0 else None)
+
+
+def _dealt(placed: Tensor, rank: int, size: int) -> Tensor:
+    """(T, K) bool: choices that folded AutoEP leaves to `rank` of the group, every one in turn by expert."""
+    order = torch.argsort(placed.flatten(), stable=True)
+    mine = torch.zeros(placed.numel(), dtype=torch.bool, device=placed.device)
+    mine[order] = assignment_ordinals_by_expert(placed.flatten()[order]) % size == rank
+    return mine.view_as(placed)

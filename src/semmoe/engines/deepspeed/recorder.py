@@ -1,0 +1,30 @@
+"""Profiling a model that AutoEP has converted: which experts each token chose, as its routers say."""
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from semmoe.bounds import require
+from semmoe.engines.deepspeed.model import autoep_layers
+from semmoe.engines.transformers.recorder import RoutingRecorder
+
+
+class AutoEPRecorder(RoutingRecorder):
+    """For `record_prompts(engine.module, prompts, writer, recorder_of=AutoEPRecorder)`, before a plan is applied.
+
+    All ranks run the same prompts, since they must meet in every all-to-all; each then has the whole trace, and one
+    of them writes it where it is wanted.
+    """
+
+    def find_blocks(self, model: PreTrainedModel) -> list[torch.nn.Module]:
+        layers = autoep_layers(model)
+        require(not hasattr(layers[0], "_semmoe"), "routing is recorded before a plan is applied")
+        return layers
+
+    def listen(self, block: Any) -> Any:
+        return block.router.register_forward_hook(self._routed)
+
+    def _routed(self, module: torch.nn.Module, args: tuple, out: tuple) -> None:
+        weights, expert_ids, _ = out
+        self.keep(expert_ids, weights)

@@ -1,0 +1,33 @@
+"""Versions that AutoEP runs with: found out by looking, since a release that mends it should not be refused."""
+
+import importlib.metadata
+
+from semmoe.bounds import require
+from semmoe.engines.deepspeed.targets import RECORDED_OUTPUTS
+from semmoe.engines.hooks import problem
+
+WORKING = "deepspeed 0.19.8 with transformers 5.20.2"
+# Presets whose conversion replaces an entry in transformers' table of recorded outputs.
+RECORDED = ("mixtral", "qwen2_moe", "qwen3_moe")
+
+
+def check_versions(model_type: str) -> None:
+    """Raises ValueError where AutoEP cannot convert models of this type with what is installed."""
+    found = f"{version('deepspeed')} with {version('transformers')}"
+    try:
+        from deepspeed.module_inject import auto_ep, auto_ep_layer  # noqa: F401
+        from deepspeed.moe import ep_tp_dispatch  # noqa: F401
+    except ImportError as error:
+        raise ValueError(f"{found} has no AutoEP folded with AutoTP ({error}): {WORKING} has") from None
+    require(
+        model_type not in RECORDED or problem(RECORDED_OUTPUTS) is None,
+        f"AutoEP cannot convert {model_type} with {found}: it reads a table of recorded outputs that transformers has "
+        f"changed; use {WORKING}",
+    )
+
+
+def version(package: str) -> str:
+    try:
+        return f"{package} {importlib.metadata.version(package)}"
+    except importlib.metadata.PackageNotFoundError:
+        return f"no {package}"

@@ -1,0 +1,29 @@
+"""What `semmoe serve` prints and runs, for any engine: its own options in words, joined with the user's."""
+
+from collections.abc import Set
+from typing import Any
+
+from semmoe.bounds import require
+
+
+def command_line(values: dict[str, Any]) -> list[str]:
+    """{"tp_size": 2, "disable_cuda_graph": True} -> ["--tp-size", "2", "--disable-cuda-graph"]."""
+    words: list[str] = []
+    for name, value in values.items():
+        words += [_option(name)] if value is True else [_option(name), str(value)]
+    return words
+
+
+def join(values: dict[str, Any], given: list[str], decided: Set[str], command: str) -> list[str]:
+    """Options for `values`, and the engine's own ones as `given`, which take the place of ours.
+
+    Raises ValueError if they take back what the plan decides; command: what users may run themselves instead.
+    """
+    own = {word.split("=")[0] for word in given}
+    clash = sorted(own & decided)
+    require(not clash, f"{(clash or [''])[0]} comes from the plan: leave it away, or run {command} yourself")
+    return command_line({n: value for n, value in values.items() if _option(n) not in own}) + given
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,102 @@
+"""What the plug-ins of all engines do in a process that holds a model: check the plan, count, say that they run."""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from semmoe.bounds import require
+from semmoe.core import Plan, Topology
+from semmoe.engines.counters import Counters, Reading
+from semmoe.engines.hooks import is_tried
+from semmoe.engines.settings import PluginSettings
+from semmoe.runtime.agreement import check_agreement
+from semmoe.runtime.collectives import Communicator
+from semmoe.runtime.traffic import TrafficCounter
+
+log = logging.getLogger(__name__)
+
+
+def check_plan(plan: Plan, engine: str, running: Topology, config: Any, num_layers: int, physical: int) -> None:
+    """Raise ValueError unless `engine` runs a model of the plan's sizes on its ranks; config: Hugging Face's."""
+    t, f = plan.topology, plan.fingerprint
+    sizes = f"ep_size {running.ep_size}, attention {running.attention} with dp_size {running.dp_size}"
+    require(running == t, f"the plan is for ep_size {t.ep_size}, attention {t.attention} with dp_size {t.dp_size}; "
+            f"{engine} runs {sizes}")  # fmt: skip
+    found = {
+        "MoE layers": (num_layers, f.num_layers), "vocabulary entries": (config.vocab_size, f.vocab_size),
+        "experts chosen per token": (config.num_experts_per_tok, f.top_k), "hidden width": (config.hidden_size,
+        f.hidden_size or config.hidden_size),
+        "physical experts": (physical, plan.placement.physical_to_logical_map.shape[1]),
+    }  # fmt: skip
+    for name, (here, planned) in found.items():
+        require(here == planned, f"the model has {here} {name}, the plan was made for {planned}")
+
+
+def check_same_plan(group: Any, plan: Plan | None, settings: PluginSettings) -> None:
+    """Raise ValueError, on every rank of a group over the CPU, unless all were given the same plan and settings.
+
+    Paths are each node's own: they may differ.
+    """
+    own = {"plan", "control"}
+    check_agreement(group, plan, settings={n: value for n, value in asdict(settings).items() if n not in own})
+
+
+def check_identity(plan: Plan, model: str) -> None:
+    """Raise ValueError unless a model directory is what the plan was made for; elsewhere sizes must do."""
+    from semmoe.engines.transformers.model import fingerprint_of
+
+    if Path(model).is_dir():
+        plan.check(fingerprint_of(model))
+
+
+def description(
+    engine: str, plan: Plan | None, settings: PluginSettings, attention: str, shuffle: str
+) -> dict[str, str]:
+    """What is said of a rank, in the log and by the `active` counter."""
+    return {
+        "engine": engine, "method": plan.method if plan else "vanilla", "attention": attention, "shuffle": shuffle,
+        "redundant": str(plan.placement.redundant_experts if plan else 0), "plan": Path(settings.plan).name or "none",
+    }  # fmt: skip
+
+
+def tell_untried(rank: int, engine: str, version: str, tried: str) -> None:
+    """Say it once where no test has run this version."""
+    if rank == 0 and not is_tried(version, tried):
+        log.warning(
+            "semmoe: tried on %s %s, this is %s: run `semmoe doctor --engine %s`", engine, tried, version, engine
+        )
+
+
+def publish(rank: int, folder: Path | None, labels: dict[str, str], source: Callable[[], Iterator[Reading]]) -> None:
+    """Count from here on, and say so once: rank 0 in the log that people read."""
+    counters = Counters(f"rank-{rank:05d}", folder)
+    counters.sources.append(source)
+    counters.add("active", 1, **labels)
+    counters.start()
+    words = ", ".join(f"{name} {value}" for name, value in labels.items())
+    log.log(logging.INFO if rank == 0 else logging.DEBUG, "semmoe: active: %s", words)
+
+
+def readings(
+    rank: int, traffic: TrafficCounter | None, dispatch: Sequence[Communicator], others: Sequence[Communicator]
+) -> Iterator[Reading]:
+    """Of one rank; dispatch: the communicators of its expert all-to-all, where that is semmoe's."""
+    own = {"ep_rank": str(rank)}
+    if traffic is not None:
+        tokens, pairs, rows = traffic.totals()
+        yield "routed_tokens", own, tokens
+        for local, total in (("true", pairs[rank]), ("false", sum(pairs) - pairs[rank])):
+            yield "pairs", {**own, "local": local}, total
+        for j, count in enumerate(pairs):
+            yield "served_pairs", {**own, "by": str(j)}, count
+        for j, count in enumerate(rows):
+            if j != rank:
+                yield "remote_rows", {**own, "to": str(j)}, count
+    for comm in (*dispatch, *others):
+        for kind, sent in list(comm.sent.items()):
+            yield "sent_bytes", {**own, "kind": kind}, sent
+    for comm in dispatch:
+        for j, sent in list(comm.sent_to.items()):
+            yield "all_to_all_bytes", {**own, "to": str(j)}, sent

@@ -1,0 +1,84 @@
+"""What the ranks of a server recorded, as one trace or one set of counts."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from semmoe.bounds import require
+from semmoe.engines.recorder_session import load_counts
+from semmoe.files import atomic_directory, load_json, save_arrays, save_json
+from semmoe.trace import TraceHeader, TraceWriter, read_header, read_shards, shard_paths
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merged:
+    out: Path
+    requests: int  # 0 of counts, which know none
+    tokens: int
+
+
+def merge_traces(run: Path, out: Path) -> Merged:
+    """The requests of every `rank-*` of `run`, rank by rank, as a trace directory that its owner alone can read."""
+    ranks = [path for path in sorted(run.glob("rank-*")) if shard_paths(path)]
+    require(bool(ranks), f"{run} holds no request that has ended")
+    require(not out.exists(), f"{out} exists: choose another --out")
+    header = _agreed({path: read_header(path) for path in ranks})
+    requests = tokens = 0
+    with atomic_directory(out, private=True) as staged, TraceWriter(staged, header, private=True) as writer:
+        for path in ranks:
+            tokens += _append_all(path, writer)
+        requests = writer.num_requests
+    return Merged(out=out, requests=requests, tokens=tokens)
+
+
+def _append_all(path: Path, writer: TraceWriter) -> int:
+    """Shard by shard, since a trace may be larger than memory. Returns the tokens."""
+    tokens = 0
+    for trace in read_shards(path):
+        writer.append_all(trace)
+        tokens += trace.num_tokens
+    return tokens
+
+
+def merge_counts(run: Path, out: Path) -> Merged:
+    """The sum of every `counts-*` of `run`: a directory with `counts.json` and `counts.safetensors`."""
+    parts = sorted(run.glob("counts-*.safetensors"))
+    require(bool(parts), f"{run} holds no counts")
+    require(not out.exists(), f"{out} exists: choose another --out")
+    header = _agreed({path: load_json(path.with_suffix(".json"), TraceHeader) for path in parts})
+    total: dict[str, np.ndarray] = {}
+    for path in parts:
+        counts = load_counts(path)
+        _check_counts(path, counts, header)
+        total = {name: array + total.get(name, 0) for name, array in counts.items()}
+    with atomic_directory(out, private=True) as staged:
+        save_json(staged / "counts.json", header, private=True)
+        save_arrays(staged / "counts.safetensors", total, private=True)
+    return Merged(out=out, requests=0, tokens=int(total["tokens"][0]))
+
+
+def remove_parts(run: Path) -> None:
+    """What the ranks wrote, once it is merged: users' text does not lie about twice."""
+    for path in run.glob("rank-*"):
+        shutil.rmtree(path)
+    for path in run.glob("counts-*"):
+        path.unlink()
+
+
+def _agreed(headers: dict[Path, TraceHeader]) -> TraceHeader:
+    """The header that all ranks have; raises ValueError if they ran different models."""
+    first = next(iter(headers.values()))
+    for path, header in headers.items():
+        difference = first.fingerprint.mismatch(header.fingerprint)
+        require(difference is None, f"{path} is of another model or tokenizer: {difference}")
+    return first
+
+
+def _check_counts(path: Path, counts: dict[str, np.ndarray], header: TraceHeader) -> None:
+    L, E = header.fingerprint.num_layers, header.fingerprint.num_experts
+    for name, shape in (("activations", (L, E)), ("transitions", (L - 1, E, E)), ("tokens", (1,))):
+        array = counts[name]
+        require(array.shape == shape, f"{path}: {name} has shape {array.shape}, expected {shape}")
+        require(array.dtype == np.int64, f"{path}: {name} has type {array.dtype}, expected int64")

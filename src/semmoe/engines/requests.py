@@ -1,0 +1,43 @@
+"""Requests to data-parallel ranks, in any engine's front: whatever happens here, a request is served and counted."""
+
+import logging
+from collections.abc import Callable
+
+from semmoe.core import Plan
+from semmoe.engines.balancer import RequestBalancer
+from semmoe.engines.counters import Counters
+
+log = logging.getLogger(__name__)
+
+
+class RequestNamer:
+    """Names the rank of every request that names none; the engine's own choice serves where semmoe has none."""
+
+    def __init__(self, plan: Plan, counters: Counters) -> None:
+        self._counters = counters
+        self._balancer = RequestBalancer(plan)
+        self._unknown, self._failed = 0, False
+
+    def name(self, named: int | None, choose: Callable[[], int | None]) -> int | None:
+        """The rank to give a request; None where it has `named` one, or the engine is to choose."""
+        if named is not None:
+            self._counters.add("scheduled_requests", dp_rank=named, by="named")
+            return None
+        rank = None
+        try:
+            rank = choose()
+        except Exception:  # a request is served whatever happens here
+            self._counters.add("schedule_failures")
+            log.log(logging.WARNING if self._failed else logging.ERROR, "semmoe: a request could not be scheduled",
+                    exc_info=not self._failed)  # fmt: skip
+            self._failed = True
+        if rank is None:
+            self._counters.add("scheduled_requests", dp_rank="any", by="engine")
+        else:
+            self._counters.add("scheduled_requests", dp_rank=rank, by="plan")
+        return rank
+
+    def count_unknown(self) -> None:
+        """After the balancer looked at a prompt."""
+        self._counters.add("unknown_tokens", self._balancer.unknown_tokens - self._unknown)
+        self._unknown = self._balancer.unknown_tokens

@@ -1,0 +1,47 @@
+"""Models that SGLang 0.5.23 does not place by itself: what their classes lack is supplied, what cannot be is refused.
+
+Importable without SGLang: a plan is refused before anything loads.
+"""
+
+from typing import Any
+
+from semmoe.bounds import require
+from semmoe.core import Plan
+
+EXPERTS = {
+    "MixtralForCausalLM": "num_local_experts",
+    "OlmoeForCausalLM": "num_experts",
+    "Glm4MoeForCausalLM": "n_routed_experts",
+}  # where config.json counts them
+
+
+def check_family(architecture: str, plan: Plan) -> None:
+    """Raise ValueError where SGLang's model of that class cannot serve the plan."""
+    require(architecture != "GptOssForCausalLM", "SGLang's gpt-oss has no expert all-to-all, and its loader places no "
+            "experts: serve the plan on vLLM, or give SGLang what `semmoe apply` writes")  # fmt: skip
+    require(architecture != "OlmoeForCausalLM" or plan.topology.ep_size == 1, "SGLang's OlmoeForCausalLM runs on one "
+            "rank alone, since it normalises queries over all heads: serve the plan on vLLM")  # fmt: skip
+    require(architecture != "MixtralForCausalLM" or plan.topology.dp_size == 1, "SGLang's MixtralForCausalLM splits "
+            "attention over all ranks: solve a plan for attention tp")  # fmt: skip
+
+
+def expert_sizes(original: Any, model_config: Any) -> Any:
+    """Around the look at a model's class for how many experts it places: None means that it places none."""
+    from sglang.srt.eplb.expert_location import ModelConfigForExpertLocation
+
+    found, config = original(model_config), model_config.hf_config
+    name = EXPERTS.get(config.architectures[0])
+    if found is not None or name is None:
+        return found
+    return ModelConfigForExpertLocation(
+        num_layers=config.num_hidden_layers, num_logical_experts=getattr(config, name), num_groups=None
+    )
+
+
+def with_copies(original: Any, block: Any, num_experts: int, *args: Any, **kwargs: Any) -> Any:
+    """Around the making of an expert layer, in models that make it without room for copies."""
+    from sglang.srt.runtime_context import get_exec, get_flags, process_model_config
+
+    architecture = process_model_config().hf_config.architectures[0]
+    lacks = architecture in EXPERTS and not get_flags().moe.in_speculative_scope
+    return original(block, num_experts + get_exec().moe.ep_num_redundant_experts * lacks, *args, **kwargs)

@@ -1,0 +1,107 @@
+"""SGLang's own arguments and environment for a plan: what `semmoe serve` prints and runs."""
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+from semmoe.bounds import require
+from semmoe.checkpoint.directory import read_config
+from semmoe.checkpoint.engine_files import write_sglang
+from semmoe.core import Plan, Topology
+from semmoe.engines.launch import join
+from semmoe.engines.settings import PluginSettings
+from semmoe.engines.sglang.families import check_family
+
+# On a CPU SGLang runs torch's operators; "deepep" then names the layout of rows, and semmoe's gloo dispatcher serves.
+CPU_ARGUMENTS = {
+    "device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch", "grammar_backend": "none",
+    "disable_cuda_graph": True, "sleep_on_idle": True,
+}  # fmt: skip
+A2A = "deepep"
+GRAPHS = "--cuda-graph-backend-prefill"
+DECIDED = {
+    "--tp-size", "--tp", "--tensor-parallel-size", "--ep-size", "--ep", "--expert-parallel-size", "--dp-size", "--dp",
+    "--data-parallel-size", "--enable-dp-attention", "--init-expert-location", "--ep-num-redundant-experts",
+}  # fmt: skip
+PLACED = {"--enable-eplb", "--ep-dispatch-algorithm"}  # a plan decides these too
+
+
+def on_cpu() -> bool:
+    """Whether SGLang is to run on the CPU: told so, or without a device that it could use."""
+    import torch
+
+    return os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" or not torch.accelerator.is_available()
+
+
+def arguments(
+    topology: Topology, location: Path | None, redundant: int, on_cpu: bool, a2a: str = A2A
+) -> dict[str, Any]:
+    """Arguments of sglang.Engine, by name; `command_line` says the same in options."""
+    out: dict[str, Any] = {"tp_size": topology.ep_size, "ep_size": topology.ep_size}
+    if topology.dp_size > 1:
+        # Load-aware, for requests that semmoe does not schedule, and so that the controller learns of the loads.
+        out |= {"dp_size": topology.dp_size, "enable_dp_attention": True, "load_balance_method": "total_requests"}
+        out |= {"boundary_reduction": "ar"} if on_cpu and a2a == "none" else {}
+    if topology.ep_size > 1:
+        out |= {"moe_a2a_backend": a2a}
+    if location is not None:
+        out |= {"init_expert_location": str(location)}
+        out |= {"ep_num_redundant_experts": redundant} if redundant else {}
+    return out | (CPU_ARGUMENTS if on_cpu else {})
+
+
+def graphs(plan: Plan | None, given: PluginSettings, on_cpu: bool) -> dict[str, str]:
+    """SGLang's default on CUDA captures passes over prompts: these would be computed unshuffled, without a word."""
+    return {"cuda_graph_backend_prefill": "disabled"} if shuffles(plan, given) and not on_cpu else {}
+
+
+def environment(settings: PluginSettings, topology: Topology, on_cpu: bool) -> dict[str, str]:
+    """What to add to the environment; on a CPU each rank has a core, in turn."""
+    if not on_cpu:
+        return settings.environment()
+    cores = sorted(os.sched_getaffinity(0))
+    bind = "|".join(str(cores[rank % len(cores)]) for rank in range(topology.ep_size))
+    own = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": bind}
+    return settings.environment() | {name: os.environ.get(name, value) for name, value in own.items()}
+
+
+def write_location(plan: Plan, model: Path, folder: Path) -> Path:
+    """The file for --init-expert-location, named by what it says: that of a running server is left alone."""
+    said = hashlib.sha256(str(model.resolve()).encode() + plan.placement.physical_to_logical_map.tobytes())
+    path = folder / f"expert_location-{said.hexdigest()[:16]}.json"
+    if not path.exists():
+        write_sglang(plan, model, path)
+    return path
+
+
+def check_options(plan: Plan, model: Path, options: list[str]) -> None:
+    """Raise ValueError where SGLang's options, or its class of the model, leave nothing of what the plan says."""
+    all_to_all = plan.topology.ep_size > 1 and "--moe-a2a-backend none" not in " ".join(options).replace("=", " ")
+    # Without one SGLang chooses among copies itself, by a token's place in the batch.
+    require(all_to_all or plan.placement.redundant_experts == 0, "a plan with copies needs an all-to-all: leave "
+            "--moe-a2a-backend none away, or solve a plan without --redundant-experts")  # fmt: skip
+    for architecture in read_config(model).get("architectures") or []:
+        check_family(architecture, plan)
+
+
+def shuffles(plan: Plan | None, given: PluginSettings) -> bool:
+    tables = plan is not None and plan.tokens.by_tables
+    return tables and given.shuffle != "off"
+
+
+def server(
+    model: str, plan: Plan | None, topology: Topology, given: PluginSettings, host: str, port: int, options: list[str]
+) -> tuple[dict[str, str], list[str]]:
+    """What to add to the environment, and the words after `python`; options: SGLang's own, from the user."""
+    assert given.folder is not None
+    if plan is not None:
+        check_options(plan, Path(model), options)
+    cpu, location = on_cpu(), write_location(plan, Path(model), given.folder) if plan else None
+    redundant = plan.placement.redundant_experts if plan else 0
+    words = ["-m", "sglang.launch_server", "--model-path", model, "--host", host, "--port", str(port)]
+    words += ["--enable-metrics"]
+    eager = graphs(plan, given, cpu)
+    decided = DECIDED | (PLACED if plan else set()) | ({GRAPHS} if eager else set())
+    words += join(arguments(topology, location, redundant, cpu) | eager, options, decided, "sglang.launch_server")
+    return environment(given, topology, cpu), words

@@ -1,0 +1,75 @@
+"""Entry point of `sglang.srt.plugins`: what SGLang calls in each of its processes before it starts."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from semmoe.core import Plan
+from semmoe.engines.counters import Counters
+from semmoe.engines.ownership import join
+from semmoe.engines.settings import control_folder, from_environment
+from semmoe.engines.sglang import targets
+from semmoe.engines.sglang.settings import SglangSettings
+from semmoe.engines.supervisor import report
+from semmoe.plan import load_plan
+
+
+def register() -> None:
+    """Hook SGLang if the environment says so; end the process with one line if anything does not fit.
+
+    SGLang logs a plug-in's exceptions and serves without it, which would be a setting silently ignored.
+    """
+    folder = control_folder()
+    try:
+        settings = from_environment(SglangSettings)
+        if folder is not None:
+            join(folder)
+        if settings.plan or settings.control or on_cpu():
+            _register(settings)
+    except (ValueError, RuntimeError, OSError) as error:
+        report(folder, str(error))
+        print(f"semmoe: {error}; SGLang does not start", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
+
+
+def on_cpu() -> bool:
+    return os.environ.get("SGLANG_USE_CPU_ENGINE") == "1"
+
+
+def _register(settings: SglangSettings) -> None:
+    from semmoe.engines.sglang.rank import RankPlugin
+    from semmoe.engines.sglang.registry import around, prove
+
+    plan = load_plan(settings.plan) if settings.plan else None
+    hooks = [*targets.MODEL_HOOKS, *(targets.PLAN_HOOKS if plan is not None else ())]
+    rank = RankPlugin(plan, settings)
+    if on_cpu():
+        from semmoe.engines.sglang.cpu import mend
+
+        mend(rank.dispatch_comms)
+        hooks += targets.CPU_HOOKS
+    rank.register()
+    hooks += targets.RECORD_HOOKS if settings.folder is not None else ()
+    if plan is not None and settings.schedule == "plan" and plan.requests.by_tables:
+        around(targets.SCHEDULE, _controller(plan, settings.folder))
+        hooks += targets.REQUEST_HOOKS
+    if rank.shuffles:
+        hooks += targets.SHUFFLE_HOOKS
+    prove(hooks)
+
+
+def _controller(plan: Plan, folder: Path | None) -> Any:
+    """The hook of the process that runs the controller, made there: others never schedule."""
+    made: list[Any] = []
+
+    def dispatch(original: Any, *args: Any, **kwargs: Any) -> Any:
+        if not made:
+            from semmoe.engines.sglang.requests import RequestHook
+
+            counters = Counters("controller", folder)
+            made.append(RequestHook(plan, counters))
+            counters.start()
+        return made[0].dispatch(original, *args, **kwargs)
+
+    return dispatch

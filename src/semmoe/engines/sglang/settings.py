@@ -1,0 +1,20 @@
+"""What the plug-in in SGLang is told."""
+
+from dataclasses import dataclass
+
+from semmoe.bounds import require
+from semmoe.engines.settings import PluginSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class SglangSettings(PluginSettings):
+    static: str = ""  # 1: shuffle on the device with static shapes, as CUDA graphs need, on a CPU too; 0: not on a GPU
+    fused: str = ""  # 1: the device's shuffle reads the buffers of all ranks, in Triton; never run on a GPU
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.static in ("", "0", "1"), f"SEMMOE_STATIC must be 0, 1 or empty, not {self.static!r}")
+        require(self.fused in ("", "0", "1"), f"SEMMOE_FUSED must be 0, 1 or empty, not {self.fused!r}")
+        shuffles = self.plan and self.shuffle != "off" and self.static != "0"
+        require(shuffles or self.fused != "1", "SEMMOE_FUSED=1 is a way to shuffle tokens on the device: it needs "
+                "SEMMOE_PLAN, and neither SEMMOE_SHUFFLE=off nor SEMMOE_STATIC=0")  # fmt: skip

@@ -1,0 +1,80 @@
+"""Tokens shuffled at SGLang's layer boundaries.
+
+SGLang with an expert all-to-all reduce-scatters the attention's output, and gathers the normalised rows before the next
+attention. Its first layer has the whole residual stream anyhow.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from semmoe.engines.shuffle import TokenRows
+from semmoe.engines.step import Step
+from semmoe.runtime.collectives import Communicator
+from semmoe.runtime.shuffler import TokenShuffler
+from semmoe.runtime.shuffler_device import DeviceShuffler
+
+
+class BoundaryShuffle(TokenRows):
+    """`begin` and `end` enclose a forward pass; the hooks in between do nothing without tokens.
+
+    layer_of_norm: the MoE layer that each post-attention norm (by identity) leads to.
+    """
+
+    def __init__(
+        self, shuffler: TokenShuffler | DeviceShuffler, comm: Communicator, layer_of_norm: dict[int, int]
+    ) -> None:
+        super().__init__(shuffler, comm)
+        self._layers = layer_of_norm
+        self.ran: Callable[[str], None] = lambda hook: None  # told of every hook that ran at a MoE layer
+
+    def begin(self, forward_batch: Any, read: Callable[[], Step]) -> None:
+        self.start(read())
+
+    def bound(self, original: torch.Tensor | None) -> torch.Tensor | None:
+        """How many of this rank's rows are real, where some may not be."""
+        return None
+
+    def before_experts(
+        self, original: Any, hidden_states: torch.Tensor, residual: Any, forward_batch: Any, norm: Any, **call: Any
+    ) -> Any:
+        """Before a layer's feed-forward: (N', H) partial sums and the whole residual stream -> this rank's rows."""
+        self._padded = len(hidden_states)
+        if not self._started(forward_batch):
+            return original(hidden_states, residual, forward_batch, norm, **call)
+        mine, residual = self.scatter(hidden_states, residual, self._layers.get(id(norm)))
+        self._tell_ran("scatter")
+        return call["read"].update_and_read(call["update"], mine, residual, norm)
+
+    def _started(self, forward_batch: Any) -> bool:
+        """Whether there are tokens to shuffle."""
+        return self._tokens > 0
+
+    def _tell_ran(self, hook: str) -> None:
+        if self._layer is not None:
+            self.ran(hook)
+
+    def before_attention(
+        self, original: Any, hidden_states: torch.Tensor, residual: torch.Tensor, forward_batch: Any, norm: Any, **call
+    ) -> Any:
+        """Before the next layer's attention: this rank's rows -> the whole stream, and its norm."""
+        if not self.active:
+            return original(hidden_states, residual, forward_batch, norm, **call)
+        from sglang.srt.layers.layer_boundary.ops import GatheredInput
+
+        assert call.get("post_residual_addition") is None, "not supported beside shuffling"
+        self._tell_ran("restore")
+        stream = self.restore(call["update"].update(hidden_states, residual))
+        read, residual = call["read"].read(stream, norm, call.get("quant_format", ""))
+        return GatheredInput(read), residual
+
+    def after_last(
+        self, original: Any, hidden_states: torch.Tensor, residual: Any, forward_batch: Any, *args, **call
+    ) -> Any:
+        """After the last layer."""
+        if not self.active:
+            return original(hidden_states, residual, forward_batch, *args, **call)
+        self._tell_ran("restore")
+        update = args[0] if args else call["update"]
+        return self.restore(update.update(hidden_states, residual)), None

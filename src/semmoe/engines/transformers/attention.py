@@ -1,0 +1,72 @@
+"""Attention sharded by heads, from outside: each rank keeps its heads and yields a partial sum of the output."""
+
+import torch
+from torch import nn
+
+from semmoe.bounds import require
+
+
+def shard_attention(attention: nn.Module, rank: int, size: int) -> None:
+    """Cut an attention module to the heads of `rank` of `size`; outputs of all ranks then sum to the whole."""
+    if size == 1:
+        return
+    if hasattr(attention, "kv_b_proj"):
+        _shard_latent(attention, rank, size)
+    else:
+        _shard_grouped(attention, rank, size)
+    bias = attention.o_proj.bias
+    if bias is not None and rank > 0:
+        bias.data.zero_()  # added once, not by every rank
+
+
+def _shard_grouped(attention: nn.Module, rank: int, size: int) -> None:
+    """Multi-head and grouped-query attention; fewer key heads than ranks are shared by several ranks."""
+    name, dim = type(attention).__name__, attention.head_dim
+    heads, kv_heads = attention.q_proj.out_features // dim, attention.k_proj.out_features // dim
+    norm = getattr(attention, "q_norm", None)
+    require(
+        norm is None or norm.weight.numel() == dim, f"{name} normalises over all heads: attention-TP is not possible"
+    )
+    require(heads % size == 0, f"{heads} attention heads do not divide over {size} ranks")
+    require(kv_heads % size == 0 or size % kv_heads == 0, f"{kv_heads} key heads do not divide over {size} ranks")
+    own = _share(heads, rank, size)
+    kv_own = _share(kv_heads, rank, size) if kv_heads >= size else torch.tensor([rank * kv_heads // size])
+    _keep_rows(attention.q_proj, _columns(own, dim))
+    _keep_rows(attention.k_proj, _columns(kv_own, dim))
+    _keep_rows(attention.v_proj, _columns(kv_own, dim))
+    _keep_columns(attention.o_proj, _columns(own, dim))
+    attention.num_key_value_groups = len(own) // len(kv_own)
+    if hasattr(attention, "sinks"):
+        attention.sinks = nn.Parameter(attention.sinks.data[own], requires_grad=False)
+
+
+def _shard_latent(attention: nn.Module, rank: int, size: int) -> None:
+    """Multi-head latent attention (DeepSeek): the compressed keys and values stay whole on every rank."""
+    heads = attention.num_heads
+    require(heads % size == 0, f"{heads} attention heads do not divide over {size} ranks")
+    own = _share(heads, rank, size)
+    queries = attention.q_proj if attention.q_lora_rank is None else attention.q_b_proj
+    _keep_rows(queries, _columns(own, attention.qk_head_dim))
+    _keep_rows(attention.kv_b_proj, _columns(own, attention.qk_nope_head_dim + attention.v_head_dim))
+    _keep_columns(attention.o_proj, _columns(own, attention.v_head_dim))
+    attention.num_heads = len(own)
+
+
+def _share(count: int, rank: int, size: int) -> torch.Tensor:
+    return torch.arange(count // size) + rank * (count // size)
+
+
+def _columns(heads: torch.Tensor, width: int) -> torch.Tensor:
+    return (heads[:, None] * width + torch.arange(width)).reshape(-1)
+
+
+def _keep_rows(linear: nn.Linear, rows: torch.Tensor) -> None:
+    linear.weight = nn.Parameter(linear.weight.data[rows], requires_grad=False)
+    if linear.bias is not None:
+        linear.bias = nn.Parameter(linear.bias.data[rows], requires_grad=False)
+    linear.out_features = len(rows)
+
+
+def _keep_columns(linear: nn.Linear, columns: torch.Tensor) -> None:
+    linear.weight = nn.Parameter(linear.weight.data[:, columns].contiguous(), requires_grad=False)
+    linear.in_features = len(columns)

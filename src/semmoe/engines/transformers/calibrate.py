@@ -1,0 +1,232 @@
+"""What links and experts cost here: real collectives between real processes, and the model's own experts.
+
+Every time is that of the slowest rank, the median of several rounds, for batches of uniform routing; lines are fitted
+to them with relative errors, so that small and large batches count alike. Processes that meet in the memory of one
+machine (gloo) pass their bytes one after the other, so such links are `shared`. At the end a layer that the fit has
+not seen, with skewed routing and half of it local, is predicted and measured.
+"""
+
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from scipy.optimize import nnls
+
+from semmoe import cost
+from semmoe.bounds import require
+from semmoe.core import Topology
+from semmoe.cost import Experts, LayerShape, Links, Tier
+from semmoe.engines.transformers.model import expert_size, load_model, moe_layers, num_experts
+from semmoe.engines.transformers.parallel import LocalExperts
+from semmoe.metrics import layer_traffic, serving_ranks
+from semmoe.placement import linear
+from semmoe.runtime.collectives import Communicator, world
+from semmoe.runtime.dispatch import combine, dispatch
+from semmoe.runtime.launch import Reporter, run_ranks
+
+TOKENS = (16, 64, 256, 1024, 4096)  # of a rank
+UNSEEN = 320  # of a rank, in the layer that checks the fit
+ROUNDS = 15
+PARTS = ("dispatch", "experts", "combine", "all_reduce")
+TOLERATED = 0.15  # of the measured layer, that the predicted one may be off before the fit is doubted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    links: Links
+    shape: LayerShape
+    predicted: float  # seconds of the layer that the fit has not seen
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, as a share of what was measured; negative: predicted too short."""
+        return self.predicted / self.measured - 1
+
+    @property
+    def doubtful(self) -> bool:
+        return abs(self.error) > TOLERATED
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One batch of routing through one layer, on all ranks."""
+
+    seconds: dict[str, float]  # by PARTS, of the slowest rank, median of rounds
+    rows: list[list[int]]  # (G, G) dispatched
+    busiest_pairs: int  # of the most loaded rank
+    tokens: int  # of all ranks; as many rows are all-reduced
+
+    @property
+    def layer_seconds(self) -> float:
+        return self.seconds["dispatch"] + self.seconds["experts"] + self.seconds["combine"]
+
+
+@dataclass(frozen=True)
+class _Job:
+    model: str
+    scratch: str
+
+
+def calibrate(
+    model: str, ep_size: int, progress: Callable[[int], None] = lambda sizes: None, name: str = "this machine"
+) -> Calibration:
+    """Measure `ep_size` local processes with the experts of `model`; `progress` is called for each of len(TOKENS)."""
+    require(ep_size >= 2, f"links join ranks: ep_size must be at least 2, not {ep_size}")
+    with tempfile.TemporaryDirectory(prefix="semmoe-") as scratch:
+        run_ranks(ep_size, _rank_main, _Job(model, scratch), lambda what, done: progress(done), preload=[__name__])
+        found = json.loads(Path(scratch, "found.json").read_text())
+    shape = LayerShape(**found["shape"])
+    *samples, unseen = [Sample(**sample) for sample in found["samples"]]
+    links = _fit(samples, shape, _without_times(name, ep_size, **found["runtime"]))
+    rows, busiest = np.array(unseen.rows), unseen.busiest_pairs
+    predicted = cost.layer_time(rows, busiest, shape, Topology(ep_size=ep_size), links)
+    return Calibration(links=links, shape=shape, predicted=predicted.total, measured=unseen.layer_seconds)
+
+
+def _without_times(name: str, ep_size: int, backend: str, value_bytes: int) -> Links:
+    """What is known of the links before anything is fitted: how rows are packed (`runtime.dispatch`)."""
+    return Links(
+        name=name, kind="measured", shared=backend == "gloo",
+        source=f"semmoe calibrate, {ep_size} processes, {backend}, torch {torch.__version__}",
+        inside_node=Tier(
+            dispatch_latency_us=0, combine_latency_us=0, gigabytes_per_second=1, all_reduce_latency_us=0,
+            all_reduce_gigabytes_per_second=1,
+        ),
+        dispatch_bytes_per_value=value_bytes, combine_bytes_per_value=value_bytes,
+        routing_bytes=4 + value_bytes,  # an int32 id and a weight in the model's type
+        experts=Experts(fixed_us=0, teraflops=1),
+    )  # fmt: skip
+
+
+def _fit(samples: list[Sample], shape: LayerShape, links: Links) -> Links:
+    """`links` with the times that `samples` took."""
+    seconds = {part: np.array([sample.seconds[part] for sample in samples]) for part in PARTS}
+    rows = np.array([cost.busiest_bytes(np.array(sample.rows), links.shared) for sample in samples])
+    reduced = [cost.all_reduce_bytes(s.tokens, shape, len(s.rows), links) for s in samples]
+    pairs = [sample.busiest_pairs for sample in samples]
+    both_ways = [
+        (rows * cost.dispatch_row_bytes(shape, links), seconds["dispatch"]),
+        (rows * cost.combine_row_bytes(shape, links), seconds["combine"]),
+    ]
+    (dispatch_fixed, combine_fixed), per_byte = _lines(both_ways)
+    (reduce_fixed,), per_reduced_byte = _lines([(np.array(reduced), seconds["all_reduce"])])
+    (experts_fixed,), per_pair = _lines([(np.array(pairs, np.float64), seconds["experts"])])
+    tier = Tier(
+        dispatch_latency_us=dispatch_fixed * 1e6, combine_latency_us=combine_fixed * 1e6,
+        gigabytes_per_second=1e-9 / per_byte, all_reduce_latency_us=reduce_fixed * 1e6,
+        all_reduce_gigabytes_per_second=1e-9 / per_reduced_byte,
+    )  # fmt: skip
+    experts = Experts(fixed_us=experts_fixed * 1e6, teraflops=shape.flops_per_pair / per_pair / 1e12)
+    return links.model_copy(update={"inside_node": tier, "experts": experts})
+
+
+def _lines(series: list[tuple[np.ndarray, np.ndarray]]) -> tuple[list[float], float]:
+    """Intercepts of lines through each (x, seconds), at least zero, and their common slope; relative errors count."""
+    blocks = []
+    for i, (x, seconds) in enumerate(series):
+        ones = np.zeros((len(x), len(series)))
+        ones[:, i] = 1
+        blocks.append(np.column_stack([ones, x]) / seconds[:, None])
+    matrix = np.concatenate(blocks)
+    scale = matrix.max(axis=0)
+    solution, _ = nnls(matrix / scale, np.ones(len(matrix)))
+    *intercepts, slope = (solution / scale).tolist()
+    return intercepts, max(slope, 1e-15)
+
+
+def _rank_main(rank: int, size: int, job: _Job, report: Reporter) -> None:
+    with world(rank, size, Path(job.scratch)) as (comm, device):
+        model = load_model(job.model).to(device)
+        config, experts = model.config, moe_layers(model)[0].experts
+        E, K, H = num_experts(config), config.num_experts_per_tok, config.hidden_size
+        placement = linear.place(1, E, size)
+        held = placement.physical_to_logical_map.reshape(size, -1)[rank]
+        serving = serving_ranks(placement, Topology(ep_size=size))[0]
+        layer = MeasuredLayer(comm, LocalExperts(experts, held), serving, H, model.dtype, device)
+        samples, rng = [], np.random.default_rng(rank)
+        for tokens in TOKENS:
+            samples.append(layer.measure(_uniform(rng, tokens, E, K)))
+            if rank == 0:
+                report("measuring", 1)
+        samples.append(layer.measure(_skewed(rng, UNSEEN, serving[rank] == rank, K)))
+        found: dict[str, Any] = {
+            "shape": asdict(LayerShape(hidden_size=H, expert_size=expert_size(config), top_k=K)),
+            "runtime": {"backend": dist.get_backend(comm.group), "value_bytes": model.dtype.itemsize},
+            "samples": [asdict(sample) for sample in samples],
+        }
+        if rank == 0:
+            Path(job.scratch, "found.json").write_text(json.dumps(found))
+
+
+def _uniform(rng: np.random.Generator, tokens: int, E: int, K: int) -> np.ndarray:
+    """(tokens, K) distinct experts of E."""
+    return rng.random((tokens, E)).argsort(axis=1)[:, :K]
+
+
+def _skewed(rng: np.random.Generator, tokens: int, own: np.ndarray, K: int) -> np.ndarray:
+    """(tokens, K) choices that favour this rank's experts, `own` (E,) bool, and, on every rank, the first ones."""
+    taste = own - 0.5 * np.arange(len(own)) / len(own)
+    return (-(taste + 0.5 * rng.gumbel(size=(tokens, len(own))))).argsort(axis=1)[:, :K]
+
+
+class MeasuredLayer:
+    """One rank's part of one MoE layer, timed on routing that is given to it; hidden states are random."""
+
+    def __init__(
+        self, comm: Communicator, experts: LocalExperts, serving: np.ndarray, hidden_size: int, dtype: torch.dtype,
+        device: str,
+    ) -> None:  # fmt: skip
+        """serving: (G, E) of this layer, from `serving_ranks`."""
+        self._comm, self._experts, self._serving = comm, experts, serving
+        self._from_here = torch.from_numpy(serving[comm.rank].astype(np.int64)).to(device)
+        self._hidden_size, self._like = hidden_size, {"dtype": dtype, "device": device}
+
+    def measure(self, chosen: np.ndarray, rounds: int = ROUNDS) -> Sample:
+        """Run dispatch, experts, combine, and an all-reduce of all ranks' rows, on this rank's choices (n, K)."""
+        ids = torch.from_numpy(np.ascontiguousarray(chosen, np.int64)).to(self._like["device"])
+        traffic = layer_traffic(chosen, np.full(len(chosen), self._comm.rank), self._serving)
+        tokens = int(self._over_ranks(np.array([len(chosen)]), dist.ReduceOp.SUM)[0])
+        mine = np.array([self._round(ids, tokens) for _ in range(rounds)])
+        slowest = np.median(self._over_ranks(mine, dist.ReduceOp.MAX), axis=0)
+        return Sample(
+            seconds=dict(zip(PARTS, slowest.tolist(), strict=True)), tokens=tokens,
+            rows=self._over_ranks(traffic.rows, dist.ReduceOp.SUM).tolist(),
+            busiest_pairs=int(self._over_ranks(traffic.load, dist.ReduceOp.SUM).max()),
+        )  # fmt: skip
+
+    def _round(self, ids: torch.Tensor, tokens: int) -> list[float]:
+        """This rank's seconds of each of PARTS, which all ranks begin together."""
+        hidden = torch.randn(len(ids), self._hidden_size, **self._like)
+        weights = torch.full(ids.shape, 1 / ids.shape[1], **self._like)
+        full = torch.zeros(tokens, self._hidden_size, **self._like)
+        (received, handle), dispatching = self._clock(dispatch, self._comm, hidden, ids, weights, self._from_here)
+        results, computing = self._clock(self._experts, received.hidden, received.expert_ids, received.weights)
+        _, combining = self._clock(combine, self._comm, results, handle)
+        _, reducing = self._clock(self._comm.all_reduce, full)
+        return [dispatching, computing, combining, reducing]
+
+    def _clock(self, operation: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
+        self._wait()
+        started = time.perf_counter()
+        result = operation(*arguments)
+        if self._like["device"] != "cpu":
+            torch.cuda.synchronize()
+        return result, time.perf_counter() - started
+
+    def _wait(self) -> None:
+        if self._like["device"] != "cpu":
+            torch.cuda.synchronize()
+        dist.barrier(self._comm.group)
+
+    def _over_ranks(self, values: np.ndarray, operation: Any) -> np.ndarray:
+        on_device = torch.from_numpy(values).to(self._like["device"])
+        dist.all_reduce(on_device, operation, group=self._comm.group)
+        return on_device.cpu().numpy()

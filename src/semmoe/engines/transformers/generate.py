@@ -1,0 +1,265 @@
+"""Offline batch generation with expert parallelism: one process a rank over torch.distributed."""
+
+import json
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from semmoe.bounds import require
+from semmoe.core import Plan, Topology
+from semmoe.dataset import check_token_ids
+from semmoe.engines.transformers.batch import Batch, cut, eos_ids, step
+from semmoe.engines.transformers.model import load_model
+from semmoe.engines.transformers.parallel import ParallelModel, check_exchange
+from semmoe.engines.transformers.planned import PlannedModel
+from semmoe.metrics import Traffic, max_over_mean, sum_traffic
+from semmoe.online import schedule_batch, schedule_requests
+from semmoe.runtime.collectives import Communicator, world
+from semmoe.runtime.dispatch import Levels
+from semmoe.runtime.launch import Reporter, run_ranks
+from semmoe.settings import GenerateSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetUp:
+    """One way to run the same prompts: a plan, and how ranks exchange tokens."""
+
+    name: str
+    plan: Plan
+    exchange: str = "all-to-all"
+    overlap: bool = False  # of own tokens' experts with the dispatch of others
+    attach: "Callable[[PreTrainedModel, SetUp, Communicator], PlannedModel] | None" = None  # another engine's
+
+    def __post_init__(self) -> None:
+        check_exchange(self.plan.topology, self.exchange, self.overlap)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateResult:
+    """What a set-up generated and what it cost, over all ranks and layers."""
+
+    name: str
+    outputs: list[list[int]]  # new token ids of each request, in the order of the prompts
+    seconds: float
+    forward_tokens: int  # tokens that went through the model: prompts and fed-back ones, each once
+    sent_bytes: dict[str, int]  # by kind of collective
+    all_to_all_bytes_per_rank_pair: list[list[int]]  # (G, G): sent by rank i to rank j, dispatch and combine
+    lar: float | None  # None without all-to-all
+    remote_ranks_per_token: float | None
+    load_max_over_mean: float  # mean over layers of the pairs per rank of the whole run
+    collective_seconds: dict[str, float]  # by kind, mean of ranks: what a rank waited, for slower ranks too (CPU only)
+    compute_seconds: dict[str, float]  # of attention and of experts, mean of ranks (CPU only)
+    time_to_first_token: float  # seconds, median of requests, from when a request's batch begins
+
+    @property
+    def all_to_all_bytes(self) -> int:
+        return sum(self.sent_bytes.get(kind, 0) for kind in ("dispatch", "combine", "all_to_all"))
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.sent_bytes.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.forward_tokens / self.seconds
+
+    @property
+    def communication_share(self) -> float:
+        """Of the time, what a mean rank waited for collectives."""
+        return sum(self.collective_seconds.values()) / self.seconds
+
+    def figures(self) -> dict[str, Any]:
+        """Everything but the outputs, for tables and JSON."""
+        derived = ("all_to_all_bytes", "total_bytes", "tokens_per_second", "communication_share")
+        return {k: v for k, v in asdict(self).items() if k != "outputs"} | {k: getattr(self, k) for k in derived}
+
+
+def generate(
+    model_path: str, prompts: Sequence[Sequence[int]], set_ups: Sequence[SetUp], settings: GenerateSettings,
+    progress: Callable[[str, int], None] = lambda name, requests: None, prepare: Callable[[int], None] | None = None,
+) -> list[GenerateResult]:  # fmt: skip
+    """Greedy generation in every set-up, on `ep_size` local processes (gloo on CPU, NCCL where each rank has a GPU).
+
+    prompts: token ids of each request, in arrival order. `progress` is called with a set-up's name and how many more
+    requests of it are done, by the share that rank 0's group has completed. prepare: as of `run_ranks`. Raises
+    ValueError for input that does not fit, RuntimeError if a rank fails.
+    """
+    sizes = {set_up.plan.topology.ep_size for set_up in set_ups}
+    require(len(sizes) == 1, f"set-ups of one run must have one ep_size, not {sorted(sizes)}")
+    check_token_ids(prompts, set_ups[0].plan.fingerprint.vocab_size)
+    with tempfile.TemporaryDirectory(prefix="semmoe-") as scratch:
+        job = _Job(model_path, [list(map(int, p)) for p in prompts], list(set_ups), settings, scratch)
+        run_ranks(sizes.pop(), _RANK, job, progress, preload=[__name__], prepare=prepare)
+        return [GenerateResult(**result) for result in json.loads(Path(scratch, "results.json").read_text())]
+
+
+@dataclass(frozen=True)
+class _Job:
+    model_path: str
+    prompts: list[list[int]]
+    set_ups: list[SetUp]
+    settings: GenerateSettings
+    scratch: str
+
+
+def _rank_main(rank: int, size: int, job: _Job, report: Reporter) -> None:
+    with world(rank, size, Path(job.scratch)) as (comm, device):
+        results = [_run_set_up(comm, job, set_up, device, report) for set_up in job.set_ups]
+        if rank == 0:
+            Path(job.scratch, "results.json").write_text(json.dumps([asdict(result) for result in results]))
+
+
+_RANK = _rank_main  # what each process runs; tests put a faulty rank here
+
+
+def _run_set_up(world_comm: Communicator, job: _Job, set_up: SetUp, device: str, report: Reporter):
+    topology, rank = set_up.plan.topology, world_comm.rank
+    model = load_model(job.model_path, getattr(torch, job.settings.dtype)).to(device)
+    comm = Communicator(world_comm.group, rank, world_comm.size)  # with counters of its own
+    parallel = (set_up.attach or _attach)(model, set_up, comm)
+    group = rank // topology.attn_tp_size
+    _warm_up(parallel, job, topology)
+    groups = _groups(job, set_up.plan)
+    own = np.flatnonzero(groups == group)
+    dist.barrier()
+    started = time.perf_counter()
+    progress = _whole(partial(report, set_up.name), len(own), len(job.prompts)) if rank == 0 else _silent
+    decoded = _decode(parallel, [job.prompts[i] for i in own], topology, job.settings, progress)
+    dist.barrier()
+    seconds = time.perf_counter() - started
+    answers = dict(zip(own.tolist(), decoded, strict=True)) if parallel.attention_comm.rank == 0 else {}
+    return _gather(set_up.name, parallel, answers, job.prompts, seconds)
+
+
+def _attach(model: PreTrainedModel, set_up: SetUp, comm: Communicator) -> PlannedModel:
+    attention = attention_communicator(comm, set_up.plan.topology)
+    levels = node_levels(comm, set_up.plan.topology) if set_up.exchange == "two-level" else None
+    return ParallelModel(model, set_up.plan, comm, attention, set_up.exchange, set_up.overlap, levels)
+
+
+def _groups(job: _Job, plan: Plan) -> np.ndarray:
+    """(R,) the attention group of each request."""
+    if job.settings.window:
+        return schedule_requests(job.prompts, plan, window=job.settings.window)
+    return schedule_batch(job.prompts, plan, job.settings.max_new_tokens)
+
+
+def _warm_up(parallel: PlannedModel, job: _Job, topology: Topology) -> None:
+    """A few tokens, uncounted: the first set-up must not pay for connections and code that all share."""
+    few = GenerateSettings(max_new_tokens=2, batch_size=1)
+    _decode(parallel, [job.prompts[0][:16]], topology, few, _silent)
+    parallel.reset_counts()
+
+
+def _silent(requests: int) -> None:
+    pass
+
+
+def _whole(report: Callable[[int], None], own: int, total: int) -> Callable[[int], None]:
+    """Progress over all `total` requests, from that over the `own` ones of this rank's group."""
+    done = 0
+
+    def advance(requests: int) -> None:
+        nonlocal done
+        report(total * (done + requests) // own - total * done // own)
+        done += requests
+
+    return advance
+
+
+def attention_communicator(comm: Communicator, topology: Topology) -> Communicator:
+    """The communicator of this rank's attention group; that of all ranks itself where there is one group."""
+    if topology.dp_size == 1:
+        return comm
+    S = topology.attn_tp_size
+    members = [list(range(d * S, (d + 1) * S)) for d in range(topology.dp_size)]
+    groups = [dist.new_group(ranks) for ranks in members]  # every rank must create every group
+    return Communicator(groups[comm.rank // S], comm.rank % S, S)
+
+
+def node_levels(comm: Communicator, topology: Topology) -> Levels:
+    """This rank's place in its node and across nodes; on one node everything is inside."""
+    nodes, width = topology.num_nodes, topology.ep_size // topology.num_nodes
+    inside = [dist.new_group([n * width + i for i in range(width)]) for n in range(nodes)]
+    across = [dist.new_group([n * width + i for n in range(nodes)]) for i in range(width)]
+    node, place = divmod(comm.rank, width)
+    return Levels(Communicator(across[place], node, nodes), Communicator(inside[node], place, width))
+
+
+@dataclass(frozen=True)
+class _Answer:
+    tokens: list[int]
+    first_token_seconds: float
+
+
+def _decode(parallel: PlannedModel, prompts, topology: Topology, settings: GenerateSettings, progress) -> list[_Answer]:
+    """This group's requests, batch by batch; a group that has none left keeps serving the other groups' tokens."""
+    batches = list(cut(prompts, settings.batch_size, settings.max_new_tokens, eos_ids(parallel.model)))
+    queue: list[Batch] = list(batches)
+    while True:
+        working = torch.tensor([int(bool(queue))], device=parallel.model.device)
+        if topology.dp_size > 1:
+            working = parallel.comm.all_reduce(working, "control")
+        if not int(working):
+            return [_Answer(output, batch.first_token_seconds) for batch in batches for output in batch.outputs()]
+        if not queue:
+            parallel.idle()
+            continue
+        step(parallel.model, queue[0], parallel.begin)
+        if queue[0].done:
+            finished = queue.pop(0)
+            finished.cache = None
+            progress(len(finished.prompts))
+
+
+def _mean(counters: list[Counter[str]]) -> dict[str, float]:
+    return {kind: seconds / len(counters) for kind, seconds in sorted(sum(counters, Counter()).items())}
+
+
+@dataclass(frozen=True)
+class _RankShare:
+    """What one rank contributes to a result."""
+
+    answers: dict[int, _Answer]  # by request, from the first rank of each attention group
+    sent: Counter[str]
+    sent_to: list[int]
+    traffic: list[Traffic]
+    collectives: Counter[str]  # seconds
+    compute: Counter[str]
+
+
+def _gather(name: str, parallel: PlannedModel, answers: dict[int, _Answer], prompts, seconds: float):
+    """Join what every rank generated, sent and routed."""
+    comm = parallel.comm
+    own = _RankShare(
+        answers, parallel.sent_bytes(), [parallel.sent_to()[j] for j in range(comm.size)], parallel.traffic,
+        parallel.collective_seconds(), parallel.compute_seconds,
+    )  # fmt: skip
+    shares: list[_RankShare] = [own] * comm.size
+    dist.all_gather_object(shares, own)
+    answers = {i: answer for share in shares for i, answer in share.answers.items()}
+    layers = [sum_traffic(parts) for parts in zip(*(share.traffic for share in shares), strict=True)]
+    total = sum_traffic(layers)
+    return GenerateResult(
+        name=name, outputs=[answers[i].tokens for i in range(len(prompts))], seconds=seconds,
+        forward_tokens=sum(len(p) + len(answers[i].tokens) - 1 for i, p in enumerate(prompts)),
+        sent_bytes=dict(sorted(sum((share.sent for share in shares), Counter()).items())),
+        all_to_all_bytes_per_rank_pair=[share.sent_to for share in shares],
+        lar=total.lar if total.pairs else None,
+        remote_ranks_per_token=total.remote_ranks_per_token if total.pairs else None,
+        load_max_over_mean=float(np.mean([max_over_mean(layer.load) for layer in layers])),
+        collective_seconds=_mean([share.collectives for share in shares]),
+        compute_seconds=_mean([share.compute for share in shares]),
+        time_to_first_token=median(answer.first_token_seconds for answer in answers.values()),
+    )  # fmt: skip

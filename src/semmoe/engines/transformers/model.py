@@ -1,0 +1,91 @@
+"""Loading a model, finding its MoE layers, and what identifies it."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
+
+from semmoe.bounds import MOST_EXPERTS, MOST_LAYERS, MOST_VOCABULARY, require
+from semmoe.core import Fingerprint
+from semmoe.engines.transformers.tokenizer import digest, load_tokenizer, require_local, tokenizer_hash
+
+# Configuration fields that shape routing; a plan is refused where any of them differs.
+ARCHITECTURE_FIELDS = (
+    "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "n_group", "topk_group",
+    "moe_intermediate_size", "intermediate_size", "n_shared_experts", "first_k_dense_replace", "decoder_sparse_step",
+    "mlp_only_layers",
+)  # fmt: skip
+
+
+def load_model(path: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A causal LM with MoE layers from a local directory, for inference. Raises ValueError if it has none."""
+    require_local(path)
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True).eval()
+    require(bool(moe_layers(model)), f"{path} ({model.config.model_type}) has no MoE layer that semmoe knows")
+    return model.requires_grad_(False)
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    return model.get_decoder().layers
+
+
+def moe_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The MoE blocks in layer order: modules whose `experts` are called with (hidden, expert ids, weights)."""
+    blocks = [getattr(layer, "mlp", None) for layer in decoder_layers(model)]
+    return [block for block in blocks if isinstance(getattr(block, "experts", None), nn.Module)]
+
+
+def architecture_hash(config: PreTrainedConfig) -> str:
+    return digest({field: getattr(config, field) for field in ARCHITECTURE_FIELDS if hasattr(config, field)})
+
+
+def fingerprint(config: PreTrainedConfig, tokenizer: Any, name: str) -> Fingerprint:
+    groups = getattr(config, "n_group", None) or 1
+    limited = groups > 1 and (getattr(config, "topk_group", None) or groups) < groups
+    return Fingerprint(
+        model=name, architecture_hash=architecture_hash(config), tokenizer_hash=tokenizer_hash(tokenizer),
+        vocab_size=config.vocab_size, num_layers=_num_moe_layers(config), num_experts=num_experts(config),
+        top_k=config.num_experts_per_tok, num_groups=groups if limited else 1, hidden_size=config.hidden_size,
+        expert_size=expert_size(config),
+    )  # fmt: skip
+
+
+def fingerprint_of(path: str) -> Fingerprint:
+    """The fingerprint of a model directory, without loading its weights."""
+    require_local(path)
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    _check_sizes(path, config)
+    return fingerprint(config, load_tokenizer(path), Path(path).resolve().name)
+
+
+def _check_sizes(path: str, config: PreTrainedConfig) -> None:
+    """Raise ValueError for what no model has, before a model of these sizes is built, if only without weights."""
+    limits = {"num_hidden_layers": MOST_LAYERS, "vocab_size": MOST_VOCABULARY}
+    found = {name: getattr(config, name, 0) for name in limits} | {"num_experts": num_experts(config)}
+    for name, value in found.items():
+        most = limits.get(name, MOST_EXPERTS)
+        if type(value) is not int or not 1 <= value <= most:
+            raise ValueError(f"{path}/config.json: {name} is {value!r}, not a number from 1 to {most:,}")
+
+
+def num_experts(config: PreTrainedConfig) -> int:
+    for field in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if getattr(config, field, None):
+            return getattr(config, field)
+    raise ValueError(f"{config.model_type} has no experts")
+
+
+def expert_size(config: PreTrainedConfig) -> int:
+    """Width of one expert's feed-forward network."""
+    return getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+
+
+def _num_moe_layers(config: PreTrainedConfig) -> int:
+    """MoE layers by building the model without weights: the one description that fits every architecture."""
+    with torch.device("meta"):
+        return len(moe_layers(AutoModelForCausalLM.from_config(config)))

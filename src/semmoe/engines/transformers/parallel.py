@@ -1,0 +1,166 @@
+"""Expert parallelism on a plan, attached from outside to a model that knows nothing of it.
+
+`exchange="all-to-all"` runs every decoder layer as `planned` has it. "two-level" is the all-to-all that sends a row
+once to each node and forwards it there. "all-reduce" is the usual expert parallelism without all-to-all, the baseline
+that attention-TP must beat: every rank computes its own experts for all rows, and two all-reduces join them.
+"""
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from semmoe.bounds import require
+from semmoe.core import Plan, Topology
+from semmoe.engines.transformers.attention import shard_attention
+from semmoe.engines.transformers.model import decoder_layers, moe_layers
+from semmoe.engines.transformers.planned import PlannedModel, bind, check_layout
+from semmoe.metrics import Traffic, layer_traffic, no_traffic, serving_ranks
+from semmoe.runtime.agreement import check_agreement
+from semmoe.runtime.collectives import Communicator, timed
+from semmoe.runtime.dispatch import (
+    Dispatch,
+    Levels,
+    ReceivedTokens,
+    combine,
+    combine_parts,
+    combine_two_level,
+    dispatch_two_level,
+)
+
+EXCHANGES = ("all-to-all", "two-level", "all-reduce")
+
+
+class LocalExperts:
+    """This rank's share of one layer's experts: the model's own experts module, cut to the experts held here."""
+
+    def __init__(self, experts: nn.Module, held: np.ndarray) -> None:
+        """held: (P / G,) logical ids of this rank's physical experts, in slot order."""
+        total = experts.num_experts
+        index = torch.from_numpy(held.astype(np.int64))
+        for name, parameter in list(experts.named_parameters(recurse=False)):
+            require(
+                parameter.shape[0] == total, f"parameter {name} of {type(experts).__name__} has no expert dimension"
+            )
+            setattr(experts, name, nn.Parameter(parameter.data[index.to(parameter.device)], requires_grad=False))
+        experts.num_experts = len(held)
+        self._compute = experts.forward
+        self._local_id = torch.full((total,), -1, dtype=torch.int64)
+        self._local_id[index.flip(0)] = torch.arange(len(held)).flip(0)  # the first slot, if a rank holds two copies
+
+    def __call__(self, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """(M, H), (M, K) logical ids (-1: not here), (M, K) -> (M, H), summed over the choices that are held here."""
+        local = torch.where(expert_ids >= 0, self._local_id.to(hidden.device)[expert_ids.clamp(min=0)], -1)
+        rows, choices = (local >= 0).nonzero(as_tuple=True)
+        out = torch.zeros_like(hidden)
+        if len(rows):
+            pairs = self._compute(hidden[rows], local[rows, choices][:, None], weights[rows, choices][:, None])
+            out.index_add_(0, rows, pairs)
+        return out
+
+
+def check_exchange(topology: Topology, exchange: str, overlap: bool) -> None:
+    """Raises ValueError where ranks of this topology cannot exchange tokens so."""
+    require(exchange in EXCHANGES, f"exchange must be one of {', '.join(EXCHANGES)}, not {exchange!r}")
+    no_dp = exchange != "all-reduce" or topology.dp_size == 1
+    require(no_dp, "exchange all-reduce needs attention-TP: ranks with requests of their own share no rows")
+    require(exchange == "all-to-all" or not overlap, "overlap needs exchange all-to-all")
+    several = topology.num_nodes > 1 or exchange != "two-level"
+    require(several, "exchange two-level needs a plan for several nodes (--num-nodes)")
+
+
+class ParallelModel(PlannedModel):
+    """One rank's part of a model: attach with the constructor, then run forwards.
+
+    overlap: own tokens' experts run while others' rows are on their way, so that weights are read twice; it pays where
+    the network is slow. levels: this rank's place in nodes, for exchange two-level.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, plan: Plan, experts_comm: Communicator, attention_comm: Communicator,
+        exchange: str = "all-to-all", overlap: bool = False, levels: Levels | None = None,
+    ) -> None:  # fmt: skip
+        check_exchange(plan.topology, exchange, overlap)
+        topology = plan.topology
+        assert (exchange == "two-level") == (levels is not None)
+        check_agreement(experts_comm.group, plan, model.device, exchange=exchange, overlap=overlap)
+        super().__init__(model, plan, experts_comm, attention_comm)
+        self.levels, self._overlap = levels, overlap
+        self._serving = serving_ranks(plan.placement, topology)  # (L, G, E)
+        views = torch.from_numpy(self._serving.astype(np.int64)).to(model.device)
+        self._views = views
+        self._serving_from_here, self._serving_from_first = views[:, experts_comm.rank], views[:, 0]
+        self._traffic = self._no_traffic()
+        self._attach(exchange)
+
+    def _attach(self, exchange: str) -> None:
+        blocks = moe_layers(self.model)
+        physical = self.plan.placement.physical_to_logical_map.reshape(len(blocks), self.comm.size, -1)
+        self._experts = [LocalExperts(b.experts, physical[i, self.comm.rank]) for i, b in enumerate(blocks)]
+        reduces = exchange == "all-reduce"
+        run = self._layer_all_reduce if reduces else self._layer_all_to_all
+        exchange_experts = self._expert_all_reduce if reduces else self._expert_all_to_all
+        moe_index = {id(block): i for i, block in enumerate(blocks)}
+        for layer in decoder_layers(self.model):
+            check_layout(layer)
+            shard_attention(layer.self_attn, self.attention_comm.rank, self.attention_comm.size)
+            index = moe_index.get(id(layer.mlp))
+            layer.forward = bind(run, layer, index)
+            if index is not None:
+                layer.mlp.experts.forward = bind(exchange_experts, index)
+
+    @property
+    def traffic(self) -> list[Traffic]:
+        return self._traffic
+
+    def serve_others(self, index: int) -> None:
+        self._expert_all_to_all(index, *self._no_tokens())
+
+    def _expert_all_to_all(self, index: int, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor):
+        """Takes the place of the experts' forward: (n, H), (n, K), (n, K) -> (n, H)."""
+        self._last_routing = (expert_ids, weights)
+        home = np.full(len(expert_ids), self.comm.rank)
+        self._traffic[index] += layer_traffic(expert_ids.cpu().numpy(), home, self._serving[index])
+        if self.levels is not None:
+            received, handles = dispatch_two_level(self.levels, hidden, expert_ids, weights, self._views[index])
+            return combine_two_level(self.levels, self._compute(index, received), handles)
+        targets = self._serving_from_here[index][expert_ids]
+        flight = Dispatch(self.comm, hidden, expert_ids, weights, targets)
+        if not self._overlap:
+            return combine(self.comm, self._compute(index, flight.received()), flight.handle)
+        local = self._compute(index, flight.local())
+        return combine_parts(self.comm, local, self._compute(index, flight.remote()), flight.handle)
+
+    def _compute(self, index: int, rows: ReceivedTokens) -> torch.Tensor:
+        with timed(self.compute_seconds, "experts"):
+            return self._experts[index](rows.hidden, rows.expert_ids, rows.weights)
+
+    def _layer_all_reduce(self, layer: nn.Module, index: int | None, hidden_states: torch.Tensor, **kwargs):
+        attended = self._attend(layer, hidden_states, **kwargs)
+        stream = self._real(hidden_states) + self.attention_comm.all_reduce(self._real(attended))
+        return self._put_back(hidden_states, self._feed_forward(layer, index, stream))
+
+    def _expert_all_reduce(self, index: int, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor):
+        serves = self._serving_from_first[index] == self.comm.rank  # one rank's view, so that each expert runs once
+        mine = torch.where(serves[expert_ids], expert_ids, -1)
+        load = np.zeros(self.comm.size, np.int64)
+        load[self.comm.rank] = int((mine >= 0).sum())
+        self._traffic[index] += replace(no_traffic(self.comm.size), load=load)
+        return self.comm.all_reduce(self._compute(index, ReceivedTokens(hidden, mine, weights)))
+
+    def _no_traffic(self) -> list[Traffic]:
+        return [no_traffic(self.comm.size) for _ in self._serving]
+
+    def reset_counts(self) -> None:
+        super().reset_counts()
+        self._traffic = self._no_traffic()
+
+    def sent_to(self) -> Counter[int]:
+        return super().sent_to() if self.levels is None else self.levels.sent_to()
+
+    def _communicators(self) -> list[Communicator]:
+        nodes = [] if self.levels is None else [self.levels.inter, self.levels.intra]
+        return [*super()._communicators(), *nodes]

@@ -1,0 +1,152 @@
+"""A Hugging Face model whose decoder layers run on a plan: what all ways to do so share.
+
+Every decoder layer runs: attention (sharded by heads inside an attention group) -> shuffled reduce-scatter -> MoE on
+this rank's rows, experts reached by all-to-all -> shuffled all-gather of the residual stream. In a group of one rank,
+attention-DP, both ends fall away.
+"""
+
+from abc import ABC, abstractmethod
+from collections import Counter
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from semmoe.bounds import require
+from semmoe.core import Plan
+from semmoe.metrics import Traffic
+from semmoe.runtime.collectives import (
+    Communicator,
+    ShuffleHandle,
+    shuffled_all_gathers,
+    shuffled_reduce_scatter,
+    timed,
+)
+from semmoe.runtime.shuffler import TokenShuffler
+
+
+class PlannedModel(ABC):
+    """One rank's part of a model that a subclass has attached itself to; run forwards, each after `begin`.
+
+    experts_comm joins the ranks that share the experts, attention_comm those of this rank's attention group.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, plan: Plan, experts_comm: Communicator, attention_comm: Communicator
+    ) -> None:
+        self.model, self.plan = model, plan
+        self.comm, self.attention_comm = experts_comm, attention_comm
+        group = experts_comm.rank // plan.topology.attn_tp_size
+        self.shuffler = TokenShuffler(plan, group, attention_comm.rank)
+        self.compute_seconds: Counter[str] = Counter()  # of attention and of experts, by the host's clock
+        self._rows = torch.zeros(0, dtype=torch.int64)  # (N,) rows of the flat batch that are real
+        self._last_routing = torch.zeros(0), torch.zeros(0)  # logical ids (n, K) and weights (n, K) of own rows
+
+    @property
+    @abstractmethod
+    def traffic(self) -> list[Traffic]:
+        """What this rank's tokens were routed to, by MoE layer, since the counts were reset."""
+
+    @abstractmethod
+    def serve_others(self, index: int) -> None:
+        """Take part in one MoE layer's all-to-all with no token of one's own."""
+
+    @property
+    def num_moe_layers(self) -> int:
+        return self.plan.fingerprint.num_layers
+
+    def begin(self, ids: torch.Tensor, real: torch.Tensor, prefill: bool) -> None:
+        """Before each forward: the batch's token ids and which of them are real, both (B, S)."""
+        self._rows = real.reshape(-1).nonzero(as_tuple=True)[0].to(self.model.device)
+        requests = real.nonzero(as_tuple=True)[0].numpy()
+        decoding, new = np.full(len(requests), not prefill), np.arange(len(ids) * prefill)
+        self.shuffler.start(ids.reshape(-1)[real.reshape(-1)].numpy(), requests, decoding, new)
+
+    def idle(self) -> None:
+        """Serve other groups' tokens for one forward in which this group has none of its own."""
+        for index in range(self.num_moe_layers):
+            self.serve_others(index)
+
+    def _layer_all_to_all(self, layer: nn.Module, index: int | None, hidden_states: torch.Tensor, **kwargs):
+        """One decoder layer on a full residual stream (B, S, H), equal on all ranks of the attention group."""
+        attended = self._attend(layer, hidden_states, **kwargs)
+        residual, partial = self._real(hidden_states), self._real(attended)
+        if self.attention_comm.size == 1:
+            stream = self._feed_forward(layer, index, residual + partial)
+            return self._put_back(hidden_states, stream)
+        handle = self.shuffler.slices(index)
+        stream = residual[handle.mine] + shuffled_reduce_scatter(self.attention_comm, partial, handle)
+        stream = self._feed_forward(layer, index, stream)
+        return self._put_back(hidden_states, self._gather(index, stream, handle))
+
+    def _attend(self, layer: nn.Module, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
+        """(B, S, H), this rank's heads' part of the sum."""
+        with timed(self.compute_seconds, "attention"):
+            return layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)[0]
+
+    def _gather(self, index: int | None, stream: torch.Tensor, handle: ShuffleHandle) -> torch.Tensor:
+        """The whole stream. A rank knows the routing of its own slice only: expert ids travel along, and count."""
+        if index is None or not self.shuffler.uses_history:
+            return shuffled_all_gathers(self.attention_comm, [stream], handle)[0]
+        experts = self.shuffler.by_weight(*self._last_routing)
+        stream, experts = shuffled_all_gathers(self.attention_comm, [stream, experts], handle)
+        self.shuffler.observe(index, experts)
+        return stream
+
+    def _feed_forward(self, layer: nn.Module, index: int | None, stream: torch.Tensor) -> torch.Tensor:
+        """Post-attention norm, MoE or dense block, residual, on this rank's rows (n, H), n may be 0."""
+        if len(stream) == 0:
+            if index is not None:
+                self.serve_others(index)
+            return stream
+        out = layer.mlp(layer.post_attention_layernorm(stream)[None])
+        out = out[0] if isinstance(out, tuple) else out  # GPT-OSS returns its scores too
+        return stream + out.reshape(stream.shape)
+
+    def _no_tokens(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Hidden states, expert ids and weights of no token."""
+        hidden = torch.zeros(0, self.model.config.hidden_size, dtype=self.model.dtype, device=self.model.device)
+        ids = torch.zeros(0, self.plan.fingerprint.top_k, dtype=torch.int64, device=hidden.device)
+        return hidden, ids, ids.to(hidden.dtype)
+
+    def _real(self, states: torch.Tensor) -> torch.Tensor:
+        return states.reshape(-1, states.shape[-1])[self._rows]
+
+    def _put_back(self, states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of padding keep what they had: finite, and read by nobody."""
+        flat = states.reshape(-1, states.shape[-1]).clone()
+        flat[self._rows] = rows
+        return flat.view(states.shape)
+
+    def reset_counts(self) -> None:
+        self.compute_seconds.clear()
+        for comm in self._communicators():
+            comm.reset_counts()
+
+    def sent_bytes(self) -> Counter[str]:
+        """Bytes this rank sent, by kind of collective."""
+        return sum((comm.sent for comm in self._communicators()), Counter())
+
+    def collective_seconds(self) -> Counter[str]:
+        """Seconds that this rank waited for collectives, by kind."""
+        return sum((comm.seconds for comm in self._communicators()), Counter())
+
+    def sent_to(self) -> Counter[int]:
+        """Bytes of dispatch and combine that this rank sent to each rank."""
+        return self.comm.sent_to
+
+    def _communicators(self) -> list[Communicator]:
+        return [self.comm] if self.attention_comm is self.comm else [self.comm, self.attention_comm]
+
+
+def bind(function, *leading):
+    """To take the place of a module's forward."""
+    return lambda *args, **kwargs: function(*leading, *args, **kwargs)
+
+
+def check_layout(layer: nn.Module) -> None:
+    """Raises ValueError for a decoder layer of another build."""
+    needed = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
+    missing = [name for name in needed if not hasattr(layer, name)]
+    require(not missing, f"decoder layer {type(layer).__name__} has no {', '.join(missing)}: not supported")

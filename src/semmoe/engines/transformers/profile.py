@@ -1,0 +1,38 @@
+"""Profile a model from Python: the public `semmoe.profile`."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from semmoe.core import RoutingTrace
+from semmoe.dataset import Prompt, digest, encode
+from semmoe.engines.transformers.model import fingerprint_of, load_model
+from semmoe.engines.transformers.recorder import record_prompts
+from semmoe.engines.transformers.tokenizer import load_tokenizer
+from semmoe.settings import ProfileSettings
+from semmoe.trace import TraceHeader, TraceWriter, open_trace
+
+
+def profile(
+    model: str,
+    prompts: Sequence[str],
+    out: Path | str,
+    settings: ProfileSettings | None = None,
+    progress: Callable[[int], None] = lambda done: None,
+) -> RoutingTrace:
+    """Run `prompts` through a model on transformers and record which experts each token chooses, in the folder `out`.
+
+    model: a checkpoint's folder, or "tiny" for the shipped one. A run that was stopped resumes where it ended.
+    Raises ValueError for a model without experts, and where `out` holds the trace of other prompts.
+    """
+    settings = settings or ProfileSettings()
+    texts = [Prompt(text=text) for text in prompts]
+    ids = encode(texts[: settings.limit or None], load_tokenizer(model), settings.max_prompt_tokens)
+    stated = {"decode": settings.decode, "max_prompt_tokens": settings.max_prompt_tokens}
+    header = TraceHeader(fingerprint=fingerprint_of(model), dataset_hash=digest(ids), settings=stated)
+    with TraceWriter(Path(out), header) as writer:
+        progress(writer.num_requests)
+        record_prompts(
+            load_model(model), ids, writer,
+            max_new_tokens=settings.decode, batch_size=settings.batch_size, progress=progress,
+        )  # fmt: skip
+    return open_trace(out)

@@ -1,0 +1,113 @@
+"""Profiling: which experts each token chose, recorded from outside the model.
+
+Recent transformers call every MoE block's experts with (hidden, expert ids, weights); a hook there sees the routing
+of all supported architectures, whatever their router does.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from semmoe.core import DECODE, PREFILL, RoutingTrace
+from semmoe.dataset import check_token_ids, digest
+from semmoe.engines.transformers.batch import Batch, cut, eos_ids, step
+from semmoe.engines.transformers.model import fingerprint_of, moe_layers
+from semmoe.trace import TraceHeader, TraceWriter, open_trace
+
+
+class RoutingRecorder:
+    """Collects the routing of one forward pass at a time; a context manager that detaches its hooks at the end."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._blocks = self.find_blocks(model)
+        self._layers: list[np.ndarray] = []
+        self._real = np.zeros(0, bool)
+
+    def find_blocks(self, model: PreTrainedModel) -> list[torch.nn.Module]:
+        return moe_layers(model)
+
+    def listen(self, block: Any) -> Any:
+        """A hook on one MoE layer."""
+        return block.experts.register_forward_pre_hook(self._record, with_kwargs=True)
+
+    def __enter__(self) -> "RoutingRecorder":
+        self._hooks = [self.listen(block) for block in self._blocks]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def begin(self, ids: torch.Tensor, real: torch.Tensor, prefill: bool) -> None:
+        self._layers = []
+        self._real = real.reshape(-1).cpu().numpy()
+
+    def _record(self, module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+        _, expert_ids, weights = [*args, *kwargs.values()][:3]
+        self.keep(expert_ids, weights)
+
+    def keep(self, expert_ids: torch.Tensor, weights: torch.Tensor) -> None:
+        """The next layer's routing (T, K) of all rows of the batch."""
+        order = weights.argsort(dim=1, descending=True, stable=True)
+        self._layers.append(torch.gather(expert_ids, 1, order).cpu().numpy()[self._real])
+
+    def take(self) -> np.ndarray:
+        """(n, L, K) expert ids of the real tokens of the last forward, row by row of the batch."""
+        assert len(self._layers) == len(self._blocks), "a MoE layer was skipped or ran twice"
+        return np.stack(self._layers, axis=1)
+
+
+def record_prompts(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], writer: TraceWriter, *, max_new_tokens: int = 0,
+    batch_size: int = 16, progress: Callable[[int], None] = lambda done: None,
+    recorder_of: Callable[[PreTrainedModel], RoutingRecorder] = RoutingRecorder,
+) -> None:  # fmt: skip
+    """Run the prompts that `writer` does not hold yet and append each one's routing: prefill, then greedy decode.
+
+    The last generated token is never fed back and so has no routing, as in any engine.
+    """
+    check_token_ids(prompts, model.config.vocab_size)
+    remaining = prompts[writer.num_requests :]
+    with recorder_of(model) as recorder:
+        for batch in cut(remaining, batch_size, max_new_tokens, eos_ids(model)):
+            for request in _profile_batch(model, batch, recorder):
+                writer.append(**request)
+            progress(len(batch.prompts))
+
+
+def record(
+    model: PreTrainedModel, model_path: str, prompts: Sequence[Sequence[int]], folder: Path,
+    progress: Callable[[int], None] = lambda done: None,
+) -> RoutingTrace:  # fmt: skip
+    """The trace in `folder` of the prompts' prefill through a model that was loaded from `model_path`."""
+    header = TraceHeader(fingerprint=fingerprint_of(model_path), dataset_hash=digest(prompts), settings={})
+    with TraceWriter(folder, header) as writer:
+        progress(writer.num_requests)
+        record_prompts(model, prompts, writer, progress=progress)
+    return open_trace(folder)
+
+
+def _profile_batch(model: PreTrainedModel, batch: Batch, recorder: RoutingRecorder) -> list[dict[str, np.ndarray]]:
+    tokens: list[list[np.ndarray]] = [[] for _ in batch.prompts]
+    experts: list[list[np.ndarray]] = [[] for _ in batch.prompts]
+    while not batch.done:
+        ids, real = batch.inputs()
+        step(model, batch, recorder.begin)
+        routed, start = recorder.take(), 0
+        for i, count in enumerate(real.sum(dim=1).tolist()):
+            tokens[i].append(ids[i][real[i]].numpy())
+            experts[i].append(routed[start : start + count])
+            start += count
+    return [_request(p, t, e) for p, t, e in zip(batch.prompts, tokens, experts, strict=True)]
+
+
+def _request(prompt: Sequence[int], tokens: list[np.ndarray], experts: list[np.ndarray]) -> dict[str, np.ndarray]:
+    token_ids = np.concatenate(tokens)
+    phase = np.where(np.arange(len(token_ids)) < len(prompt), PREFILL, DECODE)
+    return {
+        "prompt_ids": np.array(prompt), "token_ids": token_ids, "expert_ids": np.concatenate(experts), "phase": phase,
+    }  # fmt: skip

@@ -1,0 +1,29 @@
+"""A model's tokenizer and what identifies it; without torch, for those that run no model."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from semmoe.bounds import require
+
+
+def load_tokenizer(path: str) -> Any:
+    from transformers import AutoTokenizer
+
+    require_local(path)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    return AutoTokenizer.from_pretrained(path, local_files_only=True)
+
+
+def require_local(path: str) -> None:
+    require((Path(path) / "config.json").is_file(), f"there is no model at {path}: config.json is missing")
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    return digest(sorted((index, token) for token, index in tokenizer.get_vocab().items()))
+
+
+def digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

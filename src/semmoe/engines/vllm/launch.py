@@ -1,0 +1,105 @@
+"""vLLM's own arguments and environment for a plan: what `semmoe serve` prints and runs."""
+
+import os
+from dataclasses import asdict
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import Any
+
+from semmoe import console
+from semmoe.bounds import require
+from semmoe.core import Plan, Topology
+from semmoe.engines.launch import join
+from semmoe.engines.settings import PluginSettings
+from semmoe.engines.vllm.settings import VllmSettings
+
+DECIDED = {
+    "--tensor-parallel-size", "-tp", "--data-parallel-size", "-dp", "--enable-expert-parallel", "--enable-eplb",
+    "--pipeline-parallel-size", "-pp", "--no-enable-expert-parallel",
+}  # fmt: skip
+# All-to-alls that send every row to every rank, whatever its experts are; vLLM replaces the last two by the first.
+GATHERS = {"allgather_reducescatter", "naive", "pplx"}
+SENDS = "deepep_high_throughput"  # for prompts and decoding alike; the low-latency one takes few tokens at a time
+A2A = "--all2all-backend"
+# Front ends that know a share of the requests.
+OTHER_BALANCERS = {
+    "--data-parallel-external-lb", "-dpe", "--data-parallel-hybrid-lb", "-dph", "--data-parallel-rank", "-dpn",
+    "-dpm", "--data-parallel-multi-port-external-lb", "--data-parallel-start-rank", "-dpr",
+}  # fmt: skip
+# One thread a rank and a small cache: what is served on a CPU is small, and ranks share its cores.
+CPU_VARIABLES = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+
+
+def on_cpu() -> bool:
+    """Whether this vLLM runs on the CPU."""
+    return "cpu" in version("vllm")
+
+
+def arguments(topology: Topology, eager: bool) -> dict[str, Any]:
+    """Options of `vllm serve` and of vllm.LLM, by name. eager: nothing is compiled, as shuffling and CPUs need."""
+    out: dict[str, Any] = {"tensor_parallel_size": topology.attn_tp_size} if topology.attn_tp_size > 1 else {}
+    if topology.dp_size > 1:
+        out |= {"data_parallel_size": topology.dp_size}
+    if topology.ep_size > 1:
+        out |= {"enable_expert_parallel": True}
+    return out | ({"enforce_eager": True} if eager else {})
+
+
+def environment(settings: PluginSettings, cpu: bool) -> dict[str, str]:
+    """What to add to the environment."""
+    own = {"VLLM_USE_V2_MODEL_RUNNER": "0"} | (CPU_VARIABLES if cpu else {})
+    return settings.environment() | {name: os.environ.get(name, value) for name, value in own.items()}
+
+
+def server(
+    model: str, plan: Plan | None, topology: Topology, given: PluginSettings, host: str, port: int, options: list[str]
+) -> tuple[dict[str, str], list[str]]:
+    """What to add to the environment, and the words after `python`; options: vLLM's own, from the user."""
+    assert given.folder is not None
+    cpu, settings = _runs_on_cpu(), VllmSettings(**asdict(given))
+    shuffles = bool(plan and plan.tokens.by_tables) and settings.shuffle != "off"
+    # One front end: it alone knows all requests. More would each see a share.
+    values = arguments(topology, cpu or shuffles)
+    values |= {} if "--headless" in options else {"api_server_count": 1}  # a node without a front end
+    check_balancer(plan, given, options)
+    if plan is not None and topology.ep_size > 1 and not cpu:
+        values |= all_to_all(options)
+    words = ["-m", "vllm.entrypoints.cli.main", "serve", model, "--host", host, "--port", str(port)]
+    meeting = given.folder / "prometheus"  # of vLLM's processes; `semmoe serve` empties it before a start
+    meeting.mkdir(mode=0o700, exist_ok=True)
+    variables = environment(settings, cpu) | {"PROMETHEUS_MULTIPROC_DIR": str(meeting)}
+    return variables, words + join(values, options, DECIDED, "vllm serve")
+
+
+def check_balancer(plan: Plan | None, given: PluginSettings, options: list[str]) -> None:
+    """Raise ValueError where requests would come past the plan."""
+    other = sorted(OTHER_BALANCERS & {word.split("=")[0] for word in options} if "--headless" not in options else ())
+    requests = plan is not None and plan.requests.by_tables
+    require(not (requests and given.schedule == "plan" and other), f"{(other or [''])[0]}: another load balancer than "
+            "vLLM's own chooses ranks, and the plan schedules no request: leave it away, or give --schedule engine and "
+            "put `semmoe router` in front")  # fmt: skip
+
+
+def all_to_all(options: list[str]) -> dict[str, str]:
+    """What to add so that rows go to the ranks of their experts and to no others, where vLLM is told nothing."""
+    named = [i for i, word in enumerate(options) if word.split("=")[0] == A2A]
+    if not named and find_spec("deep_ep") is not None:
+        return {"all2all_backend": SENDS}
+    backend = (
+        ("=".join(options[named[-1] : named[-1] + 2]).split("=") + [""])[1] if named else "allgather_reducescatter"
+    )
+    if backend in GATHERS:
+        console.err.print(f"[yellow]warning:[/] {gathers(backend)}; install deep_ep, or give {A2A} {SENDS}")
+    return {}
+
+
+def gathers(backend: str) -> str:
+    """What is lost with such a back-end."""
+    return f"{A2A} {backend} sends every row to every rank: a plan balances experts' load, and saves no dispatch byte"
+
+
+def _runs_on_cpu() -> bool:
+    try:
+        return on_cpu()
+    except ModuleNotFoundError:  # what would be run is shown without vLLM too
+        return False

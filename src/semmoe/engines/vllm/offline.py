@@ -1,0 +1,72 @@
+"""vLLM's offline engine, in this process: prompts in, tokens out, and the routing of its passes on the way."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from semmoe.bounds import require
+from semmoe.engines.recording import Listener
+from semmoe.engines.vllm import cpu, launch
+from semmoe.engines.vllm.settings import VllmSettings
+
+
+class Offline:
+    """An engine that is running."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def complete(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[tuple[str, list[int]]]:
+        """Greedy completions of prompts that are all at hand: request id and new tokens of each."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0, max_tokens=max_new_tokens)
+        given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        answers = self._engine.generate(given, sampling, use_tqdm=False)
+        return [(answer.request_id, list(answer.outputs[0].token_ids)) for answer in answers]
+
+
+@contextmanager
+def running(
+    model: str, options: Sequence[str], environment: dict[str, str], listener: Listener | None = None
+) -> Iterator[Offline]:
+    """vLLM's engine on one rank with its own command-line options; afterwards the environment is as before.
+
+    listener: told of every pass.
+    """
+    before = dict(os.environ)
+    os.environ.update(environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
+    engine = None
+    try:
+        if launch.on_cpu():
+            cpu.mend_start()
+        engine = _engine(["--model", model, *options])
+        if listener is not None:
+            _listen(engine, listener)
+        yield Offline(engine)
+    finally:
+        if engine is not None:
+            engine.llm_engine.engine_core.shutdown()
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _engine(words: Sequence[str]) -> Any:
+    from vllm import LLM
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vLLM's options"))
+    given = EngineArgs.from_cli_args(parser.parse_args(list(words)))
+    ranks = given.tensor_parallel_size * given.data_parallel_size * given.pipeline_parallel_size
+    require(ranks == 1, f"profiling runs on one rank, not on {ranks}")
+    given.disable_log_stats = True
+    return LLM.from_engine_args(given)
+
+
+def _listen(engine: Any, listener: Listener) -> None:
+    from semmoe.engines.vllm.rank import RankPlugin
+
+    core = engine.llm_engine.engine_core.engine_core
+    RankPlugin(None, VllmSettings()).listen(core.model_executor.driver_worker.worker.model_runner, listener)

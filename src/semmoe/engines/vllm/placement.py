@@ -1,0 +1,118 @@
+"""Experts loaded where the plan has them: vLLM reads each by its logical number, the plan says which slots it fills.
+
+Nothing else of vLLM knows: a layer has E + R physical experts, in order on the ranks.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from semmoe.bounds import require
+from semmoe.core import Plan
+
+PACKED = {f"{part}_{what}" for part in ("w13", "w2") for what in ("weight", "bias", "weight_scale", "weight_packed")}
+LAYER = re.compile(r"\blayers\.(\d+)\.")
+
+
+class PlacedExperts:
+    """Around vLLM's making and loading of a model's MoE layers, in one process."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._made: set[int] = set()  # decoder layers with experts, of the model
+        self._places: dict[int, int] = {}  # the same in order, once weights are loaded
+        self._loaded: dict[int, set[int]] = {}  # by decoder layer, the physical experts that something was loaded to
+        self._slots: list[list[np.ndarray]] = []  # by layer and logical expert
+
+    def counts(self, original: Callable[..., Any], num_experts: int, num_redundant: int, *others: Any) -> Any:
+        """Physical experts, logical ones, and fused shared ones of a layer."""
+        physical, logical, shared = original(num_experts, num_redundant, *others)
+        if self._places:  # a draft model is made after the model was loaded
+            return physical, logical, shared
+        require(num_redundant == 0, "vLLM's own redundant experts cannot be used beside a plan's")
+        require(not shared, "vLLM fuses a shared expert with the others here, which a plan cannot place")
+        return physical + self._plan.placement.redundant_experts, logical, shared
+
+    def made(self, layer_name: str) -> None:
+        if not self._places:
+            self._made.add(layer_index(layer_name))
+
+    def load(
+        self, original: Callable[..., Any], experts: Any, param: Any, loaded_weight: Tensor, weight_name: str,
+        shard_id: str, expert_id: int, return_success: bool = False,
+    ) -> Any:  # fmt: skip
+        """One tensor of logical expert `expert_id` -> all its slots; vLLM skips those of other ranks."""
+        index = layer_index(experts.layer_name)
+        self._begin()
+        if index not in self._places:
+            return original(experts, param, loaded_weight, weight_name, shard_id, expert_id, return_success)
+        one = loaded_weight.dim() < 3 or shard_id.startswith("gpt_oss")  # whose scales are by block: three dimensions
+        require(one, f"{weight_name} holds all experts of a layer at once: give vLLM a checkpoint made by "
+                "`semmoe apply`, without --plan")  # fmt: skip
+        if expert_id >= self._plan.fingerprint.num_experts:
+            return False if return_success else None  # what vLLM takes for copies of the first ones
+        done = False
+        for slot in self._slots[self._places[index]][expert_id]:
+            self._loaded.setdefault(index, set()).add(int(slot))
+            done |= bool(original(experts, param, loaded_weight, weight_name, shard_id, int(slot), True))
+        return done if return_success else None
+
+    def load_unpacked(self, original: Callable[..., Any], experts: Any, *args: Any, **named: Any) -> Any:
+        """gpt-oss's loader of one expert, which hands what it does not know on to the other."""
+        call = inspect.signature(original).bind(experts, *args, **named).arguments
+        if str(call["shard_id"]).startswith("gpt_oss"):
+            return self.load(original, *call.values())
+        return original(experts, *args, **named)
+
+    def _begin(self) -> None:
+        """All layers are made before the first weight is loaded."""
+        if self._places:
+            return
+        number = self._plan.fingerprint.num_layers
+        require(
+            len(self._made) == number, f"the model has {len(self._made)} MoE layers, the plan was made for {number}"
+        )
+        self._places = {index: place for place, index in enumerate(sorted(self._made))}
+        for row in self._plan.placement.physical_to_logical_map:
+            self._slots.append([np.flatnonzero(row == e) for e in range(self._plan.fingerprint.num_experts)])
+
+    def check(self) -> None:
+        """Raise ValueError unless every expert went through `load`."""
+        wanted = self._plan.placement.physical_to_logical_map.shape[1]
+        for index in self._places or self._made:
+            found = len(self._loaded.get(index, ()))
+            require(found == wanted, f"this model's loader placed {found} of {wanted} experts of layer {index} by the "
+                    "plan: give vLLM a checkpoint made by `semmoe apply`, without --plan")  # fmt: skip
+
+
+def refuse_reload(original: Callable[..., Any], runner: Any, *args: Any, **named: Any) -> None:
+    """vLLM 0.32.0 itself loads other experts than a checkpoint's on a CPU: nothing proves that a plan's are right."""
+    raise ValueError("weights cannot be loaded again into an engine on a plan: start it again")
+
+
+def unpacked(original: Callable[..., Any], model: Any, weights: Iterable[tuple[str, Tensor]]) -> Any:
+    """gpt-oss's tensors hold all experts of a layer; vLLM loads them one at a time too, by names with a number."""
+    return original(model, (part for name, weight in weights for part in _experts(name, weight)))
+
+
+def _experts(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """(E, ...) of a layer -> what each expert has of it."""
+    head, found, tail = name.partition(".mlp.experts.")
+    if not found or tail.split(".")[0].isdigit():
+        yield name, weight
+        return
+    require(tail in PACKED, f"{name} cannot be placed: give vLLM a checkpoint made by `semmoe apply`, without --plan")
+    for expert, part in enumerate(weight):
+        yield f"{head}.mlp.experts.{expert}.{tail}", part
+
+
+def layer_index(layer_name: str) -> int:
+    """Of the decoder layer that a module's name lies in."""
+    found = LAYER.search(layer_name)
+    require(found is not None, f"{layer_name} names no decoder layer")
+    assert found is not None
+    return int(found[1])

@@ -1,0 +1,81 @@
+"""Entry point of `vllm.general_plugins`: what vLLM calls in each of its processes before it starts."""
+
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+from semmoe.core import Plan
+from semmoe.engines.counters import Counters
+from semmoe.engines.ownership import join
+from semmoe.engines.settings import control_folder, from_environment
+from semmoe.engines.supervisor import report
+from semmoe.engines.vllm import targets
+from semmoe.engines.vllm.settings import VllmSettings
+from semmoe.plan import load_plan
+
+
+def register() -> None:
+    """Hook vLLM if the environment says so; end the process with one line if anything does not fit.
+
+    vLLM logs a plug-in's exceptions and serves without it, which would be a setting silently ignored.
+    """
+    folder = control_folder()
+    try:
+        settings = from_environment(VllmSettings)
+        if folder is not None:
+            join(folder)
+        if settings.plan or settings.control or settings.sequence_parallel:
+            _register(settings)
+    except (ValueError, RuntimeError, OSError) as error:
+        report(folder, str(error))
+        print(f"semmoe: {error}; vLLM does not start", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
+
+
+def _register(settings: VllmSettings) -> None:
+    from vllm.platforms import current_platform
+
+    from semmoe.engines.vllm.rank import RankPlugin
+    from semmoe.engines.vllm.registry import around, prove
+
+    logging.getLogger("semmoe").parent = logging.getLogger("vllm")  # the root logger has no handler
+    plan = load_plan(settings.plan) if settings.plan else None
+    on_cpu = current_platform.is_cpu()
+    rank = RankPlugin(plan, settings)
+    schedules = plan is not None and settings.schedule == "plan" and plan.requests.by_tables
+    prove(_needed(settings, plan, rank.splits_tokens, bool(schedules), on_cpu))
+    if on_cpu:
+        from semmoe.engines.vllm.cpu import mend
+
+        mend()
+    rank.register(on_cpu)
+    if schedules and plan is not None:
+        made = _client(plan, settings.folder)
+        around(targets.SCHEDULE, lambda *call: made().choose(*call))
+        around(targets.FINISHED, lambda *call: made().finished(*call))
+
+
+def _needed(settings: VllmSettings, plan: Plan | None, splits: bool, schedules: bool, on_cpu: bool) -> list[Any]:
+    hooks = list(targets.MODEL_HOOKS)
+    hooks += targets.PLAN_HOOKS if plan is not None else ()
+    hooks += targets.RECORD_HOOKS if settings.folder is not None else ()
+    hooks += targets.SPLIT_HOOKS if splits else ()
+    hooks += targets.REQUEST_HOOKS if schedules else ()
+    return hooks + list(targets.CPU_HOOKS if on_cpu else ())
+
+
+def _client(plan: Plan, folder: Path | None) -> Any:
+    """The hook of the process that serves requests, made there: others never schedule."""
+    made: list[Any] = []
+
+    def get() -> Any:
+        if not made:
+            from semmoe.engines.vllm.requests import RequestHook
+
+            counters = Counters("frontend", folder)
+            made.append(RequestHook(plan, counters))
+            counters.start()
+        return made[0]
+
+    return get

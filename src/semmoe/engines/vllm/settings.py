@@ -1,0 +1,16 @@
+"""What the plug-in in vLLM is told."""
+
+from dataclasses import dataclass
+
+from semmoe.bounds import require
+from semmoe.engines.settings import PluginSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmSettings(PluginSettings):
+    sequence_parallel: str = ""  # 1: split an attention-TP group's tokens around its experts without data parallelism
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        value = self.sequence_parallel
+        require(value in ("", "0", "1"), f"SEMMOE_SEQUENCE_PARALLEL must be 0, 1 or empty, not {value!r}")

@@ -1,0 +1,116 @@
+"""Tokens split over an attention-TP group around vLLM's experts: where the plan says, or by position.
+
+Nothing of a decoder layer is restated. Its attention leaves its sum over the ranks open, the norm behind it gets the
+rows of this rank alone, its experts compute these, and what the layer returns is gathered: the residual stream, handed
+on with a residual of zeros. All else that the layer does, as DeepSeek-V2's scaling in float16, stays its own.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.distributed import tensor_model_parallel_all_gather
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.layers.linear import RowParallelLinear
+from vllm.model_executor.models.utils import sequence_parallel_chunk
+
+from semmoe.bounds import require
+from semmoe.engines.shuffle import TokenRows
+from semmoe.engines.step import SlotWatch
+from semmoe.engines.vllm import targets
+from semmoe.engines.vllm.routing import RealRows
+from semmoe.runtime.collectives import Communicator
+from semmoe.runtime.shuffler import TokenShuffler
+
+# Where layers and their experts' blocks say that they split rows themselves; all read them in `forward` alone.
+OWN_SPLITS = ("use_sequence_parallel_moe", "use_attn_reduce_scatter_for_moe", "is_sequence_parallel")
+
+
+class LayerShuffle(TokenRows):
+    """The plan's slices in the decoder layers given to `hook`.
+
+    Passes without tokens of requests, which warm up or keep step with other ranks, are split by position.
+    """
+
+    def __init__(self, shuffler: TokenShuffler, comm: Communicator, real: RealRows, drafts: int) -> None:
+        super().__init__(shuffler, comm)
+        self._real, self._watch = real, SlotWatch(drafts)
+        self.num_rows = 0  # of this rank at the layer under way, without padding
+        self.ran: Callable[[], None] = lambda: None  # called of every layer that was shuffled
+
+    def hook(self, layer: nn.Module, place: int) -> None:
+        """layer: a decoder layer, the MoE layer `place` of the model."""
+        block, norm = expert_block(layer), layer.post_attention_layernorm
+        keep_partial(layer, block)
+        stop_own_splits(layer, block)
+        norm.forward = functools.partial(self._normalise, norm.forward, place)
+        block.forward = functools.partial(self._experts, block.forward)
+        layer.forward = functools.partial(self._whole, layer.forward)
+
+    def _normalise(self, normalise: Callable[..., Any], place: int, partial: Tensor, residual: Tensor) -> Any:
+        """(N', H) partial sums and the residual of all rows -> those of this rank, normalised."""
+        if self._tokens:
+            partial, residual = self.scatter(partial, residual, place)
+            self.num_rows = len(partial)
+            self._real.count.fill_(self.num_rows)
+        return normalise(partial, residual)
+
+    def _experts(self, compute: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+        if not self.active:
+            return by_position(compute, rows)
+        # As many rows as vLLM's own split has, on which some of its all-to-alls count.
+        width = -(-self._padded // self.comm.size)
+        return compute(nn.functional.pad(rows, (0, 0, 0, width - len(rows))))[: self.num_rows]
+
+    def _whole(self, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        out, residual = compute(*args, **kwargs)
+        if not self.active:
+            return out, residual
+        stream = self.restore(out + residual)
+        self.ran()
+        return stream, torch.zeros_like(stream)
+
+
+def split_by_position(layer: nn.Module) -> None:
+    """What vLLM does in some families only: each rank of an attention group computes the experts of its share."""
+    block = expert_block(layer)
+    if not any(getattr(module, name, False) for module in (layer, block) for name in OWN_SPLITS):
+        block.forward = functools.partial(by_position, block.forward)
+
+
+def by_position(compute: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    """(N, H) -> (N, H)."""
+    out = compute(sequence_parallel_chunk(rows)).contiguous()
+    return tensor_model_parallel_all_gather(out, 0)[: len(rows)]
+
+
+def moe_layers(model: nn.Module) -> dict[int, nn.Module]:
+    """Decoder layers with experts that can be split, by their index in the model."""
+    known = {hook.target.removesuffix(".forward") for hook in targets.LAYERS}
+    layers = [m for m in model.modules() if f"{type(m).__module__}.{type(m).__name__}" in known]
+    blocks = [(expert_block(layer), layer) for layer in layers]
+    return {block.experts.layer_id: layer for block, layer in blocks if block is not None}
+
+
+def expert_block(layer: nn.Module) -> Any:
+    """The layer's module around its experts; None of a dense layer."""
+    blocks = [child for child in layer.children() if isinstance(getattr(child, "experts", None), MoERunner)]
+    return blocks[0] if blocks else None
+
+
+def keep_partial(layer: nn.Module, block: nn.Module) -> None:
+    """The layer's attention leaves its sum over the ranks to the shuffled reduce-scatter."""
+    inside = set(block.modules())
+    sums = [m for m in layer.modules() if isinstance(m, RowParallelLinear) and m not in inside]
+    require(len(sums) == 1, f"{type(layer).__name__} sums over its ranks {len(sums)} times before its experts: "
+            "tokens cannot be shuffled; set SEMMOE_SHUFFLE=off")  # fmt: skip
+    sums[0].reduce_results = False
+
+
+def stop_own_splits(*modules: nn.Module) -> None:
+    for module in modules:
+        for name in OWN_SPLITS:
+            if hasattr(module, name):
+                setattr(module, name, False)

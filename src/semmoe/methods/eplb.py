@@ -1,0 +1,73 @@
+"""Expert-parallel load balancing: replicate hot experts and pack them so that ranks carry equal load.
+
+The semantics of DeepSeek's EPLB, which SGLang and vLLM both adopted: greedy replication by load per copy, greedy
+balanced packing, and, where expert groups divide over nodes, first groups to nodes, then inside each node.
+It balances only; it does not know which experts are used together. Source: github.com/deepseek-ai/EPLB (MIT).
+"""
+
+import numpy as np
+
+from semmoe.affinity import build_affinity
+from semmoe.capacity import balanced_packing
+from semmoe.core import Placement, physical_experts
+from semmoe.placement.problem import Problem, Solution, placement_alone
+
+
+def solve(problem: Problem) -> Solution:
+    """Experts by their load in the profile."""
+    load = build_affinity(problem.trace).expert_load.astype(np.float64)
+    redundant, topology = problem.settings.redundant_experts, problem.topology
+    placement = place(load, topology.ep_size, redundant, problem.trace.fingerprint.num_groups, topology.num_nodes)
+    return placement_alone(placement, topology)
+
+
+def place(load: np.ndarray, ep_size: int, redundant_experts: int = 0, num_groups: int = 1, num_nodes: int = 1):
+    """Placement (L, E + R) that balances `load` (L, E) over `ep_size` ranks."""
+    experts = load.shape[1]
+    physical = physical_experts(experts, redundant_experts, ep_size)
+    maps = rebalance_experts(load, physical, num_groups, num_nodes, ep_size)
+    return Placement(physical_to_logical_map=maps.astype(np.int32), num_experts=experts, ep_size=ep_size)
+
+
+def rebalance_experts(weight: np.ndarray, num_replicas: int, num_groups: int, num_nodes: int, num_ranks: int):
+    """(L, P) physical-to-logical map; hierarchical if groups divide evenly over nodes, else over one "node"."""
+    if num_nodes > 1 and num_groups % num_nodes == 0:
+        return _hierarchical(weight, num_replicas, num_groups, num_nodes, num_ranks)
+    return _hierarchical(weight, num_replicas, 1, 1, num_ranks)
+
+
+def _hierarchical(weight, num_replicas, num_groups, num_nodes, num_ranks):
+    """Groups to nodes by load, copies inside each node, then physical experts to the node's ranks."""
+    layers, experts = weight.shape
+    group_size = experts // num_groups
+    node, position = balanced_packing(weight.reshape(layers, num_groups, group_size).sum(-1), num_nodes)
+    first_slot = (node * (num_groups // num_nodes) + position) * group_size  # of each group, in node order
+    slot = (first_slot[:, :, None] + np.arange(group_size)).reshape(layers, experts)
+    by_slot = np.argsort(slot, axis=1)  # (L, E): the logical expert at each slot
+    per_node = np.take_along_axis(weight, by_slot, axis=1).reshape(layers * num_nodes, -1)
+
+    local, copies = replicate_experts(per_node, num_replicas // num_nodes)
+    share = np.take_along_axis(per_node / copies, local, axis=1)
+    rank, place_in_rank = balanced_packing(share, num_ranks // num_nodes)
+    size = local.shape[1] // (num_ranks // num_nodes)
+    packed = np.take_along_axis(local, np.argsort(rank * size + place_in_rank, axis=1), axis=1)
+
+    offset = np.arange(num_nodes)[None, :, None] * (experts // num_nodes)
+    slots = (packed.reshape(layers, num_nodes, -1) + offset).reshape(layers, -1)
+    return np.take_along_axis(by_slot, slots, axis=1)
+
+
+def replicate_experts(weight: np.ndarray, num_physical: int) -> tuple[np.ndarray, np.ndarray]:
+    """Give each further copy to the expert with the highest load per copy.
+
+    weight: (X, n). Returns the logical expert of each physical one (X, num_physical) and the copies of each (X, n).
+    """
+    rows, experts = weight.shape
+    logical = np.tile(np.arange(num_physical), (rows, 1))
+    copies = np.ones((rows, experts), np.int64)
+    every = np.arange(rows)
+    for p in range(experts, num_physical):
+        hottest = (weight / copies).argmax(axis=1)
+        logical[:, p] = hottest
+        copies[every, hottest] += 1
+    return logical, copies

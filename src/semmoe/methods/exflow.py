@@ -1,0 +1,96 @@
+"""ExFlow's placement: experts that consecutive layers often choose together share a rank.
+
+Source: Yao et al. 2024, "Exploiting Inter-Layer Expert Affinity for Accelerating Mixture-of-Experts Model Inference"
+(arXiv 2401.08383), the integer program of its expert placement: equally many experts of every layer on a GPU, fewest
+tokens that change GPU between a layer and the next. Given the layers beside it, one layer is a linear assignment of
+experts to slots, which is solved exactly; sweeps over the layers, back and forth, end where no layer alone can gain.
+Of several starts, which differ in the first layer, the best is kept: a heuristic for the program, which no solver ends.
+
+The paper's token stays where its last expert was, so that every kept pair saves a transfer. Engines bring a token back
+to the rank of its attention after each layer: only the placement is taken from ExFlow here.
+"""
+
+import numpy as np
+
+from semmoe.affinity import build_affinity
+from semmoe.bounds import require
+from semmoe.capacity import equal_groups
+from semmoe.core import Placement, Topology
+from semmoe.methods.grouping import group_hierarchically, link_costs
+from semmoe.placement.problem import Problem, Solution, placement_alone
+
+SWEEPS = 20  # at most, over all layers; sweeps end sooner where nothing gains
+STARTS = 4  # the first layer grouped, in order, at random
+
+
+def solve(problem: Problem) -> Solution:
+    """Experts by the paths of the profile."""
+    counts, experts = build_affinity(problem.trace).path_counts, problem.trace.fingerprint.num_experts
+    return placement_alone(place(counts, experts, problem.topology, problem.settings.seed), problem.topology)
+
+
+def place(path_counts: np.ndarray, num_experts: int, topology: Topology, seed: int) -> Placement:
+    """Placement (L, E) from path_counts (L - 1, E, E): tokens that chose e at a layer and e' at the next.
+
+    Raises ValueError where `ep_size` does not divide the experts.
+    """
+    G = topology.ep_size
+    require(num_experts % G == 0, f"ep_size {G} does not divide {num_experts} experts")
+    cost, counts = link_costs(topology), path_counts.astype(np.float64)
+    best, least = None, np.inf
+    for first in _starts(counts, num_experts, topology, seed):
+        labels = improve(counts, first, cost)
+        total = transfer_cost(counts, labels, cost)
+        if total < least - 1e-9:
+            best, least = labels, total
+    assert best is not None
+    return Placement.from_labels(best, G)
+
+
+def _starts(counts: np.ndarray, num_experts: int, topology: Topology, seed: int) -> list[np.ndarray]:
+    """Ranks (E,) of the first layer's experts: those with like successors together, in order, and at random."""
+    rng, G = np.random.default_rng(seed), topology.ep_size
+    even = np.arange(num_experts) // (num_experts // G)
+    alike = counts[0] @ counts[0].T if len(counts) else np.ones((num_experts, num_experts))
+    np.fill_diagonal(alike, 0.0)
+    grouped = group_hierarchically(alike, topology.num_nodes, G, rng)
+    return [grouped, even, *(rng.permutation(even) for _ in range(STARTS - 2))]
+
+
+def improve(counts: np.ndarray, first: np.ndarray, cost: np.ndarray) -> np.ndarray:
+    """(L, E) ranks from those of the first layer (E,): forward once, then sweeps until no layer alone can gain."""
+    labels = np.tile(first, (len(counts) + 1, 1))
+    for layer in range(1, len(labels)):
+        labels[layer] = best_layer(cost[labels[layer - 1]].T @ counts[layer - 1], labels[layer])
+    total = transfer_cost(counts, labels, cost)
+    for sweep in range(SWEEPS):
+        order = range(len(labels)) if sweep % 2 else range(len(labels) - 1, -1, -1)
+        for layer in order:
+            labels[layer] = best_layer(_layer_cost(counts, labels, cost, layer), labels[layer])
+        before, total = total, transfer_cost(counts, labels, cost)
+        if total >= before * (1 - 1e-9):
+            break
+    return labels
+
+
+def transfer_cost(counts: np.ndarray, labels: np.ndarray, cost: np.ndarray) -> float:
+    """The program's objective: what the tokens' transfers between consecutive layers cost. Counts (L - 1, E, E)."""
+    pairs = zip(counts, labels[:-1], labels[1:], strict=True)
+    return float(sum((c * cost[before[:, None], after]).sum() for c, before, after in pairs))
+
+
+def best_layer(cost: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """(E,) ranks of least total cost, equally many experts each; cost (G, E). `labels` stay if nothing is cheaper."""
+    found = equal_groups(-cost.T)
+    every = np.arange(cost.shape[1])
+    return found if cost[found, every].sum() < cost[labels, every].sum() - 1e-9 else labels
+
+
+def _layer_cost(counts: np.ndarray, labels: np.ndarray, cost: np.ndarray, layer: int) -> np.ndarray:
+    """(G, E) what each expert of one layer costs on each rank, the layers beside it as they are."""
+    out = np.zeros((len(cost), labels.shape[1]))
+    if layer > 0:
+        out += cost[labels[layer - 1]].T @ counts[layer - 1]
+    if layer + 1 < len(labels):
+        out += cost[:, labels[layer + 1]] @ counts[layer].T
+    return out

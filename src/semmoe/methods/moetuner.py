@@ -1,0 +1,158 @@
+"""MoETuner's placement: level the load of every layer, then line up the layers so that the worst link carries least.
+
+Source: Go & Mahajan 2025, "MoETuner: Optimized Mixture of Expert Serving with Balanced Expert Placement and Token
+Routing" (arXiv 2502.06643), its two integer programs:
+
+    clusters  every layer's experts into G clusters, equally many each: least sum of |load of a cluster - mean|
+    ranks     every layer's clusters to GPUs, one each: least sum over consecutive layers of the largest traffic
+              between two GPUs, in time, i.e. over the bandwidth between them
+
+The first is solved by HiGHS, layer by layer, under a time limit that all layers share: a plan depends on the machine
+where it strikes. What is found is never worse than greedy packing, with which a layer is left when there is no time.
+The second needs no integer program: given the layer before, what a cluster adds to the largest traffic on a rank is
+known, so that a layer is a bottleneck assignment, solved exactly (ties: least traffic in all). With one node every
+link is alike and only the order of a layer relative to the one before counts, so going forward finds the optimum of
+all layers together. With several nodes it need not: its gap is then unknown.
+"""
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, linear_sum_assignment, milp
+from scipy.sparse import bmat, eye, kron
+
+from semmoe.affinity import build_affinity
+from semmoe.bounds import require
+from semmoe.capacity import balanced_packing
+from semmoe.core import Placement, Topology
+from semmoe.methods.grouping import link_costs
+from semmoe.placement.problem import Problem, Solution, placement_alone
+
+TOLERANCE = 1e-3  # mean deviation, in mean loads, below which a better clustering is not looked for
+SHORTEST = 0.05  # seconds; with less left for a layer HiGHS would only build its model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuned:
+    placement: Placement
+    gap: dict[str, float | None]  # of each program: what the found may be from the optimum; None: unknown
+
+
+def solve(problem: Problem) -> Solution:
+    """Experts by load and paths of the profile, within the time limit of the settings."""
+    affinity, limit = build_affinity(problem.trace), problem.settings.moetuner.time_limit
+    tuned = place(affinity.expert_load, affinity.path_counts, problem.topology, limit)
+    return placement_alone(tuned.placement, problem.topology, tuned.gap)
+
+
+def place(load: np.ndarray, path_counts: np.ndarray, topology: Topology, time_limit: float) -> Tuned:
+    """From load (L, E) and path_counts (L - 1, E, E): tokens that chose e at a layer and e' at the next.
+
+    time_limit: seconds for the first program, all layers together. gap["clusters"] is the mean over layers of the
+    relative gap of 1 + mean deviation, so about the mean deviation, in mean loads of a rank, that may be left to gain.
+    Raises ValueError where `ep_size` does not divide the experts.
+    """
+    G, (L, E) = topology.ep_size, load.shape
+    require(E % G == 0, f"ep_size {G} does not divide {E} experts")
+    ends, clusters, gaps = time.monotonic() + time_limit, [], []
+    for layer in range(L):
+        seconds = (ends - time.monotonic()) / (L - layer)  # what a layer leaves, later ones share
+        labels, layer_gap = cluster_layer(load[layer], G, seconds)
+        clusters.append(labels)
+        gaps.append(layer_gap)
+    ranks = line_up(path_counts, np.array(clusters), link_costs(topology))
+    gap: dict[str, float | None] = {"clusters": float(np.mean(gaps)), "ranks": 0.0 if topology.num_nodes == 1 else None}
+    return Tuned(placement=Placement.from_labels(ranks, G), gap=gap)
+
+
+def cluster_layer(
+    load: np.ndarray, num_clusters: int, seconds: float, tolerance: float = TOLERANCE
+) -> tuple[np.ndarray, float]:
+    """Clusters (E,) of one layer's experts by load (E,), and the relative gap of 1 + their mean deviation.
+
+    Where HiGHS proves no better bound, that of no deviation at all serves.
+    """
+    scaled = load / max(load.mean() * len(load) / num_clusters, 1e-30)  # a cluster's mean load is 1
+    greedy = balanced_packing(scaled[None], num_clusters)[0][0]
+    best, bound = greedy, 0.0
+    if deviation(scaled, greedy, num_clusters) > tolerance and seconds > SHORTEST:
+        found, bound = _solve(scaled, num_clusters, seconds, tolerance)
+        if found is not None and deviation(scaled, found, num_clusters) < deviation(scaled, greedy, num_clusters):
+            best = found
+    objective = 1 + deviation(scaled, best, num_clusters)
+    return best, max(objective - 1 - bound, 0.0) / objective
+
+
+def deviation(load: np.ndarray, labels: np.ndarray, num_clusters: int) -> float:
+    """Mean over clusters of |load - mean load|, in mean loads."""
+    sums = np.bincount(labels, load, num_clusters)
+    return float(np.abs(sums - sums.mean()).mean() / max(sums.mean(), 1e-30))
+
+
+def _solve(load: np.ndarray, num_clusters: int, seconds: float, tolerance: float) -> tuple[np.ndarray | None, float]:
+    """HiGHS on one layer: clusters (E,), None if it found none in time, and a lower bound of the mean deviation.
+
+    Variables: x[e, c], then the deviation u[c] of each cluster, then a constant 1 with cost 1, which makes HiGHS's
+    relative tolerance one in mean loads: without it the gap of a layer that can be nearly even never closes.
+    """
+    E, C = len(load), num_clusters
+    once, full = kron(eye(E), np.ones((1, C))), kron(np.ones((1, E)), eye(C))
+    sums, identity = kron(load[None], eye(C)), eye(C)
+    one = np.zeros((C, 1))  # the constant takes part in no constraint
+    matrix = bmat(
+        [[once, None, None], [full, None, None], [sums, -identity, None], [sums, identity, one]], format="csr"
+    )
+    inf = np.full(C, np.inf)
+    low = np.concatenate([np.ones(E), np.full(C, E // C), -inf, np.ones(C)])
+    high = np.concatenate([np.ones(E), np.full(C, E // C), np.ones(C), inf])
+    lower, upper = np.zeros(E * C + C + 1), np.concatenate([_allowed(load, C), inf, [1]])
+    lower[-1] = 1
+    result = milp(
+        np.concatenate([np.zeros(E * C), np.full(C, 1 / C), [1]]), bounds=Bounds(lower, upper),
+        constraints=LinearConstraint(matrix, low, high),
+        integrality=np.concatenate([np.ones(E * C), np.zeros(C + 1)]),
+        options={"time_limit": seconds, "mip_rel_gap": tolerance},
+    )  # fmt: skip
+    bound = 0.0 if result.mip_dual_bound is None else max(float(result.mip_dual_bound) - 1, 0.0)
+    if result.x is None:
+        return None, bound if np.isfinite(bound) else 0.0
+    return result.x[: E * C].reshape(E, C).argmax(axis=1), bound
+
+
+def _allowed(load: np.ndarray, num_clusters: int) -> np.ndarray:
+    """(E * C,) 1 or 0: clusters are alike, so the i-th heaviest expert need only be tried in the first i."""
+    out = np.ones((len(load), num_clusters))
+    heaviest = np.argsort(-load, kind="stable")[:num_clusters]
+    out[heaviest] = np.tri(len(heaviest), num_clusters)
+    return out.ravel()
+
+
+def line_up(path_counts: np.ndarray, clusters: np.ndarray, cost: np.ndarray) -> np.ndarray:
+    """(L, E) ranks from clusters (L, E): every layer's clusters to ranks by the layer before; cost (G, G) of links."""
+    G = len(cost)
+    ranks = clusters.copy()
+    for layer in range(1, len(clusters)):
+        before, now = np.eye(G)[ranks[layer - 1]], np.eye(G)[clusters[layer]]
+        traffic = before.T @ path_counts[layer - 1] @ now  # (G, C): tokens from a rank to a cluster
+        by_link = cost[:, None] * traffic[:, :, None]  # (G, C, G) from, cluster, to
+        ranks[layer] = bottleneck_assignment(by_link.max(axis=0), by_link.sum(axis=0))[clusters[layer]]
+    return ranks
+
+
+def bottleneck_assignment(cost: np.ndarray, tie: np.ndarray) -> np.ndarray:
+    """(C,) columns, one each: least largest entry of cost (C, C), and among such the least sum of `tie` (C, C).
+
+    Worked example, cost [[1, 5], [2, 9]]: straight on costs at most 9, crosswise 5, so row 0 takes column 1.
+    """
+    values = np.unique(cost)
+    low, high = 0, len(values) - 1
+    while low < high:
+        middle = (low + high) // 2
+        dear = cost > values[middle]
+        if dear[linear_sum_assignment(dear)].any():
+            low = middle + 1
+        else:
+            high = middle
+    forbidden = tie.sum() + 1.0
+    return linear_sum_assignment(tie + forbidden * (cost > values[low]))[1]

@@ -1,0 +1,80 @@
+"""A plan's request policy at work: one class admits a request, offline, in engines and in the router."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from semmoe.core import Plan, RequestPolicy
+from semmoe.methods.paper_policies import PaperScheduler, PaperTable
+from semmoe.requests.capacity import CapacityScheduler, SchedulerSettings
+from semmoe.requests.policy import PromptScores, RoundRobin
+from semmoe.requests.scheduler import RequestScheduler, RoundRobinScheduler
+
+BATCH_LEAD = 0.05  # most that a group may have above the mean of a batch, where requests are small enough
+SCHEDULERS: dict[str, Callable[[Any, SchedulerSettings], RequestScheduler]] = {
+    RoundRobin.kind: lambda policy, settings: RoundRobinScheduler(policy),
+    PromptScores.kind: CapacityScheduler,
+    PaperTable.kind: lambda policy, settings: PaperScheduler(policy),
+}
+
+
+def start(policy: RequestPolicy, settings: SchedulerSettings | None = None) -> RequestScheduler:
+    """The scheduler of a policy, with nothing assigned yet; settings: of the ledger, where it keeps one."""
+    return SCHEDULERS[policy.kind](policy, settings or SchedulerSettings())
+
+
+def schedule_requests(
+    prompts: Sequence[Sequence[int] | np.ndarray],
+    plan: Plan,
+    lengths: np.ndarray | None = None,
+    window: int = 1,
+    unfinished: int = 0,
+) -> np.ndarray:
+    """(R,) int64: the attention group of each request in arrival order.
+
+    For policies that keep a ledger: lengths (R,) decode tokens, told of a request once more than `unfinished` others
+    have arrived after it (None: never); window: requests that wait to be assigned together.
+    """
+    settings = SchedulerSettings(max_wait=window if window > 1 else 0, release=max(window // 4, 1))
+    return schedule_with(start(plan.requests, settings), prompts, lengths, unfinished)
+
+
+def schedule_batch(prompts: Sequence[Sequence[int] | np.ndarray], plan: Plan, new_tokens: int) -> np.ndarray:
+    """(R,) int64: the groups of requests that are all at hand and decode `new_tokens` each.
+
+    In one window, under a budget of prompt and decode tokens: a batch takes as long as its fullest group. Policies
+    that follow prefix caches as in `schedule_requests`: nothing is cached yet.
+    """
+    if plan.requests.follows_caches:
+        return schedule_requests(prompts, plan)
+    settings = SchedulerSettings(lead_requests=0, lead_share=BATCH_LEAD, prompt_cost=1)
+    assigned = start(plan.requests, settings).admit_window(prompts, new_tokens)
+    return np.array([one.group for one in assigned], np.int64)
+
+
+def schedule_with(
+    scheduler: RequestScheduler,
+    prompts: Sequence[Sequence[int] | np.ndarray],
+    lengths: np.ndarray | None,
+    unfinished: int,
+) -> np.ndarray:
+    """(R,) int64 groups of requests that arrive in turn; lengths and unfinished as for `schedule_requests`."""
+    assigned, told = [], 0
+    for r, prompt in enumerate(prompts):
+        assigned += scheduler.submit(prompt)
+        while lengths is not None and told < len(assigned) and assigned[told].request < r - unfinished:
+            scheduler.finish(assigned[told], float(lengths[assigned[told].request]))
+            told += 1
+    assigned += scheduler.flush()
+    return np.array([one.group for one in sorted(assigned, key=lambda one: one.request)], np.int64)
+
+
+def live_settings(groups: int, **changes: Any) -> SchedulerSettings:
+    """For a ledger of the work that runs now, which stays short: a group may be two requests above the mean."""
+    return SchedulerSettings(keep_finished=False, lead_requests=2.0 * groups, prompt_cost=1.0, **changes)
+
+
+def expected_tokens(mean: float, max_new_tokens: int | None) -> float:
+    """Decode tokens of a request that may have at most so many."""
+    return mean if max_new_tokens is None else min(mean, float(max_new_tokens))

@@ -1,0 +1,51 @@
+"""Experts of one layer to clusters of equal size: greedily, then by random swaps that improve.
+
+The step `expert_place` of the paper's Algorithm 1; semmoe's own search starts from it.
+"""
+
+import numba
+import numpy as np
+
+
+@numba.njit(cache=True)
+def place_layer(together, data, swaps, alpha, beta, gamma):
+    """One layer: greedy by falling load, then random swaps that improve. together (E, E), data (E, C)."""
+    experts, clusters = data.shape
+    load = together.sum(axis=1)
+    price = gamma * clusters / max(load.sum(), 1e-9)
+    capacity = experts // clusters
+    labels = np.full(experts, -1, np.int64)
+    count, cluster_load = np.zeros(clusters, np.int64), np.zeros(clusters)
+    near = np.zeros((experts, clusters))  # near[e, c]: affinity of e to the other experts of c
+    for e in np.argsort(-load):
+        best, chosen = -np.inf, -1
+        for c in range(clusters):
+            if count[c] < capacity:
+                score = (alpha * near[e, c] + beta * data[e, c]) / max(load[e], 1e-9) - price * cluster_load[c]
+                if score > best:
+                    best, chosen = score, c
+        labels[e] = chosen
+        count[chosen] += 1
+        cluster_load[chosen] += load[e]
+        for other in range(experts):
+            if other != e:
+                near[other, chosen] += together[e, other]
+    for s in range(swaps.shape[0]):
+        a, b = swaps[s]
+        x, y = labels[a], labels[b]
+        if x == y:
+            continue
+        pull = near[a, y] + near[b, x] - near[a, x] - near[b, y] - 2 * together[a, b]
+        data_gain = data[a, y] + data[b, x] - data[a, x] - data[b, y]
+        shift = load[a] - load[b]  # load that moves from x to y
+        load_cost = shift * (cluster_load[y] - cluster_load[x] + shift)
+        if alpha * pull + beta * data_gain - price * load_cost > 1e-12:
+            labels[a], labels[b] = y, x
+            cluster_load[x] -= shift
+            cluster_load[y] += shift
+            for e in range(experts):
+                moved_a = 0.0 if e == a else together[a, e]
+                moved_b = 0.0 if e == b else together[b, e]
+                near[e, x] += moved_b - moved_a
+                near[e, y] += moved_a - moved_b
+    return labels

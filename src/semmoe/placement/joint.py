@@ -1,0 +1,105 @@
+"""Attention-DP: requests and experts clustered together over all layers, so that a request finds its experts at home.
+
+Alternation from seeded starts. Given the groups of the requests, the experts of a layer are divided exactly (an
+assignment problem with E / D slots a group); given the experts, requests move and swap under a limit on the tokens of
+a group. Neither step lowers the objective, the share of (token, expert) pairs that stay in their request's group.
+
+One label a request serves all layers: solved layer by layer, labels of different layers need not agree and the share
+falls to chance. A step costs time linear in requests, in layers, and in tokens only through the rates.
+"""
+
+import numpy as np
+
+from semmoe.bounds import require
+from semmoe.capacity import equal_groups, improve_assignment, one_hot
+
+STEPS = 30  # alternations of one start, at most; it ends when the objective no longer rises
+SWEEPS = 30  # passes over the requests in one step
+KICK = 0.2  # share of the requests that every second start draws anew, from the best so far
+
+
+def cocluster_requests(
+    rates: np.ndarray, lengths: np.ndarray, num_groups: int, starts: int = 100, seed: int = 0,
+    token_limit: float = 1.1,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """(L, E) int64 group of each expert, E / D in every group, and (R,) int64 group of each request.
+
+    rates: (R, L, E) float32, a request's (token, expert) pairs over its tokens; only their proportions matter. Rates
+    that a predictor sees too (`request_map.RequestRates.planning_rates`) place better than the true ones, since online
+    only the predicted part can be followed.
+    lengths: (R,) tokens of each request. token_limit: tokens of a group over their mean, at most, as far as whole
+    requests allow. Every second start begins near the best so far; the one with most pairs at home is kept.
+    Raises ValueError if D does not divide E, or on arrays of other shapes.
+    """
+    require(rates.ndim == 3, f"rates must be (requests, layers, experts), not {rates.shape}")
+    R, L, E = rates.shape
+    require(num_groups >= 1 and E % num_groups == 0, f"{num_groups} groups do not divide {E} experts")
+    require(lengths.shape == (R,) and R >= 1, f"{R} requests have lengths of shape {lengths.shape}")
+    require(starts >= 1, f"starts must be at least 1, not {starts}")
+    rng = np.random.default_rng(seed)
+    problem = _Problem(rates, lengths, num_groups, token_limit)
+    best = problem.alternate(problem.start(rng))
+    for i in range(1, starts):
+        found = problem.alternate(problem.kick(best[2], rng) if i % 2 else problem.start(rng))
+        if found[0] > best[0]:
+            best = found
+    return best[1].reshape(L, E), best[2]
+
+
+def locality(rates: np.ndarray, lengths: np.ndarray, expert_groups: np.ndarray, request_groups: np.ndarray) -> float:
+    """The objective: share of the pairs, a request's counted by its length, whose expert is in the request's group."""
+    home = expert_groups[None] == request_groups[:, None, None]
+    weighted = rates * lengths[:, None, None]
+    return float((weighted * home).sum() / max(weighted.sum(), 1e-30))
+
+
+class _Problem:
+    """What the starts share: flat rates and limits."""
+
+    def __init__(self, rates, lengths, num_groups, token_limit) -> None:
+        (R, self.layers, self.experts), self.groups = rates.shape, num_groups
+        self.rates = np.ascontiguousarray(rates, np.float32).reshape(R, -1)
+        self.lengths = np.asarray(lengths, np.float64)
+        self.weighted = self.rates * self.lengths[:, None].astype(np.float32)
+        self.pairs = max(float(self.weighted.sum(dtype=np.float64)), 1e-30)
+        self.capacity = np.full(num_groups, token_limit * self.lengths.sum() / num_groups)
+
+    def start(self, rng: np.random.Generator) -> np.ndarray:
+        """(R,) groups around D requests drawn at random: each with the one most like it."""
+        seeds = rng.choice(len(self.rates), self.groups, replace=len(self.rates) < self.groups)
+        groups = rng.integers(self.groups, size=len(self.rates))
+        mean = self.rates.mean(axis=0)
+        centres = self.rates[seeds] - mean
+        likeness = (self.rates - mean) @ (centres / (np.linalg.norm(centres, axis=1, keepdims=True) + 1e-9)).T
+        return self.place_requests(likeness, groups)
+
+    def kick(self, groups: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """(R,) the groups of the best so far, some of them drawn anew."""
+        drawn = rng.random(len(groups)) < KICK
+        return np.where(drawn, rng.integers(self.groups, size=len(groups)), groups)
+
+    def alternate(self, request_groups: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
+        """(share at home, (L * E,) expert groups, (R,) request groups): the best on the way."""
+        best = None
+        for _ in range(STEPS):
+            expert_groups = self.place_experts(request_groups)
+            at_home = self.rates @ one_hot(expert_groups, self.groups)
+            request_groups = self.place_requests(at_home, request_groups)
+            chosen = np.take_along_axis(at_home, request_groups[:, None], axis=1)[:, 0]
+            share = float(chosen @ self.lengths) / self.pairs
+            if best is not None and share <= best[0] + 1e-7:
+                break
+            best = (share, expert_groups, request_groups)
+        assert best is not None
+        return best
+
+    def place_requests(self, value: np.ndarray, groups: np.ndarray) -> np.ndarray:
+        """(R,) groups that improve on `groups` by (R, D) value per token, under the token limit."""
+        work = np.repeat(self.lengths[:, None], self.groups, axis=1)
+        return improve_assignment(value * work, work, self.capacity, groups.copy(), SWEEPS)
+
+    def place_experts(self, request_groups: np.ndarray) -> np.ndarray:
+        """(L * E,) groups with the most pairs at home, E / D experts of a layer in each."""
+        pairs = (self.weighted.T @ one_hot(request_groups, self.groups)).astype(np.float64)
+        by_layer = pairs.reshape(self.layers, self.experts, self.groups)
+        return np.concatenate([equal_groups(layer) for layer in by_layer])

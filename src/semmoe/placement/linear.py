@@ -1,0 +1,35 @@
+"""Contiguous placement: what every engine does without a plan."""
+
+import numpy as np
+
+from semmoe.core import Fingerprint, Placement, Plan, Topology, physical_experts
+from semmoe.placement.problem import Problem, Solution, placement_alone
+from semmoe.requests.policy import RoundRobin
+from semmoe.tokens.slices import ByPosition
+
+
+def solve(problem: Problem) -> Solution:
+    """Experts in order; tokens by position, requests in turn."""
+    f, ranks = problem.trace.fingerprint, problem.topology.ep_size
+    placement = place(f.num_layers, f.num_experts, ranks, problem.settings.redundant_experts)
+    return placement_alone(placement, problem.topology)
+
+
+def place(num_layers: int, num_experts: int, ep_size: int, redundant_experts: int = 0) -> Placement:
+    """Rank g holds experts g * E / G to (g + 1) * E / G; redundant slots repeat the first experts, as engines do."""
+    physical = physical_experts(num_experts, redundant_experts, ep_size)
+    row = np.arange(physical, dtype=np.int32) % num_experts
+    return Placement(physical_to_logical_map=np.tile(row, (num_layers, 1)), num_experts=num_experts, ep_size=ep_size)
+
+
+def vanilla_plan(fingerprint: Fingerprint, topology: Topology) -> Plan:
+    """No plan at all, as a plan: contiguous experts, tokens by position, requests in turn."""
+    placement = place(fingerprint.num_layers, fingerprint.num_experts, topology.ep_size)
+    return Plan(
+        topology=topology,
+        placement=placement,
+        tokens=ByPosition(),
+        requests=RoundRobin(num_groups=topology.dp_size),
+        fingerprint=fingerprint,
+        method="linear",
+    )

@@ -1,0 +1,170 @@
+"""The Plan directory: `plan.json` for people and checks, `plan.safetensors` for the maps and tables."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+from semmoe.bounds import Declared, array_names, arrays_of, number_types, numbers_of, require
+from semmoe.core import Fingerprint, Placement, Plan, RequestPolicy, TokenPolicy, Topology
+from semmoe.files import (
+    MOST_JSON_BYTES,
+    atomic_directory,
+    check_output,
+    load_arrays,
+    load_json,
+    read_limited,
+    save_arrays,
+    save_json,
+)
+from semmoe.methods.paper_policies import PaperTable, PaperTables
+from semmoe.requests.policy import PromptScores, RoundRobin
+from semmoe.tokens.slices import ByPosition, PathScores
+
+SCHEMA = 2
+MOST_REQUESTS = 1 << 24  # profiled, of which a plan keeps hashes
+FILES = {"plan.json", "plan.safetensors"}
+TOKENS = {kind.kind: kind for kind in (ByPosition, PathScores, PaperTables)}
+REQUESTS = {kind.kind: kind for kind in (RoundRobin, PromptScores, PaperTable)}
+
+
+class PlanHeader(BaseModel):
+    """`plan.json`. No timings and no dates: the same input and seed give the same bytes."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    schema_version: int = SCHEMA
+    method: str
+    topology: Topology
+    fingerprint: Fingerprint
+    tokens: dict[str, Any]  # the kind of the token policy, and its numbers
+    requests: dict[str, Any]  # the same of the request policy
+    static_dispatch: bool
+    profiled_requests: bool
+    settings: dict[str, Any]
+    trace_hash: str
+    expected: dict[str, Any] | None
+
+
+def save_plan(plan: Plan, path: Path | str) -> None:
+    """Write `plan` as a directory, whole or not at all; an older plan of that name is replaced."""
+    path = Path(path)
+    check_plan_output(path, force=True)
+    header = PlanHeader(
+        method=plan.method, topology=plan.topology, fingerprint=plan.fingerprint, settings=plan.settings,
+        tokens={"kind": plan.tokens.kind, **numbers_of(plan.tokens)},
+        requests={"kind": plan.requests.kind, **numbers_of(plan.requests)},
+        static_dispatch=plan.placement.static_dispatch is not None,
+        profiled_requests=plan.profiled_requests is not None,
+        trace_hash=plan.trace_hash, expected=plan.expected,
+    )  # fmt: skip
+    arrays = {"physical_to_logical_map": plan.placement.physical_to_logical_map}
+    if plan.placement.static_dispatch is not None:
+        arrays["static_dispatch"] = plan.placement.static_dispatch
+    if plan.profiled_requests is not None:
+        arrays["profiled_requests"] = plan.profiled_requests
+    arrays |= {f"tokens.{name}": array for name, array in arrays_of(plan.tokens).items()}
+    arrays |= {f"requests.{name}": array for name, array in arrays_of(plan.requests).items()}
+    with atomic_directory(path) as staged:
+        save_json(staged / "plan.json", header)
+        save_arrays(staged / "plan.safetensors", arrays)
+
+
+def check_plan_output(path: Path, force: bool) -> None:
+    """Raise before a plan is solved unless it can be written to `path`, where only another plan is ever replaced."""
+    others = sorted(p.name for p in path.iterdir() if p.name not in FILES) if path.is_dir() else []
+    if others:
+        raise ValueError(f"{path} holds other files than a plan's ({', '.join(others[:3])}): choose another name")
+    check_output(path, directory=True, force=force)
+
+
+def load_plan(path: Path | str) -> Plan:
+    """Read and validate a plan directory; every shape and every index is checked, since plans may come from others."""
+    path = Path(path)
+    require(path.exists(), f"there is no plan at {path}")
+    _check_version(path)
+    header = load_json(path / "plan.json", PlanHeader)
+    try:
+        kinds = _kind(TOKENS, "tokens", header.tokens), _kind(REQUESTS, "requests", header.requests)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    token_arrays, request_arrays = (array_names(kind) for kind in kinds)
+    names = {"physical_to_logical_map"}
+    names |= {f"tokens.{name}" for name in token_arrays} | {f"requests.{name}" for name in request_arrays}
+    names |= {"static_dispatch"} if header.static_dispatch else set()
+    names |= {"profiled_requests"} if header.profiled_requests else set()
+    arrays = load_arrays(path / "plan.safetensors", names)
+    try:
+        return _plan(header, arrays)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _check_version(path: Path) -> None:
+    """Raise ValueError for a plan of another schema, saying how to make it again."""
+    try:
+        version = json.loads(read_limited(path / "plan.json", MOST_JSON_BYTES))["schema_version"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # load_json says what is wrong
+    again = "make it again with `semmoe solve`"
+    require(version == SCHEMA, f"{path} has schema version {version}, and this semmoe reads {SCHEMA}: {again}")
+
+
+def _plan(header: PlanHeader, arrays: dict[str, np.ndarray]) -> Plan:
+    topology, f = header.topology, header.fingerprint
+    tokens: TokenPolicy = _policy(TOKENS, "tokens", header.tokens, arrays)
+    requests: RequestPolicy = _policy(REQUESTS, "requests", header.requests, arrays)
+    declared = {f"tokens.{name}": one for name, one in tokens.declared(topology, f).items()}
+    declared |= {f"requests.{name}": one for name, one in requests.declared(topology, f).items()}
+    _check_arrays(arrays, declared, header)
+    placement = Placement(
+        physical_to_logical_map=arrays["physical_to_logical_map"],
+        num_experts=f.num_experts,
+        ep_size=topology.ep_size,
+        static_dispatch=arrays.get("static_dispatch"),
+    )
+    return Plan(
+        topology=topology, placement=placement, tokens=tokens, requests=requests, fingerprint=f, method=header.method,
+        settings=header.settings, trace_hash=header.trace_hash, expected=header.expected,
+        profiled_requests=arrays.get("profiled_requests"),
+    )  # fmt: skip
+
+
+def _kind(kinds: dict[str, Any], what: str, stated: dict[str, Any]) -> Any:
+    """The class of a policy, whose numbers are checked: all there, none unknown, each of its type."""
+    kind, known = stated.get("kind"), ", ".join(kinds)
+    require(isinstance(kind, str) and kind in kinds, f"{what} are of kind {kind!r}, and this semmoe knows {known}")
+    expected = number_types(kinds[stated["kind"]])
+    differ = sorted(expected.keys() ^ (stated.keys() - {"kind"}))
+    require(not differ, f"{what} of kind {kind} state other numbers than this semmoe knows: {', '.join(differ)}")
+    for name, type_ in expected.items():
+        fits = isinstance(stated[name], (int, type_)) and not isinstance(stated[name], bool)
+        require(fits, f"{name} of {what} must be {type_.__name__}, not {stated[name]!r}")
+    return kinds[stated["kind"]]
+
+
+def _policy(kinds: dict[str, Any], what: str, stated: dict[str, Any], arrays: dict[str, np.ndarray]) -> Any:
+    kind = kinds[stated["kind"]]
+    numbers = {name: stated[name] for name in number_types(kind)}
+    return kind(**{name: arrays[f"{what}.{name}"] for name in array_names(kind)}, **numbers)
+
+
+def _check_arrays(arrays: dict[str, np.ndarray], declared: dict[str, Declared], header: PlanHeader) -> None:
+    """Every array has its shape and type, and no value that an index or a comparison could trip over."""
+    f, topology = header.fingerprint, header.topology
+    physical = arrays["physical_to_logical_map"].shape[-1:]
+    profiled = arrays["profiled_requests"].shape[:1] if header.profiled_requests else (0,)
+    require(max(profiled, default=0) <= MOST_REQUESTS, f"profiled_requests holds more than {MOST_REQUESTS:,} hashes")
+    dispatch = (f.num_layers, topology.ep_size, f.num_experts)
+    declared = declared | {
+        "physical_to_logical_map": Declared((f.num_layers, *physical), np.int32, 0, f.num_experts - 1),
+        "static_dispatch": Declared(dispatch, np.int16, 0, topology.ep_size - 1),
+        "profiled_requests": Declared(profiled, np.uint64, 0, (1 << 64) - 1),
+    }
+    for name, array in arrays.items():
+        shape = declared[name].shape
+        if array.ndim == 0 or array.shape != shape:
+            problem = f"{name} has shape {array.shape}, expected {shape}"
+            raise ValueError(f"its tables do not match the model that plan.json names, {f.model!r}: {problem}")
+        declared[name].check(name, array)

@@ -1,0 +1,201 @@
+"""Trace x plan -> metrics, without a model: the offline experiment.
+
+Protocol (docs/decisions.md): a batch is all ranks together. `mixed` draws tokens from many requests at random, as in
+decode; `prefill` takes consecutive tokens of concatenated requests. Attention-DP: requests are scheduled by their
+prompt in arrival order and scored on their routed tokens. Attention-TP: each batch goes to equal slices, by the plan's
+tables or, without them, by position.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from semmoe import html
+from semmoe.bounds import require
+from semmoe.core import DECODE, Evidence, Plan, RoutingTrace, Topology
+from semmoe.metrics import Traffic, layer_traffic, max_over_mean, max_over_median, serving_ranks, sum_traffic
+from semmoe.online import schedule_requests
+from semmoe.settings import ReplaySettings
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ReplayResult:
+    layers: list[Traffic]  # summed over batches
+    load_max_over_mean: np.ndarray  # (L,) mean over batches
+    load_max_over_median: np.ndarray  # (L,)
+    token_max_over_mean: float  # routed tokens per attention group, whole replay
+    num_batches: int
+    unknown_share: float  # of the look-ups, those that the prior had to serve
+    predicted_lar: np.ndarray | None  # (L,) what the plan's own scores expect; equal to LAR if they are calibrated
+    unknown_lar: float | None  # LAR of tokens that the profile did not hold, if tokens are shuffled by tables
+
+    @property
+    def total(self) -> Traffic:
+        return sum_traffic(self.layers)
+
+    @property
+    def tokens_per_batch(self) -> float:
+        return self.total.tokens / (len(self.layers) * self.num_batches)
+
+    @property
+    def rows_per_batch(self) -> np.ndarray:
+        """(L, G, G) rows that rank i sends to rank j in dispatch, mean over batches."""
+        return np.array([traffic.rows for traffic in self.layers]) / self.num_batches
+
+    @property
+    def busiest_pairs(self) -> np.ndarray:
+        """(L,) pairs that the most loaded rank of a batch computes, mean over batches, which are of one size."""
+        return self.load_max_over_mean * [traffic.load.mean() / self.num_batches for traffic in self.layers]
+
+    def __repr__(self) -> str:
+        return "ReplayResult(" + ", ".join(f"{name} {value}" for name, value in self._summary()) + ")"
+
+    def _repr_html_(self) -> str:
+        return html.table("Replay", ["figure", "value"], self._summary())
+
+    def _summary(self) -> list[tuple[str, str]]:
+        total = self.total
+        return [
+            ("local activation rate", f"{total.lar:.3f}"),
+            ("remote ranks per token", f"{total.remote_ranks_per_token:.3f}"),
+            ("expert load max/mean", f"{self.load_max_over_mean.mean():.3f}"),
+            ("tokens max/mean", f"{self.token_max_over_mean:.3f}"),
+            ("batches", f"{self.num_batches} of {self.tokens_per_batch:.0f} tokens"),
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The metrics by their JSON names, over all layers and layer by layer."""
+        predicted = [None] * len(self.layers) if self.predicted_lar is None else self.predicted_lar.tolist()
+        layers = [
+            {"layer": i, **_traffic_metrics(t), "load_max_over_mean": float(m), "load_max_over_median": float(d),
+             "predicted_lar": p, "load_per_rank": t.load.tolist()}
+            for i, (t, m, d, p) in enumerate(
+                zip(self.layers, self.load_max_over_mean, self.load_max_over_median, predicted, strict=True)
+            )
+        ]  # fmt: skip
+        return {
+            **_traffic_metrics(self.total),
+            "load_max_over_mean": float(self.load_max_over_mean.mean()),
+            "load_max_over_median": float(self.load_max_over_median.mean()),
+            "load_max_layer": float(self.load_max_over_mean.max()),
+            "token_max_over_mean": self.token_max_over_mean,
+            "num_batches": self.num_batches,
+            "tokens_per_batch": self.tokens_per_batch,
+            "unknown_token_share": self.unknown_share,
+            "unknown_token_lar": self.unknown_lar,
+            "predicted_lar": None if self.predicted_lar is None else float(self.predicted_lar.mean()),
+            "rows_per_rank_pair": self.total.rows.tolist(),
+            "layers": layers,
+        }
+
+
+def _traffic_metrics(traffic: Traffic) -> dict[str, float]:
+    return {"lar": traffic.lar, "remote_ranks_per_token": traffic.remote_ranks_per_token}
+
+
+def replay(trace: RoutingTrace, plan: Plan, settings: ReplaySettings | None = None) -> ReplayResult:
+    """Score `plan` on the routed tokens of `trace`, in full batches."""
+    settings = settings or ReplaySettings()
+    plan.check(trace.fingerprint)
+    require(trace.num_tokens > 0, "the trace to replay holds no routed token")
+    group, batches = token_groups(trace, plan, settings), cut_batches(trace.num_tokens, settings)
+    serving = serving_ranks(plan.placement, plan.topology)
+    unknown = plan.tokens.unknown(trace.token_ids)
+    size = plan.topology.attn_tp_size
+    layers, mean, median, predicted = [], [], [], []
+    of_unknown = np.zeros(2, np.int64)  # local pairs, pairs
+    for l, (evidence, homes) in enumerate(token_homes(trace, plan, settings, group)):
+        traffic = [
+            layer_traffic(trace.expert_ids[rows, l], home, serving[l])
+            for rows, home in zip(batches, homes, strict=True)
+        ]
+        expected = sum(evidence.expected_local(rows, home % size) for rows, home in zip(batches, homes, strict=True))
+        predicted.append(expected / sum_traffic(traffic).pairs)
+        for rows, home in zip(batches, homes, strict=True):
+            of_unknown += _local_pairs(trace.expert_ids[rows, l], home, serving[l], unknown[rows])
+        layers.append(sum_traffic(traffic))
+        mean.append(np.mean([max_over_mean(t.load) for t in traffic]))
+        median.append(np.mean([max_over_median(t.load) for t in traffic]))
+    tokens = np.bincount(group, minlength=plan.topology.dp_size)
+    return ReplayResult(
+        layers=layers, load_max_over_mean=np.array(mean), load_max_over_median=np.array(median),
+        token_max_over_mean=max_over_mean(tokens), num_batches=len(batches), unknown_share=_unknown_share(trace, plan),
+        predicted_lar=np.array(predicted) if any(predicted) else None,
+        unknown_lar=float(of_unknown[0] / of_unknown[1]) if of_unknown[1] else None,
+    )  # fmt: skip
+
+
+def profiled_requests(trace: RoutingTrace, plan: Plan) -> int | None:
+    """How many requests of `trace` the plan was solved on; None for a plan of before, which does not tell."""
+    if plan.profiled_requests is None:
+        return trace.num_requests if plan.trace_hash == trace.digest() else None
+    known = np.isin(trace.request_hashes(), plan.profiled_requests)
+    return int(known[np.diff(trace.request_offsets) > 0].sum())
+
+
+def scheduled_by_answers(trace: RoutingTrace, topology: Topology) -> int:
+    """Requests that a replay sends to groups by what they answer, since the trace has answers where prompts belong.
+
+    An imported trace without prompts has its routed tokens for them (`trace.open_trace`). Of decoded tokens that is
+    the future, which no server knows when a request arrives.
+    """
+    if topology.dp_size == 1:
+        return 0
+    decoded = [r for r in range(trace.num_requests) if (trace.phase[trace.rows(r)] == DECODE).any()]
+    return sum(np.array_equal(trace.prompt(r), trace.token_ids[trace.rows(r)]) for r in decoded)
+
+
+def token_groups(trace: RoutingTrace, plan: Plan, settings: ReplaySettings) -> np.ndarray:
+    """(T,) the attention group of each token: requests are scheduled by their prompts in the order of the trace."""
+    prompts = [trace.prompt(r) for r in range(trace.num_requests)]
+    lengths = np.diff(trace.request_offsets)
+    groups = schedule_requests(prompts, plan, lengths, settings.window, settings.unfinished)
+    return groups[trace.request_of_token()]
+
+
+def token_homes(trace: RoutingTrace, plan: Plan, settings: ReplaySettings, group: np.ndarray):
+    """Per layer what the plan says of all tokens, and for each batch (`cut_batches`) the rank (B,) of its tokens.
+
+    group: (T,) from `token_groups`. In mixed batches, as in decode, each token knows its request's routing before it.
+    """
+    batches = cut_batches(trace.num_tokens, settings)
+    for evidence in plan.tokens.evidence(trace, plan, group, decoding=settings.batches == "mixed"):
+        yield evidence, [_homes(evidence, group, rows, plan.topology) for rows in batches]
+
+
+def cut_batches(num_tokens: int, settings: ReplaySettings) -> list[np.ndarray]:
+    """Row indices, `batch_tokens` a batch; a shorter rest is left out unless it is all there is."""
+    order = np.arange(num_tokens)
+    if settings.batches == "mixed":
+        order = np.random.default_rng(settings.seed).permutation(num_tokens)
+    full = num_tokens // settings.batch_tokens
+    if full == 0:
+        return [order]
+    return list(order[: full * settings.batch_tokens].reshape(full, -1))
+
+
+def _homes(evidence: Evidence, group: np.ndarray, rows: np.ndarray, topology: Topology) -> np.ndarray:
+    """(B,) the rank of each token of a batch: its group, and its equal slice inside the group."""
+    S = topology.attn_tp_size
+    groups = group[rows]
+    if S == 1:
+        return groups
+    home = np.empty(len(rows), np.int64)
+    for d in range(topology.dp_size):
+        inside = np.flatnonzero(groups == d)
+        home[inside] = d * S + evidence.slices(rows[inside], S)
+    return home
+
+
+def _local_pairs(expert_ids: np.ndarray, home: np.ndarray, serving: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """(local pairs, pairs) of the chosen tokens of a batch: experts (B, K), home (B,), serving (G, E), chosen (B,)."""
+    at = home[chosen, None]
+    return np.array([(serving[at, expert_ids[chosen]] == at).sum(), chosen.sum() * expert_ids.shape[1]])
+
+
+def _unknown_share(trace: RoutingTrace, plan: Plan) -> float:
+    """Share of look-ups that the prior serves: routed tokens if tokens are shuffled, prompt tokens otherwise."""
+    shuffled = plan.tokens.by_tables
+    unknown = plan.tokens.unknown(trace.token_ids) if shuffled else plan.requests.unknown(trace.prompt_ids)
+    return float(unknown.sum() / max(len(unknown), 1))

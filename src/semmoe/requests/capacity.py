@@ -1,0 +1,290 @@
+"""Attention-DP, online: each request to the group that should host most of its experts, under a hard bound on load.
+
+Score. A prompt's score for group d estimates the share of its (token, expert) pairs that d hosts (`PromptScores`).
+
+Load. One ledger holds the work of every group in decode tokens: a request enters with what is expected of it and is
+corrected by `finish` to what it was. The ledger serves two loads by one rule:
+    keep_finished=True   all work so far: what the replay judges, and what groups have computed in the long run
+    keep_finished=False  work now running: finished requests leave, what decides the time of a live engine's next step
+
+Bound. No assignment takes a group further ahead of the mean of all groups than
+
+    allowance = max(lead_requests * mean_length / D, lead_share * mean work of a group)                    (in tokens)
+
+so that with n requests in the ledger max / mean is at most 1 + max(lead_share, lead_requests / n), however many are to
+come: loose while a few requests cannot be even anyhow, a fixed share later. Only the least loaded group is exempt, as
+it takes a request larger than the allowance. Lengths that differ from their expectation move the ledger after the fact;
+a group that they take past its bound gets no further request until it is back. A ledger of running requests stays
+short, so an engine sets keep_finished=False and lead_requests to about 2 * D: two requests ahead of the mean.
+
+Price. Among the groups allowed the arg-max of score - price wins, and of equals the least loaded: a map without scores
+and prices is the least-loaded rule. Prices start as the profile's dual prices and rise by feedback * score_spread for
+every mean request that a group is ahead in expected work, so that the bound rarely has to act. True lengths do not
+enter: they are noise that the bound answers, and prices that follow it lose value.
+
+Prefix caches. A map with a `cache_weight` adds that times the share of the prompt that a group has cached to its score;
+what groups have cached is known by the caller, or else by the prompts assigned so far (`PrefixIndex`).
+
+Window. With max_wait > 0 requests wait to be assigned together: value is exchanged among them by moves and swaps, and
+the oldest are let go. None waits for more than `max_wait` further arrivals.
+
+Worked example, two groups, mean length 10, lead_requests 2 (allowance 10 tokens), no share, no feedback, no prices:
+requests that all prefer group 0 go to groups 0, 0, 1, 0, 1, ... as 0 may be 10 tokens ahead of the mean: after two it
+is (20 against a mean of 10), so the third goes to group 1 (20, 10), the fourth to 0 (30, 10; the mean is 20).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numba
+import numpy as np
+
+from semmoe.bounds import require
+from semmoe.capacity import improve_assignment
+from semmoe.requests.policy import PromptScores
+from semmoe.requests.prefix import PrefixIndex
+from semmoe.requests.scheduler import Assigned
+
+SWEEPS = 20  # passes over a window
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerSettings:
+    lead_requests: float = 40.0  # bound on a group's lead while the ledger is short: mean requests, times D
+    lead_share: float = 0.085  # and once it is long: share of the mean work of a group
+    feedback: float = 0.02  # price of one mean request ahead of the mean, in standard deviations of the score
+    max_wait: int = 0  # further arrivals that a request may wait for; 0: assigned as it arrives
+    release: int = 8  # requests let go when the oldest has waited for max_wait arrivals
+    prompt_cost: float = 0.0  # work of one prompt token that is not cached, in decode tokens
+    cache_tokens: int = 1 << 18  # prompt tokens that the prefix cache of one group holds, for maps with a cache_weight
+    keep_finished: bool = True  # the ledger is all work so far; False: work now running
+
+    def __post_init__(self) -> None:
+        for name in ("lead_requests", "lead_share", "feedback", "max_wait", "prompt_cost", "cache_tokens"):
+            require(getattr(self, name) >= 0, f"{name} must not be negative: {getattr(self, name)}")
+        require(self.release >= 1, f"release must be at least 1, not {self.release}")
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    request: int
+    scores: np.ndarray  # (D,)
+    expected_tokens: float
+    prompt_work: np.ndarray  # (D,)
+    prompt_ids: np.ndarray | None  # for the prefix index; None without one
+
+
+class CapacityScheduler:
+    """Requests to attention groups, one at a time (`assign`, `admit`) or in windows. Not thread-safe."""
+
+    keeps_ledger: ClassVar[bool] = True
+
+    def __init__(self, table: PromptScores, settings: SchedulerSettings | None = None) -> None:
+        self.settings = settings or SchedulerSettings()
+        self._scores = np.ascontiguousarray(table.token_scores, np.float32)
+        self._weights = np.ascontiguousarray(table.token_weights, np.float32)
+        rows, D = self._scores.shape
+        require(self._weights.shape == (rows,), f"token_weights has shape {self._weights.shape}, expected {(rows,)}")
+        require(table.mean_length > 0, f"mean_length must be positive, not {table.mean_length}")
+        self._bias, self._prices = table.bias.astype(np.float64), table.prices.astype(np.float64)
+        require(self._bias.shape == self._prices.shape == (D,), f"bias and prices must have {D} entries")
+        self.mean_length = float(table.mean_length)
+        self._cache_weight = float(table.cache_weight)
+        self._prefixes = PrefixIndex(D, self.settings.cache_tokens) if self._cache_weight > 0 else None
+        self._price_per_token = self.settings.feedback * table.score_spread / self.mean_length
+        self._stamp, self._tick = np.zeros(rows, np.int64), 0
+        self._waiting: list[_Waiting] = []
+        self._arrivals = 0
+        self._work, self._expected = np.zeros(D), np.zeros(D)  # the ledger, and the same without corrections
+        self.unknown_tokens = 0  # prompt tokens outside the vocabulary, so far
+
+    @property
+    def work(self) -> np.ndarray:
+        """(D,) the ledger: decode tokens of each group."""
+        return self._work.copy()
+
+    @property
+    def waiting(self) -> int:
+        """Requests submitted and not yet assigned."""
+        return len(self._waiting)
+
+    def score(self, prompt_ids: Sequence[int] | np.ndarray) -> np.ndarray:
+        """(D,) float64: estimated share of the request's pairs that each group hosts."""
+        self._tick += 1
+        ids = np.asarray(prompt_ids, np.int64)
+        out = self._bias.copy()
+        self.unknown_tokens += _add_scores(ids, self._scores, self._weights, self._stamp, self._tick, out)
+        return out
+
+    def assign(
+        self, prompt_ids: Sequence[int] | np.ndarray, expected_tokens: float | None = None,
+        cached_tokens: np.ndarray | None = None,
+    ) -> int:  # fmt: skip
+        """The group for one request, at once: `admit` for those that never call `finish`."""
+        return self.admit(prompt_ids, expected_tokens, cached_tokens).group
+
+    def admit(
+        self, prompt_ids: Sequence[int] | np.ndarray, expected_tokens: float | None = None,
+        cached_tokens: np.ndarray | None = None, allowed: np.ndarray | None = None,
+    ) -> Assigned:  # fmt: skip
+        """Assign one request at once.
+
+        expected_tokens: decode tokens, by default the profile's mean. cached_tokens (D,): prompt tokens that each
+        group has in its prefix cache; they add `cache_weight` times their share to its score and cost no work. If not
+        given, a map with a cache_weight has them from a PrefixIndex of the prompts assigned so far. allowed (D,) bool:
+        groups that may be chosen, and whose load is compared; all if not given.
+        """
+        return self._place([self._arrive(prompt_ids, expected_tokens, cached_tokens)], allowed=allowed)[0]
+
+    def assign_window(self, prompts: Sequence[Sequence[int] | np.ndarray]) -> list[int]:
+        """The groups of requests that wait together, all assigned now."""
+        return [assigned.group for assigned in self.admit_window(prompts)]
+
+    def admit_window(
+        self, prompts: Sequence[Sequence[int] | np.ndarray], expected_tokens: float | None = None
+    ) -> list[Assigned]:
+        """As `assign_window`, with the handles for `finish`; expected_tokens as of `admit`, of each."""
+        return self._place([self._arrive(prompt, expected_tokens, None) for prompt in prompts])
+
+    def submit(
+        self, prompt_ids: Sequence[int] | np.ndarray, expected_tokens: float | None = None,
+        cached_tokens: np.ndarray | None = None,
+    ) -> list[Assigned]:  # fmt: skip
+        """Let one request wait, for at most `max_wait` further arrivals; returns those assigned now, if any.
+
+        All that wait are assigned together; the `release` oldest keep their group, the others wait on. An engine
+        whose arrivals may pause calls `flush` when the oldest has waited long enough by the clock.
+        """
+        self._waiting.append(self._arrive(prompt_ids, expected_tokens, cached_tokens))
+        if len(self._waiting) <= self.settings.max_wait:
+            return []
+        return self._let_go(self.settings.release)
+
+    def flush(self) -> list[Assigned]:
+        """Assign all that wait."""
+        return self._let_go(len(self._waiting))
+
+    def finish(self, assigned: Assigned, actual_tokens: float) -> None:
+        """Correct the ledger for a request that ended after `actual_tokens` decode tokens; once for each handle."""
+        self._work[assigned.group] -= assigned.work
+        if self.settings.keep_finished:
+            self._work[assigned.group] += assigned.prompt_work + actual_tokens
+        else:
+            self._expected[assigned.group] -= assigned.work
+
+    def forget_prefixes(self, group: int) -> None:
+        """The group's prefix cache is empty: its engine began anew."""
+        if self._prefixes is not None:
+            self._prefixes.clear(group)
+
+    def _arrive(self, prompt_ids, expected_tokens, cached_tokens) -> _Waiting:
+        expected = self.mean_length if expected_tokens is None else float(expected_tokens)
+        require(expected >= 0, f"expected_tokens must not be negative: {expected_tokens}")
+        scores, uncached = self.score(prompt_ids), np.full(len(self._work), float(len(prompt_ids)))
+        if cached_tokens is None and self._prefixes is not None:
+            cached_tokens = self._prefixes.cached_tokens(prompt_ids)
+        if cached_tokens is not None:
+            cached = np.asarray(cached_tokens, np.float64)
+            require(cached.shape == scores.shape, f"cached_tokens has shape {cached.shape}, expected {scores.shape}")
+            scores += self._cache_weight * cached / max(len(prompt_ids), 1)
+            uncached = np.maximum(uncached - cached, 0)
+        self._arrivals += 1
+        prompt = None if self._prefixes is None else np.asarray(prompt_ids, np.int64)
+        return _Waiting(self._arrivals - 1, scores, expected, self.settings.prompt_cost * uncached, prompt)
+
+    def _let_go(self, count: int) -> list[Assigned]:
+        assigned = self._place(self._waiting, count)
+        self._waiting = self._waiting[count:]
+        return assigned
+
+    def _place(
+        self, window: list[_Waiting], count: int | None = None, allowed: np.ndarray | None = None
+    ) -> list[Assigned]:
+        """Assign `window` together and enter its first `count` requests, or all, in the ledger."""
+        if not window:
+            return []
+        columns = np.arange(len(self._work)) if allowed is None else np.flatnonzero(allowed)
+        require(len(columns) > 0, "no group is allowed")
+        scores = np.stack([request.scores for request in window])
+        expected = np.array([request.expected_tokens for request in window])
+        prompt_work = np.stack([request.prompt_work for request in window])
+        work = prompt_work + expected[:, None]
+        lead = self._expected - self._expected[columns].mean()
+        value = _of(columns, scores - self._prices - self._price_per_token * lead)
+        costs, room = _of(columns, work), (self._limit(work, columns) - self._work)[columns]
+        chosen = _greedy(value, costs, room, self._work[columns])
+        if len(window) > 1:
+            chosen = improve_assignment(value * (costs.min(axis=1)[:, None] + 1e-9), costs, room, chosen, SWEEPS)
+        groups = columns[chosen]
+        out = [
+            Assigned(w.request, int(d), float(work[i, d]), float(prompt_work[i, d]))
+            for i, (w, d) in enumerate(zip(window[:count], groups[:count], strict=True))
+        ]
+        for request, assigned in zip(window, out, strict=False):
+            self._work[assigned.group] += assigned.work
+            self._expected[assigned.group] += assigned.work
+            if self._prefixes is not None and request.prompt_ids is not None:
+                self._prefixes.insert(request.prompt_ids, assigned.group)
+        return out
+
+    def _limit(self, work: np.ndarray, columns: np.ndarray) -> float:
+        """Most work that one of the groups `columns` may have once requests of `work` (W, D) are in.
+
+        By the least that these can be.
+        """
+        D = len(columns)
+        mean = (self._work[columns].sum() + work[:, columns].min(axis=1).sum()) / D
+        return float(mean + max(self.settings.lead_requests * self.mean_length / D, self.settings.lead_share * mean))
+
+
+def _of(columns: np.ndarray, array: np.ndarray) -> np.ndarray:
+    """(W, C) the columns of (W, D), laid out as the compiled functions know it."""
+    return np.ascontiguousarray(array[:, columns])
+
+
+@numba.njit(cache=True)
+def _add_scores(ids, scores, weights, stamp, tick, out):
+    """Add a prompt's score to `out` (D,); returns how many of its ids are outside the vocabulary.
+
+    stamp (V + 1,): the tick at which an id was last seen, so that each counts once and nothing is cleared.
+    """
+    last = len(weights) - 1
+    unknown, weight = 0, 0.0
+    total = np.zeros(len(out))
+    for token in ids:
+        row = token
+        if token < 0 or token >= last:
+            row = last
+            unknown += 1
+        if stamp[row] != tick:
+            stamp[row] = tick
+            weight += weights[row]
+            for d in range(len(total)):
+                total[d] += scores[row, d]
+    if weight > 0:
+        out += total / np.sqrt(weight)
+    return unknown
+
+
+@numba.njit(cache=True)
+def _greedy(value, work, room, ledger):
+    """(W,) groups in order of arrival: most value where there is room (D,), or the least loaded group.
+
+    Groups of equal value tie by load, so that where all values are equal this is the least loaded group.
+    """
+    W, D = value.shape
+    added, groups = np.zeros(D), np.empty(W, np.int64)
+    for i in range(W):
+        best, least = -1, 0
+        for d in range(D):
+            load = ledger[d] + added[d]
+            if load < ledger[least] + added[least]:
+                least = d
+            if added[d] + work[i, d] <= room[d] + 1e-9:
+                lighter = best >= 0 and value[i, d] == value[i, best] and load < ledger[best] + added[best]
+                if best < 0 or value[i, d] > value[i, best] or lighter:
+                    best = d
+        groups[i] = least if best < 0 else best
+        added[groups[i]] += work[i, groups[i]]
+    return groups

@@ -1,0 +1,90 @@
+"""Requests to attention groups, as data: in turn, or by scores of their prompts."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+
+from semmoe.bounds import MOST_RANKS, Declared, check_numbers, number, require, required_number
+from semmoe.core import Fingerprint, Topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundRobin:
+    """Requests to groups in turn, as an engine does without a plan."""
+
+    kind: ClassVar[str] = "round-robin"
+    by_tables: ClassVar[bool] = False
+    follows_caches: ClassVar[bool] = False
+    num_groups: int = required_number(1, MOST_RANKS)
+
+    def __post_init__(self) -> None:
+        check_numbers(self)
+
+    def declared(self, topology: Topology, fingerprint: Fingerprint) -> dict[str, Declared]:
+        """No array; raises ValueError unless the groups are the topology's."""
+        groups = topology.dp_size
+        require(self.num_groups == groups, f"{self.num_groups} groups of requests do not fit dp_size {groups}")
+        return {}
+
+    def unknown(self, token_ids: np.ndarray) -> np.ndarray:
+        """(N,) bool: none, as none is looked up."""
+        return np.zeros(len(token_ids), bool)
+
+    def tiled(self, copies: int, cache_weight: float) -> "RoundRobin":
+        """The same over the groups of `copies` servers."""
+        return RoundRobin(num_groups=self.num_groups * copies)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptScores:
+    """A linear map from a prompt to groups; the score of group d estimates its share of the request's pairs.
+
+    score = bias + (sum of token_scores over the distinct ids of the prompt) / sqrt(sum of their token_weights).
+    Row V serves ids outside the vocabulary.
+    """
+
+    kind: ClassVar[str] = "prompt-scores"
+    by_tables: ClassVar[bool] = True
+    token_scores: np.ndarray  # (V + 1, D) float32
+    token_weights: np.ndarray  # (V + 1,) float32, idf squared
+    bias: np.ndarray  # (D,) float32
+    prices: np.ndarray  # (D,) float32: what a group's score must exceed others by, so that the profile's load is even
+    score_spread: float = required_number(0, 1)  # standard deviation of the profile's: the unit of online price changes
+    mean_length: float = required_number(1e-9, 1e12)  # decode tokens of a profiled request
+    cache_weight: float = number(0.0, 0, 1e6)  # score of a prompt that is wholly in a group's prefix cache
+
+    @property
+    def num_groups(self) -> int:
+        """D."""
+        return len(self.bias)
+
+    @property
+    def follows_caches(self) -> bool:
+        """Whether a group's prefix cache counts."""
+        return self.cache_weight > 0
+
+    def declared(self, topology: Topology, fingerprint: Fingerprint) -> dict[str, Declared]:
+        """What each array must be."""
+        check_numbers(self)
+        V, D, finite = fingerprint.vocab_size, topology.dp_size, np.finfo(np.float32).max
+        return {
+            "token_scores": Declared((V + 1, D), np.float32, -finite, finite),
+            "token_weights": Declared((V + 1,), np.float32, 0, finite),
+            "bias": Declared((D,), np.float32, -finite, finite),
+            "prices": Declared((D,), np.float32, -finite, finite),
+        }
+
+    def unknown(self, token_ids: np.ndarray) -> np.ndarray:
+        """(N,) bool: ids that weigh as much as those outside the vocabulary."""
+        return self.token_weights[token_ids] == self.token_weights[-1]
+
+    def tiled(self, copies: int, cache_weight: float) -> "PromptScores":
+        """The map for the groups of `copies` servers side by side, and the weight of their prefix caches."""
+        return replace(
+            self,
+            token_scores=np.tile(self.token_scores, (1, copies)),
+            bias=np.tile(self.bias, copies),
+            prices=np.tile(self.prices, copies),
+            cache_weight=cache_weight,
+        )

@@ -1,0 +1,114 @@
+"""The router as a process: its parts put together, and uvicorn around them."""
+
+import asyncio
+import os
+import resource
+import socket
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from semmoe.bounds import require
+from semmoe.core import Plan
+from semmoe.engines.transformers.tokenizer import load_tokenizer, tokenizer_hash
+from semmoe.router.prompts import Tokenizer
+from semmoe.router.proxy import Router
+from semmoe.router.schedule import warm_up
+from semmoe.router.settings import RouterSettings
+
+KEEP_ALIVE = 75  # seconds that a client's connection may be idle
+BACKLOG = 2048
+
+
+def build(settings: RouterSettings, plan: Plan, tokenizer: str | None) -> Router:
+    """The application, compiled and with its tokenizer loaded. Raises ValueError if plan and tokenizer do not agree."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # no model is run here, so torch is not missed
+    loaded = None
+    if tokenizer is not None:
+        found = load_tokenizer(tokenizer)
+        same = tokenizer_hash(found) == plan.fingerprint.tokenizer_hash
+        require(same, f"this plan was made for another tokenizer than that of {tokenizer}")
+        loaded = Tokenizer(found)
+    warm_up(plan, settings)
+    return Router(settings, plan, loaded)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0: any that is free."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio lets small writes go at once only where the protocol is named, and not for what create_server makes: each
+    # event of a stream would wait for the client's acknowledgement, which comes 40 ms late.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ValueError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+    return listener
+
+
+def run(router: Router, listener: socket.socket, settings: RouterSettings) -> None:
+    """Serve until a signal comes; requests that run are finished first."""
+    _allow_files(4 * (settings.max_in_flight + settings.queue) + 256)
+    uvicorn.Server(configuration(router, settings)).run(sockets=[listener])
+
+
+def configuration(router: Router, settings: RouterSettings) -> uvicorn.Config:
+    return uvicorn.Config(
+        router, log_level="error", access_log=False, lifespan="on", ws="none", server_header=False, date_header=False,
+        timeout_keep_alive=KEEP_ALIVE, proxy_headers=False, backlog=BACKLOG, http=_impatient(settings),
+    )  # fmt: skip
+
+
+def _impatient(settings: RouterSettings) -> type[asyncio.Protocol]:
+    """uvicorn's protocol, which waits as long as a client likes for the head of a request and for an answer to be read;
+    this one ends the connection then. Bodies have limits in the application.
+
+    It is the one on h11, also where httptools is installed: the two differ in what they take for a request.
+    """
+
+    class Impatient(H11Protocol):
+        _late: asyncio.TimerHandle | None = None
+        _unread: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._late = self.loop.call_later(settings.head_seconds, transport.abort)
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.cycle is not None and not self.cycle.response_complete:
+                _stop(self._late)  # the head has come
+                self._late = None
+            elif self._late is None:
+                self._late = self.loop.call_later(settings.head_seconds, self.transport.abort)
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._unread = self.loop.call_later(settings.unread_seconds, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            _stop(self._unread)
+            super().resume_writing()
+
+        def connection_lost(self, error: Exception | None) -> None:
+            _stop(self._late)
+            _stop(self._unread)
+            super().connection_lost(error)
+
+    return Impatient
+
+
+def _stop(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()
+
+
+def _allow_files(wanted: int) -> None:
+    """Each request has two sockets, and the usual limit is 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))

@@ -1,0 +1,275 @@
+"""Collectives over `torch.distributed` that count what they send, and the shuffled pair SRS / SAG.
+
+Groups are arguments; nothing here asks which rank it is on. Bytes are what this rank must send to others in the
+bandwidth-optimal form of each collective, n ranks and a payload of m bytes: all-to-all what leaves the rank,
+reduce-scatter (n - 1) / n * m of its input, all-gather (n - 1) * m of its slice, all-reduce 2 (n - 1) / n * m. The
+shuffled pair sends no padding over gloo.
+"""
+
+import contextlib
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from semmoe.runtime.argsort import argsort_ranks
+from semmoe.runtime.rows import pack_rows, sum_parts, unpack_rows
+from semmoe.tokens.slices import slice_size
+
+# torch 2.13 renamed both; earlier versions have the old names only.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@contextlib.contextmanager
+def timed(seconds: Counter[str], kind: str) -> Iterator[None]:
+    """Add the time of the block, by the host's clock, to `seconds`."""
+    started = time.perf_counter()
+    yield
+    seconds[kind] += time.perf_counter() - started  # type: ignore[assignment]  # a Counter adds floats just as well
+
+
+def finish(works: Sequence[Any]) -> None:
+    """Wait for what `Communicator.exchange` began."""
+    for work in works:
+        work.wait()
+
+
+@dataclass
+class Communicator:
+    """A process group, this rank's place in it, and the bytes it has sent, by kind and (all-to-all) by receiver.
+
+    `seconds` is the time that this rank waited for collectives, for slower ranks too, by the host's clock: right on
+    CPU, where NCCL runs it says nothing. Not for several threads: `staging` hands out the same memory again and again.
+    """
+
+    group: dist.ProcessGroup | None
+    rank: int
+    size: int
+    sent: Counter[str] = field(default_factory=Counter)
+    sent_to: Counter[int] = field(default_factory=Counter)
+    seconds: Counter[str] = field(default_factory=Counter)
+    _memory: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
+
+    @property
+    def backend(self) -> str:
+        return dist.get_backend(self.group)
+
+    def staging(self, use: str, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        """Memory for what is on its way, of `like`'s type and device; good until the next call for the same `use`.
+
+        Fresh memory of some MB costs as much as filling it, since the system hands it out page by page.
+        """
+        needed = int(np.prod(shape)) * like.element_size()
+        memory = self._memory.get(use)
+        if memory is None or len(memory) < needed or memory.device != like.device:
+            memory = torch.empty(max(needed, 1), dtype=torch.uint8, device=like.device)
+            self._memory[use] = memory
+        return memory[:needed].view(like.dtype).view(*shape)
+
+    def count(self, kind: str, rows_to: Sequence[int], row_bytes: int) -> None:
+        """Rows sent to each rank in an all-to-all."""
+        for j, rows in enumerate(rows_to):
+            if j != self.rank:
+                self.sent[kind] += rows * row_bytes
+                self.sent_to[j] += rows * row_bytes
+
+    def reset_counts(self) -> None:
+        for counter in (self.sent, self.sent_to, self.seconds):
+            counter.clear()
+
+    def exchange_counts(self, counts: torch.Tensor) -> torch.Tensor:
+        """(size,) int64 counts for each rank -> (size,) counts from each rank."""
+        out = torch.empty_like(counts)
+        with timed(self.seconds, "counts"):
+            dist.all_to_all_single(out, counts, group=self.group)
+        self.sent["counts"] += (self.size - 1) * counts.element_size()
+        return out
+
+    def reduce_scatter(self, slices: torch.Tensor) -> torch.Tensor:
+        """(size * S, H) partial sums -> (S, H), the sum of slice `rank` over all ranks, added in rank order.
+
+        gloo's own reduce-scatter is an all-reduce of everything; an all-to-all and a local sum sends half as much.
+        """
+        rows, shape = slices.shape[0] // self.size, slices.shape[1:]
+        if rows == 0:  # on every rank alike
+            return slices.new_empty((0, *shape))
+        self.sent["reduce_scatter"] += (self.size - 1) * rows * slices[:1].numel() * slices.element_size()
+        if self.backend == "nccl":
+            out = slices.new_empty((rows, *shape))
+            _reduce_scatter(out, slices, group=self.group)
+            return out
+        slices = slices.contiguous().flatten(1) if slices.dim() > 1 else slices[:, None]
+        arrived = self.staging("arrived", (self.size - 1, rows, slices.shape[1]), slices)
+        with timed(self.seconds, "reduce_scatter"):
+            finish(self.exchange([*arrived[: self.rank], None, *arrived[self.rank :]], slices.split(rows)))
+        mine = torch.arange(self.rank * rows, (self.rank + 1) * rows, device=slices.device)
+        return sum_parts(arrived, slices, mine, self.rank).view(rows, *shape)
+
+    def all_gather(self, slice_: torch.Tensor) -> torch.Tensor:
+        """(S, ...) of this rank -> (size * S, ...) of all, in rank order."""
+        out = slice_.new_empty((self.size * slice_.shape[0], *slice_.shape[1:]))
+        if len(slice_) == 0:  # on every rank alike
+            return out
+        self.sent["all_gather"] += (self.size - 1) * slice_.numel() * slice_.element_size()
+        if self.backend == "nccl":
+            _all_gather(out, slice_.contiguous(), group=self.group)
+        else:
+            slice_, parts = slice_.contiguous(), out.split(len(slice_))
+            with timed(self.seconds, "all_gather"):
+                works = self.exchange(parts, [slice_] * self.size)
+                parts[self.rank].copy_(slice_)
+                finish(works)
+        return out
+
+    def exchange(
+        self, receive: Sequence[torch.Tensor | None], send: Sequence[torch.Tensor | None], tag: int = 0
+    ) -> list[Any]:
+        """Begin to send send[j] to each other rank j and to receive receive[j], all contiguous; the works to `finish`.
+
+        What is on its way at once has tags of its own. Own entries are not looked at. Not counted here. Over gloo
+        every receive is posted before the first send: gloo's own all-to-all does it the other way round, so that a
+        rank's word that it is ready to receive queues behind its data, and a link carries one direction at a time
+        (half of what it could between two ranks, two thirds between four).
+        """
+        others = [(self.rank + i) % self.size for i in range(1, self.size)]
+        if self.backend != "gloo":
+            empty = next(t for t in (*receive, *send) if t is not None).new_empty(0)
+            ours = [empty if j == self.rank or t is None else t for j, t in enumerate(send)]
+            theirs = [empty if j == self.rank or t is None else t for j, t in enumerate(receive)]
+            return [dist.all_to_all(theirs, ours, group=self.group, async_op=True)] if others else []
+        works = [
+            dist.irecv(t, group=self.group, tag=tag, group_src=j)
+            for j in reversed(others)
+            if (t := receive[j]) is not None and t.numel()
+        ]
+        return works + [
+            dist.isend(t, group=self.group, tag=tag, group_dst=j)
+            for j in others
+            if (t := send[j]) is not None and t.numel()
+        ]
+
+    def all_reduce(self, tensor: torch.Tensor, kind: str = "all_reduce") -> torch.Tensor:
+        """The sum over all ranks, on every rank."""
+        out = tensor.clone()
+        with timed(self.seconds, kind):
+            dist.all_reduce(out, group=self.group)
+        self.sent[kind] += 2 * (self.size - 1) * tensor.numel() * tensor.element_size() // self.size
+        return out
+
+
+@contextlib.contextmanager
+def world(rank: int, size: int, folder: Path) -> Iterator[tuple[Communicator, str]]:
+    """Join `size` local processes, which meet in `folder`: their communicator and device, gloo on CPU or NCCL.
+
+    A rank that leaves waits for the others first.
+    """
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
+    device = "cuda" if torch.cuda.device_count() >= size else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    else:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.FileStore(str(folder / "store"), size)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(minutes=10))
+    yield Communicator(dist.group.WORLD, rank, size), device
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class ShuffleHandle:
+    """What a shuffled reduce-scatter did, for its inverse, the shuffled all-gather. Equal on all ranks but the last
+    three fields.
+
+    Worked example, tokens 0..4 assigned to ranks [1, 0, 1, 1, 0] of two: slices of three rows, rank 0 gets tokens
+    1, 4 and one row of padding, rank 1 gets 0, 2, 3: order = [1, 4, -1, 0, 2, 3], inverse = [3, 0, 4, 5, 1].
+    """
+
+    order: torch.Tensor  # (size * S,) int64: the token in each slot, -1 for padding
+    inverse: torch.Tensor  # (N,) int64: the slot of each token
+    counts: tuple[int, ...]  # tokens of each rank, none above S
+    slice_rows: int  # S
+    mine: torch.Tensor  # (n,) int64: this rank's tokens, in slot order
+    others: torch.Tensor  # (N - n,) int64: the tokens of other ranks, in slot order
+    counts_elsewhere: list[int]  # as `counts`, and none of this rank's own
+
+
+def shuffle_handle(ranks: torch.Tensor | np.ndarray, size: int, rank: int) -> ShuffleHandle:
+    """From the rank (N,) of each token in a group of `size`; no rank may have more than an equal slice."""
+    rows = slice_size(len(ranks), size)
+    order, inverse, counts = argsort_ranks(ranks, size, rows)
+    if isinstance(order, np.ndarray):
+        order, inverse = torch.from_numpy(order), torch.from_numpy(inverse)
+    number = tuple(counts.tolist())
+    tokens = [order[j * rows : j * rows + number[j]] for j in range(size)]
+    others = torch.cat([order[:0], *tokens[:rank], *tokens[rank + 1 :]])
+    elsewhere = [0 if j == rank else count for j, count in enumerate(number)]
+    return ShuffleHandle(order, inverse, number, rows, tokens[rank], others, elsewhere)
+
+
+def shuffled_reduce_scatter(comm: Communicator, partial: torch.Tensor, handle: ShuffleHandle) -> torch.Tensor:
+    """SRS (paper, section 3.4): sum `partial` (N, H) over ranks, each token's row to the rank that `handle` names.
+
+    Returns (n, H), the rows of `handle.mine`, as of `reference.shuffled_reduce_scatter`. The permutation happens while
+    packing, this rank's own rows are read where they are.
+    """
+    if comm.backend == "nccl":
+        slices = partial[handle.order.clamp(min=0)]
+        slices[handle.order < 0] = 0
+        return comm.reduce_scatter(slices)[: len(handle.mine)]
+    partial, n = partial.contiguous(), len(handle.mine)
+    packed = comm.staging("packed", (len(handle.others), partial.shape[1]), partial)
+    arrived = comm.staging("arrived", (comm.size - 1, n, partial.shape[1]), partial)
+    pack_rows(packed, partial, handle.others)
+    with timed(comm.seconds, "reduce_scatter"):
+        finish(
+            comm.exchange([*arrived[: comm.rank], None, *arrived[comm.rank :]], packed.split(handle.counts_elsewhere))
+        )
+    comm.sent["reduce_scatter"] += packed.numel() * packed.element_size()
+    return sum_parts(arrived, partial, handle.mine, comm.rank)
+
+
+def shuffled_all_gather(comm: Communicator, rows: torch.Tensor, handle: ShuffleHandle) -> torch.Tensor:
+    """SAG: the rows (n, ...) of every rank's `mine` -> (N, ...) in the original token order, on every rank."""
+    return shuffled_all_gathers(comm, [rows], handle)[0]
+
+
+def shuffled_all_gathers(
+    comm: Communicator, columns: Sequence[torch.Tensor], handle: ShuffleHandle
+) -> list[torch.Tensor]:
+    """SAG of several tensors that belong to the same rows, on their way together."""
+    for rows in columns:
+        comm.sent["all_gather"] += (comm.size - 1) * rows.numel() * rows.element_size()
+    if comm.backend == "nccl":
+        return [_all_gather_padded(comm, rows, handle) for rows in columns]
+    columns, arrived, works = [rows.contiguous() for rows in columns], [], []
+    for i, rows in enumerate(columns):
+        arrived.append(comm.staging(f"gathered {i}", (len(handle.others), *rows.shape[1:]), rows))
+        works += comm.exchange(arrived[i].split(handle.counts_elsewhere), [rows] * comm.size, tag=i)
+    outs = [rows.new_empty((len(handle.inverse), *rows.shape[1:])) for rows in columns]
+    for out, rows in zip(outs, columns, strict=True):
+        unpack_rows(out, rows, handle.mine)  # while the others' rows are on their way
+    with timed(comm.seconds, "all_gather"):
+        finish(works)
+    for out, rows in zip(outs, arrived, strict=True):
+        unpack_rows(out, rows, handle.others)
+    return outs
+
+
+def _all_gather_padded(comm: Communicator, rows: torch.Tensor, handle: ShuffleHandle) -> torch.Tensor:
+    """One collective on equal slices; a test runs it where there is no GPU."""
+    padded = rows.new_zeros((handle.slice_rows, *rows.shape[1:]))
+    padded[: len(rows)] = rows
+    out = rows.new_empty((comm.size * handle.slice_rows, *rows.shape[1:]))
+    _all_gather(out, padded, group=comm.group)
+    return out[handle.inverse]

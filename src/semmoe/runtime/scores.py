@@ -1,0 +1,136 @@
+"""`semmoe.tokens.slices` in plain torch, on any device and without waiting for it: the specification of the kernels."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from semmoe.tokens.kernels import BUCKETS, FINE_BITS, FIRST_STEP, LOWEST, PRICE_STEPS, STEP_DECAY
+from semmoe.tokens.slices import PathScores
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceTables:
+    """`PathScores` as tensors, shapes as there; the shifts stay on the host, where kernels take their arguments."""
+
+    token_rows: Tensor
+    token_scores: Tensor
+    token_shift: tuple[int, ...]
+    path_scores: Tensor
+    history_scores: Tensor
+    lookback: int
+    ordered: int
+
+    @classmethod
+    def of(cls, tables: PathScores, device: str | torch.device = "cpu") -> "DeviceTables":
+        def tensor(array: np.ndarray) -> Tensor:
+            return torch.tensor(array, device=device)
+
+        return cls(
+            token_rows=tensor(tables.token_rows), token_scores=tensor(tables.token_scores),
+            token_shift=tuple(tables.token_shift.tolist()), path_scores=tensor(tables.path_scores),
+            history_scores=tensor(tables.history_scores), lookback=tables.lookback, ordered=tables.ordered,
+        )  # fmt: skip
+
+    @property
+    def num_experts(self) -> int:
+        return (self.history_scores.shape[1] - 1) // 2
+
+
+def look_up_tokens(
+    tables: DeviceTables, layers: Sequence[int], first_rank: int, num_slices: int, token_ids: Tensor
+) -> Tensor:
+    """(L, B, S) int32; arguments as of `semmoe.tokens.slices.look_up_tokens`."""
+    last, columns = len(tables.token_rows) - 1, slice(first_rank, first_rank + num_slices)
+    ids = token_ids.long()
+    rows = tables.token_rows[torch.where((ids >= 0) & (ids < last), ids, last)].long()
+    return torch.stack([tables.token_scores[l, rows, columns].int() << tables.token_shift[l] for l in layers])
+
+
+def score(
+    tables: DeviceTables, layer: int, first_rank: int, tokens: Tensor, earlier: Tensor, history: Tensor | None = None
+) -> Tensor:
+    """(B, S) int32; arguments as of `semmoe.tokens.slices.score`."""
+    columns = slice(first_rank, first_rank + tokens.shape[1])
+    out = tokens + (tables.history_scores[layer, -1:] if history is None else history)[:, columns].int()
+    base = 0
+    for j, chosen in enumerate(earlier.unbind()):
+        for experts in chosen.long().unbind(1):
+            out = out + tables.path_scores[layer, base + experts, columns].int()
+            base += tables.num_experts if j < tables.ordered else 0
+        base += 0 if j < tables.ordered else tables.num_experts
+    return out
+
+
+def assign(scores: Tensor) -> Tensor:
+    """(B,) int16: slices as of `semmoe.tokens.slices.assign`."""
+    tokens, slices = scores.shape
+    size = max(-(-tokens // slices), 1)
+    if tokens == 0:
+        return torch.empty(0, dtype=torch.int16, device=scores.device)
+    scores = scores.long()
+    prices, step = _start(scores)
+    kept, least = prices, torch.full_like(step, tokens + 1)
+    for _ in range(PRICE_STEPS + 1):
+        counts = _counts(_choose(scores - prices)[0], slices)
+        over = (counts - size).clamp(min=0).sum()
+        better = (over <= least) & (least > 0)  # the numba loop ends where all fits
+        kept, least = torch.where(better, prices, kept), torch.where(better, over, least)
+        prices = prices + torch.div(counts * step, size, rounding_mode="floor") - step
+        step = step * STEP_DECAY // 64
+    values = scores - kept
+    pick = _choose(values)[0]
+    for _ in range(slices):
+        pick = _level(values, pick, size)
+    return pick.to(torch.int16)
+
+
+def _start(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Prices (S,) and the first step ()."""
+    totals, tokens = scores.sum(0), len(scores)
+    spread = (scores.amax(1) - scores.amin(1)).sum()
+    return (totals - totals.min()) // tokens, spread * FIRST_STEP // (64 * tokens)
+
+
+def _choose(values: Tensor) -> tuple[Tensor, Tensor]:
+    """The lowest column of the highest of each row of values (B, S), and that value."""
+    best = values.amax(1)
+    columns = torch.arange(values.shape[1], device=values.device)
+    return torch.where(values == best[:, None], columns, values.shape[1]).amin(1), best
+
+
+def _counts(pick: Tensor, slices: int) -> Tensor:
+    return (pick[:, None] == torch.arange(slices, device=pick.device)).sum(0)
+
+
+def _level(values: Tensor, pick: Tensor, size: int) -> Tensor:
+    """`pick` (B,) after one round of moves from overfull slices to those with room."""
+    counts = _counts(pick, values.shape[1])
+    excess, room = (counts - size).clamp(min=0), (size - counts).clamp(min=0)
+    target, value = _choose(torch.where(room > 0, values, LOWEST))
+    loss = values.gather(1, pick[:, None])[:, 0] - value
+    bucket = torch.where(excess[pick] > 0, _bucket(loss), 0)
+    applies = _least(torch.ones_like(pick, dtype=torch.bool), pick, bucket, excess)
+    moves = _least(applies, target, bucket, room)
+    return torch.where(moves, target, pick)
+
+
+def _bucket(loss: Tensor) -> Tensor:
+    edges = (2 << FINE_BITS) << torch.arange(31 - FINE_BITS, device=loss.device)
+    octave = (loss[:, None] >= edges).sum(1)
+    return (octave << FINE_BITS) + (loss >> octave)
+
+
+def _least(chosen: Tensor, group: Tensor, bucket: Tensor, quota: Tensor) -> Tensor:
+    """(B,) bool: the tokens of `chosen` that are the first quota[g] of their group by (bucket, token)."""
+    counts = torch.zeros(len(quota) * BUCKETS, dtype=torch.int64, device=quota.device)
+    counts = counts.index_add(0, group * BUCKETS + bucket, chosen.long()).view(-1, BUCKETS)
+    until = counts.cumsum(1)
+    limit = (until < quota[:, None]).sum(1).clamp(max=BUCKETS - 1)
+    left = quota - (until - counts).gather(1, limit[:, None])[:, 0]
+    at_limit = chosen & (bucket == limit[group])
+    groups = torch.arange(len(quota), device=quota.device)
+    place = (at_limit[:, None] & (group[:, None] == groups)).cumsum(0).gather(1, group[:, None])[:, 0]
+    return chosen & (quota[group] > 0) & ((bucket < limit[group]) | (at_limit & (place <= left[group])))

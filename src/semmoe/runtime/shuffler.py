@@ -1,0 +1,182 @@
+"""A plan's token policy at work: which rank of an attention-TP group each token's row goes to, layer by layer."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from semmoe.bounds import require
+from semmoe.core import Plan
+from semmoe.methods.paper_policies import PaperTables, assign_slices, device_of_expert, look_up
+from semmoe.metrics import majority_rank
+from semmoe.runtime.collectives import ShuffleHandle, shuffle_handle
+from semmoe.settings import GRAINS
+from semmoe.tokens.slices import ByPosition, History, PathScores, assign, look_up_tokens, position_slices, score
+
+
+class TokenState(Protocol):
+    """What a token policy knows of the tokens of a forward pass, as the group's ranks all know it."""
+
+    def start(self, token_ids: np.ndarray, slots: np.ndarray, decoding: np.ndarray, new_slots: np.ndarray) -> None:
+        """Begin a forward pass; arguments as for `TokenShuffler.start`."""
+
+    def slices(self, moe_layer: int) -> np.ndarray:
+        """(N,) int16: the slice of each token at a MoE layer."""
+
+    def observe(self, moe_layer: int, expert_ids: np.ndarray) -> None:
+        """The experts (N, K) int64 that the tokens chose there, by falling weight."""
+
+
+class PositionState:
+    """Tokens by position, which knows nothing of them."""
+
+    def __init__(self, policy: ByPosition, plan: Plan, group: int) -> None:
+        self._size, self._num_tokens = plan.topology.attn_tp_size, 0
+
+    def start(self, token_ids: np.ndarray, slots: np.ndarray, decoding: np.ndarray, new_slots: np.ndarray) -> None:
+        """Only their number counts."""
+        self._num_tokens = len(token_ids)
+
+    def slices(self, moe_layer: int) -> np.ndarray:
+        """(N,) int16."""
+        return position_slices(self._num_tokens, self._size)
+
+    def observe(self, moe_layer: int, expert_ids: np.ndarray) -> None:
+        """Nothing is kept."""
+
+
+class PathState:
+    """Scores of tokens by their ids, the experts they chose before and what their requests chose."""
+
+    def __init__(self, policy: PathScores, plan: Plan, group: int) -> None:
+        self._policy, self._top_k = policy, plan.fingerprint.top_k
+        self._size, self._first = plan.topology.attn_tp_size, group * plan.topology.attn_tp_size
+        self._history = History(policy, 0)
+        self._looked_up = np.zeros((0, 0, 0), np.int32)  # (L, N, S), for all layers before the first
+        self._slots, self._decoding = np.zeros(0, np.int64), np.zeros(0, bool)  # (N,)
+        self._earlier: list[np.ndarray] = []  # experts (N, K), latest first
+
+    def start(self, token_ids: np.ndarray, slots: np.ndarray, decoding: np.ndarray, new_slots: np.ndarray) -> None:
+        """Look the tokens up for all layers, and begin the histories of new requests."""
+        self._slots, self._decoding, self._earlier = slots, decoding, []
+        layers = range(len(self._policy.token_shift))
+        self._looked_up = look_up_tokens(self._policy, layers, self._first, self._size, token_ids)
+        self._history.begin(new_slots)
+
+    def slices(self, moe_layer: int) -> np.ndarray:
+        """(N,) int16."""
+        nothing = np.empty((0, len(self._slots), self._top_k), np.int64)
+        lookback = self._policy.lookback
+        earlier = np.stack(self._earlier[:lookback]) if self._earlier and lookback else nothing
+        known = self._history.contribution(moe_layer, self._slots, self._decoding) if self._decoding.any() else None
+        return assign(score(self._policy, moe_layer, self._first, self._looked_up[moe_layer], earlier, known))
+
+    def observe(self, moe_layer: int, expert_ids: np.ndarray) -> None:
+        """They count for the layers and the tokens that follow."""
+        self._history.observe(moe_layer, self._slots, expert_ids)
+        self._earlier.insert(0, expert_ids)
+
+
+class PaperState:
+    """Algorithm 3: the tokens' ids, and the devices of their experts at the layers before."""
+
+    def __init__(self, policy: PaperTables, plan: Plan, group: int) -> None:
+        self._policy, self._group, self._size = policy, group, plan.topology.attn_tp_size
+        self._devices_of_expert = device_of_expert(plan.placement, plan.topology)[:, group]  # (L, E)
+        self._token_ids = np.zeros(0, np.int64)
+        self._devices: list[np.ndarray] = []  # (N,) devices, latest first
+
+    def start(self, token_ids: np.ndarray, slots: np.ndarray, decoding: np.ndarray, new_slots: np.ndarray) -> None:
+        """Requests do not count."""
+        self._token_ids, self._devices = token_ids, []
+
+    def slices(self, moe_layer: int) -> np.ndarray:
+        """(N,) int16."""
+        lookback = self._policy.lookback
+        history = np.stack(self._devices[:lookback], axis=1) if moe_layer >= lookback else None
+        return assign_slices(look_up(self._policy, moe_layer, self._group, self._token_ids, history), self._size)
+
+    def observe(self, moe_layer: int, expert_ids: np.ndarray) -> None:
+        """Their devices count for the layers that follow."""
+        self._devices.insert(0, majority_rank(expert_ids, self._devices_of_expert[moe_layer], self._size))
+
+
+STATES: dict[str, Callable[[Any, Plan, int], TokenState]] = {
+    ByPosition.kind: PositionState,
+    PathScores.kind: PathState,
+    PaperTables.kind: PaperState,
+}
+
+
+class TokenShuffler:
+    """One attention group's shuffling: what the plan's token policy decides, as handles of shuffled collectives.
+
+    Every rank of the group runs it on the same tokens and so comes to the same slices without a message.
+    `start` begins a forward pass and looks its tokens up for all layers, `slices` decides a layer, `by_weight` and
+    `observe` carry what was routed. grain "layer" decides every layer anew, as the paper does; "batch" decides once a
+    forward pass by the tokens alone, so that nothing need be known of other ranks' routing.
+    """
+
+    def __init__(self, plan: Plan, group: int, rank: int, grain: str = "layer") -> None:
+        require(grain in GRAINS, f"tokens are shuffled once a {' or '.join(GRAINS)}, not once a {grain!r}")
+        self._policy, self._grain = plan.tokens, grain
+        self._state = STATES[plan.tokens.kind](plan.tokens, plan, group)
+        self._id_type = id_type(plan)
+        self._rank, self._size = rank, plan.topology.attn_tp_size
+        self._first = group * self._size
+        self._token_ids = np.zeros(0, np.int64)
+        self._of_batch: ShuffleHandle | None = None
+
+    @property
+    def has_tables(self) -> bool:
+        """Whether tokens go by what is known of them."""
+        return self._policy.by_tables
+
+    @property
+    def uses_history(self) -> bool:
+        """Whether every rank must see all tokens' routing."""
+        return self.has_tables and self._grain == "layer"
+
+    def start(self, token_ids: np.ndarray, slots: np.ndarray, decoding: np.ndarray, new_slots: np.ndarray) -> None:
+        """Begin a forward pass over the tokens (N,), in the order of the rows that the group shares.
+
+        slots (N,): a small number for each token's request, by which its history is kept; decoding (N,) bool: tokens
+        that the model itself chose; new_slots: those that begin a request here.
+        """
+        self._token_ids, self._of_batch = token_ids, None
+        if self.uses_history:
+            self._state.start(token_ids, slots, decoding, new_slots)
+
+    def slices(self, moe_layer: int | None) -> ShuffleHandle:
+        """The slices for one layer: by the policy at MoE layers, by position at dense layers."""
+        if self.has_tables and self._grain == "batch":
+            self._of_batch = self._of_batch or self._handle(self._slices_of_batch())
+            return self._of_batch
+        if moe_layer is None or not self.has_tables:
+            return self._handle(position_slices(len(self._token_ids), self._size))
+        return self._handle(self._state.slices(moe_layer))
+
+    def _slices_of_batch(self) -> np.ndarray:
+        return assign(self._policy.scores_of_tokens(self._first, self._size, self._token_ids))
+
+    def _handle(self, slices: np.ndarray) -> ShuffleHandle:
+        return shuffle_handle(slices, self._size, self._rank)
+
+    def by_weight(self, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """(n, K) each of this rank's tokens' experts by falling weight, as they travel with the all-gather."""
+        return by_weight(expert_ids, weights).to(self._id_type)
+
+    def observe(self, moe_layer: int, expert_ids: torch.Tensor) -> None:
+        """The experts (N, K) of all the group's tokens at the MoE layer just done."""
+        self._state.observe(moe_layer, expert_ids.cpu().numpy().astype(np.int64))
+
+
+def id_type(plan: Plan) -> torch.dtype:
+    """Of expert ids, as they travel."""
+    return torch.uint8 if plan.fingerprint.num_experts <= 256 else torch.int32
+
+
+def by_weight(expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Expert ids (n, K) by falling weight (n, K)."""
+    return torch.gather(expert_ids, 1, weights.argsort(dim=1, descending=True, stable=True))

@@ -1,0 +1,186 @@
+"""`TokenShuffler` on the model's own device: the same slices with static shapes, and without waiting for the device.
+
+A decode pass of it is what an engine may capture in a CUDA graph. Its inputs are as long as the padded batch; rows of
+padding are the last ones and belong to PADDING_SLOT. They score 0 everywhere, lose nothing by moving and so make room
+for tokens, and fill up what these leave: slices are equal, and every one has its tokens first.
+
+Worked example, two slices, scores [9, 1], [5, 4], [7, 0] and one row of padding: all three tokens want slice 0, which
+holds two rows; token 1 loses least by moving: [0, 1, 0, 1], and slice 1 is token 1 and the padding.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from semmoe.bounds import require
+from semmoe.core import Plan, TokenPolicy
+from semmoe.runtime import scores
+from semmoe.runtime.scores import DeviceTables
+from semmoe.runtime.shuffler import by_weight, id_type
+from semmoe.runtime.static import StaticHandle, slice_rows, static_handle, triton_kernels
+from semmoe.settings import GRAINS
+from semmoe.tokens import kernels, slices
+from semmoe.tokens.slices import PathScores
+
+PADDING_SLOT = 0  # what padding writes there is never read
+CHUNK = 4096  # token ids that are scored at a time when a table is made
+
+# Kinds whose slices of a layer are decided on the device.
+DEVICE_TABLES: dict[str, Callable[[Any, Any], DeviceTables]] = {PathScores.kind: DeviceTables.of}
+
+
+class DeviceHistory:
+    """`semmoe.tokens.slices.History` for a fixed number of slots, at addresses that do not change."""
+
+    def __init__(self, tables: DeviceTables, num_slots: int) -> None:
+        layers, _, ranks = tables.history_scores.shape
+        self._rows, device = tables.history_scores, tables.history_scores.device
+        self._running = torch.zeros((layers, num_slots, ranks), dtype=torch.int32, device=device)
+        self._previous = torch.zeros_like(self._running)
+        self._seen = torch.zeros((layers, num_slots), dtype=torch.int64, device=device)
+        self.reset(torch.arange(num_slots, device=device))
+
+    def reset(self, slots: Tensor) -> None:
+        self._running[:, slots], self._seen[:, slots] = 0, 0
+        self._previous[:, slots] = self._rows[:, -1:].int()
+
+    def contribution(self, layer: int, slots: Tensor, decoding: Tensor) -> Tensor:
+        """(B, G) int32; as of `History`."""
+        known = (self._running[layer, slots] >> kernels.FRACTION) + self._previous[layer, slots]
+        return torch.where(decoding[:, None], known, self._rows[layer, -1].int())
+
+    def observe(self, layer: int, slots: Tensor, expert_ids: Tensor) -> None:
+        """One token of each of `slots` (B,), which only padding may share, chose `expert_ids` (B, K)."""
+        ids, experts = expert_ids.long(), (self._rows.shape[1] - 1) // 2
+        running, seen = self._running[layer, slots].long(), self._seen[layer, slots]
+        now = self._rows[layer, ids].sum(1, dtype=torch.int64)
+        weight = seen.clamp(max=kernels.RUNNING_LIMIT) + kernels.RUNNING_PRIOR
+        change = torch.div((now << kernels.FRACTION) - running, weight[:, None], rounding_mode="floor")
+        self._running[layer, slots] = (running + change).int()
+        self._previous[layer, slots] = self._rows[layer, experts + ids].sum(1, dtype=torch.int32)
+        self._seen[layer, slots] = seen + 1
+
+    def observe_in_turn(self, layer: int, slots: np.ndarray, expert_ids: Tensor) -> None:
+        """As `History.observe`: several tokens of a slot, in their order. Waits for the device: the host does it."""
+        touched, local = np.unique(slots, return_inverse=True)
+        at = torch.from_numpy(touched).to(self._rows.device)
+        states = [state[layer] for state in (self._running, self._previous, self._seen)]
+        running, previous, seen = arrays = [state[at].cpu().numpy() for state in states]
+        ids, rows = expert_ids.long().cpu().numpy(), self._rows[layer].cpu().numpy()
+        slices.observe(running, previous, seen, local.reshape(-1), ids, rows)
+        for state, array in zip(states, arrays, strict=True):
+            state[at] = torch.from_numpy(array).to(state.device)
+
+
+class DeviceShuffler:
+    """One attention group's shuffling; use and results as of `TokenShuffler`, on tensors of `device`.
+
+    `reserve` makes room for histories, `begin` tells of requests that begin in slots, `start` begins a forward pass.
+    Without padding its slices are those of `TokenShuffler`, bit for bit. A pass in which a slot has several tokens (a
+    prompt's) waits for the device in `observe`, once a layer; all else never does.
+
+    Raises ValueError for the paper's tables once a layer: their greedy assignment runs on the host.
+    """
+
+    def __init__(self, plan: Plan, group: int, rank: int, grain: str, device: str | torch.device) -> None:
+        require(grain in GRAINS, f"tokens are shuffled once a {' or '.join(GRAINS)}, not once a {grain!r}")
+        policy, by_layer = plan.tokens, DEVICE_TABLES.get(plan.tokens.kind)
+        if grain == "layer" and policy.by_tables and by_layer is None:
+            raise ValueError(
+                f"a plan of method {plan.method!r} has {policy.kind}, whose slices are assigned on the host: "
+                "solve one of method semmoe, or shuffle once a batch"
+            )
+        self.has_tables, self._grain = policy.by_tables, grain
+        self._size, self._rank, self._first = plan.topology.attn_tp_size, rank, group * plan.topology.attn_tp_size
+        self._layers, self._top_k, self._id_type = plan.fingerprint.num_layers, plan.fingerprint.top_k, id_type(plan)
+        self._tables: DeviceTables | None = None  # to decide once a layer
+        self._of_token: Tensor | None = None  # (V + 1, S) int32, to decide once a batch
+        if grain == "layer" and by_layer is not None:
+            self._tables = by_layer(policy, device)
+        elif policy.by_tables:
+            self._of_token = _token_table(policy, self._first, self._size, plan.fingerprint.vocab_size).to(device)
+        self._history: DeviceHistory | None = None
+        self._scores = triton_kernels("scores", torch.empty(0, device=device)) or scores
+        self._several: np.ndarray | None = None  # (N,) slots, of a pass in which some have several tokens
+
+    @property
+    def uses_history(self) -> bool:
+        """Whether every rank must see all tokens' routing."""
+        return self._tables is not None
+
+    def reserve(self, num_slots: int) -> None:
+        """Request slots, PADDING_SLOT among them: once, before the first pass and outside any graph."""
+        if self._tables is not None:
+            self._history = DeviceHistory(self._tables, num_slots)
+
+    def begin(self, new_slots: Tensor) -> None:
+        """Requests that begin in these slots; PADDING_SLOT stands for none."""
+        if self._history is not None:
+            self._history.reset(new_slots)
+
+    def start(self, token_ids: Tensor, slots: Tensor, decoding: Tensor | None = None) -> None:
+        """Begin a forward pass over N rows, in the order in which the group shares them, padding last.
+
+        slots (N,): of each row's request; decoding (N,) bool: tokens that the model itself chose; None: all of them,
+        and no request has two.
+        """
+        self._slots, self._real = slots, slots != PADDING_SLOT
+        self._decoding = self._real if decoding is None else decoding
+        self._several = None if decoding is None else slots.cpu().numpy()
+        self._earlier: list[Tensor] = []  # experts (N, K), latest first
+        self._of_batch: StaticHandle | None = None
+        if self._tables is not None:
+            every = range(self._layers)
+            self._looked_up = self._scores.look_up_tokens(self._tables, every, self._first, self._size, token_ids)
+        elif self._of_token is not None:
+            last = len(self._of_token) - 1
+            self._looked_up = self._of_token[torch.where((token_ids >= 0) & (token_ids < last), token_ids, last).long()]
+
+    def slices(self, moe_layer: int | None) -> StaticHandle:
+        """The slices for one layer: by the tables at MoE layers, by position without tables and at dense layers."""
+        if self._of_token is not None:
+            self._of_batch = self._of_batch or self._handle(self._assigned(self._looked_up))
+            return self._of_batch
+        if self._tables is None or moe_layer is None:
+            rows = slice_rows(len(self._slots), self._size)
+            return self._handle(torch.arange(len(self._slots), device=self._slots.device) // rows)
+        return self._handle(self._assigned(self._score(moe_layer)))
+
+    def _score(self, layer: int) -> Tensor:
+        assert self._tables is not None
+        assert self._history is not None
+        earlier = self._earlier[: self._tables.lookback]
+        nothing = torch.empty((0, len(self._slots), self._top_k), dtype=self._id_type, device=self._slots.device)
+        known = self._history.contribution(layer, self._slots, self._decoding)
+        chosen = torch.stack(earlier) if earlier else nothing
+        return self._scores.score(self._tables, layer, self._first, self._looked_up[layer], chosen, known)
+
+    def _assigned(self, found: Tensor) -> Tensor:
+        return self._scores.assign(found.masked_fill(~self._real[:, None], 0))
+
+    def _handle(self, ranks: Tensor) -> StaticHandle:
+        return static_handle(ranks, self._real, self._size, self._rank)
+
+    def by_weight(self, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        """(n, K) each of this rank's rows' experts by falling weight, as they travel with the all-gather."""
+        return by_weight(expert_ids, weights).to(self._id_type)
+
+    def observe(self, moe_layer: int, expert_ids: Tensor) -> None:
+        """The experts (N, K) of all the group's rows at the MoE layer just done; engines give padding any ids."""
+        assert self._history is not None
+        seen = expert_ids.masked_fill(~self._real[:, None], 0)
+        if self._several is None:
+            self._history.observe(moe_layer, self._slots, seen)
+        else:
+            self._history.observe_in_turn(moe_layer, self._several, seen)
+        self._earlier.insert(0, seen)
+
+
+def _token_table(policy: TokenPolicy, first_rank: int, num_slices: int, vocab_size: int) -> Tensor:
+    """(V + 1, S) int32: `scores_of_tokens` of every token id; the last row is for ids outside the vocabulary."""
+    ids = np.append(np.arange(vocab_size), -1)
+    parts = [policy.scores_of_tokens(first_rank, num_slices, ids[i : i + CHUNK]) for i in range(0, len(ids), CHUNK)]
+    return torch.from_numpy(np.concatenate(parts))

@@ -1,0 +1,83 @@
+"""The shuffled pair with static shapes: nothing waits for the device, so that a forward pass fits in a CUDA graph.
+
+`collectives.shuffle_handle` sends each rank exactly its tokens, which the host must count first. Here every rank gets
+one slice of N / S rows out of N, of which the first are real and the rest padding; how many is a tensor.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from semmoe.bounds import require
+from semmoe.runtime import reference
+from semmoe.runtime.collectives import Communicator
+
+
+@dataclass(frozen=True)
+class StaticHandle:
+    """Where the N = S * n rows of a group go; S slices of n. Equal on all ranks but for `rank`.
+
+    Worked example, two ranks and six rows, of which the last two are padding, assigned to ranks [1, 0, 1, 1, 0, 0]:
+    rank 0 gets token 1 and both rows of padding, rank 1 tokens 0, 2, 3: order = [1, -1, -1, 0, 2, 3],
+    inverse = [3, 0, 4, 5, 1, 2], counts = [1, 3].
+    """
+
+    order: Tensor  # (S * n,) int64: the token in each place, -1 for padding
+    inverse: Tensor  # (N,) int64: the place of each row, of padding too
+    counts: Tensor  # (S,) int32: tokens of each slice, which are its first rows
+    slice_rows: int  # n
+    rank: int
+
+    @property
+    def mine(self) -> Tensor:
+        """(n,) the tokens in this rank's slice, -1 for padding."""
+        return self.order[self.rank * self.slice_rows : (self.rank + 1) * self.slice_rows]
+
+
+def static_handle(ranks: Tensor, real: Tensor, size: int, rank: int) -> StaticHandle:
+    """From the rank (N,) of each row in a group of `size`, equally many each, and which rows are real (N,) bool.
+
+    Padding must be the last rows: then a stable sort by rank alone puts it last in every slice.
+    """
+    rows = slice_rows(len(ranks), size)
+    order, inverse, _ = (triton_kernels("argsort", ranks) or reference).argsort_ranks(ranks, size)
+    filled = real[order]
+    counts = filled.view(size, rows).sum(1, dtype=torch.int32)
+    return StaticHandle(torch.where(filled, order, -1), inverse, counts, rows, rank)
+
+
+def slice_rows(rows: int, size: int) -> int:
+    """Rows of a slice. Engines pad their batches for a reduce-scatter on equal slices; raises ValueError otherwise."""
+    require(rows % size == 0, f"{rows} rows are no equal slices for {size} ranks: pad the batch")
+    return rows // size
+
+
+def take_rows(rows: Tensor, index: Tensor) -> Tensor:
+    """rows (N, H), index (M,) -> (M, H), zeros where the index is -1."""
+    if (kernels := triton_kernels("shuffle", rows)) is not None:
+        return kernels.gather_rows(rows, index)
+    return rows[index.clamp(min=0)].masked_fill((index < 0)[:, None], 0)
+
+
+def static_reduce_scatter(comm: Communicator, partial: Tensor, handle: StaticHandle) -> Tensor:
+    """SRS: sum `partial` (N, H) over ranks -> (n, H), this rank's tokens and zeros for padding."""
+    return comm.reduce_scatter(take_rows(partial, handle.order))
+
+
+def static_all_gather(comm: Communicator, columns: Sequence[Tensor], handle: StaticHandle) -> list[Tensor]:
+    """SAG of tensors (n, ...) of the same rows -> (N, ...) in the original order, padding as its ranks had it."""
+    return [comm.all_gather(rows)[handle.inverse] for rows in columns]
+
+
+def triton_kernels(name: str, tensor: Tensor) -> Any:
+    """A module of `semmoe.runtime.kernels` for tensors on a GPU, None where they are not or Triton is missing."""
+    if tensor.is_cpu:
+        return None
+    try:
+        return import_module(f"semmoe.runtime.kernels.{name}")
+    except ImportError:  # builds of torch for other devices come without Triton
+        return None

@@ -1,0 +1,166 @@
+"""RoutingTrace + Topology -> Plan, by one of the methods."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from semmoe import cost, html
+from semmoe.bounds import require
+from semmoe.core import Plan, RoutingTrace, Topology
+from semmoe.methods import METHODS, check_applies
+from semmoe.placement.problem import Problem, Progress, Solution
+from semmoe.replayer import ReplayResult, replay, scheduled_by_answers
+from semmoe.settings import ReplaySettings, SolveSettings
+from semmoe.splitter import near_duplicates, split
+
+
+def solve(
+    trace: RoutingTrace,
+    topology: Topology,
+    settings: SolveSettings | None = None,
+    embeddings: np.ndarray | None = None,
+    progress: Progress = lambda layers: None,
+) -> Plan:
+    """A plan for `topology` from a profile. The same trace, settings and seed give the same plan.
+
+    embeddings: (V, H) the model's input embeddings, if tokens that were not profiled should be served by their nearest
+    profiled neighbour. Raises ValueError where sizes do not divide, the profile is too small or the method does not
+    apply. (MoETuner's plan is the same only as far as its time limit does not strike.)
+    """
+    settings = settings or SolveSettings()
+    check_applies(settings.method, topology, settings.redundant_experts)
+    require(trace.num_tokens > 0, "the trace holds no routed token: profile something first")
+    problem = Problem(trace=trace, topology=topology, settings=settings, embeddings=embeddings, progress=progress)
+    found: Solution = METHODS[settings.method].load()(problem)
+    used = _used_settings(settings) | ({} if found.gap is None else {"gap": found.gap})
+    return Plan(
+        topology=topology, placement=found.placement, tokens=found.tokens, requests=found.requests,
+        fingerprint=trace.fingerprint, method=settings.method, trace_hash=trace.digest(), settings=used,
+        profiled_requests=np.unique(trace.request_hashes()),
+    )  # fmt: skip
+
+
+def _used_settings(settings: SolveSettings) -> dict[str, Any]:
+    """What shaped the plan; settings that its method does not read are left out."""
+    read = {"method", "redundant_experts", *METHODS[settings.method].reads}
+    return {k: v for k, v in asdict(settings).items() if k in read}
+
+
+def expect(
+    trace: RoutingTrace, topology: Topology, settings: SolveSettings, measure: ReplaySettings,
+    links: cost.Links | None = None, shape: cost.LayerShape | None = None, holdout: float = 0.2,
+    progress: Progress = lambda layers: None,
+) -> dict[str, Any] | None:  # fmt: skip
+    """What a plan so made gains on requests that it has not seen: solve on 1 - `holdout`, replay on the rest.
+
+    With the metrics of the plan, those of `linear` and `eplb` under "others"; with links and shape the predicted times
+    and the verdict. Returns None where the trace has too few requests, or too few that differ, to hold any out.
+    """
+    smallest = max(2, topology.dp_size + 1)
+    if trace.num_requests * (1 - holdout) < smallest or near_duplicates(trace).max() == 0:
+        return None
+    held_out, profile = split(trace, holdout, settings.seed)
+    replayed = {}
+    for method in dict.fromkeys((settings.method, "linear", "eplb")):
+        watched = progress if method == settings.method else lambda layers: None
+        plan = solve(profile, topology, replace(settings, method=method), progress=watched)
+        replayed[method] = replay(held_out, plan, measure)
+    # Bytes per rank pair say the same where links are known, and of one batch.
+    figures = {name: {k: v for k, v in result.as_dict().items() if k != "rows_per_rank_pair"}
+               for name, result in replayed.items()}  # fmt: skip
+    timed = _time(figures, replayed, settings.method, topology, links, shape) if links and shape else {"verdict": None}
+    own = figures.pop(settings.method)
+    by_answers = scheduled_by_answers(held_out, topology)
+    about = {"holdout": holdout, "requests": held_out.num_requests, "scheduled_by_answers": by_answers}
+    return {**about, **asdict(measure), **own, "others": figures, **timed}
+
+
+def _time(
+    figures: dict[str, dict[str, Any]], replayed: dict[str, ReplayResult], method: str, topology: Topology,
+    links: cost.Links, shape: cost.LayerShape,
+) -> dict[str, Any]:  # fmt: skip
+    """Adds predicted times and bytes to each method's figures; returns the verdict on `method` and what it rests on."""
+    predictions = {
+        name: cost.predict(name, result.rows_per_batch, result.busiest_pairs, shape, topology, links)
+        for name, result in replayed.items()
+    }
+    for name, prediction in predictions.items():
+        sent = cost.all_to_all_bytes(prediction.rows, shape, links)
+        figures[name] |= cost.microseconds(prediction.time) | {"bytes_per_rank_pair": np.rint(sent).tolist()}
+    without = None
+    if topology.attention == "tp" and topology.ep_size > 1:
+        # Where no row travels, locality counts for nothing: this rival takes the best balanced of the placements.
+        balanced = min(prediction.busiest_pairs for prediction in predictions.values())
+        without = cost.all_reduce_time(replayed[method].tokens_per_batch, balanced, shape, topology, links)
+    others = [prediction for name, prediction in predictions.items() if name != method]
+    return {
+        "links": {"name": links.name, "kind": links.kind, "source": links.source},
+        "without_all_to_all": cost.microseconds(without) if without else None,
+        "verdict": asdict(cost.verdict(predictions[method], others, without)),
+    }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Plans by several methods, scored on the same requests."""
+
+    plans: dict[str, Plan]
+    results: dict[str, ReplayResult]
+
+    def __repr__(self) -> str:
+        return "\n".join(f"{name}: {result!r}" for name, result in self.results.items())
+
+    def _repr_html_(self) -> str:
+        columns, rows = ["method", "LAR", "remote ranks", "load max/mean", "bytes of linear's"], []
+        linear = max(int(self.results["linear"].total.rows.sum()), 1)
+        for name, result in self.results.items():
+            total, load = result.total, float(result.load_max_over_mean.mean())
+            figures = (total.lar, total.remote_ranks_per_token, load, total.rows.sum() / linear)
+            rows.append([name, *(f"{figure:.3f}" for figure in figures)])
+        return html.table("Methods", columns, rows)
+
+
+def compare(
+    profile: RoutingTrace,
+    evaluation: RoutingTrace,
+    topology: Topology,
+    methods: Sequence[str] = ("eplb", "semmoe"),
+    settings: SolveSettings | None = None,
+    measure: ReplaySettings | None = None,
+) -> Comparison:
+    """Solve `profile` by `linear` and each of `methods`, and replay the plans on `evaluation`."""
+    plans, _ = solve_methods(profile, topology, methods, settings or SolveSettings())
+    return Comparison(plans, {name: replay(evaluation, plan, measure) for name, plan in plans.items()})
+
+
+def solve_methods(
+    profile: RoutingTrace,
+    topology: Topology,
+    methods: Sequence[str],
+    settings: SolveSettings,
+    progress: Callable[[int], None] = lambda done: None,
+) -> tuple[dict[str, Plan], dict[str, float]]:
+    """A plan by each of `methods`, and by linear, which others are measured by; and the seconds that each took.
+
+    settings: all but the method, which is set in turn.
+    """
+    plans, seconds = {}, {}
+    for method in dict.fromkeys(["linear", *methods]):
+        started = time.perf_counter()
+        plans[method] = solve(profile, topology, replace(settings, method=method))
+        seconds[method] = time.perf_counter() - started
+        progress(int(method in methods))
+    return plans, seconds
+
+
+def score(evaluation: RoutingTrace, plans: dict[str, Plan], measure: ReplaySettings) -> dict[str, dict[str, Any]]:
+    """Metrics of each plan on requests to evaluate; `bytes_ratio` is all-to-all bytes over those of `linear`."""
+    results = {name: replay(evaluation, plan, measure) for name, plan in plans.items()}
+    reference = max(int(results["linear"].total.rows.sum()), 1)
+    return {
+        name: {**result.as_dict(), "bytes_ratio": float(result.total.rows.sum() / reference)}
+        for name, result in results.items()
+    }

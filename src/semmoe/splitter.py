@@ -1,0 +1,86 @@
+"""Profile and evaluation: a trace split by request, with near-duplicate prompts kept on one side.
+
+A request whose near-duplicate was profiled says nothing about unseen requests. Two prompts are near-duplicates if
+their sets of three-token shingles overlap by half (Jaccard), shingles of a common template left out.
+"""
+
+from collections import Counter
+
+import numpy as np
+from scipy.sparse import coo_matrix, csr_matrix
+from scipy.sparse.csgraph import connected_components
+
+from semmoe.bounds import require
+from semmoe.core import RoutingTrace
+
+SHINGLE = 3  # tokens
+OVERLAP = 0.5  # Jaccard similarity from which prompts count as near-duplicates
+TEMPLATE_SHARE = 0.05  # shingles in more than this share of the requests belong to a template
+MOST_SHARED = 64  # or in more than this many: bounds the pairs to compare, so that cost is linear in requests
+
+
+def split(trace: RoutingTrace, share: float = 0.2, seed: int = 0) -> tuple[RoutingTrace, RoutingTrace]:
+    """(profile, evaluation): about `share` of the requests, drawn at random, and the rest, each in arrival order.
+
+    Near-duplicate prompts stay together. Raises ValueError if fewer than two distinct prompts are there.
+    """
+    require(0 < share < 1, f"profile share must lie between 0 and 1, not {share}")
+    clusters = near_duplicates(trace)
+    distinct = int(clusters.max(initial=-1)) + 1
+    require(distinct >= 2, f"a trace of {distinct} distinct request(s) cannot be split")
+    order = np.random.default_rng(seed).permutation(distinct)
+    filled = np.cumsum(np.bincount(clusters, minlength=distinct)[order])
+    cut = int(np.clip(np.searchsorted(filled, round(share * trace.num_requests)) + 1, 1, distinct - 1))
+    profiled = np.isin(clusters, order[:cut])
+    return trace.select(np.flatnonzero(profiled)), trace.select(np.flatnonzero(~profiled))
+
+
+def near_duplicates(trace: RoutingTrace) -> np.ndarray:
+    """(R,) int64: the cluster of each request; prompts that are (a chain of) near-duplicates share one."""
+    distinct, same = _distinct_prompts(trace)
+    shingles = [_shingles(trace.prompt(r)) for r in distinct]
+    requests = Counter(shingle for prompt in shingles for shingle in prompt)
+    most = min(max(TEMPLATE_SHARE * len(distinct), 2), MOST_SHARED)
+    kept = [[s for s in prompt if requests[s] <= most] for prompt in shingles]
+    linked = _similar([len(prompt) for prompt in kept], _incidence(kept, requests))
+    return connected_components(linked, directed=False)[1][same].astype(np.int64)
+
+
+def _distinct_prompts(trace: RoutingTrace) -> tuple[list[int], np.ndarray]:
+    """The first request of each distinct prompt, and (R,) which of these each repeats; empty ones repeat none."""
+    known: dict[bytes | int, int] = {}
+    first: list[int] = []
+    same = np.empty(trace.num_requests, np.int64)
+    for r in range(trace.num_requests):
+        key = trace.prompt(r).tobytes() or r
+        if key not in known:
+            known[key] = len(first)
+            first.append(r)
+        same[r] = known[key]
+    return first, same
+
+
+def _shingles(prompt: np.ndarray) -> list[bytes]:
+    """The distinct runs of SHINGLE tokens, in a fixed order; a shorter prompt is one shingle."""
+    tokens = prompt.astype(np.int32)
+    if len(tokens) <= SHINGLE:
+        return [tokens.tobytes()] if len(tokens) else []
+    windows = np.lib.stride_tricks.sliding_window_view(tokens, SHINGLE)
+    return list(dict.fromkeys(row.tobytes() for row in windows))
+
+
+def _incidence(kept: list[list[bytes]], requests: Counter) -> csr_matrix:
+    """(prompts, shingles) 0/1: the shingles that more than one prompt has."""
+    column = {s: i for i, s in enumerate(s for s, count in requests.items() if count > 1)}
+    pairs = [(row, column[s]) for row, prompt in enumerate(kept) for s in prompt if s in column]
+    rows, columns = np.array(pairs, np.int64).reshape(-1, 2).T
+    return csr_matrix((np.ones(len(rows), np.int32), (rows, columns)), shape=(len(kept), max(len(column), 1)))
+
+
+def _similar(sizes: list[int], incidence: csr_matrix) -> coo_matrix:
+    """Pairs of prompts whose shingles overlap by OVERLAP or more."""
+    common = (incidence @ incidence.T).tocoo()
+    size = np.array(sizes, np.int64)
+    union = size[common.row] + size[common.col] - common.data
+    near = common.data >= OVERLAP * np.maximum(union, 1)
+    return coo_matrix((common.data[near], (common.row[near], common.col[near])), shape=common.shape)

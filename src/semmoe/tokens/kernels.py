@@ -1,0 +1,249 @@
+"""The loops of `tokens.slices`, compiled: look-ups, sums of rows, and the assignment to equal slices.
+
+All arithmetic is on integers with one order of ties, so that every rank of a group, on any device, comes to the same
+slices as its neighbours without a message.
+"""
+
+import numba
+import numpy as np
+
+SCALE = 2048  # table units of one expected expert
+RUNNING_PRIOR, RUNNING_LIMIT = 8, 24  # tokens: the running mean's weight at the start, and its longest memory less that
+FRACTION = 8  # bits that the running mean keeps below a table unit
+PRICE_STEPS = 6
+FIRST_STEP, STEP_DECAY = 16, 50  # /64: of the scores' spread for a slice that is full twice over; from step to step
+FINE_BITS, BUCKETS = 2, 128  # losses are ordered by buckets, 2**FINE_BITS of them an octave
+LOWEST = -(1 << 31)
+U = tuple(np.uint64(i) for i in range(8))  # offsets of eight columns
+
+
+@numba.njit(cache=True, nogil=True)
+def look_up(out, rows, token_scores, shift, first):
+    """Eight ranks at a time in registers: inner loops of a trip count unknown to the compiler stay scalar."""
+    slices = out.shape[1]
+    for t in range(out.shape[0]):
+        for s in range(0, slices // 8 * 8, 8):
+            _put(out, t, s, _shifted(_eight(token_scores, rows[t], first + s), shift))
+        for s in range(slices // 8 * 8, slices):
+            out[t, s] = np.int32(token_scores[rows[t], first + s]) << shift
+
+
+@numba.njit(cache=True, nogil=True)
+def score(out, looked_up, path_scores, earlier, ordered, num_experts, history, has_history, first):
+    tokens, slices = out.shape
+    whole = slices // 8 * 8
+    layers, top_k = earlier.shape[0], earlier.shape[2]
+    for t in range(tokens):
+        past = t if has_history else 0
+        for s in range(0, whole, 8):
+            column = first + s
+            total = _plus(_eight(looked_up, t, s), _eight(history, past, column))
+            base = 0
+            for j in range(layers):
+                for k in range(top_k):
+                    place = base + np.int64(earlier[j, t, k])
+                    total = _plus(total, _eight(path_scores, place, column))
+                    base += num_experts if j < ordered else 0
+                base += 0 if j < ordered else num_experts
+            _put(out, t, s, total)
+        for s in range(whole, slices):
+            column = first + s
+            rest = looked_up[t, s] + history[past, column]
+            base = 0
+            for j in range(layers):
+                for k in range(top_k):
+                    rest += path_scores[base + np.int64(earlier[j, t, k]), column]
+                    base += num_experts if j < ordered else 0
+                base += 0 if j < ordered else num_experts
+            out[t, s] = rest
+
+
+@numba.njit(cache=True, nogil=True)
+def _eight(x, row, i):
+    """Columns i to i + 8 of a row; unsigned, as tests for negative indices would hide that they are neighbours."""
+    r, c = np.uint64(row), np.uint64(i)
+    return (
+        np.int32(x[r, c]), np.int32(x[r, c + U[1]]), np.int32(x[r, c + U[2]]), np.int32(x[r, c + U[3]]),
+        np.int32(x[r, c + U[4]]), np.int32(x[r, c + U[5]]), np.int32(x[r, c + U[6]]), np.int32(x[r, c + U[7]]),
+    )  # fmt: skip
+
+
+@numba.njit(cache=True, nogil=True)
+def _plus(a, b):
+    return (
+        np.int32(a[0] + b[0]), np.int32(a[1] + b[1]), np.int32(a[2] + b[2]), np.int32(a[3] + b[3]),
+        np.int32(a[4] + b[4]), np.int32(a[5] + b[5]), np.int32(a[6] + b[6]), np.int32(a[7] + b[7]),
+    )  # fmt: skip
+
+
+@numba.njit(cache=True, nogil=True)
+def _shifted(a, shift):
+    return (
+        np.int32(a[0] << shift), np.int32(a[1] << shift), np.int32(a[2] << shift), np.int32(a[3] << shift),
+        np.int32(a[4] << shift), np.int32(a[5] << shift), np.int32(a[6] << shift), np.int32(a[7] << shift),
+    )  # fmt: skip
+
+
+@numba.njit(cache=True, nogil=True)
+def _put(out, row, i, a):
+    r, c = np.uint64(row), np.uint64(i)
+    out[r, c], out[r, c + U[1]], out[r, c + U[2]], out[r, c + U[3]] = a[0], a[1], a[2], a[3]
+    out[r, c + U[4]], out[r, c + U[5]], out[r, c + U[6]], out[r, c + U[7]] = a[4], a[5], a[6], a[7]
+
+
+@numba.njit(cache=True, nogil=True)
+def observe(running, previous, seen, slots, expert_ids, rows, out, decoded):
+    """Feed tokens one by one; where `decoded`, first write what was known before the token to out (B, G)."""
+    ranks, experts = running.shape[1], (rows.shape[0] - 1) // 2
+    for t in range(slots.shape[0]):
+        slot = slots[t]
+        if decoded[t]:
+            for g in range(ranks):
+                out[t, g] = (running[slot, g] >> FRACTION) + previous[slot, g]
+        weight = min(seen[slot], RUNNING_LIMIT) + RUNNING_PRIOR
+        seen[slot] += 1
+        for g in range(ranks):
+            now, last = np.int64(0), np.int32(0)
+            for k in range(expert_ids.shape[1]):
+                now += rows[expert_ids[t, k], g]
+                last += rows[experts + expert_ids[t, k], g]
+            running[slot, g] += np.int32(((now << FRACTION) - running[slot, g]) // weight)
+            previous[slot, g] = last
+
+
+@numba.njit(cache=True, nogil=True)
+def assign(rows):
+    tokens, slices = rows.shape
+    size = max(-(-tokens // slices), 1)
+    scores, prices, step = _start(rows)
+    pick, best = np.zeros(tokens, np.int16), np.empty(tokens, np.int32)
+    counts, kept, every = np.zeros(slices, np.int64), prices.copy(), np.ones(slices, np.bool_)
+    least = tokens + 1
+    for i in range(PRICE_STEPS + 1):
+        _choose(scores, prices, every, pick, best)
+        over = _count(pick, counts, size)
+        if over <= least:
+            least = over
+            kept[:] = prices
+        if over == 0 or i == PRICE_STEPS:
+            break
+        for s in range(slices):
+            prices[s] += np.int32(counts[s] * step // size - step)
+        step = step * STEP_DECAY // 64
+    if over != least:
+        _choose(scores, kept, every, pick, best)
+        _count(pick, counts, size)
+    rounds = 0
+    while least > 0 and rounds < slices:  # every round but the last fills a slice
+        least -= _level(scores, kept, pick, best, counts, size)
+        rounds += 1
+    return pick
+
+
+@numba.njit(cache=True, nogil=True)
+def _start(rows):
+    """Scores (S, B); prices (S,) of a slice's mean above the lowest slice's; the first step, from the mean spread."""
+    tokens, slices = rows.shape
+    scores, totals, spread = np.empty((slices, tokens), np.int32), np.zeros(slices, np.int64), np.int64(0)
+    high, low = np.full(tokens, LOWEST, np.int32), np.full(tokens, -(LOWEST + 1), np.int32)
+    for s in range(slices):
+        total = np.int64(0)
+        for t in range(tokens):
+            value = np.int32(rows[t, s])
+            scores[s, t] = value
+            total += value
+            high[t] = max(high[t], value)
+            low[t] = min(low[t], value)
+        totals[s] = total
+    for t in range(tokens):
+        spread += np.int64(high[t]) - low[t]
+    number = max(tokens, 1)
+    return scores, ((totals - totals.min()) // number).astype(np.int32), spread * FIRST_STEP // (64 * number)
+
+
+@numba.njit(cache=True, nogil=True)
+def _choose(scores, prices, allowed, pick, best):
+    """The allowed slice of highest score less price for each token, the lowest of equals, and that difference."""
+    slices, tokens = scores.shape
+    number = np.zeros(tokens, np.int32)  # as wide as the scores, so that the loop runs on vectors
+    best[:] = LOWEST
+    for s in range(slices):
+        if allowed[s]:
+            price, this = prices[s], np.int32(s)
+            for t in range(tokens):
+                value = np.int32(scores[s, t] - price)
+                number[t] = this if value > best[t] else number[t]
+                best[t] = max(value, best[t])
+    for t in range(tokens):
+        pick[t] = np.int16(number[t])
+
+
+@numba.njit(cache=True, nogil=True)
+def _count(pick, counts, size):
+    """How many tokens chose each slice, to counts (S,); returns how many of them are too many."""
+    over = 0
+    for s in range(counts.shape[0]):
+        this, number = np.int16(s), np.int32(0)
+        for t in range(pick.shape[0]):
+            number += np.int32(pick[t] == this)
+        counts[s] = number
+        over += max(counts[s] - size, 0)
+    return over
+
+
+@numba.njit(cache=True, nogil=True)
+def _level(scores, prices, pick, best, counts, size):
+    """One round of moves to the best slice with room, at prices; returns the number of tokens that moved.
+
+    Of each overfull slice as many tokens as are too many apply, those of least loss first; of each slice's applicants
+    it takes as many as it has room for, again of least loss. Losses compare by bucket, then the lower token goes first.
+    """
+    tokens = len(pick)
+    target, value = np.zeros(tokens, np.int16), np.empty(tokens, np.int32)
+    _choose(scores, prices, counts < size, target, value)
+    loss = np.zeros(tokens, np.int64)
+    for t in range(tokens):
+        if counts[pick[t]] > size:
+            loss[t] = _bucket(np.int64(best[t]) - value[t])
+    excess = np.maximum(counts - size, 0)
+    applies = _least(np.arange(tokens), pick, loss, excess)
+    moves = _least(applies, target, loss, np.maximum(size - counts, 0))
+    for t in moves:
+        counts[pick[t]] -= 1
+        counts[target[t]] += 1
+        pick[t], best[t] = target[t], value[t]
+    return len(moves)
+
+
+@numba.njit(cache=True, nogil=True)
+def _bucket(loss):
+    """Order of magnitude of a loss, exact below 2**(FINE_BITS + 1)."""
+    octave = 0
+    while loss >> octave >= 2 << FINE_BITS:
+        octave += 1
+    return (octave << FINE_BITS) + (loss >> octave)
+
+
+@numba.njit(cache=True, nogil=True)
+def _least(chosen, group, loss, quota):
+    """The tokens among `chosen`, ascending, that are the first quota[g] of their group by (loss bucket, token)."""
+    counts = np.zeros((quota.shape[0], BUCKETS), np.int64)
+    for t in chosen:
+        if quota[group[t]] > 0:
+            counts[group[t], loss[t]] += 1
+    limit, left = np.full(quota.shape[0], -1), quota.copy()  # the bucket where the quota ends, and what is left for it
+    for g in range(quota.shape[0]):
+        if quota[g] > 0:
+            limit[g] = 0
+            while limit[g] < BUCKETS - 1 and counts[g, limit[g]] < left[g]:
+                left[g] -= counts[g, limit[g]]
+                limit[g] += 1
+    out, number = np.empty(len(chosen), np.int64), 0
+    for t in chosen:
+        g = group[t]
+        at_limit = loss[t] == limit[g] and left[g] > 0
+        if loss[t] < limit[g] or at_limit:
+            left[g] -= at_limit
+            out[number] = t
+            number += 1
+    return out[:number]

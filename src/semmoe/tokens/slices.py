@@ -1,0 +1,257 @@
+"""Tokens to equal slices: by position, or by the path predictor's tables: sum rows, then assign under capacity.
+
+`tokens.kernels` has the loops.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from semmoe.affinity import known_rows
+from semmoe.bounds import Declared, check_numbers, require, required_number
+from semmoe.core import DECODE, NEIGHBOUR, PRIOR, Evidence, Fingerprint, Plan, RoutingTrace, Topology
+from semmoe.tokens import kernels
+from semmoe.tokens.kernels import FRACTION, SCALE
+
+MOST_LOOKBACK = 1024
+INT8, INT16 = 127, 32767
+
+
+def position_slices(num_tokens: int, num_slices: int) -> np.ndarray:
+    """(B,) int16: tokens to equal slices by position, what an engine does without a plan."""
+    return (np.arange(num_tokens) // slice_size(num_tokens, num_slices)).astype(np.int16)
+
+
+def slice_size(num_tokens: int, num_slices: int) -> int:
+    """Rows of each slice: reduce-scatter gives every rank equally many, the last ones padded."""
+    return max(-(-num_tokens // num_slices), 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByPosition:
+    """Tokens to slices in the order of the batch, as an engine does without a plan."""
+
+    kind: ClassVar[str] = "by-position"
+    by_tables: ClassVar[bool] = False
+
+    def declared(self, topology: Topology, fingerprint: Fingerprint) -> dict[str, Declared]:
+        """No array."""
+        return {}
+
+    def unknown(self, token_ids: np.ndarray) -> np.ndarray:
+        """(N,) bool: none, as none is looked up."""
+        return np.zeros(len(token_ids), bool)
+
+    def scores_of_tokens(self, first_rank: int, num_slices: int, token_ids: np.ndarray) -> np.ndarray:
+        """(N, S) int32: nothing is known of tokens."""
+        return np.zeros((len(token_ids), num_slices), np.int32)
+
+    def evidence(self, trace: RoutingTrace, plan: Plan, group: np.ndarray, decoding: bool) -> Iterator[Evidence]:
+        """The same at every layer."""
+        for _ in range(trace.fingerprint.num_layers):
+            yield NoEvidence()
+
+
+class NoEvidence:
+    """Of tokens that go by position."""
+
+    def slices(self, rows: np.ndarray, num_slices: int) -> np.ndarray:
+        """(B,) equal slices in the order of the batch."""
+        return position_slices(len(rows), num_slices)
+
+    def expected_local(self, rows: np.ndarray, slices: np.ndarray) -> float:
+        """Nothing is expected."""
+        return 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PathScores:
+    """Rows whose sum is how many of a token's experts every rank can expect to host, in 1 / SCALE.
+
+    Integers, so that every device and backend comes to the same bits. `tokens.predictor` says what the rows mean.
+    """
+
+    kind: ClassVar[str] = "path-scores"
+    by_tables: ClassVar[bool] = True
+    token_rows: np.ndarray  # (V + 1,) int32: the row of each token id; row V serves ids outside the vocabulary
+    token_source: np.ndarray  # (V + 1,) uint8: PRIOR, PROFILED or NEIGHBOUR
+    token_scores: np.ndarray  # (L, N + 1, G) int8, to be shifted left by token_shift; the last row is the mean
+    token_shift: np.ndarray  # (L,) uint8
+    path_scores: np.ndarray  # (L, F, G) int16
+    history_scores: np.ndarray  # (L, 2E + 1, G) int16: running mean, previous token, no token before
+    lookback: int = required_number(0, MOST_LOOKBACK)  # layers
+    ordered: int = required_number(0, MOST_LOOKBACK)  # of these, the nearest, which have a row for each place by weight
+
+    def __post_init__(self) -> None:
+        check_numbers(self)
+
+    def declared(self, topology: Topology, fingerprint: Fingerprint) -> dict[str, Declared]:
+        """What each array must be; raises ValueError for a look-back that does not fit."""
+        f, G, V = fingerprint, topology.ep_size, fingerprint.vocab_size
+        L, E, lookback, ordered = f.num_layers, f.num_experts, self.lookback, self.ordered
+        require(ordered <= lookback <= L, f"lookback {lookback} with {ordered} ordered is out of range")
+        rows = self.token_scores.shape[1] if self.token_scores.ndim == 3 else 0
+        path_rows = (ordered * f.top_k + lookback - ordered) * E
+        return {
+            "token_rows": Declared((V + 1,), np.int32, 0, rows - 1),
+            "token_source": Declared((V + 1,), np.uint8, 0, NEIGHBOUR),
+            "token_scores": Declared((L, rows, G), np.int8, -INT8, INT8),
+            "token_shift": Declared((L,), np.uint8, 0, 15),
+            "path_scores": Declared((L, path_rows, G), np.int16, -INT16, INT16),
+            "history_scores": Declared((L, 2 * E + 1, G), np.int16, -INT16, INT16),
+        }
+
+    def unknown(self, token_ids: np.ndarray) -> np.ndarray:
+        """(N,) bool: tokens that only the prior serves."""
+        return self.token_source[token_ids] == PRIOR
+
+    def scores_of_tokens(self, first_rank: int, num_slices: int, token_ids: np.ndarray) -> np.ndarray:
+        """(N, S) int32: what the tokens alone say of ranks first_rank to first_rank + S, mean over layers."""
+        looked_up = look_up_tokens(self, range(len(self.token_shift)), first_rank, num_slices, token_ids)
+        return (looked_up.sum(axis=0, dtype=np.int64) // len(looked_up)).astype(np.int32)
+
+    def evidence(self, trace: RoutingTrace, plan: Plan, group: np.ndarray, decoding: bool) -> Iterator[Evidence]:
+        """Each token scored over the ranks of its own group, layer by layer."""
+        for l in range(trace.fingerprint.num_layers):
+            yield ScoreEvidence(trace_scores(self, l, trace, plan.topology, group, decoding))
+
+
+@dataclass(frozen=True)
+class ScoreEvidence:
+    """Scores (T, S) int32 of every token over the ranks of its group."""
+
+    scores: np.ndarray
+
+    def slices(self, rows: np.ndarray, num_slices: int) -> np.ndarray:
+        """(B,) equal slices with nearly the largest sum of scores."""
+        return assign(self.scores[rows])
+
+    def expected_local(self, rows: np.ndarray, slices: np.ndarray) -> float:
+        """The sum of their scores, in pairs."""
+        return float(self.scores[rows, slices].sum()) / SCALE
+
+
+def trace_scores(
+    tables: PathScores, layer: int, trace: RoutingTrace, topology: Topology, group: np.ndarray, decoding: bool
+) -> np.ndarray:
+    """(T, S) int32 of one layer; group: (T,) the attention group of each token."""
+    S = topology.attn_tp_size
+    earlier = trace.expert_ids[:, max(layer - tables.lookback, 0) : layer][:, ::-1].transpose(1, 0, 2)
+    history = trace_history(tables, layer, trace) if decoding else None
+    out = np.empty((trace.num_tokens, S), np.int32)
+    for d in range(topology.dp_size):
+        rows = np.flatnonzero(group == d)
+        known = None if history is None else history[rows]
+        tokens = look_up_tokens(tables, [layer], d * S, S, trace.token_ids[rows])[0]
+        out[rows] = score(tables, layer, d * S, tokens, np.ascontiguousarray(earlier[:, rows]), known)
+    return out
+
+
+def look_up_tokens(
+    tables: PathScores, layers: Sequence[int], first_rank: int, num_slices: int, token_ids: np.ndarray
+) -> np.ndarray:
+    """(L, B, S) int32: what token_ids (B,) alone say of the ranks `first_rank` to first_rank + S, at each of `layers`.
+
+    It needs no routing, so that an engine looks up all layers before the first one runs.
+    """
+    rows = tables.token_rows[known_rows(token_ids, len(tables.token_rows))]
+    out = np.empty((len(layers), len(rows), num_slices), np.int32)
+    for i, layer in enumerate(layers):
+        kernels.look_up(out[i], rows, tables.token_scores[layer], int(tables.token_shift[layer]), first_rank)
+    return out
+
+
+def score(
+    tables: PathScores, layer: int, first_rank: int, tokens: np.ndarray, earlier: np.ndarray,
+    history: np.ndarray | None = None,
+) -> np.ndarray:  # fmt: skip
+    """(B, S) int32: experts of each token that ranks `first_rank` to first_rank + S can expect to host, times SCALE.
+
+    tokens (B, S) int32 of this layer, from `look_up_tokens`; earlier (J, B, K) the experts chosen at the layers before,
+    most recent first, by falling weight, J = min(layer, look-back); history (B, G) int32 from `History` for decoded
+    tokens, None where there is none.
+    """
+    out = np.empty_like(tokens)
+    none = tables.history_scores[layer, -1:]
+    kernels.score(
+        out, tokens, tables.path_scores[layer], earlier, tables.ordered, (tables.history_scores.shape[1] - 1) // 2,
+        none.astype(np.int32) if history is None else history, history is not None, first_rank,
+    )  # fmt: skip
+    return out
+
+
+class History:
+    """What a request's tokens so far say of its next one, a state for every request slot and layer.
+
+    running: the mean of the projected rows of the experts chosen, recent tokens counting more, in 1 / 2**FRACTION table
+    units; previous: the rows of the token before. Slots of finished requests are `reset` before they are used again.
+    """
+
+    def __init__(self, tables: PathScores, num_slots: int) -> None:
+        layers, _, ranks = tables.history_scores.shape
+        self._rows = tables.history_scores
+        self._running = np.zeros((layers, num_slots, ranks), np.int32)
+        self._previous = np.zeros((layers, num_slots, ranks), np.int32)
+        self._seen = np.zeros((layers, num_slots), np.int64)
+        self.reset(np.arange(num_slots))
+
+    def begin(self, slots: np.ndarray) -> None:
+        """Requests that begin in `slots`, of which there are as many as it takes."""
+        missing = int(slots.max(initial=-1)) + 1 - self._running.shape[1]
+        if missing > 0:
+            for name in ("_running", "_previous", "_seen"):
+                array = getattr(self, name)
+                more = np.zeros((array.shape[0], max(missing, array.shape[1]), *array.shape[2:]), array.dtype)
+                setattr(self, name, np.concatenate([array, more], axis=1))
+        self.reset(slots)
+
+    def reset(self, slots: np.ndarray) -> None:
+        self._running[:, slots], self._seen[:, slots] = 0, 0
+        self._previous[:, slots] = self._rows[:, None, -1]
+
+    def contribution(self, layer: int, slots: np.ndarray, decoding: np.ndarray | None = None) -> np.ndarray:
+        """(B, G) int32 to add to the scores of tokens of `slots` (B,), of each at most one that is `decoding` (B,).
+
+        Tokens of a prompt run together, so that nothing is known of those before them.
+        """
+        known = (self._running[layer, slots] >> FRACTION) + self._previous[layer, slots]
+        return known if decoding is None else np.where(decoding[:, None], known, self._rows[layer, -1])
+
+    def observe(self, layer: int, slots: np.ndarray, expert_ids: np.ndarray) -> None:
+        """Tokens of `slots` (B,) chose `expert_ids` (B, K); tokens of one slot in their order."""
+        state = self._running[layer], self._previous[layer], self._seen[layer]
+        observe(*state, slots, expert_ids, self._rows[layer])
+
+
+def observe(
+    running: np.ndarray, previous: np.ndarray, seen: np.ndarray, slots: np.ndarray, expert_ids: np.ndarray,
+    rows: np.ndarray,
+) -> None:  # fmt: skip
+    """`History.observe` on one layer's state, wherever it is kept."""
+    nothing = np.empty((len(slots), 0), np.int32), np.zeros(len(slots), np.bool_)
+    kernels.observe(running, previous, seen, slots, expert_ids, rows, *nothing)
+
+
+def trace_history(tables: PathScores, layer: int, trace) -> np.ndarray:
+    """(T, G) int32: the contribution of every token of a RoutingTrace, had its request's earlier ones been observed."""
+    history = History(tables, trace.num_requests)
+    out = np.empty((trace.num_tokens, tables.history_scores.shape[2]), np.int32)
+    out[:] = tables.history_scores[layer, -1]
+    kernels.observe(
+        history._running[layer], history._previous[layer], history._seen[layer], trace.request_of_token(),
+        trace.expert_ids[:, layer], tables.history_scores[layer], out, trace.phase == DECODE,
+    )  # fmt: skip
+    return out
+
+
+def assign(scores: np.ndarray) -> np.ndarray:
+    """(B,) int16: tokens to slices of at most ceil(B / S) so that the sum of scores (B, S) int32 is nearly the largest.
+
+    Prices that rise where a slice overflows (dual ascent) say first which slice every token would take; then tokens of
+    overfull slices that lose least move to slices with room (`_level`). Scores below 2**23 in absolute value.
+    Worked example, two slices for four tokens with scores [9, 1], [5, 4], [7, 0], [0, 6]: all fits but token 1, which
+    loses least by moving: [0, 1, 0, 1].
+    """
+    return kernels.assign(scores)

@@ -1,0 +1,265 @@
+"""Where traces come from and how they are stored: a directory of shards, written as a profile runs.
+
+`trace.json` names the model, the tokenizer and the dataset; each `shard-NNNNN.safetensors` holds whole requests and
+appears atomically, so that an interrupted profile leaves a usable trace to which a later run appends.
+"""
+
+import json
+import math
+import zipfile
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+from semmoe.bounds import require
+from semmoe.core import DECODE, Fingerprint, RoutingTrace
+from semmoe.files import array_shape, load_arrays, load_json, read_limited, save_arrays, save_json
+
+SCHEMA = 1
+ARRAYS = {"token_ids", "expert_ids", "request_lengths", "phase", "prompt_ids", "prompt_lengths"}
+MAX_TRACE_BYTES = 16 << 30  # of an .npz file, unpacked: it is read whole; 4 billion choices of experts at int32
+MAX_META_BYTES = 256 << 20  # unpacked: the strings of a vocabulary are some MB, and examples some more
+NPY_HEADERS = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
+
+
+class TraceHeader(BaseModel):
+    """`trace.json`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    schema_version: int = SCHEMA
+    fingerprint: Fingerprint
+    dataset_hash: str  # SHA-256 over the prompts; a run on another dataset is not appended
+    settings: dict[str, Any]
+
+
+class TraceWriter:
+    """Appends requests to a trace directory, a shard whenever `shard_tokens` routed tokens have gathered.
+
+    A context manager: leaving it, by an exception or Ctrl-C too, writes what has gathered. What users of a server said
+    is `private`: files of mode 0600.
+    """
+
+    def __init__(
+        self, path: Path, header: TraceHeader, shard_tokens: int = 1 << 18, private: bool = False
+    ) -> None:  # fmt: skip
+        self.path, self.shard_tokens, self.private = path, shard_tokens, private
+        self._fingerprint = header.fingerprint
+        self._pending: list[dict[str, np.ndarray]] = []
+        self.pending_tokens = 0  # routed, not on disk yet
+        if (path / "trace.json").exists():
+            _check_same_run(path, load_json(path / "trace.json", TraceHeader), header)
+        else:
+            require(not path.exists() or not any(path.iterdir()), f"{path} exists and is not a trace")
+            save_json(path / "trace.json", header, private)
+        shards = shard_paths(path)
+        self._next_shard = 1 + max((int(shard.stem.removeprefix("shard-")) for shard in shards), default=-1)
+        self.num_requests = sum(array_shape(shard, "request_lengths")[0] for shard in shards)
+
+    def append(self, *, prompt_ids: np.ndarray, token_ids: np.ndarray, expert_ids: np.ndarray, phase: np.ndarray):
+        """One request: (M,) prompt ids, (T,) routed token ids, (T, L, K) expert ids by falling weight, (T,) phase."""
+        f = self._fingerprint
+        expected = (len(token_ids), f.num_layers, f.top_k)
+        assert expert_ids.shape == expected, f"expert_ids {expert_ids.shape}, expected {expected}"
+        assert phase.shape == token_ids.shape
+        assert expert_ids.size == 0 or (expert_ids.min() >= 0 and expert_ids.max() < f.num_experts)
+        dtype = np.uint8 if self._fingerprint.num_experts <= 256 else np.int16
+        self._pending.append({
+            "token_ids": token_ids.astype(np.int32), "expert_ids": expert_ids.astype(dtype),
+            "phase": phase.astype(np.uint8), "prompt_ids": prompt_ids.astype(np.int32),
+            "request_lengths": np.array([len(token_ids)], np.int64),
+            "prompt_lengths": np.array([len(prompt_ids)], np.int64),
+        })  # fmt: skip
+        self.num_requests += 1
+        self.pending_tokens += len(token_ids)
+        if self.pending_tokens >= self.shard_tokens:
+            self.flush()
+
+    def append_all(self, trace: RoutingTrace) -> None:
+        """Every request of `trace`, which has this one's fingerprint."""
+        for r in range(trace.num_requests):
+            rows = slice(trace.request_offsets[r], trace.request_offsets[r + 1])
+            self.append(
+                prompt_ids=trace.prompt(r), token_ids=trace.token_ids[rows],
+                expert_ids=trace.expert_ids[rows], phase=trace.phase[rows],
+            )  # fmt: skip
+
+    def flush(self) -> None:
+        if self._pending:
+            shard = {name: np.concatenate([part[name] for part in self._pending]) for name in ARRAYS}
+            save_arrays(self.path / f"shard-{self._next_shard:05d}.safetensors", shard, self.private)
+            self._next_shard += 1
+            self._pending, self.pending_tokens = [], 0
+
+    def __enter__(self) -> "TraceWriter":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.flush()
+
+
+def _check_same_run(path: Path, old: TraceHeader, new: TraceHeader) -> None:
+    difference = old.fingerprint.mismatch(new.fingerprint)
+    require(difference is None, f"{path} was profiled on another model or tokenizer: {difference}")
+    require(old.dataset_hash == new.dataset_hash, f"{path} was profiled on another dataset; choose another --out")
+    require(
+        old.settings == new.settings, f"{path} was profiled with other settings ({old.settings}, now {new.settings})"
+    )
+
+
+def shard_paths(path: Path) -> list[Path]:
+    return sorted(path.glob("shard-[0-9][0-9][0-9][0-9][0-9].safetensors"))
+
+
+def save_trace(trace: RoutingTrace, path: Path) -> None:
+    """Write a trace that is in memory as a new trace directory."""
+    header = TraceHeader(fingerprint=trace.fingerprint, dataset_hash=trace.digest(), settings={})
+    with TraceWriter(path, header) as writer:
+        require(writer.num_requests == 0, f"{path} already holds a trace")
+        writer.append_all(trace)
+
+
+def open_trace(path: Path | str) -> RoutingTrace:
+    """Read a trace directory, or an `.npz` file in one of the layouts of `docs/formats.md`."""
+    path = Path(path)
+    require(path.exists(), f"there is no trace at {path}")
+    if path.is_file():
+        require(path.suffix == ".npz", f"{path} is neither a trace directory nor an .npz file")
+        return _read_npz(path)
+    header = read_header(path)
+    shards = [load_arrays(shard, ARRAYS) for shard in shard_paths(path)]
+    require(bool(shards), f"{path} holds no shard yet: run its profile again to fill it")
+    return _joined(path, header.fingerprint, shards)
+
+
+def read_header(path: Path) -> TraceHeader:
+    header = load_json(path / "trace.json", TraceHeader)
+    require(header.schema_version == SCHEMA, f"{path} has schema version {header.schema_version}, expected {SCHEMA}")
+    return header
+
+
+def read_shards(path: Path) -> Iterator[RoutingTrace]:
+    """A trace directory shard by shard, for one that is larger than memory."""
+    fingerprint = read_header(path).fingerprint
+    for shard in shard_paths(path):
+        yield _joined(shard, fingerprint, [load_arrays(shard, ARRAYS)])
+
+
+def _joined(path: Path, fingerprint: Fingerprint, shards: list[dict[str, np.ndarray]]) -> RoutingTrace:
+    joined = {name: np.concatenate([shard[name] for shard in shards]) for name in ARRAYS}
+    try:
+        return RoutingTrace(
+            request_offsets=_offsets(joined.pop("request_lengths")),
+            prompt_offsets=_offsets(joined.pop("prompt_lengths")),
+            fingerprint=fingerprint, **joined,
+        )  # fmt: skip
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _offsets(lengths: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+
+
+def _read_npz(path: Path) -> RoutingTrace:
+    require(zipfile.is_zipfile(path), f"{path} is not an .npz file, or is truncated")
+    try:
+        _check_npz_sizes(path)
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: np.asarray(file[name]) for name in file.files}
+    except Exception as error:  # an archive from elsewhere can make zipfile and NumPy raise almost anything
+        reason = f"({type(error).__name__}: {error})"
+        raise ValueError(f"{path} is damaged, too large or holds Python objects {reason}") from None
+    try:
+        if {"experts", "route_starts", "tokens", "token_starts", "pos0"} <= set(arrays):
+            arrays = _plain_from_fingerprinting(arrays)
+        needed = {"token_ids", "expert_ids", "request_offsets"}
+        require(needed <= set(arrays), f"it holds {sorted(arrays)}; a plain trace needs {sorted(needed)}")
+        return _from_plain_arrays(arrays, path)
+    except (ValueError, TypeError, IndexError, OverflowError) as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _check_npz_sizes(path: Path) -> None:
+    """Raise ValueError before anything is allocated, if arrays are too large or not as long as the archive says."""
+    with zipfile.ZipFile(path) as archive:
+        unpacked = sum(member.file_size for member in archive.infolist())
+        require(unpacked <= MAX_TRACE_BYTES, f"{unpacked:,} bytes unpacked, and at most {MAX_TRACE_BYTES:,} are read")
+        for member in archive.infolist():
+            with archive.open(member) as file:
+                version = np.lib.format.read_magic(file)
+                require(version in NPY_HEADERS, f"{member.filename} has npy version {version}")
+                shape, _, dtype = NPY_HEADERS[version](file)
+                declared, held = math.prod(shape) * dtype.itemsize, member.file_size - file.tell()
+            agrees = declared == held or dtype.hasobject  # the length of objects is not known, and they are not read
+            require(agrees, f"{member.filename} should have {declared:,} bytes, and {held:,} are there")
+
+
+def _plain_from_fingerprinting(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The layout of `examples/convert_fingerprinting.py`: only generated tokens are routed, prompts lie before them."""
+    tokens, starts, first = arrays["tokens"], arrays["token_starts"], arrays["pos0"]
+    lengths = np.diff(arrays["route_starts"])
+    routed = [tokens[s + p : s + p + n] for s, p, n in zip(starts[:-1], first, lengths, strict=True)]
+    prompts = [tokens[s : s + p] for s, p in zip(starts[:-1], first, strict=True)]
+    return {
+        "token_ids": np.concatenate(routed), "expert_ids": arrays["experts"],
+        "request_offsets": arrays["route_starts"], "prompt_ids": np.concatenate(prompts),
+        "prompt_offsets": _offsets(first), "phase": np.full(len(arrays["experts"]), DECODE, np.uint8),
+    }  # fmt: skip
+
+
+def _from_plain_arrays(arrays: dict[str, np.ndarray], path: Path) -> RoutingTrace:
+    """`token_ids` (T,), `expert_ids` (T, L, K), `request_offsets` (R + 1,); the routed tokens serve as prompts."""
+    experts = arrays["expert_ids"]
+    require(experts.ndim == 3 and experts.size > 0, f"expert_ids has shape {experts.shape}, expected (T, L, K)")
+    offsets = arrays["request_offsets"]
+    require(np.issubdtype(offsets.dtype, np.integer), f"request_offsets are {offsets.dtype}, expected integers")
+    offsets = offsets.astype(np.int64)
+    tokens = _as_int32("token_ids", arrays["token_ids"])
+    prompts = _as_int32("prompt_ids", arrays.get("prompt_ids", tokens))
+    seen = 1 + max(int(tokens.max(initial=0)), int(prompts.max(initial=0)))
+    fingerprint = Fingerprint(
+        model=path.name.removesuffix(".npz"), architecture_hash="unknown", tokenizer_hash="unknown",
+        vocab_size=int(arrays.get("vocab_size", _meta_vocabulary(path) or seen)), num_layers=experts.shape[1],
+        num_experts=int(arrays.get("num_experts", int(experts.max()) + 1)), top_k=experts.shape[2],
+        num_groups=int(arrays.get("num_groups", 1)),
+    )  # fmt: skip
+    return RoutingTrace(
+        token_ids=tokens, expert_ids=experts, request_offsets=offsets, prompt_ids=prompts,
+        phase=arrays.get("phase", np.zeros(len(tokens), np.uint8)),
+        prompt_offsets=arrays.get("prompt_offsets", offsets).astype(np.int64), fingerprint=fingerprint,
+    )  # fmt: skip
+
+
+def _as_int32(name: str, ids: np.ndarray) -> np.ndarray:
+    require(np.issubdtype(ids.dtype, np.integer), f"{name} are {ids.dtype}, expected integers")
+    narrow = ids.astype(np.int32)
+    require(np.array_equal(narrow, ids), f"{name} go beyond 32 bits")
+    return narrow
+
+
+def _meta_vocabulary(path: Path) -> int | None:
+    """Vocabulary size from the token strings in `NAME.meta.json.gz` beside `NAME.npz`, if that file is there."""
+    meta = path.with_suffix(".meta.json.gz")
+    if not meta.exists():
+        return None
+    content = read_limited(meta, MAX_META_BYTES)
+    try:
+        return len(json.loads(content)["vocab"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{meta} is not a valid meta file ({type(error).__name__}: {error})") from None
+
+
+def describe(trace: RoutingTrace) -> dict[str, Any]:
+    """Counts for people: what `semmoe affinity` prints above its tables."""
+    return {
+        **asdict(trace.fingerprint), "requests": trace.num_requests, "tokens": trace.num_tokens,
+        "decode_tokens": int((trace.phase == DECODE).sum()), "prompt_tokens": len(trace.prompt_ids),
+        "distinct_tokens": len(np.unique(trace.token_ids)), "trace_hash": trace.digest(),
+    }  # fmt: skip

@@ -1,0 +1,138 @@
+"""What a running server's counters say between two looks: the facts behind `semmoe watch`."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.error import URLError
+from urllib.parse import urlsplit
+from urllib.request import urlopen
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from semmoe.bounds import require
+
+PREFIX = "semmoe_"
+GAUGES = {"active", "degraded"}
+STALE_SECONDS = 5.0  # counters are published every second
+ENOUGH_PAIRS = 10_000  # (token, expert) pairs, below which a rate of local ones says little
+Labels = frozenset[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Look:
+    """Counters at one time, without their prefix."""
+
+    time: float  # seconds, by any clock that goes forward
+    totals: Mapping[tuple[str, Labels], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """What happened between two looks; None where nothing did that it could be told from."""
+
+    seconds: float
+    active: dict[str, str]  # engine, method and so on, as the plug-in says them
+    ranks: int
+    lar: float | None
+    pairs: int  # (token, expert) pairs that `lar` is of
+    routed_tokens_per_second: float  # token-layers
+    remote_ranks_per_token: float | None
+    all_to_all_bytes_per_token: float | None  # of a layer; None where semmoe does not send them
+    load: dict[str, float]  # pairs by serving rank, as a multiple of the mean
+    scheduled: dict[str, int]  # requests by rank that the plan chose
+    named: int  # requests that named their rank
+    by_engine: int
+    unknown_tokens: int
+    schedule_failures: int
+    degraded: list[str]  # why the plug-in does not do all that it should
+    stale: list[str]  # processes whose counters stand still: none of these figures counts what they do
+
+
+def fetch(url: str, seconds: float = 10.0) -> str:
+    """The text of a server's /metrics. Raises ValueError if there is none."""
+    parts = urlsplit(url if "//" in url else f"http://{url}")
+    require(parts.scheme in ("http", "https") and bool(parts.netloc), f"{url} is not the address of a server")
+    path = parts.path if parts.path.endswith("/metrics") else parts.path.rstrip("/") + "/metrics"
+    try:
+        with urlopen(f"{parts.scheme}://{parts.netloc}{path}", timeout=seconds) as answer:
+            return answer.read().decode()
+    except (URLError, OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{url} gives no metrics: {getattr(error, 'reason', error)}") from None
+
+
+def parse(text: str, time: float) -> Look:
+    """A page of Prometheus' text format. Raises ValueError where semmoe does not count there."""
+    totals: dict[tuple[str, Labels], float] = {}
+    for family in text_string_to_metric_families(text):
+        for name, labels, value, *_ in family.samples:
+            if name.startswith(PREFIX):
+                key = name.removeprefix(PREFIX).removesuffix("_total"), frozenset(labels.items())
+                totals[key] = totals.get(key, 0.0) + value
+    require(
+        any(name == "active" for name, _ in totals),
+        "this server has metrics, but none of semmoe's: is the plug-in installed there (semmoe doctor), and the server "
+        "started with a plan or SEMMOE_CONTROL?",
+    )
+    return Look(time, totals)
+
+
+def view(before: Look, after: Look) -> View:
+    """Between two looks at one server; one that was restarted in between is seen from its start."""
+    restarted = any(after.totals.get(key, 0.0) < value for key, value in before.totals.items() if key[0] not in GAUGES)
+    past: Mapping[tuple[str, Labels], float] = {} if restarted else before.totals
+    grown = {key: value - past.get(key, 0.0) for key, value in after.totals.items() if key[0] not in GAUGES}
+    seconds = max(after.time - before.time, 1e-9)
+    local, pairs = _sum(grown, "pairs", local="true"), _sum(grown, "pairs")
+    tokens, served = _sum(grown, "routed_tokens"), _by(grown, "served_pairs", "by")
+    mean, sent = sum(served.values()) / max(len(served), 1), _sum(grown, "all_to_all_bytes")
+    return View(
+        seconds=seconds, active=_active(after), ranks=int(_sum(after.totals, "active")),
+        lar=local / pairs if pairs else None, pairs=int(pairs), routed_tokens_per_second=tokens / seconds,
+        remote_ranks_per_token=_sum(grown, "remote_rows") / tokens if tokens else None,
+        all_to_all_bytes_per_token=sent / tokens if tokens and sent else None,
+        load={rank: count / mean for rank, count in served.items()} if mean else {},
+        scheduled={rank: int(n) for rank, n in _by(grown, "scheduled_requests", "dp_rank", by="plan").items()},
+        named=int(_sum(grown, "scheduled_requests", by="named")),
+        by_engine=int(_sum(grown, "scheduled_requests", by="engine")),
+        unknown_tokens=int(_sum(grown, "unknown_tokens")), schedule_failures=int(_sum(grown, "schedule_failures")),
+        degraded=sorted(_by(after.totals, "degraded", "reason")), stale=_stale(grown, seconds),
+    )  # fmt: skip
+
+
+def _stale(grown: Mapping[tuple[str, Labels], float], seconds: float) -> list[str]:
+    """Processes that have published nothing for longer than a publication may be late."""
+    published = _by(grown, "publications", "process") if seconds > STALE_SECONDS else {}
+    return [process for process, times in published.items() if times == 0]
+
+
+def drift(seen: View, expected: float | None, margin: float) -> str | None:
+    """A warning, where the local activation rate has fallen below what the plan promises by more than `margin`."""
+    if expected is None or seen.lar is None or seen.pairs < ENOUGH_PAIRS or seen.lar >= expected - margin:
+        return None
+    return (f"local activation rate {seen.lar:.3f}, the plan expects {expected:.3f}: requests are no longer those that "
+            "were profiled; record some (semmoe record) and solve again")  # fmt: skip
+
+
+def expected_lar(expected: Mapping[str, Any] | None) -> float | None:
+    """Of a plan's expectation, if it has one."""
+    value = (expected or {}).get("lar")
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def _matching(totals: Mapping[tuple[str, Labels], float], name: str, wanted: dict[str, str]) -> Iterable:
+    return ((dict(labels), v) for (n, labels), v in totals.items() if n == name and set(wanted.items()) <= labels)
+
+
+def _sum(totals: Mapping[tuple[str, Labels], float], name: str, **wanted: str) -> float:
+    return sum(value for _, value in _matching(totals, name, wanted))
+
+
+def _by(totals: Mapping[tuple[str, Labels], float], name: str, label: str, **wanted: str) -> dict[str, float]:
+    out: dict[str, float] = {}
+    for labels, value in _matching(totals, name, wanted):
+        out[labels[label]] = out.get(labels[label], 0.0) + value
+    return dict(sorted(out.items(), key=lambda item: (len(item[0]), item[0])))
+
+
+def _active(look: Look) -> dict[str, str]:
+    return next((dict(sorted(labels)) for name, labels in look.totals if name == "active"), {})

@@ -1,0 +1,292 @@
+"""The online scheduler: scores, the bound on load, windows, finished requests."""
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from semmoe.requests.capacity import CapacityScheduler, SchedulerSettings
+from semmoe.requests.policy import PromptScores
+
+
+def make_map(scores, weights=None, mean_length=10.0, prices=None, bias=None, spread=1.0) -> PromptScores:
+    """The last row serves ids outside the vocabulary."""
+    scores = np.array(scores, np.float32)
+    rows, D = scores.shape
+    return PromptScores(
+        token_scores=scores, token_weights=np.array(np.ones(rows) if weights is None else weights, np.float32),
+        bias=np.array(np.zeros(D) if bias is None else bias, np.float32),
+        prices=np.array(np.zeros(D) if prices is None else prices, np.float32),
+        score_spread=spread, mean_length=mean_length,
+    )  # fmt: skip
+
+
+def random_map(seed, groups, vocab=12) -> PromptScores:
+    rng = np.random.default_rng(seed)
+    scores, prices = rng.normal(size=(vocab + 1, groups)), rng.random(groups) / 5
+    return make_map(scores, rng.random(vocab + 1) + 0.1, prices=prices, bias=rng.random(groups))
+
+
+def plain(**changes) -> SchedulerSettings:
+    return SchedulerSettings(**{"lead_requests": 2, "lead_share": 0, "feedback": 0, **changes})
+
+
+def random_prompts(rng, count, vocab=12):
+    return [rng.integers(vocab, size=rng.integers(1, 8)) for _ in range(count)]
+
+
+def test_the_worked_example():
+    scheduler = CapacityScheduler(make_map([[1, 0], [0, 0]]), plain())
+    assert [scheduler.assign([0]) for _ in range(5)] == [0, 0, 1, 0, 1]
+    assert scheduler.work.tolist() == [30, 20]
+
+
+def test_scores_count_each_distinct_id_once_by_hand():
+    """Ids 0 and 1: (1 + 3, 2 + 4) over sqrt(1 + 3), plus the bias."""
+    table = make_map([[1, 2], [3, 4], [0, 0]], [1, 3, 12], bias=[0.5, 0])
+    scheduler = CapacityScheduler(table)
+    assert scheduler.score([0, 1, 1, 0]).tolist() == [2.5, 3.0]
+    assert scheduler.score([]).tolist() == [0.5, 0.0]
+    assert scheduler.unknown_tokens == 0
+    assert scheduler.score([0, 1, -5, 2, 10**9]).tolist() == [1.5, 1.5]
+    assert scheduler.unknown_tokens == 3
+
+
+@given(st.integers(0, 9999), st.integers(1, 5), st.sampled_from([np.int32, np.int64]))
+def test_scores_agree_with_the_definition(seed, groups, dtype):
+    table, rng = random_map(seed, groups), np.random.default_rng(seed)
+    scheduler = CapacityScheduler(table)
+    for _ in range(3):
+        prompt = rng.integers(-3, 16, size=rng.integers(1, 20)).astype(dtype)
+        rows = list({int(v) if 0 <= v < 12 else 12 for v in prompt})
+        expected = table.bias + table.token_scores[rows].sum(axis=0) / np.sqrt(table.token_weights[rows].sum())
+        np.testing.assert_allclose(scheduler.score(prompt), expected, rtol=1e-5, atol=1e-6)
+
+
+@given(st.integers(0, 9999), st.integers(1, 6), st.floats(0, 20), st.floats(0, 0.3), st.booleans())
+def test_the_bound_is_never_broken(seed, groups, lead_requests, lead_share, wait):
+    """Only the least loaded group may go beyond, by a request larger than the allowance."""
+    settings = SchedulerSettings(
+        lead_requests=lead_requests, lead_share=lead_share, max_wait=5 if wait else 0, release=2, prompt_cost=0.1
+    )
+    scheduler, rng = CapacityScheduler(random_map(seed, groups), settings), np.random.default_rng(seed)
+    largest = 0.0
+    for prompt in random_prompts(rng, 40):
+        tokens = float(rng.integers(1, 25))
+        done = scheduler.submit(prompt, tokens)
+        largest = max(largest, tokens + 0.1 * len(prompt))
+        if done:
+            future = 6 * largest / groups  # of those that still wait: the bound counts them in
+            allowance = max(lead_requests * 10 / groups, lead_share * (scheduler.work.mean() + future))
+            assert scheduler.work.max() <= scheduler.work.mean() + future + max(allowance, largest) + 1e-6
+
+
+@given(st.integers(0, 9999), st.integers(2, 5))
+def test_the_bound_is_exact_for_single_requests(seed, groups):
+    scheduler = CapacityScheduler(random_map(seed, groups), plain(lead_requests=3 * groups, lead_share=0.3))
+    for prompt in random_prompts(np.random.default_rng(seed), 60):
+        scheduler.assign(prompt)
+        allowance = max(0.3 * scheduler.work.mean(), 30)
+        assert scheduler.work.max() <= scheduler.work.mean() + allowance + 1e-6
+
+
+@given(st.integers(0, 9999), st.integers(2, 3), st.integers(1, 6))
+def test_windows_come_close_to_enumeration(seed, groups, count):
+    """Exhaustive optimum of score - price within the bound, requests of equal work."""
+    table, rng = random_map(seed, groups), np.random.default_rng(seed)
+    settings = plain(lead_requests=groups)
+    prompts = random_prompts(rng, count)
+    scores = np.array([CapacityScheduler(table).score(prompt) for prompt in prompts]) - table.prices
+    found = CapacityScheduler(table, settings).assign_window(prompts)
+    limit = count / groups + 1
+    totals = [
+        sum(scores[i, d] for i, d in enumerate(labels))
+        for labels in product(range(groups), repeat=count)
+        if np.bincount(labels).max() <= limit + 1e-9
+    ]
+    assert np.bincount(found).max() <= limit + 1e-9
+    gap = max(totals) - sum(scores[i, d] for i, d in enumerate(found))
+    assert gap <= 0.05 * (max(totals) - min(totals)) + 1e-6
+
+
+def test_a_window_exchanges_what_single_requests_would_take_from_each_other():
+    """One each: the first prefers group 0 a little, the second much; alone the first takes it."""
+    table = make_map([[0.1, 0], [0.9, 0], [0, 0]])
+    alone = CapacityScheduler(table, plain(lead_requests=1))
+    assert [alone.assign([0]), alone.assign([1])] == [0, 1]
+    assert CapacityScheduler(table, plain(lead_requests=1)).assign_window([[0], [1]]) == [1, 0]
+
+
+@given(st.integers(0, 9999), st.integers(0, 9), st.integers(1, 12))
+def test_nobody_waits_longer_than_allowed_and_all_are_served_once(seed, max_wait, release):
+    rng = np.random.default_rng(seed)
+    scheduler = CapacityScheduler(random_map(seed, 3), plain(max_wait=max_wait, release=release))
+    served = {}
+    for arrival, prompt in enumerate(random_prompts(rng, 30)):
+        for assigned in scheduler.submit(prompt):
+            assert assigned.request not in served
+            served[assigned.request] = assigned.group
+            assert arrival - assigned.request <= max_wait
+        assert scheduler.waiting == arrival + 1 - len(served) <= max_wait
+    for assigned in scheduler.flush():
+        assert assigned.request not in served
+        served[assigned.request] = assigned.group
+    assert sorted(served) == list(range(30))
+    assert scheduler.waiting == 0
+    assert scheduler.flush() == []
+
+
+def test_finished_requests_correct_or_leave_the_ledger():
+    table = make_map([[1, 0], [0, 0]])
+    total = CapacityScheduler(table, plain(prompt_cost=0.5))
+    running = CapacityScheduler(table, plain(prompt_cost=0.5, keep_finished=False))
+    for scheduler, left in ((total, [36.0, 0.0]), (running, [0.0, 0.0])):
+        assigned = scheduler.admit([0, 0], expected_tokens=5)
+        assert scheduler.work.tolist() == [6, 0]
+        scheduler.finish(assigned, actual_tokens=35)
+        assert scheduler.work.tolist() == left
+    assert [total.assign([0]) for _ in range(3)] == [1, 1, 1]  # 36 against a mean of 18 is beyond the bound
+    assert running.assign([0]) == 0
+
+
+def test_cached_tokens_add_to_the_score_and_cost_no_work():
+    table = replace(make_map([[0.4, 0], [0, 0]]), cache_weight=1.0)
+    scheduler = CapacityScheduler(table, plain(prompt_cost=1.0))
+    assert scheduler.assign([0, 0, 0, 0], 1, np.array([0, 1])) == 0
+    assigned = scheduler.admit([0, 0, 0, 0], 1, np.array([0, 3]))
+    assert (assigned.group, assigned.work, assigned.prompt_work) == (1, 2.0, 1.0)
+    assert scheduler.work.tolist() == [5, 2]
+
+
+@pytest.mark.parametrize(("weight", "group"), [(0.3, 0), (0.5, 1)])
+def test_a_cached_prompt_weighs_as_much_as_the_map_says(weight, group):
+    """Group 0 is better by 0.4, group 1 has the whole prompt."""
+    scheduler = CapacityScheduler(replace(make_map([[0.4, 0], [0, 0]]), cache_weight=weight), plain())
+    assert scheduler.assign([0] * 4, cached_tokens=np.array([0, 4])) == group
+
+
+def test_prices_follow_the_ledger():
+    """Group 0 is better by 0.25; every mean request ahead of the mean costs it 0.2, and group 1 gains as much."""
+    scheduler = CapacityScheduler(make_map([[0.25, 0], [0, 0]]), plain(lead_requests=1000, feedback=0.2))
+    assert [scheduler.assign([0]) for _ in range(6)] == [0, 0, 1, 0, 1, 0]
+
+
+def test_a_finished_request_no_longer_costs_its_group_value():
+    """Group 0 is better by 0.25 and one request ahead of the mean would cost it 0.5, if it were still counted."""
+    settings = plain(lead_requests=1000, feedback=0.5, keep_finished=False)
+    scheduler = CapacityScheduler(make_map([[0.25, 0], [0, 0]]), settings)
+    for _ in range(5):
+        assigned = scheduler.admit([0])
+        assert assigned.group == 0
+        scheduler.finish(assigned, actual_tokens=10)
+    assert [scheduler.assign([0]) for _ in range(3)] == [0, 1, 0]
+
+
+def test_without_scores_the_least_loaded_group_is_next():
+    """Requests of 10, 1 and 1 to three groups: the next two go to the second and the third, then both are at 2."""
+    scheduler = CapacityScheduler(make_map([[0, 0, 0]] * 2, spread=0.0), plain(lead_requests=1000))
+    assert [scheduler.assign([0], tokens) for tokens in (10, 1, 1, 1, 1, 8, 2)] == [0, 1, 2, 1, 2, 1, 2]
+    handle = scheduler.admit([0], 50)
+    assert handle.group == 2
+    scheduler.finish(handle, 0)  # it ended at once
+    assert scheduler.assign([0], 1) == 2
+
+
+def test_a_request_larger_than_any_room_goes_to_the_least_loaded_group():
+    """Of 10, 1 and 5 tokens, though it would rather go to the others."""
+    scheduler = CapacityScheduler(make_map([[0.9, 0, 0.5], [0, 0, 0]]), plain(lead_requests=0))
+    scheduler._work[:] = 10, 1, 5
+    assert scheduler.assign([0], 50) == 1
+
+
+@given(st.integers(0, 9999), st.integers(1, 6))
+def test_least_loaded_by_what_is_known_at_every_step(seed, groups):
+    rng = np.random.default_rng(seed)
+    scheduler, running = CapacityScheduler(make_map([[0] * groups] * 2, spread=0.0)), []
+    for _ in range(50):
+        work = scheduler.work
+        running.append(scheduler.admit([0], float(rng.integers(1, 30))))
+        assert running[-1].group == work.argmin()
+        if rng.random() < 0.5:
+            scheduler.finish(running.pop(int(rng.integers(len(running)))), float(rng.integers(60)))
+
+
+def test_a_map_with_a_cache_weight_follows_the_prompts_it_has_sent():
+    table = replace(make_map([[0, 0]] * 2, spread=0.0), cache_weight=1.0)
+    scheduler = CapacityScheduler(table, plain(lead_requests=1000, prompt_cost=0.5))
+    first, second = [1] * 40, [2] * 40
+    assert scheduler.admit(first).group == 0
+    assert scheduler.admit(second).group == 1
+    again = scheduler.admit(first)
+    assert (again.group, again.prompt_work) == (0, 4.0)  # 32 of 40 tokens are whole cached blocks, 8 cost a half each
+    assert scheduler.admit([*second, *first]).group == 1
+    assert scheduler.assign(first, cached_tokens=np.array([0, 16])) == 1  # what the caller knows counts instead
+    waiting = CapacityScheduler(table, plain(lead_requests=1000, max_wait=1, release=2))
+    assert waiting.submit(first) == []
+    assert [a.group for a in waiting.submit(second)] == [0, 1]
+    assert waiting.submit(second) == []
+    assert waiting.flush()[0].group == 1
+
+
+def test_the_prefix_cache_is_bounded():
+    table = replace(make_map([[0, 0]] * 2, spread=0.0), cache_weight=1.0)
+    scheduler = CapacityScheduler(table, plain(lead_requests=1000, cache_tokens=16))
+    assert [scheduler.assign([v] * 16) for v in (1, 2, 2, 3)] == [0, 1, 1, 0]
+    assert scheduler.assign([1] * 16) == 0  # 3 took its place, so only the load decides
+
+
+@given(st.integers(0, 9999))
+def test_the_same_arrivals_give_the_same_groups(seed):
+    table, prompts = random_map(seed, 4), random_prompts(np.random.default_rng(seed), 20)
+    one, two = (CapacityScheduler(table) for _ in range(2))
+    assert [one.assign(p) for p in prompts] == [two.assign(p) for p in prompts]
+    assert one.assign_window(prompts) == two.assign_window(prompts)
+
+
+@given(st.integers(0, 9999), st.integers(3, 5))
+def test_groups_that_are_not_allowed_are_as_if_they_were_not(seed, groups):
+    """Against a scheduler of the allowed ones alone, on requests that come and go."""
+    rng = np.random.default_rng(seed)
+    table, allowed = random_map(seed, groups), rng.permutation(np.arange(groups) < rng.integers(1, groups))
+    some = np.flatnonzero(allowed)
+    fewer = replace(table, token_scores=table.token_scores[:, some], bias=table.bias[some], prices=table.prices[some])
+    settings = plain(lead_requests=1.5, feedback=0.1, prompt_cost=1, keep_finished=False)
+    one, two = CapacityScheduler(table, settings), CapacityScheduler(fewer, settings)
+    for prompt in random_prompts(rng, 20):
+        ours, theirs = one.admit(prompt, allowed=allowed), two.admit(prompt)
+        assert ours.group == some[theirs.group]
+        if rng.random() < 0.5:
+            one.finish(ours, 3.0)
+            two.finish(theirs, 3.0)
+    np.testing.assert_allclose(one.work[some], two.work)
+    assert (one.work[~allowed] == 0).all()
+
+
+def test_a_cache_that_is_gone_is_forgotten():
+    table = replace(make_map([[0, 0]] * 2, spread=0.0), cache_weight=1.0)
+    scheduler, prompt = CapacityScheduler(table, plain(lead_requests=1000)), [5] * 16
+    assert [scheduler.assign(p) for p in (prompt, [6] * 16, prompt)] == [0, 1, 0]
+    scheduler.forget_prefixes(0)
+    assert scheduler.assign(prompt) == 1  # only the load decides
+
+
+def test_what_cannot_be_is_refused():
+    with pytest.raises(ValueError, match="lead_requests must not be negative: -1"):
+        SchedulerSettings(lead_requests=-1)
+    with pytest.raises(ValueError, match="release must be at least 1, not 0"):
+        SchedulerSettings(release=0)
+    with pytest.raises(ValueError, match="token_weights has shape"):
+        CapacityScheduler(make_map([[1, 0], [0, 0]], [1, 1, 1]))
+    with pytest.raises(ValueError, match="mean_length must be positive"):
+        CapacityScheduler(make_map([[1, 0]], mean_length=0))
+    scheduler = CapacityScheduler(make_map([[1, 0], [0, 0]]))
+    with pytest.raises(ValueError, match="cached_tokens has shape"):
+        scheduler.assign([0], cached_tokens=np.zeros(3))
+    with pytest.raises(ValueError, match="expected_tokens must not be negative: -1"):
+        scheduler.assign([0], -1)
+    with pytest.raises(ValueError, match="no group is allowed"):
+        scheduler.admit([0], allowed=np.zeros(2, bool))
+    assert scheduler.assign_window([]) == []

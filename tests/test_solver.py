@@ -1,0 +1,158 @@
+"""From a profile to a plan, and what it is expected to gain."""
+
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+from synthetic import planted_trace, random_trace
+
+from semmoe.core import PRIOR, Topology
+from semmoe.replayer import replay
+from semmoe.settings import GenerateSettings, PaperSettings, ReplaySettings, SolveSettings
+from semmoe.solver import expect, score, solve, solve_methods
+from semmoe.splitter import split
+
+QUICK = PaperSettings(steps=3, swaps_per_expert=20)
+TP4 = Topology(ep_size=4)
+
+
+def test_linear_places_experts_in_order_and_reads_no_seed():
+    trace = random_trace(0)
+    plan = solve(trace, TP4, SolveSettings(method="linear", redundant_experts=4))
+    assert plan.placement.physical_to_logical_map.tolist() == [[*range(8), 0, 1, 2, 3]] * 3
+    assert (plan.tokens.kind, plan.requests.kind) == ("by-position", "round-robin")
+    assert plan.settings == {"method": "linear", "redundant_experts": 4}
+    assert (plan.method, plan.trace_hash, plan.fingerprint) == ("linear", trace.digest(), trace.fingerprint)
+
+
+def test_eplb_balances_the_load_of_the_profile():
+    trace = random_trace(1)
+    plan = solve(trace, TP4, SolveSettings(method="eplb", redundant_experts=4))
+    assert plan.placement.physical_to_logical_map.shape == (3, 12)
+    load = np.array([np.bincount(trace.expert_ids[:, l].ravel(), minlength=8) for l in range(3)])
+    copies = plan.placement.logical_replica_count
+    assert (copies[np.arange(3), load.argmax(axis=1)] >= 2).all()
+    assert (plan.tokens.kind, plan.requests.kind) == ("by-position", "round-robin")
+
+
+@pytest.mark.parametrize(("dp_size", "requests", "shuffle"), [(1, False, True), (4, True, False), (2, True, True)])
+def test_the_paper_s_method_schedules_what_the_topology_asks_for(dp_size, requests, shuffle):
+    plan = solve(
+        random_trace(0),
+        Topology(ep_size=4, dp_size=dp_size),
+        SolveSettings(method="paper", paper=replace(QUICK, lookback=1)),
+    )
+    assert plan.requests.by_tables == requests
+    assert plan.tokens.by_tables == shuffle
+    expected = asdict(SolveSettings(method="paper", paper=replace(QUICK, lookback=1)))
+    assert plan.settings == {k: v for k, v in expected.items() if k not in ("predictor", "cocluster", "moetuner")}
+
+
+def test_the_seed_reaches_the_solver():
+    trace = random_trace(2, requests=20)
+    maps = [
+        solve(trace, TP4, SolveSettings(method="paper", paper=QUICK, seed=seed)).placement.physical_to_logical_map
+        for seed in (0, 0, 1, 2, 3)
+    ]
+    np.testing.assert_array_equal(maps[0], maps[1])
+    assert any((maps[0] != other).any() for other in maps[2:])
+
+
+def test_embeddings_reach_the_tables():
+    trace = random_trace(0, requests=2, vocab=40)
+    embeddings = np.random.default_rng(0).normal(size=(40, 4))
+    settings = SolveSettings(method="paper", paper=QUICK)
+    plain, with_neighbours = solve(trace, TP4, settings), solve(trace, TP4, settings, embeddings)
+    assert (plain.tokens.token_source[:-1] == PRIOR).any()
+    assert not (with_neighbours.tokens.token_source[:-1] == PRIOR).any()
+
+
+def test_embeddings_reach_the_request_table():
+    trace = random_trace(0, requests=2, vocab=40)
+    embeddings = np.random.default_rng(0).normal(size=(40, 4))
+    topology, settings = Topology(ep_size=2, dp_size=2), SolveSettings(method="paper", paper=QUICK)
+    plain, with_neighbours = solve(trace, topology, settings), solve(trace, topology, settings, embeddings)
+    assert (plain.requests.request_source[:-1] == PRIOR).any()
+    assert not (with_neighbours.requests.request_source[:-1] == PRIOR).any()
+
+
+def test_a_trace_without_routed_tokens_is_refused():
+    with pytest.raises(ValueError, match="holds no routed token"):
+        solve(random_trace(0, longest=0), TP4, SolveSettings(method="linear"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"method": "magic"}, "linear, eplb, .*, paper, semmoe, not 'magic'"),
+        ({"method": "eplb", "redundant_experts": -1}, "must lie between 0 and .*, not -1"),
+        ({"method": "paper", "redundant_experts": 4}, "no redundant experts"),
+        ({"method": "moetuner", "redundant_experts": 4}, "moetuner does not apply: it has no redundant experts"),
+    ],
+)
+def test_settings_that_no_method_serves_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        solve(random_trace(0), TP4, SolveSettings(**arguments))
+
+
+@pytest.mark.parametrize(
+    ("settings", "arguments"),
+    [
+        (PaperSettings, {"steps": 0}),
+        (PaperSettings, {"theta": 0.0}),
+        (PaperSettings, {"theta": 1.0}),
+        (ReplaySettings, {"batch_tokens": 0}),
+        (ReplaySettings, {"batches": "random"}),
+        (GenerateSettings, {"max_new_tokens": 0}),
+        (GenerateSettings, {"batch_size": 0}),
+        (GenerateSettings, {"dtype": "int8"}),
+    ],
+)
+def test_settings_out_of_range_name_the_value(settings, arguments):
+    (value,) = arguments.values()
+    with pytest.raises(ValueError, match=f"{value}"):
+        settings(**arguments)
+
+
+def test_expectation_is_the_replay_of_requests_held_out():
+    trace, _ = planted_trace(1, 4)
+    settings, measure = (
+        SolveSettings(method="paper", paper=QUICK, seed=3),
+        ReplaySettings(batch_tokens=16, batches="prefill"),
+    )
+    expected = expect(trace, TP4, settings, measure, holdout=0.5)
+    held_out, profile = split(trace, 0.5, 3)
+    result = replay(held_out, solve(profile, TP4, settings), measure).as_dict()
+    assert (expected["requests"], expected["holdout"], expected["batch_tokens"]) == (3, 0.5, 16)
+    assert expected["lar"] == result["lar"]
+    assert expected["layers"] == result["layers"]
+    assert set(result) - set(expected) == {"rows_per_rank_pair"}
+
+
+@pytest.mark.parametrize(("requests", "dp_size", "enough"), [(2, 1, False), (3, 1, True), (6, 4, False), (7, 4, True)])
+def test_nothing_is_expected_of_too_few_requests(requests, dp_size, enough):
+    topology = Topology(ep_size=4, dp_size=dp_size)
+    trace, _ = planted_trace(1, 4, requests_per_group=requests)
+    found = expect(trace, topology, SolveSettings(method="paper", paper=QUICK), ReplaySettings(batch_tokens=8))
+    assert (found is not None) == enough
+
+
+def test_linear_is_always_solved_for_comparison():
+    done = []
+    plans, seconds = solve_methods(
+        random_trace(0), TP4, ["eplb", "eplb"], SolveSettings(redundant_experts=4), done.append
+    )
+    assert list(plans) == list(seconds) == ["linear", "eplb"]
+    assert done == [0, 1]
+    assert plans["linear"].placement.physical_to_logical_map.shape == (3, 12)
+
+
+def test_bytes_are_measured_by_those_of_linear():
+    trace, _ = planted_trace(1, 4)
+    plans, _ = solve_methods(trace, TP4, ["linear", "eplb", "paper"], SolveSettings())
+    measure = ReplaySettings(batch_tokens=32, batches="prefill")
+    scores = score(trace, plans, measure)
+    assert scores["linear"]["bytes_ratio"] == 1.0
+    assert scores["paper"]["bytes_ratio"] == 0.0
+    rows = {name: replay(trace, plan, measure).total.rows.sum() for name, plan in plans.items()}
+    assert scores["eplb"]["bytes_ratio"] == pytest.approx(rows["eplb"] / rows["linear"])

@@ -1,0 +1,144 @@
+"""numba, torch and Triton come to the same scores and slices, bit for bit. Triton runs in its interpreter here."""
+
+import numpy as np
+import pytest
+import torch
+from oracles import score_tokens
+from triton_runs import NO_TRITON, TARGETS, compiles, interpret
+
+from semmoe.runtime import scores as by_torch
+from semmoe.tokens import slices as by_numba
+from semmoe.tokens.slices import PathScores
+
+SHAPES = ((1, 1), (7, 1), (3, 8), (16, 8), (50, 3), (129, 8), (300, 16), (1100, 9))  # (B, S)
+KINDS = ("random", "ties", "equal", "one slice")
+NUMBERS = ("tokens", "first", "ranks", "slices")
+
+
+def batch(kind: str, tokens: int, slices: int) -> np.ndarray:
+    rng = np.random.default_rng(tokens * 31 + slices)
+    scores = rng.integers(-3000, 3000, (tokens, slices))
+    if kind == "ties":
+        scores //= 2000
+    elif kind == "equal":
+        scores[:] = -5
+    elif kind == "one slice":
+        scores[:, slices // 2] += 100_000
+    return scores.astype(np.int32)
+
+
+def score_case(seed: int, tokens: int = 45, ranks: int = 12, experts: int = 6, top_k: int = 3):
+    """Tables, and the arguments of `score` after them."""
+    rng = np.random.default_rng(seed)
+    lookback, ordered = ((0, 0), (1, 1), (3, 1), (2, 2))[seed % 4]
+    rows, path = 9, max((ordered * top_k + lookback - ordered) * experts, 1)
+    tables = PathScores(
+        token_rows=rng.integers(0, rows, 21).astype(np.int32), token_source=np.zeros(21, np.uint8),
+        token_scores=rng.integers(-127, 128, (2, rows, ranks)).astype(np.int8),
+        token_shift=np.array([0, 5], np.uint8),
+        path_scores=rng.integers(-9000, 9000, (2, path, ranks)).astype(np.int16),
+        history_scores=rng.integers(-9000, 9000, (2, 2 * experts + 1, ranks)).astype(np.int16),
+        lookback=lookback, ordered=ordered,
+    )  # fmt: skip
+    ids = rng.integers(-2, 24, tokens)
+    earlier = rng.integers(0, experts, (lookback, tokens, top_k)).astype(np.uint8)
+    history = rng.integers(-5000, 5000, (tokens, ranks)).astype(np.int32) if seed % 2 else None
+    first, slices = ((0, 12), (4, 8), (3, 5))[seed % 3]
+    return tables, (1, first, slices, ids, earlier, history)
+
+
+def tensors(arguments):
+    return [torch.from_numpy(a) if isinstance(a, np.ndarray) else a for a in arguments]
+
+
+def check_score(backend, seed: int) -> None:
+    tables, arguments = score_case(seed)
+    ours = score_tokens(backend, by_torch.DeviceTables.of(tables), *tensors(arguments)).numpy()
+    np.testing.assert_array_equal(ours, score_tokens(by_numba, tables, *arguments))
+
+
+def check_assign(backend, kind: str, tokens: int, slices: int) -> None:
+    scores = batch(kind, tokens, slices)
+    np.testing.assert_array_equal(backend.assign(torch.from_numpy(scores)).numpy(), by_numba.assign(scores))
+
+
+def plain_score(tables, layer, first, slices, ids, earlier, history):
+    known = [v if 0 <= v < len(tables.token_rows) - 1 else -1 for v in ids]
+    out = tables.token_scores[layer, tables.token_rows[known]].astype(np.int32) << tables.token_shift[layer]
+    out = out + (tables.history_scores[layer, -1] if history is None else history)
+    experts, base = tables.history_scores.shape[1] // 2, 0
+    for j, chosen in enumerate(earlier.astype(int)):
+        for k in range(chosen.shape[1]):
+            place = k * experts if j < tables.ordered else 0
+            out += tables.path_scores[layer, base + place + chosen[:, k]]
+        base += experts * (chosen.shape[1] if j < tables.ordered else 1)
+    return out[:, first : first + slices]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_score_sums_the_rows(seed):
+    tables, arguments = score_case(seed)
+    np.testing.assert_array_equal(score_tokens(by_numba, tables, *arguments), plain_score(tables, *arguments))
+    check_score(by_torch, seed)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("tokens", "slices"), SHAPES)
+def test_slices_fit_and_torch_agrees(kind, tokens, slices):
+    counts = np.bincount(by_numba.assign(batch(kind, tokens, slices)), minlength=slices)
+    assert counts.max() <= -(-tokens // slices)
+    assert len(counts) == slices
+    check_assign(by_torch, kind, tokens, slices)
+
+
+def test_no_tokens():
+    assert by_numba.assign(np.zeros((0, 4), np.int32)).shape == (0,)
+    assert by_torch.assign(torch.zeros((0, 4), dtype=torch.int32)).shape == (0,)
+
+
+def test_worked_example():
+    np.testing.assert_array_equal(by_numba.assign(np.array([[9, 1], [5, 4], [7, 0], [0, 6]], np.int32)), [0, 1, 0, 1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nearly_the_optimum(kind):
+    from scipy.optimize import linear_sum_assignment
+
+    scores = batch(kind, 240, 8) + 10_000
+    rows, columns = linear_sum_assignment(np.repeat(scores, 30, axis=1), maximize=True)
+    ours = scores[np.arange(240), by_numba.assign(scores)].sum()
+    assert ours >= 0.98 * scores[rows, columns // 30].sum()
+
+
+def test_triton_interpreted():
+    interpret(__file__)
+
+
+def interpreted() -> None:
+    import semmoe.runtime.kernels.scores as by_triton
+
+    by_triton.ASSIGN_TILE = 512  # several blocks for the larger batches
+    for seed in range(6):
+        check_score(by_triton, seed)
+    for kind in KINDS:
+        for tokens, slices in ((7, 1), (3, 8), (50, 3), (129, 8)):
+            check_assign(by_triton, kind, tokens, slices)
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_triton_compiles(target):
+    pytest.importorskip("triton", reason=NO_TRITON)
+    import semmoe.runtime.kernels.scores as kernels
+
+    pointers, block = {"scores": "*i32", "out": "*i16"}, {"BLOCK": 128, "WIDTH": 8}
+    compiles(target, kernels.assign_kernel, pointers, ("tokens", "slices", "size"), block)
+    block = {"BLOCK": 32, "WIDTH": 8}
+    pointers = {"out": "*i32", "token_ids": "*i64", "token_rows": "*i32", "token_scores": "*i8"}
+    compiles(target, kernels.look_up_kernel, pointers, (*NUMBERS, "last", "shift"), block)
+    pointers = {"out": "*i32", "looked_up": "*i32", "path_scores": "*i16", "earlier": "*u8", "history": "*i32"}
+    constants = {"HAS_HISTORY": True, "LAYERS": 5, "TOP_K": 4, "ORDERED": 2, "EXPERTS": 32, **block}
+    compiles(target, kernels.score_kernel, pointers, NUMBERS, constants)
+
+
+if __name__ == "__main__":
+    interpreted()
