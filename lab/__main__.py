@@ -8,7 +8,6 @@ from rich import box
 from rich.table import Table
 
 from semmoe import console
-from semmoe.bounds import require
 from semmoe.cli.app import new_app
 from semmoe.cli.options import INPUT, OUTPUT, Json, Seed
 from semmoe.files import check_output
@@ -27,28 +26,35 @@ def reproduce(
     items: Annotated[
         list[str] | None, typer.Argument(help="Their names, of --list; none: all of them.", show_default=False)
     ] = None,
-    out: Annotated[
-        Path, typer.Option(help="A folder for data and pictures.", rich_help_panel=OUTPUT)
-    ] = Path("reproduced"),
+    out: Annotated[Path, typer.Option(help="A folder for data and pictures.", rich_help_panel=OUTPUT)] = Path(
+        "reproduced"
+    ),
     trace: Annotated[
         list[Path] | None,
-        typer.Option(help="A trace to look at beside the shipped model's routing; may be given again.",
-                     rich_help_panel=INPUT, show_default=False),
+        typer.Option(
+            help="A trace to look at beside the shipped model's routing; may be given again.",
+            rich_help_panel=INPUT,
+            show_default=False,
+        ),
     ] = None,
     dataset: Annotated[
         list[Path] | None,
-        typer.Option(help="table3: a kind of prompts, in a file; give two or more.", rich_help_panel=INPUT,
-                     show_default=False),
+        typer.Option(
+            help="table3: a kind of prompts, in a file; give two or more.", rich_help_panel=INPUT, show_default=False
+        ),
     ] = None,
     results: Annotated[
         Path | None,
-        typer.Option(help="What benchmarks wrote, for items that need an engine or root; without it, the checkout's.",
-                     rich_help_panel=INPUT, show_default=False),
+        typer.Option(
+            help="What benchmarks wrote, for items that need an engine or root; without it, the checkout's.",
+            rich_help_panel=INPUT,
+            show_default=False,
+        ),
     ] = None,
     seed: Seed = 0,
     list_items: Annotated[bool, typer.Option("--list", help="Say what there is, what it needs, and end.")] = False,
     as_json: Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """Make the paper's tables and figures from what this machine can run, each beside what was published.
 
     Every item leaves NAME.csv, NAME.json and NAME.svg; summary.md has the table that is printed at the end. What the
@@ -66,11 +72,13 @@ def reproduce(
         _print_items(chosen, as_json)
         return
     for path in [*(trace or []), *(dataset or []), *([results] if results else [])]:
-        require(path.exists(), f"{path}: there is no such file")
+        if not path.exists():
+            raise ValueError(f"{path}: there is no such file")
     check_output(out, directory=True, force=True)  # items add to a folder
     with console.bars() as bars:
-        inputs = Inputs(seed=seed, traces=trace or [], datasets=dataset or [], task=bars.task,
-                        results=results or RESULTS)  # fmt: skip
+        inputs = Inputs(
+            seed=seed, traces=trace or [], datasets=dataset or [], task=bars.task, results=results or RESULTS
+        )
         made: list[dict[str, Any]] = []
         for item in chosen:
             advance = bars.task(item.name, 1)

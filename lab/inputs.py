@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from lab.subjects import field_of
-from semmoe.bounds import require
 from semmoe.core import Plan, RoutingTrace, Topology
 from semmoe.dataset import Prompt, encode, load_dataset
 from semmoe.demo import MODEL, demo_prompts
@@ -96,8 +95,7 @@ class Inputs:
             return self.shipped
         prompts = {_name(path): load_dataset(path, self.per_domain) for path in self.datasets}
         return self._profiled(
-            [prompt for of in prompts.values() for prompt in of],
-            [name for name, of in prompts.items() for _ in of],
+            [prompt for of in prompts.values() for prompt in of], [name for name, of in prompts.items() for _ in of]
         )
 
     @cached_property
@@ -105,7 +103,8 @@ class Inputs:
         """Of every benchmark's run in the folder of results."""
         if self.results is None:
             return []
-        require(self.results.is_dir(), f"{self.results}: there is no such folder of results")
+        if not self.results.is_dir():
+            raise ValueError(f"{self.results}: there is no such folder of results")
         return [part for path in sorted(self.results.glob("*.txt")) for part in parts(path)]
 
     def _profiled(self, prompts: list[Prompt], domains: list[str]) -> Source:

@@ -35,8 +35,9 @@ def figure6a(inputs: Inputs) -> Result:
         rows += [[source.name, domain, float(x), float(y)] for domain, (x, y) in zip(domains, at, strict=True)]
         comparisons.append(_neighbours_beside(source, shares, domains))
     stated = {"method": "t-SNE of each request's shares of experts (scikit-learn), perplexity 30"}
-    return Result(columns=["source", "kind", "x", "y"], rows=rows, picture=figure, stated=stated,
-                  comparisons=comparisons)  # fmt: skip
+    return Result(
+        columns=["source", "kind", "x", "y"], rows=rows, picture=figure, stated=stated, comparisons=comparisons
+    )
 
 
 def request_shares(trace: RoutingTrace, layer: int) -> np.ndarray:
@@ -75,10 +76,14 @@ def figure6b(inputs: Inputs) -> Result:
     comparisons = []
     for source, (left, right) in zip(inputs.sources, axes, strict=True):
         frequency, counts = first_layer(source.trace)
-        shown = left.imshow(reordered(counts, inputs.seed), aspect="auto", cmap="magma_r",
-                            interpolation="nearest", rasterized=True)  # fmt: skip
-        left.set(title=f"{source.name}: {min(TYPES, len(counts))} most frequent token types",
-                 xlabel="expert, reordered", ylabel="token type, reordered")  # fmt: skip
+        shown = left.imshow(
+            reordered(counts, inputs.seed), aspect="auto", cmap="magma_r", interpolation="nearest", rasterized=True
+        )
+        left.set(
+            title=f"{source.name}: {min(TYPES, len(counts))} most frequent token types",
+            xlabel="expert, reordered",
+            ylabel="token type, reordered",
+        )
         figure.colorbar(shown, ax=left, label="share of the token's choices")
         peaks = kurtosis(counts, axis=1, fisher=False)
         for name, weights, ink in (("by type", np.ones(len(peaks)), OTHER), ("by occurrence", frequency, PLAN)):
@@ -118,10 +123,10 @@ def _kurtosis_beside(source: Source, rows: list[list[Any]]) -> Comparison:
         what=f"{source.name}: tokens whose experts have a kurtosis above 8",
         published="most",
         measured=f"{rows[0][-1]:.0%} of types, {rows[1][-1]:.0%} by occurrence; medians {rows[0][3]:.1f} and "
-                 f"{rows[1][3]:.1f}",
+        f"{rows[1][3]:.1f}",
         why=f"a token that always takes the same {f.top_k} of {f.num_experts} experts has {even:.1f}, one that always "
-            "takes the same 6 of 64 (DeepSeek-V2-Lite) 8.8",
-    )  # fmt: skip
+        "takes the same 6 of 64 (DeepSeek-V2-Lite) 8.8",
+    )
 
 
 ITEMS = [

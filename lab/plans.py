@@ -5,17 +5,7 @@ from typing import Any
 import numpy as np
 
 from lab.inputs import Inputs, Source
-from lab.item import (
-    MODEL_DIFFERS,
-    VANILLA,
-    Cell,
-    Comparison,
-    Item,
-    LackingError,
-    Result,
-    colour,
-    panel,
-)
+from lab.item import MODEL_DIFFERS, VANILLA, Cell, Comparison, Item, LackingError, Result, colour, panel
 from semmoe.core import Topology
 from semmoe.methods import METHODS, obstacle
 from semmoe.metrics import layer_traffic
@@ -44,12 +34,18 @@ def figure5b(inputs: Inputs) -> Result:
                 found = replay(rest, inputs.solved(profile, topology, method), ReplaySettings(seed=inputs.seed))
                 rows.append([source.name, attention.upper(), NAMES.get(method, method), *_scores(found)])
     stated = {
-        "topology": f"EP{RANKS}, no redundant experts", "batches": "1,024 tokens of all ranks, mixed",
+        "topology": f"EP{RANKS}, no redundant experts",
+        "batches": "1,024 tokens of all ranks, mixed",
         "split": f"{SHARE:.0%} of the requests profile, the rest are scored, near-duplicates on one side",
-    }  # fmt: skip
+    }
     columns = ["source", "attention", "method", "LAR", "remote ranks", "load max/median", "load max/mean"]
-    return Result(columns=columns, rows=rows, picture=_methods_picture(rows, inputs.sources), stated=stated,
-                  comparisons=_methods_beside(rows))  # fmt: skip
+    return Result(
+        columns=columns,
+        rows=rows,
+        picture=_methods_picture(rows, inputs.sources),
+        stated=stated,
+        comparisons=_methods_beside(rows),
+    )
 
 
 def _scores(found: ReplayResult) -> list[float]:
@@ -78,20 +74,24 @@ def _methods_beside(rows: list[list[Cell]]) -> list[Comparison]:
         own: dict[str, Any] = {str(row[2]): row for row in rows if row[:2] == [source, "TP"]}
         vanilla, best = own["vanilla"][3], max(row[3] for name, row in own.items() if name not in ("paper", "semmoe"))
         gains = [f"{own[m][3]:.3f} ({100 * (own[m][3] - vanilla):+.1f} points)" for m in ("paper", "semmoe")]
-        out.append(Comparison(
-            what=f"{source}: local activation rate, attention-TP, EP{RANKS} (vanilla {vanilla:.3f})",
-            published="37 % and 43 % more than vanilla's, DeepSeek-V2-Lite and Qwen3-30B (figure 5a)",
-            measured=f"paper's method {gains[0]}, semmoe {gains[1]}",
-            why=f"{MODEL_DIFFERS}; it is not said whether points or per cent are meant, nor whether the requests that "
-                "are scored were profiled too",
-        ))  # fmt: skip
-        out.append(Comparison(
-            what=f"{source}: over the best baseline's ({best:.3f}); load max/median",
-            published="15.4 % (EP8, DeepSeek-V2-Lite), balanced",
-            measured=f"{100 * (own['semmoe'][3] - best):+.1f} points; {own['semmoe'][5]:.3f} "
-                     f"(vanilla {own['vanilla'][5]:.3f}, paper's method {own['paper'][5]:.3f})",
-            why=f"{MODEL_DIFFERS}; placements alone leave attention-TP's rate at 1/G, as tokens stay by position",
-        ))  # fmt: skip
+        out.append(
+            Comparison(
+                what=f"{source}: local activation rate, attention-TP, EP{RANKS} (vanilla {vanilla:.3f})",
+                published="37 % and 43 % more than vanilla's, DeepSeek-V2-Lite and Qwen3-30B (figure 5a)",
+                measured=f"paper's method {gains[0]}, semmoe {gains[1]}",
+                why=f"{MODEL_DIFFERS}; it is not said whether points or per cent are meant, nor whether the requests "
+                "that are scored were profiled too",
+            )
+        )
+        out.append(
+            Comparison(
+                what=f"{source}: over the best baseline's ({best:.3f}); load max/median",
+                published="15.4 % (EP8, DeepSeek-V2-Lite), balanced",
+                measured=f"{100 * (own['semmoe'][3] - best):+.1f} points; {own['semmoe'][5]:.3f} "
+                f"(vanilla {own['vanilla'][5]:.3f}, paper's method {own['paper'][5]:.3f})",
+                why=f"{MODEL_DIFFERS}; placements alone leave attention-TP's rate at 1/G, as tokens stay by position",
+            )
+        )
     return out
 
 
@@ -105,8 +105,10 @@ def table4(inputs: Inputs) -> Result:
     """The same of other models, across fields of their subjects."""
     sources = [source for source in inputs.others if source.domains]
     if not sources:
-        raise LackingError("a trace whose requests have subjects: --trace NAME.npz beside NAME.meta.json.gz, as "
-                           "examples/convert_fingerprinting.py writes them")  # fmt: skip
+        raise LackingError(
+            "a trace whose requests have subjects: --trace NAME.npz beside NAME.meta.json.gz, as "
+            "examples/convert_fingerprinting.py writes them"
+        )
     return _transfers(sources, inputs.seed, "46.9 and 43.6 % where profiled, 33.4 to 39.3 % elsewhere")
 
 
@@ -117,9 +119,10 @@ def _transfers(sources: list[Source], seed: int, published: str) -> Result:
         own = [row for row in rows if row[0] == source.name]
         _transfer_picture(figure, axis, own, source.name)
     stated = {
-        "topology": "attention-TP, EP4, no redundant experts", "median": "over layers, as `p50`",
+        "topology": "attention-TP, EP4, no redundant experts",
+        "median": "over layers, as `p50`",
         "split": f"{SHARE:.0%} of a kind's requests profile, the others of each kind are scored",
-    }  # fmt: skip
+    }
     columns = ["source", "profiled on", "run on", "LAR p50 of layers", "LAR"]
     comparisons = [c for source in sources for c in _transfer_beside(rows, source.name, published)]
     return Result(columns=columns, rows=rows, picture=figure, stated=stated, comparisons=comparisons)
@@ -129,8 +132,15 @@ def _transfer_picture(figure: Any, axis: Any, rows: list[list[Any]], name: str) 
     profiled, kinds = (list(dict.fromkeys(row[i] for row in rows)) for i in (1, 2))
     grid = np.array([[next(r[4] for r in rows if r[1:3] == [p, k]) for k in kinds] for p in profiled])
     shown = axis.imshow(grid, cmap="viridis", vmin=0, vmax=max(0.6, grid.max()))
-    axis.set(title=name, xticks=range(len(kinds)), xticklabels=kinds, yticks=range(len(profiled)),
-             yticklabels=profiled, xlabel="run on", ylabel="profiled on")  # fmt: skip
+    axis.set(
+        title=name,
+        xticks=range(len(kinds)),
+        xticklabels=kinds,
+        yticks=range(len(profiled)),
+        yticklabels=profiled,
+        xlabel="run on",
+        ylabel="profiled on",
+    )
     axis.tick_params(axis="x", labelrotation=30)
     for (i, j), value in np.ndenumerate(grid):
         ink = "black" if value > 0.3 else "white"
@@ -161,11 +171,14 @@ def _transfer_beside(rows: list[list[Any]], name: str, published: str) -> list[C
     home, away = ([row[3] for row in own if (row[1] == row[2]) is same] for same in (True, False))
     if not away:
         return []
-    return [Comparison(
-        what=f"{name}: LAR (p50 of layers) where profiled, and on other text, means (vanilla {vanilla:.3f})",
-        published=published, measured=f"{np.mean(home):.3f} and {np.mean(away):.3f}",
-        why=f"{MODEL_DIFFERS}; kinds of text that differ more or less; half of a kind's few requests profile",
-    )]  # fmt: skip
+    return [
+        Comparison(
+            what=f"{name}: LAR (p50 of layers) where profiled, and on other text, means (vanilla {vanilla:.3f})",
+            published=published,
+            measured=f"{np.mean(home):.3f} and {np.mean(away):.3f}",
+            why=f"{MODEL_DIFFERS}; kinds of text that differ more or less; half of a kind's few requests profile",
+        )
+    ]
 
 
 # The worked example: 8 tokens of two kinds on two ranks, 4 experts, 2 chosen by each. Tokens of kind 0 choose experts
@@ -177,8 +190,12 @@ CHOICES = np.array([[0, 2], [1, 3]])
 def figure3(inputs: Inputs) -> Result:
     """Our own small case: what moving tokens, experts, and both does to the tokens that cross a link."""
     in_turn, by_kind = np.arange(8) // 4, KIND_OF_TOKEN
-    ways = [("as they come", in_turn, [0, 1, 2, 3]), ("tokens moved", by_kind, [0, 1, 2, 3]),
-            ("experts moved", in_turn, [0, 2, 1, 3]), ("both moved", by_kind, [0, 2, 1, 3])]  # fmt: skip
+    ways = [
+        ("as they come", in_turn, [0, 1, 2, 3]),
+        ("tokens moved", by_kind, [0, 1, 2, 3]),
+        ("experts moved", in_turn, [0, 2, 1, 3]),
+        ("both moved", by_kind, [0, 2, 1, 3]),
+    ]
     rows: list[list[Any]] = []
     for name, home, held in ways:
         serving = np.tile(np.argsort(held) // 2, (2, 1))
@@ -189,12 +206,18 @@ def figure3(inputs: Inputs) -> Result:
     axes[0, 0].set(ylabel="remote activated tokens", title="8 tokens of two kinds, 4 experts, two ranks")
     compared = Comparison(
         what="remote activated tokens (dispatched and combined), as they come and with both moved",
-        published="16 and 4 (attention-DP), 12 and 2 (attention-TP)", measured=f"{rows[0][1]} and {rows[3][1]}",
+        published="16 and 4 (attention-DP), 12 and 2 (attention-TP)",
+        measured=f"{rows[0][1]} and {rows[3][1]}",
         why="a case of our own, in which the two kinds separate wholly",
-    )  # fmt: skip
+    )
     stated = {"workload": "eight tokens, written down in lab/plans.py"}
-    return Result(columns=["way", "remote activated tokens", "LAR"], rows=rows, picture=figure, stated=stated,
-                  comparisons=[compared])  # fmt: skip
+    return Result(
+        columns=["way", "remote activated tokens", "LAR"],
+        rows=rows,
+        picture=figure,
+        stated=stated,
+        comparisons=[compared],
+    )
 
 
 BY_METHOD, TRANSFER = "Local activation rate and load by method", "Profiled on one kind of text, run on another"

@@ -19,17 +19,29 @@ def table1(inputs: Inputs) -> Result:
     for source, axis in zip(inputs.sources, axes[0], strict=True):
         layers = concentration(source.trace, build_affinity(source.trace))
         for form in ("by_type", "by_occurrence"):
-            rows += [[source.name, one["layer"], form.replace("_", " "),
-                      *(one[form][s][q] for s in STATISTICS for q in QUANTILES)] for one in layers]  # fmt: skip
+            rows += [
+                [
+                    source.name,
+                    one["layer"],
+                    form.replace("_", " "),
+                    *(one[form][s][q] for s in STATISTICS for q in QUANTILES),
+                ]
+                for one in layers
+            ]
             axis.plot([one[form]["f1"]["p50"] for one in layers], label=f"F1, {form.replace('_', ' ')}")
-            axis.plot([one[form]["cumulative_hotness"]["p50"] for one in layers], "--",
-                      label=f"hotness of the top k, {form.replace('_', ' ')}")  # fmt: skip
+            axis.plot(
+                [one[form]["cumulative_hotness"]["p50"] for one in layers],
+                "--",
+                label=f"hotness of the top k, {form.replace('_', ' ')}",
+            )
         axis.set(title=source.name, xlabel="MoE layer", ylabel="median", ylim=(0, 1.02))
         axis.legend(fontsize=7)
         comparisons += _concentration_beside(source, layers, inputs.seed)
     columns = ["source", "layer", "weighted", *(f"{s} {q}" for s in STATISTICS for q in QUANTILES)]
-    stated = {"split": "none: the same requests profile and are predicted, as published; precision and F1 of A.2: 25 % "
-              "of the requests profile, near-duplicates on one side"}  # fmt: skip
+    stated = {
+        "split": "none: the same requests profile and are predicted, as published; precision and F1 of A.2: 25 % "
+        "of the requests profile, near-duplicates on one side"
+    }
     return Result(columns=columns, rows=rows, picture=figure, stated=stated, comparisons=comparisons)
 
 
@@ -41,14 +53,25 @@ def _concentration_beside(source: Source, layers: list[dict], seed: int) -> list
     mean = {name: float(np.mean([one[name] for one in held_out])) for name in ("precision", "f1")}
     rare = "per type it is flattered by rare tokens: one seen once has 1 by construction"
     return [
-        Comparison(what=f"{source.name}: median F1 of a token's hottest k, by layer", published="0.833 to 1.000",
-                   measured=f"{span(f1)} per type, {span(weighted)} by occurrence", why=f"{MODEL_DIFFERS}; {rare}"),
-        Comparison(what=f"{source.name}: their share of its activations", published="0.833 to 1.000",
-                   measured=span(hotness), why=MODEL_DIFFERS),
-        Comparison(what=f"{source.name}: precision and F1 on requests that were not profiled",
-                   published="0.963 and 0.788", measured=f"{mean['precision']:.3f} and {mean['f1']:.3f}",
-                   why=f"{MODEL_DIFFERS}, and a smaller profile"),
-    ]  # fmt: skip
+        Comparison(
+            what=f"{source.name}: median F1 of a token's hottest k, by layer",
+            published="0.833 to 1.000",
+            measured=f"{span(f1)} per type, {span(weighted)} by occurrence",
+            why=f"{MODEL_DIFFERS}; {rare}",
+        ),
+        Comparison(
+            what=f"{source.name}: their share of its activations",
+            published="0.833 to 1.000",
+            measured=span(hotness),
+            why=MODEL_DIFFERS,
+        ),
+        Comparison(
+            what=f"{source.name}: precision and F1 on requests that were not profiled",
+            published="0.963 and 0.788",
+            measured=f"{mean['precision']:.3f} and {mean['f1']:.3f}",
+            why=f"{MODEL_DIFFERS}, and a smaller profile",
+        ),
+    ]
 
 
 def figure6c(inputs: Inputs) -> Result:
@@ -60,23 +83,30 @@ def figure6c(inputs: Inputs) -> Result:
     for source, axis in zip(inputs.sources, axes[:-1], strict=True):
         correlation = layer_correlation(source, layer := min(3, source.trace.fingerprint.num_layers - 2))
         shown = axis.imshow(correlation[:, np.argsort(correlation.argmax(axis=0), kind="stable")], cmap="magma")
-        axis.set(title=f"{source.name}: layers {layer} and {layer + 1}", xlabel="expert of the later layer, reordered",
-                 ylabel="expert of the earlier layer")  # fmt: skip
+        axis.set(
+            title=f"{source.name}: layers {layer} and {layer + 1}",
+            xlabel="expert of the later layer, reordered",
+            ylabel="expert of the earlier layer",
+        )
         figure.colorbar(shown, ax=axis, label="correlation")
         curve = next_layer_hit_rate(source.trace, 5, 0.25, inputs.seed)
         axes[-1].plot([p["lookback"] for p in curve], [p["hit_rate"] for p in curve], "o-", label=source.name)
         rows += [[source.name, point["lookback"], point["hit_rate"]] for point in curve]
         last = curve[-1]
         comparisons.append(
-            Comparison(what=f"{source.name}: share of the next layer's experts found, looking back up to five layers",
-                       published="about 0.70 at five", measured=f"{last['hit_rate']:.3f} at {last['lookback']}",
-                       why="the paper has Mixtral-8x7B (2 of 8) and does not say how it predicts; here a linear fit")
-        )  # fmt: skip
+            Comparison(
+                what=f"{source.name}: share of the next layer's experts found, looking back up to five layers",
+                published="about 0.70 at five",
+                measured=f"{last['hit_rate']:.3f} at {last['lookback']}",
+                why="the paper has Mixtral-8x7B (2 of 8) and does not say how it predicts; here a linear fit",
+            )
+        )
     axes[-1].set(title="looking back", xlabel="layers before", ylabel="share found", ylim=(0, 1))
     axes[-1].legend(fontsize=7)
     stated = {"split": "25 % of the requests fit, the rest are predicted, near-duplicates on one side"}
-    return Result(columns=["source", "lookback", "hit rate"], rows=rows, picture=figure, stated=stated,
-                  comparisons=comparisons)  # fmt: skip
+    return Result(
+        columns=["source", "lookback", "hit rate"], rows=rows, picture=figure, stated=stated, comparisons=comparisons
+    )
 
 
 def layer_correlation(source: Source, layer: int) -> np.ndarray:

@@ -13,7 +13,6 @@ from typing import Any
 from lab import maps, plans, routing, runtime, serving
 from lab.inputs import Inputs
 from lab.item import Item, LackingError, Result
-from semmoe.bounds import require
 from semmoe.files import atomic_file
 
 EVERY = (*routing.ITEMS, *maps.ITEMS, *plans.ITEMS, *runtime.ITEMS, *serving.ITEMS)
@@ -27,7 +26,8 @@ SUMMARY = "summary.md"
 def choose(names: Sequence[str]) -> list[Item]:
     """Raises ValueError for a name that there is not."""
     unknown = [name for name in names if name not in ITEMS]
-    require(not unknown, f"there is no item {', '.join(unknown)}: choose of {', '.join(ITEMS)}")
+    if unknown:
+        raise ValueError(f"there is no item {', '.join(unknown)}: choose of {', '.join(ITEMS)}")
     return [ITEMS[name] for name in dict.fromkeys(names)] if names else list(ITEMS.values())
 
 
@@ -43,9 +43,12 @@ def make(item: Item, inputs: Inputs, out: Path) -> dict[str, Any]:
     except LackingError as error:
         return {**record, "lacks": str(error), "comparisons": []}
     record |= {
-        "seconds": round(time.perf_counter() - began, 1), "stated": _stated(item, inputs, result),
-        "columns": result.columns, "rows": result.rows, "comparisons": [asdict(c) for c in result.comparisons],
-    }  # fmt: skip
+        "seconds": round(time.perf_counter() - began, 1),
+        "stated": _stated(item, inputs, result),
+        "columns": result.columns,
+        "rows": result.rows,
+        "comparisons": [asdict(c) for c in result.comparisons],
+    }
     _write(item, result, record, out)
     return record
 

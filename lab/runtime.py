@@ -40,15 +40,18 @@ def _set_ups(inputs: Inputs) -> list[Any]:
         name = attention.upper()
         topology = Topology.for_attention(attention, RANKS)
         vanilla = vanilla_plan(trace.fingerprint, topology)
-        out += [SetUp(name=f"{name}, vanilla", plan=vanilla),
-                SetUp(name=f"{name}, semmoe", plan=inputs.solved(trace, topology))]  # fmt: skip
+        out += [
+            SetUp(name=f"{name}, vanilla", plan=vanilla),
+            SetUp(name=f"{name}, semmoe", plan=inputs.solved(trace, topology)),
+        ]
     for method in ("moetuner", "paper"):
         out.append(SetUp(name=f"TP, {method}", plan=inputs.solved(trace, topology, method)))
     for copies in (E // 4, E):
         plan = inputs.solved(trace, topology, copies=copies)
         out.append(SetUp(name=f"TP, semmoe, {copies} copies", plan=plan))
-    everywhere = Placement(physical_to_logical_map=np.tile(np.arange(E, dtype=np.int32), (L, RANKS)), num_experts=E,
-                           ep_size=RANKS)  # fmt: skip
+    everywhere = Placement(
+        physical_to_logical_map=np.tile(np.arange(E, dtype=np.int32), (L, RANKS)), num_experts=E, ep_size=RANKS
+    )
     return [*out, SetUp(name=EVERYWHERE, plan=replace(vanilla, placement=everywhere))]
 
 
@@ -84,8 +87,15 @@ def _measure_layers(inputs: Inputs) -> list[dict[str, Any]]:
         agreement = compare_outputs(model, prompts, reference, of[0].outputs)
         if not agreement.holds:
             raise RuntimeError(f"{up.name}: outputs differ from plain transformers', {agreement}")
-        out.append({"network": HERE, "name": up.name, "lar": of[0].lar, "load": of[0].load_max_over_mean,
-                    "parts_ms": layer_parts(of, layers)})  # fmt: skip
+        out.append(
+            {
+                "network": HERE,
+                "name": up.name,
+                "lar": of[0].lar,
+                "load": of[0].load_max_over_mean,
+                "parts_ms": layer_parts(of, layers),
+            }
+        )
     return out
 
 
@@ -105,8 +115,11 @@ def all_to_all_share(parts: dict[str, float]) -> float:
 
 def figure1(inputs: Inputs) -> Result:
     """Where the time of a layer goes, and the share of the expert all-to-all."""
-    wanted = [row for row in [*measured_layers(inputs), *_slow_layers(inputs)]
-              if row["name"] in ("DP, vanilla", "DP, semmoe", "TP, vanilla", "TP, semmoe")]  # fmt: skip
+    wanted = [
+        row
+        for row in [*measured_layers(inputs), *_slow_layers(inputs)]
+        if row["name"] in ("DP, vanilla", "DP, semmoe", "TP, vanilla", "TP, semmoe")
+    ]
     rows: list[list[Cell]] = [
         [r["network"], r["name"], *(r["parts_ms"][p] for p in SHOWN), all_to_all_share(r["parts_ms"])] for r in wanted
     ]
@@ -120,16 +133,27 @@ def figure1(inputs: Inputs) -> Result:
     axes[0, 0].set(xlabel="ms per layer and 1,000 tokens", title="Time of a layer")
     axes[0, 0].tick_params(axis="y", labelsize=7)
     axes[0, 0].legend(fontsize=7)
-    comparisons = [Comparison(
-        what=f"share of a MoE layer that is all-to-all, {network}, vanilla and on the plan",
-        published="up to 59.2 %, vanilla (DeepSeek-V2-Lite, 8 GPUs)",
-        measured="; ".join(_shares(rows, network, mode) for mode in ("DP", "TP")),
-        why=f"{NO_GPU}; waiting for slower ranks counts",
-    ) for network in dict.fromkeys(str(row[0]) for row in rows)]  # fmt: skip
-    stated = {"topology": PROCESSES, "other networks": "as `make bench-runtime` measured them, where its file is there",
-              "outputs": "identical to plain transformers', checked"}  # fmt: skip
-    return Result(columns=["network", "set-up", *(f"{p} ms" for p in SHOWN), "all-to-all of the MoE layer"], rows=rows,
-                  picture=figure, stated=stated, comparisons=comparisons)  # fmt: skip
+    comparisons = [
+        Comparison(
+            what=f"share of a MoE layer that is all-to-all, {network}, vanilla and on the plan",
+            published="up to 59.2 %, vanilla (DeepSeek-V2-Lite, 8 GPUs)",
+            measured="; ".join(_shares(rows, network, mode) for mode in ("DP", "TP")),
+            why=f"{NO_GPU}; waiting for slower ranks counts",
+        )
+        for network in dict.fromkeys(str(row[0]) for row in rows)
+    ]
+    stated = {
+        "topology": PROCESSES,
+        "other networks": "as `make bench-runtime` measured them, where its file is there",
+        "outputs": "identical to plain transformers', checked",
+    }
+    return Result(
+        columns=["network", "set-up", *(f"{p} ms" for p in SHOWN), "all-to-all of the MoE layer"],
+        rows=rows,
+        picture=figure,
+        stated=stated,
+        comparisons=comparisons,
+    )
 
 
 def _shares(rows: list[list[Cell]], network: str, mode: str) -> str:
@@ -148,22 +172,39 @@ def figure5a(inputs: Inputs) -> Result:
     for name, lar, _, milliseconds, _ in rows:
         axes[0, 0].scatter(lar, milliseconds, color=colour(str(name)))
         axes[0, 0].annotate(str(name), (lar, milliseconds), fontsize=7, xytext=(4, 4), textcoords="offset points")
-    axes[0, 0].set(xlabel="local activation rate", ylabel="ms per MoE layer and 1,000 tokens", xlim=(0, 1.15),
-                   ylim=(0, 1.15 * max(_moe_ms(r) for r in found)), title="attention-TP, EP4, loopback")  # fmt: skip
+    axes[0, 0].set(
+        xlabel="local activation rate",
+        ylabel="ms per MoE layer and 1,000 tokens",
+        xlim=(0, 1.15),
+        ylim=(0, 1.15 * max(_moe_ms(r) for r in found)),
+        title="attention-TP, EP4, loopback",
+    )
     by_name = {row[0]: row for row in rows}
     slow = {(r["network"], r["name"]): r for r in _slow_layers(inputs)}
-    links = [f"{1 - _moe_ms(row) / _moe_ms(slow[network, 'TP, vanilla']):.1%} over {network}"
-             for (network, name), row in slow.items() if name == "TP, semmoe"]  # fmt: skip
+    links = [
+        f"{1 - _moe_ms(row) / _moe_ms(slow[network, 'TP, vanilla']):.1%} over {network}"
+        for (network, name), row in slow.items()
+        if name == "TP, semmoe"
+    ]
     compared = Comparison(
         what="MoE layer's time saved on the plan, attention-TP, EP4 (LAR "
-             f"{rows[0][1]:.3f} to {by_name['semmoe'][1]:.3f})",
+        f"{rows[0][1]:.3f} to {by_name['semmoe'][1]:.3f})",
         published="41.8 % and 46.6 %, LAR 37 % and 43 % higher (DeepSeek-V2-Lite, Qwen3-30B)",
-        measured="; ".join([f"{_saved(by_name['semmoe'])} over loopback (paper's method {_saved(by_name['paper'])}, "
-                            f"every expert everywhere {_saved(rows[-1])})", *links]),
+        measured="; ".join(
+            [
+                f"{_saved(by_name['semmoe'])} over loopback (paper's method {_saved(by_name['paper'])}, "
+                f"every expert everywhere {_saved(rows[-1])})",
+                *links,
+            ]
+        ),
         why=f"{NO_GPU}; higher rates come from real copies here, not from communication skipped",
-    )  # fmt: skip
-    stated = {"topology": PROCESSES, "time": f"dispatch, experts and combine of a mean rank, median of {ROUNDS} rounds",
-              "prompts": PROMPTS, "outputs": "identical to plain transformers', checked"}  # fmt: skip
+    )
+    stated = {
+        "topology": PROCESSES,
+        "time": f"dispatch, experts and combine of a mean rank, median of {ROUNDS} rounds",
+        "prompts": PROMPTS,
+        "outputs": "identical to plain transformers', checked",
+    }
     columns = ["set-up", "LAR", "load max/mean", "ms per MoE layer", "of vanilla"]
     return Result(columns=columns, rows=rows, picture=figure, stated=stated, comparisons=[compared])
 
@@ -207,15 +248,22 @@ def figure6d(inputs: Inputs) -> Result:
         axis.set(title=network, xlabel="local share", ylabel="ms", ylim=(0, None))
         axis.legend(fontsize=7)
         times = {row[1]: float(row[2] or 0.0) for row in own}
-        comparisons.append(Comparison(
-            what=f"{network}: all-to-all at a local share of .8 over that at .2",
-            published="falls gradually from .2 to .9 (a picture without figures)",
-            measured=f"{times[0.8] / times[0.2]:.2f} (all rows stay: {times[1.0] / times[0.2]:.2f})",
-            why=f"gloo in place of NCCL; {NO_GPU}",
-        ))  # fmt: skip
+        comparisons.append(
+            Comparison(
+                what=f"{network}: all-to-all at a local share of .8 over that at .2",
+                published="falls gradually from .2 to .9 (a picture without figures)",
+                measured=f"{times[0.8] / times[0.2]:.2f} (all rows stay: {times[1.0] / times[0.2]:.2f})",
+                why=f"gloo in place of NCCL; {NO_GPU}",
+            )
+        )
     stated = {"topology": PROCESSES, "payload": "4 MiB of rows of 8 KiB a rank", "median of rounds": PAIR_ROUNDS}
-    return Result(columns=["network", "local share", "all-to-all us", "all-reduce us"], rows=rows, picture=figure,
-                  stated=stated, comparisons=comparisons)  # fmt: skip
+    return Result(
+        columns=["network", "local share", "all-to-all us", "all-reduce us"],
+        rows=rows,
+        picture=figure,
+        stated=stated,
+        comparisons=comparisons,
+    )
 
 
 def argsort(inputs: Inputs) -> Result:
@@ -236,21 +284,35 @@ def argsort(inputs: Inputs) -> Result:
     axes[0, 0].legend(fontsize=7)
     ratios = [r["ratio"] for r in found]
     compared = Comparison(
-        what="argsort of rank ids, times as fast as torch.argsort(stable=True)", published="1.25",
+        what="argsort of rank ids, times as fast as torch.argsort(stable=True)",
+        published="1.25",
         measured=f"{min(ratios):.1f} to {max(ratios):.1f}",
         why="one core of a CPU, and a counting sort over few values; the paper has a kernel on a GPU",
-    )  # fmt: skip
-    return Result(columns=["rows", "ranks", "us", "torch us", "torch over ours"], rows=rows_out, picture=figure,
-                  stated={"where": "one thread of this process, calls take turns"}, comparisons=[compared])  # fmt: skip
+    )
+    return Result(
+        columns=["rows", "ranks", "us", "torch us", "torch over ours"],
+        rows=rows_out,
+        picture=figure,
+        stated={"where": "one thread of this process, calls take turns"},
+        comparisons=[compared],
+    )
 
 
 def srs(inputs: Inputs) -> Result:
     """Shuffled reduce-scatter and all-gather against the plain two, and against gloo's."""
     found = _timed(inputs)["pair"]
     rows: list[list[Cell]] = [
-        [r["network"], r["bytes"] >> 10, r["us"]["shuffled"], r["us"]["plain"], r["us"]["gloo"],
-         r["shuffled_over_plain"][0], *r["shuffled_over_plain"][1:]] for r in found
-    ]  # fmt: skip
+        [
+            r["network"],
+            r["bytes"] >> 10,
+            r["us"]["shuffled"],
+            r["us"]["plain"],
+            r["us"]["gloo"],
+            r["shuffled_over_plain"][0],
+            *r["shuffled_over_plain"][1:],
+        ]
+        for r in found
+    ]
     figure, axes = panel(width=6.4)
     names = [f"{row[0]}, {row[1]} KiB" for row in rows]
     ratio, low, high = (np.array([float(row[i] or 0.0) for row in rows]) for i in (5, 6, 7))
@@ -261,11 +323,12 @@ def srs(inputs: Inputs) -> Result:
     fast = [float(row[5] or 0.0) for row in rows if row[0] == HERE]
     over_links = f"; over slow links {min(slow):.3f} to {max(slow):.3f}" if slow else ""
     compared = Comparison(
-        what="shuffled reduce-scatter + all-gather over the plain two, time", published="about 1.01",
+        what="shuffled reduce-scatter + all-gather over the plain two, time",
+        published="about 1.01",
         measured=f"over loopback {min(fast):.3f} to {max(fast):.3f}{over_links}",
         why="loopback itself is memory copies, and the shuffle adds two passes over the rows on full cores; links that "
-            "cost something hide it",
-    )  # fmt: skip
+        "cost something hide it",
+    )
     columns = ["network", "KiB a rank", "shuffled us", "plain us", "gloo us", "shuffled over plain", "low", "high"]
     return Result(columns=columns, rows=rows, picture=figure, stated={"topology": PROCESSES}, comparisons=[compared])
 
@@ -282,12 +345,19 @@ def tables_memory(inputs: Inputs) -> Result:
     axes[0, 0].set(xlabel="MiB, EP8")
     own = ", ".join(f"{row[0]} {row[1]} {row[2]:.2f} MiB" for row in rows[1:])
     compared = Comparison(
-        what="memory of the tables, attention-TP, EP8", published="11.72 MB (DeepSeek-V2, T as int16)", measured=own,
+        what="memory of the tables, attention-TP, EP8",
+        published="11.72 MB (DeepSeek-V2, T as int16)",
+        measured=own,
         why="T alone is counted there; T, its confidences and the path tables here, and for semmoe a score of each "
-            "rank for each token that was profiled",
-    )  # fmt: skip
-    return Result(columns=["model", "tables", "MiB"], rows=rows, picture=figure,
-                  stated={"topology": "attention-TP, EP8"}, comparisons=[compared])  # fmt: skip
+        "rank for each token that was profiled",
+    )
+    return Result(
+        columns=["model", "tables", "MiB"],
+        rows=rows,
+        picture=figure,
+        stated={"topology": "attention-TP, EP8"},
+        comparisons=[compared],
+    )
 
 
 def table_bytes(plan: Plan) -> int:

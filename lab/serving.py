@@ -12,9 +12,7 @@ TTFT, E2E = "median_ttft_ms", "median_e2e_ms"
 SMALLER = "two CPU cores and links of 200 Mbit/s, the shipped model"
 FIGURE4 = "1.31 (TTFT) and 3.21 (E2E), DeepSeek-V2-Lite; up to 1.98 and 1.11, Qwen3-30B"
 TABLE2 = ".89 / .90 / .91 and .98 / .98 / .99 (DeepSeek-V2-Lite), .87 / .80 / .96 and .99 each (Qwen3-30B)"
-STATED = {
-    "where": "measured before, as root, by `make bench-sglang` and `make bench-vllm`; each file says how",
-}
+STATED = {"where": "measured before, as root, by `make bench-sglang` and `make bench-vllm`; each file says how"}
 INKS = {"vanilla": VANILLA, "all-reduce": OTHER, "MoETuner": BASELINE, "batch": "#009e73"}  # by a name's last word
 Swept = tuple[str, ServingSweep]  # the engine, and what was measured
 
@@ -24,8 +22,9 @@ def _sweeps(inputs: Inputs, holds: Callable[[ServingSweep], object]) -> list[Swe
     found = [(part.described.split(",")[0], serving_sweep(part)) for part in inputs.parts]
     out = [(_named(engine, sweep), sweep) for engine, sweep in found if sweep and holds(sweep)]
     if not out:
-        raise LackingError("what `make bench-sglang` or `make bench-vllm` wrote (root, a slow network): --results "
-                           "FOLDER")  # fmt: skip
+        raise LackingError(
+            "what `make bench-sglang` or `make bench-vllm` wrote (root, a slow network): --results FOLDER"
+        )
     return out
 
 
@@ -73,8 +72,15 @@ def figure4(inputs: Inputs) -> Result:
     for (engine, sweep), pair in zip(swept, axes, strict=True):
         own: list[list[Cell]] = []
         for name in sweep.names("dp"):
-            own += [[engine, name, run, *(sweep.figure(name, run, c) for c in ("request_throughput",
-                     "output_throughput", TTFT, E2E))] for run in _runs(sweep, name)]  # fmt: skip
+            own += [
+                [
+                    engine,
+                    name,
+                    run,
+                    *(sweep.figure(name, run, c) for c in ("request_throughput", "output_throughput", TTFT, E2E)),
+                ]
+                for run in _runs(sweep, name)
+            ]
         rows += own
         _curves(pair, own, sweep, engine)
         comparisons.append(_beside(engine, sweep, (TTFT, E2E), "both objectives", FIGURE4))
@@ -101,13 +107,15 @@ def _beside(engine: str, sweep: ServingSweep, columns: tuple[str, ...], objectiv
     names = sweep.names("dp")
     best = {name: best_throughput(sweep, "dp", name, columns) for name in names}
     vanilla = best[names[0]]
-    gains = [f"{name.removeprefix('DP, ')}: {best[name] / vanilla:.2f} ({best[name]:.0f} tokens/s)"
-             for name in names[1:]]  # fmt: skip
+    gains = [
+        f"{name.removeprefix('DP, ')}: {best[name] / vanilla:.2f} ({best[name]:.0f} tokens/s)" for name in names[1:]
+    ]
     return Comparison(
         what=f"{engine}: throughput within {objectives}, over vanilla's ({vanilla:.0f} tokens/s), attention-DP",
-        published=published, measured="; ".join(gains),
+        published=published,
+        measured="; ".join(gains),
         why=f"{SMALLER}{_text(sweep)}; {sweep.settings['rounds']} round(s), few rates",
-    )  # fmt: skip
+    )
 
 
 def _four_in_a_row(count: int) -> tuple[Any, list[Any]]:
@@ -130,10 +138,16 @@ def _within(inputs: Inputs, column: str, objective: str, published: str) -> Resu
         rows += [[engine, name, value, value / best[0]] for name, value in zip(names, best, strict=True)]
         axis.bar([name.removeprefix("DP, ") for name in names], best, color=list(map(_ink, names)))
         axis.set(title=engine, ylabel=f"tokens/s within the {objective} objective")
-    comparisons = [_beside(engine, sweep, (column,), f"the {objective} objective", published)
-                   for engine, sweep in swept]  # fmt: skip
-    return Result(columns=["engine", "set-up", "tokens/s", "over vanilla"], rows=rows, picture=figure, stated=STATED,
-                  comparisons=comparisons)  # fmt: skip
+    comparisons = [
+        _beside(engine, sweep, (column,), f"the {objective} objective", published) for engine, sweep in swept
+    ]
+    return Result(
+        columns=["engine", "set-up", "tokens/s", "over vanilla"],
+        rows=rows,
+        picture=figure,
+        stated=STATED,
+        comparisons=comparisons,
+    )
 
 
 def table5(inputs: Inputs) -> Result:
@@ -153,8 +167,11 @@ def table2(inputs: Inputs) -> Result:
     figure, axes = panel(columns=2, rows=len(swept))
     comparisons = []
     for (engine, sweep), pair in zip(swept, axes, strict=True):
-        own: list[list[Cell]] = [[engine, name, length, *_beside_vanilla(sweep, name, length)]
-                                 for length in _lengths(sweep) for name in sweep.names("tp")]  # fmt: skip
+        own: list[list[Cell]] = [
+            [engine, name, length, *_beside_vanilla(sweep, name, length)]
+            for length in _lengths(sweep)
+            for name in sweep.names("tp")
+        ]
         rows += own
         _length_picture(pair, own, engine)
         comparisons += _lengths_beside(engine, sweep, own)
@@ -193,13 +210,16 @@ def _lengths_beside(engine: str, sweep: ServingSweep, rows: list[list[Any]]) -> 
     for name in [name for name in dict.fromkeys(row[1] for row in rows) if name != "TP, vanilla"]:
         own = [row for row in rows if row[1] == name]
         ttft, e2e = (" / ".join(f"{row[i]:.2f}" for row in own if row[i]) for i in (4, 6))
-        out.append(Comparison(
-            what=f"{engine}: the slowest requests' TTFT (p99 of {settings['length_requests']}) and median E2E over "
-                 f"vanilla's, {' / '.join(row[2] for row in own)}; {name.removeprefix('TP, ')}",
-            published=TABLE2, measured=f"{ttft} and {e2e}",
-            why=f"{SMALLER}{_text(sweep)}; {settings['length_requests']} requests of each length, {settings['rounds']} "
-                "round(s)",
-        ))  # fmt: skip
+        out.append(
+            Comparison(
+                what=f"{engine}: the slowest requests' TTFT (p99 of {settings['length_requests']}) and median E2E over "
+                f"vanilla's, {' / '.join(row[2] for row in own)}; {name.removeprefix('TP, ')}",
+                published=TABLE2,
+                measured=f"{ttft} and {e2e}",
+                why=f"{SMALLER}{_text(sweep)}; {settings['length_requests']} requests of each length, "
+                f"{settings['rounds']} round(s)",
+            )
+        )
     return out
 
 

@@ -3,12 +3,36 @@
 FIELDS = {
     "mathematics": ("algebra", "math", "statistics", "formal_logic"),
     "medicine": ("medicine", "anatomy", "clinical", "nutrition", "genetics", "virology", "aging", "health"),
-    "science": ("physics", "chemistry", "biology", "astronomy", "engineering", "computer", "machine_learning",
-                "mechanics", "optics", "relativity"),
+    "science": (
+        "physics",
+        "chemistry",
+        "biology",
+        "astronomy",
+        "engineering",
+        "computer",
+        "machine_learning",
+        "mechanics",
+        "optics",
+        "relativity",
+    ),
     "humanities": ("philosophy", "law", "moral", "history", "religion", "fallacies", "jurisprudence", "dispute"),
-    "society": ("economic", "politics", "psychology", "sociology", "business", "management", "marketing", "accounting",
-                "policy", "sexuality", "geography", "relations", "security", "econometrics"),
-}  # fmt: skip
+    "society": (
+        "economic",
+        "politics",
+        "psychology",
+        "sociology",
+        "business",
+        "management",
+        "marketing",
+        "accounting",
+        "policy",
+        "sexuality",
+        "geography",
+        "relations",
+        "security",
+        "econometrics",
+    ),
+}
 REST = "other"
 
 

@@ -22,12 +22,7 @@ import torch
 import torch.distributed as dist
 
 from semmoe.runtime.argsort import argsort_ranks
-from semmoe.runtime.collectives import (
-    Communicator,
-    shuffle_handle,
-    shuffled_all_gather,
-    shuffled_reduce_scatter,
-)
+from semmoe.runtime.collectives import Communicator, shuffle_handle, shuffled_all_gather, shuffled_reduce_scatter
 from semmoe.runtime.dispatch import combine, dispatch_to
 from semmoe.runtime.launch import Reporter, run_ranks
 
@@ -58,8 +53,11 @@ def argsort_times(rows: int, size: int, calls: int) -> dict:
     """Calls take turns, so that all meet the same memory."""
     ranks = torch.from_numpy(np.random.default_rng(rows).integers(0, size, rows))
     array = ranks.numpy()
-    jobs = (lambda: argsort_ranks(array, size), lambda: argsort_ranks(ranks, size),
-            lambda: torch.argsort(ranks, stable=True))  # fmt: skip
+    jobs = (
+        lambda: argsort_ranks(array, size),
+        lambda: argsort_ranks(ranks, size),
+        lambda: torch.argsort(ranks, stable=True),
+    )
     times = [[_once(job) for job in jobs] for _ in range(calls + 1)][1:]
     ours, tensors, theirs = (1e6 * statistics.median(of) for of in zip(*times, strict=True))
     return {"rows": rows, "ranks": size, "us": ours, "tensors_us": tensors, "torch_us": theirs, "ratio": theirs / ours}
@@ -115,12 +113,13 @@ def pair_times(comm: Communicator, size: int, rounds: int) -> dict:
         rounds,
     )
     return {
-        "bytes": tokens * WIDTH * 4, "ranks": comm.size,
+        "bytes": tokens * WIDTH * 4,
+        "ranks": comm.size,
         "us": {name: float(np.median(t)) * 1e6 for name, t in times.items()},
         "shuffled_over_plain": paired_ratio(times["plain"], times["shuffled"]),
         "gloo_over_shuffled": paired_ratio(times["shuffled"], times["gloo"]),
         "gloo_rs_over_srs": paired_ratio(times["srs"], times["gloo rs"]),
-    }  # fmt: skip
+    }
 
 
 def share_times(comm: Communicator, size: int, share: float, rounds: int) -> dict:
@@ -161,9 +160,14 @@ def rank_main(rank: int, size: int, job: Job, report: Reporter) -> None:
 
 
 def measure(
-    size: int, sizes: Sequence[int], shares: Sequence[float], share_bytes: int, rounds: int,
-    network: str = "loopback", prepare: Callable[[int], None] | None = None,
-) -> dict[str, list[dict]]:  # fmt: skip
+    size: int,
+    sizes: Sequence[int],
+    shares: Sequence[float],
+    share_bytes: int,
+    rounds: int,
+    network: str = "loopback",
+    prepare: Callable[[int], None] | None = None,
+) -> dict[str, list[dict]]:
     """`pair_times` of each of `sizes` and `share_times` of each of `shares`, on `size` processes; prepare: as of
     `run_ranks`, what puts a process into the network that `network` names."""
     with tempfile.TemporaryDirectory() as scratch:

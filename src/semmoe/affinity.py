@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.sparse import csr_matrix
 
-from semmoe.bounds import require
 from semmoe.core import NEIGHBOUR, PRIOR, PROFILED, Fingerprint, RoutingTrace
 
 
@@ -98,7 +97,8 @@ def resolve_tokens(
     source = np.append(np.where(seen, PROFILED, PRIOR), PRIOR).astype(np.uint8)
     serving_row = np.arange(vocabulary + 1)
     if embeddings is not None and seen.any():
-        require(len(embeddings) == vocabulary, f"{len(embeddings)} embeddings for a vocabulary of {vocabulary}")
+        if len(embeddings) != vocabulary:
+            raise ValueError(f"{len(embeddings)} embeddings for a vocabulary of {vocabulary}")
         serving_row[:-1] = nearest_profiled(embeddings, seen)
         source[:-1] = np.where(seen, PROFILED, NEIGHBOUR)
     return source, serving_row

@@ -14,12 +14,6 @@ MOST_EXPERTS = 4096  # of a layer
 MOST_TABLE = 1 << 28  # entries of an array by layer and expert, by layer and token id, or of layer x rank x expert
 
 
-def require(condition: bool, message: str) -> None:
-    """Raise `ValueError(message)` unless `condition`: for what a user or a file got wrong."""
-    if not condition:
-        raise ValueError(message)
-
-
 def number(default: Any, low: float, high: float) -> Any:
     """A dataclass field whose value lies between `low` and `high`, both included; None where that is the default.
 
@@ -53,7 +47,8 @@ def check_numbers(settings: Any) -> None:
 def check_table(what: str, *sizes: int) -> None:
     """Raise ValueError where an array of these sizes would not be allocated for any real model."""
     entries = math.prod(sizes)
-    require(entries <= MOST_TABLE, f"{what} is {entries:,}: more than {MOST_TABLE:,}, which no model that is known has")
+    if entries > MOST_TABLE:
+        raise ValueError(f"{what} is {entries:,}: more than {MOST_TABLE:,}, which no model that is known has")
 
 
 def check_offsets(name: str, offsets: np.ndarray, end: int) -> None:
@@ -64,14 +59,17 @@ def check_offsets(name: str, offsets: np.ndarray, end: int) -> None:
         and offsets[-1] == end
         and np.all(np.diff(offsets) >= 0)
     )
-    require(bool(valid), f"{name} must rise from 0 to {end}")
+    if not valid:
+        raise ValueError(f"{name} must rise from 0 to {end}")
 
 
 def check_range(name: str, ids: np.ndarray, size: int, what: str) -> None:
-    require(np.issubdtype(ids.dtype, np.integer), f"{name}s are {ids.dtype}, expected integers")
+    if not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(f"{name}s are {ids.dtype}, expected integers")
     if ids.size:
         low, high = int(ids.min()), int(ids.max())
-        require(low >= 0 and high < size, f"{name} {low if low < 0 else high} is out of range for {size} {what}")
+        if low < 0 or high >= size:
+            raise ValueError(f"{name} {low if low < 0 else high} is out of range for {size} {what}")
 
 
 @dataclass(frozen=True)
@@ -85,10 +83,13 @@ class Declared:
 
     def check(self, name: str, array: np.ndarray) -> None:
         """Raise ValueError unless `array` has this shape, type and range."""
-        require(array.ndim > 0 and array.shape == self.shape, f"{name} has shape {array.shape}, expected {self.shape}")
-        require(array.dtype == self.dtype, f"{name} has type {array.dtype}, expected {np.dtype(self.dtype)}")
+        if array.ndim <= 0 or array.shape != self.shape:
+            raise ValueError(f"{name} has shape {array.shape}, expected {self.shape}")
+        if array.dtype != self.dtype:
+            raise ValueError(f"{name} has type {array.dtype}, expected {np.dtype(self.dtype)}")
         inside = array.size == 0 or bool(array.min() >= self.low and array.max() <= self.high)  # False for NaN
-        require(inside, f"{name} holds a value outside {self.low} to {self.high}")
+        if not inside:
+            raise ValueError(f"{name} holds a value outside {self.low} to {self.high}")
 
 
 def arrays_of(policy: Any) -> dict[str, np.ndarray]:

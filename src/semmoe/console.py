@@ -34,8 +34,12 @@ class Bars:
 @contextmanager
 def bars() -> Iterator[Bars]:
     columns = (
-        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-    )  # fmt: skip
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=err) as progress:
         yield Bars(progress)
 
@@ -52,9 +56,13 @@ def print_json(value: Any) -> None:
 def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     """A table whose first column is text and whose others are figures; narrow enough for 80 columns."""
     table = Table(
-        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False,
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
         collapse_padding=True,
-    )  # fmt: skip
+    )
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i == 0 else "right", vertical="bottom", no_wrap=True)
     for row in rows:

@@ -30,7 +30,6 @@ from semmoe.bounds import (
     check_range,
     check_table,
     number,
-    require,
     required_number,
 )
 
@@ -43,7 +42,8 @@ def physical_experts(num_experts: int, redundant: int, ep_size: int) -> int:
     if redundant:
         fit = ", ".join(str(-num_experts % ep_size + i * ep_size) for i in range(3))
         reason = f" ({num_experts} and {redundant} redundant: {fit}, ... fit)"
-    require(total % ep_size == 0, f"ep_size {ep_size} does not divide {total} experts{reason}")
+    if total % ep_size != 0:
+        raise ValueError(f"ep_size {ep_size} does not divide {total} experts{reason}")
     return total
 
 
@@ -61,13 +61,16 @@ class Topology:
 
     def __post_init__(self) -> None:
         check_numbers(self)
-        require(self.ep_size % self.dp_size == 0, f"dp_size {self.dp_size} does not divide ep_size {self.ep_size}")
+        if self.ep_size % self.dp_size != 0:
+            raise ValueError(f"dp_size {self.dp_size} does not divide ep_size {self.ep_size}")
         if self.attn_tp_size == 0:
             object.__setattr__(self, "attn_tp_size", self.ep_size // self.dp_size)
         product = self.dp_size * self.attn_tp_size
-        require(product == self.ep_size, f"dp_size x attn_tp_size is {product}, not ep_size {self.ep_size}")
+        if product != self.ep_size:
+            raise ValueError(f"dp_size x attn_tp_size is {product}, not ep_size {self.ep_size}")
         divides = self.ep_size % self.num_nodes == 0
-        require(divides, f"num_nodes {self.num_nodes} does not divide ep_size {self.ep_size}")
+        if not divides:
+            raise ValueError(f"num_nodes {self.num_nodes} does not divide ep_size {self.ep_size}")
 
     @classmethod
     def for_attention(
@@ -77,13 +80,16 @@ class Topology:
 
         Raises ValueError for sizes that do not fit together.
         """
-        require(attention in ("tp", "dp", "hybrid"), f"attention must be tp, dp or hybrid, not {attention!r}")
+        if attention not in ("tp", "dp", "hybrid"):
+            raise ValueError(f"attention must be tp, dp or hybrid, not {attention!r}")
         if attention == "hybrid":
             groups = dp_size or 0
-            require(1 < groups < ep_size, f"hybrid attention needs a dp_size between 1 and {ep_size=}, not {dp_size}")
+            if not 1 < groups < ep_size:
+                raise ValueError(f"hybrid attention needs a dp_size between 1 and {ep_size=}, not {dp_size}")
         else:
             implied = {"tp": 1, "dp": ep_size}[attention]
-            require(dp_size in (None, implied), f"attention {attention} has dp_size {implied}, not {dp_size}")
+            if dp_size not in (None, implied):
+                raise ValueError(f"attention {attention} has dp_size {implied}, not {dp_size}")
             dp_size = implied
         assert dp_size is not None
         return cls(ep_size=ep_size, dp_size=dp_size, num_nodes=1 if num_nodes is None else num_nodes)
@@ -117,9 +123,11 @@ class Fingerprint:
         check_numbers(self)
         check_table("num_layers x num_experts x num_experts", self.num_layers, self.num_experts, self.num_experts)
         check_table("num_layers x vocab_size", self.num_layers, self.vocab_size)
-        require(self.top_k <= self.num_experts, f"top_k {self.top_k} exceeds {self.num_experts} experts")
+        if self.top_k > self.num_experts:
+            raise ValueError(f"top_k {self.top_k} exceeds {self.num_experts} experts")
         divides = self.num_experts % self.num_groups == 0
-        require(divides, f"{self.num_groups} gate groups do not divide {self.num_experts} experts")
+        if not divides:
+            raise ValueError(f"{self.num_groups} gate groups do not divide {self.num_experts} experts")
 
     def mismatch(self, other: Fingerprint) -> str | None:
         """The first field in which `other` differs, in words, or None; sizes before hashes, which say less.
@@ -150,11 +158,14 @@ class RoutingTrace:
     def __post_init__(self) -> None:
         f, tokens = self.fingerprint, len(self.token_ids)
         shape = (tokens, f.num_layers, f.top_k)
-        require(self.expert_ids.shape == shape, f"expert_ids has shape {self.expert_ids.shape}, expected {shape}")
-        require(self.phase.shape == (tokens,), f"phase has shape {self.phase.shape}, expected {(tokens,)}")
+        if self.expert_ids.shape != shape:
+            raise ValueError(f"expert_ids has shape {self.expert_ids.shape}, expected {shape}")
+        if self.phase.shape != (tokens,):
+            raise ValueError(f"phase has shape {self.phase.shape}, expected {(tokens,)}")
         check_offsets("request_offsets", self.request_offsets, tokens)
         check_offsets("prompt_offsets", self.prompt_offsets, len(self.prompt_ids))
-        require(len(self.request_offsets) == len(self.prompt_offsets), "requests and prompts differ in number")
+        if len(self.request_offsets) != len(self.prompt_offsets):
+            raise ValueError("requests and prompts differ in number")
         check_range("expert id", self.expert_ids, f.num_experts, "experts")
         check_range("token id", self.token_ids, f.vocab_size, "vocabulary entries")
         check_range("prompt token id", self.prompt_ids, f.vocab_size, "vocabulary entries")
@@ -182,9 +193,14 @@ class RoutingTrace:
         rows, offsets = _ragged_rows(self.request_offsets, requests)
         prompt_rows, prompt_offsets = _ragged_rows(self.prompt_offsets, requests)
         return replace(
-            self, token_ids=self.token_ids[rows], expert_ids=self.expert_ids[rows], phase=self.phase[rows],
-            request_offsets=offsets, prompt_ids=self.prompt_ids[prompt_rows], prompt_offsets=prompt_offsets,
-        )  # fmt: skip
+            self,
+            token_ids=self.token_ids[rows],
+            expert_ids=self.expert_ids[rows],
+            phase=self.phase[rows],
+            request_offsets=offsets,
+            prompt_ids=self.prompt_ids[prompt_rows],
+            prompt_offsets=prompt_offsets,
+        )
 
     def digest(self) -> str:
         """SHA-256 of the trace's contents."""
@@ -222,24 +238,27 @@ class Placement:
     static_dispatch: np.ndarray | None = None  # (L, G, E) int16: the rank that serves e to source rank g; None: by rule
 
     def __post_init__(self) -> None:
-        require(self.physical_to_logical_map.ndim == 2, "physical_to_logical_map must be (layers, physical experts)")
+        if self.physical_to_logical_map.ndim != 2:
+            raise ValueError("physical_to_logical_map must be (layers, physical experts)")
         layers, physical = self.physical_to_logical_map.shape
-        require(physical >= self.num_experts, f"{physical} physical experts cannot hold {self.num_experts} experts")
-        require(physical % self.ep_size == 0, f"ep_size {self.ep_size} does not divide {physical} physical experts")
+        if physical < self.num_experts:
+            raise ValueError(f"{physical} physical experts cannot hold {self.num_experts} experts")
+        if physical % self.ep_size != 0:
+            raise ValueError(f"ep_size {self.ep_size} does not divide {physical} physical experts")
         check_table("layers x ranks x experts", layers, self.ep_size, self.num_experts)
         check_table("layers x physical experts", layers, physical)
         check_range("expert id", self.physical_to_logical_map, self.num_experts, "experts")
         missing = np.argwhere(self.logical_replica_count == 0)
-        require(len(missing) == 0, f"expert {missing[:1, 1]} of layer {missing[:1, 0]} is on no rank" if layers else "")
+        if len(missing) != 0:
+            raise ValueError(f"expert {missing[:1, 1]} of layer {missing[:1, 0]} is on no rank" if layers else "")
         if self.static_dispatch is not None:
             shape = (layers, self.ep_size, self.num_experts)
-            require(
-                self.static_dispatch.shape == shape,
-                f"static_dispatch has shape {self.static_dispatch.shape}, not {shape}",
-            )
+            if self.static_dispatch.shape != shape:
+                raise ValueError(f"static_dispatch has shape {self.static_dispatch.shape}, not {shape}")
             check_range("static dispatch rank", self.static_dispatch, self.ep_size, "ranks")
             served = np.take_along_axis(self.hosts, self.static_dispatch.astype(np.int64), axis=1)
-            require(bool(served.all()), "static_dispatch sends an expert to a rank that does not host it")
+            if not served.all():
+                raise ValueError("static_dispatch sends an expert to a rank that does not host it")
 
     @property
     def experts_per_rank(self) -> int:
@@ -286,7 +305,8 @@ class Placement:
     def from_labels(cls, expert_ranks: np.ndarray, ep_size: int) -> Placement:
         """From (L, E) rank labels, equally many experts a rank; experts of a rank stay in ascending order."""
         experts = expert_ranks.shape[1]
-        require(experts % ep_size == 0, f"ep_size {ep_size} does not divide {experts} experts")
+        if experts % ep_size != 0:
+            raise ValueError(f"ep_size {ep_size} does not divide {experts} experts")
         sizes = (expert_ranks[:, :, None] == np.arange(ep_size)).sum(axis=1)
         assert (sizes == experts // ep_size).all(), "every rank must hold equally many experts"
         order = np.argsort(expert_ranks, axis=1, kind="stable").astype(np.int32)

@@ -23,7 +23,6 @@ from typing import Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from semmoe.bounds import require
 from semmoe.core import Topology
 from semmoe.files import load_json
 
@@ -112,7 +111,8 @@ def load_links(name: str, num_nodes: int = 1) -> Links:
     path = SHIPPED / f"{name}.json"
     if not path.is_file():
         path = Path(name)
-        require(path.is_file(), f"there are no links called {name!r}: a file, or one of {', '.join(shipped())}")
+        if not path.is_file():
+            raise ValueError(f"there are no links called {name!r}: a file, or one of {', '.join(shipped())}")
     links = load_json(path, Links)
     _tier(links, between=num_nodes > 1)
     return links

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from semmoe.bounds import require
 from semmoe.files import read_limited
 from semmoe.texts import chunks
 
@@ -32,17 +31,21 @@ class Prompt:
 def load_dataset(path: Path | str, limit: int = 0) -> list[Prompt]:
     """The prompts of a file, the first `limit` of them if that is not 0. Raises ValueError naming the faulty line."""
     path = Path(path)
-    require(limit >= 0, f"limit must not be negative: {limit}")
-    require(path.is_file(), f"there is no dataset file at {path}")
+    if not limit >= 0:
+        raise ValueError(f"limit must not be negative: {limit}")
+    if not path.is_file():
+        raise ValueError(f"there is no dataset file at {path}")
     suffix = _suffix(path)
     convert = 'convert it to jsonl first, one {"prompt": "..."} per line'
-    require(suffix not in TABLES, f"{path} is a {suffix} table, of which semmoe does not know the columns: {convert}")
+    if suffix in TABLES:
+        raise ValueError(f"{path} is a {suffix} table, of which semmoe does not know the columns: {convert}")
     try:
         content = str(read_limited(path, MAX_BYTES), "utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 ({error})") from None
     prompts = list(_json_prompts(content, path)) if suffix in JSON else _pieces(content)
-    require(bool(prompts), f"{path} holds no prompt")
+    if not prompts:
+        raise ValueError(f"{path} holds no prompt")
     return prompts[:limit] if limit else prompts
 
 
@@ -80,7 +83,8 @@ def _parsed(text: str, where: str) -> Any:
 
 
 def _prompt(row: Any, where: str, keys: Sequence[str] = PROMPT_KEYS) -> Prompt:
-    require(isinstance(row, dict), f"{where} is not a JSON object")
+    if not isinstance(row, dict):
+        raise ValueError(f"{where} is not a JSON object")
     if isinstance(row.get("body"), dict):  # of a batch file, where alone `input` is a prompt: elsewhere it may be data
         return _prompt(row["body"], where, (*PROMPT_KEYS, "input"))
     for key in ("messages", "conversation", "conversations"):
@@ -97,10 +101,12 @@ def _prompt(row: Any, where: str, keys: Sequence[str] = PROMPT_KEYS) -> Prompt:
 
 def _messages(turns: Any, where: str) -> tuple[tuple[str, str], ...]:
     """The conversation up to its last user turn: what a server would be sent."""
-    require(isinstance(turns, list) and bool(turns), f"{where} holds an empty conversation")
+    if not isinstance(turns, list) or not turns:
+        raise ValueError(f"{where} holds an empty conversation")
     out = []
     for turn in turns:
-        require(isinstance(turn, dict), f"{where}: a turn is not a JSON object")
+        if not isinstance(turn, dict):
+            raise ValueError(f"{where}: a turn is not a JSON object")
         role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
         out.append((ROLES.get(str(role), str(role)), _content(content, where)))
     while len(out) > 1 and out[-1][0] == "assistant":
@@ -111,12 +117,14 @@ def _messages(turns: Any, where: str) -> tuple[tuple[str, str], ...]:
 def _content(content: Any, where: str) -> str:
     """The text of a turn; of OpenAI's content parts joined by lines, as engines and the router do it."""
     if not isinstance(content, list):
-        require(isinstance(content, str), f"{where}: a turn has no text content")
+        if not isinstance(content, str):
+            raise ValueError(f"{where}: a turn has no text content")
         return content
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else part
         is_text = kind in TEXT_PARTS and isinstance(part, dict) and isinstance(part.get("text"), str)
-        require(is_text, f"{where}: a turn has a content part of type {kind!r}, and only text is read")
+        if not is_text:
+            raise ValueError(f"{where}: a turn has a content part of type {kind!r}, and only text is read")
     return "\n".join(part["text"] for part in content)
 
 
@@ -138,11 +146,14 @@ def _encode_one(prompt: Prompt, tokenizer: Any) -> list[int]:
 
 def check_token_ids(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
     """Raise ValueError unless there are prompts, each holds a token, and all ids are in the vocabulary."""
-    require(len(prompts) > 0, "there is no prompt")
+    if len(prompts) <= 0:
+        raise ValueError("there is no prompt")
     empty = next((i for i, prompt in enumerate(prompts) if len(prompt) == 0), None)
-    require(empty is None, f"prompt {empty} holds no token")
+    if empty is not None:
+        raise ValueError(f"prompt {empty} holds no token")
     wrong = next((t for prompt in prompts for t in (min(prompt), max(prompt)) if not 0 <= t < vocab_size), None)
-    require(wrong is None, f"token id {wrong} is out of range for a vocabulary of {vocab_size}")
+    if wrong is not None:
+        raise ValueError(f"token id {wrong} is out of range for a vocabulary of {vocab_size}")
 
 
 def digest(prompts: Sequence[Sequence[int]]) -> str:

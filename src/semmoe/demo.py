@@ -9,7 +9,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from semmoe.bounds import require
 from semmoe.console import Bars
 from semmoe.core import Plan, RoutingTrace, Topology
 from semmoe.dataset import Prompt, encode, load_dataset
@@ -34,7 +33,8 @@ def demo_prompts(
     else:
         prompts = load_dataset(dataset)
         cut = min(len(prompts) * 3 // 4, settings.profile_prompts)
-        require(cut >= settings.ep_size, f"{dataset} holds {len(prompts)} prompts: too few to profile and evaluate")
+        if cut < settings.ep_size:
+            raise ValueError(f"{dataset} holds {len(prompts)} prompts: too few to profile and evaluate")
         profile, rest = prompts[:cut], prompts[cut:]
     return (
         encode(profile[: settings.profile_prompts], tokenizer, settings.max_prompt_tokens),
@@ -100,11 +100,22 @@ def run_demo(settings: DemoSettings, work: Path, progress: Bars, dataset: Path |
     rows = []
     for result in results:
         agreement = verify.compare_outputs(model, prompts, reference, result.outputs)
-        rows.append({**result.figures(), "identical": agreement.holds, "identical_text": str(agreement),
-                     "plan_hash": digests.get(result.name)})  # fmt: skip
-    made = {"settings": asdict(settings), "prompts": len(prompts), "profile_tokens": trace.num_tokens, "set_ups": rows,
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-            "versions": {name: version(name) for name in ("semmoe", "torch", "transformers")}}  # fmt: skip
+        rows.append(
+            {
+                **result.figures(),
+                "identical": agreement.holds,
+                "identical_text": str(agreement),
+                "plan_hash": digests.get(result.name),
+            }
+        )
+    made = {
+        "settings": asdict(settings),
+        "prompts": len(prompts),
+        "profile_tokens": trace.num_tokens,
+        "set_ups": rows,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "versions": {name: version(name) for name in ("semmoe", "torch", "transformers")},
+    }
     _save(work / "demo.json", made)
     return made
 

@@ -36,9 +36,12 @@ class Traffic:
 
     def __add__(self, other: "Traffic") -> "Traffic":
         return Traffic(
-            self.pairs + other.pairs, self.local_pairs + other.local_pairs, self.tokens + other.tokens,
-            self.rows + other.rows, self.load + other.load,
-        )  # fmt: skip
+            self.pairs + other.pairs,
+            self.local_pairs + other.local_pairs,
+            self.tokens + other.tokens,
+            self.rows + other.rows,
+            self.load + other.load,
+        )
 
 
 def no_traffic(num_ranks: int) -> Traffic:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from semmoe.bounds import Declared, array_names, arrays_of, number_types, numbers_of, require
+from semmoe.bounds import Declared, array_names, arrays_of, number_types, numbers_of
 from semmoe.core import Fingerprint, Placement, Plan, RequestPolicy, TokenPolicy, Topology
 from semmoe.files import (
     MOST_JSON_BYTES,
@@ -52,13 +52,17 @@ def save_plan(plan: Plan, path: Path | str) -> None:
     path = Path(path)
     check_plan_output(path, force=True)
     header = PlanHeader(
-        method=plan.method, topology=plan.topology, fingerprint=plan.fingerprint, settings=plan.settings,
+        method=plan.method,
+        topology=plan.topology,
+        fingerprint=plan.fingerprint,
+        settings=plan.settings,
         tokens={"kind": plan.tokens.kind, **numbers_of(plan.tokens)},
         requests={"kind": plan.requests.kind, **numbers_of(plan.requests)},
         static_dispatch=plan.placement.static_dispatch is not None,
         profiled_requests=plan.profiled_requests is not None,
-        trace_hash=plan.trace_hash, expected=plan.expected,
-    )  # fmt: skip
+        trace_hash=plan.trace_hash,
+        expected=plan.expected,
+    )
     arrays = {"physical_to_logical_map": plan.placement.physical_to_logical_map}
     if plan.placement.static_dispatch is not None:
         arrays["static_dispatch"] = plan.placement.static_dispatch
@@ -82,7 +86,8 @@ def check_plan_output(path: Path, force: bool) -> None:
 def load_plan(path: Path | str) -> Plan:
     """Read and validate a plan directory; every shape and every index is checked, since plans may come from others."""
     path = Path(path)
-    require(path.exists(), f"there is no plan at {path}")
+    if not path.exists():
+        raise ValueError(f"there is no plan at {path}")
     _check_version(path)
     header = load_json(path / "plan.json", PlanHeader)
     try:
@@ -108,7 +113,8 @@ def _check_version(path: Path) -> None:
     except (OSError, ValueError, KeyError, TypeError):
         return  # load_json says what is wrong
     again = "make it again with `semmoe solve`"
-    require(version == SCHEMA, f"{path} has schema version {version}, and this semmoe reads {SCHEMA}: {again}")
+    if version != SCHEMA:
+        raise ValueError(f"{path} has schema version {version}, and this semmoe reads {SCHEMA}: {again}")
 
 
 def _plan(header: PlanHeader, arrays: dict[str, np.ndarray]) -> Plan:
@@ -125,22 +131,32 @@ def _plan(header: PlanHeader, arrays: dict[str, np.ndarray]) -> Plan:
         static_dispatch=arrays.get("static_dispatch"),
     )
     return Plan(
-        topology=topology, placement=placement, tokens=tokens, requests=requests, fingerprint=f, method=header.method,
-        settings=header.settings, trace_hash=header.trace_hash, expected=header.expected,
+        topology=topology,
+        placement=placement,
+        tokens=tokens,
+        requests=requests,
+        fingerprint=f,
+        method=header.method,
+        settings=header.settings,
+        trace_hash=header.trace_hash,
+        expected=header.expected,
         profiled_requests=arrays.get("profiled_requests"),
-    )  # fmt: skip
+    )
 
 
 def _kind(kinds: dict[str, Any], what: str, stated: dict[str, Any]) -> Any:
     """The class of a policy, whose numbers are checked: all there, none unknown, each of its type."""
     kind, known = stated.get("kind"), ", ".join(kinds)
-    require(isinstance(kind, str) and kind in kinds, f"{what} are of kind {kind!r}, and this semmoe knows {known}")
+    if not isinstance(kind, str) or kind not in kinds:
+        raise ValueError(f"{what} are of kind {kind!r}, and this semmoe knows {known}")
     expected = number_types(kinds[stated["kind"]])
     differ = sorted(expected.keys() ^ (stated.keys() - {"kind"}))
-    require(not differ, f"{what} of kind {kind} state other numbers than this semmoe knows: {', '.join(differ)}")
+    if differ:
+        raise ValueError(f"{what} of kind {kind} state other numbers than this semmoe knows: {', '.join(differ)}")
     for name, type_ in expected.items():
         fits = isinstance(stated[name], (int, type_)) and not isinstance(stated[name], bool)
-        require(fits, f"{name} of {what} must be {type_.__name__}, not {stated[name]!r}")
+        if not fits:
+            raise ValueError(f"{name} of {what} must be {type_.__name__}, not {stated[name]!r}")
     return kinds[stated["kind"]]
 
 
@@ -155,7 +171,8 @@ def _check_arrays(arrays: dict[str, np.ndarray], declared: dict[str, Declared], 
     f, topology = header.fingerprint, header.topology
     physical = arrays["physical_to_logical_map"].shape[-1:]
     profiled = arrays["profiled_requests"].shape[:1] if header.profiled_requests else (0,)
-    require(max(profiled, default=0) <= MOST_REQUESTS, f"profiled_requests holds more than {MOST_REQUESTS:,} hashes")
+    if not max(profiled, default=0) <= MOST_REQUESTS:
+        raise ValueError(f"profiled_requests holds more than {MOST_REQUESTS:,} hashes")
     dispatch = (f.num_layers, topology.ep_size, f.num_experts)
     declared = declared | {
         "physical_to_logical_map": Declared((f.num_layers, *physical), np.int32, 0, f.num_experts - 1),

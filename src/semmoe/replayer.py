@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from semmoe import html
-from semmoe.bounds import require
 from semmoe.core import DECODE, Evidence, Plan, RoutingTrace, Topology
 from semmoe.metrics import Traffic, layer_traffic, max_over_mean, max_over_median, serving_ranks, sum_traffic
 from semmoe.online import schedule_requests
@@ -68,12 +67,18 @@ class ReplayResult:
         """The metrics by their JSON names, over all layers and layer by layer."""
         predicted = [None] * len(self.layers) if self.predicted_lar is None else self.predicted_lar.tolist()
         layers = [
-            {"layer": i, **_traffic_metrics(t), "load_max_over_mean": float(m), "load_max_over_median": float(d),
-             "predicted_lar": p, "load_per_rank": t.load.tolist()}
+            {
+                "layer": i,
+                **_traffic_metrics(t),
+                "load_max_over_mean": float(m),
+                "load_max_over_median": float(d),
+                "predicted_lar": p,
+                "load_per_rank": t.load.tolist(),
+            }
             for i, (t, m, d, p) in enumerate(
                 zip(self.layers, self.load_max_over_mean, self.load_max_over_median, predicted, strict=True)
             )
-        ]  # fmt: skip
+        ]
         return {
             **_traffic_metrics(self.total),
             "load_max_over_mean": float(self.load_max_over_mean.mean()),
@@ -98,7 +103,8 @@ def replay(trace: RoutingTrace, plan: Plan, settings: ReplaySettings | None = No
     """Score `plan` on the routed tokens of `trace`, in full batches."""
     settings = settings or ReplaySettings()
     plan.check(trace.fingerprint)
-    require(trace.num_tokens > 0, "the trace to replay holds no routed token")
+    if trace.num_tokens <= 0:
+        raise ValueError("the trace to replay holds no routed token")
     group, batches = token_groups(trace, plan, settings), cut_batches(trace.num_tokens, settings)
     serving = serving_ranks(plan.placement, plan.topology)
     unknown = plan.tokens.unknown(trace.token_ids)
@@ -119,11 +125,15 @@ def replay(trace: RoutingTrace, plan: Plan, settings: ReplaySettings | None = No
         median.append(np.mean([max_over_median(t.load) for t in traffic]))
     tokens = np.bincount(group, minlength=plan.topology.dp_size)
     return ReplayResult(
-        layers=layers, load_max_over_mean=np.array(mean), load_max_over_median=np.array(median),
-        token_max_over_mean=max_over_mean(tokens), num_batches=len(batches), unknown_share=_unknown_share(trace, plan),
+        layers=layers,
+        load_max_over_mean=np.array(mean),
+        load_max_over_median=np.array(median),
+        token_max_over_mean=max_over_mean(tokens),
+        num_batches=len(batches),
+        unknown_share=_unknown_share(trace, plan),
         predicted_lar=np.array(predicted) if any(predicted) else None,
         unknown_lar=float(of_unknown[0] / of_unknown[1]) if of_unknown[1] else None,
-    )  # fmt: skip
+    )
 
 
 def profiled_requests(trace: RoutingTrace, plan: Plan) -> int | None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from semmoe.bounds import MOST_RANKS, check_numbers, number, require
+from semmoe.bounds import MOST_RANKS, check_numbers, number
 
 GRAINS = ("layer", "batch")  # how often attention-TP decides anew where tokens go
 SEED = (0, (1 << 32) - 1)
@@ -91,7 +91,8 @@ class ReplaySettings:
 
     def __post_init__(self) -> None:
         check_numbers(self)
-        require(self.batches in ("mixed", "prefill"), f"batches must be mixed or prefill, not {self.batches!r}")
+        if self.batches not in ("mixed", "prefill"):
+            raise ValueError(f"batches must be mixed or prefill, not {self.batches!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +105,8 @@ class GenerateSettings:
 
     def __post_init__(self) -> None:
         check_numbers(self)
-        require(self.dtype in ("float32", "bfloat16"), f"dtype must be float32 or bfloat16, not {self.dtype!r}")
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"dtype must be float32 or bfloat16, not {self.dtype!r}")
 
 
 @dataclass(frozen=True, kw_only=True)

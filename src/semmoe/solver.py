@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from semmoe import cost, html
-from semmoe.bounds import require
 from semmoe.core import Plan, RoutingTrace, Topology
 from semmoe.methods import METHODS, check_applies
 from semmoe.placement.problem import Problem, Progress, Solution
@@ -32,15 +31,22 @@ def solve(
     """
     settings = settings or SolveSettings()
     check_applies(settings.method, topology, settings.redundant_experts)
-    require(trace.num_tokens > 0, "the trace holds no routed token: profile something first")
+    if trace.num_tokens <= 0:
+        raise ValueError("the trace holds no routed token: profile something first")
     problem = Problem(trace=trace, topology=topology, settings=settings, embeddings=embeddings, progress=progress)
     found: Solution = METHODS[settings.method].load()(problem)
     used = _used_settings(settings) | ({} if found.gap is None else {"gap": found.gap})
     return Plan(
-        topology=topology, placement=found.placement, tokens=found.tokens, requests=found.requests,
-        fingerprint=trace.fingerprint, method=settings.method, trace_hash=trace.digest(), settings=used,
+        topology=topology,
+        placement=found.placement,
+        tokens=found.tokens,
+        requests=found.requests,
+        fingerprint=trace.fingerprint,
+        method=settings.method,
+        trace_hash=trace.digest(),
+        settings=used,
         profiled_requests=np.unique(trace.request_hashes()),
-    )  # fmt: skip
+    )
 
 
 def _used_settings(settings: SolveSettings) -> dict[str, Any]:
@@ -50,10 +56,15 @@ def _used_settings(settings: SolveSettings) -> dict[str, Any]:
 
 
 def expect(
-    trace: RoutingTrace, topology: Topology, settings: SolveSettings, measure: ReplaySettings,
-    links: cost.Links | None = None, shape: cost.LayerShape | None = None, holdout: float = 0.2,
+    trace: RoutingTrace,
+    topology: Topology,
+    settings: SolveSettings,
+    measure: ReplaySettings,
+    links: cost.Links | None = None,
+    shape: cost.LayerShape | None = None,
+    holdout: float = 0.2,
     progress: Progress = lambda layers: None,
-) -> dict[str, Any] | None:  # fmt: skip
+) -> dict[str, Any] | None:
     """What a plan so made gains on requests that it has not seen: solve on 1 - `holdout`, replay on the rest.
 
     With the metrics of the plan, those of `linear` and `eplb` under "others"; with links and shape the predicted times
@@ -69,8 +80,10 @@ def expect(
         plan = solve(profile, topology, replace(settings, method=method), progress=watched)
         replayed[method] = replay(held_out, plan, measure)
     # Bytes per rank pair say the same where links are known, and of one batch.
-    figures = {name: {k: v for k, v in result.as_dict().items() if k != "rows_per_rank_pair"}
-               for name, result in replayed.items()}  # fmt: skip
+    figures = {
+        name: {k: v for k, v in result.as_dict().items() if k != "rows_per_rank_pair"}
+        for name, result in replayed.items()
+    }
     timed = _time(figures, replayed, settings.method, topology, links, shape) if links and shape else {"verdict": None}
     own = figures.pop(settings.method)
     by_answers = scheduled_by_answers(held_out, topology)
@@ -79,9 +92,13 @@ def expect(
 
 
 def _time(
-    figures: dict[str, dict[str, Any]], replayed: dict[str, ReplayResult], method: str, topology: Topology,
-    links: cost.Links, shape: cost.LayerShape,
-) -> dict[str, Any]:  # fmt: skip
+    figures: dict[str, dict[str, Any]],
+    replayed: dict[str, ReplayResult],
+    method: str,
+    topology: Topology,
+    links: cost.Links,
+    shape: cost.LayerShape,
+) -> dict[str, Any]:
     """Adds predicted times and bytes to each method's figures; returns the verdict on `method` and what it rests on."""
     predictions = {
         name: cost.predict(name, result.rows_per_batch, result.busiest_pairs, shape, topology, links)

@@ -10,7 +10,6 @@ import numpy as np
 from scipy.sparse import coo_matrix, csr_matrix
 from scipy.sparse.csgraph import connected_components
 
-from semmoe.bounds import require
 from semmoe.core import RoutingTrace
 
 SHINGLE = 3  # tokens
@@ -24,10 +23,12 @@ def split(trace: RoutingTrace, share: float = 0.2, seed: int = 0) -> tuple[Routi
 
     Near-duplicate prompts stay together. Raises ValueError if fewer than two distinct prompts are there.
     """
-    require(0 < share < 1, f"profile share must lie between 0 and 1, not {share}")
+    if not 0 < share < 1:
+        raise ValueError(f"profile share must lie between 0 and 1, not {share}")
     clusters = near_duplicates(trace)
     distinct = int(clusters.max(initial=-1)) + 1
-    require(distinct >= 2, f"a trace of {distinct} distinct request(s) cannot be split")
+    if distinct < 2:
+        raise ValueError(f"a trace of {distinct} distinct request(s) cannot be split")
     order = np.random.default_rng(seed).permutation(distinct)
     filled = np.cumsum(np.bincount(clusters, minlength=distinct)[order])
     cut = int(np.clip(np.searchsorted(filled, round(share * trace.num_requests)) + 1, 1, distinct - 1))

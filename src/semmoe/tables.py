@@ -9,9 +9,7 @@ def print_affinity(result: dict[str, Any]) -> None:
     """What `semmoe affinity` found."""
     described = ", ".join(f"{name} {value}" for name, value in result["trace"].items() if "hash" not in name)
     console.out.print(described)
-    statistics = {
-        "f1": "F1", "cumulative_hotness": "top-k", "max_other_hotness": "other", "kurtosis": "kurt.",
-    }  # fmt: skip
+    statistics = {"f1": "F1", "cumulative_hotness": "top-k", "max_other_hotness": "other", "kurtosis": "kurt."}
     columns = ["layer", *(f"{short}\n{q}" for short in statistics.values() for q in ("p25", "p50", "p75"))]
     console.out.print("F1 of the static top-k, hotness of the top-k and of the hottest other, kurtosis")
     for weighting, title in (("by_type", "per token type, as published"), ("by_occurrence", "weighted by occurrence")):
@@ -38,12 +36,18 @@ def _print_prediction(result: dict[str, Any]) -> None:
 def metrics(methods: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Columns and rows for `replay` and `solve`: the metrics that all methods have."""
     names = {
-        "lar": "LAR", "remote_ranks_per_token": "remote\nranks", "bytes_ratio": "bytes\nvs linear",
-        "load_max_over_mean": "load\n/mean", "load_max_layer": "highest\nlayer",
-        "token_max_over_mean": "tokens\n/mean", "unknown_token_share": "unknown\ntokens",
-        "all_to_all_us": "all-to-\nall us", "experts_us": "experts\nus", "layer_us": "layer\nus",
+        "lar": "LAR",
+        "remote_ranks_per_token": "remote\nranks",
+        "bytes_ratio": "bytes\nvs linear",
+        "load_max_over_mean": "load\n/mean",
+        "load_max_layer": "highest\nlayer",
+        "token_max_over_mean": "tokens\n/mean",
+        "unknown_token_share": "unknown\ntokens",
+        "all_to_all_us": "all-to-\nall us",
+        "experts_us": "experts\nus",
+        "layer_us": "layer\nus",
         "solve_seconds": "solve\ns",
-    }  # fmt: skip
+    }
     present = [name for name in names if all(name in metrics for metrics in methods.values())]
     digits = {name: 1 if name.endswith("_us") else 3 for name in present}
     rows = [[method, *(console.figure(m[name], digits[name]) for name in present)] for method, m in methods.items()]
@@ -67,16 +71,28 @@ def print_prediction(method: str, figures: dict[str, Any]) -> None:
 def generated(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Columns and rows for `generate` and `demo`, from `GenerateResult.figures` and how outputs compared."""
     columns = [
-        "attention", "LAR", "remote\nranks", "all-to-\nall MB", "total\nMB", "load\n/mean", "tokens\n/s",
+        "attention",
+        "LAR",
+        "remote\nranks",
+        "all-to-\nall MB",
+        "total\nMB",
+        "load\n/mean",
+        "tokens\n/s",
         "outputs\nidentical",
-    ]  # fmt: skip
+    ]
     body = [
-        [row["name"].removeprefix("attention-"), console.figure(row["lar"]),
-         console.figure(row["remote_ranks_per_token"], 2), console.megabytes(row["all_to_all_bytes"]),
-         console.megabytes(row["total_bytes"]), console.figure(row["load_max_over_mean"], 2),
-         f"{row['tokens_per_second']:.0f}", row["identical_text"]]
+        [
+            row["name"].removeprefix("attention-"),
+            console.figure(row["lar"]),
+            console.figure(row["remote_ranks_per_token"], 2),
+            console.megabytes(row["all_to_all_bytes"]),
+            console.megabytes(row["total_bytes"]),
+            console.figure(row["load_max_over_mean"], 2),
+            f"{row['tokens_per_second']:.0f}",
+            row["identical_text"],
+        ]
         for row in rows
-    ]  # fmt: skip
+    ]
     return columns, body
 
 
@@ -86,8 +102,9 @@ def print_times(row: dict[str, Any]) -> None:
     console.out.print(
         f"time to first token {1e3 * row['time_to_first_token']:.0f} ms; {row['communication_share']:.0%} of "
         f"{row['seconds']:.1f} s waiting for collectives ({waits} s)",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def print_gain(rows: list[dict[str, Any]]) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from semmoe.bounds import require
 from semmoe.core import DECODE, Fingerprint, RoutingTrace
 from semmoe.files import array_shape, load_arrays, load_json, read_limited, save_arrays, save_json
 
@@ -23,10 +22,7 @@ SCHEMA = 1
 ARRAYS = {"token_ids", "expert_ids", "request_lengths", "phase", "prompt_ids", "prompt_lengths"}
 MAX_TRACE_BYTES = 16 << 30  # of an .npz file, unpacked: it is read whole; 4 billion choices of experts at int32
 MAX_META_BYTES = 256 << 20  # unpacked: the strings of a vocabulary are some MB, and examples some more
-NPY_HEADERS = {
-    (1, 0): np.lib.format.read_array_header_1_0,
-    (2, 0): np.lib.format.read_array_header_2_0,
-}
+NPY_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
 class TraceHeader(BaseModel):
@@ -46,9 +42,7 @@ class TraceWriter:
     is `private`: files of mode 0600.
     """
 
-    def __init__(
-        self, path: Path, header: TraceHeader, shard_tokens: int = 1 << 18, private: bool = False
-    ) -> None:  # fmt: skip
+    def __init__(self, path: Path, header: TraceHeader, shard_tokens: int = 1 << 18, private: bool = False) -> None:
         self.path, self.shard_tokens, self.private = path, shard_tokens, private
         self._fingerprint = header.fingerprint
         self._pending: list[dict[str, np.ndarray]] = []
@@ -56,7 +50,8 @@ class TraceWriter:
         if (path / "trace.json").exists():
             _check_same_run(path, load_json(path / "trace.json", TraceHeader), header)
         else:
-            require(not path.exists() or not any(path.iterdir()), f"{path} exists and is not a trace")
+            if path.exists() and any(path.iterdir()):
+                raise ValueError(f"{path} exists and is not a trace")
             save_json(path / "trace.json", header, private)
         shards = shard_paths(path)
         self._next_shard = 1 + max((int(shard.stem.removeprefix("shard-")) for shard in shards), default=-1)
@@ -70,12 +65,16 @@ class TraceWriter:
         assert phase.shape == token_ids.shape
         assert expert_ids.size == 0 or (expert_ids.min() >= 0 and expert_ids.max() < f.num_experts)
         dtype = np.uint8 if self._fingerprint.num_experts <= 256 else np.int16
-        self._pending.append({
-            "token_ids": token_ids.astype(np.int32), "expert_ids": expert_ids.astype(dtype),
-            "phase": phase.astype(np.uint8), "prompt_ids": prompt_ids.astype(np.int32),
-            "request_lengths": np.array([len(token_ids)], np.int64),
-            "prompt_lengths": np.array([len(prompt_ids)], np.int64),
-        })  # fmt: skip
+        self._pending.append(
+            {
+                "token_ids": token_ids.astype(np.int32),
+                "expert_ids": expert_ids.astype(dtype),
+                "phase": phase.astype(np.uint8),
+                "prompt_ids": prompt_ids.astype(np.int32),
+                "request_lengths": np.array([len(token_ids)], np.int64),
+                "prompt_lengths": np.array([len(prompt_ids)], np.int64),
+            }
+        )
         self.num_requests += 1
         self.pending_tokens += len(token_ids)
         if self.pending_tokens >= self.shard_tokens:
@@ -86,9 +85,11 @@ class TraceWriter:
         for r in range(trace.num_requests):
             rows = slice(trace.request_offsets[r], trace.request_offsets[r + 1])
             self.append(
-                prompt_ids=trace.prompt(r), token_ids=trace.token_ids[rows],
-                expert_ids=trace.expert_ids[rows], phase=trace.phase[rows],
-            )  # fmt: skip
+                prompt_ids=trace.prompt(r),
+                token_ids=trace.token_ids[rows],
+                expert_ids=trace.expert_ids[rows],
+                phase=trace.phase[rows],
+            )
 
     def flush(self) -> None:
         if self._pending:
@@ -106,11 +107,12 @@ class TraceWriter:
 
 def _check_same_run(path: Path, old: TraceHeader, new: TraceHeader) -> None:
     difference = old.fingerprint.mismatch(new.fingerprint)
-    require(difference is None, f"{path} was profiled on another model or tokenizer: {difference}")
-    require(old.dataset_hash == new.dataset_hash, f"{path} was profiled on another dataset; choose another --out")
-    require(
-        old.settings == new.settings, f"{path} was profiled with other settings ({old.settings}, now {new.settings})"
-    )
+    if difference is not None:
+        raise ValueError(f"{path} was profiled on another model or tokenizer: {difference}")
+    if old.dataset_hash != new.dataset_hash:
+        raise ValueError(f"{path} was profiled on another dataset; choose another --out")
+    if old.settings != new.settings:
+        raise ValueError(f"{path} was profiled with other settings ({old.settings}, now {new.settings})")
 
 
 def shard_paths(path: Path) -> list[Path]:
@@ -121,26 +123,31 @@ def save_trace(trace: RoutingTrace, path: Path) -> None:
     """Write a trace that is in memory as a new trace directory."""
     header = TraceHeader(fingerprint=trace.fingerprint, dataset_hash=trace.digest(), settings={})
     with TraceWriter(path, header) as writer:
-        require(writer.num_requests == 0, f"{path} already holds a trace")
+        if writer.num_requests != 0:
+            raise ValueError(f"{path} already holds a trace")
         writer.append_all(trace)
 
 
 def open_trace(path: Path | str) -> RoutingTrace:
     """Read a trace directory, or an `.npz` file in one of the layouts of `docs/formats.md`."""
     path = Path(path)
-    require(path.exists(), f"there is no trace at {path}")
+    if not path.exists():
+        raise ValueError(f"there is no trace at {path}")
     if path.is_file():
-        require(path.suffix == ".npz", f"{path} is neither a trace directory nor an .npz file")
+        if path.suffix != ".npz":
+            raise ValueError(f"{path} is neither a trace directory nor an .npz file")
         return _read_npz(path)
     header = read_header(path)
     shards = [load_arrays(shard, ARRAYS) for shard in shard_paths(path)]
-    require(bool(shards), f"{path} holds no shard yet: run its profile again to fill it")
+    if not shards:
+        raise ValueError(f"{path} holds no shard yet: run its profile again to fill it")
     return _joined(path, header.fingerprint, shards)
 
 
 def read_header(path: Path) -> TraceHeader:
     header = load_json(path / "trace.json", TraceHeader)
-    require(header.schema_version == SCHEMA, f"{path} has schema version {header.schema_version}, expected {SCHEMA}")
+    if header.schema_version != SCHEMA:
+        raise ValueError(f"{path} has schema version {header.schema_version}, expected {SCHEMA}")
     return header
 
 
@@ -157,8 +164,9 @@ def _joined(path: Path, fingerprint: Fingerprint, shards: list[dict[str, np.ndar
         return RoutingTrace(
             request_offsets=_offsets(joined.pop("request_lengths")),
             prompt_offsets=_offsets(joined.pop("prompt_lengths")),
-            fingerprint=fingerprint, **joined,
-        )  # fmt: skip
+            fingerprint=fingerprint,
+            **joined,
+        )
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
@@ -168,7 +176,8 @@ def _offsets(lengths: np.ndarray) -> np.ndarray:
 
 
 def _read_npz(path: Path) -> RoutingTrace:
-    require(zipfile.is_zipfile(path), f"{path} is not an .npz file, or is truncated")
+    if not zipfile.is_zipfile(path):
+        raise ValueError(f"{path} is not an .npz file, or is truncated")
     try:
         _check_npz_sizes(path)
         with np.load(path, allow_pickle=False) as file:
@@ -180,7 +189,8 @@ def _read_npz(path: Path) -> RoutingTrace:
         if {"experts", "route_starts", "tokens", "token_starts", "pos0"} <= set(arrays):
             arrays = _plain_from_fingerprinting(arrays)
         needed = {"token_ids", "expert_ids", "request_offsets"}
-        require(needed <= set(arrays), f"it holds {sorted(arrays)}; a plain trace needs {sorted(needed)}")
+        if not needed <= set(arrays):
+            raise ValueError(f"it holds {sorted(arrays)}; a plain trace needs {sorted(needed)}")
         return _from_plain_arrays(arrays, path)
     except (ValueError, TypeError, IndexError, OverflowError) as error:
         raise ValueError(f"{path}: {error}") from None
@@ -190,15 +200,18 @@ def _check_npz_sizes(path: Path) -> None:
     """Raise ValueError before anything is allocated, if arrays are too large or not as long as the archive says."""
     with zipfile.ZipFile(path) as archive:
         unpacked = sum(member.file_size for member in archive.infolist())
-        require(unpacked <= MAX_TRACE_BYTES, f"{unpacked:,} bytes unpacked, and at most {MAX_TRACE_BYTES:,} are read")
+        if unpacked > MAX_TRACE_BYTES:
+            raise ValueError(f"{unpacked:,} bytes unpacked, and at most {MAX_TRACE_BYTES:,} are read")
         for member in archive.infolist():
             with archive.open(member) as file:
                 version = np.lib.format.read_magic(file)
-                require(version in NPY_HEADERS, f"{member.filename} has npy version {version}")
+                if version not in NPY_HEADERS:
+                    raise ValueError(f"{member.filename} has npy version {version}")
                 shape, _, dtype = NPY_HEADERS[version](file)
                 declared, held = math.prod(shape) * dtype.itemsize, member.file_size - file.tell()
             agrees = declared == held or dtype.hasobject  # the length of objects is not known, and they are not read
-            require(agrees, f"{member.filename} should have {declared:,} bytes, and {held:,} are there")
+            if not agrees:
+                raise ValueError(f"{member.filename} should have {declared:,} bytes, and {held:,} are there")
 
 
 def _plain_from_fingerprinting(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -208,39 +221,54 @@ def _plain_from_fingerprinting(arrays: dict[str, np.ndarray]) -> dict[str, np.nd
     routed = [tokens[s + p : s + p + n] for s, p, n in zip(starts[:-1], first, lengths, strict=True)]
     prompts = [tokens[s : s + p] for s, p in zip(starts[:-1], first, strict=True)]
     return {
-        "token_ids": np.concatenate(routed), "expert_ids": arrays["experts"],
-        "request_offsets": arrays["route_starts"], "prompt_ids": np.concatenate(prompts),
-        "prompt_offsets": _offsets(first), "phase": np.full(len(arrays["experts"]), DECODE, np.uint8),
-    }  # fmt: skip
+        "token_ids": np.concatenate(routed),
+        "expert_ids": arrays["experts"],
+        "request_offsets": arrays["route_starts"],
+        "prompt_ids": np.concatenate(prompts),
+        "prompt_offsets": _offsets(first),
+        "phase": np.full(len(arrays["experts"]), DECODE, np.uint8),
+    }
 
 
 def _from_plain_arrays(arrays: dict[str, np.ndarray], path: Path) -> RoutingTrace:
     """`token_ids` (T,), `expert_ids` (T, L, K), `request_offsets` (R + 1,); the routed tokens serve as prompts."""
     experts = arrays["expert_ids"]
-    require(experts.ndim == 3 and experts.size > 0, f"expert_ids has shape {experts.shape}, expected (T, L, K)")
+    if experts.ndim != 3 or experts.size <= 0:
+        raise ValueError(f"expert_ids has shape {experts.shape}, expected (T, L, K)")
     offsets = arrays["request_offsets"]
-    require(np.issubdtype(offsets.dtype, np.integer), f"request_offsets are {offsets.dtype}, expected integers")
+    if not np.issubdtype(offsets.dtype, np.integer):
+        raise ValueError(f"request_offsets are {offsets.dtype}, expected integers")
     offsets = offsets.astype(np.int64)
     tokens = _as_int32("token_ids", arrays["token_ids"])
     prompts = _as_int32("prompt_ids", arrays.get("prompt_ids", tokens))
     seen = 1 + max(int(tokens.max(initial=0)), int(prompts.max(initial=0)))
     fingerprint = Fingerprint(
-        model=path.name.removesuffix(".npz"), architecture_hash="unknown", tokenizer_hash="unknown",
-        vocab_size=int(arrays.get("vocab_size", _meta_vocabulary(path) or seen)), num_layers=experts.shape[1],
-        num_experts=int(arrays.get("num_experts", int(experts.max()) + 1)), top_k=experts.shape[2],
+        model=path.name.removesuffix(".npz"),
+        architecture_hash="unknown",
+        tokenizer_hash="unknown",
+        vocab_size=int(arrays.get("vocab_size", _meta_vocabulary(path) or seen)),
+        num_layers=experts.shape[1],
+        num_experts=int(arrays.get("num_experts", int(experts.max()) + 1)),
+        top_k=experts.shape[2],
         num_groups=int(arrays.get("num_groups", 1)),
-    )  # fmt: skip
+    )
     return RoutingTrace(
-        token_ids=tokens, expert_ids=experts, request_offsets=offsets, prompt_ids=prompts,
+        token_ids=tokens,
+        expert_ids=experts,
+        request_offsets=offsets,
+        prompt_ids=prompts,
         phase=arrays.get("phase", np.zeros(len(tokens), np.uint8)),
-        prompt_offsets=arrays.get("prompt_offsets", offsets).astype(np.int64), fingerprint=fingerprint,
-    )  # fmt: skip
+        prompt_offsets=arrays.get("prompt_offsets", offsets).astype(np.int64),
+        fingerprint=fingerprint,
+    )
 
 
 def _as_int32(name: str, ids: np.ndarray) -> np.ndarray:
-    require(np.issubdtype(ids.dtype, np.integer), f"{name} are {ids.dtype}, expected integers")
+    if not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(f"{name} are {ids.dtype}, expected integers")
     narrow = ids.astype(np.int32)
-    require(np.array_equal(narrow, ids), f"{name} go beyond 32 bits")
+    if not np.array_equal(narrow, ids):
+        raise ValueError(f"{name} go beyond 32 bits")
     return narrow
 
 
@@ -259,7 +287,11 @@ def _meta_vocabulary(path: Path) -> int | None:
 def describe(trace: RoutingTrace) -> dict[str, Any]:
     """Counts for people: what `semmoe affinity` prints above its tables."""
     return {
-        **asdict(trace.fingerprint), "requests": trace.num_requests, "tokens": trace.num_tokens,
-        "decode_tokens": int((trace.phase == DECODE).sum()), "prompt_tokens": len(trace.prompt_ids),
-        "distinct_tokens": len(np.unique(trace.token_ids)), "trace_hash": trace.digest(),
-    }  # fmt: skip
+        **asdict(trace.fingerprint),
+        "requests": trace.num_requests,
+        "tokens": trace.num_tokens,
+        "decode_tokens": int((trace.phase == DECODE).sum()),
+        "prompt_tokens": len(trace.prompt_ids),
+        "distinct_tokens": len(np.unique(trace.token_ids)),
+        "trace_hash": trace.digest(),
+    }

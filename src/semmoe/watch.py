@@ -9,8 +9,6 @@ from urllib.request import urlopen
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from semmoe.bounds import require
-
 PREFIX = "semmoe_"
 GAUGES = {"active", "degraded"}
 STALE_SECONDS = 5.0  # counters are published every second
@@ -51,7 +49,8 @@ class View:
 def fetch(url: str, seconds: float = 10.0) -> str:
     """The text of a server's /metrics. Raises ValueError if there is none."""
     parts = urlsplit(url if "//" in url else f"http://{url}")
-    require(parts.scheme in ("http", "https") and bool(parts.netloc), f"{url} is not the address of a server")
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ValueError(f"{url} is not the address of a server")
     path = parts.path if parts.path.endswith("/metrics") else parts.path.rstrip("/") + "/metrics"
     try:
         with urlopen(f"{parts.scheme}://{parts.netloc}{path}", timeout=seconds) as answer:
@@ -68,11 +67,11 @@ def parse(text: str, time: float) -> Look:
             if name.startswith(PREFIX):
                 key = name.removeprefix(PREFIX).removesuffix("_total"), frozenset(labels.items())
                 totals[key] = totals.get(key, 0.0) + value
-    require(
-        any(name == "active" for name, _ in totals),
-        "this server has metrics, but none of semmoe's: is the plug-in installed there (semmoe doctor), and the server "
-        "started with a plan or SEMMOE_CONTROL?",
-    )
+    if not any(name == "active" for name, _ in totals):
+        raise ValueError(
+            "this server has metrics, but none of semmoe's: is the plug-in installed there (semmoe doctor), and the "
+            "server started with a plan or SEMMOE_CONTROL?"
+        )
     return Look(time, totals)
 
 
@@ -86,17 +85,23 @@ def view(before: Look, after: Look) -> View:
     tokens, served = _sum(grown, "routed_tokens"), _by(grown, "served_pairs", "by")
     mean, sent = sum(served.values()) / max(len(served), 1), _sum(grown, "all_to_all_bytes")
     return View(
-        seconds=seconds, active=_active(after), ranks=int(_sum(after.totals, "active")),
-        lar=local / pairs if pairs else None, pairs=int(pairs), routed_tokens_per_second=tokens / seconds,
+        seconds=seconds,
+        active=_active(after),
+        ranks=int(_sum(after.totals, "active")),
+        lar=local / pairs if pairs else None,
+        pairs=int(pairs),
+        routed_tokens_per_second=tokens / seconds,
         remote_ranks_per_token=_sum(grown, "remote_rows") / tokens if tokens else None,
         all_to_all_bytes_per_token=sent / tokens if tokens and sent else None,
         load={rank: count / mean for rank, count in served.items()} if mean else {},
         scheduled={rank: int(n) for rank, n in _by(grown, "scheduled_requests", "dp_rank", by="plan").items()},
         named=int(_sum(grown, "scheduled_requests", by="named")),
         by_engine=int(_sum(grown, "scheduled_requests", by="engine")),
-        unknown_tokens=int(_sum(grown, "unknown_tokens")), schedule_failures=int(_sum(grown, "schedule_failures")),
-        degraded=sorted(_by(after.totals, "degraded", "reason")), stale=_stale(grown, seconds),
-    )  # fmt: skip
+        unknown_tokens=int(_sum(grown, "unknown_tokens")),
+        schedule_failures=int(_sum(grown, "schedule_failures")),
+        degraded=sorted(_by(after.totals, "degraded", "reason")),
+        stale=_stale(grown, seconds),
+    )
 
 
 def _stale(grown: Mapping[tuple[str, Labels], float], seconds: float) -> list[str]:
@@ -109,8 +114,10 @@ def drift(seen: View, expected: float | None, margin: float) -> str | None:
     """A warning, where the local activation rate has fallen below what the plan promises by more than `margin`."""
     if expected is None or seen.lar is None or seen.pairs < ENOUGH_PAIRS or seen.lar >= expected - margin:
         return None
-    return (f"local activation rate {seen.lar:.3f}, the plan expects {expected:.3f}: requests are no longer those that "
-            "were profiled; record some (semmoe record) and solve again")  # fmt: skip
+    return (
+        f"local activation rate {seen.lar:.3f}, the plan expects {expected:.3f}: requests are no longer those that "
+        "were profiled; record some (semmoe record) and solve again"
+    )
 
 
 def expected_lar(expected: Mapping[str, Any] | None) -> float | None:

@@ -9,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from semmoe.bounds import require
 from semmoe.checkpoint.shards import Shard, Tensor, read_shard
 from semmoe.files import MOST_JSON_BYTES, read_limited
 
@@ -43,21 +42,25 @@ def open_checkpoint(path: Path) -> Checkpoint:
     index = _read_index(path)
     files = [SINGLE] if index is None else sorted(set(index["weight_map"].values()))
     other = next((file for file in files if (path / file).exists() and not (path / file).is_file()), None)
-    require(other is None, f"{path}/{other} is not a file")  # a pipe would be waited for
+    if other is not None:  # a pipe would be waited for
+        raise ValueError(f"{path}/{other} is not a file")
     checkpoint = Checkpoint(path, config, [read_shard(path / file) for file in files], index)
     owners: dict[str, str] = {}
     for shard in checkpoint.shards:
         for name in shard.tensors:
-            require(name not in owners, f"{path}: {name} is in both {owners.get(name)} and {shard.path.name}")
+            if name in owners:
+                raise ValueError(f"{path}: {name} is in both {owners.get(name)} and {shard.path.name}")
             owners[name] = shard.path.name
     for name, file in (index or {"weight_map": {}})["weight_map"].items():
-        require(owners.get(name) == file, f"{path / INDEX} says that {name} is in {file}, which has no such tensor")
+        if owners.get(name) != file:
+            raise ValueError(f"{path / INDEX} says that {name} is in {file}, which has no such tensor")
     return checkpoint
 
 
 def read_config(path: Path) -> dict[str, Any]:
     """config.json; of a multimodal model the part that describes its language model, over the rest."""
-    require((path / "config.json").is_file(), f"there is no model at {path}: config.json is missing")
+    if not (path / "config.json").is_file():
+        raise ValueError(f"there is no model at {path}: config.json is missing")
     config = read_object(path / "config.json")
     text = config.get("text_config")
     return config | text if isinstance(text, dict) else config
@@ -69,14 +72,16 @@ def read_object(path: Path) -> dict[str, Any]:
         value = json.loads(read_limited(path, MOST_JSON_BYTES))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid: {error}") from None
-    require(isinstance(value, dict), f"{path} is not a JSON object")
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is not a JSON object")
     return value
 
 
 def config_count(config: dict[str, Any], *names: str) -> int:
     """The first of these fields that is there, a number from 1 on; 0 without any."""
     value = next((config[name] for name in names if config.get(name) is not None), 0)
-    require(type(value) is int and value >= 0, f"config.json: {names[0]} is {value!r}")
+    if type(value) is not int or value < 0:
+        raise ValueError(f"config.json: {names[0]} is {value!r}")
     return value
 
 
@@ -91,12 +96,14 @@ def _read_index(path: Path) -> dict[str, Any] | None:
     if not (path / INDEX).is_file():
         others = sorted(p.name for p in path.iterdir() if p.suffix in OTHER_WEIGHTS)
         convert = f"; it holds {others[0]}: convert the model to safetensors first" if others else ""
-        require((path / SINGLE).is_file(), f"{path} has neither {SINGLE} nor an index of shards{convert}")
+        if not (path / SINGLE).is_file():
+            raise ValueError(f"{path} has neither {SINGLE} nor an index of shards{convert}")
         return None
     index = read_object(path / INDEX)
     files = index.get("weight_map")
     valid = isinstance(files, dict) and bool(files) and all(_is_shard(file) for file in files.values())
-    require(valid, f"{path / INDEX}: weight_map must name safetensors files of this directory")
+    if not valid:
+        raise ValueError(f"{path / INDEX}: weight_map must name safetensors files of this directory")
     return index
 
 
@@ -116,7 +123,8 @@ def refuse_adapter(path: Path) -> None:
     texts = [text for target in targets for text in (target if isinstance(target, list) else [target])]
     named = [str(text) for text in texts if text is not None and NAMES_EXPERTS.search(str(text))]
     reason = "merge it into the model first, since it would change the wrong experts after relabelling"
-    require(not named, f"{path / ADAPTER} is a LoRA adapter on experts or gates ({', '.join(named[:3])}): {reason}")
+    if named:
+        raise ValueError(f"{path / ADAPTER} is a LoRA adapter on experts or gates ({', '.join(named[:3])}): {reason}")
 
 
 def copy_other_files(source: Checkpoint, target: Path) -> list[str]:
@@ -166,6 +174,10 @@ def _own_file(path: Path, root: Path) -> Path:
     file, whole = Path(os.path.realpath(path)), root.resolve()  # realpath: of a link to itself too
     homes = [whole, whole.parents[1] / "blobs"] if whole.parent.name == "snapshots" else [whole]
     inside = any(home in file.parents for home in homes)
-    require(inside, f"{path} is a link out of the model's directory: put the file itself there, or remove the link")
-    require(file.is_file(), f"{path} is neither a file nor a directory of the model's own: remove it")
+    if not inside:
+        raise ValueError(
+            f"{path} is a link out of the model's directory: put the file itself there, or remove the link"
+        )
+    if not file.is_file():
+        raise ValueError(f"{path} is neither a file nor a directory of the model's own: remove it")
     return file

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from semmoe.bounds import require
 from semmoe.checkpoint.directory import config_count, read_config, tensor_names
 from semmoe.checkpoint.layout import moe_layer_indices
 from semmoe.checkpoint.relabel import check_config, check_num_layers
@@ -51,14 +50,16 @@ def _layers(plan: Plan, model: Path) -> tuple[list[int], int]:
     config = read_config(model)
     check_config(plan, config, model)
     depth = config_count(config, "num_hidden_layers")
-    require(depth <= MOST_LAYERS, f"{model}/config.json says that there are {depth} layers")
+    if depth > MOST_LAYERS:
+        raise ValueError(f"{model}/config.json says that there are {depth} layers")
     indices = moe_layer_indices(tensor_names(model), depth)
     check_num_layers(plan, len(indices), model)
     return indices, depth
 
 
 def check_out_file(out: Path) -> None:
-    require(out.suffix == ".json", f"{out} must end in .json: an engine knows the format by it")
+    if out.suffix != ".json":
+        raise ValueError(f"{out} must end in .json: an engine knows the format by it")
     check_output(out)
 
 

@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from semmoe.bounds import require
 from semmoe.checkpoint.shards import Tensor
 
 BLOCK = re.compile(r"(?P<stack>.*?)\blayers\.(?P<layer>\d{1,6})\.(?P<block>\w+)\.(?P<rest>.+)")
@@ -60,8 +59,10 @@ def _expert_blocks(names: Iterable[str], num_hidden_layers: int) -> dict[int, st
             continue
         stacks.add(match["stack"])
         same = blocks.setdefault(int(match["layer"]), _prefix(match)) == _prefix(match) and len(stacks) == 1
-        require(same, f"{name}: experts in more than one stack of layers are not supported")
-    require(bool(blocks), "no tensor is named like an expert of a layout that semmoe knows")
+        if not same:
+            raise ValueError(f"{name}: experts in more than one stack of layers are not supported")
+    if not blocks:
+        raise ValueError("no tensor is named like an expert of a layout that semmoe knows")
     return blocks
 
 
@@ -86,13 +87,16 @@ def _sort_in(layer: MoeLayer, name: str, rest: str, tensor: Tensor, num_experts:
     """Note a tensor of a MoE block by the rule that knows it, or raise ValueError."""
     if match := EXPERT.fullmatch(rest):
         canonical = str(int(match["expert"])) == match["expert"]
-        require(canonical and int(match["expert"]) < num_experts, f"{name}: there are {num_experts} experts a layer")
+        if not canonical or int(match["expert"]) >= num_experts:
+            raise ValueError(f"{name}: there are {num_experts} experts a layer")
         layer.parts.setdefault(int(match["expert"]), set()).add(match["part"])
     elif match := GATE.fullmatch(rest):
         _check_rows(name, tensor, num_experts)
-        require(tensor.dtype in FLOATS, f"{name} is {tensor.dtype}: a quantised router is not supported")
+        if tensor.dtype not in FLOATS:
+            raise ValueError(f"{name} is {tensor.dtype}: a quantised router is not supported")
         part = match["part"] or match["bare"]
-        require(part not in layer.gate, f"{name}: this layer has another {part} of a router: {layer.gate.get(part)}")
+        if part in layer.gate:
+            raise ValueError(f"{name}: this layer has another {part} of a router: {layer.gate.get(part)}")
         layer.gate[part] = name
     elif PACKED.fullmatch(rest):
         _check_rows(name, tensor, num_experts)
@@ -100,21 +104,29 @@ def _sort_in(layer: MoeLayer, name: str, rest: str, tensor: Tensor, num_experts:
     elif not SHARED.fullmatch(rest):
         hidden = NUMBERED.fullmatch(rest) is not None or num_experts in tensor.shape
         shape = list(tensor.shape)
-        require(not hidden, f"{name}, shape {shape}: may number experts in a way that semmoe does not know")
+        if hidden:
+            raise ValueError(f"{name}, shape {shape}: may number experts in a way that semmoe does not know")
 
 
 def _check_rows(name: str, tensor: Tensor, num_experts: int) -> None:
     by_expert = bool(tensor.shape) and tensor.shape[0] == num_experts
-    require(by_expert, f"{name} has shape {list(tensor.shape)}: its leading dimension must count {num_experts} experts")
-    require(tensor.nbytes % num_experts == 0, f"{name}: an expert's share of it is not a whole number of bytes")
+    if not by_expert:
+        raise ValueError(
+            f"{name} has shape {list(tensor.shape)}: its leading dimension must count {num_experts} experts"
+        )
+    if tensor.nbytes % num_experts != 0:
+        raise ValueError(f"{name}: an expert's share of it is not a whole number of bytes")
 
 
 def _check_complete(layer: MoeLayer, num_experts: int) -> None:
-    require("weight" in layer.gate, f"{layer.prefix}gate.weight is missing, and so is {layer.prefix}router.weight")
+    if "weight" not in layer.gate:
+        raise ValueError(f"{layer.prefix}gate.weight is missing, and so is {layer.prefix}router.weight")
     if layer.parts or not layer.packed:
         missing = next((e for e in range(num_experts) if e not in layer.parts), None)
-        require(missing is None, f"{layer.prefix}experts.{missing} is missing: experts must be 0 to {num_experts - 1}")
+        if missing is not None:
+            raise ValueError(f"{layer.prefix}experts.{missing} is missing: experts must be 0 to {num_experts - 1}")
     every = set().union(*layer.parts.values())
     for expert, parts in layer.parts.items():
         lacking = sorted(every - parts)
-        require(not lacking, f"{layer.expert_tensor(expert, lacking[0] if lacking else '')} is missing")
+        if lacking:
+            raise ValueError(f"{layer.expert_tensor(expert, lacking[0] if lacking else '')} is missing")

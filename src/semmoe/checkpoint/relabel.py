@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from semmoe.bounds import require
 from semmoe.checkpoint.directory import (
     INDEX,
     Checkpoint,
@@ -93,14 +92,18 @@ def relabel(
     source = open_checkpoint(model)
     other_files(source)  # what cannot be copied is refused before anything else of it is read
     refuse_adapter(model)
-    require(not (model / RECORD).exists(), f"{model} is relabelled already: apply the plan to the original model")
+    if (model / RECORD).exists():
+        raise ValueError(f"{model} is relabelled already: apply the plan to the original model")
     layers = layers_for(plan, source)
     _check_quantisation(source, layers, plan.fingerprint.num_experts)
     record = Record(
-        model=plan.fingerprint.model, method=plan.method, ep_size=plan.topology.ep_size, plan_hash=plan_hash,
+        model=plan.fingerprint.model,
+        method=plan.method,
+        ep_size=plan.topology.ep_size,
+        plan_hash=plan_hash,
         trace_hash=plan.trace_hash,
         layers=[LayerRecord(layer=m.index, experts=o.tolist()) for m, o in zip(layers, orders, strict=True)],
-    )  # fmt: skip
+    )
     check_output(out, directory=True, room=source.nbytes)
     with atomic_directory(out) as staged:
         left_out = write_relabelled(source, layers, orders, staged, stage("writing", source.nbytes))
@@ -108,16 +111,22 @@ def relabel(
         written = open_checkpoint(staged)
         verification = verify(source, written, orders, plan.fingerprint, stage)
     return Relabelled(
-        layers=len(layers), tensors_renamed=len(_renames(layers, orders)), tensors_permuted=len(_rows(layers, orders)),
-        bytes=source.nbytes, left_out=left_out, verification=verification,
-    )  # fmt: skip
+        layers=len(layers),
+        tensors_renamed=len(_renames(layers, orders)),
+        tensors_permuted=len(_rows(layers, orders)),
+        bytes=source.nbytes,
+        left_out=left_out,
+        verification=verification,
+    )
 
 
 def check_out(model: Path, out: Path) -> None:
     """Raise ValueError if writing `out` could touch the model or anything else."""
     inside, whole = out.resolve(), model.resolve()
-    require(inside != whole and whole not in inside.parents, f"{out} is inside the model {model}: choose another place")
-    require(inside not in whole.parents, f"{out} holds the model {model}: choose another place")
+    if inside == whole or whole in inside.parents:
+        raise ValueError(f"{out} is inside the model {model}: choose another place")
+    if inside in whole.parents:
+        raise ValueError(f"{out} holds the model {model}: choose another place")
     check_output(out, directory=True)
 
 
@@ -126,11 +135,13 @@ def orders_of(plan: Plan) -> np.ndarray:
     f, physical_map = plan.fingerprint, plan.placement.physical_to_logical_map.astype(np.int64)
     redundant = plan.placement.redundant_experts
     reason = "in a checkpoint every expert stands once; use --to sglang, or solve without redundant experts"
-    require(redundant == 0, f"this plan has {redundant} redundant experts: {reason}")
+    if redundant != 0:
+        raise ValueError(f"this plan has {redundant} redundant experts: {reason}")
     groups = (physical_map // (f.num_experts // f.num_groups)).reshape(len(physical_map), f.num_groups, -1)
     split = (groups != groups[:, :, :1]).any(axis=(1, 2))
     reason = "the router limits tokens to groups of consecutive experts, so groups can only move whole"
-    require(not split.any(), f"MoE layer {int(split.argmax())} of this plan splits a gate group over ranks: {reason}")
+    if split.any():
+        raise ValueError(f"MoE layer {int(split.argmax())} of this plan splits a gate group over ranks: {reason}")
     return physical_map
 
 
@@ -153,13 +164,16 @@ def check_config(plan: Plan, config: dict[str, Any], model: Path) -> None:
     ):
         found = config_count(config, *map(str, names))
         difference = f"{names[0]} is {expected} for {f.model!r} and {found} for {str(model)!r}"
-        require(found in (0, expected), f"this plan was made for another model: {difference}")
-    require(config_count(config, "num_hidden_layers") > 0, f"{model}/config.json does not say num_hidden_layers")
+        if found not in (0, expected):
+            raise ValueError(f"this plan was made for another model: {difference}")
+    if not config_count(config, "num_hidden_layers") > 0:
+        raise ValueError(f"{model}/config.json does not say num_hidden_layers")
 
 
 def check_num_layers(plan: Plan, found: int, model: Path) -> None:
     expected = plan.fingerprint.num_layers
-    require(found == expected, f"{model} has {found} MoE layers, the plan {expected}")
+    if found != expected:
+        raise ValueError(f"{model} has {found} MoE layers, the plan {expected}")
 
 
 def write_relabelled(
@@ -208,7 +222,8 @@ def _check_quantisation(source: Checkpoint, layers: list[MoeLayer], num_experts:
                 named.setdefault((match["layer"], match["block"], match["part"]), set()).add(int(match["expert"]))
         for (layer, block, part), experts in named.items():
             example = f"layers.{layer}.{block}.experts.{min(experts)}{part}"
-            require(len(experts) == num_experts, f"{path} has a rule for single experts ({example}): not supported")
+            if len(experts) != num_experts:
+                raise ValueError(f"{path} has a rule for single experts ({example}): not supported")
 
 
 def plan_digest(path: Path) -> str:
@@ -222,5 +237,6 @@ def load_record(path: Path) -> Record:
     record = load_json(Path(path) / RECORD, Record)
     widths = {len(layer.experts) for layer in record.layers}
     valid = len(widths) == 1 and bool((np.sort(record.orders) == np.arange(*widths)).all())
-    require(valid, f"{path}: {RECORD} must hold a permutation of the experts for each layer")
+    if not valid:
+        raise ValueError(f"{path}: {RECORD} must hold a permutation of the experts for each layer")
     return record

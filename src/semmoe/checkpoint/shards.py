@@ -17,8 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from semmoe.bounds import require
-
 Progress = Callable[[int], None]  # called with the bytes done since the last call
 Stage = Callable[[str, int], Progress]  # (what is done, bytes in all): begins a stage of the work
 
@@ -26,10 +24,29 @@ LONGEST_HEADER = 100_000_000  # bytes, as in the safetensors library
 MOST_DIMENSIONS = 32
 CHUNK = 16 << 20  # bytes held in memory at a time
 BITS = {
-    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
-    "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
-    "I64": 64, "U64": 64, "F64": 64, "C64": 64,
-}  # fmt: skip
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "BOOL": 8,
+    "U8": 8,
+    "I8": 8,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
+    "I16": 16,
+    "U16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "I32": 32,
+    "U32": 32,
+    "F32": 32,
+    "I64": 64,
+    "U64": 64,
+    "F64": 64,
+    "C64": 64,
+}
 NO_KERNEL_COPY = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF}
 
 
@@ -71,7 +88,8 @@ def read_shard(path: Path) -> Shard:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             fits = size >= 8 and length <= min(LONGEST_HEADER, size - 8)
-            require(fits, f"its header has {length} bytes, the file {size}")
+            if not fits:
+                raise ValueError(f"its header has {length} bytes, the file {size}")
             header = _parse(file.read(length))
         metadata = _metadata(header.pop("__metadata__", None))
         start = 8 + length
@@ -86,35 +104,45 @@ def read_shard(path: Path) -> Shard:
 
 def _parse(text: bytes) -> dict[str, Any]:
     header = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
-    require(isinstance(header, dict), "its header is not a JSON object")
+    if not isinstance(header, dict):
+        raise ValueError("its header is not a JSON object")
     return header
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
-    require(len(result) == len(pairs), f"a name stands twice in its header, next to {pairs[0][0][:80]!r}")
+    if len(result) != len(pairs):
+        raise ValueError(f"a name stands twice in its header, next to {pairs[0][0][:80]!r}")
     return result
 
 
 def _metadata(value: Any) -> dict[str, str] | None:
     strings = value is None or (isinstance(value, dict) and all(isinstance(v, str) for v in value.values()))
-    require(strings, "__metadata__ must hold strings")
+    if not strings:
+        raise ValueError("__metadata__ must hold strings")
     return value
 
 
 def _tensor(path: Path, name: str, entry: Any, start: int, room: int) -> Tensor:
     shown = repr(name[:200])
-    require(name.isprintable(), f"the name {shown} holds characters that cannot be printed")
+    if not name.isprintable():
+        raise ValueError(f"the name {shown} holds characters that cannot be printed")
     known = isinstance(entry, dict) and set(entry) == {"dtype", "shape", "data_offsets"}
-    require(known, f"{shown} needs dtype, shape and data_offsets, and nothing else")
+    if not known:
+        raise ValueError(f"{shown} needs dtype, shape and data_offsets, and nothing else")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    require(isinstance(dtype, str) and dtype in BITS, f"{shown} has the unknown type {str(dtype)[:40]!r}")
-    require(_counts(shape) and len(shape) <= MOST_DIMENSIONS, f"{shown} has an invalid shape")
-    require(_counts(offsets) and len(offsets) == 2, f"{shown} has invalid data_offsets")
+    if not isinstance(dtype, str) or dtype not in BITS:
+        raise ValueError(f"{shown} has the unknown type {str(dtype)[:40]!r}")
+    if not _counts(shape) or len(shape) > MOST_DIMENSIONS:
+        raise ValueError(f"{shown} has an invalid shape")
+    if not _counts(offsets) or len(offsets) != 2:
+        raise ValueError(f"{shown} has invalid data_offsets")
     first, last = offsets
-    require(first <= last <= room, f"{shown} lies at bytes {first} to {last} of {room}")
+    if not first <= last <= room:
+        raise ValueError(f"{shown} lies at bytes {first} to {last} of {room}")
     bits = math.prod(shape) * BITS[dtype]
-    require(bits == 8 * (last - first), f"{shown}, {dtype} of shape {shape}, does not fit its {last - first} bytes")
+    if bits != 8 * (last - first):
+        raise ValueError(f"{shown}, {dtype} of shape {shape}, does not fit its {last - first} bytes")
     return Tensor(path, dtype, tuple(shape), start + first, last - first)
 
 
@@ -127,9 +155,11 @@ def _check_cover(tensors: dict[str, Tensor], start: int, size: int) -> None:
     """The tensors follow each other without gap or overlap and end where the file does."""
     at = start
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
-        require(tensor.offset == at, f"{name[:200]!r} overlaps the tensor before it, or leaves a gap")
+        if tensor.offset != at:
+            raise ValueError(f"{name[:200]!r} overlaps the tensor before it, or leaves a gap")
         at += tensor.nbytes
-    require(at == size, f"its tensors end at byte {at} of {size}")
+    if at != size:
+        raise ValueError(f"its tensors end at byte {at} of {size}")
 
 
 def write_shard(

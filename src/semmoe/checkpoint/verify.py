@@ -123,10 +123,13 @@ def _router(checkpoint: Checkpoint, layer: MoeLayer, f: Fingerprint) -> Router:
     parts = {part: to_float(checkpoint.tensors[name]) for part, name in layer.gate.items()}
     kept = config_count(checkpoint.config, "topk_group") or f.num_groups
     return Router(
-        weight=parts["weight"].reshape(f.num_experts, -1), bias=parts.get("bias", np.zeros(f.num_experts)),
-        correction=parts.get("e_score_correction_bias"), top_k=f.top_k, num_groups=f.num_groups,
+        weight=parts["weight"].reshape(f.num_experts, -1),
+        bias=parts.get("bias", np.zeros(f.num_experts)),
+        correction=parts.get("e_score_correction_bias"),
+        top_k=f.top_k,
+        num_groups=f.num_groups,
         top_groups=min(kept, f.num_groups),
-    )  # fmt: skip
+    )
 
 
 def to_float(tensor: Tensor) -> np.ndarray:

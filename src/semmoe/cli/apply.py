@@ -27,8 +27,7 @@ class Target(str, Enum):
 def apply(
     plan: Annotated[Path, typer.Argument(help="A plan directory.", show_default=False)],
     model: Annotated[
-        str,
-        typer.Option(help="The model that the plan was made for.", rich_help_panel=INPUT, callback=model_path),
+        str, typer.Option(help="The model that the plan was made for.", rich_help_panel=INPUT, callback=model_path)
     ],
     out: Annotated[Path, typer.Option(help="The new model directory, or a .json file.", rich_help_panel=OUTPUT)],
     to: Annotated[

@@ -42,12 +42,20 @@ def calibrate(
         found = measure(model, ep_size, bars.task(f"measuring {ep_size} processes", len(TOKENS)), name)
     save_json(out, found.links)
     if found.doubtful:
-        console.err.print(f"[yellow]warning:[/] a layer that the fit has not seen is predicted {found.error:+.0%} off "
-                          "what it takes: run it again on an idle machine before you rely on verdicts with these links",
-                          soft_wrap=True, highlight=False)  # fmt: skip
+        console.err.print(
+            f"[yellow]warning:[/] a layer that the fit has not seen is predicted {found.error:+.0%} off "
+            "what it takes: run it again on an idle machine before you rely on verdicts with these links",
+            soft_wrap=True,
+            highlight=False,
+        )
     if as_json:
-        result = {"out": str(out), "predicted_us": found.predicted * 1e6, "measured_us": found.measured * 1e6,
-                  "error": found.error, "doubtful": found.doubtful}  # fmt: skip
+        result = {
+            "out": str(out),
+            "predicted_us": found.predicted * 1e6,
+            "measured_us": found.measured * 1e6,
+            "error": found.error,
+            "doubtful": found.doubtful,
+        }
         console.print_json({**result, "links": found.links.model_dump()})
     else:
         _print_links(out, found)
@@ -63,5 +71,6 @@ def _print_links(out: Path, found: "Calibration") -> None:
     ]
     console.print_table(f"{out}: {found.links.name}", ["", "fixed", "speed"], rows)
     predicted, measured = found.predicted * 1e6, found.measured * 1e6
-    console.out.print(f"a layer of its own: predicted {predicted:,.0f} us, measured {measured:,.0f} us "
-                      f"({found.error:+.0%})")  # fmt: skip
+    console.out.print(
+        f"a layer of its own: predicted {predicted:,.0f} us, measured {measured:,.0f} us ({found.error:+.0%})"
+    )

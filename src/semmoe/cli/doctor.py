@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from semmoe import console
-from semmoe.bounds import require
 from semmoe.cli.app import app
 from semmoe.cli.options import INPUT, Json, model_path
 from semmoe.engines.doctor import ENGINES, EngineState, PlanState, examine, examine_plan, versions
@@ -40,7 +39,8 @@ def doctor(
 
     Examples: `semmoe doctor` and `semmoe doctor --engine sglang --plan plan --model MODEL`
     """
-    require(model is None or plan is not None, "--model has no effect without --plan")
+    if model is not None and plan is None:
+        raise ValueError("--model has no effect without --plan")
     found = versions()
     chosen = ENGINES if engine is None else (engine.value,)
     wanted = examine_plan(plan, model, chosen) if plan else None
@@ -75,9 +75,11 @@ def _print_engine(state: EngineState) -> None:
 def _print_plan(state: PlanState) -> None:
     f, topology = state.fingerprint, ", ".join(f"{name} {value}" for name, value in state.topology.items())
     _say(f"{state.plan}: method {state.method}; {topology}; {state.redundant_experts} redundant experts")
-    _say(f"    made for {f['model']}: {f['num_layers']} MoE layers, {f['num_experts']} experts, top-{f['top_k']}, "
-         f"{f['vocab_size']} token ids; architecture {f['architecture_hash'][:12]}, "
-         f"tokenizer {f['tokenizer_hash'][:12]}")  # fmt: skip
+    _say(
+        f"    made for {f['model']}: {f['num_layers']} MoE layers, {f['num_experts']} experts, top-{f['top_k']}, "
+        f"{f['vocab_size']} token ids; architecture {f['architecture_hash'][:12]}, "
+        f"tokenizer {f['tokenizer_hash'][:12]}"
+    )
     for engine, flags in state.launch.items():
         _say(f"    {engine}: {flags}")
     _say(f"    compared with the model: {state.checked}")

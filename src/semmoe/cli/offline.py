@@ -7,7 +7,6 @@ from typing import Annotated, Any
 import typer
 
 from semmoe import console, tables
-from semmoe.bounds import require
 from semmoe.cli.app import app, refuse_given
 from semmoe.cli.options import (
     METHOD,
@@ -104,12 +103,7 @@ def solve(
     time_limit: TimeLimit = SOLVE.moetuner.time_limit,
     lookback: Annotated[
         int | None,
-        numeric(
-            PredictorSettings,
-            "lookback",
-            "Layers that predictions look back; by default semmoe chooses.",
-            METHOD,
-        ),
+        numeric(PredictorSettings, "lookback", "Layers that predictions look back; by default semmoe chooses.", METHOD),
     ] = None,
     theta: Annotated[
         float, numeric(PaperSettings, "theta", "paper: weight of balance in the objective.", METHOD)
@@ -152,12 +146,14 @@ def solve(
     topology = Topology.for_attention(attention.value, ep_size, dp_size, num_nodes)
     check_applies(method, topology, redundant_experts)
     settings = SolveSettings(
-        method=method, redundant_experts=redundant_experts, seed=seed,
+        method=method,
+        redundant_experts=redundant_experts,
+        seed=seed,
         paper=PaperSettings(theta=theta, steps=steps, **({} if lookback is None else {"lookback": lookback})),
         predictor=PredictorSettings(lookback=lookback),
         cocluster=replace(_objective(load_limit, remote_rank_cost, remote_node_cost), batch_tokens=batch_tokens),
         moetuner=MoETunerSettings(time_limit=time_limit),
-    )  # fmt: skip
+    )
     chosen_links = load_links(links or ("h200-nvlink" if num_nodes == 1 else "h200-400g"), num_nodes)
     opened = open_trace(trace)
     shape = _layer_shape(opened.fingerprint, hidden_size or 0, expert_size or 0)
@@ -173,8 +169,11 @@ def solve(
     save_plan(plan, out)
     by_answers = _warn_of_answers(opened, topology)
     if shape is None:
-        console.err.print("[yellow]warning:[/] no time is predicted: the trace does not say how wide the model is; "
-                          "give --hidden-size and --expert-size", soft_wrap=True)  # fmt: skip
+        console.err.print(
+            "[yellow]warning:[/] no time is predicted: the trace does not say how wide the model is; "
+            "give --hidden-size and --expert-size",
+            soft_wrap=True,
+        )
     if as_json:
         console.print_json({"plan": str(out), "scheduled_by_answers": by_answers, "expected": expected})
     else:
@@ -187,7 +186,8 @@ def _layer_shape(f: Fingerprint, hidden_size: int, expert_size: int) -> LayerSha
         (hidden_size, f.hidden_size, "hidden-size"),
         (expert_size, f.expert_size, "expert-size"),
     ):
-        require(0 in (given, known) or given == known, f"--{name} is {given}, but the trace was profiled with {known}")
+        if 0 not in (given, known) and given != known:
+            raise ValueError(f"--{name} is {given}, but the trace was profiled with {known}")
     H, width = hidden_size or f.hidden_size, expert_size or f.expert_size
     return LayerShape(hidden_size=H, expert_size=width, top_k=f.top_k) if H and width else None
 
@@ -232,7 +232,8 @@ def _embeddings(model: str, expected: Fingerprint) -> Any:
     from semmoe.engines.transformers.model import fingerprint_of, load_model
 
     difference = expected.mismatch(fingerprint_of(model))
-    require(difference is None, f"the trace was profiled on another model than {model}: {difference}")
+    if difference is not None:
+        raise ValueError(f"the trace was profiled on another model than {model}: {difference}")
     return load_model(model).get_input_embeddings().weight.detach().numpy()
 
 
@@ -276,8 +277,17 @@ def replay(
     measure = ReplaySettings(batch_tokens=batch_tokens, batches=batches.value, window=window, seed=seed)
     settings: dict[str, Any] = {"trace": str(trace), **asdict(measure)}
     if plan is not None:
-        decided = ["method", "profile_share", "ep_size", "attention", "dp_size", "num_nodes", "redundant_experts",
-                   "time_limit", *OBJECTIVE]  # fmt: skip
+        decided = [
+            "method",
+            "profile_share",
+            "ep_size",
+            "attention",
+            "dp_size",
+            "num_nodes",
+            "redundant_experts",
+            "time_limit",
+            *OBJECTIVE,
+        ]
         refuse_given(ctx, decided, "--plan decides it")
         opened = open_trace(trace)
         topology, methods = _replay_plan(opened, plan, measure, settings)
@@ -285,17 +295,23 @@ def replay(
         topology = Topology.for_attention(attention.value, ep_size, dp_size, num_nodes)
         objective = _objective(load_limit, remote_rank_cost, remote_node_cost)
         settings |= {
-            **asdict(topology), "profile_share": profile_share, "redundant_experts": redundant_experts,
-            "load_limit": objective.load_limit, "remote_rank_cost": remote_rank_cost,
-            "remote_node_cost": remote_node_cost, "time_limit": time_limit,
-        }  # fmt: skip
+            **asdict(topology),
+            "profile_share": profile_share,
+            "redundant_experts": redundant_experts,
+            "load_limit": objective.load_limit,
+            "remote_rank_cost": remote_rank_cost,
+            "remote_node_cost": remote_node_cost,
+            "time_limit": time_limit,
+        }
         chosen = _applicable(method, topology, redundant_experts)
         _refuse_idle(ctx, chosen, num_nodes)
         opened = open_trace(trace)
         solving = SolveSettings(
-            redundant_experts=redundant_experts, seed=seed, cocluster=objective,
+            redundant_experts=redundant_experts,
+            seed=seed,
+            cocluster=objective,
             moetuner=MoETunerSettings(time_limit=time_limit),
-        )  # fmt: skip
+        )
         methods = _replay_methods(opened, chosen, topology, measure, solving, profile_share)
     settings["scheduled_by_answers"] = _warn_of_answers(opened, topology)
     if as_json:
@@ -340,19 +356,22 @@ def _warn_of_answers(trace: RoutingTrace, topology: Topology) -> int:
 
     by_answers = scheduled_by_answers(trace, topology)
     if by_answers:
-        words = (f"{by_answers:,} of {trace.num_requests:,} requests have their answers for prompts, and attention "
-                 "groups are chosen by these, which no server knows: figures flatter every plan that reads prompts; "
-                 "give prompt_ids")  # fmt: skip
+        words = (
+            f"{by_answers:,} of {trace.num_requests:,} requests have their answers for prompts, and attention "
+            "groups are chosen by these, which no server knows: figures flatter every plan that reads prompts; "
+            "give prompt_ids"
+        )
         console.err.print(f"[yellow]warning:[/] {words}", soft_wrap=True, highlight=False)
     return by_answers
 
 
 def _applicable(method: str, topology: Topology, redundant_experts: int) -> list[str]:
     """The methods to replay: the one named, or all that apply, with a warning that names the others and why."""
-    require(method in (*METHODS, "all"), f"method must be one of {METHOD_NAMES} or all, not {method!r}")
+    if method not in (*METHODS, "all"):
+        raise ValueError(f"method must be one of {METHOD_NAMES} or all, not {method!r}")
     reasons = {name: obstacle(name, topology, redundant_experts) for name in METHODS if method in ("all", name)}
-    if method != "all":
-        require(reasons[method] is None, f"method {method} does not apply: {reasons[method]}")
+    if method != "all" and reasons[method] is not None:
+        raise ValueError(f"method {method} does not apply: {reasons[method]}")
     left_out: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         if reason is not None:
@@ -364,9 +383,13 @@ def _applicable(method: str, topology: Topology, redundant_experts: int) -> list
 
 
 def _replay_methods(
-    trace: RoutingTrace, methods: list[str], topology: Topology, measure: ReplaySettings, solving: SolveSettings,
+    trace: RoutingTrace,
+    methods: list[str],
+    topology: Topology,
+    measure: ReplaySettings,
+    solving: SolveSettings,
     share: float,
-) -> dict[str, dict[str, Any]]:  # fmt: skip
+) -> dict[str, dict[str, Any]]:
     from semmoe.solver import score, solve_methods
     from semmoe.splitter import split
 

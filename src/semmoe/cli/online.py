@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 
 from semmoe import console, tables
-from semmoe.bounds import require
 from semmoe.cli.app import app
 from semmoe.cli.options import (
     INPUT,
@@ -76,7 +75,8 @@ def profile(
     own = engine is not Engine.transformers
     if own:
         check_installed(engine.value)
-    require(own or not ctx.args, f"{' '.join(ctx.args[:1])}: transformers takes no such option")
+    if not own and ctx.args:
+        raise ValueError(f"{' '.join(ctx.args[:1])}: transformers takes no such option")
     prompts, _, cut = _prompts(model, dataset, limit, max_prompt_tokens)
     settings = {"decode": decode, "max_prompt_tokens": max_prompt_tokens}
     identity = models.fingerprint_of(model)
@@ -107,10 +107,12 @@ def _prompts(model: str, dataset: Path | None, limit: int, max_tokens: int) -> t
     from semmoe.dataset import encode
     from semmoe.engines.transformers.tokenizer import load_tokenizer
 
-    require(max_tokens >= 1, f"--max-prompt-tokens must be at least 1, not {max_tokens}")
+    if max_tokens < 1:
+        raise ValueError(f"--max-prompt-tokens must be at least 1, not {max_tokens}")
     tokenizer = load_tokenizer(model)
     encoded = [ids for ids in encode(_read_prompts(dataset, limit), tokenizer, max_tokens + 1) if ids]
-    require(bool(encoded), "no prompt holds a token")
+    if not encoded:
+        raise ValueError("no prompt holds a token")
     cut = sum(len(ids) > max_tokens for ids in encoded)
     if cut:
         text = f"{cut} of {len(encoded)} prompts are cut to --max-prompt-tokens {max_tokens}"
@@ -153,8 +155,7 @@ def generate(
         ),
     ] = Exchange.all_to_all,
     overlap: Annotated[
-        bool,
-        typer.Option(help="Own tokens' experts run while others' rows are on their way.", rich_help_panel=METHOD),
+        bool, typer.Option(help="Own tokens' experts run while others' rows are on their way.", rich_help_panel=METHOD)
     ] = False,
     dataset: Dataset = None,
     prompt: Annotated[
@@ -198,11 +199,13 @@ def generate(
 
     if out is not None:
         check_output(out, force=force)
-    require(not (dataset and prompt), "give --dataset or --prompt, not both")
+    if dataset and prompt:
+        raise ValueError("give --dataset or --prompt, not both")
     chosen = _plan_to_run(model, plan, GivenTopology(attention and attention.value, ep_size, dp_size, num_nodes))
     encoded = _encode_given(model, prompt) if prompt else _prompts(model, dataset, limit, max_prompt_tokens)
     prompts, tokenizer, cut = encoded
-    require(window == 0 or chosen.topology.dp_size > 1, "--window has no effect: there is one attention group")
+    if window != 0 and chosen.topology.dp_size <= 1:
+        raise ValueError("--window has no effect: there is one attention group")
     settings = GenerateSettings(max_new_tokens=max_new_tokens, batch_size=batch_size, window=window)
     way = "on the plan" if plan else "vanilla" if exchange is Exchange.all_to_all else exchange.value
     name = f"attention-{chosen.topology.attention.upper()}, {way}"
@@ -251,7 +254,8 @@ def _encode_given(model: str, texts: list[str]) -> tuple[list[list[int]], Any, i
     from semmoe.engines.transformers.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(model)
-    require(all(text for text in texts), "a prompt is empty")
+    if not all(text for text in texts):
+        raise ValueError("a prompt is empty")
     return tokenizer(texts)["input_ids"], tokenizer, 0
 
 
@@ -281,8 +285,7 @@ def demo(
     dataset: Dataset = None,
     seed: Seed = 0,
     keep: Annotated[
-        Path | None,
-        typer.Option(help="Keep trace, plans, measurements and the report here.", rich_help_panel=OUTPUT),
+        Path | None, typer.Option(help="Keep trace, plans, measurements and the report here.", rich_help_panel=OUTPUT)
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -12,13 +12,7 @@ import typer
 from semmoe.bounds import bounds
 from semmoe.core import Fingerprint, Plan, Topology
 from semmoe.demo import MODEL
-from semmoe.settings import (
-    CoclusterSettings,
-    MoETunerSettings,
-    ProfileSettings,
-    ReplaySettings,
-    SolveSettings,
-)
+from semmoe.settings import CoclusterSettings, MoETunerSettings, ProfileSettings, ReplaySettings, SolveSettings
 
 
 class Attention(str, Enum):
@@ -148,8 +142,7 @@ PlannedNumNodes = Annotated[
     int | None, numeric(Topology, "num_nodes", "Nodes that the ranks are spread over; by default the plan's.", TOPOLOGY)
 ]
 Redundant = Annotated[
-    int,
-    numeric(SolveSettings, "redundant_experts", "Redundant experts in all (linear, eplb, grace, semmoe).", METHOD),
+    int, numeric(SolveSettings, "redundant_experts", "Redundant experts in all (linear, eplb, grace, semmoe).", METHOD)
 ]
 LoadLimit = Annotated[
     float,
@@ -174,8 +167,7 @@ RankCost = Annotated[
     ),
 ]
 NodeCost = Annotated[
-    float,
-    numeric(CoclusterSettings, "remote_node", "semmoe: what a row to another node costs beyond that.", METHOD),
+    float, numeric(CoclusterSettings, "remote_node", "semmoe: what a row to another node costs beyond that.", METHOD)
 ]
 LinksOption = Annotated[
     str,
@@ -198,8 +190,7 @@ Seed = Annotated[int, numeric(SolveSettings, "seed", "Seed of every random choic
 BatchTokens = Annotated[int, numeric(ReplaySettings, "batch_tokens", "Tokens of a batch, all ranks together.", METHOD)]
 BatchKind = Annotated[Batches, typer.Option(help="mixed: decode-like; prefill: consecutive.", rich_help_panel=METHOD)]
 Window = Annotated[
-    int,
-    numeric(ReplaySettings, "window", "semmoe, attention-DP: requests that wait to be assigned together.", METHOD),
+    int, numeric(ReplaySettings, "window", "semmoe, attention-DP: requests that wait to be assigned together.", METHOD)
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace what --out names.", rich_help_panel=OUTPUT)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.", rich_help_panel=OUTPUT)]

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 import typer
 
 from semmoe import console
-from semmoe.bounds import require
 from semmoe.cli.app import app
 from semmoe.cli.options import METHOD, OUTPUT, Json, numeric
 from semmoe.engines.recorder_files import (
@@ -32,9 +31,10 @@ FolderArgument = Annotated[
 ]
 
 record_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode="markdown",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
     help="Record which experts the requests of a running server choose: start, stop, status.",
-)  # fmt: skip
+)
 app.add_typer(record_app, name="record")
 
 
@@ -45,8 +45,7 @@ def start(
         float, numeric(RecordSettings, "sample", "Share of the requests that is recorded.", METHOD)
     ] = DEFAULT.sample,
     counts_only: Annotated[
-        bool,
-        typer.Option("--counts-only", help="Count experts; keep no token and no text.", rich_help_panel=METHOD),
+        bool, typer.Option("--counts-only", help="Count experts; keep no token and no text.", rich_help_panel=METHOD)
     ] = False,
     max_mb: Annotated[
         int, numeric(RecordSettings, "max_mb", "Memory of each rank for requests under way.", LIMITS)
@@ -63,15 +62,23 @@ def start(
     """
     check_folder(folder)
     refused = [status.reason for status in _statuses(folder) if status.state == "refused"]
-    require(not refused, f"this server cannot record: {(refused or [''])[0]}")
+    if refused:
+        raise ValueError(f"this server cannot record: {(refused or [''])[0]}")
     control = Control(
-        run=f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}", recording=True, sample=sample, max_mb=max_mb,
-        max_tokens=max_tokens, counts_only=counts_only,
-    )  # fmt: skip
+        run=f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}",
+        recording=True,
+        sample=sample,
+        max_mb=max_mb,
+        max_tokens=max_tokens,
+        counts_only=counts_only,
+    )
     if (folder / CONTROL).exists():
         before = _readable_control(folder)
         busy = before is not None and before.recording
-        require(not busy, f"run {before.run if before else ''} is on: stop it first with semmoe record stop {folder}")
+        if busy:
+            raise ValueError(
+                f"run {before.run if before else ''} is on: stop it first with semmoe record stop {folder}"
+            )
     write_control(folder, control)
     ranks = len(status_paths(folder))
     console.out.print(f"run {control.run} is on for {ranks or 'no'} ranks", highlight=False)
@@ -91,8 +98,7 @@ def _readable_control(folder: Path) -> Control | None:
 def stop(
     folder: FolderArgument,
     out: Annotated[
-        Path | None,
-        typer.Option(help="The trace directory; FOLDER/RUN/trace if not given.", rich_help_panel=OUTPUT),
+        Path | None, typer.Option(help="The trace directory; FOLDER/RUN/trace if not given.", rich_help_panel=OUTPUT)
     ] = None,
     timeout: Annotated[float, numeric(RecordSettings, "timeout", "Seconds to wait for ranks.", LIMITS)] = 60.0,
     as_json: Json = False,
@@ -174,7 +180,8 @@ def _status(path: Path) -> Status:
     rank = int(path.stem.removeprefix("status-"))
     try:
         status = read_status(path)
-        require(status.rank == rank, f"{path} is of rank {status.rank}")
+        if status.rank != rank:
+            raise ValueError(f"{path} is of rank {status.rank}")
     except (ValueError, OSError) as error:
         return Status(rank=rank, state="failed", reason=str(error)[:2000])
     return status
@@ -212,8 +219,18 @@ def _headline(control: Control | None) -> str:
 
 
 def _table(statuses: list[Status]) -> tuple[list[str], list[list[str]]]:
-    columns = ["rank", "state", "requests", "tokens", "under\nway", "skipped", "dropped", "unknown\nids", "held\nMB",
-               "CPU us\n/token"]  # fmt: skip
+    columns = [
+        "rank",
+        "state",
+        "requests",
+        "tokens",
+        "under\nway",
+        "skipped",
+        "dropped",
+        "unknown\nids",
+        "held\nMB",
+        "CPU us\n/token",
+    ]
     rows = []
     for s in statuses:
         counts = (s.requests, s.tokens, s.unfinished, s.skipped, s.dropped, s.unknown)

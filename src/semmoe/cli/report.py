@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 
 from semmoe import console
-from semmoe.bounds import require
 from semmoe.cli.app import app
 from semmoe.cli.options import OUTPUT, Json
 
@@ -17,16 +16,20 @@ def report(
         Path,
         typer.Argument(
             help="A plan, or a directory of plans, traces, and what commands' --json and benchmarks wrote.",
-            metavar="DIR", show_default=False,
+            metavar="DIR",
+            show_default=False,
         ),
     ],
     out: Annotated[
         Path | None,
-        typer.Option(help="The page; by default DIR/report.html, beside DIR if it is itself a plan: DIR-report.html.",
-                     rich_help_panel=OUTPUT, show_default=False),
+        typer.Option(
+            help="The page; by default DIR/report.html, beside DIR if it is itself a plan: DIR-report.html.",
+            rich_help_panel=OUTPUT,
+            show_default=False,
+        ),
     ] = None,
     as_json: Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """Write one HTML page of a plan and what was measured on it: the verdict, then why, then where it is from.
 
     The page needs no network and no other file. A plan alone is enough; what else it can show, and the command that
@@ -40,19 +43,25 @@ def report(
 
     beside = directory.resolve().with_name(f"{directory.resolve().name}-report.html")
     page = out or (beside if is_plan(directory) else directory / "report.html")
-    require(directory.is_dir(), f"{directory}: there is no such directory")
+    if not directory.is_dir():
+        raise ValueError(f"{directory}: there is no such directory")
     check_output(page, force=True)  # a report is made again from the same directory
     given = f" --out {out}" if out else ""
     written = write(directory, page, f"semmoe report {directory}{given}")
     inputs = written.inputs
     if as_json:
-        console.print_json({
-            "page": str(written.path), "bytes": written.size,
-            "verdicts": [{"plan": p.path, "verdict": c.state, "sentences": c.sentences}
-                         for p, c in zip(inputs.plans, written.cards, strict=True)],
-            "sources": [{"file": s.path, "what": s.what} for s in inputs.sources],
-            "left_out": [{"file": e.path, "why": e.why} for e in inputs.left_out],
-        })  # fmt: skip
+        console.print_json(
+            {
+                "page": str(written.path),
+                "bytes": written.size,
+                "verdicts": [
+                    {"plan": p.path, "verdict": c.state, "sentences": c.sentences}
+                    for p, c in zip(inputs.plans, written.cards, strict=True)
+                ],
+                "sources": [{"file": s.path, "what": s.what} for s in inputs.sources],
+                "left_out": [{"file": e.path, "why": e.why} for e in inputs.left_out],
+            }
+        )
         return
     for plan, card in zip(inputs.plans, written.cards, strict=True):
         console.out.print(f"{console.plain(plan.path)}: [bold]{card.badge.lower()}[/]")

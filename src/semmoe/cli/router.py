@@ -28,14 +28,14 @@ def router(
     backends: Annotated[
         list[str], typer.Argument(help="Where engines listen, as http://HOST:PORT.", show_default=False)
     ],
-    plan: Annotated[
-        Path, typer.Option(help="The plan directory, for attention dp or hybrid.", rich_help_panel=INPUT)
-    ],
+    plan: Annotated[Path, typer.Option(help="The plan directory, for attention dp or hybrid.", rich_help_panel=INPUT)],
     tokenizer: Annotated[
         str | None,
         typer.Option(
             help="The model's directory, or one with its tokenizer; without it only prompts sent as ids are scheduled.",
-            rich_help_panel=INPUT, show_default=False, callback=model_path,
+            rich_help_panel=INPUT,
+            show_default=False,
+            callback=model_path,
         ),
     ] = None,
     backend_ranks: Annotated[
@@ -54,9 +54,7 @@ def router(
     max_in_flight: Annotated[
         int, numeric(RouterSettings, "max_in_flight", "Most requests at the backends.", LIMITS)
     ] = DEFAULT.max_in_flight,
-    queue: Annotated[
-        int, numeric(RouterSettings, "queue", "Most further ones that wait.", LIMITS)
-    ] = DEFAULT.queue,
+    queue: Annotated[int, numeric(RouterSettings, "queue", "Most further ones that wait.", LIMITS)] = DEFAULT.queue,
     queue_seconds: Annotated[
         float, numeric(RouterSettings, "queue_seconds", "Longest wait; then 503.", LIMITS)
     ] = DEFAULT.queue_seconds,
@@ -74,7 +72,7 @@ def router(
     ] = DEFAULT.stall_seconds,
     host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=OUTPUT)] = "127.0.0.1",
     port: Annotated[int, numeric(RouterSettings, "port", "Port to listen on; 0: any.", OUTPUT)] = DEFAULT.port,
-) -> None:  # fmt: skip
+) -> None:
     """Send requests to the data-parallel ranks of vLLM or SGLang by a plan, without a plug-in in the engine.
 
     Completions, chats, responses and /generate are scheduled by the plan, by running load and by what ranks have
@@ -88,11 +86,18 @@ def router(
     from semmoe.router import server
 
     settings = RouterSettings(
-        backends=tuple(url.rstrip("/") for url in backends), backend_ranks=backend_ranks.value,
-        prefix_weight=prefix_weight, cache_tokens=cache_tokens, max_in_flight=max_in_flight, queue=queue,
-        queue_seconds=queue_seconds, max_body=max_body_mb << 20, max_held=max_held_mb << 20,
-        body_seconds=body_seconds, stall_seconds=stall_seconds,
-    )  # fmt: skip
+        backends=tuple(url.rstrip("/") for url in backends),
+        backend_ranks=backend_ranks.value,
+        prefix_weight=prefix_weight,
+        cache_tokens=cache_tokens,
+        max_in_flight=max_in_flight,
+        queue=queue,
+        queue_seconds=queue_seconds,
+        max_body=max_body_mb << 20,
+        max_held=max_held_mb << 20,
+        body_seconds=body_seconds,
+        stall_seconds=stall_seconds,
+    )
     logging.basicConfig(format="%(message)s")
     logging.getLogger("semmoe").setLevel(logging.INFO)
     loaded = load_plan(plan)

@@ -59,11 +59,14 @@ def serve(
     port: Annotated[int, numeric(ServeSettings, "port", "Port to listen on.", OUTPUT)] = ServeSettings().port,
     control: Annotated[
         Path | None,
-        typer.Option(help="For counters and `semmoe record`; by default in ~/.local/state.", rich_help_panel=OUTPUT,
-                     show_default=False),
+        typer.Option(
+            help="For counters and `semmoe record`; by default in ~/.local/state.",
+            rich_help_panel=OUTPUT,
+            show_default=False,
+        ),
     ] = None,
     dry_run: Annotated[bool, typer.Option(help="Print the command and stop.", rich_help_panel=OUTPUT)] = False,
-) -> None:  # fmt: skip
+) -> None:
     """Serve a model with expert parallelism: print the engine's own command, then run it.
 
     What follows `--` goes to the engine as it is. What is printed can be run by itself.

@@ -26,12 +26,18 @@ WATCH = WatchSettings()
 @app.command()
 def watch(
     url: Annotated[
-        str, typer.Argument(help="Of an engine's server that semmoe counts in, such as http://127.0.0.1:30000.",
-                            show_default=False)
+        str,
+        typer.Argument(
+            help="Of an engine's server that semmoe counts in, such as http://127.0.0.1:30000.", show_default=False
+        ),
     ],
     plan: Annotated[
-        Path | None, typer.Option(help="The plan that it serves on: what is seen is held against what it expects.",
-                                  rich_help_panel=INPUT, show_default=False)
+        Path | None,
+        typer.Option(
+            help="The plan that it serves on: what is seen is held against what it expects.",
+            rich_help_panel=INPUT,
+            show_default=False,
+        ),
     ] = None,
     every: Annotated[float, numeric(WatchSettings, "every", "Seconds between looks.", METHOD)] = WATCH.every,
     window: Annotated[
@@ -41,11 +47,15 @@ def watch(
         float, numeric(WatchSettings, "margin", "What the local activation rate may be below the plan's.", METHOD)
     ] = WATCH.margin,
     once: Annotated[
-        bool, typer.Option("--once", rich_help_panel=OUTPUT, help="Look for one window, print, and end: exit code 1 if "
-                           "it drifted, is stale or degraded.")
+        bool,
+        typer.Option(
+            "--once",
+            rich_help_panel=OUTPUT,
+            help="Look for one window, print, and end: exit code 1 if it drifted, is stale or degraded.",
+        ),
     ] = False,
     as_json: Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """See whether a plan holds on a running server: what stays local, the load of ranks, where requests go.
 
     The local activation rate of today's requests is held against what the plan expects; below it by more than --margin,

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from semmoe.bounds import require
 from semmoe.core import Plan
 from semmoe.online import expected_tokens, live_settings, start
 from semmoe.requests.scheduler import Assigned
@@ -24,7 +23,8 @@ class RequestBalancer:
 
     def __init__(self, plan: Plan, clock: Callable[[], float] = time.time) -> None:
         unfit = "this plan schedules no requests: it is for attention tp, or was solved without"
-        require(plan.requests.by_tables, unfit)
+        if not plan.requests.by_tables:
+            raise ValueError(unfit)
         self._clock, groups = clock, plan.topology.dp_size
         self._scheduler = start(plan.requests, live_settings(groups))
         self._sent: list[deque[tuple[float, Assigned]]] = [deque() for _ in range(groups)]

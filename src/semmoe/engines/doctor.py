@@ -121,12 +121,16 @@ def examine_plan(path: Path, model: str | None, engines: tuple[str, ...]) -> Pla
     said = {engine: _supported(engine, plan, model) for engine in engines}
     refused = said[engines[0]][0] if len(engines) == 1 else []  # of an engine that was named it is a problem
     return PlanState(
-        plan=str(path), method=plan.method, topology=asdict(plan.topology), checked=checked,
+        plan=str(path),
+        method=plan.method,
+        topology=asdict(plan.topology),
+        checked=checked,
         cautions={engine: refusals + cautions for engine, (refusals, cautions) in said.items()},
-        redundant_experts=plan.placement.redundant_experts, fingerprint=asdict(plan.fingerprint),
+        redundant_experts=plan.placement.redundant_experts,
+        fingerprint=asdict(plan.fingerprint),
         launch={engine: _launch(engine, plan, path, model or "MODEL") for engine in engines},
         problems=([misfit] if misfit else []) + refused,
-    )  # fmt: skip
+    )
 
 
 def _supported(engine: str, plan: Plan, model: str | None) -> tuple[list[str], list[str]]:

@@ -3,8 +3,6 @@
 from collections.abc import Set
 from typing import Any
 
-from semmoe.bounds import require
-
 
 def command_line(values: dict[str, Any]) -> list[str]:
     """{"tp_size": 2, "disable_cuda_graph": True} -> ["--tp-size", "2", "--disable-cuda-graph"]."""
@@ -21,7 +19,8 @@ def join(values: dict[str, Any], given: list[str], decided: Set[str], command: s
     """
     own = {word.split("=")[0] for word in given}
     clash = sorted(own & decided)
-    require(not clash, f"{(clash or [''])[0]} comes from the plan: leave it away, or run {command} yourself")
+    if clash:
+        raise ValueError(f"{(clash or [''])[0]} comes from the plan: leave it away, or run {command} yourself")
     return command_line({n: value for n, value in values.items() if _option(n) not in own}) + given
 
 

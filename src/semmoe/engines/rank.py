@@ -6,7 +6,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from semmoe.bounds import require
 from semmoe.core import Plan, Topology
 from semmoe.engines.counters import Counters, Reading
 from semmoe.engines.hooks import is_tried
@@ -22,16 +21,21 @@ def check_plan(plan: Plan, engine: str, running: Topology, config: Any, num_laye
     """Raise ValueError unless `engine` runs a model of the plan's sizes on its ranks; config: Hugging Face's."""
     t, f = plan.topology, plan.fingerprint
     sizes = f"ep_size {running.ep_size}, attention {running.attention} with dp_size {running.dp_size}"
-    require(running == t, f"the plan is for ep_size {t.ep_size}, attention {t.attention} with dp_size {t.dp_size}; "
-            f"{engine} runs {sizes}")  # fmt: skip
+    if running != t:
+        raise ValueError(
+            f"the plan is for ep_size {t.ep_size}, attention {t.attention} with dp_size {t.dp_size}; "
+            f"{engine} runs {sizes}"
+        )
     found = {
-        "MoE layers": (num_layers, f.num_layers), "vocabulary entries": (config.vocab_size, f.vocab_size),
-        "experts chosen per token": (config.num_experts_per_tok, f.top_k), "hidden width": (config.hidden_size,
-        f.hidden_size or config.hidden_size),
+        "MoE layers": (num_layers, f.num_layers),
+        "vocabulary entries": (config.vocab_size, f.vocab_size),
+        "experts chosen per token": (config.num_experts_per_tok, f.top_k),
+        "hidden width": (config.hidden_size, f.hidden_size or config.hidden_size),
         "physical experts": (physical, plan.placement.physical_to_logical_map.shape[1]),
-    }  # fmt: skip
+    }
     for name, (here, planned) in found.items():
-        require(here == planned, f"the model has {here} {name}, the plan was made for {planned}")
+        if here != planned:
+            raise ValueError(f"the model has {here} {name}, the plan was made for {planned}")
 
 
 def check_same_plan(group: Any, plan: Plan | None, settings: PluginSettings) -> None:
@@ -56,9 +60,13 @@ def description(
 ) -> dict[str, str]:
     """What is said of a rank, in the log and by the `active` counter."""
     return {
-        "engine": engine, "method": plan.method if plan else "vanilla", "attention": attention, "shuffle": shuffle,
-        "redundant": str(plan.placement.redundant_experts if plan else 0), "plan": Path(settings.plan).name or "none",
-    }  # fmt: skip
+        "engine": engine,
+        "method": plan.method if plan else "vanilla",
+        "attention": attention,
+        "shuffle": shuffle,
+        "redundant": str(plan.placement.redundant_experts if plan else 0),
+        "plan": Path(settings.plan).name or "none",
+    }
 
 
 def tell_untried(rank: int, engine: str, version: str, tried: str) -> None:

@@ -59,9 +59,13 @@ class LiveRecorder:
     """
 
     def __init__(
-        self, folder: Path, fingerprint: Fingerprint, rank: int, clock: Callable[[], float] = time.monotonic,
+        self,
+        folder: Path,
+        fingerprint: Fingerprint,
+        rank: int,
+        clock: Callable[[], float] = time.monotonic,
         watch: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.folder, self.fingerprint, self.rank = Path(folder), fingerprint, rank
         self._clock, self._watch = clock, watch
         self._lock = threading.Lock()
@@ -97,9 +101,13 @@ class LiveRecorder:
         return self._session is not None
 
     def observe(
-        self, requests: Sequence[str], rows: np.ndarray, positions: np.ndarray, token_ids: np.ndarray,
+        self,
+        requests: Sequence[str],
+        rows: np.ndarray,
+        positions: np.ndarray,
+        token_ids: np.ndarray,
         expert_ids: np.ndarray,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """One forward pass of n real tokens: no padding, no idle ranks' rows, no rejected draft tokens.
 
         rows (n,): the place in `requests` of each token's request; positions (n,): its place in that request;

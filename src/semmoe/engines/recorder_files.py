@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from semmoe.bounds import bounds, require
+from semmoe.bounds import bounds
 from semmoe.files import Model, parse_json, save_json
 from semmoe.settings import RecordSettings
 
@@ -88,17 +88,22 @@ def make_private(folder: Path) -> None:
 
 def check_folder(folder: Path) -> None:
     """Raise ValueError unless `folder` is a directory of ours that nobody else can write to."""
-    require(os.path.lexists(folder), f"there is no folder {folder}")
+    if not os.path.lexists(folder):
+        raise ValueError(f"there is no folder {folder}")
     link = os.lstat(folder)
     ours = not stat.S_ISLNK(link.st_mode) or link.st_uid == os.geteuid()
-    require(ours, f"{folder} is a symbolic link of another user: it is not followed")
-    require(folder.is_dir(), f"{folder} is not a folder")
+    if not ours:
+        raise ValueError(f"{folder} is a symbolic link of another user: it is not followed")
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder")
     _check_owner(folder, folder.stat())
 
 
 def _check_owner(path: Path, info: os.stat_result) -> None:
-    require(info.st_uid == os.geteuid(), f"{path} belongs to user {info.st_uid}, not to {os.geteuid()}")
-    require(not info.st_mode & 0o022, f"{path} can be written by others: chmod go-w it")
+    if info.st_uid != os.geteuid():
+        raise ValueError(f"{path} belongs to user {info.st_uid}, not to {os.geteuid()}")
+    if info.st_mode & 0o022:
+        raise ValueError(f"{path} can be written by others: chmod go-w it")
 
 
 def read_control(folder: Path) -> Control:
@@ -147,7 +152,9 @@ def _read(path: Path, model: type[Model]) -> Model:
         raise ValueError(f"{path} is missing") from None
     with open(descriptor, "rb") as file:
         info = os.fstat(descriptor)
-        require(stat.S_ISREG(info.st_mode), f"{path} is not a file")
+        if not stat.S_ISREG(info.st_mode):
+            raise ValueError(f"{path} is not a file")
         _check_owner(path, info)
-        require(info.st_size <= LARGEST, f"{path} has {info.st_size} bytes, more than {LARGEST}")
+        if info.st_size > LARGEST:
+            raise ValueError(f"{path} has {info.st_size} bytes, more than {LARGEST}")
         return parse_json(path, file.read(LARGEST), model)

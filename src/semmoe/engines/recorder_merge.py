@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 
-from semmoe.bounds import require
 from semmoe.engines.recorder_session import load_counts
 from semmoe.files import atomic_directory, load_json, save_arrays, save_json
 from semmoe.trace import TraceHeader, TraceWriter, read_header, read_shards, shard_paths
@@ -22,8 +21,10 @@ class Merged:
 def merge_traces(run: Path, out: Path) -> Merged:
     """The requests of every `rank-*` of `run`, rank by rank, as a trace directory that its owner alone can read."""
     ranks = [path for path in sorted(run.glob("rank-*")) if shard_paths(path)]
-    require(bool(ranks), f"{run} holds no request that has ended")
-    require(not out.exists(), f"{out} exists: choose another --out")
+    if not ranks:
+        raise ValueError(f"{run} holds no request that has ended")
+    if out.exists():
+        raise ValueError(f"{out} exists: choose another --out")
     header = _agreed({path: read_header(path) for path in ranks})
     requests = tokens = 0
     with atomic_directory(out, private=True) as staged, TraceWriter(staged, header, private=True) as writer:
@@ -45,8 +46,10 @@ def _append_all(path: Path, writer: TraceWriter) -> int:
 def merge_counts(run: Path, out: Path) -> Merged:
     """The sum of every `counts-*` of `run`: a directory with `counts.json` and `counts.safetensors`."""
     parts = sorted(run.glob("counts-*.safetensors"))
-    require(bool(parts), f"{run} holds no counts")
-    require(not out.exists(), f"{out} exists: choose another --out")
+    if not parts:
+        raise ValueError(f"{run} holds no counts")
+    if out.exists():
+        raise ValueError(f"{out} exists: choose another --out")
     header = _agreed({path: load_json(path.with_suffix(".json"), TraceHeader) for path in parts})
     total: dict[str, np.ndarray] = {}
     for path in parts:
@@ -72,7 +75,8 @@ def _agreed(headers: dict[Path, TraceHeader]) -> TraceHeader:
     first = next(iter(headers.values()))
     for path, header in headers.items():
         difference = first.fingerprint.mismatch(header.fingerprint)
-        require(difference is None, f"{path} is of another model or tokenizer: {difference}")
+        if difference is not None:
+            raise ValueError(f"{path} is of another model or tokenizer: {difference}")
     return first
 
 
@@ -80,5 +84,7 @@ def _check_counts(path: Path, counts: dict[str, np.ndarray], header: TraceHeader
     L, E = header.fingerprint.num_layers, header.fingerprint.num_experts
     for name, shape in (("activations", (L, E)), ("transitions", (L - 1, E, E)), ("tokens", (1,))):
         array = counts[name]
-        require(array.shape == shape, f"{path}: {name} has shape {array.shape}, expected {shape}")
-        require(array.dtype == np.int64, f"{path}: {name} has type {array.dtype}, expected int64")
+        if array.shape != shape:
+            raise ValueError(f"{path}: {name} has shape {array.shape}, expected {shape}")
+        if array.dtype != np.int64:
+            raise ValueError(f"{path}: {name} has type {array.dtype}, expected int64")

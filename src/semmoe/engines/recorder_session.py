@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 
-from semmoe.bounds import require
 from semmoe.core import DECODE, PREFILL, Fingerprint
 from semmoe.engines.recorder_files import Control, Status, check_folder, counts_path, make_private, rank_folder
 from semmoe.engines.recorder_rows import REFUSED, SLOTS, Counts, Requests, Rows, RowStore, outside, row_bytes
@@ -42,8 +41,10 @@ class Session:
 
     def _open_counts(self) -> Counts:
         needed = Counts.bytes_needed(self.fingerprint)
-        require(needed <= self._bytes, f"counts need {-(-needed // 10**6)} MB, and max_mb is {self.control.max_mb}")
-        require(not self._counts_path.exists(), f"{self._counts_path} exists: start another run")
+        if needed > self._bytes:
+            raise ValueError(f"counts need {-(-needed // 10**6)} MB, and max_mb is {self.control.max_mb}")
+        if self._counts_path.exists():
+            raise ValueError(f"{self._counts_path} exists: start another run")
         save_json(self._counts_path.with_suffix(".json"), self._header, private=True)
         return Counts(self.fingerprint)
 
@@ -51,7 +52,8 @@ class Session:
         """A quarter of the memory, at most one shard, is for what waits to be a shard."""
         rows = self._bytes // row_bytes(self.fingerprint)
         shard = min(SHARD_TOKENS, rows // 4)
-        require(shard >= 1, f"max_mb {self.control.max_mb} is too little for a row")
+        if shard < 1:
+            raise ValueError(f"max_mb {self.control.max_mb} is too little for a row")
         make_private(path)
         check_folder(path)
         self._store, self._shard = RowStore(self.fingerprint, rows - shard), shard
@@ -65,9 +67,13 @@ class Session:
         return self.control.max_mb * 10**6
 
     def observe(
-        self, requests: Sequence[str], rows: np.ndarray, positions: np.ndarray, token_ids: np.ndarray,
+        self,
+        requests: Sequence[str],
+        rows: np.ndarray,
+        positions: np.ndarray,
+        token_ids: np.ndarray,
         expert_ids: np.ndarray,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.seen += len(rows)
         new = self._new(requests, Rows(rows, positions, token_ids, expert_ids))
         if len(new) == 0:
@@ -87,7 +93,8 @@ class Session:
         f = self.fingerprint
         shapes = (len(rows.positions), len(rows.token_ids), rows.expert_ids.shape)
         expected = (len(rows), len(rows), (len(rows), f.num_layers, f.top_k))
-        require(shapes == expected, f"positions, token_ids, expert_ids have {shapes}, expected {expected}")
+        if shapes != expected:
+            raise ValueError(f"positions, token_ids, expert_ids have {shapes}, expected {expected}")
         rows = self._known(rows, rows.slots, len(requests))
         rows = self._known(rows, rows.positions, MOST_POSITION)
         slots = self._requests.slots(requests)[rows.slots]
@@ -170,9 +177,11 @@ class Session:
         bad = outside(prompt, self.fingerprint.vocab_size) if len(prompt) else None
         self.unknown += 0 if bad is None else int(bad.sum())
         self._writer.append(
-            prompt_ids=prompt if bad is None else prompt[~bad], token_ids=rows.token_ids, expert_ids=rows.expert_ids,
+            prompt_ids=prompt if bad is None else prompt[~bad],
+            token_ids=rows.token_ids,
+            expert_ids=rows.expert_ids,
             phase=np.where(rows.positions < len(prompt), PREFILL, DECODE),
-        )  # fmt: skip
+        )
         self.written += 1
         self.tokens += len(rows)
         self._check_full()
@@ -205,12 +214,20 @@ class Session:
 
     def status(self) -> Status:
         return Status(
-            rank=0, run=self.control.run, state="recording", reason=(self.full or self.stuck)[:1000],
+            rank=0,
+            run=self.control.run,
+            state="recording",
+            reason=(self.full or self.stuck)[:1000],
             counts_only=self.control.counts_only,
-            requests=self.written, tokens=self.tokens, tokens_seen=self.seen, skipped=self._requests.skipped,
-            dropped=self.dropped, unfinished=len(self._requests), unknown=self.unknown,
+            requests=self.written,
+            tokens=self.tokens,
+            tokens_seen=self.seen,
+            skipped=self._requests.skipped,
+            dropped=self.dropped,
+            unfinished=len(self._requests),
+            unknown=self.unknown,
             bytes_held=self._store.used * self._store.row_bytes if self._counts is None else self._counts.nbytes,
-        )  # fmt: skip
+        )
 
 
 def _once(rows: Rows) -> Rows:

@@ -18,9 +18,13 @@ class Listener(Protocol):
     def poll(self) -> bool: ...
 
     def observe(
-        self, requests: Sequence[str], rows: np.ndarray, positions: np.ndarray, token_ids: np.ndarray,
+        self,
+        requests: Sequence[str],
+        rows: np.ndarray,
+        positions: np.ndarray,
+        token_ids: np.ndarray,
         expert_ids: np.ndarray,
-    ) -> None: ...  # fmt: skip
+    ) -> None: ...
 
     def finish(self, request: str, prompt_ids: Sequence[int], length: int | None = None) -> None: ...
 

@@ -28,8 +28,11 @@ class RequestNamer:
             rank = choose()
         except Exception:  # a request is served whatever happens here
             self._counters.add("schedule_failures")
-            log.log(logging.WARNING if self._failed else logging.ERROR, "semmoe: a request could not be scheduled",
-                    exc_info=not self._failed)  # fmt: skip
+            log.log(
+                logging.WARNING if self._failed else logging.ERROR,
+                "semmoe: a request could not be scheduled",
+                exc_info=not self._failed,
+            )
             self._failed = True
         if rank is None:
             self._counters.add("scheduled_requests", dp_rank="any", by="engine")

@@ -36,8 +36,11 @@ class SelfCheck:
         if not self.pending:
             return ""
         self.pending = False
-        wrong = [f"{name} {self._ran[name]} of {times} times" for name, times in self._expected.items()
-                 if self._ran[name] != times]  # fmt: skip
+        wrong = [
+            f"{name} {self._ran[name]} of {times} times"
+            for name, times in self._expected.items()
+            if self._ran[name] != times
+        ]
         return self.degrade(f"in the first pass hooks ran: {', '.join(wrong)}") if wrong else ""
 
     def degrade(self, reason: str) -> str:

@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from semmoe.bounds import require
 from semmoe.settings import GRAINS
 
 PREFIX = "SEMMOE_"
@@ -22,9 +21,11 @@ class PluginSettings:
     control: str = ""  # a folder for activity files and `semmoe record`
 
     def __post_init__(self) -> None:
-        require(self.schedule in ("plan", "engine"), f"SEMMOE_SCHEDULE must be plan or engine, not {self.schedule!r}")
+        if self.schedule not in ("plan", "engine"):
+            raise ValueError(f"SEMMOE_SCHEDULE must be plan or engine, not {self.schedule!r}")
         allowed = (*GRAINS, "off")
-        require(self.shuffle in allowed, f"SEMMOE_SHUFFLE must be one of {', '.join(allowed)}, not {self.shuffle!r}")
+        if self.shuffle not in allowed:
+            raise ValueError(f"SEMMOE_SHUFFLE must be one of {', '.join(allowed)}, not {self.shuffle!r}")
 
     @property
     def folder(self) -> Path | None:
@@ -47,5 +48,6 @@ def from_environment(kind: type[Settings], environment: Mapping[str, str] = os.e
     given = {name.removeprefix(PREFIX).lower(): value for name, value in environment.items() if name.startswith(PREFIX)}
     known = set(kind.__dataclass_fields__)
     unknown = sorted(set(given) - known)
-    require(not unknown, f"{PREFIX}{(unknown or [''])[0].upper()} is no setting; there are {', '.join(sorted(known))}")
+    if unknown:
+        raise ValueError(f"{PREFIX}{(unknown or [''])[0].upper()} is no setting; there are {', '.join(sorted(known))}")
     return kind(**given)

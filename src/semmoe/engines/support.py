@@ -61,17 +61,27 @@ class Use:
 
 
 NAMES = {
-    "qwen3_moe": "Qwen3-MoE", "deepseek_v2": "DeepSeek-V2", "deepseek_v3": "DeepSeek-V3 and Moonlight",
-    "mixtral": "Mixtral", "olmoe": "OLMoE", "gpt_oss": "GPT-OSS", "glm4_moe": "GLM-4.5",
-}  # fmt: skip
+    "qwen3_moe": "Qwen3-MoE",
+    "deepseek_v2": "DeepSeek-V2",
+    "deepseek_v3": "DeepSeek-V3 and Moonlight",
+    "mixtral": "Mixtral",
+    "olmoe": "OLMoE",
+    "gpt_oss": "GPT-OSS",
+    "glm4_moe": "GLM-4.5",
+}
 PARTS = {"dp": "attention-DP", "tp": "attention-TP", "copies": "copies", "shuffle": "tokens shuffled"}
 INSTEAD = "give the engine a checkpoint made by `semmoe apply`, without --plan"
 
 
 def use_of(
-    engine: str, config: Mapping[str, Any], plan: Plan, *, shuffles: bool = True, schedules: bool = True,
+    engine: str,
+    config: Mapping[str, Any],
+    plan: Plan,
+    *,
+    shuffles: bool = True,
+    schedules: bool = True,
     options: Sequence[str] = (),
-) -> Use:  # fmt: skip
+) -> Use:
     """What serving `plan` asks for; shuffles, schedules: whether the plan's tokens and requests are to be followed."""
     return Use(
         engine=engine,
@@ -119,8 +129,9 @@ def _family(use: Use) -> Family | Cell:
     if found is not None:
         return found
     known = ", ".join(sorted({NAMES[name] for name in FAMILIES[use.engine]}))
-    return Cell(State.refused, f"no plan is served for models of type {kind!r} on {use.engine} (known: {known}): "
-                f"{INSTEAD}")  # fmt: skip
+    return Cell(
+        State.refused, f"no plan is served for models of type {kind!r} on {use.engine} (known: {known}): {INSTEAD}"
+    )
 
 
 def _asked(feature: Feature, use: Use) -> bool:
@@ -192,8 +203,10 @@ def _all(test: str) -> Family:
 _SGLANG, _VLLM = "tests/engines/sglang/test_families.py", "tests/engines/vllm/test_families.py"
 _WHOLE = "SGLang's {} splits attention over all ranks: solve a plan for attention tp, or {}"
 _ONE_RANK = _no("SGLang's OLMoE runs on one rank alone, since it normalises queries over all heads: give --engine vllm")
-_UNPLACED = _no("SGLang's GPT-OSS has no expert all-to-all, and its loader places no experts: give --engine vllm, or "
-                "serve a checkpoint of `semmoe apply`")  # fmt: skip
+_UNPLACED = _no(
+    "SGLang's GPT-OSS has no expert all-to-all, and its loader places no experts: give --engine vllm, or "
+    "serve a checkpoint of `semmoe apply`"
+)
 FAMILIES: dict[str, dict[str, Family]] = {
     "sglang": {
         "qwen3_moe": _all("tests/engines/sglang/test_server.py"),
@@ -237,10 +250,7 @@ NEEDS_SCHEDULE = {"prefill and decode apart", "load balancer outside"}
 FEATURES = (
     Feature(
         "pipeline parallelism",
-        {
-            "sglang": _sizes("--pp-size", "--pipeline-parallel-size"),
-            "vllm": _sizes("--pipeline-parallel-size", "-pp"),
-        },
+        {"sglang": _sizes("--pp-size", "--pipeline-parallel-size"), "vllm": _sizes("--pipeline-parallel-size", "-pp")},
         _both(_no("a plan cannot be served with pipeline parallelism: leave it away")),
     ),
     Feature(
@@ -260,8 +270,10 @@ FEATURES = (
             "vllm": (*_flags("--enable-dbo"), *_sizes("--ubatch-size")),
         },
         _both(
-            _no("two batches that overlap go around the places where tokens are shuffled: leave it away, or give "
-                "--shuffle off")
+            _no(
+                "two batches that overlap go around the places where tokens are shuffled: leave it away, or give "
+                "--shuffle off"
+            )
         ),
     ),
     Feature(
@@ -270,7 +282,7 @@ FEATURES = (
             "sglang": (
                 Option("--moe-runner-backend", on=("megamoe", "flashinfer_megamoe")),
                 Option("--moe-a2a-backend", on=("megamoe", "flashinfer_megamoe")),
-            ),
+            )
         },
         {"sglang": _no("megamoe routes and computes in one kernel, which no plan reaches: choose another back-end")},
     ),
@@ -291,16 +303,19 @@ FEATURES = (
             "vllm": _sizes("--prefill-context-parallel-size", "--decode-context-parallel-size"),
         },
         _both(
-            _no("context parallelism splits prompts over ranks in a way that no plan knows: leave it away, or give "
-                "--shuffle off")
+            _no(
+                "context parallelism splits prompts over ranks in a way that no plan knows: leave it away, or give "
+                "--shuffle off"
+            )
         ),
     ),
     Feature(
         "prefill and decode apart",
         {"sglang": (Option("--disaggregation-mode", off=("null",)),), "vllm": _flags("--kv-transfer-config")},
         {
-            "sglang": _no("with prefill and decode apart a request's rank is bound to its transfer: give "
-                          "--schedule engine"),
+            "sglang": _no(
+                "with prefill and decode apart a request's rank is bound to its transfer: give --schedule engine"
+            ),
             "vllm": _read("prefill and decode apart on vLLM: each side schedules for itself"),
         },
     ),
@@ -308,8 +323,10 @@ FEATURES = (
         "load balancer outside",
         {"vllm": _flags("--data-parallel-external-lb", "--data-parallel-hybrid-lb", "--data-parallel-rank")},
         {
-            "vllm": _no("with a load balancer outside of vLLM the plan cannot schedule requests: give --schedule "
-                        "engine, and put `semmoe router` before it"),
+            "vllm": _no(
+                "with a load balancer outside of vLLM the plan cannot schedule requests: give --schedule "
+                "engine, and put `semmoe router` before it"
+            )
         },
     ),
     Feature(
@@ -319,8 +336,10 @@ FEATURES = (
             "vllm": _flags("--speculative-config", "-sc", "--spec-method", "--spec-model"),
         },
         {
-            "sglang": _read("speculative decoding on SGLang: passes that verify a draft are shuffled outside of CUDA "
-                            "graphs, a draft model is not counted, nothing is recorded; drafts need a GPU's kernels"),
+            "sglang": _read(
+                "speculative decoding on SGLang: passes that verify a draft are shuffled outside of CUDA "
+                "graphs, a draft model is not counted, nothing is recorded; drafts need a GPU's kernels"
+            ),
             "vllm": _works("tests/engines/vllm/test_speculation.py"),
         },
     ),
@@ -335,29 +354,40 @@ FEATURES = (
     Feature("`semmoe record`", {}, _SERVED),
     Feature("prefix cache", {}, _SERVED),
     Feature("preemption", {}, _both(_read("a request that is preempted keeps its rank and is recorded once"))),
-    Feature("CUDA graphs", {}, _both(_read("no GPU was at hand: shuffled with static shapes on SGLang, turned off on "
-                                           "vLLM where a plan shuffles"))),
+    Feature(
+        "CUDA graphs",
+        {},
+        _both(
+            _read("no GPU was at hand: shuffled with static shapes on SGLang, turned off on vLLM where a plan shuffles")
+        ),
+    ),
     Feature(
         "fused shared experts",
         {},
         {
-            "sglang": _read("SGLang does not fuse them with expert parallelism but on some of AMD's GPUs, where a plan "
-                            "is refused for another number of experts"),
+            "sglang": _read(
+                "SGLang does not fuse them with expert parallelism but on some of AMD's GPUs, where a plan "
+                "is refused for another number of experts"
+            ),
             "vllm": _works(_VLLM),
         },
     ),
     Feature(
         "images and sound",
         {},
-        _both(_no("placeholders of images share one token id, by which nothing can be predicted, and no such family "
-                  f"is known: {INSTEAD}")),
+        _both(
+            _no(
+                "placeholders of images share one token id, by which nothing can be predicted, and no such family "
+                f"is known: {INSTEAD}"
+            )
+        ),
     ),
     Feature(
         "LoRA",
         {"sglang": _flags("--enable-lora", "--lora-paths"), "vllm": _flags("--enable-lora")},
         _both(_read("LoRA with a plan: adapters of attention alone; those of experts are not known to fit")),
     ),
-)  # fmt: skip
+)
 _BY_EXPERT = _read("quantised weights with a plan: each expert's tensors go to the plan's slots; no CPU computes them")
 _LOADED = _works("tests/engines/vllm/test_quantised.py")
 QUANTISATION = {

@@ -10,7 +10,6 @@ import numpy as np
 from scipy.sparse import csr_matrix, diags, vstack
 
 from semmoe.affinity import count
-from semmoe.bounds import require
 from semmoe.capacity import equal_groups
 from semmoe.core import RoutingTrace
 from semmoe.placement import linear
@@ -41,7 +40,8 @@ def eldr(trace: RoutingTrace, num_groups: int, seed: int) -> PromptScores:
     """
     signatures, idf = request_signatures(trace)
     used = np.flatnonzero(np.asarray(signatures.multiply(signatures).sum(axis=1)).ravel() > 0)
-    require(len(used) >= num_groups, f"{len(used)} routed requests cannot be clustered into {num_groups} groups")
+    if len(used) < num_groups:
+        raise ValueError(f"{len(used)} routed requests cannot be clustered into {num_groups} groups")
     rng = np.random.default_rng(seed)
     chosen = np.sort(rng.choice(used, min(len(used), MAX_REQUESTS), replace=False))
     rows = signatures[chosen].toarray()
@@ -49,9 +49,13 @@ def eldr(trace: RoutingTrace, num_groups: int, seed: int) -> PromptScores:
     scores, weights = _token_rows(trace, idf, centroids - centroids.mean(axis=0))
     none = np.zeros(num_groups, np.float32)
     table = PromptScores(
-        token_scores=scores.astype(np.float32), token_weights=weights.astype(np.float32), bias=none, prices=none,
-        score_spread=1.0, mean_length=mean_length(trace),
-    )  # fmt: skip
+        token_scores=scores.astype(np.float32),
+        token_weights=weights.astype(np.float32),
+        bias=none,
+        prices=none,
+        score_spread=1.0,
+        mean_length=mean_length(trace),
+    )
     scheduler = CapacityScheduler(table)
     spread = float(np.std([scheduler.score(trace.prompt(r)) for r in range(trace.num_requests)]))
     return replace(table, token_scores=table.token_scores / np.float32(spread or 1.0))

@@ -13,7 +13,6 @@ to the rank of its attention after each layer: only the placement is taken from 
 import numpy as np
 
 from semmoe.affinity import build_affinity
-from semmoe.bounds import require
 from semmoe.capacity import equal_groups
 from semmoe.core import Placement, Topology
 from semmoe.methods.grouping import group_hierarchically, link_costs
@@ -35,7 +34,8 @@ def place(path_counts: np.ndarray, num_experts: int, topology: Topology, seed: i
     Raises ValueError where `ep_size` does not divide the experts.
     """
     G = topology.ep_size
-    require(num_experts % G == 0, f"ep_size {G} does not divide {num_experts} experts")
+    if num_experts % G != 0:
+        raise ValueError(f"ep_size {G} does not divide {num_experts} experts")
     cost, counts = link_costs(topology), path_counts.astype(np.float64)
     best, least = None, np.inf
     for first in _starts(counts, num_experts, topology, seed):

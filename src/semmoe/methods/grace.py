@@ -15,7 +15,6 @@ ranks take turns.
 import numpy as np
 
 from semmoe.affinity import pair_count
-from semmoe.bounds import require
 from semmoe.core import Placement, RoutingTrace, Topology, physical_experts
 from semmoe.methods.grouping import group_hierarchically
 from semmoe.placement.problem import Problem, Solution, placement_alone
@@ -30,15 +29,18 @@ def solve(problem: Problem) -> Solution:
 def place(trace: RoutingTrace, topology: Topology, redundant_experts: int, seed: int) -> Placement:
     """Placement (L, E + R). Raises ValueError where `ep_size` divides the experts or the redundant ones not evenly."""
     f, G = trace.fingerprint, topology.ep_size
-    require(f.num_experts % G == 0, f"ep_size {G} does not divide {f.num_experts} experts")
+    if f.num_experts % G != 0:
+        raise ValueError(f"ep_size {G} does not divide {f.num_experts} experts")
     physical = physical_experts(f.num_experts, redundant_experts, G)
     rng = np.random.default_rng(seed)
-    layers = [_layer(trace.expert_ids[:, l], f.num_experts, topology, redundant_experts, rng) for l in
-              range(f.num_layers)]  # fmt: skip
+    layers = [
+        _layer(trace.expert_ids[:, l], f.num_experts, topology, redundant_experts, rng) for l in range(f.num_layers)
+    ]
     return Placement(
         physical_to_logical_map=np.array(layers, np.int32).reshape(f.num_layers, physical),
-        num_experts=f.num_experts, ep_size=G,
-    )  # fmt: skip
+        num_experts=f.num_experts,
+        ep_size=G,
+    )
 
 
 def _layer(expert_ids: np.ndarray, num_experts: int, topology: Topology, redundant: int, rng) -> np.ndarray:

@@ -23,7 +23,6 @@ from scipy.optimize import Bounds, LinearConstraint, linear_sum_assignment, milp
 from scipy.sparse import bmat, eye, kron
 
 from semmoe.affinity import build_affinity
-from semmoe.bounds import require
 from semmoe.capacity import balanced_packing
 from semmoe.core import Placement, Topology
 from semmoe.methods.grouping import link_costs
@@ -54,7 +53,8 @@ def place(load: np.ndarray, path_counts: np.ndarray, topology: Topology, time_li
     Raises ValueError where `ep_size` does not divide the experts.
     """
     G, (L, E) = topology.ep_size, load.shape
-    require(E % G == 0, f"ep_size {G} does not divide {E} experts")
+    if E % G != 0:
+        raise ValueError(f"ep_size {G} does not divide {E} experts")
     ends, clusters, gaps = time.monotonic() + time_limit, [], []
     for layer in range(L):
         seconds = (ends - time.monotonic()) / (L - layer)  # what a layer leaves, later ones share
@@ -109,11 +109,12 @@ def _solve(load: np.ndarray, num_clusters: int, seconds: float, tolerance: float
     lower, upper = np.zeros(E * C + C + 1), np.concatenate([_allowed(load, C), inf, [1]])
     lower[-1] = 1
     result = milp(
-        np.concatenate([np.zeros(E * C), np.full(C, 1 / C), [1]]), bounds=Bounds(lower, upper),
+        np.concatenate([np.zeros(E * C), np.full(C, 1 / C), [1]]),
+        bounds=Bounds(lower, upper),
         constraints=LinearConstraint(matrix, low, high),
         integrality=np.concatenate([np.ones(E * C), np.zeros(C + 1)]),
         options={"time_limit": seconds, "mip_rel_gap": tolerance},
-    )  # fmt: skip
+    )
     bound = 0.0 if result.mip_dual_bound is None else max(float(result.mip_dual_bound) - 1, 0.0)
     if result.x is None:
         return None, bound if np.isfinite(bound) else 0.0

@@ -14,7 +14,6 @@ import numpy as np
 from scipy.cluster.vq import kmeans2, vq
 
 from semmoe.affinity import Affinity, count
-from semmoe.bounds import require
 from semmoe.capacity import one_hot
 from semmoe.core import Placement, RoutingTrace, Topology
 from semmoe.placement.greedy import place_layer
@@ -37,15 +36,15 @@ def cluster(
 ) -> CoClustering:
     """Experts (L, E) to ranks; requests to groups if there are several; token types to the ranks of each group."""
     f, D, S = trace.fingerprint, topology.dp_size, topology.attn_tp_size
-    require(
-        f.num_experts % topology.ep_size == 0, f"ep_size {topology.ep_size} does not divide {f.num_experts} experts"
-    )
+    if f.num_experts % topology.ep_size != 0:
+        raise ValueError(f"ep_size {topology.ep_size} does not divide {f.num_experts} experts")
     rng = np.random.default_rng(seed)
     gate_groups = np.arange(f.num_experts) // (f.num_experts // f.num_groups)
     blocks = np.zeros((f.num_layers, f.num_experts), np.int64)
     request_groups = None
     if D > 1:
-        require(trace.num_requests >= D, f"{trace.num_requests} requests cannot be clustered into {D} groups")
+        if trace.num_requests < D:
+            raise ValueError(f"{trace.num_requests} requests cannot be clustered into {D} groups")
         activations = np.stack([m.toarray() for m in affinity.request_counts], axis=1).astype(np.float32) / f.top_k
         quota = np.ones(trace.num_requests)
         blocks, labels = _cluster_gated(activations, quota, D, gate_groups, settings, rng)
@@ -72,9 +71,7 @@ def _cluster_tokens(trace, topology, blocks, request_groups, gate_groups, settin
             activations = counts.astype(np.float32)[:, None] / f.top_k
             used = activations.sum((1, 2)) > 0
             frequency = activations.sum((1, 2))[used]
-            labels, token_labels = _cluster_gated(
-                activations[used], frequency, S, gate_groups[experts], settings, rng
-            )  # fmt: skip
+            labels, token_labels = _cluster_gated(activations[used], frequency, S, gate_groups[experts], settings, rng)
             ranks[l, experts] = d * S + labels[0]
             token_ranks[l, d, types[used]] = token_labels
     return ranks, token_ranks
@@ -90,7 +87,8 @@ def _cluster_gated(activations, quota, num_clusters, gate_groups, settings, rng)
         return cocluster(activations, quota, num_clusters, settings, rng)
     N, L, E = activations.shape
     even = groups % num_clusters == 0 or num_clusters % groups == 0
-    require(even, f"{groups} gate groups and {num_clusters} ranks: one must divide the other")
+    if not even:
+        raise ValueError(f"{groups} gate groups and {num_clusters} ranks: one must divide the other")
     outer = min(groups, num_clusters)
     whole = activations.reshape(N, L, groups, E // groups).sum(axis=3)
     group_labels, labels = cocluster(whole, quota, outer, settings, rng)
@@ -129,9 +127,13 @@ def cocluster(activations: np.ndarray, quota: np.ndarray, num_clusters: int, set
         experts = expert_place(together, _cluster_sums(flat, labels, num_clusters).reshape(-1, L, E), settings, rng)
         pull = flat @ one_hot(experts.reshape(-1), num_clusters)  # (N, C): activations that would be local
         labels = _request_schedule(
-            flat, pull / (L * np.maximum(size, 1e-9))[:, None], quota, np.argsort(-size, kind="stable"),
-            settings.request_affinity, settings.request_expert,
-        )  # fmt: skip
+            flat,
+            pull / (L * np.maximum(size, 1e-9))[:, None],
+            quota,
+            np.argsort(-size, kind="stable"),
+            settings.request_affinity,
+            settings.request_expert,
+        )
         score = objective(pull / L, labels, size, settings.theta)
         if best is None or score < best[0]:
             best = (score, experts, labels)
@@ -180,9 +182,13 @@ def expert_place(together: np.ndarray, by_cluster: np.ndarray, settings: PaperSe
     for l in range(L):
         swaps = rng.integers(E, size=(settings.swaps_per_expert * E, 2))
         out[l] = place_layer(
-            together[l], np.ascontiguousarray(by_cluster[:, l].T, np.float64), swaps,
-            settings.expert_affinity, settings.expert_data, settings.expert_load,
-        )  # fmt: skip
+            together[l],
+            np.ascontiguousarray(by_cluster[:, l].T, np.float64),
+            swaps,
+            settings.expert_affinity,
+            settings.expert_data,
+            settings.expert_load,
+        )
     return out
 
 

@@ -11,7 +11,7 @@ import numba
 import numpy as np
 
 from semmoe.affinity import known_rows
-from semmoe.bounds import Declared, check_numbers, require, required_number
+from semmoe.bounds import Declared, check_numbers, required_number
 from semmoe.core import NEIGHBOUR, PRIOR, Evidence, Fingerprint, Placement, Plan, RoutingTrace, Topology
 from semmoe.metrics import majority_rank
 from semmoe.requests.scheduler import OneByOne
@@ -99,7 +99,8 @@ class PaperTables:
     def declared(self, topology: Topology, fingerprint: Fingerprint) -> dict[str, Declared]:
         """What each array must be; raises ValueError for a look-back that does not fit."""
         f, D, S = fingerprint, topology.dp_size, topology.attn_tp_size
-        require(S**self.lookback <= MAX_PATHS, f"lookback {self.lookback} is out of range")
+        if not S**self.lookback <= MAX_PATHS:
+            raise ValueError(f"lookback {self.lookback} is out of range")
         tokens, paths = (f.num_layers, D, f.vocab_size + 1), (f.num_layers, D, S**self.lookback)
         return {
             "token_ranks": Declared(tokens, np.int16, 0, S - 1),
@@ -173,9 +174,11 @@ def look_up(
     path_confidence = tables.path_confidence[layer, group, path].astype(np.float32)
     token_wins = token_confidence > path_confidence
     return Preference(
-        np.where(token_wins, by_token, by_path), np.maximum(token_confidence, path_confidence),
-        np.where(token_wins, by_path, by_token), np.minimum(token_confidence, path_confidence),
-    )  # fmt: skip
+        np.where(token_wins, by_token, by_path),
+        np.maximum(token_confidence, path_confidence),
+        np.where(token_wins, by_path, by_token),
+        np.minimum(token_confidence, path_confidence),
+    )
 
 
 def slices_of(tables: PaperTables) -> int:

@@ -3,7 +3,6 @@
 import numpy as np
 
 from semmoe.affinity import build_affinity, resolve_tokens
-from semmoe.bounds import require
 from semmoe.core import RequestPolicy, RoutingTrace, TokenPolicy, Topology
 from semmoe.methods import paper
 from semmoe.methods.paper import CoClustering
@@ -26,9 +25,12 @@ def solve(problem: Problem) -> Solution:
 
 
 def build_policies(
-    trace: RoutingTrace, clusters: CoClustering, topology: Topology, lookback: int = 2,
+    trace: RoutingTrace,
+    clusters: CoClustering,
+    topology: Topology,
+    lookback: int = 2,
     embeddings: np.ndarray | None = None,
-) -> tuple[TokenPolicy, RequestPolicy]:  # fmt: skip
+) -> tuple[TokenPolicy, RequestPolicy]:
     """The paper's policies from the profile and its co-clustering.
 
     embeddings: (V, H) input embeddings, to serve tokens that were not profiled by their nearest profiled neighbour;
@@ -45,10 +47,13 @@ def build_policies(
         source, serving_row = resolve_tokens(trace.token_ids, trace.fingerprint.vocab_size, embeddings)
         tables = _shuffle_tables(trace, clusters, groups, topology, lookback)
         tokens = PaperTables(
-            token_ranks=tables["token_ranks"][:, :, serving_row], token_source=source, lookback=lookback,
+            token_ranks=tables["token_ranks"][:, :, serving_row],
+            token_source=source,
+            lookback=lookback,
             token_confidence=tables["token_confidence"][:, :, serving_row],
-            path_ranks=tables["path_ranks"], path_confidence=tables["path_confidence"],
-        )  # fmt: skip
+            path_ranks=tables["path_ranks"],
+            path_confidence=tables["path_confidence"],
+        )
     return tokens, requests
 
 
@@ -68,14 +73,17 @@ def _shuffle_tables(
     """T, T_p (L, D, V + 1) and A, A_p (L, D, S ** lookback), with rows of unprofiled tokens left to the prior."""
     D, S, V = topology.dp_size, topology.attn_tp_size, trace.fingerprint.vocab_size
     L = trace.fingerprint.num_layers
-    require(lookback >= 1, f"lookback must be at least 1, not {lookback}")
-    require(S**lookback <= MAX_PATHS, f"lookback {lookback} over {S} ranks needs {S**lookback} rows; choose a smaller")
+    if lookback < 1:
+        raise ValueError(f"lookback must be at least 1, not {lookback}")
+    if not S**lookback <= MAX_PATHS:
+        raise ValueError(f"lookback {lookback} over {S} ranks needs {S**lookback} rows; choose a smaller")
     assert clusters.token_ranks is not None
     out = {
-        "token_ranks": np.zeros((L, D, V + 1), np.int16), "token_confidence": np.zeros((L, D, V + 1), np.float16),
+        "token_ranks": np.zeros((L, D, V + 1), np.int16),
+        "token_confidence": np.zeros((L, D, V + 1), np.float16),
         "path_ranks": np.zeros((L, D, S**lookback), np.int16),
         "path_confidence": np.zeros((L, D, S**lookback), np.float16),
-    }  # fmt: skip
+    }
     group_of_token = groups[trace.request_of_token()]
     for d in range(D):
         rows = np.flatnonzero(group_of_token == d)

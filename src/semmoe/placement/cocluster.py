@@ -14,7 +14,6 @@ from os import cpu_count
 import numpy as np
 
 from semmoe.affinity import pair_count
-from semmoe.bounds import require
 from semmoe.core import Placement, RoutingTrace, Topology, physical_experts
 from semmoe.metrics import layer_traffic
 from semmoe.placement.copies import LOAD_PRICE, level, nearest_copies, primary_serving
@@ -57,9 +56,16 @@ class Measured:
 
 
 def search_layer(
-    expert_ids: np.ndarray, group: np.ndarray, num_experts: int, topology: Topology, redundant: int, caps: list[float],
-    settings: CoclusterSettings, seed: int, start: np.ndarray | None = None,
-) -> list[Layout]:  # fmt: skip
+    expert_ids: np.ndarray,
+    group: np.ndarray,
+    num_experts: int,
+    topology: Topology,
+    redundant: int,
+    caps: list[float],
+    settings: CoclusterSettings,
+    seed: int,
+    start: np.ndarray | None = None,
+) -> list[Layout]:
     """The best `KEPT` layouts found under each load cap, the loosest first and the best first.
 
     expert_ids (T, K), group (T,) attention group of each token's request; start (E,) rank labels to begin from.
@@ -73,9 +79,15 @@ def search_layer(
         nonlocal judged
         state, scratch = make_state(sets, weight, groups, *start, topology, weights)
         cost, moves = improve(
-            state, scratch, settings.load_price, cap, settings.price_steps, settings.sweeps,
-            int(rng.integers(2**31)), max(limit - judged, 1),
-        )  # fmt: skip
+            state,
+            scratch,
+            settings.load_price,
+            cap,
+            settings.price_steps,
+            settings.sweeps,
+            int(rng.integers(2**31)),
+            max(limit - judged, 1),
+        )
         judged += moves
         return Layout(state.slots, state.primary, cost)
 
@@ -149,10 +161,16 @@ def _kick(layout: Layout, rng) -> tuple[np.ndarray, np.ndarray]:
 
 
 def place(
-    trace: RoutingTrace, topology: Topology, predictor: Predictor | None, redundant: int, settings: CoclusterSettings,
-    seed: int, request_groups: np.ndarray | None = None, start: np.ndarray | None = None,
+    trace: RoutingTrace,
+    topology: Topology,
+    predictor: Predictor | None,
+    redundant: int,
+    settings: CoclusterSettings,
+    seed: int,
+    request_groups: np.ndarray | None = None,
+    start: np.ndarray | None = None,
     progress: Callable[[int], None] = lambda done: None,
-) -> Placement:  # fmt: skip
+) -> Placement:
     """The placement of every layer, with its static dispatch.
 
     predictor: what will send tokens to slices (None: a group is one rank); request_groups (R,): the attention group of
@@ -161,7 +179,10 @@ def place(
     f = trace.fingerprint
     physical = physical_experts(f.num_experts, redundant, topology.ep_size)
     enough = physical // topology.ep_size <= f.num_experts
-    require(enough, f"{redundant} redundant experts are more than {topology.ep_size} ranks can use without repetition")
+    if not enough:
+        raise ValueError(
+            f"{redundant} redundant experts are more than {topology.ep_size} ranks can use without repetition"
+        )
     if request_groups is None:
         request_groups = np.zeros(trace.num_requests, np.int64)
     group = request_groups[trace.request_of_token()]
@@ -173,9 +194,16 @@ def place(
 
     def one(layer: int) -> list[Measured]:
         found = search_layer(
-            trace.expert_ids[:, layer], group, f.num_experts, topology, redundant, caps, settings,
-            seed * f.num_layers + layer, None if start is None else start[layer],
-        )  # fmt: skip
+            trace.expert_ids[:, layer],
+            group,
+            f.num_experts,
+            topology,
+            redundant,
+            caps,
+            settings,
+            seed * f.num_layers + layer,
+            None if start is None else start[layer],
+        )
         expected = predict(predictor, trace, part, layer, rows) if predictor else None
         measured = [_measure(layout, part, layer, rows, part_group, expected, topology, settings) for layout in found]
         progress(1)
@@ -186,9 +214,10 @@ def place(
     layouts = choose(candidates, settings.load_limit, settings.load_price)
     return Placement(
         physical_to_logical_map=np.stack([layout.slots.reshape(-1) for layout in layouts]).astype(np.int32),
-        num_experts=f.num_experts, ep_size=topology.ep_size,
+        num_experts=f.num_experts,
+        ep_size=topology.ep_size,
         static_dispatch=np.stack([layout.serving for layout in layouts]),
-    )  # fmt: skip
+    )
 
 
 def _measure(layout, trace, layer, rows, group, expected, topology, settings) -> Measured:

@@ -41,9 +41,14 @@ def primary_serving(copies: np.ndarray, primary: np.ndarray) -> np.ndarray:
 
 
 def level(
-    expert_ids: np.ndarray, home: np.ndarray, request: np.ndarray, serving: np.ndarray, copies: np.ndarray,
-    node_of: np.ndarray, weights: tuple[float, float, float],
-) -> np.ndarray:  # fmt: skip
+    expert_ids: np.ndarray,
+    home: np.ndarray,
+    request: np.ndarray,
+    serving: np.ndarray,
+    copies: np.ndarray,
+    node_of: np.ndarray,
+    weights: tuple[float, float, float],
+) -> np.ndarray:
     """A better `serving` (G, E) for tokens of a profile: experts (T, K), home (T,), request (T,).
 
     copies (G, E, G) bool: those that may serve; weights: of a row to another rank, of one to another node, of a
@@ -58,7 +63,7 @@ def level(
     out = serving.astype(np.int64)
     _level(
         expert_ids.astype(np.int64), load_of_pair, order // expert_ids.shape[1], offsets, copies, node_of, weights, out
-    )  # fmt: skip
+    )
     return out
 
 

@@ -45,8 +45,11 @@ def make_state(sets, weight, group, slots, primary, topology, weights):
     (U, _), (G, _), E = sets.shape, slots.shape, len(primary)
     offsets, rows = _rows_by_expert(sets, E)
     node_of = topology.node_of
-    members = [[1 << (g % 64) if g // topology.attn_tp_size == d and g // 64 == w else 0 for g in range(G)]
-               for d in range(topology.dp_size) for w in range(-(-G // 64))]  # fmt: skip
+    members = [
+        [1 << (g % 64) if g // topology.attn_tp_size == d and g // 64 == w else 0 for g in range(G)]
+        for d in range(topology.dp_size)
+        for w in range(-(-G // 64))
+    ]
     allowed = np.array([sum(bits) for bits in members], np.uint64).reshape(topology.dp_size, -1)[group]
     masks, node_masks = np.zeros((E, -(-G // 64)), np.uint64), np.zeros((node_of.max() + 1, -(-G // 64)), np.uint64)
     for g in range(G):
@@ -56,15 +59,28 @@ def make_state(sets, weight, group, slots, primary, topology, weights):
     expert_load = np.zeros(E)
     np.add.at(expert_load, sets.ravel(), np.repeat(weight, sets.shape[1]))
     state = State(
-        sets=sets, weight=weight, total_weight=weight.sum(), allowed=allowed, group_size=topology.attn_tp_size,
-        offsets=offsets, rows=rows, slots=slots, primary=primary, masks=masks, node_of=node_of, node_masks=node_masks,
-        weights=weights, price=np.zeros(G), value=np.zeros(U), home=np.zeros(U, np.int64), load=np.zeros(G),
+        sets=sets,
+        weight=weight,
+        total_weight=weight.sum(),
+        allowed=allowed,
+        group_size=topology.attn_tp_size,
+        offsets=offsets,
+        rows=rows,
+        slots=slots,
+        primary=primary,
+        masks=masks,
+        node_of=node_of,
+        node_masks=node_masks,
+        weights=weights,
+        price=np.zeros(G),
+        value=np.zeros(U),
+        home=np.zeros(U, np.int64),
+        load=np.zeros(G),
         expert_load=expert_load,
-    )  # fmt: skip
+    )
     scratch = Scratch(
-        np.full(U, -1, np.int64), np.zeros(U, np.int64), np.zeros(U), np.zeros(U, np.int64), np.zeros(G),
-        np.zeros(U),
-    )  # fmt: skip
+        np.full(U, -1, np.int64), np.zeros(U, np.int64), np.zeros(U), np.zeros(U, np.int64), np.zeros(G), np.zeros(U)
+    )
     return state, scratch
 
 

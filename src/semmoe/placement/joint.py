@@ -10,7 +10,6 @@ falls to chance. A step costs time linear in requests, in layers, and in tokens 
 
 import numpy as np
 
-from semmoe.bounds import require
 from semmoe.capacity import equal_groups, improve_assignment, one_hot
 
 STEPS = 30  # alternations of one start, at most; it ends when the objective no longer rises
@@ -19,9 +18,8 @@ KICK = 0.2  # share of the requests that every second start draws anew, from the
 
 
 def cocluster_requests(
-    rates: np.ndarray, lengths: np.ndarray, num_groups: int, starts: int = 100, seed: int = 0,
-    token_limit: float = 1.1,
-) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    rates: np.ndarray, lengths: np.ndarray, num_groups: int, starts: int = 100, seed: int = 0, token_limit: float = 1.1
+) -> tuple[np.ndarray, np.ndarray]:
     """(L, E) int64 group of each expert, E / D in every group, and (R,) int64 group of each request.
 
     rates: (R, L, E) float32, a request's (token, expert) pairs over its tokens; only their proportions matter. Rates
@@ -31,11 +29,15 @@ def cocluster_requests(
     requests allow. Every second start begins near the best so far; the one with most pairs at home is kept.
     Raises ValueError if D does not divide E, or on arrays of other shapes.
     """
-    require(rates.ndim == 3, f"rates must be (requests, layers, experts), not {rates.shape}")
+    if rates.ndim != 3:
+        raise ValueError(f"rates must be (requests, layers, experts), not {rates.shape}")
     R, L, E = rates.shape
-    require(num_groups >= 1 and E % num_groups == 0, f"{num_groups} groups do not divide {E} experts")
-    require(lengths.shape == (R,) and R >= 1, f"{R} requests have lengths of shape {lengths.shape}")
-    require(starts >= 1, f"starts must be at least 1, not {starts}")
+    if num_groups < 1 or E % num_groups != 0:
+        raise ValueError(f"{num_groups} groups do not divide {E} experts")
+    if lengths.shape != (R,) or R < 1:
+        raise ValueError(f"{R} requests have lengths of shape {lengths.shape}")
+    if starts < 1:
+        raise ValueError(f"starts must be at least 1, not {starts}")
     rng = np.random.default_rng(seed)
     problem = _Problem(rates, lengths, num_groups, token_limit)
     best = problem.alternate(problem.start(rng))

@@ -25,9 +25,16 @@ def solve(problem: Problem) -> Solution:
     if S > 1:
         predictor = predict.fit(trace, settings.predictor, settings.seed)
     placement = cocluster.place(
-        trace, topology, predictor, settings.redundant_experts, settings.cocluster, settings.seed, groups, start,
+        trace,
+        topology,
+        predictor,
+        settings.redundant_experts,
+        settings.cocluster,
+        settings.seed,
+        groups,
+        start,
         problem.progress,
-    )  # fmt: skip
+    )
     by_group = placement.hosts.reshape(-1, D, S, trace.fingerprint.num_experts)
     hosted = np.swapaxes(np.any(by_group, axis=2), 1, 2)  # (L, E, D)
     by_prompt = request_map.project(rates, hosted) if rates else None

@@ -71,6 +71,11 @@ def token_map(trace: RoutingTrace, placement: Placement, layer: int, most: int) 
     first = np.sort(np.unique(slots, return_index=True)[1])  # slot of each expert's first copy, in order of slots
     experts = slots[first]
     return TokenMap(
-        ids[order], occurrences[order], ranks[order], at_home[order], experts, first // placement.experts_per_rank,
+        ids[order],
+        occurrences[order],
+        ranks[order],
+        at_home[order],
+        experts,
+        first // placement.experts_per_rank,
         shares[order][:, experts],
-    )  # fmt: skip
+    )

@@ -19,20 +19,44 @@ Spec = dict[str, Any]
 
 def axis(title: str = "", **more: Any) -> Spec:
     of_title = {"title": {"text": title, "standoff": 8}} if title else {}
-    return {"gridcolor": "@grid", "linecolor": "@grid", "zeroline": False, "automargin": True, "fixedrange": True,
-            "ticks": "", "tickfont": {"color": "@muted", "size": 11}, **of_title, **more}  # fmt: skip
+    return {
+        "gridcolor": "@grid",
+        "linecolor": "@grid",
+        "zeroline": False,
+        "automargin": True,
+        "fixedrange": True,
+        "ticks": "",
+        "tickfont": {"color": "@muted", "size": 11},
+        **of_title,
+        **more,
+    }
 
 
 def layout(height: int, x: Spec, y: Spec, **more: Any) -> Spec:
-    return {"height": height, "margin": {"l": 8, "r": 8, "t": 8, "b": 8}, "showlegend": False, "xaxis": x, "yaxis": y,
-            "paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)", "font": {"size": 12, "color": "@ink"},
-            "hoverlabel": {"font": {"size": 12}}, "dragmode": False, **more}  # fmt: skip
+    return {
+        "height": height,
+        "margin": {"l": 8, "r": 8, "t": 8, "b": 8},
+        "showlegend": False,
+        "xaxis": x,
+        "yaxis": y,
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "font": {"size": 12, "color": "@ink"},
+        "hoverlabel": {"font": {"size": 12}},
+        "dragmode": False,
+        **more,
+    }
 
 
 def by_layer(
-    vanilla: Sequence[float] | None, plan: Sequence[float], predicted: Sequence[float] | None = None,
-    baseline: float | None = None, digits: int = 3, start: float = 0.0, dash: str = "dot",
-) -> Spec:  # fmt: skip
+    vanilla: Sequence[float] | None,
+    plan: Sequence[float],
+    predicted: Sequence[float] | None = None,
+    baseline: float | None = None,
+    digits: int = 3,
+    start: float = 0.0,
+    dash: str = "dot",
+) -> Spec:
     """Values of L layers, vanilla beside plan: bars, or lines where bars would be too thin to tell apart.
 
     predicted (L,): marks on the plan's bars; baseline: a line across, drawn as `dash`; start: where the axis begins.
@@ -51,26 +75,52 @@ def by_layer(
 
 
 def _bars(name: str, x: list[int], y: Sequence[float], digits: int) -> Spec:
-    return {"type": "bar", "x": x, "y": rounded(y), "marker": {"color": f"@{name}"}, "offsetgroup": name,
-            "hovertemplate": f"{name}, layer %{{x}}: %{{y:.{digits}f}}<extra></extra>"}  # fmt: skip
+    return {
+        "type": "bar",
+        "x": x,
+        "y": rounded(y),
+        "marker": {"color": f"@{name}"},
+        "offsetgroup": name,
+        "hovertemplate": f"{name}, layer %{{x}}: %{{y:.{digits}f}}<extra></extra>",
+    }
 
 
 def _line(name: str, x: list[int], y: Sequence[float], digits: int) -> Spec:
-    return {"type": "scatter", "mode": "lines", "x": x, "y": rounded(y), "line": {"color": f"@{name}", "width": 2},
-            "hovertemplate": f"{name}, layer %{{x}}: %{{y:.{digits}f}}<extra></extra>"}  # fmt: skip
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "x": x,
+        "y": rounded(y),
+        "line": {"color": f"@{name}", "width": 2},
+        "hovertemplate": f"{name}, layer %{{x}}: %{{y:.{digits}f}}<extra></extra>",
+    }
 
 
 def _marks(x: list[float], y: Sequence[float], digits: int) -> Spec:
     size = 7 if len(x) <= MOST_BARS else 5
     mark = {"color": "@predicted", "symbol": "diamond", "size": size, "line": {"color": "@soft", "width": 1}}
     shown = f"predicted, layer %{{customdata}}: %{{y:.{digits}f}}<extra></extra>"
-    return {"type": "scatter", "mode": "markers", "x": x, "y": rounded(y), "marker": mark, "hovertemplate": shown,
-            "customdata": list(range(len(x)))}  # fmt: skip
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "x": x,
+        "y": rounded(y),
+        "marker": mark,
+        "hovertemplate": shown,
+        "customdata": list(range(len(x))),
+    }
 
 
 def _across(value: float, dash: str = "dot") -> Spec:
-    return {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": value, "y1": value,
-            "line": {"color": "@muted", "width": 1.5, "dash": dash}}  # fmt: skip
+    return {
+        "type": "line",
+        "xref": "paper",
+        "x0": 0,
+        "x1": 1,
+        "y0": value,
+        "y1": value,
+        "line": {"color": "@muted", "width": 1.5, "dash": dash},
+    }
 
 
 def rounded(values: Sequence[float] | np.ndarray) -> list[float]:
@@ -82,10 +132,21 @@ def named_bars(names: Sequence[str], values: Sequence[float], colours: Sequence[
     data = []
     for colour in dict.fromkeys(colours):  # a trace each, since a theme's colours are named one by one
         rows = [i for i, c in enumerate(colours) if c == colour]
-        data.append({"type": "bar", "orientation": "h", "width": 0.62, "y": rows,
-                     "x": rounded([values[i] for i in rows]),
-                     "text": [texts[i] for i in rows], "textposition": "outside", "textangle": 0, "cliponaxis": False,
-                     "marker": {"color": f"@{colour}"}, "hoverinfo": "skip"})  # fmt: skip
+        data.append(
+            {
+                "type": "bar",
+                "orientation": "h",
+                "width": 0.62,
+                "y": rows,
+                "x": rounded([values[i] for i in rows]),
+                "text": [texts[i] for i in rows],
+                "textposition": "outside",
+                "textangle": 0,
+                "cliponaxis": False,
+                "marker": {"color": f"@{colour}"},
+                "hoverinfo": "skip",
+            }
+        )
     ticks: Spec = {"tickvals": list(range(len(names))), "ticktext": [words.label(n) for n in names]}
     room = 1.2 + 0.03 * max(map(len, texts))
     x = axis(range=[0, room * max([*values, 1e-9])], showticklabels=False, showgrid=False)
@@ -98,9 +159,17 @@ def heat_map(
 ) -> Spec:
     """values (rows, columns), the first row on top; colours from low to high; numbers written in if they are few."""
     rows, columns = values.shape
-    trace = {"type": "heatmap", "z": [rounded(row) for row in values], "zmin": low, "zmax": high,
-             "xgap": _gap(columns), "ygap": _gap(rows), "colorscale": "@sequential", "showscale": False,
-             "hovertemplate": f"{y} %{{y}}, {x} %{{x}}: %{{z:.{digits}f}}{unit}<extra></extra>"}  # fmt: skip
+    trace = {
+        "type": "heatmap",
+        "z": [rounded(row) for row in values],
+        "zmin": low,
+        "zmax": high,
+        "xgap": _gap(columns),
+        "ygap": _gap(rows),
+        "colorscale": "@sequential",
+        "showscale": False,
+        "hovertemplate": f"{y} %{{y}}, {x} %{{x}}: %{{z:.{digits}f}}{unit}<extra></extra>",
+    }
     if columns <= MOST_TEXT and rows <= MOST_TEXT:
         trace["texttemplate"] = f"%{{z:.{digits}f}}"
     return {"data": [trace], "layout": layout(height, _counted(x, columns), _counted(y, rows, autorange="reversed"))}
@@ -128,20 +197,40 @@ def placement_map(
     colours, or a value on the sequential scale if there are none; about: words; copies: which to mark."""
     L, P = slots.shape
     at = slot_columns(P, ep_size)
-    trace = {"type": "heatmap", "z": _spread(colour_of, at, None), "text": _spread(slots, at, ""),
-             "customdata": _spread(np.vectorize(words.label, otypes=[object])(about), at, ""), "showscale": False,
-             "xgap": int(P <= 96), "ygap": 2, "hoverongaps": False, "textfont": {"color": "#14181c"} if colours else {},
-             "hovertemplate": "layer %{y}: expert %{customdata}<extra></extra>",
-             **_scale(colour_of, colours)}  # fmt: skip
+    trace = {
+        "type": "heatmap",
+        "z": _spread(colour_of, at, None),
+        "text": _spread(slots, at, ""),
+        "customdata": _spread(np.vectorize(words.label, otypes=[object])(about), at, ""),
+        "showscale": False,
+        "xgap": int(P <= 96),
+        "ygap": 2,
+        "hoverongaps": False,
+        "textfont": {"color": "#14181c"} if colours else {},
+        "hovertemplate": "layer %{y}: expert %{customdata}<extra></extra>",
+        **_scale(colour_of, colours),
+    }
     if P <= 64:
         trace["texttemplate"] = "%{text}"
     data: list[Spec] = [trace]
     if copies.any():
         layers, places = np.nonzero(copies)
-        mark = {"symbol": "circle", "size": 5 if P <= 96 else 3, "color": "@ink",
-                "line": {"color": "@soft", "width": int(P <= 96)}}  # fmt: skip
-        data.append({"type": "scatter", "mode": "markers", "x": at[places].tolist(), "y": (layers - 0.34).tolist(),
-                     "hoverinfo": "skip", "marker": mark})  # fmt: skip
+        mark = {
+            "symbol": "circle",
+            "size": 5 if P <= 96 else 3,
+            "color": "@ink",
+            "line": {"color": "@soft", "width": int(P <= 96)},
+        }
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "x": at[places].tolist(),
+                "y": (layers - 0.34).tolist(),
+                "hoverinfo": "skip",
+                "marker": mark,
+            }
+        )
     centres = at.reshape(ep_size, -1).mean(axis=1).tolist()
     every = max(1, -(-ep_size // MOST_LINES))
     ticks = {"tickvals": centres[::every], "ticktext": [str(g) for g in range(0, ep_size, every)]}
@@ -179,8 +268,15 @@ def affinity_map(shares: np.ndarray, rank_of_expert: np.ndarray, ranks: np.ndarr
     scaled = np.rint(255 * np.sqrt(np.clip(shares / max(high, 1e-9), 0, 1))).astype(np.uint8)
     U, E = scaled.shape
     packed = {"dtype": "u1", "bdata": base64.b64encode(scaled.tobytes()).decode(), "shape": f"{U}, {E}"}
-    trace = {"type": "heatmap", "zmin": 0, "zmax": 255, "colorscale": "@sequential", "showscale": False, "z": packed,
-             "hoverinfo": "skip"}  # fmt: skip
+    trace = {
+        "type": "heatmap",
+        "zmin": 0,
+        "zmax": 255,
+        "colorscale": "@sequential",
+        "showscale": False,
+        "z": packed,
+        "hoverinfo": "skip",
+    }
     line = {"color": "@ink", "width": 1}
     few = len(np.unique(rank_of_expert)) <= MOST_LINES
     columns, rows = (np.flatnonzero(np.diff(r) * few) + 0.5 for r in (rank_of_expert, ranks))
@@ -199,9 +295,17 @@ def curves(lines: Sequence[Line], objective: float | None) -> Spec:
     data = []
     for name, colour, dash, x, y in lines:
         shown = f"{words.label(name)}<br>%{{x:.1f}} requests/s, %{{y:,.0f}} ms<extra></extra>"
-        data.append({"type": "scatter", "mode": "lines+markers", "x": rounded(x), "y": rounded(y),
-                     "line": {"color": f"@{colour}", "width": 2, "dash": dash}, "hovertemplate": shown,
-                     "marker": {"color": f"@{colour}", "size": 7}})  # fmt: skip
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "lines+markers",
+                "x": rounded(x),
+                "y": rounded(y),
+                "line": {"color": f"@{colour}", "width": 2, "dash": dash},
+                "hovertemplate": shown,
+                "marker": {"color": f"@{colour}", "size": 7},
+            }
+        )
     shapes = [] if objective is None else [_across(objective)]
     top = 1.08 * max([*(v for line in lines for v in line[4]), objective or 0.0, 1e-9])
     x_axis = axis("requests per second", rangemode="tozero")
@@ -214,7 +318,14 @@ def band(x: Sequence[int], low: Sequence[float], middle: Sequence[float], high: 
     data: list[Spec] = [
         {**edge, "y": rounded(low)},
         {**edge, "y": rounded(high), "fill": "tonexty", "fillcolor": "@band"},
-        {"type": "scatter", "mode": "lines+markers", "x": list(x), "y": rounded(middle), "line": {"color": "@plan"},
-         "marker": {"color": "@plan"}, "hovertemplate": "layer %{x}: %{y:.3f}<extra></extra>"},
-    ]  # fmt: skip
+        {
+            "type": "scatter",
+            "mode": "lines+markers",
+            "x": list(x),
+            "y": rounded(middle),
+            "line": {"color": "@plan"},
+            "marker": {"color": "@plan"},
+            "hovertemplate": "layer %{x}: %{y:.3f}<extra></extra>",
+        },
+    ]
     return {"data": data, "layout": layout(230, axis("MoE layer"), axis(range=[0, 1.02]))}

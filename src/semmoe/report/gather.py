@@ -7,7 +7,6 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from semmoe.bounds import require
 from semmoe.checkpoint.relabel import plan_digest
 from semmoe.core import Plan, RoutingTrace
 from semmoe.plan import load_plan
@@ -90,14 +89,16 @@ def is_plan(path: Path) -> bool:
 def gather(folder: Path, page: Path | None = None) -> Inputs:
     """Read `folder`, a plan directory or one that holds plans and measurements; `page`, the report itself, is passed
     over. Raises ValueError if there is no plan that can be read."""
-    require(folder.is_dir(), f"{folder}: there is no such directory")
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: there is no such directory")
     inputs = Inputs(folder=folder)
     for path in _entries(folder, inputs):
         if page is None or path.resolve() != page.resolve():
             _read(path, inputs)
     reasons = [f"{entry.path} ({entry.why})" for entry in inputs.left_out if "plan" in entry.path]
     also = f"; left out: {', '.join(reasons[:3])}" if reasons else ""
-    require(bool(inputs.plans), f"{folder} holds no plan: make one with `semmoe solve TRACE --out {folder}/plan`{also}")
+    if not inputs.plans:
+        raise ValueError(f"{folder} holds no plan: make one with `semmoe solve TRACE --out {folder}/plan`{also}")
     return inputs
 
 
@@ -129,7 +130,8 @@ def _read(path: Path, inputs: Inputs) -> None:
 
 def _read_directory(path: Path, shown: str, inputs: Inputs) -> None:
     if (path / "plan.json").exists() or (path / "plan.safetensors").exists():
-        require(len(inputs.plans) < MOST_PLANS, f"only {MOST_PLANS} plans are shown")
+        if len(inputs.plans) >= MOST_PLANS:
+            raise ValueError(f"only {MOST_PLANS} plans are shown")
         _add_plan(path, shown, inputs)
     elif (path / "trace.json").exists():
         _add_trace(path, shown, sum(shard.stat().st_size for shard in shard_paths(path)), inputs)
@@ -146,7 +148,8 @@ def _add_plan(path: Path, shown: str, inputs: Inputs) -> None:
         try:
             expected = Expected.model_validate(plan.expected)
             ranks = {len(expected.bytes_per_rank_pair), *(len(o.bytes_per_rank_pair) for o in expected.others.values())}
-            require(ranks <= {0, plan.topology.ep_size}, "its figures are of another number of ranks")
+            if not ranks <= {0, plan.topology.ep_size}:
+                raise ValueError("its figures are of another number of ranks")
         except (ValidationError, ValueError) as error:
             inputs.left_out.append(LeftOut(f"{shown}/plan.json", f"what it expects is not readable: {_first(error)}"))
             expected = None
@@ -154,9 +157,11 @@ def _add_plan(path: Path, shown: str, inputs: Inputs) -> None:
 
 
 def _add_trace(path: Path, shown: str, size: int, inputs: Inputs) -> None:
-    require(size <= MOST_TRACE, f"a trace of {size:,} bytes: at most {MOST_TRACE:,} are read for a report")
+    if size > MOST_TRACE:
+        raise ValueError(f"a trace of {size:,} bytes: at most {MOST_TRACE:,} are read for a report")
     trace = open_trace(path)
-    require(trace.num_tokens > 0, "a trace without a routed token")
+    if trace.num_tokens <= 0:
+        raise ValueError("a trace without a routed token")
     inputs.traces.append(TraceFile(shown, trace, trace.digest()))
     facts = {"requests": trace.num_requests, "routed tokens": trace.num_tokens, "hash": inputs.traces[-1].digest}
     inputs.sources.append(Source(shown, "trace", facts))
@@ -164,7 +169,8 @@ def _add_trace(path: Path, shown: str, size: int, inputs: Inputs) -> None:
 
 def _bounded(path: Path) -> None:
     size = path.stat().st_size
-    require(size <= MOST_JSON, f"{path.name} has {size:,} bytes: at most {MOST_JSON:,} are read")
+    if size > MOST_JSON:
+        raise ValueError(f"{path.name} has {size:,} bytes: at most {MOST_JSON:,} are read")
 
 
 def _read_text(path: Path, shown: str, inputs: Inputs) -> None:
@@ -194,8 +200,13 @@ def _add_record(shown: str, data: dict[str, Any], inputs: Inputs) -> bool:
     """A file that a command's --json wrote; False if it is none of them."""
     if "set_ups" in data:
         demo = _checked(DemoFile, data)
-        facts = {**demo.settings, "prompts": demo.prompts, "profiled tokens": demo.profile_tokens,
-                 "machine": demo.machine, **demo.versions}  # fmt: skip
+        facts = {
+            **demo.settings,
+            "prompts": demo.prompts,
+            "profiled tokens": demo.profile_tokens,
+            "machine": demo.machine,
+            **demo.versions,
+        }
         inputs.measured.append(Measured(shown, demo.set_ups, {k: v for k, v in facts.items() if v != ""}))
         inputs.sources.append(Source(shown, "semmoe demo --json", inputs.measured[-1].facts))
     elif {"name", "sent_bytes"} <= data.keys():
@@ -228,7 +239,8 @@ def _add_sweep(shown: str, part: Part, inputs: Inputs) -> bool:
     sweep = serving_sweep(part)
     if sweep is None:
         return False
-    require(len(sweep.visits) <= 1000 and bool(sweep.sweeps), f"a sweep of {len(sweep.visits)} visits")
+    if len(sweep.visits) > 1000 or not sweep.sweeps:
+        raise ValueError(f"a sweep of {len(sweep.visits)} visits")
     inputs.sweeps.append(Sweep(shown, part, sweep))
     facts = {"command": part.command, "measured on": part.described}
     inputs.sources.append(Source(shown, "serving sweep", {k: v for k, v in facts.items() if v}))

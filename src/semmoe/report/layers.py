@@ -58,10 +58,15 @@ def _span(values: list[float], digits: int) -> str:
 def _layer_table(mine: list[Layer], theirs: list[Layer] | None) -> Table:
     columns = ["layer", "LAR, plan", "LAR predicted", "remote ranks, plan", "load, plan"]
     rows = [
-        [str(p.layer), words.share(p.lar), words.share(p.predicted_lar), words.ratio(p.remote_ranks_per_token),
-         words.ratio(p.load_max_over_mean)]
+        [
+            str(p.layer),
+            words.share(p.lar),
+            words.share(p.predicted_lar),
+            words.ratio(p.remote_ranks_per_token),
+            words.ratio(p.load_max_over_mean),
+        ]
         for p in mine
-    ]  # fmt: skip
+    ]
     if theirs:
         columns += ["LAR, vanilla", "remote ranks, vanilla", "load, vanilla"]
         for row, v in zip(rows, theirs, strict=True):
@@ -87,8 +92,11 @@ def load(replayed: Replayed) -> Figure | None:
         title="Expert load of each rank",
         says="(Token, expert) pairs that a rank computes at a layer, all batches together, over the mean of ranks: one "
         "shade everywhere is even. The busiest rank decides how long a layer takes.",
-        panels=panels, tables=tables, scale=Scale(f"{low:.2f}", f"{high:.2f}", "load over mean"), columns=2,
-    )  # fmt: skip
+        panels=panels,
+        tables=tables,
+        scale=Scale(f"{low:.2f}", f"{high:.2f}", "load over mean"),
+        columns=2,
+    )
 
 
 def load_over_mean(side: Figures) -> np.ndarray:
@@ -117,8 +125,11 @@ def rank_pairs(pair: Pair | None, replayed: Replayed | None) -> Figure | Missing
     """Bytes (or rows) that each rank sends to each other one, on one scale."""
     sent = _sent(pair, replayed)
     if sent is None:
-        return Missing("Bytes per rank pair", "What ranks send each other is not here.",
-                       "semmoe generate MODEL --plan PLAN --json > on-the-plan.json")  # fmt: skip
+        return Missing(
+            "Bytes per rank pair",
+            "What ranks send each other is not here.",
+            "semmoe generate MODEL --plan PLAN --json > on-the-plan.json",
+        )
     high = max(*(float(values.max()) for _, values in sent.sides), 1e-9)
     panels, tables = [], []
     for name, values in sent.sides:
@@ -136,8 +147,11 @@ def rank_pairs(pair: Pair | None, replayed: Replayed | None) -> Figure | Missing
         title=f"{sent.what} per rank pair",
         says=f"What each rank (row) sends to each other one (column): {sent.source}. Nearer to the 0 end of the scale "
         f"is less to send, and no row or column should stand out.{saved}",
-        panels=panels, tables=tables, scale=Scale("0", f"{high:,.1f}", sent.unit), columns=2,
-    )  # fmt: skip
+        panels=panels,
+        tables=tables,
+        scale=Scale("0", f"{high:,.1f}", sent.unit),
+        columns=2,
+    )
 
 
 def _sent(pair: Pair | None, replayed: Replayed | None) -> Sent | None:

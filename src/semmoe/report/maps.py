@@ -41,9 +41,13 @@ def placement(inputs: Inputs, entry: PlanFile, trace: TraceFile | None) -> Figur
         f"{place.redundant_experts} of them copies; the table below has all of them"
     )
     return Figure(
-        title="Where experts are", says=f"A row is a layer, a block a rank, a cell an expert. {chosen.says}",
-        panels=[Panel("", spec, label)], tables=[_placement_table(place, about)], keys=keys, scale=scale,
-    )  # fmt: skip
+        title="Where experts are",
+        says=f"A row is a layer, a block a rank, a cell an expert. {chosen.says}",
+        panels=[Panel("", spec, label)],
+        tables=[_placement_table(place, about)],
+        keys=keys,
+        scale=scale,
+    )
 
 
 def _colouring(inputs: Inputs, place: Placement, trace: TraceFile | None) -> Colouring:
@@ -102,8 +106,11 @@ def _placement_table(place: Placement, about: np.ndarray) -> Table:
 def affinity(entry: PlanFile, found: TraceFile | None) -> Figure | Missing:
     """Tokens against experts in the model's own order, and in the plan's for the first, a middle and the last layer."""
     if found is None:
-        return Missing("Which tokens use which experts", "It needs a trace of the plan's model in the directory.",
-                       "semmoe profile MODEL --out DIR/trace")  # fmt: skip
+        return Missing(
+            "Which tokens use which experts",
+            "It needs a trace of the plan's model in the directory.",
+            "semmoe profile MODEL --out DIR/trace",
+        )
     L = entry.plan.fingerprint.num_layers
     maps = {l: experts.token_map(found.trace, entry.plan.placement, l, MOST_TOKENS) for l in sorted({0, L // 2, L - 1})}
     high = max(float(m.shares.max()) for m in maps.values())
@@ -114,10 +121,11 @@ def affinity(entry: PlanFile, found: TraceFile | None) -> Figure | Missing:
         says=f"The {len(maps[0].tokens)} most frequent tokens (rows) of {words.name(found.path)} ({profiled}) and how "
         "much each uses each expert (columns): as the model numbers them, then sorted by rank, a token to the rank "
         f"that holds most of what it uses. Blocks on the diagonal can stay home: in brackets how much.{_limits(entry)}",
-        panels=panels, tables=[_token_table(l, m) for l, m in maps.items()],
+        panels=panels,
+        tables=[_token_table(l, m) for l, m in maps.items()],
         scale=Scale("0", f"{high:.2f}", "share of a token's choices (square-root scale)"),
         columns=4 if entry.plan.fingerprint.num_experts <= 64 else 2,
-    )  # fmt: skip
+    )
 
 
 def _limits(entry: PlanFile) -> str:
@@ -145,9 +153,14 @@ def _token_table(layer: int, m: experts.TokenMap) -> Table:
     """Each token with its rank and the experts that it uses most."""
     top = np.argsort(-m.shares, axis=1, kind="stable")[:, :3]
     rows = [
-        [str(token), str(rank), f"{home:.3f}", f"{n:,}",
-         ", ".join(f"{m.experts[e]} ({m.shares[i, e]:.2f})" for e in top[i])]
+        [
+            str(token),
+            str(rank),
+            f"{home:.3f}",
+            f"{n:,}",
+            ", ".join(f"{m.experts[e]} ({m.shares[i, e]:.2f})" for e in top[i]),
+        ]
         for i, (token, rank, home, n) in enumerate(zip(m.tokens, m.ranks, m.at_home, m.occurrences, strict=True))
-    ]  # fmt: skip
+    ]
     columns = ["token id", "rank", "at home", "occurrences", "most used experts (share)"]
     return Table(f"Tokens of layer {layer}", columns, rows)

@@ -12,11 +12,25 @@ def generated(inputs: Inputs) -> Section:
     """Every set-up that ran, as a table and as bars."""
     parts: list[Figure | Missing] = [_set_ups(run) for run in inputs.measured if len(run.set_ups) > 1]
     if not inputs.measured:
-        parts = [Missing("Bytes, speed and outputs as they are on a machine", "No set-up was run.",
-                         "semmoe generate MODEL --plan PLAN --verify --json > on-the-plan.json")]  # fmt: skip
+        parts = [
+            Missing(
+                "Bytes, speed and outputs as they are on a machine",
+                "No set-up was run.",
+                "semmoe generate MODEL --plan PLAN --verify --json > on-the-plan.json",
+            )
+        ]
     rows = [_row(row) for run in inputs.measured for row in run.set_ups]
-    columns = ["set-up", "LAR", "remote ranks", "all-to-all", "all collectives", "load max/mean", "tokens/s",
-               "first token", "outputs identical"]  # fmt: skip
+    columns = [
+        "set-up",
+        "LAR",
+        "remote ranks",
+        "all-to-all",
+        "all collectives",
+        "load max/mean",
+        "tokens/s",
+        "first token",
+        "outputs identical",
+    ]
     intro = (
         "Counted while real processes generated text; bytes are of all ranks and layers. Tokens/s and times over "
         "loopback on a shared machine say nothing about a cluster's links; the bytes do."
@@ -27,10 +41,16 @@ def generated(inputs: Inputs) -> Section:
 
 def _row(row: SetUp) -> list[str]:
     return [
-        _short(row.name), words.share(row.lar), words.ratio(row.remote_ranks_per_token),
-        words.bytes_of(row.all_to_all_bytes), words.bytes_of(row.total_bytes), words.ratio(row.load_max_over_mean),
-        f"{row.tokens_per_second:,.0f}", f"{1e3 * row.time_to_first_token:,.0f} ms", words.name(row.identical_text),
-    ]  # fmt: skip
+        _short(row.name),
+        words.share(row.lar),
+        words.ratio(row.remote_ranks_per_token),
+        words.bytes_of(row.all_to_all_bytes),
+        words.bytes_of(row.total_bytes),
+        words.ratio(row.load_max_over_mean),
+        f"{row.tokens_per_second:,.0f}",
+        f"{1e3 * row.time_to_first_token:,.0f} ms",
+        words.name(row.identical_text),
+    ]
 
 
 def _short(name: str) -> str:
@@ -54,15 +74,20 @@ def _set_ups(run: Measured) -> Figure:
         title="Set-ups beside each other",
         says=f"From {words.name(run.path)}. More local activations are better, and fewer remote ranks and bytes. A "
         "set-up without all-to-all has no local activation rate and sends its bytes in other collectives.",
-        panels=panels, tables=[Table("Bytes by kind of collective", ["set-up", *kinds], cells)],
-        keys=[Key("vanilla and all-reduce", "vanilla"), Key("on the plan", "plan")], columns=2,
-    )  # fmt: skip
+        panels=panels,
+        tables=[Table("Bytes by kind of collective", ["set-up", *kinds], cells)],
+        keys=[Key("vanilla and all-reduce", "vanilla"), Key("on the plan", "plan")],
+        columns=2,
+    )
 
 
 def bars(
-    title: str, names: Sequence[str], values: Sequence[float | None], colours: Sequence[str],
+    title: str,
+    names: Sequence[str],
+    values: Sequence[float | None],
+    colours: Sequence[str],
     written: Callable[[float], str],
-) -> Panel:  # fmt: skip
+) -> Panel:
     """A bar for each name; one without a value has a dash."""
     texts = ["–" if v is None else written(v) for v in values]
     spec = figures.named_bars(names, [v or 0.0 for v in values], colours, texts)
@@ -75,8 +100,11 @@ def listed(names: Sequence[str], texts: Sequence[str]) -> str:
 
 def methods(inputs: Inputs) -> Section:
     """What each method would gain, from `semmoe replay`."""
-    none = Missing("This method beside the field's", "No replay of several methods is here.",
-                   "semmoe replay TRACE --method all --json > replay.json")  # fmt: skip
+    none = Missing(
+        "This method beside the field's",
+        "No replay of several methods is here.",
+        "semmoe replay TRACE --method all --json > replay.json",
+    )
     parts = [_methods(path, replay) for path, replay in inputs.replays]
     return Section(id="methods", title="Methods beside each other", short="Methods", parts=[*parts] or [none])
 
@@ -92,11 +120,17 @@ def _methods(path: str, replay: ReplayFile) -> Figure:
     ]
     columns = ["method", "LAR", "remote ranks", "bytes vs linear", "load max/mean", "unknown tokens", "solved in"]
     rows = [
-        [name, words.share(m.lar), words.ratio(m.remote_ranks_per_token), words.share(m.bytes_ratio),
-         words.ratio(m.load_max_over_mean), words.share(m.unknown_token_share),
-         "–" if m.solve_seconds is None else f"{m.solve_seconds:,.1f} s"]
+        [
+            name,
+            words.share(m.lar),
+            words.ratio(m.remote_ranks_per_token),
+            words.share(m.bytes_ratio),
+            words.ratio(m.load_max_over_mean),
+            words.share(m.unknown_token_share),
+            "–" if m.solve_seconds is None else f"{m.solve_seconds:,.1f} s",
+        ]
         for name, m in zip(names, found, strict=True)
-    ]  # fmt: skip
+    ]
     told = ("trace", "ep_size", "dp_size", "num_nodes", "redundant_experts", "batch_tokens", "profile_share", "seed")
     given = ", ".join(f"{key} {words.name(replay.settings[key])}" for key in told if key in replay.settings)
     known = ""
@@ -108,15 +142,20 @@ def _methods(path: str, replay: ReplayFile) -> Figure:
         title=f"Replay, {words.name(path)}",
         says=f"Plans of several methods, scored on a trace without a model ({given}).{known} Vanilla's placement is "
         "called linear. More local activations at even load are better.",
-        panels=panels, tables=[Table("Methods", columns, rows)], keys=[Key("semmoe", "plan"), Key("others", "vanilla")],
+        panels=panels,
+        tables=[Table("Methods", columns, rows)],
+        keys=[Key("semmoe", "plan"), Key("others", "vanilla")],
         columns=3,
-    )  # fmt: skip
+    )
 
 
 def routing(inputs: Inputs) -> Section:
     """How concentrated routing is, from `semmoe affinity`."""
-    none = Missing("How predictable routing is", "No statistics of a trace are here.",
-                   "semmoe affinity TRACE --json > affinity.json")  # fmt: skip
+    none = Missing(
+        "How predictable routing is",
+        "No statistics of a trace are here.",
+        "semmoe affinity TRACE --json > affinity.json",
+    )
     parts = [_routing(path, found) for path, found in inputs.affinities]
     return Section(id="routing", title="How predictable routing is", short="Routing", parts=[*parts] or [none])
 
@@ -142,5 +181,7 @@ def _routing(path: str, found: AffinityFile) -> Figure:
         title=f"Concentration, {words.name(path)}",
         says="The nearer to 1, the better a token's own history, or the layers before, tell which experts it uses; the "
         "band is from the 25th to the 75th percentile of tokens.",
-        panels=panels, tables=tables, columns=2,
-    )  # fmt: skip
+        panels=panels,
+        tables=tables,
+        columns=2,
+    )

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from semmoe.bounds import require
 from semmoe.files import atomic_file
 from semmoe.report import measurements, plans, serving, sources, verdict, words
 from semmoe.report.gather import Inputs, PlanFile, gather
@@ -34,7 +33,8 @@ def write(folder: Path, out: Path, command: str = "") -> Written:
     html, cards = render(inputs, command or f"semmoe report {folder}")
     content = html.encode()
     size = f"{len(content):,} bytes, more than {MOST_BYTES:,}"
-    require(len(content) <= MOST_BYTES, f"the page would have {size}: put fewer plans or traces in {folder}")
+    if len(content) > MOST_BYTES:
+        raise ValueError(f"the page would have {size}: put fewer plans or traces in {folder}")
     with atomic_file(out) as staged:
         staged.write_bytes(content)
     return Written(out, len(content), inputs, cards)
@@ -55,15 +55,25 @@ def render(inputs: Inputs, command: str) -> tuple[str, list[Card]]:
     plotly_js, page_js = plotly.offline.get_plotlyjs(), (HERE / "page.js").read_text(encoding="utf-8")
     assert "</script" not in plotly_js.lower()
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True,
+        loader=jinja2.FileSystemLoader(HERE),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
-    )  # fmt: skip
+    )
     html = environment.get_template("page.html.j2").render(
-        title=words.name(inputs.plans[0].plan.fingerprint.model), lead=verdict.lead(inputs, pairs), cards=cards,
-        sections=sections, provenance=provenance, sources=tables, figures=embedded(specs(sections)),
-        style=(HERE / "style.css").read_text(encoding="utf-8"), plotly_js=plotly_js, page_js=page_js,
+        title=words.name(inputs.plans[0].plan.fingerprint.model),
+        lead=verdict.lead(inputs, pairs),
+        cards=cards,
+        sections=sections,
+        provenance=provenance,
+        sources=tables,
+        figures=embedded(specs(sections)),
+        style=(HERE / "style.css").read_text(encoding="utf-8"),
+        plotly_js=plotly_js,
+        page_js=page_js,
         scripts=" ".join(_digest(script) for script in (plotly_js, page_js)),
-    )  # fmt: skip
+    )
     return html, cards
 
 

@@ -20,9 +20,12 @@ def section(inputs: Inputs, entry: PlanFile, pair: Pair | None, replayed: Replay
         title += f", {words.name(entry.path)}"
     source = f" Figures of layers are replayed: {replayed.source}." if replayed else ""
     return Section(
-        id=id, title=f"The plan for {title[0].lower()}{title[1:]}", short=title.removeprefix("Attention "),
-        intro=_intro(entry) + source, parts=[part for part in parts if part is not None],
-    )  # fmt: skip
+        id=id,
+        title=f"The plan for {title[0].lower()}{title[1:]}",
+        short=title.removeprefix("Attention "),
+        intro=_intro(entry) + source,
+        parts=[part for part in parts if part is not None],
+    )
 
 
 def _intro(entry: PlanFile) -> str:

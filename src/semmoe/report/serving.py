@@ -15,8 +15,13 @@ def section(inputs: Inputs) -> Section:
     """Every sweep and attention."""
     parts: list[Figure | Missing] = [_figure(s, attention) for s in inputs.sweeps for attention in s.sweep.sweeps]
     if not parts:
-        parts = [Missing("Latency over throughput", "No server was measured under load.",
-                         "python benchmarks/bench_serving.py --engine vllm > serving.txt")]  # fmt: skip
+        parts = [
+            Missing(
+                "Latency over throughput",
+                "No server was measured under load.",
+                "python benchmarks/bench_serving.py --engine vllm > serving.txt",
+            )
+        ]
     return Section(id="serving", title="Under load", short="Serving", parts=parts)
 
 
@@ -38,9 +43,11 @@ def _figure(found: Sweep, attention: str) -> Figure:
         title=f"Latency over throughput, attention {words.name(attention).upper()}",
         says=f"{described}. A point is a rate at which requests arrive, where it was served, median of {rounds}: lower "
         "and further right is better. The dotted line across is the objective.",
-        panels=panels, tables=[_table(found, attention, names)], keys=[*keys, Key("objective", "muted", "dot")],
+        panels=panels,
+        tables=[_table(found, attention, names)],
+        keys=[*keys, Key("objective", "muted", "dot")],
         columns=2,
-    )  # fmt: skip
+    )
 
 
 def style(name: str, names: list[str]) -> tuple[str, str]:
@@ -64,10 +71,13 @@ def _table(found: Sweep, attention: str, names: list[str]) -> Table:
     speeds = ("request_throughput", "output_throughput")
     times = ("median_ttft_ms", "p99_ttft_ms", "median_e2e_ms", "p99_e2e_ms")
     rows = [
-        [f"{words.name(name)}: {words.name(run)}", *(words.ratio(found.sweep.figure(name, run, key)) for key in speeds),
-         *(words.milliseconds(found.sweep.figure(name, run, key)) for key in times)]
+        [
+            f"{words.name(name)}: {words.name(run)}",
+            *(words.ratio(found.sweep.figure(name, run, key)) for key in speeds),
+            *(words.milliseconds(found.sweep.figure(name, run, key)) for key in times),
+        ]
         for name in names
         for run in found.sweep.runs(name)
-    ]  # fmt: skip
+    ]
     caption = f"Every run, attention {words.name(attention).upper()}; times in ms, medians over rounds"
     return Table(caption, columns, rows[:MOST_RUNS])

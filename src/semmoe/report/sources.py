@@ -81,10 +81,16 @@ def left_out_table(inputs: Inputs) -> Table:
 def page_table(command: str) -> Table:
     """What wrote the page. Versions are those of the machine that wrote it, not of what was measured."""
     packages = ", ".join(f"{name} {_version(name)}" for name in ("plotly", "jinja2", "numpy"))
-    return _table("This page", {
-        "command": command, "semmoe": __version__, "Python": platform.python_version(), "packages": packages,
-        "machine": f"{platform.machine()}, {platform.system()}",
-    })  # fmt: skip
+    return _table(
+        "This page",
+        {
+            "command": command,
+            "semmoe": __version__,
+            "Python": platform.python_version(),
+            "packages": packages,
+            "machine": f"{platform.machine()}, {platform.system()}",
+        },
+    )
 
 
 def section(inputs: Inputs, command: str) -> tuple[Section, list[Table]]:
@@ -92,8 +98,10 @@ def section(inputs: Inputs, command: str) -> tuple[Section, list[Table]]:
     tables = plan_tables(inputs)
     tables += [source_table(inputs)] if inputs.sources else []
     tables += [left_out_table(inputs)] if inputs.left_out else []
-    intro = "Everything on this page comes from these files; a hash is SHA-256. A plan's expected figures are " \
-        "replayed on requests that its method did not see."  # fmt: skip
+    intro = (
+        "Everything on this page comes from these files; a hash is SHA-256. A plan's expected figures are "
+        "replayed on requests that its method did not see."
+    )
     return Section(id="sources", title="Where every number came from", short="Sources", intro=intro), [
         *tables,
         page_table(command),

@@ -97,9 +97,14 @@ def card(plan: PlanFile, pair: Pair | None, replayed: Replayed | None, target: s
     numbers, source = _numbers(pair, replayed)
     title = words.attention(plan.plan.topology)
     return Card(
-        title=f"{title}, {plan.plan.topology.ep_size} ranks", state=state, badge=BADGES[state], sentences=sentences,
-        numbers=numbers, source=source, target=target,
-    )  # fmt: skip
+        title=f"{title}, {plan.plan.topology.ep_size} ranks",
+        state=state,
+        badge=BADGES[state],
+        sentences=sentences,
+        numbers=numbers,
+        source=source,
+        target=target,
+    )
 
 
 def _state(plan: PlanFile, pair: Pair | None) -> str:
@@ -125,9 +130,10 @@ def _predicted(plan: PlanFile) -> str:
 
 def measured_sentence(pair: Pair) -> str:
     outputs = {
-        True: "outputs are identical to plain transformers", False: "OUTPUTS DIFFER from plain transformers",
+        True: "outputs are identical to plain transformers",
+        False: "OUTPUTS DIFFER from plain transformers",
         None: "outputs were not verified",
-    }[pair.plan.identical]  # fmt: skip
+    }[pair.plan.identical]
     speed = pair.plan.tokens_per_second / max(pair.vanilla.tokens_per_second, 1e-9)
     return (
         f"Measured: {words.fewer(pair.saved)} all-to-all bytes than vanilla; {outputs}; tokens/s {words.ratio(speed)} "
@@ -167,8 +173,10 @@ def _four(
 ) -> list[Number]:
     """The four key numbers beside vanilla's; sent: bytes, or rows, which they follow; of_load: what else it says."""
     saved = "–" if not sent0 else words.percent(1 - sent / sent0)
-    lar, remote, load = (_compared(plan, vanilla, *what) for what in
-                         (("lar", 3), ("remote_ranks_per_token", 2), ("load_max_over_mean", 2)))  # fmt: skip
+    lar, remote, load = (
+        _compared(plan, vanilla, *what)
+        for what in (("lar", 3), ("remote_ranks_per_token", 2), ("load_max_over_mean", 2))
+    )
     loads = "; ".join(filter(None, (load, of_load)))
     return [
         Number("Local activation rate", words.share(plan.lar), lar),

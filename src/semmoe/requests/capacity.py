@@ -40,7 +40,6 @@ from typing import ClassVar
 import numba
 import numpy as np
 
-from semmoe.bounds import require
 from semmoe.capacity import improve_assignment
 from semmoe.requests.policy import PromptScores
 from semmoe.requests.prefix import PrefixIndex
@@ -62,8 +61,10 @@ class SchedulerSettings:
 
     def __post_init__(self) -> None:
         for name in ("lead_requests", "lead_share", "feedback", "max_wait", "prompt_cost", "cache_tokens"):
-            require(getattr(self, name) >= 0, f"{name} must not be negative: {getattr(self, name)}")
-        require(self.release >= 1, f"release must be at least 1, not {self.release}")
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must not be negative: {getattr(self, name)}")
+        if self.release < 1:
+            raise ValueError(f"release must be at least 1, not {self.release}")
 
 
 @dataclass(frozen=True)
@@ -85,10 +86,13 @@ class CapacityScheduler:
         self._scores = np.ascontiguousarray(table.token_scores, np.float32)
         self._weights = np.ascontiguousarray(table.token_weights, np.float32)
         rows, D = self._scores.shape
-        require(self._weights.shape == (rows,), f"token_weights has shape {self._weights.shape}, expected {(rows,)}")
-        require(table.mean_length > 0, f"mean_length must be positive, not {table.mean_length}")
+        if self._weights.shape != (rows,):
+            raise ValueError(f"token_weights has shape {self._weights.shape}, expected {(rows,)}")
+        if not table.mean_length > 0:
+            raise ValueError(f"mean_length must be positive, not {table.mean_length}")
         self._bias, self._prices = table.bias.astype(np.float64), table.prices.astype(np.float64)
-        require(self._bias.shape == self._prices.shape == (D,), f"bias and prices must have {D} entries")
+        if not self._bias.shape == self._prices.shape == (D,):
+            raise ValueError(f"bias and prices must have {D} entries")
         self.mean_length = float(table.mean_length)
         self._cache_weight = float(table.cache_weight)
         self._prefixes = PrefixIndex(D, self.settings.cache_tokens) if self._cache_weight > 0 else None
@@ -118,16 +122,21 @@ class CapacityScheduler:
         return out
 
     def assign(
-        self, prompt_ids: Sequence[int] | np.ndarray, expected_tokens: float | None = None,
+        self,
+        prompt_ids: Sequence[int] | np.ndarray,
+        expected_tokens: float | None = None,
         cached_tokens: np.ndarray | None = None,
-    ) -> int:  # fmt: skip
+    ) -> int:
         """The group for one request, at once: `admit` for those that never call `finish`."""
         return self.admit(prompt_ids, expected_tokens, cached_tokens).group
 
     def admit(
-        self, prompt_ids: Sequence[int] | np.ndarray, expected_tokens: float | None = None,
-        cached_tokens: np.ndarray | None = None, allowed: np.ndarray | None = None,
-    ) -> Assigned:  # fmt: skip
+        self,
+        prompt_ids: Sequence[int] | np.ndarray,
+        expected_tokens: float | None = None,
+        cached_tokens: np.ndarray | None = None,
+        allowed: np.ndarray | None = None,
+    ) -> Assigned:
         """Assign one request at once.
 
         expected_tokens: decode tokens, by default the profile's mean. cached_tokens (D,): prompt tokens that each
@@ -148,9 +157,11 @@ class CapacityScheduler:
         return self._place([self._arrive(prompt, expected_tokens, None) for prompt in prompts])
 
     def submit(
-        self, prompt_ids: Sequence[int] | np.ndarray, expected_tokens: float | None = None,
+        self,
+        prompt_ids: Sequence[int] | np.ndarray,
+        expected_tokens: float | None = None,
         cached_tokens: np.ndarray | None = None,
-    ) -> list[Assigned]:  # fmt: skip
+    ) -> list[Assigned]:
         """Let one request wait, for at most `max_wait` further arrivals; returns those assigned now, if any.
 
         All that wait are assigned together; the `release` oldest keep their group, the others wait on. An engine
@@ -180,13 +191,15 @@ class CapacityScheduler:
 
     def _arrive(self, prompt_ids, expected_tokens, cached_tokens) -> _Waiting:
         expected = self.mean_length if expected_tokens is None else float(expected_tokens)
-        require(expected >= 0, f"expected_tokens must not be negative: {expected_tokens}")
+        if not expected >= 0:
+            raise ValueError(f"expected_tokens must not be negative: {expected_tokens}")
         scores, uncached = self.score(prompt_ids), np.full(len(self._work), float(len(prompt_ids)))
         if cached_tokens is None and self._prefixes is not None:
             cached_tokens = self._prefixes.cached_tokens(prompt_ids)
         if cached_tokens is not None:
             cached = np.asarray(cached_tokens, np.float64)
-            require(cached.shape == scores.shape, f"cached_tokens has shape {cached.shape}, expected {scores.shape}")
+            if cached.shape != scores.shape:
+                raise ValueError(f"cached_tokens has shape {cached.shape}, expected {scores.shape}")
             scores += self._cache_weight * cached / max(len(prompt_ids), 1)
             uncached = np.maximum(uncached - cached, 0)
         self._arrivals += 1
@@ -205,7 +218,8 @@ class CapacityScheduler:
         if not window:
             return []
         columns = np.arange(len(self._work)) if allowed is None else np.flatnonzero(allowed)
-        require(len(columns) > 0, "no group is allowed")
+        if len(columns) <= 0:
+            raise ValueError("no group is allowed")
         scores = np.stack([request.scores for request in window])
         expected = np.array([request.expected_tokens for request in window])
         prompt_work = np.stack([request.prompt_work for request in window])

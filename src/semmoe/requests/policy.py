@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from semmoe.bounds import MOST_RANKS, Declared, check_numbers, number, require, required_number
+from semmoe.bounds import MOST_RANKS, Declared, check_numbers, number, required_number
 from semmoe.core import Fingerprint, Topology
 
 
@@ -24,7 +24,8 @@ class RoundRobin:
     def declared(self, topology: Topology, fingerprint: Fingerprint) -> dict[str, Declared]:
         """No array; raises ValueError unless the groups are the topology's."""
         groups = topology.dp_size
-        require(self.num_groups == groups, f"{self.num_groups} groups of requests do not fit dp_size {groups}")
+        if self.num_groups != groups:
+            raise ValueError(f"{self.num_groups} groups of requests do not fit dp_size {groups}")
         return {}
 
     def unknown(self, token_ids: np.ndarray) -> np.ndarray:

@@ -17,7 +17,6 @@ import numpy as np
 from scipy.sparse import csr_matrix, diags
 
 from semmoe.affinity import count
-from semmoe.bounds import require
 from semmoe.core import DECODE, RoutingTrace
 from semmoe.requests.policy import PromptScores
 
@@ -56,19 +55,25 @@ class RequestRates:
 
 
 def fit_request_rates(
-    trace: RoutingTrace, duplicate_groups: np.ndarray, max_requests: int = 2048, seed: int = 0,
-    ridges: tuple[float, ...] = RIDGES, routing_weights: tuple[float, ...] = ROUTING_WEIGHTS,
-) -> RequestRates:  # fmt: skip
+    trace: RoutingTrace,
+    duplicate_groups: np.ndarray,
+    max_requests: int = 2048,
+    seed: int = 0,
+    ridges: tuple[float, ...] = RIDGES,
+    routing_weights: tuple[float, ...] = ROUTING_WEIGHTS,
+) -> RequestRates:
     """Fit on the routed requests of a profile; duplicate_groups (R,) int: near-duplicates share a label.
 
     At most `max_requests` are used, drawn by `seed`, near-duplicates together: the kernel has n * n entries and costs
     n ** 3. Raises ValueError if fewer than two distinct requests are there.
     """
     R = trace.num_requests
-    require(duplicate_groups.shape == (R,), f"{R} requests have duplicate groups of shape {duplicate_groups.shape}")
+    if duplicate_groups.shape != (R,):
+        raise ValueError(f"{R} requests have duplicate groups of shape {duplicate_groups.shape}")
     requests = _choose(np.diff(trace.request_offsets), duplicate_groups, max_requests, seed)
     trace, groups = trace.select(requests), np.unique(duplicate_groups[requests], return_inverse=True)[1].ravel()
-    require(len(requests) > 0 and groups.max() > 0, "a request map needs at least two distinct routed requests")
+    if len(requests) <= 0 or groups.max() <= 0:
+        raise ValueError("a request map needs at least two distinct routed requests")
     lengths, rates = np.diff(trace.request_offsets).astype(np.float64), request_rates(trace)
     mean_rate = ((lengths / lengths.sum()) @ rates).astype(np.float32)
     words, idf = _words(trace, groups)
@@ -80,11 +85,23 @@ def fit_request_rates(
     inverse, held_out, error = search.fit(kernels[0] + weight * kernels[1], ridge)
     f = trace.fingerprint
     return RequestRates(
-        requests=requests, lengths=lengths, rates=rates, held_out=held_out + mean_rate, held_out_r2=1 - error,
-        routing_weight=weight, ridge=ridge, mean_length=mean_length(trace), shape=(f.num_layers, f.num_experts),
-        trace=trace, words=words, idf=idf, mean_rate=mean_rate, routing=routing, routing_scale=weight / square,
+        requests=requests,
+        lengths=lengths,
+        rates=rates,
+        held_out=held_out + mean_rate,
+        held_out_r2=1 - error,
+        routing_weight=weight,
+        ridge=ridge,
+        mean_length=mean_length(trace),
+        shape=(f.num_layers, f.num_experts),
+        trace=trace,
+        words=words,
+        idf=idf,
+        mean_rate=mean_rate,
+        routing=routing,
+        routing_scale=weight / square,
         inverse=inverse,
-    )  # fmt: skip
+    )
 
 
 def project(fit: RequestRates, hosted: np.ndarray) -> PromptScores:
@@ -92,7 +109,8 @@ def project(fit: RequestRates, hosted: np.ndarray) -> PromptScores:
 
     Everything is projected on the D groups first: nothing of size V * L * E is made.
     """
-    require(hosted.shape[:2] == fit.shape, f"hosted has shape {hosted.shape}, expected {(*fit.shape, 'D')}")
+    if hosted.shape[:2] != fit.shape:
+        raise ValueError(f"hosted has shape {hosted.shape}, expected {(*fit.shape, 'D')}")
     member = hosted.reshape(-1, hosted.shape[2]).astype(np.float32)  # (L * E, D)
     coefficients = fit.inverse @ (fit.rates @ member - fit.mean_rate @ member)  # (n, D)
     scores = np.asarray(fit.words.T @ coefficients)
@@ -105,8 +123,9 @@ def project(fit: RequestRates, hosted: np.ndarray) -> PromptScores:
         token_weights=(fit.idf**2).astype(np.float32),
         bias=(fit.mean_rate @ member).astype(np.float32),
         prices=load_prices(profile, fit.lengths, PRICE_LOAD).astype(np.float32),
-        score_spread=float(profile.std()), mean_length=fit.mean_length,
-    )  # fmt: skip
+        score_spread=float(profile.std()),
+        mean_length=fit.mean_length,
+    )
 
 
 def request_rates(trace: RoutingTrace) -> np.ndarray:

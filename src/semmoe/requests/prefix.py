@@ -16,8 +16,6 @@ from collections.abc import Sequence
 import numba
 import numpy as np
 
-from semmoe.bounds import require
-
 BLOCK = 16  # tokens, as in vLLM
 
 
@@ -26,8 +24,10 @@ class PrefixIndex:
 
     def __init__(self, num_groups: int, capacity: int, block: int = BLOCK) -> None:
         """capacity: tokens that the KV cache of one group holds; block: tokens that are cached together."""
-        require(num_groups >= 1 and block >= 1, f"sizes must be positive: {num_groups=}, {block=}")
-        require(capacity >= 0, f"capacity must not be negative: {capacity}")
+        if num_groups < 1 or block < 1:
+            raise ValueError(f"sizes must be positive: {num_groups=}, {block=}")
+        if capacity < 0:
+            raise ValueError(f"capacity must not be negative: {capacity}")
         self._block, self._blocks = block, capacity // block
         # Oldest first. A block is always touched just before the one it follows, so that wherever a block is, all
         # before it are too: the known ones of a prompt are its leading ones.

@@ -31,9 +31,12 @@ class RequestScheduler(Protocol):
         """(D,) tokens of work of each group; zeros without a ledger."""
 
     def admit(
-        self, prompt_ids: Sequence[int] | np.ndarray, expected_tokens: float | None = None,
-        cached_tokens: np.ndarray | None = None, allowed: np.ndarray | None = None,
-    ) -> Assigned:  # fmt: skip
+        self,
+        prompt_ids: Sequence[int] | np.ndarray,
+        expected_tokens: float | None = None,
+        cached_tokens: np.ndarray | None = None,
+        allowed: np.ndarray | None = None,
+    ) -> Assigned:
         """Assign one request at once, to one of the groups `allowed` (D,) bool."""
 
     def admit_window(
@@ -74,9 +77,12 @@ class OneByOne:
         raise NotImplementedError
 
     def admit(
-        self, prompt_ids: Sequence[int] | np.ndarray, expected_tokens: float | None = None,
-        cached_tokens: np.ndarray | None = None, allowed: np.ndarray | None = None,
-    ) -> Assigned:  # fmt: skip
+        self,
+        prompt_ids: Sequence[int] | np.ndarray,
+        expected_tokens: float | None = None,
+        cached_tokens: np.ndarray | None = None,
+        allowed: np.ndarray | None = None,
+    ) -> Assigned:
         """Assign one request; work and caches do not count."""
         open_groups = np.ones(self._groups, bool) if allowed is None else allowed
         group = self.choose(np.asarray(prompt_ids, np.int64), open_groups)

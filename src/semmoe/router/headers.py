@@ -7,9 +7,16 @@ RANK = b"x-data-parallel-rank"  # vLLM's and SGLang's OpenAI endpoints
 SGLANG_RANK = b"x-override-routed-dp-rank"  # SGLang's own, if it runs with SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES=1
 # For one connection only. `expect` has been answered by the time that a body is passed on.
 HOP_BY_HOP = {
-    b"connection", b"keep-alive", b"proxy-connection", b"proxy-authenticate", b"proxy-authorization", b"te", b"trailer",
-    b"transfer-encoding", b"upgrade",
-}  # fmt: skip
+    b"connection",
+    b"keep-alive",
+    b"proxy-connection",
+    b"proxy-authenticate",
+    b"proxy-authorization",
+    b"te",
+    b"trailer",
+    b"transfer-encoding",
+    b"upgrade",
+}
 REPLACED = {b"host", b"expect"}
 
 

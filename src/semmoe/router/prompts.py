@@ -59,9 +59,13 @@ class Tokenizer:
         if any(message is None for message in prepared):
             return None
         return self._tokenizer.apply_chat_template(
-            prepared, tools=tools or None, tokenize=False, continue_final_message=continued,
-            add_generation_prompt=generate and not continued, **variables,
-        )  # fmt: skip
+            prepared,
+            tools=tools or None,
+            tokenize=False,
+            continue_final_message=continued,
+            add_generation_prompt=generate and not continued,
+            **variables,
+        )
 
     def _message(self, message: Body) -> Body | None:
         content = message.get("content")
@@ -131,10 +135,12 @@ def _chat(request: Body, tokenizer: Tokenizer | None) -> Lists | None:
     effort = {"reasoning_effort": request["reasoning_effort"]} if request.get("reasoning_effort") else {}
     variables = request.get("chat_template_kwargs") or {}
     text = tokenizer.render(
-        messages, request.get("tools"), bool(request.get("continue_final_message")),
+        messages,
+        request.get("tools"),
+        bool(request.get("continue_final_message")),
         request.get("add_generation_prompt") is not False,
         {**effort, **variables} if isinstance(variables, dict) else None,
-    )  # fmt: skip
+    )
     return None if text is None else [tokenizer.encode(text, request.get("add_special_tokens") is True)]
 
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from semmoe.bounds import require
 from semmoe.core import Plan
 from semmoe.online import expected_tokens, live_settings, start
 from semmoe.requests.scheduler import Assigned
@@ -47,10 +46,12 @@ class RankScheduler:
 
     def __init__(self, plan: Plan, settings: RouterSettings) -> None:
         unfit = "this plan schedules no requests: it is for attention tp, or was solved without"
-        require(plan.requests.by_tables, unfit)
+        if not plan.requests.by_tables:
+            raise ValueError(unfit)
         ranks, urls = plan.topology.dp_size, len(settings.backends)
         alone = settings.backend_ranks == "urls"
-        require(not alone or urls == ranks, f"the plan has {ranks} ranks, and there are {urls} URLs: give one a rank")
+        if alone and urls != ranks:
+            raise ValueError(f"the plan has {ranks} ranks, and there are {urls} URLs: give one a rank")
         self.num_ranks = ranks
         copies = 1 if alone else urls
         self._backend = np.arange(ranks) if alone else np.repeat(np.arange(urls), ranks)  # of each group

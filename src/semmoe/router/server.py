@@ -8,7 +8,6 @@ import socket
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from semmoe.bounds import require
 from semmoe.core import Plan
 from semmoe.engines.transformers.tokenizer import load_tokenizer, tokenizer_hash
 from semmoe.router.prompts import Tokenizer
@@ -27,7 +26,8 @@ def build(settings: RouterSettings, plan: Plan, tokenizer: str | None) -> Router
     if tokenizer is not None:
         found = load_tokenizer(tokenizer)
         same = tokenizer_hash(found) == plan.fingerprint.tokenizer_hash
-        require(same, f"this plan was made for another tokenizer than that of {tokenizer}")
+        if not same:
+            raise ValueError(f"this plan was made for another tokenizer than that of {tokenizer}")
         loaded = Tokenizer(found)
     warm_up(plan, settings)
     return Router(settings, plan, loaded)
@@ -57,9 +57,18 @@ def run(router: Router, listener: socket.socket, settings: RouterSettings) -> No
 
 def configuration(router: Router, settings: RouterSettings) -> uvicorn.Config:
     return uvicorn.Config(
-        router, log_level="error", access_log=False, lifespan="on", ws="none", server_header=False, date_header=False,
-        timeout_keep_alive=KEEP_ALIVE, proxy_headers=False, backlog=BACKLOG, http=_impatient(settings),
-    )  # fmt: skip
+        router,
+        log_level="error",
+        access_log=False,
+        lifespan="on",
+        ws="none",
+        server_header=False,
+        date_header=False,
+        timeout_keep_alive=KEEP_ALIVE,
+        proxy_headers=False,
+        backlog=BACKLOG,
+        http=_impatient(settings),
+    )
 
 
 def _impatient(settings: RouterSettings) -> type[asyncio.Protocol]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from semmoe.bounds import check_numbers, number, require
+from semmoe.bounds import check_numbers, number
 
 SECONDS = (0.001, 86_400)
 BACKEND_RANKS = ("header", "urls")  # a backend has all ranks and is told one by a header, or it is one rank
@@ -46,12 +46,15 @@ class RouterSettings:
     port: int = number(8080, 0, 65_535)  # to listen on; 0: any
 
     def __post_init__(self) -> None:
-        require(len(self.backends) >= 1, "there must be at least one backend")
-        require(len(set(self.backends)) == len(self.backends), f"a backend is given twice: {', '.join(self.backends)}")
+        if len(self.backends) < 1:
+            raise ValueError("there must be at least one backend")
+        if len(set(self.backends)) != len(self.backends):
+            raise ValueError(f"a backend is given twice: {', '.join(self.backends)}")
         for url in self.backends:
             _check_url(url)
         known = self.backend_ranks in BACKEND_RANKS
-        require(known, f"backend_ranks must be one of {', '.join(BACKEND_RANKS)}, not {self.backend_ranks!r}")
+        if not known:
+            raise ValueError(f"backend_ranks must be one of {', '.join(BACKEND_RANKS)}, not {self.backend_ranks!r}")
         check_numbers(self)
         if self.max_held < self.max_body:
             raise ValueError(f"max_held must be at least max_body, {self.max_body}, not {self.max_held}")
@@ -60,11 +63,14 @@ class RouterSettings:
 def _check_url(url: str) -> None:
     example = "give it as http://HOST:PORT"
     parts = urlsplit(url)
-    require(parts.scheme in ("http", "https") and bool(parts.hostname), f"{url!r} is no backend: {example}")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{url!r} is no backend: {example}")
     bare = parts.path in ("", "/") and not parts.query and not parts.fragment and parts.username is None
-    require(bare, f"backend {url!r} has more than a host and a port: {example}")
+    if not bare:
+        raise ValueError(f"backend {url!r} has more than a host and a port: {example}")
     try:
         valid = parts.port is None or parts.port > 0
     except ValueError:
         valid = False
-    require(valid, f"backend {url!r} has no valid port: {example}")
+    if not valid:
+        raise ValueError(f"backend {url!r} has no valid port: {example}")

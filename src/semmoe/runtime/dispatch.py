@@ -128,9 +128,10 @@ class Dispatch:
         hidden, expert_ids, weights = self._columns
         top_k, n = expert_ids.shape[1], len(self._arrived)
         out = ReceivedTokens(
-            hidden.new_empty((rows, hidden.shape[1])), expert_ids.new_empty((rows, top_k), dtype=torch.int64),
+            hidden.new_empty((rows, hidden.shape[1])),
+            expert_ids.new_empty((rows, top_k), dtype=torch.int64),
             weights.new_empty((rows, top_k)),
-        )  # fmt: skip
+        )
         ids = expert_ids.new_empty((n, top_k), dtype=torch.int32)
         for to, start in zip((out.hidden[:n], ids, out.weights[:n]), self._starts, strict=True):
             move_bytes(to, self._arrived, None, start=start)

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from semmoe.bounds import require
 from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.static import StaticHandle
 
@@ -50,7 +49,8 @@ class PeerBuffers(ABC):
         addresses, start = [], 0
         for tensor in tensors:
             end, room = start + tensor.nbytes, len(self._own)
-            require(end <= room, f"a pass of {len(tensor)} rows needs more than the {room} bytes of a rank's buffer")
+            if end > room:
+                raise ValueError(f"a pass of {len(tensor)} rows needs more than the {room} bytes of a rank's buffer")
             self._own[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
             addresses.append(self._addresses + start)
             start = -(-end // ALIGNMENT) * ALIGNMENT
@@ -96,7 +96,8 @@ class SymmetricBuffers(PeerBuffers):
         own = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
         self._memory = symmetric.rendezvous(own, comm.group)
         starts = self._memory.buffer_ptrs
-        require(all(starts), "a rank's buffer cannot be read from another's GPU")
+        if not all(starts):
+            raise ValueError("a rank's buffer cannot be read from another's GPU")
         inside = own.data_ptr() - starts[comm.rank]  # torch may give a part of a larger allocation
         super().__init__(own, torch.tensor([start + inside for start in starts], dtype=torch.int64, device=device))
 
@@ -109,13 +110,17 @@ def symmetric_buffers(
 ) -> SymmetricBuffers:
     """Buffers for rows of `dtype`. Raises ValueError, with one line, where this group cannot have them."""
     kind, types = torch.device(device).type, [str(t).removeprefix("torch.") for t in SUMMED]
-    require(kind == "cuda", f"ranks read each other's buffers on GPUs only, not on {kind}")
-    require(dtype in SUMMED, f"rows of {dtype} cannot be summed, only of {', '.join(types)}")
-    require(find_spec("triton") is not None, "its kernels need Triton, which is not installed")
+    if kind != "cuda":
+        raise ValueError(f"ranks read each other's buffers on GPUs only, not on {kind}")
+    if dtype not in SUMMED:
+        raise ValueError(f"rows of {dtype} cannot be summed, only of {', '.join(types)}")
+    if find_spec("triton") is None:
+        raise ValueError("its kernels need Triton, which is not installed")
     nodes: list[str] = [""] * comm.size
     dist.all_gather_object(nodes, socket.gethostname(), group=comm.group)
     names = sorted(set(nodes))
-    require(len(names) == 1, f"an attention group must be on one node, this one is on {', '.join(names)}")
+    if len(names) != 1:
+        raise ValueError(f"an attention group must be on one node, this one is on {', '.join(names)}")
     try:
         return SymmetricBuffers(comm, num_bytes)
     except (ImportError, AssertionError, RuntimeError) as error:  # AssertionError: a build of torch without GPUs

@@ -16,9 +16,13 @@ Reporter = Callable[[str, int], None]  # (what, how many more are done)
 
 
 def run_ranks(
-    size: int, target: Callable[..., None], job: Any, progress: Reporter, preload: Sequence[str] = (),
+    size: int,
+    target: Callable[..., None],
+    job: Any,
+    progress: Reporter,
+    preload: Sequence[str] = (),
     prepare: Callable[[int], None] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Run `target(rank, size, job, report)` in `size` processes until all are done.
 
     `report` in a rank calls `progress` here. The first failure ends every rank: ValueError if a rank raised one,

@@ -29,10 +29,14 @@ class DeviceTables:
             return torch.tensor(array, device=device)
 
         return cls(
-            token_rows=tensor(tables.token_rows), token_scores=tensor(tables.token_scores),
-            token_shift=tuple(tables.token_shift.tolist()), path_scores=tensor(tables.path_scores),
-            history_scores=tensor(tables.history_scores), lookback=tables.lookback, ordered=tables.ordered,
-        )  # fmt: skip
+            token_rows=tensor(tables.token_rows),
+            token_scores=tensor(tables.token_scores),
+            token_shift=tuple(tables.token_shift.tolist()),
+            path_scores=tensor(tables.path_scores),
+            history_scores=tensor(tables.history_scores),
+            lookback=tables.lookback,
+            ordered=tables.ordered,
+        )
 
     @property
     def num_experts(self) -> int:

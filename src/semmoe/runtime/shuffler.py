@@ -6,7 +6,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from semmoe.bounds import require
 from semmoe.core import Plan
 from semmoe.methods.paper_policies import PaperTables, assign_slices, device_of_expert, look_up
 from semmoe.metrics import majority_rank
@@ -119,7 +118,8 @@ class TokenShuffler:
     """
 
     def __init__(self, plan: Plan, group: int, rank: int, grain: str = "layer") -> None:
-        require(grain in GRAINS, f"tokens are shuffled once a {' or '.join(GRAINS)}, not once a {grain!r}")
+        if grain not in GRAINS:
+            raise ValueError(f"tokens are shuffled once a {' or '.join(GRAINS)}, not once a {grain!r}")
         self._policy, self._grain = plan.tokens, grain
         self._state = STATES[plan.tokens.kind](plan.tokens, plan, group)
         self._id_type = id_type(plan)

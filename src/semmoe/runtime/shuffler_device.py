@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from semmoe.bounds import require
 from semmoe.core import Plan, TokenPolicy
 from semmoe.runtime import scores
 from semmoe.runtime.scores import DeviceTables
@@ -86,7 +85,8 @@ class DeviceShuffler:
     """
 
     def __init__(self, plan: Plan, group: int, rank: int, grain: str, device: str | torch.device) -> None:
-        require(grain in GRAINS, f"tokens are shuffled once a {' or '.join(GRAINS)}, not once a {grain!r}")
+        if grain not in GRAINS:
+            raise ValueError(f"tokens are shuffled once a {' or '.join(GRAINS)}, not once a {grain!r}")
         policy, by_layer = plan.tokens, DEVICE_TABLES.get(plan.tokens.kind)
         if grain == "layer" and policy.by_tables and by_layer is None:
             raise ValueError(

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from semmoe.bounds import require
 from semmoe.runtime import reference
 from semmoe.runtime.collectives import Communicator
 
@@ -52,7 +51,8 @@ def static_handle(ranks: Tensor, real: Tensor, size: int, rank: int) -> StaticHa
 
 def slice_rows(rows: int, size: int) -> int:
     """Rows of a slice. Engines pad their batches for a reduce-scatter on equal slices; raises ValueError otherwise."""
-    require(rows % size == 0, f"{rows} rows are no equal slices for {size} ranks: pad the batch")
+    if rows % size != 0:
+        raise ValueError(f"{rows} rows are no equal slices for {size} ranks: pad the batch")
     return rows // size
 
 

@@ -63,25 +63,43 @@ def _eight(x, row, i):
     """Columns i to i + 8 of a row; unsigned, as tests for negative indices would hide that they are neighbours."""
     r, c = np.uint64(row), np.uint64(i)
     return (
-        np.int32(x[r, c]), np.int32(x[r, c + U[1]]), np.int32(x[r, c + U[2]]), np.int32(x[r, c + U[3]]),
-        np.int32(x[r, c + U[4]]), np.int32(x[r, c + U[5]]), np.int32(x[r, c + U[6]]), np.int32(x[r, c + U[7]]),
-    )  # fmt: skip
+        np.int32(x[r, c]),
+        np.int32(x[r, c + U[1]]),
+        np.int32(x[r, c + U[2]]),
+        np.int32(x[r, c + U[3]]),
+        np.int32(x[r, c + U[4]]),
+        np.int32(x[r, c + U[5]]),
+        np.int32(x[r, c + U[6]]),
+        np.int32(x[r, c + U[7]]),
+    )
 
 
 @numba.njit(cache=True, nogil=True)
 def _plus(a, b):
     return (
-        np.int32(a[0] + b[0]), np.int32(a[1] + b[1]), np.int32(a[2] + b[2]), np.int32(a[3] + b[3]),
-        np.int32(a[4] + b[4]), np.int32(a[5] + b[5]), np.int32(a[6] + b[6]), np.int32(a[7] + b[7]),
-    )  # fmt: skip
+        np.int32(a[0] + b[0]),
+        np.int32(a[1] + b[1]),
+        np.int32(a[2] + b[2]),
+        np.int32(a[3] + b[3]),
+        np.int32(a[4] + b[4]),
+        np.int32(a[5] + b[5]),
+        np.int32(a[6] + b[6]),
+        np.int32(a[7] + b[7]),
+    )
 
 
 @numba.njit(cache=True, nogil=True)
 def _shifted(a, shift):
     return (
-        np.int32(a[0] << shift), np.int32(a[1] << shift), np.int32(a[2] << shift), np.int32(a[3] << shift),
-        np.int32(a[4] << shift), np.int32(a[5] << shift), np.int32(a[6] << shift), np.int32(a[7] << shift),
-    )  # fmt: skip
+        np.int32(a[0] << shift),
+        np.int32(a[1] << shift),
+        np.int32(a[2] << shift),
+        np.int32(a[3] << shift),
+        np.int32(a[4] << shift),
+        np.int32(a[5] << shift),
+        np.int32(a[6] << shift),
+        np.int32(a[7] << shift),
+    )
 
 
 @numba.njit(cache=True, nogil=True)

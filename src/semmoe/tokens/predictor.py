@@ -202,9 +202,13 @@ def _solve(design: _Design, ridge: float, path_rows: int) -> LayerFit:
     path = np.zeros((path_rows, E))
     path[: C - E - 2] = weights[E + 2 : C]
     return LayerFit(
-        token=weights[C : C + E], running=weights[C + E :], previous=weights[1 : E + 2], path=path,
-        intercept=weights[0], mean=design.mean,
-    )  # fmt: skip
+        token=weights[C : C + E],
+        running=weights[C + E :],
+        previous=weights[1 : E + 2],
+        path=path,
+        intercept=weights[0],
+        mean=design.mean,
+    )
 
 
 def _choose(trace: RoutingTrace, settings: PredictorSettings, seed: int) -> tuple[int, int, float, float, float]:
@@ -224,9 +228,10 @@ def _choose(trace: RoutingTrace, settings: PredictorSettings, seed: int) -> tupl
         return min(2, L - 1), 0, RIDGES[1], float("nan"), float("nan")
     deepest = settings.lookback if settings.lookback is not None else 5
     shapes = [
-        s for s in SHAPES
+        s
+        for s in SHAPES
         if s[0] < L and path_columns(*s, K, E) <= MAX_COLUMNS and (s[0] == deepest or settings.lookback is None)
-    ] or [(min(deepest, L - 1), 0)]  # fmt: skip
+    ] or [(min(deepest, L - 1), 0)]
     layers = sorted({min(max(L * (2 * i + 1) // 6, shapes[-1][0]), L - 1) for i in range(3)})
     scores = [_held_out(rest, held, layers, shape) for shape in shapes]
     best = min(errors[i][0] for errors in scores for i in range(len(RIDGES)))
@@ -268,7 +273,7 @@ def _apply(design: _Design, weights: np.ndarray) -> np.ndarray:
 
 def predict(
     predictor: Predictor, profile: RoutingTrace, part: RoutingTrace, layer: int, rows: np.ndarray
-) -> np.ndarray:  # fmt: skip
+) -> np.ndarray:
     """(rows, E) float: expected activations of these tokens of `part`, requests of `profile`.
 
     Their own occurrence is left out of the token's shares.
@@ -297,13 +302,21 @@ def project(
     token_rows = np.full(f.vocab_size + 1, len(seen), np.int32)
     token_rows[seen] = np.arange(len(seen))
     hosts = placement.hosts.transpose(0, 2, 1).astype(np.float64)  # (L, E, G)
-    parts = [_project_layer(fitted, hosts[l], _token_counts(trace, l)[seen], f.top_k)
-             for l, fitted in enumerate(predictor.layers)]  # fmt: skip
+    parts = [
+        _project_layer(fitted, hosts[l], _token_counts(trace, l)[seen], f.top_k)
+        for l, fitted in enumerate(predictor.layers)
+    ]
     token, shift, path, history = (np.stack(part) for part in zip(*parts, strict=True))
     return PathScores(
-        token_rows=token_rows[serving], token_source=source, token_scores=token, token_shift=shift.astype(np.uint8),
-        path_scores=path, history_scores=history, lookback=predictor.lookback, ordered=predictor.ordered,
-    )  # fmt: skip
+        token_rows=token_rows[serving],
+        token_source=source,
+        token_scores=token,
+        token_shift=shift.astype(np.uint8),
+        path_scores=path,
+        history_scores=history,
+        lookback=predictor.lookback,
+        ordered=predictor.ordered,
+    )
 
 
 def _project_layer(fitted: LayerFit, hosts: np.ndarray, counts, top_k: int):
@@ -319,9 +332,11 @@ def _project_layer(fitted: LayerFit, hosts: np.ndarray, counts, top_k: int):
     running -= fitted.mean @ running / top_k  # so that experts drawn by the layer's mean add nothing
     history = np.concatenate([running, fitted.previous @ hosts])
     return (
-        np.clip(np.rint(token * SCALE / 2**shift), -127, 127).astype(np.int8), shift,
-        _int16(fitted.path @ hosts), _int16(history),
-    )  # fmt: skip
+        np.clip(np.rint(token * SCALE / 2**shift), -127, 127).astype(np.int8),
+        shift,
+        _int16(fitted.path @ hosts),
+        _int16(history),
+    )
 
 
 def _int16(rows: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from semmoe.affinity import known_rows
-from semmoe.bounds import Declared, check_numbers, require, required_number
+from semmoe.bounds import Declared, check_numbers, required_number
 from semmoe.core import DECODE, NEIGHBOUR, PRIOR, Evidence, Fingerprint, Plan, RoutingTrace, Topology
 from semmoe.tokens import kernels
 from semmoe.tokens.kernels import FRACTION, SCALE
@@ -91,7 +91,8 @@ class PathScores:
         """What each array must be; raises ValueError for a look-back that does not fit."""
         f, G, V = fingerprint, topology.ep_size, fingerprint.vocab_size
         L, E, lookback, ordered = f.num_layers, f.num_experts, self.lookback, self.ordered
-        require(ordered <= lookback <= L, f"lookback {lookback} with {ordered} ordered is out of range")
+        if not ordered <= lookback <= L:
+            raise ValueError(f"lookback {lookback} with {ordered} ordered is out of range")
         rows = self.token_scores.shape[1] if self.token_scores.ndim == 3 else 0
         path_rows = (ordered * f.top_k + lookback - ordered) * E
         return {
@@ -164,9 +165,13 @@ def look_up_tokens(
 
 
 def score(
-    tables: PathScores, layer: int, first_rank: int, tokens: np.ndarray, earlier: np.ndarray,
+    tables: PathScores,
+    layer: int,
+    first_rank: int,
+    tokens: np.ndarray,
+    earlier: np.ndarray,
     history: np.ndarray | None = None,
-) -> np.ndarray:  # fmt: skip
+) -> np.ndarray:
     """(B, S) int32: experts of each token that ranks `first_rank` to first_rank + S can expect to host, times SCALE.
 
     tokens (B, S) int32 of this layer, from `look_up_tokens`; earlier (J, B, K) the experts chosen at the layers before,
@@ -176,9 +181,16 @@ def score(
     out = np.empty_like(tokens)
     none = tables.history_scores[layer, -1:]
     kernels.score(
-        out, tokens, tables.path_scores[layer], earlier, tables.ordered, (tables.history_scores.shape[1] - 1) // 2,
-        none.astype(np.int32) if history is None else history, history is not None, first_rank,
-    )  # fmt: skip
+        out,
+        tokens,
+        tables.path_scores[layer],
+        earlier,
+        tables.ordered,
+        (tables.history_scores.shape[1] - 1) // 2,
+        none.astype(np.int32) if history is None else history,
+        history is not None,
+        first_rank,
+    )
     return out
 
 
@@ -226,9 +238,13 @@ class History:
 
 
 def observe(
-    running: np.ndarray, previous: np.ndarray, seen: np.ndarray, slots: np.ndarray, expert_ids: np.ndarray,
+    running: np.ndarray,
+    previous: np.ndarray,
+    seen: np.ndarray,
+    slots: np.ndarray,
+    expert_ids: np.ndarray,
     rows: np.ndarray,
-) -> None:  # fmt: skip
+) -> None:
     """`History.observe` on one layer's state, wherever it is kept."""
     nothing = np.empty((len(slots), 0), np.int32), np.zeros(len(slots), np.bool_)
     kernels.observe(running, previous, seen, slots, expert_ids, rows, *nothing)
@@ -240,9 +256,15 @@ def trace_history(tables: PathScores, layer: int, trace) -> np.ndarray:
     out = np.empty((trace.num_tokens, tables.history_scores.shape[2]), np.int32)
     out[:] = tables.history_scores[layer, -1]
     kernels.observe(
-        history._running[layer], history._previous[layer], history._seen[layer], trace.request_of_token(),
-        trace.expert_ids[:, layer], tables.history_scores[layer], out, trace.phase == DECODE,
-    )  # fmt: skip
+        history._running[layer],
+        history._previous[layer],
+        history._seen[layer],
+        trace.request_of_token(),
+        trace.expert_ids[:, layer],
+        tables.history_scores[layer],
+        out,
+        trace.phase == DECODE,
+    )
     return out
 
 

@@ -4,14 +4,16 @@ from typing import Any
 
 import torch
 
-from semmoe.bounds import require
 from semmoe.core import Plan
 from semmoe.engines.deepspeed.versions import check_versions
 
 PRESETS = {
-    "mixtral": "mixtral", "qwen2_moe": "qwen3_moe", "qwen3_moe": "qwen3_moe", "deepseek_v2": "deepseek_v2",
+    "mixtral": "mixtral",
+    "qwen2_moe": "qwen3_moe",
+    "qwen3_moe": "qwen3_moe",
+    "deepseek_v2": "deepseek_v2",
     "deepseek_v3": "deepseek_v3",
-}  # fmt: skip
+}
 # Projections to heads, and from them. DeepSeek's to and from the latent stay whole, as do all feed-forward layers,
 # which run on a rank's own tokens.
 TO_HEADS = r".*\.self_attn\.(q|k|v|q_b|kv_b)_proj\.weight$"
@@ -25,16 +27,20 @@ def config_for(plan: Plan, model_config: Any) -> dict[str, Any]:
     and transformers that do not work together.
     """
     family = model_config.model_type
-    require(family in PRESETS, f"AutoEP has no preset for {family}: it has {', '.join(sorted(PRESETS))}")
+    if family not in PRESETS:
+        raise ValueError(f"AutoEP has no preset for {family}: it has {', '.join(sorted(PRESETS))}")
     check_versions(family)
     topology = plan.topology
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "expert_parallel": {
-            "enabled": True, "autoep_size": topology.ep_size, "preset_model": PRESETS[family],
-            "load_balance_coeff": None, "use_grouped_mm": torch.cuda.is_available(),
+            "enabled": True,
+            "autoep_size": topology.ep_size,
+            "preset_model": PRESETS[family],
+            "load_balance_coeff": None,
+            "use_grouped_mm": torch.cuda.is_available(),
         },
-    }  # fmt: skip
+    }
     if topology.attn_tp_size > 1:
         specs = [
             {"patterns": [TO_HEADS], "partition_type": "column"},

@@ -13,7 +13,6 @@ from deepspeed.moe.layer import MoE
 from deepspeed.moe.sharded_moe import MOELayer
 from torch import Tensor, nn
 
-from semmoe.bounds import require
 from semmoe.core import Placement
 from semmoe.engines.deepspeed.placement import exchange_experts
 from semmoe.runtime.collectives import Communicator
@@ -27,7 +26,8 @@ def uneven_all_to_all(model: nn.Module, placement: Placement | None = None) -> i
     """
     found = [module.deepspeed_moe for module in model.modules() if isinstance(module, MoE)]
     fits = placement is None or len(placement.physical_to_logical_map) == len(found)
-    require(fits, f"this placement is not for the {len(found)} MoE layers of this model")
+    if not fits:
+        raise ValueError(f"this placement is not for the {len(found)} MoE layers of this model")
     for layer in found:
         _check(layer)
     for index, layer in enumerate(found):
@@ -36,20 +36,21 @@ def uneven_all_to_all(model: nn.Module, placement: Placement | None = None) -> i
 
 
 def _check(layer: Any) -> None:
-    require(
-        not layer.gate.drop_tokens,
-        "this MoE layer drops tokens above its capacity (drop_tokens): on a plan others would be dropped, and outputs "
-        "would change; make it with drop_tokens=False",
-    )
-    require(not layer.use_tutel, "MoE layers of Tutel have a dispatch of their own: make them with use_tutel=False")
+    if layer.gate.drop_tokens:
+        raise ValueError(
+            "this MoE layer drops tokens above its capacity (drop_tokens): on a plan others would be dropped, and "
+            "outputs would change; make it with drop_tokens=False"
+        )
+    if layer.use_tutel:
+        raise ValueError("MoE layers of Tutel have a dispatch of their own: make them with use_tutel=False")
 
 
 def _convert(layer: Any, held: np.ndarray | None) -> None:
     """held (P,): logical experts by physical place."""
     total = layer.num_local_experts * layer.ep_size
     held = np.arange(total) if held is None else held
-    require(np.array_equal(np.sort(held), np.arange(total)), "MoE layers hold every expert once: solve without "
-            "redundant experts")  # fmt: skip
+    if not np.array_equal(np.sort(held), np.arange(total)):
+        raise ValueError("MoE layers hold every expert once: solve without redundant experts")
     rank, size = torch.distributed.get_rank(layer.ep_group), layer.ep_size
     comm, experts = Communicator(layer.ep_group, rank, size), layer.experts.deepspeed_experts
     with torch.no_grad():

@@ -23,7 +23,6 @@ from deepspeed.moe.ep_tp_dispatch import assignment_ordinals_by_expert
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from semmoe.bounds import require
 from semmoe.core import Plan
 from semmoe.engines.deepspeed.placement import place_experts
 from semmoe.engines.deepspeed.traffic import collectives
@@ -50,14 +49,16 @@ def apply_plan(model: Any, plan: Plan, *, shuffle: str = "predicted") -> "AutoEP
     module = getattr(model, "module", model)
     layers = autoep_layers(module)
     check_agreement(layers[0].ep_group, plan, module.device, shuffle=shuffle)  # before what only one rank may refuse
-    require(shuffle in SHUFFLES, f"shuffle must be one of {', '.join(SHUFFLES)}, not {shuffle!r}")
+    if shuffle not in SHUFFLES:
+        raise ValueError(f"shuffle must be one of {', '.join(SHUFFLES)}, not {shuffle!r}")
     alone = plan.topology.attn_tp_size == 1
-    require(shuffle != "routed" or not alone, "shuffle 'routed' needs groups of several ranks: this plan has none")
-    require(
-        getattr(model, "optimizer", None) is None,
-        "a plan is for inference: this engine has an optimizer, whose state would stay behind when experts move. To "
-        "train on a plan, relabel the checkpoint before, with `semmoe apply --to checkpoint`",
-    )
+    if shuffle == "routed" and alone:
+        raise ValueError("shuffle 'routed' needs groups of several ranks: this plan has none")
+    if getattr(model, "optimizer", None) is not None:
+        raise ValueError(
+            "a plan is for inference: this engine has an optimizer, whose state would stay behind when experts move. "
+            "To train on a plan, relabel the checkpoint before, with `semmoe apply --to checkpoint`"
+        )
     _check_fit(module, layers, plan)
     planned = AutoEPModel(module, plan, layers, shuffle)
     for name in NOT_SAVED:
@@ -69,25 +70,27 @@ def apply_plan(model: Any, plan: Plan, *, shuffle: str = "predicted") -> "AutoEP
 def autoep_layers(model: PreTrainedModel) -> list[Any]:
     """The AutoEPMoELayers in their order."""
     layers = [layer.mlp for layer in decoder_layers(model) if isinstance(layer.mlp, AutoEPMoELayer)]
-    require(
-        bool(layers) and layers[0].ep_group is not None,
-        "no MoE layer of this model was converted by AutoEP: call deepspeed.initialize with config_for(plan, "
-        "model.config) before",
-    )
+    if not layers or layers[0].ep_group is None:
+        raise ValueError(
+            "no MoE layer of this model was converted by AutoEP: call deepspeed.initialize with config_for(plan, "
+            "model.config) before"
+        )
     return layers
 
 
 def _check_fit(model: PreTrainedModel, layers: list[Any], plan: Plan) -> None:
     topology, first = plan.topology, layers[0]
-    require(not hasattr(first, "_semmoe"), "this model is on a plan already")
+    if hasattr(first, "_semmoe"):
+        raise ValueError("this model is on a plan already")
     same = plan.fingerprint.architecture_hash == architecture_hash(model.config)
-    require(same, f"this plan was made for {plan.fingerprint.model}, whose architecture is another")
+    if not same:
+        raise ValueError(f"this plan was made for {plan.fingerprint.model}, whose architecture is another")
     tp_size = first.folding_group_handles.spec.tp_size if first.folding_group_handles else 1
-    require(
-        (first.ep_size, tp_size) == (topology.ep_size, topology.attn_tp_size),
-        f"the plan is for autoep_size {topology.ep_size} and autotp_size {topology.attn_tp_size}, DeepSpeed runs "
-        f"{first.ep_size} and {tp_size}",
-    )
+    if (first.ep_size, tp_size) != (topology.ep_size, topology.attn_tp_size):
+        raise ValueError(
+            f"the plan is for autoep_size {topology.ep_size} and autotp_size {topology.attn_tp_size}, DeepSpeed runs "
+            f"{first.ep_size} and {tp_size}"
+        )
 
 
 def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
@@ -123,7 +126,8 @@ class AutoEPModel(PlannedModel):
             index, output = number.get(id(layer.mlp)), layer.self_attn.o_proj
             _require_whole(layer.mlp)
             cut = isinstance(output, LinearAllreduce)
-            require(cut, "AutoTP left attention whole: use config_for(plan, model.config)")
+            if not cut:
+                raise ValueError("AutoTP left attention whole: use config_for(plan, model.config)")
             layer.forward = bind(run, layer, index)
             if predicted:
                 output.forward = bind(_partial_sums, output, self.attention_comm.rank)
@@ -146,7 +150,8 @@ class AutoEPModel(PlannedModel):
         """What a forward brings, where nobody said so before: its ids, and by the attention mask which are real."""
         if not self._told:
             ids: Any = kwargs.get("input_ids", args[0] if args else None)
-            require(ids is not None, "a model on a plan needs input_ids: embeddings say nothing of the tokens")
+            if ids is None:
+                raise ValueError("a model on a plan needs input_ids: embeddings say nothing of the tokens")
             mask, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
             real = torch.ones_like(ids, dtype=torch.bool)
             if mask is not None and mask.dim() == 2:
@@ -219,14 +224,18 @@ def _communicators(layer: Any) -> tuple[Communicator, Communicator]:
         return experts, Communicator(None, 0, 1)
     size = layer.folding_group_handles.spec.tp_size
     attention = Communicator(layer.tp_group, dist.get_rank(layer.tp_group), size)
-    require(attention.rank == experts.rank % size, "ranks of an attention group must be neighbours in the expert group")
+    if attention.rank != experts.rank % size:
+        raise ValueError("ranks of an attention group must be neighbours in the expert group")
     return experts, attention
 
 
 def _require_whole(feed_forward: nn.Module) -> None:
     cut = [name for name, module in feed_forward.named_modules() if isinstance(module, TensorParallel_Layer)]
-    require(not cut, f"AutoTP has cut {', '.join(cut)}: feed-forward layers must be whole where tokens are shuffled "
-            "(config_for(plan, model.config) shards attention alone)")  # fmt: skip
+    if cut:
+        raise ValueError(
+            f"AutoTP has cut {', '.join(cut)}: feed-forward layers must be whole where tokens are shuffled "
+            "(config_for(plan, model.config) shards attention alone)"
+        )
 
 
 def _partial_sums(output: Any, rank: int, hidden: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from semmoe.bounds import require
 from semmoe.runtime.collectives import Communicator, finish
 
 
@@ -15,7 +14,8 @@ def place_experts(comm: Communicator, layer: Any, held: np.ndarray) -> None:
     experts = layer.experts
     for name in ("w1", "w2", "w3"):
         weights = getattr(experts, name)
-        require(not hasattr(weights, "ds_id"), "experts partitioned by ZeRO stage 3 cannot be moved: use a lower stage")
+        if hasattr(weights, "ds_id"):
+            raise ValueError("experts partitioned by ZeRO stage 3 cannot be moved: use a lower stage")
         setattr(experts, name, nn.Parameter(exchange_experts(comm, weights.data, held), requires_grad=False))
     layer.num_experts, layer.num_local_experts = held.size, held.shape[1]
     experts.num_experts = held.shape[1]

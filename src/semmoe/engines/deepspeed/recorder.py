@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from semmoe.bounds import require
 from semmoe.engines.deepspeed.model import autoep_layers
 from semmoe.engines.transformers.recorder import RoutingRecorder
 
@@ -19,7 +18,8 @@ class AutoEPRecorder(RoutingRecorder):
 
     def find_blocks(self, model: PreTrainedModel) -> list[torch.nn.Module]:
         layers = autoep_layers(model)
-        require(not hasattr(layers[0], "_semmoe"), "routing is recorded before a plan is applied")
+        if hasattr(layers[0], "_semmoe"):
+            raise ValueError("routing is recorded before a plan is applied")
         return layers
 
     def listen(self, block: Any) -> Any:

@@ -21,10 +21,12 @@ class CollectiveCounter:
     def install(self, backend: Any) -> None:
         """Count what `backend`, DeepSpeed's, does from now on."""
         for name, count in (
-            ("all_to_all_single", self._all_to_all), ("all_reduce", self._all_reduce),
-            ("inference_all_reduce", self._all_reduce), ("all_gather", self._all_gather),
+            ("all_to_all_single", self._all_to_all),
+            ("all_reduce", self._all_reduce),
+            ("inference_all_reduce", self._all_reduce),
+            ("all_gather", self._all_gather),
             ("all_gather_into_tensor", self._all_gather_into),
-        ):  # fmt: skip
+        ):
             setattr(backend, name, self._counted(getattr(backend, name), count))
 
     def _counted(self, original: Any, count: Any) -> Any:
@@ -36,9 +38,14 @@ class CollectiveCounter:
         return run
 
     def _all_to_all(
-        self, output: Any, input: torch.Tensor, output_split_sizes: Any = None,
-        input_split_sizes: list[int] | None = None, group: Any = None, async_op: bool = False,
-    ) -> str:  # fmt: skip
+        self,
+        output: Any,
+        input: torch.Tensor,
+        output_split_sizes: Any = None,
+        input_split_sizes: list[int] | None = None,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> str:
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         rows = input_split_sizes or [len(input) // size] * size
         row_bytes = input[:1].numel() * input.element_size() if len(input) else 0

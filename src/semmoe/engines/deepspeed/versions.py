@@ -2,7 +2,6 @@
 
 import importlib.metadata
 
-from semmoe.bounds import require
 from semmoe.engines.deepspeed.targets import RECORDED_OUTPUTS
 from semmoe.engines.hooks import problem
 
@@ -19,11 +18,11 @@ def check_versions(model_type: str) -> None:
         from deepspeed.moe import ep_tp_dispatch  # noqa: F401
     except ImportError as error:
         raise ValueError(f"{found} has no AutoEP folded with AutoTP ({error}): {WORKING} has") from None
-    require(
-        model_type not in RECORDED or problem(RECORDED_OUTPUTS) is None,
-        f"AutoEP cannot convert {model_type} with {found}: it reads a table of recorded outputs that transformers has "
-        f"changed; use {WORKING}",
-    )
+    if model_type in RECORDED and problem(RECORDED_OUTPUTS) is not None:
+        raise ValueError(
+            f"AutoEP cannot convert {model_type} with {found}: it reads a table of recorded outputs that transformers "
+            f"has changed; use {WORKING}"
+        )
 
 
 def version(package: str) -> str:

@@ -66,9 +66,16 @@ def _expert_class(choose: Any, quant_config: Any) -> Any:
 
 
 def _rope(
-    make: Any, head_size: int, rotary_dim: int, max_position: int, base: int, is_neox_style: bool = True,
-    rope_scaling: Any = None, *args: Any, **kwargs: Any,
-) -> Any:  # fmt: skip
+    make: Any,
+    head_size: int,
+    rotary_dim: int,
+    max_position: int,
+    base: int,
+    is_neox_style: bool = True,
+    rope_scaling: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """SGLang's own makes those of `deepseek_yarn` alone."""
     from sglang.srt.layers.rotary_embedding.factory import get_rope
 

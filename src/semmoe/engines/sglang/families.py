@@ -5,7 +5,6 @@ Importable without SGLang: a plan is refused before anything loads.
 
 from typing import Any
 
-from semmoe.bounds import require
 from semmoe.core import Plan
 
 EXPERTS = {
@@ -17,12 +16,18 @@ EXPERTS = {
 
 def check_family(architecture: str, plan: Plan) -> None:
     """Raise ValueError where SGLang's model of that class cannot serve the plan."""
-    require(architecture != "GptOssForCausalLM", "SGLang's gpt-oss has no expert all-to-all, and its loader places no "
-            "experts: serve the plan on vLLM, or give SGLang what `semmoe apply` writes")  # fmt: skip
-    require(architecture != "OlmoeForCausalLM" or plan.topology.ep_size == 1, "SGLang's OlmoeForCausalLM runs on one "
-            "rank alone, since it normalises queries over all heads: serve the plan on vLLM")  # fmt: skip
-    require(architecture != "MixtralForCausalLM" or plan.topology.dp_size == 1, "SGLang's MixtralForCausalLM splits "
-            "attention over all ranks: solve a plan for attention tp")  # fmt: skip
+    if architecture == "GptOssForCausalLM":
+        raise ValueError(
+            "SGLang's gpt-oss has no expert all-to-all, and its loader places no "
+            "experts: serve the plan on vLLM, or give SGLang what `semmoe apply` writes"
+        )
+    if architecture == "OlmoeForCausalLM" and plan.topology.ep_size != 1:
+        raise ValueError(
+            "SGLang's OlmoeForCausalLM runs on one "
+            "rank alone, since it normalises queries over all heads: serve the plan on vLLM"
+        )
+    if architecture == "MixtralForCausalLM" and plan.topology.dp_size != 1:
+        raise ValueError("SGLang's MixtralForCausalLM splits attention over all ranks: solve a plan for attention tp")
 
 
 def expert_sizes(original: Any, model_config: Any) -> Any:

@@ -5,7 +5,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from semmoe.bounds import require
 from semmoe.checkpoint.directory import read_config
 from semmoe.checkpoint.engine_files import write_sglang
 from semmoe.core import Plan, Topology
@@ -15,15 +14,29 @@ from semmoe.engines.sglang.families import check_family
 
 # On a CPU SGLang runs torch's operators; "deepep" then names the layout of rows, and semmoe's gloo dispatcher serves.
 CPU_ARGUMENTS = {
-    "device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch", "grammar_backend": "none",
-    "disable_cuda_graph": True, "sleep_on_idle": True,
-}  # fmt: skip
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "disable_cuda_graph": True,
+    "sleep_on_idle": True,
+}
 A2A = "deepep"
 GRAPHS = "--cuda-graph-backend-prefill"
 DECIDED = {
-    "--tp-size", "--tp", "--tensor-parallel-size", "--ep-size", "--ep", "--expert-parallel-size", "--dp-size", "--dp",
-    "--data-parallel-size", "--enable-dp-attention", "--init-expert-location", "--ep-num-redundant-experts",
-}  # fmt: skip
+    "--tp-size",
+    "--tp",
+    "--tensor-parallel-size",
+    "--ep-size",
+    "--ep",
+    "--expert-parallel-size",
+    "--dp-size",
+    "--dp",
+    "--data-parallel-size",
+    "--enable-dp-attention",
+    "--init-expert-location",
+    "--ep-num-redundant-experts",
+}
 PLACED = {"--enable-eplb", "--ep-dispatch-algorithm"}  # a plan decides these too
 
 
@@ -79,8 +92,11 @@ def check_options(plan: Plan, model: Path, options: list[str]) -> None:
     """Raise ValueError where SGLang's options, or its class of the model, leave nothing of what the plan says."""
     all_to_all = plan.topology.ep_size > 1 and "--moe-a2a-backend none" not in " ".join(options).replace("=", " ")
     # Without one SGLang chooses among copies itself, by a token's place in the batch.
-    require(all_to_all or plan.placement.redundant_experts == 0, "a plan with copies needs an all-to-all: leave "
-            "--moe-a2a-backend none away, or solve a plan without --redundant-experts")  # fmt: skip
+    if not all_to_all and plan.placement.redundant_experts != 0:
+        raise ValueError(
+            "a plan with copies needs an all-to-all: leave "
+            "--moe-a2a-backend none away, or solve a plan without --redundant-experts"
+        )
     for architecture in read_config(model).get("architectures") or []:
         check_family(architecture, plan)
 

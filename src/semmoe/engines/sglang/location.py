@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 
-from semmoe.bounds import require
 from semmoe.core import Plan
 from semmoe.engines.placement import dispatch_map
 
@@ -14,15 +13,20 @@ def check_location(plan: Plan, metadata: Any, layers: list[int]) -> None:
     placed = torch.from_numpy(plan.placement.physical_to_logical_map)
     found = None if metadata is None else metadata.physical_to_logical_map_cpu[layers]
     fits = found is not None and found.shape == placed.shape and bool((found == placed.to(found)).all())
-    require(fits, "SGLang's experts lie elsewhere than the plan says: start it by `semmoe serve`, or give it the "
-            "--init-expert-location of `semmoe apply --to sglang`")  # fmt: skip
+    if not fits:
+        raise ValueError(
+            "SGLang's experts lie elsewhere than the plan says: start it by `semmoe serve`, or give it the "
+            "--init-expert-location of `semmoe apply --to sglang`"
+        )
 
 
 def check_dispatch(plan: Plan, algorithm: str | None) -> None:
     """SGLang's other ways to choose among copies do not look at what the plan chose."""
-    require(plan.placement.redundant_experts == 0 or algorithm == "static",
+    if plan.placement.redundant_experts != 0 and algorithm != "static":
+        raise ValueError(
             f"SGLang chooses among the plan's copies by --ep-dispatch-algorithm {algorithm}: leave it away, and serve "
-            "with an all-to-all (--moe-a2a-backend)")  # fmt: skip
+            "with an all-to-all (--moe-a2a-backend)"
+        )
 
 
 def choose_copies(plan: Plan, metadata: Any, layers: list[int], rank: int) -> None:

@@ -16,9 +16,16 @@ from semmoe.trace import TraceWriter
 
 
 def profile(
-    model: str, prompts: Sequence[Sequence[int]], writer: TraceWriter, *, top_k: int, max_new_tokens: int = 0,
-    batch_size: int = 64, options: Sequence[str] = (), progress: Callable[[int], None] = lambda done: None,
-) -> None:  # fmt: skip
+    model: str,
+    prompts: Sequence[Sequence[int]],
+    writer: TraceWriter,
+    *,
+    top_k: int,
+    max_new_tokens: int = 0,
+    batch_size: int = 64,
+    options: Sequence[str] = (),
+    progress: Callable[[int], None] = lambda done: None,
+) -> None:
     """Run the prompts that `writer` does not hold yet and append each one's routing: prefill, then greedy decode.
 
     options: SGLang's own. The last generated token is never fed back and so has no routing.
@@ -40,6 +47,8 @@ def _request(prompt: Sequence[int], completion: Completion, layers: list[int]) -
     fed = np.array([*prompt, *completion.token_ids[:-1]])
     phase = np.where(np.arange(len(fed)) < len(prompt), PREFILL, DECODE)
     return {
-        "prompt_ids": np.array(prompt), "token_ids": fed, "expert_ids": completion.expert_ids[:, layers],
+        "prompt_ids": np.array(prompt),
+        "token_ids": fed,
+        "expert_ids": completion.expert_ids[:, layers],
         "phase": phase,
-    }  # fmt: skip
+    }

@@ -17,7 +17,6 @@ from sglang.srt.model_executor.cuda_graph_config import (
 from sglang.srt.runtime_context import get_exec, get_parallel, get_resources, get_schedule, get_spec
 from sglang.srt.state_capturer.base import BaseTopkCapturer
 
-from semmoe.bounds import require
 from semmoe.core import Fingerprint, Plan, Topology
 from semmoe.engines import supervisor
 from semmoe.engines.counters import Reading
@@ -61,8 +60,8 @@ class RankPlugin:
 
     def __init__(self, plan: Plan | None, settings: SglangSettings) -> None:
         self._plan, self._settings = plan, settings
-        require(self.shuffles or settings.fused != "1", "SEMMOE_FUSED=1 needs a plan that shuffles tokens, as those "
-                "for attention-TP do")  # fmt: skip
+        if not self.shuffles and settings.fused == "1":
+            raise ValueError("SEMMOE_FUSED=1 needs a plan that shuffles tokens, as those for attention-TP do")
         self.dispatch_comms: list[Communicator] = []  # of the CPU's all-to-all, once there is one
         self._shuffle: BoundaryShuffle | None = None
         self._recording: PassRecorder | None = None
@@ -125,7 +124,8 @@ class RankPlugin:
         check_same_plan(parallel.tp_group.cpu_group, self._plan, self._settings)
         layers = sorted(blocks)
         if not layers:
-            require(self._plan is None, f"{type(runner.model).__name__} has no MoE layer that semmoe knows")
+            if self._plan is not None:
+                raise ValueError(f"{type(runner.model).__name__} has no MoE layer that semmoe knows")
             return
         self._blocks = {id(block) for block in blocks.values()}
         physical = blocks[layers[0]].num_experts
@@ -142,7 +142,8 @@ class RankPlugin:
             check_plan(self._plan, "SGLang", running_topology(self._plan), config.hf_text_config, len(layers), physical)
             if parallel.moe_ep_rank == 0:
                 check_identity(self._plan, str(config.model_path))
-            require(not get_exec().moe.enable_eplb, "--enable-eplb would move the plan's experts: leave it away")
+            if get_exec().moe.enable_eplb:
+                raise ValueError("--enable-eplb would move the plan's experts: leave it away")
             check_location(self._plan, metadata, layers)
             check_dispatch(self._plan, get_exec().moe.ep_dispatch_algorithm)
             choose_copies(self._plan, metadata, layers, parallel.moe_ep_rank)
@@ -154,10 +155,15 @@ class RankPlugin:
 
     def _attach_shuffle(self, runner: Any, layers: list[int]) -> None:
         assert self._plan is not None
-        require(all_to_all(), "tokens are shuffled around an expert all-to-all: give --moe-a2a-backend, or "
-                "SEMMOE_SHUFFLE=off")  # fmt: skip
-        require(check_cuda_graph_backend(Phase.PREFILL, Backend.DISABLED), "passes over prompts in CUDA graphs are not "
-                "shuffled: give --cuda-graph-backend-prefill disabled, or SEMMOE_SHUFFLE=off")  # fmt: skip
+        if not all_to_all():
+            raise ValueError(
+                "tokens are shuffled around an expert all-to-all: give --moe-a2a-backend, or SEMMOE_SHUFFLE=off"
+            )
+        if not check_cuda_graph_backend(Phase.PREFILL, Backend.DISABLED):
+            raise ValueError(
+                "passes over prompts in CUDA graphs are not "
+                "shuffled: give --cuda-graph-backend-prefill disabled, or SEMMOE_SHUFFLE=off"
+            )
         parallel = get_parallel()
         comm = Communicator(parallel.attn_tp_group.device_group, parallel.attn_tp_rank, parallel.attn_tp_size)
         group = parallel.moe_ep_rank // self._plan.topology.attn_tp_size
@@ -173,8 +179,11 @@ class RankPlugin:
         self._check.expect("restore", len(layers))
         self._shuffle.ran = self._check.ran
         if get_spec().speculative_algorithm and not check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED):
-            tell_degraded(self._check.degrade("passes that verify a draft are not shuffled in CUDA graphs: give "
-                                              "--disable-cuda-graph"))  # fmt: skip
+            tell_degraded(
+                self._check.degrade(
+                    "passes that verify a draft are not shuffled in CUDA graphs: give --disable-cuda-graph"
+                )
+            )
         if get_exec().features.enable_return_routed_experts:
             self._shuffle.captured = lambda layer, ids: capture(layers[layer], ids)
 
@@ -311,8 +320,10 @@ def layer_of_norm(model: torch.nn.Module, layers: list[int]) -> dict[int, int]:
         if len(blocks) == 1:
             found[id(boundary.norm)] = layers.index(next(iter(blocks)))
     name, number = type(model).__name__, len(layers)
-    require(len(found) == number, f"{name}: tokens can be shuffled at {len(found)} of its {number} MoE layers only; "
-            "set SEMMOE_SHUFFLE=off")  # fmt: skip
+    if len(found) != number:
+        raise ValueError(
+            f"{name}: tokens can be shuffled at {len(found)} of its {number} MoE layers only; set SEMMOE_SHUFFLE=off"
+        )
     return found
 
 
@@ -328,7 +339,8 @@ def peer_buffers(plan: Plan, runner: Any, comm: Communicator) -> PeerBuffers:
     prompts, requests = schedule.chunked_prefill_size or 0, schedule.max_running_requests or MOST_REQUESTS
     row_bytes = config.hf_text_config.hidden_size * config.dtype.itemsize + EXPERT_ID_BYTES * plan.fingerprint.top_k
     try:
-        require(prompts > 0, "a pass over prompts has no largest size: give --chunked-prefill-size")
+        if prompts <= 0:
+            raise ValueError("a pass over prompts has no largest size: give --chunked-prefill-size")
         return symmetric_buffers(comm, runner.device, config.dtype, (prompts + requests + comm.size) * row_bytes)
     except ValueError as error:
         raise ValueError(f"SEMMOE_FUSED=1: {error}") from None

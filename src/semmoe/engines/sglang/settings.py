@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from semmoe.bounds import require
 from semmoe.engines.settings import PluginSettings
 
 
@@ -13,8 +12,13 @@ class SglangSettings(PluginSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.static in ("", "0", "1"), f"SEMMOE_STATIC must be 0, 1 or empty, not {self.static!r}")
-        require(self.fused in ("", "0", "1"), f"SEMMOE_FUSED must be 0, 1 or empty, not {self.fused!r}")
+        if self.static not in ("", "0", "1"):
+            raise ValueError(f"SEMMOE_STATIC must be 0, 1 or empty, not {self.static!r}")
+        if self.fused not in ("", "0", "1"):
+            raise ValueError(f"SEMMOE_FUSED must be 0, 1 or empty, not {self.fused!r}")
         shuffles = self.plan and self.shuffle != "off" and self.static != "0"
-        require(shuffles or self.fused != "1", "SEMMOE_FUSED=1 is a way to shuffle tokens on the device: it needs "
-                "SEMMOE_PLAN, and neither SEMMOE_SHUFFLE=off nor SEMMOE_STATIC=0")  # fmt: skip
+        if not shuffles and self.fused == "1":
+            raise ValueError(
+                "SEMMOE_FUSED=1 is a way to shuffle tokens on the device: it needs "
+                "SEMMOE_PLAN, and neither SEMMOE_SHUFFLE=off nor SEMMOE_STATIC=0"
+            )

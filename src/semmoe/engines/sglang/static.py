@@ -43,9 +43,13 @@ class StaticBoundaryShuffle(BoundaryShuffle):
     """
 
     def __init__(
-        self, shuffler: DeviceShuffler, comm: Communicator, layer_of_norm: dict[int, int],
-        num_slots: Callable[[], int], buffers: PeerBuffers | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        shuffler: DeviceShuffler,
+        comm: Communicator,
+        layer_of_norm: dict[int, int],
+        num_slots: Callable[[], int],
+        buffers: PeerBuffers | None = None,
+    ) -> None:
         super().__init__(shuffler, comm, layer_of_norm)
         self._num_slots, self._buffers = num_slots, buffers
         self._slots: DeviceSlotWatch | None = None

@@ -18,9 +18,13 @@ def read_step(batch: Any) -> Step:
         return _guesses(batch, tokens)
     rows = np.repeat(np.arange(size), lengths)
     return Step(
-        token_ids=_host(batch.input_ids, tokens), positions=_host(batch.positions, tokens), rows=rows,
-        slots=_host(batch.req_pool_indices, size), requests=list(batch.rids or [])[:size], decoding=decodes[rows],
-    )  # fmt: skip
+        token_ids=_host(batch.input_ids, tokens),
+        positions=_host(batch.positions, tokens),
+        rows=rows,
+        slots=_host(batch.req_pool_indices, size),
+        requests=list(batch.rids or [])[:size],
+        decoding=decodes[rows],
+    )
 
 
 def _requests(batch: Any, size: int) -> tuple[np.ndarray | None, np.ndarray]:
@@ -38,10 +42,14 @@ def _requests(batch: Any, size: int) -> tuple[np.ndarray | None, np.ndarray]:
 def _guesses(batch: Any, tokens: int) -> Step:
     """A pass that verifies a draft, for one: which of its tokens will count is not known yet."""
     return Step(
-        token_ids=_host(batch.input_ids, tokens), positions=_host(batch.positions, tokens),
-        rows=np.zeros(tokens, np.int64), slots=np.array([NOBODY] * min(tokens, 1), np.int64), requests=[],
-        decoding=np.zeros(tokens, bool), guesses=True,
-    )  # fmt: skip
+        token_ids=_host(batch.input_ids, tokens),
+        positions=_host(batch.positions, tokens),
+        rows=np.zeros(tokens, np.int64),
+        slots=np.array([NOBODY] * min(tokens, 1), np.int64),
+        requests=[],
+        decoding=np.zeros(tokens, bool),
+        guesses=True,
+    )
 
 
 def _host(tensor: Any, length: int) -> np.ndarray:

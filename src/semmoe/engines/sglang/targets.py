@@ -15,8 +15,9 @@ TIED = Hook(
 )
 GUARD = Hook(
     _SRT + "managers.tokenizer_manager.TokenizerManager._validate_one_request",
-    "refuse token ids that would end the server", ("obj", "input_ids"),
-)  # fmt: skip
+    "refuse token ids that would end the server",
+    ("obj", "input_ids"),
+)
 FORWARD = Hook(
     _SRT + "model_executor.model_runner.ModelRunner.forward", "know the tokens of a forward pass", ("forward_batch",)
 )
@@ -26,35 +27,42 @@ ROUTED = Hook(
 ROUTED_DEEPEP = Hook(_MOE + "ep_moe.layer.DeepEPMoE.forward", "the same under DeepEP", ("hidden_states", "topk_output"))
 SCHEDULE = Hook(
     _SRT + "managers.data_parallel_controller.DataParallelController.dispatching_with_trace",
-    "send requests to data-parallel ranks", ("req",),
-)  # fmt: skip
+    "send requests to data-parallel ranks",
+    ("req",),
+)
 REDUCE_SCATTER = Hook(
-    _BOUNDARY + "prepare._attn_tp_reduce_scatter_update_read", "shuffle tokens in the reduce-scatter",
+    _BOUNDARY + "prepare._attn_tp_reduce_scatter_update_read",
+    "shuffle tokens in the reduce-scatter",
     ("hidden_states", "residual", "forward_batch", "norm", "read", "update"),
-)  # fmt: skip
+)
 GATHER = Hook(
-    _BOUNDARY + "prepare._update_read", "restore their order in the all-gather",
+    _BOUNDARY + "prepare._update_read",
+    "restore their order in the all-gather",
     ("hidden_states", "residual", "forward_batch", "norm", "read", "update"),
-)  # fmt: skip
+)
 LAST_GATHER = Hook(
-    _BOUNDARY + "ops.update_attn_tp_gather_output", "restore it after the last layer",
+    _BOUNDARY + "ops.update_attn_tp_gather_output",
+    "restore it after the last layer",
     ("hidden_states", "residual", "forward_batch", "update"),
-)  # fmt: skip
+)
 PADDING = Hook(_MOE + "topk.resolve_routing_inputs", "a shuffled slice has no padding among its rows", ())
 CAPTURE = Hook(
     _SRT + "state_capturer.routed_experts.RoutedExpertsCapturer.capture",
-    "return routed experts in the tokens' own order", ("layer_id", "topk_indices"),
-)  # fmt: skip
+    "return routed experts in the tokens' own order",
+    ("layer_id", "topk_indices"),
+)
 RELEASE = Hook(_SRT + "mem_cache.common.release_kv_cache", "know when a recorded request ends", ("req",))
 
 NEW_WEIGHTS = Hook(
     _SRT + "model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_tensor",
-    "refuse weights that do not go through the model's own loader, which places experts", ("load_format",),
-)  # fmt: skip
+    "refuse weights that do not go through the model's own loader, which places experts",
+    ("load_format",),
+)
 EXPERT_SIZES = Hook(
     _SRT + "eplb.expert_location.ModelConfigForExpertLocation.from_model_config",
-    "place the experts of models whose classes do not say how many they have", ("model_config",),
-)  # fmt: skip
+    "place the experts of models whose classes do not say how many they have",
+    ("model_config",),
+)
 EXPERT_LAYER = Hook(
     _MOE + "fused_moe_triton.layer.FusedMoE.__init__", "make room for copies in these models", ("num_experts",)
 )
@@ -68,19 +76,22 @@ HOOKS = MODEL_HOOKS + PLAN_HOOKS + RECORD_HOOKS + REQUEST_HOOKS + SHUFFLE_HOOKS
 
 # What `cpu.py` mends of SGLang's CPU backend.
 EXPERTS_CPU = Hook(
-    _MOE + "fused_moe_native.moe_forward_native", "rows whose experts are elsewhere (id -1)",
+    _MOE + "fused_moe_native.moe_forward_native",
+    "rows whose experts are elsewhere (id -1)",
     ("layer", "x", "topk_output", "moe_runner_config"),
-)  # fmt: skip
+)
 DISPATCHER_CPU = Hook(
     _MOE + "fused_moe_triton.layer.create_moe_dispatcher", "an expert all-to-all over gloo", ("moe_runner_config",)
 )
 EXPERT_CLASS_CPU = Hook(_MOE + "ep_moe.layer.get_moe_impl_class", "the layer that runs without DeepEP", ())
 CONTROLLER_CPU = Hook(
     _SRT + "managers.data_parallel_controller.DataParallelController.event_loop",
-    "wait for requests without taking a core from the ranks", (),
-)  # fmt: skip
+    "wait for requests without taking a core from the ranks",
+    (),
+)
 ROPE_CPU = Hook(
-    _SRT + "layers.rotary_embedding.factory.get_rope_cpu", "latent attention without scaled positions",
+    _SRT + "layers.rotary_embedding.factory.get_rope_cpu",
+    "latent attention without scaled positions",
     ("head_size", "rotary_dim", "max_position", "base", "is_neox_style", "rope_scaling", "dtype"),
-)  # fmt: skip
+)
 CPU_HOOKS = (EXPERTS_CPU, DISPATCHER_CPU, EXPERT_CLASS_CPU, CONTROLLER_CPU, ROPE_CPU)

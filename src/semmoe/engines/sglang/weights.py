@@ -32,5 +32,7 @@ def placed_only(original: Any, updater: Any, named_tensors: Any, load_format: st
     """Around `update_weights_from_tensor` where a plan places experts: loaders of the caller's know nothing of it."""
     if load_format in PLACING:
         return original(updater, named_tensors, load_format)
-    return False, (f"load_format {load_format!r} writes experts where a plan has others: give weights by the names of "
-                   "the checkpoint, without load_format")  # fmt: skip
+    return False, (
+        f"load_format {load_format!r} writes experts where a plan has others: give weights by the names of "
+        "the checkpoint, without load_format"
+    )

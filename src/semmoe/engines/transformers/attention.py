@@ -3,8 +3,6 @@
 import torch
 from torch import nn
 
-from semmoe.bounds import require
-
 
 def shard_attention(attention: nn.Module, rank: int, size: int) -> None:
     """Cut an attention module to the heads of `rank` of `size`; outputs of all ranks then sum to the whole."""
@@ -24,11 +22,12 @@ def _shard_grouped(attention: nn.Module, rank: int, size: int) -> None:
     name, dim = type(attention).__name__, attention.head_dim
     heads, kv_heads = attention.q_proj.out_features // dim, attention.k_proj.out_features // dim
     norm = getattr(attention, "q_norm", None)
-    require(
-        norm is None or norm.weight.numel() == dim, f"{name} normalises over all heads: attention-TP is not possible"
-    )
-    require(heads % size == 0, f"{heads} attention heads do not divide over {size} ranks")
-    require(kv_heads % size == 0 or size % kv_heads == 0, f"{kv_heads} key heads do not divide over {size} ranks")
+    if norm is not None and norm.weight.numel() != dim:
+        raise ValueError(f"{name} normalises over all heads: attention-TP is not possible")
+    if heads % size != 0:
+        raise ValueError(f"{heads} attention heads do not divide over {size} ranks")
+    if kv_heads % size != 0 and size % kv_heads != 0:
+        raise ValueError(f"{kv_heads} key heads do not divide over {size} ranks")
     own = _share(heads, rank, size)
     kv_own = _share(kv_heads, rank, size) if kv_heads >= size else torch.tensor([rank * kv_heads // size])
     _keep_rows(attention.q_proj, _columns(own, dim))
@@ -43,7 +42,8 @@ def _shard_grouped(attention: nn.Module, rank: int, size: int) -> None:
 def _shard_latent(attention: nn.Module, rank: int, size: int) -> None:
     """Multi-head latent attention (DeepSeek): the compressed keys and values stay whole on every rank."""
     heads = attention.num_heads
-    require(heads % size == 0, f"{heads} attention heads do not divide over {size} ranks")
+    if heads % size != 0:
+        raise ValueError(f"{heads} attention heads do not divide over {size} ranks")
     own = _share(heads, rank, size)
     queries = attention.q_proj if attention.q_lora_rank is None else attention.q_b_proj
     _keep_rows(queries, _columns(own, attention.qk_head_dim))

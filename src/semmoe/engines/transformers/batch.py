@@ -75,9 +75,13 @@ def step(model: PreTrainedModel, batch: Batch, before: Callable[[torch.Tensor, t
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]
     batch.cache = batch.cache if batch.cache is not None else DynamicCache(config=model.config)
     out = model(
-        input_ids=ids.to(device), attention_mask=mask.to(device), position_ids=positions.to(device),
-        past_key_values=batch.cache, use_cache=True, logits_to_keep=1,
-    )  # fmt: skip
+        input_ids=ids.to(device),
+        attention_mask=mask.to(device),
+        position_ids=positions.to(device),
+        past_key_values=batch.cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
     chosen = out.logits[:, -1].argmax(dim=-1).tolist()
     if prefill:
         batch.first_token_seconds = time.perf_counter() - started

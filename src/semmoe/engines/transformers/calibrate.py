@@ -20,7 +20,6 @@ import torch.distributed as dist
 from scipy.optimize import nnls
 
 from semmoe import cost
-from semmoe.bounds import require
 from semmoe.core import Topology
 from semmoe.cost import Experts, LayerShape, Links, Tier
 from semmoe.engines.transformers.model import expert_size, load_model, moe_layers, num_experts
@@ -79,7 +78,8 @@ def calibrate(
     model: str, ep_size: int, progress: Callable[[int], None] = lambda sizes: None, name: str = "this machine"
 ) -> Calibration:
     """Measure `ep_size` local processes with the experts of `model`; `progress` is called for each of len(TOKENS)."""
-    require(ep_size >= 2, f"links join ranks: ep_size must be at least 2, not {ep_size}")
+    if ep_size < 2:
+        raise ValueError(f"links join ranks: ep_size must be at least 2, not {ep_size}")
     with tempfile.TemporaryDirectory(prefix="semmoe-") as scratch:
         run_ranks(ep_size, _rank_main, _Job(model, scratch), lambda what, done: progress(done), preload=[__name__])
         found = json.loads(Path(scratch, "found.json").read_text())
@@ -94,16 +94,22 @@ def calibrate(
 def _without_times(name: str, ep_size: int, backend: str, value_bytes: int) -> Links:
     """What is known of the links before anything is fitted: how rows are packed (`runtime.dispatch`)."""
     return Links(
-        name=name, kind="measured", shared=backend == "gloo",
+        name=name,
+        kind="measured",
+        shared=backend == "gloo",
         source=f"semmoe calibrate, {ep_size} processes, {backend}, torch {torch.__version__}",
         inside_node=Tier(
-            dispatch_latency_us=0, combine_latency_us=0, gigabytes_per_second=1, all_reduce_latency_us=0,
+            dispatch_latency_us=0,
+            combine_latency_us=0,
+            gigabytes_per_second=1,
+            all_reduce_latency_us=0,
             all_reduce_gigabytes_per_second=1,
         ),
-        dispatch_bytes_per_value=value_bytes, combine_bytes_per_value=value_bytes,
+        dispatch_bytes_per_value=value_bytes,
+        combine_bytes_per_value=value_bytes,
         routing_bytes=4 + value_bytes,  # an int32 id and a weight in the model's type
         experts=Experts(fixed_us=0, teraflops=1),
-    )  # fmt: skip
+    )
 
 
 def _fit(samples: list[Sample], shape: LayerShape, links: Links) -> Links:
@@ -120,10 +126,12 @@ def _fit(samples: list[Sample], shape: LayerShape, links: Links) -> Links:
     (reduce_fixed,), per_reduced_byte = _lines([(np.array(reduced), seconds["all_reduce"])])
     (experts_fixed,), per_pair = _lines([(np.array(pairs, np.float64), seconds["experts"])])
     tier = Tier(
-        dispatch_latency_us=dispatch_fixed * 1e6, combine_latency_us=combine_fixed * 1e6,
-        gigabytes_per_second=1e-9 / per_byte, all_reduce_latency_us=reduce_fixed * 1e6,
+        dispatch_latency_us=dispatch_fixed * 1e6,
+        combine_latency_us=combine_fixed * 1e6,
+        gigabytes_per_second=1e-9 / per_byte,
+        all_reduce_latency_us=reduce_fixed * 1e6,
         all_reduce_gigabytes_per_second=1e-9 / per_reduced_byte,
-    )  # fmt: skip
+    )
     experts = Experts(fixed_us=experts_fixed * 1e6, teraflops=shape.flops_per_pair / per_pair / 1e12)
     return links.model_copy(update={"inside_node": tier, "experts": experts})
 
@@ -181,9 +189,14 @@ class MeasuredLayer:
     """One rank's part of one MoE layer, timed on routing that is given to it; hidden states are random."""
 
     def __init__(
-        self, comm: Communicator, experts: LocalExperts, serving: np.ndarray, hidden_size: int, dtype: torch.dtype,
+        self,
+        comm: Communicator,
+        experts: LocalExperts,
+        serving: np.ndarray,
+        hidden_size: int,
+        dtype: torch.dtype,
         device: str,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """serving: (G, E) of this layer, from `serving_ranks`."""
         self._comm, self._experts, self._serving = comm, experts, serving
         self._from_here = torch.from_numpy(serving[comm.rank].astype(np.int64)).to(device)
@@ -197,10 +210,11 @@ class MeasuredLayer:
         mine = np.array([self._round(ids, tokens) for _ in range(rounds)])
         slowest = np.median(self._over_ranks(mine, dist.ReduceOp.MAX), axis=0)
         return Sample(
-            seconds=dict(zip(PARTS, slowest.tolist(), strict=True)), tokens=tokens,
+            seconds=dict(zip(PARTS, slowest.tolist(), strict=True)),
+            tokens=tokens,
             rows=self._over_ranks(traffic.rows, dist.ReduceOp.SUM).tolist(),
             busiest_pairs=int(self._over_ranks(traffic.load, dist.ReduceOp.SUM).max()),
-        )  # fmt: skip
+        )
 
     def _round(self, ids: torch.Tensor, tokens: int) -> list[float]:
         """This rank's seconds of each of PARTS, which all ranks begin together."""

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from semmoe.bounds import require
 from semmoe.core import Plan, Topology
 from semmoe.dataset import check_token_ids
 from semmoe.engines.transformers.batch import Batch, cut, eos_ids, step
@@ -86,9 +85,13 @@ class GenerateResult:
 
 
 def generate(
-    model_path: str, prompts: Sequence[Sequence[int]], set_ups: Sequence[SetUp], settings: GenerateSettings,
-    progress: Callable[[str, int], None] = lambda name, requests: None, prepare: Callable[[int], None] | None = None,
-) -> list[GenerateResult]:  # fmt: skip
+    model_path: str,
+    prompts: Sequence[Sequence[int]],
+    set_ups: Sequence[SetUp],
+    settings: GenerateSettings,
+    progress: Callable[[str, int], None] = lambda name, requests: None,
+    prepare: Callable[[int], None] | None = None,
+) -> list[GenerateResult]:
     """Greedy generation in every set-up, on `ep_size` local processes (gloo on CPU, NCCL where each rank has a GPU).
 
     prompts: token ids of each request, in arrival order. `progress` is called with a set-up's name and how many more
@@ -96,7 +99,8 @@ def generate(
     ValueError for input that does not fit, RuntimeError if a rank fails.
     """
     sizes = {set_up.plan.topology.ep_size for set_up in set_ups}
-    require(len(sizes) == 1, f"set-ups of one run must have one ep_size, not {sorted(sizes)}")
+    if len(sizes) != 1:
+        raise ValueError(f"set-ups of one run must have one ep_size, not {sorted(sizes)}")
     check_token_ids(prompts, set_ups[0].plan.fingerprint.vocab_size)
     with tempfile.TemporaryDirectory(prefix="semmoe-") as scratch:
         job = _Job(model_path, [list(map(int, p)) for p in prompts], list(set_ups), settings, scratch)
@@ -243,16 +247,22 @@ def _gather(name: str, parallel: PlannedModel, answers: dict[int, _Answer], prom
     """Join what every rank generated, sent and routed."""
     comm = parallel.comm
     own = _RankShare(
-        answers, parallel.sent_bytes(), [parallel.sent_to()[j] for j in range(comm.size)], parallel.traffic,
-        parallel.collective_seconds(), parallel.compute_seconds,
-    )  # fmt: skip
+        answers,
+        parallel.sent_bytes(),
+        [parallel.sent_to()[j] for j in range(comm.size)],
+        parallel.traffic,
+        parallel.collective_seconds(),
+        parallel.compute_seconds,
+    )
     shares: list[_RankShare] = [own] * comm.size
     dist.all_gather_object(shares, own)
     answers = {i: answer for share in shares for i, answer in share.answers.items()}
     layers = [sum_traffic(parts) for parts in zip(*(share.traffic for share in shares), strict=True)]
     total = sum_traffic(layers)
     return GenerateResult(
-        name=name, outputs=[answers[i].tokens for i in range(len(prompts))], seconds=seconds,
+        name=name,
+        outputs=[answers[i].tokens for i in range(len(prompts))],
+        seconds=seconds,
         forward_tokens=sum(len(p) + len(answers[i].tokens) - 1 for i, p in enumerate(prompts)),
         sent_bytes=dict(sorted(sum((share.sent for share in shares), Counter()).items())),
         all_to_all_bytes_per_rank_pair=[share.sent_to for share in shares],
@@ -262,4 +272,4 @@ def _gather(name: str, parallel: PlannedModel, answers: dict[int, _Answer], prom
         collective_seconds=_mean([share.collectives for share in shares]),
         compute_seconds=_mean([share.compute for share in shares]),
         time_to_first_token=median(answer.first_token_seconds for answer in answers.values()),
-    )  # fmt: skip
+    )

@@ -8,17 +8,31 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from semmoe.bounds import MOST_EXPERTS, MOST_LAYERS, MOST_VOCABULARY, require
+from semmoe.bounds import MOST_EXPERTS, MOST_LAYERS, MOST_VOCABULARY
 from semmoe.core import Fingerprint
 from semmoe.engines.transformers.tokenizer import digest, load_tokenizer, require_local, tokenizer_hash
 
 # Configuration fields that shape routing; a plan is refused where any of them differs.
 ARCHITECTURE_FIELDS = (
-    "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "n_group", "topk_group",
-    "moe_intermediate_size", "intermediate_size", "n_shared_experts", "first_k_dense_replace", "decoder_sparse_step",
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "n_group",
+    "topk_group",
+    "moe_intermediate_size",
+    "intermediate_size",
+    "n_shared_experts",
+    "first_k_dense_replace",
+    "decoder_sparse_step",
     "mlp_only_layers",
-)  # fmt: skip
+)
 
 
 def load_model(path: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -26,7 +40,8 @@ def load_model(path: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel
     require_local(path)
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True).eval()
-    require(bool(moe_layers(model)), f"{path} ({model.config.model_type}) has no MoE layer that semmoe knows")
+    if not moe_layers(model):
+        raise ValueError(f"{path} ({model.config.model_type}) has no MoE layer that semmoe knows")
     return model.requires_grad_(False)
 
 
@@ -48,11 +63,17 @@ def fingerprint(config: PreTrainedConfig, tokenizer: Any, name: str) -> Fingerpr
     groups = getattr(config, "n_group", None) or 1
     limited = groups > 1 and (getattr(config, "topk_group", None) or groups) < groups
     return Fingerprint(
-        model=name, architecture_hash=architecture_hash(config), tokenizer_hash=tokenizer_hash(tokenizer),
-        vocab_size=config.vocab_size, num_layers=_num_moe_layers(config), num_experts=num_experts(config),
-        top_k=config.num_experts_per_tok, num_groups=groups if limited else 1, hidden_size=config.hidden_size,
+        model=name,
+        architecture_hash=architecture_hash(config),
+        tokenizer_hash=tokenizer_hash(tokenizer),
+        vocab_size=config.vocab_size,
+        num_layers=_num_moe_layers(config),
+        num_experts=num_experts(config),
+        top_k=config.num_experts_per_tok,
+        num_groups=groups if limited else 1,
+        hidden_size=config.hidden_size,
         expert_size=expert_size(config),
-    )  # fmt: skip
+    )
 
 
 def fingerprint_of(path: str) -> Fingerprint:

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from semmoe.bounds import require
 from semmoe.core import Plan, Topology
 from semmoe.engines.transformers.attention import shard_attention
 from semmoe.engines.transformers.model import decoder_layers, moe_layers
@@ -42,9 +41,8 @@ class LocalExperts:
         total = experts.num_experts
         index = torch.from_numpy(held.astype(np.int64))
         for name, parameter in list(experts.named_parameters(recurse=False)):
-            require(
-                parameter.shape[0] == total, f"parameter {name} of {type(experts).__name__} has no expert dimension"
-            )
+            if parameter.shape[0] != total:
+                raise ValueError(f"parameter {name} of {type(experts).__name__} has no expert dimension")
             setattr(experts, name, nn.Parameter(parameter.data[index.to(parameter.device)], requires_grad=False))
         experts.num_experts = len(held)
         self._compute = experts.forward
@@ -64,12 +62,16 @@ class LocalExperts:
 
 def check_exchange(topology: Topology, exchange: str, overlap: bool) -> None:
     """Raises ValueError where ranks of this topology cannot exchange tokens so."""
-    require(exchange in EXCHANGES, f"exchange must be one of {', '.join(EXCHANGES)}, not {exchange!r}")
+    if exchange not in EXCHANGES:
+        raise ValueError(f"exchange must be one of {', '.join(EXCHANGES)}, not {exchange!r}")
     no_dp = exchange != "all-reduce" or topology.dp_size == 1
-    require(no_dp, "exchange all-reduce needs attention-TP: ranks with requests of their own share no rows")
-    require(exchange == "all-to-all" or not overlap, "overlap needs exchange all-to-all")
+    if not no_dp:
+        raise ValueError("exchange all-reduce needs attention-TP: ranks with requests of their own share no rows")
+    if exchange != "all-to-all" and overlap:
+        raise ValueError("overlap needs exchange all-to-all")
     several = topology.num_nodes > 1 or exchange != "two-level"
-    require(several, "exchange two-level needs a plan for several nodes (--num-nodes)")
+    if not several:
+        raise ValueError("exchange two-level needs a plan for several nodes (--num-nodes)")
 
 
 class ParallelModel(PlannedModel):
@@ -80,9 +82,15 @@ class ParallelModel(PlannedModel):
     """
 
     def __init__(
-        self, model: PreTrainedModel, plan: Plan, experts_comm: Communicator, attention_comm: Communicator,
-        exchange: str = "all-to-all", overlap: bool = False, levels: Levels | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: PreTrainedModel,
+        plan: Plan,
+        experts_comm: Communicator,
+        attention_comm: Communicator,
+        exchange: str = "all-to-all",
+        overlap: bool = False,
+        levels: Levels | None = None,
+    ) -> None:
         check_exchange(plan.topology, exchange, overlap)
         topology = plan.topology
         assert (exchange == "two-level") == (levels is not None)

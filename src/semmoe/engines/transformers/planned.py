@@ -13,16 +13,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from semmoe.bounds import require
 from semmoe.core import Plan
 from semmoe.metrics import Traffic
-from semmoe.runtime.collectives import (
-    Communicator,
-    ShuffleHandle,
-    shuffled_all_gathers,
-    shuffled_reduce_scatter,
-    timed,
-)
+from semmoe.runtime.collectives import Communicator, ShuffleHandle, shuffled_all_gathers, shuffled_reduce_scatter, timed
 from semmoe.runtime.shuffler import TokenShuffler
 
 
@@ -149,4 +142,5 @@ def check_layout(layer: nn.Module) -> None:
     """Raises ValueError for a decoder layer of another build."""
     needed = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
     missing = [name for name in needed if not hasattr(layer, name)]
-    require(not missing, f"decoder layer {type(layer).__name__} has no {', '.join(missing)}: not supported")
+    if missing:
+        raise ValueError(f"decoder layer {type(layer).__name__} has no {', '.join(missing)}: not supported")

@@ -32,7 +32,11 @@ def profile(
     with TraceWriter(Path(out), header) as writer:
         progress(writer.num_requests)
         record_prompts(
-            load_model(model), ids, writer,
-            max_new_tokens=settings.decode, batch_size=settings.batch_size, progress=progress,
-        )  # fmt: skip
+            load_model(model),
+            ids,
+            writer,
+            max_new_tokens=settings.decode,
+            batch_size=settings.batch_size,
+            progress=progress,
+        )
     return open_trace(out)

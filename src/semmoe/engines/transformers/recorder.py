@@ -62,10 +62,15 @@ class RoutingRecorder:
 
 
 def record_prompts(
-    model: PreTrainedModel, prompts: Sequence[Sequence[int]], writer: TraceWriter, *, max_new_tokens: int = 0,
-    batch_size: int = 16, progress: Callable[[int], None] = lambda done: None,
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    writer: TraceWriter,
+    *,
+    max_new_tokens: int = 0,
+    batch_size: int = 16,
+    progress: Callable[[int], None] = lambda done: None,
     recorder_of: Callable[[PreTrainedModel], RoutingRecorder] = RoutingRecorder,
-) -> None:  # fmt: skip
+) -> None:
     """Run the prompts that `writer` does not hold yet and append each one's routing: prefill, then greedy decode.
 
     The last generated token is never fed back and so has no routing, as in any engine.
@@ -80,9 +85,12 @@ def record_prompts(
 
 
 def record(
-    model: PreTrainedModel, model_path: str, prompts: Sequence[Sequence[int]], folder: Path,
+    model: PreTrainedModel,
+    model_path: str,
+    prompts: Sequence[Sequence[int]],
+    folder: Path,
     progress: Callable[[int], None] = lambda done: None,
-) -> RoutingTrace:  # fmt: skip
+) -> RoutingTrace:
     """The trace in `folder` of the prompts' prefill through a model that was loaded from `model_path`."""
     header = TraceHeader(fingerprint=fingerprint_of(model_path), dataset_hash=digest(prompts), settings={})
     with TraceWriter(folder, header) as writer:
@@ -109,5 +117,8 @@ def _request(prompt: Sequence[int], tokens: list[np.ndarray], experts: list[np.n
     token_ids = np.concatenate(tokens)
     phase = np.where(np.arange(len(token_ids)) < len(prompt), PREFILL, DECODE)
     return {
-        "prompt_ids": np.array(prompt), "token_ids": token_ids, "expert_ids": np.concatenate(experts), "phase": phase,
-    }  # fmt: skip
+        "prompt_ids": np.array(prompt),
+        "token_ids": token_ids,
+        "expert_ids": np.concatenate(experts),
+        "phase": phase,
+    }

@@ -6,8 +6,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from semmoe.bounds import require
-
 
 def load_tokenizer(path: str) -> Any:
     from transformers import AutoTokenizer
@@ -18,7 +16,8 @@ def load_tokenizer(path: str) -> Any:
 
 
 def require_local(path: str) -> None:
-    require((Path(path) / "config.json").is_file(), f"there is no model at {path}: config.json is missing")
+    if not (Path(path) / "config.json").is_file():
+        raise ValueError(f"there is no model at {path}: config.json is missing")
 
 
 def tokenizer_hash(tokenizer: Any) -> str:

@@ -11,17 +11,22 @@ from semmoe.settings import GenerateSettings
 
 
 def plain_generate(
-    model: PreTrainedModel, prompts: Sequence[Sequence[int]], settings: GenerateSettings,
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    settings: GenerateSettings,
     progress: Callable[[int], None] = lambda done: None,
-) -> list[list[int]]:  # fmt: skip
+) -> list[list[int]]:
     """The reference: transformers' own greedy `generate`, one process, one request at a time, no padding."""
     outputs = []
     for prompt in prompts:
         ids = torch.tensor([list(prompt)], device=model.device)
         out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=settings.max_new_tokens,
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=settings.max_new_tokens,
             pad_token_id=0,
-        )  # fmt: skip
+        )
         outputs.append(out[0, len(prompt) :].tolist())
         progress(1)
     return outputs
@@ -46,9 +51,12 @@ class Agreement:
 
 
 def compare_outputs(
-    model: PreTrainedModel, prompts: Sequence[Sequence[int]], reference: list[list[int]], outputs: list[list[int]],
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    reference: list[list[int]],
+    outputs: list[list[int]],
     margin: float = 1e-4,
-) -> Agreement:  # fmt: skip
+) -> Agreement:
     """Hold `outputs` against `reference`, the plain `model`'s. A difference is excused only at a near-tie."""
     differing = [i for i, (a, b) in enumerate(zip(reference, outputs, strict=True)) if a != b]
     ties = [i for i in differing if _smallest_margin(model, prompts[i], reference[i], outputs[i]) < margin]

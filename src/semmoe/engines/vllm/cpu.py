@@ -20,8 +20,10 @@ def mend() -> None:
     around(targets.EXPERTS_CPU, _local_experts)
     around(targets.COMMUNICATOR_CPU, _communicator)
     mend_start()
-    log.info("semmoe: mending vLLM's CPU backend (experts of other ranks; an all-to-all over gloo, as its own lacks "
-             "all_gatherv: vllm issue 57837)")  # fmt: skip
+    log.info(
+        "semmoe: mending vLLM's CPU backend (experts of other ranks; an all-to-all over gloo, as its own lacks "
+        "all_gatherv: vllm issue 57837)"
+    )
 
 
 def mend_start() -> None:
@@ -30,10 +32,20 @@ def mend_start() -> None:
 
 
 def _local_experts(
-    compute: Any, experts: Any, output: torch.Tensor, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor,
-    topk_weights: torch.Tensor, topk_ids: torch.Tensor, activation: Any, global_num_experts: int,
-    expert_map: torch.Tensor | None, *others: Any, **named: Any,
-) -> None:  # fmt: skip
+    compute: Any,
+    experts: Any,
+    output: torch.Tensor,
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: Any,
+    global_num_experts: int,
+    expert_map: torch.Tensor | None,
+    *others: Any,
+    **named: Any,
+) -> None:
     """vLLM's own computation, on the (token, expert) pairs whose expert is here; its own takes all to be here."""
     rest = (activation, global_num_experts, None, *others)
     if expert_map is None:

@@ -6,7 +6,6 @@ import torch
 from vllm.distributed import get_ep_group
 from vllm.distributed.device_communicators.base_device_communicator import All2AllManagerBase
 
-from semmoe.bounds import require
 from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.dispatch import DispatchHandle, combine, dispatch_to
 
@@ -28,15 +27,20 @@ class GlooAllToAll(All2AllManagerBase):
         """To be called once the model is loaded."""
         group = get_ep_group()
         size = group.world_size
-        require(num_experts % size == 0, f"{num_experts} experts cannot be split evenly over {size} ranks")
+        if num_experts % size != 0:
+            raise ValueError(f"{num_experts} experts cannot be split evenly over {size} ranks")
         self.comm = Communicator(group.cpu_group, group.rank_in_group, size)
         self._experts_per_rank = num_experts // size
         return self.comm
 
     def dispatch(
-        self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor,
-        is_sequence_parallel: bool = False, extra_tensors: list[torch.Tensor] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        self,
+        hidden_states: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        is_sequence_parallel: bool = False,
+        extra_tensors: list[torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         assert self.comm is not None
         assert extra_tensors is None, "quantised rows are not sent on a CPU"
         ids = topk_ids.long()

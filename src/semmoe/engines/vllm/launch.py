@@ -7,25 +7,39 @@ from importlib.util import find_spec
 from typing import Any
 
 from semmoe import console
-from semmoe.bounds import require
 from semmoe.core import Plan, Topology
 from semmoe.engines.launch import join
 from semmoe.engines.settings import PluginSettings
 from semmoe.engines.vllm.settings import VllmSettings
 
 DECIDED = {
-    "--tensor-parallel-size", "-tp", "--data-parallel-size", "-dp", "--enable-expert-parallel", "--enable-eplb",
-    "--pipeline-parallel-size", "-pp", "--no-enable-expert-parallel",
-}  # fmt: skip
+    "--tensor-parallel-size",
+    "-tp",
+    "--data-parallel-size",
+    "-dp",
+    "--enable-expert-parallel",
+    "--enable-eplb",
+    "--pipeline-parallel-size",
+    "-pp",
+    "--no-enable-expert-parallel",
+}
 # All-to-alls that send every row to every rank, whatever its experts are; vLLM replaces the last two by the first.
 GATHERS = {"allgather_reducescatter", "naive", "pplx"}
 SENDS = "deepep_high_throughput"  # for prompts and decoding alike; the low-latency one takes few tokens at a time
 A2A = "--all2all-backend"
 # Front ends that know a share of the requests.
 OTHER_BALANCERS = {
-    "--data-parallel-external-lb", "-dpe", "--data-parallel-hybrid-lb", "-dph", "--data-parallel-rank", "-dpn",
-    "-dpm", "--data-parallel-multi-port-external-lb", "--data-parallel-start-rank", "-dpr",
-}  # fmt: skip
+    "--data-parallel-external-lb",
+    "-dpe",
+    "--data-parallel-hybrid-lb",
+    "-dph",
+    "--data-parallel-rank",
+    "-dpn",
+    "-dpm",
+    "--data-parallel-multi-port-external-lb",
+    "--data-parallel-start-rank",
+    "-dpr",
+}
 # One thread a rank and a small cache: what is served on a CPU is small, and ranks share its cores.
 CPU_VARIABLES = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
@@ -75,9 +89,12 @@ def check_balancer(plan: Plan | None, given: PluginSettings, options: list[str])
     """Raise ValueError where requests would come past the plan."""
     other = sorted(OTHER_BALANCERS & {word.split("=")[0] for word in options} if "--headless" not in options else ())
     requests = plan is not None and plan.requests.by_tables
-    require(not (requests and given.schedule == "plan" and other), f"{(other or [''])[0]}: another load balancer than "
+    if requests and given.schedule == "plan" and other:
+        raise ValueError(
+            f"{(other or [''])[0]}: another load balancer than "
             "vLLM's own chooses ranks, and the plan schedules no request: leave it away, or give --schedule engine and "
-            "put `semmoe router` in front")  # fmt: skip
+            "put `semmoe router` in front"
+        )
 
 
 def all_to_all(options: list[str]) -> dict[str, str]:

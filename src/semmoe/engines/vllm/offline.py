@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from semmoe.bounds import require
 from semmoe.engines.recording import Listener
 from semmoe.engines.vllm import cpu, launch
 from semmoe.engines.vllm.settings import VllmSettings
@@ -60,7 +59,8 @@ def _engine(words: Sequence[str]) -> Any:
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vLLM's options"))
     given = EngineArgs.from_cli_args(parser.parse_args(list(words)))
     ranks = given.tensor_parallel_size * given.data_parallel_size * given.pipeline_parallel_size
-    require(ranks == 1, f"profiling runs on one rank, not on {ranks}")
+    if ranks != 1:
+        raise ValueError(f"profiling runs on one rank, not on {ranks}")
     given.disable_log_stats = True
     return LLM.from_engine_args(given)
 

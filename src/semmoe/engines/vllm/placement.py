@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from semmoe.bounds import require
 from semmoe.core import Plan
 
 PACKED = {f"{part}_{what}" for part in ("w13", "w2") for what in ("weight", "bias", "weight_scale", "weight_packed")}
@@ -33,8 +32,10 @@ class PlacedExperts:
         physical, logical, shared = original(num_experts, num_redundant, *others)
         if self._places:  # a draft model is made after the model was loaded
             return physical, logical, shared
-        require(num_redundant == 0, "vLLM's own redundant experts cannot be used beside a plan's")
-        require(not shared, "vLLM fuses a shared expert with the others here, which a plan cannot place")
+        if num_redundant != 0:
+            raise ValueError("vLLM's own redundant experts cannot be used beside a plan's")
+        if shared:
+            raise ValueError("vLLM fuses a shared expert with the others here, which a plan cannot place")
         return physical + self._plan.placement.redundant_experts, logical, shared
 
     def made(self, layer_name: str) -> None:
@@ -42,17 +43,27 @@ class PlacedExperts:
             self._made.add(layer_index(layer_name))
 
     def load(
-        self, original: Callable[..., Any], experts: Any, param: Any, loaded_weight: Tensor, weight_name: str,
-        shard_id: str, expert_id: int, return_success: bool = False,
-    ) -> Any:  # fmt: skip
+        self,
+        original: Callable[..., Any],
+        experts: Any,
+        param: Any,
+        loaded_weight: Tensor,
+        weight_name: str,
+        shard_id: str,
+        expert_id: int,
+        return_success: bool = False,
+    ) -> Any:
         """One tensor of logical expert `expert_id` -> all its slots; vLLM skips those of other ranks."""
         index = layer_index(experts.layer_name)
         self._begin()
         if index not in self._places:
             return original(experts, param, loaded_weight, weight_name, shard_id, expert_id, return_success)
         one = loaded_weight.dim() < 3 or shard_id.startswith("gpt_oss")  # whose scales are by block: three dimensions
-        require(one, f"{weight_name} holds all experts of a layer at once: give vLLM a checkpoint made by "
-                "`semmoe apply`, without --plan")  # fmt: skip
+        if not one:
+            raise ValueError(
+                f"{weight_name} holds all experts of a layer at once: give vLLM a checkpoint made by "
+                "`semmoe apply`, without --plan"
+            )
         if expert_id >= self._plan.fingerprint.num_experts:
             return False if return_success else None  # what vLLM takes for copies of the first ones
         done = False
@@ -73,9 +84,8 @@ class PlacedExperts:
         if self._places:
             return
         number = self._plan.fingerprint.num_layers
-        require(
-            len(self._made) == number, f"the model has {len(self._made)} MoE layers, the plan was made for {number}"
-        )
+        if len(self._made) != number:
+            raise ValueError(f"the model has {len(self._made)} MoE layers, the plan was made for {number}")
         self._places = {index: place for place, index in enumerate(sorted(self._made))}
         for row in self._plan.placement.physical_to_logical_map:
             self._slots.append([np.flatnonzero(row == e) for e in range(self._plan.fingerprint.num_experts)])
@@ -85,8 +95,11 @@ class PlacedExperts:
         wanted = self._plan.placement.physical_to_logical_map.shape[1]
         for index in self._places or self._made:
             found = len(self._loaded.get(index, ()))
-            require(found == wanted, f"this model's loader placed {found} of {wanted} experts of layer {index} by the "
-                    "plan: give vLLM a checkpoint made by `semmoe apply`, without --plan")  # fmt: skip
+            if found != wanted:
+                raise ValueError(
+                    f"this model's loader placed {found} of {wanted} experts of layer {index} by the "
+                    "plan: give vLLM a checkpoint made by `semmoe apply`, without --plan"
+                )
 
 
 def refuse_reload(original: Callable[..., Any], runner: Any, *args: Any, **named: Any) -> None:
@@ -105,7 +118,8 @@ def _experts(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
     if not found or tail.split(".")[0].isdigit():
         yield name, weight
         return
-    require(tail in PACKED, f"{name} cannot be placed: give vLLM a checkpoint made by `semmoe apply`, without --plan")
+    if tail not in PACKED:
+        raise ValueError(f"{name} cannot be placed: give vLLM a checkpoint made by `semmoe apply`, without --plan")
     for expert, part in enumerate(weight):
         yield f"{head}.mlp.experts.{expert}.{tail}", part
 
@@ -113,6 +127,7 @@ def _experts(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
 def layer_index(layer_name: str) -> int:
     """Of the decoder layer that a module's name lies in."""
     found = LAYER.search(layer_name)
-    require(found is not None, f"{layer_name} names no decoder layer")
+    if found is None:
+        raise ValueError(f"{layer_name} names no decoder layer")
     assert found is not None
     return int(found[1])

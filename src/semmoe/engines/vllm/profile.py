@@ -24,9 +24,13 @@ class Passes:
         return True
 
     def observe(
-        self, requests: Sequence[str], rows: np.ndarray, positions: np.ndarray, token_ids: np.ndarray,
+        self,
+        requests: Sequence[str],
+        rows: np.ndarray,
+        positions: np.ndarray,
+        token_ids: np.ndarray,
         expert_ids: np.ndarray,
-    ) -> None:  # fmt: skip
+    ) -> None:
         for r, request in enumerate(requests):
             own = rows == r
             self._seen.setdefault(request, []).append((positions[own], token_ids[own], expert_ids[own]))
@@ -44,9 +48,16 @@ class Passes:
 
 
 def profile(
-    model: str, prompts: Sequence[Sequence[int]], writer: TraceWriter, *, top_k: int, max_new_tokens: int = 0,
-    batch_size: int = 64, options: Sequence[str] = (), progress: Callable[[int], None] = lambda done: None,
-) -> None:  # fmt: skip
+    model: str,
+    prompts: Sequence[Sequence[int]],
+    writer: TraceWriter,
+    *,
+    top_k: int,
+    max_new_tokens: int = 0,
+    batch_size: int = 64,
+    options: Sequence[str] = (),
+    progress: Callable[[int], None] = lambda done: None,
+) -> None:
     """Run the prompts that `writer` does not hold yet and append each one's routing: prefill, then greedy decode.
 
     options: vLLM's own. The last generated token is never fed back and so has no routing. top_k is the model's.

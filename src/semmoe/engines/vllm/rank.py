@@ -12,7 +12,6 @@ from vllm.distributed import get_ep_group, get_tp_group
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
-from semmoe.bounds import require
 from semmoe.core import Fingerprint, Plan, Topology
 from semmoe.engines import supervisor
 from semmoe.engines.counters import Reading
@@ -119,7 +118,8 @@ class RankPlugin:
         blocks = moe_blocks(runner.model)
         layers = sorted(blocks)
         if not layers:
-            require(self._plan is None, f"{type(runner.model).__name__} has no MoE layer that semmoe knows")
+            if self._plan is not None:
+                raise ValueError(f"{type(runner.model).__name__} has no MoE layer that semmoe knows")
             return
         config, group = runner.vllm_config.parallel_config, get_ep_group()
         check_same_plan(group.cpu_group, self._plan, self._settings)
@@ -144,7 +144,8 @@ class RankPlugin:
             manager = getattr(group.device_communicator, "all2all_manager", None)
             if str(runner.device) == "cpu" and manager is not None:
                 self._dispatch.append(manager.serve(physical))
-        require(not self.shuffles or self._split > 1, "tokens are not split here: set SEMMOE_SHUFFLE=off")
+        if self.shuffles and self._split <= 1:
+            raise ValueError("tokens are not split here: set SEMMOE_SHUFFLE=off")
         if self._split > 1 and (self.splits_tokens or self._plan is not None):
             self._attach_split(runner, layers)
         if self._settings.folder is not None and get_tp_group().rank_in_group == 0:
@@ -165,16 +166,27 @@ class RankPlugin:
         assert self._plan is not None
         assert self._placed is not None
         config, model = runner.vllm_config.parallel_config, runner.model_config
-        require(config.enable_expert_parallel, "a plan needs --enable-expert-parallel")
+        if not config.enable_expert_parallel:
+            raise ValueError("a plan needs --enable-expert-parallel")
         elsewhere = config.data_parallel_external_lb or config.data_parallel_hybrid_lb
-        require(not (elsewhere and self._schedules), "another load balancer than vLLM's own chooses ranks, and the "
-                "plan schedules no request: set SEMMOE_SCHEDULE=engine")  # fmt: skip
-        require(runner.vllm_config.weight_transfer_config is None, "weights cannot be loaded again into an engine on a "
-                "plan: leave --weight-transfer-config away")  # fmt: skip
-        require(not config.enable_eplb, "--enable-eplb would move the plan's experts: leave it away")
-        require(config.pipeline_parallel_size == 1, "a plan cannot be served with pipeline parallelism")
+        if elsewhere and self._schedules:
+            raise ValueError(
+                "another load balancer than vLLM's own chooses ranks, and the "
+                "plan schedules no request: set SEMMOE_SCHEDULE=engine"
+            )
+        if runner.vllm_config.weight_transfer_config is not None:
+            raise ValueError(
+                "weights cannot be loaded again into an engine on a plan: leave --weight-transfer-config away"
+            )
+        if config.enable_eplb:
+            raise ValueError("--enable-eplb would move the plan's experts: leave it away")
+        if config.pipeline_parallel_size != 1:
+            raise ValueError("a plan cannot be served with pipeline parallelism")
         split = config.tensor_parallel_size == 1 or config.data_parallel_size == 1 or config.use_sequence_parallel_moe
-        require(split, f"--all2all-backend {config.all2all_backend} sends the tokens of an attention group many times")
+        if not split:
+            raise ValueError(
+                f"--all2all-backend {config.all2all_backend} sends the tokens of an attention group many times"
+            )
         topology = running_topology(runner, self._plan)
         check_plan(self._plan, "vLLM", topology, model.hf_text_config, num_layers, physical)
         if self._ep_rank == 0:
@@ -184,12 +196,18 @@ class RankPlugin:
     def _attach_split(self, runner: Any, layers: list[int]) -> None:
         """The rows of an attention group go where the plan says, or by position."""
         found, name = moe_layers(runner.model), type(runner.model).__name__
-        require(sorted(found) == layers, f"{name}: tokens can be split at {len(found)} of its {len(layers)} MoE layers "
-                "only; set SEMMOE_SHUFFLE=off")  # fmt: skip
+        if sorted(found) != layers:
+            raise ValueError(
+                f"{name}: tokens can be split at {len(found)} of its {len(layers)} MoE layers "
+                "only; set SEMMOE_SHUFFLE=off"
+            )
         draft = getattr(getattr(runner, "drafter", None), "model", None)
         dense = not isinstance(draft, torch.nn.Module) or not moe_blocks(draft)
-        require(dense, "a draft model with experts cannot run where a plan splits tokens: choose another way to "
-                "speculate, or attention dp")  # fmt: skip
+        if not dense:
+            raise ValueError(
+                "a draft model with experts cannot run where a plan splits tokens: choose another way to "
+                "speculate, or attention dp"
+            )
         if not self.shuffles:
             for layer in found.values():
                 split_by_position(layer)
@@ -230,7 +248,8 @@ class RankPlugin:
         check_eager(runner, "routing that is to be seen")
         blocks = moe_blocks(runner.model)
         layers = sorted(blocks)
-        require(bool(layers), f"{type(runner.model).__name__} has no MoE layer that semmoe knows")
+        if not layers:
+            raise ValueError(f"{type(runner.model).__name__} has no MoE layer that semmoe knows")
         self._real = RealRows(torch.zeros((), dtype=torch.int64, device=runner.device))
         self.record_to(listener, len(layers))
         self._attach_routers(blocks, layers, 0)
@@ -251,15 +270,23 @@ class RankPlugin:
             block = blocks[index]
             refused = block.is_monolithic or not isinstance(block.router, BaseRouter) or block.do_naive_dispatch_combine
             if refused:
-                require(self._plan is None, f"vLLM's expert kernel of layer {index} routes by itself, and no plan can "
-                        "be applied: give vLLM a checkpoint made by `semmoe apply`, without --plan")  # fmt: skip
+                if self._plan is not None:
+                    raise ValueError(
+                        f"vLLM's expert kernel of layer {index} routes by itself, and no plan can "
+                        "be applied: give vLLM a checkpoint made by `semmoe apply`, without --plan"
+                    )
                 self._traffic = None
                 continue
             table = torch.arange(experts) if serving is None else torch.from_numpy(serving[place])
             layer = RoutedLayer(
-                place, table.to(self._real.count.device), experts // get_ep_group().world_size, self._real,
-                self._traffic, bool(self._dispatch), self._observe,
-            )  # fmt: skip
+                place,
+                table.to(self._real.count.device),
+                experts // get_ep_group().world_size,
+                self._real,
+                self._traffic,
+                bool(self._dispatch),
+                self._observe,
+            )
             hook_router(block.router, layer)
 
     def _observe(self, place: int, expert_ids: torch.Tensor, weights: torch.Tensor) -> None:
@@ -368,7 +395,8 @@ def running_topology(runner: Any, plan: Plan | None) -> Topology:
 
 def check_eager(runner: Any, what: str) -> None:
     mode = runner.vllm_config.compilation_config.mode
-    require(mode == CompilationMode.NONE, f"{what} cannot be compiled: give --enforce-eager")
+    if mode != CompilationMode.NONE:
+        raise ValueError(f"{what} cannot be compiled: give --enforce-eager")
 
 
 def fingerprint(runner: Any) -> Fingerprint:

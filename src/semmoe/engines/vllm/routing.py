@@ -33,9 +33,15 @@ class RoutedLayer:
     """
 
     def __init__(
-        self, place: int, serving: Tensor, experts_per_rank: int, real: RealRows, traffic: TrafficCounter | None,
-        drop_padding: bool, observe: Callable[[int, Tensor, Tensor], None],
-    ) -> None:  # fmt: skip
+        self,
+        place: int,
+        serving: Tensor,
+        experts_per_rank: int,
+        real: RealRows,
+        traffic: TrafficCounter | None,
+        drop_padding: bool,
+        observe: Callable[[int, Tensor, Tensor], None],
+    ) -> None:
         self._place, self._serving, self._experts_per_rank = place, serving, experts_per_rank
         self._real, self._traffic, self._drop_padding, self._observe = real, traffic, drop_padding, observe
 

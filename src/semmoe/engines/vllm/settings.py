@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from semmoe.bounds import require
 from semmoe.engines.settings import PluginSettings
 
 
@@ -13,4 +12,5 @@ class VllmSettings(PluginSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         value = self.sequence_parallel
-        require(value in ("", "0", "1"), f"SEMMOE_SEQUENCE_PARALLEL must be 0, 1 or empty, not {value!r}")
+        if value not in ("", "0", "1"):
+            raise ValueError(f"SEMMOE_SEQUENCE_PARALLEL must be 0, 1 or empty, not {value!r}")

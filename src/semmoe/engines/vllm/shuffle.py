@@ -16,7 +16,6 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.model_executor.models.utils import sequence_parallel_chunk
 
-from semmoe.bounds import require
 from semmoe.engines.shuffle import TokenRows
 from semmoe.engines.step import SlotWatch
 from semmoe.engines.vllm import targets
@@ -104,8 +103,11 @@ def keep_partial(layer: nn.Module, block: nn.Module) -> None:
     """The layer's attention leaves its sum over the ranks to the shuffled reduce-scatter."""
     inside = set(block.modules())
     sums = [m for m in layer.modules() if isinstance(m, RowParallelLinear) and m not in inside]
-    require(len(sums) == 1, f"{type(layer).__name__} sums over its ranks {len(sums)} times before its experts: "
-            "tokens cannot be shuffled; set SEMMOE_SHUFFLE=off")  # fmt: skip
+    if len(sums) != 1:
+        raise ValueError(
+            f"{type(layer).__name__} sums over its ranks {len(sums)} times before its experts: "
+            "tokens cannot be shuffled; set SEMMOE_SHUFFLE=off"
+        )
     sums[0].reduce_results = False
 
 

@@ -35,10 +35,13 @@ def read_step(runner: Any, slots: Slots, num_tokens: int) -> Step:
     rows = np.repeat(np.arange(batch.num_reqs), np.diff(ends))
     positions = _host(runner.positions, num_tokens)
     return Step(
-        token_ids=_host(runner.input_ids, num_tokens), positions=positions, rows=rows,
-        slots=slots.take(list(batch.req_ids)), requests=list(batch.req_ids),
+        token_ids=_host(runner.input_ids, num_tokens),
+        positions=positions,
+        rows=rows,
+        slots=slots.take(list(batch.req_ids)),
+        requests=list(batch.req_ids),
         decoding=positions >= batch.num_prompt_tokens[rows],
-    )  # fmt: skip
+    )
 
 
 def accepted(step: Step, drafts: Sequence[int], sampled: np.ndarray) -> np.ndarray:

@@ -16,9 +16,10 @@ LOAD_MODEL_V2 = Hook(
 FORWARD = Hook(_RUNNER + "_model_forward", "know the tokens of a forward pass", ("input_ids", "positions"))
 UPDATE = Hook(_RUNNER + "_update_states", "know when a request ends", ("scheduler_output",))
 RELOAD = Hook(
-    _RUNNER + "reload_weights", "refuse weights loaded again",
+    _RUNNER + "reload_weights",
+    "refuse weights loaded again",
     ("weights_iterator", "weights_path", "is_checkpoint_format"),
-)  # fmt: skip
+)
 SAMPLE = Hook(
     _RUNNER + "_sample", "know which drafts of a speculating engine were accepted", ("logits", "spec_decode_metadata")
 )
@@ -27,17 +28,19 @@ EXPERT_COUNTS = Hook(
 )
 EXPERTS = Hook(_MOE + "routed_experts.RoutedExperts.__init__", "know the MoE layers", ("layer_name",))
 WEIGHTS = Hook(
-    _MOE + "routed_experts.RoutedExperts.weight_loader", "load experts where the plan has them",
+    _MOE + "routed_experts.RoutedExperts.weight_loader",
+    "load experts where the plan has them",
     ("param", "loaded_weight", "weight_name", "shard_id", "expert_id", "return_success"),
-)  # fmt: skip
+)
 GPT_OSS = "vllm.model_executor.models.gpt_oss."
 GPT_OSS_PACKED = Hook(GPT_OSS + "GptOssModel.load_weights", "take its packed experts apart", ("weights",))
 GPT_OSS_WEIGHTS = Hook(GPT_OSS + "GptOssRoutedExperts.weight_loader", "the same of gpt-oss", WEIGHTS.parameters)
 ROUTE = Hook(_MOE + "router.base_router.BaseRouter._compute_routing", "see each rank's routing", ("router_logits",))
 TO_PHYSICAL = Hook(
-    _MOE + "router.base_router.BaseRouter._apply_eplb_mapping", "the copy of each expert that serves this rank",
+    _MOE + "router.base_router.BaseRouter._apply_eplb_mapping",
+    "the copy of each expert that serves this rank",
     ("topk_ids",),
-)  # fmt: skip
+)
 SCHEDULE = Hook(_CLIENT + "get_core_engine_for_request", "send requests to data-parallel ranks", ("request",))
 FINISHED = Hook(_CLIENT + "process_engine_outputs", "know which requests ended", ("outputs",))
 SEQUENCE_PARALLEL = Hook(
@@ -45,9 +48,10 @@ SEQUENCE_PARALLEL = Hook(
     "split tokens around experts without data parallelism",
 )
 SPLIT_EXPERTS = Hook(
-    _MOE + "layer.make_parallel_config", "tell experts that the rows of their attention group are split",
+    _MOE + "layer.make_parallel_config",
+    "tell experts that the rows of their attention group are split",
     ("is_sequence_parallel", "parallel_config"),
-)  # fmt: skip
+)
 COLUMNS = Hook(_LINEAR + "MergedColumnParallelLinear.__init__", "shared experts whole on every rank", ("disable_tp",))
 ROWS = Hook(_LINEAR + "RowParallelLinear.__init__", "the same", ("disable_tp",))
 
@@ -56,11 +60,14 @@ _LAYER = ("positions", "hidden_states", "residual")
 LAYERS = tuple(
     Hook(f"vllm.model_executor.models.{name}.forward", f"split tokens around {family}'s experts", _LAYER)
     for name, family in (
-        ("qwen3_moe.Qwen3MoeDecoderLayer", "Qwen3-MoE"), ("deepseek_v2.DeepseekV2DecoderLayer", "DeepSeek-V2"),
-        ("mixtral.MixtralDecoderLayer", "Mixtral"), ("olmoe.OlmoeDecoderLayer", "OLMoE"),
-        ("glm4_moe.Glm4MoeDecoderLayer", "GLM-4.5"), ("gpt_oss.TransformerBlock", "gpt-oss"),
+        ("qwen3_moe.Qwen3MoeDecoderLayer", "Qwen3-MoE"),
+        ("deepseek_v2.DeepseekV2DecoderLayer", "DeepSeek-V2"),
+        ("mixtral.MixtralDecoderLayer", "Mixtral"),
+        ("olmoe.OlmoeDecoderLayer", "OLMoE"),
+        ("glm4_moe.Glm4MoeDecoderLayer", "GLM-4.5"),
+        ("gpt_oss.TransformerBlock", "gpt-oss"),
     )
-)  # fmt: skip
+)
 
 MODEL_HOOKS = (LOAD_MODEL, LOAD_MODEL_V2, FORWARD, ROUTE, TO_PHYSICAL, EXPERTS)
 PLAN_HOOKS = (EXPERT_COUNTS, WEIGHTS, RELOAD, GPT_OSS_PACKED, GPT_OSS_WEIGHTS)
@@ -71,9 +78,10 @@ HOOKS = MODEL_HOOKS + PLAN_HOOKS + RECORD_HOOKS + REQUEST_HOOKS + SPLIT_HOOKS + 
 
 # What `cpu.py` mends of vLLM's CPU backend.
 EXPERTS_CPU = Hook(
-    _MOE + "experts.cpu_moe.CPUUnquantizedExperts.apply", "rows whose experts are elsewhere",
+    _MOE + "experts.cpu_moe.CPUUnquantizedExperts.apply",
+    "rows whose experts are elsewhere",
     ("hidden_states", "topk_weights", "topk_ids", "expert_map"),
-)  # fmt: skip
+)
 COMMUNICATOR_CPU = Hook(
     "vllm.distributed.device_communicators.cpu_communicator.CpuCommunicator.__init__", "an expert all-to-all over gloo"
 )

@@ -31,9 +31,20 @@ def argsort_ranks(ranks: Tensor, size: int, slice_rows: int | None = None) -> Ra
         histogram_kernel[(blocks,)](ranks, before, rows, size, blocks, BLOCK=block, BINS=bins)
         scan_kernel[(size,)](before, counts, blocks, BLOCK=SCAN_BLOCK)
     scatter_kernel[(blocks,)](
-        ranks, before, counts, order, inverse, rows, size, blocks, 0 if slice_rows is None else slice_rows,
-        ALONE=blocks == 1, SLICES=slice_rows is not None, BLOCK=block, BINS=bins,
-    )  # fmt: skip
+        ranks,
+        before,
+        counts,
+        order,
+        inverse,
+        rows,
+        size,
+        blocks,
+        0 if slice_rows is None else slice_rows,
+        ALONE=blocks == 1,
+        SLICES=slice_rows is not None,
+        BLOCK=block,
+        BINS=bins,
+    )
     return RankOrder(order, inverse, counts)
 
 
@@ -62,9 +73,20 @@ def scan_kernel(before, counts, blocks, BLOCK: tl.constexpr):
 
 @triton.jit
 def scatter_kernel(
-    ranks, before, counts, order, inverse, rows, size, blocks, slice_rows,
-    ALONE: tl.constexpr, SLICES: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr,
-):  # fmt: skip
+    ranks,
+    before,
+    counts,
+    order,
+    inverse,
+    rows,
+    size,
+    blocks,
+    slice_rows,
+    ALONE: tl.constexpr,
+    SLICES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BINS: tl.constexpr,
+):
     """Sort a block by (rank, row), so that runs of a rank leave side by side; then every run goes to its places."""
     start = tl.program_id(0) * BLOCK
     local, bins = tl.arange(0, BLOCK), tl.arange(0, BINS)

@@ -31,10 +31,19 @@ def look_up_tokens(
     for i, layer in enumerate(layers):
         if tokens:
             look_up_kernel[(triton.cdiv(tokens, SCORE_BLOCK),)](
-                out[i], token_ids.contiguous(), tables.token_rows, tables.token_scores[layer], tokens,
-                len(tables.token_rows) - 1, tables.token_shift[layer], first_rank, tables.token_scores.shape[2],
-                num_slices, BLOCK=SCORE_BLOCK, WIDTH=triton.next_power_of_2(num_slices),
-            )  # fmt: skip
+                out[i],
+                token_ids.contiguous(),
+                tables.token_rows,
+                tables.token_scores[layer],
+                tokens,
+                len(tables.token_rows) - 1,
+                tables.token_shift[layer],
+                first_rank,
+                tables.token_scores.shape[2],
+                num_slices,
+                BLOCK=SCORE_BLOCK,
+                WIDTH=triton.next_power_of_2(num_slices),
+            )
     return out
 
 
@@ -46,19 +55,41 @@ def score(
     past = tables.history_scores[layer, -1:] if history is None else history.contiguous()
     if number:
         score_kernel[(triton.cdiv(number, SCORE_BLOCK),)](
-            out, tokens.contiguous(), tables.path_scores[layer], earlier.contiguous(), past, number, first_rank,
-            tables.token_scores.shape[2], num_slices, HAS_HISTORY=history is not None,
-            LAYERS=earlier.shape[0], TOP_K=earlier.shape[2], ORDERED=tables.ordered, EXPERTS=tables.num_experts,
-            BLOCK=SCORE_BLOCK, WIDTH=triton.next_power_of_2(num_slices),
-        )  # fmt: skip
+            out,
+            tokens.contiguous(),
+            tables.path_scores[layer],
+            earlier.contiguous(),
+            past,
+            number,
+            first_rank,
+            tables.token_scores.shape[2],
+            num_slices,
+            HAS_HISTORY=history is not None,
+            LAYERS=earlier.shape[0],
+            TOP_K=earlier.shape[2],
+            ORDERED=tables.ordered,
+            EXPERTS=tables.num_experts,
+            BLOCK=SCORE_BLOCK,
+            WIDTH=triton.next_power_of_2(num_slices),
+        )
     return out
 
 
 @triton.jit
 def look_up_kernel(
-    out, token_ids, token_rows, token_scores, tokens, last, shift, first, ranks, slices,
-    BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+    out,
+    token_ids,
+    token_rows,
+    token_scores,
+    tokens,
+    last,
+    shift,
+    first,
+    ranks,
+    slices,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     s = tl.arange(0, WIDTH)[None, :]
     valid = t < tokens
@@ -71,10 +102,23 @@ def look_up_kernel(
 
 @triton.jit
 def score_kernel(
-    out, looked_up, path_scores, earlier, history, tokens, first, ranks, slices,
-    HAS_HISTORY: tl.constexpr, LAYERS: tl.constexpr, TOP_K: tl.constexpr, ORDERED: tl.constexpr, EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+    out,
+    looked_up,
+    path_scores,
+    earlier,
+    history,
+    tokens,
+    first,
+    ranks,
+    slices,
+    HAS_HISTORY: tl.constexpr,
+    LAYERS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ORDERED: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     s = tl.arange(0, WIDTH)[None, :]
     valid = t < tokens
@@ -193,9 +237,7 @@ def _level(scores, out, prices, counts, tokens, slices, size, BLOCK: tl.constexp
 
 
 @triton.jit
-def _moves(
-    scores, out, prices, excess, room, start, tokens, slices, BLOCK: tl.constexpr, WIDTH: tl.constexpr
-):  # fmt: skip
+def _moves(scores, out, prices, excess, room, start, tokens, slices, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
     """Of a block's tokens: the slice they are in, the best with room, the bucket of the loss between the two."""
     columns = tl.arange(0, WIDTH)
     tile, valid = _tile(scores, start, tokens, slices, BLOCK, WIDTH)
