@@ -138,17 +138,12 @@ class RankPlugin:
             config.enable_expert_parallel and config.use_all2all,
         )
         if self._placed is not None:
-            check_engine(runner, self._placed.plan, self._schedules)
-            sizes = len(layers), physical
-            check_plan(
-                self._placed.plan,
-                "vLLM",
-                running_topology(runner, self._placed.plan),
-                runner.model_config.hf_text_config,
-                *sizes,
-            )
+            plan, model = self._placed.plan, runner.model_config
+            check_engine(runner, plan, self._schedules)
+            running = running_topology(runner, plan)
+            check_plan(plan, "vLLM", running, model.hf_text_config, len(layers), physical)
             if self._ep_rank == 0:
-                check_identity(self._placed.plan, str(runner.model_config.model))
+                check_identity(plan, str(model.model))
             self._placed.check()
         if str(runner.device) == "cpu":
             check_eager(runner, "semmoe's hooks on a CPU")
