@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+from sglang.srt.layers.moe.utils import get_moe_a2a_backend
 from sglang.srt.runtime_context import get_parallel, get_resources, get_schedule
 from sglang.srt.state_capturer.base import BaseTopkCapturer
 
@@ -13,6 +14,11 @@ from semmoe.runtime.fused import PeerBuffers, symmetric_buffers
 
 MOST_REQUESTS = 4096  # that SGLang runs at a time where nothing is said
 EXPERT_ID_BYTES = 4  # at most, as they travel with the rows
+
+
+def all_to_all() -> bool:
+    """Whether each rank's rows go to their experts, in place of all rows to all ranks."""
+    return not get_moe_a2a_backend().is_none()
 
 
 def prompts(batch: Any) -> bool:

@@ -34,10 +34,10 @@ from semmoe.engines.recorder_files import refuse
 from semmoe.engines.recording import PassRecorder
 from semmoe.engines.selfcheck import SelfCheck
 from semmoe.engines.sglang import guard, targets
-from semmoe.engines.sglang.dispatcher import all_to_all
 from semmoe.engines.sglang.families import expert_sizes, with_copies
 from semmoe.engines.sglang.location import check_dispatch, check_location, choose_copies
 from semmoe.engines.sglang.model import (
+    all_to_all,
     capture,
     fingerprint,
     layer_of_norm,
