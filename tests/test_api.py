@@ -64,7 +64,7 @@ def test_a_name_in_html_is_escaped():
 def test_profile_records_what_the_shipped_model_routes(tmp_path):
     pytest.importorskip("torch")
     prompts = ["A list is a sequence of values.", "The cat sat on the mat and looked at the moon."]
-    settings = semmoe.ProfileSettings(decode=2)
+    settings = semmoe.ProfileSettings(max_new_tokens=2)
     trace = semmoe.profile(str(tiny()), prompts, tmp_path / "trace", settings)
     assert trace.num_requests == 2
     assert (np.diff(trace.request_offsets) == [len(trace.prompt(r)) + 1 for r in range(2)]).all()

@@ -6,11 +6,11 @@ from typing import Annotated
 import typer
 
 from semmoe import console
-from semmoe.cli.app import app
+from semmoe.cli.app import TOOLS, app
 from semmoe.cli.options import OUTPUT, Json
 
 
-@app.command()
+@app.command(rich_help_panel=TOOLS)
 def report(
     directory: Annotated[
         Path,

@@ -28,7 +28,7 @@ def profile(
     settings = settings or ProfileSettings()
     texts = [Prompt(text=text) for text in prompts]
     ids = encode(texts[: settings.limit or None], load_tokenizer(model), settings.max_prompt_tokens)
-    stated = {"decode": settings.decode, "max_prompt_tokens": settings.max_prompt_tokens}
+    stated = {"decode": settings.max_new_tokens, "max_prompt_tokens": settings.max_prompt_tokens}
     header = TraceHeader(fingerprint=fingerprint_of(model), dataset_hash=digest(ids), settings=stated)
     with TraceWriter(Path(out), header) as writer:
         progress(writer.num_requests)
@@ -36,7 +36,7 @@ def profile(
             load_model(model),
             ids,
             writer,
-            max_new_tokens=settings.decode,
+            max_new_tokens=settings.max_new_tokens,
             batch_size=settings.batch_size,
             progress=progress,
         )
