@@ -25,10 +25,11 @@ from semmoe.cli.options import (
     resolve_topology,
     tell_result,
 )
-from semmoe.core import Fingerprint, Plan, RoutingTrace, Topology
+from semmoe.core import Plan, RoutingTrace
 from semmoe.cost import LayerShape, Links, load_links
 from semmoe.methods import METHODS, check_applies, obstacle
 from semmoe.settings import CoclusterSettings, ReplaySettings, SolveSettings, SplitSettings
+from semmoe.topology import Fingerprint, Topology
 
 OBJECTIVE = ["load_limit", "remote_rank_cost", "remote_node_cost"]
 DECIDED = [

@@ -11,8 +11,9 @@ import typer
 
 from semmoe import console
 from semmoe.bounds import MOST_RANKS, choice, number
-from semmoe.core import Plan, Topology
+from semmoe.core import Plan
 from semmoe.demo import MODEL
+from semmoe.topology import Topology
 
 
 class Engine(str, Enum):

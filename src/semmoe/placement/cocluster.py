@@ -14,7 +14,7 @@ from os import cpu_count
 import numpy as np
 
 from semmoe.affinity import pair_count
-from semmoe.core import Placement, RoutingTrace, Topology, physical_experts
+from semmoe.core import Placement, RoutingTrace
 from semmoe.metrics import layer_traffic
 from semmoe.placement.copies import LOAD_PRICE, level, nearest_copies, primary_serving
 from semmoe.placement.greedy import place_layer
@@ -24,6 +24,7 @@ from semmoe.settings import CoclusterSettings
 from semmoe.tokens.kernels import SCALE
 from semmoe.tokens.predictor import Predictor, predict, sample_requests
 from semmoe.tokens.slices import assign
+from semmoe.topology import Topology, physical_experts
 
 # Tokens per expert that a search looks at without and with redundant experts, and tokens at most; moves that it judges
 # for the first load cap, and half as many for each other, which bounds its time where there are many experts.
