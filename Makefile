@@ -90,7 +90,7 @@ soak-vllm: $(VLLM_VENV)/.ready
 	ONEDNN_PRIMITIVE_CACHE_CAPACITY=8 $(ON_VLLM) benchmarks/soak.py --engine vllm | tee $(RESULTS)/soak_vllm_$(HERE).txt
 
 bench-deepspeed: $(DEEPSPEED_VENV)/.ready
-	OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu $(DEEPSPEED_PYTHON) benchmarks/bench_deepspeed.py | tee $(RESULTS)/deepspeed_$(HERE).txt
+	PYTHONPATH=. OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu $(DEEPSPEED_PYTHON) benchmarks/bench_deepspeed.py | tee $(RESULTS)/deepspeed_$(HERE).txt
 
 # The pages of docs/ as a site, in site/. Material for MkDocs prints a notice about MkDocs 2 unless it is told not to.
 docs: $(VENV)/.ready-docs
