@@ -289,8 +289,7 @@ def demo(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """The whole line on the embedded model: profile, solve, generate five ways, one table and one page. About two
-    minutes.
+    """The whole line on the embedded model: profile, solve, generate five ways; where a plan pays. About two minutes.
 
     Without --dataset the prompts are text of the standard library that the model never saw. The page is
     semmoe-demo/report.html, or DIR/report.html with --keep DIR.
@@ -308,8 +307,9 @@ def demo(
         rows = result["set_ups"]
         if not as_json:
             title = f"{result['prompts']} {'given' if dataset else 'held-out'} prompts, {ep_size} processes"
-            console.print_table(title, *tables.generated(rows))
+            console.print_table(title, *tables.generated(rows, with_speed=False))
             tables.print_gain(rows)
+            tables.print_payoffs(result["payoffs"], ep_size)
         page = _demo_report(work, keep or Path("semmoe-demo"))
     finally:
         if keep is None:
