@@ -8,8 +8,8 @@ PAYOFFS = """"no": not worth it. Columns are models, and tokens of a batch over 
 about a step of decoding, 16,384 one of prefill. Rows are attention and links; those of
 100g and 400g (Gbit/s) join two nodes. A plan competes with vanilla and, with
 attention-TP, with expert parallelism without all-to-all. These are predictions for
-routing as predictable as the shipped model's. For your own model: semmoe profile, then
-semmoe solve --links."""
+routing as predictable as the shipped model's. For your own model run semmoe profile, and
+semmoe solve with the --links that you have."""
 
 
 def print_affinity(result: dict[str, Any]) -> None:
