@@ -126,7 +126,7 @@ def _payoffs(rows: list[dict[str, Any]], ep_size: int) -> list[dict[str, Any]]:
     """Where plans with the traffic that was measured here would pay; nowhere on one rank, where nothing travels."""
     if ep_size == 1:
         return []
-    dp, tp = (measured(mode, *rows[first : first + 2], ep_size) for mode, first in (("dp", 0), ("tp", 2)))
+    dp, tp = measured("dp", rows[0], rows[1], ep_size), measured("tp", rows[2], rows[3], ep_size)
     return [asdict(one) for one in (*payoffs(dp), *payoffs(tp))]
 
 

@@ -118,18 +118,21 @@ def print_payoffs(found: list[dict[str, Any]], ep_size: int) -> None:
     """Where a plan with the demo's traffic pays: what it would save, or that it is not worth it."""
     if not found:
         return
-    console.print_table(f"Time of a MoE layer that a plan with this traffic saves, {ep_size} ranks", *payoffs(found))
+    console.print_table(f"Predicted time of a MoE layer that a plan with this traffic saves, {ep_size} ranks", *payoffs(found))
     console.out.print(PAYOFFS, highlight=False)
 
 
 def payoffs(found: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows: a row for each attention and kind of links, a column for each model and batch size."""
-    kinds = list(dict.fromkeys((one["attention"], one["links"]) for one in found))
+    """Columns and rows: a row for each attention and kind of links, a column for each model and batch size.
+
+    found: of each row all columns, in one order.
+    """
     cases = list(dict.fromkeys((one["model"], one["batch_tokens"]) for one in found))
-    saved = {(one["attention"], one["links"], one["model"], one["batch_tokens"]): _saved(one) for one in found}
-    rows = [[f"{mode.upper()}, {links}", *(saved[(mode, links, *case)] for case in cases)] for mode, links in kinds]
+    rows: dict[str, list[str]] = {}
+    for one in found:
+        rows.setdefault(f"{one['attention'].upper()}, {one['links']}", []).append(_saved(one))
     names = ["\n".join([*model.rsplit("-", 1), f"{tokens:,}"]) for model, tokens in cases]
-    return ["attention, links", *names], rows
+    return ["attention, links", *names], [[kind, *cells] for kind, cells in rows.items()]
 
 
 def _saved(one: dict[str, Any]) -> str:
