@@ -133,7 +133,7 @@ $(SGLANG_VENV)/.ready: pyproject.toml $(wildcard $(SGLANG_CPU)/*.* $(SGLANG_CPU)
 	@$(SGLANG_PIP) install -e .
 	@touch $@
 
-$(VLLM_VENV)/.ready: pyproject.toml $(wildcard $(VLLM_CPU)/*.*)
+$(VLLM_VENV)/.ready: pyproject.toml $(wildcard $(VLLM_CPU)/*.* $(VLLM_CPU)/*/*.py)
 	@test -x $(VLLM_PYTHON) || $(PYTHON) -c "import sys; sys.version_info < (3, 11) and sys.exit('vLLM needs Python 3.11: set PYTHON')"
 	@test -x $(VLLM_PYTHON) || { echo "creating $(VLLM_VENV)"; $(PYTHON) -m venv $(VLLM_VENV); }
 	@$(VLLM_PYTHON) -c "import torch" 2>/dev/null || { echo "installing $(TORCH)"; $(VLLM_PIP) install "$(TORCH)"; }

@@ -9,8 +9,10 @@ from rich.table import Table
 
 from semmoe import console
 from semmoe.cli.app import new_app
-from semmoe.cli.options import INPUT, OUTPUT, Json, Seed
+from semmoe.cli.form import finite
+from semmoe.cli.options import INPUT, METHOD, OUTPUT, Json
 from semmoe.files import check_output
+from semmoe.settings import SEED
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 app = new_app("The paper's tables and figures, from what this machine can run.")
@@ -51,7 +53,12 @@ def reproduce(
             show_default=False,
         ),
     ] = None,
-    seed: Seed = 0,
+    seed: Annotated[
+        int,
+        typer.Option(
+            help="Seed of every random choice.", rich_help_panel=METHOD, min=SEED[0], max=SEED[1], callback=finite
+        ),
+    ] = 0,
     list_items: Annotated[bool, typer.Option("--list", help="Say what there is, what it needs, and end.")] = False,
     as_json: Json = False,
 ) -> None:

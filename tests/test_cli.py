@@ -265,11 +265,11 @@ def test_a_plan_of_a_part_of_a_file_says_so_on_all_of_it(work, tmp_path):
         assert (f"{profiled} of {of} requests were profiled" in result.stderr) == (profiled > 0)
 
 
-def test_a_plan_of_before_that_names_no_requests_is_doubted(work, tmp_path):
-    """Its header has no such field and its arrays no such name: it loads, and replay says what it cannot know."""
+def test_a_plan_that_names_no_requests_is_doubted(work, tmp_path):
+    """It has no hashes of the requests that it was solved on: it loads, and replay says what it cannot know."""
     shutil.copytree(work / "plan", tmp_path / "plan")
     header = json.loads((tmp_path / "plan" / "plan.json").read_text())
-    del header["profiled_requests"]
+    header["profiled_requests"] = False
     (tmp_path / "plan" / "plan.json").write_text(json.dumps(header))
     arrays = load_file(tmp_path / "plan" / "plan.safetensors")
     del arrays["profiled_requests"]

@@ -24,7 +24,7 @@ def kept(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def made(kept):
-    outcome = CliRunner().invoke(app, ["demo", "--json", "--keep", str(kept)])
+    outcome = CliRunner().invoke(app, ["demo", "--json", "--out", str(kept)])
     assert outcome.exit_code == 0, outcome.output
     made = json.loads(outcome.stdout)
     assert made["report"] == str(kept / "report.html")

@@ -121,7 +121,7 @@ def through_the_hooks(comm, buffers) -> list[torch.Tensor]:
     shuffle = StaticBoundaryShuffle(shuffler, comm, {id(norm): 0}, lambda: SLOTS, buffers)
     decoding, out = batch(True, [7, 8, 3, 0], [3, 4, 9, 0], [2, 1, 5, 0]), []
     for _ in range(3):
-        shuffle.begin(decoding, None)
+        shuffle.begin_pass(decoding, None)
         hidden = torch.arange(8.0).view(4, 2) + 100 * comm.rank
         out.append(one_layer(shuffle, norm, decoding, hidden)[0])
         shuffle.end()
@@ -140,7 +140,9 @@ def handles(seed: int) -> list[torch.Tensor]:
     shuffler, out = device_shuffler(plan(seed)), []
     for turn in range(3):
         rng = np.random.default_rng((seed, turn))
-        shuffler.start(torch.from_numpy(rng.integers(-1, 40, 8)), torch.tensor([3, 4, 5, 7, 9, 0, 0, 0]))
+        shuffler.start(
+            torch.from_numpy(rng.integers(-1, 40, 8)), torch.tensor([3, 4, 5, 7, 9, 0, 0, 0]), None, torch.tensor([0])
+        )
         for layer in (None, 0, 1):
             handle = shuffler.slices(layer)
             out += [handle.order, handle.inverse, handle.counts]

@@ -31,6 +31,7 @@ from semmoe.tokens import slices as host_scores
 from semmoe.tokens.slices import ByPosition, History, assign
 
 SIZE, GROUP, SLOTS = 2, 1, 40
+NONE_NEW = torch.tensor([PADDING_SLOT])
 
 
 def plan(seed=0, tables="scores") -> Plan:
@@ -94,8 +95,8 @@ def fitted(values: np.ndarray, padding: int) -> torch.Tensor:
 def test_slices_are_those_of_the_host(seed):
     ours, theirs = device_shuffler(plan(seed)), TokenShuffler(plan(seed), GROUP, 0)
     for number, (ids, slots, decoding, fresh, several) in enumerate(random_passes(seed)):
-        ours.begin(torch.from_numpy(fresh))
-        ours.start(*map(torch.from_numpy, (ids, slots)), torch.from_numpy(decoding) if several else None)
+        told = torch.from_numpy(decoding) if several else None
+        ours.start(*map(torch.from_numpy, (ids, slots)), told, torch.from_numpy(fresh))
         theirs.start(ids, slots, decoding, fresh)
         for layer in (None, *range(LAYERS)) if len(ids) else ():
             mine, other = ours.slices(layer), theirs.slices(layer)
@@ -119,8 +120,7 @@ def test_later_tokens_of_a_prompt_do_not_know_the_earlier_ones(seed):
         decodes = decoding & (number == 1)
         ids = np.random.default_rng(seed).integers(VOCABULARY, size=6)
         shuffler.start(ids, slots, decodes, new)
-        device.begin(torch.from_numpy(new))
-        device.start(torch.from_numpy(ids), torch.from_numpy(slots), torch.from_numpy(decodes))
+        device.start(*map(torch.from_numpy, (ids, slots, decodes, new)))
         earlier = []
         for layer in range(LAYERS):
             known = np.where(decodes[:, None], history.contribution(layer, slots), tables.history_scores[layer, -1])
@@ -142,7 +142,7 @@ def test_later_tokens_of_a_prompt_do_not_know_the_earlier_ones(seed):
 def test_once_a_batch(tables):
     ours, theirs = device_shuffler(plan(3, tables), "batch"), TokenShuffler(plan(3, tables), GROUP, 0, "batch")
     ids = np.random.default_rng(0).integers(-1, VOCABULARY + 2, 18)
-    ours.start(torch.from_numpy(ids), torch.arange(1, 19))
+    ours.start(torch.from_numpy(ids), torch.arange(1, 19), None, NONE_NEW)
     theirs.start(ids, np.arange(1, 19), np.ones(18, bool), np.arange(1, 19))
     assert not ours.uses_history
     for layer in (0, 1):
@@ -202,7 +202,9 @@ def test_padding_makes_room_for_tokens():
 def test_with_padding_every_token_comes_once_and_first(seed, tokens, padding):
     padding += (tokens + padding) % SIZE
     rng, shuffler = np.random.default_rng(seed), device_shuffler(plan(seed))
-    shuffler.start(fitted(rng.integers(0, VOCABULARY, tokens), padding), fitted(np.arange(1, tokens + 1), padding))
+    shuffler.start(
+        fitted(rng.integers(0, VOCABULARY, tokens), padding), fitted(np.arange(1, tokens + 1), padding), None, NONE_NEW
+    )
     for layer in (None, *range(LAYERS)) if tokens + padding else ():
         handle = shuffler.slices(layer)
         slices = handle.order.view(SIZE, handle.slice_rows)
@@ -221,7 +223,7 @@ def test_padding_leaves_histories_alone():
     for padding in (1, 5):
         shuffler = device_shuffler(plan(5))
         for turn in range(3):
-            shuffler.start(fitted(np.array([3, 4, 5]), padding), fitted(np.array([7, 1, 2]), padding))
+            shuffler.start(fitted(np.array([3, 4, 5]), padding), fitted(np.array([7, 1, 2]), padding), None, NONE_NEW)
             chosen = torch.cat([routed(turn, 0, 3), torch.full((padding, TOP_K), 255)])
             shuffler.observe(0, chosen)
         found.append(shuffler._history.contribution(0, torch.tensor([7, 1, 2]), torch.ones(3, dtype=torch.bool)))
@@ -232,8 +234,7 @@ def decode(shuffler):
     """A decode pass as a function of its tensors, as a graph sees it."""
 
     def run(ids, slots, new, routed):
-        shuffler.begin(new)
-        shuffler.start(ids, slots)
+        shuffler.start(ids, slots, None, new)
         out = []
         for layer in range(LAYERS):
             handle = shuffler.slices(layer)

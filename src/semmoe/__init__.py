@@ -4,7 +4,7 @@
                profile   split           solve                     replay, compare
 
 Public names are loaded on first use, so that `import semmoe` stays light; neither torch nor an engine is imported
-here or by any name below but `profile`, which runs a model.
+here or by any name below; `profile` imports them when it is called.
 """
 
 from importlib import import_module
@@ -16,6 +16,7 @@ _PUBLIC = {
     "Fingerprint": "core",
     "Placement": "core",
     "Plan": "core",
+    "ProfileSettings": "settings",
     "ReplaySettings": "settings",
     "RoutingTrace": "core",
     "SolveSettings": "settings",

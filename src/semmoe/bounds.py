@@ -14,17 +14,36 @@ MOST_EXPERTS = 4096  # of a layer
 MOST_TABLE = 1 << 28  # entries of an array by layer and expert, by layer and token id, or of layer x rank x expert
 
 
-def number(default: Any, low: float, high: float) -> Any:
+def number(default: Any, low: float, high: float, **shown: Any) -> Any:
     """A dataclass field whose value lies between `low` and `high`, both included; None where that is the default.
 
-    `check_numbers` holds values to it, and the command line takes an option's bounds from it.
+    `check_numbers` holds values to it. shown: for a field that is an option of the command line too (`option`).
     """
-    return field(default=default, metadata={"low": low, "high": high})
+    return field(default=default, metadata={"low": low, "high": high, **_option(**shown)})
 
 
 def required_number(low: float, high: float) -> Any:
-    """As `number`, without a default."""
+    """The same without a default."""
     return field(metadata={"low": low, "high": high})
+
+
+def choice(default: str | None, names: tuple[str, ...], **shown: Any) -> Any:
+    """A dataclass field whose value is one of `names`; None where that is the default."""
+    return field(default=default, metadata={"choices": names, **_option(**shown)})
+
+
+def switch(**shown: Any) -> Any:
+    """A dataclass field that is off unless an option turns it on."""
+    return field(default=False, metadata=_option(**shown))
+
+
+def _option(help: str = "", panel: str = "Method", flag: str = "", unit: int = 1, zero_is_none: bool = False) -> dict:
+    """How a field is an option; without a help text it is none.
+
+    flag: the option's name, where it is not the field's. unit: what one of the option is of the field. zero_is_none: 0
+    means None, which is no limit.
+    """
+    return {"help": help, "panel": panel, "flag": flag, "unit": unit, "zero_is_none": zero_is_none} if help else {}
 
 
 def bounds(kind: Any, name: str) -> tuple[float, float]:
@@ -34,10 +53,14 @@ def bounds(kind: Any, name: str) -> tuple[float, float]:
 
 
 def check_numbers(settings: Any) -> None:
-    """Raise ValueError naming the first field of a dataclass whose value is outside the bounds of its `number`."""
+    """Raise ValueError naming the first field whose value is outside the bounds of its `number`, or is no `choice`."""
     for one in fields(settings):
         value = getattr(settings, one.name)
-        if not one.metadata or (value is None and one.default is None):
+        if value is None and (one.default is None or one.metadata.get("zero_is_none")):
+            continue
+        if "choices" in one.metadata and value not in one.metadata["choices"]:
+            raise ValueError(f"{one.name} must be {' or '.join(one.metadata['choices'])}, not {value!r}")
+        if "low" not in one.metadata:
             continue
         low, high = one.metadata["low"], one.metadata["high"]
         if isinstance(value, bool) or not isinstance(value, (int, float, np.number)) or not low <= value <= high:

@@ -159,6 +159,7 @@ def solve_methods(
     methods: Sequence[str],
     settings: SolveSettings,
     progress: Callable[[int], None] = lambda done: None,
+    embeddings: np.ndarray | None = None,
 ) -> tuple[dict[str, Plan], dict[str, float]]:
     """A plan by each of `methods`, and by linear, which others are measured by; and the seconds that each took.
 
@@ -167,7 +168,7 @@ def solve_methods(
     plans, seconds = {}, {}
     for method in dict.fromkeys(["linear", *methods]):
         started = time.perf_counter()
-        plans[method] = solve(profile, topology, replace(settings, method=method))
+        plans[method] = solve(profile, topology, replace(settings, method=method), embeddings)
         seconds[method] = time.perf_counter() - started
         progress(int(method in methods))
     return plans, seconds

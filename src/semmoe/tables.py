@@ -118,7 +118,8 @@ def print_payoffs(found: list[dict[str, Any]], ep_size: int) -> None:
     """Where a plan with the demo's traffic pays: what it would save, or that it is not worth it."""
     if not found:
         return
-    console.print_table(f"Predicted time of a MoE layer that a plan with this traffic saves, {ep_size} ranks", *payoffs(found))
+    title = f"Predicted time of a MoE layer that a plan with this traffic saves, {ep_size} ranks"
+    console.print_table(title, *payoffs(found))
     console.out.print(PAYOFFS, highlight=False)
 
 

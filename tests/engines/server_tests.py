@@ -182,7 +182,7 @@ def plain_routing(model, prompt, output):
 def check_profiles(engine, options, tmp_path):
     """`semmoe profile` through an engine records what transformers' own does, token for token."""
     for name, own in (("transformers", []), (engine, ["--", *options])):
-        cli("profile", "tiny", "--limit", "24", "--max-prompt-tokens", "120", "--decode", "6", "--out",
+        cli("profile", "tiny", "--limit", "24", "--max-prompt-tokens", "120", "--max-new-tokens", "6", "--out",
                str(tmp_path / name), "--engine", name, *own)  # fmt: skip
     ours, theirs = open_trace(tmp_path / "transformers"), open_trace(tmp_path / engine)
     for name in ("token_ids", "request_offsets", "phase", "prompt_ids", "expert_ids"):

@@ -17,7 +17,10 @@ __all__ = [
     "serve",
     "watch",
 ]
+ORDER = "profile affinity solve replay apply serve watch router generate demo calibrate report doctor reproduce".split()
+app.registered_commands.sort(key=lambda command: ORDER.index(getattr(command.callback, "__name__", "")))  # as in --help
 
 
 def main() -> None:
+    """Run it."""
     app()

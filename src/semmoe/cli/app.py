@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 
 from semmoe import __version__, console
 
+OFFLINE, SERVING, TOOLS = "Offline", "Serving", "Tools"  # panels of `semmoe --help`
 _UsageError: Any = typer.BadParameter.__base__  # typer brings click under a name of its own
 
 

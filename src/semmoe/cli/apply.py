@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from semmoe import console
-from semmoe.cli.app import app
+from semmoe.cli.app import OFFLINE, app
 from semmoe.cli.options import INPUT, OUTPUT, Json, model_path
 from semmoe.core import Plan
 
@@ -23,7 +23,7 @@ class Target(str, Enum):
     sglang = "sglang"
 
 
-@app.command()
+@app.command(rich_help_panel=OFFLINE)
 def apply(
     plan: Annotated[Path, typer.Argument(help="A plan directory.", show_default=False)],
     model: Annotated[

@@ -1,31 +1,31 @@
 """Measuring what links and experts cost."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from semmoe import console
-from semmoe.cli.app import app
-from semmoe.cli.options import OUTPUT, TOPOLOGY, Force, Json, ModelArgument, numeric
+from semmoe.cli.app import TOOLS, app
+from semmoe.cli.form import takes
+from semmoe.cli.options import OUTPUT, Force, Json, ModelArgument
 from semmoe.settings import CalibrateSettings
 
 if TYPE_CHECKING:
     from semmoe.engines.transformers.calibrate import Calibration
 
 
-@app.command()
+@app.command(rich_help_panel=TOOLS)
+@takes(settings=CalibrateSettings)
 def calibrate(
     model: ModelArgument,
     out: Annotated[
         Path, typer.Option(help="The links file, JSON, for `semmoe solve --links`.", rich_help_panel=OUTPUT)
     ],
     force: Force = False,
-    ep_size: Annotated[
-        int, numeric(CalibrateSettings, "ep_size", "Expert-parallel ranks, each a local process.", TOPOLOGY)
-    ] = CalibrateSettings().ep_size,
     name: Annotated[str, typer.Option(help="What to call these links.", rich_help_panel=OUTPUT)] = "this machine",
     as_json: Json = False,
+    settings: Any = None,
 ) -> None:
     """Measure what links and experts cost, with real collectives between local processes and the model's own experts.
 
@@ -37,6 +37,7 @@ def calibrate(
     from semmoe.engines.transformers.calibrate import calibrate as measure
     from semmoe.files import check_output, save_json
 
+    ep_size = settings().ep_size
     check_output(out, force=force)
     with console.bars() as bars:
         found = measure(model, ep_size, bars.task(f"measuring {ep_size} processes", len(TOKENS)), name)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from semmoe import console
-from semmoe.cli.app import app
+from semmoe.cli.app import TOOLS, app
 from semmoe.cli.options import INPUT, Json, model_path
 from semmoe.engines.doctor import ENGINES, EngineState, PlanState, examine, examine_plan, versions
 
@@ -20,7 +20,7 @@ class Engine(str, Enum):
     transformers = "transformers"
 
 
-@app.command()
+@app.command(rich_help_panel=TOOLS)
 def doctor(
     engine: Annotated[
         Engine | None, typer.Option(help="Only this engine, which must be there.", rich_help_panel=INPUT)

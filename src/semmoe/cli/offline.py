@@ -7,54 +7,52 @@ from typing import Annotated, Any
 import typer
 
 from semmoe import console, tables
-from semmoe.cli.app import app, refuse_given
+from semmoe.cli.app import OFFLINE, app, refuse_given
+from semmoe.cli.form import takes
 from semmoe.cli.options import (
     METHOD,
+    OFFLINE_RANKS,
     OUTPUT,
-    Attention,
-    AttentionOption,
-    Batches,
-    BatchKind,
-    BatchTokens,
-    DpSize,
-    EpSize,
-    ExpertSize,
     Force,
-    HiddenSize,
+    GivenTopology,
     Json,
     LinksOption,
-    LoadLimit,
-    NodeCost,
-    NumNodes,
-    RankCost,
-    Redundant,
-    Seed,
-    TimeLimit,
     TraceArgument,
-    Window,
+    Widths,
     model_path,
-    numeric,
+    resolve_topology,
 )
 from semmoe.core import Fingerprint, Plan, RoutingTrace, Topology
 from semmoe.cost import LayerShape, load_links
 from semmoe.methods import METHODS, check_applies, obstacle
-from semmoe.settings import (
-    CoclusterSettings,
-    MoETunerSettings,
-    PaperSettings,
-    PredictorSettings,
-    ReplaySettings,
-    SolveSettings,
-    SplitSettings,
-)
+from semmoe.settings import CoclusterSettings, ReplaySettings, SolveSettings, SplitSettings
 
-PAPER, SOLVE, REPLAY = PaperSettings(), SolveSettings(), ReplaySettings()
-LIMIT = SOLVE.cocluster.load_limit or 0.0
 OBJECTIVE = ["load_limit", "remote_rank_cost", "remote_node_cost"]
+DECIDED = [
+    "method",
+    "profile_share",
+    "ep_size",
+    "attention",
+    "dp_size",
+    "num_nodes",
+    "redundant_experts",
+    "time_limit",
+    "lookback",
+    "theta",
+    "steps",
+    "model",
+    *OBJECTIVE,
+]
 METHOD_NAMES = ", ".join(METHODS)
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Serve unprofiled tokens by this model's embeddings.", rich_help_panel=METHOD, callback=model_path
+    ),
+]
 
 
-@app.command()
+@app.command(rich_help_panel=OFFLINE)
 def affinity(
     trace: TraceArgument,
     prediction: Annotated[bool, typer.Option(help="Also predict held-out routing.", rich_help_panel=METHOD)] = True,
@@ -85,41 +83,21 @@ def affinity(
         tables.print_affinity(result)
 
 
-@app.command()
+@app.command(rich_help_panel=OFFLINE)
+@takes(given=GivenTopology, settings=SolveSettings, widths=Widths)
 def solve(
     ctx: typer.Context,
     trace: TraceArgument,
     out: Annotated[Path, typer.Option(help="The plan directory.", rich_help_panel=OUTPUT)],
     force: Force = False,
-    ep_size: EpSize = 8,
-    attention: AttentionOption = Attention.tp,
-    dp_size: DpSize = None,
-    num_nodes: NumNodes = 1,
-    method: Annotated[str, typer.Option(help=f"One of {METHOD_NAMES}.", rich_help_panel=METHOD)] = SOLVE.method,
-    redundant_experts: Redundant = 0,
-    load_limit: LoadLimit = LIMIT,
-    remote_rank_cost: RankCost = SOLVE.cocluster.remote_rank,
-    remote_node_cost: NodeCost = SOLVE.cocluster.remote_node,
-    time_limit: TimeLimit = SOLVE.moetuner.time_limit,
-    lookback: Annotated[
-        int | None,
-        numeric(PredictorSettings, "lookback", "Layers that predictions look back; by default semmoe chooses.", METHOD),
+    given: Any = None,
+    method: Annotated[
+        str | None, typer.Option(help=f"One of {METHOD_NAMES}; by default semmoe.", rich_help_panel=METHOD)
     ] = None,
-    theta: Annotated[
-        float, numeric(PaperSettings, "theta", "paper: weight of balance in the objective.", METHOD)
-    ] = PAPER.theta,
-    steps: Annotated[int, numeric(PaperSettings, "steps", "paper: alternations of Algorithm 1.", METHOD)] = PAPER.steps,
-    batch_tokens: BatchTokens = REPLAY.batch_tokens,
-    links: LinksOption = "",
-    hidden_size: HiddenSize = None,
-    expert_size: ExpertSize = None,
-    seed: Seed = 0,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Serve unprofiled tokens by this model's embeddings.", rich_help_panel=METHOD, callback=model_path
-        ),
-    ] = None,
+    settings: Any = None,
+    links: LinksOption = None,
+    widths: Any = None,
+    model: ModelOption = None,
     as_json: Json = False,
 ) -> None:
     """Decide where experts go and build the tables that send tokens after them.
@@ -136,36 +114,22 @@ def solve(
     from semmoe.trace import open_trace
 
     check_plan_output(out, force)
-    if method not in ("paper", "semmoe"):
-        refuse_given(ctx, ["lookback", "model"], f"method {method} schedules no tokens")
-    if method != "paper":
-        refuse_given(ctx, ["theta", "steps"], "only the paper's method has it")
-    if method == "semmoe" and attention is Attention.dp:
-        refuse_given(ctx, ["lookback", "model"], "with attention dp semmoe reads prompts only")
-    _refuse_idle(ctx, [method], num_nodes)
-    topology = Topology.for_attention(attention.value, ep_size, dp_size, num_nodes)
-    check_applies(method, topology, redundant_experts)
-    settings = SolveSettings(
-        method=method,
-        redundant_experts=redundant_experts,
-        seed=seed,
-        paper=PaperSettings(theta=theta, steps=steps, **({} if lookback is None else {"lookback": lookback})),
-        predictor=PredictorSettings(lookback=lookback),
-        cocluster=replace(_objective(load_limit, remote_rank_cost, remote_node_cost), batch_tokens=batch_tokens),
-        moetuner=MoETunerSettings(time_limit=time_limit),
-    )
-    chosen_links = load_links(links or ("h200-nvlink" if num_nodes == 1 else "h200-400g"), num_nodes)
+    solving: SolveSettings = settings(method=method or SolveSettings().method)
+    topology = resolve_topology(None, given(), OFFLINE_RANKS)
+    check_applies(solving.method, topology, solving.redundant_experts)
+    _refuse_idle(ctx, [solving.method], topology)
+    chosen_links = load_links(links or ("h200-nvlink" if topology.num_nodes == 1 else "h200-400g"), topology.num_nodes)
     opened = open_trace(trace)
-    shape = _layer_shape(opened.fingerprint, hidden_size or 0, expert_size or 0)
+    shape = _layer_shape(opened.fingerprint, widths())
     embeddings = _embeddings(model, opened.fingerprint) if model else None
     with console.bars() as bars:
         layers = opened.fingerprint.num_layers
         advance = bars.task("solving without held-out requests", layers)
-        measure = ReplaySettings(batch_tokens=batch_tokens, seed=seed)
-        expected = expect(opened, topology, settings, measure, chosen_links, shape, progress=advance)
+        measure = ReplaySettings(batch_tokens=solving.cocluster.batch_tokens, seed=solving.seed)
+        expected = expect(opened, topology, solving, measure, chosen_links, shape, progress=advance)
         advance(0 if expected else layers)
         advance = bars.task("solving", layers)
-        plan = replace(solve_plan(opened, topology, settings, embeddings, advance), expected=expected)
+        plan = replace(solve_plan(opened, topology, solving, embeddings, advance), expected=expected)
     save_plan(plan, out)
     by_answers = _warn_of_answers(opened, topology)
     if shape is None:
@@ -177,19 +141,18 @@ def solve(
     if as_json:
         console.print_json({"plan": str(out), "scheduled_by_answers": by_answers, "expected": expected})
     else:
-        _print_expected(out, method, expected)
+        _print_expected(out, solving.method, expected)
 
 
-def _layer_shape(f: Fingerprint, hidden_size: int, expert_size: int) -> LayerShape | None:
+def _layer_shape(f: Fingerprint, widths: Widths) -> LayerShape | None:
     """What the trace or the user says of the model's widths; None if that is not enough."""
-    for given, known, name in (
-        (hidden_size, f.hidden_size, "hidden-size"),
-        (expert_size, f.expert_size, "expert-size"),
-    ):
+    sizes = []
+    for name in ("hidden_size", "expert_size"):
+        given, known = getattr(widths, name) or 0, getattr(f, name)
         if 0 not in (given, known) and given != known:
-            raise ValueError(f"--{name} is {given}, but the trace was profiled with {known}")
-    H, width = hidden_size or f.hidden_size, expert_size or f.expert_size
-    return LayerShape(hidden_size=H, expert_size=width, top_k=f.top_k) if H and width else None
+            raise ValueError(f"--{name.replace('_', '-')} is {given}, but the trace was profiled with {known}")
+        sizes.append(given or known)
+    return LayerShape(hidden_size=sizes[0], expert_size=sizes[1], top_k=f.top_k) if all(sizes) else None
 
 
 def _print_expected(out: Path, method: str, expected: dict[str, Any] | None) -> None:
@@ -213,18 +176,21 @@ def _print_verdict(expected: dict[str, Any]) -> None:
     console.out.print(expected["verdict"]["sentence"], style="bold", markup=False)
 
 
-def _refuse_idle(ctx: typer.Context, methods: list[str], num_nodes: int) -> None:
+def _refuse_idle(ctx: typer.Context, methods: list[str], topology: Topology) -> None:
     """Options that would do nothing for any of `methods`."""
+    names = " and ".join(methods)
+    if not {"paper", "semmoe"} & set(methods):
+        refuse_given(ctx, ["lookback", "model"], f"method {names} schedules no tokens")
+    if "paper" not in methods:
+        refuse_given(ctx, ["theta", "steps"], "only the paper's method has it")
+        if topology.attn_tp_size == 1:
+            refuse_given(ctx, ["lookback", "model"], "with attention dp semmoe reads prompts only")
     if "semmoe" not in methods:
-        refuse_given(ctx, OBJECTIVE, f"{' and '.join(methods)} has an objective of its own")
+        refuse_given(ctx, OBJECTIVE, f"{names} has an objective of its own")
     if "moetuner" not in methods:
         refuse_given(ctx, ["time_limit"], f"no integer program is solved by {', '.join(methods)}")
-    if num_nodes == 1:
+    if topology.num_nodes == 1:
         refuse_given(ctx, ["remote_node_cost"], "all ranks are on one node")
-
-
-def _objective(load_limit: float, rank_cost: float, node_cost: float) -> CoclusterSettings:
-    return CoclusterSettings(load_limit=load_limit or None, remote_rank=rank_cost, remote_node=node_cost)
 
 
 def _embeddings(model: str, expected: Fingerprint) -> Any:
@@ -237,35 +203,26 @@ def _embeddings(model: str, expected: Fingerprint) -> Any:
     return load_model(model).get_input_embeddings().weight.detach().numpy()
 
 
-@app.command()
+@app.command(rich_help_panel=OFFLINE)
+@takes(given=GivenTopology, measure=ReplaySettings, solving=SolveSettings, share=SplitSettings)
 def replay(
     ctx: typer.Context,
     trace: TraceArgument,
+    given: Any = None,
     plan: Annotated[
         Path | None, typer.Option(help="Score this plan on the whole trace.", rich_help_panel=METHOD)
     ] = None,
     method: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help=f"One of {METHOD_NAMES}, or all: profile on a share, score on the rest.", rich_help_panel=METHOD
+            help=f"One of {METHOD_NAMES}, or all, the default: profile on a share, score on the rest.",
+            rich_help_panel=METHOD,
         ),
-    ] = "all",
-    profile_share: Annotated[
-        float, numeric(SplitSettings, "profile_share", "Share of the requests to profile on.", METHOD)
-    ] = SplitSettings().profile_share,
-    ep_size: EpSize = 8,
-    attention: AttentionOption = Attention.tp,
-    dp_size: DpSize = None,
-    num_nodes: NumNodes = 1,
-    batch_tokens: BatchTokens = REPLAY.batch_tokens,
-    batches: BatchKind = Batches.mixed,
-    redundant_experts: Redundant = 0,
-    load_limit: LoadLimit = LIMIT,
-    remote_rank_cost: RankCost = SOLVE.cocluster.remote_rank,
-    remote_node_cost: NodeCost = SOLVE.cocluster.remote_node,
-    time_limit: TimeLimit = SOLVE.moetuner.time_limit,
-    window: Window = REPLAY.window,
-    seed: Seed = 0,
+    ] = None,
+    share: Any = None,
+    measure: Any = None,
+    solving: Any = None,
+    model: ModelOption = None,
     as_json: Json = False,
 ) -> None:
     """Score plans on a trace, without a model: the offline experiment.
@@ -274,45 +231,20 @@ def replay(
     """
     from semmoe.trace import open_trace
 
-    measure = ReplaySettings(batch_tokens=batch_tokens, batches=batches.value, window=window, seed=seed)
-    settings: dict[str, Any] = {"trace": str(trace), **asdict(measure)}
+    scoring: ReplaySettings = measure()
+    settings: dict[str, Any] = {"trace": str(trace), **asdict(scoring)}
     if plan is not None:
-        decided = [
-            "method",
-            "profile_share",
-            "ep_size",
-            "attention",
-            "dp_size",
-            "num_nodes",
-            "redundant_experts",
-            "time_limit",
-            *OBJECTIVE,
-        ]
-        refuse_given(ctx, decided, "--plan decides it")
+        refuse_given(ctx, DECIDED, "--plan decides it")
         opened = open_trace(trace)
-        topology, methods = _replay_plan(opened, plan, measure, settings)
+        topology, methods = _replay_plan(opened, plan, scoring, settings)
     else:
-        topology = Topology.for_attention(attention.value, ep_size, dp_size, num_nodes)
-        objective = _objective(load_limit, remote_rank_cost, remote_node_cost)
-        settings |= {
-            **asdict(topology),
-            "profile_share": profile_share,
-            "redundant_experts": redundant_experts,
-            "load_limit": objective.load_limit,
-            "remote_rank_cost": remote_rank_cost,
-            "remote_node_cost": remote_node_cost,
-            "time_limit": time_limit,
-        }
-        chosen = _applicable(method, topology, redundant_experts)
-        _refuse_idle(ctx, chosen, num_nodes)
+        topology, solve_by = resolve_topology(None, given(), OFFLINE_RANKS), solving()
+        settings |= asdict(topology) | asdict(share()) | _said_of(solve_by)
+        chosen = _applicable(method or "all", topology, solve_by.redundant_experts)
+        _refuse_idle(ctx, chosen, topology)
         opened = open_trace(trace)
-        solving = SolveSettings(
-            redundant_experts=redundant_experts,
-            seed=seed,
-            cocluster=objective,
-            moetuner=MoETunerSettings(time_limit=time_limit),
-        )
-        methods = _replay_methods(opened, chosen, topology, measure, solving, profile_share)
+        embeddings = _embeddings(model, opened.fingerprint) if model else None
+        methods = _replay_methods(opened, chosen, topology, scoring, solve_by, share().profile_share, embeddings)
     settings["scheduled_by_answers"] = _warn_of_answers(opened, topology)
     if as_json:
         console.print_json({"settings": settings, "methods": methods})
@@ -321,6 +253,18 @@ def replay(
     console.print_table(title, *tables.metrics(methods))
     for name, figures in methods.items():
         tables.print_prediction(name, figures)
+
+
+def _said_of(solving: SolveSettings) -> dict[str, Any]:
+    """What a replay's JSON says of how its plans were solved."""
+    objective: CoclusterSettings = solving.cocluster
+    return {
+        "redundant_experts": solving.redundant_experts,
+        "load_limit": objective.load_limit,
+        "remote_rank_cost": objective.remote_rank,
+        "remote_node_cost": objective.remote_node,
+        "time_limit": solving.moetuner.time_limit,
+    }
 
 
 def _replay_plan(
@@ -389,6 +333,7 @@ def _replay_methods(
     measure: ReplaySettings,
     solving: SolveSettings,
     share: float,
+    embeddings: Any,
 ) -> dict[str, dict[str, Any]]:
     from semmoe.solver import score, solve_methods
     from semmoe.splitter import split
@@ -396,7 +341,7 @@ def _replay_methods(
     profile, evaluation = split(trace, share, measure.seed)
     with console.bars() as bars:
         advance = bars.task("solving and replaying", len(methods) + 1)
-        plans, seconds = solve_methods(profile, topology, methods, solving, advance)
+        plans, seconds = solve_methods(profile, topology, methods, solving, advance, embeddings)
         scores = score(evaluation, plans, measure)
         advance(1)
     return {name: {**scores[name], "solve_seconds": seconds[name]} for name in methods}

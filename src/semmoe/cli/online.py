@@ -9,51 +9,35 @@ from typing import Annotated, Any
 import typer
 
 from semmoe import console, tables
-from semmoe.cli.app import app
+from semmoe.cli.app import OFFLINE, TOOLS, app
+from semmoe.cli.form import takes
 from semmoe.cli.options import (
     INPUT,
     METHOD,
     OUTPUT,
-    TOPOLOGY,
-    Attention,
     Dataset,
-    DpSize,
     Engine,
-    EpSize,
     Exchange,
     Force,
     GivenTopology,
     Json,
-    Limit,
-    MaxPrompt,
     ModelArgument,
-    PlannedEpSize,
-    PlannedNumNodes,
-    Seed,
     check_installed,
-    chosen_topology,
-    numeric,
+    ranks_at_hand,
+    resolve_topology,
 )
 from semmoe.core import Plan
-from semmoe.settings import DemoSettings, GenerateSettings, ProfileSettings
-
-GENERATE, PROFILE = GenerateSettings(), ProfileSettings()
+from semmoe.settings import DemoSettings, GenerateSettings, ProfileSettings, PromptSettings
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": False})
+@app.command(rich_help_panel=OFFLINE, context_settings={"allow_extra_args": True, "ignore_unknown_options": False})
+@takes(settings=ProfileSettings)
 def profile(
     ctx: typer.Context,
     model: ModelArgument,
     out: Annotated[Path, typer.Option(help="The trace directory.", rich_help_panel=OUTPUT)],
     dataset: Dataset = None,
-    limit: Limit = 0,
-    max_prompt_tokens: MaxPrompt = 1024,
-    decode: Annotated[
-        int, numeric(ProfileSettings, "decode", "Greedy tokens to generate and record.", INPUT)
-    ] = PROFILE.decode,
-    batch_size: Annotated[
-        int, numeric(ProfileSettings, "batch_size", "Requests run together.", INPUT)
-    ] = PROFILE.batch_size,
+    settings: Any = None,
     engine: Annotated[
         Engine,
         typer.Option(help="sglang, vllm: its offline engine; what follows `--` goes to it.", rich_help_panel=INPUT),
@@ -64,7 +48,7 @@ def profile(
 
     Without --dataset the standard library's held-out texts serve. A run that was stopped resumes where it ended.
 
-    Example: `semmoe profile MODEL --dataset chats.jsonl.gz --limit 500 --decode 64 --out trace`
+    Example: `semmoe profile MODEL --dataset chats.jsonl.gz --limit 500 --max-new-tokens 64 --out trace`
     """
     from semmoe.dataset import check_token_ids, digest
     from semmoe.engines.transformers import model as models
@@ -77,17 +61,19 @@ def profile(
         check_installed(engine.value)
     if not own and ctx.args:
         raise ValueError(f"{' '.join(ctx.args[:1])}: transformers takes no such option")
-    prompts, _, cut = _prompts(model, dataset, limit, max_prompt_tokens)
-    settings = {"decode": decode, "max_prompt_tokens": max_prompt_tokens}
+    asked: ProfileSettings = settings()
+    prompts, _, cut = _prompts(model, dataset, asked.limit, asked.max_prompt_tokens)
+    stated = {"decode": asked.max_new_tokens, "max_prompt_tokens": asked.max_prompt_tokens}
     identity = models.fingerprint_of(model)
     check_token_ids(prompts, identity.vocab_size)
-    header = TraceHeader(fingerprint=identity, dataset_hash=digest(prompts), settings=settings)
+    header = TraceHeader(fingerprint=identity, dataset_hash=digest(prompts), settings=stated)
     with TraceWriter(out, header) as writer, console.bars() as bars:
         if writer.num_requests:
             console.err.print(f"resuming: {writer.num_requests} of {len(prompts)} requests are recorded")
         advance = bars.task("profiling", len(prompts))
         advance(writer.num_requests)
-        given: dict[str, Any] = {"max_new_tokens": decode, "batch_size": batch_size, "progress": advance}
+        given: dict[str, Any] = {"max_new_tokens": asked.max_new_tokens, "batch_size": asked.batch_size}
+        given["progress"] = advance
         if own:
             profiling = importlib.import_module(f"semmoe.engines.{engine.value}.profile")
             profiling.profile(model, prompts, writer, top_k=identity.top_k, options=ctx.args, **given)
@@ -107,8 +93,6 @@ def _prompts(model: str, dataset: Path | None, limit: int, max_tokens: int) -> t
     from semmoe.dataset import encode
     from semmoe.engines.transformers.tokenizer import load_tokenizer
 
-    if max_tokens < 1:
-        raise ValueError(f"--max-prompt-tokens must be at least 1, not {max_tokens}")
     tokenizer = load_tokenizer(model)
     encoded = [ids for ids in encode(_read_prompts(dataset, limit), tokenizer, max_tokens + 1) if ids]
     if not encoded:
@@ -135,18 +119,14 @@ def _read_prompts(dataset: Path | None, limit: int) -> list[Any]:
     return prompts
 
 
-@app.command()
+@app.command(rich_help_panel=TOOLS)
+@takes(topology=GivenTopology, inputs=PromptSettings, settings=GenerateSettings)
 def generate(
     model: ModelArgument,
     plan: Annotated[
         Path | None, typer.Option(help="Run on this plan; without it, vanilla.", rich_help_panel=METHOD)
     ] = None,
-    attention: Annotated[
-        Attention | None, typer.Option(help="As the plan's, which is the default.", rich_help_panel=TOPOLOGY)
-    ] = None,
-    ep_size: PlannedEpSize = None,
-    dp_size: DpSize = None,
-    num_nodes: PlannedNumNodes = None,
+    topology: Any = None,
     exchange: Annotated[
         Exchange,
         typer.Option(
@@ -161,23 +141,8 @@ def generate(
     prompt: Annotated[
         list[str] | None, typer.Option(help="A prompt; may be given several times.", rich_help_panel=INPUT)
     ] = None,
-    limit: Limit = 0,
-    max_prompt_tokens: MaxPrompt = 1024,
-    max_new_tokens: Annotated[
-        int, numeric(GenerateSettings, "max_new_tokens", "Tokens to generate.", INPUT)
-    ] = GENERATE.max_new_tokens,
-    batch_size: Annotated[
-        int, numeric(GenerateSettings, "batch_size", "Requests decoded together in a group.", INPUT)
-    ] = GENERATE.batch_size,
-    window: Annotated[
-        int,
-        numeric(
-            GenerateSettings,
-            "window",
-            "attention-DP: requests assigned together as if they came one after the other; 0: all that are at hand.",
-            METHOD,
-        ),
-    ] = GENERATE.window,
+    inputs: Any = None,
+    settings: Any = None,
     verify: Annotated[
         bool, typer.Option(help="Hold every token against plain transformers.", rich_help_panel=OUTPUT)
     ] = False,
@@ -201,19 +166,19 @@ def generate(
         check_output(out, force=force)
     if dataset and prompt:
         raise ValueError("give --dataset or --prompt, not both")
-    chosen = _plan_to_run(model, plan, GivenTopology(attention and attention.value, ep_size, dp_size, num_nodes))
-    encoded = _encode_given(model, prompt) if prompt else _prompts(model, dataset, limit, max_prompt_tokens)
-    prompts, tokenizer, cut = encoded
-    if window != 0 and chosen.topology.dp_size <= 1:
+    chosen, cuts, asked = _plan_to_run(model, plan, topology()), inputs(), settings()
+    prompts, tokenizer, cut = (
+        _encode_given(model, prompt) if prompt else _prompts(model, dataset, cuts.limit, cuts.max_prompt_tokens)
+    )
+    if asked.window != 0 and chosen.topology.dp_size <= 1:
         raise ValueError("--window has no effect: there is one attention group")
-    settings = GenerateSettings(max_new_tokens=max_new_tokens, batch_size=batch_size, window=window)
     way = "on the plan" if plan else "vanilla" if exchange is Exchange.all_to_all else exchange.value
     name = f"attention-{chosen.topology.attention.upper()}, {way}"
     set_up = gen.SetUp(name=name, plan=chosen, exchange=exchange.value, overlap=overlap)
     with console.bars() as bars:
         advance = bars.task(f"generating on {chosen.topology.ep_size} processes", len(prompts))
-        result = gen.generate(model, prompts, [set_up], settings, lambda name, done: advance(done))[0]
-        agreement = _hold_against_plain(model, prompts, result.outputs, settings, bars) if verify else None
+        result = gen.generate(model, prompts, [set_up], asked, lambda name, done: advance(done))[0]
+        agreement = _hold_against_plain(model, prompts, result.outputs, asked, bars) if verify else None
     completions = tokenizer.batch_decode(result.outputs)
     if out is not None:
         _write_completions(out, tokenizer.batch_decode(prompts), completions)
@@ -245,7 +210,7 @@ def _plan_to_run(model: str, path: Path | None, given: GivenTopology) -> Plan:
     plan = None if path is None else load_plan(path)
     if plan is not None:
         plan.check(identity)
-    topology = chosen_topology(plan, given, ep_size=4)
+    topology = resolve_topology(plan, given, ranks_at_hand())
     return plan or vanilla_plan(identity, topology)
 
 
@@ -279,40 +244,41 @@ def _write_completions(path: Path, prompts: list[str], completions: list[str]) -
             file.write(json.dumps({"prompt": prompt, "completion": completion}) + "\n")
 
 
-@app.command()
+@app.command(rich_help_panel=TOOLS)
+@takes(settings=DemoSettings)
 def demo(
-    ep_size: EpSize = 4,
     dataset: Dataset = None,
-    seed: Seed = 0,
-    keep: Annotated[
+    out: Annotated[
         Path | None, typer.Option(help="Keep trace, plans, measurements and the report here.", rich_help_panel=OUTPUT)
     ] = None,
     as_json: Json = False,
+    settings: Any = None,
 ) -> None:
     """The whole line on the embedded model: profile, solve, generate five ways; where a plan pays. About two minutes.
 
     Without --dataset the prompts are text of the standard library that the model never saw. The page is
-    semmoe-demo/report.html, or DIR/report.html with --keep DIR.
+    semmoe-demo/report.html, or DIR/report.html with --out DIR.
 
-    Example: `semmoe demo --keep out`
+    Example: `semmoe demo --out out`
     """
     from semmoe.demo import run_demo
     from semmoe.files import check_output
 
-    check_output(keep or Path("semmoe-demo"), directory=True, force=True)
-    work = keep or Path(tempfile.mkdtemp(prefix="semmoe-demo-"))
+    asked: DemoSettings = settings()
+    check_output(out or Path("semmoe-demo"), directory=True, force=True)
+    work = out or Path(tempfile.mkdtemp(prefix="semmoe-demo-"))
     try:
         with console.bars() as bars:
-            result = run_demo(DemoSettings(ep_size=ep_size, seed=seed), work, bars, dataset)
+            result = run_demo(asked, work, bars, dataset)
         rows = result["set_ups"]
         if not as_json:
-            title = f"{result['prompts']} {'given' if dataset else 'held-out'} prompts, {ep_size} processes"
+            title = f"{result['prompts']} {'given' if dataset else 'held-out'} prompts, {asked.ep_size} processes"
             console.print_table(title, *tables.generated(rows, with_speed=False))
             tables.print_gain(rows)
-            tables.print_payoffs(result["payoffs"], ep_size)
-        page = _demo_report(work, keep or Path("semmoe-demo"))
+            tables.print_payoffs(result["payoffs"], asked.ep_size)
+        page = _demo_report(work, out or Path("semmoe-demo"))
     finally:
-        if keep is None:
+        if out is None:
             shutil.rmtree(work, ignore_errors=True)
     if as_json:
         console.print_json({**result, "report": None if page is None else str(page)})

@@ -2,14 +2,16 @@
 
 import secrets
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from semmoe import console
-from semmoe.cli.app import app
-from semmoe.cli.options import METHOD, OUTPUT, Json, numeric
+from semmoe.cli.app import SERVING, app
+from semmoe.cli.form import takes
+from semmoe.cli.options import METHOD, OUTPUT, Json
 from semmoe.engines.recorder_files import (
     CONTROL,
     Control,
@@ -20,10 +22,8 @@ from semmoe.engines.recorder_files import (
     status_paths,
     write_control,
 )
-from semmoe.settings import RecordSettings
+from semmoe.settings import RecordSettings, StopSettings
 
-LIMITS = "Limits"
-DEFAULT = Control(run="default", recording=False)
 GONE_SECONDS = 10.0  # a rank that records writes its status every second
 SETTLE_SECONDS = 0.5  # a rank that has just begun says so by then
 FolderArgument = Annotated[
@@ -35,24 +35,17 @@ record_app = typer.Typer(
     rich_markup_mode="markdown",
     help="Record which experts the requests of a running server choose: start, stop, status.",
 )
-app.add_typer(record_app, name="record")
+app.add_typer(record_app, name="record", rich_help_panel=SERVING)
 
 
 @record_app.command()
+@takes(settings=RecordSettings)
 def start(
     folder: FolderArgument,
-    sample: Annotated[
-        float, numeric(RecordSettings, "sample", "Share of the requests that is recorded.", METHOD)
-    ] = DEFAULT.sample,
     counts_only: Annotated[
         bool, typer.Option("--counts-only", help="Count experts; keep no token and no text.", rich_help_panel=METHOD)
     ] = False,
-    max_mb: Annotated[
-        int, numeric(RecordSettings, "max_mb", "Memory of each rank for requests under way.", LIMITS)
-    ] = DEFAULT.max_mb,
-    max_tokens: Annotated[
-        int, numeric(RecordSettings, "max_tokens", "Tokens after which each rank stops by itself.", LIMITS)
-    ] = DEFAULT.max_tokens,
+    settings: Any = None,
 ) -> None:
     """Tell a running server to record the routing of its requests.
 
@@ -67,9 +60,7 @@ def start(
     control = Control(
         run=f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}",
         recording=True,
-        sample=sample,
-        max_mb=max_mb,
-        max_tokens=max_tokens,
+        **asdict(settings()),
         counts_only=counts_only,
     )
     if (folder / CONTROL).exists():
@@ -95,13 +86,14 @@ def _readable_control(folder: Path) -> Control | None:
 
 
 @record_app.command()
+@takes(settings=StopSettings)
 def stop(
     folder: FolderArgument,
     out: Annotated[
         Path | None, typer.Option(help="The trace directory; FOLDER/RUN/trace if not given.", rich_help_panel=OUTPUT)
     ] = None,
-    timeout: Annotated[float, numeric(RecordSettings, "timeout", "Seconds to wait for ranks.", LIMITS)] = 60.0,
     as_json: Json = False,
+    settings: Any = None,
 ) -> None:
     """End the recording and join what the ranks wrote into one trace, for `semmoe solve`.
 
@@ -118,7 +110,7 @@ def stop(
     target = out or folder / control.run / ("counts" if control.counts_only else "trace")
     check_output(target, directory=True)
     write_control(folder, control.model_copy(update={"recording": False}))
-    gone = _wait(folder, control.run, timeout)
+    gone = _wait(folder, control.run, settings().timeout)
     merged = (merge_counts if control.counts_only else merge_traces)(folder / control.run, target)
     if gone:
         text = f"{_ranks(gone)} recorded and answered no more: what was not on disk is lost"

@@ -6,11 +6,11 @@ from typing import Annotated
 import typer
 
 from semmoe import console
-from semmoe.cli.app import app
+from semmoe.cli.app import TOOLS, app
 from semmoe.cli.options import OUTPUT, Json
 
 
-@app.command()
+@app.command(rich_help_panel=TOOLS)
 def report(
     directory: Annotated[
         Path,
@@ -35,7 +35,7 @@ def report(
     The page needs no network and no other file. A plan alone is enough; what else it can show, and the command that
     makes it, stands in its place. Files that it cannot use are named at its end.
 
-    Example: `semmoe report out` after `semmoe demo --keep out`
+    Example: `semmoe report out` after `semmoe demo --out out`
     """
     from semmoe.files import check_output
     from semmoe.report.gather import is_plan

@@ -5,37 +5,33 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from semmoe import console
 from semmoe.checkpoint.directory import read_config
-from semmoe.cli.app import app
+from semmoe.cli.app import SERVING, app
+from semmoe.cli.form import takes
 from semmoe.cli.options import (
     INPUT,
     METHOD,
     OUTPUT,
-    TOPOLOGY,
-    Attention,
-    DpSize,
     GivenTopology,
     ModelArgument,
-    PlannedEpSize,
-    PlannedNumNodes,
-    Schedule,
     Server,
-    Shuffle,
     check_installed,
-    chosen_topology,
-    numeric,
+    ranks_at_hand,
+    resolve_topology,
 )
-from semmoe.core import Plan, physical_experts
+from semmoe.core import Plan, Topology, physical_experts
 from semmoe.engines import ownership, supervisor, support
+from semmoe.engines.settings import PluginSettings
 from semmoe.settings import ServeSettings
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": False})
+@app.command(rich_help_panel=SERVING, context_settings={"allow_extra_args": True, "ignore_unknown_options": False})
+@takes(given=GivenTopology, settings=ServeSettings)
 def serve(
     ctx: typer.Context,
     model: ModelArgument,
@@ -43,20 +39,9 @@ def serve(
     plan: Annotated[
         Path | None, typer.Option(help="Serve on this plan, of any method; none: vanilla.", rich_help_panel=METHOD)
     ] = None,
-    attention: Annotated[
-        Attention | None, typer.Option(help="As the plan's, which is the default.", rich_help_panel=TOPOLOGY)
-    ] = None,
-    ep_size: PlannedEpSize = None,
-    dp_size: DpSize = None,
-    num_nodes: PlannedNumNodes = None,
-    schedule: Annotated[
-        Schedule, typer.Option(help="attention-DP: who sends requests to ranks.", rich_help_panel=METHOD)
-    ] = Schedule.plan,
-    shuffle: Annotated[
-        Shuffle, typer.Option(help="attention-TP: tokens to ranks anew every layer, or batch.", rich_help_panel=METHOD)
-    ] = Shuffle.layer,
+    given: Any = None,
+    settings: Any = None,
     host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=OUTPUT)] = "127.0.0.1",
-    port: Annotated[int, numeric(ServeSettings, "port", "Port to listen on.", OUTPUT)] = ServeSettings().port,
     control: Annotated[
         Path | None,
         typer.Option(
@@ -73,36 +58,19 @@ def serve(
 
     Example: `semmoe serve MODEL --engine sglang --plan plan -- --mem-fraction-static 0.8`
     """
-    from semmoe.engines.settings import PluginSettings
-    from semmoe.engines.transformers.model import fingerprint_of
-
+    asked: ServeSettings = settings()
     chosen = _load(model, plan) if plan else None
-    given = GivenTopology(attention and attention.value, ep_size, dp_size, num_nodes)
-    topology = chosen_topology(chosen, given, ep_size=2)
-    if chosen is None:
-        physical_experts(fingerprint_of(model).num_experts, 0, topology.ep_size)  # refuses what does not divide
-    if chosen is not None:
-        use = support.use_of(
-            engine.value,
-            read_config(Path(model)),
-            chosen,
-            shuffles=shuffle is not Shuffle.off,
-            schedules=schedule is Schedule.plan,
-            options=ctx.args,
-        )
-        for caution in support.check(use):
-            console.err.print(f"[yellow]warning:[/] {caution}", soft_wrap=True)
-    folder = _own_folder(control or _default_folder(port))  # the printed command needs it too
-    settings = PluginSettings(
-        plan=str(plan.resolve()) if plan else "", schedule=schedule.value, shuffle=shuffle.value, control=str(folder)
-    )
+    topology = resolve_topology(chosen, given(), ranks_at_hand())
+    _check(model, engine.value, chosen, topology, asked, ctx.args)
+    folder = _own_folder(control or _default_folder(asked.port))  # the printed command needs it too
+    plugin = _plugin_settings(plan, asked, folder)
     launch = importlib.import_module(f"semmoe.engines.{engine.value}.launch")
     if not dry_run:
         check_installed(engine.value)
         held = ownership.claim(folder)
         _forget(folder)
         ownership.share(held)
-    variables, words = launch.server(model, chosen, topology, settings, host, port, ctx.args)
+    variables, words = launch.server(model, chosen, topology, plugin, host, asked.port, ctx.args)
     _announce(variables, words, folder)
     if dry_run:
         return
@@ -112,6 +80,27 @@ def serve(
     if reason is not None:
         raise ValueError(reason)
     raise typer.Exit(code)
+
+
+def _check(
+    model: str, engine: str, plan: Plan | None, topology: Topology, asked: ServeSettings, options: list[str]
+) -> None:
+    """Raise ValueError for what cannot be served, and warn of what nobody has run."""
+    from semmoe.engines.transformers.model import fingerprint_of
+
+    if plan is None:
+        physical_experts(fingerprint_of(model).num_experts, 0, topology.ep_size)  # refuses what does not divide
+        return
+    shuffles, schedules = asked.shuffle != "off", asked.schedule == "plan"
+    config = read_config(Path(model))
+    use = support.use_of(engine, config, plan, shuffles=shuffles, schedules=schedules, options=options)
+    for caution in support.check(use):
+        console.err.print(f"[yellow]warning:[/] {caution}", soft_wrap=True)
+
+
+def _plugin_settings(plan: Path | None, asked: ServeSettings, folder: Path) -> PluginSettings:
+    where = str(plan.resolve()) if plan else ""
+    return PluginSettings(plan=where, schedule=asked.schedule, shuffle=asked.shuffle, control=str(folder))
 
 
 def _load(model: str, path: Path) -> Plan:

@@ -15,15 +15,16 @@ from rich.table import Table
 from rich.text import Text
 
 from semmoe import console
-from semmoe.cli.app import app
-from semmoe.cli.options import INPUT, METHOD, OUTPUT, Json, numeric
+from semmoe.cli.app import SERVING, app
+from semmoe.cli.form import takes
+from semmoe.cli.options import INPUT, OUTPUT, Json
 from semmoe.settings import WatchSettings
 
 MAX_LOOKS = 10_000
-WATCH = WatchSettings()
 
 
-@app.command()
+@app.command(rich_help_panel=SERVING)
+@takes(settings=WatchSettings)
 def watch(
     url: Annotated[
         str,
@@ -39,13 +40,7 @@ def watch(
             show_default=False,
         ),
     ] = None,
-    every: Annotated[float, numeric(WatchSettings, "every", "Seconds between looks.", METHOD)] = WATCH.every,
-    window: Annotated[
-        float, numeric(WatchSettings, "window", "Seconds that figures are taken over.", METHOD)
-    ] = WATCH.window,
-    margin: Annotated[
-        float, numeric(WatchSettings, "margin", "What the local activation rate may be below the plan's.", METHOD)
-    ] = WATCH.margin,
+    settings: Any = None,
     once: Annotated[
         bool,
         typer.Option(
@@ -67,7 +62,8 @@ def watch(
     from semmoe import watch as watching
     from semmoe.plan import load_plan
 
-    WatchSettings(every=every, window=window, margin=margin)
+    given = settings()
+    every, window, margin = given.every, given.window, given.margin
     expected = None if plan is None else watching.expected_lar(load_plan(plan).expected)
     if plan is not None and expected is None:
         console.err.print("[yellow]warning:[/] this plan says nothing of what to expect: its profile was too small")

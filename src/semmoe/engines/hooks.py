@@ -31,6 +31,20 @@ def problem(hook: Hook) -> str | None:
     return None
 
 
+def cpu_patches(engine: str) -> Any:
+    """The module that patches an engine's CPU back-end. Raises ValueError where it is not installed."""
+    package = f"semmoe_{engine}_cpu"
+    try:
+        return importlib.import_module(f"{package}.patches")
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith(package):
+            raise
+        raise ValueError(
+            f"on a CPU {engine} lacks what expert parallelism needs, and the patches for tests are not installed: "
+            f"in a checkout of semmoe run `pip install ./engines/{engine}-cpu`"
+        ) from None
+
+
 def is_tried(version: str, tried: str) -> bool:
     """Whether an engine's version is the one that tests run, whatever its build."""
     return version.split("+")[0] == tried

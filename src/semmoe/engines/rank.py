@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from semmoe.core import Plan, Topology
+from semmoe.engines.absent import NoTraffic
 from semmoe.engines.counters import Counters, Reading
 from semmoe.engines.hooks import is_tried
 from semmoe.engines.settings import PluginSettings
@@ -88,11 +89,11 @@ def publish(rank: int, folder: Path | None, labels: dict[str, str], source: Call
 
 
 def readings(
-    rank: int, traffic: TrafficCounter | None, dispatch: Sequence[Communicator], others: Sequence[Communicator]
+    rank: int, traffic: TrafficCounter | NoTraffic, dispatch: Sequence[Communicator], others: Sequence[Communicator]
 ) -> Iterator[Reading]:
     """Of one rank; dispatch: the communicators of its expert all-to-all, where that is semmoe's."""
     own = {"ep_rank": str(rank)}
-    if traffic is not None:
+    if isinstance(traffic, TrafficCounter):
         tokens, pairs, rows = traffic.totals()
         yield "routed_tokens", own, tokens
         for local, total in (("true", pairs[rank]), ("false", sum(pairs) - pairs[rank])):

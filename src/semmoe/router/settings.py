@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from semmoe.bounds import check_numbers, number
+from semmoe.bounds import check_numbers, choice, number
 
 SECONDS = (0.001, 86_400)
 BACKEND_RANKS = ("header", "urls")  # a backend has all ranks and is told one by a header, or it is one rank
@@ -20,19 +20,44 @@ class RouterSettings:
     """
 
     backends: tuple[str, ...]
-    backend_ranks: str = "header"
-    max_in_flight: int = number(1024, 1, 1 << 20)  # scheduled requests at the backends, all together
-    queue: int = number(1024, 0, 1 << 20)  # further ones that wait, the reading of their bodies included
-    queue_seconds: float = number(60.0, *SECONDS)  # longest wait, after which the client is told to come back
-    prefix_weight: float = number(1.0, 0, 1e6)
-    cache_tokens: int = number(1 << 18, 0, 1 << 34)  # prompt tokens that the prefix cache of one rank holds
-    max_body: int = number(64 << 20, 1, 1 << 34)  # bytes of a request
+    backend_ranks: str = choice(
+        "header",
+        BACKEND_RANKS,
+        help="header: every backend has all ranks and is told one; urls: the backends are the ranks, in order.",
+    )
+    max_in_flight: int = number(1024, 1, 1 << 20, panel="Limits", help="Most requests at the backends.")
+    # the reading of their bodies included
+    queue: int = number(1024, 0, 1 << 20, panel="Limits", help="Most further ones that wait.")
+    queue_seconds: float = number(60.0, *SECONDS, panel="Limits", help="Longest wait; then 503.")
+    prefix_weight: float = number(1.0, 0, 1e6, help="Worth of a cached prompt, in shares of local experts.")
+    cache_tokens: int = number(1 << 18, 0, 1 << 34, help="Prompt tokens that a rank's prefix cache holds.")
+    max_body: int = number(  # bytes of a request
+        64 << 20,
+        1,
+        1 << 34,
+        panel="Limits",
+        flag="max_body_mb",
+        unit=1 << 20,
+        help="Longest body of a request; then 413.",
+    )
     # bytes of all that are scheduled, each read whole and held until it is answered
-    max_held: int = number(1 << 30, 1, 1 << 40)
+    max_held: int = number(
+        1 << 30,
+        1,
+        1 << 40,
+        panel="Limits",
+        flag="max_held_mb",
+        unit=1 << 20,
+        help="Most of all bodies together; then 503.",
+    )
     # for a client to send the head of a request, on a new connection from the first moment
     head_seconds: float = number(30.0, *SECONDS)
-    body_seconds: float = number(60.0, *SECONDS)  # for it to send the body
-    stall_seconds: float = number(15.0, *SECONDS)  # without a byte of the body
+    body_seconds: float = number(
+        60.0, *SECONDS, panel="Limits", help="Longest time for a client to send a body; then 408."
+    )
+    stall_seconds: float = number(
+        15.0, *SECONDS, panel="Limits", help="Longest time without a byte of a body; then 408."
+    )
     # for it to take what waits of an answer, once more waits than a connection buffers
     unread_seconds: float = number(60.0, *SECONDS)
     connect_seconds: float = number(5.0, *SECONDS)
@@ -43,7 +68,7 @@ class RouterSettings:
     # late or bad answers in a row that make it unhealthy; a refused connection does at once
     health_failures: int = number(3, 1, 1 << 20)
     tokenizer_threads: int = number(2, 1, 1024)
-    port: int = number(8080, 0, 65_535)  # to listen on; 0: any
+    port: int = number(8080, 0, 65_535, panel="Output", help="Port to listen on; 0: any.")
 
     def __post_init__(self) -> None:
         if len(self.backends) < 1:
@@ -52,9 +77,6 @@ class RouterSettings:
             raise ValueError(f"a backend is given twice: {', '.join(self.backends)}")
         for url in self.backends:
             _check_url(url)
-        known = self.backend_ranks in BACKEND_RANKS
-        if not known:
-            raise ValueError(f"backend_ranks must be one of {', '.join(BACKEND_RANKS)}, not {self.backend_ranks!r}")
         check_numbers(self)
         if self.max_held < self.max_body:
             raise ValueError(f"max_held must be at least max_body, {self.max_body}, not {self.max_held}")

@@ -14,6 +14,32 @@ from semmoe.settings import GRAINS
 from semmoe.tokens.slices import ByPosition, History, PathScores, assign, look_up_tokens, position_slices, score
 
 
+class Shuffler(Protocol):
+    """A group's token policy at work, on the host (`TokenShuffler`) or on a device (`DeviceShuffler`).
+
+    Arrays are NumPy's on the host and tensors on a device; handles are for the collectives of the same kind.
+    """
+
+    @property
+    def uses_history(self) -> bool:
+        """Whether every rank must see all tokens' routing, by `observe`."""
+
+    def start(self, token_ids: Any, slots: Any, decoding: Any, new_slots: Any) -> None:
+        """Begin a forward pass over N tokens: ids, the slot of each one's request, which the model itself chose.
+
+        new_slots: those that begin a request here.
+        """
+
+    def slices(self, moe_layer: int | None) -> Any:
+        """The handle of one layer's slices; None: a dense layer."""
+
+    def by_weight(self, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """(n, K) expert ids by falling weight, as they travel with the all-gather."""
+
+    def observe(self, moe_layer: int, expert_ids: torch.Tensor) -> None:
+        """The experts (N, K) of all tokens at the MoE layer just done."""
+
+
 class TokenState(Protocol):
     """What a token policy knows of the tokens of a forward pass, as the group's ranks all know it."""
 

@@ -77,7 +77,7 @@ class DeviceHistory:
 class DeviceShuffler:
     """One attention group's shuffling; use and results as of `TokenShuffler`, on tensors of `device`.
 
-    `reserve` makes room for histories, `begin` tells of requests that begin in slots, `start` begins a forward pass.
+    `reserve` makes room for histories, `start` begins a forward pass.
     Without padding its slices are those of `TokenShuffler`, bit for bit. A pass in which a slot has several tokens (a
     prompt's) waits for the device in `observe`, once a layer; all else never does.
 
@@ -116,17 +116,14 @@ class DeviceShuffler:
         if self._tables is not None:
             self._history = DeviceHistory(self._tables, num_slots)
 
-    def begin(self, new_slots: Tensor) -> None:
-        """Requests that begin in these slots; PADDING_SLOT stands for none."""
-        if self._history is not None:
-            self._history.reset(new_slots)
-
-    def start(self, token_ids: Tensor, slots: Tensor, decoding: Tensor | None = None) -> None:
+    def start(self, token_ids: Tensor, slots: Tensor, decoding: Tensor | None, new_slots: Tensor) -> None:
         """Begin a forward pass over N rows, in the order in which the group shares them, padding last.
 
         slots (N,): of each row's request; decoding (N,) bool: tokens that the model itself chose; None: all of them,
-        and no request has two.
+        and no request has two. new_slots: those that begin a request here, PADDING_SLOT for none.
         """
+        if self._history is not None:
+            self._history.reset(new_slots)
         self._slots, self._real = slots, slots != PADDING_SLOT
         self._decoding = self._real if decoding is None else decoding
         self._several = None if decoding is None else slots.cpu().numpy()

@@ -13,6 +13,8 @@ class TrafficCounter:
     gathers: rows travel to every rank, whatever their experts are.
     """
 
+    counts = True
+
     def __init__(self, size: int, rank: int, device: str | torch.device = "cpu", gathers: bool = False) -> None:
         self.size, self.rank, self._gathers = size, rank, gathers
         self._pairs = torch.zeros(size + 1, dtype=torch.int64, device=device)  # by serving rank; the last: none

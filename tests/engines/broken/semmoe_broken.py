@@ -2,7 +2,7 @@
 
 
 def register() -> None:
-    from semmoe.engines.shuffle import TokenRows
+    from semmoe.engines.layer import TokenRows
 
     restore = TokenRows.restore
 

@@ -8,7 +8,8 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from semmoe.engines.recording import PassRecorder
-from semmoe.engines.sglang.rank import RankPlugin, prompts
+from semmoe.engines.sglang.model import prompts
+from semmoe.engines.sglang.rank import RankPlugin
 from semmoe.engines.sglang.settings import SglangSettings
 from semmoe.engines.sglang.shuffle import BoundaryShuffle
 from semmoe.engines.sglang.static import StaticBoundaryShuffle
@@ -72,7 +73,7 @@ def shuffles(plan):
 def route(shuffle, told, seed):
     """One pass: its slices of every layer, each layer's routing observed as the all-gather would tell it."""
     generator, slices = torch.Generator().manual_seed(seed), []
-    shuffle.begin(told, lambda: read_step(told))
+    shuffle.begin_pass(told, lambda: read_step(told))
     shuffle._padded = len(told.input_ids)
     assert shuffle._started(told)
     for layer in range(LAYERS):
@@ -140,7 +141,7 @@ def plugin(layers=2):
 class Traffic:
     """Counts calls."""
 
-    calls = 0
+    calls, counts = 0, True
 
     def count(self, targets):
         self.calls += 1

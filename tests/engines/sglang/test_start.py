@@ -10,6 +10,7 @@ from start_tests import StartTests
 
 from semmoe.core import Topology
 from semmoe.demo import MODEL
+from semmoe.engines.hooks import cpu_patches
 from semmoe.engines.launch import command_line
 from semmoe.engines.sglang import launch, targets
 from semmoe.engines.sglang.settings import SglangSettings
@@ -21,7 +22,7 @@ EMULATED = Path(__file__).parents[1] / "emulated"  # a plug-in that stands in fo
 
 class TestSglang(StartTests):
     SERVER = SglangServer
-    HOOKS = (*targets.HOOKS, *targets.CPU_HOOKS)
+    HOOKS = (*targets.HOOKS, *cpu_patches("sglang").HOOKS)
 
 
 def test_experts_elsewhere_than_the_plan_says_do_not_start(plans, tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ from start_tests import StartTests
 from vllm_server import VllmServer
 
 from semmoe.demo import MODEL
+from semmoe.engines.hooks import cpu_patches
 from semmoe.engines.vllm import targets
 
 ALONE = ("--enforce-eager", "--enable-expert-parallel")
@@ -12,7 +13,7 @@ ALONE = ("--enforce-eager", "--enable-expert-parallel")
 
 class TestVllm(StartTests):
     SERVER = VllmServer
-    HOOKS = (*targets.HOOKS, *targets.CPU_HOOKS)
+    HOOKS = (*targets.HOOKS, targets.LOAD_MODEL_CPU, *cpu_patches("vllm").HOOKS)
 
 
 def test_ranks_other_than_the_plans_do_not_start(plans, tmp_path, monkeypatch):

@@ -162,7 +162,7 @@ class AutoEPModel(PlannedModel):
     def _route(self, index: int, hidden: Tensor, expert_bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """In place of the router's forward: (T, H) -> weights (T, K), physical ids (T, K), tokens of each (P,)."""
         weights, experts = self._given or self._routers[index](hidden, expert_bias)[:2]
-        self._last_routing = experts, weights
+        self.rows.observe(experts, weights)
         placed = self._physical[index][experts]
         self._count(index, placed)
         return weights, placed, count_tokens_per_expert(placed, self._held[index].size)

@@ -7,6 +7,7 @@ from typing import Any
 
 from semmoe.core import Plan
 from semmoe.engines.counters import Counters
+from semmoe.engines.hooks import cpu_patches
 from semmoe.engines.ownership import join
 from semmoe.engines.settings import control_folder, from_environment
 from semmoe.engines.sglang import targets
@@ -45,10 +46,7 @@ def _register(settings: SglangSettings) -> None:
     hooks = [*targets.MODEL_HOOKS, *(targets.PLAN_HOOKS if plan is not None else ())]
     rank = RankPlugin(plan, settings)
     if on_cpu():
-        from semmoe.engines.sglang.cpu import mend
-
-        mend(rank.dispatch_comms)
-        hooks += targets.CPU_HOOKS
+        hooks += cpu_patches("sglang").patch(rank.dispatch_comms)
     rank.register()
     hooks += targets.RECORD_HOOKS if settings.folder is not None else ()
     if plan is not None and settings.schedule == "plan" and plan.requests.by_tables:

@@ -9,28 +9,26 @@ from typing import Any
 
 import torch
 
-from semmoe.engines.shuffle import TokenRows
+from semmoe.engines.layer import TokenRows
 from semmoe.engines.step import Step
 from semmoe.runtime.collectives import Communicator
-from semmoe.runtime.shuffler import TokenShuffler
-from semmoe.runtime.shuffler_device import DeviceShuffler
+from semmoe.runtime.shuffler import Shuffler
 
 
 class BoundaryShuffle(TokenRows):
-    """`begin` and `end` enclose a forward pass; the hooks in between do nothing without tokens.
+    """`begin_pass` and `end` enclose a forward pass; the hooks in between do nothing without tokens.
 
     layer_of_norm: the MoE layer that each post-attention norm (by identity) leads to.
     """
 
-    def __init__(
-        self, shuffler: TokenShuffler | DeviceShuffler, comm: Communicator, layer_of_norm: dict[int, int]
-    ) -> None:
+    def __init__(self, shuffler: Shuffler, comm: Communicator, layer_of_norm: dict[int, int]) -> None:
         super().__init__(shuffler, comm)
         self._layers = layer_of_norm
         self.ran: Callable[[str], None] = lambda hook: None  # told of every hook that ran at a MoE layer
 
-    def begin(self, forward_batch: Any, read: Callable[[], Step]) -> None:
-        self.start(read())
+    def begin_pass(self, forward_batch: Any, read: Callable[[], Step]) -> None:
+        """A forward pass begins."""
+        self.begin_step(read)
 
     def bound(self, original: torch.Tensor | None) -> torch.Tensor | None:
         """How many of this rank's rows are real, where some may not be."""

@@ -51,13 +51,14 @@ class StaticBoundaryShuffle(BoundaryShuffle):
         buffers: PeerBuffers | None = None,
     ) -> None:
         super().__init__(shuffler, comm, layer_of_norm)
+        self._device_shuffler = shuffler
         self._num_slots, self._buffers = num_slots, buffers
         self._slots: DeviceSlotWatch | None = None
         self._decodes = False
         self._step: Step | None = None  # of a pass over prompts
         self._nobody = 0  # a slot beyond SGLang's own, for tokens that may be rejected
 
-    def begin(self, forward_batch: Any, read: Callable[[], Step]) -> None:
+    def begin_pass(self, forward_batch: Any, read: Callable[[], Step]) -> None:
         """Decode passes are not read here, which would wait for the device."""
         self.end()
         self._decodes = forward_batch.forward_mode.is_decode()
@@ -89,24 +90,25 @@ class StaticBoundaryShuffle(BoundaryShuffle):
         if self._slots is None:
             self._nobody = self._num_slots()
             self._slots = DeviceSlotWatch(self._nobody + 1, device)
-            self._shuffler.reserve(self._nobody + 1)
+            self._device_shuffler.reserve(self._nobody + 1)
         self._tokens = self._padded
         return self._slots
 
     def _start_decode(self, batch: Any) -> bool:
         watch = self._watched(batch.input_ids.device)
         token_ids, slots, positions = map(self._fit, (batch.input_ids, batch.req_pool_indices, batch.positions))
-        self._shuffler.begin(watch.begun(slots, positions, positions))
-        self._shuffler.start(token_ids, slots)
+        self._shuffler.start(token_ids, slots, None, watch.begun(slots, positions, positions))
         return True
 
     def _start_prompts(self, step: Step, device: torch.device) -> bool:
         watch = self._watched(device)
         slots = np.full_like(step.slots, self._nobody) if step.guesses else step.slots
         requests = slots, *step.ends
-        self._shuffler.begin(watch.begun(*(torch.from_numpy(a).to(device) for a in requests)))
-        rows = step.token_ids, slots[step.rows], step.decoding
-        self._shuffler.start(*(self._fit(torch.from_numpy(a)).to(device) for a in rows))
+        new = watch.begun(*(torch.from_numpy(a).to(device) for a in requests))
+        token_ids, of_request, decoding = (
+            self._fit(torch.from_numpy(a)).to(device) for a in (step.token_ids, slots[step.rows], step.decoding)
+        )
+        self._shuffler.start(token_ids, of_request, decoding, new)
         return True
 
     def _fit(self, values: Tensor) -> Tensor:

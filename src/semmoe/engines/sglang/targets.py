@@ -73,25 +73,3 @@ RECORD_HOOKS = (RELEASE,)
 REQUEST_HOOKS = (SCHEDULE,)
 SHUFFLE_HOOKS = (REDUCE_SCATTER, GATHER, LAST_GATHER, PADDING)
 HOOKS = MODEL_HOOKS + PLAN_HOOKS + RECORD_HOOKS + REQUEST_HOOKS + SHUFFLE_HOOKS
-
-# What `cpu.py` mends of SGLang's CPU backend.
-EXPERTS_CPU = Hook(
-    _MOE + "fused_moe_native.moe_forward_native",
-    "rows whose experts are elsewhere (id -1)",
-    ("layer", "x", "topk_output", "moe_runner_config"),
-)
-DISPATCHER_CPU = Hook(
-    _MOE + "fused_moe_triton.layer.create_moe_dispatcher", "an expert all-to-all over gloo", ("moe_runner_config",)
-)
-EXPERT_CLASS_CPU = Hook(_MOE + "ep_moe.layer.get_moe_impl_class", "the layer that runs without DeepEP", ())
-CONTROLLER_CPU = Hook(
-    _SRT + "managers.data_parallel_controller.DataParallelController.event_loop",
-    "wait for requests without taking a core from the ranks",
-    (),
-)
-ROPE_CPU = Hook(
-    _SRT + "layers.rotary_embedding.factory.get_rope_cpu",
-    "latent attention without scaled positions",
-    ("head_size", "rotary_dim", "max_position", "base", "is_neox_style", "rope_scaling", "dtype"),
-)
-CPU_HOOKS = (EXPERTS_CPU, DISPATCHER_CPU, EXPERT_CLASS_CPU, CONTROLLER_CPU, ROPE_CPU)

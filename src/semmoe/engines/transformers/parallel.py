@@ -129,7 +129,7 @@ class ParallelModel(PlannedModel):
 
     def _expert_all_to_all(self, index: int, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor):
         """Takes the place of the experts' forward: (n, H), (n, K), (n, K) -> (n, H)."""
-        self._last_routing = (expert_ids, weights)
+        self.rows.observe(expert_ids, weights)
         home = np.full(len(expert_ids), self.comm.rank)
         self._traffic[index] += layer_traffic(expert_ids.cpu().numpy(), home, self._serving[index])
         if self.levels is not None:

@@ -14,8 +14,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from semmoe.core import Plan
+from semmoe.engines.layer import TokenRows
 from semmoe.metrics import Traffic
-from semmoe.runtime.collectives import Communicator, ShuffleHandle, shuffled_all_gathers, shuffled_reduce_scatter, timed
+from semmoe.runtime.collectives import Communicator, timed
 from semmoe.runtime.shuffler import TokenShuffler
 
 
@@ -31,10 +32,9 @@ class PlannedModel(ABC):
         self.model, self.plan = model, plan
         self.comm, self.attention_comm = experts_comm, attention_comm
         group = experts_comm.rank // plan.topology.attn_tp_size
-        self.shuffler = TokenShuffler(plan, group, attention_comm.rank)
+        self.rows = TokenRows(TokenShuffler(plan, group, attention_comm.rank), attention_comm)
         self.compute_seconds: Counter[str] = Counter()  # of attention and of experts, by the host's clock
-        self._rows = torch.zeros(0, dtype=torch.int64)  # (N,) rows of the flat batch that are real
-        self._last_routing = torch.zeros(0), torch.zeros(0)  # logical ids (n, K) and weights (n, K) of own rows
+        self._real_rows = torch.zeros(0, dtype=torch.int64)  # (N,) rows of the flat batch that are real
 
     @property
     @abstractmethod
@@ -51,10 +51,10 @@ class PlannedModel(ABC):
 
     def begin(self, ids: torch.Tensor, real: torch.Tensor, prefill: bool) -> None:
         """Before each forward: the batch's token ids and which of them are real, both (B, S)."""
-        self._rows = real.reshape(-1).nonzero(as_tuple=True)[0].to(self.model.device)
+        self._real_rows = real.reshape(-1).nonzero(as_tuple=True)[0].to(self.model.device)
         requests = real.nonzero(as_tuple=True)[0].numpy()
         decoding, new = np.full(len(requests), not prefill), np.arange(len(ids) * prefill)
-        self.shuffler.start(ids.reshape(-1)[real.reshape(-1)].numpy(), requests, decoding, new)
+        self.rows.begin(ids.reshape(-1)[real.reshape(-1)].numpy(), requests, decoding, new)
 
     def idle(self) -> None:
         """Serve other groups' tokens for one forward in which this group has none of its own."""
@@ -64,28 +64,17 @@ class PlannedModel(ABC):
     def _layer_all_to_all(self, layer: nn.Module, index: int | None, hidden_states: torch.Tensor, **kwargs):
         """One decoder layer on a full residual stream (B, S, H), equal on all ranks of the attention group."""
         attended = self._attend(layer, hidden_states, **kwargs)
-        residual, partial = self._real(hidden_states), self._real(attended)
+        partial, residual = self._real(attended), self._real(hidden_states)
         if self.attention_comm.size == 1:
-            stream = self._feed_forward(layer, index, residual + partial)
-            return self._put_back(hidden_states, stream)
-        handle = self.shuffler.slices(index)
-        stream = residual[handle.mine] + shuffled_reduce_scatter(self.attention_comm, partial, handle)
-        stream = self._feed_forward(layer, index, stream)
-        return self._put_back(hidden_states, self._gather(index, stream, handle))
+            return self._put_back(hidden_states, self._feed_forward(layer, index, residual + partial))
+        attended, residual = self.rows.scatter(partial, residual, index)
+        stream = self._feed_forward(layer, index, residual + attended)
+        return self._put_back(hidden_states, self.rows.restore(stream))
 
     def _attend(self, layer: nn.Module, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
         """(B, S, H), this rank's heads' part of the sum."""
         with timed(self.compute_seconds, "attention"):
             return layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)[0]
-
-    def _gather(self, index: int | None, stream: torch.Tensor, handle: ShuffleHandle) -> torch.Tensor:
-        """The whole stream. A rank knows the routing of its own slice only: expert ids travel along, and count."""
-        if index is None or not self.shuffler.uses_history:
-            return shuffled_all_gathers(self.attention_comm, [stream], handle)[0]
-        experts = self.shuffler.by_weight(*self._last_routing)
-        stream, experts = shuffled_all_gathers(self.attention_comm, [stream, experts], handle)
-        self.shuffler.observe(index, experts)
-        return stream
 
     def _feed_forward(self, layer: nn.Module, index: int | None, stream: torch.Tensor) -> torch.Tensor:
         """Post-attention norm, MoE or dense block, residual, on this rank's rows (n, H), n may be 0."""
@@ -104,12 +93,12 @@ class PlannedModel(ABC):
         return hidden, ids, ids.to(hidden.dtype)
 
     def _real(self, states: torch.Tensor) -> torch.Tensor:
-        return states.reshape(-1, states.shape[-1])[self._rows]
+        return states.reshape(-1, states.shape[-1])[self._real_rows]
 
     def _put_back(self, states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Rows of padding keep what they had: finite, and read by nobody."""
         flat = states.reshape(-1, states.shape[-1]).clone()
-        flat[self._rows] = rows
+        flat[self._real_rows] = rows
         return flat.view(states.shape)
 
     def reset_counts(self) -> None:

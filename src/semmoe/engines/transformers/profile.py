@@ -4,10 +4,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from semmoe.core import RoutingTrace
-from semmoe.dataset import Prompt, digest, encode
-from semmoe.engines.transformers.model import fingerprint_of, load_model
-from semmoe.engines.transformers.recorder import record_prompts
-from semmoe.engines.transformers.tokenizer import load_tokenizer
 from semmoe.settings import ProfileSettings
 from semmoe.trace import TraceHeader, TraceWriter, open_trace
 
@@ -21,13 +17,18 @@ def profile(
 ) -> RoutingTrace:
     """Run `prompts` through a model on transformers and record which experts each token chooses, in the folder `out`.
 
-    model: a checkpoint's folder, or "tiny" for the shipped one. A run that was stopped resumes where it ended.
+    model: the folder of a checkpoint. A run that was stopped resumes where it ended.
     Raises ValueError for a model without experts, and where `out` holds the trace of other prompts.
     """
+    from semmoe.dataset import Prompt, digest, encode
+    from semmoe.engines.transformers.model import fingerprint_of, load_model
+    from semmoe.engines.transformers.recorder import record_prompts
+    from semmoe.engines.transformers.tokenizer import load_tokenizer
+
     settings = settings or ProfileSettings()
     texts = [Prompt(text=text) for text in prompts]
     ids = encode(texts[: settings.limit or None], load_tokenizer(model), settings.max_prompt_tokens)
-    stated = {"decode": settings.decode, "max_prompt_tokens": settings.max_prompt_tokens}
+    stated = {"decode": settings.max_new_tokens, "max_prompt_tokens": settings.max_prompt_tokens}
     header = TraceHeader(fingerprint=fingerprint_of(model), dataset_hash=digest(ids), settings=stated)
     with TraceWriter(Path(out), header) as writer:
         progress(writer.num_requests)
@@ -35,7 +36,7 @@ def profile(
             load_model(model),
             ids,
             writer,
-            max_new_tokens=settings.decode,
+            max_new_tokens=settings.max_new_tokens,
             batch_size=settings.batch_size,
             progress=progress,
         )

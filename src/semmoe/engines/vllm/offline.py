@@ -5,8 +5,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from semmoe.engines.hooks import cpu_patches
 from semmoe.engines.recording import Listener
-from semmoe.engines.vllm import cpu, launch
+from semmoe.engines.vllm import launch
 from semmoe.engines.vllm.settings import VllmSettings
 
 
@@ -39,7 +40,7 @@ def running(
     engine = None
     try:
         if launch.on_cpu():
-            cpu.mend_start()
+            cpu_patches("vllm").patch_start()
         engine = _engine(["--model", model, *options])
         if listener is not None:
             _listen(engine, listener)

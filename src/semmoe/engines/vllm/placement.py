@@ -21,7 +21,7 @@ class PlacedExperts:
     """Around vLLM's making and loading of a model's MoE layers, in one process."""
 
     def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+        self.plan = plan
         self._made: set[int] = set()  # decoder layers with experts, of the model
         self._places: dict[int, int] = {}  # the same in order, once weights are loaded
         self._loaded: dict[int, set[int]] = {}  # by decoder layer, the physical experts that something was loaded to
@@ -36,7 +36,7 @@ class PlacedExperts:
             raise ValueError("vLLM's own redundant experts cannot be used beside a plan's")
         if shared:
             raise ValueError("vLLM fuses a shared expert with the others here, which a plan cannot place")
-        return physical + self._plan.placement.redundant_experts, logical, shared
+        return physical + self.plan.placement.redundant_experts, logical, shared
 
     def made(self, layer_name: str) -> None:
         if not self._places:
@@ -64,7 +64,7 @@ class PlacedExperts:
                 f"{weight_name} holds all experts of a layer at once: give vLLM a checkpoint made by "
                 "`semmoe apply`, without --plan"
             )
-        if expert_id >= self._plan.fingerprint.num_experts:
+        if expert_id >= self.plan.fingerprint.num_experts:
             return False if return_success else None  # what vLLM takes for copies of the first ones
         done = False
         for slot in self._slots[self._places[index]][expert_id]:
@@ -83,16 +83,16 @@ class PlacedExperts:
         """All layers are made before the first weight is loaded."""
         if self._places:
             return
-        number = self._plan.fingerprint.num_layers
+        number = self.plan.fingerprint.num_layers
         if len(self._made) != number:
             raise ValueError(f"the model has {len(self._made)} MoE layers, the plan was made for {number}")
         self._places = {index: place for place, index in enumerate(sorted(self._made))}
-        for row in self._plan.placement.physical_to_logical_map:
-            self._slots.append([np.flatnonzero(row == e) for e in range(self._plan.fingerprint.num_experts)])
+        for row in self.plan.placement.physical_to_logical_map:
+            self._slots.append([np.flatnonzero(row == e) for e in range(self.plan.fingerprint.num_experts)])
 
     def check(self) -> None:
         """Raise ValueError unless every expert went through `load`."""
-        wanted = self._plan.placement.physical_to_logical_map.shape[1]
+        wanted = self.plan.placement.physical_to_logical_map.shape[1]
         for index in self._places or self._made:
             found = len(self._loaded.get(index, ()))
             if found != wanted:

@@ -7,6 +7,7 @@ from typing import Any
 
 from semmoe.core import Plan
 from semmoe.engines.counters import Counters
+from semmoe.engines.hooks import cpu_patches
 from semmoe.engines.ownership import join
 from semmoe.engines.settings import control_folder, from_environment
 from semmoe.engines.supervisor import report
@@ -46,9 +47,7 @@ def _register(settings: VllmSettings) -> None:
     schedules = plan is not None and settings.schedule == "plan" and plan.requests.by_tables
     prove(_needed(settings, plan, rank.splits_tokens, bool(schedules), on_cpu))
     if on_cpu:
-        from semmoe.engines.vllm.cpu import mend
-
-        mend()
+        cpu_patches("vllm").patch()
     rank.register(on_cpu)
     if schedules and plan is not None:
         made = _client(plan, settings.folder)
@@ -62,7 +61,7 @@ def _needed(settings: VllmSettings, plan: Plan | None, splits: bool, schedules: 
     hooks += targets.RECORD_HOOKS if settings.folder is not None else ()
     hooks += targets.SPLIT_HOOKS if splits else ()
     hooks += targets.REQUEST_HOOKS if schedules else ()
-    return hooks + list(targets.CPU_HOOKS if on_cpu else ())
+    return [*hooks, targets.LOAD_MODEL_CPU, *cpu_patches("vllm").HOOKS] if on_cpu else hooks
 
 
 def _client(plan: Plan, folder: Path | None) -> Any:

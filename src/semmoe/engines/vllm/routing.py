@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from semmoe.engines.absent import NoTraffic
 from semmoe.runtime.traffic import TrafficCounter
 
 
@@ -38,7 +39,7 @@ class RoutedLayer:
         serving: Tensor,
         experts_per_rank: int,
         real: RealRows,
-        traffic: TrafficCounter | None,
+        traffic: TrafficCounter | NoTraffic,
         drop_padding: bool,
         observe: Callable[[int, Tensor, Tensor], None],
     ) -> None:
@@ -52,9 +53,9 @@ class RoutedLayer:
     def to_physical(self, expert_ids: Tensor) -> Tensor:
         """Logical ids (n, K) -> physical ids of the same type."""
         physical = self._serving[expert_ids.long()]
-        if self._traffic is not None or self._drop_padding:
+        if self._traffic.counts or self._drop_padding:
             real = torch.where(self._real.mask(len(physical)), physical, -1)
-            if self._traffic is not None:
+            if self._traffic.counts:
                 self._traffic.count(torch.where(real >= 0, real // self._experts_per_rank, -1))
             physical = real if self._drop_padding else physical
         return physical.to(expert_ids.dtype)

@@ -16,7 +16,7 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.model_executor.models.utils import sequence_parallel_chunk
 
-from semmoe.engines.shuffle import TokenRows
+from semmoe.engines.layer import TokenRows
 from semmoe.engines.step import SlotWatch
 from semmoe.engines.vllm import targets
 from semmoe.engines.vllm.routing import RealRows

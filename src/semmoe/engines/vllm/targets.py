@@ -75,15 +75,3 @@ RECORD_HOOKS = (UPDATE, SAMPLE)
 REQUEST_HOOKS = (SCHEDULE, FINISHED)
 SPLIT_HOOKS = (SEQUENCE_PARALLEL, SPLIT_EXPERTS, COLUMNS, ROWS)
 HOOKS = MODEL_HOOKS + PLAN_HOOKS + RECORD_HOOKS + REQUEST_HOOKS + SPLIT_HOOKS + LAYERS
-
-# What `cpu.py` mends of vLLM's CPU backend.
-EXPERTS_CPU = Hook(
-    _MOE + "experts.cpu_moe.CPUUnquantizedExperts.apply",
-    "rows whose experts are elsewhere",
-    ("hidden_states", "topk_weights", "topk_ids", "expert_map"),
-)
-COMMUNICATOR_CPU = Hook(
-    "vllm.distributed.device_communicators.cpu_communicator.CpuCommunicator.__init__", "an expert all-to-all over gloo"
-)
-KERNELS_CPU = Hook("vllm.triton_utils.dispatcher._rebind_kernels", "start where llvmlite is imported", ("overrides",))
-CPU_HOOKS = (LOAD_MODEL_CPU, EXPERTS_CPU, COMMUNICATOR_CPU, KERNELS_CPU)

@@ -1,7 +1,7 @@
 """What vLLM 0.32.0 lacks on a CPU, and nothing else: it plays no part where there is a GPU.
 
-With these mends its real scheduler, models and collectives run expert parallelism in plain processes. They are gaps of
-the CPU backend that vanilla vLLM has too; none changes a result.
+With these patches its real scheduler, models and collectives run expert parallelism in plain processes. They are gaps
+of the CPU backend that vanilla vLLM has too; none changes a result.
 """
 
 import logging
@@ -10,25 +10,39 @@ from typing import Any
 
 import torch
 
-from semmoe.engines.vllm import targets
+from semmoe.engines.hooks import Hook
 from semmoe.engines.vllm.registry import around
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("semmoe.vllm-cpu")
+_MOE = "vllm.model_executor.layers.fused_moe."
+
+EXPERTS = Hook(
+    _MOE + "experts.cpu_moe.CPUUnquantizedExperts.apply",
+    "rows whose experts are elsewhere",
+    ("hidden_states", "topk_weights", "topk_ids", "expert_map"),
+)
+COMMUNICATOR = Hook(
+    "vllm.distributed.device_communicators.cpu_communicator.CpuCommunicator.__init__", "an expert all-to-all over gloo"
+)
+KERNELS = Hook("vllm.triton_utils.dispatcher._rebind_kernels", "start where llvmlite is imported", ("overrides",))
+HOOKS = (EXPERTS, COMMUNICATOR, KERNELS)
 
 
-def mend() -> None:
-    around(targets.EXPERTS_CPU, _local_experts)
-    around(targets.COMMUNICATOR_CPU, _communicator)
-    mend_start()
+def patch() -> tuple[Hook, ...]:
+    """Register the patches, and return what they reach into."""
+    around(EXPERTS, _local_experts)
+    around(COMMUNICATOR, _communicator)
+    patch_start()
     log.info(
-        "semmoe: mending vLLM's CPU backend (experts of other ranks; an all-to-all over gloo, as its own lacks "
+        "semmoe: patching vLLM's CPU backend (experts of other ranks; an all-to-all over gloo, as its own lacks "
         "all_gatherv: vllm issue 57837)"
     )
+    return HOOKS
 
 
-def mend_start() -> None:
+def patch_start() -> None:
     """The part that every start in a process with numba needs."""
-    around(targets.KERNELS_CPU, _rebind)
+    around(KERNELS, _rebind)
 
 
 def _local_experts(
@@ -75,6 +89,6 @@ def _rebind(original: Any, overrides: Any) -> None:
 def _communicator(init: Any, communicator: Any, *args: Any, **kwargs: Any) -> None:
     init(communicator, *args, **kwargs)
     if communicator.all2all_manager is not None:
-        from semmoe.engines.vllm.dispatcher import GlooAllToAll
+        from semmoe_vllm_cpu.dispatcher import GlooAllToAll
 
         communicator.all2all_manager = GlooAllToAll(communicator.cpu_group)

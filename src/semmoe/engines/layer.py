@@ -1,10 +1,14 @@
-"""Tokens to the ranks of an attention-TP group, inside the reduce-scatter and all-gather around a layer's feed-forward.
+"""The layer protocol: tokens go to the ranks of an attention-TP group inside the collectives around a feed-forward.
 
-Engines that split tokens over the ranks of an attention group keep each rank's slice of the rows between two attention
-layers. Here the slices are the plan's and change from layer to layer. The residual must then be known for every token,
-so the residual stream itself is gathered, and normalised on every rank: the same bytes as gathering normalised rows.
+    slices -> shuffled reduce-scatter -> norm and experts (the engine's own)
+           -> shuffled all-gather, with expert ids -> observe
+
+Every engine runs it through `TokenRows`, from its own hooks. The slices are the plan's and change from layer to layer.
+The residual must then be known for every token, so the residual stream itself is gathered, and normalised on every
+rank: the same bytes as gathering normalised rows.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,18 +16,17 @@ from torch import nn
 
 from semmoe.engines.step import SlotWatch, Step
 from semmoe.runtime.collectives import Communicator, shuffled_all_gathers, shuffled_reduce_scatter
-from semmoe.runtime.shuffler import TokenShuffler
-from semmoe.runtime.shuffler_device import DeviceShuffler
+from semmoe.runtime.shuffler import Shuffler
 
 
 class TokenRows:
-    """One rank's rows. `start` and `end` enclose a forward pass, `scatter` and `restore` a layer's feed-forward.
+    """One rank's rows. `begin` and `end` enclose a forward pass, `scatter` and `restore` a layer's feed-forward.
 
     An adaptor's hooks call them; without tokens to shuffle they must not be called.
     """
 
-    def __init__(self, shuffler: TokenShuffler | DeviceShuffler, comm: Communicator) -> None:
-        self._shuffler: Any = shuffler
+    def __init__(self, shuffler: Shuffler, comm: Communicator) -> None:
+        self._shuffler = shuffler
         self.comm = comm
         self._watch = SlotWatch()
         self._tokens, self._padded = 0, 0  # rows of this pass to shuffle, and rows with other padding
@@ -35,14 +38,29 @@ class TokenRows:
         self.routed: Any = None
         self.captured: Any = None
 
-    def start(self, step: Step) -> None:
-        self._tokens, self._handle = step.num_tokens, None
+    def begin(self, token_ids: Any, slots: Any, decoding: Any, new_slots: Any) -> None:
+        """A forward pass begins over these tokens; arguments as for `Shuffler.start`."""
+        self._tokens, self._handle = len(token_ids), None
+        self._shuffler.start(token_ids, slots, decoding, new_slots)
+
+    def begin_step(self, read: Callable[[], Step]) -> None:
+        """The same for a pass that is read from an engine's batch; one without tokens is not shuffled."""
+        step = read()
+        self._tokens, self._handle = 0, None
         if step.num_tokens:
-            slots = step.slots[step.rows]
-            self._shuffler.start(step.token_ids, slots, step.decoding, self._watch.begun(step))
+            self.begin(step.token_ids, step.slots[step.rows], step.decoding, self._watch.begun(step))
 
     def end(self) -> None:
         self._tokens, self._handle = 0, None
+
+    @property
+    def comms(self) -> list[Communicator]:
+        """What this rank's rows travel by."""
+        return [self.comm]
+
+    def listen(self, routed: Callable[[int, torch.Tensor], None]) -> None:
+        """Tell `routed` of (layer, logical ids (N, K)) of all rows in their order."""
+        self.routed = routed
 
     @property
     def active(self) -> bool:

@@ -6,15 +6,9 @@ import torch
 from sglang.srt.layers.moe.token_dispatcher.base import BaseDispatcher
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput, StandardDispatchOutput
 from sglang.srt.layers.moe.topk import StandardTopKOutput
-from sglang.srt.layers.moe.utils import get_moe_a2a_backend
 
 from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.dispatch import DispatchHandle, combine, dispatch_to
-
-
-def all_to_all() -> bool:
-    """Whether each rank's rows go to their experts, in place of all rows to all ranks."""
-    return not get_moe_a2a_backend().is_none()
 
 
 class GlooDispatcher(BaseDispatcher):

@@ -1,7 +1,7 @@
 """What SGLang 0.5.23 lacks on a CPU, and nothing else: it plays no part where there is a GPU.
 
-With these mends its real scheduler, models and collectives run expert parallelism in plain processes. Each is a gap of
-the CPU backend that vanilla SGLang has too; none changes a result.
+With these patches its real scheduler, models and collectives run expert parallelism in plain processes. Each is a gap
+of the CPU backend that vanilla SGLang has too; none changes a result.
 """
 
 import logging
@@ -11,17 +11,44 @@ import torch
 from sglang.srt.layers.moe.topk import StandardTopKOutput
 from sglang.srt.runtime_context import get_parallel
 
-from semmoe.engines.sglang import targets
-from semmoe.engines.sglang.dispatcher import GlooDispatcher, all_to_all
+from semmoe.engines.hooks import Hook
+from semmoe.engines.sglang.model import all_to_all
 from semmoe.engines.sglang.registry import around
 from semmoe.runtime.collectives import Communicator
+from semmoe_sglang_cpu.dispatcher import GlooDispatcher
 
 POLL_MS = 100  # a request ends the wait at once
-log = logging.getLogger(__name__)
+log = logging.getLogger("semmoe.sglang-cpu")
+_SRT = "sglang.srt."
+_MOE = _SRT + "layers.moe."
+
+EXPERTS = Hook(
+    _MOE + "fused_moe_native.moe_forward_native",
+    "rows whose experts are elsewhere (id -1)",
+    ("layer", "x", "topk_output", "moe_runner_config"),
+)
+DISPATCHER = Hook(
+    _MOE + "fused_moe_triton.layer.create_moe_dispatcher", "an expert all-to-all over gloo", ("moe_runner_config",)
+)
+EXPERT_CLASS = Hook(_MOE + "ep_moe.layer.get_moe_impl_class", "the layer that runs without DeepEP", ())
+CONTROLLER = Hook(
+    _SRT + "managers.data_parallel_controller.DataParallelController.event_loop",
+    "wait for requests without taking a core from the ranks",
+    (),
+)
+ROPE = Hook(
+    _SRT + "layers.rotary_embedding.factory.get_rope_cpu",
+    "latent attention without scaled positions",
+    ("head_size", "rotary_dim", "max_position", "base", "is_neox_style", "rope_scaling", "dtype"),
+)
+HOOKS = (EXPERTS, DISPATCHER, EXPERT_CLASS, CONTROLLER, ROPE)
 
 
-def mend(comms: list[Communicator]) -> None:
-    """Register the mends; the communicator that all layers' dispatchers share is added to `comms`."""
+def patch(comms: list[Communicator]) -> tuple[Hook, ...]:
+    """Register the patches, and return what they reach into.
+
+    The communicator that all layers' dispatchers share is added to `comms`.
+    """
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.mem_cache.pool_host import common
 
@@ -34,18 +61,19 @@ def mend(comms: list[Communicator]) -> None:
             comms.append(Communicator(group, parallel.moe_ep_rank, parallel.moe_ep_size))
         return GlooDispatcher(comms[0], moe_runner_config.num_local_experts)
 
-    around(targets.EXPERTS_CPU, _local_experts)
-    around(targets.DISPATCHER_CPU, dispatcher)
-    around(targets.EXPERT_CLASS_CPU, _expert_class)
-    around(targets.CONTROLLER_CPU, _wait_for_requests)
-    around(targets.ROPE_CPU, _rope)
+    around(EXPERTS, _local_experts)
+    around(DISPATCHER, dispatcher)
+    around(EXPERT_CLASS, _expert_class)
+    around(CONTROLLER, _wait_for_requests)
+    around(ROPE, _rope)
     if not hasattr(TorchNativeAttnBackend, "get_cpu_graph_seq_len_fill_value"):
         TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1
     for name, value in (("is_current_stream_capturing", False), ("empty_cache", None)):
         if not hasattr(torch.cpu, name):
             setattr(torch.cpu, name, lambda value=value: value)
     common.ALLOC_MEMORY_FUNCS["cpu"] = _host_memory
-    log.info("semmoe: mending SGLang's CPU backend (experts of other ranks, all-to-all over gloo)")
+    log.info("semmoe: patching SGLang's CPU backend (experts of other ranks, all-to-all over gloo)")
+    return HOOKS
 
 
 def _local_experts(compute: Any, layer: Any, x: torch.Tensor, topk_output: Any, config: Any) -> torch.Tensor:

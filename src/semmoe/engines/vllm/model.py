@@ -1,0 +1,106 @@
+"""What vLLM's model says of itself, and hooks that keep no state."""
+
+import logging
+from typing import Any
+
+import torch
+from vllm.config import CompilationMode, get_current_vllm_config
+from vllm.distributed import get_ep_group
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+from semmoe.core import Fingerprint, Plan, Topology
+from semmoe.engines.vllm.placement import PlacedExperts
+from semmoe.engines.vllm.routing import RoutedLayer
+
+log = logging.getLogger(__name__)
+
+
+def moe_blocks(model: torch.nn.Module) -> dict[int, Any]:
+    """vLLM's expert layers by decoder layer."""
+    return {module.layer_id: module for module in model.modules() if isinstance(module, MoERunner)}
+
+
+def made(placed: PlacedExperts, original: Any, experts: Any, layer_name: str, *args: Any, **kwargs: Any) -> None:
+    """Around the making of a layer's experts."""
+    placed.made(layer_name)
+    original(experts, layer_name, *args, **kwargs)
+
+
+def hook_router(router: Any, layer: RoutedLayer) -> None:
+    """This router alone: subclasses have a `_compute_routing` of their own."""
+    compute = router._compute_routing
+
+    def routing(*args: Any, **kwargs: Any) -> Any:
+        weights, expert_ids = compute(*args, **kwargs)
+        layer.routed(weights, expert_ids)
+        return weights, expert_ids
+
+    router._compute_routing = routing
+    router._apply_eplb_mapping = layer.to_physical
+
+
+def running_topology(runner: Any, plan: Plan | None) -> Topology:
+    config = runner.vllm_config.parallel_config
+    nodes = plan.topology.num_nodes if plan else 1
+    return Topology(ep_size=get_ep_group().world_size, dp_size=config.data_parallel_size, num_nodes=nodes)
+
+
+def check_engine(runner: Any, plan: Plan, schedules: bool) -> None:
+    """Raise ValueError where vLLM runs in a way that no plan can be served in."""
+    config = runner.vllm_config.parallel_config
+    if not config.enable_expert_parallel:
+        raise ValueError("a plan needs --enable-expert-parallel")
+    elsewhere = config.data_parallel_external_lb or config.data_parallel_hybrid_lb
+    if elsewhere and schedules:
+        raise ValueError(
+            "another load balancer than vLLM's own chooses ranks, and the "
+            "plan schedules no request: set SEMMOE_SCHEDULE=engine"
+        )
+    if runner.vllm_config.weight_transfer_config is not None:
+        raise ValueError("weights cannot be loaded again into an engine on a plan: leave --weight-transfer-config away")
+    if config.enable_eplb:
+        raise ValueError("--enable-eplb would move the plan's experts: leave it away")
+    if config.pipeline_parallel_size != 1:
+        raise ValueError("a plan cannot be served with pipeline parallelism")
+    split = config.tensor_parallel_size == 1 or config.data_parallel_size == 1 or config.use_sequence_parallel_moe
+    if not split:
+        raise ValueError(
+            f"--all2all-backend {config.all2all_backend} sends the tokens of an attention group many times"
+        )
+
+
+def check_eager(runner: Any, what: str) -> None:
+    mode = runner.vllm_config.compilation_config.mode
+    if mode != CompilationMode.NONE:
+        raise ValueError(f"{what} cannot be compiled: give --enforce-eager")
+
+
+def fingerprint(runner: Any) -> Fingerprint:
+    from semmoe.engines.transformers.model import fingerprint_of
+
+    return fingerprint_of(str(runner.model_config.model))
+
+
+def refuse_v2(original: Any, *args: Any, **kwargs: Any) -> None:
+    log.critical("semmoe knows vLLM's first model runner only: set VLLM_USE_V2_MODEL_RUNNER=0; vLLM does not start")
+    raise ValueError("semmoe needs VLLM_USE_V2_MODEL_RUNNER=0")
+
+
+def split_tokens(original: Any, config: Any) -> bool:
+    return original(config) or (config.enable_expert_parallel and config.tensor_parallel_size > 1)
+
+
+def split_experts(
+    original: Any, tp_size: Any, dp_size: Any, pcp_size: Any, is_sequence_parallel: bool, parallel_config: Any
+) -> Any:
+    """Of all families: some leave their rows whole even where vLLM splits those of others."""
+    split = is_sequence_parallel or parallel_config.use_sequence_parallel_moe
+    return original(tp_size, dp_size, pcp_size, split, parallel_config)
+
+
+def whole_shared_experts(original: Any, linear: Any, *args: Any, **kwargs: Any) -> None:
+    """A rank that computes its own rows only needs all of a shared expert."""
+    config = get_current_vllm_config().parallel_config
+    if "shared_expert" in kwargs.get("prefix", "") and config.use_sequence_parallel_moe:
+        kwargs["disable_tp"] = True
+    original(linear, *args, **kwargs)

@@ -1,0 +1,155 @@
+"""The house's rules that a reader can check: lines per room, per file and per function, and the direction of imports.
+
+    python tests/house.py        # a table; ends with 1 where something is over its budget
+
+`make check` runs it. Raising a budget is a commit that says why.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
+TOTAL, FILE, FUNCTION = 24_500, 420, 115
+# Rooms and their most lines. A folder is a room; files beside each other share one.
+ROOMS = {
+    "core.py": 420,
+    "bounds.py html.py": 140,
+    "files.py trace.py": 500,
+    "affinity.py splitter.py metrics.py capacity.py": 480,
+    "settings.py cost.py": 460,
+    "results.py": 110,
+    "tokens": 900,
+    "requests": 910,
+    "placement": 1210,
+    "methods": 1360,
+    "plan.py": 190,
+    "solver.py": 240,
+    "replayer.py online.py": 320,
+    "runtime": 2320,
+    "checkpoint": 1060,
+    "engines": 7300,
+    "router": 1280,
+    "report": 2120,
+    "cli": 2140,
+    "__init__.py concentration.py console.py dataset.py demo.py tables.py texts.py watch.py": 900,
+}
+# From the ground up: a module imports from its own storey and those below.
+STOREYS = (
+    ("bounds", "html", "core", "console", "texts"),
+    ("files", "trace", "metrics", "capacity", "affinity", "settings", "splitter", "dataset", "cost"),
+    ("tokens", "requests"),
+    ("placement", "methods"),
+    ("plan",),
+    ("online", "replayer", "solver", "concentration"),
+    ("runtime",),
+    ("checkpoint", "engines"),
+    ("results", "watch", "tables", "router", "report", "demo", "cli"),
+)
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package by its name below `semmoe`, but for the public face."""
+    found = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        name = ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
+        if name != "__init__":
+            found[name] = path
+    return found
+
+
+def imported(path: Path, known: dict[str, Path], always: bool) -> Iterator[str]:
+    """The package's modules that a file imports; always: those alone that are imported with it, not in a function."""
+    for node in _nodes(ast.parse(path.read_text(encoding="utf-8")), always):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "semmoe":
+            base = (node.module or "").removeprefix("semmoe").removeprefix(".")
+            for alias in node.names:
+                whole = f"{base}.{alias.name}".removeprefix(".")
+                if whole in known or base in known:
+                    yield whole if whole in known else base
+
+
+def _nodes(tree: ast.AST, always: bool) -> Iterator[ast.AST]:
+    for node in ast.iter_child_nodes(tree):
+        if not (always and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
+            yield node
+            yield from _nodes(node, always)
+
+
+def storey(name: str) -> int:
+    """The number of the storey that a module is on."""
+    return next(i for i, rooms in enumerate(STOREYS) if name.split(".")[0] in rooms)
+
+
+def upward() -> list[str]:
+    """Imports from a storey above, also those inside functions."""
+    known = modules()
+    pairs = [(name, other) for name, path in known.items() for other in imported(path, known, always=False)]
+    return [f"{name} imports {other}" for name, other in pairs if storey(other) > storey(name)]
+
+
+def cycles() -> list[str]:
+    """Modules from which a chain of imports leads back."""
+    known = modules()
+    graph = {name: set(imported(path, known, always=True)) - {name} for name, path in known.items()}
+    while True:  # take away what imports nothing that is left
+        free = [name for name, others in graph.items() if not others & graph.keys()]
+        if not free:
+            return sorted(graph)
+        for name in free:
+            del graph[name]
+
+
+def between_methods() -> list[str]:
+    """Methods of the field that import another, but for the parts of the paper's own."""
+    known = modules()
+    shared = {"methods", "methods.grouping"}
+    found = []
+    for name, path in known.items():
+        if name.startswith("methods.") and name not in shared:
+            others = [o for o in imported(path, known, always=False) if o.startswith("methods.") and o not in shared]
+            found += [f"{name} imports {o}" for o in others if "paper" not in name or "paper" not in o]
+    return found
+
+
+def room_lines() -> dict[str, int]:
+    """Lines of each room."""
+    paths = {room: [p for part in room.split() for p in _files(SOURCE / part)] for room in ROOMS}
+    return {room: sum(len(p.read_text(encoding="utf-8").splitlines()) for p in found) for room, found in paths.items()}
+
+
+def _files(part: Path) -> list[Path]:
+    return [part] if part.suffix == ".py" else sorted(part.rglob("*.py"))
+
+
+def over_budget() -> list[str]:
+    """What is longer than it may be."""
+    lines, everything = room_lines(), [(p, p.read_text(encoding="utf-8")) for p in sorted(SOURCE.rglob("*.py"))]
+    total = sum(len(text.splitlines()) for _, text in everything)
+    found = [f"the package has {total:,} lines, of at most {TOTAL:,}"] if total > TOTAL else []
+    if total != sum(lines.values()):
+        found.append("a file of the package belongs to no room, or to two")
+    found += [f"{room} has {n} lines, of at most {ROOMS[room]}" for room, n in lines.items() if n > ROOMS[room]]
+    for path, text in everything:
+        name, length = path.relative_to(SOURCE), len(text.splitlines())
+        found += [f"{name} has {length} lines, of at most {FILE}"] if length > FILE else []
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                n = (node.end_lineno or 0) - node.lineno + 1
+                found += [f"{name}: {node.name} has {n} lines, of at most {FUNCTION}"] if n > FUNCTION else []
+    return found
+
+
+def main() -> None:
+    lines = room_lines()
+    for room, n in lines.items():
+        print(f"{n:6,} of {ROOMS[room]:6,}  {room}")
+    print(f"{sum(lines.values()):6,} of {TOTAL:6,}  in all")
+    problems = over_budget()
+    print("\n".join(problems))
+    sys.exit(bool(problems))
+
+
+if __name__ == "__main__":
+    main()

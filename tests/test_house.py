@@ -1,0 +1,33 @@
+"""Imports go one way, and nothing is longer than it may be."""
+
+import house
+
+
+def test_a_module_imports_from_its_own_storey_and_below():
+    assert house.upward() == []
+
+
+def test_there_is_no_cycle_of_imports():
+    assert house.cycles() == []
+
+
+def test_no_method_of_the_field_imports_another():
+    assert house.between_methods() == []
+
+
+def test_every_room_file_and_function_keeps_its_budget():
+    assert house.over_budget() == []
+
+
+def test_the_checks_can_fail(tmp_path, monkeypatch):
+    """A house of three modules: core imports plan, plan imports core, and plan is long."""
+    (tmp_path / "core.py").write_text("def late():\n    from semmoe.plan import x\n    return x\n")
+    (tmp_path / "plan.py").write_text("from semmoe.core import late\nfrom semmoe import solver\n" + "x = 1\n" * 600)
+    (tmp_path / "solver.py").write_text("from semmoe.plan import x\n")
+    monkeypatch.setattr(house, "SOURCE", tmp_path)
+    monkeypatch.setattr(house, "ROOMS", {"core.py": 10, "plan.py": 10})
+    assert house.upward() == ["core imports plan", "plan imports solver"]
+    assert house.cycles() == ["plan", "solver"]
+    found = house.over_budget()
+    assert "plan.py has 602 lines, of at most 10" in found
+    assert "a file of the package belongs to no room, or to two" in found
