@@ -19,9 +19,10 @@ from pathlib import Path
 import numpy as np
 
 from semmoe.checkpoint.relabel import relabel
-from semmoe.core import Fingerprint, Placement, Plan, Topology
+from semmoe.core import Placement, Plan
 from semmoe.requests.policy import RoundRobin
 from semmoe.tokens.slices import ByPosition
+from semmoe.topology import Fingerprint, Topology
 
 HIDDEN = 2048
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from semmoe.affinity import build_affinity
-from semmoe.core import PROFILED, Plan, RoutingTrace, Topology
+from semmoe.core import PROFILED, Plan, RoutingTrace
 from semmoe.methods import paper
 from semmoe.methods.paper_policies import PaperTable
 from semmoe.placement.linear import vanilla_plan
@@ -21,6 +21,7 @@ from semmoe.replayer import replay
 from semmoe.settings import PaperSettings, ReplaySettings, SolveSettings
 from semmoe.solver import solve
 from semmoe.splitter import split
+from semmoe.topology import Topology
 from semmoe.trace import open_trace
 
 SEEDS = range(3)

@@ -27,7 +27,7 @@ from statistics import median
 from bench_end_to_end import joined, run_rounds
 from network import NetworkError
 
-from semmoe.core import RoutingTrace, Topology
+from semmoe.core import RoutingTrace
 from semmoe.demo import MODEL, demo_prompts
 from semmoe.engines.deepspeed.offline import set_up
 from semmoe.engines.transformers.generate import GenerateResult, SetUp
@@ -38,6 +38,7 @@ from semmoe.engines.transformers.verify import compare_outputs, plain_generate
 from semmoe.placement.linear import vanilla_plan
 from semmoe.settings import DemoSettings, GenerateSettings, SolveSettings
 from semmoe.solver import solve
+from semmoe.topology import Topology
 
 TOPOLOGIES = {"TP4/EP4": Topology(ep_size=4), "TP2/EP4": Topology(ep_size=4, dp_size=2)}
 LENGTH = 96  # tokens of a prompt

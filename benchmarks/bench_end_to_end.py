@@ -29,7 +29,7 @@ from network import Network, NetworkError, enter, slow_network
 
 from lab.layer import layer_parts
 from semmoe.console import figure
-from semmoe.core import RoutingTrace, Topology
+from semmoe.core import RoutingTrace
 from semmoe.demo import MODEL, demo_prompts
 from semmoe.engines.transformers.generate import GenerateResult, SetUp, generate
 from semmoe.engines.transformers.model import load_model
@@ -39,6 +39,7 @@ from semmoe.engines.transformers.verify import compare_outputs, plain_generate
 from semmoe.placement.linear import vanilla_plan
 from semmoe.settings import DemoSettings, GenerateSettings, SolveSettings
 from semmoe.solver import solve
+from semmoe.topology import Topology
 
 RANKS = 4
 

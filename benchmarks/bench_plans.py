@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from semmoe.core import Plan, RoutingTrace, Topology
+from semmoe.core import Plan, RoutingTrace
 from semmoe.metrics import max_over_mean, uniform_remote_ranks
 from semmoe.online import schedule_with
 from semmoe.replayer import replay
@@ -28,6 +28,7 @@ from semmoe.requests.policy import PromptScores
 from semmoe.settings import CoclusterSettings, ReplaySettings, SolveSettings
 from semmoe.solver import solve
 from semmoe.splitter import split
+from semmoe.topology import Topology
 from semmoe.trace import open_trace
 
 KNOWN = 0  # in place of a window: the true routing of each request is known as it arrives

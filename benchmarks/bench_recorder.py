@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from semmoe.core import Fingerprint
 from semmoe.engines.recorder import LiveRecorder
 from semmoe.engines.recorder_files import Control, open_folder, write_control
+from semmoe.topology import Fingerprint
 
 LENGTH = 512  # tokens of a request
 Pass = tuple[list[str], np.ndarray, np.ndarray]

@@ -16,12 +16,13 @@ from pathlib import Path
 import numpy as np
 
 from semmoe import console
-from semmoe.core import RoutingTrace, Topology
+from semmoe.core import RoutingTrace
 from semmoe.methods import METHODS, obstacle
 from semmoe.metrics import uniform_remote_ranks
 from semmoe.settings import DemoSettings, ReplaySettings, SolveSettings
 from semmoe.solver import score, solve_methods
 from semmoe.splitter import split
+from semmoe.topology import Topology
 from semmoe.trace import open_trace
 
 

@@ -127,11 +127,12 @@ def make_bodies(tokens: int, count: int) -> list[bytes]:
 
 def write_plan(path: Path) -> None:
     """Random scores: what they are costs no time."""
-    from semmoe.core import Fingerprint, Plan, Topology
+    from semmoe.core import Plan
     from semmoe.engines.transformers.tokenizer import load_tokenizer, tokenizer_hash
     from semmoe.placement.linear import place
     from semmoe.plan import save_plan
     from semmoe.requests.policy import PromptScores
+    from semmoe.topology import Fingerprint, Topology
 
     tokenizer = load_tokenizer(str(MODEL))
     rng, rows, zeros = np.random.default_rng(0), len(tokenizer) + 1, np.zeros(RANKS, np.float32)

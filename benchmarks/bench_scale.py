@@ -18,9 +18,10 @@ from pathlib import Path
 
 import numpy as np
 
-from semmoe.core import DECODE, Fingerprint, RoutingTrace, Topology
+from semmoe.core import DECODE, RoutingTrace
 from semmoe.settings import SolveSettings
 from semmoe.solver import solve
+from semmoe.topology import Fingerprint, Topology
 from semmoe.trace import open_trace, save_trace
 
 

@@ -23,7 +23,7 @@ from typing import Any
 from serving.engine import Engine, SetUp, add_engine, engine
 from serving.server import Server, ServerError, counters, serving
 
-from semmoe.core import Plan, RoutingTrace, Topology
+from semmoe.core import Plan, RoutingTrace
 from semmoe.demo import MODEL, demo_prompts
 from semmoe.engines.transformers.model import load_model
 from semmoe.engines.transformers.recorder import record
@@ -36,6 +36,7 @@ from semmoe.settings import DemoSettings, GenerateSettings, SolveSettings
 from semmoe.solver import solve
 from semmoe.splitter import near_duplicates
 from semmoe.tokens import predictor as predict
+from semmoe.topology import Topology
 
 PATIENCE = 1800  # seconds until the server must have answered
 QUICK = ("vanilla", "both")

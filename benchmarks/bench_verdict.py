@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from semmoe import cost
-from semmoe.core import Plan, RoutingTrace, Topology
+from semmoe.core import Plan, RoutingTrace
 from semmoe.demo import MODEL, demo_prompts
 from semmoe.engines.transformers.calibrate import PARTS, MeasuredLayer, Sample, calibrate
 from semmoe.engines.transformers.model import load_model, moe_layers
@@ -36,6 +36,7 @@ from semmoe.runtime.collectives import world
 from semmoe.runtime.launch import run_ranks
 from semmoe.settings import DemoSettings, ReplaySettings, SolveSettings
 from semmoe.solver import solve
+from semmoe.topology import Topology
 
 SETTINGS = DemoSettings()
 ROUNDS = 15

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.subjects import field_of
-from semmoe.core import Plan, RoutingTrace, Topology
+from semmoe.core import Plan, RoutingTrace
 from semmoe.dataset import Prompt, encode, load_dataset
 from semmoe.demo import MODEL, demo_prompts
 from semmoe.files import read_limited
@@ -17,6 +17,7 @@ from semmoe.results import Part, parts
 from semmoe.settings import DemoSettings, SolveSettings
 from semmoe.solver import solve
 from semmoe.texts import held_out_prompts
+from semmoe.topology import Topology
 from semmoe.trace import MAX_META_BYTES, open_trace
 
 PER_DOMAIN = 96  # texts of each kind, which the shipped model was not trained on

@@ -6,7 +6,6 @@ import numpy as np
 
 from lab.inputs import Inputs, Source
 from lab.item import MODEL_DIFFERS, VANILLA, Cell, Comparison, Item, LackingError, Result, colour, panel
-from semmoe.core import Topology
 from semmoe.methods import METHODS, obstacle
 from semmoe.metrics import layer_traffic
 from semmoe.placement.linear import vanilla_plan
@@ -14,6 +13,7 @@ from semmoe.replayer import ReplayResult, replay
 from semmoe.settings import CoclusterSettings, ReplaySettings, SolveSettings
 from semmoe.solver import solve
 from semmoe.splitter import split
+from semmoe.topology import Topology
 
 RANKS = 8
 NAMES = {"linear": "vanilla"}

@@ -12,9 +12,10 @@ from lab.inputs import Inputs
 from lab.item import PLAN, VANILLA, Cell, Comparison, Item, Result, colour, panel
 from lab.layer import layer_parts
 from semmoe.bounds import arrays_of
-from semmoe.core import Placement, Plan, Topology
+from semmoe.core import Placement, Plan
 from semmoe.demo import MODEL, demo_prompts
 from semmoe.settings import DemoSettings, GenerateSettings
+from semmoe.topology import Topology
 
 RANKS = 4
 ROUNDS = 2  # of the set-ups of a model, taking turns

@@ -8,8 +8,6 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_matrix
 
-from semmoe.bounds import require
-
 
 def solve_exactly(
     activations: np.ndarray, num_clusters: int, theta: float, time_limit: float = 60.0
@@ -22,7 +20,8 @@ def solve_exactly(
     """
     N, E = activations.shape
     C, total, size = num_clusters, activations.sum(), activations.sum(axis=1)
-    require(E % C == 0, f"{C} clusters do not divide {E} experts")
+    if E % C != 0:
+        raise ValueError(f"{C} clusters do not divide {E} experts")
     # Variables: r[n, c], x[e, c], z[n, e, c] <= both (item n and expert e in c), u[c] >= |load - share|.
     r, x = np.arange(N * C).reshape(N, C), N * C + np.arange(E * C).reshape(E, C)
     z = x.max() + 1 + np.arange(N * E * C).reshape(N, E, C)
@@ -51,7 +50,8 @@ def solve_exactly(
         cost, constraints=rows.constraint(), bounds=Bounds(0, upper), integrality=integrality,
         options={"time_limit": time_limit, "mip_rel_gap": 1e-6},
     )  # fmt: skip
-    require(result.status == 0, f"no proven optimum within {time_limit} s: {result.message}")
+    if result.status != 0:
+        raise ValueError(f"no proven optimum within {time_limit} s: {result.message}")
     remote_if_none_local = (1 - theta) * total
     objective = float((result.fun + remote_if_none_local) / total)
     return result.x[x].argmax(axis=1), result.x[r].argmax(axis=1), objective

@@ -5,9 +5,10 @@ from itertools import combinations, product
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from semmoe.core import DECODE, Placement, Plan, RoutingTrace, Topology
+from semmoe.core import DECODE, Placement, Plan, RoutingTrace
 from semmoe.tokens.kernels import FRACTION, RUNNING_LIMIT, RUNNING_PRIOR
 from semmoe.tokens.predictor import TOKEN_PRIOR
+from semmoe.topology import Topology
 
 
 def affinity_counts(trace: RoutingTrace):

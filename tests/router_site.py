@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import uvicorn
 
-from semmoe.core import Fingerprint, Plan, Topology
+from semmoe.core import Plan
 from semmoe.methods.paper_policies import PaperTable
 from semmoe.placement.linear import place
 from semmoe.requests.policy import PromptScores
@@ -19,6 +19,7 @@ from semmoe.router.proxy import Router
 from semmoe.router.server import configuration, listen
 from semmoe.router.settings import RouterSettings
 from semmoe.tokens.slices import ByPosition
+from semmoe.topology import Fingerprint, Topology
 
 VOCAB, MEAN = 4096, 10.0
 LOW, HIGH = [1, 2, 3], [4001, 4002, 4003]  # prompts that prefer rank 0 and rank 1

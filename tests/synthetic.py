@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from semmoe.core import DECODE, PREFILL, Fingerprint, RoutingTrace
+from semmoe.core import DECODE, PREFILL, RoutingTrace
+from semmoe.topology import Fingerprint
 
 
 def make_fingerprint(**changes) -> Fingerprint:

@@ -17,12 +17,13 @@ from semmoe.checkpoint.directory import open_checkpoint
 from semmoe.checkpoint.engine_files import write_sglang
 from semmoe.checkpoint.relabel import load_record
 from semmoe.cli import app
-from semmoe.core import Placement, Plan, Topology
+from semmoe.core import Placement, Plan
 from semmoe.demo import MODEL
 from semmoe.engines.transformers.model import fingerprint_of, load_model
 from semmoe.plan import load_plan, save_plan
 from semmoe.requests.policy import RoundRobin
 from semmoe.tokens.slices import ByPosition
+from semmoe.topology import Topology
 
 
 def run(*arguments):

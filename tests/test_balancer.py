@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 
-from semmoe.core import Fingerprint, Plan, Topology
+from semmoe.core import Plan
 from semmoe.engines.balancer import RequestBalancer
 from semmoe.methods.paper_policies import PaperTable
 from semmoe.placement.linear import place, vanilla_plan
 from semmoe.requests.policy import PromptScores
 from semmoe.tokens.slices import ByPosition
+from semmoe.topology import Fingerprint, Topology
 
 V, MEAN = 8, 10.0
 IDENTITY = Fingerprint(

@@ -9,7 +9,6 @@ from typer.testing import CliRunner
 
 from semmoe import cost
 from semmoe.cli import app
-from semmoe.core import Topology
 from semmoe.demo import MODEL
 from semmoe.engines.transformers import calibrate as calibration
 from semmoe.engines.transformers import generate as gen
@@ -20,6 +19,7 @@ from semmoe.settings import CoclusterSettings, GenerateSettings, ReplaySettings,
 from semmoe.solver import expect, solve
 from semmoe.splitter import split
 from semmoe.texts import held_out_prompts
+from semmoe.topology import Topology
 
 SHAPE = cost.LayerShape(hidden_size=1000, expert_size=10, top_k=2)
 

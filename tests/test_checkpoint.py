@@ -23,12 +23,13 @@ from semmoe.checkpoint.layout import find_moe_layers
 from semmoe.checkpoint.relabel import load_record, relabel, write_relabelled
 from semmoe.checkpoint.shards import CHUNK, copy_bytes, read_shard
 from semmoe.checkpoint.verify import to_float, verify
-from semmoe.core import Fingerprint, Placement, Plan, Topology
+from semmoe.core import Placement, Plan
 from semmoe.demo import MODEL
 from semmoe.engines.transformers.model import fingerprint_of, load_model
 from semmoe.engines.transformers.tokenizer import load_tokenizer
 from semmoe.requests.policy import RoundRobin
 from semmoe.tokens.slices import ByPosition
+from semmoe.topology import Fingerprint, Topology
 
 MODELS = CONFIGS | {
     "qwen2_moe": lambda: transformers.Qwen2MoeConfig(

@@ -233,7 +233,7 @@ SERVER = """
 import sys, time
 from pathlib import Path
 import numpy as np
-from semmoe.core import Fingerprint
+from semmoe.topology import Fingerprint
 from semmoe.engines.recorder import LiveRecorder
 recorder = LiveRecorder(Path(sys.argv[1]), Fingerprint(model="m", architecture_hash="a", tokenizer_hash="t",
                         vocab_size=50, num_layers=2, num_experts=8, top_k=2), 0)

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from synthetic import make_fingerprint, make_trace, random_trace
 
 import semmoe
-from semmoe.core import Placement, Plan, RoutingTrace, Topology
+from semmoe.core import Placement, Plan, RoutingTrace
 from semmoe.requests.policy import RoundRobin
 from semmoe.tokens.slices import ByPosition
+from semmoe.topology import Topology
 
 
 @pytest.mark.parametrize(

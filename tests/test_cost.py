@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semmoe import cost
-from semmoe.core import Topology
 from semmoe.cost import Experts, LayerShape, LayerTime, Links, Prediction, Tier
 from semmoe.metrics import uniform_remote_ranks
+from semmoe.topology import Topology
 
 # Rows of 1,000 bytes each way, no latency, 1 GB/s.
 KILOBYTE = LayerShape(hidden_size=1000, expert_size=10, top_k=2)

@@ -198,11 +198,11 @@ def test_the_method_of_the_walk_solves_is_saved_and_replayed(tmp_path, monkeypat
     from synthetic import random_trace
 
     from semmoe import methods
-    from semmoe.core import Topology
     from semmoe.plan import load_plan, save_plan
     from semmoe.replayer import replay
     from semmoe.settings import SolveSettings
     from semmoe.solver import solve
+    from semmoe.topology import Topology
 
     (code,) = [code for language, code in blocks(DOCS / "walks.md") if language == "python"]
     (tmp_path / "striped.py").write_text(code)

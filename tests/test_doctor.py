@@ -10,12 +10,12 @@ from synthetic import make_fingerprint
 from typer.testing import CliRunner
 
 from semmoe.cli import app
-from semmoe.core import Topology
 from semmoe.demo import MODEL
 from semmoe.engines import doctor
 from semmoe.engines.hooks import Hook
 from semmoe.placement.linear import vanilla_plan
 from semmoe.plan import save_plan
+from semmoe.topology import Topology
 
 
 def run(*arguments):

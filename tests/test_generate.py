@@ -9,7 +9,7 @@ import torch
 from models import build
 from ranks import on_threads
 
-from semmoe.core import Placement, Topology
+from semmoe.core import Placement
 from semmoe.demo import MODEL
 from semmoe.engines.transformers import generate as gen
 from semmoe.engines.transformers import model as models
@@ -20,6 +20,7 @@ from semmoe.placement.linear import vanilla_plan
 from semmoe.runtime.dispatch import combine, dispatch
 from semmoe.settings import CoclusterSettings, GenerateSettings, PaperSettings, SolveSettings
 from semmoe.solver import solve
+from semmoe.topology import Topology
 
 pytestmark = pytest.mark.dist
 # 10 prompts, two at a time: groups of 3 and 2 requests, so that some groups idle while others still decode.

@@ -1,6 +1,7 @@
 """Hooks resolve, or say in one line what moved."""
 
 import json
+import subprocess
 import sys
 
 import pytest
@@ -60,3 +61,14 @@ def test_hooks_compare_and_are_frozen():
     assert hook == Hook("json.dumps", "test", ())
     with pytest.raises(AttributeError):
         hook.target = json
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_a_plug_in_that_is_only_installed_brings_no_compiler_into_an_engine(engine):
+    """Engines import it in every process; vLLM's CPU back-end does not start beside llvmlite."""
+    code = (
+        f"import sys, semmoe.engines.{engine}.plugin; "
+        "print({'numba', 'llvmlite', 'scipy', 'torch', 'transformers'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

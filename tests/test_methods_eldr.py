@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic import make_trace, planted_trace, random_trace
 
-from semmoe.core import Topology
 from semmoe.methods import METHODS, obstacle
 from semmoe.methods import eldr as baselines
 from semmoe.methods.eldr import balanced_kmeans, eldr, request_signatures
@@ -20,6 +19,7 @@ from semmoe.replayer import replay
 from semmoe.requests.capacity import CapacityScheduler
 from semmoe.settings import ReplaySettings, SolveSettings
 from semmoe.solver import solve
+from semmoe.topology import Topology
 
 DP4, HYBRID, TP4 = Topology(ep_size=4, dp_size=4), Topology(ep_size=4, dp_size=2), Topology(ep_size=4)
 REQUEST_METHODS = [name for name, method in METHODS.items() if method.needs_groups]

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from synthetic import planted_trace, random_trace
 
 from semmoe.affinity import build_affinity
-from semmoe.core import Topology
 from semmoe.methods import exflow, grouping
 from semmoe.methods.grouping import link_costs
+from semmoe.topology import Topology
 
 TP2 = Topology(ep_size=2)
 

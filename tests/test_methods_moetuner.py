@@ -11,10 +11,10 @@ from synthetic import random_trace
 
 from semmoe.affinity import build_affinity
 from semmoe.capacity import balanced_packing
-from semmoe.core import Topology
 from semmoe.methods import moetuner
 from semmoe.methods.grouping import link_costs
 from semmoe.settings import MoETunerSettings
+from semmoe.topology import Topology
 
 
 def worst_links(counts, ranks, cost):

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from synthetic import planted_trace, random_trace
 
 from semmoe.affinity import build_affinity
-from semmoe.core import Topology
 from semmoe.methods import paper
 from semmoe.settings import PaperSettings
+from semmoe.topology import Topology
 
 QUICK = PaperSettings(steps=3, swaps_per_expert=20)
 

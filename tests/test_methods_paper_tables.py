@@ -8,13 +8,14 @@ from hypothesis import strategies as st
 from synthetic import make_trace, random_trace
 
 from semmoe.affinity import build_affinity
-from semmoe.core import NEIGHBOUR, PRIOR, PROFILED, Placement, Topology
+from semmoe.core import NEIGHBOUR, PRIOR, PROFILED, Placement
 from semmoe.methods import paper
 from semmoe.methods.paper import CoClustering
 from semmoe.methods.paper_policies import device_of_expert, token_devices
 from semmoe.methods.paper_tables import build_policies
 from semmoe.placement import linear
 from semmoe.settings import PaperSettings
+from semmoe.topology import Topology
 
 TP2 = Topology(ep_size=2)
 SETTINGS = PaperSettings(steps=2, swaps_per_expert=10)

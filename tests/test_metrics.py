@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semmoe.core import Placement, Topology
+from semmoe.core import Placement
 from semmoe.metrics import (
     Traffic,
     layer_traffic,
@@ -16,6 +16,7 @@ from semmoe.metrics import (
     serving_ranks,
     uniform_remote_ranks,
 )
+from semmoe.topology import Topology
 
 
 def place(*rows, ep_size: int) -> Placement:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from synthetic import make_fingerprint
 
 from semmoe.affinity import known_rows
-from semmoe.core import PRIOR, PROFILED, Plan, Topology
+from semmoe.core import PRIOR, PROFILED, Plan
 from semmoe.methods.paper_policies import (
     PaperScheduler,
     PaperTable,
@@ -23,6 +23,7 @@ from semmoe.online import schedule_batch, schedule_requests
 from semmoe.placement.linear import place
 from semmoe.requests.policy import PromptScores
 from semmoe.tokens.slices import ByPosition, position_slices
+from semmoe.topology import Topology
 
 
 def scheduler(scores) -> PaperScheduler:

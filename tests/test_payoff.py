@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from semmoe import cost
-from semmoe.core import Topology
 from semmoe.metrics import uniform_remote_ranks
 from semmoe.payoff import BATCHES, MODELS, Measured, measured, payoff, payoffs
+from semmoe.topology import Topology
 
 QWEN, _, DEEPSEEK = MODELS
 DP = Measured(topology=Topology.for_attention("dp", 4), remote_share=0.8, load=1.1, vanilla_load=1.2)

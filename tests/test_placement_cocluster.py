@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic import planted_trace, random_trace, with_noise
 
-from semmoe.core import Topology
 from semmoe.placement import cocluster
 from semmoe.placement.cocluster import Layout, Measured, choose, expected_load, place, search_layer
 from semmoe.plan import load_plan, save_plan
@@ -18,6 +17,7 @@ from semmoe.settings import CoclusterSettings, PredictorSettings, ReplaySettings
 from semmoe.solver import solve
 from semmoe.splitter import split
 from semmoe.tokens.predictor import fit
+from semmoe.topology import Topology
 
 QUICK = CoclusterSettings(starts=1, kicks=1, sweeps=2, batch_tokens=64)
 THOROUGH = CoclusterSettings(starts=4, kicks=4, sweeps=8, batch_tokens=64)

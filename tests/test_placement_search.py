@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semmoe.core import Topology
 from semmoe.placement.homes import make_state, server
 from semmoe.placement.search import PRICE_UNITS, improve, settle
+from semmoe.topology import Topology
 
 TOPOLOGIES = [
     Topology(ep_size=4),

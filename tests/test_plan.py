@@ -13,10 +13,10 @@ from safetensors.numpy import load_file, save_file
 from synthetic import random_trace
 
 from semmoe import plan as plan_module
-from semmoe.core import Topology
 from semmoe.plan import load_plan, save_plan
 from semmoe.settings import CoclusterSettings, PaperSettings, PredictorSettings, SolveSettings
 from semmoe.solver import solve
+from semmoe.topology import Topology
 
 QUICK = PaperSettings(steps=2, swaps_per_expert=10)
 SEMMOE = SolveSettings(

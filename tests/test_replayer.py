@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from synthetic import make_fingerprint, make_trace, planted_trace, random_trace, with_prefill
 from test_tokens_slices import random_tables
 
-from semmoe.core import DECODE, PREFILL, Topology
+from semmoe.core import DECODE, PREFILL
 from semmoe.metrics import serving_ranks
 from semmoe.online import schedule_requests
 from semmoe.placement.linear import vanilla_plan
@@ -22,6 +22,7 @@ from semmoe.settings import CoclusterSettings, PaperSettings, ReplaySettings, So
 from semmoe.solver import score, solve, solve_methods
 from semmoe.splitter import split
 from semmoe.tokens.slices import ByPosition
+from semmoe.topology import Topology
 from semmoe.trace import open_trace
 
 QUICK = PaperSettings(steps=3, swaps_per_expert=20)

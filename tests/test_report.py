@@ -14,7 +14,7 @@ from synthetic import make_trace, planted_trace, random_trace
 from typer.testing import CliRunner
 
 from semmoe.cli import app
-from semmoe.core import Placement, Topology
+from semmoe.core import Placement
 from semmoe.cost import LayerShape, load_links
 from semmoe.plan import load_plan, save_plan
 from semmoe.report import experts, figures, gather, layers, page, serving, verdict
@@ -22,6 +22,7 @@ from semmoe.report.records import Figures
 from semmoe.settings import CoclusterSettings, PaperSettings, PredictorSettings, ReplaySettings, SolveSettings
 from semmoe.solver import expect, solve, solve_methods
 from semmoe.solver import score as score_plans
+from semmoe.topology import Topology
 from semmoe.trace import save_trace
 
 ROOT = Path(__file__).parents[1]

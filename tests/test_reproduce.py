@@ -15,10 +15,10 @@ from lab.__main__ import app
 from lab.inputs import Inputs
 from lab.item import LackingError
 from lab.subjects import FIELDS, field_of
-from semmoe.core import Topology
 from semmoe.placement.linear import vanilla_plan
 from semmoe.results import serving_sweep
 from semmoe.settings import CoclusterSettings, MoETunerSettings, SolveSettings
+from semmoe.topology import Topology
 from semmoe.trace import save_trace
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"

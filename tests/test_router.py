@@ -19,12 +19,12 @@ from router_site import HIGH, LOW, Engine, eventually, is_idle, make_plan, reque
 from typer.testing import CliRunner
 
 from semmoe.cli import app
-from semmoe.core import Topology
 from semmoe.demo import MODEL
 from semmoe.engines.transformers.tokenizer import load_tokenizer, tokenizer_hash
 from semmoe.placement.linear import vanilla_plan
 from semmoe.plan import save_plan
 from semmoe.router.prompts import Tokenizer
+from semmoe.topology import Topology
 
 COMPLETIONS = "/v1/completions"
 

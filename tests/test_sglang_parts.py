@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from semmoe.core import Fingerprint, Placement, Plan, Topology
+from semmoe.core import Placement, Plan
 from semmoe.demo import MODEL
 from semmoe.engines.launch import command_line, join
 from semmoe.engines.placement import dispatch_map
@@ -22,6 +22,7 @@ from semmoe.engines.transformers.model import fingerprint_of
 from semmoe.placement.linear import vanilla_plan
 from semmoe.requests.policy import RoundRobin
 from semmoe.tokens.slices import ByPosition
+from semmoe.topology import Fingerprint, Topology
 
 IDENTITY = Fingerprint(
     model="m", architecture_hash="", tokenizer_hash="", vocab_size=8, num_layers=1, num_experts=3, top_k=2

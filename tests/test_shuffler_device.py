@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.fx.experimental.proxy_tensor import make_fx
 from triton_runs import interpret
 
-from semmoe.core import Placement, Plan, Topology
+from semmoe.core import Placement, Plan
 from semmoe.methods.paper_policies import PaperTables
 from semmoe.requests.policy import RoundRobin
 from semmoe.runtime import shuffler_device, static
@@ -29,6 +29,7 @@ from semmoe.runtime.shuffler_device import PADDING_SLOT, DeviceHistory, DeviceSh
 from semmoe.runtime.static import take_rows
 from semmoe.tokens import slices as host_scores
 from semmoe.tokens.slices import ByPosition, History, assign
+from semmoe.topology import Topology
 
 SIZE, GROUP, SLOTS = 2, 1, 40
 NONE_NEW = torch.tensor([PADDING_SLOT])

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from synthetic import planted_trace, random_trace
 
-from semmoe.core import PRIOR, Topology
+from semmoe.core import PRIOR
 from semmoe.replayer import replay
 from semmoe.settings import GenerateSettings, PaperSettings, ReplaySettings, SolveSettings
 from semmoe.solver import expect, score, solve, solve_methods
 from semmoe.splitter import split
+from semmoe.topology import Topology
 
 QUICK = PaperSettings(steps=3, swaps_per_expert=20)
 TP4 = Topology(ep_size=4)

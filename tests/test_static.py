@@ -10,13 +10,14 @@ from ranks import on_ranks
 from test_shuffler_device import SLOTS, plan
 from test_tokens_slices import TOP_K
 
-from semmoe.core import Plan, Topology
+from semmoe.core import Plan
 from semmoe.engines.sglang.settings import SglangSettings
 from semmoe.engines.sglang.static import DeviceSlotWatch, StaticBoundaryShuffle
 from semmoe.engines.step import SlotWatch, Step
 from semmoe.runtime import reference
 from semmoe.runtime.shuffler_device import PADDING_SLOT, DeviceShuffler
 from semmoe.runtime.static import static_all_gather, static_handle, static_reduce_scatter
+from semmoe.topology import Topology
 
 
 def test_a_handle_by_hand():

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from semmoe.core import Topology
 from semmoe.engines import support
-from semmoe.engines.support import FAMILIES, FEATURES, QUANTISATION, State, Use, cautions, check, problems
+from semmoe.engines.support import State, Use, cautions, check, problems
+from semmoe.engines.support_rows import FAMILIES, FEATURES, QUANTISATION
+from semmoe.topology import Topology
 
 QWEN = {"model_type": "qwen3_moe"}
 PLAIN = Use(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from semmoe.core import Fingerprint, Placement, Plan, Topology
+from semmoe.core import Placement, Plan
 from semmoe.engines.hooks import Hook
 from semmoe.engines.launch import join
 from semmoe.engines.recording import PassRecorder
@@ -22,6 +22,7 @@ from semmoe.engines.vllm.step import Slots, accepted, fed_tokens, read_step
 from semmoe.requests.policy import RoundRobin
 from semmoe.runtime.traffic import TrafficCounter
 from semmoe.tokens.slices import ByPosition
+from semmoe.topology import Fingerprint, Topology
 
 COPIES = np.array([[0, 1, 1, 2], [2, 0, 1, 0]], np.int32)  # three experts on two ranks, one of them twice
 

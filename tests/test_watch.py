@@ -75,9 +75,9 @@ def plan(tmp_path):
     """A plan that expects three quarters of the pairs at home."""
     from dataclasses import replace
 
-    from semmoe.core import Fingerprint, Topology
     from semmoe.placement.linear import vanilla_plan
     from semmoe.plan import save_plan
+    from semmoe.topology import Fingerprint, Topology
 
     fingerprint = Fingerprint(
         model="m", architecture_hash="a", tokenizer_hash="t", vocab_size=64, num_layers=2, num_experts=8, top_k=4,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from network import Network
 
-from semmoe.core import Topology
+from semmoe.topology import Topology
 
 if TYPE_CHECKING:
     import aiohttp

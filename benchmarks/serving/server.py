@@ -17,7 +17,6 @@ from typing import Any
 import psutil
 from network import DEVICE, Network, command_on, environment_of
 
-from semmoe.core import Topology
 from semmoe.dataset import encode, load_dataset
 from semmoe.demo import MODEL, demo_prompts
 from semmoe.engines.transformers.model import load_model
@@ -26,6 +25,7 @@ from semmoe.engines.transformers.tokenizer import load_tokenizer
 from semmoe.plan import save_plan
 from semmoe.settings import DemoSettings, SolveSettings
 from semmoe.solver import solve
+from semmoe.topology import Topology
 from serving.engine import RANKS, Command, Engine, SetUp
 
 MOST_PROMPTS = 1000  # of a data set

@@ -13,14 +13,14 @@ from typing import Any
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "Fingerprint": "core",
+    "Fingerprint": "topology",
     "Placement": "core",
     "Plan": "core",
     "ProfileSettings": "settings",
     "ReplaySettings": "settings",
     "RoutingTrace": "core",
     "SolveSettings": "settings",
-    "Topology": "core",
+    "Topology": "topology",
     "compare": "solver",
     "load_plan": "plan",
     "open_trace": "trace",

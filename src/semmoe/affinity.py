@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.sparse import csr_matrix
 
-from semmoe.core import NEIGHBOUR, PRIOR, PROFILED, Fingerprint, RoutingTrace
+from semmoe.core import NEIGHBOUR, PRIOR, PROFILED, RoutingTrace
+from semmoe.topology import Fingerprint
 
 
 @dataclass(frozen=True, kw_only=True)

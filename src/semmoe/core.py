@@ -13,134 +13,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
 from semmoe import html
-from semmoe.bounds import (
-    MOST_EXPERTS,
-    MOST_LAYERS,
-    MOST_RANKS,
-    MOST_VOCABULARY,
-    Declared,
-    check_numbers,
-    check_offsets,
-    check_range,
-    check_table,
-    number,
-    required_number,
-)
+from semmoe.bounds import Declared, check_offsets, check_range, check_table
+from semmoe.topology import Fingerprint, Topology
 
 PREFILL, DECODE = 0, 1
-
-
-def physical_experts(num_experts: int, redundant: int, ep_size: int) -> int:
-    """P, if ranks can hold as many each. Raises ValueError saying what would fit."""
-    total, reason = num_experts + redundant, ""
-    if redundant:
-        fit = ", ".join(str(-num_experts % ep_size + i * ep_size) for i in range(3))
-        reason = f" ({num_experts} and {redundant} redundant: {fit}, ... fit)"
-    if total % ep_size != 0:
-        raise ValueError(f"ep_size {ep_size} does not divide {total} experts{reason}")
-    return total
-
-
-@dataclass(frozen=True, kw_only=True)
-class Topology:
-    """How ranks share the work: experts over `ep_size` ranks, attention over `dp_size` groups of `attn_tp_size`.
-
-    Rank g belongs to group g // attn_tp_size and to node g // (ep_size // num_nodes).
-    """
-
-    ep_size: int = required_number(1, MOST_RANKS)
-    dp_size: int = number(1, 1, MOST_RANKS)
-    attn_tp_size: int = number(0, 0, MOST_RANKS)  # 0: ep_size // dp_size
-    num_nodes: int = number(1, 1, MOST_RANKS)
-
-    def __post_init__(self) -> None:
-        check_numbers(self)
-        if self.ep_size % self.dp_size != 0:
-            raise ValueError(f"dp_size {self.dp_size} does not divide ep_size {self.ep_size}")
-        if self.attn_tp_size == 0:
-            object.__setattr__(self, "attn_tp_size", self.ep_size // self.dp_size)
-        product = self.dp_size * self.attn_tp_size
-        if product != self.ep_size:
-            raise ValueError(f"dp_size x attn_tp_size is {product}, not ep_size {self.ep_size}")
-        divides = self.ep_size % self.num_nodes == 0
-        if not divides:
-            raise ValueError(f"num_nodes {self.num_nodes} does not divide ep_size {self.ep_size}")
-
-    @classmethod
-    def for_attention(
-        cls, attention: str, ep_size: int, dp_size: int | None = None, num_nodes: int | None = None
-    ) -> Topology:
-        """`tp`: one group of all ranks; `dp`: every rank a group; `hybrid`: `dp_size` groups. num_nodes: by default 1.
-
-        Raises ValueError for sizes that do not fit together.
-        """
-        if attention not in ("tp", "dp", "hybrid"):
-            raise ValueError(f"attention must be tp, dp or hybrid, not {attention!r}")
-        if attention == "hybrid":
-            groups = dp_size or 0
-            if not 1 < groups < ep_size:
-                raise ValueError(f"hybrid attention needs a dp_size between 1 and {ep_size=}, not {dp_size}")
-        else:
-            implied = {"tp": 1, "dp": ep_size}[attention]
-            if dp_size not in (None, implied):
-                raise ValueError(f"attention {attention} has dp_size {implied}, not {dp_size}")
-            dp_size = implied
-        assert dp_size is not None
-        return cls(ep_size=ep_size, dp_size=dp_size, num_nodes=1 if num_nodes is None else num_nodes)
-
-    @property
-    def node_of(self) -> np.ndarray:
-        """(G,) int64: the node of each rank."""
-        return np.arange(self.ep_size) // (self.ep_size // self.num_nodes)
-
-    @property
-    def attention(self) -> str:
-        return "tp" if self.dp_size == 1 else "dp" if self.attn_tp_size == 1 else "hybrid"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fingerprint:
-    """What a trace or plan was made for; a plan is refused on a model or tokenizer that differs."""
-
-    model: str  # a name for people; not compared
-    architecture_hash: str  # SHA-256 of the configuration fields that shape routing
-    tokenizer_hash: str  # SHA-256 of the vocabulary, token by token
-    vocab_size: int = required_number(1, MOST_VOCABULARY)
-    num_layers: int = required_number(1, MOST_LAYERS)  # MoE layers only
-    num_experts: int = required_number(1, MOST_EXPERTS)
-    top_k: int = required_number(1, MOST_EXPERTS)
-    num_groups: int = number(1, 1, MOST_EXPERTS)  # group-limited gating (DeepSeek's n_group)
-    hidden_size: int = number(0, 0, 1 << 24)  # 0: not known
-    expert_size: int = number(0, 0, 1 << 24)  # width of one expert's feed-forward network; 0: not known
-
-    def __post_init__(self) -> None:
-        check_numbers(self)
-        check_table("num_layers x num_experts x num_experts", self.num_layers, self.num_experts, self.num_experts)
-        check_table("num_layers x vocab_size", self.num_layers, self.vocab_size)
-        if self.top_k > self.num_experts:
-            raise ValueError(f"top_k {self.top_k} exceeds {self.num_experts} experts")
-        divides = self.num_experts % self.num_groups == 0
-        if not divides:
-            raise ValueError(f"{self.num_groups} gate groups do not divide {self.num_experts} experts")
-
-    def mismatch(self, other: Fingerprint) -> str | None:
-        """The first field in which `other` differs, in words, or None; sizes before hashes, which say less.
-
-        What carries this fingerprint is called "there", what carries `other` is called "here".
-        """
-        there, here = (f" ({one.model})" if self.model != other.model else "" for one in (self, other))
-        for name, mine in sorted(asdict(self).items(), key=lambda field: field[0].endswith("_hash")):
-            theirs = getattr(other, name)
-            unknown = name in ("hidden_size", "expert_size") and 0 in (mine, theirs)
-            if name != "model" and mine != theirs and not unknown:
-                return f"{name} is {mine} there{there} and {theirs} here{here}"
-        return None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,8 +23,8 @@ from typing import Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from semmoe.core import Topology
 from semmoe.files import load_json
+from semmoe.topology import Topology
 
 SHIPPED = Path(__file__).parent / "links"
 WORTH = 0.02  # of a layer's time: gains below that are lost in what the model leaves out

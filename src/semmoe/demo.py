@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from semmoe.console import Bars
-from semmoe.core import Plan, RoutingTrace, Topology
+from semmoe.core import Plan, RoutingTrace
 from semmoe.dataset import Prompt, encode, load_dataset
 from semmoe.files import atomic_file
 from semmoe.payoff import measured, payoffs
 from semmoe.settings import DemoSettings, GenerateSettings, ReplaySettings, SolveSettings
 from semmoe.texts import held_out_prompts
+from semmoe.topology import Topology
 
 MODEL = Path(__file__).parent / "models" / "tiny"
 LINKS = "h200-nvlink"  # for which the demo predicts whether a plan is worth it, as `semmoe solve` does by default

@@ -13,7 +13,8 @@ from math import comb
 import numba
 import numpy as np
 
-from semmoe.core import Placement, Topology
+from semmoe.core import Placement
+from semmoe.topology import Topology
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from semmoe import cost
-from semmoe.core import Topology
 from semmoe.metrics import uniform_remote_ranks
+from semmoe.topology import Topology
 
 
 class Model(NamedTuple):

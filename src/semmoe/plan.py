@@ -8,7 +8,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from semmoe.bounds import Declared, array_names, arrays_of, number_types, numbers_of
-from semmoe.core import Fingerprint, Placement, Plan, RequestPolicy, TokenPolicy, Topology
+from semmoe.core import Placement, Plan, RequestPolicy, TokenPolicy
 from semmoe.files import (
     MOST_JSON_BYTES,
     atomic_directory,
@@ -22,6 +22,7 @@ from semmoe.files import (
 from semmoe.methods.paper_policies import PaperTable, PaperTables
 from semmoe.requests.policy import PromptScores, RoundRobin
 from semmoe.tokens.slices import ByPosition, PathScores
+from semmoe.topology import Fingerprint, Topology
 
 SCHEMA = 2
 MOST_REQUESTS = 1 << 24  # profiled, of which a plan keeps hashes

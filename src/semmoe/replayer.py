@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 
 from semmoe import html
-from semmoe.core import DECODE, Evidence, Plan, RoutingTrace, Topology
+from semmoe.core import DECODE, Evidence, Plan, RoutingTrace
 from semmoe.metrics import Traffic, layer_traffic, max_over_mean, max_over_median, serving_ranks, sum_traffic
 from semmoe.online import schedule_requests
 from semmoe.settings import ReplaySettings
+from semmoe.topology import Topology
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

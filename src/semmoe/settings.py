@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from semmoe.bounds import MOST_RANKS, check_numbers, choice, number
+from semmoe.bounds import MOST_RANKS, check_numbers, choice, number, switch
 
 GRAINS = ("layer", "batch")  # how often attention-TP decides anew where tokens go
 SEED = (0, (1 << 32) - 1)
@@ -133,6 +133,21 @@ class GenerateSettings:
         check_numbers(self)
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"dtype must be float32 or bfloat16, not {self.dtype!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeSettings:
+    """How ranks of the embedded engine exchange rows around experts."""
+
+    exchange: str = choice(
+        "all-to-all",
+        ("all-to-all", "two-level", "all-reduce"),
+        help="two-level: a row goes once to each node; all-reduce: expert parallelism without all-to-all.",
+    )
+    overlap: bool = switch(help="Own tokens' experts run while others' rows are on their way.")
+
+    def __post_init__(self) -> None:
+        check_numbers(self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 
 from semmoe import cost, html
-from semmoe.core import Plan, RoutingTrace, Topology
+from semmoe.core import Plan, RoutingTrace
 from semmoe.methods import METHODS, check_applies
 from semmoe.placement.problem import Problem, Progress, Solution
 from semmoe.replayer import ReplayResult, replay, scheduled_by_answers
 from semmoe.settings import ReplaySettings, SolveSettings
 from semmoe.splitter import near_duplicates, split
+from semmoe.topology import Topology
 
 
 def solve(

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from semmoe.core import DECODE, Fingerprint, RoutingTrace
+from semmoe.core import DECODE, RoutingTrace
 from semmoe.files import array_shape, load_arrays, load_json, read_limited, save_arrays, save_json
+from semmoe.topology import Fingerprint
 
 SCHEMA = 1
 ARRAYS = {"token_ids", "expert_ids", "request_lengths", "phase", "prompt_ids", "prompt_lengths"}

@@ -7,7 +7,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 
-from semmoe.core import Topology
 from semmoe.dataset import Prompt, encode
 from semmoe.demo import MODEL
 from semmoe.engines.transformers import recorder, verify
@@ -17,6 +16,7 @@ from semmoe.plan import save_plan
 from semmoe.settings import CoclusterSettings, GenerateSettings, SolveSettings
 from semmoe.solver import solve
 from semmoe.texts import held_out_prompts
+from semmoe.topology import Topology
 
 pytest.register_assert_rewrite("server_tests", "start_tests")
 NEW_TOKENS = 8

@@ -13,7 +13,7 @@ import numpy as np
 from semmoe.checkpoint.directory import Checkpoint, config_count
 from semmoe.checkpoint.layout import MoeLayer, find_moe_layers
 from semmoe.checkpoint.shards import Progress, Stage, Tensor, same_bytes
-from semmoe.core import Fingerprint
+from semmoe.topology import Fingerprint
 
 SAMPLED_LAYERS, SAMPLED_TOKENS = 3, 64
 TIE = 1e-4  # router scores closer than this may be ordered either way by rounding

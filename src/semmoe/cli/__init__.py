@@ -17,7 +17,12 @@ __all__ = [
     "serve",
     "watch",
 ]
-ORDER = "profile affinity solve replay apply serve watch router generate demo calibrate report doctor reproduce".split()
+GROUPS = (
+    "profile affinity solve replay apply",
+    "serve watch router",
+    "generate demo calibrate report doctor reproduce",
+)
+ORDER = " ".join(GROUPS).split()
 app.registered_commands.sort(key=lambda command: ORDER.index(getattr(command.callback, "__name__", "")))  # as in --help
 
 

@@ -17,15 +17,19 @@ from semmoe.cli.options import (
     GivenTopology,
     Json,
     LinksOption,
+    ResultOut,
     TraceArgument,
     Widths,
+    check_result,
     model_path,
     resolve_topology,
+    tell_result,
 )
-from semmoe.core import Fingerprint, Plan, RoutingTrace, Topology
-from semmoe.cost import LayerShape, load_links
+from semmoe.core import Plan, RoutingTrace
+from semmoe.cost import LayerShape, Links, load_links
 from semmoe.methods import METHODS, check_applies, obstacle
 from semmoe.settings import CoclusterSettings, ReplaySettings, SolveSettings, SplitSettings
+from semmoe.topology import Fingerprint, Topology
 
 OBJECTIVE = ["load_limit", "remote_rank_cost", "remote_node_cost"]
 DECIDED = [
@@ -56,6 +60,8 @@ ModelOption = Annotated[
 def affinity(
     trace: TraceArgument,
     prediction: Annotated[bool, typer.Option(help="Also predict held-out routing.", rich_help_panel=METHOD)] = True,
+    out: ResultOut = None,
+    force: Force = False,
     as_json: Json = False,
 ) -> None:
     """How concentrated the routing of a trace is: the statistics of the paper's Table 1 and appendix A.2.
@@ -66,6 +72,7 @@ def affinity(
     from semmoe.affinity import build_affinity
     from semmoe.trace import describe, open_trace
 
+    check_result(out, force)
     opened = open_trace(trace)
     result: dict[str, Any] = {"trace": describe(opened)}
     with console.bars() as bars:
@@ -77,9 +84,7 @@ def affinity(
             advance(1)
             result["next_layer"] = concentration.next_layer_hit_rate(opened)
         advance(2 - int(prediction))
-    if as_json:
-        console.print_json(result)
-    else:
+    if not tell_result(result, out, as_json):
         tables.print_affinity(result)
 
 
@@ -109,8 +114,6 @@ def solve(
     `semmoe solve trace --links pcie5 --out plan`
     """
     from semmoe.plan import check_plan_output, save_plan
-    from semmoe.solver import expect
-    from semmoe.solver import solve as solve_plan
     from semmoe.trace import open_trace
 
     check_plan_output(out, force)
@@ -122,14 +125,7 @@ def solve(
     opened = open_trace(trace)
     shape = _layer_shape(opened.fingerprint, widths())
     embeddings = _embeddings(model, opened.fingerprint) if model else None
-    with console.bars() as bars:
-        layers = opened.fingerprint.num_layers
-        advance = bars.task("solving without held-out requests", layers)
-        measure = ReplaySettings(batch_tokens=solving.cocluster.batch_tokens, seed=solving.seed)
-        expected = expect(opened, topology, solving, measure, chosen_links, shape, progress=advance)
-        advance(0 if expected else layers)
-        advance = bars.task("solving", layers)
-        plan = replace(solve_plan(opened, topology, solving, embeddings, advance), expected=expected)
+    plan = _solve(opened, topology, solving, chosen_links, shape, embeddings)
     save_plan(plan, out)
     by_answers = _warn_of_answers(opened, topology)
     if shape is None:
@@ -139,9 +135,31 @@ def solve(
             soft_wrap=True,
         )
     if as_json:
-        console.print_json({"plan": str(out), "scheduled_by_answers": by_answers, "expected": expected})
+        console.print_json({"plan": str(out), "scheduled_by_answers": by_answers, "expected": plan.expected})
     else:
-        _print_expected(out, solving.method, expected)
+        _print_expected(out, solving.method, plan.expected)
+
+
+def _solve(
+    trace: RoutingTrace,
+    topology: Topology,
+    solving: SolveSettings,
+    links: Links,
+    shape: LayerShape | None,
+    embeddings: Any,
+) -> Plan:
+    """The plan, with what it can be expected to do for requests that were held out."""
+    from semmoe.solver import expect
+    from semmoe.solver import solve as solve_plan
+
+    layers = trace.fingerprint.num_layers
+    measure = ReplaySettings(batch_tokens=solving.cocluster.batch_tokens, seed=solving.seed)
+    with console.bars() as bars:
+        advance = bars.task("solving without held-out requests", layers)
+        expected = expect(trace, topology, solving, measure, links, shape, progress=advance)
+        advance(0 if expected else layers)
+        advance = bars.task("solving", layers)
+        return replace(solve_plan(trace, topology, solving, embeddings, advance), expected=expected)
 
 
 def _layer_shape(f: Fingerprint, widths: Widths) -> LayerShape | None:
@@ -223,6 +241,8 @@ def replay(
     measure: Any = None,
     solving: Any = None,
     model: ModelOption = None,
+    out: ResultOut = None,
+    force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Score plans on a trace, without a model: the offline experiment.
@@ -231,6 +251,7 @@ def replay(
     """
     from semmoe.trace import open_trace
 
+    check_result(out, force)
     scoring: ReplaySettings = measure()
     settings: dict[str, Any] = {"trace": str(trace), **asdict(scoring)}
     if plan is not None:
@@ -246,8 +267,7 @@ def replay(
         embeddings = _embeddings(model, opened.fingerprint) if model else None
         methods = _replay_methods(opened, chosen, topology, scoring, solve_by, share().profile_share, embeddings)
     settings["scheduled_by_answers"] = _warn_of_answers(opened, topology)
-    if as_json:
-        console.print_json({"settings": settings, "methods": methods})
+    if tell_result({"settings": settings, "methods": methods}, out, as_json):
         return
     title = f"{trace.name}: {opened.num_requests} requests, {opened.num_tokens:,} routed tokens"
     console.print_table(title, *tables.metrics(methods))

@@ -3,8 +3,9 @@
 import importlib
 import shutil
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,17 +18,21 @@ from semmoe.cli.options import (
     OUTPUT,
     Dataset,
     Engine,
-    Exchange,
     Force,
     GivenTopology,
     Json,
     ModelArgument,
     check_installed,
+    check_result,
     ranks_at_hand,
     resolve_topology,
+    tell_result,
 )
 from semmoe.core import Plan
-from semmoe.settings import DemoSettings, GenerateSettings, ProfileSettings, PromptSettings
+from semmoe.settings import DemoSettings, ExchangeSettings, GenerateSettings, ProfileSettings, PromptSettings
+
+if TYPE_CHECKING:
+    from semmoe.engines.transformers.generate import SetUp
 
 
 @app.command(rich_help_panel=OFFLINE, context_settings={"allow_extra_args": True, "ignore_unknown_options": False})
@@ -72,20 +77,27 @@ def profile(
             console.err.print(f"resuming: {writer.num_requests} of {len(prompts)} requests are recorded")
         advance = bars.task("profiling", len(prompts))
         advance(writer.num_requests)
-        given: dict[str, Any] = {"max_new_tokens": asked.max_new_tokens, "batch_size": asked.batch_size}
-        given["progress"] = advance
-        if own:
-            profiling = importlib.import_module(f"semmoe.engines.{engine.value}.profile")
-            profiling.profile(model, prompts, writer, top_k=identity.top_k, options=ctx.args, **given)
-        else:
-            from semmoe.engines.transformers import recorder
-
-            recorder.record_prompts(models.load_model(model), prompts, writer, **given)
+        how = {"max_new_tokens": asked.max_new_tokens, "batch_size": asked.batch_size, "progress": advance}
+        _record(engine, model, prompts, writer, ctx.args, identity.top_k, how)
         requests = writer.num_requests
     if as_json:
         console.print_json({"trace": str(out), "requests": requests, "cut_prompts": cut})
     else:
         console.out.print(f"{requests} requests in {out}")
+
+
+def _record(
+    engine: Engine, model: str, prompts: list[list[int]], writer: Any, options: list[str], top_k: int, how: Any
+) -> None:
+    """Through the embedded engine, or one's own offline engine with its own `options`."""
+    if engine is Engine.transformers:
+        from semmoe.engines.transformers.model import load_model
+        from semmoe.engines.transformers.recorder import record_prompts
+
+        record_prompts(load_model(model), prompts, writer, **how)
+        return
+    profiling = importlib.import_module(f"semmoe.engines.{engine.value}.profile")
+    profiling.profile(model, prompts, writer, top_k=top_k, options=options, **how)
 
 
 def _prompts(model: str, dataset: Path | None, limit: int, max_tokens: int) -> tuple[list[list[int]], Any, int]:
@@ -120,23 +132,14 @@ def _read_prompts(dataset: Path | None, limit: int) -> list[Any]:
 
 
 @app.command(rich_help_panel=TOOLS)
-@takes(topology=GivenTopology, inputs=PromptSettings, settings=GenerateSettings)
+@takes(topology=GivenTopology, exchange=ExchangeSettings, inputs=PromptSettings, settings=GenerateSettings)
 def generate(
     model: ModelArgument,
     plan: Annotated[
         Path | None, typer.Option(help="Run on this plan; without it, vanilla.", rich_help_panel=METHOD)
     ] = None,
     topology: Any = None,
-    exchange: Annotated[
-        Exchange,
-        typer.Option(
-            help="two-level: a row goes once to each node; all-reduce: expert parallelism without all-to-all.",
-            rich_help_panel=METHOD,
-        ),
-    ] = Exchange.all_to_all,
-    overlap: Annotated[
-        bool, typer.Option(help="Own tokens' experts run while others' rows are on their way.", rich_help_panel=METHOD)
-    ] = False,
+    exchange: Any = None,
     dataset: Dataset = None,
     prompt: Annotated[
         list[str] | None, typer.Option(help="A prompt; may be given several times.", rich_help_panel=INPUT)
@@ -147,7 +150,10 @@ def generate(
         bool, typer.Option(help="Hold every token against plain transformers.", rich_help_panel=OUTPUT)
     ] = False,
     out: Annotated[
-        Path | None, typer.Option(help="Write prompts and completions as jsonl.", rich_help_panel=OUTPUT)
+        Path | None,
+        typer.Option(
+            help="Write prompts and completions as jsonl, and the result beside them.", rich_help_panel=OUTPUT
+        ),
     ] = None,
     force: Force = False,
     as_json: Json = False,
@@ -158,12 +164,7 @@ def generate(
 
     Example: `semmoe generate MODEL --plan plan --dataset prompts.jsonl --verify`
     """
-    from semmoe.checkpoint.relabel import plan_digest
-    from semmoe.engines.transformers import generate as gen
-    from semmoe.files import check_output
-
-    if out is not None:
-        check_output(out, force=force)
+    check_result(out, force)
     if dataset and prompt:
         raise ValueError("give --dataset or --prompt, not both")
     chosen, cuts, asked = _plan_to_run(model, plan, topology()), inputs(), settings()
@@ -172,33 +173,59 @@ def generate(
     )
     if asked.window != 0 and chosen.topology.dp_size <= 1:
         raise ValueError("--window has no effect: there is one attention group")
-    way = "on the plan" if plan else "vanilla" if exchange is Exchange.all_to_all else exchange.value
-    name = f"attention-{chosen.topology.attention.upper()}, {way}"
-    set_up = gen.SetUp(name=name, plan=chosen, exchange=exchange.value, overlap=overlap)
-    with console.bars() as bars:
-        advance = bars.task(f"generating on {chosen.topology.ep_size} processes", len(prompts))
-        result = gen.generate(model, prompts, [set_up], asked, lambda name, done: advance(done))[0]
-        agreement = _hold_against_plain(model, prompts, result.outputs, asked, bars) if verify else None
+    result, agreement = _run(model, prompts, _configuration(chosen, plan, exchange()), asked, verify)
     completions = tokenizer.batch_decode(result.outputs)
+    row = _row(result, agreement, plan) | {"cut_prompts": cut}
     if out is not None:
         _write_completions(out, tokenizer.batch_decode(prompts), completions)
-    row = {
+    if not tell_result({**row, "completions": completions}, out and _beside(out), as_json):
+        _show(row, len(prompts), chosen.topology.ep_size, zip(prompt or [], completions, strict=False))
+    if agreement is not None and not agreement.holds:
+        raise typer.Exit(1)
+
+
+def _configuration(plan: Plan, path: Path | None, ways: ExchangeSettings) -> "SetUp":
+    from semmoe.engines.transformers.generate import SetUp
+
+    way = "on the plan" if path else "vanilla" if ways.exchange == "all-to-all" else ways.exchange
+    name = f"attention-{plan.topology.attention.upper()}, {way}"
+    return SetUp(name=name, plan=plan, exchange=ways.exchange, overlap=ways.overlap)
+
+
+def _run(
+    model: str, prompts: list[list[int]], configuration: "SetUp", settings: GenerateSettings, verify: bool
+) -> tuple[Any, Any]:
+    """What the ranks generated, and how it compares with plain transformers, None if that was not asked for."""
+    from semmoe.engines.transformers.generate import generate as run
+
+    with console.bars() as bars:
+        advance = bars.task(f"generating on {configuration.plan.topology.ep_size} processes", len(prompts))
+        result = run(model, prompts, [configuration], settings, lambda name, done: advance(done))[0]
+        agreement = _hold_against_plain(model, prompts, result.outputs, settings, bars) if verify else None
+    return result, agreement
+
+
+def _row(result: Any, agreement: Any, plan: Path | None) -> dict[str, Any]:
+    from semmoe.checkpoint.relabel import plan_digest
+
+    return {
         **result.figures(),
         "identical": agreement.holds if agreement else None,
         "identical_text": str(agreement) if agreement else "not verified",
         "plan_hash": plan_digest(plan) if plan else None,
-        "cut_prompts": cut,
     }
-    if as_json:
-        console.print_json({**row, "completions": completions})
-    else:
-        title = f"{len(prompts)} requests, {chosen.topology.ep_size} processes"
-        console.print_table(title, *tables.generated([row]))
-        tables.print_times(row)
-        for given, text in zip(prompt or [], completions, strict=False):
-            console.out.print(f"{given}{text}\n", markup=False)
-    if agreement is not None and not agreement.holds:
-        raise typer.Exit(1)
+
+
+def _show(row: dict[str, Any], requests: int, ranks: int, answers: Iterable[tuple[str, str]]) -> None:
+    console.print_table(f"{requests} requests, {ranks} processes", *tables.generated([row]))
+    tables.print_times(row)
+    for given, text in answers:
+        console.out.print(f"{given}{text}\n", markup=False)
+
+
+def _beside(out: Path) -> Path:
+    """The file of the result, beside that of the completions."""
+    return out.with_suffix(".json" if out.suffix != ".json" else ".result.json")
 
 
 def _plan_to_run(model: str, path: Path | None, given: GivenTopology) -> Plan:

@@ -1,22 +1,19 @@
 """Options that several commands share; defaults of one meaning stand in one place."""
 
+import json
 from dataclasses import dataclass
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from semmoe import console
 from semmoe.bounds import MOST_RANKS, choice, number
-from semmoe.core import Plan, Topology
+from semmoe.core import Plan
 from semmoe.demo import MODEL
-
-
-class Exchange(str, Enum):
-    all_to_all = "all-to-all"
-    two_level = "two-level"
-    all_reduce = "all-reduce"
+from semmoe.topology import Topology
 
 
 class Engine(str, Enum):
@@ -77,6 +74,26 @@ def ranks_at_hand() -> int:
     return torch.accelerator.device_count() or PROCESSES
 
 
+def check_result(out: Path | None, force: bool) -> None:
+    """Raise before the work unless the result can be written to `out`."""
+    from semmoe.files import check_output
+
+    if out is not None:
+        check_output(out, force=force)
+
+
+def tell_result(result: dict[str, Any], out: Path | None, as_json: bool) -> bool:
+    """Write a command's result to `out` and print it as JSON, where these are asked for; whether it was printed."""
+    from semmoe.files import atomic_file
+
+    if out is not None:
+        with atomic_file(out) as staged:
+            staged.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if as_json:
+        console.print_json(result)
+    return as_json
+
+
 def resolve_topology(plan: Plan | None, given: GivenTopology, ep_size: int) -> Topology:
     """The plan's topology, which must be what was given; without a plan what was given, by default `ep_size` ranks."""
     if plan is None:
@@ -120,6 +137,10 @@ LinksOption = Annotated[
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace what --out names.", rich_help_panel=OUTPUT)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.", rich_help_panel=OUTPUT)]
+ResultOut = Annotated[
+    Path | None,
+    typer.Option("--out", help="Write the result as JSON, for `semmoe report`.", rich_help_panel=OUTPUT),
+]
 Dataset = Annotated[
     Path | None,
     typer.Option(

@@ -1,7 +1,7 @@
 """A plan and its measurements as one page."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -50,18 +50,7 @@ def report(
     written = write(directory, page, f"semmoe report {directory}{given}")
     inputs = written.inputs
     if as_json:
-        console.print_json(
-            {
-                "page": str(written.path),
-                "bytes": written.size,
-                "verdicts": [
-                    {"plan": p.path, "verdict": c.state, "sentences": c.sentences}
-                    for p, c in zip(inputs.plans, written.cards, strict=True)
-                ],
-                "sources": [{"file": s.path, "what": s.what} for s in inputs.sources],
-                "left_out": [{"file": e.path, "why": e.why} for e in inputs.left_out],
-            }
-        )
+        console.print_json(_said(written))
         return
     for plan, card in zip(inputs.plans, written.cards, strict=True):
         console.out.print(f"{console.plain(plan.path)}: [bold]{card.badge.lower()}[/]")
@@ -70,3 +59,18 @@ def report(
             f"[yellow]not used:[/] {console.plain(entry.path)}: {console.plain(entry.why)}", soft_wrap=True
         )
     console.out.print(f"report: {written.path}", markup=False)
+
+
+def _said(written: Any) -> dict[str, Any]:
+    inputs = written.inputs
+    verdicts = [
+        {"plan": plan.path, "verdict": card.state, "sentences": card.sentences}
+        for plan, card in zip(inputs.plans, written.cards, strict=True)
+    ]
+    return {
+        "page": str(written.path),
+        "bytes": written.size,
+        "verdicts": verdicts,
+        "sources": [{"file": source.path, "what": source.what} for source in inputs.sources],
+        "left_out": [{"file": entry.path, "why": entry.why} for entry in inputs.left_out],
+    }

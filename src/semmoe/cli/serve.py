@@ -24,10 +24,11 @@ from semmoe.cli.options import (
     ranks_at_hand,
     resolve_topology,
 )
-from semmoe.core import Plan, Topology, physical_experts
+from semmoe.core import Plan
 from semmoe.engines import ownership, supervisor, support
 from semmoe.engines.settings import PluginSettings
 from semmoe.settings import ServeSettings
+from semmoe.topology import Topology, physical_experts
 
 
 @app.command(rich_help_panel=SERVING, context_settings={"allow_extra_args": True, "ignore_unknown_options": False})

@@ -62,21 +62,26 @@ def watch(
     from semmoe import watch as watching
     from semmoe.plan import load_plan
 
-    given = settings()
-    every, window, margin = given.every, given.window, given.margin
+    given: WatchSettings = settings()
     expected = None if plan is None else watching.expected_lar(load_plan(plan).expected)
     if plan is not None and expected is None:
         console.err.print("[yellow]warning:[/] this plan says nothing of what to expect: its profile was too small")
     looks = deque([_look(url)], maxlen=MAX_LOOKS)
     if once:
-        time.sleep(window)
-        raise typer.Exit(_show_once(looks, url, expected, margin, as_json))
+        time.sleep(given.window)
+        raise typer.Exit(_show_once(looks, url, expected, given.margin, as_json))
+    _follow(looks, url, expected, given, as_json)
+
+
+def _follow(looks: deque, url: str, expected: float | None, given: WatchSettings, as_json: bool) -> None:
+    from semmoe import watch as watching
+
     live = nullcontext() if as_json else Live(console=console.out, auto_refresh=False, screen=False)
     with live as page:
         while True:
-            time.sleep(every)
-            seen = _next(looks, url, window)
-            warning = watching.drift(seen, expected, margin)
+            time.sleep(given.every)
+            seen = _next(looks, url, given.window)
+            warning = watching.drift(seen, expected, given.margin)
             if page is None:
                 print(json.dumps(_record(seen, expected, warning)), flush=True)
             else:

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from semmoe.core import Plan, Topology
+from semmoe.core import Plan
 from semmoe.engines.absent import NoTraffic
 from semmoe.engines.counters import Counters, Reading
 from semmoe.engines.hooks import is_tried
@@ -14,6 +14,7 @@ from semmoe.engines.settings import PluginSettings
 from semmoe.runtime.agreement import check_agreement
 from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.traffic import TrafficCounter
+from semmoe.topology import Topology
 
 log = logging.getLogger(__name__)
 

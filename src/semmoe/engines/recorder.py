@@ -33,7 +33,6 @@ from pathlib import Path
 
 import numpy as np
 
-from semmoe.core import Fingerprint
 from semmoe.engines.recorder_files import (
     CONTROL,
     Control,
@@ -44,6 +43,7 @@ from semmoe.engines.recorder_files import (
     write_status,
 )
 from semmoe.engines.recorder_session import Session
+from semmoe.topology import Fingerprint
 
 LOOK_SECONDS = 0.2  # between looks at the control file
 STATUS_SECONDS = 1.0

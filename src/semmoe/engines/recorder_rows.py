@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from semmoe.core import Fingerprint
+from semmoe.topology import Fingerprint
 
 SLOTS = 1 << 16  # requests under way at a time; beyond, they are skipped
 REFUSED = SLOTS  # the slot of every request that is not recorded

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
-from semmoe.core import DECODE, PREFILL, Fingerprint
+from semmoe.core import DECODE, PREFILL
 from semmoe.engines.recorder_files import Control, Status, check_folder, counts_path, make_private, rank_folder
 from semmoe.engines.recorder_rows import REFUSED, SLOTS, Counts, Requests, Rows, RowStore, outside, row_bytes
 from semmoe.files import NO_ROOM, array_shape, load_arrays, save_arrays, save_json
+from semmoe.topology import Fingerprint
 from semmoe.trace import TraceHeader, TraceWriter, shard_paths
 
 COUNTS = {"activations", "transitions", "tokens"}

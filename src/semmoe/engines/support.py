@@ -7,44 +7,25 @@ is refused. What the table does not know is refused.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
-from semmoe.core import Plan, Topology
-
-
-class State(str, Enum):
-    works = "works, by a test"
-    reading = "works by reading, not run"
-    refused = "refused"
-
-
-class Cell(NamedTuple):
-    state: State
-    note: str  # the test, what was read, or why it is refused and what to do
-
-
-class Family(NamedTuple):
-    """How a plan runs on one engine with one family of models."""
-
-    dp: Cell  # experts where the plan has them, under attention-DP (hybrid is both)
-    tp: Cell  # the same under attention-TP
-    copies: Cell  # redundant experts
-    shuffle: Cell  # attention-TP: tokens where the plan has them
-
-
-class Option(NamedTuple):
-    """An option of an engine's command line that asks for a feature."""
-
-    name: str  # with its dashes
-    off: tuple[str, ...] = ()  # values by which it asks for nothing
-    on: tuple[str, ...] = ()  # the only values by which it asks, if there are any
-
-
-class Feature(NamedTuple):
-    name: str
-    options: Mapping[str, tuple[Option, ...]]  # by engine
-    cells: Mapping[str, Cell]  # by engine, beside a plan
+from semmoe.core import Plan
+from semmoe.engines.support_rows import (
+    FAMILIES,
+    FEATURES,
+    INSTEAD,
+    NAMES,
+    NEEDS_COPIES,
+    NEEDS_SCHEDULE,
+    NEEDS_SHUFFLE,
+    QUANTISATION,
+    Cell,
+    Family,
+    Feature,
+    Option,
+    State,
+)
+from semmoe.topology import Topology
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,17 +41,7 @@ class Use:
     options: Sequence[str]  # the engine's own, as words
 
 
-NAMES = {
-    "qwen3_moe": "Qwen3-MoE",
-    "deepseek_v2": "DeepSeek-V2",
-    "deepseek_v3": "DeepSeek-V3 and Moonlight",
-    "mixtral": "Mixtral",
-    "olmoe": "OLMoE",
-    "gpt_oss": "GPT-OSS",
-    "glm4_moe": "GLM-4.5",
-}
 PARTS = {"dp": "attention-DP", "tp": "attention-TP", "copies": "copies", "shuffle": "tokens shuffled"}
-INSTEAD = "give the engine a checkpoint made by `semmoe apply`, without --plan"
 
 
 def use_of(
@@ -182,214 +153,3 @@ def table(engine: str) -> list[tuple[str, str, str]]:
 def _parts(kind: str, family: Family, cell: Cell) -> str:
     """The parts of a family of which a cell speaks."""
     return f"{NAMES[kind]}: {', '.join(PARTS[part] for part, own in family._asdict().items() if own == cell)}"
-
-
-def _works(test: str) -> Cell:
-    return Cell(State.works, test)
-
-
-def _read(what: str) -> Cell:
-    return Cell(State.reading, what)
-
-
-def _no(why: str) -> Cell:
-    return Cell(State.refused, why)
-
-
-def _all(test: str) -> Family:
-    return Family(*[_works(test)] * 4)
-
-
-_SGLANG, _VLLM = "tests/engines/sglang/test_families.py", "tests/engines/vllm/test_families.py"
-_WHOLE = "SGLang's {} splits attention over all ranks: solve a plan for attention tp, or {}"
-_ONE_RANK = _no("SGLang's OLMoE runs on one rank alone, since it normalises queries over all heads: give --engine vllm")
-_UNPLACED = _no(
-    "SGLang's GPT-OSS has no expert all-to-all, and its loader places no experts: give --engine vllm, or "
-    "serve a checkpoint of `semmoe apply`"
-)
-FAMILIES: dict[str, dict[str, Family]] = {
-    "sglang": {
-        "qwen3_moe": _all("tests/engines/sglang/test_server.py"),
-        "deepseek_v2": _all(_SGLANG),
-        "deepseek_v3": _all(_SGLANG),
-        "mixtral": Family(_no(_WHOLE.format("Mixtral", "give --engine vllm")), *[_works(_SGLANG)] * 3),
-        "glm4_moe": _all(_SGLANG),
-        "olmoe": Family(*[_ONE_RANK] * 4),
-        "gpt_oss": Family(*[_UNPLACED] * 4),
-    },
-    "vllm": {
-        "qwen3_moe": _all("tests/engines/vllm/test_server.py"),
-        "mixtral": _all(_VLLM),
-        "glm4_moe": _all(_VLLM),
-        "olmoe": _all(_VLLM),
-        "gpt_oss": _all(_VLLM),
-        "deepseek_v2": _all(_VLLM),
-        "deepseek_v3": _all(_VLLM),
-    },
-}
-
-
-def _both(cell: Cell) -> dict[str, Cell]:
-    return {"sglang": cell, "vllm": cell}
-
-
-def _flags(*names: str) -> tuple[Option, ...]:
-    """Options that ask for a feature whatever stands behind them."""
-    return tuple(Option(name) for name in names)
-
-
-def _sizes(*names: str) -> tuple[Option, ...]:
-    """Options that ask for a feature unless they say 1."""
-    return tuple(Option(name, off=("0", "1")) for name in names)
-
-
-_SERVED = {engine: _works(f"tests/engines/{engine}/test_server.py") for engine in FAMILIES}
-NEEDS_COPIES = {"dynamic choice of copies"}
-NEEDS_SHUFFLE = {"two-batch overlap", "context parallelism"}
-NEEDS_SCHEDULE = {"prefill and decode apart", "load balancer outside"}
-FEATURES = (
-    Feature(
-        "pipeline parallelism",
-        {"sglang": _sizes("--pp-size", "--pipeline-parallel-size"), "vllm": _sizes("--pipeline-parallel-size", "-pp")},
-        _both(_no("a plan cannot be served with pipeline parallelism: leave it away")),
-    ),
-    Feature(
-        "EPLB",
-        {"sglang": _flags("--enable-eplb"), "vllm": _flags("--enable-eplb")},
-        _both(_no("--enable-eplb would move the plan's experts: leave it away")),
-    ),
-    Feature(
-        "elastic expert parallelism",
-        {"sglang": (Option("--elastic-ep-backend", off=("none",)),), "vllm": _flags("--enable-elastic-ep")},
-        _both(_no("elastic expert parallelism changes the ranks that a plan is for: leave it away")),
-    ),
-    Feature(
-        "two-batch overlap",
-        {
-            "sglang": _flags("--enable-two-batch-overlap", "--enable-single-batch-overlap"),
-            "vllm": (*_flags("--enable-dbo"), *_sizes("--ubatch-size")),
-        },
-        _both(
-            _no(
-                "two batches that overlap go around the places where tokens are shuffled: leave it away, or give "
-                "--shuffle off"
-            )
-        ),
-    ),
-    Feature(
-        "megamoe",
-        {
-            "sglang": (
-                Option("--moe-runner-backend", on=("megamoe", "flashinfer_megamoe")),
-                Option("--moe-a2a-backend", on=("megamoe", "flashinfer_megamoe")),
-            )
-        },
-        {"sglang": _no("megamoe routes and computes in one kernel, which no plan reaches: choose another back-end")},
-    ),
-    Feature(
-        "dynamic choice of copies",
-        {"sglang": (Option("--ep-dispatch-algorithm", off=("static",)),)},
-        {"sglang": _no("--ep-dispatch-algorithm other than static ignores the plan's choice of copies: leave it away")},
-    ),
-    Feature(
-        "MoE data parallelism",
-        {"sglang": _sizes("--moe-dp-size")},
-        {"sglang": _no("--moe-dp-size splits the ranks that share experts, and a plan is for all: leave it away")},
-    ),
-    Feature(
-        "context parallelism",
-        {
-            "sglang": _sizes("--attn-cp-size", "--dcp-size"),
-            "vllm": _sizes("--prefill-context-parallel-size", "--decode-context-parallel-size"),
-        },
-        _both(
-            _no(
-                "context parallelism splits prompts over ranks in a way that no plan knows: leave it away, or give "
-                "--shuffle off"
-            )
-        ),
-    ),
-    Feature(
-        "prefill and decode apart",
-        {"sglang": (Option("--disaggregation-mode", off=("null",)),), "vllm": _flags("--kv-transfer-config")},
-        {
-            "sglang": _no(
-                "with prefill and decode apart a request's rank is bound to its transfer: give --schedule engine"
-            ),
-            "vllm": _read("prefill and decode apart on vLLM: each side schedules for itself"),
-        },
-    ),
-    Feature(
-        "load balancer outside",
-        {"vllm": _flags("--data-parallel-external-lb", "--data-parallel-hybrid-lb", "--data-parallel-rank")},
-        {
-            "vllm": _no(
-                "with a load balancer outside of vLLM the plan cannot schedule requests: give --schedule "
-                "engine, and put `semmoe router` before it"
-            )
-        },
-    ),
-    Feature(
-        "speculative decoding",
-        {
-            "sglang": (Option("--speculative-algorithm", off=("none",)),),
-            "vllm": _flags("--speculative-config", "-sc", "--spec-method", "--spec-model"),
-        },
-        {
-            "sglang": _read(
-                "speculative decoding on SGLang: passes that verify a draft are shuffled outside of CUDA "
-                "graphs, a draft model is not counted, nothing is recorded; drafts need a GPU's kernels"
-            ),
-            "vllm": _works("tests/engines/vllm/test_speculation.py"),
-        },
-    ),
-    Feature(
-        "weights loaded again",
-        {"vllm": _flags("--weight-transfer-config")},
-        {
-            "sglang": _works("tests/engines/sglang/test_weights.py"),
-            "vllm": _no("weights cannot be loaded again into vLLM on a plan: leave --weight-transfer-config away"),
-        },
-    ),
-    Feature("`semmoe record`", {}, _SERVED),
-    Feature("prefix cache", {}, _SERVED),
-    Feature("preemption", {}, _both(_read("a request that is preempted keeps its rank and is recorded once"))),
-    Feature(
-        "CUDA graphs",
-        {},
-        _both(
-            _read("no GPU was at hand: shuffled with static shapes on SGLang, turned off on vLLM where a plan shuffles")
-        ),
-    ),
-    Feature(
-        "fused shared experts",
-        {},
-        {
-            "sglang": _read(
-                "SGLang does not fuse them with expert parallelism but on some of AMD's GPUs, where a plan "
-                "is refused for another number of experts"
-            ),
-            "vllm": _works(_VLLM),
-        },
-    ),
-    Feature(
-        "images and sound",
-        {},
-        _both(
-            _no(
-                "placeholders of images share one token id, by which nothing can be predicted, and no such family "
-                f"is known: {INSTEAD}"
-            )
-        ),
-    ),
-    Feature(
-        "LoRA",
-        {"sglang": _flags("--enable-lora", "--lora-paths"), "vllm": _flags("--enable-lora")},
-        _both(_read("LoRA with a plan: adapters of attention alone; those of experts are not known to fit")),
-    ),
-)
-_BY_EXPERT = _read("quantised weights with a plan: each expert's tensors go to the plan's slots; no CPU computes them")
-_LOADED = _works("tests/engines/vllm/test_quantised.py")
-QUANTISATION = {
-    method: {"sglang": _BY_EXPERT, "vllm": _LOADED} for method in ("fp8", "awq", "gptq", "compressed-tensors", "mxfp4")
-} | {"modelopt": _both(_BY_EXPERT)}

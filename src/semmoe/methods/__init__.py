@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from semmoe.core import Topology
+from semmoe.topology import Topology
 
 
 @dataclass(frozen=True)

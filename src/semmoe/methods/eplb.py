@@ -9,8 +9,9 @@ import numpy as np
 
 from semmoe.affinity import build_affinity
 from semmoe.capacity import balanced_packing
-from semmoe.core import Placement, physical_experts
+from semmoe.core import Placement
 from semmoe.placement.problem import Problem, Solution, placement_alone
+from semmoe.topology import physical_experts
 
 
 def solve(problem: Problem) -> Solution:

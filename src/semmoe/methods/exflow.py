@@ -14,9 +14,10 @@ import numpy as np
 
 from semmoe.affinity import build_affinity
 from semmoe.capacity import equal_groups
-from semmoe.core import Placement, Topology
+from semmoe.core import Placement
 from semmoe.methods.grouping import group_hierarchically, link_costs
 from semmoe.placement.problem import Problem, Solution, placement_alone
+from semmoe.topology import Topology
 
 SWEEPS = 20  # at most, over all layers; sweeps end sooner where nothing gains
 STARTS = 4  # the first layer grouped, in order, at random

@@ -15,9 +15,10 @@ source ranks take turns.
 import numpy as np
 
 from semmoe.affinity import pair_count
-from semmoe.core import Placement, RoutingTrace, Topology, physical_experts
+from semmoe.core import Placement, RoutingTrace
 from semmoe.methods.grouping import group_hierarchically
 from semmoe.placement.problem import Problem, Solution, placement_alone
+from semmoe.topology import Topology, physical_experts
 
 
 def solve(problem: Problem) -> Solution:

@@ -5,7 +5,7 @@ import warnings
 import numpy as np
 from scipy.cluster.vq import kmeans2
 
-from semmoe.core import Topology
+from semmoe.topology import Topology
 
 STARTS = 8  # of k-means; the tightest is kept
 NODE_COST = 8.0  # a transfer between nodes, in transfers inside one: about NVLink's bandwidth over a network card's

@@ -24,9 +24,10 @@ from scipy.sparse import bmat, eye, kron
 
 from semmoe.affinity import build_affinity
 from semmoe.capacity import balanced_packing
-from semmoe.core import Placement, Topology
+from semmoe.core import Placement
 from semmoe.methods.grouping import link_costs
 from semmoe.placement.problem import Problem, Solution, placement_alone
+from semmoe.topology import Topology
 
 TOLERANCE = 1e-3  # mean deviation, in mean loads, below which a better clustering is not looked for
 SHORTEST = 0.05  # seconds; with less left for a layer HiGHS would only build its model

@@ -15,9 +15,10 @@ from scipy.cluster.vq import kmeans2, vq
 
 from semmoe.affinity import Affinity, count
 from semmoe.capacity import one_hot
-from semmoe.core import Placement, RoutingTrace, Topology
+from semmoe.core import Placement, RoutingTrace
 from semmoe.placement.greedy import place_layer
 from semmoe.settings import PaperSettings
+from semmoe.topology import Topology
 
 KMEANS_ROWS = 2048  # the largest items settle the starting centroids
 

@@ -12,11 +12,12 @@ import numpy as np
 
 from semmoe.affinity import known_rows
 from semmoe.bounds import Declared, check_numbers, required_number
-from semmoe.core import NEIGHBOUR, PRIOR, Evidence, Fingerprint, Placement, Plan, RoutingTrace, Topology
+from semmoe.core import NEIGHBOUR, PRIOR, Evidence, Placement, Plan, RoutingTrace
 from semmoe.metrics import majority_rank
 from semmoe.requests.scheduler import OneByOne
 from semmoe.tokens.kernels import SCALE
 from semmoe.tokens.slices import slice_size
+from semmoe.topology import Fingerprint, Topology
 
 MAX_PATHS = 1 << 20  # rows of A
 

@@ -3,13 +3,14 @@
 import numpy as np
 
 from semmoe.affinity import build_affinity, resolve_tokens
-from semmoe.core import RequestPolicy, RoutingTrace, TokenPolicy, Topology
+from semmoe.core import RequestPolicy, RoutingTrace, TokenPolicy
 from semmoe.methods import paper
 from semmoe.methods.paper import CoClustering
 from semmoe.methods.paper_policies import MAX_PATHS, PaperTable, PaperTables, path_key, token_devices
 from semmoe.placement.problem import Problem, Solution
 from semmoe.requests.policy import RoundRobin
 from semmoe.tokens.slices import ByPosition
+from semmoe.topology import Topology
 
 # Pseudo-occurrences of the overall shares that a row is mixed with. A confidence that competes with another must not
 # trust a token seen once; a row that only adds to a sum must merely be defined where nothing was seen.

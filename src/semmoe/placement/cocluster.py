@@ -14,7 +14,7 @@ from os import cpu_count
 import numpy as np
 
 from semmoe.affinity import pair_count
-from semmoe.core import Placement, RoutingTrace, Topology, physical_experts
+from semmoe.core import Placement, RoutingTrace
 from semmoe.metrics import layer_traffic
 from semmoe.placement.copies import LOAD_PRICE, level, nearest_copies, primary_serving
 from semmoe.placement.greedy import place_layer
@@ -24,6 +24,7 @@ from semmoe.settings import CoclusterSettings
 from semmoe.tokens.kernels import SCALE
 from semmoe.tokens.predictor import Predictor, predict, sample_requests
 from semmoe.tokens.slices import assign
+from semmoe.topology import Topology, physical_experts
 
 # Tokens per expert that a search looks at without and with redundant experts, and tokens at most; moves that it judges
 # for the first load cap, and half as many for each other, which bounds its time where there are many experts.
@@ -78,16 +79,8 @@ def search_layer(
     def run(start: tuple[np.ndarray, np.ndarray], cap: float) -> Layout:
         nonlocal judged
         state, scratch = make_state(sets, weight, groups, *start, topology, weights)
-        cost, moves = improve(
-            state,
-            scratch,
-            settings.load_price,
-            cap,
-            settings.price_steps,
-            settings.sweeps,
-            int(rng.integers(2**31)),
-            max(limit - judged, 1),
-        )
+        effort = settings.price_steps, settings.sweeps, int(rng.integers(2**31)), max(limit - judged, 1)
+        cost, moves = improve(state, scratch, settings.load_price, cap, *effort)
         judged += moves
         return Layout(state.slots, state.primary, cost)
 
@@ -177,9 +170,7 @@ def place(
     each request, if there are several; start (L, E): rank labels to begin from, where requests were clustered jointly.
     """
     f = trace.fingerprint
-    physical = physical_experts(f.num_experts, redundant, topology.ep_size)
-    enough = physical // topology.ep_size <= f.num_experts
-    if not enough:
+    if physical_experts(f.num_experts, redundant, topology.ep_size) // topology.ep_size > f.num_experts:
         raise ValueError(
             f"{redundant} redundant experts are more than {topology.ep_size} ranks can use without repetition"
         )
@@ -211,11 +202,14 @@ def place(
 
     with ThreadPoolExecutor(cpu_count()) as pool:
         candidates = list(pool.map(one, range(f.num_layers)))
-    layouts = choose(candidates, settings.load_limit, settings.load_price)
+    return _placement(choose(candidates, settings.load_limit, settings.load_price), f.num_experts, topology.ep_size)
+
+
+def _placement(layouts: list[Measured], num_experts: int, ep_size: int) -> Placement:
     return Placement(
         physical_to_logical_map=np.stack([layout.slots.reshape(-1) for layout in layouts]).astype(np.int32),
-        num_experts=f.num_experts,
-        ep_size=topology.ep_size,
+        num_experts=num_experts,
+        ep_size=ep_size,
         static_dispatch=np.stack([layout.serving for layout in layouts]),
     )
 

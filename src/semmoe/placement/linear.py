@@ -2,10 +2,11 @@
 
 import numpy as np
 
-from semmoe.core import Fingerprint, Placement, Plan, Topology, physical_experts
+from semmoe.core import Placement, Plan
 from semmoe.placement.problem import Problem, Solution, placement_alone
 from semmoe.requests.policy import RoundRobin
 from semmoe.tokens.slices import ByPosition
+from semmoe.topology import Fingerprint, Topology, physical_experts
 
 
 def solve(problem: Problem) -> Solution:

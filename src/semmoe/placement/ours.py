@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from semmoe.core import RoutingTrace, Topology
+from semmoe.core import RoutingTrace
 from semmoe.placement import cocluster
 from semmoe.placement.joint import cocluster_requests
 from semmoe.placement.problem import Problem, Solution
@@ -12,6 +12,7 @@ from semmoe.requests.policy import RoundRobin
 from semmoe.splitter import near_duplicates
 from semmoe.tokens import predictor as predict
 from semmoe.tokens.slices import ByPosition
+from semmoe.topology import Topology
 
 
 def solve(problem: Problem) -> Solution:

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from semmoe.core import Placement, RequestPolicy, RoutingTrace, TokenPolicy, Topology
+from semmoe.core import Placement, RequestPolicy, RoutingTrace, TokenPolicy
 from semmoe.requests.policy import RoundRobin
 from semmoe.settings import SolveSettings
 from semmoe.tokens.slices import ByPosition
+from semmoe.topology import Topology
 
 Progress = Callable[[int], None]  # told of layers that are done
 

@@ -1,6 +1,6 @@
 """Numbers and names as the page writes them: one format for each quantity."""
 
-from semmoe.core import Topology
+from semmoe.topology import Topology
 
 LONGEST = 80  # characters of a name that came from a file
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 import numpy as np
 
 from semmoe.bounds import MOST_RANKS, Declared, check_numbers, number, required_number
-from semmoe.core import Fingerprint, Topology
+from semmoe.topology import Fingerprint, Topology
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,10 @@ import numpy as np
 
 from semmoe.affinity import known_rows
 from semmoe.bounds import Declared, check_numbers, required_number
-from semmoe.core import DECODE, NEIGHBOUR, PRIOR, Evidence, Fingerprint, Plan, RoutingTrace, Topology
+from semmoe.core import DECODE, NEIGHBOUR, PRIOR, Evidence, Plan, RoutingTrace
 from semmoe.tokens import kernels
 from semmoe.tokens.kernels import FRACTION, SCALE
+from semmoe.topology import Fingerprint, Topology
 
 MOST_LOOKBACK = 1024
 INT8, INT16 = 127, 32767

@@ -9,7 +9,6 @@ import pytest
 import torch
 from models import build
 
-from semmoe.core import Topology
 from semmoe.demo import MODEL
 from semmoe.engines.deepspeed import offline
 from semmoe.engines.transformers import generate as gen
@@ -20,6 +19,7 @@ from semmoe.engines.transformers.recorder import record
 from semmoe.placement.linear import vanilla_plan
 from semmoe.settings import CoclusterSettings, GenerateSettings, SolveSettings
 from semmoe.solver import solve
+from semmoe.topology import Topology
 
 pytestmark = pytest.mark.dist
 SETTINGS = GenerateSettings(max_new_tokens=8, batch_size=4)  # as of the references

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from serving import free_port
 
-from semmoe.core import Topology
 from semmoe.engines.launch import command_line
 from semmoe.engines.sglang import launch
 from semmoe.engines.sglang.offline import running
 from semmoe.engines.sglang.settings import SglangSettings
 from semmoe.plan import load_plan
+from semmoe.topology import Topology
 
 LIMITS = ["--dtype", "float32", "--max-total-tokens", "8192", "--max-running-requests", "16", "--chunked-prefill-size",
           "128", "--mem-fraction-static", "0.5"]  # fmt: skip

@@ -8,12 +8,12 @@ from models import build
 from offline import engine
 from serving import num_parted
 
-from semmoe.core import Topology
 from semmoe.engines.transformers import recorder
 from semmoe.engines.transformers.model import load_model
 from semmoe.plan import save_plan
 from semmoe.settings import CoclusterSettings, SolveSettings
 from semmoe.solver import solve
+from semmoe.topology import Topology
 
 pytestmark = pytest.mark.timeout(900)  # each test starts three engines
 NEW_TOKENS = 8

@@ -8,13 +8,13 @@ from serving import refused
 from sglang_server import SglangServer
 from start_tests import StartTests
 
-from semmoe.core import Topology
 from semmoe.demo import MODEL
 from semmoe.engines.hooks import cpu_patches
 from semmoe.engines.launch import command_line
 from semmoe.engines.sglang import launch, targets
 from semmoe.engines.sglang.settings import SglangSettings
 from semmoe.engines.transformers import verify
+from semmoe.topology import Topology
 
 TWO = Topology(ep_size=2)
 EMULATED = Path(__file__).parents[1] / "emulated"  # a plug-in that stands in for GPUs' memory

@@ -7,7 +7,6 @@ import transformers
 from offline import engine
 from safetensors.torch import load_file
 
-from semmoe.core import Topology
 from semmoe.demo import MODEL
 from semmoe.engines.transformers import recorder, verify
 from semmoe.engines.transformers.model import load_model
@@ -15,6 +14,7 @@ from semmoe.engines.transformers.tokenizer import load_tokenizer
 from semmoe.plan import save_plan
 from semmoe.settings import CoclusterSettings, GenerateSettings, SolveSettings
 from semmoe.solver import solve
+from semmoe.topology import Topology
 
 NEW_TOKENS = 8
 EASY = CoclusterSettings(starts=1, kicks=1, sweeps=2)

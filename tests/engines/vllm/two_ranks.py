@@ -11,13 +11,13 @@ from rank import run
 from safetensors.torch import load_file
 from serving import free_port
 
-from semmoe.core import Topology
 from semmoe.engines.transformers import recorder
 from semmoe.engines.transformers.model import load_model
 from semmoe.engines.vllm.launch import CPU_VARIABLES
 from semmoe.plan import save_plan
 from semmoe.settings import CoclusterSettings, SolveSettings
 from semmoe.solver import solve
+from semmoe.topology import Topology
 
 FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(["rank"])  # vLLM is imported once

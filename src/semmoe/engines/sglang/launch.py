@@ -7,10 +7,11 @@ from typing import Any
 
 from semmoe.checkpoint.directory import read_config
 from semmoe.checkpoint.engine_files import write_sglang
-from semmoe.core import Plan, Topology
+from semmoe.core import Plan
 from semmoe.engines.launch import join
 from semmoe.engines.settings import PluginSettings
 from semmoe.engines.sglang.families import check_family
+from semmoe.topology import Topology
 
 # On a CPU SGLang runs torch's operators; "deepep" then names the layout of rows, and semmoe's gloo dispatcher serves.
 CPU_ARGUMENTS = {

@@ -8,9 +8,10 @@ from sglang.srt.layers.moe.utils import get_moe_a2a_backend
 from sglang.srt.runtime_context import get_parallel, get_resources, get_schedule
 from sglang.srt.state_capturer.base import BaseTopkCapturer
 
-from semmoe.core import Fingerprint, Plan, Topology
+from semmoe.core import Plan
 from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.fused import PeerBuffers, symmetric_buffers
+from semmoe.topology import Fingerprint, Topology
 
 MOST_REQUESTS = 4096  # that SGLang runs at a time where nothing is said
 EXPERT_ID_BYTES = 4  # at most, as they travel with the rows

@@ -13,7 +13,6 @@ from semmoe.engines.settings import control_folder, from_environment
 from semmoe.engines.sglang import targets
 from semmoe.engines.sglang.settings import SglangSettings
 from semmoe.engines.supervisor import report
-from semmoe.plan import load_plan
 
 
 def register() -> None:
@@ -41,6 +40,7 @@ def on_cpu() -> bool:
 def _register(settings: SglangSettings) -> None:
     from semmoe.engines.sglang.rank import RankPlugin
     from semmoe.engines.sglang.registry import around, prove
+    from semmoe.plan import load_plan
 
     plan = load_plan(settings.plan) if settings.plan else None
     hooks = [*targets.MODEL_HOOKS, *(targets.PLAN_HOOKS if plan is not None else ())]

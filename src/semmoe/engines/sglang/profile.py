@@ -7,11 +7,12 @@ import numpy as np
 
 from semmoe.checkpoint.directory import config_count, read_config, tensor_names
 from semmoe.checkpoint.layout import moe_layer_indices
-from semmoe.core import DECODE, PREFILL, Topology
+from semmoe.core import DECODE, PREFILL
 from semmoe.engines.launch import command_line
 from semmoe.engines.settings import PluginSettings
 from semmoe.engines.sglang import launch
 from semmoe.engines.sglang.offline import Completion, running
+from semmoe.topology import Topology
 from semmoe.trace import TraceWriter
 
 

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from scipy.optimize import nnls
 
 from semmoe import cost
-from semmoe.core import Topology
 from semmoe.cost import Experts, LayerShape, Links, Tier
 from semmoe.engines.transformers.model import expert_size, load_model, moe_layers, num_experts
 from semmoe.engines.transformers.parallel import LocalExperts
@@ -29,6 +28,7 @@ from semmoe.placement import linear
 from semmoe.runtime.collectives import Communicator, world
 from semmoe.runtime.dispatch import combine, dispatch
 from semmoe.runtime.launch import Reporter, run_ranks
+from semmoe.topology import Topology
 
 TOKENS = (16, 64, 256, 1024, 4096)  # of a rank
 UNSEEN = 320  # of a rank, in the layer that checks the fit

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from semmoe.core import Plan, Topology
+from semmoe.core import Plan
 from semmoe.dataset import check_token_ids
 from semmoe.engines.transformers.batch import Batch, cut, eos_ids, step
 from semmoe.engines.transformers.model import load_model
@@ -28,6 +28,7 @@ from semmoe.runtime.collectives import Communicator, world
 from semmoe.runtime.dispatch import Levels
 from semmoe.runtime.launch import Reporter, run_ranks
 from semmoe.settings import GenerateSettings
+from semmoe.topology import Topology
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils import logging
 
 from semmoe.bounds import MOST_EXPERTS, MOST_LAYERS, MOST_VOCABULARY
-from semmoe.core import Fingerprint
 from semmoe.engines.transformers.tokenizer import digest, load_tokenizer, require_local, tokenizer_hash
+from semmoe.topology import Fingerprint
 
 # Configuration fields that shape routing; a plan is refused where any of them differs.
 ARCHITECTURE_FIELDS = (

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from semmoe.core import Plan, Topology
+from semmoe.core import Plan
 from semmoe.engines.transformers.attention import shard_attention
 from semmoe.engines.transformers.model import decoder_layers, moe_layers
 from semmoe.engines.transformers.planned import PlannedModel, bind, check_layout
@@ -29,6 +29,7 @@ from semmoe.runtime.dispatch import (
     combine_two_level,
     dispatch_two_level,
 )
+from semmoe.topology import Topology
 
 EXCHANGES = ("all-to-all", "two-level", "all-reduce")
 

@@ -7,10 +7,11 @@ from importlib.util import find_spec
 from typing import Any
 
 from semmoe import console
-from semmoe.core import Plan, Topology
+from semmoe.core import Plan
 from semmoe.engines.launch import join
 from semmoe.engines.settings import PluginSettings
 from semmoe.engines.vllm.settings import VllmSettings
+from semmoe.topology import Topology
 
 DECIDED = {
     "--tensor-parallel-size",

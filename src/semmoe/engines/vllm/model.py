@@ -8,9 +8,10 @@ from vllm.config import CompilationMode, get_current_vllm_config
 from vllm.distributed import get_ep_group
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
-from semmoe.core import Fingerprint, Plan, Topology
+from semmoe.core import Plan
 from semmoe.engines.vllm.placement import PlacedExperts
 from semmoe.engines.vllm.routing import RoutedLayer
+from semmoe.topology import Fingerprint, Topology
 
 log = logging.getLogger(__name__)
 

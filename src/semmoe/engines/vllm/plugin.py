@@ -13,7 +13,6 @@ from semmoe.engines.settings import control_folder, from_environment
 from semmoe.engines.supervisor import report
 from semmoe.engines.vllm import targets
 from semmoe.engines.vllm.settings import VllmSettings
-from semmoe.plan import load_plan
 
 
 def register() -> None:
@@ -39,6 +38,7 @@ def _register(settings: VllmSettings) -> None:
 
     from semmoe.engines.vllm.rank import RankPlugin
     from semmoe.engines.vllm.registry import around, prove
+    from semmoe.plan import load_plan
 
     logging.getLogger("semmoe").parent = logging.getLogger("vllm")  # the root logger has no handler
     plan = load_plan(settings.plan) if settings.plan else None

@@ -4,11 +4,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from semmoe.core import DECODE, PREFILL, Topology
+from semmoe.core import DECODE, PREFILL
 from semmoe.engines.launch import command_line
 from semmoe.engines.settings import PluginSettings
 from semmoe.engines.vllm import launch
 from semmoe.engines.vllm.offline import running
+from semmoe.topology import Topology
 from semmoe.trace import TraceWriter
 
 

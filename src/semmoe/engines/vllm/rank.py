@@ -11,7 +11,7 @@ import vllm
 from vllm.distributed import get_ep_group, get_tp_group
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
-from semmoe.core import Plan, Topology
+from semmoe.core import Plan
 from semmoe.engines import supervisor
 from semmoe.engines.absent import NoRecorder, NoShuffle, NoTraffic
 from semmoe.engines.counters import Reading
@@ -52,6 +52,7 @@ from semmoe.engines.vllm.step import Slots, accepted, fed_tokens, read_step
 from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.shuffler import TokenShuffler
 from semmoe.runtime.traffic import TrafficCounter
+from semmoe.topology import Topology
 
 log = logging.getLogger(__name__)
 
