@@ -1,4 +1,4 @@
-"""The figures behind docs/decisions.md: what each choice in reading the paper is worth on a trace.
+"""The figures behind docs/reading-the-paper.md: what each choice in reading the paper is worth on a trace.
 
     python benchmarks/bench_choices.py TRACE
 

@@ -28,6 +28,7 @@ import torch
 from network import Network, NetworkError, enter, slow_network
 
 from lab.layer import layer_parts
+from semmoe.console import figure
 from semmoe.core import RoutingTrace
 from semmoe.demo import MODEL, demo_prompts
 from semmoe.engines.transformers.generate import GenerateResult, SetUp, generate
@@ -98,6 +99,7 @@ def figures(network: str, ups: list[SetUp], results: list[list[GenerateResult]],
             "time_to_first_token": median(r.time_to_first_token for r in of),
             "communication_share": median(r.communication_share for r in of),
             "all_to_all_bytes": of[0].all_to_all_bytes, "total_bytes": of[0].total_bytes, "lar": of[0].lar,
+            "remote_ranks_per_token": of[0].remote_ranks_per_token,
             "load_max_over_mean": of[0].load_max_over_mean, "identical": identical[i],
             "parts_ms": layer_parts(of, layers),
         })  # fmt: skip
@@ -106,12 +108,13 @@ def figures(network: str, ups: list[SetUp], results: list[list[GenerateResult]],
 
 def show(rows: list[dict]) -> None:
     print(f"\n{rows[0]['network']}\n  {'':36}tokens/s   over vanilla           first token   waiting   all-to-all"
-          f"        all   load   outputs identical")  # fmt: skip
+          f"        all    LAR   remote ranks   load   outputs identical")  # fmt: skip
     for r in rows:
         (ratio, least, most), sent = r["over_vanilla"], [r[f"{kind}_bytes"] / 1e6 for kind in ("all_to_all", "total")]
         print(f"  {r['name']:36}{r['tokens_per_second']:8.0f}   {ratio:.2f} [{least:.2f}, {most:.2f}]  "
               f"{1e3 * r['time_to_first_token']:12.0f} ms {r['communication_share']:8.0%} {sent[0]:9.1f} MB "
-              f"{sent[1]:7.1f} MB  {r['load_max_over_mean']:.2f}   {r['identical']}")  # fmt: skip
+              f"{sent[1]:7.1f} MB  {figure(r['lar'])}   {figure(r['remote_ranks_per_token']):>12}   "
+              f"{r['load_max_over_mean']:.2f}   {r['identical']}")  # fmt: skip
     print("  ms per layer and 1,000 tokens\n  " + " " * 36 + "".join(f"{p:>15}" for p in rows[0]["parts_ms"]))
     for r in rows:
         print(f"  {r['name']:36}" + "".join(f"{ms:15.1f}" for ms in r["parts_ms"].values()), flush=True)

@@ -2,12 +2,15 @@
 
 import json
 import sys
+from dataclasses import asdict
 
 import pytest
 from typer.testing import CliRunner
 
+from semmoe import cost, tables
 from semmoe.cli import app
 from semmoe.demo import MODEL, demo_prompts
+from semmoe.payoff import BATCHES, MODELS, measured, payoffs
 from semmoe.settings import DemoSettings
 from semmoe.texts import HELD_OUT
 
@@ -20,11 +23,16 @@ def kept(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def result(kept):
+def made(kept):
     outcome = CliRunner().invoke(app, ["demo", "--json", "--out", str(kept)])
     assert outcome.exit_code == 0, outcome.output
     made = json.loads(outcome.stdout)
     assert made["report"] == str(kept / "report.html")
+    return made
+
+
+@pytest.fixture(scope="module")
+def result(made):
     return {row["name"]: row for row in made["set_ups"]}
 
 
@@ -49,6 +57,25 @@ def test_the_plan_sends_fewer_all_to_all_bytes_in_both_modes(result, mode):
 def test_without_all_to_all_the_plan_still_sends_less_in_all(result):
     assert result["attention-TP, on the plan"]["total_bytes"] < result["attention-TP, all-reduce"]["total_bytes"]
     assert result["attention-TP, all-reduce"]["all_to_all_bytes"] == 0
+
+
+def test_where_a_plan_pays_follows_from_what_the_demo_counted(result, made):
+    found = {(o["attention"], o["links"], o["model"], o["batch_tokens"]): o for o in made["payoffs"]}
+    assert len(found) == len(made["payoffs"]) == 2 * len(cost.shipped()) * len(MODELS) * len(BATCHES)
+    run = measured("tp", result["attention-TP, vanilla"], result["attention-TP, on the plan"], ep_size=4)
+    assert 0 < run.remote_share < 1
+    for one in payoffs(run):
+        assert found[one.attention, one.links, one.model, one.batch_tokens] == asdict(one)
+    assert {one["worth_it"] for one in made["payoffs"]} == {True, False}
+
+
+def test_the_table_of_payoffs_says_no_where_a_plan_is_not_worth_it(made):
+    columns, rows = tables.payoffs(made["payoffs"])
+    assert columns[:2] == ["attention, links", "Qwen3-30B\nA3B\n1,024"]
+    assert [row[0] for row in rows] == [f"{mode}, {links}" for mode in ("DP", "TP") for links in cost.shipped()]
+    cells = [cell for row in rows for cell in row[1:]]
+    said = [f"{one['gain']:.0%}" if one["worth_it"] else "no" for one in made["payoffs"]]
+    assert cells == said
 
 
 def test_the_demo_ends_with_a_report_of_all_that_it_did(result, kept):

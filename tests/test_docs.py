@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import os
+import pkgutil
 import re
 import shlex
 import subprocess
@@ -154,6 +155,85 @@ def test_the_worked_example_is_the_one_that_is_reproduced():
     assert np.array_equal(pictures.CHOICES, plans.CHOICES)
     counted = [pictures.remote_tokens(home, held) for _, home, held in pictures.WAYS]
     assert counted == [(16, 0.5), (16, 0.5), (8, 0.5), (0, 1.0)]
+
+
+# What pages say of the code.
+
+SPAN = re.compile(r"`([^`\n]+)`")
+PATH = re.compile(r"[\w.-]+(/[\w.-]+)+|[a-z_]+\.py")
+NAME = re.compile(r"semmoe(\.\w+)+")
+READING_PATH = ("core", "trace", "metrics", "solver", "replayer", "online")
+
+
+def spans(page):
+    return set(SPAN.findall(FENCE.sub("", (DOCS / page).read_text(encoding="utf-8"))))
+
+
+@pytest.mark.parametrize("page", ["walks.md", "architecture.md", "formats.md"])
+def test_files_that_pages_on_the_code_name_exist(page):
+    paths = {span for span in spans(page) if PATH.fullmatch(span) and not span.startswith("RUN/")}  # of a recording
+    assert len(paths) >= 3
+    there = [ROOT, ROOT / "src/semmoe"]
+    assert [path for path in paths if not any((folder / path).exists() for folder in there)] == []
+
+
+@pytest.mark.parametrize("page", ["walks.md", "architecture.md"])
+def test_names_that_pages_on_the_code_give_can_be_imported(page):
+    names = [span for span in spans(page) if NAME.fullmatch(span)]
+    assert len(names) >= 3
+    for name in names:
+        assert pkgutil.resolve_name(name) is not None, name
+
+
+def test_names_of_hooks_in_the_walk_through_an_engine_are_those_of_its_targets():
+    from semmoe.engines.vllm import targets
+
+    given = {span.removeprefix("targets.") for span in spans("walks.md") if span.startswith("targets.")}
+    assert given
+    assert all(hasattr(targets, name) for name in given)
+    assert any(hook.target.endswith("._apply_eplb_mapping") for hook in targets.HOOKS)
+
+
+def test_the_method_of_the_walk_solves_is_saved_and_replayed(tmp_path, monkeypatch):
+    from synthetic import random_trace
+
+    from semmoe import methods
+    from semmoe.plan import load_plan, save_plan
+    from semmoe.replayer import replay
+    from semmoe.settings import SolveSettings
+    from semmoe.solver import solve
+    from semmoe.topology import Topology
+
+    (code,) = [code for language, code in blocks(DOCS / "walks.md") if language == "python"]
+    (tmp_path / "striped.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(methods.METHODS, "striped", methods.Method("striped"))
+    trace = random_trace(0)
+    plan = solve(trace, Topology.for_attention("tp", 2), SolveSettings(method="striped"))
+    heaviest = np.bincount(trace.expert_ids[:, 0].ravel()).argmax()
+    assert plan.placement.hosts[0, 0, heaviest]
+    save_plan(plan, tmp_path / "plan")
+    assert replay(trace, load_plan(tmp_path / "plan")).total.pairs > 0
+
+
+def test_kinds_of_policies_and_their_arrays_and_numbers_are_on_the_page_of_formats():
+    from semmoe.bounds import array_names, number_types
+    from semmoe.plan import REQUESTS, SCHEMA, TOKENS
+
+    text = (DOCS / "formats.md").read_text(encoding="utf-8")
+    text = text[text.index("## Plan directory") : text.index("### What is expected")]
+    assert f"| `schema_version` | {SCHEMA}." in text
+    for kind in (*TOKENS.values(), *REQUESTS.values()):
+        own = text[text.index(f"\n`{kind.kind}`: ") + 1 :]
+        own = re.split(r"\n`[a-z-]+`: |\n### ", own)[0]
+        assert {*array_names(kind), *number_types(kind)} <= set(SPAN.findall(own)), kind
+
+
+def test_the_reading_path_is_as_long_as_the_page_says():
+    files = [ROOT / "src/semmoe" / f"{name}.py" for name in READING_PATH]
+    lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+    said = re.search(r"some ([\d,]+) lines", (DOCS / "architecture.md").read_text(encoding="utf-8"))
+    assert abs(int(said[1].replace(",", "")) - lines) < 0.1 * lines
 
 
 # What people are told to type.

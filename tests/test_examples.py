@@ -46,4 +46,4 @@ def test_the_library_example_runs(tmp_path):
     command = [sys.executable, EXAMPLES / "library.py", tmp_path / "trace"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert "semmoe: local activation rate" in result.stdout
+    assert "semmoe: ReplayResult(local activation rate" in result.stdout

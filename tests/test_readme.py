@@ -1,5 +1,6 @@
 """What the README tells people to type works, in the order in which it stands there."""
 
+import json
 import re
 import subprocess
 import sys
@@ -50,9 +51,53 @@ def test_the_readme_links_to_files_that_exist():
         assert (ROOT / target).exists(), target
 
 
+def numbers(text):
+    """Numbers that a reader meets: outside of code and of links' targets, no versions (0.5.23) and no names (V2)."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+    text = re.sub(r"`[^`]*`|\]\([^)]*\)|\b\d+\.\d+\.\d+\b", " ", text)
+    return re.findall(r"(?<![\w.-])(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?!\w)", text)
+
+
+def test_numbers_are_counted_outside_of_code_links_versions_and_names():
+    text = "8 GPUs, .25 and 1,024; [x](a-7.txt) `--n 3` vLLM 0.32.0, V2, EP4 [1.05, 1.07]\n```\n99\n```\n"
+    assert numbers(text) == ["8", ".25", "1,024", "1.05", "1.07"]
+
+
+def test_the_readme_is_one_screen_with_few_numbers():
+    assert len(README.splitlines()) <= 110
+    assert len(numbers(README)) <= 40
+
+
+def test_the_table_at_the_top_is_what_the_linked_files_hold():
+    counts, times = (measured(kind) for kind in ("counts", "end_to_end"))
+    rows = README[README.index("| vanilla |") :].split("\n\n")[0].splitlines()
+    names = ["TP, vanilla", "TP, plan", "TP, plan, 8 redundant", "TP, all-reduce"]
+    for name, row in zip(names, rows, strict=True):
+        _, lar, remote, exchanged, sent, speed, identical = (cell.strip() for cell in row.strip("|").split("|"))
+        count, (middle, least, most) = counts["loopback", name], times["200mbit", name]["over_vanilla"]
+        assert identical == count["identical"] == times["200mbit", name]["identical"] == "yes"
+        assert [count[f"{kind}_bytes"] for kind in ("all_to_all", "total")] == [
+            times["200mbit", name][f"{kind}_bytes"] for kind in ("all_to_all", "total")
+        ]
+        assert float(exchanged) == round(count["all_to_all_bytes"] / 1e6, 1)
+        assert sent == f"{count['total_bytes'] / 1e6:.1f}"
+        figures = [count["lar"], count["remote_ranks_per_token"]]
+        assert [lar, remote] == (["-", "-"] if None in figures else [f"{figures[0]:.3f}"[1:], f"{figures[1]:.2f}"])
+        spread = f"{middle:.2f} [{least:.2f}, {most:.2f}]".replace("[0.", "[.")
+        assert speed == ("1" if name == "TP, vanilla" else spread)
+
+
+def measured(kind):
+    """{(network, name): figures} of the results file of `kind` that the README links to."""
+    link = re.search(rf"\((benchmarks/results/{kind}_[^)]*)\)", README)[1]
+    line = next(line for line in (ROOT / link).read_text().splitlines() if line.startswith('{"'))
+    return {(row["network"], row["name"]): row for row in json.loads(line)["results"]}
+
+
 def test_the_table_of_the_paper_is_what_make_reproduce_wrote():
-    link = re.search(r"\((benchmarks/results/reproduced_[^)]*/summary\.md)\)", README)[1]
+    page = (ROOT / "docs" / "results.md").read_text()
+    link = re.search(r"\(\.\./(benchmarks/results/reproduced_[^)]*/summary\.md)\)", page)[1]
     written = (ROOT / link).read_text().splitlines()
-    table = README[README.index("| item | what | published | measured |") :].split("\n\n")[0].splitlines()
+    table = page[page.index("| item | what | published | measured |") :].split("\n\n")[0].splitlines()
     assert len(table) > 10
     assert [row for row in table[2:] if not any(line.startswith(row) for line in written)] == []

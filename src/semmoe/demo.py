@@ -1,4 +1,4 @@
-"""The main line on the embedded default: profile, solve, generate in five set-ups, one table and one page."""
+"""The main line on the embedded default: profile, solve, generate in five set-ups; where a plan pays; one page."""
 
 import json
 import os
@@ -13,6 +13,7 @@ from semmoe.console import Bars
 from semmoe.core import Plan, RoutingTrace
 from semmoe.dataset import Prompt, encode, load_dataset
 from semmoe.files import atomic_file
+from semmoe.payoff import measured, payoffs
 from semmoe.settings import DemoSettings, GenerateSettings, ReplaySettings, SolveSettings
 from semmoe.texts import held_out_prompts
 from semmoe.topology import Topology
@@ -114,11 +115,20 @@ def run_demo(settings: DemoSettings, work: Path, progress: Bars, dataset: Path |
         "prompts": len(prompts),
         "profile_tokens": trace.num_tokens,
         "set_ups": rows,
+        "payoffs": _payoffs(rows, settings.ep_size),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "versions": {name: version(name) for name in ("semmoe", "torch", "transformers")},
     }
     _save(work / "demo.json", made)
     return made
+
+
+def _payoffs(rows: list[dict[str, Any]], ep_size: int) -> list[dict[str, Any]]:
+    """Where plans with the traffic that was measured here would pay; nowhere on one rank, where nothing travels."""
+    if ep_size == 1:
+        return []
+    dp, tp = measured("dp", rows[0], rows[1], ep_size), measured("tp", rows[2], rows[3], ep_size)
+    return [asdict(one) for one in (*payoffs(dp), *payoffs(tp))]
 
 
 def _solve(trace: RoutingTrace, topology: Topology, settings: DemoSettings, advance: Callable[[int], None]) -> Plan:

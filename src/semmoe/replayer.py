@@ -1,6 +1,6 @@
 """Trace x plan -> metrics, without a model: the offline experiment.
 
-Protocol (docs/decisions.md): a batch is all ranks together. `mixed` draws tokens from many requests at random, as in
+Protocol (docs/choices.md): a batch is all ranks together. `mixed` draws tokens from many requests at random, as in
 decode; `prefill` takes consecutive tokens of concatenated requests. Attention-DP: requests are scheduled by their
 prompt in arrival order and scored on their routed tokens. Attention-TP: each batch goes to equal slices, by the plan's
 tables or, without them, by position.

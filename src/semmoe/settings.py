@@ -11,7 +11,7 @@ TOKENS = (1, 1 << 24)  # of a batch
 
 @dataclass(frozen=True, kw_only=True)
 class PaperSettings:
-    """Weights and lengths of Algorithm 1; the paper gives none of them, see docs/decisions.md for how these came."""
+    """Weights and lengths of Algorithm 1, none of which the paper gives; docs/reading-the-paper.md says why these."""
 
     steps: int = number(
         12, 1, 10_000, help="paper: alternations of Algorithm 1."

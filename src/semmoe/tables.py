@@ -4,6 +4,13 @@ from typing import Any
 
 from semmoe import console
 
+PAYOFFS = """"no": not worth it. Columns are models, and tokens of a batch over all ranks: 1,024 is
+about a step of decoding, 16,384 one of prefill. Rows are attention and links; those of
+100g and 400g (Gbit/s) join two nodes. A plan competes with vanilla and, with
+attention-TP, with expert parallelism without all-to-all. These are predictions for
+routing as predictable as the shipped model's. For your own model run semmoe profile, and
+semmoe solve with the --links that you have."""
+
 
 def print_affinity(result: dict[str, Any]) -> None:
     """What `semmoe affinity` found."""
@@ -68,18 +75,10 @@ def print_prediction(method: str, figures: dict[str, Any]) -> None:
     console.out.print(f"{method}: {'; '.join(parts)}", highlight=False, soft_wrap=True)
 
 
-def generated(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+def generated(rows: list[dict[str, Any]], with_speed: bool = True) -> tuple[list[str], list[list[str]]]:
     """Columns and rows for `generate` and `demo`, from `GenerateResult.figures` and how outputs compared."""
-    columns = [
-        "attention",
-        "LAR",
-        "remote\nranks",
-        "all-to-\nall MB",
-        "total\nMB",
-        "load\n/mean",
-        "tokens\n/s",
-        "outputs\nidentical",
-    ]
+    columns = ["attention", "LAR", "remote\nranks", "all-to-\nall MB", "total\nMB", "load\n/mean"]
+    columns += ["tokens\n/s"] if with_speed else []
     body = [
         [
             row["name"].removeprefix("attention-"),
@@ -88,12 +87,12 @@ def generated(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
             console.megabytes(row["all_to_all_bytes"]),
             console.megabytes(row["total_bytes"]),
             console.figure(row["load_max_over_mean"], 2),
-            f"{row['tokens_per_second']:.0f}",
+            *([f"{row['tokens_per_second']:.0f}"] if with_speed else []),
             row["identical_text"],
         ]
         for row in rows
     ]
-    return columns, body
+    return [*columns, "outputs\nidentical"], body
 
 
 def print_times(row: dict[str, Any]) -> None:
@@ -113,4 +112,29 @@ def print_gain(rows: list[dict[str, Any]]) -> None:
         fewer = 1 - planned["all_to_all_bytes"] / vanilla["all_to_all_bytes"]
         mode = planned["name"].split(",")[0]
         console.out.print(f"{mode}: local activation rate x{gain:.2f}, {fewer:.1%} fewer all-to-all bytes on the plan")
-    console.out.print("tokens/s over loopback on a shared CPU says nothing about a cluster's links; the bytes do")
+
+
+def print_payoffs(found: list[dict[str, Any]], ep_size: int) -> None:
+    """Where a plan with the demo's traffic pays: what it would save, or that it is not worth it."""
+    if not found:
+        return
+    title = f"Predicted time of a MoE layer that a plan with this traffic saves, {ep_size} ranks"
+    console.print_table(title, *payoffs(found))
+    console.out.print(PAYOFFS, highlight=False)
+
+
+def payoffs(found: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows: a row for each attention and kind of links, a column for each model and batch size.
+
+    found: of each row all columns, in one order.
+    """
+    cases = list(dict.fromkeys((one["model"], one["batch_tokens"]) for one in found))
+    rows: dict[str, list[str]] = {}
+    for one in found:
+        rows.setdefault(f"{one['attention'].upper()}, {one['links']}", []).append(_saved(one))
+    names = ["\n".join([*model.rsplit("-", 1), f"{tokens:,}"]) for model, tokens in cases]
+    return ["attention, links", *names], [[kind, *cells] for kind, cells in rows.items()]
+
+
+def _saved(one: dict[str, Any]) -> str:
+    return f"{one['gain']:.0%}" if one["worth_it"] else "no"

@@ -281,8 +281,7 @@ def demo(
     as_json: Json = False,
     settings: Any = None,
 ) -> None:
-    """The whole line on the embedded model: profile, solve, generate five ways, one table and one page. About two
-    minutes.
+    """The whole line on the embedded model: profile, solve, generate five ways; where a plan pays. About two minutes.
 
     Without --dataset the prompts are text of the standard library that the model never saw. The page is
     semmoe-demo/report.html, or DIR/report.html with --out DIR.
@@ -301,8 +300,9 @@ def demo(
         rows = result["set_ups"]
         if not as_json:
             title = f"{result['prompts']} {'given' if dataset else 'held-out'} prompts, {asked.ep_size} processes"
-            console.print_table(title, *tables.generated(rows))
+            console.print_table(title, *tables.generated(rows, with_speed=False))
             tables.print_gain(rows)
+            tables.print_payoffs(result["payoffs"], asked.ep_size)
         page = _demo_report(work, out or Path("semmoe-demo"))
     finally:
         if out is None:

@@ -1,7 +1,7 @@
 """ELDR: each request to the group whose centroid its expert signature is nearest to.
 
-Experts stay where `linear` puts them. `CapacityScheduler` adds its bound on load. docs/decisions.md says how the
-paper's rule was read.
+Experts stay where `linear` puts them. `CapacityScheduler` adds its bound on load. How the paper's rule was read:
+docs/reading-the-paper.md.
 """
 
 from dataclasses import replace

@@ -5,11 +5,11 @@ Inference" (arXiv 2509.25041), sections 4.1 and 4.2, algorithms 1 and 2. Per lay
 of co-activations, first over nodes, then over the ranks of each node; copies of what makes the heaviest rank heavy go
 to the lightest ranks.
 
-What departs from the paper (docs/decisions.md): engines hold equally many physical experts on every rank, so groups
-are equal (a non-uniformity ratio of 0, also between nodes), and replication goes on until the redundant slots, which
-the user gives, are full, where the paper makes one round of its own size. Its routing, an own copy, then one on the
-node, then any, is `metrics.serving_ranks`; among equally near copies the paper draws by predicted load, there source
-ranks take turns.
+What departs from the paper (docs/reading-the-paper.md): engines hold equally many physical experts on every rank, so
+groups are equal (a non-uniformity ratio of 0, also between nodes), and replication goes on until the redundant slots,
+which the user gives, are full, where the paper makes one round of its own size. Its routing, an own copy, then one on
+the node, then any, is `metrics.serving_ranks`; among equally near copies the paper draws by predicted load, there
+source ranks take turns.
 """
 
 import numpy as np

@@ -1,6 +1,6 @@
 """The paper's Algorithm 1: place experts and schedule data in turn, so that both end up on the same rank.
 
-`docs/decisions.md` states how its silent and misprinted parts are read. For attention-DP the data are requests, all
+How its silent and misprinted parts are read: `docs/reading-the-paper.md`. For attention-DP the data are requests, all
 layers together, since a request has one rank; for attention-TP they are token types weighted by frequency, layer by
 layer; hybrid does the first over groups, then the second inside each group. Letters here, beside core's legend:
 N data items (requests or token types), C clusters.

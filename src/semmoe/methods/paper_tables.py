@@ -61,7 +61,8 @@ def build_policies(
 def _request_scores(trace: RoutingTrace, groups: np.ndarray, num_groups: int) -> np.ndarray:
     """(V + 1, D) float32: of a token's occurrences in prompts, the share in each group's; row V is the prior.
 
-    Prompts only, since a prompt is all that the online look-up has (generated tokens make it worse, docs/decisions.md).
+    Prompts only, since a prompt is all that the online look-up has; generated tokens make it worse
+    (docs/reading-the-paper.md).
     """
     requests = np.repeat(np.arange(trace.num_requests), np.diff(trace.prompt_offsets))
     counts = _joint_counts(trace.prompt_ids, groups[requests], trace.fingerprint.vocab_size + 1, num_groups)

@@ -38,7 +38,7 @@ class Agreement:
 
     requests: int
     identical: int
-    near_ties: int  # differ first where the reference's own margin is too small to tell (docs/decisions.md)
+    near_ties: int  # differ first where the reference's own margin is too small to tell (docs/choices.md)
     mismatches: list[int]  # requests that differ otherwise
 
     @property

@@ -1,0 +1,111 @@
+"""Where a plan pays: traffic that was measured on one model, carried over to layers of known models on shipped links.
+
+Two things are carried over from a run with a plan and one without: how many remote ranks per token the plan leaves of
+vanilla's, and the load of the busiest rank over the mean of each. All else is the other model's: sizes, and the remote
+ranks that vanilla has where experts are drawn uniformly. The routing of another model may be easier or harder to
+predict than that of the model that ran, so these are examples; `semmoe solve` predicts from a profile of the model.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from semmoe import cost
+from semmoe.metrics import uniform_remote_ranks
+from semmoe.topology import Topology
+
+
+class Model(NamedTuple):
+    """A known model, by what its configuration says of one MoE layer."""
+
+    name: str
+    num_experts: int
+    shape: cost.LayerShape
+
+
+MODELS = (
+    Model("Qwen3-30B-A3B", 128, cost.LayerShape(hidden_size=2048, expert_size=768, top_k=8)),
+    Model("gpt-oss-20b", 32, cost.LayerShape(hidden_size=2880, expert_size=2880, top_k=4)),
+    Model("DeepSeek-V3", 256, cost.LayerShape(hidden_size=7168, expert_size=2048, top_k=8)),
+)
+BATCHES = (1024, 16384)  # tokens of all ranks together: about a step of decoding, and one of prefill
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a run with a plan and one without counted, of the same requests and attention."""
+
+    topology: Topology  # of one node
+    remote_share: float  # remote ranks per token on the plan over those without
+    load: float  # max / mean of the ranks' expert load on the plan
+    vanilla_load: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Payoff:
+    """The verdict for one layer, batch and kind of links."""
+
+    attention: str
+    links: str  # name of a shipped file
+    model: str
+    batch_tokens: int
+    worth_it: bool
+    gain: float  # share of the layer's time that the plan saves; negative if it loses
+    against: str  # the best alternative
+
+
+def measured(attention: str, vanilla: dict[str, Any], planned: dict[str, Any], ep_size: int) -> Measured:
+    """From the figures of two runs (`GenerateResult.figures`); at least two ranks."""
+    return Measured(
+        topology=Topology.for_attention(attention, ep_size),
+        remote_share=planned["remote_ranks_per_token"] / vanilla["remote_ranks_per_token"],
+        load=planned["load_max_over_mean"],
+        vanilla_load=vanilla["load_max_over_mean"],
+    )
+
+
+def payoffs(run: Measured) -> list[Payoff]:
+    """One for each shipped links file, model and batch size; links between nodes join two nodes of half the ranks."""
+    return [payoff(run, name, model, tokens) for name in cost.shipped() for model in MODELS for tokens in BATCHES]
+
+
+def payoff(run: Measured, links_name: str, model: Model, tokens: int) -> Payoff:
+    """Whether the plan saves time over vanilla and, in attention-TP, over expert parallelism without all-to-all."""
+    links = cost.load_links(links_name)
+    nodes = 2 if links.between_nodes else 1
+    topology = Topology.for_attention(run.topology.attention, run.topology.ep_size, num_nodes=nodes)
+    remote = uniform_remote_ranks(topology.ep_size, model.num_experts, model.shape.top_k)
+    vanilla = _predict("vanilla", remote, run.vanilla_load, model.shape, tokens, topology, links)
+    plan = _predict("plan", remote * run.remote_share, run.load, model.shape, tokens, topology, links)
+    without = None
+    if topology.attention == "tp":
+        balanced = min(plan.busiest_pairs, vanilla.busiest_pairs)
+        without = cost.all_reduce_time(tokens, balanced, model.shape, topology, links)
+    found = cost.verdict(plan, [vanilla], without)
+    return Payoff(
+        attention=topology.attention,
+        links=links_name,
+        model=model.name,
+        batch_tokens=tokens,
+        worth_it=found.worth_it,
+        gain=found.gain,
+        against=found.against,
+    )
+
+
+def _predict(
+    name: str,
+    remote_ranks: float,
+    load: float,
+    shape: cost.LayerShape,
+    tokens: int,
+    topology: Topology,
+    links: cost.Links,
+) -> cost.Prediction:
+    """Of a layer whose ranks all send each other as many rows."""
+    G = topology.ep_size
+    rows = np.full((G, G), tokens * remote_ranks / (G * (G - 1)))
+    np.fill_diagonal(rows, 0)
+    busiest = np.array([load * tokens * shape.top_k / G])
+    return cost.predict(name, rows[None], busiest, shape, topology, links)
