@@ -1,12 +1,13 @@
-"""The verdict on each plan: what was predicted for which links, and what was measured."""
+"""The verdict on each plan: what was predicted, for which links, and what was measured."""
 
 from dataclasses import dataclass
 
 from semmoe.report import words
 from semmoe.report.gather import Inputs, Measured, PlanFile
-from semmoe.report.records import Expected, Figures, SetUp
+from semmoe.report.records import Configuration, Expected, Figures
 from semmoe.report.view import Card, Number
 
+Either = Figures | Configuration
 BADGES = {"yes": "Worth it", "no": "Not worth it", "open": "No verdict", "wrong": "Outputs differ"}
 
 
@@ -14,24 +15,25 @@ BADGES = {"yes": "Worth it", "no": "Not worth it", "open": "No verdict", "wrong"
 class Pair:
     """A plan and vanilla that ran on the same tokens."""
 
-    vanilla: SetUp
-    plan: SetUp
+    vanilla: Configuration
+    plan: Configuration
     run: Measured  # the plan's
 
     @property
     def saved(self) -> float:
-        """Share of all-to-all bytes; negative: lost."""
+        """Share of vanilla's all-to-all bytes that the plan saves; negative if it sends more."""
         return 1 - self.plan.all_to_all_bytes / max(self.vanilla.all_to_all_bytes, 1e-9)
 
 
 def measured_pair(inputs: Inputs, plan: PlanFile) -> Pair | None:
-    """The run of `plan` and vanilla's on the same tokens; None where one of them is missing.
+    """The run of `plan`, and vanilla's on the same tokens; None where one of them is missing.
 
-    A run that names its plan by hash must name this one; one that does not counts if no other plan has this attention.
+    A run that names its plan by hash must name this plan. One without a hash counts if no other plan has the same
+    attention.
     """
     prefix = f"attention-{plan.plan.topology.attention.upper()}, "
     alone = sum(p.plan.topology.attention == plan.plan.topology.attention for p in inputs.plans) == 1
-    rows = [(row, run) for run in inputs.measured for row in run.set_ups if row.name.startswith(prefix)]
+    rows = [(row, run) for run in inputs.measured for row in run.rows if row.name.startswith(prefix)]
     for row, run in rows:
         if row.name != prefix + "on the plan" or not (row.plan_hash == plan.digest or (alone and not row.plan_hash)):
             continue
@@ -42,18 +44,18 @@ def measured_pair(inputs: Inputs, plan: PlanFile) -> Pair | None:
 
 
 def vanilla_of(expected: Expected, method: str) -> Figures | None:
-    """What contiguous placement was expected to do on the same requests."""
+    """The expected figures of contiguous placement on the same requests."""
     return expected.others.get("linear") if method != "linear" else None
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """What was replayed of a plan and of vanilla, and in words where that is from."""
+    """Replayed figures of a plan and of vanilla, and a description of their source."""
 
     plan: Figures
     vanilla: Figures | None
     source: str
-    load_limit: float | None = None  # that the plan was solved for
+    load_limit: float | None = None  # on max / mean expert load, which the plan was solved for
 
     def sides(self) -> list[tuple[str, Figures]]:
         vanilla = [] if self.vanilla is None else [("vanilla", self.vanilla)]
@@ -65,7 +67,7 @@ class Replayed:
 
 
 def replayed_of(inputs: Inputs, entry: PlanFile) -> Replayed | None:
-    """What was replayed of a plan, layer by layer: on requests held out while solving, else in a replay's file."""
+    """Replayed figures of a plan, layer by layer: from requests held out while solving, else from a replay's file."""
     plan, expected, limit = entry.plan, entry.expected, _load_limit(entry)
     if expected is not None and expected.layers:
         where = f"{words.count(expected.requests, 'request')} held out while solving, {words.name(entry.path)}"
@@ -82,7 +84,7 @@ def replayed_of(inputs: Inputs, entry: PlanFile) -> Replayed | None:
 
 
 def _load_limit(entry: PlanFile) -> float | None:
-    """The limit that a plan was solved for, from settings that anybody may have written."""
+    """The load limit in a plan's settings, which are not trusted: None unless it is a sensible number."""
     settings = entry.plan.settings.get("cocluster")
     limit = settings.get("load_limit") if isinstance(settings, dict) else None
     return float(limit) if isinstance(limit, (int, float)) and 1 <= limit < 1e6 else None
@@ -95,9 +97,8 @@ def card(plan: PlanFile, pair: Pair | None, replayed: Replayed | None, target: s
     sentences += _warnings(plan, replayed)
     state = _state(plan, pair)
     numbers, source = _numbers(pair, replayed)
-    title = words.attention(plan.plan.topology)
     return Card(
-        title=f"{title}, {plan.plan.topology.ep_size} ranks",
+        title=f"{words.attention(plan.plan.topology)}, {plan.plan.topology.ep_size} ranks",
         state=state,
         badge=BADGES[state],
         sentences=sentences,
@@ -117,13 +118,13 @@ def _state(plan: PlanFile, pair: Pair | None) -> str:
 def _predicted(plan: PlanFile) -> str:
     expected = plan.expected
     if expected is None:
-        return "Nothing was predicted: the plan holds no figures of held-out requests (semmoe solve writes them)."
+        return "Nothing was predicted: the plan holds no figures for held-out requests (semmoe solve writes them)."
     if expected.verdict is None or expected.links is None:
         return (
             "Whether it is worth it was not predicted: the width of the model was not known when the plan was solved "
             "(semmoe solve --hidden-size H --expert-size F)."
         )
-    batch = f"{expected.tokens_per_batch:,.0f} tokens a batch"
+    batch = f"{expected.tokens_per_batch:,.0f} tokens per batch"
     links = f"{words.name(expected.links.name)} ({words.name(expected.links.kind)})"
     return f"Predicted for {links}, {batch}: {expected.verdict.sentence}."
 
@@ -147,7 +148,7 @@ def _warnings(plan: PlanFile, replayed: Replayed | None) -> list[str]:
     if limit and round(load, 2) > limit:
         found.append(
             f"Warning: expert load {load:.2f}, the mean over layers, is above the limit of {limit:g} that the plan was "
-            "solved for: requests that it has not seen are another mix than its profile."
+            "solved for: the mix of these requests differs from its profile."
         )
     if plan.expected is not None and plan.expected.scheduled_by_answers:
         requests = words.count(plan.expected.scheduled_by_answers, "request")
@@ -156,7 +157,7 @@ def _warnings(plan: PlanFile, replayed: Replayed | None) -> list[str]:
 
 
 def _numbers(pair: Pair | None, replayed: Replayed | None) -> tuple[list[Number], str]:
-    """The figures that the plan's section has layer by layer; those of a run only where nothing was replayed."""
+    """Means of the figures in the plan's section; those of a run only where nothing was replayed."""
     if replayed is not None:
         plan, vanilla = replayed.plan, replayed.vanilla
         sent = (plan.remote_ranks_per_token, vanilla.remote_ranks_per_token if vanilla else None)
@@ -169,24 +170,24 @@ def _numbers(pair: Pair | None, replayed: Replayed | None) -> tuple[list[Number]
 
 
 def _four(
-    plan: Figures | SetUp, vanilla: Figures | SetUp | None, sent: float, sent0: float | None, of_load: str = ""
+    plan: Either, vanilla: Either | None, sent: float | None, vanilla_sent: float | None, load_note: str = ""
 ) -> list[Number]:
-    """The four key numbers beside vanilla's; sent: bytes, or rows, which they follow; of_load: what else it says."""
-    saved = "–" if not sent0 else words.percent(1 - sent / sent0)
-    lar, remote, load = (
-        _compared(plan, vanilla, *what)
-        for what in (("lar", 3), ("remote_ranks_per_token", 2), ("load_max_over_mean", 2))
-    )
-    loads = "; ".join(filter(None, (load, of_load)))
+    """The four key numbers beside vanilla's. sent: bytes, or the rows that they are proportional to."""
+    saved = words.percent(1 - sent / vanilla_sent) if sent is not None and vanilla_sent else "–"
+    loads = [_compared(plan, vanilla, "load_max_over_mean", 2), load_note]
     return [
-        Number("Local activation rate", words.share(plan.lar), lar),
-        Number("Remote ranks per token", words.ratio(plan.remote_ranks_per_token), remote),
-        Number("All-to-all bytes saved", saved, "of vanilla's" if sent0 else "no vanilla to compare with"),
-        Number("Expert load, max / mean", words.ratio(plan.load_max_over_mean), loads),
+        Number("Local activation rate", words.share(plan.lar), _compared(plan, vanilla, "lar", 3)),
+        Number(
+            "Remote ranks per token",
+            words.ratio(plan.remote_ranks_per_token),
+            _compared(plan, vanilla, "remote_ranks_per_token", 2),
+        ),
+        Number("All-to-all bytes saved", saved, "of vanilla's" if vanilla_sent else "no vanilla to compare with"),
+        Number("Expert load, max / mean", words.ratio(plan.load_max_over_mean), "; ".join(filter(None, loads))),
     ]
 
 
-def _compared(plan: Figures | SetUp, vanilla: Figures | SetUp | None, field: str, digits: int) -> str:
+def _compared(plan: Either, vanilla: Either | None, field: str, digits: int) -> str:
     value, other = getattr(plan, field), getattr(vanilla, field, None)
     if value is None or other is None:
         return ""
@@ -195,7 +196,7 @@ def _compared(plan: Figures | SetUp, vanilla: Figures | SetUp | None, field: str
 
 
 def lead(inputs: Inputs, pairs: list[Pair | None]) -> list[str]:
-    """The first words of the page: what is predicted, then what was measured, if anything was."""
+    """The first sentences of the page: what is predicted and, if anything was measured, what was measured."""
     return [sentence for sentence in (_lead_predicted(inputs), _lead_measured(inputs, pairs)) if sentence]
 
 

@@ -1,7 +1,15 @@
-"""What a page is made of, before it is HTML: cards, sections, figures and their tables. All text is plain text."""
+"""What a page is made of, before it is HTML: cards, sections, figures and their tables. All text is plain."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+Column = tuple[str, str, Callable[[Any], str]]  # title, field of an item, how its value is written
+
+
+def cells(item: object, columns: Sequence[Column]) -> list[str]:
+    """An item's row of a table."""
+    return [write(getattr(item, field)) for _, field, write in columns]
 
 
 @dataclass(frozen=True)
@@ -24,7 +32,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Scale:
-    """The colour bar of heat maps: what the lowest and the highest colour stand for."""
+    """The colour bar of heat maps: what its lowest and its highest colour stand for."""
 
     low: str
     high: str
@@ -33,7 +41,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture. spec: Plotly data and layout; label: what it shows, for those who do not see it."""
+    """One plot. spec: Plotly data and layout; label: what it shows, for readers who do not see it."""
 
     title: str
     spec: dict[str, Any]
@@ -42,10 +50,10 @@ class Panel:
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """Panels that belong together, in `columns` beside each other where there is room."""
+    """Panels that belong together, side by side in up to `columns` columns."""
 
     title: str
-    says: str  # what one sees, and what is good
+    says: str  # what the reader sees, and what is good
     panels: list[Panel]
     tables: list[Table]
     keys: list[Key] = field(default_factory=list)
@@ -55,7 +63,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Missing:
-    """What is not there, and the command that makes it."""
+    """What the directory does not hold, and the command that makes it."""
 
     title: str
     says: str
@@ -66,15 +74,15 @@ class Missing:
 class Section:
     id: str
     title: str
-    short: str  # in the navigation
+    short: str  # its title in the navigation
     intro: str = ""
-    shown: Table | None = None  # a table that is open, before the figures
+    shown: Table | None = None  # a table before the figures that is always open
     parts: list[Figure | Missing] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Number:
-    """A figure of merit. compared: with vanilla, in a few words."""
+    """A key number of a plan. compared: how it compares with vanilla, in a few words."""
 
     label: str
     plan: str

@@ -2,7 +2,7 @@
 
 from semmoe.core import Topology
 
-LONGEST = 80  # characters of a name that came from a file
+LONGEST = 80  # characters of a name that comes from a file
 
 
 def share(value: float | None) -> str:
@@ -18,25 +18,25 @@ def percent(value: float) -> str:
 
 
 def bytes_of(value: float) -> str:
-    """In the unit that suits it."""
+    """Bytes in GB, MB, kB or B, whichever suits them."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if value >= size:
             return f"{value / size:,.1f} {unit}"
     return f"{value:,.0f} B"
 
 
-def milliseconds(value: float | None) -> str:
+def whole(value: float | None) -> str:
     return "–" if value is None else f"{value:,.0f}"
 
 
 def name(text: object, longest: int = LONGEST) -> str:
-    """Text of a file in one line: bounded, without characters that do not print."""
+    """Text from a file on one line: at most `longest` characters, all of them printable."""
     line = "".join(c if c.isprintable() else " " for c in str(text)).strip()
     return line if len(line) <= longest else line[: longest - 1] + "…"
 
 
 def label(text: object) -> str:
-    """As `name`, for Plotly, which reads tags and entities in its labels."""
+    """The same as `name`, for Plotly, which interprets tags and entities in its labels."""
     return name(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
@@ -49,7 +49,7 @@ def count(number: int, what: str) -> str:
 
 
 def fewer(change: float) -> str:
-    """A saved share in words; negative: lost."""
+    """A share that was saved, in words; a negative one was lost."""
     return f"{percent(abs(change))} {'fewer' if change >= 0 else 'more'}"
 
 
