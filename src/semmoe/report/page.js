@@ -4,7 +4,7 @@
   const figures = JSON.parse(document.getElementById("figures").textContent);
   const LEGIBLE = 20; // pixels of a cell
   const axis = {
-    gridcolor: "@grid", linecolor: "@grid", zeroline: false, automargin: true, fixedrange: true, ticks: "",
+    gridcolor: "@grid", showgrid: true, linecolor: "@grid", showline: true, zeroline: false, automargin: true, fixedrange: true, ticks: "",
     tickfont: { color: "@muted", size: 11 },
   };
   const template = { // what all figures have in common
