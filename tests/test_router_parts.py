@@ -436,8 +436,8 @@ def test_algorithm_2_deals_over_all_replicas():
 
 @pytest.mark.parametrize("requests", [None, request_table()])
 def test_warming_up_leaves_nothing_to_compile(requests):
+    from semmoe.requests import capacity as compiled
     from semmoe.requests import prefix
-    from semmoe.requests import scheduler as compiled
 
     settings = RouterSettings(backends=("http://a:1", "http://b:1"))
     warm_up(make_plan(requests), settings)

@@ -48,7 +48,7 @@ def moe_layer_indices(names: Iterable[str], num_hidden_layers: int) -> list[int]
 
 
 def _expert_blocks(names: Iterable[str], num_hidden_layers: int) -> dict[int, str]:
-    """Prefix of the MoE block's tensors by layer index. Raises ValueError unless there is exactly one stack of layers."""
+    """Prefix of the MoE block's tensors by layer index. Raises ValueError unless there is one stack of layers."""
     blocks: dict[int, str] = {}
     stacks = set()
     for name in names:

@@ -1,24 +1,24 @@
-"""Back-pressure: so many requests at the backends, so many that wait for them, so many bytes of both."""
+"""Back-pressure: limits on requests at the backends, on requests that wait, and on the bytes of both."""
 
 import asyncio
 from collections import deque
 
 
 class BusyError(Exception):
-    """There is no room, or there was none for too long."""
+    """There is no room for the request, or it has waited too long."""
 
 
 class Gate:
-    """First come, first served. One event loop uses it."""
+    """Admits requests in order of arrival. Used from one event loop."""
 
     def __init__(self, limit: int, queue: int, seconds: float, max_bytes: int) -> None:
         self._limit, self._room, self._seconds, self._max_bytes = limit, limit + queue, seconds, max_bytes
         self._turns: deque[asyncio.Future[bool]] = deque()
-        self.running, self.inside = 0, 0  # at the backends, and these with all that wait or still send their body
-        self.held = 0  # bytes of the bodies of all that are inside
+        self.running, self.inside = 0, 0  # requests at the backends; these and all that wait or send their body
+        self.held = 0  # bytes of body of all requests inside
 
     def place(self) -> "Place":
-        """A place for one request, in `with`. Raises BusyError on entering it."""
+        """A context manager for one request; entering it raises BusyError if there is no room."""
         return Place(self)
 
     def _enter(self) -> None:
@@ -43,7 +43,7 @@ class Gate:
             begun = await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled() and turn.result():
-                self._stop()  # its turn had just come
+                self._stop()  # its turn had come in the meantime
             raise
         finally:
             late.cancel()
@@ -51,7 +51,7 @@ class Gate:
             raise BusyError
 
     def _stop(self) -> None:
-        """Hand the place at the backends to the next in the queue."""
+        """Give the place at the backends to the next request in the queue."""
         while self._turns:
             turn = self._turns.popleft()
             if not turn.done():
@@ -61,6 +61,8 @@ class Gate:
 
 
 class Place:
+    """The place of one request in a gate."""
+
     def __init__(self, gate: Gate) -> None:
         self._gate, self._started, self._held = gate, False, 0
 
@@ -69,12 +71,12 @@ class Place:
         return self
 
     def hold(self, size: int) -> None:
-        """So many more bytes of the request's body are held until it leaves. Raises BusyError."""
+        """Count `size` more bytes of the request's body until it leaves. Raises BusyError."""
         self._gate._hold(size)
         self._held += size
 
     async def start(self) -> None:
-        """Wait for a turn at the backends. Raises BusyError."""
+        """Wait until the request may go to a backend. Raises BusyError."""
         await self._gate._start()
         self._started = True
 

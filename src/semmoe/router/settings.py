@@ -1,4 +1,4 @@
-"""What `semmoe router` can be told; the command line takes its defaults from here."""
+"""Settings of `semmoe router`; the command line takes its defaults from here."""
 
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -6,44 +6,40 @@ from urllib.parse import urlsplit
 from semmoe.bounds import check_numbers, number
 
 SECONDS = (0.001, 86_400)
-BACKEND_RANKS = ("header", "urls")  # a backend has all ranks and is told one by a header, or it is one rank
+BACKEND_RANKS = ("header", "urls")  # a backend has all ranks and reads one from a header, or is one rank itself
 
 
 @dataclass(frozen=True, kw_only=True)
 class RouterSettings:
-    """`prefix_weight` is in units of the plan's score, which is the share of a request's (token, expert) pairs at home.
+    """Settings of the router.
 
-    1 means: a prompt that a rank has wholly in its cache counts as much as one whose experts are all on that rank. A
-    cached token spares its whole prefill, of which the exchange of rows with other ranks is a part only; so this is
-    the least that it is worth, and it outweighs whatever a plan's scores differ by. The bound on load holds all the
-    same: a popular prefix spreads to as many ranks as its traffic needs. 0 schedules by plan and load alone.
+    `prefix_weight` has the unit of the plan's scores: the share of a request's (token, expert) pairs that are local. At
+    1, a prompt that is fully cached on a rank counts as much as one whose experts are all on that rank. This is a lower
+    bound of its worth, since a cached token saves its whole prefill and not only the exchange of rows; it outweighs any
+    difference between a plan's scores. The bound on load applies regardless: a popular prefix spreads to as many ranks
+    as its traffic needs. 0 schedules by plan and load only.
     """
 
     backends: tuple[str, ...]
     backend_ranks: str = "header"
-    max_in_flight: int = number(1024, 1, 1 << 20)  # scheduled requests at the backends, all together
-    queue: int = number(1024, 0, 1 << 20)  # further ones that wait, the reading of their bodies included
-    queue_seconds: float = number(60.0, *SECONDS)  # longest wait, after which the client is told to come back
+    max_in_flight: int = number(1024, 1, 1 << 20)  # scheduled requests at all backends together
+    queue: int = number(1024, 0, 1 << 20)  # further requests that wait or whose bodies are being read
+    queue_seconds: float = number(60.0, *SECONDS)  # longest wait, after which the client is asked to retry
     prefix_weight: float = number(1.0, 0, 1e6)
     cache_tokens: int = number(1 << 18, 0, 1 << 34)  # prompt tokens that the prefix cache of one rank holds
     max_body: int = number(64 << 20, 1, 1 << 34)  # bytes of a request
-    # bytes of all that are scheduled, each read whole and held until it is answered
-    max_held: int = number(1 << 30, 1, 1 << 40)
-    # for a client to send the head of a request, on a new connection from the first moment
-    head_seconds: float = number(30.0, *SECONDS)
-    body_seconds: float = number(60.0, *SECONDS)  # for it to send the body
-    stall_seconds: float = number(15.0, *SECONDS)  # without a byte of the body
-    # for it to take what waits of an answer, once more waits than a connection buffers
-    unread_seconds: float = number(60.0, *SECONDS)
+    max_held: int = number(1 << 30, 1, 1 << 40)  # bytes of all scheduled requests, held until they are answered
+    head_seconds: float = number(30.0, *SECONDS)  # for a client to send the head of a request, or to begin one
+    body_seconds: float = number(60.0, *SECONDS)  # for a client to send the body
+    stall_seconds: float = number(15.0, *SECONDS)  # longest pause within the body
+    unread_seconds: float = number(60.0, *SECONDS)  # for a client to read on when its connection's buffer is full
     connect_seconds: float = number(5.0, *SECONDS)
-    # a connection is kept; less than the 5 s after which vLLM's and SGLang's servers close
-    idle_seconds: float = number(3.0, *SECONDS)
-    health_seconds: float = number(2.0, *SECONDS)  # between two looks at a backend
+    idle_seconds: float = number(3.0, *SECONDS)  # to keep a connection; the engines' servers close it after 5 s
+    health_seconds: float = number(2.0, *SECONDS)  # between two health checks of a backend
     health_timeout: float = number(5.0, *SECONDS)
-    # late or bad answers in a row that make it unhealthy; a refused connection does at once
-    health_failures: int = number(3, 1, 1 << 20)
+    health_failures: int = number(3, 1, 1 << 20)  # failed checks in a row; a refused connection suffices alone
     tokenizer_threads: int = number(2, 1, 1024)
-    port: int = number(8080, 0, 65_535)  # to listen on; 0: any
+    port: int = number(8080, 0, 65_535)  # to listen on; 0 for any free port
 
     def __post_init__(self) -> None:
         if len(self.backends) < 1:
@@ -52,8 +48,7 @@ class RouterSettings:
             raise ValueError(f"a backend is given twice: {', '.join(self.backends)}")
         for url in self.backends:
             _check_url(url)
-        known = self.backend_ranks in BACKEND_RANKS
-        if not known:
+        if self.backend_ranks not in BACKEND_RANKS:
             raise ValueError(f"backend_ranks must be one of {', '.join(BACKEND_RANKS)}, not {self.backend_ranks!r}")
         check_numbers(self)
         if self.max_held < self.max_body:
@@ -65,8 +60,7 @@ def _check_url(url: str) -> None:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"{url!r} is no backend: {example}")
-    bare = parts.path in ("", "/") and not parts.query and not parts.fragment and parts.username is None
-    if not bare:
+    if parts.path not in ("", "/") or parts.query or parts.fragment or parts.username is not None:
         raise ValueError(f"backend {url!r} has more than a host and a port: {example}")
     try:
         valid = parts.port is None or parts.port > 0
