@@ -36,7 +36,7 @@ def by_layer(
     start: float = 0.0,
     dash: str = "dot",
 ) -> Spec:
-    """Values of L layers, vanilla beside plan: bars, or lines where bars would be too thin to tell apart.
+    """Values of L layers, vanilla beside plan: bars, or lines if bars would be too thin to tell apart.
 
     predicted (L,): marks on the plan's bars; baseline: a horizontal line drawn as `dash`; start: where the axis begins.
     """

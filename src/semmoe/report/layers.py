@@ -1,20 +1,19 @@
 """Figures of a plan's layers and ranks, vanilla beside plan: activation, remote ranks, load, bytes per rank pair."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from semmoe.report import figures, words
 from semmoe.report.records import Figures, Layer
 from semmoe.report.verdict import Pair, Replayed
-from semmoe.report.view import Column, Figure, Key, Missing, Panel, Scale, Table, cells
+from semmoe.report.view import Figure, Key, Missing, Panel, Scale, Table
+from semmoe.report.words import LAR, LOAD, REMOTE, Column, cells
 
 VANILLA, PLAN, PREDICTED = Key("vanilla", "vanilla"), Key("plan", "plan"), Key("predicted", "predicted", "diamond")
 MOST_PAIRS = 32  # ranks up to which a table has every pair
-LAR: Column = ("LAR", "lar", words.share)
-REMOTE: Column = ("remote ranks", "remote_ranks_per_token", words.ratio)
-LOAD: Column = ("load", "load_max_over_mean", words.ratio)
-EXPECTED: Column = ("LAR predicted", "predicted_lar", words.share)
+PREDICTED_LAR: Column = ("LAR predicted", "predicted_lar", words.share)
 
 
 def layers(replayed: Replayed) -> Figure:
@@ -24,11 +23,10 @@ def layers(replayed: Replayed) -> Figure:
     predicted = [layer.predicted_lar for layer in mine if layer.predicted_lar is not None]
     marks = predicted if len(predicted) == len(mine) else None
     ranks = len(mine[0].load_per_rank)
-    chance = 1 / ranks if ranks else None
     panels = [
-        _panel("Local activation rate", "lar", mine, theirs, marks, chance, 3, 0.0, "dot"),
-        _panel("Remote ranks per token", "remote_ranks_per_token", mine, theirs, None, None, 2, 0.0, ""),
-        _panel("Expert load, max / mean", "load_max_over_mean", mine, theirs, None, limit, 2, 1.0, "dash"),
+        _panel(LAR, mine, theirs, predicted=marks, baseline=1 / ranks if ranks else None),
+        _panel(REMOTE, mine, theirs, digits=2),
+        _panel(LOAD, mine, theirs, baseline=limit, digits=2, start=1.0, dash="dash"),
     ]
     keys = [*([VANILLA] if theirs else []), PLAN, *([PREDICTED] if predicted else [])]
     keys += [Key("chance: 1 / ranks", "muted", "dot")] if ranks else []
@@ -40,23 +38,14 @@ def layers(replayed: Replayed) -> Figure:
     return Figure(title="Layer by layer", says=says, panels=panels, tables=tables, keys=keys, columns=3)
 
 
-def _panel(
-    title: str,
-    field: str,
-    mine: list[Layer],
-    theirs: list[Layer] | None,
-    marks: list[float] | None,
-    baseline: float | None,
-    digits: int,
-    start: float,
-    dash: str,
-) -> Panel:
-    """One quantity of each layer; the arguments from `marks` on are those of `figures.by_layer`."""
+def _panel(column: Column, mine: list[Layer], theirs: list[Layer] | None, digits: int = 3, **look: Any) -> Panel:
+    """One quantity of each layer; `look` is for `figures.by_layer`."""
+    title, field, _ = column
     plan = [getattr(layer, field) for layer in mine]
     vanilla = None if theirs is None else [getattr(layer, field) for layer in theirs]
     beside = f", vanilla {_span(vanilla, digits)}" if vanilla else ""
     label = f"{title} of {words.count(len(plan), 'layer')}: plan {_span(plan, digits)}{beside}"
-    return Panel(title, figures.by_layer(vanilla, plan, marks, baseline, digits, start, dash), label)
+    return Panel(title, figures.by_layer(vanilla, plan, digits=digits, **look), label)
 
 
 def _span(values: list[float], digits: int) -> str:
@@ -65,7 +54,7 @@ def _span(values: list[float], digits: int) -> str:
 
 def _layer_table(mine: list[Layer], theirs: list[Layer] | None) -> Table:
     columns = ["layer", "LAR, plan", "LAR predicted", "remote ranks, plan", "load, plan"]
-    rows = [[str(layer.layer), *cells(layer, [LAR, EXPECTED, REMOTE, LOAD])] for layer in mine]
+    rows = [[str(layer.layer), *cells(layer, [LAR, PREDICTED_LAR, REMOTE, LOAD])] for layer in mine]
     if theirs:
         columns += ["LAR, vanilla", "remote ranks, vanilla", "load, vanilla"]
         rows = [[*row, *cells(v, [LAR, REMOTE, LOAD])] for row, v in zip(rows, theirs, strict=True)]

@@ -5,11 +5,9 @@ from collections.abc import Sequence
 from semmoe.report import figures, words
 from semmoe.report.gather import Inputs, Measured
 from semmoe.report.records import AffinityFile, Record, ReplayFile
-from semmoe.report.view import Column, Figure, Key, Missing, Panel, Section, Table, cells
+from semmoe.report.view import Figure, Key, Missing, Panel, Section, Table
+from semmoe.report.words import LAR, LOAD, REMOTE, Column, cells
 
-LAR: Column = ("Local activation rate", "lar", words.share)
-REMOTE: Column = ("Remote ranks per token", "remote_ranks_per_token", words.ratio)
-LOAD: Column = ("Expert load, max / mean", "load_max_over_mean", words.ratio)
 BYTES: Column = ("All-to-all bytes", "all_to_all_bytes", words.bytes_of)
 ALL_BYTES: Column = ("Bytes of all collectives", "total_bytes", words.bytes_of)
 SPEEDS: list[Column] = [

@@ -174,25 +174,21 @@ def _four(
 ) -> list[Number]:
     """The four key numbers beside vanilla's. sent: bytes, or the rows that they are proportional to."""
     saved = words.percent(1 - sent / vanilla_sent) if sent is not None and vanilla_sent else "–"
-    loads = [_compared(plan, vanilla, "load_max_over_mean", 2), load_note]
     return [
-        Number("Local activation rate", words.share(plan.lar), _compared(plan, vanilla, "lar", 3)),
-        Number(
-            "Remote ranks per token",
-            words.ratio(plan.remote_ranks_per_token),
-            _compared(plan, vanilla, "remote_ranks_per_token", 2),
-        ),
+        _number(words.LAR, plan, vanilla),
+        _number(words.REMOTE, plan, vanilla),
         Number("All-to-all bytes saved", saved, "of vanilla's" if vanilla_sent else "no vanilla to compare with"),
-        Number("Expert load, max / mean", words.ratio(plan.load_max_over_mean), "; ".join(filter(None, loads))),
+        _number(words.LOAD, plan, vanilla, load_note),
     ]
 
 
-def _compared(plan: Either, vanilla: Either | None, field: str, digits: int) -> str:
+def _number(column: words.Column, plan: Either, vanilla: Either | None, note: str = "") -> Number:
+    title, field, write = column
     value, other = getattr(plan, field), getattr(vanilla, field, None)
-    if value is None or other is None:
-        return ""
-    times = f" (× {value / other:.2f})" if other > 0 else ""
-    return f"vanilla {other:.{digits}f}{times}"
+    compared = ""
+    if value is not None and other is not None:
+        compared = f"vanilla {write(other)}" + (f" (× {value / other:.2f})" if other > 0 else "")
+    return Number(title, write(value), "; ".join(filter(None, [compared, note])))
 
 
 def lead(inputs: Inputs, pairs: list[Pair | None]) -> list[str]:

@@ -1,15 +1,7 @@
 """What a page is made of, before it is HTML: cards, sections, figures and their tables. All text is plain."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-Column = tuple[str, str, Callable[[Any], str]]  # title, field of an item, how its value is written
-
-
-def cells(item: object, columns: Sequence[Column]) -> list[str]:
-    """An item's row of a table."""
-    return [write(getattr(item, field)) for _, field, write in columns]
 
 
 @dataclass(frozen=True)

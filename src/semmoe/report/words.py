@@ -1,5 +1,8 @@
 """Numbers and names as the page writes them: one format for each quantity."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 from semmoe.core import Topology
 
 LONGEST = 80  # characters of a name that comes from a file
@@ -11,6 +14,17 @@ def share(value: float | None) -> str:
 
 def ratio(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}"
+
+
+Column = tuple[str, str, Callable[[Any], str]]  # title, field of an item, how its value is written
+LAR: Column = ("Local activation rate", "lar", share)
+REMOTE: Column = ("Remote ranks per token", "remote_ranks_per_token", ratio)
+LOAD: Column = ("Expert load, max / mean", "load_max_over_mean", ratio)
+
+
+def cells(item: object, columns: Sequence[Column]) -> list[str]:
+    """An item's row of a table."""
+    return [write(getattr(item, field)) for _, field, write in columns]
 
 
 def percent(value: float) -> str:
