@@ -1,4 +1,4 @@
-"""Arrays -> Plotly figures as plain data. A colour "@name" is the theme's colour of that name; page.js fills it in."""
+"""Plotly figures from arrays, as plain data. A colour "@name" is the theme's colour of that name, set by page.js."""
 
 import base64
 from collections.abc import Sequence

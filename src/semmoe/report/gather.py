@@ -1,4 +1,4 @@
-"""A directory -> what a report is made of. Files are recognised by what they hold; nothing in them is trusted."""
+"""Read a directory for a report. Files are recognised by what they hold, and nothing in them is trusted."""
 
 import json
 from dataclasses import dataclass, field

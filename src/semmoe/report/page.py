@@ -1,4 +1,4 @@
-"""Inputs -> one HTML file that contains all it needs: style, script, Plotly and data."""
+"""Write one HTML file that contains all it needs: style, script, Plotly and data."""
 
 import base64
 import hashlib

@@ -4,11 +4,10 @@ from dataclasses import dataclass
 
 from semmoe.report import words
 from semmoe.report.gather import Inputs, Measured, PlanFile
-from semmoe.report.records import Configuration, Expected, Figures
+from semmoe.report.records import Configuration, Figures
 from semmoe.report.view import Card, Number
 
 Either = Figures | Configuration
-BADGES = {"yes": "Worth it", "no": "Not worth it", "open": "No verdict", "wrong": "Outputs differ"}
 
 
 @dataclass(frozen=True)
@@ -43,9 +42,9 @@ def measured_pair(inputs: Inputs, plan: PlanFile) -> Pair | None:
     return None
 
 
-def vanilla_of(expected: Expected, method: str) -> Figures | None:
-    """The expected figures of contiguous placement on the same requests."""
-    return expected.others.get("linear") if method != "linear" else None
+def _vanilla(figures: dict[str, Figures], method: str) -> Figures | None:
+    """The figures of contiguous placement beside those of `method`, unless it is that method."""
+    return figures.get("linear") if method != "linear" else None
 
 
 @dataclass(frozen=True)
@@ -61,23 +60,19 @@ class Replayed:
         vanilla = [] if self.vanilla is None else [("vanilla", self.vanilla)]
         return [*vanilla, ("plan", self.plan)]
 
-    @property
-    def load_of_layers(self) -> list[float]:
-        return [layer.load_max_over_mean for layer in self.plan.layers]
-
 
 def replayed_of(inputs: Inputs, entry: PlanFile) -> Replayed | None:
     """Replayed figures of a plan, layer by layer: from requests held out while solving, else from a replay's file."""
     plan, expected, limit = entry.plan, entry.expected, _load_limit(entry)
     if expected is not None and expected.layers:
         where = f"{words.count(expected.requests, 'request')} held out while solving, {words.name(entry.path)}"
-        return Replayed(expected, vanilla_of(expected, plan.method), where, limit)
+        return Replayed(expected, _vanilla(expected.others, plan.method), where, limit)
     t = plan.topology
     for path, replay in inputs.replays:
         same = all(replay.settings.get(k) == v for k, v in (("ep_size", t.ep_size), ("dp_size", t.dp_size)))
         own = replay.methods.get(plan.method)
         if same and own is not None and own.layers:
-            vanilla = replay.methods.get("linear") if plan.method != "linear" else None
+            vanilla = _vanilla(replay.methods, plan.method)
             seen = ", partly on requests that it was solved on" if replay.settings.get("profiled") else ""
             return Replayed(own, vanilla, f"method {words.name(plan.method)} in {words.name(path)}{seen}", limit)
     return None
@@ -91,21 +86,14 @@ def _load_limit(entry: PlanFile) -> float | None:
 
 
 def card(plan: PlanFile, pair: Pair | None, replayed: Replayed | None, target: str) -> Card:
+    """The verdict on one plan; `target` is the id of its section."""
     sentences = [_predicted(plan)]
     if pair is not None:
-        sentences.append(measured_sentence(pair))
+        sentences.append(_measured(pair))
     sentences += _warnings(plan, replayed)
-    state = _state(plan, pair)
     numbers, source = _numbers(pair, replayed)
-    return Card(
-        title=f"{words.attention(plan.plan.topology)}, {plan.plan.topology.ep_size} ranks",
-        state=state,
-        badge=BADGES[state],
-        sentences=sentences,
-        numbers=numbers,
-        source=source,
-        target=target,
-    )
+    title = f"{words.attention(plan.plan.topology)}, {plan.plan.topology.ep_size} ranks"
+    return Card(title, _state(plan, pair), sentences, numbers, source, target)
 
 
 def _state(plan: PlanFile, pair: Pair | None) -> str:
@@ -129,7 +117,7 @@ def _predicted(plan: PlanFile) -> str:
     return f"Predicted for {links}, {batch}: {expected.verdict.sentence}."
 
 
-def measured_sentence(pair: Pair) -> str:
+def _measured(pair: Pair) -> str:
     outputs = {
         True: "outputs are identical to plain transformers",
         False: "OUTPUTS DIFFER from plain transformers",
@@ -159,20 +147,17 @@ def _warnings(plan: PlanFile, replayed: Replayed | None) -> list[str]:
 def _numbers(pair: Pair | None, replayed: Replayed | None) -> tuple[list[Number], str]:
     """Means of the figures in the plan's section; those of a run only where nothing was replayed."""
     if replayed is not None:
-        plan, vanilla = replayed.plan, replayed.vanilla
-        sent = (plan.remote_ranks_per_token, vanilla.remote_ranks_per_token if vanilla else None)
-        highest = f"highest layer {max(replayed.load_of_layers):.2f}"
-        return _four(plan, vanilla, *sent, highest), f"Replayed: {replayed.source}; load is the mean over layers."
+        highest = f"highest layer {max(layer.load_max_over_mean for layer in replayed.plan.layers):.2f}"
+        numbers = _four(replayed.plan, replayed.vanilla, "remote_ranks_per_token", highest)
+        return numbers, f"Replayed: {replayed.source}; load is the mean over layers."
     if pair is not None:
-        sent = pair.plan.all_to_all_bytes, pair.vanilla.all_to_all_bytes
-        return _four(pair.plan, pair.vanilla, *sent), f"Measured while generating ({pair.run.path})."
+        return _four(pair.plan, pair.vanilla, "all_to_all_bytes"), f"Measured while generating ({pair.run.path})."
     return [], ""
 
 
-def _four(
-    plan: Either, vanilla: Either | None, sent: float | None, vanilla_sent: float | None, load_note: str = ""
-) -> list[Number]:
-    """The four key numbers beside vanilla's. sent: bytes, or the rows that they are proportional to."""
+def _four(plan: Either, vanilla: Either | None, field: str, load_note: str = "") -> list[Number]:
+    """The four key numbers beside vanilla's. field: of the bytes sent, or of rows, to which bytes are proportional."""
+    sent, vanilla_sent = getattr(plan, field), getattr(vanilla, field, None)
     saved = words.percent(1 - sent / vanilla_sent) if sent is not None and vanilla_sent else "–"
     return [
         _number(words.LAR, plan, vanilla),

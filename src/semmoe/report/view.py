@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Table:
-    """The first cell of each row names it."""
+    """A table of text; the first cell of each row is its heading."""
 
     caption: str
     columns: list[str]
@@ -15,7 +15,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Key:
-    """An entry of a legend. colour: a name of `figures.PALETTE`, or #rrggbb; mark: box, line, dash, dot or diamond."""
+    """An entry of a legend. colour: #rrggbb or one of the theme's names; mark: box, line, dash, dot, round or diamond."""
 
     label: str
     colour: str
@@ -45,7 +45,7 @@ class Figure:
     """Panels that belong together, side by side in up to `columns` columns."""
 
     title: str
-    says: str  # what the reader sees, and what is good
+    says: str  # what it shows, and which values are good
     panels: list[Panel]
     tables: list[Table]
     keys: list[Key] = field(default_factory=list)
@@ -64,6 +64,8 @@ class Missing:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
+    """A part of the page with a heading of its own."""
+
     id: str
     title: str
     short: str  # its title in the navigation
@@ -81,14 +83,20 @@ class Number:
     compared: str
 
 
-@dataclass(frozen=True, kw_only=True)
+BADGES = {"yes": "Worth it", "no": "Not worth it", "open": "No verdict", "wrong": "Outputs differ"}
+
+
+@dataclass(frozen=True)
 class Card:
     """The verdict on one plan. state: yes, no, open (not known) or wrong (outputs differ)."""
 
     title: str
     state: str
-    badge: str
     sentences: list[str]
     numbers: list[Number]
     source: str  # of the numbers
-    target: str = ""  # id of the plan's section
+    target: str  # id of the plan's section
+
+    @property
+    def badge(self) -> str:
+        return BADGES[self.state]

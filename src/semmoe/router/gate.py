@@ -2,6 +2,9 @@
 
 import asyncio
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 
 class BusyError(Exception):
@@ -12,26 +15,28 @@ class Gate:
     """Admits requests in order of arrival. Used from one event loop."""
 
     def __init__(self, limit: int, queue: int, seconds: float, max_bytes: int) -> None:
-        self._limit, self._room, self._seconds, self._max_bytes = limit, limit + queue, seconds, max_bytes
+        self._limit, self._room, self._seconds, self.max_bytes = limit, limit + queue, seconds, max_bytes
         self._turns: deque[asyncio.Future[bool]] = deque()
         self.running, self.inside = 0, 0  # requests at the backends; these and all that wait or send their body
         self.held = 0  # bytes of body of all requests inside
 
-    def place(self) -> "Place":
-        """A context manager for one request; entering it raises BusyError if there is no room."""
-        return Place(self)
-
-    def _enter(self) -> None:
+    @contextmanager
+    def place(self) -> Iterator["Place"]:
+        """A place for one request. Raises BusyError if there is no room."""
         if self.inside >= self._room:
             raise BusyError
         self.inside += 1
+        place = Place(self)
+        try:
+            yield place
+        finally:
+            self.inside -= 1
+            self.held -= place.held
+            if place.started:
+                self._stop()
 
-    def _hold(self, size: int) -> None:
-        if self.held + size > self._max_bytes:
-            raise BusyError
-        self.held += size
-
-    async def _start(self) -> None:
+    async def start(self) -> None:
+        """Take a place at the backends, or wait for one. Raises BusyError after too long a wait."""
         if self.running < self._limit and not self._turns:
             self.running += 1
             return
@@ -60,31 +65,25 @@ class Gate:
         self.running -= 1
 
 
+@dataclass
 class Place:
     """The place of one request in a gate."""
 
-    def __init__(self, gate: Gate) -> None:
-        self._gate, self._started, self._held = gate, False, 0
-
-    def __enter__(self) -> "Place":
-        self._gate._enter()
-        return self
+    gate: Gate
+    started: bool = False
+    held: int = 0  # bytes of the request's body
 
     def hold(self, size: int) -> None:
         """Count `size` more bytes of the request's body until it leaves. Raises BusyError."""
-        self._gate._hold(size)
-        self._held += size
+        if self.gate.held + size > self.gate.max_bytes:
+            raise BusyError
+        self.gate.held += size
+        self.held += size
 
     async def start(self) -> None:
         """Wait until the request may go to a backend. Raises BusyError."""
-        await self._gate._start()
-        self._started = True
-
-    def __exit__(self, *exception: object) -> None:
-        self._gate.inside -= 1
-        self._gate.held -= self._held
-        if self._started:
-            self._gate._stop()
+        await self.gate.start()
+        self.started = True
 
 
 def _give_up(turn: asyncio.Future[bool]) -> None:
