@@ -15,7 +15,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Key:
-    """An entry of a legend. colour: #rrggbb or one of the theme's names; mark: box, line, dash, dot, round or diamond."""
+    """An entry of a legend. colour: #rrggbb or a name of the theme; mark: box, line, dash, dot, round or diamond."""
 
     label: str
     colour: str
