@@ -25,11 +25,8 @@ def uses(expert_ids: np.ndarray, kind_of_token: np.ndarray, num_kinds: int, num_
     example: two kinds of 4 tokens each, the first uses an expert 3 times and the second once. The rates are 3/4 and
     1/4, their average 1/2, so the expert belongs to the first kind with a lift of 1.5.
     """
-    rates = np.zeros((num_kinds, expert_ids.shape[1], num_experts))
-    for kind in range(num_kinds):
-        rows = expert_ids[kind_of_token == kind]
-        for l in range(expert_ids.shape[1]):
-            rates[kind, l] = np.bincount(rows[:, l].ravel(), minlength=num_experts) / max(len(rows), 1)
+    rows = [expert_ids[kind_of_token == kind] for kind in range(num_kinds)]
+    rates = np.stack([_activations(of_kind, num_experts) / max(len(of_kind), 1) for of_kind in rows])
     average = rates.mean(axis=0)
     lift = rates.max(axis=0) / np.maximum(average, 1e-12)
     return Uses(np.where(lift >= EVEN, rates.argmax(axis=0), -1), np.where(average > 0, lift, 0.0))
@@ -37,9 +34,14 @@ def uses(expert_ids: np.ndarray, kind_of_token: np.ndarray, num_kinds: int, num_
 
 def load_over_mean(expert_ids: np.ndarray, num_experts: int) -> np.ndarray:
     """(L, E): activations of each expert over the mean of its layer, from routing (T, L, K)."""
-    layers = range(expert_ids.shape[1])
-    load = np.stack([np.bincount(expert_ids[:, l].ravel(), minlength=num_experts) for l in layers])
+    load = _activations(expert_ids, num_experts)
     return load / load.mean(axis=1, keepdims=True)
+
+
+def _activations(expert_ids: np.ndarray, num_experts: int) -> np.ndarray:
+    """(L, E): how often each expert is activated, from routing (T, L, K)."""
+    layers = range(expert_ids.shape[1])
+    return np.stack([np.bincount(expert_ids[:, l].ravel(), minlength=num_experts) for l in layers])
 
 
 @dataclass(frozen=True)

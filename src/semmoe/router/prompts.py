@@ -93,11 +93,13 @@ def read_prompt(path: str, body: bytes, tokenizer: Tokenizer | None) -> Prompt:
     if not isinstance(request, dict):
         return Prompt(None)
     found, sampling = ENDPOINTS[path](request, tokenizer), _sampling(request)
-    rank = next((r for name in ("routed_dp_rank", "data_parallel_rank") if _is_count(r := request.get(name))), None)
-    ids = np.concatenate(found) if found else None
-    most = next((sampling[name] for name in LENGTHS if _is_count(sampling.get(name))), DEFAULT_LENGTHS.get(path))
-    answers = sampling.get("n") if _is_count(sampling.get("n")) else 1
-    return Prompt(ids, most, min(max(len(found or [0]) * int(answers or 1), 1), MAX_ANSWERS), rank)
+    length, prompts = _first_count(sampling, *LENGTHS), len(found or [0])
+    return Prompt(
+        ids=np.concatenate(found) if found else None,
+        max_new_tokens=DEFAULT_LENGTHS.get(path) if length is None else length,
+        answers=min(prompts * (_first_count(sampling, "n") or 1), MAX_ANSWERS),
+        rank=_first_count(request, "routed_dp_rank", "data_parallel_rank"),
+    )
 
 
 LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens", "max_new_tokens")
@@ -110,8 +112,9 @@ def _sampling(request: Body) -> Body:
     return own if isinstance(own, dict) else request
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+def _first_count(values: Body, *names: str) -> int | None:
+    """The first of these fields that is an integer and not negative."""
+    return next((values[name] for name in names if _is_int(values.get(name)) and values[name] >= 0), None)
 
 
 def _completion(request: Body, tokenizer: Tokenizer | None) -> Lists | None:
@@ -172,11 +175,10 @@ ENDPOINTS: dict[str, Callable[[Body, Tokenizer | None], Lists | None]] = {
 
 def _lists(value: Any, tokenizer: Tokenizer | None, special: bool) -> Lists | None:
     """Prompts from a text, a list of token ids, or a list of either."""
-    if isinstance(value, list) and value and not _is_int(value[0]):
-        found = [_list(one, tokenizer, special) for one in value]
-        return None if any(ids is None for ids in found) else [ids for ids in found if ids is not None]
-    one = _list(value, tokenizer, special)
-    return None if one is None else [one]
+    several = isinstance(value, list) and value and not _is_int(value[0])
+    found = [_list(one, tokenizer, special) for one in (value if several else [value])]
+    known = [ids for ids in found if ids is not None]
+    return known if len(known) == len(found) else None
 
 
 def _list(value: Any, tokenizer: Tokenizer | None, special: bool) -> np.ndarray | None:
