@@ -237,7 +237,7 @@ def refused(tmp_path, words, *, model=None, orders=((1, 0, 3, 2),), out=None, **
         ({"model.layers.0.mlp.gate.tid2eid": torch.ones(9, 2)}, r"gate\.tid2eid.*does not know"),
         ({"model.layers.0.mlp.experts.up_proj_scale": torch.ones(1)}, r"up_proj_scale has shape \[1\].*leading"),
         ({"model.layers.0.mlp.gate.bias": torch.ones(4, dtype=torch.uint8)}, r"gate\.bias is U8.*quantised router"),
-        ({"model.layers.0.mlp.router.weight": torch.ones(4, 8)}, r"another weight of a router"),
+        ({"model.layers.0.mlp.router.weight": torch.ones(4, 8)}, r"another router weight"),
         ({"encoder.layers.0.mlp.experts.0.w1": torch.ones(1)}, "more than one stack"),
     ],
 )
@@ -262,7 +262,7 @@ def test_layers_for_prediction_and_shared_experts_stay(tmp_path):
 def test_plans_that_are_no_renumbering_are_refused(tmp_path):
     refused(tmp_path, "2 redundant experts", orders=[[1, 0, 3, 2, 0, 1]])
     model = tmp_path / "model"
-    refused(tmp_path, "1 MoE layers, the plan 2", model=model, orders=[[1, 0, 3, 2]] * 2)
+    refused(tmp_path, "1 MoE layers, the plan has 2", model=model, orders=[[1, 0, 3, 2]] * 2)
     refused(tmp_path, "num_experts is 2 .* and 4", model=model, orders=[[1, 0]])
     f = fingerprint(3, 8, num_groups=4)
     orders = random_orders(f)

@@ -278,7 +278,7 @@ def test_numbers_of_the_cards_by_hand(full):
 
 def test_the_card_and_the_layers_have_one_source_and_agree_on_load(full):
     """The run of demo.json has a load of 1.1 and is of other requests: it stands in the sentence and its own table."""
-    assert all(run.set_ups for run in full.inputs.measured)
+    assert all(run.rows for run in full.inputs.measured)
     for card, entry in zip(full.cards, full.inputs.plans, strict=True):
         shown = layers.layers(verdict.replayed_of(full.inputs, entry))
         column = shown.tables[0].columns.index("load, plan")

@@ -1,6 +1,7 @@
-"""Affinity: token-to-expert, request-to-expert and layer-to-layer counts; rows of tables by token id."""
+"""Affinity: token-to-expert, request-to-expert and layer-to-layer counts; which row of a table a token id uses."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from scipy.sparse import csr_matrix
@@ -11,13 +12,13 @@ from semmoe.topology import Fingerprint
 
 @dataclass(frozen=True, kw_only=True)
 class Affinity:
-    """How often each token and each request activates each expert: the paper's T^(L), from which C_p follows."""
+    """How often each token and each request activates each expert: the paper's T^(L), from which C_p is derived."""
 
-    token_counts: list[csr_matrix]  # L matrices (V, E) int32: activations of expert e by token id v
+    token_counts: list[csr_matrix]  # L matrices (V, E) int32: activations of an expert by a token id
     request_counts: list[csr_matrix]  # L matrices (R, E) int32
     path_counts: np.ndarray  # (L - 1, E, E) int64: tokens that chose e at layer l and e' at layer l + 1
     token_frequency: np.ndarray  # (V,) int64
-    request_lengths: np.ndarray  # (R,) int64, routed tokens
+    request_lengths: np.ndarray  # (R,) int64: routed tokens of each request
     fingerprint: Fingerprint
 
     @property
@@ -27,19 +28,15 @@ class Affinity:
 
 
 def build_affinity(trace: RoutingTrace) -> Affinity:
-    """Count activations (paper, section 3.2). Sparse: memory follows what was seen, not vocabulary x experts."""
+    """Count activations (paper, section 3.2) in sparse matrices, whose memory grows with the pairs that occur."""
     f = trace.fingerprint
-    layers = range(f.num_layers)
+    layers = [trace.expert_ids[:, l] for l in range(f.num_layers)]  # (T, K) each
+    requests = trace.request_of_token()
+    paths = [pair_count(before, after, f.num_experts) for before, after in pairwise(layers)]
     return Affinity(
-        token_counts=[count(trace.token_ids, trace.expert_ids[:, l], f.vocab_size, f.num_experts) for l in layers],
-        request_counts=[
-            count(trace.request_of_token(), trace.expert_ids[:, l], trace.num_requests, f.num_experts) for l in layers
-        ],
-        path_counts=np.stack(
-            [pair_count(trace.expert_ids[:, l], trace.expert_ids[:, l + 1], f.num_experts) for l in layers[:-1]]
-        )
-        if f.num_layers > 1
-        else np.zeros((0, f.num_experts, f.num_experts), np.int64),
+        token_counts=[count(trace.token_ids, ids, f.vocab_size, f.num_experts) for ids in layers],
+        request_counts=[count(requests, ids, trace.num_requests, f.num_experts) for ids in layers],
+        path_counts=np.array(paths, np.int64).reshape(-1, f.num_experts, f.num_experts),
         token_frequency=np.bincount(trace.token_ids, minlength=f.vocab_size),
         request_lengths=np.diff(trace.request_offsets),
         fingerprint=f,
@@ -47,16 +44,16 @@ def build_affinity(trace: RoutingTrace) -> Affinity:
 
 
 def count(keys: np.ndarray, expert_ids: np.ndarray, num_keys: int, num_experts: int) -> csr_matrix:
-    """(num_keys, E) int32: how often each key (T,) goes with each expert in `expert_ids` (T, K)."""
+    """(num_keys, E) int32: how often each key (T,) occurs with each expert in `expert_ids` (T, K)."""
     rows = np.repeat(keys, expert_ids.shape[1])
     ones = np.ones(rows.size, np.int32)
     return csr_matrix((ones, (rows, expert_ids.ravel().astype(np.int32))), shape=(num_keys, num_experts))
 
 
 def pair_count(before: np.ndarray, after: np.ndarray, num_experts: int, weight: np.ndarray | None = None) -> np.ndarray:
-    """(E, E): tokens that chose e in `before` (T, K) and e' in `after` (T, K), two layers or the same.
+    """(E, E): tokens that chose e in `before` (T, K) and e' in `after` (T, K), which may be the same layer.
 
-    int64, or float64 if tokens count by a weight (T,).
+    int64, or float64 if tokens are weighted by `weight` (T,).
     """
     out = np.zeros(num_experts * num_experts, np.int64 if weight is None else np.float64)
     repeated = None if weight is None else np.repeat(weight, after.shape[1])
@@ -67,7 +64,7 @@ def pair_count(before: np.ndarray, after: np.ndarray, num_experts: int, weight: 
 
 
 def confidence(counts: csr_matrix) -> csr_matrix:
-    """C_p: each row of T^(L) divided by its sum; rows of unseen tokens stay empty."""
+    """The paper's C_p: each row of T^(L) divided by its sum; rows of unseen tokens stay empty."""
     totals = np.asarray(counts.sum(axis=1)).ravel()
     out = counts.astype(np.float32)
     out.data /= np.repeat(totals, np.diff(counts.indptr)).astype(np.float32)
@@ -75,7 +72,7 @@ def confidence(counts: csr_matrix) -> csr_matrix:
 
 
 def nearest_profiled(embeddings: np.ndarray, profiled: np.ndarray, block: int = 4096) -> np.ndarray:
-    """For each of V tokens its nearest profiled one by cosine (itself if profiled).
+    """For each of V tokens the nearest profiled token by cosine similarity (itself if it was profiled).
 
     embeddings: (V, H) float; profiled: (V,) bool with at least one True. Returns (V,) int64.
     Source: paper, section 3.2, "nearest-neighbor matching in the embedding space".
@@ -93,7 +90,7 @@ def nearest_profiled(embeddings: np.ndarray, profiled: np.ndarray, block: int = 
 def resolve_tokens(
     profiled_ids: np.ndarray, vocabulary: int, embeddings: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """For the V + 1 rows of a table: what serves each, and the row that does (its own, or a neighbour's)."""
+    """For each of the V + 1 rows of a table: the kind of its source, and the row to use (its own, or a neighbour's)."""
     seen = np.bincount(profiled_ids, minlength=vocabulary) > 0
     source = np.append(np.where(seen, PROFILED, PRIOR), PRIOR).astype(np.uint8)
     serving_row = np.arange(vocabulary + 1)
@@ -106,5 +103,5 @@ def resolve_tokens(
 
 
 def known_rows(token_ids: np.ndarray, num_rows: int) -> np.ndarray:
-    """Row of each token id in a table of V + 1 rows: its own, or the last for ids outside the vocabulary."""
+    """The row of each token id in a table of V + 1 rows; ids outside the vocabulary share the last row."""
     return np.where((token_ids >= 0) & (token_ids < num_rows - 1), token_ids, num_rows - 1)

@@ -1,27 +1,28 @@
-"""Items to groups of bounded size: exactly, greedily, and by moves and swaps from what there is."""
+"""Assign items to groups of bounded size: exactly, greedily, or by improving an assignment with moves and swaps."""
 
 import numba
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-PARTNERS = 32  # items that a swap tries in every other group: those that would gain most
+PARTNERS = 32  # swap partners tried per pair of groups: the items that would gain most
 TOLERANCE = 1e-9
 
 
 def equal_groups(value: np.ndarray) -> np.ndarray:
-    """(N,) the group of each item, at most ceil(N / G) in one, with the largest sum of value (N, G)."""
+    """(N,) the group of each item, with the largest sum of value (N, G) and at most ceil(N / G) items per group."""
     size = -(-len(value) // value.shape[1])
     return linear_sum_assignment(np.repeat(value, size, axis=1), maximize=True)[1] // size
 
 
 def one_hot(labels: np.ndarray, num_clusters: int) -> np.ndarray:
+    """(N, num_clusters) float32 from labels (N,)."""
     return (labels[:, None] == np.arange(num_clusters)).astype(np.float32)
 
 
 def balanced_packing(weight: np.ndarray, num_packs: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pack the n items of each row into equally full packs, heaviest first into the lightest pack with room.
+    """Pack the n items of each row into packs of equal size: the heaviest first, into the lightest pack with room.
 
-    weight: (X, n), n divisible by num_packs. Returns pack (X, n) and position inside the pack (X, n).
+    weight: (X, n), n divisible by num_packs. Returns pack (X, n) and position in the pack (X, n).
     """
     rows, items = weight.shape
     assert items % num_packs == 0
@@ -41,11 +42,11 @@ def balanced_packing(weight: np.ndarray, num_packs: int) -> tuple[np.ndarray, np
 
 @numba.njit(cache=True)
 def improve_assignment(value, work, capacity, groups, sweeps):
-    """Raise sum of value[r, groups[r]] by moves and swaps under capacity (D,) on the work of a group; changes `groups`.
+    """Increase the sum of value[r, groups[r]] by moves and swaps, with at most capacity (D,) work per group.
 
-    value, work (R, D): what request r gains, and adds to the load, in group d. Less work beyond capacity comes first,
-    so a feasible start stays feasible. Swap partners are the PARTNERS of every group that would gain most, renewed
-    every sweep: all of them where groups are that small, and cost linear in R everywhere.
+    value, work (R, D): what request r gains and costs in group d; groups (R,) is changed in place. Work beyond capacity
+    is reduced first, so a feasible start stays feasible. Each sweep tries as swap partners the PARTNERS requests of a
+    group that would gain most: all requests of small groups, at a cost linear in R.
     """
     R, D = value.shape
     load = np.zeros(D)
@@ -74,7 +75,7 @@ def improve_assignment(value, work, capacity, groups, sweeps):
 
 @numba.njit(cache=True)
 def _find_partners(value, groups, partners):
-    """partners[b, a]: the requests of group b that would gain most in a, best first, then -1."""
+    """Fill partners[b, a] with the requests of group b that would gain most in group a, best first, then -1."""
     R, D = value.shape
     partners[:] = -1
     for q in range(R):
@@ -93,7 +94,7 @@ def _find_partners(value, groups, partners):
 
 @numba.njit(cache=True)
 def _best_step(r, value, work, capacity, groups, load, partners):
-    """(group, partner or -1) of the best move or swap of request r; group -1 where nothing helps."""
+    """(group, partner or -1) of the best move or swap of request r; group -1 if none is an improvement."""
     D = value.shape[1]
     a = groups[r]
     best_group, best_partner, best_relief, best_gain = -1, -1, 0.0, TOLERANCE
@@ -106,7 +107,7 @@ def _best_step(r, value, work, capacity, groups, load, partners):
             if i >= 0 and q < 0:
                 break
             if q >= 0 and groups[q] != b:
-                continue  # moved since the list was made
+                continue  # it has moved since the list was made
             gain, new_a, new_b = value[r, b] - value[r, a], load[a] - work[r, a], load[b] + work[r, b]
             if q >= 0:
                 gain += value[q, a] - value[q, b]

@@ -1,7 +1,7 @@
 """How concentrated routing is: the statistics of the paper's Table 1 and appendix A.2.
 
-Each comes twice: per token type, as published, and weighted by occurrence. The published form is flattered by rare
-tokens: a token seen once has F1 and cumulative hotness 1 by construction.
+Each statistic is computed in two ways: per token type, as published, and weighted by occurrence. Rare tokens flatter
+the published form: a token that was seen once has F1 and cumulative hotness 1 by construction.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ QUANTILES = (0.25, 0.5, 0.75)
 
 
 def concentration(trace: RoutingTrace, affinity: Affinity) -> list[dict[str, Any]]:
-    """Per layer: F1 of the static top-k, cumulative and maximum non-top-k hotness, kurtosis; types and occurrences."""
+    """Per layer, by type and by occurrence: quantiles of F1, cumulative and maximum non-top-k hotness, and kurtosis."""
     K = trace.fingerprint.top_k
     types, index, frequency = np.unique(trace.token_ids, return_inverse=True, return_counts=True)
     out = []
@@ -36,9 +36,9 @@ def concentration(trace: RoutingTrace, affinity: Affinity) -> list[dict[str, Any
 
 
 def token_statistics(counts: np.ndarray, top_k: int) -> dict[str, np.ndarray]:
-    """Per token type, from activations (U, E) of U types with `top_k` experts each time they occurred.
+    """Statistics (U,) of U token types from their activations (U, E); a type activates `top_k` experts per occurrence.
 
-    Hotness of an expert is its share of the token's activations: the hottest k reach 1 if routing never varies.
+    The hotness of an expert is its share of the type's activations, so the k hottest sum to 1 if routing never varies.
     Worked example, k = 2, counts [3, 2, 1, 0]: cumulative hotness 5/6, maximum hotness of the others 1/6.
     """
     hottest = np.sort(counts / counts.sum(axis=1, keepdims=True), axis=1)[:, ::-1]
@@ -51,29 +51,29 @@ def token_statistics(counts: np.ndarray, top_k: int) -> dict[str, np.ndarray]:
 
 
 def _static_hits(counts: np.ndarray, index: np.ndarray, expert_ids: np.ndarray) -> np.ndarray:
-    """(T,) how many of each token's K experts are among its type's K hottest. counts (U, E), index (T,) of types."""
+    """(T,) how many of a token's K experts are among the K hottest of its type. counts (U, E); index (T,) of types."""
     top = np.argsort(-counts, axis=1, kind="stable")[:, : expert_ids.shape[1]]
     return (expert_ids[:, :, None] == top[index][:, None, :]).any(axis=2).sum(axis=1)
 
 
 def _group_medians(values: np.ndarray, index: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """(U,) lower median of the values (T,) of each type; F1 of one prediction is a multiple of 1/k, as published."""
+    """(U,) median of the values (T,) of each type; the lower one, because F1 of a prediction is a multiple of 1/k."""
     order = np.lexsort((values, index))
     first = np.cumsum(sizes) - sizes
     return values[order][first + (sizes - 1) // 2]
 
 
 def quantiles(values: np.ndarray, weights: np.ndarray) -> dict[str, float]:
-    """p25, p50, p75: the smallest value at which that share of the weight is reached."""
+    """p25, p50 and p75: the smallest value at which the cumulative weight reaches that share."""
     order = np.argsort(values, kind="stable")
     reached = np.cumsum(weights[order]) / weights.sum()
     return {f"p{round(100 * q)}": float(values[order][np.searchsorted(reached, q)]) for q in QUANTILES}
 
 
 def prediction(trace: RoutingTrace, profile_share: float = 0.25, seed: int = 0) -> dict[str, Any]:
-    """Static top-k from a share of the requests, held against the rest (A.2: 25 / 75): precision and F1 per layer.
+    """Precision and F1 per layer of the static top-k of a share of the requests on the rest (A.2: 25 / 75).
 
-    Precision is over tokens that the profile has seen; F1 also counts the misses on tokens it has not.
+    Precision is over tokens that the profile has seen; F1 also counts tokens that it has not seen, as misses.
     """
     profile, rest = split(trace, profile_share, seed)
     affinity = build_affinity(profile)
@@ -91,10 +91,10 @@ def prediction(trace: RoutingTrace, profile_share: float = 0.25, seed: int = 0) 
 
 
 def next_layer_hit_rate(trace: RoutingTrace, max_lookback: int = 5, profile_share: float = 0.25, seed: int = 0):
-    """Share of the true top-k found when predicting a layer from the experts of the n layers before, n = 1..max.
+    """Share of a layer's top-k that is predicted from the experts of the n layers before it, for n = 1, 2, ...
 
-    Scores are linear in the experts chosen before, fitted by least squares on a share of the requests (A.2 looks back
-    likewise, and does not say how it predicts). Averaged over layers that have n layers before them.
+    Scores are linear in the experts that were chosen before, fitted by least squares on a share of the requests. (A.2
+    also looks back, and does not say how it predicts.) Averaged over the layers that have n layers before them.
     """
     profile, rest = split(trace, profile_share, seed)
     L, K = trace.fingerprint.num_layers, trace.fingerprint.top_k
@@ -111,7 +111,7 @@ def next_layer_hit_rate(trace: RoutingTrace, max_lookback: int = 5, profile_shar
 
 
 def _one_hot(trace: RoutingTrace, layers: Sequence[int]) -> csr_matrix:
-    """(T, len(layers) * E) float32: which experts each token chose at these layers."""
+    """(T, len(layers) * E) float32: one-hot encoding of the experts that each token chose at these layers."""
     E = trace.fingerprint.num_experts
     columns = np.concatenate([trace.expert_ids[:, l] + np.int64(i * E) for i, l in enumerate(layers)], axis=1)
     indptr = np.arange(trace.num_tokens + 1) * columns.shape[1]
@@ -120,6 +120,6 @@ def _one_hot(trace: RoutingTrace, layers: Sequence[int]) -> csr_matrix:
 
 
 def _fit_linear(inputs: csr_matrix, targets: np.ndarray, ridge: float = 1.0) -> np.ndarray:
-    """Ridge regression of targets (T, E) on inputs (T, M): (M, E) float32."""
+    """Ridge regression of targets (T, E) on inputs (T, M): weights (M, E) float32."""
     gram = (inputs.T @ inputs).toarray() + ridge * np.eye(inputs.shape[1], dtype=np.float32)
     return np.linalg.solve(gram, inputs.T @ targets)

@@ -1,4 +1,4 @@
-"""What people see in the terminal: tables, progress bars, one-line errors. Results on stdout, the rest on stderr."""
+"""Output to the terminal: tables, progress bars, one-line errors. Results go to stdout, all else to stderr."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ err = Console(stderr=True, highlight=False)
 
 
 class Bars:
-    """Progress bars, one a stage."""
+    """Progress bars, one per stage."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -33,19 +33,14 @@ class Bars:
 
 @contextmanager
 def bars() -> Iterator[Bars]:
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=err) as progress:
+    """Progress bars on stderr for the time of the block."""
+    description, done = TextColumn("{task.description}"), (MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(SpinnerColumn(), description, BarColumn(), *done, console=err) as progress:
         yield Bars(progress)
 
 
 def plain(text: str) -> str:
-    """Text that may come from anywhere, such as a file or an engine: no control characters, no markup."""
+    """Untrusted text, such as from a file or an engine, without control characters and markup."""
     return escape("".join(c if c.isprintable() else "?" for c in text))
 
 
@@ -54,20 +49,14 @@ def print_json(value: Any) -> None:
 
 
 def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    """A table whose first column is text and whose others are figures; narrow enough for 80 columns."""
-    table = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        collapse_padding=True,
-    )
+    """A table whose first column is text and whose other columns are figures; it fits into 80 columns."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table.pad_edge, table.collapse_padding = False, True
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i == 0 else "right", vertical="bottom", no_wrap=True)
     for row in rows:
         table.add_row(*row)
-    # Piped into a file the table keeps its full width instead of being cut.
+    # A table that is piped into a file keeps its full width instead of being cut.
     console = out if out.is_terminal else Console(highlight=False, width=160)
     console.print(table)
 

@@ -1,19 +1,20 @@
-"""Metrics + what links and experts cost -> predicted time of a MoE layer, and the verdict whether a plan pays.
+"""Predict the time of a MoE layer from traffic and the speed of links and experts; decide whether a plan pays.
 
-One layer, one batch of all ranks, bytes b[i, j] from rank i to rank j in dispatch (combine sends as many rows back):
+For one layer and one batch of all ranks, with b[i, j] bytes sent from rank i to rank j in dispatch (combine sends as
+many rows back):
 
     all-to-all   the slowest rank's  max(sent, received) / bandwidth  in each tier, added over tiers, + latency
     experts      fixed + floating-point operations of the most loaded rank / speed
     layer        dispatch + experts + combine
 
-A tier is the inside of a node or the network between nodes. `shared` links (processes on one machine) pass all ranks'
-bytes one after the other, so that their sum counts. A model's layers are predicted one by one, since each has busy
-ranks of its own; their mean is what is reported. In attention-TP a plan competes with expert parallelism without
-all-to-all as well: there every rank computes its experts for all rows, and one more all-reduce joins them. (The
-all-reduce after attention is the plan's reduce-scatter and all-gather: equal bytes, left out on both sides.)
+A tier is the inside of a node or the network between nodes. `shared` links (processes on one machine) transfer the
+bytes of all ranks one after the other, so their sum counts. Each layer is predicted by itself, because each has its own
+busiest ranks; the mean of layers is reported. With attention TP, a plan also competes with expert parallelism without
+all-to-all: every rank computes its experts for all rows, and one more all-reduce sums the results. (The all-reduce
+after attention has the same bytes as the plan's reduce-scatter and all-gather, so it is left out on both sides.)
 
-Worked example, 2 ranks, no latency, 1 GB/s, b = [[0, 3], [1, 0]] MB: rank 0 sends 3 and receives 1, rank 1 the other
-way round: dispatch takes 3 ms; over shared links 4 ms.
+Worked example, 2 ranks, no latency, 1 GB/s, b = [[0, 3], [1, 0]] MB: rank 0 sends 3 MB and receives 1 MB, rank 1 the
+reverse. Dispatch takes 3 ms, or 4 ms over shared links.
 """
 
 from dataclasses import asdict, astuple, dataclass
@@ -27,31 +28,33 @@ from semmoe.files import load_json
 from semmoe.topology import Topology
 
 SHIPPED = Path(__file__).parent / "links"
-WORTH = 0.02  # of a layer's time: gains below that are lost in what the model leaves out
+WORTH = 0.02  # share of a layer's time; smaller gains are below the accuracy of this model
 
 Positive = Field(gt=0, allow_inf_nan=False)
 NotNegative = Field(ge=0, allow_inf_nan=False)
 
 
 class Tier(BaseModel):
-    """What one kind of link does for one rank, which sends and receives at the same time."""
+    """The speed of one kind of link for one rank, which sends and receives at the same time."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    dispatch_latency_us: float = NotNegative  # of an all-to-all that uses the tier, whatever it carries
+    dispatch_latency_us: float = NotNegative  # fixed time of an all-to-all that uses the tier
     combine_latency_us: float = NotNegative
-    gigabytes_per_second: float = Positive  # of an all-to-all
+    gigabytes_per_second: float = Positive  # in an all-to-all
     all_reduce_latency_us: float = NotNegative
     all_reduce_gigabytes_per_second: float = Positive
 
 
 class Experts(BaseModel):
+    """The speed at which one rank computes experts."""
+
     model_config = ConfigDict(extra="forbid", strict=True)
     fixed_us: float = NotNegative
-    teraflops: float = Positive  # of one rank
+    teraflops: float = Positive
 
 
 class Links(BaseModel):
-    """A calibration: JSON that `semmoe calibrate` writes, or one that is shipped."""
+    """A calibration of links and experts: written by `semmoe calibrate`, or shipped with semmoe."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     name: str
@@ -62,13 +65,13 @@ class Links(BaseModel):
     shared: bool = False
     dispatch_bytes_per_value: int = Field(ge=1, le=8)
     combine_bytes_per_value: int = Field(ge=1, le=8)
-    routing_bytes: int = Field(ge=0, le=64)  # that a dispatched row carries for each of its K choices: id and weight
+    routing_bytes: int = Field(ge=0, le=64)  # id and weight that a dispatched row carries per choice
     experts: Experts
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """What a MoE layer's rows and experts measure."""
+    """The sizes of a MoE layer."""
 
     hidden_size: int  # H
     expert_size: int  # width of one expert's gated feed-forward network
@@ -76,13 +79,13 @@ class LayerShape:
 
     @property
     def flops_per_pair(self) -> int:
-        """Gate, up and down projections of one row, two operations a weight."""
+        """Floating-point operations of gate, up and down projections for one row, two per weight."""
         return 6 * self.hidden_size * self.expert_size
 
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Seconds of one MoE layer and batch."""
+    """Time of one MoE layer and batch, in seconds."""
 
     dispatch: float
     experts: float
@@ -99,20 +102,20 @@ class LayerTime:
 
 
 def shipped() -> list[str]:
-    """Names of the calibrations that come with semmoe."""
+    """Names of the calibrations that are shipped with semmoe."""
     return sorted(path.stem for path in SHIPPED.glob("*.json"))
 
 
 def load_links(name: str, num_nodes: int = 1) -> Links:
-    """A shipped calibration by its name, or a file.
+    """The calibration of a shipped name or of a file.
 
-    Raises ValueError if there is none, it is damaged, or it says nothing of links between as many nodes.
+    Raises ValueError if there is none, if it is damaged, or if it lacks links between nodes and `num_nodes` > 1.
     """
     path = SHIPPED / f"{name}.json"
     if not path.is_file():
         path = Path(name)
         if not path.is_file():
-            raise ValueError(f"there are no links called {name!r}: a file, or one of {', '.join(shipped())}")
+            raise ValueError(f"there are no links called {name!r}: give a file, or one of {', '.join(shipped())}")
     links = load_json(path, Links)
     _tier(links, between=num_nodes > 1)
     return links
@@ -132,20 +135,23 @@ def all_to_all_bytes(rows: np.ndarray, shape: LayerShape, links: Links) -> np.nd
 
 
 def busiest_bytes(sent: np.ndarray, shared: bool) -> float:
-    """What the time of an all-to-all of `sent` (G, G) bytes goes by; the diagonal stays at home."""
+    """Bytes that determine the time of an all-to-all of `sent` (G, G) bytes; the diagonal is not sent.
+
+    Over shared links all bytes, else the most that one rank sends or receives.
+    """
     moved = sent * ~np.eye(len(sent), dtype=bool)
     return float(moved.sum() if shared else max(moved.sum(axis=0).max(), moved.sum(axis=1).max()))
 
 
 def all_reduce_bytes(tokens: float, shape: LayerShape, ranks: int, links: Links) -> float:
-    """What the time of an all-reduce of `tokens` rows over `ranks` goes by: 2 (n - 1) / n of the rows, from each."""
+    """Bytes that determine the time of an all-reduce of `tokens` rows: each of n ranks sends 2 (n - 1) / n of them."""
     return 2 * (ranks - 1) / ranks * tokens * combine_row_bytes(shape, links) * (ranks if links.shared else 1)
 
 
 def layer_time(
     rows: np.ndarray, busiest_pairs: float, shape: LayerShape, topology: Topology, links: Links
 ) -> LayerTime:
-    """Time of a layer that dispatches rows (G, G) and whose most loaded rank computes `busiest_pairs`."""
+    """Time of a layer that dispatches rows (G, G) and whose busiest rank computes `busiest_pairs`."""
     dispatch = rows * float(dispatch_row_bytes(shape, links))
     combine = rows.T * float(combine_row_bytes(shape, links))
     return LayerTime(
@@ -158,10 +164,10 @@ def layer_time(
 def all_reduce_time(
     tokens: float, busiest_pairs: float, shape: LayerShape, topology: Topology, links: Links
 ) -> LayerTime:
-    """Time of a layer without all-to-all: experts on all `tokens` rows of the batch, joined by an all-reduce.
+    """Time of a layer without all-to-all: experts on all `tokens` rows of the batch, summed by an all-reduce.
 
-    On N nodes of S ranks, as libraries do it: rows are summed inside nodes, each rank exchanges its S-th of the sums
-    with the other nodes, and shares the result inside its own.
+    On N nodes of S ranks, the same as in communication libraries: rows are summed inside each node, each rank exchanges
+    1/S of the sums with the other nodes, and the result is shared inside each node.
     """
     N, S = topology.num_nodes, topology.ep_size // topology.num_nodes
     seconds = 0.0
@@ -185,7 +191,7 @@ def _tier(links: Links, between: bool) -> Tier:
 
 
 def _exchange_seconds(sent: np.ndarray, topology: Topology, links: Links, latency: str) -> float:
-    """Seconds of an all-to-all of `sent` (G, G) bytes; a tier that carries nothing costs nothing."""
+    """Time of an all-to-all of `sent` (G, G) bytes in seconds; a tier that carries nothing takes no time."""
     node = topology.node_of
     same, total = node[:, None] == node, 0.0
     for between in (False, True):
@@ -198,18 +204,18 @@ def _exchange_seconds(sent: np.ndarray, topology: Topology, links: Links, latenc
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """A method's mean layer on held-out batches."""
+    """The predicted time of one method on held-out batches, as the mean of layers."""
 
     method: str
-    rows: np.ndarray  # (G, G) dispatched in a batch, mean of layers
-    busiest_pairs: float  # of the most loaded rank, mean of layers
+    rows: np.ndarray  # (G, G) rows dispatched per batch, mean of layers
+    busiest_pairs: float  # (token, expert) pairs of the busiest rank, mean of layers
     time: LayerTime
 
 
 def predict(
     method: str, rows: np.ndarray, busiest_pairs: np.ndarray, shape: LayerShape, topology: Topology, links: Links
 ) -> Prediction:
-    """From the rows (L, G, G) that each layer dispatches in a batch and the pairs (L,) of its most loaded rank."""
+    """Predict from the rows (L, G, G) that each layer dispatches per batch and the pairs (L,) of its busiest rank."""
     times = [layer_time(r, p, shape, topology, links) for r, p in zip(rows, busiest_pairs, strict=True)]
     mean = LayerTime(*np.mean([astuple(time) for time in times], axis=0).tolist())
     return Prediction(method=method, rows=rows.mean(axis=0), busiest_pairs=float(busiest_pairs.mean()), time=mean)
@@ -217,14 +223,16 @@ def predict(
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
+    """Whether a plan pays, and why."""
+
     worth_it: bool
-    gain: float  # share of the best alternative's layer time that the plan saves; negative if it loses
-    against: str  # the best alternative
+    gain: float  # share of the best alternative's layer time that the plan saves; negative if it is slower
+    against: str  # name of the best alternative
     sentence: str
 
 
 def verdict(plan: Prediction, others: list[Prediction], without_all_to_all: LayerTime | None = None) -> Verdict:
-    """Whether `plan` pays over the best of `others` (at least one), and of expert parallelism without all-to-all."""
+    """Whether `plan` beats the best of `others` (at least one) and expert parallelism without all-to-all, if given."""
     rivals = [(other.method, other.time) for other in others]
     if without_all_to_all is not None:
         rivals.append(("expert parallelism without all-to-all", without_all_to_all))
@@ -233,7 +241,7 @@ def verdict(plan: Prediction, others: list[Prediction], without_all_to_all: Laye
     reason = _reason(plan.time, best, gain)
     changes = (
         f"communication {_change(plan.time.communication - best.communication)}, "
-        f"experts {_change(plan.time.experts - best.experts)} a layer, against {name}"
+        f"experts {_change(plan.time.experts - best.experts)} per layer, against {name}"
     )
     return Verdict(worth_it=gain >= WORTH, gain=gain, against=name, sentence=f"{reason} ({changes})")
 
@@ -246,7 +254,7 @@ def _reason(plan: LayerTime, best: LayerTime, gain: float) -> str:
         return "not worth it: nothing travels between ranks"
     if saved <= 0:
         return "not worth it: these links carry the plan's traffic no faster"
-    if gain <= 0 or saved >= WORTH * best.total:  # it would be worth it if experts took no longer
+    if gain <= 0 or saved >= WORTH * best.total:  # without the imbalance it would be worth it
         return "not worth it: what locality saves, its imbalance of expert load costs"
     return f"not worth it: it saves {gain:.1%} of a MoE layer's time, less than {WORTH:.0%}"
 
@@ -256,6 +264,6 @@ def _change(seconds: float) -> str:
 
 
 def microseconds(time: LayerTime) -> dict[str, float]:
-    """For JSON: by part, and their sum."""
+    """The parts of a layer's time and their sums in microseconds, for JSON."""
     parts = {f"{name}_us": seconds * 1e6 for name, seconds in asdict(time).items()}
     return {**parts, "all_to_all_us": (time.dispatch + time.combine) * 1e6, "layer_us": time.total * 1e6}

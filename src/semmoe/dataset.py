@@ -1,4 +1,4 @@
-"""Prompts from a user's file: jsonl in ShareGPT, OpenAI-chat, OpenAI-batch or `{"prompt": ...}` form, or text."""
+"""Prompts from a user's file: jsonl in ShareGPT, OpenAI chat, OpenAI batch or `{"prompt": ...}` format, or text."""
 
 import hashlib
 import json
@@ -11,17 +11,17 @@ from semmoe.files import read_limited
 from semmoe.texts import chunks
 
 TEXT_CHUNK = 2000  # characters of a request cut from a plain-text file
-MAX_BYTES = 4 << 30  # unpacked; a million chats are below 3 GB, and a gzip file of 4 MB could unpack to this
+MAX_BYTES = 4 << 30  # after unpacking; a million chats are below 3 GB, and a gzip file of 4 MB could unpack to this
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 JSON = (".jsonl", ".json")
 PROMPT_KEYS = ("prompt", "text", "question")
 TABLES = (".csv", ".tsv", ".parquet", ".xlsx", ".xls", ".arrow", ".feather")
-TEXT_PARTS = ("text", "input_text", "output_text")  # types of a message's part that hold text
+TEXT_PARTS = ("text", "input_text", "output_text")  # the types of message parts that hold text
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One request: a text, chat messages, or token ids."""
+    """One request: a text, chat messages, or token ids; exactly one of them is set."""
 
     text: str = ""
     messages: tuple[tuple[str, str], ...] = ()  # (role, content)
@@ -29,15 +29,15 @@ class Prompt:
 
 
 def load_dataset(path: Path | str, limit: int = 0) -> list[Prompt]:
-    """The prompts of a file, the first `limit` of them if that is not 0. Raises ValueError naming the faulty line."""
+    """The first `limit` prompts of a file, all if 0. Raises ValueError that names the faulty line."""
     path = Path(path)
-    if not limit >= 0:
+    if limit < 0:
         raise ValueError(f"limit must not be negative: {limit}")
     if not path.is_file():
         raise ValueError(f"there is no dataset file at {path}")
     suffix = _suffix(path)
-    convert = 'convert it to jsonl first, one {"prompt": "..."} per line'
     if suffix in TABLES:
+        convert = 'convert it to jsonl first, one {"prompt": "..."} per line'
         raise ValueError(f"{path} is a {suffix} table, of which semmoe does not know the columns: {convert}")
     try:
         content = str(read_limited(path, MAX_BYTES), "utf-8-sig")
@@ -50,17 +50,17 @@ def load_dataset(path: Path | str, limit: int = 0) -> list[Prompt]:
 
 
 def is_running_text(path: Path) -> bool:
-    """Whether a dataset's prompts are pieces of it, which users may take for its lines."""
+    """Whether a dataset is running text, whose prompts are pieces of the text and not its lines."""
     return _suffix(path) not in JSON
 
 
 def _suffix(path: Path) -> str:
-    """In lower case, and of what is inside a .gz file."""
+    """The suffix in lower case, without .gz."""
     return Path(path.stem if path.suffix == ".gz" else path.name).suffix.lower()
 
 
 def _pieces(content: str) -> list[Prompt]:
-    """Running text, cut at line ends."""
+    """Prompts from running text, which is cut at line ends."""
     pieces = chunks(content + "\n", TEXT_CHUNK) or [content]
     return [Prompt(text=piece) for piece in pieces if piece.strip()]
 
@@ -85,7 +85,7 @@ def _parsed(text: str, where: str) -> Any:
 def _prompt(row: Any, where: str, keys: Sequence[str] = PROMPT_KEYS) -> Prompt:
     if not isinstance(row, dict):
         raise ValueError(f"{where} is not a JSON object")
-    if isinstance(row.get("body"), dict):  # of a batch file, where alone `input` is a prompt: elsewhere it may be data
+    if isinstance(row.get("body"), dict):  # a batch file; only there is `input` a prompt and not other data
         return _prompt(row["body"], where, (*PROMPT_KEYS, "input"))
     for key in ("messages", "conversation", "conversations"):
         if key in row:
@@ -100,7 +100,7 @@ def _prompt(row: Any, where: str, keys: Sequence[str] = PROMPT_KEYS) -> Prompt:
 
 
 def _messages(turns: Any, where: str) -> tuple[tuple[str, str], ...]:
-    """The conversation up to its last user turn: what a server would be sent."""
+    """The conversation without the answers at its end, the same as it is sent to a server."""
     if not isinstance(turns, list) or not turns:
         raise ValueError(f"{where} holds an empty conversation")
     out = []
@@ -115,21 +115,20 @@ def _messages(turns: Any, where: str) -> tuple[tuple[str, str], ...]:
 
 
 def _content(content: Any, where: str) -> str:
-    """The text of a turn; of OpenAI's content parts joined by lines, as engines and the router do it."""
-    if not isinstance(content, list):
-        if not isinstance(content, str):
-            raise ValueError(f"{where}: a turn has no text content")
+    """The text of a turn. OpenAI's content parts are joined with newlines, the same as in engines and the router."""
+    if isinstance(content, str):
         return content
+    if not isinstance(content, list):
+        raise ValueError(f"{where}: a turn has no text content")
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else part
-        is_text = kind in TEXT_PARTS and isinstance(part, dict) and isinstance(part.get("text"), str)
-        if not is_text:
+        if kind not in TEXT_PARTS or not isinstance(part, dict) or not isinstance(part.get("text"), str):
             raise ValueError(f"{where}: a turn has a content part of type {kind!r}, and only text is read")
     return "\n".join(part["text"] for part in content)
 
 
 def encode(prompts: Sequence[Prompt], tokenizer: Any, max_tokens: int) -> list[list[int]]:
-    """Token ids of each prompt, by the chat template where the tokenizer has one; long ones keep their beginning."""
+    """The first `max_tokens` token ids of each prompt, with the tokenizer's chat template if it has one."""
     return [_encode_one(prompt, tokenizer)[:max_tokens] for prompt in prompts]
 
 
@@ -145,8 +144,8 @@ def _encode_one(prompt: Prompt, tokenizer: Any) -> list[int]:
 
 
 def check_token_ids(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
-    """Raise ValueError unless there are prompts, each holds a token, and all ids are in the vocabulary."""
-    if len(prompts) <= 0:
+    """Raise ValueError unless there is a prompt, no prompt is empty, and all ids are in the vocabulary."""
+    if not prompts:
         raise ValueError("there is no prompt")
     empty = next((i for i, prompt in enumerate(prompts) if len(prompt) == 0), None)
     if empty is not None:
@@ -157,7 +156,7 @@ def check_token_ids(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
 
 
 def digest(prompts: Sequence[Sequence[int]]) -> str:
-    """SHA-256 over token ids: what a resumed profile must agree on."""
+    """SHA-256 over token ids; a profile can only be resumed on the same prompts."""
     sha = hashlib.sha256()
     for prompt in prompts:
         sha.update(f"{len(prompt)}:{','.join(map(str, prompt))};".encode())

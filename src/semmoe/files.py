@@ -1,4 +1,4 @@
-"""Files that are never half-written, and errors that name the file."""
+"""Read and write files: writes are atomic, reads are bounded, and errors name the file."""
 
 import contextlib
 import errno
@@ -17,17 +17,17 @@ from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
-MOST_ARRAY_BYTES = 1 << 35  # of one file of arrays, which is read whole: many times what a plan or a shard needs
-MOST_JSON_BYTES = 1 << 27  # of a header, a links file or a record: the largest, of a relabelled model, has some MB
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors that end when somebody makes room
+MOST_ARRAY_BYTES = 1 << 35  # of one file of arrays, which is read whole; many times what a plan or a shard needs
+MOST_JSON_BYTES = 1 << 27  # of a header, a links file or a record; the largest, of a relabelled model, has some MB
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors that vanish when there is room again
 Model = TypeVar("Model", bound=BaseModel)
 
 
 def check_output(path: Path, *, directory: bool = False, force: bool | None = None, room: int = 0) -> None:
-    """Raise ValueError or OSError before the work unless its result can be written to `path` after it.
+    """Raise ValueError or OSError unless `path` can be written; to be called before the work that makes its content.
 
-    force: whether what is there may be replaced; None where no option says so. An empty directory may be there in any
-    case. room: bytes that are needed.
+    force: whether an existing file may be replaced; None if the command has no such option. An empty directory is never
+    in the way. room: bytes that will be written.
     """
     if path.exists() and path.is_dir() != directory:
         raise ValueError(f"{path} is {'a file: name a directory' if directory else 'a directory: name a file'}")
@@ -38,7 +38,7 @@ def check_output(path: Path, *, directory: bool = False, force: bool | None = No
     parent = next(folder for folder in path.absolute().parents if folder.exists())
     if not parent.is_dir():
         raise ValueError(f"{path} cannot be made: {parent} is a file")
-    with _called(path):  # tried, since os.access grants root what a file system does not; with the longest name
+    with _called(path):  # os.access is always true for root; try the longest name
         tempfile.NamedTemporaryFile(dir=parent, prefix=f".{path.name}.old.").close()
     free = shutil.disk_usage(parent).free
     if room > free:
@@ -47,7 +47,7 @@ def check_output(path: Path, *, directory: bool = False, force: bool | None = No
 
 @contextlib.contextmanager
 def _called(path: Path, staged: Path | None = None) -> Iterator[None]:
-    """Errors of the system name `path`, what the user typed, in place of a temporary file's name or of none."""
+    """Make OSErrors name `path`, which the user typed, instead of a temporary file or nothing."""
     try:
         yield
     except OSError as error:
@@ -59,9 +59,9 @@ def _called(path: Path, staged: Path | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def atomic_file(path: Path, private: bool = False) -> Iterator[Path]:
-    """Yield a temporary sibling of `path` that replaces it when the block ends well and vanishes when it fails.
+    """Yield a temporary sibling of `path` that replaces it when the block succeeds and is removed when it fails.
 
-    A `private` file is never readable by others than its owner, whatever the umask.
+    A `private` file is never readable by anyone but its owner, whatever the umask.
     """
     staged = path.with_name(f".{path.name}.partial")
     with _called(path, staged):
@@ -71,23 +71,23 @@ def atomic_file(path: Path, private: bool = False) -> Iterator[Path]:
                 _create_private(staged)
             yield staged
             if private:
-                staged.chmod(0o600)  # who wrote it may have made it anew
+                staged.chmod(0o600)  # the block may have created the file anew
             staged.replace(path)
         finally:
             staged.unlink(missing_ok=True)
 
 
 def _create_private(path: Path) -> None:
-    """An empty file of mode 0600 in place of what has that name; who opens it to write keeps the mode."""
+    """Create an empty file of mode 0600, which keeps its mode when it is opened for writing; replaces any other."""
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
-    os.fchmod(descriptor, 0o600)  # a umask may take the owner's own rights
+    os.fchmod(descriptor, 0o600)  # a umask may have removed the owner's permissions
     os.close(descriptor)
 
 
 @contextlib.contextmanager
 def atomic_directory(path: Path, private: bool = False) -> Iterator[Path]:
-    """As `atomic_file`, for a directory that is written whole; an older one of that name is replaced at the end."""
+    """The same as `atomic_file` for a directory; an existing directory is replaced at the end."""
     with _called(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         staged = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
@@ -114,7 +114,7 @@ def save_arrays(path: Path, arrays: dict[str, np.ndarray], private: bool = False
     with atomic_file(path, private) as staged:
         try:
             save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, staged)
-        except SafetensorError as error:  # a full disk, for one
+        except SafetensorError as error:  # for example a full disk
             number = re.search(r"os error (\d+)", str(error))
             raise OSError(int(number[1]) if number else errno.EIO, str(error), str(path)) from None
 
@@ -127,7 +127,7 @@ def load_arrays(path: Path, names: set[str]) -> dict[str, np.ndarray]:
         arrays = load_file(path)
     except FileNotFoundError:
         raise ValueError(f"{path} is missing") from None
-    except (SafetensorError, TypeError) as error:  # TypeError: a type that NumPy lacks, such as bfloat16
+    except (SafetensorError, TypeError) as error:  # TypeError: a dtype that NumPy lacks, such as bfloat16
         raise ValueError(f"{path} is truncated or damaged ({error})") from None
     if set(arrays) != names:
         raise ValueError(f"{path} holds {sorted(arrays)}, expected {sorted(names)}")
@@ -156,7 +156,7 @@ def load_json(path: Path, model: type[Model]) -> Model:
 
 
 def parse_json(path: Path, content: bytes, model: type[Model]) -> Model:
-    """`content` of `path` as a `model`; raises ValueError that names the file and the field."""
+    """Validate `content`, which was read from `path`; raises ValueError that names the file and the field."""
     try:
         return model.model_validate_json(content)
     except ValidationError as error:
@@ -166,9 +166,10 @@ def parse_json(path: Path, content: bytes, model: type[Model]) -> Model:
 
 
 def read_limited(path: Path, limit: int) -> bytearray:
-    """The bytes of a file, unpacked if it ends in `.gz`, of which a few can become more than any memory holds.
+    """The bytes of a file, unpacked if its name ends in `.gz`.
 
-    Raises ValueError, naming the file, if they are more than `limit`, or damaged.
+    Raises ValueError that names the file if it is damaged, or if there are more than `limit` bytes: a small `.gz` file
+    can unpack to more than memory holds.
     """
     content = bytearray()
     try:

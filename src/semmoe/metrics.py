@@ -19,7 +19,7 @@ from semmoe.topology import Topology
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one layer of one batch sends and computes. Add several to sum them."""
+    """What one layer sends and computes for one batch. Traffic can be added."""
 
     pairs: int  # (token, expert) pairs, B * K
     local_pairs: int
@@ -50,17 +50,17 @@ def no_traffic(num_ranks: int) -> Traffic:
 
 
 def sum_traffic(parts: Sequence[Traffic]) -> Traffic:
-    """The sum of at least one."""
+    """The sum of one or more."""
     return sum(parts[1:], parts[0])
 
 
 def serving_ranks(placement: Placement, topology: Topology) -> np.ndarray:
-    """(L, G, E) int16: the rank to which source rank g sends tokens for expert e.
+    """(L, G, E) int16: the copy choice, the rank to which source rank g sends tokens for expert e.
 
-    A static choice as in SGLang's static dispatch: an own copy first, then one on the own node, then any. Where
-    several are equally near, the source ranks that have to choose among them take turns, so that copies share the
-    load. Worked example, copies on ranks 1 and 3 of 4: source 0 sends to 1, source 2 to 3, sources 1 and 3 stay.
-    A placement that brings its own static dispatch is served by that.
+    The choice is static, the same as in SGLang's static dispatch: a copy on the source rank first, then one on its
+    node, then any. Source ranks that have several equally near copies use them round-robin, so that copies share the
+    load. Worked example, copies on ranks 1 and 3 of 4: source 0 sends to 1, source 2 to 3, sources 1 and 3 to
+    themselves. A placement with a static dispatch of its own is used as it is.
     """
     if placement.static_dispatch is not None:
         return placement.static_dispatch
@@ -69,7 +69,7 @@ def serving_ranks(placement: Placement, topology: Topology) -> np.ndarray:
     node_size = topology.ep_size // topology.num_nodes
     nodes = np.where(ranks >= 0, ranks // node_size, -1)
     out = np.empty((len(copies), topology.ep_size, placement.num_experts), np.int16)
-    turns: dict[int, np.ndarray | int] = {}  # sources so far that had to choose: on each node, and (-1) beyond nodes
+    turns: dict[int, np.ndarray | int] = {}  # sources so far that had a choice, by node; key -1: on other nodes
     for g in range(topology.ep_size):
         node = g // node_size
         own, same_node = (ranks == g), (nodes == node)
@@ -111,11 +111,11 @@ def _count_traffic(expert_ids, home, serving):
 
 @numba.njit(cache=True)
 def majority_rank(expert_ids, rank_of_expert, num_ranks):
-    """The "device" of each token: the rank hosting most of its experts, ties to the highest routing weight.
+    """The "device" of each token: the rank that hosts most of its experts; the highest routing weight breaks ties.
 
-    expert_ids (T, K) by falling weight; rank_of_expert (E,) int, -1 for experts that do not count. Returns (T,) int16,
-    -1 where none counts.
-    Worked example: experts 5, 2, 7, 3 on ranks 1, 0, 0, 1 -> two each, and expert 5 weighs most -> rank 1.
+    expert_ids (T, K) by descending weight; rank_of_expert (E,) int, -1 for experts that do not count. Returns (T,)
+    int16, -1 for tokens without an expert that counts.
+    Worked example: experts 5, 2, 7, 3 on ranks 1, 0, 0, 1: two on each rank, and expert 5 weighs most, so rank 1.
     """
     out = np.full(expert_ids.shape[0], -1, np.int16)
     votes = np.zeros(num_ranks, np.int64)
@@ -135,16 +135,16 @@ def majority_rank(expert_ids, rank_of_expert, num_ranks):
 
 
 def max_over_mean(load: np.ndarray) -> float:
-    """Load imbalance as engines count it (the inverse of their `balancedness`); 1.0 for no load."""
+    """Load imbalance as engines define it (the inverse of their `balancedness`); 1.0 without load."""
     return float(load.max() / load.mean()) if load.sum() else 1.0
 
 
 def max_over_median(load: np.ndarray) -> float:
-    """Load imbalance as the paper counts it; a median of zero counts as one pair."""
+    """Load imbalance as the paper defines it; a median of zero counts as one pair."""
     return float(load.max() / max(np.median(load), 1.0)) if load.sum() else 1.0
 
 
 def uniform_remote_ranks(ep_size: int, num_experts: int, top_k: int) -> float:
-    """Remote ranks per token if experts were drawn uniformly, one copy each."""
+    """Expected remote ranks per token if experts were drawn uniformly, with one copy of each."""
     per_rank = num_experts // ep_size
     return (ep_size - 1) * (1 - comb(num_experts - per_rank, top_k) / comb(num_experts, top_k))

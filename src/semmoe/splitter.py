@@ -1,7 +1,7 @@
-"""Profile and evaluation: a trace split by request, with near-duplicate prompts kept on one side.
+"""Split a trace by request into profile and evaluation, with near-duplicate prompts on the same side.
 
-A request whose near-duplicate was profiled says nothing about unseen requests. Two prompts are near-duplicates if
-their sets of three-token shingles overlap by half (Jaccard), shingles of a common template left out.
+A request whose near-duplicate was profiled says nothing about unseen requests. Two prompts are near-duplicates if the
+Jaccard similarity of their sets of three-token shingles is at least one half, without shingles of a common template.
 """
 
 from collections import Counter
@@ -13,15 +13,15 @@ from scipy.sparse.csgraph import connected_components
 from semmoe.core import RoutingTrace
 
 SHINGLE = 3  # tokens
-OVERLAP = 0.5  # Jaccard similarity from which prompts count as near-duplicates
+OVERLAP = 0.5  # Jaccard similarity from which prompts are near-duplicates
 TEMPLATE_SHARE = 0.05  # shingles in more than this share of the requests belong to a template
-MOST_SHARED = 64  # or in more than this many: bounds the pairs to compare, so that cost is linear in requests
+MOST_SHARED = 64  # and so do those in more than this many, so that the cost is linear in requests
 
 
 def split(trace: RoutingTrace, share: float = 0.2, seed: int = 0) -> tuple[RoutingTrace, RoutingTrace]:
-    """(profile, evaluation): about `share` of the requests, drawn at random, and the rest, each in arrival order.
+    """(profile, evaluation): about `share` of the requests, drawn at random, and the rest; both in arrival order.
 
-    Near-duplicate prompts stay together. Raises ValueError if fewer than two distinct prompts are there.
+    Near-duplicate prompts stay together. Raises ValueError if there are fewer than two distinct prompts.
     """
     if not 0 < share < 1:
         raise ValueError(f"profile share must lie between 0 and 1, not {share}")
@@ -37,7 +37,7 @@ def split(trace: RoutingTrace, share: float = 0.2, seed: int = 0) -> tuple[Routi
 
 
 def near_duplicates(trace: RoutingTrace) -> np.ndarray:
-    """(R,) int64: the cluster of each request; prompts that are (a chain of) near-duplicates share one."""
+    """(R,) int64: the cluster of each request; prompts that a chain of near-duplicates connects are in one cluster."""
     distinct, same = _distinct_prompts(trace)
     shingles = [_shingles(trace.prompt(r)) for r in distinct]
     requests = Counter(shingle for prompt in shingles for shingle in prompt)
@@ -48,7 +48,7 @@ def near_duplicates(trace: RoutingTrace) -> np.ndarray:
 
 
 def _distinct_prompts(trace: RoutingTrace) -> tuple[list[int], np.ndarray]:
-    """The first request of each distinct prompt, and (R,) which of these each repeats; empty ones repeat none."""
+    """The first request of each distinct prompt, and (R,) the index of each request's prompt; empty prompts differ."""
     known: dict[bytes | int, int] = {}
     first: list[int] = []
     same = np.empty(trace.num_requests, np.int64)
@@ -62,7 +62,7 @@ def _distinct_prompts(trace: RoutingTrace) -> tuple[list[int], np.ndarray]:
 
 
 def _shingles(prompt: np.ndarray) -> list[bytes]:
-    """The distinct runs of SHINGLE tokens, in a fixed order; a shorter prompt is one shingle."""
+    """The distinct runs of SHINGLE tokens, in order of occurrence; a shorter prompt is one shingle."""
     tokens = prompt.astype(np.int32)
     if len(tokens) <= SHINGLE:
         return [tokens.tobytes()] if len(tokens) else []
@@ -71,7 +71,7 @@ def _shingles(prompt: np.ndarray) -> list[bytes]:
 
 
 def _incidence(kept: list[list[bytes]], requests: Counter) -> csr_matrix:
-    """(prompts, shingles) 0/1: the shingles that more than one prompt has."""
+    """(prompts, shingles) of 0 and 1, for the shingles that occur in several prompts."""
     column = {s: i for i, s in enumerate(s for s, count in requests.items() if count > 1)}
     pairs = [(row, column[s]) for row, prompt in enumerate(kept) for s in prompt if s in column]
     rows, columns = np.array(pairs, np.int64).reshape(-1, 2).T
@@ -79,7 +79,7 @@ def _incidence(kept: list[list[bytes]], requests: Counter) -> csr_matrix:
 
 
 def _similar(sizes: list[int], incidence: csr_matrix) -> coo_matrix:
-    """Pairs of prompts whose shingles overlap by OVERLAP or more."""
+    """Pairs of prompts whose similarity is at least OVERLAP."""
     common = (incidence @ incidence.T).tocoo()
     size = np.array(sizes, np.int64)
     union = size[common.row] + size[common.col] - common.data

@@ -1,4 +1,4 @@
-"""Results as tables: columns and rows of text."""
+"""Results as tables and sentences on the terminal."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ semmoe solve with the --links that you have."""
 
 
 def print_affinity(result: dict[str, Any]) -> None:
-    """What `semmoe affinity` found."""
+    """The result of `semmoe affinity`."""
     described = ", ".join(f"{name} {value}" for name, value in result["trace"].items() if "hash" not in name)
     console.out.print(described)
     statistics = {"f1": "F1", "cumulative_hotness": "top-k", "max_other_hotness": "other", "kurtosis": "kurt."}
@@ -33,15 +33,15 @@ def _print_prediction(result: dict[str, Any]) -> None:
     static = result["static_top_k"]["layers"]
     mean = [sum(layer[name] for layer in static) / len(static) for name in ("precision", "f1")]
     console.out.print(
-        f"static top-k from 25 % of the requests on the rest: precision {mean[0]:.3f}, F1 {mean[1]:.3f}; "
-        f"known tokens {result['static_top_k']['known_token_share']:.3f}"
+        f"static top-k from 25 % of the requests, tested on the rest: precision {mean[0]:.3f}, F1 {mean[1]:.3f}; "
+        f"share of known tokens {result['static_top_k']['known_token_share']:.3f}"
     )
     rates = ", ".join(f"{entry['lookback']}: {entry['hit_rate']:.3f}" for entry in result["next_layer"])
-    console.out.print(f"hit rate on a layer from the layers before, by look-back: {rates}")
+    console.out.print(f"hit rate on a layer predicted from the layers before it, by look-back: {rates}")
 
 
 def metrics(methods: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows for `replay` and `solve`: the metrics that all methods have."""
+    """Columns and rows for `replay` and `solve`, of the metrics that all methods have."""
     names = {
         "lar": "LAR",
         "remote_ranks_per_token": "remote\nranks",
@@ -62,7 +62,7 @@ def metrics(methods: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[st
 
 
 def print_prediction(method: str, figures: dict[str, Any]) -> None:
-    """How well a plan's own tables foretell where tokens find their experts, in a line, if it has such tables."""
+    """Print one line on how well a plan's own tables predict its LAR, if it has such tables."""
     if figures["predicted_lar"] is None:
         return
     first = figures["layers"][0] if figures.get("layers") else None
@@ -76,7 +76,7 @@ def print_prediction(method: str, figures: dict[str, Any]) -> None:
 
 
 def generated(rows: list[dict[str, Any]], with_speed: bool = True) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows for `generate` and `demo`, from `GenerateResult.figures` and how outputs compared."""
+    """Columns and rows for `generate` and `demo`, from `GenerateResult.figures` and the comparison of outputs."""
     columns = ["attention", "LAR", "remote\nranks", "all-to-\nall MB", "total\nMB", "load\n/mean"]
     columns += ["tokens\n/s"] if with_speed else []
     body = [
@@ -96,7 +96,7 @@ def generated(rows: list[dict[str, Any]], with_speed: bool = True) -> tuple[list
 
 
 def print_times(row: dict[str, Any]) -> None:
-    """Where the time of one set-up went, in a line."""
+    """Print one line on how one configuration spent its time."""
     waits = ", ".join(f"{kind.replace('_', '-')} {s:.2f}" for kind, s in row["collective_seconds"].items())
     console.out.print(
         f"time to first token {1e3 * row['time_to_first_token']:.0f} ms; {row['communication_share']:.0%} of "
@@ -107,6 +107,7 @@ def print_times(row: dict[str, Any]) -> None:
 
 
 def print_gain(rows: list[dict[str, Any]]) -> None:
+    """Print, for each attention, what the plan gains over vanilla."""
     for vanilla, planned in zip(rows[0:4:2], rows[1:4:2], strict=True):
         gain = planned["lar"] / vanilla["lar"]
         fewer = 1 - planned["all_to_all_bytes"] / vanilla["all_to_all_bytes"]

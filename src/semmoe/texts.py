@@ -1,78 +1,28 @@
-"""Real text that every Python installation carries, by domain: the demo's prompts and the held-out set.
+"""Text that every Python installation contains, by domain: the demo's prompts and the held-out set.
 
-The shipped model is trained on the rest of the standard library (see ``training/``); nothing listed in
-`HELD_OUT` enters its training, not even a paragraph that another file repeats.
+The shipped model is trained on the rest of the standard library (see `training/`). Nothing listed in `HELD_OUT` is in
+its training data, not even a paragraph that another file repeats.
 """
 
 import importlib.util
 import sysconfig
 from pathlib import Path
 
-# Whole modules (paths under the standard library, no suffix) and whole `pydoc_data.topics` entries, by domain.
-# All exist in Python 3.10 to 3.13; one that a slim distribution leaves out is skipped.
-HELD_OUT: dict[str, tuple[str, ...]] = {
-    "network": (
-        "ftplib",
-        "poplib",
-        "http/cookiejar",
-        "socketserver",
-        "urllib/robotparser",
-        "wsgiref/handlers",
-        "xmlrpc/server",
-        "email/message",
-        "asyncio/streams",
-        "asyncio/sslproto",
-    ),
-    "numbers": ("fractions", "statistics", "colorsys", "bisect", "heapq", "numbers", "calendar", "_pydecimal"),
-    "text": (
-        "textwrap",
-        "difflib",
-        "shlex",
-        "csv",
-        "json/decoder",
-        "html/parser",
-        "configparser",
-        "xml/dom/minidom",
-        "gettext",
-        "string",
-    ),
-    "system": (
-        "zipapp",
-        "filecmp",
-        "tempfile",
-        "shutil",
-        "selectors",
-        "concurrent/futures/process",
-        "cmd",
-        "timeit",
-        "multiprocessing/pool",
-        "logging/handlers",
-    ),
-    "codecs": (
-        "encodings/cp437",
-        "encodings/cp1251",
-        "encodings/mac_greek",
-        "encodings/koi8_u",
-        "encodings/iso8859_7",
-        "encodings/cp1006",
-        "encodings/hp_roman8",
-        "encodings/cp1140",
-    ),
-    "reference": (
-        "debugger",
-        "formatstrings",
-        "string-methods",
-        "operator-summary",
-        "execmodel",
-        "typesmapping",
-        "import",
-        "function",
-        "customization",
-        "lambda",
-        "try",
-        "callable-types",
-    ),
+# Entire modules (paths under the standard library, without suffix) and entire `pydoc_data.topics` entries, by domain.
+# All exist in Python 3.10 to 3.13; those that a slim distribution lacks are skipped.
+NAMES = {
+    "network": "ftplib poplib http/cookiejar socketserver urllib/robotparser wsgiref/handlers xmlrpc/server "
+    "email/message asyncio/streams asyncio/sslproto",
+    "numbers": "fractions statistics colorsys bisect heapq numbers calendar _pydecimal",
+    "text": "textwrap difflib shlex csv json/decoder html/parser configparser xml/dom/minidom gettext string",
+    "system": "zipapp filecmp tempfile shutil selectors concurrent/futures/process cmd timeit multiprocessing/pool "
+    "logging/handlers",
+    "codecs": "encodings/cp437 encodings/cp1251 encodings/mac_greek encodings/koi8_u encodings/iso8859_7 "
+    "encodings/cp1006 encodings/hp_roman8 encodings/cp1140",
+    "reference": "debugger formatstrings string-methods operator-summary execmodel typesmapping import function "
+    "customization lambda try callable-types",
 }
+HELD_OUT: dict[str, tuple[str, ...]] = {domain: tuple(names.split()) for domain, names in NAMES.items()}
 
 
 def stdlib_root() -> Path:
@@ -80,7 +30,7 @@ def stdlib_root() -> Path:
 
 
 def topics() -> dict[str, str]:
-    """Python's own language reference as `help()` prints it; empty where a distribution leaves it out."""
+    """Python's language reference as `help()` prints it, by topic; empty if a distribution lacks it."""
     if importlib.util.find_spec("pydoc_data.topics") is None:
         return {}
     from pydoc_data.topics import topics as entries
@@ -89,7 +39,7 @@ def topics() -> dict[str, str]:
 
 
 def held_out_documents() -> dict[str, dict[str, str]]:
-    """Domain -> name -> text, for every entry of `HELD_OUT` that this Python installation has."""
+    """Text by domain and name, for every entry of `HELD_OUT` that this Python installation has."""
     reference = topics()
     documents: dict[str, dict[str, str]] = {}
     for domain, names in HELD_OUT.items():
@@ -104,7 +54,7 @@ def _module(name: str) -> str | None:
 
 
 def chunks(text: str, chars: int) -> list[str]:
-    """Cut `text` at line ends into pieces of about `chars` characters, at most double; a shorter rest is dropped."""
+    """Cut `text` at line ends into pieces of `chars` to twice as many characters; a shorter rest is dropped."""
     pieces, piece = [], ""
     for line in text.splitlines(keepends=True):
         piece += line
@@ -115,9 +65,9 @@ def chunks(text: str, chars: int) -> list[str]:
 
 
 def held_out_prompts(per_domain: int, chars: int = 800) -> list[tuple[str, str, str]]:
-    """(domain, document, prompt) triples, up to `per_domain` of each domain, domains taking turns.
+    """(domain, document, prompt) triples, up to `per_domain` of each domain, round-robin over domains.
 
-    Chunks are taken evenly over each domain's documents, so a few long modules do not crowd out the others.
+    Within a domain, chunks are taken round-robin over its documents, so that long ones do not crowd out the others.
     """
     by_domain = []
     for domain, documents in held_out_documents().items():

@@ -1,7 +1,7 @@
-"""Where traces come from and how they are stored: a directory of shards, written as a profile runs.
+"""Traces on disk: a directory of shards, which a profile writes as it runs, or an `.npz` file.
 
-`trace.json` names the model, the tokenizer and the dataset; each `shard-NNNNN.safetensors` holds whole requests and
-appears atomically, so that an interrupted profile leaves a usable trace to which a later run appends.
+`trace.json` names the model, the tokenizer and the dataset. Each `shard-NNNNN.safetensors` holds entire requests and is
+written atomically, so an interrupted profile leaves a usable trace to which a later run appends.
 """
 
 import json
@@ -21,8 +21,8 @@ from semmoe.topology import Fingerprint
 
 SCHEMA = 1
 ARRAYS = {"token_ids", "expert_ids", "request_lengths", "phase", "prompt_ids", "prompt_lengths"}
-MAX_TRACE_BYTES = 16 << 30  # of an .npz file, unpacked: it is read whole; 4 billion choices of experts at int32
-MAX_META_BYTES = 256 << 20  # unpacked: the strings of a vocabulary are some MB, and examples some more
+MAX_TRACE_BYTES = 16 << 30  # of an .npz file, unpacked, which is read whole: 4 billion expert ids at int32
+MAX_META_BYTES = 256 << 20  # unpacked; the strings of a vocabulary and examples take some MB
 NPY_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
@@ -32,22 +32,22 @@ class TraceHeader(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     schema_version: int = SCHEMA
     fingerprint: Fingerprint
-    dataset_hash: str  # SHA-256 over the prompts; a run on another dataset is not appended
+    dataset_hash: str  # SHA-256 over the prompts; only runs on the same dataset are appended
     settings: dict[str, Any]
 
 
 class TraceWriter:
-    """Appends requests to a trace directory, a shard whenever `shard_tokens` routed tokens have gathered.
+    """Appends requests to a trace directory; writes a shard whenever `shard_tokens` routed tokens have accumulated.
 
-    A context manager: leaving it, by an exception or Ctrl-C too, writes what has gathered. What users of a server said
-    is `private`: files of mode 0600.
+    A context manager: leaving it, also by an exception or Ctrl-C, writes the remaining requests. Prompts of a server's
+    users are `private`: their files have mode 0600.
     """
 
     def __init__(self, path: Path, header: TraceHeader, shard_tokens: int = 1 << 18, private: bool = False) -> None:
         self.path, self.shard_tokens, self.private = path, shard_tokens, private
         self._fingerprint = header.fingerprint
         self._pending: list[dict[str, np.ndarray]] = []
-        self.pending_tokens = 0  # routed, not on disk yet
+        self.pending_tokens = 0  # routed tokens that are not on disk yet
         if (path / "trace.json").exists():
             _check_same_run(path, load_json(path / "trace.json", TraceHeader), header)
         else:
@@ -59,7 +59,7 @@ class TraceWriter:
         self.num_requests = sum(array_shape(shard, "request_lengths")[0] for shard in shards)
 
     def append(self, *, prompt_ids: np.ndarray, token_ids: np.ndarray, expert_ids: np.ndarray, phase: np.ndarray):
-        """One request: (M,) prompt ids, (T,) routed token ids, (T, L, K) expert ids by falling weight, (T,) phase."""
+        """Add a request: (M,) prompt ids, (T,) routed token ids, (T, L, K) expert ids by falling weight, (T,) phase."""
         f = self._fingerprint
         expected = (len(token_ids), f.num_layers, f.top_k)
         assert expert_ids.shape == expected, f"expert_ids {expert_ids.shape}, expected {expected}"
@@ -82,7 +82,7 @@ class TraceWriter:
             self.flush()
 
     def append_all(self, trace: RoutingTrace) -> None:
-        """Every request of `trace`, which has this one's fingerprint."""
+        """Add every request of `trace`, which must have the same fingerprint."""
         for r in range(trace.num_requests):
             rows = slice(trace.request_offsets[r], trace.request_offsets[r + 1])
             self.append(
@@ -121,7 +121,7 @@ def shard_paths(path: Path) -> list[Path]:
 
 
 def save_trace(trace: RoutingTrace, path: Path) -> None:
-    """Write a trace that is in memory as a new trace directory."""
+    """Write a trace to a new trace directory."""
     header = TraceHeader(fingerprint=trace.fingerprint, dataset_hash=trace.digest(), settings={})
     with TraceWriter(path, header) as writer:
         if writer.num_requests != 0:
@@ -153,7 +153,7 @@ def read_header(path: Path) -> TraceHeader:
 
 
 def read_shards(path: Path) -> Iterator[RoutingTrace]:
-    """A trace directory shard by shard, for one that is larger than memory."""
+    """Read a trace directory shard by shard, for traces that are larger than memory."""
     fingerprint = read_header(path).fingerprint
     for shard in shard_paths(path):
         yield _joined(shard, fingerprint, [load_arrays(shard, ARRAYS)])
@@ -183,7 +183,7 @@ def _read_npz(path: Path) -> RoutingTrace:
         _check_npz_sizes(path)
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: np.asarray(file[name]) for name in file.files}
-    except Exception as error:  # an archive from elsewhere can make zipfile and NumPy raise almost anything
+    except Exception as error:  # zipfile and NumPy raise almost any exception on a damaged archive
         reason = f"({type(error).__name__}: {error})"
         raise ValueError(f"{path} is damaged, too large or holds Python objects {reason}") from None
     try:
@@ -198,7 +198,7 @@ def _read_npz(path: Path) -> RoutingTrace:
 
 
 def _check_npz_sizes(path: Path) -> None:
-    """Raise ValueError before anything is allocated, if arrays are too large or not as long as the archive says."""
+    """Raise ValueError, before anything is allocated, if arrays are too large or their sizes are inconsistent."""
     with zipfile.ZipFile(path) as archive:
         unpacked = sum(member.file_size for member in archive.infolist())
         if unpacked > MAX_TRACE_BYTES:
@@ -210,13 +210,12 @@ def _check_npz_sizes(path: Path) -> None:
                     raise ValueError(f"{member.filename} has npy version {version}")
                 shape, _, dtype = NPY_HEADERS[version](file)
                 declared, held = math.prod(shape) * dtype.itemsize, member.file_size - file.tell()
-            agrees = declared == held or dtype.hasobject  # the length of objects is not known, and they are not read
-            if not agrees:
+            if declared != held and not dtype.hasobject:  # objects have no known length, and are not read
                 raise ValueError(f"{member.filename} should have {declared:,} bytes, and {held:,} are there")
 
 
 def _plain_from_fingerprinting(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The layout of `examples/convert_fingerprinting.py`: only generated tokens are routed, prompts lie before them."""
+    """Plain arrays from the layout of `examples/convert_fingerprinting.py`, where only generated tokens are routed."""
     tokens, starts, first = arrays["tokens"], arrays["token_starts"], arrays["pos0"]
     lengths = np.diff(arrays["route_starts"])
     routed = [tokens[s + p : s + p + n] for s, p, n in zip(starts[:-1], first, lengths, strict=True)]
@@ -232,7 +231,10 @@ def _plain_from_fingerprinting(arrays: dict[str, np.ndarray]) -> dict[str, np.nd
 
 
 def _from_plain_arrays(arrays: dict[str, np.ndarray], path: Path) -> RoutingTrace:
-    """`token_ids` (T,), `expert_ids` (T, L, K), `request_offsets` (R + 1,); the routed tokens serve as prompts."""
+    """A trace from `token_ids` (T,), `expert_ids` (T, L, K) and `request_offsets` (R + 1,).
+
+    Other arrays are optional; without `prompt_ids`, the routed tokens are also the prompts.
+    """
     experts = arrays["expert_ids"]
     if experts.ndim != 3 or experts.size <= 0:
         raise ValueError(f"expert_ids has shape {experts.shape}, expected (T, L, K)")
@@ -269,12 +271,12 @@ def _as_int32(name: str, ids: np.ndarray) -> np.ndarray:
         raise ValueError(f"{name} are {ids.dtype}, expected integers")
     narrow = ids.astype(np.int32)
     if not np.array_equal(narrow, ids):
-        raise ValueError(f"{name} go beyond 32 bits")
+        raise ValueError(f"{name} do not fit into 32 bits")
     return narrow
 
 
 def _meta_vocabulary(path: Path) -> int | None:
-    """Vocabulary size from the token strings in `NAME.meta.json.gz` beside `NAME.npz`, if that file is there."""
+    """Vocabulary size from the token strings in `NAME.meta.json.gz` beside `NAME.npz`, if that file exists."""
     meta = path.with_suffix(".meta.json.gz")
     if not meta.exists():
         return None
@@ -286,7 +288,7 @@ def _meta_vocabulary(path: Path) -> int | None:
 
 
 def describe(trace: RoutingTrace) -> dict[str, Any]:
-    """Counts for people: what `semmoe affinity` prints above its tables."""
+    """Counts that `semmoe affinity` prints above its tables."""
     return {
         **asdict(trace.fingerprint),
         "requests": trace.num_requests,

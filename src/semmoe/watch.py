@@ -1,4 +1,4 @@
-"""What a running server's counters say between two looks: the facts behind `semmoe watch`."""
+"""What a running server did between two readings of its counters: the figures of `semmoe watch`."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -12,42 +12,43 @@ from prometheus_client.parser import text_string_to_metric_families
 PREFIX = "semmoe_"
 GAUGES = {"active", "degraded"}
 STALE_SECONDS = 5.0  # counters are published every second
-ENOUGH_PAIRS = 10_000  # (token, expert) pairs, below which a rate of local ones says little
+ENOUGH_PAIRS = 10_000  # (token, expert) pairs; a local activation rate of fewer pairs is too noisy
 Labels = frozenset[tuple[str, str]]
+Totals = Mapping[tuple[str, Labels], float]  # value by name and labels
 
 
 @dataclass(frozen=True)
 class Look:
-    """Counters at one time, without their prefix."""
+    """A server's counters at one time, by name without prefix and by labels."""
 
-    time: float  # seconds, by any clock that goes forward
-    totals: Mapping[tuple[str, Labels], float]
+    time: float  # seconds, by any monotonic clock
+    totals: Totals
 
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """What happened between two looks; None where nothing did that it could be told from."""
+    """What a server did between two readings. A figure is None if nothing was counted that it depends on."""
 
     seconds: float
-    active: dict[str, str]  # engine, method and so on, as the plug-in says them
+    active: dict[str, str]  # engine, method and other labels that the plug-in exports
     ranks: int
     lar: float | None
-    pairs: int  # (token, expert) pairs that `lar` is of
-    routed_tokens_per_second: float  # token-layers
+    pairs: int  # number of (token, expert) pairs from which `lar` is computed
+    routed_tokens_per_second: float  # a token counts once per MoE layer
     remote_ranks_per_token: float | None
-    all_to_all_bytes_per_token: float | None  # of a layer; None where semmoe does not send them
-    load: dict[str, float]  # pairs by serving rank, as a multiple of the mean
-    scheduled: dict[str, int]  # requests by rank that the plan chose
+    all_to_all_bytes_per_token: float | None  # per layer; None if semmoe does not do the all-to-all
+    load: dict[str, float]  # (token, expert) pairs by the rank that computes them, over the mean of ranks
+    scheduled: dict[str, int]  # requests that the plan scheduled, by rank
     named: int  # requests that named their rank
-    by_engine: int
+    by_engine: int  # requests whose rank the engine chose
     unknown_tokens: int
     schedule_failures: int
-    degraded: list[str]  # why the plug-in does not do all that it should
-    stale: list[str]  # processes whose counters stand still: none of these figures counts what they do
+    degraded: list[str]  # reasons why the plug-in does not do all that it should
+    stale: list[str]  # processes that no longer publish counters, so that the figures miss what they do
 
 
 def fetch(url: str, seconds: float = 10.0) -> str:
-    """The text of a server's /metrics. Raises ValueError if there is none."""
+    """The text of a server's /metrics. Raises ValueError if the server does not answer with it."""
     parts = urlsplit(url if "//" in url else f"http://{url}")
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise ValueError(f"{url} is not the address of a server")
@@ -60,7 +61,7 @@ def fetch(url: str, seconds: float = 10.0) -> str:
 
 
 def parse(text: str, time: float) -> Look:
-    """A page of Prometheus' text format. Raises ValueError where semmoe does not count there."""
+    """Counters from a page in Prometheus' text format. Raises ValueError if it has none of semmoe's."""
     totals: dict[tuple[str, Labels], float] = {}
     for family in text_string_to_metric_families(text):
         for name, labels, value, *_ in family.samples:
@@ -76,9 +77,9 @@ def parse(text: str, time: float) -> Look:
 
 
 def view(before: Look, after: Look) -> View:
-    """Between two looks at one server; one that was restarted in between is seen from its start."""
+    """What happened between two readings of one server; after a restart, since the server started."""
     restarted = any(after.totals.get(key, 0.0) < value for key, value in before.totals.items() if key[0] not in GAUGES)
-    past: Mapping[tuple[str, Labels], float] = {} if restarted else before.totals
+    past: Totals = {} if restarted else before.totals
     grown = {key: value - past.get(key, 0.0) for key, value in after.totals.items() if key[0] not in GAUGES}
     seconds = max(after.time - before.time, 1e-9)
     local, pairs = _sum(grown, "pairs", local="true"), _sum(grown, "pairs")
@@ -104,37 +105,37 @@ def view(before: Look, after: Look) -> View:
     )
 
 
-def _stale(grown: Mapping[tuple[str, Labels], float], seconds: float) -> list[str]:
-    """Processes that have published nothing for longer than a publication may be late."""
+def _stale(grown: Totals, seconds: float) -> list[str]:
+    """Processes that have published nothing for longer than STALE_SECONDS."""
     published = _by(grown, "publications", "process") if seconds > STALE_SECONDS else {}
     return [process for process, times in published.items() if times == 0]
 
 
 def drift(seen: View, expected: float | None, margin: float) -> str | None:
-    """A warning, where the local activation rate has fallen below what the plan promises by more than `margin`."""
+    """A warning if the local activation rate is more than `margin` below what the plan expects, else None."""
     if expected is None or seen.lar is None or seen.pairs < ENOUGH_PAIRS or seen.lar >= expected - margin:
         return None
     return (
-        f"local activation rate {seen.lar:.3f}, the plan expects {expected:.3f}: requests are no longer those that "
-        "were profiled; record some (semmoe record) and solve again"
+        f"local activation rate {seen.lar:.3f}, the plan expects {expected:.3f}: requests no longer resemble "
+        "those that were profiled; record some (semmoe record) and solve again"
     )
 
 
 def expected_lar(expected: Mapping[str, Any] | None) -> float | None:
-    """Of a plan's expectation, if it has one."""
+    """The local activation rate that a plan expects; None if it expects none."""
     value = (expected or {}).get("lar")
     return float(value) if isinstance(value, (int, float)) else None
 
 
-def _matching(totals: Mapping[tuple[str, Labels], float], name: str, wanted: dict[str, str]) -> Iterable:
+def _matching(totals: Totals, name: str, wanted: dict[str, str]) -> Iterable:
     return ((dict(labels), v) for (n, labels), v in totals.items() if n == name and set(wanted.items()) <= labels)
 
 
-def _sum(totals: Mapping[tuple[str, Labels], float], name: str, **wanted: str) -> float:
+def _sum(totals: Totals, name: str, **wanted: str) -> float:
     return sum(value for _, value in _matching(totals, name, wanted))
 
 
-def _by(totals: Mapping[tuple[str, Labels], float], name: str, label: str, **wanted: str) -> dict[str, float]:
+def _by(totals: Totals, name: str, label: str, **wanted: str) -> dict[str, float]:
     out: dict[str, float] = {}
     for labels, value in _matching(totals, name, wanted):
         out[labels[label]] = out.get(labels[label], 0.0) + value

@@ -1,4 +1,4 @@
-"""A model directory in Hugging Face format: its configuration, its safetensors shards, and what lies beside them."""
+"""A model directory in Hugging Face format: its configuration, its safetensors shards, and its other files."""
 
 import json
 import os
@@ -14,18 +14,18 @@ from semmoe.files import MOST_JSON_BYTES, read_limited
 
 SINGLE, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
 OTHER_WEIGHTS = {".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".safetensors"}
-BOOKKEEPING = {".git", ".cache"}  # of git and of download tools
+BOOKKEEPING = {".git", ".cache"}  # kept by git and by download tools
 NAMES_EXPERTS = re.compile(r"expert|gate|router|up_proj|down_proj|\bw[123]\b|all-linear")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Headers only: no tensor is read before it is asked for."""
+    """A model directory of which only headers have been read; tensors are read when they are needed."""
 
     path: Path
     config: dict[str, Any]
     shards: list[Shard]
-    index: dict[str, Any] | None  # None: one file, model.safetensors
+    index: dict[str, Any] | None  # None if the model is the single file model.safetensors
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
@@ -37,28 +37,28 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Read and check configuration, index and the header of every shard; raises ValueError naming what is wrong."""
+    """Read and check configuration, index and the header of every shard; raises ValueError that names the fault."""
     config = read_config(path)
     index = _read_index(path)
     files = [SINGLE] if index is None else sorted(set(index["weight_map"].values()))
     other = next((file for file in files if (path / file).exists() and not (path / file).is_file()), None)
-    if other is not None:  # a pipe would be waited for
+    if other is not None:  # reading a pipe would block
         raise ValueError(f"{path}/{other} is not a file")
     checkpoint = Checkpoint(path, config, [read_shard(path / file) for file in files], index)
     owners: dict[str, str] = {}
     for shard in checkpoint.shards:
         for name in shard.tensors:
             if name in owners:
-                raise ValueError(f"{path}: {name} is in both {owners.get(name)} and {shard.path.name}")
+                raise ValueError(f"{path}: {name} is in both {owners[name]} and {shard.path.name}")
             owners[name] = shard.path.name
-    for name, file in (index or {"weight_map": {}})["weight_map"].items():
+    for name, file in (index["weight_map"] if index else {}).items():
         if owners.get(name) != file:
             raise ValueError(f"{path / INDEX} says that {name} is in {file}, which has no such tensor")
     return checkpoint
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """config.json; of a multimodal model the part that describes its language model, over the rest."""
+    """config.json as an object; in a multimodal model the fields of the language model take precedence."""
     if not (path / "config.json").is_file():
         raise ValueError(f"there is no model at {path}: config.json is missing")
     config = read_object(path / "config.json")
@@ -78,43 +78,48 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def config_count(config: dict[str, Any], *names: str) -> int:
-    """The first of these fields that is there, a number from 1 on; 0 without any."""
+    """The first of these fields that is set; 0 if none is. Raises ValueError if it is not a count."""
     value = next((config[name] for name in names if config.get(name) is not None), 0)
     if type(value) is not int or value < 0:
-        raise ValueError(f"config.json: {names[0]} is {value!r}")
+        raise ValueError(f"config.json: {names[0]} is {value!r}, not a count")
     return value
 
 
 def tensor_names(path: Path) -> list[str]:
-    """Names of all tensors, from the index alone where there is one: without opening a shard."""
+    """Names of all tensors; if there is an index, no shard is opened."""
     index = _read_index(path)
     return list(read_shard(path / SINGLE).tensors) if index is None else list(index["weight_map"])
 
 
 def _read_index(path: Path) -> dict[str, Any] | None:
     """The index, checked; None if the model is one file."""
-    if not (path / INDEX).is_file():
-        others = sorted(p.name for p in path.iterdir() if p.suffix in OTHER_WEIGHTS)
-        convert = f"; it holds {others[0]}: convert the model to safetensors first" if others else ""
-        if not (path / SINGLE).is_file():
-            raise ValueError(f"{path} has neither {SINGLE} nor an index of shards{convert}")
+    if (path / INDEX).is_file():
+        return _checked_index(path)
+    if (path / SINGLE).is_file():
         return None
+    others = sorted(p.name for p in path.iterdir() if p.suffix in OTHER_WEIGHTS)
+    convert = f"; it holds {others[0]}: convert the model to safetensors first" if others else ""
+    raise ValueError(f"{path} has neither {SINGLE} nor an index of shards{convert}")
+
+
+def _checked_index(path: Path) -> dict[str, Any]:
     index = read_object(path / INDEX)
     files = index.get("weight_map")
-    valid = isinstance(files, dict) and bool(files) and all(_is_shard(file) for file in files.values())
-    if not valid:
+    if not isinstance(files, dict) or not files or not all(map(_is_shard, files.values())):
         raise ValueError(f"{path / INDEX}: weight_map must name safetensors files of this directory")
     return index
 
 
 def _is_shard(file: Any) -> bool:
-    """A plain file name: an index must not reach outside its directory."""
+    """Whether `file` is a plain file name: an index must not refer to files outside its directory."""
     return isinstance(file, str) and Path(file).name == file and file.endswith(".safetensors") and "\0" not in file
 
 
 def refuse_adapter(path: Path) -> None:
-    """Raise ValueError if a LoRA adapter in the directory changes experts or gates: it numbers experts as the old
-    checkpoint does, by tensor names or by the order of rows, and would be added to the wrong ones.
+    """Raise ValueError if the directory has a LoRA adapter that changes experts or gates.
+
+    Such an adapter uses the old expert numbers, in tensor names or in the order of rows, so that after relabelling it
+    would be applied to the wrong experts.
     """
     if not (path / ADAPTER).is_file():
         return
@@ -122,16 +127,16 @@ def refuse_adapter(path: Path) -> None:
     targets = [adapter.get(field) for field in ("target_modules", "target_parameters", "modules_to_save")]
     texts = [text for target in targets for text in (target if isinstance(target, list) else [target])]
     named = [str(text) for text in texts if text is not None and NAMES_EXPERTS.search(str(text))]
-    reason = "merge it into the model first, since it would change the wrong experts after relabelling"
     if named:
+        reason = "merge it into the model first, since it would change the wrong experts after relabelling"
         raise ValueError(f"{path / ADAPTER} is a LoRA adapter on experts or gates ({', '.join(named[:3])}): {reason}")
 
 
 def copy_other_files(source: Checkpoint, target: Path) -> list[str]:
-    """Copy all that is neither a shard nor the index as it is: configuration, tokenizer, code, licence.
+    """Copy all files but shards and index without change: configuration, tokenizer, code, licence.
 
-    Weights in other files (another format, another folder) number the experts the old way, and an engine could pick
-    them up: they are not copied. Returns their names.
+    Weights in other files (another format, another folder) are left out, because they use the old expert numbers and
+    an engine could load them. Returns their names.
     """
     copied, left_out = other_files(source)
     for name, file in copied.items():
@@ -141,8 +146,10 @@ def copy_other_files(source: Checkpoint, target: Path) -> list[str]:
 
 
 def other_files(source: Checkpoint) -> tuple[dict[str, Path], list[str]]:
-    """What there is to copy, by its name in the directory, and the names of weights that are not; raises ValueError
-    for what is no file, and for a link out of the directory, which could bring anything of this machine along.
+    """The files to copy, by name relative to the directory, and the names of weight files that are left out.
+
+    Raises ValueError for an entry that is no file, and for a link out of the directory, which could copy any file of
+    this machine.
     """
     copied: dict[str, Path] = {}
     left_out = []
@@ -159,25 +166,24 @@ def other_files(source: Checkpoint) -> tuple[dict[str, Path], list[str]]:
 
 
 def _entries(root: Path) -> list[Path]:
-    """Everything under `root` but directories and bookkeeping; a linked directory is an entry, and not gone into."""
+    """All files under `root` except bookkeeping; a link to a directory is an entry that is not followed."""
     found = []
     for folder, directories, files in os.walk(root):
         here = Path(folder)
-        directories[:] = [name for name in directories if here != root or name not in BOOKKEEPING]
-        found += [here / name for name in files if here != root or name not in BOOKKEEPING]
+        if here == root:
+            directories[:], files = sorted(set(directories) - BOOKKEEPING), sorted(set(files) - BOOKKEEPING)
+        found += [here / name for name in files]
         found += [here / name for name in directories if (here / name).is_symlink()]
     return sorted(found)
 
 
 def _own_file(path: Path, root: Path) -> Path:
-    """The file behind `path`: in the directory, or among the blobs of the hub's cache, to which a snapshot links."""
-    file, whole = Path(os.path.realpath(path)), root.resolve()  # realpath: of a link to itself too
+    """The file behind `path`, which must be in the directory or, for a snapshot of the hub, among the cache's blobs."""
+    file, whole = Path(os.path.realpath(path)), root.resolve()  # realpath accepts a link to itself
     homes = [whole, whole.parents[1] / "blobs"] if whole.parent.name == "snapshots" else [whole]
-    inside = any(home in file.parents for home in homes)
-    if not inside:
-        raise ValueError(
-            f"{path} is a link out of the model's directory: put the file itself there, or remove the link"
-        )
+    if not any(home in file.parents for home in homes):
+        remedy = "put the file itself there, or remove the link"
+        raise ValueError(f"{path} is a link out of the model's directory: {remedy}")
     if not file.is_file():
-        raise ValueError(f"{path} is neither a file nor a directory of the model's own: remove it")
+        raise ValueError(f"{path} is neither a file nor a directory: remove it")
     return file

@@ -1,12 +1,11 @@
-"""A plan's placement in the words of an engine: SGLang's expert location.
+"""A plan's placement as an engine's own file: SGLang's expert location.
 
-The router keeps its numbers and the engine is told where each expert lies, so no weight is touched. The file counts the
-model's decoder layers, of which a plan knows only those with experts.
+Experts keep their numbers and the engine is told where each expert is, so no weight changes. The file has a row for
+every decoder layer of the model; a plan knows only those with experts.
 """
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -16,19 +15,21 @@ from semmoe.checkpoint.relabel import check_config, check_num_layers
 from semmoe.core import Plan
 from semmoe.files import atomic_file, check_output
 
-MOST_LAYERS = 10_000  # of a file that has a row for each, as many as a configuration claims
+MOST_LAYERS = 10_000  # bounds the file, which has a row for each layer that a configuration claims
 
 
 def write_sglang(plan: Plan, model: Path, out: Path) -> list[str]:
     """Write the file for SGLang's `--init-expert-location`; returns the flags to start SGLang with."""
     check_out_file(out)
     indices, depth = _layers(plan, model)
-    _write(out, {"physical_to_logical_map": sglang_map(plan, indices, depth).tolist()})
+    with atomic_file(out) as staged:
+        location = {"physical_to_logical_map": sglang_map(plan, indices, depth).tolist()}
+        staged.write_text(json.dumps(location) + "\n", encoding="utf-8")
     return sglang_flags(plan, out)
 
 
 def sglang_flags(plan: Plan, location: Path) -> list[str]:
-    """What gives SGLang this plan's topology and the placement in the file `location`."""
+    """Flags that give SGLang this plan's topology and the placement in the file `location`."""
     topology, redundant = plan.topology, plan.placement.redundant_experts
     flags = ["--tp-size", str(topology.ep_size), "--ep-size", str(topology.ep_size)]
     if topology.dp_size > 1:
@@ -38,7 +39,7 @@ def sglang_flags(plan: Plan, location: Path) -> list[str]:
 
 
 def sglang_map(plan: Plan, indices: list[int], num_hidden_layers: int) -> np.ndarray:
-    """(decoder layers, P) int32: the plan's rows at `indices`; elsewhere SGLang's own default, which nothing reads."""
+    """(decoder layers, P) int32: the plan's rows at `indices`; in other rows SGLang's default, which nothing reads."""
     placed = plan.placement.physical_to_logical_map
     rows = np.tile(np.arange(placed.shape[1], dtype=np.int32) % plan.fingerprint.num_experts, (num_hidden_layers, 1))
     rows[indices] = placed
@@ -46,12 +47,12 @@ def sglang_map(plan: Plan, indices: list[int], num_hidden_layers: int) -> np.nda
 
 
 def _layers(plan: Plan, model: Path) -> tuple[list[int], int]:
-    """The decoder layers that the plan's layers are, and how many decoder layers there are."""
+    """Indices of the decoder layers that have experts, and the number of decoder layers."""
     config = read_config(model)
     check_config(plan, config, model)
     depth = config_count(config, "num_hidden_layers")
     if depth > MOST_LAYERS:
-        raise ValueError(f"{model}/config.json says that there are {depth} layers")
+        raise ValueError(f"{model}/config.json claims {depth} layers, more than {MOST_LAYERS}")
     indices = moe_layer_indices(tensor_names(model), depth)
     check_num_layers(plan, len(indices), model)
     return indices, depth
@@ -59,10 +60,5 @@ def _layers(plan: Plan, model: Path) -> tuple[list[int], int]:
 
 def check_out_file(out: Path) -> None:
     if out.suffix != ".json":
-        raise ValueError(f"{out} must end in .json: an engine knows the format by it")
+        raise ValueError(f"{out} must end in .json: an engine recognises the format by it")
     check_output(out)
-
-
-def _write(out: Path, value: dict[str, Any]) -> None:
-    with atomic_file(out) as staged:
-        staged.write_text(json.dumps(value) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A checkpoint whose experts are renumbered so that contiguous placement, every engine's default, is the plan's.
+"""Renumber the experts of a checkpoint, so that contiguous placement (every engine's default) is the plan's placement.
 
 Position p of a MoE layer holds the old expert order[p] = physical_to_logical_map[layer, p]. With four experts on two
 ranks and order 2 0 3 1, new expert 0 is old expert 2, so rank 0 (experts 0 and 1) computes old experts 2 and 0:
@@ -6,9 +6,10 @@ ranks and order 2 0 3 1, new expert 0 is old expert 2, so rank 0 (experts 0 and 
     old name or row   0  1  2  3
     new name or row   1  3  0  2        experts.2.up_proj.weight -> experts.0.up_proj.weight; gate row 2 -> row 0
 
-A tensor per expert keeps its bytes in place and changes its name in the header and the index; packed tensors and the
-router's rows are copied in the new order. All else is copied as it is. Since both the router and the experts change
-their numbers alike, the model computes the same: only which of two equal router scores wins can differ.
+Where each expert has its own tensors, their bytes stay in place and their names change in the header and the index.
+Packed tensors and the router's rows are copied in the new order. All else is copied without change. Since the router
+and the experts are renumbered alike, the model computes the same; only ties between router scores can be broken
+differently.
 """
 
 import hashlib
@@ -44,13 +45,15 @@ ONE_EXPERT = re.compile(
 
 
 class LayerRecord(BaseModel):
+    """How one MoE layer was renumbered."""
+
     model_config = ConfigDict(extra="forbid", strict=True)
     layer: int  # index of the decoder layer
     experts: list[int]  # (E,) the old expert at each new number
 
 
 class Record(BaseModel):
-    """`semmoe_relabelling.json`: what was done, so that tools can see it and undo it."""
+    """`semmoe_relabelling.json`: what was done, so that tools can show it and undo it."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     schema_version: int = 1
@@ -69,7 +72,7 @@ class Record(BaseModel):
 
 @dataclass(frozen=True, kw_only=True)
 class Relabelled:
-    """What `relabel` did."""
+    """The result of `relabel`."""
 
     layers: int
     tensors_renamed: int
@@ -82,15 +85,16 @@ class Relabelled:
 def relabel(
     plan: Plan, model: Path, out: Path, *, plan_hash: str = "", stage: Stage = lambda what, total: lambda done: None
 ) -> Relabelled:
-    """Write the model directory `model` to `out` with its experts renumbered by `plan`, verified, whole or not at all.
+    """Copy the model directory `model` to `out` with its experts renumbered by `plan`, and verify the copy.
 
-    Raises ValueError if plan, model and layout do not fit or `out` is in use, RuntimeError if the verification fails.
+    `out` appears only when it is complete. Raises ValueError if plan, model and layout do not match or `out` is in
+    use, RuntimeError if the verification fails.
     """
     model, out = Path(model), Path(out)
     check_out(model, out)
     orders = orders_of(plan)
     source = open_checkpoint(model)
-    other_files(source)  # what cannot be copied is refused before anything else of it is read
+    other_files(source)  # refuses what cannot be copied, before anything else is read
     refuse_adapter(model)
     if (model / RECORD).exists():
         raise ValueError(f"{model} is relabelled already: apply the plan to the original model")
@@ -110,43 +114,38 @@ def relabel(
         save_json(staged / RECORD, record)
         written = open_checkpoint(staged)
         verification = verify(source, written, orders, plan.fingerprint, stage)
-    return Relabelled(
-        layers=len(layers),
-        tensors_renamed=len(_renames(layers, orders)),
-        tensors_permuted=len(_rows(layers, orders)),
-        bytes=source.nbytes,
-        left_out=left_out,
-        verification=verification,
-    )
+    renamed, permuted = len(_renames(layers, orders)), len(_rows(layers, orders))
+    counts = {"layers": len(layers), "tensors_renamed": renamed, "tensors_permuted": permuted, "bytes": source.nbytes}
+    return Relabelled(**counts, left_out=left_out, verification=verification)
 
 
 def check_out(model: Path, out: Path) -> None:
-    """Raise ValueError if writing `out` could touch the model or anything else."""
-    inside, whole = out.resolve(), model.resolve()
-    if inside == whole or whole in inside.parents:
+    """Raise ValueError unless `out` is free and neither inside the model directory nor around it."""
+    target, source = out.resolve(), model.resolve()
+    if target == source or source in target.parents:
         raise ValueError(f"{out} is inside the model {model}: choose another place")
-    if inside in whole.parents:
+    if target in source.parents:
         raise ValueError(f"{out} holds the model {model}: choose another place")
     check_output(out, directory=True)
 
 
 def orders_of(plan: Plan) -> np.ndarray:
-    """(L, E) int64: the old expert at each position. Raises ValueError if the plan cannot be a renumbering."""
+    """(L, E) int64: the old expert at each position. Raises ValueError if the plan is no renumbering of experts."""
     f, physical_map = plan.fingerprint, plan.placement.physical_to_logical_map.astype(np.int64)
     redundant = plan.placement.redundant_experts
-    reason = "in a checkpoint every expert stands once; use --to sglang, or solve without redundant experts"
     if redundant != 0:
+        reason = "a checkpoint has one copy of every expert; use --to sglang, or solve without redundant experts"
         raise ValueError(f"this plan has {redundant} redundant experts: {reason}")
     groups = (physical_map // (f.num_experts // f.num_groups)).reshape(len(physical_map), f.num_groups, -1)
     split = (groups != groups[:, :, :1]).any(axis=(1, 2))
-    reason = "the router limits tokens to groups of consecutive experts, so groups can only move whole"
     if split.any():
+        reason = "the router limits tokens to groups of consecutive experts, so a group must stay together"
         raise ValueError(f"MoE layer {int(split.argmax())} of this plan splits a gate group over ranks: {reason}")
     return physical_map
 
 
 def layers_for(plan: Plan, source: Checkpoint) -> list[MoeLayer]:
-    """The model's MoE layers, one for each of the plan's; raises ValueError if their numbers differ."""
+    """The model's MoE layers, as many as the plan's; raises ValueError if the model does not match the plan."""
     f = plan.fingerprint
     check_config(plan, source.config, source.path)
     layers = find_moe_layers(source.tensors, config_count(source.config, "num_hidden_layers"), f.num_experts)
@@ -155,25 +154,23 @@ def layers_for(plan: Plan, source: Checkpoint) -> list[MoeLayer]:
 
 
 def check_config(plan: Plan, config: dict[str, Any], model: Path) -> None:
-    """Raise ValueError where config.json alone shows that the plan is for another model; no substitute for hashes."""
+    """Raise ValueError if config.json shows that the plan is for another model; hashes are the full check."""
     f = plan.fingerprint
-    for expected, *names in (
-        (f.num_experts, "num_experts", "num_local_experts", "n_routed_experts"),
-        (f.top_k, "num_experts_per_tok"),
-        (f.vocab_size, "vocab_size"),
-    ):
-        found = config_count(config, *map(str, names))
-        difference = f"{names[0]} is {expected} for {f.model!r} and {found} for {str(model)!r}"
-        if found not in (0, expected):
+    experts = ("num_experts", "num_local_experts", "n_routed_experts")
+    expected = {experts: f.num_experts, ("num_experts_per_tok",): f.top_k, ("vocab_size",): f.vocab_size}
+    for names, number in expected.items():
+        found = config_count(config, *names)
+        if found not in (0, number):
+            difference = f"{names[0]} is {number} for {f.model!r} and {found} for {str(model)!r}"
             raise ValueError(f"this plan was made for another model: {difference}")
-    if not config_count(config, "num_hidden_layers") > 0:
+    if config_count(config, "num_hidden_layers") == 0:
         raise ValueError(f"{model}/config.json does not say num_hidden_layers")
 
 
 def check_num_layers(plan: Plan, found: int, model: Path) -> None:
     expected = plan.fingerprint.num_layers
     if found != expected:
-        raise ValueError(f"{model} has {found} MoE layers, the plan {expected}")
+        raise ValueError(f"{model} has {found} MoE layers, the plan has {expected}")
 
 
 def write_relabelled(
@@ -195,7 +192,7 @@ def write_relabelled(
 
 
 def _renames(layers: list[MoeLayer], orders: np.ndarray) -> dict[str, str]:
-    """New names by old ones, of the tensors whose name changes."""
+    """New name by old name, of the tensors whose name changes."""
     names: dict[str, str] = {}
     for layer, order in zip(layers, orders.tolist(), strict=True):
         if not layer.parts:
@@ -207,13 +204,13 @@ def _renames(layers: list[MoeLayer], orders: np.ndarray) -> dict[str, str]:
 
 
 def _rows(layers: list[MoeLayer], orders: np.ndarray) -> dict[str, np.ndarray]:
-    """(E,) the old row at each new one, by tensor, of the tensors whose rows move."""
+    """By tensor, (E,) the old row at each new row, of the tensors whose rows move."""
     moved = [(m, o) for m, o in zip(layers, orders, strict=True) if (o != np.arange(len(o))).any()]
     return {name: order for layer, order in moved for name in layer.by_row}
 
 
 def _check_quantisation(source: Checkpoint, layers: list[MoeLayer], num_experts: int) -> None:
-    """Raise ValueError where a configuration file has rules for single experts, whose numbers change."""
+    """Raise ValueError if a configuration file has rules for single experts, whose numbers would change."""
     indices = {layer.index for layer in layers}
     for path in sorted([source.path / "config.json", *source.path.glob("*quant*.json")]):
         named: dict[tuple[str, str, str], set[int]] = {}
@@ -221,13 +218,13 @@ def _check_quantisation(source: Checkpoint, layers: list[MoeLayer], num_experts:
             if int(match["layer"]) in indices:
                 named.setdefault((match["layer"], match["block"], match["part"]), set()).add(int(match["expert"]))
         for (layer, block, part), experts in named.items():
-            example = f"layers.{layer}.{block}.experts.{min(experts)}{part}"
             if len(experts) != num_experts:
+                example = f"layers.{layer}.{block}.experts.{min(experts)}{part}"
                 raise ValueError(f"{path} has a rule for single experts ({example}): not supported")
 
 
 def plan_digest(path: Path) -> str:
-    """SHA-256 of a plan directory: of plan.json followed by plan.safetensors."""
+    """SHA-256 of a plan directory: over plan.json followed by plan.safetensors."""
     files = (Path(path) / "plan.json", Path(path) / "plan.safetensors")
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
@@ -236,7 +233,6 @@ def load_record(path: Path) -> Record:
     """The record of a relabelled checkpoint; raises ValueError if it is missing or damaged."""
     record = load_json(Path(path) / RECORD, Record)
     widths = {len(layer.experts) for layer in record.layers}
-    valid = len(widths) == 1 and bool((np.sort(record.orders) == np.arange(*widths)).all())
-    if not valid:
+    if len(widths) != 1 or (np.sort(record.orders) != np.arange(*widths)).any():
         raise ValueError(f"{path}: {RECORD} must hold a permutation of the experts for each layer")
     return record

@@ -1,9 +1,9 @@
-"""One safetensors file as what it is, a header and bytes: checked, and written anew with other names and row orders.
+"""A safetensors file as a header and bytes: read, checked, and copied with other tensor names and row orders.
 
-A file is 8 bytes, the length of the header (little-endian); the header, a JSON object from tensor name to `dtype`,
-`shape` and `data_offsets`, and `__metadata__`, strings by name; then the tensors' bytes. The safetensors library is not
-used here: NumPy has neither bfloat16 nor FP8, and to rename a tensor none of its bytes need to be touched. Headers may
-come from anyone, so everything that an offset or a size could trip over is checked before a byte is read or written.
+A file is 8 bytes for the length of the header (little-endian); the header, a JSON object from tensor name to `dtype`,
+`shape` and `data_offsets`, with an optional `__metadata__` of strings; then the tensors' bytes. The safetensors library
+is not used here, because NumPy has neither bfloat16 nor FP8, and a tensor can be renamed without reading it. Headers
+are not trusted: every offset and size is checked before a byte is read or written.
 """
 
 import errno
@@ -18,41 +18,26 @@ from typing import Any
 import numpy as np
 
 Progress = Callable[[int], None]  # called with the bytes done since the last call
-Stage = Callable[[str, int], Progress]  # (what is done, bytes in all): begins a stage of the work
+Stage = Callable[[str, int], Progress]  # (description, total bytes): begins a stage of the work
 
-LONGEST_HEADER = 100_000_000  # bytes, as in the safetensors library
+LONGEST_HEADER = 100_000_000  # bytes, the same as in the safetensors library
 MOST_DIMENSIONS = 32
 CHUNK = 16 << 20  # bytes held in memory at a time
-BITS = {
-    "F4": 4,
-    "F6_E2M3": 6,
-    "F6_E3M2": 6,
-    "BOOL": 8,
-    "U8": 8,
-    "I8": 8,
-    "F8_E4M3": 8,
-    "F8_E5M2": 8,
-    "F8_E8M0": 8,
-    "F8_E4M3FNUZ": 8,
-    "F8_E5M2FNUZ": 8,
-    "I16": 16,
-    "U16": 16,
-    "F16": 16,
-    "BF16": 16,
-    "I32": 32,
-    "U32": 32,
-    "F32": 32,
-    "I64": 64,
-    "U64": 64,
-    "F64": 64,
-    "C64": 64,
+TYPES = {  # by their bits
+    4: "F4",
+    6: "F6_E2M3 F6_E3M2",
+    8: "BOOL U8 I8 F8_E4M3 F8_E5M2 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ",
+    16: "I16 U16 F16 BF16",
+    32: "I32 U32 F32",
+    64: "I64 U64 F64 C64",
 }
+BITS = {name: bits for bits, names in TYPES.items() for name in names.split()}
 NO_KERNEL_COPY = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF}
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """Where a tensor lies: `nbytes` bytes of `path` from `offset`."""
+    """Where a tensor is stored: `nbytes` bytes of `path` from `offset`."""
 
     path: Path
     dtype: str
@@ -65,7 +50,7 @@ class Tensor:
             return b"".join(_chunks(file.fileno(), self.nbytes, self.offset))
 
     def row(self, row: int) -> "Tensor":
-        """Row `row` of the leading dimension. Of whole bytes: the layout's rules see to it."""
+        """Row `row` of the leading dimension, which is a whole number of bytes by the rules of the layout."""
         size = self.nbytes // self.shape[0]
         return Tensor(self.path, self.dtype, self.shape[1:], self.offset + row * size, size)
 
@@ -77,18 +62,17 @@ class Shard:
     path: Path
     metadata: dict[str, str] | None
     tensors: dict[str, Tensor]
-    data_start: int
-    nbytes: int  # of the whole file
+    data_start: int  # offset of the first tensor
+    nbytes: int  # size of the whole file
 
 
 def read_shard(path: Path) -> Shard:
-    """Read and check the header of a safetensors file; raises ValueError, naming the file, if anything is wrong."""
+    """Read and check the header of a safetensors file; raises ValueError that names the file."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
-            fits = size >= 8 and length <= min(LONGEST_HEADER, size - 8)
-            if not fits:
+            if size < 8 or length > min(LONGEST_HEADER, size - 8):
                 raise ValueError(f"its header has {length} bytes, the file {size}")
             header = _parse(file.read(length))
         metadata = _metadata(header.pop("__metadata__", None))
@@ -112,23 +96,21 @@ def _parse(text: bytes) -> dict[str, Any]:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        raise ValueError(f"a name stands twice in its header, next to {pairs[0][0][:80]!r}")
+        raise ValueError(f"a name occurs twice in its header, next to {pairs[0][0][:80]!r}")
     return result
 
 
 def _metadata(value: Any) -> dict[str, str] | None:
-    strings = value is None or (isinstance(value, dict) and all(isinstance(v, str) for v in value.values()))
-    if not strings:
-        raise ValueError("__metadata__ must hold strings")
-    return value
+    if value is None or (isinstance(value, dict) and all(isinstance(v, str) for v in value.values())):
+        return value
+    raise ValueError("__metadata__ must hold strings")
 
 
 def _tensor(path: Path, name: str, entry: Any, start: int, room: int) -> Tensor:
     shown = repr(name[:200])
     if not name.isprintable():
         raise ValueError(f"the name {shown} holds characters that cannot be printed")
-    known = isinstance(entry, dict) and set(entry) == {"dtype", "shape", "data_offsets"}
-    if not known:
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{shown} needs dtype, shape and data_offsets, and nothing else")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in BITS:
@@ -139,7 +121,7 @@ def _tensor(path: Path, name: str, entry: Any, start: int, room: int) -> Tensor:
         raise ValueError(f"{shown} has invalid data_offsets")
     first, last = offsets
     if not first <= last <= room:
-        raise ValueError(f"{shown} lies at bytes {first} to {last} of {room}")
+        raise ValueError(f"{shown} is at bytes {first} to {last} of {room}")
     bits = math.prod(shape) * BITS[dtype]
     if bits != 8 * (last - first):
         raise ValueError(f"{shown}, {dtype} of shape {shape}, does not fit its {last - first} bytes")
@@ -147,12 +129,12 @@ def _tensor(path: Path, name: str, entry: Any, start: int, room: int) -> Tensor:
 
 
 def _counts(values: Any) -> bool:
-    """A list of integers from 0 on; JSON's true is none."""
+    """Whether `values` is a list of integers that are not negative; JSON's true is no integer."""
     return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
 
 
 def _check_cover(tensors: dict[str, Tensor], start: int, size: int) -> None:
-    """The tensors follow each other without gap or overlap and end where the file does."""
+    """Raise ValueError unless the tensors fill the rest of the file without gap or overlap."""
     at = start
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if tensor.offset != at:
@@ -165,12 +147,12 @@ def _check_cover(tensors: dict[str, Tensor], start: int, size: int) -> None:
 def write_shard(
     source: Shard, target: Path, names: dict[str, str], orders: dict[str, np.ndarray], progress: Progress
 ) -> None:
-    """Write `source` to `target` with some tensors renamed and some with reordered rows; every other byte is the same.
+    """Copy `source` to `target` with some tensors renamed and the rows of some reordered; all other bytes are the same.
 
-    names: new names by old ones. orders: by old name, (E,) the old row that each new row holds.
+    names: new name by old name. orders: by old name, (E,) the old row that each new row holds.
     """
     header = _header(source, names)
-    shift = len(header) - source.data_start  # how far data moves, since names differ in length
+    shift = len(header) - source.data_start  # the data moves because names differ in length
     with source.path.open("rb") as old, target.open("wb") as new:
         _write_at(new.fileno(), header, 0)
         progress(source.data_start)
@@ -184,7 +166,7 @@ def write_shard(
 
 
 def _header(source: Shard, names: dict[str, str]) -> bytes:
-    """Length and header, padded with spaces so that the data is aligned to 8 bytes, as the safetensors library does."""
+    """Length and header, padded with spaces to align the data to 8 bytes, the same as the safetensors library does."""
     entries: dict[str, Any] = {} if source.metadata is None else {"__metadata__": source.metadata}
     for name, tensor in source.tensors.items():
         first = tensor.offset - source.data_start
@@ -196,7 +178,7 @@ def _header(source: Shard, names: dict[str, str]) -> bytes:
 
 
 def _ranges(source: Shard, orders: dict[str, np.ndarray]) -> list[tuple[int, int]]:
-    """(offset, bytes) of the stretches between reordered tensors: all that moves as it is, in few pieces."""
+    """(offset, bytes) of the stretches between reordered tensors, which are copied without change."""
     ends = [source.data_start]
     for tensor in sorted((source.tensors[name] for name in orders), key=lambda t: t.offset):
         ends += [tensor.offset, tensor.offset + tensor.nbytes]
@@ -205,7 +187,7 @@ def _ranges(source: Shard, orders: dict[str, np.ndarray]) -> list[tuple[int, int
 
 
 def copy_bytes(old: int, new: int, count: int, old_at: int, new_at: int, progress: Progress) -> None:
-    """Copy `count` bytes between open files, inside the kernel where it can: there some file systems share blocks."""
+    """Copy `count` bytes between open files, inside the kernel if possible: some file systems then share blocks."""
     done = 0
     while done < count:
         size = min(CHUNK, count - done)
@@ -221,7 +203,7 @@ def copy_bytes(old: int, new: int, count: int, old_at: int, new_at: int, progres
 
 
 def _kernel_copy(old: int, new: int, count: int, old_at: int, new_at: int) -> int:
-    """Bytes copied; 0 where this system or file system cannot."""
+    """The number of bytes copied; 0 if this system or file system cannot do it."""
     if not hasattr(os, "copy_file_range"):
         return 0
     try:
@@ -240,7 +222,7 @@ def _write_at(file: int, data: bytes, at: int) -> None:
 
 
 def same_bytes(a: Tensor, b: Tensor, progress: Progress) -> bool:
-    """Whether two tensors agree in type, shape and every byte; reads a chunk of each at a time."""
+    """Whether two tensors have the same type, shape and bytes; reads a chunk of each at a time."""
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
     with a.path.open("rb") as one, b.path.open("rb") as other:
@@ -253,7 +235,7 @@ def same_bytes(a: Tensor, b: Tensor, progress: Progress) -> bool:
 
 
 def _chunks(file: int, count: int, at: int) -> Iterator[bytes]:
-    """The `count` bytes from `at`, in chunks of equal, known sizes."""
+    """The `count` bytes from offset `at`, in chunks of CHUNK bytes and a shorter last one."""
     end = at + count
     while at < end:
         size = min(CHUNK, end - at)

@@ -1,9 +1,8 @@
-"""Whether a relabelled checkpoint is the same model: routed and compared on the spot, from what is on the disk.
+"""Check that a relabelled checkpoint is the same model, from the files that were written.
 
-On a sample of MoE layers the old and the new router see the same random hidden states: the new router must choose,
-number by number, the experts that the old one chose, and each new expert must have the very bytes of the old one. The
-experts' own arithmetic then cannot differ, in any number format, so it is not computed: what a quantised kernel would
-make of equal bytes is equal.
+On a sample of MoE layers the old and the new router see the same random hidden states: the new router must choose the
+renumbered experts that the old router chose, and each new expert must have the same bytes as the old one. The experts
+are not computed: in any number format, equal bytes give equal results.
 """
 
 from dataclasses import dataclass
@@ -21,10 +20,10 @@ TIE = 1e-4  # router scores closer than this may be ordered either way by roundi
 
 @dataclass(frozen=True)
 class Verification:
-    """What was looked at. `ties`: tokens whose last chosen expert led by less than TIE, where order may decide."""
+    """What was checked. `ties`: tokens whose last chosen expert led by less than TIE, so that order may decide."""
 
     layers: list[int]  # indices of decoder layers
-    tokens: int  # routed, over all layers
+    tokens: int  # number that was routed, over all layers
     ties: int
 
 
@@ -34,18 +33,18 @@ class Router:
 
     weight: np.ndarray  # (E, H)
     bias: np.ndarray  # (E,)
-    correction: np.ndarray | None  # (E,) added to sigmoid scores for the choice alone (DeepSeek-V3)
+    correction: np.ndarray | None  # (E,) added to sigmoid scores for the choice only (DeepSeek-V3)
     top_k: int
     num_groups: int
     top_groups: int
 
     def scores(self, hidden: np.ndarray) -> np.ndarray:
-        """(T, H) -> (T, E): what experts are chosen by, where more is better."""
+        """(T, H) -> (T, E): the scores by which experts are chosen; the highest win."""
         logits = hidden @ self.weight.T + self.bias
         return logits if self.correction is None else 1 / (1 + np.exp(-logits)) + self.correction
 
     def choose(self, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(T, E) -> chosen (T, E) bool, and (T,) the margin of the last chosen over the first left out."""
+        """(T, E) -> chosen (T, E) bool, and (T,) the margin of the last chosen expert over the best one left out."""
         tokens, experts = scores.shape
         by_group = scores.reshape(tokens, self.num_groups, -1)
         best = 1 if self.correction is None else min(2, experts // self.num_groups)
@@ -57,7 +56,7 @@ class Router:
 
 
 def _best(scores: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """The `count` highest of each row, as a mask, and their lead over the next one."""
+    """The `count` highest of each row as a mask, and by how much the last of them leads the next one."""
     order = np.argsort(-scores, axis=1, kind="stable")
     mask = np.zeros(scores.shape, bool)
     np.put_along_axis(mask, order[:, :count], True, axis=1)
@@ -70,52 +69,53 @@ def _best(scores: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
 def verify(old: Checkpoint, new: Checkpoint, orders: np.ndarray, f: Fingerprint, stage: Stage) -> Verification:
     """Compare `new` with `old` renumbered by `orders` (L, E); raises RuntimeError at the first difference.
 
-    Every tensor's name, type and shape is compared, and routing and experts of sampled layers.
+    Name, type and shape are compared for every tensor, routing and experts for a sample of layers.
     """
-    layers = _both_layers(old, new, f)
+    layers = _same_layers(old, new, f)
     sample = sorted({0, len(layers) // 2, len(layers) - 1} if len(layers) > SAMPLED_LAYERS + 1 else range(len(layers)))
-    progress = stage("verifying", sum(_layer_bytes(old, layers[i][0]) for i in sample))
+    progress = stage("verifying", sum(_layer_bytes(old, layers[i]) for i in sample))
     ties = 0
     for i in sample:
-        before, after = layers[i]
-        ties += _check_routing(old, new, before, after, orders[i], f)
-        _check_experts(old, new, before, after, orders[i], progress)
-    return Verification([layers[i][0].index for i in sample], SAMPLED_TOKENS * len(sample), ties)
+        ties += _check_routing(old, new, layers[i], orders[i], f)
+        _check_experts(old, new, layers[i], orders[i], progress)
+    return Verification([layers[i].index for i in sample], SAMPLED_TOKENS * len(sample), ties)
 
 
-def _both_layers(old: Checkpoint, new: Checkpoint, f: Fingerprint) -> list[tuple[MoeLayer, MoeLayer]]:
+def _same_layers(old: Checkpoint, new: Checkpoint, f: Fingerprint) -> list[MoeLayer]:
+    """The MoE layers, which both checkpoints must have alike."""
     depth = config_count(old.config, "num_hidden_layers")
-    before = find_moe_layers(old.tensors, depth, f.num_experts)
-    after = find_moe_layers(new.tensors, depth, f.num_experts)
-    _expect(before == after and old.tensors.keys() == new.tensors.keys(), "the tensors have other names")
+    layers = find_moe_layers(old.tensors, depth, f.num_experts)
+    same = layers == find_moe_layers(new.tensors, depth, f.num_experts)
+    _expect(same and old.tensors.keys() == new.tensors.keys(), "the tensors have other names")
     _expect(old.config == new.config, "config.json differs")
-    numbered = {layer.expert_tensor(e, part) for layer in before for e in layer.parts for part in layer.parts[e]}
+    numbered = {name for layer in layers for name in _expert_tensors(layer)}
     for name, tensor in old.tensors.items():
         kind = (tensor.dtype, tensor.shape) == (new.tensors[name].dtype, new.tensors[name].shape)
         _expect(kind or name in numbered, f"{name} has another type or shape")
-    return list(zip(before, after, strict=True))
+    return layers
+
+
+def _expert_tensors(layer: MoeLayer) -> list[str]:
+    return [layer.expert_tensor(expert, part) for expert in layer.parts for part in layer.parts[expert]]
 
 
 def _layer_bytes(checkpoint: Checkpoint, layer: MoeLayer) -> int:
-    names = layer.by_row + [layer.expert_tensor(e, part) for e in layer.parts for part in layer.parts[e]]
-    return sum(checkpoint.tensors[name].nbytes for name in names)
+    return sum(checkpoint.tensors[name].nbytes for name in layer.by_row + _expert_tensors(layer))
 
 
-def _check_routing(
-    old: Checkpoint, new: Checkpoint, before: MoeLayer, after: MoeLayer, order: np.ndarray, f: Fingerprint
-) -> int:
-    """Route the same states by both routers; returns the number of ties."""
-    one, other = _router(old, before, f), _router(new, after, f)
+def _check_routing(old: Checkpoint, new: Checkpoint, layer: MoeLayer, order: np.ndarray, f: Fingerprint) -> int:
+    """Route the same hidden states by both routers; returns the number of ties."""
+    one, other = _router(old, layer, f), _router(new, layer, f)
     hidden = np.random.default_rng(0).normal(size=(SAMPLED_TOKENS, one.weight.shape[1]))
-    hidden /= np.sqrt(np.mean(hidden**2, axis=1, keepdims=True))  # as after RMS norm
+    hidden /= np.sqrt(np.mean(hidden**2, axis=1, keepdims=True))  # the same scale as after RMS norm
     scores, new_scores = one.scores(hidden), other.scores(hidden)
     equal = np.allclose(new_scores, scores[:, order], rtol=1e-9, atol=1e-9, equal_nan=True)
-    _expect(equal, f"the router of layer {before.index} scores experts differently")
+    _expect(equal, f"the router of layer {layer.index} scores experts differently")
     chosen, margin = one.choose(scores)
     new_chosen, _ = other.choose(new_scores)
     clear = ~(margin < TIE)
     same = bool((new_chosen == chosen[:, order])[clear].all())
-    _expect(same, f"the router of layer {before.index} chooses other experts")
+    _expect(same, f"the router of layer {layer.index} chooses other experts")
     return int((~clear).sum())
 
 
@@ -142,16 +142,14 @@ def to_float(tensor: Tensor) -> np.ndarray:
     return values.astype(np.float64).reshape(tensor.shape)
 
 
-def _check_experts(
-    old: Checkpoint, new: Checkpoint, before: MoeLayer, after: MoeLayer, order: np.ndarray, progress: Progress
-) -> None:
-    """New number p has the bytes of old number order[p], in every tensor that carries the number."""
+def _check_experts(old: Checkpoint, new: Checkpoint, layer: MoeLayer, order: np.ndarray, progress: Progress) -> None:
+    """New expert p must have the bytes of old expert order[p], in every tensor that depends on expert numbers."""
     for p, e in enumerate(order.tolist()):
-        for part in sorted(before.parts.get(e, ())):
-            name = after.expert_tensor(p, part)
-            same = same_bytes(old.tensors[before.expert_tensor(e, part)], new.tensors[name], progress)
+        for part in sorted(layer.parts.get(e, ())):
+            name = layer.expert_tensor(p, part)
+            same = same_bytes(old.tensors[layer.expert_tensor(e, part)], new.tensors[name], progress)
             _expect(same, f"{name} is not the old expert {e}")
-        for name in before.by_row:
+        for name in layer.by_row:
             same = same_bytes(old.tensors[name].row(e), new.tensors[name].row(p), progress)
             _expect(same, f"row {p} of {name} is not the old expert {e}")
 

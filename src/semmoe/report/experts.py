@@ -1,4 +1,4 @@
-"""What experts are used for and which tokens belong to which rank: pure functions of a trace and a placement."""
+"""What experts are used for, and which tokens belong to which rank: pure functions of a trace and a placement."""
 
 from dataclasses import dataclass
 
@@ -7,29 +7,26 @@ import numpy as np
 from semmoe.affinity import confidence, count
 from semmoe.core import Placement, RoutingTrace
 
-EVEN = 1.2  # times its average from which a kind of text counts as what an expert is for
+EVEN = 1.2  # an expert belongs to a kind of text that uses it at least this many times as much as the average kind
 
 
 @dataclass(frozen=True)
 class Uses:
-    """kind (L, E): index of the kind of text that uses an expert most, -1: none much; lift (L, E): over its average."""
+    """How kinds of text use experts."""
 
-    kind: np.ndarray
-    lift: np.ndarray
+    kind: np.ndarray  # (L, E) the kind that uses an expert most; -1 if its lift is below EVEN
+    lift: np.ndarray  # (L, E) that kind's rate over the average of kinds
 
 
 def uses(expert_ids: np.ndarray, kind_of_token: np.ndarray, num_kinds: int, num_experts: int) -> Uses:
-    """From routing (T, L, K) and the kind (T,) of each token's text, -1 for tokens that do not count.
+    """How kinds of text use experts, from routing (T, L, K) and the kind (T,) of each token's text; -1 does not count.
 
-    Each kind's activations are counted per token of it, so that a kind with much text weighs no more; an expert's
-    average is that over kinds. Worked example, 2 kinds of 4 tokens each, an expert used 3 times by the first and once
-    by the second: rates 3/4 and 1/4, average 1/2: the first kind, at 1.5 times its average.
+    A kind's rate is its activations per token, so that a kind with much text weighs no more than the others. Worked
+    example: two kinds of 4 tokens each, the first uses an expert 3 times and the second once. The rates are 3/4 and
+    1/4, their average 1/2, so the expert belongs to the first kind with a lift of 1.5.
     """
-    rates = np.zeros((num_kinds, expert_ids.shape[1], num_experts))
-    for kind in range(num_kinds):
-        rows = expert_ids[kind_of_token == kind]
-        for l in range(expert_ids.shape[1]):
-            rates[kind, l] = np.bincount(rows[:, l].ravel(), minlength=num_experts) / max(len(rows), 1)
+    rows = [expert_ids[kind_of_token == kind] for kind in range(num_kinds)]
+    rates = np.stack([_activations(of_kind, num_experts) / max(len(of_kind), 1) for of_kind in rows])
     average = rates.mean(axis=0)
     lift = rates.max(axis=0) / np.maximum(average, 1e-12)
     return Uses(np.where(lift >= EVEN, rates.argmax(axis=0), -1), np.where(average > 0, lift, 0.0))
@@ -37,27 +34,34 @@ def uses(expert_ids: np.ndarray, kind_of_token: np.ndarray, num_kinds: int, num_
 
 def load_over_mean(expert_ids: np.ndarray, num_experts: int) -> np.ndarray:
     """(L, E): activations of each expert over the mean of its layer, from routing (T, L, K)."""
-    layers = range(expert_ids.shape[1])
-    load = np.stack([np.bincount(expert_ids[:, l].ravel(), minlength=num_experts) for l in layers])
+    load = _activations(expert_ids, num_experts)
     return load / load.mean(axis=1, keepdims=True)
+
+
+def _activations(expert_ids: np.ndarray, num_experts: int) -> np.ndarray:
+    """(L, E): how often each expert is activated, from routing (T, L, K)."""
+    layers = range(expert_ids.shape[1])
+    return np.stack([np.bincount(expert_ids[:, l].ravel(), minlength=num_experts) for l in layers])
 
 
 @dataclass(frozen=True)
 class TokenMap:
-    """One layer's affinity, tokens and experts ordered by rank."""
+    """Affinity of one layer, with U tokens and E experts in order of rank."""
 
     tokens: np.ndarray  # (U,) token ids
     occurrences: np.ndarray  # (U,)
-    ranks: np.ndarray  # (U,) where most of a token's choices are hosted
+    ranks: np.ndarray  # (U,) the rank that hosts most of a token's choices
     at_home: np.ndarray  # (U,) share of its choices that this rank hosts
-    experts: np.ndarray  # (E,) in the order of ranks
-    rank_of_expert: np.ndarray  # (E,) in that order
-    shares: np.ndarray  # (U, E) share of a token's choices, in these orders
+    experts: np.ndarray  # (E,) expert ids in order of rank
+    rank_of_expert: np.ndarray  # (E,) in the same order
+    shares: np.ndarray  # (U, E) share of a token's choices that go to an expert
 
 
 def token_map(trace: RoutingTrace, placement: Placement, layer: int, most: int) -> TokenMap:
-    """The `most` frequent tokens of a trace against the experts of one layer; copies of an expert count on each rank,
-    and it stands at its first."""
+    """The `most` frequent tokens of a trace against the experts of one layer.
+
+    An expert with copies counts on every rank that holds one, and is listed at its first copy.
+    """
     ids, occurrences = np.unique(trace.token_ids, return_counts=True)
     frequent = np.sort(np.argsort(-occurrences, kind="stable")[:most])
     ids, occurrences = ids[frequent], occurrences[frequent]

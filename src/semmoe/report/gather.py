@@ -1,4 +1,4 @@
-"""A directory -> what a report is made of. Each file is recognised by what it holds; nothing in it is trusted."""
+"""Read a directory for a report. Files are recognised by what they hold, and nothing in them is trusted."""
 
 import json
 from dataclasses import dataclass, field
@@ -10,11 +10,11 @@ from pydantic import TypeAdapter, ValidationError
 from semmoe.checkpoint.relabel import plan_digest
 from semmoe.core import Plan, RoutingTrace
 from semmoe.plan import load_plan
-from semmoe.report.records import AffinityFile, DemoFile, Expected, Labels, ReplayFile, SetUp
+from semmoe.report.records import AffinityFile, Configuration, DemoFile, Expected, Labels, ReplayFile
 from semmoe.results import Part, ServingSweep, parts, serving_sweep
 from semmoe.trace import open_trace, shard_paths
 
-MOST_ENTRIES = 500  # of the directory
+MOST_ENTRIES = 500  # files and directories in the directory
 MOST_PLANS = 8
 MOST_JSON = 32 << 20  # bytes of a JSON or text file
 MOST_TRACE = 1 << 30  # bytes of a trace
@@ -26,11 +26,13 @@ class Source:
 
     path: str  # relative to the directory
     what: str
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class LeftOut:
+    """A file or directory that was not used, and the reason."""
+
     path: str
     why: str
 
@@ -39,16 +41,16 @@ class LeftOut:
 class PlanFile:
     path: str
     plan: Plan
-    digest: str  # as `semmoe apply` and relabelled checkpoints name it
+    digest: str  # the plan hash that `semmoe apply` and relabelled checkpoints record
     expected: Expected | None  # validated; None if the plan holds none
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Set-ups that ran in one go. facts: workload and machine, as far as the file says."""
+    """Configurations that ran together. facts: workload and machine, where the file names them."""
 
     path: str
-    set_ups: list[SetUp]
+    rows: list[Configuration]
     facts: dict[str, Any]
 
 
@@ -68,7 +70,7 @@ class TraceFile:
 
 @dataclass(kw_only=True)
 class Inputs:
-    """Everything that was found, in the order of names."""
+    """Everything that was found, in the order of file names."""
 
     folder: Path
     plans: list[PlanFile] = field(default_factory=list)
@@ -87,8 +89,10 @@ def is_plan(path: Path) -> bool:
 
 
 def gather(folder: Path, page: Path | None = None) -> Inputs:
-    """Read `folder`, a plan directory or one that holds plans and measurements; `page`, the report itself, is passed
-    over. Raises ValueError if there is no plan that can be read."""
+    """Read `folder`: a plan directory, or one that holds plans and measurements. `page`, the report, is not read.
+
+    Raises ValueError if no plan can be read.
+    """
     if not folder.is_dir():
         raise ValueError(f"{folder}: there is no such directory")
     inputs = Inputs(folder=folder)
@@ -112,7 +116,7 @@ def _entries(folder: Path, inputs: Inputs) -> list[Path]:
 
 
 def _read(path: Path, inputs: Inputs) -> None:
-    """Add one entry; whatever is wrong with it is kept as the reason why it is left out."""
+    """Add one entry; an error becomes the reason why the entry is left out."""
     shown = path.resolve().name
     try:
         if path.is_dir():
@@ -147,11 +151,12 @@ def _add_plan(path: Path, shown: str, inputs: Inputs) -> None:
     if plan.expected is not None:
         try:
             expected = Expected.model_validate(plan.expected)
-            ranks = {len(expected.bytes_per_rank_pair), *(len(o.bytes_per_rank_pair) for o in expected.others.values())}
+            ranks = {len(figures.bytes_per_rank_pair) for figures in (expected, *expected.others.values())}
             if not ranks <= {0, plan.topology.ep_size}:
-                raise ValueError("its figures are of another number of ranks")
-        except (ValidationError, ValueError) as error:
-            inputs.left_out.append(LeftOut(f"{shown}/plan.json", f"what it expects is not readable: {_first(error)}"))
+                raise ValueError("its figures are for another number of ranks")
+        except ValueError as error:  # a ValidationError is one
+            why = f"its expected figures cannot be read: {_first(error)}"
+            inputs.left_out.append(LeftOut(f"{shown}/plan.json", why))
             expected = None
     inputs.plans.append(PlanFile(path=shown, plan=plan, digest=plan_digest(path), expected=expected))
 
@@ -182,7 +187,7 @@ def _read_text(path: Path, shown: str, inputs: Inputs) -> None:
     elif isinstance(data, dict) and _add_record(shown, data, inputs):
         pass
     elif not _add_parts(path, shown, inputs):
-        raise ValueError("holds no measurement that a report knows")
+        raise ValueError("holds no measurement that a report can show")
 
 
 def _whole_json(path: Path) -> Any:
@@ -192,26 +197,21 @@ def _whole_json(path: Path) -> Any:
         raise ValueError("not text") from None
     except ValueError as error:
         if path.read_bytes().lstrip()[:2] in (b"$ ", b""):
-            return None  # what a benchmark printed
+            return None  # the printed output of a benchmark
         raise ValueError(f"not valid JSON: {error}") from None
 
 
 def _add_record(shown: str, data: dict[str, Any], inputs: Inputs) -> bool:
-    """A file that a command's --json wrote; False if it is none of them."""
+    """Add a file that a command's --json wrote; False if it is no such file."""
     if "set_ups" in data:
         demo = _checked(DemoFile, data)
-        facts = {
-            **demo.settings,
-            "prompts": demo.prompts,
-            "profiled tokens": demo.profile_tokens,
-            "machine": demo.machine,
-            **demo.versions,
-        }
+        sizes = {"prompts": demo.prompts, "profiled tokens": demo.profile_tokens, "machine": demo.machine}
+        facts = {**demo.settings, **sizes, **demo.versions}
         inputs.measured.append(Measured(shown, demo.set_ups, {k: v for k, v in facts.items() if v != ""}))
         inputs.sources.append(Source(shown, "semmoe demo --json", inputs.measured[-1].facts))
     elif {"name", "sent_bytes"} <= data.keys():
-        inputs.measured.append(Measured(shown, [_checked(SetUp, data)], {}))
-        inputs.sources.append(Source(shown, "semmoe generate --json", {"set-up": data["name"]}))
+        inputs.measured.append(Measured(shown, [_checked(Configuration, data)], {}))
+        inputs.sources.append(Source(shown, "semmoe generate --json", {"configuration": data["name"]}))
     elif {"settings", "methods"} <= data.keys():
         inputs.replays.append((shown, _checked(ReplayFile, data)))
         inputs.sources.append(Source(shown, "semmoe replay --json", inputs.replays[-1][1].settings))
@@ -231,7 +231,7 @@ def _add_parts(path: Path, shown: str, inputs: Inputs) -> bool:
     known = [_add_sweep(shown, part, inputs) for part in found]
     if any(known) and not all(known):
         others = len(known) - sum(known)
-        inputs.left_out.append(LeftOut(shown, f"{others} of its {len(known)} parts are of benchmarks without a sweep"))
+        inputs.left_out.append(LeftOut(shown, f"{others} of its {len(known)} parts are benchmarks without a sweep"))
     return any(known)
 
 
@@ -240,7 +240,7 @@ def _add_sweep(shown: str, part: Part, inputs: Inputs) -> bool:
     if sweep is None:
         return False
     if len(sweep.visits) > 1000 or not sweep.sweeps:
-        raise ValueError(f"a sweep of {len(sweep.visits)} visits")
+        raise ValueError(f"a sweep of {len(sweep.visits)} visits, not of 1 to 1,000")
     inputs.sweeps.append(Sweep(shown, part, sweep))
     facts = {"command": part.command, "measured on": part.described}
     inputs.sources.append(Source(shown, "serving sweep", {k: v for k, v in facts.items() if v}))

@@ -1,6 +1,7 @@
 """Figures of a plan's layers and ranks, vanilla beside plan: activation, remote ranks, load, bytes per rank pair."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -8,47 +9,43 @@ from semmoe.report import figures, words
 from semmoe.report.records import Figures, Layer
 from semmoe.report.verdict import Pair, Replayed
 from semmoe.report.view import Figure, Key, Missing, Panel, Scale, Table
+from semmoe.report.words import LAR, LOAD, REMOTE, Column, cells
 
 VANILLA, PLAN, PREDICTED = Key("vanilla", "vanilla"), Key("plan", "plan"), Key("predicted", "predicted", "diamond")
 MOST_PAIRS = 32  # ranks up to which a table has every pair
+PREDICTED_LAR: Column = ("LAR predicted", "predicted_lar", words.share)
 
 
 def layers(replayed: Replayed) -> Figure:
     """LAR, remote ranks and load of each layer."""
-    mine, vanilla = replayed.plan.layers, replayed.vanilla
+    mine, vanilla, limit = replayed.plan.layers, replayed.vanilla, replayed.load_limit
     theirs = vanilla.layers if vanilla and len(vanilla.layers) == len(mine) else None
     predicted = [layer.predicted_lar for layer in mine if layer.predicted_lar is not None]
+    marks = predicted if len(predicted) == len(mine) else None
     ranks = len(mine[0].load_per_rank)
-    quantities = [
-        ("Local activation rate", "lar", 3, 0.0, 1 / ranks if ranks else None, "dot"),
-        ("Remote ranks per token", "remote_ranks_per_token", 2, 0.0, None, ""),
-        ("Expert load, max / mean", "load_max_over_mean", 2, 1.0, replayed.load_limit, "dash"),
+    panels = [
+        _panel(LAR, mine, theirs, predicted=marks, baseline=1 / ranks if ranks else None),
+        _panel(REMOTE, mine, theirs, digits=2),
+        _panel(LOAD, mine, theirs, baseline=limit, digits=2, start=1.0, dash="dash"),
     ]
-    panels = []
-    for title, field, digits, start, baseline, dash in quantities:
-        own, other = _column(mine, field), _column(theirs, field) if theirs else None
-        marks = predicted if field == "lar" and len(predicted) == len(mine) else None
-        spec = figures.by_layer(other, own, marks, baseline, digits, start, dash)
-        panels.append(Panel(title, spec, _summary(title, own, other, digits)))
     keys = [*([VANILLA] if theirs else []), PLAN, *([PREDICTED] if predicted else [])]
     keys += [Key("chance: 1 / ranks", "muted", "dot")] if ranks else []
-    if replayed.load_limit:
-        keys.append(Key(f"load limit {replayed.load_limit:g}, of the mean over layers", "muted", "dash"))
+    keys += [Key(f"load limit {limit:g}, of the mean over layers", "muted", "dash")] if limit else []
     says = "Local activations should rise above vanilla's and remote ranks fall below; load is best at 1."
     if predicted:
-        says += " Diamonds: what the plan's own tables predict, which is right if they stand on the bars."
-    return Figure(
-        title="Layer by layer", says=says, panels=panels, tables=[_layer_table(mine, theirs)], keys=keys, columns=3
-    )
+        says += " Diamonds are what the plan's own tables predict; where they stand on the bars, the tables are right."
+    tables = [_layer_table(mine, theirs)]
+    return Figure(title="Layer by layer", says=says, panels=panels, tables=tables, keys=keys, columns=3)
 
 
-def _column(rows: list[Layer], field: str) -> list[float]:
-    return [getattr(row, field) for row in rows]
-
-
-def _summary(title: str, plan: list[float], vanilla: list[float] | None, digits: int) -> str:
+def _panel(column: Column, mine: list[Layer], theirs: list[Layer] | None, digits: int = 3, **look: Any) -> Panel:
+    """One quantity of each layer; `look` is for `figures.by_layer`."""
+    title, field, _ = column
+    plan = [getattr(layer, field) for layer in mine]
+    vanilla = None if theirs is None else [getattr(layer, field) for layer in theirs]
     beside = f", vanilla {_span(vanilla, digits)}" if vanilla else ""
-    return f"{title} of {words.count(len(plan), 'layer')}: plan {_span(plan, digits)}{beside}"
+    label = f"{title} of {words.count(len(plan), 'layer')}: plan {_span(plan, digits)}{beside}"
+    return Panel(title, figures.by_layer(vanilla, plan, digits=digits, **look), label)
 
 
 def _span(values: list[float], digits: int) -> str:
@@ -57,20 +54,10 @@ def _span(values: list[float], digits: int) -> str:
 
 def _layer_table(mine: list[Layer], theirs: list[Layer] | None) -> Table:
     columns = ["layer", "LAR, plan", "LAR predicted", "remote ranks, plan", "load, plan"]
-    rows = [
-        [
-            str(p.layer),
-            words.share(p.lar),
-            words.share(p.predicted_lar),
-            words.ratio(p.remote_ranks_per_token),
-            words.ratio(p.load_max_over_mean),
-        ]
-        for p in mine
-    ]
+    rows = [[str(layer.layer), *cells(layer, [LAR, PREDICTED_LAR, REMOTE, LOAD])] for layer in mine]
     if theirs:
         columns += ["LAR, vanilla", "remote ranks, vanilla", "load, vanilla"]
-        for row, v in zip(rows, theirs, strict=True):
-            row += [words.share(v.lar), words.ratio(v.remote_ranks_per_token), words.ratio(v.load_max_over_mean)]
+        rows = [[*row, *cells(v, [LAR, REMOTE, LOAD])] for row, v in zip(rows, theirs, strict=True)]
     return Table("Figures of each layer", columns, rows)
 
 
@@ -90,8 +77,8 @@ def load(replayed: Replayed) -> Figure | None:
         tables.append(Table(f"Load over mean, {name}", ["layer", *_numbered("rank", values.shape[1])], rows))
     return Figure(
         title="Expert load of each rank",
-        says="(Token, expert) pairs that a rank computes at a layer, all batches together, over the mean of ranks: one "
-        "shade everywhere is even. The busiest rank decides how long a layer takes.",
+        says="(Token, expert) pairs that a rank computes at a layer, over all batches, divided by the mean of ranks: "
+        "one shade everywhere is even. The busiest rank decides how long a layer takes.",
         panels=panels,
         tables=tables,
         scale=Scale(f"{low:.2f}", f"{high:.2f}", "load over mean"),
@@ -109,53 +96,50 @@ def load_over_mean(side: Figures) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Sent:
-    """(G, G) of vanilla and plan, and what they count."""
+    """What ranks send each other: (G, G) of vanilla and plan, in `unit`."""
 
     sides: list[tuple[str, np.ndarray]]
     what: str
     unit: str
     source: str
-    size: float = 0.0  # bytes in a unit; 0: no bytes
+    size: float = 0.0  # bytes per unit; 0 where the unit is rows
 
     def total(self, values: np.ndarray) -> str:
         return words.bytes_of(values.sum() * self.size) if self.size else f"{values.sum():,.1f} {self.unit}"
 
 
 def rank_pairs(pair: Pair | None, replayed: Replayed | None) -> Figure | Missing:
-    """Bytes (or rows) that each rank sends to each other one, on one scale."""
+    """Bytes (or rows) that each rank sends to every other rank, vanilla and plan on one scale."""
     sent = _sent(pair, replayed)
     if sent is None:
-        return Missing(
-            "Bytes per rank pair",
-            "What ranks send each other is not here.",
-            "semmoe generate MODEL --plan PLAN --json > on-the-plan.json",
-        )
+        command = "semmoe generate MODEL --plan PLAN --json > on-the-plan.json"
+        return Missing("Bytes per rank pair", "There is no measurement of what ranks send each other.", command)
+    unit = sent.unit
     high = max(*(float(values.max()) for _, values in sent.sides), 1e-9)
-    panels, tables = [], []
+    panels = []
     for name, values in sent.sides:
         total = sent.total(values)
-        label = f"{sent.what} per rank pair, {name}: {total} in all, at most {values.max():,.1f} {sent.unit} a pair"
-        spec = figures.heat_map(
-            values, "to rank", "from rank", 0.0, high, f" {sent.unit}", 1, 280 + 5 * min(len(values), 32)
-        )
+        label = f"{sent.what} per rank pair, {name}: {total} in all, at most {values.max():,.1f} {unit} per pair"
+        height = 280 + 5 * min(len(values), 32)
+        spec = figures.heat_map(values, "to rank", "from rank", 0.0, high, f" {unit}", 1, height)
         panels.append(Panel(f"{name.capitalize()}: {total}", spec, label))
-        tables.append(_pair_table(name, values, sent.unit))
-    saved = ""
-    if len(sent.sides) == 2 and sent.sides[0][1].sum() > 0:
-        saved = f" The plan sends {words.fewer(1 - sent.sides[1][1].sum() / sent.sides[0][1].sum())} in all."
+    totals = [values.sum() for _, values in sent.sides]
+    saved = (
+        f" The plan sends {words.fewer(1 - totals[1] / totals[0])} in all." if len(totals) == 2 and totals[0] else ""
+    )
     return Figure(
         title=f"{sent.what} per rank pair",
-        says=f"What each rank (row) sends to each other one (column): {sent.source}. Nearer to the 0 end of the scale "
-        f"is less to send, and no row or column should stand out.{saved}",
+        says=f"What each rank (row) sends to every other rank (column): {sent.source}. Less is better, and no row or "
+        f"column should stand out.{saved}",
         panels=panels,
-        tables=tables,
-        scale=Scale("0", f"{high:,.1f}", sent.unit),
+        tables=[_pair_table(name, values, unit) for name, values in sent.sides],
+        scale=Scale("0", f"{high:,.1f}", unit),
         columns=2,
     )
 
 
 def _sent(pair: Pair | None, replayed: Replayed | None) -> Sent | None:
-    """What was measured before what was replayed; bytes before rows."""
+    """What was measured is preferred to what was replayed, and bytes to rows."""
     if pair is not None:
         both = [("vanilla", pair.vanilla), ("plan", pair.plan)]
         sides = [(name, np.array(row.all_to_all_bytes_per_rank_pair) / 1e6) for name, row in both]

@@ -1,4 +1,4 @@
-"""Two pictures of a plan: which rank holds which experts, and which tokens use them."""
+"""Two maps of a plan: which rank holds which experts, and which tokens use them."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -10,18 +10,18 @@ from semmoe.report import experts, figures, words
 from semmoe.report.gather import Inputs, PlanFile, TraceFile
 from semmoe.report.view import Figure, Key, Missing, Panel, Scale, Table
 
-MOST_TOKENS = 240  # of the affinity map
+MOST_TOKENS = 240  # rows of the affinity map
 
 
 @dataclass(frozen=True)
 class Colouring:
-    """What colours say of experts. of_expert (L, E): an index of `names`, or without these a value of any size."""
+    """What the colours of experts mean. of_expert (L, E): an index of `names`, or any value if there are no names."""
 
     of_expert: np.ndarray
     names: list[str]
     colours: list[str]
     says: str
-    scale: str = ""  # what values are, if there are no names
+    scale: str = ""  # what the values are, if there are no names
 
 
 def placement(inputs: Inputs, entry: PlanFile, trace: TraceFile | None) -> Figure:
@@ -38,7 +38,7 @@ def placement(inputs: Inputs, entry: PlanFile, trace: TraceFile | None) -> Figur
     scale = None if chosen.names else Scale(f"{colour_of.min():.3g}", f"{colour_of.max():.3g}", chosen.scale)
     label = (
         f"{words.count(slots.shape[1], 'expert')} of {words.count(len(slots), 'layer')} on {place.ep_size} ranks, "
-        f"{place.redundant_experts} of them copies; the table below has all of them"
+        f"{place.redundant_experts} of them copies; the table below lists all of them"
     )
     return Figure(
         title="Where experts are",
@@ -51,30 +51,33 @@ def placement(inputs: Inputs, entry: PlanFile, trace: TraceFile | None) -> Figur
 
 
 def _colouring(inputs: Inputs, place: Placement, trace: TraceFile | None) -> Colouring:
-    """By the kind of text that uses an expert, else by its load, else by where vanilla has it."""
+    """By the kind of text that uses an expert, else by its load, else by the rank that holds it in vanilla."""
     L = len(place.physical_to_logical_map)
     if trace is None:
         of_expert = np.tile(np.arange(place.num_experts) * place.ep_size // place.num_experts, (L, 1)).astype(float)
-        says = "The shade is the rank that holds an expert in vanilla, where experts go in order of their numbers."
+        says = "The shade is the rank that holds an expert in vanilla, which places experts in order of their numbers."
         return Colouring(of_expert, [], [], says, "rank in vanilla")
     kinds = kinds_of_requests(inputs.domains, trace.trace.num_requests)
     if kinds is None:
-        says = "The shade is how much an expert is used, over its layer's mean: no rank should hold busy ones only."
+        says = "The shade is how much an expert is used, over its layer's mean: no rank should hold only busy experts."
         load = experts.load_over_mean(trace.trace.expert_ids, place.num_experts)
         return Colouring(load, [], [], says, "load over mean")
     names, of_request = kinds
     of_token = of_request[trace.trace.request_of_token()]
     kind = experts.uses(trace.trace.expert_ids, of_token, len(names), place.num_experts).kind
     says = (
-        "The colour is the kind of text that uses an expert most, relative to the expert's average over kinds; grey if "
-        f"that is less than {experts.EVEN} times. A rank of few colours serves few kinds of text."
+        "The colour is the kind of text that uses an expert most, or grey if it uses the expert less than "
+        f"{experts.EVEN} times as much as the average kind. A rank of few colours serves few kinds of text."
     )
     colours = [*figures.KINDS[: len(names)], figures.EVEN_COLOUR]
     return Colouring(np.where(kind < 0, len(names), kind), [*names, "none in particular"], colours, says)
 
 
 def kinds_of_requests(domains: list[str] | None, num_requests: int) -> tuple[list[str], np.ndarray] | None:
-    """Names of kinds, and the kind (R,) of each request; the rarest beyond seven are one. None if they do not fit."""
+    """Names of kinds, and the kind (R,) of each request; the rarest beyond seven are merged.
+
+    None if `domains` does not name a kind for each request.
+    """
     if domains is None or len(domains) != num_requests:
         return None
     most = len(figures.KINDS)
@@ -86,7 +89,7 @@ def kinds_of_requests(domains: list[str] | None, num_requests: int) -> tuple[lis
 
 
 def _about(place: Placement, copies: np.ndarray, colour_of: np.ndarray, names: list[str]) -> np.ndarray:
-    """(L, P) words on the expert in each slot: its number, its kind, and whether it has a copy."""
+    """(L, P) description of the expert in each slot: its number, its kind, and whether it has a copy."""
     slots = place.physical_to_logical_map
     out = np.empty(slots.shape, dtype=object)
     for l, p in np.ndindex(*slots.shape):
@@ -104,23 +107,23 @@ def _placement_table(place: Placement, about: np.ndarray) -> Table:
 
 
 def affinity(entry: PlanFile, found: TraceFile | None) -> Figure | Missing:
-    """Tokens against experts in the model's own order, and in the plan's for the first, a middle and the last layer."""
+    """Tokens against experts: the middle layer in the model's own order, then three layers in the plan's order."""
     if found is None:
-        return Missing(
-            "Which tokens use which experts",
-            "It needs a trace of the plan's model in the directory.",
-            "semmoe profile MODEL --out DIR/trace",
-        )
+        says = "It needs a trace of the plan's model in the directory."
+        return Missing("Which tokens use which experts", says, "semmoe profile MODEL --out DIR/trace")
     L = entry.plan.fingerprint.num_layers
     maps = {l: experts.token_map(found.trace, entry.plan.placement, l, MOST_TOKENS) for l in sorted({0, L // 2, L - 1})}
     high = max(float(m.shares.max()) for m in maps.values())
     panels = [_unordered(L // 2, maps[L // 2], high), *(_ordered(l, m, high) for l, m in maps.items())]
-    profiled = "the plan was solved on it" if found.digest == entry.plan.trace_hash else "not the one the plan is from"
+    profiled = (
+        "the plan was solved on it" if found.digest == entry.plan.trace_hash else "the plan was solved on another"
+    )
     return Figure(
         title="Which tokens use which experts",
         says=f"The {len(maps[0].tokens)} most frequent tokens (rows) of {words.name(found.path)} ({profiled}) and how "
-        "much each uses each expert (columns): as the model numbers them, then sorted by rank, a token to the rank "
-        f"that holds most of what it uses. Blocks on the diagonal can stay home: in brackets how much.{_limits(entry)}",
+        "much each uses each expert (columns): first as the model numbers them, then sorted by rank, where a token "
+        "belongs to the rank that holds most of what it uses. Blocks on the diagonal can stay on their rank; the share "
+        f"is in brackets.{_limits(entry)}",
         panels=panels,
         tables=[_token_table(l, m) for l, m in maps.items()],
         scale=Scale("0", f"{high:.2f}", "share of a token's choices (square-root scale)"),
@@ -129,10 +132,10 @@ def affinity(entry: PlanFile, found: TraceFile | None) -> Figure | Missing:
 
 
 def _limits(entry: PlanFile) -> str:
-    """What of the blocks attention lets a plan have."""
+    """A caveat where attention keeps tokens of a request together."""
     if entry.plan.topology.attn_tp_size > 1:
         return ""
-    return " With attention DP whole requests go to a rank, not tokens, so that less of it does."
+    return " With attention DP whole requests go to a rank, not single tokens, so the real share is lower."
 
 
 def _unordered(layer: int, m: experts.TokenMap, high: float) -> Panel:
@@ -145,22 +148,16 @@ def _unordered(layer: int, m: experts.TokenMap, high: float) -> Panel:
 def _ordered(layer: int, m: experts.TokenMap, high: float) -> Panel:
     home = f"{np.average(m.at_home, weights=m.occurrences):.0%}".replace("%", "\u00a0%")
     spec = figures.affinity_map(m.shares, m.rank_of_expert, m.ranks, high)
-    label = f"Layer {layer} sorted by rank: {home} of these tokens' choices are experts of the token's own rank"
+    label = f"Layer {layer} sorted by rank: {home} of these tokens' choices are experts on the token's own rank"
     return Panel(f"Layer {layer}, by rank ({home})", spec, label)
 
 
 def _token_table(layer: int, m: experts.TokenMap) -> Table:
-    """Each token with its rank and the experts that it uses most."""
+    """Each token with its rank and the three experts that it uses most."""
     top = np.argsort(-m.shares, axis=1, kind="stable")[:, :3]
-    rows = [
-        [
-            str(token),
-            str(rank),
-            f"{home:.3f}",
-            f"{n:,}",
-            ", ".join(f"{m.experts[e]} ({m.shares[i, e]:.2f})" for e in top[i]),
-        ]
-        for i, (token, rank, home, n) in enumerate(zip(m.tokens, m.ranks, m.at_home, m.occurrences, strict=True))
-    ]
-    columns = ["token id", "rank", "at home", "occurrences", "most used experts (share)"]
+    rows = []
+    for i, token in enumerate(m.tokens):
+        used = ", ".join(f"{m.experts[e]} ({m.shares[i, e]:.2f})" for e in top[i])
+        rows.append([str(token), str(m.ranks[i]), f"{m.at_home[i]:.3f}", f"{m.occurrences[i]:,}", used])
+    columns = ["token id", "rank", "share at home", "occurrences", "most used experts (share)"]
     return Table(f"Tokens of layer {layer}", columns, rows)

@@ -3,6 +3,17 @@
 (() => {
   const figures = JSON.parse(document.getElementById("figures").textContent);
   const LEGIBLE = 20; // pixels of a cell
+  const axis = {
+    gridcolor: "@grid", showgrid: true, linecolor: "@grid", showline: true, zeroline: false, automargin: true, fixedrange: true, ticks: "",
+    tickfont: { color: "@muted", size: 11 },
+  };
+  const template = { // what all figures have in common
+    layout: {
+      margin: { l: 8, r: 8, t: 8, b: 8 }, showlegend: false, dragmode: false, xaxis: axis, yaxis: axis,
+      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+      font: { size: 12, color: "@ink" }, hoverlabel: { font: { size: 12 } },
+    },
+  };
   const root = document.documentElement;
   const button = document.getElementById("theme");
   const dark = matchMedia("(prefers-color-scheme: dark)");
@@ -25,7 +36,8 @@
     const family = getComputedStyle(document.body).fontFamily;
     for (const [id, figure] of Object.entries(figures)) {
       const { data, layout } = painted(figure, "");
-      layout.font.family = family;
+      layout.template = painted(template, "");
+      layout.template.layout.font.family = family;
       layout.width = document.getElementById(id).clientWidth;
       for (const trace of data) {
         // Numbers that would be too small to read are left out.

@@ -1,4 +1,4 @@
-"""Inputs -> one HTML file that needs nothing else: style, script, Plotly and data are inside."""
+"""Write one HTML file that contains all it needs: style, script, Plotly and data."""
 
 import base64
 import hashlib
@@ -19,7 +19,7 @@ MOST_BYTES = 8_000_000
 
 @dataclass(frozen=True)
 class Written:
-    """What became of a report."""
+    """A report that was written."""
 
     path: Path
     size: int  # bytes
@@ -28,12 +28,12 @@ class Written:
 
 
 def write(folder: Path, out: Path, command: str = "") -> Written:
-    """One page from everything in `folder`; raises ValueError if there is no plan, or too much for one page."""
+    """Write one page from everything in `folder`; raises ValueError if there is no plan, or too much for one page."""
     inputs = gather(folder, page=out)
     html, cards = render(inputs, command or f"semmoe report {folder}")
     content = html.encode()
-    size = f"{len(content):,} bytes, more than {MOST_BYTES:,}"
     if len(content) > MOST_BYTES:
+        size = f"{len(content):,} bytes, more than {MOST_BYTES:,}"
         raise ValueError(f"the page would have {size}: put fewer plans or traces in {folder}")
     with atomic_file(out) as staged:
         staged.write_bytes(content)
@@ -54,12 +54,9 @@ def render(inputs: Inputs, command: str) -> tuple[str, list[Card]]:
     provenance, tables = sources.section(inputs, command)
     plotly_js, page_js = plotly.offline.get_plotlyjs(), (HERE / "page.js").read_text(encoding="utf-8")
     assert "</script" not in plotly_js.lower()
+    loader = jinja2.FileSystemLoader(HERE)
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(HERE),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
+        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     html = environment.get_template("page.html.j2").render(
         title=words.name(inputs.plans[0].plan.fingerprint.model),
@@ -78,7 +75,7 @@ def render(inputs: Inputs, command: str) -> tuple[str, list[Card]]:
 
 
 def _sections(inputs: Inputs, of_plans: list[tuple[PlanFile, Pair | None, Replayed | None, str]]) -> list[Section]:
-    """What there is; what is missing altogether comes last, together."""
+    """The sections that have content, then one with what all the others would show."""
     plan_sections = [plans.section(inputs, *four) for four in of_plans]
     measured, rest = measurements.generated(inputs), [measurements.methods(inputs), measurements.routing(inputs)]
     found = [measured, *plan_sections, *rest, serving.section(inputs)]
@@ -89,7 +86,7 @@ def _sections(inputs: Inputs, of_plans: list[tuple[PlanFile, Pair | None, Replay
 
 
 def specs(sections: list[Section]) -> dict[str, Any]:
-    """Plotly figures by the id of their place in the page."""
+    """Plotly figures by the id of their element in the page."""
     return {
         f"{section.id}-{i}-{j}": panel.spec
         for section in sections
@@ -100,7 +97,7 @@ def specs(sections: list[Section]) -> dict[str, Any]:
 
 
 def embedded(value: Any) -> str:
-    """JSON that can stand in a <script>: nothing in it ends the element or starts a comment."""
+    """JSON that is safe inside a <script>: nothing in it ends the element or starts a comment."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -108,5 +105,5 @@ def embedded(value: Any) -> str:
 
 
 def _digest(script: str) -> str:
-    """How a content security policy names the only scripts that may run."""
+    """The hash by which the content security policy allows a script to run."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"

@@ -10,15 +10,15 @@ def section(inputs: Inputs, entry: PlanFile, pair: Pair | None, replayed: Replay
     trace = trace_of(inputs, entry)
     parts: list[Figure | Missing | None] = []
     if replayed is None:
-        says = "The plan holds no figures of its layers."
+        says = "The plan holds no figures for its layers."
         parts.append(Missing("Layer by layer", says, f"semmoe solve TRACE --out {words.name(entry.path)}"))
     else:
         parts += [layers.layers(replayed), layers.load(replayed)]
     parts += [layers.rank_pairs(pair, replayed), maps.placement(inputs, entry, trace), maps.affinity(entry, trace)]
-    title = words.attention(entry.plan.topology)
-    if sum(p.plan.topology.attention == entry.plan.topology.attention for p in inputs.plans) > 1:
+    title, attention = words.attention(entry.plan.topology), entry.plan.topology.attention
+    if sum(p.plan.topology.attention == attention for p in inputs.plans) > 1:
         title += f", {words.name(entry.path)}"
-    source = f" Figures of layers are replayed: {replayed.source}." if replayed else ""
+    source = f" The figures of layers are replayed: {replayed.source}." if replayed else ""
     return Section(
         id=id,
         title=f"The plan for {title[0].lower()}{title[1:]}",
@@ -34,12 +34,12 @@ def _intro(entry: PlanFile) -> str:
     redundant = words.count(entry.plan.placement.redundant_experts, "redundant expert")
     return (
         f"{words.count(t.ep_size, 'rank')}, {groups}, {words.count(t.num_nodes, 'node')}; {f.num_layers} MoE layers of "
-        f"{f.num_experts} experts, {f.top_k} a token, {redundant}; method {words.name(entry.plan.method)}."
+        f"{f.num_experts} experts, {f.top_k} per token, {redundant}; method {words.name(entry.plan.method)}."
     )
 
 
 def trace_of(inputs: Inputs, entry: PlanFile) -> TraceFile | None:
-    """The trace that a plan was solved on, or else one of the same model."""
+    """The trace that a plan was solved on, else one of the same model, else None."""
     fits = [t for t in inputs.traces if entry.plan.fingerprint.mismatch(t.trace.fingerprint) is None]
     own = [t for t in fits if t.digest == entry.plan.trace_hash]
     return next(iter([*own, *fits]), None)

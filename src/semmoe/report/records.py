@@ -1,6 +1,6 @@
-"""What is read of measurements: of each file that a command's `--json` wrote, and of a plan's `expected`.
+"""The parts of measurements that a report reads: from files that a command's `--json` wrote, and a plan's `expected`.
 
-Nothing in them is trusted: sizes are bounded, numbers are finite, and what is not needed is not kept.
+Nothing in these files is trusted: sizes are bounded, numbers must be finite, and unknown fields are dropped.
 """
 
 from typing import Annotated, Any
@@ -18,6 +18,11 @@ class Record(BaseModel):
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
 
 
+def _check_square(pairs: list[list[float]]) -> None:
+    if any(len(row) != len(pairs) for row in pairs):
+        raise ValueError("figures of rank pairs are not square")
+
+
 class Layer(Record):
     """One layer of a replay."""
 
@@ -26,28 +31,27 @@ class Layer(Record):
     remote_ranks_per_token: Amount
     load_max_over_mean: Amount
     predicted_lar: float | None = None
-    load_per_rank: list[Amount] = Field(default=[], max_length=1024)  # (G,) pairs
+    load_per_rank: list[Amount] = Field(default=[], max_length=1024)  # (G,) (token, expert) pairs
 
 
 class Figures(Record):
-    """What a replay says of one method."""
+    """The results of replaying one method."""
 
     lar: Share
     remote_ranks_per_token: Amount
     load_max_over_mean: Amount
-    bytes_ratio: Amount | None = None  # of those of linear
+    bytes_ratio: Amount | None = None  # bytes sent, relative to the linear placement
     solve_seconds: Amount | None = None
     layer_us: Amount | None = None
     unknown_token_share: Share | None = None
-    bytes_per_rank_pair: Matrix = []  # (G, G), of a batch and layer
-    rows_per_rank_pair: Matrix = []  # (G, G), of the whole replay
+    bytes_per_rank_pair: Matrix = []  # (G, G), mean of batches and layers
+    rows_per_rank_pair: Matrix = []  # (G, G), sum over the whole replay
     layers: list[Layer] = Field(default=[], max_length=1024)
 
     @model_validator(mode="after")
     def _square(self) -> "Figures":
-        for pairs in (self.bytes_per_rank_pair, self.rows_per_rank_pair):
-            if any(len(row) != len(pairs) for row in pairs):
-                raise ValueError("figures of rank pairs are not square")
+        _check_square(self.bytes_per_rank_pair)
+        _check_square(self.rows_per_rank_pair)
         if len({len(layer.load_per_rank) for layer in self.layers}) > 1:
             raise ValueError("layers differ in their number of ranks")
         return self
@@ -67,11 +71,11 @@ class LinksNote(Record):
 
 
 class Expected(Figures):
-    """A plan's `expected`: its own figures on held-out requests, and others' beside them."""
+    """A plan's `expected`: its figures on held-out requests, and those of other methods."""
 
     holdout: Share
     requests: int
-    scheduled_by_answers: int = 0  # of the requests, those whose prompts were their answers
+    scheduled_by_answers: int = 0  # requests whose groups were chosen by their answers, for lack of prompts
     batch_tokens: int
     batches: Name
     seed: int
@@ -82,8 +86,8 @@ class Expected(Figures):
     verdict: Verdict | None = None
 
 
-class SetUp(Record):
-    """One row of `semmoe demo --json`, or all of `semmoe generate --json`."""
+class Configuration(Record):
+    """One configuration that ran: a row of `semmoe demo --json`, or all of `semmoe generate --json`."""
 
     name: Name
     seconds: Amount
@@ -99,13 +103,11 @@ class SetUp(Record):
     time_to_first_token: Amount
     identical: bool | None
     identical_text: str = Field(max_length=300)
-    plan_hash: str | None = Field(default=None, max_length=64)  # of the plan that it ran on
+    plan_hash: str | None = Field(default=None, max_length=64)  # SHA-256 of the plan that it ran on
 
     @model_validator(mode="after")
-    def _square(self) -> "SetUp":
-        pairs = self.all_to_all_bytes_per_rank_pair
-        if any(len(row) != len(pairs) for row in pairs):
-            raise ValueError("bytes per rank pair are not square")
+    def _square(self) -> "Configuration":
+        _check_square(self.all_to_all_bytes_per_rank_pair)
         return self
 
 
@@ -113,7 +115,7 @@ class DemoFile(Record):
     settings: dict[str, Any]
     prompts: int
     profile_tokens: int
-    set_ups: list[SetUp] = Field(min_length=1, max_length=64)
+    set_ups: list[Configuration] = Field(min_length=1, max_length=64)
     machine: str = Field(default="", max_length=500)
     versions: dict[Name, Name] = Field(default={}, max_length=32)
 

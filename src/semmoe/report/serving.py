@@ -6,27 +6,22 @@ from semmoe.report.measurements import listed
 from semmoe.report.view import Figure, Key, Missing, Panel, Section, Table
 from semmoe.results import LIGHT
 
-DASHES = {"solid": "line", "dash": "dash", "dot": "dot", "dashdot": "dash"}  # of a line: what its legend shows
-MOST_SET_UPS, MOST_RUNS = 12, 400
+DASHES = {"solid": "line", "dash": "dash", "dot": "dot", "dashdot": "dash"}  # line style -> mark in the legend
+MOST_CONFIGURATIONS, MOST_RUNS = 12, 400
 TIMES = (("Median time to first token, ms", "median_ttft_ms"), ("Median end-to-end time, ms", "median_e2e_ms"))
 
 
 def section(inputs: Inputs) -> Section:
-    """Every sweep and attention."""
+    """One figure per sweep and attention."""
     parts: list[Figure | Missing] = [_figure(s, attention) for s in inputs.sweeps for attention in s.sweep.sweeps]
     if not parts:
-        parts = [
-            Missing(
-                "Latency over throughput",
-                "No server was measured under load.",
-                "python benchmarks/bench_serving.py --engine vllm > serving.txt",
-            )
-        ]
+        command = "python benchmarks/bench_serving.py --engine vllm > serving.txt"
+        parts = [Missing("Latency over throughput", "There is no measurement of a server under load.", command)]
     return Section(id="serving", title="Under load", short="Serving", parts=parts)
 
 
 def _figure(found: Sweep, attention: str) -> Figure:
-    names = found.sweep.names(attention)[:MOST_SET_UPS]
+    names = found.sweep.names(attention)[:MOST_CONFIGURATIONS]
     styles = {name: style(name, names) for name in names}
     panels = []
     for title, column in TIMES:
@@ -41,8 +36,8 @@ def _figure(found: Sweep, attention: str) -> Figure:
     rounds = words.count(len({visit.round for visit in found.sweep.visits}), "round")
     return Figure(
         title=f"Latency over throughput, attention {words.name(attention).upper()}",
-        says=f"{described}. A point is a rate at which requests arrive, where it was served, median of {rounds}: lower "
-        "and further right is better. The dotted line across is the objective.",
+        says=f"{described}. Each point is one arrival rate, at the throughput that was reached; medians of {rounds}. "
+        "Lower and further right is better. The dotted horizontal line is the objective.",
         panels=panels,
         tables=[_table(found, attention, names)],
         keys=[*keys, Key("objective", "muted", "dot")],
@@ -51,30 +46,36 @@ def _figure(found: Sweep, attention: str) -> Figure:
 
 
 def style(name: str, names: list[str]) -> tuple[str, str]:
-    """Colour and dash of a set-up: grey for those without a plan, and a dash for each further one of a colour."""
+    """Colour and line style of a configuration: grey without a plan; those of one colour differ in style."""
     same = [n for n in names if ("vanilla" in n) == ("vanilla" in name)]
     return "vanilla" if "vanilla" in name else "plan", list(DASHES)[same.index(name) % len(DASHES)]
 
 
 def points(found: Sweep, name: str, column: str) -> tuple[list[float], list[float]]:
-    """Requests/s and ms of the runs at a rate of arrivals. All at once and lengths of prompts are other workloads."""
+    """Requests/s and ms of the runs at an arrival rate; runs of other kinds are other workloads."""
     runs = [run for run in found.sweep.runs(name) if run == LIGHT or run.endswith(" requests/s")]
-    pairs = [
-        (found.sweep.figure(name, run, "request_throughput"), found.sweep.figure(name, run, column)) for run in runs
-    ]
+    pairs = [tuple(found.sweep.figure(name, run, key) for key in ("request_throughput", column)) for run in runs]
     known = [(x, y) for x, y in pairs if x is not None and y is not None and 0 <= x < 1e9 and 0 <= y < 1e12]
     return [x for x, _ in known], [y for _, y in known]
 
 
 def _table(found: Sweep, attention: str, names: list[str]) -> Table:
-    columns = ["set-up, run", "requests/s", "tokens/s", "TTFT p50", "TTFT p99", "end to end p50", "end to end p99"]
+    columns = [
+        "configuration, run",
+        "requests/s",
+        "tokens/s",
+        "TTFT p50",
+        "TTFT p99",
+        "end to end p50",
+        "end to end p99",
+    ]
     speeds = ("request_throughput", "output_throughput")
     times = ("median_ttft_ms", "p99_ttft_ms", "median_e2e_ms", "p99_e2e_ms")
     rows = [
         [
             f"{words.name(name)}: {words.name(run)}",
             *(words.ratio(found.sweep.figure(name, run, key)) for key in speeds),
-            *(words.milliseconds(found.sweep.figure(name, run, key)) for key in times),
+            *(words.whole(found.sweep.figure(name, run, key)) for key in times),
         ]
         for name in names
         for run in found.sweep.runs(name)

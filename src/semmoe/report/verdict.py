@@ -1,37 +1,38 @@
-"""The verdict on each plan: what was predicted for which links, and what was measured."""
+"""The verdict on each plan: what was predicted, for which links, and what was measured."""
 
 from dataclasses import dataclass
 
 from semmoe.report import words
 from semmoe.report.gather import Inputs, Measured, PlanFile
-from semmoe.report.records import Expected, Figures, SetUp
+from semmoe.report.records import Configuration, Figures
 from semmoe.report.view import Card, Number
 
-BADGES = {"yes": "Worth it", "no": "Not worth it", "open": "No verdict", "wrong": "Outputs differ"}
+Either = Figures | Configuration
 
 
 @dataclass(frozen=True)
 class Pair:
     """A plan and vanilla that ran on the same tokens."""
 
-    vanilla: SetUp
-    plan: SetUp
+    vanilla: Configuration
+    plan: Configuration
     run: Measured  # the plan's
 
     @property
     def saved(self) -> float:
-        """Share of all-to-all bytes; negative: lost."""
+        """Share of vanilla's all-to-all bytes that the plan saves; negative if it sends more."""
         return 1 - self.plan.all_to_all_bytes / max(self.vanilla.all_to_all_bytes, 1e-9)
 
 
 def measured_pair(inputs: Inputs, plan: PlanFile) -> Pair | None:
-    """The run of `plan` and vanilla's on the same tokens; None where one of them is missing.
+    """The run of `plan`, and vanilla's on the same tokens; None where one of them is missing.
 
-    A run that names its plan by hash must name this one; one that does not counts if no other plan has this attention.
+    A run that names its plan by hash must name this plan. One without a hash counts if no other plan has the same
+    attention.
     """
     prefix = f"attention-{plan.plan.topology.attention.upper()}, "
     alone = sum(p.plan.topology.attention == plan.plan.topology.attention for p in inputs.plans) == 1
-    rows = [(row, run) for run in inputs.measured for row in run.set_ups if row.name.startswith(prefix)]
+    rows = [(row, run) for run in inputs.measured for row in run.rows if row.name.startswith(prefix)]
     for row, run in rows:
         if row.name != prefix + "on the plan" or not (row.plan_hash == plan.digest or (alone and not row.plan_hash)):
             continue
@@ -41,70 +42,58 @@ def measured_pair(inputs: Inputs, plan: PlanFile) -> Pair | None:
     return None
 
 
-def vanilla_of(expected: Expected, method: str) -> Figures | None:
-    """What contiguous placement was expected to do on the same requests."""
-    return expected.others.get("linear") if method != "linear" else None
+def _vanilla(figures: dict[str, Figures], method: str) -> Figures | None:
+    """The figures of contiguous placement beside those of `method`, unless it is that method."""
+    return figures.get("linear") if method != "linear" else None
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """What was replayed of a plan and of vanilla, and in words where that is from."""
+    """Replayed figures of a plan and of vanilla, and a description of their source."""
 
     plan: Figures
     vanilla: Figures | None
     source: str
-    load_limit: float | None = None  # that the plan was solved for
+    load_limit: float | None = None  # on max / mean expert load, which the plan was solved for
 
     def sides(self) -> list[tuple[str, Figures]]:
         vanilla = [] if self.vanilla is None else [("vanilla", self.vanilla)]
         return [*vanilla, ("plan", self.plan)]
 
-    @property
-    def load_of_layers(self) -> list[float]:
-        return [layer.load_max_over_mean for layer in self.plan.layers]
-
 
 def replayed_of(inputs: Inputs, entry: PlanFile) -> Replayed | None:
-    """What was replayed of a plan, layer by layer: on requests held out while solving, else in a replay's file."""
+    """Replayed figures of a plan, layer by layer: from requests held out while solving, else from a replay's file."""
     plan, expected, limit = entry.plan, entry.expected, _load_limit(entry)
     if expected is not None and expected.layers:
         where = f"{words.count(expected.requests, 'request')} held out while solving, {words.name(entry.path)}"
-        return Replayed(expected, vanilla_of(expected, plan.method), where, limit)
+        return Replayed(expected, _vanilla(expected.others, plan.method), where, limit)
     t = plan.topology
     for path, replay in inputs.replays:
         same = all(replay.settings.get(k) == v for k, v in (("ep_size", t.ep_size), ("dp_size", t.dp_size)))
         own = replay.methods.get(plan.method)
         if same and own is not None and own.layers:
-            vanilla = replay.methods.get("linear") if plan.method != "linear" else None
+            vanilla = _vanilla(replay.methods, plan.method)
             seen = ", partly on requests that it was solved on" if replay.settings.get("profiled") else ""
             return Replayed(own, vanilla, f"method {words.name(plan.method)} in {words.name(path)}{seen}", limit)
     return None
 
 
 def _load_limit(entry: PlanFile) -> float | None:
-    """The limit that a plan was solved for, from settings that anybody may have written."""
+    """The load limit in a plan's settings, which are not trusted: None unless it is a sensible number."""
     settings = entry.plan.settings.get("cocluster")
     limit = settings.get("load_limit") if isinstance(settings, dict) else None
     return float(limit) if isinstance(limit, (int, float)) and 1 <= limit < 1e6 else None
 
 
 def card(plan: PlanFile, pair: Pair | None, replayed: Replayed | None, target: str) -> Card:
+    """The verdict on one plan; `target` is the id of its section."""
     sentences = [_predicted(plan)]
     if pair is not None:
-        sentences.append(measured_sentence(pair))
+        sentences.append(_measured(pair))
     sentences += _warnings(plan, replayed)
-    state = _state(plan, pair)
     numbers, source = _numbers(pair, replayed)
-    title = words.attention(plan.plan.topology)
-    return Card(
-        title=f"{title}, {plan.plan.topology.ep_size} ranks",
-        state=state,
-        badge=BADGES[state],
-        sentences=sentences,
-        numbers=numbers,
-        source=source,
-        target=target,
-    )
+    title = f"{words.attention(plan.plan.topology)}, {plan.plan.topology.ep_size} ranks"
+    return Card(title, _state(plan, pair), sentences, numbers, source, target)
 
 
 def _state(plan: PlanFile, pair: Pair | None) -> str:
@@ -117,18 +106,18 @@ def _state(plan: PlanFile, pair: Pair | None) -> str:
 def _predicted(plan: PlanFile) -> str:
     expected = plan.expected
     if expected is None:
-        return "Nothing was predicted: the plan holds no figures of held-out requests (semmoe solve writes them)."
+        return "Nothing was predicted: the plan holds no figures for held-out requests (semmoe solve writes them)."
     if expected.verdict is None or expected.links is None:
         return (
             "Whether it is worth it was not predicted: the width of the model was not known when the plan was solved "
             "(semmoe solve --hidden-size H --expert-size F)."
         )
-    batch = f"{expected.tokens_per_batch:,.0f} tokens a batch"
+    batch = f"{expected.tokens_per_batch:,.0f} tokens per batch"
     links = f"{words.name(expected.links.name)} ({words.name(expected.links.kind)})"
     return f"Predicted for {links}, {batch}: {expected.verdict.sentence}."
 
 
-def measured_sentence(pair: Pair) -> str:
+def _measured(pair: Pair) -> str:
     outputs = {
         True: "outputs are identical to plain transformers",
         False: "OUTPUTS DIFFER from plain transformers",
@@ -147,7 +136,7 @@ def _warnings(plan: PlanFile, replayed: Replayed | None) -> list[str]:
     if limit and round(load, 2) > limit:
         found.append(
             f"Warning: expert load {load:.2f}, the mean over layers, is above the limit of {limit:g} that the plan was "
-            "solved for: requests that it has not seen are another mix than its profile."
+            "solved for: the mix of these requests differs from its profile."
         )
     if plan.expected is not None and plan.expected.scheduled_by_answers:
         requests = words.count(plan.expected.scheduled_by_answers, "request")
@@ -156,46 +145,39 @@ def _warnings(plan: PlanFile, replayed: Replayed | None) -> list[str]:
 
 
 def _numbers(pair: Pair | None, replayed: Replayed | None) -> tuple[list[Number], str]:
-    """The figures that the plan's section has layer by layer; those of a run only where nothing was replayed."""
+    """Means of the figures in the plan's section; those of a run only where nothing was replayed."""
     if replayed is not None:
-        plan, vanilla = replayed.plan, replayed.vanilla
-        sent = (plan.remote_ranks_per_token, vanilla.remote_ranks_per_token if vanilla else None)
-        highest = f"highest layer {max(replayed.load_of_layers):.2f}"
-        return _four(plan, vanilla, *sent, highest), f"Replayed: {replayed.source}; load is the mean over layers."
+        highest = f"highest layer {max(layer.load_max_over_mean for layer in replayed.plan.layers):.2f}"
+        numbers = _four(replayed.plan, replayed.vanilla, "remote_ranks_per_token", highest)
+        return numbers, f"Replayed: {replayed.source}; load is the mean over layers."
     if pair is not None:
-        sent = pair.plan.all_to_all_bytes, pair.vanilla.all_to_all_bytes
-        return _four(pair.plan, pair.vanilla, *sent), f"Measured while generating ({pair.run.path})."
+        return _four(pair.plan, pair.vanilla, "all_to_all_bytes"), f"Measured while generating ({pair.run.path})."
     return [], ""
 
 
-def _four(
-    plan: Figures | SetUp, vanilla: Figures | SetUp | None, sent: float, sent0: float | None, of_load: str = ""
-) -> list[Number]:
-    """The four key numbers beside vanilla's; sent: bytes, or rows, which they follow; of_load: what else it says."""
-    saved = "–" if not sent0 else words.percent(1 - sent / sent0)
-    lar, remote, load = (
-        _compared(plan, vanilla, *what)
-        for what in (("lar", 3), ("remote_ranks_per_token", 2), ("load_max_over_mean", 2))
-    )
-    loads = "; ".join(filter(None, (load, of_load)))
+def _four(plan: Either, vanilla: Either | None, field: str, load_note: str = "") -> list[Number]:
+    """The four key numbers beside vanilla's. field: of the bytes sent, or of rows, to which bytes are proportional."""
+    sent, vanilla_sent = getattr(plan, field), getattr(vanilla, field, None)
+    saved = words.percent(1 - sent / vanilla_sent) if sent is not None and vanilla_sent else "–"
     return [
-        Number("Local activation rate", words.share(plan.lar), lar),
-        Number("Remote ranks per token", words.ratio(plan.remote_ranks_per_token), remote),
-        Number("All-to-all bytes saved", saved, "of vanilla's" if sent0 else "no vanilla to compare with"),
-        Number("Expert load, max / mean", words.ratio(plan.load_max_over_mean), loads),
+        _number(words.LAR, plan, vanilla),
+        _number(words.REMOTE, plan, vanilla),
+        Number("All-to-all bytes saved", saved, "of vanilla's" if vanilla_sent else "no vanilla to compare with"),
+        _number(words.LOAD, plan, vanilla, load_note),
     ]
 
 
-def _compared(plan: Figures | SetUp, vanilla: Figures | SetUp | None, field: str, digits: int) -> str:
+def _number(column: words.Column, plan: Either, vanilla: Either | None, note: str = "") -> Number:
+    title, field, write = column
     value, other = getattr(plan, field), getattr(vanilla, field, None)
-    if value is None or other is None:
-        return ""
-    times = f" (× {value / other:.2f})" if other > 0 else ""
-    return f"vanilla {other:.{digits}f}{times}"
+    compared = ""
+    if value is not None and other is not None:
+        compared = f"vanilla {write(other)}" + (f" (× {value / other:.2f})" if other > 0 else "")
+    return Number(title, write(value), "; ".join(filter(None, [compared, note])))
 
 
 def lead(inputs: Inputs, pairs: list[Pair | None]) -> list[str]:
-    """The first words of the page: what is predicted, then what was measured, if anything was."""
+    """The first sentences of the page: what is predicted and, if anything was measured, what was measured."""
     return [sentence for sentence in (_lead_predicted(inputs), _lead_measured(inputs, pairs)) if sentence]
 
 

@@ -1,4 +1,4 @@
-"""What a page is made of, before it is HTML: cards, sections, figures and their tables. All text is plain text."""
+"""What a page is made of, before it is HTML: cards, sections, figures and their tables. All text is plain."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Table:
-    """The first cell of each row names it."""
+    """A table of text; the first cell of each row is its heading."""
 
     caption: str
     columns: list[str]
@@ -15,7 +15,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Key:
-    """An entry of a legend. colour: a name of `figures.PALETTE`, or #rrggbb; mark: box, line, dash, dot or diamond."""
+    """An entry of a legend. colour: #rrggbb or a name of the theme; mark: box, line, dash, dot, round or diamond."""
 
     label: str
     colour: str
@@ -24,7 +24,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Scale:
-    """The colour bar of heat maps: what the lowest and the highest colour stand for."""
+    """The colour bar of heat maps: what its lowest and its highest colour stand for."""
 
     low: str
     high: str
@@ -33,7 +33,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture. spec: Plotly data and layout; label: what it shows, for those who do not see it."""
+    """One plot. spec: Plotly data and layout; label: what it shows, for readers who do not see it."""
 
     title: str
     spec: dict[str, Any]
@@ -42,10 +42,10 @@ class Panel:
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """Panels that belong together, in `columns` beside each other where there is room."""
+    """Panels that belong together, side by side in up to `columns` columns."""
 
     title: str
-    says: str  # what one sees, and what is good
+    says: str  # what it shows, and which values are good
     panels: list[Panel]
     tables: list[Table]
     keys: list[Key] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Missing:
-    """What is not there, and the command that makes it."""
+    """What the directory does not hold, and the command that makes it."""
 
     title: str
     says: str
@@ -64,31 +64,39 @@ class Missing:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
+    """A part of the page with a heading of its own."""
+
     id: str
     title: str
-    short: str  # in the navigation
+    short: str  # its title in the navigation
     intro: str = ""
-    shown: Table | None = None  # a table that is open, before the figures
+    shown: Table | None = None  # a table before the figures that is always open
     parts: list[Figure | Missing] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Number:
-    """A figure of merit. compared: with vanilla, in a few words."""
+    """A key number of a plan. compared: how it compares with vanilla, in a few words."""
 
     label: str
     plan: str
     compared: str
 
 
-@dataclass(frozen=True, kw_only=True)
+BADGES = {"yes": "Worth it", "no": "Not worth it", "open": "No verdict", "wrong": "Outputs differ"}
+
+
+@dataclass(frozen=True)
 class Card:
     """The verdict on one plan. state: yes, no, open (not known) or wrong (outputs differ)."""
 
     title: str
     state: str
-    badge: str
     sentences: list[str]
     numbers: list[Number]
     source: str  # of the numbers
-    target: str = ""  # id of the plan's section
+    target: str  # id of the plan's section
+
+    @property
+    def badge(self) -> str:
+        return BADGES[self.state]

@@ -1,8 +1,11 @@
 """Numbers and names as the page writes them: one format for each quantity."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 from semmoe.topology import Topology
 
-LONGEST = 80  # characters of a name that came from a file
+LONGEST = 80  # characters of a name that comes from a file
 
 
 def share(value: float | None) -> str:
@@ -13,30 +16,41 @@ def ratio(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}"
 
 
+Column = tuple[str, str, Callable[[Any], str]]  # title, field of an item, how its value is written
+LAR: Column = ("Local activation rate", "lar", share)
+REMOTE: Column = ("Remote ranks per token", "remote_ranks_per_token", ratio)
+LOAD: Column = ("Expert load, max / mean", "load_max_over_mean", ratio)
+
+
+def cells(item: object, columns: Sequence[Column]) -> list[str]:
+    """An item's row of a table."""
+    return [write(getattr(item, field)) for _, field, write in columns]
+
+
 def percent(value: float) -> str:
     return f"{value:.1%}".replace("%", "\u00a0%").replace("-", "\u2212")
 
 
 def bytes_of(value: float) -> str:
-    """In the unit that suits it."""
+    """Bytes in GB, MB, kB or B, whichever suits them."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if value >= size:
             return f"{value / size:,.1f} {unit}"
     return f"{value:,.0f} B"
 
 
-def milliseconds(value: float | None) -> str:
+def whole(value: float | None) -> str:
     return "–" if value is None else f"{value:,.0f}"
 
 
 def name(text: object, longest: int = LONGEST) -> str:
-    """Text of a file in one line: bounded, without characters that do not print."""
+    """Text from a file on one line: at most `longest` characters, all of them printable."""
     line = "".join(c if c.isprintable() else " " for c in str(text)).strip()
     return line if len(line) <= longest else line[: longest - 1] + "…"
 
 
 def label(text: object) -> str:
-    """As `name`, for Plotly, which reads tags and entities in its labels."""
+    """The same as `name`, for Plotly, which interprets tags and entities in its labels."""
     return name(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
@@ -49,7 +63,7 @@ def count(number: int, what: str) -> str:
 
 
 def fewer(change: float) -> str:
-    """A saved share in words; negative: lost."""
+    """A share that was saved, in words; a negative one was lost."""
     return f"{percent(abs(change))} {'fewer' if change >= 0 else 'more'}"
 
 

@@ -1,1 +1,1 @@
-"""An HTTP proxy before engines in which nothing may be installed: it names the data-parallel rank of every request."""
+"""An HTTP proxy that names the data-parallel rank of every request, for engines without the plug-in."""

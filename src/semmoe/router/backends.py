@@ -1,8 +1,8 @@
-"""The engines behind the router: their connections, and whether they are well.
+"""The engines behind the router: connections and health checks.
 
-httpcore is what httpx sends with. It is used by itself because a proxy wants neither the fields nor the decoding that
-httpx adds, and because its pool looks at every idle connection for every other one, for each request: here a request
-takes the connection that was used last, whatever their number.
+Requests are sent with httpcore, the layer below httpx: a proxy needs neither the header fields nor the decoding that
+httpx adds. httpcore's own pool compares all idle connections with each other on every request; here a request takes
+the connection that was used last, at constant cost.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from semmoe.router.settings import RouterSettings
 log = logging.getLogger(__name__)
 NOTHING_SENT = (httpcore.ConnectError, httpcore.ConnectTimeout)
 FAILED = (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError)
-# Without a limit on an answer's time, only this finds out that a machine is gone.
+# Answers have no time limit, so only TCP keep-alive detects that a machine is gone.
 KEEP_ALIVE = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)] + [
     (socket.IPPROTO_TCP, getattr(socket, name), value)
     for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
@@ -31,7 +31,7 @@ Body = bytes | AsyncIterable[bytes]
 
 
 class Backend:
-    """One server, over HTTP/1.1 connections that are kept."""
+    """One server, with persistent HTTP/1.1 connections."""
 
     def __init__(self, url: str, settings: RouterSettings) -> None:
         parts = urlsplit(url)
@@ -40,15 +40,15 @@ class Backend:
         self._scheme, self._name = parts.scheme.encode(), (parts.hostname or "").encode()
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._settings, self._failures = settings, 0
-        self._idle: deque[httpcore.AsyncHTTPConnection] = deque()  # the one used last at the right
+        self._idle: deque[httpcore.AsyncHTTPConnection] = deque()  # the one that was used last is at the right
 
     @asynccontextmanager
     async def send(self, method: str, target: bytes, headers: Headers, body: Body) -> AsyncIterator[httpcore.Response]:
-        """The answer to a request, its body unread. Raises NOTHING_SENT or FAILED."""
+        """Send a request and yield the response with its body unread. Raises NOTHING_SENT or FAILED."""
         connection = await self._take()
         try:
             url = httpcore.URL(scheme=self._scheme, host=self._name, port=self._port, target=target)
-            timeout = {"timeout": {"connect": self._settings.connect_seconds}}  # none on what the engine generates
+            timeout = {"timeout": {"connect": self._settings.connect_seconds}}  # no limit on generation
             request = httpcore.Request(method.encode(), url, headers=headers, content=body, extensions=timeout)
             response = await connection.handle_async_request(request)
             try:
@@ -59,7 +59,7 @@ class Backend:
             await self._give_back(connection)
 
     async def probe(self) -> str | None:
-        """Look once: None, or what is wrong."""
+        """Check the backend's health once. Returns None, or what is wrong."""
         try:
             status = await asyncio.wait_for(self._health(), self._settings.health_timeout)
         except NOTHING_SENT:
@@ -84,7 +84,7 @@ class Backend:
             return response.status
 
     def _bad(self, reason: str) -> str | None:
-        """A healthy engine may be late or fail once: busy is not dead."""
+        """Count a failure; it is reported only after several in a row, since a busy engine may be late."""
         self._failures += 1
         return None if self.healthy and self._failures < self._settings.health_failures else reason
 
@@ -103,17 +103,17 @@ class Backend:
             await connection.aclose()
             return
         self._idle.append(connection)
-        while self._idle[0].has_expired():  # those that a quieter time leaves over
+        while self._idle[0].has_expired():  # connections left over from busier times
             await self._idle.popleft().aclose()
             if not self._idle:
                 break
 
 
 class Fleet:
-    """All backends, looked at in the background."""
+    """All backends, with health checks in the background."""
 
     def __init__(self, settings: RouterSettings, lost: Callable[[int], None]) -> None:
-        """lost: called with the number of a backend that is no longer well."""
+        """lost: called with the number of a backend that becomes unhealthy."""
         self.backends = [Backend(url, settings) for url in settings.backends]
         self._lost, self._seconds = lost, settings.health_seconds
         self._watches: list[asyncio.Task[None]] = []
@@ -123,11 +123,11 @@ class Fleet:
         return any(backend.healthy for backend in self.backends)
 
     def running(self, without: set[int]) -> list[int | None]:
-        """By backend: requests that it has now; None: it is not well, or among `without`."""
+        """Per backend, the number of requests in flight; None if it is unhealthy or in `without`."""
         return [b.running if b.healthy and i not in without else None for i, b in enumerate(self.backends)]
 
     async def start(self) -> None:
-        """Look at all of them, and go on looking."""
+        """Check all backends, then start to check them periodically."""
         numbers = range(len(self.backends))
         await asyncio.gather(*map(self._look, numbers))
         self._watches = [asyncio.create_task(self._watch(number)) for number in numbers]
@@ -140,7 +140,7 @@ class Fleet:
             await backend.close()
 
     def mark(self, number: int, wrong: str | None) -> None:
-        """A backend is well, or what is wrong with it."""
+        """Record that a backend is healthy (None) or what is wrong with it."""
         backend = self.backends[number]
         if backend.healthy and wrong is not None:
             log.warning("semmoe: backend %s is not used: %s", backend.url, wrong)

@@ -1,4 +1,4 @@
-"""One request of a client, on ASGI: its body read or streamed, its answer sent, and whether it has hung up."""
+"""One client request on ASGI: read or stream its body, send its answer, notice when the client hangs up."""
 
 import asyncio
 import json
@@ -12,15 +12,15 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 T = TypeVar("T")
-HUNG_UP = 499  # as nginx says
+HUNG_UP = 499  # the same status as in nginx
 
 
 class HungUpError(Exception):
-    """The client is gone: nobody is to be answered."""
+    """The client has closed its connection, so there is nobody to answer."""
 
 
 class RefusedError(Exception):
-    """The router's own answer to a request."""
+    """The router refuses a request with an answer of its own."""
 
     def __init__(self, status: int, kind: str, message: str, retry_after: int | None = None) -> None:
         super().__init__(message)
@@ -34,7 +34,7 @@ class Client:
         self.headers: Headers = [(bytes(name), bytes(value)) for name, value in scope["headers"]]
         raw, query = scope.get("raw_path") or self.path.encode(), scope["query_string"]
         self.target: bytes = raw + b"?" + query if query else raw
-        self.status: int | None = None  # once an answer has begun
+        self.status: int | None = None  # set when an answer begins
         self.gone, self._ended = False, False
         self._uploaded = asyncio.Event()
         self._receive, self._send, self._settings = receive, send, settings
@@ -45,10 +45,10 @@ class Client:
         return value_of(self.headers, b"transfer-encoding") is not None or length not in (None, b"0")
 
     def check(self) -> None:
-        """Raise RefusedError for what must not be sent on, before any of its body is read.
+        """Raise RefusedError for a request that must not be forwarded, before its body is read.
 
-        A target that names a host could be taken for a request to that host, and a body of two lengths for two requests
-        (RFC 9112, section 6.3).
+        A backend could take a target that names a host for a request to that host, and a request that declares its
+        length in two ways for two requests (RFC 9112, section 6.3).
         """
         length = value_of(self.headers, b"content-length")
         if not self.target.startswith(b"/"):
@@ -60,7 +60,7 @@ class Client:
             raise self._too_large()
 
     async def read(self, hold: Callable[[int], None]) -> bytes:
-        """The whole body; `hold` is called with the number of its bytes as they come, and may raise."""
+        """The whole body. `hold` is called with the size of each chunk as it arrives, and may raise."""
         body = bytearray()
         async for chunk in self.stream():
             hold(len(chunk))
@@ -68,7 +68,10 @@ class Client:
         return bytes(body)
 
     async def stream(self) -> AsyncIterator[bytes]:
-        """The body as it comes. Raises RefusedError if it is too long or too late; only waits for the client count."""
+        """The body in chunks as they arrive. Raises RefusedError if it is too long or too late.
+
+        Only the time spent waiting for the client counts against the limit.
+        """
         clock = asyncio.get_running_loop().time
         size, left, more = 0, self._settings.body_seconds, True
         while more:
@@ -84,7 +87,7 @@ class Client:
         self._uploaded.set()
 
     async def _next(self, seconds: float) -> Message:
-        """What the client sends next of its body."""
+        """The next message with a part of the body."""
         try:
             message = await asyncio.wait_for(self._receive(), seconds)
         except asyncio.TimeoutError:
@@ -101,7 +104,7 @@ class Client:
         return RefusedError(413, "invalid_request_error", reason)
 
     async def while_connected(self, work: Awaitable[T]) -> T:
-        """The result of `work`, which reads or has read the body, unless the client hangs up: HungUpError then."""
+        """The result of `work`, which reads or has read the body. Raises HungUpError if the client hangs up."""
         task = asyncio.current_task()
         assert task is not None
         watch = asyncio.create_task(self._watch(task))
@@ -116,10 +119,10 @@ class Client:
 
     async def _watch(self, task: asyncio.Task[Any]) -> None:
         if self.has_body:
-            await self._uploaded.wait()  # until then it is the body's reader that receives
+            await self._uploaded.wait()  # until then, `stream` receives the messages
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        if not self._ended:  # an answer's end looks like a client's
+        if not self._ended:  # the end of an answer is reported as a disconnect too
             self.gone = True
             task.cancel()
 
@@ -135,13 +138,13 @@ class Client:
         await self._send({"type": "http.response.body", "body": chunk, "more_body": False})
 
     async def answer(self, status: int, kind: bytes, body: bytes, more: Headers | None = None) -> None:
-        """The router's own answer."""
+        """Send an answer of the router's own."""
         headers = [(b"content-type", kind), (b"content-length", b"%d" % len(body)), *(more or [])]
         await self.begin(status, headers)
         await self.end(body)
 
     async def refuse(self, refused: RefusedError) -> None:
-        """In OpenAI's form. The connection is closed, as there may be a body on it that nobody reads."""
+        """Answer with an error in OpenAI's format; close the connection, which may still carry an unread body."""
         error = {"message": str(refused), "type": refused.kind, "param": None, "code": refused.status}
         more = [(b"connection", b"close")]
         if refused.retry_after is not None:

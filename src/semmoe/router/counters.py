@@ -1,19 +1,19 @@
 """The router's own `/metrics`.
 
-Names (all begin with `semmoe_router_`, counters end with `_total`), labels in braces:
+Names (all begin with `semmoe_router_`, counters end with `_total`) with their labels in braces:
 
-    requests{endpoint, status, backend}  answered; endpoint `other` is passed through; status 499: the client hung up;
-                                         backend `none`: the router answered
+    requests{endpoint, status, backend}  requests answered. Endpoint `other`: forwarded without scheduling; status 499:
+                                         the client hung up; backend `none`: the router itself answered
     scheduled_requests{dp_rank, by}      choices of a rank; by = plan, named (the request named its rank) or engine
-    unknown_tokens                       prompt ids that the plan's tables do not know
-    schedule_failures                    requests that could not be scheduled and were served all the same
-    prompt_tokens, cached_tokens         of scheduled requests: all, and those that their rank should have cached
-    retries                              requests sent to another backend as the first could not be connected to
-    in_flight{backend}                   requests that a backend now has
-    queued                               requests that wait, or still send their body
+    unknown_tokens                       prompt token ids that are not in the plan's tables
+    schedule_failures                    requests that could not be scheduled and were forwarded anyway
+    prompt_tokens, cached_tokens         prompt tokens of scheduled requests: all, and those expected in a rank's cache
+    retries                              requests sent to another backend because the first could not be reached
+    in_flight{backend}                   requests that a backend is working on
+    queued                               requests that wait, or whose body is still being read
     healthy{backend}                     1 or 0
-    added_seconds                        from a body read to the request sent: tokenising, scheduling and the queue
-    queue_seconds                        of this the queue
+    added_seconds                        time from reading the body to sending the request: tokenise, schedule, queue
+    queue_seconds                        the part of added_seconds that is spent in the queue
 """
 
 from typing import Any
@@ -29,24 +29,29 @@ BUCKETS = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 
 
 
 class Meters:
-    """Of one router: two in a process do not mix."""
+    """The counters of one router; each router of a process has its own registry."""
 
     def __init__(self, fleet: Fleet, gate: Gate) -> None:
         self._registry = CollectorRegistry()
         self.requests = self._counter("requests", "Requests answered", ["endpoint", "status", "backend"])
-        self.scheduled = self._counter("scheduled_requests", "By rank and by who chose it", ["dp_rank", "by"])
-        self.unknown_tokens = self._counter("unknown_tokens", "Prompt ids outside the plan's tables")
+        self.scheduled = self._counter(
+            "scheduled_requests", "Requests scheduled, by rank and by who chose it", ["dp_rank", "by"]
+        )
+        self.unknown_tokens = self._counter("unknown_tokens", "Prompt token ids outside the plan's tables")
         self.schedule_failures = self._counter("schedule_failures", "Requests that could not be scheduled")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of scheduled requests")
-        self.cached_tokens = self._counter("cached_tokens", "Those that their rank should have cached")
-        self.retries = self._counter("retries", "Requests sent to another backend as the first was not reached")
-        self.added = self._histogram("added_seconds", "From a body read to the request sent")
-        self.queued = self._histogram("queue_seconds", "Of this the queue")
-        running, healthy = self._gauge("in_flight", "Requests there now"), self._gauge("healthy", "1 or 0")
+        self.cached_tokens = self._counter("cached_tokens", "Prompt tokens that their rank should have cached")
+        self.retries = self._counter("retries", "Requests sent to another backend")
+        self.added = self._histogram("added_seconds", "From reading the body to sending the request")
+        self.queued = self._histogram("queue_seconds", "Time in the queue")
+        running, healthy = (
+            self._gauge("in_flight", "Requests that the backend is working on"),
+            self._gauge("healthy", "1 or 0"),
+        )
         for backend in fleet.backends:
             running.labels(backend.url).set_function(lambda backend=backend: backend.running)
             healthy.labels(backend.url).set_function(lambda backend=backend: float(backend.healthy))
-        waiting = Gauge(PREFIX + "queued", "Requests that wait or send their body", registry=self._registry)
+        waiting = Gauge(PREFIX + "queued", "Requests that wait, or whose body is being read", registry=self._registry)
         waiting.set_function(lambda: gate.inside - gate.running)
 
     def page(self) -> bytes:

@@ -1,37 +1,42 @@
-"""Back-pressure: so many requests at the backends, so many that wait for them, so many bytes of both."""
+"""Back-pressure: limits on requests at the backends, on requests that wait, and on the bytes of both."""
 
 import asyncio
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 
 class BusyError(Exception):
-    """There is no room, or there was none for too long."""
+    """There is no room for the request, or it has waited too long."""
 
 
 class Gate:
-    """First come, first served. One event loop uses it."""
+    """Admits requests in order of arrival. Used from one event loop."""
 
     def __init__(self, limit: int, queue: int, seconds: float, max_bytes: int) -> None:
-        self._limit, self._room, self._seconds, self._max_bytes = limit, limit + queue, seconds, max_bytes
+        self._limit, self._room, self._seconds, self.max_bytes = limit, limit + queue, seconds, max_bytes
         self._turns: deque[asyncio.Future[bool]] = deque()
-        self.running, self.inside = 0, 0  # at the backends, and these with all that wait or still send their body
-        self.held = 0  # bytes of the bodies of all that are inside
+        self.running, self.inside = 0, 0  # requests at the backends; these and all that wait or send their body
+        self.held = 0  # bytes of body of all requests inside
 
-    def place(self) -> "Place":
-        """A place for one request, in `with`. Raises BusyError on entering it."""
-        return Place(self)
-
-    def _enter(self) -> None:
+    @contextmanager
+    def place(self) -> Iterator["Place"]:
+        """A place for one request. Raises BusyError if there is no room."""
         if self.inside >= self._room:
             raise BusyError
         self.inside += 1
+        place = Place(self)
+        try:
+            yield place
+        finally:
+            self.inside -= 1
+            self.held -= place.held
+            if place.started:
+                self._stop()
 
-    def _hold(self, size: int) -> None:
-        if self.held + size > self._max_bytes:
-            raise BusyError
-        self.held += size
-
-    async def _start(self) -> None:
+    async def start(self) -> None:
+        """Take a place at the backends, or wait for one. Raises BusyError after too long a wait."""
         if self.running < self._limit and not self._turns:
             self.running += 1
             return
@@ -43,7 +48,7 @@ class Gate:
             begun = await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled() and turn.result():
-                self._stop()  # its turn had just come
+                self._stop()  # its turn had come in the meantime
             raise
         finally:
             late.cancel()
@@ -51,7 +56,7 @@ class Gate:
             raise BusyError
 
     def _stop(self) -> None:
-        """Hand the place at the backends to the next in the queue."""
+        """Give the place at the backends to the next request in the queue."""
         while self._turns:
             turn = self._turns.popleft()
             if not turn.done():
@@ -60,29 +65,25 @@ class Gate:
         self.running -= 1
 
 
+@dataclass
 class Place:
-    def __init__(self, gate: Gate) -> None:
-        self._gate, self._started, self._held = gate, False, 0
+    """The place of one request in a gate."""
 
-    def __enter__(self) -> "Place":
-        self._gate._enter()
-        return self
+    gate: Gate
+    started: bool = False
+    held: int = 0  # bytes of the request's body
 
     def hold(self, size: int) -> None:
-        """So many more bytes of the request's body are held until it leaves. Raises BusyError."""
-        self._gate._hold(size)
-        self._held += size
+        """Count `size` more bytes of the request's body until it leaves. Raises BusyError."""
+        if self.gate.held + size > self.gate.max_bytes:
+            raise BusyError
+        self.gate.held += size
+        self.held += size
 
     async def start(self) -> None:
-        """Wait for a turn at the backends. Raises BusyError."""
-        await self._gate._start()
-        self._started = True
-
-    def __exit__(self, *exception: object) -> None:
-        self._gate.inside -= 1
-        self._gate.held -= self._held
-        if self._started:
-            self._gate._stop()
+        """Wait until the request may go to a backend. Raises BusyError."""
+        await self.gate.start()
+        self.started = True
 
 
 def _give_up(turn: asyncio.Future[bool]) -> None:

@@ -1,8 +1,8 @@
-"""The token ids of a request's prompt, as the engine will see them, from the body that a client sent.
+"""The token ids of a request's prompt, as the engine will see them, from the request's body.
 
-What cannot be known here (images, a template of the client's own, a stored conversation) is None, and the engine
-chooses the rank. An engine that renders a prompt a little differently, say its tools, is no harm: a prompt's score
-hardly changes, and prefixes are compared with those that the same rendering made.
+A prompt that cannot be known here (images, a chat template of the client's own, a stored conversation) is None, and the
+engine chooses the rank. It does no harm if an engine renders a prompt a little differently, for example its tools: the
+prompt's score hardly changes, and its prefix is compared with prefixes that were rendered here in the same way.
 """
 
 import inspect
@@ -15,27 +15,29 @@ from typing import Any
 import numpy as np
 
 Body = dict[str, Any]
-Lists = list[np.ndarray]  # (n,) int64 each
+Lists = list[np.ndarray]  # (n,) int64 per prompt
 MAX_ANSWERS = 1024
-# A template that goes through the parts of a message gets parts; others get text.
+# A chat template that loops over the parts of a message is given parts, any other is given text.
 READS_PARTS = re.compile(r"\bfor\s+\w+\s+in\s+\w+(\.content|\[\s*['\"]content['\"]\s*\])")
 
 
 @dataclass(frozen=True)
 class Prompt:
-    ids: np.ndarray | None  # (n,) int64, all prompts of the request in a row; None: they cannot be known
-    max_new_tokens: int | None = None  # of each answer
+    """What scheduling needs to know of a request."""
+
+    ids: np.ndarray | None  # (n,) int64, all prompts of the request concatenated; None if they cannot be known
+    max_new_tokens: int | None = None  # per answer
     answers: int = 1
-    rank: int | None = None  # named in the body, as SGLang allows
+    rank: int | None = None  # named in the body, which SGLang allows
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer for several threads at once."""
+    """A Hugging Face tokenizer that several threads can use at once."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._fast = getattr(tokenizer, "backend_tokenizer", None)
-        if self._fast is not None:  # called as such it is not changed by a call, and lets other threads run
+        if self._fast is not None:  # it keeps no state between calls and releases the GIL
             self._fast.no_truncation()
             self._fast.no_padding()
         self._reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters)
@@ -43,15 +45,16 @@ class Tokenizer:
         self._reads_parts = isinstance(template, str) and READS_PARTS.search(template) is not None
 
     def encode(self, text: str, special: bool) -> np.ndarray:
-        """(n,) int64; special: with the tokens that the tokenizer adds around a text, such as the first of all."""
+        """(n,) int64 token ids; special: with the tokens that the tokenizer adds around a text."""
         if self._fast is not None:
             return np.array(self._fast.encode(text, add_special_tokens=special).ids, np.int64)
         return np.array(self._tokenizer.encode(text, add_special_tokens=special), np.int64)
 
     def render(self, messages: list[Body], tools: Any, continued: bool, generate: bool, variables: Any) -> str | None:
-        """The text of a conversation; None where there is no template, or a client would bring its own.
+        """The text of a conversation; None if there is no template, or it cannot be rendered here.
 
-        continued: the last message is to be continued; generate: an answer begins; variables: for the template.
+        continued: the answer continues the last message; generate: append the beginning of an answer; variables: extra
+        variables for the template, which must not replace arguments of `apply_chat_template`.
         """
         if self._tokenizer.chat_template is None or not isinstance(variables, dict) or self._reserved & set(variables):
             return None
@@ -82,7 +85,7 @@ class Tokenizer:
 
 
 def read_prompt(path: str, body: bytes, tokenizer: Tokenizer | None) -> Prompt:
-    """The prompt of a request to one of `ENDPOINTS`. What is no valid request has none: the engine will refuse it."""
+    """The prompt of a request to one of `ENDPOINTS`; unknown for an invalid request, which the engine will refuse."""
     try:
         request = json.loads(body)
     except (ValueError, RecursionError):
@@ -90,25 +93,28 @@ def read_prompt(path: str, body: bytes, tokenizer: Tokenizer | None) -> Prompt:
     if not isinstance(request, dict):
         return Prompt(None)
     found, sampling = ENDPOINTS[path](request, tokenizer), _sampling(request)
-    rank = next((r for name in ("routed_dp_rank", "data_parallel_rank") if _is_count(r := request.get(name))), None)
-    ids = np.concatenate(found) if found else None
-    most = next((sampling[name] for name in LENGTHS if _is_count(sampling.get(name))), DEFAULT_LENGTHS.get(path))
-    answers = sampling.get("n") if _is_count(sampling.get("n")) else 1
-    return Prompt(ids, most, min(max(len(found or [0]) * int(answers or 1), 1), MAX_ANSWERS), rank)
+    length, prompts = _first_count(sampling, *LENGTHS), len(found or [0])
+    return Prompt(
+        ids=np.concatenate(found) if found else None,
+        max_new_tokens=DEFAULT_LENGTHS.get(path) if length is None else length,
+        answers=min(prompts * (_first_count(sampling, "n") or 1), MAX_ANSWERS),
+        rank=_first_count(request, "routed_dp_rank", "data_parallel_rank"),
+    )
 
 
 LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens", "max_new_tokens")
-DEFAULT_LENGTHS = {"/v1/completions": 16, "/generate": 128}  # of a request that does not say
+DEFAULT_LENGTHS = {"/v1/completions": 16, "/generate": 128}  # if a request gives no length
 
 
 def _sampling(request: Body) -> Body:
-    """Where n and the length stand: in the body, or by themselves as /generate has it."""
+    """The object that holds n and the length: the body, or its `sampling_params` (/generate)."""
     own = request.get("sampling_params")
     return own if isinstance(own, dict) else request
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+def _first_count(values: Body, *names: str) -> int | None:
+    """The first of these fields that is an integer and not negative."""
+    return next((values[name] for name in names if _is_int(values.get(name)) and values[name] >= 0), None)
 
 
 def _completion(request: Body, tokenizer: Tokenizer | None) -> Lists | None:
@@ -116,7 +122,7 @@ def _completion(request: Body, tokenizer: Tokenizer | None) -> Lists | None:
 
 
 def _generate(request: Body, tokenizer: Tokenizer | None) -> Lists | None:
-    """SGLang's own endpoint."""
+    """SGLang's native endpoint."""
     if any(request.get(name) for name in ("input_embeds", "image_data", "video_data", "audio_data")):
         return None
     given = request.get("input_ids")
@@ -124,7 +130,7 @@ def _generate(request: Body, tokenizer: Tokenizer | None) -> Lists | None:
 
 
 def _tokens_in(request: Body, tokenizer: Tokenizer | None) -> Lists | None:
-    """vLLM's endpoint for callers that tokenise themselves."""
+    """vLLM's endpoint for clients that tokenise prompts themselves."""
     return None if request.get("features") else _lists(request.get("token_ids"), None, True)
 
 
@@ -145,7 +151,7 @@ def _chat(request: Body, tokenizer: Tokenizer | None) -> Lists | None:
 
 
 def _responses(request: Body, tokenizer: Tokenizer | None) -> Lists | None:
-    """Text and messages; what refers to calls or to earlier answers is known to the engine alone."""
+    """Text and messages; only the engine knows the prompt if it refers to tools or to earlier answers."""
     given = request.get("input")
     items = _objects([{"role": "user", "content": given}] if isinstance(given, str) else given)
     if items is None or any(request.get(name) for name in ("previous_response_id", "conversation", "tools")):
@@ -157,7 +163,7 @@ def _responses(request: Body, tokenizer: Tokenizer | None) -> Lists | None:
     return _chat({"messages": before + messages}, tokenizer)
 
 
-# By path: the requests that are scheduled, all of them POST.
+# POST requests to these paths are scheduled; all others are forwarded.
 ENDPOINTS: dict[str, Callable[[Body, Tokenizer | None], Lists | None]] = {
     "/v1/completions": _completion,
     "/v1/chat/completions": _chat,
@@ -168,12 +174,11 @@ ENDPOINTS: dict[str, Callable[[Body, Tokenizer | None], Lists | None]] = {
 
 
 def _lists(value: Any, tokenizer: Tokenizer | None, special: bool) -> Lists | None:
-    """A text, a list of ids, or a list of either."""
-    if isinstance(value, list) and value and not _is_int(value[0]):
-        found = [_list(one, tokenizer, special) for one in value]
-        return None if any(ids is None for ids in found) else [ids for ids in found if ids is not None]
-    one = _list(value, tokenizer, special)
-    return None if one is None else [one]
+    """Prompts from a text, a list of token ids, or a list of either."""
+    several = isinstance(value, list) and value and not _is_int(value[0])
+    found = [_list(one, tokenizer, special) for one in (value if several else [value])]
+    known = [ids for ids in found if ids is not None]
+    return known if len(known) == len(found) else None
 
 
 def _list(value: Any, tokenizer: Tokenizer | None, special: bool) -> np.ndarray | None:
@@ -196,7 +201,7 @@ def _objects(value: Any) -> list[Body] | None:
 
 
 def _text(part: Any) -> str | None:
-    """Of one part of a message, if it is text."""
+    """The text of one part of a message; None if it is no text."""
     if isinstance(part, str):
         return part
     known = isinstance(part, dict) and part.get("type") in ("text", "input_text", "output_text")
@@ -204,7 +209,7 @@ def _text(part: Any) -> str | None:
 
 
 def _call(call: Any) -> Any:
-    """A tool call whose arguments are an object, as templates want them; clients send them as text."""
+    """A tool call with its arguments as an object, which templates expect; clients send them as JSON text."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call

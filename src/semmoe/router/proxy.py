@@ -1,12 +1,13 @@
 """The router as an ASGI application.
 
-A request to one of `prompts.ENDPOINTS` is read whole, tokenised in a thread, waits for its turn, is scheduled and sent
-with its rank, byte for byte as it came. Anything else is streamed through to the backend that has least to do. Both
-have the same limits on the length of a body and on the time in which a client sends it.
+The body of a request to one of `prompts.ENDPOINTS` is read completely and tokenised in a thread. The request then waits
+for its turn, is scheduled, and is forwarded with its rank; its body is not changed. Any other request is streamed to
+the backend with the fewest requests. The same limits apply to the length of both bodies and to the time in which the
+client must send them.
 
-A request is sent to another backend only if no byte of it has gone out: the first could not be connected to. After that
-a failure is answered with 502, as the engine may have begun to work on it, or breaks off the answer where that has
-begun. Nothing of a prompt, and no field of a request, is logged.
+A request goes to another backend only if the first could not be connected to, so that no byte of it was sent. Any later
+failure is answered with 502, because the engine may have begun to work on the request; if the answer has begun, it is
+cut off. Neither prompts nor header fields are logged.
 """
 
 import asyncio
@@ -32,7 +33,7 @@ UNKNOWN = Prompt(None)
 
 
 class Router:
-    """Settings, plan and tokenizer (None: only prompts that come as ids are scheduled) to an ASGI application."""
+    """An ASGI application. Without a tokenizer, only prompts that are given as token ids are scheduled."""
 
     def __init__(self, settings: RouterSettings, plan: Plan, tokenizer: Tokenizer | None) -> None:
         self._settings, self._tokenizer = settings, tokenizer
@@ -74,7 +75,7 @@ class Router:
             await client.answer(200, b"text/plain", b"ok\n")
 
     async def _serve(self, client: Client) -> None:
-        """Whatever happens, a request is answered or broken off, and counted."""
+        """Answer or cut off a request, whatever happens, and count it."""
         scheduled, by, status = client.method == "POST" and client.path in ENDPOINTS, "none", 500
         try:
             client.check()
@@ -82,7 +83,7 @@ class Router:
             status = client.status or status
         except RefusedError as refused:
             status = refused.status
-            if client.status is None:  # else the answer ends here, which the server makes the client see
+            if client.status is None:  # otherwise the server cuts the answer off
                 await client.refuse(refused)
         except HungUpError:
             status = HUNG_UP
@@ -116,12 +117,15 @@ class Router:
         loop = asyncio.get_running_loop()
         try:
             return await loop.run_in_executor(self._threads, read_prompt, path, body, self._tokenizer)
-        except Exception as error:  # a request is served whatever happens here
+        except Exception as error:  # scheduling must never fail a request
             self._count_failure(error)
             return UNKNOWN
 
     async def _forward(self, client: Client, body: Body, prompt: Prompt | None) -> str:
-        """Send it, elsewhere if a backend cannot be reached; prompt None: it is not scheduled. Returns the backend."""
+        """Send a request, to another backend if one cannot be reached; returns the backend's URL.
+
+        prompt: None if the request is not to be scheduled.
+        """
         unreachable: set[int] = set()
         while True:
             choice = self._choose(client, prompt, unreachable)
@@ -156,12 +160,12 @@ class Router:
         named = prompt.rank if by_header is None else by_header
         unreadable = by_header is None and names_rank(client.headers)
         if unreadable or (named is not None and named >= self.scheduler.num_ranks):
-            return self.scheduler.spare(running)  # no rank of this plan: the engine will say so
+            return self.scheduler.spare(running)  # not a rank of this plan, which the engine will refuse
         try:
             return self.scheduler.choose(prompt, named, running)
         except UnavailableError:
             raise
-        except Exception as error:  # a request is served whatever happens here
+        except Exception as error:  # scheduling must never fail a request
             self._count_failure(error)
             return self.scheduler.spare(running)
         finally:
@@ -169,7 +173,7 @@ class Router:
             self._unknown = self.scheduler.unknown_tokens
 
     def _fields(self, client: Client, choice: Choice, body: Body) -> Headers:
-        """The request's, with the rank that was chosen; where a backend is one rank, the choice of it is the rank."""
+        """The request's header fields, with the chosen rank unless each backend is one rank."""
         length = len(body) if isinstance(body, bytes) else None
         headers = to_backend(client.headers, self.fleet.backends[choice.backend].host, length)
         if self._settings.backend_ranks == "urls":
@@ -180,7 +184,7 @@ class Router:
 
     @contextmanager
     def _load(self, choice: Choice) -> Iterator[None]:
-        """The request counts as running, in the ledger too."""
+        """Count the request as in flight, for its backend and in the scheduler."""
         backend = self.fleet.backends[choice.backend]
         backend.running += 1
         try:
@@ -203,8 +207,12 @@ class Router:
         await client.end()
 
     def _count_failure(self, error: Exception) -> None:
-        """Its type alone is logged: the message may quote a prompt."""
+        """Count and log the type of an error; its message may quote a prompt."""
         self._meters.schedule_failures.inc()
         level = logging.DEBUG if self._failed else logging.WARNING
-        log.log(level, "semmoe: a request could not be scheduled: %s; further ones are counted", type(error).__name__)
+        log.log(
+            level,
+            "semmoe: a request could not be scheduled: %s; further failures are only counted",
+            type(error).__name__,
+        )
         self._failed = True

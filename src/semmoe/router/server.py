@@ -1,4 +1,4 @@
-"""The router as a process: its parts put together, and uvicorn around them."""
+"""The router as a process: build the application and run it on uvicorn."""
 
 import asyncio
 import os
@@ -15,18 +15,17 @@ from semmoe.router.proxy import Router
 from semmoe.router.schedule import warm_up
 from semmoe.router.settings import RouterSettings
 
-KEEP_ALIVE = 75  # seconds that a client's connection may be idle
+KEEP_ALIVE = 75  # seconds for which a client's connection may be idle
 BACKLOG = 2048
 
 
 def build(settings: RouterSettings, plan: Plan, tokenizer: str | None) -> Router:
-    """The application, compiled and with its tokenizer loaded. Raises ValueError if plan and tokenizer do not agree."""
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # no model is run here, so torch is not missed
+    """The application, ready to serve. Raises ValueError if the plan was made for another tokenizer."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # no model is run here, so torch is not needed
     loaded = None
     if tokenizer is not None:
         found = load_tokenizer(tokenizer)
-        same = tokenizer_hash(found) == plan.fingerprint.tokenizer_hash
-        if not same:
+        if tokenizer_hash(found) != plan.fingerprint.tokenizer_hash:
             raise ValueError(f"this plan was made for another tokenizer than that of {tokenizer}")
         loaded = Tokenizer(found)
     warm_up(plan, settings)
@@ -34,10 +33,10 @@ def build(settings: RouterSettings, plan: Plan, tokenizer: str | None) -> Router
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0: any that is free."""
+    """A listening socket. Port 0 stands for any free port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio lets small writes go at once only where the protocol is named, and not for what create_server makes: each
-    # event of a stream would wait for the client's acknowledgement, which comes 40 ms late.
+    # asyncio sets TCP_NODELAY only on sockets whose protocol is given explicitly, which create_server does not do.
+    # Without it each event of a stream would wait for the client's delayed acknowledgement, 40 ms.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -50,7 +49,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def run(router: Router, listener: socket.socket, settings: RouterSettings) -> None:
-    """Serve until a signal comes; requests that run are finished first."""
+    """Serve until a signal arrives; requests in progress are finished first."""
     _allow_files(4 * (settings.max_in_flight + settings.queue) + 256)
     uvicorn.Server(configuration(router, settings)).run(sockets=[listener])
 
@@ -72,10 +71,10 @@ def configuration(router: Router, settings: RouterSettings) -> uvicorn.Config:
 
 
 def _impatient(settings: RouterSettings) -> type[asyncio.Protocol]:
-    """uvicorn's protocol, which waits as long as a client likes for the head of a request and for an answer to be read;
-    this one ends the connection then. Bodies have limits in the application.
+    """uvicorn's protocol with time limits on a request's head and on reading an answer, where uvicorn has none.
 
-    It is the one on h11, also where httptools is installed: the two differ in what they take for a request.
+    The application limits the time for bodies. The protocol is always the one on h11, even if httptools is installed,
+    because the two differ in what they accept as a request.
     """
 
     class Impatient(H11Protocol):
@@ -89,7 +88,7 @@ def _impatient(settings: RouterSettings) -> type[asyncio.Protocol]:
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
             if self.cycle is not None and not self.cycle.response_complete:
-                _stop(self._late)  # the head has come
+                _stop(self._late)  # the head is complete
                 self._late = None
             elif self._late is None:
                 self._late = self.loop.call_later(settings.head_seconds, self.transport.abort)
@@ -116,7 +115,7 @@ def _stop(timer: asyncio.TimerHandle | None) -> None:
 
 
 def _allow_files(wanted: int) -> None:
-    """Each request has two sockets, and the usual limit is 1,024."""
+    """Raise the limit on open files: each request has two sockets, and the usual limit is 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < allowed:

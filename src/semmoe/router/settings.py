@@ -1,4 +1,4 @@
-"""What `semmoe router` can be told; the command line takes its defaults from here."""
+"""Settings of `semmoe router`; the command line takes its defaults from here."""
 
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -6,17 +6,18 @@ from urllib.parse import urlsplit
 from semmoe.bounds import check_numbers, choice, number
 
 SECONDS = (0.001, 86_400)
-BACKEND_RANKS = ("header", "urls")  # a backend has all ranks and is told one by a header, or it is one rank
+BACKEND_RANKS = ("header", "urls")  # a backend has all ranks and reads one from a header, or is one rank itself
 
 
 @dataclass(frozen=True, kw_only=True)
 class RouterSettings:
-    """`prefix_weight` is in units of the plan's score, which is the share of a request's (token, expert) pairs at home.
+    """Settings of the router.
 
-    1 means: a prompt that a rank has wholly in its cache counts as much as one whose experts are all on that rank. A
-    cached token spares its whole prefill, of which the exchange of rows with other ranks is a part only; so this is
-    the least that it is worth, and it outweighs whatever a plan's scores differ by. The bound on load holds all the
-    same: a popular prefix spreads to as many ranks as its traffic needs. 0 schedules by plan and load alone.
+    `prefix_weight` has the unit of the plan's scores: the share of a request's (token, expert) pairs that are local. At
+    1, a prompt that is fully cached on a rank counts as much as one whose experts are all on that rank. This is a lower
+    bound of its worth, since a cached token saves its whole prefill and not only the exchange of rows; it outweighs any
+    difference between a plan's scores. The bound on load applies regardless: a popular prefix spreads to as many ranks
+    as its traffic needs. 0 schedules by plan and load only.
     """
 
     backends: tuple[str, ...]
@@ -61,12 +62,10 @@ class RouterSettings:
     # for it to take what waits of an answer, once more waits than a connection buffers
     unread_seconds: float = number(60.0, *SECONDS)
     connect_seconds: float = number(5.0, *SECONDS)
-    # a connection is kept; less than the 5 s after which vLLM's and SGLang's servers close
-    idle_seconds: float = number(3.0, *SECONDS)
-    health_seconds: float = number(2.0, *SECONDS)  # between two looks at a backend
+    idle_seconds: float = number(3.0, *SECONDS)  # to keep a connection; the engines' servers close it after 5 s
+    health_seconds: float = number(2.0, *SECONDS)  # between two health checks of a backend
     health_timeout: float = number(5.0, *SECONDS)
-    # late or bad answers in a row that make it unhealthy; a refused connection does at once
-    health_failures: int = number(3, 1, 1 << 20)
+    health_failures: int = number(3, 1, 1 << 20)  # failed checks in a row; a refused connection suffices alone
     tokenizer_threads: int = number(2, 1, 1024)
     port: int = number(8080, 0, 65_535, panel="Output", help="Port to listen on; 0: any.")
 
@@ -87,8 +86,7 @@ def _check_url(url: str) -> None:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"{url!r} is no backend: {example}")
-    bare = parts.path in ("", "/") and not parts.query and not parts.fragment and parts.username is None
-    if not bare:
+    if parts.path not in ("", "/") or parts.query or parts.fragment or parts.username is not None:
         raise ValueError(f"backend {url!r} has more than a host and a port: {example}")
     try:
         valid = parts.port is None or parts.port > 0
