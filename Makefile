@@ -63,6 +63,7 @@ check: $(VENV)/.ready-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tests/house.py
 
 bench: $(VENV)/.ready
 	$(BIN)/python benchmarks/bench_replay.py
