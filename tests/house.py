@@ -18,7 +18,7 @@ ROOMS = {
     "topology.py bounds.py html.py": 300,
     "files.py trace.py": 500,
     "affinity.py splitter.py metrics.py capacity.py": 480,
-    "settings.py cost.py": 460,
+    "settings.py cost.py payoff.py": 640,
     "results.py": 110,
     "tokens": 900,
     "requests": 910,
@@ -45,7 +45,7 @@ STOREYS = (
     ("online", "replayer", "solver", "concentration"),
     ("runtime",),
     ("checkpoint", "engines"),
-    ("results", "watch", "tables", "router", "report", "demo", "cli"),
+    ("results", "payoff", "watch", "tables", "router", "report", "demo", "cli"),
 )
 
 

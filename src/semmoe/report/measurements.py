@@ -118,10 +118,8 @@ def routing(inputs: Inputs) -> Section:
 
 
 def _routing(path: str, found: AffinityFile) -> Figure:
-    layers, f1 = (
-        [layer.layer for layer in found.concentration],
-        [layer.by_occurrence["f1"] for layer in found.concentration],
-    )
+    layers = [layer.layer for layer in found.concentration]
+    f1 = [layer.by_occurrence.f1 for layer in found.concentration]
     low, middle, high = ([getattr(q, name) for q in f1] for name in ("p25", "p50", "p75"))
     spec = figures.band(layers, low, middle, high)
     label = f"F1 of a token's own most frequent experts by layer: medians {min(middle):.3f} to {max(middle):.3f}"

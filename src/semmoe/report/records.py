@@ -5,22 +5,25 @@ Nothing in these files is trusted: sizes are bounded, numbers must be finite, an
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+
+def _square(rows: list[list[float]]) -> list[list[float]]:
+    if any(len(row) != len(rows) for row in rows):
+        raise ValueError("figures of rank pairs are not square")
+    return rows
+
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Amount = Annotated[float, Field(ge=0, le=1e18)]
 Name = Annotated[str, Field(max_length=200)]
-Matrix = Annotated[list[Annotated[list[Amount], Field(max_length=1024)]], Field(max_length=1024)]
+Row = Annotated[list[Amount], Field(max_length=1024)]
+Matrix = Annotated[list[Row], Field(max_length=1024), AfterValidator(_square)]
 Labels = Annotated[list[Annotated[str, Field(max_length=100)]], Field(max_length=1_000_000)]
 
 
 class Record(BaseModel):
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
-
-
-def _check_square(pairs: list[list[float]]) -> None:
-    if any(len(row) != len(pairs) for row in pairs):
-        raise ValueError("figures of rank pairs are not square")
 
 
 class Layer(Record):
@@ -49,9 +52,7 @@ class Figures(Record):
     layers: list[Layer] = Field(default=[], max_length=1024)
 
     @model_validator(mode="after")
-    def _square(self) -> "Figures":
-        _check_square(self.bytes_per_rank_pair)
-        _check_square(self.rows_per_rank_pair)
+    def _same_ranks(self) -> "Figures":
         if len({len(layer.load_per_rank) for layer in self.layers}) > 1:
             raise ValueError("layers differ in their number of ranks")
         return self
@@ -105,11 +106,6 @@ class Configuration(Record):
     identical_text: str = Field(max_length=300)
     plan_hash: str | None = Field(default=None, max_length=64)  # SHA-256 of the plan that it ran on
 
-    @model_validator(mode="after")
-    def _square(self) -> "Configuration":
-        _check_square(self.all_to_all_bytes_per_rank_pair)
-        return self
-
 
 class DemoFile(Record):
     settings: dict[str, Any]
@@ -131,9 +127,13 @@ class Quantiles(Record):
     p75: float
 
 
+class Statistics(Record):
+    f1: Quantiles
+
+
 class Concentration(Record):
     layer: int
-    by_occurrence: dict[Name, Quantiles]
+    by_occurrence: Statistics
     by_type: dict[Name, Quantiles]
 
 
@@ -146,9 +146,3 @@ class AffinityFile(Record):
     trace: dict[str, Any]
     concentration: list[Concentration] = Field(min_length=1, max_length=1024)
     next_layer: list[Lookback] = Field(default=[], max_length=64)
-
-    @model_validator(mode="after")
-    def _has_f1(self) -> "AffinityFile":
-        if any("f1" not in layer.by_occurrence for layer in self.concentration):
-            raise ValueError("a layer has no f1")
-        return self
