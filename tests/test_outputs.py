@@ -1,6 +1,8 @@
 """Where a result is to go is looked at before the work, and what goes wrong later names what the user typed."""
 
 import errno
+import json
+import pkgutil
 from pathlib import Path
 
 import numpy as np
@@ -16,13 +18,15 @@ WORK = {  # command, and the function that does its work
     "calibrate": (["calibrate", "tiny"], "semmoe.engines.transformers.calibrate.calibrate"),
     "generate": (["generate", "tiny", "--prompt", "x"], "semmoe.engines.transformers.generate.generate"),
     "profile": (["profile", "tiny"], "semmoe.engines.transformers.model.load_model"),
+    "replay": (["replay", "trace.npz"], "semmoe.trace.open_trace"),
+    "affinity": (["affinity", "trace.npz"], "semmoe.trace.open_trace"),
     "solve": (["solve", "trace.npz"], "semmoe.trace.open_trace"),
     "report": (["report", "."], "semmoe.report.page.write"),
     "apply": (["apply", "plan", "--model", "tiny"], "semmoe.checkpoint.relabel.relabel"),
     "apply sglang": (["apply", "plan", "--model", "tiny", "--to", "sglang"], "semmoe.checkpoint.relabel.relabel"),
     "reproduce": (["reproduce", "table1"], "lab.run.make"),
 }
-FILES = {"calibrate", "generate", "report", "apply sglang"}  # the others make directories
+FILES = {"affinity", "calibrate", "generate", "replay", "report", "apply sglang"}  # the others make directories
 REPLACES = {"profile", "report", "reproduce"}  # a profile resumes, a page is made again, items add to a folder
 
 
@@ -30,7 +34,10 @@ REPLACES = {"profile", "report", "reproduce"}  # a profile resumes, a page is ma
 def lazy(tmp_path, monkeypatch):
     """Commands whose work must not begin."""
     monkeypatch.chdir(tmp_path)
-    for _, function in WORK.values():
+    functions = [function for _, function in WORK.values()]
+    for function in functions:
+        pkgutil.resolve_name(function)  # imported before any is replaced, or a module would keep a replaced one
+    for function in functions:
         monkeypatch.setattr(function, lambda *args, **more: pytest.fail("the work began"))
     (tmp_path / "file.json").write_text("mine")
     (tmp_path / "folder").mkdir()
@@ -83,6 +90,32 @@ def test_a_plan_is_replaced_by_force_alone(tmp_path):
     assert (plan / "plan.json").read_bytes() == before
     assert CliRunner().invoke(app, [*words, "--force"]).exit_code == 0
     assert (plan / "plan.json").read_bytes() != before
+
+
+def test_a_replay_and_the_statistics_of_a_trace_are_left_as_json_that_a_report_finds(tmp_path):
+    saved("linear", tmp_path)
+    trace = tmp_path / "trace.npz"
+    ids = np.random.default_rng(0).random((240, 2, 8)).argsort(2)[:, :, :2].astype(np.uint8)
+    np.savez(trace, token_ids=np.arange(240) % 9, expert_ids=ids, request_offsets=np.arange(0, 241, 12))
+    for words in (["replay", str(trace), "--ep-size", "2", "--method", "eplb"], ["affinity", str(trace)]):
+        out = tmp_path / f"{words[0]}.json"
+        result = CliRunner().invoke(app, [*words, "--json", "--out", str(out)])
+        assert json.loads(out.read_text()) == json.loads(result.stdout)
+    page = CliRunner().invoke(app, ["report", str(tmp_path), "--json"])
+    assert {"replay.json", "affinity.json"} <= {source["file"] for source in json.loads(page.stdout)["sources"]}
+
+
+def test_the_result_of_a_run_stands_beside_its_completions(tmp_path, lazy):
+    Path("mine.json").write_text("mine")
+    assert "mine.json" in refused_beside("mine.jsonl")
+    assert not Path("mine.jsonl").exists()
+
+
+def refused_beside(out: str) -> str:
+    """Of a run whose completions could be written, and not the result beside them."""
+    result = CliRunner().invoke(app, [*WORK["generate"][0], "--out", out])
+    assert result.exit_code == 2, result.output
+    return result.stderr
 
 
 def test_room_that_is_known_to_be_needed_is_looked_for(tmp_path):

@@ -164,7 +164,8 @@ def generate(
 
     Example: `semmoe generate MODEL --plan plan --dataset prompts.jsonl --verify`
     """
-    check_result(out, force)
+    for path in (out, out and _beside(out)):
+        check_result(path, force)
     if dataset and prompt:
         raise ValueError("give --dataset or --prompt, not both")
     chosen, cuts, asked = _plan_to_run(model, plan, topology()), inputs(), settings()
