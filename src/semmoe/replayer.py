@@ -13,7 +13,7 @@ import numpy as np
 
 from semmoe import html
 from semmoe.core import DECODE, Evidence, Plan, RoutingTrace
-from semmoe.metrics import Traffic, layer_traffic, max_over_mean, max_over_median, serving_ranks, sum_traffic
+from semmoe.metrics import Traffic, copy_choice, layer_traffic, max_over_mean, max_over_median, sum_traffic
 from semmoe.online import schedule_requests
 from semmoe.settings import ReplaySettings
 from semmoe.topology import Topology
@@ -107,20 +107,19 @@ def replay(trace: RoutingTrace, plan: Plan, settings: ReplaySettings | None = No
     if trace.num_tokens <= 0:
         raise ValueError("the trace to replay holds no routed token")
     group, batches = token_groups(trace, plan, settings), cut_batches(trace.num_tokens, settings)
-    serving = serving_ranks(plan.placement, plan.topology)
+    choice = copy_choice(plan.placement, plan.topology)
     unknown = plan.tokens.unknown(trace.token_ids)
     size = plan.topology.attn_tp_size
     layers, mean, median, predicted = [], [], [], []
     of_unknown = np.zeros(2, np.int64)  # local pairs, pairs
     for l, (evidence, homes) in enumerate(token_homes(trace, plan, settings, group)):
         traffic = [
-            layer_traffic(trace.expert_ids[rows, l], home, serving[l])
-            for rows, home in zip(batches, homes, strict=True)
+            layer_traffic(trace.expert_ids[rows, l], home, choice[l]) for rows, home in zip(batches, homes, strict=True)
         ]
         expected = sum(evidence.expected_local(rows, home % size) for rows, home in zip(batches, homes, strict=True))
         predicted.append(expected / sum_traffic(traffic).pairs)
         for rows, home in zip(batches, homes, strict=True):
-            of_unknown += _local_pairs(trace.expert_ids[rows, l], home, serving[l], unknown[rows])
+            of_unknown += _local_pairs(trace.expert_ids[rows, l], home, choice[l], unknown[rows])
         layers.append(sum_traffic(traffic))
         mean.append(np.mean([max_over_mean(t.load) for t in traffic]))
         median.append(np.mean([max_over_median(t.load) for t in traffic]))
@@ -199,10 +198,10 @@ def _homes(evidence: Evidence, group: np.ndarray, rows: np.ndarray, topology: To
     return home
 
 
-def _local_pairs(expert_ids: np.ndarray, home: np.ndarray, serving: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """(local pairs, pairs) of the chosen tokens of a batch: experts (B, K), home (B,), serving (G, E), chosen (B,)."""
+def _local_pairs(expert_ids: np.ndarray, home: np.ndarray, choice: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """(local pairs, pairs) of the chosen tokens of a batch: experts (B, K), home (B,), choice (G, E), chosen (B,)."""
     at = home[chosen, None]
-    return np.array([(serving[at, expert_ids[chosen]] == at).sum(), chosen.sum() * expert_ids.shape[1]])
+    return np.array([(choice[at, expert_ids[chosen]] == at).sum(), chosen.sum() * expert_ids.shape[1]])
 
 
 def _unknown_share(trace: RoutingTrace, plan: Plan) -> float:

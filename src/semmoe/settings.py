@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from semmoe.bounds import MOST_RANKS, check_numbers, choice, number, switch
 
-GRAINS = ("layer", "batch")  # how often attention-TP decides anew where tokens go
+GRANULARITIES = ("layer", "batch")  # how often attention-TP decides anew where tokens go
 SEED = (0, (1 << 32) - 1)
 TOKENS = (1, 1 << 24)  # of a batch
 

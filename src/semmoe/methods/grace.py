@@ -8,7 +8,7 @@ to the lightest ranks.
 What departs from the paper (docs/decisions.md): engines hold equally many physical experts on every rank, so groups
 are equal (a non-uniformity ratio of 0, also between nodes), and replication goes on until the redundant slots, which
 the user gives, are full, where the paper makes one round of its own size. Its routing, an own copy, then one on the
-node, then any, is `metrics.serving_ranks`; among equally near copies the paper draws by predicted load, there source
+node, then any, is `metrics.copy_choice`; among equally near copies the paper draws by predicted load, there source
 ranks take turns.
 """
 

@@ -16,7 +16,7 @@ import numpy as np
 from semmoe.affinity import pair_count
 from semmoe.core import Placement, RoutingTrace
 from semmoe.metrics import layer_traffic
-from semmoe.placement.copies import LOAD_PRICE, level, nearest_copies, primary_serving
+from semmoe.placement.copies import LOAD_PRICE, level, nearest_copies, primary_copy_choice
 from semmoe.placement.greedy import place_layer
 from semmoe.placement.homes import make_state
 from semmoe.placement.search import improve
@@ -51,7 +51,7 @@ class Measured:
     """A layout as profiled tokens would see it, at the homes that predictions lead to."""
 
     slots: np.ndarray  # (G, S)
-    serving: np.ndarray  # (G, E) int16: the rank that serves each expert to each source rank
+    choice: np.ndarray  # (G, E) int16: the rank that serves each expert to each source rank
     cost: float  # a token
     load: float  # max/mean that a batch of other requests is expected to see
 
@@ -210,25 +210,25 @@ def _placement(layouts: list[Measured], num_experts: int, ep_size: int) -> Place
         physical_to_logical_map=np.stack([layout.slots.reshape(-1) for layout in layouts]).astype(np.int32),
         num_experts=num_experts,
         ep_size=ep_size,
-        static_dispatch=np.stack([layout.serving for layout in layouts]),
+        static_dispatch=np.stack([layout.choice for layout in layouts]),
     )
 
 
 def _measure(layout, trace, layer, rows, group, expected, topology, settings) -> Measured:
-    """Send tokens home as they will be online, level the serving of copies, and say what that costs."""
+    """Send tokens home as they will be online, level the choice of copies, and say what that costs."""
     experts, request = trace.expert_ids[rows, layer], trace.request_of_token()[rows]
     home = _homes(layout, rows, group, expected, topology, settings)
     node_of = topology.node_of
     copies = nearest_copies(layout.slots, len(layout.primary), node_of)
-    serving = primary_serving(copies, layout.primary)
+    choice = primary_copy_choice(copies, layout.primary)
     if layout.slots.size > len(layout.primary):
         weights = settings.remote_rank, settings.remote_node, LOAD_PRICE if settings.load_limit else 0.0
-        serving = level(experts, home, request, serving, copies, node_of, weights)
-    traffic = layer_traffic(experts, home, serving)
+        choice = level(experts, home, request, choice, copies, node_of, weights)
+    traffic = layer_traffic(experts, home, choice)
     cost = settings.remote_rank * traffic.rows.sum() - settings.activation * traffic.local_pairs
-    cost += settings.remote_node * _node_rows(experts, home, serving, node_of)
-    load = expected_load(serving[home[:, None], experts], request, topology, settings)
-    return Measured(layout.slots, serving.astype(np.int16), float(cost) / len(rows), load)
+    cost += settings.remote_node * _node_rows(experts, home, choice, node_of)
+    load = expected_load(choice[home[:, None], experts], request, topology, settings)
+    return Measured(layout.slots, choice.astype(np.int16), float(cost) / len(rows), load)
 
 
 def _homes(layout, rows, group, expected, topology, settings) -> np.ndarray:
@@ -248,10 +248,10 @@ def _homes(layout, rows, group, expected, topology, settings) -> np.ndarray:
     return home
 
 
-def _node_rows(experts, home, serving, node) -> int:
+def _node_rows(experts, home, choice, node) -> int:
     """Distinct remote nodes, summed over tokens."""
     reached = np.zeros((len(home), node.max() + 1), bool)
-    reached[np.arange(len(home))[:, None], node[serving[home[:, None], experts]]] = True
+    reached[np.arange(len(home))[:, None], node[choice[home[:, None], experts]]] = True
     reached[np.arange(len(home)), node[home]] = False
     return int(reached.sum())
 

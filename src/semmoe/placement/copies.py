@@ -33,7 +33,7 @@ def nearest_copies(slots: np.ndarray, num_experts: int, node_of: np.ndarray) -> 
     return np.where(own.any(axis=2, keepdims=True), own, out)
 
 
-def primary_serving(copies: np.ndarray, primary: np.ndarray) -> np.ndarray:
+def primary_copy_choice(copies: np.ndarray, primary: np.ndarray) -> np.ndarray:
     """(G, E) int64: the primary copy (E,) where it is among the nearest ones (G, E, G), else the lowest of these."""
     G, E, _ = copies.shape
     is_near = copies[np.arange(G)[:, None], np.arange(E), primary]
@@ -44,23 +44,23 @@ def level(
     expert_ids: np.ndarray,
     home: np.ndarray,
     request: np.ndarray,
-    serving: np.ndarray,
+    choice: np.ndarray,
     copies: np.ndarray,
     node_of: np.ndarray,
     weights: tuple[float, float, float],
 ) -> np.ndarray:
-    """A better `serving` (G, E) for tokens of a profile: experts (T, K), home (T,), request (T,).
+    """A better `choice` (G, E) for tokens of a profile: experts (T, K), home (T,), request (T,).
 
     copies (G, E, G) bool: those that may serve; weights: of a row to another rank, of one to another node, of a
     rank's load above the mean.
     """
     mixes = np.random.default_rng(0).exponential(size=(request.max() + 1, MIXES))
     load_of_pair = mixes[request]
-    load_of_pair *= len(serving) / (load_of_pair.sum(axis=0) * expert_ids.shape[1])
-    pair = home[:, None] * serving.shape[1] + expert_ids
+    load_of_pair *= len(choice) / (load_of_pair.sum(axis=0) * expert_ids.shape[1])
+    pair = home[:, None] * choice.shape[1] + expert_ids
     order = np.argsort(pair, axis=None, kind="stable")
-    offsets = np.searchsorted(pair.ravel()[order], np.arange(serving.size + 1))
-    out = serving.astype(np.int64)
+    offsets = np.searchsorted(pair.ravel()[order], np.arange(choice.size + 1))
+    out = choice.astype(np.int64)
     _level(
         expert_ids.astype(np.int64), load_of_pair, order // expert_ids.shape[1], offsets, copies, node_of, weights, out
     )
@@ -68,33 +68,33 @@ def level(
 
 
 @njit
-def _level(expert_ids, load_of_pair, tokens, offsets, copies, node_of, weights, serving):
-    """Moves (source rank, expert) pairs, whose tokens are tokens[offsets[i] : offsets[i + 1]]; changes `serving`."""
-    G, E = serving.shape
+def _level(expert_ids, load_of_pair, tokens, offsets, copies, node_of, weights, choice):
+    """Moves (source rank, expert) pairs, whose tokens are tokens[offsets[i] : offsets[i + 1]]; changes `choice`."""
+    G, E = choice.shape
     share = np.zeros((G * E, load_of_pair.shape[1]))
     load = np.zeros((G, load_of_pair.shape[1]))
     for pair in range(G * E):
         for t in tokens[offsets[pair] : offsets[pair + 1]]:
             share[pair] += load_of_pair[t]
-        load[serving[pair // E, pair % E]] += share[pair]
+        load[choice[pair // E, pair % E]] += share[pair]
     for _ in range(SWEEPS):
         moved = False
         for pair in range(G * E):
             h, e = pair // E, pair % E
-            now = serving[h, e]
+            now = choice[h, e]
             best, chosen = -1e-9, now
             for other in range(G):
                 if other == now or not copies[h, e, other] or offsets[pair] == offsets[pair + 1]:
                     continue
                 change = weights[2] * _excess_change(load, share[pair], now, other)
                 for t in tokens[offsets[pair] : offsets[pair + 1]]:
-                    change += _row_change(expert_ids[t], e, h, now, other, serving, node_of, weights) / len(expert_ids)
+                    change += _row_change(expert_ids[t], e, h, now, other, choice, node_of, weights) / len(expert_ids)
                 if change < best:
                     best, chosen = change, other
             if chosen != now:
                 load[now] -= share[pair]
                 load[chosen] += share[pair]
-                serving[h, e], moved = chosen, True
+                choice[h, e], moved = chosen, True
         if not moved:
             break
 
@@ -110,12 +110,12 @@ def _excess_change(load, share, now, other):
 
 
 @njit
-def _row_change(experts, moving, home, now, other, serving, node_of, weights):
+def _row_change(experts, moving, home, now, other, choice, node_of, weights):
     """Change of a token's weighted rows when `moving`, one of its experts, is served by `other` instead of `now`."""
     keeps_rank = has_rank = keeps_node = has_node = False
     for e in experts:
         if e != moving:
-            rank = serving[home, e]
+            rank = choice[home, e]
             keeps_rank |= rank == now
             has_rank |= rank == other
             keeps_node |= node_of[rank] == node_of[now]

@@ -52,10 +52,10 @@ class ReceivedTokens:
 
 
 def dispatch(
-    comm: Communicator, hidden: Tensor, expert_ids: Tensor, weights: Tensor, serving: Tensor
+    comm: Communicator, hidden: Tensor, expert_ids: Tensor, weights: Tensor, copy_choice: Tensor
 ) -> tuple[ReceivedTokens, DispatchHandle]:
-    """Send tokens (n, H) with their choices (n, K) to the ranks in `serving` (E,), the rank that serves each expert."""
-    return dispatch_to(comm, hidden, expert_ids, weights, serving[expert_ids])
+    """Send tokens (n, H) with their chosen experts (n, K) to the rank that serves each expert, `copy_choice` (E,)."""
+    return dispatch_to(comm, hidden, expert_ids, weights, copy_choice[expert_ids])
 
 
 def dispatch_to(
@@ -209,19 +209,20 @@ TwoLevelHandle = tuple[DispatchHandle, DispatchHandle]
 
 
 def dispatch_two_level(
-    levels: Levels, hidden: Tensor, expert_ids: Tensor, weights: Tensor, serving: Tensor
+    levels: Levels, hidden: Tensor, expert_ids: Tensor, weights: Tensor, copy_choice: Tensor
 ) -> tuple[ReceivedTokens, TwoLevelHandle]:
     """`dispatch` that sends a token once to each destination *node*, to the rank of the same place, which forwards it.
 
-    serving (G, E): the rank that serves each expert to every rank, since the one that forwards asks for the source's.
+    copy_choice (G, E): the rank that serves each expert to each source rank; a rank that forwards a row uses the choice
+    of the row's source.
     """
     width = levels.intra.size
-    nodes = serving[levels.rank][expert_ids] // width
+    nodes = copy_choice[levels.rank][expert_ids] // width
     there, first = dispatch_to(levels.inter, hidden, expert_ids, weights, nodes)
     sources = [*(j for j in range(levels.inter.size) if j != levels.inter.rank), levels.inter.rank]
     counts = torch.tensor([first.received[j] for j in sources], device=hidden.device)
     source = torch.tensor(sources, device=hidden.device).repeat_interleave(counts) * width + levels.intra.rank
-    targets = serving[source[:, None], there.expert_ids.clamp(min=0)] % width
+    targets = copy_choice[source[:, None], there.expert_ids.clamp(min=0)] % width
     targets = torch.where(there.expert_ids >= 0, targets, -1)
     received, second = dispatch_to(levels.intra, there.hidden, there.expert_ids, there.weights, targets)
     return received, (first, second)

@@ -10,7 +10,7 @@ from semmoe.core import Plan
 from semmoe.methods.paper_policies import PaperTables, assign_slices, device_of_expert, look_up
 from semmoe.metrics import majority_rank
 from semmoe.runtime.collectives import ShuffleHandle, shuffle_handle
-from semmoe.settings import GRAINS
+from semmoe.settings import GRANULARITIES
 from semmoe.tokens.slices import ByPosition, History, PathScores, assign, look_up_tokens, position_slices, score
 
 
@@ -139,14 +139,14 @@ class TokenShuffler:
 
     Every rank of the group runs it on the same tokens and so comes to the same slices without a message.
     `start` begins a forward pass and looks its tokens up for all layers, `slices` decides a layer, `by_weight` and
-    `observe` carry what was routed. grain "layer" decides every layer anew, as the paper does; "batch" decides once a
-    forward pass by the tokens alone, so that nothing need be known of other ranks' routing.
+    `observe` carry what was routed. With granularity "layer" every layer is decided anew, as in the paper; with "batch"
+    the slices are decided once per forward pass from the tokens alone, so that no rank needs other ranks' routing.
     """
 
-    def __init__(self, plan: Plan, group: int, rank: int, grain: str = "layer") -> None:
-        if grain not in GRAINS:
-            raise ValueError(f"tokens are shuffled once a {' or '.join(GRAINS)}, not once a {grain!r}")
-        self._policy, self._grain = plan.tokens, grain
+    def __init__(self, plan: Plan, group: int, rank: int, granularity: str = "layer") -> None:
+        if granularity not in GRANULARITIES:
+            raise ValueError(f"tokens are shuffled once a {' or '.join(GRANULARITIES)}, not once a {granularity!r}")
+        self._policy, self._granularity = plan.tokens, granularity
         self._state = STATES[plan.tokens.kind](plan.tokens, plan, group)
         self._id_type = id_type(plan)
         self._rank, self._size = rank, plan.topology.attn_tp_size
@@ -162,7 +162,7 @@ class TokenShuffler:
     @property
     def uses_history(self) -> bool:
         """Whether every rank must see all tokens' routing."""
-        return self.has_tables and self._grain == "layer"
+        return self.has_tables and self._granularity == "layer"
 
     def start(self, token_ids: np.ndarray, slots: np.ndarray, decoding: np.ndarray, new_slots: np.ndarray) -> None:
         """Begin a forward pass over the tokens (N,), in the order of the rows that the group shares.
@@ -176,7 +176,7 @@ class TokenShuffler:
 
     def slices(self, moe_layer: int | None) -> ShuffleHandle:
         """The slices for one layer: by the policy at MoE layers, by position at dense layers."""
-        if self.has_tables and self._grain == "batch":
+        if self.has_tables and self._granularity == "batch":
             self._of_batch = self._of_batch or self._handle(self._slices_of_batch())
             return self._of_batch
         if moe_layer is None or not self.has_tables:

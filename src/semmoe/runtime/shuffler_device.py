@@ -20,7 +20,7 @@ from semmoe.runtime import scores
 from semmoe.runtime.scores import DeviceTables
 from semmoe.runtime.shuffler import by_weight, id_type
 from semmoe.runtime.static import StaticHandle, slice_rows, static_handle, triton_kernels
-from semmoe.settings import GRAINS
+from semmoe.settings import GRANULARITIES
 from semmoe.tokens import kernels, slices
 from semmoe.tokens.slices import PathScores
 
@@ -84,21 +84,21 @@ class DeviceShuffler:
     Raises ValueError for the paper's tables once a layer: their greedy assignment runs on the host.
     """
 
-    def __init__(self, plan: Plan, group: int, rank: int, grain: str, device: str | torch.device) -> None:
-        if grain not in GRAINS:
-            raise ValueError(f"tokens are shuffled once a {' or '.join(GRAINS)}, not once a {grain!r}")
+    def __init__(self, plan: Plan, group: int, rank: int, granularity: str, device: str | torch.device) -> None:
+        if granularity not in GRANULARITIES:
+            raise ValueError(f"tokens are shuffled once a {' or '.join(GRANULARITIES)}, not once a {granularity!r}")
         policy, by_layer = plan.tokens, DEVICE_TABLES.get(plan.tokens.kind)
-        if grain == "layer" and policy.by_tables and by_layer is None:
+        if granularity == "layer" and policy.by_tables and by_layer is None:
             raise ValueError(
                 f"a plan of method {plan.method!r} has {policy.kind}, whose slices are assigned on the host: "
                 "solve one of method semmoe, or shuffle once a batch"
             )
-        self.has_tables, self._grain = policy.by_tables, grain
+        self.has_tables, self._granularity = policy.by_tables, granularity
         self._size, self._rank, self._first = plan.topology.attn_tp_size, rank, group * plan.topology.attn_tp_size
         self._layers, self._top_k, self._id_type = plan.fingerprint.num_layers, plan.fingerprint.top_k, id_type(plan)
         self._tables: DeviceTables | None = None  # to decide once a layer
         self._of_token: Tensor | None = None  # (V + 1, S) int32, to decide once a batch
-        if grain == "layer" and by_layer is not None:
+        if granularity == "layer" and by_layer is not None:
             self._tables = by_layer(policy, device)
         elif policy.by_tables:
             self._of_token = _token_table(policy, self._first, self._size, plan.fingerprint.vocab_size).to(device)
