@@ -152,7 +152,7 @@ def _kind(kinds: dict[str, Any], what: str, stated: dict[str, Any]) -> Any:
     """
     kind, known = stated.get("kind"), ", ".join(kinds)
     if not isinstance(kind, str) or kind not in kinds:
-        raise ValueError(f"{what} are of kind {kind!r}, which this semmoe does not know (it knows {known})")
+        raise ValueError(f"{what} are of kind {kind!r}, and this semmoe knows {known}")
     expected = number_types(kinds[stated["kind"]])
     differ = sorted(expected.keys() ^ (stated.keys() - {"kind"}))
     if differ:

@@ -156,7 +156,7 @@ class CapacityScheduler:
     def admit_window(
         self, prompts: Sequence[Sequence[int] | np.ndarray], expected_tokens: float | None = None
     ) -> list[Assigned]:
-        """Same as `assign_window`, but returns the handles for `finish`; expected_tokens same as in `admit`, for each."""
+        """Same as `assign_window`, but returns handles for `finish`; expected_tokens: of each, as in `admit`."""
         return self._place([self._arrive(prompt, expected_tokens, None) for prompt in prompts])
 
     def submit(
@@ -256,7 +256,7 @@ class CapacityScheduler:
 
 
 def _of(columns: np.ndarray, array: np.ndarray) -> np.ndarray:
-    """(W, C): the given columns of an array (W, D), in the memory layout that the compiled functions are compiled for."""
+    """(W, C): the given columns of an array (W, D), in the memory layout that the compiled functions require."""
     return np.ascontiguousarray(array[:, columns])
 
 

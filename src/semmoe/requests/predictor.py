@@ -156,7 +156,7 @@ def load_prices(scores: np.ndarray, lengths: np.ndarray, limit: float) -> np.nda
 
 
 def _choose(lengths: np.ndarray, groups: np.ndarray, most: int, seed: int) -> np.ndarray:
-    """The routed requests in arrival order; if there are more than `most`, those of duplicate groups drawn at random."""
+    """The routed requests in arrival order; of more than `most`, those of duplicate groups drawn at random."""
     routed = np.flatnonzero(lengths > 0)
     if len(routed) <= most:
         return routed
@@ -268,9 +268,7 @@ class _Regression:
         self.together = [np.flatnonzero(groups == g) for g in np.flatnonzero(sizes > 1)]
 
     def choose(self, words, routing, routing_weights, ridges, seed) -> tuple[float, float]:
-        """(routing weight, ridge) of the least leave-group-out error, measured on a sketch of the targets if they are
-        wide.
-        """
+        """(routing weight, ridge) of the least leave-group-out error, on a sketch of targets with many columns."""
         targets = self.targets
         if targets.shape[1] > SKETCH:
             signs = np.random.default_rng(seed).choice(np.array([-1, 1], np.float32), (targets.shape[1], SKETCH))
