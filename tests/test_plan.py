@@ -256,7 +256,10 @@ def test_tampered_request_tables_are_refused(tmp_path, changes, message):
         ({"tokens__kind": "by-position"}, "tokens of kind by-position have missing or unknown numbers: lookback"),
         ({"tokens": {"kind": "by-position"}}, "safetensors holds"),
         ({"tokens": {}}, "tokens are of kind None"),
-        ({"requests": {"kind": "round-robin"}}, "requests of kind round-robin have missing or unknown numbers: num_groups"),
+        (
+            {"requests": {"kind": "round-robin"}},
+            "kind round-robin have missing or unknown numbers: num_groups",
+        ),
         ({"requests__num_groups": 2}, "2 groups of requests do not fit dp_size 1"),
         ({"tokens__lookback": 3}, "path_ranks has shape|path_confidence has shape"),
         ({"tokens__lookback": None}, "lookback of tokens must be int, not None"),
@@ -368,7 +371,10 @@ def test_a_map_of_requests_is_no_table_of_their_tokens(tmp_path):
     [
         ({"requests": {"kind": "paper-table"}}, r"plan\.safetensors holds"),
         ({"requests": {}}, "requests are of kind None"),
-        ({"requests": {"kind": "prompt-scores", "score_spread": 0.1}}, "have missing or unknown numbers: cache_weight, mean"),
+        (
+            {"requests": {"kind": "prompt-scores", "score_spread": 0.1}},
+            "have missing or unknown numbers: cache_weight, mean",
+        ),
         ({"requests__surprise": 1.0}, "surprise"),
         ({"requests__score_spread": -0.1}, "score_spread must lie between 0 and 1, not -0.1"),
         ({"requests__score_spread": 1.5}, "score_spread must lie between 0 and 1, not 1.5"),

@@ -151,7 +151,7 @@ def test_once_a_batch(tables):
 
 
 def test_the_papers_tables_once_a_layer_are_refused():
-    with pytest.raises(ValueError, match="once a batch"):
+    with pytest.raises(ValueError, match="once per batch"):
         device_shuffler(plan(0, "paper"))
 
 
