@@ -30,7 +30,7 @@ from network import NetworkError
 from semmoe.core import RoutingTrace
 from semmoe.demo import MODEL, demo_prompts
 from semmoe.engines.deepspeed.offline import set_up
-from semmoe.engines.transformers.generate import GenerateResult, SetUp
+from semmoe.engines.transformers.generate import Configuration, GenerateResult
 from semmoe.engines.transformers.model import load_model
 from semmoe.engines.transformers.recorder import record
 from semmoe.engines.transformers.tokenizer import load_tokenizer
@@ -44,7 +44,7 @@ TOPOLOGIES = {"TP4/EP4": Topology(ep_size=4), "TP2/EP4": Topology(ep_size=4, dp_
 LENGTH = 96  # tokens of a prompt
 
 
-def set_ups(trace: RoutingTrace, topology: Topology, redundant: int) -> list[SetUp]:
+def set_ups(trace: RoutingTrace, topology: Topology, redundant: int) -> list[Configuration]:
     """The first is DeepSpeed as it is."""
     vanilla, plan = vanilla_plan(trace.fingerprint, topology), solve(trace, topology, SolveSettings())
     out = [
@@ -57,7 +57,9 @@ def set_ups(trace: RoutingTrace, topology: Topology, redundant: int) -> list[Set
     return out
 
 
-def figures(where: str, ups: list[SetUp], results: list[list[GenerateResult]], identical: list[str]) -> list[dict]:
+def figures(
+    where: str, ups: list[Configuration], results: list[list[GenerateResult]], identical: list[str]
+) -> list[dict]:
     first, rows = [found[0] for found in results], []
     for i, up in enumerate(ups):
         of, k = [found[i] for found in results], up.plan.fingerprint.top_k

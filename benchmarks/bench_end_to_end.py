@@ -31,7 +31,7 @@ from lab.layer import layer_parts
 from semmoe.console import figure
 from semmoe.core import RoutingTrace
 from semmoe.demo import MODEL, demo_prompts
-from semmoe.engines.transformers.generate import GenerateResult, SetUp, generate
+from semmoe.engines.transformers.generate import Configuration, GenerateResult, generate
 from semmoe.engines.transformers.model import load_model
 from semmoe.engines.transformers.recorder import record
 from semmoe.engines.transformers.tokenizer import load_tokenizer
@@ -44,24 +44,26 @@ from semmoe.topology import Topology
 RANKS = 4
 
 
-def set_ups(trace: RoutingTrace, nodes: int, redundant: list[int]) -> list[SetUp]:
+def set_ups(trace: RoutingTrace, nodes: int, redundant: list[int]) -> list[Configuration]:
     """Each attention's first is vanilla, to which its others are compared."""
     out = []
     for attention in ("dp", "tp"):
         topology, name = Topology.for_attention(attention, RANKS, num_nodes=nodes), attention.upper()
-        out.append(SetUp(name=f"{name}, vanilla", plan=vanilla_plan(trace.fingerprint, topology)))
+        out.append(Configuration(name=f"{name}, vanilla", plan=vanilla_plan(trace.fingerprint, topology)))
         for copies in (0, *redundant):
             suffix = f", {copies} redundant" if copies else ""
             plan = solve(trace, topology, SolveSettings(redundant_experts=copies))
-            out.append(SetUp(name=f"{name}, plan{suffix}", plan=plan))
+            out.append(Configuration(name=f"{name}, plan{suffix}", plan=plan))
         last = out[-1].name
-        out.append(SetUp(name=f"{last}, overlap", plan=plan, overlap=True))
+        out.append(Configuration(name=f"{last}, overlap", plan=plan, overlap=True))
         if nodes > 1:
-            out.append(SetUp(name=f"{last}, two-level", plan=plan, exchange="two-level"))
+            out.append(Configuration(name=f"{last}, two-level", plan=plan, exchange="two-level"))
         if copies:
             eplb = solve(trace, topology, SolveSettings(method="eplb", redundant_experts=copies))
-            out.append(SetUp(name=f"{name}, eplb{suffix}", plan=eplb))
-    out.append(SetUp(name="TP, all-reduce", plan=vanilla_plan(trace.fingerprint, topology), exchange="all-reduce"))
+            out.append(Configuration(name=f"{name}, eplb{suffix}", plan=eplb))
+    out.append(
+        Configuration(name="TP, all-reduce", plan=vanilla_plan(trace.fingerprint, topology), exchange="all-reduce")
+    )
     return out
 
 
@@ -75,7 +77,9 @@ def joined(network: str) -> Iterator[Network | None]:
         yield made
 
 
-def run_rounds(network: Network | None, ups: list[SetUp], prompts, settings, rounds: int) -> list[list[GenerateResult]]:
+def run_rounds(
+    network: Network | None, ups: list[Configuration], prompts, settings, rounds: int
+) -> list[list[GenerateResult]]:
     """(rounds, set-ups) results."""
     prepare = None if network is None else partial(enter, network)
     out = []
@@ -87,7 +91,9 @@ def run_rounds(network: Network | None, ups: list[SetUp], prompts, settings, rou
     return out
 
 
-def figures(network: str, ups: list[SetUp], results: list[list[GenerateResult]], identical: list[str]) -> list[dict]:
+def figures(
+    network: str, ups: list[Configuration], results: list[list[GenerateResult]], identical: list[str]
+) -> list[dict]:
     names, layers, rows = [up.name for up in ups], ups[0].plan.fingerprint.num_layers, []
     for i, name in enumerate(names):
         of = [found[i] for found in results]

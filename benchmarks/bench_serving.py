@@ -56,8 +56,8 @@ def set_ups(s: Settings, plans: dict[tuple[str, str], Path]) -> list[SetUp]:
         if attention == "dp":
             out.append(SetUp(name=f"{name}, plan{copies}", attention=attention, plan=plan))
         else:
-            out += [SetUp(name=f"{name}, plan{copies}, shuffle {grain}", attention=attention, plan=plan, shuffle=grain)
-                    for grain in ("layer", "batch")]  # fmt: skip
+            out += [SetUp(name=f"{name}, plan{copies}, shuffle {way}", attention=attention, plan=plan, shuffle=way)
+                    for way in ("layer", "batch")]  # fmt: skip
     return out
 
 

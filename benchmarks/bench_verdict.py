@@ -29,7 +29,7 @@ from semmoe.engines.transformers.model import load_model, moe_layers
 from semmoe.engines.transformers.parallel import LocalExperts
 from semmoe.engines.transformers.recorder import record
 from semmoe.engines.transformers.tokenizer import load_tokenizer
-from semmoe.metrics import serving_ranks
+from semmoe.metrics import copy_choice
 from semmoe.placement.linear import vanilla_plan
 from semmoe.replayer import cut_batches, replay, token_groups, token_homes
 from semmoe.runtime.collectives import world
@@ -57,11 +57,11 @@ def measured_layers(rank: int, size: int, job: Job, report) -> None:
         model, found = load_model(str(MODEL)).to(device), {}
         for name, plan in job.plans.items():
             samples = []
-            serving = serving_ranks(plan.placement, plan.topology)
-            held = plan.placement.physical_to_logical_map.reshape(len(serving), size, -1)[:, rank]
+            choice = copy_choice(plan.placement, plan.topology)
+            held = plan.placement.physical_to_logical_map.reshape(len(choice), size, -1)[:, rank]
             for l, chosen in own_choices(rank, plan, job):
                 experts = LocalExperts(copy.deepcopy(moe_layers(model)[l].experts), held[l])
-                layer = MeasuredLayer(comm, experts, serving[l], model.config.hidden_size, model.dtype, device)
+                layer = MeasuredLayer(comm, experts, choice[l], model.config.hidden_size, model.dtype, device)
                 samples += [asdict(layer.measure(ids, ROUNDS)) for ids in chosen]
                 if rank == 0:
                     report(name, 1)

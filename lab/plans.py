@@ -198,8 +198,8 @@ def figure3(inputs: Inputs) -> Result:
     ]
     rows: list[list[Any]] = []
     for name, home, held in ways:
-        serving = np.tile(np.argsort(held) // 2, (2, 1))
-        traffic = layer_traffic(CHOICES[KIND_OF_TOKEN], home, serving)
+        choice = np.tile(np.argsort(held) // 2, (2, 1))
+        traffic = layer_traffic(CHOICES[KIND_OF_TOKEN], home, choice)
         rows.append([name, 2 * int(traffic.rows.sum()), traffic.lar])
     figure, axes = panel()
     axes[0, 0].bar([row[0] for row in rows], [row[1] for row in rows], color=VANILLA)

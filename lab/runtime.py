@@ -31,7 +31,7 @@ SHOWN = ("attention", "reduce-scatter", "all-gather", "dispatch", "experts", "co
 def _set_ups(inputs: Inputs) -> list[Any]:
     """Attention-DP and -TP, vanilla and planned; in TP each method, and ever more copies up to all experts on every
     rank, which leaves nothing remote: that is what the paper fabricates by skipping communication."""
-    from semmoe.engines.transformers.generate import SetUp
+    from semmoe.engines.transformers.generate import Configuration
     from semmoe.placement.linear import vanilla_plan
 
     trace = inputs.demo_profile
@@ -42,18 +42,18 @@ def _set_ups(inputs: Inputs) -> list[Any]:
         topology = Topology.for_attention(attention, RANKS)
         vanilla = vanilla_plan(trace.fingerprint, topology)
         out += [
-            SetUp(name=f"{name}, vanilla", plan=vanilla),
-            SetUp(name=f"{name}, semmoe", plan=inputs.solved(trace, topology)),
+            Configuration(name=f"{name}, vanilla", plan=vanilla),
+            Configuration(name=f"{name}, semmoe", plan=inputs.solved(trace, topology)),
         ]
     for method in ("moetuner", "paper"):
-        out.append(SetUp(name=f"TP, {method}", plan=inputs.solved(trace, topology, method)))
+        out.append(Configuration(name=f"TP, {method}", plan=inputs.solved(trace, topology, method)))
     for copies in (E // 4, E):
         plan = inputs.solved(trace, topology, copies=copies)
-        out.append(SetUp(name=f"TP, semmoe, {copies} copies", plan=plan))
+        out.append(Configuration(name=f"TP, semmoe, {copies} copies", plan=plan))
     everywhere = Placement(
         physical_to_logical_map=np.tile(np.arange(E, dtype=np.int32), (L, RANKS)), num_experts=E, ep_size=RANKS
     )
-    return [*out, SetUp(name=EVERYWHERE, plan=replace(vanilla, placement=everywhere))]
+    return [*out, Configuration(name=EVERYWHERE, plan=replace(vanilla, placement=everywhere))]
 
 
 def measured_layers(inputs: Inputs) -> list[dict[str, Any]]:

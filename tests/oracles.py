@@ -42,7 +42,7 @@ def nearest_ranks(placement: Placement, topology: Topology, layer: int, source: 
     return {source} if source in copies else same_node or copies
 
 
-def serving_ranks(placement: Placement, topology: Topology, layer: int, expert: int) -> list[int]:
+def copy_choice(placement: Placement, topology: Topology, layer: int, expert: int) -> list[int]:
     """The rank that serves each source: sources without an own copy take turns over those nearest to them.
 
     Those with copies on their node take turns inside the node, the others all together.
@@ -63,12 +63,12 @@ def serving_ranks(placement: Placement, topology: Topology, layer: int, expert: 
     return out
 
 
-def traffic(expert_ids, home, serving):
+def traffic(expert_ids, home, choice):
     """(local pairs, rows (G, G), load (G,)) of one batch of one layer."""
-    G = len(serving)
+    G = len(choice)
     local, rows, load = 0, np.zeros((G, G), int), np.zeros(G, int)
     for experts, source in zip(expert_ids, home, strict=True):
-        targets = [int(serving[source, e]) for e in experts]
+        targets = [int(choice[source, e]) for e in experts]
         local += targets.count(source)
         for target in targets:
             load[target] += 1
@@ -132,7 +132,7 @@ def assign_slices(preferences, num_slices) -> list[int]:
     return out
 
 
-def replay(trace: RoutingTrace, plan: Plan, serving, batches):
+def replay(trace: RoutingTrace, plan: Plan, choice, batches):
     """Per layer: (local pairs, rows, load, mean over batches of load max / mean), by looking up token by token."""
     D, S, L = plan.topology.dp_size, plan.topology.attn_tp_size, trace.fingerprint.num_layers
     requests = plan.requests if plan.requests.by_tables else None
@@ -150,7 +150,7 @@ def replay(trace: RoutingTrace, plan: Plan, serving, batches):
         local, rows, load, imbalance = 0, np.zeros((D * S, D * S), int), np.zeros(D * S, int), []
         for batch in batches:
             home = _homes(trace, plan, l, [int(t) for t in batch], group, inside)
-            batch_local, batch_rows, batch_load = traffic(trace.expert_ids[batch, l], home, serving[l])
+            batch_local, batch_rows, batch_load = traffic(trace.expert_ids[batch, l], home, choice[l])
             local, rows, load = local + batch_local, rows + batch_rows, load + batch_load
             imbalance.append(batch_load.max() / batch_load.mean())
         out.append((local, rows, load, float(np.mean(imbalance))))

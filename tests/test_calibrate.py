@@ -125,7 +125,7 @@ def test_bytes_of_the_verdict_are_those_that_generate_counts(attention, trace):
         settings = SolveSettings(method=method, cocluster=quick.cocluster)
         expected = expect(trace, topology, settings, whole, links, shape)
         predicted = f.num_layers * np.array(expected["bytes_per_rank_pair"])
-        up = gen.SetUp(name=method, plan=solve(seen, topology, settings))
+        up = gen.Configuration(name=method, plan=solve(seen, topology, settings))
         prompts = [held_out.prompt(r).tolist() for r in range(held_out.num_requests)]
         once = GenerateSettings(max_new_tokens=1, batch_size=len(prompts), window=1)
         counted = np.array(gen.generate(str(MODEL), prompts, [up], once)[0].all_to_all_bytes_per_rank_pair)

@@ -31,7 +31,7 @@ def cases(size: int) -> range:
 
 
 def case(size: int, seed: int):
-    """hidden, expert_ids, weights of every rank, and serving (size, E): who serves an expert to each rank."""
+    """hidden, expert_ids, weights of every rank, and choice (size, E): who serves an expert to each rank."""
     generator = torch.Generator().manual_seed(seed + 1000)
     experts, top_k, width = (int(torch.randint(1, b, (), generator=generator)) for b in (20, 5, 40))
     top_k, dtype = min(top_k, experts), DTYPES[seed % 4]
@@ -39,8 +39,8 @@ def case(size: int, seed: int):
     hidden = [torch.randn(int(n), width, generator=generator).to(dtype) for n in counts]
     ids = [torch.rand(int(n), experts, generator=generator).argsort(dim=1)[:, :top_k] for n in counts]
     weights = [torch.rand(int(n), top_k, generator=generator).to(DTYPES[(seed // 2) % 4]) for n in counts]
-    serving = torch.randint(0, max(size // (1 + seed % 3), 1), (size, experts), generator=generator)
-    return hidden, ids, weights, serving
+    choice = torch.randint(0, max(size // (1 + seed % 3), 1), (size, experts), generator=generator)
+    return hidden, ids, weights, choice
 
 
 def experts_of(rows):
@@ -61,16 +61,16 @@ def numbers(tensors):
 def one_level(comm):
     out = []
     for seed in cases(comm.size):
-        hidden, ids, weights, serving = case(comm.size, seed)
+        hidden, ids, weights, choice = case(comm.size, seed)
         arguments = hidden[comm.rank], ids[comm.rank], weights[comm.rank]
         comm.sent_to.clear()
-        received, handle = dispatch(comm, *arguments, serving[comm.rank])
+        received, handle = dispatch(comm, *arguments, choice[comm.rank])
         combined = combine(comm, experts_of(parts(received)), handle)
         sent_to = [comm.sent_to[j] for j in range(comm.size)]
-        flight = Dispatch(comm, *arguments, serving[comm.rank][ids[comm.rank]])
+        flight = Dispatch(comm, *arguments, choice[comm.rank][ids[comm.rank]])
         local = experts_of(parts(flight.local()))
         overlapped = combine_parts(comm, local, experts_of(parts(flight.remote())), flight.handle)
-        per_expert = received.num_tokens_per_expert(serving.shape[1]).numpy()
+        per_expert = received.num_tokens_per_expert(choice.shape[1]).numpy()
         rows = numbers(parts(received))
         out.append((rows, *numbers([combined, overlapped, handle.is_token_in_rank()]), per_expert, sent_to))
     return out
@@ -78,8 +78,8 @@ def one_level(comm):
 
 def check(results, size):
     for seed in cases(size):
-        hidden, ids, weights, serving = case(size, seed)
-        targets = [serving[r][ids[r]] for r in range(size)]
+        hidden, ids, weights, choice = case(size, seed)
+        targets = [choice[r][ids[r]] for r in range(size)]
         expected = reference.dispatch(hidden, ids, weights, targets)
         answers = reference.combine([experts_of(rows) for rows in expected], targets)
         rows_to = torch.stack([(t[:, :, None] == torch.arange(size)).any(1).sum(0) for t in targets])
@@ -119,11 +119,11 @@ def levels_of(comm, nodes: int) -> Levels:
 def two_level(comm, nodes):
     out, levels = [], levels_of(comm, nodes)
     for seed in cases(comm.size):
-        hidden, ids, weights, serving = case(comm.size, seed)
+        hidden, ids, weights, choice = case(comm.size, seed)
         levels.inter.reset_counts()
         levels.intra.reset_counts()
         arguments = hidden[comm.rank], ids[comm.rank], weights[comm.rank]
-        received, handle = dispatch_two_level(levels, *arguments, serving)
+        received, handle = dispatch_two_level(levels, *arguments, choice)
         combined = combine_two_level(levels, experts_of(parts(received)), handle)
         rows = [row.tolist() for row in torch.cat([t.double() for t in parts(received)], dim=1)]
         out.append((sorted(rows), combined.double().numpy(), levels.inter.sent["dispatch"], levels.sent_bytes()))
@@ -136,8 +136,8 @@ def two_nodes(comm):
 
 def check_two_level(results, size, nodes):
     for seed in cases(size):
-        hidden, ids, weights, serving = case(size, seed)
-        targets = [serving[r][ids[r]] for r in range(size)]
+        hidden, ids, weights, choice = case(size, seed)
+        targets = [choice[r][ids[r]] for r in range(size)]
         expected = reference.dispatch(hidden, ids, weights, targets)
         answers = reference.combine([experts_of(rows) for rows in expected], targets)
         row_bytes = hidden[0].shape[1] * hidden[0].element_size() + ids[0].shape[1] * (4 + weights[0].element_size())

@@ -15,7 +15,7 @@ from semmoe.engines.transformers import generate as gen
 from semmoe.engines.transformers import model as models
 from semmoe.engines.transformers import parallel, planned, verify
 from semmoe.engines.transformers.recorder import record
-from semmoe.metrics import serving_ranks
+from semmoe.metrics import copy_choice
 from semmoe.placement.linear import vanilla_plan
 from semmoe.runtime.dispatch import combine, dispatch
 from semmoe.settings import CoclusterSettings, GenerateSettings, PaperSettings, SolveSettings
@@ -54,12 +54,12 @@ def set_ups(trace, ep_size):
     for attention, dp_size in modes:
         topology = Topology.for_attention(attention, ep_size, dp_size)
         vanilla = vanilla_plan(trace.fingerprint, topology)
-        out.append(gen.SetUp(name=f"{attention} vanilla", plan=vanilla))
-        out.append(gen.SetUp(name=f"{attention} plan", plan=solve(trace, topology, QUICK)))
+        out.append(gen.Configuration(name=f"{attention} vanilla", plan=vanilla))
+        out.append(gen.Configuration(name=f"{attention} plan", plan=solve(trace, topology, QUICK)))
         ours = SolveSettings(redundant_experts=ep_size if attention == "tp" else 0, **EASY)
-        out.append(gen.SetUp(name=f"{attention} semmoe", plan=solve(trace, topology, ours)))
+        out.append(gen.Configuration(name=f"{attention} semmoe", plan=solve(trace, topology, ours)))
         if attention == "tp":
-            out.append(gen.SetUp(name="tp all-reduce", plan=vanilla, exchange="all-reduce"))
+            out.append(gen.Configuration(name="tp all-reduce", plan=vanilla, exchange="all-reduce"))
     return out
 
 
@@ -79,10 +79,10 @@ def test_every_set_up_gives_the_plain_models_tokens(architecture, ep_size, check
 def test_olmoe_runs_in_attention_dp_and_refuses_attention_tp(checkpoints, tmp_path):
     path = build("olmoe", checkpoints)
     model, trace, reference = prepare(path, tmp_path)
-    planned = gen.SetUp(name="dp", plan=solve(trace, Topology.for_attention("dp", 2), QUICK))
+    planned = gen.Configuration(name="dp", plan=solve(trace, Topology.for_attention("dp", 2), QUICK))
     result = gen.generate(path, prompts(1), [planned], SETTINGS)[0]
     assert verify.compare_outputs(model, prompts(1), reference, result.outputs).holds
-    sharded = gen.SetUp(name="tp", plan=vanilla_plan(trace.fingerprint, Topology.for_attention("tp", 2)))
+    sharded = gen.Configuration(name="tp", plan=vanilla_plan(trace.fingerprint, Topology.for_attention("tp", 2)))
     with pytest.raises(ValueError, match="normalises over all heads"):
         gen.generate(path, prompts(1), [sharded], SETTINGS)
 
@@ -99,14 +99,14 @@ def test_a_rank_with_another_plan_ends_the_run(checkpoints, tmp_path):
     path = build("qwen3_moe", checkpoints)
     plan = vanilla_plan(models.fingerprint_of(path), Topology.for_attention("tp", 2))
     with pytest.raises(ValueError, match="ranks disagree: the plan of rank 1 is not that of rank 0"):
-        gen.generate(path, prompts(1), [gen.SetUp(name="x", plan=plan, attach=stale_on_rank_one)], SETTINGS)
+        gen.generate(path, prompts(1), [gen.Configuration(name="x", plan=plan, attach=stale_on_rank_one)], SETTINGS)
 
 
 def test_redundant_experts_change_no_output(checkpoints, tmp_path):
     path = build("qwen3_moe", checkpoints)
     model, trace, reference = prepare(path, tmp_path)
     settings = SolveSettings(method="eplb", redundant_experts=4)
-    ups = [gen.SetUp(name=a, plan=solve(trace, Topology.for_attention(a, 4), settings)) for a in ("dp", "tp")]
+    ups = [gen.Configuration(name=a, plan=solve(trace, Topology.for_attention(a, 4), settings)) for a in ("dp", "tp")]
     for result in gen.generate(path, prompts(1), ups, SETTINGS):
         assert verify.compare_outputs(model, prompts(1), reference, result.outputs).holds
 
@@ -118,11 +118,11 @@ def layer_outputs(experts, slots, hidden, ids, weights):
     """
     held = slots.reshape(4, -1)
     placement = Placement(physical_to_logical_map=slots[None].astype(np.int32), num_experts=len(slots), ep_size=4)
-    serving = torch.from_numpy(serving_ranks(placement, Topology(ep_size=4))[0].astype(np.int64))
+    choice = torch.from_numpy(copy_choice(placement, Topology(ep_size=4))[0].astype(np.int64))
 
     def job(comm):
         mine = parallel.LocalExperts(copy.deepcopy(experts), held[comm.rank])
-        rows, handle = dispatch(comm, hidden[comm.rank], ids[comm.rank], weights[comm.rank], serving[comm.rank])
+        rows, handle = dispatch(comm, hidden[comm.rank], ids[comm.rank], weights[comm.rank], choice[comm.rank])
         return combine(comm, mine(rows.hidden, rows.expert_ids, rows.weights), handle)
 
     with torch.no_grad():
@@ -148,14 +148,17 @@ def test_overlap_changes_no_output(checkpoints, tmp_path):
     path = build("qwen3_moe", checkpoints)
     model, trace, reference = prepare(path, tmp_path)
     plans = {a: solve(trace, Topology.for_attention(a, 2), SolveSettings(**EASY)) for a in ("dp", "tp")}
-    ups = [gen.SetUp(name=f"{a} {o}", plan=plan, overlap=o) for a, plan in plans.items() for o in (False, True)]
+    ups = [gen.Configuration(name=f"{a} {o}", plan=plan, overlap=o) for a, plan in plans.items() for o in (False, True)]
     results = gen.generate(path, prompts(1), ups, SETTINGS)
     for result in results:
         assert verify.compare_outputs(model, prompts(1), reference, result.outputs).holds
     assert results[0].sent_bytes == results[1].sent_bytes
     with pytest.raises(ValueError, match="overlap needs exchange all-to-all"):
         gen.generate(
-            path, prompts(1), [gen.SetUp(name="x", plan=plans["tp"], exchange="all-reduce", overlap=True)], SETTINGS
+            path,
+            prompts(1),
+            [gen.Configuration(name="x", plan=plans["tp"], exchange="all-reduce", overlap=True)],
+            SETTINGS,
         )
 
 
@@ -165,7 +168,7 @@ def test_two_levels_change_no_output_and_send_less_between_nodes(checkpoints, tm
     settings = SolveSettings(method="eplb", redundant_experts=4)  # copies: ranks differ in who serves an expert
     for attention in ("dp", "tp"):
         plan = solve(trace, Topology.for_attention(attention, 4, num_nodes=2), settings)
-        ups = [gen.SetUp(name=e, plan=plan, exchange=e) for e in ("all-to-all", "two-level")]
+        ups = [gen.Configuration(name=e, plan=plan, exchange=e) for e in ("all-to-all", "two-level")]
         one, two = gen.generate(path, prompts(1), ups, SETTINGS)
         assert verify.compare_outputs(model, prompts(1), reference, two.outputs).holds
         pairs = [np.array(result.all_to_all_bytes_per_rank_pair) for result in (one, two)]
@@ -194,7 +197,10 @@ def test_counted_traffic_follows_its_closed_forms(checkpoints, tmp_path):
     once = GenerateSettings(max_new_tokens=1, batch_size=4)
     tp = Topology.for_attention("tp", 2)
     vanilla = vanilla_plan(trace.fingerprint, tp)
-    ups = [gen.SetUp(name="a2a", plan=vanilla), gen.SetUp(name="ar", plan=vanilla, exchange="all-reduce")]
+    ups = [
+        gen.Configuration(name="a2a", plan=vanilla),
+        gen.Configuration(name="ar", plan=vanilla, exchange="all-reduce"),
+    ]
     a2a, ar = gen.generate(path, same_length, ups, once)
     tokens, layers, row = sum(map(len, same_length)), 3, 64 * 4
     assert a2a.sent_bytes["reduce_scatter"] == a2a.sent_bytes["all_gather"] == layers * tokens * row
@@ -240,7 +246,7 @@ def rank_with_swapped_experts(rank, size, job, report):
 def test_negative_control_a_fault_is_seen(fault, attention, checkpoints, tmp_path, monkeypatch):
     path = build("qwen3_moe", checkpoints)
     model, trace, reference = prepare(path, tmp_path)
-    up = gen.SetUp(name=attention, plan=solve(trace, Topology.for_attention(attention, 2), QUICK))
+    up = gen.Configuration(name=attention, plan=solve(trace, Topology.for_attention(attention, 2), QUICK))
     sound = gen._rank_main
     monkeypatch.setattr(gen, "_RANK", fault)
     result = gen.generate(path, prompts(1), [up], SETTINGS)[0]
@@ -261,7 +267,7 @@ def test_a_rank_that_dies_ends_the_run_with_one_clear_error(checkpoints, tmp_pat
     plan = vanilla_plan(models.fingerprint_of(path), Topology.for_attention("tp", 2))
     monkeypatch.setattr(gen, "_RANK", rank_that_dies)
     with pytest.raises(RuntimeError, match="rank 1 ended with exit code 7"):
-        gen.generate(path, prompts(1), [gen.SetUp(name="x", plan=plan)], SETTINGS)
+        gen.generate(path, prompts(1), [gen.Configuration(name="x", plan=plan)], SETTINGS)
 
 
 def rank_that_fails(rank, size, job, report):
@@ -275,14 +281,14 @@ def test_the_first_failure_of_a_rank_is_the_one_that_is_reported(checkpoints, mo
     plan = vanilla_plan(models.fingerprint_of(path), Topology.for_attention("tp", 2))
     monkeypatch.setattr(gen, "_RANK", rank_that_fails)
     with pytest.raises(RuntimeError, match="rank 0 failed: RuntimeError: out of luck"):
-        gen.generate(path, prompts(1), [gen.SetUp(name="x", plan=plan)], SETTINGS)
+        gen.generate(path, prompts(1), [gen.Configuration(name="x", plan=plan)], SETTINGS)
     assert "rank_that_fails" in caplog.text
 
 
 def test_wrong_input_is_refused_before_any_process_starts(checkpoints):
     path = build("qwen3_moe", checkpoints)
     plan = vanilla_plan(models.fingerprint_of(path), Topology.for_attention("tp", 2))
-    up = gen.SetUp(name="x", plan=plan)
+    up = gen.Configuration(name="x", plan=plan)
     with pytest.raises(ValueError, match="token id 5000 is out of range"):
         gen.generate(path, [[1, 5000]], [up], SETTINGS)
     with pytest.raises(ValueError, match="there is no prompt"):

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from semmoe.core import Placement
 from semmoe.metrics import (
     Traffic,
+    copy_choice,
     layer_traffic,
     majority_rank,
     max_over_mean,
     max_over_median,
-    serving_ranks,
     uniform_remote_ranks,
 )
 from semmoe.topology import Topology
@@ -34,9 +34,9 @@ def random_placement(rng, ep_size: int, per_rank: int, layers: int = 2) -> Place
 
 
 def test_traffic_of_three_tokens():
-    serving = serving_ranks(place([0, 1, 2, 3], ep_size=2), Topology(ep_size=2))[0]
+    choice = copy_choice(place([0, 1, 2, 3], ep_size=2), Topology(ep_size=2))[0]
     experts = np.array([[0, 1], [2, 3], [1, 2]], np.uint8)
-    traffic = layer_traffic(experts, np.array([0, 0, 1]), serving)
+    traffic = layer_traffic(experts, np.array([0, 0, 1]), choice)
     assert (traffic.pairs, traffic.local_pairs, traffic.tokens) == (6, 3, 3)
     assert traffic.rows.tolist() == [[0, 1], [1, 0]]
     assert traffic.load.tolist() == [3, 3]
@@ -49,11 +49,11 @@ def test_traffic_agrees_with_loops_for_any_replication(seed, sizes, top_k):
     rng = np.random.default_rng(seed)
     ep_size, nodes = sizes
     placement = random_placement(rng, ep_size, per_rank=4)
-    serving = serving_ranks(placement, Topology(ep_size=ep_size, num_nodes=nodes))[0]
+    choice = copy_choice(placement, Topology(ep_size=ep_size, num_nodes=nodes))[0]
     experts = np.array([rng.permutation(placement.num_experts)[:top_k] for _ in range(30)])
     home = rng.integers(ep_size, size=30)
-    traffic = layer_traffic(experts, home, serving)
-    local, rows, load = oracles.traffic(experts, home, serving)
+    traffic = layer_traffic(experts, home, choice)
+    local, rows, load = oracles.traffic(experts, home, choice)
     assert traffic.local_pairs == local
     np.testing.assert_array_equal(traffic.rows, rows)
     np.testing.assert_array_equal(traffic.load, load)
@@ -62,8 +62,8 @@ def test_traffic_agrees_with_loops_for_any_replication(seed, sizes, top_k):
 
 
 def test_traffic_of_an_empty_batch_is_nothing():
-    serving = serving_ranks(place([0, 1], ep_size=2), Topology(ep_size=2))[0]
-    traffic = layer_traffic(np.zeros((0, 1), np.uint8), np.zeros(0, np.int64), serving)
+    choice = copy_choice(place([0, 1], ep_size=2), Topology(ep_size=2))[0]
+    traffic = layer_traffic(np.zeros((0, 1), np.uint8), np.zeros(0, np.int64), choice)
     assert (traffic.lar, traffic.remote_ranks_per_token, traffic.load.tolist()) == (0.0, 0.0, [0, 0])
 
 
@@ -77,10 +77,10 @@ def test_traffic_adds_up():
 
 def test_an_own_copy_is_served_first_then_the_own_node():
     placement = place([0, 1, 0, 2], ep_size=4)
-    serving = serving_ranks(placement, Topology(ep_size=4, num_nodes=2))[0]
-    assert serving[:, 0].tolist() == [0, 0, 2, 2]
-    assert serving[:, 1].tolist() == [1, 1, 1, 1]
-    assert serving[:, 2].tolist() == [3, 3, 3, 3]
+    choice = copy_choice(placement, Topology(ep_size=4, num_nodes=2))[0]
+    assert choice[:, 0].tolist() == [0, 0, 2, 2]
+    assert choice[:, 1].tolist() == [1, 1, 1, 1]
+    assert choice[:, 2].tolist() == [3, 3, 3, 3]
 
 
 @given(st.integers(0, 9999), st.sampled_from([(2, 1), (4, 1), (4, 2), (8, 2)]))
@@ -88,34 +88,34 @@ def test_every_source_is_served_by_one_of_its_nearest_copies(seed, sizes):
     ep_size, nodes = sizes
     placement = random_placement(np.random.default_rng(seed), ep_size, per_rank=3)
     topology = Topology(ep_size=ep_size, num_nodes=nodes)
-    serving = serving_ranks(placement, topology)
-    assert serving.shape == (2, ep_size, placement.num_experts)
-    for (l, g, e), rank in np.ndenumerate(serving):
+    choice = copy_choice(placement, topology)
+    assert choice.shape == (2, ep_size, placement.num_experts)
+    for (l, g, e), rank in np.ndenumerate(choice):
         assert rank in oracles.nearest_ranks(placement, topology, l, g, e)
     for l in range(2):
         for e in range(placement.num_experts):
-            assert serving[l, :, e].tolist() == oracles.serving_ranks(placement, topology, l, e)
+            assert choice[l, :, e].tolist() == oracles.copy_choice(placement, topology, l, e)
 
 
 def test_sources_without_a_copy_take_turns():
     placement = place([0, 0, 1, 2, 3, 4], ep_size=6)
-    serving = serving_ranks(placement, Topology(ep_size=6))[0]
-    assert sorted(serving[2:, 0].tolist()) == [0, 0, 1, 1]
-    assert serving[:2, 0].tolist() == [0, 1]
+    choice = copy_choice(placement, Topology(ep_size=6))[0]
+    assert sorted(choice[2:, 0].tolist()) == [0, 0, 1, 1]
+    assert choice[:2, 0].tolist() == [0, 1]
 
 
 def test_sources_without_a_copy_take_turns_wherever_they_are():
     placement = place([1, 0, 2, 0], ep_size=4)
-    serving = serving_ranks(placement, Topology(ep_size=4))[0]
-    assert serving[:, 0].tolist() == [1, 1, 3, 3]
+    choice = copy_choice(placement, Topology(ep_size=4))[0]
+    assert choice[:, 0].tolist() == [1, 1, 3, 3]
 
 
 def test_turns_are_taken_on_each_node_that_has_copies_and_together_beyond():
     """Three nodes of four ranks; expert 0 on ranks 0, 1 and 4, expert 1 on ranks 2 and 3."""
     placement = place([0, 0, 1, 1, 0, *range(2, 9)], ep_size=12)
-    serving = serving_ranks(placement, Topology(ep_size=12, num_nodes=3))[0]
-    assert serving[:, 0].tolist() == [0, 1, 0, 1, 4, 4, 4, 4, 0, 1, 4, 0]
-    assert serving[:, 1].tolist() == [2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3]
+    choice = copy_choice(placement, Topology(ep_size=12, num_nodes=3))[0]
+    assert choice[:, 0].tolist() == [0, 1, 0, 1, 4, 4, 4, 4, 0, 1, 4, 0]
+    assert choice[:, 1].tolist() == [2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3]
 
 
 @given(st.integers(0, 9999), st.sampled_from([2, 4, 8]))
@@ -123,8 +123,8 @@ def test_copies_serve_equally_many_of_the_sources_without_one(seed, ep_size):
     rng = np.random.default_rng(seed)
     copies = int(rng.integers(1, ep_size + 1))
     row = rng.permutation([0] * copies + list(range(1, ep_size - copies + 1)))
-    serving = serving_ranks(place(row, ep_size=ep_size), Topology(ep_size=ep_size))[0, :, 0]
-    served = np.bincount(serving[row != 0], minlength=ep_size)[row == 0]
+    choice = copy_choice(place(row, ep_size=ep_size), Topology(ep_size=ep_size))[0, :, 0]
+    served = np.bincount(choice[row != 0], minlength=ep_size)[row == 0]
     assert served.sum() == ep_size - copies
     assert served.max() - served.min() <= 1
 
@@ -175,7 +175,7 @@ def test_uniform_remote_ranks_by_hand():
 def test_uniform_remote_ranks_agrees_with_simulation(ep_size, experts, top_k):
     rng = np.random.default_rng(0)
     chosen = np.argsort(rng.random((20_000, experts)), axis=1)[:, :top_k]
-    serving = np.tile(np.arange(experts) // (experts // ep_size), (ep_size, 1))
-    traffic = layer_traffic(chosen, rng.integers(ep_size, size=20_000), serving)
+    choice = np.tile(np.arange(experts) // (experts // ep_size), (ep_size, 1))
+    traffic = layer_traffic(chosen, rng.integers(ep_size, size=20_000), choice)
     assert traffic.remote_ranks_per_token == pytest.approx(uniform_remote_ranks(ep_size, experts, top_k), rel=0.02)
     assert traffic.lar == pytest.approx(1 / ep_size, rel=0.05)

@@ -196,12 +196,12 @@ def test_a_layout_is_measured_as_its_tokens_would_be_served(name):
             slices = np.bincount(own - d * topology.attn_tp_size, minlength=topology.attn_tp_size)
             assert slices.max() <= -(-len(own) // topology.attn_tp_size)
     measured = cocluster._measure(layout, trace, 1, rows, group, expected, topology, settings)
-    experts, serving = trace.expert_ids[rows, 1], np.tile(layout.primary, (4, 1))
-    local, sent, _ = oracles.traffic(experts, home, serving)
+    experts, choice = trace.expert_ids[rows, 1], np.tile(layout.primary, (4, 1))
+    local, sent, _ = oracles.traffic(experts, home, choice)
     node = topology.node_of
     nodes = [{node[layout.primary[e]] for e in token} - {node[h]} for token, h in zip(experts, home, strict=True)]
     assert measured.cost * 90 == pytest.approx(sent.sum() - 0.5 * local + 0.25 * sum(map(len, nodes)))
-    np.testing.assert_array_equal(measured.serving, serving)
+    np.testing.assert_array_equal(measured.choice, choice)
 
 
 def candidates(*layers):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semmoe.placement.copies import level, nearest_copies, primary_serving
+from semmoe.placement.copies import level, nearest_copies, primary_copy_choice
 
 
 def layout(seed, experts=8, ranks=4, redundant=8):
@@ -32,20 +32,20 @@ def nodes(ranks, count):
     return np.arange(ranks) // (ranks // count)
 
 
-def remote(expert_ids, home, serving, node_of) -> tuple[float, float]:
+def remote(expert_ids, home, choice, node_of) -> tuple[float, float]:
     """(rows to other ranks, rows to other nodes) per token, by loops."""
     rows = node_rows = 0
     for experts, h in zip(expert_ids.tolist(), home.tolist(), strict=True):
-        reached = {int(serving[h, e]) for e in experts} - {h}
+        reached = {int(choice[h, e]) for e in experts} - {h}
         rows += len(reached)
         node_rows += len({int(node_of[rank]) for rank in reached} - {int(node_of[h])})
     return rows / len(home), node_rows / len(home)
 
 
-def test_serving_by_hand():
+def test_copy_choice_by_hand():
     """Four ranks on two nodes. Expert 0 on ranks 0 and 3, primary 3; expert 1 on ranks 1 and 2, primary 1."""
     slots, primary = np.array([[0, 2], [1, 3], [1, 4], [0, 5]]), np.array([3, 1, 0, 1, 2, 3])
-    one_node, two_nodes = (primary_serving(nearest_copies(slots, 6, nodes(4, n)), primary) for n in (1, 2))
+    one_node, two_nodes = (primary_copy_choice(nearest_copies(slots, 6, nodes(4, n)), primary) for n in (1, 2))
     assert one_node[:, 0].tolist() == [0, 3, 3, 3]
     assert two_nodes[:, 0].tolist() == [0, 0, 3, 3]
     assert one_node[:, 1].tolist() == [1, 1, 2, 1]
@@ -57,7 +57,7 @@ def test_leveling_by_hand():
     """Expert 0 on ranks 0 and 1; ranks 2 and 3 send it everything they have: to one each, not both to rank 0."""
     slots, primary = np.array([[0, 1], [0, 2], [3, 4], [5, 6]]), np.array([0, 0, 1, 2, 2, 3, 3])
     copies = nearest_copies(slots, 7, nodes(4, 1))
-    start = primary_serving(copies, primary)
+    start = primary_copy_choice(copies, primary)
     assert start[:, 0].tolist() == [0, 1, 0, 0]
     expert_ids, home = np.array([[0]] * 8), np.array([2] * 4 + [3] * 4)
     out = level(expert_ids, home, np.zeros(8, np.int64), start, copies, nodes(4, 1), (1.0, 0.0, 5.0))
@@ -71,7 +71,7 @@ def test_load_below_the_mean_is_not_moved():
     """Expert 0 has copies on rank 0, which has just the mean, and on rank 1, which has nothing; rank 2 has more."""
     slots, primary = np.array([[0, 2], [0, 3], [1, 4], [5, 6]]), np.array([0, 2, 0, 1, 2, 3, 3])
     copies = nearest_copies(slots, 7, nodes(4, 1))
-    start, experts = primary_serving(copies, primary), np.array([[0], [2], *[[1]] * 6])
+    start, experts = primary_copy_choice(copies, primary), np.array([[0], [2], *[[1]] * 6])
     out = level(experts, np.full(8, 3), np.zeros(8, np.int64), start, copies, nodes(4, 1), (1.0, 0.0, 5.0))
     np.testing.assert_array_equal(out, start)
 
@@ -80,7 +80,7 @@ def test_without_a_price_of_load_rows_are_merged():
     """Expert 0 has copies on ranks 1 and 2, expert 1 on rank 2 alone: tokens that use both then send one row."""
     slots, primary = np.array([[2, 3], [0, 4], [0, 1]]), np.array([1, 2, 0, 0, 1])
     copies = nearest_copies(slots, 5, nodes(3, 1))
-    start = primary_serving(copies, primary)
+    start = primary_copy_choice(copies, primary)
     expert_ids, home, request = np.array([[0, 1]] * 6), np.zeros(6, np.int64), np.zeros(6, np.int64)
     assert remote(expert_ids, home, start, nodes(3, 1))[0] == 2
     out = level(expert_ids, home, request, start, copies, nodes(3, 1), (1.0, 0.0, 0.0))
@@ -93,7 +93,7 @@ def test_rows_to_one_node_are_merged(weight, served_by):
     """Six ranks on three nodes. Expert 0 has copies on nodes 1 and 2, expert 1 is on node 2: two ranks in any case."""
     slots, primary = np.array([[2], [3], [0], [4], [0], [1]]), np.array([2, 5, 0, 1, 3])
     copies = nearest_copies(slots, 5, nodes(6, 3))
-    start, home = primary_serving(copies, primary), np.zeros(6, np.int64)
+    start, home = primary_copy_choice(copies, primary), np.zeros(6, np.int64)
     out = level(np.array([[0, 1]] * 6), home, home, start, copies, nodes(6, 3), (1.0, weight, 0.0))
     assert start[0, 0] == 2
     assert out[0, 0] == served_by
@@ -106,10 +106,10 @@ def test_no_other_copy_would_lower_the_rows(num_nodes, seed):
     node_of, weights = nodes(6, num_nodes), (1.0, 0.75, 0.0)
     copies = nearest_copies(slots, 12, node_of)
     expert_ids, home, request = tokens(seed, 60, experts=12, ranks=6)
-    out = level(expert_ids, home, request, primary_serving(copies, primary), copies, node_of, weights)
+    out = level(expert_ids, home, request, primary_copy_choice(copies, primary), copies, node_of, weights)
 
-    def cost(serving):
-        return np.dot(weights[:2], remote(expert_ids, home, serving, node_of))
+    def cost(choice):
+        return np.dot(weights[:2], remote(expert_ids, home, choice, node_of))
 
     least = cost(out) - 1e-9
     for h, e in product(range(6), range(12)):
@@ -125,7 +125,7 @@ def test_copies_serve_from_as_near_as_they_can_and_costs_fall(num_nodes, seed):
     slots, primary = layout(seed)
     node_of, weights = nodes(4, num_nodes), (1.0, 0.5, 0.0)
     copies = nearest_copies(slots, 8, node_of)
-    start = primary_serving(copies, primary)
+    start = primary_copy_choice(copies, primary)
     expert_ids, home, request = tokens(seed, 60)
     out = level(expert_ids, home, request, start, copies, node_of, weights)
     hosts = [set(np.flatnonzero((slots == e).any(axis=1)).tolist()) for e in range(8)]
@@ -145,12 +145,12 @@ def test_load_falls_if_only_load_has_a_price(seed):
     """One request, so that all mixes are the profile's own and loops can count what is over the cap."""
     slots, primary = layout(seed)
     copies = nearest_copies(slots, 8, nodes(4, 1))
-    start = primary_serving(copies, primary)
+    start = primary_copy_choice(copies, primary)
     expert_ids, home, _ = tokens(seed, 60)
     out = level(expert_ids, home, np.zeros(60, np.int64), start, copies, nodes(4, 1), (0.0, 0.0, 1.0))
 
-    def excess(serving):
-        load = oracles.traffic(expert_ids, home, serving)[2]
+    def excess(choice):
+        load = oracles.traffic(expert_ids, home, choice)[2]
         return np.maximum(load / load.mean() - 1, 0).sum()
 
     assert excess(out) <= excess(start) + 1e-9
@@ -164,7 +164,7 @@ def test_load_falls_if_only_load_has_a_price(seed):
 def test_one_copy_each_leaves_nothing_to_choose():
     slots, primary = layout(0, redundant=0)
     copies = nearest_copies(slots, 8, nodes(4, 2))
-    start = primary_serving(copies, primary)
+    start = primary_copy_choice(copies, primary)
     out = level(*tokens(0, 40), start, copies, nodes(4, 2), (1.0, 1.0, 5.0))
     np.testing.assert_array_equal(out, start)
     np.testing.assert_array_equal(out, np.tile(primary, (4, 1)))

@@ -13,7 +13,7 @@ from synthetic import make_fingerprint, make_trace, planted_trace, random_trace,
 from test_tokens_slices import random_tables
 
 from semmoe.core import DECODE, PREFILL
-from semmoe.metrics import serving_ranks
+from semmoe.metrics import copy_choice
 from semmoe.online import schedule_requests
 from semmoe.placement.linear import vanilla_plan
 from semmoe.replayer import cut_batches, profiled_requests, replay, scheduled_by_answers, token_groups, token_homes
@@ -103,8 +103,8 @@ def test_totals_agree_with_loops(groups, ranks, method, seed):
         return
     measure = ReplaySettings(batch_tokens=9, seed=seed)
     result = replay(trace, plan, measure)
-    serving = serving_ranks(plan.placement, topology)
-    expected = oracles.replay(trace, plan, serving, cut_batches(trace.num_tokens, measure))
+    choice = copy_choice(plan.placement, topology)
+    expected = oracles.replay(trace, plan, choice, cut_batches(trace.num_tokens, measure))
     for layer, imbalance, (local, rows, load, mean) in zip(
         result.layers, result.load_max_over_mean, expected, strict=True
     ):

@@ -94,10 +94,10 @@ def test_the_all_to_all_share_is_of_the_experts_part():
 
 def test_an_output_that_differs_stops_an_item(inputs, monkeypatch):
     from semmoe.engines.transformers import verify
-    from semmoe.engines.transformers.generate import SetUp
+    from semmoe.engines.transformers.generate import Configuration
 
     vanilla = vanilla_plan(inputs.shipped.trace.fingerprint, Topology(ep_size=2))
-    monkeypatch.setattr(runtime, "_set_ups", lambda inputs: [SetUp(name="TP, vanilla", plan=vanilla)])
+    monkeypatch.setattr(runtime, "_set_ups", lambda inputs: [Configuration(name="TP, vanilla", plan=vanilla)])
     monkeypatch.setattr(verify, "plain_generate", lambda model, prompts, settings: [[0] * 16 for _ in prompts])
     with pytest.raises(RuntimeError, match="outputs differ"):
         runtime.measured_layers(Inputs())

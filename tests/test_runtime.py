@@ -84,18 +84,18 @@ def expert_matrices():
     return torch.randn(EXPERTS, WIDTH, WIDTH, generator=torch.Generator().manual_seed(99))
 
 
-def serving_of(size):
+def choice_of(size):
     return torch.arange(EXPERTS) % size
 
 
 def exchange(comm):
     """Tokens through their experts; rank 1 has no token of its own. Returns results, bytes sent, rows received."""
     hidden, ids, weights = routed(comm.rank, 0 if comm.rank == 1 else 7)
-    received, handle = dispatch(comm, hidden, ids, weights, serving_of(comm.size))
+    received, handle = dispatch(comm, hidden, ids, weights, choice_of(comm.size))
     matrices, out = expert_matrices(), torch.zeros_like(received.hidden)
     for k in range(TOP_K):
         here = received.expert_ids[:, k] >= 0
-        assert (serving_of(comm.size)[received.expert_ids[here, k]] == comm.rank).all()
+        assert (choice_of(comm.size)[received.expert_ids[here, k]] == comm.rank).all()
         products = torch.einsum("mh,mhw->mw", received.hidden[here], matrices[received.expert_ids[here, k]])
         out[here] += received.weights[here, k, None] * products
     return combine(comm, out, handle).numpy(), dict(comm.sent), handle.num_tokens_per_rank
@@ -108,7 +108,7 @@ def test_experts_reached_by_all_to_all_give_the_dense_result(size, tmp_path):
         hidden, ids, weights = routed(rank, 0 if rank == 1 else 7)
         dense = torch.einsum("nk,nkw->nw", weights, torch.einsum("nh,nkhw->nkw", hidden, expert_matrices()[ids]))
         assert np.allclose(combined, dense.numpy(), atol=1e-5)
-        targets = [set(row.tolist()) for row in serving_of(size)[ids]]
+        targets = [set(row.tolist()) for row in choice_of(size)[ids]]
         assert rows == [sum(j in t for t in targets) for j in range(size)]  # one row per destination rank
         remote = sum(len(t - {rank}) for t in targets)
         assert sent.get("dispatch", 0) == remote * (WIDTH * 4 + TOP_K * 8)

@@ -64,8 +64,8 @@ def paper_tables(seed) -> PaperTables:
     )
 
 
-def device_shuffler(plan, grain="layer", device="cpu") -> DeviceShuffler:
-    shuffler = DeviceShuffler(plan, GROUP, 0, grain, device)
+def device_shuffler(plan, granularity="layer", device="cpu") -> DeviceShuffler:
+    shuffler = DeviceShuffler(plan, GROUP, 0, granularity, device)
     shuffler.reserve(SLOTS)
     return shuffler
 
@@ -151,7 +151,7 @@ def test_once_a_batch(tables):
 
 
 def test_the_papers_tables_once_a_layer_are_refused():
-    with pytest.raises(ValueError, match="once a batch"):
+    with pytest.raises(ValueError, match="once per batch"):
         device_shuffler(plan(0, "paper"))
 
 
@@ -267,10 +267,10 @@ def graph_of(shuffler, tokens):
         return make_fx(decode(shuffler), tracing_mode="fake", _allow_non_fake_inputs=True)(*padding)
 
 
-@pytest.mark.parametrize("grain", ["layer", "batch"])
+@pytest.mark.parametrize("granularity", ["layer", "batch"])
 @pytest.mark.parametrize("tokens", [8, 12])
-def test_a_captured_decode_pass_serves_every_batch_that_fits(grain, tokens):
-    replayed, eager = (device_shuffler(plan(2), grain) for _ in range(2))
+def test_a_captured_decode_pass_serves_every_batch_that_fits(granularity, tokens):
+    replayed, eager = (device_shuffler(plan(2), granularity) for _ in range(2))
     graph = graph_of(replayed, tokens)
     for seed in range(6):
         inputs = decode_inputs(seed, tokens - seed, seed)
@@ -291,9 +291,9 @@ def test_nothing_of_a_decode_pass_leaves_the_device(monkeypatch):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("grain", ["layer", "batch"])
-def test_a_cuda_graph(grain):
-    captured, eager = device_shuffler(plan(2), grain, "cuda"), device_shuffler(plan(2), grain)
+@pytest.mark.parametrize("granularity", ["layer", "batch"])
+def test_a_cuda_graph(granularity):
+    captured, eager = device_shuffler(plan(2), granularity, "cuda"), device_shuffler(plan(2), granularity)
     buffers = [t.cuda() for t in decode_inputs(0, 0, 12)]
     decode(captured)(*buffers)  # kernels are compiled outside the graph
     graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,4 @@
-"""What values may be: numbers of settings, arrays of policies, sizes that a file declares."""
+"""Bounds on values: numbers in settings, arrays in policies, and sizes that a file declares."""
 
 import math
 from dataclasses import dataclass, field, fields
@@ -6,24 +6,25 @@ from typing import Any
 
 import numpy as np
 
-# Sizes that a file may declare: beyond any model and cluster, and small enough for what is allocated by them.
+# Largest sizes that a file may declare. They exceed every known model and cluster, and the arrays that are allocated
+# from them still fit in memory.
 MOST_RANKS = 4096
 MOST_VOCABULARY = 1 << 22
 MOST_LAYERS = 1024
-MOST_EXPERTS = 4096  # of a layer
-MOST_TABLE = 1 << 28  # entries of an array by layer and expert, by layer and token id, or of layer x rank x expert
+MOST_EXPERTS = 4096  # per layer
+MOST_TABLE = 1 << 28  # entries of an array of shape (L, E), (L, V) or (L, G, E)
 
 
 def number(default: Any, low: float, high: float, **shown: Any) -> Any:
     """A dataclass field whose value lies between `low` and `high`, both included; None where that is the default.
 
-    `check_numbers` holds values to it. shown: for a field that is an option of the command line too (`option`).
+    `check_numbers` enforces the bounds. shown: how the command line shows the field (arguments of `_option`).
     """
     return field(default=default, metadata={"low": low, "high": high, **_option(**shown)})
 
 
 def required_number(low: float, high: float) -> Any:
-    """The same without a default."""
+    """Same as `number`, for a field without a default."""
     return field(metadata={"low": low, "high": high})
 
 
@@ -38,22 +39,22 @@ def switch(**shown: Any) -> Any:
 
 
 def _option(help: str = "", panel: str = "Method", flag: str = "", unit: int = 1, zero_is_none: bool = False) -> dict:
-    """How a field is an option; without a help text it is none.
+    """Metadata that makes a field an option of the command line; a field without help text is not an option.
 
-    flag: the option's name, where it is not the field's. unit: what one of the option is of the field. zero_is_none: 0
-    means None, which is no limit.
+    flag: the option's name where it differs from the field's. unit: how many units of the field one unit of the option
+    stands for. zero_is_none: the option's value 0 means None, which is no limit.
     """
     return {"help": help, "panel": panel, "flag": flag, "unit": unit, "zero_is_none": zero_is_none} if help else {}
 
 
 def bounds(kind: Any, name: str) -> tuple[float, float]:
-    """The bounds of a field that `number` made."""
+    """(low, high) of a field that `number` made, both included."""
     metadata = kind.__dataclass_fields__[name].metadata
     return metadata["low"], metadata["high"]
 
 
 def check_numbers(settings: Any) -> None:
-    """Raise ValueError naming the first field whose value is outside the bounds of its `number`, or is no `choice`."""
+    """Raise ValueError naming the first field whose value is outside its bounds (`number`) or names (`choice`)."""
     for one in fields(settings):
         value = getattr(settings, one.name)
         if value is None and (one.default is None or one.metadata.get("zero_is_none")):
@@ -68,10 +69,10 @@ def check_numbers(settings: Any) -> None:
 
 
 def check_table(what: str, *sizes: int) -> None:
-    """Raise ValueError where an array of these sizes would not be allocated for any real model."""
+    """Raise ValueError if an array of these sizes has more entries than any known model needs."""
     entries = math.prod(sizes)
     if entries > MOST_TABLE:
-        raise ValueError(f"{what} is {entries:,}: more than {MOST_TABLE:,}, which no model that is known has")
+        raise ValueError(f"{what} is {entries:,}, more than the {MOST_TABLE:,} that any known model needs")
 
 
 def check_offsets(name: str, offsets: np.ndarray, end: int) -> None:
@@ -97,7 +98,7 @@ def check_range(name: str, ids: np.ndarray, size: int, what: str) -> None:
 
 @dataclass(frozen=True)
 class Declared:
-    """What an array of a policy must be."""
+    """Shape, type and range that an array of a policy must have."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -121,15 +122,15 @@ def arrays_of(policy: Any) -> dict[str, np.ndarray]:
 
 
 def numbers_of(policy: Any) -> dict[str, Any]:
-    """All else of a policy by name."""
+    """The fields of a policy that are not arrays, by name."""
     return {name: getattr(policy, name) for name in number_types(type(policy))}
 
 
 def array_names(kind: Any) -> list[str]:
-    """Fields of a policy's class that are arrays."""
+    """Names of the fields of a policy's class that are arrays."""
     return [one.name for one in fields(kind) if one.type is np.ndarray]
 
 
 def number_types(kind: Any) -> dict[str, Any]:
-    """The other fields, int or float."""
+    """Types (int or float) of the fields of a policy's class that are not arrays, by name."""
     return {one.name: one.type for one in fields(kind) if one.type is not np.ndarray}

@@ -1,8 +1,8 @@
-"""The nouns: everything that flows from a profile to an engine, as arrays with fixed shapes.
+"""The data that flows from a profile to an engine, as arrays with fixed shapes.
 
 Shape legend, one meaning per letter everywhere:
     T  routed tokens (rows of a trace)     R  requests
-    L  MoE layers                          V  token ids the tables know (vocabulary size)
+    L  MoE layers                          V  token ids in the tables (vocabulary size)
     K  experts chosen per token            B  tokens of one batch, all ranks together
     E  logical experts of a layer          G  expert-parallel ranks (`ep_size`)
     P  physical experts (copies counted)   D  attention-DP groups (`dp_size`)
@@ -33,7 +33,7 @@ class RoutingTrace:
     expert_ids: np.ndarray  # (T, L, K) uint8 or int16, by falling routing weight
     request_offsets: np.ndarray  # (R + 1,) int64, rows of request r: offsets[r] to offsets[r + 1]
     phase: np.ndarray  # (T,) uint8, PREFILL or DECODE
-    prompt_ids: np.ndarray  # (M,) int32, every request's prompt, routed or not
+    prompt_ids: np.ndarray  # (M,) int32, the prompts of all requests, routed or not
     prompt_offsets: np.ndarray  # (R + 1,) int64
     fingerprint: Fingerprint
 
@@ -93,7 +93,7 @@ class RoutingTrace:
         return sha.hexdigest()
 
     def request_hashes(self) -> np.ndarray:
-        """(R,) uint64: what each request is known by in another trace, from its prompt and its routed tokens."""
+        """(R,) uint64: a hash of each request's prompt and routed tokens, by which it is found in other traces."""
         out = np.empty(self.num_requests, np.uint64)
         for r in range(self.num_requests):
             prompt = self.prompt(r)
@@ -117,7 +117,7 @@ class Placement:
     physical_to_logical_map: np.ndarray  # (L, P) int32
     num_experts: int
     ep_size: int
-    static_dispatch: np.ndarray | None = None  # (L, G, E) int16: the rank that serves e to source rank g; None: by rule
+    static_dispatch: np.ndarray | None = None  # (L, G, E) int16: the copy choice; None: `metrics.copy_choice`
 
     def __post_init__(self) -> None:
         if self.physical_to_logical_map.ndim != 2:
@@ -185,7 +185,7 @@ class Placement:
 
     @classmethod
     def from_labels(cls, expert_ranks: np.ndarray, ep_size: int) -> Placement:
-        """From (L, E) rank labels, equally many experts a rank; experts of a rank stay in ascending order."""
+        """Make a placement from rank labels (L, E) with equally many experts per rank, kept in ascending order."""
         experts = expert_ranks.shape[1]
         if experts % ep_size != 0:
             raise ValueError(f"ep_size {ep_size} does not divide {experts} experts")
@@ -196,32 +196,35 @@ class Placement:
 
 
 class Evidence(Protocol):
-    """What a token policy says of all tokens of a trace at one layer."""
+    """What a token policy predicts for all tokens of a trace at one layer."""
 
     def slices(self, rows: np.ndarray, num_slices: int) -> np.ndarray:
-        """(B,) the equal slice of each of these tokens (B,), which are those of one batch and group."""
+        """(B,) the slice of each token in `rows` (B,), the tokens of one batch and group; slices are equal."""
 
     def expected_local(self, rows: np.ndarray, slices: np.ndarray) -> float:
-        """(token, expert) pairs that the policy expects at home, if tokens `rows` (B,) go to `slices` (B,)."""
+        """Number of local (token, expert) pairs that the policy expects if tokens `rows` (B,) go to `slices` (B,)."""
 
 
 class TokenPolicy(Protocol):
     """Which rank of its attention group each token's row goes to: data alone, a dataclass of arrays and numbers."""
 
-    kind: ClassVar[str]  # what plan.json calls it
-    by_tables: ClassVar[bool]  # False: it knows nothing of tokens
+    kind: ClassVar[str]  # its name in plan.json
+    by_tables: ClassVar[bool]  # False: its decisions do not depend on the tokens
 
     def declared(self, topology: Topology, fingerprint: Fingerprint) -> dict[str, Declared]:
-        """What each array must be; raises ValueError for numbers that do not fit."""
+        """What each array must be, by name. Raises ValueError for numbers that do not fit topology and fingerprint."""
 
     def unknown(self, token_ids: np.ndarray) -> np.ndarray:
-        """(N,) bool: tokens that only a prior serves; none are where nothing is looked up."""
+        """(N,) bool: tokens for which only the prior is known; all False if the policy looks up no token."""
 
     def scores_of_tokens(self, first_rank: int, num_slices: int, token_ids: np.ndarray) -> np.ndarray:
-        """(N, S) int32: what the tokens alone say of ranks first_rank to first_rank + S, mean over layers."""
+        """(N, S) int32: scores of ranks first_rank to first_rank + S from token ids alone, mean over layers."""
 
     def evidence(self, trace: RoutingTrace, plan: Plan, group: np.ndarray, decoding: bool) -> Iterator[Evidence]:
-        """Layer by layer. group: (T,) attention group of each token; decoding: a request's tokens came one by one."""
+        """Yield the evidence of each layer.
+
+        group: (T,) attention group of each token. decoding: whether a request's tokens came one by one.
+        """
 
 
 class RequestPolicy(Protocol):
@@ -236,24 +239,25 @@ class RequestPolicy(Protocol):
 
     @property
     def follows_caches(self) -> bool:
-        """Whether a group's prefix cache counts."""
+        """Whether the choice of a group depends on what its prefix cache holds."""
 
     def declared(self, topology: Topology, fingerprint: Fingerprint) -> dict[str, Declared]:
-        """As for `TokenPolicy`."""
+        """Same as `TokenPolicy.declared`."""
 
     def unknown(self, token_ids: np.ndarray) -> np.ndarray:
-        """As for `TokenPolicy`, of tokens of prompts."""
+        """Same as `TokenPolicy.unknown`, for the tokens of prompts."""
 
     def tiled(self, copies: int, cache_weight: float) -> RequestPolicy:
-        """The policy for `copies` servers side by side, with the weight of their prefix caches, if it has one."""
+        """The policy for `copies` servers side by side; a policy that scores prompts also gets `cache_weight`."""
 
 
-PRIOR, PROFILED, NEIGHBOUR = 0, 1, 2  # what serves a table row: the prior, its own counts, a neighbour's
+# where a table row comes from: the prior, the token's own counts, a neighbour's counts
+PRIOR, PROFILED, NEIGHBOUR = 0, 1, 2
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
-    """The one artefact that crosses from offline to online."""
+    """What a method decides offline and an engine reads: placement, token policy and request policy."""
 
     topology: Topology
     placement: Placement
@@ -263,7 +267,8 @@ class Plan:
     method: str
     settings: dict[str, Any] = field(default_factory=dict)
     trace_hash: str = ""
-    profiled_requests: np.ndarray | None = None  # (N,) uint64, rising: hashes of the requests solved on; None: unknown
+    # (N,) uint64, ascending: hashes of the profiled requests; None: unknown
+    profiled_requests: np.ndarray | None = None
     expected: dict[str, Any] | None = None
 
     def __repr__(self) -> str:

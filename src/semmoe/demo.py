@@ -87,10 +87,10 @@ def run_demo(settings: DemoSettings, work: Path, progress: Bars, dataset: Path |
         save_plan(_solve(trace, topology, settings, advance), work / f"plan-{attention}")
         plan = load_plan(work / f"plan-{attention}")
         vanilla = vanilla_plan(identity, topology)
-        set_ups.append(gen.SetUp(name=f"attention-{attention.upper()}, vanilla", plan=vanilla))
-        set_ups.append(gen.SetUp(name=f"attention-{attention.upper()}, on the plan", plan=plan))
+        set_ups.append(gen.Configuration(name=f"attention-{attention.upper()}, vanilla", plan=vanilla))
+        set_ups.append(gen.Configuration(name=f"attention-{attention.upper()}, on the plan", plan=plan))
         digests[set_ups[-1].name] = plan_digest(work / f"plan-{attention}")
-    set_ups.append(gen.SetUp(name="attention-TP, all-reduce", plan=vanilla, exchange="all-reduce"))
+    set_ups.append(gen.Configuration(name="attention-TP, all-reduce", plan=vanilla, exchange="all-reduce"))
 
     generate_settings = GenerateSettings(max_new_tokens=settings.max_new_tokens, batch_size=settings.batch_size)
     advance = progress.task("generating with plain transformers", len(prompts))

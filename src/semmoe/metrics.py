@@ -54,7 +54,7 @@ def sum_traffic(parts: Sequence[Traffic]) -> Traffic:
     return sum(parts[1:], parts[0])
 
 
-def serving_ranks(placement: Placement, topology: Topology) -> np.ndarray:
+def copy_choice(placement: Placement, topology: Topology) -> np.ndarray:
     """(L, G, E) int16: the copy choice, the rank to which source rank g sends tokens for expert e.
 
     The choice is static, the same as in SGLang's static dispatch: a copy on the source rank first, then one on its
@@ -86,7 +86,7 @@ def serving_ranks(placement: Placement, topology: Topology) -> np.ndarray:
 
 
 def layer_traffic(expert_ids: np.ndarray, home: np.ndarray, serving: np.ndarray) -> Traffic:
-    """Traffic of one layer: expert_ids (B, K), home (B,) rank of each token, serving (G, E) from `serving_ranks`."""
+    """Traffic of one layer: expert_ids (B, K), home (B,) rank of each token, serving (G, E) from `copy_choice`."""
     rows, load, local = _count_traffic(expert_ids, home, serving)
     return Traffic(expert_ids.size, int(local), len(home), rows, load)
 

@@ -1,4 +1,4 @@
-"""A plan's request policy at work: one class admits a request, offline, in engines and in the router."""
+"""Schedule requests by a plan's request policy. Offline replay, engines and the router use the same schedulers."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from semmoe.requests.capacity import CapacityScheduler, SchedulerSettings
 from semmoe.requests.policy import PromptScores, RoundRobin
 from semmoe.requests.scheduler import RequestScheduler, RoundRobinScheduler
 
-BATCH_LEAD = 0.05  # most that a group may have above the mean of a batch, where requests are small enough
+BATCH_LEAD = 0.05  # share of the mean work by which a group of a batch may exceed it, unless a single request is larger
 SCHEDULERS: dict[str, Callable[[Any, SchedulerSettings], RequestScheduler]] = {
     RoundRobin.kind: lambda policy, settings: RoundRobinScheduler(policy),
     PromptScores.kind: CapacityScheduler,
@@ -20,7 +20,7 @@ SCHEDULERS: dict[str, Callable[[Any, SchedulerSettings], RequestScheduler]] = {
 
 
 def start(policy: RequestPolicy, settings: SchedulerSettings | None = None) -> RequestScheduler:
-    """The scheduler of a policy, with nothing assigned yet; settings: of the ledger, where it keeps one."""
+    """A new scheduler for a policy. settings: of the ledger, used by policies that keep one."""
     return SCHEDULERS[policy.kind](policy, settings or SchedulerSettings())
 
 
@@ -33,18 +33,18 @@ def schedule_requests(
 ) -> np.ndarray:
     """(R,) int64: the attention group of each request in arrival order.
 
-    For policies that keep a ledger: lengths (R,) decode tokens, told of a request once more than `unfinished` others
-    have arrived after it (None: never); window: requests that wait to be assigned together.
+    For policies that keep a ledger: lengths (R,) are decode tokens; the scheduler learns the length of a request once
+    more than `unfinished` others have arrived after it (None: never). window: requests that are assigned together.
     """
     settings = SchedulerSettings(max_wait=window if window > 1 else 0, release=max(window // 4, 1))
     return schedule_with(start(plan.requests, settings), prompts, lengths, unfinished)
 
 
 def schedule_batch(prompts: Sequence[Sequence[int] | np.ndarray], plan: Plan, new_tokens: int) -> np.ndarray:
-    """(R,) int64: the groups of requests that are all at hand and decode `new_tokens` each.
+    """(R,) int64: the groups of requests that are all available at once and decode `new_tokens` each.
 
-    In one window, under a budget of prompt and decode tokens: a batch takes as long as its fullest group. Policies
-    that follow prefix caches as in `schedule_requests`: nothing is cached yet.
+    All requests are assigned in one window, balanced by prompt and decode tokens, since a batch takes as long as its
+    fullest group. Policies that follow prefix caches assign as in `schedule_requests`, from empty caches.
     """
     if plan.requests.follows_caches:
         return schedule_requests(prompts, plan)
@@ -59,7 +59,7 @@ def schedule_with(
     lengths: np.ndarray | None,
     unfinished: int,
 ) -> np.ndarray:
-    """(R,) int64 groups of requests that arrive in turn; lengths and unfinished as for `schedule_requests`."""
+    """(R,) int64: groups of requests in arrival order; lengths and unfinished same as in `schedule_requests`."""
     assigned, told = [], 0
     for r, prompt in enumerate(prompts):
         assigned += scheduler.submit(prompt)
@@ -71,10 +71,13 @@ def schedule_with(
 
 
 def live_settings(groups: int, **changes: Any) -> SchedulerSettings:
-    """For a ledger of the work that runs now, which stays short: a group may be two requests above the mean."""
+    """Scheduler settings for a live engine, whose ledger holds running work only.
+
+    Such a ledger stays short, so that a group may be two requests above the mean.
+    """
     return SchedulerSettings(keep_finished=False, lead_requests=2.0 * groups, prompt_cost=1.0, **changes)
 
 
 def expected_tokens(mean: float, max_new_tokens: int | None) -> float:
-    """Decode tokens of a request that may have at most so many."""
+    """Decode tokens to expect of a request: the profile's mean, at most `max_new_tokens` (None: no limit)."""
     return mean if max_new_tokens is None else min(mean, float(max_new_tokens))

@@ -1,4 +1,4 @@
-"""The Plan directory: `plan.json` for people and checks, `plan.safetensors` for the maps and tables."""
+"""Save and load plans: a directory with `plan.json`, for people and checks, and `plan.safetensors`, for all arrays."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ from semmoe.tokens.slices import ByPosition, PathScores
 from semmoe.topology import Fingerprint, Topology
 
 SCHEMA = 2
-MOST_REQUESTS = 1 << 24  # profiled, of which a plan keeps hashes
+MOST_REQUESTS = 1 << 24  # profiled requests whose hashes a plan may hold
 FILES = {"plan.json", "plan.safetensors"}
 TOKENS = {kind.kind: kind for kind in (ByPosition, PathScores, PaperTables)}
 REQUESTS = {kind.kind: kind for kind in (RoundRobin, PromptScores, PaperTable)}
@@ -39,8 +39,8 @@ class PlanHeader(BaseModel):
     method: str
     topology: Topology
     fingerprint: Fingerprint
-    tokens: dict[str, Any]  # the kind of the token policy, and its numbers
-    requests: dict[str, Any]  # the same of the request policy
+    tokens: dict[str, Any]  # the token policy's kind and its numbers
+    requests: dict[str, Any]  # the request policy's kind and its numbers
     static_dispatch: bool
     profiled_requests: bool
     settings: dict[str, Any]
@@ -49,7 +49,7 @@ class PlanHeader(BaseModel):
 
 
 def save_plan(plan: Plan, path: Path | str) -> None:
-    """Write `plan` as a directory, whole or not at all; an older plan of that name is replaced."""
+    """Write `plan` as a directory, atomically; an older plan at `path` is replaced."""
     path = Path(path)
     check_plan_output(path, force=True)
     header = PlanHeader(
@@ -77,7 +77,7 @@ def save_plan(plan: Plan, path: Path | str) -> None:
 
 
 def check_plan_output(path: Path, force: bool) -> None:
-    """Raise before a plan is solved unless it can be written to `path`, where only another plan is ever replaced."""
+    """Raise an error, before the work of solving, unless a plan can be written to `path`; only a plan is replaced."""
     others = sorted(p.name for p in path.iterdir() if p.name not in FILES) if path.is_dir() else []
     if others:
         raise ValueError(f"{path} holds other files than a plan's ({', '.join(others[:3])}): choose another name")
@@ -85,7 +85,7 @@ def check_plan_output(path: Path, force: bool) -> None:
 
 
 def load_plan(path: Path | str) -> Plan:
-    """Read and validate a plan directory; every shape and every index is checked, since plans may come from others."""
+    """Read and validate a plan directory. Every shape and index is checked, since plans may come from elsewhere."""
     path = Path(path)
     if not path.exists():
         raise ValueError(f"there is no plan at {path}")
@@ -108,7 +108,7 @@ def load_plan(path: Path | str) -> Plan:
 
 
 def _check_version(path: Path) -> None:
-    """Raise ValueError for a plan of another schema, saying how to make it again."""
+    """Raise ValueError for a plan of another schema version; the message says how to make it again."""
     try:
         version = json.loads(read_limited(path / "plan.json", MOST_JSON_BYTES))["schema_version"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -146,14 +146,17 @@ def _plan(header: PlanHeader, arrays: dict[str, np.ndarray]) -> Plan:
 
 
 def _kind(kinds: dict[str, Any], what: str, stated: dict[str, Any]) -> Any:
-    """The class of a policy, whose numbers are checked: all there, none unknown, each of its type."""
+    """The class of a policy from what plan.json states of it.
+
+    Raises ValueError for missing, unknown or mistyped numbers.
+    """
     kind, known = stated.get("kind"), ", ".join(kinds)
     if not isinstance(kind, str) or kind not in kinds:
         raise ValueError(f"{what} are of kind {kind!r}, and this semmoe knows {known}")
     expected = number_types(kinds[stated["kind"]])
     differ = sorted(expected.keys() ^ (stated.keys() - {"kind"}))
     if differ:
-        raise ValueError(f"{what} of kind {kind} state other numbers than this semmoe knows: {', '.join(differ)}")
+        raise ValueError(f"{what} of kind {kind} have missing or unknown numbers: {', '.join(differ)}")
     for name, type_ in expected.items():
         fits = isinstance(stated[name], (int, type_)) and not isinstance(stated[name], bool)
         if not fits:
@@ -168,7 +171,7 @@ def _policy(kinds: dict[str, Any], what: str, stated: dict[str, Any], arrays: di
 
 
 def _check_arrays(arrays: dict[str, np.ndarray], declared: dict[str, Declared], header: PlanHeader) -> None:
-    """Every array has its shape and type, and no value that an index or a comparison could trip over."""
+    """Raise ValueError unless every array has its declared shape, type and range."""
     f, topology = header.fingerprint, header.topology
     physical = arrays["physical_to_logical_map"].shape[-1:]
     profiled = arrays["profiled_requests"].shape[:1] if header.profiled_requests else (0,)

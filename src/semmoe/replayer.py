@@ -1,9 +1,9 @@
-"""Trace x plan -> metrics, without a model: the offline experiment.
+"""Score a plan on a trace without running a model: the offline experiment.
 
 Protocol (docs/choices.md): a batch is all ranks together. `mixed` draws tokens from many requests at random, as in
 decode; `prefill` takes consecutive tokens of concatenated requests. Attention-DP: requests are scheduled by their
-prompt in arrival order and scored on their routed tokens. Attention-TP: each batch goes to equal slices, by the plan's
-tables or, without them, by position.
+prompt in arrival order and scored on their routed tokens. Attention-TP: each batch is divided into equal
+slices by the plan's token policy.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ import numpy as np
 
 from semmoe import html
 from semmoe.core import DECODE, Evidence, Plan, RoutingTrace
-from semmoe.metrics import Traffic, layer_traffic, max_over_mean, max_over_median, serving_ranks, sum_traffic
+from semmoe.metrics import Traffic, copy_choice, layer_traffic, max_over_mean, max_over_median, sum_traffic
 from semmoe.online import schedule_requests
 from semmoe.settings import ReplaySettings
 from semmoe.topology import Topology
@@ -26,9 +26,9 @@ class ReplayResult:
     load_max_over_median: np.ndarray  # (L,)
     token_max_over_mean: float  # routed tokens per attention group, whole replay
     num_batches: int
-    unknown_share: float  # of the look-ups, those that the prior had to serve
-    predicted_lar: np.ndarray | None  # (L,) what the plan's own scores expect; equal to LAR if they are calibrated
-    unknown_lar: float | None  # LAR of tokens that the profile did not hold, if tokens are shuffled by tables
+    unknown_share: float  # share of the looked-up tokens for which only the prior was known
+    predicted_lar: np.ndarray | None  # (L,) the LAR that the plan's scores predict; equals LAR if they are calibrated
+    unknown_lar: float | None  # LAR of tokens that were not profiled; None unless tokens are shuffled by tables
 
     @property
     def total(self) -> Traffic:
@@ -45,7 +45,7 @@ class ReplayResult:
 
     @property
     def busiest_pairs(self) -> np.ndarray:
-        """(L,) pairs that the most loaded rank of a batch computes, mean over batches, which are of one size."""
+        """(L,) pairs that the most loaded rank of a batch computes, mean over batches of one size."""
         return self.load_max_over_mean * [traffic.load.mean() / self.num_batches for traffic in self.layers]
 
     def __repr__(self) -> str:
@@ -107,20 +107,19 @@ def replay(trace: RoutingTrace, plan: Plan, settings: ReplaySettings | None = No
     if trace.num_tokens <= 0:
         raise ValueError("the trace to replay holds no routed token")
     group, batches = token_groups(trace, plan, settings), cut_batches(trace.num_tokens, settings)
-    serving = serving_ranks(plan.placement, plan.topology)
+    choice = copy_choice(plan.placement, plan.topology)
     unknown = plan.tokens.unknown(trace.token_ids)
     size = plan.topology.attn_tp_size
     layers, mean, median, predicted = [], [], [], []
     of_unknown = np.zeros(2, np.int64)  # local pairs, pairs
     for l, (evidence, homes) in enumerate(token_homes(trace, plan, settings, group)):
         traffic = [
-            layer_traffic(trace.expert_ids[rows, l], home, serving[l])
-            for rows, home in zip(batches, homes, strict=True)
+            layer_traffic(trace.expert_ids[rows, l], home, choice[l]) for rows, home in zip(batches, homes, strict=True)
         ]
         expected = sum(evidence.expected_local(rows, home % size) for rows, home in zip(batches, homes, strict=True))
         predicted.append(expected / sum_traffic(traffic).pairs)
         for rows, home in zip(batches, homes, strict=True):
-            of_unknown += _local_pairs(trace.expert_ids[rows, l], home, serving[l], unknown[rows])
+            of_unknown += _local_pairs(trace.expert_ids[rows, l], home, choice[l], unknown[rows])
         layers.append(sum_traffic(traffic))
         mean.append(np.mean([max_over_mean(t.load) for t in traffic]))
         median.append(np.mean([max_over_median(t.load) for t in traffic]))
@@ -138,7 +137,7 @@ def replay(trace: RoutingTrace, plan: Plan, settings: ReplaySettings | None = No
 
 
 def profiled_requests(trace: RoutingTrace, plan: Plan) -> int | None:
-    """How many requests of `trace` the plan was solved on; None for a plan of before, which does not tell."""
+    """How many requests of `trace` the plan was solved on; None for an older plan, which does not state them."""
     if plan.profiled_requests is None:
         return trace.num_requests if plan.trace_hash == trace.digest() else None
     known = np.isin(trace.request_hashes(), plan.profiled_requests)
@@ -146,10 +145,10 @@ def profiled_requests(trace: RoutingTrace, plan: Plan) -> int | None:
 
 
 def scheduled_by_answers(trace: RoutingTrace, topology: Topology) -> int:
-    """Requests that a replay sends to groups by what they answer, since the trace has answers where prompts belong.
+    """Number of requests that a replay sends to groups by their answers, because the trace has no prompts for them.
 
-    An imported trace without prompts has its routed tokens for them (`trace.open_trace`). Of decoded tokens that is
-    the future, which no server knows when a request arrives.
+    In an imported trace without prompts the routed tokens stand in for the prompt (`trace.open_trace`). Decoded tokens
+    among them are not known to a server when a request arrives.
     """
     if topology.dp_size == 1:
         return 0
@@ -166,9 +165,10 @@ def token_groups(trace: RoutingTrace, plan: Plan, settings: ReplaySettings) -> n
 
 
 def token_homes(trace: RoutingTrace, plan: Plan, settings: ReplaySettings, group: np.ndarray):
-    """Per layer what the plan says of all tokens, and for each batch (`cut_batches`) the rank (B,) of its tokens.
+    """Yield for each layer the plan's evidence on all tokens and, for each batch of `cut_batches`, the ranks (B,) of
+    its tokens.
 
-    group: (T,) from `token_groups`. In mixed batches, as in decode, each token knows its request's routing before it.
+    group: (T,) from `token_groups`. In mixed batches, as in decode, the routing of a request's earlier tokens is known.
     """
     batches = cut_batches(trace.num_tokens, settings)
     for evidence in plan.tokens.evidence(trace, plan, group, decoding=settings.batches == "mixed"):
@@ -176,7 +176,7 @@ def token_homes(trace: RoutingTrace, plan: Plan, settings: ReplaySettings, group
 
 
 def cut_batches(num_tokens: int, settings: ReplaySettings) -> list[np.ndarray]:
-    """Row indices, `batch_tokens` a batch; a shorter rest is left out unless it is all there is."""
+    """Row indices of each batch of `batch_tokens` tokens; a shorter last batch is dropped unless it is the only one."""
     order = np.arange(num_tokens)
     if settings.batches == "mixed":
         order = np.random.default_rng(settings.seed).permutation(num_tokens)
@@ -187,7 +187,7 @@ def cut_batches(num_tokens: int, settings: ReplaySettings) -> list[np.ndarray]:
 
 
 def _homes(evidence: Evidence, group: np.ndarray, rows: np.ndarray, topology: Topology) -> np.ndarray:
-    """(B,) the rank of each token of a batch: its group, and its equal slice inside the group."""
+    """(B,) the rank of each token of a batch: its attention group, and its slice inside the group."""
     S = topology.attn_tp_size
     groups = group[rows]
     if S == 1:
@@ -199,14 +199,14 @@ def _homes(evidence: Evidence, group: np.ndarray, rows: np.ndarray, topology: To
     return home
 
 
-def _local_pairs(expert_ids: np.ndarray, home: np.ndarray, serving: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """(local pairs, pairs) of the chosen tokens of a batch: experts (B, K), home (B,), serving (G, E), chosen (B,)."""
+def _local_pairs(expert_ids: np.ndarray, home: np.ndarray, choice: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """(local pairs, pairs) of the chosen tokens of a batch: experts (B, K), home (B,), choice (G, E), chosen (B,)."""
     at = home[chosen, None]
-    return np.array([(serving[at, expert_ids[chosen]] == at).sum(), chosen.sum() * expert_ids.shape[1]])
+    return np.array([(choice[at, expert_ids[chosen]] == at).sum(), chosen.sum() * expert_ids.shape[1]])
 
 
 def _unknown_share(trace: RoutingTrace, plan: Plan) -> float:
-    """Share of look-ups that the prior serves: routed tokens if tokens are shuffled, prompt tokens otherwise."""
+    """Share of unknown tokens: among routed tokens if tokens are shuffled, otherwise among prompt tokens."""
     shuffled = plan.tokens.by_tables
     unknown = plan.tokens.unknown(trace.token_ids) if shuffled else plan.requests.unknown(trace.prompt_ids)
     return float(unknown.sum() / max(len(unknown), 1))

@@ -1,12 +1,12 @@
-"""One frozen dataclass of settings a stage; the command line takes its defaults from here."""
+"""One frozen dataclass of settings per stage; the command line builds its options and defaults from them."""
 
 from dataclasses import dataclass, field
 
 from semmoe.bounds import MOST_RANKS, check_numbers, choice, number, switch
 
-GRAINS = ("layer", "batch")  # how often attention-TP decides anew where tokens go
+GRANULARITIES = ("layer", "batch")  # attention-TP: slices are decided once per layer or once per batch
 SEED = (0, (1 << 32) - 1)
-TOKENS = (1, 1 << 24)  # of a batch
+TOKENS = (1, 1 << 24)  # least and most tokens of a batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,20 +42,20 @@ class MoETunerSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class CoclusterSettings:
-    """Objective and effort of semmoe's own placement. Weights are in units of one activation that stays on its rank."""
+    """Objective and effort of semmoe's placement. Weights are in units of one (token, expert) pair on its own rank."""
 
-    activation: float = number(1.0, 0, 1e6)  # gain of a (token, expert) pair on the token's own rank
+    activation: float = number(1.0, 0, 1e6)  # gain from a (token, expert) pair on the token's own rank
     remote_rank: float = number(  # cost of a row sent to another rank
         1.0,
         0,
         1e6,
         flag="remote_rank_cost",
-        help="semmoe: what a row to another rank costs, in pairs of a token and an expert on its own rank.",
+        help="semmoe: cost of a row to another rank, in local (token, expert) pairs.",
     )
-    remote_node: float = number(  # further cost of a row that leaves the node
-        1.0, 0, 1e6, flag="remote_node_cost", help="semmoe: what a row to another node costs beyond that."
+    remote_node: float = number(  # additional cost of a row that leaves the node
+        1.0, 0, 1e6, flag="remote_node_cost", help="semmoe: additional cost of a row to another node."
     )
-    load_price: float = number(5.0, 0, 1e6)  # the most that is paid for a rank's load above the cap, per mean load
+    load_price: float = number(5.0, 0, 1e6)  # highest price of a rank's load above the cap, per unit of mean load
     starts: int = number(4, 1, 1000)
     kicks: int = number(20, 0, 100_000)
     sweeps: int = number(12, 1, 1000)
@@ -65,9 +65,9 @@ class CoclusterSettings:
         1,
         MOST_RANKS,
         zero_is_none=True,
-        help="semmoe: most expert load, max/mean in a batch, from 1; 0: no limit.",
+        help="semmoe: limit on expert load, max/mean in a batch, at least 1; 0: no limit.",
     )
-    # all ranks together, for which the limit is meant
+    # tokens of a batch over all ranks, to which the limit applies
     batch_tokens: int = number(1024, *TOKENS, help="Tokens of a batch, all ranks together.")
 
     def __post_init__(self) -> None:
@@ -76,10 +76,11 @@ class CoclusterSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictorSettings:
-    # layers; None: chosen on held-out requests
+    # layers; None: chosen by the error on held-out requests
     lookback: int | None = number(None, 0, 8, help="Layers that predictions look back; by default semmoe chooses.")
     max_tokens: int = number(1 << 16, 1, 1 << 24)  # routed tokens to fit on
-    tolerance: float = number(0.002, 0, 1)  # share of the best held-out error that a shorter look-back may lose
+    # relative increase of the held-out error that is accepted for a shorter look-back
+    tolerance: float = number(0.002, 0, 1)
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -89,7 +90,7 @@ class PredictorSettings:
 class SolveSettings:
     method: str = "semmoe"
     redundant_experts: int = number(  # physical experts beyond the logical ones, over all ranks
-        0, 0, 1 << 20, help="Redundant experts in all (linear, eplb, grace, semmoe)."
+        0, 0, 1 << 20, help="Redundant experts over all ranks (linear, eplb, grace, semmoe)."
     )
     seed: int = number(0, *SEED, help="Seed of every random choice.")
     paper: PaperSettings = field(default_factory=PaperSettings)
@@ -105,9 +106,9 @@ class SolveSettings:
 class ReplaySettings:
     batch_tokens: int = number(1024, *TOKENS, help="Tokens of a batch, all ranks together.")
     batches: str = choice("mixed", ("mixed", "prefill"), help="mixed: decode-like; prefill: consecutive.")
-    # attention-DP: requests that wait to be assigned together
-    window: int = number(1, 1, 1 << 20, help="semmoe, attention-DP: requests that wait to be assigned together.")
-    # attention-DP: a length is known once more than so many requests have arrived after it
+    # attention-DP: requests that are assigned together
+    window: int = number(1, 1, 1 << 20, help="semmoe, attention-DP: requests that are assigned together.")
+    # attention-DP: the length of a request is known once more than this many have arrived after it
     unfinished: int = number(32, 0, 1 << 20)
     seed: int = number(0, *SEED, help="Seed of every random choice.")
 
@@ -120,12 +121,12 @@ class GenerateSettings:
     max_new_tokens: int = number(32, 1, 1 << 20, panel="Input", help="Tokens to generate.")
     # requests decoded together in one attention group
     batch_size: int = number(16, 1, 1 << 16, panel="Input", help="Requests decoded together in a group.")
-    # attention-DP: requests assigned together, as if they came one after the other; 0: all that are at hand
+    # attention-DP: requests assigned together, as if they arrived one after the other; 0: all of them
     window: int = number(
         0,
         0,
         1 << 20,
-        help="attention-DP: requests assigned together as if they came one after the other; 0: all that are at hand.",
+        help="attention-DP: requests assigned together as if they arrived one after the other; 0: all.",
     )
     dtype: str = "float32"
 
@@ -142,9 +143,9 @@ class ExchangeSettings:
     exchange: str = choice(
         "all-to-all",
         ("all-to-all", "two-level", "all-reduce"),
-        help="two-level: a row goes once to each node; all-reduce: expert parallelism without all-to-all.",
+        help="two-level: each row is sent once to each node; all-reduce: expert parallelism without all-to-all.",
     )
-    overlap: bool = switch(help="Own tokens' experts run while others' rows are on their way.")
+    overlap: bool = switch(help="Compute the rank's own tokens while other ranks' rows are in transit.")
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -198,7 +199,7 @@ class CalibrateSettings:
 class SplitSettings:
     profile_share: float = number(
         0.2, 0.001, 0.999, help="Share of the requests to profile on."
-    )  # of the requests; the rest is what plans are scored on
+    )  # share of the requests to profile on; plans are scored on the rest
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -206,9 +207,11 @@ class SplitSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings:
-    schedule: str = choice("plan", ("plan", "engine"), help="attention-DP: who sends requests to ranks.")
+    schedule: str = choice(
+        "plan", ("plan", "engine"), help="attention-DP: whether the plan or the engine sends requests to ranks."
+    )
     shuffle: str = choice(
-        "layer", ("layer", "batch", "off"), help="attention-TP: tokens to ranks anew every layer, or every batch."
+        "layer", ("layer", "batch", "off"), help="attention-TP: how often the ranks of tokens are decided."
     )
     port: int = number(30000, 1, 65_535, panel="Output", help="Port to listen on.")
 
@@ -218,14 +221,14 @@ class ServeSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordSettings:
-    """`semmoe record`; limits are for each rank."""
+    """Settings of `semmoe record start`; the limits apply to each rank."""
 
     sample: float = number(1.0, 1e-9, 1, help="Share of the requests that is recorded.")
-    # memory for rows that are not written yet
-    max_mb: int = number(256, 1, 1 << 20, panel="Limits", help="Memory of each rank for requests under way, in MB.")
-    # recorded in all
+    # memory for rows that are not yet written
+    max_mb: int = number(256, 1, 1 << 20, panel="Limits", help="Memory of each rank for unfinished requests, in MB.")
+    # tokens recorded in total
     max_tokens: int = number(
-        10_000_000, 1, 1 << 40, panel="Limits", help="Tokens after which each rank stops by itself."
+        10_000_000, 1, 1 << 40, panel="Limits", help="Number of tokens after which each rank stops recording."
     )
 
     def __post_init__(self) -> None:
@@ -234,9 +237,9 @@ class RecordSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class StopSettings:
-    """`semmoe record stop`."""
+    """Settings of `semmoe record stop`."""
 
-    timeout: float = number(60.0, 0, 86_400, panel="Limits", help="Seconds to wait for ranks.")
+    timeout: float = number(60.0, 0, 86_400, panel="Limits", help="Seconds to wait for the ranks to stop.")
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -244,9 +247,9 @@ class StopSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class WatchSettings:
-    every: float = number(2.0, 0.1, 86_400, help="Seconds between looks.")
-    window: float = number(60.0, 0.1, 86_400, help="Seconds that figures are taken over.")
-    margin: float = number(0.05, 0, 1, help="What the local activation rate may be below the plan's.")
+    every: float = number(2.0, 0.1, 86_400, help="Seconds between readings.")
+    window: float = number(60.0, 0.1, 86_400, help="Seconds over which figures are averaged.")
+    margin: float = number(0.05, 0, 1, help="How far the local activation rate may fall below the plan's.")
 
     def __post_init__(self) -> None:
         check_numbers(self)

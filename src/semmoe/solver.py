@@ -1,4 +1,4 @@
-"""RoutingTrace + Topology -> Plan, by one of the methods."""
+"""Compute a plan from a routing trace and a topology by one of the methods, and compare methods."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -24,11 +24,12 @@ def solve(
     embeddings: np.ndarray | None = None,
     progress: Progress = lambda layers: None,
 ) -> Plan:
-    """A plan for `topology` from a profile. The same trace, settings and seed give the same plan.
+    """Compute a plan for `topology` from a profile. The same trace, settings and seed give the same plan.
 
-    embeddings: (V, H) the model's input embeddings, if tokens that were not profiled should be served by their nearest
-    profiled neighbour. Raises ValueError where sizes do not divide, the profile is too small or the method does not
-    apply. (MoETuner's plan is the same only as far as its time limit does not strike.)
+    (MoETuner's plan can differ if it reaches its time limit.)
+    embeddings: (V, H) the model's input embeddings; with them, tokens that were not profiled use the table rows of
+    their nearest profiled neighbour. Raises ValueError if sizes do not divide, the profile is too small or the method
+    does not apply.
     """
     settings = settings or SolveSettings()
     check_applies(settings.method, topology, settings.redundant_experts)
@@ -51,7 +52,7 @@ def solve(
 
 
 def _used_settings(settings: SolveSettings) -> dict[str, Any]:
-    """What shaped the plan; settings that its method does not read are left out."""
+    """The settings that the plan's method reads, by name."""
     read = {"method", "redundant_experts", *METHODS[settings.method].reads}
     return {k: v for k, v in asdict(settings).items() if k in read}
 
@@ -66,10 +67,10 @@ def expect(
     holdout: float = 0.2,
     progress: Progress = lambda layers: None,
 ) -> dict[str, Any] | None:
-    """What a plan so made gains on requests that it has not seen: solve on 1 - `holdout`, replay on the rest.
+    """Estimate what a plan gains on unseen requests: solve on a share 1 - `holdout` of them and replay on the rest.
 
-    With the metrics of the plan, those of `linear` and `eplb` under "others"; with links and shape the predicted times
-    and the verdict. Returns None where the trace has too few requests, or too few that differ, to hold any out.
+    Returns the metrics of the plan, those of `linear` and `eplb` under "others" and, given links and shape, predicted
+    times and a verdict. Returns None if the trace has too few distinct requests to hold any out.
     """
     smallest = max(2, topology.dp_size + 1)
     if trace.num_requests * (1 - holdout) < smallest or near_duplicates(trace).max() == 0:
@@ -80,7 +81,7 @@ def expect(
         watched = progress if method == settings.method else lambda layers: None
         plan = solve(profile, topology, replace(settings, method=method), progress=watched)
         replayed[method] = replay(held_out, plan, measure)
-    # Bytes per rank pair say the same where links are known, and of one batch.
+    # Where links are known, `_time` adds the bytes per rank pair of one batch, which hold the same information.
     figures = {
         name: {k: v for k, v in result.as_dict().items() if k != "rows_per_rank_pair"}
         for name, result in replayed.items()
@@ -100,7 +101,7 @@ def _time(
     links: cost.Links,
     shape: cost.LayerShape,
 ) -> dict[str, Any]:
-    """Adds predicted times and bytes to each method's figures; returns the verdict on `method` and what it rests on."""
+    """Add predicted times and bytes to each method's figures; return the verdict on `method` and its inputs."""
     predictions = {
         name: cost.predict(name, result.rows_per_batch, result.busiest_pairs, shape, topology, links)
         for name, result in replayed.items()
@@ -110,7 +111,7 @@ def _time(
         figures[name] |= cost.microseconds(prediction.time) | {"bytes_per_rank_pair": np.rint(sent).tolist()}
     without = None
     if topology.attention == "tp" and topology.ep_size > 1:
-        # Where no row travels, locality counts for nothing: this rival takes the best balanced of the placements.
+        # Without all-to-all locality has no effect: this rival uses the best balanced of the placements.
         balanced = min(prediction.busiest_pairs for prediction in predictions.values())
         without = cost.all_reduce_time(replayed[method].tokens_per_batch, balanced, shape, topology, links)
     others = [prediction for name, prediction in predictions.items() if name != method]
@@ -162,9 +163,9 @@ def solve_methods(
     progress: Callable[[int], None] = lambda done: None,
     embeddings: np.ndarray | None = None,
 ) -> tuple[dict[str, Plan], dict[str, float]]:
-    """A plan by each of `methods`, and by linear, which others are measured by; and the seconds that each took.
+    """A plan by `linear`, the baseline, and by each of `methods`; and the seconds that each took.
 
-    settings: all but the method, which is set in turn.
+    settings: used for all of them; its method is replaced by each one's.
     """
     plans, seconds = {}, {}
     for method in dict.fromkeys(["linear", *methods]):
@@ -176,7 +177,7 @@ def solve_methods(
 
 
 def score(evaluation: RoutingTrace, plans: dict[str, Plan], measure: ReplaySettings) -> dict[str, dict[str, Any]]:
-    """Metrics of each plan on requests to evaluate; `bytes_ratio` is all-to-all bytes over those of `linear`."""
+    """Metrics of each plan on the trace `evaluation`; `bytes_ratio` is all-to-all bytes over those of `linear`."""
     results = {name: replay(evaluation, plan, measure) for name, plan in plans.items()}
     reference = max(int(results["linear"].total.rows.sum()), 1)
     return {

@@ -1,4 +1,4 @@
-"""What a plan is made for: how ranks share the work, and which model and tokenizer they serve."""
+"""What a plan is made for: how ranks share the work, and which model and tokenizer they run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from semmoe.bounds import (
 
 
 def physical_experts(num_experts: int, redundant: int, ep_size: int) -> int:
-    """P, if ranks can hold as many each. Raises ValueError saying what would fit."""
+    """P, the physical experts of a layer. Raises ValueError, saying which sizes fit, unless ranks divide it evenly."""
     total, reason = num_experts + redundant, ""
     if redundant:
         fit = ", ".join(str(-num_experts % ep_size + i * ep_size) for i in range(3))
@@ -88,7 +88,7 @@ class Topology:
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
-    """What a trace or plan was made for; a plan is refused on a model or tokenizer that differs."""
+    """The model and tokenizer that a trace or plan was made for; a plan is refused on any other."""
 
     model: str  # a name for people; not compared
     architecture_hash: str  # SHA-256 of the configuration fields that shape routing
@@ -112,9 +112,9 @@ class Fingerprint:
             raise ValueError(f"{self.num_groups} gate groups do not divide {self.num_experts} experts")
 
     def mismatch(self, other: Fingerprint) -> str | None:
-        """The first field in which `other` differs, in words, or None; sizes before hashes, which say less.
+        """A description of the first field in which `other` differs, or None. Sizes are compared before hashes.
 
-        What carries this fingerprint is called "there", what carries `other` is called "here".
+        In the description "there" is this fingerprint and "here" is `other`.
         """
         there, here = (f" ({one.model})" if self.model != other.model else "" for one in (self, other))
         for name, mine in sorted(asdict(self).items(), key=lambda field: field[0].endswith("_hash")):

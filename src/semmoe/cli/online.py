@@ -32,7 +32,7 @@ from semmoe.core import Plan
 from semmoe.settings import DemoSettings, ExchangeSettings, GenerateSettings, ProfileSettings, PromptSettings
 
 if TYPE_CHECKING:
-    from semmoe.engines.transformers.generate import SetUp
+    from semmoe.engines.transformers.generate import Configuration
 
 
 @app.command(rich_help_panel=OFFLINE, context_settings={"allow_extra_args": True, "ignore_unknown_options": False})
@@ -185,16 +185,16 @@ def generate(
         raise typer.Exit(1)
 
 
-def _configuration(plan: Plan, path: Path | None, ways: ExchangeSettings) -> "SetUp":
-    from semmoe.engines.transformers.generate import SetUp
+def _configuration(plan: Plan, path: Path | None, ways: ExchangeSettings) -> "Configuration":
+    from semmoe.engines.transformers.generate import Configuration
 
     way = "on the plan" if path else "vanilla" if ways.exchange == "all-to-all" else ways.exchange
     name = f"attention-{plan.topology.attention.upper()}, {way}"
-    return SetUp(name=name, plan=plan, exchange=ways.exchange, overlap=ways.overlap)
+    return Configuration(name=name, plan=plan, exchange=ways.exchange, overlap=ways.overlap)
 
 
 def _run(
-    model: str, prompts: list[list[int]], configuration: "SetUp", settings: GenerateSettings, verify: bool
+    model: str, prompts: list[list[int]], configuration: "Configuration", settings: GenerateSettings, verify: bool
 ) -> tuple[Any, Any]:
     """What the ranks generated, and how it compares with plain transformers, None if that was not asked for."""
     from semmoe.engines.transformers.generate import generate as run

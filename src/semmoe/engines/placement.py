@@ -3,7 +3,7 @@
 import numpy as np
 
 from semmoe.core import Plan
-from semmoe.metrics import serving_ranks
+from semmoe.metrics import copy_choice
 
 
 def dispatch_map(plan: Plan, rank: int) -> np.ndarray:
@@ -11,8 +11,8 @@ def dispatch_map(plan: Plan, rank: int) -> np.ndarray:
 
     With experts 0 1 | 1 2 on two ranks and rank 0 serving itself: [0, 1, 3] to rank 0.
     """
-    serving = serving_ranks(plan.placement, plan.topology)[:, rank]  # (L, E)
+    choice = copy_choice(plan.placement, plan.topology)[:, rank]  # (L, E)
     copies = plan.placement.logical_to_physical_map  # (L, E, X)
     hosts = np.where(copies >= 0, copies // plan.placement.experts_per_rank, -1)
-    chosen = np.argmax(hosts == serving[:, :, None], axis=2)
+    chosen = np.argmax(hosts == choice[:, :, None], axis=2)
     return np.take_along_axis(copies, chosen[..., None], axis=2)[..., 0].astype(np.int64)

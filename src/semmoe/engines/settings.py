@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from semmoe.settings import GRAINS
+from semmoe.settings import GRANULARITIES
 
 PREFIX = "SEMMOE_"
 
@@ -23,7 +23,7 @@ class PluginSettings:
     def __post_init__(self) -> None:
         if self.schedule not in ("plan", "engine"):
             raise ValueError(f"SEMMOE_SCHEDULE must be plan or engine, not {self.schedule!r}")
-        allowed = (*GRAINS, "off")
+        allowed = (*GRANULARITIES, "off")
         if self.shuffle not in allowed:
             raise ValueError(f"SEMMOE_SHUFFLE must be one of {', '.join(allowed)}, not {self.shuffle!r}")
 

@@ -1,6 +1,6 @@
-"""The field's methods, one file each, of which none imports another; and the one table of all methods, ours included.
+"""The table of all methods, semmoe's included. The field's methods have one file each, and none imports another.
 
-A method is a function `solve(Problem) -> Solution` (`placement.problem`). To add one: a file, a row here, a test.
+A method is a function `solve(Problem) -> Solution` (`placement.problem`). To add one, add a file, a row here, a test.
 """
 
 from collections.abc import Callable
@@ -13,16 +13,16 @@ from semmoe.topology import Topology
 
 @dataclass(frozen=True)
 class Method:
-    """Where a method is, and what it can do."""
+    """The module of a method, and what the method supports."""
 
     module: str
     function: str = "solve"
-    copies: bool = False  # it knows what to do with redundant experts
-    needs_groups: bool = False  # it sends requests to attention groups and leaves experts in order
+    copies: bool = False  # it supports redundant experts
+    needs_groups: bool = False  # it only sends requests to attention groups, and leaves experts in order
     reads: tuple[str, ...] = ()  # fields of SolveSettings that shape its plan, beside method and redundant_experts
 
     def load(self) -> Callable[[Any], Any]:
-        """The function; its module is imported only now."""
+        """The method's function `solve`; its module is imported by this call."""
         return getattr(import_module(self.module), self.function)
 
 
@@ -41,14 +41,14 @@ METHODS = {
 
 
 def check_applies(method: str, topology: Topology, redundant_experts: int) -> None:
-    """Raise ValueError, saying why, where `method` cannot be used."""
+    """Raise ValueError, stating the reason, if `method` cannot be used."""
     reason = obstacle(method, topology, redundant_experts)
     if reason is not None:
         raise ValueError(f"method {method} does not apply: {reason}")
 
 
 def obstacle(method: str, topology: Topology, redundant_experts: int) -> str | None:
-    """Why `method` cannot be used here, or None. Raises ValueError for a method that there is not."""
+    """The reason why `method` cannot be used here, or None. Raises ValueError for an unknown method."""
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, not {method!r}")
     if METHODS[method].needs_groups and topology.dp_size == 1:

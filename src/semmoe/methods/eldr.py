@@ -1,7 +1,7 @@
-"""ELDR: each request to the group whose centroid its expert signature is nearest to.
+"""ELDR: send each request to the group whose centroid is nearest to its expert signature.
 
-Experts stay where `linear` puts them. `CapacityScheduler` adds its bound on load. How the paper's rule was read:
-docs/reading-the-paper.md.
+Experts stay where `linear` puts them. `CapacityScheduler` adds its bound on load. See
+docs/reading-the-paper.md for how its rule is interpreted.
 """
 
 from dataclasses import replace
@@ -18,12 +18,12 @@ from semmoe.requests.capacity import CapacityScheduler
 from semmoe.requests.policy import PromptScores
 from semmoe.requests.predictor import mean_length
 
-MAX_REQUESTS = 2048  # that signatures are clustered from: the assignment costs their cube
+MAX_REQUESTS = 2048  # most requests whose signatures are clustered: the assignment costs their number cubed
 ITERATIONS = 30
 
 
 def solve(problem: Problem) -> Solution:
-    """Experts in order, requests by the nearest centroid."""
+    """Contiguous experts; requests by the nearest centroid."""
     found = linear.solve(problem)
     table = eldr(problem.trace, problem.topology.dp_size, problem.settings.seed)
     return replace(found, requests=table)
@@ -33,10 +33,11 @@ def eldr(trace: RoutingTrace, num_groups: int, seed: int) -> PromptScores:
     """Nearest centroid of expert signatures (ELDR, arXiv 2607.00466, sections 4.2 and 4.3).
 
     A signature counts how often each (layer, expert) was chosen, times idf over requests, to unit length; balanced
-    k-means gives each group a centroid. A prompt's signature is the sum of what its distinct ids count on average in
-    the profile (the mean, for ids not seen). Its product with a centroid is a sum of token rows; its own length, by
-    which cosines divide and which is the same for all groups, is estimated as if tokens were unrelated. Only
-    differences decide, so scores are without what groups share, and in units of their spread over the profile.
+    k-means gives each group a centroid. A prompt's signature is the sum of the average counts of its distinct ids in
+    the profile (the mean for ids not seen). Its product with a centroid is a sum of token rows. Its norm, by which
+    cosines divide and which is the same for all groups, is estimated as if tokens were unrelated. Since only
+    differences between groups matter, scores have their mean over groups removed and are in units of their spread
+    over the profile.
     """
     signatures, idf = request_signatures(trace)
     used = np.flatnonzero(np.asarray(signatures.multiply(signatures).sum(axis=1)).ravel() > 0)
@@ -62,10 +63,10 @@ def eldr(trace: RoutingTrace, num_groups: int, seed: int) -> PromptScores:
 
 
 def request_signatures(trace: RoutingTrace) -> tuple[csr_matrix, np.ndarray]:
-    """(R, L * E) signatures of unit length, and idf (L * E,).
+    """(R, L * E): signatures of unit length; (L * E,): idf.
 
-    idf = log((R + 1) / (df + 1)) for df requests that chose an expert. Where every request chose every expert, so that
-    idf says nothing, it is 1.
+    idf = log((R + 1) / (df + 1)) for df requests that chose an expert. If every request chose every expert, so that
+    idf carries no information, it is 1.
     """
     counts = _all_layers(trace, trace.request_of_token(), trace.num_requests)
     requests = int((np.diff(trace.request_offsets) > 0).sum())
@@ -81,14 +82,14 @@ def _chosen(counts: csr_matrix) -> np.ndarray:
 
 
 def _all_layers(trace: RoutingTrace, keys: np.ndarray, num_keys: int) -> csr_matrix:
-    """(num_keys, L * E) float64: how often each key (T,) goes with each expert of each layer."""
+    """(num_keys, L * E) float64: how often each key, given per token as keys (T,), chose each expert of each layer."""
     f, layers = trace.fingerprint, range(trace.fingerprint.num_layers)
     flat = np.concatenate([trace.expert_ids[:, l].astype(np.int64) + l * f.num_experts for l in layers], axis=1)
     return count(keys, flat, num_keys, f.num_layers * f.num_experts).astype(np.float64)
 
 
 def _token_rows(trace: RoutingTrace, idf: np.ndarray, toward: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What a token id counts on average, times idf: its products with `toward` (V + 1, D), its squared length (V + 1,).
+    """Average counts of each token id times idf: products with `toward` (V + 1, D), and squared lengths (V + 1,).
 
     toward: (D, L * E). Ids that were not routed have the overall mean.
     """
@@ -105,8 +106,9 @@ def _token_rows(trace: RoutingTrace, idf: np.ndarray, toward: np.ndarray) -> tup
 def balanced_kmeans(rows: np.ndarray, num_clusters: int, rng) -> tuple[np.ndarray, np.ndarray]:
     """Clusters (N,) of unit vectors (N, M), none above ceil(N / clusters), and their centroids (clusters, M).
 
-    Each round assigns all rows at least total cosine distance (an assignment problem, Malinen & Fränti 2014) and
-    renews the centroids, to unit length; it ends when no row moves. The start is k-means++ on cosine distances.
+    Each round assigns all rows at the least total cosine distance (an assignment problem, Malinen & Fränti 2014) and
+    recomputes the centroids, scaled to unit length; it ends when no row moves. It starts from k-means++ on cosine
+    distances.
     """
     centroids = rows[_spread_out(rows, num_clusters, rng)]
     labels = np.full(len(rows), -1)
@@ -122,7 +124,7 @@ def balanced_kmeans(rows: np.ndarray, num_clusters: int, rng) -> tuple[np.ndarra
 
 
 def _spread_out(rows: np.ndarray, count: int, rng) -> list[int]:
-    """`count` rows, each drawn by its distance to the nearest drawn before."""
+    """`count` rows for k-means++: each is drawn with a probability by its distance to the nearest row drawn so far."""
     chosen = [int(rng.integers(len(rows)))]
     far = np.full(len(rows), np.inf)
     while len(chosen) < count:

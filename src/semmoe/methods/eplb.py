@@ -1,8 +1,8 @@
 """Expert-parallel load balancing: replicate hot experts and pack them so that ranks carry equal load.
 
-The semantics of DeepSeek's EPLB, which SGLang and vLLM both adopted: greedy replication by load per copy, greedy
-balanced packing, and, where expert groups divide over nodes, first groups to nodes, then inside each node.
-It balances only; it does not know which experts are used together. Source: github.com/deepseek-ai/EPLB (MIT).
+The semantics are those of DeepSeek's EPLB, which SGLang and vLLM both adopted: greedy replication by load per copy,
+greedy balanced packing and, if expert groups divide evenly over nodes, groups to nodes first, then inside each node.
+It balances load only; it does not consider which experts are used together. Source: github.com/deepseek-ai/EPLB (MIT).
 """
 
 import numpy as np
@@ -15,7 +15,7 @@ from semmoe.topology import physical_experts
 
 
 def solve(problem: Problem) -> Solution:
-    """Experts by their load in the profile."""
+    """Place experts by their load in the profile."""
     load = build_affinity(problem.trace).expert_load.astype(np.float64)
     redundant, topology = problem.settings.redundant_experts, problem.topology
     placement = place(load, topology.ep_size, redundant, problem.trace.fingerprint.num_groups, topology.num_nodes)
@@ -31,18 +31,18 @@ def place(load: np.ndarray, ep_size: int, redundant_experts: int = 0, num_groups
 
 
 def rebalance_experts(weight: np.ndarray, num_replicas: int, num_groups: int, num_nodes: int, num_ranks: int):
-    """(L, P) physical-to-logical map; hierarchical if groups divide evenly over nodes, else over one "node"."""
+    """(L, P): physical-to-logical map, hierarchical if groups divide evenly over nodes, else as on one node."""
     if num_nodes > 1 and num_groups % num_nodes == 0:
         return _hierarchical(weight, num_replicas, num_groups, num_nodes, num_ranks)
     return _hierarchical(weight, num_replicas, 1, 1, num_ranks)
 
 
 def _hierarchical(weight, num_replicas, num_groups, num_nodes, num_ranks):
-    """Groups to nodes by load, copies inside each node, then physical experts to the node's ranks."""
+    """Pack groups onto nodes by load, replicate inside each node, then pack physical experts onto the node's ranks."""
     layers, experts = weight.shape
     group_size = experts // num_groups
     node, position = balanced_packing(weight.reshape(layers, num_groups, group_size).sum(-1), num_nodes)
-    first_slot = (node * (num_groups // num_nodes) + position) * group_size  # of each group, in node order
+    first_slot = (node * (num_groups // num_nodes) + position) * group_size  # first slot of each group, in node order
     slot = (first_slot[:, :, None] + np.arange(group_size)).reshape(layers, experts)
     by_slot = np.argsort(slot, axis=1)  # (L, E): the logical expert at each slot
     per_node = np.take_along_axis(weight, by_slot, axis=1).reshape(layers * num_nodes, -1)

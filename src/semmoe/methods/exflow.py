@@ -1,13 +1,14 @@
 """ExFlow's placement: experts that consecutive layers often choose together share a rank.
 
 Source: Yao et al. 2024, "Exploiting Inter-Layer Expert Affinity for Accelerating Mixture-of-Experts Model Inference"
-(arXiv 2401.08383), the integer program of its expert placement: equally many experts of every layer on a GPU, fewest
-tokens that change GPU between a layer and the next. Given the layers beside it, one layer is a linear assignment of
-experts to slots, which is solved exactly; sweeps over the layers, back and forth, end where no layer alone can gain.
-Of several starts, which differ in the first layer, the best is kept: a heuristic for the program, which no solver ends.
+(arXiv 2401.08383), the integer program of its expert placement: every GPU has equally many experts of every layer, and
+the fewest tokens change GPU between consecutive layers. Given its neighbouring layers, one layer is a linear assignment
+of experts to slots, which is solved exactly; sweeps over the layers, back and forth, end when no single layer can
+improve. The best of several starts, which differ in the first layer, is kept. This is a heuristic, since no solver
+finishes the integer program.
 
-The paper's token stays where its last expert was, so that every kept pair saves a transfer. Engines bring a token back
-to the rank of its attention after each layer: only the placement is taken from ExFlow here.
+In the paper a token stays where its last expert was, so that every kept pair saves a transfer. Engines return a token
+to the rank of its attention after each layer, so that only the placement is taken from ExFlow.
 """
 
 import numpy as np
@@ -19,18 +20,18 @@ from semmoe.methods.grouping import group_hierarchically, link_costs
 from semmoe.placement.problem import Problem, Solution, placement_alone
 from semmoe.topology import Topology
 
-SWEEPS = 20  # at most, over all layers; sweeps end sooner where nothing gains
-STARTS = 4  # the first layer grouped, in order, at random
+SWEEPS = 20  # most sweeps over all layers; they end earlier when nothing improves
+STARTS = 4  # placements of the first layer: grouped by successors, in order, and at random
 
 
 def solve(problem: Problem) -> Solution:
-    """Experts by the paths of the profile."""
+    """Place experts by the paths of tokens in the profile."""
     counts, experts = build_affinity(problem.trace).path_counts, problem.trace.fingerprint.num_experts
     return placement_alone(place(counts, experts, problem.topology, problem.settings.seed), problem.topology)
 
 
 def place(path_counts: np.ndarray, num_experts: int, topology: Topology, seed: int) -> Placement:
-    """Placement (L, E) from path_counts (L - 1, E, E): tokens that chose e at a layer and e' at the next.
+    """Placement (L, E) from path_counts (L - 1, E, E): the number of tokens that chose e at a layer and e' at the next.
 
     Raises ValueError where `ep_size` does not divide the experts.
     """
@@ -49,7 +50,7 @@ def place(path_counts: np.ndarray, num_experts: int, topology: Topology, seed: i
 
 
 def _starts(counts: np.ndarray, num_experts: int, topology: Topology, seed: int) -> list[np.ndarray]:
-    """Ranks (E,) of the first layer's experts: those with like successors together, in order, and at random."""
+    """Ranks (E,) of the first layer's experts: grouped by similar successors, in order, and at random."""
     rng, G = np.random.default_rng(seed), topology.ep_size
     even = np.arange(num_experts) // (num_experts // G)
     alike = counts[0] @ counts[0].T if len(counts) else np.ones((num_experts, num_experts))
@@ -59,7 +60,7 @@ def _starts(counts: np.ndarray, num_experts: int, topology: Topology, seed: int)
 
 
 def improve(counts: np.ndarray, first: np.ndarray, cost: np.ndarray) -> np.ndarray:
-    """(L, E) ranks from those of the first layer (E,): forward once, then sweeps until no layer alone can gain."""
+    """(L, E) ranks from those of the first layer (E,): one forward pass, then sweeps until no single layer improves."""
     labels = np.tile(first, (len(counts) + 1, 1))
     for layer in range(1, len(labels)):
         labels[layer] = best_layer(cost[labels[layer - 1]].T @ counts[layer - 1], labels[layer])
@@ -75,20 +76,20 @@ def improve(counts: np.ndarray, first: np.ndarray, cost: np.ndarray) -> np.ndarr
 
 
 def transfer_cost(counts: np.ndarray, labels: np.ndarray, cost: np.ndarray) -> float:
-    """The program's objective: what the tokens' transfers between consecutive layers cost. Counts (L - 1, E, E)."""
+    """The objective of the program: total cost of transfers between consecutive layers. counts (L - 1, E, E)."""
     pairs = zip(counts, labels[:-1], labels[1:], strict=True)
     return float(sum((c * cost[before[:, None], after]).sum() for c, before, after in pairs))
 
 
 def best_layer(cost: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """(E,) ranks of least total cost, equally many experts each; cost (G, E). `labels` stay if nothing is cheaper."""
+    """(E,) ranks of least total cost, with equally many experts each; cost (G, E). Ties keep the given `labels`."""
     found = equal_groups(-cost.T)
     every = np.arange(cost.shape[1])
     return found if cost[found, every].sum() < cost[labels, every].sum() - 1e-9 else labels
 
 
 def _layer_cost(counts: np.ndarray, labels: np.ndarray, cost: np.ndarray, layer: int) -> np.ndarray:
-    """(G, E) what each expert of one layer costs on each rank, the layers beside it as they are."""
+    """(G, E): cost of each expert of one layer on each rank, given its neighbouring layers."""
     out = np.zeros((len(cost), labels.shape[1]))
     if layer > 0:
         out += cost[labels[layer - 1]].T @ counts[layer - 1]

@@ -1,15 +1,15 @@
 """GRACE-MoE's placement: experts that tokens choose together share a rank, and those of overloaded ranks get copies.
 
 Source: Han et al. 2025, "GRACE-MoE: Grouping and Replication with Locality-Aware Routing for Efficient Distributed MoE
-Inference" (arXiv 2509.25041), sections 4.1 and 4.2, algorithms 1 and 2. Per layer: spectral clustering of the matrix
-of co-activations, first over nodes, then over the ranks of each node; copies of what makes the heaviest rank heavy go
-to the lightest ranks.
+Inference" (arXiv 2509.25041), sections 4.1 and 4.2, algorithms 1 and 2. Per layer: spectral clustering of the
+co-activation matrix, first over nodes, then over the ranks of each node; the experts that cause most of the load of the
+heaviest rank get copies on the lightest ranks.
 
-What departs from the paper (docs/reading-the-paper.md): engines hold equally many physical experts on every rank, so
-groups are equal (a non-uniformity ratio of 0, also between nodes), and replication goes on until the redundant slots,
-which the user gives, are full, where the paper makes one round of its own size. Its routing, an own copy, then one on
-the node, then any, is `metrics.serving_ranks`; among equally near copies the paper draws by predicted load, there
-source ranks take turns.
+Differences from the paper (docs/reading-the-paper.md): engines hold equally many physical experts on every rank, so
+groups are equal (a non-uniformity ratio of 0, also between nodes). Replication continues until the redundant slots given by
+the user are full, while the paper makes one round of its own size. Its routing prefers an own copy, then one on the
+node, then any, as `metrics.copy_choice` does; among equally near copies the paper draws by predicted load, while
+`metrics.copy_choice` assigns source ranks round-robin.
 """
 
 import numpy as np
@@ -22,13 +22,13 @@ from semmoe.topology import Topology, physical_experts
 
 
 def solve(problem: Problem) -> Solution:
-    """Experts by what tokens of the profile choose together."""
+    """Place experts by which of them the profiled tokens choose together."""
     redundant, seed = problem.settings.redundant_experts, problem.settings.seed
     return placement_alone(place(problem.trace, problem.topology, redundant, seed), problem.topology)
 
 
 def place(trace: RoutingTrace, topology: Topology, redundant_experts: int, seed: int) -> Placement:
-    """Placement (L, E + R). Raises ValueError where `ep_size` divides the experts or the redundant ones not evenly."""
+    """Placement (L, E + R). Raises ValueError unless `ep_size` divides the experts and the redundant ones evenly."""
     f, G = trace.fingerprint, topology.ep_size
     if f.num_experts % G != 0:
         raise ValueError(f"ep_size {G} does not divide {f.num_experts} experts")
@@ -56,11 +56,12 @@ def _layer(expert_ids: np.ndarray, num_experts: int, topology: Topology, redunda
 
 
 def replicate(load: np.ndarray, own: np.ndarray, spare: int) -> np.ndarray:
-    """(G, spare) further copies for ranks that hold the experts `own` (G, n), by expert load (E,).
+    """(G, spare): additional copies for ranks that hold the experts `own` (G, n), by expert load (E,).
 
-    Section 4.2, round by round: the heaviest rank, `skew` times the mean, gives its hot experts to min(floor(skew),
-    G - 1) of the lightest ranks. Hot are the heaviest experts that together make n / (n + 1) of its load for n copies.
-    Copies share an expert's load evenly. Where nothing hot of the heaviest rank fits, the next heaviest takes its turn.
+    Section 4.2, round by round: the hot experts of the heaviest rank, whose load is `skew` times the mean, get copies
+    on the min(floor(skew), G - 1) lightest ranks. The hot experts are the heaviest ones that together make up
+    n / (n + 1) of its load for n copies. Copies share an expert's load evenly. If no hot expert of the heaviest rank
+    fits anywhere, the next heaviest rank is tried.
     """
     ranks = len(own)
     hosts = np.zeros((ranks, len(load)), bool)
@@ -77,7 +78,7 @@ def replicate(load: np.ndarray, own: np.ndarray, spare: int) -> np.ndarray:
 
 
 def _round(share, by_rank, own, hosts, room) -> list[tuple[int, int]]:
-    """(expert, rank) copies of the heaviest rank whose hot experts fit anywhere; empty if none of any rank do."""
+    """(expert, rank) copies of one round, for the heaviest rank whose hot experts fit; empty if none fit."""
     free = list(room)
     for heavy in np.argsort(-by_rank, kind="stable"):
         skew = by_rank[heavy] / max(by_rank.mean(), 1e-30)
@@ -95,9 +96,9 @@ def _round(share, by_rank, own, hosts, room) -> list[tuple[int, int]]:
 
 
 def hot_experts(share: np.ndarray, held: np.ndarray, count: int) -> np.ndarray:
-    """The heaviest of the experts `held` by one rank, as few as make count / (count + 1) of its load.
+    """The fewest heaviest experts `held` by one rank that make up count / (count + 1) of its load.
 
-    Worked example, loads 50, 30, 15, 5 and one copy: half of 100 is made by the first alone.
+    Worked example, loads 50, 30, 15, 5 and one copy: the first expert alone makes up half of 100.
     """
     order = held[np.argsort(-share[held], kind="stable")]
     running = np.cumsum(share[order])
@@ -105,7 +106,7 @@ def hot_experts(share: np.ndarray, held: np.ndarray, count: int) -> np.ndarray:
 
 
 def _any_copy(share, by_rank, hosts, has_room) -> tuple[int, int]:
-    """The expert of most load a copy that the lightest rank with room lacks; if it lacks none, a further copy."""
+    """The expert of highest load per copy that the lightest rank with room lacks; if it lacks none, another copy."""
     rank = int(np.where(has_room, by_rank, np.inf).argmin())
     value = np.where(hosts[rank], -1.0, share)
     return int(value.argmax()), rank

@@ -1,4 +1,4 @@
-"""What several methods start from: equal groups of experts that tokens choose together, and what a transfer costs."""
+"""Parts that several methods share: equal groups of experts that tokens choose together, and costs of transfers."""
 
 import warnings
 
@@ -7,12 +7,13 @@ from scipy.cluster.vq import kmeans2
 
 from semmoe.topology import Topology
 
-STARTS = 8  # of k-means; the tightest is kept
-NODE_COST = 8.0  # a transfer between nodes, in transfers inside one: about NVLink's bandwidth over a network card's
+STARTS = 8  # starts of k-means, of which the best is kept
+# cost of a transfer between nodes relative to one inside a node: NVLink's bandwidth over a network card's
+NODE_COST = 8.0
 
 
 def link_costs(topology: Topology) -> np.ndarray:
-    """(G, G) what a transfer costs: nothing on a rank, 1 inside a node, NODE_COST between nodes."""
+    """(G, G): cost of a transfer, which is 0 on one rank, 1 inside a node and NODE_COST between nodes."""
     node = topology.node_of
     cost = np.where(node[:, None] == node, 1.0, NODE_COST)
     np.fill_diagonal(cost, 0.0)
@@ -20,7 +21,7 @@ def link_costs(topology: Topology) -> np.ndarray:
 
 
 def group_hierarchically(together: np.ndarray, num_nodes: int, num_ranks: int, rng) -> np.ndarray:
-    """(E,) ranks: experts to nodes by co-activation (E, E), then those of each node to its ranks."""
+    """(E,) ranks: group experts by co-activation `together` (E, E) onto nodes, then each node's onto its ranks."""
     nodes, per_node = group(together, num_nodes, rng), num_ranks // num_nodes
     ranks = np.empty_like(nodes)
     for node in range(num_nodes):
@@ -31,10 +32,10 @@ def group_hierarchically(together: np.ndarray, num_nodes: int, num_ranks: int, r
 
 
 def group(together: np.ndarray, num_groups: int, rng) -> np.ndarray:
-    """(E,) groups, equally large: spectral clusters, their surplus moved where it has most in common.
+    """(E,) groups of equal size: spectral clusters whose surplus experts move to the groups of highest affinity.
 
-    Algorithm 2 with a non-uniformity ratio of 0: a cluster above its share keeps the experts that have most in common
-    with it; the others go, closest first, to groups that have room.
+    Algorithm 2 with a non-uniformity ratio of 0: a cluster above its share keeps the experts of highest affinity to it;
+    the others move, highest affinity first, to groups that have room.
     """
     if num_groups == 1:
         return np.zeros(len(together), np.int64)
@@ -48,7 +49,7 @@ def group(together: np.ndarray, num_groups: int, rng) -> np.ndarray:
 
 
 def _fill(together: np.ndarray, groups: np.ndarray, num_groups: int) -> np.ndarray:
-    """Groups (E,) with every expert that has none (-1) put, closest pair first, where there is room."""
+    """Groups (E,) after experts without one (-1) were added to groups with room, highest affinity first."""
     room = len(groups) // num_groups - np.bincount(groups[groups >= 0], minlength=num_groups)
     common = together @ (groups[:, None] == np.arange(num_groups))  # (E, groups)
     left = list(np.flatnonzero(groups < 0))

@@ -1,4 +1,4 @@
-"""MoETuner's placement: level the load of every layer, then line up the layers so that the worst link carries least.
+"""MoETuner's placement: balance the load of every layer, then align layers so that the busiest link carries least.
 
 Source: Go & Mahajan 2025, "MoETuner: Optimized Mixture of Expert Serving with Balanced Expert Placement and Token
 Routing" (arXiv 2502.06643), its two integer programs:
@@ -7,12 +7,12 @@ Routing" (arXiv 2502.06643), its two integer programs:
     ranks     every layer's clusters to GPUs, one each: least sum over consecutive layers of the largest traffic
               between two GPUs, in time, i.e. over the bandwidth between them
 
-The first is solved by HiGHS, layer by layer, under a time limit that all layers share: a plan depends on the machine
-where it strikes. What is found is never worse than greedy packing, with which a layer is left when there is no time.
-The second needs no integer program: given the layer before, what a cluster adds to the largest traffic on a rank is
-known, so that a layer is a bottleneck assignment, solved exactly (ties: least traffic in all). With one node every
-link is alike and only the order of a layer relative to the one before counts, so going forward finds the optimum of
-all layers together. With several nodes it need not: its gap is then unknown.
+The first is solved by HiGHS, layer by layer, under a time limit that all layers share; if the limit is reached, the
+plan depends on the machine. The result is never worse than greedy packing, which a layer keeps when no time is left.
+The second needs no integer program: given the previous layer, the traffic that a cluster adds on a rank is known, so
+that a layer is a bottleneck assignment, which is solved exactly (ties: least total traffic). On one node all links are
+equal and only the order of a layer relative to the previous one matters, so that going forward finds the optimum of
+all layers together. On several nodes it may not, and the gap is unknown.
 """
 
 import time
@@ -29,36 +29,37 @@ from semmoe.methods.grouping import link_costs
 from semmoe.placement.problem import Problem, Solution, placement_alone
 from semmoe.topology import Topology
 
-TOLERANCE = 1e-3  # mean deviation, in mean loads, below which a better clustering is not looked for
-SHORTEST = 0.05  # seconds; with less left for a layer HiGHS would only build its model
+TOLERANCE = 1e-3  # mean deviation, in mean loads, below which no better clustering is searched for
+SHORTEST = 0.05  # seconds; in less time per layer HiGHS would only build its model
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tuned:
     placement: Placement
-    gap: dict[str, float | None]  # of each program: what the found may be from the optimum; None: unknown
+    gap: dict[str, float | None]  # by program: largest possible gap to the optimum; None: unknown
 
 
 def solve(problem: Problem) -> Solution:
-    """Experts by load and paths of the profile, within the time limit of the settings."""
+    """Place experts by the load and the paths of the profile, within the time limit of the settings."""
     affinity, limit = build_affinity(problem.trace), problem.settings.moetuner.time_limit
     tuned = place(affinity.expert_load, affinity.path_counts, problem.topology, limit)
     return placement_alone(tuned.placement, problem.topology, tuned.gap)
 
 
 def place(load: np.ndarray, path_counts: np.ndarray, topology: Topology, time_limit: float) -> Tuned:
-    """From load (L, E) and path_counts (L - 1, E, E): tokens that chose e at a layer and e' at the next.
+    """Place by load (L, E) and path_counts (L - 1, E, E), the number of tokens that chose e at a layer and e' at the
+    next.
 
     time_limit: seconds for the first program, all layers together. gap["clusters"] is the mean over layers of the
-    relative gap of 1 + mean deviation, so about the mean deviation, in mean loads of a rank, that may be left to gain.
-    Raises ValueError where `ep_size` does not divide the experts.
+    relative gap of 1 + mean deviation, which is about the mean deviation, in mean loads of a rank, that could still be
+    gained. Raises ValueError if `ep_size` does not divide the experts.
     """
     G, (L, E) = topology.ep_size, load.shape
     if E % G != 0:
         raise ValueError(f"ep_size {G} does not divide {E} experts")
     ends, clusters, gaps = time.monotonic() + time_limit, [], []
     for layer in range(L):
-        seconds = (ends - time.monotonic()) / (L - layer)  # what a layer leaves, later ones share
+        seconds = (ends - time.monotonic()) / (L - layer)  # later layers share the time that a layer leaves
         labels, layer_gap = cluster_layer(load[layer], G, seconds)
         clusters.append(labels)
         gaps.append(layer_gap)
@@ -72,7 +73,7 @@ def cluster_layer(
 ) -> tuple[np.ndarray, float]:
     """Clusters (E,) of one layer's experts by load (E,), and the relative gap of 1 + their mean deviation.
 
-    Where HiGHS proves no better bound, that of no deviation at all serves.
+    The lower bound is 0 deviation unless HiGHS proves a better one.
     """
     scaled = load / max(load.mean() * len(load) / num_clusters, 1e-30)  # a cluster's mean load is 1
     greedy = balanced_packing(scaled[None], num_clusters)[0][0]

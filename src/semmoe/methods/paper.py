@@ -1,9 +1,9 @@
-"""The paper's Algorithm 1: place experts and schedule data in turn, so that both end up on the same rank.
+"""The paper's Algorithm 1: alternate between placing experts and scheduling data, so that both share a rank.
 
-How its silent and misprinted parts are read: `docs/reading-the-paper.md`. For attention-DP the data are requests, all
-layers together, since a request has one rank; for attention-TP they are token types weighted by frequency, layer by
-layer; hybrid does the first over groups, then the second inside each group. Letters here, beside core's legend:
-N data items (requests or token types), C clusters.
+`docs/reading-the-paper.md` states how its unspecified and misprinted parts are interpreted. For attention-DP the data
+are requests, all layers together, since a request has one rank; for attention-TP they are token types weighted by
+frequency, layer by layer; hybrid does the first over groups, then the second inside each group. Letters here, beside
+core's legend: N data items (requests or token types), C clusters.
 """
 
 import warnings
@@ -20,12 +20,12 @@ from semmoe.placement.greedy import place_layer
 from semmoe.settings import PaperSettings
 from semmoe.topology import Topology
 
-KMEANS_ROWS = 2048  # the largest items settle the starting centroids
+KMEANS_ROWS = 2048  # number of largest items from which the initial centroids are computed
 
 
 @dataclass(frozen=True, kw_only=True)
 class CoClustering:
-    """Where experts go, and where data should go."""
+    """The placement of experts, and the ranks or groups where data should go."""
 
     placement: Placement
     token_ranks: np.ndarray | None = None  # (L, D, V) int16: rank inside group d for token v; -1: not profiled
@@ -35,7 +35,7 @@ class CoClustering:
 def cluster(
     trace: RoutingTrace, affinity: Affinity, topology: Topology, settings: PaperSettings, seed: int
 ) -> CoClustering:
-    """Experts (L, E) to ranks; requests to groups if there are several; token types to the ranks of each group."""
+    """Assign experts (L, E) to ranks, requests to groups if there are several, token types to ranks of each group."""
     f, D, S = trace.fingerprint, topology.dp_size, topology.attn_tp_size
     if f.num_experts % topology.ep_size != 0:
         raise ValueError(f"ep_size {topology.ep_size} does not divide {f.num_experts} experts")
@@ -58,7 +58,7 @@ def cluster(
 
 
 def _cluster_tokens(trace, topology, blocks, request_groups, gate_groups, settings, rng):
-    """Per layer and group, the group's experts (L, E) and token types (L, D, V) to its S ranks."""
+    """Assign, per layer and group, the group's experts (L, E) and token types (L, D, V) to its S ranks."""
     f, D, S = trace.fingerprint, topology.dp_size, topology.attn_tp_size
     ranks = np.zeros_like(blocks)
     token_ranks = np.full((f.num_layers, D, f.vocab_size), -1, np.int16)
@@ -79,9 +79,9 @@ def _cluster_tokens(trace, topology, blocks, request_groups, gate_groups, settin
 
 
 def _cluster_gated(activations, quota, num_clusters, gate_groups, settings, rng):
-    """As `cocluster`, under group-limited gating: experts move inside their gate group, gate groups move whole.
+    """Same as `cocluster`, under group-limited gating: experts stay in their gate group, and gate groups move whole.
 
-    gate_groups: (E,) the gate group of each expert. Several groups fill a cluster, or a group fills several clusters.
+    gate_groups: (E,) the gate group of each expert. Several groups fill one cluster, or one group fills several.
     """
     groups = len(np.unique(gate_groups))
     if groups == 1:
@@ -100,7 +100,7 @@ def _cluster_gated(activations, quota, num_clusters, gate_groups, settings, rng)
 
 
 def _split_blocks(activations, quota, expert_labels, labels, parts, settings, rng):
-    """Split every cluster of a co-clustering into `parts`: its experts and its data, by a co-clustering inside."""
+    """Split the experts and data of every cluster of a co-clustering into `parts`, by a co-clustering inside it."""
     inner_experts, inner = np.zeros_like(expert_labels), np.zeros_like(labels)
     layers = np.arange(len(expert_labels))[:, None]
     for block in range(expert_labels.max() + 1):
@@ -114,9 +114,9 @@ def _split_blocks(activations, quota, expert_labels, labels, parts, settings, rn
 def cocluster(activations: np.ndarray, quota: np.ndarray, num_clusters: int, settings: PaperSettings, rng):
     """Algorithm 1: alternate `expert_place` and `request_schedule`, keep the best sampled iteration.
 
-    activations: (N, L, E) float32, tokens of item n that activate expert e, each row of a layer summing to the item's
-    tokens; quota: (N,) what each item counts towards a cluster's equal share (1 for requests, frequency for tokens).
-    Returns expert labels (L, E), E / C of each per layer, and item labels (N,).
+    activations: (N, L, E) float32, tokens of item n that activate expert e; each row of a layer sums to the item's
+    tokens. quota: (N,) weight of each item in a cluster's equal share (1 for requests, frequency for token types).
+    Returns expert labels (L, E), each E / C times per layer, and item labels (N,).
     """
     N, L, E = activations.shape
     flat = np.ascontiguousarray(activations.reshape(N, L * E))
@@ -161,7 +161,7 @@ def coactivation(activations: np.ndarray, size: np.ndarray) -> np.ndarray:
 
 
 def _initial_labels(flat: np.ndarray, size: np.ndarray, num_clusters: int, rng) -> np.ndarray:
-    """Line 44: cluster items by their expert shares (k-means; the largest items settle the centroids)."""
+    """Line 44: cluster items by their expert shares (k-means, with centroids from the largest items)."""
     if len(flat) <= num_clusters:
         return np.arange(len(flat)) % num_clusters
     shares = flat / np.maximum(size, 1e-9)[:, None]
@@ -195,9 +195,9 @@ def expert_place(together: np.ndarray, by_cluster: np.ndarray, settings: PaperSe
 
 @numba.njit(cache=True)
 def _request_schedule(flat, pull, quota, order, alpha, beta):
-    """Lines 28 to 42: items by falling size to the cluster of highest affinity that has room.
+    """Lines 28 to 42: assign items, by falling size, to the cluster of highest affinity that has room.
 
-    flat: (N, M) activations; pull: (N, C) share of the item's activations that each cluster's experts serve.
+    flat: (N, M) activations; pull: (N, C) share of the item's activations whose experts are in each cluster.
     """
     items, clusters = pull.shape
     room = quota.sum() / clusters * (1 - 1e-9)

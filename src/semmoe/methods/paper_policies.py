@@ -1,6 +1,6 @@
-"""The paper's two policies: what Algorithms 2 and 3 look up, and how they decide by it (section 3.3, appendix B).
+"""The paper's two policies: the tables of Algorithms 2 and 3, and the decisions from them (section 3.3, appendix B).
 
-Row V of every table with V + 1 rows serves token ids that are outside the vocabulary.
+Row V of every table with V + 1 rows is for token ids outside the vocabulary.
 """
 
 from collections.abc import Iterator
@@ -19,12 +19,12 @@ from semmoe.tokens.kernels import SCALE
 from semmoe.tokens.slices import slice_size
 from semmoe.topology import Fingerprint, Topology
 
-MAX_PATHS = 1 << 20  # rows of A
+MAX_PATHS = 1 << 20  # most rows of A
 
 
 @dataclass(frozen=True, kw_only=True)
 class PaperTable:
-    """Attention-DP: what Algorithm 2 sums over a prompt's tokens."""
+    """Attention-DP: the table T that Algorithm 2 sums over a prompt's tokens."""
 
     kind: ClassVar[str] = "paper-table"
     by_tables: ClassVar[bool] = True
@@ -46,19 +46,19 @@ class PaperTable:
         }
 
     def unknown(self, token_ids: np.ndarray) -> np.ndarray:
-        """(N,) bool: ids that only the prior serves."""
+        """(N,) bool: ids for which only the prior is known."""
         return self.request_source[token_ids] == PRIOR
 
     def tiled(self, copies: int, cache_weight: float) -> "PaperTable":
-        """The table for the groups of `copies` servers side by side; Algorithm 2 knows no caches."""
+        """The table for the groups of `copies` servers side by side; Algorithm 2 does not consider caches."""
         return replace(self, request_scores=np.tile(self.request_scores, (1, copies)))
 
 
 class PaperScheduler(OneByOne):
-    """Algorithm 2: requests to attention-DP groups by the summed group shares of their prompt's tokens.
+    """Algorithm 2: schedules requests to attention-DP groups by the summed group shares of their prompt's tokens.
 
-    In every round of D requests each group gets one; the paper prints the mask inverted (its line 4), a group used
-    in this round is the one left out.
+    In every round of D requests each group gets one. The paper prints the mask inverted (its line 4): here the groups
+    already used in a round are excluded.
     """
 
     def __init__(self, policy: PaperTable) -> None:
@@ -68,9 +68,9 @@ class PaperScheduler(OneByOne):
         self._used = np.zeros(self._scores.shape[1], bool)
 
     def choose(self, prompt_ids: np.ndarray, allowed: np.ndarray) -> int:
-        """The group for one request; ids outside the vocabulary are served by the prior and counted.
+        """The group for one request. Ids outside the vocabulary use the prior and are counted.
 
-        A round ends when the groups `allowed` (D,) bool have had their request.
+        A round ends when all groups `allowed` (D,) bool have got a request.
         """
         rows = known_rows(prompt_ids, len(self._scores))
         self.unknown_tokens += int(self._unknown[rows].sum())
@@ -83,7 +83,7 @@ class PaperScheduler(OneByOne):
 
 @dataclass(frozen=True, kw_only=True)
 class PaperTables:
-    """Attention-TP: where Algorithm 3 looks up the rank, inside its group, that will host a token's experts."""
+    """Attention-TP: the tables in which Algorithm 3 looks up the rank, inside a group, that hosts a token's experts."""
 
     kind: ClassVar[str] = "paper-tables"
     by_tables: ClassVar[bool] = True
@@ -112,18 +112,18 @@ class PaperTables:
         }
 
     def unknown(self, token_ids: np.ndarray) -> np.ndarray:
-        """(N,) bool: tokens that only the prior serves."""
+        """(N,) bool: tokens for which only the prior is known."""
         return self.token_source[token_ids] == PRIOR
 
     def scores_of_tokens(self, first_rank: int, num_slices: int, token_ids: np.ndarray) -> np.ndarray:
-        """(N, S) int32: how confident T is of each rank of the group, mean over layers, in 1 / SCALE."""
+        """(N, S) int32: confidence of T in each rank of the group, mean over layers, in units of 1 / SCALE."""
         group, rows = first_rank // num_slices, known_rows(token_ids, self.token_ranks.shape[2])
         ranks = self.token_ranks[:, group, rows, None] == np.arange(num_slices)  # (L, N, S)
         confidence = self.token_confidence[:, group, rows, None].astype(np.float32)
         return np.rint((ranks * confidence).mean(axis=0) * SCALE).astype(np.int32)
 
     def evidence(self, trace: RoutingTrace, plan: Plan, group: np.ndarray, decoding: bool) -> Iterator[Evidence]:
-        """Layer by layer where each token would best go (Algorithm 3, line 2); decoding does not count."""
+        """Yield for each layer the preferred ranks of each token (Algorithm 3, line 2); `decoding` has no effect."""
         devices = np.empty((trace.num_tokens, trace.fingerprint.num_layers), np.int16)
         for d in range(plan.topology.dp_size):
             rows = group == d
@@ -135,7 +135,7 @@ class PaperTables:
 
 @dataclass(frozen=True)
 class Preference:
-    """Where each of B tokens would best go, and next best, by rank inside the group; -1 is no preference."""
+    """First and second preference of each of B tokens, as ranks inside the group; -1 means no preference."""
 
     first: np.ndarray  # (B,) int16
     first_confidence: np.ndarray  # (B,) float32
@@ -148,11 +148,11 @@ class Preference:
         )
 
     def slices(self, rows: np.ndarray, num_slices: int) -> np.ndarray:
-        """(B,) equal slices of the tokens `rows` (B,)."""
+        """(B,) slices of the tokens `rows` (B,), of equal size."""
         return assign_slices(self[rows], num_slices)
 
     def expected_local(self, rows: np.ndarray, slices: np.ndarray) -> float:
-        """Preferences expect no number of pairs."""
+        """Return 0, since preferences do not predict a number of pairs."""
         return 0.0
 
 
@@ -161,8 +161,8 @@ def look_up(
 ) -> Preference:
     """Algorithm 3, line 2: the more confident of T (by token id) and A (by the token's devices at earlier layers).
 
-    group: the attention group, or (B,) one for each token; token_ids: (B,); history: (B, lookback) devices, most
-    recent layer first, or None where the token has no full history yet and T alone serves.
+    group: the attention group, or (B,) the group of each token. token_ids: (B,). history: (B, lookback) devices, most
+    recent layer first, or None before there is a full history, where T alone is used.
     """
     rows = known_rows(token_ids, tables.token_ranks.shape[2])
     by_token = tables.token_ranks[layer, group, rows]
@@ -188,18 +188,18 @@ def slices_of(tables: PaperTables) -> int:
 
 
 def path_key(history: np.ndarray, num_ranks: int) -> np.ndarray:
-    """(B,) int64 row in A of each device sequence (B, lookback): the most recent device counts least.
+    """(B,) int64: the row of A for each device sequence (B, lookback); the most recent device is the lowest digit.
 
-    No device (-1: none of the token's experts in its group) reads as device 0.
+    Device -1, which means that none of the token's experts is in its group, is treated as device 0.
     """
     return np.maximum(history, 0).astype(np.int64) @ num_ranks ** np.arange(history.shape[1])
 
 
 def assign_slices(preference: Preference, num_slices: int) -> np.ndarray:
-    """(B,) int16: tokens to equal slices. Source: Algorithm 3, `group_by_key` and `align`.
+    """(B,) int16: the slice of each token; slices are equal. Source: Algorithm 3, `group_by_key` and `align`.
 
-    A slice keeps its most confident tokens up to its size; the others, in turn by confidence, go to their second
-    choice where that has room, and at last to any free slot. Worked example, two slices for four tokens that prefer
+    A slice keeps its most confident tokens up to its size; the others, by falling confidence, go to their second
+    choice if it has room, and otherwise to any free slot. Worked example, two slices for four tokens that prefer
     slices 0, 0, 0, 1 with confidence .9, .5, .7, .6: slice 0 keeps tokens 0 and 2, token 1 moves, so [0, 1, 0, 1].
     """
     tokens = len(preference.first)
@@ -229,7 +229,7 @@ def _fill_slices(first, by_first, second, by_second, num_slices, size):
 
 
 def token_devices(expert_ids: np.ndarray, placement: Placement, topology: Topology, group: int) -> np.ndarray:
-    """(T, L) int16: for each token and layer the rank inside `group` that hosts most of its experts, -1 if none."""
+    """(T, L) int16: the rank inside `group` that hosts most of a token's experts at each layer, -1 if none does."""
     S = topology.attn_tp_size
     ranks = device_of_expert(placement, topology)[:, group]
     layers = range(expert_ids.shape[1])
@@ -237,6 +237,6 @@ def token_devices(expert_ids: np.ndarray, placement: Placement, topology: Topolo
 
 
 def device_of_expert(placement: Placement, topology: Topology) -> np.ndarray:
-    """(L, D, E) int16: the rank inside group d that hosts expert e, the lowest if several do, -1 if none does."""
+    """(L, D, E) int16: the lowest rank inside group d that hosts expert e, -1 if none does."""
     hosts = placement.hosts.reshape(-1, topology.dp_size, topology.attn_tp_size, placement.num_experts)
     return np.where(hosts.any(axis=2), hosts.argmax(axis=2), -1).astype(np.int16)

@@ -1,4 +1,4 @@
-"""Affinity + Placement -> the paper's tables T, T_p, A and A_p (algorithm 1 lines 54 and 55, appendix B.1)."""
+"""Build the paper's tables T, T_p, A and A_p from affinity and placement (Algorithm 1, lines 54 and 55, B.1)."""
 
 import numpy as np
 
@@ -12,13 +12,13 @@ from semmoe.requests.policy import RoundRobin
 from semmoe.tokens.slices import ByPosition
 from semmoe.topology import Topology
 
-# Pseudo-occurrences of the overall shares that a row is mixed with. A confidence that competes with another must not
-# trust a token seen once; a row that only adds to a sum must merely be defined where nothing was seen.
+# Pseudo-occurrences of the overall shares that are mixed into a row. A confidence that is compared with another must
+# not trust a token seen once; a row that is only added to a sum need only be defined where nothing was seen.
 CONFIDENCE_PRIOR, SUM_PRIOR = 1.0, 1e-3
 
 
 def solve(problem: Problem) -> Solution:
-    """The paper's co-clustering and its tables."""
+    """Plan by the paper's co-clustering and its tables."""
     trace, topology, settings = problem.trace, problem.topology, problem.settings
     clusters = paper.cluster(trace, build_affinity(trace), topology, settings.paper, settings.seed)
     tokens, requests = build_policies(trace, clusters, topology, settings.paper.lookback, problem.embeddings)
@@ -34,8 +34,8 @@ def build_policies(
 ) -> tuple[TokenPolicy, RequestPolicy]:
     """The paper's policies from the profile and its co-clustering.
 
-    embeddings: (V, H) input embeddings, to serve tokens that were not profiled by their nearest profiled neighbour;
-    without them such tokens are served by the layer's prior.
+    embeddings: (V, H) input embeddings; with them, tokens that were not profiled use the rows of their nearest profiled
+    neighbour, and without them the layer's prior.
     """
     groups = np.zeros(trace.num_requests, np.int16) if clusters.request_groups is None else clusters.request_groups
     requests: RequestPolicy = RoundRobin(num_groups=topology.dp_size)
@@ -61,8 +61,8 @@ def build_policies(
 def _request_scores(trace: RoutingTrace, groups: np.ndarray, num_groups: int) -> np.ndarray:
     """(V + 1, D) float32: of a token's occurrences in prompts, the share in each group's; row V is the prior.
 
-    Prompts only, since a prompt is all that the online look-up has; generated tokens make it worse
-    (docs/reading-the-paper.md).
+    Only prompts are counted, since the online look-up sees only the prompt (generated tokens make the result worse, see
+    docs/reading-the-paper.md).
     """
     requests = np.repeat(np.arange(trace.num_requests), np.diff(trace.prompt_offsets))
     counts = _joint_counts(trace.prompt_ids, groups[requests], trace.fingerprint.vocab_size + 1, num_groups)
@@ -103,9 +103,9 @@ def _shuffle_tables(
 
 
 def _token_table(labels: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """T (V + 1,) and T_p (V + 1,) of one layer: the co-clustering's labels and how often they are the device.
+    """T (V + 1,) and T_p (V + 1,) of one layer: the co-clustering's labels and how often each is the token's device.
 
-    labels: (V,), -1 for tokens that were not clustered; those and row V get the prior's device.
+    labels: (V,), -1 for tokens that were not clustered; these and row V get the prior's device.
     """
     shares = _shares(counts, CONFIDENCE_PRIOR)
     ranks = np.append(labels, -1).astype(np.int64)
@@ -114,7 +114,7 @@ def _token_table(labels: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np
 
 
 def _joint_counts(keys: np.ndarray, values: np.ndarray, num_keys: int, num_values: int) -> np.ndarray:
-    """(num_keys, num_values) int64: how often each key goes with each value."""
+    """(num_keys, num_values) int64: how often each key occurs with each value."""
     flat = keys.astype(np.int64) * num_values + values
     return np.bincount(flat, minlength=num_keys * num_values).reshape(num_keys, num_values)
 

@@ -1,7 +1,7 @@
-"""Requests to attention groups without a score of their experts: what CapacityScheduler adds is its bound on load.
+"""Schedule requests to attention groups without a score of their experts, under CapacityScheduler's bound on load.
 
-    least-loaded     the group with least work takes the next request
-    prefix-affinity  the group that has most of the prompt in its prefix cache; of several, the least loaded
+    least-loaded     the group with the least work
+    prefix-affinity  the group with most of the prompt in its prefix cache; of several, the least loaded
 
 Experts stay where `linear` puts them.
 """
@@ -18,19 +18,19 @@ from semmoe.requests.predictor import mean_length
 
 
 def least_loaded(problem: Problem) -> Solution:
-    """Requests by the work of the groups alone."""
+    """Schedule requests by the work of the groups only."""
     return replace(linear.solve(problem), requests=without_scores(problem.trace, problem.topology.dp_size, 0.0))
 
 
 def prefix_affinity(problem: Problem) -> Solution:
-    """Requests by what groups have cached, then by their work."""
+    """Schedule requests by what groups have cached, then by their work."""
     return replace(linear.solve(problem), requests=without_scores(problem.trace, problem.topology.dp_size, 1.0))
 
 
 def without_scores(trace: RoutingTrace, num_groups: int, cache_weight: float) -> PromptScores:
-    """Every score 0 and no prices, so that all groups tie and the least loaded one wins.
+    """PromptScores without scores and prices, so that all groups tie and the least loaded one is chosen.
 
-    Weights are 1 but for row V: no token id is unknown here, since none is looked up.
+    Weights are 1 except in row V, so that only ids outside the vocabulary count as unknown.
     """
     rows = trace.fingerprint.vocab_size + 1
     weights = np.ones(rows, np.float32)

@@ -1,9 +1,9 @@
-"""semmoe's own placement: experts and their copies where the tokens that use them will be, under a load limit.
+"""semmoe's own placement: put experts and their copies where the tokens that use them will be, under a load limit.
 
 Every layer is searched on its own (`placement.search` states the objective), from seeded starts and then by iterated
-local search: kick the best layout by a few random swaps, search again, keep what is better. A few load caps are tried
-a layer; of the layouts found, one a layer is chosen so that the mean load over layers, as a batch of unseen requests
-would see it, stays within the limit at the least traffic (one shadow price for all layers: time is their sum).
+local search: perturb the best layout by a few random swaps, search again, and keep the better layout. The search runs
+under several load caps per layer. Then one layout per layer is chosen, so that the mean load over layers in a batch of
+unseen requests stays within the limit at the least traffic. One shadow price serves all layers, since their times add.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ import numpy as np
 from semmoe.affinity import pair_count
 from semmoe.core import Placement, RoutingTrace
 from semmoe.metrics import layer_traffic
-from semmoe.placement.copies import LOAD_PRICE, level, nearest_copies, primary_serving
+from semmoe.placement.copies import LOAD_PRICE, level, nearest_copies, primary_copy_choice
 from semmoe.placement.greedy import place_layer
 from semmoe.placement.homes import make_state
 from semmoe.placement.search import improve
@@ -26,20 +26,20 @@ from semmoe.tokens.predictor import Predictor, predict, sample_requests
 from semmoe.tokens.slices import assign
 from semmoe.topology import Topology, physical_experts
 
-# Tokens per expert that a search looks at without and with redundant experts, and tokens at most; moves that it judges
-# for the first load cap, and half as many for each other, which bounds its time where there are many experts.
+# A search uses this many tokens per expert, without and with redundant experts, and at most this many tokens. It judges
+# MOVES moves for the first load cap and half as many for each other, which bounds its time for many experts.
 SINGLE_TOKENS, COPIES_TOKENS, MAX_TOKENS = 2048, 128, 1 << 15
 MOVES = 100_000
-KEPT = 8  # layouts a load cap, of which one is chosen by what it costs with predictions instead of true routing
-EASY_SWAPS = 200  # random swaps an expert tries on pairs of experts alone, to begin from
-# Load caps to try, relative to the limit: a placement's load in the profile is lower than in a batch of other requests.
+KEPT = 8  # layouts kept per load cap; the choice among them is by their cost under predicted instead of true routing
+EASY_SWAPS = 200  # random swaps per expert that form a start from the affinity of expert pairs alone
+# Load caps to try, relative to the limit: the load on the profile is lower than in a batch of other requests.
 MARGINS = (-0.05, -0.09, -0.12)
 MEASURED_TOKENS, MEASURED_BATCHES, RESAMPLES = 1 << 16, 32, 64
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One layer: the expert of every slot (G, S) and the rank (E,) of each expert's primary copy."""
+    """A layout of one layer: the expert in every slot (G, S) and the rank (E,) of each expert's primary copy."""
 
     slots: np.ndarray
     primary: np.ndarray
@@ -48,12 +48,12 @@ class Layout:
 
 @dataclass(frozen=True)
 class Measured:
-    """A layout as profiled tokens would see it, at the homes that predictions lead to."""
+    """A layout with its copy choice, cost and load, measured on profiled tokens at their predicted homes."""
 
     slots: np.ndarray  # (G, S)
-    serving: np.ndarray  # (G, E) int16: the rank that serves each expert to each source rank
-    cost: float  # a token
-    load: float  # max/mean that a batch of other requests is expected to see
+    choice: np.ndarray  # (G, E) int16: the rank whose copy of each expert each source rank uses
+    cost: float  # per token
+    load: float  # max/mean expected for a batch of other requests
 
 
 def search_layer(
@@ -67,9 +67,9 @@ def search_layer(
     seed: int,
     start: np.ndarray | None = None,
 ) -> list[Layout]:
-    """The best `KEPT` layouts found under each load cap, the loosest first and the best first.
+    """The best `KEPT` layouts under each load cap: the loosest cap first, and the best layout first.
 
-    expert_ids (T, K), group (T,) attention group of each token's request; start (E,) rank labels to begin from.
+    expert_ids (T, K); group (T,): attention group of each token's request; start (E,): rank labels to begin from.
     """
     rng = np.random.default_rng(seed)
     most = min((COPIES_TOKENS if redundant else SINGLE_TOKENS) * num_experts, MAX_TOKENS)
@@ -89,7 +89,7 @@ def search_layer(
     out: list[Layout] = []
     found: list[Layout] = []
     for i, cap in enumerate(caps):
-        limit = MOVES + i * MOVES // 2  # later caps begin from the layout of the one before
+        limit = MOVES + i * MOVES // 2  # later caps begin from the layout found for the previous cap
         if found:
             best = min(found, key=_cost)
             found = [run((best.slots.copy(), best.primary.copy()), cap)]
@@ -108,7 +108,7 @@ def _cost(layout: Layout) -> float:
 
 
 def _distinct(expert_ids, group, most, rng):
-    """The distinct (set of experts, group) of at most `most` tokens in random order, with how often each occurs."""
+    """The distinct pairs (set of experts, group) of at most `most` tokens, in random order, with their counts."""
     if len(expert_ids) > most:
         rows = rng.choice(len(expert_ids), most, replace=False)
         expert_ids, group = expert_ids[rows], group[rows]
@@ -119,7 +119,7 @@ def _distinct(expert_ids, group, most, rng):
 
 
 def _first_labels(affinity: np.ndarray, ranks: int, starts: int, rng) -> list[np.ndarray]:
-    """Rank labels (E,) to begin from: the first by pairs of experts that are used together, the others at random."""
+    """Rank labels (E,) of each start: the first by the affinity of expert pairs, the others at random."""
     E = len(affinity)
     swaps = rng.integers(E, size=(EASY_SWAPS * E, 2))
     loads = affinity + np.diag(affinity.sum(axis=1))
@@ -128,7 +128,7 @@ def _first_labels(affinity: np.ndarray, ranks: int, starts: int, rng) -> list[np
 
 
 def _start(affinity: np.ndarray, ranks: int, redundant: int, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Slots (G, S) and primaries (E,) from rank labels (E,); redundant slots get the experts most used beside."""
+    """Slots (G, S) and primaries (E,) from rank labels (E,); redundant slots get the experts of most affinity."""
     slots = np.empty((ranks, (len(labels) + redundant) // ranks), np.int64)
     for g in range(ranks):
         own = np.flatnonzero(labels == g)
@@ -166,8 +166,8 @@ def place(
 ) -> Placement:
     """The placement of every layer, with its static dispatch.
 
-    predictor: what will send tokens to slices (None: a group is one rank); request_groups (R,): the attention group of
-    each request, if there are several; start (L, E): rank labels to begin from, where requests were clustered jointly.
+    predictor: assigns tokens to slices; None if a group is one rank. request_groups (R,): the attention group of each
+    request, if there are several. start (L, E): rank labels to begin from, if requests were clustered jointly.
     """
     f = trace.fingerprint
     if physical_experts(f.num_experts, redundant, topology.ep_size) // topology.ep_size > f.num_experts:
@@ -210,29 +210,29 @@ def _placement(layouts: list[Measured], num_experts: int, ep_size: int) -> Place
         physical_to_logical_map=np.stack([layout.slots.reshape(-1) for layout in layouts]).astype(np.int32),
         num_experts=num_experts,
         ep_size=ep_size,
-        static_dispatch=np.stack([layout.serving for layout in layouts]),
+        static_dispatch=np.stack([layout.choice for layout in layouts]),
     )
 
 
 def _measure(layout, trace, layer, rows, group, expected, topology, settings) -> Measured:
-    """Send tokens home as they will be online, level the serving of copies, and say what that costs."""
+    """Measure a layout: assign tokens to homes as online, level the load by the copy choice, and compute the cost."""
     experts, request = trace.expert_ids[rows, layer], trace.request_of_token()[rows]
     home = _homes(layout, rows, group, expected, topology, settings)
     node_of = topology.node_of
     copies = nearest_copies(layout.slots, len(layout.primary), node_of)
-    serving = primary_serving(copies, layout.primary)
+    choice = primary_copy_choice(copies, layout.primary)
     if layout.slots.size > len(layout.primary):
         weights = settings.remote_rank, settings.remote_node, LOAD_PRICE if settings.load_limit else 0.0
-        serving = level(experts, home, request, serving, copies, node_of, weights)
-    traffic = layer_traffic(experts, home, serving)
+        choice = level(experts, home, request, choice, copies, node_of, weights)
+    traffic = layer_traffic(experts, home, choice)
     cost = settings.remote_rank * traffic.rows.sum() - settings.activation * traffic.local_pairs
-    cost += settings.remote_node * _node_rows(experts, home, serving, node_of)
-    load = expected_load(serving[home[:, None], experts], request, topology, settings)
-    return Measured(layout.slots, serving.astype(np.int16), float(cost) / len(rows), load)
+    cost += settings.remote_node * _node_rows(experts, home, choice, node_of)
+    load = expected_load(choice[home[:, None], experts], request, topology, settings)
+    return Measured(layout.slots, choice.astype(np.int16), float(cost) / len(rows), load)
 
 
 def _homes(layout, rows, group, expected, topology, settings) -> np.ndarray:
-    """(T,) ranks of the tokens at `rows`, with `expected` (T, E) activations: equal slices in batches."""
+    """(T,) home ranks of the tokens at `rows`: equal slices in batches, by the `expected` activations (T, E)."""
     S = topology.attn_tp_size
     home = group[rows] * S
     if expected is None:
@@ -248,20 +248,20 @@ def _homes(layout, rows, group, expected, topology, settings) -> np.ndarray:
     return home
 
 
-def _node_rows(experts, home, serving, node) -> int:
-    """Distinct remote nodes, summed over tokens."""
+def _node_rows(experts, home, choice, node) -> int:
+    """The number of distinct remote nodes that a token reaches, summed over tokens."""
     reached = np.zeros((len(home), node.max() + 1), bool)
-    reached[np.arange(len(home))[:, None], node[serving[home[:, None], experts]]] = True
+    reached[np.arange(len(home))[:, None], node[choice[home[:, None], experts]]] = True
     reached[np.arange(len(home)), node[home]] = False
     return int(reached.sum())
 
 
 def expected_load(served_by: np.ndarray, request: np.ndarray, topology: Topology, settings: CoclusterSettings) -> float:
-    """Load max/mean that a batch of other requests would see.
+    """Expected load max/mean in a batch of other requests.
 
-    Requests are resampled (Poisson bootstrap), since their mix is what differs from profile to traffic: twice, for the
-    profile was one draw of them and traffic is another. The draw of a batch's tokens adds its own noise.
-    served_by (T, K) ranks, request (T,).
+    Requests are resampled by a Poisson bootstrap, since profile and traffic differ in their mix of requests. They are
+    resampled twice, because both the profile and the traffic are random draws. Drawing a batch's tokens adds noise of
+    its own. served_by (T, K): ranks; request (T,).
     """
     G, rng = topology.ep_size, np.random.default_rng(0)
     flat = np.repeat(request, served_by.shape[1]) * G + served_by.reshape(-1)
@@ -274,11 +274,11 @@ def expected_load(served_by: np.ndarray, request: np.ndarray, topology: Topology
 
 
 def choose(candidates: list[list[Measured]], limit: float | None, max_price: float) -> list[Measured]:
-    """One layout a layer: least cost in all, with the mean load over layers within the limit, or as low as is worth it.
+    """Choose one layout per layer: the least total cost whose mean load over layers is within the limit.
 
-    candidates: per layer. One price of load serves all layers; it rises until the limit holds, up to `max_price`: the
-    expected load is an estimate, and its last hundredth can cost as much locality as all the others and lower nothing
-    that other requests see.
+    candidates: layouts of each layer. One price of load is used for all layers; it rises until the limit holds or
+    `max_price` is reached, at which the limit may remain exceeded. The expected load is only an estimate: lowering its
+    last hundredth can cost as much locality as all the rest without lowering the load of other requests.
     """
     prices = [0.0] if limit is None else [0.0, *np.geomspace(0.01, max_price, 200)]
     for price in prices:

@@ -1,14 +1,14 @@
-"""Which copy serves an expert to each source rank: a static dispatch that levels the load and keeps rows few.
+"""The copy choice: which copy of an expert each source rank uses, so that load is level and few rows are sent.
 
-An own copy serves, then one on the own node; among copies that are equally near the choice is free, and it decides
-which ranks a token reaches and how the load of experts with copies is shared. The search (`placement.search`) takes the
-primary copy for all, at homes as they would be if routing were known. Here homes are those that predictions lead to,
-and single (source rank, expert) pairs go to another copy while that lowers
+A rank uses its own copy, else one on its node. Among equally near copies the choice is free; it decides which ranks a
+token reaches and how the load of experts with copies is shared. The search (`placement.search`) uses the primary copy
+for all ranks, at the homes that tokens would have if routing were known. Here homes are the predicted ones, and single
+(source rank, expert) pairs change to another copy while that lowers
 
     remote_rank * rows per token + remote_node * rows to other nodes per token + LOAD_PRICE * load above the mean
 
 which is summed over ranks and averaged over several mixes of the profile's requests. On gpt-oss with 8 redundant
-experts it takes .04 from the expert load (max/mean) of held-out batches, for .005 remote ranks.
+experts this lowers the expert load (max/mean) of held-out batches by .04 and adds .005 remote ranks per token.
 """
 
 import numba
@@ -16,11 +16,11 @@ import numpy as np
 
 njit = numba.njit(cache=True, nogil=True)
 MIXES, SWEEPS = 16, 8
-LOAD_PRICE = 20.0  # few rows change with the choice of a copy, so load comes first
+LOAD_PRICE = 20.0  # the copy choice changes few rows, so load has priority
 
 
 def nearest_copies(slots: np.ndarray, num_experts: int, node_of: np.ndarray) -> np.ndarray:
-    """(G, E, G) bool: the ranks whose copy may serve an expert to a source rank: its own, else its node's, else any.
+    """(G, E, G) bool: the ranks whose copy of an expert a source rank may use: its own, else its node's, else any.
 
     slots (G, S) experts, node_of (G,).
     """
@@ -33,8 +33,8 @@ def nearest_copies(slots: np.ndarray, num_experts: int, node_of: np.ndarray) -> 
     return np.where(own.any(axis=2, keepdims=True), own, out)
 
 
-def primary_serving(copies: np.ndarray, primary: np.ndarray) -> np.ndarray:
-    """(G, E) int64: the primary copy (E,) where it is among the nearest ones (G, E, G), else the lowest of these."""
+def primary_copy_choice(copies: np.ndarray, primary: np.ndarray) -> np.ndarray:
+    """(G, E) int64: the primary copy (E,) if it is among the nearest ones (G, E, G), else the lowest of these."""
     G, E, _ = copies.shape
     is_near = copies[np.arange(G)[:, None], np.arange(E), primary]
     return np.where(is_near, primary, copies.argmax(axis=2))
@@ -44,23 +44,23 @@ def level(
     expert_ids: np.ndarray,
     home: np.ndarray,
     request: np.ndarray,
-    serving: np.ndarray,
+    choice: np.ndarray,
     copies: np.ndarray,
     node_of: np.ndarray,
     weights: tuple[float, float, float],
 ) -> np.ndarray:
-    """A better `serving` (G, E) for tokens of a profile: experts (T, K), home (T,), request (T,).
+    """Improve the copy choice (G, E) for tokens of a profile: experts (T, K), home (T,), request (T,).
 
-    copies (G, E, G) bool: those that may serve; weights: of a row to another rank, of one to another node, of a
-    rank's load above the mean.
+    copies (G, E, G) bool: copies that may be chosen. weights: of a row to another rank, of a row to another node, and
+    of a rank's load above the mean.
     """
     mixes = np.random.default_rng(0).exponential(size=(request.max() + 1, MIXES))
     load_of_pair = mixes[request]
-    load_of_pair *= len(serving) / (load_of_pair.sum(axis=0) * expert_ids.shape[1])
-    pair = home[:, None] * serving.shape[1] + expert_ids
+    load_of_pair *= len(choice) / (load_of_pair.sum(axis=0) * expert_ids.shape[1])
+    pair = home[:, None] * choice.shape[1] + expert_ids
     order = np.argsort(pair, axis=None, kind="stable")
-    offsets = np.searchsorted(pair.ravel()[order], np.arange(serving.size + 1))
-    out = serving.astype(np.int64)
+    offsets = np.searchsorted(pair.ravel()[order], np.arange(choice.size + 1))
+    out = choice.astype(np.int64)
     _level(
         expert_ids.astype(np.int64), load_of_pair, order // expert_ids.shape[1], offsets, copies, node_of, weights, out
     )
@@ -68,40 +68,43 @@ def level(
 
 
 @njit
-def _level(expert_ids, load_of_pair, tokens, offsets, copies, node_of, weights, serving):
-    """Moves (source rank, expert) pairs, whose tokens are tokens[offsets[i] : offsets[i + 1]]; changes `serving`."""
-    G, E = serving.shape
+def _level(expert_ids, load_of_pair, tokens, offsets, copies, node_of, weights, choice):
+    """Move (source rank, expert) pairs to other copies, updating `choice` in place.
+
+    tokens[offsets[i] : offsets[i + 1]] are the tokens of pair i.
+    """
+    G, E = choice.shape
     share = np.zeros((G * E, load_of_pair.shape[1]))
     load = np.zeros((G, load_of_pair.shape[1]))
     for pair in range(G * E):
         for t in tokens[offsets[pair] : offsets[pair + 1]]:
             share[pair] += load_of_pair[t]
-        load[serving[pair // E, pair % E]] += share[pair]
+        load[choice[pair // E, pair % E]] += share[pair]
     for _ in range(SWEEPS):
         moved = False
         for pair in range(G * E):
             h, e = pair // E, pair % E
-            now = serving[h, e]
+            now = choice[h, e]
             best, chosen = -1e-9, now
             for other in range(G):
                 if other == now or not copies[h, e, other] or offsets[pair] == offsets[pair + 1]:
                     continue
                 change = weights[2] * _excess_change(load, share[pair], now, other)
                 for t in tokens[offsets[pair] : offsets[pair + 1]]:
-                    change += _row_change(expert_ids[t], e, h, now, other, serving, node_of, weights) / len(expert_ids)
+                    change += _row_change(expert_ids[t], e, h, now, other, choice, node_of, weights) / len(expert_ids)
                 if change < best:
                     best, chosen = change, other
             if chosen != now:
                 load[now] -= share[pair]
                 load[chosen] += share[pair]
-                serving[h, e], moved = chosen, True
+                choice[h, e], moved = chosen, True
         if not moved:
             break
 
 
 @njit
 def _excess_change(load, share, now, other):
-    """Change of the load above 1, the mean, when `share` (J,) goes from rank `now` to `other`; mean over J mixes."""
+    """Change of the load above the mean, 1, when `share` (J,) moves from rank `now` to `other`; mean over J mixes."""
     total = 0.0
     for j in range(len(share)):
         total += max(load[now, j] - share[j] - 1, 0.0) - max(load[now, j] - 1, 0.0)
@@ -110,17 +113,17 @@ def _excess_change(load, share, now, other):
 
 
 @njit
-def _row_change(experts, moving, home, now, other, serving, node_of, weights):
-    """Change of a token's weighted rows when `moving`, one of its experts, is served by `other` instead of `now`."""
+def _row_change(experts, moving, home, now, other, choice, node_of, weights):
+    """Change of a token's weighted rows when rank `other` instead of `now` computes `moving`, one of its experts."""
     keeps_rank = has_rank = keeps_node = has_node = False
     for e in experts:
         if e != moving:
-            rank = serving[home, e]
+            rank = choice[home, e]
             keeps_rank |= rank == now
             has_rank |= rank == other
             keeps_node |= node_of[rank] == node_of[now]
             has_node |= node_of[rank] == node_of[other]
     change = weights[0] * (np.float64(not has_rank) - np.float64(not keeps_rank))
-    if node_of[other] != node_of[now]:  # then both are other nodes than home's: nearer copies alone would serve
+    if node_of[other] != node_of[now]:  # then both differ from home's node, since only nearest copies may be chosen
         change += weights[1] * (np.float64(not has_node) - np.float64(not keeps_node))
     return change

@@ -1,6 +1,6 @@
-"""Experts of one layer to clusters of equal size: greedily, then by random swaps that improve.
+"""Assign the experts of one layer to clusters of equal size, greedily and then by improving random swaps.
 
-The step `expert_place` of the paper's Algorithm 1; semmoe's own search starts from it.
+This is the step `expert_place` of the paper's Algorithm 1; semmoe's own search starts from it.
 """
 
 import numba
@@ -9,7 +9,10 @@ import numpy as np
 
 @numba.njit(cache=True)
 def place_layer(together, data, swaps, alpha, beta, gamma):
-    """One layer: greedy by falling load, then random swaps that improve. together (E, E), data (E, C)."""
+    """(E,) clusters of one layer's experts: greedy by falling load, then improving random swaps.
+
+    together (E, E): affinity of experts; data (E, C): activations of each expert by the data of each cluster.
+    """
     experts, clusters = data.shape
     load = together.sum(axis=1)
     price = gamma * clusters / max(load.sum(), 1e-9)

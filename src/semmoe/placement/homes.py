@@ -1,5 +1,6 @@
-"""Where tokens of one layer are best at home, given a layout: the innermost kernels of `placement.search`, which states
-the objective. What a search works on is here too.
+"""Find the best home ranks of one layer's tokens, given a layout: the innermost kernels of `placement.search`.
+
+`placement.search` states the objective. The state of a search is defined here too.
 """
 
 from collections import namedtuple
@@ -13,7 +14,7 @@ from numba.extending import intrinsic
 njit = numba.njit(cache=True, nogil=True)
 ZERO, ONE = np.uint64(0), np.uint64(1)
 
-# What a search works on. It changes slots, primary, masks, price, value, home and load.
+# The state of a search, which changes slots, primary, masks, price, value, home and load.
 State = namedtuple(
     "State",
     [
@@ -30,7 +31,7 @@ State = namedtuple(
         "node_of",  # (G,)
         "node_masks",  # (nodes, W) uint64
         "weights",  # (activation, rank, node)
-        "price",  # (G,) of a home
+        "price",  # (G,) of each rank as a home
         "value",  # (U,) of each set at its home
         "home",  # (U,)
         "load",  # (G,)
@@ -41,7 +42,7 @@ Scratch = namedtuple("Scratch", "stamp touched new_value new_home new_load cost"
 
 
 def make_state(sets, weight, group, slots, primary, topology, weights):
-    """A search's state: sets (U, K) in random order, weight (U,), attention group (U,), slots (G, S), primary (E,)."""
+    """Make the state of a search: sets (U, K) in random order, weight (U,), group (U,), slots (G, S), primary (E,)."""
     (U, _), (G, _), E = sets.shape, slots.shape, len(primary)
     offsets, rows = _rows_by_expert(sets, E)
     node_of = topology.node_of
@@ -101,7 +102,7 @@ def _rows_by_expert(sets, num_experts):
 
 
 def _popcount(typing_context, word):
-    """Set bits of a uint64, one instruction."""
+    """Number of set bits of a uint64, in one instruction."""
 
     def generate(context, builder, signature, arguments):
         return builder.ctpop(arguments[0])
@@ -125,7 +126,7 @@ def hosted(masks, expert, rank):
 
 @njit
 def server(state, expert, home):
-    """The rank that serves `expert` to tokens at `home`: own copy, then one on the own node, then the primary."""
+    """The rank that computes `expert` for tokens at `home`: its own copy, else one on its node, else the primary."""
     if hosted(state.masks, expert, home):
         return home
     first = state.primary[expert]
@@ -139,9 +140,9 @@ def server(state, expert, home):
 
 @njit
 def best_homes(state, which, first, last, value, home):
-    """Fill value and home [first:last] for the sets `which[first:last]`; candidates are the ranks that host an expert.
+    """Fill value and home [first:last] for the sets `which[first:last]`.
 
-    The lowest of equally good homes is taken.
+    Candidates are the ranks that host one of the set's experts; the lowest of equally good homes is chosen.
     """
     if state.slots.size == state.primary.shape[0]:
         _best_homes_single(state, which, first, last, value, home)
@@ -151,7 +152,7 @@ def best_homes(state, which, first, last, value, home):
 
 @njit
 def _best_homes_single(state, which, first, last, value, home):
-    """With one copy each, ranks and nodes that a set reaches follow from its experts: a home decides what is local."""
+    """`best_homes` without copies: the experts determine the ranks and nodes reached, the home only what is local."""
     activation, per_rank, per_node = state.weights
     G, K = state.slots.shape[0], state.sets.shape[1]
     local, by_node, ranks = np.zeros(G, np.int64), np.zeros(state.node_masks.shape[0], np.int64), np.empty(K, np.int64)
@@ -186,7 +187,7 @@ def _best_homes_single(state, which, first, last, value, home):
 
 @njit
 def _best_homes_copies(state, which, first, last, value, home):
-    """In the order of the candidates' numbers; bits of the ranks that a candidate's other experts are served by."""
+    """`best_homes` with copies: tries candidates in rank order, with a bit mask of the ranks that each one reaches."""
     sets, masks, primary = state.sets, state.masks, state.primary
     words, K, nodes = masks.shape[1], sets.shape[1], state.node_masks.shape[0]
     activation, per_rank, per_node = state.weights
@@ -204,7 +205,7 @@ def _best_homes_copies(state, which, first, last, value, home):
                     hosts[i] = masks[sets[u, i], word]
                     left |= hosts[i]
                 left &= state.allowed[u, word]
-            elif chosen < 0:  # no allowed rank hosts any of its experts: all cost the same but for their price
+            elif chosen < 0:  # no allowed rank hosts any of its experts: costs differ by price only
                 hosts[:] = ZERO
                 left = state.allowed[u, word]
             else:

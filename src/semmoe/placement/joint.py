@@ -1,33 +1,35 @@
-"""Attention-DP: requests and experts clustered together over all layers, so that a request finds its experts at home.
+"""Attention-DP: cluster requests and experts together over all layers, so that a request's experts are in its group.
 
-Alternation from seeded starts. Given the groups of the requests, the experts of a layer are divided exactly (an
-assignment problem with E / D slots a group); given the experts, requests move and swap under a limit on the tokens of
-a group. Neither step lowers the objective, the share of (token, expert) pairs that stay in their request's group.
+The method alternates two steps from seeded starts. Given the groups of the requests, the experts of each layer are
+assigned exactly (an assignment problem with E / D slots per group). Given the experts, requests move and swap under a
+limit on the tokens per group. Neither step lowers the objective, the share of (token, expert) pairs in their request's
+group.
 
-One label a request serves all layers: solved layer by layer, labels of different layers need not agree and the share
-falls to chance. A step costs time linear in requests, in layers, and in tokens only through the rates.
+A request has one label for all layers: solved layer by layer, the labels of different layers would disagree and the
+share would fall to that of chance. The time of a step is linear in requests and layers, and depends on tokens only
+through the rates.
 """
 
 import numpy as np
 
 from semmoe.capacity import equal_groups, improve_assignment, one_hot
 
-STEPS = 30  # alternations of one start, at most; it ends when the objective no longer rises
+STEPS = 30  # most alternations of one start; it ends earlier when the objective no longer rises
 SWEEPS = 30  # passes over the requests in one step
-KICK = 0.2  # share of the requests that every second start draws anew, from the best so far
+KICK = 0.2  # share of the requests that every second start redraws from the best result so far
 
 
 def cocluster_requests(
     rates: np.ndarray, lengths: np.ndarray, num_groups: int, starts: int = 100, seed: int = 0, token_limit: float = 1.1
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(L, E) int64 group of each expert, E / D in every group, and (R,) int64 group of each request.
+    """(L, E) int64: the group of each expert, E / D per group; and (R,) int64: the group of each request.
 
-    rates: (R, L, E) float32, a request's (token, expert) pairs over its tokens; only their proportions matter. Rates
-    that a predictor sees too (`request_map.RequestRates.planning_rates`) place better than the true ones, since online
-    only the predicted part can be followed.
-    lengths: (R,) tokens of each request. token_limit: tokens of a group over their mean, at most, as far as whole
-    requests allow. Every second start begins near the best so far; the one with most pairs at home is kept.
-    Raises ValueError if D does not divide E, or on arrays of other shapes.
+    rates: (R, L, E) float32, a request's (token, expert) pairs per token; only their proportions matter. Rates that
+    are partly predicted (`requests.predictor.RequestRates.planning_rates`) give better placements than the true ones,
+    since online only the predicted part can be followed.
+    lengths: (R,) tokens of each request. token_limit: most tokens of a group relative to the mean, as far as whole
+    requests allow. Every second start begins near the best result so far; the result with most local pairs is kept.
+    Raises ValueError if D does not divide E, and for arrays of other shapes.
     """
     if rates.ndim != 3:
         raise ValueError(f"rates must be (requests, layers, experts), not {rates.shape}")
@@ -49,14 +51,14 @@ def cocluster_requests(
 
 
 def locality(rates: np.ndarray, lengths: np.ndarray, expert_groups: np.ndarray, request_groups: np.ndarray) -> float:
-    """The objective: share of the pairs, a request's counted by its length, whose expert is in the request's group."""
+    """The objective: share of the pairs whose expert is in the request's group, requests weighted by length."""
     home = expert_groups[None] == request_groups[:, None, None]
     weighted = rates * lengths[:, None, None]
     return float((weighted * home).sum() / max(weighted.sum(), 1e-30))
 
 
 class _Problem:
-    """What the starts share: flat rates and limits."""
+    """The data that all starts share: flat rates and limits."""
 
     def __init__(self, rates, lengths, num_groups, token_limit) -> None:
         (R, self.layers, self.experts), self.groups = rates.shape, num_groups
@@ -67,7 +69,7 @@ class _Problem:
         self.capacity = np.full(num_groups, token_limit * self.lengths.sum() / num_groups)
 
     def start(self, rng: np.random.Generator) -> np.ndarray:
-        """(R,) groups around D requests drawn at random: each with the one most like it."""
+        """(R,) groups around D requests drawn at random: each request joins the one most similar to it."""
         seeds = rng.choice(len(self.rates), self.groups, replace=len(self.rates) < self.groups)
         groups = rng.integers(self.groups, size=len(self.rates))
         mean = self.rates.mean(axis=0)
@@ -76,12 +78,12 @@ class _Problem:
         return self.place_requests(likeness, groups)
 
     def kick(self, groups: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """(R,) the groups of the best so far, some of them drawn anew."""
+        """(R,) `groups`, the best so far, with a share `KICK` of them drawn again at random."""
         drawn = rng.random(len(groups)) < KICK
         return np.where(drawn, rng.integers(self.groups, size=len(groups)), groups)
 
     def alternate(self, request_groups: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
-        """(share at home, (L * E,) expert groups, (R,) request groups): the best on the way."""
+        """(local share, (L * E,) expert groups, (R,) request groups) of the best alternation."""
         best = None
         for _ in range(STEPS):
             expert_groups = self.place_experts(request_groups)
@@ -96,12 +98,12 @@ class _Problem:
         return best
 
     def place_requests(self, value: np.ndarray, groups: np.ndarray) -> np.ndarray:
-        """(R,) groups that improve on `groups` by (R, D) value per token, under the token limit."""
+        """(R,) groups that improve on `groups` under the token limit; value (R, D): gain per token in each group."""
         work = np.repeat(self.lengths[:, None], self.groups, axis=1)
         return improve_assignment(value * work, work, self.capacity, groups.copy(), SWEEPS)
 
     def place_experts(self, request_groups: np.ndarray) -> np.ndarray:
-        """(L * E,) groups with the most pairs at home, E / D experts of a layer in each."""
+        """(L * E,) expert groups with the most local pairs, E / D experts of each layer per group."""
         pairs = (self.weighted.T @ one_hot(request_groups, self.groups)).astype(np.float64)
         by_layer = pairs.reshape(self.layers, self.experts, self.groups)
         return np.concatenate([equal_groups(layer) for layer in by_layer])

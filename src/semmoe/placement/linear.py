@@ -1,4 +1,4 @@
-"""Contiguous placement: what every engine does without a plan."""
+"""Contiguous placement, which every engine uses without a plan."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from semmoe.topology import Fingerprint, Topology, physical_experts
 
 
 def solve(problem: Problem) -> Solution:
-    """Experts in order; tokens by position, requests in turn."""
+    """Contiguous experts; tokens by position and requests round-robin."""
     f, ranks = problem.trace.fingerprint, problem.topology.ep_size
     placement = place(f.num_layers, f.num_experts, ranks, problem.settings.redundant_experts)
     return placement_alone(placement, problem.topology)
@@ -24,7 +24,7 @@ def place(num_layers: int, num_experts: int, ep_size: int, redundant_experts: in
 
 
 def vanilla_plan(fingerprint: Fingerprint, topology: Topology) -> Plan:
-    """No plan at all, as a plan: contiguous experts, tokens by position, requests in turn."""
+    """A plan that equals an engine without one: contiguous experts, tokens by position, requests round-robin."""
     placement = place(fingerprint.num_layers, fingerprint.num_experts, topology.ep_size)
     return Plan(
         topology=topology,

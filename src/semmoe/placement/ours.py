@@ -16,7 +16,7 @@ from semmoe.topology import Topology
 
 
 def solve(problem: Problem) -> Solution:
-    """Requests by a learned map, experts by `cocluster`, tokens by the path predictor."""
+    """Plan requests by a learned linear map, experts by `cocluster`, and tokens by the path predictor."""
     trace, topology, settings = problem.trace, problem.topology, problem.settings
     D, S = topology.dp_size, topology.attn_tp_size
     groups = start = rates = predictor = None
@@ -46,7 +46,7 @@ def solve(problem: Problem) -> Solution:
 def _request_groups(
     trace: RoutingTrace, rates: request_map.RequestRates, topology: Topology, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The group (R,) of each request, clustered jointly over all layers, and rank labels (L, E) to begin from."""
+    """The group (R,) of each request, clustered jointly over all layers, and rank labels (L, E) to start from."""
     D, S = topology.dp_size, topology.attn_tp_size
     expert_groups, of_fitted = cocluster_requests(rates.planning_rates, rates.lengths, D, seed=seed)
     scheduler = CapacityScheduler(request_map.project(rates, expert_groups[..., None] == np.arange(D)))

@@ -1,4 +1,4 @@
-"""What every method is given and what it finds."""
+"""The input and the output of every method."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from semmoe.settings import SolveSettings
 from semmoe.tokens.slices import ByPosition
 from semmoe.topology import Topology
 
-Progress = Callable[[int], None]  # told of layers that are done
+Progress = Callable[[int], None]  # called with the number of layers that were finished
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,18 +21,19 @@ class Problem:
     trace: RoutingTrace
     topology: Topology
     settings: SolveSettings
-    embeddings: np.ndarray | None = None  # (V, H): tokens that were not profiled are served by their nearest neighbour
+    # (V, H): tokens that were not profiled use the rows of their nearest profiled neighbour
+    embeddings: np.ndarray | None = None
     progress: Progress = lambda layers: None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
-    """Where experts go, and by which policies tokens and requests follow them."""
+    """The placement of experts and the policies by which tokens and requests follow them."""
 
     placement: Placement
     tokens: TokenPolicy
     requests: RequestPolicy
-    gap: dict[str, float | None] | None = None  # of programs solved: relative gap to the optimum, None if unknown
+    gap: dict[str, float | None] | None = None  # by integer program: relative gap to the optimum, None if unknown
 
 
 def placement_alone(placement: Placement, topology: Topology, gap: dict[str, float | None] | None = None) -> Solution:

@@ -5,14 +5,14 @@ without an own one (or, over several nodes, ranks whose node has none). Tokens c
 experts (U, K) with their weights (U,), since real routing repeats itself (39,000 tokens of a gpt-oss layer are under
 5,000 sets).
 
-Every set takes the home that is best for it among the ranks of its request's attention group, under prices that keep
-homes equally full (the equal slices of attention-TP, as dual variables). So a layout costs, in units of an activation,
+Every set takes its best home among the ranks of its request's attention group, under prices that keep homes equally
+full (the dual variables of attention-TP's equal slices). The cost of a layout, in units of one (token, expert) pair, is
 
     mean over tokens of  min over h of  (rank * remote ranks + node * remote nodes - activation * local ones + price h)
 
-plus `load_price` times what the ranks' loads (1 = the mean) exceed the cap by. Moves: swap the contents of two slots;
-put another expert into a slot whose expert has a further copy; make another copy the primary one. A move is judged
-exactly, on the sets that hold an expert that it moves; one that a sample shows to be far from a gain is dropped.
+plus `load_price` times the excess of the ranks' loads (1 = the mean) over the cap. Moves are: swap the contents of two
+slots; replace an expert that has another copy; make another copy the primary one. A move is judged exactly, on the sets
+that contain a moved expert, unless a sample of these sets already shows that it is far from a gain.
 """
 
 import numpy as np
@@ -20,15 +20,16 @@ import numpy as np
 from semmoe.placement.homes import ONE, ZERO, best_homes, hosted, lowest_bit, njit, popcount, server
 
 SWAP, REPLACE, PROMOTE = 0, 1, 2
-PROBE = 24  # sets; a move that touches many more is first judged on that many, then on thrice as many, and so on
-PRICE_UNITS = 2**20  # prices are whole numbers of 1 / this: sums with them are exact, and ties are ties
+PROBE = 24  # sets; a move that affects many more is first judged on this many, then on three times as many, and so on
+PRICE_UNITS = 2**20  # prices are multiples of 1 / PRICE_UNITS, so that sums are exact and ties are recognised
 
 
 @njit
 def _add_load(state, which, first, last, home, by_set, sign, load, slope, cost):
-    """Add sign times the pairs of the sets `which[first:last]` to the ranks' load; homes by set or by place there.
+    """Add sign times the pairs of the sets `which[first:last]` to the ranks' load.
 
-    cost[first:last] gains what these pairs cost where `slope` (G,) is the price of a pair on each rank.
+    by_set: whether `home` is indexed by set or by position in `which`. cost[first:last] increases by the cost of these
+    pairs, where `slope` (G,) is the price of a pair on each rank.
     """
     for c in range(first, last):
         u = which[c]
@@ -41,7 +42,7 @@ def _add_load(state, which, first, last, home, by_set, sign, load, slope, cost):
 
 @njit
 def _excess(load, cap):
-    """Sum over ranks of the load beyond the cap, in units of the mean load."""
+    """Sum over ranks of the load above the cap, in units of the mean load."""
     mean, total = load.sum() / load.shape[0], 0.0
     for rank in range(load.shape[0]):
         total += max(load[rank] / mean - cap, 0.0)
@@ -50,7 +51,7 @@ def _excess(load, cap):
 
 @njit
 def settle(state, steps):
-    """Prices by `steps` of subgradient ascent towards equally many tokens a home, then values, homes and loads."""
+    """Update prices by `steps` of subgradient ascent to equal numbers of tokens per home, then values and load."""
     G, U = state.slots.shape[0], state.sets.shape[0]
     every = np.arange(U)
     for step in range(steps + 1):
@@ -72,7 +73,7 @@ def settle(state, steps):
 
 @njit
 def _collect(state, scratch, a, b, mark):
-    """The sets that hold expert a or b, each once, taken from both in turn; returns how many."""
+    """Collect the sets that contain expert a or b, each once, alternating between the two; returns their number."""
     count = 0
     offsets = state.offsets
     for r in range(max(offsets[a + 1] - offsets[a], offsets[b + 1] - offsets[b])):
@@ -88,7 +89,7 @@ def _collect(state, scratch, a, b, mark):
 
 @njit
 def _toggle(state, kind, a, b, x, y):
-    """Apply or undo a move's copies: SWAP a on x with b on y, REPLACE a on x by b, PROMOTE moves none."""
+    """Apply or undo the copies of a move: SWAP a on x with b on y; REPLACE a on x by b; PROMOTE moves no copy."""
     if kind != PROMOTE:
         state.masks[a, x >> 6] ^= ONE << np.uint64(x & 63)
         state.masks[b, x >> 6] ^= ONE << np.uint64(x & 63)
@@ -99,7 +100,7 @@ def _toggle(state, kind, a, b, x, y):
 
 @njit
 def _new_primaries(state, kind, a, b, x, y):
-    """Primaries of a and b after a move whose copies are in place: they follow their copy; PROMOTE takes a's on y."""
+    """Primaries of a and b after a move: they follow a moved copy; PROMOTE makes a's copy on y the primary."""
     first, second = state.primary[a], state.primary[b]
     if kind == PROMOTE:
         return y, y
@@ -116,10 +117,11 @@ def _new_primaries(state, kind, a, b, x, y):
 
 @njit
 def _judge(state, scratch, kind, a, b, x, y, mark, load_price, cap, penalty):
-    """Change of the cost by a move, which stays applied if it pays; leaves new values, homes and load in scratch.
+    """Compute the change of the cost by a move, and keep the move applied if the cost falls.
 
-    The penalty is convex in the loads, so its tangent bounds it from below and adds up set by set: a sample of the sets
-    bounds the change. Returns (change, new penalty, sets touched).
+    New values, homes and load are left in scratch. The penalty is convex in the loads, so that its tangent is a lower
+    bound that is additive over sets: a sample of the sets bounds the change. Returns (change, new penalty, sets
+    affected).
     """
     count, total = _collect(state, scratch, a, b, mark), state.total_weight
     if count == 0:  # no token uses either expert
@@ -127,7 +129,7 @@ def _judge(state, scratch, kind, a, b, x, y, mark, load_price, cap, penalty):
     touched, new_load = scratch.touched, scratch.new_load
     single = state.slots.size == state.primary.shape[0]
     new_load[:] = state.load
-    if single:  # with one copy each, loads follow from the labels alone
+    if single:  # without copies, loads follow from the ranks of the experts alone
         shift = state.expert_load[a] - state.expert_load[b]
         new_load[x] -= shift
         new_load[y] += shift
@@ -169,7 +171,7 @@ def _judge(state, scratch, kind, a, b, x, y, mark, load_price, cap, penalty):
 
 @njit
 def _accept(state, scratch, kind, i, j, a, b, count):
-    """Book a move that stays: values, homes, load and slots."""
+    """Store the new values, homes, load and slots of an accepted move."""
     S = state.slots.shape[1]
     for c in range(count):
         u = scratch.touched[c]
@@ -183,9 +185,9 @@ def _accept(state, scratch, kind, i, j, a, b, count):
 
 @njit
 def _decode(state, number):
-    """Move `number` as (kind, slot i, slot j, a, b, x, y); kind -1 if it is none.
+    """Decode move `number` to (kind, slot i, slot j, a, b, x, y); kind -1 if the move is not valid.
 
-    Numbers run over every pair of slots, then every (slot, expert), then every (expert, rank).
+    Numbers enumerate all pairs of slots, then all (slot, expert), then all (expert, rank).
     """
     (G, S), E, P = state.slots.shape, state.primary.shape[0], state.slots.size
     none = (-1, 0, 0, 0, 0, 0, 0)
@@ -213,10 +215,10 @@ def _decode(state, number):
 
 @njit
 def improve(state, scratch, load_price, cap, price_steps, max_sweeps, seed, max_moves=1 << 60):
-    """Sweep over all moves in random order and keep each that lowers the cost, until none does.
+    """Sweep over all moves in random order and keep each one that lowers the cost, until none does.
 
-    Ranks on which nothing moved are not tried against each other again, and after `max_moves` it ends at once. Returns
-    (cost, moves judged).
+    Pairs of ranks on which nothing moved are not tried again; the sweep ends after `max_moves` moves. Returns (cost,
+    moves judged).
     """
     np.random.seed(seed)
     G, E, P = state.slots.shape[0], state.primary.shape[0], state.slots.size

@@ -1,1 +1,1 @@
-"""Attention-DP: which group each request goes to, from its prompt and the load of the groups."""
+"""Attention-DP: choose the group of each request from its prompt and the load of the groups."""

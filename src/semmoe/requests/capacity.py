@@ -1,36 +1,39 @@
-"""Attention-DP, online: each request to the group that should host most of its experts, under a hard bound on load.
+"""Attention-DP, online: send each request to the group that should host most of its experts, under a bound on load.
 
 Score. A prompt's score for group d estimates the share of its (token, expert) pairs that d hosts (`PromptScores`).
 
-Load. One ledger holds the work of every group in decode tokens: a request enters with what is expected of it and is
-corrected by `finish` to what it was. The ledger serves two loads by one rule:
-    keep_finished=True   all work so far: what the replay judges, and what groups have computed in the long run
-    keep_finished=False  work now running: finished requests leave, what decides the time of a live engine's next step
+Load. One ledger holds the work of every group in decode tokens: a request enters with its expected work, and `finish`
+corrects that to its actual work. The ledger can measure two kinds of load:
+    keep_finished=True   all work so far: the load that a replay measures
+    keep_finished=False  running work: finished requests leave; it decides how long a live engine's next step takes
 
 Bound. No assignment takes a group further ahead of the mean of all groups than
 
     allowance = max(lead_requests * mean_length / D, lead_share * mean work of a group)                    (in tokens)
 
-so that with n requests in the ledger max / mean is at most 1 + max(lead_share, lead_requests / n), however many are to
-come: loose while a few requests cannot be even anyhow, a fixed share later. Only the least loaded group is exempt, as
-it takes a request larger than the allowance. Lengths that differ from their expectation move the ledger after the fact;
-a group that they take past its bound gets no further request until it is back. A ledger of running requests stays
-short, so an engine sets keep_finished=False and lead_requests to about 2 * D: two requests ahead of the mean.
+so that with n requests in the ledger max / mean is at most 1 + max(lead_share, lead_requests / n). The bound is loose
+for few requests, which cannot be balanced anyway, and a fixed share for many. Only the least loaded group is exempt:
+it accepts a request larger than the allowance. When `finish` corrects a length, a group may exceed its bound; it then
+gets no further request until it is within the bound again. A ledger of running requests stays short, so an engine sets
+keep_finished=False and lead_requests to about 2 * D, which is two requests ahead of the mean.
 
-Price. Among the groups allowed the arg-max of score - price wins, and of equals the least loaded: a map without scores
-and prices is the least-loaded rule. Prices start as the profile's dual prices and rise by feedback * score_spread for
-every mean request that a group is ahead in expected work, so that the bound rarely has to act. True lengths do not
-enter: they are noise that the bound answers, and prices that follow it lose value.
+Price. Among the allowed groups the arg-max of score - price is chosen, and among equals the least loaded; without
+scores and prices this is the least-loaded rule. Prices start as the profile's dual prices and rise by
+feedback * score_spread for every mean request by which a group's expected work exceeds the mean, so that the bound is
+rarely reached. True lengths do not change prices: they are noise, which the bound handles, and prices that follow
+noise lose locality.
 
-Prefix caches. A map with a `cache_weight` adds that times the share of the prompt that a group has cached to its score;
-what groups have cached is known by the caller, or else by the prompts assigned so far (`PrefixIndex`).
+Prefix caches. A policy with a `cache_weight` adds to the score of a group that weight times the share of the prompt
+that the group has cached. The caller states what groups have cached; otherwise it is estimated from the prompts
+assigned so far (`PrefixIndex`).
 
-Window. With max_wait > 0 requests wait to be assigned together: value is exchanged among them by moves and swaps, and
-the oldest are let go. None waits for more than `max_wait` further arrivals.
+Window. With max_wait > 0 requests wait to be assigned together: moves and swaps among them raise the total value, and
+the oldest are then released. No request waits for more than `max_wait` further arrivals.
 
 Worked example, two groups, mean length 10, lead_requests 2 (allowance 10 tokens), no share, no feedback, no prices:
-requests that all prefer group 0 go to groups 0, 0, 1, 0, 1, ... as 0 may be 10 tokens ahead of the mean: after two it
-is (20 against a mean of 10), so the third goes to group 1 (20, 10), the fourth to 0 (30, 10; the mean is 20).
+requests that all prefer group 0 go to groups 0, 0, 1, 0, 1, ..., since group 0 may be 10 tokens ahead of the mean.
+After two requests it is (20, and the mean is 10), so the third goes to group 1 (20, 10), and the fourth to group 0
+(30, 10; the mean is 20).
 """
 
 from collections.abc import Sequence
@@ -50,14 +53,14 @@ SWEEPS = 20  # passes over a window
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerSettings:
-    lead_requests: float = 40.0  # bound on a group's lead while the ledger is short: mean requests, times D
-    lead_share: float = 0.085  # and once it is long: share of the mean work of a group
-    feedback: float = 0.02  # price of one mean request ahead of the mean, in standard deviations of the score
-    max_wait: int = 0  # further arrivals that a request may wait for; 0: assigned as it arrives
-    release: int = 8  # requests let go when the oldest has waited for max_wait arrivals
+    lead_requests: float = 40.0  # bound on a group's lead for a short ledger: mean requests times D
+    lead_share: float = 0.085  # bound on a group's lead for a long ledger: share of the mean work of a group
+    feedback: float = 0.02  # price per mean request ahead of the mean, in standard deviations of the score
+    max_wait: int = 0  # most further arrivals that a request waits for; 0: assigned on arrival
+    release: int = 8  # requests assigned when the oldest has waited for max_wait arrivals
     prompt_cost: float = 0.0  # work of one prompt token that is not cached, in decode tokens
-    cache_tokens: int = 1 << 18  # prompt tokens that the prefix cache of one group holds, for maps with a cache_weight
-    keep_finished: bool = True  # the ledger is all work so far; False: work now running
+    cache_tokens: int = 1 << 18  # prompt tokens that the prefix cache of one group holds
+    keep_finished: bool = True  # the ledger holds all work so far; False: running work only
 
     def __post_init__(self) -> None:
         for name in ("lead_requests", "lead_share", "feedback", "max_wait", "prompt_cost", "cache_tokens"):
@@ -73,7 +76,7 @@ class _Waiting:
     scores: np.ndarray  # (D,)
     expected_tokens: float
     prompt_work: np.ndarray  # (D,)
-    prompt_ids: np.ndarray | None  # for the prefix index; None without one
+    prompt_ids: np.ndarray | None  # for the prefix index; None if there is no index
 
 
 class CapacityScheduler:
@@ -100,7 +103,7 @@ class CapacityScheduler:
         self._stamp, self._tick = np.zeros(rows, np.int64), 0
         self._waiting: list[_Waiting] = []
         self._arrivals = 0
-        self._work, self._expected = np.zeros(D), np.zeros(D)  # the ledger, and the same without corrections
+        self._work, self._expected = np.zeros(D), np.zeros(D)  # the ledger with and without the corrections of `finish`
         self.unknown_tokens = 0  # prompt tokens outside the vocabulary, so far
 
     @property
@@ -127,7 +130,7 @@ class CapacityScheduler:
         expected_tokens: float | None = None,
         cached_tokens: np.ndarray | None = None,
     ) -> int:
-        """The group for one request, at once: `admit` for those that never call `finish`."""
+        """The group for one request, assigned at once: same as `admit`, for callers that never call `finish`."""
         return self.admit(prompt_ids, expected_tokens, cached_tokens).group
 
     def admit(
@@ -139,21 +142,21 @@ class CapacityScheduler:
     ) -> Assigned:
         """Assign one request at once.
 
-        expected_tokens: decode tokens, by default the profile's mean. cached_tokens (D,): prompt tokens that each
-        group has in its prefix cache; they add `cache_weight` times their share to its score and cost no work. If not
-        given, a map with a cache_weight has them from a PrefixIndex of the prompts assigned so far. allowed (D,) bool:
-        groups that may be chosen, and whose load is compared; all if not given.
+        expected_tokens: decode tokens, by default the profile's mean. cached_tokens (D,): prompt tokens in the prefix
+        cache of each group; they add `cache_weight` times their share to its score and cost no work. If it is not
+        given, a policy with a cache_weight estimates it by a PrefixIndex of the prompts assigned so far. allowed (D,)
+        bool: groups that may be chosen and whose loads are compared; by default all.
         """
         return self._place([self._arrive(prompt_ids, expected_tokens, cached_tokens)], allowed=allowed)[0]
 
     def assign_window(self, prompts: Sequence[Sequence[int] | np.ndarray]) -> list[int]:
-        """The groups of requests that wait together, all assigned now."""
+        """The groups of several requests, assigned together at once."""
         return [assigned.group for assigned in self.admit_window(prompts)]
 
     def admit_window(
         self, prompts: Sequence[Sequence[int] | np.ndarray], expected_tokens: float | None = None
     ) -> list[Assigned]:
-        """As `assign_window`, with the handles for `finish`; expected_tokens as of `admit`, of each."""
+        """Same as `assign_window`, but returns handles for `finish`; expected_tokens: of each, as in `admit`."""
         return self._place([self._arrive(prompt, expected_tokens, None) for prompt in prompts])
 
     def submit(
@@ -162,10 +165,10 @@ class CapacityScheduler:
         expected_tokens: float | None = None,
         cached_tokens: np.ndarray | None = None,
     ) -> list[Assigned]:
-        """Let one request wait, for at most `max_wait` further arrivals; returns those assigned now, if any.
+        """Let one request wait for at most `max_wait` further arrivals; returns the requests that are assigned now.
 
-        All that wait are assigned together; the `release` oldest keep their group, the others wait on. An engine
-        whose arrivals may pause calls `flush` when the oldest has waited long enough by the clock.
+        All waiting requests are assigned together; the `release` oldest keep their group, the others continue to wait.
+        An engine whose arrivals may pause calls `flush` when the oldest request has waited long enough.
         """
         self._waiting.append(self._arrive(prompt_ids, expected_tokens, cached_tokens))
         if len(self._waiting) <= self.settings.max_wait:
@@ -173,11 +176,11 @@ class CapacityScheduler:
         return self._let_go(self.settings.release)
 
     def flush(self) -> list[Assigned]:
-        """Assign all that wait."""
+        """Assign all waiting requests."""
         return self._let_go(len(self._waiting))
 
     def finish(self, assigned: Assigned, actual_tokens: float) -> None:
-        """Correct the ledger for a request that ended after `actual_tokens` decode tokens; once for each handle."""
+        """Correct the ledger for a request that ended after `actual_tokens` decode tokens. Call it once per handle."""
         self._work[assigned.group] -= assigned.work
         if self.settings.keep_finished:
             self._work[assigned.group] += assigned.prompt_work + actual_tokens
@@ -185,7 +188,7 @@ class CapacityScheduler:
             self._expected[assigned.group] -= assigned.work
 
     def forget_prefixes(self, group: int) -> None:
-        """The group's prefix cache is empty: its engine began anew."""
+        """Note that the group's prefix cache is empty because its engine restarted."""
         if self._prefixes is not None:
             self._prefixes.clear(group)
 
@@ -243,9 +246,9 @@ class CapacityScheduler:
         return out
 
     def _limit(self, work: np.ndarray, columns: np.ndarray) -> float:
-        """Most work that one of the groups `columns` may have once requests of `work` (W, D) are in.
+        """The most work that any of the groups `columns` may have after the requests of `work` (W, D) are assigned.
 
-        By the least that these can be.
+        work holds the work of each request in each group; the bound uses the least of each request.
         """
         D = len(columns)
         mean = (self._work[columns].sum() + work[:, columns].min(axis=1).sum()) / D
@@ -253,7 +256,7 @@ class CapacityScheduler:
 
 
 def _of(columns: np.ndarray, array: np.ndarray) -> np.ndarray:
-    """(W, C) the columns of (W, D), laid out as the compiled functions know it."""
+    """(W, C): the given columns of an array (W, D), in the memory layout that the compiled functions require."""
     return np.ascontiguousarray(array[:, columns])
 
 
@@ -261,7 +264,7 @@ def _of(columns: np.ndarray, array: np.ndarray) -> np.ndarray:
 def _add_scores(ids, scores, weights, stamp, tick, out):
     """Add a prompt's score to `out` (D,); returns how many of its ids are outside the vocabulary.
 
-    stamp (V + 1,): the tick at which an id was last seen, so that each counts once and nothing is cleared.
+    stamp (V + 1,): the tick at which an id was last seen, so that each id counts once and nothing must be cleared.
     """
     last = len(weights) - 1
     unknown, weight = 0, 0.0
@@ -283,9 +286,9 @@ def _add_scores(ids, scores, weights, stamp, tick, out):
 
 @numba.njit(cache=True)
 def _greedy(value, work, room, ledger):
-    """(W,) groups in order of arrival: most value where there is room (D,), or the least loaded group.
+    """(W,) groups, chosen in order of arrival: the group of most value that has room (D,), else the least loaded group.
 
-    Groups of equal value tie by load, so that where all values are equal this is the least loaded group.
+    Among groups of equal value the least loaded one is chosen.
     """
     W, D = value.shape
     added, groups = np.zeros(D), np.empty(W, np.int64)

@@ -1,4 +1,4 @@
-"""Requests to attention groups, as data: in turn, or by scores of their prompts."""
+"""Request policies as data: round-robin over attention groups, or by scores of the prompt."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -11,7 +11,7 @@ from semmoe.topology import Fingerprint, Topology
 
 @dataclass(frozen=True, kw_only=True)
 class RoundRobin:
-    """Requests to groups in turn, as an engine does without a plan."""
+    """Requests to groups round-robin, as an engine does without a plan."""
 
     kind: ClassVar[str] = "round-robin"
     by_tables: ClassVar[bool] = False
@@ -22,18 +22,18 @@ class RoundRobin:
         check_numbers(self)
 
     def declared(self, topology: Topology, fingerprint: Fingerprint) -> dict[str, Declared]:
-        """No array; raises ValueError unless the groups are the topology's."""
+        """No array. Raises ValueError unless the number of groups is the topology's."""
         groups = topology.dp_size
         if self.num_groups != groups:
             raise ValueError(f"{self.num_groups} groups of requests do not fit dp_size {groups}")
         return {}
 
     def unknown(self, token_ids: np.ndarray) -> np.ndarray:
-        """(N,) bool: none, as none is looked up."""
+        """(N,) bool: all False, since no token is looked up."""
         return np.zeros(len(token_ids), bool)
 
     def tiled(self, copies: int, cache_weight: float) -> "RoundRobin":
-        """The same over the groups of `copies` servers."""
+        """Round-robin over the groups of `copies` servers."""
         return RoundRobin(num_groups=self.num_groups * copies)
 
 
@@ -50,10 +50,12 @@ class PromptScores:
     token_scores: np.ndarray  # (V + 1, D) float32
     token_weights: np.ndarray  # (V + 1,) float32, idf squared
     bias: np.ndarray  # (D,) float32
-    prices: np.ndarray  # (D,) float32: what a group's score must exceed others by, so that the profile's load is even
-    score_spread: float = required_number(0, 1)  # standard deviation of the profile's: the unit of online price changes
+    prices: np.ndarray  # (D,) float32: subtracted from the scores, so that the profile's load is even
+    # standard deviation of the profile's scores: the unit of online price changes
+    score_spread: float = required_number(0, 1)
     mean_length: float = required_number(1e-9, 1e12)  # decode tokens of a profiled request
-    cache_weight: float = number(0.0, 0, 1e6)  # score of a prompt that is wholly in a group's prefix cache
+    # added to the score of a group that has the whole prompt in its prefix cache
+    cache_weight: float = number(0.0, 0, 1e6)
 
     @property
     def num_groups(self) -> int:
@@ -62,7 +64,7 @@ class PromptScores:
 
     @property
     def follows_caches(self) -> bool:
-        """Whether a group's prefix cache counts."""
+        """Whether the choice of a group depends on its prefix cache."""
         return self.cache_weight > 0
 
     def declared(self, topology: Topology, fingerprint: Fingerprint) -> dict[str, Declared]:
@@ -77,11 +79,11 @@ class PromptScores:
         }
 
     def unknown(self, token_ids: np.ndarray) -> np.ndarray:
-        """(N,) bool: ids that weigh as much as those outside the vocabulary."""
+        """(N,) bool: ids whose weight is that of ids outside the vocabulary."""
         return self.token_weights[token_ids] == self.token_weights[-1]
 
     def tiled(self, copies: int, cache_weight: float) -> "PromptScores":
-        """The map for the groups of `copies` servers side by side, and the weight of their prefix caches."""
+        """The policy for the groups of `copies` servers side by side, with `cache_weight` for their prefix caches."""
         return replace(
             self,
             token_scores=np.tile(self.token_scores, (1, copies)),

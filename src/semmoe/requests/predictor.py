@@ -1,13 +1,13 @@
-"""Which experts a request will use, from its prompt: a linear map learned from the profile, projected on groups.
+"""Predict which experts a request will use from its prompt: a linear map fitted on the profile, projected on groups.
 
-Two views of a prompt predict the (token, expert) rates of a request, summed as kernels of one ridge regression:
+Two views of a prompt predict the (token, expert) rates of a request; their kernels are summed in one ridge regression:
     words    which token ids the prompt holds, weighted by inverse document frequency (idf) and normalised
     routing  what those ids, where they were themselves routed in the profile, routed to on average
-Both are linear in the prompt's token ids, so the fitted predictor is one row of scores a token id, and one row of D
-scores once the experts' groups are known. That is all the online side looks up (`PromptScores`).
+Both are linear in the prompt's token ids, so the fitted predictor is one row of scores per token id, which has D
+entries once the experts' groups are known. The online side looks up these rows only (`PromptScores`).
 
 Weights are chosen by leave-group-out error: a request's near-duplicates are left out with it, in the regression and
-in the routing averages, or duplicates would make any predictor look good. A request counts by its length.
+in the routing averages, since duplicates would make any predictor look good. Requests are weighted by length.
 """
 
 from dataclasses import dataclass
@@ -22,20 +22,20 @@ from semmoe.requests.policy import PromptScores
 
 RIDGES = (0.03, 0.06, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 5.0)
 ROUTING_WEIGHTS = (0.5, 1.0, 2.0)  # of the second view, in mean squares of the first
-UNSEEN = 0.3  # pseudo-occurrences of the mean that a token's average routing is mixed with
-SKETCH = 1024  # random directions of the rates on which the weights are chosen where there are more columns
-PRICE_LOAD, PRICE_STEPS = 1.05, 3000  # load over its mean that prices allow a group; steps of their subgradient method
+UNSEEN = 0.3  # pseudo-occurrences of the mean that are mixed into a token's average routing
+SKETCH = 1024  # random projections of the rates on which the weights are chosen if there are more columns
+PRICE_LOAD, PRICE_STEPS = 1.05, 3000  # limit of a group's load over the mean; steps of the subgradient method
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestRates:
-    """The fitted predictor, before experts have groups; `project` takes it to a PromptScores."""
+    """The fitted predictor, before experts have groups; `project` turns it into a PromptScores."""
 
     requests: np.ndarray  # (n,) the requests of the trace that it was fitted on
     lengths: np.ndarray  # (n,) routed tokens
-    rates: np.ndarray  # (n, L * E) float32: a request's pairs, as shares over all layers
+    rates: np.ndarray  # (n, L * E) float32: share of each (layer, expert) in a request's pairs
     held_out: np.ndarray  # (n, L * E) float32: the prediction without the request's near-duplicates
-    held_out_r2: float  # explained share of the rates' variance, requests counted by length
+    held_out_r2: float  # share of the rates' variance that is explained, requests weighted by length
     routing_weight: float
     ridge: float
     mean_length: float
@@ -50,7 +50,11 @@ class RequestRates:
 
     @property
     def planning_rates(self) -> np.ndarray:
-        """(n, L, E) float32: half true, half predicted; placement by what can be predicted, told what is true."""
+        """(n, L, E) float32: the mean of true and held-out predicted rates, on which requests and experts are
+        clustered.
+
+        Online only the predicted part can be followed, so that a placement by the true rates alone does worse.
+        """
         return ((self.rates + self.held_out) / 2).reshape(-1, *self.shape)
 
 
@@ -64,8 +68,8 @@ def fit_request_rates(
 ) -> RequestRates:
     """Fit on the routed requests of a profile; duplicate_groups (R,) int: near-duplicates share a label.
 
-    At most `max_requests` are used, drawn by `seed`, near-duplicates together: the kernel has n * n entries and costs
-    n ** 3. Raises ValueError if fewer than two distinct requests are there.
+    At most `max_requests` are used, drawn by `seed`, near-duplicates together, since the kernel has n * n entries and
+    its decomposition costs n ** 3. Raises ValueError for fewer than two distinct requests.
     """
     R = trace.num_requests
     if duplicate_groups.shape != (R,):
@@ -105,9 +109,9 @@ def fit_request_rates(
 
 
 def project(fit: RequestRates, hosted: np.ndarray) -> PromptScores:
-    """The map for D groups that host experts: hosted (L, E, D) bool.
+    """The scores for D groups of which group d hosts the experts hosted (L, E, D) bool.
 
-    Everything is projected on the D groups first: nothing of size V * L * E is made.
+    Everything is projected on the D groups first, so that no array of size V * L * E is needed.
     """
     if hosted.shape[:2] != fit.shape:
         raise ValueError(f"hosted has shape {hosted.shape}, expected {(*fit.shape, 'D')}")
@@ -140,7 +144,8 @@ def request_rates(trace: RoutingTrace) -> np.ndarray:
 def load_prices(scores: np.ndarray, lengths: np.ndarray, limit: float) -> np.ndarray:
     """(D,) prices under which arg-max of score - price keeps every group's tokens within `limit` means.
 
-    scores (R, D), lengths (R,). The dual of: most score with load <= limit * mean, by a subgradient method.
+    scores (R, D), lengths (R,). The prices are the dual variables of: maximise the score subject to
+    load <= limit * mean. They are found by a subgradient method.
     """
     D = scores.shape[1]
     prices, step = np.zeros(D), 0.05 * scores.std()
@@ -151,7 +156,7 @@ def load_prices(scores: np.ndarray, lengths: np.ndarray, limit: float) -> np.nda
 
 
 def _choose(lengths: np.ndarray, groups: np.ndarray, most: int, seed: int) -> np.ndarray:
-    """The routed requests or, if they are more than `most`, those of groups drawn at random; in order of arrival."""
+    """The routed requests in arrival order; of more than `most`, those of duplicate groups drawn at random."""
     routed = np.flatnonzero(lengths > 0)
     if len(routed) <= most:
         return routed
@@ -162,7 +167,7 @@ def _choose(lengths: np.ndarray, groups: np.ndarray, most: int, seed: int) -> np
 
 
 def mean_length(trace: RoutingTrace) -> float:
-    """Decode tokens a request; all routed tokens if the trace has no decode."""
+    """Mean number of decode tokens per request; of routed tokens if the trace has no decode."""
     decoded = int((trace.phase == DECODE).sum())
     return (decoded or trace.num_tokens) / trace.num_requests
 
@@ -184,13 +189,13 @@ def _words(trace: RoutingTrace, groups: np.ndarray) -> tuple[csr_matrix, np.ndar
 
 
 def _layer_counts(trace: RoutingTrace, row: np.ndarray, rows: int, layer: int) -> np.ndarray:
-    """(rows, E) float32: pairs of each key, `row` (T,) the key of each token; all layers at once may not fit."""
+    """(rows, E) float32: (token, expert) pairs of each key at one layer; row (T,): the key of each token."""
     counts = count(row, trace.expert_ids[:, layer], rows, trace.fingerprint.num_experts)
     return counts.toarray().astype(np.float32)
 
 
 def _routing_view(trace: RoutingTrace, groups: np.ndarray, words: csr_matrix, mean_rate: np.ndarray) -> np.ndarray:
-    """(n, L * E) float32: the words' average routing less the mean, without what the request's own group routed."""
+    """(n, L * E) float32: the words' average routing minus the mean, leaving out the request's duplicate group."""
     L, E, K = trace.fingerprint.num_layers, trace.fingerprint.num_experts, trace.fingerprint.top_k
     ids, row = np.unique(trace.token_ids, return_inverse=True)
     row = row.ravel().astype(np.int64)
@@ -214,7 +219,7 @@ def _routing_view(trace: RoutingTrace, groups: np.ndarray, words: csr_matrix, me
 
 @numba.njit(cache=True)
 def _own_counts(indptr, indices, groups, row, first, rows):
-    """For every entry (request, token id): routed occurrences of the id in the request's own group."""
+    """For every entry (request, token id): routed occurrences of the id in the request's duplicate group."""
     count, out = np.zeros(rows, np.int64), np.zeros(len(indices), np.int64)
     for i in range(len(groups)):
         tokens = row[first[groups[i]] : first[groups[i] + 1]]
@@ -229,7 +234,7 @@ def _own_counts(indptr, indices, groups, row, first, rows):
 
 @numba.njit(cache=True)
 def _leave_out(indptr, indices, weights, groups, row, first, experts, rows, out):
-    """Subtract from out (n, E) what the request's own group added to its words' counts."""
+    """Subtract from out (n, E) the counts that the request's duplicate group contributed."""
     weight = np.zeros(rows)
     for i in range(len(groups)):
         for j in range(indptr[i], indptr[i + 1]):
@@ -243,7 +248,7 @@ def _leave_out(indptr, indices, weights, groups, row, first, experts, rows, out)
 
 
 def _average_routing(trace: RoutingTrace, toward: np.ndarray, mean_rate: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The routed token ids (U,) and their average routing, less the mean, projected on `toward` (L * E, D): (U, D)."""
+    """The routed token ids (U,) and their average routing minus the mean, projected on `toward` (L * E, D): (U, D)."""
     L, E, K = trace.fingerprint.num_layers, trace.fingerprint.num_experts, trace.fingerprint.top_k
     ids, row, occurrences = np.unique(trace.token_ids, return_inverse=True, return_counts=True)
     out = -np.outer(occurrences, mean_rate @ toward)
@@ -254,7 +259,7 @@ def _average_routing(trace: RoutingTrace, toward: np.ndarray, mean_rate: np.ndar
 
 
 class _Regression:
-    """Kernel ridge regression of (n, C) targets, requests weighted, and its leave-group-out predictions."""
+    """Weighted kernel ridge regression of targets (n, C), with leave-group-out predictions."""
 
     def __init__(self, targets: np.ndarray, weights: np.ndarray, groups: np.ndarray) -> None:
         self.targets, self.weights = targets, weights
@@ -263,7 +268,7 @@ class _Regression:
         self.together = [np.flatnonzero(groups == g) for g in np.flatnonzero(sizes > 1)]
 
     def choose(self, words, routing, routing_weights, ridges, seed) -> tuple[float, float]:
-        """(routing weight, ridge) of the least leave-group-out error, on a sketch of the targets if they are wide."""
+        """(routing weight, ridge) of the least leave-group-out error, on a sketch of targets with many columns."""
         targets = self.targets
         if targets.shape[1] > SKETCH:
             signs = np.random.default_rng(seed).choice(np.array([-1, 1], np.float32), (targets.shape[1], SKETCH))
@@ -301,7 +306,7 @@ class _Regression:
         return out
 
     def _error(self, held_out: np.ndarray, targets: np.ndarray) -> float:
-        """Squared error over the targets' own squares, requests weighted."""
+        """Weighted squared error relative to the weighted squares of the targets."""
         squares = self.weights @ np.einsum("ij,ij->i", targets, targets)
         wrong = held_out - targets
         return float(self.weights @ np.einsum("ij,ij->i", wrong, wrong) / max(squares, 1e-30))

@@ -1,12 +1,13 @@
-"""Which attention group has how much of a prompt in its prefix cache, as a router can know it without asking.
+"""Estimate how much of a prompt each attention group has in its prefix cache, without asking the engine.
 
-Engines cache whole blocks of a prompt's leading tokens and drop the least recently used ones, the end of a prefix
-before its beginning, as a block is worth nothing without those before it. `PrefixIndex` keeps the same books from the
-prompts that the router sent to each group: no text, one 64-bit number a block, which covers the block and all before
-it. Two different prefixes share a number with a chance of about 2 ** -64 a pair; a wrong guess costs a cache miss.
+Engines cache whole blocks of a prompt's leading tokens and evict the least recently used ones, the end of a prefix
+before its beginning, since a block is useless without those before it. `PrefixIndex` simulates this from the prompts
+that were sent to each group. It stores no text but one 64-bit hash per block, which covers the block and all blocks
+before it. Two different prefixes have the same hash with a probability of about 2 ** -64; a wrong estimate costs a
+cache miss.
 
-Worked example, blocks of 2, prompts 7 7 5 sent to group 0 and 7 7 5 5 3 to group 1: group 0 knows the block 7 7 (the
-rest is no whole block), group 1 the blocks 7 7 and 5 5; of prompt 7 7 5 5 group 0 has 2 tokens, group 1 has 4.
+Worked example, blocks of 2, prompts 7 7 5 sent to group 0 and 7 7 5 5 3 to group 1: group 0 has the block 7 7 (the
+rest is not a whole block), group 1 has the blocks 7 7 and 5 5; of prompt 7 7 5 5 group 0 has 2 tokens, group 1 has 4.
 """
 
 from bisect import bisect_left
@@ -20,7 +21,7 @@ BLOCK = 16  # tokens, as in vLLM
 
 
 class PrefixIndex:
-    """Leading blocks of prompts by group, least recently used first out. Not thread-safe."""
+    """Leading blocks of the prompts of each group, with least-recently-used eviction. Not thread-safe."""
 
     def __init__(self, num_groups: int, capacity: int, block: int = BLOCK) -> None:
         """capacity: tokens that the KV cache of one group holds; block: tokens that are cached together."""
@@ -29,8 +30,8 @@ class PrefixIndex:
         if capacity < 0:
             raise ValueError(f"capacity must not be negative: {capacity}")
         self._block, self._blocks = block, capacity // block
-        # Oldest first. A block is always touched just before the one it follows, so that wherever a block is, all
-        # before it are too: the known ones of a prompt are its leading ones.
+        # Oldest first. A block is always touched just before the block that precedes it in the prompt, so that it is
+        # evicted first: the known blocks of a prompt are always its leading ones.
         self._known: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(num_groups)]
 
     def cached_tokens(self, prompt_ids: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -39,7 +40,7 @@ class PrefixIndex:
         return np.array([_leading(keys, known) for known in self._known], np.int64) * self._block
 
     def insert(self, prompt_ids: Sequence[int] | np.ndarray, group: int) -> None:
-        """Note that the prompt went to `group`, which has all its whole blocks from now on."""
+        """Note that the prompt was sent to `group`, which has all its whole blocks from now on."""
         known = self._known[group]
         for key in reversed(self._keys(prompt_ids)[: self._blocks]):
             known[key] = None
@@ -48,7 +49,7 @@ class PrefixIndex:
             known.popitem(last=False)
 
     def clear(self, group: int) -> None:
-        """`group` has nothing cached any more."""
+        """Forget all blocks of `group`."""
         self._known[group].clear()
 
     def _keys(self, prompt_ids: Sequence[int] | np.ndarray) -> list[int]:
@@ -62,7 +63,7 @@ def _leading(keys: list[int], known: OrderedDict[int, None]) -> int:
 
 @numba.njit(cache=True)
 def block_keys(token_ids, block):
-    """(n // block,) uint64: a number for each whole block of token_ids (n,), which covers all tokens up to its end."""
+    """(n // block,) uint64: a hash for each whole block of token_ids (n,), which covers all tokens up to its end."""
     out = np.empty(len(token_ids) // block, np.uint64)
     state = np.uint64(0x9E3779B97F4A7C15)
     for i in range(len(out) * block):

@@ -1,4 +1,4 @@
-"""Request policies at work: what all of them do, and the one that deals requests out in turn."""
+"""The interface of request schedulers, and the round-robin scheduler."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,19 +11,19 @@ from semmoe.requests.policy import RoundRobin
 
 @dataclass(frozen=True)
 class Assigned:
-    """The handle of one request, which `finish` takes back."""
+    """The handle of an assigned request, an argument of `finish`."""
 
     request: int  # its number in order of arrival, from 0
     group: int
-    work: float = 0.0  # as entered in the ledger, decode tokens
-    prompt_work: float = 0.0  # the part of it that is known
+    work: float = 0.0  # expected work as entered in the ledger, in decode tokens
+    prompt_work: float = 0.0  # the part of `work` that the prompt causes
 
 
 class RequestScheduler(Protocol):
-    """A request policy at work: `admit` lets a request in, `finish` tells of its end."""
+    """Assigns requests by a request policy: `admit` assigns a request to a group, `finish` reports its end."""
 
-    keeps_ledger: ClassVar[bool]  # whether it counts the work of groups, also of requests that name their own
-    mean_length: float  # decode tokens of a request of which nothing is known
+    keeps_ledger: ClassVar[bool]  # whether it counts the work of groups, including requests that name their own group
+    mean_length: float  # decode tokens expected of a request of unknown length
     unknown_tokens: int  # prompt tokens outside the tables, so far
 
     @property
@@ -42,23 +42,23 @@ class RequestScheduler(Protocol):
     def admit_window(
         self, prompts: Sequence[Sequence[int] | np.ndarray], expected_tokens: float | None = None
     ) -> list[Assigned]:
-        """Assign requests that wait together."""
+        """Assign several requests together."""
 
     def submit(self, prompt_ids: Sequence[int] | np.ndarray) -> list[Assigned]:
-        """Let one request wait for a window; returns those assigned now, if any."""
+        """Add one request to the waiting window; returns the requests that are assigned now."""
 
     def flush(self) -> list[Assigned]:
         """Assign all that wait."""
 
     def finish(self, assigned: Assigned, actual_tokens: float) -> None:
-        """A request ended after so many decode tokens; once for each handle."""
+        """Report that a request ended after `actual_tokens` decode tokens. Call it once per handle."""
 
     def forget_prefixes(self, group: int) -> None:
-        """The group's prefix cache is empty."""
+        """Note that the group's prefix cache is empty."""
 
 
 class OneByOne:
-    """What schedulers without a ledger share: every request is assigned as it comes, and nothing is kept of it."""
+    """Base of schedulers without a ledger: every request is assigned on arrival, and no state of it is kept."""
 
     keeps_ledger: ClassVar[bool] = False
     mean_length = 0.0
@@ -69,11 +69,11 @@ class OneByOne:
 
     @property
     def work(self) -> np.ndarray:
-        """(D,) zeros."""
+        """(D,) zeros, since no work is counted."""
         return np.zeros(self._groups)
 
     def choose(self, prompt_ids: np.ndarray, allowed: np.ndarray) -> int:
-        """The group among `allowed` (D,) bool, of which there is one."""
+        """Choose one of the groups `allowed` (D,) bool, of which there is at least one."""
         raise NotImplementedError
 
     def admit(
@@ -83,7 +83,7 @@ class OneByOne:
         cached_tokens: np.ndarray | None = None,
         allowed: np.ndarray | None = None,
     ) -> Assigned:
-        """Assign one request; work and caches do not count."""
+        """Assign one request; its work and the caches have no effect."""
         open_groups = np.ones(self._groups, bool) if allowed is None else allowed
         group = self.choose(np.asarray(prompt_ids, np.int64), open_groups)
         self._arrivals += 1
@@ -92,26 +92,26 @@ class OneByOne:
     def admit_window(
         self, prompts: Sequence[Sequence[int] | np.ndarray], expected_tokens: float | None = None
     ) -> list[Assigned]:
-        """One after the other."""
+        """Assign the requests one after the other."""
         return [self.admit(prompt) for prompt in prompts]
 
     def submit(self, prompt_ids: Sequence[int] | np.ndarray) -> list[Assigned]:
-        """Nothing waits."""
+        """Assign the request at once: no request waits."""
         return [self.admit(prompt_ids)]
 
     def flush(self) -> list[Assigned]:
-        """Nothing waits."""
+        """Return an empty list, since no request waits."""
         return []
 
     def finish(self, assigned: Assigned, actual_tokens: float) -> None:
-        """Nothing is kept."""
+        """Do nothing: the work of requests is not counted."""
 
     def forget_prefixes(self, group: int) -> None:
-        """Nothing is kept."""
+        """Do nothing: caches have no effect."""
 
 
 class RoundRobinScheduler(OneByOne):
-    """Requests to groups in turn, those that are not allowed left out."""
+    """Assigns requests to groups round-robin, skipping those that are not allowed."""
 
     def __init__(self, policy: RoundRobin) -> None:
         super().__init__(policy.num_groups)

@@ -1,7 +1,7 @@
-"""Ranks that shuffle tokens and dispatch rows must decide by the same plan: whether they do is asked when they attach.
+"""Check that all ranks of a group use the same plan and settings before they shuffle tokens and dispatch rows.
 
-Every rank computes slices for itself, without a message. Two ranks with different plans of equal sizes would exchange
-rows without an error, each in the order that the other does not expect.
+Every rank computes slices by itself, without communication. Two ranks with different plans of equal sizes would
+exchange rows without an error, each in an order that the other does not expect.
 """
 
 import hashlib
@@ -20,10 +20,10 @@ DIGEST = 32  # bytes of SHA-256
 
 
 def check_agreement(group: dist.ProcessGroup | None, plan: Plan | None, device: Any = "cpu", **decides: object) -> None:
-    """Compare across `group` what decides where tokens and experts go; every rank of the group must call it.
+    """Compare across `group` everything that decides where tokens and experts go; every rank of the group must call it.
 
-    decides: further settings that must be the same everywhere, by the name that a message calls them. Raises
-    ValueError, on every rank alike and with the ranks that differ, unless all agree. Exchanges 32 bytes per name.
+    decides: further settings that must be equal on all ranks, by their name in messages. Raises ValueError on every
+    rank, naming the ranks that differ, unless all agree. Exchanges 32 bytes per name.
     """
     stated = {"the version of semmoe": __version__, "the plan": plan, **decides}
     digests = np.stack([_digest(value) for value in stated.values()])  # (names, 32)
@@ -36,20 +36,20 @@ def check_agreement(group: dist.ProcessGroup | None, plan: Plan | None, device: 
 
 
 def disagreement(names: list[str], digests: np.ndarray) -> str | None:
-    """The first name in which ranks differ, in words; digests (ranks, names, 32) uint8."""
+    """A message on the first name in which ranks differ, or None; digests (ranks, names, 32) uint8."""
     differs = (digests != digests[0]).any(axis=2)  # (ranks, names)
     if not differs.any():
         return None
     first = int(differs.any(axis=0).argmax())
     ranks = ", ".join(map(str, np.flatnonzero(differs[:, first])))
     return (
-        f"ranks disagree: {names[first]} of rank {ranks} is not that of rank 0, and rows would go astray; "
+        f"ranks disagree: {names[first]} of rank {ranks} is not that of rank 0, and rows would reach wrong ranks; "
         "give every node the same semmoe, the same settings and a copy of the same plan"
     )
 
 
 def _digest(value: object) -> np.ndarray:
-    """(32,) uint8: SHA-256 of a value and of all that is in it."""
+    """(32,) uint8: SHA-256 of a value and everything it contains."""
     sha = hashlib.sha256()
     _feed(sha, value)
     return np.frombuffer(sha.digest(), np.uint8)

@@ -1,7 +1,7 @@
 """Stable argsort of rank ids: one counting sort gives the permutation, its inverse and the counts.
 
-A comparison sort does not know that there are a few ranks only. On the CPU two passes over the ids do (numba), on a
-GPU a histogram, a scan and a scatter (`kernels/argsort.py`), which never wait for the device.
+A comparison sort would not use that there are only a few ranks. On the CPU this takes two passes over the ids (numba),
+on a GPU a histogram, a scan and a scatter (`kernels/argsort.py`), which never wait for the device.
 """
 
 from typing import Any
@@ -15,9 +15,9 @@ from semmoe.runtime.reference import RankOrder
 
 
 def argsort_ranks(ranks: Any, size: int, slice_rows: int | None = None) -> RankOrder:
-    """`reference.argsort_ranks` for an array or a tensor (N,) of any integer type; gives back the same kind.
+    """Same as `reference.argsort_ranks`, for an array or a tensor (N,) of any integer type; returns the same kind.
 
-    Raises ValueError for an id outside 0 to size - 1 (on a GPU nothing is checked: that would wait for it).
+    Raises ValueError for an id outside 0 to size - 1 (ids on a GPU are not checked, which would wait for the device).
     """
     if isinstance(ranks, np.ndarray):
         return _on_arrays(ranks, size, slice_rows)
@@ -39,7 +39,8 @@ def _kernels() -> Any:
 
 def _on_arrays(ranks: np.ndarray, size: int, slice_rows: int | None) -> RankOrder:
     places = len(ranks) if slice_rows is None else size * slice_rows
-    both = np.empty(places + len(ranks), np.int64)  # one piece: glibc gives two of 8 MB back, and pages come in anew
+    # one allocation: glibc returns two of 8 MB to the system, whose pages must then be mapped again
+    both = np.empty(places + len(ranks), np.int64)
     order, inverse = both[:places], both[places:]
     counts = np.zeros(size, np.int64)
     fullest = _sort(ranks, order, inverse, counts, -1 if slice_rows is None else slice_rows)
@@ -51,10 +52,10 @@ def _on_arrays(ranks: np.ndarray, size: int, slice_rows: int | None) -> RankOrde
 
 @numba.njit(cache=True, nogil=True)
 def _sort(ranks, order, inverse, counts, slice_rows):
-    """Fills order, inverse and counts (zero before). Returns the largest count, or -1 - i if ranks[i] is no rank."""
+    """Fill order, inverse and counts (zero before). Returns the largest count, or -1 - i if ranks[i] is not a rank."""
     size, bound = counts.shape[0], np.uint64(counts.shape[0])
     for i in range(ranks.shape[0]):
-        r = np.uint64(ranks[i])  # a negative id becomes a large one; and no test for negative indices
+        r = np.uint64(ranks[i])  # a negative id becomes a large one, and numba adds no test for negative indices
         if r >= bound:
             return -1 - i
         counts[r] += 1

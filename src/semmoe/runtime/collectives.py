@@ -1,9 +1,9 @@
 """Collectives over `torch.distributed` that count what they send, and the shuffled pair SRS / SAG.
 
-Groups are arguments; nothing here asks which rank it is on. Bytes are what this rank must send to others in the
-bandwidth-optimal form of each collective, n ranks and a payload of m bytes: all-to-all what leaves the rank,
-reduce-scatter (n - 1) / n * m of its input, all-gather (n - 1) * m of its slice, all-reduce 2 (n - 1) / n * m. The
-shuffled pair sends no padding over gloo.
+Groups are arguments; nothing here asks for the global rank. Bytes are what this rank must send to others in the
+bandwidth-optimal form of each collective, for n ranks and a payload of m bytes: for all-to-all the bytes that leave the
+rank, for reduce-scatter (n - 1) / n * m of its input, for all-gather (n - 1) * m of its slice, for all-reduce
+2 (n - 1) / n * m. The shuffled pair sends no padding over gloo.
 """
 
 import contextlib
@@ -34,11 +34,11 @@ def timed(seconds: Counter[str], kind: str) -> Iterator[None]:
     """Add the time of the block, by the host's clock, to `seconds`."""
     started = time.perf_counter()
     yield
-    seconds[kind] += time.perf_counter() - started  # type: ignore[assignment]  # a Counter adds floats just as well
+    seconds[kind] += time.perf_counter() - started  # type: ignore[assignment]  # a Counter also adds floats
 
 
 def finish(works: Sequence[Any]) -> None:
-    """Wait for what `Communicator.exchange` began."""
+    """Wait for the transfers that `Communicator.exchange` started."""
     for work in works:
         work.wait()
 
@@ -47,8 +47,8 @@ def finish(works: Sequence[Any]) -> None:
 class Communicator:
     """A process group, this rank's place in it, and the bytes it has sent, by kind and (all-to-all) by receiver.
 
-    `seconds` is the time that this rank waited for collectives, for slower ranks too, by the host's clock: right on
-    CPU, where NCCL runs it says nothing. Not for several threads: `staging` hands out the same memory again and again.
+    `seconds` is the time that this rank waited for collectives, including waits for slower ranks, by the host's clock.
+    It is correct on a CPU and meaningless with NCCL. Not thread-safe, since `staging` reuses its memory.
     """
 
     group: dist.ProcessGroup | None
@@ -64,9 +64,9 @@ class Communicator:
         return dist.get_backend(self.group)
 
     def staging(self, use: str, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-        """Memory for what is on its way, of `like`'s type and device; good until the next call for the same `use`.
+        """A buffer for data in transit, of `like`'s type and device; valid until the next call for the same `use`.
 
-        Fresh memory of some MB costs as much as filling it, since the system hands it out page by page.
+        Allocating several MB takes as long as filling them, since the system maps new memory page by page.
         """
         needed = int(np.prod(shape)) * like.element_size()
         memory = self._memory.get(use)
@@ -76,7 +76,7 @@ class Communicator:
         return memory[:needed].view(like.dtype).view(*shape)
 
     def count(self, kind: str, rows_to: Sequence[int], row_bytes: int) -> None:
-        """Rows sent to each rank in an all-to-all."""
+        """Count the bytes of rows sent to each rank in an all-to-all; rows_to (size,)."""
         for j, rows in enumerate(rows_to):
             if j != self.rank:
                 self.sent[kind] += rows * row_bytes
@@ -133,12 +133,12 @@ class Communicator:
     def exchange(
         self, receive: Sequence[torch.Tensor | None], send: Sequence[torch.Tensor | None], tag: int = 0
     ) -> list[Any]:
-        """Begin to send send[j] to each other rank j and to receive receive[j], all contiguous; the works to `finish`.
+        """Start to send send[j] to each other rank j and to receive receive[j]; returns the works to pass to `finish`.
 
-        What is on its way at once has tags of its own. Own entries are not looked at. Not counted here. Over gloo
-        every receive is posted before the first send: gloo's own all-to-all does it the other way round, so that a
-        rank's word that it is ready to receive queues behind its data, and a link carries one direction at a time
-        (half of what it could between two ranks, two thirds between four).
+        All tensors are contiguous; this rank's own entries are ignored. Concurrent exchanges need different tags. Bytes
+        are not counted here. Over gloo every receive is posted before the first send. gloo's own all-to-all does the
+        opposite, so that a rank's notice that it can receive queues behind its data and a link carries one direction at
+        a time (half of its capacity between two ranks, two thirds between four).
         """
         others = [(self.rank + i) % self.size for i in range(1, self.size)]
         if self.backend != "gloo":
@@ -168,9 +168,9 @@ class Communicator:
 
 @contextlib.contextmanager
 def world(rank: int, size: int, folder: Path) -> Iterator[tuple[Communicator, str]]:
-    """Join `size` local processes, which meet in `folder`: their communicator and device, gloo on CPU or NCCL.
+    """Join `size` local processes, which meet in `folder`; yields communicator and device (gloo on a CPU, else NCCL).
 
-    A rank that leaves waits for the others first.
+    On exit every rank waits for the others.
     """
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
     device = "cuda" if torch.cuda.device_count() >= size else "cpu"
@@ -188,8 +188,9 @@ def world(rank: int, size: int, folder: Path) -> Iterator[tuple[Communicator, st
 
 @dataclass(frozen=True)
 class ShuffleHandle:
-    """What a shuffled reduce-scatter did, for its inverse, the shuffled all-gather. Equal on all ranks but the last
-    three fields.
+    """The permutation of a shuffled reduce-scatter, used by its inverse, the shuffled all-gather.
+
+    All fields except the last three are equal on all ranks.
 
     Worked example, tokens 0..4 assigned to ranks [1, 0, 1, 1, 0] of two: slices of three rows, rank 0 gets tokens
     1, 4 and one row of padding, rank 1 gets 0, 2, 3: order = [1, 4, -1, 0, 2, 3], inverse = [3, 0, 4, 5, 1].
@@ -197,15 +198,15 @@ class ShuffleHandle:
 
     order: torch.Tensor  # (size * S,) int64: the token in each slot, -1 for padding
     inverse: torch.Tensor  # (N,) int64: the slot of each token
-    counts: tuple[int, ...]  # tokens of each rank, none above S
+    counts: tuple[int, ...]  # tokens of each rank, at most S
     slice_rows: int  # S
     mine: torch.Tensor  # (n,) int64: this rank's tokens, in slot order
     others: torch.Tensor  # (N - n,) int64: the tokens of other ranks, in slot order
-    counts_elsewhere: list[int]  # as `counts`, and none of this rank's own
+    counts_elsewhere: list[int]  # same as `counts`, with 0 for this rank
 
 
 def shuffle_handle(ranks: torch.Tensor | np.ndarray, size: int, rank: int) -> ShuffleHandle:
-    """From the rank (N,) of each token in a group of `size`; no rank may have more than an equal slice."""
+    """Make the handle from the rank (N,) of each token in a group of `size`; no rank may exceed an equal slice."""
     rows = slice_size(len(ranks), size)
     order, inverse, counts = argsort_ranks(ranks, size, rows)
     if isinstance(order, np.ndarray):
@@ -220,8 +221,8 @@ def shuffle_handle(ranks: torch.Tensor | np.ndarray, size: int, rank: int) -> Sh
 def shuffled_reduce_scatter(comm: Communicator, partial: torch.Tensor, handle: ShuffleHandle) -> torch.Tensor:
     """SRS (paper, section 3.4): sum `partial` (N, H) over ranks, each token's row to the rank that `handle` names.
 
-    Returns (n, H), the rows of `handle.mine`, as of `reference.shuffled_reduce_scatter`. The permutation happens while
-    packing, this rank's own rows are read where they are.
+    Returns (n, H), the rows of `handle.mine`, same as `reference.shuffled_reduce_scatter`. Rows are permuted while they
+    are packed; this rank's own rows are read in place.
     """
     if comm.backend == "nccl":
         slices = partial[handle.order.clamp(min=0)]
@@ -247,7 +248,7 @@ def shuffled_all_gather(comm: Communicator, rows: torch.Tensor, handle: ShuffleH
 def shuffled_all_gathers(
     comm: Communicator, columns: Sequence[torch.Tensor], handle: ShuffleHandle
 ) -> list[torch.Tensor]:
-    """SAG of several tensors that belong to the same rows, on their way together."""
+    """SAG of several tensors of the same rows, in transit at the same time."""
     for rows in columns:
         comm.sent["all_gather"] += (comm.size - 1) * rows.numel() * rows.element_size()
     if comm.backend == "nccl":
@@ -258,7 +259,7 @@ def shuffled_all_gathers(
         works += comm.exchange(arrived[i].split(handle.counts_elsewhere), [rows] * comm.size, tag=i)
     outs = [rows.new_empty((len(handle.inverse), *rows.shape[1:])) for rows in columns]
     for out, rows in zip(outs, columns, strict=True):
-        unpack_rows(out, rows, handle.mine)  # while the others' rows are on their way
+        unpack_rows(out, rows, handle.mine)  # while the others' rows are in transit
     with timed(comm.seconds, "all_gather"):
         finish(works)
     for out, rows in zip(outs, arrived, strict=True):
@@ -267,7 +268,7 @@ def shuffled_all_gathers(
 
 
 def _all_gather_padded(comm: Communicator, rows: torch.Tensor, handle: ShuffleHandle) -> torch.Tensor:
-    """One collective on equal slices; a test runs it where there is no GPU."""
+    """SAG by one collective on equal, padded slices, as used with NCCL; a test runs it without a GPU."""
     padded = rows.new_zeros((handle.slice_rows, *rows.shape[1:]))
     padded[: len(rows)] = rows
     out = rows.new_empty((comm.size * handle.slice_rows, *rows.shape[1:]))

@@ -1,9 +1,9 @@
-"""The expert all-to-all: every token goes once to each rank that holds some of its experts, and its result back.
+"""The expert all-to-all: send every token once to each rank that holds some of its experts, and return the results.
 
 `dispatch` returns a frozen handle that `combine` consumes, as DeepEP's do. Routing weights are applied where the
 experts are, so one row per (token, destination rank) comes back, already summed over that rank's experts. A rank's rows
-for itself are copied and not sent. `Dispatch` is the same in two steps: own rows are at hand while others' are on their
-way. Specification: `reference.dispatch` and `reference.combine`.
+for itself are copied, not sent. `Dispatch` does the same in two steps: local rows are available while others are in
+transit. Specification: `reference.dispatch` and `reference.combine`.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ from semmoe.runtime.rows import add_rows, move_bytes
 
 @dataclass(frozen=True)
 class DispatchHandle:
-    """Where each row went.
+    """The destination of each row of a dispatch, used by `combine`.
 
     Worked example, rank 0 of two, tokens 0..2 whose experts are on ranks [0, 1], [1, 1], [0, 0]:
     tokens = [0, 2, 0, 1], num_tokens_per_rank = [2, 2]; only the last two rows leave the rank.
@@ -40,10 +40,10 @@ class DispatchHandle:
 
 @dataclass(frozen=True)
 class ReceivedTokens:
-    """Rows for this rank's experts: from the other ranks in their order, own tokens last."""
+    """Rows for this rank's experts: from the other ranks in rank order, then own tokens."""
 
     hidden: Tensor  # (M', H)
-    expert_ids: Tensor  # (M', K) int64, -1 where the choice is another rank's
+    expert_ids: Tensor  # (M', K) int64, -1 where another rank computes the expert
     weights: Tensor  # (M', K)
 
     def num_tokens_per_expert(self, num_experts: int) -> Tensor:
@@ -52,24 +52,24 @@ class ReceivedTokens:
 
 
 def dispatch(
-    comm: Communicator, hidden: Tensor, expert_ids: Tensor, weights: Tensor, serving: Tensor
+    comm: Communicator, hidden: Tensor, expert_ids: Tensor, weights: Tensor, copy_choice: Tensor
 ) -> tuple[ReceivedTokens, DispatchHandle]:
-    """Send tokens (n, H) with their choices (n, K) to the ranks in `serving` (E,), the rank that serves each expert."""
-    return dispatch_to(comm, hidden, expert_ids, weights, serving[expert_ids])
+    """Send tokens (n, H) with their chosen experts (n, K) to the rank that serves each expert, `copy_choice` (E,)."""
+    return dispatch_to(comm, hidden, expert_ids, weights, copy_choice[expert_ids])
 
 
 def dispatch_to(
     comm: Communicator, hidden: Tensor, expert_ids: Tensor, weights: Tensor, targets: Tensor
 ) -> tuple[ReceivedTokens, DispatchHandle]:
-    """As `dispatch`, with the rank that serves each choice, targets (n, K), -1 for none."""
+    """Same as `dispatch`, given the rank that computes each chosen expert, targets (n, K), -1 for none."""
     flight = Dispatch(comm, hidden, expert_ids, weights, targets)
     return flight.received(), flight.handle
 
 
 class Dispatch:
-    """A dispatch on its way: `local` is at hand, `remote` waits for the other ranks' rows.
+    """A dispatch in transit: `local` is available at once, `remote` waits for the other ranks' rows.
 
-    All ranks begin and finish in the same order; the communicator is not used for another dispatch in between.
+    All ranks must begin and finish dispatches in the same order, one at a time per communicator.
     """
 
     def __init__(
@@ -104,16 +104,16 @@ class Dispatch:
         comm.count("dispatch", send, sum(widths))
 
     def local(self) -> ReceivedTokens:
-        """Own tokens whose experts are here."""
+        """This rank's own tokens whose experts are on this rank."""
         hidden, _, weights = self._columns
         return ReceivedTokens(hidden[self._own], self._own_ids, weights[self._own])
 
     def remote(self) -> ReceivedTokens:
-        """The other ranks' rows, waited for."""
+        """Wait for the other ranks' rows and return them."""
         return self._unpack(len(self._arrived))
 
     def received(self) -> ReceivedTokens:
-        """All rows, waited for: `remote` and then `local`."""
+        """Wait for and return all rows: `remote`, then `local`."""
         hidden, _, weights = self._columns
         out = self._unpack(len(self._arrived) + len(self._own))
         for to, rows in ((out.hidden, hidden), (out.weights, weights)):
@@ -122,7 +122,7 @@ class Dispatch:
         return out
 
     def _unpack(self, rows: int) -> ReceivedTokens:
-        """What arrived, in tensors with room for `rows`."""
+        """The rows that arrived, in tensors with space for `rows` rows."""
         with timed(self._comm.seconds, "dispatch"):
             finish(self._works)
         hidden, expert_ids, weights = self._columns
@@ -140,7 +140,7 @@ class Dispatch:
 
 
 def rows_by_rank(targets: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """targets (n, K), -1 for none -> the token of each row (M,), by destination rank, and rows per rank (size,).
+    """From targets (n, K), -1 for none: the token of each row (M,), ordered by rank, and the rows per rank (size,).
 
     Worked example, two ranks, targets [0, 1], [1, 1], [0, -1]: tokens [0, 2, 0, 1], counts [2, 2].
     """
@@ -151,16 +151,16 @@ def rows_by_rank(targets: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def combine(comm: Communicator, results: Tensor, handle: DispatchHandle) -> Tensor:
-    """Send the experts' results (M', H), in the order of `ReceivedTokens`, back; sum them per token: (n, H).
+    """Return the experts' results (M', H), in the order of `ReceivedTokens`, to their ranks; sum per token: (n, H).
 
-    Added in rank order, in float32 (float64 for float64), rounded once.
+    Sums are in rank order, in float32 (float64 for float64), and rounded once.
     """
     away = sum(handle.received) - handle.received[comm.rank]
     return combine_parts(comm, results[away:], results[:away], handle)
 
 
 def combine_parts(comm: Communicator, local: Tensor, remote: Tensor, handle: DispatchHandle) -> Tensor:
-    """`combine` of results for `Dispatch.local` and `Dispatch.remote`."""
+    """Same as `combine`, for separate results of `Dispatch.local` and `Dispatch.remote`."""
     remote = remote.contiguous()
     send, receive = _without(handle.received, comm.rank), _without(handle.num_tokens_per_rank, comm.rank)
     back = comm.staging("combined", (sum(receive), remote.shape[1]), remote)
@@ -182,9 +182,9 @@ def _without(counts: list[int], rank: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Levels:
-    """A rank's place in ranks that are grouped in nodes of one size, the ranks of a node side by side.
+    """A rank's position among nodes of equal size, whose ranks are consecutive.
 
-    inter joins the ranks of one place in each node, in node order; intra the ranks of this node.
+    inter joins the ranks at the same position in each node, in node order; intra joins the ranks of this node.
     """
 
     inter: Communicator
@@ -201,7 +201,7 @@ class Levels:
         return Counter(across) + Counter({self.inter.rank * width + j: sent for j, sent in self.intra.sent_to.items()})
 
     def sent_bytes(self) -> dict[str, int]:
-        """By tier, counts of rows included."""
+        """Bytes sent, by tier; exchanged row counts are included."""
         return {"inter": sum(self.inter.sent.values()), "intra": sum(self.intra.sent.values())}
 
 
@@ -209,24 +209,26 @@ TwoLevelHandle = tuple[DispatchHandle, DispatchHandle]
 
 
 def dispatch_two_level(
-    levels: Levels, hidden: Tensor, expert_ids: Tensor, weights: Tensor, serving: Tensor
+    levels: Levels, hidden: Tensor, expert_ids: Tensor, weights: Tensor, copy_choice: Tensor
 ) -> tuple[ReceivedTokens, TwoLevelHandle]:
-    """`dispatch` that sends a token once to each destination *node*, to the rank of the same place, which forwards it.
+    """Same as `dispatch`, but send a token once to each destination *node*, whose rank at the same position forwards
+    it.
 
-    serving (G, E): the rank that serves each expert to every rank, since the one that forwards asks for the source's.
+    copy_choice (G, E): the rank that serves each expert to each source rank; a rank that forwards a row uses the choice
+    of the row's source.
     """
     width = levels.intra.size
-    nodes = serving[levels.rank][expert_ids] // width
+    nodes = copy_choice[levels.rank][expert_ids] // width
     there, first = dispatch_to(levels.inter, hidden, expert_ids, weights, nodes)
     sources = [*(j for j in range(levels.inter.size) if j != levels.inter.rank), levels.inter.rank]
     counts = torch.tensor([first.received[j] for j in sources], device=hidden.device)
     source = torch.tensor(sources, device=hidden.device).repeat_interleave(counts) * width + levels.intra.rank
-    targets = serving[source[:, None], there.expert_ids.clamp(min=0)] % width
+    targets = copy_choice[source[:, None], there.expert_ids.clamp(min=0)] % width
     targets = torch.where(there.expert_ids >= 0, targets, -1)
     received, second = dispatch_to(levels.intra, there.hidden, there.expert_ids, there.weights, targets)
     return received, (first, second)
 
 
 def combine_two_level(levels: Levels, results: Tensor, handle: TwoLevelHandle) -> Tensor:
-    """Sums over the ranks of each node there, then over nodes; both rounded to the results' type."""
+    """Return results: sum over the ranks of each node, then over nodes; both rounded to the results' type."""
     return combine(levels.inter, combine(levels.intra, results, handle[1]), handle[0])

@@ -1,12 +1,12 @@
 """The shuffled pair over buffers that every rank of a group can read: SRS and SAG are one Triton kernel each.
 
-A rank copies its rows into its own buffer, and each rank reads what it needs from all of them. Permuting happens while
-reading and costs no pass of its own; the copy is a pass over memory, unless the producer wrote its rows there.
+A rank copies its rows into its own buffer, and each rank reads what it needs from all buffers. Rows are permuted while
+reading, without a pass of their own; the copy is a pass over memory unless the producer wrote its rows to the buffer.
 
-SRS adds in rank order in float32 (float64 for float64) and rounds once, as `semmoe.runtime.reference` does, to the
-bit. NCCL adds in an order of its own, so that the plain pair's last bits may be others.
+SRS adds in rank order in float32 (float64 for float64) and rounds once, bitwise equal to `semmoe.runtime.reference`.
+NCCL adds in an order of its own, so that the plain pair may differ in the last bits.
 
-Never run on a GPU: tests emulate ranks as buffers of one process, in Triton's interpreter.
+This was never run on a GPU: tests emulate ranks as buffers of one process, in Triton's interpreter.
 """
 
 import math
@@ -23,27 +23,27 @@ from torch import Tensor
 from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.static import StaticHandle
 
-SUMMED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # types that the kernel of SRS adds
-ALIGNMENT = 128  # bytes: where each of several tensors begins in a buffer
+SUMMED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # types that the SRS kernel adds
+ALIGNMENT = 128  # bytes: alignment of several tensors in a buffer
 
 
 class PeerBuffers(ABC):
-    """This rank's buffer, own (bytes,) uint8, and the addresses (R,) int64 of those of all ranks, in rank order."""
+    """This rank's buffer, own (bytes,) uint8, and the addresses (R,) int64 of all ranks' buffers, in rank order."""
 
     def __init__(self, own: Tensor, addresses: Tensor) -> None:
         self._own, self._addresses = own, addresses
 
     @abstractmethod
     def barrier(self) -> None:
-        """Go on when all ranks have come here; what they wrote before can then be read."""
+        """Wait until all ranks have reached this point; what they wrote before can then be read."""
 
     @contextmanager
     def shared(self, tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-        """The addresses (R,) of each of `tensors`, of the same shapes on all ranks, which can be read in the block."""
+        """Yield the addresses (R,) of each of `tensors` on all ranks, readable inside the block; shapes are equal."""
         addresses = self._write(tensors)
         self.barrier()
         yield addresses
-        self.barrier()  # nobody writes anew before all have read
+        self.barrier()  # no rank writes again before all have read
 
     def _write(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         addresses, start = [], 0
@@ -60,7 +60,7 @@ class PeerBuffers(ABC):
 def fused_reduce_scatter(comm: Communicator, buffers: PeerBuffers, partial: Tensor, handle: StaticHandle) -> Tensor:
     """SRS: sum `partial` (N, H) over ranks -> (n, H), this rank's tokens and zeros for padding.
 
-    Counted as the plain pair's: padding too, which is not read here.
+    Bytes are counted as in the plain pair, including padding, which is not read here.
     """
     from semmoe.runtime.kernels import shuffle as kernels
 
@@ -73,7 +73,7 @@ def fused_reduce_scatter(comm: Communicator, buffers: PeerBuffers, partial: Tens
 def fused_all_gather(
     comm: Communicator, buffers: PeerBuffers, columns: Sequence[Tensor], handle: StaticHandle
 ) -> list[Tensor]:
-    """SAG of tensors (n, ...) of the same rows -> (N, ...) in the original order, padding as its ranks had it."""
+    """SAG of tensors (n, ...) of the same rows -> (N, ...) in the original order; padding rows keep their values."""
     from semmoe.runtime.kernels import shuffle as kernels
 
     outs = []
@@ -87,7 +87,7 @@ def fused_all_gather(
 
 
 class SymmetricBuffers(PeerBuffers):
-    """In torch's symmetric memory: made by all ranks together, once, before any graph, which keeps the addresses."""
+    """Buffers in torch's symmetric memory. All ranks make them together, once, before any graph captures addresses."""
 
     def __init__(self, comm: Communicator, num_bytes: int) -> None:
         from torch.distributed import _symmetric_memory as symmetric
@@ -108,7 +108,7 @@ class SymmetricBuffers(PeerBuffers):
 def symmetric_buffers(
     comm: Communicator, device: str | torch.device, dtype: torch.dtype, num_bytes: int
 ) -> SymmetricBuffers:
-    """Buffers for rows of `dtype`. Raises ValueError, with one line, where this group cannot have them."""
+    """Buffers for rows of `dtype`. Raises ValueError, with a message of one line, if this group cannot have them."""
     kind, types = torch.device(device).type, [str(t).removeprefix("torch.") for t in SUMMED]
     if kind != "cuda":
         raise ValueError(f"ranks read each other's buffers on GPUs only, not on {kind}")

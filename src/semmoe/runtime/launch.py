@@ -1,4 +1,4 @@
-"""Local processes, one a rank: start, watch, and end them together."""
+"""Start, watch and end local processes together, one process per rank."""
 
 import contextlib
 import logging
@@ -12,7 +12,7 @@ from multiprocessing import forkserver
 from typing import Any
 
 log = logging.getLogger(__name__)
-Reporter = Callable[[str, int], None]  # (what, how many more are done)
+Reporter = Callable[[str, int], None]  # (name of the task, how many more units are done)
 
 
 def run_ranks(
@@ -25,9 +25,9 @@ def run_ranks(
 ) -> None:
     """Run `target(rank, size, job, report)` in `size` processes until all are done.
 
-    `report` in a rank calls `progress` here. The first failure ends every rank: ValueError if a rank raised one,
-    else RuntimeError that names the rank. preload: modules imported once, before ranks are forked. prepare: what a
-    rank's process does first, given its number: join a network, choose cores.
+    `report` in a rank calls `progress` in this process. The first failure ends every rank and raises ValueError if a
+    rank raised one, else RuntimeError naming the rank. preload: modules imported once, before ranks are forked.
+    prepare: called first in a rank's process with its number, for example to join a network or to choose cores.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*preload])
@@ -45,13 +45,13 @@ def run_ranks(
         raise
     finally:
         for process in started:
-            process.kill()  # all at once: a rank that outlives another would only report the broken connection
+            process.kill()  # all together: a rank that outlives another would only report a broken connection
         for process in started:
             process.join()
 
 
 def _end_forkserver() -> None:
-    """Kill the process that forks ranks: it may still be importing, and would fork a rank that nobody waits for."""
+    """Kill the process that forks ranks, which may still be importing and would fork a rank that nobody waits for."""
     server: Any = forkserver._forkserver
     if server._forkserver_pid is not None:
         with contextlib.suppress(ProcessLookupError):

@@ -1,8 +1,8 @@
 """What the runtime computes, in plain torch: the specification that every fast path is tested against.
 
-Functions that stand for a collective take what all ranks put in and give what every rank gets. Sums run in rank order
-in float32 (float64 for float64) and are rounded once, so that a result does not depend on which rank adds it. Which
-partial sums there are depends on where experts lie, so that results differ between placements in their last bits.
+Functions for a collective take the inputs of all ranks and return the outputs of all ranks. Sums are in rank order, in
+float32 (float64 for float64), and rounded once, so that a result does not depend on the rank that computes it. Partial
+sums depend on the placement of experts, so that results differ between placements in their last bits.
 """
 
 from typing import NamedTuple
@@ -18,13 +18,13 @@ class RankOrder(NamedTuple):
     With slices of four rows: order = [1, 4, -1, -1, 0, 2, 3, -1], inverse = [4, 0, 5, 6, 1].
     """
 
-    order: Tensor  # (N,) int64: the row in each place; with slices (size * slice_rows,), -1 where a slice has no row
+    order: Tensor  # (N,) int64: the row in each place; with slices (size * slice_rows,), -1 for padding
     inverse: Tensor  # (N,) int64: the place of each row
     counts: Tensor  # (size,) int64: rows of each rank
 
 
 def argsort_ranks(ranks: Tensor, size: int, slice_rows: int | None = None) -> RankOrder:
-    """Sort rank ids (N,) of 0 to size - 1. slice_rows: give every rank that many places instead of as many as rows."""
+    """Sort rank ids (N,) of 0 to size - 1. slice_rows: places per rank; by default one per row of the rank."""
     ranks = ranks.long()
     by_rank = torch.argsort(ranks, stable=True)
     counts = (ranks[:, None] == torch.arange(size, device=ranks.device)).sum(0)  # torch.bincount waits for the device
@@ -53,7 +53,7 @@ def shuffled_all_gather(rows: list[Tensor], ranks: Tensor) -> Tensor:
 
 
 def sum_in_order(parts: list[Tensor]) -> Tensor:
-    """The sum of tensors of one shape, the first two first."""
+    """The sum of tensors of equal shape, added from the first to the last."""
     total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32), copy=True)
     for part in parts[1:]:
         total += part
@@ -63,11 +63,11 @@ def sum_in_order(parts: list[Tensor]) -> Tensor:
 def dispatch(
     hidden: list[Tensor], expert_ids: list[Tensor], weights: list[Tensor], targets: list[Tensor]
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """What every rank receives: rows (M, H), their choices (M, K) with -1 for other ranks', weights (M, K).
+    """What every rank receives: rows (M, H), expert ids (M, K) with -1 for experts of other ranks, weights (M, K).
 
-    Arguments of every rank: tokens (n, H), choices (n, K), weights (n, K) and the rank that serves each choice (n, K),
-    -1 for none. A token comes once to each rank that serves any of its choices: from the other ranks in their order,
-    own tokens last.
+    Arguments of every rank: tokens (n, H), expert ids (n, K), weights (n, K) and the rank that computes each chosen
+    expert (n, K), -1 for none. A token is sent once to each rank that computes any of its experts. Rows from other
+    ranks come first, in rank order; own tokens are last.
     """
     out = []
     for rank in range(len(hidden)):
@@ -83,7 +83,7 @@ def dispatch(
 
 
 def combine(results: list[Tensor], targets: list[Tensor]) -> list[Tensor]:
-    """(n, H) for every rank: its tokens' results from every rank that had them, added in rank order; 0 without any."""
+    """(n, H) for every rank: the results of its tokens from all ranks, added in rank order; 0 if there is none."""
     size, out = len(results), []
     for j, target in enumerate(targets):
         kind = torch.promote_types(results[j].dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""Rows moved by index, one copy each: packing for a collective, unpacking after it, and sums of parts that arrived."""
+"""Move rows by index with one copy each: packing for a collective, unpacking after it, and sums of received parts."""
 
 import numba
 import numpy as np
@@ -11,7 +11,7 @@ _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8)
 
 
 def words(rows: Tensor) -> np.ndarray:
-    """A contiguous CPU tensor (M, ...) as an array (M, W) of the widest words that its rows are whole numbers of."""
+    """View a contiguous CPU tensor (M, ...) as an array (M, W) of the widest words that divide its rows."""
     if rows.numel() == 0:
         return np.zeros((len(rows), 0), np.uint8)
     row_bytes, start = rows[0].numel() * rows.element_size(), rows.data_ptr()
@@ -20,12 +20,12 @@ def words(rows: Tensor) -> np.ndarray:
 
 
 def pack_rows(out: Tensor, rows: Tensor, index: Tensor) -> None:
-    """out[i] = rows[index[i]]; of one type and width, `out` contiguous."""
+    """Set out[i] = rows[index[i]]; both have the same type and width, and `out` is contiguous."""
     torch.index_select(rows, 0, index, out=out)
 
 
 def unpack_rows(out: Tensor, rows: Tensor, index: Tensor) -> None:
-    """out[index[i]] = rows[i]; of one type and width, both contiguous."""
+    """Set out[index[i]] = rows[i]; both have the same type and width and are contiguous."""
     if not out.is_cpu:
         out[index] = rows
     elif rows.numel():
@@ -41,9 +41,11 @@ def _unpack(out, rows, index):
 
 
 def move_bytes(out: Tensor, rows: Tensor, index: Tensor | None, to: int = 0, start: int = 0) -> None:
-    """Bytes of rows[index] (all rows without an index), from byte `start` of a row, to out's rows from byte `to`.
+    """Copy bytes of rows[index] (all rows if there is no index), from byte `start` of a row, to byte `to` of out's
+    rows.
 
-    As many as the narrower has. One of the two (M, ...) holds rows packed as uint8; both contiguous.
+    The number of bytes is that of the narrower of the two. One of them (M, ...) holds rows packed as uint8; both are
+    contiguous.
     """
     if out.numel() == 0:
         return
@@ -67,7 +69,7 @@ def _move_bytes(out, to, rows, start, index, width):
 
 
 def add_rows(out: Tensor, rows: Tensor, index: Tensor) -> None:
-    """out[index[i]] += rows[i]; no index twice, `out` float32 for narrower rows."""
+    """Add rows[i] to out[index[i]]; indices are distinct, and `out` is float32 if rows are narrower."""
     if rows.numel() == 0:
         return
     if out.is_cpu and out.dtype == rows.dtype:
@@ -85,9 +87,10 @@ def _add_rows(out, rows, index):
 
 
 def sum_parts(arrived: Tensor, own: Tensor, mine: Tensor, rank: int) -> Tensor:
-    """(n, H): own[mine] (own (N, H), mine (n,)) and what arrived (R - 1, n, H) from the others, added in rank order.
+    """(n, H): the sum in rank order of own[mine], for own (N, H) and mine (n,), and the others' `arrived` (R - 1, n,
+    H).
 
-    Sums run in float32 (float64 for float64) and are rounded once. `torch.sum` has an order of its own, and reads
+    Sums are in float32 (float64 for float64) and rounded once. `torch.sum` adds in an order of its own, and reads
     16-bit numbers slowly.
     """
     out = torch.empty((len(mine), own.shape[1]), dtype=own.dtype, device=own.device)
@@ -104,7 +107,7 @@ def sum_parts(arrived: Tensor, own: Tensor, mine: Tensor, rank: int) -> Tensor:
 
 @numba.njit(cache=True, nogil=True)
 def _sum(out, arrived, own, mine, rank):
-    """A row at a time, so that its sum stays in the cache."""
+    """Sum one row at a time, so that its partial sum stays in the cache."""
     width = np.uint64(out.shape[1])
     for i in range(out.shape[0]):
         for j in range(arrived.shape[0] + 1):
@@ -119,7 +122,7 @@ def _sum(out, arrived, own, mine, rank):
 
 @numba.njit(cache=True, nogil=True)
 def _sum_bfloat16(out, arrived, own, mine, rank):
-    """Bits (uint16) in and out: bfloat16 is the upper half of float32; the sum is rounded to nearest, ties to even."""
+    """Same for bfloat16, given as bits (uint16), the upper half of a float32; sums round to nearest, ties to even."""
     width = np.uint64(out.shape[1])
     total = np.zeros(out.shape[1], np.float32)
     wide, bits = np.empty(out.shape[1], np.uint32), total.view(np.uint32)

@@ -1,4 +1,4 @@
-"""`semmoe.tokens.slices` in plain torch, on any device and without waiting for it: the specification of the kernels."""
+"""`semmoe.tokens.slices` in plain torch, on any device without waiting for it: the specification of the kernels."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from semmoe.tokens.slices import PathScores
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceTables:
-    """`PathScores` as tensors, shapes as there; the shifts stay on the host, where kernels take their arguments."""
+    """`PathScores` as tensors of the same shapes; the shifts stay on the host, since kernels take them as arguments."""
 
     token_rows: Tensor
     token_scores: Tensor
@@ -46,7 +46,7 @@ class DeviceTables:
 def look_up_tokens(
     tables: DeviceTables, layers: Sequence[int], first_rank: int, num_slices: int, token_ids: Tensor
 ) -> Tensor:
-    """(L, B, S) int32; arguments as of `semmoe.tokens.slices.look_up_tokens`."""
+    """(L, B, S) int32: same as `semmoe.tokens.slices.look_up_tokens`."""
     last, columns = len(tables.token_rows) - 1, slice(first_rank, first_rank + num_slices)
     ids = token_ids.long()
     rows = tables.token_rows[torch.where((ids >= 0) & (ids < last), ids, last)].long()
@@ -56,7 +56,7 @@ def look_up_tokens(
 def score(
     tables: DeviceTables, layer: int, first_rank: int, tokens: Tensor, earlier: Tensor, history: Tensor | None = None
 ) -> Tensor:
-    """(B, S) int32; arguments as of `semmoe.tokens.slices.score`."""
+    """(B, S) int32: same as `semmoe.tokens.slices.score`."""
     columns = slice(first_rank, first_rank + tokens.shape[1])
     out = tokens + (tables.history_scores[layer, -1:] if history is None else history)[:, columns].int()
     base = 0
@@ -69,7 +69,7 @@ def score(
 
 
 def assign(scores: Tensor) -> Tensor:
-    """(B,) int16: slices as of `semmoe.tokens.slices.assign`."""
+    """(B,) int16: slices, same as `semmoe.tokens.slices.assign`."""
     tokens, slices = scores.shape
     size = max(-(-tokens // slices), 1)
     if tokens == 0:
@@ -92,14 +92,14 @@ def assign(scores: Tensor) -> Tensor:
 
 
 def _start(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Prices (S,) and the first step ()."""
+    """Initial prices (S,) and the first step, a scalar tensor."""
     totals, tokens = scores.sum(0), len(scores)
     spread = (scores.amax(1) - scores.amin(1)).sum()
     return (totals - totals.min()) // tokens, spread * FIRST_STEP // (64 * tokens)
 
 
 def _choose(values: Tensor) -> tuple[Tensor, Tensor]:
-    """The lowest column of the highest of each row of values (B, S), and that value."""
+    """The column of the largest value in each row of values (B, S) (the lowest of equals), and that value."""
     best = values.amax(1)
     columns = torch.arange(values.shape[1], device=values.device)
     return torch.where(values == best[:, None], columns, values.shape[1]).amin(1), best

@@ -1,4 +1,4 @@
-"""A plan's token policy at work: which rank of an attention-TP group each token's row goes to, layer by layer."""
+"""Shuffle tokens by a plan's token policy: choose, layer by layer, the rank of an attention-TP group for each row."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -10,57 +10,54 @@ from semmoe.core import Plan
 from semmoe.methods.paper_policies import PaperTables, assign_slices, device_of_expert, look_up
 from semmoe.metrics import majority_rank
 from semmoe.runtime.collectives import ShuffleHandle, shuffle_handle
-from semmoe.settings import GRAINS
+from semmoe.settings import GRANULARITIES
 from semmoe.tokens.slices import ByPosition, History, PathScores, assign, look_up_tokens, position_slices, score
 
 
 class Shuffler(Protocol):
-    """A group's token policy at work, on the host (`TokenShuffler`) or on a device (`DeviceShuffler`).
+    """Decides the slices of a group's tokens, on the host (`TokenShuffler`) or on a device (`DeviceShuffler`).
 
-    Arrays are NumPy's on the host and tensors on a device; handles are for the collectives of the same kind.
+    Arguments are NumPy arrays on the host and tensors on a device; handles are for the collectives of the same kind.
     """
 
     @property
     def uses_history(self) -> bool:
-        """Whether every rank must see all tokens' routing, by `observe`."""
+        """Whether every rank must be given the routing of all tokens by `observe`."""
 
     def start(self, token_ids: Any, slots: Any, decoding: Any, new_slots: Any) -> None:
-        """Begin a forward pass over N tokens: ids, the slot of each one's request, which the model itself chose.
-
-        new_slots: those that begin a request here.
-        """
+        """Begin a forward pass over N tokens; arguments same as in `TokenShuffler.start`."""
 
     def slices(self, moe_layer: int | None) -> Any:
-        """The handle of one layer's slices; None: a dense layer."""
+        """The handle of one layer's slices; moe_layer is None for a dense layer."""
 
     def by_weight(self, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """(n, K) expert ids by falling weight, as they travel with the all-gather."""
+        """(n, K): expert ids by falling weight, in the form that the all-gather sends."""
 
     def observe(self, moe_layer: int, expert_ids: torch.Tensor) -> None:
-        """The experts (N, K) of all tokens at the MoE layer just done."""
+        """Observe the experts (N, K) that all tokens chose at the MoE layer just computed."""
 
 
 class TokenState(Protocol):
-    """What a token policy knows of the tokens of a forward pass, as the group's ranks all know it."""
+    """A token policy's state during a forward pass, equal on all ranks of the group."""
 
     def start(self, token_ids: np.ndarray, slots: np.ndarray, decoding: np.ndarray, new_slots: np.ndarray) -> None:
-        """Begin a forward pass; arguments as for `TokenShuffler.start`."""
+        """Begin a forward pass; arguments same as in `TokenShuffler.start`."""
 
     def slices(self, moe_layer: int) -> np.ndarray:
         """(N,) int16: the slice of each token at a MoE layer."""
 
     def observe(self, moe_layer: int, expert_ids: np.ndarray) -> None:
-        """The experts (N, K) int64 that the tokens chose there, by falling weight."""
+        """Observe the experts (N, K) int64 that the tokens chose at a MoE layer, by falling weight."""
 
 
 class PositionState:
-    """Tokens by position, which knows nothing of them."""
+    """Slices by position, which do not depend on the tokens."""
 
     def __init__(self, policy: ByPosition, plan: Plan, group: int) -> None:
         self._size, self._num_tokens = plan.topology.attn_tp_size, 0
 
     def start(self, token_ids: np.ndarray, slots: np.ndarray, decoding: np.ndarray, new_slots: np.ndarray) -> None:
-        """Only their number counts."""
+        """Begin a forward pass; only the number of tokens matters."""
         self._num_tokens = len(token_ids)
 
     def slices(self, moe_layer: int) -> np.ndarray:
@@ -68,17 +65,18 @@ class PositionState:
         return position_slices(self._num_tokens, self._size)
 
     def observe(self, moe_layer: int, expert_ids: np.ndarray) -> None:
-        """Nothing is kept."""
+        """Ignore the experts: slices by position do not depend on them."""
 
 
 class PathState:
-    """Scores of tokens by their ids, the experts they chose before and what their requests chose."""
+    """Slices by scores from token ids, experts at earlier layers, and experts of the request's earlier tokens."""
 
     def __init__(self, policy: PathScores, plan: Plan, group: int) -> None:
         self._policy, self._top_k = policy, plan.fingerprint.top_k
         self._size, self._first = plan.topology.attn_tp_size, group * plan.topology.attn_tp_size
         self._history = History(policy, 0)
-        self._looked_up = np.zeros((0, 0, 0), np.int32)  # (L, N, S), for all layers before the first
+        # (L, N, S), computed for all layers before the first layer runs
+        self._looked_up = np.zeros((0, 0, 0), np.int32)
         self._slots, self._decoding = np.zeros(0, np.int64), np.zeros(0, bool)  # (N,)
         self._earlier: list[np.ndarray] = []  # experts (N, K), latest first
 
@@ -98,13 +96,13 @@ class PathState:
         return assign(score(self._policy, moe_layer, self._first, self._looked_up[moe_layer], earlier, known))
 
     def observe(self, moe_layer: int, expert_ids: np.ndarray) -> None:
-        """They count for the layers and the tokens that follow."""
+        """Observe the experts (N, K), which count for later layers and later tokens."""
         self._history.observe(moe_layer, self._slots, expert_ids)
         self._earlier.insert(0, expert_ids)
 
 
 class PaperState:
-    """Algorithm 3: the tokens' ids, and the devices of their experts at the layers before."""
+    """Slices by Algorithm 3, from token ids and the devices of the tokens' experts at earlier layers."""
 
     def __init__(self, policy: PaperTables, plan: Plan, group: int) -> None:
         self._policy, self._group, self._size = policy, group, plan.topology.attn_tp_size
@@ -113,7 +111,7 @@ class PaperState:
         self._devices: list[np.ndarray] = []  # (N,) devices, latest first
 
     def start(self, token_ids: np.ndarray, slots: np.ndarray, decoding: np.ndarray, new_slots: np.ndarray) -> None:
-        """Requests do not count."""
+        """Begin a forward pass; requests have no effect."""
         self._token_ids, self._devices = token_ids, []
 
     def slices(self, moe_layer: int) -> np.ndarray:
@@ -123,7 +121,7 @@ class PaperState:
         return assign_slices(look_up(self._policy, moe_layer, self._group, self._token_ids, history), self._size)
 
     def observe(self, moe_layer: int, expert_ids: np.ndarray) -> None:
-        """Their devices count for the layers that follow."""
+        """Observe the experts (N, K), whose devices count for later layers."""
         self._devices.insert(0, majority_rank(expert_ids, self._devices_of_expert[moe_layer], self._size))
 
 
@@ -135,18 +133,19 @@ STATES: dict[str, Callable[[Any, Plan, int], TokenState]] = {
 
 
 class TokenShuffler:
-    """One attention group's shuffling: what the plan's token policy decides, as handles of shuffled collectives.
+    """Shuffles one attention group's tokens: the decisions of the plan's token policy as handles of shuffled
+    collectives.
 
-    Every rank of the group runs it on the same tokens and so comes to the same slices without a message.
-    `start` begins a forward pass and looks its tokens up for all layers, `slices` decides a layer, `by_weight` and
-    `observe` carry what was routed. grain "layer" decides every layer anew, as the paper does; "batch" decides once a
-    forward pass by the tokens alone, so that nothing need be known of other ranks' routing.
+    Every rank of the group runs it on the same tokens and so computes the same slices without communication.
+    `start` begins a forward pass and looks up its tokens for all layers, `slices` decides one layer, `by_weight` and
+    `observe` pass on the routing. With granularity "layer" every layer is decided anew, as in the paper; with "batch"
+    the slices are decided once per forward pass from the tokens alone, so that no rank needs other ranks' routing.
     """
 
-    def __init__(self, plan: Plan, group: int, rank: int, grain: str = "layer") -> None:
-        if grain not in GRAINS:
-            raise ValueError(f"tokens are shuffled once a {' or '.join(GRAINS)}, not once a {grain!r}")
-        self._policy, self._grain = plan.tokens, grain
+    def __init__(self, plan: Plan, group: int, rank: int, granularity: str = "layer") -> None:
+        if granularity not in GRANULARITIES:
+            raise ValueError(f"granularity must be {' or '.join(GRANULARITIES)}, not {granularity!r}")
+        self._policy, self._granularity = plan.tokens, granularity
         self._state = STATES[plan.tokens.kind](plan.tokens, plan, group)
         self._id_type = id_type(plan)
         self._rank, self._size = rank, plan.topology.attn_tp_size
@@ -156,19 +155,19 @@ class TokenShuffler:
 
     @property
     def has_tables(self) -> bool:
-        """Whether tokens go by what is known of them."""
+        """Whether slices depend on the tokens."""
         return self._policy.by_tables
 
     @property
     def uses_history(self) -> bool:
-        """Whether every rank must see all tokens' routing."""
-        return self.has_tables and self._grain == "layer"
+        """Whether every rank must be given the routing of all tokens."""
+        return self.has_tables and self._granularity == "layer"
 
     def start(self, token_ids: np.ndarray, slots: np.ndarray, decoding: np.ndarray, new_slots: np.ndarray) -> None:
         """Begin a forward pass over the tokens (N,), in the order of the rows that the group shares.
 
-        slots (N,): a small number for each token's request, by which its history is kept; decoding (N,) bool: tokens
-        that the model itself chose; new_slots: those that begin a request here.
+        slots (N,): a small number of each token's request, under which its history is kept. decoding (N,) bool: tokens
+        that the model generated. new_slots: slots whose request begins in this pass.
         """
         self._token_ids, self._of_batch = token_ids, None
         if self.uses_history:
@@ -176,7 +175,7 @@ class TokenShuffler:
 
     def slices(self, moe_layer: int | None) -> ShuffleHandle:
         """The slices for one layer: by the policy at MoE layers, by position at dense layers."""
-        if self.has_tables and self._grain == "batch":
+        if self.has_tables and self._granularity == "batch":
             self._of_batch = self._of_batch or self._handle(self._slices_of_batch())
             return self._of_batch
         if moe_layer is None or not self.has_tables:
@@ -190,19 +189,19 @@ class TokenShuffler:
         return shuffle_handle(slices, self._size, self._rank)
 
     def by_weight(self, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """(n, K) each of this rank's tokens' experts by falling weight, as they travel with the all-gather."""
+        """(n, K): the experts of this rank's tokens by falling weight, in the form that the all-gather sends."""
         return by_weight(expert_ids, weights).to(self._id_type)
 
     def observe(self, moe_layer: int, expert_ids: torch.Tensor) -> None:
-        """The experts (N, K) of all the group's tokens at the MoE layer just done."""
+        """Observe the experts (N, K) of all the group's tokens at the MoE layer just computed."""
         self._state.observe(moe_layer, expert_ids.cpu().numpy().astype(np.int64))
 
 
 def id_type(plan: Plan) -> torch.dtype:
-    """Of expert ids, as they travel."""
+    """The narrowest integer type that holds the plan's expert ids, used to send them between ranks."""
     return torch.uint8 if plan.fingerprint.num_experts <= 256 else torch.int32
 
 
 def by_weight(expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Expert ids (n, K) by falling weight (n, K)."""
+    """Sort expert ids (n, K) by falling weight (n, K)."""
     return torch.gather(expert_ids, 1, weights.argsort(dim=1, descending=True, stable=True))

@@ -1,8 +1,8 @@
 """`TokenShuffler` on the model's own device: the same slices with static shapes, and without waiting for the device.
 
-A decode pass of it is what an engine may capture in a CUDA graph. Its inputs are as long as the padded batch; rows of
-padding are the last ones and belong to PADDING_SLOT. They score 0 everywhere, lose nothing by moving and so make room
-for tokens, and fill up what these leave: slices are equal, and every one has its tokens first.
+An engine may capture its decode passes in a CUDA graph. Inputs are as long as the padded batch; rows of padding come
+last and belong to PADDING_SLOT. They score 0 everywhere and lose nothing by moving, so that they make room for tokens
+and fill the remaining places: slices are equal, and every slice has its tokens first.
 
 Worked example, two slices, scores [9, 1], [5, 4], [7, 0] and one row of padding: all three tokens want slice 0, which
 holds two rows; token 1 loses least by moving: [0, 1, 0, 1], and slice 1 is token 1 and the padding.
@@ -20,14 +20,14 @@ from semmoe.runtime import scores
 from semmoe.runtime.scores import DeviceTables
 from semmoe.runtime.shuffler import by_weight, id_type
 from semmoe.runtime.static import StaticHandle, slice_rows, static_handle, triton_kernels
-from semmoe.settings import GRAINS
+from semmoe.settings import GRANULARITIES
 from semmoe.tokens import kernels, slices
 from semmoe.tokens.slices import PathScores
 
-PADDING_SLOT = 0  # what padding writes there is never read
-CHUNK = 4096  # token ids that are scored at a time when a table is made
+PADDING_SLOT = 0  # padding writes to this slot, which is never read
+CHUNK = 4096  # token ids scored at a time when a table is made
 
-# Kinds whose slices of a layer are decided on the device.
+# Kinds of policies whose slices are decided on the device layer by layer.
 DEVICE_TABLES: dict[str, Callable[[Any, Any], DeviceTables]] = {PathScores.kind: DeviceTables.of}
 
 
@@ -47,12 +47,12 @@ class DeviceHistory:
         self._previous[:, slots] = self._rows[:, -1:].int()
 
     def contribution(self, layer: int, slots: Tensor, decoding: Tensor) -> Tensor:
-        """(B, G) int32; as of `History`."""
+        """(B, G) int32: same as `History.contribution`."""
         known = (self._running[layer, slots] >> kernels.FRACTION) + self._previous[layer, slots]
         return torch.where(decoding[:, None], known, self._rows[layer, -1].int())
 
     def observe(self, layer: int, slots: Tensor, expert_ids: Tensor) -> None:
-        """One token of each of `slots` (B,), which only padding may share, chose `expert_ids` (B, K)."""
+        """Observe one token of each of `slots` (B,), distinct except for padding, which chose `expert_ids` (B, K)."""
         ids, experts = expert_ids.long(), (self._rows.shape[1] - 1) // 2
         running, seen = self._running[layer, slots].long(), self._seen[layer, slots]
         now = self._rows[layer, ids].sum(1, dtype=torch.int64)
@@ -63,7 +63,7 @@ class DeviceHistory:
         self._seen[layer, slots] = seen + 1
 
     def observe_in_turn(self, layer: int, slots: np.ndarray, expert_ids: Tensor) -> None:
-        """As `History.observe`: several tokens of a slot, in their order. Waits for the device: the host does it."""
+        """Same as `History.observe`, for several tokens per slot in order; computed on the host after a wait."""
         touched, local = np.unique(slots, return_inverse=True)
         at = torch.from_numpy(touched).to(self._rows.device)
         states = [state[layer] for state in (self._running, self._previous, self._seen)]
@@ -75,52 +75,55 @@ class DeviceHistory:
 
 
 class DeviceShuffler:
-    """One attention group's shuffling; use and results as of `TokenShuffler`, on tensors of `device`.
+    """Shuffles one attention group's tokens, same as `TokenShuffler`, on tensors of `device`.
 
-    `reserve` makes room for histories, `start` begins a forward pass.
-    Without padding its slices are those of `TokenShuffler`, bit for bit. A pass in which a slot has several tokens (a
-    prompt's) waits for the device in `observe`, once a layer; all else never does.
+    `reserve` allocates the histories, `start` begins a forward pass. Without padding its slices equal those of
+    `TokenShuffler`. A pass in which a slot has several tokens (of a prompt) waits for the device in `observe`, once per
+    layer; nothing else waits.
 
-    Raises ValueError for the paper's tables once a layer: their greedy assignment runs on the host.
+    Raises ValueError for the paper's tables with granularity "layer", whose greedy assignment runs on the host.
     """
 
-    def __init__(self, plan: Plan, group: int, rank: int, grain: str, device: str | torch.device) -> None:
-        if grain not in GRAINS:
-            raise ValueError(f"tokens are shuffled once a {' or '.join(GRAINS)}, not once a {grain!r}")
+    def __init__(self, plan: Plan, group: int, rank: int, granularity: str, device: str | torch.device) -> None:
+        if granularity not in GRANULARITIES:
+            raise ValueError(f"granularity must be {' or '.join(GRANULARITIES)}, not {granularity!r}")
         policy, by_layer = plan.tokens, DEVICE_TABLES.get(plan.tokens.kind)
-        if grain == "layer" and policy.by_tables and by_layer is None:
+        if granularity == "layer" and policy.by_tables and by_layer is None:
             raise ValueError(
                 f"a plan of method {plan.method!r} has {policy.kind}, whose slices are assigned on the host: "
-                "solve one of method semmoe, or shuffle once a batch"
+                "solve one by method semmoe, or shuffle once per batch"
             )
-        self.has_tables, self._grain = policy.by_tables, grain
+        self.has_tables, self._granularity = policy.by_tables, granularity
         self._size, self._rank, self._first = plan.topology.attn_tp_size, rank, group * plan.topology.attn_tp_size
         self._layers, self._top_k, self._id_type = plan.fingerprint.num_layers, plan.fingerprint.top_k, id_type(plan)
-        self._tables: DeviceTables | None = None  # to decide once a layer
-        self._of_token: Tensor | None = None  # (V + 1, S) int32, to decide once a batch
-        if grain == "layer" and by_layer is not None:
+        self._tables: DeviceTables | None = None  # for granularity "layer"
+        self._of_token: Tensor | None = None  # (V + 1, S) int32, for granularity "batch"
+        if granularity == "layer" and by_layer is not None:
             self._tables = by_layer(policy, device)
         elif policy.by_tables:
             self._of_token = _token_table(policy, self._first, self._size, plan.fingerprint.vocab_size).to(device)
         self._history: DeviceHistory | None = None
         self._scores = triton_kernels("scores", torch.empty(0, device=device)) or scores
-        self._several: np.ndarray | None = None  # (N,) slots, of a pass in which some have several tokens
+        self._several: np.ndarray | None = None  # (N,) slots, if any of them has several tokens in this pass
 
     @property
     def uses_history(self) -> bool:
-        """Whether every rank must see all tokens' routing."""
+        """Whether every rank must be given the routing of all tokens."""
         return self._tables is not None
 
     def reserve(self, num_slots: int) -> None:
-        """Request slots, PADDING_SLOT among them: once, before the first pass and outside any graph."""
+        """Allocate histories of request slots, PADDING_SLOT included.
+
+        Call it once, before the first pass and any graph.
+        """
         if self._tables is not None:
             self._history = DeviceHistory(self._tables, num_slots)
 
     def start(self, token_ids: Tensor, slots: Tensor, decoding: Tensor | None, new_slots: Tensor) -> None:
         """Begin a forward pass over N rows, in the order in which the group shares them, padding last.
 
-        slots (N,): of each row's request; decoding (N,) bool: tokens that the model itself chose; None: all of them,
-        and no request has two. new_slots: those that begin a request here, PADDING_SLOT for none.
+        slots (N,): the slot of each row's request. decoding (N,) bool: tokens that the model generated; None: all of
+        them, at most one per request. new_slots: slots whose request begins in this pass, PADDING_SLOT for none.
         """
         if self._history is not None:
             self._history.reset(new_slots)
@@ -162,11 +165,13 @@ class DeviceShuffler:
         return static_handle(ranks, self._real, self._size, self._rank)
 
     def by_weight(self, expert_ids: Tensor, weights: Tensor) -> Tensor:
-        """(n, K) each of this rank's rows' experts by falling weight, as they travel with the all-gather."""
+        """(n, K): the experts of this rank's rows by falling weight, in the form that the all-gather sends."""
         return by_weight(expert_ids, weights).to(self._id_type)
 
     def observe(self, moe_layer: int, expert_ids: Tensor) -> None:
-        """The experts (N, K) of all the group's rows at the MoE layer just done; engines give padding any ids."""
+        """Observe the experts (N, K) of all the group's rows at the MoE layer just computed; ids of padding are
+        arbitrary.
+        """
         assert self._history is not None
         seen = expert_ids.masked_fill(~self._real[:, None], 0)
         if self._several is None:

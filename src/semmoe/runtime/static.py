@@ -1,7 +1,7 @@
 """The shuffled pair with static shapes: nothing waits for the device, so that a forward pass fits in a CUDA graph.
 
 `collectives.shuffle_handle` sends each rank exactly its tokens, which the host must count first. Here every rank gets
-one slice of N / S rows out of N, of which the first are real and the rest padding; how many is a tensor.
+one slice of N / S rows, of which the first are real and the rest padding; the number of real rows is a tensor.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from semmoe.runtime.collectives import Communicator
 
 @dataclass(frozen=True)
 class StaticHandle:
-    """Where the N = S * n rows of a group go; S slices of n. Equal on all ranks but for `rank`.
+    """The permutation of a group's N = S * n rows to S slices of n rows. All fields but `rank` are equal on all ranks.
 
     Worked example, two ranks and six rows, of which the last two are padding, assigned to ranks [1, 0, 1, 1, 0, 0]:
     rank 0 gets token 1 and both rows of padding, rank 1 tokens 0, 2, 3: order = [1, -1, -1, 0, 2, 3],
@@ -26,8 +26,8 @@ class StaticHandle:
     """
 
     order: Tensor  # (S * n,) int64: the token in each place, -1 for padding
-    inverse: Tensor  # (N,) int64: the place of each row, of padding too
-    counts: Tensor  # (S,) int32: tokens of each slice, which are its first rows
+    inverse: Tensor  # (N,) int64: the place of each row, padding included
+    counts: Tensor  # (S,) int32: number of tokens in each slice, which are its first rows
     slice_rows: int  # n
     rank: int
 
@@ -38,9 +38,9 @@ class StaticHandle:
 
 
 def static_handle(ranks: Tensor, real: Tensor, size: int, rank: int) -> StaticHandle:
-    """From the rank (N,) of each row in a group of `size`, equally many each, and which rows are real (N,) bool.
+    """Make the handle from the rank (N,) of each row, equally many rows per rank, and which rows are real (N,) bool.
 
-    Padding must be the last rows: then a stable sort by rank alone puts it last in every slice.
+    Padding must be the last rows, so that a stable sort by rank puts it last in every slice.
     """
     rows = slice_rows(len(ranks), size)
     order, inverse, _ = (triton_kernels("argsort", ranks) or reference).argsort_ranks(ranks, size)
@@ -50,7 +50,7 @@ def static_handle(ranks: Tensor, real: Tensor, size: int, rank: int) -> StaticHa
 
 
 def slice_rows(rows: int, size: int) -> int:
-    """Rows of a slice. Engines pad their batches for a reduce-scatter on equal slices; raises ValueError otherwise."""
+    """Rows per slice. Raises ValueError unless the batch is padded to equal slices, as reduce-scatter needs."""
     if rows % size != 0:
         raise ValueError(f"{rows} rows are no equal slices for {size} ranks: pad the batch")
     return rows // size
@@ -69,12 +69,12 @@ def static_reduce_scatter(comm: Communicator, partial: Tensor, handle: StaticHan
 
 
 def static_all_gather(comm: Communicator, columns: Sequence[Tensor], handle: StaticHandle) -> list[Tensor]:
-    """SAG of tensors (n, ...) of the same rows -> (N, ...) in the original order, padding as its ranks had it."""
+    """SAG of tensors (n, ...) of the same rows -> (N, ...) in the original order; padding rows keep their values."""
     return [comm.all_gather(rows)[handle.inverse] for rows in columns]
 
 
 def triton_kernels(name: str, tensor: Tensor) -> Any:
-    """A module of `semmoe.runtime.kernels` for tensors on a GPU, None where they are not or Triton is missing."""
+    """A module of `semmoe.runtime.kernels` if `tensor` is on a GPU and Triton is installed, else None."""
     if tensor.is_cpu:
         return None
     try:

@@ -1,1 +1,1 @@
-"""Attention-TP: which rank of its group each token's row goes to, from what its experts can be expected to be."""
+"""Attention-TP: choose the rank of its group that gets each token's row, from the experts it is expected to use."""

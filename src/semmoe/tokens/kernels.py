@@ -1,25 +1,29 @@
 """The loops of `tokens.slices`, compiled: look-ups, sums of rows, and the assignment to equal slices.
 
-All arithmetic is on integers with one order of ties, so that every rank of a group, on any device, comes to the same
-slices as its neighbours without a message.
+All arithmetic is on integers and ties have a fixed order, so that all ranks of a group, on any device, compute the same
+slices without communication.
 """
 
 import numba
 import numpy as np
 
 SCALE = 2048  # table units of one expected expert
-RUNNING_PRIOR, RUNNING_LIMIT = 8, 24  # tokens: the running mean's weight at the start, and its longest memory less that
-FRACTION = 8  # bits that the running mean keeps below a table unit
+RUNNING_PRIOR, RUNNING_LIMIT = 8, 24  # tokens: initial weight of the running mean, and the maximum added to it
+FRACTION = 8  # fractional bits of the running mean, below a table unit
 PRICE_STEPS = 6
-FIRST_STEP, STEP_DECAY = 16, 50  # /64: of the scores' spread for a slice that is full twice over; from step to step
-FINE_BITS, BUCKETS = 2, 128  # losses are ordered by buckets, 2**FINE_BITS of them an octave
+# in 1/64: first price step, relative to the scores' spread, for a slice with twice its capacity; decay per step
+FIRST_STEP, STEP_DECAY = 16, 50
+FINE_BITS, BUCKETS = 2, 128  # losses are ordered by buckets, 2**FINE_BITS buckets per octave
 LOWEST = -(1 << 31)
 U = tuple(np.uint64(i) for i in range(8))  # offsets of eight columns
 
 
 @numba.njit(cache=True, nogil=True)
 def look_up(out, rows, token_scores, shift, first):
-    """Eight ranks at a time in registers: inner loops of a trip count unknown to the compiler stay scalar."""
+    """Sum the token rows of each token into `out`, eight ranks at a time.
+
+    Eight values are kept in registers because the compiler does not vectorise inner loops of unknown length.
+    """
     slices = out.shape[1]
     for t in range(out.shape[0]):
         for s in range(0, slices // 8 * 8, 8):
@@ -60,7 +64,7 @@ def score(out, looked_up, path_scores, earlier, ordered, num_experts, history, h
 
 @numba.njit(cache=True, nogil=True)
 def _eight(x, row, i):
-    """Columns i to i + 8 of a row; unsigned, as tests for negative indices would hide that they are neighbours."""
+    """Columns i to i + 8 of a row. Unsigned indices avoid the test for negative ones, which prevents vector loads."""
     r, c = np.uint64(row), np.uint64(i)
     return (
         np.int32(x[r, c]),
@@ -111,7 +115,7 @@ def _put(out, row, i, a):
 
 @numba.njit(cache=True, nogil=True)
 def observe(running, previous, seen, slots, expert_ids, rows, out, decoded):
-    """Feed tokens one by one; where `decoded`, first write what was known before the token to out (B, G)."""
+    """Update the history state token by token; for `decoded` tokens, first write their contribution to out (B, G)."""
     ranks, experts = running.shape[1], (rows.shape[0] - 1) // 2
     for t in range(slots.shape[0]):
         slot = slots[t]
@@ -160,7 +164,10 @@ def assign(rows):
 
 @numba.njit(cache=True, nogil=True)
 def _start(rows):
-    """Scores (S, B); prices (S,) of a slice's mean above the lowest slice's; the first step, from the mean spread."""
+    """Scores (S, B), initial prices (S,) and first step.
+
+    The price of a slice is its mean score above that of the lowest slice; the step follows from the mean spread.
+    """
     tokens, slices = rows.shape
     scores, totals, spread = np.empty((slices, tokens), np.int32), np.zeros(slices, np.int64), np.int64(0)
     high, low = np.full(tokens, LOWEST, np.int32), np.full(tokens, -(LOWEST + 1), np.int32)
@@ -181,7 +188,7 @@ def _start(rows):
 
 @numba.njit(cache=True, nogil=True)
 def _choose(scores, prices, allowed, pick, best):
-    """The allowed slice of highest score less price for each token, the lowest of equals, and that difference."""
+    """For each token the allowed slice of highest score less price (the lowest of equals), and that difference."""
     slices, tokens = scores.shape
     number = np.zeros(tokens, np.int32)  # as wide as the scores, so that the loop runs on vectors
     best[:] = LOWEST
@@ -198,7 +205,7 @@ def _choose(scores, prices, allowed, pick, best):
 
 @numba.njit(cache=True, nogil=True)
 def _count(pick, counts, size):
-    """How many tokens chose each slice, to counts (S,); returns how many of them are too many."""
+    """Write the number of tokens of each slice to counts (S,); return how many tokens exceed the slices' size."""
     over = 0
     for s in range(counts.shape[0]):
         this, number = np.int16(s), np.int32(0)
@@ -213,8 +220,8 @@ def _count(pick, counts, size):
 def _level(scores, prices, pick, best, counts, size):
     """One round of moves to the best slice with room, at prices; returns the number of tokens that moved.
 
-    Of each overfull slice as many tokens as are too many apply, those of least loss first; of each slice's applicants
-    it takes as many as it has room for, again of least loss. Losses compare by bucket, then the lower token goes first.
+    From each overfull slice the surplus tokens of least loss apply to move; each slice with room accepts as many of its
+    applicants as fit, again those of least loss. Losses are compared by bucket; among equals the lower token is first.
     """
     tokens = len(pick)
     target, value = np.zeros(tokens, np.int16), np.empty(tokens, np.int32)
@@ -249,7 +256,8 @@ def _least(chosen, group, loss, quota):
     for t in chosen:
         if quota[group[t]] > 0:
             counts[group[t], loss[t]] += 1
-    limit, left = np.full(quota.shape[0], -1), quota.copy()  # the bucket where the quota ends, and what is left for it
+    # the bucket in which the quota ends, and how much of the quota remains for that bucket
+    limit, left = np.full(quota.shape[0], -1), quota.copy()
     for g in range(quota.shape[0]):
         if quota[g] > 0:
             limit[g] = 0

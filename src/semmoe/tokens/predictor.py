@@ -1,15 +1,16 @@
-"""How many of a token's experts each expert, and so each rank, can expect: the path predictor.
+"""The path predictor: predict a token's expected activations of each expert and so the pairs that each rank will host.
 
 Expected activations of expert e at layer l are a sum of four parts, fitted together by ridge regression, one convex
-closed-form problem a layer:
+closed-form problem per layer:
     token     the token id's own shares of experts in the profile (shrunk towards the layer's shares)
-    path      the experts that the token chose at the layers before; for the nearest ones by their order of weight
-    running   decode: the mean of the experts that the request's tokens chose at this layer, recent ones counting more
-    previous  decode: the experts that the token before chose at this layer
-Least squares on counts, not a likelihood of classes: it estimates just what placement pays for, the expected number of
-local experts, it is additive over experts, so that one fit projects onto the ranks of any layout with any copies, and
-online it is a sum of table rows. A token's own occurrence is left out of its shares while fitting, or tokens seen once
-would be trusted. Look-back, ordering and ridge are those of least squared error on requests held out.
+    path      the experts that the token chose at previous layers; for the nearest layers, also their order by weight
+    running   decode: the mean of the experts that the request's tokens chose at this layer, weighted to recent tokens
+    previous  decode: the experts that the request's previous token chose at this layer
+The fit minimises squared errors of counts rather than a likelihood of classes. It therefore estimates the quantity that
+placement optimises, the expected number of local experts; it is additive over experts, so that one fit projects onto
+the ranks of any layout with any copies; and online it is a sum of table rows. While fitting, a token's own occurrence
+is left out of its shares, because tokens seen once would otherwise be trusted. Look-back, ordering and ridge minimise
+the squared error on held-out requests.
 """
 
 from collections.abc import Callable
@@ -26,19 +27,19 @@ from semmoe.settings import PredictorSettings
 from semmoe.tokens.kernels import RUNNING_LIMIT, RUNNING_PRIOR, SCALE
 from semmoe.tokens.slices import PathScores
 
-TOKEN_PRIOR = 4.0  # pseudo-occurrences of the layer's shares in a token's own
-MAX_COLUMNS = 3000  # of a layer's regression
+TOKEN_PRIOR = 4.0  # pseudo-occurrences of the layer's shares that are mixed into a token's shares
+MAX_COLUMNS = 3000  # most columns of one layer's regression
 SHAPES = ((0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2), (3, 0), (3, 2), (5, 2))  # (look-back, ordered layers) to try
 RIDGES = (10.0, 100.0, 1000.0)
 
 
 @dataclass(frozen=True)
 class LayerFit:
-    """Weights of one layer: columns are experts (E). Also the layer's mean activations (E,)."""
+    """Weights of one layer, whose columns are experts (E), and the layer's mean activations (E,)."""
 
-    token: np.ndarray  # (E, E) on a token's shares, less the mean
-    running: np.ndarray  # (E, E) on the running mean, less the mean
-    previous: np.ndarray  # (E + 1, E); the last row for tokens without one before them
+    token: np.ndarray  # (E, E) weights of a token's shares minus the mean
+    running: np.ndarray  # (E, E) weights of the running mean minus the mean
+    previous: np.ndarray  # (E + 1, E); the last row is for tokens without a previous token
     path: np.ndarray  # (F, E)
     intercept: np.ndarray  # (E,)
     mean: np.ndarray  # (E,)
@@ -50,12 +51,12 @@ class Predictor:
     lookback: int
     ordered: int
     ridge: float
-    held_out_error: float  # squared error on held-out requests, of that without any prediction
-    hit_rate: float  # share of the true top-k among the predicted, same requests
+    held_out_error: float  # squared error on held-out requests, relative to that of the mean alone
+    hit_rate: float  # share of the true top-k that is predicted, on the same requests
 
 
 def path_columns(lookback: int, ordered: int, top_k: int, num_experts: int) -> int:
-    """F: rows that the experts of `lookback` layers before select among."""
+    """F: the number of path rows for the experts of the `lookback` previous layers."""
     return (ordered * top_k + lookback - ordered) * num_experts
 
 
@@ -86,7 +87,7 @@ def _shape(trace: RoutingTrace) -> tuple[int, int]:
 
 
 def sample_requests(trace: RoutingTrace, max_tokens: int, seed: int) -> np.ndarray:
-    """Random requests of about `max_tokens` routed tokens in all, in arrival order; every one if that is enough."""
+    """Random requests with about `max_tokens` routed tokens in total, in arrival order; all if there are no more."""
     if trace.num_tokens <= max_tokens:
         return np.arange(trace.num_requests)
     order = np.random.default_rng(seed).permutation(trace.num_requests)
@@ -110,19 +111,23 @@ class _Design:
 
 
 def _token_counts(trace: RoutingTrace, layer: int):
-    """(V, E) int32 csr."""
+    """(V, E) int32 csr: how often each token id chose each expert at one layer."""
     f = trace.fingerprint
     return count(trace.token_ids, trace.expert_ids[:, layer], f.vocab_size, f.num_experts)
 
 
 def token_shares(counts: np.ndarray, mean: np.ndarray, top_k: int) -> np.ndarray:
-    """(N, E) expected activations of tokens with `counts` (N, E), shrunk towards `mean` (E,), less the mean."""
+    """(N, E): expected activations minus the mean, from `counts` (N, E) shrunk towards `mean` (E,)."""
     occurrences = counts.sum(axis=1, keepdims=True) / top_k
     return ((counts + TOKEN_PRIOR * mean) / (occurrences + TOKEN_PRIOR) - mean).astype(np.float32)
 
 
 def _design(trace, layer, lookback, ordered, token_counts, history, loo) -> _Design:
-    """The rows of `trace` for one layer; token_counts (V, E) csr may come from other requests (then loo is False)."""
+    """The regression rows of `trace` at one layer.
+
+    token_counts (V, E) csr. loo: leave each token's own occurrence out of its counts; False if they come from other
+    requests.
+    """
     K, E = _shape(trace)
     experts = trace.expert_ids[:, layer].astype(np.int32)
     total = np.asarray(token_counts.sum(axis=0), np.float64).ravel()
@@ -146,9 +151,9 @@ def _design(trace, layer, lookback, ordered, token_counts, history, loo) -> _Des
 
 @numba.njit(cache=True, nogil=True)
 def _running_means(experts, offsets, history, mean):
-    """(N, E) running mean of the request's earlier activations, less `mean`; and (N,) whether a token came before.
+    """(N, E): running mean of the request's earlier activations minus `mean`; (N,): whether there is an earlier token.
 
-    Rows without history (prefill: its tokens are routed at once) are zero.
+    Rows without history are zero, as in prefill, where all tokens are routed at once.
     """
     N, E = experts.shape[0], mean.shape[0]
     out, has_previous = np.zeros((N, E), np.float32), np.zeros(N, np.bool_)
@@ -212,9 +217,9 @@ def _solve(design: _Design, ridge: float, path_rows: int) -> LayerFit:
 
 
 def _choose(trace: RoutingTrace, settings: PredictorSettings, seed: int) -> tuple[int, int, float, float, float]:
-    """(look-back, ordered layers, ridge) of least squared error on a quarter of the requests, at a few layers.
+    """Choose look-back, ordered layers and ridge by the squared error on a quarter of the requests, at a few layers.
 
-    The smallest look-back within `settings.tolerance` of the best is taken. Also its error and hit rate.
+    The smallest look-back within `settings.tolerance` of the best error is chosen. Also returns its error and hit rate.
     """
     K, E = _shape(trace)
     L = trace.fingerprint.num_layers
@@ -243,7 +248,7 @@ def _choose(trace: RoutingTrace, settings: PredictorSettings, seed: int) -> tupl
 
 
 def _held_out(rest: RoutingTrace, held: RoutingTrace, layers: list[int], shape: tuple[int, int]):
-    """For each ridge: squared error over that of the mean alone, and hit rate, at some layers of held-out requests."""
+    """For each ridge: squared error relative to that of the mean alone, and hit rate, on some layers of `held`."""
     totals = np.zeros((len(RIDGES), 3))
     for layer in layers:
         counts, (lookback, ordered) = _token_counts(rest, layer), (min(shape[0], layer), min(shape[1], layer))
@@ -274,9 +279,9 @@ def _apply(design: _Design, weights: np.ndarray) -> np.ndarray:
 def predict(
     predictor: Predictor, profile: RoutingTrace, part: RoutingTrace, layer: int, rows: np.ndarray
 ) -> np.ndarray:
-    """(rows, E) float: expected activations of these tokens of `part`, requests of `profile`.
+    """(rows, E) float: expected activations of the given tokens of `part`, which holds requests of `profile`.
 
-    Their own occurrence is left out of the token's shares.
+    Each token's own occurrence is left out of its shares.
     """
     lookback = min(predictor.lookback, layer)
     ordered, history = min(predictor.ordered, lookback), part.phase == DECODE
@@ -292,9 +297,9 @@ def predict(
 def project(
     predictor: Predictor, trace: RoutingTrace, placement: Placement, embeddings: np.ndarray | None = None
 ) -> PathScores:
-    """The predictor's tables for a placement: rows of integers a rank, `SCALE` of them one expert.
+    """The predictor's tables for a placement: integer rows with one entry per rank, in units of 1 / `SCALE` experts.
 
-    embeddings: (V, H), to serve tokens that were not profiled by their nearest profiled neighbour.
+    embeddings: (V, H); with them, tokens that were not profiled use the rows of their nearest profiled neighbour.
     """
     f = trace.fingerprint
     source, serving = resolve_tokens(trace.token_ids, f.vocab_size, embeddings)
@@ -324,12 +329,12 @@ def _project_layer(fitted: LayerFit, hosts: np.ndarray, counts, top_k: int):
     onto = fitted.token @ hosts  # (E, G)
     base = fitted.intercept @ hosts
     occurrences = np.asarray(counts.sum(axis=1)).ravel()[:, None] / top_k
-    kept = occurrences / (occurrences + TOKEN_PRIOR)  # the rest of a row is the mean, which counts nothing
+    kept = occurrences / (occurrences + TOKEN_PRIOR)  # the rest of a row is the mean, which adds nothing
     shares = (counts @ onto) / np.maximum(occurrences, 1e-9) - fitted.mean @ onto
     token = np.concatenate([kept * shares, np.zeros((1, hosts.shape[1]))]) + base
     shift = max(int(np.ceil(np.log2(max(np.abs(token).max() * SCALE / 127, 1)))), 0)
     running = fitted.running @ hosts
-    running -= fitted.mean @ running / top_k  # so that experts drawn by the layer's mean add nothing
+    running -= fitted.mean @ running / top_k  # so that experts drawn from the layer's mean add nothing
     history = np.concatenate([running, fitted.previous @ hosts])
     return (
         np.clip(np.rint(token * SCALE / 2**shift), -127, 127).astype(np.int8),

@@ -1,6 +1,7 @@
-"""Tokens to equal slices: by position, or by the path predictor's tables: sum rows, then assign under capacity.
+"""Assign tokens to equal slices, by position or by the path predictor's tables.
 
-`tokens.kernels` has the loops.
+With tables, the rows of each token are summed to scores, and tokens are assigned by score under a capacity. The
+compiled loops are in `tokens.kernels`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,57 +22,59 @@ INT8, INT16 = 127, 32767
 
 
 def position_slices(num_tokens: int, num_slices: int) -> np.ndarray:
-    """(B,) int16: tokens to equal slices by position, what an engine does without a plan."""
+    """(B,) int16: the slice of each token by position, as in an engine without a plan."""
     return (np.arange(num_tokens) // slice_size(num_tokens, num_slices)).astype(np.int16)
 
 
 def slice_size(num_tokens: int, num_slices: int) -> int:
-    """Rows of each slice: reduce-scatter gives every rank equally many, the last ones padded."""
+    """Rows per slice, padding included: reduce-scatter gives every rank equally many rows."""
     return max(-(-num_tokens // num_slices), 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ByPosition:
-    """Tokens to slices in the order of the batch, as an engine does without a plan."""
+    """Token policy that assigns slices in the order of the batch, as an engine does without a plan."""
 
     kind: ClassVar[str] = "by-position"
     by_tables: ClassVar[bool] = False
 
     def declared(self, topology: Topology, fingerprint: Fingerprint) -> dict[str, Declared]:
-        """No array."""
+        """No arrays are needed."""
         return {}
 
     def unknown(self, token_ids: np.ndarray) -> np.ndarray:
-        """(N,) bool: none, as none is looked up."""
+        """(N,) bool: all False, since no token is looked up."""
         return np.zeros(len(token_ids), bool)
 
     def scores_of_tokens(self, first_rank: int, num_slices: int, token_ids: np.ndarray) -> np.ndarray:
-        """(N, S) int32: nothing is known of tokens."""
+        """(N, S) int32 zeros, since nothing is known of the tokens."""
         return np.zeros((len(token_ids), num_slices), np.int32)
 
     def evidence(self, trace: RoutingTrace, plan: Plan, group: np.ndarray, decoding: bool) -> Iterator[Evidence]:
-        """The same at every layer."""
+        """Yield the same evidence, by position, for every layer."""
         for _ in range(trace.fingerprint.num_layers):
             yield NoEvidence()
 
 
 class NoEvidence:
-    """Of tokens that go by position."""
+    """Evidence of the policy by position, which predicts nothing."""
 
     def slices(self, rows: np.ndarray, num_slices: int) -> np.ndarray:
         """(B,) equal slices in the order of the batch."""
         return position_slices(len(rows), num_slices)
 
     def expected_local(self, rows: np.ndarray, slices: np.ndarray) -> float:
-        """Nothing is expected."""
+        """Return 0, since nothing is predicted."""
         return 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class PathScores:
-    """Rows whose sum is how many of a token's experts every rank can expect to host, in 1 / SCALE.
+    """Token policy of the path predictor: tables whose rows sum to the number of a token's experts expected on each
+    rank.
 
-    Integers, so that every device and backend comes to the same bits. `tokens.predictor` says what the rows mean.
+    Values are integers in units of 1 / SCALE, so that every device and backend computes the same bits.
+    `tokens.predictor` says what the rows mean.
     """
 
     kind: ClassVar[str] = "path-scores"
@@ -83,7 +86,8 @@ class PathScores:
     path_scores: np.ndarray  # (L, F, G) int16
     history_scores: np.ndarray  # (L, 2E + 1, G) int16: running mean, previous token, no token before
     lookback: int = required_number(0, MOST_LOOKBACK)  # layers
-    ordered: int = required_number(0, MOST_LOOKBACK)  # of these, the nearest, which have a row for each place by weight
+    # how many of the nearest layers have one row per position by weight
+    ordered: int = required_number(0, MOST_LOOKBACK)
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -106,16 +110,16 @@ class PathScores:
         }
 
     def unknown(self, token_ids: np.ndarray) -> np.ndarray:
-        """(N,) bool: tokens that only the prior serves."""
+        """(N,) bool: tokens for which only the prior is known."""
         return self.token_source[token_ids] == PRIOR
 
     def scores_of_tokens(self, first_rank: int, num_slices: int, token_ids: np.ndarray) -> np.ndarray:
-        """(N, S) int32: what the tokens alone say of ranks first_rank to first_rank + S, mean over layers."""
+        """(N, S) int32: scores of ranks first_rank to first_rank + S from token ids alone, mean over layers."""
         looked_up = look_up_tokens(self, range(len(self.token_shift)), first_rank, num_slices, token_ids)
         return (looked_up.sum(axis=0, dtype=np.int64) // len(looked_up)).astype(np.int32)
 
     def evidence(self, trace: RoutingTrace, plan: Plan, group: np.ndarray, decoding: bool) -> Iterator[Evidence]:
-        """Each token scored over the ranks of its own group, layer by layer."""
+        """Yield for each layer the scores of every token over the ranks of its group."""
         for l in range(trace.fingerprint.num_layers):
             yield ScoreEvidence(trace_scores(self, l, trace, plan.topology, group, decoding))
 
@@ -131,14 +135,14 @@ class ScoreEvidence:
         return assign(self.scores[rows])
 
     def expected_local(self, rows: np.ndarray, slices: np.ndarray) -> float:
-        """The sum of their scores, in pairs."""
+        """The sum of the scores of `rows` at `slices`, in (token, expert) pairs."""
         return float(self.scores[rows, slices].sum()) / SCALE
 
 
 def trace_scores(
     tables: PathScores, layer: int, trace: RoutingTrace, topology: Topology, group: np.ndarray, decoding: bool
 ) -> np.ndarray:
-    """(T, S) int32 of one layer; group: (T,) the attention group of each token."""
+    """(T, S) int32: scores of all tokens at one layer over the ranks of their group; group (T,): attention groups."""
     S = topology.attn_tp_size
     earlier = trace.expert_ids[:, max(layer - tables.lookback, 0) : layer][:, ::-1].transpose(1, 0, 2)
     history = trace_history(tables, layer, trace) if decoding else None
@@ -154,9 +158,9 @@ def trace_scores(
 def look_up_tokens(
     tables: PathScores, layers: Sequence[int], first_rank: int, num_slices: int, token_ids: np.ndarray
 ) -> np.ndarray:
-    """(L, B, S) int32: what token_ids (B,) alone say of the ranks `first_rank` to first_rank + S, at each of `layers`.
+    """(L, B, S) int32: scores of ranks `first_rank` to first_rank + S from token_ids (B,) alone, at each of `layers`.
 
-    It needs no routing, so that an engine looks up all layers before the first one runs.
+    No routing is needed, so that an engine looks up all layers before the first one runs.
     """
     rows = tables.token_rows[known_rows(token_ids, len(tables.token_rows))]
     out = np.empty((len(layers), len(rows), num_slices), np.int32)
@@ -173,11 +177,11 @@ def score(
     earlier: np.ndarray,
     history: np.ndarray | None = None,
 ) -> np.ndarray:
-    """(B, S) int32: experts of each token that ranks `first_rank` to first_rank + S can expect to host, times SCALE.
+    """(B, S) int32: experts of each token that ranks `first_rank` to first_rank + S are expected to host, times SCALE.
 
-    tokens (B, S) int32 of this layer, from `look_up_tokens`; earlier (J, B, K) the experts chosen at the layers before,
-    most recent first, by falling weight, J = min(layer, look-back); history (B, G) int32 from `History` for decoded
-    tokens, None where there is none.
+    tokens (B, S) int32: scores of this layer from `look_up_tokens`. earlier (J, B, K): experts chosen at the previous
+    J = min(layer, look-back) layers, most recent layer first, by falling weight. history (B, G) int32: contributions
+    of `History` for decoded tokens, or None.
     """
     out = np.empty_like(tokens)
     none = tables.history_scores[layer, -1:]
@@ -196,10 +200,11 @@ def score(
 
 
 class History:
-    """What a request's tokens so far say of its next one, a state for every request slot and layer.
+    """What a request's previous tokens predict about its next one: one state per request slot and layer.
 
-    running: the mean of the projected rows of the experts chosen, recent tokens counting more, in 1 / 2**FRACTION table
-    units; previous: the rows of the token before. Slots of finished requests are `reset` before they are used again.
+    running: the mean of the projected rows of the chosen experts, weighted towards recent tokens, in units of
+    1 / 2**FRACTION table units. previous: the rows of the previous token. Slots of finished requests are `reset` before
+    they are used again.
     """
 
     def __init__(self, tables: PathScores, num_slots: int) -> None:
@@ -211,7 +216,7 @@ class History:
         self.reset(np.arange(num_slots))
 
     def begin(self, slots: np.ndarray) -> None:
-        """Requests that begin in `slots`, of which there are as many as it takes."""
+        """Begin requests in `slots`: reset their state. The state grows to hold the highest slot."""
         missing = int(slots.max(initial=-1)) + 1 - self._running.shape[1]
         if missing > 0:
             for name in ("_running", "_previous", "_seen"):
@@ -225,15 +230,16 @@ class History:
         self._previous[:, slots] = self._rows[:, None, -1]
 
     def contribution(self, layer: int, slots: np.ndarray, decoding: np.ndarray | None = None) -> np.ndarray:
-        """(B, G) int32 to add to the scores of tokens of `slots` (B,), of each at most one that is `decoding` (B,).
+        """(B, G) int32 to add to the scores of the tokens of `slots` (B,).
 
-        Tokens of a prompt run together, so that nothing is known of those before them.
+        decoding (B,) bool: tokens that were decoded, at most one per slot; None: all of them. Tokens of a prompt run
+        together, so that the routing of the tokens before them is not yet known.
         """
         known = (self._running[layer, slots] >> FRACTION) + self._previous[layer, slots]
         return known if decoding is None else np.where(decoding[:, None], known, self._rows[layer, -1])
 
     def observe(self, layer: int, slots: np.ndarray, expert_ids: np.ndarray) -> None:
-        """Tokens of `slots` (B,) chose `expert_ids` (B, K); tokens of one slot in their order."""
+        """Update the state: tokens of `slots` (B,) chose `expert_ids` (B, K); tokens of one slot are in their order."""
         state = self._running[layer], self._previous[layer], self._seen[layer]
         observe(*state, slots, expert_ids, self._rows[layer])
 
@@ -246,13 +252,13 @@ def observe(
     expert_ids: np.ndarray,
     rows: np.ndarray,
 ) -> None:
-    """`History.observe` on one layer's state, wherever it is kept."""
+    """Same as `History.observe`, on the arrays of one layer's state."""
     nothing = np.empty((len(slots), 0), np.int32), np.zeros(len(slots), np.bool_)
     kernels.observe(running, previous, seen, slots, expert_ids, rows, *nothing)
 
 
 def trace_history(tables: PathScores, layer: int, trace) -> np.ndarray:
-    """(T, G) int32: the contribution of every token of a RoutingTrace, had its request's earlier ones been observed."""
+    """(T, G) int32: the history contribution to every token of a RoutingTrace, after its request's earlier tokens."""
     history = History(tables, trace.num_requests)
     out = np.empty((trace.num_tokens, tables.history_scores.shape[2]), np.int32)
     out[:] = tables.history_scores[layer, -1]
@@ -272,9 +278,10 @@ def trace_history(tables: PathScores, layer: int, trace) -> np.ndarray:
 def assign(scores: np.ndarray) -> np.ndarray:
     """(B,) int16: tokens to slices of at most ceil(B / S) so that the sum of scores (B, S) int32 is nearly the largest.
 
-    Prices that rise where a slice overflows (dual ascent) say first which slice every token would take; then tokens of
-    overfull slices that lose least move to slices with room (`_level`). Scores below 2**23 in absolute value.
-    Worked example, two slices for four tokens with scores [9, 1], [5, 4], [7, 0], [0, 6]: all fits but token 1, which
-    loses least by moving: [0, 1, 0, 1].
+    Dual ascent first finds a price per slice, which rises while the slice overflows; every token takes the slice of
+    highest score less price. Then the tokens that lose least move from overfull slices to slices with room (`_level`).
+    Scores must be below 2**23 in absolute value.
+    Worked example, two slices for four tokens with scores [9, 1], [5, 4], [7, 0], [0, 6]: tokens 0, 1 and 2 prefer
+    slice 0, which has room for two; token 1 loses least by moving: [0, 1, 0, 1].
     """
     return kernels.assign(scores)

@@ -62,7 +62,7 @@ def set_ups(trace, name, shuffles=("predicted", "routed", "off"), redundant=0):
     chosen, vanilla = topology(name), vanilla_plan(trace.fingerprint, topology(name))
     plan = solve(trace, chosen, SolveSettings(redundant_experts=redundant, cocluster=EASY))
     pairs = [("vanilla", vanilla, "off"), *((shuffle, plan, shuffle) for shuffle in shuffles)]
-    return [gen.SetUp(name=n, plan=p, attach=partial(attach, shuffle=s)) for n, p, s in pairs]
+    return [gen.Configuration(name=n, plan=p, attach=partial(attach, shuffle=s)) for n, p, s in pairs]
 
 
 @pytest.fixture(scope="module")
@@ -125,12 +125,14 @@ def test_a_rank_with_another_plan_ends_the_run(shipped):
     path, _, trace, prompts, _ = shipped
     plan = vanilla_plan(trace.fingerprint, topology("TP2/EP2"))
     with pytest.raises(ValueError, match="ranks disagree: the plan of rank 1 is not that of rank 0"):
-        gen.generate(path, prompts, [gen.SetUp(name="x", plan=plan, attach=stale_on_rank_one)], SETTINGS)
+        gen.generate(path, prompts, [gen.Configuration(name="x", plan=plan, attach=stale_on_rank_one)], SETTINGS)
 
 
 def test_a_fault_shows(shipped):
     path, model, trace, prompts, reference = shipped
     plan = vanilla_plan(trace.fingerprint, topology("TP2/EP2"))
-    faulty = gen.SetUp(name="x", plan=plan, attach=partial(attach, shuffle="predicted", fault=two_experts_swapped))
+    faulty = gen.Configuration(
+        name="x", plan=plan, attach=partial(attach, shuffle="predicted", fault=two_experts_swapped)
+    )
     found = gen.generate(path, prompts, [faulty], SETTINGS)[0]
     assert len(verify.compare_outputs(model, prompts, reference, found.outputs).mismatches) > 3

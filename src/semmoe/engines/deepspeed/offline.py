@@ -8,17 +8,19 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from semmoe.core import Plan
-from semmoe.engines.transformers.generate import SetUp
+from semmoe.engines.transformers.generate import Configuration
 from semmoe.engines.transformers.planned import PlannedModel
 from semmoe.runtime.collectives import Communicator
 
 
-def set_up(name: str, plan: Plan, shuffle: str) -> SetUp:
+def set_up(name: str, plan: Plan, shuffle: str) -> Configuration:
     """shuffle: as of `apply_plan`; DeepSpeed's own way is `off` and a plan that leaves experts where they are."""
-    return SetUp(name=name, plan=plan, attach=partial(attach, shuffle=shuffle))
+    return Configuration(name=name, plan=plan, attach=partial(attach, shuffle=shuffle))
 
 
-def attach(model: PreTrainedModel, chosen: SetUp, comm: Communicator, shuffle: str = "predicted") -> PlannedModel:
+def attach(
+    model: PreTrainedModel, chosen: Configuration, comm: Communicator, shuffle: str = "predicted"
+) -> PlannedModel:
     """In a process that has joined the others already."""
     from semmoe.engines.deepspeed.model import apply_plan
 

@@ -23,7 +23,7 @@ from semmoe import cost
 from semmoe.cost import Experts, LayerShape, Links, Tier
 from semmoe.engines.transformers.model import expert_size, load_model, moe_layers, num_experts
 from semmoe.engines.transformers.parallel import LocalExperts
-from semmoe.metrics import layer_traffic, serving_ranks
+from semmoe.metrics import copy_choice, layer_traffic
 from semmoe.placement import linear
 from semmoe.runtime.collectives import Communicator, world
 from semmoe.runtime.dispatch import combine, dispatch
@@ -157,14 +157,14 @@ def _rank_main(rank: int, size: int, job: _Job, report: Reporter) -> None:
         E, K, H = num_experts(config), config.num_experts_per_tok, config.hidden_size
         placement = linear.place(1, E, size)
         held = placement.physical_to_logical_map.reshape(size, -1)[rank]
-        serving = serving_ranks(placement, Topology(ep_size=size))[0]
-        layer = MeasuredLayer(comm, LocalExperts(experts, held), serving, H, model.dtype, device)
+        choice = copy_choice(placement, Topology(ep_size=size))[0]
+        layer = MeasuredLayer(comm, LocalExperts(experts, held), choice, H, model.dtype, device)
         samples, rng = [], np.random.default_rng(rank)
         for tokens in TOKENS:
             samples.append(layer.measure(_uniform(rng, tokens, E, K)))
             if rank == 0:
                 report("measuring", 1)
-        samples.append(layer.measure(_skewed(rng, UNSEEN, serving[rank] == rank, K)))
+        samples.append(layer.measure(_skewed(rng, UNSEEN, choice[rank] == rank, K)))
         found: dict[str, Any] = {
             "shape": asdict(LayerShape(hidden_size=H, expert_size=expert_size(config), top_k=K)),
             "runtime": {"backend": dist.get_backend(comm.group), "value_bytes": model.dtype.itemsize},
@@ -192,20 +192,20 @@ class MeasuredLayer:
         self,
         comm: Communicator,
         experts: LocalExperts,
-        serving: np.ndarray,
+        choice: np.ndarray,
         hidden_size: int,
         dtype: torch.dtype,
         device: str,
     ) -> None:
-        """serving: (G, E) of this layer, from `serving_ranks`."""
-        self._comm, self._experts, self._serving = comm, experts, serving
-        self._from_here = torch.from_numpy(serving[comm.rank].astype(np.int64)).to(device)
+        """choice: (G, E) of this layer, from `copy_choice`."""
+        self._comm, self._experts, self._choice = comm, experts, choice
+        self._from_here = torch.from_numpy(choice[comm.rank].astype(np.int64)).to(device)
         self._hidden_size, self._like = hidden_size, {"dtype": dtype, "device": device}
 
     def measure(self, chosen: np.ndarray, rounds: int = ROUNDS) -> Sample:
         """Run dispatch, experts, combine, and an all-reduce of all ranks' rows, on this rank's choices (n, K)."""
         ids = torch.from_numpy(np.ascontiguousarray(chosen, np.int64)).to(self._like["device"])
-        traffic = layer_traffic(chosen, np.full(len(chosen), self._comm.rank), self._serving)
+        traffic = layer_traffic(chosen, np.full(len(chosen), self._comm.rank), self._choice)
         tokens = int(self._over_ranks(np.array([len(chosen)]), dist.ReduceOp.SUM)[0])
         mine = np.array([self._round(ids, tokens) for _ in range(rounds)])
         slowest = np.median(self._over_ranks(mine, dist.ReduceOp.MAX), axis=0)

@@ -32,14 +32,14 @@ from semmoe.topology import Topology
 
 
 @dataclass(frozen=True, kw_only=True)
-class SetUp:
+class Configuration:
     """One way to run the same prompts: a plan, and how ranks exchange tokens."""
 
     name: str
     plan: Plan
     exchange: str = "all-to-all"
     overlap: bool = False  # of own tokens' experts with the dispatch of others
-    attach: "Callable[[PreTrainedModel, SetUp, Communicator], PlannedModel] | None" = None  # another engine's
+    attach: "Callable[[PreTrainedModel, Configuration, Communicator], PlannedModel] | None" = None  # another engine's
 
     def __post_init__(self) -> None:
         check_exchange(self.plan.topology, self.exchange, self.overlap)
@@ -88,7 +88,7 @@ class GenerateResult:
 def generate(
     model_path: str,
     prompts: Sequence[Sequence[int]],
-    set_ups: Sequence[SetUp],
+    set_ups: Sequence[Configuration],
     settings: GenerateSettings,
     progress: Callable[[str, int], None] = lambda name, requests: None,
     prepare: Callable[[int], None] | None = None,
@@ -113,7 +113,7 @@ def generate(
 class _Job:
     model_path: str
     prompts: list[list[int]]
-    set_ups: list[SetUp]
+    set_ups: list[Configuration]
     settings: GenerateSettings
     scratch: str
 
@@ -128,7 +128,7 @@ def _rank_main(rank: int, size: int, job: _Job, report: Reporter) -> None:
 _RANK = _rank_main  # what each process runs; tests put a faulty rank here
 
 
-def _run_set_up(world_comm: Communicator, job: _Job, set_up: SetUp, device: str, report: Reporter):
+def _run_set_up(world_comm: Communicator, job: _Job, set_up: Configuration, device: str, report: Reporter):
     topology, rank = set_up.plan.topology, world_comm.rank
     model = load_model(job.model_path, getattr(torch, job.settings.dtype)).to(device)
     comm = Communicator(world_comm.group, rank, world_comm.size)  # with counters of its own
@@ -147,7 +147,7 @@ def _run_set_up(world_comm: Communicator, job: _Job, set_up: SetUp, device: str,
     return _gather(set_up.name, parallel, answers, job.prompts, seconds)
 
 
-def _attach(model: PreTrainedModel, set_up: SetUp, comm: Communicator) -> PlannedModel:
+def _attach(model: PreTrainedModel, set_up: Configuration, comm: Communicator) -> PlannedModel:
     attention = attention_communicator(comm, set_up.plan.topology)
     levels = node_levels(comm, set_up.plan.topology) if set_up.exchange == "two-level" else None
     return ParallelModel(model, set_up.plan, comm, attention, set_up.exchange, set_up.overlap, levels)

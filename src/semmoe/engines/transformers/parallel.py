@@ -17,7 +17,7 @@ from semmoe.core import Plan
 from semmoe.engines.transformers.attention import shard_attention
 from semmoe.engines.transformers.model import decoder_layers, moe_layers
 from semmoe.engines.transformers.planned import PlannedModel, bind, check_layout
-from semmoe.metrics import Traffic, layer_traffic, no_traffic, serving_ranks
+from semmoe.metrics import Traffic, copy_choice, layer_traffic, no_traffic
 from semmoe.runtime.agreement import check_agreement
 from semmoe.runtime.collectives import Communicator, timed
 from semmoe.runtime.dispatch import (
@@ -98,10 +98,10 @@ class ParallelModel(PlannedModel):
         check_agreement(experts_comm.group, plan, model.device, exchange=exchange, overlap=overlap)
         super().__init__(model, plan, experts_comm, attention_comm)
         self.levels, self._overlap = levels, overlap
-        self._serving = serving_ranks(plan.placement, topology)  # (L, G, E)
-        views = torch.from_numpy(self._serving.astype(np.int64)).to(model.device)
+        self._choice = copy_choice(plan.placement, topology)  # (L, G, E)
+        views = torch.from_numpy(self._choice.astype(np.int64)).to(model.device)
         self._views = views
-        self._serving_from_here, self._serving_from_first = views[:, experts_comm.rank], views[:, 0]
+        self._choice_from_here, self._choice_from_first = views[:, experts_comm.rank], views[:, 0]
         self._traffic = self._no_traffic()
         self._attach(exchange)
 
@@ -132,11 +132,11 @@ class ParallelModel(PlannedModel):
         """Takes the place of the experts' forward: (n, H), (n, K), (n, K) -> (n, H)."""
         self.rows.observe(expert_ids, weights)
         home = np.full(len(expert_ids), self.comm.rank)
-        self._traffic[index] += layer_traffic(expert_ids.cpu().numpy(), home, self._serving[index])
+        self._traffic[index] += layer_traffic(expert_ids.cpu().numpy(), home, self._choice[index])
         if self.levels is not None:
             received, handles = dispatch_two_level(self.levels, hidden, expert_ids, weights, self._views[index])
             return combine_two_level(self.levels, self._compute(index, received), handles)
-        targets = self._serving_from_here[index][expert_ids]
+        targets = self._choice_from_here[index][expert_ids]
         flight = Dispatch(self.comm, hidden, expert_ids, weights, targets)
         if not self._overlap:
             return combine(self.comm, self._compute(index, flight.received()), flight.handle)
@@ -153,7 +153,7 @@ class ParallelModel(PlannedModel):
         return self._put_back(hidden_states, self._feed_forward(layer, index, stream))
 
     def _expert_all_reduce(self, index: int, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor):
-        serves = self._serving_from_first[index] == self.comm.rank  # one rank's view, so that each expert runs once
+        serves = self._choice_from_first[index] == self.comm.rank  # one rank's view, so that each expert runs once
         mine = torch.where(serves[expert_ids], expert_ids, -1)
         load = np.zeros(self.comm.size, np.int64)
         load[self.comm.rank] = int((mine >= 0).sum())
@@ -161,7 +161,7 @@ class ParallelModel(PlannedModel):
         return self.comm.all_reduce(self._compute(index, ReceivedTokens(hidden, mine, weights)))
 
     def _no_traffic(self) -> list[Traffic]:
-        return [no_traffic(self.comm.size) for _ in self._serving]
+        return [no_traffic(self.comm.size) for _ in self._choice]
 
     def reset_counts(self) -> None:
         super().reset_counts()

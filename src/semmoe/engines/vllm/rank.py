@@ -246,7 +246,7 @@ class RankPlugin:
     def _attach_routers(self, blocks: dict[int, Any], layers: list[int], source: int) -> None:
         """source: the rank whose copies serve, one for all ranks where no all-to-all sends rows to them."""
         experts = blocks[layers[0]].moe_config.num_experts
-        serving = dispatch_map(self._plan, source) if self._plan is not None else None
+        copies = dispatch_map(self._plan, source) if self._plan is not None else None
         for place, index in enumerate(layers):
             block = blocks[index]
             refused = block.is_monolithic or not isinstance(block.router, BaseRouter) or block.do_naive_dispatch_combine
@@ -258,7 +258,7 @@ class RankPlugin:
                     )
                 self._traffic = NoTraffic()
                 continue
-            table = torch.arange(experts) if serving is None else torch.from_numpy(serving[place])
+            table = torch.arange(experts) if copies is None else torch.from_numpy(copies[place])
             layer = RoutedLayer(
                 place,
                 table.to(self._real.count.device),

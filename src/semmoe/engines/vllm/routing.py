@@ -29,21 +29,21 @@ class RealRows:
 class RoutedLayer:
     """The hooks of one layer's router, on one rank.
 
-    serving: (E,) the physical expert that serves each logical one to this rank. drop_padding: padding gets the id -1,
+    copies: (E,) the physical expert that serves each logical one to this rank. drop_padding: padding gets the id -1,
     for an all-to-all that then leaves it out.
     """
 
     def __init__(
         self,
         place: int,
-        serving: Tensor,
+        copies: Tensor,
         experts_per_rank: int,
         real: RealRows,
         traffic: TrafficCounter | NoTraffic,
         drop_padding: bool,
         observe: Callable[[int, Tensor, Tensor], None],
     ) -> None:
-        self._place, self._serving, self._experts_per_rank = place, serving, experts_per_rank
+        self._place, self._copies, self._experts_per_rank = place, copies, experts_per_rank
         self._real, self._traffic, self._drop_padding, self._observe = real, traffic, drop_padding, observe
 
     def routed(self, weights: Tensor, expert_ids: Tensor) -> None:
@@ -52,7 +52,7 @@ class RoutedLayer:
 
     def to_physical(self, expert_ids: Tensor) -> Tensor:
         """Logical ids (n, K) -> physical ids of the same type."""
-        physical = self._serving[expert_ids.long()]
+        physical = self._copies[expert_ids.long()]
         if self._traffic.counts or self._drop_padding:
             real = torch.where(self._real.mask(len(physical)), physical, -1)
             if self._traffic.counts:

@@ -1,7 +1,7 @@
 """Stable argsort of rank ids as Triton kernels: histogram per block, scan over blocks, scatter.
 
-Shapes depend on arguments only, nothing waits for the device and only the results and one table of (ranks, blocks)
-are allocated, so that it can be captured in a graph. A batch that fits one block takes one launch. Ids are not checked.
+Shapes depend on arguments only, nothing waits for the device, and only the results and one table (ranks, blocks) are
+allocated, so that it can be captured in a graph. A batch that fits in one block takes one launch. Ids are not checked.
 """
 
 import torch
@@ -11,12 +11,12 @@ from torch import Tensor
 
 from semmoe.runtime.reference import RankOrder
 
-BLOCK = 1024  # rows of a program
-SCAN_BLOCK = 1024  # blocks that the scan holds at a time
+BLOCK = 1024  # rows per program
+SCAN_BLOCK = 1024  # blocks that the scan processes at a time
 
 
 def argsort_ranks(ranks: Tensor, size: int, slice_rows: int | None = None) -> RankOrder:
-    """As `semmoe.runtime.argsort.argsort_ranks`; rows beyond `slice_rows` of a rank have a place but no entry in it."""
+    """Same as `semmoe.runtime.argsort.argsort_ranks`, but rows beyond a rank's `slice_rows` get no entry in `order`."""
     rows, places = len(ranks), len(ranks) if slice_rows is None else size * slice_rows
     order = torch.full((places,), -1, dtype=torch.int64, device=ranks.device)
     inverse = torch.empty(rows, dtype=torch.int64, device=ranks.device)
@@ -50,7 +50,7 @@ def argsort_ranks(ranks: Tensor, size: int, slice_rows: int | None = None) -> Ra
 
 @triton.jit
 def histogram_kernel(ranks, before, rows, size, blocks, BLOCK: tl.constexpr, BINS: tl.constexpr):
-    """One block's rows of each rank, to before (size, blocks)."""
+    """Write the number of one block's rows of each rank to before (size, blocks)."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     bins = tl.arange(0, BINS)
     ids = tl.load(ranks + i, mask=i < rows, other=0).to(tl.int32)
@@ -60,7 +60,7 @@ def histogram_kernel(ranks, before, rows, size, blocks, BLOCK: tl.constexpr, BIN
 
 @triton.jit
 def scan_kernel(before, counts, blocks, BLOCK: tl.constexpr):
-    """One rank's rows of each block become those of all blocks before it; its total goes to counts (size,)."""
+    """Replace one rank's rows per block by the sum over previous blocks; write its total to counts (size,)."""
     rank = tl.program_id(0)
     total = tl.zeros((), tl.int32)
     for start in range(0, blocks, BLOCK):
@@ -87,7 +87,7 @@ def scatter_kernel(
     BLOCK: tl.constexpr,
     BINS: tl.constexpr,
 ):
-    """Sort a block by (rank, row), so that runs of a rank leave side by side; then every run goes to its places."""
+    """Sort a block by (rank, row), so that rows of one rank are consecutive; then write every run to its places."""
     start = tl.program_id(0) * BLOCK
     local, bins = tl.arange(0, BLOCK), tl.arange(0, BINS)
     valid = start + local < rows

@@ -1,7 +1,7 @@
 """`semmoe.tokens.slices` as Triton kernels: one program per block of tokens scores them, one program assigns the batch.
 
-Shapes are static, nothing waits for the device and only the results are allocated, so that both can be captured in a
-graph. Results are those of `semmoe.runtime.scores`, bit for bit.
+Shapes are static, nothing waits for the device, and only the results are allocated, so that both can be captured in a
+graph. Results are bitwise equal to those of `semmoe.runtime.scores`.
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ from torch import Tensor
 from semmoe.runtime.scores import DeviceTables
 from semmoe.tokens.kernels import BUCKETS, FINE_BITS, FIRST_STEP, LOWEST, PRICE_STEPS, STEP_DECAY
 
-SCORE_BLOCK = 32  # tokens of a program
-ASSIGN_TILE = 8192  # scores that the assigning program holds at a time
+SCORE_BLOCK = 32  # tokens per program
+ASSIGN_TILE = 8192  # scores that the assigning program processes at a time
 
 _LOWEST = tl.constexpr(LOWEST)
 _FIRST_STEP, _STEP_DECAY, _PRICE_STEPS = tl.constexpr(FIRST_STEP), tl.constexpr(STEP_DECAY), tl.constexpr(PRICE_STEPS)
@@ -25,7 +25,7 @@ _BUCKETS, _FINE_BITS, _COARSE = tl.constexpr(BUCKETS), tl.constexpr(FINE_BITS), 
 def look_up_tokens(
     tables: DeviceTables, layers: Sequence[int], first_rank: int, num_slices: int, token_ids: Tensor
 ) -> Tensor:
-    """(L, B, S) int32; arguments as of `semmoe.tokens.slices.look_up_tokens`."""
+    """(L, B, S) int32: same as `semmoe.tokens.slices.look_up_tokens`."""
     tokens = len(token_ids)
     out = torch.empty((len(layers), tokens, num_slices), dtype=torch.int32, device=token_ids.device)
     for i, layer in enumerate(layers):
@@ -50,7 +50,7 @@ def look_up_tokens(
 def score(
     tables: DeviceTables, layer: int, first_rank: int, tokens: Tensor, earlier: Tensor, history: Tensor | None = None
 ) -> Tensor:
-    """(B, S) int32; arguments as of `semmoe.tokens.slices.score`."""
+    """(B, S) int32: same as `semmoe.tokens.slices.score`."""
     out, (number, num_slices) = torch.empty_like(tokens), tokens.shape
     past = tables.history_scores[layer, -1:] if history is None else history.contiguous()
     if number:
@@ -137,7 +137,7 @@ def score_kernel(
 
 
 def assign(scores: Tensor) -> Tensor:
-    """(B,) int16: slices as of `semmoe.tokens.slices.assign`."""
+    """(B,) int16: slices, same as `semmoe.tokens.slices.assign`."""
     tokens, slices = scores.shape
     out = torch.empty(tokens, dtype=torch.int16, device=scores.device)
     width = triton.next_power_of_2(slices)
@@ -153,7 +153,7 @@ def assign(scores: Tensor) -> Tensor:
 def assign_kernel(scores, out, tokens, slices, size, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
     columns = tl.arange(0, WIDTH)
     real = columns < slices
-    # Prices of a slice's mean above the lowest slice's; the first step from the mean spread.
+    # Prices start at a slice's mean score above the lowest slice's; the first step follows from the mean spread.
     totals, spread = tl.zeros((WIDTH,), tl.int64), tl.zeros((), tl.int64)
     for start in range(0, tokens, BLOCK):
         tile, valid = _tile(scores, start, tokens, slices, BLOCK, WIDTH)
@@ -199,7 +199,7 @@ def _tile(scores, start, tokens, slices, BLOCK: tl.constexpr, WIDTH: tl.constexp
 
 @triton.jit
 def _choose(tile, prices, allowed, columns, WIDTH: tl.constexpr):
-    """The lowest allowed column of highest score less price, and that difference."""
+    """The allowed column of highest score less price (the lowest of equals), and that difference."""
     values = tl.where(allowed[None, :], tile - prices[None, :], _LOWEST)
     best = tl.max(values, 1)
     return tl.min(tl.where(values == best[:, None], columns[None, :], WIDTH), 1), best
@@ -207,7 +207,7 @@ def _choose(tile, prices, allowed, columns, WIDTH: tl.constexpr):
 
 @triton.jit
 def _level(scores, out, prices, counts, tokens, slices, size, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """One round of moves; three passes: who may leave, who applies where, who moves. The new counts."""
+    """One round of moves in three passes: which tokens may leave, where they apply, which move. Returns the counts."""
     columns = tl.arange(0, WIDTH)
     excess = tl.maximum(counts - size, 0)
     room = tl.where(columns < slices, tl.maximum(size - counts, 0), 0)
@@ -238,7 +238,7 @@ def _level(scores, out, prices, counts, tokens, slices, size, BLOCK: tl.constexp
 
 @triton.jit
 def _moves(scores, out, prices, excess, room, start, tokens, slices, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """Of a block's tokens: the slice they are in, the best with room, the bucket of the loss between the two."""
+    """For a block's tokens: their slice, the best slice with room, and the bucket of the loss between the two."""
     columns = tl.arange(0, WIDTH)
     tile, valid = _tile(scores, start, tokens, slices, BLOCK, WIDTH)
     target, value = _choose(tile, prices, room > 0, columns, WIDTH)
@@ -260,7 +260,7 @@ def _of(values, one_hot):
 
 @triton.jit
 def _limits(counts, quota, WIDTH: tl.constexpr):
-    """For each slice the bucket in which its quota ends, -1 without one, and what of the quota is left for it."""
+    """For each slice the bucket in which its quota ends (-1: none), and how much of the quota remains for it."""
     counts = tl.reshape(counts, (WIDTH, _BUCKETS))
     buckets = tl.arange(0, _BUCKETS)[None, :]
     limit = tl.sum((tl.cumsum(counts, 1) < quota[:, None]).to(tl.int32), 1)
@@ -270,7 +270,7 @@ def _limits(counts, quota, WIDTH: tl.constexpr):
 
 @triton.jit
 def _least(chosen, group, bucket, limit, left, columns):
-    """Which of a block's tokens are among the first of their group, and what is left of the quota at its limit."""
+    """Which of a block's tokens are within the quota of their group, and how much of it remains at the limit."""
     one_hot = group[:, None] == columns[None, :]
     end = _of(limit, one_hot)
     at_limit = (chosen & (bucket == end))[:, None] & one_hot

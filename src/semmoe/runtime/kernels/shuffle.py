@@ -1,9 +1,9 @@
 """Triton kernels of the shuffled pair: rows by index, and SRS / SAG over buffers of all ranks.
 
 `peers` is a tensor (R,) int64 of data pointers, one buffer per rank, as symmetric memory gives them: a rank reads what
-it needs from every buffer itself and permutes while reading. The caller (`semmoe.runtime.fused`) sees to it that all
-buffers are written before and stay so until all ranks have read. Shapes follow from arguments, nothing waits for the
-device.
+it needs from every buffer itself and permutes while reading. The caller (`semmoe.runtime.fused`) ensures that all
+buffers are written before and unchanged until all ranks have read them. Shapes follow from arguments, nothing waits for
+the device.
 """
 
 import torch
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-COLUMNS = 1024  # of a row, that a program moves
+COLUMNS = 1024  # columns of a row that one program moves
 
 
 def gather_rows(rows: Tensor, index: Tensor) -> Tensor:
@@ -81,6 +81,6 @@ def all_gather_kernel(peers, inverse, out, slice_rows, width, BLOCK: tl.constexp
 
 @triton.jit
 def _row_of(peers, rank, row, columns, width, mask, like):
-    """Columns of a row in the buffer of one rank, whose elements are those of `like`."""
+    """Load columns of a row from the buffer of one rank, whose elements have the type of `like`."""
     buffer = tl.load(peers + rank).to(tl.pointer_type(like.dtype.element_ty))
     return tl.load(buffer + row * width + columns, mask=mask, other=0)
