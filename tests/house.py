@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
-TOTAL, FILE, FUNCTION = 24_300, 350, 50
+TOTAL, FILE, FUNCTION = 24_400, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 300,
@@ -33,7 +33,7 @@ ROOMS = {
     "router": 1320,
     "report": 1960,
     "cli": 2140,
-    "__init__.py concentration.py console.py dataset.py demo.py tables.py texts.py watch.py": 930,
+    "__init__.py concentration.py console.py dataset.py demo.py tables.py texts.py watch.py": 940,
 }
 # From the ground up: a module imports from its own storey and those below.
 STOREYS = (

@@ -11,9 +11,10 @@ from ranks import on_threads
 
 from semmoe.core import Placement
 from semmoe.demo import MODEL
+from semmoe.engines import layer
 from semmoe.engines.transformers import generate as gen
 from semmoe.engines.transformers import model as models
-from semmoe.engines.transformers import parallel, planned, verify
+from semmoe.engines.transformers import parallel, verify
 from semmoe.engines.transformers.recorder import record
 from semmoe.metrics import copy_choice
 from semmoe.placement.linear import vanilla_plan
@@ -215,7 +216,7 @@ def test_counted_traffic_follows_its_closed_forms(checkpoints, tmp_path):
 
 def rank_without_unshuffle(rank, size, job, report):
     """A fault: rows come back from the all-gather in slice order instead of token order."""
-    planned.shuffled_all_gathers = lambda comm, columns, handle: [
+    layer.shuffled_all_gathers = lambda comm, columns, handle: [
         _gather_in_slice_order(comm, rows, handle) for rows in columns
     ]
     gen._rank_main(rank, size, job, report)

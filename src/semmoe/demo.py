@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from semmoe.console import Bars
 from semmoe.core import Plan, RoutingTrace
@@ -16,7 +16,10 @@ from semmoe.files import atomic_file
 from semmoe.payoff import measured, payoffs
 from semmoe.settings import DemoSettings, GenerateSettings, ReplaySettings, SolveSettings
 from semmoe.texts import held_out_prompts
-from semmoe.topology import Topology
+from semmoe.topology import Fingerprint, Topology
+
+if TYPE_CHECKING:
+    from semmoe.engines.transformers.generate import Configuration
 
 MODEL = Path(__file__).parent / "models" / "tiny"
 LINKS = "h200-nvlink"  # for which the demo predicts whether a plan is worth it, as `semmoe solve` does by default
@@ -63,53 +66,21 @@ def run_demo(settings: DemoSettings, work: Path, progress: Bars, dataset: Path |
     Under `work` it leaves what a report is made of: trace, domains.json, plan-dp, plan-tp and, of what it returns,
     demo.json.
     """
-    from semmoe.checkpoint.relabel import plan_digest
-    from semmoe.engines.transformers import generate as gen
-    from semmoe.engines.transformers import verify
     from semmoe.engines.transformers.model import fingerprint_of, load_model
     from semmoe.engines.transformers.recorder import record
     from semmoe.engines.transformers.tokenizer import load_tokenizer
-    from semmoe.placement.linear import vanilla_plan
-    from semmoe.plan import load_plan, save_plan
 
     advance = progress.task("loading the model", 1)
     tokenizer, model, identity = load_tokenizer(str(MODEL)), load_model(str(MODEL)), fingerprint_of(str(MODEL))
     profile_ids, prompts = demo_prompts(settings, tokenizer, dataset)
     advance(1)
-
     advance = progress.task(f"profiling {len(profile_ids)} prompts", len(profile_ids))
-    trace, set_ups, digests = record(model, str(MODEL), profile_ids, work / "trace", advance), [], {}
+    trace = record(model, str(MODEL), profile_ids, work / "trace", advance)
     if dataset is None:
         _save(work / "domains.json", profiled_domains(settings))
-    advance = progress.task("solving plans", 4)
-    for attention in ("dp", "tp"):
-        topology = Topology.for_attention(attention, settings.ep_size)
-        save_plan(_solve(trace, topology, settings, advance), work / f"plan-{attention}")
-        plan = load_plan(work / f"plan-{attention}")
-        vanilla = vanilla_plan(identity, topology)
-        set_ups.append(gen.Configuration(name=f"attention-{attention.upper()}, vanilla", plan=vanilla))
-        set_ups.append(gen.Configuration(name=f"attention-{attention.upper()}, on the plan", plan=plan))
-        digests[set_ups[-1].name] = plan_digest(work / f"plan-{attention}")
-    set_ups.append(gen.Configuration(name="attention-TP, all-reduce", plan=vanilla, exchange="all-reduce"))
-
-    generate_settings = GenerateSettings(max_new_tokens=settings.max_new_tokens, batch_size=settings.batch_size)
-    advance = progress.task("generating with plain transformers", len(prompts))
-    reference = verify.plain_generate(model, prompts, generate_settings, advance)
-    advance = progress.task(
-        f"generating on {settings.ep_size} processes, {len(set_ups)} set-ups", len(prompts) * len(set_ups)
-    )
-    results = gen.generate(str(MODEL), prompts, set_ups, generate_settings, lambda name, done: advance(done))
-    rows = []
-    for result in results:
-        agreement = verify.compare_outputs(model, prompts, reference, result.outputs)
-        rows.append(
-            {
-                **result.figures(),
-                "identical": agreement.holds,
-                "identical_text": str(agreement),
-                "plan_hash": digests.get(result.name),
-            }
-        )
+    configurations, digests = _configurations(trace, identity, settings, work, progress)
+    rows = _compare(model, prompts, configurations, settings, progress)
+    rows = [row | {"plan_hash": digests.get(row["name"])} for row in rows]
     made = {
         "settings": asdict(settings),
         "prompts": len(prompts),
@@ -121,6 +92,53 @@ def run_demo(settings: DemoSettings, work: Path, progress: Bars, dataset: Path |
     }
     _save(work / "demo.json", made)
     return made
+
+
+def _configurations(
+    trace: RoutingTrace, identity: Fingerprint, settings: DemoSettings, work: Path, progress: Bars
+) -> tuple[list["Configuration"], dict[str, str]]:
+    """Each attention with and without a plan, and the one without all-to-all; the plans' digests by name."""
+    from semmoe.checkpoint.relabel import plan_digest
+    from semmoe.engines.transformers.generate import Configuration
+    from semmoe.placement.linear import vanilla_plan
+    from semmoe.plan import load_plan, save_plan
+
+    found, digests = [], {}
+    advance = progress.task("solving plans", 4)
+    for attention in ("dp", "tp"):
+        topology, path = Topology.for_attention(attention, settings.ep_size), work / f"plan-{attention}"
+        save_plan(_solve(trace, topology, settings, advance), path)
+        name, vanilla = f"attention-{attention.upper()}", vanilla_plan(identity, topology)
+        found.append(Configuration(name=f"{name}, vanilla", plan=vanilla))
+        found.append(Configuration(name=f"{name}, on the plan", plan=load_plan(path)))
+        digests[found[-1].name] = plan_digest(path)
+    found.append(Configuration(name="attention-TP, all-reduce", plan=vanilla, exchange="all-reduce"))
+    return found, digests
+
+
+def _compare(
+    model: Any,
+    prompts: list[list[int]],
+    configurations: list["Configuration"],
+    settings: DemoSettings,
+    progress: Bars,
+) -> list[dict[str, Any]]:
+    """Figures of every configuration, and whether its outputs are those of plain transformers."""
+    from semmoe.engines.transformers import verify
+    from semmoe.engines.transformers.generate import generate
+
+    lengths = GenerateSettings(max_new_tokens=settings.max_new_tokens, batch_size=settings.batch_size)
+    advance = progress.task("generating with plain transformers", len(prompts))
+    reference = verify.plain_generate(model, prompts, lengths, advance)
+    number = len(configurations)
+    advance = progress.task(
+        f"generating on {settings.ep_size} processes, {number} configurations", len(prompts) * number
+    )
+    rows = []
+    for result in generate(str(MODEL), prompts, configurations, lengths, lambda name, done: advance(done)):
+        agreement = verify.compare_outputs(model, prompts, reference, result.outputs)
+        rows.append({**result.figures(), "identical": agreement.holds, "identical_text": str(agreement)})
+    return rows
 
 
 def _payoffs(rows: list[dict[str, Any]], ep_size: int) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """The `semmoe` command."""
 
-from semmoe.cli import apply, calibrate, doctor, offline, online, record, report, router, serve, watch
+from semmoe.cli import apply, calibrate, doctor, offline, online, record, replay, report, router, serve, watch
 from semmoe.cli.app import app
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "offline",
     "online",
     "record",
+    "replay",
     "report",
     "router",
     "serve",

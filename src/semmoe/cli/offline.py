@@ -1,6 +1,6 @@
-"""Commands that need no model: affinity, solve, replay."""
+"""Commands that need no model: affinity and solve."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,26 +27,11 @@ from semmoe.cli.options import (
 )
 from semmoe.core import Plan, RoutingTrace
 from semmoe.cost import LayerShape, Links, load_links
-from semmoe.methods import METHODS, check_applies, obstacle
-from semmoe.settings import CoclusterSettings, ReplaySettings, SolveSettings, SplitSettings
+from semmoe.methods import METHODS, check_applies
+from semmoe.settings import ReplaySettings, SolveSettings
 from semmoe.topology import Fingerprint, Topology
 
 OBJECTIVE = ["load_limit", "remote_rank_cost", "remote_node_cost"]
-DECIDED = [
-    "method",
-    "profile_share",
-    "ep_size",
-    "attention",
-    "dp_size",
-    "num_nodes",
-    "redundant_experts",
-    "time_limit",
-    "lookback",
-    "theta",
-    "steps",
-    "model",
-    *OBJECTIVE,
-]
 METHOD_NAMES = ", ".join(METHODS)
 ModelOption = Annotated[
     str | None,
@@ -120,14 +105,14 @@ def solve(
     solving: SolveSettings = settings(method=method or SolveSettings().method)
     topology = resolve_topology(None, given(), OFFLINE_RANKS)
     check_applies(solving.method, topology, solving.redundant_experts)
-    _refuse_idle(ctx, [solving.method], topology)
+    refuse_idle(ctx, [solving.method], topology)
     chosen_links = load_links(links or ("h200-nvlink" if topology.num_nodes == 1 else "h200-400g"), topology.num_nodes)
     opened = open_trace(trace)
     shape = _layer_shape(opened.fingerprint, widths())
-    embeddings = _embeddings(model, opened.fingerprint) if model else None
+    embeddings = model_embeddings(model, opened.fingerprint) if model else None
     plan = _solve(opened, topology, solving, chosen_links, shape, embeddings)
     save_plan(plan, out)
-    by_answers = _warn_of_answers(opened, topology)
+    by_answers = warn_of_answers(opened, topology)
     if shape is None:
         console.err.print(
             "[yellow]warning:[/] no time is predicted: the trace does not say how wide the model is; "
@@ -194,7 +179,7 @@ def _print_verdict(expected: dict[str, Any]) -> None:
     console.out.print(expected["verdict"]["sentence"], style="bold", markup=False)
 
 
-def _refuse_idle(ctx: typer.Context, methods: list[str], topology: Topology) -> None:
+def refuse_idle(ctx: typer.Context, methods: list[str], topology: Topology) -> None:
     """Options that would do nothing for any of `methods`."""
     names = " and ".join(methods)
     if not {"paper", "semmoe"} & set(methods):
@@ -211,7 +196,7 @@ def _refuse_idle(ctx: typer.Context, methods: list[str], topology: Topology) -> 
         refuse_given(ctx, ["remote_node_cost"], "all ranks are on one node")
 
 
-def _embeddings(model: str, expected: Fingerprint) -> Any:
+def model_embeddings(model: str, expected: Fingerprint) -> Any:
     """(V, H) float32 input embeddings of the model that the trace was profiled on."""
     from semmoe.engines.transformers.model import fingerprint_of, load_model
 
@@ -221,100 +206,7 @@ def _embeddings(model: str, expected: Fingerprint) -> Any:
     return load_model(model).get_input_embeddings().weight.detach().numpy()
 
 
-@app.command(rich_help_panel=OFFLINE)
-@takes(given=GivenTopology, measure=ReplaySettings, solving=SolveSettings, share=SplitSettings)
-def replay(
-    ctx: typer.Context,
-    trace: TraceArgument,
-    given: Any = None,
-    plan: Annotated[
-        Path | None, typer.Option(help="Score this plan on the whole trace.", rich_help_panel=METHOD)
-    ] = None,
-    method: Annotated[
-        str | None,
-        typer.Option(
-            help=f"One of {METHOD_NAMES}, or all, the default: profile on a share, score on the rest.",
-            rich_help_panel=METHOD,
-        ),
-    ] = None,
-    share: Any = None,
-    measure: Any = None,
-    solving: Any = None,
-    model: ModelOption = None,
-    out: ResultOut = None,
-    force: Force = False,
-    as_json: Json = False,
-) -> None:
-    """Score plans on a trace, without a model: the offline experiment.
-
-    Examples: `semmoe replay trace.npz --method all` and `semmoe replay heldout --plan plan --json`
-    """
-    from semmoe.trace import open_trace
-
-    check_result(out, force)
-    scoring: ReplaySettings = measure()
-    settings: dict[str, Any] = {"trace": str(trace), **asdict(scoring)}
-    if plan is not None:
-        refuse_given(ctx, DECIDED, "--plan decides it")
-        opened = open_trace(trace)
-        topology, methods = _replay_plan(opened, plan, scoring, settings)
-    else:
-        topology, solve_by = resolve_topology(None, given(), OFFLINE_RANKS), solving()
-        settings |= asdict(topology) | asdict(share()) | _said_of(solve_by)
-        chosen = _applicable(method or "all", topology, solve_by.redundant_experts)
-        _refuse_idle(ctx, chosen, topology)
-        opened = open_trace(trace)
-        embeddings = _embeddings(model, opened.fingerprint) if model else None
-        methods = _replay_methods(opened, chosen, topology, scoring, solve_by, share().profile_share, embeddings)
-    settings["scheduled_by_answers"] = _warn_of_answers(opened, topology)
-    if tell_result({"settings": settings, "methods": methods}, out, as_json):
-        return
-    title = f"{trace.name}: {opened.num_requests} requests, {opened.num_tokens:,} routed tokens"
-    console.print_table(title, *tables.metrics(methods))
-    for name, figures in methods.items():
-        tables.print_prediction(name, figures)
-
-
-def _said_of(solving: SolveSettings) -> dict[str, Any]:
-    """What a replay's JSON says of how its plans were solved."""
-    objective: CoclusterSettings = solving.cocluster
-    return {
-        "redundant_experts": solving.redundant_experts,
-        "load_limit": objective.load_limit,
-        "remote_rank_cost": objective.remote_rank,
-        "remote_node_cost": objective.remote_node,
-        "time_limit": solving.moetuner.time_limit,
-    }
-
-
-def _replay_plan(
-    trace: RoutingTrace, path: Path, measure: ReplaySettings, settings: dict[str, Any]
-) -> tuple[Topology, dict[str, dict[str, Any]]]:
-    from semmoe.placement.linear import vanilla_plan
-    from semmoe.plan import load_plan
-    from semmoe.replayer import profiled_requests
-    from semmoe.solver import score
-
-    plan = load_plan(path)
-    settings |= {"plan": str(path), **asdict(plan.topology)}
-    profiled = profiled_requests(trace, plan)
-    settings |= {"profiled": bool(profiled), "profiled_requests": profiled, "requests": trace.num_requests}
-    _warn_of_profiled(profiled, trace.num_requests)
-    plans: dict[str, Plan] = {"linear": vanilla_plan(plan.fingerprint, plan.topology), plan.method: plan}
-    return plan.topology, score(trace, plans, measure)
-
-
-def _warn_of_profiled(profiled: int | None, requests: int) -> None:
-    """profiled: how many of the replayed `requests` the plan was solved on, None if it does not tell."""
-    if profiled is None:
-        words = "the plan does not say which requests it was solved on: if they are among these, the figures flatter it"
-    else:
-        words = f"{profiled:,} of {requests:,} requests were profiled: these figures flatter the plan"
-    if profiled != 0:
-        console.err.print(f"[yellow]warning:[/] {words}", soft_wrap=True, highlight=False)
-
-
-def _warn_of_answers(trace: RoutingTrace, topology: Topology) -> int:
+def warn_of_answers(trace: RoutingTrace, topology: Topology) -> int:
     """How many requests are sent to groups by what they answer; a server does not know that, so it is said."""
     from semmoe.replayer import scheduled_by_answers
 
@@ -327,41 +219,3 @@ def _warn_of_answers(trace: RoutingTrace, topology: Topology) -> int:
         )
         console.err.print(f"[yellow]warning:[/] {words}", soft_wrap=True, highlight=False)
     return by_answers
-
-
-def _applicable(method: str, topology: Topology, redundant_experts: int) -> list[str]:
-    """The methods to replay: the one named, or all that apply, with a warning that names the others and why."""
-    if method not in (*METHODS, "all"):
-        raise ValueError(f"method must be one of {METHOD_NAMES} or all, not {method!r}")
-    reasons = {name: obstacle(name, topology, redundant_experts) for name in METHODS if method in ("all", name)}
-    if method != "all" and reasons[method] is not None:
-        raise ValueError(f"method {method} does not apply: {reasons[method]}")
-    left_out: dict[str, list[str]] = {}
-    for name, reason in reasons.items():
-        if reason is not None:
-            left_out.setdefault(reason.split(":")[0].removeprefix("it "), []).append(name)
-    if left_out:
-        words = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in left_out.items())
-        console.err.print(f"[yellow]warning:[/] left out: {words}", soft_wrap=True)
-    return [name for name, reason in reasons.items() if reason is None]
-
-
-def _replay_methods(
-    trace: RoutingTrace,
-    methods: list[str],
-    topology: Topology,
-    measure: ReplaySettings,
-    solving: SolveSettings,
-    share: float,
-    embeddings: Any,
-) -> dict[str, dict[str, Any]]:
-    from semmoe.solver import score, solve_methods
-    from semmoe.splitter import split
-
-    profile, evaluation = split(trace, share, measure.seed)
-    with console.bars() as bars:
-        advance = bars.task("solving and replaying", len(methods) + 1)
-        plans, seconds = solve_methods(profile, topology, methods, solving, advance, embeddings)
-        scores = score(evaluation, plans, measure)
-        advance(1)
-    return {name: {**scores[name], "solve_seconds": seconds[name]} for name in methods}

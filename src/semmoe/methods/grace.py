@@ -6,10 +6,10 @@ co-activation matrix, first over nodes, then over the ranks of each node; the ex
 heaviest rank get copies on the lightest ranks.
 
 Differences from the paper (docs/reading-the-paper.md): engines hold equally many physical experts on every rank, so
-groups are equal (a non-uniformity ratio of 0, also between nodes). Replication continues until the redundant slots given by
-the user are full, while the paper makes one round of its own size. Its routing prefers an own copy, then one on the
-node, then any, as `metrics.copy_choice` does; among equally near copies the paper draws by predicted load, while
-`metrics.copy_choice` assigns source ranks round-robin.
+groups are equal (a non-uniformity ratio of 0, also between nodes). Replication continues until the redundant slots
+given by the user are full, while the paper makes one round of its own size. Its routing prefers an own copy, then one
+on the node, then any, as `metrics.copy_choice` does; among equally near copies the paper draws by predicted load,
+while `metrics.copy_choice` assigns source ranks round-robin.
 """
 
 import numpy as np

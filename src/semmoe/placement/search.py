@@ -119,9 +119,8 @@ def _new_primaries(state, kind, a, b, x, y):
 def _judge(state, scratch, kind, a, b, x, y, mark, load_price, cap, penalty):
     """Compute the change of the cost by a move, and keep the move applied if the cost falls.
 
-    New values, homes and load are left in scratch. The penalty is convex in the loads, so that its tangent is a lower
-    bound that is additive over sets: a sample of the sets bounds the change. Returns (change, new penalty, sets
-    affected).
+    Leaves new values, homes and load in scratch. The penalty is convex in the loads: its tangent is a lower bound that
+    is additive over sets, so a sample bounds the change. Returns (change, new penalty, sets affected).
     """
     count, total = _collect(state, scratch, a, b, mark), state.total_weight
     if count == 0:  # no token uses either expert
