@@ -22,7 +22,7 @@ def one_hot(labels: np.ndarray, num_clusters: int) -> np.ndarray:
 def balanced_packing(weight: np.ndarray, num_packs: int) -> tuple[np.ndarray, np.ndarray]:
     """Pack the n items of each row into packs of equal size: the heaviest first, into the lightest pack with room.
 
-    weight: (X, n), n divisible by num_packs. Returns pack (X, n) and position in the pack (X, n).
+    weight: (rows, n), n divisible by num_packs. Returns pack (rows, n) and position in the pack (rows, n).
     """
     rows, items = weight.shape
     assert items % num_packs == 0

@@ -7,6 +7,7 @@ Shape legend, one meaning per letter everywhere:
     E  logical experts of a layer          G  expert-parallel ranks (`ep_size`)
     P  physical experts (copies counted)   D  attention-DP groups (`dp_size`)
     X  most copies of one expert           S  ranks inside an attention-DP group (`attn_tp_size`), G = D * S
+    N  tokens or rows of one call, n those of one rank; other letters are explained where they stand
 """
 
 from __future__ import annotations

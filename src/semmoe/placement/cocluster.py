@@ -39,7 +39,7 @@ MEASURED_TOKENS, MEASURED_BATCHES, RESAMPLES = 1 << 16, 32, 64
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout of one layer: the expert in every slot (G, S) and the rank (E,) of each expert's primary copy."""
+    """A layout of one layer: the expert in every slot (G, P / G) and the rank (E,) of each expert's primary copy."""
 
     slots: np.ndarray
     primary: np.ndarray
@@ -50,7 +50,7 @@ class Layout:
 class Measured:
     """A layout with its copy choice, cost and load, measured on profiled tokens at their predicted homes."""
 
-    slots: np.ndarray  # (G, S)
+    slots: np.ndarray  # (G, P / G)
     choice: np.ndarray  # (G, E) int16: the rank whose copy of each expert each source rank uses
     cost: float  # per token
     load: float  # max/mean expected for a batch of other requests
@@ -128,7 +128,7 @@ def _first_labels(affinity: np.ndarray, ranks: int, starts: int, rng) -> list[np
 
 
 def _start(affinity: np.ndarray, ranks: int, redundant: int, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Slots (G, S) and primaries (E,) from rank labels (E,); redundant slots get the experts of most affinity."""
+    """Slots (G, P / G) and primaries (E,) from rank labels (E,); redundant slots get the experts of most affinity."""
     slots = np.empty((ranks, (len(labels) + redundant) // ranks), np.int64)
     for g in range(ranks):
         own = np.flatnonzero(labels == g)

@@ -22,7 +22,7 @@ LOAD_PRICE = 20.0  # the copy choice changes few rows, so load has priority
 def nearest_copies(slots: np.ndarray, num_experts: int, node_of: np.ndarray) -> np.ndarray:
     """(G, E, G) bool: the ranks whose copy of an expert a source rank may use: its own, else its node's, else any.
 
-    slots (G, S) experts, node_of (G,).
+    slots (G, P / G) experts, node_of (G,).
     """
     hosted = np.zeros((num_experts, len(slots)), bool)
     hosted[slots, np.arange(len(slots))[:, None]] = True

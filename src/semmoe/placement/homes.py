@@ -25,7 +25,7 @@ State = namedtuple(
         "group_size",  # ranks of an attention group
         "offsets",  # (E + 1,)
         "rows",  # (U * K,): the sets that hold expert e are rows[offsets[e] : offsets[e + 1]]
-        "slots",  # (G, S) experts
+        "slots",  # (G, P / G) experts
         "primary",  # (E,) ranks
         "masks",  # (E, W) uint64: bit g says that rank g hosts the expert
         "node_of",  # (G,)
@@ -42,7 +42,10 @@ Scratch = namedtuple("Scratch", "stamp touched new_value new_home new_load cost"
 
 
 def make_state(sets, weight, group, slots, primary, topology, weights):
-    """Make the state of a search: sets (U, K) in random order, weight (U,), group (U,), slots (G, S), primary (E,)."""
+    """Make the state of a search.
+
+    sets (U, K) in random order, weight (U,), group (U,), slots (G, P / G), primary (E,).
+    """
     (U, _), (G, _), E = sets.shape, slots.shape, len(primary)
     offsets, rows = _rows_by_expert(sets, E)
     node_of = topology.node_of

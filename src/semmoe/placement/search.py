@@ -1,9 +1,9 @@
 """Local search over layouts of one layer's experts: the numba kernels behind `placement.cocluster`.
 
-A layout is `slots` (G, S), the expert in every slot of every rank, and `primary` (E,), the rank whose copy serves ranks
-without an own one (or, over several nodes, ranks whose node has none). Tokens come as sets: the distinct rows of routed
-experts (U, K) with their weights (U,), since real routing repeats itself (39,000 tokens of a gpt-oss layer are under
-5,000 sets).
+A layout is `slots` (G, P / G), the expert in every slot of every rank, and `primary` (E,), the rank whose copy serves
+ranks without an own one (or, over several nodes, ranks whose node has none). Tokens come as sets: the distinct rows
+of routed experts (U, K) with their weights (U,), since real routing repeats itself (39,000 tokens of a gpt-oss layer
+are under 5,000 sets).
 
 Every set takes its best home among the ranks of its request's attention group, under prices that keep homes equally
 full (the dual variables of attention-TP's equal slices). The cost of a layout, in units of one (token, expert) pair, is
@@ -188,20 +188,20 @@ def _decode(state, number):
 
     Numbers enumerate all pairs of slots, then all (slot, expert), then all (expert, rank).
     """
-    (G, S), E, P = state.slots.shape, state.primary.shape[0], state.slots.size
+    (G, slots), E, P = state.slots.shape, state.primary.shape[0], state.slots.size
     none = (-1, 0, 0, 0, 0, 0, 0)
     if number < P * P:
         i, j = number // P, number % P
-        x, y = i // S, j // S
+        x, y = i // slots, j // slots
         if i >= j or x == y:
             return none
-        a, b = state.slots[x, i % S], state.slots[y, j % S]
+        a, b = state.slots[x, i % slots], state.slots[y, j % slots]
         return none if hosted(state.masks, a, y) or hosted(state.masks, b, x) else (SWAP, i, j, a, b, x, y)
     number -= P * P
     if number < P * E:
         i, b = number // E, number % E
-        x = i // S
-        a = state.slots[x, i % S]
+        x = i // slots
+        a = state.slots[x, i % slots]
         copies = ZERO
         for word in range(state.masks.shape[1]):
             copies += popcount(state.masks[a, word])
