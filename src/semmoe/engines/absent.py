@@ -1,4 +1,4 @@
-"""What stands where a part is not attached to a rank's model: it does nothing, so that hooks ask no questions."""
+"""Parts that do nothing, used where a part is not attached to a rank's model, so that hooks need not test for it."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,69 +11,69 @@ from semmoe.runtime.collectives import Communicator
 
 
 class NoShuffle:
-    """Tokens stay where the engine puts them."""
+    """In place of a shuffle: tokens stay where the engine puts them."""
 
     active = False
     comms: Sequence[Communicator] = ()
 
     def begin_step(self, read: Callable[[], Step]) -> None:
-        """Nothing is to be shuffled."""
+        """Do nothing: no token of the pass is shuffled."""
 
     def begin_pass(self, forward_batch: Any, read: Callable[[], Step]) -> None:
-        """Nothing is to be shuffled."""
+        """Do nothing: no token of the pass is shuffled."""
 
     def end(self) -> None:
-        """Nothing was shuffled."""
+        """Do nothing: no token of the pass was shuffled."""
 
     def listen(self, routed: Callable[[int, torch.Tensor], None]) -> None:
-        """Routing travels with shuffled rows alone: elsewhere each rank sees its own."""
+        """Do nothing: only shuffled rows carry the routing of other ranks."""
 
     def observe(self, expert_ids: torch.Tensor, weights: torch.Tensor) -> None:
-        """Not called, as it is never active."""
+        """Do nothing; this is never called, since the shuffle is never active."""
 
     def bound(self, original: torch.Tensor | None) -> torch.Tensor | None:
-        """The engine's own."""
+        """Return the engine's own number of real rows."""
         return original
 
     def leave(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """In place of every hook at a layer's ends: what the engine does."""
+        """Call the engine's own function, in place of every hook at the start or end of a layer."""
         return original(*args, **kwargs)
 
     before_experts = before_attention = after_last = leave
 
 
 class NoRecorder:
-    """Nobody listens."""
+    """In place of a recorder: no routing is recorded."""
 
     recording = False
     waiting: Step | None = None
 
     def begin(self, read: Callable[[], Step]) -> None:
-        """The pass is not read."""
+        """Do nothing: the pass is not read."""
 
     def observe(self, layer: int, expert_ids: torch.Tensor, weights: torch.Tensor) -> None:
-        """Nothing is kept."""
+        """Do nothing: routing is not kept."""
 
     def put(self, layer: int, expert_ids: torch.Tensor) -> None:
-        """Nothing is kept."""
+        """Do nothing: routing is not kept."""
 
     def end(self) -> None:
-        """Nothing was recorded."""
+        """Do nothing: the pass was not recorded."""
 
     def close(self) -> None:
-        """Nothing was recorded."""
+        """Do nothing: the pass was not recorded."""
 
     def tell(self, kept: np.ndarray | slice) -> None:
-        """There is nothing to tell."""
+        """Do nothing: there are no recorded rows to pass on."""
 
     def finish(self, request: str, prompt_ids: Sequence[int], length: int) -> None:
-        """Nothing was recorded of it."""
+        """Do nothing: the request was not recorded."""
 
 
 class NoTraffic:
-    """No all-to-all sends rows, so none are counted."""
+    """In place of a traffic counter: no all-to-all sends rows, so none are counted."""
 
     counts = False
 
     def count(self, targets: torch.Tensor) -> None:
-        """Nothing is counted."""
+        """Do nothing: no rows are sent."""

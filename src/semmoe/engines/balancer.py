@@ -1,8 +1,8 @@
-"""Requests to attention-DP ranks inside a live engine: the plan's choice, under the load that runs now.
+"""Schedule requests to attention-DP ranks inside a live engine, by the plan and the currently running load.
 
-Some engines tell each request's end (`admit`, `finish`). Others say how many requests each rank has and not which of
-them ended: there the ledger of running work is kept by age (`choose`, `reconcile`), and of what was sent to a rank the
-oldest requests are taken to have ended first.
+Some engines report the end of each request (`admit`, `finish`). Others report only how many requests each rank has:
+then the ledger of running work is kept by age (`choose`, `reconcile`), and the oldest requests sent to a rank are
+assumed to have ended first.
 """
 
 import time
@@ -15,11 +15,11 @@ from semmoe.core import Plan
 from semmoe.online import expected_tokens, live_settings, start
 from semmoe.requests.scheduler import Assigned
 
-GRACE = 0.2  # seconds that a request may take to appear in its rank's load
+GRACE = 0.2  # seconds until a request is expected to appear in its rank's load
 
 
 class RequestBalancer:
-    """The rank of each request, and how many of its ids the tables do not know. Not thread-safe."""
+    """Chooses the rank of each request, and counts prompt ids outside the tables. Not thread-safe."""
 
     def __init__(self, plan: Plan, clock: Callable[[], float] = time.time) -> None:
         unfit = "this plan schedules no requests: it is for attention tp, or was solved without"
@@ -35,24 +35,26 @@ class RequestBalancer:
         return self._scheduler.unknown_tokens
 
     def choose(self, prompt_ids: Sequence[int] | np.ndarray, max_new_tokens: int | None = None) -> int:
-        """The rank for a request that decodes at most `max_new_tokens`, whose end `reconcile` is to find."""
+        """The rank for a request that decodes at most `max_new_tokens`; `reconcile` later infers its end."""
         rank, assigned = self.admit(prompt_ids, max_new_tokens)
         if self._scheduler.keeps_ledger:
             self._sent[rank].append((self._clock(), assigned))
         return rank
 
     def admit(self, prompt_ids: Sequence[int] | np.ndarray, max_new_tokens: int | None = None) -> tuple[int, Assigned]:
-        """The same for an engine that tells each request's end: the rank, and what `finish` takes back."""
+        """Same as `choose`, for an engine that reports each request's end: the rank, and the handle for `finish`."""
         ids = np.asarray(prompt_ids, np.int64)
         assigned = self._scheduler.admit(ids, expected_tokens(self._scheduler.mean_length, max_new_tokens))
         return assigned.group, assigned
 
     def finish(self, assigned: Assigned) -> None:
-        """A request that `admit` let in has ended, or will never begin."""
+        """Report that an admitted request has ended or will never begin."""
         self._scheduler.finish(assigned, assigned.work)
 
     def reconcile(self, rank: int, requests: int, as_of: float) -> None:
-        """A rank said at `as_of` (seconds of the clock) that it has so many requests, waiting or running."""
+        """Finish the oldest requests of a rank that reported, at clock time `as_of`, to have `requests` unfinished
+        ones.
+        """
         sent = self._sent[rank]
         known = sum(when <= as_of - GRACE for when, _ in sent)
         for _ in range(known - requests):

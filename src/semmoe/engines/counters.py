@@ -1,19 +1,20 @@
-"""What a process of a serving engine tells of its work: counters for Prometheus, and as a file in the control folder.
+"""Counters of a process of a serving engine, published to Prometheus and as a file in the control folder.
 
-Names (all begin with `semmoe_`), labels in braces; `ep_rank` and `dp_rank` are the engine's:
+Names (all begin with `semmoe_`) with labels in braces; `ep_rank` and `dp_rank` are the engine's:
 
     active{engine, method, attention, ...}  ranks on which the plug-in runs: the proof of activity
     routed_tokens{ep_rank}                  token-layers routed by their home rank, each once
     pairs{ep_rank, local}                   (token, expert) pairs; LAR is the share of local="true"
     remote_rows{ep_rank, to}                rows that leave for another rank in dispatch
     served_pairs{ep_rank, by}               pairs by the rank that computes them: expert load
-    sent_bytes{ep_rank, kind}               by kind of collective, where semmoe's own code sends
+    sent_bytes{ep_rank, kind}               bytes that semmoe's own code sends, by kind of collective
     all_to_all_bytes{ep_rank, to}           dispatch and combine, by receiver
-    scheduled_requests{dp_rank, by}         by = plan, named (the request named its rank) or engine
-    unknown_tokens                          prompt ids that the plan's tables do not know
-    schedule_failures                       requests that semmoe could not schedule and the engine did
-    degraded{reason}                        ranks whose hooks do not run as they should, and why
-    publications{process}                   times that a process published its counters: they go stale when it stands
+    scheduled_requests{dp_rank, by}         requests; by = plan, named (the request named its rank) or engine
+    unknown_tokens                          prompt ids that are not in the plan's tables
+    schedule_failures                       requests that semmoe failed to schedule, which the engine then scheduled
+    degraded{reason}                        ranks whose hooks do not run as they should, and the reason
+    publications{process}                   times that a process published its counters; it stops rising if they are
+    stale
 """
 
 import logging
@@ -56,8 +57,8 @@ class Activity(BaseModel):
 class Counters:
     """The counters of one process; `start` publishes them every second from a thread of its own.
 
-    `add` counts here and now. What is counted elsewhere, in tensors, is read by `sources` when it is published, so that
-    counting costs the engine no wait.
+    `add` counts at once. Totals that are counted in tensors are read by `sources` when counters are published, so that
+    the engine never waits for them.
     """
 
     def __init__(self, process: str, folder: Path | None = None) -> None:
@@ -74,7 +75,7 @@ class Counters:
             self._totals[key] = self._totals.get(key, 0) + amount
 
     def readings(self) -> list[Reading]:
-        """All totals, those of `sources` too."""
+        """All totals, including those of `sources`."""
         with self._lock:
             own = [(name, dict(labels), value) for (name, labels), value in self._totals.items()]
         return own + [reading for source in self.sources for reading in source()]
@@ -92,7 +93,10 @@ class Counters:
             said = problem
 
     def try_to_publish(self) -> str:
-        """Publish; what went wrong, in words. A full disk, for one, may have room again later: the server goes on."""
+        """Publish, and return a description of what failed, or "".
+
+        The server continues: a full disk may get free space.
+        """
         self.add("publications", 1, process=self._process)
         try:
             self.publish()
@@ -101,7 +105,7 @@ class Counters:
         return ""
 
     def publish(self) -> None:
-        """To Prometheus where the engine collects over processes, and to the control folder."""
+        """Write the counters to Prometheus, if the engine collects over processes, and to the control folder."""
         readings = self.readings()
         if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
             for name, labels, value in readings:
@@ -128,7 +132,7 @@ def _labels(labels: dict[str, Any]) -> Labels:
 
 
 def _new_metric(name: str, labels: list[str]) -> Any:
-    # Not before the engine has said where processes meet: the library decides at import.
+    # Import only after the engine has set the shared folder of its processes, which the library reads at import.
     from prometheus_client import Counter, Gauge
 
     if name in GAUGES:

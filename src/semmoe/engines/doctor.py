@@ -1,4 +1,4 @@
-"""What is installed, whether adaptors still fit it, and what a plan expects: the facts behind `semmoe doctor`."""
+"""Facts for `semmoe doctor`: what is installed, whether adaptors fit it, and what a plan expects."""
 
 import contextlib
 import importlib
@@ -35,7 +35,7 @@ class EngineState:
     version: str | None
     hooks: list[HookState] = field(default_factory=list)
     note: str = ""
-    tried: str = ""  # the version that the adaptor was tried on, where this is another
+    tried: str = ""  # the version that the adaptor was tested with, if it is not the installed one
     problems: list[str] = field(default_factory=list)
 
 
@@ -49,8 +49,8 @@ class PlanState:
     redundant_experts: int
     fingerprint: dict[str, Any]
     launch: dict[str, str]
-    checked: str  # what of the model was compared
-    cautions: dict[str, list[str]]  # by engine: why it would be refused there, or what nobody has run
+    checked: str  # which properties of the model were compared
+    cautions: dict[str, list[str]]  # by engine: why it would be refused there, or what was never run
     problems: list[str] = field(default_factory=list)
 
 
@@ -72,7 +72,7 @@ def examine(engine: str, version: str | None, needed: bool) -> EngineState:
             engine=engine, version=None, note="not installed", problems=[f"{engine} is not installed"] * needed
         )
     _stand_in_for_missing_device(engine)
-    # An engine that prints while it is imported must not disturb what we print.
+    # Output that an engine prints while it is imported must not mix with ours.
     with contextlib.redirect_stdout(sys.stderr):
         try:
             hooks = _hooks(engine)
@@ -88,7 +88,7 @@ def examine(engine: str, version: str | None, needed: bool) -> EngineState:
 
 
 def _stand_in_for_missing_device(engine: str) -> None:
-    """SGLang is imported as it will run: where there is no device, on the CPU, if it is told so beforehand."""
+    """Set SGLang to run on the CPU, before it is imported, if this machine has no device that it could use."""
     if engine == "sglang" and importlib.util.find_spec("torch") is not None:
         import torch
 
@@ -113,13 +113,14 @@ def _hooks(engine: str) -> tuple[Any, ...] | None:
 
 
 def examine_plan(path: Path, model: str | None, engines: tuple[str, ...]) -> PlanState:
-    """Read a plan, say how to start `engines` on it, and hold it against `model`."""
+    """Read a plan, list how to start `engines` on it, and compare it with `model`."""
     from semmoe.plan import load_plan
 
     plan = load_plan(path)
     checked, misfit = ("nothing: give --model", None) if model is None else _misfit(plan, model)
     said = {engine: _supported(engine, plan, model) for engine in engines}
-    refused = said[engines[0]][0] if len(engines) == 1 else []  # of an engine that was named it is a problem
+    # a refusal is a problem only for an engine that the user named
+    refused = said[engines[0]][0] if len(engines) == 1 else []
     return PlanState(
         plan=str(path),
         method=plan.method,
@@ -134,7 +135,7 @@ def examine_plan(path: Path, model: str | None, engines: tuple[str, ...]) -> Pla
 
 
 def _supported(engine: str, plan: Plan, model: str | None) -> tuple[list[str], list[str]]:
-    """Refusals and cautions of the table of what runs, of an engine that it has; without options of the engine's."""
+    """Refusals and cautions of the table of supported features for an engine without options of its own."""
     if model is None or engine not in support.FAMILIES:
         return [], []
     from semmoe.checkpoint.directory import read_config
@@ -144,7 +145,7 @@ def _supported(engine: str, plan: Plan, model: str | None) -> tuple[list[str], l
 
 
 def _misfit(plan: Plan, model: str) -> tuple[str, str | None]:
-    """What was compared, and how the model differs from what the plan was made for."""
+    """What was compared, and how the model differs from the plan's; None if it does not."""
     checked = "nothing"
     try:
         if importlib.util.find_spec("transformers") is not None and importlib.util.find_spec("torch") is not None:

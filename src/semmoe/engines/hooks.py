@@ -1,4 +1,4 @@
-"""Where an adaptor reaches into an engine, said before it does: so that a release that moved something is found out.
+"""Declarations of the places where an adaptor hooks into an engine, so that changes in a release are detected.
 
 Each adaptor lists its `Hook`s in `semmoe.engines.<engine>.targets`, a module that imports no engine.
 """
@@ -16,11 +16,11 @@ class Hook:
 
     target: str  # dotted path: package.module.Class.method
     purpose: str  # why it is hooked
-    parameters: tuple[str, ...] = ()  # that the target must have
+    parameters: tuple[str, ...] = ()  # parameters that the target must have
 
 
 def problem(hook: Hook) -> str | None:
-    """None if `hook` resolves on the installed version, else one line naming what moved. Imports the engine."""
+    """None if `hook` resolves on the installed version, else one line naming what is missing. Imports the engine."""
     try:
         target = pkgutil.resolve_name(hook.target)
         missing = _missing(target, hook.parameters)
@@ -46,12 +46,12 @@ def cpu_patches(engine: str) -> Any:
 
 
 def is_tried(version: str, tried: str) -> bool:
-    """Whether an engine's version is the one that tests run, whatever its build."""
+    """Whether `version` is the version `tried` that the tests run, ignoring its build."""
     return version.split("+")[0] == tried
 
 
 def _missing(target: Any, names: tuple[str, ...]) -> list[str]:
-    """Parameters of `names` that `target` lacks; *args and **kwargs stand for none."""
+    """The parameters among `names` that `target` lacks; *args and **kwargs do not provide any."""
     if not names:
         return []
     parameters = inspect.signature(target).parameters.values()
@@ -61,7 +61,7 @@ def _missing(target: Any, names: tuple[str, ...]) -> list[str]:
 
 
 def _cause(target: str, error: Exception) -> str:
-    """A module that is there but fails to import looks to `resolve_name` like a missing attribute: find out which."""
+    """Why `target` does not resolve: `resolve_name` reports a module that fails to import as a missing attribute."""
     parts = target.replace(":", ".").split(".")
     for end in range(1, len(parts) + 1):
         name = ".".join(parts[:end])
@@ -77,7 +77,7 @@ def _cause(target: str, error: Exception) -> str:
 
 
 def _origin(error: BaseException) -> str:
-    """What an error that was raised from another goes back to: lazy imports hide it behind their own."""
+    """The first cause of a chained error, which lazy imports hide behind their own; "" if there is none."""
     first = error
     while first.__cause__ is not None:
         first = first.__cause__

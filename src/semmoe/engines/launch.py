@@ -1,4 +1,4 @@
-"""What `semmoe serve` prints and runs, for any engine: its own options in words, joined with the user's."""
+"""Build the command line of `semmoe serve` for any engine: options that follow from the plan, and the user's."""
 
 from collections.abc import Set
 from typing import Any
@@ -13,14 +13,15 @@ def command_line(values: dict[str, Any]) -> list[str]:
 
 
 def join(values: dict[str, Any], given: list[str], decided: Set[str], command: str) -> list[str]:
-    """Options for `values`, and the engine's own ones as `given`, which take the place of ours.
+    """Options for `values`, and the user's options `given`, which replace ours.
 
-    Raises ValueError if they take back what the plan decides; command: what users may run themselves instead.
+    decided: options that the plan determines; ValueError is raised if the user gives one of them. command: what users
+    can run themselves instead.
     """
     own = {word.split("=")[0] for word in given}
     clash = sorted(own & decided)
     if clash:
-        raise ValueError(f"{(clash or [''])[0]} comes from the plan: leave it away, or run {command} yourself")
+        raise ValueError(f"{(clash or [''])[0]} comes from the plan: omit it, or run {command} yourself")
     return command_line({n: value for n, value in values.items() if _option(n) not in own}) + given
 
 

@@ -1,11 +1,11 @@
-"""The layer protocol: tokens go to the ranks of an attention-TP group inside the collectives around a feed-forward.
+"""The layer protocol: tokens are shuffled over an attention-TP group in the collectives around a feed-forward layer.
 
     slices -> shuffled reduce-scatter -> norm and experts (the engine's own)
            -> shuffled all-gather, with expert ids -> observe
 
-Every engine runs it through `TokenRows`, from its own hooks. The slices are the plan's and change from layer to layer.
-The residual must then be known for every token, so the residual stream itself is gathered, and normalised on every
-rank: the same bytes as gathering normalised rows.
+Every engine runs it through `TokenRows`, from its own hooks. The slices are the plan's and change from layer to layer,
+so that every rank needs the residual of every token. Therefore the residual stream itself is gathered, and normalised
+on every rank; this sends as many bytes as gathering normalised rows.
 """
 
 from collections.abc import Callable
@@ -29,22 +29,22 @@ class TokenRows:
         self._shuffler = shuffler
         self.comm = comm
         self._watch = SlotWatch()
-        self._tokens, self._padded = 0, 0  # rows of this pass to shuffle, and rows with other padding
+        self._tokens, self._padded = 0, 0  # rows of this pass to shuffle, without and with padding
         self._handle: Any = None  # between the two collectives of a layer
         self._layer: int | None = None
         self._routing: tuple[torch.Tensor, torch.Tensor] | None = None
-        # Called with (layer, logical ids (N, K)) of all rows in their order: by the recorder, which must not make the
-        # ids travel as other ranks do not know of it, and for the engine's own capture, which all ranks do alike.
+        # Functions called with (layer, logical ids (N, K)) of all rows in order. They do not decide whether ids are
+        # sent: a recorder is attached to one rank only, and all ranks must send the same.
         self.routed: Any = None
         self.captured: Any = None
 
     def begin(self, token_ids: Any, slots: Any, decoding: Any, new_slots: Any) -> None:
-        """A forward pass begins over these tokens; arguments as for `Shuffler.start`."""
+        """Begin a forward pass over these tokens; arguments same as in `Shuffler.start`."""
         self._tokens, self._handle = len(token_ids), None
         self._shuffler.start(token_ids, slots, decoding, new_slots)
 
     def begin_step(self, read: Callable[[], Step]) -> None:
-        """The same for a pass that is read from an engine's batch; one without tokens is not shuffled."""
+        """Begin a pass that is read from an engine's batch; a pass without tokens is not shuffled."""
         step = read()
         self._tokens, self._handle = 0, None
         if step.num_tokens:
@@ -55,20 +55,20 @@ class TokenRows:
 
     @property
     def comms(self) -> list[Communicator]:
-        """What this rank's rows travel by."""
+        """The communicators that send this rank's rows."""
         return [self.comm]
 
     def listen(self, routed: Callable[[int, torch.Tensor], None]) -> None:
-        """Tell `routed` of (layer, logical ids (N, K)) of all rows in their order."""
+        """Call `routed` with (layer, logical ids (N, K)) of all rows in order, after every MoE layer."""
         self.routed = routed
 
     @property
     def active(self) -> bool:
-        """Whether rows are on the plan's slices now."""
+        """Whether rows are currently divided into the plan's slices."""
         return self._handle is not None
 
     def observe(self, expert_ids: torch.Tensor, weights: torch.Tensor) -> None:
-        """What this rank's rows were routed to: logical ids (n, K)."""
+        """Observe the routing of this rank's rows: logical ids (n, K) and weights (n, K)."""
         self._routing = expert_ids, weights
 
     def scatter(
@@ -76,7 +76,7 @@ class TokenRows:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(N', H) partial sums and the residual stream of all rows -> sums and residual of this rank's rows.
 
-        layer: among the MoE layers, None for a dense one.
+        layer: index among the MoE layers, None for a dense layer.
         """
         self._padded, self._layer = len(partial), layer
         self._handle = self._shuffler.slices(layer)
@@ -87,7 +87,7 @@ class TokenRows:
         return mine, residual[self._handle.mine]
 
     def restore(self, rows: torch.Tensor) -> torch.Tensor:
-        """(n, H) of every rank -> (N', H) in the tokens' order, zeros for padding; the routing travels along."""
+        """(n, H) of every rank -> (N', H) in the tokens' order, zeros for padding; the routing is sent along."""
         columns, travels = [rows], self._layer is not None and (self._shuffler.uses_history or self.captured)
         if travels:
             assert self._routing is not None

@@ -1,7 +1,7 @@
-"""Who uses a control folder: a lock that lives as long as a server, so that nobody removes a running server's state.
+"""Lock a control folder for as long as a server runs, so that a running server's state is not removed.
 
-`semmoe serve` claims the folder before it starts an engine and holds the claim until that ends; every process of the
-engine joins it, so that the claim outlives a killed parent. What stays of an ended server may be removed.
+`semmoe serve` claims the folder before it starts an engine and holds the claim until the engine ends. Every process of
+the engine joins the claim, so that it outlives a killed parent. Files of a server that ended may be removed.
 """
 
 import fcntl
@@ -14,9 +14,9 @@ LOCK = "owner.lock"
 
 
 def claim(folder: Path) -> int:
-    """Take a folder that no server uses; returns the descriptor that holds it, exclusively until `share`.
+    """Claim a folder that no server uses; returns the descriptor of the lock, which is exclusive until `share`.
 
-    Raises ValueError if a server that runs has it.
+    Raises ValueError if a running server has claimed it.
     """
     descriptor = _open(folder)
     try:
@@ -29,14 +29,14 @@ def claim(folder: Path) -> int:
 
 
 def share(descriptor: int) -> None:
-    """Let the server's own processes join what was claimed."""
+    """Make the lock shared, so that the server's own processes can join it."""
     fcntl.flock(descriptor, fcntl.LOCK_SH)
 
 
 def join(folder: Path) -> None:
-    """Hold the folder, beside other processes of the same server, until this process ends."""
+    """Hold a shared lock on the folder, with other processes of the same server, until this process ends."""
     open_folder(folder)
-    share(_open(folder))  # never closed by us: the system does it
+    share(_open(folder))  # closed by the system when the process ends
 
 
 def _open(folder: Path) -> int:

@@ -1,4 +1,4 @@
-"""A plan's placement as engines look it up."""
+"""A plan's placement in the form that engines look up."""
 
 import numpy as np
 
@@ -7,9 +7,9 @@ from semmoe.metrics import copy_choice
 
 
 def dispatch_map(plan: Plan, rank: int) -> np.ndarray:
-    """(L, E) int64: the physical expert that serves each logical one to source `rank`.
+    """(L, E) int64: the physical expert that source `rank` uses for each logical one.
 
-    With experts 0 1 | 1 2 on two ranks and rank 0 serving itself: [0, 1, 3] to rank 0.
+    Worked example, experts 0 1 | 1 2 on two ranks: rank 0 uses its own copy of expert 1, so its map is [0, 1, 3].
     """
     choice = copy_choice(plan.placement, plan.topology)[:, rank]  # (L, E)
     copies = plan.placement.logical_to_physical_map  # (L, E, X)

@@ -1,4 +1,4 @@
-"""What the plug-ins of all engines do in a process that holds a model: check the plan, count, say that they run."""
+"""Steps that the plug-ins of all engines share in a process with a model: check the plan, count, and log activity."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +20,11 @@ log = logging.getLogger(__name__)
 
 
 def check_plan(plan: Plan, engine: str, running: Topology, config: Any, num_layers: int, physical: int) -> None:
-    """Raise ValueError unless `engine` runs a model of the plan's sizes on its ranks; config: Hugging Face's."""
+    """Raise ValueError unless `engine` runs a model of the plan's sizes on the plan's ranks.
+
+    running: the engine's topology; config: Hugging Face's configuration; num_layers: MoE layers; physical: physical
+    experts per layer.
+    """
     t, f = plan.topology, plan.fingerprint
     sizes = f"ep_size {running.ep_size}, attention {running.attention} with dp_size {running.dp_size}"
     if running != t:
@@ -41,16 +45,16 @@ def check_plan(plan: Plan, engine: str, running: Topology, config: Any, num_laye
 
 
 def check_same_plan(group: Any, plan: Plan | None, settings: PluginSettings) -> None:
-    """Raise ValueError, on every rank of a group over the CPU, unless all were given the same plan and settings.
+    """Raise ValueError on every rank of a CPU process group unless all ranks have the same plan and settings.
 
-    Paths are each node's own: they may differ.
+    Paths may differ between nodes and are not compared.
     """
     own = {"plan", "control"}
     check_agreement(group, plan, settings={n: value for n, value in asdict(settings).items() if n not in own})
 
 
 def check_identity(plan: Plan, model: str) -> None:
-    """Raise ValueError unless a model directory is what the plan was made for; elsewhere sizes must do."""
+    """Raise ValueError if `model` is a directory of another model than the plan's; other names are not checked."""
     from semmoe.engines.transformers.model import fingerprint_of
 
     if Path(model).is_dir():
@@ -60,7 +64,7 @@ def check_identity(plan: Plan, model: str) -> None:
 def description(
     engine: str, plan: Plan | None, settings: PluginSettings, attention: str, shuffle: str
 ) -> dict[str, str]:
-    """What is said of a rank, in the log and by the `active` counter."""
+    """Labels that describe a rank in the log and in the `active` counter."""
     return {
         "engine": engine,
         "method": plan.method if plan else "vanilla",
@@ -72,7 +76,7 @@ def description(
 
 
 def tell_untried(rank: int, engine: str, version: str, tried: str) -> None:
-    """Say it once where no test has run this version."""
+    """Log a warning on rank 0 if this version of the engine is not the tested one."""
     if rank == 0 and not is_tried(version, tried):
         log.warning(
             "semmoe: tried on %s %s, this is %s: run `semmoe doctor --engine %s`", engine, tried, version, engine
@@ -80,7 +84,7 @@ def tell_untried(rank: int, engine: str, version: str, tried: str) -> None:
 
 
 def publish(rank: int, folder: Path | None, labels: dict[str, str], source: Callable[[], Iterator[Reading]]) -> None:
-    """Count from here on, and say so once: rank 0 in the log that people read."""
+    """Start publishing counters, and log that the plug-in is active (rank 0 at level INFO, others at DEBUG)."""
     counters = Counters(f"rank-{rank:05d}", folder)
     counters.sources.append(source)
     counters.add("active", 1, **labels)
@@ -92,7 +96,10 @@ def publish(rank: int, folder: Path | None, labels: dict[str, str], source: Call
 def readings(
     rank: int, traffic: TrafficCounter | NoTraffic, dispatch: Sequence[Communicator], others: Sequence[Communicator]
 ) -> Iterator[Reading]:
-    """Of one rank; dispatch: the communicators of its expert all-to-all, where that is semmoe's."""
+    """Yield all counters of one rank.
+
+    dispatch: the communicators of its expert all-to-all, if that is semmoe's; others: its other communicators.
+    """
     own = {"ep_rank": str(rank)}
     if isinstance(traffic, TrafficCounter):
         tokens, pairs, rows = traffic.totals()

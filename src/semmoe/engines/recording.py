@@ -1,4 +1,4 @@
-"""What a rank's forward passes routed, handed to the live recorder row by row."""
+"""Pass the routing of a rank's forward passes to the live recorder."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -10,7 +10,7 @@ from semmoe.engines.step import Step
 
 
 class Listener(Protocol):
-    """What rows go to: a `LiveRecorder`, or whoever profiles."""
+    """The receiver of recorded rows: a `LiveRecorder`, or a profiler."""
 
     @property
     def recording(self) -> bool: ...
@@ -30,7 +30,7 @@ class Listener(Protocol):
 
 
 class PassRecorder:
-    """Gathers a forward pass layer by layer; on one rank of each attention group."""
+    """Collects the routing of a forward pass layer by layer, on one rank of each attention group."""
 
     def __init__(self, recorder: Listener, num_layers: int) -> None:
         self._recorder, self._num_layers = recorder, num_layers
@@ -40,7 +40,7 @@ class PassRecorder:
 
     @property
     def recording(self) -> bool:
-        """Whether this pass is."""
+        """Whether the current pass is recorded."""
         return self._step is not None
 
     def begin(self, read: Callable[[], Step]) -> None:
@@ -49,13 +49,13 @@ class PassRecorder:
         self._routed, self._closed = {}, None
 
     def observe(self, layer: int, expert_ids: torch.Tensor, weights: torch.Tensor) -> None:
-        """Of a MoE layer: logical ids (n, K) and weights of rows in the tokens' order, padding last."""
+        """Record a MoE layer from logical ids (n, K) and weights (n, K) of rows in the tokens' order, padding last."""
         if self._step is not None:
             order = weights.argsort(dim=1, descending=True, stable=True)
             self.put(layer, torch.gather(expert_ids, 1, order))
 
     def put(self, layer: int, expert_ids: torch.Tensor) -> None:
-        """Of a MoE layer, (N, K) by falling weight."""
+        """Record a MoE layer from logical ids (N, K) by falling weight."""
         if self._step is not None:
             self._routed[layer] = expert_ids[: self._step.num_tokens].cpu().numpy()
 
@@ -64,24 +64,24 @@ class PassRecorder:
         self.tell(slice(None))
 
     def close(self) -> None:
-        """No more of this pass is seen; its rows wait for `tell`."""
+        """End the pass; its rows wait for `tell`."""
         step, self._step = self._step, None
         complete = step is not None and len(self._routed) == self._num_layers
         self._closed = step if complete else None
 
     @property
     def waiting(self) -> Step | None:
-        """The pass that was closed and not told."""
+        """The pass that was closed and not yet passed on by `tell`."""
         return self._closed
 
     def tell(self, kept: np.ndarray | slice) -> None:
-        """Those rows of the pass that are `kept`, a mask (N,): drafts that were rejected are no tokens of a request."""
+        """Pass on the rows of the closed pass that are `kept`, a mask (N,), which excludes rejected draft tokens."""
         step, self._closed = self._closed, None
         if step is not None:
             routed = np.stack([self._routed[layer] for layer in range(self._num_layers)], axis=1)[kept]
             self._recorder.observe(step.requests, step.rows[kept], step.positions[kept], step.token_ids[kept], routed)
 
     def finish(self, request: str, prompt_ids: Sequence[int], length: int) -> None:
-        """A request ended of which `length` tokens were fed."""
+        """Report that a request ended after `length` of its tokens were fed to the model."""
         if self._recorder.recording:
             self._recorder.finish(request, prompt_ids, length)

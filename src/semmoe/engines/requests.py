@@ -1,4 +1,4 @@
-"""Requests to data-parallel ranks, in any engine's front: whatever happens here, a request is served and counted."""
+"""Name the data-parallel rank of requests in an engine's front end. On any error the engine's own choice is used."""
 
 import logging
 from collections.abc import Callable
@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 
 class RequestNamer:
-    """Names the rank of every request that names none; the engine's own choice serves where semmoe has none."""
+    """Names the rank of every request that names none; without a rank from semmoe the engine chooses."""
 
     def __init__(self, plan: Plan, counters: Counters) -> None:
         self._counters = counters
@@ -19,7 +19,7 @@ class RequestNamer:
         self._unknown, self._failed = 0, False
 
     def name(self, named: int | None, choose: Callable[[], int | None]) -> int | None:
-        """The rank to give a request; None where it has `named` one, or the engine is to choose."""
+        """The rank to give a request; None if it has `named` one or the engine should choose."""
         if named is not None:
             self._counters.add("scheduled_requests", dp_rank=named, by="named")
             return None
@@ -41,6 +41,6 @@ class RequestNamer:
         return rank
 
     def count_unknown(self) -> None:
-        """After the balancer looked at a prompt."""
+        """Update the counter of unknown tokens after the balancer has read a prompt."""
         self._counters.add("unknown_tokens", self._balancer.unknown_tokens - self._unknown)
         self._unknown = self._balancer.unknown_tokens

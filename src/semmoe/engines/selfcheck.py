@@ -1,10 +1,10 @@
-"""Whether an adaptor's hooks run: an engine may compute a pass on a way of its own, around them and without a word.
+"""Check that an adaptor's hooks run, since an engine may silently compute a pass on a path that bypasses them.
 
 check = SelfCheck()
-check.expect("routed", 6)       # at the start: how often the hook runs in a pass, the model's number of layers
-check.begin()                   # the first real pass starts: what ran in others, such as warm-up, is forgotten
+check.expect("routed", 6)       # at the start: how often the hook runs per pass, here once per layer
+check.begin()                   # the first real pass starts: counts of earlier passes, such as warm-up, are reset
 check.ran("routed")             # in the hook
-check.verdict()                 # it ended: "" or what did not run
+check.verdict()                 # the pass ended: "" or what did not run
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ from semmoe.engines.counters import Reading
 
 
 class SelfCheck:
-    """One rank's. The first verdict stays; `degrade` adds other reasons, and `readings` tells all of them."""
+    """The check of one rank. The first verdict is final; `degrade` adds other reasons, and `readings` lists all."""
 
     def __init__(self) -> None:
         self.pending = True  # until the first verdict
@@ -32,7 +32,7 @@ class SelfCheck:
         self._ran[name] += 1
 
     def verdict(self) -> str:
-        """Why the hooks cannot be trusted, in one line, or "". Once: later passes are not looked at."""
+        """Why the hooks cannot be trusted, in one line, or "". Only the first pass is checked."""
         if not self.pending:
             return ""
         self.pending = False
@@ -44,7 +44,7 @@ class SelfCheck:
         return self.degrade(f"in the first pass hooks ran: {', '.join(wrong)}") if wrong else ""
 
     def degrade(self, reason: str) -> str:
-        """What this rank does not do as it should; returns the line to log, "" if that was said before."""
+        """Add a reason why this rank is degraded; returns the line to log, or "" if the reason is already known."""
         line = " ".join(reason.split())
         if line in self.reasons:
             return ""

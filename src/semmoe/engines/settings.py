@@ -1,4 +1,4 @@
-"""What a plug-in is told: environment variables, so that an engine's own command line stays the engine's."""
+"""Settings of the plug-ins, from environment variables, so that an engine's own command line is unchanged."""
 
 import os
 from collections.abc import Mapping
@@ -13,11 +13,11 @@ PREFIX = "SEMMOE_"
 
 @dataclass(frozen=True, kw_only=True)
 class PluginSettings:
-    """Every field is the variable SEMMOE_<FIELD>; unknown ones are errors. Engines add their own."""
+    """Every field is set by the variable SEMMOE_<FIELD>; unknown variables are errors. Engines add their own fields."""
 
-    plan: str = ""  # a plan directory; empty: vanilla, whose traffic is counted all the same
-    schedule: str = "plan"  # requests to data-parallel ranks by the plan, or by the engine
-    shuffle: str = "layer"  # tokens inside attention-TP groups: once a layer, once a batch, or off
+    plan: str = ""  # a plan directory; empty: vanilla, whose traffic is counted as well
+    schedule: str = "plan"  # "plan" or "engine": who assigns requests to data-parallel ranks
+    shuffle: str = "layer"  # "layer", "batch" or "off": how often slices of attention-TP groups are decided
     control: str = ""  # a folder for activity files and `semmoe record`
 
     def __post_init__(self) -> None:
@@ -32,12 +32,12 @@ class PluginSettings:
         return control_folder({PREFIX + "CONTROL": self.control})
 
     def environment(self) -> dict[str, str]:
-        """The variables that say the same."""
+        """The environment variables that give these settings."""
         return {PREFIX + name.upper(): value for name, value in asdict(self).items() if value}
 
 
 def control_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
-    """The folder that SEMMOE_CONTROL names, even where other variables are wrong; None: none."""
+    """The folder that SEMMOE_CONTROL names, even if other variables are invalid; None if it is not set."""
     return Path(environment[PREFIX + "CONTROL"]) if environment.get(PREFIX + "CONTROL") else None
 
 
@@ -49,5 +49,7 @@ def from_environment(kind: type[Settings], environment: Mapping[str, str] = os.e
     known = set(kind.__dataclass_fields__)
     unknown = sorted(set(given) - known)
     if unknown:
-        raise ValueError(f"{PREFIX}{(unknown or [''])[0].upper()} is no setting; there are {', '.join(sorted(known))}")
+        raise ValueError(
+            f"{PREFIX}{(unknown or [''])[0].upper()} is not a setting; settings are {', '.join(sorted(known))}"
+        )
     return kind(**given)

@@ -1,7 +1,7 @@
-"""An engine's server as a child: signals go on to it, and what ended its start is the last line that a user sees.
+"""Run an engine's server as a child process: forward signals, and print the reason of a failed start as the last line.
 
-Engines end a failed start with a traceback of their own, in which the reason is somewhere in the middle, and with any
-exit code. Plug-ins leave the reason in the control folder (`report`).
+Engines end a failed start with a traceback that hides the reason, and with any exit code. Plug-ins write the reason to
+the control folder (`report`).
 """
 
 import contextlib
@@ -20,14 +20,14 @@ PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def report(folder: Path | None, reason: str) -> None:
-    """From a process of the engine: why the server cannot start or go on. The first reason stays."""
+    """Write, from a process of the engine, why the server cannot start or continue. Only the first reason is kept."""
     if folder is not None:
         with contextlib.suppress(OSError), (folder / REASON).open("x", encoding="utf-8") as file:
             file.write(" ".join(reason.split())[:LONGEST])
 
 
 def reported(folder: Path) -> str | None:
-    """What a plug-in reported, or None."""
+    """The reason that a plug-in reported, or None."""
     try:
         with (folder / REASON).open(encoding="utf-8", errors="replace") as file:
             return "".join(c if c.isprintable() else " " for c in file.read(LONGEST))
@@ -38,7 +38,7 @@ def reported(folder: Path) -> str | None:
 def run(words: list[str], environment: dict[str, str]) -> int:
     """Run a command until it ends; returns its exit code, 128 + n where signal n ended it.
 
-    It has a process group of its own, so that Ctrl-C in a terminal reaches it once, from here.
+    It has its own process group, so that Ctrl-C in a terminal reaches it only once, through this process.
     """
     child = subprocess.Popen(words, env=environment, preexec_fn=partial(_as_child, os.getpid()))
     before = {number: signal.signal(number, lambda n, _: child.send_signal(n)) for number in FORWARDED}
@@ -51,7 +51,7 @@ def run(words: list[str], environment: dict[str, str]) -> int:
 
 
 def _as_child(parent: int) -> None:
-    """In the child: a process group of its own, and the end when the parent ends, however that ends."""
+    """In the child: make a process group of its own, and end when the parent ends for any reason."""
     os.setpgid(0, 0)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -30,15 +30,15 @@ from semmoe.topology import Topology
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
-    """What is to be served: enough to look the table up."""
+    """What is to be served: everything that look-ups in the table need."""
 
     engine: str
     config: Mapping[str, Any]  # of the model, config.json
     topology: Topology
     redundant: int  # experts
-    shuffles: bool  # tokens go where the plan says
-    schedules: bool  # requests go where the plan says
-    options: Sequence[str]  # the engine's own, as words
+    shuffles: bool  # tokens are shuffled by the plan
+    schedules: bool  # requests are scheduled by the plan
+    options: Sequence[str]  # the engine's own options, as words
 
 
 PARTS = {"dp": "attention-DP", "tp": "attention-TP", "copies": "copies", "shuffle": "tokens shuffled"}
@@ -53,7 +53,7 @@ def use_of(
     schedules: bool = True,
     options: Sequence[str] = (),
 ) -> Use:
-    """What serving `plan` asks for; shuffles, schedules: whether the plan's tokens and requests are to be followed."""
+    """What serving `plan` requires; shuffles, schedules: whether tokens and requests follow the plan."""
     return Use(
         engine=engine,
         config=config,
@@ -66,17 +66,17 @@ def use_of(
 
 
 def problems(use: Use) -> list[str]:
-    """Why this cannot be served on a plan, in sentences; empty where it can."""
+    """Why this cannot be served on a plan, as messages; empty if it can."""
     return [cell.note for cell in _cells(use) if cell.state is State.refused]
 
 
 def cautions(use: Use) -> list[str]:
-    """What of it nobody has run."""
+    """Messages on the features in use that were never run."""
     return [cell.note for cell in _cells(use) if cell.state is State.reading]
 
 
 def check(use: Use) -> list[str]:
-    """Raise ValueError with the first problem; returns the cautions."""
+    """Raise ValueError with the first problem, or return the cautions."""
     for problem in problems(use):
         raise ValueError(problem)
     return cautions(use)
@@ -113,7 +113,7 @@ def _asked(feature: Feature, use: Use) -> bool:
 
 
 def _given(option: Option, words: Sequence[str]) -> bool:
-    """Whether the option stands among the engine's words with a value that asks for something."""
+    """Whether the engine's words contain the option with a value that requests the feature."""
     for place, word in enumerate(words):
         name, _, value = word.partition("=")
         if name == option.name:
@@ -124,7 +124,7 @@ def _given(option: Option, words: Sequence[str]) -> bool:
 
 
 def _quantisation(use: Use) -> list[Cell]:
-    """Of the weights, as the configuration says."""
+    """The cell for the quantisation of the weights that the configuration states."""
     how = use.config.get("quantization_config")
     if not isinstance(how, Mapping):
         return []
@@ -134,7 +134,7 @@ def _quantisation(use: Use) -> list[Cell]:
 
 
 def table(engine: str) -> list[tuple[str, str, str]]:
-    """What is known of an engine, for people: what, state, note."""
+    """The table of an engine as rows of text: feature, state, note."""
     rows = [
         (_parts(kind, family, cell), cell.state.value, cell.note)
         for kind, family in FAMILIES[engine].items()
@@ -151,5 +151,5 @@ def table(engine: str) -> list[tuple[str, str, str]]:
 
 
 def _parts(kind: str, family: Family, cell: Cell) -> str:
-    """The parts of a family of which a cell speaks."""
+    """A family and those of its parts that share a cell, as text."""
     return f"{NAMES[kind]}: {', '.join(PARTS[part] for part, own in family._asdict().items() if own == cell)}"

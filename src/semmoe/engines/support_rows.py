@@ -13,24 +13,24 @@ class State(str, Enum):
 
 class Cell(NamedTuple):
     state: State
-    note: str  # the test, what was read, or why it is refused and what to do
+    note: str  # the test, what was read, or why it is refused and what to do instead
 
 
 class Family(NamedTuple):
     """How a plan runs on one engine with one family of models."""
 
-    dp: Cell  # experts where the plan has them, under attention-DP (hybrid is both)
+    dp: Cell  # experts placed by the plan under attention-DP (hybrid needs both)
     tp: Cell  # the same under attention-TP
     copies: Cell  # redundant experts
-    shuffle: Cell  # attention-TP: tokens where the plan has them
+    shuffle: Cell  # attention-TP: tokens shuffled by the plan
 
 
 class Option(NamedTuple):
     """An option of an engine's command line that asks for a feature."""
 
     name: str  # with its dashes
-    off: tuple[str, ...] = ()  # values by which it asks for nothing
-    on: tuple[str, ...] = ()  # the only values by which it asks, if there are any
+    off: tuple[str, ...] = ()  # values that do not request the feature
+    on: tuple[str, ...] = ()  # if not empty, the only values that request the feature
 
 
 class Feature(NamedTuple):
@@ -101,12 +101,12 @@ def _both(cell: Cell) -> dict[str, Cell]:
 
 
 def _flags(*names: str) -> tuple[Option, ...]:
-    """Options that ask for a feature whatever stands behind them."""
+    """Options that request a feature with any value."""
     return tuple(Option(name) for name in names)
 
 
 def _sizes(*names: str) -> tuple[Option, ...]:
-    """Options that ask for a feature unless they say 1."""
+    """Options that request a feature unless their value is 1."""
     return tuple(Option(name, off=("0", "1")) for name in names)
 
 

@@ -198,7 +198,7 @@ class TokenShuffler:
 
 
 def id_type(plan: Plan) -> torch.dtype:
-    """The narrowest integer type that holds the plan's expert ids, used to send them between ranks."""
+    """The integer type in which expert ids are sent between ranks: uint8 for at most 256 experts, else int32."""
     return torch.uint8 if plan.fingerprint.num_experts <= 256 else torch.int32
 
 

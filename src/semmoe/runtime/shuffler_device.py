@@ -169,9 +169,7 @@ class DeviceShuffler:
         return by_weight(expert_ids, weights).to(self._id_type)
 
     def observe(self, moe_layer: int, expert_ids: Tensor) -> None:
-        """Observe the experts (N, K) of all the group's rows at the MoE layer just computed; ids of padding are
-        arbitrary.
-        """
+        """Observe the experts (N, K) of all the group's rows at the MoE layer just computed; padding has any ids."""
         assert self._history is not None
         seen = expert_ids.masked_fill(~self._real[:, None], 0)
         if self._several is None:

@@ -14,17 +14,17 @@ PRESETS = {
     "deepseek_v2": "deepseek_v2",
     "deepseek_v3": "deepseek_v3",
 }
-# Projections to heads, and from them. DeepSeek's to and from the latent stay whole, as do all feed-forward layers,
-# which run on a rank's own tokens.
+# Projections to heads and from heads. DeepSeek's projections to and from the latent stay whole, as do all feed-forward
+# layers, which run on a rank's own tokens.
 TO_HEADS = r".*\.self_attn\.(q|k|v|q_b|kv_b)_proj\.weight$"
 FROM_HEADS = r".*\.self_attn\.o_proj\.weight$"
 
 
 def config_for(plan: Plan, model_config: Any) -> dict[str, Any]:
-    """For `deepspeed.initialize(model=..., config=...)`, which nothing here but the plan's topology decides.
+    """The configuration for `deepspeed.initialize(model=..., config=...)` that follows from the plan's topology.
 
-    Add to it what else you need. Raises ValueError for a model that AutoEP has no preset for, or versions of DeepSpeed
-    and transformers that do not work together.
+    Add further entries as needed. Raises ValueError for a model that AutoEP has no preset for, and for versions of
+    DeepSpeed and transformers that do not work together.
     """
     family = model_config.model_type
     if family not in PRESETS:

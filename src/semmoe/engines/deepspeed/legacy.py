@@ -1,7 +1,7 @@
-"""DeepSpeed's older `deepspeed.moe.layer.MoE`: an all-to-all of what is sent, in place of equal, padded shares.
+"""An uneven all-to-all for DeepSpeed's older `deepspeed.moe.layer.MoE`, in place of equal, padded shares.
 
-The layer pads every expert's rows to the fullest one's, on every rank, so that no placement can save a byte. Here rows
-go as they are, to wherever a placement has put their experts.
+The layer pads the rows of every expert to the number of the fullest one, on every rank, so that no placement can save a
+byte. Here rows are sent without padding to the ranks where a placement puts their experts.
 """
 
 from typing import Any
@@ -19,10 +19,10 @@ from semmoe.runtime.collectives import Communicator
 
 
 def uneven_all_to_all(model: nn.Module, placement: Placement | None = None) -> int:
-    """Give every `MoE` of a model, its groups made, an uneven all-to-all; returns how many there were.
+    """Give every `MoE` of a model, whose groups exist, an uneven all-to-all; returns the number of such layers.
 
-    placement: where experts go, as of a plan; None leaves them. Raises ValueError where tokens above a capacity are
-    dropped: which ones are would then depend on who else is on the rank, and outputs would change.
+    placement: of a plan; None leaves experts where they are. Raises ValueError for layers that drop tokens above a
+    capacity: which tokens are dropped would depend on the placement, and outputs would change.
     """
     found = [module.deepspeed_moe for module in model.modules() if isinstance(module, MoE)]
     fits = placement is None or len(placement.physical_to_logical_map) == len(found)
@@ -38,7 +38,7 @@ def uneven_all_to_all(model: nn.Module, placement: Placement | None = None) -> i
 def _check(layer: Any) -> None:
     if layer.gate.drop_tokens:
         raise ValueError(
-            "this MoE layer drops tokens above its capacity (drop_tokens): on a plan others would be dropped, and "
+            "this MoE layer drops tokens above its capacity (drop_tokens): a plan would change which ones, and "
             "outputs would change; make it with drop_tokens=False"
         )
     if layer.use_tutel:
@@ -46,7 +46,7 @@ def _check(layer: Any) -> None:
 
 
 def _convert(layer: Any, held: np.ndarray | None) -> None:
-    """held (P,): logical experts by physical place."""
+    """Convert one layer; held (P,): the logical expert at each physical position."""
     total = layer.num_local_experts * layer.ep_size
     held = np.arange(total) if held is None else held
     if not np.array_equal(np.sort(held), np.arange(total)):
@@ -63,7 +63,7 @@ def _convert(layer: Any, held: np.ndarray | None) -> None:
 
 
 class UnevenMOELayer(MOELayer):
-    """`uneven_all_to_all` makes it of a MOELayer."""
+    """A MOELayer with an uneven all-to-all; made by `uneven_all_to_all`."""
 
     physical: Tensor  # (E,) int64: the place of each expert
 
@@ -79,7 +79,7 @@ class UnevenMOELayer(MOELayer):
         return (by_choice * weights.T[..., None].to(by_choice.dtype)).sum(dim=1).view(inputs[0].shape)
 
     def _exchange(self, rows: Tensor, placed: Tensor) -> Tensor:
-        """rows (M, H) for the experts placed (M,), in rising order -> the experts' results (M, H)."""
+        """Exchange rows (M, H) of physical experts placed (M,), in ascending order; returns their results (M, H)."""
         local, size = self.num_local_experts, self.ep_size
         plan = compute_split_plan_from_expert_indices(placed, local * size, size, local, self.ep_group)
         arrived = _AllToAllV.apply(self.ep_group, rows, plan.input_splits, plan.output_splits)

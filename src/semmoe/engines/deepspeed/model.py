@@ -1,13 +1,13 @@
-"""AutoEP's layers on a plan: experts at their places, tokens at the ranks that will need fewest others.
+"""AutoEP's layers on a plan: experts in the plan's slots, and tokens on the ranks that host most of their experts.
 
-Speculative expert grouping: AutoEP deals experts out to ranks in order; here they move to the plan's slots, and the
-router's logical ids are looked up, so that gating, group limits included, sees nothing of it.
+Speculative expert grouping: AutoEP assigns experts to ranks in order. Here they move to the plan's slots, and the
+router's logical ids are mapped to physical ones after gating, so that gating, including group limits, is unchanged.
 
-Speculative token shuffling: folded with AutoTP, DeepSpeed sums attention over the group (all-reduce), deals a token's
-expert choices out in turn to the ranks of the group, and gathers every choice's result. Here a token has one owner, in
-equal slices. `predicted`: the plan names it before attention's sum, which becomes a shuffled reduce-scatter; a shuffled
-all-gather ends the layer. `routed`, for comparison: the sum stays, and the owner is the rank that holds most of the
-experts that the router then chose. `off`: DeepSpeed's own way.
+Speculative token shuffling: folded with AutoTP, DeepSpeed sums attention over the group (all-reduce), distributes a
+token's expert choices round-robin over the ranks of the group, and gathers every choice's result. Here a token has one
+owner, and slices are equal. `predicted`: the plan names the owner before attention's sum, which becomes a shuffled
+reduce-scatter; a shuffled all-gather ends the layer. `routed`, for comparison: the all-reduce stays, and the owner is
+the rank that holds most of the experts chosen by the router. `off`: DeepSpeed's own implementation.
 """
 
 from collections import Counter
@@ -42,13 +42,14 @@ NOT_SAVED = ("save_checkpoint", "save_16bit_model")
 def apply_plan(model: Any, plan: Plan, *, shuffle: str = "predicted") -> "AutoEPModel":
     """Put a model that AutoEP has converted, or the engine around it, on a plan, for inference.
 
-    Every rank of the expert-parallel group calls it. Afterwards the model's forward and `generate` are as before, but
-    that input is looked at for token ids. Where a group of ranks has no batch while others do, `idle` of what is
-    returned takes part in their all-to-alls. Raises ValueError for a plan or an engine that does not fit.
+    Every rank of the expert-parallel group must call it. Afterwards the model's forward and `generate` work as before,
+    except that they need token ids as input. If a group of ranks has no batch while others do, it calls `idle` of the
+    returned object to take part in their all-to-alls. Raises ValueError for a plan or an engine that does not fit.
     """
     module = getattr(model, "module", model)
     layers = autoep_layers(module)
-    check_agreement(layers[0].ep_group, plan, module.device, shuffle=shuffle)  # before what only one rank may refuse
+    # before checks that may fail on a single rank
+    check_agreement(layers[0].ep_group, plan, module.device, shuffle=shuffle)
     if shuffle not in SHUFFLES:
         raise ValueError(f"shuffle must be one of {', '.join(SHUFFLES)}, not {shuffle!r}")
     alone = plan.topology.attn_tp_size == 1
@@ -68,7 +69,7 @@ def apply_plan(model: Any, plan: Plan, *, shuffle: str = "predicted") -> "AutoEP
 
 
 def autoep_layers(model: PreTrainedModel) -> list[Any]:
-    """The AutoEPMoELayers in their order."""
+    """The AutoEPMoELayers of a model in layer order."""
     layers = [layer.mlp for layer in decoder_layers(model) if isinstance(layer.mlp, AutoEPMoELayer)]
     if not layers or layers[0].ep_group is None:
         raise ValueError(
@@ -98,7 +99,7 @@ def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
 
 
 class AutoEPModel(PlannedModel):
-    """One rank's part. `apply_plan` makes it."""
+    """One rank's part of a model on a plan; made by `apply_plan`."""
 
     def __init__(self, model: PreTrainedModel, plan: Plan, layers: list[Any], shuffle: str) -> None:
         super().__init__(model, plan, *_communicators(layers[0]))
@@ -107,8 +108,8 @@ class AutoEPModel(PlannedModel):
         self._physical = torch.from_numpy(dispatch_map(plan, comm.rank)).to(device)  # (L, E)
         self._held = plan.placement.physical_to_logical_map.reshape(len(layers), comm.size, -1)  # (L, G, P / G)
         self._routers = [layer.router.forward for layer in layers]
-        self._given: tuple[Tensor, Tensor] | None = None  # routing that is known before the layer runs
-        self._told = False  # what the next forward brings
+        self._given: tuple[Tensor, Tensor] | None = None  # routing that was computed before the layer runs
+        self._told = False  # whether `begin` has announced the next forward
         self.reset_counts()
         for index, layer in enumerate(layers):
             place_experts(comm, layer, self._held[index])
@@ -119,7 +120,7 @@ class AutoEPModel(PlannedModel):
         model.register_forward_pre_hook(self._look, with_kwargs=True)
 
     def _attach(self, run: Any) -> None:
-        """Let decoder layers hand each rank its own rows."""
+        """Replace the forward of decoder layers, so that each rank's experts get its own rows."""
         predicted, number = run == self._layer_all_to_all, {id(layer): i for i, layer in enumerate(self._layers)}
         for layer in decoder_layers(self.model):
             check_layout(layer)
@@ -147,7 +148,7 @@ class AutoEPModel(PlannedModel):
         self._layers[index](self._no_tokens()[0][None])
 
     def _look(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """What a forward brings, where nobody said so before: its ids, and by the attention mask which are real."""
+        """Read the token ids of a forward that `begin` did not announce, and from the attention mask which are real."""
         if not self._told:
             ids: Any = kwargs.get("input_ids", args[0] if args else None)
             if ids is None:
@@ -160,7 +161,7 @@ class AutoEPModel(PlannedModel):
         self._told = False
 
     def _route(self, index: int, hidden: Tensor, expert_bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """In place of the router's forward: (T, H) -> weights (T, K), physical ids (T, K), tokens of each (P,)."""
+        """Replaces the router's forward: (T, H) -> weights (T, K), physical ids (T, K), tokens per expert (P,)."""
         weights, experts = self._given or self._routers[index](hidden, expert_bias)[:2]
         self.rows.observe(experts, weights)
         placed = self._physical[index][experts]
@@ -177,7 +178,7 @@ class AutoEPModel(PlannedModel):
         self._tokens[index] += tokens
 
     def _layer_routed(self, layer: nn.Module, index: int | None, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        """One decoder layer whose attention is summed on every rank, and whose tokens go where their experts are."""
+        """One decoder layer for shuffle `routed`: attention is all-reduced, then tokens go to their experts' ranks."""
         stream = self._real(hidden_states) + self._real(self._attend(layer, hidden_states, **kwargs))
         if index is None:
             return self._put_back(hidden_states, self._feed_forward(layer, None, stream))
@@ -191,7 +192,7 @@ class AutoEPModel(PlannedModel):
         return self._put_back(hidden_states, shuffled_all_gather(self.attention_comm, rows, handle))
 
     def _votes(self, index: int, experts: Tensor) -> np.ndarray:
-        """(N, S) int32: how many of each token's experts every rank of this group holds."""
+        """(N, S) int32: the number of each token's experts that every rank of this group holds."""
         first = self.comm.rank - self.attention_comm.rank
         holds = np.zeros((self.attention_comm.size, self._physical.shape[1]), np.int32)
         for rank, held in enumerate(self._held[index, first : first + len(holds)]):
@@ -216,7 +217,7 @@ class AutoEPModel(PlannedModel):
 
 
 def _communicators(layer: Any) -> tuple[Communicator, Communicator]:
-    """Of the ranks that share experts, and of the group of attention."""
+    """The communicators of the ranks that share experts, and of the attention group."""
     import torch.distributed as dist
 
     experts = Communicator(layer.ep_group, dist.get_rank(layer.ep_group), dist.get_world_size(layer.ep_group))
@@ -239,12 +240,12 @@ def _require_whole(feed_forward: nn.Module) -> None:
 
 
 def _partial_sums(output: Any, rank: int, hidden: Tensor) -> Tensor:
-    """A row-parallel projection without the sum that ends it; the bias is the first rank's to add."""
+    """The output of a row-parallel projection without its final sum over ranks; the first rank adds the bias."""
     return nn.functional.linear(hidden, output.weight, output.bias if rank == 0 else None)
 
 
 def _dealt(placed: Tensor, rank: int, size: int) -> Tensor:
-    """(T, K) bool: choices that folded AutoEP leaves to `rank` of the group, every one in turn by expert."""
+    """(T, K) bool: choices that folded AutoEP assigns to `rank` of the group, round-robin by expert."""
     order = torch.argsort(placed.flatten(), stable=True)
     mine = torch.zeros(placed.numel(), dtype=torch.bool, device=placed.device)
     mine[order] = assignment_ordinals_by_expert(placed.flatten()[order]) % size == rank

@@ -1,4 +1,4 @@
-"""DeepSpeed in `generate`: every rank's model converted by AutoEP and put on the set-up's plan."""
+"""DeepSpeed in `generate`: every rank's model is converted by AutoEP and put on the configuration's plan."""
 
 import os
 from functools import partial
@@ -14,21 +14,21 @@ from semmoe.runtime.collectives import Communicator
 
 
 def set_up(name: str, plan: Plan, shuffle: str) -> Configuration:
-    """shuffle: as of `apply_plan`; DeepSpeed's own way is `off` and a plan that leaves experts where they are."""
+    """A configuration for `generate`. shuffle: same as in `apply_plan`; `off` with a linear plan is plain DeepSpeed."""
     return Configuration(name=name, plan=plan, attach=partial(attach, shuffle=shuffle))
 
 
 def attach(
     model: PreTrainedModel, chosen: Configuration, comm: Communicator, shuffle: str = "predicted"
 ) -> PlannedModel:
-    """In a process that has joined the others already."""
+    """Put a model on the plan of a configuration, in a process that has already joined the other ranks."""
     from semmoe.engines.deepspeed.model import apply_plan
 
     return apply_plan(initialize(model, chosen.plan), chosen.plan, shuffle=shuffle)
 
 
 def initialize(model: PreTrainedModel, plan: Plan) -> Any:
-    """DeepSpeed's engine around the model, in processes that have joined the plan's other ranks already."""
+    """DeepSpeed's engine around the model, in processes that have already joined the plan's other ranks."""
     import deepspeed
 
     from semmoe.engines.deepspeed.config import config_for
@@ -39,11 +39,11 @@ def initialize(model: PreTrainedModel, plan: Plan) -> Any:
 
 
 def join() -> None:
-    """Tell DeepSpeed of the process group there is."""
+    """Register the existing process group with DeepSpeed."""
     import deepspeed
 
     rank, size = dist.get_rank(), dist.get_world_size()
     os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)})
-    # Else it compiles collectives over shared memory, for ranks of one machine: nothing here calls them.
+    # Otherwise DeepSpeed compiles collectives over shared memory, which nothing here calls.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_init_required=False)

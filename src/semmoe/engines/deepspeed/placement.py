@@ -1,4 +1,4 @@
-"""Experts moved to the places that a plan gives them, between the ranks that AutoEP dealt them out to in order."""
+"""Move experts to the slots of a plan, from the ranks to which AutoEP assigned them in order."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from semmoe.runtime.collectives import Communicator, finish
 
 
 def place_experts(comm: Communicator, layer: Any, held: np.ndarray) -> None:
-    """An AutoEPMoELayer's experts to held (G, P / G), logical ids by rank and slot; P may be more than the experts."""
+    """Move an AutoEPMoELayer's experts to held (G, P / G), logical ids by rank and slot; P may exceed E."""
     experts = layer.experts
     for name in ("w1", "w2", "w3"):
         weights = getattr(experts, name)

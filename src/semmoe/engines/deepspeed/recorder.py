@@ -1,4 +1,4 @@
-"""Profiling a model that AutoEP has converted: which experts each token chose, as its routers say."""
+"""Profile a model that AutoEP has converted: record which experts each token chose from its routers."""
 
 from typing import Any
 
@@ -10,10 +10,10 @@ from semmoe.engines.transformers.recorder import RoutingRecorder
 
 
 class AutoEPRecorder(RoutingRecorder):
-    """For `record_prompts(engine.module, prompts, writer, recorder_of=AutoEPRecorder)`, before a plan is applied.
+    """A recorder for `record_prompts(engine.module, prompts, writer, recorder_of=AutoEPRecorder)`, without a plan.
 
-    All ranks run the same prompts, since they must meet in every all-to-all; each then has the whole trace, and one
-    of them writes it where it is wanted.
+    All ranks run the same prompts, since all must take part in every all-to-all; each then has the whole trace, and the
+    caller decides which one writes it.
     """
 
     def find_blocks(self, model: PreTrainedModel) -> list[torch.nn.Module]:

@@ -1,9 +1,9 @@
-"""Where the adaptor reaches into DeepSpeed; importing this imports no engine."""
+"""The places where the adaptor hooks into DeepSpeed; importing this module imports no engine."""
 
 from semmoe.engines.hooks import Hook
 
 LAYER = "deepspeed.module_inject.auto_ep_layer"
-# AutoEP asks this table as a dictionary; transformers 5.20.2 has one, 5.23 something else.
+# AutoEP uses this table as a dictionary, which it is in transformers 5.20.2 but not in 5.23.
 RECORDED_OUTPUTS = Hook(
     "transformers.utils.output_capturing._CAN_RECORD_REGISTRY.get",
     "AutoEP's own: Mixtral and Qwen3-MoE are converted",

@@ -1,4 +1,4 @@
-"""Bytes of the collectives that DeepSpeed itself begins, counted where they leave for torch.distributed."""
+"""Count the bytes of DeepSpeed's own collectives, where it calls torch.distributed."""
 
 from collections import Counter
 from typing import Any
@@ -10,8 +10,10 @@ from semmoe.runtime.collectives import timed
 
 
 class CollectiveCounter:
-    """Bytes sent, by kind as `Communicator` counts them, of this process since it was made; all-to-alls are all those
-    of tokens, `counts` those of integers."""
+    """Bytes that this process sent since the counter was made, by kind as in `Communicator`.
+
+    The kind `all_to_all` counts rows of tokens, and `counts` counts integers.
+    """
 
     def __init__(self) -> None:
         self.sent: Counter[str] = Counter()
@@ -19,7 +21,7 @@ class CollectiveCounter:
         self.seconds: Counter[str] = Counter()
 
     def install(self, backend: Any) -> None:
-        """Count what `backend`, DeepSpeed's, does from now on."""
+        """Count the collectives of `backend`, which is DeepSpeed's, from now on."""
         for name, count in (
             ("all_to_all_single", self._all_to_all),
             ("all_reduce", self._all_reduce),
@@ -74,7 +76,7 @@ _COUNTER: CollectiveCounter | None = None
 
 
 def collectives() -> CollectiveCounter:
-    """This process's; the first call begins to count."""
+    """The counter of this process; the first call starts counting."""
     global _COUNTER
     if _COUNTER is None:
         from deepspeed.comm import comm

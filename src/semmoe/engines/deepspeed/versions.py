@@ -1,4 +1,4 @@
-"""Versions that AutoEP runs with: found out by looking, since a release that mends it should not be refused."""
+"""Check that AutoEP runs with the installed versions, by inspection, so that a release that fixes it is not refused."""
 
 import importlib.metadata
 
@@ -11,7 +11,7 @@ RECORDED = ("mixtral", "qwen2_moe", "qwen3_moe")
 
 
 def check_versions(model_type: str) -> None:
-    """Raises ValueError where AutoEP cannot convert models of this type with what is installed."""
+    """Raise ValueError if AutoEP cannot convert models of this type with the installed packages."""
     found = f"{version('deepspeed')} with {version('transformers')}"
     try:
         from deepspeed.module_inject import auto_ep, auto_ep_layer  # noqa: F401
