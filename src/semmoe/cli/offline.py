@@ -51,7 +51,7 @@ METHOD_NAMES = ", ".join(METHODS)
 ModelOption = Annotated[
     str | None,
     typer.Option(
-        help="Serve unprofiled tokens by this model's embeddings.", rich_help_panel=METHOD, callback=model_path
+        help="Match unprofiled tokens by this model's embeddings.", rich_help_panel=METHOD, callback=model_path
     ),
 ]
 
@@ -64,7 +64,7 @@ def affinity(
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """How concentrated the routing of a trace is: the statistics of the paper's Table 1 and appendix A.2.
+    """Show how concentrated the routing of a trace is: the statistics of the paper's Table 1 and appendix A.2.
 
     Example: `semmoe affinity trace`
     """
@@ -107,7 +107,7 @@ def solve(
 ) -> None:
     """Decide where experts go and build the tables that send tokens after them.
 
-    It ends with what the plan will do for requests that were held out while solving, beside contiguous placement and
+    At the end it shows what the plan is expected to do for held-out requests, compared with contiguous placement and
     EPLB, and whether that is worth it on your links.
 
     Examples: `semmoe solve trace --ep-size 8 --attention tp --out plan` and
@@ -148,7 +148,7 @@ def _solve(
     shape: LayerShape | None,
     embeddings: Any,
 ) -> Plan:
-    """The plan, with what it can be expected to do for requests that were held out."""
+    """Solve the plan, and estimate what it does for held-out requests."""
     from semmoe.solver import expect
     from semmoe.solver import solve as solve_plan
 
@@ -163,7 +163,7 @@ def _solve(
 
 
 def _layer_shape(f: Fingerprint, widths: Widths) -> LayerShape | None:
-    """What the trace or the user says of the model's widths; None if that is not enough."""
+    """The shape of a layer from the trace and the given widths; None if a width is unknown."""
     sizes = []
     for name in ("hidden_size", "expert_size"):
         given, known = getattr(widths, name) or 0, getattr(f, name)
@@ -195,7 +195,7 @@ def _print_verdict(expected: dict[str, Any]) -> None:
 
 
 def _refuse_idle(ctx: typer.Context, methods: list[str], topology: Topology) -> None:
-    """Options that would do nothing for any of `methods`."""
+    """Raise ValueError for given options that have no effect on any of `methods`."""
     names = " and ".join(methods)
     if not {"paper", "semmoe"} & set(methods):
         refuse_given(ctx, ["lookback", "model"], f"method {names} schedules no tokens")
@@ -276,7 +276,7 @@ def replay(
 
 
 def _said_of(solving: SolveSettings) -> dict[str, Any]:
-    """What a replay's JSON says of how its plans were solved."""
+    """The entries of a replay's JSON that state how its plans were solved."""
     objective: CoclusterSettings = solving.cocluster
     return {
         "redundant_experts": solving.redundant_experts,
@@ -305,7 +305,7 @@ def _replay_plan(
 
 
 def _warn_of_profiled(profiled: int | None, requests: int) -> None:
-    """profiled: how many of the replayed `requests` the plan was solved on, None if it does not tell."""
+    """Warn if the plan was solved on replayed requests; profiled: their number, None if the plan does not state it."""
     if profiled is None:
         words = "the plan does not say which requests it was solved on: if they are among these, the figures flatter it"
     else:
@@ -315,7 +315,7 @@ def _warn_of_profiled(profiled: int | None, requests: int) -> None:
 
 
 def _warn_of_answers(trace: RoutingTrace, topology: Topology) -> int:
-    """How many requests are sent to groups by what they answer; a server does not know that, so it is said."""
+    """The number of requests scheduled by their answers, which a server would not know; a warning is printed."""
     from semmoe.replayer import scheduled_by_answers
 
     by_answers = scheduled_by_answers(trace, topology)
