@@ -29,7 +29,7 @@ ROOMS = {
     "replayer.py online.py": 300,
     "runtime": 2280,
     "checkpoint": 1060,
-    "engines": 7400,
+    "engines": 7450,
     "router": 1320,
     "report": 1960,
     "cli": 2140,

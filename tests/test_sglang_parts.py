@@ -153,7 +153,7 @@ def test_models_that_sglang_cannot_serve_on_a_plan_are_refused_before_loading(
 def test_settings_from_the_environment():
     settings = SglangSettings(plan="p", shuffle="batch", control="c")
     assert from_environment(SglangSettings, {**settings.environment(), "PATH": "x"}) == settings
-    with pytest.raises(ValueError, match="SEMMOE_PLANN is not a setting"):
+    with pytest.raises(ValueError, match="SEMMOE_PLANN is no setting"):
         from_environment(SglangSettings, {"SEMMOE_PLANN": "p"})
     with pytest.raises(ValueError, match="SEMMOE_SHUFFLE"):
         from_environment(SglangSettings, {"SEMMOE_SHUFFLE": "sometimes"})

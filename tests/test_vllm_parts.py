@@ -280,7 +280,7 @@ def test_settings_of_vllm():
     assert (settings.plan, settings.sequence_parallel) == ("p", "1")
     with pytest.raises(ValueError, match="SEMMOE_SEQUENCE_PARALLEL must be"):
         from_environment(VllmSettings, {"SEMMOE_SEQUENCE_PARALLEL": "yes"})
-    with pytest.raises(ValueError, match="SEMMOE_STATIC is not a setting"):
+    with pytest.raises(ValueError, match="SEMMOE_STATIC is no setting"):
         from_environment(VllmSettings, {"SEMMOE_STATIC": "1"})
 
 

@@ -48,7 +48,7 @@ class StartTests:
 
     def test_an_unknown_setting_does_not_start(self, tmp_path, monkeypatch):
         monkeypatch.setenv("SEMMOE_PLANN", "x")
-        assert "SEMMOE_PLANN is not a setting" in reason(self.SERVER(tmp_path, str(MODEL)))
+        assert "SEMMOE_PLANN is no setting" in reason(self.SERVER(tmp_path, str(MODEL)))
 
     def test_a_folder_in_use_is_left_alone(self, tmp_path):
         """Not even a dry run touches what a running server has there."""

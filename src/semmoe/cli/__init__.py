@@ -28,5 +28,5 @@ app.registered_commands.sort(key=lambda command: ORDER.index(getattr(command.cal
 
 
 def main() -> None:
-    """Run it."""
+    """Run the `semmoe` command."""
     app()

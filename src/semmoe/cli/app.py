@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 from semmoe import __version__, console
 
 OFFLINE, SERVING, TOOLS = "Offline", "Serving", "Tools"  # panels of `semmoe --help`
-_UsageError: Any = typer.BadParameter.__base__  # typer brings click under a name of its own
+_UsageError: Any = typer.BadParameter.__base__  # typer contains click under a name of its own
 
 
 class _Group(TyperGroup):
@@ -48,7 +48,7 @@ class _Group(TyperGroup):
 
 
 def _extra(module: str | None, command: str | None) -> str | None:
-    """What brings a module that is not installed; None: nothing of ours."""
+    """The extra of semmoe that installs a missing module; None if there is none."""
     if module in ("httpcore", "uvicorn", "prometheus_client"):
         return "router"
     if module in ("plotly", "jinja2"):
@@ -98,5 +98,5 @@ def _main(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 @app.command(hidden=True, context_settings={"ignore_unknown_options": True})
 def reproduce(words: Annotated[list[str] | None, typer.Argument()] = None) -> None:
-    """Left the package: it needs the sources of the paper's tables and figures."""
+    """Raise an error: this command is not in the package, since it needs the sources of tables and figures."""
     raise ValueError("the paper's tables and figures are made in a checkout of semmoe: make reproduce")

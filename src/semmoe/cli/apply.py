@@ -1,4 +1,4 @@
-"""apply: a plan as files that engines read without semmoe."""
+"""The command apply: write a plan as files that engines read without semmoe."""
 
 import importlib.util
 import shlex
@@ -66,7 +66,7 @@ def apply(
 
 
 def _check_fingerprint(plan: Plan, model: Path) -> None:
-    """Without transformers, which reads a model's configuration with its defaults, only config.json is compared."""
+    """Check that the plan is for this model. Without transformers only the sizes in config.json are compared."""
     if importlib.util.find_spec("transformers") is None:
         text = "transformers is not installed: the plan is checked against sizes in config.json, not by its hashes"
         console.err.print(f"[yellow]warning:[/] {text}")
@@ -88,7 +88,7 @@ def _checkpoint(plan: Plan, plan_path: Path, model: Path, out: Path) -> dict[str
 
 
 def _stage(bars: console.Bars, what: str, total: int) -> Callable[[int], None]:
-    """A bar in megabytes that is advanced by bytes."""
+    """A progress bar in megabytes; the returned function advances it by bytes."""
     units, done, shown = max(1, total // 10**6), 0, 0
     advance = bars.task(f"{what}, MB", units)
 

@@ -1,4 +1,4 @@
-"""Measuring what links and experts cost."""
+"""The command calibrate: measure what links and experts cost."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,7 +29,7 @@ def calibrate(
 ) -> None:
     """Measure what links and experts cost, with real collectives between local processes and the model's own experts.
 
-    Run it on an idle machine. It ends with a layer that the fit has not seen, predicted and measured.
+    Run it on an idle machine. At the end a layer that was not part of the fit is predicted and measured.
 
     Example: `semmoe calibrate MODEL --ep-size 4 --out links.json`
     """
@@ -44,8 +44,8 @@ def calibrate(
     save_json(out, found.links)
     if found.doubtful:
         console.err.print(
-            f"[yellow]warning:[/] a layer that the fit has not seen is predicted {found.error:+.0%} off "
-            "what it takes: run it again on an idle machine before you rely on verdicts with these links",
+            f"[yellow]warning:[/] the prediction of a layer that was not part of the fit is {found.error:+.0%} off "
+            "the measurement: run this again on an idle machine before you rely on verdicts with these links",
             soft_wrap=True,
             highlight=False,
         )

@@ -1,4 +1,4 @@
-"""Does it fit: versions, hooks, plan."""
+"""The command doctor: check versions, hooks and a plan."""
 
 from dataclasses import asdict
 from enum import Enum
@@ -23,7 +23,7 @@ class Engine(str, Enum):
 @app.command(rich_help_panel=TOOLS)
 def doctor(
     engine: Annotated[
-        Engine | None, typer.Option(help="Only this engine, which must be there.", rich_help_panel=INPUT)
+        Engine | None, typer.Option(help="Check only this engine, which must be installed.", rich_help_panel=INPUT)
     ] = None,
     plan: Annotated[Path | None, typer.Option(help="Show and check this plan.", rich_help_panel=INPUT)] = None,
     model: Annotated[
@@ -32,9 +32,9 @@ def doctor(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """What is installed, whether semmoe's hooks fit it, and what a plan expects.
+    """Show what is installed, whether semmoe's hooks fit it, and what a plan expects.
 
-    Engines are imported to look, never started. The exit code is 1 if a hook does not resolve or the plan does not fit
+    Engines are imported, never started. The exit code is 1 if a hook does not resolve or the plan does not fit
     the model.
 
     Examples: `semmoe doctor` and `semmoe doctor --engine sglang --plan plan --model MODEL`
@@ -67,7 +67,7 @@ def _print_engine(state: EngineState) -> None:
     name = f"{state.engine} {state.version}" if state.version else state.engine
     _say(f"{name}: {state.note or f'{good} of {len(state.hooks)} hooks resolve'}")
     if state.tried:
-        _say(f"    tried on {state.tried}, this is another version: hold its outputs against vanilla's first")
+        _say(f"    tried on {state.tried}, this is another version: compare its outputs with vanilla's first")
     for hook in state.hooks:
         _say(f"    FAIL  {hook.problem}" if hook.problem else f"    ok    {hook.target}: {hook.purpose}")
 
@@ -91,5 +91,5 @@ def _print_plan(state: PlanState) -> None:
 
 
 def _say(text: str) -> None:
-    """Names in plans and messages of engines come from anywhere."""
+    """Print plain text, since names in plans and messages of engines may contain markup."""
     console.out.print(console.plain(text), highlight=False)

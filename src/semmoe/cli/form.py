@@ -1,4 +1,4 @@
-"""Options of a command from the settings dataclasses that it fills: name, type, bounds, default, help of each field."""
+"""Build the options of a command from settings dataclasses: name, type, bounds, default and help of each field."""
 
 import inspect
 import math
@@ -14,11 +14,11 @@ KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
 
 def takes(**kinds: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a command: the options of the dataclass `kinds[name]` take the place of the parameter `name`.
+    """Decorate a command: the options of the dataclass `kinds[name]` replace the parameter `name`.
 
-    The command gets a function for it, which makes the dataclass from what the user gave and from further fields by
-    keyword. An option that was not given is None, and its field keeps its default. Fields of several dataclasses that
-    have one flag are one option.
+    The command gets a function as this parameter, which makes the dataclass from the given options and from further
+    fields by keyword. An option that was not given is None, and its field keeps its default. Fields of several
+    dataclasses that have the same flag share one option.
     """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,7 +42,7 @@ def takes(**kinds: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def make(kind: Any, given: dict[str, Any], **more: Any) -> Any:
-    """A dataclass from the options that were given, by flag; more: fields by name."""
+    """Make a dataclass from the given options, by flag; more: further fields by name."""
     values = {}
     for one in fields(kind):
         flag, value = _flag(one), given.get(_flag(one))
@@ -61,7 +61,7 @@ def _parameters(kind: Any) -> dict[str, inspect.Parameter]:
 
 
 def options_of(kind: Any) -> dict[str, Any]:
-    """The annotated type of each option, by flag, those of dataclasses inside included."""
+    """The annotated type of each option by flag, including those of nested dataclasses."""
     found: dict[str, Any] = {}
     for one in fields(kind):
         if is_dataclass(one.default_factory):
@@ -96,7 +96,7 @@ def _units(one: Field, bound: float) -> int:
 
 
 def _default(one: Field) -> str:
-    """What the help says of a field's default."""
+    """The text on a field's default in its help."""
     if one.default in (None, False, MISSING):
         return ""
     unit = one.metadata["unit"]
@@ -108,7 +108,7 @@ def _value(given: Any) -> Any:
 
 
 def finite(value: float | None) -> float | None:
-    """A callback for options: NaN passes every comparison of bounds."""
+    """A callback for options that refuses NaN, which would pass every comparison with bounds."""
     if isinstance(value, float) and not math.isfinite(value):
         raise typer.BadParameter(f"{value} is not a finite number")
     return value

@@ -36,7 +36,7 @@ METHOD_NAMES = ", ".join(METHODS)
 ModelOption = Annotated[
     str | None,
     typer.Option(
-        help="Serve unprofiled tokens by this model's embeddings.", rich_help_panel=METHOD, callback=model_path
+        help="Match unprofiled tokens by this model's embeddings.", rich_help_panel=METHOD, callback=model_path
     ),
 ]
 
@@ -49,7 +49,7 @@ def affinity(
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """How concentrated the routing of a trace is: the statistics of the paper's Table 1 and appendix A.2.
+    """Show how concentrated the routing of a trace is: the statistics of the paper's Table 1 and appendix A.2.
 
     Example: `semmoe affinity trace`
     """
@@ -92,7 +92,7 @@ def solve(
 ) -> None:
     """Decide where experts go and build the tables that send tokens after them.
 
-    It ends with what the plan will do for requests that were held out while solving, beside contiguous placement and
+    At the end it shows what the plan is expected to do for held-out requests, compared with contiguous placement and
     EPLB, and whether that is worth it on your links.
 
     Examples: `semmoe solve trace --ep-size 8 --attention tp --out plan` and
@@ -133,7 +133,7 @@ def _solve(
     shape: LayerShape | None,
     embeddings: Any,
 ) -> Plan:
-    """The plan, with what it can be expected to do for requests that were held out."""
+    """Solve the plan, and estimate what it does for held-out requests."""
     from semmoe.solver import expect
     from semmoe.solver import solve as solve_plan
 
@@ -148,7 +148,7 @@ def _solve(
 
 
 def _layer_shape(f: Fingerprint, widths: Widths) -> LayerShape | None:
-    """What the trace or the user says of the model's widths; None if that is not enough."""
+    """The shape of a layer from the trace and the given widths; None if a width is unknown."""
     sizes = []
     for name in ("hidden_size", "expert_size"):
         given, known = getattr(widths, name) or 0, getattr(f, name)
@@ -180,7 +180,7 @@ def _print_verdict(expected: dict[str, Any]) -> None:
 
 
 def refuse_idle(ctx: typer.Context, methods: list[str], topology: Topology) -> None:
-    """Options that would do nothing for any of `methods`."""
+    """Raise ValueError for given options that have no effect on any of `methods`."""
     names = " and ".join(methods)
     if not {"paper", "semmoe"} & set(methods):
         refuse_given(ctx, ["lookback", "model"], f"method {names} schedules no tokens")
@@ -207,7 +207,7 @@ def model_embeddings(model: str, expected: Fingerprint) -> Any:
 
 
 def warn_of_answers(trace: RoutingTrace, topology: Topology) -> int:
-    """How many requests are sent to groups by what they answer; a server does not know that, so it is said."""
+    """The number of requests scheduled by their answers, which a server would not know; a warning is printed."""
     from semmoe.replayer import scheduled_by_answers
 
     by_answers = scheduled_by_answers(trace, topology)

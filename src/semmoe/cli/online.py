@@ -45,13 +45,13 @@ def profile(
     settings: Any = None,
     engine: Annotated[
         Engine,
-        typer.Option(help="sglang, vllm: its offline engine; what follows `--` goes to it.", rich_help_panel=INPUT),
+        typer.Option(help="sglang, vllm: its offline engine; options after `--` go to it.", rich_help_panel=INPUT),
     ] = Engine.transformers,
     as_json: Json = False,
 ) -> None:
     """Record which experts each token chooses.
 
-    Without --dataset the standard library's held-out texts serve. A run that was stopped resumes where it ended.
+    Without --dataset, held-out texts of the standard library are used. A run that was stopped resumes where it ended.
 
     Example: `semmoe profile MODEL --dataset chats.jsonl.gz --limit 500 --max-new-tokens 64 --out trace`
     """
@@ -60,12 +60,12 @@ def profile(
     from semmoe.files import check_output
     from semmoe.trace import TraceHeader, TraceWriter
 
-    check_output(out, directory=True, force=True)  # a profile that was stopped goes on where it ended
+    check_output(out, directory=True, force=True)  # a profile that was stopped continues where it ended
     own = engine is not Engine.transformers
     if own:
         check_installed(engine.value)
     if not own and ctx.args:
-        raise ValueError(f"{' '.join(ctx.args[:1])}: transformers takes no such option")
+        raise ValueError(f"{' '.join(ctx.args[:1])}: transformers has no such option")
     asked: ProfileSettings = settings()
     prompts, _, cut = _prompts(model, dataset, asked.limit, asked.max_prompt_tokens)
     stated = {"decode": asked.max_new_tokens, "max_prompt_tokens": asked.max_prompt_tokens}
@@ -89,7 +89,7 @@ def profile(
 def _record(
     engine: Engine, model: str, prompts: list[list[int]], writer: Any, options: list[str], top_k: int, how: Any
 ) -> None:
-    """Through the embedded engine, or one's own offline engine with its own `options`."""
+    """Record the trace with the embedded engine, or with another engine's offline mode and its `options`."""
     if engine is Engine.transformers:
         from semmoe.engines.transformers.model import load_model
         from semmoe.engines.transformers.recorder import record_prompts
@@ -101,7 +101,7 @@ def _record(
 
 
 def _prompts(model: str, dataset: Path | None, limit: int, max_tokens: int) -> tuple[list[list[int]], Any, int]:
-    """Token ids of the prompts, the tokenizer, and how many prompts were cut, which is told too."""
+    """Token ids of the prompts, the tokenizer, and the number of prompts that were cut, which is also printed."""
     from semmoe.dataset import encode
     from semmoe.engines.transformers.tokenizer import load_tokenizer
 
@@ -117,7 +117,7 @@ def _prompts(model: str, dataset: Path | None, limit: int, max_tokens: int) -> t
 
 
 def _read_prompts(dataset: Path | None, limit: int) -> list[Any]:
-    """Of the dataset, with a word where lines are not taken as prompts; of held-out texts without one."""
+    """The prompts of the dataset, or held-out texts without one; a note is printed if lines are not prompts."""
     from semmoe.dataset import Prompt, is_running_text, load_dataset
     from semmoe.texts import held_out_prompts
 
@@ -147,7 +147,7 @@ def generate(
     inputs: Any = None,
     settings: Any = None,
     verify: Annotated[
-        bool, typer.Option(help="Hold every token against plain transformers.", rich_help_panel=OUTPUT)
+        bool, typer.Option(help="Compare every token with plain transformers.", rich_help_panel=OUTPUT)
     ] = False,
     out: Annotated[
         Path | None,
@@ -196,7 +196,7 @@ def _configuration(plan: Plan, path: Path | None, ways: ExchangeSettings) -> "Co
 def _run(
     model: str, prompts: list[list[int]], configuration: "Configuration", settings: GenerateSettings, verify: bool
 ) -> tuple[Any, Any]:
-    """What the ranks generated, and how it compares with plain transformers, None if that was not asked for."""
+    """What the ranks generated, and its agreement with plain transformers, None if that was not requested."""
     from semmoe.engines.transformers.generate import generate as run
 
     with console.bars() as bars:
@@ -225,7 +225,7 @@ def _show(row: dict[str, Any], requests: int, ranks: int, answers: Iterable[tupl
 
 
 def _beside(out: Path) -> Path:
-    """The file of the result, beside that of the completions."""
+    """The path of the result file next to the completions file `out`."""
     return out.with_suffix(".json" if out.suffix != ".json" else ".result.json")
 
 
@@ -243,7 +243,7 @@ def _plan_to_run(model: str, path: Path | None, given: GivenTopology) -> Plan:
 
 
 def _encode_given(model: str, texts: list[str]) -> tuple[list[list[int]], Any, int]:
-    """As `_prompts`; none of these is cut."""
+    """Same as `_prompts` for given texts, which are never cut."""
     from semmoe.engines.transformers.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(model)
@@ -282,10 +282,10 @@ def demo(
     as_json: Json = False,
     settings: Any = None,
 ) -> None:
-    """The whole line on the embedded model: profile, solve, generate five ways; where a plan pays. About two minutes.
+    """Run all steps on the embedded model: profile, solve, generate in five ways, and where a plan pays.
 
-    Without --dataset the prompts are text of the standard library that the model never saw. The page is
-    semmoe-demo/report.html, or DIR/report.html with --out DIR.
+    It takes about two minutes. Without --dataset the prompts are texts of the standard library that the model never
+    saw. The page is semmoe-demo/report.html, or DIR/report.html with --out DIR.
 
     Example: `semmoe demo --out out`
     """
@@ -319,7 +319,7 @@ def demo(
 
 
 def _demo_report(work: Path, folder: Path) -> Path | None:
-    """Where the page of what the demo left in `work` is; None where its packages are not installed."""
+    """Write the report on the demo's results in `work` and return its path; None if its packages are missing."""
     try:
         importlib.import_module("jinja2")
         importlib.import_module("plotly.offline")

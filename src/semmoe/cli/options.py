@@ -1,4 +1,4 @@
-"""Options that several commands share; defaults of one meaning stand in one place."""
+"""Options that several commands share, with their defaults in one place."""
 
 import json
 from dataclasses import dataclass
@@ -43,14 +43,14 @@ def check_installed(engine: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class GivenTopology:
-    """What the user said of a topology; None: nothing."""
+    """The topology options that the user gave; None: not given."""
 
     ep_size: int | None = number(
         None,
         1,
         MOST_RANKS,
         panel=TOPOLOGY,
-        help="Expert-parallel ranks; by default the plan's, else 8 offline; online the GPUs at hand, or 4 processes.",
+        help="Expert-parallel ranks; by default the plan's, else 8 offline; online all local GPUs, or 4 processes.",
     )
     attention: str | None = choice(
         None,
@@ -68,14 +68,14 @@ OFFLINE_RANKS, PROCESSES = 8, 4
 
 
 def ranks_at_hand() -> int:
-    """GPUs of this machine, or without any the processes that stand for them."""
+    """The number of GPUs of this machine, or the default number of processes if there is none."""
     import torch
 
     return torch.accelerator.device_count() or PROCESSES
 
 
 def check_result(out: Path | None, force: bool) -> None:
-    """Raise before the work unless the result can be written to `out`."""
+    """Raise an error, before the work begins, unless the result can be written to `out`."""
     from semmoe.files import check_output
 
     if out is not None:
@@ -83,7 +83,7 @@ def check_result(out: Path | None, force: bool) -> None:
 
 
 def tell_result(result: dict[str, Any], out: Path | None, as_json: bool) -> bool:
-    """Write a command's result to `out` and print it as JSON, where these are asked for; whether it was printed."""
+    """Write a command's result to `out` if given, print it as JSON if requested, and return whether it was printed."""
     from semmoe.files import atomic_file
 
     if out is not None:
@@ -95,7 +95,7 @@ def tell_result(result: dict[str, Any], out: Path | None, as_json: bool) -> bool
 
 
 def resolve_topology(plan: Plan | None, given: GivenTopology, ep_size: int) -> Topology:
-    """The plan's topology, which must be what was given; without a plan what was given, by default `ep_size` ranks."""
+    """The plan's topology, checked against the options; without a plan, the given one (default `ep_size` ranks)."""
     if plan is None:
         return Topology.for_attention(given.attention or "tp", given.ep_size or ep_size, given.dp_size, given.num_nodes)
     for name in ("attention", "ep_size", "dp_size", "num_nodes"):
@@ -106,7 +106,7 @@ def resolve_topology(plan: Plan | None, given: GivenTopology, ep_size: int) -> T
 
 
 def model_path(name: str | None) -> str | None:
-    """`tiny` is the embedded model, unless a directory has that name. Raises BadParameter for what is no directory."""
+    """The model's directory; `tiny` is the embedded model, unless a directory has that name. Raises BadParameter."""
     if name is None or Path(name).is_dir():
         return name
     if name == "tiny":
@@ -153,7 +153,7 @@ Dataset = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class Widths:
-    """What the user said of a model's widths; None: nothing."""
+    """The model's widths that the user gave; None: not given."""
 
     hidden_size: int | None = number(
         None, 0, 1 << 24, panel=LINKS, help="Width of the model, if the trace does not say."

@@ -1,4 +1,4 @@
-"""Recording a live server: record start, stop, status."""
+"""The commands record start, stop and status: record the routing of a live server."""
 
 import secrets
 import time
@@ -25,7 +25,7 @@ from semmoe.engines.recorder_files import (
 from semmoe.settings import RecordSettings, StopSettings
 
 GONE_SECONDS = 10.0  # a rank that records writes its status every second
-SETTLE_SECONDS = 0.5  # a rank that has just begun says so by then
+SETTLE_SECONDS = 0.5  # a rank that has just started reports its status within this time
 FolderArgument = Annotated[
     Path, typer.Argument(help="The control folder, which `semmoe serve` prints.", show_default=False)
 ]
@@ -49,7 +49,7 @@ def start(
 ) -> None:
     """Tell a running server to record the routing of its requests.
 
-    What is recorded is users' text, readable by you alone. Ranks begin with their next forward pass.
+    Recordings contain users' text and are readable by you only. Ranks start with their next forward pass.
 
     Examples: `semmoe record start FOLDER --sample 0.05` and `semmoe record start FOLDER --counts-only`
     """
@@ -78,7 +78,7 @@ def start(
 
 
 def _readable_control(folder: Path) -> Control | None:
-    """None for a damaged one, which is replaced."""
+    """The control file; None if it is damaged, in which case it is replaced."""
     try:
         return read_control(folder)
     except ValueError:
@@ -95,10 +95,10 @@ def stop(
     as_json: Json = False,
     settings: Any = None,
 ) -> None:
-    """End the recording and join what the ranks wrote into one trace, for `semmoe solve`.
+    """End the recording and merge what the ranks wrote into one trace, for `semmoe solve`.
 
-    Requests that are under way are left out: only what has ended is in the trace. With --counts-only the result is a
-    directory of counts.
+    The trace contains only requests that have ended; unfinished requests are left out. With --counts-only the result is
+    a directory of counts.
 
     Example: `semmoe record stop FOLDER --out trace` and then `semmoe solve trace --ep-size 8 --out plan`
     """
@@ -113,7 +113,7 @@ def stop(
     gone = _wait(folder, control.run, settings().timeout)
     merged = (merge_counts if control.counts_only else merge_traces)(folder / control.run, target)
     if gone:
-        text = f"{_ranks(gone)} recorded and answered no more: what was not on disk is lost"
+        text = f"{_ranks(gone)} recorded and no longer responds: what was not on disk is lost"
         console.err.print(f"[yellow]warning:[/] {text}")
     remove_parts(folder / control.run)
     unfinished = sum(status.unfinished for status in _of_run(folder, control.run)) * (not control.counts_only)
@@ -129,12 +129,12 @@ def _print_merged(row: dict[str, Any], control: Control) -> None:
         text = f"counts of {row['tokens']:,} tokens in {row['out']}"
     else:
         text = f"{row['requests']:,} requests, {row['tokens']:,} tokens in {row['out']}"
-    left_out = f"; {row['unfinished']:,} requests were under way and are left out" if row["unfinished"] else ""
+    left_out = f"; {row['unfinished']:,} unfinished requests are left out" if row["unfinished"] else ""
     console.out.print(text + left_out, markup=False, highlight=False)
 
 
 def _wait(folder: Path, run: str, timeout: float) -> list[Status]:
-    """Until no rank records `run`. Returns ranks that are gone; raises RuntimeError if one is there and goes on."""
+    """Wait until no rank records `run`. Returns ranks that are gone; raises RuntimeError if a live one continues."""
     deadline = time.monotonic() + timeout
     time.sleep(SETTLE_SECONDS)
     busy = _busy(folder, run)
@@ -164,7 +164,7 @@ def _of_run(folder: Path, run: str) -> list[Status]:
 
 
 def _statuses(folder: Path) -> list[Status]:
-    """One that cannot be read counts as failed: its reason says so."""
+    """The statuses of all ranks; an unreadable one counts as failed, with the reason."""
     return [_status(path) for path in status_paths(folder)]
 
 
@@ -181,7 +181,7 @@ def _status(path: Path) -> Status:
 
 @record_app.command()
 def status(folder: FolderArgument, as_json: Json = False) -> None:
-    """What each rank of a server records, what it could not, and what that costs.
+    """Show what each rank of a server records, what it could not record, and the cost.
 
     Example: `semmoe record status FOLDER`
     """

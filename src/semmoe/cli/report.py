@@ -1,4 +1,4 @@
-"""A plan and its measurements as one page."""
+"""The command report: a plan and its measurements as one page."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,8 +32,8 @@ def report(
 ) -> None:
     """Write one HTML page of a plan and what was measured on it: the verdict, then why, then where it is from.
 
-    The page needs no network and no other file. A plan alone is enough; what else it can show, and the command that
-    makes it, stands in its place. Files that it cannot use are named at its end.
+    The page needs no network and no other file. A plan alone is enough; in place of missing parts the page names the
+    command that makes them. Files that it cannot use are listed at its end.
 
     Example: `semmoe report out` after `semmoe demo --out out`
     """

@@ -1,4 +1,4 @@
-"""`semmoe router`: requests to the ranks of engines in which nothing is installed."""
+"""The command router: schedule requests to the ranks of engines without a plug-in in them."""
 
 import ipaddress
 import logging
@@ -41,7 +41,7 @@ def router(
 
     Example: `semmoe router http://127.0.0.1:8000 --plan plan --tokenizer MODEL`, then point clients at port 8080
     """
-    import uvicorn  # noqa: F401  # a missing extra is told before anything else
+    import uvicorn  # noqa: F401  # report a missing extra before anything else
 
     from semmoe.plan import load_plan
     from semmoe.router import server
@@ -57,7 +57,7 @@ def router(
 
 
 def _announce(settings: RouterSettings, plan: Plan, host: str, port: int, tokenizes: bool) -> None:
-    """Where it listens and what it does; a warning for what a user may not expect."""
+    """Print where the router listens and what it does, and warn of what a user may not expect."""
     shown, urls = f"[{host}]" if ":" in host else host, ", ".join(settings.backends)
     ranks = "one rank each" if settings.backend_ranks == "urls" else f"{plan.topology.dp_size} ranks each, by header"
     console.out.print(f"http://{shown}:{port} -> {urls} ({ranks}; plan of {plan.method})", markup=False)

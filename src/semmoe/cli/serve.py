@@ -38,7 +38,8 @@ def serve(
     model: ModelArgument,
     engine: Annotated[Server, typer.Option(help="The engine that serves.", rich_help_panel=INPUT)] = Server.sglang,
     plan: Annotated[
-        Path | None, typer.Option(help="Serve on this plan, of any method; none: vanilla.", rich_help_panel=METHOD)
+        Path | None,
+        typer.Option(help="Serve on this plan, of any method; without it, vanilla.", rich_help_panel=METHOD),
     ] = None,
     given: Any = None,
     settings: Any = None,
@@ -46,7 +47,7 @@ def serve(
     control: Annotated[
         Path | None,
         typer.Option(
-            help="For counters and `semmoe record`; by default in ~/.local/state.",
+            help="Folder for counters and `semmoe record`; by default in ~/.local/state.",
             rich_help_panel=OUTPUT,
             show_default=False,
         ),
@@ -55,7 +56,7 @@ def serve(
 ) -> None:
     """Serve a model with expert parallelism: print the engine's own command, then run it.
 
-    What follows `--` goes to the engine as it is. What is printed can be run by itself.
+    Options after `--` are passed to the engine unchanged. The printed command can be run by itself.
 
     Example: `semmoe serve MODEL --engine sglang --plan plan -- --mem-fraction-static 0.8`
     """
@@ -86,11 +87,12 @@ def serve(
 def _check(
     model: str, engine: str, plan: Plan | None, topology: Topology, asked: ServeSettings, options: list[str]
 ) -> None:
-    """Raise ValueError for what cannot be served, and warn of what nobody has run."""
+    """Raise ValueError for what cannot be served, and warn of features that were never run."""
     from semmoe.engines.transformers.model import fingerprint_of
 
     if plan is None:
-        physical_experts(fingerprint_of(model).num_experts, 0, topology.ep_size)  # refuses what does not divide
+        # raises an error if sizes do not divide
+        physical_experts(fingerprint_of(model).num_experts, 0, topology.ep_size)
         return
     shuffles, schedules = asked.shuffle != "off", asked.schedule == "plan"
     config = read_config(Path(model))
@@ -125,11 +127,11 @@ def _own_folder(folder: Path) -> Path:
 
 
 def _forget(folder: Path) -> None:
-    """A server that starts counts from nothing and records nothing."""
+    """Remove the state of an earlier server, so that counters start at zero and nothing is recorded."""
     names = ("activity-*.json", "status-*.json", "control.json", "expert_location-*.json", supervisor.REASON)
     for old in (path for name in names for path in folder.glob(name)):
         old.unlink()
-    for old in (folder / "prometheus").glob("*.db"):  # where vLLM's processes would count on from others' ends
+    for old in (folder / "prometheus").glob("*.db"):  # from which vLLM's processes would continue to count
         old.unlink()
 
 

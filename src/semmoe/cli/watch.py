@@ -1,4 +1,4 @@
-"""The live view of a running server."""
+"""The command watch: a live view of a running server."""
 
 import json
 import time
@@ -29,13 +29,13 @@ def watch(
     url: Annotated[
         str,
         typer.Argument(
-            help="Of an engine's server that semmoe counts in, such as http://127.0.0.1:30000.", show_default=False
+            help="URL of a server started by `semmoe serve`, such as http://127.0.0.1:30000.", show_default=False
         ),
     ],
     plan: Annotated[
         Path | None,
         typer.Option(
-            help="The plan that it serves on: what is seen is held against what it expects.",
+            help="The plan that it serves on: figures are compared with what it expects.",
             rich_help_panel=INPUT,
             show_default=False,
         ),
@@ -46,15 +46,15 @@ def watch(
         typer.Option(
             "--once",
             rich_help_panel=OUTPUT,
-            help="Look for one window, print, and end: exit code 1 if it drifted, is stale or degraded.",
+            help="Watch one window, print, and end: exit code 1 if it drifted, is stale or degraded.",
         ),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """See whether a plan holds on a running server: what stays local, the load of ranks, where requests go.
+    """Watch whether a plan fits a running server: local activations, load of ranks, and where requests go.
 
-    The local activation rate of today's requests is held against what the plan expects; below it by more than --margin,
-    requests are no longer those that were profiled. With --json, one line a look.
+    The local activation rate of current requests is compared with what the plan expects. If it is lower by more than
+    --margin, requests are no longer similar to those that were profiled. With --json, prints one line per reading.
 
     Examples: `semmoe watch http://127.0.0.1:30000 --plan plan` and
     `semmoe watch http://127.0.0.1:30000 --plan plan --window 30 --once --json`

@@ -1,7 +1,7 @@
 """Recording the routing of a live server, from inside its forward passes.
 
-The rules: off unless a control file says otherwise; nothing that goes wrong here reaches the server; memory and disk
-are bounded; a token is recorded once, however often it ran. An adaptor makes one `LiveRecorder` for each set of ranks
+The rules: recording is off unless a control file turns it on; no error here reaches the server; memory and disk use are
+bounded; a token is recorded once, however often it ran. An adaptor makes one `LiveRecorder` for each set of ranks
 that see the same tokens (an attention group), on one of them:
 
     recorder = LiveRecorder(folder, fingerprint, rank)
@@ -45,17 +45,18 @@ from semmoe.engines.recorder_files import (
 from semmoe.engines.recorder_session import Session
 from semmoe.topology import Fingerprint
 
-LOOK_SECONDS = 0.2  # between looks at the control file
+LOOK_SECONDS = 0.2  # between reads of the control file
 STATUS_SECONDS = 1.0
-COUNTS_SECONDS = 10.0  # between writes of counts: what a crash can cost
-TRACE_SECONDS = 5.0  # the same of a trace: engines end their ranks without a word
+COUNTS_SECONDS = 10.0  # between writes of counts, which a crash may lose
+TRACE_SECONDS = 5.0  # between writes of a trace, since engines end ranks without notice
 logger = logging.getLogger(__name__)
 
 
 class LiveRecorder:
     """Records while `folder/control.json` says so; never raises, and switches itself off when something fails.
 
-    While it records, a thread looks at the control file too, so that a server without traffic stops when it is told.
+    While it records, a thread also reads the control file, so that a server without traffic stops recording when told
+    to.
     """
 
     def __init__(
@@ -70,10 +71,10 @@ class LiveRecorder:
         self._clock, self._watch = clock, watch
         self._lock = threading.Lock()
         self._session: Session | None = None
-        self._status = Status(rank=rank)  # what is said while nothing is recorded
+        self._status = Status(rank=rank)  # the status while nothing is recorded
         self._cpu_ns = 0  # of this run
         self._seen_control: tuple[int, ...] | None = None
-        self._ended_run: str | None = None  # not begun again when the control file is touched
+        self._ended_run: str | None = None  # not started again when the control file is touched
         self._next_look = self._next_status = self._next_save = -math.inf
         self._closed = threading.Event()
         with self._guard():
@@ -86,13 +87,13 @@ class LiveRecorder:
 
     @property
     def status(self) -> Status:
-        """What the status file says, or will."""
+        """The status that is, or will be, in the status file."""
         if self._session is None:
             return self._status
         return self._with_cost(self._session.status())
 
     def poll(self) -> bool:
-        """Call once a forward pass: whether it is to be observed."""
+        """Whether this forward pass is to be observed. Call it once per pass."""
         now = self._clock()
         if now >= self._next_look:
             self._next_look = now + LOOK_SECONDS
@@ -108,7 +109,7 @@ class LiveRecorder:
         token_ids: np.ndarray,
         expert_ids: np.ndarray,
     ) -> None:
-        """One forward pass of n real tokens: no padding, no idle ranks' rows, no rejected draft tokens.
+        """Record one forward pass of n real tokens, without padding, rows of idle ranks and rejected draft tokens.
 
         rows (n,): the place in `requests` of each token's request; positions (n,): its place in that request;
         token_ids (n,); expert_ids (n, L, K): logical experts by falling weight. Arrays are copied.
@@ -121,9 +122,9 @@ class LiveRecorder:
                 self._stop_if_full()
 
     def finish(self, request: str, prompt_ids: Sequence[int] | np.ndarray, length: int | None = None) -> None:
-        """A request ended, normally or not, and its last pass was observed: what was recorded of it is written.
+        """End a request, normally or not, after its last pass was observed; its recorded rows are written.
 
-        length: its tokens that count; an engine that runs ahead of its own results feeds one beyond the end.
+        length: number of its tokens to keep; an engine that runs ahead of its own results feeds one beyond the end.
         """
         self._end(request, prompt_ids, length)
 
@@ -132,7 +133,10 @@ class LiveRecorder:
         self._end(request, None, None)
 
     def close(self) -> None:
-        """Write what is finished and end; nothing is recorded from here on. Not for a signal handler: it may wait."""
+        """Write finished requests and stop recording for good.
+
+        Do not call it in a signal handler, since it may wait.
+        """
         self._closed.set()
         with self._guard():
             self._next_look = math.inf
@@ -149,7 +153,7 @@ class LiveRecorder:
 
     @contextlib.contextmanager
     def _guard(self) -> Iterator[None]:
-        """One caller at a time; CPU time is counted, and an exception ends the recording instead of reaching anyone."""
+        """Admit one caller at a time, count its CPU time, and turn an exception into the end of the recording."""
         with self._lock:
             begin = time.thread_time_ns()
             try:
@@ -168,7 +172,7 @@ class LiveRecorder:
             self._keep_up(now)
 
     def _obey(self, now: float) -> None:
-        """The control file is new, gone or changed; one that cannot be read means off."""
+        """Act on a control file that is new, gone or changed; an unreadable one turns recording off."""
         run, reason, control = None, "", None
         try:
             check_folder(self.folder)
@@ -204,7 +208,7 @@ class LiveRecorder:
             self._stop_if_full()
         if now >= self._next_status:
             self._next_status = now + STATUS_SECONDS
-            with contextlib.suppress(OSError):  # a full disk ends no recording
+            with contextlib.suppress(OSError):  # a full disk does not end the recording
                 self._write_status()
 
     def _stop_if_full(self) -> None:
@@ -225,13 +229,13 @@ class LiveRecorder:
         plain = isinstance(error, (ValueError, OSError)) and str(error)
         reason = " ".join((str(error) if plain else repr(error)).split())[:1000]
         if self._session is None and self._status.reason == reason:
-            return  # said once is enough, of what fails at every look
+            return  # a failure that repeats at every read is reported once
         last = self._status
         with contextlib.suppress(Exception):
             last = self.status
         self._session, self._status = None, self._final(last, "failed", reason)
         with contextlib.suppress(Exception):
-            check_folder(self.folder)  # one that is refused is not written to either
+            check_folder(self.folder)  # do not write to a folder that is refused
             self._write_status()
         logger.warning("semmoe records no more: %s", reason)
 
@@ -251,13 +255,13 @@ class LiveRecorder:
             threading.Thread(target=self._watch_control, name="semmoe-recorder", daemon=True).start()
 
     def _watch_control(self) -> None:
-        """Looks when no forward pass does; ends with the recording."""
+        """Read the control file while no forward pass does; ends with the recording."""
         while self._session is not None and not self._closed.wait(2 * LOOK_SECONDS):
             self.poll()
 
 
 def _signature(path: Path) -> tuple[int, ...] | None:
-    """What changes when a file is replaced or written; None without a file."""
+    """Values that change when a file is replaced or written; None if there is no file."""
     try:
         info = os.lstat(path)
     except FileNotFoundError:

@@ -1,12 +1,12 @@
-"""The files by which the command line and the ranks of a server talk while routing is recorded.
+"""The files through which the command line and the ranks of a server communicate while routing is recorded.
 
-    FOLDER/control.json            written by `semmoe record`: what to record, and whether to
+    FOLDER/control.json            written by `semmoe record`: whether and what to record
     FOLDER/status-00000.json       written by each rank, at most once a second
     FOLDER/RUN/rank-00000/         what that rank recorded: a trace directory
-    FOLDER/RUN/counts-00000.*      or counts alone
+    FOLDER/RUN/counts-00000.*      what that rank counted, with --counts-only
 
 What is recorded is users' text, so folders have mode 0700 and files 0600. Whoever can write the control file can have
-all traffic written down, so a folder or a control file that others could have written is refused.
+all traffic recorded, so a folder or control file that other users can write is refused.
 """
 
 import os
@@ -28,18 +28,18 @@ Count = Annotated[int, Field(ge=0)]
 
 
 def _limited(name: str) -> Any:
-    """A field with the default and the bounds that RecordSettings has."""
+    """A field with the default and the bounds of the field `name` of RecordSettings."""
     low, high = bounds(RecordSettings, name)
     default = getattr(RecordSettings(), name)
     return Field(default=default, ge=type(default)(low), le=type(default)(high))
 
 
 class Control(BaseModel):
-    """`control.json`. Limits are for each rank."""
+    """Contents of `control.json`. Limits apply to each rank."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     schema_version: Literal[1] = 1
-    run: RunName  # also the folder that it is recorded in
+    run: RunName  # also the name of the folder for the recording
     recording: bool
     sample: float = _limited("sample")
     max_mb: int = _limited("max_mb")
@@ -48,29 +48,29 @@ class Control(BaseModel):
 
 
 class Status(BaseModel):
-    """`status-NNNNN.json`: what one rank does, and what it could not record."""
+    """Contents of `status-NNNNN.json`: what one rank records, and what it could not record."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     schema_version: Literal[1] = 1
     rank: Count
     run: RunName | None = None
     state: Literal["off", "recording", "stopped", "failed", "refused"] = "off"
-    reason: str = Field(default="", max_length=2000)  # why it is not recording, if that is not plain
+    reason: str = Field(default="", max_length=2000)  # why it is not recording, if it was not told to stop
     counts_only: bool = False
     requests: Count = 0  # recorded
     tokens: Count = 0  # recorded
-    tokens_seen: Count = 0  # that ran while recording, of any request, recomputed ones too
-    skipped: Count = 0  # requests that came when memory was full
-    dropped: Count = 0  # requests given up: memory, max_tokens, or the engine's own wish
-    unfinished: Count = 0  # requests under way; those at the end are lost to a trace, as their prompts are not known
-    unknown: Count = 0  # rows and prompt tokens with an id that the model does not have
+    tokens_seen: Count = 0  # tokens of any request that ran while recording, recomputed ones included
+    skipped: Count = 0  # requests that arrived when memory was full
+    dropped: Count = 0  # requests dropped for lack of memory, for max_tokens, or by the engine
+    unfinished: Count = 0  # unfinished requests; those at the end are not in the trace, since their prompts are unknown
+    unknown: Count = 0  # rows and prompt tokens with an id outside the model's range
     bytes_held: Count = 0  # rows in memory
-    cpu_us_per_token: float = Field(default=0.0, ge=0, allow_inf_nan=False)  # of tokens seen
+    cpu_us_per_token: float = Field(default=0.0, ge=0, allow_inf_nan=False)  # CPU time per token seen
     updated: float = Field(default=0.0, ge=0, allow_inf_nan=False)  # seconds since 1970
 
 
 def open_folder(folder: Path) -> None:
-    """Make the control folder, mode 0700, or check the one that is there. Raises ValueError or OSError."""
+    """Make the control folder with mode 0700, or check the existing one. Raises ValueError or OSError."""
     if not os.path.lexists(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         make_private(folder)
@@ -78,16 +78,16 @@ def open_folder(folder: Path) -> None:
 
 
 def make_private(folder: Path) -> None:
-    """A folder of mode 0700, whatever the umask; one that is there already keeps its mode."""
+    """Make a folder with mode 0700, whatever the umask; an existing folder keeps its mode."""
     try:
         folder.mkdir(mode=0o700)
-    except FileExistsError:  # several ranks come at once
+    except FileExistsError:  # several ranks may create it at once
         return
     folder.chmod(0o700)
 
 
 def check_folder(folder: Path) -> None:
-    """Raise ValueError unless `folder` is a directory of ours that nobody else can write to."""
+    """Raise ValueError unless `folder` is a directory of this user that nobody else can write to."""
     if not os.path.lexists(folder):
         raise ValueError(f"there is no folder {folder}")
     link = os.lstat(folder)
@@ -131,7 +131,7 @@ def write_status(folder: Path, status: Status) -> None:
 
 
 def refuse(folder: Path, rank: int, reason: str) -> None:
-    """Say that this rank can record nothing as it runs: `semmoe record start` then ends with the reason."""
+    """Write a status that this rank cannot record, and why; `semmoe record start` then fails with the reason."""
     open_folder(folder)
     write_status(folder, Status(rank=rank, state="refused", reason=reason, updated=round(time.time(), 3)))
 
@@ -145,7 +145,7 @@ def counts_path(folder: Path, run: str, rank: int) -> Path:
 
 
 def _read(path: Path, model: type[Model]) -> Model:
-    """A small file of ours. Neither a link nor a pipe nor a huge file holds the reader up."""
+    """Read and validate a small file; links, pipes and large files are refused, so that reading cannot block."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What the ranks of a server recorded, as one trace or one set of counts."""
+"""Merge what the ranks of a server recorded into one trace or one set of counts."""
 
 import shutil
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from semmoe.trace import TraceHeader, TraceWriter, read_header, read_shards, sha
 @dataclass(frozen=True, kw_only=True)
 class Merged:
     out: Path
-    requests: int  # 0 of counts, which know none
+    requests: int  # 0 for counts, which do not distinguish requests
     tokens: int
 
 
 def merge_traces(run: Path, out: Path) -> Merged:
-    """The requests of every `rank-*` of `run`, rank by rank, as a trace directory that its owner alone can read."""
+    """Write the requests of every `rank-*` of `run`, rank by rank, to a trace directory readable by its owner only."""
     ranks = [path for path in sorted(run.glob("rank-*")) if shard_paths(path)]
     if not ranks:
         raise ValueError(f"{run} holds no request that has ended")
@@ -35,7 +35,7 @@ def merge_traces(run: Path, out: Path) -> Merged:
 
 
 def _append_all(path: Path, writer: TraceWriter) -> int:
-    """Shard by shard, since a trace may be larger than memory. Returns the tokens."""
+    """Append a trace shard by shard, since it may be larger than memory. Returns the number of tokens."""
     tokens = 0
     for trace in read_shards(path):
         writer.append_all(trace)
@@ -44,7 +44,7 @@ def _append_all(path: Path, writer: TraceWriter) -> int:
 
 
 def merge_counts(run: Path, out: Path) -> Merged:
-    """The sum of every `counts-*` of `run`: a directory with `counts.json` and `counts.safetensors`."""
+    """Write the sum of every `counts-*` of `run` to a directory with `counts.json` and `counts.safetensors`."""
     parts = sorted(run.glob("counts-*.safetensors"))
     if not parts:
         raise ValueError(f"{run} holds no counts")
@@ -63,7 +63,7 @@ def merge_counts(run: Path, out: Path) -> Merged:
 
 
 def remove_parts(run: Path) -> None:
-    """What the ranks wrote, once it is merged: users' text does not lie about twice."""
+    """Remove the files of the ranks after merging, so that users' text is not stored twice."""
     for path in run.glob("rank-*"):
         shutil.rmtree(path)
     for path in run.glob("counts-*"):
@@ -71,7 +71,7 @@ def remove_parts(run: Path) -> None:
 
 
 def _agreed(headers: dict[Path, TraceHeader]) -> TraceHeader:
-    """The header that all ranks have; raises ValueError if they ran different models."""
+    """The header that all ranks share. Raises ValueError if they ran different models."""
     first = next(iter(headers.values()))
     for path, header in headers.items():
         difference = first.fingerprint.mismatch(header.fingerprint)

@@ -1,6 +1,6 @@
-"""What a live recorder holds in memory: which requests it records and how far, their rows, and counts.
+"""What a live recorder holds in memory: the requests it records with their progress, their rows, and counts.
 
-All is of fixed size and touched by whole batches: nothing here loops over tokens.
+All arrays have a fixed size and are updated by whole batches: nothing here loops over tokens.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import numpy as np
 
 from semmoe.topology import Fingerprint
 
-SLOTS = 1 << 16  # requests under way at a time; beyond, they are skipped
+SLOTS = 1 << 16  # most unfinished requests at a time; further ones are skipped
 REFUSED = SLOTS  # the slot of every request that is not recorded
-MOST_REFUSED = 1 << 17  # ids of such requests that are remembered
+MOST_REFUSED = 1 << 17  # most ids of refused requests that are remembered
 FOLD_ROWS = 2048  # tokens whose routing is counted at a time
 
 
@@ -24,7 +24,7 @@ FOLD_ROWS = 2048  # tokens whose routing is counted at a time
 class Rows:
     """n tokens of recorded requests."""
 
-    slots: np.ndarray  # (n,) the request of each, by its slot
+    slots: np.ndarray  # (n,) the slot of each token's request
     positions: np.ndarray  # (n,) place in the request
     token_ids: np.ndarray  # (n,)
     expert_ids: np.ndarray  # (n, L, K)
@@ -33,12 +33,12 @@ class Rows:
         return len(self.slots)
 
     def where(self, chosen: np.ndarray | slice) -> Rows:
-        """The rows of a mask (n,), of indices, or of a slice."""
+        """The rows selected by a mask (n,), by indices, or by a slice."""
         return Rows(self.slots[chosen], self.positions[chosen], self.token_ids[chosen], self.expert_ids[chosen])
 
 
 def outside(ids: np.ndarray, size: int) -> np.ndarray | None:
-    """(n,) bool: rows of `ids` (n, ...) that hold one outside 0 to size - 1; None, at half the cost, if none does."""
+    """(n,) bool: rows of `ids` (n, ...) that contain an id outside 0 to size - 1; None if no row does."""
     if not np.issubdtype(ids.dtype, np.integer):
         raise TypeError(f"ids are {ids.dtype}, expected integers")
     if ids.size == 0 or (ids.min() >= 0 and ids.max() < size):
@@ -48,7 +48,7 @@ def outside(ids: np.ndarray, size: int) -> np.ndarray | None:
 
 
 def sampled(request: str, share: float) -> bool:
-    """Whether a request belongs to the `share` that is recorded: the same on every rank, without a random state."""
+    """Whether a request belongs to the recorded `share`: decided by a hash, so that all ranks agree."""
     if share >= 1:
         return True
     digest = hashlib.blake2b(str(request).encode(errors="replace"), digest_size=8).digest()
@@ -61,8 +61,8 @@ class Requests:
     def __init__(self, share: float) -> None:
         self.share, self.skipped = share, 0
         self.highest = np.full(SLOTS + 1, -1, np.int64)
-        self.highest[REFUSED] = np.iinfo(np.int64).max  # every row of a refused request counts as recorded already
-        self.rows = np.zeros(SLOTS + 1, np.int64)  # recorded of each
+        self.highest[REFUSED] = np.iinfo(np.int64).max  # every row of a refused request counts as already recorded
+        self.rows = np.zeros(SLOTS + 1, np.int64)  # rows recorded of each request
         self._slot: dict[str, int] = {}
         self._name: dict[int, str] = {}
         self._free = list(range(SLOTS - 1, -1, -1))
@@ -71,7 +71,7 @@ class Requests:
         return len(self._name)
 
     def slots(self, requests: Sequence[str]) -> np.ndarray:
-        """(len(requests),) int64; requests that are new are taken in or refused, for good."""
+        """(len(requests),) int64: the slot of each request; new requests are accepted or refused for good."""
         if len(self._slot) - len(self._name) > MOST_REFUSED:
             self._slot = {name: slot for slot, name in self._name.items()}
         known = self._slot.get
@@ -102,7 +102,7 @@ class Requests:
         self._slot[self._name.pop(slot)] = REFUSED
 
     def end(self, request: str) -> int:
-        """Forget the name of a request that ends; its slot, which stays taken, or REFUSED."""
+        """Forget the name of a request that ends; returns its slot, which stays taken, or REFUSED."""
         slot = self._slot.pop(request, REFUSED)
         self._name.pop(slot, None)
         return slot
@@ -114,12 +114,13 @@ class Requests:
 
 
 class RowStore:
-    """Rows of requests under way: `capacity` of them, of which only those in use cost memory.
+    """Rows of unfinished requests, at most `capacity`; only rows in use take memory.
 
-    Rows lie where there was room; which belong to a request is found by a scan when it is written.
+    Rows are stored at any free place; those of a request are found by a scan when it is written.
     """
 
-    OVERHEAD = 4 * 4  # bytes a row beside its experts: token, position, slot, and its place in the list of free rows
+    # bytes per row in addition to its experts: token, position, slot, and place in the list of free rows
+    OVERHEAD = 4 * 4
 
     def __init__(self, fingerprint: Fingerprint, capacity: int) -> None:
         self._shape = (fingerprint.num_layers, fingerprint.top_k)
@@ -179,7 +180,7 @@ def expert_dtype(fingerprint: Fingerprint) -> np.dtype:
 
 
 class Counts:
-    """What counts-only mode keeps: how often experts were chosen, and went with others at the next layer."""
+    """Counts of counts-only mode: how often each expert was chosen, and together with each one of the next layer."""
 
     def __init__(self, fingerprint: Fingerprint) -> None:
         L, E = fingerprint.num_layers, fingerprint.num_experts
@@ -199,7 +200,10 @@ class Counts:
         return self._transitions.nbytes + self._activations.nbytes + sum(part.nbytes for part in self._waiting)
 
     def add(self, expert_ids: np.ndarray) -> None:
-        """(n, L, K); counted when enough tokens wait, since a count costs as much for few as for many."""
+        """Add expert ids (n, L, K).
+
+        They are counted in blocks, since counting costs as much for few tokens as for many.
+        """
         self._waiting.append(expert_ids.astype(self._dtype))
         self._num_waiting += len(expert_ids)
         if self._num_waiting >= FOLD_ROWS:
@@ -211,7 +215,7 @@ class Counts:
         return {"activations": self._activations, "transitions": self._transitions, "tokens": tokens}
 
     def _fold(self) -> None:
-        """Half the time of `affinity.pair_count`: ids are widened once, and a layer's pairs are counted at once."""
+        """Count the waiting tokens: ids are widened once and a layer's pairs counted together, in half the time."""
         if not self._waiting:
             return
         narrow = np.ascontiguousarray(np.concatenate(self._waiting).transpose(1, 2, 0))

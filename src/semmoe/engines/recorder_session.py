@@ -1,4 +1,4 @@
-"""One recording on one rank, from start to stop. It may raise anything: `LiveRecorder` keeps that from the server."""
+"""One recording on one rank, from start to stop. It may raise any exception, which `LiveRecorder` catches."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,10 +14,11 @@ from semmoe.topology import Fingerprint
 from semmoe.trace import TraceHeader, TraceWriter, shard_paths
 
 COUNTS = {"activations", "transitions", "tokens"}
-NEVER = 1 << 62  # tokens of a shard: this module decides when one is written
-SHARD_TOKENS = 1 << 14  # small, so that writing one holds a server up for some 10 ms only
+NEVER = 1 << 62  # tokens per shard for the writer, because this module decides when a shard is written
+SHARD_TOKENS = 1 << 14  # small, so that writing one delays a server by only about 10 ms
 MOST_POSITION = np.iinfo(np.int32).max
-WRITE_SHARE = 16  # finished requests are written when they hold this part of the rows in memory: a scan each time
+# finished requests are written when they hold 1/16 of the rows in memory, since each write scans all rows
+WRITE_SHARE = 16
 
 
 class Session:
@@ -50,7 +51,7 @@ class Session:
         return Counts(self.fingerprint)
 
     def _open_trace(self, path: Path) -> None:
-        """A quarter of the memory, at most one shard, is for what waits to be a shard."""
+        """Open the trace. A quarter of the memory, at most one shard, is for finished rows that wait to be written."""
         rows = self._bytes // row_bytes(self.fingerprint)
         shard = min(SHARD_TOKENS, rows // 4)
         if shard < 1:
@@ -59,7 +60,7 @@ class Session:
         check_folder(path)
         self._store, self._shard = RowStore(self.fingerprint, rows - shard), shard
         self._writer = TraceWriter(path, self._header, shard_tokens=NEVER, private=True)
-        # Of this run, before the server restarted.
+        # Requests of this run from before the server restarted.
         self.written = self._writer.num_requests
         self.tokens = sum(array_shape(shard, "token_ids")[0] for shard in shard_paths(path))
 
@@ -90,7 +91,7 @@ class Session:
         self._requests.advance(new)
 
     def _new(self, requests: Sequence[str], rows: Rows) -> Rows:
-        """Rows that the model really has, of recorded requests, beyond what is recorded of these; each once."""
+        """The valid rows of recorded requests that are not yet recorded, each once."""
         f = self.fingerprint
         shapes = (len(rows.positions), len(rows.token_ids), rows.expert_ids.shape)
         expected = (len(rows), len(rows), (len(rows), f.num_layers, f.top_k))
@@ -106,7 +107,7 @@ class Session:
         return self._known(rows, rows.expert_ids, f.num_experts)
 
     def _known(self, rows: Rows, ids: np.ndarray, size: int) -> Rows:
-        """Without rows whose id, one of (n, ...) `ids`, lies outside 0 to size - 1; these are counted."""
+        """Remove and count the rows that have one of their ids (n, ...) outside 0 to size - 1."""
         bad = outside(ids, size)
         if bad is None:
             return rows
@@ -114,7 +115,7 @@ class Session:
         return rows.where(~bad)
 
     def _fit(self, rows: Rows) -> Rows:
-        """What memory has room for: requests without a row are refused first, then those with most rows dropped."""
+        """The rows that fit in memory: requests without rows are refused first, then those with most rows dropped."""
         if len(rows) > self._store.free:
             self._write_finished()
         if len(rows) > self._store.free:
@@ -134,7 +135,7 @@ class Session:
         return rows.where(~np.isin(rows.slots, slots))
 
     def finish(self, request: str, prompt_ids: Sequence[int] | np.ndarray | None, length: int | None = None) -> None:
-        """A request ended: its rows before `length` are written soon, or forgotten if there is no prompt."""
+        """End a request: its rows before `length` are queued for writing, or forgotten if there is no prompt."""
         slot = self._requests.end(request)
         if slot == REFUSED:
             return
@@ -172,7 +173,7 @@ class Session:
             return
         if self._writer.pending_tokens >= self._shard:
             self._flush()
-        if self._writer.pending_tokens >= self._shard:  # it could not be written, and memory is bounded
+        if self._writer.pending_tokens >= self._shard:  # writing failed before, and memory is bounded
             self.dropped += 1
             return
         bad = outside(prompt, self.fingerprint.vocab_size) if len(prompt) else None
@@ -195,7 +196,7 @@ class Session:
         self.full = f"max_tokens {self.control.max_tokens} is reached"
 
     def save(self) -> None:
-        """Bring to disk what is finished; what finds no room there is kept for the next time."""
+        """Write finished requests to disk; what does not fit there is kept for the next attempt."""
         if self._counts is None:
             self._write_finished()
         self._flush()
@@ -232,7 +233,7 @@ class Session:
 
 
 def _once(rows: Rows) -> Rows:
-    """Without rows that repeat a position of their request."""
+    """Remove rows that repeat a position of their request."""
     key = (rows.slots << 32) | rows.positions
     ordered = np.sort(key)
     if (ordered[1:] != ordered[:-1]).all():

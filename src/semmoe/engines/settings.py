@@ -50,6 +50,6 @@ def from_environment(kind: type[Settings], environment: Mapping[str, str] = os.e
     unknown = sorted(set(given) - known)
     if unknown:
         raise ValueError(
-            f"{PREFIX}{(unknown or [''])[0].upper()} is not a setting; settings are {', '.join(sorted(known))}"
+            f"{PREFIX}{(unknown or [''])[0].upper()} is no setting; the settings are {', '.join(sorted(known))}"
         )
     return kind(**given)

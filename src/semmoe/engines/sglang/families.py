@@ -1,6 +1,6 @@
-"""Models that SGLang 0.5.23 does not place by itself: what their classes lack is supplied, what cannot be is refused.
+"""Support for models whose experts SGLang 0.5.23 does not place: supply what their classes lack, or refuse the plan.
 
-Importable without SGLang: a plan is refused before anything loads.
+This module can be imported without SGLang, so that a plan is refused before anything loads.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ EXPERTS = {
 
 
 def check_family(architecture: str, plan: Plan) -> None:
-    """Raise ValueError where SGLang's model of that class cannot serve the plan."""
+    """Raise ValueError if SGLang's model class cannot serve the plan."""
     if architecture == "GptOssForCausalLM":
         raise ValueError(
             "SGLang's gpt-oss has no expert all-to-all, and its loader places no "
@@ -31,7 +31,7 @@ def check_family(architecture: str, plan: Plan) -> None:
 
 
 def expert_sizes(original: Any, model_config: Any) -> Any:
-    """Around the look at a model's class for how many experts it places: None means that it places none."""
+    """Wraps SGLang's query of how many experts a model class places, where None means that it places none."""
     from sglang.srt.eplb.expert_location import ModelConfigForExpertLocation
 
     found, config = original(model_config), model_config.hf_config
@@ -44,7 +44,7 @@ def expert_sizes(original: Any, model_config: Any) -> Any:
 
 
 def with_copies(original: Any, block: Any, num_experts: int, *args: Any, **kwargs: Any) -> Any:
-    """Around the making of an expert layer, in models that make it without room for copies."""
+    """Wraps the construction of an expert layer, for models that construct it without slots for copies."""
     from sglang.srt.runtime_context import get_exec, get_flags, process_model_config
 
     architecture = process_model_config().hf_config.architectures[0]

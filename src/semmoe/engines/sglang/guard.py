@@ -1,4 +1,4 @@
-"""A gap of SGLang 0.5.23: a prompt with a token id that the model lacks ends the server. It is refused instead."""
+"""Refuse prompts with a token id outside the vocabulary, which end the server in SGLang 0.5.23."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,7 @@ MEDIA = ("image_data", "video_data", "audio_data")  # their placeholders lie out
 
 
 def validate(original: Any, manager: Any, obj: Any, input_ids: Sequence[int] | None, *args: Any, **kwargs: Any) -> Any:
-    """Around the tokenizer manager's own checks, whose ValueError a client gets as an error 400."""
+    """Wraps the tokenizer manager's checks, whose ValueError a client receives as an error 400."""
     out = original(manager, obj, input_ids, *args, **kwargs)
     if input_ids and not any(getattr(obj, name, None) is not None for name in MEDIA):
         size = manager.model_config.vocab_size

@@ -13,7 +13,7 @@ from semmoe.engines.settings import PluginSettings
 from semmoe.engines.sglang.families import check_family
 from semmoe.topology import Topology
 
-# On a CPU SGLang runs torch's operators; "deepep" then names the layout of rows, and semmoe's gloo dispatcher serves.
+# On a CPU SGLang runs torch's operators; "deepep" then names the layout of rows, and semmoe's gloo dispatcher is used.
 CPU_ARGUMENTS = {
     "device": "cpu",
     "attention_backend": "torch_native",
@@ -38,11 +38,11 @@ DECIDED = {
     "--init-expert-location",
     "--ep-num-redundant-experts",
 }
-PLACED = {"--enable-eplb", "--ep-dispatch-algorithm"}  # a plan decides these too
+PLACED = {"--enable-eplb", "--ep-dispatch-algorithm"}  # options that a plan also decides
 
 
 def on_cpu() -> bool:
-    """Whether SGLang is to run on the CPU: told so, or without a device that it could use."""
+    """Whether SGLang is to run on the CPU, because it is told to or there is no other device."""
     import torch
 
     return os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" or not torch.accelerator.is_available()
@@ -51,10 +51,10 @@ def on_cpu() -> bool:
 def arguments(
     topology: Topology, location: Path | None, redundant: int, on_cpu: bool, a2a: str = A2A
 ) -> dict[str, Any]:
-    """Arguments of sglang.Engine, by name; `command_line` says the same in options."""
+    """Arguments of sglang.Engine by name; `command_line` turns them into options."""
     out: dict[str, Any] = {"tp_size": topology.ep_size, "ep_size": topology.ep_size}
     if topology.dp_size > 1:
-        # Load-aware, for requests that semmoe does not schedule, and so that the controller learns of the loads.
+        # A load-aware method, for requests that semmoe does not schedule, and so that the controller gets the loads.
         out |= {"dp_size": topology.dp_size, "enable_dp_attention": True, "load_balance_method": "total_requests"}
         out |= {"boundary_reduction": "ar"} if on_cpu and a2a == "none" else {}
     if topology.ep_size > 1:
@@ -66,12 +66,12 @@ def arguments(
 
 
 def graphs(plan: Plan | None, given: PluginSettings, on_cpu: bool) -> dict[str, str]:
-    """SGLang's default on CUDA captures passes over prompts: these would be computed unshuffled, without a word."""
+    """Disable the capture of passes over prompts, SGLang's default on CUDA, which would silently skip the shuffle."""
     return {"cuda_graph_backend_prefill": "disabled"} if shuffles(plan, given) and not on_cpu else {}
 
 
 def environment(settings: PluginSettings, topology: Topology, on_cpu: bool) -> dict[str, str]:
-    """What to add to the environment; on a CPU each rank has a core, in turn."""
+    """Variables to add to the environment; on a CPU, cores are assigned to ranks round-robin."""
     if not on_cpu:
         return settings.environment()
     cores = sorted(os.sched_getaffinity(0))
@@ -81,7 +81,7 @@ def environment(settings: PluginSettings, topology: Topology, on_cpu: bool) -> d
 
 
 def write_location(plan: Plan, model: Path, folder: Path) -> Path:
-    """The file for --init-expert-location, named by what it says: that of a running server is left alone."""
+    """Write the file for --init-expert-location; its name depends on its contents, so a running server's is kept."""
     said = hashlib.sha256(str(model.resolve()).encode() + plan.placement.physical_to_logical_map.tobytes())
     path = folder / f"expert_location-{said.hexdigest()[:16]}.json"
     if not path.exists():
@@ -90,13 +90,13 @@ def write_location(plan: Plan, model: Path, folder: Path) -> Path:
 
 
 def check_options(plan: Plan, model: Path, options: list[str]) -> None:
-    """Raise ValueError where SGLang's options, or its class of the model, leave nothing of what the plan says."""
+    """Raise ValueError if SGLang's options or its model class would keep the plan from taking effect."""
     all_to_all = plan.topology.ep_size > 1 and "--moe-a2a-backend none" not in " ".join(options).replace("=", " ")
-    # Without one SGLang chooses among copies itself, by a token's place in the batch.
+    # Without an all-to-all SGLang chooses among copies itself, by a token's position in the batch.
     if not all_to_all and plan.placement.redundant_experts != 0:
         raise ValueError(
-            "a plan with copies needs an all-to-all: leave "
-            "--moe-a2a-backend none away, or solve a plan without --redundant-experts"
+            "a plan with copies needs an all-to-all: omit "
+            "--moe-a2a-backend none, or solve a plan without --redundant-experts"
         )
     for architecture in read_config(model).get("architectures") or []:
         check_family(architecture, plan)
@@ -110,7 +110,7 @@ def shuffles(plan: Plan | None, given: PluginSettings) -> bool:
 def server(
     model: str, plan: Plan | None, topology: Topology, given: PluginSettings, host: str, port: int, options: list[str]
 ) -> tuple[dict[str, str], list[str]]:
-    """What to add to the environment, and the words after `python`; options: SGLang's own, from the user."""
+    """Variables to add to the environment, and the words after `python`; options: SGLang's own, from the user."""
     assert given.folder is not None
     if plan is not None:
         check_options(plan, Path(model), options)

@@ -1,4 +1,4 @@
-"""What SGLang's model and runtime say of themselves: expert layers, norms, widths, buffers."""
+"""Read facts from SGLang's model and runtime: expert layers, norms, widths, buffers."""
 
 from typing import Any
 
@@ -13,17 +13,17 @@ from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.fused import PeerBuffers, symmetric_buffers
 from semmoe.topology import Fingerprint, Topology
 
-MOST_REQUESTS = 4096  # that SGLang runs at a time where nothing is said
-EXPERT_ID_BYTES = 4  # at most, as they travel with the rows
+MOST_REQUESTS = 4096  # most requests that SGLang runs at a time by default
+EXPERT_ID_BYTES = 4  # most bytes per expert id sent with the rows
 
 
 def all_to_all() -> bool:
-    """Whether each rank's rows go to their experts, in place of all rows to all ranks."""
+    """Whether SGLang sends rows to the ranks of their experts only, instead of all rows to all ranks."""
     return not get_moe_a2a_backend().is_none()
 
 
 def prompts(batch: Any) -> bool:
-    """Whether a pass is one over prompts, which is not replayed from a graph as those that decode are."""
+    """Whether a pass runs over prompts, so that it is not replayed from a graph, unlike decode passes."""
     return batch.forward_mode.is_extend_without_speculative() and len(batch.input_ids) > 0
 
 
@@ -33,7 +33,7 @@ def moe_blocks(model: torch.nn.Module) -> dict[int, Any]:
 
 
 def layer_of_norm(model: torch.nn.Module, layers: list[int]) -> dict[int, int]:
-    """The identity of the norm before each decoder layer's feed-forward -> its place among the MoE layers."""
+    """Maps the identity of the norm before each feed-forward to the index of its layer among the MoE layers."""
     found = {}
     for module in model.modules():
         boundary: Any = getattr(module, "ffn_boundary", None)
@@ -55,7 +55,7 @@ def running_topology(plan: Plan | None) -> Topology:
 
 
 def peer_buffers(plan: Plan, runner: Any, comm: Communicator) -> PeerBuffers:
-    """Large enough for any pass; raises ValueError where SEMMOE_FUSED=1 cannot be."""
+    """Buffers large enough for any pass. Raises ValueError if SEMMOE_FUSED=1 is not possible."""
     schedule, config = get_schedule(), runner.model_config
     prompts, requests = schedule.chunked_prefill_size or 0, schedule.max_running_requests or MOST_REQUESTS
     row_bytes = config.hf_text_config.hidden_size * config.dtype.itemsize + EXPERT_ID_BYTES * plan.fingerprint.top_k
@@ -68,7 +68,7 @@ def peer_buffers(plan: Plan, runner: Any, comm: Communicator) -> PeerBuffers:
 
 
 def capture(layer_id: int, expert_ids: torch.Tensor) -> None:
-    """(N, K) into SGLang's buffer of routed experts."""
+    """Write expert ids (N, K) of a layer to SGLang's buffer of routed experts."""
     capturer = get_resources().experts_capturer
     if capturer is not None:
         BaseTopkCapturer.capture(capturer, layer_id, expert_ids.to(torch.int32))

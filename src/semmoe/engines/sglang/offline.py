@@ -14,19 +14,19 @@ class Completion:
     token_ids: list[int]
     expert_ids: (
         np.ndarray | None
-    )  # (T, L', K) of every token fed, all decoder layers, by falling weight; None: not asked
+    )  # (T, L', K) of every token fed, all decoder layers, by falling weight; None: not requested
     rank: int | None  # the data-parallel rank that served it
     cached_tokens: int
 
 
 class Offline:
-    """An engine that is running; `top_k` is of the routing to return, 0 for none."""
+    """A running engine; top_k: experts per token of the routing to return, 0 for none."""
 
     def __init__(self, engine: Any, top_k: int) -> None:
         self._engine, self._top_k = engine, top_k
 
     def complete(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Completion]:
-        """Greedy completions of prompts that are all at hand."""
+        """Greedy completions of all prompts."""
         sampling = {"temperature": 0, "max_new_tokens": max_new_tokens}
         given: dict[str, Any] = {"return_routed_experts": True} if self._top_k else {}
         answers = self._engine.generate(input_ids=[list(p) for p in prompts], sampling_params=sampling, **given)
@@ -35,7 +35,7 @@ class Offline:
 
 @contextmanager
 def running(model: str, options: Sequence[str], environment: dict[str, str], top_k: int = 0) -> Iterator[Offline]:
-    """SGLang's engine with its own command-line options; it ends with the block, and the environment is as before."""
+    """Run SGLang's engine with its own command-line options; on exit it ends and the environment is restored."""
     before = dict(os.environ)
     os.environ.update(environment)
     from sglang import Engine

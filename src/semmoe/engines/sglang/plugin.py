@@ -58,7 +58,7 @@ def _register(settings: SglangSettings) -> None:
 
 
 def _controller(plan: Plan, folder: Path | None) -> Any:
-    """The hook of the process that runs the controller, made there: others never schedule."""
+    """The hook of the controller, made in the process that runs it, since others never schedule."""
     made: list[Any] = []
 
     def dispatch(original: Any, *args: Any, **kwargs: Any) -> Any:

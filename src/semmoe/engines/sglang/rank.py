@@ -61,25 +61,25 @@ log = logging.getLogger(__name__)
 
 
 class RankPlugin:
-    """What is hooked in every process, and is set up in those that load the model."""
+    """The hooks of every process, which are configured in processes that load the model."""
 
     def __init__(self, plan: Plan | None, settings: SglangSettings) -> None:
         self._plan, self._settings = plan, settings
         if not self.shuffles and settings.fused == "1":
             raise ValueError("SEMMOE_FUSED=1 needs a plan that shuffles tokens, as those for attention-TP do")
-        self.dispatch_comms: list[Communicator] = []  # of the CPU's all-to-all, once there is one
+        self.dispatch_comms: list[Communicator] = []  # communicators of the all-to-all on a CPU
         self._shuffle: BoundaryShuffle | NoShuffle = NoShuffle()
         self._recording: PassRecorder | NoRecorder = NoRecorder()
         self._traffic: TrafficCounter | NoTraffic = NoTraffic()
         self._check = SelfCheck()
         self._blocks: set[int] = set()  # identities of the model's expert layers; a draft model's are not among them
         self._experts_per_rank = 0
-        self._places: dict[int, int] = {}  # of decoder layers among the MoE layers, where routing is recorded
+        self._places: dict[int, int] = {}  # index among the MoE layers by decoder layer, if routing is recorded
         self._logical: dict[int, torch.Tensor] = {}  # by decoder layer: the logical expert of each physical one
 
     @property
     def shuffles(self) -> bool:
-        """Whether tokens are to go where the plan says."""
+        """Whether tokens are to be shuffled by the plan."""
         tables = self._plan is not None and self._plan.tokens.by_tables
         return tables and self._settings.shuffle != "off"
 
@@ -104,7 +104,7 @@ class RankPlugin:
             around(targets.PADDING, self._padding)
 
     def _hooked(self, name: str) -> Any:
-        """A method of the shuffle that the model process makes later."""
+        """A hook that calls a method of the shuffle, which the model process makes later."""
 
         def call(original: Any, *args: Any, **kwargs: Any) -> Any:
             return getattr(self._shuffle, name)(original, *args, **kwargs)
@@ -146,7 +146,7 @@ class RankPlugin:
             if parallel.moe_ep_rank == 0:
                 check_identity(self._plan, str(config.model_path))
             if get_exec().moe.enable_eplb:
-                raise ValueError("--enable-eplb would move the plan's experts: leave it away")
+                raise ValueError("--enable-eplb would move the plan's experts: omit it")
             check_location(self._plan, metadata, layers)
             check_dispatch(self._plan, get_exec().moe.ep_dispatch_algorithm)
             choose_copies(self._plan, metadata, layers, parallel.moe_ep_rank)
@@ -190,12 +190,14 @@ class RankPlugin:
             shuffle.captured = lambda layer, ids: capture(layers[layer], ids)
 
     def _static(self, runner: Any) -> bool:
-        """Whether tokens are shuffled on the device, where nothing may wait for the host."""
+        """Whether tokens are shuffled on the device, without waiting for the host."""
         asked = "1" in (self._settings.static, self._settings.fused)
         return asked or (not self._settings.static and str(runner.device) != "cpu")
 
     def _attach_recorder(self, folder: Path, runner: Any, layers: list[int]) -> None:
-        """Where this rank sees every row of its attention group; elsewhere its status says why not."""
+        """Attach a recorder if this rank sees every row of its attention group; otherwise write the reason to its
+        status.
+        """
         reason = self._cannot_record()
         if reason:
             log.info("semmoe: no `semmoe record` here: %s", reason)
@@ -213,7 +215,7 @@ class RankPlugin:
         if not cuda_graph_fully_disabled():
             return "passes in CUDA graphs run without the recorder: serve with --disable-cuda-graph"
         if self.shuffles:
-            return "" if self._settings.shuffle == "layer" else "tokens shuffled once a batch carry no routing along"
+            return "" if self._settings.shuffle == "layer" else "tokens shuffled once per batch carry no routing along"
         parallel = get_parallel()
         if all_to_all() and parallel.attn_tp_size > 1:
             return "each rank of an attention-TP group sees a slice of the tokens; serve on a plan, which shuffles them"
@@ -222,7 +224,7 @@ class RankPlugin:
         return ""
 
     def _release(self, original: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-        """Around SGLang's release of a request's cache, at its end and where it is preempted."""
+        """Wraps SGLang's release of a request's cache, at its end and when it is preempted."""
         if req.finished():
             fed = len(req.origin_input_ids) + len(req.output_ids) - 1
             self._recording.finish(req.rid, req.origin_input_ids, fed)
@@ -252,7 +254,7 @@ class RankPlugin:
         return original(block, hidden_states, topk_output, *args, **kwargs)
 
     def _see(self, layer: int, topk_output: Any) -> None:
-        """What one of the model's expert layers was asked for; a draft model's rows are no tokens of the plan's."""
+        """Observe the routing of one of the model's expert layers; those of a draft model are not the plan's."""
         self._check.ran("experts")
         ids, weights = getattr(topk_output, "topk_ids", None), getattr(topk_output, "topk_weights", None)
         if ids is None:
@@ -269,7 +271,7 @@ class RankPlugin:
         return self._logical[layer][ids.long()] if layer in self._logical else ids.long()
 
     def _capture(self, original: Any, capturer: Any, layer_id: int, topk_indices: torch.Tensor) -> Any:
-        """A shuffled slice is captured when its rows are back in the tokens' order, by `BoundaryShuffle`."""
+        """Wraps SGLang's capture of routing: `BoundaryShuffle` captures shuffled slices once tokens are in order."""
         if self._shuffle.active:
             return None
         return original(capturer, layer_id=layer_id, topk_indices=topk_indices.to(torch.int32))

@@ -1,4 +1,4 @@
-"""Hooks registered with SGLang and proven to have taken: SGLang logs a plug-in's failure and goes on without it."""
+"""Register hooks with SGLang and verify that they are installed, since SGLang logs a failed plug-in and continues."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,12 +9,12 @@ from semmoe.engines.hooks import Hook, problem
 
 
 def around(hook: Hook, function: Callable[..., Any]) -> None:
-    """`function(original, *args, **kwargs)` in place of the target."""
+    """Replace the hook's target by `function(original, *args, **kwargs)`."""
     HookRegistry.register(hook.target, function, HookType.AROUND)
 
 
 def prove(hooks: Sequence[Hook]) -> None:
-    """Apply what is registered; raise RuntimeError naming every hook that does not fit or did not take."""
+    """Apply the registered hooks; raise RuntimeError naming every hook that does not fit or was not installed."""
     problems = [line for hook in hooks if (line := problem(hook))]
     if not problems:
         HookRegistry.apply_hooks()

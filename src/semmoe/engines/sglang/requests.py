@@ -1,4 +1,4 @@
-"""Requests to data-parallel ranks in SGLang's controller, which sees their token ids and every rank's load."""
+"""Schedule requests to data-parallel ranks in SGLang's controller, which has their token ids and all ranks' loads."""
 
 import time
 from typing import Any
@@ -7,11 +7,11 @@ from semmoe.core import Plan
 from semmoe.engines.counters import Counters
 from semmoe.engines.requests import RequestNamer
 
-REFRESH = 0.02  # seconds between looks at the ranks' loads
+REFRESH = 0.02  # seconds between reads of the ranks' loads
 
 
 class RequestHook(RequestNamer):
-    """In SGLang's controller."""
+    """The hook in SGLang's controller."""
 
     def __init__(self, plan: Plan, counters: Counters) -> None:
         super().__init__(plan, counters)
@@ -19,7 +19,7 @@ class RequestHook(RequestNamer):
         self._loads: dict[int, float] = {}  # by rank: when its load was last reported
 
     def dispatch(self, original: Any, controller: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-        """Around the controller's dispatch of one request."""
+        """Wraps the controller's dispatch of one request."""
         from sglang.srt.managers.utils import is_health_check_generate_req
 
         if not is_health_check_generate_req(req):
@@ -30,7 +30,7 @@ class RequestHook(RequestNamer):
 
     def _choose(self, controller: Any, req: Any) -> int | None:
         if getattr(req, "input_ids", None) is None or len(req.input_ids) == 0:
-            return None  # embeddings in place of ids, for one
+            return None  # no token ids, for example if the prompt is given as embeddings
         self._refresh(controller)
         most = getattr(getattr(req, "sampling_params", None), "max_new_tokens", None)
         rank = self._balancer.choose(req.input_ids, most)

@@ -1,4 +1,4 @@
-"""What the plug-in in SGLang is told."""
+"""Settings of the plug-in in SGLang."""
 
 from dataclasses import dataclass
 

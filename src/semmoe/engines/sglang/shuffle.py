@@ -1,7 +1,7 @@
-"""Tokens shuffled at SGLang's layer boundaries.
+"""Shuffle tokens at SGLang's layer boundaries.
 
-SGLang with an expert all-to-all reduce-scatters the attention's output, and gathers the normalised rows before the next
-attention. Its first layer has the whole residual stream anyhow.
+With an expert all-to-all SGLang reduce-scatters the attention's output, and gathers the normalised rows before the next
+attention. Its first layer has the whole residual stream in any case.
 """
 
 from collections.abc import Callable
@@ -24,14 +24,15 @@ class BoundaryShuffle(TokenRows):
     def __init__(self, shuffler: Shuffler, comm: Communicator, layer_of_norm: dict[int, int]) -> None:
         super().__init__(shuffler, comm)
         self._layers = layer_of_norm
-        self.ran: Callable[[str], None] = lambda hook: None  # told of every hook that ran at a MoE layer
+        # called with the name of every hook that ran at a MoE layer
+        self.ran: Callable[[str], None] = lambda hook: None
 
     def begin_pass(self, forward_batch: Any, read: Callable[[], Step]) -> None:
         """A forward pass begins."""
         self.begin_step(read)
 
     def bound(self, original: torch.Tensor | None) -> torch.Tensor | None:
-        """How many of this rank's rows are real, where some may not be."""
+        """The number of this rank's rows that are real, if some may be padding."""
         return None
 
     def before_experts(
@@ -70,7 +71,7 @@ class BoundaryShuffle(TokenRows):
     def after_last(
         self, original: Any, hidden_states: torch.Tensor, residual: Any, forward_batch: Any, *args, **call
     ) -> Any:
-        """After the last layer."""
+        """After the last layer: gather the rows of all ranks."""
         if not self.active:
             return original(hidden_states, residual, forward_batch, *args, **call)
         self._tell_ran("restore")

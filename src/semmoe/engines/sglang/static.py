@@ -1,7 +1,7 @@
 """The shuffle with static shapes, on the model's device: decode passes can be captured in CUDA graphs.
 
 A pass begins at its first reduce-scatter, from the tensors of its ForwardBatch: in a graph these are buffers that every
-replay fills anew, while the hook around the whole pass runs outside it. Slot 0 is padding in SGLang too. Passes over
+replay fills anew, while the hook around the whole pass runs outside it. Slot 0 is also padding in SGLang. Passes over
 prompts run outside graphs and are read on the host.
 """
 
@@ -55,11 +55,11 @@ class StaticBoundaryShuffle(BoundaryShuffle):
         self._num_slots, self._buffers = num_slots, buffers
         self._slots: DeviceSlotWatch | None = None
         self._decodes = False
-        self._step: Step | None = None  # of a pass over prompts
-        self._nobody = 0  # a slot beyond SGLang's own, for tokens that may be rejected
+        self._step: Step | None = None  # the step of a pass over prompts
+        self._nobody = 0  # an additional slot for tokens that may be rejected
 
     def begin_pass(self, forward_batch: Any, read: Callable[[], Step]) -> None:
-        """Decode passes are not read here, which would wait for the device."""
+        """Begin a pass; decode passes are not read here, since that would wait for the device."""
         self.end()
         self._decodes = forward_batch.forward_mode.is_decode()
         self._step = None if self._decodes else read()
@@ -86,7 +86,7 @@ class StaticBoundaryShuffle(BoundaryShuffle):
         return (self._decodes or forward_batch.forward_mode.is_decode()) and self._start_decode(forward_batch)
 
     def _watched(self, device: torch.device) -> DeviceSlotWatch:
-        """Made at the first pass; graphs are captured after warm-up passes."""
+        """The slot watch, made at the first pass; graphs are captured later, after warm-up passes."""
         if self._slots is None:
             self._nobody = self._num_slots()
             self._slots = DeviceSlotWatch(self._nobody + 1, device)

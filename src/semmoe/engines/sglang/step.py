@@ -1,4 +1,4 @@
-"""SGLang's ForwardBatch, as the plug-in's parts need it."""
+"""Read SGLang's ForwardBatch into a `Step`."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ NOBODY = 0  # SGLang gives this slot to no request
 
 
 def read_step(batch: Any) -> Step:
-    """From SGLang's ForwardBatch before padding."""
+    """The step of SGLang's ForwardBatch, before padding."""
     size = 0 if batch.forward_mode.is_idle() else batch.batch_size
     tokens = 0 if size == 0 or batch.input_ids is None else len(batch.input_ids)
     lengths, decodes = _requests(batch, size)
@@ -40,7 +40,7 @@ def _requests(batch: Any, size: int) -> tuple[np.ndarray | None, np.ndarray]:
 
 
 def _guesses(batch: Any, tokens: int) -> Step:
-    """A pass that verifies a draft, for one: which of its tokens will count is not known yet."""
+    """The step of a pass whose accepted tokens are not yet known, for example one that verifies a draft."""
     return Step(
         token_ids=_host(batch.input_ids, tokens),
         positions=_host(batch.positions, tokens),

@@ -1,4 +1,4 @@
-"""What of SGLang the plug-in hooks, and why; importable without SGLang. Tried on 0.5.23."""
+"""The places in SGLang that the plug-in hooks, and why. Importable without SGLang; tested with 0.5.23."""
 
 from semmoe.engines.hooks import Hook
 

@@ -1,4 +1,4 @@
-"""Weights on their way into SGLang's models, at the start and when they are loaded again."""
+"""Hooks on loading weights into SGLang's models, at the start and when they are loaded again."""
 
 import logging
 from collections.abc import Iterable, Iterator
@@ -12,9 +12,9 @@ log = logging.getLogger(__name__)
 
 
 def load_tied(original: Any, model: Any, weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
-    """Around Qwen3-MoE's `load_weights`: embeddings are given once more, as the output layer that they are if tied.
+    """Wraps Qwen3-MoE's `load_weights`: tied embeddings are passed a second time, as the output layer.
 
-    A gap of SGLang 0.5.23 on every device: nothing else fills that layer.
+    SGLang 0.5.23 does not fill that layer on any device.
     """
     tied = bool(getattr(model.config, "tie_word_embeddings", False))
     return original(model, _with_head(weights) if tied else weights, *args, **kwargs)
@@ -29,7 +29,7 @@ def _with_head(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[st
 
 
 def placed_only(original: Any, updater: Any, named_tensors: Any, load_format: str | None = None) -> tuple[bool, str]:
-    """Around `update_weights_from_tensor` where a plan places experts: loaders of the caller's know nothing of it."""
+    """Wraps `update_weights_from_tensor`: with a plan, refuse formats whose loaders do not place experts by it."""
     if load_format in PLACING:
         return original(updater, named_tensors, load_format)
     return False, (

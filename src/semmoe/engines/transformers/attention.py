@@ -1,11 +1,11 @@
-"""Attention sharded by heads, from outside: each rank keeps its heads and yields a partial sum of the output."""
+"""Shard attention modules by heads: each rank keeps its heads and returns a partial sum of the output."""
 
 import torch
 from torch import nn
 
 
 def shard_attention(attention: nn.Module, rank: int, size: int) -> None:
-    """Cut an attention module to the heads of `rank` of `size`; outputs of all ranks then sum to the whole."""
+    """Cut an attention module to the heads of `rank` of `size`; the outputs of all ranks sum to the full output."""
     if size == 1:
         return
     if hasattr(attention, "kv_b_proj"):
@@ -14,7 +14,7 @@ def shard_attention(attention: nn.Module, rank: int, size: int) -> None:
         _shard_grouped(attention, rank, size)
     bias = attention.o_proj.bias
     if bias is not None and rank > 0:
-        bias.data.zero_()  # added once, not by every rank
+        bias.data.zero_()  # the bias is added by one rank only
 
 
 def _shard_grouped(attention: nn.Module, rank: int, size: int) -> None:

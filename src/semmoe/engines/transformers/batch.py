@@ -17,7 +17,7 @@ class Batch:
     eos_ids: frozenset[int]
     generated: list[list[int]] = field(default_factory=list)
     cache: DynamicCache | None = None
-    first_token_seconds: float = 0.0  # of the prefill
+    first_token_seconds: float = 0.0  # duration of the prefill
 
     def __post_init__(self) -> None:
         self.generated = [[] for _ in self.prompts]
@@ -33,7 +33,7 @@ class Batch:
         return len(new) >= self.max_new_tokens > 0 or (bool(new) and new[-1] in self.eos_ids)
 
     def outputs(self) -> list[list[int]]:
-        """Each request's new tokens up to its end-of-text token, that one included."""
+        """Each request's new tokens up to and including its end-of-text token."""
         ends = [next((j for j, token in enumerate(new) if token in self.eos_ids), len(new)) for new in self.generated]
         return [new[: end + 1] for new, end in zip(self.generated, ends, strict=True)]
 
@@ -45,14 +45,14 @@ class Batch:
         return ids, torch.tensor([[not self.finished(i)] for i in range(len(self.prompts))])
 
     def attention_mask(self) -> torch.Tensor:
-        """(B, tokens so far): what may be attended to."""
+        """(B, tokens so far): True for positions that may be attended to."""
         mask = self._padded[1]
         steps = max(map(len, self.generated), default=0)
         return torch.cat([mask, mask.new_ones(len(mask), steps)], dim=1).long()
 
 
 def left_pad(prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, S) token ids, zeros on the left, and the (B, S) mask of real ones."""
+    """(B, S): token ids, padded with zeros on the left; (B, S): mask of real tokens."""
     width = max(map(len, prompts))
     ids = torch.zeros(len(prompts), width, dtype=torch.int64)
     mask = torch.zeros(len(prompts), width, dtype=torch.bool)
@@ -64,9 +64,9 @@ def left_pad(prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tens
 
 @torch.no_grad()
 def step(model: PreTrainedModel, batch: Batch, before: Callable[[torch.Tensor, torch.Tensor, bool], None]) -> None:
-    """One forward of the batch: prefill, or one decoded token each.
+    """Run one forward of the batch: the prefill, or one decoded token per request.
 
-    `before` sees (ids, real), both (B, S), and whether this is the prefill.
+    `before` is called with (ids, real), both (B, S), and whether this is the prefill.
     """
     device, started, prefill = model.device, time.perf_counter(), batch.cache is None
     ids, real = batch.inputs()

@@ -1,9 +1,9 @@
-"""What links and experts cost here: real collectives between real processes, and the model's own experts.
+"""Measure what links and experts cost on this machine, with real collectives and the model's own experts.
 
-Every time is that of the slowest rank, the median of several rounds, for batches of uniform routing; lines are fitted
-to them with relative errors, so that small and large batches count alike. Processes that meet in the memory of one
-machine (gloo) pass their bytes one after the other, so such links are `shared`. At the end a layer that the fit has
-not seen, with skewed routing and half of it local, is predicted and measured.
+Every time is that of the slowest rank, as the median of several rounds, for batches of uniform routing. Lines are
+fitted to the times with relative errors, so that small and large batches have equal weight. Processes that share the
+memory of one machine (gloo) transfer their bytes one after the other, so that such links are `shared`. At the end a
+layer that was not part of the fit, with skewed and half local routing, is both predicted and measured.
 """
 
 import json
@@ -30,23 +30,23 @@ from semmoe.runtime.dispatch import combine, dispatch
 from semmoe.runtime.launch import Reporter, run_ranks
 from semmoe.topology import Topology
 
-TOKENS = (16, 64, 256, 1024, 4096)  # of a rank
-UNSEEN = 320  # of a rank, in the layer that checks the fit
+TOKENS = (16, 64, 256, 1024, 4096)  # per rank
+UNSEEN = 320  # per rank, in the layer that checks the fit
 ROUNDS = 15
 PARTS = ("dispatch", "experts", "combine", "all_reduce")
-TOLERATED = 0.15  # of the measured layer, that the predicted one may be off before the fit is doubted
+TOLERATED = 0.15  # relative error of the predicted layer above which the fit is doubtful
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
     links: Links
     shape: LayerShape
-    predicted: float  # seconds of the layer that the fit has not seen
+    predicted: float  # seconds predicted for the layer that was not part of the fit
     measured: float
 
     @property
     def error(self) -> float:
-        """Of the prediction, as a share of what was measured; negative: predicted too short."""
+        """Error of the prediction relative to the measurement; negative if the prediction is too short."""
         return self.predicted / self.measured - 1
 
     @property
@@ -58,10 +58,10 @@ class Calibration:
 class Sample:
     """One batch of routing through one layer, on all ranks."""
 
-    seconds: dict[str, float]  # by PARTS, of the slowest rank, median of rounds
+    seconds: dict[str, float]  # by name in PARTS: time of the slowest rank, median of rounds
     rows: list[list[int]]  # (G, G) dispatched
-    busiest_pairs: int  # of the most loaded rank
-    tokens: int  # of all ranks; as many rows are all-reduced
+    busiest_pairs: int  # (token, expert) pairs of the most loaded rank
+    tokens: int  # tokens of all ranks, which is also the number of rows that are all-reduced
 
     @property
     def layer_seconds(self) -> float:
@@ -92,7 +92,7 @@ def calibrate(
 
 
 def _without_times(name: str, ep_size: int, backend: str, value_bytes: int) -> Links:
-    """What is known of the links before anything is fitted: how rows are packed (`runtime.dispatch`)."""
+    """Links before any fit, with the sizes of packed rows (`runtime.dispatch`)."""
     return Links(
         name=name,
         kind="measured",
@@ -113,7 +113,7 @@ def _without_times(name: str, ep_size: int, backend: str, value_bytes: int) -> L
 
 
 def _fit(samples: list[Sample], shape: LayerShape, links: Links) -> Links:
-    """`links` with the times that `samples` took."""
+    """`links` with times fitted to `samples`."""
     seconds = {part: np.array([sample.seconds[part] for sample in samples]) for part in PARTS}
     rows = np.array([cost.busiest_bytes(np.array(sample.rows), links.shared) for sample in samples])
     reduced = [cost.all_reduce_bytes(s.tokens, shape, len(s.rows), links) for s in samples]
@@ -137,7 +137,7 @@ def _fit(samples: list[Sample], shape: LayerShape, links: Links) -> Links:
 
 
 def _lines(series: list[tuple[np.ndarray, np.ndarray]]) -> tuple[list[float], float]:
-    """Intercepts of lines through each (x, seconds), at least zero, and their common slope; relative errors count."""
+    """Fit lines with a common slope to each (x, seconds) by relative errors: intercepts, at least 0, and slope."""
     blocks = []
     for i, (x, seconds) in enumerate(series):
         ones = np.zeros((len(x), len(series)))
@@ -175,12 +175,12 @@ def _rank_main(rank: int, size: int, job: _Job, report: Reporter) -> None:
 
 
 def _uniform(rng: np.random.Generator, tokens: int, E: int, K: int) -> np.ndarray:
-    """(tokens, K) distinct experts of E."""
+    """(tokens, K): distinct experts out of E, uniformly at random."""
     return rng.random((tokens, E)).argsort(axis=1)[:, :K]
 
 
 def _skewed(rng: np.random.Generator, tokens: int, own: np.ndarray, K: int) -> np.ndarray:
-    """(tokens, K) choices that favour this rank's experts, `own` (E,) bool, and, on every rank, the first ones."""
+    """(tokens, K): experts that favour this rank's, `own` (E,) bool, and the lowest ids on every rank."""
     taste = own - 0.5 * np.arange(len(own)) / len(own)
     return (-(taste + 0.5 * rng.gumbel(size=(tokens, len(own))))).argsort(axis=1)[:, :K]
 
@@ -197,7 +197,7 @@ class MeasuredLayer:
         dtype: torch.dtype,
         device: str,
     ) -> None:
-        """choice: (G, E) of this layer, from `copy_choice`."""
+        """choice: (G, E) copy choice of this layer, from `metrics.copy_choice`."""
         self._comm, self._experts, self._choice = comm, experts, choice
         self._from_here = torch.from_numpy(choice[comm.rank].astype(np.int64)).to(device)
         self._hidden_size, self._like = hidden_size, {"dtype": dtype, "device": device}
@@ -217,7 +217,7 @@ class MeasuredLayer:
         )
 
     def _round(self, ids: torch.Tensor, tokens: int) -> list[float]:
-        """This rank's seconds of each of PARTS, which all ranks begin together."""
+        """This rank's seconds for each of PARTS; all ranks start each part together."""
         hidden = torch.randn(len(ids), self._hidden_size, **self._like)
         weights = torch.full(ids.shape, 1 / ids.shape[1], **self._like)
         full = torch.zeros(tokens, self._hidden_size, **self._like)

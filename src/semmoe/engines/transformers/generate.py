@@ -1,4 +1,4 @@
-"""Offline batch generation with expert parallelism: one process a rank over torch.distributed."""
+"""Offline batch generation with expert parallelism: one process per rank over torch.distributed."""
 
 import json
 import tempfile
@@ -38,8 +38,9 @@ class Configuration:
     name: str
     plan: Plan
     exchange: str = "all-to-all"
-    overlap: bool = False  # of own tokens' experts with the dispatch of others
-    attach: "Callable[[PreTrainedModel, Configuration, Communicator], PlannedModel] | None" = None  # another engine's
+    overlap: bool = False  # compute own tokens during the dispatch of others
+    # to attach another engine
+    attach: "Callable[[PreTrainedModel, Configuration, Communicator], PlannedModel] | None" = None
 
     def __post_init__(self) -> None:
         check_exchange(self.plan.topology, self.exchange, self.overlap)
@@ -47,18 +48,19 @@ class Configuration:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateResult:
-    """What a set-up generated and what it cost, over all ranks and layers."""
+    """What a configuration generated and what it cost, over all ranks and layers."""
 
     name: str
     outputs: list[list[int]]  # new token ids of each request, in the order of the prompts
     seconds: float
-    forward_tokens: int  # tokens that went through the model: prompts and fed-back ones, each once
+    forward_tokens: int  # tokens that the model processed: prompt and generated tokens, each once
     sent_bytes: dict[str, int]  # by kind of collective
     all_to_all_bytes_per_rank_pair: list[list[int]]  # (G, G): sent by rank i to rank j, dispatch and combine
     lar: float | None  # None without all-to-all
     remote_ranks_per_token: float | None
     load_max_over_mean: float  # mean over layers of the pairs per rank of the whole run
-    collective_seconds: dict[str, float]  # by kind, mean of ranks: what a rank waited, for slower ranks too (CPU only)
+    # by kind, mean over ranks: waiting time, including for slower ranks (CPU only)
+    collective_seconds: dict[str, float]
     compute_seconds: dict[str, float]  # of attention and of experts, mean of ranks (CPU only)
     time_to_first_token: float  # seconds, median of requests, from when a request's batch begins
 
@@ -76,7 +78,7 @@ class GenerateResult:
 
     @property
     def communication_share(self) -> float:
-        """Of the time, what a mean rank waited for collectives."""
+        """Share of the time that ranks waited for collectives, on average."""
         return sum(self.collective_seconds.values()) / self.seconds
 
     def figures(self) -> dict[str, Any]:
@@ -93,15 +95,15 @@ def generate(
     progress: Callable[[str, int], None] = lambda name, requests: None,
     prepare: Callable[[int], None] | None = None,
 ) -> list[GenerateResult]:
-    """Greedy generation in every set-up, on `ep_size` local processes (gloo on CPU, NCCL where each rank has a GPU).
+    """Generate greedily in every configuration, on `ep_size` local processes (gloo on a CPU, NCCL with a GPU per rank).
 
-    prompts: token ids of each request, in arrival order. `progress` is called with a set-up's name and how many more
-    requests of it are done, by the share that rank 0's group has completed. prepare: as of `run_ranks`. Raises
+    prompts: token ids of each request, in arrival order. `progress` is called with a configuration's name and the
+    number of requests newly completed, estimated from rank 0's group. prepare: same as in `run_ranks`. Raises
     ValueError for input that does not fit, RuntimeError if a rank fails.
     """
     sizes = {set_up.plan.topology.ep_size for set_up in set_ups}
     if len(sizes) != 1:
-        raise ValueError(f"set-ups of one run must have one ep_size, not {sorted(sizes)}")
+        raise ValueError(f"configurations of one run must have one ep_size, not {sorted(sizes)}")
     check_token_ids(prompts, set_ups[0].plan.fingerprint.vocab_size)
     with tempfile.TemporaryDirectory(prefix="semmoe-") as scratch:
         job = _Job(model_path, [list(map(int, p)) for p in prompts], list(set_ups), settings, scratch)
@@ -131,7 +133,7 @@ _RANK = _rank_main  # what each process runs; tests put a faulty rank here
 def _run_set_up(world_comm: Communicator, job: _Job, set_up: Configuration, device: str, report: Reporter):
     topology, rank = set_up.plan.topology, world_comm.rank
     model = load_model(job.model_path, getattr(torch, job.settings.dtype)).to(device)
-    comm = Communicator(world_comm.group, rank, world_comm.size)  # with counters of its own
+    comm = Communicator(world_comm.group, rank, world_comm.size)  # a new one, with its own counters
     parallel = (set_up.attach or _attach)(model, set_up, comm)
     group = rank // topology.attn_tp_size
     _warm_up(parallel, job, topology)
@@ -161,7 +163,7 @@ def _groups(job: _Job, plan: Plan) -> np.ndarray:
 
 
 def _warm_up(parallel: PlannedModel, job: _Job, topology: Topology) -> None:
-    """A few tokens, uncounted: the first set-up must not pay for connections and code that all share."""
+    """Run a few uncounted tokens, so that the first configuration does not pay for connections and loading of code."""
     few = GenerateSettings(max_new_tokens=2, batch_size=1)
     _decode(parallel, [job.prompts[0][:16]], topology, few, _silent)
     parallel.reset_counts()
@@ -172,7 +174,7 @@ def _silent(requests: int) -> None:
 
 
 def _whole(report: Callable[[int], None], own: int, total: int) -> Callable[[int], None]:
-    """Progress over all `total` requests, from that over the `own` ones of this rank's group."""
+    """Scale progress over the `own` requests of this rank's group to all `total` requests."""
     done = 0
 
     def advance(requests: int) -> None:
@@ -184,7 +186,7 @@ def _whole(report: Callable[[int], None], own: int, total: int) -> Callable[[int
 
 
 def attention_communicator(comm: Communicator, topology: Topology) -> Communicator:
-    """The communicator of this rank's attention group; that of all ranks itself where there is one group."""
+    """The communicator of this rank's attention group, which is `comm` itself if there is one group."""
     if topology.dp_size == 1:
         return comm
     S = topology.attn_tp_size
@@ -194,7 +196,7 @@ def attention_communicator(comm: Communicator, topology: Topology) -> Communicat
 
 
 def node_levels(comm: Communicator, topology: Topology) -> Levels:
-    """This rank's place in its node and across nodes; on one node everything is inside."""
+    """The communicators of this rank inside its node and across nodes."""
     nodes, width = topology.num_nodes, topology.ep_size // topology.num_nodes
     inside = [dist.new_group([n * width + i for i in range(width)]) for n in range(nodes)]
     across = [dist.new_group([n * width + i for n in range(nodes)]) for i in range(width)]
@@ -209,7 +211,7 @@ class _Answer:
 
 
 def _decode(parallel: PlannedModel, prompts, topology: Topology, settings: GenerateSettings, progress) -> list[_Answer]:
-    """This group's requests, batch by batch; a group that has none left keeps serving the other groups' tokens."""
+    """Decode this group's requests batch by batch, then keep computing experts for other groups' tokens."""
     batches = list(cut(prompts, settings.batch_size, settings.max_new_tokens, eos_ids(parallel.model)))
     queue: list[Batch] = list(batches)
     while True:
@@ -234,7 +236,7 @@ def _mean(counters: list[Counter[str]]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class _RankShare:
-    """What one rank contributes to a result."""
+    """The part of a result that one rank contributes."""
 
     answers: dict[int, _Answer]  # by request, from the first rank of each attention group
     sent: Counter[str]
@@ -245,7 +247,7 @@ class _RankShare:
 
 
 def _gather(name: str, parallel: PlannedModel, answers: dict[int, _Answer], prompts, seconds: float):
-    """Join what every rank generated, sent and routed."""
+    """Combine what every rank generated, sent and routed into one result."""
     comm = parallel.comm
     own = _RankShare(
         answers,

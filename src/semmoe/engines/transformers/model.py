@@ -85,7 +85,7 @@ def fingerprint_of(path: str) -> Fingerprint:
 
 
 def _check_sizes(path: str, config: PreTrainedConfig) -> None:
-    """Raise ValueError for what no model has, before a model of these sizes is built, if only without weights."""
+    """Raise ValueError for sizes that no model has, before a model of these sizes is built (without weights)."""
     limits = {"num_hidden_layers": MOST_LAYERS, "vocab_size": MOST_VOCABULARY}
     found = {name: getattr(config, name, 0) for name in limits} | {"num_experts": num_experts(config)}
     for name, value in found.items():
@@ -107,6 +107,6 @@ def expert_size(config: PreTrainedConfig) -> int:
 
 
 def _num_moe_layers(config: PreTrainedConfig) -> int:
-    """MoE layers by building the model without weights: the one description that fits every architecture."""
+    """The number of MoE layers, counted in a model built without weights, which works for every architecture."""
     with torch.device("meta"):
         return len(moe_layers(AutoModelForCausalLM.from_config(config)))

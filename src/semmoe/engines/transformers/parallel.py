@@ -1,8 +1,8 @@
-"""Expert parallelism on a plan, attached from outside to a model that knows nothing of it.
+"""Expert parallelism on a plan, attached to a model without changing its code.
 
-`exchange="all-to-all"` runs every decoder layer as `planned` has it. "two-level" is the all-to-all that sends a row
-once to each node and forwards it there. "all-reduce" is the usual expert parallelism without all-to-all, the baseline
-that attention-TP must beat: every rank computes its own experts for all rows, and two all-reduces join them.
+`exchange="all-to-all"` runs every decoder layer as described in `planned`. "two-level" is an all-to-all that sends a
+row once to each node and forwards it there. "all-reduce" is expert parallelism without all-to-all, the baseline for
+attention-TP: every rank computes its own experts for all rows, and two all-reduces sum the results.
 """
 
 from collections import Counter
@@ -62,7 +62,7 @@ class LocalExperts:
 
 
 def check_exchange(topology: Topology, exchange: str, overlap: bool) -> None:
-    """Raises ValueError where ranks of this topology cannot exchange tokens so."""
+    """Raise ValueError unless ranks of this topology can exchange tokens in this way."""
     if exchange not in EXCHANGES:
         raise ValueError(f"exchange must be one of {', '.join(EXCHANGES)}, not {exchange!r}")
     no_dp = exchange != "all-reduce" or topology.dp_size == 1
@@ -78,8 +78,8 @@ def check_exchange(topology: Topology, exchange: str, overlap: bool) -> None:
 class ParallelModel(PlannedModel):
     """One rank's part of a model: attach with the constructor, then run forwards.
 
-    overlap: own tokens' experts run while others' rows are on their way, so that weights are read twice; it pays where
-    the network is slow. levels: this rank's place in nodes, for exchange two-level.
+    overlap: compute own tokens while other ranks' rows are in transit, which reads weights twice and pays off on a slow
+    network. levels: this rank's communicators in and across nodes, for exchange two-level.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class ParallelModel(PlannedModel):
         self._expert_all_to_all(index, *self._no_tokens())
 
     def _expert_all_to_all(self, index: int, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor):
-        """Takes the place of the experts' forward: (n, H), (n, K), (n, K) -> (n, H)."""
+        """Replaces the experts' forward: hidden (n, H), ids (n, K), weights (n, K) -> (n, H)."""
         self.rows.observe(expert_ids, weights)
         home = np.full(len(expert_ids), self.comm.rank)
         self._traffic[index] += layer_traffic(expert_ids.cpu().numpy(), home, self._choice[index])

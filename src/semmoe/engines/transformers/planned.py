@@ -1,8 +1,8 @@
-"""A Hugging Face model whose decoder layers run on a plan: what all ways to do so share.
+"""A Hugging Face model whose decoder layers run on a plan: the parts that all implementations share.
 
 Every decoder layer runs: attention (sharded by heads inside an attention group) -> shuffled reduce-scatter -> MoE on
-this rank's rows, experts reached by all-to-all -> shuffled all-gather of the residual stream. In a group of one rank,
-attention-DP, both ends fall away.
+this rank's rows, experts reached by all-to-all -> shuffled all-gather of the residual stream. In a group of one rank
+(attention-DP) both collectives at the ends are omitted.
 """
 
 from abc import ABC, abstractmethod
@@ -21,7 +21,7 @@ from semmoe.runtime.shuffler import TokenShuffler
 
 
 class PlannedModel(ABC):
-    """One rank's part of a model that a subclass has attached itself to; run forwards, each after `begin`.
+    """One rank's part of a model, to which a subclass attaches itself; call `begin` before every forward.
 
     experts_comm joins the ranks that share the experts, attention_comm those of this rank's attention group.
     """
@@ -39,25 +39,25 @@ class PlannedModel(ABC):
     @property
     @abstractmethod
     def traffic(self) -> list[Traffic]:
-        """What this rank's tokens were routed to, by MoE layer, since the counts were reset."""
+        """Traffic of this rank's tokens by MoE layer, since the counts were reset."""
 
     @abstractmethod
     def serve_others(self, index: int) -> None:
-        """Take part in one MoE layer's all-to-all with no token of one's own."""
+        """Take part in one MoE layer's all-to-all without tokens of this rank."""
 
     @property
     def num_moe_layers(self) -> int:
         return self.plan.fingerprint.num_layers
 
     def begin(self, ids: torch.Tensor, real: torch.Tensor, prefill: bool) -> None:
-        """Before each forward: the batch's token ids and which of them are real, both (B, S)."""
+        """Announce a forward: the batch's token ids and which of them are real, both (B, S)."""
         self._real_rows = real.reshape(-1).nonzero(as_tuple=True)[0].to(self.model.device)
         requests = real.nonzero(as_tuple=True)[0].numpy()
         decoding, new = np.full(len(requests), not prefill), np.arange(len(ids) * prefill)
         self.rows.begin(ids.reshape(-1)[real.reshape(-1)].numpy(), requests, decoding, new)
 
     def idle(self) -> None:
-        """Serve other groups' tokens for one forward in which this group has none of its own."""
+        """Compute experts for other groups' tokens during one forward in which this group has no tokens."""
         for index in range(self.num_moe_layers):
             self.serve_others(index)
 
@@ -72,7 +72,7 @@ class PlannedModel(ABC):
         return self._put_back(hidden_states, self.rows.restore(stream))
 
     def _attend(self, layer: nn.Module, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
-        """(B, S, H), this rank's heads' part of the sum."""
+        """(B, S, H): the partial attention output of this rank's heads."""
         with timed(self.compute_seconds, "attention"):
             return layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)[0]
 
@@ -96,7 +96,7 @@ class PlannedModel(ABC):
         return states.reshape(-1, states.shape[-1])[self._real_rows]
 
     def _put_back(self, states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of padding keep what they had: finite, and read by nobody."""
+        """Put rows back into the batch; rows of padding keep their values, which are finite and never read."""
         flat = states.reshape(-1, states.shape[-1]).clone()
         flat[self._real_rows] = rows
         return flat.view(states.shape)
@@ -123,12 +123,12 @@ class PlannedModel(ABC):
 
 
 def bind(function, *leading):
-    """To take the place of a module's forward."""
+    """A function with leading arguments bound, to replace a module's forward."""
     return lambda *args, **kwargs: function(*leading, *args, **kwargs)
 
 
 def check_layout(layer: nn.Module) -> None:
-    """Raises ValueError for a decoder layer of another build."""
+    """Raise ValueError for a decoder layer that lacks the expected parts."""
     needed = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
     missing = [name for name in needed if not hasattr(layer, name)]
     if missing:

@@ -1,7 +1,7 @@
-"""Profiling: which experts each token chose, recorded from outside the model.
+"""Profiling: record which experts each token chose, by hooks on the model.
 
 Recent transformers call every MoE block's experts with (hidden, expert ids, weights); a hook there sees the routing
-of all supported architectures, whatever their router does.
+of all supported architectures, whatever their router computes.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,7 +51,7 @@ class RoutingRecorder:
         self.keep(expert_ids, weights)
 
     def keep(self, expert_ids: torch.Tensor, weights: torch.Tensor) -> None:
-        """The next layer's routing (T, K) of all rows of the batch."""
+        """Record the next layer's routing (T, K) of all rows of the batch."""
         order = weights.argsort(dim=1, descending=True, stable=True)
         self._layers.append(torch.gather(expert_ids, 1, order).cpu().numpy()[self._real])
 
@@ -91,7 +91,7 @@ def record(
     folder: Path,
     progress: Callable[[int], None] = lambda done: None,
 ) -> RoutingTrace:
-    """The trace in `folder` of the prompts' prefill through a model that was loaded from `model_path`."""
+    """Record the prefill of prompts by a model loaded from `model_path`; returns the trace, which is in `folder`."""
     header = TraceHeader(fingerprint=fingerprint_of(model_path), dataset_hash=digest(prompts), settings={})
     with TraceWriter(folder, header) as writer:
         progress(writer.num_requests)

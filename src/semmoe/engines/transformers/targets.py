@@ -1,4 +1,4 @@
-"""What the embedded engine needs of transformers and torch; importing this imports neither."""
+"""What the embedded engine uses of transformers and torch; importing this module imports neither."""
 
 from semmoe.engines.hooks import Hook
 

@@ -1,4 +1,4 @@
-"""A model's tokenizer and what identifies it; without torch, for those that run no model."""
+"""Load a model's tokenizer and compute its hash; this needs no torch, for commands that run no model."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Exactness: outputs held against the plain model, token for token."""
+"""Exactness: compare outputs with those of the plain model, token for token."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class Agreement:
 
     requests: int
     identical: int
-    near_ties: int  # differ first where the reference's own margin is too small to tell (docs/choices.md)
+    near_ties: int  # outputs that first differ where the reference's margin is too small (docs/choices.md)
     mismatches: list[int]  # requests that differ otherwise
 
     @property
@@ -57,7 +57,7 @@ def compare_outputs(
     outputs: list[list[int]],
     margin: float = 1e-4,
 ) -> Agreement:
-    """Hold `outputs` against `reference`, the plain `model`'s. A difference is excused only at a near-tie."""
+    """Compare `outputs` with `reference`, those of the plain `model`. A difference is accepted only at a near-tie."""
     differing = [i for i, (a, b) in enumerate(zip(reference, outputs, strict=True)) if a != b]
     ties = [i for i in differing if _smallest_margin(model, prompts[i], reference[i], outputs[i]) < margin]
     wrong = sorted(set(differing) - set(ties))
@@ -66,10 +66,10 @@ def compare_outputs(
 
 @torch.no_grad()
 def _smallest_margin(model, prompt, reference: list[int], output: list[int]) -> float:
-    """The reference's margin where `output` first differs: of the arg-max, or of a router, at that very position.
+    """The reference's smallest margin, of the arg-max or of a router, at the position where `output` first differs.
 
-    Routers at earlier positions do not count: over a long prompt one of them is nearly always close to a tie, and
-    every fault would be excused.
+    Routers at earlier positions are not considered: over a long prompt one of them is nearly always close to a tie, so
+    that every fault would be accepted.
     """
     common = next((i for i, (a, b) in enumerate(zip(reference, output, strict=False)) if a != b), 0)
     logits_of: list[torch.Tensor] = []

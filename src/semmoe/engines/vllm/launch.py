@@ -24,7 +24,7 @@ DECIDED = {
     "-pp",
     "--no-enable-expert-parallel",
 }
-# All-to-alls that send every row to every rank, whatever its experts are; vLLM replaces the last two by the first.
+# All-to-alls that send every row to every rank, whatever its experts; vLLM replaces the last two by the first.
 GATHERS = {"allgather_reducescatter", "naive", "pplx"}
 SENDS = "deepep_high_throughput"  # for prompts and decoding alike; the low-latency one takes few tokens at a time
 A2A = "--all2all-backend"
@@ -41,7 +41,7 @@ OTHER_BALANCERS = {
     "--data-parallel-start-rank",
     "-dpr",
 }
-# One thread a rank and a small cache: what is served on a CPU is small, and ranks share its cores.
+# One thread per rank and a small cache: models served on a CPU are small, and ranks share its cores.
 CPU_VARIABLES = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
 
@@ -51,7 +51,7 @@ def on_cpu() -> bool:
 
 
 def arguments(topology: Topology, eager: bool) -> dict[str, Any]:
-    """Options of `vllm serve` and of vllm.LLM, by name. eager: nothing is compiled, as shuffling and CPUs need."""
+    """Options of `vllm serve` and of vllm.LLM, by name. eager: compile nothing, as shuffling and CPUs require."""
     out: dict[str, Any] = {"tensor_parallel_size": topology.attn_tp_size} if topology.attn_tp_size > 1 else {}
     if topology.dp_size > 1:
         out |= {"data_parallel_size": topology.dp_size}
@@ -61,7 +61,7 @@ def arguments(topology: Topology, eager: bool) -> dict[str, Any]:
 
 
 def environment(settings: PluginSettings, cpu: bool) -> dict[str, str]:
-    """What to add to the environment."""
+    """Variables to add to the environment."""
     own = {"VLLM_USE_V2_MODEL_RUNNER": "0"} | (CPU_VARIABLES if cpu else {})
     return settings.environment() | {name: os.environ.get(name, value) for name, value in own.items()}
 
@@ -69,11 +69,11 @@ def environment(settings: PluginSettings, cpu: bool) -> dict[str, str]:
 def server(
     model: str, plan: Plan | None, topology: Topology, given: PluginSettings, host: str, port: int, options: list[str]
 ) -> tuple[dict[str, str], list[str]]:
-    """What to add to the environment, and the words after `python`; options: vLLM's own, from the user."""
+    """Variables to add to the environment, and the words after `python`; options: vLLM's own, from the user."""
     assert given.folder is not None
     cpu, settings = _runs_on_cpu(), VllmSettings(**asdict(given))
     shuffles = bool(plan and plan.tokens.by_tables) and settings.shuffle != "off"
-    # One front end: it alone knows all requests. More would each see a share.
+    # Use one front end, since each of several would see only a share of the requests.
     values = arguments(topology, cpu or shuffles)
     values |= {} if "--headless" in options else {"api_server_count": 1}  # a node without a front end
     check_balancer(plan, given, options)
@@ -87,19 +87,19 @@ def server(
 
 
 def check_balancer(plan: Plan | None, given: PluginSettings, options: list[str]) -> None:
-    """Raise ValueError where requests would come past the plan."""
+    """Raise ValueError if requests would bypass the plan's schedule."""
     other = sorted(OTHER_BALANCERS & {word.split("=")[0] for word in options} if "--headless" not in options else ())
     requests = plan is not None and plan.requests.by_tables
     if requests and given.schedule == "plan" and other:
         raise ValueError(
             f"{(other or [''])[0]}: another load balancer than "
-            "vLLM's own chooses ranks, and the plan schedules no request: leave it away, or give --schedule engine and "
+            "vLLM's own chooses ranks, and the plan schedules no request: omit it, or give --schedule engine and "
             "put `semmoe router` in front"
         )
 
 
 def all_to_all(options: list[str]) -> dict[str, str]:
-    """What to add so that rows go to the ranks of their experts and to no others, where vLLM is told nothing."""
+    """Options to add, unless the user gave a backend, so that rows are sent only to the ranks of their experts."""
     named = [i for i, word in enumerate(options) if word.split("=")[0] == A2A]
     if not named and find_spec("deep_ep") is not None:
         return {"all2all_backend": SENDS}
@@ -112,7 +112,7 @@ def all_to_all(options: list[str]) -> dict[str, str]:
 
 
 def gathers(backend: str) -> str:
-    """What is lost with such a back-end."""
+    """A warning on what is lost with a backend that gathers all rows."""
     return f"{A2A} {backend} sends every row to every rank: a plan balances experts' load, and saves no dispatch byte"
 
 

@@ -1,4 +1,4 @@
-"""What vLLM's model says of itself, and hooks that keep no state."""
+"""Read facts from vLLM's model, and hooks without state."""
 
 import logging
 from typing import Any
@@ -22,13 +22,13 @@ def moe_blocks(model: torch.nn.Module) -> dict[int, Any]:
 
 
 def made(placed: PlacedExperts, original: Any, experts: Any, layer_name: str, *args: Any, **kwargs: Any) -> None:
-    """Around the making of a layer's experts."""
+    """Wraps the construction of a layer's experts."""
     placed.made(layer_name)
     original(experts, layer_name, *args, **kwargs)
 
 
 def hook_router(router: Any, layer: RoutedLayer) -> None:
-    """This router alone: subclasses have a `_compute_routing` of their own."""
+    """Hook one router object, since subclasses have a `_compute_routing` of their own."""
     compute = router._compute_routing
 
     def routing(*args: Any, **kwargs: Any) -> Any:
@@ -47,7 +47,7 @@ def running_topology(runner: Any, plan: Plan | None) -> Topology:
 
 
 def check_engine(runner: Any, plan: Plan, schedules: bool) -> None:
-    """Raise ValueError where vLLM runs in a way that no plan can be served in."""
+    """Raise ValueError if vLLM runs in a mode in which no plan can be served."""
     config = runner.vllm_config.parallel_config
     if not config.enable_expert_parallel:
         raise ValueError("a plan needs --enable-expert-parallel")
@@ -58,9 +58,9 @@ def check_engine(runner: Any, plan: Plan, schedules: bool) -> None:
             "plan schedules no request: set SEMMOE_SCHEDULE=engine"
         )
     if runner.vllm_config.weight_transfer_config is not None:
-        raise ValueError("weights cannot be loaded again into an engine on a plan: leave --weight-transfer-config away")
+        raise ValueError("weights cannot be loaded again into an engine on a plan: omit --weight-transfer-config")
     if config.enable_eplb:
-        raise ValueError("--enable-eplb would move the plan's experts: leave it away")
+        raise ValueError("--enable-eplb would move the plan's experts: omit it")
     if config.pipeline_parallel_size != 1:
         raise ValueError("a plan cannot be served with pipeline parallelism")
     split = config.tensor_parallel_size == 1 or config.data_parallel_size == 1 or config.use_sequence_parallel_moe
@@ -94,13 +94,13 @@ def split_tokens(original: Any, config: Any) -> bool:
 def split_experts(
     original: Any, tp_size: Any, dp_size: Any, pcp_size: Any, is_sequence_parallel: bool, parallel_config: Any
 ) -> Any:
-    """Of all families: some leave their rows whole even where vLLM splits those of others."""
+    """Wraps vLLM's choice to split rows, for all families, since it leaves the rows of some whole."""
     split = is_sequence_parallel or parallel_config.use_sequence_parallel_moe
     return original(tp_size, dp_size, pcp_size, split, parallel_config)
 
 
 def whole_shared_experts(original: Any, linear: Any, *args: Any, **kwargs: Any) -> None:
-    """A rank that computes its own rows only needs all of a shared expert."""
+    """Wraps the construction of shared experts: a rank that computes only its own rows needs the whole expert."""
     config = get_current_vllm_config().parallel_config
     if "shared_expert" in kwargs.get("prefix", "") and config.use_sequence_parallel_moe:
         kwargs["disable_tp"] = True

@@ -12,13 +12,13 @@ from semmoe.engines.vllm.settings import VllmSettings
 
 
 class Offline:
-    """An engine that is running."""
+    """A running engine."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
 
     def complete(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[tuple[str, list[int]]]:
-        """Greedy completions of prompts that are all at hand: request id and new tokens of each."""
+        """Greedy completions of all prompts: request id and new tokens of each."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(temperature=0, max_tokens=max_new_tokens)
@@ -31,9 +31,9 @@ class Offline:
 def running(
     model: str, options: Sequence[str], environment: dict[str, str], listener: Listener | None = None
 ) -> Iterator[Offline]:
-    """vLLM's engine on one rank with its own command-line options; afterwards the environment is as before.
+    """Run vLLM's engine on one rank with its own command-line options; on exit the environment is restored.
 
-    listener: told of every pass.
+    listener: receives the rows of every pass.
     """
     before = dict(os.environ)
     os.environ.update(environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})

@@ -1,6 +1,6 @@
-"""Experts loaded where the plan has them: vLLM reads each by its logical number, the plan says which slots it fills.
+"""Load experts into the plan's slots: vLLM reads each by its logical id, and the plan says which slots it fills.
 
-Nothing else of vLLM knows: a layer has E + R physical experts, in order on the ranks.
+Nothing else in vLLM changes: a layer has E + R physical experts, in order on the ranks.
 """
 
 import inspect
@@ -18,13 +18,13 @@ LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
 class PlacedExperts:
-    """Around vLLM's making and loading of a model's MoE layers, in one process."""
+    """Wraps the construction and loading of a model's MoE layers in one process."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self._made: set[int] = set()  # decoder layers with experts, of the model
         self._places: dict[int, int] = {}  # the same in order, once weights are loaded
-        self._loaded: dict[int, set[int]] = {}  # by decoder layer, the physical experts that something was loaded to
+        self._loaded: dict[int, set[int]] = {}  # by decoder layer: the physical experts that were loaded
         self._slots: list[list[np.ndarray]] = []  # by layer and logical expert
 
     def counts(self, original: Callable[..., Any], num_experts: int, num_redundant: int, *others: Any) -> Any:
@@ -53,7 +53,7 @@ class PlacedExperts:
         expert_id: int,
         return_success: bool = False,
     ) -> Any:
-        """One tensor of logical expert `expert_id` -> all its slots; vLLM skips those of other ranks."""
+        """Load one tensor of logical expert `expert_id` into all its slots; vLLM skips those of other ranks."""
         index = layer_index(experts.layer_name)
         self._begin()
         if index not in self._places:
@@ -65,7 +65,7 @@ class PlacedExperts:
                 "`semmoe apply`, without --plan"
             )
         if expert_id >= self.plan.fingerprint.num_experts:
-            return False if return_success else None  # what vLLM takes for copies of the first ones
+            return False if return_success else None  # what vLLM regards as copies of the first experts
         done = False
         for slot in self._slots[self._places[index]][expert_id]:
             self._loaded.setdefault(index, set()).add(int(slot))
@@ -73,14 +73,14 @@ class PlacedExperts:
         return done if return_success else None
 
     def load_unpacked(self, original: Callable[..., Any], experts: Any, *args: Any, **named: Any) -> Any:
-        """gpt-oss's loader of one expert, which hands what it does not know on to the other."""
+        """Wraps gpt-oss's loader of one expert, which passes unknown tensors on to the general loader."""
         call = inspect.signature(original).bind(experts, *args, **named).arguments
         if str(call["shard_id"]).startswith("gpt_oss"):
             return self.load(original, *call.values())
         return original(experts, *args, **named)
 
     def _begin(self) -> None:
-        """All layers are made before the first weight is loaded."""
+        """Number the MoE layers, all of which exist before the first weight is loaded."""
         if self._places:
             return
         number = self.plan.fingerprint.num_layers
@@ -103,17 +103,17 @@ class PlacedExperts:
 
 
 def refuse_reload(original: Callable[..., Any], runner: Any, *args: Any, **named: Any) -> None:
-    """vLLM 0.32.0 itself loads other experts than a checkpoint's on a CPU: nothing proves that a plan's are right."""
+    """Refuse to load weights again: on a CPU vLLM 0.32.0 then loads wrong experts, so a plan's cannot be verified."""
     raise ValueError("weights cannot be loaded again into an engine on a plan: start it again")
 
 
 def unpacked(original: Callable[..., Any], model: Any, weights: Iterable[tuple[str, Tensor]]) -> Any:
-    """gpt-oss's tensors hold all experts of a layer; vLLM loads them one at a time too, by names with a number."""
+    """Split gpt-oss's tensors, which hold all experts of a layer; vLLM also loads single experts by numbered names."""
     return original(model, (part for name, weight in weights for part in _experts(name, weight)))
 
 
 def _experts(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """(E, ...) of a layer -> what each expert has of it."""
+    """Split a tensor (E, ...) of a layer into the tensors of its experts."""
     head, found, tail = name.partition(".mlp.experts.")
     if not found or tail.split(".")[0].isdigit():
         yield name, weight
@@ -125,7 +125,7 @@ def _experts(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def layer_index(layer_name: str) -> int:
-    """Of the decoder layer that a module's name lies in."""
+    """The index of the decoder layer in a module's name."""
     found = LAYER.search(layer_name)
     if found is None:
         raise ValueError(f"{layer_name} names no decoder layer")

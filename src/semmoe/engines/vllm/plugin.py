@@ -65,7 +65,7 @@ def _needed(settings: VllmSettings, plan: Plan | None, splits: bool, schedules: 
 
 
 def _client(plan: Plan, folder: Path | None) -> Any:
-    """The hook of the process that serves requests, made there: others never schedule."""
+    """The hook of the front end, made in the process that runs it, since others never schedule."""
     made: list[Any] = []
 
     def get() -> Any:

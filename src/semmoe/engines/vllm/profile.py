@@ -14,7 +14,7 @@ from semmoe.trace import TraceWriter
 
 
 class Passes:
-    """Keeps what passes routed, by request."""
+    """Keeps the routing of passes by request."""
 
     recording = True
 
@@ -37,10 +37,10 @@ class Passes:
             self._seen.setdefault(request, []).append((positions[own], token_ids[own], expert_ids[own]))
 
     def finish(self, request: str, prompt_ids: Sequence[int], length: int | None = None) -> None:
-        """Nothing to do: a request is taken by who asked for it."""
+        """Do nothing: the caller takes a request's routing by `take`."""
 
     def take(self, request: str, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids (T,) and experts (T, L, K) of a request's first `length` tokens; a preempted one ran some twice."""
+        """Token ids (T,) and experts (T, L, K) of a request's first `length` tokens, each once."""
         key = next(key for key in self._seen if key == request or key.startswith(f"{request}-"))
         positions, token_ids, expert_ids = (np.concatenate(part) for part in zip(*self._seen.pop(key), strict=True))
         found, first = np.unique(positions, return_index=True)

@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 
 
 class RankPlugin:
-    """What is hooked in every process, and is set up in those that load the model."""
+    """The hooks of every process, which are configured in processes that load the model."""
 
     def __init__(self, plan: Plan | None, settings: VllmSettings) -> None:
         self._plan, self._settings = plan, settings
@@ -66,10 +66,10 @@ class RankPlugin:
         self._shuffle: LayerShuffle | NoShuffle = NoShuffle()
         self._recording: PassRecorder | NoRecorder = NoRecorder()
         self._traffic: TrafficCounter | NoTraffic = NoTraffic()
-        self._dispatch: list[Communicator] = []  # of the CPU's all-to-all
+        self._dispatch: list[Communicator] = []  # communicators of the all-to-all on a CPU
         self._ep_rank = 0
         self._real = RealRows(torch.zeros((), dtype=torch.int64))
-        self._attached = False  # to a model with experts
+        self._attached = False  # whether a model with experts is hooked
         self._slots = Slots()
         self._check_hooks = SelfCheck()
         self._in_pass = False
@@ -77,13 +77,13 @@ class RankPlugin:
 
     @property
     def shuffles(self) -> bool:
-        """Whether tokens are to go where the plan says."""
+        """Whether tokens are to be shuffled by the plan."""
         tables = self._plan is not None and self._plan.tokens.by_tables
         return tables and self._settings.shuffle != "off"
 
     @property
     def _schedules(self) -> bool:
-        """Whether requests are to go where the plan says."""
+        """Whether requests are to be scheduled by the plan."""
         follows = self._plan is not None and self._plan.requests.by_tables
         return follows and self._settings.schedule == "plan"
 
@@ -178,7 +178,7 @@ class RankPlugin:
             log.warning("semmoe: %s", self._check_hooks.degrade(reason) or reason)
 
     def _attach_split(self, runner: Any, layers: list[int]) -> None:
-        """The rows of an attention group go where the plan says, or by position."""
+        """Split the rows of an attention group over its ranks, by the plan or by position."""
         found, name = moe_layers(runner.model), type(runner.model).__name__
         if sorted(found) != layers:
             raise ValueError(
@@ -212,10 +212,10 @@ class RankPlugin:
         return LayerShuffle(shuffler, comm, self._real, drafts)
 
     def _attach_recorder(self, folder: Path, runner: Any, num_layers: int) -> None:
-        """Where this rank sees every row of its attention group; elsewhere the log says why not."""
+        """Attach a recorder if this rank sees every row of its attention group; otherwise log the reason."""
         reason = ""
         if self.shuffles and self._settings.shuffle != "layer":
-            reason = "tokens shuffled once a batch carry no routing along"
+            reason = "tokens shuffled once per batch carry no routing along"
         elif not self.shuffles and self._split > 1:
             reason = (
                 "each rank of an attention-TP group sees a slice of the tokens; serve on a plan, which shuffles them"
@@ -227,8 +227,8 @@ class RankPlugin:
         self.record_to(LiveRecorder(folder, identity, self._ep_rank), num_layers)
 
     def listen(self, runner: Any, listener: Listener) -> None:
-        """Tell `listener` of every pass of a runner on one rank, in which nothing else is hooked."""
-        check_eager(runner, "routing that is to be seen")
+        """Pass every pass of a runner on one rank to `listener`; nothing else is hooked in this process."""
+        check_eager(runner, "a model whose routing is recorded")
         blocks = moe_blocks(runner.model)
         layers = sorted(blocks)
         if not layers:
@@ -244,7 +244,10 @@ class RankPlugin:
         self._shuffle.listen(self._recording.put)
 
     def _attach_routers(self, blocks: dict[int, Any], layers: list[int], source: int) -> None:
-        """source: the rank whose copies serve, one for all ranks where no all-to-all sends rows to them."""
+        """Hook the routers of all MoE layers; source: the rank whose copy choice is used.
+
+        Without an all-to-all, which sends rows to chosen ranks, it is the same for all ranks.
+        """
         experts = blocks[layers[0]].moe_config.num_experts
         copies = dispatch_map(self._plan, source) if self._plan is not None else None
         for place, index in enumerate(layers):
@@ -280,7 +283,7 @@ class RankPlugin:
             self._recording.observe(place, expert_ids.long(), weights)
 
     def _forward(self, original: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
-        """Around a pass over real tokens; what warms up or keeps step with other ranks does not come here."""
+        """Wraps a pass over real tokens; warm-up passes and dummy passes of idle ranks do not call it."""
         if not self._attached:
             return original(runner, *args, **kwargs)
         count = int(runner.query_start_loc.np[runner.input_batch.num_reqs])
@@ -302,12 +305,12 @@ class RankPlugin:
             self._recording.close()
 
     def _uncounted(self, num_rows: int) -> str:
-        """Why counters cannot be trusted after the first pass, in which this rank had so many rows."""
+        """Why counters cannot be trusted after the first pass, where this rank had `num_rows` rows; "" if they can."""
         still = isinstance(self._traffic, TrafficCounter) and num_rows > 0 and self._traffic.totals()[0] == 0
         return "in the first pass no counter moved" if still else ""
 
     def _sample(self, original: Any, runner: Any, logits: Any, drafts: Any) -> Any:
-        """Around the sampling behind a pass, after which it is known which of its tokens stand."""
+        """Wraps the sampling after a pass, which decides which of its draft tokens are accepted."""
         out = original(runner, logits, drafts)
         step = self._recording.waiting
         if step is not None:
@@ -318,14 +321,14 @@ class RankPlugin:
         return out
 
     def _own_rows(self, count: int, padded: int) -> int:
-        """Real rows of this rank's slice by position."""
+        """The number of real rows in this rank's slice by position."""
         if self._split == 1:
             return count
         width = -(-padded // self._split)
         return min(max(count - get_tp_group().rank_in_group * width, 0), width)
 
     def _update(self, original: Any, runner: Any, scheduler_output: Any) -> Any:
-        """Around the runner's look at what the scheduler says: requests that ended are still known here."""
+        """Wraps the runner's update from the scheduler, at which requests that ended are still known."""
         for request in scheduler_output.finished_req_ids:
             state = runner.requests.get(request)
             if state is not None:

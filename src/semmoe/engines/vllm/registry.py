@@ -1,4 +1,4 @@
-"""Hooks in vLLM, which has no registry of its own: functions are replaced where they are defined."""
+"""Install hooks in vLLM, which has no registry of its own, by replacing functions where they are defined."""
 
 import functools
 import inspect
@@ -10,12 +10,12 @@ from semmoe.engines.hooks import Hook, problem
 
 
 def around(hook: Hook, function: Callable[..., Any]) -> None:
-    """`function(original, *args, **kwargs)` in place of the target: a function, method, static method or property."""
+    """Replace a function, method, static method or property by `function(original, *args, **kwargs)`."""
     path, name = hook.target.rsplit(".", 1)
     parent = pkgutil.resolve_name(path)
     target = inspect.getattr_static(parent, name)
     if getattr(target, "hooked_by", None) is function:
-        return  # engines may be started one after another in a process
+        return  # already hooked: engines may be started one after another in a process
     if isinstance(target, property):
         setattr(parent, name, property(_wrapped(target.fget, function)))
     elif isinstance(target, staticmethod):

@@ -1,4 +1,4 @@
-"""Requests to data-parallel ranks in vLLM's front end, which sees their token ids and each one's end."""
+"""Schedule requests to data-parallel ranks in vLLM's front end, which has their token ids and sees their ends."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from semmoe.requests.scheduler import Assigned
 
 
 class RequestHook(RequestNamer):
-    """In the client of vLLM's engines."""
+    """The hook in the client of vLLM's engines."""
 
     def __init__(self, plan: Plan, counters: Counters) -> None:
         super().__init__(plan, counters)
@@ -17,7 +17,7 @@ class RequestHook(RequestNamer):
         self._running: dict[str, Assigned] = {}
 
     def choose(self, original: Any, client: Any, request: Any) -> Any:
-        """Around the client's choice of an engine for one request; a streaming session keeps its engine."""
+        """Wraps the client's choice of an engine for one request; a streaming session keeps its engine."""
         if request.request_id not in client.reqs_in_flight:
             rank = self.name(request.data_parallel_rank, lambda: self._choose(client, request))
             if rank is not None:
@@ -25,7 +25,7 @@ class RequestHook(RequestNamer):
         return original(client, request)
 
     def finished(self, original: Any, client: Any, outputs: Any) -> Any:
-        """Around the client's look at what an engine sent; requests that were aborted end too."""
+        """Wraps the client's processing of an engine's outputs; aborted requests end too."""
         for request in outputs.finished_requests or ():
             assigned = self._running.pop(request, None)
             if assigned is not None:
@@ -34,7 +34,7 @@ class RequestHook(RequestNamer):
 
     def _choose(self, client: Any, request: Any) -> int | None:
         if not request.prompt_token_ids or len(client.core_engines) != self._ranks:
-            return None  # embeddings in place of ids, for one
+            return None  # no token ids, for example if the prompt is given as embeddings
         most = getattr(request.sampling_params, "max_tokens", None)
         rank, assigned = self._balancer.admit(request.prompt_token_ids, most)
         self._running[request.request_id] = assigned

@@ -1,8 +1,8 @@
-"""One MoE layer of vLLM as the plug-in sees it: logical experts in, the physical ones that serve this rank out.
+"""Map the logical experts of one MoE layer of vLLM to the physical experts that this rank uses.
 
-The plan's placement is vLLM's own layout for redundant experts (EPLB's): physical experts lie in order on the ranks,
-and the router's logical ids are looked up. So every backend that takes EPLB takes it, and where no plan is, a
-physical expert is its logical one.
+The plan's placement uses vLLM's own layout for redundant experts (EPLB's): physical experts are in order on the ranks,
+and the router's logical ids are mapped to them. Every backend that supports EPLB therefore supports it. Without a plan
+a physical id is the logical id.
 """
 
 from collections.abc import Callable
@@ -17,20 +17,20 @@ from semmoe.runtime.traffic import TrafficCounter
 
 @dataclass
 class RealRows:
-    """Which rows of a MoE layer are tokens: the first `count`, on the device, so that it may change under a graph."""
+    """Which rows of a MoE layer are tokens: the first `count`, a device tensor that may change between replays."""
 
     count: Tensor  # () int64
 
     def mask(self, num_rows: int) -> Tensor:
-        """(n, 1) bool."""
+        """(n, 1) bool: True for rows that are tokens."""
         return (torch.arange(num_rows, device=self.count.device) < self.count)[:, None]
 
 
 class RoutedLayer:
     """The hooks of one layer's router, on one rank.
 
-    copies: (E,) the physical expert that serves each logical one to this rank. drop_padding: padding gets the id -1,
-    for an all-to-all that then leaves it out.
+    copies: (E,) the physical expert that this rank uses for each logical one. drop_padding: padding gets the id -1,
+    which the all-to-all then omits.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class RoutedLayer:
         self._real, self._traffic, self._drop_padding, self._observe = real, traffic, drop_padding, observe
 
     def routed(self, weights: Tensor, expert_ids: Tensor) -> None:
-        """The router's choice: logical ids and weights (n, K)."""
+        """Observe the router's choice: logical ids and weights (n, K)."""
         self._observe(self._place, expert_ids, weights)
 
     def to_physical(self, expert_ids: Tensor) -> Tensor:

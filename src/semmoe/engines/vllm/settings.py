@@ -1,4 +1,4 @@
-"""What the plug-in in vLLM is told."""
+"""Settings of the plug-in in vLLM."""
 
 from dataclasses import dataclass
 

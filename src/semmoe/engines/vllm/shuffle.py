@@ -1,8 +1,8 @@
-"""Tokens split over an attention-TP group around vLLM's experts: where the plan says, or by position.
+"""Split tokens over an attention-TP group around vLLM's experts, by the plan or by position.
 
-Nothing of a decoder layer is restated. Its attention leaves its sum over the ranks open, the norm behind it gets the
-rows of this rank alone, its experts compute these, and what the layer returns is gathered: the residual stream, handed
-on with a residual of zeros. All else that the layer does, as DeepSeek-V2's scaling in float16, stays its own.
+No code of a decoder layer is copied. Its attention returns a partial sum, the norm after it gets only the rows of this
+rank, its experts compute these, and the layer's output is gathered: the residual stream, passed on with a residual of
+zeros. Everything else in the layer, such as DeepSeek-V2's scaling in float16, is unchanged.
 """
 
 import functools
@@ -23,24 +23,24 @@ from semmoe.engines.vllm.routing import RealRows
 from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.shuffler import TokenShuffler
 
-# Where layers and their experts' blocks say that they split rows themselves; all read them in `forward` alone.
+# Attributes by which layers and expert blocks state that they split rows themselves; they are read in `forward` only.
 OWN_SPLITS = ("use_sequence_parallel_moe", "use_attn_reduce_scatter_for_moe", "is_sequence_parallel")
 
 
 class LayerShuffle(TokenRows):
     """The plan's slices in the decoder layers given to `hook`.
 
-    Passes without tokens of requests, which warm up or keep step with other ranks, are split by position.
+    Passes without tokens of requests, such as warm-up and dummy passes of idle ranks, are split by position.
     """
 
     def __init__(self, shuffler: TokenShuffler, comm: Communicator, real: RealRows, drafts: int) -> None:
         super().__init__(shuffler, comm)
         self._real, self._watch = real, SlotWatch(drafts)
-        self.num_rows = 0  # of this rank at the layer under way, without padding
-        self.ran: Callable[[], None] = lambda: None  # called of every layer that was shuffled
+        self.num_rows = 0  # rows of this rank at the current layer, without padding
+        self.ran: Callable[[], None] = lambda: None  # called after every layer that was shuffled
 
     def hook(self, layer: nn.Module, place: int) -> None:
-        """layer: a decoder layer, the MoE layer `place` of the model."""
+        """Hook a decoder layer, which is the MoE layer `place` of the model."""
         block, norm = expert_block(layer), layer.post_attention_layernorm
         keep_partial(layer, block)
         stop_own_splits(layer, block)
@@ -59,7 +59,7 @@ class LayerShuffle(TokenRows):
     def _experts(self, compute: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
         if not self.active:
             return by_position(compute, rows)
-        # As many rows as vLLM's own split has, on which some of its all-to-alls count.
+        # Pad to as many rows as vLLM's own split has, as some of its all-to-alls require.
         width = -(-self._padded // self.comm.size)
         return compute(nn.functional.pad(rows, (0, 0, 0, width - len(rows))))[: self.num_rows]
 
@@ -73,14 +73,14 @@ class LayerShuffle(TokenRows):
 
 
 def split_by_position(layer: nn.Module) -> None:
-    """What vLLM does in some families only: each rank of an attention group computes the experts of its share."""
+    """Split rows by position, as vLLM does for some families: each rank computes the experts of its share."""
     block = expert_block(layer)
     if not any(getattr(module, name, False) for module in (layer, block) for name in OWN_SPLITS):
         block.forward = functools.partial(by_position, block.forward)
 
 
 def by_position(compute: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-    """(N, H) -> (N, H)."""
+    """Run `compute` on this rank's share of the rows (N, H), and gather the results (N, H) of all ranks."""
     out = compute(sequence_parallel_chunk(rows)).contiguous()
     return tensor_model_parallel_all_gather(out, 0)[: len(rows)]
 
@@ -94,13 +94,13 @@ def moe_layers(model: nn.Module) -> dict[int, nn.Module]:
 
 
 def expert_block(layer: nn.Module) -> Any:
-    """The layer's module around its experts; None of a dense layer."""
+    """The layer's module that contains its experts; None for a dense layer."""
     blocks = [child for child in layer.children() if isinstance(getattr(child, "experts", None), MoERunner)]
     return blocks[0] if blocks else None
 
 
 def keep_partial(layer: nn.Module, block: nn.Module) -> None:
-    """The layer's attention leaves its sum over the ranks to the shuffled reduce-scatter."""
+    """Make the layer's attention return its partial sum, for the shuffled reduce-scatter."""
     inside = set(block.modules())
     sums = [m for m in layer.modules() if isinstance(m, RowParallelLinear) and m not in inside]
     if len(sums) != 1:

@@ -1,4 +1,4 @@
-"""The tokens of a forward pass of vLLM's model runner, as the plug-in's parts need them."""
+"""Read a forward pass of vLLM's model runner into a `Step`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,14 +9,14 @@ from semmoe.engines.step import Step
 
 
 class Slots:
-    """A small number for each request, free again when it ends; every rank of a group counts alike."""
+    """Assigns a small number to each request, reused after it ends; all ranks of a group assign the same numbers."""
 
     def __init__(self) -> None:
         self._of: dict[str, int] = {}
         self._free: list[int] = []
 
     def take(self, requests: list[str]) -> np.ndarray:
-        """(R,) int64."""
+        """(R,) int64: the slot of each request; new requests get a free slot."""
         for request in requests:
             if request not in self._of:
                 self._of[request] = self._free.pop() if self._free else len(self._of)
@@ -29,7 +29,9 @@ class Slots:
 
 
 def read_step(runner: Any, slots: Slots, num_tokens: int) -> Step:
-    """Within `_model_forward`, when the runner's buffers hold the pass; ids may have come from the device's sampler."""
+    """The step of a pass, read in `_model_forward` when the runner's buffers hold it, including ids sampled on the
+    device.
+    """
     batch = runner.input_batch
     ends = runner.query_start_loc.np[: batch.num_reqs + 1].astype(np.int64)
     rows = np.repeat(np.arange(batch.num_reqs), np.diff(ends))
@@ -45,9 +47,9 @@ def read_step(runner: Any, slots: Slots, num_tokens: int) -> Step:
 
 
 def accepted(step: Step, drafts: Sequence[int], sampled: np.ndarray) -> np.ndarray:
-    """(N,) bool: all tokens of a pass but the drafts that were rejected, which are the last ones of their requests.
+    """(N,) bool: all tokens of a pass except rejected drafts, which are the last tokens of their requests.
 
-    drafts (R,): how many of them each request ran; sampled (R, 1 + most drafts): the tokens it got, -1 behind them.
+    drafts (R,): number of draft tokens of each request; sampled (R, 1 + most drafts): its new tokens, padded with -1.
     """
     rejected = np.maximum(np.asarray(drafts) + 1 - (sampled >= 0).sum(axis=1), 0) * (np.asarray(drafts) > 0)  # (R,)
     _, last = step.ends
@@ -55,7 +57,7 @@ def accepted(step: Step, drafts: Sequence[int], sampled: np.ndarray) -> np.ndarr
 
 
 def fed_tokens(state: Any) -> int:
-    """Of a request that ended: its last token is not fed, and what was sampled behind its end is none of it."""
+    """Number of tokens of an ended request that were fed: not its last token, and none sampled after its end."""
     outputs, sampling = state.output_token_ids, state.sampling_params
     stops = {sampling.eos_token_id, *(sampling.stop_token_ids or ())} if sampling is not None else set()
     end = next((i + 1 for i, token in enumerate(outputs) if token in stops), len(outputs))

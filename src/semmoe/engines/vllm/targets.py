@@ -1,4 +1,4 @@
-"""What of vLLM the plug-in hooks, and why; importable without vLLM. Tried on 0.32.0."""
+"""The places in vLLM that the plug-in hooks, and why. Importable without vLLM; tested with 0.32.0."""
 
 from semmoe.engines.hooks import Hook
 
