@@ -28,6 +28,7 @@ def outcome(comm, plan, **decides):
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_plan_that_differs_on_one_rank_ends_every_rank(tmp_path):
     said = on_ranks(3, _stale_on_rank_one, tmp_path)
@@ -40,6 +41,7 @@ def _stale_on_rank_one(comm):
     return [outcome(comm, mirrored(plan) if comm.rank == 1 else plan)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_plan_is_agreed_on(case):
     assert on_threads(4, lambda comm: outcome(comm, make_plan(case), shuffle="layer")) == [None] * 4

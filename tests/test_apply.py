@@ -182,6 +182,7 @@ def test_a_failed_verification_is_exit_code_1_and_leaves_nothing(plan, tmp_path,
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_line_and_leaves_nothing(plan, tmp_path):
     code = (
         "import resource, sys; from semmoe.cli import main;"

@@ -67,6 +67,7 @@ def test_a_slice_too_full_is_our_own_mistake():
         argsort_ranks(np.array([0, 0, 1, 0]), 2, 2)
 
 
+@pytest.mark.slow
 def test_triton_interpreted():
     interpret(__file__)
 
@@ -82,6 +83,7 @@ def interpreted() -> None:
     assert order.tolist() == [0, -1, 1, 2]  # a slice too full loses rows, not its neighbour's
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 @pytest.mark.parametrize("alone", [False, True])
 def test_triton_compiles(target, alone):

@@ -78,6 +78,7 @@ def test_a_fit_that_is_off_by_more_than_a_seventh_is_doubted(tmp_path, monkeypat
     assert (f"{predicted - 1:+.0%}" in result.stderr) == doubtful
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_two_processes_calibrate_themselves(tmp_path, monkeypatch):
     done = []
@@ -97,6 +98,7 @@ def test_two_processes_calibrate_themselves(tmp_path, monkeypatch):
     assert found.shape == cost.LayerShape(hidden_size=f.hidden_size, expert_size=f.expert_size, top_k=f.top_k)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_model_whose_experts_do_not_divide_is_refused():
     with pytest.raises(ValueError, match="ep_size 3 does not divide"):
@@ -111,6 +113,7 @@ def trace(tmp_path_factory):
     return record(models.load_model(str(MODEL)), str(MODEL), prompts, folder)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("attention", ["dp", "tp"])
 def test_bytes_of_the_verdict_are_those_that_generate_counts(attention, trace):

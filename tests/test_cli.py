@@ -69,6 +69,7 @@ def test_profile_resumes_and_says_so(work, tmp_path):
     assert open_trace(tmp_path / "trace").num_requests == 24
 
 
+@pytest.mark.slow
 def test_prompts_that_are_cut_are_told_and_counted(work, tmp_path):
     lengths = [len(ids) for ids in load_tokenizer(str(MODEL))(PROMPTS)["input_ids"]]
     limit = sorted(lengths)[len(lengths) // 2]
@@ -190,6 +191,7 @@ def test_a_links_file_of_one_s_own_is_taken_and_named(work, tmp_path):
     assert "on [b]our[/b] cluster (nominal)" in run(*command, "--links", tmp_path / "links.json").stdout
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_calibrate_writes_links_that_solve_takes(work, tmp_path):
     out = tmp_path / "links.json"
@@ -309,6 +311,7 @@ def test_affinity_prints_tables_and_json(work):
     assert 0 < result["static_top_k"]["layers"][0]["f1"] <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("attention", ["dp", "tp"])
 def test_generate_on_a_plan_is_verified_and_written(work, tmp_path, attention):
@@ -323,6 +326,7 @@ def test_generate_on_a_plan_is_verified_and_written(work, tmp_path, attention):
     assert [row["prompt"] for row in rows] == PROMPTS[:6]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [("--exchange", "two-level", "--ep-size", 4, "--num-nodes", 2), ("--overlap", "--window", 1)]
 )
@@ -491,6 +495,7 @@ def cpu_seconds(pid: int) -> float:
     return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11]) / os.sysconf("SC_CLK_TCK")
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_a_usable_trace_and_a_second_run_completes_it(tmp_path):
     texts = [{"prompt": PROMPTS[i % 24] * 6} for i in range(400)]
     (tmp_path / "many.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))

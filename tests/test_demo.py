@@ -14,7 +14,7 @@ from semmoe.payoff import BATCHES, MODELS, measured, payoffs
 from semmoe.settings import DemoSettings
 from semmoe.texts import HELD_OUT
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

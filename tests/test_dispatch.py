@@ -97,6 +97,7 @@ def check(results, size):
             assert sent_to == [0 if j == rank else int(forth[j]) for j in range(size)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
 def test_processes(size, tmp_path):
     check(on_ranks(size, one_level, tmp_path), size)

@@ -310,6 +310,7 @@ def test_messages_that_are_explained_are_those_of_the_source():
     assert [part for part in parts if len(part) > 2 and part not in known] == []
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.timeout(600)
 def test_the_quick_start_and_the_choice_of_redundancy_run_as_they_stand(tmp_path):

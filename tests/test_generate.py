@@ -64,6 +64,7 @@ def set_ups(trace, ep_size):
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "ep_size"),
     [("qwen3_moe", 2), ("qwen3_moe", 4), ("mixtral", 4), ("deepseek_v2", 4), ("deepseek_v3", 4), ("gpt_oss", 4)],
@@ -77,6 +78,7 @@ def test_every_set_up_gives_the_plain_models_tokens(architecture, ep_size, check
         assert agreement.identical >= len(reference) - 1, f"{result.name}: {agreement}"
 
 
+@pytest.mark.slow
 def test_olmoe_runs_in_attention_dp_and_refuses_attention_tp(checkpoints, tmp_path):
     path = build("olmoe", checkpoints)
     model, trace, reference = prepare(path, tmp_path)
@@ -163,6 +165,7 @@ def test_overlap_changes_no_output(checkpoints, tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_two_levels_change_no_output_and_send_less_between_nodes(checkpoints, tmp_path):
     path = build("qwen3_moe", checkpoints)
     model, trace, reference = prepare(path, tmp_path)
@@ -179,6 +182,7 @@ def test_two_levels_change_no_output_and_send_less_between_nodes(checkpoints, tm
         assert pairs[1][0, 3] == 0  # another place on another node: only by way of rank 1 or 2
 
 
+@pytest.mark.slow
 def test_requests_that_end_early_leave_the_others_right(checkpoints, tmp_path):
     path = build("qwen3_moe", tmp_path)
     model, trace, reference = prepare(path, tmp_path)

@@ -32,6 +32,7 @@ def test_make_targets_exist(command):
     subprocess.run([*command.split(), "-n"], cwd=ROOT, check=True, capture_output=True)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.timeout(900)
 def test_the_commands_and_the_library_example_run_in_order(tmp_path):

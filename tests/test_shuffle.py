@@ -71,6 +71,7 @@ def check(results, size):
     assert [sent["reduce_scatter"] for _, sent in results] == expected_sent.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
 def test_processes(size, tmp_path):
     check(on_ranks(size, scatter_then_gather, tmp_path), size)

@@ -110,6 +110,7 @@ def test_nearly_the_optimum(kind):
     assert ours >= 0.98 * scores[rows, columns // 30].sum()
 
 
+@pytest.mark.slow
 def test_triton_interpreted():
     interpret(__file__)
 
