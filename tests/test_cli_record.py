@@ -94,7 +94,7 @@ def test_what_ranks_record_becomes_a_trace_that_solve_reads(folder, tmp_path):
         result = run("stop", folder, "--out", tmp_path / "trace")
     assert result.exit_code == 0, result.output
     assert "40 requests, 480 tokens" in result.output
-    assert "2 requests were under way and are left out" in result.output
+    assert "2 unfinished requests are left out" in result.output
     trace = open_trace(tmp_path / "trace")
     assert (trace.num_requests, trace.num_tokens, set(trace.phase)) == (40, 480, {PREFILL})
     solved = CliRunner().invoke(
@@ -172,7 +172,7 @@ def test_what_a_rank_that_is_gone_left_is_kept(folder, tmp_path, monkeypatch):
     assert "gone" in run("status", folder).output
     result = run("stop", folder, "--out", tmp_path / "trace")
     assert result.exit_code == 0, result.output
-    assert "rank 1 recorded and answered no more" in result.stderr
+    assert "rank 1 recorded and no longer responds" in result.stderr
     assert open_trace(tmp_path / "trace").num_requests == 40
 
 

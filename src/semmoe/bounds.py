@@ -16,7 +16,7 @@ MOST_TABLE = 1 << 28  # entries of an array of shape (L, E), (L, V) or (L, G, E)
 
 
 def number(default: Any, low: float, high: float, **shown: Any) -> Any:
-    """A dataclass field whose value lies between `low` and `high`, both included; None where that is the default.
+    """A dataclass field whose value lies between `low` and `high`, both included; None is allowed if it is the default.
 
     `check_numbers` enforces the bounds. shown: how the command line shows the field (arguments of `_option`).
     """
@@ -29,7 +29,7 @@ def required_number(low: float, high: float) -> Any:
 
 
 def choice(default: str | None, names: tuple[str, ...], **shown: Any) -> Any:
-    """A dataclass field whose value is one of `names`; None where that is the default."""
+    """A dataclass field whose value is one of `names`; None is allowed if it is the default."""
     return field(default=default, metadata={"choices": names, **_option(**shown)})
 
 

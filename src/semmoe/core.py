@@ -113,7 +113,7 @@ def _ragged_rows(offsets: np.ndarray, chosen: np.ndarray) -> tuple[np.ndarray, n
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Which expert sits where: rank g holds physical experts g * P / G to (g + 1) * P / G of every layer."""
+    """The rank of each expert: rank g holds physical experts g * P / G to (g + 1) * P / G of every layer."""
 
     physical_to_logical_map: np.ndarray  # (L, P) int32
     num_experts: int
@@ -207,7 +207,7 @@ class Evidence(Protocol):
 
 
 class TokenPolicy(Protocol):
-    """Which rank of its attention group each token's row goes to: data alone, a dataclass of arrays and numbers."""
+    """Decides the rank of its attention group to which each token's row goes; a dataclass of arrays and numbers."""
 
     kind: ClassVar[str]  # its name in plan.json
     by_tables: ClassVar[bool]  # False: its decisions do not depend on the tokens
@@ -229,14 +229,14 @@ class TokenPolicy(Protocol):
 
 
 class RequestPolicy(Protocol):
-    """Which attention group each request goes to: data alone, a dataclass of arrays and numbers."""
+    """Decides the attention group to which each request goes; a dataclass of arrays and numbers."""
 
     kind: ClassVar[str]
     by_tables: ClassVar[bool]
 
     @property
     def num_groups(self) -> int:
-        """D."""
+        """D, the number of attention groups."""
 
     @property
     def follows_caches(self) -> bool:

@@ -30,7 +30,7 @@ def report(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write one HTML page of a plan and what was measured on it: the verdict, then why, then where it is from.
+    """Write one HTML page on a plan and its measurements: the verdict, the reasons, and the sources.
 
     The page needs no network and no other file. A plan alone is enough; in place of missing parts the page names the
     command that makes them. Files that it cannot use are listed at its end.

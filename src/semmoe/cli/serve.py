@@ -1,4 +1,4 @@
-"""`semmoe serve`: an engine's own server command on a plan, printed and run."""
+"""The command serve: print and run an engine's own server command on a plan."""
 
 import importlib
 import os

@@ -20,7 +20,7 @@ from semmoe.runtime.shuffler import Shuffler
 
 
 class TokenRows:
-    """One rank's rows. `begin` and `end` enclose a forward pass, `scatter` and `restore` a layer's feed-forward.
+    """Shuffles one rank's rows. `begin` and `end` enclose a forward pass, `scatter` and `restore` a feed-forward layer.
 
     An adaptor's hooks call them; without tokens to shuffle they must not be called.
     """
@@ -30,7 +30,7 @@ class TokenRows:
         self.comm = comm
         self._watch = SlotWatch()
         self._tokens, self._padded = 0, 0  # rows of this pass to shuffle, without and with padding
-        self._handle: Any = None  # between the two collectives of a layer
+        self._handle: Any = None  # handle between the two collectives of a layer
         self._layer: int | None = None
         self._routing: tuple[torch.Tensor, torch.Tensor] | None = None
         # Functions called with (layer, logical ids (N, K)) of all rows in order. They do not decide whether ids are

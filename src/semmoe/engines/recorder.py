@@ -13,7 +13,7 @@ that see the same tokens (an attention group), on one of them:
 Two requests of a prompt "7 8 9" on a server with a prefix cache, chunks of two tokens and one preemption:
 
     pass 1   a: 7 at 0, 8 at 1
-    pass 2   a: 9 at 2              b: 9 at 2     b's first two tokens were in the cache: they ran for nobody
+    pass 2   a: 9 at 2              b: 9 at 2     b's first two tokens were in the cache and did not run
     pass 3   a: 5 at 3                            a's first generated token
     pass 4   a: 7 at 0, 8 at 1      b: 6 at 3     a was preempted and starts again: nothing new of it
     pass 5   a: 9 at 2, 5 at 3
@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 
 class LiveRecorder:
-    """Records while `folder/control.json` says so; never raises, and switches itself off when something fails.
+    """Records while `folder/control.json` says so; it never raises, and stops recording on any failure.
 
     While it records, a thread also reads the control file, so that a server without traffic stops recording when told
     to.
@@ -72,7 +72,7 @@ class LiveRecorder:
         self._lock = threading.Lock()
         self._session: Session | None = None
         self._status = Status(rank=rank)  # the status while nothing is recorded
-        self._cpu_ns = 0  # of this run
+        self._cpu_ns = 0  # CPU time of this run
         self._seen_control: tuple[int, ...] | None = None
         self._ended_run: str | None = None  # not started again when the control file is touched
         self._next_look = self._next_status = self._next_save = -math.inf
@@ -223,7 +223,7 @@ class LiveRecorder:
         self._session = None
         with contextlib.suppress(OSError):
             self._write_status()
-        logger.warning("semmoe records no more: %s", self._status.reason or "as it was told")
+        logger.warning("semmoe stopped recording: %s", self._status.reason or "it was told to stop")
 
     def _fail(self, error: Exception) -> None:
         plain = isinstance(error, (ValueError, OSError)) and str(error)
@@ -237,7 +237,7 @@ class LiveRecorder:
         with contextlib.suppress(Exception):
             check_folder(self.folder)  # do not write to a folder that is refused
             self._write_status()
-        logger.warning("semmoe records no more: %s", reason)
+        logger.warning("semmoe stopped recording: %s", reason)
 
     def _final(self, status: Status, state: str, reason: str) -> Status:
         update = {"state": state, "reason": reason, "bytes_held": 0}

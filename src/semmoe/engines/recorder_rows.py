@@ -56,7 +56,7 @@ def sampled(request: str, share: float) -> bool:
 
 
 class Requests:
-    """The slot of each request under way, and the highest position recorded of it."""
+    """The slot of each unfinished request, and the highest position that was recorded of it."""
 
     def __init__(self, share: float) -> None:
         self.share, self.skipped = share, 0
@@ -81,7 +81,7 @@ class Requests:
         return np.array(slots, np.int64)
 
     def _admit(self, request: str) -> int:
-        if request in self._slot:  # twice in one batch
+        if request in self._slot:  # it may occur twice in one batch
             return self._slot[request]
         slot = REFUSED
         if sampled(request, self.share):
@@ -163,7 +163,7 @@ class RowStore:
         at = at[np.lexsort((self._positions[at], turns[at]))]
         experts = self._experts[at].reshape(-1, *self._shape)
         rows = Rows(self._slots[at], self._positions[at], self._token_ids[at], experts)
-        self._slots[at] = REFUSED  # nobody's
+        self._slots[at] = REFUSED  # these rows belong to no request
         self._returned[self._num_returned : self._num_returned + len(at)] = at
         self._num_returned += len(at)
         self.used -= len(at)

@@ -22,7 +22,7 @@ WRITE_SHARE = 16
 
 
 class Session:
-    """Rows of sampled requests on their way to a trace, or their counts."""
+    """Collects the rows of sampled requests for a trace, or their counts."""
 
     def __init__(self, folder: Path, fingerprint: Fingerprint, rank: int, control: Control) -> None:
         self.fingerprint, self.control = fingerprint, control
@@ -31,7 +31,7 @@ class Session:
         self.written = self.tokens = self.seen = self.dropped = self.unknown = 0
         self._requests = Requests(control.sample)
         self._finished: dict[int, tuple[np.ndarray, int] | None] = {}  # prompt and length by slot; None: not written
-        self._weight = 0  # rows and prompt tokens of finished requests
+        self._weight = 0  # number of rows and prompt tokens of finished requests
         self._counts_path = counts_path(folder, control.run, rank)
         make_private(folder / control.run)
         check_folder(folder / control.run)

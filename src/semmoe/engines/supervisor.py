@@ -55,5 +55,5 @@ def _as_child(parent: int) -> None:
     os.setpgid(0, 0)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # it ended before that took effect
+        if os.getppid() != parent:  # the parent ended before the call took effect
             os.kill(os.getpid(), signal.SIGTERM)

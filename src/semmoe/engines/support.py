@@ -1,8 +1,8 @@
-"""What runs on which engine: families and features, as data. `semmoe doctor` and `semmoe serve` decide by it before
-anything loads, from a model's configuration and the engine's own options alone, and the documentation prints it.
+"""Look-ups in the table of model families and features that each engine supports.
 
-A cell says one of three things: a test shows that it works, the engine's source says so and nobody has run it, or it
-is refused. What the table does not know is refused.
+`semmoe doctor` and `semmoe serve` decide by it before anything loads, from a model's configuration and the engine's
+options only, and the documentation prints it. A cell has one of three states: a test shows that it works; it should
+work by the engine's source but was never run; or it is refused. What is not in the table is refused.
 """
 
 from collections.abc import Mapping, Sequence

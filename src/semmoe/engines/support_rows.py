@@ -1,4 +1,4 @@
-"""The rows of the table of families and features: what `engines.support` looks up."""
+"""The rows of the table of families and features, which `engines.support` looks up."""
 
 from collections.abc import Mapping
 from enum import Enum
@@ -20,13 +20,13 @@ class Family(NamedTuple):
     """How a plan runs on one engine with one family of models."""
 
     dp: Cell  # experts placed by the plan under attention-DP (hybrid needs both)
-    tp: Cell  # the same under attention-TP
+    tp: Cell  # experts placed by the plan under attention-TP
     copies: Cell  # redundant experts
     shuffle: Cell  # attention-TP: tokens shuffled by the plan
 
 
 class Option(NamedTuple):
-    """An option of an engine's command line that asks for a feature."""
+    """An option of an engine's command line that requests a feature."""
 
     name: str  # with its dashes
     off: tuple[str, ...] = ()  # values that do not request the feature
@@ -36,7 +36,7 @@ class Option(NamedTuple):
 class Feature(NamedTuple):
     name: str
     options: Mapping[str, tuple[Option, ...]]  # by engine
-    cells: Mapping[str, Cell]  # by engine, beside a plan
+    cells: Mapping[str, Cell]  # by engine, for use with a plan
 
 
 INSTEAD = "give the engine a checkpoint made by `semmoe apply`, without --plan"

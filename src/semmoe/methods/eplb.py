@@ -59,7 +59,7 @@ def _hierarchical(weight, num_replicas, num_groups, num_nodes, num_ranks):
 
 
 def replicate_experts(weight: np.ndarray, num_physical: int) -> tuple[np.ndarray, np.ndarray]:
-    """Give each further copy to the expert with the highest load per copy.
+    """Give each additional copy to the expert with the highest load per copy.
 
     weight: (rows, n). Returns the logical expert of each physical one (rows, num_physical) and the number
     of copies of each (rows, n).

@@ -101,7 +101,7 @@ def _solve(load: np.ndarray, num_clusters: int, seconds: float, tolerance: float
     E, C = len(load), num_clusters
     once, full = kron(eye(E), np.ones((1, C))), kron(np.ones((1, E)), eye(C))
     sums, identity = kron(load[None], eye(C)), eye(C)
-    one = np.zeros((C, 1))  # the constant takes part in no constraint
+    one = np.zeros((C, 1))  # the constant is in no constraint
     matrix = bmat(
         [[once, None, None], [full, None, None], [sums, -identity, None], [sums, identity, one]], format="csr"
     )
@@ -132,7 +132,9 @@ def _allowed(load: np.ndarray, num_clusters: int) -> np.ndarray:
 
 
 def line_up(path_counts: np.ndarray, clusters: np.ndarray, cost: np.ndarray) -> np.ndarray:
-    """(L, E) ranks from clusters (L, E): every layer's clusters to ranks by the layer before; cost (G, G) of links."""
+    """(L, E) ranks from clusters (L, E): assign every layer's clusters to ranks given the previous layer; cost (G, G)
+    of links.
+    """
     G = len(cost)
     ranks = clusters.copy()
     for layer in range(1, len(clusters)):
@@ -144,7 +146,7 @@ def line_up(path_counts: np.ndarray, clusters: np.ndarray, cost: np.ndarray) -> 
 
 
 def bottleneck_assignment(cost: np.ndarray, tie: np.ndarray) -> np.ndarray:
-    """(C,) columns, one each: least largest entry of cost (C, C), and among such the least sum of `tie` (C, C).
+    """(C,) distinct columns, one per row, with the least largest entry of cost (C, C); ties: least sum of `tie` (C, C).
 
     Worked example, cost [[1, 5], [2, 9]]: straight on costs at most 9, crosswise 5, so row 0 takes column 1.
     """

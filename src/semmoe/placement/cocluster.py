@@ -3,7 +3,7 @@
 Every layer is searched on its own (`placement.search` states the objective), from seeded starts and then by iterated
 local search: perturb the best layout by a few random swaps, search again, and keep the better layout. The search runs
 under several load caps per layer. Then one layout per layer is chosen, so that the mean load over layers in a batch of
-unseen requests stays within the limit at the least traffic. One shadow price serves all layers, since their times add.
+unseen requests stays within the limit at the least traffic. All layers have one shadow price, since their times add.
 """
 
 from collections.abc import Callable

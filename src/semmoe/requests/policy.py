@@ -41,8 +41,8 @@ class RoundRobin:
 class PromptScores:
     """A linear map from a prompt to groups; the score of group d estimates its share of the request's pairs.
 
-    score = bias + (sum of token_scores over the distinct ids of the prompt) / sqrt(sum of their token_weights).
-    Row V serves ids outside the vocabulary.
+    score = bias + (sum of token_scores over the distinct ids of the prompt) / sqrt(sum of their token_weights).    Row
+    V is for ids outside the vocabulary.
     """
 
     kind: ClassVar[str] = "prompt-scores"

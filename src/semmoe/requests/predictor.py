@@ -21,7 +21,7 @@ from semmoe.core import DECODE, RoutingTrace
 from semmoe.requests.policy import PromptScores
 
 RIDGES = (0.03, 0.06, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 5.0)
-ROUTING_WEIGHTS = (0.5, 1.0, 2.0)  # of the second view, in mean squares of the first
+ROUTING_WEIGHTS = (0.5, 1.0, 2.0)  # candidate weights of the second view, relative to the mean square of the first
 UNSEEN = 0.3  # pseudo-occurrences of the mean that are mixed into a token's average routing
 SKETCH = 1024  # random projections of the rates on which the weights are chosen if there are more columns
 PRICE_LOAD, PRICE_STEPS = 1.05, 3000  # limit of a group's load over the mean; steps of the subgradient method
@@ -45,8 +45,8 @@ class RequestRates:
     idf: np.ndarray  # (V + 1,)
     mean_rate: np.ndarray  # (L * E,)
     routing: np.ndarray  # (n, L * E) float32: the second view
-    routing_scale: float  # its weight over its mean square
-    inverse: np.ndarray  # (n, n) of the regularised kernel
+    routing_scale: float  # weight of the second view divided by its mean square
+    inverse: np.ndarray  # (n, n) inverse of the regularised kernel
 
     @property
     def planning_rates(self) -> np.ndarray:

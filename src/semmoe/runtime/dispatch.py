@@ -54,7 +54,7 @@ class ReceivedTokens:
 def dispatch(
     comm: Communicator, hidden: Tensor, expert_ids: Tensor, weights: Tensor, copy_choice: Tensor
 ) -> tuple[ReceivedTokens, DispatchHandle]:
-    """Send tokens (n, H) with their chosen experts (n, K) to the rank that serves each expert, `copy_choice` (E,)."""
+    """Send tokens (n, H) to the ranks of their experts (n, K); copy_choice (E,): the rank used for each expert."""
     return dispatch_to(comm, hidden, expert_ids, weights, copy_choice[expert_ids])
 
 
@@ -214,8 +214,8 @@ def dispatch_two_level(
     """Same as `dispatch`, but send a token once to each destination *node*, whose rank at the same position forwards
     it.
 
-    copy_choice (G, E): the rank that serves each expert to each source rank; a rank that forwards a row uses the choice
-    of the row's source.
+    copy_choice (G, E): the rank whose copy of each expert each source rank uses; a rank that forwards a row uses the
+    choice of the row's source.
     """
     width = levels.intra.size
     nodes = copy_choice[levels.rank][expert_ids] // width

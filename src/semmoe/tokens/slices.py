@@ -79,7 +79,7 @@ class PathScores:
 
     kind: ClassVar[str] = "path-scores"
     by_tables: ClassVar[bool] = True
-    token_rows: np.ndarray  # (V + 1,) int32: the row of each token id; row V serves ids outside the vocabulary
+    token_rows: np.ndarray  # (V + 1,) int32: the row of each token id; row V is for ids outside the vocabulary
     token_source: np.ndarray  # (V + 1,) uint8: PRIOR, PROFILED or NEIGHBOUR
     token_scores: np.ndarray  # (L, N + 1, G) int8, to be shifted left by token_shift; the last row is the mean
     token_shift: np.ndarray  # (L,) uint8

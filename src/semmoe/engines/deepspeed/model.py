@@ -133,7 +133,7 @@ class AutoEPModel(PlannedModel):
             if predicted:
                 output.forward = bind(_partial_sums, output, self.attention_comm.rank)
             if index is not None:
-                layer.mlp.folding_group_handles = None  # it has tokens of its own now
+                layer.mlp.folding_group_handles = None  # each rank now runs its own tokens
 
     @property
     def traffic(self) -> list[Traffic]:

@@ -1,1 +1,1 @@
-"""SGLang on a plan, as a plug-in: entry point `sglang.srt.plugins`, no fork. `plugin.register` is where it begins."""
+"""A plug-in that runs SGLang on a plan: entry point `sglang.srt.plugins`, which calls `plugin.register`."""

@@ -1,4 +1,4 @@
-"""SGLang's offline engine: prompts in, tokens and their routing out."""
+"""SGLang's offline engine: complete prompts, and return the tokens with their routing."""
 
 import os
 from collections.abc import Iterator, Sequence

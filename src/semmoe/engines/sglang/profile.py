@@ -1,4 +1,4 @@
-"""Profiling through SGLang itself: which experts each token chose, as its offline engine returns them."""
+"""Profile through SGLang: record which experts each token chose, as returned by its offline engine."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -16,7 +16,7 @@ from semmoe.runtime.shuffler import Shuffler
 
 
 class BoundaryShuffle(TokenRows):
-    """`begin_pass` and `end` enclose a forward pass; the hooks in between do nothing without tokens.
+    """The hooks of one rank. `begin_pass` and `end` enclose a forward pass; without tokens the hooks do nothing.
 
     layer_of_norm: the MoE layer that each post-attention norm (by identity) leads to.
     """

@@ -37,7 +37,7 @@ class DeviceSlotWatch:
 
 
 class StaticBoundaryShuffle(BoundaryShuffle):
-    """All padded rows take part: each rank's slice is as long as SGLang's own, its tokens first.
+    """Shuffles all padded rows: each rank's slice is as long as SGLang's own, with its tokens first.
 
     num_slots: of SGLang's request pool, which is made after the model is loaded. buffers: for the fused pair.
     """
@@ -74,7 +74,7 @@ class StaticBoundaryShuffle(BoundaryShuffle):
 
     def after_last(self, *args: Any, **call: Any) -> Any:
         out = super().after_last(*args, **call)
-        self._tokens = 0  # while graphs are captured no hook around the pass says that it ends
+        self._tokens = 0  # while graphs are captured, no hook signals the end of the pass
         return out
 
     def _started(self, forward_batch: Any) -> bool:
@@ -82,7 +82,7 @@ class StaticBoundaryShuffle(BoundaryShuffle):
             return True
         if self._step is not None:
             return self._step.num_tokens > 0 and self._start_prompts(self._step, forward_batch.input_ids.device)
-        # SGLang may give a pass that decodes another mode on its way here; one that is captured has no beginning.
+        # SGLang may change the mode of a decode pass before this point; `begin_pass` is not called for a captured pass.
         return (self._decodes or forward_batch.forward_mode.is_decode()) and self._start_decode(forward_batch)
 
     def _watched(self, device: torch.device) -> DeviceSlotWatch:

@@ -28,14 +28,14 @@ def read_step(batch: Any) -> Step:
 
 
 def _requests(batch: Any, size: int) -> tuple[np.ndarray | None, np.ndarray]:
-    """(R,) how many tokens each request feeds, None where the pass does not say; (R,) bool: whether it decodes."""
+    """(R,): tokens that each request feeds, None if the pass does not state it; (R,) bool: whether it decodes."""
     mode = batch.forward_mode
     if mode.is_decode_or_idle():
         return np.ones(size, np.int64), np.ones(size, bool)
     if not mode.is_extend_or_draft_extend_or_mixed() or batch.extend_seq_lens_cpu is None:
         return None, np.zeros(size, bool)
     lengths = np.asarray(batch.extend_seq_lens_cpu[:size], np.int64)
-    # A mixed batch says nowhere which requests decode: they feed one token after others.
+    # A mixed batch does not state which requests decode: those feed one token that follows earlier ones.
     return lengths, (lengths == 1) & (np.asarray(batch.extend_prefix_lens_cpu[:size]) > 0)
 
 

@@ -1,1 +1,1 @@
-"""Hugging Face transformers, embedded: profile a model from outside, and run it expert-parallel on a plan."""
+"""The embedded engine on Hugging Face transformers: profile a model, and run it expert-parallel on a plan."""

@@ -186,7 +186,7 @@ def _skewed(rng: np.random.Generator, tokens: int, own: np.ndarray, K: int) -> n
 
 
 class MeasuredLayer:
-    """One rank's part of one MoE layer, timed on routing that is given to it; hidden states are random."""
+    """One rank's part of one MoE layer, timed on given routing; hidden states are random."""
 
     def __init__(
         self,

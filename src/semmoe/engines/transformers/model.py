@@ -1,4 +1,4 @@
-"""Loading a model, finding its MoE layers, and what identifies it."""
+"""Load a model, find its MoE layers, and compute its fingerprint."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from semmoe.bounds import MOST_EXPERTS, MOST_LAYERS, MOST_VOCABULARY
 from semmoe.engines.transformers.tokenizer import digest, load_tokenizer, require_local, tokenizer_hash
 from semmoe.topology import Fingerprint
 
-# Configuration fields that shape routing; a plan is refused where any of them differs.
+# Configuration fields that affect routing; a plan is refused if any of them differs.
 ARCHITECTURE_FIELDS = (
     "model_type",
     "vocab_size",

@@ -35,7 +35,7 @@ EXCHANGES = ("all-to-all", "two-level", "all-reduce")
 
 
 class LocalExperts:
-    """This rank's share of one layer's experts: the model's own experts module, cut to the experts held here."""
+    """This rank's experts of one layer: the model's own experts module, cut to the experts held by this rank."""
 
     def __init__(self, experts: nn.Module, held: np.ndarray) -> None:
         """held: (P / G,) logical ids of this rank's physical experts, in slot order."""

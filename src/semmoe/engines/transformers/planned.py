@@ -87,7 +87,7 @@ class PlannedModel(ABC):
         return stream + out.reshape(stream.shape)
 
     def _no_tokens(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Hidden states, expert ids and weights of no token."""
+        """Empty hidden states, expert ids and weights, for a rank without tokens."""
         hidden = torch.zeros(0, self.model.config.hidden_size, dtype=self.model.dtype, device=self.model.device)
         ids = torch.zeros(0, self.plan.fingerprint.top_k, dtype=torch.int64, device=hidden.device)
         return hidden, ids, ids.to(hidden.dtype)

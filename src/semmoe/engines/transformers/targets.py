@@ -3,7 +3,7 @@
 from semmoe.engines.hooks import Hook
 
 HOOKS: tuple[Hook, ...] = (
-    Hook("transformers.AutoConfig.from_pretrained", "a plan's fingerprint is held against the model's"),
+    Hook("transformers.AutoConfig.from_pretrained", "a plan's fingerprint is compared with the model's"),
     Hook("transformers.AutoTokenizer.from_pretrained", "the vocabulary is part of the fingerprint"),
     Hook("transformers.AutoModelForCausalLM.from_pretrained", "loads the model that is profiled and run"),
     Hook("transformers.PreTrainedModel.get_decoder", "leads to the MoE layers"),

@@ -1,1 +1,1 @@
-"""vLLM on a plan: entry point `vllm.general_plugins`."""
+"""A plug-in that runs vLLM on a plan: entry point `vllm.general_plugins`."""

@@ -28,7 +28,7 @@ DECIDED = {
 GATHERS = {"allgather_reducescatter", "naive", "pplx"}
 SENDS = "deepep_high_throughput"  # for prompts and decoding alike; the low-latency one takes few tokens at a time
 A2A = "--all2all-backend"
-# Front ends that know a share of the requests.
+# Options of front ends that see only a share of the requests.
 OTHER_BALANCERS = {
     "--data-parallel-external-lb",
     "-dpe",
@@ -119,5 +119,5 @@ def gathers(backend: str) -> str:
 def _runs_on_cpu() -> bool:
     try:
         return on_cpu()
-    except ModuleNotFoundError:  # what would be run is shown without vLLM too
+    except ModuleNotFoundError:  # the command is also shown where vLLM is not installed
         return False

@@ -1,4 +1,4 @@
-"""vLLM's offline engine, in this process: prompts in, tokens out, and the routing of its passes on the way."""
+"""vLLM's offline engine in this process: complete prompts, and observe the routing of its passes."""
 
 import os
 from collections.abc import Iterator, Sequence

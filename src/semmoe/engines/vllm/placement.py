@@ -22,13 +22,13 @@ class PlacedExperts:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self._made: set[int] = set()  # decoder layers with experts, of the model
-        self._places: dict[int, int] = {}  # the same in order, once weights are loaded
+        self._made: set[int] = set()  # the model's decoder layers with experts
+        self._places: dict[int, int] = {}  # index among the MoE layers by decoder layer, once weights are loaded
         self._loaded: dict[int, set[int]] = {}  # by decoder layer: the physical experts that were loaded
         self._slots: list[list[np.ndarray]] = []  # by layer and logical expert
 
     def counts(self, original: Callable[..., Any], num_experts: int, num_redundant: int, *others: Any) -> Any:
-        """Physical experts, logical ones, and fused shared ones of a layer."""
+        """Wraps vLLM's numbers of physical, logical and fused shared experts of a layer."""
         physical, logical, shared = original(num_experts, num_redundant, *others)
         if self._places:  # a draft model is made after the model was loaded
             return physical, logical, shared

@@ -1,4 +1,4 @@
-"""Profiling through vLLM itself: which experts each token chose, seen in the passes of its offline engine."""
+"""Profile through vLLM: record which experts each token chose in the passes of its offline engine."""
 
 from collections.abc import Callable, Sequence
 

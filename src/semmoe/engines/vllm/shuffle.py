@@ -28,7 +28,7 @@ OWN_SPLITS = ("use_sequence_parallel_moe", "use_attn_reduce_scatter_for_moe", "i
 
 
 class LayerShuffle(TokenRows):
-    """The plan's slices in the decoder layers given to `hook`.
+    """Splits rows into the plan's slices in the decoder layers given to `hook`.
 
     Passes without tokens of requests, such as warm-up and dummy passes of idle ranks, are split by position.
     """

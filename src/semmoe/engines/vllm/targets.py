@@ -38,7 +38,7 @@ GPT_OSS_WEIGHTS = Hook(GPT_OSS + "GptOssRoutedExperts.weight_loader", "the same 
 ROUTE = Hook(_MOE + "router.base_router.BaseRouter._compute_routing", "see each rank's routing", ("router_logits",))
 TO_PHYSICAL = Hook(
     _MOE + "router.base_router.BaseRouter._apply_eplb_mapping",
-    "the copy of each expert that serves this rank",
+    "choose the copy of each expert that this rank uses",
     ("topk_ids",),
 )
 SCHEDULE = Hook(_CLIENT + "get_core_engine_for_request", "send requests to data-parallel ranks", ("request",))
