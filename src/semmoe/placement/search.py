@@ -1,9 +1,9 @@
 """Local search over layouts of one layer's experts: the numba kernels behind `placement.cocluster`.
 
-A layout is `slots` (G, P / G), the expert in every slot of every rank, and `primary` (E,), the rank whose copy is used
-by ranks without an own one (or, over several nodes, by ranks whose node has none). Tokens come as sets: the distinct rows
-of routed experts (U, K) with their weights (U,), since real routing repeats itself (39,000 tokens of a gpt-oss layer
-are under 5,000 sets).
+A layout is `slots` (G, P / G), the expert in every slot of every rank, and `primary` (E,), the rank whose copy is
+used by ranks without an own one (or, over several nodes, by ranks whose node has none). Tokens come as sets: the
+distinct rows of routed experts (U, K) with their weights (U,), since real routing repeats itself (39,000 tokens of a
+gpt-oss layer are under 5,000 sets).
 
 Every set takes its best home among the ranks of its request's attention group, under prices that keep homes equally
 full (the dual variables of attention-TP's equal slices). The cost of a layout, in units of one (token, expert) pair, is
