@@ -18,7 +18,7 @@ from semmoe.core import Placement
 from semmoe.cost import LayerShape, load_links
 from semmoe.plan import load_plan, save_plan
 from semmoe.report import experts, figures, gather, layers, page, serving, verdict
-from semmoe.report.records import Figures
+from semmoe.results import Figures
 from semmoe.settings import CoclusterSettings, PaperSettings, PredictorSettings, ReplaySettings, SolveSettings
 from semmoe.solver import expect, solve, solve_methods
 from semmoe.solver import score as score_plans
@@ -155,7 +155,7 @@ def test_bars_have_the_values_given_and_a_line_at_chance():
 
 def test_a_replay_of_the_profiled_requests_says_that_it_flatters():
     from semmoe.report.measurements import _methods
-    from semmoe.report.records import ReplayFile
+    from semmoe.results import ReplayFile
 
     plans, _ = solve_methods(trace_of(), Topology(ep_size=4), ["eplb"], SolveSettings())
     scores = score_plans(trace_of(), plans, MEASURE)

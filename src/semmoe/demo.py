@@ -14,6 +14,7 @@ from semmoe.core import Plan, RoutingTrace
 from semmoe.dataset import Prompt, encode, load_dataset
 from semmoe.files import atomic_file
 from semmoe.payoff import measured, payoffs
+from semmoe.results import DemoFile, checked
 from semmoe.settings import DemoSettings, GenerateSettings, ReplaySettings, SolveSettings
 from semmoe.texts import held_out_prompts
 from semmoe.topology import Fingerprint, Topology
@@ -90,7 +91,7 @@ def run_demo(settings: DemoSettings, work: Path, progress: Bars, dataset: Path |
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "versions": {name: version(name) for name in ("semmoe", "torch", "transformers")},
     }
-    _save(work / "demo.json", made)
+    _save(work / "demo.json", checked(DemoFile, made))
     return made
 
 

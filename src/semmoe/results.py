@@ -1,23 +1,27 @@
-"""What benchmarks wrote: text for people, each part of it ended by a line of JSON, which is read and checked here."""
+"""Typed results: what commands and benchmarks write, and what the report, the lab and people's own tools read.
+
+A command checks what it writes against these types, and a reader reads by them. Nothing in a file is trusted: sizes are
+bounded and numbers must be finite. Benchmarks write text for people, each part of it ended by a line of JSON.
+"""
 
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 LIGHT, AT_ONCE = "light", "all at once"  # names of runs; the others are "R requests/s" and "N tokens"
-Figures = dict[str, float]
+Values = dict[str, float]
 
 
 class Objectives(BaseModel):
     """What vanilla's first visit fixed for all set-ups of one attention."""
 
     model_config = ConfigDict(extra="forbid")
-    objectives: Figures  # the most that each may be, in ms
+    objectives: Values  # the most that each may be, in ms
     rates: list[float]  # requests/s that were tried
 
 
@@ -28,9 +32,9 @@ class Visit(BaseModel):
     round: int
     name: str
     attention: str
-    runs: dict[str, Figures]
+    runs: dict[str, Values]
     goodput: float  # the highest rate at which the objectives held
-    activity: Figures  # the server's own counters; none without all-to-all
+    activity: Values  # the server's own counters; none without all-to-all
 
 
 class ServingSweep(BaseModel):
@@ -97,3 +101,151 @@ def serving_sweep(part: Part) -> ServingSweep | None:
         return ServingSweep.model_validate(part.data)
     except ValidationError as error:
         raise ValueError(f"{part.path}: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}") from None
+
+
+def checked(kind: type[BaseModel], result: dict[str, Any]) -> dict[str, Any]:
+    """`result` as it is, once it is known to be what a reader of `kind` takes."""
+    kind.model_validate(result)
+    return result
+
+
+def _square(rows: list[list[float]]) -> list[list[float]]:
+    if any(len(row) != len(rows) for row in rows):
+        raise ValueError("figures of rank pairs are not square")
+    return rows
+
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Amount = Annotated[float, Field(ge=0, le=1e18)]
+Name = Annotated[str, Field(max_length=200)]
+Row = Annotated[list[Amount], Field(max_length=1024)]
+Matrix = Annotated[list[Row], Field(max_length=1024), AfterValidator(_square)]
+Labels = Annotated[list[Annotated[str, Field(max_length=100)]], Field(max_length=1_000_000)]
+
+
+class Record(BaseModel):
+    """What a file must hold; fields that are not named here are dropped when it is read."""
+
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+
+
+class Layer(Record):
+    """One layer of a replay."""
+
+    layer: int
+    lar: Share
+    remote_ranks_per_token: Amount
+    load_max_over_mean: Amount
+    predicted_lar: float | None = None
+    load_per_rank: list[Amount] = Field(default=[], max_length=1024)  # (G,) (token, expert) pairs
+
+
+class Figures(Record):
+    """The results of replaying one method."""
+
+    lar: Share
+    remote_ranks_per_token: Amount
+    load_max_over_mean: Amount
+    bytes_ratio: Amount | None = None  # bytes sent, relative to the linear placement
+    solve_seconds: Amount | None = None
+    layer_us: Amount | None = None
+    unknown_token_share: Share | None = None
+    bytes_per_rank_pair: Matrix = []  # (G, G), mean of batches and layers
+    rows_per_rank_pair: Matrix = []  # (G, G), sum over the whole replay
+    layers: list[Layer] = Field(default=[], max_length=1024)
+
+    @model_validator(mode="after")
+    def _same_ranks(self) -> "Figures":
+        if len({len(layer.load_per_rank) for layer in self.layers}) > 1:
+            raise ValueError("layers differ in their number of ranks")
+        return self
+
+
+class Verdict(Record):
+    worth_it: bool
+    gain: float
+    against: Name
+    sentence: str = Field(max_length=1000)
+
+
+class LinksNote(Record):
+    name: Name
+    kind: Name
+    source: str = Field(max_length=2000)
+
+
+class Expected(Figures):
+    """A plan's `expected`: its figures on held-out requests, and those of other methods."""
+
+    holdout: Share
+    requests: int
+    scheduled_by_answers: int = 0  # requests whose groups were chosen by their answers, for lack of prompts
+    batch_tokens: int
+    batches: Name
+    seed: int
+    tokens_per_batch: Amount
+    num_batches: int
+    others: dict[Name, Figures] = Field(max_length=32)
+    links: LinksNote | None = None
+    verdict: Verdict | None = None
+
+
+class GenerateFile(Record):
+    """One configuration that ran: a row of `semmoe demo --json`, or all of `semmoe generate --json`."""
+
+    name: Name
+    seconds: Amount
+    forward_tokens: int = Field(ge=1)
+    sent_bytes: dict[Name, int] = Field(max_length=64)
+    all_to_all_bytes_per_rank_pair: Matrix
+    lar: Share | None
+    remote_ranks_per_token: Amount | None
+    load_max_over_mean: Amount
+    all_to_all_bytes: Amount
+    total_bytes: Amount
+    tokens_per_second: Amount
+    time_to_first_token: Amount
+    identical: bool | None
+    identical_text: str = Field(max_length=300)
+    plan_hash: str | None = Field(default=None, max_length=64)  # SHA-256 of the plan that it ran on
+
+
+class DemoFile(Record):
+    settings: dict[str, Any]
+    prompts: int
+    profile_tokens: int
+    set_ups: list[GenerateFile] = Field(min_length=1, max_length=64)
+    machine: str = Field(default="", max_length=500)
+    versions: dict[Name, Name] = Field(default={}, max_length=32)
+
+
+class ReplayFile(Record):
+    settings: dict[str, Any]
+    methods: dict[Name, Figures] = Field(min_length=1, max_length=64)
+
+
+class Quantiles(Record):
+    p25: float
+    p50: float
+    p75: float
+
+
+class Statistics(Record):
+    f1: Quantiles
+
+
+class Concentration(Record):
+    layer: int
+    by_occurrence: Statistics
+    by_type: dict[Name, Quantiles]
+
+
+class Lookback(Record):
+    lookback: int
+    hit_rate: Share
+
+
+class AffinityFile(Record):
+    trace: dict[str, Any]
+    concentration: list[Concentration] = Field(min_length=1, max_length=1024)
+    next_layer: list[Lookback] = Field(default=[], max_length=64)

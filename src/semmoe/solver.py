@@ -12,6 +12,7 @@ from semmoe.core import Plan, RoutingTrace
 from semmoe.methods import METHODS, check_applies
 from semmoe.placement.problem import Problem, Progress, Solution
 from semmoe.replayer import ReplayResult, replay, scheduled_by_answers
+from semmoe.results import Expected, checked
 from semmoe.settings import ReplaySettings, SolveSettings
 from semmoe.splitter import near_duplicates, split
 from semmoe.topology import Topology
@@ -90,7 +91,7 @@ def expect(
     own = figures.pop(settings.method)
     by_answers = scheduled_by_answers(held_out, topology)
     about = {"holdout": holdout, "requests": held_out.num_requests, "scheduled_by_answers": by_answers}
-    return {**about, **asdict(measure), **own, "others": figures, **timed}
+    return checked(Expected, {**about, **asdict(measure), **own, "others": figures, **timed})
 
 
 def _time(

@@ -28,6 +28,7 @@ from semmoe.cli.options import (
 from semmoe.core import Plan, RoutingTrace
 from semmoe.cost import LayerShape, Links, load_links
 from semmoe.methods import METHODS, check_applies
+from semmoe.results import AffinityFile
 from semmoe.settings import ReplaySettings, SolveSettings
 from semmoe.topology import Fingerprint, Topology
 
@@ -69,7 +70,7 @@ def affinity(
             advance(1)
             result["next_layer"] = concentration.next_layer_hit_rate(opened)
         advance(2 - int(prediction))
-    if not tell_result(result, out, as_json):
+    if not tell_result(AffinityFile, result, out, as_json):
         tables.print_affinity(result)
 
 

@@ -29,6 +29,7 @@ from semmoe.cli.options import (
     tell_result,
 )
 from semmoe.core import Plan
+from semmoe.results import GenerateFile
 from semmoe.settings import DemoSettings, ExchangeSettings, GenerateSettings, ProfileSettings, PromptSettings
 
 if TYPE_CHECKING:
@@ -179,7 +180,7 @@ def generate(
     row = _row(result, agreement, plan) | {"cut_prompts": cut}
     if out is not None:
         _write_completions(out, tokenizer.batch_decode(prompts), completions)
-    if not tell_result({**row, "completions": completions}, out and _beside(out), as_json):
+    if not tell_result(GenerateFile, {**row, "completions": completions}, out and _beside(out), as_json):
         _show(row, len(prompts), chosen.topology.ep_size, zip(prompt or [], completions, strict=False))
     if agreement is not None and not agreement.holds:
         raise typer.Exit(1)

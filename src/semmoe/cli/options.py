@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import BaseModel
 
 from semmoe import console
 from semmoe.bounds import MOST_RANKS, choice, number
@@ -82,10 +83,12 @@ def check_result(out: Path | None, force: bool) -> None:
         check_output(out, force=force)
 
 
-def tell_result(result: dict[str, Any], out: Path | None, as_json: bool) -> bool:
+def tell_result(kind: type[BaseModel], result: dict[str, Any], out: Path | None, as_json: bool) -> bool:
     """Write a command's result to `out` if given, print it as JSON if requested, and return whether it was printed."""
     from semmoe.files import atomic_file
+    from semmoe.results import checked
 
+    checked(kind, result)
     if out is not None:
         with atomic_file(out) as staged:
             staged.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -24,6 +24,7 @@ from semmoe.cli.options import (
 )
 from semmoe.core import Plan, RoutingTrace
 from semmoe.methods import METHODS, obstacle
+from semmoe.results import ReplayFile
 from semmoe.settings import CoclusterSettings, ReplaySettings, SolveSettings, SplitSettings
 from semmoe.topology import Topology
 
@@ -90,7 +91,7 @@ def replay(
         embeddings = model_embeddings(model, opened.fingerprint) if model else None
         methods = _replay_methods(opened, chosen, topology, scoring, solve_by, share().profile_share, embeddings)
     settings["scheduled_by_answers"] = warn_of_answers(opened, topology)
-    if tell_result({"settings": settings, "methods": methods}, out, as_json):
+    if tell_result(ReplayFile, {"settings": settings, "methods": methods}, out, as_json):
         return
     title = f"{trace.name}: {opened.num_requests} requests, {opened.num_tokens:,} routed tokens"
     console.print_table(title, *tables.metrics(methods))

@@ -10,8 +10,18 @@ from pydantic import TypeAdapter, ValidationError
 from semmoe.checkpoint.relabel import plan_digest
 from semmoe.core import Plan, RoutingTrace
 from semmoe.plan import load_plan
-from semmoe.report.records import AffinityFile, Configuration, DemoFile, Expected, Labels, ReplayFile
-from semmoe.results import Part, ServingSweep, parts, serving_sweep
+from semmoe.results import (
+    AffinityFile,
+    DemoFile,
+    Expected,
+    GenerateFile,
+    Labels,
+    Part,
+    ReplayFile,
+    ServingSweep,
+    parts,
+    serving_sweep,
+)
 from semmoe.trace import open_trace, shard_paths
 
 MOST_ENTRIES = 500  # files and directories in the directory
@@ -50,7 +60,7 @@ class Measured:
     """Configurations that ran together. facts: workload and machine, where the file names them."""
 
     path: str
-    rows: list[Configuration]
+    rows: list[GenerateFile]
     facts: dict[str, Any]
 
 
@@ -210,7 +220,7 @@ def _add_record(shown: str, data: dict[str, Any], inputs: Inputs) -> bool:
         inputs.measured.append(Measured(shown, demo.set_ups, {k: v for k, v in facts.items() if v != ""}))
         inputs.sources.append(Source(shown, "semmoe demo --json", inputs.measured[-1].facts))
     elif {"name", "sent_bytes"} <= data.keys():
-        inputs.measured.append(Measured(shown, [_checked(Configuration, data)], {}))
+        inputs.measured.append(Measured(shown, [_checked(GenerateFile, data)], {}))
         inputs.sources.append(Source(shown, "semmoe generate --json", {"configuration": data["name"]}))
     elif {"settings", "methods"} <= data.keys():
         inputs.replays.append((shown, _checked(ReplayFile, data)))

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 
 from semmoe.report import figures, words
-from semmoe.report.records import Figures, Layer
 from semmoe.report.verdict import Pair, Replayed
 from semmoe.report.view import Figure, Key, Missing, Panel, Scale, Table
 from semmoe.report.words import LAR, LOAD, REMOTE, Column, cells
+from semmoe.results import Figures, Layer
 
 VANILLA, PLAN, PREDICTED = Key("vanilla", "vanilla"), Key("plan", "plan"), Key("predicted", "predicted", "diamond")
 MOST_PAIRS = 32  # ranks up to which a table has every pair

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from semmoe.report import figures, words
 from semmoe.report.gather import Inputs, Measured
-from semmoe.report.records import AffinityFile, Record, ReplayFile
 from semmoe.report.view import Figure, Key, Missing, Panel, Section, Table
 from semmoe.report.words import LAR, LOAD, REMOTE, Column, cells
+from semmoe.results import AffinityFile, Record, ReplayFile
 
 BYTES: Column = ("All-to-all bytes", "all_to_all_bytes", words.bytes_of)
 ALL_BYTES: Column = ("Bytes of all collectives", "total_bytes", words.bytes_of)

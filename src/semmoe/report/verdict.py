@@ -4,18 +4,18 @@ from dataclasses import dataclass
 
 from semmoe.report import words
 from semmoe.report.gather import Inputs, Measured, PlanFile
-from semmoe.report.records import Configuration, Figures
 from semmoe.report.view import Card, Number
+from semmoe.results import Figures, GenerateFile
 
-Either = Figures | Configuration
+Either = Figures | GenerateFile
 
 
 @dataclass(frozen=True)
 class Pair:
     """A plan and vanilla that ran on the same tokens."""
 
-    vanilla: Configuration
-    plan: Configuration
+    vanilla: GenerateFile
+    plan: GenerateFile
     run: Measured  # the plan's
 
     @property
