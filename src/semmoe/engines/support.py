@@ -33,9 +33,9 @@ class Use:
     """What is to be served: everything that look-ups in the table need."""
 
     engine: str
-    config: Mapping[str, Any]  # of the model, config.json
+    config: Mapping[str, Any]  # the model's config.json
     topology: Topology
-    redundant: int  # experts
+    redundant: int  # number of redundant experts
     shuffles: bool  # tokens are shuffled by the plan
     schedules: bool  # requests are scheduled by the plan
     options: Sequence[str]  # the engine's own options, as words

@@ -132,9 +132,7 @@ def _allowed(load: np.ndarray, num_clusters: int) -> np.ndarray:
 
 
 def line_up(path_counts: np.ndarray, clusters: np.ndarray, cost: np.ndarray) -> np.ndarray:
-    """(L, E) ranks from clusters (L, E): assign every layer's clusters to ranks given the previous layer; cost (G, G)
-    of links.
-    """
+    """(L, E) ranks from clusters (L, E): align every layer with the previous one; cost (G, G) of links."""
     G = len(cost)
     ranks = clusters.copy()
     for layer in range(1, len(clusters)):

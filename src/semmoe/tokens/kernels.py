@@ -20,10 +20,7 @@ U = tuple(np.uint64(i) for i in range(8))  # offsets of eight columns
 
 @numba.njit(cache=True, nogil=True)
 def look_up(out, rows, token_scores, shift, first):
-    """Sum the token rows of each token into `out`, eight ranks at a time.
-
-    Eight values are kept in registers because the compiler does not vectorise inner loops of unknown length.
-    """
+    """Write each token's row to `out`, eight ranks at a time, since inner loops of unknown length are not vectorised."""
     slices = out.shape[1]
     for t in range(out.shape[0]):
         for s in range(0, slices // 8 * 8, 8):
@@ -164,10 +161,7 @@ def assign(rows):
 
 @numba.njit(cache=True, nogil=True)
 def _start(rows):
-    """Scores (S, B), initial prices (S,) and first step.
-
-    The price of a slice is its mean score above that of the lowest slice; the step follows from the mean spread.
-    """
+    """Scores (S, B), initial prices (S,), which are mean scores above the lowest slice's, and the first price step."""
     tokens, slices = rows.shape
     scores, totals, spread = np.empty((slices, tokens), np.int32), np.zeros(slices, np.int64), np.int64(0)
     high, low = np.full(tokens, LOWEST, np.int32), np.full(tokens, -(LOWEST + 1), np.int32)
