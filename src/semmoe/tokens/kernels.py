@@ -20,7 +20,7 @@ U = tuple(np.uint64(i) for i in range(8))  # offsets of eight columns
 
 @numba.njit(cache=True, nogil=True)
 def look_up(out, rows, token_scores, shift, first):
-    """Write each token's row to `out`, eight ranks at a time, since inner loops of unknown length are not vectorised."""
+    """Write every token's row to `out`, eight ranks at a time, as inner loops of unknown length are not vectorised."""
     slices = out.shape[1]
     for t in range(out.shape[0]):
         for s in range(0, slices // 8 * 8, 8):
