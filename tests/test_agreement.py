@@ -47,6 +47,7 @@ def test_the_same_plan_is_agreed_on(case):
     assert on_threads(4, lambda comm: outcome(comm, make_plan(case), shuffle="layer")) == [None] * 4
 
 
+@pytest.mark.slow
 def test_a_single_value_of_a_table_is_enough():
     def run(comm):
         plan = make_plan("request map and scores")
