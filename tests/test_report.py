@@ -380,6 +380,15 @@ def test_expected_figures_that_are_damaged_are_named_and_the_plan_is_shown(tmp_p
     assert "lar: " in inputs.left_out[0].why
 
 
+def test_a_plan_of_any_name_that_cannot_be_read_is_named(tmp_path):
+    save(tmp_path, trace_of())
+    (tmp_path / "plan-tp").rename(tmp_path / "mine")
+    header = json.loads((tmp_path / "mine" / "plan.json").read_text())
+    write_json(tmp_path / "mine" / "plan.json", header | {"schema_version": 1})
+    with pytest.raises(ValueError, match=r"holds no plan: .*; left out: mine \(.*make it again with `semmoe solve`\)"):
+        gather.gather(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
