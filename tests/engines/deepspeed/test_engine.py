@@ -126,14 +126,14 @@ def profiled(comm, plan, prompts, folder):
     engine = offline.initialize(load_model(str(MODEL)), plan)
     header = TraceHeader(fingerprint=fingerprint_of(str(MODEL)), dataset_hash="x", settings={})
     with TraceWriter(folder / str(comm.rank), header) as writer:
-        plain_recorder.profile(engine.module, prompts, writer, max_new_tokens=4, recorder_of=AutoEPRecorder)
+        plain_recorder.record_prompts(engine.module, prompts, writer, max_new_tokens=4, recorder_of=AutoEPRecorder)
 
 
 def test_a_profile_is_that_of_the_plain_model(plan, model, prompts, tmp_path):
     on_ranks(2, Job(profiled, plan, prompts[4:12], tmp_path), tmp_path)
     header = TraceHeader(fingerprint=fingerprint_of(str(MODEL)), dataset_hash="x", settings={})
     with TraceWriter(tmp_path / "plain", header) as writer:
-        plain_recorder.profile(model, prompts[4:12], writer, max_new_tokens=4)
+        plain_recorder.record_prompts(model, prompts[4:12], writer, max_new_tokens=4)
     plain = open_trace(tmp_path / "plain")
     assert (plain.phase == DECODE).any()
     for rank in "01":
