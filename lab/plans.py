@@ -153,7 +153,7 @@ def _transfer(source: Source, seed: int) -> list[list[Cell]]:
     sizes = {kind: int((domains == kind).sum()) for kind in dict.fromkeys(source.domains or ["all"])}
     kinds = sorted((k for k in sizes if sizes[k] >= LEAST), key=lambda k: -sizes[k])[:KINDS]
     halves = {k: split(source.trace.select(np.flatnonzero(domains == k)), SHARE, seed) for k in kinds}
-    topology, quick = Topology(ep_size=4), CoclusterSettings(starts=1, kicks=1, sweeps=2)
+    topology, quick = Topology(ep_size=4), CoclusterSettings(starts=2, steps=20)
     plans = {kind: solve(halves[kind][0], topology, SolveSettings(seed=seed, cocluster=quick)) for kind in kinds}
     plans[NOTHING] = vanilla_plan(source.trace.fingerprint, topology)
     out: list[list[Cell]] = []

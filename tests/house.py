@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
-TOTAL, FILE, FUNCTION = 24_400, 350, 50
+TOTAL, FILE, FUNCTION = 25_300, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 300,
@@ -22,7 +22,7 @@ ROOMS = {
     "results.py": 280,
     "tokens": 920,
     "requests": 930,
-    "placement": 1220,
+    "placement": 2110,
     "methods": 1380,
     "plan.py": 195,
     "solver.py": 200,

@@ -119,7 +119,7 @@ def trace(tmp_path_factory):
 def test_bytes_of_the_verdict_are_those_that_generate_counts(attention, trace):
     """The requests held out for the verdict are generated, in turn, one batch, prefill: bytes per rank pair agree."""
     f, topology = trace.fingerprint, Topology.for_attention(attention, 4)
-    quick = SolveSettings(cocluster=CoclusterSettings(starts=1, kicks=1, sweeps=2))
+    quick = SolveSettings(cocluster=CoclusterSettings(starts=1, steps=10))
     links = calibration._without_times("this machine", 4, "gloo", 4)
     shape = cost.LayerShape(hidden_size=f.hidden_size, expert_size=f.expert_size, top_k=f.top_k)
     whole = ReplaySettings(batch_tokens=trace.num_tokens, batches="prefill")

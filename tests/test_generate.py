@@ -27,7 +27,7 @@ pytestmark = pytest.mark.dist
 # 10 prompts, two at a time: groups of 3 and 2 requests, so that some groups idle while others still decode.
 SETTINGS = GenerateSettings(max_new_tokens=6, batch_size=2)
 QUICK = SolveSettings(method="paper", paper=PaperSettings(steps=3))
-EASY = {"paper": PaperSettings(steps=3), "cocluster": CoclusterSettings(starts=1, kicks=1, sweeps=2)}
+EASY = {"paper": PaperSettings(steps=3), "cocluster": CoclusterSettings(starts=1, steps=10)}
 
 
 def prompts(seed, count=10, longest=24):

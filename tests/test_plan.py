@@ -19,9 +19,7 @@ from semmoe.solver import solve
 from semmoe.topology import Topology
 
 QUICK = PaperSettings(steps=2, swaps_per_expert=10)
-SEMMOE = SolveSettings(
-    cocluster=CoclusterSettings(starts=1, kicks=1, sweeps=1), predictor=PredictorSettings(lookback=2)
-)
+SEMMOE = SolveSettings(cocluster=CoclusterSettings(starts=1, steps=10), predictor=PredictorSettings(lookback=2))
 CASES = {
     "tp": (1, SolveSettings(method="paper", paper=QUICK)),
     "dp": (4, SolveSettings(method="paper", paper=QUICK)),

@@ -197,7 +197,7 @@ def test_tokens_are_scored_by_their_own_experts_at_the_layers_before(lookback):
 @pytest.mark.parametrize(("batches", "knows"), [("prefill", False), ("mixed", True)])
 def test_tokens_know_those_before_them_in_decode_and_not_in_prefill(batches, knows):
     trace, topology = random_trace(0), Topology(ep_size=4)
-    plan = solve(trace, topology, SolveSettings(method="semmoe", cocluster=CoclusterSettings(starts=1, kicks=0)))
+    plan = solve(trace, topology, SolveSettings(method="semmoe", cocluster=CoclusterSettings(starts=1, steps=10)))
     other = plan.tokens.history_scores.copy()
     other[:, :-1] += 500  # all but the row for no token before
     changed = replace(plan, tokens=replace(plan.tokens, history_scores=other))

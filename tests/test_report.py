@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 SWEEP = ROOT / "benchmarks" / "results" / "vllm_x86_64-2core_2026-11-22.txt"
 HOSTILE = "</script><script>alert(1)</script>"
 QUICK = SolveSettings(
-    redundant_experts=4, cocluster=CoclusterSettings(starts=1, kicks=1, sweeps=1),
+    redundant_experts=4, cocluster=CoclusterSettings(starts=1, steps=10),
     predictor=PredictorSettings(lookback=2),
 )  # fmt: skip
 PAPER = SolveSettings(method="paper", paper=PaperSettings(steps=2, swaps_per_expert=10))

@@ -26,9 +26,7 @@ FROM_FILES = [item.name for item in serving.ITEMS]
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 
-QUICK = SolveSettings(
-    cocluster=CoclusterSettings(starts=1, kicks=1, sweeps=2), moetuner=MoETunerSettings(time_limit=0.5)
-)
+QUICK = SolveSettings(cocluster=CoclusterSettings(starts=1, steps=10), moetuner=MoETunerSettings(time_limit=0.5))
 
 
 @pytest.fixture(scope="module")

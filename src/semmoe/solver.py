@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
+from threadpoolctl import threadpool_limits
 
 from semmoe import cost, html
 from semmoe.core import Plan, RoutingTrace
@@ -37,7 +38,8 @@ def solve(
     if trace.num_tokens <= 0:
         raise ValueError("the trace holds no routed token: profile something first")
     problem = Problem(trace=trace, topology=topology, settings=settings, embeddings=embeddings, progress=progress)
-    found: Solution = METHODS[settings.method].load()(problem)
+    with threadpool_limits(1):  # layers run side by side already, and sums depend on how many threads share them
+        found: Solution = METHODS[settings.method].load()(problem)
     used = _used_settings(settings) | ({} if found.gap is None else {"gap": found.gap})
     return Plan(
         topology=topology,

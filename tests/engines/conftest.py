@@ -20,7 +20,7 @@ from semmoe.topology import Topology
 
 pytest.register_assert_rewrite("server_tests", "start_tests")
 NEW_TOKENS = 8
-EASY = CoclusterSettings(starts=1, kicks=1, sweeps=2)
+EASY = CoclusterSettings(starts=1, steps=10)
 
 
 @pytest.fixture(scope="session")

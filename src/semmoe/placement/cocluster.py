@@ -1,9 +1,9 @@
 """semmoe's own placement: put experts and their copies where the tokens that use them will be, under a load limit.
 
-Every layer is searched on its own (`placement.search` states the objective), from seeded starts and then by iterated
-local search: perturb the best layout by a few random swaps, search again, and keep the better layout. The search runs
-under several load caps per layer. Then one layout per layer is chosen, so that the mean load over layers in a batch of
-unseen requests stays within the limit at the least traffic. All layers have one shadow price, since their times add.
+Every layer is searched on its own (`placement.search` states the objective, `placement.layers` how), at several prices
+of load. What the layouts found cost and load is measured as they will be used: with tokens at their predicted homes.
+Then one layout per layer is chosen, so that the mean load over layers in a batch of unseen requests stays within the
+limit at the least traffic. All layers have one price of load, since their times add.
 """
 
 from collections.abc import Callable
@@ -13,37 +13,20 @@ from os import cpu_count
 
 import numpy as np
 
-from semmoe.affinity import pair_count
 from semmoe.core import Placement, RoutingTrace
 from semmoe.metrics import layer_traffic
 from semmoe.placement.copies import LOAD_PRICE, level, nearest_copies, primary_copy_choice
-from semmoe.placement.greedy import place_layer
-from semmoe.placement.homes import make_state
-from semmoe.placement.search import improve
+from semmoe.placement.layers import LayerSearch, Layout
 from semmoe.settings import CoclusterSettings
 from semmoe.tokens.kernels import SCALE
 from semmoe.tokens.predictor import Predictor, predict, sample_requests
 from semmoe.tokens.slices import assign
 from semmoe.topology import Topology, physical_experts
 
-# A search uses this many tokens per expert, without and with redundant experts, and at most this many tokens. It judges
-# MOVES moves for the first load cap and half as many for each other, which bounds its time for many experts.
-SINGLE_TOKENS, COPIES_TOKENS, MAX_TOKENS = 2048, 128, 1 << 15
-MOVES = 100_000
-KEPT = 8  # layouts kept per load cap; the choice among them is by their cost under predicted instead of true routing
-EASY_SWAPS = 200  # random swaps per expert that form a start from the affinity of expert pairs alone
-# Load caps to try, relative to the limit: the load on the profile is lower than in a batch of other requests.
-MARGINS = (-0.05, -0.09, -0.12)
+# Prices of load: of rough searches, relative to the highest price; of finer ones, relative to the price at which rough
+# layouts meet the limit.
+ROUGH_PRICES, FINER_PRICES = (0.6, 0.2, 1.0), (0.6, 1.0, 1.4)
 MEASURED_TOKENS, MEASURED_BATCHES, RESAMPLES = 1 << 16, 32, 64
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A layout of one layer: the expert in every slot (G, P / G) and the rank (E,) of each expert's primary copy."""
-
-    slots: np.ndarray
-    primary: np.ndarray
-    cost: float
 
 
 @dataclass(frozen=True)
@@ -56,101 +39,44 @@ class Measured:
     load: float  # max/mean expected for a batch of other requests
 
 
-def search_layer(
-    expert_ids: np.ndarray,
-    group: np.ndarray,
-    num_experts: int,
-    topology: Topology,
-    redundant: int,
-    caps: list[float],
-    settings: CoclusterSettings,
-    seed: int,
-    start: np.ndarray | None = None,
-) -> list[Layout]:
-    """The best `KEPT` layouts under each load cap: the loosest cap first, and the best layout first.
+class _Layers:
+    """All layers of a problem: their searches, and what is measured of layouts."""
 
-    expert_ids (T, K); group (T,): attention group of each token's request; start (E,): rank labels to begin from.
-    """
-    rng = np.random.default_rng(seed)
-    most = min((COPIES_TOKENS if redundant else SINGLE_TOKENS) * num_experts, MAX_TOKENS)
-    sets, weight, groups = _distinct(expert_ids, group, most, rng)
-    weights, judged, limit = (settings.activation, settings.remote_rank, settings.remote_node), 0, 0
+    def __init__(self, trace, topology, predictor, redundant, settings, seed, request_groups) -> None:
+        self.trace, self.topology, self.predictor, self.redundant = trace, topology, predictor, redundant
+        self.settings, self.seed, self.request = settings, seed, trace.request_of_token()
+        self.group = request_groups[self.request]
+        requests = sample_requests(trace, MEASURED_TOKENS, seed)
+        self.part = trace.select(requests)
+        self.part_group = request_groups[requests][self.part.request_of_token()]
+        most = MEASURED_BATCHES * settings.batch_tokens
+        self.rows = np.random.default_rng(seed).permutation(self.part.num_tokens)[:most]
+        self.searches: dict[int, LayerSearch] = {}
+        self.expected: dict[int, np.ndarray | None] = {}  # (rows, E) int16, in units of 1 / SCALE experts
 
-    def run(start: tuple[np.ndarray, np.ndarray], cap: float) -> Layout:
-        nonlocal judged
-        state, scratch = make_state(sets, weight, groups, *start, topology, weights)
-        effort = settings.price_steps, settings.sweeps, int(rng.integers(2**31)), max(limit - judged, 1)
-        cost, moves = improve(state, scratch, settings.load_price, cap, *effort)
-        judged += moves
-        return Layout(state.slots, state.primary, cost)
+    def rough(self, layer: int, prices: list[float], labels: np.ndarray | None) -> list[Measured]:
+        """Begin the search of a layer."""
+        f = self.trace.fingerprint
+        ids, seed = self.trace.expert_ids[:, layer], self.seed * f.num_layers + layer
+        search = LayerSearch(
+            ids, self.group, self.request, f.num_experts, self.topology, self.redundant, self.settings, seed
+        )
+        self.searches[layer], self.expected[layer] = search, None
+        if self.predictor:
+            expected = predict(self.predictor, self.trace, self.part, layer, self.rows)
+            self.expected[layer] = np.clip(np.rint(expected * SCALE), -32767, 32767).astype(np.int16)
+        return self._measure(layer, search.rough(prices, labels))
 
-    affinity = pair_count(sets, sets, num_experts, weight)
-    np.fill_diagonal(affinity, 0)
-    out: list[Layout] = []
-    found: list[Layout] = []
-    for i, cap in enumerate(caps):
-        limit = MOVES + i * MOVES // 2  # later caps begin from the layout found for the previous cap
-        if found:
-            best = min(found, key=_cost)
-            found = [run((best.slots.copy(), best.primary.copy()), cap)]
-        else:
-            labels = [start] if start is not None else _first_labels(affinity, topology.ep_size, settings.starts, rng)
-            found = [run(_start(affinity, topology.ep_size, redundant, l), cap) for l in labels]
-        for _ in range(settings.kicks // 2 if out else settings.kicks):
-            if judged < limit:
-                found.append(run(_kick(min(found, key=_cost), rng), cap))
-        out += sorted(found, key=_cost)[:KEPT]
-    return out
+    def finer(self, layer: int, prices: list[float]) -> list[Measured]:
+        """End the search of a layer."""
+        return self._measure(layer, self.searches.pop(layer).finer(prices))
 
-
-def _cost(layout: Layout) -> float:
-    return layout.cost
-
-
-def _distinct(expert_ids, group, most, rng):
-    """The distinct pairs (set of experts, group) of at most `most` tokens, in random order, with their counts."""
-    if len(expert_ids) > most:
-        rows = rng.choice(len(expert_ids), most, replace=False)
-        expert_ids, group = expert_ids[rows], group[rows]
-    keyed = np.concatenate([np.sort(expert_ids, axis=1).astype(np.int16), group[:, None].astype(np.int16)], axis=1)
-    distinct, counts = np.unique(keyed, axis=0, return_counts=True)
-    order = rng.permutation(len(distinct))
-    return np.ascontiguousarray(distinct[order, :-1]), counts[order].astype(np.float64), distinct[order, -1]
-
-
-def _first_labels(affinity: np.ndarray, ranks: int, starts: int, rng) -> list[np.ndarray]:
-    """Rank labels (E,) of each start: the first by the affinity of expert pairs, the others at random."""
-    E = len(affinity)
-    swaps = rng.integers(E, size=(EASY_SWAPS * E, 2))
-    loads = affinity + np.diag(affinity.sum(axis=1))
-    pairs = place_layer(loads, np.zeros((E, ranks)), swaps, 1.0, 0.0, 0.5)
-    return [pairs, *(rng.permutation(np.arange(E) % ranks) for _ in range(starts - 1))]
-
-
-def _start(affinity: np.ndarray, ranks: int, redundant: int, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Slots (G, P / G) and primaries (E,) from rank labels (E,); redundant slots get the experts of most affinity."""
-    slots = np.empty((ranks, (len(labels) + redundant) // ranks), np.int64)
-    for g in range(ranks):
-        own = np.flatnonzero(labels == g)
-        pull = affinity[own].sum(axis=0)
-        pull[own] = -1
-        slots[g] = np.concatenate([own, np.argsort(-pull, kind="stable")[: slots.shape[1] - len(own)]])
-    return slots, labels.astype(np.int64)
-
-
-def _kick(layout: Layout, rng) -> tuple[np.ndarray, np.ndarray]:
-    """Two to five random swaps of slots on different ranks."""
-    slots, primary = layout.slots.copy(), layout.primary.copy()
-    ranks, size = slots.shape
-    for _ in range(rng.integers(2, 6) if ranks > 1 else 0):
-        x, y = rng.choice(ranks, 2, replace=False)
-        i, j = rng.integers(size, size=2)
-        a, b = slots[x, i], slots[y, j]
-        if a in slots[y] or b in slots[x]:
-            continue
-        slots[x, i], slots[y, j] = b, a
-        primary[a], primary[b] = y if primary[a] == x else primary[a], x if primary[b] == y else primary[b]
-    return slots, primary
+    def _measure(self, layer: int, layouts: list[Layout]) -> list[Measured]:
+        known = self.expected[layer]
+        return [
+            _measure(one, self.part, layer, self.rows, self.part_group, known, self.topology, self.settings)
+            for one in layouts
+        ]
 
 
 def place(
@@ -176,33 +102,25 @@ def place(
         )
     if request_groups is None:
         request_groups = np.zeros(trace.num_requests, np.int64)
-    group = request_groups[trace.request_of_token()]
-    caps = [max(settings.load_limit + margin, 1.0) for margin in MARGINS] if settings.load_limit else [np.inf]
-    requests = sample_requests(trace, MEASURED_TOKENS, seed)
-    part = trace.select(requests)
-    part_group = request_groups[requests][part.request_of_token()]
-    rows = np.random.default_rng(seed).permutation(part.num_tokens)[: MEASURED_BATCHES * settings.batch_tokens]
+    layers = _Layers(trace, topology, predictor, redundant, settings, seed, request_groups)
+    limit, highest = settings.load_limit, settings.load_price
+    rough_prices = [highest * share for share in ROUGH_PRICES] if limit else [0.0]
 
-    def one(layer: int) -> list[Measured]:
-        found = search_layer(
-            trace.expert_ids[:, layer],
-            group,
-            f.num_experts,
-            topology,
-            redundant,
-            caps,
-            settings,
-            seed * f.num_layers + layer,
-            None if start is None else start[layer],
-        )
-        expected = predict(predictor, trace, part, layer, rows) if predictor else None
-        measured = [_measure(layout, part, layer, rows, part_group, expected, topology, settings) for layout in found]
+    def begin(layer: int) -> list[Measured]:
+        return layers.rough(layer, rough_prices, None if start is None else start[layer])
+
+    def end(layer: int) -> list[Measured]:
+        found = layers.finer(layer, finer_prices)
         progress(1)
-        return measured
+        return found
 
     with ThreadPoolExecutor(cpu_count()) as pool:
-        candidates = list(pool.map(one, range(f.num_layers)))
-    return _placement(choose(candidates, settings.load_limit, settings.load_price), f.num_experts, topology.ep_size)
+        rough = list(pool.map(begin, range(f.num_layers)))
+        price, _ = choose(rough, limit, highest)
+        finer_prices = [price * share for share in FINER_PRICES] if limit else [0.0]
+        finer = list(pool.map(end, range(f.num_layers)))
+    _, chosen = choose([a + b for a, b in zip(rough, finer, strict=True)], limit, highest)
+    return _placement(chosen, f.num_experts, topology.ep_size)
 
 
 def _placement(layouts: list[Measured], num_experts: int, ep_size: int) -> Placement:
@@ -232,14 +150,14 @@ def _measure(layout, trace, layer, rows, group, expected, topology, settings) ->
 
 
 def _homes(layout, rows, group, expected, topology, settings) -> np.ndarray:
-    """(T,) home ranks of the tokens at `rows`: equal slices in batches, by the `expected` activations (T, E)."""
+    """(T,) home ranks of the tokens at `rows`: equal slices in batches, by the `expected` activations (T, E) int16."""
     S = topology.attn_tp_size
     home = group[rows] * S
     if expected is None:
         return home
-    hosted = np.zeros((topology.ep_size, expected.shape[1]))
+    hosted = np.zeros((topology.ep_size, expected.shape[1]), np.float32)
     hosted[np.arange(topology.ep_size)[:, None], layout.slots] = 1
-    scores = np.rint(expected @ hosted.T * SCALE).astype(np.int32)
+    scores = (expected.astype(np.float32) @ hosted.T).astype(np.int32)  # whole numbers below 2**24: exact
     for first in range(0, len(rows), settings.batch_tokens):
         batch = np.arange(first, min(first + settings.batch_tokens, len(rows)))
         for d in range(topology.dp_size):
@@ -273,8 +191,8 @@ def expected_load(served_by: np.ndarray, request: np.ndarray, topology: Topology
     return float((batch.max(axis=1) * G).mean())
 
 
-def choose(candidates: list[list[Measured]], limit: float | None, max_price: float) -> list[Measured]:
-    """Choose one layout per layer: the least total cost whose mean load over layers is within the limit.
+def choose(candidates: list[list[Measured]], limit: float | None, max_price: float) -> tuple[float, list[Measured]]:
+    """(price of load, one layout per layer): the least total cost whose mean load over layers is within the limit.
 
     candidates: layouts of each layer. One price of load is used for all layers; it rises until the limit holds or
     `max_price` is reached, at which the limit may remain exceeded. The expected load is only an estimate: lowering its
@@ -285,4 +203,4 @@ def choose(candidates: list[list[Measured]], limit: float | None, max_price: flo
         chosen = [min(layer, key=lambda c: c.cost + price * c.load) for layer in candidates]
         if limit is None or np.mean([c.load for c in chosen]) <= limit:
             break
-    return chosen
+    return price, chosen

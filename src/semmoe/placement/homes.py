@@ -12,6 +12,7 @@ from numba import types
 from numba.extending import intrinsic
 
 njit = numba.njit(cache=True, nogil=True)
+inlined = numba.njit(inline="always")  # for calls that pass a dozen arrays, which cost more than what they do
 ZERO, ONE = np.uint64(0), np.uint64(1)
 
 # The state of a search, which changes slots, primary, masks, price, value, home and load.
@@ -36,6 +37,7 @@ State = namedtuple(
         "home",  # (U,)
         "load",  # (G,)
         "expert_load",  # (E,)
+        "group",  # (U,) attention groups
     ],
 )
 Scratch = namedtuple("Scratch", "stamp touched new_value new_home new_load cost")
@@ -81,6 +83,7 @@ def make_state(sets, weight, group, slots, primary, topology, weights):
         home=np.zeros(U, np.int64),
         load=np.zeros(G),
         expert_load=expert_load,
+        group=group.astype(np.int64),
     )
     scratch = Scratch(
         np.full(U, -1, np.int64), np.zeros(U, np.int64), np.zeros(U), np.zeros(U, np.int64), np.zeros(G), np.zeros(U)

@@ -72,7 +72,7 @@ def settle(state, steps):
 
 
 @njit
-def _collect(state, scratch, a, b, mark):
+def collect(state, scratch, a, b, mark):
     """Collect the sets that contain expert a or b, each once, alternating between the two; returns their number."""
     count = 0
     offsets = state.offsets
@@ -122,7 +122,7 @@ def _judge(state, scratch, kind, a, b, x, y, mark, load_price, cap, penalty):
     Leaves new values, homes and load in scratch. The penalty is convex in the loads: its tangent is a lower bound that
     is additive over sets, so a sample bounds the change. Returns (change, new penalty, sets affected).
     """
-    count, total = _collect(state, scratch, a, b, mark), state.total_weight
+    count, total = collect(state, scratch, a, b, mark), state.total_weight
     if count == 0:  # no token uses either expert
         return np.inf, penalty, 0
     touched, new_load = scratch.touched, scratch.new_load

@@ -23,7 +23,7 @@ from semmoe.topology import Topology
 
 pytestmark = pytest.mark.dist
 SETTINGS = GenerateSettings(max_new_tokens=8, batch_size=4)  # as of the references
-EASY = CoclusterSettings(starts=1, kicks=1, sweeps=2)
+EASY = CoclusterSettings(starts=1, steps=10)
 TOPOLOGIES = {"EP2": (2, 2), "TP2/EP2": (2, 1), "TP2/EP4": (4, 2), "TP4/EP4": (4, 1)}  # experts' ranks, groups
 PROMPTS = [[5, 17, 1999, 4], [301], [7, 8, 9, 2000, 33, 71, 1500], [44, 45]]
 

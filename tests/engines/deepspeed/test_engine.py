@@ -21,7 +21,7 @@ from semmoe.solver import solve
 from semmoe.trace import TraceHeader, TraceWriter, open_trace
 
 pytestmark = pytest.mark.dist
-EASY = CoclusterSettings(starts=1, kicks=1, sweeps=2)
+EASY = CoclusterSettings(starts=1, steps=10)
 
 
 class Job:

@@ -17,7 +17,7 @@ from semmoe.topology import Topology
 
 pytestmark = pytest.mark.timeout(900)  # each test starts three engines
 NEW_TOKENS = 8
-EASY = CoclusterSettings(starts=1, kicks=1, sweeps=2)
+EASY = CoclusterSettings(starts=1, steps=10)
 TOPOLOGIES = {"tp": Topology(ep_size=2), "dp": Topology(ep_size=2, dp_size=2)}
 # Families and the attention that SGLang computes them with.
 SERVED = [("qwen3_moe", "tp"), ("qwen3_moe", "dp"), ("mixtral", "tp"), ("deepseek_v2", "tp"), ("deepseek_v2", "dp"),

@@ -17,7 +17,7 @@ from semmoe.solver import solve
 from semmoe.topology import Topology
 
 NEW_TOKENS = 8
-EASY = CoclusterSettings(starts=1, kicks=1, sweeps=2)
+EASY = CoclusterSettings(starts=1, steps=10)
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from semmoe.topology import Topology
 
 FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(["rank"])  # vLLM is imported once
-EASY = CoclusterSettings(starts=1, kicks=1, sweeps=2)
+EASY = CoclusterSettings(starts=1, steps=10)
 # Widths that vLLM's attention on a CPU takes, and its latent attention.
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
 LATENT_HEADS = {

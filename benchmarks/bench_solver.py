@@ -1,0 +1,145 @@
+"""What a solve costs and how good its plan is, this checkout's solver beside another's, case by case, in turn.
+
+    python benchmarks/bench_solver.py --trace TRACE [--against CHECKOUT] [--splits 3] [--cases gpt-oss:8:0 ...]
+
+A case is shape:EP size:redundant experts[:nodes]. Shapes: `trace`, the routing that --trace names; `tiny`, the shipped
+model's, of which half of 288 prompts is the profile; LxExKxT, synthetic routing of L layers, E experts, top-K and T
+tokens over 32k token ids. Each solve runs in a process of its own: seconds are those of `semmoe.solve`, after one of a
+small trace that compiles the code. The plan is made from 20 % of the requests of `trace` (all of a synthetic shape's)
+and replayed on the rest. Cost: rows to other ranks, and to other nodes, and pairs computed elsewhere, per token and
+layer, which is what the solver minimises under the load limit. Prints a line per solve, ratios, and one JSON line.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+CASES = (
+    "trace:8:0",
+    "trace:8:8",
+    "trace:8:32",
+    "tiny:8:0",
+    "tiny:8:8",
+    "16x64x8x51000:8:0",
+    "26x64x6x37000:8:0",
+    "26x64x6x37000:8:32",
+    "58x256x8x350000:64:0:8",
+)
+WORKER = """
+import json, resource, sys, time
+from pathlib import Path
+import numpy as np
+from semmoe.replayer import replay
+from semmoe.settings import ReplaySettings, SolveSettings
+from semmoe.solver import solve
+from semmoe.topology import Topology
+from semmoe.trace import open_trace
+folder, ranks, redundant, nodes = Path(sys.argv[1]), *map(int, sys.argv[2:5])
+topology, settings = Topology(ep_size=ranks, num_nodes=nodes), SolveSettings(redundant_experts=redundant)
+warm = open_trace(folder / "warm")
+solve(warm, topology, settings)
+trace = open_trace(folder / "profile")
+started, cpu = time.perf_counter(), time.process_time()
+plan = solve(trace, topology, settings)
+out = {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - cpu}
+out["peak_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+held_out = folder / "evaluation"
+seen = replay(open_trace(held_out if held_out.exists() else folder / "profile"), plan, ReplaySettings()).as_dict()
+out |= {k: seen[k] for k in ("lar", "remote_ranks_per_token", "load_max_over_mean")}
+node = topology.node_of
+between = np.array(seen["rows_per_rank_pair"])[node[:, None] != node].sum()
+out["rows_between_nodes"] = float(between / max(np.sum(seen["rows_per_rank_pair"]), 1) * out["remote_ranks_per_token"])
+print(json.dumps(out))
+"""
+
+
+def prepare(shape: str, trace: str | None, seed: int, folder: Path) -> None:
+    """Write the profile, a small trace that compiles the code and, but for synthetic shapes, what is held out."""
+    from bench_scale import synthetic
+
+    from semmoe.splitter import split
+    from semmoe.trace import open_trace, save_trace
+
+    if shape[0].isdigit():
+        layers, experts, top_k, tokens = map(int, shape.split("x"))
+        profile = synthetic(tokens, layers, experts, top_k, 32_000, seed)
+    else:
+        whole, share = (open_trace(Path(str(trace))), 0.2) if shape == "trace" else (open_trace(tiny()), 0.5)
+        profile, evaluation = split(whole, share, seed)
+        save_trace(evaluation, folder / "evaluation")
+    save_trace(profile, folder / "profile")
+    save_trace(profile.select(np.arange(min(profile.num_requests, 12))), folder / "warm")
+
+
+def tiny() -> Path:
+    """A profile of the shipped model, made once."""
+    path = Path(tempfile.gettempdir(), "semmoe-bench-solver-tiny")
+    if not path.exists():
+        main = "from semmoe.cli import main; main()"
+        words = ["profile", "tiny", "--limit", "288", "--max-prompt-tokens", "512", "--out", str(path)]
+        subprocess.run([sys.executable, "-c", main, *words], check=True, stdout=subprocess.DEVNULL)
+    return path
+
+
+def worker(folder: Path, case: list[str], source: Path) -> dict[str, Any]:
+    """One solve with the package at `source`, and its plan's figures."""
+    ranks, redundant, nodes = case[1], case[2], case[3] if len(case) > 3 else "1"
+    words = [sys.executable, "-c", WORKER, str(folder), ranks, redundant, nodes]
+    done = subprocess.run(words, env=os.environ | {"PYTHONPATH": str(source)}, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise SystemExit(done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", help="real routing, for the cases called trace")
+    parser.add_argument("--against", type=Path, help="another checkout, whose solver runs in turn with this one's")
+    parser.add_argument("--splits", type=int, default=3)
+    parser.add_argument("--cases", nargs="+", default=CASES)
+    given = parser.parse_args()
+    here = Path(__file__).parents[1] / "src"
+    solvers = {"this": here} | ({"other": given.against / "src"} if given.against else {})
+    out: list[dict[str, Any]] = []
+    for name in given.cases:
+        case = name.split(":")
+        if case[0] == "trace" and not given.trace:
+            print(f"{name}: left out, no --trace")
+            continue
+        for seed in range(given.splits):
+            with tempfile.TemporaryDirectory() as folder:
+                prepare(case[0], given.trace, seed, Path(folder))
+                for solver, source in list(solvers.items())[:: 1 if seed % 2 else -1]:
+                    row = {"case": name, "split": seed, "solver": solver} | worker(Path(folder), case, source)
+                    top_k = json.loads(Path(folder, "profile", "trace.json").read_text())["fingerprint"]["top_k"]
+                    row["cost"] = row["remote_ranks_per_token"] + row["rows_between_nodes"] + top_k * (1 - row["lar"])
+                    out.append(row)
+                    print(
+                        "  ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{v}" for k, v in row.items()),
+                        flush=True,
+                    )
+        if given.against:
+            compare([row for row in out if row["case"] == name])
+    print("\n" + json.dumps({"results": out}))
+
+
+def compare(rows: list[dict[str, Any]]) -> None:
+    """Ratios of this solver to the other, split by split."""
+    mine, other = ([row for row in rows if row["solver"] == solver] for solver in ("this", "other"))
+    faster = [b["seconds"] / a["seconds"] for a, b in zip(mine, other, strict=True)]
+    worse = [a["cost"] / b["cost"] - 1 for a, b in zip(mine, other, strict=True)]
+    print(
+        f"  {min(faster):.1f} to {max(faster):.1f} times as fast; cost {min(worse):+.2%} to {max(worse):+.2%}, ", end=""
+    )
+    print(f"mean {np.mean(worse):+.2%}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

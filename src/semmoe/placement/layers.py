@@ -1,0 +1,168 @@
+"""The search for layouts of one layer: roughly from several starts on a sample, then finer from the best of these.
+
+Without copies the moves are those of `swaps`, with copies those of `moves`; copies on several nodes are judged move by
+move (`search`). A layout's load has a price, which all layers share (`cocluster`).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from semmoe.affinity import pair_count
+from semmoe.placement.greedy import place_layer
+from semmoe.placement.homes import make_state
+from semmoe.placement.loads import draw_mixes
+from semmoe.placement.moves import search_moves
+from semmoe.placement.replicas import make_tables
+from semmoe.placement.search import improve
+from semmoe.placement.swaps import make_gains, search_swaps
+from semmoe.settings import CoclusterSettings
+from semmoe.topology import Topology
+
+ROUGH_TOKENS = 4096  # of a rough search
+# A finer search uses this many tokens per expert, without and with redundant experts, and at most this many tokens, or
+# of those that hardly repeat each other this many distinct sets.
+SINGLE_TOKENS, COPIES_TOKENS, MAX_TOKENS, MAX_SETS = 2048, 128, 1 << 15, 1 << 14
+FINER_STEPS = 0.8  # of the steps of a rough search
+TENURE = 8  # experts that were moved stay for at least one step per so many experts
+EASY_SWAPS = 200  # random swaps per expert that form a start from the affinity of expert pairs alone
+JUDGED_MOVES, JUDGED_KICKS, JUDGED_SWEEPS = 20_000, 4, 12  # of one search on copies over several nodes
+BITS = 64  # ranks that the tables of `replicas` can tell apart
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout of one layer: the expert in every slot (G, P / G) and the rank (E,) of each expert's primary copy."""
+
+    slots: np.ndarray
+    primary: np.ndarray
+    cost: float  # per token, under true routing, without load
+    load: float  # max/mean expected
+
+    def total(self, load_price: float) -> float:
+        return self.cost + load_price * self.load
+
+
+class LayerSearch:
+    """The samples and the layouts found so far of one layer."""
+
+    def __init__(
+        self,
+        expert_ids: np.ndarray,
+        group: np.ndarray,
+        request: np.ndarray,
+        num_experts: int,
+        topology: Topology,
+        redundant: int,
+        settings: CoclusterSettings,
+        seed: int,
+    ) -> None:
+        """expert_ids (T, K), group (T,): attention group of each token's request, request (T,)."""
+        self.rng = np.random.default_rng(seed)
+        self.num_experts, self.topology, self.redundant, self.settings = num_experts, topology, redundant, settings
+        most = min((COPIES_TOKENS if redundant else SINGLE_TOKENS) * num_experts, MAX_TOKENS)
+        self.fine = _distinct(expert_ids, group, most, self.rng)
+        if len(self.fine[0]) > MAX_SETS:
+            self.fine = _distinct(expert_ids, group, MAX_SETS, self.rng)
+        self.sample = _distinct(expert_ids, group, ROUGH_TOKENS, self.rng)
+        self.affinity = pair_count(self.fine[0], self.fine[0], num_experts, self.fine[1])
+        np.fill_diagonal(self.affinity, 0)
+        batch = settings.batch_tokens
+        self.mixes = draw_mixes(expert_ids, request, num_experts, topology.ep_size, batch, self.rng)
+        self.found: list[Layout] = []
+
+    def rough(self, load_prices: list[float], labels: np.ndarray | None = None) -> list[Layout]:
+        """The best layout found at each price: from all starts at the first, from the best of these at the others.
+
+        labels (E,): rank labels to begin from.
+        """
+        G, first = self.topology.ep_size, load_prices[0]
+        starts = [labels] if labels is not None else _first_labels(self.affinity, G, self.settings.starts, self.rng)
+        layouts = [_start(self.affinity, G, self.redundant, one) for one in starts]
+        self.found = [self._run(self.sample, *layout, first, self.settings.steps) for layout in layouts]
+        best = sorted(self.found, key=lambda one: one.total(first))[: self.settings.kept]
+        for price in load_prices[1:]:
+            self.found += [self._run(self.sample, one.slots, one.primary, price, self.settings.steps) for one in best]
+        return [min(self.found, key=lambda one: one.total(price)) for price in load_prices]
+
+    def finer(self, load_prices: list[float]) -> list[Layout]:
+        """Layouts found on more tokens, at each price from the best rough ones."""
+        steps, out = int(FINER_STEPS * self.settings.steps), []
+        for price in load_prices:
+            best = sorted(self.found, key=lambda one: one.total(price))[: self.settings.kept]
+            out += [self._run(self.fine, one.slots, one.primary, price, steps) for one in best]
+        return out
+
+    def _run(self, sets, slots, primary, load_price: float, steps: int) -> Layout:
+        settings = self.settings
+        weights = (settings.activation, settings.remote_rank, settings.remote_node)
+        state, scratch = make_state(*sets, slots.copy(), primary.copy(), self.topology, weights)  # type: ignore
+        tenure, seed = max(self.num_experts // TENURE, 1), int(self.rng.integers(2**31))
+        effort = settings.price_steps, settings.rounds, steps, settings.patience, tenure, seed
+        if not self.redundant:
+            cost, load, _ = search_swaps(state, scratch, make_gains(state), self.mixes, load_price, *effort)
+        elif self.topology.num_nodes == 1 and self.topology.ep_size <= BITS:
+            cost, load, _ = search_moves(state, scratch, make_tables(state), self.mixes, load_price, *effort)
+        else:
+            return self._judged(sets, slots, primary, load_price, weights)
+        return Layout(state.slots, state.primary, cost, load)
+
+    def _judged(self, sets, slots, primary, load_price: float, weights) -> Layout:
+        """Iterated local search on copies over several nodes, under a load cap in place of the expected load."""
+        settings, best = self.settings, None
+        cap = max((settings.load_limit or np.inf) - 0.09, 1.0)
+        for _ in range(JUDGED_KICKS):
+            state, scratch = make_state(*sets, slots.copy(), primary.copy(), self.topology, weights)  # type: ignore
+            effort = settings.price_steps, JUDGED_SWEEPS, int(self.rng.integers(2**31)), JUDGED_MOVES
+            cost, _ = improve(state, scratch, load_price, cap, *effort)
+            if best is None or cost < best.cost:
+                best = Layout(state.slots, state.primary, cost, 0.0)
+            slots, primary = _kick(best, self.rng)
+        assert best is not None
+        return best
+
+
+def _distinct(expert_ids, group, most, rng):
+    """The distinct pairs (set of experts, group) of at most `most` tokens, in random order, with their counts."""
+    if len(expert_ids) > most:
+        rows = rng.choice(len(expert_ids), most, replace=False)
+        expert_ids, group = expert_ids[rows], group[rows]
+    keyed = np.concatenate([np.sort(expert_ids, axis=1).astype(np.int16), group[:, None].astype(np.int16)], axis=1)
+    distinct, counts = np.unique(keyed, axis=0, return_counts=True)
+    order = rng.permutation(len(distinct))
+    return np.ascontiguousarray(distinct[order, :-1]), counts[order].astype(np.float64), distinct[order, -1]
+
+
+def _first_labels(affinity: np.ndarray, ranks: int, starts: int, rng) -> list[np.ndarray]:
+    """Rank labels (E,) of each start: the first by the affinity of expert pairs, the others at random."""
+    E = len(affinity)
+    swaps = rng.integers(E, size=(EASY_SWAPS * E, 2))
+    loads = affinity + np.diag(affinity.sum(axis=1))
+    pairs = place_layer(loads, np.zeros((E, ranks)), swaps, 1.0, 0.0, 0.5)
+    return [pairs, *(rng.permutation(np.arange(E) % ranks) for _ in range(starts - 1))]
+
+
+def _start(affinity: np.ndarray, ranks: int, redundant: int, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Slots (G, P / G) and primaries (E,) from rank labels (E,); redundant slots get the experts of most affinity."""
+    slots = np.empty((ranks, (len(labels) + redundant) // ranks), np.int64)
+    for g in range(ranks):
+        own = np.flatnonzero(labels == g)
+        pull = affinity[own].sum(axis=0)
+        pull[own] = -1
+        slots[g] = np.concatenate([own, np.argsort(-pull, kind="stable")[: slots.shape[1] - len(own)]])
+    return slots, labels.astype(np.int64)
+
+
+def _kick(layout: Layout, rng) -> tuple[np.ndarray, np.ndarray]:
+    """Two to five random swaps of slots on different ranks."""
+    slots, primary = layout.slots.copy(), layout.primary.copy()
+    ranks, size = slots.shape
+    for _ in range(rng.integers(2, 6) if ranks > 1 else 0):
+        x, y = rng.choice(ranks, 2, replace=False)
+        i, j = rng.integers(size, size=2)
+        a, b = slots[x, i], slots[y, j]
+        if a in slots[y] or b in slots[x]:
+            continue
+        slots[x, i], slots[y, j] = b, a
+        primary[a], primary[b] = y if primary[a] == x else primary[a], x if primary[b] == y else primary[b]
+    return slots, primary

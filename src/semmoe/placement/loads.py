@@ -1,0 +1,62 @@
+"""The load that requests other than the profile's would put on ranks: batches drawn from the profile's requests."""
+
+import numpy as np
+
+from semmoe.placement.homes import njit
+
+MIXES = 64
+
+
+def draw_mixes(expert_ids: np.ndarray, request: np.ndarray, num_experts: int, ep_size: int, batch_tokens: int, rng):
+    """(E, MIXES) float64: load of each expert in batches of other requests, in mean loads of a rank.
+
+    expert_ids (T, K), request (T,). Requests are resampled twice, by a Poisson bootstrap, since both the profile and
+    the traffic are random draws, and a batch's tokens add noise of their own (`cocluster.expected_load`).
+    """
+    flat = (request[:, None] * num_experts + expert_ids).ravel()
+    by_request = np.bincount(flat, minlength=(request.max() + 1) * num_experts).reshape(-1, num_experts)
+    share = rng.poisson(rng.poisson(1, (MIXES, len(by_request)))) @ by_request + 1e-9
+    share /= share.sum(axis=1, keepdims=True)
+    share += rng.normal(size=share.shape) * np.sqrt(share / (batch_tokens * expert_ids.shape[1]))
+    return np.ascontiguousarray(share.T * ep_size)
+
+
+@njit
+def highest(load, rest):
+    """Mean over mixes of the highest load (G, J); fills rest (G, G, J), x < y, with the highest of all other ranks."""
+    G, J = load.shape
+    total = 0.0
+    for j in range(J):
+        first = second = third = -np.inf  # the three highest loads of the mix
+        one = two = -1
+        for g in range(G):
+            value = load[g, j]
+            if value > first:
+                first, second, third, one, two = value, first, second, g, one
+            elif value > second:
+                second, third, two = value, second, g
+            elif value > third:
+                third = value
+        total += first
+        for x in range(G):
+            for y in range(x + 1, G):
+                if one != x and one != y:
+                    rest[x, y, j] = first
+                else:
+                    rest[x, y, j] = second if two != x and two != y else third
+    return total / J
+
+
+@njit
+def highest_after(mix, share, other_mix, back, from_x, from_y, others):
+    """Mean over mixes (J,) of the highest load after `share` of an expert went from x to y and `back` of another back.
+
+    others (J,): highest load of all ranks but x and y.
+    """
+    after = 0.0
+    for j in range(mix.shape[0]):
+        shift = share * mix[j] - back * other_mix[j]
+        left, right, top = from_x[j] - shift, from_y[j] + shift, others[j]
+        top = left if left > top else top
+        after += right if right > top else top
+    return after / mix.shape[0]

@@ -1,0 +1,207 @@
+"""Local search over layouts with copies on one node: swaps, replacements and promotions, by the tables of `replicas`.
+
+The search is that of `swaps`, with moves that are estimated from the tables and counted as what they turn out to be.
+"""
+
+import numpy as np
+
+from semmoe.placement.homes import ONE, ZERO, lowest_bit, njit
+from semmoe.placement.loads import highest, highest_after
+from semmoe.placement.replicas import clear, contribute
+from semmoe.placement.search import PROMOTE, REPLACE, SWAP, collect, settle
+
+
+@njit
+def best_move(state, tables, mixes, load, rest, top, load_price, free, now, needed):
+    """(kind, slot p, slot q or expert b) of the best move of experts that are free at step `now`; kind -1: none.
+
+    A move that is estimated to gain more than `needed` is always free. load, rest, top: see `loads.highest`.
+    """
+    S = state.slots.shape[1]
+    best, kind, first, other = -np.inf, -1, -1, -1
+    for p in range(state.slots.size):
+        a = state.slots[p // S, p % S]
+        gain, q = _best_partner(state, tables, mixes, load, rest, top, load_price, free, now, needed, best, p)
+        if gain > best:
+            best, kind, first, other = gain, SWAP, p, q
+        if state.masks[a, 0] & (state.masks[a, 0] - ONE) == ZERO:
+            continue
+        gain, b = _best_successor(state, tables, mixes, load, rest, top, load_price, free, now, needed, best, p)
+        if gain > best:
+            best, kind, first, other = gain, REPLACE, p, b
+        if state.primary[a] != p // S:
+            gain = _promotion(state, tables, mixes, load, rest, top, load_price, p)
+            if gain > best and (free[a] <= now or gain > needed):
+                best, kind, first, other = gain, PROMOTE, p, a
+    return kind, first, other
+
+
+@njit
+def _best_partner(state, tables, mixes, load, rest, top, load_price, free, now, needed, best, p):
+    """(gain, slot) of the best swap of slot p with one of a higher rank, if better than `best`."""
+    slots, masks, S, total, pairs = (
+        state.slots,
+        state.masks,
+        state.slots.shape[1],
+        state.total_weight,
+        state.expert_load,
+    )
+    move, twice, served = tables.move, tables.twice, tables.served
+    x, other = p // S, -1
+    a = slots[x, p % S]
+    mask, share, slack = masks[a, 0], served[p] / max(pairs[a], 1e-9), load_price * (top - 1.0)
+    for q in range((x + 1) * S, slots.size):
+        y = q // S
+        b = slots[y, q % S]
+        if (mask >> np.uint64(y)) & ONE or (masks[b, 0] >> np.uint64(x)) & ONE:
+            continue
+        gain = (move[p, y] + move[q, x] - twice[p, q] - twice[q, p]) / total
+        if gain + slack <= best:
+            continue
+        if load_price > 0:
+            back = served[q] / max(pairs[b], 1e-9)
+            after = highest_after(mixes[a], share, mixes[b], back, load[x], load[y], rest[x, y])
+            gain += load_price * (top - after)
+        if gain > best and ((free[a] <= now and free[b] <= now) or gain > needed):
+            best, other = gain, q
+    return best if other >= 0 else -np.inf, other
+
+
+@njit
+def _best_successor(state, tables, mixes, load, rest, top, load_price, free, now, needed, best, p):
+    """(gain, expert) of the best expert to take slot p, whose expert has other copies, if better than `best`."""
+    slots, masks, primary, S, pairs = state.slots, state.masks, state.primary, state.slots.shape[1], state.expert_load
+    drop, add, instead, served, at_home = tables.drop, tables.add, tables.instead, tables.served, tables.at_home
+    x, other, J, total = p // S, -1, mixes.shape[1], state.total_weight
+    a = slots[x, p % S]
+    share, slack = served[p] / max(pairs[a], 1e-9), load_price * (top - 1.0)
+    z = lowest_bit(masks[a, 0] & ~(ONE << np.uint64(x))) if primary[a] == x else primary[a]
+    others = rest[min(x, z), max(x, z)]
+    for b in range(primary.shape[0]):
+        if (masks[b, 0] >> np.uint64(x)) & ONE:
+            continue
+        gain = (drop[p] + add[b, x] - instead[p, b]) / total
+        if gain + slack <= best:
+            continue
+        if load_price > 0:
+            came, after = at_home[b, x] / max(pairs[b], 1e-9), 0.0
+            gone = came if primary[b] == z else 0.0
+            for j in range(J):
+                left, right = share * mixes[a, j], mixes[b, j]
+                most = max(others[j], load[x, j] - left + came * right)
+                after += max(most, load[z, j] + left - gone * right)
+            gain += load_price * (top - after / J)
+        if gain > best and ((free[a] <= now and free[b] <= now) or gain > needed):
+            best, other = gain, b
+    return best if other >= 0 else -np.inf, other
+
+
+@njit
+def _promotion(state, tables, mixes, load, rest, top, load_price, p):
+    """Gain if the copy in slot p becomes its expert's primary."""
+    S = state.slots.shape[1]
+    x, a = p // S, state.slots[p // S, p % S]
+    z = state.primary[a]
+    gain = tables.promote[p] / state.total_weight
+    if load_price > 0:
+        remote = tables.served[tables.slot_of[a, z]] - tables.at_home[a, z]
+        share, others = remote / max(state.expert_load[a], 1e-9), rest[min(x, z), max(x, z)]
+        gain += load_price * (top - highest_after(mixes[a], share, mixes[a], 0.0, load[z], load[x], others))
+    return gain
+
+
+@njit
+def make_move(state, slot_of, kind, p, other):
+    """Change slots, masks, primaries and slot_of by a move; p and other as `best_move` returns them."""
+    S = state.slots.shape[1]
+    x, a = p // S, state.slots[p // S, p % S]
+    if kind == PROMOTE:
+        state.primary[a] = x
+        return
+    b = state.slots[other // S, other % S] if kind == SWAP else other
+    _put(state, slot_of, p, a, b)
+    if kind == SWAP:
+        y = other // S
+        _put(state, slot_of, other, b, a)
+        if state.primary[b] == y:
+            state.primary[b] = x
+        if state.primary[a] == x:
+            state.primary[a] = y
+    elif state.primary[a] == x:
+        state.primary[a] = lowest_bit(state.masks[a, 0])
+
+
+@njit
+def _put(state, slot_of, p, old, new):
+    """Put expert `new` in the place of `old` in slot p."""
+    S = state.slots.shape[1]
+    bit = ONE << np.uint64(p // S)
+    state.masks[old, 0] &= ~bit
+    state.masks[new, 0] |= bit
+    slot_of[old, p // S], slot_of[new, p // S] = -1, p
+    state.slots[p // S, p % S] = new
+
+
+@njit
+def _settle(state, tables, price_steps, every):
+    """Settle prices and make the tables anew."""
+    settle(state, price_steps)
+    S = state.slots.shape[1]
+    tables.slot_of[:] = -1
+    state.masks[:] = ZERO
+    for p in range(state.slots.size):
+        e = state.slots[p // S, p % S]
+        tables.slot_of[e, p // S] = p
+        state.masks[e, 0] |= ONE << np.uint64(p // S)
+    clear(tables)
+    contribute(state, tables, every, 0, every.shape[0], 1.0)
+
+
+@njit
+def _spread(state, served, mixes, load):
+    """Fill load (G, J): each expert's load in each mix, spread over its copies as in the profile."""
+    S = state.slots.shape[1]
+    load[:] = 0.0
+    for p in range(state.slots.size):
+        e = state.slots[p // S, p % S]
+        load[p // S] += served[p] / max(state.expert_load[e], 1e-9) * mixes[e]
+
+
+@njit
+def search_moves(state, scratch, tables, mixes, load_price, price_steps, rounds, steps, patience, tenure, seed):
+    """Search as `swaps.search_swaps` does; same arguments and results."""
+    np.random.seed(seed)
+    (G, S), (E, J), total = state.slots.shape, mixes.shape, state.total_weight
+    every, load, rest, moves = np.arange(state.sets.shape[0]), np.zeros((G, J)), np.zeros((G, G, J)), 0
+    slots, primary = state.slots.copy(), state.primary.copy()
+    scratch.stamp[:] = -1
+    for _ in range(rounds):
+        _settle(state, tables, price_steps, every)
+        slots[:], primary[:] = state.slots, state.primary
+        free, best, last = np.zeros(E, np.int64), np.inf, -1
+        for step in range(steps + 1):
+            _spread(state, tables.served, mixes, load)
+            top = highest(load, rest)
+            now = load_price * top - tables.value[0] / total
+            if now < best - 1e-9:
+                best, last = now, step - 1
+                slots[:], primary[:] = state.slots, state.primary
+            needed = now - best + 1e-9
+            kind, p, other = best_move(state, tables, mixes, load, rest, top, load_price, free, step, needed)
+            if kind < 0 or step - last > patience or step == steps:
+                break
+            moves += 1
+            a = state.slots[p // S, p % S]
+            b = state.slots[other // S, other % S] if kind == SWAP else other
+            count = collect(state, scratch, a, b, moves)
+            contribute(state, tables, scratch.touched, 0, count, -1.0)
+            make_move(state, tables.slot_of, kind, p, other)
+            contribute(state, tables, scratch.touched, 0, count, 1.0)
+            free[a], free[b] = (
+                step + 1 + tenure + np.random.randint(tenure),
+                step + 1 + tenure + np.random.randint(tenure),
+            )
+        state.slots[:], state.primary[:] = slots, primary
+        _settle(state, tables, 0, every)
+    _spread(state, tables.served, mixes, load)
+    return -tables.value[0] / total, highest(load, rest), moves

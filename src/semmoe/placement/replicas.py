@@ -1,0 +1,274 @@
+"""Tables of what every move of a layout with copies would change, on the ranks of one node (at most 64).
+
+A set's value is the best of its homes' worths, and a move changes the worths of few homes, so that the set's change is
+found from the worths alone. Changes are summed over sets for the copy in slot p, of expert a on rank x:
+
+    move[p, y]   the copy goes to rank y, and the primary with it if it is the primary copy
+    drop[p]      the copy goes away; the lowest other copy becomes primary
+    promote[p]   the copy becomes primary
+    add[b, y]    expert b gets one more copy, on rank y
+
+A swap or a replacement is two of these. Sets that hold both experts would be counted twice; `twice` and `instead` are
+the parts of the sums that come from them, and such a set's value is taken to stay as it is. This is exact for experts
+without further copies and an estimate else; what a move that was made has changed is always computed, not estimated.
+
+Letters beside core's: a set's K experts are bits 0 to K - 1 of masks; C candidates for its home host one of them.
+"""
+
+from collections import namedtuple
+
+import numpy as np
+
+from semmoe.placement.homes import ONE, ZERO, inlined, lowest_bit, njit
+
+# What is summed over sets, for slots (P,), experts (E,) and ranks (G,).
+Tables = namedtuple(
+    "Tables",
+    [
+        "move",  # (P, G)
+        "add",  # (E, G)
+        "drop",  # (P,)
+        "promote",  # (P,)
+        "twice",  # (P, P): of move[p, rank of q], from sets that hold q's expert too
+        "instead",  # (P, E): of drop[p] + add[b, rank of p], from sets that hold b too
+        "served",  # (P,) pairs that each copy computes
+        "at_home",  # (E, G) pairs of each expert whose token's home is the rank
+        "value",  # (1,) sum of values
+        "slot_of",  # (E, G) the slot of each expert's copy on each rank, -1 if there is none
+    ],
+)
+
+
+def make_tables(state) -> Tables:
+    (E, G), P = (len(state.primary), len(state.slots)), state.slots.size
+    shapes = ((P, G), (E, G), P, P, (P, P), (P, E), P, (E, G), 1)
+    return Tables._make([*(np.zeros(shape) for shape in shapes), np.full((E, G), -1)])
+
+
+@njit
+def clear(tables):
+    for table in (tables.drop, tables.promote, tables.served, tables.value):
+        table[:] = 0.0
+    for matrix in (tables.move, tables.add, tables.twice, tables.instead, tables.at_home):
+        matrix[:] = 0.0
+
+
+@njit
+def contribute(state, tables, sets, first, last, sign):
+    """Add sign times the contributions of `sets[first:last]` to the tables."""
+    costs, per_rank = state.weights, state.weights[1]
+    all_sets, weights, group, price, S = state.sets, state.weight, state.group, state.price, state.group_size
+    masks, primaries, slot_of = state.masks, state.primary, tables.slot_of
+    move, add, drop, promote, twice = tables.move, tables.add, tables.drop, tables.promote, tables.twice
+    instead, served, at_home, value = tables.instead, tables.served, tables.at_home, 0.0
+    G, K = price.shape[0], all_sets.shape[1]
+    (experts, primary, starts, hosts, shared, at), (ranks, slots, joined, after), spots = _scratch(K, G)
+    for c in range(first, last):
+        u = sets[c]
+        low, weight = group[u] * S, sign * weights[u]
+        high = low + S
+        copies = ranks, slots, starts
+        reached = _read(all_sets[u], masks, primaries, slot_of, experts, hosts, primary, shared, at, copies)
+        count, best, second, home = _candidates(low, high, price, hosts, shared, spots, costs)
+        elsewhere = -price[low:high].min() - per_rank * reached  # worth of the best home that hosts none
+        if home < 0:
+            home, best = low + np.argmin(price[low:high]), elsewhere
+        value += weight * best
+        for i in range(K):
+            e, start, end = experts[i], starts[i], starts[i + 1]
+            _serve(hosts[i], primary[i], home, slots, ranks, start, end, weight, served, at_home[e])
+            _join(i, low, high, price, spots, count, shared, reached, costs, joined)
+            for y in range(low, high):  # also on ranks that have a copy of it, where nobody looks
+                add[e, y] += weight * (joined[y] - best) if joined[y] > best else 0.0
+            several = end - start > 1
+            for own in range(start, end):
+                x, p = ranks[own], slots[own]
+                if x == primary[i]:
+                    left = hosts[i] & ~(ONE << np.uint64(x))
+                    dropped = _move_primary(
+                        i, x, left, primary, shared, at, spots, count, best, elsewhere, costs, after
+                    )
+                else:
+                    lost = _without(i, x, spots, count, shared, second, elsewhere, costs) if x == home else best
+                    dropped = lost - best
+                    after[:] = lost
+                    other = _primary_on(i, primary[i], x, False, shared, at, spots, count, elsewhere, costs)
+                    promote[p] += weight * (other - best)
+                drop[p] += weight * dropped
+                for y in range(low, high):
+                    after[y] = joined[y] if joined[y] > after[y] else after[y]
+                _add_moves(hosts[i], ranks, slots, starts[K], after, best, weight, move[p], twice[p])
+                for j in range(K if several else 0):
+                    instead[p, experts[j]] += weight * dropped
+        _count_instead(experts, hosts, shared, spots, count, best, weight, costs, slot_of, instead)
+        for i in range(K):
+            at[primary[i]] = ZERO
+    tables.value[0] += value
+
+
+@njit
+def _scratch(K, G):
+    """Arrays for one set at a time: what is read of it, its copies and worths, and the candidates for its home."""
+    experts, primary, starts = np.zeros(K, np.int64), np.zeros(K, np.int64), np.zeros(K + 1, np.int64)
+    hosts, shared, at = np.zeros(K, np.uint64), np.zeros(K, np.uint64), np.zeros(G, np.uint64)
+    ranks, slots, joined, after = np.zeros(K * G, np.int64), np.zeros(K * G, np.int64), np.zeros(G), np.zeros(G)
+    spots = np.zeros(G, np.int64), np.zeros(G), np.zeros(G, np.uint64)
+    return (experts, primary, starts, hosts, shared, at), (ranks, slots, joined, after), spots
+
+
+@inlined
+def _read(row, masks, primaries, slot_of, experts, hosts, primary, shared, at, copies):
+    """Read a set; returns the number of ranks that its primaries are on.
+
+    shared (K,): the other experts of the set with the same primary; at (G,): the experts with primaries on each rank;
+    the copies of expert i are starts[i] to starts[i + 1] of ranks and slots.
+    """
+    (ranks, slots, starts), reached, count = copies, 0, 0
+    for i in range(row.shape[0]):
+        e = experts[i] = row[i]
+        left = hosts[i] = masks[e, 0]
+        x = primary[i] = primaries[e]
+        reached += at[x] == ZERO
+        at[x] |= ONE << np.uint64(i)
+        starts[i] = count
+        while left:
+            g = lowest_bit(left)
+            left &= left - ONE
+            ranks[count], slots[count] = g, slot_of[e, g]
+            count += 1
+    starts[row.shape[0]] = count
+    for i in range(row.shape[0]):
+        shared[i] = at[primary[i]] & ~(ONE << np.uint64(i))
+    return reached
+
+
+@inlined
+def _candidates(low, high, price, hosts, shared, spots, costs):
+    """Fill `spots`: ranks, worths, experts not there, each (C,); returns (C, best, second best, rank of the best)."""
+    (homes, worth, away), (activation, per_rank, _) = spots, costs
+    K = hosts.shape[0]
+    full, count, best, second, home = (ONE << np.uint64(K)) - ONE, 0, -np.inf, -np.inf, -1
+    for h in range(low, high):
+        local = ZERO
+        for i in range(K):
+            local |= ((hosts[i] >> np.uint64(h)) & ONE) << np.uint64(i)
+        if local == ZERO:
+            continue
+        gone, ranks, here = full & ~local, 0, 0
+        for i in range(K):
+            bit = ONE << np.uint64(i)
+            if gone & bit:
+                ranks += (shared[i] & gone & (bit - ONE)) == ZERO
+            else:
+                here += 1
+        worth[count] = activation * here - per_rank * ranks - price[h]
+        homes[count], away[count] = h, gone
+        if worth[count] > best:
+            best, second, home = worth[count], best, h
+        elif worth[count] > second:
+            second = worth[count]
+        count += 1
+    return count, best, second, home
+
+
+@inlined
+def _serve(host, first, home, slots, ranks, start, end, weight, served, at_home):
+    """Count the pair of an expert with copies start to end at its home's copy, else at the primary on rank `first`."""
+    rank = home if (host >> np.uint64(home)) & ONE else first
+    for own in range(start, end):
+        served[slots[own]] += weight if ranks[own] == rank else 0.0
+    at_home[home] += weight
+
+
+@inlined
+def _join(i, low, high, price, spots, count, shared, reached, costs, joined):
+    """Fill joined[low:high]: the worth of each home with a further copy of expert i there."""
+    (homes, worth, away), (activation, per_rank, _) = spots, costs
+    start = activation - per_rank * reached + (per_rank if shared[i] == ZERO else 0.0)
+    for y in range(low, high):
+        joined[y] = start - price[y]
+    for k in range(count):
+        joined[homes[k]] = worth[k] + activation + (per_rank if (shared[i] & away[k]) == ZERO else 0.0)
+
+
+@inlined
+def _without(i, x, spots, count, shared, second, elsewhere, costs):
+    """Best worth if expert i's copy on x, which is home and not its primary, is gone."""
+    (homes, worth, away), (activation, per_rank, _) = spots, costs
+    bit = ONE << np.uint64(i)
+    full = (ONE << np.uint64(shared.shape[0])) - ONE
+    for k in range(count):
+        if homes[k] == x and away[k] | bit != full:
+            return max(worth[k] - activation - (per_rank if (shared[i] & away[k]) == ZERO else 0.0), second)
+    return second if count > 1 else elsewhere
+
+
+@inlined
+def _primary_on(i, x, y, lost, shared, at, spots, count, elsewhere, costs):
+    """Best worth if expert i's primary goes from x to y, where -1 stands for any rank without a primary of the set's.
+
+    lost: the copy on x goes too.
+    """
+    (homes, worth, away), (activation, per_rank, _) = spots, costs
+    bit, mine = ONE << np.uint64(i), shared[i]
+    full = (ONE << np.uint64(shared.shape[0])) - ONE
+    there, top = at[y] & ~bit if y >= 0 else ZERO, -np.inf
+    for k in range(count):
+        here, gone = worth[k], away[k]
+        if homes[k] == x:
+            if lost:
+                if gone | bit == full:
+                    continue
+                here -= activation + (per_rank if (there & gone) == ZERO else 0.0)
+        elif gone & bit:
+            here += (per_rank if (mine & gone) == ZERO else 0.0) - (per_rank if (there & gone) == ZERO else 0.0)
+        top = here if here > top else top
+    if top == -np.inf:
+        top = elsewhere + per_rank * ((mine == ZERO) - (there == ZERO))
+    return top
+
+
+@inlined
+def _move_primary(i, x, others, primary, shared, at, spots, count, best, elsewhere, costs, after):
+    """Fill after (G,): the best worth if expert i's primary copy goes from x to each rank.
+
+    Returns the change if it is dropped for one of `others`, the ranks of further copies.
+    """
+    heir = lowest_bit(others) if others else -1
+    alike = _primary_on(i, x, -1, True, shared, at, spots, count, elsewhere, costs)
+    after[:] = alike
+    dropped, bit = alike - best if others else 0.0, ONE << np.uint64(i)
+    for j in range(primary.shape[0]):
+        y = primary[j]
+        known = (at[y] & ~bit & ((ONE << np.uint64(j)) - ONE)) != ZERO
+        if j == i or known or ((others >> np.uint64(y)) & ONE and y != heir):
+            continue
+        after[y] = _primary_on(i, x, y, True, shared, at, spots, count, elsewhere, costs)
+        if y == heir:
+            dropped = after[y] - best
+    return dropped
+
+
+@inlined
+def _add_moves(host, ranks, slots, copies, after, best, weight, row, twice):
+    """Add the changes by moves to every rank to row (G,), and to `twice` (P,) those to ranks of the set's copies."""
+    for y in range(row.shape[0]):
+        row[y] += weight * (after[y] - best)
+    for k in range(copies):
+        if (host >> np.uint64(ranks[k])) & ONE == ZERO:
+            twice[slots[k]] += weight * (after[ranks[k]] - best)
+
+
+@inlined
+def _count_instead(experts, hosts, shared, spots, count, best, weight, costs, slot_of, instead):
+    """Add what further copies of an expert on candidates' ranks gain, at the slots of the set's experts there."""
+    (homes, worth, away), (activation, per_rank, _) = spots, costs
+    for j in range(experts.shape[0]):
+        for k in range(count):
+            x = homes[k]
+            here = worth[k] + activation + (per_rank if (shared[j] & away[k]) == ZERO else 0.0)
+            if here <= best or (hosts[j] >> np.uint64(x)) & ONE:
+                continue
+            for i in range(experts.shape[0]):
+                if (hosts[i] >> np.uint64(x)) & ONE and hosts[i] & (hosts[i] - ONE):
+                    instead[slot_of[experts[i], x], experts[j]] += weight * (here - best)
