@@ -20,6 +20,8 @@ from os import cpu_count
 
 import numba
 import numpy as np
+from scipy import linalg
+from scipy.sparse import csr_matrix
 
 from semmoe.affinity import count, resolve_tokens
 from semmoe.core import DECODE, Placement, RoutingTrace
@@ -179,12 +181,12 @@ def _one_hot_products(dense, active, size):
         for i in range(active.shape[1]):
             a = active[n, i]
             if a >= 0:
-                for j in range(active.shape[1]):
+                for j in range(i, active.shape[1]):
                     if active[n, j] >= 0:
-                        both[a, active[n, j]] += 1
+                        both[a, active[n, j]] += 1 if j > i else 0.5  # every pair once, half of it on each side
                 for d in range(dense.shape[1]):
                     mixed[a, d] += dense[n, d]
-    return both, mixed
+    return both + both.T, mixed
 
 
 def _products(design: _Design) -> tuple[np.ndarray, np.ndarray]:
@@ -198,7 +200,7 @@ def _products(design: _Design) -> tuple[np.ndarray, np.ndarray]:
 def _weights(square: np.ndarray, target: np.ndarray, ridge: float) -> np.ndarray:
     penalty = np.full(len(square), ridge)
     penalty[0] = 1e-3  # the intercept is free
-    return np.linalg.solve(square + np.diag(penalty), target)
+    return linalg.solve(square + np.diag(penalty), target, assume_a="pos")
 
 
 def _solve(design: _Design, ridge: float, path_rows: int) -> LayerFit:
@@ -238,31 +240,53 @@ def _choose(trace: RoutingTrace, settings: PredictorSettings, seed: int) -> tupl
         if s[0] < L and path_columns(*s, K, E) <= MAX_COLUMNS and (s[0] == deepest or settings.lookback is None)
     ] or [(min(deepest, L - 1), 0)]
     layers = sorted({min(max(L * (2 * i + 1) // 6, shapes[-1][0]), L - 1) for i in range(3)})
-    scores = [_held_out(rest, held, layers, shape) for shape in shapes]
-    best = min(errors[i][0] for errors in scores for i in range(len(RIDGES)))
-    for shape, errors in zip(shapes, scores, strict=True):
-        i = min(range(len(RIDGES)), key=lambda i: errors[i][0])
-        if errors[i][0] <= best * (1 + settings.tolerance):
-            return *shape, RIDGES[i], *errors[i]
+    with ThreadPoolExecutor(cpu_count()) as pool:
+        totals = np.sum(list(pool.map(lambda layer: _held_out(rest, held, layer, shapes), layers)), axis=0)
+    errors, hits = totals[..., 0] / np.maximum(totals[..., 1], 1e-9), totals[..., 2] / len(layers)
+    for shape, of_ridge, hit in zip(shapes, errors, hits, strict=True):
+        i = int(of_ridge.argmin())
+        if of_ridge[i] <= errors.min() * (1 + settings.tolerance):
+            return *shape, RIDGES[i], float(of_ridge[i]), float(hit[i])
     raise AssertionError("one of the shapes is the best")
 
 
-def _held_out(rest: RoutingTrace, held: RoutingTrace, layers: list[int], shape: tuple[int, int]):
-    """For each ridge: squared error relative to that of the mean alone, and hit rate, on some layers of `held`."""
-    totals = np.zeros((len(RIDGES), 3))
-    for layer in layers:
-        counts, (lookback, ordered) = _token_counts(rest, layer), (min(shape[0], layer), min(shape[1], layer))
-        train = _design(rest, layer, lookback, ordered, counts, rest.phase == DECODE, loo=True)
-        test = _design(held, layer, lookback, ordered, counts, held.phase == DECODE, loo=False)
-        square, target = _products(train)
-        truth = np.zeros((held.num_tokens, train.num_experts), np.float32)
-        np.put_along_axis(truth, held.expert_ids[:, layer].astype(np.int64), 1, axis=1)
+def _held_out(rest: RoutingTrace, held: RoutingTrace, layer: int, shapes: list[tuple[int, int]]) -> np.ndarray:
+    """(shapes, ridges, 3): squared error, that of the mean alone, and hit rate on one layer of `held`.
+
+    The products of the widest regression are computed once: those of a shape are sums of some of them.
+    """
+    K, E = _shape(rest)
+    widest = min(max(s[0] for s in shapes), layer), min(max(s[1] for s in shapes), layer)
+    counts = _token_counts(rest, layer)
+    train = _design(rest, layer, *widest, counts, rest.phase == DECODE, loo=True)
+    test = _design(held, layer, *widest, counts, held.phase == DECODE, loo=False)
+    square, target = _products(train)
+    truth = np.zeros((held.num_tokens, E), np.float32)
+    np.put_along_axis(truth, held.expert_ids[:, layer].astype(np.int64), 1, axis=1)
+    nothing, out = ((train.mean - truth) ** 2).sum(), np.empty((len(shapes), len(RIDGES), 3))
+    for s, shape in enumerate(shapes):
+        narrow = _narrower(widest, (min(shape[0], layer), min(shape[1], layer)), K, E)
+        part, aim = np.asarray((narrow.T @ (narrow.T @ square).T).T), narrow.T @ target
         for i, ridge in enumerate(RIDGES):
-            predicted = _apply(test, _weights(square, target, ridge))
-            top = np.argsort(-predicted, axis=1)[:, : held.fingerprint.top_k]
+            predicted = _apply(test, narrow @ _weights(part, aim, ridge))
+            top = np.argpartition(-predicted, K - 1, axis=1)[:, :K]
             hits = np.take_along_axis(truth, top, axis=1).mean(dtype=np.float64)
-            totals[i] += ((predicted - truth) ** 2).sum(), ((train.mean - truth) ** 2).sum(), hits / len(layers)
-    return [(float(error / max(none, 1e-9)), float(hits)) for error, none, hits in totals]
+            out[s, i] = ((predicted - truth) ** 2).sum(), nothing, hits
+    return out
+
+
+def _narrower(wide: tuple[int, int], narrow: tuple[int, int], top_k: int, num_experts: int) -> csr_matrix:
+    """(columns of the wide regression, columns of the narrow one) 0 or 1: the wide columns that each column sums."""
+    (lookback, ordered), E = wide, num_experts
+    column, base = list(range(E + 2)), E + 2  # of every wide column; -1: none
+    for back in range(1, lookback + 1):
+        for _ in range(top_k if back <= ordered else 1):
+            column += list(range(base, base + E)) if back <= narrow[0] else [-1] * E
+            base += E if back <= narrow[1] else 0
+        base += E if narrow[1] < back <= narrow[0] else 0
+    column += list(range(base, base + 2 * E))
+    rows = np.flatnonzero(np.array(column) >= 0)
+    return csr_matrix((np.ones(len(rows)), (rows, np.array(column)[rows])), shape=(len(column), base + 2 * E))
 
 
 def _apply(design: _Design, weights: np.ndarray) -> np.ndarray:
