@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
-TOTAL, FILE, FUNCTION = 25_300, 350, 50
+TOTAL, FILE, FUNCTION = 25_350, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 300,
@@ -20,7 +20,7 @@ ROOMS = {
     "affinity.py splitter.py metrics.py capacity.py": 480,
     "settings.py cost.py payoff.py": 640,
     "results.py": 280,
-    "tokens": 920,
+    "tokens": 970,
     "requests": 930,
     "placement": 2110,
     "methods": 1380,

@@ -7,7 +7,7 @@ from scipy.optimize import linear_sum_assignment
 
 from semmoe.core import DECODE, Placement, Plan, RoutingTrace
 from semmoe.tokens.kernels import FRACTION, RUNNING_LIMIT, RUNNING_PRIOR
-from semmoe.tokens.predictor import TOKEN_PRIOR
+from semmoe.tokens.regression import TOKEN_PRIOR
 from semmoe.topology import Topology
 
 

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic import make_trace, random_trace, with_prefill
 
-from semmoe.core import NEIGHBOUR, PRIOR, PROFILED, Placement
+from semmoe.core import DECODE, NEIGHBOUR, PRIOR, PROFILED, Placement
 from semmoe.settings import PredictorSettings
+from semmoe.tokens import regression
 from semmoe.tokens import slices as scores
 from semmoe.tokens.kernels import SCALE
 from semmoe.tokens.predictor import fit, path_columns, predict, project
@@ -300,3 +301,15 @@ def test_embeddings_of_another_vocabulary_are_refused():
 def test_a_lookback_out_of_range_is_refused(lookback):
     with pytest.raises(ValueError, match=f"between 0 and 8, not {lookback}"):
         PredictorSettings(lookback=lookback)
+
+
+@pytest.mark.parametrize("narrow", [(0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (3, 2)])
+def test_the_products_of_a_narrow_regression_are_sums_of_those_of_the_widest(narrow):
+    trace = random_trace(4, requests=20, layers=4)
+    wide, top_k, experts = (3, 2), trace.fingerprint.top_k, trace.fingerprint.num_experts
+    history, counts = trace.phase == DECODE, regression.count_tokens(trace, 3)
+    square, target = regression.products(regression.design_of(trace, 3, *wide, counts, history, loo=True))
+    own = regression.products(regression.design_of(trace, 3, *narrow, counts, history, loo=True))
+    sums = regression.narrower(wide, narrow, top_k, experts)
+    np.testing.assert_allclose((sums.T @ square) @ sums.toarray(), own[0], rtol=1e-5, atol=1e-3)
+    np.testing.assert_allclose(sums.T @ target, own[1], rtol=1e-5, atol=1e-3)

@@ -18,18 +18,24 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from os import cpu_count
 
-import numba
 import numpy as np
-from scipy import linalg
-from scipy.sparse import csr_matrix
 
-from semmoe.affinity import count, resolve_tokens
+from semmoe.affinity import resolve_tokens
 from semmoe.core import DECODE, Placement, RoutingTrace
 from semmoe.settings import PredictorSettings
-from semmoe.tokens.kernels import RUNNING_LIMIT, RUNNING_PRIOR, SCALE
+from semmoe.tokens.kernels import SCALE
+from semmoe.tokens.regression import (
+    TOKEN_PRIOR,
+    Design,
+    apply_weights,
+    count_tokens,
+    design_of,
+    narrower,
+    products,
+    ridge_weights,
+)
 from semmoe.tokens.slices import PathScores
 
-TOKEN_PRIOR = 4.0  # pseudo-occurrences of the layer's shares that are mixed into a token's shares
 MAX_COLUMNS = 3000  # most columns of one layer's regression
 SHAPES = ((0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2), (3, 0), (3, 2), (5, 2))  # (look-back, ordered layers) to try
 RIDGES = (10.0, 100.0, 1000.0)
@@ -72,7 +78,7 @@ def fit(
 
     def one(layer: int) -> LayerFit:
         depth = min(lookback, layer)
-        design = _design(sample, layer, depth, min(ordered, depth), _token_counts(sample, layer), history, loo=True)
+        design = design_of(sample, layer, depth, min(ordered, depth), count_tokens(sample, layer), history, loo=True)
         out = _solve(design, ridge, path_columns(lookback, ordered, *_shape(sample)))
         progress(1)
         return out
@@ -101,111 +107,9 @@ def _sample(trace: RoutingTrace, max_tokens: int, seed: int) -> RoutingTrace:
     return trace.select(sample_requests(trace, max_tokens, seed))
 
 
-@dataclass(frozen=True)
-class _Design:
-    """One layer's regression: active[n] lists the one-hot columns of row n, the last K of them the targets."""
-
-    dense: np.ndarray  # (N, 2E) float32: token shares and running mean, less the mean
-    active: np.ndarray  # (N, A) int32, -1 padded
-    columns: int  # one-hot feature columns: intercept, E + 1 of the previous token, F of the path
-    mean: np.ndarray  # (E,)
-    num_experts: int
-
-
-def _token_counts(trace: RoutingTrace, layer: int):
-    """(V, E) int32 csr: how often each token id chose each expert at one layer."""
-    f = trace.fingerprint
-    return count(trace.token_ids, trace.expert_ids[:, layer], f.vocab_size, f.num_experts)
-
-
-def token_shares(counts: np.ndarray, mean: np.ndarray, top_k: int) -> np.ndarray:
-    """(N, E): expected activations minus the mean, from `counts` (N, E) shrunk towards `mean` (E,)."""
-    occurrences = counts.sum(axis=1, keepdims=True) / top_k
-    return ((counts + TOKEN_PRIOR * mean) / (occurrences + TOKEN_PRIOR) - mean).astype(np.float32)
-
-
-def _design(trace, layer, lookback, ordered, token_counts, history, loo) -> _Design:
-    """The regression rows of `trace` at one layer.
-
-    token_counts (V, E) csr. loo: leave each token's own occurrence out of its counts; False if they come from other
-    requests.
-    """
-    K, E = _shape(trace)
-    experts = trace.expert_ids[:, layer].astype(np.int32)
-    total = np.asarray(token_counts.sum(axis=0), np.float64).ravel()
-    mean = total * K / max(total.sum(), 1)
-    counts = token_counts[trace.token_ids].toarray().astype(np.float32)
-    if loo:
-        np.put_along_axis(counts, experts, np.take_along_axis(counts, experts, axis=1) - 1, axis=1)
-    running, has_previous = _running_means(experts, trace.request_offsets, history, mean.astype(np.float32))
-    dense = np.concatenate([token_shares(counts, mean, K), running], axis=1)
-    previous = np.full((len(experts), K), -1, np.int32)
-    previous[1:][has_previous[1:]] = 1 + experts[:-1][has_previous[1:]]
-    previous[~has_previous, 0] = 1 + E
-    blocks, base = [np.zeros((len(experts), 1), np.int32), previous], E + 2
-    for back in range(1, lookback + 1):
-        step = np.arange(K, dtype=np.int32) * E if back <= ordered else 0
-        blocks.append(base + step + trace.expert_ids[:, layer - back].astype(np.int32))
-        base += E * (K if back <= ordered else 1)
-    active = np.concatenate([*blocks, base + experts], axis=1)
-    return _Design(dense, active, base, mean, E)
-
-
-@numba.njit(cache=True, nogil=True)
-def _running_means(experts, offsets, history, mean):
-    """(N, E): running mean of the request's earlier activations minus `mean`; (N,): whether there is an earlier token.
-
-    Rows without history are zero, as in prefill, where all tokens are routed at once.
-    """
-    N, E = experts.shape[0], mean.shape[0]
-    out, has_previous = np.zeros((N, E), np.float32), np.zeros(N, np.bool_)
-    for r in range(offsets.shape[0] - 1):
-        state = np.zeros(E, np.float32)
-        for t in range(offsets[r], offsets[r + 1]):
-            seen = t - offsets[r]
-            if history[t]:
-                out[t] = state
-                has_previous[t] = seen > 0
-            rate = np.float32(1.0 / (min(seen, RUNNING_LIMIT) + RUNNING_PRIOR))
-            state -= rate * (state + mean)
-            for k in range(experts.shape[1]):
-                state[experts[t, k]] += rate
-    return out, has_previous
-
-
-@numba.njit(cache=True, nogil=True)
-def _one_hot_products(dense, active, size):
-    """Inner products of one-hot columns with each other (size, size) and with the dense ones (size, 2E)."""
-    both, mixed = np.zeros((size, size)), np.zeros((size, dense.shape[1]))
-    for n in range(active.shape[0]):
-        for i in range(active.shape[1]):
-            a = active[n, i]
-            if a >= 0:
-                for j in range(i, active.shape[1]):
-                    if active[n, j] >= 0:
-                        both[a, active[n, j]] += 1 if j > i else 0.5  # every pair once, half of it on each side
-                for d in range(dense.shape[1]):
-                    mixed[a, d] += dense[n, d]
-    return both + both.T, mixed
-
-
-def _products(design: _Design) -> tuple[np.ndarray, np.ndarray]:
-    """X'X (columns + 2E, square) and X'Y (columns + 2E, E) of one layer's regression."""
-    C, E = design.columns, design.num_experts
-    both, mixed = _one_hot_products(design.dense, design.active, C + E)
-    square = np.block([[both[:C, :C], mixed[:C]], [mixed[:C].T, (design.dense.T @ design.dense).astype(np.float64)]])
-    return square, np.concatenate([both[:C, C:], mixed[C:].T])
-
-
-def _weights(square: np.ndarray, target: np.ndarray, ridge: float) -> np.ndarray:
-    penalty = np.full(len(square), ridge)
-    penalty[0] = 1e-3  # the intercept is free
-    return linalg.solve(square + np.diag(penalty), target, assume_a="pos")
-
-
-def _solve(design: _Design, ridge: float, path_rows: int) -> LayerFit:
+def _solve(design: Design, ridge: float, path_rows: int) -> LayerFit:
     E, C = design.num_experts, design.columns
-    weights = _weights(*_products(design), ridge)
+    weights = ridge_weights(*products(design), ridge)
     path = np.zeros((path_rows, E))
     path[: C - E - 2] = weights[E + 2 : C]
     return LayerFit(
@@ -257,46 +161,21 @@ def _held_out(rest: RoutingTrace, held: RoutingTrace, layer: int, shapes: list[t
     """
     K, E = _shape(rest)
     widest = min(max(s[0] for s in shapes), layer), min(max(s[1] for s in shapes), layer)
-    counts = _token_counts(rest, layer)
-    train = _design(rest, layer, *widest, counts, rest.phase == DECODE, loo=True)
-    test = _design(held, layer, *widest, counts, held.phase == DECODE, loo=False)
-    square, target = _products(train)
+    counts = count_tokens(rest, layer)
+    train = design_of(rest, layer, *widest, counts, rest.phase == DECODE, loo=True)
+    test = design_of(held, layer, *widest, counts, held.phase == DECODE, loo=False)
+    square, target = products(train)
     truth = np.zeros((held.num_tokens, E), np.float32)
     np.put_along_axis(truth, held.expert_ids[:, layer].astype(np.int64), 1, axis=1)
     nothing, out = ((train.mean - truth) ** 2).sum(), np.empty((len(shapes), len(RIDGES), 3))
     for s, shape in enumerate(shapes):
-        narrow = _narrower(widest, (min(shape[0], layer), min(shape[1], layer)), K, E)
+        narrow = narrower(widest, (min(shape[0], layer), min(shape[1], layer)), K, E)
         part, aim = np.asarray((narrow.T @ (narrow.T @ square).T).T), narrow.T @ target
         for i, ridge in enumerate(RIDGES):
-            predicted = _apply(test, narrow @ _weights(part, aim, ridge))
+            predicted = apply_weights(test, narrow @ ridge_weights(part, aim, ridge))
             top = np.argpartition(-predicted, K - 1, axis=1)[:, :K]
             hits = np.take_along_axis(truth, top, axis=1).mean(dtype=np.float64)
             out[s, i] = ((predicted - truth) ** 2).sum(), nothing, hits
-    return out
-
-
-def _narrower(wide: tuple[int, int], narrow: tuple[int, int], top_k: int, num_experts: int) -> csr_matrix:
-    """(columns of the wide regression, columns of the narrow one) 0 or 1: the wide columns that each column sums."""
-    (lookback, ordered), E = wide, num_experts
-    column, base = list(range(E + 2)), E + 2  # of every wide column; -1: none
-    for back in range(1, lookback + 1):
-        for _ in range(top_k if back <= ordered else 1):
-            column += list(range(base, base + E)) if back <= narrow[0] else [-1] * E
-            base += E if back <= narrow[1] else 0
-        base += E if narrow[1] < back <= narrow[0] else 0
-    column += list(range(base, base + 2 * E))
-    rows = np.flatnonzero(np.array(column) >= 0)
-    return csr_matrix((np.ones(len(rows)), (rows, np.array(column)[rows])), shape=(len(column), base + 2 * E))
-
-
-def _apply(design: _Design, weights: np.ndarray) -> np.ndarray:
-    """(N, E) predicted activations."""
-    C, K = design.columns, design.active.shape[1]
-    out = design.dense @ weights[C:]
-    padded = np.concatenate([weights[:C], np.zeros((1, weights.shape[1]))])
-    for i in range(K):
-        column = design.active[:, i]
-        out += padded[np.where((column >= 0) & (column < C), column, C)]
     return out
 
 
@@ -309,13 +188,13 @@ def predict(
     """
     lookback = min(predictor.lookback, layer)
     ordered, history = min(predictor.ordered, lookback), part.phase == DECODE
-    design = _design(part, layer, lookback, ordered, _token_counts(profile, layer), history, loo=True)
+    design = design_of(part, layer, lookback, ordered, count_tokens(profile, layer), history, loo=True)
     design = replace(design, dense=design.dense[rows], active=design.active[rows])
     f = predictor.layers[layer]
     weights = np.concatenate(
         [f.intercept[None], f.previous, f.path[: design.columns - len(f.previous) - 1], f.token, f.running]
     )
-    return _apply(design, weights)
+    return apply_weights(design, weights)
 
 
 def project(
@@ -332,7 +211,7 @@ def project(
     token_rows[seen] = np.arange(len(seen))
     hosts = placement.hosts.transpose(0, 2, 1).astype(np.float64)  # (L, E, G)
     parts = [
-        _project_layer(fitted, hosts[l], _token_counts(trace, l)[seen], f.top_k)
+        _project_layer(fitted, hosts[l], count_tokens(trace, l)[seen], f.top_k)
         for l, fitted in enumerate(predictor.layers)
     ]
     token, shift, path, history = (np.stack(part) for part in zip(*parts, strict=True))

@@ -1,0 +1,144 @@
+"""The least squares behind `tokens.predictor`: one layer's regression, its normal equations and its predictions.
+
+Letters beside core's: A one-hot columns of a row, C all one-hot columns, F those of them for the path.
+"""
+
+from dataclasses import dataclass
+
+import numba
+import numpy as np
+from scipy import linalg
+from scipy.sparse import csr_matrix
+
+from semmoe.affinity import count
+from semmoe.core import RoutingTrace
+from semmoe.tokens.kernels import RUNNING_LIMIT, RUNNING_PRIOR
+
+TOKEN_PRIOR = 4.0  # pseudo-occurrences of the layer's shares that are mixed into a token's shares
+
+
+@dataclass(frozen=True)
+class Design:
+    """One layer's regression: active[n] lists the one-hot columns of row n, the last K of them the targets."""
+
+    dense: np.ndarray  # (N, 2E) float32: token shares and running mean, less the mean
+    active: np.ndarray  # (N, A) int32, -1 padded
+    columns: int  # one-hot feature columns: intercept, E + 1 of the previous token, F of the path
+    mean: np.ndarray  # (E,)
+    num_experts: int
+
+
+def count_tokens(trace: RoutingTrace, layer: int):
+    """(V, E) int32 csr: how often each token id chose each expert at one layer."""
+    f = trace.fingerprint
+    return count(trace.token_ids, trace.expert_ids[:, layer], f.vocab_size, f.num_experts)
+
+
+def token_shares(counts: np.ndarray, mean: np.ndarray, top_k: int) -> np.ndarray:
+    """(N, E): expected activations minus the mean, from `counts` (N, E) shrunk towards `mean` (E,)."""
+    occurrences = counts.sum(axis=1, keepdims=True) / top_k
+    return ((counts + TOKEN_PRIOR * mean) / (occurrences + TOKEN_PRIOR) - mean).astype(np.float32)
+
+
+def design_of(trace, layer, lookback, ordered, token_counts, history, loo) -> Design:
+    """The regression rows of `trace` at one layer.
+
+    token_counts (V, E) csr. loo: leave each token's own occurrence out of its counts; False if they come from other
+    requests.
+    """
+    K, E = trace.fingerprint.top_k, trace.fingerprint.num_experts
+    experts = trace.expert_ids[:, layer].astype(np.int32)
+    total = np.asarray(token_counts.sum(axis=0), np.float64).ravel()
+    mean = total * K / max(total.sum(), 1)
+    counts = token_counts[trace.token_ids].toarray().astype(np.float32)
+    if loo:
+        np.put_along_axis(counts, experts, np.take_along_axis(counts, experts, axis=1) - 1, axis=1)
+    running, has_previous = _running_means(experts, trace.request_offsets, history, mean.astype(np.float32))
+    dense = np.concatenate([token_shares(counts, mean, K), running], axis=1)
+    previous = np.full((len(experts), K), -1, np.int32)
+    previous[1:][has_previous[1:]] = 1 + experts[:-1][has_previous[1:]]
+    previous[~has_previous, 0] = 1 + E
+    blocks, base = [np.zeros((len(experts), 1), np.int32), previous], E + 2
+    for back in range(1, lookback + 1):
+        step = np.arange(K, dtype=np.int32) * E if back <= ordered else 0
+        blocks.append(base + step + trace.expert_ids[:, layer - back].astype(np.int32))
+        base += E * (K if back <= ordered else 1)
+    active = np.concatenate([*blocks, base + experts], axis=1)
+    return Design(dense, active, base, mean, E)
+
+
+@numba.njit(cache=True, nogil=True)
+def _running_means(experts, offsets, history, mean):
+    """(N, E): running mean of the request's earlier activations minus `mean`; (N,): whether there is an earlier token.
+
+    Rows without history are zero, as in prefill, where all tokens are routed at once.
+    """
+    N, E = experts.shape[0], mean.shape[0]
+    out, has_previous = np.zeros((N, E), np.float32), np.zeros(N, np.bool_)
+    for r in range(offsets.shape[0] - 1):
+        state = np.zeros(E, np.float32)
+        for t in range(offsets[r], offsets[r + 1]):
+            seen = t - offsets[r]
+            if history[t]:
+                out[t] = state
+                has_previous[t] = seen > 0
+            rate = np.float32(1.0 / (min(seen, RUNNING_LIMIT) + RUNNING_PRIOR))
+            state -= rate * (state + mean)
+            for k in range(experts.shape[1]):
+                state[experts[t, k]] += rate
+    return out, has_previous
+
+
+@numba.njit(cache=True, nogil=True)
+def _one_hot_products(dense, active, size):
+    """Inner products of one-hot columns with each other (size, size) and with the dense ones (size, 2E)."""
+    both, mixed = np.zeros((size, size)), np.zeros((size, dense.shape[1]))
+    for n in range(active.shape[0]):
+        for i in range(active.shape[1]):
+            a = active[n, i]
+            if a >= 0:
+                for j in range(i, active.shape[1]):
+                    if active[n, j] >= 0:
+                        both[a, active[n, j]] += 1 if j > i else 0.5  # every pair once, half of it on each side
+                for d in range(dense.shape[1]):
+                    mixed[a, d] += dense[n, d]
+    return both + both.T, mixed
+
+
+def products(design: Design) -> tuple[np.ndarray, np.ndarray]:
+    """X'X (columns + 2E, square) and X'Y (columns + 2E, E) of one layer's regression."""
+    C, E = design.columns, design.num_experts
+    both, mixed = _one_hot_products(design.dense, design.active, C + E)
+    square = np.block([[both[:C, :C], mixed[:C]], [mixed[:C].T, (design.dense.T @ design.dense).astype(np.float64)]])
+    return square, np.concatenate([both[:C, C:], mixed[C:].T])
+
+
+def ridge_weights(square: np.ndarray, target: np.ndarray, ridge: float) -> np.ndarray:
+    penalty = np.full(len(square), ridge)
+    penalty[0] = 1e-3  # the intercept is free
+    return linalg.solve(square + np.diag(penalty), target, assume_a="pos")
+
+
+def narrower(wide: tuple[int, int], narrow: tuple[int, int], top_k: int, num_experts: int) -> csr_matrix:
+    """(columns of the wide regression, columns of the narrow one) 0 or 1: the wide columns that each column sums."""
+    (lookback, ordered), E = wide, num_experts
+    column, base = list(range(E + 2)), E + 2  # of every wide column; -1: none
+    for back in range(1, lookback + 1):
+        for _ in range(top_k if back <= ordered else 1):
+            column += list(range(base, base + E)) if back <= narrow[0] else [-1] * E
+            base += E if back <= narrow[1] else 0
+        base += E if narrow[1] < back <= narrow[0] else 0
+    column += list(range(base, base + 2 * E))
+    rows = np.flatnonzero(np.array(column) >= 0)
+    return csr_matrix((np.ones(len(rows)), (rows, np.array(column)[rows])), shape=(len(column), base + 2 * E))
+
+
+def apply_weights(design: Design, weights: np.ndarray) -> np.ndarray:
+    """(N, E) predicted activations."""
+    C, K = design.columns, design.active.shape[1]
+    out = design.dense @ weights[C:]
+    padded = np.concatenate([weights[:C], np.zeros((1, weights.shape[1]))])
+    for i in range(K):
+        column = design.active[:, i]
+        out += padded[np.where((column >= 0) & (column < C), column, C)]
+    return out
