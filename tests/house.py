@@ -33,7 +33,7 @@ ROOMS = {
     "router": 1320,
     "report": 1800,
     "cli": 2150,
-    "__init__.py concentration.py console.py dataset.py demo.py tables.py texts.py watch.py": 940,
+    "__init__.py concentration.py console.py dataset.py demo.py tables.py texts.py watch.py": 950,
 }
 # From the ground up: a module imports from its own storey and those below.
 STOREYS = (

@@ -102,7 +102,7 @@ def test_no_load_limit_means_one_layout_a_layer_without_a_cap():
     done = []
     placement = placed(trace, Topology(ep_size=4), 4, replace(QUICK, load_limit=None), progress=done.append)
     assert placement.hosts.any(axis=1).all()
-    assert done == [1, 1, 1]
+    assert sum(done) == 3
 
 
 def test_a_search_that_begins_from_the_best_labels_keeps_them():

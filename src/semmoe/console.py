@@ -3,16 +3,29 @@
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
 from rich.table import Table
+from rich.text import Text
 
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False)
+
+
+class TimeLeft(ProgressColumn):
+    """Time left while a stage runs, once it can be told, and the time that it took afterwards."""
+
+    max_refresh = 0.5
+
+    def render(self, task: Task) -> Text:
+        seconds = task.finished_time if task.finished else task.time_remaining
+        time = "-:--:--" if seconds is None else str(timedelta(seconds=int(seconds)))
+        return Text(time if task.finished else f"{time} left", style="progress.elapsed")
 
 
 class Bars:
@@ -21,11 +34,11 @@ class Bars:
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
 
-    def task(self, description: str, total: int) -> Callable[[int], None]:
+    def task(self, description: str, total: int) -> Callable[[float], None]:
         """Start a bar; the returned function advances it."""
         task = self._progress.add_task(description, total=total)
 
-        def advance(steps: int) -> None:
+        def advance(steps: float) -> None:
             self._progress.advance(task, steps)
 
         return advance
@@ -34,7 +47,7 @@ class Bars:
 @contextmanager
 def bars() -> Iterator[Bars]:
     """Progress bars on stderr for the time of the block."""
-    description, done = TextColumn("{task.description}"), (MofNCompleteColumn(), TimeElapsedColumn())
+    description, done = TextColumn("{task.description}"), (MofNCompleteColumn(), TimeLeft())
     with Progress(SpinnerColumn(), description, BarColumn(), *done, console=err) as progress:
         yield Bars(progress)
 

@@ -88,7 +88,7 @@ def place(
     seed: int,
     request_groups: np.ndarray | None = None,
     start: np.ndarray | None = None,
-    progress: Callable[[int], None] = lambda done: None,
+    progress: Callable[[float], None] = lambda layers: None,
 ) -> Placement:
     """The placement of every layer, with its static dispatch.
 
@@ -107,11 +107,13 @@ def place(
     rough_prices = [highest * share for share in ROUGH_PRICES] if limit else [0.0]
 
     def begin(layer: int) -> list[Measured]:
-        return layers.rough(layer, rough_prices, None if start is None else start[layer])
+        found = layers.rough(layer, rough_prices, None if start is None else start[layer])
+        progress(0.5)
+        return found
 
     def end(layer: int) -> list[Measured]:
         found = layers.finer(layer, finer_prices)
-        progress(1)
+        progress(0.5)
         return found
 
     with ThreadPoolExecutor(cpu_count()) as pool:

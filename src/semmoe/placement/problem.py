@@ -11,7 +11,7 @@ from semmoe.settings import SolveSettings
 from semmoe.tokens.slices import ByPosition
 from semmoe.topology import Topology
 
-Progress = Callable[[int], None]  # called with the number of layers that were finished
+Progress = Callable[[float], None]  # told of layers that are done, or halves of them
 
 
 @dataclass(frozen=True, kw_only=True)
