@@ -55,6 +55,10 @@ class CoclusterSettings:
     remote_node: float = number(  # additional cost of a row that leaves the node
         1.0, 0, 1e6, flag="remote_node_cost", help="semmoe: additional cost of a row to another node."
     )
+    # gain that the move of an expert to another rank must bring, if a plan to begin from is given
+    move_cost: float = number(
+        0.001, 0, 1e6, help="--from: cost of an expert that moves, in local pairs per token of its layer."
+    )
     load_price: float = number(5.0, 0, 1e6)  # highest price of a rank's load above the cap, per unit of mean load
     starts: int = number(6, 1, 1000)  # rough searches of a layer
     kept: int = number(2, 1, 1000)  # of which so many go on at each price of load

@@ -16,7 +16,7 @@ from semmoe.replayer import ReplayResult, replay, scheduled_by_answers
 from semmoe.results import Expected, checked
 from semmoe.settings import ReplaySettings, SolveSettings
 from semmoe.splitter import near_duplicates, split
-from semmoe.topology import Topology
+from semmoe.topology import Fingerprint, Topology
 
 
 def solve(
@@ -25,19 +25,30 @@ def solve(
     settings: SolveSettings | None = None,
     embeddings: np.ndarray | None = None,
     progress: Progress = lambda layers: None,
+    previous: Plan | None = None,
 ) -> Plan:
     """Compute a plan for `topology` from a profile. The same trace, settings and seed give the same plan.
 
     (MoETuner's plan can differ if it reaches its time limit.)
     embeddings: (V, H) the model's input embeddings; with them, tokens that were not profiled use the table rows of
-    their nearest profiled neighbour. Raises ValueError if sizes do not divide, the profile is too small or the method
+    their nearest profiled neighbour. previous: a plan to begin from, whose experts move only where that pays
+    (`settings.cocluster.move_cost`). Raises ValueError if sizes do not divide, the profile is too small or the method
     does not apply.
     """
     settings = settings or SolveSettings()
     check_applies(settings.method, topology, settings.redundant_experts)
     if trace.num_tokens <= 0:
         raise ValueError("the trace holds no routed token: profile something first")
-    problem = Problem(trace=trace, topology=topology, settings=settings, embeddings=embeddings, progress=progress)
+    if previous is not None:
+        check_previous(previous, trace.fingerprint, topology, settings)
+    problem = Problem(
+        trace=trace,
+        topology=topology,
+        settings=settings,
+        embeddings=embeddings,
+        progress=progress,
+        previous=previous,
+    )
     with threadpool_limits(1):  # layers run side by side already, and sums depend on how many threads share them
         found: Solution = METHODS[settings.method].load()(problem)
     used = _used_settings(settings) | ({} if found.gap is None else {"gap": found.gap})
@@ -52,6 +63,24 @@ def solve(
         settings=used,
         profiled_requests=np.unique(trace.request_hashes()),
     )
+
+
+def check_previous(previous: Plan, model: Fingerprint, topology: Topology, settings: SolveSettings) -> None:
+    """Raise ValueError unless a solve with these settings can begin from a plan."""
+    if settings.method != "semmoe":
+        raise ValueError(f"only the method semmoe begins from a plan, not {settings.method}")
+    previous.check(model)
+    if previous.topology != topology:
+        raise ValueError(f"the plan to begin from is for {previous.topology}, not for {topology}")
+    copies = previous.placement.redundant_experts
+    if copies != settings.redundant_experts:
+        raise ValueError(f"the plan to begin from has {copies} redundant experts, not {settings.redundant_experts}")
+
+
+def moved_experts(plan: Plan, previous: Plan) -> tuple[int, int]:
+    """(copies of experts on a rank that did not hold the expert in `previous`, all copies), over all layers."""
+    new = plan.placement.hosts & ~previous.placement.hosts
+    return int(new.sum()), int(plan.placement.hosts.sum())
 
 
 def _used_settings(settings: SolveSettings) -> dict[str, Any]:
@@ -69,11 +98,13 @@ def expect(
     shape: cost.LayerShape | None = None,
     holdout: float = 0.2,
     progress: Progress = lambda layers: None,
+    previous: Plan | None = None,
 ) -> dict[str, Any] | None:
     """Estimate what a plan gains on unseen requests: solve on a share 1 - `holdout` of them and replay on the rest.
 
     Returns the metrics of the plan, those of `linear` and `eplb` under "others" and, given links and shape, predicted
-    times and a verdict. Returns None if the trace has too few distinct requests to hold any out.
+    times and a verdict. Returns None if the trace has too few distinct requests to hold any out. previous: a plan that
+    the solve begins from.
     """
     smallest = max(2, topology.dp_size + 1)
     if trace.num_requests * (1 - holdout) < smallest or near_duplicates(trace).max() == 0:
@@ -81,8 +112,8 @@ def expect(
     held_out, profile = split(trace, holdout, settings.seed)
     replayed = {}
     for method in dict.fromkeys((settings.method, "linear", "eplb")):
-        watched = progress if method == settings.method else lambda layers: None
-        plan = solve(profile, topology, replace(settings, method=method), progress=watched)
+        watched, begin = (progress, previous) if method == settings.method else (lambda layers: None, None)
+        plan = solve(profile, topology, replace(settings, method=method), progress=watched, previous=begin)
         replayed[method] = replay(held_out, plan, measure)
     # Where links are known, `_time` adds the bytes per rank pair of one batch, which hold the same information.
     figures = {

@@ -60,10 +60,15 @@ def _extra(module: str | None, command: str | None) -> str | None:
     return None
 
 
+def was_given(ctx: typer.Context, name: str) -> bool:
+    """Whether the user gave this option."""
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
 def refuse_given(ctx: typer.Context, names: list[str], reason: str) -> None:
     """Raise ValueError if the user gave one of these options: no setting is silently ignored."""
-    sources = {name: ctx.get_parameter_source(name) for name in names}
-    given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    given = [name for name in names if was_given(ctx, name)]
     if given:
         raise ValueError(f"--{given[0].replace('_', '-')} has no effect here: {reason}")
 

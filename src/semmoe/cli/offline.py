@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from semmoe import console, tables
-from semmoe.cli.app import OFFLINE, app, refuse_given
+from semmoe.cli.app import OFFLINE, app, refuse_given, was_given
 from semmoe.cli.form import takes
 from semmoe.cli.options import (
     METHOD,
@@ -89,6 +89,10 @@ def solve(
     links: LinksOption = None,
     widths: Any = None,
     model: ModelOption = None,
+    begin: Annotated[
+        Path | None,
+        typer.Option("--from", help="Begin at this plan and move only what pays.", rich_help_panel=METHOD),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Decide where experts go and build the tables that send tokens after them.
@@ -96,22 +100,30 @@ def solve(
     At the end it shows what the plan is expected to do for held-out requests, compared with contiguous placement and
     EPLB, and whether that is worth it on your links.
 
-    Examples: `semmoe solve trace --ep-size 8 --attention tp --out plan` and
-    `semmoe solve trace --links pcie5 --out plan`
+    Examples: `semmoe solve trace --ep-size 8 --attention tp --out plan`, `semmoe solve trace --links pcie5 --out plan`
+    and, for new traffic, `semmoe solve newer --from plan --out next`
     """
-    from semmoe.plan import check_plan_output, save_plan
+    from semmoe.plan import check_plan_output, load_plan, save_plan
+    from semmoe.solver import check_previous, moved_experts
     from semmoe.trace import open_trace
 
     check_plan_output(out, force)
     solving: SolveSettings = settings(method=method or SolveSettings().method)
-    topology = resolve_topology(None, given(), OFFLINE_RANKS)
+    previous = load_plan(begin) if begin else None
+    topology = resolve_topology(previous, given(), OFFLINE_RANKS)
+    if previous is None:
+        refuse_given(ctx, ["move_cost"], "there is no plan to begin from: give --from")
+    elif not was_given(ctx, "redundant_experts"):
+        solving = replace(solving, redundant_experts=previous.placement.redundant_experts)
     check_applies(solving.method, topology, solving.redundant_experts)
     refuse_idle(ctx, [solving.method], topology)
     chosen_links = load_links(links or ("h200-nvlink" if topology.num_nodes == 1 else "h200-400g"), topology.num_nodes)
     opened = open_trace(trace)
+    if previous is not None:
+        check_previous(previous, opened.fingerprint, topology, solving)
     shape = _layer_shape(opened.fingerprint, widths())
     embeddings = model_embeddings(model, opened.fingerprint) if model else None
-    plan = _solve(opened, topology, solving, chosen_links, shape, embeddings)
+    plan = _solve(opened, topology, solving, chosen_links, shape, embeddings, previous)
     save_plan(plan, out)
     by_answers = warn_of_answers(opened, topology)
     if shape is None:
@@ -120,9 +132,13 @@ def solve(
             "give --hidden-size and --expert-size",
             soft_wrap=True,
         )
+    moved, copies = (0, 0) if previous is None else moved_experts(plan, previous)
     if as_json:
-        console.print_json({"plan": str(out), "scheduled_by_answers": by_answers, "expected": plan.expected})
+        begun = {} if previous is None else {"moved_experts": moved, "copies": copies}
+        console.print_json({"plan": str(out), "scheduled_by_answers": by_answers, **begun, "expected": plan.expected})
     else:
+        if previous is not None:
+            console.out.print(f"{moved:,} of {copies:,} experts move to another rank, from {begin}", markup=False)
         _print_expected(out, solving.method, plan.expected)
 
 
@@ -133,6 +149,7 @@ def _solve(
     links: Links,
     shape: LayerShape | None,
     embeddings: Any,
+    previous: Plan | None,
 ) -> Plan:
     """Solve the plan, and estimate what it does for held-out requests."""
     from semmoe.solver import expect
@@ -142,10 +159,11 @@ def _solve(
     measure = ReplaySettings(batch_tokens=solving.cocluster.batch_tokens, seed=solving.seed)
     with console.bars() as bars:
         advance = bars.task("solving without held-out requests", layers)
-        expected = expect(trace, topology, solving, measure, links, shape, progress=advance)
+        expected = expect(trace, topology, solving, measure, links, shape, progress=advance, previous=previous)
         advance(0 if expected else layers)
         advance = bars.task("solving", layers)
-        return replace(solve_plan(trace, topology, solving, embeddings, advance), expected=expected)
+        plan = solve_plan(trace, topology, solving, embeddings, advance, previous)
+        return replace(plan, expected=expected)
 
 
 def _layer_shape(f: Fingerprint, widths: Widths) -> LayerShape | None:

@@ -40,6 +40,7 @@ DECIDED = [
     "lookback",
     "theta",
     "steps",
+    "move_cost",
     "model",
     *OBJECTIVE,
 ]
@@ -83,6 +84,7 @@ def replay(
         opened = open_trace(trace)
         topology, methods = _replay_plan(opened, plan, scoring, settings)
     else:
+        refuse_given(ctx, ["move_cost"], "plans of a replay begin from no other")
         topology, solve_by = resolve_topology(None, given(), OFFLINE_RANKS), solving()
         settings |= asdict(topology) | asdict(share()) | _said_of(solve_by)
         chosen = _applicable(method or "all", topology, solve_by.redundant_experts)

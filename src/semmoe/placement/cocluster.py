@@ -35,7 +35,7 @@ class Measured:
 
     slots: np.ndarray  # (G, P / G)
     choice: np.ndarray  # (G, E) int16: the rank whose copy of each expert each source rank uses
-    cost: float  # per token
+    cost: float  # per token, dues included
     load: float  # max/mean expected for a batch of other requests
 
 
@@ -54,12 +54,14 @@ class _Layers:
         self.searches: dict[int, LayerSearch] = {}
         self.expected: dict[int, np.ndarray | None] = {}  # (rows, E) int16, in units of 1 / SCALE experts
 
-    def rough(self, layer: int, prices: list[float], labels: np.ndarray | None) -> list[Measured]:
+    def rough(
+        self, layer: int, prices: list[float], labels: np.ndarray | None, previous: np.ndarray | None
+    ) -> list[Measured]:
         """Begin the search of a layer."""
         f = self.trace.fingerprint
         ids, seed = self.trace.expert_ids[:, layer], self.seed * f.num_layers + layer
         search = LayerSearch(
-            ids, self.group, self.request, f.num_experts, self.topology, self.redundant, self.settings, seed
+            ids, self.group, self.request, f.num_experts, self.topology, self.redundant, self.settings, seed, previous
         )
         self.searches[layer], self.expected[layer] = search, None
         if self.predictor:
@@ -88,12 +90,14 @@ def place(
     seed: int,
     request_groups: np.ndarray | None = None,
     start: np.ndarray | None = None,
+    previous: Placement | None = None,
     progress: Callable[[float], None] = lambda layers: None,
 ) -> Placement:
     """The placement of every layer, with its static dispatch.
 
     predictor: assigns tokens to slices; None if a group is one rank. request_groups (R,): the attention group of each
     request, if there are several. start (L, E): rank labels to begin from, if requests were clustered jointly.
+    previous: a placement to begin from in their place, of which an expert moves only if that pays.
     """
     f = trace.fingerprint
     if physical_experts(f.num_experts, redundant, topology.ep_size) // topology.ep_size > f.num_experts:
@@ -105,9 +109,11 @@ def place(
     layers = _Layers(trace, topology, predictor, redundant, settings, seed, request_groups)
     limit, highest = settings.load_limit, settings.load_price
     rough_prices = [highest * share for share in ROUGH_PRICES] if limit else [0.0]
+    before = None if previous is None else previous.physical_to_logical_map.reshape(f.num_layers, topology.ep_size, -1)
 
     def begin(layer: int) -> list[Measured]:
-        found = layers.rough(layer, rough_prices, None if start is None else start[layer])
+        labels, old = (None if array is None else array[layer] for array in (start, before))
+        found = layers.rough(layer, rough_prices, labels, old)
         progress(0.5)
         return found
 
@@ -119,17 +125,28 @@ def place(
     with ThreadPoolExecutor(cpu_count()) as pool:
         rough = list(pool.map(begin, range(f.num_layers)))
         price, _ = choose(rough, limit, highest)
-        finer_prices = [price * share for share in FINER_PRICES] if limit else [0.0]
+        shares = FINER_PRICES if before is None else (1.0,)
+        finer_prices = [price * share for share in shares] if limit else [0.0]
         finer = list(pool.map(end, range(f.num_layers)))
     _, chosen = choose([a + b for a, b in zip(rough, finer, strict=True)], limit, highest)
-    return _placement(chosen, f.num_experts, topology.ep_size)
+    slots = np.stack([layout.slots for layout in chosen])
+    return _placement(slots if before is None else keep_slots(slots, before), chosen, f.num_experts)
 
 
-def _placement(layouts: list[Measured], num_experts: int, ep_size: int) -> Placement:
+def keep_slots(slots: np.ndarray, previous: np.ndarray) -> np.ndarray:
+    """(L, G, P / G): `slots` with every expert that stays on its rank in the slot that it had in `previous`."""
+    stays = (slots[..., None, :] == previous[..., :, None]).any(axis=-1)  # by previous slot
+    came = ~(slots[..., :, None] == previous[..., None, :]).any(axis=-1)  # by new slot
+    out = previous.copy()
+    out[~stays] = slots[came]
+    return out
+
+
+def _placement(slots: np.ndarray, layouts: list[Measured], num_experts: int) -> Placement:
     return Placement(
-        physical_to_logical_map=np.stack([layout.slots.reshape(-1) for layout in layouts]).astype(np.int32),
+        physical_to_logical_map=slots.reshape(len(slots), -1).astype(np.int32),
         num_experts=num_experts,
-        ep_size=ep_size,
+        ep_size=slots.shape[1],
         static_dispatch=np.stack([layout.choice for layout in layouts]),
     )
 
@@ -148,7 +165,7 @@ def _measure(layout, trace, layer, rows, group, expected, topology, settings) ->
     cost = settings.remote_rank * traffic.rows.sum() - settings.activation * traffic.local_pairs
     cost += settings.remote_node * _node_rows(experts, home, choice, node_of)
     load = expected_load(choice[home[:, None], experts], request, topology, settings)
-    return Measured(layout.slots, choice.astype(np.int16), float(cost) / len(rows), load)
+    return Measured(layout.slots, choice.astype(np.int16), float(cost) / len(rows) + layout.dues, load)
 
 
 def _homes(layout, rows, group, expected, topology, settings) -> np.ndarray:

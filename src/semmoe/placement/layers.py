@@ -12,7 +12,7 @@ from semmoe.affinity import pair_count
 from semmoe.placement.greedy import place_layer
 from semmoe.placement.homes import make_state
 from semmoe.placement.loads import draw_mixes
-from semmoe.placement.moves import search_moves
+from semmoe.placement.moves import search_moves, sum_dues
 from semmoe.placement.replicas import make_tables
 from semmoe.placement.search import improve
 from semmoe.placement.swaps import make_gains, search_swaps
@@ -26,7 +26,8 @@ SINGLE_TOKENS, COPIES_TOKENS, MAX_TOKENS, MAX_SETS = 2048, 128, 1 << 15, 1 << 14
 FINER_STEPS = 0.8  # of the steps of a rough search
 TENURE = 8  # experts that were moved stay for at least one step per so many experts
 EASY_SWAPS = 200  # random swaps per expert that form a start from the affinity of expert pairs alone
-JUDGED_MOVES, JUDGED_KICKS, JUDGED_SWEEPS = 20_000, 4, 12  # of one search on copies over several nodes
+# One search on copies over several nodes; load caps are below the limit, since a batch's load is above the profile's.
+JUDGED_MOVES, JUDGED_KICKS, JUDGED_SWEEPS, JUDGED_MARGIN = 20_000, 4, 12, 0.09
 BITS = 64  # ranks that the tables of `replicas` can tell apart
 
 
@@ -38,9 +39,10 @@ class Layout:
     primary: np.ndarray
     cost: float  # per token, under true routing, without load
     load: float  # max/mean expected
+    dues: float = 0.0  # per token, for experts that are not where they were
 
     def total(self, load_price: float) -> float:
-        return self.cost + load_price * self.load
+        return self.cost + self.dues + load_price * self.load
 
 
 class LayerSearch:
@@ -56,8 +58,12 @@ class LayerSearch:
         redundant: int,
         settings: CoclusterSettings,
         seed: int,
+        previous: np.ndarray | None = None,
     ) -> None:
-        """expert_ids (T, K), group (T,): attention group of each token's request, request (T,)."""
+        """expert_ids (T, K), group (T,): attention group of each token's request, request (T,).
+
+        previous (G, P / G): the experts in the slots of the layout to begin from, which are costly to move.
+        """
         self.rng = np.random.default_rng(seed)
         self.num_experts, self.topology, self.redundant, self.settings = num_experts, topology, redundant, settings
         most = min((COPIES_TOKENS if redundant else SINGLE_TOKENS) * num_experts, MAX_TOKENS)
@@ -70,6 +76,10 @@ class LayerSearch:
         batch = settings.batch_tokens
         self.mixes = draw_mixes(expert_ids, request, num_experts, topology.ep_size, batch, self.rng)
         self.found: list[Layout] = []
+        self.previous, self.dues = previous, np.zeros((num_experts, topology.ep_size))
+        if previous is not None:
+            self.dues += settings.move_cost
+            self.dues[previous, np.arange(topology.ep_size)[:, None]] = 0.0
 
     def rough(self, load_prices: list[float], labels: np.ndarray | None = None) -> list[Layout]:
         """The best layout found at each price: from all starts at the first, from the best of these at the others.
@@ -77,8 +87,12 @@ class LayerSearch:
         labels (E,): rank labels to begin from.
         """
         G, first = self.topology.ep_size, load_prices[0]
-        starts = [labels] if labels is not None else _first_labels(self.affinity, G, self.settings.starts, self.rng)
-        layouts = [_start(self.affinity, G, self.redundant, one) for one in starts]
+        if self.previous is not None:
+            layouts = [(self.previous.astype(np.int64), _hosts(self.previous, self.num_experts))]
+        else:
+            given = None if labels is None else [labels]
+            starts = given or _first_labels(self.affinity, G, self.settings.starts, self.rng)
+            layouts = [_start(self.affinity, G, self.redundant, one) for one in starts]
         self.found = [self._run(self.sample, *layout, first, self.settings.steps) for layout in layouts]
         best = sorted(self.found, key=lambda one: one.total(first))[: self.settings.kept]
         for price in load_prices[1:]:
@@ -87,9 +101,13 @@ class LayerSearch:
 
     def finer(self, load_prices: list[float]) -> list[Layout]:
         """Layouts found on more tokens, at each price from the best rough ones."""
-        steps, out = int(FINER_STEPS * self.settings.steps), []
+        steps, out, kept = (
+            int(FINER_STEPS * self.settings.steps),
+            [],
+            1 if self.previous is not None else self.settings.kept,
+        )
         for price in load_prices:
-            best = sorted(self.found, key=lambda one: one.total(price))[: self.settings.kept]
+            best = sorted(self.found, key=lambda one: one.total(price))[:kept]
             out += [self._run(self.fine, one.slots, one.primary, price, steps) for one in best]
         return out
 
@@ -100,24 +118,25 @@ class LayerSearch:
         tenure, seed = max(self.num_experts // TENURE, 1), int(self.rng.integers(2**31))
         effort = settings.price_steps, settings.rounds, steps, settings.patience, tenure, seed
         if not self.redundant:
-            cost, load, _ = search_swaps(state, scratch, make_gains(state), self.mixes, load_price, *effort)
+            cost, load, _ = search_swaps(state, scratch, make_gains(state), self.dues, self.mixes, load_price, *effort)
         elif self.topology.num_nodes == 1 and self.topology.ep_size <= BITS:
-            cost, load, _ = search_moves(state, scratch, make_tables(state), self.mixes, load_price, *effort)
+            cost, load, _ = search_moves(state, scratch, make_tables(state), self.dues, self.mixes, load_price, *effort)
         else:
             return self._judged(sets, slots, primary, load_price, weights)
-        return Layout(state.slots, state.primary, cost, load)
+        return Layout(state.slots, state.primary, cost, load, float(sum_dues(state.slots, self.dues)))
 
     def _judged(self, sets, slots, primary, load_price: float, weights) -> Layout:
         """Iterated local search on copies over several nodes, under a load cap in place of the expected load."""
         settings, best = self.settings, None
-        cap = max((settings.load_limit or np.inf) - 0.09, 1.0)
-        for _ in range(JUDGED_KICKS):
+        cap = max((settings.load_limit or np.inf) - JUDGED_MARGIN, 1.0)
+        for most in (0, *[JUDGED_MOVES] * JUDGED_KICKS):  # the layout itself first
             state, scratch = make_state(*sets, slots.copy(), primary.copy(), self.topology, weights)  # type: ignore
-            effort = settings.price_steps, JUDGED_SWEEPS, int(self.rng.integers(2**31)), JUDGED_MOVES
+            effort = settings.price_steps, JUDGED_SWEEPS, int(self.rng.integers(2**31)), most
             cost, _ = improve(state, scratch, load_price, cap, *effort)
-            if best is None or cost < best.cost:
-                best = Layout(state.slots, state.primary, cost, 0.0)
-            slots, primary = _kick(best, self.rng)
+            found = Layout(state.slots, state.primary, cost, 0.0, float(sum_dues(state.slots, self.dues)))
+            if best is None or found.total(0.0) < best.total(0.0):
+                best = found
+            slots, primary = _kick(best, self.rng) if most else (best.slots, best.primary)
         assert best is not None
         return best
 
@@ -128,9 +147,29 @@ def _distinct(expert_ids, group, most, rng):
         rows = rng.choice(len(expert_ids), most, replace=False)
         expert_ids, group = expert_ids[rows], group[rows]
     keyed = np.concatenate([np.sort(expert_ids, axis=1).astype(np.int16), group[:, None].astype(np.int16)], axis=1)
-    distinct, counts = np.unique(keyed, axis=0, return_counts=True)
-    order = rng.permutation(len(distinct))
-    return np.ascontiguousarray(distinct[order, :-1]), counts[order].astype(np.float64), distinct[order, -1]
+    _, first, counts = np.unique(_keys(keyed), return_index=True, return_counts=True)
+    order = rng.permutation(len(first))
+    distinct = keyed[first[order]]
+    return np.ascontiguousarray(distinct[:, :-1]), counts[order].astype(np.float64), distinct[:, -1]
+
+
+def _keys(rows: np.ndarray) -> np.ndarray:
+    """(N,) one number for each row (N, A) of numbers from 0 on: as many different ones as there are different rows."""
+    keys = np.zeros(len(rows), np.int64)
+    for column in rows.T:
+        values = int(column.max(initial=0)) + 1
+        if keys.max(initial=0) >= (1 << 62) // values:  # too many to count on: number those that occur
+            keys = np.unique(keys, return_inverse=True)[1].reshape(-1)
+        keys = keys * values + column
+    return keys
+
+
+def _hosts(slots: np.ndarray, num_experts: int) -> np.ndarray:
+    """(E,) the lowest rank that holds each expert, from slots (G, P / G)."""
+    out = np.zeros(num_experts, np.int64)
+    for g in reversed(range(len(slots))):
+        out[slots[g]] = g
+    return out
 
 
 def _first_labels(affinity: np.ndarray, ranks: int, starts: int, rng) -> list[np.ndarray]:

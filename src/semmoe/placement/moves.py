@@ -12,7 +12,7 @@ from semmoe.placement.search import PROMOTE, REPLACE, SWAP, collect, settle
 
 
 @njit
-def best_move(state, tables, mixes, load, rest, top, load_price, free, now, needed):
+def best_move(state, tables, dues, mixes, load, rest, top, load_price, free, now, needed):
     """(kind, slot p, slot q or expert b) of the best move of experts that are free at step `now`; kind -1: none.
 
     A move that is estimated to gain more than `needed` is always free. load, rest, top: see `loads.highest`.
@@ -21,12 +21,12 @@ def best_move(state, tables, mixes, load, rest, top, load_price, free, now, need
     best, kind, first, other = -np.inf, -1, -1, -1
     for p in range(state.slots.size):
         a = state.slots[p // S, p % S]
-        gain, q = _best_partner(state, tables, mixes, load, rest, top, load_price, free, now, needed, best, p)
+        gain, q = _best_partner(state, tables, dues, mixes, load, rest, top, load_price, free, now, needed, best, p)
         if gain > best:
             best, kind, first, other = gain, SWAP, p, q
         if state.masks[a, 0] & (state.masks[a, 0] - ONE) == ZERO:
             continue
-        gain, b = _best_successor(state, tables, mixes, load, rest, top, load_price, free, now, needed, best, p)
+        gain, b = _best_successor(state, tables, dues, mixes, load, rest, top, load_price, free, now, needed, best, p)
         if gain > best:
             best, kind, first, other = gain, REPLACE, p, b
         if state.primary[a] != p // S:
@@ -37,7 +37,7 @@ def best_move(state, tables, mixes, load, rest, top, load_price, free, now, need
 
 
 @njit
-def _best_partner(state, tables, mixes, load, rest, top, load_price, free, now, needed, best, p):
+def _best_partner(state, tables, dues, mixes, load, rest, top, load_price, free, now, needed, best, p):
     """(gain, slot) of the best swap of slot p with one of a higher rank, if better than `best`."""
     slots, masks, S, total, pairs = (
         state.slots,
@@ -56,6 +56,7 @@ def _best_partner(state, tables, mixes, load, rest, top, load_price, free, now, 
         if (mask >> np.uint64(y)) & ONE or (masks[b, 0] >> np.uint64(x)) & ONE:
             continue
         gain = (move[p, y] + move[q, x] - twice[p, q] - twice[q, p]) / total
+        gain += dues[a, x] - dues[a, y] + dues[b, y] - dues[b, x]
         if gain + slack <= best:
             continue
         if load_price > 0:
@@ -68,7 +69,7 @@ def _best_partner(state, tables, mixes, load, rest, top, load_price, free, now, 
 
 
 @njit
-def _best_successor(state, tables, mixes, load, rest, top, load_price, free, now, needed, best, p):
+def _best_successor(state, tables, dues, mixes, load, rest, top, load_price, free, now, needed, best, p):
     """(gain, expert) of the best expert to take slot p, whose expert has other copies, if better than `best`."""
     slots, masks, primary, S, pairs = state.slots, state.masks, state.primary, state.slots.shape[1], state.expert_load
     drop, add, instead, served, at_home = tables.drop, tables.add, tables.instead, tables.served, tables.at_home
@@ -80,7 +81,7 @@ def _best_successor(state, tables, mixes, load, rest, top, load_price, free, now
     for b in range(primary.shape[0]):
         if (masks[b, 0] >> np.uint64(x)) & ONE:
             continue
-        gain = (drop[p] + add[b, x] - instead[p, b]) / total
+        gain = (drop[p] + add[b, x] - instead[p, b]) / total + dues[a, x] - dues[b, x]
         if gain + slack <= best:
             continue
         if load_price > 0:
@@ -168,7 +169,17 @@ def _spread(state, served, mixes, load):
 
 
 @njit
-def search_moves(state, scratch, tables, mixes, load_price, price_steps, rounds, steps, patience, tenure, seed):
+def sum_dues(slots, dues):
+    """What the experts in the slots (G, P / G) cost where they are."""
+    total = 0.0
+    for g in range(slots.shape[0]):
+        for e in slots[g]:
+            total += dues[e, g]
+    return total
+
+
+@njit
+def search_moves(state, scratch, tables, dues, mixes, load_price, price_steps, rounds, steps, patience, tenure, seed):
     """Search as `swaps.search_swaps` does; same arguments and results."""
     np.random.seed(seed)
     (G, S), (E, J), total = state.slots.shape, mixes.shape, state.total_weight
@@ -182,12 +193,12 @@ def search_moves(state, scratch, tables, mixes, load_price, price_steps, rounds,
         for step in range(steps + 1):
             _spread(state, tables.served, mixes, load)
             top = highest(load, rest)
-            now = load_price * top - tables.value[0] / total
+            now = load_price * top - tables.value[0] / total + sum_dues(state.slots, dues)
             if now < best - 1e-9:
                 best, last = now, step - 1
                 slots[:], primary[:] = state.slots, state.primary
             needed = now - best + 1e-9
-            kind, p, other = best_move(state, tables, mixes, load, rest, top, load_price, free, step, needed)
+            kind, p, other = best_move(state, tables, dues, mixes, load, rest, top, load_price, free, step, needed)
             if kind < 0 or step - last > patience or step == steps:
                 break
             moves += 1

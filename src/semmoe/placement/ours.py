@@ -1,17 +1,20 @@
 """semmoe's own method: experts, tokens and requests planned together."""
 
+from dataclasses import replace
+
 import numpy as np
 
-from semmoe.core import RoutingTrace
+from semmoe.core import Placement, RoutingTrace
 from semmoe.placement import cocluster
 from semmoe.placement.joint import cocluster_requests
 from semmoe.placement.problem import Problem, Solution
 from semmoe.requests import predictor as request_map
 from semmoe.requests.capacity import CapacityScheduler
 from semmoe.requests.policy import RoundRobin
+from semmoe.settings import PredictorSettings
 from semmoe.splitter import near_duplicates
 from semmoe.tokens import predictor as predict
-from semmoe.tokens.slices import ByPosition
+from semmoe.tokens.slices import ByPosition, PathScores
 from semmoe.topology import Topology
 
 
@@ -22,9 +25,12 @@ def solve(problem: Problem) -> Solution:
     groups = start = rates = predictor = None
     if D > 1:
         rates = request_map.fit_request_rates(trace, near_duplicates(trace), seed=settings.seed)
-        groups, start = _request_groups(trace, rates, topology, settings.seed)
+        if problem.previous is None:
+            groups, start = _request_groups(trace, rates, topology, settings.seed)
+        else:
+            groups = _likely_groups(trace, rates, _hosted(problem.previous.placement, topology))
     if S > 1:
-        predictor = predict.fit(trace, settings.predictor, settings.seed)
+        predictor = predict.fit(trace, _predictor_settings(problem), settings.seed)
     placement = cocluster.place(
         trace,
         topology,
@@ -34,13 +40,32 @@ def solve(problem: Problem) -> Solution:
         settings.seed,
         groups,
         start,
+        None if problem.previous is None else problem.previous.placement,
         problem.progress,
     )
-    by_group = placement.hosts.reshape(-1, D, S, trace.fingerprint.num_experts)
-    hosted = np.swapaxes(np.any(by_group, axis=2), 1, 2)  # (L, E, D)
-    by_prompt = request_map.project(rates, hosted) if rates else None
+    by_prompt = request_map.project(rates, _hosted(placement, topology)) if rates else None
     by_path = predict.project(predictor, trace, placement, problem.embeddings) if predictor else None
     return Solution(placement=placement, requests=by_prompt or RoundRobin(num_groups=D), tokens=by_path or ByPosition())
+
+
+def _predictor_settings(problem: Problem) -> PredictorSettings:
+    """The look-back of the plan to begin from is chosen again only if it is given."""
+    settings, previous = problem.settings.predictor, problem.previous
+    if previous is None or settings.lookback is not None or not isinstance(previous.tokens, PathScores):
+        return settings
+    return replace(settings, lookback=previous.tokens.lookback)
+
+
+def _hosted(placement: Placement, topology: Topology) -> np.ndarray:
+    """(L, E, D) bool: whether a rank of the group hosts the expert."""
+    by_group = placement.hosts.reshape(-1, topology.dp_size, topology.attn_tp_size, placement.num_experts)
+    return np.swapaxes(np.any(by_group, axis=2), 1, 2)
+
+
+def _likely_groups(trace: RoutingTrace, rates: request_map.RequestRates, hosted: np.ndarray) -> np.ndarray:
+    """(R,) the group of the highest score by each request's prompt."""
+    scheduler = CapacityScheduler(request_map.project(rates, hosted))
+    return np.array([np.argmax(scheduler.score(trace.prompt(r))) for r in range(trace.num_requests)])
 
 
 def _request_groups(
@@ -49,8 +74,7 @@ def _request_groups(
     """The group (R,) of each request, clustered jointly over all layers, and rank labels (L, E) to start from."""
     D, S = topology.dp_size, topology.attn_tp_size
     expert_groups, of_fitted = cocluster_requests(rates.planning_rates, rates.lengths, D, seed=seed)
-    scheduler = CapacityScheduler(request_map.project(rates, expert_groups[..., None] == np.arange(D)))
-    groups = np.array([np.argmax(scheduler.score(trace.prompt(r))) for r in range(trace.num_requests)])
+    groups = _likely_groups(trace, rates, expert_groups[..., None] == np.arange(D))
     groups[rates.requests] = of_fitted
     within = np.argsort(np.argsort(expert_groups, axis=1, kind="stable"), axis=1)  # place of each expert, by group
     return groups, expert_groups * S + within % S

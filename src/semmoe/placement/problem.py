@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from semmoe.core import Placement, RequestPolicy, RoutingTrace, TokenPolicy
+from semmoe.core import Placement, Plan, RequestPolicy, RoutingTrace, TokenPolicy
 from semmoe.requests.policy import RoundRobin
 from semmoe.settings import SolveSettings
 from semmoe.tokens.slices import ByPosition
@@ -24,6 +24,7 @@ class Problem:
     # (V, H): tokens that were not profiled use the rows of their nearest profiled neighbour
     embeddings: np.ndarray | None = None
     progress: Progress = lambda layers: None
+    previous: Plan | None = None  # to begin from, moving only what pays
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -162,10 +162,11 @@ def _away(price, low, high, by_node, node_of, reached, reached_nodes, left, join
 
 
 @njit
-def best_swap(rank_of, total, gains, mixes, load, rest, top, load_price, free, now, needed):
+def best_swap(rank_of, total, gains, dues, mixes, load, rest, top, load_price, free, now, needed):
     """(gain, a, b) of the best swap of two experts that are free at step `now`, or that gains more than `needed`.
 
-    load (G, J), rest (G, G, J) and top: see `loads.highest`. The gain is per token of `total`.
+    dues (E, G): what an expert on a rank costs, per token; load (G, J), rest (G, G, J) and top: see `loads.highest`.
+    The gain is per token of `total`.
     """
     E, move, both = rank_of.shape[0], gains.move, gains.both
     best, first, other = -np.inf, -1, -1
@@ -176,6 +177,7 @@ def best_swap(rank_of, total, gains, mixes, load, rest, top, load_price, free, n
             if y == x:
                 continue
             gain = (move[a, y] + move[b, x] - both[a, b] - both[b, a]) / total
+            gain += dues[a, x] - dues[a, y] + dues[b, y] - dues[b, x]
             if gain + load_price * (top - 1.0) <= best:  # no layout has a load below the mean, 1
                 continue
             if load_price > 0:
@@ -218,11 +220,12 @@ def _set_ranks(state, ranks):
 
 
 @njit
-def search_swaps(state, scratch, gains, mixes, load_price, price_steps, rounds, steps, patience, tenure, seed):
+def search_swaps(state, scratch, gains, dues, mixes, load_price, price_steps, rounds, steps, patience, tenure, seed):
     """Rounds of: settle prices, then at most `steps` best swaps, until `patience` of them found nothing better.
 
-    mixes (E, J), load_price: price of the highest load (`loads.draw_mixes`). tenure: steps for which experts that were
-    moved stay, at least. Returns (cost per token without load, mean highest load, swaps made).
+    dues (E, G): what an expert on a rank costs, per token; mixes (E, J), load_price: price of the highest load
+    (`loads.draw_mixes`). tenure: steps for which experts that were moved stay, at least.
+    Returns (cost per token without load and dues, mean highest load, swaps made).
     """
     np.random.seed(seed)
     G, J, rank_of, total = state.slots.shape[0], mixes.shape[1], state.primary, state.total_weight
@@ -242,7 +245,7 @@ def search_swaps(state, scratch, gains, mixes, load_price, price_steps, rounds, 
         for step in range(steps):
             top = highest(load, rest)
             needed = best - now + 1e-9
-            gain, a, b = best_swap(rank_of, total, gains, mixes, load, rest, top, load_price, free, step, needed)
+            gain, a, b = best_swap(rank_of, total, gains, dues, mixes, load, rest, top, load_price, free, step, needed)
             if a < 0 or step - last > patience:
                 break
             swaps += 1

@@ -36,8 +36,8 @@ def count_tokens(trace: RoutingTrace, layer: int):
 
 def token_shares(counts: np.ndarray, mean: np.ndarray, top_k: int) -> np.ndarray:
     """(N, E): expected activations minus the mean, from `counts` (N, E) shrunk towards `mean` (E,)."""
-    occurrences = counts.sum(axis=1, keepdims=True) / top_k
-    return ((counts + TOKEN_PRIOR * mean) / (occurrences + TOKEN_PRIOR) - mean).astype(np.float32)
+    mean, occurrences = mean.astype(np.float32), counts.sum(axis=1, dtype=np.float32, keepdims=True) / top_k
+    return (counts + np.float32(TOKEN_PRIOR) * mean) / (occurrences + np.float32(TOKEN_PRIOR)) - mean
 
 
 def design_of(trace, layer, lookback, ordered, token_counts, history, loo) -> Design:
@@ -134,11 +134,20 @@ def narrower(wide: tuple[int, int], narrow: tuple[int, int], top_k: int, num_exp
 
 
 def apply_weights(design: Design, weights: np.ndarray) -> np.ndarray:
-    """(N, E) predicted activations."""
-    C, K = design.columns, design.active.shape[1]
+    """(N, E) float32: predicted activations."""
+    C, weights = design.columns, weights.astype(np.float32)
     out = design.dense @ weights[C:]
-    padded = np.concatenate([weights[:C], np.zeros((1, weights.shape[1]))])
-    for i in range(K):
-        column = design.active[:, i]
-        out += padded[np.where((column >= 0) & (column < C), column, C)]
+    _add_rows(design.active, weights[:C], out)
     return out
+
+
+@numba.njit(cache=True, nogil=True)
+def _add_rows(active, weights, out):
+    """Add to out (N, E) the rows of weights (C, E) that `active` (N, A) names; others are targets or padding."""
+    for n in range(active.shape[0]):
+        row = out[n]
+        for i in range(active.shape[1]):
+            column = active[n, i]
+            if 0 <= column < weights.shape[0]:
+                for e in range(row.shape[0]):
+                    row[e] += weights[column, e]
