@@ -11,28 +11,28 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
-TOTAL, FILE, FUNCTION = 25_350, 350, 50
+TOTAL, FILE, FUNCTION = 25_500, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 300,
     "topology.py bounds.py html.py": 300,
     "files.py trace.py": 490,
     "affinity.py splitter.py metrics.py capacity.py": 480,
-    "settings.py cost.py payoff.py": 640,
+    "settings.py cost.py payoff.py": 650,
     "results.py": 280,
     "tokens": 970,
     "requests": 930,
-    "placement": 2110,
+    "placement": 2210,
     "methods": 1380,
     "plan.py": 195,
-    "solver.py": 200,
+    "solver.py": 225,
     "replayer.py online.py": 300,
     "runtime": 2280,
     "checkpoint": 1060,
     "engines": 7450,
     "router": 1320,
     "report": 1800,
-    "cli": 2150,
+    "cli": 2195,
     "__init__.py concentration.py console.py dataset.py demo.py tables.py texts.py watch.py": 950,
 }
 # From the ground up: a module imports from its own storey and those below.

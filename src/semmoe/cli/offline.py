@@ -42,6 +42,11 @@ ModelOption = Annotated[
 ]
 
 
+BeginOption = Annotated[
+    Path | None, typer.Option("--from", help="Begin at this plan and move only what pays.", rich_help_panel=METHOD)
+]
+
+
 @app.command(rich_help_panel=OFFLINE)
 def affinity(
     trace: TraceArgument,
@@ -89,32 +94,23 @@ def solve(
     links: LinksOption = None,
     widths: Any = None,
     model: ModelOption = None,
-    begin: Annotated[
-        Path | None,
-        typer.Option("--from", help="Begin at this plan and move only what pays.", rich_help_panel=METHOD),
-    ] = None,
+    begin: BeginOption = None,
     as_json: Json = False,
 ) -> None:
     """Decide where experts go and build the tables that send tokens after them.
 
-    At the end it shows what the plan is expected to do for held-out requests, compared with contiguous placement and
-    EPLB, and whether that is worth it on your links.
+    At the end it shows what the plan should do for held-out requests, beside other methods, and whether it is worth it.
 
     Examples: `semmoe solve trace --ep-size 8 --attention tp --out plan`, `semmoe solve trace --links pcie5 --out plan`
     and, for new traffic, `semmoe solve newer --from plan --out next`
     """
-    from semmoe.plan import check_plan_output, load_plan, save_plan
-    from semmoe.solver import check_previous, moved_experts
+    from semmoe.plan import check_plan_output, save_plan
+    from semmoe.solver import check_previous
     from semmoe.trace import open_trace
 
     check_plan_output(out, force)
-    solving: SolveSettings = settings(method=method or SolveSettings().method)
-    previous = load_plan(begin) if begin else None
+    previous, solving = _begin(ctx, begin, settings(method=method or SolveSettings().method))
     topology = resolve_topology(previous, given(), OFFLINE_RANKS)
-    if previous is None:
-        refuse_given(ctx, ["move_cost"], "there is no plan to begin from: give --from")
-    elif not was_given(ctx, "redundant_experts"):
-        solving = replace(solving, redundant_experts=previous.placement.redundant_experts)
     check_applies(solving.method, topology, solving.redundant_experts)
     refuse_idle(ctx, [solving.method], topology)
     chosen_links = load_links(links or ("h200-nvlink" if topology.num_nodes == 1 else "h200-400g"), topology.num_nodes)
@@ -127,19 +123,36 @@ def solve(
     save_plan(plan, out)
     by_answers = warn_of_answers(opened, topology)
     if shape is None:
-        console.err.print(
-            "[yellow]warning:[/] no time is predicted: the trace does not say how wide the model is; "
-            "give --hidden-size and --expert-size",
-            soft_wrap=True,
-        )
-    moved, copies = (0, 0) if previous is None else moved_experts(plan, previous)
+        words = "the trace does not say how wide the model is; give --hidden-size and --expert-size"
+        console.err.print(f"[yellow]warning:[/] no time is predicted: {words}", soft_wrap=True)
+    moved = _moved(plan, previous)
     if as_json:
-        begun = {} if previous is None else {"moved_experts": moved, "copies": copies}
-        console.print_json({"plan": str(out), "scheduled_by_answers": by_answers, **begun, "expected": plan.expected})
+        console.print_json({"plan": str(out), "scheduled_by_answers": by_answers, **moved, "expected": plan.expected})
     else:
-        if previous is not None:
-            console.out.print(f"{moved:,} of {copies:,} experts move to another rank, from {begin}", markup=False)
+        _print_moved(moved, begin)
         _print_expected(out, solving.method, plan.expected)
+
+
+def _begin(ctx: typer.Context, begin: Path | None, solving: SolveSettings) -> tuple[Plan | None, SolveSettings]:
+    """The plan to begin from, and the settings with its redundant experts unless others are given."""
+    from semmoe.plan import load_plan
+
+    if begin is None:
+        refuse_given(ctx, ["move_cost"], "there is no plan to begin from: give --from")
+        return None, solving
+    previous = load_plan(begin)
+    if was_given(ctx, "redundant_experts"):
+        return previous, solving
+    return previous, replace(solving, redundant_experts=previous.placement.redundant_experts)
+
+
+def _moved(plan: Plan, previous: Plan | None) -> dict[str, int]:
+    """How many experts are on another rank than before, and how many there are, by name."""
+    from semmoe.solver import moved_experts
+
+    return (
+        {} if previous is None else dict(zip(("moved_experts", "experts"), moved_experts(plan, previous), strict=True))
+    )
 
 
 def _solve(
@@ -175,6 +188,12 @@ def _layer_shape(f: Fingerprint, widths: Widths) -> LayerShape | None:
             raise ValueError(f"--{name.replace('_', '-')} is {given}, but the trace was profiled with {known}")
         sizes.append(given or known)
     return LayerShape(hidden_size=sizes[0], expert_size=sizes[1], top_k=f.top_k) if all(sizes) else None
+
+
+def _print_moved(moved: dict[str, int], begin: Path | None) -> None:
+    if moved:
+        counts = f"{moved['moved_experts']:,} of {moved['experts']:,}"
+        console.out.print(f"{counts} experts move to another rank, from {begin}", markup=False, soft_wrap=True)
 
 
 def _print_expected(out: Path, method: str, expected: dict[str, Any] | None) -> None:

@@ -40,7 +40,6 @@ DECIDED = [
     "lookback",
     "theta",
     "steps",
-    "move_cost",
     "model",
     *OBJECTIVE,
 ]
@@ -77,6 +76,7 @@ def replay(
     from semmoe.trace import open_trace
 
     check_result(out, force)
+    refuse_given(ctx, ["move_cost"], "plans of a replay begin from no other")
     scoring: ReplaySettings = measure()
     settings: dict[str, Any] = {"trace": str(trace), **asdict(scoring)}
     if plan is not None:
@@ -84,11 +84,9 @@ def replay(
         opened = open_trace(trace)
         topology, methods = _replay_plan(opened, plan, scoring, settings)
     else:
-        refuse_given(ctx, ["move_cost"], "plans of a replay begin from no other")
         topology, solve_by = resolve_topology(None, given(), OFFLINE_RANKS), solving()
         settings |= asdict(topology) | asdict(share()) | _said_of(solve_by)
-        chosen = _applicable(method or "all", topology, solve_by.redundant_experts)
-        refuse_idle(ctx, chosen, topology)
+        refuse_idle(ctx, chosen := _applicable(method or "all", topology, solve_by.redundant_experts), topology)
         opened = open_trace(trace)
         embeddings = model_embeddings(model, opened.fingerprint) if model else None
         methods = _replay_methods(opened, chosen, topology, scoring, solve_by, share().profile_share, embeddings)
