@@ -102,7 +102,7 @@ def test_what_is_put_in_can_be_taken_out(topology, redundant, seed):
         assert np.abs(table).max() < 1e-6, field
 
 
-def search(instance, layout, topology, load_price=0.0, mixes=None, rounds=2, steps=40, seed=0):
+def search(instance, layout, topology, load_price=0.0, mixes=None, rounds=2, steps=40, seed=0, dues=None):
     slots, primary = layout
     state, scratch = make_state(*instance, slots.copy(), primary.copy(), topology, WEIGHTS)
     E = len(primary)
@@ -110,7 +110,8 @@ def search(instance, layout, topology, load_price=0.0, mixes=None, rounds=2, ste
     single = slots.size == E
     run = swaps.search_swaps if single else moves.search_moves
     tables = swaps.make_gains(state) if single else make_tables(state)
-    cost, load, made = run(state, scratch, tables, mixes, load_price, 0, rounds, steps, steps, 2, seed)
+    dues = np.zeros((E, topology.ep_size)) if dues is None else dues
+    cost, load, made = run(state, scratch, tables, dues, mixes, load_price, 0, rounds, steps, steps, 2, seed)
     return state, cost, load, made
 
 
@@ -168,6 +169,16 @@ def test_load_that_costs_more_than_locality_gains_is_not_taken(redundant):
     assert apart[1] > -2.0
 
 
+@pytest.mark.parametrize("redundant", [0, 4])
+@given(seed=st.integers(0, 9999))
+def test_no_expert_goes_where_it_costs_more_than_it_gains(redundant, seed):
+    instance, layout = random_sets(seed, 8, 1), random_layout(seed, 8, 4, redundant)
+    dues = np.full((8, 4), 1e3)
+    dues[layout[0], np.arange(4)[:, None]] = 0.0
+    state = search(instance, layout, Topology(ep_size=4), dues=dues)[0]
+    np.testing.assert_array_equal(np.sort(state.slots, axis=1), np.sort(layout[0], axis=1))
+
+
 @given(st.integers(0, 9999), st.integers(2, 6))
 def test_the_highest_load_and_what_a_swap_makes_of_it_by_loops(seed, ranks):
     rng = np.random.default_rng(seed)
@@ -196,7 +207,8 @@ def test_prices_are_settled_between_rounds():
     """Without them all tokens would sit on the rank that hosts what they use most."""
     instance, layout = random_sets(0, 8, 1, count=400), random_layout(0, 8, 4)
     state, scratch = make_state(*instance, *layout, Topology(ep_size=4), WEIGHTS)
-    swaps.search_swaps(state, scratch, swaps.make_gains(state), np.full((8, 2), 0.5), 0.0, 4, 3, 20, 20, 2, 0)
+    dues, mixes = np.zeros((8, 4)), np.full((8, 2), 0.5)
+    swaps.search_swaps(state, scratch, swaps.make_gains(state), dues, mixes, 0.0, 4, 3, 20, 20, 2, 0)
     assert state.price.any()
     settle(state, 0)
     full = np.bincount(state.home, state.weight, 4)
