@@ -7,7 +7,7 @@ import oracles
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_placement_search import WEIGHTS, neighbours, random_layout, random_sets, tokens_of
+from test_placement_search import WEIGHTS, neighbours, optimum, random_layout, random_sets, tokens_of
 
 from semmoe.placement import moves, swaps
 from semmoe.placement.homes import make_state
@@ -147,10 +147,7 @@ def test_a_search_keeps_the_best_that_it_saw(topology, redundant, seed):
 def test_the_best_of_a_few_starts_is_the_optimum_of_a_small_instance(experts, ranks, redundant, topology, seed):
     instance = random_sets(seed, experts, topology.dp_size, count=12, top_k=2)
     found = [search(instance, random_layout(start, experts, ranks, redundant), topology)[1] for start in range(4)]
-    best = min(
-        oracles.layout_cost(slots, primary.tolist(), tokens_of(*instance), topology, WEIGHTS)[0]
-        for slots, primary in oracles.all_layouts(experts, ranks, (experts + redundant) // ranks)
-    )
+    best = optimum(instance, experts, ranks, (experts + redundant) // ranks, topology)
     assert min(found) == pytest.approx(best)
 
 

@@ -150,9 +150,10 @@ def _moved(plan: Plan, previous: Plan | None) -> dict[str, int]:
     """How many experts are on another rank than before, and how many there are, by name."""
     from semmoe.solver import moved_experts
 
-    return (
-        {} if previous is None else dict(zip(("moved_experts", "experts"), moved_experts(plan, previous), strict=True))
-    )
+    if previous is None:
+        return {}
+    moved, experts = moved_experts(plan, previous)
+    return {"moved_experts": moved, "experts": experts}
 
 
 def _solve(

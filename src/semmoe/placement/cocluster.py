@@ -17,6 +17,7 @@ from semmoe.core import Placement, RoutingTrace
 from semmoe.metrics import layer_traffic
 from semmoe.placement.copies import LOAD_PRICE, level, nearest_copies, primary_copy_choice
 from semmoe.placement.layers import LayerSearch, Layout
+from semmoe.placement.loads import resampled_shares
 from semmoe.settings import CoclusterSettings
 from semmoe.tokens.kernels import SCALE
 from semmoe.tokens.predictor import Predictor, predict, sample_requests
@@ -201,10 +202,7 @@ def expected_load(served_by: np.ndarray, request: np.ndarray, topology: Topology
     its own. served_by (T, K): ranks; request (T,).
     """
     G, rng = topology.ep_size, np.random.default_rng(0)
-    flat = np.repeat(request, served_by.shape[1]) * G + served_by.reshape(-1)
-    by_request = np.bincount(flat, minlength=(request.max() + 1) * G).reshape(-1, G)
-    share = rng.poisson(rng.poisson(1, (RESAMPLES, len(by_request)))) @ by_request + 1e-9
-    share /= share.sum(axis=1, keepdims=True)
+    share = resampled_shares(served_by, request, G, RESAMPLES, rng)
     pairs = settings.batch_tokens * served_by.shape[1]
     batch = share + rng.normal(size=share.shape) * np.sqrt(share * (1 - share) / pairs)
     return float((batch.max(axis=1) * G).mean())

@@ -13,12 +13,17 @@ def draw_mixes(expert_ids: np.ndarray, request: np.ndarray, num_experts: int, ep
     expert_ids (T, K), request (T,). Requests are resampled twice, by a Poisson bootstrap, since both the profile and
     the traffic are random draws, and a batch's tokens add noise of their own (`cocluster.expected_load`).
     """
-    flat = (request[:, None] * num_experts + expert_ids).ravel()
-    by_request = np.bincount(flat, minlength=(request.max() + 1) * num_experts).reshape(-1, num_experts)
-    share = rng.poisson(rng.poisson(1, (MIXES, len(by_request)))) @ by_request + 1e-9
-    share /= share.sum(axis=1, keepdims=True)
+    share = resampled_shares(expert_ids, request, num_experts, MIXES, rng)
     share += rng.normal(size=share.shape) * np.sqrt(share / (batch_tokens * expert_ids.shape[1]))
     return np.ascontiguousarray(share.T * ep_size)
+
+
+def resampled_shares(ids: np.ndarray, request: np.ndarray, number: int, mixes: int, rng) -> np.ndarray:
+    """(mixes, number) float64: share of each of `number` ids in ids (T, K), with the requests (T,) resampled twice."""
+    flat = (request[:, None] * number + ids).ravel()
+    by_request = np.bincount(flat, minlength=(request.max() + 1) * number).reshape(-1, number)
+    share = rng.poisson(rng.poisson(1, (mixes, len(by_request)))) @ by_request + 1e-9
+    return share / share.sum(axis=1, keepdims=True)
 
 
 @njit

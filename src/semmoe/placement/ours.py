@@ -14,7 +14,7 @@ from semmoe.requests.policy import RoundRobin
 from semmoe.settings import PredictorSettings
 from semmoe.splitter import near_duplicates
 from semmoe.tokens import predictor as predict
-from semmoe.tokens.slices import ByPosition, PathScores
+from semmoe.tokens.slices import ByPosition
 from semmoe.topology import Topology
 
 
@@ -51,9 +51,9 @@ def solve(problem: Problem) -> Solution:
 def _predictor_settings(problem: Problem) -> PredictorSettings:
     """The look-back of the plan to begin from is chosen again only if it is given."""
     settings, previous = problem.settings.predictor, problem.previous
-    if previous is None or settings.lookback is not None or not isinstance(previous.tokens, PathScores):
+    if previous is None or settings.lookback is not None or previous.method != "semmoe":
         return settings
-    return replace(settings, lookback=previous.tokens.lookback)
+    return replace(settings, lookback=getattr(previous.tokens, "lookback", None))
 
 
 def _hosted(placement: Placement, topology: Topology) -> np.ndarray:
