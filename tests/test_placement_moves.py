@@ -11,7 +11,7 @@ from test_placement_search import WEIGHTS, neighbours, optimum, random_layout, r
 
 from semmoe.placement import moves, swaps
 from semmoe.placement.homes import make_state
-from semmoe.placement.loads import MIXES, draw_mixes, highest, highest_after
+from semmoe.placement.loads import MIXES, draw_mixes, highest, highest_after, make_loads
 from semmoe.placement.replicas import contribute, make_tables
 from semmoe.placement.search import settle
 from semmoe.topology import Topology
@@ -111,7 +111,8 @@ def search(instance, layout, topology, load_price=0.0, mixes=None, rounds=2, ste
     run = swaps.search_swaps if single else moves.search_moves
     tables = swaps.make_gains(state) if single else make_tables(state)
     dues = np.zeros((E, topology.ep_size)) if dues is None else dues
-    cost, load, made = run(state, scratch, tables, dues, mixes, load_price, 0, rounds, steps, steps, 2, seed)
+    loads = make_loads(topology.ep_size, mixes.shape[1])
+    cost, load, made = run(state, scratch, tables, dues, mixes, loads, load_price, 0, rounds, steps, steps, 2, seed)
     return state, cost, load, made
 
 
@@ -180,14 +181,17 @@ def test_no_expert_goes_where_it_costs_more_than_it_gains(redundant, seed):
 def test_the_highest_load_and_what_a_swap_makes_of_it_by_loops(seed, ranks):
     rng = np.random.default_rng(seed)
     mixes, rank_of = rng.random((12, 5)), rng.permutation(np.arange(12) % ranks)
-    load, rest = np.stack([mixes[rank_of == g].sum(axis=0) for g in range(ranks)]), np.zeros((ranks, ranks, 5))
-    assert highest(load, rest) == pytest.approx(load.max(axis=0).mean())
+    loads = make_loads(ranks, 5)
+    load = loads.now
+    load[:] = [mixes[rank_of == g].sum(axis=0) for g in range(ranks)]
+    assert highest(loads) == pytest.approx(load.max(axis=0).mean())
     a, b = 0, next(e for e in range(12) if rank_of[e] != rank_of[0])
     x, y = rank_of[a], rank_of[b]
     swapped = rank_of.copy()
     swapped[a], swapped[b] = y, x
     after = np.stack([mixes[swapped == g].sum(axis=0) for g in range(ranks)]).max(axis=0).mean()
-    others = rest[min(x, y), max(x, y)]
+    others = loads.others[min(x, y), max(x, y)]
+    assert loads.least[min(x, y), max(x, y)] == pytest.approx(max(others.mean(), 1.0))
     assert highest_after(mixes[a], 1.0, mixes[b], 1.0, load[x], load[y], others) == pytest.approx(after)
 
 
@@ -205,7 +209,7 @@ def test_prices_are_settled_between_rounds():
     instance, layout = random_sets(0, 8, 1, count=400), random_layout(0, 8, 4)
     state, scratch = make_state(*instance, *layout, Topology(ep_size=4), WEIGHTS)
     dues, mixes = np.zeros((8, 4)), np.full((8, 2), 0.5)
-    swaps.search_swaps(state, scratch, swaps.make_gains(state), dues, mixes, 0.0, 4, 3, 20, 20, 2, 0)
+    swaps.search_swaps(state, scratch, swaps.make_gains(state), dues, mixes, make_loads(4, 2), 0.0, 4, 3, 20, 20, 2, 0)
     assert state.price.any()
     settle(state, 0)
     full = np.bincount(state.home, state.weight, 4)

@@ -11,7 +11,7 @@ import numpy as np
 from semmoe.affinity import pair_count
 from semmoe.placement.greedy import place_layer
 from semmoe.placement.homes import make_state
-from semmoe.placement.loads import draw_mixes
+from semmoe.placement.loads import draw_mixes, make_loads
 from semmoe.placement.moves import search_moves, sum_dues
 from semmoe.placement.replicas import make_tables
 from semmoe.placement.search import improve
@@ -117,10 +117,11 @@ class LayerSearch:
         state, scratch = make_state(*sets, slots.copy(), primary.copy(), self.topology, weights)  # type: ignore
         tenure, seed = max(self.num_experts // TENURE, 1), int(self.rng.integers(2**31))
         effort = settings.price_steps, settings.rounds, steps, settings.patience, tenure, seed
+        prices = self.dues, self.mixes, make_loads(self.topology.ep_size, self.mixes.shape[1]), load_price
         if not self.redundant:
-            cost, load, _ = search_swaps(state, scratch, make_gains(state), self.dues, self.mixes, load_price, *effort)
+            cost, load, _ = search_swaps(state, scratch, make_gains(state), *prices, *effort)
         elif self.topology.num_nodes == 1 and self.topology.ep_size <= BITS:
-            cost, load, _ = search_moves(state, scratch, make_tables(state), self.dues, self.mixes, load_price, *effort)
+            cost, load, _ = search_moves(state, scratch, make_tables(state), *prices, *effort)
         else:
             return self._judged(sets, slots, primary, load_price, weights)
         return Layout(state.slots, state.primary, cost, load, float(sum_dues(state.slots, self.dues)))

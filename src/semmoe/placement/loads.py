@@ -1,10 +1,26 @@
 """The load that requests other than the profile's would put on ranks: batches drawn from the profile's requests."""
 
+from collections import namedtuple
+
 import numpy as np
 
 from semmoe.placement.homes import njit
 
 MIXES = 64
+
+Loads = namedtuple(
+    "Loads",
+    [
+        "now",  # (G, J) load of each rank in each mix
+        "others",  # (G, G, J) the highest load of all ranks but x and y, for x < y
+        "least",  # (G, G) its mean over mixes, at least 1: no move between x and y brings the highest load below it
+    ],
+)
+
+
+def make_loads(ep_size: int, mixes: int) -> Loads:
+    G, J = ep_size, mixes
+    return Loads(np.zeros((G, J)), np.zeros((G, G, J)), np.ones((G, G)))
 
 
 def draw_mixes(expert_ids: np.ndarray, request: np.ndarray, num_experts: int, ep_size: int, batch_tokens: int, rng):
@@ -22,15 +38,16 @@ def resampled_shares(ids: np.ndarray, request: np.ndarray, number: int, mixes: i
     """(mixes, number) float64: share of each of `number` ids in ids (T, K), with the requests (T,) resampled twice."""
     flat = (request[:, None] * number + ids).ravel()
     by_request = np.bincount(flat, minlength=(request.max() + 1) * number).reshape(-1, number)
-    share = rng.poisson(rng.poisson(1, (mixes, len(by_request)))) @ by_request + 1e-9
+    share = rng.poisson(rng.poisson(1, (mixes, len(by_request)))).astype(np.float64) @ by_request + 1e-9
     return share / share.sum(axis=1, keepdims=True)
 
 
 @njit
-def highest(load, rest):
-    """Mean over mixes of the highest load (G, J); fills rest (G, G, J), x < y, with the highest of all other ranks."""
-    G, J = load.shape
-    total = 0.0
+def highest(loads):
+    """Mean over mixes of the highest of the loads `now`; fills `others` and `least`."""
+    load, others, least = loads.now, loads.others, loads.least
+    (G, J), total = load.shape, 0.0
+    least[:] = 0.0
     for j in range(J):
         first = second = third = -np.inf  # the three highest loads of the mix
         one = two = -1
@@ -46,9 +63,12 @@ def highest(load, rest):
         for x in range(G):
             for y in range(x + 1, G):
                 if one != x and one != y:
-                    rest[x, y, j] = first
+                    most = first
                 else:
-                    rest[x, y, j] = second if two != x and two != y else third
+                    most = second if two != x and two != y else third
+                others[x, y, j] = most
+                least[x, y] += most / J
+    least[:] = np.maximum(least, 1.0)  # no layout has a load below the mean
     return total / J
 
 

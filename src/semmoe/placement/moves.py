@@ -12,32 +12,32 @@ from semmoe.placement.search import PROMOTE, REPLACE, SWAP, collect, settle
 
 
 @njit
-def best_move(state, tables, dues, mixes, load, rest, top, load_price, free, now, needed):
+def best_move(state, tables, dues, mixes, loads, top, load_price, free, now, needed):
     """(kind, slot p, slot q or expert b) of the best move of experts that are free at step `now`; kind -1: none.
 
-    A move that is estimated to gain more than `needed` is always free. load, rest, top: see `loads.highest`.
+    A move that is estimated to gain more than `needed` is always free. top: the highest load now (`loads.highest`).
     """
     S = state.slots.shape[1]
     best, kind, first, other = -np.inf, -1, -1, -1
     for p in range(state.slots.size):
         a = state.slots[p // S, p % S]
-        gain, q = _best_partner(state, tables, dues, mixes, load, rest, top, load_price, free, now, needed, best, p)
+        gain, q = _best_partner(state, tables, dues, mixes, loads, top, load_price, free, now, needed, best, p)
         if gain > best:
             best, kind, first, other = gain, SWAP, p, q
         if state.masks[a, 0] & (state.masks[a, 0] - ONE) == ZERO:
             continue
-        gain, b = _best_successor(state, tables, dues, mixes, load, rest, top, load_price, free, now, needed, best, p)
+        gain, b = _best_successor(state, tables, dues, mixes, loads, top, load_price, free, now, needed, best, p)
         if gain > best:
             best, kind, first, other = gain, REPLACE, p, b
         if state.primary[a] != p // S:
-            gain = _promotion(state, tables, mixes, load, rest, top, load_price, p)
+            gain = _promotion(state, tables, mixes, loads, top, load_price, p)
             if gain > best and (free[a] <= now or gain > needed):
                 best, kind, first, other = gain, PROMOTE, p, a
     return kind, first, other
 
 
 @njit
-def _best_partner(state, tables, dues, mixes, load, rest, top, load_price, free, now, needed, best, p):
+def _best_partner(state, tables, dues, mixes, loads, top, load_price, free, now, needed, best, p):
     """(gain, slot) of the best swap of slot p with one of a higher rank, if better than `best`."""
     slots, masks, S, total, pairs = (
         state.slots,
@@ -49,7 +49,8 @@ def _best_partner(state, tables, dues, mixes, load, rest, top, load_price, free,
     move, twice, served = tables.move, tables.twice, tables.served
     x, other = p // S, -1
     a = slots[x, p % S]
-    mask, share, slack = masks[a, 0], served[p] / max(pairs[a], 1e-9), load_price * (top - 1.0)
+    load, rest, least = loads.now, loads.others, loads.least
+    mask, share = masks[a, 0], served[p] / max(pairs[a], 1e-9)
     for q in range((x + 1) * S, slots.size):
         y = q // S
         b = slots[y, q % S]
@@ -57,7 +58,7 @@ def _best_partner(state, tables, dues, mixes, load, rest, top, load_price, free,
             continue
         gain = (move[p, y] + move[q, x] - twice[p, q] - twice[q, p]) / total
         gain += dues[a, x] - dues[a, y] + dues[b, y] - dues[b, x]
-        if gain + slack <= best:
+        if gain + load_price * (top - least[x, y]) <= best:
             continue
         if load_price > 0:
             back = served[q] / max(pairs[b], 1e-9)
@@ -69,15 +70,16 @@ def _best_partner(state, tables, dues, mixes, load, rest, top, load_price, free,
 
 
 @njit
-def _best_successor(state, tables, dues, mixes, load, rest, top, load_price, free, now, needed, best, p):
+def _best_successor(state, tables, dues, mixes, loads, top, load_price, free, now, needed, best, p):
     """(gain, expert) of the best expert to take slot p, whose expert has other copies, if better than `best`."""
     slots, masks, primary, S, pairs = state.slots, state.masks, state.primary, state.slots.shape[1], state.expert_load
     drop, add, instead, served, at_home = tables.drop, tables.add, tables.instead, tables.served, tables.at_home
     x, other, J, total = p // S, -1, mixes.shape[1], state.total_weight
     a = slots[x, p % S]
-    share, slack = served[p] / max(pairs[a], 1e-9), load_price * (top - 1.0)
+    share, load = served[p] / max(pairs[a], 1e-9), loads.now
     z = lowest_bit(masks[a, 0] & ~(ONE << np.uint64(x))) if primary[a] == x else primary[a]
-    others = rest[min(x, z), max(x, z)]
+    others, least = loads.others[min(x, z), max(x, z)], loads.least[min(x, z), max(x, z)]
+    slack = load_price * (top - least)
     for b in range(primary.shape[0]):
         if (masks[b, 0] >> np.uint64(x)) & ONE:
             continue
@@ -98,7 +100,7 @@ def _best_successor(state, tables, dues, mixes, load, rest, top, load_price, fre
 
 
 @njit
-def _promotion(state, tables, mixes, load, rest, top, load_price, p):
+def _promotion(state, tables, mixes, loads, top, load_price, p):
     """Gain if the copy in slot p becomes its expert's primary."""
     S = state.slots.shape[1]
     x, a = p // S, state.slots[p // S, p % S]
@@ -106,8 +108,9 @@ def _promotion(state, tables, mixes, load, rest, top, load_price, p):
     gain = tables.promote[p] / state.total_weight
     if load_price > 0:
         remote = tables.served[tables.slot_of[a, z]] - tables.at_home[a, z]
-        share, others = remote / max(state.expert_load[a], 1e-9), rest[min(x, z), max(x, z)]
-        gain += load_price * (top - highest_after(mixes[a], share, mixes[a], 0.0, load[z], load[x], others))
+        share, others = remote / max(state.expert_load[a], 1e-9), loads.others[min(x, z), max(x, z)]
+        after = highest_after(mixes[a], share, mixes[a], 0.0, loads.now[z], loads.now[x], others)
+        gain += load_price * (top - after)
     return gain
 
 
@@ -179,11 +182,13 @@ def sum_dues(slots, dues):
 
 
 @njit
-def search_moves(state, scratch, tables, dues, mixes, load_price, price_steps, rounds, steps, patience, tenure, seed):
+def search_moves(
+    state, scratch, tables, dues, mixes, loads, load_price, price_steps, rounds, steps, patience, tenure, seed
+):
     """Search as `swaps.search_swaps` does; same arguments and results."""
     np.random.seed(seed)
-    (G, S), (E, J), total = state.slots.shape, mixes.shape, state.total_weight
-    every, load, rest, moves = np.arange(state.sets.shape[0]), np.zeros((G, J)), np.zeros((G, G, J)), 0
+    S, E, total = state.slots.shape[1], mixes.shape[0], state.total_weight
+    every, load, moves = np.arange(state.sets.shape[0]), loads.now, 0
     slots, primary = state.slots.copy(), state.primary.copy()
     scratch.stamp[:] = -1
     for _ in range(rounds):
@@ -192,13 +197,13 @@ def search_moves(state, scratch, tables, dues, mixes, load_price, price_steps, r
         free, best, last = np.zeros(E, np.int64), np.inf, -1
         for step in range(steps + 1):
             _spread(state, tables.served, mixes, load)
-            top = highest(load, rest)
+            top = highest(loads)
             now = load_price * top - tables.value[0] / total + sum_dues(state.slots, dues)
             if now < best - 1e-9:
                 best, last = now, step - 1
                 slots[:], primary[:] = state.slots, state.primary
             needed = now - best + 1e-9
-            kind, p, other = best_move(state, tables, dues, mixes, load, rest, top, load_price, free, step, needed)
+            kind, p, other = best_move(state, tables, dues, mixes, loads, top, load_price, free, step, needed)
             if kind < 0 or step - last > patience or step == steps:
                 break
             moves += 1
@@ -215,4 +220,4 @@ def search_moves(state, scratch, tables, dues, mixes, load_price, price_steps, r
         state.slots[:], state.primary[:] = slots, primary
         _settle(state, tables, 0, every)
     _spread(state, tables.served, mixes, load)
-    return -tables.value[0] / total, highest(load, rest), moves
+    return -tables.value[0] / total, highest(loads), moves

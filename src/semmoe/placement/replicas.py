@@ -21,6 +21,7 @@ import numpy as np
 
 from semmoe.placement.homes import ONE, ZERO, inlined, lowest_bit, njit
 
+STAYS = ONE << np.uint64(63)  # a bit that is no expert's
 # What is summed over sets, for slots (P,), experts (E,) and ranks (G,).
 Tables = namedtuple(
     "Tables",
@@ -62,13 +63,13 @@ def contribute(state, tables, sets, first, last, sign):
     move, add, drop, promote, twice = tables.move, tables.add, tables.drop, tables.promote, tables.twice
     instead, served, at_home, value = tables.instead, tables.served, tables.at_home, 0.0
     G, K = price.shape[0], all_sets.shape[1]
-    (experts, primary, starts, hosts, shared, at), (ranks, slots, joined, after), spots = _scratch(K, G)
+    (experts, primary, starts, hosts, shared, at), (ranks, slots, joined, after), spots, bases = _scratch(K, G)
     for c in range(first, last):
         u = sets[c]
         low, weight = group[u] * S, sign * weights[u]
         high = low + S
         copies = ranks, slots, starts
-        reached = _read(all_sets[u], masks, primaries, slot_of, experts, hosts, primary, shared, at, copies)
+        reached = _read(all_sets, u, masks, primaries, slot_of, experts, hosts, primary, shared, at, copies)
         count, best, second, home = _candidates(low, high, price, hosts, shared, spots, costs)
         elsewhere = -price[low:high].min() - per_rank * reached  # worth of the best home that hosts none
         if home < 0:
@@ -76,7 +77,7 @@ def contribute(state, tables, sets, first, last, sign):
         value += weight * best
         for i in range(K):
             e, start, end = experts[i], starts[i], starts[i + 1]
-            _serve(hosts[i], primary[i], home, slots, ranks, start, end, weight, served, at_home[e])
+            _serve(hosts[i], primary[i], home, slots, ranks, start, end, weight, served, at_home, e)
             _join(i, low, high, price, spots, count, shared, reached, costs, joined)
             for y in range(low, high):  # also on ranks that have a copy of it, where nobody looks
                 add[e, y] += weight * (joined[y] - best) if joined[y] > best else 0.0
@@ -85,19 +86,18 @@ def contribute(state, tables, sets, first, last, sign):
                 x, p = ranks[own], slots[own]
                 if x == primary[i]:
                     left = hosts[i] & ~(ONE << np.uint64(x))
-                    dropped = _move_primary(
-                        i, x, left, primary, shared, at, spots, count, best, elsewhere, costs, after
-                    )
+                    n = _bases(i, x, True, shared, spots, count, elsewhere, costs, bases)
+                    dropped = _move_primary(i, left, primary, at, bases, n, best, per_rank, after)
                 else:
                     lost = _without(i, x, spots, count, shared, second, elsewhere, costs) if x == home else best
                     dropped = lost - best
                     after[:] = lost
-                    other = _primary_on(i, primary[i], x, False, shared, at, spots, count, elsewhere, costs)
-                    promote[p] += weight * (other - best)
+                    n = _bases(i, primary[i], False, shared, spots, count, elsewhere, costs, bases)
+                    promote[p] += weight * (_best_with(at[x], bases, n, per_rank) - best)
                 drop[p] += weight * dropped
                 for y in range(low, high):
                     after[y] = joined[y] if joined[y] > after[y] else after[y]
-                _add_moves(hosts[i], ranks, slots, starts[K], after, best, weight, move[p], twice[p])
+                _add_moves(hosts[i], ranks, slots, starts[K], after, best, weight, move, twice, p)
                 for j in range(K if several else 0):
                     instead[p, experts[j]] += weight * dropped
         _count_instead(experts, hosts, shared, spots, count, best, weight, costs, slot_of, instead)
@@ -113,19 +113,20 @@ def _scratch(K, G):
     hosts, shared, at = np.zeros(K, np.uint64), np.zeros(K, np.uint64), np.zeros(G, np.uint64)
     ranks, slots, joined, after = np.zeros(K * G, np.int64), np.zeros(K * G, np.int64), np.zeros(G), np.zeros(G)
     spots = np.zeros(G, np.int64), np.zeros(G), np.zeros(G, np.uint64)
-    return (experts, primary, starts, hosts, shared, at), (ranks, slots, joined, after), spots
+    bases = np.zeros(G + 1), np.zeros(G + 1, np.uint64)
+    return (experts, primary, starts, hosts, shared, at), (ranks, slots, joined, after), spots, bases
 
 
 @inlined
-def _read(row, masks, primaries, slot_of, experts, hosts, primary, shared, at, copies):
+def _read(sets, u, masks, primaries, slot_of, experts, hosts, primary, shared, at, copies):
     """Read a set; returns the number of ranks that its primaries are on.
 
     shared (K,): the other experts of the set with the same primary; at (G,): the experts with primaries on each rank;
     the copies of expert i are starts[i] to starts[i + 1] of ranks and slots.
     """
     (ranks, slots, starts), reached, count = copies, 0, 0
-    for i in range(row.shape[0]):
-        e = experts[i] = row[i]
+    for i in range(sets.shape[1]):
+        e = experts[i] = sets[u, i]
         left = hosts[i] = masks[e, 0]
         x = primary[i] = primaries[e]
         reached += at[x] == ZERO
@@ -136,8 +137,8 @@ def _read(row, masks, primaries, slot_of, experts, hosts, primary, shared, at, c
             left &= left - ONE
             ranks[count], slots[count] = g, slot_of[e, g]
             count += 1
-    starts[row.shape[0]] = count
-    for i in range(row.shape[0]):
+    starts[sets.shape[1]] = count
+    for i in range(sets.shape[1]):
         shared[i] = at[primary[i]] & ~(ONE << np.uint64(i))
     return reached
 
@@ -172,12 +173,12 @@ def _candidates(low, high, price, hosts, shared, spots, costs):
 
 
 @inlined
-def _serve(host, first, home, slots, ranks, start, end, weight, served, at_home):
+def _serve(host, first, home, slots, ranks, start, end, weight, served, at_home, e):
     """Count the pair of an expert with copies start to end at its home's copy, else at the primary on rank `first`."""
     rank = home if (host >> np.uint64(home)) & ONE else first
     for own in range(start, end):
         served[slots[own]] += weight if ranks[own] == rank else 0.0
-    at_home[home] += weight
+    at_home[e, home] += weight
 
 
 @inlined
@@ -204,59 +205,74 @@ def _without(i, x, spots, count, shared, second, elsewhere, costs):
 
 
 @inlined
-def _primary_on(i, x, y, lost, shared, at, spots, count, elsewhere, costs):
-    """Best worth if expert i's primary goes from x to y, where -1 stands for any rank without a primary of the set's.
+def _bases(i, x, lost, shared, spots, count, elsewhere, costs, bases):
+    """Fill `bases` for expert i's primary to leave rank x, where its copy is lost or stays; returns their number.
 
-    lost: the copy on x goes too.
+    bases: each home's worth wherever the primary goes, but that it costs another row unless one of the experts whose
+    bits are `needed` (n,) has its primary there too; STAYS if it never does.
     """
-    (homes, worth, away), (activation, per_rank, _) = spots, costs
-    bit, mine = ONE << np.uint64(i), shared[i]
-    full = (ONE << np.uint64(shared.shape[0])) - ONE
-    there, top = at[y] & ~bit if y >= 0 else ZERO, -np.inf
+    (homes, worth, away), (activation, per_rank, _), (base, needed) = spots, costs, bases
+    bit, n, full = ONE << np.uint64(i), 0, (ONE << np.uint64(shared.shape[0])) - ONE
     for k in range(count):
-        here, gone = worth[k], away[k]
-        if homes[k] == x:
-            if lost:
-                if gone | bit == full:
-                    continue
-                here -= activation + (per_rank if (there & gone) == ZERO else 0.0)
+        gone = away[k]
+        alone = (shared[i] & gone) == ZERO
+        base[n], needed[n] = worth[k], STAYS
+        if homes[k] == x and lost:
+            if gone | bit == full:
+                continue
+            base[n], needed[n] = worth[k] - activation, gone
         elif gone & bit:
-            here += (per_rank if (mine & gone) == ZERO else 0.0) - (per_rank if (there & gone) == ZERO else 0.0)
-        top = here if here > top else top
-    if top == -np.inf:
-        top = elsewhere + per_rank * ((mine == ZERO) - (there == ZERO))
+            base[n], needed[n] = worth[k] + (per_rank if alone else 0.0), gone
+        n += 1
+    if n == 0:
+        base[0], needed[0] = elsewhere + (per_rank if shared[i] == ZERO else 0.0), full
+    return max(n, 1)
+
+
+@inlined
+def _best_with(there, bases, n, per_rank):
+    """Best worth if the primary goes where the experts whose bits are `there` have theirs."""
+    (base, needed), top = bases, -np.inf
+    for k in range(n):
+        worth = base[k] - (per_rank if ((there | STAYS) & needed[k]) == ZERO else 0.0)
+        top = worth if worth > top else top
     return top
 
 
 @inlined
-def _move_primary(i, x, others, primary, shared, at, spots, count, best, elsewhere, costs, after):
-    """Fill after (G,): the best worth if expert i's primary copy goes from x to each rank.
+def _move_primary(i, others, primary, at, bases, n, best, per_rank, after):
+    """Fill after (G,): the best worth if expert i's primary copy goes from its rank to each rank.
 
     Returns the change if it is dropped for one of `others`, the ranks of further copies.
     """
-    heir = lowest_bit(others) if others else -1
-    alike = _primary_on(i, x, -1, True, shared, at, spots, count, elsewhere, costs)
+    heir, base = lowest_bit(others) if others else -1, bases[0]
+    alike = _best_with(ZERO, bases, n, per_rank)
     after[:] = alike
     dropped, bit = alike - best if others else 0.0, ONE << np.uint64(i)
+    top = -np.inf
+    for k in range(n):
+        top = base[k] if base[k] > top else top
+    if alike == top:  # no rank is better than any
+        return dropped
     for j in range(primary.shape[0]):
         y = primary[j]
         known = (at[y] & ~bit & ((ONE << np.uint64(j)) - ONE)) != ZERO
         if j == i or known or ((others >> np.uint64(y)) & ONE and y != heir):
             continue
-        after[y] = _primary_on(i, x, y, True, shared, at, spots, count, elsewhere, costs)
+        after[y] = _best_with(at[y] & ~bit, bases, n, per_rank)
         if y == heir:
             dropped = after[y] - best
     return dropped
 
 
 @inlined
-def _add_moves(host, ranks, slots, copies, after, best, weight, row, twice):
-    """Add the changes by moves to every rank to row (G,), and to `twice` (P,) those to ranks of the set's copies."""
-    for y in range(row.shape[0]):
-        row[y] += weight * (after[y] - best)
+def _add_moves(host, ranks, slots, copies, after, best, weight, move, twice, p):
+    """Add the changes by moves of slot p to every rank to `move`, and to `twice` those to ranks of the set's copies."""
+    for y in range(move.shape[1]):
+        move[p, y] += weight * (after[y] - best)
     for k in range(copies):
         if (host >> np.uint64(ranks[k])) & ONE == ZERO:
-            twice[slots[k]] += weight * (after[ranks[k]] - best)
+            twice[p, slots[k]] += weight * (after[ranks[k]] - best)
 
 
 @inlined

@@ -162,13 +162,13 @@ def _away(price, low, high, by_node, node_of, reached, reached_nodes, left, join
 
 
 @njit
-def best_swap(rank_of, total, gains, dues, mixes, load, rest, top, load_price, free, now, needed):
+def best_swap(rank_of, total, gains, dues, mixes, loads, top, load_price, free, now, needed):
     """(gain, a, b) of the best swap of two experts that are free at step `now`, or that gains more than `needed`.
 
-    dues (E, G): what an expert on a rank costs, per token; load (G, J), rest (G, G, J) and top: see `loads.highest`.
-    The gain is per token of `total`.
+    dues (E, G): what an expert on a rank costs, per token; top: the highest load now (`loads.highest`). The gain is per
+    token of `total`.
     """
-    E, move, both = rank_of.shape[0], gains.move, gains.both
+    E, move, both, load, rest, least = rank_of.shape[0], gains.move, gains.both, loads.now, loads.others, loads.least
     best, first, other = -np.inf, -1, -1
     for a in range(E):
         x = rank_of[a]
@@ -178,11 +178,12 @@ def best_swap(rank_of, total, gains, dues, mixes, load, rest, top, load_price, f
                 continue
             gain = (move[a, y] + move[b, x] - both[a, b] - both[b, a]) / total
             gain += dues[a, x] - dues[a, y] + dues[b, y] - dues[b, x]
-            if gain + load_price * (top - 1.0) <= best:  # no layout has a load below the mean, 1
+            low, high = min(x, y), max(x, y)
+            if gain + load_price * (top - least[low, high]) <= best:
                 continue
             if load_price > 0:
-                others = rest[min(x, y), max(x, y)]
-                gain += load_price * (top - highest_after(mixes[a], 1.0, mixes[b], 1.0, load[x], load[y], others))
+                after = highest_after(mixes[a], 1.0, mixes[b], 1.0, load[x], load[y], rest[low, high])
+                gain += load_price * (top - after)
             if gain > best and ((free[a] <= now and free[b] <= now) or gain > needed):
                 best, first, other = gain, a, b
     return best, first, other
@@ -220,7 +221,9 @@ def _set_ranks(state, ranks):
 
 
 @njit
-def search_swaps(state, scratch, gains, dues, mixes, load_price, price_steps, rounds, steps, patience, tenure, seed):
+def search_swaps(
+    state, scratch, gains, dues, mixes, loads, load_price, price_steps, rounds, steps, patience, tenure, seed
+):
     """Rounds of: settle prices, then at most `steps` best swaps, until `patience` of them found nothing better.
 
     dues (E, G): what an expert on a rank costs, per token; mixes (E, J), load_price: price of the highest load
@@ -228,14 +231,8 @@ def search_swaps(state, scratch, gains, dues, mixes, load_price, price_steps, ro
     Returns (cost per token without load and dues, mean highest load, swaps made).
     """
     np.random.seed(seed)
-    G, J, rank_of, total = state.slots.shape[0], mixes.shape[1], state.primary, state.total_weight
-    every, kept, load, rest, swaps = (
-        np.arange(state.sets.shape[0]),
-        rank_of.copy(),
-        mixes[:G] * 0,
-        np.zeros((G, G, J)),
-        0,
-    )
+    rank_of, total, load, swaps = state.primary, state.total_weight, loads.now, 0
+    every, kept = np.arange(state.sets.shape[0]), rank_of.copy()
     scratch.stamp[:] = -1
     for _ in range(rounds):
         _settle(state, gains, price_steps, every)
@@ -243,9 +240,9 @@ def search_swaps(state, scratch, gains, dues, mixes, load_price, price_steps, ro
         free, now, best, last = np.zeros(mixes.shape[0], np.int64), 0.0, 0.0, -1
         kept[:] = rank_of
         for step in range(steps):
-            top = highest(load, rest)
+            top = highest(loads)
             needed = best - now + 1e-9
-            gain, a, b = best_swap(rank_of, total, gains, dues, mixes, load, rest, top, load_price, free, step, needed)
+            gain, a, b = best_swap(rank_of, total, gains, dues, mixes, loads, top, load_price, free, step, needed)
             if a < 0 or step - last > patience:
                 break
             swaps += 1
@@ -267,4 +264,4 @@ def search_swaps(state, scratch, gains, dues, mixes, load_price, price_steps, ro
         _set_ranks(state, kept)
     settle(state, 0)
     _sum_loads(rank_of, mixes, load)
-    return -(state.value * state.weight).sum() / total, highest(load, rest), swaps
+    return -(state.value * state.weight).sum() / total, highest(loads), swaps
