@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
-TOTAL, FILE, FUNCTION = 25_500, 350, 50
+TOTAL, FILE, FUNCTION = 25_700, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 300,
@@ -22,7 +22,7 @@ ROOMS = {
     "results.py": 280,
     "tokens": 970,
     "requests": 930,
-    "placement": 2210,
+    "placement": 2330,
     "methods": 1380,
     "plan.py": 195,
     "solver.py": 225,

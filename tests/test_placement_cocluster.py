@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from synthetic import planted_trace, random_trace, with_noise
 
 from semmoe.placement import cocluster, layers
-from semmoe.placement.cocluster import Measured, choose, expected_load, place
+from semmoe.placement.cocluster import Measured, choose, place
 from semmoe.placement.layers import LayerSearch, Layout
+from semmoe.placement.loads import expected_load
 from semmoe.plan import load_plan, save_plan
 from semmoe.replayer import replay
 from semmoe.settings import CoclusterSettings, PredictorSettings, ReplaySettings, SolveSettings
@@ -223,17 +224,24 @@ def chosen(layers, limit) -> list[int]:
 def test_the_expected_load_counts_requests_as_drawn_twice():
     """16 ranks with 1000 requests each, so many tokens that only their mix matters: a rank's load varies by
     sqrt(2 / 1000) of the mean, and the largest of 16 normal numbers is 1.77 standard deviations above it."""
-    request = np.arange(16000)
-    load = expected_load(request[:, None] % 16, request, Topology(ep_size=16), replace(QUICK, batch_tokens=1 << 24))
+    request, choice = np.arange(16000), np.tile(np.arange(16), (16, 1))
+    load = expected_load(request[:, None] % 16, request % 16, choice, request, 1 << 24)
     assert load == pytest.approx(1 + 1.77 * np.sqrt(2 / 1000 * 15 / 16), abs=0.006)
+
+
+def test_where_every_rank_has_all_experts_the_mix_of_requests_does_not_load_it():
+    """As many tokens of as many requests, each computed at home: homes have equally many tokens in any batch."""
+    request, choice = np.arange(16000), np.tile(np.arange(16)[:, None], (1, 16))
+    load = expected_load(request[:, None] // 16 % 16, request % 16, choice, request, 1 << 24)
+    assert load == pytest.approx(1, abs=0.01)
 
 
 @pytest.mark.parametrize("batch_tokens", [64, 1024])
 def test_the_expected_load_counts_the_noise_of_a_batch(batch_tokens):
     """Every token has a pair on each of 4 ranks, so that no mix of requests is uneven, but a batch draws its pairs:
     a rank's load varies by sqrt(3 / pairs), and the largest of 4 normal numbers is 1.03 of that above the mean."""
-    served_by = np.tile(np.arange(4), (50, 1))
-    load = expected_load(served_by, np.arange(50), Topology(ep_size=4), replace(QUICK, batch_tokens=batch_tokens))
+    experts, choice = np.tile(np.arange(4), (50, 1)), np.tile(np.arange(4), (4, 1))
+    load = expected_load(experts, np.zeros(50, np.int64), choice, np.arange(50), batch_tokens)
     noise = 1.03 * np.sqrt(3 / (4 * batch_tokens))
     assert load - 1 == pytest.approx(noise, rel=0.2)
 

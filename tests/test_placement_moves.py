@@ -12,7 +12,7 @@ from test_placement_search import WEIGHTS, neighbours, optimum, random_layout, r
 from semmoe.placement import moves, swaps
 from semmoe.placement.homes import make_state
 from semmoe.placement.loads import MIXES, draw_mixes, highest, highest_after, make_loads
-from semmoe.placement.replicas import contribute, make_tables
+from semmoe.placement.replicas import make_tables, take_out
 from semmoe.placement.search import settle
 from semmoe.topology import Topology
 
@@ -90,16 +90,19 @@ def test_the_tables_of_copies_are_exact_where_no_set_holds_both_experts(topology
 
 @pytest.mark.parametrize("topology", COPIES, ids=name)
 @pytest.mark.parametrize("redundant", [0, 4, 8])
+@pytest.mark.parametrize("room", [True, False], ids=["kept", "computed again"])
 @given(seed=st.integers(0, 9999))
-def test_what_is_put_in_can_be_taken_out(topology, redundant, seed):
+def test_what_is_put_in_can_be_taken_out(topology, redundant, room, seed):
     instance, layout = random_sets(seed, 8, topology.dp_size), random_layout(seed, 8, 4, redundant)
     state, _ = make_state(*instance, *layout, topology, WEIGHTS)
     tables, every = make_tables(state), np.arange(len(instance[0]))
+    if not room:
+        tables = tables._replace(where=tables.where[:, :1].copy(), what=tables.what[:, :1].copy())
     moves._settle(state, tables, 2, every)
+    assert (tables.kept >= 0).all() == room
     assert tables.served.sum() == pytest.approx(instance[1].sum() * 3)
-    contribute(state, tables, every, 0, len(every), -1.0)
-    for field, table in zip(tables._fields[:-1], tables, strict=False):
-        assert np.abs(table).max() < 1e-6, field
+    take_out(state, tables, every, 0, len(every))
+    assert np.abs(tables.sums).max() < 1e-6
 
 
 def search(instance, layout, topology, load_price=0.0, mixes=None, rounds=2, steps=40, seed=0, dues=None):

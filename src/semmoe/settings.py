@@ -62,9 +62,9 @@ class CoclusterSettings:
     load_price: float = number(5.0, 0, 1e6)  # highest price of a rank's load above the cap, per unit of mean load
     starts: int = number(6, 1, 1000)  # rough searches of a layer
     kept: int = number(2, 1, 1000)  # of which so many go on at each price of load
-    rounds: int = number(2, 1, 1000)  # of a search; in each the prices of homes are settled anew
+    rounds: int = number(4, 1, 1000)  # of a search; in each the prices of homes are settled anew
     steps: int = number(100, 1, 100_000)  # most moves of a round
-    patience: int = number(30, 1, 100_000)  # a round ends after so many moves without a better layout
+    patience: int = number(10, 1, 100_000)  # a round ends after so many moves without a better layout
     price_steps: int = number(4, 0, 1000)
     load_limit: float | None = number(  # expert load, max/mean over ranks in a batch, mean over layers; None: no limit
         1.15,

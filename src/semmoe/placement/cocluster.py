@@ -17,7 +17,7 @@ from semmoe.core import Placement, RoutingTrace
 from semmoe.metrics import layer_traffic
 from semmoe.placement.copies import LOAD_PRICE, level, nearest_copies, primary_copy_choice
 from semmoe.placement.layers import LayerSearch, Layout
-from semmoe.placement.loads import resampled_shares
+from semmoe.placement.loads import expected_load
 from semmoe.settings import CoclusterSettings
 from semmoe.tokens.kernels import SCALE
 from semmoe.tokens.predictor import Predictor, predict, sample_requests
@@ -27,7 +27,7 @@ from semmoe.topology import Topology, physical_experts
 # Prices of load: of rough searches, relative to the highest price; of finer ones, relative to the price at which rough
 # layouts meet the limit.
 ROUGH_PRICES, FINER_PRICES = (0.6, 0.2, 1.0), (0.6, 1.0, 1.4)
-MEASURED_TOKENS, MEASURED_BATCHES, RESAMPLES = 1 << 16, 32, 64
+MEASURED_TOKENS, MEASURED_BATCHES = 1 << 16, 32
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def _measure(layout, trace, layer, rows, group, expected, topology, settings) ->
     traffic = layer_traffic(experts, home, choice)
     cost = settings.remote_rank * traffic.rows.sum() - settings.activation * traffic.local_pairs
     cost += settings.remote_node * _node_rows(experts, home, choice, node_of)
-    load = expected_load(choice[home[:, None], experts], request, topology, settings)
+    load = expected_load(experts, home, choice, request, settings.batch_tokens)
     return Measured(layout.slots, choice.astype(np.int16), float(cost) / len(rows) + layout.dues, load)
 
 
@@ -192,20 +192,6 @@ def _node_rows(experts, home, choice, node) -> int:
     reached[np.arange(len(home))[:, None], node[choice[home[:, None], experts]]] = True
     reached[np.arange(len(home)), node[home]] = False
     return int(reached.sum())
-
-
-def expected_load(served_by: np.ndarray, request: np.ndarray, topology: Topology, settings: CoclusterSettings) -> float:
-    """Expected load max/mean in a batch of other requests.
-
-    Requests are resampled by a Poisson bootstrap, since profile and traffic differ in their mix of requests. They are
-    resampled twice, because both the profile and the traffic are random draws. Drawing a batch's tokens adds noise of
-    its own. served_by (T, K): ranks; request (T,).
-    """
-    G, rng = topology.ep_size, np.random.default_rng(0)
-    share = resampled_shares(served_by, request, G, RESAMPLES, rng)
-    pairs = settings.batch_tokens * served_by.shape[1]
-    batch = share + rng.normal(size=share.shape) * np.sqrt(share * (1 - share) / pairs)
-    return float((batch.max(axis=1) * G).mean())
 
 
 def choose(candidates: list[list[Measured]], limit: float | None, max_price: float) -> tuple[float, list[Measured]]:

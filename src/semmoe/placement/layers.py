@@ -19,10 +19,10 @@ from semmoe.placement.swaps import make_gains, search_swaps
 from semmoe.settings import CoclusterSettings
 from semmoe.topology import Topology
 
-ROUGH_TOKENS = 4096  # of a rough search
-# A finer search uses this many tokens per expert, without and with redundant experts, and at most this many tokens, or
-# of those that hardly repeat each other this many distinct sets.
-SINGLE_TOKENS, COPIES_TOKENS, MAX_TOKENS, MAX_SETS = 2048, 128, 1 << 15, 1 << 14
+ROUGH_TOKENS = 3072  # of a rough search
+# A finer search uses so many tokens per expert, and at most so many, without and with redundant experts; of tokens that
+# hardly repeat each other, at most so many distinct sets.
+FINER_TOKENS, MOST_TOKENS, MOST_SETS = (2048, 128), (1 << 15, 6144), 1 << 14
 FINER_STEPS = 0.8  # of the steps of a rough search
 TENURE = 8  # experts that were moved stay for at least one step per so many experts
 EASY_SWAPS = 200  # random swaps per expert that form a start from the affinity of expert pairs alone
@@ -66,10 +66,11 @@ class LayerSearch:
         """
         self.rng = np.random.default_rng(seed)
         self.num_experts, self.topology, self.redundant, self.settings = num_experts, topology, redundant, settings
-        most = min((COPIES_TOKENS if redundant else SINGLE_TOKENS) * num_experts, MAX_TOKENS)
+        copies = int(redundant > 0)
+        most = min(FINER_TOKENS[copies] * num_experts, MOST_TOKENS[copies])
         self.fine = _distinct(expert_ids, group, most, self.rng)
-        if len(self.fine[0]) > MAX_SETS:
-            self.fine = _distinct(expert_ids, group, MAX_SETS, self.rng)
+        if len(self.fine[0]) > MOST_SETS:
+            self.fine = _distinct(expert_ids, group, MOST_SETS, self.rng)
         self.sample = _distinct(expert_ids, group, ROUGH_TOKENS, self.rng)
         self.affinity = pair_count(self.fine[0], self.fine[0], num_experts, self.fine[1])
         np.fill_diagonal(self.affinity, 0)

@@ -4,6 +4,7 @@ from collections import namedtuple
 
 import numpy as np
 
+from semmoe.affinity import count
 from semmoe.placement.homes import njit
 
 MIXES = 64
@@ -36,10 +37,31 @@ def draw_mixes(expert_ids: np.ndarray, request: np.ndarray, num_experts: int, ep
 
 def resampled_shares(ids: np.ndarray, request: np.ndarray, number: int, mixes: int, rng) -> np.ndarray:
     """(mixes, number) float64: share of each of `number` ids in ids (T, K), with the requests (T,) resampled twice."""
-    flat = (request[:, None] * number + ids).ravel()
-    by_request = np.bincount(flat, minlength=(request.max() + 1) * number).reshape(-1, number)
-    share = rng.poisson(rng.poisson(1, (mixes, len(by_request)))).astype(np.float64) @ by_request + 1e-9
+    by_request = count(request, ids, int(request.max()) + 1, number)
+    share = rng.poisson(rng.poisson(1, (mixes, by_request.shape[0]))).astype(np.float64) @ by_request + 1e-9
     return share / share.sum(axis=1, keepdims=True)
+
+
+def expected_load(
+    expert_ids: np.ndarray, home: np.ndarray, choice: np.ndarray, request: np.ndarray, batch_tokens: int
+) -> float:
+    """Expected load max/mean of G ranks in a batch of other requests.
+
+    expert_ids (T, K), home (T,) and request (T,) of profiled tokens, choice (G, E): the rank whose copy each rank uses.
+    Requests are resampled as in `draw_mixes`. Homes have equally many tokens in any batch: what is drawn is how many
+    pairs each expert has, and of which homes only as far as homes stay equal (one step of iterative proportional
+    fitting, Deming and Stephan, 1940).
+    """
+    (G, E), rng = choice.shape, np.random.default_rng(0)
+    if (choice == choice[0]).all():  # homes do not matter
+        home, choice = np.zeros_like(home), choice[:1]
+    drawn = resampled_shares(home[:, None] * E + expert_ids, request, choice.size, MIXES, rng)
+    drawn = drawn.reshape(MIXES, len(choice), E)
+    share = drawn / drawn.sum(axis=2, keepdims=True)
+    share *= drawn.sum(axis=1, keepdims=True) / share.sum(axis=1, keepdims=True)
+    load = share.reshape(MIXES, -1) @ np.eye(G)[choice.ravel()]
+    load += rng.normal(size=load.shape) * np.sqrt(load * (1 - load) / (batch_tokens * expert_ids.shape[1]))
+    return float((load.max(axis=1) * G).mean())
 
 
 @njit

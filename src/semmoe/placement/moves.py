@@ -7,7 +7,7 @@ import numpy as np
 
 from semmoe.placement.homes import ONE, ZERO, lowest_bit, njit
 from semmoe.placement.loads import highest, highest_after
-from semmoe.placement.replicas import clear, contribute
+from semmoe.placement.replicas import put_in, take_out
 from semmoe.placement.search import PROMOTE, REPLACE, SWAP, collect, settle
 
 
@@ -157,8 +157,8 @@ def _settle(state, tables, price_steps, every):
         e = state.slots[p // S, p % S]
         tables.slot_of[e, p // S] = p
         state.masks[e, 0] |= ONE << np.uint64(p // S)
-    clear(tables)
-    contribute(state, tables, every, 0, every.shape[0], 1.0)
+    tables.sums[:] = 0.0
+    put_in(state, tables, every, 0, every.shape[0])
 
 
 @njit
@@ -210,9 +210,9 @@ def search_moves(
             a = state.slots[p // S, p % S]
             b = state.slots[other // S, other % S] if kind == SWAP else other
             count = collect(state, scratch, a, b, moves)
-            contribute(state, tables, scratch.touched, 0, count, -1.0)
+            take_out(state, tables, scratch.touched, 0, count)
             make_move(state, tables.slot_of, kind, p, other)
-            contribute(state, tables, scratch.touched, 0, count, 1.0)
+            put_in(state, tables, scratch.touched, 0, count)
             free[a], free[b] = (
                 step + 1 + tenure + np.random.randint(tenure),
                 step + 1 + tenure + np.random.randint(tenure),

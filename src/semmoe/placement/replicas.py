@@ -22,7 +22,9 @@ import numpy as np
 from semmoe.placement.homes import ONE, ZERO, inlined, lowest_bit, njit
 
 STAYS = ONE << np.uint64(63)  # a bit that is no expert's
-# What is summed over sets, for slots (P,), experts (E,) and ranks (G,).
+WIDTH, MOST_KEPT = 512, 1 << 23  # changes kept of a set, and of all sets
+
+# What is summed over sets, for slots (P,), experts (E,) and ranks (G,): views of `sums`.
 Tables = namedtuple(
     "Tables",
     [
@@ -35,75 +37,123 @@ Tables = namedtuple(
         "served",  # (P,) pairs that each copy computes
         "at_home",  # (E, G) pairs of each expert whose token's home is the rank
         "value",  # (1,) sum of values
+        "sums",  # all of these
+        "begin",  # where each of them begins there
+        "where",  # (U, W) int32: the entries of `sums` to which each set adds
+        "what",  # (U, W): what it adds
+        "kept",  # (U,) how many these are; -1: too many to keep
         "slot_of",  # (E, G) the slot of each expert's copy on each rank, -1 if there is none
     ],
 )
 
 
 def make_tables(state) -> Tables:
-    (E, G), P = (len(state.primary), len(state.slots)), state.slots.size
-    shapes = ((P, G), (E, G), P, P, (P, P), (P, E), P, (E, G), 1)
-    return Tables._make([*(np.zeros(shape) for shape in shapes), np.full((E, G), -1)])
+    (E, G), P, U = (len(state.primary), len(state.slots)), state.slots.size, len(state.sets)
+    shapes = ((P, G), (E, G), (P,), (P,), (P, P), (P, E), (P,), (E, G), (1,))
+    ends = np.cumsum([np.prod(shape) for shape in shapes])
+    sums, W = np.zeros(ends[-1]), min(WIDTH, max(MOST_KEPT // max(U, 1), 1))
+    views = [part.reshape(shape) for part, shape in zip(np.split(sums, ends[:-1]), shapes, strict=True)]
+    kept = np.zeros((U, W), np.int32), np.zeros((U, W)), np.zeros(U, np.int64)
+    return Tables._make([*views, sums, (0, *ends[:-1].tolist()), *kept, np.full((E, G), -1)])
 
 
 @njit
-def clear(tables):
-    for table in (tables.drop, tables.promote, tables.served, tables.value):
-        table[:] = 0.0
-    for matrix in (tables.move, tables.add, tables.twice, tables.instead, tables.at_home):
-        matrix[:] = 0.0
-
-
-@njit
-def contribute(state, tables, sets, first, last, sign):
-    """Add sign times the contributions of `sets[first:last]` to the tables."""
-    costs, per_rank = state.weights, state.weights[1]
-    all_sets, weights, group, price, S = state.sets, state.weight, state.group, state.price, state.group_size
-    masks, primaries, slot_of = state.masks, state.primary, tables.slot_of
-    move, add, drop, promote, twice = tables.move, tables.add, tables.drop, tables.promote, tables.twice
-    instead, served, at_home, value = tables.instead, tables.served, tables.at_home, 0.0
-    G, K = price.shape[0], all_sets.shape[1]
-    (experts, primary, starts, hosts, shared, at), (ranks, slots, joined, after), spots, bases = _scratch(K, G)
+def put_in(state, tables, sets, first, last):
+    """Add what `sets[first:last]` contribute to the tables, and keep it where there is room."""
+    K, G = state.sets.shape[1], state.price.shape[0]
+    scratch, most = _scratch(K, G), _most_changes(state)
+    where, what, sums = np.zeros(most, np.int64), np.zeros(most), tables.sums
     for c in range(first, last):
         u = sets[c]
-        low, weight = group[u] * S, sign * weights[u]
-        high = low + S
-        copies = ranks, slots, starts
-        reached = _read(all_sets, u, masks, primaries, slot_of, experts, hosts, primary, shared, at, copies)
-        count, best, second, home = _candidates(low, high, price, hosts, shared, spots, costs)
-        elsewhere = -price[low:high].min() - per_rank * reached  # worth of the best home that hosts none
-        if home < 0:
-            home, best = low + np.argmin(price[low:high]), elsewhere
-        value += weight * best
-        for i in range(K):
-            e, start, end = experts[i], starts[i], starts[i + 1]
-            _serve(hosts[i], primary[i], home, slots, ranks, start, end, weight, served, at_home, e)
-            _join(i, low, high, price, spots, count, shared, reached, costs, joined)
-            for y in range(low, high):  # also on ranks that have a copy of it, where nobody looks
-                add[e, y] += weight * (joined[y] - best) if joined[y] > best else 0.0
-            several = end - start > 1
-            for own in range(start, end):
-                x, p = ranks[own], slots[own]
-                if x == primary[i]:
-                    left = hosts[i] & ~(ONE << np.uint64(x))
-                    n = _bases(i, x, True, shared, spots, count, elsewhere, costs, bases)
-                    dropped = _move_primary(i, left, primary, at, bases, n, best, per_rank, after)
-                else:
-                    lost = _without(i, x, spots, count, shared, second, elsewhere, costs) if x == home else best
-                    dropped = lost - best
-                    after[:] = lost
-                    n = _bases(i, primary[i], False, shared, spots, count, elsewhere, costs, bases)
-                    promote[p] += weight * (_best_with(at[x], bases, n, per_rank) - best)
-                drop[p] += weight * dropped
-                for y in range(low, high):
-                    after[y] = joined[y] if joined[y] > after[y] else after[y]
-                _add_moves(hosts[i], ranks, slots, starts[K], after, best, weight, move, twice, p)
-                for j in range(K if several else 0):
-                    instead[p, experts[j]] += weight * dropped
-        _count_instead(experts, hosts, shared, spots, count, best, weight, costs, slot_of, instead)
-        for i in range(K):
-            at[primary[i]] = ZERO
-    tables.value[0] += value
+        n = _list_changes(state, tables, u, scratch, where, what)
+        for i in range(n):
+            sums[where[i]] += what[i]
+        tables.kept[u] = -1
+        if n <= tables.where.shape[1]:
+            for i in range(n):
+                tables.where[u, i], tables.what[u, i] = where[i], what[i]
+            tables.kept[u] = n
+
+
+@njit
+def take_out(state, tables, sets, first, last):
+    """Undo `put_in`, before the layout changes."""
+    K, G = state.sets.shape[1], state.price.shape[0]
+    scratch, most, sums = _scratch(K, G), _most_changes(state), tables.sums
+    where, what = np.zeros(most, np.int64), np.zeros(most)
+    for c in range(first, last):
+        u = sets[c]
+        for i in range(tables.kept[u]):
+            sums[tables.where[u, i]] -= tables.what[u, i]
+        if tables.kept[u] < 0:
+            for i in range(_list_changes(state, tables, u, scratch, where, what)):
+                sums[where[i]] -= what[i]
+
+
+@njit
+def _most_changes(state):
+    """The most entries of the tables to which one set can add."""
+    K, G, P = state.sets.shape[1], state.price.shape[0], state.slots.size
+    copies = min(K * G, P)
+    return copies * (G + copies + K + 3) + K * (G + 1 + G * K) + 2
+
+
+@inlined
+def _note(entry, amount, where, what, n):
+    """Write down a change; returns how many there are."""
+    where[n], what[n] = entry, amount
+    return n + (amount != 0.0)
+
+
+@inlined
+def _list_changes(state, tables, u, scratch, where, what):
+    """Fill where and what with the entries of `sums` to which set u adds, and the amounts; returns their number."""
+    costs, per_rank, weight = state.weights, state.weights[1], state.weight[u]
+    price, slot_of, (E, G), P = state.price, tables.slot_of, tables.add.shape, tables.drop.shape[0]
+    low = state.group[u] * state.group_size
+    high, K = low + state.group_size, state.sets.shape[1]
+    (experts, primary, starts, hosts, shared, at), (ranks, slots, joined, after), spots, bases = scratch
+    _, add, drop, promote, twice, instead, served, at_home, value = tables.begin
+    copies = ranks, slots, starts
+    reached = _read(state.sets, u, state.masks, state.primary, slot_of, experts, hosts, primary, shared, at, copies)
+    count, best, second, home = _candidates(low, high, price, hosts, shared, spots, costs)
+    elsewhere = -price[low:high].min() - per_rank * reached  # worth of the best home that hosts none
+    if home < 0:
+        home, best = low + np.argmin(price[low:high]), elsewhere
+    n = _note(value, weight * best, where, what, 0)
+    for i in range(K):
+        e, start, end = experts[i], starts[i], starts[i + 1]
+        by = home if (hosts[i] >> np.uint64(home)) & ONE else primary[i]
+        n = _note(served + slot_of[e, by], weight, where, what, n)
+        n = _note(at_home + e * G + home, weight, where, what, n)
+        _join(i, low, high, price, spots, count, shared, reached, costs, joined)
+        for y in range(low, high):  # also on ranks that have a copy of it, where nobody looks
+            n = _note(add + e * G + y, weight * max(joined[y] - best, 0.0), where, what, n)
+        for own in range(start, end):
+            x, p = ranks[own], slots[own]
+            if x == primary[i]:
+                left = hosts[i] & ~(ONE << np.uint64(x))
+                m = _bases(i, x, True, shared, spots, count, elsewhere, costs, bases)
+                dropped = _move_primary(i, left, primary, at, bases, m, best, per_rank, after)
+            else:
+                after[:] = _without(i, x, spots, count, shared, second, elsewhere, costs) if x == home else best
+                dropped = after[0] - best
+                m = _bases(i, primary[i], False, shared, spots, count, elsewhere, costs, bases)
+                n = _note(promote + p, weight * (_best_with(at[x], bases, m, per_rank) - best), where, what, n)
+            n = _note(drop + p, weight * dropped, where, what, n)
+            for y in range(low, high):
+                after[y] = joined[y] if joined[y] > after[y] else after[y]
+            for y in range(G):
+                n = _note(p * G + y, weight * (after[y] - best), where, what, n)
+            for k in range(starts[K]):
+                if (hosts[i] >> np.uint64(ranks[k])) & ONE == ZERO:
+                    n = _note(twice + p * P + slots[k], weight * (after[ranks[k]] - best), where, what, n)
+            for j in range(K if end - start > 1 else 0):
+                n = _note(instead + p * E + experts[j], weight * dropped, where, what, n)
+    n = _list_instead(experts, hosts, shared, spots, count, best, weight, costs, slot_of, instead, where, what, n)
+    for i in range(K):
+        at[primary[i]] = ZERO
+    return n
 
 
 @njit
@@ -170,15 +220,6 @@ def _candidates(low, high, price, hosts, shared, spots, costs):
             second = worth[count]
         count += 1
     return count, best, second, home
-
-
-@inlined
-def _serve(host, first, home, slots, ranks, start, end, weight, served, at_home, e):
-    """Count the pair of an expert with copies start to end at its home's copy, else at the primary on rank `first`."""
-    rank = home if (host >> np.uint64(home)) & ONE else first
-    for own in range(start, end):
-        served[slots[own]] += weight if ranks[own] == rank else 0.0
-    at_home[e, home] += weight
 
 
 @inlined
@@ -266,19 +307,9 @@ def _move_primary(i, others, primary, at, bases, n, best, per_rank, after):
 
 
 @inlined
-def _add_moves(host, ranks, slots, copies, after, best, weight, move, twice, p):
-    """Add the changes by moves of slot p to every rank to `move`, and to `twice` those to ranks of the set's copies."""
-    for y in range(move.shape[1]):
-        move[p, y] += weight * (after[y] - best)
-    for k in range(copies):
-        if (host >> np.uint64(ranks[k])) & ONE == ZERO:
-            twice[p, slots[k]] += weight * (after[ranks[k]] - best)
-
-
-@inlined
-def _count_instead(experts, hosts, shared, spots, count, best, weight, costs, slot_of, instead):
-    """Add what further copies of an expert on candidates' ranks gain, at the slots of the set's experts there."""
-    (homes, worth, away), (activation, per_rank, _) = spots, costs
+def _list_instead(experts, hosts, shared, spots, count, best, weight, costs, slot_of, instead, where, what, n):
+    """Note what further copies of an expert on candidates' ranks gain, at the slots of the set's experts there."""
+    (homes, worth, away), (activation, per_rank, _), E = spots, costs, slot_of.shape[0]
     for j in range(experts.shape[0]):
         for k in range(count):
             x = homes[k]
@@ -287,4 +318,6 @@ def _count_instead(experts, hosts, shared, spots, count, best, weight, costs, sl
                 continue
             for i in range(experts.shape[0]):
                 if (hosts[i] >> np.uint64(x)) & ONE and hosts[i] & (hosts[i] - ONE):
-                    instead[slot_of[experts[i], x], experts[j]] += weight * (here - best)
+                    entry = instead + slot_of[experts[i], x] * E + experts[j]
+                    n = _note(entry, weight * (here - best), where, what, n)
+    return n
