@@ -75,9 +75,16 @@ class CoclusterSettings:
     )
     # tokens of a batch over all ranks, to which the limit applies
     batch_tokens: int = number(1024, *TOKENS, help="Tokens of a batch, all ranks together.")
+    # seconds of a solve after which no further search of a layer begins; the plan then depends on the machine's speed
+    budget: float | None = number(None, 0, 7 * 86_400)
 
     def __post_init__(self) -> None:
         check_numbers(self)
+
+
+# Effort of the search other than the default's; docs/measurements.md has what they cost and gain.
+QUICK = {"starts": 1, "kept": 1, "rounds": 2}
+THOROUGH = {"starts": 12, "kept": 4}
 
 
 @dataclass(frozen=True, kw_only=True)

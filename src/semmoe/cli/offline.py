@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 from pathlib import Path
+from time import monotonic
 from typing import Annotated, Any
 
 import typer
 
 from semmoe import console, tables
+from semmoe.bounds import bounds
 from semmoe.cli.app import OFFLINE, app, refuse_given, was_given
 from semmoe.cli.form import takes
 from semmoe.cli.options import (
@@ -29,10 +31,11 @@ from semmoe.core import Plan, RoutingTrace
 from semmoe.cost import LayerShape, Links, load_links
 from semmoe.methods import METHODS, check_applies
 from semmoe.results import AffinityFile
-from semmoe.settings import ReplaySettings, SolveSettings
+from semmoe.settings import QUICK, THOROUGH, CoclusterSettings, ReplaySettings, SolveSettings
 from semmoe.topology import Fingerprint, Topology
 
 OBJECTIVE = ["load_limit", "remote_rank_cost", "remote_node_cost"]
+EFFORT = ["quick", "thorough", "budget"]
 METHOD_NAMES = ", ".join(METHODS)
 ModelOption = Annotated[
     str | None,
@@ -44,6 +47,22 @@ ModelOption = Annotated[
 
 BeginOption = Annotated[
     Path | None, typer.Option("--from", help="Begin at this plan and move only what pays.", rich_help_panel=METHOD)
+]
+
+QuickOption = Annotated[
+    bool, typer.Option("--quick", help="semmoe: a third of the time, for QQ more traffic.", rich_help_panel=METHOD)
+]
+ThoroughOption = Annotated[
+    bool, typer.Option("--thorough", help="semmoe: twice the time, for TT less traffic.", rich_help_panel=METHOD)
+]
+BudgetOption = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        max=bounds(CoclusterSettings, "budget")[1],
+        help="semmoe: give the best plan found within these seconds; half of them are for the estimate.",
+        rich_help_panel=METHOD,
+    ),
 ]
 
 
@@ -95,6 +114,9 @@ def solve(
     widths: Any = None,
     model: ModelOption = None,
     begin: BeginOption = None,
+    quick: QuickOption = False,
+    thorough: ThoroughOption = False,
+    budget: BudgetOption = None,
     as_json: Json = False,
 ) -> None:
     """Decide where experts go and build the tables that send tokens after them.
@@ -110,6 +132,7 @@ def solve(
 
     check_plan_output(out, force)
     previous, solving = _begin(ctx, begin, settings(method=method or SolveSettings().method))
+    solving = _with_effort(solving, quick, thorough, budget)
     topology = resolve_topology(previous, given(), OFFLINE_RANKS)
     check_applies(solving.method, topology, solving.redundant_experts)
     refuse_idle(ctx, [solving.method], topology)
@@ -146,6 +169,13 @@ def _begin(ctx: typer.Context, begin: Path | None, solving: SolveSettings) -> tu
     return previous, replace(solving, redundant_experts=previous.placement.redundant_experts)
 
 
+def _with_effort(solving: SolveSettings, quick: bool, thorough: bool, budget: float | None) -> SolveSettings:
+    if quick and thorough:
+        raise ValueError("--quick and --thorough exclude each other")
+    effort = QUICK if quick else THOROUGH if thorough else {}
+    return replace(solving, cocluster=replace(solving.cocluster, **effort, budget=budget))
+
+
 def _moved(plan: Plan, previous: Plan | None) -> dict[str, int]:
     """How many experts are on another rank than before, and how many there are, by name."""
     from semmoe.solver import moved_experts
@@ -169,15 +199,23 @@ def _solve(
     from semmoe.solver import expect
     from semmoe.solver import solve as solve_plan
 
-    layers = trace.fingerprint.num_layers
+    layers, begun, budget = trace.fingerprint.num_layers, monotonic(), solving.cocluster.budget
+    if budget is not None:
+        solving = _with_budget(solving, budget / 2)
     measure = ReplaySettings(batch_tokens=solving.cocluster.batch_tokens, seed=solving.seed)
     with console.bars() as bars:
         advance = bars.task("solving without held-out requests", layers)
         expected = expect(trace, topology, solving, measure, links, shape, progress=advance, previous=previous)
         advance(0 if expected else layers)
         advance = bars.task("solving", layers)
+        if budget is not None:
+            solving = _with_budget(solving, max(budget - (monotonic() - begun), 0))
         plan = solve_plan(trace, topology, solving, embeddings, advance, previous)
         return replace(plan, expected=expected)
+
+
+def _with_budget(solving: SolveSettings, seconds: float) -> SolveSettings:
+    return replace(solving, cocluster=replace(solving.cocluster, budget=seconds))
 
 
 def _layer_shape(f: Fingerprint, widths: Widths) -> LayerShape | None:
@@ -229,6 +267,7 @@ def refuse_idle(ctx: typer.Context, methods: list[str], topology: Topology) -> N
             refuse_given(ctx, ["lookback", "model"], "with attention dp semmoe reads prompts only")
     if "semmoe" not in methods:
         refuse_given(ctx, OBJECTIVE, f"{names} has an objective of its own")
+        refuse_given(ctx, EFFORT, f"{names} does not search as semmoe does")
     if "moetuner" not in methods:
         refuse_given(ctx, ["time_limit"], f"no integer program is solved by {', '.join(methods)}")
     if topology.num_nodes == 1:

@@ -9,7 +9,9 @@ limit at the least traffic. All layers have one price of load, since their times
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import count
 from os import cpu_count
+from time import monotonic
 
 import numpy as np
 
@@ -43,7 +45,7 @@ class Measured:
 class _Layers:
     """All layers of a problem: their searches, and what is measured of layouts."""
 
-    def __init__(self, trace, topology, predictor, redundant, settings, seed, request_groups) -> None:
+    def __init__(self, trace, topology, predictor, redundant, settings, seed, request_groups, until) -> None:
         self.trace, self.topology, self.predictor, self.redundant = trace, topology, predictor, redundant
         self.settings, self.seed, self.request = settings, seed, trace.request_of_token()
         self.group = request_groups[self.request]
@@ -54,6 +56,15 @@ class _Layers:
         self.rows = np.random.default_rng(seed).permutation(self.part.num_tokens)[:most]
         self.searches: dict[int, LayerSearch] = {}
         self.expected: dict[int, np.ndarray | None] = {}  # (rows, E) int16, in units of 1 / SCALE experts
+        self.turn, self.begun, self.until = count(1), monotonic(), until
+
+    def _in_time(self) -> Callable[[], bool]:
+        """Whether a further search of one phase of a layer may begin: each phase has an equal share of the time."""
+        if self.until is None:
+            return lambda: True
+        share = next(self.turn) / (2 * self.trace.fingerprint.num_layers)
+        end = self.begun + share * (self.until - self.begun)
+        return lambda: monotonic() < end
 
     def rough(
         self, layer: int, prices: list[float], labels: np.ndarray | None, previous: np.ndarray | None
@@ -68,11 +79,11 @@ class _Layers:
         if self.predictor:
             expected = predict(self.predictor, self.trace, self.part, layer, self.rows)
             self.expected[layer] = np.clip(np.rint(expected * SCALE), -32767, 32767).astype(np.int16)
-        return self._measure(layer, search.rough(prices, labels))
+        return self._measure(layer, search.rough(prices, labels, self._in_time()))
 
     def finer(self, layer: int, prices: list[float]) -> list[Measured]:
         """End the search of a layer."""
-        return self._measure(layer, self.searches.pop(layer).finer(prices))
+        return self._measure(layer, self.searches.pop(layer).finer(prices, self._in_time()))
 
     def _measure(self, layer: int, layouts: list[Layout]) -> list[Measured]:
         known = self.expected[layer]
@@ -93,12 +104,14 @@ def place(
     start: np.ndarray | None = None,
     previous: Placement | None = None,
     progress: Callable[[float], None] = lambda layers: None,
+    until: float | None = None,
 ) -> Placement:
     """The placement of every layer, with its static dispatch.
 
     predictor: assigns tokens to slices; None if a group is one rank. request_groups (R,): the attention group of each
     request, if there are several. start (L, E): rank labels to begin from, if requests were clustered jointly.
-    previous: a placement to begin from in their place, of which an expert moves only if that pays.
+    previous: a placement to begin from in their place, of which an expert moves only if that pays. until: when the
+    search should end, by `time.monotonic`; every layer is searched once in any case.
     """
     f = trace.fingerprint
     if physical_experts(f.num_experts, redundant, topology.ep_size) // topology.ep_size > f.num_experts:
@@ -107,7 +120,7 @@ def place(
         )
     if request_groups is None:
         request_groups = np.zeros(trace.num_requests, np.int64)
-    layers = _Layers(trace, topology, predictor, redundant, settings, seed, request_groups)
+    layers = _Layers(trace, topology, predictor, redundant, settings, seed, request_groups, until)
     limit, highest = settings.load_limit, settings.load_price
     rough_prices = [highest * share for share in ROUGH_PRICES] if limit else [0.0]
     before = None if previous is None else previous.physical_to_logical_map.reshape(f.num_layers, topology.ep_size, -1)

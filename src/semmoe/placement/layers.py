@@ -4,7 +4,9 @@ Without copies the moves are those of `swaps`, with copies those of `moves`; cop
 move (`search`). A layout's load has a price, which all layers share (`cocluster`).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
@@ -82,34 +84,39 @@ class LayerSearch:
             self.dues += settings.move_cost
             self.dues[previous, np.arange(topology.ep_size)[:, None]] = 0.0
 
-    def rough(self, load_prices: list[float], labels: np.ndarray | None = None) -> list[Layout]:
+    def rough(
+        self, load_prices: list[float], labels: np.ndarray | None = None, in_time: Callable[[], bool] = lambda: True
+    ) -> list[Layout]:
         """The best layout found at each price: from all starts at the first, from the best of these at the others.
 
-        labels (E,): rank labels to begin from.
+        labels (E,): rank labels to begin from. in_time: whether a further search may begin; the first always does.
         """
-        G, first = self.topology.ep_size, load_prices[0]
-        if self.previous is not None:
-            layouts = [(self.previous.astype(np.int64), _hosts(self.previous, self.num_experts))]
-        else:
-            given = None if labels is None else [labels]
-            starts = given or _first_labels(self.affinity, G, self.settings.starts, self.rng)
-            layouts = [_start(self.affinity, G, self.redundant, one) for one in starts]
-        self.found = [self._run(self.sample, *layout, first, self.settings.steps) for layout in layouts]
+        first, steps, self.found = load_prices[0], self.settings.steps, []
+        for layout in self._starts(labels):
+            if not self.found or in_time():
+                self.found.append(self._run(self.sample, *layout, first, steps))
         best = sorted(self.found, key=lambda one: one.total(first))[: self.settings.kept]
-        for price in load_prices[1:]:
-            self.found += [self._run(self.sample, one.slots, one.primary, price, self.settings.steps) for one in best]
+        for price, one in product(load_prices[1:], best):
+            if in_time():
+                self.found.append(self._run(self.sample, one.slots, one.primary, price, steps))
         return [min(self.found, key=lambda one: one.total(price)) for price in load_prices]
 
-    def finer(self, load_prices: list[float]) -> list[Layout]:
-        """Layouts found on more tokens, at each price from the best rough ones."""
-        steps, out, kept = (
-            int(FINER_STEPS * self.settings.steps),
-            [],
-            1 if self.previous is not None else self.settings.kept,
-        )
+    def _starts(self, labels: np.ndarray | None) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Slots and primaries to begin from."""
+        if self.previous is not None:
+            return [(self.previous.astype(np.int64), _hosts(self.previous, self.num_experts))]
+        given = None if labels is None else [labels]
+        starts = given or _first_labels(self.affinity, self.topology.ep_size, self.settings.starts, self.rng)
+        return [_start(self.affinity, self.topology.ep_size, self.redundant, one) for one in starts]
+
+    def finer(self, load_prices: list[float], in_time: Callable[[], bool] = lambda: True) -> list[Layout]:
+        """Layouts found on more tokens, at each price from the best rough ones; in_time: see `rough`."""
+        steps, out = int(FINER_STEPS * self.settings.steps), []
+        kept = 1 if self.previous is not None else self.settings.kept
         for price in load_prices:
-            best = sorted(self.found, key=lambda one: one.total(price))[:kept]
-            out += [self._run(self.fine, one.slots, one.primary, price, steps) for one in best]
+            for one in sorted(self.found, key=lambda one: one.total(price))[:kept]:
+                if in_time():
+                    out.append(self._run(self.fine, one.slots, one.primary, price, steps))
         return out
 
     def _run(self, sets, slots, primary, load_price: float, steps: int) -> Layout:

@@ -1,6 +1,7 @@
 """semmoe's own method: experts, tokens and requests planned together."""
 
 from dataclasses import replace
+from time import monotonic
 
 import numpy as np
 
@@ -17,11 +18,13 @@ from semmoe.tokens import predictor as predict
 from semmoe.tokens.slices import ByPosition
 from semmoe.topology import Topology
 
+SEARCHING = 0.9  # share of a budget of time after which the search ends, and the tables are made
+
 
 def solve(problem: Problem) -> Solution:
     """Plan requests by a learned linear map, experts by `cocluster`, and tokens by the path predictor."""
     trace, topology, settings = problem.trace, problem.topology, problem.settings
-    D, S = topology.dp_size, topology.attn_tp_size
+    D, S, begun, budget = topology.dp_size, topology.attn_tp_size, monotonic(), settings.cocluster.budget
     groups = start = rates = predictor = None
     if D > 1:
         rates = request_map.fit_request_rates(trace, near_duplicates(trace), seed=settings.seed)
@@ -42,6 +45,7 @@ def solve(problem: Problem) -> Solution:
         start,
         None if problem.previous is None else problem.previous.placement,
         problem.progress,
+        None if budget is None else begun + SEARCHING * budget,
     )
     by_prompt = request_map.project(rates, _hosted(placement, topology)) if rates else None
     by_path = predict.project(predictor, trace, placement, problem.embeddings) if predictor else None

@@ -1,0 +1,124 @@
+"""How much a solve searches: with less or more effort, within a budget of seconds, on any number of threads."""
+
+import threading
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from test_placement_cocluster import TOPOLOGIES, used_by_all
+from typer.testing import CliRunner
+
+from semmoe.cli import app
+from semmoe.placement import cocluster
+from semmoe.placement.layers import LayerSearch
+from semmoe.plan import load_plan
+from semmoe.settings import QUICK, THOROUGH, CoclusterSettings, SolveSettings
+from semmoe.solver import solve
+from semmoe.tokens import predictor
+from semmoe.topology import Topology
+from semmoe.trace import save_trace
+
+TRACE = used_by_all(1, requests=60, longest=30)
+SMALL = CoclusterSettings(starts=3, kept=2, steps=20, batch_tokens=64)
+
+
+def solved(topology, redundant=0, **effort):
+    return solve(TRACE, topology, SolveSettings(redundant_experts=redundant, cocluster=replace(SMALL, **effort)))
+
+
+def arrays(plan):
+    tables = [getattr(plan.tokens, "path_scores", None), getattr(plan.tokens, "token_scores", None)]
+    return [plan.placement.physical_to_logical_map, plan.placement.static_dispatch, *tables]
+
+
+def assert_same(one, other):
+    for a, b in zip(arrays(one), arrays(other), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+@pytest.mark.parametrize("redundant", [0, 4])
+def test_the_plan_is_the_same_for_any_number_of_threads(name, redundant, monkeypatch):
+    plans = []
+    for threads in (1, 2, 5):
+        for module in (cocluster, predictor):
+            monkeypatch.setattr(module, "cpu_count", lambda threads=threads: threads)
+        plans.append(solved(TOPOLOGIES[name], redundant))
+    assert_same(plans[0], plans[1])
+    assert_same(plans[0], plans[2])
+
+
+@pytest.fixture
+def searches(monkeypatch):
+    """Counts the searches of each layer, by its seed, and makes each take a second of the solver's clock."""
+    made, lock, run = Counter(), threading.Lock(), LayerSearch._run
+
+    def counted(self, *given):
+        with lock:
+            made[id(self)] += 1
+        return run(self, *given)
+
+    monkeypatch.setattr(LayerSearch, "_run", counted)
+    monkeypatch.setattr(cocluster, "monotonic", lambda: float(made.total()))
+    monkeypatch.setattr("semmoe.placement.ours.monotonic", lambda: float(made.total()))
+    return made
+
+
+ALL = 3 * (3 + 2 * 2 + 3 * 2)  # layers, their starts, further rough prices from two layouts, finer prices from two
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+@pytest.mark.parametrize("redundant", [0, 4])
+def test_without_any_time_each_layer_is_searched_once(name, redundant, searches):
+    plan = solved(TOPOLOGIES[name], redundant, budget=0)
+    assert list(searches.values()) == [1, 1, 1]
+    assert plan.placement.hosts.any(axis=1).all()  # every expert is on a rank
+
+
+def test_a_budget_is_shared_by_layers_and_phases(searches):
+    plan = solved(Topology(ep_size=4), budget=20)
+    assert 12 <= searches.total() <= 26  # the time is used, and each phase ends with the search that passes its end
+    assert min(searches.values()) >= 3
+    assert plan.settings["cocluster"]["budget"] == 20
+
+
+def test_a_budget_that_is_not_used_up_changes_nothing(searches):
+    plan = solved(Topology(ep_size=4), budget=1000)
+    assert searches.total() == ALL
+    assert_same(plan, solved(Topology(ep_size=4)))
+
+
+@pytest.mark.parametrize("effort", [QUICK, THOROUGH], ids=["quick", "thorough"])
+def test_less_effort_makes_fewer_searches_and_more_makes_more(effort, searches):
+    trace = used_by_all(2)
+    solve(trace, Topology(ep_size=4), SolveSettings())
+    usual = searches.total()
+    solve(trace, Topology(ep_size=4), SolveSettings(cocluster=CoclusterSettings(**effort)))
+    other = searches.total() - usual
+    assert (other < usual / 2) if effort is QUICK else (other > usual * 1.5)
+
+
+def test_the_command_takes_an_effort_and_a_budget(tmp_path):
+    save_trace(TRACE, tmp_path / "trace")
+    run, words = CliRunner(), ["solve", str(tmp_path / "trace"), "--ep-size", "4", "--out", str(tmp_path / "plan")]
+
+    def used(*more):
+        done = run.invoke(app, [*words, "--force", *more])
+        assert done.exit_code == 0, done.output
+        return load_plan(tmp_path / "plan").settings["cocluster"]
+
+    usual = used()
+    assert used("--quick") == usual | QUICK
+    assert used("--thorough") == usual | THOROUGH
+    assert 0 <= used("--budget", "3")["budget"] <= 3
+    for wrong, why in (
+        (["--quick", "--thorough"], "exclude each other"),
+        (["--quick", "--method", "eplb"], "--quick has no effect here"),
+        (["--budget", "5", "--method", "linear"], "--budget has no effect here"),
+        (["--budget", "-1"], "--budget"),
+        (["--budget", "nan"], "--budget"),
+    ):
+        done = run.invoke(app, [*words, "--force", *wrong])
+        assert done.exit_code == 2, done.output
+        assert why in " ".join(done.output.split())
