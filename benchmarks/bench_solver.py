@@ -1,10 +1,12 @@
 """What a solve costs and how good its plan is, this checkout's solver beside another's, case by case, in turn.
 
-    python benchmarks/bench_solver.py --trace TRACE [--against CHECKOUT] [--splits 3] [--cases gpt-oss:8:0 ...]
+    python benchmarks/bench_solver.py --trace TRACE [--against CHECKOUT] [--efforts quick thorough] [--splits 3]
+                                      [--cases trace:8:0 ...] [--kinds KINDS]
 
 A case is shape:EP size:redundant experts[:nodes]. Shapes: `trace`, the routing that --trace names; `tiny`, the shipped
 model's, of which half of 288 prompts is the profile; LxExKxT, synthetic routing of L layers, E experts, top-K and T
-tokens over 32k token ids. Each solve runs in a process of its own: seconds are those of `semmoe.solve`, after one of a
+tokens over 32k token ids; `drift`, the trace's requests of half of their kinds (--kinds: a JSON list with the kind of
+each request), where a warm start from a plan for the other half is timed beside a cold solve. Each solve runs in a process of its own: seconds are those of `semmoe.solve`, after one of a
 small trace that compiles the code. The plan is made from 20 % of the requests of `trace` (all of a synthetic shape's)
 and replayed on the rest. Cost: rows to other ranks, and to other nodes, and pairs computed elsewhere, per token and
 layer, which is what the solver minimises under the load limit. Prints a line per solve, ratios, and one JSON line.
@@ -25,8 +27,8 @@ CASES = (
     "trace:8:0",
     "trace:8:8",
     "trace:8:32",
-    "tiny:8:0",
-    "tiny:8:8",
+    "tiny:4:0",
+    "tiny:4:8",
     "16x64x8x51000:8:0",
     "26x64x6x37000:8:0",
     "26x64x6x37000:8:32",
@@ -34,24 +36,30 @@ CASES = (
 )
 WORKER = """
 import json, resource, sys, time
+from dataclasses import replace
 from pathlib import Path
 import numpy as np
+from semmoe import settings as all_settings
 from semmoe.replayer import replay
-from semmoe.settings import ReplaySettings, SolveSettings
 from semmoe.solver import solve
 from semmoe.topology import Topology
 from semmoe.trace import open_trace
 folder, ranks, redundant, nodes = Path(sys.argv[1]), *map(int, sys.argv[2:5])
-topology, settings = Topology(ep_size=ranks, num_nodes=nodes), SolveSettings(redundant_experts=redundant)
-warm = open_trace(folder / "warm")
-solve(warm, topology, settings)
+effort, topology = sys.argv[5], Topology(ep_size=ranks, num_nodes=nodes)
+settings, more = all_settings.SolveSettings(redundant_experts=redundant), {}
+if effort in ("quick", "thorough"):
+    changed = replace(settings.cocluster, **getattr(all_settings, effort.upper()))
+    settings = replace(settings, cocluster=changed)
+solve(open_trace(folder / "warm"), topology, settings)
+if effort == "warm":
+    more = {"previous": solve(open_trace(folder / "before"), topology, settings)}
 trace = open_trace(folder / "profile")
 started, cpu = time.perf_counter(), time.process_time()
-plan = solve(trace, topology, settings)
+plan = solve(trace, topology, settings, **more)
 out = {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - cpu}
 out["peak_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 held_out = folder / "evaluation"
-seen = replay(open_trace(held_out if held_out.exists() else folder / "profile"), plan, ReplaySettings()).as_dict()
+seen = replay(open_trace(held_out if held_out.exists() else folder / "profile"), plan).as_dict()
 out |= {k: seen[k] for k in ("lar", "remote_ranks_per_token", "load_max_over_mean")}
 node = topology.node_of
 between = np.array(seen["rows_per_rank_pair"])[node[:, None] != node].sum()
@@ -60,7 +68,7 @@ print(json.dumps(out))
 """
 
 
-def prepare(shape: str, trace: str | None, seed: int, folder: Path) -> None:
+def prepare(shape: str, given: argparse.Namespace, seed: int, folder: Path) -> None:
     """Write the profile, a small trace that compiles the code and, but for synthetic shapes, what is held out."""
     from bench_scale import synthetic
 
@@ -70,8 +78,15 @@ def prepare(shape: str, trace: str | None, seed: int, folder: Path) -> None:
     if shape[0].isdigit():
         layers, experts, top_k, tokens = map(int, shape.split("x"))
         profile = synthetic(tokens, layers, experts, top_k, 32_000, seed)
+    elif shape == "drift":
+        trace, kinds = open_trace(Path(given.trace)), np.array(json.loads(given.kinds.read_text()))
+        names = np.random.default_rng(seed).permutation(np.unique(kinds))
+        of_first = np.isin(kinds, names[: len(names) // 2])
+        save_trace(split(trace.select(np.flatnonzero(of_first)), 0.4, seed)[0], folder / "before")
+        profile, evaluation = split(trace.select(np.flatnonzero(~of_first)), 0.4, seed)
+        save_trace(evaluation, folder / "evaluation")
     else:
-        whole, share = (open_trace(Path(str(trace))), 0.2) if shape == "trace" else (open_trace(tiny()), 0.5)
+        whole, share = (open_trace(Path(given.trace)), 0.2) if shape == "trace" else (open_trace(tiny()), 0.5)
         profile, evaluation = split(whole, share, seed)
         save_trace(evaluation, folder / "evaluation")
     save_trace(profile, folder / "profile")
@@ -88,10 +103,10 @@ def tiny() -> Path:
     return path
 
 
-def worker(folder: Path, case: list[str], source: Path) -> dict[str, Any]:
+def worker(folder: Path, case: list[str], source: Path, effort: str) -> dict[str, Any]:
     """One solve with the package at `source`, and its plan's figures."""
     ranks, redundant, nodes = case[1], case[2], case[3] if len(case) > 3 else "1"
-    words = [sys.executable, "-c", WORKER, str(folder), ranks, redundant, nodes]
+    words = [sys.executable, "-c", WORKER, str(folder), ranks, redundant, nodes, effort]
     done = subprocess.run(words, env=os.environ | {"PYTHONPATH": str(source)}, capture_output=True, text=True)
     if done.returncode != 0:
         raise SystemExit(done.stderr)
@@ -102,22 +117,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", help="real routing, for the cases called trace")
     parser.add_argument("--against", type=Path, help="another checkout, whose solver runs in turn with this one's")
+    parser.add_argument("--efforts", nargs="+", default=[], help="quick, thorough: beside the default's")
     parser.add_argument("--splits", type=int, default=3)
     parser.add_argument("--cases", nargs="+", default=CASES)
+    parser.add_argument("--kinds", type=Path, help="JSON list of the kind of each request, for the cases called drift")
     given = parser.parse_args()
     here = Path(__file__).parents[1] / "src"
-    solvers = {"this": here} | ({"other": given.against / "src"} if given.against else {})
     out: list[dict[str, Any]] = []
     for name in given.cases:
         case = name.split(":")
-        if case[0] == "trace" and not given.trace:
-            print(f"{name}: left out, no --trace")
+        if (case[0] in ("trace", "drift") and not given.trace) or (case[0] == "drift" and not given.kinds):
+            print(f"{name}: left out, no --trace or --kinds")
             continue
+        solvers = {effort: here for effort in ["this", *given.efforts, *(["warm"] if case[0] == "drift" else [])]}
+        solvers |= {"other": given.against / "src"} if given.against else {}
         for seed in range(given.splits):
             with tempfile.TemporaryDirectory() as folder:
-                prepare(case[0], given.trace, seed, Path(folder))
+                prepare(case[0], given, seed, Path(folder))
                 for solver, source in list(solvers.items())[:: 1 if seed % 2 else -1]:
-                    row = {"case": name, "split": seed, "solver": solver} | worker(Path(folder), case, source)
+                    row = {"case": name, "split": seed, "solver": solver} | worker(Path(folder), case, source, solver)
                     top_k = json.loads(Path(folder, "profile", "trace.json").read_text())["fingerprint"]["top_k"]
                     row["cost"] = row["remote_ranks_per_token"] + row["rows_between_nodes"] + top_k * (1 - row["lar"])
                     out.append(row)
@@ -125,19 +143,18 @@ def main() -> None:
                         "  ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{v}" for k, v in row.items()),
                         flush=True,
                     )
-        if given.against:
-            compare([row for row in out if row["case"] == name])
+        for other in list(solvers)[1:]:
+            compare([row for row in out if row["case"] == name], other)
     print("\n" + json.dumps({"results": out}))
 
 
-def compare(rows: list[dict[str, Any]]) -> None:
-    """Ratios of this solver to the other, split by split."""
-    mine, other = ([row for row in rows if row["solver"] == solver] for solver in ("this", "other"))
+def compare(rows: list[dict[str, Any]], solver: str) -> None:
+    """Ratios of this solver, as it is used by default, to another, split by split."""
+    mine, other = ([row for row in rows if row["solver"] == which] for which in ("this", solver))
     faster = [b["seconds"] / a["seconds"] for a, b in zip(mine, other, strict=True)]
     worse = [a["cost"] / b["cost"] - 1 for a, b in zip(mine, other, strict=True)]
-    print(
-        f"  {min(faster):.1f} to {max(faster):.1f} times as fast; cost {min(worse):+.2%} to {max(worse):+.2%}, ", end=""
-    )
+    print(f"  {solver} takes {min(faster):.2f} to {max(faster):.2f} times as long; this one's cost is ", end="")
+    print(f"{min(worse):+.2%} to {max(worse):+.2%} of it, ", end="")
     print(f"mean {np.mean(worse):+.2%}", flush=True)
 
 

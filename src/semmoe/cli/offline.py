@@ -50,10 +50,10 @@ BeginOption = Annotated[
 ]
 
 QuickOption = Annotated[
-    bool, typer.Option("--quick", help="semmoe: a third of the time, for QQ more traffic.", rich_help_panel=METHOD)
+    bool, typer.Option("--quick", help="semmoe: half the time, for up to 3 % more traffic.", rich_help_panel=METHOD)
 ]
 ThoroughOption = Annotated[
-    bool, typer.Option("--thorough", help="semmoe: twice the time, for TT less traffic.", rich_help_panel=METHOD)
+    bool, typer.Option("--thorough", help="semmoe: twice the time, for up to 1 % less traffic.", rich_help_panel=METHOD)
 ]
 BudgetOption = Annotated[
     float | None,
