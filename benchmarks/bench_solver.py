@@ -6,10 +6,12 @@
 A case is shape:EP size:redundant experts[:nodes]. Shapes: `trace`, the routing that --trace names; `tiny`, the shipped
 model's, of which half of 288 prompts is the profile; LxExKxT, synthetic routing of L layers, E experts, top-K and T
 tokens over 32k token ids; `drift`, the trace's requests of half of their kinds (--kinds: a JSON list with the kind of
-each request), where a warm start from a plan for the other half is timed beside a cold solve. Each solve runs in a process of its own: seconds are those of `semmoe.solve`, after one of a
-small trace that compiles the code. The plan is made from 20 % of the requests of `trace` (all of a synthetic shape's)
-and replayed on the rest. Cost: rows to other ranks, and to other nodes, and pairs computed elsewhere, per token and
-layer, which is what the solver minimises under the load limit. Prints a line per solve, ratios, and one JSON line.
+each request), where a warm start from a plan for the other half is timed beside a cold solve.
+
+Each solve runs in a process of its own: seconds are those of `semmoe.solve`, after one of a small trace that compiles
+the code. The plan is made from 20 % of the requests of `trace` (all of a synthetic shape's) and replayed on the rest.
+Cost: rows to other ranks, and to other nodes, and pairs computed elsewhere, per token and layer, which is what the
+solver minimises under the load limit. Prints a line per solve, ratios, and one JSON line.
 """
 
 import argparse

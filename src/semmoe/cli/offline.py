@@ -35,6 +35,7 @@ from semmoe.settings import QUICK, THOROUGH, CoclusterSettings, ReplaySettings, 
 from semmoe.topology import Fingerprint, Topology
 
 OBJECTIVE = ["load_limit", "remote_rank_cost", "remote_node_cost"]
+LOAD_NOISE = 0.05  # by which the load of held-out requests may be above what was expected of them
 EFFORT = ["quick", "thorough", "budget"]
 METHOD_NAMES = ", ".join(METHODS)
 ModelOption = Annotated[
@@ -141,18 +142,14 @@ def solve(
     if previous is not None:
         check_previous(previous, opened.fingerprint, topology, solving)
     shape = _layer_shape(opened.fingerprint, widths())
-    embeddings = model_embeddings(model, opened.fingerprint) if model else None
-    plan = _solve(opened, topology, solving, chosen_links, shape, embeddings, previous)
+    plan = _solve(opened, topology, solving, chosen_links, shape, model, previous)
     save_plan(plan, out)
-    by_answers = warn_of_answers(opened, topology)
-    if shape is None:
-        words = "the trace does not say how wide the model is; give --hidden-size and --expert-size"
-        console.err.print(f"[yellow]warning:[/] no time is predicted: {words}", soft_wrap=True)
-    moved = _moved(plan, previous)
+    told = {"plan": str(out), "scheduled_by_answers": warn_of_answers(opened, topology), **_moved(plan, previous)}
+    _warn_of_plan(plan, solving.cocluster.load_limit, shape)
     if as_json:
-        console.print_json({"plan": str(out), "scheduled_by_answers": by_answers, **moved, "expected": plan.expected})
+        console.print_json(told | {"expected": plan.expected})
     else:
-        _print_moved(moved, begin)
+        _print_moved(told, begin)
         _print_expected(out, solving.method, plan.expected)
 
 
@@ -167,6 +164,23 @@ def _begin(ctx: typer.Context, begin: Path | None, solving: SolveSettings) -> tu
     if was_given(ctx, "redundant_experts"):
         return previous, solving
     return previous, replace(solving, redundant_experts=previous.placement.redundant_experts)
+
+
+def _warn_of_plan(plan: Plan, limit: float | None, shape: LayerShape | None) -> None:
+    """Warn of what the plan cannot say or do."""
+    words = []
+    if shape is None:
+        words.append(
+            "no time is predicted: the trace does not say how wide the model is; give --hidden-size and --expert-size"
+        )
+    load = (plan.expected or {}).get("load_max_over_mean", 1.0)
+    if plan.method == "semmoe" and limit is not None and load > limit + LOAD_NOISE:
+        words.append(
+            f"the load limit of {limit:g} is not kept: held-out requests load the busiest rank {load:.2f} times the "
+            "mean; more requests in the profile or --redundant-experts help"
+        )
+    for one in words:
+        console.err.print(f"[yellow]warning:[/] {one}", soft_wrap=True, highlight=False)
 
 
 def _with_effort(solving: SolveSettings, quick: bool, thorough: bool, budget: float | None) -> SolveSettings:
@@ -192,13 +206,14 @@ def _solve(
     solving: SolveSettings,
     links: Links,
     shape: LayerShape | None,
-    embeddings: Any,
+    model: str | None,
     previous: Plan | None,
 ) -> Plan:
     """Solve the plan, and estimate what it does for held-out requests."""
     from semmoe.solver import expect
     from semmoe.solver import solve as solve_plan
 
+    embeddings = model_embeddings(model, trace.fingerprint) if model else None
     layers, begun, budget = trace.fingerprint.num_layers, monotonic(), solving.cocluster.budget
     if budget is not None:
         solving = _with_budget(solving, budget / 2)
@@ -229,9 +244,9 @@ def _layer_shape(f: Fingerprint, widths: Widths) -> LayerShape | None:
     return LayerShape(hidden_size=sizes[0], expert_size=sizes[1], top_k=f.top_k) if all(sizes) else None
 
 
-def _print_moved(moved: dict[str, int], begin: Path | None) -> None:
-    if moved:
-        counts = f"{moved['moved_experts']:,} of {moved['experts']:,}"
+def _print_moved(told: dict[str, Any], begin: Path | None) -> None:
+    if "moved_experts" in told:
+        counts = f"{told['moved_experts']:,} of {told['experts']:,}"
         console.out.print(f"{counts} experts move to another rank, from {begin}", markup=False, soft_wrap=True)
 
 

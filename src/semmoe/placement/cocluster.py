@@ -9,6 +9,7 @@ limit at the least traffic. All layers have one price of load, since their times
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from os import cpu_count
 from time import monotonic
@@ -45,9 +46,12 @@ class Measured:
 class _Layers:
     """All layers of a problem: their searches, and what is measured of layouts."""
 
-    def __init__(self, trace, topology, predictor, redundant, settings, seed, request_groups, until) -> None:
+    def __init__(
+        self, trace, topology, predictor, redundant, settings, seed, request_groups, start, before, progress, until
+    ) -> None:
         self.trace, self.topology, self.predictor, self.redundant = trace, topology, predictor, redundant
         self.settings, self.seed, self.request = settings, seed, trace.request_of_token()
+        self.start, self.before, self.progress = start, before, progress
         self.group = request_groups[self.request]
         requests = sample_requests(trace, MEASURED_TOKENS, seed)
         self.part = trace.select(requests)
@@ -66,12 +70,11 @@ class _Layers:
         end = self.begun + share * (self.until - self.begun)
         return lambda: monotonic() < end
 
-    def rough(
-        self, layer: int, prices: list[float], labels: np.ndarray | None, previous: np.ndarray | None
-    ) -> list[Measured]:
+    def rough(self, prices: list[float], layer: int) -> list[Measured]:
         """Begin the search of a layer."""
         f = self.trace.fingerprint
         ids, seed = self.trace.expert_ids[:, layer], self.seed * f.num_layers + layer
+        labels, previous = (None if array is None else array[layer] for array in (self.start, self.before))
         search = LayerSearch(
             ids, self.group, self.request, f.num_experts, self.topology, self.redundant, self.settings, seed, previous
         )
@@ -81,16 +84,20 @@ class _Layers:
             self.expected[layer] = np.clip(np.rint(expected * SCALE), -32767, 32767).astype(np.int16)
         return self._measure(layer, search.rough(prices, labels, self._in_time()))
 
-    def finer(self, layer: int, prices: list[float]) -> list[Measured]:
+    def finer(self, prices: list[float], layer: int) -> list[Measured]:
         """End the search of a layer."""
-        return self._measure(layer, self.searches.pop(layer).finer(prices, self._in_time()))
+        found = self._measure(layer, self.searches.pop(layer).finer(prices, self._in_time()))
+        del self.expected[layer]
+        return found
 
     def _measure(self, layer: int, layouts: list[Layout]) -> list[Measured]:
         known = self.expected[layer]
-        return [
+        out = [
             _measure(one, self.part, layer, self.rows, self.part_group, known, self.topology, self.settings)
             for one in layouts
         ]
+        self.progress(0.5)
+        return out
 
 
 def place(
@@ -120,28 +127,18 @@ def place(
         )
     if request_groups is None:
         request_groups = np.zeros(trace.num_requests, np.int64)
-    layers = _Layers(trace, topology, predictor, redundant, settings, seed, request_groups, until)
+    before = None if previous is None else previous.physical_to_logical_map.reshape(f.num_layers, topology.ep_size, -1)
+    layers = _Layers(
+        trace, topology, predictor, redundant, settings, seed, request_groups, start, before, progress, until
+    )
     limit, highest = settings.load_limit, settings.load_price
     rough_prices = [highest * share for share in ROUGH_PRICES] if limit else [0.0]
-    before = None if previous is None else previous.physical_to_logical_map.reshape(f.num_layers, topology.ep_size, -1)
-
-    def begin(layer: int) -> list[Measured]:
-        labels, old = (None if array is None else array[layer] for array in (start, before))
-        found = layers.rough(layer, rough_prices, labels, old)
-        progress(0.5)
-        return found
-
-    def end(layer: int) -> list[Measured]:
-        found = layers.finer(layer, finer_prices)
-        progress(0.5)
-        return found
-
     with ThreadPoolExecutor(cpu_count()) as pool:
-        rough = list(pool.map(begin, range(f.num_layers)))
+        rough = list(pool.map(partial(layers.rough, rough_prices), range(f.num_layers)))
         price, _ = choose(rough, limit, highest)
         shares = FINER_PRICES if before is None else (1.0,)
         finer_prices = [price * share for share in shares] if limit else [0.0]
-        finer = list(pool.map(end, range(f.num_layers)))
+        finer = list(pool.map(partial(layers.finer, finer_prices), range(f.num_layers)))
     _, chosen = choose([a + b for a, b in zip(rough, finer, strict=True)], limit, highest)
     slots = np.stack([layout.slots for layout in chosen])
     return _placement(slots if before is None else keep_slots(slots, before), chosen, f.num_experts)

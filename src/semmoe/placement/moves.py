@@ -9,6 +9,7 @@ from semmoe.placement.homes import ONE, ZERO, lowest_bit, njit
 from semmoe.placement.loads import highest, highest_after
 from semmoe.placement.replicas import put_in, take_out
 from semmoe.placement.search import PROMOTE, REPLACE, SWAP, collect, settle
+from semmoe.placement.swaps import free_again
 
 
 @njit
@@ -213,10 +214,7 @@ def search_moves(
             take_out(state, tables, scratch.touched, 0, count)
             make_move(state, tables.slot_of, kind, p, other)
             put_in(state, tables, scratch.touched, 0, count)
-            free[a], free[b] = (
-                step + 1 + tenure + np.random.randint(tenure),
-                step + 1 + tenure + np.random.randint(tenure),
-            )
+            free[a], free[b] = free_again(step, tenure), free_again(step, tenure)
         state.slots[:], state.primary[:] = slots, primary
         _settle(state, tables, 0, every)
     _spread(state, tables.served, mixes, load)

@@ -221,6 +221,12 @@ def _set_ranks(state, ranks):
 
 
 @njit
+def free_again(step, tenure):
+    """The step at which an expert that was moved at `step` may move again."""
+    return step + 1 + tenure + np.random.randint(tenure)
+
+
+@njit
 def search_swaps(
     state, scratch, gains, dues, mixes, loads, load_price, price_steps, rounds, steps, patience, tenure, seed
 ):
@@ -254,10 +260,7 @@ def search_swaps(
             load[x] += mixes[b] - mixes[a]
             load[y] += mixes[a] - mixes[b]
             now += gain
-            free[a], free[b] = (
-                step + 1 + tenure + np.random.randint(tenure),
-                step + 1 + tenure + np.random.randint(tenure),
-            )
+            free[a], free[b] = free_again(step, tenure), free_again(step, tenure)
             if now > best + 1e-9:
                 best, last = now, step
                 kept[:] = rank_of
