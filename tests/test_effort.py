@@ -122,3 +122,12 @@ def test_the_command_takes_an_effort_and_a_budget(tmp_path):
         done = run.invoke(app, [*words, "--force", *wrong])
         assert done.exit_code == 2, done.output
         assert why in " ".join(done.output.split())
+
+
+def test_a_load_limit_that_is_not_kept_is_said(tmp_path):
+    save_trace(TRACE, tmp_path / "trace")
+    words = ["solve", str(tmp_path / "trace"), "--ep-size", "4", "--batch-tokens", "64", "--quick", "--force"]
+    for limit, said in (("1", True), ("0", False), ("4", False)):
+        done = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "plan"), "--load-limit", limit])
+        assert done.exit_code == 0, done.output
+        assert (f"the load limit of {limit} is not kept" in " ".join(done.output.split())) == said

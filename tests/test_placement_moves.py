@@ -12,7 +12,7 @@ from test_placement_search import WEIGHTS, neighbours, optimum, random_layout, r
 from semmoe.placement import moves, swaps
 from semmoe.placement.homes import make_state
 from semmoe.placement.loads import MIXES, draw_mixes, highest, highest_after, make_loads
-from semmoe.placement.replicas import make_tables, take_out
+from semmoe.placement.replicas import contribute, make_tables
 from semmoe.placement.search import settle
 from semmoe.topology import Topology
 
@@ -101,7 +101,7 @@ def test_what_is_put_in_can_be_taken_out(topology, redundant, room, seed):
     moves._settle(state, tables, 2, every)
     assert (tables.kept >= 0).all() == room
     assert tables.served.sum() == pytest.approx(instance[1].sum() * 3)
-    take_out(state, tables, every, 0, len(every))
+    contribute(state, tables, every, 0, len(every), -1.0)
     assert np.abs(tables.sums).max() < 1e-6
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from semmoe.placement.homes import ONE, ZERO, lowest_bit, njit
 from semmoe.placement.loads import highest, highest_after
-from semmoe.placement.replicas import put_in, take_out
+from semmoe.placement.replicas import contribute
 from semmoe.placement.search import PROMOTE, REPLACE, SWAP, collect, settle
 from semmoe.placement.swaps import free_again
 
@@ -159,7 +159,7 @@ def _settle(state, tables, price_steps, every):
         tables.slot_of[e, p // S] = p
         state.masks[e, 0] |= ONE << np.uint64(p // S)
     tables.sums[:] = 0.0
-    put_in(state, tables, every, 0, every.shape[0])
+    contribute(state, tables, every, 0, every.shape[0], 1.0)
 
 
 @njit
@@ -211,9 +211,9 @@ def search_moves(
             a = state.slots[p // S, p % S]
             b = state.slots[other // S, other % S] if kind == SWAP else other
             count = collect(state, scratch, a, b, moves)
-            take_out(state, tables, scratch.touched, 0, count)
+            contribute(state, tables, scratch.touched, 0, count, -1.0)
             make_move(state, tables.slot_of, kind, p, other)
-            put_in(state, tables, scratch.touched, 0, count)
+            contribute(state, tables, scratch.touched, 0, count, 1.0)
             free[a], free[b] = free_again(step, tenure), free_again(step, tenure)
         state.slots[:], state.primary[:] = slots, primary
         _settle(state, tables, 0, every)

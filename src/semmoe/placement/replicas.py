@@ -58,16 +58,24 @@ def make_tables(state) -> Tables:
 
 
 @njit
-def put_in(state, tables, sets, first, last):
-    """Add what `sets[first:last]` contribute to the tables, and keep it where there is room."""
+def contribute(state, tables, sets, first, last, sign):
+    """Add what `sets[first:last]` contribute to the tables, or with sign -1 take it out, before the layout changes.
+
+    What a set adds is kept, where there is room, so that it need not be computed again to be taken out.
+    """
     K, G = state.sets.shape[1], state.price.shape[0]
-    scratch, most = _scratch(K, G), _most_changes(state)
-    where, what, sums = np.zeros(most, np.int64), np.zeros(most), tables.sums
+    scratch, most, sums = _scratch(K, G), _most_changes(state), tables.sums
+    where, what = np.zeros(most, np.int64), np.zeros(most)
     for c in range(first, last):
         u = sets[c]
+        n = tables.kept[u]
+        if sign < 0 and n >= 0:
+            for i in range(n):
+                sums[tables.where[u, i]] -= tables.what[u, i]
+            continue
         n = _list_changes(state, tables, u, scratch, where, what)
         for i in range(n):
-            sums[where[i]] += what[i]
+            sums[where[i]] += sign * what[i]
         tables.kept[u] = -1
         if n <= tables.where.shape[1]:
             for i in range(n):
@@ -76,26 +84,11 @@ def put_in(state, tables, sets, first, last):
 
 
 @njit
-def take_out(state, tables, sets, first, last):
-    """Undo `put_in`, before the layout changes."""
-    K, G = state.sets.shape[1], state.price.shape[0]
-    scratch, most, sums = _scratch(K, G), _most_changes(state), tables.sums
-    where, what = np.zeros(most, np.int64), np.zeros(most)
-    for c in range(first, last):
-        u = sets[c]
-        for i in range(tables.kept[u]):
-            sums[tables.where[u, i]] -= tables.what[u, i]
-        if tables.kept[u] < 0:
-            for i in range(_list_changes(state, tables, u, scratch, where, what)):
-                sums[where[i]] -= what[i]
-
-
-@njit
 def _most_changes(state):
     """The most entries of the tables to which one set can add."""
     K, G, P = state.sets.shape[1], state.price.shape[0], state.slots.size
     copies = min(K * G, P)
-    return copies * (G + copies + K + 3) + K * (G + 1 + G * K) + 2
+    return copies * (G + copies + K + 2) + K * (G + 2 + G * K) + 2
 
 
 @inlined
