@@ -149,8 +149,7 @@ def _put(state, slot_of, p, old, new):
 
 @njit
 def _settle(state, tables, price_steps, every):
-    """Settle prices and make the tables anew."""
-    settle(state, price_steps)
+    """Settle prices and make the tables anew, after slots and primaries were changed."""
     S = state.slots.shape[1]
     tables.slot_of[:] = -1
     state.masks[:] = ZERO
@@ -158,6 +157,7 @@ def _settle(state, tables, price_steps, every):
         e = state.slots[p // S, p % S]
         tables.slot_of[e, p // S] = p
         state.masks[e, 0] |= ONE << np.uint64(p // S)
+    settle(state, price_steps)
     tables.sums[:] = 0.0
     contribute(state, tables, every, 0, every.shape[0], 1.0)
 
@@ -192,8 +192,10 @@ def search_moves(
     every, load, moves = np.arange(state.sets.shape[0]), loads.now, 0
     slots, primary = state.slots.copy(), state.primary.copy()
     scratch.stamp[:] = -1
-    for _ in range(rounds):
-        _settle(state, tables, price_steps, every)
+    for part in range(rounds + 1):
+        _settle(state, tables, price_steps if part < rounds else 0, every)
+        if part == rounds:
+            break
         slots[:], primary[:] = state.slots, state.primary
         free, best, last = np.zeros(E, np.int64), np.inf, -1
         for step in range(steps + 1):
@@ -211,11 +213,11 @@ def search_moves(
             a = state.slots[p // S, p % S]
             b = state.slots[other // S, other % S] if kind == SWAP else other
             count = collect(state, scratch, a, b, moves)
-            contribute(state, tables, scratch.touched, 0, count, -1.0)
-            make_move(state, tables.slot_of, kind, p, other)
-            contribute(state, tables, scratch.touched, 0, count, 1.0)
+            for sign in (-1.0, 1.0):  # written once, since each call costs seconds of compilation
+                contribute(state, tables, scratch.touched, 0, count, sign)
+                if sign < 0:
+                    make_move(state, tables.slot_of, kind, p, other)
             free[a], free[b] = free_again(step, tenure), free_again(step, tenure)
         state.slots[:], state.primary[:] = slots, primary
-        _settle(state, tables, 0, every)
     _spread(state, tables.served, mixes, load)
     return -tables.value[0] / total, highest(loads), moves
