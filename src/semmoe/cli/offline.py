@@ -183,11 +183,16 @@ def _warn_of_plan(plan: Plan, limit: float | None, shape: LayerShape | None) -> 
         console.err.print(f"[yellow]warning:[/] {one}", soft_wrap=True, highlight=False)
 
 
+def _searching(solving: SolveSettings, **changes: Any) -> SolveSettings:
+    """The settings with other ones of the search."""
+    return replace(solving, cocluster=replace(solving.cocluster, **changes))
+
+
 def _with_effort(solving: SolveSettings, quick: bool, thorough: bool, budget: float | None) -> SolveSettings:
     if quick and thorough:
         raise ValueError("--quick and --thorough exclude each other")
     effort = QUICK if quick else THOROUGH if thorough else {}
-    return replace(solving, cocluster=replace(solving.cocluster, **effort, budget=budget))
+    return _searching(solving, **effort, budget=budget)
 
 
 def _moved(plan: Plan, previous: Plan | None) -> dict[str, int]:
@@ -216,7 +221,7 @@ def _solve(
     embeddings = model_embeddings(model, trace.fingerprint) if model else None
     layers, begun, budget = trace.fingerprint.num_layers, monotonic(), solving.cocluster.budget
     if budget is not None:
-        solving = _with_budget(solving, budget / 2)
+        solving = _searching(solving, budget=budget / 2)
     measure = ReplaySettings(batch_tokens=solving.cocluster.batch_tokens, seed=solving.seed)
     with console.bars() as bars:
         advance = bars.task("solving without held-out requests", layers)
@@ -224,13 +229,9 @@ def _solve(
         advance(0 if expected else layers)
         advance = bars.task("solving", layers)
         if budget is not None:
-            solving = _with_budget(solving, max(budget - (monotonic() - begun), 0))
+            solving = _searching(solving, budget=max(budget - (monotonic() - begun), 0))
         plan = solve_plan(trace, topology, solving, embeddings, advance, previous)
         return replace(plan, expected=expected)
-
-
-def _with_budget(solving: SolveSettings, seconds: float) -> SolveSettings:
-    return replace(solving, cocluster=replace(solving.cocluster, budget=seconds))
 
 
 def _layer_shape(f: Fingerprint, widths: Widths) -> LayerShape | None:
