@@ -101,7 +101,7 @@ def test_what_is_put_in_can_be_taken_out(topology, redundant, room, seed):
     moves._settle(state, tables, 2, every)
     assert (tables.kept >= 0).all() == room
     assert tables.served.sum() == pytest.approx(instance[1].sum() * 3)
-    contribute(state, tables, every, 0, len(every), -1.0)
+    contribute(state, tables, every, len(every), -1.0)
     assert np.abs(tables.sums).max() < 1e-6
 
 

@@ -7,20 +7,24 @@ import numba
 import numpy as np
 
 
-@numba.njit(cache=True)
 def place_layer(together, data, swaps, alpha, beta, gamma):
     """(E,) clusters of one layer's experts: greedy by falling load, then improving random swaps.
 
     together (E, E): affinity of experts; data (E, C): activations of each expert by the data of each cluster.
     """
-    experts, clusters = data.shape
     load = together.sum(axis=1)
-    price = gamma * clusters / max(load.sum(), 1e-9)
+    price = gamma * data.shape[1] / max(load.sum(), 1e-9)
+    return _place(together, data, load, np.argsort(-load, kind="stable"), swaps, alpha, beta, price)
+
+
+@numba.njit(cache=True)
+def _place(together, data, load, order, swaps, alpha, beta, price):
+    experts, clusters = data.shape
     capacity = experts // clusters
     labels = np.full(experts, -1, np.int64)
     count, cluster_load = np.zeros(clusters, np.int64), np.zeros(clusters)
     near = np.zeros((experts, clusters))  # near[e, c]: affinity of e to the other experts of c
-    for e in np.argsort(-load):
+    for e in order:
         best, chosen = -np.inf, -1
         for c in range(clusters):
             if count[c] < capacity:
@@ -34,7 +38,7 @@ def place_layer(together, data, swaps, alpha, beta, gamma):
             if other != e:
                 near[other, chosen] += together[e, other]
     for s in range(swaps.shape[0]):
-        a, b = swaps[s]
+        a, b = swaps[s, 0], swaps[s, 1]
         x, y = labels[a], labels[b]
         if x == y:
             continue

@@ -69,7 +69,9 @@ def highest(loads):
     """Mean over mixes of the highest of the loads `now`; fills `others` and `least`."""
     load, others, least = loads.now, loads.others, loads.least
     (G, J), total = load.shape, 0.0
-    least[:] = 0.0
+    for x in range(G):
+        for y in range(x + 1, G):
+            least[x, y] = 0.0
     for j in range(J):
         first = second = third = -np.inf  # the three highest loads of the mix
         one = two = -1
@@ -90,7 +92,9 @@ def highest(loads):
                     most = second if two != x and two != y else third
                 others[x, y, j] = most
                 least[x, y] += most / J
-    least[:] = np.maximum(least, 1.0)  # no layout has a load below the mean
+    for x in range(G):
+        for y in range(x + 1, G):
+            least[x, y] = max(least[x, y], 1.0)  # no layout has a load below the mean
     return total / J
 
 

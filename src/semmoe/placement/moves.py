@@ -9,7 +9,7 @@ from semmoe.placement.homes import ONE, ZERO, lowest_bit, njit
 from semmoe.placement.loads import highest, highest_after
 from semmoe.placement.replicas import contribute
 from semmoe.placement.search import PROMOTE, REPLACE, SWAP, collect, settle
-from semmoe.placement.swaps import free_again
+from semmoe.placement.swaps import copy_ints, free_again, start
 
 
 @njit
@@ -147,19 +147,16 @@ def _put(state, slot_of, p, old, new):
     state.slots[p // S, p % S] = new
 
 
-@njit
 def _settle(state, tables, price_steps, every):
     """Settle prices and make the tables anew, after slots and primaries were changed."""
-    S = state.slots.shape[1]
+    experts, ranks = state.slots.ravel(), np.repeat(np.arange(len(state.slots)), state.slots.shape[1])
     tables.slot_of[:] = -1
+    tables.slot_of[experts, ranks] = np.arange(experts.size)
     state.masks[:] = ZERO
-    for p in range(state.slots.size):
-        e = state.slots[p // S, p % S]
-        tables.slot_of[e, p // S] = p
-        state.masks[e, 0] |= ONE << np.uint64(p // S)
+    np.bitwise_or.at(state.masks[:, 0], experts, ONE << ranks.astype(np.uint64))
     settle(state, price_steps)
     tables.sums[:] = 0.0
-    contribute(state, tables, every, 0, every.shape[0], 1.0)
+    contribute(state, tables, every, every.size, 1.0)
 
 
 @njit
@@ -169,7 +166,9 @@ def _spread(state, served, mixes, load):
     load[:] = 0.0
     for p in range(state.slots.size):
         e = state.slots[p // S, p % S]
-        load[p // S] += served[p] / max(state.expert_load[e], 1e-9) * mixes[e]
+        share = served[p] / max(state.expert_load[e], 1e-9)
+        for j in range(mixes.shape[1]):
+            load[p // S, j] += share * mixes[e, j]
 
 
 @njit
@@ -182,42 +181,47 @@ def sum_dues(slots, dues):
     return total
 
 
-@njit
 def search_moves(
     state, scratch, tables, dues, mixes, loads, load_price, price_steps, rounds, steps, patience, tenure, seed
 ):
     """Search as `swaps.search_swaps` does; same arguments and results."""
-    np.random.seed(seed)
-    S, E, total = state.slots.shape[1], mixes.shape[0], state.total_weight
-    every, load, moves = np.arange(state.sets.shape[0]), loads.now, 0
+    start(scratch, seed)
+    every, moves = np.arange(state.sets.shape[0]), 0
+    for _ in range(rounds):
+        _settle(state, tables, price_steps, every)
+        moves = _make_moves(state, scratch, tables, dues, mixes, loads, load_price, steps, patience, tenure, moves)
+    _settle(state, tables, 0, every)
+    _spread(state, tables.served, mixes, loads.now)
+    return -tables.value[0] / state.total_weight, highest(loads), moves
+
+
+@njit
+def _make_moves(state, scratch, tables, dues, mixes, loads, load_price, steps, patience, tenure, moves):
+    """One round: leaves the best slots and primaries found; returns `moves` and how many were made."""
+    S, E, total, load = state.slots.shape[1], mixes.shape[0], state.total_weight, loads.now
     slots, primary = state.slots.copy(), state.primary.copy()
-    scratch.stamp[:] = -1
-    for part in range(rounds + 1):
-        _settle(state, tables, price_steps if part < rounds else 0, every)
-        if part == rounds:
+    free, best, last = np.zeros(E, np.int64), np.inf, -1
+    for step in range(steps + 1):
+        _spread(state, tables.served, mixes, load)
+        top = highest(loads)
+        now = load_price * top - tables.value[0] / total + sum_dues(state.slots, dues)
+        if now < best - 1e-9:
+            best, last = now, step - 1
+            copy_ints(state.slots, slots)
+            copy_ints(state.primary, primary)
+        needed = now - best + 1e-9
+        kind, p, other = best_move(state, tables, dues, mixes, loads, top, load_price, free, step, needed)
+        if kind < 0 or step - last > patience or step == steps:
             break
-        slots[:], primary[:] = state.slots, state.primary
-        free, best, last = np.zeros(E, np.int64), np.inf, -1
-        for step in range(steps + 1):
-            _spread(state, tables.served, mixes, load)
-            top = highest(loads)
-            now = load_price * top - tables.value[0] / total + sum_dues(state.slots, dues)
-            if now < best - 1e-9:
-                best, last = now, step - 1
-                slots[:], primary[:] = state.slots, state.primary
-            needed = now - best + 1e-9
-            kind, p, other = best_move(state, tables, dues, mixes, loads, top, load_price, free, step, needed)
-            if kind < 0 or step - last > patience or step == steps:
-                break
-            moves += 1
-            a = state.slots[p // S, p % S]
-            b = state.slots[other // S, other % S] if kind == SWAP else other
-            count = collect(state, scratch, a, b, moves)
-            for sign in (-1.0, 1.0):  # written once, since each call costs seconds of compilation
-                contribute(state, tables, scratch.touched, 0, count, sign)
-                if sign < 0:
-                    make_move(state, tables.slot_of, kind, p, other)
-            free[a], free[b] = free_again(step, tenure), free_again(step, tenure)
-        state.slots[:], state.primary[:] = slots, primary
-    _spread(state, tables.served, mixes, load)
-    return -tables.value[0] / total, highest(loads), moves
+        moves += 1
+        a = state.slots[p // S, p % S]
+        b = state.slots[other // S, other % S] if kind == SWAP else other
+        count = collect(state, scratch, a, b, moves)
+        for sign in (-1.0, 1.0):  # written once, since each call costs seconds of compilation
+            contribute(state, tables, scratch.touched, count, sign)
+            if sign < 0:
+                make_move(state, tables.slot_of, kind, p, other)
+        free[a], free[b] = free_again(step, tenure), free_again(step, tenure)
+    copy_ints(slots, state.slots)
+    copy_ints(primary, state.primary)
+    return moves

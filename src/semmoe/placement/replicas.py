@@ -58,15 +58,15 @@ def make_tables(state) -> Tables:
 
 
 @njit
-def contribute(state, tables, sets, first, last, sign):
-    """Add what `sets[first:last]` contribute to the tables, or with sign -1 take it out, before the layout changes.
+def contribute(state, tables, sets, count, sign):
+    """Add what `sets[:count]` contribute to the tables, or with sign -1 take it out, before the layout changes.
 
     What a set adds is kept, where there is room, so that it need not be computed again to be taken out.
     """
     K, G = state.sets.shape[1], state.price.shape[0]
     scratch, most, sums = _scratch(K, G), _most_changes(state), tables.sums
     where, what = np.zeros(most, np.int64), np.zeros(most)
-    for c in range(first, last):
+    for c in range(count):
         u = sets[c]
         n = tables.kept[u]
         if sign < 0 and n >= 0:

@@ -62,11 +62,13 @@ def settle(state, steps):
         for u in range(U):
             full[state.home[u]] += state.weight[u]
         for d in range(G // state.group_size):  # inside each attention group
-            ranks = slice(d * state.group_size, (d + 1) * state.group_size)
-            mean = max(full[ranks].mean(), 1e-9)
-            state.price[ranks] += 0.3 / (1 + step) * np.minimum(full[ranks] / mean - 1, 1.0)
-            state.price[ranks] -= state.price[ranks].mean()
-        state.price[:] = np.rint(state.price * PRICE_UNITS) / PRICE_UNITS
+            low, high = d * state.group_size, (d + 1) * state.group_size
+            mean = max(full[low:high].mean(), 1e-9)
+            for g in range(low, high):
+                state.price[g] += 0.3 / (1 + step) * min(full[g] / mean - 1, 1.0)
+            middle = state.price[low:high].mean()
+            for g in range(low, high):
+                state.price[g] = np.rint((state.price[g] - middle) * PRICE_UNITS) / PRICE_UNITS
     state.load[:] = 0
     _add_load(state, every, 0, U, state.home, True, 1.0, state.load, np.zeros(G), np.zeros(U))
 

@@ -40,15 +40,15 @@ def make_gains(state) -> Gains:
 
 
 @njit
-def contribute(state, gains, sets, first, last, sign):
-    """Add sign times the contributions of `sets[first:last]` to the tables."""
+def contribute(state, gains, sets, count, sign):
+    """Add sign times the contributions of `sets[:count]` to the tables."""
     costs, (activation, per_rank, per_node) = state.weights, state.weights
     all_sets, weights, rank_of, node_of, price = state.sets, state.weight, state.primary, state.node_of, state.price
     move, both, worths = gains.move, gains.both, gains.worths
     n, by_node, more, reach = gains.counts[0], gains.counts[1], gains.spare[0], gains.spare[1]
     S, K, G, nodes = state.group_size, all_sets.shape[1], state.slots.shape[0], state.node_masks.shape[0]
     ranks = np.zeros(K, np.int64)
-    for c in range(first, last):
+    for c in range(count):
         u = sets[c]
         experts, d = all_sets[u], state.group[u]
         low, high = d * S, d * S + S
@@ -189,35 +189,41 @@ def best_swap(rank_of, total, gains, dues, mixes, loads, top, load_price, free, 
     return best, first, other
 
 
-@njit
 def _settle(state, gains, price_steps, every):
     """Settle prices and make the tables anew."""
     settle(state, price_steps)
-    for g in range(state.slots.shape[0]):
-        gains.worths[g // state.group_size, g] = state.weights[0] - state.price[g]
+    ranks = np.arange(len(state.slots))
+    gains.worths[ranks // state.group_size, ranks] = state.weights[0] - state.price
     gains.move[:], gains.both[:] = 0.0, 0.0
-    contribute(state, gains, every, 0, every.shape[0], 1.0)
+    contribute(state, gains, every, every.size, 1.0)
 
 
-@njit
 def _sum_loads(rank_of, mixes, load):
     """Fill load (G, J) from the mixes (E, J) of each rank's experts."""
     load[:] = 0.0
-    for e in range(mixes.shape[0]):
-        load[rank_of[e]] += mixes[e]
+    np.add.at(load, rank_of, mixes)
+
+
+def _set_ranks(state, ranks):
+    """Put every expert on its rank (E,)."""
+    state.primary[:] = ranks
+    state.slots[:] = np.argsort(ranks, kind="stable").reshape(state.slots.shape)
+    state.masks[:] = np.uint64(0)
+    state.masks[np.arange(ranks.size), ranks >> 6] = ONE << (ranks & 63).astype(np.uint64)
 
 
 @njit
-def _set_ranks(state, ranks):
-    """Put every expert on its rank (E,)."""
-    filled = np.zeros(state.slots.shape[0], np.int64)
-    state.primary[:] = ranks
-    state.masks[:] = np.uint64(0)
-    for e in range(ranks.shape[0]):
-        g = ranks[e]
-        state.masks[e, g >> 6] = ONE << np.uint64(g & 63)
-        state.slots[g, filled[g]] = e
-        filled[g] += 1
+def start(scratch, seed):
+    """Begin a search: its random numbers, and no set marked as touched."""
+    np.random.seed(seed)
+    scratch.stamp[:] = -1
+
+
+@inlined
+def copy_ints(source, target):
+    """Copy an array into another; a loop, since an assignment to a slice takes a second to compile."""
+    for i in range(source.size):
+        target.flat[i] = source.flat[i]
 
 
 @njit
@@ -226,7 +232,6 @@ def free_again(step, tenure):
     return step + 1 + tenure + np.random.randint(tenure)
 
 
-@njit
 def search_swaps(
     state, scratch, gains, dues, mixes, loads, load_price, price_steps, rounds, steps, patience, tenure, seed
 ):
@@ -236,35 +241,41 @@ def search_swaps(
     (`loads.draw_mixes`). tenure: steps for which experts that were moved stay, at least.
     Returns (cost per token without load and dues, mean highest load, swaps made).
     """
-    np.random.seed(seed)
-    rank_of, total, load, swaps = state.primary, state.total_weight, loads.now, 0
-    every, kept = np.arange(state.sets.shape[0]), rank_of.copy()
-    scratch.stamp[:] = -1
-    for _ in range(rounds):
+    start(scratch, seed)
+    every, swaps = np.arange(state.sets.shape[0]), 0
+    for _ in range(rounds):  # not compiled, since each call of a compiled function from another costs seconds
         _settle(state, gains, price_steps, every)
-        _sum_loads(rank_of, mixes, load)
-        free, now, best, last = np.zeros(mixes.shape[0], np.int64), 0.0, 0.0, -1
-        kept[:] = rank_of
-        for step in range(steps):
-            top = highest(loads)
-            needed = best - now + 1e-9
-            gain, a, b = best_swap(rank_of, total, gains, dues, mixes, loads, top, load_price, free, step, needed)
-            if a < 0 or step - last > patience:
-                break
-            swaps += 1
-            count = collect(state, scratch, a, b, swaps)
-            contribute(state, gains, scratch.touched, 0, count, -1.0)
-            x, y = rank_of[a], rank_of[b]
-            rank_of[a], rank_of[b] = y, x
-            contribute(state, gains, scratch.touched, 0, count, 1.0)
-            load[x] += mixes[b] - mixes[a]
-            load[y] += mixes[a] - mixes[b]
-            now += gain
-            free[a], free[b] = free_again(step, tenure), free_again(step, tenure)
-            if now > best + 1e-9:
-                best, last = now, step
-                kept[:] = rank_of
+        _sum_loads(state.primary, mixes, loads.now)
+        kept, swaps = _make_swaps(state, scratch, gains, dues, mixes, loads, load_price, steps, patience, tenure, swaps)
         _set_ranks(state, kept)
     settle(state, 0)
-    _sum_loads(rank_of, mixes, load)
-    return -(state.value * state.weight).sum() / total, highest(loads), swaps
+    _sum_loads(state.primary, mixes, loads.now)
+    return -(state.value * state.weight).sum() / state.total_weight, highest(loads), swaps
+
+
+@njit
+def _make_swaps(state, scratch, gains, dues, mixes, loads, load_price, steps, patience, tenure, swaps):
+    """One round; returns the best ranks found (E,), and `swaps` and how many were made."""
+    rank_of, total, load = state.primary, state.total_weight, loads.now
+    free, now, best, last, kept = np.zeros(mixes.shape[0], np.int64), 0.0, 0.0, -1, rank_of.copy()
+    for step in range(steps):
+        top = highest(loads)
+        needed = best - now + 1e-9
+        gain, a, b = best_swap(rank_of, total, gains, dues, mixes, loads, top, load_price, free, step, needed)
+        if a < 0 or step - last > patience:
+            break
+        swaps += 1
+        count = collect(state, scratch, a, b, swaps)
+        contribute(state, gains, scratch.touched, count, -1.0)
+        x, y = rank_of[a], rank_of[b]
+        rank_of[a], rank_of[b] = y, x
+        contribute(state, gains, scratch.touched, count, 1.0)
+        for j in range(mixes.shape[1]):
+            load[x, j] += mixes[b, j] - mixes[a, j]
+            load[y, j] += mixes[a, j] - mixes[b, j]
+        now += gain
+        free[a], free[b] = free_again(step, tenure), free_again(step, tenure)
+        if now > best + 1e-9:
+            best, last = now, step
+            copy_ints(rank_of, kept)
+    return kept, swaps

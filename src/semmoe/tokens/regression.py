@@ -79,11 +79,11 @@ def _running_means(experts, offsets, history, mean):
         state = np.zeros(E, np.float32)
         for t in range(offsets[r], offsets[r + 1]):
             seen = t - offsets[r]
-            if history[t]:
-                out[t] = state
-                has_previous[t] = seen > 0
+            has_previous[t] = history[t] and seen > 0
             rate = np.float32(1.0 / (min(seen, RUNNING_LIMIT) + RUNNING_PRIOR))
-            state -= rate * (state + mean)
+            for e in range(E):  # a loop compiles faster than array expressions, by seconds
+                out[t, e] = state[e] if history[t] else np.float32(0.0)
+                state[e] -= rate * (state[e] + mean[e])
             for k in range(experts.shape[1]):
                 state[experts[t, k]] += rate
     return out, has_previous
