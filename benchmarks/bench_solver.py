@@ -11,7 +11,8 @@ each request), where a warm start from a plan for the other half is timed beside
 Each solve runs in a process of its own: seconds are those of `semmoe.solve`, after one of a small trace that compiles
 the code. The plan is made from 20 % of the requests of `trace` (all of a synthetic shape's) and replayed on the rest.
 Cost: rows to other ranks, and to other nodes, and pairs computed elsewhere, per token and layer, which is what the
-solver minimises under the load limit. Prints a line per solve, ratios, and one JSON line.
+solver minimises under the load limit. Moves are counted per CPU second of the local search. Prints a line per solve,
+ratios, and one JSON line.
 """
 
 import argparse
@@ -55,10 +56,33 @@ if effort in ("quick", "thorough"):
 solve(open_trace(folder / "warm"), topology, settings)
 if effort == "warm":
     more = {"previous": solve(open_trace(folder / "before"), topology, settings)}
+searched = {"seconds": [], "judged": [], "made": []}
+def count_moves(module, name, figures):
+    search = getattr(module, name)
+    def timed(*given):
+        started = time.thread_time()
+        found = search(*given)
+        searched["seconds"].append(time.thread_time() - started)
+        for kind, number in zip(("judged", "made"), figures(given[0], found)):
+            searched[kind].append(number)
+        return found
+    setattr(module, name, timed)
+def looked_up(state, found):  # every step looks at all swaps, and with copies at all replacements
+    (G, S), E = state.slots.shape, len(state.primary)
+    return found[2] * (G * S * (G * S - S) // 2 + (G * S * (E - S) if G * S > E else 0)), found[2]
+try:
+    from semmoe.placement import layers
+    count_moves(layers, "search_swaps", looked_up)
+    count_moves(layers, "search_moves", looked_up)
+except ImportError:  # a checkout whose search judges moves one by one and does not say how many it makes
+    from semmoe.placement import cocluster
+    count_moves(cocluster, "improve", lambda state, found: (found[1], 0))
 trace = open_trace(folder / "profile")
 started, cpu = time.perf_counter(), time.process_time()
 plan = solve(trace, topology, settings, **more)
 out = {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - cpu}
+search = max(sum(searched["seconds"]), 1e-9)
+out |= {"judged_per_second": sum(searched["judged"]) / search, "made_per_second": sum(searched["made"]) / search}
 out["peak_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 held_out = folder / "evaluation"
 seen = replay(open_trace(held_out if held_out.exists() else folder / "profile"), plan).as_dict()

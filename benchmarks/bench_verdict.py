@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from semmoe import cost
+from semmoe.copychoice import copy_choice
 from semmoe.core import Plan, RoutingTrace
 from semmoe.demo import MODEL, demo_prompts
 from semmoe.engines.transformers.calibrate import PARTS, MeasuredLayer, Sample, calibrate
@@ -29,7 +30,6 @@ from semmoe.engines.transformers.model import load_model, moe_layers
 from semmoe.engines.transformers.parallel import LocalExperts
 from semmoe.engines.transformers.recorder import record
 from semmoe.engines.transformers.tokenizer import load_tokenizer
-from semmoe.metrics import copy_choice
 from semmoe.placement.linear import vanilla_plan
 from semmoe.replayer import cut_batches, replay, token_groups, token_homes
 from semmoe.runtime.collectives import world

@@ -152,8 +152,8 @@ def tokens_to_ranks() -> Drawing:
 
 def remote_tokens(home: np.ndarray, held: tuple[int, ...]) -> tuple[int, float]:
     """Rows that cross in dispatch and combine, and LAR, of the worked example."""
-    serving = np.tile(np.argsort(held) // 2, (2, 1))
-    traffic = layer_traffic(CHOICES[KINDS], home, serving)
+    rank_of = np.argsort(held) // 2
+    traffic = layer_traffic(rank_of[CHOICES[KINDS]], home, 2)
     return 2 * int(traffic.rows.sum()), traffic.lar
 
 

@@ -198,8 +198,8 @@ def figure3(inputs: Inputs) -> Result:
     ]
     rows: list[list[Any]] = []
     for name, home, held in ways:
-        choice = np.tile(np.argsort(held) // 2, (2, 1))
-        traffic = layer_traffic(CHOICES[KIND_OF_TOKEN], home, choice)
+        rank_of = np.argsort(held) // 2
+        traffic = layer_traffic(rank_of[CHOICES[KIND_OF_TOKEN]], home, 2)
         rows.append([name, 2 * int(traffic.rows.sum()), traffic.lar])
     figure, axes = panel()
     axes[0, 0].bar([row[0] for row in rows], [row[1] for row in rows], color=VANILLA)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from semmoe.runtime.argsort import argsort_ranks
 from semmoe.runtime.collectives import Communicator, shuffle_handle, shuffled_all_gather, shuffled_reduce_scatter
-from semmoe.runtime.dispatch import combine, dispatch_to
+from semmoe.runtime.dispatch import combine, dispatch
 from semmoe.runtime.launch import Reporter, run_ranks
 
 # torch 2.13 renamed both; earlier versions have the old names only.
@@ -130,7 +130,7 @@ def share_times(comm: Communicator, size: int, share: float, rounds: int) -> dic
     hidden, weights = torch.randn(tokens, WIDTH), torch.ones(tokens, TOP_K)
 
     def all_to_all() -> None:
-        received, handle = dispatch_to(comm, hidden, targets, weights, targets)
+        received, handle = dispatch(comm, hidden, targets, weights, targets)
         combine(comm, received.hidden, handle)
 
     whole = torch.zeros(tokens * comm.size, WIDTH)  # every rank holds all rows and adds its experts' part

@@ -63,6 +63,23 @@ def copy_choice(placement: Placement, topology: Topology, layer: int, expert: in
     return out
 
 
+def cover(placement: Placement, topology: Topology, layer: int, source: int, experts) -> list[int]:
+    """The rank of each expert of a token by the rule `cover`."""
+    near = {int(e): set(nearest_ranks(placement, topology, layer, source, int(e))) for e in experts}
+    liked = {e: int(placement.static_dispatch[layer, source, e]) for e in near}
+    away = {rank: (rank - source) % topology.ep_size for rank in range(topology.ep_size)}
+    out = {e: min(ranks) for e, ranks in near.items() if len(ranks) == 1}
+    reached = set(out.values())
+    for e in near.keys() - out.keys():
+        if near[e] & reached:
+            out[e] = liked[e] if liked[e] in reached else min(near[e] & reached, key=away.get)
+    while left := near.keys() - out.keys():
+        votes = {r: ([r in near[e] for e in left], [r == liked[e] for e in left]) for r in away}
+        rank = max(away, key=lambda r: (sum(votes[r][0]), sum(votes[r][1]), -away[r]))
+        out |= {e: rank for e in left if rank in near[e]}
+    return [out[int(e)] for e in experts]
+
+
 def traffic(expert_ids, home, choice):
     """(local pairs, rows (G, G), load (G,)) of one batch of one layer."""
     G = len(choice)

@@ -64,7 +64,7 @@ def one_level(comm):
         hidden, ids, weights, choice = case(comm.size, seed)
         arguments = hidden[comm.rank], ids[comm.rank], weights[comm.rank]
         comm.sent_to.clear()
-        received, handle = dispatch(comm, *arguments, choice[comm.rank])
+        received, handle = dispatch(comm, *arguments, choice[comm.rank][ids[comm.rank]])
         combined = combine(comm, experts_of(parts(received)), handle)
         sent_to = [comm.sent_to[j] for j in range(comm.size)]
         flight = Dispatch(comm, *arguments, choice[comm.rank][ids[comm.rank]])
@@ -124,7 +124,7 @@ def two_level(comm, nodes):
         levels.inter.reset_counts()
         levels.intra.reset_counts()
         arguments = hidden[comm.rank], ids[comm.rank], weights[comm.rank]
-        received, handle = dispatch_two_level(levels, *arguments, choice)
+        received, handle = dispatch_two_level(levels, *arguments, choice[comm.rank][ids[comm.rank]])
         combined = combine_two_level(levels, experts_of(parts(received)), handle)
         rows = [row.tolist() for row in torch.cat([t.double() for t in parts(received)], dim=1)]
         out.append((sorted(rows), combined.double().numpy(), levels.inter.sent["dispatch"], levels.sent_bytes()))

@@ -59,8 +59,7 @@ def test_traffic_is_that_of_the_replay():
     counter.count(torch.cat([targets[20:], torch.full((5, 3), -1)]))
     counter.count(torch.empty((0, 3), dtype=torch.int32))
     tokens, pairs, rows = counter.totals()
-    home, choice = torch.ones(50, dtype=torch.int64).numpy(), torch.arange(4).repeat(4, 1).numpy()
-    expected = layer_traffic(targets.numpy(), home, choice)
+    expected = layer_traffic(targets.numpy(), torch.ones(50, dtype=torch.int64).numpy(), 4)
     assert (tokens, pairs, rows) == (50, expected.load.tolist(), expected.rows[1].tolist())
 
 

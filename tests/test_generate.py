@@ -9,6 +9,7 @@ import torch
 from models import build
 from ranks import on_threads
 
+from semmoe.copychoice import preferred_copies
 from semmoe.core import Placement
 from semmoe.demo import MODEL
 from semmoe.engines import layer
@@ -16,7 +17,6 @@ from semmoe.engines.transformers import generate as gen
 from semmoe.engines.transformers import model as models
 from semmoe.engines.transformers import parallel, verify
 from semmoe.engines.transformers.recorder import record
-from semmoe.metrics import copy_choice
 from semmoe.placement.linear import vanilla_plan
 from semmoe.runtime.dispatch import combine, dispatch
 from semmoe.settings import CoclusterSettings, GenerateSettings, PaperSettings, SolveSettings
@@ -121,11 +121,13 @@ def layer_outputs(experts, slots, hidden, ids, weights):
     """
     held = slots.reshape(4, -1)
     placement = Placement(physical_to_logical_map=slots[None].astype(np.int32), num_experts=len(slots), ep_size=4)
-    choice = torch.from_numpy(copy_choice(placement, Topology(ep_size=4))[0].astype(np.int64))
+    choice = torch.from_numpy(preferred_copies(placement, Topology(ep_size=4))[0].astype(np.int64))
 
     def job(comm):
         mine = parallel.LocalExperts(copy.deepcopy(experts), held[comm.rank])
-        rows, handle = dispatch(comm, hidden[comm.rank], ids[comm.rank], weights[comm.rank], choice[comm.rank])
+        rows, handle = dispatch(
+            comm, hidden[comm.rank], ids[comm.rank], weights[comm.rank], choice[comm.rank][ids[comm.rank]]
+        )
         return combine(comm, mine(rows.hidden, rows.expert_ids, rows.weights), handle)
 
     with torch.no_grad():

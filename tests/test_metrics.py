@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from semmoe.copychoice import preferred_copies
 from semmoe.core import Placement
 from semmoe.metrics import (
     Traffic,
-    copy_choice,
     layer_traffic,
     majority_rank,
     max_over_mean,
@@ -34,9 +34,9 @@ def random_placement(rng, ep_size: int, per_rank: int, layers: int = 2) -> Place
 
 
 def test_traffic_of_three_tokens():
-    choice = copy_choice(place([0, 1, 2, 3], ep_size=2), Topology(ep_size=2))[0]
+    choice = preferred_copies(place([0, 1, 2, 3], ep_size=2), Topology(ep_size=2))[0]
     experts = np.array([[0, 1], [2, 3], [1, 2]], np.uint8)
-    traffic = layer_traffic(experts, np.array([0, 0, 1]), choice)
+    traffic = layer_traffic(choice[np.array([0, 0, 1])[:, None], experts], np.array([0, 0, 1]), 2)
     assert (traffic.pairs, traffic.local_pairs, traffic.tokens) == (6, 3, 3)
     assert traffic.rows.tolist() == [[0, 1], [1, 0]]
     assert traffic.load.tolist() == [3, 3]
@@ -49,10 +49,10 @@ def test_traffic_agrees_with_loops_for_any_replication(seed, sizes, top_k):
     rng = np.random.default_rng(seed)
     ep_size, nodes = sizes
     placement = random_placement(rng, ep_size, per_rank=4)
-    choice = copy_choice(placement, Topology(ep_size=ep_size, num_nodes=nodes))[0]
+    choice = preferred_copies(placement, Topology(ep_size=ep_size, num_nodes=nodes))[0]
     experts = np.array([rng.permutation(placement.num_experts)[:top_k] for _ in range(30)])
     home = rng.integers(ep_size, size=30)
-    traffic = layer_traffic(experts, home, choice)
+    traffic = layer_traffic(choice[home[:, None], experts], home, ep_size)
     local, rows, load = oracles.traffic(experts, home, choice)
     assert traffic.local_pairs == local
     np.testing.assert_array_equal(traffic.rows, rows)
@@ -62,8 +62,7 @@ def test_traffic_agrees_with_loops_for_any_replication(seed, sizes, top_k):
 
 
 def test_traffic_of_an_empty_batch_is_nothing():
-    choice = copy_choice(place([0, 1], ep_size=2), Topology(ep_size=2))[0]
-    traffic = layer_traffic(np.zeros((0, 1), np.uint8), np.zeros(0, np.int64), choice)
+    traffic = layer_traffic(np.zeros((0, 1), np.int16), np.zeros(0, np.int64), 2)
     assert (traffic.lar, traffic.remote_ranks_per_token, traffic.load.tolist()) == (0.0, 0.0, [0, 0])
 
 
@@ -77,7 +76,7 @@ def test_traffic_adds_up():
 
 def test_an_own_copy_is_served_first_then_the_own_node():
     placement = place([0, 1, 0, 2], ep_size=4)
-    choice = copy_choice(placement, Topology(ep_size=4, num_nodes=2))[0]
+    choice = preferred_copies(placement, Topology(ep_size=4, num_nodes=2))[0]
     assert choice[:, 0].tolist() == [0, 0, 2, 2]
     assert choice[:, 1].tolist() == [1, 1, 1, 1]
     assert choice[:, 2].tolist() == [3, 3, 3, 3]
@@ -88,7 +87,7 @@ def test_every_source_is_served_by_one_of_its_nearest_copies(seed, sizes):
     ep_size, nodes = sizes
     placement = random_placement(np.random.default_rng(seed), ep_size, per_rank=3)
     topology = Topology(ep_size=ep_size, num_nodes=nodes)
-    choice = copy_choice(placement, topology)
+    choice = preferred_copies(placement, topology)
     assert choice.shape == (2, ep_size, placement.num_experts)
     for (l, g, e), rank in np.ndenumerate(choice):
         assert rank in oracles.nearest_ranks(placement, topology, l, g, e)
@@ -99,21 +98,21 @@ def test_every_source_is_served_by_one_of_its_nearest_copies(seed, sizes):
 
 def test_sources_without_a_copy_take_turns():
     placement = place([0, 0, 1, 2, 3, 4], ep_size=6)
-    choice = copy_choice(placement, Topology(ep_size=6))[0]
+    choice = preferred_copies(placement, Topology(ep_size=6))[0]
     assert sorted(choice[2:, 0].tolist()) == [0, 0, 1, 1]
     assert choice[:2, 0].tolist() == [0, 1]
 
 
 def test_sources_without_a_copy_take_turns_wherever_they_are():
     placement = place([1, 0, 2, 0], ep_size=4)
-    choice = copy_choice(placement, Topology(ep_size=4))[0]
+    choice = preferred_copies(placement, Topology(ep_size=4))[0]
     assert choice[:, 0].tolist() == [1, 1, 3, 3]
 
 
 def test_turns_are_taken_on_each_node_that_has_copies_and_together_beyond():
     """Three nodes of four ranks; expert 0 on ranks 0, 1 and 4, expert 1 on ranks 2 and 3."""
     placement = place([0, 0, 1, 1, 0, *range(2, 9)], ep_size=12)
-    choice = copy_choice(placement, Topology(ep_size=12, num_nodes=3))[0]
+    choice = preferred_copies(placement, Topology(ep_size=12, num_nodes=3))[0]
     assert choice[:, 0].tolist() == [0, 1, 0, 1, 4, 4, 4, 4, 0, 1, 4, 0]
     assert choice[:, 1].tolist() == [2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3]
 
@@ -123,7 +122,7 @@ def test_copies_serve_equally_many_of_the_sources_without_one(seed, ep_size):
     rng = np.random.default_rng(seed)
     copies = int(rng.integers(1, ep_size + 1))
     row = rng.permutation([0] * copies + list(range(1, ep_size - copies + 1)))
-    choice = copy_choice(place(row, ep_size=ep_size), Topology(ep_size=ep_size))[0, :, 0]
+    choice = preferred_copies(place(row, ep_size=ep_size), Topology(ep_size=ep_size))[0, :, 0]
     served = np.bincount(choice[row != 0], minlength=ep_size)[row == 0]
     assert served.sum() == ep_size - copies
     assert served.max() - served.min() <= 1
@@ -175,7 +174,6 @@ def test_uniform_remote_ranks_by_hand():
 def test_uniform_remote_ranks_agrees_with_simulation(ep_size, experts, top_k):
     rng = np.random.default_rng(0)
     chosen = np.argsort(rng.random((20_000, experts)), axis=1)[:, :top_k]
-    choice = np.tile(np.arange(experts) // (experts // ep_size), (ep_size, 1))
-    traffic = layer_traffic(chosen, rng.integers(ep_size, size=20_000), choice)
+    traffic = layer_traffic(chosen // (experts // ep_size), rng.integers(ep_size, size=20_000), ep_size)
     assert traffic.remote_ranks_per_token == pytest.approx(uniform_remote_ranks(ep_size, experts, top_k), rel=0.02)
     assert traffic.lar == pytest.approx(1 / ep_size, rel=0.05)

@@ -206,7 +206,7 @@ def test_a_layout_is_measured_as_its_tokens_would_be_served(name):
     node = topology.node_of
     nodes = [{node[layout.primary[e]] for e in token} - {node[h]} for token, h in zip(experts, home, strict=True)]
     assert measured.cost * 90 == pytest.approx(sent.sum() - 0.5 * local + 0.25 * sum(map(len, nodes)))
-    np.testing.assert_array_equal(measured.choice, choice)
+    np.testing.assert_array_equal(measured.preferred, choice)
 
 
 def candidates(*layers):
@@ -224,15 +224,17 @@ def chosen(layers, limit) -> list[int]:
 def test_the_expected_load_counts_requests_as_drawn_twice():
     """16 ranks with 1000 requests each, so many tokens that only their mix matters: a rank's load varies by
     sqrt(2 / 1000) of the mean, and the largest of 16 normal numbers is 1.77 standard deviations above it."""
-    request, choice = np.arange(16000), np.tile(np.arange(16), (16, 1))
-    load = expected_load(request[:, None] % 16, request % 16, choice, request, 1 << 24)
+    request = np.arange(16000)
+    experts = request[:, None] % 16
+    load = expected_load(experts, request % 16, experts, request, 16, 16, 1 << 24)
     assert load == pytest.approx(1 + 1.77 * np.sqrt(2 / 1000 * 15 / 16), abs=0.006)
 
 
 def test_where_every_rank_has_all_experts_the_mix_of_requests_does_not_load_it():
     """As many tokens of as many requests, each computed at home: homes have equally many tokens in any batch."""
-    request, choice = np.arange(16000), np.tile(np.arange(16)[:, None], (1, 16))
-    load = expected_load(request[:, None] // 16 % 16, request % 16, choice, request, 1 << 24)
+    request = np.arange(16000)
+    home = request % 16
+    load = expected_load(request[:, None] // 16 % 16, home, home[:, None], request, 16, 16, 1 << 24)
     assert load == pytest.approx(1, abs=0.01)
 
 
@@ -240,8 +242,8 @@ def test_where_every_rank_has_all_experts_the_mix_of_requests_does_not_load_it()
 def test_the_expected_load_counts_the_noise_of_a_batch(batch_tokens):
     """Every token has a pair on each of 4 ranks, so that no mix of requests is uneven, but a batch draws its pairs:
     a rank's load varies by sqrt(3 / pairs), and the largest of 4 normal numbers is 1.03 of that above the mean."""
-    experts, choice = np.tile(np.arange(4), (50, 1)), np.tile(np.arange(4), (4, 1))
-    load = expected_load(experts, np.zeros(50, np.int64), choice, np.arange(50), batch_tokens)
+    experts = np.tile(np.arange(4), (50, 1))
+    load = expected_load(experts, np.zeros(50, np.int64), experts, np.arange(50), 4, 4, batch_tokens)
     noise = 1.03 * np.sqrt(3 / (4 * batch_tokens))
     assert load - 1 == pytest.approx(noise, rel=0.2)
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from synthetic import make_fingerprint, make_trace, planted_trace, random_trace, with_prefill
 from test_tokens_slices import random_tables
 
+from semmoe.copychoice import preferred_copies
 from semmoe.core import DECODE, PREFILL
-from semmoe.metrics import copy_choice
 from semmoe.online import schedule_requests
 from semmoe.placement.linear import vanilla_plan
 from semmoe.replayer import cut_batches, profiled_requests, replay, scheduled_by_answers, token_groups, token_homes
@@ -103,7 +103,7 @@ def test_totals_agree_with_loops(groups, ranks, method, seed):
         return
     measure = ReplaySettings(batch_tokens=9, seed=seed)
     result = replay(trace, plan, measure)
-    choice = copy_choice(plan.placement, topology)
+    choice = preferred_copies(plan.placement, topology)
     expected = oracles.replay(trace, plan, choice, cut_batches(trace.num_tokens, measure))
     for layer, imbalance, (local, rows, load, mean) in zip(
         result.layers, result.load_max_over_mean, expected, strict=True

@@ -91,7 +91,7 @@ def choice_of(size):
 def exchange(comm):
     """Tokens through their experts; rank 1 has no token of its own. Returns results, bytes sent, rows received."""
     hidden, ids, weights = routed(comm.rank, 0 if comm.rank == 1 else 7)
-    received, handle = dispatch(comm, hidden, ids, weights, choice_of(comm.size))
+    received, handle = dispatch(comm, hidden, ids, weights, choice_of(comm.size)[ids])
     matrices, out = expert_matrices(), torch.zeros_like(received.hidden)
     for k in range(TOP_K):
         here = received.expert_ids[:, k] >= 0

@@ -11,16 +11,16 @@ import torch
 from semmoe.core import Placement, Plan
 from semmoe.demo import MODEL
 from semmoe.engines.launch import command_line, join
-from semmoe.engines.placement import dispatch_map
 from semmoe.engines.settings import from_environment
 from semmoe.engines.sglang import launch
-from semmoe.engines.sglang.location import check_dispatch, check_location, choose_copies
+from semmoe.engines.sglang.location import ChosenCopies, check_dispatch, check_location
 from semmoe.engines.sglang.settings import SglangSettings
 from semmoe.engines.sglang.step import read_step
 from semmoe.engines.step import SlotWatch
 from semmoe.engines.transformers.model import fingerprint_of
 from semmoe.placement.linear import vanilla_plan
 from semmoe.requests.policy import RoundRobin
+from semmoe.runtime.copies import rank_copies
 from semmoe.tokens.slices import ByPosition
 from semmoe.topology import Fingerprint, Topology
 
@@ -43,8 +43,8 @@ def copies_plan():
 
 
 def test_each_rank_is_served_by_its_own_copy():
-    assert dispatch_map(copies_plan(), 0).tolist() == [[0, 1, 3]]
-    assert dispatch_map(copies_plan(), 1).tolist() == [[0, 2, 3]]
+    assert [copies.first().tolist() for copies in rank_copies(copies_plan(), 0)] == [[0, 1, 3]]
+    assert [copies.first().tolist() for copies in rank_copies(copies_plan(), 1)] == [[0, 2, 3]]
 
 
 def test_copies_are_refused_where_sglang_chooses_among_them():
@@ -60,7 +60,7 @@ def test_sglangs_choice_among_copies_is_replaced():
         logical_to_rank_dispatch_physical_map=torch.tensor([[7, 7, 7], [0, 1, 3]]),
     )
     check_location(copies_plan(), metadata, [1])
-    choose_copies(copies_plan(), metadata, [1], rank=1)
+    ChosenCopies().attach(copies_plan(), metadata, [1], rank=1)
     assert metadata.logical_to_rank_dispatch_physical_map.tolist() == [[7, 7, 7], [0, 2, 3]]
     with pytest.raises(ValueError, match="lie elsewhere"):
         check_location(copies_plan(), metadata, [0])

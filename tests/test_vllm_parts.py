@@ -20,6 +20,7 @@ from semmoe.engines.vllm.routing import RealRows, RoutedLayer
 from semmoe.engines.vllm.settings import VllmSettings
 from semmoe.engines.vllm.step import Slots, accepted, fed_tokens, read_step
 from semmoe.requests.policy import RoundRobin
+from semmoe.runtime.copies import RankCopies
 from semmoe.runtime.traffic import TrafficCounter
 from semmoe.tokens.slices import ByPosition
 from semmoe.topology import Fingerprint, Topology
@@ -115,7 +116,9 @@ def test_models_with_other_layers_are_refused():
 @pytest.mark.parametrize("drop", [False, True])
 def test_routing_is_looked_up_counted_and_seen(drop):
     seen, counter, real = [], TrafficCounter(2, 0), RealRows(torch.tensor(2))
-    layer = RoutedLayer(5, torch.tensor([0, 3, 2]), 2, real, counter, drop, lambda *call: seen.append(call))
+    table = torch.tensor([0, 3, 2])
+    copies = RankCopies((table // 2)[:, None], table[:, None], table // 2, 0, 2)
+    layer = RoutedLayer(5, copies, 2, real, counter, drop, lambda *call: seen.append(call))
     ids = torch.tensor([[0, 1], [1, 2], [0, 2]], dtype=torch.int32)
     layer.routed(torch.ones(3, 2), ids)
     out = layer.to_physical(ids)

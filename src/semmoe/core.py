@@ -118,9 +118,13 @@ class Placement:
     physical_to_logical_map: np.ndarray  # (L, P) int32
     num_experts: int
     ep_size: int
-    static_dispatch: np.ndarray | None = None  # (L, G, E) int16: the copy choice; None: `metrics.copy_choice`
+    # (L, G, E) int16: the rank whose copy each rank uses first; None: `copychoice.preferred_copies`
+    static_dispatch: np.ndarray | None = None
+    copy_choice: str = "static"  # the rule, "static" or "cover": see `copychoice`
 
     def __post_init__(self) -> None:
+        if self.copy_choice not in ("static", "cover"):
+            raise ValueError(f"copy_choice must be static or cover, not {self.copy_choice!r}")
         if self.physical_to_logical_map.ndim != 2:
             raise ValueError("physical_to_logical_map must be (layers, physical experts)")
         layers, physical = self.physical_to_logical_map.shape
@@ -169,6 +173,12 @@ class Placement:
             out[rows, experts, filled[rows, experts]] = p
             filled[rows, experts] += 1
         return out
+
+    @property
+    def ranks_with_copies(self) -> np.ndarray:
+        """(L, E, X): the ranks with copies of each expert, padded with -1."""
+        copies = self.logical_to_physical_map
+        return np.where(copies >= 0, copies // self.experts_per_rank, -1)
 
     @property
     def redundant_experts(self) -> int:

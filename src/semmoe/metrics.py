@@ -13,9 +13,6 @@ from math import comb
 import numba
 import numpy as np
 
-from semmoe.core import Placement
-from semmoe.topology import Topology
-
 
 @dataclass(frozen=True)
 class Traffic:
@@ -54,52 +51,20 @@ def sum_traffic(parts: Sequence[Traffic]) -> Traffic:
     return sum(parts[1:], parts[0])
 
 
-def copy_choice(placement: Placement, topology: Topology) -> np.ndarray:
-    """(L, G, E) int16: the copy choice, the rank to which source rank g sends tokens for expert e.
-
-    The choice is static, the same as in SGLang's static dispatch: a copy on the source rank first, then one on its
-    node, then any. Source ranks that have several equally near copies use them round-robin, so that copies share the
-    load. Worked example, copies on ranks 1 and 3 of 4: source 0 sends to 1, source 2 to 3, sources 1 and 3 to
-    themselves. A placement with a static dispatch of its own is used as it is.
-    """
-    if placement.static_dispatch is not None:
-        return placement.static_dispatch
-    copies = placement.logical_to_physical_map  # (L, E, X)
-    ranks = np.where(copies >= 0, copies // placement.experts_per_rank, -1)
-    node_size = topology.ep_size // topology.num_nodes
-    nodes = np.where(ranks >= 0, ranks // node_size, -1)
-    out = np.empty((len(copies), topology.ep_size, placement.num_experts), np.int16)
-    turns: dict[int, np.ndarray | int] = {}  # sources so far that had a choice, by node; key -1: on other nodes
-    for g in range(topology.ep_size):
-        node = g // node_size
-        own, same_node = (ranks == g), (nodes == node)
-        beyond = ~same_node.any(axis=2)  # (L, E): no copy on the own node
-        near = np.where(beyond[..., None], ranks >= 0, same_node)
-        near = np.where(own.any(axis=2, keepdims=True), own, near)
-        turn = np.where(beyond, turns.get(-1, 0), turns.get(node, 0)) % near.sum(axis=2)
-        chosen = np.argmax(near & (np.cumsum(near, axis=2) - 1 == turn[..., None]), axis=2)
-        out[:, g] = np.take_along_axis(ranks, chosen[..., None], axis=2)[..., 0]
-        choosing = ~own.any(axis=2)
-        turns[-1] = turns.get(-1, 0) + (choosing & beyond)
-        turns[node] = turns.get(node, 0) + (choosing & ~beyond)
-    return out
-
-
-def layer_traffic(expert_ids: np.ndarray, home: np.ndarray, serving: np.ndarray) -> Traffic:
-    """Traffic of one layer: expert_ids (B, K), home (B,) rank of each token, serving (G, E) from `copy_choice`."""
-    rows, load, local = _count_traffic(expert_ids, home, serving)
-    return Traffic(expert_ids.size, int(local), len(home), rows, load)
+def layer_traffic(targets: np.ndarray, home: np.ndarray, num_ranks: int) -> Traffic:
+    """Traffic of one layer: targets (B, K), the ranks that compute the pairs, home (B,) of the tokens."""
+    rows, load, local = _count_traffic(targets, home, num_ranks)
+    return Traffic(targets.size, int(local), len(home), rows, load)
 
 
 @numba.njit(cache=True)
-def _count_traffic(expert_ids, home, serving):
-    ranks = serving.shape[0]
+def _count_traffic(targets, home, ranks):
     rows, load, local = np.zeros((ranks, ranks), np.int64), np.zeros(ranks, np.int64), 0
     last_sent = np.full(ranks, -1, np.int64)
-    for t in range(expert_ids.shape[0]):
+    for t in range(targets.shape[0]):
         source = home[t]
-        for k in range(expert_ids.shape[1]):
-            target = serving[source, expert_ids[t, k]]
+        for k in range(targets.shape[1]):
+            target = targets[t, k]
             load[target] += 1
             if target == source:
                 local += 1

@@ -42,6 +42,7 @@ class PlanHeader(BaseModel):
     tokens: dict[str, Any]  # the token policy's kind and its numbers
     requests: dict[str, Any]  # the request policy's kind and its numbers
     static_dispatch: bool
+    copy_choice: str = "static"
     profiled_requests: bool
     settings: dict[str, Any]
     trace_hash: str
@@ -60,6 +61,7 @@ def save_plan(plan: Plan, path: Path | str) -> None:
         tokens={"kind": plan.tokens.kind, **numbers_of(plan.tokens)},
         requests={"kind": plan.requests.kind, **numbers_of(plan.requests)},
         static_dispatch=plan.placement.static_dispatch is not None,
+        copy_choice=plan.placement.copy_choice,
         profiled_requests=plan.profiled_requests is not None,
         trace_hash=plan.trace_hash,
         expected=plan.expected,
@@ -130,6 +132,7 @@ def _plan(header: PlanHeader, arrays: dict[str, np.ndarray]) -> Plan:
         num_experts=f.num_experts,
         ep_size=topology.ep_size,
         static_dispatch=arrays.get("static_dispatch"),
+        copy_choice=header.copy_choice,
     )
     return Plan(
         topology=topology,

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from semmoe import html
+from semmoe.copychoice import copy_choice
 from semmoe.core import DECODE, Evidence, Plan, RoutingTrace
-from semmoe.metrics import Traffic, copy_choice, layer_traffic, max_over_mean, max_over_median, sum_traffic
+from semmoe.metrics import Traffic, layer_traffic, max_over_mean, max_over_median, sum_traffic
 from semmoe.online import schedule_requests
 from semmoe.settings import ReplaySettings
 from semmoe.topology import Topology
@@ -113,13 +114,13 @@ def replay(trace: RoutingTrace, plan: Plan, settings: ReplaySettings | None = No
     layers, mean, median, predicted = [], [], [], []
     of_unknown = np.zeros(2, np.int64)  # local pairs, pairs
     for l, (evidence, homes) in enumerate(token_homes(trace, plan, settings, group)):
-        traffic = [
-            layer_traffic(trace.expert_ids[rows, l], home, choice[l]) for rows, home in zip(batches, homes, strict=True)
-        ]
+        targets = [choice[l].ranks(trace.expert_ids[rows, l], home) for rows, home in zip(batches, homes, strict=True)]
+        ranks = plan.topology.ep_size
+        traffic = [layer_traffic(to, home, ranks) for to, home in zip(targets, homes, strict=True)]
         expected = sum(evidence.expected_local(rows, home % size) for rows, home in zip(batches, homes, strict=True))
         predicted.append(expected / sum_traffic(traffic).pairs)
-        for rows, home in zip(batches, homes, strict=True):
-            of_unknown += _local_pairs(trace.expert_ids[rows, l], home, choice[l], unknown[rows])
+        for rows, home, to in zip(batches, homes, targets, strict=True):
+            of_unknown += _local_pairs(to[unknown[rows]], home[unknown[rows]])
         layers.append(sum_traffic(traffic))
         mean.append(np.mean([max_over_mean(t.load) for t in traffic]))
         median.append(np.mean([max_over_median(t.load) for t in traffic]))
@@ -199,10 +200,9 @@ def _homes(evidence: Evidence, group: np.ndarray, rows: np.ndarray, topology: To
     return home
 
 
-def _local_pairs(expert_ids: np.ndarray, home: np.ndarray, choice: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """(local pairs, pairs) of the chosen tokens of a batch: experts (B, K), home (B,), choice (G, E), chosen (B,)."""
-    at = home[chosen, None]
-    return np.array([(choice[at, expert_ids[chosen]] == at).sum(), chosen.sum() * expert_ids.shape[1]])
+def _local_pairs(targets: np.ndarray, home: np.ndarray) -> np.ndarray:
+    """(local pairs, pairs) of tokens on ranks home (B,) whose pairs the ranks targets (B, K) compute."""
+    return np.array([(targets == home[:, None]).sum(), targets.size])
 
 
 def _unknown_share(trace: RoutingTrace, plan: Plan) -> float:

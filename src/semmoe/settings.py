@@ -73,6 +73,9 @@ class CoclusterSettings:
         zero_is_none=True,
         help="semmoe: limit on expert load, max/mean in a batch, at least 1; 0: no limit.",
     )
+    copy_choice: str = choice(
+        "cover", ("static", "cover"), help="semmoe: which copy computes a pair, one per rank or few ranks per token."
+    )
     # tokens of a batch over all ranks, to which the limit applies
     batch_tokens: int = number(1024, *TOKENS, help="Tokens of a batch, all ranks together.")
     # seconds of a solve after which no further search of a layer begins; the plan then depends on the machine's speed

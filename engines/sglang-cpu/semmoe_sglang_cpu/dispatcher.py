@@ -8,7 +8,7 @@ from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
 from sglang.srt.layers.moe.topk import StandardTopKOutput
 
 from semmoe.runtime.collectives import Communicator
-from semmoe.runtime.dispatch import DispatchHandle, combine, dispatch_to
+from semmoe.runtime.dispatch import DispatchHandle, combine, dispatch
 
 
 class GlooDispatcher(BaseDispatcher):
@@ -27,7 +27,7 @@ class GlooDispatcher(BaseDispatcher):
         # Ranks without tokens come with other types than those that have some.
         ids, weights = topk_output.topk_ids.long(), topk_output.topk_weights.float()
         owners = torch.where(ids >= 0, ids // self._experts_per_rank, -1)
-        received, self._handle = dispatch_to(self.comm, hidden_states, ids, weights, owners)
+        received, self._handle = dispatch(self.comm, hidden_states, ids, weights, owners)
         first = self.comm.rank * self._experts_per_rank
         local = torch.where(received.expert_ids >= 0, received.expert_ids - first, -1)
         return StandardDispatchOutput(received.hidden, None, StandardTopKOutput(received.weights, local, None))

@@ -7,7 +7,7 @@ from vllm.distributed import get_ep_group
 from vllm.distributed.device_communicators.base_device_communicator import All2AllManagerBase
 
 from semmoe.runtime.collectives import Communicator
-from semmoe.runtime.dispatch import DispatchHandle, combine, dispatch_to
+from semmoe.runtime.dispatch import DispatchHandle, combine, dispatch
 
 
 class GlooAllToAll(All2AllManagerBase):
@@ -45,7 +45,7 @@ class GlooAllToAll(All2AllManagerBase):
         assert extra_tensors is None, "quantised rows are not sent on a CPU"
         ids = topk_ids.long()
         owners = torch.where(ids >= 0, ids // self._experts_per_rank, -1)
-        received, self._handle = dispatch_to(self.comm, hidden_states, ids, topk_weights.float(), owners)
+        received, self._handle = dispatch(self.comm, hidden_states, ids, topk_weights.float(), owners)
         return received.hidden, received.weights, received.expert_ids.to(topk_ids.dtype)
 
     def combine(self, hidden_states: torch.Tensor, is_sequence_parallel: bool = False) -> torch.Tensor:

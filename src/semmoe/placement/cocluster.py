@@ -16,9 +16,10 @@ from time import monotonic
 
 import numpy as np
 
+from semmoe.copychoice import CopyChoice
 from semmoe.core import Placement, RoutingTrace
 from semmoe.metrics import layer_traffic
-from semmoe.placement.copies import LOAD_PRICE, level, nearest_copies, primary_copy_choice
+from semmoe.placement.copies import LOAD_PRICE, hosting_ranks, level, nearest_copies, primary_copy_choice
 from semmoe.placement.layers import LayerSearch, Layout
 from semmoe.placement.loads import expected_load
 from semmoe.settings import CoclusterSettings
@@ -38,7 +39,7 @@ class Measured:
     """A layout with its copy choice, cost and load, measured on profiled tokens at their predicted homes."""
 
     slots: np.ndarray  # (G, P / G)
-    choice: np.ndarray  # (G, E) int16: the rank whose copy of each expert each source rank uses
+    preferred: np.ndarray  # (G, E) int16: the rank whose copy of each expert each source rank uses first
     cost: float  # per token, dues included
     load: float  # max/mean expected for a batch of other requests
 
@@ -141,7 +142,7 @@ def place(
         finer = list(pool.map(partial(layers.finer, finer_prices), range(f.num_layers)))
     _, chosen = choose([a + b for a, b in zip(rough, finer, strict=True)], limit, highest)
     slots = np.stack([layout.slots for layout in chosen])
-    return _placement(slots if before is None else keep_slots(slots, before), chosen, f.num_experts)
+    return _placement(slots if before is None else keep_slots(slots, before), chosen, f.num_experts, settings)
 
 
 def keep_slots(slots: np.ndarray, previous: np.ndarray) -> np.ndarray:
@@ -153,12 +154,13 @@ def keep_slots(slots: np.ndarray, previous: np.ndarray) -> np.ndarray:
     return out
 
 
-def _placement(slots: np.ndarray, layouts: list[Measured], num_experts: int) -> Placement:
+def _placement(slots: np.ndarray, layouts: list[Measured], num_experts: int, settings: CoclusterSettings) -> Placement:
     return Placement(
         physical_to_logical_map=slots.reshape(len(slots), -1).astype(np.int32),
         num_experts=num_experts,
         ep_size=slots.shape[1],
-        static_dispatch=np.stack([layout.choice for layout in layouts]),
+        static_dispatch=np.stack([layout.preferred for layout in layouts]),
+        copy_choice=settings.copy_choice if slots[0].size > num_experts else "static",
     )
 
 
@@ -168,15 +170,20 @@ def _measure(layout, trace, layer, rows, group, expected, topology, settings) ->
     home = _homes(layout, rows, group, expected, topology, settings)
     node_of = topology.node_of
     copies = nearest_copies(layout.slots, len(layout.primary), node_of)
-    choice = primary_copy_choice(copies, layout.primary)
+    preferred = primary_copy_choice(copies, layout.primary)
+    rule = CopyChoice(preferred)
     if layout.slots.size > len(layout.primary):
         weights = settings.remote_rank, settings.remote_node, LOAD_PRICE if settings.load_limit else 0.0
-        choice = level(experts, home, request, choice, copies, node_of, weights)
-    traffic = layer_traffic(experts, home, choice)
+        preferred = level(experts, home, request, preferred, copies, node_of, weights)
+        rule = CopyChoice(preferred)
+        if settings.copy_choice == "cover":
+            rule = CopyChoice(preferred, hosting_ranks(layout.slots, len(layout.primary)), node_of)
+    targets = rule.ranks(experts, home)
+    traffic = layer_traffic(targets, home, topology.ep_size)
     cost = settings.remote_rank * traffic.rows.sum() - settings.activation * traffic.local_pairs
-    cost += settings.remote_node * _node_rows(experts, home, choice, node_of)
-    load = expected_load(experts, home, choice, request, settings.batch_tokens)
-    return Measured(layout.slots, choice.astype(np.int16), float(cost) / len(rows) + layout.dues, load)
+    cost += settings.remote_node * _node_rows(targets, home, node_of)
+    load = expected_load(experts, home, targets, request, len(layout.primary), topology.ep_size, settings.batch_tokens)
+    return Measured(layout.slots, preferred.astype(np.int16), float(cost) / len(rows) + layout.dues, load)
 
 
 def _homes(layout, rows, group, expected, topology, settings) -> np.ndarray:
@@ -196,10 +203,10 @@ def _homes(layout, rows, group, expected, topology, settings) -> np.ndarray:
     return home
 
 
-def _node_rows(experts, home, choice, node) -> int:
+def _node_rows(targets, home, node) -> int:
     """The number of distinct remote nodes that a token reaches, summed over tokens."""
     reached = np.zeros((len(home), node.max() + 1), bool)
-    reached[np.arange(len(home))[:, None], node[choice[home[:, None], experts]]] = True
+    reached[np.arange(len(home))[:, None], node[targets]] = True
     reached[np.arange(len(home)), node[home]] = False
     return int(reached.sum())
 

@@ -33,6 +33,16 @@ def nearest_copies(slots: np.ndarray, num_experts: int, node_of: np.ndarray) -> 
     return np.where(own.any(axis=2, keepdims=True), own, out)
 
 
+def hosting_ranks(slots: np.ndarray, num_experts: int) -> np.ndarray:
+    """(E, X) int16: the ranks with copies of each expert, ascending, padded with -1; slots (G, P / G) experts."""
+    ranks = np.repeat(np.arange(len(slots)), slots.shape[1])
+    order = np.argsort(slots.ravel(), kind="stable")
+    experts, counts = slots.ravel()[order], np.bincount(slots.ravel(), minlength=num_experts)
+    out = np.full((num_experts, counts.max()), -1, np.int16)
+    out[experts, np.arange(len(order)) - (np.cumsum(counts) - counts)[experts]] = ranks[order]
+    return out
+
+
 def primary_copy_choice(copies: np.ndarray, primary: np.ndarray) -> np.ndarray:
     """(G, E) int64: the primary copy (E,) if it is among the nearest ones (G, E, G), else the lowest of these."""
     G, E, _ = copies.shape

@@ -3,6 +3,7 @@
 from collections import namedtuple
 
 import numpy as np
+from scipy.sparse import csr_matrix, diags
 
 from semmoe.affinity import count
 from semmoe.placement.homes import njit
@@ -43,25 +44,41 @@ def resampled_shares(ids: np.ndarray, request: np.ndarray, number: int, mixes: i
 
 
 def expected_load(
-    expert_ids: np.ndarray, home: np.ndarray, choice: np.ndarray, request: np.ndarray, batch_tokens: int
+    expert_ids: np.ndarray,
+    home: np.ndarray,
+    targets: np.ndarray,
+    request: np.ndarray,
+    num_experts: int,
+    num_ranks: int,
+    batch_tokens: int,
 ) -> float:
     """Expected load max/mean of G ranks in a batch of other requests.
 
-    expert_ids (T, K), home (T,) and request (T,) of profiled tokens, choice (G, E): the rank whose copy each rank uses.
+    expert_ids (T, K), home (T,) and request (T,) of profiled tokens, targets (T, K): the ranks that compute the pairs.
     Requests are resampled as in `draw_mixes`. Homes have equally many tokens in any batch: what is drawn is how many
     pairs each expert has, and of which homes only as far as homes stay equal (one step of iterative proportional
-    fitting, Deming and Stephan, 1940).
+    fitting, Deming and Stephan, 1940). Ranks share an expert's pairs of a home as in the profile.
     """
-    (G, E), rng = choice.shape, np.random.default_rng(0)
-    if (choice == choice[0]).all():  # homes do not matter
-        home, choice = np.zeros_like(home), choice[:1]
-    drawn = resampled_shares(home[:, None] * E + expert_ids, request, choice.size, MIXES, rng)
-    drawn = drawn.reshape(MIXES, len(choice), E)
+    G, E, rng = num_ranks, num_experts, np.random.default_rng(0)
+    one = np.zeros(E, targets.dtype)
+    one[expert_ids] = targets
+    homes = 1 if (one[expert_ids] == targets).all() else G  # 1: every expert has one rank, whatever the home is
+    pair = (home[:, None] if homes > 1 else 0) * E + expert_ids
+    drawn = resampled_shares(pair, request, homes * E, MIXES, rng).reshape(MIXES, homes, E)
     share = drawn / drawn.sum(axis=2, keepdims=True)
     share *= drawn.sum(axis=1, keepdims=True) / share.sum(axis=1, keepdims=True)
-    load = share.reshape(MIXES, -1) @ np.eye(G)[choice.ravel()]
-    load += rng.normal(size=load.shape) * np.sqrt(load * (1 - load) / (batch_tokens * expert_ids.shape[1]))
+    load = share.reshape(MIXES, -1) @ _shares_of_ranks(pair, targets, homes * E, G)
+    load += rng.normal(size=load.shape) * np.sqrt(
+        np.clip(load * (1 - load), 0, 1) / (batch_tokens * expert_ids.shape[1])
+    )
     return float((load.max(axis=1) * G).mean())
+
+
+def _shares_of_ranks(pair: np.ndarray, targets: np.ndarray, number: int, ranks: int) -> csr_matrix:
+    """(number, G) the share of each pair (T, K), of `number` kinds, that each rank of targets (T, K) computes."""
+    ones = np.ones(pair.size)
+    counts = csr_matrix((ones, (pair.ravel(), targets.ravel().astype(np.int64))), shape=(number, ranks))
+    return diags(1 / np.maximum(np.asarray(counts.sum(axis=1)).ravel(), 1)) @ counts
 
 
 @njit

@@ -52,16 +52,9 @@ class ReceivedTokens:
 
 
 def dispatch(
-    comm: Communicator, hidden: Tensor, expert_ids: Tensor, weights: Tensor, copy_choice: Tensor
-) -> tuple[ReceivedTokens, DispatchHandle]:
-    """Send tokens (n, H) to the ranks of their experts (n, K); copy_choice (E,): the rank used for each expert."""
-    return dispatch_to(comm, hidden, expert_ids, weights, copy_choice[expert_ids])
-
-
-def dispatch_to(
     comm: Communicator, hidden: Tensor, expert_ids: Tensor, weights: Tensor, targets: Tensor
 ) -> tuple[ReceivedTokens, DispatchHandle]:
-    """Same as `dispatch`, given the rank that computes each chosen expert, targets (n, K), -1 for none."""
+    """Send tokens (n, H) to the ranks that compute their chosen experts (n, K): targets (n, K), -1 for none."""
     flight = Dispatch(comm, hidden, expert_ids, weights, targets)
     return flight.received(), flight.handle
 
@@ -209,23 +202,18 @@ TwoLevelHandle = tuple[DispatchHandle, DispatchHandle]
 
 
 def dispatch_two_level(
-    levels: Levels, hidden: Tensor, expert_ids: Tensor, weights: Tensor, copy_choice: Tensor
+    levels: Levels, hidden: Tensor, expert_ids: Tensor, weights: Tensor, targets: Tensor
 ) -> tuple[ReceivedTokens, TwoLevelHandle]:
     """Same as `dispatch`, but send a token once to each destination *node*, whose rank at the same position forwards
-    it.
-
-    copy_choice (G, E): the rank whose copy of each expert each source rank uses; a rank that forwards a row uses the
-    choice of the row's source.
+    it to `targets` there, which travel with the expert ids.
     """
     width = levels.intra.size
-    nodes = copy_choice[levels.rank][expert_ids] // width
-    there, first = dispatch_to(levels.inter, hidden, expert_ids, weights, nodes)
-    sources = [*(j for j in range(levels.inter.size) if j != levels.inter.rank), levels.inter.rank]
-    counts = torch.tensor([first.received[j] for j in sources], device=hidden.device)
-    source = torch.tensor(sources, device=hidden.device).repeat_interleave(counts) * width + levels.intra.rank
-    targets = copy_choice[source[:, None], there.expert_ids.clamp(min=0)] % width
-    targets = torch.where(there.expert_ids >= 0, targets, -1)
-    received, second = dispatch_to(levels.intra, there.hidden, there.expert_ids, there.weights, targets)
+    addressed = expert_ids * width + targets % width
+    there, first = dispatch(levels.inter, hidden, addressed, weights, targets // width)
+    known = there.expert_ids >= 0
+    experts = torch.where(known, there.expert_ids // width, -1)
+    inside = torch.where(known, there.expert_ids % width, -1)
+    received, second = dispatch(levels.intra, there.hidden, experts, there.weights, inside)
     return received, (first, second)
 
 

@@ -38,6 +38,33 @@ def argsort_ranks(ranks: Tensor, size: int, slice_rows: int | None = None) -> Ra
     return RankOrder(order, torch.empty_like(by_rank).scatter_(0, by_rank, places), counts)
 
 
+def cover_copies(
+    expert_ids: Tensor, ranks: Tensor, physical: Tensor, preferred: Tensor, source: int, num_ranks: int
+) -> Tensor:
+    """(n, K) physical ids of experts (n, K), -1 for -1, by the rule `cover` of `copychoice` for tokens of one rank.
+
+    ranks (E, X) and physical (E, X) of the copies nearest to the source rank, padded with -1; preferred (E,).
+    """
+    known, ids, K = expert_ids >= 0, expert_ids.clamp(min=0), expert_ids.shape[1]
+    every = torch.arange(num_ranks, device=ids.device)
+    held = (ranks[ids][..., None] == every).any(2) & known[..., None]  # (n, K, G)
+    away = (every - source) % num_ranks
+    liked = held & (preferred[ids][..., None] == every)
+    chosen = torch.where(held.sum(2) == 1, held.int().argmax(2), -1)
+    reached = (held & (chosen >= 0)[..., None]).any(1, keepdim=True)
+    distance = torch.where(liked, -1, away).masked_fill(~(held & reached), num_ranks)
+    nearest = distance.min(2)
+    chosen = torch.where((chosen < 0) & (nearest.values < num_ranks), nearest.indices, chosen)
+    for _ in range(K):
+        left = (held & (chosen < 0)[..., None]).int()
+        score = (left * (K + 1) + left * liked).sum(1)  # (n, G)
+        best = ((score + 1) * num_ranks - away).argmax(1)[:, None]
+        taken = left.gather(2, best[..., None].expand(-1, K, 1))[..., 0] > 0
+        chosen = torch.where(taken, best, chosen)
+    copy = (ranks[ids] == chosen[..., None]) & known[..., None]
+    return torch.where(copy, physical[ids], -1).amax(2).long()
+
+
 def shuffled_reduce_scatter(partials: list[Tensor], ranks: Tensor) -> list[Tensor]:
     """partials (N, H) of every rank, ranks (N,) of the tokens -> (n, H) for every rank: the sums of its tokens."""
     total = sum_in_order(partials)

@@ -26,12 +26,12 @@ from transformers import PreTrainedModel
 from semmoe.core import Plan
 from semmoe.engines.deepspeed.placement import place_experts
 from semmoe.engines.deepspeed.traffic import collectives
-from semmoe.engines.placement import dispatch_map
 from semmoe.engines.transformers.model import architecture_hash, decoder_layers
 from semmoe.engines.transformers.planned import PlannedModel, bind, check_layout
 from semmoe.metrics import Traffic
 from semmoe.runtime.agreement import check_agreement
 from semmoe.runtime.collectives import Communicator, shuffle_handle, shuffled_all_gather
+from semmoe.runtime.copies import rank_copies
 from semmoe.runtime.traffic import TrafficCounter
 from semmoe.tokens.slices import assign
 
@@ -105,7 +105,7 @@ class AutoEPModel(PlannedModel):
         super().__init__(model, plan, *_communicators(layers[0]))
         comm, device = self.comm, model.device
         self._layers, self._folded = layers, self.attention_comm.size > 1 and shuffle == "off"
-        self._physical = torch.from_numpy(dispatch_map(plan, comm.rank)).to(device)  # (L, E)
+        self._copies = [copies.to(device) for copies in rank_copies(plan, comm.rank)]
         self._held = plan.placement.physical_to_logical_map.reshape(len(layers), comm.size, -1)  # (L, G, P / G)
         self._routers = [layer.router.forward for layer in layers]
         self._given: tuple[Tensor, Tensor] | None = None  # routing that was computed before the layer runs
@@ -164,7 +164,7 @@ class AutoEPModel(PlannedModel):
         """Replaces the router's forward: (T, H) -> weights (T, K), physical ids (T, K), tokens per expert (P,)."""
         weights, experts = self._given or self._routers[index](hidden, expert_bias)[:2]
         self.rows.observe(experts, weights)
-        placed = self._physical[index][experts]
+        placed = self._copies[index].to_physical(experts)
         self._count(index, placed)
         return weights, placed, count_tokens_per_expert(placed, self._held[index].size)
 
@@ -194,7 +194,7 @@ class AutoEPModel(PlannedModel):
     def _votes(self, index: int, experts: Tensor) -> np.ndarray:
         """(N, S) int32: the number of each token's experts that every rank of this group holds."""
         first = self.comm.rank - self.attention_comm.rank
-        holds = np.zeros((self.attention_comm.size, self._physical.shape[1]), np.int32)
+        holds = np.zeros((self.attention_comm.size, self.plan.placement.num_experts), np.int32)
         for rank, held in enumerate(self._held[index, first : first + len(holds)]):
             holds[rank, held] = 1
         return np.ascontiguousarray(holds[:, experts.cpu().numpy()].sum(axis=2, dtype=np.int32).T)

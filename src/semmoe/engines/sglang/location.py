@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from semmoe.core import Plan
-from semmoe.engines.placement import dispatch_map
+from semmoe.runtime.copies import RankCopies, rank_copies
 
 
 def check_location(plan: Plan, metadata: Any, layers: list[int]) -> None:
@@ -29,8 +29,24 @@ def check_dispatch(plan: Plan, algorithm: str | None) -> None:
         )
 
 
-def choose_copies(plan: Plan, metadata: Any, layers: list[int], rank: int) -> None:
-    """Replace SGLang's copy choice by the plan's, if SGLang has one (with an all-to-all backend)."""
-    if metadata.logical_to_rank_dispatch_physical_map is not None:
+class ChosenCopies:
+    """The plan's copy choice in place of SGLang's."""
+
+    def __init__(self) -> None:
+        self._by_layer: dict[int, RankCopies] = {}  # by decoder layer, where one token's copies depend on each other
+
+    def attach(self, plan: Plan, metadata: Any, layers: list[int], rank: int) -> None:
+        """Choose as the plan does, if SGLang chooses at all (with an all-to-all backend)."""
         chosen = metadata.logical_to_rank_dispatch_physical_map
-        chosen[layers] = torch.from_numpy(dispatch_map(plan, rank)).to(chosen)
+        if chosen is None:
+            return
+        copies = [layer.to(chosen.device) for layer in rank_copies(plan, rank)]
+        chosen[layers] = torch.stack([layer.first() for layer in copies]).to(chosen)
+        if plan.placement.copy_choice != "static":
+            self._by_layer = dict(zip(layers, copies, strict=True))
+
+    def choose(self, original: Any, topk_ids: torch.Tensor, info: Any) -> torch.Tensor:
+        """Wraps the choice of physical experts (n, K) for one layer, which its row of SGLang's table tells."""
+        row = info.partial_logical_to_rank_dispatch_physical_map
+        copies = self._by_layer.get(row.storage_offset() // len(row))
+        return original(topk_ids, info) if copies is None else copies.to_physical(topk_ids)

@@ -35,7 +35,7 @@ from semmoe.engines.recording import PassRecorder
 from semmoe.engines.selfcheck import SelfCheck
 from semmoe.engines.sglang import guard, targets
 from semmoe.engines.sglang.families import expert_sizes, with_copies
-from semmoe.engines.sglang.location import check_dispatch, check_location, choose_copies
+from semmoe.engines.sglang.location import ChosenCopies, check_dispatch, check_location
 from semmoe.engines.sglang.model import (
     all_to_all,
     capture,
@@ -71,7 +71,7 @@ class RankPlugin:
         self._shuffle: BoundaryShuffle | NoShuffle = NoShuffle()
         self._recording: PassRecorder | NoRecorder = NoRecorder()
         self._traffic: TrafficCounter | NoTraffic = NoTraffic()
-        self._check = SelfCheck()
+        self._check, self._copies = SelfCheck(), ChosenCopies()
         self._blocks: set[int] = set()  # identities of the model's expert layers; a draft model's are not among them
         self._experts_per_rank = 0
         self._places: dict[int, int] = {}  # index among the MoE layers by decoder layer, if routing is recorded
@@ -95,6 +95,7 @@ class RankPlugin:
             around(targets.NEW_WEIGHTS, placed_only)
             around(targets.EXPERT_SIZES, expert_sizes)
             around(targets.EXPERT_LAYER, with_copies)
+            around(targets.COPIES, self._copies.choose)
         if self._settings.folder is not None:
             around(targets.RELEASE, self._release)
         if self.shuffles:
@@ -149,7 +150,7 @@ class RankPlugin:
                 raise ValueError("--enable-eplb would move the plan's experts: omit it")
             check_location(self._plan, metadata, layers)
             check_dispatch(self._plan, get_exec().moe.ep_dispatch_algorithm)
-            choose_copies(self._plan, metadata, layers, parallel.moe_ep_rank)
+            self._copies.attach(self._plan, metadata, layers, parallel.moe_ep_rank)
         if self._plan is not None and self.shuffles:
             self._attach_shuffle(self._plan, runner, layers)
         if self._settings.folder is not None and parallel.attn_tp_rank == 0:

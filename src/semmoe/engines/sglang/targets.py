@@ -66,9 +66,14 @@ EXPERT_SIZES = Hook(
 EXPERT_LAYER = Hook(
     _MOE + "fused_moe_triton.layer.FusedMoE.__init__", "make room for copies in these models", ("num_experts",)
 )
+COPIES = Hook(
+    _SRT + "eplb.expert_location_dispatch._topk_ids_logical_to_physical_static",
+    "choose copies token by token",
+    ("topk_ids", "info"),
+)
 
 MODEL_HOOKS = (GUARD, LOAD_MODEL, TIED, FORWARD, ROUTED, ROUTED_DEEPEP, CAPTURE)
-PLAN_HOOKS = (NEW_WEIGHTS, EXPERT_SIZES, EXPERT_LAYER)
+PLAN_HOOKS = (NEW_WEIGHTS, EXPERT_SIZES, EXPERT_LAYER, COPIES)
 RECORD_HOOKS = (RELEASE,)
 REQUEST_HOOKS = (SCHEDULE,)
 SHUFFLE_HOOKS = (REDUCE_SCATTER, GATHER, LAST_GATHER, PADDING)

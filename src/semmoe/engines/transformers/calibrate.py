@@ -20,10 +20,11 @@ import torch.distributed as dist
 from scipy.optimize import nnls
 
 from semmoe import cost
+from semmoe.copychoice import CopyChoice, copy_choice
 from semmoe.cost import Experts, LayerShape, Links, Tier
 from semmoe.engines.transformers.model import expert_size, load_model, moe_layers, num_experts
 from semmoe.engines.transformers.parallel import LocalExperts
-from semmoe.metrics import copy_choice, layer_traffic
+from semmoe.metrics import layer_traffic
 from semmoe.placement import linear
 from semmoe.runtime.collectives import Communicator, world
 from semmoe.runtime.dispatch import combine, dispatch
@@ -164,7 +165,7 @@ def _rank_main(rank: int, size: int, job: _Job, report: Reporter) -> None:
             samples.append(layer.measure(_uniform(rng, tokens, E, K)))
             if rank == 0:
                 report("measuring", 1)
-        samples.append(layer.measure(_skewed(rng, UNSEEN, choice[rank] == rank, K)))
+        samples.append(layer.measure(_skewed(rng, UNSEEN, choice.preferred[rank] == rank, K)))
         found: dict[str, Any] = {
             "shape": asdict(LayerShape(hidden_size=H, expert_size=expert_size(config), top_k=K)),
             "runtime": {"backend": dist.get_backend(comm.group), "value_bytes": model.dtype.itemsize},
@@ -192,22 +193,22 @@ class MeasuredLayer:
         self,
         comm: Communicator,
         experts: LocalExperts,
-        choice: np.ndarray,
+        choice: CopyChoice,
         hidden_size: int,
         dtype: torch.dtype,
         device: str,
     ) -> None:
-        """choice: (G, E) copy choice of this layer, from `metrics.copy_choice`."""
         self._comm, self._experts, self._choice = comm, experts, choice
-        self._from_here = torch.from_numpy(choice[comm.rank].astype(np.int64)).to(device)
         self._hidden_size, self._like = hidden_size, {"dtype": dtype, "device": device}
 
     def measure(self, chosen: np.ndarray, rounds: int = ROUNDS) -> Sample:
         """Run dispatch, experts, combine, and an all-reduce of all ranks' rows, on this rank's choices (n, K)."""
         ids = torch.from_numpy(np.ascontiguousarray(chosen, np.int64)).to(self._like["device"])
-        traffic = layer_traffic(chosen, np.full(len(chosen), self._comm.rank), self._choice)
+        home = np.full(len(chosen), self._comm.rank)
+        ranks = self._choice.ranks(chosen, home)
+        traffic, targets = layer_traffic(ranks, home, self._comm.size), torch.from_numpy(ranks.astype(np.int64))
         tokens = int(self._over_ranks(np.array([len(chosen)]), dist.ReduceOp.SUM)[0])
-        mine = np.array([self._round(ids, tokens) for _ in range(rounds)])
+        mine = np.array([self._round(ids, targets.to(ids.device), tokens) for _ in range(rounds)])
         slowest = np.median(self._over_ranks(mine, dist.ReduceOp.MAX), axis=0)
         return Sample(
             seconds=dict(zip(PARTS, slowest.tolist(), strict=True)),
@@ -216,12 +217,12 @@ class MeasuredLayer:
             busiest_pairs=int(self._over_ranks(traffic.load, dist.ReduceOp.SUM).max()),
         )
 
-    def _round(self, ids: torch.Tensor, tokens: int) -> list[float]:
+    def _round(self, ids: torch.Tensor, targets: torch.Tensor, tokens: int) -> list[float]:
         """This rank's seconds for each of PARTS; all ranks start each part together."""
         hidden = torch.randn(len(ids), self._hidden_size, **self._like)
         weights = torch.full(ids.shape, 1 / ids.shape[1], **self._like)
         full = torch.zeros(tokens, self._hidden_size, **self._like)
-        (received, handle), dispatching = self._clock(dispatch, self._comm, hidden, ids, weights, self._from_here)
+        (received, handle), dispatching = self._clock(dispatch, self._comm, hidden, ids, weights, targets)
         results, computing = self._clock(self._experts, received.hidden, received.expert_ids, received.weights)
         _, combining = self._clock(combine, self._comm, results, handle)
         _, reducing = self._clock(self._comm.all_reduce, full)

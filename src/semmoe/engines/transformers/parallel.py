@@ -13,11 +13,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from semmoe.copychoice import copy_choice
 from semmoe.core import Plan
 from semmoe.engines.transformers.attention import shard_attention
 from semmoe.engines.transformers.model import decoder_layers, moe_layers
 from semmoe.engines.transformers.planned import PlannedModel, bind, check_layout
-from semmoe.metrics import Traffic, copy_choice, layer_traffic, no_traffic
+from semmoe.metrics import Traffic, layer_traffic, no_traffic
 from semmoe.runtime.agreement import check_agreement
 from semmoe.runtime.collectives import Communicator, timed
 from semmoe.runtime.dispatch import (
@@ -98,10 +99,7 @@ class ParallelModel(PlannedModel):
         check_agreement(experts_comm.group, plan, model.device, exchange=exchange, overlap=overlap)
         super().__init__(model, plan, experts_comm, attention_comm)
         self.levels, self._overlap = levels, overlap
-        self._choice = copy_choice(plan.placement, topology)  # (L, G, E)
-        views = torch.from_numpy(self._choice.astype(np.int64)).to(model.device)
-        self._views = views
-        self._choice_from_here, self._choice_from_first = views[:, experts_comm.rank], views[:, 0]
+        self._choice = copy_choice(plan.placement, topology)
         self._traffic = self._no_traffic()
         self._attach(exchange)
 
@@ -131,17 +129,22 @@ class ParallelModel(PlannedModel):
     def _expert_all_to_all(self, index: int, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor):
         """Replaces the experts' forward: hidden (n, H), ids (n, K), weights (n, K) -> (n, H)."""
         self.rows.observe(expert_ids, weights)
-        home = np.full(len(expert_ids), self.comm.rank)
-        self._traffic[index] += layer_traffic(expert_ids.cpu().numpy(), home, self._choice[index])
+        ranks, home = self._ranks(index, expert_ids, self.comm.rank)
+        self._traffic[index] += layer_traffic(ranks, home, self.comm.size)
+        targets = torch.from_numpy(ranks.astype(np.int64)).to(expert_ids.device)
         if self.levels is not None:
-            received, handles = dispatch_two_level(self.levels, hidden, expert_ids, weights, self._views[index])
+            received, handles = dispatch_two_level(self.levels, hidden, expert_ids, weights, targets)
             return combine_two_level(self.levels, self._compute(index, received), handles)
-        targets = self._choice_from_here[index][expert_ids]
         flight = Dispatch(self.comm, hidden, expert_ids, weights, targets)
         if not self._overlap:
             return combine(self.comm, self._compute(index, flight.received()), flight.handle)
         local = self._compute(index, flight.local())
         return combine_parts(self.comm, local, self._compute(index, flight.remote()), flight.handle)
+
+    def _ranks(self, index: int, expert_ids: torch.Tensor, source: int) -> tuple[np.ndarray, np.ndarray]:
+        """(n, K) the rank that computes each chosen expert for tokens on rank `source`, and (n,) that rank."""
+        home = np.full(len(expert_ids), source)
+        return self._choice[index].ranks(expert_ids.cpu().numpy(), home), home
 
     def _compute(self, index: int, rows: ReceivedTokens) -> torch.Tensor:
         with timed(self.compute_seconds, "experts"):
@@ -153,8 +156,8 @@ class ParallelModel(PlannedModel):
         return self._put_back(hidden_states, self._feed_forward(layer, index, stream))
 
     def _expert_all_reduce(self, index: int, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor):
-        serves = self._choice_from_first[index] == self.comm.rank  # one rank's view, so that each expert runs once
-        mine = torch.where(serves[expert_ids], expert_ids, -1)
+        ranks, _ = self._ranks(index, expert_ids, 0)  # one rank's view, so that each pair is computed once
+        mine = torch.where(torch.from_numpy(ranks == self.comm.rank).to(expert_ids.device), expert_ids, -1)
         load = np.zeros(self.comm.size, np.int64)
         load[self.comm.rank] = int((mine >= 0).sum())
         self._traffic[index] += replace(no_traffic(self.comm.size), load=load)

@@ -15,7 +15,6 @@ from semmoe.core import Plan
 from semmoe.engines import supervisor
 from semmoe.engines.absent import NoRecorder, NoShuffle, NoTraffic
 from semmoe.engines.counters import Reading
-from semmoe.engines.placement import dispatch_map
 from semmoe.engines.rank import (
     check_identity,
     check_plan,
@@ -50,6 +49,7 @@ from semmoe.engines.vllm.settings import VllmSettings
 from semmoe.engines.vllm.shuffle import LayerShuffle, moe_layers, split_by_position
 from semmoe.engines.vllm.step import Slots, accepted, fed_tokens, read_step
 from semmoe.runtime.collectives import Communicator
+from semmoe.runtime.copies import rank_copies
 from semmoe.runtime.shuffler import TokenShuffler
 from semmoe.runtime.traffic import TrafficCounter
 from semmoe.topology import Topology
@@ -249,7 +249,7 @@ class RankPlugin:
         Without an all-to-all, which sends rows to chosen ranks, it is the same for all ranks.
         """
         experts = blocks[layers[0]].moe_config.num_experts
-        copies = dispatch_map(self._plan, source) if self._plan is not None else None
+        copies = rank_copies(self._plan, source) if self._plan is not None else None
         for place, index in enumerate(layers):
             block = blocks[index]
             refused = block.is_monolithic or not isinstance(block.router, BaseRouter) or block.do_naive_dispatch_combine
@@ -261,10 +261,9 @@ class RankPlugin:
                     )
                 self._traffic = NoTraffic()
                 continue
-            table = torch.arange(experts) if copies is None else torch.from_numpy(copies[place])
             layer = RoutedLayer(
                 place,
-                table.to(self._real.count.device),
+                None if copies is None else copies[place].to(self._real.count.device),
                 experts // get_ep_group().world_size,
                 self._real,
                 self._traffic,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from semmoe.engines.absent import NoTraffic
+from semmoe.runtime.copies import RankCopies
 from semmoe.runtime.traffic import TrafficCounter
 
 
@@ -29,14 +30,14 @@ class RealRows:
 class RoutedLayer:
     """The hooks of one layer's router, on one rank.
 
-    copies: (E,) the physical expert that this rank uses for each logical one. drop_padding: padding gets the id -1,
-    which the all-to-all then omits.
+    copies: the physical experts that this rank uses; None: a physical id is the logical id. drop_padding: padding gets
+    the id -1, which the all-to-all then omits.
     """
 
     def __init__(
         self,
         place: int,
-        copies: Tensor,
+        copies: RankCopies | None,
         experts_per_rank: int,
         real: RealRows,
         traffic: TrafficCounter | NoTraffic,
@@ -52,7 +53,7 @@ class RoutedLayer:
 
     def to_physical(self, expert_ids: Tensor) -> Tensor:
         """Logical ids (n, K) -> physical ids of the same type."""
-        physical = self._copies[expert_ids.long()]
+        physical = expert_ids.long() if self._copies is None else self._copies.to_physical(expert_ids.long())
         if self._traffic.counts or self._drop_padding:
             real = torch.where(self._real.mask(len(physical)), physical, -1)
             if self._traffic.counts:

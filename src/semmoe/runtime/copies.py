@@ -1,0 +1,84 @@
+"""From logical to physical experts on an engine's device: the plan's copy choice for the tokens of one rank.
+
+A pure function of a token's expert ids with static shapes, registered as an operator of torch, so that engines may
+compile or capture what calls it. numba runs it on the CPU, one Triton program per token on a GPU.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from semmoe.copychoice import cover, nearest_copies, preferred_copies
+from semmoe.core import Plan
+from semmoe.runtime import reference
+from semmoe.runtime.static import triton_kernels
+
+
+@dataclass(frozen=True)
+class RankCopies:
+    """The copies of a layer's experts that tokens on one rank may use."""
+
+    ranks: Tensor  # (E, X) int16: the ranks of these copies, padded with -1
+    physical: Tensor  # (E, X) int32: their physical ids
+    preferred: Tensor  # (E,) int16: the rank whose copy is used first
+    source: int
+    num_ranks: int
+
+    def to(self, device: Any) -> "RankCopies":
+        tables = {name: getattr(self, name).to(device) for name in ("ranks", "physical", "preferred")}
+        return replace(self, **tables)
+
+    def first(self) -> Tensor:
+        """(E,) int32: the physical id of each expert's preferred copy.
+
+        Worked example, experts 0 1 | 1 2 on two ranks: rank 0 uses its own copy of expert 1, so these are [0, 1, 3].
+        """
+        column = (self.ranks == self.preferred[:, None]).int().argmax(dim=1, keepdim=True)
+        return self.physical.gather(1, column)[:, 0]
+
+    def to_physical(self, expert_ids: Tensor) -> Tensor:
+        """Logical ids (n, K), -1 for none, to physical ids of the same type."""
+        ids = expert_ids.long()
+        if self.ranks.shape[1] == 1:
+            return torch.where(ids >= 0, self.physical[:, 0][ids.clamp(min=0)], -1).to(expert_ids.dtype)
+        out = torch.ops.semmoe.cover_copies(ids, self.ranks, self.physical, self.preferred, self.source, self.num_ranks)
+        return out.to(expert_ids.dtype)
+
+
+def rank_copies(plan: Plan, source: int) -> list[RankCopies]:
+    """The copies that tokens on rank `source` may use, layer by layer; with a static choice one of each expert."""
+    placement, topology = plan.placement, plan.topology
+    preferred = preferred_copies(placement, topology)[:, source]  # (L, E)
+    physical = placement.logical_to_physical_map  # (L, E, X)
+    ranks = placement.ranks_with_copies
+    if placement.copy_choice == "static":
+        allowed = ranks == preferred[..., None]
+        allowed &= np.cumsum(allowed, axis=2) == 1  # the first of two copies on a rank
+    else:
+        allowed = nearest_copies(ranks, source, topology.node_of)
+    most = int(allowed.sum(axis=2).max())
+    first = np.argsort(~allowed, axis=2, kind="stable")[..., :most]
+    kept, ranks, physical = (np.take_along_axis(array, first, axis=2) for array in (allowed, ranks, physical))
+    tables = np.where(kept, ranks, -1).astype(np.int16), np.where(kept, physical, -1).astype(np.int32)
+    layers = (map(torch.from_numpy, layer) for layer in zip(*tables, preferred.astype(np.int16), strict=True))
+    return [RankCopies(near, ids, first, source, topology.ep_size) for near, ids, first in layers]
+
+
+@torch.library.custom_op("semmoe::cover_copies", mutates_args=())
+def cover_copies(
+    expert_ids: Tensor, ranks: Tensor, physical: Tensor, preferred: Tensor, source: int, num_ranks: int
+) -> Tensor:
+    """(n, K) physical ids by the rule `cover`, -1 for ids of -1: see `reference.cover_copies`."""
+    if expert_ids.is_cpu:
+        near = ranks.numpy(), physical.numpy(), preferred.numpy()
+        return torch.from_numpy(cover(expert_ids.numpy(), near, source, num_ranks))
+    kernels = triton_kernels("copies", expert_ids)
+    return (kernels or reference).cover_copies(expert_ids, ranks, physical, preferred, source, num_ranks)
+
+
+@cover_copies.register_fake
+def _(expert_ids: Tensor, ranks: Tensor, physical: Tensor, preferred: Tensor, source: int, num_ranks: int) -> Tensor:
+    return torch.empty_like(expert_ids)

@@ -1,0 +1,76 @@
+"""The copy choice by the rule `cover` as a Triton kernel: one program per token, nothing but its own ids is read."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def cover_copies(
+    expert_ids: Tensor, ranks: Tensor, physical: Tensor, preferred: Tensor, source: int, num_ranks: int
+) -> Tensor:
+    """Same as `semmoe.runtime.reference.cover_copies`."""
+    n, K = expert_ids.shape
+    out = torch.empty_like(expert_ids)
+    if n > 0:
+        cover_kernel[(n,)](
+            expert_ids.contiguous(),
+            ranks,
+            physical,
+            preferred,
+            out,
+            source,
+            num_ranks,
+            K,
+            COPIES=ranks.shape[1],
+            EXPERTS=triton.next_power_of_2(K),
+            RANKS=triton.next_power_of_2(num_ranks),
+        )
+    return out
+
+
+@triton.jit
+def cover_kernel(
+    expert_ids,
+    ranks,
+    physical,
+    preferred,
+    out,
+    source,
+    num_ranks,
+    K,
+    COPIES: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    RANKS: tl.constexpr,
+):
+    """Write the physical ids of one token's experts."""
+    k, g = tl.arange(0, EXPERTS), tl.arange(0, RANKS)
+    at = tl.program_id(0).to(tl.int64) * K + k
+    ids = tl.load(expert_ids + at, mask=k < K, other=-1)
+    known = ids >= 0
+    held = tl.zeros((EXPERTS, RANKS), tl.int32)
+    for x in tl.static_range(COPIES):
+        rank = tl.load(ranks + ids * COPIES + x, mask=known, other=-1).to(tl.int32)
+        held = held | (rank[:, None] == g[None, :]).to(tl.int32)
+    first = tl.load(preferred + ids, mask=known, other=-1).to(tl.int32)
+    liked = held * (first[:, None] == g[None, :]).to(tl.int32)
+    away = (g - source + num_ranks) % num_ranks
+    only = tl.sum(held, 1) == 1
+    chosen = tl.where(only, tl.argmax(held, 1), -1)
+    reached = tl.max(held * only[:, None].to(tl.int32), 0)
+    distance = tl.where(liked > 0, -1, away[None, :])
+    distance = tl.where(held * reached[None, :] > 0, distance, num_ranks)
+    found = (chosen < 0) & (tl.min(distance, 1) < num_ranks)
+    chosen = tl.where(found, tl.argmin(distance, 1), chosen)
+    for _ in range(K):
+        left = held * (chosen < 0)[:, None].to(tl.int32)
+        score = (tl.sum(left * (K + 1) + left * liked, 0) + 1) * num_ranks - away
+        best = tl.argmax(tl.where(g < num_ranks, score, -1), 0)
+        taken = tl.sum(left * (g == best)[None, :].to(tl.int32), 1) > 0
+        chosen = tl.where(taken, best, chosen)
+    result = tl.full((EXPERTS,), -1, tl.int64)
+    for x in tl.static_range(COPIES):
+        rank = tl.load(ranks + ids * COPIES + x, mask=known, other=-2).to(tl.int32)
+        slot = tl.load(physical + ids * COPIES + x, mask=known, other=-1).to(tl.int64)
+        result = tl.where(rank == chosen, slot, result)
+    tl.store(out + at, result, mask=k < K)

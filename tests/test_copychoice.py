@@ -1,0 +1,178 @@
+"""The rules of the copy choice: against loops, in every implementation, and what they must never do."""
+
+import numpy as np
+import oracles
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_metrics import random_placement
+from triton_runs import NO_TRITON, TARGETS, compiles, interpret
+
+from semmoe.copychoice import CopyChoice, copy_choice
+from semmoe.core import Placement, Plan
+from semmoe.metrics import layer_traffic
+from semmoe.requests.policy import RoundRobin
+from semmoe.runtime import reference
+from semmoe.runtime.copies import cover_copies, rank_copies
+from semmoe.tokens.slices import ByPosition
+from semmoe.topology import Fingerprint, Topology
+
+SIZES = st.sampled_from([(1, 1), (2, 1), (4, 1), (4, 2), (8, 2), (6, 3)])
+IDENTITY = Fingerprint(
+    model="test", architecture_hash="a", tokenizer_hash="b", num_layers=2, num_experts=4, top_k=2, vocab_size=9
+)
+
+
+def placed(seed: int, sizes: tuple[int, int], rule: str) -> tuple[Placement, Topology, np.random.Generator]:
+    """A random placement with two layers, at most four copies of an expert and a preferred one for every source."""
+    rng, (ep_size, nodes) = np.random.default_rng(seed), sizes
+    topology = Topology(ep_size=ep_size, num_nodes=nodes)
+    bare = random_placement(rng, ep_size, per_rank=4)
+    table = np.array(
+        [
+            [
+                [rng.choice(sorted(oracles.nearest_ranks(bare, topology, l, g, e))) for e in range(bare.num_experts)]
+                for g in range(ep_size)
+            ]
+            for l in range(2)
+        ]
+    )
+    placement = Placement(
+        physical_to_logical_map=bare.physical_to_logical_map,
+        num_experts=bare.num_experts,
+        ep_size=ep_size,
+        static_dispatch=table.astype(np.int16),
+        copy_choice=rule,
+    )
+    return placement, topology, rng
+
+
+def plan_of(placement: Placement, topology: Topology) -> Plan:
+    return Plan(
+        topology=topology,
+        placement=placement,
+        tokens=ByPosition(),
+        requests=RoundRobin(num_groups=1),
+        fingerprint=IDENTITY,
+        method="test",
+    )
+
+
+def tokens(rng, placement: Placement, number: int) -> tuple[np.ndarray, np.ndarray]:
+    K = int(rng.integers(1, min(placement.num_experts, 8) + 1))
+    experts = np.array([rng.permutation(placement.num_experts)[:K] for _ in range(number)])
+    return experts, rng.integers(placement.ep_size, size=number)
+
+
+def test_ranks_that_are_reached_anyway_compute_what_they_hold():
+    """Experts 0 to 3 at home on ranks 0 to 3; expert 4 on ranks 1 and 2, expert 5 on ranks 2 and 3, 4 preferred on 1.
+
+    A token of rank 0 with experts 2, 4, 5 reaches rank 2 for expert 2, which holds the others too. With experts 4, 5,
+    rank 2 holds most. With 4 alone, the preferred copy decides.
+    """
+    copies = np.array([[0, -1], [1, -1], [2, -1], [3, -1], [1, 2], [2, 3]], np.int16)
+    preferred = np.array([[0, 1, 2, 3, 1, 3]] * 4, np.int16)
+    rule = CopyChoice(preferred, copies, np.zeros(4, np.int64))
+    home = np.zeros(1, np.int64)
+    assert rule.ranks(np.array([[2, 4, 5]]), home).tolist() == [[2, 2, 2]]
+    assert rule.ranks(np.array([[0, 4, 5]]), home).tolist() == [[0, 2, 2]]
+    assert rule.ranks(np.array([[4]]), home).tolist() == [[1]]
+    assert rule.ranks(np.array([[1, 3, 5]]), home).tolist() == [[1, 3, 3]]
+    assert CopyChoice(preferred).ranks(np.array([[2, 4, 5]]), home).tolist() == [[2, 1, 3]]
+
+
+@given(st.integers(0, 9999), SIZES)
+def test_cover_agrees_with_loops(seed, sizes):
+    placement, topology, rng = placed(seed, sizes, "cover")
+    experts, home = tokens(rng, placement, 20)
+    for l, rule in enumerate(copy_choice(placement, topology)):
+        expected = [
+            oracles.cover(placement, topology, l, int(source), row) for row, source in zip(experts, home, strict=True)
+        ]
+        assert rule.ranks(experts, home).tolist() == expected
+
+
+@given(st.integers(0, 9999), SIZES)
+def test_no_token_reaches_more_ranks_than_by_the_static_rule_in_the_mean(seed, sizes):
+    """Every pair is computed by one of the nearest copies; local pairs are the same; and rows are fewer."""
+    placement, topology, rng = placed(seed, sizes, "cover")
+    experts, home = tokens(rng, placement, 300)
+    for l, rule in enumerate(copy_choice(placement, topology)):
+        targets = rule.ranks(experts, home)
+        for row, source, ranks in zip(experts[:20], home, targets, strict=False):
+            for e, rank in zip(row, ranks, strict=True):
+                assert rank in oracles.nearest_ranks(placement, topology, l, source, e)
+        static = CopyChoice(rule.preferred).ranks(experts, home)
+        cover, before = (layer_traffic(t, home, topology.ep_size) for t in (targets, static))
+        assert cover.local_pairs == before.local_pairs
+        assert cover.rows.sum() <= before.rows.sum()
+
+
+@given(st.integers(0, 9999), SIZES, st.sampled_from(["static", "cover"]))
+def test_engines_choose_the_same_copies_as_replay(seed, sizes, rule):
+    placement, topology, rng = placed(seed, sizes, rule)
+    experts, _ = tokens(rng, placement, 12)
+    choice = copy_choice(placement, topology)
+    for source in range(topology.ep_size):
+        for l, copies in enumerate(rank_copies(plan_of(placement, topology), source)):
+            ids = torch.from_numpy(np.concatenate([experts, np.full((1, experts.shape[1]), -1)]))
+            physical = copies.to_physical(ids.to(torch.int32))
+            assert physical.dtype == torch.int32
+            assert (physical[-1] == -1).all()
+            held = physical[:-1].numpy()
+            assert (placement.physical_to_logical_map[l][held] == experts).all()
+            home = np.full(len(experts), source)
+            assert (held // placement.experts_per_rank == choice[l].ranks(experts, home)).all()
+
+
+def check_implementations(implementation) -> None:
+    """Against numba on the CPU: few ranks and many, few experts of a token and many, unknown ids, an empty batch."""
+    for seed, sizes in enumerate([(1, 1), (4, 1), (8, 2), (6, 3), (16, 1)]):
+        placement, topology, rng = placed(seed, sizes, "cover")
+        experts, _ = tokens(rng, placement, 9)
+        experts[3, 0] = -1
+        for source in {0, topology.ep_size - 1}:
+            for copies in rank_copies(plan_of(placement, topology), source):
+                tables = copies.ranks, copies.physical, copies.preferred, source, topology.ep_size
+                for rows in (experts, experts[:0]):
+                    ids = torch.from_numpy(rows)
+                    assert implementation(ids, *tables).tolist() == cover_copies(ids, *tables).tolist()
+
+
+def test_the_reference_agrees():
+    check_implementations(reference.cover_copies)
+
+
+def test_the_operator_may_be_compiled_and_traced():
+    placement, topology, rng = placed(3, (4, 1), "cover")
+    copies = rank_copies(plan_of(placement, topology), 1)[0]
+    ids = torch.from_numpy(tokens(rng, placement, 5)[0])
+    tables = copies.ranks, copies.physical, copies.preferred, 1, 4
+    torch.library.opcheck(cover_copies, (ids, *tables))
+
+
+def test_triton_interpreted():
+    interpret(__file__)
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+@pytest.mark.parametrize(("experts", "ranks"), [(4, 8), (8, 64), (16, 512)])
+def test_triton_compiles(target, experts, ranks):
+    pytest.importorskip("triton", reason=NO_TRITON)
+    import semmoe.runtime.kernels.copies as kernels
+
+    pointers = {"expert_ids": "*i64", "ranks": "*i16", "physical": "*i32", "preferred": "*i16", "out": "*i64"}
+    sizes = {"COPIES": 4, "EXPERTS": experts, "RANKS": ranks}
+    compiles(target, kernels.cover_kernel, pointers, ("source", "num_ranks", "K"), sizes)
+
+
+def test_a_rule_that_is_not_known_is_refused():
+    with pytest.raises(ValueError, match="copy_choice must be static or cover, not 'any'"):
+        Placement(physical_to_logical_map=np.array([[0, 1]]), num_experts=2, ep_size=2, copy_choice="any")
+
+
+if __name__ == "__main__":
+    from semmoe.runtime.kernels.copies import cover_copies as by_triton
+
+    check_implementations(by_triton)
