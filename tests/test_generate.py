@@ -110,6 +110,9 @@ def test_redundant_experts_change_no_output(checkpoints, tmp_path):
     model, trace, reference = prepare(path, tmp_path)
     settings = SolveSettings(method="eplb", redundant_experts=4)
     ups = [gen.Configuration(name=a, plan=solve(trace, Topology.for_attention(a, 4), settings)) for a in ("dp", "tp")]
+    own = solve(trace, Topology.for_attention("tp", 4), SolveSettings(redundant_experts=8, **EASY))
+    assert own.placement.copy_choice == "cover"
+    ups += [gen.Configuration(name=exchange, plan=own, exchange=exchange) for exchange in ("all-to-all", "all-reduce")]
     for result in gen.generate(path, prompts(1), ups, SETTINGS):
         assert verify.compare_outputs(model, prompts(1), reference, result.outputs).holds
 
@@ -171,8 +174,9 @@ def test_overlap_changes_no_output(checkpoints, tmp_path):
 def test_two_levels_change_no_output_and_send_less_between_nodes(checkpoints, tmp_path):
     path = build("qwen3_moe", checkpoints)
     model, trace, reference = prepare(path, tmp_path)
-    settings = SolveSettings(method="eplb", redundant_experts=4)  # copies: ranks differ in who serves an expert
-    for attention in ("dp", "tp"):
+    methods = {"dp": "eplb", "tp": "semmoe"}  # copies by either rule: ranks differ in who serves an expert
+    for attention, method in methods.items():
+        settings = SolveSettings(method=method, redundant_experts=4, **EASY)
         plan = solve(trace, Topology.for_attention(attention, 4, num_nodes=2), settings)
         ups = [gen.Configuration(name=e, plan=plan, exchange=e) for e in ("all-to-all", "two-level")]
         one, two = gen.generate(path, prompts(1), ups, SETTINGS)
