@@ -8,12 +8,14 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from synthetic import make_trace
 from typer.testing import CliRunner
 
 from lab import maps, plans, routing, run, runtime, serving
 from lab.__main__ import app
 from lab.inputs import Inputs
 from lab.item import LackingError
+from lab.readings import readings
 from lab.subjects import FIELDS, field_of
 from semmoe.placement.linear import vanilla_plan
 from semmoe.results import serving_sweep
@@ -262,3 +264,14 @@ def test_items_are_listed_and_mistakes_named(tmp_path):
     assert (wrong.exit_code, "there is no item table9" in wrong.output) == (2, True)
     missing = CliRunner().invoke(app, ["reproduce", "table1", "--trace", str(tmp_path / "x")])
     assert (missing.exit_code, "there is no such file" in missing.output) == (2, True)
+
+
+def test_readings_of_precision_by_hand():
+    """Two of four experts. Type 0 is profiled twice with experts 0 and 1, once of these with 2 in place of 1; then it
+    chooses 0 and 1, and 0 and 3. Type 1 is not profiled."""
+    profile = make_trace([[0, 0]], [[[0, 1]], [[0, 2]]])
+    rest = make_trace([[0, 0, 1]], [[[0, 1]], [[0, 3]], [[2, 3]]])
+    found = readings(profile, rest)
+    assert found["tokens"] == pytest.approx((3 / 4, 3 / 6, 0.6))  # 0 and 1 predicted twice, expert 1 wrongly once
+    assert found["thresholded"] == pytest.approx((1, 2 / 6, 0.5))  # expert 0 alone has more than half of the tokens
+    assert found["types"] == pytest.approx((1, 2 / 3, 0.8))  # 0, 1 and 3 are activated
