@@ -68,6 +68,21 @@ def test_sglangs_choice_among_copies_is_replaced():
         check_location(copies_plan(), None, [1])
 
 
+def test_copies_are_chosen_token_by_token_where_the_plan_says_so():
+    """Experts 0 3 | 1 3 | 2 0 on three ranks: rank 2's tokens with experts 1 and 3 find both on rank 1."""
+    slots, layers = np.array([[0, 3, 1, 3, 2, 0]], np.int32), torch.zeros((3, 4), dtype=torch.int32)
+    placement = Placement(physical_to_logical_map=slots, num_experts=4, ep_size=3, copy_choice="cover")
+    plan = replace(copies_plan(), topology=Topology(ep_size=3), placement=placement)
+    copies = ChosenCopies()
+    copies.attach(plan, SimpleNamespace(logical_to_rank_dispatch_physical_map=layers), [1], rank=2)
+    assert layers.tolist() == [[0] * 4, [5, 2, 4, 1], [0] * 4]
+    ids = torch.tensor([[1, 3], [0, 3], [-1, -1]], dtype=torch.int32)
+    for layer, expected in ((0, "by SGLang"), (1, [[2, 3], [5, 1], [-1, -1]])):
+        info = SimpleNamespace(partial_logical_to_rank_dispatch_physical_map=layers[layer, :])
+        chosen = copies.choose(lambda ids, info: "by SGLang", ids, info)
+        assert (chosen.tolist() if isinstance(chosen, torch.Tensor) else chosen) == expected
+
+
 def test_arguments_say_the_topology():
     dp = launch.arguments(Topology(ep_size=2, dp_size=2), None, 0, on_cpu=False)
     assert command_line(dp) == [
