@@ -54,7 +54,9 @@ def attach(model, chosen, comm, shuffle, fault=None):
 
 def two_experts_swapped(planned):
     """The router looks one expert up in another's place, and the other way round, at every layer."""
-    planned._physical[:, [0, 1]] = planned._physical[:, [1, 0]]
+    for copies in planned._copies:
+        for table in (copies.ranks, copies.physical, copies.preferred):
+            table[[0, 1]] = table[[1, 0]]
 
 
 def set_ups(trace, name, shuffles=("predicted", "routed", "off"), redundant=0):

@@ -105,7 +105,9 @@ class AutoEPModel(PlannedModel):
         super().__init__(model, plan, *_communicators(layers[0]))
         comm, device = self.comm, model.device
         self._layers, self._folded = layers, self.attention_comm.size > 1 and shuffle == "off"
-        self._copies = [copies.to(device) for copies in rank_copies(plan, comm.rank)]
+        # folded AutoEP divides each physical expert's tokens among the ranks of a group, which must agree on them
+        chosen = plan if not self._folded else replace(plan, placement=replace(plan.placement, copy_choice="static"))
+        self._copies = [copies.to(device) for copies in rank_copies(chosen, comm.rank)]
         self._held = plan.placement.physical_to_logical_map.reshape(len(layers), comm.size, -1)  # (L, G, P / G)
         self._routers = [layer.router.forward for layer in layers]
         self._given: tuple[Tensor, Tensor] | None = None  # routing that was computed before the layer runs
