@@ -88,7 +88,8 @@ def _find_partners(value, groups, partners):
             while i > 0 and (listed[i - 1] < 0 or value[listed[i - 1], a] - value[listed[i - 1], b] < gain):
                 i -= 1
             if i < PARTNERS:
-                listed[i + 1 :] = listed[i:-1].copy()
+                for j in range(PARTNERS - 1, i, -1):
+                    listed[j] = listed[j - 1]
                 listed[i] = q
 
 

@@ -143,7 +143,8 @@ def assign(rows):
         over = _count(pick, counts, size)
         if over <= least:
             least = over
-            kept[:] = prices
+            for s in range(slices):  # an assignment to the slice would take seconds to compile
+                kept[s] = prices[s]
         if over == 0 or i == PRICE_STEPS:
             break
         for s in range(slices):
@@ -176,8 +177,10 @@ def _start(rows):
         totals[s] = total
     for t in range(tokens):
         spread += np.int64(high[t]) - low[t]
-    number = max(tokens, 1)
-    return scores, ((totals - totals.min()) // number).astype(np.int32), spread * FIRST_STEP // (64 * number)
+    number, lowest, prices = max(tokens, 1), totals.min(), np.empty(slices, np.int32)
+    for s in range(slices):
+        prices[s] = np.int32((totals[s] - lowest) // number)
+    return scores, prices, spread * FIRST_STEP // (64 * number)
 
 
 @numba.njit(cache=True, nogil=True)
