@@ -63,10 +63,13 @@ def settle(state, steps):
             full[state.home[u]] += state.weight[u]
         for d in range(G // state.group_size):  # inside each attention group
             low, high = d * state.group_size, (d + 1) * state.group_size
-            mean = max(full[low:high].mean(), 1e-9)
+            total = middle = 0.0
+            for g in range(low, high):
+                total += full[g]
+            mean = max(total / (high - low), 1e-9)
             for g in range(low, high):
                 state.price[g] += 0.3 / (1 + step) * min(full[g] / mean - 1, 1.0)
-            middle = state.price[low:high].mean()
+                middle += state.price[g] / (high - low)
             for g in range(low, high):
                 state.price[g] = np.rint((state.price[g] - middle) * PRICE_UNITS) / PRICE_UNITS
     state.load[:] = 0
