@@ -31,6 +31,7 @@ from semmoe.topology import Topology, physical_experts
 # Prices of load: of rough searches, relative to the highest price; of finer ones, relative to the price at which rough
 # layouts meet the limit.
 ROUGH_PRICES, FINER_PRICES = (0.6, 0.2, 1.0), (0.6, 1.0, 1.4)
+WARM_PRICE = 0.7  # of the one search that begins from a plan, relative to the highest price
 MEASURED_TOKENS, MEASURED_BATCHES = 1 << 16, 32
 
 
@@ -97,7 +98,7 @@ class _Layers:
             _measure(one, self.part, layer, self.rows, self.part_group, known, self.topology, self.settings)
             for one in layouts
         ]
-        self.progress(0.5)
+        self.progress(0.5 if self.before is None else 1.0)
         return out
 
 
@@ -133,14 +134,15 @@ def place(
         trace, topology, predictor, redundant, settings, seed, request_groups, start, before, progress, until
     )
     limit, highest = settings.load_limit, settings.load_price
-    rough_prices = [highest * share for share in ROUGH_PRICES] if limit else [0.0]
+    shares = ROUGH_PRICES if before is None else (WARM_PRICE,)
+    rough_prices = [highest * share for share in shares] if limit else [0.0]
     with ThreadPoolExecutor(cpu_count()) as pool:
-        rough = list(pool.map(partial(layers.rough, rough_prices), range(f.num_layers)))
-        price, _ = choose(rough, limit, highest)
-        shares = FINER_PRICES if before is None else (1.0,)
-        finer_prices = [price * share for share in shares] if limit else [0.0]
-        finer = list(pool.map(partial(layers.finer, finer_prices), range(f.num_layers)))
-    _, chosen = choose([a + b for a, b in zip(rough, finer, strict=True)], limit, highest)
+        found = list(pool.map(partial(layers.rough, rough_prices), range(f.num_layers)))
+        price, chosen = choose(found, limit, highest)
+        if before is None:
+            finer_prices = [price * share for share in FINER_PRICES] if limit else [0.0]
+            finer = list(pool.map(partial(layers.finer, finer_prices), range(f.num_layers)))
+            _, chosen = choose([a + b for a, b in zip(found, finer, strict=True)], limit, highest)
     slots = np.stack([layout.slots for layout in chosen])
     return _placement(slots if before is None else keep_slots(slots, before), chosen, f.num_experts, settings)
 

@@ -64,18 +64,16 @@ class LayerSearch:
     ) -> None:
         """expert_ids (T, K), group (T,): attention group of each token's request, request (T,).
 
-        previous (G, P / G): the experts in the slots of the layout to begin from, which are costly to move.
+        previous (G, P / G): the experts in the slots of the layout to begin from, which are costly to move; one rough
+        search goes on from there.
         """
         self.rng = np.random.default_rng(seed)
         self.num_experts, self.topology, self.redundant, self.settings = num_experts, topology, redundant, settings
-        copies = int(redundant > 0)
-        most = min(FINER_TOKENS[copies] * num_experts, MOST_TOKENS[copies])
-        self.fine = _distinct(expert_ids, group, most, self.rng)
-        if len(self.fine[0]) > MOST_SETS:
-            self.fine = _distinct(expert_ids, group, MOST_SETS, self.rng)
+        if previous is None:
+            self.fine = self._finer_sample(expert_ids, group)
+            self.affinity = pair_count(self.fine[0], self.fine[0], num_experts, self.fine[1])
+            np.fill_diagonal(self.affinity, 0)
         self.sample = _distinct(expert_ids, group, ROUGH_TOKENS, self.rng)
-        self.affinity = pair_count(self.fine[0], self.fine[0], num_experts, self.fine[1])
-        np.fill_diagonal(self.affinity, 0)
         batch = settings.batch_tokens
         self.mixes = draw_mixes(expert_ids, request, num_experts, topology.ep_size, batch, self.rng)
         self.found: list[Layout] = []
@@ -83,6 +81,12 @@ class LayerSearch:
         if previous is not None:
             self.dues += settings.move_cost
             self.dues[previous, np.arange(topology.ep_size)[:, None]] = 0.0
+
+    def _finer_sample(self, expert_ids: np.ndarray, group: np.ndarray):
+        copies = int(self.redundant > 0)
+        most = min(FINER_TOKENS[copies] * self.num_experts, MOST_TOKENS[copies])
+        found = _distinct(expert_ids, group, most, self.rng)
+        return found if len(found[0]) <= MOST_SETS else _distinct(expert_ids, group, MOST_SETS, self.rng)
 
     def rough(
         self, load_prices: list[float], labels: np.ndarray | None = None, in_time: Callable[[], bool] = lambda: True
@@ -112,9 +116,8 @@ class LayerSearch:
     def finer(self, load_prices: list[float], in_time: Callable[[], bool] = lambda: True) -> list[Layout]:
         """Layouts found on more tokens, at each price from the best rough ones; in_time: see `rough`."""
         steps, out = int(FINER_STEPS * self.settings.steps), []
-        kept = 1 if self.previous is not None else self.settings.kept
         for price in load_prices:
-            for one in sorted(self.found, key=lambda one: one.total(price))[:kept]:
+            for one in sorted(self.found, key=lambda one: one.total(price))[: self.settings.kept]:
                 if in_time():
                     out.append(self._run(self.fine, one.slots, one.primary, price, steps))
         return out

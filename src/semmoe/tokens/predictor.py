@@ -206,12 +206,11 @@ def project(
     """
     f = trace.fingerprint
     source, serving = resolve_tokens(trace.token_ids, f.vocab_size, embeddings)
-    seen = np.flatnonzero(np.bincount(trace.token_ids, minlength=f.vocab_size))
-    token_rows = np.full(f.vocab_size + 1, len(seen), np.int32)
-    token_rows[seen] = np.arange(len(seen))
+    counts = count_tokens(trace, 0)
+    token_rows = np.append(counts.row_of, np.int32(len(counts.rows) - 1))
     hosts = placement.hosts.transpose(0, 2, 1).astype(np.float64)  # (L, E, G)
     parts = [
-        _project_layer(fitted, hosts[l], count_tokens(trace, l)[seen], f.top_k)
+        _project_layer(fitted, hosts[l], count_tokens(trace, l).rows, f.top_k)
         for l, fitted in enumerate(predictor.layers)
     ]
     token, shift, path, history = (np.stack(part) for part in zip(*parts, strict=True))
@@ -228,13 +227,15 @@ def project(
 
 
 def _project_layer(fitted: LayerFit, hosts: np.ndarray, counts, top_k: int):
-    """Token rows (N + 1, G) int8 and their shift, path rows (F, G) and history rows (2E + 1, G) int16 of one layer."""
+    """Token rows (N + 1, G) int8 and their shift, path rows (F, G) and history rows (2E + 1, G) int16 of one layer.
+
+    counts (N + 1, E): of the token ids that occur, and zeros.
+    """
     onto = fitted.token @ hosts  # (E, G)
     base = fitted.intercept @ hosts
-    occurrences = np.asarray(counts.sum(axis=1)).ravel()[:, None] / top_k
+    occurrences = counts.sum(axis=1, keepdims=True) / top_k
     kept = occurrences / (occurrences + TOKEN_PRIOR)  # the rest of a row is the mean, which adds nothing
-    shares = (counts @ onto) / np.maximum(occurrences, 1e-9) - fitted.mean @ onto
-    token = np.concatenate([kept * shares, np.zeros((1, hosts.shape[1]))]) + base
+    token = kept * ((counts @ onto) / np.maximum(occurrences, 1e-9) - fitted.mean @ onto) + base
     shift = max(int(np.ceil(np.log2(max(np.abs(token).max() * SCALE / 127, 1)))), 0)
     running = fitted.running @ hosts
     running -= fitted.mean @ running / top_k  # so that experts drawn from the layer's mean add nothing

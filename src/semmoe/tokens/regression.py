@@ -10,7 +10,6 @@ import numpy as np
 from scipy import linalg
 from scipy.sparse import csr_matrix
 
-from semmoe.affinity import count
 from semmoe.core import RoutingTrace
 from semmoe.tokens.kernels import RUNNING_LIMIT, RUNNING_PRIOR
 
@@ -28,10 +27,22 @@ class Design:
     num_experts: int
 
 
-def count_tokens(trace: RoutingTrace, layer: int):
-    """(V, E) int32 csr: how often each token id chose each expert at one layer."""
-    f = trace.fingerprint
-    return count(trace.token_ids, trace.expert_ids[:, layer], f.vocab_size, f.num_experts)
+@dataclass(frozen=True)
+class TokenCounts:
+    """How often each token id of a trace chose each expert at one layer."""
+
+    row_of: np.ndarray  # (V,) int32: a token id's row of `rows`
+    rows: np.ndarray  # (N + 1, E) int64: of the N token ids that occur, ascending; then zeros, for all others
+
+
+def count_tokens(trace: RoutingTrace, layer: int) -> TokenCounts:
+    """Count in dense rows, which takes a tenth of the time of a sparse matrix."""
+    E = trace.fingerprint.num_experts
+    seen = np.flatnonzero(np.bincount(trace.token_ids, minlength=trace.fingerprint.vocab_size))
+    row_of = np.full(trace.fingerprint.vocab_size, len(seen), np.int32)
+    row_of[seen] = np.arange(len(seen))
+    pairs = row_of[trace.token_ids].astype(np.int64)[:, None] * E + trace.expert_ids[:, layer]
+    return TokenCounts(row_of, np.bincount(pairs.ravel(), minlength=(len(seen) + 1) * E).reshape(-1, E))
 
 
 def token_shares(counts: np.ndarray, mean: np.ndarray, top_k: int) -> np.ndarray:
@@ -40,17 +51,16 @@ def token_shares(counts: np.ndarray, mean: np.ndarray, top_k: int) -> np.ndarray
     return (counts + np.float32(TOKEN_PRIOR) * mean) / (occurrences + np.float32(TOKEN_PRIOR)) - mean
 
 
-def design_of(trace, layer, lookback, ordered, token_counts, history, loo) -> Design:
+def design_of(trace, layer, lookback, ordered, token_counts: TokenCounts, history, loo) -> Design:
     """The regression rows of `trace` at one layer.
 
-    token_counts (V, E) csr. loo: leave each token's own occurrence out of its counts; False if they come from other
-    requests.
+    loo: leave each token's own occurrence out of its counts; False if these come from other requests.
     """
     K, E = trace.fingerprint.top_k, trace.fingerprint.num_experts
     experts = trace.expert_ids[:, layer].astype(np.int32)
-    total = np.asarray(token_counts.sum(axis=0), np.float64).ravel()
+    total = token_counts.rows.sum(axis=0).astype(np.float64)
     mean = total * K / max(total.sum(), 1)
-    counts = token_counts[trace.token_ids].toarray().astype(np.float32)
+    counts = token_counts.rows.astype(np.float32)[token_counts.row_of[trace.token_ids]]
     if loo:
         np.put_along_axis(counts, experts, np.take_along_axis(counts, experts, axis=1) - 1, axis=1)
     running, has_previous = _running_means(experts, trace.request_offsets, history, mean.astype(np.float32))
