@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
-TOTAL, FILE, FUNCTION = 26_120, 350, 50
+TOTAL, FILE, FUNCTION = 26_500, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 310,
@@ -20,9 +20,9 @@ ROOMS = {
     "affinity.py splitter.py copychoice.py metrics.py capacity.py": 640,
     "settings.py cost.py payoff.py": 660,
     "results.py": 280,
-    "tokens": 970,
+    "tokens": 1100,
     "requests": 930,
-    "placement": 2370,
+    "placement": 2380,
     "methods": 1380,
     "plan.py": 195,
     "solver.py": 225,
