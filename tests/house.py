@@ -11,25 +11,25 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
-TOTAL, FILE, FUNCTION = 26_500, 350, 50
+TOTAL, FILE, FUNCTION = 26_850, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
-    "core.py": 310,
+    "core.py": 330,
     "topology.py bounds.py html.py": 300,
-    "files.py trace.py": 490,
+    "files.py trace.py": 510,
     "affinity.py splitter.py copychoice.py metrics.py capacity.py": 640,
-    "settings.py cost.py payoff.py": 660,
+    "settings.py cost.py payoff.py": 665,
     "results.py": 280,
     "tokens": 1100,
     "requests": 930,
     "placement": 2380,
     "methods": 1380,
-    "plan.py": 195,
-    "solver.py": 225,
+    "plan.py": 200,
+    "solver.py": 230,
     "replayer.py online.py": 300,
-    "runtime": 2450,
+    "runtime": 2490,
     "checkpoint": 1060,
-    "engines": 7450,
+    "engines": 7680,
     "router": 1320,
     "report": 1800,
     "cli": 2260,

@@ -147,7 +147,7 @@ def test_a_plan_of_an_older_schema_is_refused_with_how_to_make_it_again(tmp_path
     header = json.loads((path / "plan.json").read_text())
     older = {name: value for name, value in header.items() if name not in ("tokens", "requests")}
     (path / "plan.json").write_text(json.dumps(older | {"schema_version": 1, "lookback": 2, "schedules_data": True}))
-    refuses(path, "has schema version 1, and this semmoe reads 2: make it again with `semmoe solve`")
+    refuses(path, "has schema version 1, and this semmoe reads 3: make it again with `semmoe solve`")
 
 
 def ranks(value: int) -> np.ndarray:
@@ -244,7 +244,7 @@ def test_tampered_request_tables_are_refused(tmp_path, changes, message):
         ({"surprise": 1}, "surprise"),
         ({"topology__surprise": 1}, "surprise"),
         ({"fingerprint__surprise": 1}, "surprise"),
-        ({"schema_version": 3}, "schema version 3, and this semmoe reads 2"),
+        ({"schema_version": 4}, "schema version 4, and this semmoe reads 3"),
         ({"method": 3}, "method"),
         ({"topology__dp_size": 3}, "dp_size 3 does not divide"),
         ({"topology__ep_size": "4"}, "ep_size"),

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic import make_trace, random_trace, with_prefill
 
-from semmoe.core import DECODE, NEIGHBOUR, PRIOR, PROFILED, Placement
+from semmoe.core import NEIGHBOUR, PRIOR, PROFILED, Placement
 from semmoe.settings import PredictorSettings
 from semmoe.tokens import regression
 from semmoe.tokens import slices as scores
 from semmoe.tokens.kernels import SCALE
-from semmoe.tokens.predictor import fit, path_columns, predict, project
-from semmoe.tokens.slices import trace_history
+from semmoe.tokens.predictor import fit, predict, project
+from semmoe.tokens.slices import Looks, trace_history
 
 ANY_ROUTING = PredictorSettings(lookback=1)
 
@@ -60,11 +60,20 @@ def earlier_experts(trace, layer, lookback) -> np.ndarray:
     return np.ascontiguousarray(trace.expert_ids[:, max(layer - lookback, 0) : layer][:, ::-1].transpose(1, 0, 2))
 
 
-@pytest.mark.parametrize("prefill", [0, 9])
+def looking(trace, planes, seed=0):
+    """The trace with random look-ahead ids."""
+    rng, (tokens, layers, top_k) = np.random.default_rng(seed), trace.expert_ids.shape
+    order = np.argsort(rng.random((tokens, layers - 1, trace.fingerprint.num_experts)), axis=2)
+    return replace(trace, lookahead_ids=order[..., : planes * top_k].astype(np.uint8))
+
+
+@pytest.mark.parametrize(("prefill", "planes"), [(0, 0), (9, 0), (9, 1), (0, 2)])
 @given(seed=st.integers(0, 999), lookback=st.integers(0, 2))
-def test_predictions_agree_with_loops_over_the_fitted_weights(prefill, seed, lookback):
+def test_predictions_agree_with_loops_over_the_fitted_weights(prefill, planes, seed, lookback):
     trace = with_prefill(random_trace(seed), prefill)
-    predictor = fit(trace, PredictorSettings(lookback=lookback), seed)
+    trace = looking(trace, planes, seed) if planes else trace
+    predictor = fit(trace, PredictorSettings(lookback=lookback, lookahead=planes > 0), seed)
+    assert predictor.looks.lookahead == planes
     for layer in range(3):
         expected = oracles.expected_activations(predictor, trace, layer, leave_one_out=True)
         np.testing.assert_allclose(predicted(predictor, trace, layer), expected, atol=1e-4)
@@ -79,23 +88,24 @@ def test_requests_are_predicted_alike_alone_and_among_all():
     np.testing.assert_allclose(found, predicted(predictor, trace, 2)[rows][few], atol=1e-5)
 
 
-@pytest.mark.parametrize("redundant", [0, 4])
+@pytest.mark.parametrize(("redundant", "planes"), [(0, 0), (4, 0), (0, 1), (4, 2)])
 @given(seed=st.integers(0, 999), lookback=st.integers(0, 2))
-def test_tables_hold_the_expectations_summed_over_hosted_experts(redundant, seed, lookback):
+def test_tables_hold_the_expectations_summed_over_hosted_experts(redundant, planes, seed, lookback):
     """Up to rounding: each row added is off by at most half a unit, a token's row by half of one after its shift."""
     trace = random_trace(seed)
-    predictor = fit(trace, PredictorSettings(lookback=lookback), seed)
+    trace = looking(trace, planes, seed) if planes else trace
+    predictor = fit(trace, PredictorSettings(lookback=lookback, lookahead=planes > 0), seed)
     placement = spread_out(seed, 3, 8, 4, redundant)
     tables = project(predictor, trace, placement)
-    assert (tables.lookback, tables.ordered) == (predictor.lookback, predictor.ordered)
+    assert tables.looks == predictor.looks
     assert tables.token_scores.shape == (3, len(np.unique(trace.token_ids)) + 1, 4)
     for layer in range(3):
         expected = oracles.expected_activations(predictor, trace, layer, leave_one_out=False)
         found = oracles.score_tokens(
-            scores, tables, layer, 0, 4, trace.token_ids, earlier_experts(trace, layer, tables.lookback),
+            scores, tables, layer, 0, 4, trace.token_ids, np.ascontiguousarray(tables.looks.planes(trace, layer)),
             trace_history(tables, layer, trace),
         )  # fmt: skip
-        rounded = 2.0 ** tables.token_shift[layer] / 2 + (min(layer, tables.lookback) + 2) * 2 / 2 + 2
+        rounded = 2.0 ** tables.token_shift[layer] / 2 + (tables.looks.number(layer) + 2) * 2 / 2 + 2
         difference = np.abs(found / SCALE - expected @ placement.hosts[layer].T)
         assert difference.max() <= rounded / SCALE + 1e-4
 
@@ -128,7 +138,7 @@ def test_routing_that_follows_from_the_layer_before_is_predicted_in_full(lookbac
     predictor = fit(trace, PredictorSettings(lookback=lookback), 0)
     assert predictor.hit_rate == pytest.approx(1, abs=1e-6)
     assert predictor.held_out_error < 0.01
-    assert predictor.lookback == lookback if lookback else predictor.lookback >= 1
+    assert predictor.looks.lookback == lookback if lookback else predictor.looks.lookback >= 1
     for layer in (1, 2, 3):
         top = np.argsort(-predicted(predictor, trace, layer), axis=1)[:, :2]
         np.testing.assert_array_equal(np.sort(top), np.sort(trace.expert_ids[:, layer]))
@@ -159,7 +169,7 @@ def test_random_routing_is_not_predicted():
     predictor = fit(trace, PredictorSettings(), 0)
     assert predictor.held_out_error == pytest.approx(1, abs=0.1)
     assert predictor.hit_rate == pytest.approx(2 / 8, abs=0.1)
-    assert predictor.lookback == 0
+    assert predictor.looks.lookback == 0
 
 
 @pytest.mark.parametrize("decoding", [True, False])
@@ -211,7 +221,7 @@ def test_relabelled_experts_are_predicted_alike(seed, lookback):
     other = replace(trace, expert_ids=renamed[np.arange(3)[:, None], trace.expert_ids].astype(np.uint8))
     settings = PredictorSettings(lookback=lookback)
     first, second = fit(trace, settings, seed), fit(other, settings, seed)
-    assert (first.lookback, first.ordered, first.ridge) == (second.lookback, second.ordered, second.ridge)
+    assert (first.looks, first.ridge) == (second.looks, second.ridge)
     for layer in range(3):
         expected = predicted(first, trace, layer)
         np.testing.assert_allclose(predicted(second, other, layer)[:, renamed[layer]], expected, atol=1e-4)
@@ -221,7 +231,7 @@ def test_relabelled_experts_are_predicted_alike(seed, lookback):
 def test_a_model_of_one_layer_has_nothing_to_look_back_at(lookback):
     trace = random_trace(0, layers=1)
     predictor = fit(trace, PredictorSettings(lookback=lookback), 0)
-    assert (predictor.lookback, predictor.ordered, len(predictor.layers)) == (0, 0, 1)
+    assert (predictor.looks.lookback, predictor.looks.ordered, len(predictor.layers)) == (0, 0, 1)
     tables = project(predictor, trace, spread_out(0, 1, 8, 4))
     assert tables.path_scores.shape == (1, 0, 4)
     found = oracles.score_tokens(scores, tables, 0, 0, 4, trace.token_ids, np.empty((0, trace.num_tokens, 2), np.uint8))
@@ -231,8 +241,8 @@ def test_a_model_of_one_layer_has_nothing_to_look_back_at(lookback):
 @pytest.mark.parametrize("lookback", [1, 4, 8])
 def test_a_given_lookback_is_kept_up_to_the_layers_that_there_are(lookback):
     predictor = fit(random_trace(0, layers=6), PredictorSettings(lookback=lookback), 0)
-    assert predictor.lookback == min(lookback, 5)
-    rows = path_columns(predictor.lookback, predictor.ordered, 2, 8)
+    assert predictor.looks.lookback == min(lookback, 5)
+    rows = predictor.looks.rows(2, 8)
     assert {layer.path.shape for layer in predictor.layers} == {(rows, 8)}
 
 
@@ -245,7 +255,7 @@ def test_a_trace_too_small_to_hold_requests_out_is_fitted_all_the_same(routed):
         prompt_offsets=np.array([0] * len(routed) + [len(trace.prompt_ids)]),
     )
     predictor = fit(trace, PredictorSettings(), 0)
-    assert (predictor.lookback, predictor.ridge) == (2, 100.0)
+    assert (predictor.looks.lookback, predictor.ridge) == (2, 100.0)
     assert np.isnan(predictor.hit_rate)
     assert np.isnan(predictor.held_out_error)
     assert np.isfinite(predicted(predictor, trace, 2)).all()
@@ -303,13 +313,16 @@ def test_a_lookback_out_of_range_is_refused(lookback):
         PredictorSettings(lookback=lookback)
 
 
+@pytest.mark.parametrize("planes", [0, 2])
 @pytest.mark.parametrize("narrow", [(0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (3, 2)])
-def test_the_products_of_a_narrow_regression_are_sums_of_those_of_the_widest(narrow):
+def test_the_products_of_a_narrow_regression_are_sums_of_those_of_the_widest(narrow, planes):
     trace = random_trace(4, requests=20, layers=4)
-    wide, top_k, experts = (3, 2), trace.fingerprint.top_k, trace.fingerprint.num_experts
-    history, counts = trace.phase == DECODE, regression.count_tokens(trace, 3)
-    square, target = regression.products(regression.design_of(trace, 3, *wide, counts, history, loo=True))
-    own = regression.products(regression.design_of(trace, 3, *narrow, counts, history, loo=True))
-    sums = regression.narrower(wide, narrow, top_k, experts)
+    trace = looking(trace, planes) if planes else trace
+    wide, few = (Looks(lookback=back, ordered=order, lookahead=planes) for back, order in ((3, 2), narrow))
+    top_k, experts = trace.fingerprint.top_k, trace.fingerprint.num_experts
+    counts = regression.count_tokens(trace, 3)
+    square, target = regression.products(regression.design_of(trace, 3, wide, counts, loo=True))
+    own = regression.products(regression.design_of(trace, 3, few, counts, loo=True))
+    sums = regression.narrower(wide, few, 3, top_k, experts)
     np.testing.assert_allclose((sums.T @ square) @ sums.toarray(), own[0], rtol=1e-5, atol=1e-3)
     np.testing.assert_allclose(sums.T @ target, own[1], rtol=1e-5, atol=1e-3)

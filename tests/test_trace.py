@@ -179,7 +179,7 @@ def test_a_shard_that_contradicts_the_header_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("key", "value", "message"),
-    [("extra", 1, "extra"), ("schema_version", 2, "schema version 2"), ("dataset_hash", 7, "dataset_hash")],
+    [("extra", 1, "extra"), ("schema_version", 3, "schema version 3"), ("dataset_hash", 7, "dataset_hash")],
 )
 def test_a_header_of_another_form_is_refused(tmp_path, key, value, message):
     save_trace(random_trace(0), tmp_path / "t")

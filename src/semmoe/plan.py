@@ -24,7 +24,8 @@ from semmoe.requests.policy import PromptScores, RoundRobin
 from semmoe.tokens.slices import ByPosition, PathScores
 from semmoe.topology import Fingerprint, Topology
 
-SCHEMA = 2
+SCHEMA = 3
+READABLE = (2, 3)  # version 2 has no look-ahead
 MOST_REQUESTS = 1 << 24  # profiled requests whose hashes a plan may hold
 FILES = {"plan.json", "plan.safetensors"}
 TOKENS = {kind.kind: kind for kind in (ByPosition, PathScores, PaperTables)}
@@ -93,6 +94,8 @@ def load_plan(path: Path | str) -> Plan:
         raise ValueError(f"there is no plan at {path}")
     _check_version(path)
     header = load_json(path / "plan.json", PlanHeader)
+    if header.schema_version == 2 and header.tokens.get("kind") == PathScores.kind:
+        header.tokens.setdefault("lookahead", 0)
     try:
         kinds = _kind(TOKENS, "tokens", header.tokens), _kind(REQUESTS, "requests", header.requests)
     except ValueError as error:
@@ -116,7 +119,7 @@ def _check_version(path: Path) -> None:
     except (OSError, ValueError, KeyError, TypeError):
         return  # load_json says what is wrong
     again = "make it again with `semmoe solve`"
-    if version != SCHEMA:
+    if version not in READABLE:
         raise ValueError(f"{path} has schema version {version}, and this semmoe reads {SCHEMA}: {again}")
 
 

@@ -16,6 +16,7 @@ from semmoe.replayer import ReplayResult, replay, scheduled_by_answers
 from semmoe.results import Expected, checked
 from semmoe.settings import ReplaySettings, SolveSettings
 from semmoe.splitter import near_duplicates, split
+from semmoe.tokens.predictor import check_lookahead
 from semmoe.topology import Fingerprint, Topology
 
 
@@ -36,11 +37,7 @@ def solve(
     does not apply.
     """
     settings = settings or SolveSettings()
-    check_applies(settings.method, topology, settings.redundant_experts)
-    if trace.num_tokens <= 0:
-        raise ValueError("the trace holds no routed token: profile something first")
-    if previous is not None:
-        check_previous(previous, trace.fingerprint, topology, settings)
+    check_inputs(trace, topology, settings, previous)
     problem = Problem(
         trace=trace,
         topology=topology,
@@ -63,6 +60,17 @@ def solve(
         settings=used,
         profiled_requests=np.unique(trace.request_hashes()),
     )
+
+
+def check_inputs(trace: RoutingTrace, topology: Topology, settings: SolveSettings, previous: Plan | None) -> None:
+    """Raise ValueError unless a plan can be solved from these, before the work begins."""
+    check_applies(settings.method, topology, settings.redundant_experts)
+    if trace.num_tokens <= 0:
+        raise ValueError("the trace holds no routed token: profile something first")
+    if settings.method == "semmoe":
+        check_lookahead(trace, topology, settings.predictor)
+    if previous is not None:
+        check_previous(previous, trace.fingerprint, topology, settings)
 
 
 def check_previous(previous: Plan, model: Fingerprint, topology: Topology, settings: SolveSettings) -> None:

@@ -13,14 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from semmoe.core import DECODE, RoutingTrace
 from semmoe.files import array_shape, load_arrays, load_json, read_limited, save_arrays, save_json
 from semmoe.topology import Fingerprint
 
-SCHEMA = 1
+SCHEMA = 2
+READABLE = (1, 2)  # version 1 has no look-ahead ids
 ARRAYS = {"token_ids", "expert_ids", "request_lengths", "phase", "prompt_ids", "prompt_lengths"}
+LOOKAHEAD = "lookahead_ids"  # optional
 MAX_TRACE_BYTES = 16 << 30  # of an .npz file, unpacked, which is read whole: 4 billion expert ids at int32
 MAX_META_BYTES = 256 << 20  # unpacked; the strings of a vocabulary and examples take some MB
 NPY_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
@@ -34,6 +36,12 @@ class TraceHeader(BaseModel):
     fingerprint: Fingerprint
     dataset_hash: str  # SHA-256 over the prompts; only runs on the same dataset are appended
     settings: dict[str, Any]
+    lookahead: int = Field(default=0, ge=0, le=2)  # look-ahead ids of a token and layer, in multiples of its experts
+
+    @property
+    def arrays(self) -> set[str]:
+        """Names of the arrays in every shard."""
+        return ARRAYS | ({LOOKAHEAD} if self.lookahead else set())
 
 
 class TraceWriter:
@@ -45,7 +53,7 @@ class TraceWriter:
 
     def __init__(self, path: Path, header: TraceHeader, shard_tokens: int = 1 << 18, private: bool = False) -> None:
         self.path, self.shard_tokens, self.private = path, shard_tokens, private
-        self._fingerprint = header.fingerprint
+        self._fingerprint, self.header = header.fingerprint, header
         self._pending: list[dict[str, np.ndarray]] = []
         self.pending_tokens = 0  # routed tokens that are not on disk yet
         if (path / "trace.json").exists():
@@ -58,16 +66,30 @@ class TraceWriter:
         self._next_shard = 1 + max((int(shard.stem.removeprefix("shard-")) for shard in shards), default=-1)
         self.num_requests = sum(array_shape(shard, "request_lengths")[0] for shard in shards)
 
-    def append(self, *, prompt_ids: np.ndarray, token_ids: np.ndarray, expert_ids: np.ndarray, phase: np.ndarray):
-        """Add a request: (M,) prompt ids, (T,) routed token ids, (T, L, K) expert ids by falling weight, (T,) phase."""
+    def append(
+        self,
+        *,
+        prompt_ids: np.ndarray,
+        token_ids: np.ndarray,
+        expert_ids: np.ndarray,
+        phase: np.ndarray,
+        lookahead_ids: np.ndarray | None = None,
+    ) -> None:
+        """Add a request: (M,) prompt ids, (T,) routed token ids, (T, L, K) expert ids by falling weight, (T,) phase.
+
+        lookahead_ids: (T, L - 1, W), in a trace whose header has them.
+        """
         f = self._fingerprint
         expected = (len(token_ids), f.num_layers, f.top_k)
         assert expert_ids.shape == expected, f"expert_ids {expert_ids.shape}, expected {expected}"
         assert phase.shape == token_ids.shape
         assert expert_ids.size == 0 or (expert_ids.min() >= 0 and expert_ids.max() < f.num_experts)
         dtype = np.uint8 if self._fingerprint.num_experts <= 256 else np.int16
+        assert (lookahead_ids is not None) == bool(self.header.lookahead)
+        ahead = {} if lookahead_ids is None else {LOOKAHEAD: lookahead_ids.astype(dtype)}
         self._pending.append(
             {
+                **ahead,
                 "token_ids": token_ids.astype(np.int32),
                 "expert_ids": expert_ids.astype(dtype),
                 "phase": phase.astype(np.uint8),
@@ -90,11 +112,12 @@ class TraceWriter:
                 token_ids=trace.token_ids[rows],
                 expert_ids=trace.expert_ids[rows],
                 phase=trace.phase[rows],
+                lookahead_ids=None if trace.lookahead_ids is None else trace.lookahead_ids[rows],
             )
 
     def flush(self) -> None:
         if self._pending:
-            shard = {name: np.concatenate([part[name] for part in self._pending]) for name in ARRAYS}
+            shard = {name: np.concatenate([part[name] for part in self._pending]) for name in self.header.arrays}
             save_arrays(self.path / f"shard-{self._next_shard:05d}.safetensors", shard, self.private)
             self._next_shard += 1
             self._pending, self.pending_tokens = [], 0
@@ -112,7 +135,7 @@ def _check_same_run(path: Path, old: TraceHeader, new: TraceHeader) -> None:
         raise ValueError(f"{path} was profiled on another model or tokenizer: {difference}")
     if old.dataset_hash != new.dataset_hash:
         raise ValueError(f"{path} was profiled on another dataset; choose another --out")
-    if old.settings != new.settings:
+    if (old.settings, old.lookahead) != (new.settings, new.lookahead):
         raise ValueError(f"{path} was profiled with other settings ({old.settings}, now {new.settings})")
 
 
@@ -122,7 +145,8 @@ def shard_paths(path: Path) -> list[Path]:
 
 def save_trace(trace: RoutingTrace, path: Path) -> None:
     """Write a trace to a new trace directory."""
-    header = TraceHeader(fingerprint=trace.fingerprint, dataset_hash=trace.digest(), settings={})
+    ahead = trace.lookahead
+    header = TraceHeader(fingerprint=trace.fingerprint, dataset_hash=trace.digest(), settings={}, lookahead=ahead)
     with TraceWriter(path, header) as writer:
         if writer.num_requests != 0:
             raise ValueError(f"{path} already holds a trace")
@@ -139,7 +163,7 @@ def open_trace(path: Path | str) -> RoutingTrace:
             raise ValueError(f"{path} is neither a trace directory nor an .npz file")
         return _read_npz(path)
     header = read_header(path)
-    shards = [load_arrays(shard, ARRAYS) for shard in shard_paths(path)]
+    shards = [load_arrays(shard, header.arrays) for shard in shard_paths(path)]
     if not shards:
         raise ValueError(f"{path} holds no shard yet: run its profile again to fill it")
     return _joined(path, header.fingerprint, shards)
@@ -147,20 +171,20 @@ def open_trace(path: Path | str) -> RoutingTrace:
 
 def read_header(path: Path) -> TraceHeader:
     header = load_json(path / "trace.json", TraceHeader)
-    if header.schema_version != SCHEMA:
+    if header.schema_version not in READABLE:
         raise ValueError(f"{path} has schema version {header.schema_version}, expected {SCHEMA}")
     return header
 
 
 def read_shards(path: Path) -> Iterator[RoutingTrace]:
     """Read a trace directory shard by shard, for traces that are larger than memory."""
-    fingerprint = read_header(path).fingerprint
+    header = read_header(path)
     for shard in shard_paths(path):
-        yield _joined(shard, fingerprint, [load_arrays(shard, ARRAYS)])
+        yield _joined(shard, header.fingerprint, [load_arrays(shard, header.arrays)])
 
 
 def _joined(path: Path, fingerprint: Fingerprint, shards: list[dict[str, np.ndarray]]) -> RoutingTrace:
-    joined = {name: np.concatenate([shard[name] for shard in shards]) for name in ARRAYS}
+    joined = {name: np.concatenate([shard[name] for shard in shards]) for name in shards[0]}
     try:
         return RoutingTrace(
             request_offsets=_offsets(joined.pop("request_lengths")),
@@ -262,6 +286,7 @@ def _from_plain_arrays(arrays: dict[str, np.ndarray], path: Path) -> RoutingTrac
         prompt_ids=prompts,
         phase=arrays.get("phase", np.zeros(len(tokens), np.uint8)),
         prompt_offsets=arrays.get("prompt_offsets", offsets).astype(np.int64),
+        lookahead_ids=arrays.get(LOOKAHEAD),
         fingerprint=fingerprint,
     )
 
@@ -296,5 +321,6 @@ def describe(trace: RoutingTrace) -> dict[str, Any]:
         "decode_tokens": int((trace.phase == DECODE).sum()),
         "prompt_tokens": len(trace.prompt_ids),
         "distinct_tokens": len(np.unique(trace.token_ids)),
+        "lookahead": trace.lookahead,
         "trace_hash": trace.digest(),
     }

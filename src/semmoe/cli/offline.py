@@ -128,7 +128,7 @@ def solve(
     and, for new traffic, `semmoe solve newer --from plan --out next`
     """
     from semmoe.plan import check_plan_output, save_plan
-    from semmoe.solver import check_previous
+    from semmoe.solver import check_inputs
     from semmoe.trace import open_trace
 
     check_plan_output(out, force)
@@ -139,8 +139,7 @@ def solve(
     refuse_idle(ctx, [solving.method], topology)
     chosen_links = load_links(links or ("h200-nvlink" if topology.num_nodes == 1 else "h200-400g"), topology.num_nodes)
     opened = open_trace(trace)
-    if previous is not None:
-        check_previous(previous, opened.fingerprint, topology, solving)
+    check_inputs(opened, topology, solving, previous)
     shape = _layer_shape(opened.fingerprint, widths())
     plan = _solve(opened, topology, solving, chosen_links, shape, model, previous)
     save_plan(plan, out)
@@ -281,6 +280,8 @@ def refuse_idle(ctx: typer.Context, methods: list[str], topology: Topology) -> N
         refuse_given(ctx, ["theta", "steps"], "only the paper's method has it")
         if topology.attn_tp_size == 1:
             refuse_given(ctx, ["lookback", "model"], "with attention dp semmoe reads prompts only")
+    if "semmoe" not in methods or topology.attn_tp_size == 1:
+        refuse_given(ctx, ["lookahead"], "only semmoe predicts by it, and only with attention tp or hybrid")
     if "semmoe" not in methods:
         refuse_given(ctx, OBJECTIVE, f"{names} has an objective of its own")
         refuse_given(ctx, EFFORT, f"{names} does not search as semmoe does")

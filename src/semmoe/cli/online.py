@@ -57,22 +57,20 @@ def profile(
     Example: `semmoe profile MODEL --dataset chats.jsonl.gz --limit 500 --max-new-tokens 64 --out trace`
     """
     from semmoe.dataset import check_token_ids, digest
+    from semmoe.engines.lookahead import most_planes
     from semmoe.engines.transformers import model as models
     from semmoe.files import check_output
     from semmoe.trace import TraceHeader, TraceWriter
 
     check_output(out, directory=True, force=True)  # a profile that was stopped continues where it ended
-    own = engine is not Engine.transformers
-    if own:
-        check_installed(engine.value)
-    if not own and ctx.args:
-        raise ValueError(f"{' '.join(ctx.args[:1])}: transformers has no such option")
     asked: ProfileSettings = settings()
+    _check_engine(engine, ctx.args, asked)
     prompts, _, cut = _prompts(model, dataset, asked.limit, asked.max_prompt_tokens)
     stated = {"decode": asked.max_new_tokens, "max_prompt_tokens": asked.max_prompt_tokens}
     identity = models.fingerprint_of(model)
     check_token_ids(prompts, identity.vocab_size)
-    header = TraceHeader(fingerprint=identity, dataset_hash=digest(prompts), settings=stated)
+    planes = most_planes(identity) if asked.lookahead else 0
+    header = TraceHeader(fingerprint=identity, dataset_hash=digest(prompts), settings=stated, lookahead=planes)
     with TraceWriter(out, header) as writer, console.bars() as bars:
         if writer.num_requests:
             console.err.print(f"resuming: {writer.num_requests} of {len(prompts)} requests are recorded")
@@ -85,6 +83,19 @@ def profile(
         console.print_json({"trace": str(out), "requests": requests, "cut_prompts": cut})
     else:
         console.out.print(f"{requests} requests in {out}")
+
+
+def _check_engine(engine: Engine, options: list[str], asked: ProfileSettings) -> None:
+    """Raise ValueError unless the engine is installed and can do what is asked of it."""
+    if engine is Engine.transformers:
+        if options:
+            raise ValueError(f"{options[0]}: transformers has no such option")
+        return
+    check_installed(engine.value)
+    if asked.lookahead:
+        raise ValueError(
+            f"--lookahead is recorded on transformers alone, not on {engine.value}: the plan then serves on any engine"
+        )
 
 
 def _record(

@@ -1,7 +1,7 @@
 """The layer protocol: tokens are shuffled over an attention-TP group in the collectives around a feed-forward layer.
 
     slices -> shuffled reduce-scatter -> norm and experts (the engine's own)
-           -> shuffled all-gather, with expert ids -> observe
+           -> shuffled all-gather, with expert ids, and those that the next layer's router names ahead -> observe
 
 Every engine runs it through `TokenRows`, from its own hooks. The slices are the plan's and change from layer to layer,
 so that every rank needs the residual of every token. Therefore the residual stream itself is gathered, and normalised
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from semmoe.engines.lookahead import NO_LOOKAHEAD, Lookahead
 from semmoe.engines.step import SlotWatch, Step
 from semmoe.runtime.collectives import Communicator, shuffled_all_gathers, shuffled_reduce_scatter
 from semmoe.runtime.shuffler import Shuffler
@@ -25,13 +26,14 @@ class TokenRows:
     An adaptor's hooks call them; without tokens to shuffle they must not be called.
     """
 
-    def __init__(self, shuffler: Shuffler, comm: Communicator) -> None:
-        self._shuffler = shuffler
+    def __init__(self, shuffler: Shuffler, comm: Communicator, lookahead: Lookahead = NO_LOOKAHEAD) -> None:
+        self._shuffler, self._lookahead = shuffler, lookahead
         self.comm = comm
         self._watch = SlotWatch()
         self._tokens, self._padded = 0, 0  # rows of this pass to shuffle, without and with padding
         self._handle: Any = None  # handle between the two collectives of a layer
         self._layer: int | None = None
+        self._top_k = 0
         self._routing: tuple[torch.Tensor, torch.Tensor] | None = None
         # Functions called with (layer, logical ids (N, K)) of all rows in order. They do not decide whether ids are
         # sent: a recorder is attached to one rank only, and all ranks must send the same.
@@ -91,7 +93,10 @@ class TokenRows:
         columns, travels = [rows], self._layer is not None and (self._shuffler.uses_history or self.captured)
         if travels:
             assert self._routing is not None
-            columns.append(self._shuffler.by_weight(*self._routing))
+            chosen = self._shuffler.by_weight(*self._routing)
+            assert self._layer is not None
+            ahead, self._top_k = self._lookahead(self._layer, rows), chosen.shape[1]
+            columns.append(torch.cat([chosen, ahead.to(chosen.dtype)], dim=1) if ahead.shape[1] else chosen)
         whole = self._gather_rows(columns)
         self._handle = None
         if travels:
@@ -109,4 +114,4 @@ class TokenRows:
             self._shuffler.observe(self._layer, expert_ids)
         for listener in (self.routed, self.captured):
             if listener is not None:
-                listener(self._layer, expert_ids)
+                listener(self._layer, expert_ids[:, : self._top_k])

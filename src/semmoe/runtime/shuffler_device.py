@@ -18,7 +18,7 @@ from torch import Tensor
 from semmoe.core import Plan, TokenPolicy
 from semmoe.runtime import scores
 from semmoe.runtime.scores import DeviceTables
-from semmoe.runtime.shuffler import by_weight, id_type
+from semmoe.runtime.shuffler import by_weight, id_type, lookahead_of
 from semmoe.runtime.static import StaticHandle, slice_rows, static_handle, triton_kernels
 from semmoe.settings import GRANULARITIES
 from semmoe.tokens import kernels, slices
@@ -98,8 +98,9 @@ class DeviceShuffler:
         self._layers, self._top_k, self._id_type = plan.fingerprint.num_layers, plan.fingerprint.top_k, id_type(plan)
         self._tables: DeviceTables | None = None  # for granularity "layer"
         self._of_token: Tensor | None = None  # (V + 1, S) int32, for granularity "batch"
+        self._planes = 0  # of look-ahead ids
         if granularity == "layer" and by_layer is not None:
-            self._tables = by_layer(policy, device)
+            self._tables, self._planes = by_layer(policy, device), lookahead_of(policy)
         elif policy.by_tables:
             self._of_token = _token_table(policy, self._first, self._size, plan.fingerprint.vocab_size).to(device)
         self._history: DeviceHistory | None = None
@@ -110,6 +111,11 @@ class DeviceShuffler:
     def uses_history(self) -> bool:
         """Whether every rank must be given the routing of all tokens."""
         return self._tables is not None
+
+    @property
+    def lookahead(self) -> int:
+        """Planes of look-ahead ids that it reads: W / K."""
+        return self._planes
 
     def reserve(self, num_slots: int) -> None:
         """Allocate histories of request slots, PADDING_SLOT included.
@@ -131,6 +137,7 @@ class DeviceShuffler:
         self._decoding = self._real if decoding is None else decoding
         self._several = None if decoding is None else slots.cpu().numpy()
         self._earlier: list[Tensor] = []  # experts (N, K), latest first
+        self._ahead: list[Tensor] = []  # planes (N, K) of look-ahead ids for the next layer
         self._of_batch: StaticHandle | None = None
         if self._tables is not None:
             every = range(self._layers)
@@ -152,7 +159,7 @@ class DeviceShuffler:
     def _score(self, layer: int) -> Tensor:
         assert self._tables is not None
         assert self._history is not None
-        earlier = self._earlier[: self._tables.lookback]
+        earlier = [*self._ahead, *self._earlier[: self._tables.lookback]]
         nothing = torch.empty((0, len(self._slots), self._top_k), dtype=self._id_type, device=self._slots.device)
         known = self._history.contribution(layer, self._slots, self._decoding)
         chosen = torch.stack(earlier) if earlier else nothing
@@ -169,9 +176,11 @@ class DeviceShuffler:
         return by_weight(expert_ids, weights).to(self._id_type)
 
     def observe(self, moe_layer: int, expert_ids: Tensor) -> None:
-        """Observe the experts (N, K) of all the group's rows at the MoE layer just computed; padding has any ids."""
+        """Observe the experts (N, K) of all the group's rows at the MoE layer just computed, and after them the
+        look-ahead ids (N, W) of the next one; padding has any ids.
+        """
         assert self._history is not None
-        seen = expert_ids.masked_fill(~self._real[:, None], 0)
+        seen, *self._ahead = expert_ids.masked_fill(~self._real[:, None], 0).split(self._top_k, dim=1)
         if self._several is None:
             self._history.observe(moe_layer, self._slots, seen)
         else:

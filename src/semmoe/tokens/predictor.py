@@ -3,7 +3,8 @@
 Expected activations of expert e at layer l are a sum of four parts, fitted together by ridge regression, one convex
 closed-form problem per layer:
     token     the token id's own shares of experts in the profile (shrunk towards the layer's shares)
-    path      the experts that the token chose at previous layers; for the nearest layers, also their order by weight
+    path      the experts that the token chose at previous layers, and before them those that the layer's router names
+              ahead of time, if the trace has them; for the nearest of these, also their order by weight
     running   decode: the mean of the experts that the request's tokens chose at this layer, weighted to recent tokens
     previous  decode: the experts that the request's previous token chose at this layer
 The fit minimises squared errors of counts rather than a likelihood of classes. It therefore estimates the quantity that
@@ -21,7 +22,7 @@ from os import cpu_count
 import numpy as np
 
 from semmoe.affinity import resolve_tokens
-from semmoe.core import DECODE, Placement, RoutingTrace
+from semmoe.core import Placement, RoutingTrace
 from semmoe.settings import PredictorSettings
 from semmoe.tokens.kernels import SCALE
 from semmoe.tokens.regression import (
@@ -34,10 +35,14 @@ from semmoe.tokens.regression import (
     products,
     ridge_weights,
 )
-from semmoe.tokens.slices import PathScores
+from semmoe.tokens.slices import Looks, PathScores
+from semmoe.topology import Topology
 
-MAX_COLUMNS = 3000  # most columns of one layer's regression
-SHAPES = ((0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2), (3, 0), (3, 2), (5, 2))  # (look-back, ordered layers) to try
+MAX_COLUMNS = 3000  # most columns of one layer's regression for the path
+# (look-back, ordered planes) to try; with look-ahead, which leaves less to the layers before, also none, one or all of
+# its planes may be ordered
+SHAPES = ((0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2), (3, 0), (3, 2), (5, 2))
+LOOKBACKS_BEHIND = (0, 1, 2)
 RIDGES = (10.0, 100.0, 1000.0)
 
 
@@ -56,16 +61,10 @@ class LayerFit:
 @dataclass(frozen=True, kw_only=True)
 class Predictor:
     layers: list[LayerFit]
-    lookback: int
-    ordered: int
+    looks: Looks
     ridge: float
     held_out_error: float  # squared error on held-out requests, relative to that of the mean alone
     hit_rate: float  # share of the true top-k that is predicted, on the same requests
-
-
-def path_columns(lookback: int, ordered: int, top_k: int, num_experts: int) -> int:
-    """F: the number of path rows for the experts of the `lookback` previous layers."""
-    return (ordered * top_k + lookback - ordered) * num_experts
 
 
 def fit(
@@ -73,21 +72,25 @@ def fit(
 ) -> Predictor:
     """Fit every layer on the tokens of `trace` (at most `settings.max_tokens`, whole requests)."""
     sample = _sample(trace, settings.max_tokens, seed)
-    lookback, ordered, ridge, error, hit_rate = _choose(sample, settings, seed)
-    history = sample.phase == DECODE
+    looks, ridge, error, hit_rate = _choose(sample, settings, seed)
 
     def one(layer: int) -> LayerFit:
-        depth = min(lookback, layer)
-        design = design_of(sample, layer, depth, min(ordered, depth), count_tokens(sample, layer), history, loo=True)
-        out = _solve(design, ridge, path_columns(lookback, ordered, *_shape(sample)))
+        design = design_of(sample, layer, looks, count_tokens(sample, layer), loo=True)
+        out = _solve(design, ridge, looks.rows(*_shape(sample)))
         progress(1)
         return out
 
     with ThreadPoolExecutor(cpu_count()) as pool:
         layers = list(pool.map(one, range(trace.fingerprint.num_layers)))
-    return Predictor(
-        layers=layers, lookback=lookback, ordered=ordered, ridge=ridge, held_out_error=error, hit_rate=hit_rate
-    )
+    return Predictor(layers=layers, looks=looks, ridge=ridge, held_out_error=error, hit_rate=hit_rate)
+
+
+def check_lookahead(trace: RoutingTrace, topology: Topology, settings: PredictorSettings) -> None:
+    """Raise ValueError if look-ahead is asked for and the trace has none, or no token is shuffled by it."""
+    if settings.lookahead and topology.attn_tp_size == 1:
+        raise ValueError("look-ahead has no effect with attention-DP, whose requests are scheduled by their prompts")
+    if settings.lookahead and not trace.lookahead:
+        raise ValueError("the trace has no look-ahead ids: make it with `semmoe profile --lookahead`")
 
 
 def _shape(trace: RoutingTrace) -> tuple[int, int]:
@@ -122,54 +125,64 @@ def _solve(design: Design, ridge: float, path_rows: int) -> LayerFit:
     )
 
 
-def _choose(trace: RoutingTrace, settings: PredictorSettings, seed: int) -> tuple[int, int, float, float, float]:
-    """Choose look-back, ordered layers and ridge by the squared error on a quarter of the requests, at a few layers.
+def _choose(trace: RoutingTrace, settings: PredictorSettings, seed: int) -> tuple[Looks, float, float, float]:
+    """Choose what to look at and the ridge by the squared error on a quarter of the requests, at a few layers.
 
-    The smallest look-back within `settings.tolerance` of the best error is chosen. Also returns its error and hit rate.
+    The fewest rows within `settings.tolerance` of the best error are chosen. Also returns their error and hit rate.
     """
-    K, E = _shape(trace)
     L = trace.fingerprint.num_layers
+    ahead = trace.lookahead if settings.lookahead else 0
+    few = Looks(lookback=min(2, L - 1), ordered=0, lookahead=ahead), RIDGES[1], float("nan"), float("nan")
     order = np.random.default_rng(seed).permutation(trace.num_requests)
     cut = max(len(order) // 4, 1)
     if len(order) < 2:
-        return min(2, L - 1), 0, RIDGES[1], float("nan"), float("nan")
+        return few
     held, rest = trace.select(np.sort(order[:cut])), trace.select(np.sort(order[cut:]))
     held, rest = _sample(held, settings.max_tokens // 8, seed), _sample(rest, settings.max_tokens // 4, seed)
     if min(held.num_tokens, rest.num_tokens) == 0:
-        return min(2, L - 1), 0, RIDGES[1], float("nan"), float("nan")
-    deepest = settings.lookback if settings.lookback is not None else 5
-    shapes = [
-        s
-        for s in SHAPES
-        if s[0] < L and path_columns(*s, K, E) <= MAX_COLUMNS and (s[0] == deepest or settings.lookback is None)
-    ] or [(min(deepest, L - 1), 0)]
-    layers = sorted({min(max(L * (2 * i + 1) // 6, shapes[-1][0]), L - 1) for i in range(3)})
+        return few
+    shapes = _candidates(trace, settings.lookback, ahead)
+    deepest = max(one.lookback for one in shapes)
+    layers = sorted({min(max(L * (2 * i + 1) // 6, deepest), L - 1) for i in range(3)})
     with ThreadPoolExecutor(cpu_count()) as pool:
         totals = np.sum(list(pool.map(lambda layer: _held_out(rest, held, layer, shapes), layers)), axis=0)
     errors, hits = totals[..., 0] / np.maximum(totals[..., 1], 1e-9), totals[..., 2] / len(layers)
     for shape, of_ridge, hit in zip(shapes, errors, hits, strict=True):
         i = int(of_ridge.argmin())
         if of_ridge[i] <= errors.min() * (1 + settings.tolerance):
-            return *shape, RIDGES[i], float(of_ridge[i]), float(hit[i])
+            return shape, RIDGES[i], float(of_ridge[i]), float(hit[i])
     raise AssertionError("one of the shapes is the best")
 
 
-def _held_out(rest: RoutingTrace, held: RoutingTrace, layer: int, shapes: list[tuple[int, int]]) -> np.ndarray:
+def _candidates(trace: RoutingTrace, lookback: int | None, ahead: int) -> list[Looks]:
+    """What may be looked at, the cheapest first; lookback: a given one, or None."""
+    (K, E), L = _shape(trace), trace.fingerprint.num_layers
+    behind = LOOKBACKS_BEHIND if lookback is None else (lookback,)
+    shapes = [(back, order) for back in behind for order in range(ahead + 1)] if ahead else SHAPES
+    found = [Looks(lookback=back, ordered=order, lookahead=ahead) for back, order in shapes]
+    fit = [one for one in found if one.lookback < L and one.rows(K, E) <= MAX_COLUMNS]
+    fit = [one for one in fit if lookback in (None, one.lookback)]
+    most = min(5 if lookback is None else lookback, L - 1)
+    return sorted(fit, key=lambda one: one.rows(K, E) if ahead else 0) or [
+        Looks(lookback=most, ordered=0, lookahead=ahead)
+    ]
+
+
+def _held_out(rest: RoutingTrace, held: RoutingTrace, layer: int, shapes: list[Looks]) -> np.ndarray:
     """(shapes, ridges, 3): squared error, that of the mean alone, and hit rate on one layer of `held`.
 
     The products of the widest regression are computed once: those of a shape are sums of some of them.
     """
     K, E = _shape(rest)
-    widest = min(max(s[0] for s in shapes), layer), min(max(s[1] for s in shapes), layer)
-    counts = count_tokens(rest, layer)
-    train = design_of(rest, layer, *widest, counts, rest.phase == DECODE, loo=True)
-    test = design_of(held, layer, *widest, counts, held.phase == DECODE, loo=False)
+    back, order = max(one.lookback for one in shapes), max(one.ordered for one in shapes)
+    widest, counts = replace(shapes[0], lookback=back, ordered=order), count_tokens(rest, layer)
+    train, test = design_of(rest, layer, widest, counts, loo=True), design_of(held, layer, widest, counts, loo=False)
     square, target = products(train)
     truth = np.zeros((held.num_tokens, E), np.float32)
     np.put_along_axis(truth, held.expert_ids[:, layer].astype(np.int64), 1, axis=1)
     nothing, out = ((train.mean - truth) ** 2).sum(), np.empty((len(shapes), len(RIDGES), 3))
     for s, shape in enumerate(shapes):
-        narrow = narrower(widest, (min(shape[0], layer), min(shape[1], layer)), K, E)
+        narrow = narrower(widest, shape, layer, K, E)
         part, aim = np.asarray((narrow.T @ (narrow.T @ square).T).T), narrow.T @ target
         for i, ridge in enumerate(RIDGES):
             predicted = apply_weights(test, narrow @ ridge_weights(part, aim, ridge))
@@ -186,9 +199,7 @@ def predict(
 
     Each token's own occurrence is left out of its shares.
     """
-    lookback = min(predictor.lookback, layer)
-    ordered, history = min(predictor.ordered, lookback), part.phase == DECODE
-    design = design_of(part, layer, lookback, ordered, count_tokens(profile, layer), history, loo=True)
+    design = design_of(part, layer, predictor.looks, count_tokens(profile, layer), loo=True)
     design = replace(design, dense=design.dense[rows], active=design.active[rows])
     f = predictor.layers[layer]
     weights = np.concatenate(
@@ -221,8 +232,9 @@ def project(
         token_shift=shift.astype(np.uint8),
         path_scores=path,
         history_scores=history,
-        lookback=predictor.lookback,
-        ordered=predictor.ordered,
+        lookback=predictor.looks.lookback,
+        ordered=predictor.looks.ordered,
+        lookahead=predictor.looks.lookahead,
     )
 
 

@@ -10,8 +10,9 @@ import numpy as np
 from scipy import linalg
 from scipy.sparse import csr_matrix
 
-from semmoe.core import RoutingTrace
+from semmoe.core import DECODE, RoutingTrace
 from semmoe.tokens.kernels import RUNNING_LIMIT, RUNNING_PRIOR
+from semmoe.tokens.slices import Looks
 
 TOKEN_PRIOR = 4.0  # pseudo-occurrences of the layer's shares that are mixed into a token's shares
 
@@ -51,11 +52,12 @@ def token_shares(counts: np.ndarray, mean: np.ndarray, top_k: int) -> np.ndarray
     return (counts + np.float32(TOKEN_PRIOR) * mean) / (occurrences + np.float32(TOKEN_PRIOR)) - mean
 
 
-def design_of(trace, layer, lookback, ordered, token_counts: TokenCounts, history, loo) -> Design:
+def design_of(trace: RoutingTrace, layer: int, looks: Looks, token_counts: TokenCounts, loo: bool) -> Design:
     """The regression rows of `trace` at one layer.
 
     loo: leave each token's own occurrence out of its counts; False if these come from other requests.
     """
+    history = trace.phase == DECODE
     K, E = trace.fingerprint.top_k, trace.fingerprint.num_experts
     experts = trace.expert_ids[:, layer].astype(np.int32)
     total = token_counts.rows.sum(axis=0).astype(np.float64)
@@ -69,10 +71,10 @@ def design_of(trace, layer, lookback, ordered, token_counts: TokenCounts, histor
     previous[1:][has_previous[1:]] = 1 + experts[:-1][has_previous[1:]]
     previous[~has_previous, 0] = 1 + E
     blocks, base = [np.zeros((len(experts), 1), np.int32), previous], E + 2
-    for back in range(1, lookback + 1):
-        step = np.arange(K, dtype=np.int32) * E if back <= ordered else 0
-        blocks.append(base + step + trace.expert_ids[:, layer - back].astype(np.int32))
-        base += E * (K if back <= ordered else 1)
+    for j, chosen in enumerate(looks.planes(trace, layer)):
+        step = np.arange(K, dtype=np.int32) * E if j < looks.ordered else 0
+        blocks.append(base + step + chosen.astype(np.int32))
+        base += E * (K if j < looks.ordered else 1)
     active = np.concatenate([*blocks, base + experts], axis=1)
     return Design(dense, active, base, mean, E)
 
@@ -129,15 +131,18 @@ def ridge_weights(square: np.ndarray, target: np.ndarray, ridge: float) -> np.nd
     return linalg.solve(square + np.diag(penalty), target, assume_a="pos")
 
 
-def narrower(wide: tuple[int, int], narrow: tuple[int, int], top_k: int, num_experts: int) -> csr_matrix:
-    """(columns of the wide regression, columns of the narrow one) 0 or 1: the wide columns that each column sums."""
-    (lookback, ordered), E = wide, num_experts
+def narrower(wide: Looks, narrow: Looks, layer: int, top_k: int, num_experts: int) -> csr_matrix:
+    """(columns of the wide regression, columns of the narrow one) 0 or 1: the wide columns that each column sums.
+
+    Both have the same look-ahead; planes are those of `layer`.
+    """
+    E, kept = num_experts, narrow.number(layer)
     column, base = list(range(E + 2)), E + 2  # of every wide column; -1: none
-    for back in range(1, lookback + 1):
-        for _ in range(top_k if back <= ordered else 1):
-            column += list(range(base, base + E)) if back <= narrow[0] else [-1] * E
-            base += E if back <= narrow[1] else 0
-        base += E if narrow[1] < back <= narrow[0] else 0
+    for j in range(wide.number(layer)):
+        for _ in range(top_k if j < wide.ordered else 1):
+            column += list(range(base, base + E)) if j < kept else [-1] * E
+            base += E if j < min(narrow.ordered, kept) else 0
+        base += E if narrow.ordered <= j < kept else 0
     column += list(range(base, base + 2 * E))
     rows = np.flatnonzero(np.array(column) >= 0)
     return csr_matrix((np.ones(len(rows)), (rows, np.array(column)[rows])), shape=(len(column), base + 2 * E))

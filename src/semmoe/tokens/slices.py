@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 
 from semmoe.affinity import known_rows
-from semmoe.bounds import Declared, check_numbers, required_number
+from semmoe.bounds import Declared, check_numbers, number, required_number
 from semmoe.core import DECODE, NEIGHBOUR, PRIOR, Evidence, Plan, RoutingTrace
 from semmoe.tokens import kernels
 from semmoe.tokens.kernels import FRACTION, SCALE
@@ -69,6 +69,39 @@ class NoEvidence:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Looks:
+    """Which experts of a token a layer's prediction looks at, in planes of K ids: first those named ahead of time, then
+    those chosen at the layers before, nearest first. The first layer has none of either.
+    """
+
+    lookback: int  # planes of layers before, as far as there are so many
+    ordered: int  # so many of the first planes have one row per place in the order of weights
+    lookahead: int  # planes of look-ahead ids
+
+    def number(self, layer: int) -> int:
+        """J, the number of planes at a layer."""
+        return min(self.lookback, layer) + (self.lookahead if layer else 0)
+
+    def rows(self, top_k: int, num_experts: int) -> int:
+        """F, the number of path rows."""
+        planes = self.lookback + self.lookahead
+        return (self.ordered * top_k + planes - self.ordered) * num_experts
+
+    def planes(self, trace: RoutingTrace, layer: int) -> np.ndarray:
+        """(J, T, K): the planes of all tokens of a trace at a layer."""
+        earlier = trace.expert_ids[:, max(layer - self.lookback, 0) : layer][:, ::-1].transpose(1, 0, 2)
+        if not self.lookahead or not layer:
+            return earlier
+        assert trace.lookahead_ids is not None
+        return np.concatenate([in_planes(trace.lookahead_ids[:, layer - 1], trace.fingerprint.top_k), earlier])
+
+
+def in_planes(ids: np.ndarray, top_k: int) -> np.ndarray:
+    """Look-ahead ids (N, W) of a layer, by falling weight -> (W / K, N, K)."""
+    return ids.reshape(len(ids), -1, top_k).transpose(1, 0, 2)
+
+
+@dataclass(frozen=True, kw_only=True)
 class PathScores:
     """Token policy of the path predictor: tables whose rows sum to the number of a token's experts expected on each
     rank.
@@ -86,20 +119,26 @@ class PathScores:
     path_scores: np.ndarray  # (L, F, G) int16
     history_scores: np.ndarray  # (L, 2E + 1, G) int16: running mean, previous token, no token before
     lookback: int = required_number(0, MOST_LOOKBACK)  # layers
-    # how many of the nearest layers have one row per position by weight
+    # how many of the first planes have one row per position by weight
     ordered: int = required_number(0, MOST_LOOKBACK)
+    lookahead: int = number(0, 0, 2)  # planes of look-ahead ids, which come before those of the layers before
 
     def __post_init__(self) -> None:
         check_numbers(self)
+
+    @property
+    def looks(self) -> Looks:
+        """What its path rows look at."""
+        return Looks(lookback=self.lookback, ordered=self.ordered, lookahead=self.lookahead)
 
     def declared(self, topology: Topology, fingerprint: Fingerprint) -> dict[str, Declared]:
         """What each array must be; raises ValueError for a look-back that does not fit."""
         f, G, V = fingerprint, topology.ep_size, fingerprint.vocab_size
         L, E, lookback, ordered = f.num_layers, f.num_experts, self.lookback, self.ordered
-        if not ordered <= lookback <= L:
+        if lookback > L or ordered > lookback + self.lookahead:
             raise ValueError(f"lookback {lookback} with {ordered} ordered is out of range")
         rows = self.token_scores.shape[1] if self.token_scores.ndim == 3 else 0
-        path_rows = (ordered * f.top_k + lookback - ordered) * E
+        path_rows = self.looks.rows(f.top_k, E)
         return {
             "token_rows": Declared((V + 1,), np.int32, 0, rows - 1),
             "token_source": Declared((V + 1,), np.uint8, 0, NEIGHBOUR),
@@ -119,7 +158,16 @@ class PathScores:
         return (looked_up.sum(axis=0, dtype=np.int64) // len(looked_up)).astype(np.int32)
 
     def evidence(self, trace: RoutingTrace, plan: Plan, group: np.ndarray, decoding: bool) -> Iterator[Evidence]:
-        """Yield for each layer the scores of every token over the ranks of its group."""
+        """Yield for each layer the scores of every token over the ranks of its group.
+
+        Raises ValueError if the policy looks ahead and the trace has no or other look-ahead ids.
+        """
+        if self.lookahead > trace.lookahead:
+            has = f"has {trace.lookahead}" if trace.lookahead else "has none"
+            raise ValueError(
+                f"the plan reads {self.lookahead} look-ahead ids per expert chosen and the trace {has}: make it with "
+                "`semmoe profile --lookahead`"
+            )
         for l in range(trace.fingerprint.num_layers):
             yield ScoreEvidence(trace_scores(self, l, trace, plan.topology, group, decoding))
 
@@ -144,14 +192,14 @@ def trace_scores(
 ) -> np.ndarray:
     """(T, S) int32: scores of all tokens at one layer over the ranks of their group; group (T,): attention groups."""
     S = topology.attn_tp_size
-    earlier = trace.expert_ids[:, max(layer - tables.lookback, 0) : layer][:, ::-1].transpose(1, 0, 2)
+    planes = tables.looks.planes(trace, layer)
     history = trace_history(tables, layer, trace) if decoding else None
     out = np.empty((trace.num_tokens, S), np.int32)
     for d in range(topology.dp_size):
         rows = np.flatnonzero(group == d)
         known = None if history is None else history[rows]
         tokens = look_up_tokens(tables, [layer], d * S, S, trace.token_ids[rows])[0]
-        out[rows] = score(tables, layer, d * S, tokens, np.ascontiguousarray(earlier[:, rows]), known)
+        out[rows] = score(tables, layer, d * S, tokens, np.ascontiguousarray(planes[:, rows]), known)
     return out
 
 
@@ -179,9 +227,8 @@ def score(
 ) -> np.ndarray:
     """(B, S) int32: experts of each token that ranks `first_rank` to first_rank + S are expected to host, times SCALE.
 
-    tokens (B, S) int32: scores of this layer from `look_up_tokens`. earlier (J, B, K): experts chosen at the previous
-    J = min(layer, look-back) layers, most recent layer first, by falling weight. history (B, G) int32: contributions
-    of `History` for decoded tokens, or None.
+    tokens (B, S) int32: scores of this layer from `look_up_tokens`. earlier (J, B, K): the planes of `Looks`, experts
+    by falling weight. history (B, G) int32: contributions of `History` for decoded tokens, or None.
     """
     out = np.empty_like(tokens)
     none = tables.history_scores[layer, -1:]

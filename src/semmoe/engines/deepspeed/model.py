@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from semmoe.core import Plan
 from semmoe.engines.deepspeed.placement import place_experts
 from semmoe.engines.deepspeed.traffic import collectives
+from semmoe.engines.lookahead import NO_LOOKAHEAD, Ask, Lookahead, asking_for
 from semmoe.engines.transformers.model import architecture_hash, decoder_layers
 from semmoe.engines.transformers.planned import PlannedModel, bind, check_layout
 from semmoe.metrics import Traffic
@@ -77,6 +78,23 @@ def autoep_layers(model: PreTrainedModel) -> list[Any]:
             "model.config) before"
         )
     return layers
+
+
+def autoep_lookahead(model: PreTrainedModel, planes: int) -> Lookahead:
+    """The norms and routers of AutoEP's layers but the first, before a plan changes what routers return."""
+    width, converted = planes * model.config.num_experts_per_tok, set(map(id, autoep_layers(model)))
+    layers = [layer for layer in decoder_layers(model) if id(layer.mlp) in converted]
+    return Lookahead([_ask(layer, width) for layer in layers[1:]], width)
+
+
+def _ask(layer: nn.Module, width: int) -> Ask:
+    norm, block, asked = layer.post_attention_layernorm, layer.mlp, asking_for(layer.mlp.router, width)
+
+    def ask(rows: Tensor) -> tuple[Tensor, Tensor]:
+        weights, ids = asked(norm(rows), block.expert_bias)[:2]
+        return ids, weights
+
+    return ask
 
 
 def _check_fit(model: PreTrainedModel, layers: list[Any], plan: Plan) -> None:
@@ -137,6 +155,9 @@ class AutoEPModel(PlannedModel):
             if index is not None:
                 layer.mlp.folding_group_handles = None  # each rank now runs its own tokens
 
+    def lookahead_of(self, model: PreTrainedModel, planes: int) -> Lookahead:
+        return autoep_lookahead(model, planes) if planes and self.attention_comm.size > 1 else NO_LOOKAHEAD
+
     @property
     def traffic(self) -> list[Traffic]:
         found = [counter.traffic() for counter in self._counters]
@@ -155,7 +176,7 @@ class AutoEPModel(PlannedModel):
             ids: Any = kwargs.get("input_ids", args[0] if args else None)
             if ids is None:
                 raise ValueError("a model on a plan needs input_ids: embeddings say nothing of the tokens")
-            mask, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
+            mask, cache = kwargs.get("attention_mask"), kwargs.get("cache", kwargs.get("past_key_values"))
             real = torch.ones_like(ids, dtype=torch.bool)
             if mask is not None and mask.dim() == 2:
                 real = mask[:, -ids.shape[1] :].bool()

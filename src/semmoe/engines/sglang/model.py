@@ -1,16 +1,20 @@
 """Read facts from SGLang's model and runtime: expert layers, norms, widths, buffers."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+from sglang.srt.layers.moe.topk import TopK, select_experts
 from sglang.srt.layers.moe.utils import get_moe_a2a_backend
 from sglang.srt.runtime_context import get_parallel, get_resources, get_schedule
 from sglang.srt.state_capturer.base import BaseTopkCapturer
 
 from semmoe.core import Plan
+from semmoe.engines.lookahead import Ask, Lookahead, gate_of, logits_of
 from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.fused import PeerBuffers, symmetric_buffers
+from semmoe.runtime.shuffler import lookahead_of
 from semmoe.topology import Fingerprint, Topology
 
 MOST_REQUESTS = 4096  # most requests that SGLang runs at a time by default
@@ -48,6 +52,32 @@ def layer_of_norm(model: torch.nn.Module, layers: list[int]) -> dict[int, int]:
     return found
 
 
+def lookahead(model: torch.nn.Module, planes: int, top_k: int) -> Lookahead:
+    """The norms and routers of the MoE layers but the first; `planes` ids are asked for per expert chosen."""
+    found = {}
+    for module in model.modules():
+        boundary: Any = getattr(module, "ffn_boundary", None)
+        blocks = moe_blocks(module) if boundary is not None else {}
+        if len(blocks) == 1:
+            found[next(iter(blocks))] = boundary.norm, module
+    width = planes * top_k
+    return Lookahead([_ask(*found[layer], width) for layer in sorted(found)[1:]], width)
+
+
+def _ask(norm: Any, layer: torch.nn.Module, width: int) -> Ask:
+    block: Any = next(module for module in layer.modules() if isinstance(getattr(module, "topk", None), TopK))
+    gate, config = gate_of(block), block.topk.topk_config
+    wide = width + config.num_shared_topk_slots
+    asked = replace(config, top_k=wide, output_format=None, allow_routed_experts_capture=False)
+
+    def ask(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        normed = norm(rows)
+        chosen = select_experts(normed, logits_of(gate, normed), asked)  # logical ids, since it is told no places
+        return chosen.topk_ids[:, :width], chosen.topk_weights[:, :width]
+
+    return ask
+
+
 def running_topology(plan: Plan | None) -> Topology:
     parallel = get_parallel()
     nodes = plan.topology.num_nodes if plan else 1
@@ -58,7 +88,8 @@ def peer_buffers(plan: Plan, runner: Any, comm: Communicator) -> PeerBuffers:
     """Buffers large enough for any pass. Raises ValueError if SEMMOE_FUSED=1 is not possible."""
     schedule, config = get_schedule(), runner.model_config
     prompts, requests = schedule.chunked_prefill_size or 0, schedule.max_running_requests or MOST_REQUESTS
-    row_bytes = config.hf_text_config.hidden_size * config.dtype.itemsize + EXPERT_ID_BYTES * plan.fingerprint.top_k
+    ids = plan.fingerprint.top_k * (1 + lookahead_of(plan.tokens))
+    row_bytes = config.hf_text_config.hidden_size * config.dtype.itemsize + EXPERT_ID_BYTES * ids
     try:
         if prompts <= 0:
             raise ValueError("a pass over prompts has no largest size: give --chunked-prefill-size")

@@ -20,6 +20,7 @@ from semmoe.core import Plan
 from semmoe.engines import supervisor
 from semmoe.engines.absent import NoRecorder, NoShuffle, NoTraffic
 from semmoe.engines.counters import Reading
+from semmoe.engines.lookahead import NO_LOOKAHEAD, Lookahead
 from semmoe.engines.rank import (
     check_identity,
     check_plan,
@@ -41,6 +42,7 @@ from semmoe.engines.sglang.model import (
     capture,
     fingerprint,
     layer_of_norm,
+    lookahead,
     moe_blocks,
     peer_buffers,
     prompts,
@@ -175,9 +177,11 @@ class RankPlugin:
         if self._static(runner):
             shuffler, pool = DeviceShuffler(*where, runner.device), lambda: len(runner.req_to_token_pool.req_to_token)
             buffers = peer_buffers(plan, runner, comm) if self._settings.fused == "1" else None
-            shuffle: BoundaryShuffle = StaticBoundaryShuffle(shuffler, comm, norms, pool, buffers)
+            ahead = self._ahead(runner, shuffler.lookahead)
+            shuffle: BoundaryShuffle = StaticBoundaryShuffle(shuffler, comm, norms, pool, buffers, ahead)
         else:
-            shuffle = BoundaryShuffle(TokenShuffler(*where), comm, norms)
+            host = TokenShuffler(*where)
+            shuffle = BoundaryShuffle(host, comm, norms, self._ahead(runner, host.lookahead))
         self._shuffle, shuffle.ran = shuffle, self._check.ran
         self._check.expect("scatter", len(layers))
         self._check.expect("restore", len(layers))
@@ -189,6 +193,12 @@ class RankPlugin:
             )
         if get_exec().features.enable_return_routed_experts:
             shuffle.captured = lambda layer, ids: capture(layers[layer], ids)
+
+    def _ahead(self, runner: Any, planes: int) -> Lookahead:
+        """What asks routers ahead of time, if the plan reads `planes` ids per expert chosen."""
+        if not planes:
+            return NO_LOOKAHEAD
+        return lookahead(runner.model, planes, runner.model_config.hf_text_config.num_experts_per_tok)
 
     def _static(self, runner: Any) -> bool:
         """Whether tokens are shuffled on the device, without waiting for the host."""

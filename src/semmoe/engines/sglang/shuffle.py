@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from semmoe.engines.layer import TokenRows
+from semmoe.engines.lookahead import NO_LOOKAHEAD, Lookahead
 from semmoe.engines.step import Step
 from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.shuffler import Shuffler
@@ -21,8 +22,14 @@ class BoundaryShuffle(TokenRows):
     layer_of_norm: the MoE layer that each post-attention norm (by identity) leads to.
     """
 
-    def __init__(self, shuffler: Shuffler, comm: Communicator, layer_of_norm: dict[int, int]) -> None:
-        super().__init__(shuffler, comm)
+    def __init__(
+        self,
+        shuffler: Shuffler,
+        comm: Communicator,
+        layer_of_norm: dict[int, int],
+        lookahead: Lookahead = NO_LOOKAHEAD,
+    ) -> None:
+        super().__init__(shuffler, comm, lookahead)
         self._layers = layer_of_norm
         # called with the name of every hook that ran at a MoE layer
         self.ran: Callable[[str], None] = lambda hook: None

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from semmoe.engines.lookahead import NO_LOOKAHEAD, Lookahead
 from semmoe.engines.sglang.shuffle import BoundaryShuffle
 from semmoe.engines.step import Step
 from semmoe.runtime.collectives import Communicator
@@ -49,8 +50,9 @@ class StaticBoundaryShuffle(BoundaryShuffle):
         layer_of_norm: dict[int, int],
         num_slots: Callable[[], int],
         buffers: PeerBuffers | None = None,
+        lookahead: Lookahead = NO_LOOKAHEAD,
     ) -> None:
-        super().__init__(shuffler, comm, layer_of_norm)
+        super().__init__(shuffler, comm, layer_of_norm, lookahead)
         self._device_shuffler = shuffler
         self._num_slots, self._buffers = num_slots, buffers
         self._slots: DeviceSlotWatch | None = None

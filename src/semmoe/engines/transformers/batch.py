@@ -1,5 +1,6 @@
 """Batches of prompts, padded on the left, and greedy decoding step by step."""
 
+import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -78,9 +79,9 @@ def step(model: PreTrainedModel, batch: Batch, before: Callable[[torch.Tensor, t
         input_ids=ids.to(device),
         attention_mask=mask.to(device),
         position_ids=positions.to(device),
-        past_key_values=batch.cache,
         use_cache=True,
         logits_to_keep=1,
+        **{cache_name(model): batch.cache},
     )
     chosen = out.logits[:, -1].argmax(dim=-1).tolist()
     if prefill:
@@ -88,6 +89,11 @@ def step(model: PreTrainedModel, batch: Batch, before: Callable[[torch.Tensor, t
     for i, token in enumerate(chosen):
         if batch.max_new_tokens:
             batch.generated[i].append(batch.generated[i][-1] if batch.finished(i) else token)
+
+
+def cache_name(model: PreTrainedModel) -> str:
+    """The argument of a forward that takes the cache, which newer versions of transformers call `cache`."""
+    return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
 
 
 def cut(prompts: Sequence[Sequence[int]], size: int, max_new_tokens: int, eos_ids: frozenset[int]) -> Iterator[Batch]:

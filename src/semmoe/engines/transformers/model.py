@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils import logging
 
 from semmoe.bounds import MOST_EXPERTS, MOST_LAYERS, MOST_VOCABULARY
+from semmoe.engines.lookahead import Ask, Lookahead, asking_for
 from semmoe.engines.transformers.tokenizer import digest, load_tokenizer, require_local, tokenizer_hash
 from semmoe.topology import Fingerprint
 
@@ -53,6 +54,27 @@ def moe_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The MoE blocks in layer order: modules whose `experts` are called with (hidden, expert ids, weights)."""
     blocks = [getattr(layer, "mlp", None) for layer in decoder_layers(model)]
     return [block for block in blocks if isinstance(getattr(block, "experts", None), nn.Module)]
+
+
+def router_lookahead(model: PreTrainedModel, planes: int) -> Lookahead:
+    """The norms and routers of the MoE layers but the first. Raises ValueError for a layer that has another router."""
+    width = planes * model.config.num_experts_per_tok
+    blocks = {id(block) for block in moe_layers(model)}
+    layers = [layer for layer in decoder_layers(model) if id(layer.mlp) in blocks]
+    return Lookahead([_ask(layer, width) for layer in layers[1:]], width)
+
+
+def _ask(layer: nn.Module, width: int) -> Ask:
+    router = getattr(layer.mlp, "gate", None) or getattr(layer.mlp, "router", None)
+    if not hasattr(router, "top_k"):
+        raise ValueError(f"the router of {type(layer).__name__} cannot be asked ahead of time: omit --lookahead")
+    norm, asked = layer.post_attention_layernorm, asking_for(router, width)
+
+    def ask(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        _, weights, ids = asked(norm(rows))
+        return ids, weights
+
+    return ask
 
 
 def architecture_hash(config: PreTrainedConfig) -> str:

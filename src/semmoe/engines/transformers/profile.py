@@ -21,6 +21,7 @@ def profile(
     Raises ValueError for a model without experts, and where `out` holds the trace of other prompts.
     """
     from semmoe.dataset import Prompt, digest, encode
+    from semmoe.engines.lookahead import most_planes
     from semmoe.engines.transformers.model import fingerprint_of, load_model
     from semmoe.engines.transformers.recorder import record_prompts
     from semmoe.engines.transformers.tokenizer import load_tokenizer
@@ -29,7 +30,9 @@ def profile(
     texts = [Prompt(text=text) for text in prompts]
     ids = encode(texts[: settings.limit or None], load_tokenizer(model), settings.max_prompt_tokens)
     stated = {"decode": settings.max_new_tokens, "max_prompt_tokens": settings.max_prompt_tokens}
-    header = TraceHeader(fingerprint=fingerprint_of(model), dataset_hash=digest(ids), settings=stated)
+    identity = fingerprint_of(model)
+    planes = most_planes(identity) if settings.lookahead else 0
+    header = TraceHeader(fingerprint=identity, dataset_hash=digest(ids), settings=stated, lookahead=planes)
     with TraceWriter(Path(out), header) as writer:
         progress(writer.num_requests)
         record_prompts(

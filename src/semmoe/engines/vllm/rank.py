@@ -46,7 +46,7 @@ from semmoe.engines.vllm.placement import PlacedExperts, refuse_reload, unpacked
 from semmoe.engines.vllm.registry import around
 from semmoe.engines.vllm.routing import RealRows, RoutedLayer
 from semmoe.engines.vllm.settings import VllmSettings
-from semmoe.engines.vllm.shuffle import LayerShuffle, moe_layers, split_by_position
+from semmoe.engines.vllm.shuffle import LayerShuffle, moe_layers, router_lookahead, split_by_position
 from semmoe.engines.vllm.step import Slots, accepted, fed_tokens, read_step
 from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.copies import rank_copies
@@ -197,19 +197,19 @@ class RankPlugin:
                 split_by_position(layer)
             return
         check_eager(runner, "tokens are shuffled between vLLM's operators, which")
-        shuffle = self._new_shuffle(self._plan, runner.vllm_config)
+        shuffle = self._new_shuffle(self._plan, runner.vllm_config, [found[index] for index in layers])
         for place, index in enumerate(layers):
             shuffle.hook(found[index], place)
         shuffle.ran = functools.partial(self._check_hooks.ran, "shuffled layers")
         self._shuffle = shuffle
 
-    def _new_shuffle(self, plan: Plan, config: Any) -> LayerShuffle:
+    def _new_shuffle(self, plan: Plan, config: Any, layers: list[torch.nn.Module]) -> LayerShuffle:
         group = get_tp_group()
         dp_rank, speculation = config.parallel_config.data_parallel_rank, config.speculative_config
         shuffler = TokenShuffler(plan, dp_rank, group.rank_in_group, self._settings.shuffle)
         comm = Communicator(group.device_group, group.rank_in_group, group.world_size)
         drafts = speculation.num_speculative_tokens if speculation is not None else 0
-        return LayerShuffle(shuffler, comm, self._real, drafts)
+        return LayerShuffle(shuffler, comm, self._real, drafts, router_lookahead(layers, shuffler.lookahead))
 
     def _attach_recorder(self, folder: Path, runner: Any, num_layers: int) -> None:
         """Attach a recorder if this rank sees every row of its attention group; otherwise log the reason."""

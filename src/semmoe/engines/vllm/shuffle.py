@@ -6,7 +6,7 @@ zeros. Everything else in the layer, such as DeepSeek-V2's scaling in float16, i
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.model_executor.models.utils import sequence_parallel_chunk
 
 from semmoe.engines.layer import TokenRows
+from semmoe.engines.lookahead import NO_LOOKAHEAD, Ask, Lookahead, asking_for, gate_of, logits_of
 from semmoe.engines.step import SlotWatch
 from semmoe.engines.vllm import targets
 from semmoe.engines.vllm.routing import RealRows
@@ -33,8 +34,10 @@ class LayerShuffle(TokenRows):
     Passes without tokens of requests, such as warm-up and dummy passes of idle ranks, are split by position.
     """
 
-    def __init__(self, shuffler: TokenShuffler, comm: Communicator, real: RealRows, drafts: int) -> None:
-        super().__init__(shuffler, comm)
+    def __init__(
+        self, shuffler: TokenShuffler, comm: Communicator, real: RealRows, drafts: int, lookahead: Lookahead
+    ) -> None:
+        super().__init__(shuffler, comm, lookahead)
         self._real, self._watch = real, SlotWatch(drafts)
         self.num_rows = 0  # rows of this rank at the current layer, without padding
         self.ran: Callable[[], None] = lambda: None  # called after every layer that was shuffled
@@ -70,6 +73,28 @@ class LayerShuffle(TokenRows):
         stream = self.restore(out + residual)
         self.ran()
         return stream, torch.zeros_like(stream)
+
+
+def router_lookahead(layers: Sequence[nn.Module], planes: int) -> Lookahead:
+    """The norms and routers of `layers`, all of the model with experts, but the first, before any of them is hooked.
+
+    planes: ids to ask for per expert chosen; 0: nothing is asked.
+    """
+    width = planes * expert_block(layers[0]).experts.router.top_k
+    return Lookahead([_ask(layer, width) for layer in layers[1:]], width) if planes else NO_LOOKAHEAD
+
+
+def _ask(layer: Any, width: int) -> Ask:
+    block = expert_block(layer)
+    norm, gate = layer.post_attention_layernorm.forward, gate_of(block)
+    route = asking_for(block.experts.router, width)._compute_routing
+
+    def ask(rows: Tensor) -> tuple[Tensor, Tensor]:
+        normed = norm(rows)
+        weights, ids = route(normed, logits_of(gate, normed), None)
+        return ids, weights
+
+    return ask
 
 
 def split_by_position(layer: nn.Module) -> None:
