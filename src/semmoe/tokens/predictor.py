@@ -10,7 +10,7 @@ The fit minimises squared errors of counts rather than a likelihood of classes. 
 placement optimises, the expected number of local experts; it is additive over experts, so that one fit projects onto
 the ranks of any layout with any copies; and online it is a sum of table rows. While fitting, a token's own occurrence
 is left out of its shares, because tokens seen once would otherwise be trusted. Look-back, ordering and ridge minimise
-the squared error on held-out requests.
+the squared error on held-out requests. A layer that routes by a table of token ids is not fitted: the table is exact.
 """
 
 from collections.abc import Callable
@@ -23,6 +23,7 @@ import numpy as np
 from semmoe.affinity import resolve_tokens
 from semmoe.core import DECODE, Placement, RoutingTrace
 from semmoe.settings import PredictorSettings
+from semmoe.tokens.hashed import activations, with_exact_rows
 from semmoe.tokens.kernels import SCALE
 from semmoe.tokens.regression import (
     TOKEN_PRIOR,
@@ -77,6 +78,9 @@ def fit(
     history = sample.phase == DECODE
 
     def one(layer: int) -> LayerFit:
+        if trace.hashed.table(layer) is not None:
+            progress(1)
+            return _nothing(trace.fingerprint.num_experts, path_columns(lookback, ordered, *_shape(sample)))
         depth = min(lookback, layer)
         design = design_of(sample, layer, depth, min(ordered, depth), count_tokens(sample, layer), history, loo=True)
         out = _solve(design, ridge, path_columns(lookback, ordered, *_shape(sample)))
@@ -122,6 +126,14 @@ def _solve(design: Design, ridge: float, path_rows: int) -> LayerFit:
     )
 
 
+def _nothing(E: int, F: int) -> LayerFit:
+    """The fit of a layer of which the token id says all."""
+    square, row = np.zeros((E, E)), np.zeros(E)
+    return LayerFit(
+        token=square, running=square, previous=np.zeros((E + 1, E)), path=np.zeros((F, E)), intercept=row, mean=row
+    )
+
+
 def _choose(trace: RoutingTrace, settings: PredictorSettings, seed: int) -> tuple[int, int, float, float, float]:
     """Choose look-back, ordered layers and ridge by the squared error on a quarter of the requests, at a few layers.
 
@@ -131,7 +143,8 @@ def _choose(trace: RoutingTrace, settings: PredictorSettings, seed: int) -> tupl
     L = trace.fingerprint.num_layers
     order = np.random.default_rng(seed).permutation(trace.num_requests)
     cut = max(len(order) // 4, 1)
-    if len(order) < 2:
+    learned = [l for l in range(L) if trace.hashed.table(l) is None]
+    if len(order) < 2 or not learned:
         return min(2, L - 1), 0, RIDGES[1], float("nan"), float("nan")
     held, rest = trace.select(np.sort(order[:cut])), trace.select(np.sort(order[cut:]))
     held, rest = _sample(held, settings.max_tokens // 8, seed), _sample(rest, settings.max_tokens // 4, seed)
@@ -143,7 +156,8 @@ def _choose(trace: RoutingTrace, settings: PredictorSettings, seed: int) -> tupl
         for s in SHAPES
         if s[0] < L and path_columns(*s, K, E) <= MAX_COLUMNS and (s[0] == deepest or settings.lookback is None)
     ] or [(min(deepest, L - 1), 0)]
-    layers = sorted({min(max(L * (2 * i + 1) // 6, shapes[-1][0]), L - 1) for i in range(3)})
+    layers = sorted({min(max(L * (2 * i + 1) // 6, shapes[-1][0]), L - 1) for i in range(3)} & set(learned))
+    layers = layers or learned[-1:]
     with ThreadPoolExecutor(cpu_count()) as pool:
         totals = np.sum(list(pool.map(lambda layer: _held_out(rest, held, layer, shapes), layers)), axis=0)
     errors, hits = totals[..., 0] / np.maximum(totals[..., 1], 1e-9), totals[..., 2] / len(layers)
@@ -186,6 +200,9 @@ def predict(
 
     Each token's own occurrence is left out of its shares.
     """
+    table = profile.hashed.table(layer)
+    if table is not None:
+        return activations(table, part.token_ids[rows], profile.fingerprint.num_experts)
     lookback = min(predictor.lookback, layer)
     ordered, history = min(predictor.ordered, lookback), part.phase == DECODE
     design = design_of(part, layer, lookback, ordered, count_tokens(profile, layer), history, loo=True)
@@ -214,7 +231,7 @@ def project(
         for l, fitted in enumerate(predictor.layers)
     ]
     token, shift, path, history = (np.stack(part) for part in zip(*parts, strict=True))
-    return PathScores(
+    tables = PathScores(
         token_rows=token_rows[serving],
         token_source=source,
         token_scores=token,
@@ -224,6 +241,7 @@ def project(
         lookback=predictor.lookback,
         ordered=predictor.ordered,
     )
+    return with_exact_rows(tables, trace.hashed, placement)
 
 
 def _project_layer(fitted: LayerFit, hosts: np.ndarray, counts, top_k: int):
