@@ -12,7 +12,7 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from models import COMMON, CONFIGS, LATENT
+from models import COMMON, CONFIGS, LATENT, fill_tables
 from safetensors.numpy import load_file
 from safetensors.torch import load_file as load_torch
 from safetensors.torch import save_file as save_torch
@@ -49,6 +49,7 @@ def build(architecture, folder):
     for name, buffer in [*model.named_buffers(), *model.named_parameters()]:
         if name.endswith(("e_score_correction_bias", "router.bias")):
             buffer.data.normal_(std=0.2)
+    fill_tables(model)
     model.save_pretrained(folder / "model", max_shard_size="300KB")
     load_tokenizer(str(MODEL)).save_pretrained(folder / "model")
     return folder / "model"
@@ -234,7 +235,8 @@ def refused(tmp_path, words, *, model=None, orders=((1, 0, 3, 2),), out=None, **
         ({"model.layers.0.mlp.experts.3.down_proj.weight": torch.ones(3)}, r"experts\.0\.down_proj\.weight is missing"),
         ({"model.layers.0.mlp.token_table": torch.ones(4, 2)}, r"mlp\.token_table.*does not know"),
         ({"model.layers.0.mlp.moe_statics.bias": torch.ones(1, 4)}, r"moe_statics\.bias.*does not know"),
-        ({"model.layers.0.mlp.gate.tid2eid": torch.ones(9, 2)}, r"gate\.tid2eid.*does not know"),
+        ({"model.layers.0.mlp.gate.tid2eid": torch.ones(9, 2)}, r"gate\.tid2eid is F32.*not a table"),
+        ({"model.layers.0.mlp.gate.tid2eid": torch.full((9, 2), 4)}, r"gate\.tid2eid: expert id 4 is out of range"),
         ({"model.layers.0.mlp.experts.up_proj_scale": torch.ones(1)}, r"up_proj_scale has shape \[1\].*leading"),
         ({"model.layers.0.mlp.gate.bias": torch.ones(4, dtype=torch.uint8)}, r"gate\.bias is U8.*quantised router"),
         ({"model.layers.0.mlp.router.weight": torch.ones(4, 8)}, r"another router weight"),

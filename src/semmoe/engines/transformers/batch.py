@@ -3,9 +3,12 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
+
+from semmoe.engines.transformers.model import takes_padding
 
 
 @dataclass
@@ -90,9 +93,12 @@ def step(model: PreTrainedModel, batch: Batch, before: Callable[[torch.Tensor, t
             batch.generated[i].append(batch.generated[i][-1] if batch.finished(i) else token)
 
 
-def cut(prompts: Sequence[Sequence[int]], size: int, max_new_tokens: int, eos_ids: frozenset[int]) -> Iterator[Batch]:
-    for start in range(0, len(prompts), size):
-        yield Batch(prompts[start : start + size], max_new_tokens, eos_ids)
+def cut(prompts: Sequence[Sequence[int]], size: int, max_new_tokens: int, model: PreTrainedModel) -> Iterator[Batch]:
+    """Batches of at most `size` requests in order; of one length where padding would change what the model computes."""
+    runs = [prompts] if takes_padding(model.config) else [list(run) for _, run in groupby(prompts, len)]
+    for run in runs:
+        for start in range(0, len(run), size):
+            yield Batch(run[start : start + size], max_new_tokens, eos_ids(model))
 
 
 def eos_ids(model: PreTrainedModel) -> frozenset[int]:

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from semmoe.core import Plan
 from semmoe.dataset import check_token_ids
-from semmoe.engines.transformers.batch import Batch, cut, eos_ids, step
-from semmoe.engines.transformers.model import load_model
+from semmoe.engines.transformers.batch import Batch, cut, step
+from semmoe.engines.transformers.model import check_attention, load_model
 from semmoe.engines.transformers.parallel import ParallelModel, check_exchange
 from semmoe.engines.transformers.planned import PlannedModel
 from semmoe.metrics import Traffic, max_over_mean, sum_traffic
@@ -104,6 +104,8 @@ def generate(
     sizes = {set_up.plan.topology.ep_size for set_up in set_ups}
     if len(sizes) != 1:
         raise ValueError(f"configurations of one run must have one ep_size, not {sorted(sizes)}")
+    for set_up in set_ups:
+        check_attention(model_path, set_up.plan.topology)
     check_token_ids(prompts, set_ups[0].plan.fingerprint.vocab_size)
     with tempfile.TemporaryDirectory(prefix="semmoe-") as scratch:
         job = _Job(model_path, [list(map(int, p)) for p in prompts], list(set_ups), settings, scratch)
@@ -212,7 +214,7 @@ class _Answer:
 
 def _decode(parallel: PlannedModel, prompts, topology: Topology, settings: GenerateSettings, progress) -> list[_Answer]:
     """Decode this group's requests batch by batch, then keep computing experts for other groups' tokens."""
-    batches = list(cut(prompts, settings.batch_size, settings.max_new_tokens, eos_ids(parallel.model)))
+    batches = list(cut(prompts, settings.batch_size, settings.max_new_tokens, parallel.model))
     queue: list[Batch] = list(batches)
     while True:
         working = torch.tensor([int(bool(queue))], device=parallel.model.device)

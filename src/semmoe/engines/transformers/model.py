@@ -10,7 +10,7 @@ from transformers.utils import logging
 
 from semmoe.bounds import MOST_EXPERTS, MOST_LAYERS, MOST_VOCABULARY
 from semmoe.engines.transformers.tokenizer import digest, load_tokenizer, require_local, tokenizer_hash
-from semmoe.topology import Fingerprint
+from semmoe.topology import Fingerprint, Topology
 
 # Configuration fields that affect routing; a plan is refused if any of them differs.
 ARCHITECTURE_FIELDS = (
@@ -53,6 +53,26 @@ def moe_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The MoE blocks in layer order: modules whose `experts` are called with (hidden, expert ids, weights)."""
     blocks = [getattr(layer, "mlp", None) for layer in decoder_layers(model)]
     return [block for block in blocks if isinstance(getattr(block, "experts", None), nn.Module)]
+
+
+def keeps_streams(config: PreTrainedConfig) -> bool:
+    """Whether the residual is a stack of streams (hyper-connections), which only the model's own layers can mix."""
+    return getattr(config, "hc_mult", None) is not None
+
+
+def takes_padding(config: PreTrainedConfig) -> bool:
+    """Whether padding on the left changes nothing: it shifts the windows of keys that attention compresses."""
+    return not any("compressed" in kind for kind in getattr(config, "layer_types", None) or ())
+
+
+def check_attention(path: str, topology: Topology) -> None:
+    """Raise ValueError, before weights are loaded, for a model whose attention ranks of this topology cannot share."""
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    if topology.attn_tp_size > 1 and keeps_streams(config):
+        raise ValueError(
+            f"{path} ({config.model_type}) keeps several residual streams per token (hyper-connections), which is "
+            "supported with attention dp only: solve a plan for attention dp"
+        )
 
 
 def architecture_hash(config: PreTrainedConfig) -> str:

@@ -20,6 +20,7 @@ def profile(
     model: the folder of a checkpoint. A run that was stopped resumes where it ended.
     Raises ValueError for a model without experts, and where `out` holds the trace of other prompts.
     """
+    from semmoe.checkpoint.hashed import read_hashed
     from semmoe.dataset import Prompt, digest, encode
     from semmoe.engines.transformers.model import fingerprint_of, load_model
     from semmoe.engines.transformers.recorder import record_prompts
@@ -29,8 +30,9 @@ def profile(
     texts = [Prompt(text=text) for text in prompts]
     ids = encode(texts[: settings.limit or None], load_tokenizer(model), settings.max_prompt_tokens)
     stated = {"decode": settings.max_new_tokens, "max_prompt_tokens": settings.max_prompt_tokens}
-    header = TraceHeader(fingerprint=fingerprint_of(model), dataset_hash=digest(ids), settings=stated)
-    with TraceWriter(Path(out), header) as writer:
+    identity = fingerprint_of(model)
+    header = TraceHeader(fingerprint=identity, dataset_hash=digest(ids), settings=stated)
+    with TraceWriter(Path(out), header, hashed=read_hashed(model, identity)) as writer:
         progress(writer.num_requests)
         record_prompts(
             load_model(model),

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from semmoe.checkpoint.hashed import read_hashed
 from semmoe.core import DECODE, PREFILL, RoutingTrace
 from semmoe.dataset import check_token_ids, digest
-from semmoe.engines.transformers.batch import Batch, cut, eos_ids, step
+from semmoe.engines.transformers.batch import Batch, cut, step
 from semmoe.engines.transformers.model import fingerprint_of, moe_layers
 from semmoe.trace import TraceHeader, TraceWriter, open_trace
 
@@ -78,7 +79,7 @@ def record_prompts(
     check_token_ids(prompts, model.config.vocab_size)
     remaining = prompts[writer.num_requests :]
     with recorder_of(model) as recorder:
-        for batch in cut(remaining, batch_size, max_new_tokens, eos_ids(model)):
+        for batch in cut(remaining, batch_size, max_new_tokens, model):
             for request in _profile_batch(model, batch, recorder):
                 writer.append(**request)
             progress(len(batch.prompts))
@@ -92,8 +93,9 @@ def record(
     progress: Callable[[int], None] = lambda done: None,
 ) -> RoutingTrace:
     """Record the prefill of prompts by a model loaded from `model_path`; returns the trace, which is in `folder`."""
-    header = TraceHeader(fingerprint=fingerprint_of(model_path), dataset_hash=digest(prompts), settings={})
-    with TraceWriter(folder, header) as writer:
+    identity = fingerprint_of(model_path)
+    header = TraceHeader(fingerprint=identity, dataset_hash=digest(prompts), settings={})
+    with TraceWriter(folder, header, hashed=read_hashed(model_path, identity)) as writer:
         progress(writer.num_requests)
         record_prompts(model, prompts, writer, progress=progress)
     return open_trace(folder)
