@@ -3,8 +3,9 @@
 Known layouts are: one tensor per expert (`mlp.experts.3.up_proj.weight`, `block_sparse_moe.experts.3.w1.weight`, with
 any suffix: FP8 scales, AWQ and GPTQ parts); packed tensors with E rows (`mlp.experts.gate_up_proj`, its bias, MXFP4
 blocks and scales); the rows of the router (`gate` or `router`: weight, bias, correction bias); and the table of a
-hash-routed layer (`gate.tid2eid`), whose values are expert numbers. Shared experts have no number. Layers for multi-token prediction are not part of a plan and do not change. A tensor that matches no rule but
-may depend on expert numbers is refused by name: a relabelling that is nearly right is wrong.
+hash-routed layer (`gate.tid2eid`), whose values are expert numbers. Shared experts have no number. Layers for
+multi-token prediction are not part of a plan and do not change. A tensor that matches no rule but may depend on expert
+numbers is refused by name: a relabelling that is nearly right is wrong.
 """
 
 import re

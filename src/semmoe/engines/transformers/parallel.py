@@ -110,8 +110,8 @@ class ParallelModel(PlannedModel):
         physical = self.plan.placement.physical_to_logical_map.reshape(len(blocks), self.comm.size, -1)
         self._experts = [LocalExperts(b.experts, physical[i, self.comm.rank]) for i, b in enumerate(blocks)]
         if keeps_streams(self.model.config) and self.attention_comm.size == 1:
-            for index, block in enumerate(blocks):
-                block.experts.forward = bind(self._experts_of_real_rows, index)
+            for i, block in enumerate(blocks):
+                block.experts.forward = bind(self._experts_of_real_rows, i)
             return
         reduces = exchange == "all-reduce"
         run = self._layer_all_reduce if reduces else self._layer_all_to_all
