@@ -62,6 +62,18 @@ def test_rows_count_the_experts_that_a_rank_hosts_for_profiled_and_other_tokens(
     assert tables.history_scores[1].any()
 
 
+def test_rows_over_sixteen_ranks():
+    """Eight or more ranks are looked up by other instructions."""
+    trace = hashed_trace(1, requests=4, experts=16)
+    rows = np.stack([np.roll(np.arange(16), l) for l in range(3)]).astype(np.int32)
+    placement = Placement(physical_to_logical_map=rows, num_experts=16, ep_size=16)
+    tables = project(fit(trace, QUICK, 0), trace, placement)
+    found = look_up_tokens(tables, [0, 1], 0, 16, np.arange(60))
+    expected = np.zeros((2, 60, 16), np.int32)
+    np.put_along_axis(expected, (trace.hashed.expert_ids.astype(int) + np.arange(2)[:, None, None]) % 16, SCALE, axis=2)
+    assert (found == expected).all()
+
+
 @given(seed=st.integers(0, 99), copies=st.booleans())
 def test_rows_of_other_layers_are_those_without_the_tables(seed, copies):
     trace = hashed_trace(seed, requests=8, hashed=1)

@@ -24,6 +24,8 @@ def read_hashed(model: Path | str, f: Fingerprint) -> HashedLayers:
     source = open_checkpoint(path)
     layers = find_moe_layers(source.tensors, config_count(source.config, "num_hidden_layers"), f.num_experts)
     named = {i: name for i, layer in enumerate(layers) for name in layer.tables}
+    if not named:  # of layers for multi-token prediction alone
+        return NO_HASHED
     tables = [source.tensors[name].integers() for name in named.values()]
     for name, table in zip(named.values(), tables, strict=True):
         _check(name, table, f.num_experts)
