@@ -15,6 +15,7 @@ from semmoe.checkpoint.hashed import read_hashed
 from semmoe.checkpoint.relabel import relabel
 from semmoe.cli import app
 from semmoe.core import Placement
+from semmoe.engines.doctor import examine_plan
 from semmoe.engines.transformers import generate as gen
 from semmoe.engines.transformers import model as models
 from semmoe.engines.transformers import verify
@@ -22,6 +23,7 @@ from semmoe.engines.transformers.batch import cut
 from semmoe.engines.transformers.planned import check_layout
 from semmoe.engines.transformers.recorder import record
 from semmoe.placement.linear import vanilla_plan
+from semmoe.plan import save_plan
 from semmoe.replayer import replay
 from semmoe.settings import CoclusterSettings, GenerateSettings, ReplaySettings, SolveSettings
 from semmoe.solver import solve
@@ -66,10 +68,10 @@ def test_a_model_without_such_layers_has_no_tables(tmp_path):
     assert len(read_hashed(path, models.fingerprint_of(path)).layers) == 0
 
 
-def reordered(f, copies=0):
-    """A plan of another order in every layer, with copies of random experts."""
+def reordered(f):
+    """A plan of another order in every layer."""
     rng = np.random.default_rng(1)
-    rows = np.stack([np.append(rng.permutation(8), rng.permutation(8)[:copies]) for _ in range(4)]).astype(np.int32)
+    rows = np.stack([rng.permutation(8) for _ in range(4)]).astype(np.int32)
     return replace(vanilla_plan(f, DP), placement=Placement(physical_to_logical_map=rows, num_experts=8, ep_size=2))
 
 
@@ -107,7 +109,7 @@ def test_padding_is_neither_sent_nor_counted(tmp_path):
     path = build("deepseek_v4", tmp_path, layer_types=["sliding_attention"] * 4)
     assert models.takes_padding(models.load_model(path).config)
     uneven = sorted(prompts(2), key=lambda prompt: prompt[0])
-    plan = reordered(models.fingerprint_of(path), copies=2)
+    plan = reordered(models.fingerprint_of(path))
     result, agreement = run_dp(path, plan, uneven)
     assert agreement.holds, agreement
     check_counts(result, plan)
@@ -120,12 +122,15 @@ def test_batches_hold_one_length_where_padding_would_shift_windows(checkpoint):
 
 
 @pytest.mark.parametrize(("attention", "ranks", "groups"), [("tp", 2, None), ("hybrid", 4, 2)])
-def test_attention_tp_is_refused_before_anything_loads(attention, ranks, groups, checkpoint, monkeypatch):
+def test_attention_tp_is_refused_before_anything_loads(attention, ranks, groups, checkpoint, tmp_path, monkeypatch):
     plan = vanilla_plan(models.fingerprint_of(checkpoint), Topology.for_attention(attention, ranks, groups))
     monkeypatch.setattr(gen, "run_ranks", lambda *a, **k: pytest.fail("processes were started"))
     with pytest.raises(ValueError, match=r"hyper-connections.*attention dp only") as error:
         gen.generate(checkpoint, prompts(1), [gen.Configuration(name="x", plan=plan)], SETTINGS)
     assert "\n" not in str(error.value)
+    save_plan(plan, tmp_path / "plan")
+    assert str(error.value) in examine_plan(tmp_path / "plan", checkpoint, ("transformers",)).problems
+    assert examine_plan(tmp_path / "plan", checkpoint, ("transformers", "vllm")).problems == []
 
 
 def test_layers_with_hyper_connections_are_never_run_as_others(checkpoint):

@@ -169,6 +169,8 @@ def faults(trace):
         "out of range for 8 experts": (layers, np.where(table == 7, 9, table)),
         "out of range for 3 layers": (layers + 2, table),
         "ascending": (layers[::-1].copy(), table),
+        "once each": (layers[None], table),
+        "expected \\(0, 0, 0\\)": (layers[:0], table),
         "expected integers": (layers, table.astype(np.float32)),
         "its table says": (layers, (table + 1) % 8),
     }

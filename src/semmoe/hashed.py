@@ -20,11 +20,11 @@ class HashedLayers:
 
     def check(self, f: Fingerprint) -> None:
         """Raise ValueError unless the tables are those of a model with this fingerprint."""
-        check_range("hash-routed layer", self.layers, f.num_layers, "layers")
-        shape = (len(self.layers), f.vocab_size, f.top_k)
         if self.layers.ndim != 1 or (np.diff(self.layers) <= 0).any():
             raise ValueError("hash-routed layers must be listed once each, in ascending order")
-        if len(self.layers) and self.expert_ids.shape != shape:
+        check_range("hash-routed layer", self.layers, f.num_layers, "layers")
+        shape = (len(self.layers), f.vocab_size, f.top_k) if len(self.layers) else NO_HASHED.expert_ids.shape
+        if self.expert_ids.shape != shape:
             raise ValueError(f"tables of hash-routed layers have shape {self.expert_ids.shape}, expected {shape}")
         check_range("expert id", self.expert_ids, f.num_experts, "experts")
 

@@ -16,10 +16,12 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from semmoe.checkpoint.directory import read_config
 from semmoe.core import Plan
 from semmoe.dataset import check_token_ids
+from semmoe.engines.support import embedded_problems
 from semmoe.engines.transformers.batch import Batch, cut, step
-from semmoe.engines.transformers.model import check_attention, load_model
+from semmoe.engines.transformers.model import load_model
 from semmoe.engines.transformers.parallel import ParallelModel, check_exchange
 from semmoe.engines.transformers.planned import PlannedModel
 from semmoe.metrics import Traffic, max_over_mean, sum_traffic
@@ -104,8 +106,9 @@ def generate(
     sizes = {set_up.plan.topology.ep_size for set_up in set_ups}
     if len(sizes) != 1:
         raise ValueError(f"configurations of one run must have one ep_size, not {sorted(sizes)}")
-    for set_up in set_ups:
-        check_attention(model_path, set_up.plan.topology)
+    config = read_config(Path(model_path))
+    for problem in (line for set_up in set_ups for line in embedded_problems(config, set_up.plan.topology)):
+        raise ValueError(problem)
     check_token_ids(prompts, set_ups[0].plan.fingerprint.vocab_size)
     with tempfile.TemporaryDirectory(prefix="semmoe-") as scratch:
         job = _Job(model_path, [list(map(int, p)) for p in prompts], list(set_ups), settings, scratch)

@@ -10,7 +10,7 @@ from transformers.utils import logging
 
 from semmoe.bounds import MOST_EXPERTS, MOST_LAYERS, MOST_VOCABULARY
 from semmoe.engines.transformers.tokenizer import digest, load_tokenizer, require_local, tokenizer_hash
-from semmoe.topology import Fingerprint, Topology
+from semmoe.topology import Fingerprint
 
 # Configuration fields that affect routing; a plan is refused if any of them differs.
 ARCHITECTURE_FIELDS = (
@@ -63,16 +63,6 @@ def keeps_streams(config: PreTrainedConfig) -> bool:
 def takes_padding(config: PreTrainedConfig) -> bool:
     """Whether padding on the left changes nothing: it shifts the windows of keys that attention compresses."""
     return not any("compressed" in kind for kind in getattr(config, "layer_types", None) or ())
-
-
-def check_attention(path: str, topology: Topology) -> None:
-    """Raise ValueError, before weights are loaded, for a model whose attention ranks of this topology cannot share."""
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
-    if topology.attn_tp_size > 1 and keeps_streams(config):
-        raise ValueError(
-            f"{path} ({config.model_type}) keeps several residual streams per token (hyper-connections), which is "
-            "supported with attention dp only: solve a plan for attention dp"
-        )
 
 
 def architecture_hash(config: PreTrainedConfig) -> str:
