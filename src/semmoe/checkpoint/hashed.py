@@ -28,7 +28,7 @@ def read_hashed(model: Path | str, f: Fingerprint) -> HashedLayers:
         return NO_HASHED
     tables = [source.tensors[name].integers() for name in named.values()]
     for name, table in zip(named.values(), tables, strict=True):
-        _check(name, table, f.num_experts)
+        check_range(f"{name}: expert id", table, f.num_experts, "experts")
     dtype = np.uint8 if f.num_experts <= 256 else np.int16
     found = HashedLayers(layers=np.array(list(named), np.int32), expert_ids=np.stack(tables).astype(dtype))
     found.check(f)
@@ -38,9 +38,5 @@ def read_hashed(model: Path | str, f: Fingerprint) -> HashedLayers:
 def relabelled_table(name: str, table: Tensor, order: np.ndarray) -> bytes:
     """The table (V, K) with new expert numbers; order (E,): the old expert at each of them."""
     values = table.integers()
-    _check(name, values, len(order))
+    check_range(f"{name}: expert id", values, len(order), "experts")
     return np.argsort(order).astype(values.dtype)[values].tobytes()
-
-
-def _check(name: str, values: np.ndarray, num_experts: int) -> None:
-    check_range(f"{name}: expert id", values, num_experts, "experts")

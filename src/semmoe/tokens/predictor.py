@@ -128,10 +128,8 @@ def _solve(design: Design, ridge: float, path_rows: int) -> LayerFit:
 
 def _nothing(E: int, F: int) -> LayerFit:
     """The fit of a layer of which the token id says all."""
-    square, row = np.zeros((E, E)), np.zeros(E)
-    return LayerFit(
-        token=square, running=square, previous=np.zeros((E + 1, E)), path=np.zeros((F, E)), intercept=row, mean=row
-    )
+    shapes = (E, E), (E, E), (E + 1, E), (F, E), (E,), (E,)
+    return LayerFit(*[np.zeros(shape) for shape in shapes])
 
 
 def _choose(trace: RoutingTrace, settings: PredictorSettings, seed: int) -> tuple[int, int, float, float, float]:
