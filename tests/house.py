@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
-TOTAL, FILE, FUNCTION = 26_850, 350, 50
+TOTAL, FILE, FUNCTION = 27_000, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
-    "core.py": 330,
-    "topology.py bounds.py html.py": 300,
-    "files.py trace.py": 510,
+    "core.py": 335,
+    "topology.py bounds.py hashed.py html.py": 340,
+    "files.py trace.py": 535,
     "affinity.py splitter.py copychoice.py metrics.py capacity.py": 640,
     "settings.py cost.py payoff.py": 665,
     "results.py": 280,
@@ -28,8 +28,8 @@ ROOMS = {
     "solver.py": 230,
     "replayer.py online.py": 300,
     "runtime": 2490,
-    "checkpoint": 1060,
-    "engines": 7680,
+    "checkpoint": 1130,
+    "engines": 7750,
     "router": 1320,
     "report": 1800,
     "cli": 2260,
@@ -37,7 +37,7 @@ ROOMS = {
 }
 # From the ground up: a module imports from its own storey and those below.
 STOREYS = (
-    ("bounds", "html", "topology", "core", "console", "texts"),
+    ("bounds", "hashed", "html", "topology", "core", "console", "texts"),
     ("files", "trace", "copychoice", "metrics", "capacity", "affinity", "settings", "splitter"),
     ("dataset", "cost", "results"),
     ("tokens", "requests"),

@@ -43,6 +43,15 @@ CONFIGS = {
     "olmoe": lambda: transformers.OlmoeConfig(
         **COMMON, num_hidden_layers=3, num_key_value_heads=4, num_experts=8, intermediate_size=48,
     ),
+    # Two hash-routed layers and two others; attention of all three kinds, with windows that short prompts fill.
+    "deepseek_v4": lambda: transformers.DeepseekV4Config(
+        **COMMON, num_hidden_layers=4, num_hash_layers=2, head_dim=16, q_lora_rank=24, partial_rotary_factor=0.5,
+        n_routed_experts=8, n_shared_experts=1, moe_intermediate_size=32, hc_mult=2, o_groups=2, o_lora_rank=16,
+        index_n_heads=2, index_head_dim=16, index_topk=3, sliding_window=16,
+        compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+        layer_types=["sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention",
+                     "sliding_attention"],
+    ),
 }  # fmt: skip
 
 
@@ -55,6 +64,15 @@ def build(architecture: str, folder: Path, **changes: object) -> str:
         for name, value in changes.items():
             setattr(config, name, value)
         model = transformers.AutoModelForCausalLM.from_config(config)
+        fill_tables(model)
         model.save_pretrained(path)
         load_tokenizer(str(MODEL)).save_pretrained(path)
     return str(path)
+
+
+def fill_tables(model: torch.nn.Module) -> None:
+    """Random distinct experts in the tables of hash-routed layers, which a new model has all zero."""
+    for name, table in model.named_buffers():
+        if name.endswith("tid2eid"):
+            experts = int(model.config.n_routed_experts)
+            table.copy_(torch.rand(len(table), experts).argsort(dim=1)[:, : table.shape[1]])

@@ -12,17 +12,18 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from models import COMMON, CONFIGS, LATENT
+from models import COMMON, CONFIGS, LATENT, fill_tables
 from safetensors.numpy import load_file
 from safetensors.torch import load_file as load_torch
 from safetensors.torch import save_file as save_torch
 
 from semmoe.checkpoint import relabel as relabelling
 from semmoe.checkpoint.directory import open_checkpoint
+from semmoe.checkpoint.hashed import read_hashed
 from semmoe.checkpoint.layout import find_moe_layers
 from semmoe.checkpoint.relabel import load_record, relabel, write_relabelled
 from semmoe.checkpoint.shards import CHUNK, copy_bytes, read_shard
-from semmoe.checkpoint.verify import to_float, verify
+from semmoe.checkpoint.verify import _router, to_float, verify
 from semmoe.core import Placement, Plan
 from semmoe.demo import MODEL
 from semmoe.engines.transformers.model import fingerprint_of, load_model
@@ -49,6 +50,7 @@ def build(architecture, folder):
     for name, buffer in [*model.named_buffers(), *model.named_parameters()]:
         if name.endswith(("e_score_correction_bias", "router.bias")):
             buffer.data.normal_(std=0.2)
+    fill_tables(model)
     model.save_pretrained(folder / "model", max_shard_size="300KB")
     load_tokenizer(str(MODEL)).save_pretrained(folder / "model")
     return folder / "model"
@@ -234,7 +236,8 @@ def refused(tmp_path, words, *, model=None, orders=((1, 0, 3, 2),), out=None, **
         ({"model.layers.0.mlp.experts.3.down_proj.weight": torch.ones(3)}, r"experts\.0\.down_proj\.weight is missing"),
         ({"model.layers.0.mlp.token_table": torch.ones(4, 2)}, r"mlp\.token_table.*does not know"),
         ({"model.layers.0.mlp.moe_statics.bias": torch.ones(1, 4)}, r"moe_statics\.bias.*does not know"),
-        ({"model.layers.0.mlp.gate.tid2eid": torch.ones(9, 2)}, r"gate\.tid2eid.*does not know"),
+        ({"model.layers.0.mlp.gate.tid2eid": torch.ones(9, 2)}, r"gate\.tid2eid is F32.*not a table"),
+        ({"model.layers.0.mlp.gate.tid2eid": torch.full((9, 2), 4)}, r"gate\.tid2eid: expert id 4 is out of range"),
         ({"model.layers.0.mlp.experts.up_proj_scale": torch.ones(1)}, r"up_proj_scale has shape \[1\].*leading"),
         ({"model.layers.0.mlp.gate.bias": torch.ones(4, dtype=torch.uint8)}, r"gate\.bias is U8.*quantised router"),
         ({"model.layers.0.mlp.router.weight": torch.ones(4, 8)}, r"another router weight"),
@@ -243,6 +246,55 @@ def refused(tmp_path, words, *, model=None, orders=((1, 0, 3, 2),), out=None, **
 )
 def test_what_no_rule_knows_is_refused_by_name(extra, words, tmp_path):
     refused(tmp_path, words, **extra)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_table_of_token_ids_gets_the_new_numbers(dtype, tmp_path):
+    """Order 2 0 3 1: old expert 2 is now 0, so a token id of old experts (2, 1) has new experts (0, 3)."""
+    old = torch.tensor([[2, 1], [0, 3], [3, 3]], dtype=dtype)
+    model = published(tmp_path / "model", old)
+    relabel(plan_of(fingerprint(1, 4), [[2, 0, 3, 1]], 2), model, tmp_path / "out")
+    new = load_torch(tmp_path / "out/model-00001-of-00001.safetensors")
+    assert new["layers.0.ffn.gate.tid2eid"].tolist() == [[0, 3], [1, 2], [2, 2]]
+    assert new["layers.0.ffn.gate.tid2eid"].dtype == dtype
+    assert (new["mtp.0.ffn.gate.tid2eid"] == old).all()
+
+
+def published(path, table):
+    """Names as DeepSeek publishes them; a layer for multi-token prediction has a table too."""
+    tensors = {"layers.0.ffn.gate.weight": torch.randn(4, 8, generator=torch.Generator().manual_seed(0))}
+    tensors |= {f"layers.0.ffn.experts.{e}.w1.weight": torch.full((3, 8), float(e)) for e in range(4)}
+    tensors |= {"layers.0.ffn.gate.tid2eid": table, "mtp.0.ffn.gate.tid2eid": table.clone()}
+    return write_checkpoint(path, tensors, 1, 4, shards=1, scoring_func="sqrtsoftplus")
+
+
+def test_tables_are_read_by_the_names_that_are_published(tmp_path):
+    table = torch.tensor([[2, 1], [0, 3], [3, 3]])
+    model, f = published(tmp_path / "model", table), fingerprint(1, 4, vocab_size=3)
+    read = read_hashed(model, f)
+    assert read.layers.tolist() == [0]
+    assert read.expert_ids.tolist() == [table.tolist()]
+    assert read.expert_ids.dtype == np.uint8
+    with pytest.raises(ValueError, match=r"shape \(1, 3, 2\), expected \(1, 5, 2\)"):
+        read_hashed(model, replace(f, vocab_size=5))
+    with pytest.raises(ValueError, match=r"layers\.0\.ffn\.gate\.tid2eid: expert id 9 is out of range"):
+        read_hashed(published(tmp_path / "beyond", table * 3), f)
+
+
+def test_the_scores_of_a_router_of_deepseek_v4(tmp_path):
+    """The root of softplus, and a correction that it calls its bias, as transformers' own router computes them."""
+    model = build("deepseek_v4", tmp_path)
+    layer = find_moe_layers(open_checkpoint(model).tensors, 4, 8)[2]
+    gate = load_model(str(model)).model.layers[2].mlp.gate
+    hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    with torch.no_grad():
+        gate.double()
+        expected = gate.score_fn(hidden @ gate.weight.T) + gate.e_score_correction_bias
+    assert gate.e_score_correction_bias.abs().min() > 0
+    router = _router(open_checkpoint(model), layer, fingerprint(4, 8))
+    np.testing.assert_allclose(router.scores(hidden.numpy()), expected.numpy(), rtol=1e-6)
+    chosen, _ = router.choose(router.scores(hidden.numpy()))
+    assert (np.sort(gate(hidden)[2].numpy()) == np.argwhere(chosen)[:, 1].reshape(5, 2)).all()
 
 
 def test_layers_for_prediction_and_shared_experts_stay(tmp_path):

@@ -26,6 +26,7 @@ from semmoe.trace import open_trace, save_trace
 LOOKING = PredictorSettings(lookahead=True)
 FOUR = Topology(ep_size=4)
 OTHERS = ("mixtral", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe")
+SLOW_OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in OTHERS]
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +75,7 @@ def test_a_block_without_a_known_gate_is_refused():
     assert logits_of(lambda rows: (rows + 1, None), torch.zeros(1, 2)).tolist() == [[1, 1]]
 
 
-@pytest.mark.parametrize(
-    "architecture", ["qwen3_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
-)
+@pytest.mark.parametrize("architecture", ["qwen3_moe", *SLOW_OTHERS])
 def test_recorded_ids_are_what_the_router_makes_of_the_stream_before_attention(architecture, checkpoints, tmp_path):
     """Prompts of uneven lengths in one batch, each again alone; the first K are the router's own choice there."""
     path = build(architecture, checkpoints)
@@ -98,6 +97,12 @@ def test_recorded_ids_are_what_the_router_makes_of_the_stream_before_attention(a
             agree = (np.sort(found[:, place - 1, :top_k]) == np.sort(expected)).all(axis=1)
             assert agree.mean() >= 0.95  # batches of other shapes may turn a near-tie
             assert all(len(set(row)) == 2 * top_k for row in found[:, place - 1].tolist())
+
+
+def test_a_model_whose_residual_is_a_stack_of_streams_is_refused_before_it_is_loaded(checkpoints):
+    path = build("deepseek_v4", checkpoints)
+    with pytest.raises(ValueError, match="a stack of streams, which no router reads ahead: omit --lookahead"):
+        models.lookahead_planes(path, models.fingerprint_of(path))
 
 
 def test_ids_come_back_from_disk_request_by_request(tmp_path):

@@ -32,6 +32,16 @@ def test_an_unknown_family_is_refused_by_name(engine, config):
     assert "semmoe apply" in said[0]
 
 
+@pytest.mark.parametrize("engine", FAMILIES)
+def test_a_family_that_no_plan_was_run_on_is_refused_with_a_remedy(engine):
+    for dp_size in (1, 2):
+        use = replace(
+            PLAIN, engine=engine, config={"model_type": "deepseek_v4"}, topology=Topology(ep_size=2, dp_size=dp_size)
+        )
+        assert {line.split(" ")[0] for line in problems(use)} == {"DeepSeek-V4"}
+        assert all("semmoe apply" in line for line in problems(use))
+
+
 def asks(feature, engine):
     """Words by which an option asks for a feature, and words by which it does not."""
     for option in feature.options[engine]:

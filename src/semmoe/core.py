@@ -21,6 +21,7 @@ import numpy as np
 
 from semmoe import html
 from semmoe.bounds import Declared, check_offsets, check_range, check_table
+from semmoe.hashed import NO_HASHED, HashedLayers
 from semmoe.topology import Fingerprint, Topology
 
 PREFILL, DECODE = 0, 1
@@ -37,6 +38,7 @@ class RoutingTrace:
     prompt_ids: np.ndarray  # (M,) int32, the prompts of all requests, routed or not
     prompt_offsets: np.ndarray  # (R + 1,) int64
     fingerprint: Fingerprint
+    hashed: HashedLayers = NO_HASHED  # layers where the token id alone decides the experts
     # (T, L - 1, W), W a multiple of K, same type: what the router of each layer but the first would choose first if it
     # saw the residual stream as the MoE layer before leaves it, by falling weight; None: not recorded
     lookahead_ids: np.ndarray | None = None
@@ -55,6 +57,7 @@ class RoutingTrace:
         check_range("expert id", self.expert_ids, f.num_experts, "experts")
         check_range("token id", self.token_ids, f.vocab_size, "vocabulary entries")
         check_range("prompt token id", self.prompt_ids, f.vocab_size, "vocabulary entries")
+        self.hashed.check(f)
         if self.lookahead_ids is not None:
             check_lookahead(self.lookahead_ids, tokens, f)
 
@@ -101,7 +104,8 @@ class RoutingTrace:
         sha = hashlib.sha256()
         offsets = (self.request_offsets, self.prompt_offsets)
         ahead = () if self.lookahead_ids is None else (self.lookahead_ids,)
-        for array in (self.token_ids, self.expert_ids, self.phase, self.prompt_ids, *offsets, *ahead):
+        hashed = (self.hashed.layers, self.hashed.expert_ids) if len(self.hashed.layers) else ()
+        for array in (self.token_ids, self.expert_ids, self.phase, self.prompt_ids, *offsets, *ahead, *hashed):
             sha.update(str(array.shape).encode() + np.ascontiguousarray(array).tobytes())
         return sha.hexdigest()
 

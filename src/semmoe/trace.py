@@ -17,10 +17,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from semmoe.core import DECODE, RoutingTrace
 from semmoe.files import array_shape, load_arrays, load_json, read_limited, save_arrays, save_json
+from semmoe.hashed import NO_HASHED, HashedLayers
 from semmoe.topology import Fingerprint
 
 SCHEMA = 2
 READABLE = (1, 2)  # version 1 has no look-ahead ids
+HASHED = "hashed.safetensors"  # tables of hash-routed layers, beside trace.json if the model has such layers
 ARRAYS = {"token_ids", "expert_ids", "request_lengths", "phase", "prompt_ids", "prompt_lengths"}
 LOOKAHEAD = "lookahead_ids"  # optional
 MAX_TRACE_BYTES = 16 << 30  # of an .npz file, unpacked, which is read whole: 4 billion expert ids at int32
@@ -51,7 +53,14 @@ class TraceWriter:
     users are `private`: their files have mode 0600.
     """
 
-    def __init__(self, path: Path, header: TraceHeader, shard_tokens: int = 1 << 18, private: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        header: TraceHeader,
+        shard_tokens: int = 1 << 18,
+        private: bool = False,
+        hashed: HashedLayers = NO_HASHED,
+    ) -> None:
         self.path, self.shard_tokens, self.private = path, shard_tokens, private
         self._fingerprint, self.header = header.fingerprint, header
         self._pending: list[dict[str, np.ndarray]] = []
@@ -62,6 +71,8 @@ class TraceWriter:
             if path.exists() and any(path.iterdir()):
                 raise ValueError(f"{path} exists and is not a trace")
             save_json(path / "trace.json", header, private)
+        if len(hashed.layers) and not (path / HASHED).exists():
+            save_arrays(path / HASHED, {"layers": hashed.layers, "expert_ids": hashed.expert_ids}, private)
         shards = shard_paths(path)
         self._next_shard = 1 + max((int(shard.stem.removeprefix("shard-")) for shard in shards), default=-1)
         self.num_requests = sum(array_shape(shard, "request_lengths")[0] for shard in shards)
@@ -147,7 +158,7 @@ def save_trace(trace: RoutingTrace, path: Path) -> None:
     """Write a trace to a new trace directory."""
     ahead = trace.lookahead
     header = TraceHeader(fingerprint=trace.fingerprint, dataset_hash=trace.digest(), settings={}, lookahead=ahead)
-    with TraceWriter(path, header) as writer:
+    with TraceWriter(path, header, hashed=trace.hashed) as writer:
         if writer.num_requests != 0:
             raise ValueError(f"{path} already holds a trace")
         writer.append_all(trace)
@@ -166,7 +177,13 @@ def open_trace(path: Path | str) -> RoutingTrace:
     shards = [load_arrays(shard, header.arrays) for shard in shard_paths(path)]
     if not shards:
         raise ValueError(f"{path} holds no shard yet: run its profile again to fill it")
-    return _joined(path, header.fingerprint, shards)
+    return _joined(path, header.fingerprint, shards, _hashed(path))
+
+
+def _hashed(path: Path) -> HashedLayers:
+    """The tables of hash-routed layers of a trace directory."""
+    file = path / HASHED
+    return HashedLayers(**load_arrays(file, {"layers", "expert_ids"})) if file.exists() else NO_HASHED
 
 
 def read_header(path: Path) -> TraceHeader:
@@ -178,20 +195,25 @@ def read_header(path: Path) -> TraceHeader:
 
 def read_shards(path: Path) -> Iterator[RoutingTrace]:
     """Read a trace directory shard by shard, for traces that are larger than memory."""
-    header = read_header(path)
+    header, hashed = read_header(path), _hashed(path)
     for shard in shard_paths(path):
-        yield _joined(shard, header.fingerprint, [load_arrays(shard, header.arrays)])
+        yield _joined(shard, header.fingerprint, [load_arrays(shard, header.arrays)], hashed)
 
 
-def _joined(path: Path, fingerprint: Fingerprint, shards: list[dict[str, np.ndarray]]) -> RoutingTrace:
+def _joined(
+    path: Path, fingerprint: Fingerprint, shards: list[dict[str, np.ndarray]], hashed: HashedLayers
+) -> RoutingTrace:
     joined = {name: np.concatenate([shard[name] for shard in shards]) for name in shards[0]}
     try:
-        return RoutingTrace(
+        trace = RoutingTrace(
             request_offsets=_offsets(joined.pop("request_lengths")),
             prompt_offsets=_offsets(joined.pop("prompt_lengths")),
             fingerprint=fingerprint,
+            hashed=hashed,
             **joined,
         )
+        hashed.check_routing(trace.token_ids, trace.expert_ids)
+        return trace
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 

@@ -2,21 +2,23 @@
 
 Known layouts are: one tensor per expert (`mlp.experts.3.up_proj.weight`, `block_sparse_moe.experts.3.w1.weight`, with
 any suffix: FP8 scales, AWQ and GPTQ parts); packed tensors with E rows (`mlp.experts.gate_up_proj`, its bias, MXFP4
-blocks and scales); and the rows of the router (`gate` or `router`: weight, bias, correction bias). Shared experts have
-no number. Layers for multi-token prediction are not part of a plan and do not change. A tensor that matches no rule but
-may depend on expert numbers is refused by name: a relabelling that is nearly right is wrong.
+blocks and scales); the rows of the router (`gate` or `router`: weight, bias, correction bias); and the table of a
+hash-routed layer (`gate.tid2eid`), whose values are expert numbers. Shared experts have no number. Layers for
+multi-token prediction are not part of a plan and do not change. A tensor that matches no rule but may depend on expert
+numbers is refused by name: a relabelling that is nearly right is wrong.
 """
 
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from semmoe.checkpoint.shards import Tensor
+from semmoe.checkpoint.shards import INTEGERS, Tensor
 
 BLOCK = re.compile(r"(?P<stack>.*?)\blayers\.(?P<layer>\d{1,6})\.(?P<block>\w+)\.(?P<rest>.+)")
 EXPERT = re.compile(r"experts\.(?P<expert>\d{1,6})\.(?P<part>.+)")
 PACKED = re.compile(r"experts\.(?:gate_up_proj|gate_proj|up_proj|down_proj|w13|w1|w2|w3)(?:[._]\w+)*")
 GATE = re.compile(r"(?:gate|router)\.(?P<part>weight|bias|e_score_correction_bias)|(?P<bare>e_score_correction_bias)")
+TABLE = re.compile(r"(?:gate|router)\.tid2eid")
 NUMBERED = re.compile(r"(?:experts|gate|router)\b.*")  # such a tensor must match one of the rules above
 SHARED = re.compile(r"shared_(?:experts?|mlp)\b.*|shared_expert_gate\b.*")
 PREDICTION = re.compile(r"\b(?:mtp|nextn)\b")  # stacks of layers for multi-token prediction
@@ -32,6 +34,7 @@ class MoeLayer:
     parts: dict[int, set[str]] = field(default_factory=dict)  # per expert, suffixes such as "up_proj.weight"
     packed: list[str] = field(default_factory=list)
     gate: dict[str, str] = field(default_factory=dict)  # weight, bias, e_score_correction_bias -> name
+    tables: list[str] = field(default_factory=list)  # of a hash-routed layer: its (V, K) experts of each token id
 
     @property
     def by_row(self) -> list[str]:
@@ -97,6 +100,10 @@ def _sort_in(layer: MoeLayer, name: str, rest: str, tensor: Tensor, num_experts:
         if part in layer.gate:
             raise ValueError(f"{name}: this layer has another router {part}: {layer.gate[part]}")
         layer.gate[part] = name
+    elif TABLE.fullmatch(rest):
+        if tensor.dtype not in INTEGERS or len(tensor.shape) != 2:
+            raise ValueError(f"{name} is {tensor.dtype} of shape {list(tensor.shape)}: not a table of expert numbers")
+        layer.tables.append(name)
     elif PACKED.fullmatch(rest):
         _check_rows(name, tensor, num_experts)
         layer.packed.append(name)

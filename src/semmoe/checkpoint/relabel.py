@@ -7,7 +7,8 @@ ranks and order 2 0 3 1, new expert 0 is old expert 2, so rank 0 (experts 0 and 
     new name or row   1  3  0  2        experts.2.up_proj.weight -> experts.0.up_proj.weight; gate row 2 -> row 0
 
 Where each expert has its own tensors, their bytes stay in place and their names change in the header and the index.
-Packed tensors and the router's rows are copied in the new order. All else is copied without change. Since the router
+Packed tensors and the router's rows are copied in the new order. The values of a hash-routed layer's table are replaced
+by the new numbers. All else is copied without change. Since the router
 and the experts are renumbered alike, the model computes the same; only ties between router scores can be broken
 differently.
 """
@@ -32,6 +33,7 @@ from semmoe.checkpoint.directory import (
     read_object,
     refuse_adapter,
 )
+from semmoe.checkpoint.hashed import relabelled_table
 from semmoe.checkpoint.layout import MoeLayer, find_moe_layers
 from semmoe.checkpoint.shards import Progress, Stage, write_shard
 from semmoe.checkpoint.verify import Verification, verify
@@ -114,7 +116,7 @@ def relabel(
         save_json(staged / RECORD, record)
         written = open_checkpoint(staged)
         verification = verify(source, written, orders, plan.fingerprint, stage)
-    renamed, permuted = len(_renames(layers, orders)), len(_rows(layers, orders))
+    renamed, permuted = len(_renames(layers, orders)), len(_rows(layers, orders)) + len(_tables(layers, orders))
     counts = {"layers": len(layers), "tensors_renamed": renamed, "tensors_permuted": permuted, "bytes": source.nbytes}
     return Relabelled(**counts, left_out=left_out, verification=verification)
 
@@ -180,10 +182,11 @@ def write_relabelled(
 
     orders: (L, E) the old expert at each new number.
     """
-    names, rows = _renames(layers, orders), _rows(layers, orders)
+    names, rows, tables = _renames(layers, orders), _rows(layers, orders), _tables(layers, orders)
     for shard in source.shards:
         inside = {name: order for name, order in rows.items() if name in shard.tensors}
-        write_shard(shard, target / shard.path.name, names, inside, progress)
+        inner = {n: relabelled_table(n, shard.tensors[n], order) for n, order in tables.items() if n in shard.tensors}
+        write_shard(shard, target / shard.path.name, names, inside, progress, inner)
     if source.index is not None:
         files = {names.get(name, name): file for name, file in source.index["weight_map"].items()}
         index = json.dumps(source.index | {"weight_map": files}, indent=2, sort_keys=True)
@@ -205,8 +208,16 @@ def _renames(layers: list[MoeLayer], orders: np.ndarray) -> dict[str, str]:
 
 def _rows(layers: list[MoeLayer], orders: np.ndarray) -> dict[str, np.ndarray]:
     """By tensor, (E,) the old row at each new row, of the tensors whose rows move."""
-    moved = [(m, o) for m, o in zip(layers, orders, strict=True) if (o != np.arange(len(o))).any()]
-    return {name: order for layer, order in moved for name in layer.by_row}
+    return {name: order for layer, order in _moved(layers, orders) for name in layer.by_row}
+
+
+def _tables(layers: list[MoeLayer], orders: np.ndarray) -> dict[str, np.ndarray]:
+    """By table of a hash-routed layer, (E,) the old expert at each new number, where numbers change."""
+    return {name: order for layer, order in _moved(layers, orders) for name in layer.tables}
+
+
+def _moved(layers: list[MoeLayer], orders: np.ndarray) -> list[tuple[MoeLayer, np.ndarray]]:
+    return [(m, o) for m, o in zip(layers, orders, strict=True) if (o != np.arange(len(o))).any()]
 
 
 def _check_quantisation(source: Checkpoint, layers: list[MoeLayer], num_experts: int) -> None:

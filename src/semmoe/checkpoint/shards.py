@@ -31,6 +31,7 @@ TYPES = {  # by their bits
     32: "I32 U32 F32",
     64: "I64 U64 F64 C64",
 }
+INTEGERS = {"U8": "u1", "I8": "i1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}  # that NumPy reads
 BITS = {name: bits for bits, names in TYPES.items() for name in names.split()}
 NO_KERNEL_COPY = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF}
 
@@ -48,6 +49,10 @@ class Tensor:
     def read(self) -> bytes:
         with self.path.open("rb") as file:
             return b"".join(_chunks(file.fileno(), self.nbytes, self.offset))
+
+    def integers(self) -> np.ndarray:
+        """The values of a tensor whose type is one of INTEGERS."""
+        return np.frombuffer(self.read(), INTEGERS[self.dtype]).reshape(self.shape)
 
     def row(self, row: int) -> "Tensor":
         """Row `row` of the leading dimension, which is a whole number of bytes by the rules of the layout."""
@@ -145,24 +150,34 @@ def _check_cover(tensors: dict[str, Tensor], start: int, size: int) -> None:
 
 
 def write_shard(
-    source: Shard, target: Path, names: dict[str, str], orders: dict[str, np.ndarray], progress: Progress
+    source: Shard,
+    target: Path,
+    names: dict[str, str],
+    orders: dict[str, np.ndarray],
+    progress: Progress,
+    contents: dict[str, bytes] | None = None,
 ) -> None:
     """Copy `source` to `target` with some tensors renamed and the rows of some reordered; all other bytes are the same.
 
-    names: new name by old name. orders: by old name, (E,) the old row that each new row holds.
+    names: new name by old name. orders: by old name, (E,) the old row that each new row holds. contents: by old name,
+    the bytes to write instead of the tensor's, equally many.
     """
+    contents = contents or {}
     header = _header(source, names)
     shift = len(header) - source.data_start  # the data moves because names differ in length
     with source.path.open("rb") as old, target.open("wb") as new:
         _write_at(new.fileno(), header, 0)
         progress(source.data_start)
-        for at, count in _ranges(source, orders):
+        for at, count in _ranges(source, [*orders, *contents]):
             copy_bytes(old.fileno(), new.fileno(), count, at, at + shift, progress)
         for name, order in orders.items():
             tensor = source.tensors[name]
             for p, e in enumerate(order.tolist()):
                 row, to = tensor.row(e), tensor.row(p).offset + shift
                 copy_bytes(old.fileno(), new.fileno(), row.nbytes, row.offset, to, progress)
+        for name, data in contents.items():
+            _write_at(new.fileno(), data, source.tensors[name].offset + shift)
+            progress(len(data))
 
 
 def _header(source: Shard, names: dict[str, str]) -> bytes:
@@ -177,10 +192,10 @@ def _header(source: Shard, names: dict[str, str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _ranges(source: Shard, orders: dict[str, np.ndarray]) -> list[tuple[int, int]]:
-    """(offset, bytes) of the stretches between reordered tensors, which are copied without change."""
+def _ranges(source: Shard, changed: list[str]) -> list[tuple[int, int]]:
+    """(offset, bytes) of the stretches between changed tensors, which are copied without change."""
     ends = [source.data_start]
-    for tensor in sorted((source.tensors[name] for name in orders), key=lambda t: t.offset):
+    for tensor in sorted((source.tensors[name] for name in changed), key=lambda t: t.offset):
         ends += [tensor.offset, tensor.offset + tensor.nbytes]
     ends.append(source.nbytes)
     return [(first, last - first) for first, last in zip(ends[::2], ends[1::2], strict=True) if last > first]

@@ -2,7 +2,8 @@
 
 On a sample of MoE layers the old and the new router see the same random hidden states: the new router must choose the
 renumbered experts that the old router chose, and each new expert must have the same bytes as the old one. The experts
-are not computed: in any number format, equal bytes give equal results.
+are not computed: in any number format, equal bytes give equal results. The tables of hash-routed layers are compared
+whole, at every layer.
 """
 
 from dataclasses import dataclass
@@ -33,15 +34,19 @@ class Router:
 
     weight: np.ndarray  # (E, H)
     bias: np.ndarray  # (E,)
-    correction: np.ndarray | None  # (E,) added to sigmoid scores for the choice only (DeepSeek-V3)
+    correction: np.ndarray | None  # (E,) added to scores for the choice only (DeepSeek-V3 and V4)
     top_k: int
     num_groups: int
     top_groups: int
+    scoring: str = "sigmoid"  # of a router with a correction; "sqrtsoftplus" in DeepSeek-V4
 
     def scores(self, hidden: np.ndarray) -> np.ndarray:
         """(T, H) -> (T, E): the scores by which experts are chosen; the highest win."""
         logits = hidden @ self.weight.T + self.bias
-        return logits if self.correction is None else 1 / (1 + np.exp(-logits)) + self.correction
+        if self.correction is None:
+            return logits
+        positive = np.sqrt(np.logaddexp(0, logits)) if self.scoring == "sqrtsoftplus" else 1 / (1 + np.exp(-logits))
+        return positive + self.correction
 
     def choose(self, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(T, E) -> chosen (T, E) bool, and (T,) the margin of the last chosen expert over the best one left out."""
@@ -74,6 +79,8 @@ def verify(old: Checkpoint, new: Checkpoint, orders: np.ndarray, f: Fingerprint,
     layers = _same_layers(old, new, f)
     sample = sorted({0, len(layers) // 2, len(layers) - 1} if len(layers) > SAMPLED_LAYERS + 1 else range(len(layers)))
     progress = stage("verifying", sum(_layer_bytes(old, layers[i]) for i in sample))
+    for layer, order in zip(layers, orders, strict=True):
+        _check_tables(old, new, layer, order)
     ties = 0
     for i in sample:
         ties += _check_routing(old, new, layers[i], orders[i], f)
@@ -119,10 +126,22 @@ def _check_routing(old: Checkpoint, new: Checkpoint, layer: MoeLayer, order: np.
     return int((~clear).sum())
 
 
+def _check_tables(old: Checkpoint, new: Checkpoint, layer: MoeLayer, order: np.ndarray) -> None:
+    """Every new number in a table must stand for the old expert."""
+    for name in layer.tables:
+        numbers = new.tensors[name].integers()
+        inside = bool(((numbers >= 0) & (numbers < len(order))).all())
+        same = inside and np.array_equal(order[numbers], old.tensors[name].integers())
+        _expect(same, f"{name} sends token ids to other experts")
+
+
 def _router(checkpoint: Checkpoint, layer: MoeLayer, f: Fingerprint) -> Router:
     parts = {part: to_float(checkpoint.tensors[name]) for part, name in layer.gate.items()}
-    kept = config_count(checkpoint.config, "topk_group") or f.num_groups
+    kept, scoring = config_count(checkpoint.config, "topk_group") or f.num_groups, checkpoint.config.get("scoring_func")
+    if scoring == "sqrtsoftplus" and "bias" in parts:  # DeepSeek-V4 calls its correction by this name
+        parts["e_score_correction_bias"] = parts.pop("bias")
     return Router(
+        scoring=str(scoring),
         weight=parts["weight"].reshape(f.num_experts, -1),
         bias=parts.get("bias", np.zeros(f.num_experts)),
         correction=parts.get("e_score_correction_bias"),

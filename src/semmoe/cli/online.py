@@ -56,8 +56,8 @@ def profile(
 
     Example: `semmoe profile MODEL --dataset chats.jsonl.gz --limit 500 --max-new-tokens 64 --out trace`
     """
+    from semmoe.checkpoint.hashed import read_hashed
     from semmoe.dataset import check_token_ids, digest
-    from semmoe.engines.lookahead import most_planes
     from semmoe.engines.transformers import model as models
     from semmoe.files import check_output
     from semmoe.trace import TraceHeader, TraceWriter
@@ -69,9 +69,9 @@ def profile(
     stated = {"decode": asked.max_new_tokens, "max_prompt_tokens": asked.max_prompt_tokens}
     identity = models.fingerprint_of(model)
     check_token_ids(prompts, identity.vocab_size)
-    planes = most_planes(identity) if asked.lookahead else 0
+    planes = models.lookahead_planes(model, identity) if asked.lookahead else 0
     header = TraceHeader(fingerprint=identity, dataset_hash=digest(prompts), settings=stated, lookahead=planes)
-    with TraceWriter(out, header) as writer, console.bars() as bars:
+    with TraceWriter(out, header, hashed=read_hashed(model, identity)) as writer, console.bars() as bars:
         if writer.num_requests:
             console.err.print(f"resuming: {writer.num_requests} of {len(prompts)} requests are recorded")
         advance = bars.task("profiling", len(prompts))

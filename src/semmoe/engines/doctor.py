@@ -136,11 +136,14 @@ def examine_plan(path: Path, model: str | None, engines: tuple[str, ...]) -> Pla
 
 def _supported(engine: str, plan: Plan, model: str | None) -> tuple[list[str], list[str]]:
     """Refusals and cautions of the table of supported features for an engine without options of its own."""
-    if model is None or engine not in support.FAMILIES:
+    if model is None or engine not in (*support.FAMILIES, "transformers"):
         return [], []
     from semmoe.checkpoint.directory import read_config
 
-    use = support.use_of(engine, read_config(Path(model)), plan)
+    config = read_config(Path(model))
+    if engine == "transformers":
+        return support.embedded_problems(config, plan.topology), []
+    use = support.use_of(engine, config, plan)
     return support.problems(use), support.cautions(use)
 
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from semmoe.runtime.shuffler import by_weight
-from semmoe.topology import Fingerprint
 
 # Norm and router of a layer: rows (n, H) -> expert ids (n, W) and their weights (n, W), in any order.
 Ask = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -41,11 +40,6 @@ class Lookahead:
 
 
 NO_LOOKAHEAD = Lookahead((), 0)
-
-
-def most_planes(fingerprint: Fingerprint) -> int:
-    """How many ids are asked for, per expert that a token chooses: the second half is often chosen in the end."""
-    return 2 if 2 * fingerprint.top_k <= fingerprint.num_experts else 1
 
 
 def logits_of(gate: Any, rows: Tensor) -> Tensor:

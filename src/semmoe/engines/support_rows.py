@@ -44,6 +44,7 @@ NAMES = {
     "qwen3_moe": "Qwen3-MoE",
     "deepseek_v2": "DeepSeek-V2",
     "deepseek_v3": "DeepSeek-V3 and Moonlight",
+    "deepseek_v4": "DeepSeek-V4",
     "mixtral": "Mixtral",
     "olmoe": "OLMoE",
     "gpt_oss": "GPT-OSS",
@@ -74,6 +75,9 @@ _UNPLACED = _no(
     "SGLang's GPT-OSS has no expert all-to-all, and its loader places no experts: give --engine vllm, or "
     "serve a checkpoint of `semmoe apply`"
 )
+_NO_CPU = "DeepSeek-V4 was not run on a plan, since {} and no GPU was at hand: " + INSTEAD
+_V4_SGLANG = _no(_NO_CPU.format("SGLang's attention for it needs CUDA streams"))
+_V4_VLLM = _no(_NO_CPU.format("vLLM's attention for it needs AMX and Triton on a CPU"))
 FAMILIES: dict[str, dict[str, Family]] = {
     "sglang": {
         "qwen3_moe": _all("tests/engines/sglang/test_server.py"),
@@ -83,6 +87,7 @@ FAMILIES: dict[str, dict[str, Family]] = {
         "glm4_moe": _all(_SGLANG),
         "olmoe": Family(*[_ONE_RANK] * 4),
         "gpt_oss": Family(*[_UNPLACED] * 4),
+        "deepseek_v4": Family(*[_V4_SGLANG] * 4),
     },
     "vllm": {
         "qwen3_moe": _all("tests/engines/vllm/test_server.py"),
@@ -92,6 +97,7 @@ FAMILIES: dict[str, dict[str, Family]] = {
         "gpt_oss": _all(_VLLM),
         "deepseek_v2": _all(_VLLM),
         "deepseek_v3": _all(_VLLM),
+        "deepseek_v4": Family(*[_V4_VLLM] * 4),
     },
 }
 

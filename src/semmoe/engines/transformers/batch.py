@@ -4,9 +4,12 @@ import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
+
+from semmoe.engines.transformers.model import takes_padding
 
 
 @dataclass
@@ -96,9 +99,12 @@ def cache_name(model: PreTrainedModel) -> str:
     return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
 
 
-def cut(prompts: Sequence[Sequence[int]], size: int, max_new_tokens: int, eos_ids: frozenset[int]) -> Iterator[Batch]:
-    for start in range(0, len(prompts), size):
-        yield Batch(prompts[start : start + size], max_new_tokens, eos_ids)
+def cut(prompts: Sequence[Sequence[int]], size: int, max_new_tokens: int, model: PreTrainedModel) -> Iterator[Batch]:
+    """Batches of at most `size` requests in order; of one length where padding would change what the model computes."""
+    runs = [prompts] if takes_padding(model.config) else [list(run) for _, run in groupby(prompts, len)]
+    for run in runs:
+        for start in range(0, len(run), size):
+            yield Batch(run[start : start + size], max_new_tokens, eos_ids(model))
 
 
 def eos_ids(model: PreTrainedModel) -> frozenset[int]:

@@ -16,9 +16,11 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from semmoe.checkpoint.directory import read_config
 from semmoe.core import Plan
 from semmoe.dataset import check_token_ids
-from semmoe.engines.transformers.batch import Batch, cut, eos_ids, step
+from semmoe.engines.support import embedded_problems
+from semmoe.engines.transformers.batch import Batch, cut, step
 from semmoe.engines.transformers.model import load_model
 from semmoe.engines.transformers.parallel import ParallelModel, check_exchange
 from semmoe.engines.transformers.planned import PlannedModel
@@ -104,6 +106,9 @@ def generate(
     sizes = {set_up.plan.topology.ep_size for set_up in set_ups}
     if len(sizes) != 1:
         raise ValueError(f"configurations of one run must have one ep_size, not {sorted(sizes)}")
+    config = read_config(Path(model_path))
+    for problem in (line for set_up in set_ups for line in embedded_problems(config, set_up.plan.topology)):
+        raise ValueError(problem)
     check_token_ids(prompts, set_ups[0].plan.fingerprint.vocab_size)
     with tempfile.TemporaryDirectory(prefix="semmoe-") as scratch:
         job = _Job(model_path, [list(map(int, p)) for p in prompts], list(set_ups), settings, scratch)
@@ -212,7 +217,7 @@ class _Answer:
 
 def _decode(parallel: PlannedModel, prompts, topology: Topology, settings: GenerateSettings, progress) -> list[_Answer]:
     """Decode this group's requests batch by batch, then keep computing experts for other groups' tokens."""
-    batches = list(cut(prompts, settings.batch_size, settings.max_new_tokens, eos_ids(parallel.model)))
+    batches = list(cut(prompts, settings.batch_size, settings.max_new_tokens, parallel.model))
     queue: list[Batch] = list(batches)
     while True:
         working = torch.tensor([int(bool(queue))], device=parallel.model.device)

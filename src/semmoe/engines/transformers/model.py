@@ -56,6 +56,16 @@ def moe_layers(model: PreTrainedModel) -> list[nn.Module]:
     return [block for block in blocks if isinstance(getattr(block, "experts", None), nn.Module)]
 
 
+def lookahead_planes(path: str, model: Fingerprint) -> int:
+    """Look-ahead ids to record per expert that a token chooses: of the second K, many are chosen in the end.
+
+    Raises ValueError for a model whose routers cannot be asked ahead of time.
+    """
+    if keeps_streams(AutoConfig.from_pretrained(path, local_files_only=True)):
+        raise ValueError(f"{path}: its residual is a stack of streams, which no router reads ahead: omit --lookahead")
+    return 2 if 2 * model.top_k <= model.num_experts else 1
+
+
 def router_lookahead(model: PreTrainedModel, planes: int) -> Lookahead:
     """The norms and routers of the MoE layers but the first. Raises ValueError for a layer that has another router."""
     width = planes * model.config.num_experts_per_tok
@@ -75,6 +85,16 @@ def _ask(layer: nn.Module, width: int) -> Ask:
         return ids, weights
 
     return ask
+
+
+def keeps_streams(config: PreTrainedConfig) -> bool:
+    """Whether the residual is a stack of streams (hyper-connections), which only the model's own layers can mix."""
+    return getattr(config, "hc_mult", None) is not None
+
+
+def takes_padding(config: PreTrainedConfig) -> bool:
+    """Whether padding on the left changes nothing: it shifts the windows of keys that attention compresses."""
+    return not any("compressed" in kind for kind in getattr(config, "layer_types", None) or ())
 
 
 def architecture_hash(config: PreTrainedConfig) -> str:

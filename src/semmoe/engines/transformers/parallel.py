@@ -3,6 +3,8 @@
 `exchange="all-to-all"` runs every decoder layer as described in `planned`. "two-level" is an all-to-all that sends a
 row once to each node and forwards it there. "all-reduce" is expert parallelism without all-to-all, the baseline for
 attention-TP: every rank computes its own experts for all rows, and two all-reduces sum the results.
+
+A model with hyper-connections keeps its own decoder layers, which attention-DP allows: only its experts are replaced.
 """
 
 from collections import Counter
@@ -16,7 +18,7 @@ from transformers import PreTrainedModel
 from semmoe.copychoice import copy_choice
 from semmoe.core import Plan
 from semmoe.engines.transformers.attention import shard_attention
-from semmoe.engines.transformers.model import decoder_layers, moe_layers
+from semmoe.engines.transformers.model import decoder_layers, keeps_streams, moe_layers
 from semmoe.engines.transformers.planned import PlannedModel, bind, check_layout
 from semmoe.metrics import Traffic, layer_traffic, no_traffic
 from semmoe.runtime.agreement import check_agreement
@@ -107,6 +109,10 @@ class ParallelModel(PlannedModel):
         blocks = moe_layers(self.model)
         physical = self.plan.placement.physical_to_logical_map.reshape(len(blocks), self.comm.size, -1)
         self._experts = [LocalExperts(b.experts, physical[i, self.comm.rank]) for i, b in enumerate(blocks)]
+        if keeps_streams(self.model.config) and self.attention_comm.size == 1:
+            for i, block in enumerate(blocks):
+                block.experts.forward = bind(self._experts_of_real_rows, i)
+            return
         reduces = exchange == "all-reduce"
         run = self._layer_all_reduce if reduces else self._layer_all_to_all
         exchange_experts = self._expert_all_reduce if reduces else self._expert_all_to_all
@@ -140,6 +146,12 @@ class ParallelModel(PlannedModel):
             return combine(self.comm, self._compute(index, flight.received()), flight.handle)
         local = self._compute(index, flight.local())
         return combine_parts(self.comm, local, self._compute(index, flight.remote()), flight.handle)
+
+    def _experts_of_real_rows(self, index: int, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor):
+        """Replaces the experts' forward where the model's own layer passes padding too, which is not sent: zeros."""
+        out, real = torch.zeros_like(hidden), self._real_rows
+        out[real] = self._expert_all_to_all(index, hidden[real], expert_ids[real], weights[real])
+        return out
 
     def _ranks(self, index: int, expert_ids: torch.Tensor, source: int) -> tuple[np.ndarray, np.ndarray]:
         """(n, K) the rank that computes each chosen expert for tokens on rank `source`, and (n,) that rank."""

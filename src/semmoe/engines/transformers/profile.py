@@ -20,9 +20,9 @@ def profile(
     model: the folder of a checkpoint. A run that was stopped resumes where it ended.
     Raises ValueError for a model without experts, and where `out` holds the trace of other prompts.
     """
+    from semmoe.checkpoint.hashed import read_hashed
     from semmoe.dataset import Prompt, digest, encode
-    from semmoe.engines.lookahead import most_planes
-    from semmoe.engines.transformers.model import fingerprint_of, load_model
+    from semmoe.engines.transformers.model import fingerprint_of, load_model, lookahead_planes
     from semmoe.engines.transformers.recorder import record_prompts
     from semmoe.engines.transformers.tokenizer import load_tokenizer
 
@@ -31,9 +31,9 @@ def profile(
     ids = encode(texts[: settings.limit or None], load_tokenizer(model), settings.max_prompt_tokens)
     stated = {"decode": settings.max_new_tokens, "max_prompt_tokens": settings.max_prompt_tokens}
     identity = fingerprint_of(model)
-    planes = most_planes(identity) if settings.lookahead else 0
+    planes = lookahead_planes(model, identity) if settings.lookahead else 0
     header = TraceHeader(fingerprint=identity, dataset_hash=digest(ids), settings=stated, lookahead=planes)
-    with TraceWriter(Path(out), header) as writer:
+    with TraceWriter(Path(out), header, hashed=read_hashed(model, identity)) as writer:
         progress(writer.num_requests)
         record_prompts(
             load_model(model),

@@ -14,11 +14,18 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from semmoe.checkpoint.hashed import read_hashed
 from semmoe.core import DECODE, PREFILL, RoutingTrace
 from semmoe.dataset import check_token_ids, digest
-from semmoe.engines.lookahead import Lookahead, most_planes
-from semmoe.engines.transformers.batch import Batch, cut, eos_ids, step
-from semmoe.engines.transformers.model import decoder_layers, fingerprint_of, moe_layers, router_lookahead
+from semmoe.engines.lookahead import Lookahead
+from semmoe.engines.transformers.batch import Batch, cut, step
+from semmoe.engines.transformers.model import (
+    decoder_layers,
+    fingerprint_of,
+    lookahead_planes,
+    moe_layers,
+    router_lookahead,
+)
 from semmoe.trace import TraceHeader, TraceWriter, open_trace
 
 
@@ -104,7 +111,7 @@ def record_prompts(
     remaining = prompts[writer.num_requests :]
     planes = writer.header.lookahead
     with recorder_of(model, planes) if planes else recorder_of(model) as recorder:
-        for batch in cut(remaining, batch_size, max_new_tokens, eos_ids(model)):
+        for batch in cut(remaining, batch_size, max_new_tokens, model):
             for request in _profile_batch(model, batch, recorder):
                 writer.append(**request)
             progress(len(batch.prompts))
@@ -120,9 +127,9 @@ def record(
 ) -> RoutingTrace:
     """Record the prefill of prompts by a model loaded from `model_path`; returns the trace, which is in `folder`."""
     identity = fingerprint_of(model_path)
-    planes = most_planes(identity) if lookahead else 0
+    planes = lookahead_planes(model_path, identity) if lookahead else 0
     header = TraceHeader(fingerprint=identity, dataset_hash=digest(prompts), settings={}, lookahead=planes)
-    with TraceWriter(folder, header) as writer:
+    with TraceWriter(folder, header, hashed=read_hashed(model_path, identity)) as writer:
         progress(writer.num_requests)
         record_prompts(model, prompts, writer, progress=progress)
     return open_trace(folder)

@@ -79,7 +79,8 @@ def _smallest_margin(model, prompt, reference: list[int], output: list[int]) -> 
         logits_of.append((out[0] if isinstance(out, tuple) else out).reshape(-1, experts)[-1:])
 
     routers = [next(m for n, m in block.named_children() if n in ("gate", "router")) for block in moe_layers(model)]
-    hooks = [router.register_forward_hook(keep) for router in routers]
+    scored = [router for router in routers if not hasattr(router, "tid2eid")]  # a table of token ids knows no ties
+    hooks = [router.register_forward_hook(keep) for router in scored]
     try:
         ids = torch.tensor([[*prompt, *reference[:common]]], device=model.device)
         logits = model(input_ids=ids, use_cache=False).logits[0, -1]

@@ -1,0 +1,210 @@
+"""DeepSeek-V4, whose first layers are hash-routed and whose residual is several streams, through the whole line."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from models import build
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from semmoe.checkpoint import relabel as relabelling
+from semmoe.checkpoint.hashed import read_hashed
+from semmoe.checkpoint.relabel import relabel
+from semmoe.cli import app
+from semmoe.core import Placement
+from semmoe.engines.doctor import examine_plan
+from semmoe.engines.transformers import generate as gen
+from semmoe.engines.transformers import model as models
+from semmoe.engines.transformers import verify
+from semmoe.engines.transformers.batch import cut
+from semmoe.engines.transformers.planned import check_layout
+from semmoe.engines.transformers.recorder import record
+from semmoe.placement.linear import vanilla_plan
+from semmoe.plan import save_plan
+from semmoe.replayer import replay
+from semmoe.settings import CoclusterSettings, GenerateSettings, ReplaySettings, SolveSettings
+from semmoe.solver import solve
+from semmoe.topology import Topology
+from semmoe.trace import open_trace
+
+SETTINGS = GenerateSettings(max_new_tokens=6, batch_size=3)
+EASY = SolveSettings(cocluster=CoclusterSettings(starts=1, steps=10))
+DP = Topology.for_attention("dp", 2)
+
+
+def prompts(seed, count=8, longest=24):
+    """Random prompts, some of one length, one of a single token."""
+    rng = np.random.default_rng(seed)
+    return [
+        rng.integers(1, 4096, size).tolist() for size in [1, *np.sort(rng.integers(2, longest, count - 1) // 4 * 4 + 2)]
+    ]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return build("deepseek_v4", tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="module")
+def trace(checkpoint, tmp_path_factory):
+    model = models.load_model(checkpoint)
+    return record(model, checkpoint, prompts(0, 24), tmp_path_factory.mktemp("profile") / "trace")
+
+
+def test_the_tables_of_a_profile_are_the_models(checkpoint, trace):
+    assert trace.hashed.layers.tolist() == [0, 1]
+    for block, table in zip(models.moe_layers(models.load_model(checkpoint))[:2], trace.hashed.expert_ids, strict=True):
+        assert (block.gate.tid2eid.numpy() == table).all()
+    assert len(np.unique(trace.hashed.expert_ids)) == 8
+
+
+def test_a_model_without_such_layers_has_no_tables(tmp_path):
+    path = build("qwen3_moe", tmp_path)
+    assert len(read_hashed(path, models.fingerprint_of(path)).layers) == 0
+    (tmp_path / "qwen3_moe/model.safetensors").rename(tmp_path / "qwen3_moe/pytorch_model.bin")
+    assert len(read_hashed(path, models.fingerprint_of(path)).layers) == 0
+
+
+def reordered(f):
+    """A plan of another order in every layer."""
+    rng = np.random.default_rng(1)
+    rows = np.stack([rng.permutation(8) for _ in range(4)]).astype(np.int32)
+    return replace(vanilla_plan(f, DP), placement=Placement(physical_to_logical_map=rows, num_experts=8, ep_size=2))
+
+
+def run_dp(path, plan, asked):
+    model = models.load_model(path)
+    reference = verify.plain_generate(model, asked, SETTINGS)
+    result = gen.generate(path, asked, [gen.Configuration(name="dp", plan=plan)], SETTINGS)[0]
+    return result, verify.compare_outputs(model, asked, reference, result.outputs)
+
+
+def check_counts(result, plan):
+    """Bytes and rows are those of the tokens that are real, once each."""
+    f = plan.fingerprint
+    rows, row = result.remote_ranks_per_token * result.forward_tokens * f.num_layers, f.hidden_size * 4
+    assert rows == pytest.approx(round(rows))
+    assert rows > 0
+    assert result.sent_bytes["combine"] == pytest.approx(rows * row)
+    assert result.sent_bytes["dispatch"] == pytest.approx(rows * (row + f.top_k * (4 + 4)))
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_generation_on_a_plan_gives_the_plain_models_tokens(checkpoint, trace):
+    plan = solve(trace, DP, replace(EASY, redundant_experts=2))
+    assert (plan.placement.physical_to_logical_map != np.arange(10) % 8).any()
+    result, agreement = run_dp(checkpoint, plan, prompts(1))
+    assert agreement.holds, agreement
+    assert agreement.identical >= len(prompts(1)) - 1
+    check_counts(result, plan)
+
+
+@pytest.mark.dist
+def test_padding_is_neither_sent_nor_counted(tmp_path):
+    """Without compressed attention prompts of any length share a batch, and the model's own layers see padding."""
+    path = build("deepseek_v4", tmp_path, layer_types=["sliding_attention"] * 4)
+    assert models.takes_padding(models.load_model(path).config)
+    uneven = sorted(prompts(2), key=lambda prompt: prompt[0])
+    plan = reordered(models.fingerprint_of(path))
+    result, agreement = run_dp(path, plan, uneven)
+    assert agreement.holds, agreement
+    check_counts(result, plan)
+
+
+def test_batches_hold_one_length_where_padding_would_shift_windows(checkpoint):
+    lengths = [3, 3, 3, 5, 3]
+    batches = cut([[7] * n for n in lengths], 2, 4, models.load_model(checkpoint))
+    assert [[len(prompt) for prompt in batch.prompts] for batch in batches] == [[3, 3], [3], [5], [3]]
+
+
+@pytest.mark.parametrize(("attention", "ranks", "groups"), [("tp", 2, None), ("hybrid", 4, 2)])
+def test_attention_tp_is_refused_before_anything_loads(attention, ranks, groups, checkpoint, tmp_path, monkeypatch):
+    plan = vanilla_plan(models.fingerprint_of(checkpoint), Topology.for_attention(attention, ranks, groups))
+    monkeypatch.setattr(gen, "run_ranks", lambda *a, **k: pytest.fail("processes were started"))
+    with pytest.raises(ValueError, match=r"hyper-connections.*attention dp only") as error:
+        gen.generate(checkpoint, prompts(1), [gen.Configuration(name="x", plan=plan)], SETTINGS)
+    assert "\n" not in str(error.value)
+    save_plan(plan, tmp_path / "plan")
+    assert str(error.value) in examine_plan(tmp_path / "plan", checkpoint, ("transformers",)).problems
+    assert examine_plan(tmp_path / "plan", checkpoint, ("transformers", "vllm")).problems == []
+
+
+def test_layers_with_hyper_connections_are_never_run_as_others(checkpoint):
+    layer = models.decoder_layers(models.load_model(checkpoint))[0]
+    with pytest.raises(ValueError, match="DeepseekV4DecoderLayer has hyper-connections"):
+        check_layout(layer)
+
+
+@torch.inference_mode()
+def logits(path):
+    ids = torch.randint(1, 4096, (2, 24), generator=torch.Generator().manual_seed(1))
+    return models.load_model(str(path))(ids).logits
+
+
+def test_negative_control_a_table_left_alone_is_another_model(checkpoint, trace, tmp_path, monkeypatch):
+    relabel(reordered(trace.fingerprint), checkpoint, tmp_path / "right")
+    expected = logits(checkpoint)
+    torch.testing.assert_close(logits(tmp_path / "right"), expected, rtol=1e-4, atol=1e-3)
+    relabel(reordered(trace.fingerprint), checkpoint, tmp_path / "wrong")
+    tensors = load_file(tmp_path / "wrong/model.safetensors")
+    old = load_file(checkpoint + "/model.safetensors")
+    tables = [name for name in old if name.endswith("tid2eid")]
+    assert len(tables) == 2
+    save_file(tensors | {name: old[name] for name in tables}, tmp_path / "wrong/model.safetensors", {"format": "pt"})
+    assert (logits(tmp_path / "wrong").argmax(-1) != expected.argmax(-1)).float().mean() > 0.1
+    monkeypatch.setattr(relabelling, "_tables", lambda layers, orders: {})
+    with pytest.raises(RuntimeError, match=r"gate\.tid2eid sends token ids to other experts"):
+        relabel(reordered(trace.fingerprint), checkpoint, tmp_path / "refused")
+    assert not (tmp_path / "refused").exists()
+
+
+def test_a_relabelled_models_profile_is_the_plans(checkpoint, trace, tmp_path):
+    """New numbers in table, gate and experts: what is recorded is the old routing in the new numbers."""
+    plan = reordered(trace.fingerprint)
+    relabel(plan, checkpoint, tmp_path / "new")
+    model = models.load_model(str(tmp_path / "new"))
+    renumbered = record(model, str(tmp_path / "new"), prompts(0, 24), tmp_path / "trace")
+    order = plan.placement.physical_to_logical_map
+    assert (order[np.arange(4)[:, None], renumbered.expert_ids] == trace.expert_ids).mean() > 0.999  # near-ties
+    both = zip(order, renumbered.hashed.expert_ids, trace.hashed.expert_ids, strict=False)
+    assert all((new_to_old[new] == old).all() for new_to_old, new, old in both)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_the_whole_line_on_the_command_line(checkpoint, tmp_path):
+    rng = np.random.default_rng(3)
+    words = ["the", "of", "a", "to", "in", "is", "for", "that", "with", "on", "by", "this", "from", "or", "an"]
+    texts = [" ".join(rng.choice(words, rng.integers(3, 20))) for _ in range(40)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    trace, plan, out = (str(tmp_path / name) for name in ("trace", "plan", "relabelled"))
+    data = ["--dataset", str(tmp_path / "prompts.jsonl")]
+
+    def run(*arguments, code=0):
+        result = CliRunner().invoke(app, [*arguments, "--json"])
+        assert result.exit_code == code, result.output
+        return json.loads(result.stdout)
+
+    run("profile", checkpoint, *data, "--max-new-tokens", "4", "--out", trace)
+    assert len(open_trace(trace).hashed.layers) == 2
+    run("solve", trace, "--attention", "dp", "--ep-size", "2", "--quick", "--out", plan)
+    run("replay", trace, "--plan", plan)
+    told = run("generate", checkpoint, "--plan", plan, *data, "--limit", "10", "--max-new-tokens", "5", "--verify")
+    assert told["identical"]
+    run("apply", plan, "--model", checkpoint, "--to", "checkpoint", "--out", out)
+    placed = run("apply", plan, "--model", checkpoint, "--to", "sglang", "--out", str(tmp_path / "location.json"))
+    assert "--init-expert-location" in placed["flags"]
+    assert run("generate", out, *data, "--limit", "4", "--max-new-tokens", "4", "--attention", "dp", "--ep-size", "2")
+
+
+def test_a_profile_serves_attention_tp_of_other_engines(trace):
+    """A plan for attention-TP knows the hash-routed layers of tokens that no prompt held."""
+    plan = solve(trace, Topology.for_attention("tp", 2), EASY)
+    result = replay(trace, plan, ReplaySettings(batch_tokens=128))
+    lar = [traffic.lar for traffic in result.layers]
+    np.testing.assert_allclose(result.predicted_lar[:2], lar[:2], rtol=1e-12)
+    assert len(plan.tokens.token_rows) == 4097 == plan.tokens.token_scores.shape[1]
