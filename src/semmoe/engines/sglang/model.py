@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
-from sglang.srt.layers.moe.topk import TopK, select_experts
+from sglang.srt.layers.moe.topk import TopK, TopKOutputFormat
 from sglang.srt.layers.moe.utils import get_moe_a2a_backend
 from sglang.srt.runtime_context import get_parallel, get_resources, get_schedule
 from sglang.srt.state_capturer.base import BaseTopkCapturer
 
 from semmoe.core import Plan
-from semmoe.engines.lookahead import Ask, Lookahead, gate_of, logits_of
+from semmoe.engines.lookahead import Ask, Lookahead, asking_for, gate_of, logits_of
 from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.fused import PeerBuffers, symmetric_buffers
 from semmoe.runtime.shuffler import lookahead_of
@@ -67,12 +67,16 @@ def lookahead(model: torch.nn.Module, planes: int, top_k: int) -> Lookahead:
 def _ask(norm: Any, layer: torch.nn.Module, width: int) -> Ask:
     block: Any = next(module for module in layer.modules() if isinstance(getattr(module, "topk", None), TopK))
     gate, config = gate_of(block), block.topk.topk_config
-    wide = width + config.num_shared_topk_slots
-    asked = replace(config, top_k=wide, output_format=None, allow_routed_experts_capture=False)
+    wide, plain = width + config.num_shared_topk_slots, TopKOutputFormat.STANDARD
+    topk = asking_for(block.topk, width)
+    topk.topk_config = replace(config, top_k=wide, output_format=plain, allow_routed_experts_capture=False)
+    topk.is_draft = True  # names logical experts, since those of a draft model are in no plan
+    topk.enable_waterfill, topk.waterfill_balancer = False, None
+    topk._forward_method = None  # bound to the router that it is a copy of
 
     def ask(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         normed = norm(rows)
-        chosen = select_experts(normed, logits_of(gate, normed), asked)  # logical ids, since it is told no places
+        chosen = topk(normed, logits_of(gate, normed))
         return chosen.topk_ids[:, :width], chosen.topk_weights[:, :width]
 
     return ask

@@ -1,0 +1,25 @@
+"""Asking routers ahead of time in SGLang, on the host and with static shapes: outputs stay, more pairs are local."""
+
+import time
+
+from lookahead_tests import blind_plan, local_share
+from offline import engine
+
+from semmoe.demo import MODEL
+from semmoe.topology import Topology
+
+
+def run(prompts, plan, folder, **settings) -> tuple[list[list[int]], float]:
+    """Tokens of every prompt, and the share of local pairs."""
+    with engine(str(MODEL), Topology(ep_size=2), folder, plan, **settings) as running:
+        tokens = [done.token_ids for done in running.complete(prompts, 8)]
+        time.sleep(2.5)  # counters are published once a second
+        return tokens, local_share(folder)
+
+
+def test_names_keep_more_pairs_local(plans, prompts, reference, tmp_path):
+    looking, share = run(prompts, plans["tp2"], tmp_path / "looking")
+    static, on_device = run(prompts, plans["tp2"], tmp_path / "static", static="1")
+    blind, without = run(prompts, blind_plan(plans, tmp_path), tmp_path / "without")
+    assert looking == static == blind == reference
+    assert min(share, on_device) > without + 0.005
