@@ -81,6 +81,16 @@ def offline(profile: RoutingTrace, held_out: RoutingTrace, ep_size: int, redunda
     return rows
 
 
+def named(trace: RoutingTrace) -> dict[str, list[float]]:
+    """The share of the experts that tokens choose at each layer but the first that is named ahead, by K and by all ids."""
+    assert trace.lookahead_ids is not None
+    chosen = trace.expert_ids[:, 1:, :, None]
+    hits = chosen == trace.lookahead_ids[:, :, None, :]
+    K = trace.fingerprint.top_k
+    found = {"K ids": hits[..., :K], "all ids": hits}
+    return {name: one.any(axis=3).mean(axis=(0, 2)).tolist() for name, one in found.items()}
+
+
 def live(model: Any, profile: RoutingTrace, prompts: list[list[int]], settings: GenerateSettings) -> dict[str, Any]:
     """Both plans on four processes."""
     solved, reference = plans(profile, RANKS, 0), plain_generate(model, prompts, settings)
@@ -131,6 +141,10 @@ def main() -> None:
     f = profile.fingerprint
     print(f"{f.model}: {f.num_layers} layers, top-{f.top_k} of {f.num_experts}; {profile.num_tokens:,} tokens "
           f"profiled, {evaluation.num_tokens:,} held out; batches of {BATCH:,}; {platform.machine()}")  # fmt: skip
+    hits = named(evaluation)
+    for name, by_layer in hits.items():
+        print(f"share of experts that {name} name, layer by layer from the second: "
+              + " ".join(f"{one:.2f}" for one in by_layer))  # fmt: skip
     rows = [
         row
         for ep in arguments.ep_size
@@ -142,7 +156,7 @@ def main() -> None:
     served = live(model, profile, held_out[: arguments.prompts], lengths)
     times = cost(model, arguments.rounds)
     print(f"asking ahead takes {times['asking']:.0f} us of a rank, its MoE block {times['moe']:.0f} us")
-    print("\n" + json.dumps({"offline": rows, "live": served, "microseconds": times}))
+    print("\n" + json.dumps({"named": hits, "offline": rows, "live": served, "microseconds": times}))
 
 
 if __name__ == "__main__":
