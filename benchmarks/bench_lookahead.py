@@ -82,7 +82,7 @@ def offline(profile: RoutingTrace, held_out: RoutingTrace, ep_size: int, redunda
 
 
 def named(trace: RoutingTrace) -> dict[str, list[float]]:
-    """The share of the experts that tokens choose at each layer but the first that is named ahead, by K and by all ids."""
+    """The share of chosen experts that is named ahead at each layer but the first, by K and by all ids."""
     assert trace.lookahead_ids is not None
     chosen = trace.expert_ids[:, 1:, :, None]
     hits = chosen == trace.lookahead_ids[:, :, None, :]

@@ -3,10 +3,11 @@
     OMP_NUM_THREADS=1 python benchmarks/bench_lookahead_trials.py [--ep-size 4]
 
 The shipped model on the demo's text, prefill: ridge regressions on the profiled half of the documents; on one
-placement, tokens of the other half are assigned to equal slices in mixed batches. `K ids` is the next layer's router on the stream
-before attention, asked for K experts, `2K` for twice as many, and so on. `logits` are all of its logits, `near` two
-sigmoids of how far each is from the K-th, `previous` the ids of the prompt's token before, `stream` the normalised
-stream itself, a matrix as wide as the model per layer: more than a plan should hold. Prints a table and one JSON line.
+placement, tokens of the other half are assigned to equal slices in mixed batches. `K ids` is the next layer's router on
+the stream before attention, asked for K experts, `2K` for twice as many, and so on. `logits` are all of its logits,
+`near` two sigmoids of how far each is from the K-th, `previous` the ids of the prompt's token before, `stream` the
+normalised stream itself, a matrix as wide as the model per layer: more than a plan should hold. Prints a table and one
+JSON line.
 """
 
 import argparse
@@ -47,7 +48,7 @@ TRIALS = {
 
 
 class Seen:
-    """Prompts, their routing, and at every layer the normalised stream before attention and the logits that it gives."""
+    """Prompts, their routing, and at every layer the normalised stream before attention and its logits."""
 
     def __init__(self, model: Any, prompts: list[list[int]]) -> None:
         identity, self.streams, self.logits = fingerprint_of(str(MODEL)), [], []
