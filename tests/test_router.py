@@ -480,7 +480,7 @@ def test_a_client_that_hangs_up_in_a_window_is_never_sent(start):
 
 
 def test_a_window_whose_schedule_fails_costs_nobody_an_answer(start, monkeypatch):
-    client, router, (engine,), _ = start(window_ms=50)
+    client, router, _, _ = start(window_ms=50)
 
     def fail(*_):
         raise KeyError("a secret prompt")

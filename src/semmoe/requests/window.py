@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 MOST = 64  # requests of a window
-Item, Result = TypeVar("Item"), TypeVar("Result")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 class Window(Generic[Item]):
@@ -70,7 +71,7 @@ class AsyncWindow(Generic[Item, Result]):
             raise
 
     def _end(self) -> None:
-        """Close the window. It is decided in the loop's next turn, lest the request that filled it overtake the others."""
+        """Close the window; the loop's next turn decides, lest the request that filled it overtake the others."""
         if self._timer is not None:
             self._timer.cancel()
         waiting, self._waiting, self._timer = self._waiting, [], None

@@ -93,7 +93,7 @@ def test_reported_loads_make_room(hook):
 
 
 class Loop(Controller):
-    """A controller with SGLang's own loop and dispatcher over a list of messages, and what left it, with the time."""
+    """A controller for SGLang's own loop and dispatcher over (turn, message) pairs; what left it, with the time."""
 
     def __init__(self, messages, turns):
         super().__init__()
@@ -112,7 +112,7 @@ class Loop(Controller):
 
 
 def run_loop(hook, messages, turns):
-    """Run SGLang's own `event_loop` on messages by turn; requests pass the hook as in the plug-in."""
+    """Run SGLang's own `event_loop` on (turn, message) pairs; requests pass the hook as in the plug-in."""
     from sglang.srt.managers import data_parallel_controller as sglang
     from sglang.utils import TypeBasedDispatcher
 
@@ -123,9 +123,9 @@ def run_loop(hook, messages, turns):
     loop._request_dispatcher.add_fallback_fn(loop.send)
 
     def receive(socket, flags):
-        if not loop.messages.get(loop.fed):
+        if not loop.messages or loop.messages[0][0] > loop.fed:
             raise sglang.zmq.ZMQError
-        return loop.messages[loop.fed].pop(0)
+        return loop.messages.pop(0)[1]
 
     loop.recv_from_tokenizer, original = None, sglang.sock_recv
     sglang.sock_recv = receive
@@ -145,11 +145,11 @@ def tokenized(number):
 
 
 def test_requests_are_held_for_a_bounded_wait_and_leave_in_order(plans):
-    """Two turns apart (2 ms), within a window of 50 ms; the loop turns on meanwhile and nobody is left behind."""
+    """Some turns apart (each 1 ms), within a window of 50 ms; the loop turns on meanwhile and nobody is left behind."""
     hook = RequestHook(load_plan(plans["dp2"]), Counters("test"), window_seconds=0.05)
     reqs = [tokenized(number) for number in range(4)]
     begun = time.monotonic()
-    loop = run_loop(hook, {2: [reqs[0], reqs[1]], 4: [reqs[2]], 400: [reqs[3]]}, turns=800)
+    loop = run_loop(hook, [(2, reqs[0]), (2, reqs[1]), (6, reqs[2]), (400, reqs[3])], turns=800)
     assert [req.rid for req, _ in loop.left] == ["r0", "r1", "r2", "r3"]
     assert all(req.routed_dp_rank in (0, 1) for req, _ in loop.left)
     first = loop.left[0][1]
@@ -160,7 +160,7 @@ def test_requests_are_held_for_a_bounded_wait_and_leave_in_order(plans):
 
 def test_other_messages_find_the_requests_that_came_before_them(plans):
     hook = RequestHook(load_plan(plans["dp2"]), Counters("test"), window_seconds=9.0)
-    loop = run_loop(hook, {2: [tokenized(0), "abort r0", tokenized(1)]}, turns=20)
+    loop = run_loop(hook, [(2, tokenized(0)), (2, "abort r0"), (2, tokenized(1))], turns=20)
     assert [getattr(one, "rid", one) for one, _ in loop.left] == ["r0", "abort r0"]
     assert [one.req.rid for one in hook._window.take()] == ["r1"]  # its window is still open
 
