@@ -139,3 +139,5 @@ def warm_up(plan: Plan, settings: RouterSettings) -> None:
     running: list[int | None] = [0] * len(settings.backends)
     for named in (None, 0):
         scheduler.finish(scheduler.choose(Prompt(np.arange(64)), named, running))
+    for choice in scheduler.choose_together([Prompt(np.arange(64))] * 2, running):
+        scheduler.finish(choice)

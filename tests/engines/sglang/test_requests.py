@@ -97,7 +97,7 @@ class Loop(Controller):
 
     def __init__(self, messages, turns):
         super().__init__()
-        self.messages, self.left, self.fed = messages, [], 0
+        self.messages, self.left, self.came, self.fed = messages, [], {}, 0
         self.soft_watchdog = SimpleNamespace(feed=self._feed)
         self._turns = turns
 
@@ -125,7 +125,9 @@ def run_loop(hook, messages, turns):
     def receive(socket, flags):
         if not loop.messages or loop.messages[0][0] > loop.fed:
             raise sglang.zmq.ZMQError
-        return loop.messages.pop(0)[1]
+        _, message = loop.messages.pop(0)
+        loop.came[getattr(message, "rid", message)] = time.monotonic()
+        return message
 
     loop.recv_from_tokenizer, original = None, sglang.sock_recv
     sglang.sock_recv = receive
@@ -148,13 +150,13 @@ def test_requests_are_held_for_a_bounded_wait_and_leave_in_order(plans):
     """Some turns apart (each 1 ms), within a window of 50 ms; the loop turns on meanwhile and nobody is left behind."""
     hook = RequestHook(load_plan(plans["dp2"]), Counters("test"), window_seconds=0.05)
     reqs = [tokenized(number) for number in range(4)]
-    begun = time.monotonic()
     loop = run_loop(hook, [(2, reqs[0]), (2, reqs[1]), (6, reqs[2]), (400, reqs[3])], turns=800)
     assert [req.rid for req, _ in loop.left] == ["r0", "r1", "r2", "r3"]
     assert all(req.routed_dp_rank in (0, 1) for req, _ in loop.left)
-    first = loop.left[0][1]
-    assert 0.05 <= first - begun < 0.05 + 0.25
-    assert loop.left[2][1] - first < 0.05
+    waited = [when - loop.came[req.rid] for req, when in loop.left]
+    assert 0.05 <= waited[0] < 0.05 + 0.25
+    assert max(waited) < 0.05 + 0.25
+    assert loop.left[2][1] - loop.left[0][1] < 0.05  # together, though one came later
     assert counted(hook)["scheduled_requests plan"] == 4
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from semmoe.core import Plan
+from semmoe.engines.balancer import warm_up
 from semmoe.engines.counters import Counters
 from semmoe.engines.requests import RequestNamer
 from semmoe.requests.window import Window
@@ -31,7 +32,7 @@ class RequestHook(RequestNamer):
 
     def __init__(self, plan: Plan, counters: Counters, window_seconds: float = 0.0) -> None:
         super().__init__(plan, counters)
-        self._looked = 0.0
+        self._plan, self._looked = plan, 0.0
         self._loads: dict[int, float] = {}  # by rank: when its load was last reported
         self._window: Window[Held] = Window(window_seconds)
 
@@ -68,6 +69,7 @@ class RequestHook(RequestNamer):
                 self.send_all(controller)
             return dispatcher(message)
 
+        warm_up(self._plan)
         controller.soft_watchdog.feed, controller._request_dispatcher = send_and_feed, pass_on
         return original(controller)
 
