@@ -1,10 +1,11 @@
 """semmoe's plans beside the paper's and EPLB's under equal constraints, over seeds: the figures in docs/choices.md.
 
-    python benchmarks/bench_plans.py TRACE [--seeds 3] [--redundant 0 8 16 32] [--ep-size 8]
+    python benchmarks/bench_plans.py TRACE [--seeds 3] [--redundant 0 8 16 32] [--ep-size 8] [--attention dp]
 
 Attention-TP: 20/80 by request, near-duplicates on one side, batches of 1,024 mixed, load limit 1.15. Attention-DP: EP4
-and EP8 without and with a load limit, for locality alone and for few rows, requests assigned at once and in windows,
-and with their true routing known.
+and EP8, placements of the field, then ours without and with a load limit, for locality alone and for few rows, requests
+assigned at once and in windows, and with their true routing known. Cost: remote ranks less local pairs per token, the
+objective of the plans with rank cost 1; in attention-DP consecutive batches (`--batches prefill`) change loads alone.
 Prints configuration, bounds, a table as it goes and one JSON line.
 """
 
@@ -32,11 +33,14 @@ from semmoe.topology import Topology
 from semmoe.trace import open_trace
 
 KNOWN = 0  # in place of a window: the true routing of each request is known as it arrives
+FIELD = ("eplb", "moetuner", "exflow", "grace", "paper")  # methods of the field whose placements attention-DP can take
 # predicted_lar is 0 for plans without semmoe's tables.
 FIGURES = ("lar", "remote_ranks_per_token", "load_max_over_mean", "token_max_over_mean", "predicted_lar")
 
 
-def measure(trace: RoutingTrace, topology: Topology, settings: SolveSettings, seeds: int, windows=(1,)):
+def measure(
+    trace: RoutingTrace, topology: Topology, settings: SolveSettings, seeds: int, windows=(1,), batches="mixed"
+):
     """For each window the mean figures over seeds of split and solver, with the seconds that solving took."""
     rows: dict[int, list[list[float]]] = {window: [] for window in windows}
     for seed in range(seeds):
@@ -48,7 +52,7 @@ def measure(trace: RoutingTrace, topology: Topology, settings: SolveSettings, se
             if window == KNOWN:
                 rows[window].append([*known_routing(evaluation, plan), seconds])
                 continue
-            result = replay(evaluation, plan, ReplaySettings(window=window, seed=seed)).as_dict()
+            result = replay(evaluation, plan, ReplaySettings(window=window, seed=seed, batches=batches)).as_dict()
             rows[window].append([result[name] or 0.0 for name in FIGURES] + [seconds])
     return {window: dict(zip((*FIGURES, "solve_seconds"), np.mean(r, axis=0).tolist(), strict=True))
             for window, r in rows.items()}  # fmt: skip
@@ -79,10 +83,46 @@ def known_routing(trace: RoutingTrace, plan: Plan) -> list[float]:
     return [lar, 0.0, 0.0, max_over_mean(np.bincount(groups, lengths, D)), 0.0]
 
 
+def attention_tp(trace: RoutingTrace, G: int, seeds: int, copies: list[int]) -> list[dict[str, object]]:
+    """Rows for one attention group of G ranks, without and with redundant experts."""
+    f = trace.fingerprint
+    print(f"attention-tp, EP{G}: uniform routing LAR {1 / G:.3f}, remote ranks "
+          f"{uniform_remote_ranks(G, f.num_experts, f.top_k):.3f}")  # fmt: skip
+    topology, out = Topology(ep_size=G), []
+    for method in ("linear", "eplb", "paper"):
+        figures = measure(trace, topology, SolveSettings(method=method), seeds)[1]
+        out.append({"attention": "tp", "ep_size": G, **show(method, figures)})
+    for redundant in copies:
+        eplb = SolveSettings(method="eplb", redundant_experts=redundant)
+        for settings in ([eplb] if redundant else []) + [SolveSettings(redundant_experts=redundant)]:
+            figures = measure(trace, topology, settings, seeds)[1]
+            out.append({"attention": "tp", "ep_size": G, **show(f"{settings.method}, {redundant} redundant", figures)})
+    return out
+
+
+def attention_dp(trace: RoutingTrace, D: int, seeds: int, batches: str) -> list[dict[str, object]]:
+    """Rows for D attention groups of one rank each."""
+    print(f"attention-dp, EP{D}, {batches} batches: uniform routing LAR {1 / D:.3f}")
+    topology, out, top_k = Topology(ep_size=D, dp_size=D), [], trace.fingerprint.top_k
+    runs = [(method, SolveSettings(method=method), (1,)) for method in FIELD]
+    for limit, rank_cost in ((None, 0.0), (None, 1.0), (1.15, 0.0), (1.15, 1.0)):
+        objective = CoclusterSettings(load_limit=limit, remote_rank=rank_cost)
+        runs.append(
+            (f"semmoe, limit {limit}, rank cost {rank_cost}", SolveSettings(cocluster=objective), (1, 64, KNOWN))
+        )
+    for name, settings, windows in runs:
+        for window, figures in measure(trace, topology, settings, seeds, windows, batches).items():
+            way = "true routing" if window == KNOWN else f"window {window}"
+            figures["cost"] = figures["remote_ranks_per_token"] - top_k * figures["lar"] if window else 0.0
+            out.append({"attention": "dp", "ep_size": D, "batches": batches, **show(f"{name}, {way}", figures)})
+    return out
+
+
 def show(name: str, figures: dict[str, float]) -> dict[str, object]:
+    end = f" s  cost {figures['cost']:.3f}" if "cost" in figures else " s"
     print(f"  {name:46} LAR {figures['lar']:.3f} (expected {figures['predicted_lar']:.3f})  remote ranks "
           f"{figures['remote_ranks_per_token']:.3f}  load {figures['load_max_over_mean']:.3f}  tokens "
-          f"{figures['token_max_over_mean']:.3f}  solve {figures['solve_seconds']:.1f} s", flush=True)  # fmt: skip
+          f"{figures['token_max_over_mean']:.3f}  solve {figures['solve_seconds']:.1f}{end}", flush=True)  # fmt: skip
     return {"name": name, **figures}
 
 
@@ -93,33 +133,18 @@ def main() -> None:
     parser.add_argument("--ep-size", type=int, default=8)
     parser.add_argument("--redundant", type=int, nargs="*", default=[0, 8, 16, 32])
     parser.add_argument("--dp", type=int, nargs="*", default=[4, 8])
+    parser.add_argument("--attention", choices=("tp", "dp", "both"), default="both")
+    parser.add_argument("--batches", choices=("mixed", "prefill"), default="mixed", help="of attention-DP")
     arguments = parser.parse_args()
     trace, G = open_trace(arguments.trace), arguments.ep_size
     f = trace.fingerprint
     print(f"{f.model}: {trace.num_requests} requests, {trace.num_tokens:,} tokens, {f.num_layers} layers, "
           f"top-{f.top_k} of {f.num_experts}; mean of {arguments.seeds} seeds; {platform.machine()}")  # fmt: skip
-    print(f"attention-tp, EP{G}: uniform routing LAR {1 / G:.3f}, remote ranks "
-          f"{uniform_remote_ranks(G, f.num_experts, f.top_k):.3f}")  # fmt: skip
-    topology, out = Topology(ep_size=G), []
-    for method in ("linear", "eplb", "paper"):
-        figures = measure(trace, topology, SolveSettings(method=method), arguments.seeds)[1]
-        out.append({"attention": "tp", "ep_size": G, **show(method, figures)})
-    for redundant in arguments.redundant:
-        eplb = SolveSettings(method="eplb", redundant_experts=redundant)
-        for settings in ([eplb] if redundant else []) + [SolveSettings(redundant_experts=redundant)]:
-            figures = measure(trace, topology, settings, arguments.seeds)[1]
-            out.append({"attention": "tp", "ep_size": G, **show(f"{settings.method}, {redundant} redundant", figures)})
-    for D in arguments.dp:
-        print(f"attention-dp, EP{D}: uniform routing LAR {1 / D:.3f}")
-        topology = Topology(ep_size=D, dp_size=D)
-        figures = measure(trace, topology, SolveSettings(method="paper"), arguments.seeds)[1]
-        out.append({"attention": "dp", "ep_size": D, **show("paper", figures)})
-        for limit, rank_cost in ((None, 0.0), (None, 1.0), (1.15, 1.0)):
-            settings = SolveSettings(cocluster=CoclusterSettings(load_limit=limit, remote_rank=rank_cost))
-            for window, figures in measure(trace, topology, settings, arguments.seeds, (1, 32, 64, KNOWN)).items():
-                way = "true routing" if window == KNOWN else f"window {window}"
-                name = f"semmoe, limit {limit}, rank cost {rank_cost}, {way}"
-                out.append({"attention": "dp", "ep_size": D, **show(name, figures)})
+    out: list[dict[str, object]] = []
+    if arguments.attention != "dp":
+        out += attention_tp(trace, G, arguments.seeds, arguments.redundant)
+    for D in arguments.dp if arguments.attention != "tp" else ():
+        out += attention_dp(trace, D, arguments.seeds, arguments.batches)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print("\n" + json.dumps({"trace": f.model, "seeds": arguments.seeds, "peak_gib": round(peak, 2), "results": out}))
 

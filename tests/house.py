@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
-TOTAL, FILE, FUNCTION = 27_000, 350, 50
+TOTAL, FILE, FUNCTION = 27_200, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 335,
@@ -21,7 +21,7 @@ ROOMS = {
     "settings.py cost.py payoff.py": 665,
     "results.py": 280,
     "tokens": 1100,
-    "requests": 930,
+    "requests": 1030,
     "placement": 2380,
     "methods": 1380,
     "plan.py": 200,
@@ -29,10 +29,10 @@ ROOMS = {
     "replayer.py online.py": 300,
     "runtime": 2490,
     "checkpoint": 1130,
-    "engines": 7750,
-    "router": 1320,
+    "engines": 7850,
+    "router": 1340,
     "report": 1800,
-    "cli": 2260,
+    "cli": 2270,
     "__init__.py concentration.py console.py dataset.py demo.py tables.py texts.py watch.py": 950,
 }
 # From the ground up: a module imports from its own storey and those below.

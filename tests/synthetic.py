@@ -69,6 +69,19 @@ def planted_trace(groups, ranks, layers=3, per_block=4, top_k=2, requests_per_gr
     return make_trace(requests, experts, prompts, **size), block_of_expert
 
 
+def teams_trace(seed, requests=40, length=60, layers=3, experts=64, top_k=6, team=8, vocab=200):
+    """Every token chooses experts of one team, drawn anew for each token, the same number in every layer: requests have
+    nothing in common, and a plan can serve every token on one rank.
+    """
+    rng = np.random.default_rng(seed)
+    teams = np.stack([rng.permutation(experts).reshape(-1, team) for _ in range(layers)])  # (L, teams, experts of each)
+    members = teams[:, rng.integers(experts // team, size=requests * length)]
+    chosen = rng.permuted(members, axis=2)[..., :top_k]
+    tokens = rng.integers(vocab, size=(requests, length)).tolist()
+    prompts = rng.integers(vocab, size=(requests, 12)).tolist()
+    return make_trace(tokens, chosen.swapaxes(0, 1), prompts, vocab_size=vocab, num_experts=experts)
+
+
 def with_prefill(trace: RoutingTrace, rows: int) -> RoutingTrace:
     """The same trace, its first `rows` tokens marked as prefill."""
     phase = trace.phase.copy()

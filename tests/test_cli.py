@@ -395,6 +395,7 @@ def test_settings_that_contradict_or_do_nothing_are_refused(work):
         (["generate", MODEL, "--prompt", "x", "--attention", "dp", "--exchange", "all-reduce"], ["attention-TP"]),
         (["generate", MODEL, "--prompt", "x", "--exchange", "two-level"], ["plan for several nodes"]),
         (["generate", MODEL, "--prompt", "x", "--window", 2], ["--window has no effect"]),
+        (["serve", MODEL, "--window-ms", 5, "--dry-run"], ["--window-ms has no effect"]),
         (["generate", MODEL, "--prompt", "x", "--attention", "dp", "--window", -1], ["--window"]),
         (["generate", MODEL, "--prompt", "x", "--exchange", "all-reduce", "--overlap"], ["overlap needs"]),
     ],

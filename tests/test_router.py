@@ -432,6 +432,67 @@ def test_the_queue_is_served_in_turn(start):
     eventually(lambda: is_idle(router))
 
 
+# Requests assigned together
+
+
+@pytest.mark.parametrize("backends", [1, 2])
+def test_requests_of_a_window_are_assigned_together_and_wait_no_longer_than_it(start, monkeypatch, backends):
+    client, router, engines, _ = start(backends, window_ms=150)
+    together, windows = router.scheduler.choose_together, []
+    monkeypatch.setattr(
+        router.scheduler, "choose_together", lambda prompts, *more: windows.append(prompts) or together(prompts, *more)
+    )
+
+    def ask(prompt):
+        begun = time.monotonic()
+        assert client.post(COMPLETIONS, json={"prompt": prompt}).status_code == 200
+        return time.monotonic() - begun
+
+    with ThreadPoolExecutor(8) as threads:
+        waited = list(threads.map(ask, [LOW, HIGH] * 4))
+    assert sum(map(len, windows)) == 8
+    assert max(map(len, windows)) > 1
+    assert 0.1 < max(waited) < 10  # far below what a window that nobody ends would take; the machine may be loaded
+    seen = [
+        (json.loads(seen.body)["prompt"], seen.header("x-data-parallel-rank")) for one in engines for seen in one.seen
+    ]
+    assert sorted(seen) == sorted([(LOW, "0"), (HIGH, "1")] * 4)
+    assert [counted(client, "scheduled_requests_total", dp_rank=rank, by="plan") for rank in "01"] == [4, 4]
+    eventually(lambda: is_idle(router))
+
+
+def test_requests_that_name_a_rank_or_have_no_prompt_are_not_held(start):
+    client, router, (engine,), _ = start(window_ms=9_000)
+    for body in ({"prompt": LOW, "routed_dp_rank": 1}, {"messages": 3}):
+        assert client.post(COMPLETIONS, json=body, timeout=5).status_code == 200
+    assert len(engine.seen) == 2
+    eventually(lambda: is_idle(router))
+
+
+def test_a_client_that_hangs_up_in_a_window_is_never_sent(start):
+    client, router, (engine,), _ = start(window_ms=400)
+    with pytest.raises(httpx.ReadTimeout):
+        client.post(COMPLETIONS, json={"prompt": HIGH}, timeout=0.1)
+    eventually(lambda: router.gate.inside == 0)
+    assert client.post(COMPLETIONS, json={"prompt": LOW}).status_code == 200
+    assert [json.loads(seen.body)["prompt"] for seen in engine.seen] == [LOW]
+    eventually(lambda: is_idle(router))
+
+
+def test_a_window_whose_schedule_fails_costs_nobody_an_answer(start, monkeypatch):
+    client, router, _, _ = start(window_ms=50)
+
+    def fail(*_):
+        raise KeyError("a secret prompt")
+
+    monkeypatch.setattr(router.scheduler, "choose_together", fail)
+    with ThreadPoolExecutor(3) as threads:
+        answers = list(threads.map(lambda _: client.post(COMPLETIONS, json={"prompt": LOW}).status_code, range(3)))
+    assert answers == [200] * 3
+    assert counted(client, "schedule_failures_total") == 3
+    eventually(lambda: is_idle(router))
+
+
 # Clients that hang up
 
 
@@ -581,8 +642,11 @@ def test_a_failure_of_the_schedule_costs_nobody_an_answer(start, monkeypatch, ca
     assert "secret" not in caplog.text
 
 
-def test_nothing_is_left_of_requests_of_every_kind(start):
-    client, router, engines, _ = start(2, max_in_flight=6, queue=4, queue_seconds=0.3, max_body=4096)
+@pytest.mark.parametrize("window_ms", [0, 30])
+def test_nothing_is_left_of_requests_of_every_kind(start, window_ms):
+    client, router, engines, _ = start(
+        2, window_ms=window_ms, max_in_flight=6, queue=4, queue_seconds=0.3, max_body=4096
+    )
     kinds = [
         {"prompt": LOW}, {"prompt": HIGH, "delay": 0.1}, {"prompt": LOW, "hang": True}, {"prompt": LOW, "break": True},
         {"prompt": HIGH, "hang": True, "stream": True}, {"prompt": "x" * 9000}, {"prompt": None}, {"status": 500},

@@ -219,3 +219,11 @@ def test_a_slot_begins_anew_where_tokens_do_not_follow():
     assert watch.begun(read_step(batch([2, 1], [0, 3], [5, 2]))).tolist() == [5]  # preempted, or another request
     assert watch.begun(read_step(batch([1], [2], [5], extend=False))).tolist() == []
     assert watch.begun(read_step(batch([], [], []))).tolist() == []
+
+
+def test_the_wait_of_a_window_is_read_and_checked():
+    assert from_environment(SglangSettings, {}).window_seconds == 0
+    assert from_environment(SglangSettings, {"SEMMOE_WINDOW_MS": "2.5"}).window_seconds == 0.0025
+    for wrong in ("-1", "10001", "nan", "soon"):
+        with pytest.raises(ValueError, match="SEMMOE_WINDOW_MS must lie between 0 and 10,000, not"):
+            from_environment(SglangSettings, {"SEMMOE_WINDOW_MS": wrong})

@@ -7,6 +7,8 @@ from semmoe.bounds import MOST_RANKS, check_numbers, choice, number, switch
 GRANULARITIES = ("layer", "batch")  # attention-TP: slices are decided once per layer or once per batch
 SEED = (0, (1 << 32) - 1)
 TOKENS = (1, 1 << 24)  # least and most tokens of a batch
+MOST_WAIT_MS = 10_000
+WINDOW_HELP = "attention-DP: requests that arrive within so many ms are assigned together; 0: each at once."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,6 +239,7 @@ class ServeSettings:
     shuffle: str = choice(
         "layer", ("layer", "batch", "off"), help="attention-TP: how often the ranks of tokens are decided."
     )
+    window_ms: float = number(0, 0, MOST_WAIT_MS, help=WINDOW_HELP)
     port: int = number(30000, 1, 65_535, panel="Output", help="Port to listen on.")
 
     def __post_init__(self) -> None:

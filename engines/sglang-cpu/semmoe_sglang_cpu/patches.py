@@ -17,7 +17,7 @@ from semmoe.engines.sglang.registry import around
 from semmoe.runtime.collectives import Communicator
 from semmoe_sglang_cpu.dispatcher import GlooDispatcher
 
-POLL_MS = 100  # a request ends the wait at once
+POLL_MS = 5  # a request ends the wait at once; requests that are held may wait for so long beyond their window
 log = logging.getLogger("semmoe.sglang-cpu")
 _SRT = "sglang.srt."
 _MOE = _SRT + "layers.moe."

@@ -90,6 +90,8 @@ def _check(
     """Raise ValueError for what cannot be served, and warn of features that were never run."""
     from semmoe.engines.transformers.model import fingerprint_of
 
+    if asked.window_ms and (plan is None or asked.schedule != "plan" or not plan.requests.by_tables):
+        raise ValueError("--window-ms has no effect: requests are assigned only by a plan for attention dp or hybrid")
     if plan is None:
         # raises an error if sizes do not divide
         physical_experts(fingerprint_of(model).num_experts, 0, topology.ep_size)
@@ -103,7 +105,10 @@ def _check(
 
 def _plugin_settings(plan: Path | None, asked: ServeSettings, folder: Path) -> PluginSettings:
     where = str(plan.resolve()) if plan else ""
-    return PluginSettings(plan=where, schedule=asked.schedule, shuffle=asked.shuffle, control=str(folder))
+    wait = f"{asked.window_ms:g}" if asked.window_ms else ""
+    return PluginSettings(
+        plan=where, schedule=asked.schedule, shuffle=asked.shuffle, window_ms=wait, control=str(folder)
+    )
 
 
 def _load(model: str, path: Path) -> Plan:

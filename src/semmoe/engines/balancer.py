@@ -36,10 +36,16 @@ class RequestBalancer:
 
     def choose(self, prompt_ids: Sequence[int] | np.ndarray, max_new_tokens: int | None = None) -> int:
         """The rank for a request that decodes at most `max_new_tokens`; `reconcile` later infers its end."""
-        rank, assigned = self.admit(prompt_ids, max_new_tokens)
+        return self.choose_together([(prompt_ids, max_new_tokens)])[0]
+
+    def choose_together(self, prompts: Sequence[tuple[Sequence[int] | np.ndarray, int | None]]) -> list[int]:
+        """Same as `choose` for several requests at once, each given by its prompt and its most new tokens."""
+        expected = [expected_tokens(self._scheduler.mean_length, most) for _, most in prompts]
+        found = self._scheduler.admit_window([np.asarray(ids, np.int64) for ids, _ in prompts], expected)
         if self._scheduler.keeps_ledger:
-            self._sent[rank].append((self._clock(), assigned))
-        return rank
+            for assigned in found:
+                self._sent[assigned.group].append((self._clock(), assigned))
+        return [assigned.group for assigned in found]
 
     def admit(self, prompt_ids: Sequence[int] | np.ndarray, max_new_tokens: int | None = None) -> tuple[int, Assigned]:
         """Same as `choose`, for an engine that reports each request's end: the rank, and the handle for `finish`."""
@@ -59,3 +65,8 @@ class RequestBalancer:
         known = sum(when <= as_of - GRACE for when, _ in sent)
         for _ in range(known - requests):
             self.finish(sent.popleft()[1])
+
+
+def warm_up(plan: Plan) -> None:
+    """Compile what assigns a window with a balancer that is thrown away, so that no request waits for it."""
+    RequestBalancer(plan).choose_together([(np.arange(64), None)] * 2)

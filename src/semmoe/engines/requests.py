@@ -1,7 +1,7 @@
 """Name the data-parallel rank of requests in an engine's front end. On any error the engine's own choice is used."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from semmoe.core import Plan
 from semmoe.engines.balancer import RequestBalancer
@@ -23,22 +23,25 @@ class RequestNamer:
         if named is not None:
             self._counters.add("scheduled_requests", dp_rank=named, by="named")
             return None
-        rank = None
+        return self.name_all(1, lambda: [choose()])[0]
+
+    def name_all(self, count: int, choose: Callable[[], Sequence[int | None]]) -> Sequence[int | None]:
+        """The ranks to give to `count` requests that name none; None where the engine should choose."""
+        ranks: Sequence[int | None] = [None] * count
         try:
-            rank = choose()
+            ranks = choose()
         except Exception:  # a request is served whatever happens here
-            self._counters.add("schedule_failures")
+            self._counters.add("schedule_failures", count)
             log.log(
                 logging.WARNING if self._failed else logging.ERROR,
                 "semmoe: a request could not be scheduled",
                 exc_info=not self._failed,
             )
             self._failed = True
-        if rank is None:
-            self._counters.add("scheduled_requests", dp_rank="any", by="engine")
-        else:
-            self._counters.add("scheduled_requests", dp_rank=rank, by="plan")
-        return rank
+        for rank in ranks:
+            shown, by = ("any", "engine") if rank is None else (rank, "plan")
+            self._counters.add("scheduled_requests", dp_rank=shown, by=by)
+        return ranks
 
     def count_unknown(self) -> None:
         """Update the counter of unknown tokens after the balancer has read a prompt."""

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from semmoe.settings import GRANULARITIES
+from semmoe.settings import GRANULARITIES, MOST_WAIT_MS
 
 PREFIX = "SEMMOE_"
 
@@ -18,6 +18,7 @@ class PluginSettings:
     plan: str = ""  # a plan directory; empty: vanilla, whose traffic is counted as well
     schedule: str = "plan"  # "plan" or "engine": who assigns requests to data-parallel ranks
     shuffle: str = "layer"  # "layer", "batch" or "off": how often slices of attention-TP groups are decided
+    window_ms: str = ""  # requests that arrive within so many milliseconds are assigned together; empty: each at once
     control: str = ""  # a folder for activity files and `semmoe record`
 
     def __post_init__(self) -> None:
@@ -26,6 +27,12 @@ class PluginSettings:
         allowed = (*GRANULARITIES, "off")
         if self.shuffle not in allowed:
             raise ValueError(f"SEMMOE_SHUFFLE must be one of {', '.join(allowed)}, not {self.shuffle!r}")
+        if self.window_ms and not _is_wait(self.window_ms):
+            raise ValueError(f"SEMMOE_WINDOW_MS must lie between 0 and {MOST_WAIT_MS:,}, not {self.window_ms!r}")
+
+    @property
+    def window_seconds(self) -> float:
+        return float(self.window_ms or 0) / 1000
 
     @property
     def folder(self) -> Path | None:
@@ -34,6 +41,13 @@ class PluginSettings:
     def environment(self) -> dict[str, str]:
         """The environment variables that give these settings."""
         return {PREFIX + name.upper(): value for name, value in asdict(self).items() if value}
+
+
+def _is_wait(text: str) -> bool:
+    try:
+        return 0 <= float(text) <= MOST_WAIT_MS
+    except ValueError:
+        return False
 
 
 def control_folder(environment: Mapping[str, str] = os.environ) -> Path | None:

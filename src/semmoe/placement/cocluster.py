@@ -118,7 +118,8 @@ def place(
     """The placement of every layer, with its static dispatch.
 
     predictor: assigns tokens to slices; None if a group is one rank. request_groups (R,): the attention group of each
-    request, if there are several. start (L, E): rank labels to begin from, if requests were clustered jointly.
+    request, if there are several. start (L, E): rank labels of each layer's first start, if requests were clustered
+    jointly; others begin from which experts a token uses together, lest a placement that serves that alone be better.
     previous: a placement to begin from in their place, of which an expert moves only if that pays. until: when the
     search should end, by `time.monotonic`; every layer is searched once in any case.
     """

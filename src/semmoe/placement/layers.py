@@ -93,7 +93,7 @@ class LayerSearch:
     ) -> list[Layout]:
         """The best layout found at each price: from all starts at the first, from the best of these at the others.
 
-        labels (E,): rank labels to begin from. in_time: whether a further search may begin; the first always does.
+        labels (E,): rank labels of the first start. in_time: whether a further search may begin; the first always does.
         """
         first, steps, self.found = load_prices[0], self.settings.steps, []
         for layout in self._starts(labels):
@@ -109,8 +109,9 @@ class LayerSearch:
         """Slots and primaries to begin from."""
         if self.previous is not None:
             return [(self.previous.astype(np.int64), _hosts(self.previous, self.num_experts))]
-        given = None if labels is None else [labels]
-        starts = given or _first_labels(self.affinity, self.topology.ep_size, self.settings.starts, self.rng)
+        given = [] if labels is None else [labels]
+        more = self.settings.starts - len(given)
+        starts = given + _first_labels(self.affinity, self.topology.ep_size, more, self.rng)
         return [_start(self.affinity, self.topology.ep_size, self.redundant, one) for one in starts]
 
     def finer(self, load_prices: list[float], in_time: Callable[[], bool] = lambda: True) -> list[Layout]:
@@ -186,6 +187,8 @@ def _hosts(slots: np.ndarray, num_experts: int) -> np.ndarray:
 
 def _first_labels(affinity: np.ndarray, ranks: int, starts: int, rng) -> list[np.ndarray]:
     """Rank labels (E,) of each start: the first by the affinity of expert pairs, the others at random."""
+    if starts <= 0:
+        return []
     E = len(affinity)
     swaps = rng.integers(E, size=(EASY_SWAPS * E, 2))
     loads = affinity + np.diag(affinity.sum(axis=1))

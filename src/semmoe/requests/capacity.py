@@ -154,10 +154,17 @@ class CapacityScheduler:
         return [assigned.group for assigned in self.admit_window(prompts)]
 
     def admit_window(
-        self, prompts: Sequence[Sequence[int] | np.ndarray], expected_tokens: float | None = None
+        self,
+        prompts: Sequence[Sequence[int] | np.ndarray],
+        expected_tokens: float | Sequence[float] | None = None,
+        allowed: np.ndarray | None = None,
     ) -> list[Assigned]:
-        """Same as `assign_window`, but returns handles for `finish`; expected_tokens: of each, as in `admit`."""
-        return self._place([self._arrive(prompt, expected_tokens, None) for prompt in prompts])
+        """Same as `assign_window`, but returns handles for `finish`; expected_tokens: of all or of each, as in `admit`,
+        and `allowed` too.
+        """
+        each = expected_tokens if isinstance(expected_tokens, Sequence) else [expected_tokens] * len(prompts)
+        window = [self._arrive(prompt, tokens, None) for prompt, tokens in zip(prompts, each, strict=True)]
+        return self._place(window, allowed=allowed)
 
     def submit(
         self,

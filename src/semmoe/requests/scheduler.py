@@ -40,9 +40,12 @@ class RequestScheduler(Protocol):
         """Assign one request at once, to one of the groups `allowed` (D,) bool."""
 
     def admit_window(
-        self, prompts: Sequence[Sequence[int] | np.ndarray], expected_tokens: float | None = None
+        self,
+        prompts: Sequence[Sequence[int] | np.ndarray],
+        expected_tokens: float | Sequence[float] | None = None,
+        allowed: np.ndarray | None = None,
     ) -> list[Assigned]:
-        """Assign several requests together."""
+        """Assign several requests together; expected_tokens: of all of them, or of each."""
 
     def submit(self, prompt_ids: Sequence[int] | np.ndarray) -> list[Assigned]:
         """Add one request to the waiting window; returns the requests that are assigned now."""
@@ -90,10 +93,13 @@ class OneByOne:
         return Assigned(self._arrivals - 1, group, prompt_work=float(len(prompt_ids)))
 
     def admit_window(
-        self, prompts: Sequence[Sequence[int] | np.ndarray], expected_tokens: float | None = None
+        self,
+        prompts: Sequence[Sequence[int] | np.ndarray],
+        expected_tokens: float | Sequence[float] | None = None,
+        allowed: np.ndarray | None = None,
     ) -> list[Assigned]:
         """Assign the requests one after the other."""
-        return [self.admit(prompt) for prompt in prompts]
+        return [self.admit(prompt, allowed=allowed) for prompt in prompts]
 
     def submit(self, prompt_ids: Sequence[int] | np.ndarray) -> list[Assigned]:
         """Assign the request at once: no request waits."""

@@ -12,7 +12,8 @@ Names (all begin with `semmoe_router_`, counters end with `_total`) with their l
     in_flight{backend}                   requests that a backend is working on
     queued                               requests that wait, or whose body is still being read
     healthy{backend}                     1 or 0
-    added_seconds                        time from reading the body to sending the request: tokenise, schedule, queue
+    added_seconds                        time from reading the body to sending the request: tokenise, schedule, queue;
+                                         the wait of --window-ms, up to that long, comes on top
     queue_seconds                        the part of added_seconds that is spent in the queue
 """
 

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from semmoe.core import Plan
+from semmoe.requests.window import AsyncWindow
 from semmoe.router.backends import FAILED, NOTHING_SENT, Backend, Body, Fleet
 from semmoe.router.client import HUNG_UP, Client, HungUpError, Message, Receive, RefusedError, Send
 from semmoe.router.counters import CONTENT_TYPE, Meters
@@ -42,6 +43,7 @@ class Router:
         self.gate = Gate(settings.max_in_flight, settings.queue, settings.queue_seconds, settings.max_held)
         self._meters = Meters(self.fleet, self.gate)
         self._threads = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="semmoe-tokenizer")
+        self._window = AsyncWindow(settings.window_ms / 1000, self._choose_together, self.scheduler.finish)
         self._unknown = 0
         self._failed = False
 
@@ -128,7 +130,7 @@ class Router:
         """
         unreachable: set[int] = set()
         while True:
-            choice = self._choose(client, prompt, unreachable)
+            choice = await self._choose(client, prompt, unreachable)
             backend = self.fleet.backends[choice.backend]
             if unreachable:
                 self._meters.retries.inc()
@@ -140,12 +142,12 @@ class Router:
                 unreachable.add(choice.backend)
                 self.fleet.mark(choice.backend, f"it cannot be connected to ({type(error).__name__})")
 
-    def _choose(self, client: Client, prompt: Prompt | None, unreachable: set[int]) -> Choice:
+    async def _choose(self, client: Client, prompt: Prompt | None, unreachable: set[int]) -> Choice:
         running = self.fleet.running(unreachable)
         try:
             if prompt is None:
                 return self.scheduler.spare(running)
-            choice = self._choose_rank(client, prompt, running)
+            choice = await self._choose_rank(client, prompt, running, wait=not unreachable)
         except UnavailableError:
             raise RefusedError(503, "unavailable_error", "no backend can be reached", RETRY_AFTER) from None
         rank = "any" if choice.rank is None else str(choice.rank)
@@ -155,13 +157,16 @@ class Router:
             self._meters.cached_tokens.inc(choice.cached_tokens)
         return choice
 
-    def _choose_rank(self, client: Client, prompt: Prompt, running: Running) -> Choice:
+    async def _choose_rank(self, client: Client, prompt: Prompt, running: Running, wait: bool) -> Choice:
+        """wait: whether the request may wait for others, to be assigned together with them."""
         by_header = named_rank(client.headers)
         named = prompt.rank if by_header is None else by_header
         unreadable = by_header is None and names_rank(client.headers)
         if unreadable or (named is not None and named >= self.scheduler.num_ranks):
             return self.scheduler.spare(running)  # not a rank of this plan, which the engine will refuse
         try:
+            if wait and self._settings.window_ms > 0 and named is None and prompt.ids is not None:
+                return await self._window.join(prompt)
             return self.scheduler.choose(prompt, named, running)
         except UnavailableError:
             raise
@@ -171,6 +176,9 @@ class Router:
         finally:
             self._meters.unknown_tokens.inc(self.scheduler.unknown_tokens - self._unknown)
             self._unknown = self.scheduler.unknown_tokens
+
+    def _choose_together(self, prompts: list[Prompt]) -> list[Choice]:
+        return self.scheduler.choose_together(prompts, self.fleet.running(set()))
 
     def _fields(self, client: Client, choice: Choice, body: Body) -> Headers:
         """The request's header fields, with the chosen rank unless each backend is one rank."""

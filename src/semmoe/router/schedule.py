@@ -82,6 +82,15 @@ class RankScheduler:
             raise UnavailableError
         return self._admit(prompt, usable, "plan")
 
+    def choose_together(self, prompts: Sequence[Prompt], running: Running) -> list[Choice]:
+        """Where several requests go whose prompts are known and that name no rank. Raises UnavailableError."""
+        usable = np.array([count is not None for count in running])[self._backend]
+        if not usable.any():
+            raise UnavailableError
+        ids, expected = [_ids(prompt) for prompt in prompts], [self._expected(prompt) for prompt in prompts]
+        found = self._scheduler.admit_window(ids, expected, usable)
+        return [self._choice(own, assigned, "plan") for own, assigned in zip(ids, found, strict=True)]
+
     def spare(self, running: Running) -> Choice:
         """Without the plan: the backend with the fewest requests; the engine chooses the rank."""
         counts = [(count, backend) for backend, count in enumerate(running) if count is not None]
@@ -109,11 +118,19 @@ class RankScheduler:
         return self._admit(prompt, allowed, "named")
 
     def _admit(self, prompt: Prompt, allowed: np.ndarray, by: str) -> Choice:
-        ids = NO_IDS if prompt.ids is None else prompt.ids
-        expected = prompt.answers * expected_tokens(self._scheduler.mean_length, prompt.max_new_tokens)
-        assigned = self._scheduler.admit(ids, expected, allowed=allowed)
+        ids = _ids(prompt)
+        return self._choice(ids, self._scheduler.admit(ids, self._expected(prompt), allowed=allowed), by)
+
+    def _expected(self, prompt: Prompt) -> float:
+        return prompt.answers * expected_tokens(self._scheduler.mean_length, prompt.max_new_tokens)
+
+    def _choice(self, ids: np.ndarray, assigned: Assigned, by: str) -> Choice:
         cached = len(ids) - int(assigned.prompt_work)  # each uncached prompt token is one token of work
         return Choice(int(self._backend[assigned.group]), int(self._rank[assigned.group]), by, cached, assigned)
+
+
+def _ids(prompt: Prompt) -> np.ndarray:
+    return NO_IDS if prompt.ids is None else prompt.ids
 
 
 def warm_up(plan: Plan, settings: RouterSettings) -> None:
@@ -122,3 +139,5 @@ def warm_up(plan: Plan, settings: RouterSettings) -> None:
     running: list[int | None] = [0] * len(settings.backends)
     for named in (None, 0):
         scheduler.finish(scheduler.choose(Prompt(np.arange(64)), named, running))
+    for choice in scheduler.choose_together([Prompt(np.arange(64))] * 2, running):
+        scheduler.finish(choice)

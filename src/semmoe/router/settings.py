@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from semmoe.bounds import check_numbers, choice, number
+from semmoe.settings import MOST_WAIT_MS, WINDOW_HELP
 
 SECONDS = (0.001, 86_400)
 BACKEND_RANKS = ("header", "urls")  # a backend has all ranks and reads one from a header, or is one rank itself
@@ -31,6 +32,7 @@ class RouterSettings:
     queue: int = number(1024, 0, 1 << 20, panel="Limits", help="Most further ones that wait.")
     queue_seconds: float = number(60.0, *SECONDS, panel="Limits", help="Longest wait; then 503.")
     prefix_weight: float = number(1.0, 0, 1e6, help="Worth of a cached prompt, in shares of local experts.")
+    window_ms: float = number(0, 0, MOST_WAIT_MS, help=WINDOW_HELP)
     cache_tokens: int = number(1 << 18, 0, 1 << 34, help="Prompt tokens that a rank's prefix cache holds.")
     max_body: int = number(  # bytes of a request
         64 << 20,

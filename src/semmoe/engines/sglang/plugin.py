@@ -2,7 +2,6 @@
 
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 from semmoe.core import Plan
@@ -50,24 +49,28 @@ def _register(settings: SglangSettings) -> None:
     rank.register()
     hooks += targets.RECORD_HOOKS if settings.folder is not None else ()
     if plan is not None and settings.schedule == "plan" and plan.requests.by_tables:
-        around(targets.SCHEDULE, _controller(plan, settings.folder))
+        hook = _controller(plan, settings)
+        around(targets.SCHEDULE, lambda *call, **named: hook().dispatch(*call, **named))
         hooks += targets.REQUEST_HOOKS
+        if settings.window_seconds > 0:
+            around(targets.EVENT_LOOP, lambda *call: hook().run(*call))
+            hooks += targets.WINDOW_HOOKS
     if rank.shuffles:
         hooks += targets.SHUFFLE_HOOKS
     prove(hooks)
 
 
-def _controller(plan: Plan, folder: Path | None) -> Any:
+def _controller(plan: Plan, settings: SglangSettings) -> Any:
     """The hook of the controller, made in the process that runs it, since others never schedule."""
     made: list[Any] = []
 
-    def dispatch(original: Any, *args: Any, **kwargs: Any) -> Any:
+    def get() -> Any:
         if not made:
             from semmoe.engines.sglang.requests import RequestHook
 
-            counters = Counters("controller", folder)
-            made.append(RequestHook(plan, counters))
+            counters = Counters("controller", settings.folder)
+            made.append(RequestHook(plan, counters, settings.window_seconds))
             counters.start()
-        return made[0].dispatch(original, *args, **kwargs)
+        return made[0]
 
-    return dispatch
+    return get

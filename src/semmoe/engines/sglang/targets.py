@@ -30,6 +30,10 @@ SCHEDULE = Hook(
     "send requests to data-parallel ranks",
     ("req",),
 )
+EVENT_LOOP = Hook(
+    _SRT + "managers.data_parallel_controller.DataParallelController.event_loop",
+    "send requests that were held to be assigned together",
+)
 REDUCE_SCATTER = Hook(
     _BOUNDARY + "prepare._attn_tp_reduce_scatter_update_read",
     "shuffle tokens in the reduce-scatter",
@@ -76,5 +80,6 @@ MODEL_HOOKS = (GUARD, LOAD_MODEL, TIED, FORWARD, ROUTED, ROUTED_DEEPEP, CAPTURE)
 PLAN_HOOKS = (NEW_WEIGHTS, EXPERT_SIZES, EXPERT_LAYER, COPIES)
 RECORD_HOOKS = (RELEASE,)
 REQUEST_HOOKS = (SCHEDULE,)
+WINDOW_HOOKS = (EVENT_LOOP,)
 SHUFFLE_HOOKS = (REDUCE_SCATTER, GATHER, LAST_GATHER, PADDING)
-HOOKS = MODEL_HOOKS + PLAN_HOOKS + RECORD_HOOKS + REQUEST_HOOKS + SHUFFLE_HOOKS
+HOOKS = MODEL_HOOKS + PLAN_HOOKS + RECORD_HOOKS + REQUEST_HOOKS + WINDOW_HOOKS + SHUFFLE_HOOKS

@@ -14,3 +14,8 @@ class VllmSettings(PluginSettings):
         value = self.sequence_parallel
         if value not in ("", "0", "1"):
             raise ValueError(f"SEMMOE_SEQUENCE_PARALLEL must be 0, 1 or empty, not {value!r}")
+        if self.window_seconds > 0:
+            raise ValueError(
+                "vLLM's front end cannot hold requests to assign them together (docs/engines.md): omit --window-ms, or "
+                "give --schedule engine and put `semmoe router --window-ms` in front"
+            )

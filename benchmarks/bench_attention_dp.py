@@ -1,0 +1,146 @@
+"""Attention-DP: what was tried for fewer remote rows and more locality, beside the defaults; docs/what-did-not-help.md.
+
+    python benchmarks/bench_attention_dp.py TRACE [--seeds 3] [--ep-size 4 8]
+    python benchmarks/bench_attention_dp.py TRACE --phases [--ep-size 4]      # a trace with prefill and decode
+
+20/80 by request, load limit 1.15, batches of 1,024 mixed. First how the scheduler is set, on one plan: the bound on a
+group's lead, the window, how many of it leave together, and the price of a lead. Then homes: the search sees tokens at
+a random home as often as the request map sends requests elsewhere than the joint clustering has them. With --phases:
+plans from the tokens of one phase or of both, scored on those of each.
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+from bench_plans import KnownRouting
+
+from semmoe.core import DECODE, PREFILL, Plan, RoutingTrace
+from semmoe.metrics import max_over_mean
+from semmoe.online import schedule_with
+from semmoe.placement import cocluster
+from semmoe.replayer import replay
+from semmoe.requests.capacity import CapacityScheduler, SchedulerSettings
+from semmoe.settings import ReplaySettings, SolveSettings
+from semmoe.solver import solve
+from semmoe.splitter import split
+from semmoe.topology import Topology
+from semmoe.trace import open_trace
+
+WAYS = {
+    "window 1": {},
+    "window 64": {"max_wait": 64, "release": 16},
+    "window 64, all leave": {"max_wait": 64, "release": 64},
+    "window 64, one leaves": {"max_wait": 64, "release": 1},
+    "window 64, lead 30": {"max_wait": 64, "release": 16, "lead_requests": 30},
+    "window 64, lead 50": {"max_wait": 64, "release": 16, "lead_requests": 50},
+    "window 64, lead 60": {"max_wait": 64, "release": 16, "lead_requests": 60},
+    "window 64, no price": {"max_wait": 64, "release": 16, "feedback": 0.0},
+    "window 64, price .05": {"max_wait": 64, "release": 16, "feedback": 0.05},
+    "window 128": {"max_wait": 128, "release": 32},
+    "window 256": {"max_wait": 256, "release": 64},
+}
+SPREAD = (0.0, 0.2, 1.0)  # share of the tokens that the search sees at a random home
+
+
+def local_pairs(trace: RoutingTrace, plan: Plan) -> np.ndarray:
+    """(R, D) pairs per layer and choice that each group hosts of each request's."""
+    f, hosts = trace.fingerprint, plan.placement.hosts.astype(np.float32)
+    local = sum(hosts[l][:, trace.expert_ids[:, l]].sum(axis=2).T for l in range(f.num_layers))
+    return np.add.reduceat(local, trace.request_offsets[:-1]) / (f.num_layers * f.top_k)
+
+
+def scheduled(trace: RoutingTrace, plan: Plan, settings: SchedulerSettings, known: bool) -> tuple[float, float]:
+    """(LAR, tokens max / mean) with predicted scores, or with the true ones."""
+    pairs, lengths = local_pairs(trace, plan), np.diff(trace.request_offsets)
+    scheduler = KnownRouting(plan.requests, settings) if known else CapacityScheduler(plan.requests, settings)
+    if isinstance(scheduler, KnownRouting):
+        scheduler.shares = pairs / lengths[:, None]
+    prompts = [[r] if known else trace.prompt(r) for r in range(trace.num_requests)]
+    groups = schedule_with(scheduler, prompts, lengths, ReplaySettings().unfinished)
+    tokens = np.bincount(groups, lengths, plan.topology.dp_size)
+    return float(pairs[np.arange(len(groups)), groups].sum() / lengths.sum()), max_over_mean(tokens)
+
+
+class Spread(cocluster._Layers):
+    """The search, with a share of the tokens at a home drawn at random."""
+
+    share = 0.0
+
+    def __init__(self, *given) -> None:
+        super().__init__(*given)
+        rng, D = np.random.default_rng(self.seed + 1), self.topology.dp_size
+        for name in ("group", "part_group"):
+            home = getattr(self, name)
+            setattr(self, name, np.where(rng.random(len(home)) < self.share, rng.integers(D, size=len(home)), home))
+
+
+def figures(trace: RoutingTrace, plan: Plan, seed: int, window: int = 64) -> list[float]:
+    result = replay(trace, plan, ReplaySettings(window=window, seed=seed))
+    lar, rows = result.total.lar, result.total.remote_ranks_per_token
+    return [lar, rows, rows - trace.fingerprint.top_k * lar, float(result.load_max_over_mean.mean())]
+
+
+def of_phase(trace: RoutingTrace, phases: tuple[int, ...]) -> RoutingTrace:
+    """The same requests with their tokens of `phases` alone."""
+    keep = np.isin(trace.phase, phases)
+    kept = np.concatenate([[0], np.cumsum(keep)])
+    values = {"token_ids": trace.token_ids[keep], "expert_ids": trace.expert_ids[keep], "phase": trace.phase[keep]}
+    return RoutingTrace(**{**vars(trace), **values, "request_offsets": kept[trace.request_offsets]})
+
+
+def show(name: str, rows: list) -> None:
+    print(f"  {name:44}" + "  ".join(f"{value:.3f}" for value in np.mean(rows, axis=0)), flush=True)
+
+
+def settings_and_homes(trace: RoutingTrace, D: int, seeds: int) -> None:
+    splits, topology = [split(trace, 0.2, seed) for seed in range(seeds)], Topology(ep_size=D, dp_size=D)
+    plans = [solve(profile, topology, SolveSettings(seed=seed)) for seed, (profile, _) in enumerate(splits)]
+    pairs = [(evaluation, plan) for (_, evaluation), plan in zip(splits, plans, strict=True)]
+    print(f"EP{D}, mean of {seeds} splits: LAR and tokens max/mean with predictions, then with true routing")
+    for name, changed in WAYS.items():
+        chosen = SchedulerSettings(**changed)
+        show(name, [scheduled(*pair, chosen, False) + scheduled(*pair, chosen, True) for pair in pairs])
+    print(f"EP{D}, tokens at a random home in the search: LAR, remote ranks, cost, load; window 64")
+    original, cocluster._Layers = cocluster._Layers, Spread
+    try:
+        for Spread.share in SPREAD:
+            found = [solve(profile, topology, SolveSettings(seed=seed)) for seed, (profile, _) in enumerate(splits)]
+            rows = [
+                figures(evaluation, plan, seed)
+                for seed, (plan, (_, evaluation)) in enumerate(zip(found, splits, strict=True))
+            ]
+            show(f"share {Spread.share}", rows)
+    finally:
+        cocluster._Layers = original
+
+
+def phases(trace: RoutingTrace, D: int, seeds: int) -> None:
+    kinds = {"both": (PREFILL, DECODE), "prefill": (PREFILL,), "decode": (DECODE,)}
+    print(f"EP{D}, mean of {seeds} splits: LAR, remote ranks, cost, load; window 64")
+    splits = [split(trace, 0.5, seed) for seed in range(seeds)]
+    for name, of in kinds.items():
+        plans = [
+            solve(of_phase(profile, of), Topology(ep_size=D, dp_size=D), SolveSettings(seed=seed))
+            for seed, (profile, _) in enumerate(splits)
+        ]
+        for scored in ("prefill", "decode"):
+            parts = [of_phase(evaluation, kinds[scored]) for _, evaluation in splits]
+            rows = [figures(part, plan, seed) for seed, (part, plan) in enumerate(zip(parts, plans, strict=True))]
+            show(f"planned on {name}, scored on {scored}", rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--ep-size", type=int, nargs="*", default=[4, 8])
+    parser.add_argument("--phases", action="store_true")
+    given = parser.parse_args()
+    trace = open_trace(given.trace)
+    for D in given.ep_size:
+        (phases if given.phases else settings_and_homes)(trace, D, given.seeds)
+
+
+if __name__ == "__main__":
+    main()
