@@ -2,7 +2,8 @@
 
     python benchmarks/bench_plans.py TRACE [--seeds 3] [--redundant 0 8 16 32] [--ep-size 8] [--attention dp]
 
-Attention-TP: 20/80 by request, near-duplicates on one side, batches of 1,024 mixed, load limit 1.15. Attention-DP: EP4
+Attention-TP: 20/80 by request, near-duplicates on one side, batches of 1,024, mixed and prefill, load limit 1.15, with
+true routing on the same placement beside each of semmoe's plans. Attention-DP: EP4
 and EP8, placements of the field, then ours without and with a load limit, for locality alone and for few rows, requests
 assigned at once and in windows, and with their true routing known. Cost: remote ranks less local pairs per token, the
 objective of the plans with rank cost 1; in attention-DP consecutive batches (`--batches prefill`) change loads alone.
@@ -16,9 +17,12 @@ import resource
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from true_routing import TrueRouting
 
 from semmoe.core import Plan, RoutingTrace
 from semmoe.metrics import max_over_mean, uniform_remote_ranks
@@ -88,16 +92,35 @@ def attention_tp(trace: RoutingTrace, G: int, seeds: int, copies: list[int]) -> 
     f = trace.fingerprint
     print(f"attention-tp, EP{G}: uniform routing LAR {1 / G:.3f}, remote ranks "
           f"{uniform_remote_ranks(G, f.num_experts, f.top_k):.3f}")  # fmt: skip
-    topology, out = Topology(ep_size=G), []
-    for method in ("linear", "eplb", "paper"):
-        figures = measure(trace, topology, SolveSettings(method=method), seeds)[1]
-        out.append({"attention": "tp", "ep_size": G, **show(method, figures)})
+    runs = [(method, SolveSettings(method=method)) for method in ("linear", "eplb", "paper")]
     for redundant in copies:
-        eplb = SolveSettings(method="eplb", redundant_experts=redundant)
-        for settings in ([eplb] if redundant else []) + [SolveSettings(redundant_experts=redundant)]:
-            figures = measure(trace, topology, settings, seeds)[1]
-            out.append({"attention": "tp", "ep_size": G, **show(f"{settings.method}, {redundant} redundant", figures)})
+        for method in ("eplb", "semmoe") if redundant else ("semmoe",):
+            settings = SolveSettings(method=method, redundant_experts=redundant)
+            runs.append((f"{method}, {redundant} redundant", settings))
+    out: list[dict[str, object]] = []
+    for name, settings in runs:
+        for way, figures in measure_tp(trace, Topology(ep_size=G), settings, seeds).items():
+            out.append({"attention": "tp", "ep_size": G, **show(f"{name}, {way}", figures)})
     return out
+
+
+def measure_tp(trace: RoutingTrace, topology: Topology, settings: SolveSettings, seeds: int) -> dict[str, Any]:
+    """Mean figures over seeds in both kinds of batches; of semmoe's plans also with true routing on the placement."""
+    found: dict[str, list[list[float]]] = {}
+    for seed in range(seeds):
+        profile, evaluation = split(trace, 0.2, seed)
+        started = time.perf_counter()
+        plan = solve(profile, topology, replace(settings, seed=seed))
+        seconds = time.perf_counter() - started
+        ways = {"plan": plan}
+        if settings.method == "semmoe":
+            ways["true routing"] = replace(plan, tokens=TrueRouting())
+        for (way, one), batches in product(ways.items(), ("mixed", "prefill")):
+            result = replay(evaluation, one, ReplaySettings(seed=seed, batches=batches)).as_dict()
+            row = [result[name] or 0.0 for name in (*FIGURES, "load_max_layer")]
+            found.setdefault(f"{way}, {batches}", []).append([*row, seconds])
+    names = (*FIGURES, "load_max_layer", "solve_seconds")
+    return {way: dict(zip(names, np.mean(rows, axis=0).tolist(), strict=True)) for way, rows in found.items()}
 
 
 def attention_dp(trace: RoutingTrace, D: int, seeds: int, batches: str) -> list[dict[str, object]]:
@@ -120,6 +143,8 @@ def attention_dp(trace: RoutingTrace, D: int, seeds: int, batches: str) -> list[
 
 def show(name: str, figures: dict[str, float]) -> dict[str, object]:
     end = f" s  cost {figures['cost']:.3f}" if "cost" in figures else " s"
+    if "load_max_layer" in figures:
+        end += f"  highest layer {figures['load_max_layer']:.3f}"
     print(f"  {name:46} LAR {figures['lar']:.3f} (expected {figures['predicted_lar']:.3f})  remote ranks "
           f"{figures['remote_ranks_per_token']:.3f}  load {figures['load_max_over_mean']:.3f}  tokens "
           f"{figures['token_max_over_mean']:.3f}  solve {figures['solve_seconds']:.1f}{end}", flush=True)  # fmt: skip
