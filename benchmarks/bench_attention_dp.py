@@ -4,8 +4,9 @@
     python benchmarks/bench_attention_dp.py TRACE --phases [--ep-size 4]      # a trace with prefill and decode
 
 20/80 by request, load limit 1.15, batches of 1,024 mixed. First how the scheduler is set, on one plan: the bound on a
-group's lead, the window, how many of it leave together, and the price of a lead. Then homes: the search sees tokens at
-a random home as often as the request map sends requests elsewhere than the joint clustering has them. With --phases:
+group's lead, the window, how many of it leave together, and the price of a lead. Then homes: the search sees a
+share of the tokens at a random home, since the request map sends requests elsewhere than the clustering has them.
+With --phases:
 plans from the tokens of one phase or of both, scored on those of each.
 """
 
