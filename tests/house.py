@@ -29,7 +29,7 @@ ROOMS = {
     "replayer.py online.py": 300,
     "runtime": 2490,
     "checkpoint": 1130,
-    "engines": 7850,
+    "engines": 7900,
     "router": 1340,
     "report": 1800,
     "cli": 2270,

@@ -92,10 +92,8 @@ def _check_engine(engine: Engine, options: list[str], asked: ProfileSettings) ->
             raise ValueError(f"{options[0]}: transformers has no such option")
         return
     check_installed(engine.value)
-    if asked.lookahead:
-        raise ValueError(
-            f"--lookahead is recorded on transformers alone, not on {engine.value}: the plan then serves on any engine"
-        )
+    if asked.lookahead and engine is Engine.sglang:
+        raise ValueError("--lookahead is recorded on transformers and vllm: the plan then serves on sglang too")
 
 
 def _record(

@@ -31,21 +31,24 @@ class Passes:
         positions: np.ndarray,
         token_ids: np.ndarray,
         expert_ids: np.ndarray,
+        *lookahead_ids: np.ndarray,
     ) -> None:
         for r, request in enumerate(requests):
             own = rows == r
-            self._seen.setdefault(request, []).append((positions[own], token_ids[own], expert_ids[own]))
+            part = tuple(array[own] for array in (positions, token_ids, expert_ids, *lookahead_ids))
+            self._seen.setdefault(request, []).append(part)
 
     def finish(self, request: str, prompt_ids: Sequence[int], length: int | None = None) -> None:
         """Do nothing: the caller takes a request's routing by `take`."""
 
-    def take(self, request: str, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids (T,) and experts (T, L, K) of a request's first `length` tokens, each once."""
+    def take(self, request: str, length: int) -> dict[str, np.ndarray]:
+        """The arrays of a request's first `length` tokens, each token once, by the names of `TraceWriter.append`."""
         key = next(key for key in self._seen if key == request or key.startswith(f"{request}-"))
-        positions, token_ids, expert_ids = (np.concatenate(part) for part in zip(*self._seen.pop(key), strict=True))
+        positions, *arrays = (np.concatenate(part) for part in zip(*self._seen.pop(key), strict=True))
         found, first = np.unique(positions, return_index=True)
         assert np.array_equal(found[:length], np.arange(length)), "every token runs"
-        return token_ids[first[:length]], expert_ids[first[:length]]
+        names = ("token_ids", "expert_ids", "lookahead_ids")
+        return {name: array[first[:length]] for name, array in zip(names, arrays, strict=False)}
 
 
 def profile(
@@ -64,12 +67,12 @@ def profile(
     options: vLLM's own. The last generated token is never fed back and so has no routing. top_k is the model's.
     """
     words = command_line(launch.arguments(Topology(ep_size=1), eager=True)) + ["--no-enable-prefix-caching", *options]
-    remaining, passes = prompts[writer.num_requests :], Passes()
-    with running(model, words, launch.environment(PluginSettings(), launch.on_cpu()), passes) as engine:
+    remaining, passes, ahead = prompts[writer.num_requests :], Passes(), writer.header.lookahead
+    with running(model, words, launch.environment(PluginSettings(), launch.on_cpu()), passes, ahead) as engine:
         for start in range(0, len(remaining), batch_size):
             batch = remaining[start : start + batch_size]
             for prompt, (request, new) in zip(batch, engine.complete(batch, max(max_new_tokens, 1)), strict=True):
-                token_ids, expert_ids = passes.take(request, len(prompt) + len(new) - 1)
-                phase = np.where(np.arange(len(token_ids)) < len(prompt), PREFILL, DECODE)
-                writer.append(prompt_ids=np.array(prompt), token_ids=token_ids, expert_ids=expert_ids, phase=phase)
+                routed = passes.take(request, len(prompt) + len(new) - 1)
+                phase = np.where(np.arange(len(routed["token_ids"])) < len(prompt), PREFILL, DECODE)
+                writer.append(prompt_ids=np.array(prompt), phase=phase, **routed)
             progress(len(batch))

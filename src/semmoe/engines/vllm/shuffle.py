@@ -80,8 +80,30 @@ def router_lookahead(layers: Sequence[nn.Module], planes: int) -> Lookahead:
 
     planes: ids to ask for per expert chosen; 0: nothing is asked.
     """
+    if not planes:
+        return NO_LOOKAHEAD
     width = planes * expert_block(layers[0]).experts.router.top_k
-    return Lookahead([_ask(layer, width) for layer in layers[1:]], width) if planes else NO_LOOKAHEAD
+    return Lookahead([_ask(layer, width) for layer in layers[1:]], width)
+
+
+def ask_ahead(model: nn.Module, layers: list[int], planes: int, put: Callable[[Tensor], None]) -> None:
+    """After every MoE layer but the last, `put` the next one's look-ahead ids (N, W).
+
+    Call it before routers are hooked. layers: the model's MoE layers. Raises ValueError for a family whose layers are
+    not known.
+    """
+    found = moe_layers(model)
+    if sorted(found) != layers:
+        raise ValueError(f"the routers of {type(model).__name__} cannot be asked ahead of time: omit --lookahead")
+    lookahead = router_lookahead([found[index] for index in layers], planes)
+    for place, index in enumerate(layers[:-1]):
+        found[index].forward = functools.partial(_asked, lookahead, place, put, found[index].forward)
+
+
+def _asked(lookahead: Lookahead, place: int, put: Callable[[Tensor], None], compute: Any, *args: Any, **call: Any):
+    out, residual = compute(*args, **call)
+    put(lookahead(place, out + residual))
+    return out, residual
 
 
 def _ask(layer: Any, width: int) -> Ask:
