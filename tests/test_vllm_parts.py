@@ -195,9 +195,12 @@ def test_passes_are_put_together_once():
     rows, both = np.array([0, 0, 1, 0]), ["7-x", "8-y"]
     passes.observe(both, rows, np.array([0, 1, 0, 2]), np.array([4, 5, 6, 7]), experts)
     passes.observe(["7-x"], np.zeros(2, int), np.array([2, 3]), np.array([7, 9]), experts[:2] + 90)
-    token_ids, expert_ids = passes.take("7", 3)
-    assert token_ids.tolist() == [4, 5, 7]
-    assert expert_ids[:, 0].tolist() == [[0, 1], [2, 3], [6, 7]]
+    taken = passes.take("7", 3)
+    assert taken["token_ids"].tolist() == [4, 5, 7]
+    assert taken["expert_ids"][:, 0].tolist() == [[0, 1], [2, 3], [6, 7]]
+    assert "lookahead_ids" not in taken
+    passes.observe(["9-z"], np.zeros(2, int), np.array([1, 0]), np.array([6, 4]), experts[:2], experts[2:] + 50)
+    assert passes.take("9", 2)["lookahead_ids"][:, 0].tolist() == [[56, 57], [54, 55]]
 
 
 class Engine:
