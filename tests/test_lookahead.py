@@ -105,6 +105,15 @@ def test_a_model_whose_residual_is_a_stack_of_streams_is_refused_before_it_is_lo
         models.lookahead_planes(path, models.fingerprint_of(path))
 
 
+def test_a_model_of_one_moe_layer_has_nothing_to_look_ahead_to(checkpoints):
+    path = build("qwen3_moe", checkpoints)
+    one = replace(models.fingerprint_of(path), num_layers=1)
+    with pytest.raises(ValueError, match="one MoE layer, and none to look ahead to: omit --lookahead"):
+        models.lookahead_planes(path, one)
+    assert models.lookahead_planes(path, replace(one, num_layers=2)) == 2
+    assert models.lookahead_planes(path, replace(one, num_layers=2, num_experts=3)) == 1
+
+
 def test_ids_come_back_from_disk_request_by_request(tmp_path):
     trace = random_trace(0)
     trace = named_by(trace, random_names(trace))

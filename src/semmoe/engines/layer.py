@@ -92,11 +92,7 @@ class TokenRows:
         """(n, H) of every rank -> (N', H) in the tokens' order, zeros for padding; the routing is sent along."""
         columns, travels = [rows], self._layer is not None and (self._shuffler.uses_history or self.captured)
         if travels:
-            assert self._routing is not None
-            chosen = self._shuffler.by_weight(*self._routing)
-            assert self._layer is not None
-            ahead, self._top_k = self._lookahead(self._layer, rows), chosen.shape[1]
-            columns.append(torch.cat([chosen, ahead.to(chosen.dtype)], dim=1) if ahead.shape[1] else chosen)
+            columns.append(self._told(rows))
         whole = self._gather_rows(columns)
         self._handle = None
         if travels:
@@ -104,6 +100,14 @@ class TokenRows:
         if self._padded == self._tokens:
             return whole[0]
         return nn.functional.pad(whole[0], (0, 0, 0, self._padded - self._tokens))
+
+    def _told(self, rows: torch.Tensor) -> torch.Tensor:
+        """(n, K + W): what this rank's rows chose, and what the next layer's router names ahead for them."""
+        assert self._routing is not None
+        assert self._layer is not None
+        chosen, ahead = self._shuffler.by_weight(*self._routing), self._lookahead(self._layer, rows)
+        self._top_k = chosen.shape[1]
+        return torch.cat([chosen, ahead.to(chosen.dtype)], dim=1) if ahead.shape[1] else chosen
 
     def _gather_rows(self, columns: list[torch.Tensor]) -> list[torch.Tensor]:
         return shuffled_all_gathers(self.comm, columns, self._handle)

@@ -63,6 +63,8 @@ def lookahead_planes(path: str, model: Fingerprint) -> int:
     """
     if keeps_streams(AutoConfig.from_pretrained(path, local_files_only=True)):
         raise ValueError(f"{path}: its residual is a stack of streams, which no router reads ahead: omit --lookahead")
+    if model.num_layers == 1:
+        raise ValueError(f"{path}: it has one MoE layer, and none to look ahead to: omit --lookahead")
     return 2 if 2 * model.top_k <= model.num_experts else 1
 
 

@@ -109,8 +109,7 @@ def record_prompts(
     """
     check_token_ids(prompts, model.config.vocab_size)
     remaining = prompts[writer.num_requests :]
-    planes = writer.header.lookahead
-    with recorder_of(model, planes) if planes else recorder_of(model) as recorder:
+    with recorder_of(model, writer.header.lookahead) as recorder:
         for batch in cut(remaining, batch_size, max_new_tokens, model):
             for request in _profile_batch(model, batch, recorder):
                 writer.append(**request)
