@@ -185,6 +185,15 @@ def test_settings_that_would_have_no_effect_are_refused():
         replay(trace, plan)
 
 
+def test_a_plan_that_reads_fewer_ids_than_a_trace_has_reads_the_first():
+    trace = random_trace(0, requests=20)
+    ids = random_names(trace)
+    narrow, wide = named_by(trace, ids[..., :2]), named_by(trace, ids)
+    plan = solve(narrow, FOUR, SolveSettings(predictor=LOOKING, **EASY))
+    assert (plan.tokens.lookahead, wide.lookahead) == (1, 2)
+    assert replay(wide, plan).as_dict() == replay(narrow, plan).as_dict()
+
+
 def test_a_plan_says_what_it_looks_at_and_one_of_before_looks_at_nothing(tmp_path):
     trace = random_trace(0, requests=20)
     plan = solve(named_by(trace, random_names(trace)), FOUR, SolveSettings(predictor=LOOKING, **EASY))

@@ -93,7 +93,8 @@ class Looks:
         if not self.lookahead or not layer:
             return earlier
         assert trace.lookahead_ids is not None
-        return np.concatenate([in_planes(trace.lookahead_ids[:, layer - 1], trace.fingerprint.top_k), earlier])
+        ahead = in_planes(trace.lookahead_ids[:, layer - 1], trace.fingerprint.top_k)
+        return np.concatenate([ahead[: self.lookahead], earlier])
 
 
 def in_planes(ids: np.ndarray, top_k: int) -> np.ndarray:
