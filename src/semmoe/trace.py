@@ -62,7 +62,7 @@ class TraceWriter:
         hashed: HashedLayers = NO_HASHED,
     ) -> None:
         self.path, self.shard_tokens, self.private = path, shard_tokens, private
-        self._fingerprint, self.header = header.fingerprint, header
+        self.header = header
         self._pending: list[dict[str, np.ndarray]] = []
         self.pending_tokens = 0  # routed tokens that are not on disk yet
         if (path / "trace.json").exists():
@@ -90,12 +90,12 @@ class TraceWriter:
 
         lookahead_ids: (T, L - 1, W), in a trace whose header has them.
         """
-        f = self._fingerprint
+        f = self.header.fingerprint
         expected = (len(token_ids), f.num_layers, f.top_k)
         assert expert_ids.shape == expected, f"expert_ids {expert_ids.shape}, expected {expected}"
         assert phase.shape == token_ids.shape
         assert expert_ids.size == 0 or (expert_ids.min() >= 0 and expert_ids.max() < f.num_experts)
-        dtype = np.uint8 if self._fingerprint.num_experts <= 256 else np.int16
+        dtype = np.uint8 if self.header.fingerprint.num_experts <= 256 else np.int16
         assert (lookahead_ids is not None) == bool(self.header.lookahead)
         ahead = {} if lookahead_ids is None else {LOOKAHEAD: lookahead_ids.astype(dtype)}
         self._pending.append(

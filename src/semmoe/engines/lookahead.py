@@ -42,6 +42,15 @@ class Lookahead:
 NO_LOOKAHEAD = Lookahead((), 0)
 
 
+def lookahead_over(layers: Sequence[Any], planes: int, top_k: int, ask_of: Callable[[Any, int], Ask]) -> Lookahead:
+    """What asks the routers of `layers`, all of a model with experts, but the first; planes 0: nothing does.
+
+    ask_of: the norm and router of a layer, asked for so many experts.
+    """
+    width = planes * top_k
+    return Lookahead([ask_of(layer, width) for layer in layers[1:]], width) if planes else NO_LOOKAHEAD
+
+
 def logits_of(gate: Any, rows: Tensor) -> Tensor:
     """(n, E): what an engine's gate computes; some return a bias beside it."""
     out = gate(rows)
@@ -54,8 +63,7 @@ def gate_of(block: Any) -> Any:
     gate = gate if gate is not None else getattr(block, "router", None)
     if gate is None:
         raise ValueError(
-            f"{type(block).__name__} has no gate that can be asked ahead of time, which this plan needs: solve one "
-            "without --lookahead"
+            f"{type(block).__name__} has no gate that can be asked ahead of time: profile or solve without --lookahead"
         )
     return gate
 

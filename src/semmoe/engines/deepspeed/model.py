@@ -26,8 +26,8 @@ from transformers import PreTrainedModel
 from semmoe.core import Plan
 from semmoe.engines.deepspeed.placement import place_experts
 from semmoe.engines.deepspeed.traffic import collectives
-from semmoe.engines.lookahead import NO_LOOKAHEAD, Ask, Lookahead, asking_for
-from semmoe.engines.transformers.model import architecture_hash, decoder_layers
+from semmoe.engines.lookahead import Ask, Lookahead, asking_for, lookahead_over
+from semmoe.engines.transformers.model import architecture_hash, decoder_layers, layers_of
 from semmoe.engines.transformers.planned import PlannedModel, bind, check_layout
 from semmoe.metrics import Traffic
 from semmoe.runtime.agreement import check_agreement
@@ -82,9 +82,8 @@ def autoep_layers(model: PreTrainedModel) -> list[Any]:
 
 def autoep_lookahead(model: PreTrainedModel, planes: int) -> Lookahead:
     """The norms and routers of AutoEP's layers but the first, before a plan changes what routers return."""
-    width, converted = planes * model.config.num_experts_per_tok, set(map(id, autoep_layers(model)))
-    layers = [layer for layer in decoder_layers(model) if id(layer.mlp) in converted]
-    return Lookahead([_ask(layer, width) for layer in layers[1:]], width)
+    layers = layers_of(model, autoep_layers(model))
+    return lookahead_over(layers, planes, model.config.num_experts_per_tok, _ask)
 
 
 def _ask(layer: nn.Module, width: int) -> Ask:
@@ -155,8 +154,8 @@ class AutoEPModel(PlannedModel):
             if index is not None:
                 layer.mlp.folding_group_handles = None  # each rank now runs its own tokens
 
-    def lookahead_of(self, model: PreTrainedModel, planes: int) -> Lookahead:
-        return autoep_lookahead(model, planes) if planes and self.attention_comm.size > 1 else NO_LOOKAHEAD
+    def lookahead(self, model: PreTrainedModel, planes: int) -> Lookahead:
+        return autoep_lookahead(model, planes)
 
     @property
     def traffic(self) -> list[Traffic]:

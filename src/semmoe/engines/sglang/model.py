@@ -11,7 +11,7 @@ from sglang.srt.runtime_context import get_parallel, get_resources, get_schedule
 from sglang.srt.state_capturer.base import BaseTopkCapturer
 
 from semmoe.core import Plan
-from semmoe.engines.lookahead import Ask, Lookahead, asking_for, gate_of, logits_of
+from semmoe.engines.lookahead import Ask, Lookahead, asking_for, gate_of, logits_of, lookahead_over
 from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.fused import PeerBuffers, symmetric_buffers
 from semmoe.runtime.shuffler import lookahead_of
@@ -38,12 +38,7 @@ def moe_blocks(model: torch.nn.Module) -> dict[int, Any]:
 
 def layer_of_norm(model: torch.nn.Module, layers: list[int]) -> dict[int, int]:
     """Maps the identity of the norm before each feed-forward to the index of its layer among the MoE layers."""
-    found = {}
-    for module in model.modules():
-        boundary: Any = getattr(module, "ffn_boundary", None)
-        blocks = moe_blocks(module) if boundary is not None else {}
-        if len(blocks) == 1:
-            found[id(boundary.norm)] = layers.index(next(iter(blocks)))
+    found = {id(module.ffn_boundary.norm): layers.index(layer) for layer, module in _expert_layers(model).items()}
     name, number = type(model).__name__, len(layers)
     if len(found) != number:
         raise ValueError(
@@ -52,19 +47,23 @@ def layer_of_norm(model: torch.nn.Module, layers: list[int]) -> dict[int, int]:
     return found
 
 
-def lookahead(model: torch.nn.Module, planes: int, top_k: int) -> Lookahead:
-    """The norms and routers of the MoE layers but the first; `planes` ids are asked for per expert chosen."""
+def _expert_layers(model: torch.nn.Module) -> dict[int, Any]:
+    """The model's decoder layers with experts and a boundary before them, by their index."""
     found = {}
     for module in model.modules():
-        boundary: Any = getattr(module, "ffn_boundary", None)
-        blocks = moe_blocks(module) if boundary is not None else {}
+        blocks = moe_blocks(module) if getattr(module, "ffn_boundary", None) is not None else {}
         if len(blocks) == 1:
-            found[next(iter(blocks))] = boundary.norm, module
-    width = planes * top_k
-    return Lookahead([_ask(*found[layer], width) for layer in sorted(found)[1:]], width)
+            found[next(iter(blocks))] = module
+    return found
 
 
-def _ask(norm: Any, layer: torch.nn.Module, width: int) -> Ask:
+def lookahead(model: torch.nn.Module, planes: int, top_k: int) -> Lookahead:
+    """The norms and routers of the MoE layers but the first; `planes` ids are asked for per expert chosen."""
+    return lookahead_over([module for _, module in sorted(_expert_layers(model).items())], planes, top_k, _ask)
+
+
+def _ask(layer: Any, width: int) -> Ask:
+    norm = layer.ffn_boundary.norm
     block: Any = next(module for module in layer.modules() if isinstance(getattr(module, "topk", None), TopK))
     gate, config = gate_of(block), block.topk.topk_config
     wide, plain = width + config.num_shared_topk_slots, TopKOutputFormat.STANDARD

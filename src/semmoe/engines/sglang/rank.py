@@ -20,7 +20,6 @@ from semmoe.core import Plan
 from semmoe.engines import supervisor
 from semmoe.engines.absent import NoRecorder, NoShuffle, NoTraffic
 from semmoe.engines.counters import Reading
-from semmoe.engines.lookahead import NO_LOOKAHEAD, Lookahead
 from semmoe.engines.rank import (
     check_identity,
     check_plan,
@@ -177,11 +176,12 @@ class RankPlugin:
         if self._static(runner):
             shuffler, pool = DeviceShuffler(*where, runner.device), lambda: len(runner.req_to_token_pool.req_to_token)
             buffers = peer_buffers(plan, runner, comm) if self._settings.fused == "1" else None
-            ahead = self._ahead(runner, shuffler.lookahead)
+            ahead = lookahead(runner.model, shuffler.lookahead, plan.fingerprint.top_k)
             shuffle: BoundaryShuffle = StaticBoundaryShuffle(shuffler, comm, norms, pool, buffers, ahead)
         else:
             host = TokenShuffler(*where)
-            shuffle = BoundaryShuffle(host, comm, norms, self._ahead(runner, host.lookahead))
+            ahead = lookahead(runner.model, host.lookahead, plan.fingerprint.top_k)
+            shuffle = BoundaryShuffle(host, comm, norms, ahead)
         self._shuffle, shuffle.ran = shuffle, self._check.ran
         self._check.expect("scatter", len(layers))
         self._check.expect("restore", len(layers))
@@ -193,12 +193,6 @@ class RankPlugin:
             )
         if get_exec().features.enable_return_routed_experts:
             shuffle.captured = lambda layer, ids: capture(layers[layer], ids)
-
-    def _ahead(self, runner: Any, planes: int) -> Lookahead:
-        """What asks routers ahead of time, if the plan reads `planes` ids per expert chosen."""
-        if not planes:
-            return NO_LOOKAHEAD
-        return lookahead(runner.model, planes, runner.model_config.hf_text_config.num_experts_per_tok)
 
     def _static(self, runner: Any) -> bool:
         """Whether tokens are shuffled on the device, without waiting for the host."""

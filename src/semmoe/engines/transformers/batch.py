@@ -1,5 +1,6 @@
 """Batches of prompts, padded on the left, and greedy decoding step by step."""
 
+import functools
 import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -84,7 +85,7 @@ def step(model: PreTrainedModel, batch: Batch, before: Callable[[torch.Tensor, t
         position_ids=positions.to(device),
         use_cache=True,
         logits_to_keep=1,
-        **{cache_name(model): batch.cache},
+        **{cache_name(type(model)): batch.cache},  # type: ignore[arg-type]  # a class is hashable
     )
     chosen = out.logits[:, -1].argmax(dim=-1).tolist()
     if prefill:
@@ -94,9 +95,10 @@ def step(model: PreTrainedModel, batch: Batch, before: Callable[[torch.Tensor, t
             batch.generated[i].append(batch.generated[i][-1] if batch.finished(i) else token)
 
 
-def cache_name(model: PreTrainedModel) -> str:
+@functools.cache
+def cache_name(kind: type[PreTrainedModel]) -> str:
     """The argument of a forward that takes the cache, which newer versions of transformers call `cache`."""
-    return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
+    return "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"
 
 
 def cut(prompts: Sequence[Sequence[int]], size: int, max_new_tokens: int, model: PreTrainedModel) -> Iterator[Batch]:

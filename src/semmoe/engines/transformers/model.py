@@ -1,5 +1,6 @@
 """Load a model, find its MoE layers, and compute its fingerprint."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils import logging
 
 from semmoe.bounds import MOST_EXPERTS, MOST_LAYERS, MOST_VOCABULARY
-from semmoe.engines.lookahead import Ask, Lookahead, asking_for
+from semmoe.engines.lookahead import Ask, Lookahead, asking_for, gate_of, lookahead_over
 from semmoe.engines.transformers.tokenizer import digest, load_tokenizer, require_local, tokenizer_hash
 from semmoe.topology import Fingerprint
 
@@ -56,6 +57,12 @@ def moe_layers(model: PreTrainedModel) -> list[nn.Module]:
     return [block for block in blocks if isinstance(getattr(block, "experts", None), nn.Module)]
 
 
+def layers_of(model: PreTrainedModel, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """The decoder layers of MoE blocks, in layer order."""
+    wanted = set(map(id, blocks))
+    return [layer for layer in decoder_layers(model) if id(layer.mlp) in wanted]
+
+
 def lookahead_planes(path: str, model: Fingerprint) -> int:
     """Look-ahead ids to record per expert that a token chooses: of the second K, many are chosen in the end.
 
@@ -70,14 +77,12 @@ def lookahead_planes(path: str, model: Fingerprint) -> int:
 
 def router_lookahead(model: PreTrainedModel, planes: int) -> Lookahead:
     """The norms and routers of the MoE layers but the first. Raises ValueError for a layer that has another router."""
-    width = planes * model.config.num_experts_per_tok
-    blocks = {id(block) for block in moe_layers(model)}
-    layers = [layer for layer in decoder_layers(model) if id(layer.mlp) in blocks]
-    return Lookahead([_ask(layer, width) for layer in layers[1:]], width)
+    layers = layers_of(model, moe_layers(model))
+    return lookahead_over(layers, planes, model.config.num_experts_per_tok, _ask)
 
 
 def _ask(layer: nn.Module, width: int) -> Ask:
-    router = getattr(layer.mlp, "gate", None) or getattr(layer.mlp, "router", None)
+    router = gate_of(layer.mlp)
     if not hasattr(router, "top_k"):
         raise ValueError(f"the router of {type(layer).__name__} cannot be asked ahead of time: omit --lookahead")
     norm, asked = layer.post_attention_layernorm, asking_for(router, width)

@@ -20,8 +20,8 @@ from semmoe.dataset import check_token_ids, digest
 from semmoe.engines.lookahead import Lookahead
 from semmoe.engines.transformers.batch import Batch, cut, step
 from semmoe.engines.transformers.model import (
-    decoder_layers,
     fingerprint_of,
+    layers_of,
     lookahead_planes,
     moe_layers,
     router_lookahead,
@@ -55,11 +55,9 @@ class RoutingRecorder:
     def __enter__(self) -> "RoutingRecorder":
         self._hooks = [self.listen(block) for block in self._blocks]
         if self._planes:
-            ask, places = self.lookahead(self._model, self._planes), {id(b): i for i, b in enumerate(self._blocks)}
-            for layer in decoder_layers(self._model):
-                place = places.get(id(layer.mlp), len(self._blocks))
-                if place < len(self._blocks) - 1:
-                    self._hooks.append(layer.register_forward_hook(partial(self._look, ask, place)))
+            ask = self.lookahead(self._model, self._planes)
+            for place, layer in enumerate(layers_of(self._model, self._blocks)[:-1]):
+                self._hooks.append(layer.register_forward_hook(partial(self._look, ask, place)))
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -17,7 +17,7 @@ from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.model_executor.models.utils import sequence_parallel_chunk
 
 from semmoe.engines.layer import TokenRows
-from semmoe.engines.lookahead import NO_LOOKAHEAD, Ask, Lookahead, asking_for, gate_of, logits_of
+from semmoe.engines.lookahead import Ask, Lookahead, asking_for, gate_of, logits_of, lookahead_over
 from semmoe.engines.step import SlotWatch
 from semmoe.engines.vllm import targets
 from semmoe.engines.vllm.routing import RealRows
@@ -80,10 +80,8 @@ def router_lookahead(layers: Sequence[nn.Module], planes: int) -> Lookahead:
 
     planes: ids to ask for per expert chosen; 0: nothing is asked.
     """
-    if not planes:
-        return NO_LOOKAHEAD
-    width = planes * expert_block(layers[0]).experts.router.top_k
-    return Lookahead([_ask(layer, width) for layer in layers[1:]], width)
+    top_k = expert_block(layers[0]).experts.router.top_k if planes else 0
+    return lookahead_over(layers, planes, top_k, _ask)
 
 
 def ask_ahead(model: nn.Module, layers: list[int], planes: int, put: Callable[[Tensor], None]) -> None:
