@@ -133,7 +133,7 @@ def main() -> None:
     rows = []
     for name, plan in plans.items():
         result = replay(held_out, plan, measuring)
-        predicted = cost.predict(name, result.rows_per_batch, result.busiest_pairs, shape, plan.topology, links)
+        predicted = cost.predict(name, result.rows_per_batch(), result.busiest_pairs, shape, plan.topology, links)
         reduced = cost.all_reduce_time(result.tokens_per_batch, 0, shape, plan.topology, links).all_reduce
         rows.append(compare(name, predicted.time, reduced, samples[name]))
     gains = {a: {k: gain(rows, a, f"{k}_us") for k in ("predicted", "measured")} for a in ("dp", "tp")}

@@ -1,5 +1,6 @@
 """Slow and obvious reference implementations: plain loops, written from the definitions."""
 
+import math
 from itertools import combinations, product
 
 import numpy as np
@@ -368,7 +369,7 @@ def all_layouts(experts, ranks, slots_per_rank):
 
 def exchange_seconds(sent, topology: Topology, tiers, shared: bool) -> float:
     """Seconds of an all-to-all of `sent` (G, G) bytes; tiers: (latency s, GB/s) inside a node and between nodes."""
-    G, size, total = topology.ep_size, topology.ep_size // topology.num_nodes, 0.0
+    G, size, total, travels = topology.ep_size, topology.ep_size // topology.num_nodes, 0.0, []
     for between, (latency, bandwidth) in enumerate(tiers):
         out, into = [0] * G, [0] * G
         for i in range(G):
@@ -377,5 +378,6 @@ def exchange_seconds(sent, topology: Topology, tiers, shared: bool) -> float:
                     out[i] += sent[i][j]
                     into[j] += sent[i][j]
         if sum(out):
-            total += latency + (sum(out) if shared else max(out + into)) / (bandwidth * 1e9)
-    return total
+            total += latency * (math.log2(topology.num_nodes) if between else 1)
+            travels.append((sum(out) if shared else max(out + into)) / (bandwidth * 1e9))
+    return total + (sum(travels) if shared else math.sqrt(sum(t * t for t in travels)))

@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from semmoe import cost
+from semmoe.calibration import load_links
 from semmoe.cli import app
 from semmoe.demo import MODEL
 from semmoe.engines.transformers import calibrate as calibration
@@ -57,7 +58,7 @@ def test_a_fit_of_times_that_do_not_grow_stays_a_valid_calibration(tmp_path):
     seen = [sample(tokens, 1e-3, 1e-3, 1e-3, 1e-3) for tokens in (10, 100, 1000)]
     links = calibration._fit(seen, SHAPE, calibration._without_times("x", 2, "gloo", 4))
     save_json(tmp_path / "links.json", links)
-    assert cost.load_links(str(tmp_path / "links.json")) == links
+    assert load_links(str(tmp_path / "links.json")) == links
 
 
 def test_one_rank_has_no_links_to_measure():
@@ -68,7 +69,7 @@ def test_one_rank_has_no_links_to_measure():
 @pytest.mark.parametrize(("predicted", "doubtful"), [(0.84, True), (0.86, False), (1.14, False), (1.16, True)])
 def test_a_fit_that_is_off_by_more_than_a_seventh_is_doubted(tmp_path, monkeypatch, predicted, doubtful):
     """In the times of a calibration that was measured before; only the measuring itself is left out."""
-    links = cost.load_links("pcie5")
+    links = load_links("pcie5")
     found = calibration.Calibration(links=links, shape=SHAPE, predicted=predicted, measured=1.0)
     monkeypatch.setattr(calibration, "calibrate", lambda *arguments: found)
     result = CliRunner().invoke(app, ["calibrate", "tiny", "--json", "--out", str(tmp_path / "links.json")])
@@ -85,7 +86,7 @@ def test_two_processes_calibrate_themselves(tmp_path, monkeypatch):
     found = calibration.calibrate(str(MODEL), 2, done.append, "two processes")
     assert sum(done) == len(calibration.TOKENS)
     save_json(tmp_path / "links.json", found.links)
-    links = cost.load_links(str(tmp_path / "links.json"))
+    links = load_links(str(tmp_path / "links.json"))
     assert links == found.links
     assert (links.name, links.kind, links.dispatch_bytes_per_value) == ("two processes", "measured", 4)
     assert "2 processes" in links.source

@@ -14,9 +14,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
+from semmoe.calibration import load_links
 from semmoe.cli import app
 from semmoe.core import DECODE
-from semmoe.cost import load_links
 from semmoe.demo import MODEL
 from semmoe.engines.transformers.tokenizer import load_tokenizer
 from semmoe.files import save_json

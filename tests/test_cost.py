@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semmoe import cost
-from semmoe.cost import Experts, LayerShape, LayerTime, Links, Prediction, Tier
+from semmoe.calibration import Experts, Links, PairSpeeds, Tier, load_links, row_costs, seconds_per_gigabyte, shipped
+from semmoe.cost import LayerShape, LayerTime, Prediction
 from semmoe.metrics import uniform_remote_ranks
 from semmoe.topology import Topology
 
@@ -55,12 +56,58 @@ def test_experts_take_a_fixed_time_and_six_operations_for_each_weight_of_the_bus
     assert (time.communication, time.total) == pytest.approx((0, 65e-6))
 
 
-def test_two_nodes_of_two_ranks_add_their_tiers():
-    """Rank 0 sends 1 MB to its neighbour and 1 MB to each rank of the other node, at half the bandwidth."""
-    rows = np.array([[9999, 1000, 1000, 1000], [0] * 4, [0] * 4, [0] * 4])
+def test_two_nodes_of_two_ranks_overlap_their_tiers():
+    """Rank 0 sends 3 MB to its neighbour and 1 MB to each rank of the other node, at half the bandwidth: 3 and 4 ms."""
+    rows = np.array([[9999, 3000, 1000, 1000], [0] * 4, [0] * 4, [0] * 4])
     time = cost.layer_time(rows, 0, KILOBYTE, Topology(ep_size=4, num_nodes=2), TWO_NODES)
-    assert time.dispatch == pytest.approx(1e-3 + 4e-3 + 7e-6)
-    assert time.combine == pytest.approx(1e-3 + 4e-3 + 9e-6)
+    assert time.dispatch == pytest.approx(5e-3 + 7e-6)
+    assert time.combine == pytest.approx(5e-3 + 9e-6)
+    shared = cost.layer_time(
+        rows, 0, KILOBYTE, Topology(ep_size=4, num_nodes=2), links_with(between_nodes=BETWEEN, shared=True)
+    )
+    assert shared.dispatch == pytest.approx(7e-3 + 7e-6)
+
+
+def test_latency_grows_with_every_doubling_of_nodes():
+    """8 nodes are three doublings; the rows take 1 MB at 0.5 GB/s."""
+    rows = np.zeros((8, 8))
+    rows[0, 7] = 1000
+    time = cost.layer_time(rows, 0, KILOBYTE, Topology(ep_size=8, num_nodes=8), TWO_NODES)
+    assert time.dispatch == pytest.approx(2e-3 + 3 * 7e-6)
+
+
+SLOW_NODE = {"gigabytes_per_second": [[9.0, 2.0, 0.5], [2.0, 9.0, 0.5], [0.5, 0.5, 9.0]]}
+
+
+def test_pairs_of_nodes_may_have_speeds_of_their_own():
+    """Node 2 is slow. Rank 0 sends 1 MB to each other node: 0.5 ms and 2 ms; inside a node the tier decides."""
+    links = links_with(between_nodes=BETWEEN, pairs=PairSpeeds(**SLOW_NODE))
+    topology = Topology(ep_size=6, num_nodes=3)
+    rows = np.zeros((6, 6))
+    rows[0, [2, 4]] = 1000
+    assert cost.layer_time(rows, 0, KILOBYTE, topology, links).dispatch == pytest.approx(2.5e-3 + np.log2(3) * 7e-6)
+    seconds = seconds_per_gigabyte(links, topology)
+    assert (seconds[0, 1], seconds[0, 2], seconds[0, 5]) == (1.0, 0.5, 2.0)
+    costs = row_costs(links, topology)
+    assert costs.rank[0].tolist() == [0, 2, 1, 1, 4, 4]
+
+
+def test_pairs_of_ranks_replace_the_tiers_and_add_latency():
+    pairs = PairSpeeds(gigabytes_per_second=[[1.0, 4.0], [2.0, 1.0]], latency_us=[[0.0, 3.0], [8.0, 0.0]])
+    rows = np.array([[0, 1000], [1000, 0]])
+    time = cost.layer_time(rows, 0, KILOBYTE, Topology(ep_size=2), links_with(pairs=pairs))
+    assert time.dispatch == pytest.approx(0.5e-3 + 8e-6)
+
+
+def test_pairs_of_other_sizes_are_refused():
+    links = links_with(pairs=PairSpeeds(**SLOW_NODE))
+    with pytest.raises(ValueError, match="speeds of 3 x 3 pairs, not of 4 ranks or 1 nodes"):
+        seconds_per_gigabyte(links, Topology(ep_size=4))
+    for rows in ([[1.0], [1.0]], [[1.0, 0.0], [1.0, 1.0]]):
+        with pytest.raises(ValueError, match=r"not square|above 0"):
+            PairSpeeds(gigabytes_per_second=rows)
+    with pytest.raises(ValueError, match="different sizes"):
+        PairSpeeds(gigabytes_per_second=[[1.0]], latency_us=[[1.0, 2.0], [1.0, 2.0]])
 
 
 def test_bytes_count_hidden_states_both_ways_and_routing_one_way():
@@ -166,16 +213,14 @@ def test_without_latency_time_is_proportional_to_rows_and_bandwidth(topology, se
     assert cost.layer_time(factor * rows, 0, KILOBYTE, topology, faster).communication == pytest.approx(once)
 
 
-def test_links_that_know_no_nodes_refuse_rows_between_them_and_only_those():
+def test_links_that_know_no_nodes_refuse_several():
     topology = Topology(ep_size=4, num_nodes=2)
-    inside = np.kron(np.eye(2), np.ones((2, 2)))
-    assert cost.layer_time(inside, 0, KILOBYTE, topology, LINKS).total > 0
     with pytest.raises(ValueError, match="links 'by hand' say nothing of several nodes"):
         cost.layer_time(np.ones((4, 4)), 0, KILOBYTE, topology, LINKS)
     with pytest.raises(ValueError, match="say nothing of several nodes"):
         cost.all_reduce_time(10, 0, KILOBYTE, topology, LINKS)
     with pytest.raises(ValueError, match=r"H200 NVLink, one node.*several nodes"):
-        cost.load_links("h200-nvlink", num_nodes=2)
+        load_links("h200-nvlink", Topology(ep_size=4, num_nodes=2))
 
 
 # aiconfigurator's published tables of DeepEP in normal mode on one node of 8 H200: tokens a rank, microseconds of
@@ -189,7 +234,7 @@ PUBLISHED = [
 
 
 def test_h200_links_reproduce_the_published_table():
-    links, errors = cost.load_links("h200-nvlink"), []
+    links, errors = load_links("h200-nvlink"), []
     for shape, experts, points in PUBLISHED:
         remote = uniform_remote_ranks(8, experts, shape.top_k)
         for tokens, dispatch, combine in points:
@@ -203,17 +248,20 @@ def test_h200_links_reproduce_the_published_table():
 
 def test_h200_experts_reproduce_the_published_time():
     """Fused MoE of Qwen3-30B-A3B's shape, EP8, 8,192 tokens a rank, balanced: 0.57 ms."""
-    time = cost.layer_time(np.zeros((8, 8)), 8192 * 8, QWEN3, Topology(ep_size=8), cost.load_links("h200-nvlink"))
+    time = cost.layer_time(np.zeros((8, 8)), 8192 * 8, QWEN3, Topology(ep_size=8), load_links("h200-nvlink"))
     assert time.experts == pytest.approx(570e-6, rel=0.01)
 
 
 def test_every_shipped_calibration_loads_and_says_what_it_is():
-    assert cost.shipped() == ["h200-100g", "h200-400g", "h200-nvlink", "pcie5"]
-    for name in cost.shipped():
-        links = cost.load_links(name)
-        assert links.kind == ("measured" if name == "h200-nvlink" else "nominal")
+    assert len(shipped()) == 18
+    for name in shipped():
+        links = load_links(name)
+        assert links.kind == ("nominal" if name in ("h200-100g", "pcie5") else "measured")
+        assert links.all_to_all == (
+            "per-rank" if links.kind == "nominal" else "per-pair" if "-ll" in name else "per-node"
+        )
         assert links.source
-        assert (links.between_nodes is not None) == name.endswith("g")
+        assert (links.between_nodes is not None) == name.removesuffix("-ll").endswith("g")
 
 
 def write(path, **changes):
@@ -222,7 +270,7 @@ def write(path, **changes):
 
 
 def test_a_links_file_survives_a_round_trip(tmp_path):
-    assert cost.load_links(write(tmp_path / "links.json")) == LINKS
+    assert load_links(write(tmp_path / "links.json")) == LINKS
 
 
 @pytest.mark.parametrize(
@@ -241,18 +289,18 @@ def test_a_links_file_survives_a_round_trip(tmp_path):
 )  # fmt: skip
 def test_a_damaged_links_file_is_refused_by_field(changes, words, tmp_path):
     with pytest.raises(ValueError, match=f"links.json is not valid: .*{words}"):
-        cost.load_links(write(tmp_path / "links.json", **changes))
+        load_links(write(tmp_path / "links.json", **changes))
 
 
 def test_what_is_no_links_file_is_refused(tmp_path):
     (tmp_path / "links.json").write_text("{oops")
     with pytest.raises(ValueError, match=r"links.json is not valid: file: Invalid JSON"):
-        cost.load_links(str(tmp_path / "links.json"))
-    shipped = r"no links called 'carrier-pigeon': give a file, or one of h200-100g, .*, pcie5"
+        load_links(str(tmp_path / "links.json"))
+    shipped = r"no links called 'carrier-pigeon': give a file, or one of b200-nvlink, .*, pcie5"
     with pytest.raises(ValueError, match=shipped):
-        cost.load_links("carrier-pigeon")
+        load_links("carrier-pigeon")
     with pytest.raises(ValueError, match="no links called"):
-        cost.load_links(str(tmp_path))
+        load_links(str(tmp_path))
 
 
 def predicted(method, communication, experts) -> Prediction:

@@ -66,9 +66,33 @@ def test_traffic_of_an_empty_batch_is_nothing():
     assert (traffic.lar, traffic.remote_ranks_per_token, traffic.load.tolist()) == (0.0, 0.0, [0, 0])
 
 
+@given(st.sampled_from([(1, 1), (4, 1), (4, 2), (6, 3), (4, 4)]), st.integers(0, 999))
+def test_rows_per_rank_node_and_pair_agree_with_loops(sizes, seed):
+    (ranks, nodes), rng = sizes, np.random.default_rng(seed)
+    targets, home = rng.integers(ranks, size=(20, 3)), rng.integers(ranks, size=20)
+    traffic, size = layer_traffic(targets, home, ranks, nodes), ranks // nodes
+    rows, node_rows = np.zeros((ranks, ranks)), np.zeros((ranks, nodes))
+    pair_rows = np.zeros((ranks, ranks))
+    for to, at in zip(targets.tolist(), home.tolist(), strict=True):
+        for rank in set(to) - {at}:
+            rows[at, rank] += 1
+        for node in {rank // size for rank in to} - {at // size}:
+            node_rows[at, node] += 1
+        for rank in to:
+            pair_rows[at, rank] += rank != at
+    np.testing.assert_array_equal(traffic.rows, rows)
+    np.testing.assert_array_equal(traffic.node_rows, node_rows)
+    np.testing.assert_array_equal(traffic.pair_rows, pair_rows)
+    assert traffic.local_pairs == targets.size - pair_rows.sum()
+    assert traffic.remote_nodes_per_token == node_rows.sum() / 20
+
+
 def test_traffic_adds_up():
-    one = Traffic(4, 1, 2, np.array([[0, 1], [2, 0]]), np.array([3, 1]))
-    both = one + Traffic(6, 5, 3, np.array([[0, 4], [0, 0]]), np.array([0, 6]))
+    nodes, pairs = np.array([[0, 1], [1, 0]]), np.array([[0, 1], [2, 0]])
+    one = Traffic(4, 1, 2, np.array([[0, 1], [2, 0]]), np.array([3, 1]), nodes, pairs)
+    both = one + Traffic(6, 5, 3, np.array([[0, 4], [0, 0]]), np.array([0, 6]), nodes, 3 * pairs)
+    assert both.node_rows.tolist() == [[0, 2], [2, 0]]
+    assert both.pair_rows.tolist() == [[0, 4], [8, 0]]
     assert (both.pairs, both.local_pairs, both.tokens) == (10, 6, 5)
     assert both.rows.tolist() == [[0, 5], [2, 0]]
     assert both.load.tolist() == [3, 7]

@@ -44,7 +44,7 @@ def test_two_batches_of_a_hand_made_trace():
     assert result.load_max_over_mean.tolist() == [1.5]
     assert result.load_max_over_median.tolist() == [1.5]
     assert (result.num_batches, result.tokens_per_batch) == (2, 4)
-    assert result.rows_per_batch.tolist() == [[[0, 1], [1, 0]]]
+    assert result.rows_per_batch().tolist() == [[[0, 1], [1, 0]]]
     assert result.busiest_pairs.tolist() == [3]
     assert result.predicted_lar is None
     assert result.unknown_share == 0
@@ -79,11 +79,13 @@ def test_metrics_have_their_json_names():
     assert set(result) == shared | {
         "load_max_layer",
         "token_max_over_mean", "unknown_token_share", "unknown_token_lar", "predicted_lar",
-        "rows_per_rank_pair", "layers", "num_batches", "tokens_per_batch",
+        "rows_per_rank_pair", "rows_by_kind", "remote_nodes_per_token", "layers", "num_batches", "tokens_per_batch",
     }  # fmt: skip
     rows = np.array(result["rows_per_rank_pair"])
     assert rows.sum() / (trace.num_tokens * 3) == pytest.approx(result["remote_ranks_per_token"])
-    assert [set(layer) for layer in result["layers"]] == [shared | {"layer", "predicted_lar", "load_per_rank"}] * 3
+    assert [set(layer) for layer in result["layers"]] == [
+        shared | {"layer", "predicted_lar", "load_per_rank", "remote_nodes_per_token"}
+    ] * 3
     assert [sum(layer["load_per_rank"]) for layer in result["layers"]] == [trace.num_tokens * 2] * 3
     assert [layer["layer"] for layer in result["layers"]] == [0, 1, 2]
     assert json.loads(json.dumps(result)) == result

@@ -13,9 +13,10 @@ import pytest
 from synthetic import make_trace, planted_trace, random_trace
 from typer.testing import CliRunner
 
+from semmoe.calibration import load_links
 from semmoe.cli import app
 from semmoe.core import Placement
-from semmoe.cost import LayerShape, load_links
+from semmoe.cost import LayerShape
 from semmoe.plan import load_plan, save_plan
 from semmoe.report import experts, figures, gather, layers, page, serving, verdict
 from semmoe.results import Figures

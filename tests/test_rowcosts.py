@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from semmoe.rowcosts import KINDS, kind_costs, landing_ranks, plain_costs
+from semmoe.metrics import layer_traffic
+from semmoe.rowcosts import KINDS, hops, kind_costs, landing_ranks, plain_costs
 from semmoe.topology import Topology
 
 TOPOLOGY = Topology(ep_size=4, num_nodes=2)
@@ -43,6 +44,27 @@ def test_costs_are_sums_over_the_rows_that_a_dispatcher_sends(kind):
                 rows += [(home, first)] + [(first, y) for y in set(ranks) if topology.node_of[y] == m]
         expected = sum(2.0 * relative[i, j] for i, j in rows if i != j) + 0.5 * sum(y != home for y in ranks)
         assert charge(costs, topology, home, ranks) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hops_are_the_rows_of_every_link(kind):
+    topology, rng = Topology(ep_size=6, num_nodes=3), np.random.default_rng(1)
+    targets, home, landing = rng.integers(6, size=(300, 4)), rng.integers(6, size=300), landing_ranks(topology)
+    expected = np.zeros((6, 6), int)
+    for ranks, at in zip(targets.tolist(), home.tolist(), strict=True):
+        if kind == "per-pair":
+            sent = [(at, y) for y in ranks]
+        elif kind == "per-rank":
+            sent = [(at, y) for y in set(ranks)]
+        else:
+            nodes = {int(topology.node_of[y]) for y in ranks}
+            first = {m: at if m == topology.node_of[at] else landing[at, m] for m in nodes}
+            sent = [(at, one) for one in first.values()] + [(first[topology.node_of[y]], y) for y in set(ranks)]
+        for i, j in sent:
+            expected[i, j] += i != j
+    traffic = layer_traffic(targets, home, 6, 3)
+    found = hops(kind, topology, traffic.rows, traffic.node_rows, traffic.pair_rows)
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_without_links_a_first_row_to_a_node_costs_more():

@@ -3,70 +3,33 @@
 For one layer and one batch of all ranks, with b[i, j] bytes sent from rank i to rank j in dispatch (combine sends as
 many rows back):
 
-    all-to-all   the slowest rank's  max(sent, received) / bandwidth  in each tier, added over tiers, + latency
+    all-to-all   in each tier the slowest rank's  max(sending, receiving), where b[i, j] bytes take b[i, j] / bandwidth;
+                 the root of the sum of the tiers' squares, since rows inside nodes and between them overlap in part;
+                 + latency: that of the inside, and that of the network for every doubling of the number of nodes
     experts      fixed + floating-point operations of the most loaded rank / speed
     layer        dispatch + experts + combine
 
-A tier is the inside of a node or the network between nodes. `shared` links (processes on one machine) transfer the
-bytes of all ranks one after the other, so their sum counts. Each layer is predicted by itself, because each has its own
-busiest ranks; the mean of layers is reported. With attention TP, a plan also competes with expert parallelism without
-all-to-all: every rank computes its experts for all rows, and one more all-reduce sums the results. (The all-reduce
-after attention has the same bytes as the plan's reduce-scatter and all-gather, so it is left out on both sides.)
+A tier is the inside of a node or the network between nodes. Which rows travel depends on the kind of the all-to-all
+(`rowcosts.hops`). How tiers overlap and how latency grows were chosen on DeepEP's measured tables of one and two nodes
+and hold on four (tests/test_links.py). `shared` links (processes on one machine) transfer the bytes of all ranks one
+after the other, so their sum counts. Each layer is predicted by itself, because each has its own busiest ranks; the
+mean of layers is reported. With attention TP, a plan also competes with expert parallelism without all-to-all: every
+rank computes its experts for all rows, and one more all-reduce sums the results. (The all-reduce after attention has
+the same bytes as the plan's reduce-scatter and all-gather, so it is left out on both sides.)
 
 Worked example, 2 ranks, no latency, 1 GB/s, b = [[0, 3], [1, 0]] MB: rank 0 sends 3 MB and receives 1 MB, rank 1 the
 reverse. Dispatch takes 3 ms, or 4 ms over shared links.
 """
 
 from dataclasses import asdict, astuple, dataclass
-from pathlib import Path
-from typing import Literal
+from math import hypot, log2
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
 
-from semmoe.files import load_json
+from semmoe.calibration import Links, of_pairs, seconds_per_gigabyte, tier_of
 from semmoe.topology import Topology
 
-SHIPPED = Path(__file__).parent / "links"
 WORTH = 0.02  # share of a layer's time; smaller gains are below the accuracy of this model
-
-Positive = Field(gt=0, allow_inf_nan=False)
-NotNegative = Field(ge=0, allow_inf_nan=False)
-
-
-class Tier(BaseModel):
-    """The speed of one kind of link for one rank, which sends and receives at the same time."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-    dispatch_latency_us: float = NotNegative  # fixed time of an all-to-all that uses the tier
-    combine_latency_us: float = NotNegative
-    gigabytes_per_second: float = Positive  # in an all-to-all
-    all_reduce_latency_us: float = NotNegative
-    all_reduce_gigabytes_per_second: float = Positive
-
-
-class Experts(BaseModel):
-    """The speed at which one rank computes experts."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-    fixed_us: float = NotNegative
-    teraflops: float = Positive
-
-
-class Links(BaseModel):
-    """A calibration of links and experts: written by `semmoe calibrate`, or shipped with semmoe."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-    name: str
-    kind: Literal["measured", "nominal"]
-    source: str
-    inside_node: Tier
-    between_nodes: Tier | None = None
-    shared: bool = False
-    dispatch_bytes_per_value: int = Field(ge=1, le=8)
-    combine_bytes_per_value: int = Field(ge=1, le=8)
-    routing_bytes: int = Field(ge=0, le=64)  # id and weight that a dispatched row carries per choice
-    experts: Experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,26 +64,6 @@ class LayerTime:
         return self.communication + self.experts
 
 
-def shipped() -> list[str]:
-    """Names of the calibrations that are shipped with semmoe."""
-    return sorted(path.stem for path in SHIPPED.glob("*.json"))
-
-
-def load_links(name: str, num_nodes: int = 1) -> Links:
-    """The calibration of a shipped name or of a file.
-
-    Raises ValueError if there is none, if it is damaged, or if it lacks links between nodes and `num_nodes` > 1.
-    """
-    path = SHIPPED / f"{name}.json"
-    if not path.is_file():
-        path = Path(name)
-        if not path.is_file():
-            raise ValueError(f"there are no links called {name!r}: give a file, or one of {', '.join(shipped())}")
-    links = load_json(path, Links)
-    _tier(links, between=num_nodes > 1)
-    return links
-
-
 def dispatch_row_bytes(shape: LayerShape, links: Links) -> int:
     return shape.hidden_size * links.dispatch_bytes_per_value + shape.top_k * links.routing_bytes
 
@@ -134,10 +77,10 @@ def all_to_all_bytes(rows: np.ndarray, shape: LayerShape, links: Links) -> np.nd
     return rows * dispatch_row_bytes(shape, links) + rows.T * combine_row_bytes(shape, links)
 
 
-def busiest_bytes(sent: np.ndarray, shared: bool) -> float:
-    """Bytes that determine the time of an all-to-all of `sent` (G, G) bytes; the diagonal is not sent.
+def busiest(sent: np.ndarray, shared: bool) -> float:
+    """What determines the time of an all-to-all of `sent` (G, G), bytes or seconds; the diagonal is not sent.
 
-    Over shared links all bytes, else the most that one rank sends or receives.
+    Over shared links the sum, else the most that one rank sends or receives.
     """
     moved = sent * ~np.eye(len(sent), dtype=bool)
     return float(moved.sum() if shared else max(moved.sum(axis=0).max(), moved.sum(axis=1).max()))
@@ -173,7 +116,7 @@ def all_reduce_time(
     seconds = 0.0
     for ranks, rows, between in ((S, tokens, False), (N, tokens / S, True)):
         if ranks > 1:
-            tier = _tier(links, between)
+            tier = tier_of(links, between)
             moved = all_reduce_bytes(rows, shape, ranks, links)
             seconds += moved / (tier.all_reduce_gigabytes_per_second * 1e9) + tier.all_reduce_latency_us * 1e-6
     return LayerTime(0.0, _expert_seconds(busiest_pairs, shape, links), 0.0, seconds)
@@ -183,23 +126,24 @@ def _expert_seconds(busiest_pairs: float, shape: LayerShape, links: Links) -> fl
     return links.experts.fixed_us * 1e-6 + busiest_pairs * shape.flops_per_pair / (links.experts.teraflops * 1e12)
 
 
-def _tier(links: Links, between: bool) -> Tier:
-    tier = links.between_nodes if between else links.inside_node
-    if tier is None:
-        raise ValueError(f"links {links.name!r} say nothing of several nodes")
-    return tier
-
-
 def _exchange_seconds(sent: np.ndarray, topology: Topology, links: Links, latency: str) -> float:
     """Time of an all-to-all of `sent` (G, G) bytes in seconds; a tier that carries nothing takes no time."""
-    node = topology.node_of
-    same, total = node[:, None] == node, 0.0
+    node, doublings = topology.node_of, log2(topology.num_nodes)
+    seconds = sent * seconds_per_gigabyte(links, topology) * 1e-9
+    same, tiers, fixed = node[:, None] == node, [], _latency_of_pairs(sent, topology, links)
     for between in (False, True):
-        busiest = busiest_bytes(sent * (same != between), links.shared)
-        if busiest > 0:
-            tier = _tier(links, between)
-            total += busiest / (tier.gigabytes_per_second * 1e9) + getattr(tier, latency) * 1e-6
-    return total
+        tiers.append(busiest(seconds * (same != between), links.shared))
+        if tiers[-1] > 0:
+            fixed += getattr(tier_of(links, between), latency) * 1e-6 * (doublings if between else 1)
+    return (sum(tiers) if links.shared else hypot(*tiers)) + fixed
+
+
+def _latency_of_pairs(sent: np.ndarray, topology: Topology, links: Links) -> float:
+    """The highest latency of a pair that carries anything, in seconds; 0 where pairs have none of their own."""
+    if links.pairs is None or links.pairs.latency_us is None:
+        return 0.0
+    latency = of_pairs(links.pairs.latency_us, np.zeros(sent.shape), topology)
+    return float(((sent > 0) * (1 - np.eye(len(sent))) * latency).max()) * 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +151,7 @@ class Prediction:
     """The predicted time of one method on held-out batches, as the mean of layers."""
 
     method: str
-    rows: np.ndarray  # (G, G) rows dispatched per batch, mean of layers
+    rows: np.ndarray  # (G, G) rows that rank i sends to rank j in dispatch per batch, mean of layers
     busiest_pairs: float  # (token, expert) pairs of the busiest rank, mean of layers
     time: LayerTime
 

@@ -152,7 +152,8 @@ def _payoffs(rows: list[dict[str, Any]], ep_size: int) -> list[dict[str, Any]]:
 
 def _solve(trace: RoutingTrace, topology: Topology, settings: DemoSettings, advance: Callable[[int], None]) -> Plan:
     """A plan, with what it should do for requests that it has not seen and whether that is worth it on LINKS."""
-    from semmoe.cost import LayerShape, load_links
+    from semmoe.calibration import load_links
+    from semmoe.cost import LayerShape
     from semmoe.solver import expect, solve
 
     f, solving = trace.fingerprint, SolveSettings(seed=settings.seed)

@@ -2,8 +2,12 @@
 
 Definitions, for a batch of B tokens whose token t sits on rank home(t) when the expert all-to-all runs:
     local activation rate (LAR)  share of the B * K (token, expert) pairs with a copy of the expert on home(t)
-    remote ranks per token       distinct ranks other than home(t) that token t is sent to: one row is sent to each
+    remote ranks per token       distinct ranks other than home(t) that compute some of token t's pairs
+    remote nodes per token       distinct nodes other than that of home(t) that do
+    remote pairs per token       pairs that are not local, K * (1 - LAR)
     load                         (token, expert) pairs that each rank computes
+
+The three counts of what is remote are what dispatchers send (`rowcosts`): a row per rank, per node or per pair.
 """
 
 from collections.abc import Sequence
@@ -21,8 +25,10 @@ class Traffic:
     pairs: int  # (token, expert) pairs, B * K
     local_pairs: int
     tokens: int
-    rows: np.ndarray  # (G, G) int64: rows that rank i sends to rank j in dispatch; combine sends as many back
+    rows: np.ndarray  # (G, G) int64: tokens of rank i of which other rank j computes some pair
     load: np.ndarray  # (G,) int64
+    node_rows: np.ndarray  # (G, N) int64: tokens of rank i of which other node m computes some pair
+    pair_rows: np.ndarray  # (G, G) int64: pairs of tokens of rank i that other rank j computes
 
     @property
     def lar(self) -> float:
@@ -32,6 +38,10 @@ class Traffic:
     def remote_ranks_per_token(self) -> float:
         return float(self.rows.sum()) / max(self.tokens, 1)
 
+    @property
+    def remote_nodes_per_token(self) -> float:
+        return float(self.node_rows.sum()) / max(self.tokens, 1)
+
     def __add__(self, other: "Traffic") -> "Traffic":
         return Traffic(
             self.pairs + other.pairs,
@@ -39,11 +49,13 @@ class Traffic:
             self.tokens + other.tokens,
             self.rows + other.rows,
             self.load + other.load,
+            self.node_rows + other.node_rows,
+            self.pair_rows + other.pair_rows,
         )
 
 
-def no_traffic(num_ranks: int) -> Traffic:
-    return Traffic(0, 0, 0, np.zeros((num_ranks, num_ranks), np.int64), np.zeros(num_ranks, np.int64))
+def no_traffic(num_ranks: int, num_nodes: int = 1) -> Traffic:
+    return layer_traffic(np.zeros((0, 1), np.int64), np.zeros(0, np.int64), num_ranks, num_nodes)
 
 
 def sum_traffic(parts: Sequence[Traffic]) -> Traffic:
@@ -51,27 +63,36 @@ def sum_traffic(parts: Sequence[Traffic]) -> Traffic:
     return sum(parts[1:], parts[0])
 
 
-def layer_traffic(targets: np.ndarray, home: np.ndarray, num_ranks: int) -> Traffic:
-    """Traffic of one layer: targets (B, K), the ranks that compute the pairs, home (B,) of the tokens."""
-    rows, load, local = _count_traffic(targets, home, num_ranks)
-    return Traffic(targets.size, int(local), len(home), rows, load)
+def layer_traffic(targets: np.ndarray, home: np.ndarray, num_ranks: int, num_nodes: int = 1) -> Traffic:
+    """Traffic of one layer: targets (B, K), the ranks that compute the pairs, home (B,) of the tokens.
+
+    Nodes have equally many ranks, and consecutive ones.
+    """
+    rows, node_rows, pair_rows, load = _count_traffic(targets, home, num_ranks, num_nodes)
+    local = targets.size - int(pair_rows.sum())
+    return Traffic(targets.size, local, len(home), rows, load, node_rows, pair_rows)
 
 
 @numba.njit(cache=True)
-def _count_traffic(targets, home, ranks):
-    rows, load, local = np.zeros((ranks, ranks), np.int64), np.zeros(ranks, np.int64), 0
-    last_sent = np.full(ranks, -1, np.int64)
+def _count_traffic(targets, home, ranks, nodes):
+    rows, pair_rows = np.zeros((ranks, ranks), np.int64), np.zeros((ranks, ranks), np.int64)
+    node_rows, load = np.zeros((ranks, nodes), np.int64), np.zeros(ranks, np.int64)
+    last_sent, last_node, per_node = np.full(ranks, -1, np.int64), np.full(nodes, -1, np.int64), ranks // nodes
     for t in range(targets.shape[0]):
         source = home[t]
+        last_sent[source] = last_node[source // per_node] = t
         for k in range(targets.shape[1]):
             target = targets[t, k]
             load[target] += 1
-            if target == source:
-                local += 1
-            elif last_sent[target] != t:
+            pair_rows[source, target] += target != source
+            if last_sent[target] != t:
                 last_sent[target] = t
                 rows[source, target] += 1
-    return rows, load, local
+            node = target // per_node
+            if last_node[node] != t:
+                last_node[node] = t
+                node_rows[source, node] += 1
+    return rows, node_rows, pair_rows, load
 
 
 @numba.njit(cache=True)

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from semmoe import cost
+from semmoe.calibration import Links, load_links
 from semmoe.metrics import uniform_remote_ranks
+from semmoe.rowcosts import hops
 from semmoe.topology import Topology
 
 
@@ -29,6 +31,7 @@ MODELS = (
     Model("gpt-oss-20b", 32, cost.LayerShape(hidden_size=2880, expert_size=2880, top_k=4)),
     Model("DeepSeek-V3", 256, cost.LayerShape(hidden_size=7168, expert_size=2048, top_k=8)),
 )
+LINKS = ("gb200-nvlink", "h200-nvlink", "h200-400g", "h200-100g", "pcie5")  # of those that are shipped
 BATCHES = (1024, 16384)  # tokens of all ranks together: about a step of decoding, and one of prefill
 
 
@@ -66,18 +69,17 @@ def measured(attention: str, vanilla: dict[str, Any], planned: dict[str, Any], e
 
 
 def payoffs(run: Measured) -> list[Payoff]:
-    """One for each shipped links file, model and batch size; links between nodes join two nodes of half the ranks."""
-    return [payoff(run, name, model, tokens) for name in cost.shipped() for model in MODELS for tokens in BATCHES]
+    """One for each of LINKS, model and batch size; links between nodes join two nodes of half the ranks."""
+    return [payoff(run, name, model, tokens) for name in LINKS for model in MODELS for tokens in BATCHES]
 
 
 def payoff(run: Measured, links_name: str, model: Model, tokens: int) -> Payoff:
     """Whether the plan saves time over vanilla and, in attention-TP, over expert parallelism without all-to-all."""
-    links = cost.load_links(links_name)
+    links = load_links(links_name)
     nodes = 2 if links.between_nodes else 1
     topology = Topology.for_attention(run.topology.attention, run.topology.ep_size, num_nodes=nodes)
-    remote = uniform_remote_ranks(topology.ep_size, model.num_experts, model.shape.top_k)
-    vanilla = _predict("vanilla", remote, run.vanilla_load, model.shape, tokens, topology, links)
-    plan = _predict("plan", remote * run.remote_share, run.load, model.shape, tokens, topology, links)
+    vanilla = _predict("vanilla", 1.0, run.vanilla_load, model, tokens, topology, links)
+    plan = _predict("plan", run.remote_share, run.load, model, tokens, topology, links)
     without = None
     if topology.attention == "tp":
         balanced = min(plan.busiest_pairs, vanilla.busiest_pairs)
@@ -95,17 +97,19 @@ def payoff(run: Measured, links_name: str, model: Model, tokens: int) -> Payoff:
 
 
 def _predict(
-    name: str,
-    remote_ranks: float,
-    load: float,
-    shape: cost.LayerShape,
-    tokens: int,
-    topology: Topology,
-    links: cost.Links,
+    name: str, share: float, load: float, model: Model, tokens: int, topology: Topology, links: Links
 ) -> cost.Prediction:
-    """Of a layer whose ranks all send each other as many rows."""
-    G = topology.ep_size
-    rows = np.full((G, G), tokens * remote_ranks / (G * (G - 1)))
-    np.fill_diagonal(rows, 0)
-    busiest = np.array([load * tokens * shape.top_k / G])
-    return cost.predict(name, rows[None], busiest, shape, topology, links)
+    """Of a layer whose ranks all send each other as many rows: `share` of those of experts drawn uniformly."""
+    G, K = topology.ep_size, model.shape.top_k
+    rows = uniform_rows(links.all_to_all, model, topology) * (share * tokens / G)
+    busiest = np.array([load * tokens * K / G])
+    return cost.predict(name, rows[None], busiest, model.shape, topology, links)
+
+
+def uniform_rows(kind: str, model: Model, topology: Topology) -> np.ndarray:
+    """(G, G) rows per token of each rank that an all-to-all of a kind sends if experts are drawn uniformly."""
+    (G, N), (E, K) = (topology.ep_size, topology.num_nodes), (model.num_experts, model.shape.top_k)
+    others = 1 - np.eye(G)
+    rows = others * uniform_remote_ranks(G, E, K) / (G - 1)
+    node_rows = np.full((G, N), uniform_remote_ranks(N, E, K) / max(N - 1, 1))
+    return hops(kind, topology, rows, node_rows, others * K / G)

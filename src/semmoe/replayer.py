@@ -16,12 +16,14 @@ from semmoe.copychoice import copy_choice
 from semmoe.core import DECODE, Evidence, Plan, RoutingTrace
 from semmoe.metrics import Traffic, layer_traffic, max_over_mean, max_over_median, sum_traffic
 from semmoe.online import schedule_requests
+from semmoe.rowcosts import KINDS, hops
 from semmoe.settings import ReplaySettings
 from semmoe.topology import Topology
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ReplayResult:
+    topology: Topology
     layers: list[Traffic]  # summed over batches
     load_max_over_mean: np.ndarray  # (L,) mean over batches
     load_max_over_median: np.ndarray  # (L,)
@@ -39,15 +41,24 @@ class ReplayResult:
     def tokens_per_batch(self) -> float:
         return self.total.tokens / (len(self.layers) * self.num_batches)
 
-    @property
-    def rows_per_batch(self) -> np.ndarray:
-        """(L, G, G) rows that rank i sends to rank j in dispatch, mean over batches."""
-        return np.array([traffic.rows for traffic in self.layers]) / self.num_batches
+    def rows_per_batch(self, kind: str = "per-rank") -> np.ndarray:
+        """(L, G, G) rows that rank i sends to rank j in the dispatch of one of `rowcosts.KINDS`, mean over batches."""
+        return np.array([self._hops(kind, traffic) for traffic in self.layers]) / self.num_batches
+
+    def _hops(self, kind: str, traffic: Traffic) -> np.ndarray:
+        return hops(kind, self.topology, traffic.rows, traffic.node_rows, traffic.pair_rows)
 
     @property
     def busiest_pairs(self) -> np.ndarray:
         """(L,) pairs that the most loaded rank of a batch computes, mean over batches of one size."""
         return self.load_max_over_mean * [traffic.load.mean() / self.num_batches for traffic in self.layers]
+
+    def _tiers(self, kind: str) -> dict[str, float]:
+        """Rows per token of one kind of all-to-all inside nodes and between them."""
+        total, node = self.total, self.topology.node_of
+        rows, same = self._hops(kind, total), node[:, None] == node
+        tokens = max(total.tokens, 1)
+        return {"inside_node": float(rows[same].sum()) / tokens, "between_nodes": float(rows[~same].sum()) / tokens}
 
     def __repr__(self) -> str:
         return "ReplayResult(" + ", ".join(f"{name} {value}" for name, value in self._summary()) + ")"
@@ -60,6 +71,7 @@ class ReplayResult:
         return [
             ("local activation rate", f"{total.lar:.3f}"),
             ("remote ranks per token", f"{total.remote_ranks_per_token:.3f}"),
+            ("remote nodes per token", f"{total.remote_nodes_per_token:.3f}"),
             ("expert load max/mean", f"{self.load_max_over_mean.mean():.3f}"),
             ("tokens max/mean", f"{self.token_max_over_mean:.3f}"),
             ("batches", f"{self.num_batches} of {self.tokens_per_batch:.0f} tokens"),
@@ -93,12 +105,17 @@ class ReplayResult:
             "unknown_token_lar": self.unknown_lar,
             "predicted_lar": None if self.predicted_lar is None else float(self.predicted_lar.mean()),
             "rows_per_rank_pair": self.total.rows.tolist(),
+            "rows_by_kind": {kind: self._tiers(kind) for kind in KINDS},
             "layers": layers,
         }
 
 
 def _traffic_metrics(traffic: Traffic) -> dict[str, float]:
-    return {"lar": traffic.lar, "remote_ranks_per_token": traffic.remote_ranks_per_token}
+    return {
+        "lar": traffic.lar,
+        "remote_ranks_per_token": traffic.remote_ranks_per_token,
+        "remote_nodes_per_token": traffic.remote_nodes_per_token,
+    }
 
 
 def replay(trace: RoutingTrace, plan: Plan, settings: ReplaySettings | None = None) -> ReplayResult:
@@ -115,8 +132,8 @@ def replay(trace: RoutingTrace, plan: Plan, settings: ReplaySettings | None = No
     of_unknown = np.zeros(2, np.int64)  # local pairs, pairs
     for l, (evidence, homes) in enumerate(token_homes(trace, plan, settings, group)):
         targets = [choice[l].ranks(trace.expert_ids[rows, l], home) for rows, home in zip(batches, homes, strict=True)]
-        ranks = plan.topology.ep_size
-        traffic = [layer_traffic(to, home, ranks) for to, home in zip(targets, homes, strict=True)]
+        sizes = plan.topology.ep_size, plan.topology.num_nodes
+        traffic = [layer_traffic(to, home, *sizes) for to, home in zip(targets, homes, strict=True)]
         expected = sum(evidence.expected_local(rows, home % size) for rows, home in zip(batches, homes, strict=True))
         predicted.append(expected / sum_traffic(traffic).pairs)
         for rows, home, to in zip(batches, homes, targets, strict=True):
@@ -126,6 +143,7 @@ def replay(trace: RoutingTrace, plan: Plan, settings: ReplaySettings | None = No
         median.append(np.mean([max_over_median(t.load) for t in traffic]))
     tokens = np.bincount(group, minlength=plan.topology.dp_size)
     return ReplayResult(
+        topology=plan.topology,
         layers=layers,
         load_max_over_mean=np.array(mean),
         load_max_over_median=np.array(median),

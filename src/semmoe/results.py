@@ -135,6 +135,7 @@ class Layer(Record):
     layer: int
     lar: Share
     remote_ranks_per_token: Amount
+    remote_nodes_per_token: Amount | None = None
     load_max_over_mean: Amount
     predicted_lar: float | None = None
     load_per_rank: list[Amount] = Field(default=[], max_length=1024)  # (G,) (token, expert) pairs
@@ -145,6 +146,7 @@ class Figures(Record):
 
     lar: Share
     remote_ranks_per_token: Amount
+    remote_nodes_per_token: Amount | None = None
     load_max_over_mean: Amount
     bytes_ratio: Amount | None = None  # bytes sent, relative to the linear placement
     solve_seconds: Amount | None = None
@@ -152,6 +154,8 @@ class Figures(Record):
     unknown_token_share: Share | None = None
     bytes_per_rank_pair: Matrix = []  # (G, G), mean of batches and layers
     rows_per_rank_pair: Matrix = []  # (G, G), sum over the whole replay
+    # by kind of all-to-all: rows per token "inside_node" and "between_nodes"
+    rows_by_kind: dict[Name, dict[Name, Amount]] = Field(default={}, max_length=8)
     layers: list[Layer] = Field(default=[], max_length=1024)
 
     @model_validator(mode="after")
@@ -172,6 +176,7 @@ class LinksNote(Record):
     name: Name
     kind: Name
     source: str = Field(max_length=2000)
+    all_to_all: Name = "per-rank"  # the rows that it charges: rowcosts.KINDS
 
 
 class Expected(Figures):

@@ -59,6 +59,22 @@ def kind_costs(
     return RowCosts(np.where(same, row, forwarded), to_node, activation * remote)
 
 
+def hops(kind: str, topology: Topology, rows: np.ndarray, node_rows: np.ndarray, pair_rows: np.ndarray) -> np.ndarray:
+    """(G, G) rows that an all-to-all of one of KINDS sends from rank i to rank j; counts as in `metrics.Traffic`."""
+    if kind == "per-rank":
+        return rows
+    if kind == "per-pair":
+        return pair_rows
+    G, node, landing = topology.ep_size, topology.node_of, landing_ranks(topology)
+    same = node[:, None] == node
+    out = np.where(same, rows, 0)
+    first, every = landing[:, node], np.arange(G)  # (G, G): where a row from i to the node of j arrives
+    forwarded = np.where(same | (first == every), 0, rows)
+    np.add.at(out, (first, np.broadcast_to(every, (G, G))), forwarded)
+    np.add.at(out, (every[:, None], landing), node_rows * (node[:, None] != np.arange(topology.num_nodes)))
+    return out
+
+
 def landing_ranks(topology: Topology) -> np.ndarray:
     """(G, N) int64: the rank of each node that receives a rank's rows per node: the one with the same place there."""
     per_node = topology.ep_size // topology.num_nodes

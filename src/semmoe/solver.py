@@ -9,6 +9,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from semmoe import cost, html
+from semmoe.calibration import Links
 from semmoe.core import Plan, RoutingTrace
 from semmoe.methods import METHODS, check_applies
 from semmoe.placement.problem import Problem, Progress, Solution
@@ -102,7 +103,7 @@ def expect(
     topology: Topology,
     settings: SolveSettings,
     measure: ReplaySettings,
-    links: cost.Links | None = None,
+    links: Links | None = None,
     shape: cost.LayerShape | None = None,
     holdout: float = 0.2,
     progress: Progress = lambda layers: None,
@@ -140,12 +141,12 @@ def _time(
     replayed: dict[str, ReplayResult],
     method: str,
     topology: Topology,
-    links: cost.Links,
+    links: Links,
     shape: cost.LayerShape,
 ) -> dict[str, Any]:
     """Add predicted times and bytes to each method's figures; return the verdict on `method` and its inputs."""
     predictions = {
-        name: cost.predict(name, result.rows_per_batch, result.busiest_pairs, shape, topology, links)
+        name: cost.predict(name, result.rows_per_batch(links.all_to_all), result.busiest_pairs, shape, topology, links)
         for name, result in replayed.items()
     }
     for name, prediction in predictions.items():
@@ -158,7 +159,7 @@ def _time(
         without = cost.all_reduce_time(replayed[method].tokens_per_batch, balanced, shape, topology, links)
     others = [prediction for name, prediction in predictions.items() if name != method]
     return {
-        "links": {"name": links.name, "kind": links.kind, "source": links.source},
+        "links": {"name": links.name, "kind": links.kind, "source": links.source, "all_to_all": links.all_to_all},
         "without_all_to_all": cost.microseconds(without) if without else None,
         "verdict": asdict(cost.verdict(predictions[method], others, without)),
     }

@@ -9,6 +9,7 @@ import typer
 
 from semmoe import console, tables
 from semmoe.bounds import bounds
+from semmoe.calibration import Links, load_links
 from semmoe.cli.app import OFFLINE, app, refuse_given, was_given
 from semmoe.cli.form import takes
 from semmoe.cli.options import (
@@ -28,7 +29,7 @@ from semmoe.cli.options import (
     tell_result,
 )
 from semmoe.core import Plan, RoutingTrace
-from semmoe.cost import LayerShape, Links, load_links
+from semmoe.cost import LayerShape
 from semmoe.methods import METHODS, check_applies
 from semmoe.results import AffinityFile
 from semmoe.settings import QUICK, THOROUGH, CoclusterSettings, ReplaySettings, SolveSettings
@@ -137,7 +138,7 @@ def solve(
     topology = resolve_topology(previous, given(), OFFLINE_RANKS)
     check_applies(solving.method, topology, solving.redundant_experts)
     refuse_idle(ctx, [solving.method], topology)
-    chosen_links = load_links(links or ("h200-nvlink" if topology.num_nodes == 1 else "h200-400g"), topology.num_nodes)
+    chosen_links = load_links(links or ("h200-nvlink" if topology.num_nodes == 1 else "h200-400g"), topology)
     opened = open_trace(trace)
     check_inputs(opened, topology, solving, previous)
     shape = _layer_shape(opened.fingerprint, widths())

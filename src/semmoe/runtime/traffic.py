@@ -42,6 +42,8 @@ class TrafficCounter:
     def traffic(self) -> Traffic:
         """This rank's share of a layer's traffic. Waits for the device."""
         tokens, pairs, rows = self.totals()
-        sent = np.zeros((self.size, self.size), np.int64)
-        sent[self.rank] = rows
-        return Traffic(sum(pairs), pairs[self.rank], tokens, sent, np.array(pairs, np.int64))
+        sent, load = np.zeros((self.size, self.size), np.int64), np.array(pairs, np.int64)
+        sent[self.rank], elsewhere = rows, np.zeros_like(sent)
+        elsewhere[self.rank] = load * (np.arange(self.size) != self.rank)
+        one_node = np.zeros((self.size, 1), np.int64)
+        return Traffic(sum(pairs), pairs[self.rank], tokens, sent, load, one_node, elsewhere)

@@ -20,8 +20,9 @@ import torch.distributed as dist
 from scipy.optimize import nnls
 
 from semmoe import cost
+from semmoe.calibration import Experts, Links, Tier
 from semmoe.copychoice import CopyChoice, copy_choice
-from semmoe.cost import Experts, LayerShape, Links, Tier
+from semmoe.cost import LayerShape
 from semmoe.engines.transformers.model import expert_size, load_model, moe_layers, num_experts
 from semmoe.engines.transformers.parallel import LocalExperts
 from semmoe.metrics import layer_traffic
@@ -116,7 +117,7 @@ def _without_times(name: str, ep_size: int, backend: str, value_bytes: int) -> L
 def _fit(samples: list[Sample], shape: LayerShape, links: Links) -> Links:
     """`links` with times fitted to `samples`."""
     seconds = {part: np.array([sample.seconds[part] for sample in samples]) for part in PARTS}
-    rows = np.array([cost.busiest_bytes(np.array(sample.rows), links.shared) for sample in samples])
+    rows = np.array([cost.busiest(np.array(sample.rows), links.shared) for sample in samples])
     reduced = [cost.all_reduce_bytes(s.tokens, shape, len(s.rows), links) for s in samples]
     pairs = [sample.busiest_pairs for sample in samples]
     both_ways = [
