@@ -42,6 +42,7 @@ class Network:
     nodes: int = 1
     inside: str = "10gbit"
     owner: int = 0  # process id, part of every name
+    slow: tuple[tuple[int, str], ...] = ()  # hosts whose links carry another rate than the others'
 
     def __str__(self) -> str:
         return f"{self.rate}, uniform" if self.nodes == 1 else f"{self.rate} between {self.nodes} nodes"
@@ -63,13 +64,15 @@ class Network:
 
 
 @contextlib.contextmanager
-def slow_network(hosts: int, rate: str, nodes: int = 1, inside: str = "10gbit") -> Iterator[Network]:
-    """Namespaces for `hosts` while the block runs. Raises NetworkError, ValueError."""
+def slow_network(
+    hosts: int, rate: str, nodes: int = 1, inside: str = "10gbit", slow: tuple[tuple[int, str], ...] = ()
+) -> Iterator[Network]:
+    """Namespaces for `hosts` while the block runs; slow: (host, rate of its link). Raises NetworkError, ValueError."""
     if hosts < 1 or nodes < 1 or hosts % nodes:
         raise ValueError(f"{hosts} hosts cannot be grouped in {nodes} nodes of one size")
     _check()
     _remove_stale()
-    network = Network(hosts, rate, nodes, inside, os.getpid())
+    network = Network(hosts, rate, nodes, inside, os.getpid(), slow)
     before = signal.signal(signal.SIGTERM, _stop)  # so that `finally` runs
     try:
         _build(network)
@@ -138,7 +141,7 @@ def _plug_in(network: Network, host: int) -> None:
     _run("ip", "-n", name, "link", "set", "lo", "up")
     _run("ip", "-n", name, "link", "set", DEVICE, "up")
     _run("ip", "-n", switch, "link", "set", port, "master", f"node{network.node(host)}", "up")
-    rate = network.rate if network.nodes == 1 else network.inside
+    rate = dict(network.slow).get(host, network.rate if network.nodes == 1 else network.inside)
     _hold(name, DEVICE, rate)
     _hold(switch, port, rate)
 

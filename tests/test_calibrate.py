@@ -46,7 +46,7 @@ def test_a_fit_recovers_the_times_that_made_the_samples(backend, shared):
         reduced = 4000 * tokens * (2 if shared else 1)
         seen.append(sample(tokens, 30e-6 + 4016 * rows / 2e9, 20e-6 + 4000 * rows / 2e9, 5e-6 + 6e-6 * tokens,
                            10e-6 + reduced / 1e9))  # fmt: skip
-    links = calibration._fit(seen, SHAPE, draft)
+    links = calibration._fit(seen, SHAPE, draft, Topology(ep_size=2))
     assert links.inside_node.model_dump() == pytest.approx(
         {"dispatch_latency_us": 30, "combine_latency_us": 20, "gigabytes_per_second": 2, "all_reduce_latency_us": 10,
          "all_reduce_gigabytes_per_second": 1}
@@ -56,7 +56,7 @@ def test_a_fit_recovers_the_times_that_made_the_samples(backend, shared):
 
 def test_a_fit_of_times_that_do_not_grow_stays_a_valid_calibration(tmp_path):
     seen = [sample(tokens, 1e-3, 1e-3, 1e-3, 1e-3) for tokens in (10, 100, 1000)]
-    links = calibration._fit(seen, SHAPE, calibration._without_times("x", 2, "gloo", 4))
+    links = calibration._fit(seen, SHAPE, calibration._without_times("x", 2, "gloo", 4), Topology(ep_size=2))
     save_json(tmp_path / "links.json", links)
     assert load_links(str(tmp_path / "links.json")) == links
 

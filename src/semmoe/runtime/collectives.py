@@ -186,6 +186,21 @@ def world(rank: int, size: int, folder: Path) -> Iterator[tuple[Communicator, st
     dist.destroy_process_group()
 
 
+@contextlib.contextmanager
+def launched_world() -> Iterator[tuple[Communicator, str]]:
+    """As `world`, for processes that torchrun started, also on several nodes: places come from its environment."""
+    local = int(os.environ["LOCAL_RANK"])
+    device = "cuda" if torch.cuda.device_count() > local else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(local)
+    else:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["LOCAL_WORLD_SIZE"])))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(minutes=10))
+    yield Communicator(dist.group.WORLD, dist.get_rank(), dist.get_world_size()), device
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 @dataclass(frozen=True)
 class ShuffleHandle:
     """The permutation of a shuffled reduce-scatter, used by its inverse, the shuffled all-gather.

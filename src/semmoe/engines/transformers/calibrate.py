@@ -4,9 +4,13 @@ Every time is that of the slowest rank, as the median of several rounds, for bat
 fitted to the times with relative errors, so that small and large batches have equal weight. Processes that share the
 memory of one machine (gloo) transfer their bytes one after the other, so that such links are `shared`. At the end a
 layer that was not part of the fit, with skewed and half local routing, is both predicted and measured.
+
+Where ranks' links differ, the speed of every pair is measured too (`pairs`); the fit then corrects all of them by one
+factor. torchrun may start the ranks, on several nodes too.
 """
 
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,21 +24,22 @@ import torch.distributed as dist
 from scipy.optimize import nnls
 
 from semmoe import cost
-from semmoe.calibration import Experts, Links, Tier
+from semmoe.calibration import Experts, Links, PairSpeeds, Tier, seconds_per_gigabyte
 from semmoe.copychoice import CopyChoice, copy_choice
 from semmoe.cost import LayerShape
 from semmoe.engines.transformers.model import expert_size, load_model, moe_layers, num_experts
+from semmoe.engines.transformers.pairs import measure_pairs
 from semmoe.engines.transformers.parallel import LocalExperts
 from semmoe.metrics import layer_traffic
 from semmoe.placement import linear
-from semmoe.runtime.collectives import Communicator, world
+from semmoe.runtime.collectives import Communicator, launched_world, world
 from semmoe.runtime.dispatch import combine, dispatch
 from semmoe.runtime.launch import Reporter, run_ranks
 from semmoe.topology import Topology
 
 TOKENS = (16, 64, 256, 1024, 4096)  # per rank
 UNSEEN = 320  # per rank, in the layer that checks the fit
-ROUNDS = 15
+ROUNDS, FEWEST_ROUNDS, MOST_SECONDS = 15, 3, 3.0  # of a batch; slow links have fewer rounds
 PARTS = ("dispatch", "experts", "combine", "all_reduce")
 TOLERATED = 0.15  # relative error of the predicted layer above which the fit is doubtful
 
@@ -74,22 +79,55 @@ class Sample:
 class _Job:
     model: str
     scratch: str
+    pairs: bool
 
 
 def calibrate(
-    model: str, ep_size: int, progress: Callable[[int], None] = lambda sizes: None, name: str = "this machine"
+    model: str,
+    ep_size: int,
+    progress: Callable[[int], None] = lambda sizes: None,
+    name: str = "this machine",
+    pairs: bool = False,
+    prepare: Callable[[int], None] | None = None,
 ) -> Calibration:
-    """Measure `ep_size` local processes with the experts of `model`; `progress` is called for each of len(TOKENS)."""
+    """Measure `ep_size` local processes with the experts of `model`; `progress` is called for each of len(TOKENS).
+
+    pairs: also measure the speed of each pair of ranks. prepare: same as in `run_ranks`.
+    """
     if ep_size < 2:
         raise ValueError(f"links join ranks: ep_size must be at least 2, not {ep_size}")
     with tempfile.TemporaryDirectory(prefix="semmoe-") as scratch:
-        run_ranks(ep_size, _rank_main, _Job(model, scratch), lambda what, done: progress(done), preload=[__name__])
+        job = _Job(model, scratch, pairs)
+        run_ranks(ep_size, _rank_main, job, lambda what, done: progress(done), preload=[__name__], prepare=prepare)
         found = json.loads(Path(scratch, "found.json").read_text())
+    return _calibration(found, Topology(ep_size=ep_size), name)
+
+
+def launched() -> bool:
+    """Whether torchrun started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def calibrate_launched(model: str, progress: Callable[[int], None], name: str) -> Calibration | None:
+    """`calibrate`, pairs included, with ranks that torchrun started; None on all but rank 0."""
+    with launched_world() as (comm, device):
+        found = _measure_all(comm, device, model, True, progress if comm.rank == 0 else lambda sizes: None)
+    if comm.rank:
+        return None
+    nodes = comm.size // int(os.environ["LOCAL_WORLD_SIZE"])
+    return _calibration(found, Topology(ep_size=comm.size, num_nodes=nodes), name)
+
+
+def _calibration(found: dict[str, Any], topology: Topology, name: str) -> Calibration:
     shape = LayerShape(**found["shape"])
     *samples, unseen = [Sample(**sample) for sample in found["samples"]]
-    links = _fit(samples, shape, _without_times(name, ep_size, **found["runtime"]))
-    rows, busiest = np.array(unseen.rows), unseen.busiest_pairs
-    predicted = cost.layer_time(rows, busiest, shape, Topology(ep_size=ep_size), links)
+    draft = _without_times(name, topology.ep_size, **found["runtime"])
+    if found["pairs"]:
+        draft = draft.model_copy(update={"pairs": PairSpeeds(**found["pairs"]), "shared": False})
+    if topology.num_nodes > 1:
+        draft = draft.model_copy(update={"between_nodes": draft.inside_node})
+    links = _fit(samples, shape, draft, topology)
+    predicted = cost.layer_time(np.array(unseen.rows), unseen.busiest_pairs, shape, topology, links)
     return Calibration(links=links, shape=shape, predicted=predicted.total, measured=unseen.layer_seconds)
 
 
@@ -114,10 +152,11 @@ def _without_times(name: str, ep_size: int, backend: str, value_bytes: int) -> L
     )
 
 
-def _fit(samples: list[Sample], shape: LayerShape, links: Links) -> Links:
+def _fit(samples: list[Sample], shape: LayerShape, links: Links, topology: Topology) -> Links:
     """`links` with times fitted to `samples`."""
     seconds = {part: np.array([sample.seconds[part] for sample in samples]) for part in PARTS}
-    rows = np.array([cost.busiest(np.array(sample.rows), links.shared) for sample in samples])
+    draft = seconds_per_gigabyte(links, topology)
+    rows = np.array([cost.busiest(np.array(sample.rows) * draft, links.shared) for sample in samples])
     reduced = [cost.all_reduce_bytes(s.tokens, shape, len(s.rows), links) for s in samples]
     pairs = [sample.busiest_pairs for sample in samples]
     both_ways = [
@@ -135,7 +174,23 @@ def _fit(samples: list[Sample], shape: LayerShape, links: Links) -> Links:
         all_reduce_gigabytes_per_second=1e-9 / per_reduced_byte,
     )
     experts = Experts(fixed_us=experts_fixed * 1e6, teraflops=shape.flops_per_pair / per_pair / 1e12)
-    return links.model_copy(update={"inside_node": tier, "experts": experts})
+    return links.model_copy(update={"experts": experts, **_scaled(links, tier)})
+
+
+def _scaled(links: Links, tier: Tier) -> dict[str, Any]:
+    """The tiers and, where there are such, the pairs, which the draft has in units that the fitted tier corrects.
+
+    The fixed time that was measured is that of all links together, so that nothing is added between nodes.
+    """
+    found: dict[str, Any] = {"inside_node": tier}
+    if links.pairs is not None:
+        speeds = np.array(links.pairs.gigabytes_per_second) * tier.gigabytes_per_second
+        found["pairs"] = links.pairs.model_copy(update={"gigabytes_per_second": speeds.tolist()})
+        found["inside_node"] = tier.model_copy(update={"gigabytes_per_second": float(np.median(speeds))})
+    if links.between_nodes is not None:
+        free = {"dispatch_latency_us": 0.0, "combine_latency_us": 0.0}
+        found["between_nodes"] = found["inside_node"].model_copy(update=free)
+    return found
 
 
 def _lines(series: list[tuple[np.ndarray, np.ndarray]]) -> tuple[list[float], float]:
@@ -154,26 +209,34 @@ def _lines(series: list[tuple[np.ndarray, np.ndarray]]) -> tuple[list[float], fl
 
 def _rank_main(rank: int, size: int, job: _Job, report: Reporter) -> None:
     with world(rank, size, Path(job.scratch)) as (comm, device):
-        model = load_model(job.model).to(device)
-        config, experts = model.config, moe_layers(model)[0].experts
-        E, K, H = num_experts(config), config.num_experts_per_tok, config.hidden_size
-        placement = linear.place(1, E, size)
-        held = placement.physical_to_logical_map.reshape(size, -1)[rank]
-        choice = copy_choice(placement, Topology(ep_size=size))[0]
-        layer = MeasuredLayer(comm, LocalExperts(experts, held), choice, H, model.dtype, device)
-        samples, rng = [], np.random.default_rng(rank)
-        for tokens in TOKENS:
-            samples.append(layer.measure(_uniform(rng, tokens, E, K)))
-            if rank == 0:
-                report("measuring", 1)
-        samples.append(layer.measure(_skewed(rng, UNSEEN, choice.preferred[rank] == rank, K)))
-        found: dict[str, Any] = {
-            "shape": asdict(LayerShape(hidden_size=H, expert_size=expert_size(config), top_k=K)),
-            "runtime": {"backend": dist.get_backend(comm.group), "value_bytes": model.dtype.itemsize},
-            "samples": [asdict(sample) for sample in samples],
-        }
+        told = (lambda sizes: report("measuring", sizes)) if rank == 0 else (lambda sizes: None)
+        found = _measure_all(comm, device, job.model, job.pairs, told)
         if rank == 0:
             Path(job.scratch, "found.json").write_text(json.dumps(found))
+
+
+def _measure_all(
+    comm: Communicator, device: str, path: str, pairs: bool, progress: Callable[[int], None]
+) -> dict[str, Any]:
+    """What is measured of all ranks, the same on each."""
+    model = load_model(path).to(device)
+    config, experts = model.config, moe_layers(model)[0].experts
+    E, K, H = num_experts(config), config.num_experts_per_tok, config.hidden_size
+    placement = linear.place(1, E, comm.size)
+    held = placement.physical_to_logical_map.reshape(comm.size, -1)[comm.rank]
+    choice = copy_choice(placement, Topology(ep_size=comm.size))[0]
+    layer = MeasuredLayer(comm, LocalExperts(experts, held), choice, H, model.dtype, device)
+    samples, rng = [], np.random.default_rng(comm.rank)
+    for tokens in TOKENS:
+        samples.append(layer.measure(_uniform(rng, tokens, E, K)))
+        progress(1)
+    samples.append(layer.measure(_skewed(rng, UNSEEN, choice.preferred[comm.rank] == comm.rank, K)))
+    return {
+        "shape": asdict(LayerShape(hidden_size=H, expert_size=expert_size(config), top_k=K)),
+        "runtime": {"backend": dist.get_backend(comm.group), "value_bytes": model.dtype.itemsize},
+        "samples": [asdict(sample) for sample in samples],
+        "pairs": measure_pairs(comm, device).model_dump() if pairs else None,
+    }
 
 
 def _uniform(rng: np.random.Generator, tokens: int, E: int, K: int) -> np.ndarray:
@@ -209,7 +272,10 @@ class MeasuredLayer:
         ranks = self._choice.ranks(chosen, home)
         traffic, targets = layer_traffic(ranks, home, self._comm.size), torch.from_numpy(ranks.astype(np.int64))
         tokens = int(self._over_ranks(np.array([len(chosen)]), dist.ReduceOp.SUM)[0])
-        mine = np.array([self._round(ids, targets.to(ids.device), tokens) for _ in range(rounds)])
+        first = self._round(ids, targets.to(ids.device), tokens)
+        longest = float(self._over_ranks(np.array([sum(first)]), dist.ReduceOp.MAX)[0])
+        more = min(max(FEWEST_ROUNDS, int(MOST_SECONDS / longest)), rounds) - 1
+        mine = np.array([first, *(self._round(ids, targets.to(ids.device), tokens) for _ in range(more))])
         slowest = np.median(self._over_ranks(mine, dist.ReduceOp.MAX), axis=0)
         return Sample(
             seconds=dict(zip(PARTS, slowest.tolist(), strict=True)),
