@@ -179,7 +179,14 @@ class LinksNote(Record):
     all_to_all: Name = "per-rank"  # the rows that it charges: rowcosts.KINDS
 
 
-class Expected(Figures):
+class Judged(Record):
+    """A verdict and the links that it is for."""
+
+    links: LinksNote | None = None
+    verdict: Verdict | None = None
+
+
+class Expected(Figures, Judged):
     """A plan's `expected`: its figures on held-out requests, and those of other methods."""
 
     holdout: Share
@@ -191,8 +198,7 @@ class Expected(Figures):
     tokens_per_batch: Amount
     num_batches: int
     others: dict[Name, Figures] = Field(max_length=32)
-    links: LinksNote | None = None
-    verdict: Verdict | None = None
+    decode: Judged | None = None  # of decoding, where it uses another all-to-all
 
 
 class GenerateFile(Record):

@@ -45,6 +45,7 @@ def metrics(methods: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[st
     names = {
         "lar": "LAR",
         "remote_ranks_per_token": "remote\nranks",
+        "remote_nodes_per_token": "remote\nnodes",
         "bytes_ratio": "bytes\nvs linear",
         "load_max_over_mean": "load\n/mean",
         "load_max_layer": "highest\nlayer",
@@ -56,6 +57,8 @@ def metrics(methods: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[st
         "solve_seconds": "solve\ns",
     }
     present = [name for name in names if all(name in metrics for metrics in methods.values())]
+    if not any(m.get("remote_nodes_per_token") for m in methods.values()):
+        present = [name for name in present if name != "remote_nodes_per_token"]  # all ranks are on one node
     digits = {name: 1 if name.endswith("_us") else 3 for name in present}
     rows = [[method, *(console.figure(m[name], digits[name]) for name in present)] for method, m in methods.items()]
     return ["method", *(names[name] for name in present)], rows

@@ -113,8 +113,11 @@ def _predicted(plan: PlanFile) -> str:
             "(semmoe solve --hidden-size H --expert-size F)."
         )
     batch = f"{expected.tokens_per_batch:,.0f} tokens per batch"
-    links = f"{words.name(expected.links.name)} ({words.name(expected.links.kind)})"
-    return f"Predicted for {links}, {batch}: {expected.verdict.sentence}."
+    sentence = f"Predicted for {words.links(expected.links)}, {batch}: {expected.verdict.sentence}."
+    decode = expected.decode
+    if decode is not None and decode.verdict is not None and decode.links is not None:
+        sentence += f" For decoding on {words.links(decode.links)}: {decode.verdict.sentence}."
+    return sentence
 
 
 def _measured(pair: Pair) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from semmoe.results import LinksNote
 from semmoe.topology import Topology
 
 LONGEST = 80  # characters of a name that comes from a file
@@ -52,6 +53,11 @@ def name(text: object, longest: int = LONGEST) -> str:
 def label(text: object) -> str:
     """The same as `name`, for Plotly, which interprets tags and entities in its labels."""
     return name(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def links(note: LinksNote) -> str:
+    """Links by name, how they are known, and what a row of their all-to-all is."""
+    return f"{name(note.name)} ({name(note.kind)}, a row {name(note.all_to_all).replace('-', ' ')})"
 
 
 def attention(topology: Topology) -> str:
