@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
-TOTAL, FILE, FUNCTION = 27_280, 350, 50
+TOTAL, FILE, FUNCTION = 27_430, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 335,
@@ -27,13 +27,13 @@ ROOMS = {
     "plan.py": 200,
     "solver.py": 230,
     "replayer.py online.py": 300,
-    "runtime": 2490,
+    "runtime": 2515,
     "checkpoint": 1130,
-    "engines": 7900,
+    "engines": 8010,
     "router": 1340,
     "report": 1800,
-    "cli": 2270,
-    "__init__.py concentration.py console.py dataset.py demo.py tables.py texts.py watch.py": 950,
+    "cli": 2290,
+    "__init__.py concentration.py console.py dataset.py demo.py tables.py texts.py watch.py": 1000,
 }
 # From the ground up: a module imports from its own storey and those below.
 STOREYS = (
