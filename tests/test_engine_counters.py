@@ -58,7 +58,7 @@ def test_traffic_is_that_of_the_replay():
     counter.count(targets[:20])
     counter.count(torch.cat([targets[20:], torch.full((5, 3), -1)]))
     counter.count(torch.empty((0, 3), dtype=torch.int32))
-    tokens, pairs, rows = counter.totals()
+    tokens, pairs, rows, _ = counter.totals()
     expected = layer_traffic(targets.numpy(), torch.ones(50, dtype=torch.int64).numpy(), 4)
     assert (tokens, pairs, rows) == (50, expected.load.tolist(), expected.rows[1].tolist())
 

@@ -126,7 +126,7 @@ def test_routing_is_looked_up_counted_and_seen(drop):
     assert seen[0][1] is ids
     assert out.dtype == torch.int32
     assert out.tolist() == [[0, 3], [3, 2], [-1, -1] if drop else [0, 2]]
-    assert counter.totals() == (2, [1, 3], [0, 2])
+    assert counter.totals() == (2, [1, 3], [0, 2], [0])
 
 
 def runner(ids, positions, lengths, prompts, requests):
@@ -244,9 +244,9 @@ def test_arguments_say_the_topology():
 
 def test_rows_that_go_everywhere_are_counted_everywhere():
     for gathers, rows in ((False, [2, 0, 1]), (True, [3, 0, 3])):
-        counter = TrafficCounter(3, 1, gathers=gathers)
+        counter = TrafficCounter(3, 1, gathers=gathers, num_nodes=3)
         counter.count(torch.tensor([[0, 1], [0, 2], [1, 1], [-1, -1]]))
-        assert counter.totals() == (3, [2, 3, 1], rows)
+        assert counter.totals() == (3, [2, 3, 1], rows, rows)
 
 
 @pytest.mark.parametrize("deep_ep", [False, True])

@@ -26,6 +26,16 @@ class Look:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sent:
+    """What one node or rank sent to another in the expert all-to-all."""
+
+    source: str
+    target: str
+    rows_per_second: float  # between nodes one per (token, node), between ranks one per (token, rank)
+    bytes_per_second: float | None  # None if semmoe does not do the all-to-all
+
+
+@dataclass(frozen=True, kw_only=True)
 class View:
     """What a server did between two readings. A figure is None if nothing was counted that it depends on."""
 
@@ -36,7 +46,12 @@ class View:
     pairs: int  # number of (token, expert) pairs from which `lar` is computed
     routed_tokens_per_second: float  # a token counts once per MoE layer
     remote_ranks_per_token: float | None
+    network_ranks_per_token: float | None  # those of them on another node
+    remote_nodes_per_token: float | None  # None on one node
+    remote_pairs_per_token: float | None
     all_to_all_bytes_per_token: float | None  # per layer; None if semmoe does not do the all-to-all
+    node_pairs: list[Sent]  # empty on one node
+    rank_pairs: list[Sent]  # empty unless the server was started with SEMMOE_RANK_PAIRS=1
     load: dict[str, float]  # (token, expert) pairs by the rank that computes them, over the mean of ranks
     scheduled: dict[str, int]  # requests that the plan scheduled, by rank
     named: int  # requests that named their rank
@@ -93,7 +108,12 @@ def view(before: Look, after: Look) -> View:
         pairs=int(pairs),
         routed_tokens_per_second=tokens / seconds,
         remote_ranks_per_token=_sum(grown, "remote_rows") / tokens if tokens else None,
+        network_ranks_per_token=_sum(grown, "remote_rows", tier="network") / tokens if tokens else None,
+        remote_nodes_per_token=_sum(grown, "node_rows") / tokens if tokens and _has(grown, "node_rows") else None,
+        remote_pairs_per_token=(pairs - local) / tokens if tokens else None,
         all_to_all_bytes_per_token=sent / tokens if tokens and sent else None,
+        node_pairs=_sent(grown, seconds, "node_rows", "node_bytes", ("node", "to_node")),
+        rank_pairs=_sent(grown, seconds, "rank_pair_rows", "rank_pair_bytes", ("ep_rank", "to")),
         load={rank: count / mean for rank, count in served.items()} if mean else {},
         scheduled={rank: int(n) for rank, n in _by(grown, "scheduled_requests", "dp_rank", by="plan").items()},
         named=int(_sum(grown, "scheduled_requests", by="named")),
@@ -103,6 +123,30 @@ def view(before: Look, after: Look) -> View:
         degraded=sorted(_by(after.totals, "degraded", "reason")),
         stale=_stale(grown, seconds),
     )
+
+
+def _sent(grown: Totals, seconds: float, rows: str, sent: str, ends: tuple[str, str]) -> list[Sent]:
+    """Traffic by pair, the heaviest first; rows and sent: counters with both labels in `ends`."""
+    of_rows, of_bytes = (_by_pair(grown, name, ends) for name in (rows, sent))
+    pairs = [
+        Sent(
+            source=pair[0],
+            target=pair[1],
+            rows_per_second=count / seconds,
+            bytes_per_second=of_bytes[pair] / seconds if pair in of_bytes else None,
+        )
+        for pair, count in of_rows.items()
+    ]
+    return sorted(pairs, key=lambda pair: -pair.rows_per_second)
+
+
+def _by_pair(grown: Totals, name: str, ends: tuple[str, str]) -> dict[tuple[str, str], float]:
+    """A counter by both labels, in order of their numbers."""
+    out: dict[tuple[str, str], float] = {}
+    for labels, value in _matching(grown, name, {}):
+        pair = labels[ends[0]], labels[ends[1]]
+        out[pair] = out.get(pair, 0.0) + value
+    return dict(sorted(out.items(), key=lambda item: [(len(end), end) for end in item[0]]))
 
 
 def _stale(grown: Totals, seconds: float) -> list[str]:
@@ -129,6 +173,10 @@ def expected_lar(expected: Mapping[str, Any] | None) -> float | None:
 
 def _matching(totals: Totals, name: str, wanted: dict[str, str]) -> Iterable:
     return ((dict(labels), v) for (n, labels), v in totals.items() if n == name and set(wanted.items()) <= labels)
+
+
+def _has(totals: Totals, name: str) -> bool:
+    return any(n == name for n, _ in totals)
 
 
 def _sum(totals: Totals, name: str, **wanted: str) -> float:

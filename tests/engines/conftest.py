@@ -58,7 +58,7 @@ def plans(model, texts, tmp_path_factory):
     topologies = {
         "tp2": Topology(ep_size=2),
         "dp2": Topology(ep_size=2, dp_size=2),
-        "hybrid": Topology(ep_size=4, dp_size=2),
+        "hybrid": Topology(ep_size=4, dp_size=2, num_nodes=2),
     }
     out = {}
     for name, topology in topologies.items():

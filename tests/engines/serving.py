@@ -36,7 +36,14 @@ class Server:
     RANK = ""  # in the titles of processes that may be killed
 
     def __init__(
-        self, folder: Path, model: str, *options: str, engine: tuple[str, ...] = (), path: str = "", plain: bool = False
+        self,
+        folder: Path,
+        model: str,
+        *options: str,
+        engine: tuple[str, ...] = (),
+        path: str = "",
+        plain: bool = False,
+        variables: dict[str, str] | None = None,
     ) -> None:
         self.port, self.control, self.model = free_port(), folder / "control", model
         self.url = f"http://127.0.0.1:{self.port}"
@@ -45,7 +52,7 @@ class Server:
         serve += ["--port", str(self.port), *options, "--"]
         command = [*self.PLAIN, model, "--port", str(self.port), *options]
         words = [sys.executable, "-W", "ignore", *(command if plain else serve), *self.LIMITS, *engine]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"} | (variables or {})
         if path:
             environment["PYTHONPATH"] = os.pathsep.join([path, *filter(None, [os.environ.get("PYTHONPATH")])])
         with self._log.open("w") as log:

@@ -21,6 +21,7 @@ from semmoe.cli.options import INPUT, OUTPUT, Json
 from semmoe.settings import WatchSettings
 
 MAX_LOOKS = 10_000
+MOST_PAIRS = 12  # pairs of nodes or ranks that are shown, the heaviest
 
 
 @app.command(rich_help_panel=SERVING)
@@ -127,6 +128,9 @@ def _page(url: str, seen: Any, expected: float | None, warning: str | None) -> G
     ]
     if seen.load:
         parts += [Text(), _ranks(seen)]
+    for kind, pairs in (("node", seen.node_pairs), ("rank", seen.rank_pairs)):
+        if pairs:
+            parts += [Text(), _pairs(kind, pairs)]
     for reason in seen.degraded:
         parts += [Text(), Text(f"DEGRADED: {reason}", style="bold red")]
     if seen.stale:
@@ -141,10 +145,15 @@ def _page(url: str, seen: Any, expected: float | None, warning: str | None) -> G
 
 def _figures(seen: Any, expected: float | None) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False)
+    network = "" if seen.remote_nodes_per_token is None else f", {seen.network_ranks_per_token:.2f} on other nodes"
     to_ranks = ", ".join(f"{count:,} to rank {rank}" for rank, count in seen.scheduled.items())
+    nodes, sent = seen.remote_nodes_per_token, seen.all_to_all_bytes_per_token
     rows = [
         ("local activation rate", console.figure(seen.lar), expected and f"the plan expects {expected:.3f}"),
-        ("remote ranks per token", console.figure(seen.remote_ranks_per_token, 2), "and layer"),
+        ("remote ranks per token", console.figure(seen.remote_ranks_per_token, 2), f"and layer{network}"),
+        *([("remote nodes per token", console.figure(nodes, 2), "and layer")] if nodes is not None else []),
+        ("remote pairs per token", console.figure(seen.remote_pairs_per_token, 2), "and layer"),
+        *([("all-to-all bytes", f"{sent:,.0f}", "per token and layer")] if sent is not None else []),
         ("routed", f"{seen.routed_tokens_per_second:,.0f}", "tokens a second, times layers"),
         ("requests by the plan", f"{sum(seen.scheduled.values()):,}", to_ranks),
         ("requests with a rank", f"{seen.named:,}", "named by themselves"),
@@ -152,8 +161,6 @@ def _figures(seen: Any, expected: float | None) -> Table:
         ("ids outside the tables", f"{seen.unknown_tokens:,}", ""),
         ("failures to schedule", f"{seen.schedule_failures:,}", ""),
     ]
-    if seen.all_to_all_bytes_per_token is not None:
-        rows.insert(2, ("all-to-all bytes", f"{seen.all_to_all_bytes_per_token:,.0f}", "per token and layer"))
     for name, value, note in rows:
         table.add_row(name, Text(value, justify="right"), Text(note or "", style="dim"))
     return table
@@ -167,4 +174,20 @@ def _ranks(seen: Any) -> Table:
     most = max(seen.load.values())
     for rank, load in seen.load.items():
         table.add_row(rank, f"{load:.2f}", "█" * round(30 * load / most))
+    return table
+
+
+def _pairs(kind: str, pairs: list) -> Table:
+    """What nodes or ranks sent to each other, the heaviest pairs first, as bars."""
+    table, shown = Table(box=None, pad_edge=False), pairs[:MOST_PAIRS]
+    counts_bytes = any(pair.bytes_per_second is not None for pair in pairs)
+    for column in (f"{kind} to {kind}", "rows a second", *(["MB a second"] if counts_bytes else []), ""):
+        table.add_column(column, justify="right" if column else "left")
+    most = max(shown[0].rows_per_second, 1e-9)
+    for pair in shown:
+        sent = [console.figure(None if (s := pair.bytes_per_second) is None else s / 1e6, 2)] if counts_bytes else []
+        bar = "█" * round(30 * pair.rows_per_second / most)
+        table.add_row(f"{pair.source} → {pair.target}", f"{pair.rows_per_second:,.0f}", *sent, bar)
+    if len(pairs) > len(shown):
+        table.caption, table.caption_justify = f"the {len(shown)} heaviest of {len(pairs):,} pairs", "left"
     return table

@@ -1,20 +1,29 @@
 """Counters of a process of a serving engine, published to Prometheus and as a file in the control folder.
 
-Names (all begin with `semmoe_`) with labels in braces; `ep_rank` and `dp_rank` are the engine's:
+Names (all begin with `semmoe_`) with labels in braces; `ep_rank` and `dp_rank` are the engine's, nodes the plan's:
 
     active{engine, method, attention, ...}  ranks on which the plug-in runs: the proof of activity
     routed_tokens{ep_rank}                  token-layers routed by their home rank, each once
     pairs{ep_rank, local}                   (token, expert) pairs; LAR is the share of local="true"
-    remote_rows{ep_rank, to}                rows that leave for another rank in dispatch
-    served_pairs{ep_rank, by}               pairs by the rank that computes them: expert load
+    remote_rows{ep_rank, tier}              rows for other ranks, one per (token, rank); tier = node, network (between)
+    node_rows{node, to_node}                rows for other nodes, one per (token, node); only with several nodes
+    served_pairs{by}                        pairs by the rank that computes them: expert load
     sent_bytes{ep_rank, kind}               bytes that semmoe's own code sends, by kind of collective
-    all_to_all_bytes{ep_rank, to}           dispatch and combine, by receiver
+    all_to_all_bytes{ep_rank, tier}         dispatch and combine, if semmoe's own code sends them
+    node_bytes{node, to_node}               those bytes that go to another node; only with several nodes
+    rank_pair_rows{ep_rank, to}             remote_rows by pair of ranks; these three only with SEMMOE_RANK_PAIRS=1
+    rank_pair_bytes{ep_rank, to}            all_to_all_bytes by pair of ranks
+    rank_pair_served{ep_rank, to}           pairs by home rank and by the rank that computes them
     scheduled_requests{dp_rank, by}         requests; by = plan, named (the request named its rank) or engine
     unknown_tokens                          prompt ids that are not in the plan's tables
     schedule_failures                       requests that semmoe failed to schedule, which the engine then scheduled
     degraded{reason}                        ranks whose hooks do not run as they should, and the reason
     publications{process}                   times that a process published its counters; it stops rising if they are
     stale
+
+A dispatcher sends one of three kinds of rows: per (token, expert) pair (pairs{local="false"}; DeepEP's low latency),
+per (token, rank) (remote_rows), or per (token, node), to be forwarded inside it (node_rows; DeepEP's normal kernels).
+Only the three `rank_pair_` counters have G * G series for G ranks; `semmoe.engines.traffic` bounds them.
 """
 
 import logging
@@ -146,10 +155,15 @@ DESCRIPTIONS = {
     "degraded": "Ranks whose hooks do not run as they should, by reason",
     "routed_tokens": "Token-layers routed, by home rank",
     "pairs": "(token, expert) pairs, by home rank and whether that rank has the expert",
-    "remote_rows": "Rows sent to another rank in the expert dispatch",
+    "remote_rows": "Rows for other ranks in the expert dispatch, one per (token, rank), inside the node or between",
+    "node_rows": "Rows for other nodes in the expert dispatch, one per (token, node)",
     "served_pairs": "(token, expert) pairs by the rank that computes them",
     "sent_bytes": "Bytes that semmoe's collectives sent, by kind",
-    "all_to_all_bytes": "Bytes of dispatch and combine, by receiver",
+    "all_to_all_bytes": "Bytes of dispatch and combine, inside the node or between",
+    "node_bytes": "Bytes of dispatch and combine by pair of nodes",
+    "rank_pair_rows": "Rows for other ranks, one per (token, rank), by pair of ranks",
+    "rank_pair_bytes": "Bytes of dispatch and combine by pair of ranks",
+    "rank_pair_served": "(token, expert) pairs by home rank and by the rank that computes them",
     "scheduled_requests": "Requests by data-parallel rank and by who chose it",
     "unknown_tokens": "Prompt token ids outside the plan's tables",
     "schedule_failures": "Requests that semmoe failed to schedule",

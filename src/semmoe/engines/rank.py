@@ -1,19 +1,16 @@
 """Steps that the plug-ins of all engines share in a process with a model: check the plan, count, and log activity."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from semmoe.core import Plan
-from semmoe.engines.absent import NoTraffic
 from semmoe.engines.counters import Counters, Reading
 from semmoe.engines.hooks import is_tried
 from semmoe.engines.settings import PluginSettings
 from semmoe.runtime.agreement import check_agreement
-from semmoe.runtime.collectives import Communicator
-from semmoe.runtime.traffic import TrafficCounter
 from semmoe.topology import Topology
 
 log = logging.getLogger(__name__)
@@ -91,29 +88,3 @@ def publish(rank: int, folder: Path | None, labels: dict[str, str], source: Call
     counters.start()
     words = ", ".join(f"{name} {value}" for name, value in labels.items())
     log.log(logging.INFO if rank == 0 else logging.DEBUG, "semmoe: active: %s", words)
-
-
-def readings(
-    rank: int, traffic: TrafficCounter | NoTraffic, dispatch: Sequence[Communicator], others: Sequence[Communicator]
-) -> Iterator[Reading]:
-    """Yield all counters of one rank.
-
-    dispatch: the communicators of its expert all-to-all, if that is semmoe's; others: its other communicators.
-    """
-    own = {"ep_rank": str(rank)}
-    if isinstance(traffic, TrafficCounter):
-        tokens, pairs, rows = traffic.totals()
-        yield "routed_tokens", own, tokens
-        for local, total in (("true", pairs[rank]), ("false", sum(pairs) - pairs[rank])):
-            yield "pairs", {**own, "local": local}, total
-        for j, count in enumerate(pairs):
-            yield "served_pairs", {**own, "by": str(j)}, count
-        for j, count in enumerate(rows):
-            if j != rank:
-                yield "remote_rows", {**own, "to": str(j)}, count
-    for comm in (*dispatch, *others):
-        for kind, sent in list(comm.sent.items()):
-            yield "sent_bytes", {**own, "kind": kind}, sent
-    for comm in dispatch:
-        for j, sent in list(comm.sent_to.items()):
-            yield "all_to_all_bytes", {**own, "to": str(j)}, sent

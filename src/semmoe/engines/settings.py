@@ -20,6 +20,7 @@ class PluginSettings:
     shuffle: str = "layer"  # "layer", "batch" or "off": how often slices of attention-TP groups are decided
     window_ms: str = ""  # requests that arrive within so many milliseconds are assigned together; empty: each at once
     control: str = ""  # a folder for activity files and `semmoe record`
+    rank_pairs: str = ""  # 1: traffic is also published by pair of ranks, up to `traffic.MOST_PAIRED` ranks
 
     def __post_init__(self) -> None:
         if self.schedule not in ("plan", "engine"):
@@ -29,6 +30,9 @@ class PluginSettings:
             raise ValueError(f"SEMMOE_SHUFFLE must be one of {', '.join(allowed)}, not {self.shuffle!r}")
         if self.window_ms and not _is_wait(self.window_ms):
             raise ValueError(f"SEMMOE_WINDOW_MS must lie between 0 and {MOST_WAIT_MS:,}, not {self.window_ms!r}")
+
+        if self.rank_pairs not in ("", "0", "1"):
+            raise ValueError(f"SEMMOE_RANK_PAIRS must be 0, 1 or empty, not {self.rank_pairs!r}")
 
     @property
     def window_seconds(self) -> float:

@@ -1,5 +1,7 @@
 """Count the traffic of one rank on its device, without waiting for it: `metrics.Traffic` of one rank."""
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -7,19 +9,38 @@ from torch import Tensor
 from semmoe.metrics import Traffic
 
 
+class Totals(NamedTuple):
+    """What one rank has counted: the three kinds of rows that a dispatcher may send for the same tokens.
+
+    Worked example, rank 0 of four on two nodes, a token whose experts are on ranks 0, 2, 2 and 3: three of its pairs
+    are elsewhere, it has a row for two ranks, and one for the other node.
+    """
+
+    tokens: int
+    pairs: list[int]  # (G,) by the rank that computes them
+    rows: list[int]  # (G,) rows for each rank, one per (token, rank); 0 to itself
+    node_rows: list[int]  # rows for each node, one per (token, node); 0 to its own
+
+
 class TrafficCounter:
     """Totals of the tokens whose home is this rank. `count` may be captured in a CUDA graph.
 
-    gathers: every row is sent to every rank, whatever its experts are.
+    gathers: every row is sent to every rank, whatever its experts are. num_nodes: rank g is on node
+    g // (size // num_nodes).
     """
 
     counts = True
 
-    def __init__(self, size: int, rank: int, device: str | torch.device = "cpu", gathers: bool = False) -> None:
+    def __init__(
+        self, size: int, rank: int, device: str | torch.device = "cpu", gathers: bool = False, num_nodes: int = 1
+    ) -> None:
+        assert size % num_nodes == 0, f"{size} ranks on {num_nodes} nodes"
         self.size, self.rank, self._gathers = size, rank, gathers
+        self._width = size // num_nodes  # ranks per node
         # by the rank that computes them; the last entry: none
         self._pairs = torch.zeros(size + 1, dtype=torch.int64, device=device)
         self._rows = torch.zeros(size + 1, dtype=torch.int64, device=device)
+        self._node_rows = torch.zeros(num_nodes, dtype=torch.int64, device=device)
         self._tokens = torch.zeros((), dtype=torch.int64, device=device)
 
     def count(self, targets: Tensor) -> None:
@@ -31,19 +52,23 @@ class TrafficCounter:
         self._pairs += torch.zeros_like(self._pairs).scatter_add_(
             0, owners.flatten(), torch.ones_like(owners.flatten())
         )
-        self._tokens += reached[:, : self.size].any(dim=1).sum()
+        nodes = reached[:, : self.size].unflatten(1, (-1, self._width)).amax(dim=2)  # (n, nodes)
+        self._node_rows += nodes.sum(dim=0)
+        self._tokens += nodes.amax(dim=1).sum()
 
-    def totals(self) -> tuple[int, list[int], list[int]]:
-        """Tokens, pairs by the rank that computes them, and rows by receiver (0 to itself). Waits for the device."""
-        rows = [int(self._tokens)] * self.size if self._gathers else self._rows.tolist()
-        rows[self.rank] = 0
-        return int(self._tokens), self._pairs.tolist()[: self.size], rows[: self.size]
+    def totals(self) -> Totals:
+        """What was counted so far. Waits for the device."""
+        tokens, rows, nodes = int(self._tokens), self._rows.tolist()[: self.size], self._node_rows.tolist()
+        if self._gathers:
+            rows, nodes = [tokens] * self.size, [tokens] * len(nodes)
+        rows[self.rank] = nodes[self.rank // self._width] = 0
+        return Totals(tokens, self._pairs.tolist()[: self.size], rows, nodes)
 
     def traffic(self) -> Traffic:
         """This rank's share of a layer's traffic. Waits for the device."""
-        tokens, pairs, rows = self.totals()
+        tokens, pairs, rows, to_nodes = self.totals()
         sent, load = np.zeros((self.size, self.size), np.int64), np.array(pairs, np.int64)
-        sent[self.rank], elsewhere = rows, np.zeros_like(sent)
+        elsewhere, node_rows = np.zeros_like(sent), np.zeros((self.size, len(to_nodes)), np.int64)
+        sent[self.rank], node_rows[self.rank] = rows, to_nodes
         elsewhere[self.rank] = load * (np.arange(self.size) != self.rank)
-        one_node = np.zeros((self.size, 1), np.int64)
-        return Traffic(sum(pairs), pairs[self.rank], tokens, sent, load, one_node, elsewhere)
+        return Traffic(sum(pairs), pairs[self.rank], tokens, sent, load, node_rows, elsewhere)

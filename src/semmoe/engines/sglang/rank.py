@@ -20,15 +20,7 @@ from semmoe.core import Plan
 from semmoe.engines import supervisor
 from semmoe.engines.absent import NoRecorder, NoShuffle, NoTraffic
 from semmoe.engines.counters import Reading
-from semmoe.engines.rank import (
-    check_identity,
-    check_plan,
-    check_same_plan,
-    description,
-    publish,
-    readings,
-    tell_untried,
-)
+from semmoe.engines.rank import check_identity, check_plan, check_same_plan, description, publish, tell_untried
 from semmoe.engines.recorder import LiveRecorder
 from semmoe.engines.recorder_files import refuse
 from semmoe.engines.recording import PassRecorder
@@ -53,6 +45,7 @@ from semmoe.engines.sglang.shuffle import BoundaryShuffle
 from semmoe.engines.sglang.static import StaticBoundaryShuffle
 from semmoe.engines.sglang.step import read_step
 from semmoe.engines.sglang.weights import load_tied, placed_only
+from semmoe.engines.traffic import RankTraffic, rank_traffic
 from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.shuffler import TokenShuffler
 from semmoe.runtime.shuffler_device import DeviceShuffler
@@ -140,7 +133,8 @@ class RankPlugin:
             self._logical[layer] = metadata.physical_to_logical_map[layer]
         self._check.expect("experts", len(layers))
         if all_to_all():
-            self._traffic = TrafficCounter(parallel.moe_ep_size, parallel.moe_ep_rank, runner.device)
+            nodes = running_topology(self._plan).num_nodes
+            self._traffic = TrafficCounter(parallel.moe_ep_size, parallel.moe_ep_rank, runner.device, num_nodes=nodes)
             self._check.expect("counters", len(layers))
         if self._plan is not None:
             config = runner.model_config
@@ -289,13 +283,15 @@ class RankPlugin:
         rank, folder = get_parallel().moe_ep_rank, self._settings.folder
         how = {"static": isinstance(self._shuffle, StaticBoundaryShuffle), "fused": self._settings.fused == "1"}
         shuffle = self._settings.shuffle if self.shuffles else "no"
-        attention = running_topology(self._plan).attention
+        running = running_topology(self._plan)
         tell_untried(rank, "sglang", sglang.__version__, targets.TRIED)
-        labels = description(f"sglang {sglang.__version__}", self._plan, self._settings, attention, shuffle)
-        publish(rank, folder, labels | {name: str(on).lower() for name, on in how.items()}, self._readings)
+        labels = description(f"sglang {sglang.__version__}", self._plan, self._settings, running.attention, shuffle)
+        labels |= {name: str(on).lower() for name, on in how.items()}
+        source = functools.partial(self._readings, rank_traffic(rank, running, self._settings))
+        publish(rank, folder, labels, source)
 
-    def _readings(self) -> Iterator[Reading]:
-        yield from readings(get_parallel().moe_ep_rank, self._traffic, self.dispatch_comms, self._shuffle.comms)
+    def _readings(self, traffic: RankTraffic) -> Iterator[Reading]:
+        yield from traffic.readings(self._traffic, self.dispatch_comms, self._shuffle.comms)
         yield from self._check.readings()
 
 

@@ -15,18 +15,11 @@ from semmoe.core import Plan
 from semmoe.engines import supervisor
 from semmoe.engines.absent import NoRecorder, NoShuffle, NoTraffic
 from semmoe.engines.counters import Reading
-from semmoe.engines.rank import (
-    check_identity,
-    check_plan,
-    check_same_plan,
-    description,
-    publish,
-    readings,
-    tell_untried,
-)
+from semmoe.engines.rank import check_identity, check_plan, check_same_plan, description, publish, tell_untried
 from semmoe.engines.recorder import LiveRecorder
 from semmoe.engines.recording import Listener, PassRecorder
 from semmoe.engines.selfcheck import SelfCheck
+from semmoe.engines.traffic import RankTraffic, rank_traffic
 from semmoe.engines.vllm import targets
 from semmoe.engines.vllm.launch import GATHERS, gathers
 from semmoe.engines.vllm.model import (
@@ -151,9 +144,8 @@ class RankPlugin:
         self._real, self._attached = RealRows(torch.zeros((), dtype=torch.int64, device=runner.device)), True
         if all_to_all:
             sent_by = config.all2all_backend if str(runner.device) != "cpu" else ""  # on a CPU it is semmoe's
-            self._traffic = TrafficCounter(
-                group.world_size, group.rank_in_group, runner.device, gathers=sent_by in GATHERS
-            )
+            where, nodes = (group.world_size, group.rank_in_group), running_topology(runner, self._plan).num_nodes
+            self._traffic = TrafficCounter(*where, runner.device, sent_by in GATHERS, nodes)
             if self._plan is not None and sent_by in GATHERS:
                 self._degrade(gathers(sent_by))
             self._split = blocks[layers[0]].moe_config.sp_size
@@ -307,7 +299,7 @@ class RankPlugin:
 
     def _uncounted(self, num_rows: int) -> str:
         """Why counters cannot be trusted after the first pass, where this rank had `num_rows` rows; "" if they can."""
-        still = isinstance(self._traffic, TrafficCounter) and num_rows > 0 and self._traffic.totals()[0] == 0
+        still = isinstance(self._traffic, TrafficCounter) and num_rows > 0 and self._traffic.totals().tokens == 0
         return "in the first pass no counter moved" if still else ""
 
     def _sample(self, original: Any, runner: Any, logits: Any, drafts: Any) -> Any:
@@ -341,8 +333,9 @@ class RankPlugin:
         shuffle = self._settings.shuffle if self.shuffles else "no"
         tell_untried(self._ep_rank, "vllm", vllm.__version__, targets.TRIED)
         labels = description(f"vllm {vllm.__version__}", self._plan, self._settings, running.attention, shuffle)
-        publish(self._ep_rank, self._settings.folder, labels, self._readings)
+        traffic = rank_traffic(self._ep_rank, running, self._settings)
+        publish(self._ep_rank, self._settings.folder, labels, functools.partial(self._readings, traffic))
 
-    def _readings(self) -> Iterator[Reading]:
-        yield from readings(self._ep_rank, self._traffic, self._dispatch, self._shuffle.comms)
+    def _readings(self, traffic: RankTraffic) -> Iterator[Reading]:
+        yield from traffic.readings(self._traffic, self._dispatch, self._shuffle.comms)
         yield from self._check_hooks.readings()
