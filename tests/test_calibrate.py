@@ -15,9 +15,10 @@ from semmoe.engines.transformers import calibrate as calibration
 from semmoe.engines.transformers import generate as gen
 from semmoe.engines.transformers import model as models
 from semmoe.engines.transformers.recorder import record
+from semmoe.expectation import expect
 from semmoe.files import save_json
 from semmoe.settings import CoclusterSettings, GenerateSettings, ReplaySettings, SolveSettings
-from semmoe.solver import expect, solve
+from semmoe.solver import solve
 from semmoe.splitter import split
 from semmoe.texts import held_out_prompts
 from semmoe.topology import Topology

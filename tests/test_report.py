@@ -17,12 +17,13 @@ from semmoe.calibration import load_links
 from semmoe.cli import app
 from semmoe.core import Placement
 from semmoe.cost import LayerShape
+from semmoe.expectation import expect
 from semmoe.plan import load_plan, save_plan
 from semmoe.report import experts, figures, gather, layers, page, serving, verdict
 from semmoe.results import Figures
 from semmoe.settings import CoclusterSettings, PaperSettings, PredictorSettings, ReplaySettings, SolveSettings
-from semmoe.solver import expect, solve, solve_methods
 from semmoe.solver import score as score_plans
+from semmoe.solver import solve, solve_methods
 from semmoe.topology import Topology
 from semmoe.trace import save_trace
 

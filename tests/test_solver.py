@@ -7,9 +7,10 @@ import pytest
 from synthetic import planted_trace, random_trace
 
 from semmoe.core import PRIOR
+from semmoe.expectation import expect
 from semmoe.replayer import replay
 from semmoe.settings import GenerateSettings, PaperSettings, ReplaySettings, SolveSettings
-from semmoe.solver import expect, score, solve, solve_methods
+from semmoe.solver import score, solve, solve_methods
 from semmoe.splitter import split
 from semmoe.topology import Topology
 

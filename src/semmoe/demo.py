@@ -154,7 +154,8 @@ def _solve(trace: RoutingTrace, topology: Topology, settings: DemoSettings, adva
     """A plan, with what it should do for requests that it has not seen and whether that is worth it on LINKS."""
     from semmoe.calibration import load_links
     from semmoe.cost import LayerShape
-    from semmoe.solver import expect, solve
+    from semmoe.expectation import expect
+    from semmoe.solver import solve
 
     f, solving = trace.fingerprint, SolveSettings(seed=settings.seed)
     shape = LayerShape(hidden_size=f.hidden_size, expert_size=f.expert_size, top_k=f.top_k)

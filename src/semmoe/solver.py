@@ -8,15 +8,12 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from semmoe import cost, html
-from semmoe.calibration import Links
+from semmoe import html
 from semmoe.core import Plan, RoutingTrace
 from semmoe.methods import METHODS, check_applies
 from semmoe.placement.problem import Problem, Progress, Solution
-from semmoe.replayer import ReplayResult, replay, scheduled_by_answers
-from semmoe.results import Expected, checked
+from semmoe.replayer import ReplayResult, replay
 from semmoe.settings import ReplaySettings, SolveSettings
-from semmoe.splitter import near_duplicates, split
 from semmoe.tokens.predictor import check_lookahead
 from semmoe.topology import Fingerprint, Topology
 
@@ -96,101 +93,6 @@ def _used_settings(settings: SolveSettings) -> dict[str, Any]:
     """The settings that the plan's method reads, by name."""
     read = {"method", "redundant_experts", *METHODS[settings.method].reads}
     return {k: v for k, v in asdict(settings).items() if k in read}
-
-
-def expect(
-    trace: RoutingTrace,
-    topology: Topology,
-    settings: SolveSettings,
-    measure: ReplaySettings,
-    links: Links | None = None,
-    shape: cost.LayerShape | None = None,
-    holdout: float = 0.2,
-    progress: Progress = lambda layers: None,
-    previous: Plan | None = None,
-    decode_links: Links | None = None,
-) -> dict[str, Any] | None:
-    """Estimate what a plan gains on unseen requests: solve on a share 1 - `holdout` of them and replay on the rest.
-
-    Returns the metrics of the plan, those of `linear` and `eplb` under "others" and, given links and shape, predicted
-    times and a verdict. Returns None if the trace has too few distinct requests to hold any out. previous: a plan that
-    the solve begins from. decode_links: another all-to-all that decoding uses; the verdict on it is under "decode".
-    """
-    smallest = max(2, topology.dp_size + 1)
-    if trace.num_requests * (1 - holdout) < smallest or near_duplicates(trace).max() == 0:
-        return None
-    held_out, profile = split(trace, holdout, settings.seed)
-    replayed = {}
-    for method in dict.fromkeys((settings.method, "linear", "eplb")):
-        watched, begin = (progress, previous) if method == settings.method else (lambda layers: None, None)
-        plan = solve(profile, topology, replace(settings, method=method), progress=watched, previous=begin)
-        replayed[method] = replay(held_out, plan, measure)
-    # Where links are known, `_time` adds the bytes per rank pair of one batch, which hold the same information.
-    figures = {
-        name: {k: v for k, v in result.as_dict().items() if k != "rows_per_rank_pair"}
-        for name, result in replayed.items()
-    }
-    timed: dict[str, Any] = {"verdict": None}
-    if links and shape:
-        timed = _time(figures, replayed, settings.method, topology, links, shape)
-    if decode_links and shape:
-        predictions, tokens = (
-            _predict(replayed, topology, decode_links, shape),
-            replayed[settings.method].tokens_per_batch,
-        )
-        timed["decode"] = _judge(predictions, tokens, settings.method, topology, decode_links, shape)
-    own = figures.pop(settings.method)
-    by_answers = scheduled_by_answers(held_out, topology)
-    about = {"holdout": holdout, "requests": held_out.num_requests, "scheduled_by_answers": by_answers}
-    return checked(Expected, {**about, **asdict(measure), **own, "others": figures, **timed})
-
-
-def _time(
-    figures: dict[str, dict[str, Any]],
-    replayed: dict[str, ReplayResult],
-    method: str,
-    topology: Topology,
-    links: Links,
-    shape: cost.LayerShape,
-) -> dict[str, Any]:
-    """Add predicted times and bytes to each method's figures; return the verdict on `method` and its inputs."""
-    predictions = _predict(replayed, topology, links, shape)
-    for name, prediction in predictions.items():
-        sent = cost.all_to_all_bytes(prediction.rows, shape, links)
-        figures[name] |= cost.microseconds(prediction.time) | {"bytes_per_rank_pair": np.rint(sent).tolist()}
-    return _judge(predictions, replayed[method].tokens_per_batch, method, topology, links, shape)
-
-
-def _predict(
-    replayed: dict[str, ReplayResult], topology: Topology, links: Links, shape: cost.LayerShape
-) -> dict[str, cost.Prediction]:
-    """Times by method, charging the rows that the all-to-all of these links sends."""
-    return {
-        name: cost.predict(name, result.rows_per_batch(links.all_to_all), result.busiest_pairs, shape, topology, links)
-        for name, result in replayed.items()
-    }
-
-
-def _judge(
-    predictions: dict[str, cost.Prediction],
-    tokens: float,
-    method: str,
-    topology: Topology,
-    links: Links,
-    shape: cost.LayerShape,
-) -> dict[str, Any]:
-    """The verdict on `method` for batches of so many tokens, and its inputs."""
-    without = None
-    if topology.attention == "tp" and topology.ep_size > 1:
-        # Without all-to-all locality has no effect: this rival uses the best balanced of the placements.
-        balanced = min(prediction.busiest_pairs for prediction in predictions.values())
-        without = cost.all_reduce_time(tokens, balanced, shape, topology, links)
-    others = [prediction for name, prediction in predictions.items() if name != method]
-    return {
-        "links": {"name": links.name, "kind": links.kind, "source": links.source, "all_to_all": links.all_to_all},
-        "without_all_to_all": cost.microseconds(without) if without else None,
-        "verdict": asdict(cost.verdict(predictions[method], others, without)),
-    }
 
 
 @dataclass(frozen=True)

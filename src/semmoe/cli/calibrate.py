@@ -38,22 +38,9 @@ def calibrate(
     `torchrun --nnodes 2 --nproc-per-node 8 ... --no-python semmoe calibrate MODEL --out links.json` on every node,
     which measures each pair of ranks; rank 0 writes the file
     """
-    from semmoe.engines.transformers import calibrate as calibration
-    from semmoe.files import check_output, save_json
+    from semmoe.files import save_json
 
-    chosen: CalibrateSettings = settings()
-    launched = calibration.launched()
-    if launched:
-        refuse_given(ctx, ["ep_size", "pairs"], "torchrun decides the ranks, and every pair of them is measured")
-    if not launched or os.environ["RANK"] == "0":
-        check_output(out, force=force)
-    with console.bars() as bars:
-        words = "ranks of torchrun" if launched else f"{chosen.ep_size} processes"
-        advance = bars.task(f"measuring {words}", len(calibration.TOKENS))
-        if launched:
-            found = calibration.calibrate_launched(model, advance, name)
-        else:
-            found = calibration.calibrate(model, chosen.ep_size, advance, name, chosen.pairs)
+    found = _measure(ctx, model, out, force, name, settings())
     if found is None:  # another rank of torchrun's has the result
         return
     save_json(out, found.links)
@@ -75,6 +62,25 @@ def calibrate(
         console.print_json({**result, "links": found.links.model_dump()})
     else:
         _print_links(out, found)
+
+
+def _measure(
+    ctx: typer.Context, model: str, out: Path, force: bool, name: str, chosen: CalibrateSettings
+) -> "Calibration | None":
+    from semmoe.engines.transformers import calibrate as calibration
+    from semmoe.files import check_output
+
+    launched = calibration.launched()
+    if launched:
+        refuse_given(ctx, ["ep_size", "pairs"], "torchrun decides the ranks, and every pair of them is measured")
+    if not launched or os.environ["RANK"] == "0":
+        check_output(out, force=force)
+    with console.bars() as bars:
+        words = "ranks of torchrun" if launched else f"{chosen.ep_size} processes"
+        advance = bars.task(f"measuring {words}", len(calibration.TOKENS))
+        if launched:
+            return calibration.calibrate_launched(model, advance, name)
+        return calibration.calibrate(model, chosen.ep_size, advance, name, chosen.pairs)
 
 
 def _of_pairs(pairs: "PairSpeeds | None") -> list[list[str]]:

@@ -215,7 +215,7 @@ def _solve(
     previous: Plan | None,
 ) -> Plan:
     """Solve the plan, and estimate what it does for held-out requests."""
-    from semmoe.solver import expect
+    from semmoe.expectation import expect
     from semmoe.solver import solve as solve_plan
 
     embeddings = model_embeddings(model, trace.fingerprint) if model else None
