@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from semmoe import cost
-from semmoe.calibration import load_links
+from semmoe.calibration import PhaseLinks, load_links
 from semmoe.cli import app
 from semmoe.demo import MODEL
 from semmoe.engines.transformers import calibrate as calibration
@@ -128,7 +128,7 @@ def test_bytes_of_the_verdict_are_those_that_generate_counts(attention, trace):
     held_out, seen = split(trace, 0.2, quick.seed)
     for method in ("linear", "semmoe"):
         settings = SolveSettings(method=method, cocluster=quick.cocluster)
-        expected = expect(trace, topology, settings, whole, links, shape)
+        expected = expect(trace, topology, settings, whole, PhaseLinks(links, links), shape)
         predicted = f.num_layers * np.array(expected["bytes_per_rank_pair"])
         up = gen.Configuration(name=method, plan=solve(seen, topology, settings))
         prompts = [held_out.prompt(r).tolist() for r in range(held_out.num_requests)]

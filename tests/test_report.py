@@ -13,7 +13,7 @@ import pytest
 from synthetic import make_trace, planted_trace, random_trace
 from typer.testing import CliRunner
 
-from semmoe.calibration import load_links
+from semmoe.calibration import PhaseLinks, load_links
 from semmoe.cli import app
 from semmoe.core import Placement
 from semmoe.cost import LayerShape
@@ -35,6 +35,7 @@ QUICK = SolveSettings(
     predictor=PredictorSettings(lookback=2),
 )  # fmt: skip
 PAPER = SolveSettings(method="paper", paper=PaperSettings(steps=2, swaps_per_expert=10))
+PCIE = load_links("pcie5")
 MEASURE = ReplaySettings(batch_tokens=16)
 
 
@@ -48,7 +49,7 @@ def save(folder, trace, attention="tp", settings=PAPER, expected=True, name=None
     shape = LayerShape(hidden_size=64, expert_size=32, top_k=2)
     plan = solve(trace, topology, settings)
     if expected:
-        plan = replace(plan, expected=expect(trace, topology, settings, MEASURE, load_links("pcie5"), shape))
+        plan = replace(plan, expected=expect(trace, topology, settings, MEASURE, PhaseLinks(PCIE, PCIE), shape))
     save_plan(plan, folder / (name or f"plan-{attention}"))
     return plan
 

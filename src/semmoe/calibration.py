@@ -1,5 +1,6 @@
 """The speed of links and experts: written by `semmoe calibrate`, or shipped with semmoe."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -119,6 +120,27 @@ def of_pairs(rows: list[list[float]], inside: np.ndarray, topology: Topology) ->
     if len(rows) == topology.ep_size:
         return given
     return np.where(node[:, None] == node, inside, given[node[:, None], node])
+
+
+@dataclass(frozen=True)
+class PhaseLinks:
+    """The links of each phase, which may differ in their all-to-all."""
+
+    prefill: Links
+    decode: Links
+
+    def costs(self, topology: Topology, activation: float, per_row: float) -> tuple[RowCosts, RowCosts]:
+        """What a plan is charged for tokens of each phase, by its code; the same object twice if they do not differ."""
+        prefill = row_costs(self.prefill, topology, activation, per_row)
+        same = self.decode == self.prefill
+        return prefill, prefill if same else row_costs(self.decode, topology, activation, per_row)
+
+    def described(self) -> dict[str, dict[str, str]]:
+        """Names and kinds of the all-to-alls by phase, for a plan's settings."""
+        return {
+            phase: {"links": links.name, "all_to_all": links.all_to_all}
+            for phase, links in (("prefill", self.prefill), ("decode", self.decode))
+        }
 
 
 def row_costs(links: Links, topology: Topology, activation: float = 1.0, per_row: float = 1.0) -> RowCosts:

@@ -152,14 +152,15 @@ def _payoffs(rows: list[dict[str, Any]], ep_size: int) -> list[dict[str, Any]]:
 
 def _solve(trace: RoutingTrace, topology: Topology, settings: DemoSettings, advance: Callable[[int], None]) -> Plan:
     """A plan, with what it should do for requests that it has not seen and whether that is worth it on LINKS."""
-    from semmoe.calibration import load_links
+    from semmoe.calibration import PhaseLinks, load_links
     from semmoe.cost import LayerShape
     from semmoe.expectation import expect
     from semmoe.solver import solve
 
     f, solving = trace.fingerprint, SolveSettings(seed=settings.seed)
     shape = LayerShape(hidden_size=f.hidden_size, expert_size=f.expert_size, top_k=f.top_k)
-    expected = expect(trace, topology, solving, ReplaySettings(seed=settings.seed), load_links(LINKS), shape)
+    measure, links = ReplaySettings(seed=settings.seed), load_links(LINKS)
+    expected = expect(trace, topology, solving, measure, PhaseLinks(links, links), shape)
     advance(1)
     plan = replace(solve(trace, topology, solving), expected=expected)
     advance(1)

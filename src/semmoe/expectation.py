@@ -6,11 +6,12 @@ from typing import Any
 import numpy as np
 
 from semmoe import cost
-from semmoe.calibration import Links
+from semmoe.calibration import Links, PhaseLinks
 from semmoe.core import Plan, RoutingTrace
 from semmoe.placement.problem import Progress
 from semmoe.replayer import ReplayResult, replay, scheduled_by_answers
 from semmoe.results import Expected, checked
+from semmoe.rowcosts import RowCosts
 from semmoe.settings import ReplaySettings, SolveSettings
 from semmoe.solver import solve
 from semmoe.splitter import near_duplicates, split
@@ -22,18 +23,18 @@ def expect(
     topology: Topology,
     settings: SolveSettings,
     measure: ReplaySettings,
-    links: Links | None = None,
+    links: PhaseLinks | None = None,
     shape: cost.LayerShape | None = None,
     holdout: float = 0.2,
     progress: Progress = lambda layers: None,
     previous: Plan | None = None,
-    decode_links: Links | None = None,
+    costs: tuple[RowCosts, RowCosts] | None = None,
 ) -> dict[str, Any] | None:
     """Estimate what a plan gains on unseen requests: solve on a share 1 - `holdout` of them and replay on the rest.
 
     Returns the metrics of the plan, those of `linear` and `eplb` under "others" and, given links and shape, predicted
-    times and a verdict. Returns None if the trace has too few distinct requests to hold any out. previous: a plan that
-    the solve begins from. decode_links: another all-to-all that decoding uses; the verdict on it is under "decode".
+    times and a verdict; a second one is under "decode" if decoding has other links. Returns None if the trace has too
+    few distinct requests to hold any out. previous: a plan that the solve begins from; costs: see `solver.solve`.
     """
     smallest = max(2, topology.dp_size + 1)
     if trace.num_requests * (1 - holdout) < smallest or near_duplicates(trace).max() == 0:
@@ -42,7 +43,8 @@ def expect(
     replayed = {}
     for method in dict.fromkeys((settings.method, "linear", "eplb")):
         watched, begin = (progress, previous) if method == settings.method else (lambda layers: None, None)
-        plan = solve(profile, topology, replace(settings, method=method), progress=watched, previous=begin)
+        chosen = replace(settings, method=method)
+        plan = solve(profile, topology, chosen, progress=watched, previous=begin, costs=costs)
         replayed[method] = replay(held_out, plan, measure)
     # Where links are known, `_time` adds the bytes per rank pair of one batch, which hold the same information.
     figures = {
@@ -51,13 +53,11 @@ def expect(
     }
     timed: dict[str, Any] = {"verdict": None}
     if links and shape:
-        timed = _time(figures, replayed, settings.method, topology, links, shape)
-    if decode_links and shape:
-        predictions, tokens = (
-            _predict(replayed, topology, decode_links, shape),
-            replayed[settings.method].tokens_per_batch,
-        )
-        timed["decode"] = _judge(predictions, tokens, settings.method, topology, decode_links, shape)
+        timed = _time(figures, replayed, settings.method, topology, links.prefill, shape)
+    if links and shape and links.decode != links.prefill:
+        predictions = _predict(replayed, topology, links.decode, shape)
+        tokens = replayed[settings.method].tokens_per_batch
+        timed["decode"] = _judge(predictions, tokens, settings.method, topology, links.decode, shape)
     own = figures.pop(settings.method)
     by_answers = scheduled_by_answers(held_out, topology)
     about = {"holdout": holdout, "requests": held_out.num_requests, "scheduled_by_answers": by_answers}

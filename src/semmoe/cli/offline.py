@@ -9,13 +9,14 @@ import typer
 
 from semmoe import console, tables
 from semmoe.bounds import bounds
-from semmoe.calibration import Links, load_links
+from semmoe.calibration import PhaseLinks, load_links
 from semmoe.cli.app import OFFLINE, app, refuse_given, was_given
 from semmoe.cli.form import takes
 from semmoe.cli.options import (
     METHOD,
     OFFLINE_RANKS,
     OUTPUT,
+    DecodeLinksOption,
     Force,
     GivenTopology,
     Json,
@@ -32,9 +33,11 @@ from semmoe.core import Plan, RoutingTrace
 from semmoe.cost import LayerShape
 from semmoe.methods import METHODS, check_applies
 from semmoe.results import AffinityFile
+from semmoe.rowcosts import RowCosts
 from semmoe.settings import QUICK, THOROUGH, CoclusterSettings, ReplaySettings, SolveSettings
 from semmoe.topology import Fingerprint, Topology
 
+PhaseCosts = tuple[RowCosts, RowCosts]
 OBJECTIVE = ["load_limit", "remote_rank_cost", "remote_node_cost"]
 LOAD_NOISE = 0.05  # by which the load of held-out requests may be above what was expected of them
 EFFORT = ["quick", "thorough", "budget"]
@@ -113,6 +116,7 @@ def solve(
     ] = None,
     settings: Any = None,
     links: LinksOption = None,
+    decode_links: DecodeLinksOption = None,
     widths: Any = None,
     model: ModelOption = None,
     begin: BeginOption = None,
@@ -138,11 +142,12 @@ def solve(
     topology = resolve_topology(previous, given(), OFFLINE_RANKS)
     check_applies(solving.method, topology, solving.redundant_experts)
     refuse_idle(ctx, [solving.method], topology)
-    chosen_links = load_links(links or ("h200-nvlink" if topology.num_nodes == 1 else "h200-400g"), topology)
+    charged = _phase_links(links, decode_links, topology)
     opened = open_trace(trace)
     check_inputs(opened, topology, solving, previous)
     shape = _layer_shape(opened.fingerprint, widths())
-    plan = _solve(opened, topology, solving, chosen_links, shape, model, previous)
+    costs = _costs(ctx, charged, topology, solving.cocluster)
+    plan = _solve(opened, topology, solving, charged, costs, shape, model, previous)
     save_plan(plan, out)
     told = {"plan": str(out), "scheduled_by_answers": warn_of_answers(opened, topology), **_moved(plan, previous)}
     _warn_of_plan(plan, solving.cocluster.load_limit, shape)
@@ -151,6 +156,20 @@ def solve(
     else:
         _print_moved(told, begin)
         _print_expected(out, solving.method, plan.expected)
+
+
+def _phase_links(links: str | None, decode: str | None, topology: Topology) -> PhaseLinks:
+    """The links given, or the default ones; decoding has those of prefill unless it has its own."""
+    prefill = load_links(links or ("h200-nvlink" if topology.num_nodes == 1 else "h200-400g"), topology)
+    return PhaseLinks(prefill, prefill if decode is None else load_links(decode, topology))
+
+
+def _costs(ctx: typer.Context, links: PhaseLinks, topology: Topology, settings: CoclusterSettings) -> PhaseCosts | None:
+    """What the search weighs: rows as the links charge them, or the weight of a row to another node if it is given."""
+    if was_given(ctx, "remote_node_cost"):
+        refuse_given(ctx, ["decode_links"], "--remote-node-cost weighs rows in place of what links charge")
+        return None
+    return links.costs(topology, settings.activation, settings.remote_rank)
 
 
 def _begin(ctx: typer.Context, begin: Path | None, solving: SolveSettings) -> tuple[Plan | None, SolveSettings]:
@@ -209,7 +228,8 @@ def _solve(
     trace: RoutingTrace,
     topology: Topology,
     solving: SolveSettings,
-    links: Links,
+    links: PhaseLinks,
+    costs: PhaseCosts | None,
     shape: LayerShape | None,
     model: str | None,
     previous: Plan | None,
@@ -225,13 +245,15 @@ def _solve(
     measure = ReplaySettings(batch_tokens=solving.cocluster.batch_tokens, seed=solving.seed)
     with console.bars() as bars:
         advance = bars.task("solving without held-out requests", layers)
-        expected = expect(trace, topology, solving, measure, links, shape, progress=advance, previous=previous)
+        ahead = {"progress": advance, "previous": previous, "costs": costs}
+        expected = expect(trace, topology, solving, measure, links, shape, **ahead)
         advance(0 if expected else layers)
         advance = bars.task("solving", layers)
         if budget is not None:
             solving = _searching(solving, budget=max(budget - (monotonic() - begun), 0))
-        plan = solve_plan(trace, topology, solving, embeddings, advance, previous)
-        return replace(plan, expected=expected)
+        plan = solve_plan(trace, topology, solving, embeddings, advance, previous, costs)
+    charged = {"charged": links.described()} if costs is not None and plan.method == "semmoe" else {}
+    return replace(plan, expected=expected, settings=plan.settings | charged)
 
 
 def _layer_shape(f: Fingerprint, widths: Widths) -> LayerShape | None:
@@ -264,12 +286,19 @@ def _print_expected(out: Path, method: str, expected: dict[str, Any] | None) -> 
 def _print_verdict(expected: dict[str, Any]) -> None:
     if expected["verdict"] is None:
         return
-    links, without = expected["links"], expected["without_all_to_all"]
-    words = f"on {links['name']} ({links['kind']}), {expected['tokens_per_batch']:,.0f} tokens a batch"
+    _print_judged(expected, "" if expected.get("decode") is None else "prefill, ", expected["tokens_per_batch"])
+    if expected.get("decode") is not None:
+        _print_judged(expected["decode"], "decode, ", expected["tokens_per_batch"])
+
+
+def _print_judged(judged: dict[str, Any], phase: str, tokens: float) -> None:
+    links, without = judged["links"], judged["without_all_to_all"]
+    known = f"{links['kind']}, a row {links['all_to_all'].replace('-', ' ')}"
+    words = f"{phase}on {links['name']} ({known}), {tokens:,.0f} tokens a batch"
     if without is not None:
         words += f"; without all-to-all a layer takes {without['layer_us']:,.0f} us"
     console.out.print(f"{words}:", markup=False)
-    console.out.print(expected["verdict"]["sentence"], style="bold", markup=False)
+    console.out.print(judged["verdict"]["sentence"], style="bold", markup=False)
 
 
 def refuse_idle(ctx: typer.Context, methods: list[str], topology: Topology) -> None:

@@ -132,8 +132,16 @@ ModelArgument = Annotated[
 LinksOption = Annotated[
     str | None,
     typer.Option(
-        help="What links and experts cost: a file of `semmoe calibrate`, or h200-nvlink, h200-400g, h200-100g, pcie5; "
-        "by default one of the first two.",
+        help="What links and experts cost: a file of `semmoe calibrate`, or a shipped one, such as h200-nvlink or "
+        "h200-400g, the defaults on one node and on several.",
+        rich_help_panel=LINKS,
+        show_default=False,
+    ),
+]
+DecodeLinksOption = Annotated[
+    str | None,
+    typer.Option(
+        help="The same of decoding, where its all-to-all is another, such as h200-400g-ll.",
         rich_help_panel=LINKS,
         show_default=False,
     ),
