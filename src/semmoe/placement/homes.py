@@ -11,6 +11,8 @@ import numpy as np
 from semmoe.rowcosts import RowCosts
 
 njit = numba.njit(cache=True, nogil=True)
+# For functions that make no arrays: without counts of references to those of a State, which take most of their time.
+bare = numba.njit(cache=True, nogil=True, _nrt=False)
 inlined = numba.njit(inline="always")  # for calls that pass a dozen arrays, which cost more than what they do
 
 Costs = namedtuple(
@@ -179,7 +181,7 @@ def best_homes(state, value, home):
         value[u], home[u] = -cost[best], state.group[u] * S + best
 
 
-@njit
+@inlined
 def charge(state, u, servers, cost, seen, seen_nodes):
     """Fill servers (S, K), the ranks that compute the experts of set u for each home of its group, and cost (S,).
 

@@ -20,7 +20,7 @@ from collections import namedtuple
 
 import numpy as np
 
-from semmoe.placement.homes import charge, inlined, next_near, njit
+from semmoe.placement.homes import bare, charge, inlined, next_near, njit
 
 SPOTS = 4
 WIDTH, MOST_KEPT = 512, 1 << 23  # changes kept of a set, and of all sets
@@ -141,7 +141,7 @@ def _note(entry, amount, where, what, n):
     return n + (amount != 0.0)
 
 
-@njit
+@bare
 def _list_changes(state, tables, u, at, where, what):
     """Fill where and what with the entries of `sums` to which set u adds, and the amounts; returns their number."""
     (E, G), P, K, weight = tables.add.shape, tables.drop.shape[0], state.sets.shape[1], state.weight[u]
@@ -172,7 +172,7 @@ def _list_changes(state, tables, u, at, where, what):
     return n
 
 
-@njit
+@inlined
 def _list_copy(state, tables, u, i, k, best, at, where, what, n):
     """Note what moves of the set's copy k, of its expert i, change."""
     (E, G), P, K, weight = tables.add.shape, tables.drop.shape[0], state.sets.shape[1], state.weight[u]
@@ -202,7 +202,7 @@ def _list_copy(state, tables, u, i, k, best, at, where, what, n):
     return n
 
 
-@njit
+@inlined
 def _read(state, u, at):
     """Fill the set's copies, its best homes and what a further pair costs there, from servers and cost."""
     (rank, node, pair), f, (S, K), low = state.costs, state.kind[u], at.servers.shape, state.group[u] * state.group_size
@@ -247,7 +247,7 @@ def _find_spots(cost, spots):
             spots[b] = s
 
 
-@njit
+@inlined
 def _own(state, u, at):
     """Fill `own` for the homes of the set, of which there are more than spots."""
     (rank, node, pair), f, (S, K), low = state.costs, state.kind[u], at.servers.shape, state.group[u] * state.group_size
@@ -264,7 +264,7 @@ def _own(state, u, at):
             at.own[i, s] = at.cost[s] - saved
 
 
-@njit
+@inlined
 def _shift(state, u, i, at):
     """Fill `to` for expert i of the set."""
     (rank, node, pair), f, low = state.costs, state.kind[u], state.group[u] * state.group_size
@@ -283,7 +283,7 @@ def _shift(state, u, i, at):
         at.to[b, x] += per_rank
 
 
-@njit
+@inlined
 def _move_only(state, u, i, at):
     """Fill `after` for moves of expert i, which has one copy."""
     G, low = state.price.shape[0], state.group[u] * state.group_size
@@ -312,7 +312,7 @@ def _serves(node_of, h, has, first, near, y):
     return near if near >= 0 else first
 
 
-@njit
+@inlined
 def _without(state, u, e, x, first, at):
     """What the set costs if expert e's copy on rank x is gone (x = -1: none is) and rank `first` is its primary."""
     best, low, node_of = np.inf, state.group[u] * state.group_size, state.node_of
@@ -324,7 +324,7 @@ def _without(state, u, e, x, first, at):
     return best
 
 
-@njit
+@inlined
 def _move(state, u, i, x, at):
     """Fill `after` for moves of the copy on rank x of expert i, which has others."""
     low, e, node_of, G = state.group[u] * state.group_size, state.sets[u, i], state.node_of, state.price.shape[0]
@@ -340,7 +340,7 @@ def _move(state, u, i, x, at):
             at.after[low + s] = min(at.after[low + s], at.own[i, s])
 
 
-@njit
+@inlined
 def _join(state, u, i, at):
     """Fill `joined` for a further copy of expert i."""
     low, e, node_of, best = state.group[u] * state.group_size, state.sets[u, i], state.node_of, at.cost[at.spots[0]]
