@@ -73,8 +73,8 @@ def main() -> None:
     a = parser.parse_args()
     demo = DemoSettings()
     settings = GenerateSettings(max_new_tokens=demo.max_new_tokens, batch_size=demo.batch_size)
-    print(f"embedded model, {RANKS} processes on {os.cpu_count()} cores, torch {torch.__version__}, {platform.machine()}; "
-          f"links {a.rate}, that of rank {SLOW} {a.slow}; {a.rounds} rounds")  # fmt: skip
+    print(f"embedded model, {RANKS} processes on {os.cpu_count()} cores, torch {torch.__version__}, "
+          f"{platform.machine()}; links {a.rate}, that of rank {SLOW} {a.slow}; {a.rounds} rounds")  # fmt: skip
     model = load_model(str(MODEL))
     seen, prompts = demo_prompts(demo, load_tokenizer(str(MODEL)))
     with tempfile.TemporaryDirectory(prefix="semmoe-") as scratch:
@@ -107,7 +107,7 @@ def report(a: argparse.Namespace, links: Links, rounds: list[dict[str, GenerateR
                      "lar": first.lar, "seconds_over_vanilla": [middle, low, high], "rounds": ratios,
                      "identical": identical})  # fmt: skip
         print(f"{name:28}{over_slow_link(first) / 1e6:14.1f}{first.all_to_all_bytes / 1e6:9.1f}{first.lar:7.3f}   "
-              f"{middle:.3f} [{low:.3f}, {high:.3f}]   {"identical" if identical else "DIFFER"}")  # fmt: skip
+              f"{middle:.3f} [{low:.3f}, {high:.3f}]   {'identical' if identical else 'DIFFER'}")  # fmt: skip
     line = json.dumps({"settings": {k: str(v) for k, v in vars(a).items()}, "links": links.model_dump(), "rows": rows})
     print(line)
     if a.out:

@@ -330,31 +330,25 @@ def serves(hosts, node_of, primary, expert, home) -> int:
     return primary[expert] if node_of[primary[expert]] == node_of[home] or not near else near[0]
 
 
-def layout_cost(slots, primary, tokens, topology, weights, price=None, load_price=0.0, cap=np.inf):
-    """(cost, value and home of each token set, load) of a layout; tokens: (experts, weight, attention group) of each.
+def layout_cost(slots, primary, tokens, topology, costs, price=None, hosting=False):
+    """(cost, value and home of each token set) of a layout; tokens: (experts, weight, attention group, kind) of each.
 
-    Each set's home is its best rank among those of its group that host one of its experts, if any does.
+    costs: the RowCosts of each kind. hosting: whether homes are ranks that host one of the set's experts, if any does.
     """
-    G, S = topology.ep_size, topology.attn_tp_size
-    hosts, node_of = [set(rank) for rank in slots.tolist()], [g // (G // topology.num_nodes) for g in range(G)]
-    activation, per_rank, per_node = weights
-    price = np.zeros(G) if price is None else price
-    values, homes, load = [], [], np.zeros(G)
-    for experts, weight, group in tokens:
-        ranks = range(group * S, (group + 1) * S)
-        worth = {}
-        for home in [rank for rank in ranks if hosts[rank] & set(experts)] or ranks:
-            remote = {serves(hosts, node_of, primary, e, home) for e in experts} - {home}
-            nodes = {node_of[rank] for rank in remote} - {node_of[home]}
-            local = len(hosts[home] & set(experts))
-            worth[home] = activation * local - price[home] - per_rank * len(remote) - per_node * len(nodes)
+    S, price = topology.attn_tp_size, np.zeros(topology.ep_size) if price is None else price
+    hosts, node_of = [set(rank) for rank in slots.tolist()], topology.node_of.tolist()
+    values, homes = [], []
+    for experts, _, group, kind in tokens:
+        ranks, worth, one = range(group * S, (group + 1) * S), {}, costs[kind]
+        some = [rank for rank in ranks if hosts[rank] & set(experts)]
+        for home in some if hosting and some else ranks:
+            served = [serves(hosts, node_of, primary, e, home) for e in experts]
+            cost = sum(one.pair[home, y] for y in served) + sum(one.rank[home, y] for y in set(served))
+            worth[home] = -price[home] - cost - sum(one.node[home, m] for m in {node_of[y] for y in served})
         homes.append(max(worth, key=lambda rank: worth[rank]))
         values.append(worth[homes[-1]])
-        for e in experts:
-            load[serves(hosts, node_of, primary, e, homes[-1])] += weight
-    weight = np.array([weight for _, weight, _ in tokens])
-    excess = np.maximum(load / load.mean() - cap, 0).sum()
-    return float(-(np.array(values) * weight).sum() / weight.sum() + load_price * excess), values, homes, load
+    weight = np.array([token[1] for token in tokens])
+    return float(-(np.array(values) * weight).sum() / weight.sum()), values, homes
 
 
 def all_layouts(experts, ranks, slots_per_rank):

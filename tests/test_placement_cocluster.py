@@ -11,7 +11,7 @@ from synthetic import planted_trace, random_trace, teams_trace, with_noise
 
 from semmoe.placement import cocluster, layers
 from semmoe.placement.cocluster import Measured, choose, place
-from semmoe.placement.layers import LayerSearch, Layout
+from semmoe.placement.layers import LayerSearch, Layout, Tokens
 from semmoe.placement.loads import expected_load
 from semmoe.plan import load_plan, save_plan
 from semmoe.replayer import replay
@@ -111,7 +111,8 @@ def test_a_search_that_begins_from_the_best_labels_keeps_them():
     group = np.zeros(trace.num_tokens, np.int64)
     for l in range(3):
         ids, request = trace.expert_ids[:, l], trace.request_of_token()
-        search = LayerSearch(ids, group, request, 16, Topology(ep_size=4), 0, QUICK, 0)
+        tokens, topology = Tokens(ids, group, request, trace.phase), Topology(ep_size=4)
+        search = LayerSearch(tokens, 16, topology, 0, QUICK, 0, cocluster.default_costs(topology, QUICK))
         (layout,) = search.rough([0.0], block_of_expert[l])
         assert {tuple(sorted(rank)) for rank in layout.slots.tolist()} == {
             tuple(np.flatnonzero(block_of_expert[l] == block)) for block in range(4)
@@ -141,9 +142,8 @@ def test_a_search_begins_from_as_many_equal_labellings_as_it_is_told(starts):
 def test_a_higher_price_of_load_gives_layouts_of_less_load(redundant):
     trace = used_by_all(3, requests=60, longest=40)
     group = np.zeros(trace.num_tokens, np.int64)
-    search = LayerSearch(
-        trace.expert_ids[:, 0], group, trace.request_of_token(), 8, Topology(ep_size=4), redundant, THOROUGH, 0
-    )
+    tokens, topology = Tokens(trace.expert_ids[:, 0], group, trace.request_of_token(), trace.phase), Topology(ep_size=4)
+    search = LayerSearch(tokens, 8, topology, redundant, THOROUGH, 0, cocluster.default_costs(topology, THOROUGH))
     rough = search.rough([0.0, 50.0])
     finer = search.finer([0.0, 50.0])
     assert [one.load for one in rough] == sorted((one.load for one in rough), reverse=True)
@@ -153,36 +153,14 @@ def test_a_higher_price_of_load_gives_layouts_of_less_load(redundant):
     assert min(one.total(50.0) for one in dear) <= min(one.total(50.0) for one in free)
 
 
-@given(st.integers(0, 9999), st.integers(0, 2))
-def test_a_kick_swaps_slots_and_primaries_go_with_their_experts(seed, copies):
-    rng = np.random.default_rng(seed)
-    labels = rng.permutation(np.arange(8) % 4)
-    slots, primary = layers._start(rng.random((8, 8)), 4, 4 * copies, labels)
-    kicked, moved = layers._kick(Layout(slots.copy(), primary.copy(), 0.0, 0.0), rng)
-    assert sorted(kicked.ravel()) == sorted(slots.ravel())
-    assert all(len(set(rank)) == len(rank) for rank in kicked.tolist())
-    assert all(e in kicked[rank] for e, rank in enumerate(moved))
-    assert (kicked != slots).sum() <= 10
-    if copies == 0:
-        assert (kicked != slots).any() == (moved != primary).any()
-
-
-def test_kicks_are_of_two_to_five_swaps_and_leave_what_they_began_from():
-    slots, primary = np.arange(64).reshape(8, 8), np.repeat(np.arange(8), 8)
-    rng = np.random.default_rng(0)
-    moved = [(layers._kick(Layout(slots, primary, 0.0, 0.0), rng)[0] != slots).sum() for _ in range(200)]
-    assert min(moved) >= 3
-    assert max(moved) == 10
-    assert (slots == np.arange(64).reshape(8, 8)).all()
-
-
 def test_tokens_become_distinct_sets_with_how_often_each_occurs():
     rng = np.random.default_rng(0)
-    experts, group = np.array([[1, 0], [0, 1], [2, 1], [0, 1], [1, 2]]), np.array([0, 0, 0, 1, 0])
-    sets, weight, groups = layers._distinct(experts, group, 5, rng)
-    found = {(tuple(row), g): w for row, g, w in zip(sets.tolist(), groups.tolist(), weight.tolist(), strict=True)}
-    assert found == {((0, 1), 0): 2.0, ((1, 2), 0): 2.0, ((0, 1), 1): 1.0}
-    assert layers._distinct(experts, group, 3, rng)[1].sum() == 3
+    experts, group = np.array([[1, 0], [0, 1], [2, 1], [0, 1], [1, 2], [1, 2]]), np.array([0, 0, 0, 1, 0, 0])
+    tokens = Tokens(experts, group, np.zeros(6, np.int64), np.array([0, 0, 0, 0, 0, 1]))
+    columns = (array.tolist() for array in layers._distinct(tokens, 6, rng))
+    found = {(tuple(row), g, phase): w for row, w, g, phase in zip(*columns, strict=True)}
+    assert found == {((0, 1), 0, 0): 2.0, ((1, 2), 0, 0): 2.0, ((0, 1), 1, 0): 1.0, ((1, 2), 0, 1): 1.0}
+    assert layers._distinct(tokens, 3, rng)[1].sum() == 3
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
@@ -200,12 +178,13 @@ def test_a_layout_is_measured_as_its_tokens_would_be_served(name):
             own = home[first : first + 40][group[rows[first : first + 40]] == d]
             slices = np.bincount(own - d * topology.attn_tp_size, minlength=topology.attn_tp_size)
             assert slices.max() <= -(-len(own) // topology.attn_tp_size)
-    measured = cocluster._measure(layout, trace, 1, rows, group, expected, topology, settings)
+    costs = cocluster.default_costs(topology, settings)
+    measured = cocluster._measure(layout, trace, 1, rows, group, expected, topology, settings, costs)
     experts, choice = trace.expert_ids[rows, 1], np.tile(layout.primary, (4, 1))
     local, sent, _ = oracles.traffic(experts, home, choice)
     node = topology.node_of
     nodes = [{node[layout.primary[e]] for e in token} - {node[h]} for token, h in zip(experts, home, strict=True)]
-    assert measured.cost * 90 == pytest.approx(sent.sum() - 0.5 * local + 0.25 * sum(map(len, nodes)))
+    assert measured.cost * 90 == pytest.approx(sent.sum() + 0.5 * (180 - local) + 0.25 * sum(map(len, nodes)))
     np.testing.assert_array_equal(measured.preferred, choice)
 
 

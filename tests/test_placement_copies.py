@@ -8,7 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semmoe.placement.copies import level, nearest_copies, primary_copy_choice
+from semmoe.placement import copies as copies_module
+from semmoe.placement.copies import nearest_copies, primary_copy_choice
+from semmoe.rowcosts import plain_costs
+from semmoe.topology import Topology
 
 
 def layout(seed, experts=8, ranks=4, redundant=8):
@@ -26,6 +29,14 @@ def tokens(seed, count, experts=8, ranks=4, top_k=3):
     rng = np.random.default_rng(seed)
     chosen = np.argsort(rng.random((count, experts)) ** 2, axis=1)[:, :top_k]
     return chosen, rng.integers(ranks, size=count), np.sort(rng.integers(5, size=count))
+
+
+def level(expert_ids, home, request, choice, copies, node_of, weights):
+    """`copies.level` with weights of a row to another rank, of a row to another node, and of load."""
+    per_rank, per_node, load_price = weights
+    topology = Topology(ep_size=len(node_of), num_nodes=int(node_of.max()) + 1)
+    costs = plain_costs(topology, 0.0, per_rank, per_node)
+    return copies_module.level(expert_ids, home, request, choice, copies, node_of, costs, load_price)
 
 
 def nodes(ranks, count):

@@ -15,8 +15,10 @@ rank 0 has pairs on ranks 1, 2 and 3. Per rank it costs 1 + 5 + 5; per node 1 + 
 
 from dataclasses import dataclass
 
+import numba
 import numpy as np
 
+from semmoe.core import DECODE
 from semmoe.topology import Topology
 
 KINDS = ("per-rank", "per-node", "per-pair")
@@ -84,3 +86,34 @@ def landing_ranks(topology: Topology) -> np.ndarray:
 def _other_nodes(topology: Topology) -> np.ndarray:
     """(G, N): 1 for the nodes that a rank is not on."""
     return 1.0 - (topology.node_of[:, None] == np.arange(topology.num_nodes))
+
+
+def mean_costs(costs: tuple[RowCosts, RowCosts], phase: np.ndarray) -> RowCosts:
+    """The costs of prefill and decode tokens, by their share among tokens of the phases (T,)."""
+    decode = float(np.mean(phase == DECODE)) if len(phase) else 0.0
+    if costs[0] is costs[1]:
+        return costs[0]
+    names = "rank", "node", "pair"
+    return RowCosts(*((1 - decode) * getattr(costs[0], n) + decode * getattr(costs[1], n) for n in names))
+
+
+def total_cost(costs: RowCosts, targets: np.ndarray, home: np.ndarray, node_of: np.ndarray) -> float:
+    """What tokens on ranks home (T,) are charged, all together, whose pairs the ranks targets (T, K) compute."""
+    return _total(
+        np.asarray(targets, np.int64), np.asarray(home, np.int64), node_of, costs.rank, costs.node, costs.pair
+    )
+
+
+@numba.njit(cache=True, nogil=True)
+def _total(targets, home, node_of, rank, node, pair):
+    total, seen, seen_nodes = 0.0, np.full(rank.shape[0], -1, np.int64), np.full(node.shape[1], -1, np.int64)
+    for t in range(targets.shape[0]):
+        h = home[t]
+        for y in targets[t]:
+            total += pair[h, y]
+            if seen[y] != t:
+                total += rank[h, y]
+            if seen_nodes[node_of[y]] != t:
+                total += node[h, node_of[y]]
+            seen[y] = seen_nodes[node_of[y]] = t
+    return total

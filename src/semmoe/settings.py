@@ -78,6 +78,11 @@ class CoclusterSettings:
     copy_choice: str = choice(
         "cover", ("static", "cover"), help="semmoe: which copy computes a pair, one per rank or few ranks per token."
     )
+    groups: str = choice(
+        "free",
+        ("free", "whole"),
+        help="semmoe: whole keeps all experts of a gate group on one node, where a model has gate groups.",
+    )
     # tokens of a batch over all ranks, to which the limit applies
     batch_tokens: int = number(1024, *TOKENS, help="Tokens of a batch, all ranks together.")
     # seconds of a solve after which no further search of a layer begins; the plan then depends on the machine's speed
@@ -115,6 +120,9 @@ class SolveSettings:
         0, 0, 1 << 20, help="Redundant experts over all ranks (linear, eplb, grace, semmoe)."
     )
     seed: int = number(0, *SEED, help="Seed of every random choice.")
+    phase: str = choice(
+        "both", ("prefill", "decode", "both"), help="semmoe: tokens of the profile that the placement is made for."
+    )
     paper: PaperSettings = field(default_factory=PaperSettings)
     predictor: PredictorSettings = field(default_factory=PredictorSettings)
     cocluster: CoclusterSettings = field(default_factory=CoclusterSettings)

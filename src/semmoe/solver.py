@@ -9,13 +9,16 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from semmoe import html
-from semmoe.core import Plan, RoutingTrace
+from semmoe.core import DECODE, PREFILL, Plan, RoutingTrace
 from semmoe.methods import METHODS, check_applies
 from semmoe.placement.problem import Problem, Progress, Solution
 from semmoe.replayer import ReplayResult, replay
+from semmoe.rowcosts import RowCosts
 from semmoe.settings import ReplaySettings, SolveSettings
 from semmoe.tokens.predictor import check_lookahead
 from semmoe.topology import Fingerprint, Topology
+
+PHASES = {"prefill": PREFILL, "decode": DECODE}
 
 
 def solve(
@@ -25,14 +28,16 @@ def solve(
     embeddings: np.ndarray | None = None,
     progress: Progress = lambda layers: None,
     previous: Plan | None = None,
+    costs: tuple[RowCosts, RowCosts] | None = None,
 ) -> Plan:
     """Compute a plan for `topology` from a profile. The same trace, settings and seed give the same plan.
 
     (MoETuner's plan can differ if it reaches its time limit.)
     embeddings: (V, H) the model's input embeddings; with them, tokens that were not profiled use the table rows of
     their nearest profiled neighbour. previous: a plan to begin from, whose experts move only where that pays
-    (`settings.cocluster.move_cost`). Raises ValueError if sizes do not divide, the profile is too small or the method
-    does not apply.
+    (`settings.cocluster.move_cost`). costs: what the all-to-all charges prefill and decode tokens, which the method
+    semmoe weighs in place of the weights in the settings. Raises ValueError if sizes do not divide, the profile is too
+    small or the method does not apply.
     """
     settings = settings or SolveSettings()
     check_inputs(trace, topology, settings, previous)
@@ -43,6 +48,7 @@ def solve(
         embeddings=embeddings,
         progress=progress,
         previous=previous,
+        costs=costs,
     )
     with threadpool_limits(1):  # layers run side by side already, and sums depend on how many threads share them
         found: Solution = METHODS[settings.method].load()(problem)
@@ -67,6 +73,11 @@ def check_inputs(trace: RoutingTrace, topology: Topology, settings: SolveSetting
         raise ValueError("the trace holds no routed token: profile something first")
     if settings.method == "semmoe":
         check_lookahead(trace, topology, settings.predictor)
+        groups, nodes = trace.fingerprint.num_groups, topology.num_nodes
+        if settings.cocluster.groups == "whole" and groups % nodes:
+            raise ValueError(f"groups cannot be whole: {groups} gate groups do not divide over {nodes} nodes")
+        if settings.phase != "both" and not (trace.phase == PHASES[settings.phase]).any():
+            raise ValueError(f"phase is {settings.phase}, of which the trace has no token")
     if previous is not None:
         check_previous(previous, trace.fingerprint, topology, settings)
 

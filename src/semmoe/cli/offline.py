@@ -245,8 +245,9 @@ def _solve(
     measure = ReplaySettings(batch_tokens=solving.cocluster.batch_tokens, seed=solving.seed)
     with console.bars() as bars:
         advance = bars.task("solving without held-out requests", layers)
-        ahead = {"progress": advance, "previous": previous, "costs": costs}
-        expected = expect(trace, topology, solving, measure, links, shape, **ahead)
+        expected = expect(
+            trace, topology, solving, measure, links, shape, progress=advance, previous=previous, costs=costs
+        )
         advance(0 if expected else layers)
         advance = bars.task("solving", layers)
         if budget is not None:

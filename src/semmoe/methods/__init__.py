@@ -36,7 +36,7 @@ METHODS = {
     "moetuner": Method("semmoe.methods.moetuner", reads=("moetuner",)),
     "grace": Method("semmoe.methods.grace", copies=True, reads=("seed",)),
     "paper": Method("semmoe.methods.paper_tables", reads=("paper", "seed")),
-    "semmoe": Method("semmoe.placement.ours", copies=True, reads=("predictor", "cocluster", "seed")),
+    "semmoe": Method("semmoe.placement.ours", copies=True, reads=("predictor", "cocluster", "seed", "phase")),
 }
 
 

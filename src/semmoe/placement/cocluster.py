@@ -17,11 +17,11 @@ from time import monotonic
 import numpy as np
 
 from semmoe.copychoice import CopyChoice
-from semmoe.core import Placement, RoutingTrace
-from semmoe.metrics import layer_traffic
+from semmoe.core import DECODE, PREFILL, Placement, RoutingTrace
 from semmoe.placement.copies import LOAD_PRICE, hosting_ranks, level, nearest_copies, primary_copy_choice
-from semmoe.placement.layers import LayerSearch, Layout
+from semmoe.placement.layers import LayerSearch, Layout, Tokens
 from semmoe.placement.loads import expected_load
+from semmoe.rowcosts import RowCosts, mean_costs, plain_costs, total_cost
 from semmoe.settings import CoclusterSettings
 from semmoe.tokens.kernels import SCALE
 from semmoe.tokens.predictor import Predictor, predict, sample_requests
@@ -49,17 +49,32 @@ class _Layers:
     """All layers of a problem: their searches, and what is measured of layouts."""
 
     def __init__(
-        self, trace, topology, predictor, redundant, settings, seed, request_groups, start, before, progress, until
+        self,
+        trace,
+        topology,
+        predictor,
+        redundant,
+        settings,
+        seed,
+        request_groups,
+        start,
+        before,
+        progress,
+        until,
+        costs,
+        phase,
     ) -> None:
         self.trace, self.topology, self.predictor, self.redundant = trace, topology, predictor, redundant
-        self.settings, self.seed, self.request = settings, seed, trace.request_of_token()
+        self.settings, self.seed, self.costs, self.request = settings, seed, costs, trace.request_of_token()
         self.start, self.before, self.progress = start, before, progress
-        self.group = request_groups[self.request]
+        self.group, self.weighed = request_groups[self.request], np.flatnonzero(weighed_tokens(trace, phase))
         requests = sample_requests(trace, MEASURED_TOKENS, seed)
         self.part = trace.select(requests)
         self.part_group = request_groups[requests][self.part.request_of_token()]
         most = MEASURED_BATCHES * settings.batch_tokens
-        self.rows = np.random.default_rng(seed).permutation(self.part.num_tokens)[:most]
+        rows = np.random.default_rng(seed).permutation(self.part.num_tokens)
+        weighed = weighed_tokens(self.part, phase)[rows]
+        self.rows = rows[weighed if weighed.any() else slice(None)][:most]
         self.searches: dict[int, LayerSearch] = {}
         self.expected: dict[int, np.ndarray | None] = {}  # (rows, E) int16, in units of 1 / SCALE experts
         self.turn, self.begun, self.until = count(1), monotonic(), until
@@ -75,10 +90,21 @@ class _Layers:
     def rough(self, prices: list[float], layer: int) -> list[Measured]:
         """Begin the search of a layer."""
         f = self.trace.fingerprint
-        ids, seed = self.trace.expert_ids[:, layer], self.seed * f.num_layers + layer
+        rows, seed = self.weighed, self.seed * f.num_layers + layer
         labels, previous = (None if array is None else array[layer] for array in (self.start, self.before))
+        tokens = Tokens(
+            self.trace.expert_ids[rows, layer], self.group[rows], self.request[rows], self.trace.phase[rows]
+        )
         search = LayerSearch(
-            ids, self.group, self.request, f.num_experts, self.topology, self.redundant, self.settings, seed, previous
+            tokens,
+            f.num_experts,
+            self.topology,
+            self.redundant,
+            self.settings,
+            seed,
+            self.costs,
+            previous,
+            f.num_groups,
         )
         self.searches[layer], self.expected[layer] = search, None
         if self.predictor:
@@ -95,7 +121,7 @@ class _Layers:
     def _measure(self, layer: int, layouts: list[Layout]) -> list[Measured]:
         known = self.expected[layer]
         out = [
-            _measure(one, self.part, layer, self.rows, self.part_group, known, self.topology, self.settings)
+            _measure(one, self.part, layer, self.rows, self.part_group, known, self.topology, self.settings, self.costs)
             for one in layouts
         ]
         self.progress(0.5 if self.before is None else 1.0)
@@ -114,6 +140,8 @@ def place(
     previous: Placement | None = None,
     progress: Callable[[float], None] = lambda layers: None,
     until: float | None = None,
+    costs: tuple[RowCosts, RowCosts] | None = None,
+    phase: str = "both",
 ) -> Placement:
     """The placement of every layer, with its static dispatch.
 
@@ -121,7 +149,8 @@ def place(
     request, if there are several. start (L, E): rank labels of each layer's first start, if requests were clustered
     jointly; others begin from which experts a token uses together, lest a placement that serves that alone be better.
     previous: a placement to begin from in their place, of which an expert moves only if that pays. until: when the
-    search should end, by `time.monotonic`; every layer is searched once in any case.
+    search should end, by `time.monotonic`; every layer is searched once in any case. costs: what the all-to-all charges
+    prefill and decode tokens, by default as the settings' weights say. phase: which tokens count.
     """
     f = trace.fingerprint
     if physical_experts(f.num_experts, redundant, topology.ep_size) // topology.ep_size > f.num_experts:
@@ -131,8 +160,21 @@ def place(
     if request_groups is None:
         request_groups = np.zeros(trace.num_requests, np.int64)
     before = None if previous is None else previous.physical_to_logical_map.reshape(f.num_layers, topology.ep_size, -1)
+    costs = costs or default_costs(topology, settings)
     layers = _Layers(
-        trace, topology, predictor, redundant, settings, seed, request_groups, start, before, progress, until
+        trace,
+        topology,
+        predictor,
+        redundant,
+        settings,
+        seed,
+        request_groups,
+        start,
+        before,
+        progress,
+        until,
+        costs,
+        phase,
     )
     limit, highest = settings.load_limit, settings.load_price
     shares = ROUGH_PRICES if before is None else (WARM_PRICE,)
@@ -146,6 +188,18 @@ def place(
             _, chosen = choose([a + b for a, b in zip(found, finer, strict=True)], limit, highest)
     slots = np.stack([layout.slots for layout in chosen])
     return _placement(slots if before is None else keep_slots(slots, before), chosen, f.num_experts, settings)
+
+
+def default_costs(topology: Topology, settings: CoclusterSettings) -> tuple[RowCosts, RowCosts]:
+    """The costs of both phases by the three weights of the settings."""
+    plain = plain_costs(topology, settings.activation, settings.remote_rank, settings.remote_node)
+    return plain, plain
+
+
+def weighed_tokens(trace: RoutingTrace, phase: str) -> np.ndarray:
+    """(T,) bool: the tokens of a phase, `prefill`, `decode` or `both`."""
+    codes = {"prefill": [PREFILL], "decode": [DECODE], "both": [PREFILL, DECODE]}[phase]
+    return np.isin(trace.phase, codes)
 
 
 def keep_slots(slots: np.ndarray, previous: np.ndarray) -> np.ndarray:
@@ -167,26 +221,27 @@ def _placement(slots: np.ndarray, layouts: list[Measured], num_experts: int, set
     )
 
 
-def _measure(layout, trace, layer, rows, group, expected, topology, settings) -> Measured:
+def _measure(layout, trace, layer, rows, group, expected, topology, settings, costs) -> Measured:
     """Measure a layout: assign tokens to homes as online, level the load by the copy choice, and compute the cost."""
-    experts, request = trace.expert_ids[rows, layer], trace.request_of_token()[rows]
+    experts, request, phase = trace.expert_ids[rows, layer], trace.request_of_token()[rows], trace.phase[rows]
     home = _homes(layout, rows, group, expected, topology, settings)
     node_of = topology.node_of
     copies = nearest_copies(layout.slots, len(layout.primary), node_of)
     preferred = primary_copy_choice(copies, layout.primary)
     rule = CopyChoice(preferred)
     if layout.slots.size > len(layout.primary):
-        weights = settings.remote_rank, settings.remote_node, LOAD_PRICE if settings.load_limit else 0.0
-        preferred = level(experts, home, request, preferred, copies, node_of, weights)
+        load_price = LOAD_PRICE if settings.load_limit else 0.0
+        preferred = level(experts, home, request, preferred, copies, node_of, mean_costs(costs, phase), load_price)
         rule = CopyChoice(preferred)
         if settings.copy_choice == "cover":
             rule = CopyChoice(preferred, hosting_ranks(layout.slots, len(layout.primary)), node_of)
     targets = rule.ranks(experts, home)
-    traffic = layer_traffic(targets, home, topology.ep_size)
-    cost = settings.remote_rank * traffic.rows.sum() - settings.activation * traffic.local_pairs
-    cost += settings.remote_node * _node_rows(targets, home, node_of)
+    cost = sum(
+        total_cost(one, targets[phase == code], home[phase == code], node_of)
+        for code, one in zip((PREFILL, DECODE), costs, strict=True)
+    )
     load = expected_load(experts, home, targets, request, len(layout.primary), topology.ep_size, settings.batch_tokens)
-    return Measured(layout.slots, preferred.astype(np.int16), float(cost) / len(rows) + layout.dues, load)
+    return Measured(layout.slots, preferred.astype(np.int16), cost / len(rows) + layout.dues, load)
 
 
 def _homes(layout, rows, group, expected, topology, settings) -> np.ndarray:
@@ -204,14 +259,6 @@ def _homes(layout, rows, group, expected, topology, settings) -> np.ndarray:
             own = batch[group[rows[batch]] == d]
             home[own] += assign(scores[own, d * S : (d + 1) * S])
     return home
-
-
-def _node_rows(targets, home, node) -> int:
-    """The number of distinct remote nodes that a token reaches, summed over tokens."""
-    reached = np.zeros((len(home), node.max() + 1), bool)
-    reached[np.arange(len(home))[:, None], node[targets]] = True
-    reached[np.arange(len(home)), node[home]] = False
-    return int(reached.sum())
 
 
 def choose(candidates: list[list[Measured]], limit: float | None, max_price: float) -> tuple[float, list[Measured]]:

@@ -5,7 +5,7 @@ token reaches and how the load of experts with copies is shared. The search (`pl
 for all ranks, at the homes that tokens would have if routing were known. Here homes are the predicted ones, and single
 (source rank, expert) pairs change to another copy while that lowers
 
-    remote_rank * rows per token + remote_node * rows to other nodes per token + LOAD_PRICE * load above the mean
+    what the all-to-all charges per token (`rowcosts`) + LOAD_PRICE * load above the mean
 
 which is summed over ranks and averaged over several mixes of the profile's requests. On gpt-oss with 8 redundant
 experts this lowers the expert load (max/mean) of held-out batches by .04 and adds .005 remote ranks per token.
@@ -13,6 +13,8 @@ experts this lowers the expert load (max/mean) of held-out batches by .04 and ad
 
 import numba
 import numpy as np
+
+from semmoe.rowcosts import RowCosts
 
 njit = numba.njit(cache=True, nogil=True)
 MIXES, SWEEPS = 16, 8
@@ -57,12 +59,12 @@ def level(
     choice: np.ndarray,
     copies: np.ndarray,
     node_of: np.ndarray,
-    weights: tuple[float, float, float],
+    costs: RowCosts,
+    load_price: float,
 ) -> np.ndarray:
     """Improve the copy choice (G, E) for tokens of a profile: experts (T, K), home (T,), request (T,).
 
-    copies (G, E, G) bool: copies that may be chosen. weights: of a row to another rank, of a row to another node, and
-    of a rank's load above the mean.
+    copies (G, E, G) bool: copies that may be chosen. load_price: of a rank's load above the mean.
     """
     mixes = np.random.default_rng(0).exponential(size=(request.max() + 1, MIXES))
     load_of_pair = mixes[request]
@@ -71,14 +73,13 @@ def level(
     order = np.argsort(pair, axis=None, kind="stable")
     offsets = np.searchsorted(pair.ravel()[order], np.arange(choice.size + 1))
     out = choice.astype(np.int64)
-    _level(
-        expert_ids.astype(np.int64), load_of_pair, order // expert_ids.shape[1], offsets, copies, node_of, weights, out
-    )
+    tokens, charged = order // expert_ids.shape[1], (costs.rank, costs.node, costs.pair)
+    _level(expert_ids.astype(np.int64), load_of_pair, tokens, offsets, copies, node_of, charged, load_price, out)
     return out
 
 
 @njit
-def _level(expert_ids, load_of_pair, tokens, offsets, copies, node_of, weights, choice):
+def _level(expert_ids, load_of_pair, tokens, offsets, copies, node_of, costs, load_price, choice):
     """Move (source rank, expert) pairs to other copies, updating `choice` in place.
 
     tokens[offsets[i] : offsets[i + 1]] are the tokens of pair i.
@@ -99,9 +100,9 @@ def _level(expert_ids, load_of_pair, tokens, offsets, copies, node_of, weights, 
             for other in range(G):
                 if other == now or not copies[h, e, other] or offsets[pair] == offsets[pair + 1]:
                     continue
-                change = weights[2] * _excess_change(load, share[pair], now, other)
+                change = load_price * _excess_change(load, share[pair], now, other)
                 for t in tokens[offsets[pair] : offsets[pair + 1]]:
-                    change += _row_change(expert_ids[t], e, h, now, other, choice, node_of, weights) / len(expert_ids)
+                    change += _row_change(expert_ids[t], e, h, now, other, choice, node_of, costs) / len(expert_ids)
                 if change < best:
                     best, chosen = change, other
             if chosen != now:
@@ -123,9 +124,9 @@ def _excess_change(load, share, now, other):
 
 
 @njit
-def _row_change(experts, moving, home, now, other, choice, node_of, weights):
-    """Change of a token's weighted rows when rank `other` instead of `now` computes `moving`, one of its experts."""
-    keeps_rank = has_rank = keeps_node = has_node = False
+def _row_change(experts, moving, home, now, other, choice, node_of, costs):
+    """Change of what a token is charged when rank `other` instead of `now` computes `moving`, one of its experts."""
+    (per_rank, per_node, per_pair), keeps_rank, has_rank, keeps_node, has_node = costs, False, False, False, False
     for e in experts:
         if e != moving:
             rank = choice[home, e]
@@ -133,7 +134,9 @@ def _row_change(experts, moving, home, now, other, choice, node_of, weights):
             has_rank |= rank == other
             keeps_node |= node_of[rank] == node_of[now]
             has_node |= node_of[rank] == node_of[other]
-    change = weights[0] * (np.float64(not has_rank) - np.float64(not keeps_rank))
-    if node_of[other] != node_of[now]:  # then both differ from home's node, since only nearest copies may be chosen
-        change += weights[1] * (np.float64(not has_node) - np.float64(not keeps_node))
+    change = per_pair[home, other] - per_pair[home, now]
+    change += (0.0 if has_rank else per_rank[home, other]) - (0.0 if keeps_rank else per_rank[home, now])
+    if node_of[other] != node_of[now]:
+        change += 0.0 if has_node else per_node[home, node_of[other]]
+        change -= 0.0 if keeps_node else per_node[home, node_of[now]]
     return change

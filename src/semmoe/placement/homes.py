@@ -4,91 +4,124 @@
 """
 
 from collections import namedtuple
-from typing import Any
 
 import numba
 import numpy as np
-from numba import types
-from numba.extending import intrinsic
+
+from semmoe.rowcosts import RowCosts
 
 njit = numba.njit(cache=True, nogil=True)
+# For functions that make no arrays: without counts of references to those of a State, which take most of their time.
+bare = numba.njit(cache=True, nogil=True, _nrt=False)
 inlined = numba.njit(inline="always")  # for calls that pass a dozen arrays, which cost more than what they do
-ZERO, ONE = np.uint64(0), np.uint64(1)
 
-# The state of a search, which changes slots, primary, masks, price, value, home and load.
+Costs = namedtuple(
+    "Costs", "rank node pair"
+)  # of RowCosts, one of each kind of tokens: (F, G, G), (F, G, N), (F, G, G)
+# The state of a search, which changes slots, slot_of, near, copies, primary, price, value and home.
 State = namedtuple(
     "State",
     [
         "sets",  # (U, K) experts
         "weight",  # (U,)
         "total_weight",
-        "allowed",  # (U, W) uint64: bit g says that rank g may be the set's home
-        "group_size",  # ranks of an attention group
+        "group",  # (U,) attention groups: of group d, ranks d * S to d * S + S - 1 may be the set's home
+        "kind",  # (U,) which of the costs the set is charged
+        "group_size",  # S
         "offsets",  # (E + 1,)
         "rows",  # (U * K,): the sets that hold expert e are rows[offsets[e] : offsets[e + 1]]
         "slots",  # (G, P / G) experts
+        "slot_of",  # (E, G) the slot of each expert's copy on each rank, -1 if there is none
+        "near",  # (E, N) the lowest rank of each node with a copy of the expert, -1 if there is none
+        "copies",  # (E,) how many there are
         "primary",  # (E,) ranks
-        "masks",  # (E, W) uint64: bit g says that rank g hosts the expert
         "node_of",  # (G,)
-        "node_masks",  # (nodes, W) uint64
-        "weights",  # (activation, rank, node)
+        "costs",
+        "uniform",  # whether the costs are the same for all ranks: then
+        "weights",  # (activation, per rank, per node) are what a pair, a rank and a node cost
+        "bound",  # (E,) the node that must keep a copy of the expert, -1 for any
         "price",  # (G,) of each rank as a home
-        "value",  # (U,) of each set at its home
+        "value",  # (U,) of each set at its home: what it costs, less than zero
         "home",  # (U,)
-        "load",  # (G,)
         "expert_load",  # (E,)
-        "group",  # (U,) attention groups
     ],
 )
-Scratch = namedtuple("Scratch", "stamp touched new_value new_home new_load cost")
+Scratch = namedtuple("Scratch", "stamp touched")
 
 
-def make_state(sets, weight, group, slots, primary, topology, weights):
+def make_state(sets, weight, group, kind, slots, primary, topology, costs, bound=None):
     """Make the state of a search.
 
-    sets (U, K) in random order, weight (U,), group (U,), slots (G, P / G), primary (E,).
+    sets (U, K) in random order, weight (U,), group (U,), kind (U,): which of the RowCosts `costs` each is charged,
+    slots (G, P / G), primary (E,), bound (E,): the node that must keep a copy of each expert.
     """
-    (U, _), (G, _), E = sets.shape, slots.shape, len(primary)
+    (U, _), G, E, node_of = sets.shape, len(slots), len(primary), topology.node_of
     offsets, rows = _rows_by_expert(sets, E)
-    node_of = topology.node_of
-    members = [
-        [1 << (g % 64) if g // topology.attn_tp_size == d and g // 64 == w else 0 for g in range(G)]
-        for d in range(topology.dp_size)
-        for w in range(-(-G // 64))
-    ]
-    allowed = np.array([sum(bits) for bits in members], np.uint64).reshape(topology.dp_size, -1)[group]
-    masks, node_masks = np.zeros((E, -(-G // 64)), np.uint64), np.zeros((node_of.max() + 1, -(-G // 64)), np.uint64)
-    for g in range(G):
-        bit = np.uint64(1 << (g % 64))
-        masks[slots[g], g // 64] |= bit
-        node_masks[node_of[g], g // 64] |= bit
-    expert_load = np.zeros(E)
+    expert_load, weights = np.zeros(E), uniform_weights(costs, node_of)
     np.add.at(expert_load, sets.ravel(), np.repeat(weight, sets.shape[1]))
     state = State(
         sets=sets,
         weight=weight,
         total_weight=weight.sum(),
-        allowed=allowed,
+        group=group.astype(np.int64),
+        kind=kind.astype(np.int64),
         group_size=topology.attn_tp_size,
         offsets=offsets,
         rows=rows,
         slots=slots,
+        slot_of=np.zeros((E, G), np.int64),
+        near=np.zeros((E, topology.num_nodes), np.int64),
+        copies=np.zeros(E, np.int64),
         primary=primary,
-        masks=masks,
         node_of=node_of,
-        node_masks=node_masks,
-        weights=weights,
+        costs=Costs._make(
+            np.stack([np.ascontiguousarray(getattr(one, name), np.float64) for one in costs]) for name in Costs._fields
+        ),
+        uniform=weights is not None,
+        weights=weights or (np.nan,) * 3,
+        bound=np.full(E, -1) if bound is None else bound,
         price=np.zeros(G),
         value=np.zeros(U),
         home=np.zeros(U, np.int64),
-        load=np.zeros(G),
         expert_load=expert_load,
-        group=group.astype(np.int64),
     )
-    scratch = Scratch(
-        np.full(U, -1, np.int64), np.zeros(U, np.int64), np.zeros(U), np.zeros(U, np.int64), np.zeros(G), np.zeros(U)
-    )
-    return state, scratch
+    index(state)
+    return state, Scratch(np.full(U, -1, np.int64), np.zeros(U, np.int64))
+
+
+def uniform_weights(costs: tuple[RowCosts, ...], node_of: np.ndarray) -> tuple[float, float, float] | None:
+    """(activation, per rank, per node) if every rank charges the same for a pair, a rank and a node, else None."""
+    remote, away, found = ~np.eye(len(node_of), dtype=bool), node_of[:, None] != np.arange(node_of.max() + 1), set()
+    for one in costs:
+        parts = one.pair[remote], one.rank[remote], one.node[away]
+        if any(part.size and np.ptp(part) > 0 for part in parts):
+            return None
+        activation, per_rank, per_node = (float(part.flat[0]) if part.size else 0.0 for part in parts)
+        found.add((activation, per_rank, per_node))
+    return found.pop() if len(found) == 1 else None
+
+
+@njit
+def tied(state, expert, rank):
+    """Whether the copy of an expert on a rank must stay on its node."""
+    node, size = state.node_of[rank], state.node_of.shape[0] // state.near.shape[1]
+    if state.bound[expert] != node:
+        return False
+    for other in range(node * size, (node + 1) * size):
+        if other != rank and state.slot_of[expert, other] >= 0:
+            return False
+    return True
+
+
+@njit
+def index(state):
+    """Fill slot_of, near and copies from the slots."""
+    state.slot_of[:], state.near[:], state.copies[:] = -1, -1, 0
+    for p in range(state.slots.size - 1, -1, -1):
+        g = p // state.slots.shape[1]
+        e = state.slots[g, p % state.slots.shape[1]]
+        state.slot_of[e, g], state.near[e, state.node_of[g]] = p, g
+        state.copies[e] += 1
 
 
 @njit
@@ -107,64 +140,80 @@ def _rows_by_expert(sets, num_experts):
     return offsets, rows
 
 
-def _popcount(typing_context, word):
-    """Number of set bits of a uint64, in one instruction."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.ctpop(arguments[0])
-
-    return types.uint64(types.uint64), generate
-
-
-popcount: Any = intrinsic(_popcount)
-
-
-@njit
-def lowest_bit(word):
-    """Index of the lowest set bit."""
-    return np.int64(popcount((word & (~word + ONE)) - ONE))
+@inlined
+def next_near(state, expert, node, rank):
+    """The lowest rank of a node, other than `rank`, with a copy of the expert; -1 if there is none."""
+    near = state.near[expert, node]
+    if near == rank and near >= 0:
+        size = state.node_of.shape[0] // state.near.shape[1]
+        near = -1
+        for other in range(rank + 1, (node + 1) * size):
+            if state.slot_of[expert, other] >= 0:
+                near = other
+                break
+    return near
 
 
-@njit
-def hosted(masks, expert, rank):
-    return (masks[expert, rank >> 6] >> np.uint64(rank & 63)) & ONE
-
-
-@njit
+@inlined
 def server(state, expert, home):
     """The rank that computes `expert` for tokens at `home`: its own copy, else one on its node, else the primary."""
-    if hosted(state.masks, expert, home):
+    first, near = state.primary[expert], state.near[expert, state.node_of[home]]
+    if state.slot_of[expert, home] >= 0:
         return home
-    first = state.primary[expert]
-    if state.node_of[first] != state.node_of[home]:
-        for word in range(state.masks.shape[1]):
-            near = state.masks[expert, word] & state.node_masks[state.node_of[home], word]
-            if near:
-                return (word << 6) + lowest_bit(near)
-    return first
+    return first if state.node_of[first] == state.node_of[home] or near < 0 else near
 
 
 @njit
-def best_homes(state, which, first, last, value, home):
-    """Fill value and home [first:last] for the sets `which[first:last]`.
+def best_homes(state, value, home):
+    """Fill value (U,) and home (U,): the ranks of the sets' groups that cost least, the lowest of equally good ones.
 
-    Candidates are the ranks that host one of the set's experts; the lowest of equally good homes is chosen.
+    Without copies and with uniform costs, candidates are the ranks that host one of the set's experts, if any does.
     """
-    if state.slots.size == state.primary.shape[0]:
-        _best_homes_single(state, which, first, last, value, home)
-    else:
-        _best_homes_copies(state, which, first, last, value, home)
+    if state.uniform and state.slots.size == state.primary.shape[0]:
+        _best_homes_single(state, value, home)
+        return
+    S, K = state.group_size, state.sets.shape[1]
+    servers, cost = np.zeros((S, K), np.int64), np.zeros(S)
+    seen, seen_nodes = np.zeros(state.price.shape[0], np.int64), np.zeros(state.near.shape[1], np.int64)
+    for u in range(state.sets.shape[0]):
+        charge(state, u, servers, cost, seen, seen_nodes)
+        best = np.argmin(cost)
+        value[u], home[u] = -cost[best], state.group[u] * S + best
+
+
+@inlined
+def charge(state, u, servers, cost, seen, seen_nodes):
+    """Fill servers (S, K), the ranks that compute the experts of set u for each home of its group, and cost (S,).
+
+    seen (G,), seen_nodes (N,): zero, before and after.
+    """
+    (rank, node, pair), f, low = state.costs, state.kind[u], state.group[u] * state.group_size
+    for s in range(cost.shape[0]):
+        h = low + s
+        total = state.price[h]
+        for i in range(servers.shape[1]):
+            y = servers[s, i] = server(state, state.sets[u, i], h)
+            m = state.node_of[y]
+            total += pair[f, h, y]
+            if seen[y] == 0:
+                total += rank[f, h, y]
+            if seen_nodes[m] == 0:
+                total += node[f, h, m]
+            seen[y] = seen_nodes[m] = 1
+        for i in range(servers.shape[1]):
+            seen[servers[s, i]] = seen_nodes[state.node_of[servers[s, i]]] = 0
+        cost[s] = total
 
 
 @njit
-def _best_homes_single(state, which, first, last, value, home):
+def _best_homes_single(state, value, home):
     """`best_homes` without copies: the experts determine the ranks and nodes reached, the home only what is local."""
     activation, per_rank, per_node = state.weights
     G, K = state.slots.shape[0], state.sets.shape[1]
-    local, by_node, ranks = np.zeros(G, np.int64), np.zeros(state.node_masks.shape[0], np.int64), np.empty(K, np.int64)
-    for c in range(first, last):
-        u = which[c]
-        reached, nodes = 0, 0
+    local, by_node, ranks = np.zeros(G, np.int64), np.zeros(state.near.shape[1], np.int64), np.empty(K, np.int64)
+    for u in range(state.sets.shape[0]):
+        reached, nodes, low = 0, 0, state.group[u] * state.group_size
+        high = low + state.group_size
         for i in range(K):
             rank = ranks[i] = state.primary[state.sets[u, i]]
             reached += local[rank] == 0
@@ -173,79 +222,18 @@ def _best_homes_single(state, which, first, last, value, home):
             by_node[state.node_of[rank]] += 1
         best, chosen = -np.inf, -1
         for rank in ranks:
-            if (state.allowed[u, rank >> 6] >> np.uint64(rank & 63)) & ONE:
-                worth = activation * local[rank] - state.price[rank]
+            if low <= rank < high:
+                worth = activation * (local[rank] - K) - state.price[rank]
                 if worth > best or (worth == best and rank < chosen):
                     best, chosen = worth, rank
         if chosen >= 0:
             best -= per_rank * (reached - 1) + per_node * (nodes - 1)
         else:  # no allowed rank hosts any of its experts
-            for rank in range(G):
-                if (state.allowed[u, rank >> 6] >> np.uint64(rank & 63)) & ONE:
-                    away = nodes - (by_node[state.node_of[rank]] > 0)
-                    worth = -state.price[rank] - per_rank * reached - per_node * away
-                    if worth > best:
-                        best, chosen = worth, rank
-        value[c], home[c] = best, chosen
+            for rank in range(low, high):
+                away = nodes - (by_node[state.node_of[rank]] > 0)
+                worth = -activation * K - state.price[rank] - per_rank * reached - per_node * away
+                if worth > best:
+                    best, chosen = worth, rank
+        value[u], home[u] = best, chosen
         for rank in ranks:
             local[rank] = by_node[state.node_of[rank]] = 0
-
-
-@njit
-def _best_homes_copies(state, which, first, last, value, home):
-    """`best_homes` with copies: tries candidates in rank order, with a bit mask of the ranks that each one reaches."""
-    sets, masks, primary = state.sets, state.masks, state.primary
-    words, K, nodes = masks.shape[1], sets.shape[1], state.node_masks.shape[0]
-    activation, per_rank, per_node = state.weights
-    remote, hosts, first_copy = np.zeros(words, np.uint64), np.zeros(K, np.uint64), np.zeros(K, np.int64)
-    for c in range(first, last):
-        u = which[c]
-        best, chosen = -np.inf, -1
-        for i in range(K):
-            first_copy[i] = primary[sets[u, i]]
-        for scan in range(2 * words):
-            word = scan if scan < words else scan - words
-            left = ZERO
-            if scan < words:
-                for i in range(K):
-                    hosts[i] = masks[sets[u, i], word]
-                    left |= hosts[i]
-                left &= state.allowed[u, word]
-            elif chosen < 0:  # no allowed rank hosts any of its experts: costs differ by price only
-                hosts[:] = ZERO
-                left = state.allowed[u, word]
-            else:
-                break
-            while left:
-                candidate = (word << 6) + lowest_bit(left)
-                left &= left - ONE
-                bit = np.uint64(candidate & 63)
-                for w in range(words):
-                    remote[w] = ZERO
-                local = ZERO
-                for i in range(K):
-                    here = (hosts[i] >> bit) & ONE
-                    local += here
-                    rank = first_copy[i] if nodes == 1 else server(state, sets[u, i], candidate)
-                    remote[rank >> 6] |= (ONE << np.uint64(rank & 63)) & (here - ONE)
-                worth = activation * np.float64(local) - state.price[candidate]
-                for w in range(words):
-                    worth -= per_rank * np.float64(popcount(remote[w]))
-                if nodes > 1:
-                    worth -= per_node * _remote_nodes(state, candidate, remote)
-                if worth > best:
-                    best, chosen = worth, candidate
-        value[c], home[c] = best, chosen
-
-
-@njit
-def _remote_nodes(state, home, remote):
-    """Nodes other than home's among the ranks set in `remote` (W,)."""
-    total = 0
-    for node in range(state.node_masks.shape[0]):
-        if node != state.node_of[home]:
-            for w in range(remote.shape[0]):
-                if remote[w] & state.node_masks[node, w]:
-                    total += 1
-                    break
-    return total

@@ -1,23 +1,26 @@
 """The search for layouts of one layer: roughly from several starts on a sample, then finer from the best of these.
 
-Without copies the moves are those of `swaps`, with copies those of `moves`; copies on several nodes are judged move by
-move (`search`). A layout's load has a price, which all layers share (`cocluster`).
+Without copies and for uniform costs the moves are those of `swaps`, else those of `moves`. Over several nodes, starts
+come from a search in which nodes are the ranks (`hierarchy`). A layout's load has a price, which all layers share
+(`cocluster`).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 
 from semmoe.affinity import pair_count
+from semmoe.placement import hierarchy
 from semmoe.placement.greedy import place_layer
 from semmoe.placement.homes import make_state
 from semmoe.placement.loads import draw_mixes, make_loads
 from semmoe.placement.moves import search_moves, sum_dues
 from semmoe.placement.replicas import make_tables
-from semmoe.placement.search import improve
 from semmoe.placement.swaps import make_gains, search_swaps
+from semmoe.rowcosts import RowCosts
 from semmoe.settings import CoclusterSettings
 from semmoe.topology import Topology
 
@@ -28,9 +31,16 @@ FINER_TOKENS, MOST_TOKENS, MOST_SETS = (2048, 128), (1 << 15, 6144), 1 << 14
 FINER_STEPS = 0.8  # of the steps of a rough search
 TENURE = 8  # experts that were moved stay for at least one step per so many experts
 EASY_SWAPS = 200  # random swaps per expert that form a start from the affinity of expert pairs alone
-# One search on copies over several nodes; load caps are below the limit, since a batch's load is above the profile's.
-JUDGED_MOVES, JUDGED_KICKS, JUDGED_SWEEPS, JUDGED_MARGIN = 20_000, 4, 12, 0.09
-BITS = 64  # ranks that the tables of `replicas` can tell apart
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The routed tokens of one layer."""
+
+    expert_ids: np.ndarray  # (T, K)
+    group: np.ndarray  # (T,) attention group of each token's request
+    request: np.ndarray  # (T,)
+    phase: np.ndarray  # (T,) which of the costs each token is charged
 
 
 @dataclass(frozen=True)
@@ -52,41 +62,61 @@ class LayerSearch:
 
     def __init__(
         self,
-        expert_ids: np.ndarray,
-        group: np.ndarray,
-        request: np.ndarray,
+        tokens: Tokens,
         num_experts: int,
         topology: Topology,
         redundant: int,
         settings: CoclusterSettings,
         seed: int,
+        costs: tuple[RowCosts, ...],
         previous: np.ndarray | None = None,
+        num_groups: int = 1,
     ) -> None:
-        """expert_ids (T, K), group (T,): attention group of each token's request, request (T,).
+        """costs: of each phase, or one for all. num_groups: gate groups.
 
         previous (G, P / G): the experts in the slots of the layout to begin from, which are costly to move; one rough
         search goes on from there.
         """
         self.rng = np.random.default_rng(seed)
         self.num_experts, self.topology, self.redundant, self.settings = num_experts, topology, redundant, settings
+        self.costs = costs[:1] if all(one is costs[0] for one in costs) else costs
+        if len(self.costs) == 1:
+            tokens = replace(tokens, phase=np.zeros_like(tokens.phase))
+        self.num_groups, self.nodes = num_groups, None
         if previous is None:
-            self.fine = self._finer_sample(expert_ids, group)
+            self.fine = self._finer_sample(tokens)
             self.affinity = pair_count(self.fine[0], self.fine[0], num_experts, self.fine[1])
             np.fill_diagonal(self.affinity, 0)
-        self.sample = _distinct(expert_ids, group, ROUGH_TOKENS, self.rng)
-        batch = settings.batch_tokens
-        self.mixes = draw_mixes(expert_ids, request, num_experts, topology.ep_size, batch, self.rng)
+            self.nodes = self._over_nodes(tokens)
+        self.sample = _distinct(tokens, ROUGH_TOKENS, self.rng)
+        ids, batch = tokens.expert_ids, settings.batch_tokens
+        self.mixes = draw_mixes(ids, tokens.request, num_experts, topology.ep_size, batch, self.rng)
         self.found: list[Layout] = []
         self.previous, self.dues = previous, np.zeros((num_experts, topology.ep_size))
         if previous is not None:
             self.dues += settings.move_cost
             self.dues[previous, np.arange(topology.ep_size)[:, None]] = 0.0
 
-    def _finer_sample(self, expert_ids: np.ndarray, group: np.ndarray):
+    def _finer_sample(self, tokens: Tokens):
         copies = int(self.redundant > 0)
         most = min(FINER_TOKENS[copies] * self.num_experts, MOST_TOKENS[copies])
-        found = _distinct(expert_ids, group, most, self.rng)
-        return found if len(found[0]) <= MOST_SETS else _distinct(expert_ids, group, MOST_SETS, self.rng)
+        found = _distinct(tokens, most, self.rng)
+        return found if len(found[0]) <= MOST_SETS else _distinct(tokens, MOST_SETS, self.rng)
+
+    def _over_nodes(self, tokens: Tokens) -> "LayerSearch | None":
+        """The search in which nodes are the ranks; None if there is one, or rows between nodes cost no more."""
+        nodes = hierarchy.node_topology(self.topology)
+        if nodes is None:
+            return None
+        costs = hierarchy.node_costs(self.costs, self.topology, nodes)
+        if not costs.rank.any() and not costs.pair.any() and not self._whole():
+            return None
+        group = tokens.group * nodes.dp_size // self.topology.dp_size
+        seed, settings = int(self.rng.integers(2**31)), self.settings
+        below = replace(tokens, group=group, phase=np.zeros_like(tokens.phase))
+        return LayerSearch(
+            below, self.num_experts, nodes, self.redundant, settings, seed, (costs,), num_groups=self.num_groups
+        )
 
     def rough(
         self, load_prices: list[float], labels: np.ndarray | None = None, in_time: Callable[[], bool] = lambda: True
@@ -96,7 +126,7 @@ class LayerSearch:
         labels (E,): rank labels of the first start. in_time: whether a further search may begin; the first always does.
         """
         first, steps, self.found = load_prices[0], self.settings.steps, []
-        for layout in self._starts(labels):
+        for layout in self._starts(labels, first, in_time):
             if not self.found or in_time():
                 self.found.append(self._run(self.sample, *layout, first, steps))
         best = sorted(self.found, key=lambda one: one.total(first))[: self.settings.kept]
@@ -105,14 +135,40 @@ class LayerSearch:
                 self.found.append(self._run(self.sample, one.slots, one.primary, price, steps))
         return [min(self.found, key=lambda one: one.total(price)) for price in load_prices]
 
-    def _starts(self, labels: np.ndarray | None) -> list[tuple[np.ndarray, np.ndarray]]:
+    def _starts(self, labels: np.ndarray | None, load_price: float, in_time) -> list[tuple[np.ndarray, np.ndarray]]:
         """Slots and primaries to begin from."""
         if self.previous is not None:
             return [(self.previous.astype(np.int64), _hosts(self.previous, self.num_experts))]
-        given = [] if labels is None else [labels]
-        more = self.settings.starts - len(given)
-        starts = given + _first_labels(self.affinity, self.topology.ep_size, more, self.rng)
-        return [_start(self.affinity, self.topology.ep_size, self.redundant, one) for one in starts]
+        number, ranks = self.settings.starts, self.topology.ep_size
+        given = [] if labels is None or self._whole() else [labels]
+        if self.nodes is not None:
+            self.nodes.rough([load_price], None, in_time)
+            found = sorted(self.nodes.found, key=lambda one: one.total(load_price))[: number - len(given)]
+            at_rank = self._pairs_at(self.topology.attn_tp_size)
+            over = [hierarchy.divide_nodes(x.slots, x.primary, self.affinity, at_rank, self.rng) for x in found]
+            return over + [_start(self.affinity, ranks, self.redundant, one) for one in given]
+        starts = (given + self._packings(number) + _first_labels(self.affinity, ranks, number, self.rng))[:number]
+        return [_start(self.affinity, ranks, self.redundant, one) for one in starts]
+
+    def _whole(self) -> bool:
+        """Whether each node must keep whole gate groups."""
+        return self.settings.groups == "whole" and self.topology.num_nodes > 1
+
+    def _packings(self, number: int) -> list[np.ndarray]:
+        """Rank labels (E,) that keep gate groups whole, where ranks are nodes: `number` if they must, else one."""
+        ranks = self.topology.ep_size
+        if self.topology.num_nodes < ranks or self.num_groups % ranks or self.num_groups == 1:
+            return []
+        at_node = self._pairs_at(self.topology.attn_tp_size)
+        drawn = range(number if self._whole() else 1)
+        return [hierarchy.pack_groups(self.affinity, at_node, self.num_groups, i > 0, self.rng) for i in drawn]
+
+    def _pairs_at(self, size: int) -> np.ndarray:
+        """(E, G) pairs of each expert by the rank of their token, equal inside an attention group of `size` ranks."""
+        sets, weight, group, _ = self.fine
+        pairs = np.zeros((self.num_experts, self.topology.dp_size))
+        np.add.at(pairs, (sets, group[:, None].astype(np.int64)), weight[:, None])
+        return np.repeat(pairs / size, size, axis=1)
 
     def finer(self, load_prices: list[float], in_time: Callable[[], bool] = lambda: True) -> list[Layout]:
         """Layouts found on more tokens, at each price from the best rough ones; in_time: see `rough`."""
@@ -124,46 +180,34 @@ class LayerSearch:
         return out
 
     def _run(self, sets, slots, primary, load_price: float, steps: int) -> Layout:
-        settings = self.settings
-        weights = (settings.activation, settings.remote_rank, settings.remote_node)
-        state, scratch = make_state(*sets, slots.copy(), primary.copy(), self.topology, weights)  # type: ignore
+        settings, bound = self.settings, None
+        if self._whole():
+            bound = hierarchy.group_nodes(slots, self.num_experts, self.num_groups, self.topology.num_nodes)
+        layout = slots.copy(), primary.copy()
+        state, scratch = make_state(*sets, *layout, self.topology, self.costs, bound)  # type: ignore[call-arg]
         tenure, seed = max(self.num_experts // TENURE, 1), int(self.rng.integers(2**31))
         effort = settings.price_steps, settings.rounds, steps, settings.patience, tenure, seed
         prices = self.dues, self.mixes, make_loads(self.topology.ep_size, self.mixes.shape[1]), load_price
-        if not self.redundant:
-            cost, load, _ = search_swaps(state, scratch, make_gains(state), *prices, *effort)
-        elif self.topology.num_nodes == 1 and self.topology.ep_size <= BITS:
-            cost, load, _ = search_moves(state, scratch, make_tables(state), *prices, *effort)
-        else:
-            return self._judged(sets, slots, primary, load_price, weights)
+        search: Any = search_moves
+        if not self.redundant and state.uniform:
+            search = search_swaps
+        tables: Any = make_gains(state) if search is search_swaps else make_tables(state)
+        cost, load, _ = search(state, scratch, tables, *prices, *effort)
         return Layout(state.slots, state.primary, cost, load, float(sum_dues(state.slots, self.dues)))
 
-    def _judged(self, sets, slots, primary, load_price: float, weights) -> Layout:
-        """Iterated local search on copies over several nodes, under a load cap in place of the expected load."""
-        settings, best = self.settings, None
-        cap = max((settings.load_limit or np.inf) - JUDGED_MARGIN, 1.0)
-        for most in (0, *[JUDGED_MOVES] * JUDGED_KICKS):  # the layout itself first
-            state, scratch = make_state(*sets, slots.copy(), primary.copy(), self.topology, weights)  # type: ignore
-            effort = settings.price_steps, JUDGED_SWEEPS, int(self.rng.integers(2**31)), most
-            cost, _ = improve(state, scratch, load_price, cap, *effort)
-            found = Layout(state.slots, state.primary, cost, 0.0, float(sum_dues(state.slots, self.dues)))
-            if best is None or found.total(0.0) < best.total(0.0):
-                best = found
-            slots, primary = _kick(best, self.rng) if most else (best.slots, best.primary)
-        assert best is not None
-        return best
 
-
-def _distinct(expert_ids, group, most, rng):
-    """The distinct pairs (set of experts, group) of at most `most` tokens, in random order, with their counts."""
-    if len(expert_ids) > most:
-        rows = rng.choice(len(expert_ids), most, replace=False)
-        expert_ids, group = expert_ids[rows], group[rows]
-    keyed = np.concatenate([np.sort(expert_ids, axis=1).astype(np.int16), group[:, None].astype(np.int16)], axis=1)
+def _distinct(tokens: Tokens, most: int, rng):
+    """The distinct sets of experts by group and phase of at most `most` tokens, in random order: sets (U, K), their
+    counts, groups and phases (U,)."""
+    columns = np.sort(tokens.expert_ids, axis=1), tokens.group[:, None], tokens.phase[:, None]
+    if len(tokens.group) > most:
+        rows = rng.choice(len(tokens.group), most, replace=False)
+        columns = np.sort(tokens.expert_ids[rows], axis=1), tokens.group[rows, None], tokens.phase[rows, None]
+    keyed = np.concatenate([column.astype(np.int16) for column in columns], axis=1)
     _, first, counts = np.unique(_keys(keyed), return_index=True, return_counts=True)
     order = rng.permutation(len(first))
     distinct = keyed[first[order]]
-    return np.ascontiguousarray(distinct[:, :-1]), counts[order].astype(np.float64), distinct[:, -1]
+    return np.ascontiguousarray(distinct[:, :-2]), counts[order].astype(np.float64), distinct[:, -2], distinct[:, -1]
 
 
 def _keys(rows: np.ndarray) -> np.ndarray:
@@ -205,18 +249,3 @@ def _start(affinity: np.ndarray, ranks: int, redundant: int, labels: np.ndarray)
         pull[own] = -1
         slots[g] = np.concatenate([own, np.argsort(-pull, kind="stable")[: slots.shape[1] - len(own)]])
     return slots, labels.astype(np.int64)
-
-
-def _kick(layout: Layout, rng) -> tuple[np.ndarray, np.ndarray]:
-    """Two to five random swaps of slots on different ranks."""
-    slots, primary = layout.slots.copy(), layout.primary.copy()
-    ranks, size = slots.shape
-    for _ in range(rng.integers(2, 6) if ranks > 1 else 0):
-        x, y = rng.choice(ranks, 2, replace=False)
-        i, j = rng.integers(size, size=2)
-        a, b = slots[x, i], slots[y, j]
-        if a in slots[y] or b in slots[x]:
-            continue
-        slots[x, i], slots[y, j] = b, a
-        primary[a], primary[b] = y if primary[a] == x else primary[a], x if primary[b] == y else primary[b]
-    return slots, primary

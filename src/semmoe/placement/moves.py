@@ -1,11 +1,11 @@
-"""Local search over layouts with copies on one node: swaps, replacements and promotions, by the tables of `replicas`.
+"""Local search over any layouts, for any costs: swaps, replacements and promotions, by the tables of `replicas`.
 
 The search is that of `swaps`, with moves that are estimated from the tables and counted as what they turn out to be.
 """
 
 import numpy as np
 
-from semmoe.placement.homes import ONE, ZERO, lowest_bit, njit
+from semmoe.placement.homes import index, next_near, njit, tied
 from semmoe.placement.loads import highest, highest_after
 from semmoe.placement.replicas import contribute
 from semmoe.placement.search import PROMOTE, REPLACE, SWAP, collect, settle
@@ -25,7 +25,7 @@ def best_move(state, tables, dues, mixes, loads, top, load_price, free, now, nee
         gain, q = _best_partner(state, tables, dues, mixes, loads, top, load_price, free, now, needed, best, p)
         if gain > best:
             best, kind, first, other = gain, SWAP, p, q
-        if state.masks[a, 0] & (state.masks[a, 0] - ONE) == ZERO:
+        if state.copies[a] == 1:
             continue
         gain, b = _best_successor(state, tables, dues, mixes, loads, top, load_price, free, now, needed, best, p)
         if gain > best:
@@ -40,26 +40,28 @@ def best_move(state, tables, dues, mixes, loads, top, load_price, free, now, nee
 @njit
 def _best_partner(state, tables, dues, mixes, loads, top, load_price, free, now, needed, best, p):
     """(gain, slot) of the best swap of slot p with one of a higher rank, if better than `best`."""
-    slots, masks, S, total, pairs = (
+    slots, slot_of, S, total, pairs = (
         state.slots,
-        state.masks,
+        state.slot_of,
         state.slots.shape[1],
         state.total_weight,
         state.expert_load,
     )
-    move, twice, served = tables.move, tables.twice, tables.served
+    move, twice, served, node_of = tables.move, tables.twice, tables.served, state.node_of
     x, other = p // S, -1
     a = slots[x, p % S]
-    load, rest, least = loads.now, loads.others, loads.least
-    mask, share = masks[a, 0], served[p] / max(pairs[a], 1e-9)
+    load, rest, least, stays = loads.now, loads.others, loads.least, tied(state, a, x)
+    share = served[p] / max(pairs[a], 1e-9)
     for q in range((x + 1) * S, slots.size):
         y = q // S
         b = slots[y, q % S]
-        if (mask >> np.uint64(y)) & ONE or (masks[b, 0] >> np.uint64(x)) & ONE:
+        if slot_of[a, y] >= 0 or slot_of[b, x] >= 0:
             continue
         gain = (move[p, y] + move[q, x] - twice[p, q] - twice[q, p]) / total
         gain += dues[a, x] - dues[a, y] + dues[b, y] - dues[b, x]
         if gain + load_price * (top - least[x, y]) <= best:
+            continue
+        if node_of[x] != node_of[y] and (stays or tied(state, b, y)):
             continue
         if load_price > 0:
             back = served[q] / max(pairs[b], 1e-9)
@@ -73,22 +75,27 @@ def _best_partner(state, tables, dues, mixes, loads, top, load_price, free, now,
 @njit
 def _best_successor(state, tables, dues, mixes, loads, top, load_price, free, now, needed, best, p):
     """(gain, expert) of the best expert to take slot p, whose expert has other copies, if better than `best`."""
-    slots, masks, primary, S, pairs = state.slots, state.masks, state.primary, state.slots.shape[1], state.expert_load
-    drop, add, instead, served, at_home = tables.drop, tables.add, tables.instead, tables.served, tables.at_home
+    slots, slot_of, primary, S, pairs = (
+        state.slots,
+        state.slot_of,
+        state.primary,
+        state.slots.shape[1],
+        state.expert_load,
+    )
+    drop, add, instead, served = tables.drop, tables.add, tables.instead, tables.served
     x, other, J, total = p // S, -1, mixes.shape[1], state.total_weight
     a = slots[x, p % S]
-    share, load = served[p] / max(pairs[a], 1e-9), loads.now
-    z = lowest_bit(masks[a, 0] & ~(ONE << np.uint64(x))) if primary[a] == x else primary[a]
+    share, load, z = served[p] / max(pairs[a], 1e-9), loads.now, _heir(state, a, x)
     others, least = loads.others[min(x, z), max(x, z)], loads.least[min(x, z), max(x, z)]
-    slack = load_price * (top - least)
+    slack = -np.inf if tied(state, a, x) else load_price * (top - least)
     for b in range(primary.shape[0]):
-        if (masks[b, 0] >> np.uint64(x)) & ONE:
+        if slot_of[b, x] >= 0:
             continue
         gain = (drop[p] + add[b, x] - instead[p, b]) / total + dues[a, x] - dues[b, x]
         if gain + slack <= best:
             continue
         if load_price > 0:
-            came, after = at_home[b, x] / max(pairs[b], 1e-9), 0.0
+            came, after = _taken(state, tables.at_home, b, x) / max(pairs[b], 1e-9), 0.0
             gone = came if primary[b] == z else 0.0
             for j in range(J):
                 left, right = share * mixes[a, j], mixes[b, j]
@@ -101,6 +108,36 @@ def _best_successor(state, tables, dues, mixes, loads, top, load_price, free, no
 
 
 @njit
+def _heir(state, expert, rank):
+    """The rank that computes most of what an expert's copy on a rank does, if that copy is gone."""
+    near = next_near(state, expert, state.node_of[rank], rank)
+    if near >= 0 or state.primary[expert] != rank:
+        return near if near >= 0 else state.primary[expert]
+    return _next_primary(state, expert, rank)
+
+
+@njit
+def _next_primary(state, expert, rank):
+    """The lowest rank but `rank` with a copy of the expert."""
+    first = 0
+    while first == rank or state.slot_of[expert, first] < 0:
+        first += 1
+    return first
+
+
+@njit
+def _taken(state, at_home, expert, rank):
+    """The pairs of an expert that a further copy on a rank would compute: the rank's, or those of all its node."""
+    node, size = state.node_of[rank], state.node_of.shape[0] // state.near.shape[1]
+    if state.near[expert, node] >= 0 or state.near.shape[1] == 1:
+        return at_home[expert, rank]
+    total = 0.0
+    for h in range(node * size, (node + 1) * size):
+        total += at_home[expert, h]
+    return total
+
+
+@njit
 def _promotion(state, tables, mixes, loads, top, load_price, p):
     """Gain if the copy in slot p becomes its expert's primary."""
     S = state.slots.shape[1]
@@ -108,7 +145,7 @@ def _promotion(state, tables, mixes, loads, top, load_price, p):
     z = state.primary[a]
     gain = tables.promote[p] / state.total_weight
     if load_price > 0:
-        remote = tables.served[tables.slot_of[a, z]] - tables.at_home[a, z]
+        remote = tables.served[state.slot_of[a, z]] - tables.at_home[a, z]
         share, others = remote / max(state.expert_load[a], 1e-9), loads.others[min(x, z), max(x, z)]
         after = highest_after(mixes[a], share, mixes[a], 0.0, loads.now[z], loads.now[x], others)
         gain += load_price * (top - after)
@@ -116,44 +153,43 @@ def _promotion(state, tables, mixes, loads, top, load_price, p):
 
 
 @njit
-def make_move(state, slot_of, kind, p, other):
-    """Change slots, masks, primaries and slot_of by a move; p and other as `best_move` returns them."""
+def make_move(state, kind, p, other):
+    """Change slots, primaries and what follows from them by a move; p and other as `best_move` returns them."""
     S = state.slots.shape[1]
     x, a = p // S, state.slots[p // S, p % S]
     if kind == PROMOTE:
         state.primary[a] = x
         return
     b = state.slots[other // S, other % S] if kind == SWAP else other
-    _put(state, slot_of, p, a, b)
+    _put(state, p, a, b)
     if kind == SWAP:
         y = other // S
-        _put(state, slot_of, other, b, a)
+        _put(state, other, b, a)
         if state.primary[b] == y:
             state.primary[b] = x
         if state.primary[a] == x:
             state.primary[a] = y
     elif state.primary[a] == x:
-        state.primary[a] = lowest_bit(state.masks[a, 0])
+        state.primary[a] = _next_primary(state, a, x)
 
 
 @njit
-def _put(state, slot_of, p, old, new):
+def _put(state, p, old, new):
     """Put expert `new` in the place of `old` in slot p."""
     S = state.slots.shape[1]
-    bit = ONE << np.uint64(p // S)
-    state.masks[old, 0] &= ~bit
-    state.masks[new, 0] |= bit
-    slot_of[old, p // S], slot_of[new, p // S] = -1, p
-    state.slots[p // S, p % S] = new
+    x = p // S
+    m = state.node_of[x]
+    state.near[old, m] = next_near(state, old, m, x)
+    state.near[new, m] = x if state.near[new, m] < 0 else min(state.near[new, m], x)
+    state.slot_of[old, x], state.slot_of[new, x] = -1, p
+    state.copies[old] -= 1
+    state.copies[new] += 1
+    state.slots[x, p % S] = new
 
 
 def _settle(state, tables, price_steps, every):
     """Settle prices and make the tables anew, after slots and primaries were changed."""
-    experts, ranks = state.slots.ravel(), np.repeat(np.arange(len(state.slots)), state.slots.shape[1])
-    tables.slot_of[:] = -1
-    tables.slot_of[experts, ranks] = np.arange(experts.size)
-    state.masks[:] = ZERO
-    np.bitwise_or.at(state.masks[:, 0], experts, ONE << ranks.astype(np.uint64))
+    index(state)
     settle(state, price_steps)
     tables.sums[:] = 0.0
     contribute(state, tables, every, every.size, 1.0)
@@ -220,7 +256,7 @@ def _make_moves(state, scratch, tables, dues, mixes, loads, load_price, steps, p
         for sign in (-1.0, 1.0):  # written once, since each call costs seconds of compilation
             contribute(state, tables, scratch.touched, count, sign)
             if sign < 0:
-                make_move(state, tables.slot_of, kind, p, other)
+                make_move(state, kind, p, other)
         free[a], free[b] = free_again(step, tenure), free_again(step, tenure)
     copy_ints(slots, state.slots)
     copy_ints(primary, state.primary)

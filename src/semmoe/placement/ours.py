@@ -46,6 +46,8 @@ def solve(problem: Problem) -> Solution:
         None if problem.previous is None else problem.previous.placement,
         problem.progress,
         None if budget is None else begun + SEARCHING * budget,
+        problem.costs,
+        settings.phase,
     )
     by_prompt = request_map.project(rates, _hosted(placement, topology)) if rates else None
     by_path = predict.project(predictor, trace, placement, problem.embeddings) if predictor else None

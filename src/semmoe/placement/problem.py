@@ -7,6 +7,7 @@ import numpy as np
 
 from semmoe.core import Placement, Plan, RequestPolicy, RoutingTrace, TokenPolicy
 from semmoe.requests.policy import RoundRobin
+from semmoe.rowcosts import RowCosts
 from semmoe.settings import SolveSettings
 from semmoe.tokens.slices import ByPosition
 from semmoe.topology import Topology
@@ -25,6 +26,8 @@ class Problem:
     embeddings: np.ndarray | None = None
     progress: Progress = lambda layers: None
     previous: Plan | None = None  # to begin from, moving only what pays
+    # what the all-to-all charges a token of each phase, prefill and decode; None: as the settings' weights say
+    costs: tuple[RowCosts, RowCosts] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,8 @@
-"""Tables of what every move of a layout with copies would change, on the ranks of one node (at most 64).
+"""Tables of what every move of a layout would change, with or without copies, on any ranks and for any costs.
 
-A set's value is the best of its homes' worths, and a move changes the worths of few homes, so that the set's change is
-found from the worths alone. Changes are summed over sets for the copy in slot p, of expert a on rank x:
+A set's value is that of its best home, and a move changes which ranks compute some of its experts there. How the cost
+of a home changes when one expert goes to another rank follows from how many of the set's experts each rank and each
+node compute. Changes are summed over sets for the copy in slot p, of expert a on rank x:
 
     move[p, y]   the copy goes to rank y, and the primary with it if it is the primary copy
     drop[p]      the copy goes away; the lowest other copy becomes primary
@@ -12,16 +13,16 @@ A swap or a replacement is two of these. Sets that hold both experts would be co
 the parts of the sums that come from them, and such a set's value is taken to stay as it is. This is exact for experts
 without further copies and an estimate else; what a move that was made has changed is always computed, not estimated.
 
-Letters beside core's: a set's K experts are bits 0 to K - 1 of masks; C candidates for its home host one of them.
+Of a set's homes only the best SPOTS are looked at for every move, and beside them the rank that a copy comes to.
 """
 
 from collections import namedtuple
 
 import numpy as np
 
-from semmoe.placement.homes import ONE, ZERO, inlined, lowest_bit, njit
+from semmoe.placement.homes import bare, charge, inlined, next_near, njit
 
-STAYS = ONE << np.uint64(63)  # a bit that is no expert's
+SPOTS = 4
 WIDTH, MOST_KEPT = 512, 1 << 23  # changes kept of a set, and of all sets
 
 # What is summed over sets, for slots (P,), experts (E,) and ranks (G,): views of `sums`.
@@ -42,7 +43,27 @@ Tables = namedtuple(
         "where",  # (U, W) int32: the entries of `sums` to which each set adds
         "what",  # (U, W): what it adds
         "kept",  # (U,) how many these are; -1: too many to keep
-        "slot_of",  # (E, G) the slot of each expert's copy on each rank, -1 if there is none
+    ],
+)
+# One set at a time: its homes, and the copies of its experts.
+Homes = namedtuple(
+    "Homes",
+    [
+        "servers",  # (S, K)
+        "cost",  # (S,)
+        "spots",  # (SPOTS,) the best homes, by their place in the group, the best first
+        "own",  # (K, S) what each home costs if it computes the expert itself
+        "reach",  # (SPOTS, G) what one more pair on the rank costs
+        "counts",  # (SPOTS, G) experts that the rank computes
+        "node_counts",  # (SPOTS, N)
+        "to",  # (SPOTS, G) what the home costs if the expert at hand is computed on the rank
+        "after",  # (G,) what the set costs after a change
+        "joined",  # (K, G) what a further copy of each expert on each rank changes
+        "ranks",  # (K * G,) of the copies of the experts
+        "slots",  # (K * G,)
+        "starts",  # (K + 1,)
+        "seen",  # (G,)
+        "seen_nodes",  # (N,)
     ],
 )
 
@@ -54,7 +75,7 @@ def make_tables(state) -> Tables:
     sums, W = np.zeros(ends[-1]), min(WIDTH, max(MOST_KEPT // max(U, 1), 1))
     views = [part.reshape(shape) for part, shape in zip(np.split(sums, ends[:-1]), shapes, strict=True)]
     kept = np.zeros((U, W), np.int32), np.zeros((U, W)), np.zeros(U, np.int64)
-    return Tables._make([*views, sums, (0, *ends[:-1].tolist()), *kept, np.full((E, G), -1)])
+    return Tables._make([*views, sums, (0, *ends[:-1].tolist()), *kept])
 
 
 @njit
@@ -63,9 +84,8 @@ def contribute(state, tables, sets, count, sign):
 
     What a set adds is kept, where there is room, so that it need not be computed again to be taken out.
     """
-    K, G = state.sets.shape[1], state.price.shape[0]
-    scratch, most, sums = _scratch(K, G), _most_changes(state), tables.sums
-    where, what = np.zeros(most, np.int64), np.zeros(most)
+    most, sums, at = _most_changes(state), tables.sums, _make_homes(state)
+    where, what = np.empty(most, np.int64), np.empty(most)
     for c in range(count):
         u = sets[c]
         n = tables.kept[u]
@@ -73,7 +93,7 @@ def contribute(state, tables, sets, count, sign):
             for i in range(n):
                 sums[tables.where[u, i]] -= tables.what[u, i]
             continue
-        n = _list_changes(state, tables, u, scratch, where, what)
+        n = _list_changes(state, tables, u, at, where, what)
         for i in range(n):
             sums[where[i]] += sign * what[i]
         tables.kept[u] = -1
@@ -88,7 +108,30 @@ def _most_changes(state):
     """The most entries of the tables to which one set can add."""
     K, G, P = state.sets.shape[1], state.price.shape[0], state.slots.size
     copies = min(K * G, P)
-    return copies * (G + copies + K + 2) + K * (G + 2 + G * K) + 2
+    return copies * (G + copies + 2 * K + 2) + K * (G + 2) + 2
+
+
+@njit
+def _make_homes(state):
+    S, K, G, N = state.group_size, state.sets.shape[1], state.price.shape[0], state.near.shape[1]
+    B = min(SPOTS, S)
+    return Homes(
+        np.zeros((S, K), np.int64),
+        np.zeros(S),
+        np.zeros(B, np.int64),
+        np.full((K, S), np.inf),
+        np.zeros((B, G)),
+        np.zeros((B, G), np.int64),
+        np.zeros((B, N), np.int64),
+        np.zeros((B, G)),
+        np.zeros(G),
+        np.zeros((K, G)),
+        np.zeros(K * G, np.int64),
+        np.zeros(K * G, np.int64),
+        np.zeros(K + 1, np.int64),
+        np.zeros(G, np.int64),
+        np.zeros(N, np.int64),
+    )
 
 
 @inlined
@@ -98,219 +141,216 @@ def _note(entry, amount, where, what, n):
     return n + (amount != 0.0)
 
 
-@inlined
-def _list_changes(state, tables, u, scratch, where, what):
+@bare
+def _list_changes(state, tables, u, at, where, what):
     """Fill where and what with the entries of `sums` to which set u adds, and the amounts; returns their number."""
-    costs, per_rank, weight = state.weights, state.weights[1], state.weight[u]
-    price, slot_of, (E, G), P = state.price, tables.slot_of, tables.add.shape, tables.drop.shape[0]
-    low = state.group[u] * state.group_size
-    high, K = low + state.group_size, state.sets.shape[1]
-    (experts, primary, starts, hosts, shared, at), (ranks, slots, joined, after), spots, bases = scratch
-    _, add, drop, promote, twice, instead, served, at_home, value = tables.begin
-    copies = ranks, slots, starts
-    reached = _read(state.sets, u, state.masks, state.primary, slot_of, experts, hosts, primary, shared, at, copies)
-    count, best, second, home = _candidates(low, high, price, hosts, shared, spots, costs)
-    elsewhere = -price[low:high].min() - per_rank * reached  # worth of the best home that hosts none
-    if home < 0:
-        home, best = low + np.argmin(price[low:high]), elsewhere
-    n = _note(value, weight * best, where, what, 0)
+    (E, G), P, K, weight = tables.add.shape, tables.drop.shape[0], state.sets.shape[1], state.weight[u]
+    charge(state, u, at.servers, at.cost, at.seen, at.seen_nodes)
+    _read(state, u, at)
+    _, add, _, _, _, instead, served, at_home, value = tables.begin
+    best, home, single = at.cost[at.spots[0]], state.group[u] * state.group_size + at.spots[0], P == E
+    n = _note(value, -weight * best, where, what, 0)
     for i in range(K):
-        e, start, end = experts[i], starts[i], starts[i + 1]
-        by = home if (hosts[i] >> np.uint64(home)) & ONE else primary[i]
-        n = _note(served + slot_of[e, by], weight, where, what, n)
+        e = state.sets[u, i]
+        n = _note(served + state.slot_of[e, at.servers[at.spots[0], i]], weight, where, what, n)
         n = _note(at_home + e * G + home, weight, where, what, n)
-        _join(i, low, high, price, spots, count, shared, reached, costs, joined)
-        for y in range(low, high):  # also on ranks that have a copy of it, where nobody looks
-            n = _note(add + e * G + y, weight * max(joined[y] - best, 0.0), where, what, n)
-        for own in range(start, end):
-            x, p = ranks[own], slots[own]
-            if x == primary[i]:
-                left = hosts[i] & ~(ONE << np.uint64(x))
-                m = _bases(i, x, True, shared, spots, count, elsewhere, costs, bases)
-                dropped = _move_primary(i, left, primary, at, bases, m, best, per_rank, after)
-            else:
-                after[:] = _without(i, x, spots, count, shared, second, elsewhere, costs) if x == home else best
-                dropped = after[0] - best
-                m = _bases(i, primary[i], False, shared, spots, count, elsewhere, costs, bases)
-                n = _note(promote + p, weight * (_best_with(at[x], bases, m, per_rank) - best), where, what, n)
-            n = _note(drop + p, weight * dropped, where, what, n)
-            for y in range(low, high):
-                after[y] = joined[y] if joined[y] > after[y] else after[y]
+        _shift(state, u, i, at)
+        if not single:
+            _join(state, u, i, at)
             for y in range(G):
-                n = _note(p * G + y, weight * (after[y] - best), where, what, n)
-            for k in range(starts[K]):
-                if (hosts[i] >> np.uint64(ranks[k])) & ONE == ZERO:
-                    n = _note(twice + p * P + slots[k], weight * (after[ranks[k]] - best), where, what, n)
-            for j in range(K if end - start > 1 else 0):
-                n = _note(instead + p * E + experts[j], weight * dropped, where, what, n)
-    n = _list_instead(experts, hosts, shared, spots, count, best, weight, costs, slot_of, instead, where, what, n)
+                n = _note(add + e * G + y, weight * at.joined[i, y], where, what, n)
+        for k in range(at.starts[i], at.starts[i + 1]):
+            n = _list_copy(state, tables, u, i, k, best, at, where, what, n)
+    for k in range(0 if single else at.starts[K]):
+        x, own = at.ranks[k], 0
+        while at.starts[own + 1] <= k:
+            own += 1
+        for j in range(K if state.copies[state.sets[u, own]] > 1 else 0):
+            b = state.sets[u, j]
+            if state.slot_of[b, x] < 0:
+                n = _note(instead + at.slots[k] * E + b, weight * at.joined[j, x], where, what, n)
+    return n
+
+
+@inlined
+def _list_copy(state, tables, u, i, k, best, at, where, what, n):
+    """Note what moves of the set's copy k, of its expert i, change."""
+    (E, G), P, K, weight = tables.add.shape, tables.drop.shape[0], state.sets.shape[1], state.weight[u]
+    move, _, drop, promote, twice, instead, _, _, _ = tables.begin
+    e, x, p = state.sets[u, i], at.ranks[k], at.slots[k]
+    if state.copies[e] == 1:
+        _move_only(state, u, i, at)
+    else:
+        first = state.primary[e]
+        if first == x:
+            first = 0
+            while state.slot_of[e, first] < 0 or first == x:
+                first += 1
+        dropped = best - _without(state, u, e, x, first, at)
+        n = _note(drop + p, weight * dropped, where, what, n)
+        if state.primary[e] != x:
+            n = _note(promote + p, weight * (best - _without(state, u, e, -1, x, at)), where, what, n)
+        _move(state, u, i, x, at)
+        for j in range(K):
+            n = _note(instead + p * E + state.sets[u, j], weight * dropped, where, what, n)
+    for y in range(G):
+        n = _note(move + p * G + y, weight * (best - at.after[y]), where, what, n)
+    for other in range(at.starts[K]):
+        y = at.ranks[other]
+        if state.slot_of[e, y] < 0:
+            n = _note(twice + p * P + at.slots[other], weight * (best - at.after[y]), where, what, n)
+    return n
+
+
+@inlined
+def _read(state, u, at):
+    """Fill the set's copies, its best homes and what a further pair costs there, from servers and cost."""
+    (rank, node, pair), f, (S, K), low = state.costs, state.kind[u], at.servers.shape, state.group[u] * state.group_size
+    G, N, B, count = state.price.shape[0], state.near.shape[1], at.spots.shape[0], 0
     for i in range(K):
-        at[primary[i]] = ZERO
-    return n
-
-
-@njit
-def _scratch(K, G):
-    """Arrays for one set at a time: what is read of it, its copies and worths, and the candidates for its home."""
-    experts, primary, starts = np.zeros(K, np.int64), np.zeros(K, np.int64), np.zeros(K + 1, np.int64)
-    hosts, shared, at = np.zeros(K, np.uint64), np.zeros(K, np.uint64), np.zeros(G, np.uint64)
-    ranks, slots, joined, after = np.zeros(K * G, np.int64), np.zeros(K * G, np.int64), np.zeros(G), np.zeros(G)
-    spots = np.zeros(G, np.int64), np.zeros(G), np.zeros(G, np.uint64)
-    bases = np.zeros(G + 1), np.zeros(G + 1, np.uint64)
-    return (experts, primary, starts, hosts, shared, at), (ranks, slots, joined, after), spots, bases
-
-
-@inlined
-def _read(sets, u, masks, primaries, slot_of, experts, hosts, primary, shared, at, copies):
-    """Read a set; returns the number of ranks that its primaries are on.
-
-    shared (K,): the other experts of the set with the same primary; at (G,): the experts with primaries on each rank;
-    the copies of expert i are starts[i] to starts[i + 1] of ranks and slots.
-    """
-    (ranks, slots, starts), reached, count = copies, 0, 0
-    for i in range(sets.shape[1]):
-        e = experts[i] = sets[u, i]
-        left = hosts[i] = masks[e, 0]
-        x = primary[i] = primaries[e]
-        reached += at[x] == ZERO
-        at[x] |= ONE << np.uint64(i)
-        starts[i] = count
-        while left:
-            g = lowest_bit(left)
-            left &= left - ONE
-            ranks[count], slots[count] = g, slot_of[e, g]
-            count += 1
-    starts[sets.shape[1]] = count
-    for i in range(sets.shape[1]):
-        shared[i] = at[primary[i]] & ~(ONE << np.uint64(i))
-    return reached
-
-
-@inlined
-def _candidates(low, high, price, hosts, shared, spots, costs):
-    """Fill `spots`: ranks, worths, experts not there, each (C,); returns (C, best, second best, rank of the best)."""
-    (homes, worth, away), (activation, per_rank, _) = spots, costs
-    K = hosts.shape[0]
-    full, count, best, second, home = (ONE << np.uint64(K)) - ONE, 0, -np.inf, -np.inf, -1
-    for h in range(low, high):
-        local = ZERO
+        e = state.sets[u, i]
+        at.starts[i] = count
+        left = state.copies[e]
+        y = state.primary[e] if left == 1 else 0
+        while left > 0:
+            if state.slot_of[e, y] >= 0:
+                at.ranks[count], at.slots[count] = y, state.slot_of[e, y]
+                count, left = count + 1, left - 1
+            y += 1
+    at.starts[K] = count
+    _find_spots(at.cost, at.spots)
+    for b in range(B):
+        s = at.spots[b]
+        h = low + s
+        at.counts[b, :], at.node_counts[b, :] = 0, 0
         for i in range(K):
-            local |= ((hosts[i] >> np.uint64(h)) & ONE) << np.uint64(i)
-        if local == ZERO:
-            continue
-        gone, ranks, here = full & ~local, 0, 0
+            at.counts[b, at.servers[s, i]] += 1
+            at.node_counts[b, state.node_of[at.servers[s, i]]] += 1
+        for m in range(N):
+            more = node[f, h, m] if at.node_counts[b, m] == 0 else 0.0
+            for y in range(m * (G // N), (m + 1) * (G // N)):
+                at.reach[b, y] = pair[f, h, y] + more + (rank[f, h, y] if at.counts[b, y] == 0 else 0.0)
+    if S > B:
+        _own(state, u, at)
+
+
+@inlined
+def _find_spots(cost, spots):
+    """Fill spots with the places of the lowest costs, ascending."""
+    for s in range(cost.shape[0]):
+        b = min(s, spots.shape[0])
+        while b > 0 and cost[spots[b - 1]] > cost[s]:
+            if b < spots.shape[0]:
+                spots[b] = spots[b - 1]
+            b -= 1
+        if b < spots.shape[0]:
+            spots[b] = s
+
+
+@inlined
+def _own(state, u, at):
+    """Fill `own` for the homes of the set, of which there are more than spots."""
+    (rank, node, pair), f, (S, K), low = state.costs, state.kind[u], at.servers.shape, state.group[u] * state.group_size
+    for s in range(S):
+        h = low + s
         for i in range(K):
-            bit = ONE << np.uint64(i)
-            if gone & bit:
-                ranks += (shared[i] & gone & (bit - ONE)) == ZERO
-            else:
-                here += 1
-        worth[count] = activation * here - per_rank * ranks - price[h]
-        homes[count], away[count] = h, gone
-        if worth[count] > best:
-            best, second, home = worth[count], best, h
-        elif worth[count] > second:
-            second = worth[count]
-        count += 1
-    return count, best, second, home
+            y, alone, lonely = at.servers[s, i], True, True
+            m = state.node_of[y]
+            for j in range(K):
+                if j != i:
+                    alone &= at.servers[s, j] != y
+                    lonely &= state.node_of[at.servers[s, j]] != m
+            saved = pair[f, h, y] + (rank[f, h, y] if alone else 0.0) + (node[f, h, m] if lonely else 0.0)
+            at.own[i, s] = at.cost[s] - saved
 
 
 @inlined
-def _join(i, low, high, price, spots, count, shared, reached, costs, joined):
-    """Fill joined[low:high]: the worth of each home with a further copy of expert i there."""
-    (homes, worth, away), (activation, per_rank, _) = spots, costs
-    start = activation - per_rank * reached + (per_rank if shared[i] == ZERO else 0.0)
-    for y in range(low, high):
-        joined[y] = start - price[y]
-    for k in range(count):
-        joined[homes[k]] = worth[k] + activation + (per_rank if (shared[i] & away[k]) == ZERO else 0.0)
+def _shift(state, u, i, at):
+    """Fill `to` for expert i of the set."""
+    (rank, node, pair), f, low = state.costs, state.kind[u], state.group[u] * state.group_size
+    G, N = state.price.shape[0], state.near.shape[1]
+    for b in range(at.spots.shape[0]):
+        s = at.spots[b]
+        h, x = low + s, at.servers[s, i]
+        m = state.node_of[x]
+        per_node = node[f, h, m] if at.node_counts[b, m] == 1 else 0.0
+        per_rank = rank[f, h, x] if at.counts[b, x] == 1 else 0.0
+        kept = at.cost[s] - pair[f, h, x] - per_rank - per_node
+        for y in range(G):
+            at.to[b, y] = kept + at.reach[b, y]
+        for y in range(m * (G // N), (m + 1) * (G // N)):
+            at.to[b, y] += per_node
+        at.to[b, x] += per_rank
 
 
 @inlined
-def _without(i, x, spots, count, shared, second, elsewhere, costs):
-    """Best worth if expert i's copy on x, which is home and not its primary, is gone."""
-    (homes, worth, away), (activation, per_rank, _) = spots, costs
-    bit = ONE << np.uint64(i)
-    full = (ONE << np.uint64(shared.shape[0])) - ONE
-    for k in range(count):
-        if homes[k] == x and away[k] | bit != full:
-            return max(worth[k] - activation - (per_rank if (shared[i] & away[k]) == ZERO else 0.0), second)
-    return second if count > 1 else elsewhere
+def _move_only(state, u, i, at):
+    """Fill `after` for moves of expert i, which has one copy."""
+    G, low = state.price.shape[0], state.group[u] * state.group_size
+    for y in range(G):
+        at.after[y] = at.to[0, y]
+    for b in range(1, at.spots.shape[0]):
+        for y in range(G):
+            at.after[y] = min(at.after[y], at.to[b, y])
+    if at.own.shape[1] > at.spots.shape[0]:
+        for s in range(at.own.shape[1]):
+            at.after[low + s] = min(at.after[low + s], at.own[i, s])
 
 
 @inlined
-def _bases(i, x, lost, shared, spots, count, elsewhere, costs, bases):
-    """Fill `bases` for expert i's primary to leave rank x, where its copy is lost or stays; returns their number.
+def _serves(node_of, h, has, first, near, y):
+    """The rank that computes an expert for home h if rank y gets a copy.
 
-    bases: each home's worth wherever the primary goes, but that it costs another row unless one of the experts whose
-    bits are `needed` (n,) has its primary there too; STAYS if it never does.
+    has: whether h has one, first: the primary, near: the lowest rank of the node with a copy, all but y's.
     """
-    (homes, worth, away), (activation, per_rank, _), (base, needed) = spots, costs, bases
-    bit, n, full = ONE << np.uint64(i), 0, (ONE << np.uint64(shared.shape[0])) - ONE
-    for k in range(count):
-        gone = away[k]
-        alone = (shared[i] & gone) == ZERO
-        base[n], needed[n] = worth[k], STAYS
-        if homes[k] == x and lost:
-            if gone | bit == full:
-                continue
-            base[n], needed[n] = worth[k] - activation, gone
-        elif gone & bit:
-            base[n], needed[n] = worth[k] + (per_rank if alone else 0.0), gone
-        n += 1
-    if n == 0:
-        base[0], needed[0] = elsewhere + (per_rank if shared[i] == ZERO else 0.0), full
-    return max(n, 1)
+    if has or y == h:
+        return h
+    if node_of[first] == node_of[h]:
+        return first
+    if node_of[y] == node_of[h]:
+        return y if near < 0 or y < near else near
+    return near if near >= 0 else first
 
 
 @inlined
-def _best_with(there, bases, n, per_rank):
-    """Best worth if the primary goes where the experts whose bits are `there` have theirs."""
-    (base, needed), top = bases, -np.inf
-    for k in range(n):
-        worth = base[k] - (per_rank if ((there | STAYS) & needed[k]) == ZERO else 0.0)
-        top = worth if worth > top else top
-    return top
+def _without(state, u, e, x, first, at):
+    """What the set costs if expert e's copy on rank x is gone (x = -1: none is) and rank `first` is its primary."""
+    best, low, node_of = np.inf, state.group[u] * state.group_size, state.node_of
+    for b in range(at.spots.shape[0]):
+        h = low + at.spots[b]
+        has, near = state.slot_of[e, h] >= 0 and h != x, next_near(state, e, node_of[h], x)
+        y = h if has else first if node_of[first] == node_of[h] or near < 0 else near
+        best = min(best, at.to[b, y])
+    return best
 
 
 @inlined
-def _move_primary(i, others, primary, at, bases, n, best, per_rank, after):
-    """Fill after (G,): the best worth if expert i's primary copy goes from its rank to each rank.
-
-    Returns the change if it is dropped for one of `others`, the ranks of further copies.
-    """
-    heir, base = lowest_bit(others) if others else -1, bases[0]
-    alike = _best_with(ZERO, bases, n, per_rank)
-    after[:] = alike
-    dropped, bit = alike - best if others else 0.0, ONE << np.uint64(i)
-    top = -np.inf
-    for k in range(n):
-        top = base[k] if base[k] > top else top
-    if alike == top:  # no rank is better than any
-        return dropped
-    for j in range(primary.shape[0]):
-        y = primary[j]
-        known = (at[y] & ~bit & ((ONE << np.uint64(j)) - ONE)) != ZERO
-        if j == i or known or ((others >> np.uint64(y)) & ONE and y != heir):
-            continue
-        after[y] = _best_with(at[y] & ~bit, bases, n, per_rank)
-        if y == heir:
-            dropped = after[y] - best
-    return dropped
+def _move(state, u, i, x, at):
+    """Fill `after` for moves of the copy on rank x of expert i, which has others."""
+    low, e, node_of, G = state.group[u] * state.group_size, state.sets[u, i], state.node_of, state.price.shape[0]
+    at.after[:] = np.inf
+    for b in range(at.spots.shape[0]):
+        h, leads = low + at.spots[b], state.primary[e] == x
+        has, near = state.slot_of[e, h] >= 0 and h != x, next_near(state, e, node_of[h], x)
+        for y in range(G):
+            first = y if leads else state.primary[e]
+            at.after[y] = min(at.after[y], at.to[b, _serves(node_of, h, has, first, near, y)])
+    if at.own.shape[1] > at.spots.shape[0]:
+        for s in range(at.own.shape[1]):
+            at.after[low + s] = min(at.after[low + s], at.own[i, s])
 
 
 @inlined
-def _list_instead(experts, hosts, shared, spots, count, best, weight, costs, slot_of, instead, where, what, n):
-    """Note what further copies of an expert on candidates' ranks gain, at the slots of the set's experts there."""
-    (homes, worth, away), (activation, per_rank, _), E = spots, costs, slot_of.shape[0]
-    for j in range(experts.shape[0]):
-        for k in range(count):
-            x = homes[k]
-            here = worth[k] + activation + (per_rank if (shared[j] & away[k]) == ZERO else 0.0)
-            if here <= best or (hosts[j] >> np.uint64(x)) & ONE:
-                continue
-            for i in range(experts.shape[0]):
-                if (hosts[i] >> np.uint64(x)) & ONE and hosts[i] & (hosts[i] - ONE):
-                    entry = instead + slot_of[experts[i], x] * E + experts[j]
-                    n = _note(entry, weight * (here - best), where, what, n)
-    return n
+def _join(state, u, i, at):
+    """Fill `joined` for a further copy of expert i."""
+    low, e, node_of, best = state.group[u] * state.group_size, state.sets[u, i], state.node_of, at.cost[at.spots[0]]
+    S, node_size = at.own.shape[1], state.price.shape[0] // state.near.shape[1]
+    begin, end = node_of[low] * node_size, (node_of[low + S - 1] + 1) * node_size
+    at.joined[i, :] = 0.0
+    for y in range(begin, end):
+        after = at.own[i, y - low] if low <= y < low + S else np.inf
+        for b in range(at.spots.shape[0]):
+            h = low + at.spots[b]
+            near, has = state.near[e, node_of[h]], state.slot_of[e, h] >= 0
+            after = min(after, at.to[b, _serves(node_of, h, has, state.primary[e], near, y)])
+        at.joined[i, y] = best - after

@@ -1,4 +1,4 @@
-"""Local search over layouts without copies, by a table of what every swap of two experts would change.
+"""Local search over layouts without copies, for uniform costs, by a table of what every swap of two experts changes.
 
 `placement.search` states the objective. Moving expert a alone to rank y changes the values of the sets that hold a:
 `move[a, y]` is the sum of these changes. A swap of a (on x) with b (on y) changes the value of a set that holds one of
@@ -17,7 +17,7 @@ from collections import namedtuple
 
 import numpy as np
 
-from semmoe.placement.homes import ONE, inlined, njit
+from semmoe.placement.homes import index, inlined, njit
 from semmoe.placement.loads import highest, highest_after
 from semmoe.placement.search import collect, settle
 
@@ -46,7 +46,7 @@ def contribute(state, gains, sets, count, sign):
     all_sets, weights, rank_of, node_of, price = state.sets, state.weight, state.primary, state.node_of, state.price
     move, both, worths = gains.move, gains.both, gains.worths
     n, by_node, more, reach = gains.counts[0], gains.counts[1], gains.spare[0], gains.spare[1]
-    S, K, G, nodes = state.group_size, all_sets.shape[1], state.slots.shape[0], state.node_masks.shape[0]
+    S, K, G, nodes = state.group_size, all_sets.shape[1], state.slots.shape[0], state.near.shape[1]
     ranks = np.zeros(K, np.int64)
     for c in range(count):
         u = sets[c]
@@ -162,11 +162,11 @@ def _away(price, low, high, by_node, node_of, reached, reached_nodes, left, join
 
 
 @njit
-def best_swap(rank_of, total, gains, dues, mixes, loads, top, load_price, free, now, needed):
+def best_swap(rank_of, node_of, bound, total, gains, dues, mixes, loads, top, load_price, free, now, needed):
     """(gain, a, b) of the best swap of two experts that are free at step `now`, or that gains more than `needed`.
 
-    dues (E, G): what an expert on a rank costs, per token; top: the highest load now (`loads.highest`). The gain is per
-    token of `total`.
+    bound (E,): whether an expert must stay on its node, if -1 no; dues (E, G): what an expert on a rank costs, per
+    token; top: the highest load now (`loads.highest`). The gain is per token of `total`.
     """
     E, move, both, load, rest, least = rank_of.shape[0], gains.move, gains.both, loads.now, loads.others, loads.least
     best, first, other = -np.inf, -1, -1
@@ -180,6 +180,8 @@ def best_swap(rank_of, total, gains, dues, mixes, loads, top, load_price, free, 
             gain += dues[a, x] - dues[a, y] + dues[b, y] - dues[b, x]
             low, high = min(x, y), max(x, y)
             if gain + load_price * (top - least[low, high]) <= best:
+                continue
+            if node_of[x] != node_of[y] and (bound[a] >= 0 or bound[b] >= 0):
                 continue
             if load_price > 0:
                 after = highest_after(mixes[a], 1.0, mixes[b], 1.0, load[x], load[y], rest[low, high])
@@ -208,8 +210,7 @@ def _set_ranks(state, ranks):
     """Put every expert on its rank (E,)."""
     state.primary[:] = ranks
     state.slots[:] = np.argsort(ranks, kind="stable").reshape(state.slots.shape)
-    state.masks[:] = np.uint64(0)
-    state.masks[np.arange(ranks.size), ranks >> 6] = ONE << (ranks & 63).astype(np.uint64)
+    index(state)
 
 
 @njit
@@ -256,12 +257,14 @@ def search_swaps(
 @njit
 def _make_swaps(state, scratch, gains, dues, mixes, loads, load_price, steps, patience, tenure, swaps):
     """One round; returns the best ranks found (E,), and `swaps` and how many were made."""
-    rank_of, total, load = state.primary, state.total_weight, loads.now
+    rank_of, node_of, bound, total, load = state.primary, state.node_of, state.bound, state.total_weight, loads.now
     free, now, best, last, kept = np.zeros(mixes.shape[0], np.int64), 0.0, 0.0, -1, rank_of.copy()
     for step in range(steps):
         top = highest(loads)
         needed = best - now + 1e-9
-        gain, a, b = best_swap(rank_of, total, gains, dues, mixes, loads, top, load_price, free, step, needed)
+        gain, a, b = best_swap(
+            rank_of, node_of, bound, total, gains, dues, mixes, loads, top, load_price, free, step, needed
+        )
         if a < 0 or step - last > patience:
             break
         swaps += 1

@@ -1,0 +1,92 @@
+"""Starts over several nodes: which node has a copy of each expert first, then which rank of the node.
+
+Rows between nodes cost most, and which node an expert is on decides them. So nodes are planned as if they were ranks,
+with N times fewer places and costs that only tell one's own node from others; `layers` searches on from there with all
+ranks. Copies are decided here too: a copy on another node than an expert's own saves rows between nodes.
+"""
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+from semmoe.placement.greedy import place_layer
+from semmoe.rowcosts import RowCosts, plain_costs
+from semmoe.topology import Topology
+
+EASY_SWAPS = 200  # random swaps per expert of a start from affinities alone
+UNEVEN = 0.5  # spread of the factors on affinities from which further packings of groups begin
+
+
+def node_topology(topology: Topology) -> Topology | None:
+    """Nodes as ranks, with attention groups of whole nodes, or those within a node as one; None for a rank per node."""
+    groups, nodes = topology.dp_size, topology.num_nodes
+    if nodes in (1, topology.ep_size):
+        return None
+    fits = groups % nodes == 0 or nodes % groups == 0
+    return Topology(ep_size=nodes, dp_size=min(groups, nodes) if fits else 1, num_nodes=nodes)
+
+
+def node_costs(costs: tuple[RowCosts, ...], topology: Topology, nodes: Topology) -> RowCosts:
+    """What a token is charged for another node and a pair there beyond what it would be inside its own, on average."""
+    same = topology.node_of[:, None] == topology.node_of
+    inside, away = same & ~np.eye(len(same), dtype=bool), topology.node_of[:, None] != np.arange(topology.num_nodes)
+    row = np.mean([one.node[away].mean() + one.rank[~same].mean() - one.rank[inside].mean() for one in costs])
+    pair = np.mean([one.pair[~same].mean() - one.pair[inside].mean() for one in costs])
+    return plain_costs(nodes, max(float(pair), 0.0), max(float(row), 0.0), 0.0)
+
+
+def pack_groups(together: np.ndarray, at_node: np.ndarray, num_groups: int, uneven: bool, rng) -> np.ndarray:
+    """(E,) a node for each expert, the same for all of a gate group, by what is used together and where.
+
+    together (E, E): affinity of experts; at_node (E, N): pairs of each expert by the node of their token. uneven:
+    whether affinities are drawn a little differently, for another packing.
+    """
+    E = len(together)
+    by_group = together.reshape(num_groups, E // num_groups, num_groups, -1).sum(axis=(1, 3))
+    if uneven:
+        by_group = by_group * rng.uniform(1 - UNEVEN, 1 + UNEVEN, by_group.shape)
+        by_group = by_group + by_group.T
+    at_node = at_node.reshape(num_groups, -1, at_node.shape[1]).sum(axis=1)
+    return np.repeat(_spread(by_group, at_node, rng), E // num_groups)
+
+
+def divide_nodes(
+    slots: np.ndarray, primary: np.ndarray, together: np.ndarray, at_rank: np.ndarray, rng
+) -> tuple[np.ndarray, np.ndarray]:
+    """Slots (G, P / G) and primaries (E,) from slots of nodes (N, P / N) and the nodes of primaries (E,).
+
+    together (E, E): affinity of experts; at_rank (E, G): pairs of each expert by the rank of their token.
+    """
+    G, (N, size) = at_rank.shape[1], slots.shape
+    out, first = np.empty((G, size * N // G), np.int64), np.empty(len(primary), np.int64)
+    for m, experts in enumerate(slots):
+        ranks = np.arange(m * (G // N), (m + 1) * (G // N))
+        labels = _spread(together[np.ix_(experts, experts)], at_rank[np.ix_(experts, ranks)], rng)
+        out[ranks] = experts[np.argsort(labels, kind="stable")].reshape(len(ranks), -1)
+        led = primary[experts] == m
+        first[experts[led]] = ranks[labels[led]]
+    return out, first
+
+
+def _spread(together: np.ndarray, data: np.ndarray, rng) -> np.ndarray:
+    """(n,) clusters of equal size, by affinities (n, n), pairs at each cluster (n, C), and load."""
+    swaps = rng.integers(len(together), size=(EASY_SWAPS * len(together), 2))
+    alone = together - np.diag(np.diag(together))
+    loads = alone + np.diag(alone.sum(axis=1))
+    return place_layer(loads.astype(np.float64), data.astype(np.float64), swaps, 1.0, 1.0, 0.5)
+
+
+def group_nodes(slots: np.ndarray, num_experts: int, num_groups: int, num_nodes: int) -> np.ndarray:
+    """(E,) the node that has all experts of each expert's gate group, as many groups on each; slots (G, P / G).
+
+    Raises ValueError if groups do not divide over nodes or a group is not whole on any.
+    """
+    if num_groups % num_nodes:
+        raise ValueError(f"whole groups: {num_groups} gate groups do not divide over {num_nodes} nodes")
+    held = np.zeros((num_nodes, num_experts))
+    held[np.arange(num_nodes)[:, None], slots.reshape(num_nodes, -1)] = 1
+    whole = held.reshape(num_nodes, num_groups, -1).all(axis=2).T
+    group, place = linear_sum_assignment(np.repeat(whole, num_groups // num_nodes, axis=1), maximize=True)
+    node = place[np.argsort(group)] // (num_groups // num_nodes)
+    if not whole[np.arange(num_groups), node].all():
+        raise ValueError("whole groups: the plan to begin from divides a gate group over nodes")
+    return np.repeat(node, num_experts // num_groups)
