@@ -122,7 +122,7 @@ def test_solve_ends_with_a_verdict_on_the_links_given(work, tmp_path):
     )
     assert result.exit_code == 0, result.output
     assert "linear" in result.stdout
-    assert "on PCI Express 5.0 x16 inside a node (nominal), " in result.stdout
+    assert "on PCI Express 5.0 x16 inside a node (nominal, a row per rank), " in result.stdout
     assert "without all-to-all a layer takes" in result.stdout
     assert result.stdout.splitlines()[-1].startswith(("worth it: ", "not worth it: "))
     assert "warning" not in result.stderr
@@ -184,11 +184,50 @@ def test_links_and_widths_that_cannot_be_used_are_refused(work, tmp_path):
     assert not (tmp_path / "plan").exists()
 
 
+def test_each_phase_is_charged_by_its_own_all_to_all(work, tmp_path):
+    command = [
+        "solve",
+        work / "trace",
+        "--ep-size",
+        4,
+        "--num-nodes",
+        2,
+        "--attention",
+        "dp",
+        "--out",
+        tmp_path / "plan",
+    ]
+    both = [*command, "--links", "h100-400g", "--decode-links", "h100-400g-ll"]
+    result = run(*both)
+    assert result.exit_code == 0, result.output
+    assert (
+        "prefill, on H100 NVLink inside nodes, 400 Gbit/s a GPU between them (measured, a row per node)"
+        in result.stdout
+    )
+    assert (
+        "decode, on H100 NVLink inside nodes, 400 Gbit/s a GPU between them, low latency (measured, a row per pair)"
+        in (result.stdout)
+    )
+    plan = load_plan(tmp_path / "plan")
+    assert [charged["all_to_all"] for charged in plan.settings["charged"].values()] == ["per-node", "per-pair"]
+    assert plan.expected["decode"]["verdict"]["sentence"]
+    assert plan.expected["rows_by_kind"].keys() == {"per-rank", "per-node", "per-pair"}
+    weighed = run(*command, "--force", "--remote-node-cost", 3)
+    assert weighed.exit_code == 0, weighed.output
+    assert "charged" not in load_plan(tmp_path / "plan").settings
+    refused = run(*both, "--force", "--remote-node-cost", 3)
+    assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
+    assert "--decode-links has no effect here: --remote-node-cost weighs rows" in refused.stderr
+    one_node = run(*command, "--force", "--links", "h100-nvlink")
+    assert one_node.exit_code == 2
+    assert "say nothing of several nodes" in one_node.stderr
+
+
 def test_a_links_file_of_one_s_own_is_taken_and_named(work, tmp_path):
     links = load_links("pcie5").model_copy(update={"name": "[b]our[/b] cluster"})
     save_json(tmp_path / "links.json", links)
     command = ["solve", work / "trace", "--ep-size", 4, "--method", "linear", "--out", tmp_path / "plan"]
-    assert "on [b]our[/b] cluster (nominal)" in run(*command, "--links", tmp_path / "links.json").stdout
+    assert "on [b]our[/b] cluster (nominal, a row per rank)" in run(*command, "--links", tmp_path / "links.json").stdout
 
 
 @pytest.mark.slow

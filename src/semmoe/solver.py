@@ -146,15 +146,16 @@ def solve_methods(
     settings: SolveSettings,
     progress: Callable[[int], None] = lambda done: None,
     embeddings: np.ndarray | None = None,
+    costs: tuple[RowCosts, RowCosts] | None = None,
 ) -> tuple[dict[str, Plan], dict[str, float]]:
     """A plan by `linear`, the baseline, and by each of `methods`; and the seconds that each took.
 
-    settings: used for all of them; its method is replaced by each one's.
+    settings: used for all of them; its method is replaced by each one's. costs: see `solve`.
     """
     plans, seconds = {}, {}
     for method in dict.fromkeys(["linear", *methods]):
         started = time.perf_counter()
-        plans[method] = solve(profile, topology, replace(settings, method=method), embeddings)
+        plans[method] = solve(profile, topology, replace(settings, method=method), embeddings, costs=costs)
         seconds[method] = time.perf_counter() - started
         progress(int(method in methods))
     return plans, seconds

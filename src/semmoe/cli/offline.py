@@ -9,18 +9,17 @@ import typer
 
 from semmoe import console, tables
 from semmoe.bounds import bounds
-from semmoe.calibration import PhaseLinks, load_links
+from semmoe.calibration import PhaseLinks
 from semmoe.cli.app import OFFLINE, app, refuse_given, was_given
 from semmoe.cli.form import takes
+from semmoe.cli.links import DecodeLinksOption, LinksOption, PhaseCosts, phase_costs, phase_links
 from semmoe.cli.options import (
     METHOD,
     OFFLINE_RANKS,
     OUTPUT,
-    DecodeLinksOption,
     Force,
     GivenTopology,
     Json,
-    LinksOption,
     ResultOut,
     TraceArgument,
     Widths,
@@ -33,12 +32,10 @@ from semmoe.core import Plan, RoutingTrace
 from semmoe.cost import LayerShape
 from semmoe.methods import METHODS, check_applies
 from semmoe.results import AffinityFile
-from semmoe.rowcosts import RowCosts
 from semmoe.settings import QUICK, THOROUGH, CoclusterSettings, ReplaySettings, SolveSettings
 from semmoe.topology import Fingerprint, Topology
 
-PhaseCosts = tuple[RowCosts, RowCosts]
-OBJECTIVE = ["load_limit", "remote_rank_cost", "remote_node_cost"]
+OBJECTIVE = ["load_limit", "remote_rank_cost", "remote_node_cost", "phase", "groups"]
 LOAD_NOISE = 0.05  # by which the load of held-out requests may be above what was expected of them
 EFFORT = ["quick", "thorough", "budget"]
 METHOD_NAMES = ", ".join(METHODS)
@@ -129,8 +126,9 @@ def solve(
 
     At the end it shows what the plan should do for held-out requests, beside other methods, and whether it is worth it.
 
-    Examples: `semmoe solve trace --ep-size 8 --attention tp --out plan`, `semmoe solve trace --links pcie5 --out plan`
-    and, for new traffic, `semmoe solve newer --from plan --out next`
+    Examples: `semmoe solve trace --ep-size 8 --attention tp --out plan`, for 16 GPUs on two nodes
+    `semmoe solve trace --ep-size 16 --num-nodes 2 --attention dp --links h100-400g --out plan` and, for new traffic,
+    `semmoe solve newer --from plan --out next`
     """
     from semmoe.plan import check_plan_output, save_plan
     from semmoe.solver import check_inputs
@@ -142,34 +140,24 @@ def solve(
     topology = resolve_topology(previous, given(), OFFLINE_RANKS)
     check_applies(solving.method, topology, solving.redundant_experts)
     refuse_idle(ctx, [solving.method], topology)
-    charged = _phase_links(links, decode_links, topology)
+    charged = phase_links(links, decode_links, topology)
     opened = open_trace(trace)
     check_inputs(opened, topology, solving, previous)
     shape = _layer_shape(opened.fingerprint, widths())
-    costs = _costs(ctx, charged, topology, solving.cocluster)
+    costs = phase_costs(ctx, charged, topology, solving.cocluster)
     plan = _solve(opened, topology, solving, charged, costs, shape, model, previous)
     save_plan(plan, out)
     told = {"plan": str(out), "scheduled_by_answers": warn_of_answers(opened, topology), **_moved(plan, previous)}
     _warn_of_plan(plan, solving.cocluster.load_limit, shape)
+    _tell(plan, told, begin, out, as_json)
+
+
+def _tell(plan: Plan, told: dict[str, Any], begin: Path | None, out: Path, as_json: bool) -> None:
     if as_json:
         console.print_json(told | {"expected": plan.expected})
     else:
         _print_moved(told, begin)
-        _print_expected(out, solving.method, plan.expected)
-
-
-def _phase_links(links: str | None, decode: str | None, topology: Topology) -> PhaseLinks:
-    """The links given, or the default ones; decoding has those of prefill unless it has its own."""
-    prefill = load_links(links or ("h200-nvlink" if topology.num_nodes == 1 else "h200-400g"), topology)
-    return PhaseLinks(prefill, prefill if decode is None else load_links(decode, topology))
-
-
-def _costs(ctx: typer.Context, links: PhaseLinks, topology: Topology, settings: CoclusterSettings) -> PhaseCosts | None:
-    """What the search weighs: rows as the links charge them, or the weight of a row to another node if it is given."""
-    if was_given(ctx, "remote_node_cost"):
-        refuse_given(ctx, ["decode_links"], "--remote-node-cost weighs rows in place of what links charge")
-        return None
-    return links.costs(topology, settings.activation, settings.remote_rank)
+        _print_expected(out, plan.method, plan.expected)
 
 
 def _begin(ctx: typer.Context, begin: Path | None, solving: SolveSettings) -> tuple[Plan | None, SolveSettings]:
@@ -319,7 +307,7 @@ def refuse_idle(ctx: typer.Context, methods: list[str], topology: Topology) -> N
     if "moetuner" not in methods:
         refuse_given(ctx, ["time_limit"], f"no integer program is solved by {', '.join(methods)}")
     if topology.num_nodes == 1:
-        refuse_given(ctx, ["remote_node_cost"], "all ranks are on one node")
+        refuse_given(ctx, ["remote_node_cost", "groups"], "all ranks are on one node")
 
 
 def model_embeddings(model: str, expected: Fingerprint) -> Any:

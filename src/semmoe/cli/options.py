@@ -129,23 +129,6 @@ ModelArgument = Annotated[
         callback=model_path,
     ),
 ]
-LinksOption = Annotated[
-    str | None,
-    typer.Option(
-        help="What links and experts cost: a file of `semmoe calibrate`, or a shipped one, such as h200-nvlink or "
-        "h200-400g, the defaults on one node and on several.",
-        rich_help_panel=LINKS,
-        show_default=False,
-    ),
-]
-DecodeLinksOption = Annotated[
-    str | None,
-    typer.Option(
-        help="The same of decoding, where its all-to-all is another, such as h200-400g-ll.",
-        rich_help_panel=LINKS,
-        show_default=False,
-    ),
-]
 Force = Annotated[bool, typer.Option("--force", help="Replace what --out names.", rich_help_panel=OUTPUT)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.", rich_help_panel=OUTPUT)]
 ResultOut = Annotated[

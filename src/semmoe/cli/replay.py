@@ -9,6 +9,7 @@ import typer
 from semmoe import console, tables
 from semmoe.cli.app import OFFLINE, app, refuse_given
 from semmoe.cli.form import takes
+from semmoe.cli.links import DecodeLinksOption, LinksOption, PhaseCosts, phase_costs, phase_links
 from semmoe.cli.offline import METHOD_NAMES, OBJECTIVE, ModelOption, model_embeddings, refuse_idle, warn_of_answers
 from semmoe.cli.options import (
     METHOD,
@@ -42,6 +43,8 @@ DECIDED = [
     "theta",
     "steps",
     "model",
+    "links",
+    "decode_links",
     *OBJECTIVE,
 ]
 
@@ -65,6 +68,8 @@ def replay(
     share: Any = None,
     measure: Any = None,
     solving: Any = None,
+    links: LinksOption = None,
+    decode_links: DecodeLinksOption = None,
     model: ModelOption = None,
     out: ResultOut = None,
     force: Force = False,
@@ -86,15 +91,19 @@ def replay(
         topology, methods = _replay_plan(opened, plan, scoring, settings)
     else:
         topology, solve_by = resolve_topology(None, given(), OFFLINE_RANKS), solving()
+        costs = phase_costs(ctx, phase_links(links, decode_links, topology), topology, solve_by.cocluster)
         settings |= asdict(topology) | asdict(share()) | _said_of(solve_by)
         refuse_idle(ctx, chosen := _applicable(method or "all", topology, solve_by.redundant_experts), topology)
         opened = open_trace(trace)
         embeddings = model_embeddings(model, opened.fingerprint) if model else None
-        methods = _replay_methods(opened, chosen, topology, scoring, solve_by, share().profile_share, embeddings)
+        methods = _replay_methods(opened, chosen, topology, scoring, solve_by, share().profile_share, embeddings, costs)
     settings["scheduled_by_answers"] = warn_of_answers(opened, topology)
     if tell_result(ReplayFile, {"settings": settings, "methods": methods}, out, as_json):
         return
-    title = f"{trace.name}: {opened.num_requests} requests, {opened.num_tokens:,} routed tokens"
+    _print_scores(f"{trace.name}: {opened.num_requests} requests, {opened.num_tokens:,} routed tokens", methods)
+
+
+def _print_scores(title: str, methods: dict[str, dict[str, Any]]) -> None:
     console.print_table(title, *tables.metrics(methods))
     for name, figures in methods.items():
         tables.print_prediction(name, figures)
@@ -164,6 +173,7 @@ def _replay_methods(
     solving: SolveSettings,
     share: float,
     embeddings: Any,
+    costs: PhaseCosts | None,
 ) -> dict[str, dict[str, Any]]:
     from semmoe.solver import score, solve_methods
     from semmoe.splitter import split
@@ -174,7 +184,7 @@ def _replay_methods(
     profile, evaluation = split(trace, share, measure.seed)
     with console.bars() as bars:
         advance = bars.task("solving and replaying", len(methods) + 1)
-        plans, seconds = solve_methods(profile, topology, methods, solving, advance, embeddings)
+        plans, seconds = solve_methods(profile, topology, methods, solving, advance, embeddings, costs)
         scores = score(evaluation, plans, measure)
         advance(1)
     return {name: {**scores[name], "solve_seconds": seconds[name]} for name in methods}
