@@ -6,7 +6,7 @@ import numpy as np
 from routing_statistics import Statistics, fit
 from synthetic_routing import Shape, Strengths, draw
 
-TOPICS = 64  # twice the most clusters that are measured
+TOPICS = 32  # the most clusters that are measured
 LEAST = 1e-3  # of a statistic, so that ratios exist
 NOISE = np.pi**2 / 6  # variance of the model's Gumbel noise
 LEAST_CONTEXT, LEAST_NOISE = 0.01, 0.03  # shares of the variance of logits
@@ -56,7 +56,7 @@ def first_guess(real: Statistics) -> Strengths:
         topics=TOPICS,
         topic_share=0.5,
         lexicon=0.3,
-        prompt_lexicon=1.5,
+        prompt_lexicon=1.0,
         repeat=0.5,
         zipf=real.zipf,
         answer_lengths=real.answer_lengths,

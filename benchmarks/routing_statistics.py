@@ -34,13 +34,17 @@ class Statistics:
     top_k: int
     requests: int
     tokens: int
-    shares: np.ndarray  # (L, E) how often each expert is chosen relative to the mean, from the most to the least popular
+    shares: (
+        np.ndarray
+    )  # (L, E) how often each expert is chosen relative to the mean, from the most to the least popular
     token: np.ndarray  # likeness of two occurrences of a token id in different requests
     request: np.ndarray  # likeness of tokens of different ids in the two halves of a request
     path: np.ndarray  # nats that an expert tells of an expert at the layer before; 0 at the first layer
     path_decay: np.ndarray  # (2,) the same over 2 and 4 layers, as a share of the above, mean of layers
     together: np.ndarray  # nats by which the pairs of experts of a token differ from those of independent experts
-    token_directions: float  # how many directions the differences between frequent token ids have, a participation ratio
+    token_directions: (
+        float  # how many directions the differences between frequent token ids have, a participation ratio
+    )
     request_directions: float  # the same for differences between requests
     clusters: np.ndarray  # (5,) share of requests' differences that 2, 4, 8, 16, 32 clusters explain
     from_prompt: float  # share of requests' differences that a ridge regression on the prompt's ids explains

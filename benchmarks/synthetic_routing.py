@@ -1,8 +1,7 @@
 """Synthetic routing with the statistics of real traces, in the shape of a model that is too large to trace here.
 
-    python benchmarks/synthetic_routing.py TRACE [TRACE ...] [--out benchmarks/results] [--rounds 10]
-
-The model. A router's logit for expert e at layer l, for a token with id v in request r, is
+The model, which `bench_synthetic` fits and `bench_nodes` uses: a router's logit for expert e at layer l, for a token
+with id v in request r, is
 
     popularity(l, e) + id(l) A(l, e) . u(v) + request(l) B(l, e) . q(r) + context(l) C(l, e) . c(t, l) + Gumbel noise
 
@@ -13,8 +12,9 @@ set on a pilot so that experts are chosen as often as the statistics say. Withou
 of the highest logits. With groups, as in DeepSeek-V3, a group scores the sum of its two highest logits, the groups with
 the highest scores are kept, and the experts are the highest inside them.
 
-Ids follow a Zipf-Mandelbrot curve, tilted by the request's topic, in prompt and answer alike; a share of them repeats
-an earlier id of the request, at distances whose logarithms are uniform. Lengths follow the quantiles of the real ones. Prompts are routed by the same model.
+Ids follow a Zipf-Mandelbrot curve, tilted by q(r) in prompt and answer alike, so that prompts tell of requests. A share
+of them repeats an earlier id of the request, at distances whose logarithms are uniform. Lengths follow the quantiles of
+the real ones. Prompts are routed by the same model.
 """
 
 from dataclasses import dataclass, field
@@ -44,7 +44,7 @@ class Strengths:
     context_directions: float
     topics: int
     topic_share: float  # of the variance of requests, the rest is each request's own
-    lexicon: float  # standard deviation by which a topic tilts the log frequency of an id in answers
+    lexicon: float  # standard deviation by which a request tilts the log frequency of an id in answers
     prompt_lexicon: float  # the same in prompts
     repeat: float  # share of ids that repeat an earlier one of the request
     zipf: tuple[float, float]  # exponent and shift
@@ -80,9 +80,10 @@ def draw(strengths: Strengths, shape: Shape = DEEPSEEK_V3, seed: int = 0) -> Rou
     The layers drawn stand at even depths of the model, and follow each other as neighbours do.
     """
     rng = np.random.default_rng(seed)
-    text = _Text.draw(strengths, shape, rng)
     with threadpool_limits(1):
-        experts = _route(strengths, shape, text, rng)
+        requests = _request_vectors(strengths, shape, rng)
+        text = _Text.draw(strengths, shape, requests, rng)
+        experts = _route(strengths, shape, text, requests, rng)
     rows = np.flatnonzero(text.answer | shape.prefill)
     return RoutingTrace(
         token_ids=text.ids[rows],
@@ -114,6 +115,25 @@ def _offsets(lengths: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
 
+def _vectors(
+    rng: np.random.Generator, number: int, directions: float, strengths: Strengths, shape: Shape
+) -> np.ndarray:
+    """(number, d) Gaussian vectors in so many directions, widened to the shape; the last direction counts in part."""
+    widen = shape.experts / strengths.shares.shape[1] if shape.widen is None else shape.widen
+    width = max(float(directions * widen), 1.0)
+    out = _normal(rng, number, int(np.ceil(width)))
+    out[:, -1] *= np.float32((width - np.ceil(width) + 1) ** 0.5)
+    return out
+
+
+def _request_vectors(strengths: Strengths, shape: Shape, rng: np.random.Generator) -> np.ndarray:
+    """(R, d) q(r): in part those of a topic drawn at random, in part each request's own."""
+    topics, own = (_vectors(rng, number, strengths.request_directions, strengths, shape)
+                   for number in (strengths.topics, shape.requests))  # fmt: skip
+    share, topic = strengths.topic_share, rng.integers(strengths.topics, size=shape.requests)
+    return np.float32(share**0.5) * topics[topic] + np.float32((1 - share) ** 0.5) * own
+
+
 @dataclass(frozen=True)
 class _Text:
     """Prompts and answers, request after request."""
@@ -121,22 +141,20 @@ class _Text:
     ids: np.ndarray  # (T,) int32
     request: np.ndarray  # (T,)
     answer: np.ndarray  # (T,) bool
-    topic: np.ndarray  # (R,)
 
     @classmethod
-    def draw(cls, strengths: Strengths, shape: Shape, rng: np.random.Generator) -> "_Text":
+    def draw(cls, strengths: Strengths, shape: Shape, requests: np.ndarray, rng: np.random.Generator) -> "_Text":
         lengths = [_lengths(quantiles, shape.requests, rng)
                    for quantiles in (strengths.prompt_lengths, strengths.answer_lengths)]  # fmt: skip
         request = np.repeat(np.arange(shape.requests), lengths[0] + lengths[1])
         place = np.arange(len(request)) - _offsets(lengths[0] + lengths[1])[request]
-        topic = rng.integers(strengths.topics, size=shape.requests)
         answer = place >= lengths[0][request]
-        ids = _words(strengths, shape.vocabulary, topic[request], answer, rng)
+        ids = _words(strengths, shape.vocabulary, requests, lengths, rng)
         distance = np.ceil(np.maximum(place, 1) ** rng.random(len(ids))).astype(np.int64)
         earlier = np.arange(len(ids)) - np.minimum(distance, place)
         repeats = (rng.random(len(ids)) < strengths.repeat) & (place > 0)
         _repeat(ids, earlier, repeats)
-        return cls(ids, request, answer, topic)
+        return cls(ids, request, answer)
 
 
 def _lengths(quantiles: np.ndarray, number: int, rng: np.random.Generator) -> np.ndarray:
@@ -146,19 +164,21 @@ def _lengths(quantiles: np.ndarray, number: int, rng: np.random.Generator) -> np
 
 
 def _words(
-    strengths: Strengths, vocabulary: int, topic: np.ndarray, answer: np.ndarray, rng: np.random.Generator
+    strengths: Strengths, vocabulary: int, requests: np.ndarray, lengths: list[np.ndarray], rng: np.random.Generator
 ) -> np.ndarray:
-    """(T,) int32 ids; topic (T,), answer (T,) bool. Frequencies differ between topics by a random factor of each id."""
+    """(T,) int32 ids of requests (R, d), each with so many ids of prompt and answer: lengths two of (R,).
+
+    The log frequency of an id is tilted by the product of a vector of its own and the request's.
+    """
     exponent, shift = strengths.zipf
-    log_frequency = -exponent * np.log(np.arange(1, vocabulary + 1) + shift)
-    uniform, out = rng.random(len(topic)), np.empty(len(topic), np.int32)
-    for k in range(strengths.topics):
-        taste = rng.standard_normal(vocabulary, np.float32)
-        for part, tilt in ((answer, strengths.lexicon), (~answer, strengths.prompt_lexicon)):
-            cumulative = np.cumsum(np.exp(log_frequency + tilt * taste))
-            own = (topic == k) & part
-            out[own] = np.searchsorted(cumulative, uniform[own] * cumulative[-1]).clip(max=vocabulary - 1)
-    return out
+    frequency = (-exponent * np.log(np.arange(1, vocabulary + 1) + shift)).astype(np.float32)
+    taste, out = _unit(_normal(rng, requests.shape[1], vocabulary)), []
+    for vector, *numbers in zip(requests, *lengths, strict=True):
+        tilt = vector @ taste
+        for number, strength in zip(numbers, (strengths.prompt_lexicon, strengths.lexicon), strict=True):
+            cumulative = np.cumsum(np.exp(frequency + np.float32(strength) * tilt), dtype=np.float64)
+            out.append(np.searchsorted(cumulative, rng.random(number) * cumulative[-1]).clip(max=vocabulary - 1))
+    return np.concatenate(out).astype(np.int32)
 
 
 @numba.njit(cache=True)
@@ -169,15 +189,17 @@ def _repeat(ids, earlier, repeats):
             ids[t] = ids[earlier[t]]
 
 
-def _route(strengths: Strengths, shape: Shape, text: _Text, rng: np.random.Generator) -> np.ndarray:
+def _route(
+    strengths: Strengths, shape: Shape, text: _Text, requests: np.ndarray, rng: np.random.Generator
+) -> np.ndarray:
     """(T, L, K) experts of the rows that are routed."""
     rows = np.flatnonzero(text.answer | shape.prefill)
-    sources = _Sources.draw(strengths, shape, text, rng)
+    sources = _Sources.draw(strengths, shape, text, requests, rng)
     out = np.empty((len(rows), shape.layers, shape.top_k), np.uint8 if shape.experts <= 256 else np.int16)
-    context = _normal(rng, len(rows), sources.width(strengths.context_directions))
+    context, keep = sources.contexts(rng, len(rows)), np.float32(strengths.keep)
     for l in range(shape.layers):
-        fresh = _normal(rng, *context.shape)
-        context = fresh if l == 0 else strengths.keep * context + np.float32((1 - strengths.keep**2) ** 0.5) * fresh
+        if l > 0:
+            context = keep * context + np.sqrt(1 - keep**2) * sources.contexts(rng, len(rows))
         parts = sources.layer(l, rng)
         bias = _popularity(parts, sources.shares[l], rows, context, shape, rng)
         for first in range(0, len(rows), CHUNK):
@@ -197,41 +219,40 @@ def _gumbel(rng: np.random.Generator, *size: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Sources:
-    """What the logits of all layers come from; strengths (L, 3) of id, request and context."""
+    """What the logits of all layers come from; by layer the strengths of id, request and context."""
 
     ids: np.ndarray  # (V, d)
     requests: np.ndarray  # (R, d')
     text: _Text
-    strengths: np.ndarray
+    by_layer: np.ndarray  # (L, 3)
     shares: np.ndarray  # (L, E)
-    context_width: int
-    widen: float
+    strengths: Strengths
+    shape: Shape
 
     @classmethod
-    def draw(cls, strengths: Strengths, shape: Shape, text: _Text, rng: np.random.Generator) -> "_Sources":
-        widen = shape.experts / strengths.shares.shape[1] if shape.widen is None else shape.widen
-        widths = [max(round(d * widen), 1) for d in (strengths.id_directions, strengths.request_directions)]
-        topics, own = _normal(rng, strengths.topics, widths[1]), _normal(rng, shape.requests, widths[1])
-        share = strengths.topic_share
+    def draw(
+        cls, strengths: Strengths, shape: Shape, text: _Text, requests: np.ndarray, rng: np.random.Generator
+    ) -> "_Sources":
         by_layer = np.stack([strengths.id, strengths.request, strengths.context], axis=1)
         return cls(
-            _normal(rng, shape.vocabulary, widths[0]),
-            np.float32(share**0.5) * topics[text.topic] + np.float32((1 - share) ** 0.5) * own,
+            _vectors(rng, shape.vocabulary, strengths.id_directions, strengths, shape),
+            requests,
             text,
             at_even_depths(by_layer, shape.layers),
             resampled(at_even_depths(strengths.shares, shape.layers), shape.experts),
-            max(round(strengths.context_directions * widen), 1),
-            widen,
+            strengths,
+            shape,
         )
 
-    def width(self, directions: float) -> int:
-        return max(round(directions * self.widen), 1)
+    def contexts(self, rng: np.random.Generator, number: int) -> np.ndarray:
+        """(number, d) contexts of tokens."""
+        return _vectors(rng, number, self.strengths.context_directions, self.strengths, self.shape)
 
     def layer(self, layer: int, rng: np.random.Generator) -> "_Layer":
         """The vectors of the experts of one layer, scaled by its strengths."""
-        widths = (self.ids.shape[1], self.requests.shape[1], self.context_width)
+        widths = (self.ids.shape[1], self.requests.shape[1], self.contexts(rng, 1).shape[1])
         experts = [_unit(_normal(rng, width, self.shares.shape[1])) for width in widths]
-        scaled = [np.float32(s) * one for s, one in zip(self.strengths[layer], experts, strict=True)]
+        scaled = [np.float32(s) * one for s, one in zip(self.by_layer[layer], experts, strict=True)]
         return _Layer(self, scaled[0], self.requests @ scaled[1], scaled[2])
 
 
