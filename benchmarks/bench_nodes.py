@@ -37,7 +37,7 @@ from semmoe.trace import open_trace
 
 RESULTS = Path(__file__).parent / "results"
 TOKENS_PER_RANK = 128
-COPIES = ("eplb", "semmoe")  # methods that take redundant experts here
+COPIES = ("linear", "eplb", "semmoe")  # methods that take redundant experts
 SHOWN = (
     "nodes",
     "ranks_inside",
@@ -55,7 +55,7 @@ def traces(given: argparse.Namespace, seed: int) -> tuple[RoutingTrace, RoutingT
     if given.trace:
         return split(open_trace(given.trace), given.profile_share, seed)
     shape = replace(DEEPSEEK_V3, layers=given.layers, requests=given.requests, widen=given.widen,
-                    prefill=given.phase == "prefill")  # fmt: skip
+                    prefill=given.phase == "prefill", coherence=given.coherence)  # fmt: skip
     trace = draw(load_strengths(given.strengths), shape, seed)
     trace = of_phase(trace, (PREFILL if given.phase == "prefill" else DECODE,))
     chosen = np.random.default_rng(seed).random(trace.num_requests) < given.profile_share
@@ -92,10 +92,11 @@ def run_case(
 def bound(case: str, held_out: RoutingTrace, seed: int) -> dict[str, Any] | None:
     """The bound of placements that keep groups whole, where these fit."""
     nodes, groups = int(case.split(":")[1]), held_out.fingerprint.num_groups
-    if groups == 1 or groups % nodes:
+    if groups == 1 or groups != nodes:
         return None
-    reached, left = bound_of_groups(held_out, nodes, seed)
-    chance = reached * (1 - 1 / nodes)
+    copies = int(case.split(":")[2]) // nodes
+    reached, found = bound_of_groups(held_out, nodes, (copies,) if copies else (), seed)
+    chance, left = reached * (1 - 1 / nodes), found[-1]
     print(f"  {case:10} {seed} whole groups: {reached:.3f} groups per token, {chance:.3f} on other nodes by chance, "
           f"{left:.3f} at best, {left / chance - 1:+.1%}", flush=True)  # fmt: skip
     return {"case": case, "split": seed, "method": "bound of whole groups", "groups": reached, "nodes": left}
@@ -123,6 +124,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1500)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--widen", type=float, help="factor on directions; by default experts / experts fitted on")
+    parser.add_argument("--coherence", type=float, default=0.0, help="how alike the experts of a group are, 0 to 1")
     parser.add_argument("--phase", choices=("prefill", "decode"), default="decode")
     parser.add_argument("--profile-share", type=float, default=0.4)
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")

@@ -103,11 +103,15 @@ def node_hits(trace: RoutingTrace, placement: Placement, topology: Topology) -> 
     return np.add.reduceat(hit, trace.request_offsets[:-1])
 
 
-def bound_of_groups(trace: RoutingTrace, nodes: int, seed: int = 0) -> tuple[float, float]:
-    """(expert groups of a token, the other nodes among those of their nodes) if routing were known and groups stayed
-    whole: groups are spread evenly over the nodes of each layer, and requests over the nodes, for fewest rows.
+def bound_of_groups(
+    trace: RoutingTrace, nodes: int, copies: tuple[int, ...] = (), seed: int = 0
+) -> tuple[float, list[float]]:
+    """(expert groups per token, rows between nodes without and with `copies` on each node), if routing were known.
 
-    A local optimum on the trace itself, so that it is what a planner that knew the future would be offered.
+    As many whole groups as nodes: each node has one group of each layer, and requests are spread over the nodes, for
+    fewest rows. Copies are of other groups' experts, chosen greedily for the requests of the node: those that most
+    often are among the last that a token needs of a group. All on the trace itself: what a planner that knew the future
+    would be offered, up to how well it is searched.
     """
     f, lengths = trace.fingerprint, np.diff(trace.request_offsets)
     size = f.num_experts // f.num_groups
@@ -119,7 +123,40 @@ def bound_of_groups(trace: RoutingTrace, nodes: int, seed: int = 0) -> tuple[flo
     own = labels[None] == of_request[:, None, None]
     reached = float(used.sum(axis=2).mean())
     local = float((rates * own * lengths[:, None, None]).sum() / (lengths.sum() * f.num_layers))
-    return reached, reached - local
+    node, total = of_request[trace.request_of_token()], np.zeros(len(copies))
+    for l in range(f.num_layers):
+        for n in range(nodes):
+            experts = trace.expert_ids[node == n, l].astype(np.int64)
+            group = int(np.flatnonzero(labels[l] == n)[0])
+            total += _removed_rows(experts, size, group, f.num_experts, np.array(copies, np.int64))
+    return reached, [reached - local, *(reached - local - total / (trace.num_tokens * f.num_layers)).tolist()]
+
+
+@numba.njit(cache=True)
+def _removed_rows(experts, size, own_group, num_experts, copies):
+    """Rows that so many copies (C,), ascending, save a node with one group and tokens with experts (B, K)."""
+    (B, K), groups = experts.shape, num_experts // size
+    missing, removed, saved = np.zeros((B, groups), np.int64), 0, np.zeros(len(copies))
+    held = np.zeros(num_experts, np.bool_)
+    held[own_group * size : (own_group + 1) * size] = True
+    for t in range(B):
+        for k in range(K):
+            missing[t, experts[t, k] // size] += not held[experts[t, k]]
+    for number in range(1, copies[-1] + 1 if len(copies) else 0):
+        value = np.zeros(num_experts)
+        for t in range(B):
+            for k in range(K):
+                if not held[experts[t, k]]:
+                    value[experts[t, k]] += 1 / missing[t, experts[t, k] // size] ** 2
+        best = value.argmax()
+        held[best] = True
+        for t in range(B):
+            for k in range(K):
+                if experts[t, k] == best:
+                    missing[t, best // size] -= 1
+                    removed += missing[t, best // size] == 0
+        saved[copies == number] = removed
+    return saved
 
 
 def free_bound(trace: RoutingTrace, nodes: int, seed: int = 0) -> Placement:

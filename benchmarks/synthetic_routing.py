@@ -68,6 +68,8 @@ class Shape:
     prefill: bool = True  # whether the tokens of prompts are routed too
     # factor on the number of directions of ids, requests and contexts; None: experts / experts of the statistics
     widen: float | None = None
+    # share of an expert's vectors that is its group's; traces of models without groups do not tell it
+    coherence: float = 0.0
     model: str = field(default="synthetic")
 
 
@@ -251,9 +253,18 @@ class _Sources:
     def layer(self, layer: int, rng: np.random.Generator) -> "_Layer":
         """The vectors of the experts of one layer, scaled by its strengths."""
         widths = (self.ids.shape[1], self.requests.shape[1], self.contexts(rng, 1).shape[1])
-        experts = [_unit(_normal(rng, width, self.shares.shape[1])) for width in widths]
+        experts = [_experts(rng, width, self.shape) for width in widths]
         scaled = [np.float32(s) * one for s, one in zip(self.by_layer[layer], experts, strict=True)]
         return _Layer(self, scaled[0], self.requests @ scaled[1], scaled[2])
+
+
+def _experts(rng: np.random.Generator, width: int, shape: Shape) -> np.ndarray:
+    """(width, E) unit vectors, those of a group as alike as the shape says."""
+    own = _unit(_normal(rng, width, shape.experts))
+    if shape.coherence == 0:
+        return own
+    group = np.repeat(_unit(_normal(rng, width, shape.groups)), shape.experts // shape.groups, axis=1)
+    return _unit(np.float32(shape.coherence**0.5) * group + np.float32((1 - shape.coherence) ** 0.5) * own)
 
 
 def _unit(vectors: np.ndarray) -> np.ndarray:
