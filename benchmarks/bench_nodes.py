@@ -2,7 +2,8 @@
 
     python benchmarks/bench_nodes.py [--strengths benchmarks/results/routing_gpt-oss-20b.json] [--trace TRACE]
                                      [--cases 64:8:0 64:8:64 144:18:32 320:40:64] [--splits 3] [--requests 1500]
-                                     [--layers 6] [--widen 8] [--methods linear eplb exflow semmoe] [--out FILE]
+                                     [--layers 6] [--widen 8] [--coherence 0] [--methods linear eplb exflow semmoe]
+                                     [--out FILE]
 
 A case is EP size:nodes:redundant experts. Attention is data-parallel: a request stays on its rank. Without --trace,
 traces are drawn by `synthetic_routing`, one per split, of so many layers at even depths of the model's 58, and answers

@@ -9,12 +9,12 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-from calibrate_routing import calibrate, shape_of  # noqa: E402
-from node_traffic import _count, _removed_rows, bound_of_groups  # noqa: E402
-from routing_statistics import chance, fit, path_information, same_request, same_token  # noqa: E402
-from synthetic_routing import Shape, Strengths, choose, draw, resampled  # noqa: E402
+from calibrate_routing import calibrate, shape_of
+from node_traffic import _count, _removed_rows, bound_of_groups
+from routing_statistics import chance, fit, path_information, same_request, same_token
+from synthetic_routing import Shape, Strengths, choose, draw, resampled
 
-from semmoe.core import DECODE, PREFILL  # noqa: E402
+from semmoe.core import DECODE, PREFILL
 
 L, E = 3, 16
 SMALL = Shape(
@@ -125,7 +125,7 @@ def test_likeness_by_hand():
 def test_rows_between_nodes_by_hand():
     node_of = np.array([0, 0, 1, 1, 2, 2])
     counts, load = _count(np.array([[0, 1, 2, 3], [4, 5, 4, 2]]), np.array([0, 2]), node_of)
-    # token 0: node 1; token 1 on rank 2: node 2. Ranks inside: 1; beyond: 2, 3, 4, 5. Pairs: 2 local, 1 inside, 5 beyond
+    # token 0 reaches node 1, token 1, on rank 2, node 2; ranks inside: 1; beyond: 2, 3, 4, 5
     np.testing.assert_array_equal(counts, [2, 1, 4, 2, 1, 5])
     np.testing.assert_array_equal(load, [1, 1, 2, 1, 2, 1])
 
