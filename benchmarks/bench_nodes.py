@@ -3,7 +3,7 @@
     python benchmarks/bench_nodes.py [--strengths benchmarks/results/routing_gpt-oss-20b.json] [--trace TRACE]
                                      [--cases 64:8:0 64:8:64 144:18:32 320:40:64] [--splits 3] [--requests 1500]
                                      [--layers 6] [--widen 8] [--coherence 0] [--methods linear eplb exflow semmoe]
-                                     [--out FILE]
+                                     [--quick] [--out FILE]
 
 A case is EP size:nodes:redundant experts. Attention is data-parallel: a request stays on its rank. Without --trace,
 traces are drawn by `synthetic_routing`, one per split, of so many layers at even depths of the model's 58, and answers
@@ -30,7 +30,7 @@ from node_traffic import bound_of_groups, known_groups, measure
 from synthetic_routing import DEEPSEEK_V3, draw
 
 from semmoe.core import DECODE, PREFILL, RoutingTrace
-from semmoe.settings import CoclusterSettings, ReplaySettings, SolveSettings
+from semmoe.settings import QUICK, CoclusterSettings, ReplaySettings, SolveSettings
 from semmoe.solver import solve
 from semmoe.splitter import split
 from semmoe.topology import Topology
@@ -74,7 +74,8 @@ def run_case(
         copies = redundant if method in COPIES else 0
         if (profile.fingerprint.num_experts + copies) % ranks:
             continue  # without copies these experts cannot be spread evenly
-        search = CoclusterSettings(load_limit=limit, batch_tokens=batch)
+        effort = QUICK if given.quick else {}
+        search = CoclusterSettings(load_limit=limit, batch_tokens=batch, **effort)
         began = time.perf_counter()
         plan = solve(
             profile, topology, SolveSettings(method=method, redundant_experts=copies, seed=seed, cocluster=search)
@@ -128,6 +129,7 @@ def main() -> None:
     parser.add_argument("--coherence", type=float, default=0.0, help="how alike the experts of a group are, 0 to 1")
     parser.add_argument("--phase", choices=("prefill", "decode"), default="decode")
     parser.add_argument("--profile-share", type=float, default=0.4)
+    parser.add_argument("--quick", action="store_true", help="semmoe: one rough search per layer")
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     given = parser.parse_args()
     rows: list[dict[str, Any]] = []
@@ -143,6 +145,8 @@ def main() -> None:
     if given.out:
         about = {
             "widen": given.widen,
+            "coherence": given.coherence,
+            "quick": given.quick,
             "layers": given.layers,
             "phase": given.phase,
             "trace": given.trace.stem if given.trace else "drawn",
