@@ -77,9 +77,12 @@ def run_case(
         effort = QUICK if given.quick else {}
         search = CoclusterSettings(load_limit=limit, batch_tokens=batch, **effort)
         began = time.perf_counter()
-        plan = solve(
-            profile, topology, SolveSettings(method=method, redundant_experts=copies, seed=seed, cocluster=search)
-        )
+        chosen = SolveSettings(method=method, redundant_experts=copies, seed=seed, cocluster=search)
+        try:
+            plan = solve(profile, topology, chosen)
+        except ValueError as error:
+            print(f"  {case:10} {seed} {method:7} {error}", flush=True)
+            continue
         seconds = time.perf_counter() - began
         known = known_groups(held_out, plan.placement, topology)
         for way, group in (("plan", None), ("known", known)):
