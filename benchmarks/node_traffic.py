@@ -1,0 +1,171 @@
+"""What tokens of a trace send between ranks and nodes under a plan, and the least that true routing would leave."""
+
+from dataclasses import dataclass
+
+import numba
+import numpy as np
+
+from semmoe.capacity import improve_assignment
+from semmoe.copychoice import copy_choice
+from semmoe.core import Placement, Plan, RoutingTrace
+from semmoe.metrics import max_over_mean
+from semmoe.placement.joint import cocluster_requests
+from semmoe.replayer import cut_batches, token_groups, token_homes
+from semmoe.settings import ReplaySettings
+from semmoe.topology import Topology
+
+NAMES = ("nodes", "ranks_inside", "ranks_between", "pairs_local", "pairs_inside", "pairs_between")
+
+
+@dataclass(frozen=True)
+class NodeTraffic:
+    """Per token and layer: other nodes that it is sent to, ranks inside its node and beyond, and its pairs by place."""
+
+    nodes: float  # rows between nodes of a dispatcher that sends one to each node
+    ranks_inside: float  # rows to other ranks of the node
+    ranks_between: float  # rows between nodes of a dispatcher that sends one to each rank
+    pairs_local: float
+    pairs_inside: float
+    pairs_between: float  # rows between nodes of a dispatcher that sends one for each pair
+    lar: float
+    load: float  # pairs that ranks compute, max / mean in a batch, mean of batches and layers
+    node_load: float  # the same over nodes
+    tokens: float  # tokens of attention groups in the whole trace, max / mean
+
+
+def measure(trace: RoutingTrace, plan: Plan, settings: ReplaySettings, group: np.ndarray | None = None) -> NodeTraffic:
+    """Replay a plan in batches. group: (T,) the attention group of each token; None: as the plan schedules requests."""
+    topology = plan.topology
+    group = token_groups(trace, plan, settings) if group is None else group
+    batches, choice = cut_batches(trace.num_tokens, settings), copy_choice(plan.placement, topology)
+    counts, loads, node_loads = np.zeros(len(NAMES)), [], []
+    for l, (_, homes) in enumerate(token_homes(trace, plan, settings, group)):
+        for rows, home in zip(batches, homes, strict=True):
+            found, load = _count(choice[l].ranks(trace.expert_ids[rows, l], home), home, topology.node_of)
+            counts += found
+            loads.append(max_over_mean(load))
+            node_loads.append(max_over_mean(np.bincount(topology.node_of, load)))
+    tokens = sum(len(rows) for rows in batches) * trace.fingerprint.num_layers
+    figures = dict(zip(NAMES, (counts / tokens).tolist(), strict=True))
+    spread = max_over_mean(np.bincount(group, minlength=topology.dp_size))
+    lar = figures["pairs_local"] / trace.fingerprint.top_k
+    return NodeTraffic(**figures, lar=lar, load=_mean(loads), node_load=_mean(node_loads), tokens=spread)
+
+
+def _mean(values: list[float]) -> float:
+    return float(np.mean(values))
+
+
+@numba.njit(cache=True)
+def _count(targets, home, node_of):
+    """(6,) counts in the order of NAMES and (G,) load; targets (B, K): the ranks that compute pairs, home (B,)."""
+    counts, load = np.zeros(6), np.zeros(len(node_of))
+    rank_seen, node_seen = np.full(len(node_of), -1), np.full(node_of.max() + 1, -1)
+    for t in range(targets.shape[0]):
+        own = node_of[home[t]]
+        for k in range(targets.shape[1]):
+            rank = targets[t, k]
+            node = node_of[rank]
+            load[rank] += 1
+            counts[3 if rank == home[t] else 4 if node == own else 5] += 1
+            if rank != home[t] and rank_seen[rank] != t:
+                rank_seen[rank] = t
+                counts[1 if node == own else 2] += 1
+            if node != own and node_seen[node] != t:
+                node_seen[node] = t
+                counts[0] += 1
+    return counts, load
+
+
+def known_groups(trace: RoutingTrace, placement: Placement, topology: Topology, limit: float = 1.1) -> np.ndarray:
+    """(T,) attention groups if the routing of every request were known: those whose node its tokens use most.
+
+    Tokens of a group are at most `limit` times the mean, as far as whole requests allow. Groups of a node take turns.
+    """
+    lengths, D = np.diff(trace.request_offsets), topology.dp_size
+    hits = node_hits(trace, placement, topology)  # (R, N)
+    work = np.repeat(lengths[:, None].astype(np.float64), topology.num_nodes, axis=1)
+    capacity = np.full(topology.num_nodes, limit * lengths.sum() / topology.num_nodes)
+    start = np.arange(len(lengths)) % topology.num_nodes
+    nodes = improve_assignment(hits, work, capacity, start, 50)
+    inside, groups = D // topology.num_nodes, np.empty(len(lengths), np.int64)
+    for n in range(topology.num_nodes):
+        own = np.flatnonzero(nodes == n)
+        own = own[np.argsort(-lengths[own], kind="stable")]
+        groups[own] = n * inside + np.arange(len(own)) % inside
+    return groups[trace.request_of_token()]
+
+
+def node_hits(trace: RoutingTrace, placement: Placement, topology: Topology) -> np.ndarray:
+    """(R, N) float64: tokens, summed over layers, of each request that a node hosts an expert of."""
+    hosts = placement.hosts.reshape(len(placement.hosts), topology.num_nodes, -1, placement.num_experts).any(axis=2)
+    hit = sum(hosts[l][:, trace.expert_ids[:, l]].any(axis=2).T.astype(np.float64) for l in range(len(hosts)))
+    return np.add.reduceat(hit, trace.request_offsets[:-1])
+
+
+def bound_of_groups(
+    trace: RoutingTrace, nodes: int, copies: tuple[int, ...] = (), seed: int = 0
+) -> tuple[float, list[float]]:
+    """(expert groups per token, rows between nodes without and with `copies` on each node), if routing were known.
+
+    As many whole groups as nodes: each node has one group of each layer, and requests are spread over the nodes, for
+    fewest rows. Copies are of other groups' experts, chosen greedily for the requests of the node: those that most
+    often are among the last that a token needs of a group. All on the trace itself: what a planner that knew the future
+    would be offered, up to how well it is searched.
+    """
+    f, lengths = trace.fingerprint, np.diff(trace.request_offsets)
+    size = f.num_experts // f.num_groups
+    used = np.stack(
+        [(trace.expert_ids // size == g).any(axis=2) for g in range(f.num_groups)], axis=2
+    )  # (T, L, groups)
+    rates = np.add.reduceat(used.astype(np.float32), trace.request_offsets[:-1]) / lengths[:, None, None]
+    labels, of_request = cocluster_requests(rates, lengths, nodes, starts=20, seed=seed)
+    own = labels[None] == of_request[:, None, None]
+    reached = float(used.sum(axis=2).mean())
+    local = float((rates * own * lengths[:, None, None]).sum() / (lengths.sum() * f.num_layers))
+    node, total = of_request[trace.request_of_token()], np.zeros(len(copies))
+    for l in range(f.num_layers):
+        for n in range(nodes):
+            experts = trace.expert_ids[node == n, l].astype(np.int64)
+            group = int(np.flatnonzero(labels[l] == n)[0])
+            total += _removed_rows(experts, size, group, f.num_experts, np.array(copies, np.int64))
+    return reached, [reached - local, *(reached - local - total / (trace.num_tokens * f.num_layers)).tolist()]
+
+
+@numba.njit(cache=True)
+def _removed_rows(experts, size, own_group, num_experts, copies):
+    """Rows that so many copies (C,), ascending, save a node with one group and tokens with experts (B, K)."""
+    (B, K), groups = experts.shape, num_experts // size
+    missing, removed, saved = np.zeros((B, groups), np.int64), 0, np.zeros(len(copies))
+    held = np.zeros(num_experts, np.bool_)
+    held[own_group * size : (own_group + 1) * size] = True
+    for t in range(B):
+        for k in range(K):
+            missing[t, experts[t, k] // size] += not held[experts[t, k]]
+    for number in range(1, copies[-1] + 1 if len(copies) else 0):
+        value = np.zeros(num_experts)
+        for t in range(B):
+            for k in range(K):
+                if not held[experts[t, k]]:
+                    value[experts[t, k]] += 1 / missing[t, experts[t, k] // size] ** 2
+        best = value.argmax()
+        held[best] = True
+        for t in range(B):
+            for k in range(K):
+                if experts[t, k] == best:
+                    missing[t, best // size] -= 1
+                    removed += missing[t, best // size] == 0
+        saved[copies == number] = removed
+    return saved
+
+
+def free_bound(trace: RoutingTrace, nodes: int, seed: int = 0) -> Placement:
+    """Experts spread over nodes, whole groups or not, for most pairs at the nodes of requests that are known."""
+    f, lengths, request = trace.fingerprint, np.diff(trace.request_offsets), trace.request_of_token()
+    rates = np.zeros((trace.num_requests, f.num_layers, f.num_experts), np.float32)
+    for l in range(f.num_layers):
+        for k in range(f.top_k):
+            np.add.at(rates, (request, l, trace.expert_ids[:, l, k]), 1.0)
+    rates /= lengths[:, None, None]
+    labels, _ = cocluster_requests(rates, lengths, nodes, starts=20, seed=seed)
+    return Placement.from_labels(labels, nodes)
