@@ -90,10 +90,16 @@ def test_the_token_limit_holds_where_whole_requests_allow():
     assert load.max() <= 1.05 * load.mean() + 1e-6
 
 
+def test_groups_that_do_not_divide_experts_have_at_most_one_more():
+    rates, lengths = random_rates(0, 12, 2, 6)
+    experts, _ = cocluster_requests(rates, lengths, 4)
+    assert all(np.bincount(layer, minlength=4).max() <= 2 for layer in experts)
+
+
 def test_what_cannot_be_is_refused():
     rates, lengths = random_rates(0, 4, 1, 6)
-    with pytest.raises(ValueError, match="4 groups do not divide 6 experts"):
-        cocluster_requests(rates, lengths, 4)
+    with pytest.raises(ValueError, match="num_groups must be at least 1, not 0"):
+        cocluster_requests(rates, lengths, 0)
     with pytest.raises(ValueError, match="4 requests have lengths of shape"):
         cocluster_requests(rates, lengths[:2], 2)
     with pytest.raises(ValueError, match="starts must be at least 1, not 0"):

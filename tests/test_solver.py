@@ -158,3 +158,16 @@ def test_bytes_are_measured_by_those_of_linear():
     assert scores["paper"]["bytes_ratio"] == 0.0
     rows = {name: replay(trace, plan, measure).total.rows.sum() for name, plan in plans.items()}
     assert scores["eplb"]["bytes_ratio"] == pytest.approx(rows["eplb"] / rows["linear"])
+
+
+@pytest.mark.parametrize(("dp_size", "num_nodes"), [(6, 1), (6, 3), (3, 3)])
+def test_copies_make_up_for_experts_that_ranks_do_not_divide(dp_size, num_nodes):
+    """16 experts and 2 copies on 6 ranks."""
+    trace, _ = planted_trace(4, 1, seed=1)
+    topology = Topology(ep_size=6, dp_size=dp_size, num_nodes=num_nodes)
+    planned, eplb = (
+        replay(trace, solve(trace, topology, SolveSettings(method=method, redundant_experts=2))).total
+        for method in ("semmoe", "eplb")
+    )
+    assert planned.lar > eplb.lar
+    assert planned.remote_nodes_per_token <= eplb.remote_nodes_per_token

@@ -8,7 +8,7 @@ import numpy as np
 
 
 def place_layer(together, data, swaps, alpha, beta, gamma):
-    """(E,) clusters of one layer's experts: greedy by falling load, then improving random swaps.
+    """(E,) clusters of at most E / C experts, rounded up, of one layer: greedy by falling load, then improving random swaps.
 
     together (E, E): affinity of experts; data (E, C): activations of each expert by the data of each cluster.
     """
@@ -20,7 +20,7 @@ def place_layer(together, data, swaps, alpha, beta, gamma):
 @numba.njit(cache=True)
 def _place(together, data, load, order, swaps, alpha, beta, price):
     experts, clusters = data.shape
-    capacity = experts // clusters
+    capacity = -(-experts // clusters)
     labels = np.full(experts, -1, np.int64)
     count, cluster_load = np.zeros(clusters, np.int64), np.zeros(clusters)
     near = np.zeros((experts, clusters))  # near[e, c]: affinity of e to the other experts of c

@@ -1,7 +1,7 @@
 """Attention-DP: cluster requests and experts together over all layers, so that a request's experts are in its group.
 
 The method alternates two steps from seeded starts. Given the groups of the requests, the experts of each layer are
-assigned exactly (an assignment problem with E / D slots per group). Given the experts, requests move and swap under a
+assigned exactly (an assignment problem with E / D slots per group, rounded up). Given the experts, requests move and swap under a
 limit on the tokens per group. Neither step lowers the objective, the share of (token, expert) pairs in their request's
 group.
 
@@ -22,20 +22,20 @@ KICK = 0.2  # share of the requests that every second start redraws from the bes
 def cocluster_requests(
     rates: np.ndarray, lengths: np.ndarray, num_groups: int, starts: int = 100, seed: int = 0, token_limit: float = 1.1
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(L, E) int64: the group of each expert, E / D per group; and (R,) int64: the group of each request.
+    """(L, E) int64: the group of each expert, at most E / D, rounded up, per group; and (R,) int64: of each request.
 
     rates: (R, L, E) float32, a request's (token, expert) pairs per token; only their proportions matter. Rates that
     are partly predicted (`requests.predictor.RequestRates.planning_rates`) give better placements than the true ones,
     since online only the predicted part can be followed.
     lengths: (R,) tokens of each request. token_limit: most tokens of a group relative to the mean, as far as whole
     requests allow. Every second start begins near the best result so far; the result with most local pairs is kept.
-    Raises ValueError if D does not divide E, and for arrays of other shapes.
+    Raises ValueError for arrays of other shapes.
     """
     if rates.ndim != 3:
         raise ValueError(f"rates must be (requests, layers, experts), not {rates.shape}")
     R, L, E = rates.shape
-    if num_groups < 1 or E % num_groups != 0:
-        raise ValueError(f"{num_groups} groups do not divide {E} experts")
+    if num_groups < 1:
+        raise ValueError(f"num_groups must be at least 1, not {num_groups}")
     if lengths.shape != (R,) or R < 1:
         raise ValueError(f"{R} requests have lengths of shape {lengths.shape}")
     if starts < 1:
@@ -103,7 +103,7 @@ class _Problem:
         return improve_assignment(value * work, work, self.capacity, groups.copy(), SWEEPS)
 
     def place_experts(self, request_groups: np.ndarray) -> np.ndarray:
-        """(L * E,) expert groups with the most local pairs, E / D experts of each layer per group."""
+        """(L * E,) expert groups with the most local pairs, at most E / D, rounded up, of each layer per group."""
         pairs = (self.weighted.T @ one_hot(request_groups, self.groups)).astype(np.float64)
         by_layer = pairs.reshape(self.layers, self.experts, self.groups)
         return np.concatenate([equal_groups(layer) for layer in by_layer])
