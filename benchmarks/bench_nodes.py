@@ -3,7 +3,7 @@
     python benchmarks/bench_nodes.py [--strengths benchmarks/results/routing_gpt-oss-20b.json] [--trace TRACE]
                                      [--cases 64:8:0 64:8:64 144:18:32 320:40:64] [--splits 3] [--requests 1500]
                                      [--layers 6] [--widen 8] [--coherence 0] [--methods linear eplb exflow semmoe]
-                                     [--quick] [--out FILE]
+                                     [--links h100-400g] [--quick] [--out FILE]
 
 A case is EP size:nodes:redundant experts. Attention is data-parallel: a request stays on its rank. Without --trace,
 traces are drawn by `synthetic_routing`, one per split, of so many layers at even depths of the model's 58, and answers
@@ -29,6 +29,7 @@ from bench_synthetic import load_strengths
 from node_traffic import bound_of_groups, known_groups, measure
 from synthetic_routing import DEEPSEEK_V3, draw
 
+from semmoe.calibration import PhaseLinks, load_links
 from semmoe.core import DECODE, PREFILL, RoutingTrace
 from semmoe.settings import QUICK, CoclusterSettings, ReplaySettings, SolveSettings
 from semmoe.solver import solve
@@ -70,6 +71,7 @@ def run_case(
     ranks, nodes, redundant = map(int, case.split(":"))
     topology, batch = Topology(ep_size=ranks, dp_size=ranks, num_nodes=nodes), TOKENS_PER_RANK * ranks
     settings, limit, out = ReplaySettings(batch_tokens=batch, seed=seed), 1.15, []
+    costs = PhaseLinks(load_links(given.links, topology), load_links(given.links, topology)).costs(topology, 1.0, 1.0)
     for method in given.methods:
         copies = redundant if method in COPIES else 0
         if (profile.fingerprint.num_experts + copies) % ranks:
@@ -79,7 +81,7 @@ def run_case(
         began = time.perf_counter()
         chosen = SolveSettings(method=method, redundant_experts=copies, seed=seed, cocluster=search)
         try:
-            plan = solve(profile, topology, chosen)
+            plan = solve(profile, topology, chosen, costs=costs)
         except ValueError as error:
             print(f"  {case:10} {seed} {method:7} {error}", flush=True)
             continue
@@ -132,6 +134,7 @@ def main() -> None:
     parser.add_argument("--coherence", type=float, default=0.0, help="how alike the experts of a group are, 0 to 1")
     parser.add_argument("--phase", choices=("prefill", "decode"), default="decode")
     parser.add_argument("--profile-share", type=float, default=0.4)
+    parser.add_argument("--links", default="h100-400g", help="what semmoe's search is charged")
     parser.add_argument("--quick", action="store_true", help="semmoe: one rough search per layer")
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     given = parser.parse_args()
@@ -142,20 +145,21 @@ def main() -> None:
               f"{held_out.num_tokens:,} tokens, {profile.fingerprint.num_layers} layers", flush=True)  # fmt: skip
         for case in given.cases:
             found = bound(case, held_out, seed)
-            rows += ([found] if found else []) + run_case(case, profile, held_out, given, seed)
+            done = ([found] if found else []) + run_case(case, profile, held_out, given, seed)
+            rows += done
+            append(given, done)
     for case in given.cases:
         ratios(rows, case, given.splits)
-    if given.out:
-        about = {
-            "widen": given.widen,
-            "coherence": given.coherence,
-            "quick": given.quick,
-            "layers": given.layers,
-            "phase": given.phase,
-            "trace": given.trace.stem if given.trace else "drawn",
-        }
-        with given.out.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps({**about, **row}) + "\n" for row in rows)
+
+
+def append(given: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    """Add lines of JSON to the file that is asked for, if one is."""
+    if given.out is None:
+        return
+    about = {name: getattr(given, name) for name in ("widen", "coherence", "quick", "layers", "phase", "links")}
+    about["trace"] = given.trace.stem if given.trace else "drawn"
+    with given.out.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps({**about, **row}) + "\n" for row in rows)
 
 
 if __name__ == "__main__":

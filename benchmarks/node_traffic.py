@@ -8,13 +8,11 @@ import numpy as np
 from semmoe.capacity import improve_assignment
 from semmoe.copychoice import copy_choice
 from semmoe.core import Placement, Plan, RoutingTrace
-from semmoe.metrics import max_over_mean
+from semmoe.metrics import layer_traffic, max_over_mean, sum_traffic
 from semmoe.placement.joint import cocluster_requests
 from semmoe.replayer import cut_batches, token_groups, token_homes
 from semmoe.settings import ReplaySettings
 from semmoe.topology import Topology
-
-NAMES = ("nodes", "ranks_inside", "ranks_between", "pairs_local", "pairs_inside", "pairs_between")
 
 
 @dataclass(frozen=True)
@@ -38,43 +36,29 @@ def measure(trace: RoutingTrace, plan: Plan, settings: ReplaySettings, group: np
     topology = plan.topology
     group = token_groups(trace, plan, settings) if group is None else group
     batches, choice = cut_batches(trace.num_tokens, settings), copy_choice(plan.placement, topology)
-    counts, loads, node_loads = np.zeros(len(NAMES)), [], []
+    found, loads, node_loads = [], [], []
     for l, (_, homes) in enumerate(token_homes(trace, plan, settings, group)):
         for rows, home in zip(batches, homes, strict=True):
-            found, load = _count(choice[l].ranks(trace.expert_ids[rows, l], home), home, topology.node_of)
-            counts += found
-            loads.append(max_over_mean(load))
-            node_loads.append(max_over_mean(np.bincount(topology.node_of, load)))
-    tokens = sum(len(rows) for rows in batches) * trace.fingerprint.num_layers
-    figures = dict(zip(NAMES, (counts / tokens).tolist(), strict=True))
-    spread = max_over_mean(np.bincount(group, minlength=topology.dp_size))
-    lar = figures["pairs_local"] / trace.fingerprint.top_k
-    return NodeTraffic(**figures, lar=lar, load=_mean(loads), node_load=_mean(node_loads), tokens=spread)
+            targets = choice[l].ranks(trace.expert_ids[rows, l], home)
+            found.append(layer_traffic(targets, home, topology.ep_size, topology.num_nodes))
+            loads.append(max_over_mean(found[-1].load))
+            node_loads.append(max_over_mean(np.bincount(topology.node_of, found[-1].load)))
+    total, spread = sum_traffic(found), max_over_mean(np.bincount(group, minlength=topology.dp_size))
+    own = topology.node_of[:, None] == topology.node_of
+    counts = {
+        "nodes": total.node_rows.sum(),
+        "ranks_inside": total.rows[own].sum(),
+        "ranks_between": total.rows[~own].sum(),
+        "pairs_local": total.local_pairs,
+        "pairs_inside": total.pair_rows[own].sum(),
+        "pairs_between": total.pair_rows[~own].sum(),
+    }
+    figures = {name: float(count) / total.tokens for name, count in counts.items()}
+    return NodeTraffic(**figures, lar=total.lar, load=_mean(loads), node_load=_mean(node_loads), tokens=spread)
 
 
 def _mean(values: list[float]) -> float:
     return float(np.mean(values))
-
-
-@numba.njit(cache=True)
-def _count(targets, home, node_of):
-    """(6,) counts in the order of NAMES and (G,) load; targets (B, K): the ranks that compute pairs, home (B,)."""
-    counts, load = np.zeros(6), np.zeros(len(node_of))
-    rank_seen, node_seen = np.full(len(node_of), -1), np.full(node_of.max() + 1, -1)
-    for t in range(targets.shape[0]):
-        own = node_of[home[t]]
-        for k in range(targets.shape[1]):
-            rank = targets[t, k]
-            node = node_of[rank]
-            load[rank] += 1
-            counts[3 if rank == home[t] else 4 if node == own else 5] += 1
-            if rank != home[t] and rank_seen[rank] != t:
-                rank_seen[rank] = t
-                counts[1 if node == own else 2] += 1
-            if node != own and node_seen[node] != t:
-                node_seen[node] = t
-                counts[0] += 1
-    return counts, load
 
 
 def known_groups(trace: RoutingTrace, placement: Placement, topology: Topology, limit: float = 1.1) -> np.ndarray:
@@ -157,15 +141,3 @@ def _removed_rows(experts, size, own_group, num_experts, copies):
                     removed += missing[t, best // size] == 0
         saved[copies == number] = removed
     return saved
-
-
-def free_bound(trace: RoutingTrace, nodes: int, seed: int = 0) -> Placement:
-    """Experts spread over nodes, whole groups or not, for most pairs at the nodes of requests that are known."""
-    f, lengths, request = trace.fingerprint, np.diff(trace.request_offsets), trace.request_of_token()
-    rates = np.zeros((trace.num_requests, f.num_layers, f.num_experts), np.float32)
-    for l in range(f.num_layers):
-        for k in range(f.top_k):
-            np.add.at(rates, (request, l, trace.expert_ids[:, l, k]), 1.0)
-    rates /= lengths[:, None, None]
-    labels, _ = cocluster_requests(rates, lengths, nodes, starts=20, seed=seed)
-    return Placement.from_labels(labels, nodes)

@@ -10,7 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 from calibrate_routing import calibrate, shape_of
-from node_traffic import _count, _removed_rows, bound_of_groups
+from node_traffic import _removed_rows, bound_of_groups
 from routing_statistics import chance, fit, path_information, same_request, same_token
 from synthetic_routing import Shape, Strengths, choose, draw, resampled
 
@@ -120,14 +120,6 @@ def test_likeness_by_hand():
     assert same_request(ids, request, halves, experts, 2) == 0.0
     trace = draw(strengths(), FLAT)
     assert path_information(trace, 1, 1) < 0.01
-
-
-def test_rows_between_nodes_by_hand():
-    node_of = np.array([0, 0, 1, 1, 2, 2])
-    counts, load = _count(np.array([[0, 1, 2, 3], [4, 5, 4, 2]]), np.array([0, 2]), node_of)
-    # token 0 reaches node 1, token 1, on rank 2, node 2; ranks inside: 1; beyond: 2, 3, 4, 5
-    np.testing.assert_array_equal(counts, [2, 1, 4, 2, 1, 5])
-    np.testing.assert_array_equal(load, [1, 1, 2, 1, 2, 1])
 
 
 def test_copies_remove_a_row_when_the_last_expert_of_a_group_is_held():
