@@ -11,21 +11,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
-TOTAL, FILE, FUNCTION = 27_280, 350, 50
+TOTAL, FILE, FUNCTION = 27_360, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 335,
     "topology.py bounds.py hashed.py html.py": 340,
     "files.py trace.py": 535,
     "affinity.py splitter.py copychoice.py metrics.py capacity.py": 640,
-    "settings.py cost.py rowcosts.py payoff.py": 740,
+    "settings.py cost.py rowcosts.py payoff.py": 780,
     "results.py": 280,
     "tokens": 1100,
     "requests": 1030,
-    "placement": 2380,
+    "placement": 2450,
     "methods": 1380,
     "plan.py": 200,
-    "solver.py": 230,
+    "solver.py": 250,
     "replayer.py online.py": 300,
     "runtime": 2490,
     "checkpoint": 1130,

@@ -34,7 +34,7 @@ from semmoe.results import AffinityFile
 from semmoe.settings import QUICK, THOROUGH, CoclusterSettings, ReplaySettings, SolveSettings
 from semmoe.topology import Fingerprint, Topology
 
-OBJECTIVE = ["load_limit", "remote_rank_cost", "remote_node_cost"]
+OBJECTIVE = ["load_limit", "remote_rank_cost", "remote_node_cost", "groups", "phase"]
 LOAD_NOISE = 0.05  # by which the load of held-out requests may be above what was expected of them
 EFFORT = ["quick", "thorough", "budget"]
 METHOD_NAMES = ", ".join(METHODS)
@@ -288,7 +288,7 @@ def refuse_idle(ctx: typer.Context, methods: list[str], topology: Topology) -> N
     if "moetuner" not in methods:
         refuse_given(ctx, ["time_limit"], f"no integer program is solved by {', '.join(methods)}")
     if topology.num_nodes == 1:
-        refuse_given(ctx, ["remote_node_cost"], "all ranks are on one node")
+        refuse_given(ctx, ["remote_node_cost", "groups"], "all ranks are on one node")
 
 
 def model_embeddings(model: str, expected: Fingerprint) -> Any:
