@@ -73,13 +73,20 @@ def check_inputs(trace: RoutingTrace, topology: Topology, settings: SolveSetting
         raise ValueError("the trace holds no routed token: profile something first")
     if settings.method == "semmoe":
         check_lookahead(trace, topology, settings.predictor)
-        groups, nodes = trace.fingerprint.num_groups, topology.num_nodes
-        if settings.cocluster.groups == "whole" and groups % nodes:
-            raise ValueError(f"groups cannot be whole: {groups} gate groups do not divide over {nodes} nodes")
+        check_groups(trace.fingerprint, topology, settings)
         if settings.phase != "both" and not (trace.phase == PHASES[settings.phase]).any():
             raise ValueError(f"phase is {settings.phase}, of which the trace has no token")
     if previous is not None:
         check_previous(previous, trace.fingerprint, topology, settings)
+
+
+def check_groups(model: Fingerprint, topology: Topology, settings: SolveSettings) -> None:
+    """Raise ValueError if nodes should keep whole gate groups and cannot, or would have room for all experts."""
+    groups, experts, nodes = model.num_groups, model.num_experts, topology.num_nodes
+    if settings.cocluster.groups == "whole" and groups % nodes:
+        raise ValueError(f"groups cannot be whole: {groups} gate groups do not divide over {nodes} nodes")
+    if settings.cocluster.groups == "whole" and nodes > 1 and experts + settings.redundant_experts > nodes * experts:
+        raise ValueError(f"groups whole does not apply: each of {nodes} nodes has more slots than {experts} experts")
 
 
 def check_previous(previous: Plan, model: Fingerprint, topology: Topology, settings: SolveSettings) -> None:

@@ -176,18 +176,25 @@ def place(
         costs,
         phase,
     )
-    limit, highest = settings.load_limit, settings.load_price
-    shares = ROUGH_PRICES if before is None else (WARM_PRICE,)
-    rough_prices = [highest * share for share in shares] if limit else [0.0]
-    with ThreadPoolExecutor(cpu_count()) as pool:
-        found = list(pool.map(partial(layers.rough, rough_prices), range(f.num_layers)))
-        price, chosen = choose(found, limit, highest)
-        if before is None:
-            finer_prices = [price * share for share in FINER_PRICES] if limit else [0.0]
-            finer = list(pool.map(partial(layers.finer, finer_prices), range(f.num_layers)))
-            _, chosen = choose([a + b for a, b in zip(found, finer, strict=True)], limit, highest)
+    chosen = _search(layers, f.num_layers)
     slots = np.stack([layout.slots for layout in chosen])
     return _placement(slots if before is None else keep_slots(slots, before), chosen, f.num_experts, settings)
+
+
+def _search(layers: _Layers, num_layers: int) -> list[Measured]:
+    """Search all layers, side by side, and choose a layout for each."""
+    settings = layers.settings
+    limit, highest = settings.load_limit, settings.load_price
+    shares = ROUGH_PRICES if layers.before is None else (WARM_PRICE,)
+    rough_prices = [highest * share for share in shares] if limit else [0.0]
+    with ThreadPoolExecutor(cpu_count()) as pool:
+        found = list(pool.map(partial(layers.rough, rough_prices), range(num_layers)))
+        price, chosen = choose(found, limit, highest)
+        if layers.before is None:
+            finer_prices = [price * share for share in FINER_PRICES] if limit else [0.0]
+            finer = list(pool.map(partial(layers.finer, finer_prices), range(num_layers)))
+            _, chosen = choose([a + b for a, b in zip(found, finer, strict=True)], limit, highest)
+    return chosen
 
 
 def default_costs(topology: Topology, settings: CoclusterSettings) -> tuple[RowCosts, RowCosts]:

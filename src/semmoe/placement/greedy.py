@@ -8,7 +8,7 @@ import numpy as np
 
 
 def place_layer(together, data, swaps, alpha, beta, gamma):
-    """(E,) clusters of at most E / C experts, rounded up, of one layer: greedy by falling load, then improving random swaps.
+    """(E,) clusters of at most E / C experts, rounded up: greedy by falling load, then improving random swaps.
 
     together (E, E): affinity of experts; data (E, C): activations of each expert by the data of each cluster.
     """

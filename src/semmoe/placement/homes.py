@@ -4,6 +4,7 @@
 """
 
 from collections import namedtuple
+from typing import Any
 
 import numba
 import numpy as np
@@ -12,7 +13,7 @@ from semmoe.rowcosts import RowCosts
 
 njit = numba.njit(cache=True, nogil=True)
 # For functions that make no arrays: without counts of references to those of a State, which take most of their time.
-bare = numba.njit(cache=True, nogil=True, _nrt=False)
+bare: Any = numba.njit(cache=True, nogil=True, _nrt=False)  # type: ignore[call-overload]
 inlined = numba.njit(inline="always")  # for calls that pass a dozen arrays, which cost more than what they do
 
 Costs = namedtuple(
@@ -203,6 +204,19 @@ def charge(state, u, servers, cost, seen, seen_nodes):
         for i in range(servers.shape[1]):
             seen[servers[s, i]] = seen_nodes[state.node_of[servers[s, i]]] = 0
         cost[s] = total
+
+
+@inlined
+def find_lowest(cost, spots):
+    """Fill spots with the places of the lowest costs, ascending."""
+    for s in range(cost.shape[0]):
+        b = min(s, spots.shape[0])
+        while b > 0 and cost[spots[b - 1]] > cost[s]:
+            if b < spots.shape[0]:
+                spots[b] = spots[b - 1]
+            b -= 1
+        if b < spots.shape[0]:
+            spots[b] = s
 
 
 @njit

@@ -1,9 +1,9 @@
 """Attention-DP: cluster requests and experts together over all layers, so that a request's experts are in its group.
 
 The method alternates two steps from seeded starts. Given the groups of the requests, the experts of each layer are
-assigned exactly (an assignment problem with E / D slots per group, rounded up). Given the experts, requests move and swap under a
-limit on the tokens per group. Neither step lowers the objective, the share of (token, expert) pairs in their request's
-group.
+assigned exactly (an assignment problem with E / D slots per group, rounded up). Given the experts, requests move and
+swap under a limit on the tokens per group. Neither step lowers the objective, the share of (token, expert) pairs in
+their request's group.
 
 A request has one label for all layers: solved layer by layer, the labels of different layers would disagree and the
 share would fall to that of chance. The time of a step is linear in requests and layers, and depends on tokens only

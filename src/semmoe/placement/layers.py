@@ -106,8 +106,8 @@ class LayerSearch:
     def _over_nodes(self, tokens: Tokens) -> "LayerSearch | None":
         """The search in which nodes are the ranks; None if there is one, or rows between nodes cost no more."""
         nodes = hierarchy.node_topology(self.topology)
-        if nodes is None:
-            return None
+        if nodes is None or self.num_experts + self.redundant > nodes.ep_size * self.num_experts:
+            return None  # a node has a place for every expert
         costs = hierarchy.node_costs(self.costs, self.topology, nodes)
         if not costs.rank.any() and not costs.pair.any() and not self._whole():
             return None
@@ -141,7 +141,7 @@ class LayerSearch:
             return [(self.previous.astype(np.int64), _hosts(self.previous, self.num_experts))]
         number, ranks = self.settings.starts, self.topology.ep_size
         given = [] if labels is None or self._whole() else [labels]
-        if self.nodes is not None:
+        if self.nodes is not None and (in_time() or self._whole()):
             self.nodes.rough([load_price], None, in_time)
             found = sorted(self.nodes.found, key=lambda one: one.total(load_price))[: number - len(given)]
             at_rank = self._pairs_at(self.topology.attn_tp_size)

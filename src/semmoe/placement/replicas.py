@@ -20,7 +20,7 @@ from collections import namedtuple
 
 import numpy as np
 
-from semmoe.placement.homes import bare, charge, inlined, next_near, njit
+from semmoe.placement.homes import bare, charge, find_lowest, inlined, next_near, njit
 
 SPOTS = 4
 WIDTH, MOST_KEPT = 512, 1 << 23  # changes kept of a set, and of all sets
@@ -218,7 +218,7 @@ def _read(state, u, at):
                 count, left = count + 1, left - 1
             y += 1
     at.starts[K] = count
-    _find_spots(at.cost, at.spots)
+    find_lowest(at.cost, at.spots)
     for b in range(B):
         s = at.spots[b]
         h = low + s
@@ -232,19 +232,6 @@ def _read(state, u, at):
                 at.reach[b, y] = pair[f, h, y] + more + (rank[f, h, y] if at.counts[b, y] == 0 else 0.0)
     if S > B:
         _own(state, u, at)
-
-
-@inlined
-def _find_spots(cost, spots):
-    """Fill spots with the places of the lowest costs, ascending."""
-    for s in range(cost.shape[0]):
-        b = min(s, spots.shape[0])
-        while b > 0 and cost[spots[b - 1]] > cost[s]:
-            if b < spots.shape[0]:
-                spots[b] = spots[b - 1]
-            b -= 1
-        if b < spots.shape[0]:
-            spots[b] = s
 
 
 @inlined

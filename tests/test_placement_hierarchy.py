@@ -1,0 +1,195 @@
+"""Placement over several nodes: nodes first, then ranks, whole gate groups, costs by phase."""
+
+from dataclasses import replace
+
+import numpy as np
+import oracles
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from synthetic import make_trace, planted_trace, random_trace, with_prefill
+
+from semmoe.placement import cocluster, hierarchy
+from semmoe.placement.layers import LayerSearch, Tokens
+from semmoe.replayer import replay
+from semmoe.rowcosts import KINDS, kind_costs, mean_costs, plain_costs, total_cost
+from semmoe.settings import CoclusterSettings, ReplaySettings, SolveSettings
+from semmoe.solver import solve
+from semmoe.topology import Topology
+
+TWO = Topology(ep_size=4, dp_size=4, num_nodes=2)
+QUICK = CoclusterSettings(starts=2, kept=1, rounds=2, batch_tokens=64, load_limit=None)
+
+
+def quick(**changes):
+    names = {"groups", "remote_node", "load_limit"} & changes.keys()
+    cocluster = replace(QUICK, **{name: changes.pop(name) for name in names})
+    return SolveSettings(cocluster=cocluster, **changes)
+
+
+def node_rows(result, topology) -> float:
+    """Rows between nodes, one per rank reached, per token and layer."""
+    node, total = topology.node_of, result.total
+    return total.rows[node[:, None] != node].sum() / total.tokens
+
+
+@pytest.mark.parametrize(
+    ("topology", "groups"),
+    [
+        (Topology(ep_size=16, dp_size=16, num_nodes=4), 4),
+        (Topology(ep_size=16, dp_size=8, num_nodes=4), 4),
+        (Topology(ep_size=16, dp_size=2, num_nodes=4), 2),
+        (Topology(ep_size=16, num_nodes=4), 1),
+        (Topology(ep_size=12, dp_size=4, num_nodes=3), 1),  # groups across the borders of nodes
+    ],
+)
+def test_nodes_as_ranks(topology, groups):
+    nodes = topology.num_nodes
+    assert hierarchy.node_topology(topology) == Topology(ep_size=nodes, dp_size=groups, num_nodes=nodes)
+
+
+@pytest.mark.parametrize("topology", [Topology(ep_size=4), Topology(ep_size=4, num_nodes=4)])
+def test_no_search_over_nodes_where_there_is_one_or_each_is_a_rank(topology):
+    assert hierarchy.node_topology(topology) is None
+
+
+def test_what_another_node_costs_by_hand():
+    topology = Topology(ep_size=4, num_nodes=2)
+    nodes = hierarchy.node_topology(topology)
+    plain = hierarchy.node_costs((plain_costs(topology, 1.0, 2.0, 3.0),), topology, nodes)
+    assert plain.rank.tolist() == [[0, 3], [3, 0]]
+    assert not plain.pair.any()
+    links = np.where(topology.node_of[:, None] == topology.node_of, 1.0, 5.0)
+    pairs = hierarchy.node_costs((kind_costs("per-pair", topology, links),), topology, nodes)
+    assert pairs.pair.tolist() == [[0, 4], [4, 0]]
+    assert not pairs.rank.any()
+
+
+@given(seed=st.integers(0, 9999), copies=st.integers(0, 1))
+def test_a_node_s_experts_are_divided_over_its_ranks(seed, copies):
+    rng = np.random.default_rng(seed)
+    own = rng.permutation(12).reshape(3, 4)
+    slots = np.concatenate([own, own[[1, 2, 0], : 4 * copies]], axis=1)
+    primary = np.empty(12, np.int64)
+    primary[own] = np.arange(3)[:, None]
+    out, first = hierarchy.divide_nodes(slots, primary, rng.random((12, 12)), rng.random((12, 6)), rng)
+    assert out.shape == (6, 2 + 2 * copies)
+    for m in range(3):
+        assert sorted(out[2 * m : 2 * m + 2].ravel()) == sorted(slots[m])
+    assert (first // 2 == primary).all()
+    assert all(e in out[g] for e, g in enumerate(first))
+
+
+def test_groups_that_are_used_together_go_to_one_node_by_hand():
+    together = np.zeros((8, 8))
+    together[:2, 4:6] = together[4:6, :2] = 5  # gate groups 0 and 2
+    together[2:4, 6:] = together[6:, 2:4] = 4  # 1 and 3
+    at_node = np.zeros((8, 2))
+    at_node[:2, 1] = 3
+    found = hierarchy.pack_groups(together, at_node, 4, False, np.random.default_rng(0))
+    assert found.tolist() == [1, 1, 0, 0, 1, 1, 0, 0]
+
+
+def test_which_node_has_whole_groups():
+    slots = np.array([[4, 5], [6, 7], [0, 1], [2, 3]])
+    assert hierarchy.group_nodes(slots, 8, 4, 2).tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
+    with pytest.raises(ValueError, match="divides a gate group"):
+        hierarchy.group_nodes(slots[[0, 2, 1, 3]], 8, 2, 2)
+    with pytest.raises(ValueError, match="3 gate groups do not divide over 2 nodes"):
+        hierarchy.group_nodes(np.arange(12).reshape(4, 3), 12, 3, 2)
+
+
+@pytest.mark.parametrize("redundant", [0, 4])
+@pytest.mark.parametrize("topology", [TWO, Topology(ep_size=4, num_nodes=2), Topology(ep_size=4, num_nodes=4)])
+def test_every_node_keeps_whole_groups(redundant, topology):
+    trace = random_trace(3, requests=30, num_groups=4, experts=8)
+    plan = solve(trace, topology, quick(groups="whole", redundant_experts=redundant))
+    for layer in plan.placement.physical_to_logical_map:
+        hierarchy.group_nodes(layer.reshape(4, -1), 8, 4, topology.num_nodes)  # raises where one is divided
+    again = solve(trace, topology, quick(groups="whole", redundant_experts=redundant), previous=plan)
+    for layer in again.placement.physical_to_logical_map:
+        hierarchy.group_nodes(layer.reshape(4, -1), 8, 4, topology.num_nodes)
+
+
+def test_groups_that_cannot_be_whole_are_refused():
+    trace = random_trace(3, num_groups=4)
+    with pytest.raises(ValueError, match="4 gate groups do not divide over 8 nodes"):
+        solve(trace, Topology(ep_size=8, num_nodes=8), quick(groups="whole"))
+    with pytest.raises(ValueError, match="more slots than 8 experts"):
+        solve(trace, Topology(ep_size=4, num_nodes=2), quick(groups="whole", redundant_experts=12))
+
+
+@pytest.mark.parametrize("topology", [TWO, Topology(ep_size=4, dp_size=2, num_nodes=2)])
+def test_planted_structure_is_found_over_nodes(topology):
+    trace, _ = planted_trace(topology.dp_size, topology.attn_tp_size, length=40)
+    renamed = np.stack([np.random.default_rng(l).permutation(16) for l in range(3)])
+    trace = replace(trace, expert_ids=renamed[np.arange(3)[:, None], trace.expert_ids].astype(np.uint8))
+    result = replay(trace, solve(trace, topology, quick()), ReplaySettings(batch_tokens=40, batches="prefill"))
+    assert result.total.lar == 1.0
+    assert node_rows(result, topology) == 0.0
+
+
+def test_a_plan_for_nodes_sends_fewer_rows_between_them_than_one_that_knows_none():
+    """A token's two experts are on two ranks in any case, and always the same two ranks' worth of experts."""
+    rng = np.random.default_rng(0)
+    order = np.stack([rng.permutation(16) for _ in range(3)])
+    block = rng.integers(4, size=1600)
+    near = np.where(rng.random((1600, 3)) < 0.7, block[:, None], rng.integers(4, size=(1600, 3)))
+    first, second = near * 4 + rng.integers(4, size=(1600, 3)), (near ^ 1) * 4 + rng.integers(4, size=(1600, 3))
+    ids = order[np.arange(3)[:, None], np.stack([first, second], axis=2)]
+    requests = block.reshape(40, 40)
+    trace = make_trace(requests.tolist(), ids, vocab_size=4, num_experts=16)
+    topology, rows = Topology(ep_size=4, num_nodes=2), []
+    for planned in (topology, Topology(ep_size=4)):
+        plan = solve(trace, planned, quick(remote_node=4.0))
+        result = replay(trace, replace(plan, topology=topology), ReplaySettings(batch_tokens=400))
+        rows.append(node_rows(result, topology))
+    assert rows[0] < 0.8 * rows[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(seed=st.integers(0, 9999))
+def test_the_costs_of_tokens_by_loops(kind, seed):
+    rng = np.random.default_rng(seed)
+    costs = kind_costs(kind, TWO, rng.integers(1, 9, (4, 4)) / 2.0)
+    slots, primary = rng.permutation(8).reshape(4, 2), np.empty(8, np.int64)
+    primary[slots] = np.arange(4)[:, None]
+    experts = np.stack([rng.permutation(8)[:3] for _ in range(20)])
+    home = rng.integers(4, size=20)
+    tokens = [(row.tolist(), 1.0, int(h), 0) for row, h in zip(experts, home, strict=True)]
+    expected = 20 * oracles.layout_cost(slots, primary.tolist(), tokens, TWO, (costs,))[0]
+    assert total_cost(costs, primary[experts], home, TWO.node_of) == pytest.approx(expected)
+
+
+def test_costs_of_both_phases_are_averaged_by_their_tokens():
+    prefill, decode = plain_costs(TWO, 1.0, 1.0, 1.0), plain_costs(TWO, 1.0, 5.0, 1.0)
+    assert mean_costs((prefill, decode), np.array([0, 1, 1, 1])).rank[0, 1] == 4.0
+    assert mean_costs((decode, decode), np.array([0, 1])) is decode
+
+
+def test_each_phase_is_charged_its_own_costs():
+    """Half of the tokens use experts 0 and 1 or 2 and 3, half 0 and 2 or 1 and 3: one half can be kept together."""
+    ids = np.array([[0, 1], [2, 3], [0, 2], [1, 3]] * 50)[:, None]
+    trace = make_trace([[i % 4 for i in range(200)]], ids, vocab_size=4, num_experts=4)
+    trace = replace(trace, phase=(np.arange(200) % 4 < 2).astype(np.uint8))  # 1: decode, the first kind
+    topology = Topology(ep_size=2)
+    dear, free = plain_costs(topology, 1.0, 1.0, 0.0), plain_costs(topology, 0.0, 0.0, 0.0)
+    for costs, together in (((free, dear), [0, 1]), ((dear, free), [0, 2])):
+        tokens = Tokens(ids[:, 0], np.zeros(200, np.int64), trace.request_of_token(), trace.phase)
+        (found,) = LayerSearch(tokens, 4, topology, 0, QUICK, 0, costs).rough([0.0])
+        assert together in [sorted(rank) for rank in found.slots.tolist()]
+        plan = solve(trace, topology, quick(), costs=costs)
+        assert together in [sorted(rank) for rank in plan.placement.physical_to_logical_map.reshape(2, 2).tolist()]
+    for phase, together in (("decode", [0, 1]), ("prefill", [0, 2])):
+        plan = solve(trace, topology, quick(phase=phase))
+        assert together in [sorted(rank) for rank in plan.placement.physical_to_logical_map.reshape(2, 2).tolist()]
+        assert plan.settings["phase"] == phase
+
+
+def test_a_phase_without_tokens_is_refused():
+    trace = random_trace(0)
+    with pytest.raises(ValueError, match="phase is prefill, of which the trace has no token"):
+        solve(trace, Topology(ep_size=4), quick(phase="prefill"))
+    weighed = cocluster.weighed_tokens(with_prefill(trace, 5), "prefill")
+    assert weighed.sum() == 5
+    assert cocluster.weighed_tokens(trace, "both").all()
