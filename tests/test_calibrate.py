@@ -2,18 +2,23 @@
 
 import json
 import math
+import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from semmoe import cost
-from semmoe.calibration import PhaseLinks, load_links
+from semmoe.calibration import PairSpeeds, PhaseLinks, load_links
 from semmoe.cli import app
 from semmoe.demo import MODEL
 from semmoe.engines.transformers import calibrate as calibration
 from semmoe.engines.transformers import generate as gen
 from semmoe.engines.transformers import model as models
+from semmoe.engines.transformers import pairs
 from semmoe.engines.transformers.recorder import record
 from semmoe.expectation import expect
 from semmoe.files import save_json
@@ -24,6 +29,12 @@ from semmoe.texts import held_out_prompts
 from semmoe.topology import Topology
 
 SHAPE = cost.LayerShape(hidden_size=1000, expert_size=10, top_k=2)
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
 
 
 def sample(tokens, dispatch, combine, experts, all_reduce) -> calibration.Sample:
@@ -136,3 +147,57 @@ def test_bytes_of_the_verdict_are_those_that_generate_counts(attention, trace):
         counted = np.array(gen.generate(str(MODEL), prompts, [up], once)[0].all_to_all_bytes_per_rank_pair)
         assert predicted.sum() == pytest.approx(counted.sum(), rel=0.02)
         np.testing.assert_allclose(predicted, counted, atol=0.02 * counted.max())
+
+
+def test_the_speeds_of_pairs_are_slopes_between_two_sizes():
+    """1 kB and 1 MB; from rank 0 to 1 at 1 GB/s after 5 us, back at a quarter of it after 9."""
+    sizes, speeds = (1_000, 1_000_000), np.array([[np.inf, 1.0], [0.25, np.inf]])
+    fixed = np.array([[0, 5e-6], [9e-6, 0]])
+    seconds = np.stack([fixed + size / (speeds * 1e9) for size in sizes])
+    found = pairs._speeds(seconds, sizes)
+    assert np.array(found.gigabytes_per_second)[[0, 1], [1, 0]] == pytest.approx([1.0, 0.25], rel=1e-4)
+    assert np.array(found.latency_us)[[0, 1], [1, 0]] == pytest.approx([0.0, 4.0], abs=0.1)
+
+
+def test_a_fit_corrects_all_pairs_by_one_factor():
+    """Rank 0 sends 100 rows of 4,016 bytes to rank 1; the pairs' speeds, 4 and 1 GB/s, are half of what they seem."""
+    draft = calibration._without_times("x", 2, "gloo", 4)
+    measured = PairSpeeds(gigabytes_per_second=[[9.0, 4.0], [1.0, 9.0]])
+    draft = draft.model_copy(update={"pairs": measured, "shared": False})
+    seen = []
+    for tokens in (10, 100, 1000):
+        taken = tokens / 2 / 0.5e9  # the slower of the two ways, at half of 1 GB/s
+        seen.append(sample(tokens, 4016 * taken, 4000 * taken, 1e-6 * tokens, 1e-6 * tokens))
+    links = calibration._fit(seen, SHAPE, draft, Topology(ep_size=2))
+    assert links.pairs is not None
+    assert np.array(links.pairs.gigabytes_per_second)[[0, 1], [1, 0]] == pytest.approx([2.0, 0.5], rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_pairs_of_processes_are_measured_and_taken_by_the_solver(tmp_path):
+    found = calibration.calibrate(str(MODEL), 2, name="two processes", pairs=True)
+    assert found.links.pairs is not None
+    assert found.links.pairs.size == 2
+    save_json(tmp_path / "links.json", found.links)
+    links = load_links(str(tmp_path / "links.json"), Topology(ep_size=2))
+    assert (links.shared, links.all_to_all) == (False, "per-rank")
+    assert np.all(np.array(links.pairs.gigabytes_per_second) > 0)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_ranks_of_torchrun_on_two_nodes_write_one_file(tmp_path):
+    """Two launchers of two ranks each, as on two machines."""
+    out, port = tmp_path / "links.json", free_port()
+    semmoe = [str(Path(sys.executable).with_name("semmoe")), "calibrate", str(MODEL), "--out", str(out), "--json"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
+    launcher += ["--master-port", str(port)]
+    ranks = [[*launcher, "--node-rank", str(node), "--no-python", *semmoe] for node in (0, 1)]
+    nodes = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True) for words in ranks]
+    said = [node.communicate(timeout=400)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0]
+    assert json.loads(said[0])["out"] == str(out)
+    assert said[1] == ""
+    links = load_links(str(out), Topology(ep_size=4, num_nodes=2))
+    assert (links.pairs.size, links.between_nodes is None) == (4, False)
