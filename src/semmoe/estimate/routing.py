@@ -1,0 +1,104 @@
+"""What methods send and compute: rows per token by tier and the expert load, from a plan or from assumptions."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from semmoe.core import Plan
+from semmoe.estimate.model import ModelSizes
+from semmoe.estimate.settings import EstimateSettings
+from semmoe.payoff import Model, uniform_rows
+from semmoe.results import Expected, Figures
+from semmoe.topology import Topology
+
+VANILLA, EPLB, PLAN = "vanilla", "eplb", "plan"
+Tiers = tuple[float, float]  # rows per token inside nodes and between them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """What one method sends and computes."""
+
+    rows: dict[str, Tiers]  # by kind of all-to-all
+    load: float  # pairs of the busiest rank over the mean of ranks
+    redundant_experts: int
+    label: str
+
+    def matrix(self, kind: str, topology: Topology) -> np.ndarray:
+        """(G, G) rows per token of each rank, spread evenly over the pairs of ranks of a tier."""
+        G, node = topology.ep_size, topology.node_of
+        same, per_node = node[:, None] == node, G // topology.num_nodes
+        inside, between = self.rows[kind]
+        spread = np.where(same, inside / max(per_node - 1, 1), between / max(G - per_node, 1))
+        return spread * (1 - np.eye(G))
+
+
+def uniform_tiers(kind: str, model: ModelSizes, topology: Topology) -> Tiers:
+    """Rows per token of each tier if experts are drawn uniformly."""
+    if topology.ep_size == 1:
+        return 0.0, 0.0
+    rows = uniform_rows(kind, Model(model.name, model.num_experts, model.layer_shape), topology)
+    same = topology.node_of[:, None] == topology.node_of
+    return tuple(float((rows * tier).sum()) / topology.ep_size for tier in (same, ~same))  # type: ignore[return-value]
+
+
+def assumed(model: ModelSizes, topology: Topology, kinds: set[str], settings: EstimateSettings) -> dict[str, Routing]:
+    """Vanilla and EPLB with experts drawn uniformly, and a plan that saves a given share of the rows, if given."""
+    drawn = {kind: uniform_tiers(kind, model, topology) for kind in kinds}
+    copies, load, saving = settings.redundant_experts, settings.load, settings.saving
+    found = {
+        VANILLA: Routing(rows=drawn, load=load, redundant_experts=0, label="assumed"),
+        EPLB: Routing(rows=drawn, load=1.0, redundant_experts=copies, label="assumed"),
+    }
+    if saving is not None:
+        left = {kind: (inside * (1 - saving), between * (1 - saving)) for kind, (inside, between) in drawn.items()}
+        found[PLAN] = Routing(rows=left, load=settings.plan_load or load, redundant_experts=copies, label="assumed")
+    return found
+
+
+def planned(plan: Plan, model: ModelSizes, kinds: set[str]) -> dict[str, Routing]:
+    """What a plan expects of itself, of vanilla and of EPLB, on held-out requests.
+
+    Raises ValueError if it expects nothing, or was made for another model.
+    """
+    check_sizes(plan, model)
+    expected = Expected.model_validate(_said(plan))
+    copies = plan.placement.redundant_experts
+    return {
+        VANILLA: _measured(expected.others["linear"], kinds, copies=0),
+        EPLB: _measured(expected.others["eplb"], kinds, copies),
+        PLAN: _measured(expected, kinds, copies),
+    }
+
+
+def check_sizes(plan: Plan, model: ModelSizes) -> None:
+    """Raise ValueError naming the first size in which a plan's model differs."""
+    mine = plan.fingerprint
+    pairs = {
+        "num_experts": (mine.num_experts, model.num_experts),
+        "top_k": (mine.top_k, model.top_k),
+        "MoE layers": (mine.num_layers, model.moe_layers),
+        "hidden_size": (mine.hidden_size or model.hidden_size, model.hidden_size),
+        "expert_size": (mine.expert_size or model.expert_size, model.expert_size),
+    }
+    for name, (there, here) in pairs.items():
+        if there != here:
+            raise ValueError(f"the plan is for a model whose {name} is {there}, not {here} as {model.name}'s")
+
+
+def _said(plan: Plan) -> dict[str, Any]:
+    others = (plan.expected or {}).get("others", {})
+    if not {"linear", "eplb"} <= others.keys():
+        raise ValueError("the plan does not say what it expects: solve it from more requests")
+    if any("rows_by_kind" not in one for one in (plan.expected, *others.values()) if one is not None):
+        raise ValueError("the plan does not say what it sends by kind of all-to-all: solve it again")
+    assert plan.expected is not None
+    return plan.expected
+
+
+def _measured(figures: Figures, kinds: set[str], copies: int) -> Routing:
+    rows = {
+        kind: (figures.rows_by_kind[kind]["inside_node"], figures.rows_by_kind[kind]["between_nodes"]) for kind in kinds
+    }
+    return Routing(rows=rows, load=figures.load_max_over_mean, redundant_experts=copies, label="measured")
