@@ -1,7 +1,6 @@
 """What methods send and compute: rows per token by tier and the expert load, from a plan or from assumptions."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -10,6 +9,7 @@ from semmoe.estimate.model import ModelSizes
 from semmoe.estimate.settings import EstimateSettings
 from semmoe.payoff import Model, uniform_rows
 from semmoe.results import Expected, Figures
+from semmoe.rowcosts import KINDS
 from semmoe.topology import Topology
 
 VANILLA, EPLB, PLAN = "vanilla", "eplb", "plan"
@@ -63,13 +63,9 @@ def planned(plan: Plan, model: ModelSizes, kinds: set[str]) -> dict[str, Routing
     Raises ValueError if it expects nothing, or was made for another model.
     """
     check_sizes(plan, model)
-    expected = Expected.model_validate(_said(plan))
-    copies = plan.placement.redundant_experts
-    return {
-        VANILLA: _measured(expected.others["linear"], kinds, copies=0),
-        EPLB: _measured(expected.others["eplb"], kinds, copies),
-        PLAN: _measured(expected, kinds, copies),
-    }
+    said, copies = _said(plan), plan.placement.redundant_experts
+    names = {VANILLA: "linear", EPLB: "eplb", PLAN: plan.method}
+    return {name: _measured(said[method], kinds, 0 if name == VANILLA else copies) for name, method in names.items()}
 
 
 def check_sizes(plan: Plan, model: ModelSizes) -> None:
@@ -87,14 +83,16 @@ def check_sizes(plan: Plan, model: ModelSizes) -> None:
             raise ValueError(f"the plan is for a model whose {name} is {there}, not {here} as {model.name}'s")
 
 
-def _said(plan: Plan) -> dict[str, Any]:
-    others = (plan.expected or {}).get("others", {})
-    if not {"linear", "eplb"} <= others.keys():
+def _said(plan: Plan) -> dict[str, Figures]:
+    """What the plan expects on held-out requests, of its own method and of others."""
+    if plan.expected is None:
         raise ValueError("the plan does not say what it expects: solve it from more requests")
-    if any("rows_by_kind" not in one for one in (plan.expected, *others.values()) if one is not None):
-        raise ValueError("the plan does not say what it sends by kind of all-to-all: solve it again")
-    assert plan.expected is not None
-    return plan.expected
+    expected = Expected.model_validate(plan.expected)
+    found: dict[str, Figures] = {**expected.others, plan.method: expected}
+    for name in ("linear", "eplb", plan.method):
+        if name not in found or not set(KINDS) <= found[name].rows_by_kind.keys():
+            raise ValueError(f"the plan does not say what {name} sends by kind of all-to-all: solve it again")
+    return found
 
 
 def _measured(figures: Figures, kinds: set[str], copies: int) -> Routing:
