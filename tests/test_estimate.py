@@ -4,8 +4,10 @@ tests/estimate.json holds configurations (the fields that are read) and points, 
 """
 
 import json
+import re
 from dataclasses import replace
 from math import hypot
+from pathlib import Path
 
 import pytest
 
@@ -16,7 +18,7 @@ from semmoe.estimate import breakeven, roofline
 from semmoe.estimate.forecast import Case, label, run, with_bandwidth, with_batch
 from semmoe.estimate.hardware import GPUS, gpu_of
 from semmoe.estimate.model import Grouped, Latent, read_model
-from semmoe.estimate.routing import EPLB, PLAN, VANILLA, assumed
+from semmoe.estimate.routing import EPLB, PLAN, VANILLA, assumed, with_all_reduce
 from semmoe.estimate.settings import EstimateSettings
 from semmoe.topology import Topology
 
@@ -145,6 +147,41 @@ def test_a_decoding_step_by_hand(deepseek):
     assert found.total == pytest.approx(sum(found.parts.values()))
 
 
+def test_the_example_of_the_page_adds_up(deepseek):
+    """Every row of its table, and the sum; norms and router are one part of a step."""
+    page = (Path(__file__).parents[1] / "docs" / "estimate.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([a-z ]+) \| ([\d.]+) \| (\d+) \| ([\d.]+) \|$", page, re.M)
+    said = {name: float(ms) for name, _, _, ms in rows}
+    assert len(said) == 10
+    for name, microseconds, layers, _ in rows:
+        assert float(microseconds) * int(layers) / 1e3 == pytest.approx(said[name], abs=0.006), name
+    whole = float(re.search(r"\*\*all\*\* .*\*\*([\d.]+)\*\*", page)[1])
+    assert sum(said.values()) == pytest.approx(whole, abs=0.03)
+    said["router and norms"] = said.pop("norms") + said.pop("router")
+    one = case(deepseek, saving=0.3)
+    found = run(one, routings(one)[VANILLA], decode=True)
+    assert {name: seconds * 1e3 for name, seconds in found.parts.items()} == pytest.approx(said, abs=0.011)
+    plan = run(one, routings(one)[PLAN], decode=True)
+    assert f"so {plan.total * 1e3:.2f} ms: {1 - plan.total / found.total:.1%}".replace("%", " %") in " ".join(
+        page.split()
+    )
+    assert f"below {breakeven.bandwidth(one, routings(one)).value:.0f} GB/s between nodes" in " ".join(page.split())
+
+
+def test_the_page_says_what_the_benchmark_finds():
+    page = (Path(__file__).parents[1] / "docs" / "estimate.md").read_text(encoding="utf-8")
+    for point in KNOWN["real"]["points"]:
+        assert (
+            f"| {beside_real(point)['ours']:,.0f} tokens/s | {point['tokens_per_second_per_gpu']:,} tokens/s |" in page
+        )
+    for point in POINTS:
+        if point["requests"] == (128 if point["decode"] else 4) and point["input_length"] == (
+            2000 if point["decode"] else 4000
+        ):
+            found, digits = beside_aiconfigurator(point), 1 if point["decode"] else 0
+            assert f"| {found['ours']['ms']:,.{digits}f} ms | {point['ms']:,.{digits}f} ms |" in page
+
+
 def test_experts_of_a_small_batch_cost_the_weights_that_are_hit(deepseek):
     """One token of one rank: 8 of 256 experts, on a rank that holds all of them."""
     work = replace(
@@ -229,9 +266,20 @@ def test_what_a_plan_saves_is_what_its_rows_and_load_say(deepseek):
 def test_attention_groups_share_heads_and_pay_an_all_reduce(deepseek):
     apart, together = (case(deepseek, 8, 1, attention, "h200-nvlink", batch=16) for attention in ("dp", "tp"))
     alone, shared = (run(one, routings(one)[VANILLA], decode=True).parts for one in (apart, together))
-    assert shared["attention all-reduce"] > 0
-    assert "attention all-reduce" not in alone
+    assert shared["all-reduces"] > 0
+    assert "all-reduces" not in alone
     assert shared["routed experts"] == alone["routed experts"]
+
+
+def test_without_all_to_all_rows_are_summed_once_more(deepseek):
+    one = case(deepseek, 8, 1, "tp", "h200-nvlink", batch=16, saving=0.5, load=1.5)
+    found = with_all_reduce(routings(one), one.topology)
+    passes = {name: run(one, routing, decode=True) for name, routing in found.items()}
+    reduced, vanilla = passes["all-reduce"].parts, passes[VANILLA].parts
+    assert not {"dispatch", "combine"} & reduced.keys()
+    assert reduced["all-reduces"] / vanilla["all-reduces"] == pytest.approx((2 * 58 + 2 * 3) / (58 + 2 * 3))
+    assert reduced["routed experts"] == passes[EPLB].parts["routed experts"]
+    assert with_all_reduce(found_of_dp := routings(case(deepseek)), case(deepseek).topology) == found_of_dp
 
 
 # Break-even.

@@ -4,6 +4,7 @@ import json
 import shutil
 import stat
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from synthetic import random_trace
@@ -105,11 +106,21 @@ def test_it_is_not_worth_it_where_overlap_hides_what_a_plan_saves(model):
     found = told(model, *words, "--saving", 0.3, "--input-length", 4096, "--output-length", 1786)
     assert not found["verdict"]["worth_it"]
     assert "not worth it: communication is hidden behind compute" in found["verdict"]["sentence"]
+    page = (Path(__file__).parents[1] / "docs" / "estimate.md").read_text(encoding="utf-8")
+    assert found["verdict"]["sentence"] in page
+    assert f"pays below {found['break_even']['bandwidth']['value']:.3g} GB/s between nodes (these have 47.2)" in page
     assert found["break_even"]["bandwidth"]["when"] == "below"
     assert set(found["labels"]["decode"].values()) == {"extrapolated", "nominal"}
     assert (
         "from 128 ranks on it estimates" in found["performance"]["reason"] or "h800" in found["performance"]["reason"]
     )
+
+
+def test_with_attention_tp_a_plan_competes_with_expert_parallelism_without_all_to_all(small):
+    found = told(small, "--saving", 0.3, "--batch", 1, *ROOFLINE)
+    assert set(found["methods"]) == {"vanilla", "eplb", "plan", "all-reduce"}
+    assert found["verdict"]["against"] == "all-reduce"
+    assert "against expert parallelism without all-to-all" in found["verdict"]["sentence"]
 
 
 def test_a_batch_that_does_not_fit_is_warned_of(model):

@@ -285,7 +285,7 @@ class EstimateFile(Record):
     settings: dict[str, Any]
     links: dict[Name, LinksNote] = Field(max_length=2)  # of prefill and decode
     performance: dict[str, str | None]
-    methods: dict[Name, Estimated] = Field(min_length=2, max_length=3)
+    methods: dict[Name, Estimated] = Field(min_length=2, max_length=4)
     labels: dict[Name, dict[Name, Name]] = Field(max_length=2)
     memory: dict[str, Amount]
     verdict: Verdict | None

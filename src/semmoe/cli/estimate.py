@@ -83,7 +83,7 @@ def estimate(
     """
     from semmoe.estimate.answer import estimate as answer
     from semmoe.estimate.answer import other_model
-    from semmoe.estimate.routing import assumed, planned
+    from semmoe.estimate.routing import assumed, planned, with_all_reduce
 
     check_result(out, force)
     asked, opened = _asked(ctx, settings(), plan)
@@ -92,6 +92,7 @@ def estimate(
     routings = (
         assumed(case.model, case.topology, kinds, asked) if opened is None else planned(opened, case.model, kinds)
     )
+    routings = with_all_reduce(routings, case.topology)
     said, reason = other_model(case, Path(model))
     result = answer(replace(case, outside=said), routings, reason)
     if not tell_result(EstimateFile, result, out, as_json):

@@ -11,7 +11,12 @@ from semmoe.estimate import breakeven, outside
 from semmoe.estimate.forecast import Case, Pass, gain, label, run
 from semmoe.estimate.routing import PLAN, Routing
 
-TITLES = {"vanilla": "vanilla", "eplb": "EPLB", "plan": "the plan"}
+TITLES = {
+    "vanilla": "vanilla",
+    "eplb": "EPLB",
+    "plan": "the plan",
+    "all-reduce": "expert parallelism without all-to-all",
+}
 DECODE, PREFILL = "decode", "prefill"
 LABELS = ("measured", "fitted", "nominal", "extrapolated")  # from the best to the weakest
 
@@ -109,7 +114,7 @@ def _reason(case: Case, plan: Pass, best: Pass, saved: float) -> str:
     if plan.communication >= best.communication:
         return "not worth it: these links carry the plan's traffic no faster"
     if case.settings.overlap and best.hidden >= 0.99 * best.communication:
-        return f"not worth it: communication is hidden behind compute, so that {saved:.1%} of the time are saved"
+        return f"not worth it: communication is hidden behind compute, so that {saved:.1%} of the time is saved"
     if saved <= 0:
         return "not worth it: what locality saves, its imbalance of expert load costs"
     return f"not worth it: it saves {saved:.1%} of the time per output token, less than {WORTH:.0%}"

@@ -20,7 +20,7 @@ from semmoe.estimate.routing import Routing
 from semmoe.estimate.settings import EstimateSettings
 from semmoe.topology import Topology
 
-DISPATCH, COMBINE, ALL_REDUCE, SMS = "dispatch", "combine", "attention all-reduce", "SMs of communication"
+DISPATCH, COMBINE, ALL_REDUCE, SMS = "dispatch", "combine", "all-reduces", "SMs of communication"
 TRAVELS = (DISPATCH, COMBINE, ALL_REDUCE)
 EXTRAPOLATED_FROM = 128  # ranks
 FITTED_NODES = 4  # that shipped links were held against
@@ -93,7 +93,7 @@ def run(case: Case, routing: Routing, decode: bool) -> Pass:
     work = work.half() if case.settings.overlap else work
     computed, elsewhere = _computed(case, work, routing)
     sent = _sent(case, work, routing)
-    if case.settings.overlap and case.links_of(decode).all_to_all == "per-node" and sent:
+    if case.settings.overlap and case.links_of(decode).all_to_all == "per-node" and DISPATCH in sent:
         computed[SMS] = sum(computed.values()) * COMMUNICATING / (1 - COMMUNICATING)
     hidden = min(sum(computed.values()), sum(sent.values())) if case.settings.overlap else 0.0
     parts = _sum(*[computed, elsewhere, sent] * halves)
@@ -126,14 +126,16 @@ def _sum(*several: Parts) -> Parts:
 def _sent(case: Case, work: Work, routing: Routing) -> Parts:
     """Seconds of communication of all layers."""
     model, topology, links = case.model, case.topology, case.links_of(work.decode)
-    rows = routing.matrix(links.all_to_all, topology) * work.rows
-    time = cost.layer_time(rows, 0.0, model.layer_shape, topology, links)
-    found = {DISPATCH: time.dispatch * model.moe_layers, COMBINE: time.combine * model.moe_layers}
+    found: Parts = {}
+    if not routing.all_reduce:
+        rows = routing.matrix(links.all_to_all, topology) * work.rows
+        time = cost.layer_time(rows, 0.0, model.layer_shape, topology, links)
+        found = {DISPATCH: time.dispatch * model.moe_layers, COMBINE: time.combine * model.moe_layers}
     if work.attn_ranks > 1:
         ranks, nodes = work.attn_ranks, max(work.attn_ranks * topology.num_nodes // topology.ep_size, 1)
         group = Topology(ep_size=ranks, num_nodes=nodes)
         one = cost.all_reduce_time(work.group_rows, 0.0, model.layer_shape, group, links).all_reduce
-        found[ALL_REDUCE] = one * (model.moe_layers + 2 * model.dense_layers)
+        found[ALL_REDUCE] = one * ((2 if routing.all_reduce else 1) * model.moe_layers + 2 * model.dense_layers)
     return found
 
 

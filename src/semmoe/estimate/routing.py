@@ -1,6 +1,6 @@
 """What methods send and compute: rows per token by tier and the expert load, from a plan or from assumptions."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from semmoe.results import Expected, Figures
 from semmoe.rowcosts import KINDS
 from semmoe.topology import Topology
 
-VANILLA, EPLB, PLAN = "vanilla", "eplb", "plan"
+VANILLA, EPLB, PLAN, ALL_REDUCED = "vanilla", "eplb", "plan", "all-reduce"
 Tiers = tuple[float, float]  # rows per token inside nodes and between them
 
 
@@ -24,6 +24,7 @@ class Routing:
     load: float  # pairs of the busiest rank over the mean of ranks
     redundant_experts: int
     label: str
+    all_reduce: bool = False  # no all-to-all: every rank computes its experts for all rows, and the results are summed
 
     def matrix(self, kind: str, topology: Topology) -> np.ndarray:
         """(G, G) rows per token of each rank, spread evenly over the pairs of ranks of a tier."""
@@ -55,6 +56,14 @@ def assumed(model: ModelSizes, topology: Topology, kinds: set[str], settings: Es
         left = {kind: (inside * (1 - saving), between * (1 - saving)) for kind, (inside, between) in drawn.items()}
         found[PLAN] = Routing(rows=left, load=settings.plan_load or load, redundant_experts=copies, label="assumed")
     return found
+
+
+def with_all_reduce(found: dict[str, Routing], topology: Topology) -> dict[str, Routing]:
+    """With attention TP, expert parallelism without all-to-all is one more rival, at the best balanced load."""
+    if topology.attention != "tp" or topology.ep_size == 1:
+        return found
+    best = min(found.values(), key=lambda one: one.load)
+    return {**found, ALL_REDUCED: replace(best, rows={}, redundant_experts=0, all_reduce=True)}
 
 
 def planned(plan: Plan, model: ModelSizes, kinds: set[str]) -> dict[str, Routing]:
