@@ -85,6 +85,18 @@ def beside_aiconfigurator(point: dict[str, Any]) -> dict[str, Any]:
     return {"point": point, "load": load, "ours": found, "ratio": found["ms"] / point["ms"]}
 
 
+def beside_grouped(point: dict[str, Any]) -> float:
+    """Ours over aiconfigurator's decoding step of a model with grouped-query attention, without experts and links."""
+    sizes, links = model(point["model"]), f"{point['gpu']}-nvlink"
+    topology, asked = Topology.for_attention("dp", 8), EstimateSettings(batch=64)
+    both = load_links(links), load_links(f"{links}-ll")
+    case = Case(
+        model=sizes, gpu=GPUS[point["gpu"]], topology=topology, links=both[0], decode_links=both[1], settings=asked
+    )
+    ours = run(case, assumed(sizes, topology, {"per-node", "per-pair"}, asked)[VANILLA], decode=True)
+    return (ours.total - ours.communication - ours.parts[ROUTED]) * 1e3 / point["ms"]
+
+
 def beside_real(point: dict[str, Any]) -> dict[str, Any]:
     """Tokens per second and GPU, ours beside what was measured."""
     ours = passed(point, "h800", "h800-400g", 1.0, overlap=True)
@@ -141,6 +153,9 @@ def main() -> None:
     rows = [beside_aiconfigurator(point) for point in points]
     print(f"ours / theirs: {KNOWN['aiconfigurator']['source']}")
     print_points(rows)
+    print(f"ours / theirs: {KNOWN['grouped']['source']}")
+    for point in KNOWN["grouped"]["points"]:
+        print(f"  {point['model']} on {point['gpu']}: {beside_grouped(point):.2f} of {point['ms']} ms")
     real = [beside_real(point) for point in KNOWN["real"]["points"]]
     print(f"ours / measured: {KNOWN['real']['source']}")
     for row in real:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.bench_estimate import KNOWN, beside_aiconfigurator, beside_deepep, beside_real
+from benchmarks.bench_estimate import KNOWN, beside_aiconfigurator, beside_deepep, beside_grouped, beside_real
 from semmoe.calibration import load_links
 from semmoe.cost import WORTH
 from semmoe.estimate import breakeven, roofline
@@ -97,6 +97,8 @@ def test_a_window_is_seen_by_its_share_of_layers(tmp_path):
         ({"hidden_size": 1.5}, "hidden_size must be a whole number"),
         ({"vocab_size": 0}, "vocab_size must be a whole number"),
         ({"model_type": "gpt2"}, "nothing is known of model_type 'gpt2'"),
+        ({"model_type": ["mixtral"]}, "nothing is known of model_type"),
+        ({"quantization_config": {"quant_method": []}}, "nothing is known of quantization"),
         ({"model_type": None}, "nothing is known of model_type None"),
         ({"num_experts_per_tok": 300}, "300 experts per token exceed 256"),
         ({"first_k_dense_replace": 61}, "no layer has experts"),
@@ -341,6 +343,12 @@ def test_a_prefill_on_eight_nodes_is_optimistic_by_the_links():
     assert 0.70 <= found["ratio"] <= 0.80
     rest = [ours["ms"] - ours["links_ms"] for ours in (found["ours"], point)]
     assert rest[0] / rest[1] == pytest.approx(1, abs=0.20)
+
+
+@pytest.mark.parametrize("point", KNOWN["grouped"]["points"], ids=str)
+def test_other_attention_on_other_gpus_is_within_ten_percent(point):
+    """Nothing of these was fitted: grouped-query attention, BF16, two models, one of the GPUs a B200."""
+    assert beside_grouped(point) == pytest.approx(1, abs=0.10)
 
 
 @pytest.mark.parametrize("point", KNOWN["real"]["points"], ids=str)

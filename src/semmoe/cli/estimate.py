@@ -13,11 +13,11 @@ from semmoe.cli.form import takes
 from semmoe.cli.options import (
     LINKS,
     OFFLINE_RANKS,
+    OUTPUT,
     Force,
     GivenTopology,
     Json,
     LinksOption,
-    ResultOut,
     check_result,
     model_path,
     resolve_topology,
@@ -72,7 +72,7 @@ def estimate(
         Path | None,
         typer.Option(help="A plan for this model, whose expected traffic and load are used.", rich_help_panel=ROUTING),
     ] = None,
-    out: ResultOut = None,
+    out: Annotated[Path | None, typer.Option(help="Write the result as JSON.", rich_help_panel=OUTPUT)] = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:

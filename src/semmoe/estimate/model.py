@@ -192,7 +192,7 @@ def read_model(path: Path, weights: str = "auto") -> ModelSizes:
     """
     config = _Config(path)
     family = config.fields.get("model_type")
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise ValueError(f"{config.path}: nothing is known of model_type {family!r}; known are {known}")
     experts, width = FAMILIES[family]
@@ -212,7 +212,7 @@ def read_model(path: Path, weights: str = "auto") -> ModelSizes:
         shared_size=_shared_size(config, width),
         vocab_size=config.number("vocab_size", MOST_VOCABULARY),
         tied=config.fields.get("tie_word_embeddings") is True,
-        attention=_latent(config) if "kv_lora_rank" in config.fields else _grouped(config, layers),
+        attention=_latent(config) if config.fields.get("kv_lora_rank") is not None else _grouped(config, layers),
         dense_bytes=dense_bytes,
         expert_bytes=expert_bytes,
     )
@@ -245,7 +245,7 @@ def _stored(config: _Config, weights: str) -> str:
         return weights
     quantized = config.fields.get("quantization_config")
     method = quantized.get("quant_method") if isinstance(quantized, dict) else None
-    if quantized is not None and method not in STORED:
+    if quantized is not None and (not isinstance(method, str) or method not in STORED):
         raise ValueError(f"{config.path}: nothing is known of quantization by {method!r}: give --weights fp8 or bf16")
     return method or "bf16"
 
@@ -253,11 +253,11 @@ def _stored(config: _Config, weights: str) -> str:
 def _grouped(config: _Config, layers: int) -> Grouped:
     heads = config.number("num_attention_heads")
     kinds = config.listed("layer_types")
-    windowed = kinds.count("sliding_attention") / layers if config.fields.get("sliding_window") else 0.0
+    windowed = min(kinds.count("sliding_attention") / layers, 1.0) if config.fields.get("sliding_window") else 0.0
     return Grouped(
         heads=heads,
         kv_heads=config.number("num_key_value_heads", default=heads),
-        head_dim=config.number("head_dim", default=config.number("hidden_size") // heads),
+        head_dim=config.number("head_dim", default=max(config.number("hidden_size") // heads, 1)),
         window=config.number("sliding_window") if windowed else 0,
         windowed=windowed,
     )

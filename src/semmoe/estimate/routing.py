@@ -67,14 +67,14 @@ def with_all_reduce(found: dict[str, Routing], topology: Topology) -> dict[str, 
 
 
 def planned(plan: Plan, model: ModelSizes, kinds: set[str]) -> dict[str, Routing]:
-    """What a plan expects of itself, of vanilla and of EPLB, on held-out requests.
+    """What a plan expects of itself, of vanilla and of EPLB, on held-out requests; all hold as many copies.
 
     Raises ValueError if it expects nothing, or was made for another model.
     """
     check_sizes(plan, model)
     said, copies = _said(plan), plan.placement.redundant_experts
     names = {VANILLA: "linear", EPLB: "eplb", PLAN: plan.method}
-    return {name: _measured(said[method], kinds, 0 if name == VANILLA else copies) for name, method in names.items()}
+    return {name: _measured(said[method], kinds, copies) for name, method in names.items()}
 
 
 def check_sizes(plan: Plan, model: ModelSizes) -> None:
