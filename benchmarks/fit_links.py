@@ -138,6 +138,23 @@ def fit(hardware: Hardware, mode: str, measured: dict[int, list[tuple[int, float
     return make_links(hardware, mode, np.exp(padded(best.x)))
 
 
+def as_h800(links: Links) -> Links:
+    """An H100's links with the NVLink of an H800, which has 400 GB/s in place of 900; nothing was measured."""
+    nvlink, tier = 400 / 900, links.inside_node
+    slower = {
+        "gigabytes_per_second": float(f"{tier.gigabytes_per_second * nvlink:.3g}"),
+        "all_reduce_gigabytes_per_second": tier.all_reduce_gigabytes_per_second * nvlink,
+    }
+    return links.model_copy(
+        update={
+            "name": links.name.replace("H100", "H800"),
+            "kind": "nominal",
+            "source": f"As an H100's with 4/9 of NVLink's speed, nominal. Those: {links.source}",
+            "inside_node": tier.model_copy(update=slower),
+        }
+    )
+
+
 def compare(links: Links, measured: dict[int, list[tuple[int, float, float]]]) -> None:
     print(links.name, links.all_to_all, links.inside_node, links.between_nodes or "", sep="\n  ")
     for nodes, rows in measured.items():
@@ -145,6 +162,11 @@ def compare(links: Links, measured: dict[int, list[tuple[int, float, float]]]) -
         for name, column in zip(("dispatch", "combine"), ratios.T, strict=True):
             said = " ".join(f"{ratio:.2f}" for ratio in column)
             print(f"  {nodes} nodes {name:8} predicted/measured {said}  mean error {abs(column - 1).mean():.3f}")
+
+
+def save(links: Links, name: str) -> None:
+    path = ROOT / "src" / "semmoe" / "links" / f"{name}.json"
+    path.write_text(json.dumps(links.model_dump(exclude_none=False), indent=1) + "\n")
 
 
 def main() -> None:
@@ -157,8 +179,9 @@ def main() -> None:
             compare(links, measured)
             kept[hardware.name + suffix] = {nodes: rows for nodes, rows in measured.items() if nodes <= 4}
             if write:
-                path = ROOT / "src" / "semmoe" / "links" / f"{hardware.name}{suffix}.json"
-                path.write_text(json.dumps(links.model_dump(exclude_none=False), indent=1) + "\n")
+                save(links, hardware.name + suffix)
+            if write and hardware.name == "h100-400g":
+                save(as_h800(links), "h800-400g" + suffix)
     if write:
         about = {"source": SOURCE.format(mode="normal or low-latency (-ll)"), "unit": "tokens a rank, microseconds"}
         (ROOT / "tests" / "deepep.json").write_text(json.dumps(about | {"points": kept}) + "\n")

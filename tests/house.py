@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
-TOTAL, FILE, FUNCTION = 28_900, 350, 50
+TOTAL, FILE, FUNCTION = 29_600, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 335,
@@ -19,7 +19,7 @@ ROOMS = {
     "files.py trace.py": 535,
     "affinity.py splitter.py copychoice.py metrics.py capacity.py": 660,
     "settings.py calibration.py cost.py rowcosts.py payoff.py": 920,
-    "results.py": 280,
+    "results.py": 310,
     "tokens": 1100,
     "requests": 1030,
     "placement": 2450,
@@ -31,8 +31,9 @@ ROOMS = {
     "checkpoint": 1130,
     "engines": 8150,
     "router": 1340,
+    "estimate": 1150,
     "report": 1830,
-    "cli": 2420,
+    "cli": 2620,
     "__init__.py concentration.py console.py dataset.py demo.py tables.py texts.py watch.py": 1000,
 }
 # From the ground up: a module imports from its own storey and those below.
@@ -48,7 +49,7 @@ STOREYS = (
     ("expectation",),
     ("runtime",),
     ("checkpoint", "engines"),
-    ("payoff", "watch", "tables", "router", "report", "demo", "cli"),
+    ("estimate", "payoff", "watch", "tables", "router", "report", "demo", "cli"),
 )
 
 

@@ -253,13 +253,12 @@ def test_h200_experts_reproduce_the_published_time():
 
 
 def test_every_shipped_calibration_loads_and_says_what_it_is():
-    assert len(shipped()) == 18
+    assert len(shipped()) == 20
     for name in shipped():
         links = load_links(name)
-        assert links.kind == ("nominal" if name in ("h200-100g", "pcie5") else "measured")
-        assert links.all_to_all == (
-            "per-rank" if links.kind == "nominal" else "per-pair" if "-ll" in name else "per-node"
-        )
+        plain = name in ("h200-100g", "pcie5")
+        assert links.kind == ("nominal" if plain or "h800" in name else "measured")
+        assert links.all_to_all == ("per-rank" if plain else "per-pair" if "-ll" in name else "per-node")
         assert links.source
         assert (links.between_nodes is not None) == name.removesuffix("-ll").endswith("g")
 

@@ -1,6 +1,6 @@
 """The `semmoe` command."""
 
-from semmoe.cli import apply, calibrate, doctor, offline, online, record, replay, report, router, serve, watch
+from semmoe.cli import apply, calibrate, doctor, estimate, offline, online, record, replay, report, router, serve, watch
 from semmoe.cli.app import app
 
 __all__ = [
@@ -8,6 +8,7 @@ __all__ = [
     "apply",
     "calibrate",
     "doctor",
+    "estimate",
     "main",
     "offline",
     "online",
@@ -19,7 +20,7 @@ __all__ = [
     "watch",
 ]
 GROUPS = (
-    "profile affinity solve replay apply",
+    "profile affinity solve replay estimate apply",
     "serve watch router",
     "generate demo calibrate report doctor reproduce",
 )
