@@ -8,10 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from semmoe import tables
-from semmoe.calibration import shipped
 from semmoe.cli import app
 from semmoe.demo import MODEL, demo_prompts
-from semmoe.payoff import BATCHES, MODELS, measured, payoffs
+from semmoe.payoff import BATCHES, LINKS, MODELS, measured, payoffs
 from semmoe.settings import DemoSettings
 from semmoe.texts import HELD_OUT
 
@@ -62,7 +61,7 @@ def test_without_all_to_all_the_plan_still_sends_less_in_all(result):
 
 def test_where_a_plan_pays_follows_from_what_the_demo_counted(result, made):
     found = {(o["attention"], o["links"], o["model"], o["batch_tokens"]): o for o in made["payoffs"]}
-    assert len(found) == len(made["payoffs"]) == 2 * len(shipped()) * len(MODELS) * len(BATCHES)
+    assert len(found) == len(made["payoffs"]) == 2 * len(LINKS) * len(MODELS) * len(BATCHES)
     run = measured("tp", result["attention-TP, vanilla"], result["attention-TP, on the plan"], ep_size=4)
     assert 0 < run.remote_share < 1
     for one in payoffs(run):
@@ -73,7 +72,7 @@ def test_where_a_plan_pays_follows_from_what_the_demo_counted(result, made):
 def test_the_table_of_payoffs_says_no_where_a_plan_is_not_worth_it(made):
     columns, rows = tables.payoffs(made["payoffs"])
     assert columns[:2] == ["attention, links", "Qwen3-30B\nA3B\n1,024"]
-    assert [row[0] for row in rows] == [f"{mode}, {links}" for mode in ("DP", "TP") for links in shipped()]
+    assert [row[0] for row in rows] == [f"{mode}, {links}" for mode in ("DP", "TP") for links in LINKS]
     cells = [cell for row in rows for cell in row[1:]]
     said = [f"{one['gain']:.0%}" if one["worth_it"] else "no" for one in made["payoffs"]]
     assert cells == said

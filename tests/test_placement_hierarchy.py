@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic import make_trace, planted_trace, random_trace, with_prefill
 
-from semmoe.placement import cocluster, hierarchy
+from semmoe.core import Placement
+from semmoe.placement import cocluster, hierarchy, ours
+from semmoe.placement.joint import seat_groups
 from semmoe.placement.layers import LayerSearch, Tokens
 from semmoe.replayer import replay
 from semmoe.rowcosts import KINDS, kind_costs, mean_costs, plain_costs, total_cost
@@ -193,3 +195,26 @@ def test_a_phase_without_tokens_is_refused():
     weighed = cocluster.weighed_tokens(with_prefill(trace, 5), "prefill")
     assert weighed.sum() == 5
     assert cocluster.weighed_tokens(trace, "both").all()
+
+
+def test_groups_that_use_each_other_s_experts_are_seated_on_one_node_by_hand():
+    """Requests of group 0 use the experts of groups 0 and 2, those of 1 the experts of 1 and 3, and back."""
+    rates = np.zeros((4, 1, 4), np.float32)
+    rates[np.arange(4), 0, np.arange(4)], rates[np.arange(4), 0, [2, 3, 0, 1]] = 2, 1
+    seats = seat_groups(rates, np.ones(4), np.arange(4)[None], np.arange(4), 2)
+    assert sorted(seats) == [0, 1, 2, 3]
+    assert seats[0] // 2 == seats[2] // 2
+    assert seats[1] // 2 == seats[3] // 2
+
+
+def test_an_expert_on_the_same_node_is_worth_what_it_saves_by_hand():
+    """Another node costs 1 for a pair, 1 for a rank, 2 for the node; another rank of the node the first two."""
+    slots = np.array([[[0, 1], [2, 3], [4, 5], [6, 7]]])
+    placement = Placement(slots.reshape(1, -1).astype(np.int32), num_experts=8, ep_size=4)
+    plain = plain_costs(TWO, 1.0, 1.0, 2.0)
+    worth = ours._worth(placement, TWO, (plain, plain))
+    assert worth.shape == (1, 8, 4)
+    assert worth[0, :, 0].tolist() == [1, 1, 0.5, 0.5, 0, 0, 0, 0]
+    alone = Topology(ep_size=4, dp_size=4)
+    even = plain_costs(alone, 1.0, 1.0, 2.0)
+    assert ours._worth(placement, alone, (even, even))[0, :, 3].tolist() == [0, 0, 0, 0, 0, 0, 1, 1]

@@ -10,6 +10,7 @@ from semmoe import console
 from semmoe.calibration import load_links, shipped
 from semmoe.cli.app import OFFLINE, app, refuse_given
 from semmoe.cli.form import takes
+from semmoe.cli.links import LinksOption
 from semmoe.cli.options import (
     LINKS,
     OFFLINE_RANKS,
@@ -17,7 +18,6 @@ from semmoe.cli.options import (
     Force,
     GivenTopology,
     Json,
-    LinksOption,
     check_result,
     model_path,
     resolve_topology,

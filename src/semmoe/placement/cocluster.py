@@ -157,8 +157,7 @@ def place(
         raise ValueError(
             f"{redundant} redundant experts are more than {topology.ep_size} ranks can use without repetition"
         )
-    if request_groups is None:
-        request_groups = np.zeros(trace.num_requests, np.int64)
+    request_groups = np.zeros(trace.num_requests, np.int64) if request_groups is None else request_groups
     before = None if previous is None else previous.physical_to_logical_map.reshape(f.num_layers, topology.ep_size, -1)
     costs = costs or default_costs(topology, settings)
     layers = _Layers(

@@ -13,9 +13,11 @@ through the rates.
 import numpy as np
 
 from semmoe.capacity import equal_groups, improve_assignment, one_hot
+from semmoe.placement.greedy import place_layer
 
 STEPS = 30  # most alternations of one start; it ends earlier when the objective no longer rises
 SWEEPS = 30  # passes over the requests in one step
+SEATINGS = 200  # random swaps per group that seat groups on nodes
 KICK = 0.2  # share of the requests that every second start redraws from the best result so far
 
 
@@ -55,6 +57,24 @@ def locality(rates: np.ndarray, lengths: np.ndarray, expert_groups: np.ndarray, 
     home = expert_groups[None] == request_groups[:, None, None]
     weighted = rates * lengths[:, None, None]
     return float((weighted * home).sum() / max(weighted.sum(), 1e-30))
+
+
+def seat_groups(
+    rates: np.ndarray, lengths: np.ndarray, expert_groups: np.ndarray, request_groups: np.ndarray, num_nodes: int
+) -> np.ndarray:
+    """(D,) a new number for each group, so that groups whose requests use each other's experts are on one node.
+
+    Groups 0 to D / N - 1 are on the first node, and so on. Arguments as `locality` takes them.
+    """
+    D = int(max(expert_groups.max(), request_groups.max())) + 1
+    D += -D % num_nodes
+    used = (rates * lengths[:, None, None]).reshape(len(rates), -1) @ one_hot(expert_groups.ravel(), D)
+    pairs = one_hot(request_groups, D).T @ used  # (D, D): of each group's requests with each group's experts
+    together = (pairs + pairs.T).astype(np.float64)
+    np.fill_diagonal(together, 0.0)
+    swaps = np.random.default_rng(0).integers(D, size=(SEATINGS * D, 2))
+    nodes = place_layer(together, np.zeros((D, num_nodes)), swaps, 1.0, 0.0, 0.0)
+    return np.argsort(np.argsort(nodes, kind="stable"), kind="stable")
 
 
 class _Problem:

@@ -7,11 +7,12 @@ import numpy as np
 
 from semmoe.core import Placement, RoutingTrace
 from semmoe.placement import cocluster
-from semmoe.placement.joint import cocluster_requests
+from semmoe.placement.joint import cocluster_requests, seat_groups
 from semmoe.placement.problem import Problem, Solution
 from semmoe.requests import predictor as request_map
 from semmoe.requests.capacity import CapacityScheduler
 from semmoe.requests.policy import RoundRobin
+from semmoe.rowcosts import RowCosts
 from semmoe.settings import PredictorSettings
 from semmoe.splitter import near_duplicates
 from semmoe.tokens import predictor as predict
@@ -25,13 +26,14 @@ def solve(problem: Problem) -> Solution:
     """Plan requests by a learned linear map, experts by `cocluster`, and tokens by the path predictor."""
     trace, topology, settings = problem.trace, problem.topology, problem.settings
     D, S, begun, budget = topology.dp_size, topology.attn_tp_size, monotonic(), settings.cocluster.budget
+    costs = problem.costs or cocluster.default_costs(topology, settings.cocluster)
     groups = start = rates = predictor = None
     if D > 1:
         rates = request_map.fit_request_rates(trace, near_duplicates(trace), seed=settings.seed)
         if problem.previous is None:
             groups, start = _request_groups(trace, rates, topology, settings.seed)
         else:
-            groups = _likely_groups(trace, rates, _hosted(problem.previous.placement, topology))
+            groups = _likely_groups(trace, rates, _worth(problem.previous.placement, topology, costs))
     if S > 1:
         predictor = predict.fit(trace, _predictor_settings(problem), settings.seed)
     placement = cocluster.place(
@@ -46,10 +48,10 @@ def solve(problem: Problem) -> Solution:
         None if problem.previous is None else problem.previous.placement,
         problem.progress,
         None if budget is None else begun + SEARCHING * budget,
-        problem.costs,
+        costs,
         settings.phase,
     )
-    by_prompt = request_map.project(rates, _hosted(placement, topology)) if rates else None
+    by_prompt = request_map.project(rates, _worth(placement, topology, costs)) if rates else None
     by_path = predict.project(predictor, trace, placement, problem.embeddings) if predictor else None
     return Solution(placement=placement, requests=by_prompt or RoundRobin(num_groups=D), tokens=by_path or ByPosition())
 
@@ -62,15 +64,35 @@ def _predictor_settings(problem: Problem) -> PredictorSettings:
     return replace(settings, lookback=getattr(previous.tokens, "lookback", None))
 
 
-def _hosted(placement: Placement, topology: Topology) -> np.ndarray:
-    """(L, E, D) bool: whether a rank of the group hosts the expert."""
+def _worth(placement: Placement, topology: Topology, costs: tuple[RowCosts, RowCosts]) -> np.ndarray:
+    """(L, E, D) float32: 1 where a rank of the group hosts the expert, and less where only its node does.
+
+    The less is what a row inside the node saves of what one to another node costs, on average.
+    """
     by_group = placement.hosts.reshape(-1, topology.dp_size, topology.attn_tp_size, placement.num_experts)
-    return np.swapaxes(np.any(by_group, axis=2), 1, 2)
+    own = np.asarray(by_group.any(axis=2))
+    worth, per_node = own.astype(np.float32), topology.dp_size // topology.num_nodes
+    if topology.num_nodes > 1 and per_node > 1 and topology.dp_size % topology.num_nodes == 0:
+        node = own.reshape(len(own), topology.num_nodes, per_node, -1).any(axis=2)
+        worth = np.maximum(worth, np.float32(_near_share(costs, topology)) * np.repeat(node, per_node, axis=1))
+    return np.swapaxes(worth, 1, 2)
 
 
-def _likely_groups(trace: RoutingTrace, rates: request_map.RequestRates, hosted: np.ndarray) -> np.ndarray:
+def _near_share(costs: tuple[RowCosts, RowCosts], topology: Topology) -> float:
+    """The share of a pair's cost on another node that is saved on another rank of the own node."""
+    same, other = (
+        topology.node_of[:, None] == topology.node_of,
+        topology.node_of[:, None] != np.arange(topology.num_nodes),
+    )
+    inside = same & ~np.eye(len(same), dtype=bool)
+    far = np.mean([one.rank[~same].mean() + one.pair[~same].mean() + one.node[other].mean() for one in costs])
+    near = np.mean([one.rank[inside].mean() + one.pair[inside].mean() for one in costs])
+    return float(np.clip(1 - near / max(far, 1e-9), 0, 1))
+
+
+def _likely_groups(trace: RoutingTrace, rates: request_map.RequestRates, worth: np.ndarray) -> np.ndarray:
     """(R,) the group of the highest score by each request's prompt."""
-    scheduler = CapacityScheduler(request_map.project(rates, hosted))
+    scheduler = CapacityScheduler(request_map.project(rates, worth))
     return np.array([np.argmax(scheduler.score(trace.prompt(r))) for r in range(trace.num_requests)])
 
 
@@ -79,7 +101,11 @@ def _request_groups(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The group (R,) of each request, clustered jointly over all layers, and rank labels (L, E) to start from."""
     D, S = topology.dp_size, topology.attn_tp_size
-    expert_groups, of_fitted = cocluster_requests(rates.planning_rates, rates.lengths, D, seed=seed)
+    known = rates.planning_rates, rates.lengths
+    expert_groups, of_fitted = cocluster_requests(*known, D, seed=seed)
+    if 1 < topology.num_nodes < D and D % topology.num_nodes == 0:
+        seats = seat_groups(*known, expert_groups, of_fitted, topology.num_nodes)
+        expert_groups, of_fitted = seats[expert_groups], seats[of_fitted]
     groups = _likely_groups(trace, rates, expert_groups[..., None] == np.arange(D))
     groups[rates.requests] = of_fitted
     within = np.argsort(np.argsort(expert_groups, axis=1, kind="stable"), axis=1)  # place of each expert, by group
