@@ -14,10 +14,11 @@ from typer.testing import CliRunner
 from semmoe.calibration import load_links
 from semmoe.cli import app
 from semmoe.estimate import outside
+from semmoe.expectation import expect
 from semmoe.plan import save_plan
 from semmoe.results import EstimateFile
 from semmoe.settings import QUICK, CoclusterSettings, ReplaySettings, SolveSettings
-from semmoe.solver import expect, solve
+from semmoe.solver import solve
 from semmoe.topology import Topology
 
 DEEPSEEK = ["--ep-size", "64", "--num-nodes", "8", "--attention", "dp", "--links", "h200-400g"]
