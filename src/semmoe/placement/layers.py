@@ -1,6 +1,6 @@
 """The search for layouts of one layer: roughly from several starts on a sample, then finer from the best of these.
 
-Without copies and for uniform costs the moves are those of `swaps`, else those of `moves`. Over several nodes, starts
+Without copies, for uniform costs and several homes the moves are those of `swaps`, else those of `moves`. Over several nodes, starts
 come from a search in which nodes are the ranks (`hierarchy`). A layout's load has a price, which all layers share
 (`cocluster`).
 """
@@ -189,8 +189,8 @@ class LayerSearch:
         effort = settings.price_steps, settings.rounds, steps, settings.patience, tenure, seed
         prices = self.dues, self.mixes, make_loads(self.topology.ep_size, self.mixes.shape[1]), load_price
         search: Any = search_moves
-        if not self.redundant and state.uniform:
-            search = search_swaps
+        if not self.redundant and state.uniform and self.topology.attn_tp_size > 1:
+            search = search_swaps  # the same moves, for many homes in less time
         tables: Any = make_gains(state) if search is search_swaps else make_tables(state)
         cost, load, _ = search(state, scratch, tables, *prices, *effort)
         return Layout(state.slots, state.primary, cost, load, float(sum_dues(state.slots, self.dues)))

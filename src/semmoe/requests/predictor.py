@@ -109,7 +109,7 @@ def fit_request_rates(
 
 
 def project(fit: RequestRates, hosted: np.ndarray) -> PromptScores:
-    """The scores for D groups of which group d hosts the experts hosted (L, E, D), or is near them, up to 1.
+    """The scores for D groups; hosted (L, E, D): whether group d hosts the expert, or how near it is, from 0 to 1.
 
     Everything is projected on the D groups first, so that no array of size V * L * E is needed.
     """
