@@ -210,7 +210,8 @@ def test_groups_that_use_each_other_s_experts_are_seated_on_one_node_by_hand():
 def test_an_expert_on_the_same_node_is_worth_what_it_saves_by_hand():
     """Another node costs 1 for a pair, 1 for a rank, 2 for the node; another rank of the node the first two."""
     slots = np.array([[[0, 1], [2, 3], [4, 5], [6, 7]]])
-    placement = Placement(physical_to_logical_map=slots.reshape(1, -1).astype(np.int32), num_experts=8, ep_size=4)
+    slots = slots.reshape(1, -1).astype(np.int32)
+    placement = Placement(physical_to_logical_map=slots, num_experts=8, ep_size=4)
     plain = plain_costs(TWO, 1.0, 1.0, 2.0)
     worth = ours._worth(placement, TWO, (plain, plain))
     assert worth.shape == (1, 8, 4)

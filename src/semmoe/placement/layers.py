@@ -1,8 +1,8 @@
 """The search for layouts of one layer: roughly from several starts on a sample, then finer from the best of these.
 
-Without copies, for uniform costs and several homes the moves are those of `swaps`, else those of `moves`. Over several nodes, starts
-come from a search in which nodes are the ranks (`hierarchy`). A layout's load has a price, which all layers share
-(`cocluster`).
+Without copies, for uniform costs and several homes the moves are those of `swaps`, else those of `moves`. Over several
+nodes, starts come from a search in which nodes are the ranks (`hierarchy`). A layout's load has a price, which all
+layers share (`cocluster`).
 """
 
 from collections.abc import Callable
