@@ -12,13 +12,23 @@ import numpy as np
 from semmoe.rowcosts import RowCosts
 
 njit = numba.njit(cache=True, nogil=True)
-# For functions that make no arrays: without counts of references to those of a State, which take most of their time.
-bare: Any = numba.njit(cache=True, nogil=True, _nrt=False)  # type: ignore[call-overload]
 inlined = numba.njit(inline="always")  # for calls that pass a dozen arrays, which cost more than what they do
 
-Costs = namedtuple(
-    "Costs", "rank node pair"
-)  # of RowCosts, one of each kind of tokens: (F, G, G), (F, G, N), (F, G, G)
+
+def _without_references() -> Any:
+    """For functions that make no arrays: no counts of references to those of a State, which take most of their time.
+
+    numba does not document the option; a version without it compiles the same functions to slower ones.
+    """
+    try:
+        return numba.njit(cache=True, nogil=True, _nrt=False)  # type: ignore[call-overload]
+    except (KeyError, TypeError):
+        return njit
+
+
+bare = _without_references()
+# Of RowCosts, one of each kind of tokens: (F, G, G), (F, G, N), (F, G, G).
+Costs = namedtuple("Costs", "rank node pair")
 # The state of a search, which changes slots, slot_of, near, copies, primary, price, value and home.
 State = namedtuple(
     "State",
