@@ -39,7 +39,7 @@ from semmoe.trace import open_trace
 
 RESULTS = Path(__file__).parent / "results"
 TOKENS_PER_RANK = 128
-TRIES, TOLERATED = 3, 0.01  # of stricter load limits for semmoe; load above eplb's that is left alone
+TRIES, TOLERATED = 1, 0.01  # of stricter load limits for semmoe; load above eplb's that is left alone
 COPIES = ("linear", "eplb", "semmoe")  # methods that take redundant experts
 SHOWN = (
     "nodes",
