@@ -3,7 +3,7 @@
     python benchmarks/bench_nodes.py [--strengths benchmarks/results/routing_gpt-oss-20b.json] [--trace TRACE]
                                      [--cases 64:8:0 64:8:64 144:18:32 320:40:64] [--splits 3] [--requests 1500]
                                      [--layers 6] [--widen 8] [--coherence 0] [--methods linear eplb exflow semmoe]
-                                     [--links h100-400g] [--quick] [--out FILE]
+                                     [--links h100-400g] [--tries 1] [--quick] [--out FILE]
 
 A case is EP size:nodes:redundant experts. Attention is data-parallel: a request stays on its rank. Without --trace,
 traces are drawn by `synthetic_routing`, one per split, of so many layers at even depths of the model's 58, and answers
@@ -39,7 +39,7 @@ from semmoe.trace import open_trace
 
 RESULTS = Path(__file__).parent / "results"
 TOKENS_PER_RANK = 128
-TRIES, TOLERATED = 1, 0.01  # of stricter load limits for semmoe; load above eplb's that is left alone
+TOLERATED = 0.01  # load above eplb's that is left alone
 COPIES = ("linear", "eplb", "semmoe")  # methods that take redundant experts
 SHOWN = (
     "nodes",
@@ -81,7 +81,7 @@ def run_case(
         )
         try:
             plan, seconds = timed(profile, topology, chosen, given)
-            for _ in range(TRIES if method == "semmoe" else 0):
+            for _ in range(given.tries if method == "semmoe" else 0):
                 excess = measure(held_out, plan, settings).load - limit
                 if excess <= TOLERATED:
                     break
@@ -152,6 +152,7 @@ def main() -> None:
     parser.add_argument("--phase", choices=("prefill", "decode"), default="decode")
     parser.add_argument("--profile-share", type=float, default=0.4)
     parser.add_argument("--links", default="h100-400g", help="what semmoe's search is charged")
+    parser.add_argument("--tries", type=int, default=1, help="stricter load limits tried where semmoe exceeds it")
     parser.add_argument("--quick", action="store_true", help="semmoe: one rough search per layer")
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     given = parser.parse_args()

@@ -254,7 +254,7 @@ def test_calibrate_writes_links_that_solve_takes(work, tmp_path):
         "--out",
         tmp_path / "plan",
     ]
-    assert "on a test (measured)" in run(*command).stdout
+    assert "on a test (measured, a row per rank)" in run(*command).stdout
 
 
 @pytest.mark.dist

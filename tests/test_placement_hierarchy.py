@@ -219,3 +219,15 @@ def test_an_expert_on_the_same_node_is_worth_what_it_saves_by_hand():
     alone = Topology(ep_size=4, dp_size=4)
     even = plain_costs(alone, 1.0, 1.0, 2.0)
     assert ours._worth(placement, alone, (even, even))[0, :, 3].tolist() == [0, 0, 0, 0, 0, 0, 1, 1]
+
+
+def test_copies_of_whole_groups_put_blocks_of_groups_on_neighbouring_nodes():
+    """4 groups of 2 experts on 4 nodes of 5 places: blocks of two groups on two nodes each, and one expert more."""
+    together = np.eye(8)
+    together[0, 7] = together[7, 0] = 5  # of group 3, used with expert 0
+    slots, primary = hierarchy.copy_groups(np.repeat([0, 1, 2, 3], 2), together, 4, 5)
+    assert [sorted(row[:4].tolist()) for row in slots] == [[0, 1, 2, 3]] * 2 + [[4, 5, 6, 7]] * 2
+    assert slots[0, 4] == 7
+    assert primary.tolist() == [0, 0, 0, 0, 2, 2, 2, 2]
+    assert all(len(set(row)) == 5 for row in slots.tolist())
+    assert hierarchy.copy_groups(np.repeat([0, 1, 2, 3], 2), together, 4, 3) is None

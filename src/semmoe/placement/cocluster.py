@@ -110,7 +110,8 @@ class _Layers:
         if self.predictor:
             expected = predict(self.predictor, self.trace, self.part, layer, self.rows)
             self.expected[layer] = np.clip(np.rint(expected * SCALE), -32767, 32767).astype(np.int16)
-        return self._measure(layer, search.rough(prices, labels, self._in_time()))
+        found = search.rough(prices, labels, self._in_time())
+        return self._measure(layer, found + search.copied_groups() if self.settings.copy_choice == "cover" else found)
 
     def finer(self, prices: list[float], layer: int) -> list[Measured]:
         """End the search of a layer."""

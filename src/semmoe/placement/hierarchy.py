@@ -49,6 +49,33 @@ def pack_groups(together: np.ndarray, at_node: np.ndarray, num_groups: int, unev
     return np.repeat(_spread(by_group, at_node, rng), E // num_groups)
 
 
+def copy_groups(
+    node: np.ndarray, together: np.ndarray, num_groups: int, places: int
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Slots (N, places) and primaries (E,) of nodes with further whole gate groups; None if none has room.
+
+    node (E,): the node of each expert's group, as many groups on each. Neighbouring nodes hold the same block of groups
+    and the first of them leads it, so that a token finds several of its groups on one node. Places that are left take
+    the experts that are used together with the node's most; together (E, E).
+    """
+    size, nodes = len(node) // num_groups, int(node.max()) + 1
+    width = min(places // size, num_groups)  # groups of a block
+    while num_groups % width or nodes % (num_groups // width):
+        width -= 1
+    if width <= num_groups // nodes:
+        return None
+    order, alike = np.argsort(node[::size], kind="stable"), nodes * width // num_groups  # nodes of a block
+    out, lead = np.empty((nodes, places), np.int64), np.empty(num_groups, np.int64)
+    for n in range(nodes):
+        held = order[(n // alike) * width + np.arange(width)]
+        experts = (held[:, None] * size + np.arange(size)).ravel()
+        lead[held] = (n // alike) * alike
+        pull = together[experts].sum(axis=0)
+        pull[experts] = -1
+        out[n] = np.concatenate([experts, np.argsort(-pull, kind="stable")[: places - len(experts)]])
+    return out, np.repeat(lead, size)
+
+
 def divide_nodes(
     slots: np.ndarray, primary: np.ndarray, together: np.ndarray, at_rank: np.ndarray, rng
 ) -> tuple[np.ndarray, np.ndarray]:

@@ -150,6 +150,20 @@ class LayerSearch:
         starts = (given + self._packings(number) + _first_labels(self.affinity, ranks, number, self.rng))[:number]
         return [_start(self.affinity, ranks, self.redundant, one) for one in starts]
 
+    def copied_groups(self) -> list[Layout]:
+        """A layout in which nodes have copies of whole gate groups, where there is room; else none.
+
+        The search takes each expert of a rank from one copy, and so cannot see that a token then finds several of its
+        groups on one node: such a layout is measured as it is.
+        """
+        search, places = self.nodes or self, (self.num_experts + self.redundant) // self.topology.num_nodes
+        packed = search._packings(1)[:1] if self.previous is None else []
+        layout = hierarchy.copy_groups(packed[0], self.affinity, self.num_groups, places) if packed else None
+        if layout is not None and self.nodes is not None:
+            at_rank = self._pairs_at(self.topology.attn_tp_size)
+            layout = hierarchy.divide_nodes(*layout, self.affinity, at_rank, self.rng)
+        return [] if layout is None else [Layout(*layout, np.inf, np.inf)]
+
     def _whole(self) -> bool:
         """Whether each node must keep whole gate groups."""
         return self.settings.groups == "whole" and self.topology.num_nodes > 1
