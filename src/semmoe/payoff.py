@@ -31,7 +31,7 @@ MODELS = (
     Model("gpt-oss-20b", 32, cost.LayerShape(hidden_size=2880, expert_size=2880, top_k=4)),
     Model("DeepSeek-V3", 256, cost.LayerShape(hidden_size=7168, expert_size=2048, top_k=8)),
 )
-LINKS = ("gb200-nvlink", "h200-nvlink", "h200-400g", "h200-100g", "pcie5")  # of those that are shipped
+LINKS = ("h200-nvlink", "h200-400g", "h200-100g", "pcie5")  # of those that are shipped
 BATCHES = (1024, 16384)  # tokens of all ranks together: about a step of decoding, and one of prefill
 
 
