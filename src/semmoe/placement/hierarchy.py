@@ -46,7 +46,7 @@ def pack_groups(together: np.ndarray, at_node: np.ndarray, num_groups: int, unev
         by_group = by_group * rng.uniform(1 - UNEVEN, 1 + UNEVEN, by_group.shape)
         by_group = by_group + by_group.T
     at_node = at_node.reshape(num_groups, -1, at_node.shape[1]).sum(axis=1)
-    return np.repeat(_spread(by_group, at_node, rng), E // num_groups)
+    return np.repeat(spread(by_group, at_node, rng), E // num_groups)
 
 
 def copy_groups(
@@ -87,14 +87,14 @@ def divide_nodes(
     out, first = np.empty((G, size * N // G), np.int64), np.empty(len(primary), np.int64)
     for m, experts in enumerate(slots):
         ranks = np.arange(m * (G // N), (m + 1) * (G // N))
-        labels = _spread(together[np.ix_(experts, experts)], at_rank[np.ix_(experts, ranks)], rng)
+        labels = spread(together[np.ix_(experts, experts)], at_rank[np.ix_(experts, ranks)], rng)
         out[ranks] = experts[np.argsort(labels, kind="stable")].reshape(len(ranks), -1)
         led = primary[experts] == m
         first[experts[led]] = ranks[labels[led]]
     return out, first
 
 
-def _spread(together: np.ndarray, data: np.ndarray, rng) -> np.ndarray:
+def spread(together: np.ndarray, data: np.ndarray, rng) -> np.ndarray:
     """(n,) clusters of equal size, by affinities (n, n), pairs at each cluster (n, C), and load."""
     swaps = rng.integers(len(together), size=(EASY_SWAPS * len(together), 2))
     alone = together - np.diag(np.diag(together))

@@ -14,7 +14,6 @@ import numpy as np
 
 from semmoe.affinity import pair_count
 from semmoe.placement import hierarchy
-from semmoe.placement.greedy import place_layer
 from semmoe.placement.homes import make_state
 from semmoe.placement.loads import draw_mixes, make_loads
 from semmoe.placement.moves import search_moves, sum_dues
@@ -30,7 +29,6 @@ ROUGH_TOKENS = 3072  # of a rough search
 FINER_TOKENS, MOST_TOKENS, MOST_SETS = (2048, 128), (1 << 15, 6144), 1 << 14
 FINER_STEPS = 0.8  # of the steps of a rough search
 TENURE = 8  # experts that were moved stay for at least one step per so many experts
-EASY_SWAPS = 200  # random swaps per expert that form a start from the affinity of expert pairs alone
 
 
 @dataclass(frozen=True)
@@ -248,9 +246,7 @@ def _first_labels(affinity: np.ndarray, ranks: int, starts: int, rng) -> list[np
     if starts <= 0:
         return []
     E = len(affinity)
-    swaps = rng.integers(E, size=(EASY_SWAPS * E, 2))
-    loads = affinity + np.diag(affinity.sum(axis=1))
-    pairs = place_layer(loads, np.zeros((E, ranks)), swaps, 1.0, 0.0, 0.5)
+    pairs = hierarchy.spread(affinity, np.zeros((E, ranks)), rng)
     return [pairs, *(rng.permutation(np.arange(E) % ranks) for _ in range(starts - 1))]
 
 
