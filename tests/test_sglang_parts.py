@@ -70,7 +70,8 @@ def test_sglangs_choice_among_copies_is_replaced():
 
 def test_copies_are_chosen_token_by_token_where_the_plan_says_so():
     """Experts 0 3 | 1 3 | 2 0 on three ranks: rank 2's tokens with experts 1 and 3 find both on rank 1."""
-    slots, layers = np.array([[0, 3, 1, 3, 2, 0]], np.int32), torch.zeros((3, 4), dtype=torch.int32)
+    slots = np.array([[0, 3, 1, 3, 2, 0]], np.int32)
+    layers = torch.zeros((3, 3, 4), dtype=torch.int32)[2]  # SGLang keeps a rank's table among those of all ranks
     placement = Placement(physical_to_logical_map=slots, num_experts=4, ep_size=3, copy_choice="cover")
     plan = replace(copies_plan(), topology=Topology(ep_size=3), placement=placement)
     copies = ChosenCopies()

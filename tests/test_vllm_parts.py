@@ -118,7 +118,7 @@ def test_routing_is_looked_up_counted_and_seen(drop):
     seen, counter, real = [], TrafficCounter(2, 0), RealRows(torch.tensor(2))
     table = torch.tensor([0, 3, 2])
     copies = RankCopies((table // 2)[:, None], table[:, None], table // 2, 0, 2)
-    layer = RoutedLayer(5, copies, 2, real, counter, drop, lambda *call: seen.append(call))
+    layer = RoutedLayer(5, [copies], 0, 2, real, counter, drop, lambda *call: seen.append(call))
     ids = torch.tensor([[0, 1], [1, 2], [0, 2]], dtype=torch.int32)
     layer.routed(torch.ones(3, 2), ids)
     out = layer.to_physical(ids)

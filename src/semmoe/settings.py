@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from semmoe.bounds import MOST_RANKS, check_numbers, choice, number, switch
 
+PATHS = ("shuffled", "whole")  # attention-TP: how tokens meet their experts in a pass (`semmoe.engines.paths`)
 GRANULARITIES = ("layer", "batch")  # attention-TP: slices are decided once per layer or once per batch
 SEED = (0, (1 << 32) - 1)
 TOKENS = (1, 1 << 24)  # least and most tokens of a batch
@@ -247,6 +248,9 @@ class ServeSettings:
     )
     shuffle: str = choice(
         "layer", ("layer", "batch", "off"), help="attention-TP: how often the ranks of tokens are decided."
+    )
+    path: str = choice(
+        "auto", ("auto", *PATHS), help="attention-TP: tokens shuffled, or whole on every rank; auto: what is faster."
     )
     window_ms: float = number(0, 0, MOST_WAIT_MS, help=WINDOW_HELP)
     port: int = number(30000, 1, 65_535, panel="Output", help="Port to listen on.")

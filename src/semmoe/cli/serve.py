@@ -92,6 +92,9 @@ def _check(
 
     if asked.window_ms and (plan is None or asked.schedule != "plan" or not plan.requests.by_tables):
         raise ValueError("--window-ms has no effect: requests are assigned only by a plan for attention dp or hybrid")
+    shuffles = plan is not None and plan.tokens.by_tables and asked.shuffle != "off"
+    if asked.path != "auto" and not shuffles:
+        raise ValueError("--path has no effect: only a plan for attention tp or hybrid shuffles tokens")
     if plan is None:
         # raises an error if sizes do not divide
         physical_experts(fingerprint_of(model).num_experts, 0, topology.ep_size)
@@ -107,7 +110,12 @@ def _plugin_settings(plan: Path | None, asked: ServeSettings, folder: Path) -> P
     where = str(plan.resolve()) if plan else ""
     wait = f"{asked.window_ms:g}" if asked.window_ms else ""
     return PluginSettings(
-        plan=where, schedule=asked.schedule, shuffle=asked.shuffle, window_ms=wait, control=str(folder)
+        plan=where,
+        schedule=asked.schedule,
+        shuffle=asked.shuffle,
+        path=asked.path,
+        window_ms=wait,
+        control=str(folder),
     )
 
 

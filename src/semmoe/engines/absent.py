@@ -1,11 +1,12 @@
 """Parts that do nothing, used where a part is not attached to a rank's model, so that hooks need not test for it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from semmoe.engines.counters import Reading
 from semmoe.engines.step import Step
 from semmoe.runtime.collectives import Communicator
 
@@ -13,8 +14,12 @@ from semmoe.runtime.collectives import Communicator
 class NoShuffle:
     """In place of a shuffle: tokens stay where the engine puts them."""
 
-    active = False
+    active = whole = False
     comms: Sequence[Communicator] = ()
+
+    def readings(self, labels: Mapping[str, str]) -> Iterator[Reading]:
+        """Yield nothing: no path is chosen."""
+        yield from ()
 
     def begin_step(self, read: Callable[[], Step]) -> None:
         """Do nothing: no token of the pass is shuffled."""
@@ -80,3 +85,6 @@ class NoTraffic:
 
     def count(self, targets: torch.Tensor) -> None:
         """Do nothing: no rows are sent."""
+
+    def reset_counts(self) -> None:
+        """Do nothing: nothing was counted."""

@@ -14,6 +14,7 @@ Names (all begin with `semmoe_`) with labels in braces; `ep_rank` and `dp_rank` 
     rank_pair_rows{ep_rank, to}             remote_rows by pair of ranks; these three only with SEMMOE_RANK_PAIRS=1
     rank_pair_bytes{ep_rank, to}            all_to_all_bytes by pair of ranks
     rank_pair_served{ep_rank, to}           pairs by home rank and by the rank that computes them
+    passes{ep_rank, path}                   attention-TP: forward passes by path (`semmoe.engines.paths`)
     scheduled_requests{dp_rank, by}         requests; by = plan, named (the request named its rank) or engine
     unknown_tokens                          prompt ids that are not in the plan's tables
     schedule_failures                       requests that semmoe failed to schedule, which the engine then scheduled
@@ -164,6 +165,7 @@ DESCRIPTIONS = {
     "rank_pair_rows": "Rows for other ranks, one per (token, rank), by pair of ranks",
     "rank_pair_bytes": "Bytes of dispatch and combine by pair of ranks",
     "rank_pair_served": "(token, expert) pairs by home rank and by the rank that computes them",
+    "passes": "Forward passes whose tokens may be shuffled, by path",
     "scheduled_requests": "Requests by data-parallel rank and by who chose it",
     "unknown_tokens": "Prompt token ids outside the plan's tables",
     "schedule_failures": "Requests that semmoe failed to schedule",

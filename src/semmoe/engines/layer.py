@@ -3,18 +3,23 @@
     slices -> shuffled reduce-scatter -> norm and experts (the engine's own)
            -> shuffled all-gather, with expert ids, and those that the next layer's router names ahead -> observe
 
+or, in passes that are cheaper without an all-to-all (`semmoe.engines.paths`), over all rows on every rank.
+
 Every engine runs it through `TokenRows`, from its own hooks. The slices are the plan's and change from layer to layer,
 so that every rank needs the residual of every token. Therefore the residual stream itself is gathered, and normalised
 on every rank; this sends as many bytes as gathering normalised rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
+from semmoe.engines.counters import Reading
 from semmoe.engines.lookahead import NO_LOOKAHEAD, Lookahead
+from semmoe.engines.paths import SHUFFLED, WHOLE, only
 from semmoe.engines.step import SlotWatch, Step
 from semmoe.runtime.collectives import Communicator, shuffled_all_gathers, shuffled_reduce_scatter
 from semmoe.runtime.shuffler import Shuffler
@@ -30,6 +35,10 @@ class TokenRows:
         self._shuffler, self._lookahead = shuffler, lookahead
         self.comm = comm
         self._watch = SlotWatch()
+        self.choice = only(SHUFFLED)
+        self._path = SHUFFLED  # of this pass
+        self._unseen = np.zeros(0, np.int64)  # slots whose request began in passes that were not shuffled
+        self._num_tokens = 0  # of this pass
         self._tokens, self._padded = 0, 0  # rows of this pass to shuffle, without and with padding
         self._handle: Any = None  # handle between the two collectives of a layer
         self._layer: int | None = None
@@ -46,14 +55,31 @@ class TokenRows:
         self._shuffler.start(token_ids, slots, decoding, new_slots)
 
     def begin_step(self, read: Callable[[], Step]) -> None:
-        """Begin a pass that is read from an engine's batch; a pass without tokens is not shuffled."""
+        """Begin a pass that is read from an engine's batch, on the path chosen for it.
+
+        A pass without tokens is not shuffled. One without an all-to-all adds nothing to the histories of requests.
+        """
         step = read()
-        self._tokens, self._handle = 0, None
+        self.end()
+        self._num_tokens = step.num_tokens
         if step.num_tokens:
-            self.begin(step.token_ids, step.slots[step.rows], step.decoding, self._watch.begun(step))
+            self._path = self.choice.choose(step.num_tokens)
+            self._unseen = np.union1d(self._unseen, self._watch.begun(step))
+        if step.num_tokens and not self.whole:
+            self.begin(step.token_ids, step.slots[step.rows], step.decoding, self._unseen)
+            self._unseen = self._unseen[:0]
 
     def end(self) -> None:
-        self._tokens, self._handle = 0, None
+        self._tokens, self._handle, self._path = 0, None, SHUFFLED
+
+    @property
+    def whole(self) -> bool:
+        """Whether every rank has all rows of this pass around its experts, and no all-to-all runs."""
+        return self._path == WHOLE
+
+    def readings(self, labels: Mapping[str, str]) -> Iterator[Reading]:
+        """The counters of the paths of passes."""
+        yield from self.choice.readings(labels)
 
     @property
     def comms(self) -> list[Communicator]:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from semmoe.settings import GRANULARITIES, MOST_WAIT_MS
+from semmoe.settings import GRANULARITIES, MOST_WAIT_MS, PATHS
 
 PREFIX = "SEMMOE_"
 
@@ -18,6 +18,7 @@ class PluginSettings:
     plan: str = ""  # a plan directory; empty: vanilla, whose traffic is counted as well
     schedule: str = "plan"  # "plan" or "engine": who assigns requests to data-parallel ranks
     shuffle: str = "layer"  # "layer", "batch" or "off": how often slices of attention-TP groups are decided
+    path: str = "auto"  # of passes whose tokens are shuffled: "auto", "shuffled" or "whole" (`semmoe.engines.paths`)
     window_ms: str = ""  # requests that arrive within so many milliseconds are assigned together; empty: each at once
     control: str = ""  # a folder for activity files and `semmoe record`
     rank_pairs: str = ""  # 1: traffic is also published by pair of ranks, up to `traffic.MOST_PAIRED` ranks
@@ -25,6 +26,8 @@ class PluginSettings:
     def __post_init__(self) -> None:
         if self.schedule not in ("plan", "engine"):
             raise ValueError(f"SEMMOE_SCHEDULE must be plan or engine, not {self.schedule!r}")
+        if self.path not in ("auto", *PATHS):
+            raise ValueError(f"SEMMOE_PATH must be auto, {' or '.join(PATHS)}, not {self.path!r}")
         allowed = (*GRANULARITIES, "off")
         if self.shuffle not in allowed:
             raise ValueError(f"SEMMOE_SHUFFLE must be one of {', '.join(allowed)}, not {self.shuffle!r}")

@@ -4,6 +4,7 @@ A pure function of a token's expert ids with static shapes, registered as an ope
 compile or capture what calls it. numba runs it on the CPU, one Triton program per token on a GPU.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,6 +47,15 @@ class RankCopies:
             return torch.where(ids >= 0, self.physical[:, 0][ids.clamp(min=0)], -1).to(expert_ids.dtype)
         out = torch.ops.semmoe.cover_copies(ids, self.ranks, self.physical, self.preferred, self.source, self.num_ranks)
         return out.to(expert_ids.dtype)
+
+
+def alike(copies: Sequence[RankCopies], expert_ids: Tensor) -> Tensor:
+    """(N, K) physical ids where all ranks have all rows, and must choose alike: each slice as one of the ranks would.
+
+    copies: those of a layer that each rank of the group uses.
+    """
+    slices = expert_ids.tensor_split(len(copies))
+    return torch.cat([own.to_physical(ids) for own, ids in zip(copies, slices, strict=True)])
 
 
 def rank_copies(plan: Plan, source: int) -> list[RankCopies]:

@@ -56,6 +56,11 @@ class TrafficCounter:
         self._node_rows += nodes.sum(dim=0)
         self._tokens += nodes.amax(dim=1).sum()
 
+    def reset_counts(self) -> None:
+        """Count from zero."""
+        for total in (self._pairs, self._rows, self._node_rows, self._tokens):
+            total.zero_()
+
     def totals(self) -> Totals:
         """What was counted so far. Waits for the device."""
         tokens, rows, nodes = int(self._tokens), self._rows.tolist()[: self.size], self._node_rows.tolist()

@@ -21,9 +21,9 @@ LIMITS = ["--dtype", "float32", "--max-total-tokens", "8192", "--max-running-req
 def engine(
     model: str, topology: Topology, folder: Path, plan: str = "", options: tuple[str, ...] = (), **settings: str
 ):
-    """An engine with an all-to-all over gloo; counters and `semmoe record` in `folder`."""
+    """An engine with an all-to-all over gloo, by default in all passes; counters and `semmoe record` in `folder`."""
     os.makedirs(folder, mode=0o700, exist_ok=True)
-    given = SglangSettings(plan=plan, control=str(folder), **settings)
+    given = SglangSettings(plan=plan, control=str(folder), **{"path": "shuffled", **settings})
     location, redundant = None, 0
     if plan:
         made = load_plan(plan)

@@ -9,7 +9,7 @@ from semmoe.demo import MODEL
 SET_UPS = {  # options of `semmoe serve`, SGLang's own
     "tp1": (["--ep-size", "1"], ()),
     "tp2, placed": (["--plan", "tp2", "--shuffle", "off"], ("--moe-a2a-backend", "none")),
-    "tp2, shuffled": (["--plan", "tp2"], ("--enable-mixed-chunk",)),
+    "tp2, shuffled": (["--plan", "tp2", "--path", "shuffled"], ("--enable-mixed-chunk",)),
     "dp2": (["--plan", "dp2"], ()),
     "tp4 dp2": (["--plan", "hybrid"], ()),
 }

@@ -7,7 +7,7 @@ from vllm_server import VllmServer
 from semmoe.demo import MODEL
 
 SET_UPS = {  # options of `semmoe serve`, vLLM's own
-    "tp2, shuffled": (["--plan", "tp2"], ()),
+    "tp2, shuffled": (["--plan", "tp2", "--path", "shuffled"], ()),
     "dp2": (["--plan", "dp2"], ()),
     "tp2 dp2": (["--plan", "hybrid"], ()),
 }

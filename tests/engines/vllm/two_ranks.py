@@ -49,16 +49,18 @@ def make_plan(model: str, texts: list[list[int]], folder: Path, attention: str, 
 
 def on_two_ranks(
     model: str, prompts: list[list[int]], folder: Path, attention: str = "tp2", variables: dict[str, str] | None = None,
-    together: bool = True, **options,
+    together: bool = True, times: dict[str, list[float]] | None = None, **options,
 ) -> list[list[int]]:  # fmt: skip
     """Tokens of every prompt.
 
     attention: tp2, where both ranks must answer alike, or dp2, where each has every other prompt. Counters go to
-    `folder`.
+    `folder`. Tokens are shuffled in every pass, unless `variables` or `times` say otherwise. times: of passes of 1 and
+    1000 tokens by path, in place of measured ones.
     """
-    job = {"model": model, "together": together}
+    job = {"model": model, "together": together, "times": times}
     options = {"dtype": "float32"} | options
-    shared = {"SEMMOE_CONTROL": str(folder)} | (variables or {})
+    path = {"SEMMOE_PATH": "auto" if times else "shuffled"}
+    shared = {"SEMMOE_CONTROL": str(folder)} | path | (variables or {})
     jobs = [job | {"prompts": prompts if attention == "tp2" else prompts[rank::2]} for rank in (0, 1)]
     folders = _run(jobs, folder, attention, shared, options)
     outs = [json.loads((path / "out.json").read_text()) for path in folders]
@@ -117,7 +119,8 @@ def _of_rank(attention: str, rank: int, port: str) -> tuple[dict[str, str], dict
     return {f"VLLM_DP_{name}": str(value) for name, value in names.items()}, {"distributed_executor_backend": "uni"}
 
 
-def counted(folder: Path, name: str, rank: int = 0) -> float:
-    """A counter of one rank, summed over its labels."""
+def counted(folder: Path, name: str, rank: int = 0, **labels: str) -> float:
+    """A counter of one rank, summed over its other labels."""
     samples = json.loads((folder / f"activity-rank-{rank:05d}.json").read_text())["samples"]
-    return sum(sample["value"] for sample in samples if sample["name"] == name)
+    found = [sample for sample in samples if sample["name"] == name and labels.items() <= sample["labels"].items()]
+    return sum(sample["value"] for sample in found)

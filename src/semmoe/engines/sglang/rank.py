@@ -20,6 +20,7 @@ from semmoe.core import Plan
 from semmoe.engines import supervisor
 from semmoe.engines.absent import NoRecorder, NoShuffle, NoTraffic
 from semmoe.engines.counters import Reading
+from semmoe.engines.paths import SHUFFLED, check_path, only
 from semmoe.engines.rank import check_identity, check_plan, check_same_plan, description, publish, tell_untried
 from semmoe.engines.recorder import LiveRecorder
 from semmoe.engines.recorder_files import refuse
@@ -39,6 +40,7 @@ from semmoe.engines.sglang.model import (
     prompts,
     running_topology,
 )
+from semmoe.engines.sglang.paths import measured
 from semmoe.engines.sglang.registry import around
 from semmoe.engines.sglang.settings import SglangSettings
 from semmoe.engines.sglang.shuffle import BoundaryShuffle
@@ -66,6 +68,8 @@ class RankPlugin:
         self._recording: PassRecorder | NoRecorder = NoRecorder()
         self._traffic: TrafficCounter | NoTraffic = NoTraffic()
         self._check, self._copies = SelfCheck(), ChosenCopies()
+        self._copies.whole = self.has_all_rows
+        self._untimed = False  # whether the paths of passes are still to be timed
         self._blocks: set[int] = set()  # identities of the model's expert layers; a draft model's are not among them
         self._experts_per_rank = 0
         self._places: dict[int, int] = {}  # index among the MoE layers by decoder layer, if routing is recorded
@@ -172,10 +176,14 @@ class RankPlugin:
             buffers = peer_buffers(plan, runner, comm) if self._settings.fused == "1" else None
             ahead = lookahead(runner.model, shuffler.lookahead, plan.fingerprint.top_k)
             shuffle: BoundaryShuffle = StaticBoundaryShuffle(shuffler, comm, norms, pool, buffers, ahead)
+            shuffle.choice = only(check_path(self._settings.path, False))
         else:
             host = TokenShuffler(*where)
             ahead = lookahead(runner.model, host.lookahead, plan.fingerprint.top_k)
             shuffle = BoundaryShuffle(host, comm, norms, ahead)
+            path = check_path(self._settings.path, bool(self.dispatch_comms) and comm.size == parallel.moe_ep_size)
+            self._untimed = path == "auto"
+            shuffle.choice = only(SHUFFLED if self._untimed else path)
         self._shuffle, shuffle.ran = shuffle, self._check.ran
         self._check.expect("scatter", len(layers))
         self._check.expect("restore", len(layers))
@@ -232,6 +240,8 @@ class RankPlugin:
     def _forward(self, original: Any, runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
         if runner.is_draft_worker or not self._blocks:
             return original(runner, forward_batch, *args, **kwargs)
+        if self._untimed:
+            self._time_paths(runner)
         read = functools.cache(lambda: read_step(forward_batch))  # waits for the device
         self._shuffle.begin_pass(forward_batch, read)
         self._recording.begin(read)
@@ -247,6 +257,18 @@ class RankPlugin:
             tell_degraded(self._check.verdict())
         return out
 
+    def has_all_rows(self) -> bool:
+        """Whether every rank has all rows of this pass around its experts, and no all-to-all runs."""
+        return self._shuffle.whole
+
+    def _time_paths(self, runner: Any) -> None:
+        """Before the first pass, in which all ranks are; passes that were only timed served nobody."""
+        assert isinstance(self._shuffle, BoundaryShuffle)
+        self._untimed = False
+        self._shuffle.choice = measured(runner, self._shuffle)
+        for counted in (self._traffic, *self.dispatch_comms, *self._shuffle.comms):
+            counted.reset_counts()
+
     def _routed(self, original: Any, block: Any, hidden_states: torch.Tensor, topk_output: Any, *args, **kwargs) -> Any:
         if id(block) in self._blocks:
             self._see(block.layer_id, topk_output)
@@ -260,7 +282,8 @@ class RankPlugin:
             return
         if self._traffic.counts:
             self._check.ran("counters")
-            self._traffic.count(torch.where(ids >= 0, ids // self._experts_per_rank, -1))
+            if not self._shuffle.whole:
+                self._traffic.count(torch.where(ids >= 0, ids // self._experts_per_rank, -1))
         if self._shuffle.active:
             self._shuffle.observe(self._to_logical(layer, ids), weights)
         elif self._recording.recording:
@@ -277,7 +300,7 @@ class RankPlugin:
 
     def _padding(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         bound, info = original(*args, **kwargs)
-        return (self._shuffle.bound(bound) if self._shuffle.active else bound), info
+        return self._shuffle.bound(bound), info
 
     def _publish(self) -> None:
         rank, folder = get_parallel().moe_ep_rank, self._settings.folder
@@ -287,11 +310,12 @@ class RankPlugin:
         tell_untried(rank, "sglang", sglang.__version__, targets.TRIED)
         labels = description(f"sglang {sglang.__version__}", self._plan, self._settings, running.attention, shuffle)
         labels |= {name: str(on).lower() for name, on in how.items()}
-        source = functools.partial(self._readings, rank_traffic(rank, running, self._settings))
+        source = functools.partial(self._readings, rank, rank_traffic(rank, running, self._settings))
         publish(rank, folder, labels, source)
 
-    def _readings(self, traffic: RankTraffic) -> Iterator[Reading]:
+    def _readings(self, rank: int, traffic: RankTraffic) -> Iterator[Reading]:
         yield from traffic.readings(self._traffic, self.dispatch_comms, self._shuffle.comms)
+        yield from self._shuffle.readings({"ep_rank": str(rank)})
         yield from self._check.readings()
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from sglang.srt.distributed import attention_tensor_model_parallel_all_reduce
 
 from semmoe.engines.layer import TokenRows
 from semmoe.engines.lookahead import NO_LOOKAHEAD, Lookahead
@@ -31,6 +32,7 @@ class BoundaryShuffle(TokenRows):
     ) -> None:
         super().__init__(shuffler, comm, lookahead)
         self._layers = layer_of_norm
+        self._summed = False  # between the sum of a layer's attention and the end of the layer, with all rows here
         # called with the name of every hook that ran at a MoE layer
         self.ran: Callable[[str], None] = lambda hook: None
 
@@ -38,18 +40,27 @@ class BoundaryShuffle(TokenRows):
         """A forward pass begins."""
         self.begin_step(read)
 
+    def end(self) -> None:
+        super().end()
+        self._summed = False
+
     def bound(self, original: torch.Tensor | None) -> torch.Tensor | None:
         """The number of this rank's rows that are real, if some may be padding."""
-        return None
+        if self.active:
+            return None
+        return torch.full_like(original, self._num_tokens) if self.whole and original is not None else original
 
     def before_experts(
         self, original: Any, hidden_states: torch.Tensor, residual: Any, forward_batch: Any, norm: Any, **call: Any
     ) -> Any:
         """Before a layer's feed-forward: (N', H) partial sums and the whole residual stream -> this rank's rows."""
-        self._padded = len(hidden_states)
-        if not self._started(forward_batch):
+        self._padded, layer = len(hidden_states), self._layers.get(id(norm))
+        if self.whole:
+            mine, self._layer, self._summed = attention_tensor_model_parallel_all_reduce(hidden_states), layer, True
+        elif self._started(forward_batch):
+            mine, residual = self.scatter(hidden_states, residual, layer)
+        else:
             return original(hidden_states, residual, forward_batch, norm, **call)
-        mine, residual = self.scatter(hidden_states, residual, self._layers.get(id(norm)))
         self._tell_ran("scatter")
         return call["read"].update_and_read(call["update"], mine, residual, norm)
 
@@ -65,13 +76,12 @@ class BoundaryShuffle(TokenRows):
         self, original: Any, hidden_states: torch.Tensor, residual: torch.Tensor, forward_batch: Any, norm: Any, **call
     ) -> Any:
         """Before the next layer's attention: this rank's rows -> the whole stream, and its norm."""
-        if not self.active:
+        if not (self.active or self._summed):
             return original(hidden_states, residual, forward_batch, norm, **call)
         from sglang.srt.layers.layer_boundary.ops import GatheredInput
 
         assert call.get("post_residual_addition") is None, "not supported beside shuffling"
-        self._tell_ran("restore")
-        stream = self.restore(call["update"].update(hidden_states, residual))
+        stream = self._in_order(call["update"].update(hidden_states, residual))
         read, residual = call["read"].read(stream, norm, call.get("quant_format", ""))
         return GatheredInput(read), residual
 
@@ -79,8 +89,13 @@ class BoundaryShuffle(TokenRows):
         self, original: Any, hidden_states: torch.Tensor, residual: Any, forward_batch: Any, *args, **call
     ) -> Any:
         """After the last layer: gather the rows of all ranks."""
-        if not self.active:
+        if not (self.active or self._summed):
             return original(hidden_states, residual, forward_batch, *args, **call)
-        self._tell_ran("restore")
         update = args[0] if args else call["update"]
-        return self.restore(update.update(hidden_states, residual)), None
+        return self._in_order(update.update(hidden_states, residual)), None
+
+    def _in_order(self, rows: torch.Tensor) -> torch.Tensor:
+        """This rank's rows, or all of them where it has all -> all rows in the tokens' order."""
+        self._tell_ran("restore")
+        self._summed = False
+        return self.restore(rows) if self.active else rows

@@ -71,6 +71,8 @@ class StaticBoundaryShuffle(BoundaryShuffle):
         self._decodes, self._step = False, None
 
     def bound(self, original: Tensor | None) -> Tensor | None:
+        if not self.active:
+            return original
         count = self._handle.counts[self._handle.rank]
         return count if original is None else count.to(original.dtype).view(original.shape)
 

@@ -1,11 +1,13 @@
 """Read facts from vLLM's model, and hooks without state."""
 
 import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from vllm.config import CompilationMode, get_current_vllm_config
 from vllm.distributed import get_ep_group
+from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
 from semmoe.core import Plan
@@ -25,6 +27,17 @@ def made(placed: PlacedExperts, original: Any, experts: Any, layer_name: str, *a
     """Wraps the construction of a layer's experts."""
     placed.made(layer_name)
     original(experts, layer_name, *args, **kwargs)
+
+
+def hook_routers(blocks: Sequence[Any], hooks: Callable[[int], RoutedLayer]) -> list[int]:
+    """Hook the routers of a model's MoE layers; returns those that cannot be, whose kernels route by themselves."""
+    unseen = []
+    for place, block in enumerate(blocks):
+        if block.is_monolithic or not isinstance(block.router, BaseRouter) or block.do_naive_dispatch_combine:
+            unseen.append(place)
+        else:
+            hook_router(block.router, hooks(place))
+    return unseen
 
 
 def hook_router(router: Any, layer: RoutedLayer) -> None:

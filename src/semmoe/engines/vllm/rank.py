@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import vllm
 from vllm.distributed import get_ep_group, get_tp_group
-from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
 from semmoe.core import Plan
 from semmoe.engines import supervisor
@@ -26,7 +25,7 @@ from semmoe.engines.vllm.model import (
     check_eager,
     check_engine,
     fingerprint,
-    hook_router,
+    hook_routers,
     made,
     moe_blocks,
     refuse_v2,
@@ -35,6 +34,7 @@ from semmoe.engines.vllm.model import (
     split_tokens,
     whole_shared_experts,
 )
+from semmoe.engines.vllm.paths import choice_for
 from semmoe.engines.vllm.placement import PlacedExperts, refuse_reload, unpacked
 from semmoe.engines.vllm.registry import around
 from semmoe.engines.vllm.routing import RealRows, RoutedLayer
@@ -143,15 +143,8 @@ class RankPlugin:
             check_eager(runner, "semmoe's hooks on a CPU")
         self._real, self._attached = RealRows(torch.zeros((), dtype=torch.int64, device=runner.device)), True
         if all_to_all:
-            sent_by = config.all2all_backend if str(runner.device) != "cpu" else ""  # on a CPU it is semmoe's
-            where, nodes = (group.world_size, group.rank_in_group), running_topology(runner, self._plan).num_nodes
-            self._traffic = TrafficCounter(*where, runner.device, sent_by in GATHERS, nodes)
-            if self._plan is not None and sent_by in GATHERS:
-                self._degrade(gathers(sent_by))
             self._split = blocks[layers[0]].moe_config.sp_size
-            manager = getattr(group.device_communicator, "all2all_manager", None)
-            if str(runner.device) == "cpu" and manager is not None:
-                self._dispatch.append(manager.serve(physical))
+            self._attach_traffic(runner, physical)
         if self.shuffles and self._split <= 1:
             raise ValueError("tokens are not split here: set SEMMOE_SHUFFLE=off")
         if self._split > 1 and (self.splits_tokens or self._plan is not None):
@@ -163,7 +156,25 @@ class RankPlugin:
             self._check_hooks.expect("routers", len(layers))
             if self.shuffles:
                 self._check_hooks.expect("shuffled layers", len(layers))
+        if isinstance(self._shuffle, LayerShuffle):
+            alone = bool(self._dispatch) and config.data_parallel_size == 1
+            self._shuffle.choice = choice_for(runner, self._shuffle, self._real, self._settings.path, alone)
+            self._check_hooks.begin()
+            for counted in (self._traffic, *self._dispatch, *self._shuffle.comms):
+                counted.reset_counts()  # passes that were only timed served nobody
         self._publish(running_topology(runner, self._plan))
+
+    def _attach_traffic(self, runner: Any, physical: int) -> None:
+        """Count what the all-to-all sends."""
+        group = get_ep_group()
+        sent_by = runner.vllm_config.parallel_config.all2all_backend if str(runner.device) != "cpu" else ""
+        where, nodes = (group.world_size, group.rank_in_group), running_topology(runner, self._plan).num_nodes
+        self._traffic = TrafficCounter(*where, runner.device, sent_by in GATHERS, nodes)
+        if self._plan is not None and sent_by in GATHERS:
+            self._degrade(gathers(sent_by))
+        manager = getattr(group.device_communicator, "all2all_manager", None)
+        if str(runner.device) == "cpu" and manager is not None:  # it is semmoe's
+            self._dispatch.append(manager.serve(physical, lambda: self._shuffle.whole))
 
     def _degrade(self, reason: str) -> None:
         if reason:
@@ -243,28 +254,22 @@ class RankPlugin:
         Without an all-to-all, which sends rows to chosen ranks, it is the same for all ranks.
         """
         experts = blocks[layers[0]].moe_config.num_experts
-        copies = rank_copies(self._plan, source) if self._plan is not None else None
-        for place, index in enumerate(layers):
-            block = blocks[index]
-            refused = block.is_monolithic or not isinstance(block.router, BaseRouter) or block.do_naive_dispatch_combine
-            if refused:
-                if self._plan is not None:
-                    raise ValueError(
-                        f"vLLM's expert kernel of layer {index} routes by itself, and no plan can "
-                        "be applied: give vLLM a checkpoint made by `semmoe apply`, without --plan"
-                    )
-                self._traffic = NoTraffic()
-                continue
-            layer = RoutedLayer(
-                place,
-                None if copies is None else copies[place].to(self._real.count.device),
-                experts // get_ep_group().world_size,
-                self._real,
-                self._traffic,
-                bool(self._dispatch),
-                self._observe,
+        ranks = range(get_ep_group().world_size) if self._dispatch else [source]
+        copies = [rank_copies(self._plan, rank) for rank in ranks] if self._plan is not None else []
+
+        def hooks(place: int) -> RoutedLayer:
+            own = [of_rank[place].to(self._real.count.device) for of_rank in copies]
+            rank, size = (source if self._dispatch else 0), experts // get_ep_group().world_size
+            return RoutedLayer(place, own, rank, size, self._real, self._traffic, bool(self._dispatch), self._observe)
+
+        unseen = hook_routers([blocks[index] for index in layers], hooks)
+        if unseen and self._plan is not None:
+            raise ValueError(
+                f"vLLM's expert kernel of layer {layers[unseen[0]]} routes by itself, and no plan can "
+                "be applied: give vLLM a checkpoint made by `semmoe apply`, without --plan"
             )
-            hook_router(block.router, layer)
+        if unseen:
+            self._traffic = NoTraffic()
 
     def _observe(self, place: int, expert_ids: torch.Tensor, weights: torch.Tensor) -> None:
         if self._check_hooks.pending and self._in_pass:
@@ -281,9 +286,9 @@ class RankPlugin:
             return original(runner, *args, **kwargs)
         count = int(runner.query_start_loc.np[runner.input_batch.num_reqs])
         rows = kwargs.get("positions", args[1] if len(args) > 1 else None)
-        self._real.count.fill_(self._own_rows(count, count if rows is None else rows.shape[-1]))
         read = functools.cache(lambda: read_step(runner, self._slots, count))
         self._shuffle.begin_step(read)
+        self._real.count.fill_(self._own_rows(count, count if rows is None else rows.shape[-1]))
         self._recording.begin(read)
         self._in_pass = True
         try:
@@ -300,7 +305,7 @@ class RankPlugin:
     def _uncounted(self, num_rows: int) -> str:
         """Why counters cannot be trusted after the first pass, where this rank had `num_rows` rows; "" if they can."""
         still = isinstance(self._traffic, TrafficCounter) and num_rows > 0 and self._traffic.totals().tokens == 0
-        return "in the first pass no counter moved" if still else ""
+        return "in the first pass no counter moved" if still and not self._shuffle.whole else ""
 
     def _sample(self, original: Any, runner: Any, logits: Any, drafts: Any) -> Any:
         """Wraps the sampling after a pass, which decides which of its draft tokens are accepted."""
@@ -315,7 +320,7 @@ class RankPlugin:
 
     def _own_rows(self, count: int, padded: int) -> int:
         """The number of real rows in this rank's slice by position."""
-        if self._split == 1:
+        if self._split == 1 or self._shuffle.whole:
             return count
         width = -(-padded // self._split)
         return min(max(count - get_tp_group().rank_in_group * width, 0), width)
@@ -338,4 +343,5 @@ class RankPlugin:
 
     def _readings(self, traffic: RankTraffic) -> Iterator[Reading]:
         yield from traffic.readings(self._traffic, self._dispatch, self._shuffle.comms)
+        yield from self._shuffle.readings({"ep_rank": str(self._ep_rank)})
         yield from self._check_hooks.readings()

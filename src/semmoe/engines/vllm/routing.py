@@ -5,22 +5,26 @@ and the router's logical ids are mapped to them. Every backend that supports EPL
 a physical id is the logical id.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from semmoe.engines.absent import NoTraffic
-from semmoe.runtime.copies import RankCopies
+from semmoe.runtime.copies import RankCopies, alike
 from semmoe.runtime.traffic import TrafficCounter
 
 
 @dataclass
 class RealRows:
-    """Which rows of a MoE layer are tokens: the first `count`, a device tensor that may change between replays."""
+    """Which rows of a MoE layer are tokens: the first `count`, a device tensor that may change between replays.
+
+    whole: every rank has the rows of all ranks, and no all-to-all runs.
+    """
 
     count: Tensor  # () int64
+    whole: bool = False
 
     def mask(self, num_rows: int) -> Tensor:
         """(n, 1) bool: True for rows that are tokens."""
@@ -30,21 +34,22 @@ class RealRows:
 class RoutedLayer:
     """The hooks of one layer's router, on one rank.
 
-    copies: the physical experts that this rank uses; None: a physical id is the logical id. drop_padding: padding gets
-    the id -1, which the all-to-all then omits.
+    copies: the physical experts that each rank of the group uses, of which this one is `rank`; none: a physical id is
+    the logical id. drop_padding: padding gets the id -1, which the all-to-all then omits.
     """
 
     def __init__(
         self,
         place: int,
-        copies: RankCopies | None,
+        copies: Sequence[RankCopies],
+        rank: int,
         experts_per_rank: int,
         real: RealRows,
         traffic: TrafficCounter | NoTraffic,
         drop_padding: bool,
         observe: Callable[[int, Tensor, Tensor], None],
     ) -> None:
-        self._place, self._copies, self._experts_per_rank = place, copies, experts_per_rank
+        self._place, self._copies, self._rank, self._experts_per_rank = place, copies, rank, experts_per_rank
         self._real, self._traffic, self._drop_padding, self._observe = real, traffic, drop_padding, observe
 
     def routed(self, weights: Tensor, expert_ids: Tensor) -> None:
@@ -53,10 +58,18 @@ class RoutedLayer:
 
     def to_physical(self, expert_ids: Tensor) -> Tensor:
         """Logical ids (n, K) -> physical ids of the same type."""
-        physical = expert_ids.long() if self._copies is None else self._copies.to_physical(expert_ids.long())
+        physical = self._chosen(expert_ids.long())
         if self._traffic.counts or self._drop_padding:
             real = torch.where(self._real.mask(len(physical)), physical, -1)
-            if self._traffic.counts:
+            if self._traffic.counts and not self._real.whole:
                 self._traffic.count(torch.where(real >= 0, real // self._experts_per_rank, -1))
             physical = real if self._drop_padding else physical
         return physical.to(expert_ids.dtype)
+
+    def _chosen(self, expert_ids: Tensor) -> Tensor:
+        """(n, K) physical ids."""
+        if not self._copies:
+            return expert_ids
+        if not self._real.whole:
+            return self._copies[self._rank].to_physical(expert_ids)
+        return alike(self._copies, expert_ids)

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.distributed import tensor_model_parallel_all_gather
+from vllm.distributed import tensor_model_parallel_all_gather, tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.model_executor.models.utils import sequence_parallel_chunk
 
 from semmoe.engines.layer import TokenRows
 from semmoe.engines.lookahead import Ask, Lookahead, asking_for, gate_of, logits_of, lookahead_over
-from semmoe.engines.step import SlotWatch
+from semmoe.engines.step import SlotWatch, Step
 from semmoe.engines.vllm import targets
 from semmoe.engines.vllm.routing import RealRows
 from semmoe.runtime.collectives import Communicator
@@ -29,7 +29,7 @@ OWN_SPLITS = ("use_sequence_parallel_moe", "use_attn_reduce_scatter_for_moe", "i
 
 
 class LayerShuffle(TokenRows):
-    """Splits rows into the plan's slices in the decoder layers given to `hook`.
+    """Splits rows into the plan's slices in the decoder layers given to `hook`, in passes that are shuffled.
 
     Passes without tokens of requests, such as warm-up and dummy passes of idle ranks, are split by position.
     """
@@ -42,6 +42,14 @@ class LayerShuffle(TokenRows):
         self.num_rows = 0  # rows of this rank at the current layer, without padding
         self.ran: Callable[[], None] = lambda: None  # called after every layer that was shuffled
 
+    def begin_step(self, read: Callable[[], Step]) -> None:
+        super().begin_step(read)
+        self._real.whole = self.whole
+
+    def end(self) -> None:
+        super().end()
+        self._real.whole = False
+
     def hook(self, layer: nn.Module, place: int) -> None:
         """Hook a decoder layer, which is the MoE layer `place` of the model."""
         block, norm = expert_block(layer), layer.post_attention_layernorm
@@ -52,14 +60,18 @@ class LayerShuffle(TokenRows):
         layer.forward = functools.partial(self._whole, layer.forward)
 
     def _normalise(self, normalise: Callable[..., Any], place: int, partial: Tensor, residual: Tensor) -> Any:
-        """(N', H) partial sums and the residual of all rows -> those of this rank, normalised."""
-        if self._tokens:
+        """(N', H) partial sums and the residual of all rows -> those of this rank, or all if it has all, normalised."""
+        if self.whole:
+            partial = tensor_model_parallel_all_reduce(partial)
+        elif self._tokens:
             partial, residual = self.scatter(partial, residual, place)
             self.num_rows = len(partial)
             self._real.count.fill_(self.num_rows)
         return normalise(partial, residual)
 
     def _experts(self, compute: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+        if self.whole:
+            return compute(rows)
         if not self.active:
             return by_position(compute, rows)
         # Pad to as many rows as vLLM's own split has, as some of its all-to-alls require.
@@ -68,10 +80,11 @@ class LayerShuffle(TokenRows):
 
     def _whole(self, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         out, residual = compute(*args, **kwargs)
+        if self.active or self.whole:
+            self.ran()
         if not self.active:
             return out, residual
         stream = self.restore(out + residual)
-        self.ran()
         return stream, torch.zeros_like(stream)
 
 

@@ -1,0 +1,34 @@
+"""Measure vLLM's passes on every path, before it serves: see `semmoe.engines.paths`."""
+
+import functools
+from typing import Any
+
+import torch
+from vllm.distributed import get_tp_group
+
+from semmoe.engines.paths import PathChoice, check_path, dummy_step, measured_choice, only
+from semmoe.engines.vllm.routing import RealRows
+from semmoe.engines.vllm.shuffle import LayerShuffle
+
+
+def choice_for(runner: Any, shuffle: LayerShuffle, real: RealRows, asked: str, can_whole: bool) -> PathChoice:
+    """The choice of a pass's path that SEMMOE_PATH asks for; every rank of the attention group must call it."""
+    path = check_path(asked, can_whole)
+    if path != "auto":
+        return only(path)
+    run = functools.partial(run_dummy, runner, shuffle, real)
+    return measured_choice(run, runner.max_num_tokens, get_tp_group().cpu_group, runner.device)
+
+
+def run_dummy(runner: Any, shuffle: LayerShuffle, real: RealRows, path: str, num_tokens: int) -> None:
+    """A pass over so many random tokens, on one path, that leaves the engine's cache alone."""
+    step = dummy_step(num_tokens, min(num_tokens, runner.max_num_reqs), runner.model_config.get_vocab_size())
+    runner.input_ids.gpu[:num_tokens].copy_(torch.from_numpy(step.token_ids))
+    shuffle.choice = only(path)
+    shuffle.begin_step(lambda: step)
+    real.count.fill_(num_tokens)
+    try:
+        runner._dummy_run(num_tokens, skip_eplb=True)
+    finally:
+        real.count.fill_(0)
+        shuffle.end()

@@ -1,0 +1,60 @@
+"""Passes of SGLang with an all-to-all and without, in one engine: the tokens are the plain model's on either path."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from offline import engine
+
+from semmoe.demo import MODEL
+from semmoe.engines.transformers import recorder
+from semmoe.plan import save_plan
+from semmoe.settings import CoclusterSettings, SolveSettings
+from semmoe.solver import solve
+from semmoe.topology import Topology
+
+TIMED = Path(__file__).parents[1] / "timed"  # a plug-in that gives the times of passes
+
+
+@pytest.fixture(scope="module", params=["static", "cover"])
+def with_copies(request, model, texts, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plan")
+    trace = recorder.record(model, str(MODEL), texts[32:64], folder / "trace")
+    easy = CoclusterSettings(starts=1, steps=10, copy_choice=request.param)
+    how = SolveSettings(redundant_experts=4, cocluster=easy)
+    save_plan(solve(trace, Topology(ep_size=2), how), folder / "plan")
+    return str(folder / "plan")
+
+
+def run(prompts, plan, folder, path):
+    """Tokens of every prompt, and rank 0's counters by name and path."""
+    with engine(str(MODEL), Topology(ep_size=2), folder, plan, path=path) as running:
+        tokens = [done.token_ids for done in running.complete(prompts, 8)]
+        time.sleep(2.5)  # counters are published once a second
+    samples = json.loads((folder / "activity-rank-00000.json").read_text())["samples"]
+    return tokens, {(s["name"], s["labels"].get("path", "")): s["value"] for s in samples}
+
+
+def test_without_an_all_to_all_no_row_is_dispatched_and_no_token_changes(with_copies, prompts, reference, tmp_path):
+    tokens, counted = run(prompts, with_copies, tmp_path, "whole")
+    assert tokens == reference
+    assert counted["passes", "whole"] > 0
+    assert counted["routed_tokens", ""] == 0
+
+
+def test_each_pass_takes_the_path_that_is_cheaper_for_its_tokens(
+    with_copies, prompts, reference, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("PYTHONPATH", str(TIMED), prepend=":")
+    tokens, counted = run(prompts, with_copies, tmp_path, "auto")
+    assert tokens == reference
+    assert counted["passes", "whole"] > 0
+    assert counted["passes", "shuffled"] > 0
+    assert not any(name == "degraded" for name, _ in counted)
+
+
+def test_paths_are_timed_at_the_first_pass(plans, prompts, reference, tmp_path, capfd):
+    tokens, _ = run(prompts[:4], plans["tp2"], tmp_path, "auto")
+    assert tokens == reference[:4]
+    assert "cheapest path of a pass by its tokens" in capfd.readouterr().err

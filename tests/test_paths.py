@@ -1,0 +1,62 @@
+"""The choice of a pass's path from measured times."""
+
+import numpy as np
+import pytest
+import torch
+from ranks import on_ranks
+
+from semmoe.engines.paths import MARGIN, PathChoice, PathTimes, measure, only, table
+
+
+def times(**seconds):
+    return PathTimes(np.array([1, 100]), {path: np.array(values) for path, values in seconds.items()})
+
+
+def test_the_cheapest_path_by_hand():
+    """Lines from 2 to 4 and from 1 to 10 over 1 to 100 tokens cross at 15.14."""
+    found = times(shuffled=[2.0, 4.0], whole=[1.0, 10.0])
+    assert found.best(15) == "whole"
+    assert found.best(16) == "shuffled"
+    assert found.of("whole", 100) == 10
+    assert found.of("whole", 300) == pytest.approx(30)  # in proportion beyond the largest size
+    assert found.of("whole", 0) == 1
+    assert "1: whole" in table(found)
+
+
+def test_a_path_is_kept_while_it_costs_hardly_more():
+    choice = PathChoice(times(shuffled=[2.0, 4.0], whole=[1.0, 10.0]))
+    assert choice.choose(1) == "whole"
+    assert choice.choose(16) == "whole"  # 2.364 in place of 2.303
+    assert choice.times.of("whole", 16) <= (1 + MARGIN) * choice.times.of("shuffled", 16)
+    assert choice.choose(40) == "shuffled"
+    assert choice.choose(16) == "shuffled"
+    assert choice.passes == {"whole": 2, "shuffled": 2}
+    assert [value for _, _, value in choice.readings({"ep_rank": "0"})] == [2, 2]
+
+
+def test_one_path_alone_is_always_taken():
+    choice = only("shuffled")
+    assert {choice.choose(n) for n in (1, 10, 10_000)} == {"shuffled"}
+
+
+def timed(comm):
+    """Rank 1 is slow on one path: both ranks must hold its times."""
+    import time
+
+    ran = []
+
+    def run(path, num_tokens):
+        ran.append((path, num_tokens))
+        time.sleep(0.004 if (path, comm.rank) == ("whole", 1) else 0.001)
+
+    found = measure(run, ("shuffled", "whole"), 20, comm.group, torch.device("cpu"))
+    return found.sizes.tolist(), {path: values.tolist() for path, values in found.seconds.items()}, sorted(set(ran))
+
+
+def test_all_ranks_hold_the_times_of_the_slowest(tmp_path):
+    first, second = on_ranks(2, timed, tmp_path)
+    assert first == second
+    sizes, seconds, ran = first
+    assert sizes == [1, 4, 16]  # not above what a pass may have
+    assert min(seconds["whole"]) >= 0.004
+    assert ran == [(path, size) for path in ("shuffled", "whole") for size in (1, 4, 16)]
