@@ -68,8 +68,9 @@ def patch(comms: list[Communicator], whole: Callable[[], bool]) -> tuple[Hook, .
     around(EXPERT_CLASS, _expert_class)
     around(CONTROLLER, _wait_for_requests)
     around(ROPE, _rope)
-    if not hasattr(TorchNativeAttnBackend, "get_cpu_graph_seq_len_fill_value"):
-        TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1
+    for name in ("get_cpu_graph_seq_len_fill_value", "get_cuda_graph_seq_len_fill_value"):
+        if name not in vars(TorchNativeAttnBackend):
+            setattr(TorchNativeAttnBackend, name, lambda self: 1)
     for name, value in (("is_current_stream_capturing", False), ("empty_cache", None)):
         if not hasattr(torch.cpu, name):
             setattr(torch.cpu, name, lambda value=value: value)
