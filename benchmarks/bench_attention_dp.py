@@ -2,12 +2,15 @@
 
     python benchmarks/bench_attention_dp.py TRACE [--seeds 3] [--ep-size 4 8]
     python benchmarks/bench_attention_dp.py TRACE --phases [--ep-size 4]      # a trace with prefill and decode
+    python benchmarks/bench_attention_dp.py TRACE --live [--ep-size 2]        # running requests, as in an engine
 
 20/80 by request, load limit 1.15, batches of 1,024 mixed. First how the scheduler is set, on one plan: the bound on a
 group's lead, the window, how many of it leave together, and the price of a lead. Then homes: the search sees a
 share of the tokens at a random home, since the request map sends requests elsewhere than the clustering has them.
 With --phases:
-plans from the tokens of one phase or of both, scored on those of each.
+plans from the tokens of one phase or of both, scored on those of each. With --live: requests arrive while others run,
+so many on average, and end at random; LAR, and the requests of the fullest group over an even share, which a pass
+waits for, by the bound on a group's lead.
 """
 
 import argparse
@@ -18,7 +21,7 @@ from bench_plans import KnownRouting
 
 from semmoe.core import DECODE, PREFILL, Plan, RoutingTrace
 from semmoe.metrics import max_over_mean
-from semmoe.online import schedule_with
+from semmoe.online import live_settings, schedule_with
 from semmoe.placement import cocluster
 from semmoe.replayer import replay
 from semmoe.requests.capacity import CapacityScheduler, SchedulerSettings
@@ -131,16 +134,50 @@ def phases(trace: RoutingTrace, D: int, seeds: int) -> None:
             show(f"planned on {name}, scored on {scored}", rows)
 
 
+def running(trace: RoutingTrace, plan: Plan, lead: float, number: int, new_tokens: float = 16) -> tuple[float, float]:
+    """(LAR, requests of the fullest group over an even share), mean over the arrivals of all requests of a trace."""
+    D, rng = plan.topology.dp_size, np.random.default_rng(0)
+    share = local_pairs(trace, plan) / np.diff(trace.request_offsets)[:, None]
+    scheduler = CapacityScheduler(plan.requests, live_settings(D, lead_requests=lead * D))
+    alive: list = []
+    found = []
+    for r in rng.permutation(trace.num_requests):
+        ends = max(len(alive) - number + 1, int(bool(alive) and rng.random() < 0.5))
+        for _ in range(ends):
+            scheduler.finish(alive.pop(rng.integers(len(alive))), new_tokens)
+        alive.append(scheduler.admit(trace.prompt(r), new_tokens))
+        fullest = np.bincount([one.group for one in alive], minlength=D).max()
+        found.append((share[r, alive[-1].group], fullest / -(-len(alive) // D)))
+    return tuple(np.mean(found, axis=0))
+
+
+def live(trace: RoutingTrace, D: int, seeds: int) -> None:
+    print(f"EP{D}, mean of {seeds} splits, by requests that run at a time: LAR and fullest group over even, for each")
+    numbers = (1, 2, 4, 8, 32)
+    print(f"  {'':44}" + "  ".join(f"{number:12}" for number in numbers))
+    splits = [split(trace, 0.5, seed) for seed in range(seeds)]
+    plans = [
+        solve(profile, Topology(ep_size=D, dp_size=D), SolveSettings(seed=s)) for s, (profile, _) in enumerate(splits)
+    ]
+    for lead in (2.0, 1.0, 0.5):
+        rows = [
+            np.ravel([running(evaluation, plan, lead, number) for number in numbers])
+            for plan, (_, evaluation) in zip(plans, splits, strict=True)
+        ]
+        show(f"a lead of {lead} mean requests", rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--ep-size", type=int, nargs="*", default=[4, 8])
     parser.add_argument("--phases", action="store_true")
+    parser.add_argument("--live", action="store_true")
     given = parser.parse_args()
     trace = open_trace(given.trace)
     for D in given.ep_size:
-        (phases if given.phases else settings_and_homes)(trace, D, given.seeds)
+        (phases if given.phases else live if given.live else settings_and_homes)(trace, D, given.seeds)
 
 
 if __name__ == "__main__":

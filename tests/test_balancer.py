@@ -42,30 +42,35 @@ class Clock:
 
 
 def test_preferred_until_its_lead_is_used_up():
-    """Lead: two mean requests, 20 tokens above the mean. With 12 tokens of work a request (2 prompt, 10 decode):
-    0, 0, 0 (36 against a mean of 18: a lead of 18), then 48 against 24 would be 24 above."""
+    """Lead: one mean request, 10 tokens above the mean. With 12 tokens of work a request (2 prompt, 10 decode):
+    0 (12 against a mean of 6), then 24 against 12 would be 12 above."""
     balancer = RequestBalancer(plan(request_map()), Clock())
-    assert [balancer.choose([1, 2]) for _ in range(5)] == [0, 0, 0, 1, 0]
+    assert [balancer.choose([1, 2]) for _ in range(5)] == [0, 1, 0, 1, 0]
+
+
+def test_among_idle_ranks_the_preferred_one_is_free_for_a_request_of_any_size():
+    balancer = RequestBalancer(plan(request_map()), Clock())
+    assert balancer.choose([2] * 500) == balancer.choose([1, 2]) - 1 == 0
 
 
 def test_what_has_ended_makes_room():
     clock = Clock()
     balancer = RequestBalancer(plan(request_map()), clock)
-    assert [balancer.choose([1, 2]) for _ in range(4)] == [0, 0, 0, 1]
+    assert [balancer.choose([1, 2]) for _ in range(4)] == [0, 1, 0, 1]
     clock.now += 1
     balancer.reconcile(0, 0, as_of=clock.now)  # rank 0 has nothing left
     assert [balancer.choose([1, 2]) for _ in range(3)] == [0, 0, 0]
 
 
 def test_of_a_rank_s_requests_the_oldest_has_ended():
-    """Work of 30 and then of 3: with 3 left there is room for three of 12 (39 against an allowed 39.5), with 30 none
-    (42 against 41)."""
+    """Work of 12 and then of 3: with 3 left there is room for one more of 12 (15 against a mean of 7.5), with 12 none
+    (24 against 12)."""
     clock = Clock()
     balancer = RequestBalancer(plan(request_map()), clock)
-    assert [balancer.choose([1] * 20), balancer.choose([1, 2], max_new_tokens=1)] == [0, 0]
+    assert [balancer.choose([1, 2]), balancer.choose([1, 2], max_new_tokens=1)] == [0, 0]
     clock.now += 1
     balancer.reconcile(0, 1, as_of=clock.now)
-    assert [balancer.choose([1, 2]) for _ in range(4)] == [0, 0, 0, 1]
+    assert [balancer.choose([1, 2]) for _ in range(2)] == [0, 1]
 
 
 def test_a_load_older_than_a_request_does_not_end_it():
@@ -79,7 +84,7 @@ def test_a_load_older_than_a_request_does_not_end_it():
 
 def test_short_answers_count_as_such():
     balancer = RequestBalancer(plan(request_map()), Clock())
-    assert [balancer.choose([1, 2], max_new_tokens=1) for _ in range(12)] == [0] * 12
+    assert [balancer.choose([1, 2], max_new_tokens=1) for _ in range(6)] == [0] * 6
 
 
 def test_unknown_ids_are_counted():

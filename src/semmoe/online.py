@@ -73,9 +73,12 @@ def schedule_with(
 def live_settings(groups: int, **changes: Any) -> SchedulerSettings:
     """Scheduler settings for a live engine, whose ledger holds running work only.
 
-    Such a ledger stays short, so that a group may be two requests above the mean.
+    Such a ledger stays short. A group may be one mean request above the mean, so that locality decides among groups
+    that are about equally free: every pass takes as long as its fullest group, and with few requests one that waits
+    behind another while a group is idle loses more than locality gains (`benchmarks/bench_attention_dp.py --live`).
     """
-    return SchedulerSettings(keep_finished=False, lead_requests=2.0 * groups, prompt_cost=1.0, **changes)
+    settings = {"keep_finished": False, "lead_requests": 1.0 * groups, "prompt_cost": 1.0} | changes
+    return SchedulerSettings(**settings)
 
 
 def expected_tokens(mean: float, max_new_tokens: int | None) -> float:

@@ -15,7 +15,7 @@ so that with n requests in the ledger max / mean is at most 1 + max(lead_share, 
 for few requests, which cannot be balanced anyway, and a fixed share for many. Only the least loaded group is exempt:
 it accepts a request larger than the allowance. When `finish` corrects a length, a group may exceed its bound; it then
 gets no further request until it is within the bound again. A ledger of running requests stays short, so an engine sets
-keep_finished=False and lead_requests to about 2 * D, which is two requests ahead of the mean.
+keep_finished=False and lead_requests to about D, which is one request ahead of the mean.
 
 Price. Among the allowed groups the arg-max of score - price is chosen, and among equals the least loaded; without
 scores and prices this is the least-loaded rule. Prices start as the profile's dual prices and rise by
@@ -295,15 +295,15 @@ def _add_scores(ids, scores, weights, stamp, tick, out):
 def _greedy(value, work, room, ledger):
     """(W,) groups, chosen in order of arrival: the group of most value that has room (D,), else the least loaded group.
 
-    Among groups of equal value the least loaded one is chosen.
+    Among groups of equal value the least loaded one is chosen, among those that are equally loaded that of most value.
     """
     W, D = value.shape
     added, groups = np.zeros(D), np.empty(W, np.int64)
     for i in range(W):
         best, least = -1, 0
         for d in range(D):
-            load = ledger[d] + added[d]
-            if load < ledger[least] + added[least]:
+            load, lightest = ledger[d] + added[d], ledger[least] + added[least]
+            if load < lightest - 1e-9 or (load <= lightest + 1e-9 and value[i, d] > value[i, least]):
                 least = d
             if added[d] + work[i, d] <= room[d] + 1e-9:
                 lighter = best >= 0 and value[i, d] == value[i, best] and load < ledger[best] + added[best]
