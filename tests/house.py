@@ -22,7 +22,7 @@ ROOMS = {
     "results.py": 310,
     "tokens": 1100,
     "requests": 1030,
-    "placement": 2560,
+    "placement": 2580,
     "methods": 1380,
     "plan.py": 200,
     "solver.py expectation.py": 300,

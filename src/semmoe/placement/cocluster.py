@@ -16,7 +16,7 @@ from time import monotonic
 
 import numpy as np
 
-from semmoe.copychoice import CopyChoice
+from semmoe.copychoice import CopyChoice, preferred_copies
 from semmoe.core import DECODE, PREFILL, Placement, RoutingTrace
 from semmoe.placement.copies import LOAD_PRICE, hosting_ranks, level, nearest_copies, primary_copy_choice
 from semmoe.placement.layers import LayerSearch, Layout, Tokens
@@ -58,7 +58,7 @@ class _Layers:
         seed,
         request_groups,
         start,
-        before,
+        previous,
         progress,
         until,
         costs,
@@ -66,7 +66,9 @@ class _Layers:
     ) -> None:
         self.trace, self.topology, self.predictor, self.redundant = trace, topology, predictor, redundant
         self.settings, self.seed, self.costs, self.request = settings, seed, costs, trace.request_of_token()
-        self.start, self.before, self.progress = start, before, progress
+        self.start, self.previous, self.progress = start, previous, progress
+        experts = None if previous is None else previous.physical_to_logical_map
+        self.before = None if experts is None else experts.reshape(len(experts), topology.ep_size, -1)
         self.group, self.weighed = request_groups[self.request], np.flatnonzero(weighed_tokens(trace, phase))
         requests = sample_requests(trace, MEASURED_TOKENS, seed)
         self.part = trace.select(requests)
@@ -111,7 +113,14 @@ class _Layers:
             expected = predict(self.predictor, self.trace, self.part, layer, self.rows)
             self.expected[layer] = np.clip(np.rint(expected * SCALE), -32767, 32767).astype(np.int16)
         found = search.rough(prices, labels, self._in_time())
-        return self._measure(layer, found + search.copied_groups() if self.settings.copy_choice == "cover" else found)
+        return self._measure(layer, found + self._as_they_are(layer))
+
+    def _as_they_are(self, layer: int) -> list[Layout]:
+        """Layouts over nodes whose copy choice is made already: that of the plan to begin from, or of whole groups."""
+        if self.previous is None or self.before is None or self.topology.num_nodes == 1:
+            return self.searches[layer].copied_groups()
+        choice = preferred_copies(self.previous, self.topology)[layer].astype(np.int64)
+        return [Layout(self.before[layer].astype(np.int64), choice, np.inf, np.inf)]
 
     def finer(self, prices: list[float], layer: int) -> list[Measured]:
         """End the search of a layer."""
@@ -159,8 +168,6 @@ def place(
             f"{redundant} redundant experts are more than {topology.ep_size} ranks can use without repetition"
         )
     request_groups = np.zeros(trace.num_requests, np.int64) if request_groups is None else request_groups
-    before = None if previous is None else previous.physical_to_logical_map.reshape(f.num_layers, topology.ep_size, -1)
-    costs = costs or default_costs(topology, settings)
     layers = _Layers(
         trace,
         topology,
@@ -170,15 +177,16 @@ def place(
         seed,
         request_groups,
         start,
-        before,
+        previous,
         progress,
         until,
-        costs,
+        costs or default_costs(topology, settings),
         phase,
     )
     chosen = _search(layers, f.num_layers)
     slots = np.stack([layout.slots for layout in chosen])
-    return _placement(slots if before is None else keep_slots(slots, before), chosen, f.num_experts, settings)
+    slots = slots if layers.before is None else keep_slots(slots, layers.before)
+    return _placement(slots, chosen, f.num_experts, settings)
 
 
 def _search(layers: _Layers, num_layers: int) -> list[Measured]:
@@ -233,21 +241,23 @@ def _measure(layout, trace, layer, rows, group, expected, topology, settings, co
     experts, request, phase = trace.expert_ids[rows, layer], trace.request_of_token()[rows], trace.phase[rows]
     home = _homes(layout, rows, group, expected, topology, settings)
     node_of = topology.node_of
-    copies = nearest_copies(layout.slots, len(layout.primary), node_of)
+    number = layout.primary.shape[-1]
+    copies = nearest_copies(layout.slots, number, node_of)
     preferred = primary_copy_choice(copies, layout.primary)
     rule = CopyChoice(preferred)
-    if layout.slots.size > len(layout.primary):
+    if layout.slots.size > number:
         load_price = LOAD_PRICE if settings.load_limit else 0.0
-        preferred = level(experts, home, request, preferred, copies, node_of, mean_costs(costs, phase), load_price)
+        if layout.primary.ndim == 1:
+            preferred = level(experts, home, request, preferred, copies, node_of, mean_costs(costs, phase), load_price)
         rule = CopyChoice(preferred)
         if settings.copy_choice == "cover":
-            rule = CopyChoice(preferred, hosting_ranks(layout.slots, len(layout.primary)), node_of)
+            rule = CopyChoice(preferred, hosting_ranks(layout.slots, number), node_of)
     targets = rule.ranks(experts, home)
     cost = sum(
         total_cost(one, targets[phase == code], home[phase == code], node_of)
         for code, one in zip((PREFILL, DECODE), costs, strict=True)
     )
-    load = expected_load(experts, home, targets, request, len(layout.primary), topology.ep_size, settings.batch_tokens)
+    load = expected_load(experts, home, targets, request, number, topology.ep_size, settings.batch_tokens)
     return Measured(layout.slots, preferred.astype(np.int16), cost / len(rows) + layout.dues, load)
 
 

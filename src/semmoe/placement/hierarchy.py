@@ -8,6 +8,7 @@ ranks. Copies are decided here too: a copy on another node than an expert's own 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
+from semmoe.capacity import balanced_packing
 from semmoe.placement.greedy import place_layer
 from semmoe.rowcosts import RowCosts, plain_costs
 from semmoe.topology import Topology
@@ -49,31 +50,46 @@ def pack_groups(together: np.ndarray, at_node: np.ndarray, num_groups: int, unev
     return np.repeat(spread(by_group, at_node, rng), E // num_groups)
 
 
-def copy_groups(
-    node: np.ndarray, together: np.ndarray, num_groups: int, places: int
-) -> tuple[np.ndarray, np.ndarray] | None:
-    """Slots (N, places) and primaries (E,) of nodes with further whole gate groups; None if none has room.
+def count_blocks(num_experts: int, num_groups: int, nodes: int, places: int) -> int | None:
+    """The fewest blocks of groups, as many nodes for each, whose nodes have room for the whole block.
 
-    node (E,): the node of each expert's group, as many groups on each. Neighbouring nodes hold the same block of groups
-    and the first of them leads it, so that a token finds several of its groups on one node. Places that are left take
-    the experts that are used together with the node's most; together (E, E).
+    None if no node has room for more than its own share of groups, or all have for every expert and further copies.
+    Worked example: 256 experts in 8 groups, 8 nodes of 64 places: 4 blocks of 2 groups, each on 2 nodes.
     """
-    size, nodes = len(node) // num_groups, int(node.max()) + 1
-    width = min(places // size, num_groups)  # groups of a block
-    while num_groups % width or nodes % (num_groups // width):
-        width -= 1
-    if width <= num_groups // nodes:
-        return None
-    order, alike = np.argsort(node[::size], kind="stable"), nodes * width // num_groups  # nodes of a block
-    out, lead = np.empty((nodes, places), np.int64), np.empty(num_groups, np.int64)
-    for n in range(nodes):
-        held = order[(n // alike) * width + np.arange(width)]
-        experts = (held[:, None] * size + np.arange(size)).ravel()
-        lead[held] = (n // alike) * alike
-        pull = together[experts].sum(axis=0)
-        pull[experts] = -1
-        out[n] = np.concatenate([experts, np.argsort(-pull, kind="stable")[: places - len(experts)]])
-    return out, np.repeat(lead, size)
+    for blocks in range(2, nodes):
+        if num_groups % blocks == 0 and nodes % blocks == 0 and num_experts // blocks <= places <= num_experts:
+            return blocks
+    return None
+
+
+def copy_groups(
+    block: np.ndarray, together: np.ndarray, at_rank: np.ndarray, nodes: int, places: int, rng
+) -> tuple[np.ndarray, np.ndarray]:
+    """Slots (G, places * N / G) and primaries (G, E) of ranks whose nodes hold whole blocks of gate groups.
+
+    block (E,): the block of each expert's group. together (E, E): affinity of experts; at_rank (E, G): pairs of each
+    expert by the rank of their token. As many neighbouring nodes hold each block, in the same places. A token finds
+    several of its groups on one node, since a source rank uses one node of a block for all of its experts; nodes take
+    turns at it. Places that are left take the experts that are used together with the block's most. rng: ranks are
+    packed by affinity; None: by load alone.
+    """
+    E, G = at_rank.shape
+    alike, size = nodes // (int(block.max()) + 1), G // nodes  # nodes of a block, ranks of a node
+    slots, place = np.empty((nodes, size, places // size), np.int64), np.empty(E, np.int64)
+    for b, pairs in enumerate(np.split(at_rank, nodes // alike, axis=1)):
+        own = np.flatnonzero(block == b)
+        pull = together[own].sum(axis=0)
+        pull[own] = -1
+        held = np.concatenate([own, np.argsort(-pull, kind="stable")[: places - len(own)]])
+        if rng is None:
+            rank = balanced_packing(together[held].sum(axis=1)[None], size)[0][0]
+        else:
+            at_place = pairs[held].reshape(places, alike, size).sum(axis=1)
+            rank = spread(together[np.ix_(held, held)], at_place, rng)
+        slots[b * alike : (b + 1) * alike] = held[np.argsort(rank, kind="stable")].reshape(size, -1)
+        place[own] = rank[: len(own)]
+    turn = np.repeat(np.arange(nodes) % alike, size)[:, None]  # by source rank
+    return slots.reshape(G, -1), (block * alike + turn) * size + place
 
 
 def divide_nodes(

@@ -43,7 +43,10 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout of one layer: the expert in every slot (G, P / G) and the rank (E,) of each expert's primary copy."""
+    """A layout of one layer: the expert in every slot (G, P / G) and the rank (E,) of each expert's primary copy.
+
+    primary (G, E): that of each source rank, for layouts whose copy choice is made already.
+    """
 
     slots: np.ndarray
     primary: np.ndarray
@@ -149,18 +152,21 @@ class LayerSearch:
         return [_start(self.affinity, ranks, self.redundant, one) for one in starts]
 
     def copied_groups(self) -> list[Layout]:
-        """A layout in which nodes have copies of whole gate groups, where there is room; else none.
+        """Layouts in which nodes have copies of whole gate groups, where there is room; else none.
 
         The search takes each expert of a rank from one copy, and so cannot see that a token then finds several of its
-        groups on one node: such a layout is measured as it is.
+        groups on one node: such layouts are measured as they are.
         """
-        search, places = self.nodes or self, (self.num_experts + self.redundant) // self.topology.num_nodes
-        packed = search._packings(1)[:1] if self.previous is None else []
-        layout = hierarchy.copy_groups(packed[0], self.affinity, self.num_groups, places) if packed else None
-        if layout is not None and self.nodes is not None:
-            at_rank = self._pairs_at(self.topology.attn_tp_size)
-            layout = hierarchy.divide_nodes(*layout, self.affinity, at_rank, self.rng)
-        return [] if layout is None else [Layout(*layout, np.inf, np.inf)]
+        E, nodes, groups = self.num_experts, self.topology.num_nodes, self.num_groups
+        places = (E + self.redundant) // nodes
+        blocks = hierarchy.count_blocks(E, groups, nodes, places) if self.previous is None else None
+        if blocks is None:
+            return []
+        at_rank = self._pairs_at(self.topology.attn_tp_size)
+        at_block = at_rank.reshape(E, blocks, -1).sum(axis=2)
+        block = hierarchy.pack_groups(self.affinity, at_block, groups, False, self.rng)
+        ways = [hierarchy.copy_groups(block, self.affinity, at_rank, nodes, places, r) for r in (None, self.rng)]
+        return [Layout(*way, np.inf, np.inf) for way in ways]
 
     def _whole(self) -> bool:
         """Whether each node must keep whole gate groups."""
