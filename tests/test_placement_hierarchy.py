@@ -14,7 +14,7 @@ from semmoe.placement import cocluster, hierarchy, ours
 from semmoe.placement.joint import seat_groups
 from semmoe.placement.layers import LayerSearch, Tokens
 from semmoe.replayer import replay
-from semmoe.rowcosts import KINDS, kind_costs, mean_costs, plain_costs, total_cost
+from semmoe.rowcosts import KINDS, kind_costs, mean_costs, near_and_far, plain_costs, total_cost
 from semmoe.settings import CoclusterSettings, ReplaySettings, SolveSettings
 from semmoe.solver import solve
 from semmoe.topology import Topology
@@ -286,3 +286,24 @@ def test_a_plan_to_begin_from_keeps_its_copies_of_whole_groups():
     new = solve(trace, topology, chosen, previous=old)
     rows = [replay(trace, plan).total.node_rows.sum() for plan in (old, new)]
     assert rows[1] <= rows[0]
+
+
+def test_what_a_pair_costs_near_and_far_by_hand():
+    assert near_and_far((plain_costs(TWO, 1.0, 2.0, 3.0),), TWO) == (3, 6)
+    links = np.where(TWO.node_of[:, None] == TWO.node_of, 1.0, 5.0)
+    assert near_and_far((kind_costs("per-pair", TWO, links),), TWO) == (2, 6)
+    for alone in (Topology(ep_size=4), Topology(ep_size=4, num_nodes=4)):
+        near, far = near_and_far((plain_costs(alone, 1.0, 2.0, 0.0),), alone)
+        assert (near, far) == (3, 3)
+    assert near_and_far((plain_costs(Topology(ep_size=1), 1.0, 2.0, 0.0),), Topology(ep_size=1)) == (0, 0)
+
+
+def test_the_load_limit_holds_where_rows_between_nodes_are_dear():
+    """Most tokens use two of four experts: one node for these saves rows, but would compute most pairs."""
+    rng, trace = np.random.default_rng(0), random_trace(0, requests=60)
+    pairs = np.argsort(rng.random((*trace.expert_ids.shape[:2], 4)), axis=2)[..., :2]
+    pairs += 4 * (rng.random(pairs.shape[:2]) < 0.25)[..., None]
+    trace = replace(trace, expert_ids=pairs.astype(trace.expert_ids.dtype))
+    links = kind_costs("per-rank", TWO, np.where(TWO.node_of[:, None] == TWO.node_of, 1.0, 20.0))
+    plan = solve(trace, TWO, quick(load_limit=1.2), costs=(links, links))
+    assert replay(trace, plan, ReplaySettings(batch_tokens=64)).load_max_over_mean.mean() < 1.3

@@ -21,7 +21,7 @@ from semmoe.core import DECODE, PREFILL, Placement, RoutingTrace
 from semmoe.placement.copies import LOAD_PRICE, hosting_ranks, level, nearest_copies, primary_copy_choice
 from semmoe.placement.layers import LayerSearch, Layout, Tokens
 from semmoe.placement.loads import expected_load
-from semmoe.rowcosts import RowCosts, mean_costs, plain_costs, total_cost
+from semmoe.rowcosts import RowCosts, mean_costs, near_and_far, plain_costs, total_cost
 from semmoe.settings import CoclusterSettings
 from semmoe.tokens.kernels import SCALE
 from semmoe.tokens.predictor import Predictor, predict, sample_requests
@@ -192,7 +192,7 @@ def place(
 def _search(layers: _Layers, num_layers: int) -> list[Measured]:
     """Search all layers, side by side, and choose a layout for each."""
     settings = layers.settings
-    limit, highest = settings.load_limit, settings.load_price
+    limit, highest = settings.load_limit, settings.load_price * _dearness(layers.costs, layers.topology)
     shares = ROUGH_PRICES if layers.before is None else (WARM_PRICE,)
     rough_prices = [highest * share for share in shares] if limit else [0.0]
     with ThreadPoolExecutor(cpu_count()) as pool:
@@ -203,6 +203,16 @@ def _search(layers: _Layers, num_layers: int) -> list[Measured]:
             finer = list(pool.map(partial(layers.finer, finer_prices), range(num_layers)))
             _, chosen = choose([a + b for a, b in zip(found, finer, strict=True)], limit, highest)
     return chosen
+
+
+def _dearness(costs: tuple[RowCosts, RowCosts], topology: Topology) -> float:
+    """What a pair on another node costs in units of one inside; 1 for one node. The price of load follows it.
+
+    Else rows between nodes would outweigh any load: on links where one costs 7 rows inside, the highest price was
+    reached at a load .2 above the limit.
+    """
+    near, far = near_and_far(costs, topology)
+    return max(far / near, 1.0) if near > 0 else 1.0
 
 
 def default_costs(topology: Topology, settings: CoclusterSettings) -> tuple[RowCosts, RowCosts]:
