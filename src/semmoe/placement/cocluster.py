@@ -116,9 +116,9 @@ class _Layers:
         return self._measure(layer, found + self._as_they_are(layer))
 
     def _as_they_are(self, layer: int) -> list[Layout]:
-        """Layouts over nodes whose copy choice is made already: that of the plan to begin from, or of whole groups."""
+        """Layouts over nodes that no search has found: that of the plan to begin from, or what is made in its place."""
         if self.previous is None or self.before is None or self.topology.num_nodes == 1:
-            return self.searches[layer].copied_groups()
+            return self.searches[layer].unsearched()
         choice = preferred_copies(self.previous, self.topology)[layer].astype(np.int64)
         return [Layout(self.before[layer].astype(np.int64), choice, np.inf, np.inf)]
 

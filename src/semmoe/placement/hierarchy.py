@@ -8,12 +8,13 @@ ranks. Copies are decided here too: a copy on another node than an expert's own 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from semmoe.capacity import balanced_packing
+from semmoe.capacity import balanced_packing, replicate_experts
 from semmoe.placement.greedy import place_layer
 from semmoe.rowcosts import RowCosts, plain_costs
 from semmoe.topology import Topology
 
 EASY_SWAPS = 200  # random swaps per expert of a start from affinities alone
+EVEN = 4.0  # weight of load where copies go to nodes by affinity
 UNEVEN = 0.5  # spread of the factors on affinities from which further packings of groups begin
 
 
@@ -78,9 +79,7 @@ def copy_groups(
     slots, place = np.empty((nodes, size, places // size), np.int64), np.empty(E, np.int64)
     for b, pairs in enumerate(np.split(at_rank, nodes // alike, axis=1)):
         own = np.flatnonzero(block == b)
-        pull = together[own].sum(axis=0)
-        pull[own] = -1
-        held = np.concatenate([own, np.argsort(-pull, kind="stable")[: places - len(own)]])
+        held = fill(own, together, places)
         if rng is None:
             rank = balanced_packing(together[held].sum(axis=1)[None], size)[0][0]
         else:
@@ -90,6 +89,31 @@ def copy_groups(
         place[own] = rank[: len(own)]
     turn = np.repeat(np.arange(nodes) % alike, size)[:, None]  # by source rank
     return slots.reshape(G, -1), (block * alike + turn) * size + place
+
+
+def copy_hot(together: np.ndarray, at_rank: np.ndarray, nodes: int, places: int, rng) -> np.ndarray:
+    """Slots (G, places * N / G) with copies by load as `methods.eplb` gives them, but nodes by affinity.
+
+    together (E, E): affinity of experts; at_rank (E, G): pairs of each expert by the rank of their token. Ranks of a
+    node are packed by load; a rank that would have an expert twice takes another that is used together with its own.
+    """
+    load, size, at_node = together.sum(axis=1), at_rank.shape[1] // nodes, at_rank.reshape(len(together), nodes, -1)
+    (experts,), (copies,) = replicate_experts(load[None], nodes * places)
+    share = 1 / copies[experts]
+    pairs = together[np.ix_(experts, experts)] * share[:, None] * share
+    node = spread(pairs, at_node.sum(axis=2)[experts] * share[:, None], rng, EVEN)
+    out = []
+    for held in (np.flatnonzero(node == n) for n in range(nodes)):
+        (rank,), _ = balanced_packing((load[experts] * share)[held][None], size)
+        out += [fill(np.unique(experts[held[rank == r]]), together, places // size) for r in range(size)]
+    return np.stack(out)
+
+
+def fill(own: np.ndarray, together: np.ndarray, places: int) -> np.ndarray:
+    """(places,) a node's or a rank's own experts, and those used together with them most, by affinities (E, E)."""
+    pull = together[own].sum(axis=0)
+    pull[own] = -1
+    return np.concatenate([own, np.argsort(-pull, kind="stable")[: places - len(own)]])
 
 
 def divide_nodes(
@@ -110,12 +134,12 @@ def divide_nodes(
     return out, first
 
 
-def spread(together: np.ndarray, data: np.ndarray, rng) -> np.ndarray:
-    """(n,) clusters of equal size, by affinities (n, n), pairs at each cluster (n, C), and load."""
+def spread(together: np.ndarray, data: np.ndarray, rng, even: float = 0.5) -> np.ndarray:
+    """(n,) clusters of equal size, by affinities (n, n), pairs at each cluster (n, C), and load, `even` times."""
     swaps = rng.integers(len(together), size=(EASY_SWAPS * len(together), 2))
     alone = together - np.diag(np.diag(together))
     loads = alone + np.diag(alone.sum(axis=1))
-    return place_layer(loads.astype(np.float64), data.astype(np.float64), swaps, 1.0, 1.0, 0.5)
+    return place_layer(loads.astype(np.float64), data.astype(np.float64), swaps, 1.0, 1.0, even)
 
 
 def group_nodes(slots: np.ndarray, num_experts: int, num_groups: int, num_nodes: int) -> np.ndarray:
