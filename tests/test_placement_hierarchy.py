@@ -257,21 +257,27 @@ def test_copies_of_hot_experts_go_to_nodes_by_affinity_by_hand():
     together = np.zeros((6, 6))
     for hot, others in ((0, (1, 2)), (3, (4, 5))):
         together[hot, others] = together[others, hot] = 10
-    slots = hierarchy.copy_hot(together, np.zeros((6, 4)), 2, 4, np.random.default_rng(0))
+    slots = hierarchy.copy_hot(together, np.zeros((6, 4)), 2, 4, np.random.default_rng(0), None)
     assert sorted(map(sorted, slots.tolist())) == [[0, 1], [0, 2], [3, 4], [3, 5]]
     assert [min(slots[:2].ravel()) // 3, min(slots[2:].ravel()) // 3] in ([0, 1], [1, 0])
+    node = np.array([1, 1, 0, 0, 1, 0])  # expert 0 with 1 and 4, which is used little; 3 with 2 and 5
+    slots = hierarchy.copy_hot(together, np.zeros((6, 4)), 2, 4, np.random.default_rng(0), node)
+    assert sorted(map(sorted, slots[:2].tolist())) == [[2, 3], [3, 5]]
+    assert sorted(map(sorted, slots[2:].tolist())) == [[0, 1], [0, 4]]
 
 
 @given(seed=st.integers(0, 9999), nodes=st.sampled_from([2, 4]), places=st.sampled_from([4, 8, 12]))
 def test_copies_of_hot_experts_leave_no_expert_out_and_no_rank_has_one_twice(seed, nodes, places):
+    """Whether experts stay on given nodes or not."""
     rng = np.random.default_rng(seed)
     together = rng.exponential(size=(8, 8)) * rng.exponential(size=8) ** 4
     together += together.T
     np.fill_diagonal(together, 0)
-    slots = hierarchy.copy_hot(together, rng.random((8, 2 * nodes)), nodes, places, rng)
-    assert slots.shape == (2 * nodes, places // 2)
-    assert set(slots.ravel()) == set(range(8))
-    assert all(len(set(rank)) == len(rank) for rank in slots.tolist())
+    for node in (None, rng.permutation(np.arange(8) % nodes)):
+        slots = hierarchy.copy_hot(together, rng.random((8, 2 * nodes)), nodes, places, rng, node)
+        assert slots.shape == (2 * nodes, places // 2)
+        assert set(slots.ravel()) == set(range(8))
+        assert all(len(set(rank)) == len(rank) for rank in slots.tolist())
 
 
 def groups_trace():
@@ -291,9 +297,8 @@ def test_a_token_finds_its_groups_of_one_block_on_one_node():
         Tokens(trace.expert_ids[:, 0], group, request, trace.phase),
         cocluster.default_costs(topology, QUICK),
     )
-    found = LayerSearch(tokens, 16, topology, 16, settings, 0, costs, num_groups=4).unsearched()[
-        1:
-    ]  # the first is of hot experts
+    search = LayerSearch(tokens, 16, topology, 16, settings, 0, costs, num_groups=4)
+    found = search.unsearched()[2:]  # the first are of hot experts
     for layout in found:
         measured = cocluster._measure(layout, trace, 0, rows, group, None, topology, settings, costs)
         node = measured.preferred[group[:, None], trace.expert_ids[:, 0]] // 2

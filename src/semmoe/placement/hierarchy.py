@@ -91,21 +91,28 @@ def copy_groups(
     return slots.reshape(G, -1), (block * alike + turn) * size + place
 
 
-def copy_hot(together: np.ndarray, at_rank: np.ndarray, nodes: int, places: int, rng) -> np.ndarray:
-    """Slots (G, places * N / G) with copies by load as `methods.eplb` gives them, but nodes by affinity.
+def copy_hot(together: np.ndarray, at_rank: np.ndarray, nodes: int, places: int, rng, node: np.ndarray | None):
+    """Slots (G, places * N / G) with copies by load, as hierarchical eplb gives them, of nodes by affinity.
 
-    together (E, E): affinity of experts; at_rank (E, G): pairs of each expert by the rank of their token. Ranks of a
-    node are packed by load; a rank that would have an expert twice takes another that is used together with its own.
+    together (E, E): affinity of experts; at_rank (E, G): pairs of each expert by the rank of their token; node (E,):
+    where experts and their copies stay, if that is given. Ranks of a node are packed by load; a rank that would have an
+    expert twice takes another that is used together with its own.
     """
     load, size, at_node = together.sum(axis=1), at_rank.shape[1] // nodes, at_rank.reshape(len(together), nodes, -1)
-    (experts,), (copies,) = replicate_experts(load[None], nodes * places)
-    share = 1 / copies[experts]
-    pairs = together[np.ix_(experts, experts)] * share[:, None] * share
-    node = spread(pairs, at_node.sum(axis=2)[experts] * share[:, None], rng, EVEN)
+    if node is None:
+        (experts,), (copies,) = replicate_experts(load[None], nodes * places)
+        share = 1 / copies[experts]
+        pairs = together[np.ix_(experts, experts)] * share[:, None] * share
+        labels = spread(pairs, at_node.sum(axis=2)[experts] * share[:, None], rng, EVEN)
+        held = [np.sort(experts[labels == n]) for n in range(nodes)]
+    else:
+        homes = [np.flatnonzero(node == n) for n in range(nodes)]
+        held = [np.sort(own[replicate_experts(load[own][None], places)[0][0]]) for own in homes]
+    share = load / np.bincount(np.concatenate(held))
     out = []
-    for held in (np.flatnonzero(node == n) for n in range(nodes)):
-        (rank,), _ = balanced_packing((load[experts] * share)[held][None], size)
-        out += [fill(np.unique(experts[held[rank == r]]), together, places // size) for r in range(size)]
+    for own in held:
+        (rank,), _ = balanced_packing(share[own][None], size)
+        out += [fill(np.unique(own[rank == r]), together, places // size) for r in range(size)]
     return np.stack(out)
 
 

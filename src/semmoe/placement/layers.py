@@ -161,10 +161,13 @@ class LayerSearch:
         places = (E + self.redundant) // nodes
         if nodes == 1 or not self.redundant or self.previous is not None:
             return []
-        at_rank, out = self._pairs_at(self.topology.attn_tp_size), []
-        if not self._whole():
-            slots = hierarchy.copy_hot(self.affinity, at_rank, nodes, places, self.rng)
-            out = [Layout(slots, _hosts(slots, E), np.inf, np.inf)]
+        at_rank = self._pairs_at(self.topology.attn_tp_size)
+        homes: list[np.ndarray | None] = [] if self._whole() else [None]
+        if groups > 1 and groups % nodes == 0:
+            at_node = at_rank.reshape(E, nodes, -1).sum(axis=2)
+            homes.append(hierarchy.pack_groups(self.affinity, at_node, groups, False, self.rng))
+        hot = [hierarchy.copy_hot(self.affinity, at_rank, nodes, places, self.rng, home) for home in homes]
+        out = [Layout(slots, _hosts(slots, E), np.inf, np.inf) for slots in hot]
         blocks = hierarchy.count_blocks(E, groups, nodes, places)
         if blocks is not None:
             at_block = at_rank.reshape(E, blocks, -1).sum(axis=2)
