@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semmoe import capacity
+from semmoe.capacity import replicate_experts
 from semmoe.methods import eplb
 from semmoe.placement import linear
 
@@ -18,7 +19,7 @@ def test_heaviest_items_go_first_into_the_lightest_pack_with_room():
 
 
 def test_copies_go_to_the_highest_load_per_copy():
-    logical, copies = eplb.replicate_experts(np.array([[10.0, 4, 2]]), 6)
+    logical, copies = replicate_experts(np.array([[10.0, 4, 2]]), 6)
     assert logical.tolist() == [[0, 1, 2, 0, 0, 1]]
     assert copies.tolist() == [[3, 2, 1]]
 
@@ -60,7 +61,7 @@ def test_packs_are_equally_full_and_positions_never_collide(seed, per_pack, pack
 def test_a_further_copy_always_went_to_the_hottest(seed, redundant):
     """So taking one away leaves that expert at least as hot, per copy, as any other is now."""
     weight = np.random.default_rng(seed).random((2, 6)) + 0.01
-    logical, copies = eplb.replicate_experts(weight, 6 + redundant)
+    logical, copies = replicate_experts(weight, 6 + redundant)
     for row in range(2):
         assert np.bincount(logical[row], minlength=6).tolist() == copies[row].tolist()
         hottest_now = (weight[row] / copies[row]).max()

@@ -14,7 +14,7 @@ from semmoe.placement import cocluster, hierarchy, ours
 from semmoe.placement.joint import seat_groups
 from semmoe.placement.layers import LayerSearch, Tokens
 from semmoe.replayer import replay
-from semmoe.rowcosts import KINDS, kind_costs, mean_costs, plain_costs, total_cost
+from semmoe.rowcosts import KINDS, kind_costs, mean_costs, near_and_far, plain_costs, total_cost
 from semmoe.settings import CoclusterSettings, ReplaySettings, SolveSettings
 from semmoe.solver import solve
 from semmoe.topology import Topology
@@ -221,13 +221,118 @@ def test_an_expert_on_the_same_node_is_worth_what_it_saves_by_hand():
     assert ours._worth(placement, alone, (even, even))[0, :, 3].tolist() == [0, 0, 0, 0, 0, 0, 1, 1]
 
 
-def test_copies_of_whole_groups_put_blocks_of_groups_on_neighbouring_nodes():
-    """4 groups of 2 experts on 4 nodes of 5 places: blocks of two groups on two nodes each, and one expert more."""
+def test_blocks_are_as_few_as_nodes_have_room_for():
+    assert hierarchy.count_blocks(256, 8, 8, 64) == 4
+    assert hierarchy.count_blocks(256, 8, 8, 128) == 2
+    assert hierarchy.count_blocks(256, 8, 8, 63) is None  # a node has room for its own group alone
+    assert hierarchy.count_blocks(256, 8, 18, 128) == 2  # 8 groups do not divide over 18 nodes, 2 blocks do
+    assert hierarchy.count_blocks(256, 8, 8, 257) is None  # every node has room for all and more
+
+
+@pytest.mark.parametrize("rng", [None, np.random.default_rng(0)])
+def test_copies_of_whole_groups_put_blocks_of_groups_on_neighbouring_nodes(rng):
+    """4 groups of 2 experts on 4 nodes of 2 ranks with 3 places: 2 blocks on 2 nodes each, and two experts more."""
     together = np.eye(8)
     together[0, 7] = together[7, 0] = 5  # of group 3, used with expert 0
-    slots, primary = hierarchy.copy_groups(np.repeat([0, 1, 2, 3], 2), together, 4, 5)
-    assert [sorted(row[:4].tolist()) for row in slots] == [[0, 1, 2, 3]] * 2 + [[4, 5, 6, 7]] * 2
-    assert slots[0, 4] == 7
-    assert primary.tolist() == [0, 0, 0, 0, 2, 2, 2, 2]
-    assert all(len(set(row)) == 5 for row in slots.tolist())
-    assert hierarchy.copy_groups(np.repeat([0, 1, 2, 3], 2), together, 4, 3) is None
+    together[0, 6] = together[6, 0] = 4
+    slots, primary = hierarchy.copy_groups(np.repeat([0, 1], 4), together, np.zeros((8, 8)), 4, 6, rng)
+    assert sorted(slots[:2].ravel().tolist()) == [0, 1, 2, 3, 6, 7]
+    assert (slots[:2] == slots[2:4]).all()
+    assert (slots[4:6] == slots[6:]).all()
+    assert set(slots[4:].ravel()) >= {4, 5, 6, 7}
+    node = primary // 2
+    assert node[:, :4].tolist() == [[0] * 4] * 2 + [[1] * 4] * 2 + [[0] * 4] * 2 + [[1] * 4] * 2
+    assert node[:, 4:].tolist() == [[2] * 4] * 2 + [[3] * 4] * 2 + [[2] * 4] * 2 + [[3] * 4] * 2
+    assert all(e in slots[rank] for row in primary for e, rank in enumerate(row))
+
+
+def test_ranks_of_whole_groups_have_equal_loads_by_hand():
+    together = np.diag([6.0, 3.0, 2.0, 1.0])
+    slots, _ = hierarchy.copy_groups(np.zeros(4, np.int64), together, np.zeros((4, 4)), 2, 4, None)
+    assert [sorted(row) for row in slots.tolist()] == [[0, 3], [1, 2]] * 2
+
+
+def test_copies_of_hot_experts_go_to_nodes_by_affinity_by_hand():
+    """Experts 0 and 3 are hot, used with 1 and 2, and with 4 and 5: each has two copies, on two ranks of a node."""
+    together = np.zeros((6, 6))
+    for hot, others in ((0, (1, 2)), (3, (4, 5))):
+        together[hot, others] = together[others, hot] = 10
+    slots = hierarchy.copy_hot(together, np.zeros((6, 4)), 2, 4, np.random.default_rng(0), None)
+    assert sorted(map(sorted, slots.tolist())) == [[0, 1], [0, 2], [3, 4], [3, 5]]
+    assert [min(slots[:2].ravel()) // 3, min(slots[2:].ravel()) // 3] in ([0, 1], [1, 0])
+    node = np.array([1, 1, 0, 0, 1, 0])  # expert 0 with 1 and 4, which is used little; 3 with 2 and 5
+    slots = hierarchy.copy_hot(together, np.zeros((6, 4)), 2, 4, np.random.default_rng(0), node)
+    assert sorted(map(sorted, slots[:2].tolist())) == [[2, 3], [3, 5]]
+    assert sorted(map(sorted, slots[2:].tolist())) == [[0, 1], [0, 4]]
+
+
+@given(seed=st.integers(0, 9999), nodes=st.sampled_from([2, 4]), places=st.sampled_from([4, 8, 12]))
+def test_copies_of_hot_experts_leave_no_expert_out_and_no_rank_has_one_twice(seed, nodes, places):
+    """Whether experts stay on given nodes or not."""
+    rng = np.random.default_rng(seed)
+    together = rng.exponential(size=(8, 8)) * rng.exponential(size=8) ** 4
+    together += together.T
+    np.fill_diagonal(together, 0)
+    for node in (None, rng.permutation(np.arange(8) % nodes)):
+        slots = hierarchy.copy_hot(together, rng.random((8, 2 * nodes)), nodes, places, rng, node)
+        assert slots.shape == (2 * nodes, places // 2)
+        assert set(slots.ravel()) == set(range(8))
+        assert all(len(set(rank)) == len(rank) for rank in slots.tolist())
+
+
+def groups_trace():
+    """Every token uses one expert of 4 in each of 2 groups of 4, at random."""
+    rng, trace = np.random.default_rng(0), random_trace(0, requests=60, num_groups=4, experts=16)
+    groups = np.argsort(rng.random((*trace.expert_ids.shape[:2], 4)), axis=2)[..., :2]
+    ids = groups * 4 + rng.integers(4, size=groups.shape)
+    return replace(trace, expert_ids=ids.astype(trace.expert_ids.dtype))
+
+
+def test_a_token_finds_its_groups_of_one_block_on_one_node():
+    """With blocks on two nodes of four each, a token is sent to one other node at most, whatever levels the load."""
+    trace, topology = groups_trace(), Topology(ep_size=8, dp_size=8, num_nodes=4)
+    request, rows = trace.request_of_token(), np.arange(trace.num_tokens)
+    group, settings = request % 8, replace(QUICK, load_limit=1.0)
+    tokens, costs = (
+        Tokens(trace.expert_ids[:, 0], group, request, trace.phase),
+        cocluster.default_costs(topology, QUICK),
+    )
+    search = LayerSearch(tokens, 16, topology, 16, settings, 0, costs, num_groups=4)
+    found = search.unsearched()[2:]  # the first are of hot experts
+    for layout in found:
+        measured = cocluster._measure(layout, trace, 0, rows, group, None, topology, settings, costs)
+        node = measured.preferred[group[:, None], trace.expert_ids[:, 0]] // 2
+        own = (group // 2)[:, None]
+        assert max(len(set(row) - set(home)) for row, home in zip(node.tolist(), own.tolist(), strict=True)) == 1
+    assert len(found) == 2
+
+
+def test_a_plan_to_begin_from_keeps_its_copies_of_whole_groups():
+    """To the search, which has one copy used by all, they look like load; so the plan is measured as it is too."""
+    trace, topology = groups_trace(), Topology(ep_size=8, dp_size=8, num_nodes=4)
+    chosen = quick(redundant_experts=16, load_limit=1.2)
+    old = solve(trace, topology, chosen)
+    new = solve(trace, topology, chosen, previous=old)
+    rows = [replay(trace, plan).total.node_rows.sum() for plan in (old, new)]
+    assert rows[1] <= rows[0]
+
+
+def test_what_a_pair_costs_near_and_far_by_hand():
+    assert near_and_far((plain_costs(TWO, 1.0, 2.0, 3.0),), TWO) == (3, 6)
+    links = np.where(TWO.node_of[:, None] == TWO.node_of, 1.0, 5.0)
+    assert near_and_far((kind_costs("per-pair", TWO, links),), TWO) == (2, 6)
+    for alone in (Topology(ep_size=4), Topology(ep_size=4, num_nodes=4)):
+        near, far = near_and_far((plain_costs(alone, 1.0, 2.0, 0.0),), alone)
+        assert (near, far) == (3, 3)
+    assert near_and_far((plain_costs(Topology(ep_size=1), 1.0, 2.0, 0.0),), Topology(ep_size=1)) == (0, 0)
+
+
+def test_the_load_limit_holds_where_rows_between_nodes_are_dear():
+    """Most tokens use two of four experts: one node for these saves rows, but would compute most pairs."""
+    rng, trace = np.random.default_rng(0), random_trace(0, requests=60)
+    pairs = np.argsort(rng.random((*trace.expert_ids.shape[:2], 4)), axis=2)[..., :2]
+    pairs += 4 * (rng.random(pairs.shape[:2]) < 0.25)[..., None]
+    trace = replace(trace, expert_ids=pairs.astype(trace.expert_ids.dtype))
+    links = kind_costs("per-rank", TWO, np.where(TWO.node_of[:, None] == TWO.node_of, 1.0, 20.0))
+    plan = solve(trace, TWO, quick(load_limit=1.2), costs=(links, links))
+    assert replay(trace, plan, ReplaySettings(batch_tokens=64)).load_max_over_mean.mean() < 1.3

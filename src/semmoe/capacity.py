@@ -40,6 +40,23 @@ def balanced_packing(weight: np.ndarray, num_packs: int) -> tuple[np.ndarray, np
     return pack, position
 
 
+def replicate_experts(weight: np.ndarray, num_physical: int) -> tuple[np.ndarray, np.ndarray]:
+    """Give each additional copy to the expert with the highest load per copy.
+
+    weight: (rows, n). Returns the logical expert of each physical one (rows, num_physical) and the number
+    of copies of each (rows, n).
+    """
+    rows, experts = weight.shape
+    logical = np.tile(np.arange(num_physical), (rows, 1))
+    copies = np.ones((rows, experts), np.int64)
+    every = np.arange(rows)
+    for p in range(experts, num_physical):
+        hottest = (weight / copies).argmax(axis=1)
+        logical[:, p] = hottest
+        copies[every, hottest] += 1
+    return logical, copies
+
+
 @numba.njit(cache=True)
 def improve_assignment(value, work, capacity, groups, sweeps):
     """Increase the sum of value[r, groups[r]] by moves and swaps, with at most capacity (D,) work per group.

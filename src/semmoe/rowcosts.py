@@ -97,6 +97,17 @@ def mean_costs(costs: tuple[RowCosts, RowCosts], phase: np.ndarray) -> RowCosts:
     return RowCosts(*((1 - decode) * getattr(costs[0], n) + decode * getattr(costs[1], n) for n in names))
 
 
+def near_and_far(costs: tuple[RowCosts, ...], topology: Topology) -> tuple[float, float]:
+    """What a pair costs on another rank of the own node and on another node, on average; equal if ranks are nodes."""
+    same, other = topology.node_of[:, None] == topology.node_of, _other_nodes(topology) > 0
+    inside, away = same & ~np.eye(len(same), dtype=bool), ~same
+    near, far = ([one.rank[on] + one.pair[on] for one in costs] for on in (inside, away))
+    if not (inside.any() and away.any()):
+        one = float(np.mean(near if inside.any() else far)) if len(same) > 1 else 0.0
+        return one, one
+    return float(np.mean(near)), float(np.mean(far) + np.mean([one.node[other] for one in costs]))
+
+
 def total_cost(costs: RowCosts, targets: np.ndarray, home: np.ndarray, node_of: np.ndarray) -> float:
     """What tokens on ranks home (T,) are charged, all together, whose pairs the ranks targets (T, K) compute."""
     return _total(

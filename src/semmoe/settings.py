@@ -62,7 +62,8 @@ class CoclusterSettings:
     move_cost: float = number(
         0.001, 0, 1e6, help="--from: cost of an expert that moves, in local pairs per token of its layer."
     )
-    load_price: float = number(5.0, 0, 1e6)  # highest price of a rank's load above the cap, per unit of mean load
+    # highest price of a rank's load above the cap, per unit of mean load, where other nodes cost as much as other ranks
+    load_price: float = number(5.0, 0, 1e6)
     starts: int = number(6, 1, 1000)  # rough searches of a layer
     kept: int = number(2, 1, 1000)  # of which so many go on at each price of load
     rounds: int = number(4, 1, 1000)  # of a search; in each the prices of homes are settled anew

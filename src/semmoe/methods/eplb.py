@@ -8,7 +8,7 @@ It balances load only; it does not consider which experts are used together. Sou
 import numpy as np
 
 from semmoe.affinity import build_affinity
-from semmoe.capacity import balanced_packing
+from semmoe.capacity import balanced_packing, replicate_experts
 from semmoe.core import Placement
 from semmoe.placement.problem import Problem, Solution, placement_alone
 from semmoe.topology import physical_experts
@@ -56,20 +56,3 @@ def _hierarchical(weight, num_replicas, num_groups, num_nodes, num_ranks):
     offset = np.arange(num_nodes)[None, :, None] * (experts // num_nodes)
     slots = (packed.reshape(layers, num_nodes, -1) + offset).reshape(layers, -1)
     return np.take_along_axis(by_slot, slots, axis=1)
-
-
-def replicate_experts(weight: np.ndarray, num_physical: int) -> tuple[np.ndarray, np.ndarray]:
-    """Give each additional copy to the expert with the highest load per copy.
-
-    weight: (rows, n). Returns the logical expert of each physical one (rows, num_physical) and the number
-    of copies of each (rows, n).
-    """
-    rows, experts = weight.shape
-    logical = np.tile(np.arange(num_physical), (rows, 1))
-    copies = np.ones((rows, experts), np.int64)
-    every = np.arange(rows)
-    for p in range(experts, num_physical):
-        hottest = (weight / copies).argmax(axis=1)
-        logical[:, p] = hottest
-        copies[every, hottest] += 1
-    return logical, copies

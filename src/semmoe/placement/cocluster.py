@@ -16,12 +16,12 @@ from time import monotonic
 
 import numpy as np
 
-from semmoe.copychoice import CopyChoice
+from semmoe.copychoice import CopyChoice, preferred_copies
 from semmoe.core import DECODE, PREFILL, Placement, RoutingTrace
 from semmoe.placement.copies import LOAD_PRICE, hosting_ranks, level, nearest_copies, primary_copy_choice
 from semmoe.placement.layers import LayerSearch, Layout, Tokens
 from semmoe.placement.loads import expected_load
-from semmoe.rowcosts import RowCosts, mean_costs, plain_costs, total_cost
+from semmoe.rowcosts import RowCosts, mean_costs, near_and_far, plain_costs, total_cost
 from semmoe.settings import CoclusterSettings
 from semmoe.tokens.kernels import SCALE
 from semmoe.tokens.predictor import Predictor, predict, sample_requests
@@ -58,7 +58,7 @@ class _Layers:
         seed,
         request_groups,
         start,
-        before,
+        previous,
         progress,
         until,
         costs,
@@ -66,7 +66,9 @@ class _Layers:
     ) -> None:
         self.trace, self.topology, self.predictor, self.redundant = trace, topology, predictor, redundant
         self.settings, self.seed, self.costs, self.request = settings, seed, costs, trace.request_of_token()
-        self.start, self.before, self.progress = start, before, progress
+        self.start, self.previous, self.progress = start, previous, progress
+        experts = None if previous is None else previous.physical_to_logical_map
+        self.before = None if experts is None else experts.reshape(len(experts), topology.ep_size, -1)
         self.group, self.weighed = request_groups[self.request], np.flatnonzero(weighed_tokens(trace, phase))
         requests = sample_requests(trace, MEASURED_TOKENS, seed)
         self.part = trace.select(requests)
@@ -111,7 +113,14 @@ class _Layers:
             expected = predict(self.predictor, self.trace, self.part, layer, self.rows)
             self.expected[layer] = np.clip(np.rint(expected * SCALE), -32767, 32767).astype(np.int16)
         found = search.rough(prices, labels, self._in_time())
-        return self._measure(layer, found + search.copied_groups() if self.settings.copy_choice == "cover" else found)
+        return self._measure(layer, found + self._as_they_are(layer))
+
+    def _as_they_are(self, layer: int) -> list[Layout]:
+        """Layouts over nodes that no search has found: that of the plan to begin from, or what is made in its place."""
+        if self.previous is None or self.before is None or self.topology.num_nodes == 1:
+            return self.searches[layer].unsearched()
+        choice = preferred_copies(self.previous, self.topology)[layer].astype(np.int64)
+        return [Layout(self.before[layer].astype(np.int64), choice, np.inf, np.inf)]
 
     def finer(self, prices: list[float], layer: int) -> list[Measured]:
         """End the search of a layer."""
@@ -159,8 +168,6 @@ def place(
             f"{redundant} redundant experts are more than {topology.ep_size} ranks can use without repetition"
         )
     request_groups = np.zeros(trace.num_requests, np.int64) if request_groups is None else request_groups
-    before = None if previous is None else previous.physical_to_logical_map.reshape(f.num_layers, topology.ep_size, -1)
-    costs = costs or default_costs(topology, settings)
     layers = _Layers(
         trace,
         topology,
@@ -170,21 +177,22 @@ def place(
         seed,
         request_groups,
         start,
-        before,
+        previous,
         progress,
         until,
-        costs,
+        costs or default_costs(topology, settings),
         phase,
     )
     chosen = _search(layers, f.num_layers)
     slots = np.stack([layout.slots for layout in chosen])
-    return _placement(slots if before is None else keep_slots(slots, before), chosen, f.num_experts, settings)
+    slots = slots if layers.before is None else keep_slots(slots, layers.before)
+    return _placement(slots, chosen, f.num_experts, settings)
 
 
 def _search(layers: _Layers, num_layers: int) -> list[Measured]:
     """Search all layers, side by side, and choose a layout for each."""
     settings = layers.settings
-    limit, highest = settings.load_limit, settings.load_price
+    limit, highest = settings.load_limit, settings.load_price * _dearness(layers.costs, layers.topology)
     shares = ROUGH_PRICES if layers.before is None else (WARM_PRICE,)
     rough_prices = [highest * share for share in shares] if limit else [0.0]
     with ThreadPoolExecutor(cpu_count()) as pool:
@@ -195,6 +203,16 @@ def _search(layers: _Layers, num_layers: int) -> list[Measured]:
             finer = list(pool.map(partial(layers.finer, finer_prices), range(num_layers)))
             _, chosen = choose([a + b for a, b in zip(found, finer, strict=True)], limit, highest)
     return chosen
+
+
+def _dearness(costs: tuple[RowCosts, RowCosts], topology: Topology) -> float:
+    """What a pair on another node costs in units of one inside; 1 for one node. The price of load follows it.
+
+    Else rows between nodes would outweigh any load: on links where one costs 7 rows inside, the highest price was
+    reached at a load .2 above the limit.
+    """
+    near, far = near_and_far(costs, topology)
+    return max(far / near, 1.0) if near > 0 else 1.0
 
 
 def default_costs(topology: Topology, settings: CoclusterSettings) -> tuple[RowCosts, RowCosts]:
@@ -233,21 +251,23 @@ def _measure(layout, trace, layer, rows, group, expected, topology, settings, co
     experts, request, phase = trace.expert_ids[rows, layer], trace.request_of_token()[rows], trace.phase[rows]
     home = _homes(layout, rows, group, expected, topology, settings)
     node_of = topology.node_of
-    copies = nearest_copies(layout.slots, len(layout.primary), node_of)
+    number = layout.primary.shape[-1]
+    copies = nearest_copies(layout.slots, number, node_of)
     preferred = primary_copy_choice(copies, layout.primary)
     rule = CopyChoice(preferred)
-    if layout.slots.size > len(layout.primary):
+    if layout.slots.size > number:
         load_price = LOAD_PRICE if settings.load_limit else 0.0
-        preferred = level(experts, home, request, preferred, copies, node_of, mean_costs(costs, phase), load_price)
+        if layout.primary.ndim == 1:
+            preferred = level(experts, home, request, preferred, copies, node_of, mean_costs(costs, phase), load_price)
         rule = CopyChoice(preferred)
         if settings.copy_choice == "cover":
-            rule = CopyChoice(preferred, hosting_ranks(layout.slots, len(layout.primary)), node_of)
+            rule = CopyChoice(preferred, hosting_ranks(layout.slots, number), node_of)
     targets = rule.ranks(experts, home)
     cost = sum(
         total_cost(one, targets[phase == code], home[phase == code], node_of)
         for code, one in zip((PREFILL, DECODE), costs, strict=True)
     )
-    load = expected_load(experts, home, targets, request, len(layout.primary), topology.ep_size, settings.batch_tokens)
+    load = expected_load(experts, home, targets, request, number, topology.ep_size, settings.batch_tokens)
     return Measured(layout.slots, preferred.astype(np.int16), cost / len(rows) + layout.dues, load)
 
 

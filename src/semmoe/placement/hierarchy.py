@@ -8,11 +8,13 @@ ranks. Copies are decided here too: a copy on another node than an expert's own 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
+from semmoe.capacity import balanced_packing, replicate_experts
 from semmoe.placement.greedy import place_layer
 from semmoe.rowcosts import RowCosts, plain_costs
 from semmoe.topology import Topology
 
 EASY_SWAPS = 200  # random swaps per expert of a start from affinities alone
+EVEN = 4.0  # weight of load where copies go to nodes by affinity
 UNEVEN = 0.5  # spread of the factors on affinities from which further packings of groups begin
 
 
@@ -49,31 +51,76 @@ def pack_groups(together: np.ndarray, at_node: np.ndarray, num_groups: int, unev
     return np.repeat(spread(by_group, at_node, rng), E // num_groups)
 
 
-def copy_groups(
-    node: np.ndarray, together: np.ndarray, num_groups: int, places: int
-) -> tuple[np.ndarray, np.ndarray] | None:
-    """Slots (N, places) and primaries (E,) of nodes with further whole gate groups; None if none has room.
+def count_blocks(num_experts: int, num_groups: int, nodes: int, places: int) -> int | None:
+    """The fewest blocks of groups, as many nodes for each, whose nodes have room for the whole block.
 
-    node (E,): the node of each expert's group, as many groups on each. Neighbouring nodes hold the same block of groups
-    and the first of them leads it, so that a token finds several of its groups on one node. Places that are left take
-    the experts that are used together with the node's most; together (E, E).
+    None if no node has room for more than its own share of groups, or all have for every expert and further copies.
+    Worked example: 256 experts in 8 groups, 8 nodes of 64 places: 4 blocks of 2 groups, each on 2 nodes.
     """
-    size, nodes = len(node) // num_groups, int(node.max()) + 1
-    width = min(places // size, num_groups)  # groups of a block
-    while num_groups % width or nodes % (num_groups // width):
-        width -= 1
-    if width <= num_groups // nodes:
-        return None
-    order, alike = np.argsort(node[::size], kind="stable"), nodes * width // num_groups  # nodes of a block
-    out, lead = np.empty((nodes, places), np.int64), np.empty(num_groups, np.int64)
-    for n in range(nodes):
-        held = order[(n // alike) * width + np.arange(width)]
-        experts = (held[:, None] * size + np.arange(size)).ravel()
-        lead[held] = (n // alike) * alike
-        pull = together[experts].sum(axis=0)
-        pull[experts] = -1
-        out[n] = np.concatenate([experts, np.argsort(-pull, kind="stable")[: places - len(experts)]])
-    return out, np.repeat(lead, size)
+    for blocks in range(2, nodes):
+        if num_groups % blocks == 0 and nodes % blocks == 0 and num_experts // blocks <= places <= num_experts:
+            return blocks
+    return None
+
+
+def copy_groups(
+    block: np.ndarray, together: np.ndarray, at_rank: np.ndarray, nodes: int, places: int, rng
+) -> tuple[np.ndarray, np.ndarray]:
+    """Slots (G, places * N / G) and primaries (G, E) of ranks whose nodes hold whole blocks of gate groups.
+
+    block (E,): the block of each expert's group. together (E, E): affinity of experts; at_rank (E, G): pairs of each
+    expert by the rank of their token. As many neighbouring nodes hold each block, in the same places. A token finds
+    several of its groups on one node, since a source rank uses one node of a block for all of its experts; nodes take
+    turns at it. Places that are left take the experts that are used together with the block's most. rng: ranks are
+    packed by affinity; None: by load alone.
+    """
+    E, G = at_rank.shape
+    alike, size = nodes // (int(block.max()) + 1), G // nodes  # nodes of a block, ranks of a node
+    slots, place = np.empty((nodes, size, places // size), np.int64), np.empty(E, np.int64)
+    for b, pairs in enumerate(np.split(at_rank, nodes // alike, axis=1)):
+        own = np.flatnonzero(block == b)
+        held = fill(own, together, places)
+        if rng is None:
+            rank = balanced_packing(together[held].sum(axis=1)[None], size)[0][0]
+        else:
+            at_place = pairs[held].reshape(places, alike, size).sum(axis=1)
+            rank = spread(together[np.ix_(held, held)], at_place, rng)
+        slots[b * alike : (b + 1) * alike] = held[np.argsort(rank, kind="stable")].reshape(size, -1)
+        place[own] = rank[: len(own)]
+    turn = np.repeat(np.arange(nodes) % alike, size)[:, None]  # by source rank
+    return slots.reshape(G, -1), (block * alike + turn) * size + place
+
+
+def copy_hot(together: np.ndarray, at_rank: np.ndarray, nodes: int, places: int, rng, node: np.ndarray | None):
+    """Slots (G, places * N / G) with copies by load, as hierarchical eplb gives them, of nodes by affinity.
+
+    together (E, E): affinity of experts; at_rank (E, G): pairs of each expert by the rank of their token; node (E,):
+    where experts and their copies stay, if that is given. Ranks of a node are packed by load; a rank that would have an
+    expert twice takes another that is used together with its own.
+    """
+    load, size, at_node = together.sum(axis=1), at_rank.shape[1] // nodes, at_rank.reshape(len(together), nodes, -1)
+    if node is None:
+        (experts,), (copies,) = replicate_experts(load[None], nodes * places)
+        share = 1 / copies[experts]
+        pairs = together[np.ix_(experts, experts)] * share[:, None] * share
+        labels = spread(pairs, at_node.sum(axis=2)[experts] * share[:, None], rng, EVEN)
+        held = [np.sort(experts[labels == n]) for n in range(nodes)]
+    else:
+        homes = [np.flatnonzero(node == n) for n in range(nodes)]
+        held = [np.sort(own[replicate_experts(load[own][None], places)[0][0]]) for own in homes]
+    share = load / np.bincount(np.concatenate(held))
+    out = []
+    for own in held:
+        (rank,), _ = balanced_packing(share[own][None], size)
+        out += [fill(np.unique(own[rank == r]), together, places // size) for r in range(size)]
+    return np.stack(out)
+
+
+def fill(own: np.ndarray, together: np.ndarray, places: int) -> np.ndarray:
+    """(places,) a node's or a rank's own experts, and those used together with them most, by affinities (E, E)."""
+    pull = together[own].sum(axis=0)
+    pull[own] = -1
+    return np.concatenate([own, np.argsort(-pull, kind="stable")[: places - len(own)]])
 
 
 def divide_nodes(
@@ -94,12 +141,12 @@ def divide_nodes(
     return out, first
 
 
-def spread(together: np.ndarray, data: np.ndarray, rng) -> np.ndarray:
-    """(n,) clusters of equal size, by affinities (n, n), pairs at each cluster (n, C), and load."""
+def spread(together: np.ndarray, data: np.ndarray, rng, even: float = 0.5) -> np.ndarray:
+    """(n,) clusters of equal size, by affinities (n, n), pairs at each cluster (n, C), and load, `even` times."""
     swaps = rng.integers(len(together), size=(EASY_SWAPS * len(together), 2))
     alone = together - np.diag(np.diag(together))
     loads = alone + np.diag(alone.sum(axis=1))
-    return place_layer(loads.astype(np.float64), data.astype(np.float64), swaps, 1.0, 1.0, 0.5)
+    return place_layer(loads.astype(np.float64), data.astype(np.float64), swaps, 1.0, 1.0, even)
 
 
 def group_nodes(slots: np.ndarray, num_experts: int, num_groups: int, num_nodes: int) -> np.ndarray:

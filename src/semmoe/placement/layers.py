@@ -43,7 +43,10 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout of one layer: the expert in every slot (G, P / G) and the rank (E,) of each expert's primary copy."""
+    """A layout of one layer: the expert in every slot (G, P / G) and the rank (E,) of each expert's primary copy.
+
+    primary (G, E): that of each source rank, for layouts whose copy choice is made already.
+    """
 
     slots: np.ndarray
     primary: np.ndarray
@@ -148,19 +151,30 @@ class LayerSearch:
         starts = (given + self._packings(number) + _first_labels(self.affinity, ranks, number, self.rng))[:number]
         return [_start(self.affinity, ranks, self.redundant, one) for one in starts]
 
-    def copied_groups(self) -> list[Layout]:
-        """A layout in which nodes have copies of whole gate groups, where there is room; else none.
+    def unsearched(self) -> list[Layout]:
+        """Layouts over nodes with copies that are measured as they are, where there is room for them; else none.
 
-        The search takes each expert of a rank from one copy, and so cannot see that a token then finds several of its
-        groups on one node: such a layout is measured as it is.
+        The search takes each expert of a rank from one copy. So it cannot see that with copies of whole gate groups a
+        token finds several of its groups on one node, nor that all copies of a hot expert share its load.
         """
-        search, places = self.nodes or self, (self.num_experts + self.redundant) // self.topology.num_nodes
-        packed = search._packings(1)[:1] if self.previous is None else []
-        layout = hierarchy.copy_groups(packed[0], self.affinity, self.num_groups, places) if packed else None
-        if layout is not None and self.nodes is not None:
-            at_rank = self._pairs_at(self.topology.attn_tp_size)
-            layout = hierarchy.divide_nodes(*layout, self.affinity, at_rank, self.rng)
-        return [] if layout is None else [Layout(*layout, np.inf, np.inf)]
+        E, nodes, groups = self.num_experts, self.topology.num_nodes, self.num_groups
+        places = (E + self.redundant) // nodes
+        if nodes == 1 or not self.redundant or self.previous is not None:
+            return []
+        at_rank = self._pairs_at(self.topology.attn_tp_size)
+        homes: list[np.ndarray | None] = [] if self._whole() else [None]
+        if groups > 1 and groups % nodes == 0:
+            at_node = at_rank.reshape(E, nodes, -1).sum(axis=2)
+            homes.append(hierarchy.pack_groups(self.affinity, at_node, groups, False, self.rng))
+        hot = [hierarchy.copy_hot(self.affinity, at_rank, nodes, places, self.rng, home) for home in homes]
+        out = [Layout(slots, _hosts(slots, E), np.inf, np.inf) for slots in hot]
+        blocks = hierarchy.count_blocks(E, groups, nodes, places)
+        if blocks is not None:
+            at_block = at_rank.reshape(E, blocks, -1).sum(axis=2)
+            block = hierarchy.pack_groups(self.affinity, at_block, groups, False, self.rng)
+            ways = [hierarchy.copy_groups(block, self.affinity, at_rank, nodes, places, r) for r in (None, self.rng)]
+            out += [Layout(*way, np.inf, np.inf) for way in ways]
+        return out
 
     def _whole(self) -> bool:
         """Whether each node must keep whole gate groups."""
@@ -254,8 +268,5 @@ def _start(affinity: np.ndarray, ranks: int, redundant: int, labels: np.ndarray)
     """Slots (G, P / G) and primaries (E,) from rank labels (E,); redundant slots get the experts of most affinity."""
     slots = np.empty((ranks, (len(labels) + redundant) // ranks), np.int64)
     for g in range(ranks):
-        own = np.flatnonzero(labels == g)
-        pull = affinity[own].sum(axis=0)
-        pull[own] = -1
-        slots[g] = np.concatenate([own, np.argsort(-pull, kind="stable")[: slots.shape[1] - len(own)]])
+        slots[g] = hierarchy.fill(np.flatnonzero(labels == g), affinity, slots.shape[1])
     return slots, labels.astype(np.int64)

@@ -12,7 +12,7 @@ from semmoe.placement.problem import Problem, Solution
 from semmoe.requests import predictor as request_map
 from semmoe.requests.capacity import CapacityScheduler
 from semmoe.requests.policy import RoundRobin
-from semmoe.rowcosts import RowCosts
+from semmoe.rowcosts import RowCosts, near_and_far
 from semmoe.settings import PredictorSettings
 from semmoe.splitter import near_duplicates
 from semmoe.tokens import predictor as predict
@@ -80,13 +80,7 @@ def _worth(placement: Placement, topology: Topology, costs: tuple[RowCosts, RowC
 
 def _near_share(costs: tuple[RowCosts, RowCosts], topology: Topology) -> float:
     """The share of a pair's cost on another node that is saved on another rank of the own node."""
-    same, other = (
-        topology.node_of[:, None] == topology.node_of,
-        topology.node_of[:, None] != np.arange(topology.num_nodes),
-    )
-    inside = same & ~np.eye(len(same), dtype=bool)
-    far = np.mean([one.rank[~same].mean() + one.pair[~same].mean() + one.node[other].mean() for one in costs])
-    near = np.mean([one.rank[inside].mean() + one.pair[inside].mean() for one in costs])
+    near, far = near_and_far(costs, topology)
     return float(np.clip(1 - near / max(far, 1e-9), 0, 1))
 
 
