@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from semmoe.runtime.argsort import argsort_ranks
-from semmoe.runtime.collectives import Communicator, finish, timed
+from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.rows import add_rows, move_bytes
 
 
@@ -93,7 +93,7 @@ class Dispatch:
         move_bytes(packed, hidden, tokens, to=self._starts[0])
         move_bytes(packed, ids, None, to=self._starts[1])
         move_bytes(packed, weights, tokens, to=self._starts[2])
-        self._works = comm.exchange(self._arrived.split(receive), packed.split(send))
+        self._works = comm.exchange("dispatch", self._arrived.split(receive), packed.split(send))
         comm.count("dispatch", send, sum(widths))
 
     def local(self) -> ReceivedTokens:
@@ -116,8 +116,7 @@ class Dispatch:
 
     def _unpack(self, rows: int) -> ReceivedTokens:
         """The rows that arrived, in tensors with space for `rows` rows."""
-        with timed(self._comm.seconds, "dispatch"):
-            finish(self._works)
+        self._comm.wait("dispatch", self._works)
         hidden, expert_ids, weights = self._columns
         top_k, n = expert_ids.shape[1], len(self._arrived)
         out = ReceivedTokens(
@@ -158,8 +157,7 @@ def combine_parts(comm: Communicator, local: Tensor, remote: Tensor, handle: Dis
     send, receive = _without(handle.received, comm.rank), _without(handle.num_tokens_per_rank, comm.rank)
     back = comm.staging("combined", (sum(receive), remote.shape[1]), remote)
     comm.count("combine", send, remote.shape[1] * remote.element_size())
-    with timed(comm.seconds, "combine"):
-        finish(comm.exchange(back.split(receive), remote.split(send)))
+    comm.wait("combine", comm.exchange("combine", back.split(receive), remote.split(send)))
     kind = torch.promote_types(remote.dtype, torch.float32)
     out = torch.zeros((handle.num_tokens, remote.shape[1]), dtype=kind, device=remote.device)
     parts = list(back.split(receive))
