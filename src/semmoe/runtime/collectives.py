@@ -61,6 +61,8 @@ class Communicator:
     messages: Counter[str] = field(default_factory=Counter)
     rounds: Counter[str] = field(default_factory=Counter)
     seconds: Counter[str] = field(default_factory=Counter)
+    # what `parcels` knows of earlier messages; both ends must forget it together or not at all
+    most_rows: dict[str, np.ndarray] = field(default_factory=dict, repr=False)
     _memory: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
 
     @property

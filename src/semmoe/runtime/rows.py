@@ -52,20 +52,27 @@ def move_bytes(out: Tensor, rows: Tensor, index: Tensor | None, to: int = 0, sta
     target, source = (t.detach().view(len(t), -1).view(torch.uint8) for t in (out, rows))
     width = min(target.shape[1] - to, source.shape[1] - start)
     if out.is_cpu:
-        index = torch.arange(len(out)) if index is None else index
-        _move_bytes(target.numpy(), to, source.numpy(), start, index.numpy(), width)
+        chosen = np.arange(len(out)) if index is None else index.numpy()
+        places = np.arange(len(out)) * target.shape[1] + to
+        copy_at(target, places, source, chosen * source.shape[1] + start, width)
     else:
         source = source if index is None else source[index]
         target[:, to : to + width] = source[:, start : start + width]
 
 
+def copy_at(out: Tensor, to: np.ndarray, rows: Tensor, start: np.ndarray, width: int) -> None:
+    """Copy `width` bytes from each byte of `start` (M,) in `rows` to that of `to` (M,) in `out`, both contiguous."""
+    if len(to):
+        target, source = (t.detach().view(-1).view(torch.uint8).numpy() for t in (out, rows))
+        _copy_at(target, to, source, start, width)
+
+
 @numba.njit(cache=True, nogil=True)
-def _move_bytes(out, to, rows, start, index, width):
-    to, start = np.uint64(to), np.uint64(start)
-    for i in range(index.shape[0]):
-        row = np.uint64(index[i])
+def _copy_at(out, to, rows, start, width):
+    for i in range(to.shape[0]):
+        there, here = np.uint64(to[i]), np.uint64(start[i])
         for c in range(np.uint64(width)):
-            out[i, to + c] = rows[row, start + c]
+            out[there + c] = rows[here + c]
 
 
 def add_rows(out: Tensor, rows: Tensor, index: Tensor) -> None:
