@@ -21,12 +21,14 @@ import torch
 import torch.distributed as dist
 
 from semmoe.runtime.argsort import argsort_ranks
-from semmoe.runtime.rows import pack_rows, sum_parts, unpack_rows
+from semmoe.runtime.rows import pack_rows, row_bytes, sum_parts, unpack_rows
 from semmoe.tokens.slices import slice_size
 
 # torch 2.13 renamed both; earlier versions have the old names only.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+ONE_MESSAGE = 1 << 16  # bytes of a rank's rows up to which their columns are gathered in one message
 
 
 @contextlib.contextmanager
@@ -61,8 +63,7 @@ class Communicator:
     messages: Counter[str] = field(default_factory=Counter)
     rounds: Counter[str] = field(default_factory=Counter)
     seconds: Counter[str] = field(default_factory=Counter)
-    # what `parcels` knows of earlier messages; both ends must forget it together or not at all
-    most_rows: dict[str, np.ndarray] = field(default_factory=dict, repr=False)
+    most_rows: dict[str, np.ndarray] = field(default_factory=dict, repr=False)  # for `parcels`: both ends know them
     _memory: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
 
     @property
@@ -282,21 +283,38 @@ def shuffled_all_gather(comm: Communicator, rows: torch.Tensor, handle: ShuffleH
 def shuffled_all_gathers(
     comm: Communicator, columns: Sequence[torch.Tensor], handle: ShuffleHandle
 ) -> list[torch.Tensor]:
-    """SAG of several tensors of the same rows, in transit at the same time."""
+    """SAG of several tensors of the same rows, in transit at the same time: in one message where that is faster."""
     for rows in columns:
         comm.sent["all_gather"] += (comm.size - 1) * rows.numel() * rows.element_size()
     if comm.backend == "nccl":
         return [_all_gather_padded(comm, rows, handle) for rows in columns]
     columns, arrived, works = [rows.contiguous() for rows in columns], [], []
-    for i, rows in enumerate(columns):
+    small = handle.slice_rows * sum(row_bytes(rows) for rows in columns) <= ONE_MESSAGE
+    together = len(columns) > 1 and comm.size > 2 and small  # messages to one rank cost less than copies side by side
+    for i, rows in enumerate([_side_by_side(columns)] if together else columns):
         arrived.append(comm.staging(f"gathered {i}", (len(handle.others), *rows.shape[1:]), rows))
         works += comm.exchange("all_gather", arrived[i].split(handle.counts_elsewhere), [rows] * comm.size, tag=i)
     outs = [rows.new_empty((len(handle.inverse), *rows.shape[1:])) for rows in columns]
     for out, rows in zip(outs, columns, strict=True):
         unpack_rows(out, rows, handle.mine)  # while the others' rows are in transit
     comm.wait("all_gather", works)
-    for out, rows in zip(outs, arrived, strict=True):
+    for out, rows in zip(outs, _apart(arrived[0], columns) if together else arrived, strict=True):
         unpack_rows(out, rows, handle.others)
+    return outs
+
+
+def _side_by_side(columns: Sequence[torch.Tensor]) -> torch.Tensor:
+    """(n, bytes of a row of all columns)."""
+    return torch.cat([rows.flatten(1).view(torch.uint8) for rows in columns], dim=1)
+
+
+def _apart(packed: torch.Tensor, columns: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Inverse of `_side_by_side`; columns: tensors of the types and widths that lie side by side."""
+    parts, outs = packed.split([row_bytes(rows) for rows in columns], dim=1), []
+    for part, rows in zip(parts, columns, strict=True):
+        out = rows.new_empty((len(packed), *rows.shape[1:]))
+        out.flatten(1).view(torch.uint8).copy_(part)
+        outs.append(out)
     return outs
 
 

@@ -85,9 +85,7 @@ class Dispatch:
     @property
     def handle(self) -> DispatchHandle:
         """What `combine` needs, once the other ranks' rows have arrived."""
-        received = [*self._received]
-        received[self._comm.rank] = len(self._own)
-        return DispatchHandle(self._tokens, self._sent, received, len(self._columns[0]))
+        return DispatchHandle(self._tokens, self._sent, self._received, len(self._columns[0]))
 
     def local(self) -> ReceivedTokens:
         """This rank's own tokens whose experts are on this rank."""
@@ -110,9 +108,9 @@ class Dispatch:
 
     def _unpack(self, more: int) -> ReceivedTokens:
         """The rows that arrived, in tensors with space for `more` rows."""
-        self._received = self._parcels.arrive()
-        n, (hidden, expert_ids, weights) = sum(self._received), self._columns
-        top_k = expert_ids.shape[1]
+        self._received, (hidden, expert_ids, weights) = self._parcels.arrive(), self._columns
+        n, top_k = sum(self._received), expert_ids.shape[1]
+        self._received[self._comm.rank] = len(self._own)
         out = ReceivedTokens(
             hidden.new_empty((n + more, hidden.shape[1])),
             expert_ids.new_empty((n + more, top_k), dtype=torch.int64),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from semmoe.runtime.collectives import Communicator
-from semmoe.runtime.rows import copy_at, move_bytes
+from semmoe.runtime.rows import copy_at, move_bytes, row_bytes
 
 HEAD = 8  # bytes of the number of rows
 FIRST_BYTES = 64 << 10  # room for rows before any was sent
@@ -22,14 +22,14 @@ Columns = Sequence[tuple[Tensor, Tensor | None]]  # rows, and the indices of tho
 
 def send_rows(comm: Communicator, columns: Columns, counts: Tensor) -> "HeadedParcels | CountedParcels":
     """Start to send rows, ordered by the rank that gets them; counts (size,) int64 for each rank, 0 for this one."""
-    row_bytes = sum(_widths(columns))
-    comm.count("dispatch", counts.tolist(), row_bytes)
-    return (HeadedParcels if comm.backend == "gloo" else CountedParcels)(comm, columns, counts)
+    widths = [row_bytes(rows) for rows, _ in columns]
+    comm.count("dispatch", counts.tolist(), sum(widths))
+    return (HeadedParcels if comm.backend == "gloo" else CountedParcels)(comm, columns, counts, widths)
 
 
-def room(most: int, row_bytes: int, least: int) -> int:
-    """Rows in the first message to a rank that got at most `most` at once before; at least `least` bytes of them."""
-    return max(1 << (most - 1).bit_length(), least // max(row_bytes, 1))
+def room(most: np.ndarray, row_bytes: int, least: int) -> np.ndarray:
+    """Rows in the first message to ranks that got at most `most` at once before; at least `least` bytes of them."""
+    return np.maximum(2 ** np.ceil(np.log2(most)).astype(np.int64), least // max(row_bytes, 1))
 
 
 class HeadedParcels:
@@ -38,27 +38,21 @@ class HeadedParcels:
     Worked example, rows of 10 bytes and room for 4: 3 rows are a message of 38 bytes; 6 rows are 48, then 20.
     """
 
-    def __init__(self, comm: Communicator, columns: Columns, counts: Tensor) -> None:
-        self._comm, self._widths = comm, _widths(columns)
-        self._row, self._some = sum(self._widths), columns[0][0].new_empty(0, dtype=torch.uint8)
-        sent, self._room = counts.numpy(), self._rooms("received")
-        first = np.minimum(sent, self._rooms("sent"))  # rows in the first messages
-        self._remember("sent", sent)
+    def __init__(self, comm: Communicator, columns: Columns, counts: Tensor, widths: list[int]) -> None:
+        self._comm, self._widths, self._row = comm, widths, sum(widths)
+        self._some = torch.empty(0, dtype=torch.uint8)
+        most, self._most = (comm.most_rows.setdefault(w, np.ones(comm.size, np.int64)) for w in ("sent", "received"))
+        self._room, sent = room(self._most, self._row, FIRST_BYTES), counts.numpy()
+        first = np.minimum(sent, room(most, self._row, FIRST_BYTES))  # rows in the first messages
+        np.maximum(most, sent, out=most)
         sizes = np.stack([HEAD + first * self._row, (sent - first) * self._row], axis=1).flatten().tolist()
         parts = self._pack(columns, sent).split(sizes)
         places = HEAD + self._room * self._row
+        self._rest: Tensor | None = None
         self._starts, self._arrived = _starts(places), comm.staging("dispatched", [int(places.sum())], self._some)
         self._works = comm.exchange("dispatch", self._arrived.split(places.tolist()), parts[::2])
-        self._sending = comm.exchange("dispatch", [None] * comm.size, parts[1::2])
+        self._sending = comm.exchange("dispatch", [None] * comm.size, parts[1::2]) if (first < sent).any() else []
         comm.sent["counts"] += HEAD * (comm.size - 1)
-
-    def _rooms(self, way: str) -> np.ndarray:
-        """(size,) rows that the first message to, or from, each rank has room for."""
-        most = self._comm.most_rows.setdefault(way, np.ones(self._comm.size, np.int64))
-        return np.array([room(rows, self._row, FIRST_BYTES) for rows in most.tolist()])
-
-    def _remember(self, way: str, counts: np.ndarray) -> None:
-        np.maximum(self._comm.most_rows[way], counts, out=self._comm.most_rows[way])
 
     def _pack(self, columns: Columns, counts: np.ndarray) -> Tensor:
         """The messages to all ranks, one after the other."""
@@ -77,13 +71,14 @@ class HeadedParcels:
         self._comm.wait("dispatch", self._works)
         heads = self._arrived.numpy()[self._starts[:, None] + np.arange(HEAD)].view(np.int64)[:, 0]
         heads[self._comm.rank] = 0
-        self._remember("received", heads)
+        np.maximum(self._most, heads, out=self._most)
         self._first = np.minimum(heads, self._room)
         self._last = heads - self._first
-        sizes = self._last * self._row
-        self._rest = self._comm.staging("dispatched, the rest", [int(sizes.sum())], self._some)
-        receiving = self._comm.exchange("dispatch", self._rest.split(sizes.tolist()), [None] * self._comm.size)
-        self._comm.wait("dispatch", receiving + self._sending)
+        if self._sending or self._last.any():
+            sizes = self._last * self._row
+            self._rest = self._comm.staging("dispatched, the rest", [int(sizes.sum())], self._some)
+            works = self._comm.exchange("dispatch", self._rest.split(sizes.tolist()), [None] * self._comm.size)
+            self._comm.wait("dispatch", works + self._sending)
         return heads.tolist()
 
     def unpack(self, outs: Sequence[Tensor]) -> None:
@@ -93,7 +88,7 @@ class HeadedParcels:
             (self._first, before, self._arrived, self._starts + HEAD),
             (self._last, before + self._first, self._rest, _starts(self._last * self._row)),
         ):
-            if counts.any():
+            if rows is not None:
                 source = _places(starts, counts, self._row)
                 for out, width in zip(outs, self._widths, strict=True):
                     copy_at(out, _places(to * width, counts, width), rows, source, width)
@@ -103,13 +98,12 @@ class HeadedParcels:
 class CountedParcels:
     """The same after an exchange of counts, for tensors on any device."""
 
-    def __init__(self, comm: Communicator, columns: Columns, counts: Tensor) -> None:
-        self._comm, self._widths = comm, _widths(columns)
-        self._received = comm.exchange_counts(counts).tolist()
-        sent, row, some = counts.tolist(), sum(self._widths), columns[0][0].new_empty(0, dtype=torch.uint8)
+    def __init__(self, comm: Communicator, columns: Columns, counts: Tensor, widths: list[int]) -> None:
+        self._comm, self._widths, self._received = comm, widths, comm.exchange_counts(counts).tolist()
+        sent, row, some = counts.tolist(), sum(widths), columns[0][0].new_empty(0, dtype=torch.uint8)
         packed = comm.staging("to dispatch", (sum(sent), row), some)
         self._arrived, start = comm.staging("dispatched", (sum(self._received), row), some), 0
-        for (rows, index), width in zip(columns, self._widths, strict=True):
+        for (rows, index), width in zip(columns, widths, strict=True):
             move_bytes(packed, rows, index, to=start)
             start += width
         self._works = comm.exchange("dispatch", self._arrived.split(self._received), packed.split(sent))
@@ -121,11 +115,6 @@ class CountedParcels:
     def unpack(self, outs: Sequence[Tensor]) -> None:
         for out, start in zip(outs, _starts(np.array(self._widths)).tolist(), strict=True):
             move_bytes(out[: len(self._arrived)], self._arrived, None, start=start)
-
-
-def _widths(columns: Columns) -> list[int]:
-    """Bytes of one row of each column (N, W)."""
-    return [rows.shape[1] * rows.element_size() for rows, _ in columns]
 
 
 def _starts(sizes: np.ndarray) -> np.ndarray:
