@@ -92,8 +92,10 @@ def layer_of(comm: Any, path: str, tokens: int, hidden: int) -> Any:
     return layer
 
 
-def work(rank: int, store: str, network: str) -> None:
+def work(rank: int, store: str, network: str, first: str) -> None:
     """One process: for every line of input one turn, answered with seconds, messages and rounds per layer."""
+    if first:
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     if network:
         from network import Network, enter
 
@@ -127,11 +129,11 @@ def work(rank: int, store: str, network: str) -> None:
 class Pair:
     """The two processes of one checkout."""
 
-    def __init__(self, tree: Path, store: str, network: str) -> None:
+    def __init__(self, tree: Path, store: str, network: str, first: bool) -> None:
         environment = {**os.environ, "PYTHONPATH": f"{tree / 'src'}:{HERE.parent}"}
         self._processes = [
             subprocess.Popen(
-                [sys.executable, str(HERE), "--worker", str(rank), store, network],
+                [sys.executable, str(HERE), "--worker", str(rank), store, network, "first" * first],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
             )
             for rank in range(RANKS)
@@ -152,11 +154,11 @@ class Pair:
 
 
 @contextmanager
-def pairs(trees: dict[str, Path], network: str) -> Iterator[dict[str, Pair]]:
+def pairs(trees: dict[str, Path], network: str, first: bool) -> Iterator[dict[str, Pair]]:
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         found = {}
         for i, (name, tree) in enumerate(trees.items()):
-            found[name] = Pair(tree, f"{scratch}/store{i}", network)
+            found[name] = Pair(tree, f"{scratch}/store{i}", network, first)
             stack.callback(found[name].close)
         yield found
 
@@ -188,7 +190,7 @@ def compare(found: dict[str, Pair], where: str, path: str, tokens: int, a: argpa
 
 def measure(a: argparse.Namespace, where: str, network: str = "") -> Iterator[dict[str, Any]]:
     trees = {OLD: a.tree.resolve(), NEW: HERE.parents[1], PLACEBO: HERE.parents[1]}
-    with pairs(trees, network) as found:
+    with pairs(trees, network, a.first) as found:
         for path in PATHS:
             for tokens in a.tokens:
                 row = compare(found, where, path, tokens, a)
@@ -223,6 +225,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=1024, help="fp32 columns of a row")
     parser.add_argument("--rate", default="200mbit", help="of links of the slow network; empty: none")
     parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--first", action="store_true", help="before all else on these cores; needs root")
     parser.add_argument("--smallest", action="store_true", help="few tokens and rounds, to see that it runs")
     parser.add_argument("--note", default="", help="printed with the configuration")
     parser.add_argument("--out", type=Path, help="write what is printed to this file too")

@@ -7,6 +7,7 @@ rank, for reduce-scatter (n - 1) / n * m of its input, for all-gather (n - 1) * 
 """
 
 import contextlib
+import math
 import os
 import time
 from collections import Counter
@@ -75,7 +76,7 @@ class Communicator:
 
         Allocating several MB takes as long as filling them, since the system maps new memory page by page.
         """
-        needed = int(np.prod(shape)) * like.element_size()
+        needed = math.prod(shape) * like.element_size()
         memory = self._memory.get(use)
         if memory is None or len(memory) < needed or memory.device != like.device:
             memory = torch.empty(max(needed, 1), dtype=torch.uint8, device=like.device)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from semmoe.runtime.collectives import Communicator
-from semmoe.runtime.rows import copy_at, move_bytes, row_bytes
+from semmoe.runtime.rows import copy_at, flat_bytes, move_bytes, row_bytes
 
 HEAD = 8  # bytes of the number of rows
 FIRST_BYTES = 64 << 10  # room for rows before any was sent
@@ -58,11 +58,11 @@ class HeadedParcels:
         """The messages to all ranks, one after the other."""
         sizes = HEAD + counts * self._row
         packed, starts = self._comm.staging("to dispatch", [int(sizes.sum())], self._some), _starts(sizes)
-        packed.numpy()[starts[:, None] + np.arange(HEAD)] = counts[:, None].view(np.uint8)
-        to = _places(starts + HEAD, counts, self._row)
+        out, to = packed.numpy(), _places(starts + HEAD, counts, self._row)
+        out[starts[:, None] + np.arange(HEAD)] = counts[:, None].view(np.uint8)
         for (rows, index), width in zip(columns, self._widths, strict=True):
             chosen = np.arange(len(to)) if index is None else index.numpy()
-            copy_at(packed, to, rows, chosen * width, width)
+            copy_at(out, to, flat_bytes(rows), chosen * width, width)
             to += width
         return packed
 
@@ -84,15 +84,16 @@ class HeadedParcels:
     def unpack(self, outs: Sequence[Tensor]) -> None:
         """Write the rows that arrived, by rank, to the first rows of contiguous tensors, one for each column."""
         before = _starts(self._first + self._last)  # rows of earlier ranks
-        for counts, to, rows, starts in (
-            (self._first, before, self._arrived, self._starts + HEAD),
-            (self._last, before + self._first, self._rest, _starts(self._last * self._row)),
-        ):
-            if rows is not None:
-                source = _places(starts, counts, self._row)
-                for out, width in zip(outs, self._widths, strict=True):
-                    copy_at(out, _places(to * width, counts, width), rows, source, width)
-                    source += width
+        self._fill(outs, before, self._first, self._arrived, self._starts + HEAD)
+        if self._rest is not None:
+            self._fill(outs, before + self._first, self._last, self._rest, _starts(self._last * self._row))
+
+    def _fill(self, outs: Sequence[Tensor], to: np.ndarray, counts: np.ndarray, rows: Tensor, at: np.ndarray) -> None:
+        """Copy `counts` rows of each rank, from the places `at`, to the rows of `outs` from `to` on."""
+        index, source, arrived = _places(to, counts, 1), _places(at, counts, self._row), rows.numpy()
+        for out, width in zip(outs, self._widths, strict=True):
+            copy_at(flat_bytes(out), index * width, arrived, source, width)
+            source += width
 
 
 class CountedParcels:

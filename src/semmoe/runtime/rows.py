@@ -58,15 +58,14 @@ def move_bytes(out: Tensor, rows: Tensor, index: Tensor | None, to: int = 0, sta
         target[:, to : to + width] = (source if index is None else source[index])[:, start : start + width]
 
 
-def copy_at(out: Tensor, to: np.ndarray, rows: Tensor, start: np.ndarray, width: int) -> None:
-    """Copy `width` bytes from each byte of `start` (M,) in `rows` to that of `to` (M,) in `out`, both contiguous."""
-    if len(to):
-        target, source = (t.detach().view(-1).view(torch.uint8).numpy() for t in (out, rows))
-        _copy_at(target, to, source, start, width)
+def flat_bytes(tensor: Tensor) -> np.ndarray:
+    """View a contiguous CPU tensor as (bytes,) uint8."""
+    return tensor.detach().view(-1).view(torch.uint8).numpy()
 
 
 @numba.njit(cache=True, nogil=True)
-def _copy_at(out, to, rows, start, width):
+def copy_at(out, to, rows, start, width):
+    """Copy `width` bytes from each place `start` (M,) in `rows` to that of `to` (M,) in `out`, both flat bytes."""
     for i in range(to.shape[0]):
         there, here = np.uint64(to[i]), np.uint64(start[i])
         for c in range(np.uint64(width)):
