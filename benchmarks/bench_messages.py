@@ -1,7 +1,7 @@
 """Messages, rounds and time of the collectives around one MoE layer, against another checkout of semmoe.
 
     OMP_NUM_THREADS=1 python benchmarks/bench_messages.py --tree OTHER [--tokens 1 16 256] [--hidden 1024]
-        [--rate 200mbit] [--rounds 40] [--smallest] [--out FILE]
+        [--rate 200mbit] [--rounds 40] [--first] [--smallest]
 
 Two processes over gloo, on loopback and on links held at a rate (network.py; needs root, skipped otherwise). Three
 pairs of processes take turns, the first in turn too: one of the other checkout, two of this one, the second as a
@@ -92,10 +92,8 @@ def layer_of(comm: Any, path: str, tokens: int, hidden: int) -> Any:
     return layer
 
 
-def work(rank: int, store: str, network: str, first: str) -> None:
+def work(rank: int, store: str, network: str) -> None:
     """One process: for every line of input one turn, answered with seconds, messages and rounds per layer."""
-    if first:
-        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     if network:
         from network import Network, enter
 
@@ -129,11 +127,11 @@ def work(rank: int, store: str, network: str, first: str) -> None:
 class Pair:
     """The two processes of one checkout."""
 
-    def __init__(self, tree: Path, store: str, network: str, first: bool) -> None:
+    def __init__(self, tree: Path, store: str, network: str) -> None:
         environment = {**os.environ, "PYTHONPATH": f"{tree / 'src'}:{HERE.parent}"}
         self._processes = [
             subprocess.Popen(
-                [sys.executable, str(HERE), "--worker", str(rank), store, network, "first" * first],
+                [sys.executable, str(HERE), "--worker", str(rank), store, network],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
             )
             for rank in range(RANKS)
@@ -154,11 +152,11 @@ class Pair:
 
 
 @contextmanager
-def pairs(trees: dict[str, Path], network: str, first: bool) -> Iterator[dict[str, Pair]]:
+def pairs(trees: dict[str, Path], network: str) -> Iterator[dict[str, Pair]]:
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         found = {}
         for i, (name, tree) in enumerate(trees.items()):
-            found[name] = Pair(tree, f"{scratch}/store{i}", network, first)
+            found[name] = Pair(tree, f"{scratch}/store{i}", network)
             stack.callback(found[name].close)
         yield found
 
@@ -190,7 +188,7 @@ def compare(found: dict[str, Pair], where: str, path: str, tokens: int, a: argpa
 
 def measure(a: argparse.Namespace, where: str, network: str = "") -> Iterator[dict[str, Any]]:
     trees = {OLD: a.tree.resolve(), NEW: HERE.parents[1], PLACEBO: HERE.parents[1]}
-    with pairs(trees, network, a.first) as found:
+    with pairs(trees, network) as found:
         for path in PATHS:
             for tokens in a.tokens:
                 row = compare(found, where, path, tokens, a)
@@ -228,16 +226,16 @@ def main() -> None:
     parser.add_argument("--first", action="store_true", help="before all else on these cores; needs root")
     parser.add_argument("--smallest", action="store_true", help="few tokens and rounds, to see that it runs")
     parser.add_argument("--note", default="", help="printed with the configuration")
-    parser.add_argument("--out", type=Path, help="write what is printed to this file too")
     a = parser.parse_args()
+    if a.first:
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     if a.smallest:
         a.tokens, a.rounds, a.rate = [1], 2, ""
     print(f"{RANKS} processes on {os.cpu_count()} cores, {platform.machine()}, {LAYERS} layers a turn, "
           f"hidden {a.hidden}, top-{TOP_K}, {a.rounds} rounds{'; ' if a.note else ''}{a.note}")  # fmt: skip
     print(f"{'network':16} {'path':26}tokens  rounds  messages  least   us: before   after  ratio                 "
           f"placebo               CPU us: before   after")  # fmt: skip
-    rows = list(measure(a, "loopback"))
-    rows += measure_slow(a) if a.rate else []
+    rows = [*measure(a, "loopback"), *(measure_slow(a) if a.rate else [])]
     print(json.dumps(rows))
 
 

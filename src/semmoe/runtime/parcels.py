@@ -72,8 +72,7 @@ class HeadedParcels:
         heads = self._arrived.numpy()[self._starts[:, None] + np.arange(HEAD)].view(np.int64)[:, 0]
         heads[self._comm.rank] = 0
         np.maximum(self._most, heads, out=self._most)
-        self._first = np.minimum(heads, self._room)
-        self._last = heads - self._first
+        self._first, self._last = np.minimum(heads, self._room), np.maximum(heads - self._room, 0)
         if self._sending or self._last.any():
             sizes = self._last * self._row
             self._rest = self._comm.staging("dispatched, the rest", [int(sizes.sum())], self._some)
