@@ -148,6 +148,7 @@ class Pair:
     def close(self) -> None:
         for process in self._processes:
             process.stdin.close()
+        for process in self._processes:  # each waits for the others before it ends
             process.wait()
 
 
