@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
-TOTAL, FILE, FUNCTION = 30_050, 350, 50
+TOTAL, FILE, FUNCTION = 30_250, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 335,
@@ -27,7 +27,7 @@ ROOMS = {
     "plan.py": 200,
     "solver.py expectation.py": 300,
     "replayer.py online.py": 320,
-    "runtime": 2560,
+    "runtime": 2710,
     "checkpoint": 1130,
     "engines": 8550,
     "router": 1340,

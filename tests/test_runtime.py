@@ -116,11 +116,14 @@ def test_experts_reached_by_all_to_all_give_the_dense_result(size, tmp_path):
 
 def reductions(comm):
     value = torch.full((4, 3), float(comm.rank + 1))
-    return comm.all_reduce(value).numpy(), comm.all_gather(value[:1]).numpy(), dict(comm.sent)
+    total, gathered = comm.all_reduce(value).numpy(), comm.all_gather(value[:1]).numpy()
+    return total, gathered, dict(comm.sent), dict(comm.messages), dict(comm.rounds)
 
 
 def test_all_reduce_and_all_gather_count_what_must_be_sent(tmp_path):
-    for total, gathered, sent in on_ranks(3, reductions, tmp_path):
+    for total, gathered, sent, messages, rounds in on_ranks(3, reductions, tmp_path):
+        assert messages == {"all_reduce": 4, "all_gather": 2}
+        assert rounds == {"all_reduce": 1, "all_gather": 1}
         assert (total == 6.0).all()
         assert gathered[:, 0].tolist() == [1.0, 2.0, 3.0]
         assert sent == {"all_reduce": 2 * 2 * 12 * 4 // 3, "all_gather": 2 * 3 * 4}

@@ -42,6 +42,8 @@ class RankTraffic:
             yield from self._routed(traffic.totals())
         for kind, sent in _summed([comm.sent for comm in (*dispatch, *others)]).items():
             yield "sent_bytes", {**self._own, "kind": str(kind)}, sent
+        for kind, messages in _summed([comm.messages for comm in (*dispatch, *others)]).items():
+            yield "messages", {**self._own, "kind": str(kind)}, messages
         if dispatch:
             yield from self._exchanged(_summed([comm.sent_to for comm in dispatch]))
         if self.refused:

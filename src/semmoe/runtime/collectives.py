@@ -7,6 +7,7 @@ rank, for reduce-scatter (n - 1) / n * m of its input, for all-gather (n - 1) * 
 """
 
 import contextlib
+import math
 import os
 import time
 from collections import Counter
@@ -21,12 +22,14 @@ import torch
 import torch.distributed as dist
 
 from semmoe.runtime.argsort import argsort_ranks
-from semmoe.runtime.rows import pack_rows, sum_parts, unpack_rows
+from semmoe.runtime.rows import pack_rows, row_bytes, sum_parts, unpack_rows
 from semmoe.tokens.slices import slice_size
 
 # torch 2.13 renamed both; earlier versions have the old names only.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+ONE_MESSAGE = 1 << 16  # bytes of a rank's rows up to which their columns are gathered in one message
 
 
 @contextlib.contextmanager
@@ -47,8 +50,10 @@ def finish(works: Sequence[Any]) -> None:
 class Communicator:
     """A process group, this rank's place in it, and the bytes it has sent, by kind and (all-to-all) by receiver.
 
-    `seconds` is the time that this rank waited for collectives, including waits for slower ranks, by the host's clock.
-    It is correct on a CPU and meaningless with NCCL. Not thread-safe, since `staging` reuses its memory.
+    `messages` are those this rank has sent to others, `rounds` the times it waited for others before it could go on:
+    what a layer costs where latency counts, not bytes. `seconds` is the time that it waited, including for slower
+    ranks, by the host's clock. It is correct on a CPU and meaningless with NCCL. Not thread-safe, since `staging`
+    reuses its memory.
     """
 
     group: dist.ProcessGroup | None
@@ -56,7 +61,10 @@ class Communicator:
     size: int
     sent: Counter[str] = field(default_factory=Counter)
     sent_to: Counter[int] = field(default_factory=Counter)
+    messages: Counter[str] = field(default_factory=Counter)
+    rounds: Counter[str] = field(default_factory=Counter)
     seconds: Counter[str] = field(default_factory=Counter)
+    most_rows: dict[str, np.ndarray] = field(default_factory=dict, repr=False)  # for `parcels`: both ends know them
     _memory: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
 
     @property
@@ -68,7 +76,7 @@ class Communicator:
 
         Allocating several MB takes as long as filling them, since the system maps new memory page by page.
         """
-        needed = int(np.prod(shape)) * like.element_size()
+        needed = math.prod(shape) * like.element_size()
         memory = self._memory.get(use)
         if memory is None or len(memory) < needed or memory.device != like.device:
             memory = torch.empty(max(needed, 1), dtype=torch.uint8, device=like.device)
@@ -83,8 +91,19 @@ class Communicator:
                 self.sent_to[j] += rows * row_bytes
 
     def reset_counts(self) -> None:
-        for counter in (self.sent, self.sent_to, self.seconds):
+        for counter in (self.sent, self.sent_to, self.messages, self.rounds, self.seconds):
             counter.clear()
+
+    def count_round(self, kind: str, messages: int) -> None:
+        """Count one of torch's own collectives, in which this rank sends so many messages."""
+        self.messages[kind] += messages
+        self.rounds[kind] += self.size > 1
+
+    def wait(self, kind: str, works: Sequence[Any]) -> None:
+        """Wait for the transfers that `exchange` started: one round."""
+        with timed(self.seconds, kind):
+            finish(works)
+        self.rounds[kind] += bool(works)
 
     def exchange_counts(self, counts: torch.Tensor) -> torch.Tensor:
         """(size,) int64 counts for each rank -> (size,) counts from each rank."""
@@ -92,6 +111,7 @@ class Communicator:
         with timed(self.seconds, "counts"):
             dist.all_to_all_single(out, counts, group=self.group)
         self.sent["counts"] += (self.size - 1) * counts.element_size()
+        self.count_round("counts", self.size - 1)
         return out
 
     def reduce_scatter(self, slices: torch.Tensor) -> torch.Tensor:
@@ -106,11 +126,12 @@ class Communicator:
         if self.backend == "nccl":
             out = slices.new_empty((rows, *shape))
             _reduce_scatter(out, slices, group=self.group)
+            self.count_round("reduce_scatter", self.size - 1)
             return out
         slices = slices.contiguous().flatten(1) if slices.dim() > 1 else slices[:, None]
         arrived = self.staging("arrived", (self.size - 1, rows, slices.shape[1]), slices)
-        with timed(self.seconds, "reduce_scatter"):
-            finish(self.exchange([*arrived[: self.rank], None, *arrived[self.rank :]], slices.split(rows)))
+        places = [*arrived[: self.rank], None, *arrived[self.rank :]]
+        self.wait("reduce_scatter", self.exchange("reduce_scatter", places, slices.split(rows)))
         mine = torch.arange(self.rank * rows, (self.rank + 1) * rows, device=slices.device)
         return sum_parts(arrived, slices, mine, self.rank).view(rows, *shape)
 
@@ -122,25 +143,26 @@ class Communicator:
         self.sent["all_gather"] += (self.size - 1) * slice_.numel() * slice_.element_size()
         if self.backend == "nccl":
             _all_gather(out, slice_.contiguous(), group=self.group)
+            self.count_round("all_gather", self.size - 1)
         else:
             slice_, parts = slice_.contiguous(), out.split(len(slice_))
-            with timed(self.seconds, "all_gather"):
-                works = self.exchange(parts, [slice_] * self.size)
-                parts[self.rank].copy_(slice_)
-                finish(works)
+            works = self.exchange("all_gather", parts, [slice_] * self.size)
+            parts[self.rank].copy_(slice_)
+            self.wait("all_gather", works)
         return out
 
     def exchange(
-        self, receive: Sequence[torch.Tensor | None], send: Sequence[torch.Tensor | None], tag: int = 0
+        self, kind: str, receive: Sequence[torch.Tensor | None], send: Sequence[torch.Tensor | None], tag: int = 0
     ) -> list[Any]:
-        """Start to send send[j] to each other rank j and to receive receive[j]; returns the works to pass to `finish`.
+        """Start to send send[j] to each other rank j and to receive receive[j]; returns the works to pass to `wait`.
 
-        All tensors are contiguous; this rank's own entries are ignored. Concurrent exchanges need different tags. Bytes
-        are not counted here. Over gloo every receive is posted before the first send. gloo's own all-to-all does the
-        opposite, so that a rank's notice that it can receive queues behind its data and a link carries one direction at
-        a time (half of its capacity between two ranks, two thirds between four).
+        All tensors are contiguous; this rank's own entries are ignored. Concurrent exchanges need different tags.
+        Messages are counted here, bytes are not. Over gloo every receive is posted before the first send. gloo's own
+        all-to-all does the opposite, so that a rank's notice that it can receive queues behind its data and a link
+        carries one direction at a time (half of its capacity between two ranks, two thirds between four).
         """
         others = [(self.rank + i) % self.size for i in range(1, self.size)]
+        self.messages[kind] += sum((t := send[j]) is not None and t.numel() > 0 for j in others)
         if self.backend != "gloo":
             empty = next(t for t in (*receive, *send) if t is not None).new_empty(0)
             ours = [empty if j == self.rank or t is None else t for j, t in enumerate(send)]
@@ -163,6 +185,7 @@ class Communicator:
         with timed(self.seconds, kind):
             dist.all_reduce(out, group=self.group)
         self.sent[kind] += 2 * (self.size - 1) * tensor.numel() * tensor.element_size() // self.size
+        self.count_round(kind, 2 * (self.size - 1))
         return out
 
 
@@ -247,10 +270,8 @@ def shuffled_reduce_scatter(comm: Communicator, partial: torch.Tensor, handle: S
     packed = comm.staging("packed", (len(handle.others), partial.shape[1]), partial)
     arrived = comm.staging("arrived", (comm.size - 1, n, partial.shape[1]), partial)
     pack_rows(packed, partial, handle.others)
-    with timed(comm.seconds, "reduce_scatter"):
-        finish(
-            comm.exchange([*arrived[: comm.rank], None, *arrived[comm.rank :]], packed.split(handle.counts_elsewhere))
-        )
+    places = [*arrived[: comm.rank], None, *arrived[comm.rank :]]
+    comm.wait("reduce_scatter", comm.exchange("reduce_scatter", places, packed.split(handle.counts_elsewhere)))
     comm.sent["reduce_scatter"] += packed.numel() * packed.element_size()
     return sum_parts(arrived, partial, handle.mine, comm.rank)
 
@@ -263,22 +284,38 @@ def shuffled_all_gather(comm: Communicator, rows: torch.Tensor, handle: ShuffleH
 def shuffled_all_gathers(
     comm: Communicator, columns: Sequence[torch.Tensor], handle: ShuffleHandle
 ) -> list[torch.Tensor]:
-    """SAG of several tensors of the same rows, in transit at the same time."""
+    """SAG of several tensors of the same rows, in transit at the same time: in one message where that is faster."""
     for rows in columns:
         comm.sent["all_gather"] += (comm.size - 1) * rows.numel() * rows.element_size()
     if comm.backend == "nccl":
         return [_all_gather_padded(comm, rows, handle) for rows in columns]
     columns, arrived, works = [rows.contiguous() for rows in columns], [], []
-    for i, rows in enumerate(columns):
+    small = handle.slice_rows * sum(row_bytes(rows) for rows in columns) <= ONE_MESSAGE
+    together = len(columns) > 1 and comm.size > 2 and small  # messages to one rank cost less than copies side by side
+    for i, rows in enumerate([_side_by_side(columns)] if together else columns):
         arrived.append(comm.staging(f"gathered {i}", (len(handle.others), *rows.shape[1:]), rows))
-        works += comm.exchange(arrived[i].split(handle.counts_elsewhere), [rows] * comm.size, tag=i)
+        works += comm.exchange("all_gather", arrived[i].split(handle.counts_elsewhere), [rows] * comm.size, tag=i)
     outs = [rows.new_empty((len(handle.inverse), *rows.shape[1:])) for rows in columns]
     for out, rows in zip(outs, columns, strict=True):
         unpack_rows(out, rows, handle.mine)  # while the others' rows are in transit
-    with timed(comm.seconds, "all_gather"):
-        finish(works)
-    for out, rows in zip(outs, arrived, strict=True):
+    comm.wait("all_gather", works)
+    for out, rows in zip(outs, _apart(arrived[0], columns) if together else arrived, strict=True):
         unpack_rows(out, rows, handle.others)
+    return outs
+
+
+def _side_by_side(columns: Sequence[torch.Tensor]) -> torch.Tensor:
+    """(n, bytes of a row of all columns)."""
+    return torch.cat([rows.flatten(1).view(torch.uint8) for rows in columns], dim=1)
+
+
+def _apart(packed: torch.Tensor, columns: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Inverse of `_side_by_side`; columns: tensors of the types and widths that lie side by side."""
+    parts, outs = packed.split([row_bytes(rows) for rows in columns], dim=1), []
+    for part, rows in zip(parts, columns, strict=True):
+        out = rows.new_empty((len(packed), *rows.shape[1:]))
+        out.flatten(1).view(torch.uint8).copy_(part)
+        outs.append(out)
     return outs
 
 
@@ -288,4 +325,5 @@ def _all_gather_padded(comm: Communicator, rows: torch.Tensor, handle: ShuffleHa
     padded[: len(rows)] = rows
     out = rows.new_empty((comm.size * handle.slice_rows, *rows.shape[1:]))
     _all_gather(out, padded, group=comm.group)
+    comm.count_round("all_gather", comm.size - 1)
     return out[handle.inverse]

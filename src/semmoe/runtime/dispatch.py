@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from semmoe.runtime.argsort import argsort_ranks
-from semmoe.runtime.collectives import Communicator, finish, timed
-from semmoe.runtime.rows import add_rows, move_bytes
+from semmoe.runtime.collectives import Communicator
+from semmoe.runtime.parcels import send_rows
+from semmoe.runtime.rows import add_rows
 
 
 @dataclass(frozen=True)
@@ -69,32 +70,22 @@ class Dispatch:
         self, comm: Communicator, hidden: Tensor, expert_ids: Tensor, weights: Tensor, targets: Tensor
     ) -> None:
         self._comm, self._columns = comm, (hidden.contiguous(), expert_ids, weights.contiguous())
-        tokens, counts = rows_by_rank(targets, comm.size)
-        received = comm.exchange_counts(counts).tolist()
-        sent = counts.tolist()
-        self.handle = DispatchHandle(tokens, sent, received, len(hidden))
-        by_rank = tokens.split(sent)
-        self._own = by_rank[comm.rank]
+        self._tokens, counts = rows_by_rank(targets, comm.size)
+        self._sent, self._received = counts.tolist(), [0] * comm.size
+        self._own = self._tokens.split(self._sent)[comm.rank]
         self._own_ids = torch.where(targets[self._own] == comm.rank, expert_ids[self._own], -1)
         ranks = torch.arange(comm.size, device=hidden.device).repeat_interleave(counts)
         away = ranks != comm.rank
-        tokens, ranks = tokens[away], ranks[away]
+        tokens, ranks = self._tokens[away], ranks[away]
         ids = torch.where(targets[tokens] == ranks[:, None], expert_ids[tokens], -1).to(torch.int32)
-        self._begin(tokens, ids, _without(sent, comm.rank), _without(received, comm.rank))
+        counts[comm.rank] = 0
+        columns = (self._columns[0], tokens), (ids, None), (self._columns[2], tokens)
+        self._parcels = send_rows(comm, columns, counts)
 
-    def _begin(self, tokens: Tensor, ids: Tensor, send: list[int], receive: list[int]) -> None:
-        """Pack hidden, ids and weights of a row side by side, so that one message carries all."""
-        comm, (hidden, _, weights) = self._comm, self._columns
-        widths = [hidden.shape[1] * hidden.element_size(), ids.shape[1] * 4, weights.shape[1] * weights.element_size()]
-        self._starts = [0, widths[0], widths[0] + widths[1]]
-        some = hidden.new_empty(0, dtype=torch.uint8)
-        packed = comm.staging("to dispatch", (len(tokens), sum(widths)), some)
-        self._arrived = comm.staging("dispatched", (sum(receive), sum(widths)), some)
-        move_bytes(packed, hidden, tokens, to=self._starts[0])
-        move_bytes(packed, ids, None, to=self._starts[1])
-        move_bytes(packed, weights, tokens, to=self._starts[2])
-        self._works = comm.exchange(self._arrived.split(receive), packed.split(send))
-        comm.count("dispatch", send, sum(widths))
+    @property
+    def handle(self) -> DispatchHandle:
+        """What `combine` needs, once the other ranks' rows have arrived."""
+        return DispatchHandle(self._tokens, self._sent, self._received, len(self._columns[0]))
 
     def local(self) -> ReceivedTokens:
         """This rank's own tokens whose experts are on this rank."""
@@ -103,31 +94,30 @@ class Dispatch:
 
     def remote(self) -> ReceivedTokens:
         """Wait for the other ranks' rows and return them."""
-        return self._unpack(len(self._arrived))
+        return self._unpack(0)
 
     def received(self) -> ReceivedTokens:
         """Wait for and return all rows: `remote`, then `local`."""
         hidden, _, weights = self._columns
-        out = self._unpack(len(self._arrived) + len(self._own))
+        out = self._unpack(len(self._own))
+        away = len(out.hidden) - len(self._own)
         for to, rows in ((out.hidden, hidden), (out.weights, weights)):
-            torch.index_select(rows, 0, self._own, out=to[len(self._arrived) :])
-        out.expert_ids[len(self._arrived) :] = self._own_ids
+            torch.index_select(rows, 0, self._own, out=to[away:])
+        out.expert_ids[away:] = self._own_ids
         return out
 
-    def _unpack(self, rows: int) -> ReceivedTokens:
-        """The rows that arrived, in tensors with space for `rows` rows."""
-        with timed(self._comm.seconds, "dispatch"):
-            finish(self._works)
-        hidden, expert_ids, weights = self._columns
-        top_k, n = expert_ids.shape[1], len(self._arrived)
+    def _unpack(self, more: int) -> ReceivedTokens:
+        """The rows that arrived, in tensors with space for `more` rows."""
+        self._received, (hidden, expert_ids, weights) = self._parcels.arrive(), self._columns
+        n, top_k = sum(self._received), expert_ids.shape[1]
+        self._received[self._comm.rank] = len(self._own)
         out = ReceivedTokens(
-            hidden.new_empty((rows, hidden.shape[1])),
-            expert_ids.new_empty((rows, top_k), dtype=torch.int64),
-            weights.new_empty((rows, top_k)),
+            hidden.new_empty((n + more, hidden.shape[1])),
+            expert_ids.new_empty((n + more, top_k), dtype=torch.int64),
+            weights.new_empty((n + more, top_k)),
         )
         ids = expert_ids.new_empty((n, top_k), dtype=torch.int32)
-        for to, start in zip((out.hidden[:n], ids, out.weights[:n]), self._starts, strict=True):
-            move_bytes(to, self._arrived, None, start=start)
+        self._parcels.unpack([out.hidden, ids, out.weights])
         out.expert_ids[:n] = ids
         return out
 
@@ -158,8 +148,7 @@ def combine_parts(comm: Communicator, local: Tensor, remote: Tensor, handle: Dis
     send, receive = _without(handle.received, comm.rank), _without(handle.num_tokens_per_rank, comm.rank)
     back = comm.staging("combined", (sum(receive), remote.shape[1]), remote)
     comm.count("combine", send, remote.shape[1] * remote.element_size())
-    with timed(comm.seconds, "combine"):
-        finish(comm.exchange(back.split(receive), remote.split(send)))
+    comm.wait("combine", comm.exchange("combine", back.split(receive), remote.split(send)))
     kind = torch.promote_types(remote.dtype, torch.float32)
     out = torch.zeros((handle.num_tokens, remote.shape[1]), dtype=kind, device=remote.device)
     parts = list(back.split(receive))

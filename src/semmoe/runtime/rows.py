@@ -1,5 +1,7 @@
 """Move rows by index with one copy each: packing for a collective, unpacking after it, and sums of received parts."""
 
+import math
+
 import numba
 import numpy as np
 import torch
@@ -10,12 +12,16 @@ from semmoe.runtime import reference
 _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
 
+def row_bytes(rows: Tensor) -> int:
+    return math.prod(rows.shape[1:]) * rows.element_size()
+
+
 def words(rows: Tensor) -> np.ndarray:
     """View a contiguous CPU tensor (M, ...) as an array (M, W) of the widest words that divide its rows."""
     if rows.numel() == 0:
         return np.zeros((len(rows), 0), np.uint8)
-    row_bytes, start = rows[0].numel() * rows.element_size(), rows.data_ptr()
-    kind = next(kind for size, kind in _WORDS if row_bytes % size == 0 and start % size == 0)
+    width, start = row_bytes(rows), rows.data_ptr()
+    kind = next(kind for size, kind in _WORDS if width % size == 0 and start % size == 0)
     return rows.detach().view(len(rows), -1).view(torch.uint8).view(kind).numpy()
 
 
@@ -41,31 +47,29 @@ def _unpack(out, rows, index):
 
 
 def move_bytes(out: Tensor, rows: Tensor, index: Tensor | None, to: int = 0, start: int = 0) -> None:
-    """Copy bytes of rows[index] (all rows if there is no index), from byte `start` of a row, to byte `to` of out's
-    rows.
+    """Copy bytes of rows[index] (None: of all rows) from byte `start` of a row to byte `to` of out's rows.
 
     The number of bytes is that of the narrower of the two. One of them (M, ...) holds rows packed as uint8; both are
-    contiguous.
+    contiguous, on any device.
     """
-    if out.numel() == 0:
-        return
-    target, source = (t.detach().view(len(t), -1).view(torch.uint8) for t in (out, rows))
-    width = min(target.shape[1] - to, source.shape[1] - start)
-    if out.is_cpu:
-        index = torch.arange(len(out)) if index is None else index
-        _move_bytes(target.numpy(), to, source.numpy(), start, index.numpy(), width)
-    else:
-        source = source if index is None else source[index]
-        target[:, to : to + width] = source[:, start : start + width]
+    if out.numel():
+        target, source = (t.detach().view(len(t), -1).view(torch.uint8) for t in (out, rows))
+        width = min(target.shape[1] - to, source.shape[1] - start)
+        target[:, to : to + width] = (source if index is None else source[index])[:, start : start + width]
+
+
+def flat_bytes(tensor: Tensor) -> np.ndarray:
+    """View a contiguous CPU tensor as (bytes,) uint8."""
+    return tensor.detach().view(-1).view(torch.uint8).numpy()
 
 
 @numba.njit(cache=True, nogil=True)
-def _move_bytes(out, to, rows, start, index, width):
-    to, start = np.uint64(to), np.uint64(start)
-    for i in range(index.shape[0]):
-        row = np.uint64(index[i])
+def copy_at(out, to, rows, start, width):
+    """Copy `width` bytes from each place `start` (M,) in `rows` to that of `to` (M,) in `out`, both flat bytes."""
+    for i in range(to.shape[0]):
+        there, here = np.uint64(to[i]), np.uint64(start[i])
         for c in range(np.uint64(width)):
-            out[i, to + c] = rows[row, start + c]
+            out[there + c] = rows[here + c]
 
 
 def add_rows(out: Tensor, rows: Tensor, index: Tensor) -> None:

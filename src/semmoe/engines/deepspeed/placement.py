@@ -34,6 +34,6 @@ def exchange_experts(comm: Communicator, own: Tensor, held: np.ndarray) -> Tenso
     owners = held[comm.rank] // share
     receive = [own.new_empty((int((owners == j).sum()), *own.shape[1:])) for j in range(comm.size)]
     receive[comm.rank] = send[comm.rank]
-    finish(comm.exchange(receive, send))
+    finish(comm.exchange("experts", receive, send))
     slots = torch.from_numpy(np.argsort(np.argsort(owners, kind="stable"), kind="stable"))
     return torch.cat(receive)[slots.to(own.device)]
