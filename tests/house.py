@@ -29,7 +29,7 @@ ROOMS = {
     "replayer.py online.py": 320,
     "runtime": 2540,
     "checkpoint": 1130,
-    "engines": 8150,
+    "engines": 8190,
     "router": 1340,
     "estimate": 1150,
     "report": 1830,

@@ -20,6 +20,7 @@ from semmoe.core import Plan
 from semmoe.engines import supervisor
 from semmoe.engines.absent import NoRecorder, NoShuffle, NoTraffic
 from semmoe.engines.counters import Reading
+from semmoe.engines.passes import PassClock
 from semmoe.engines.rank import check_identity, check_plan, check_same_plan, description, publish, tell_untried
 from semmoe.engines.recorder import LiveRecorder
 from semmoe.engines.recorder_files import refuse
@@ -65,7 +66,7 @@ class RankPlugin:
         self._shuffle: BoundaryShuffle | NoShuffle = NoShuffle()
         self._recording: PassRecorder | NoRecorder = NoRecorder()
         self._traffic: TrafficCounter | NoTraffic = NoTraffic()
-        self._check, self._copies = SelfCheck(), ChosenCopies()
+        self._check, self._copies, self._clock = SelfCheck(), ChosenCopies(), PassClock()
         self._blocks: set[int] = set()  # identities of the model's expert layers; a draft model's are not among them
         self._experts_per_rank = 0
         self._places: dict[int, int] = {}  # index among the MoE layers by decoder layer, if routing is recorded
@@ -239,7 +240,9 @@ class RankPlugin:
         if judged:
             self._check.begin()
         try:
-            out = original(runner, forward_batch, *args, **kwargs)
+            some = not forward_batch.forward_mode.is_idle()
+            with self._clock.passing(self.dispatch_comms, self._shuffle.comms, some):
+                out = original(runner, forward_batch, *args, **kwargs)
         finally:
             self._shuffle.end()
             self._recording.end()
@@ -292,6 +295,7 @@ class RankPlugin:
 
     def _readings(self, traffic: RankTraffic) -> Iterator[Reading]:
         yield from traffic.readings(self._traffic, self.dispatch_comms, self._shuffle.comms)
+        yield from self._clock.readings(traffic.rank)
         yield from self._check.readings()
 
 
