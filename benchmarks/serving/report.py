@@ -66,8 +66,15 @@ def _table(table: Table) -> Iterator[str]:
     yield f"\n## {table.attention.upper()}, {table.workload}, EP{table.ranks}{shared}"
     names = ", ".join(f"{row.name} ({row.kept:.3f} of the bytes)" if row.kept else row.name for row in table.placebos)
     yield f"\nPlacebos: {names or 'none, so that nothing is claimed'}."
-    yield from markdown(LABELS["row"], [_figures(table, row) for row in table.rows])
+    yield from markdown(LABELS["row"], [_vanilla(table), *(_figures(table, row) for row in table.rows)])
     yield from markdown(LABELS["counted"], [_counted(row) for row in table.rows])
+
+
+def _vanilla(table: Table) -> list[str]:
+    """Its figures in all rounds, of every piece."""
+    runs = {(run.piece, i): run for row in table.rows for i, run in row.base.items()}
+    cells = [[f"{median(map(figure, runs.values())):.1f}", "1", "-"] for figure in FIGURES.values()]
+    return [VANILLA, str(len(runs)), *(cell for of in cells for cell in of)]
 
 
 def _figures(table: Table, row: Row) -> list[str]:
