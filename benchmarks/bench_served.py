@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from network import NetworkError
-from serving.guard import BusyError
+from serving.guard import BusyError, check
 from serving.pieces import Piece, Settings, published
 from serving.records import Records, RecordsError
 from serving.report import report
@@ -95,7 +95,7 @@ def run_pieces(a: argparse.Namespace, records: Records, s: Settings) -> None:
     unknown = sorted(set(a.piece) - pieces.keys())
     if unknown:
         raise RecordsError(f"no such piece: {', '.join(unknown)}; `pieces` lists them")
-    if not {piece.attention for piece in pieces.values()} <= records.links.keys() and not a.piece:
+    if not set(ATTENTIONS) <= records.links.keys():
         raise RecordsError(f"{records.path} has no links yet: call `links` first")
     end = time.monotonic() + 60 * a.minutes
     with prepared(a, s) as bench:
@@ -123,6 +123,8 @@ def prepared(a: argparse.Namespace, s: Settings) -> Any:
     from serving.measure import bench
     from serving.server import prompts
 
+    if not a.busy:
+        check()
     seen, held_out = prompts(a.dataset)
     return bench(engine(a.engine), s, seen, held_out, a.busy)
 

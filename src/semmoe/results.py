@@ -26,7 +26,7 @@ class Objectives(BaseModel):
 
 
 class Visit(BaseModel):
-    """What one server did in one round. runs: by name, in the bench clients' units (requests/s, tokens/s, ms)."""
+    """What one server did in one round. runs: by name, in requests/s, tokens/s and ms."""
 
     model_config = ConfigDict(extra="forbid")
     round: int
