@@ -19,7 +19,7 @@ ROOMS = {
     "files.py trace.py": 535,
     "affinity.py splitter.py copychoice.py metrics.py capacity.py": 660,
     "settings.py calibration.py cost.py rowcosts.py payoff.py": 920,
-    "results.py": 320,
+    "results.py": 325,
     "tokens": 1100,
     "requests": 1030,
     "placement": 2560,

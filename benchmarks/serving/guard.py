@@ -8,7 +8,7 @@ from pathlib import Path
 
 TICKS = os.sysconf("SC_CLK_TCK")
 LIMIT = 0.05  # of a core, all others together
-SHOWN = 0.005  # of a core, from which a process is named
+SHOWN, MOST = 0.005, 8  # of a core, from which a process is named; of them
 KERNEL = 2  # parent of the kernel's threads, which emulate the links
 STEAL = "(taken by the host of this virtual machine)"
 
@@ -81,7 +81,7 @@ def told(found: dict[str, float]) -> list[str]:
     if sum(found.values()) <= LIMIT:
         return []
     rows = sorted(found.items(), key=lambda item: -item[1])
-    return [f"{name}: {share:.0%} of a core" for name, share in rows if share >= SHOWN]
+    return [f"{name}: {share:.0%} of a core" for name, share in rows[:MOST] if share >= SHOWN]
 
 
 def since(before: Snapshot) -> list[str]:

@@ -1,6 +1,7 @@
 """Rounds: servers that are kept, of which one runs at a time, under the same load one after the other."""
 
 import contextlib
+import subprocess
 import sys
 import tempfile
 import time
@@ -36,13 +37,21 @@ class Bench:
     planner: Planner
     prompts: list[list[int]]  # that plans were not profiled on
     busy: bool
+    revision: str = ""
 
 
 @contextlib.contextmanager
 def bench(engine: Engine, s: Settings, seen: list, held_out: list, busy: bool) -> Iterator[Bench]:
     with tempfile.TemporaryDirectory(prefix="semmoe-") as scratch:
         planner = Planner(seen, Path(scratch))
-        yield Bench(engine=engine, settings=s, planner=planner, prompts=held_out, busy=busy)
+        yield Bench(engine=engine, settings=s, planner=planner, prompts=held_out, busy=busy, revision=revision())
+
+
+def revision() -> str:
+    """The commit that is measured, and whether files differ from it; nothing outside a checkout."""
+    words = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
 
 
 def say(text: str) -> None:
@@ -148,7 +157,8 @@ def one_round(
     disturbed = guard.since(before)
     return [
         Run(piece=piece.name, workload=str(workload), round=number, name=name, place=names.index(name),
-            seconds=answers.seconds, requests=answers.requests, counters=counts, link_bytes=sent, disturbed=disturbed)
+            seconds=answers.seconds, requests=answers.requests, counters=counts, link_bytes=sent, disturbed=disturbed,
+            revision=b.revision)
         for name, (answers, counts, sent) in found.items()
     ]  # fmt: skip
 

@@ -39,6 +39,7 @@ class Run:
     requests: list[list[float]]  # ms to the first token and to the last
     counters: dict[str, float]  # what the ranks counted in this run
     link_bytes: int  # all that the nodes sent each other
+    revision: str = ""  # of the code
     disturbed: list[str] = field(default_factory=list)  # by whom
 
     @property
@@ -103,6 +104,11 @@ class Records:
         """Add a round's runs, in one write."""
         self._runs += runs
         self._add([{"record": "run", **asdict(run)} for run in runs])
+
+    @property
+    def revisions(self) -> set[str]:
+        """Commits that were measured."""
+        return {run.revision for run in self._runs if run.revision}
 
     def rounds(
         self, piece: str, workload: str, names: tuple[str, ...], busy: bool = False

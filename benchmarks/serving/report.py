@@ -42,6 +42,7 @@ def _head(records: Records) -> Iterator[str]:
         f"{h['engine']}, torch {h['torch']}, {h['model']} model, {h['machine']}; {s.rounds} rounds of {s.seconds:g} s "
         f"of arrivals, {s.output_tokens} new tokens; prompts: {s.dataset or 'held-out text'}"
     )
+    yield f"\nCommits: {', '.join(sorted(records.revisions)) or 'not known'}."
     if h["busy"]:
         yield "\n**Measured with --busy: other processes may have taken the cores. No figure here counts.**"
     yield (
