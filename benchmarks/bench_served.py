@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from network import NetworkError
+from serving.engine import ServerError
 from serving.guard import BusyError, check
 from serving.pieces import Piece, Settings, published
 from serving.records import Records, RecordsError
@@ -90,24 +91,37 @@ def show_pieces(a: argparse.Namespace, records: Records, s: Settings) -> None:
     print(f"{'in all':20}{total[0]:6.0f} min  {total[1]:.0f} min left")
 
 
-def run_pieces(a: argparse.Namespace, records: Records, s: Settings) -> None:
+def run_pieces(a: argparse.Namespace, records: Records, s: Settings) -> int:
+    """How many pieces failed, each of which says why."""
     pieces = {piece.name: piece for piece in published(a.engine, s)}
     unknown = sorted(set(a.piece) - pieces.keys())
     if unknown:
         raise RecordsError(f"no such piece: {', '.join(unknown)}; `pieces` lists them")
     if not set(ATTENTIONS) <= records.links.keys():
         raise RecordsError(f"{records.path} has no links yet: call `links` first")
-    end = time.monotonic() + 60 * a.minutes
+    end, failed = time.monotonic() + 60 * a.minutes, 0
     with prepared(a, s) as bench:
         for name in a.piece or pieces:
             left = missing(records, pieces[name], s, a.busy)
             if left and time.monotonic() + 60 * left <= end:
-                from serving.measure import measure
+                failed += not measured(bench, records, pieces[name])
+    return failed
 
-                measure(bench, records, pieces[name])
+
+def measured(bench: Any, records: Records, piece: Piece) -> bool:
+    """Whether a piece was measured; a server that fails ends its piece alone."""
+    from serving.measure import measure
+
+    try:
+        measure(bench, records, piece)
+    except ServerError as error:
+        print(f"bench_served.py: {piece.name}: {error}", file=sys.stderr)
+        return False
+    return True
 
 
-def run_links(a: argparse.Namespace, records: Records, s: Settings) -> None:
+def run_links(a: argparse.Namespace, records: Records, s: Settings) -> int:
+    """Zero: what fails raises."""
     from serving.measure import find_links
 
     with prepared(a, s) as bench:
@@ -116,6 +130,7 @@ def run_links(a: argparse.Namespace, records: Records, s: Settings) -> None:
                 first = records.links.get(ATTENTIONS[0])  # whose links are those of all
                 records.add_links(find_links(bench, attention, first.links if first else None))
             print(f"{attention}: {records.links[attention]}")
+    return 0
 
 
 def prepared(a: argparse.Namespace, s: Settings) -> Any:
@@ -140,11 +155,10 @@ def main() -> int:
             show_pieces(a, records, s)
             return 0
         records.begin(header(a, s))
-        (run_links if a.command == "links" else run_pieces)(a, records, s)
-    except (NetworkError, BusyError, RecordsError) as error:
+        return 2 if (run_links if a.command == "links" else run_pieces)(a, records, s) else 0
+    except (NetworkError, BusyError, RecordsError, ServerError) as error:
         print(f"bench_served.py: {error}", file=sys.stderr)
         return 2
-    return 0
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 import psutil
-from serving.engine import RANKS, Engine, SetUp, add_engine, engine
+from serving.engine import RANKS, Engine, ServerError, SetUp, add_engine, engine
 from serving.requests import (
     ACCEPTED,
     HUNG_UP,
@@ -43,7 +43,7 @@ from serving.requests import (
     make_requests,
     send,
 )
-from serving.server import Server, ServerError, counters, make_plan, prompts, serving
+from serving.server import Server, counters, make_plan, prompts, serving
 
 from semmoe.checkpoint.directory import config_count, read_config
 from semmoe.demo import MODEL

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from semmoe.demo import MODEL
+from serving.engine import ServerError
 from serving.loads import Load
-from serving.server import Server, ServerError
+from serving.server import Server
 
 LOAD = Path(__file__).with_name("load.py")
 

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 RANKS = 2  # where each is a node, or a process beside the benchmark's own
 
 
+class ServerError(Exception):
+    """Why a server did not start, or ended; one line, and then the end of its log."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SetUp:
     name: str

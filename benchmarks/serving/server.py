@@ -26,16 +26,12 @@ from semmoe.plan import save_plan
 from semmoe.settings import DemoSettings, SolveSettings
 from semmoe.solver import solve
 from semmoe.topology import Topology
-from serving.engine import RANKS, Command, Engine, SetUp
+from serving.engine import RANKS, Command, Engine, ServerError, SetUp
 
 MOST_PROMPTS = 1000  # of a data set
 PORT, MEETING_PORT = 30477, 20477  # in network namespaces, where all ports are free
 APART = 1000  # ports between servers that are alive at the same time
 PROBE = "import sys, urllib.request; sys.exit(urllib.request.urlopen(sys.argv[1], timeout=20).status != 200)"
-
-
-class ServerError(Exception):
-    """Why a server did not start, or ended; one line, and then the end of its log."""
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,11 @@ from serving.engine import Command, Engine, SetUp, python
 
 class Sglang(Engine):
     NAME, TITLE = "sglang", "SGLang"
-    # Each rank needs little memory, and what it holds at most is the same everywhere.
+    # What a rank holds at most is the same everywhere; a larger share of memory than it needs, since SGLang counts what
+    # others take while it loads for its own weights.
     OPTIONS: ClassVar[dict[str, Any]] = {
         "dtype": "float32", "max_running_requests": 64, "max_total_tokens": 65536, "chunked_prefill_size": 1024,
-        "mem_fraction_static": 0.1, "random_seed": 0, "log_level": "warning",
+        "mem_fraction_static": 0.4, "random_seed": 0, "log_level": "warning",
     }  # fmt: skip
     UNCACHED: ClassVar[dict[str, Any]] = {"disable_radix_cache": True}
     NATIVE = True
