@@ -21,7 +21,8 @@ DEEPSPEED_PYTHON := $(DEEPSPEED_VENV)/bin/python
 DEEPSPEED_PIP := $(DEEPSPEED_PYTHON) -m pip --disable-pip-version-check -q
 DEEPSPEED_CPU := engines/deepspeed-cpu
 RESULTS := benchmarks/results
-HERE = $(shell uname -m)-$(shell nproc)core_$(shell date +%F)
+MACHINE = $(shell uname -m)-$(shell nproc)core
+HERE = $(MACHINE)_$(shell date +%F)
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 
@@ -73,10 +74,13 @@ bench-runtime: $(VENV)/.ready
 	PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_runtime.py | tee $(RESULTS)/runtime_$(HERE).txt
 	PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_end_to_end.py | tee $(RESULTS)/end_to_end_$(HERE).txt
 
-# On SGLang, both write to benchmarks/results too: serving over a slow network, as root; ten thousand requests, checked.
+# On SGLang, both write to benchmarks/results too: serving over a slow network, as root, four hours on cores that nothing
+# else uses, in pieces that a later call goes on with; ten thousand requests, checked.
 bench-sglang: $(SGLANG_VENV)/.ready
 	$(ON_SGLANG) benchmarks/bench_traffic.py --engine sglang | tee $(RESULTS)/sglang_traffic_$(HERE).txt
-	$(ON_SGLANG) benchmarks/bench_serving.py --engine sglang | tee $(RESULTS)/sglang_$(HERE).txt
+	$(ON_SGLANG) benchmarks/bench_served.py links $(RESULTS)/served_sglang_$(MACHINE).jsonl --engine sglang
+	$(ON_SGLANG) benchmarks/bench_served.py measure $(RESULTS)/served_sglang_$(MACHINE).jsonl --engine sglang
+	$(ON_SGLANG) benchmarks/bench_served.py report $(RESULTS)/served_sglang_$(MACHINE).jsonl | tee $(RESULTS)/sglang_served_$(HERE).txt
 
 soak-sglang: $(SGLANG_VENV)/.ready
 	$(ON_SGLANG) benchmarks/soak.py --engine sglang | tee $(RESULTS)/soak_sglang_$(HERE).txt
@@ -84,7 +88,9 @@ soak-sglang: $(SGLANG_VENV)/.ready
 # The same on vLLM.
 bench-vllm: $(VLLM_VENV)/.ready
 	$(ON_VLLM) benchmarks/bench_traffic.py --engine vllm | tee $(RESULTS)/vllm_traffic_$(HERE).txt
-	$(ON_VLLM) benchmarks/bench_serving.py --engine vllm | tee $(RESULTS)/vllm_$(HERE).txt
+	$(ON_VLLM) benchmarks/bench_served.py links $(RESULTS)/served_vllm_$(MACHINE).jsonl --engine vllm
+	$(ON_VLLM) benchmarks/bench_served.py measure $(RESULTS)/served_vllm_$(MACHINE).jsonl --engine vllm
+	$(ON_VLLM) benchmarks/bench_served.py report $(RESULTS)/served_vllm_$(MACHINE).jsonl | tee $(RESULTS)/vllm_served_$(HERE).txt
 
 # oneDNN keeps what it made for each of the last 1,024 shapes of a batch: memory grows by 0.4 GB, then no more.
 soak-vllm: $(VLLM_VENV)/.ready

@@ -1,14 +1,16 @@
 """Speculative MoE on DeepSpeed's AutoEP beside DeepSpeed as it is: rows, bytes of all collectives, time of a step.
 
     OMP_NUM_THREADS=1 .venv-deepspeed/bin/python benchmarks/bench_deepspeed.py [--topologies TP4/EP4 TP2/EP4]
-        [--networks loopback 200mbit] [--redundant 8] [--rounds 3] [--prompts 32] [--out FILE]
+        [--networks loopback 200mbit] [--redundant 8] [--rounds 7] [--prompts 32] [--out FILE]
 
 In DeepSpeed's own environment; 4 processes, attention sharded by AutoTP; slow networks as of network.py (root).
-Set-ups: DeepSpeed as it is (folded: the group's ranks take turns at a token's expert choices); experts grouped and
-tokens left so; both schemes, the owner of a token predicted; both, the owner taken from true routing after the
-all-reduce; both with redundant experts. Prompts that the plans did not see, all of one length, so that none is padded,
-then greedy tokens; all held against plain transformers. Every round runs all set-ups, the first in turn; ratios are
-medians over rounds of those within a round, beside the least and the greatest.
+Set-ups: DeepSpeed as it is (folded: the group's ranks take turns at a token's expert choices), and once more, a
+placebo; a plan's tables over DeepSpeed's own placement, whose gain is that of our collectives, not of locality; experts
+grouped and tokens left so; both schemes, the owner of a token predicted; both, the owner taken from true routing after
+the all-reduce; both with redundant experts. Prompts that the plans did not see, all of one length, so that none is
+padded, then greedy tokens; all held against plain transformers. Every round runs all set-ups, the first in turn; ratios
+are medians over rounds of those within a round, with 90 % bootstrap intervals, claimed where they lie outside of the
+placebo's.
 
 rows/pair: per token and layer, one for each expert elsewhere, as DeepSpeed sends; rows/rank: one for each rank
 elsewhere. Prints configuration, tables, one JSON line.
@@ -19,13 +21,16 @@ import json
 import os
 import platform
 import tempfile
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 from bench_end_to_end import joined, run_rounds
 from network import NetworkError
+from serving.claims import ROUNDS, Estimate, claim, estimate, paired_ratios
+from serving.configurations import UNPLANNED, unplanned
 
 from semmoe.core import RoutingTrace
 from semmoe.demo import MODEL, demo_prompts
@@ -42,13 +47,15 @@ from semmoe.topology import Topology
 
 TOPOLOGIES = {"TP4/EP4": Topology(ep_size=4), "TP2/EP4": Topology(ep_size=4, dp_size=2)}
 LENGTH = 96  # tokens of a prompt
+PLACEBO = "DeepSpeed once more"
 
 
 def set_ups(trace: RoutingTrace, topology: Topology, redundant: int) -> list[Configuration]:
     """The first is DeepSpeed as it is."""
     vanilla, plan = vanilla_plan(trace.fingerprint, topology), solve(trace, topology, SolveSettings())
     out = [
-        set_up("DeepSpeed AutoEP + AutoTP", vanilla, "off"), set_up("expert grouping", plan, "off"),
+        set_up("DeepSpeed AutoEP + AutoTP", vanilla, "off"), set_up(PLACEBO, vanilla, "off"),
+        set_up(UNPLANNED, unplanned(trace, topology), "predicted"), set_up("expert grouping", plan, "off"),
         set_up("both, owner predicted", plan, "predicted"), set_up("both, owner by true routing", plan, "routed"),
     ]  # fmt: skip
     if redundant:
@@ -61,29 +68,39 @@ def figures(
     where: str, ups: list[Configuration], results: list[list[GenerateResult]], identical: list[str]
 ) -> list[dict]:
     first, rows = [found[0] for found in results], []
+    names = [up.name for up in ups]
+    placebo, untold = (
+        estimate(over_first([found[names.index(PLACEBO)] for found in results], first)),
+        (names[0], PLACEBO),
+    )
     for i, up in enumerate(ups):
         of, k = [found[i] for found in results], up.plan.fingerprint.top_k
-        times = [r.seconds / v.seconds for r, v in zip(of, first, strict=True)]
+        time = estimate(over_first(of, first))
         rows.append({
             "where": where, "name": up.name, "lar": of[0].lar, "rows_per_pair": k * (1 - of[0].lar),
             "rows_per_rank": of[0].remote_ranks_per_token, "all_to_all_bytes": of[0].all_to_all_bytes,
             "total_bytes": of[0].total_bytes, "sent_bytes": of[0].sent_bytes, "load": of[0].load_max_over_mean,
-            "seconds": median(r.seconds for r in of), "time": [median(times), min(times), max(times)],
+            "seconds": median(r.seconds for r in of), "time": asdict(time),
+            "claim": "" if up.name in untold else claim(time, [placebo]),
             "identical": identical[i],
         })  # fmt: skip
     return rows
 
 
+def over_first(of: list[GenerateResult], first: list[GenerateResult]) -> np.ndarray:
+    seconds = ({i: result.seconds for i, result in enumerate(results)} for results in (of, first))
+    return paired_ratios(*seconds)
+
+
 def show(rows: list[dict]) -> None:
     base = rows[0]
     print(f"\n{base['where']}\n  {'':34}  LAR   rows/pair    rows/rank    all-to-all         all bytes         "
-          " load   time                outputs identical")  # fmt: skip
+          " load   time                claim                outputs identical")  # fmt: skip
     for r in rows:
         cells = [f"{r[n]:.2f} ({r[n] / base[n]:.2f})" for n in ("rows_per_pair", "rows_per_rank")]
         cells += [f"{r[n] / 1e6:7.1f} MB ({r[n] / base[n]:.2f})" for n in ("all_to_all_bytes", "total_bytes")]
-        ratio, least, most = r["time"]
-        print(f"  {r['name']:34} {r['lar']:.3f}  {'  '.join(cells)}  {r['load']:.2f}   {ratio:.2f} [{least:.2f}, "
-              f"{most:.2f}]   {r['identical']}", flush=True)  # fmt: skip
+        print(f"  {r['name']:34} {r['lar']:.3f}  {'  '.join(cells)}  {r['load']:.2f}   {Estimate(**r['time'])}   "
+              f"{r['claim']:20} {r['identical']}", flush=True)  # fmt: skip
 
 
 def main() -> None:
@@ -91,7 +108,7 @@ def main() -> None:
     parser.add_argument("--topologies", nargs="+", choices=TOPOLOGIES, default=list(TOPOLOGIES))
     parser.add_argument("--networks", nargs="+", default=["loopback", "200mbit"])
     parser.add_argument("--redundant", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--out", type=Path, help="write the JSON line to this file too")
     a = parser.parse_args()

@@ -20,8 +20,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from serving.engine import Engine, SetUp, add_engine, engine
-from serving.server import Server, ServerError, counters, serving
+from serving.engine import Engine, ServerError, SetUp, add_engine, engine
+from serving.server import Server, counters, serving
 
 from semmoe.core import Plan, RoutingTrace
 from semmoe.demo import MODEL, demo_prompts

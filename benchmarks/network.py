@@ -83,6 +83,13 @@ def slow_network(
         signal.signal(signal.SIGTERM, before)
 
 
+def set_rate(network: Network, rate: str) -> None:
+    """Give every host's link another rate, while processes run on a uniform network."""
+    for host in range(network.hosts):
+        for namespace, device in ((network.namespace(host), DEVICE), (network.switch, f"host{host}")):
+            _hold(namespace, device, rate, "replace")
+
+
 def enter(network: Network, host: int) -> None:
     """Move this process, which must not have threads that talk already, to the host."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -154,9 +161,9 @@ def _uplink(network: Network, node: int) -> None:
         _hold(network.switch, end, network.rate)
 
 
-def _hold(namespace: str, device: str, rate: str) -> None:
+def _hold(namespace: str, device: str, rate: str, verb: str = "add") -> None:
     """What leaves `device`: at most `rate`, a queue of 100 ms, bursts of two of the largest packets."""
-    _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", "rate", rate, "burst", "128kb",
+    _run("tc", "-n", namespace, "qdisc", verb, "dev", device, "root", "tbf", "rate", rate, "burst", "128kb",
          "latency", "100ms")  # fmt: skip
 
 

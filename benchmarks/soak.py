@@ -29,7 +29,7 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 import psutil
-from serving.engine import RANKS, Engine, SetUp, add_engine, engine
+from serving.engine import RANKS, Engine, ServerError, SetUp, add_engine, engine
 from serving.requests import (
     ACCEPTED,
     HUNG_UP,
@@ -43,7 +43,7 @@ from serving.requests import (
     make_requests,
     send,
 )
-from serving.server import Server, ServerError, counters, make_plans, prompts, serving
+from serving.server import Server, counters, make_plan, prompts, serving
 
 from semmoe.checkpoint.directory import config_count, read_config
 from semmoe.demo import MODEL
@@ -205,7 +205,7 @@ def run(served: Engine, a: argparse.Namespace, scratch: Path) -> tuple[Record, d
     seen, held_out = prompts()
     plan = a.plan.resolve() if a.plan else None
     if plan is None and not a.vanilla:
-        plan = make_plans(seen, [a.attention], a.redundant_experts, scratch)[a.attention, "semmoe"]
+        plan = make_plan(seen, a.attention, a.redundant_experts, scratch)
     references = make_references(held_out, a.prompts, random.Random(a.seed))
     requests = make_requests(served, references, a.requests, a.hang_ups, a.malformed, a.seed)
     good = make_requests(served, references, 8, 0, 0, a.seed + 1)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
-TOTAL, FILE, FUNCTION = 30_250, 350, 50
+TOTAL, FILE, FUNCTION = 30_300, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 335,
@@ -19,7 +19,7 @@ ROOMS = {
     "files.py trace.py": 535,
     "affinity.py splitter.py copychoice.py metrics.py capacity.py": 680,
     "settings.py calibration.py cost.py rowcosts.py payoff.py": 920,
-    "results.py": 310,
+    "results.py": 325,
     "tokens": 1100,
     "requests": 1030,
     "placement": 2600,
@@ -29,7 +29,7 @@ ROOMS = {
     "replayer.py online.py": 320,
     "runtime": 2710,
     "checkpoint": 1130,
-    "engines": 8550,
+    "engines": 8600,
     "router": 1340,
     "estimate": 1150,
     "report": 1830,

@@ -229,6 +229,16 @@ def test_latency_by_length_is_of_vanillas_in_the_same_run(tmp_path):
         serving.table2(Inputs(results=tmp_path))
 
 
+def test_a_gain_is_what_paired_rounds_allow_to_claim(tmp_path):
+    found, claim = sweep(), {"name": "DP, plan", "run": "light", "column": "request_throughput", "ratio": 1.4,
+                             "low": 0.9, "high": 1.6, "placebo": [0.8, 1.2], "rounds": 7,
+                             "says": "no difference seen"}  # fmt: skip
+    (tmp_path / "x.txt").write_text(f"Engine 1, torch\n{json.dumps({**found, 'claims': [claim]})}\n")
+    [comparison] = serving.figure4(Inputs(results=tmp_path)).comparisons
+    assert comparison.measured == "plan: no difference seen (14 tokens/s)"
+    assert "59 %" in comparison.why
+
+
 def test_tables_take_what_their_arrays_take(inputs, made):
     vanilla = vanilla_plan(inputs.shipped.trace.fingerprint, Topology(ep_size=4))
     assert runtime.table_bytes(vanilla) == 0

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 RANKS = 2  # where each is a node, or a process beside the benchmark's own
 
 
+class ServerError(Exception):
+    """Why a server did not start, or ended; one line, and then the end of its log."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SetUp:
     name: str
@@ -26,7 +30,7 @@ class SetUp:
     schedule: str = "plan"
     shuffle: str = "layer"
     ranks: int = RANKS
-    all_to_all: bool = True  # False: as the engine sums experts by itself in attention-TP, without a plan
+    all_to_all: bool = True  # False: as the engine sums experts by itself, without a plan
 
     @property
     def topology(self) -> Topology:
@@ -45,7 +49,6 @@ class Engine(ABC):
     OPTIONS: ClassVar[dict[str, Any]] = {}  # of every server, vanilla or not
     UNCACHED: ClassVar[dict[str, Any]] = {}  # the option that keeps no prefixes
     GRACE = 0.0  # seconds that processes have to end by themselves
-    FIGURES: ClassVar[dict[str, str]] = {}  # our name of a figure -> the bench client's
     NATIVE = False  # whether the soak knows another interface than OpenAI's
     WRONG_RANK: ClassVar[dict[str, Any]] = {}  # in a request's body
     WRONG_RANK_HEADERS: ClassVar[dict[str, str]] = {}
@@ -60,16 +63,6 @@ class Engine(ABC):
     @abstractmethod
     def on_node(self, up: SetUp, network: Network, node: int, port: int) -> Command:
         """What `serve` needs besides where each node has ranks of the set-up; port: where nodes meet."""
-
-    @abstractmethod
-    def bench(
-        self, port: int, dataset: Path, requests: int, rate: float, warmup: int, new_tokens: int, out: Path
-    ) -> list[str]:
-        """The engine's own bench client: greedy, exactly `new_tokens` each; it leaves one JSON object in `out`."""
-
-    @abstractmethod
-    def dataset(self, texts: list[str]) -> str:
-        """A file of prompts for the client."""
 
     @abstractmethod
     async def busy(self, session: "aiohttp.ClientSession") -> list[int]:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,15 +26,12 @@ from semmoe.plan import save_plan
 from semmoe.settings import DemoSettings, SolveSettings
 from semmoe.solver import solve
 from semmoe.topology import Topology
-from serving.engine import RANKS, Command, Engine, SetUp
+from serving.engine import RANKS, Command, Engine, ServerError, SetUp
 
 MOST_PROMPTS = 1000  # of a data set
 PORT, MEETING_PORT = 30477, 20477  # in network namespaces, where all ports are free
+APART = 1000  # ports between servers that are alive at the same time
 PROBE = "import sys, urllib.request; sys.exit(urllib.request.urlopen(sys.argv[1], timeout=20).status != 200)"
-
-
-class ServerError(Exception):
-    """Why a server did not start, or ended; one line, and then the end of its log."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +53,17 @@ class Server:
                 root = psutil.Process(process.pid)
                 found += [root, *root.children(recursive=True)]
         return found
+
+    def pause(self) -> None:
+        """Stop all of its processes, so that they take no core from another server; they keep what they hold."""
+        for process in self.tree():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.suspend()
+
+    def resume(self) -> None:
+        for process in self.tree():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
 
     def check(self) -> None:
         for node, process in enumerate(self.processes):
@@ -79,36 +87,33 @@ def prompts(dataset: str = "") -> tuple[list[list[int]], list[list[int]]]:
     return ids[: len(ids) // 5], ids[len(ids) // 5 :]
 
 
-def make_plans(
-    seen: list[list[int]], attentions: Sequence[str], redundant: int, folder: Path, moetuner: bool = False
-) -> dict[tuple[str, str], Path]:
-    """By attention and method, plans of the shipped model; MoETuner's has no copies."""
-    trace, plans = record(load_model(str(MODEL)), str(MODEL), seen, folder / "trace"), {}
-    for attention in attentions:
-        topology = Topology.for_attention(attention, RANKS)
-        for method, copies in (("semmoe", redundant), *([("moetuner", 0)] if moetuner else [])):
-            plan = solve(trace, topology, SolveSettings(method=method, redundant_experts=copies))
-            plans[attention, method] = folder / f"plan-{attention}-{method}"
-            save_plan(plan, plans[attention, method])
-    return plans
+def make_plan(seen: list[list[int]], attention: str, redundant: int, folder: Path) -> Path:
+    """A plan of the shipped model."""
+    trace, path = record(load_model(str(MODEL)), str(MODEL), seen, folder / "trace"), folder / f"plan-{attention}"
+    topology = Topology.for_attention(attention, RANKS)
+    save_plan(solve(trace, topology, SolveSettings(redundant_experts=redundant)), path)
+    return path
 
 
 @contextlib.contextmanager
 def serving(
     engine: Engine, up: SetUp, folder: Path, options: dict[str, Any] | None = None, network: Network | None = None,
-    timeout: float = 600,
+    timeout: float = 600, place: int = 0,
 ) -> Iterator[Server]:  # fmt: skip
-    """A server that answers, in one process group here or a node on each host of the network. Raises ServerError."""
+    """A server that answers, in one process group here or a node on each host of the network. Raises ServerError.
+
+    place: 0, 1, ... tells servers apart that are alive on a network at the same time.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, mode=0o700)
-    port = PORT if network else _free_port()
+    port = PORT + place * APART if network else _free_port()
     command = engine.serve(up, folder, port, options or {})
     prefix = ["ip", "netns", "exec", network.namespace(0)] if network else []
     server = Server([], prefix, folder, port)
     try:
         for node in range(network.hosts if network else 1):
             log = folder / f"node-{node}.log"
-            more = engine.on_node(up, network, node, MEETING_PORT) if network else Command([], {})
+            more = engine.on_node(up, network, node, MEETING_PORT + place * APART) if network else Command([], {})
             server.processes.append(_start(command, more, log, network, node))
         _wait(server, timeout)
         yield server
@@ -141,6 +146,7 @@ def _wait(server: Server, timeout: float) -> None:
 
 
 def _end(server: Server, grace: float) -> None:
+    server.resume()  # what is stopped cannot end by itself
     processes = server.tree()
     for process in server.processes if grace else ():
         process.terminate()

@@ -1,6 +1,5 @@
-"""vLLM's servers and bench client for the benchmarks."""
+"""vLLM's servers for the benchmarks."""
 
-import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -16,7 +15,6 @@ from semmoe.engines.vllm.settings import VllmSettings
 from semmoe.plan import load_plan
 from serving.engine import Command, Engine, SetUp, python
 
-CLI = "vllm.entrypoints.cli.main"
 BUSY = re.compile(r'^vllm:num_requests_(?:running|waiting)\{.*?engine="(\d+)".*\} ([0-9.e+]+)$', re.MULTILINE)
 
 
@@ -28,11 +26,6 @@ class Vllm(Engine):
     }  # fmt: skip
     UNCACHED: ClassVar[dict[str, Any]] = {"no_enable_prefix_caching": True}
     GRACE = 20.0  # what is killed leaves its shared memory behind
-    FIGURES: ClassVar[dict[str, str]] = {
-        "request_throughput": "request_throughput", "output_throughput": "output_throughput",
-        "median_ttft_ms": "median_ttft_ms", "p99_ttft_ms": "p99_ttft_ms", "median_e2e_ms": "median_e2el_ms",
-        "p99_e2e_ms": "p99_e2el_ms", "p99_itl_ms": "p99_itl_ms",
-    }  # fmt: skip
     WRONG_RANK_HEADERS: ClassVar[dict[str, str]] = {"X-data-parallel-rank": "99"}
 
     def serve(self, up: SetUp, folder: Path, port: int, options: dict[str, Any]) -> Command:
@@ -54,21 +47,6 @@ class Vllm(Engine):
             at |= {"data_parallel_rpc_port": port} | ({"data_parallel_start_rank": node} if node else {})
         headless = {"headless": True, "api_server_count": 0} if node else {}
         return Command(command_line(at | headless), {"VLLM_HOST_IP": network.address(node)})
-
-    def bench(
-        self, port: int, dataset: Path, requests: int, rate: float, warmup: int, new_tokens: int, out: Path
-    ) -> list[str]:
-        # Its `custom` data sets need pandas; this one is JSON.
-        words = python("-m", CLI, "bench", "serve", "--backend", "openai", "--host", "127.0.0.1", "--port", str(port))
-        words += ["--model", str(MODEL), "--dataset-name", "sharegpt", "--dataset-path", str(dataset)]
-        words += ["--num-prompts", str(requests), "--request-rate", str(rate), "--num-warmups", str(warmup)]
-        words += ["--sharegpt-output-len", str(new_tokens), "--seed", "0", "--disable-tqdm", "--ignore-eos"]
-        words += ["--temperature", "0", "--percentile-metrics", "ttft,tpot,itl,e2el", "--save-result"]
-        return [*words, "--result-dir", str(out.parent), "--result-filename", out.name]
-
-    def dataset(self, texts: list[str]) -> str:
-        # The client wants a second turn and ignores it.
-        return json.dumps([{"conversations": [{"value": text}, {"value": "none"}]} for text in texts])
 
     async def busy(self, session: aiohttp.ClientSession) -> list[int]:
         async with session.get("/metrics") as response:

@@ -26,7 +26,7 @@ class Objectives(BaseModel):
 
 
 class Visit(BaseModel):
-    """What one server did in one round. runs: by name, in the bench clients' units (requests/s, tokens/s, ms)."""
+    """What one server did in one round. runs: by name, in requests/s, tokens/s and ms."""
 
     model_config = ConfigDict(extra="forbid")
     round: int
@@ -37,18 +37,41 @@ class Visit(BaseModel):
     activity: Values  # the server's own counters; none without all-to-all
 
 
+class Claim(BaseModel):
+    """A figure over vanilla's of the same rounds, and whether it can be told from a placebo's."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: str
+    run: str
+    column: str
+    ratio: float
+    low: float
+    high: float
+    placebo: list[float]  # what the placebos span; nothing without any
+    rounds: int
+    says: str  # the ratio and its interval, or why nothing is claimed
+
+
 class ServingSweep(BaseModel):
-    """What benchmarks/bench_serving.py measured. Set-ups are named "ATTENTION, ...", vanilla "ATTENTION, vanilla"."""
+    """What `benchmarks/bench_served.py report` printed, or the benchmark before it.
+
+    Set-ups are named "ATTENTION, ...", vanilla "ATTENTION, vanilla".
+    """
 
     model_config = ConfigDict(extra="forbid")
     settings: dict[str, Any]
     sweeps: dict[str, Objectives]  # by attention
     visits: list[Visit]
+    claims: list[Claim] = []  # none in files of the benchmark before
 
     def figure(self, name: str, run: str, column: str) -> float | None:
         """Median over rounds of what a set-up had in a run, None where it had none."""
         found = [v.runs[run][column] for v in self.visits if v.name == name and column in v.runs.get(run, {})]
         return median(found) if found else None
+
+    def claim(self, name: str, run: str, column: str) -> Claim | None:
+        """None where nothing was measured in pairs."""
+        return next((c for c in self.claims if (c.name, c.run, c.column) == (name, run, column)), None)
 
     def runs(self, name: str) -> list[str]:
         """Names of a set-up's runs, in the order in which they were made."""

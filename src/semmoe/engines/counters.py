@@ -10,6 +10,8 @@ Names (all begin with `semmoe_`) with labels in braces; `ep_rank` and `dp_rank` 
     served_pairs{by}                        pairs by the rank that computes them: expert load
     sent_bytes{ep_rank, kind}               bytes that semmoe's own code sends, by kind of collective
     messages{ep_rank, kind}                 messages that it sends to other ranks
+    pass_seconds{ep_rank, part}             time of forward passes; part = counts, all_to_all, shuffle (semmoe's
+                                            other collectives) or rest; only on a CPU
     all_to_all_bytes{ep_rank, tier}         dispatch and combine, if semmoe's own code sends them
     node_bytes{node, to_node}               those bytes that go to another node; only with several nodes
     rank_pair_rows{ep_rank, to}             remote_rows by pair of ranks; these three only with SEMMOE_RANK_PAIRS=1
@@ -162,6 +164,7 @@ DESCRIPTIONS = {
     "served_pairs": "(token, expert) pairs by the rank that computes them",
     "sent_bytes": "Bytes that semmoe's collectives sent, by kind",
     "messages": "Messages that semmoe's collectives sent to other ranks, by kind",
+    "pass_seconds": "Seconds of forward passes on a CPU, by where they went",
     "all_to_all_bytes": "Bytes of dispatch and combine, inside the node or between",
     "node_bytes": "Bytes of dispatch and combine by pair of nodes",
     "rank_pair_rows": "Rows for other ranks, one per (token, rank), by pair of ranks",

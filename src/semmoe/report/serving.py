@@ -15,7 +15,7 @@ def section(inputs: Inputs) -> Section:
     """One figure per sweep and attention."""
     parts: list[Figure | Missing] = [_figure(s, attention) for s in inputs.sweeps for attention in s.sweep.sweeps]
     if not parts:
-        command = "python benchmarks/bench_serving.py --engine vllm > serving.txt"
+        command = "python benchmarks/bench_served.py report FILE > serving.txt"
         parts = [Missing("Latency over throughput", "There is no measurement of a server under load.", command)]
     return Section(id="serving", title="Under load", short="Serving", parts=parts)
 

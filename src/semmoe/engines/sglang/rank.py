@@ -8,6 +8,7 @@ from typing import Any
 
 import sglang
 import torch
+from sglang.srt.distributed import attention_tensor_model_parallel_all_reduce
 from sglang.srt.model_executor.cuda_graph_config import (
     Backend,
     Phase,
@@ -20,6 +21,7 @@ from semmoe.core import Plan
 from semmoe.engines import supervisor
 from semmoe.engines.absent import NoRecorder, NoShuffle, NoTraffic
 from semmoe.engines.counters import Reading
+from semmoe.engines.passes import PassClock
 from semmoe.engines.paths import SHUFFLED, check_path, only
 from semmoe.engines.rank import check_identity, check_plan, check_same_plan, description, publish, tell_untried
 from semmoe.engines.recorder import LiveRecorder
@@ -67,7 +69,7 @@ class RankPlugin:
         self._shuffle: BoundaryShuffle | NoShuffle = NoShuffle()
         self._recording: PassRecorder | NoRecorder = NoRecorder()
         self._traffic: TrafficCounter | NoTraffic = NoTraffic()
-        self._check, self._copies = SelfCheck(), ChosenCopies()
+        self._check, self._copies, self._clock = SelfCheck(), ChosenCopies(), PassClock()
         self._copies.whole = self.has_all_rows
         self._untimed = False  # whether the paths of passes are still to be timed
         self._blocks: set[int] = set()  # identities of the model's expert layers; a draft model's are not among them
@@ -185,6 +187,7 @@ class RankPlugin:
             self._untimed = path == "auto"
             shuffle.choice = only(SHUFFLED if self._untimed else path)
         self._shuffle, shuffle.ran = shuffle, self._check.ran
+        shuffle.all_reduce = attention_tensor_model_parallel_all_reduce
         self._check.expect("scatter", len(layers))
         self._check.expect("restore", len(layers))
         if get_spec().speculative_algorithm and not check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED):
@@ -249,7 +252,9 @@ class RankPlugin:
         if judged:
             self._check.begin()
         try:
-            out = original(runner, forward_batch, *args, **kwargs)
+            some = not forward_batch.forward_mode.is_idle()
+            with self._clock.passing(self.dispatch_comms, self._shuffle.comms, some):
+                out = original(runner, forward_batch, *args, **kwargs)
         finally:
             self._shuffle.end()
             self._recording.end()
@@ -310,12 +315,13 @@ class RankPlugin:
         tell_untried(rank, "sglang", sglang.__version__, targets.TRIED)
         labels = description(f"sglang {sglang.__version__}", self._plan, self._settings, running.attention, shuffle)
         labels |= {name: str(on).lower() for name, on in how.items()}
-        source = functools.partial(self._readings, rank, rank_traffic(rank, running, self._settings))
+        source = functools.partial(self._readings, rank_traffic(rank, running, self._settings))
         publish(rank, folder, labels, source)
 
-    def _readings(self, rank: int, traffic: RankTraffic) -> Iterator[Reading]:
+    def _readings(self, traffic: RankTraffic) -> Iterator[Reading]:
         yield from traffic.readings(self._traffic, self.dispatch_comms, self._shuffle.comms)
-        yield from self._shuffle.readings({"ep_rank": str(rank)})
+        yield from self._shuffle.readings({"ep_rank": str(traffic.rank)})
+        yield from self._clock.readings(traffic.rank)
         yield from self._check.readings()
 
 

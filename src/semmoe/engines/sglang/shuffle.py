@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from sglang.srt.distributed import attention_tensor_model_parallel_all_reduce
 
 from semmoe.engines.layer import TokenRows
 from semmoe.engines.lookahead import NO_LOOKAHEAD, Lookahead
@@ -33,6 +32,8 @@ class BoundaryShuffle(TokenRows):
         super().__init__(shuffler, comm, lookahead)
         self._layers = layer_of_norm
         self._summed = False  # between the sum of a layer's attention and the end of the layer, with all rows here
+        # the sum of (N', H) over the attention group, for passes in which every rank has all rows
+        self.all_reduce: Callable[[torch.Tensor], torch.Tensor] = lambda rows: rows
         # called with the name of every hook that ran at a MoE layer
         self.ran: Callable[[str], None] = lambda hook: None
 
@@ -56,7 +57,7 @@ class BoundaryShuffle(TokenRows):
         """Before a layer's feed-forward: (N', H) partial sums and the whole residual stream -> this rank's rows."""
         self._padded, layer = len(hidden_states), self._layers.get(id(norm))
         if self.whole:
-            mine, self._layer, self._summed = attention_tensor_model_parallel_all_reduce(hidden_states), layer, True
+            mine, self._layer, self._summed = self.all_reduce(hidden_states), layer, True
         elif self._started(forward_batch):
             mine, residual = self.scatter(hidden_states, residual, layer)
         else:

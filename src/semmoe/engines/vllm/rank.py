@@ -14,6 +14,7 @@ from semmoe.core import Plan
 from semmoe.engines import supervisor
 from semmoe.engines.absent import NoRecorder, NoShuffle, NoTraffic
 from semmoe.engines.counters import Reading
+from semmoe.engines.passes import PassClock
 from semmoe.engines.rank import check_identity, check_plan, check_same_plan, description, publish, tell_untried
 from semmoe.engines.recorder import LiveRecorder
 from semmoe.engines.recording import Listener, PassRecorder
@@ -64,7 +65,7 @@ class RankPlugin:
         self._real = RealRows(torch.zeros((), dtype=torch.int64))
         self._attached = False  # whether a model with experts is hooked
         self._slots = Slots()
-        self._check_hooks = SelfCheck()
+        self._check_hooks, self._clock = SelfCheck(), PassClock()
         self._in_pass = False
         self._split = 1  # ranks that rows of an attention group are split over by position
 
@@ -292,7 +293,8 @@ class RankPlugin:
         self._recording.begin(read)
         self._in_pass = True
         try:
-            out = original(runner, *args, **kwargs)
+            with self._clock.passing(self._dispatch, self._shuffle.comms):
+                out = original(runner, *args, **kwargs)
             if self._check_hooks.pending:
                 self._degrade(self._check_hooks.verdict() or self._uncounted(int(self._real.count)))
             return out
@@ -343,5 +345,6 @@ class RankPlugin:
 
     def _readings(self, traffic: RankTraffic) -> Iterator[Reading]:
         yield from traffic.readings(self._traffic, self._dispatch, self._shuffle.comms)
-        yield from self._shuffle.readings({"ep_rank": str(self._ep_rank)})
+        yield from self._shuffle.readings({"ep_rank": str(traffic.rank)})
+        yield from self._clock.readings(traffic.rank)
         yield from self._check_hooks.readings()
