@@ -25,12 +25,20 @@ def run(job: dict[str, Any], variables: dict[str, str], folder: str) -> None:
         _take_times(job["times"])
     engine = LLM(
         model=job["model"], enable_expert_parallel=True, enforce_eager=True, max_model_len=2048, max_num_seqs=16,
-        max_num_batched_tokens=128, gpu_memory_utilization=0.1, block_size=32, **job["options"],
+        max_num_batched_tokens=128, gpu_memory_utilization=0.1, block_size=32, **_attention(job["model"]),
+        **job["options"],
     )  # fmt: skip
     answers = generate(engine, job["prompts"], job["together"])
     Path(folder, "out.json").write_text(json.dumps(answers))
     _counters_are_published(int(variables.get("RANK", variables.get("VLLM_DP_RANK", 0))))
     os._exit(0)  # gloo's threads need not be waited for
+
+
+def _attention(model: str) -> dict[str, str]:
+    """Latent attention as on every CPU: vLLM's own for AMX, which it would choose where there is AMX, is for bf16."""
+    config = Path(model, "config.json")
+    latent = config.exists() and json.loads(config.read_text()).get("kv_lora_rank")
+    return {"attention_backend": "CPU_MLA"} if latent else {}
 
 
 def _take_times(times: dict[str, list[float]]) -> None:
