@@ -55,20 +55,15 @@ class Run:
         """Of forward passes in the all-to-all, waits for slower ranks included; None where none is counted."""
         return share_of(self.counters)
 
-    @property
-    def waiting(self) -> float | None:
-        """The part of the share in which row counts are exchanged: most waits for slower ranks are there."""
-        return share_of(self.counters, ("counts",))
-
     def per_token(self, counter: str) -> float | None:
         """Of a counter, per token and layer."""
         tokens = self.counters.get("routed_tokens", 0)
         return self.counters.get(counter, 0) / tokens if tokens else None
 
 
-def share_of(counters: dict[str, float], parts: tuple[str, ...] = ("counts", "all_to_all")) -> float | None:
+def share_of(counters: dict[str, float]) -> float | None:
     passes = counters.get("pass_seconds", 0)
-    return sum(counters.get(f"pass_seconds.part={part}", 0) for part in parts) / passes if passes else None
+    return counters.get("pass_seconds.part=all_to_all", 0) / passes if passes else None
 
 
 class Records:

@@ -15,7 +15,7 @@ LIMIT, REACHED = 1.05, 0.9  # of the best rival's times; of the bound
 TIMES = ("first token", "end to end")
 LABELS = {
     "row": ["configuration", "n", *(f"{name}{more}" for name in FIGURES for more in ("", ", of vanilla's", ", claim"))],
-    "counted": ["configuration", "share", "before rows move", "bytes", "link bytes", "messages", "bound", "reached",
+    "counted": ["configuration", "share", "bytes", "link bytes", "messages", "bound", "reached",
                 "of the bound"],
     "held": ["attention", "arrivals", "figure", "plan over the best rival", "best rival", "placebo", "holds"],
     "reached": ["attention", "share", "bytes", "bound", "reached, over vanilla", "of the bound", "best rival",
@@ -48,8 +48,7 @@ def _head(records: Records) -> Iterator[str]:
     yield (
         "\nOver vanilla's: median of ratios in the same round [interval of "
         f"{CONFIDENCE:.0%}]. A claim stands where the interval lies outside of the placebos'. Share: of the time of "
-        "forward passes, in the all-to-all, waits for slower ranks included; most of these come before rows move. "
-        "Times in ms."
+        "forward passes, in the all-to-all, waits for slower ranks included. Times in ms."
     )
     for links in records.links.values():
         pairs = ", ".join(
@@ -96,7 +95,6 @@ def _counted(row: Row) -> list[str]:
     most = bound(share, kept) if share and kept else None
     numbers = [
         share,
-        row.waiting,
         kept,
         row.ratio(lambda r: r.link_bytes),
         row.ratio(lambda r: r.per_token("messages")),

@@ -44,11 +44,6 @@ class Row:
         """Vanilla's, in the same rounds."""
         return _median([run.share for run in self.base.values()])
 
-    @property
-    def waiting(self) -> float | None:
-        """The part of it that passes before rows move."""
-        return _median([run.waiting for run in self.base.values()])
-
 
 @dataclass(frozen=True)
 class Table:

@@ -10,7 +10,7 @@ Names (all begin with `semmoe_`) with labels in braces; `ep_rank` and `dp_rank` 
     served_pairs{by}                        pairs by the rank that computes them: expert load
     sent_bytes{ep_rank, kind}               bytes that semmoe's own code sends, by kind of collective
     messages{ep_rank, kind}                 messages that it sends to other ranks
-    pass_seconds{ep_rank, part}             time of forward passes; part = counts, all_to_all, shuffle (semmoe's
+    pass_seconds{ep_rank, part}             time of forward passes; part = all_to_all, shuffle (semmoe's
                                             other collectives) or rest; only on a CPU
     all_to_all_bytes{ep_rank, tier}         dispatch and combine, if semmoe's own code sends them
     node_bytes{node, to_node}               those bytes that go to another node; only with several nodes

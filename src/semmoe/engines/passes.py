@@ -1,8 +1,7 @@
 """Where the time of forward passes goes: in the expert all-to-all, in semmoe's other collectives, or elsewhere.
 
 Seconds are by the host's clock, so they are correct on a CPU only, and are counted only where semmoe's own code sends
-the all-to-all, which is there. The time in a collective includes waits for slower ranks. Most of these fall into the
-exchange of row counts, which is the first that ranks wait for in a layer; it is therefore a part of its own.
+the all-to-all, which is there. The time in a collective includes waits for slower ranks.
 """
 
 import contextlib
@@ -42,7 +41,5 @@ class PassClock:
 
 
 def _waited(dispatch: Sequence[Communicator], others: Sequence[Communicator]) -> dict[str, float]:
-    counts = sum(comm.seconds["counts"] for comm in dispatch)
-    whole = sum(sum(comm.seconds.values()) for comm in dispatch)
-    shuffled = sum(sum(comm.seconds.values()) for comm in others)
-    return {"counts": counts, "all_to_all": whole - counts, "shuffle": shuffled}
+    parts = {"all_to_all": dispatch, "shuffle": others}
+    return {part: sum(sum(comm.seconds.values()) for comm in comms) for part, comms in parts.items()}
