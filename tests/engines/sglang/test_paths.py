@@ -47,7 +47,7 @@ def test_without_an_all_to_all_no_row_is_dispatched_and_no_token_changes(with_co
 def test_each_pass_takes_the_path_that_is_cheaper_for_its_tokens(
     with_copies, prompts, reference, tmp_path, monkeypatch
 ):
-    monkeypatch.setenv("PYTHONPATH", str(TIMED), prepend=":")
+    monkeypatch.syspath_prepend(str(TIMED))  # which processes that it spawns take over
     tokens, counted = run(prompts, with_copies["cover"], tmp_path, "auto")
     assert tokens == reference
     assert counted["passes", "whole"] > 0
