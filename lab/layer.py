@@ -10,7 +10,7 @@ PARTS = {
     "reduce-scatter": ("reduce_scatter",),
     "all-gather": ("all_gather",),
     "all-reduce": ("all_reduce",),
-    "dispatch": ("counts", "dispatch"),
+    "dispatch": ("dispatch",),
     "experts": ("experts",),
     "combine": ("combine",),
     "other groups": ("control",),
