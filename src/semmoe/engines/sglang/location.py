@@ -39,8 +39,11 @@ class ChosenCopies:
         self._start = 0
         self.whole: Callable[[], bool] = lambda: False  # whether this pass has
 
-    def attach(self, plan: Plan, metadata: Any, layers: list[int], rank: int) -> None:
-        """Choose as the plan does, if SGLang chooses at all (with an all-to-all backend)."""
+    def attach(self, plan: Plan, metadata: Any, layers: list[int], rank: int, can_whole: bool = False) -> None:
+        """Choose as the plan does, if SGLang chooses at all (with an all-to-all backend).
+
+        can_whole: whether there may be passes in which every rank has all rows.
+        """
         chosen = metadata.logical_to_rank_dispatch_physical_map
         if chosen is None:
             return
@@ -49,7 +52,7 @@ class ChosenCopies:
         chosen[layers] = torch.stack([layer.first() for layer in copies]).to(chosen)
         if plan.placement.copy_choice != "static":
             self._by_layer = dict(zip(layers, copies, strict=True))
-        if plan.placement.redundant_experts:
+        if can_whole and plan.placement.redundant_experts:
             everyone = [rank_copies(plan, other) for other in range(plan.topology.ep_size)]
             self._of_all = dict(zip(layers, map(list, zip(*everyone, strict=True)), strict=True))
 

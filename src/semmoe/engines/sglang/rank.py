@@ -151,7 +151,7 @@ class RankPlugin:
                 raise ValueError("--enable-eplb would move the plan's experts: omit it")
             check_location(self._plan, metadata, layers)
             check_dispatch(self._plan, get_exec().moe.ep_dispatch_algorithm)
-            self._copies.attach(self._plan, metadata, layers, parallel.moe_ep_rank)
+            self._copies.attach(self._plan, metadata, layers, parallel.moe_ep_rank, self._can_whole())
         if self._plan is not None and self.shuffles:
             self._attach_shuffle(self._plan, runner, layers)
         if self._settings.folder is not None and parallel.attn_tp_rank == 0:
@@ -183,7 +183,7 @@ class RankPlugin:
             host = TokenShuffler(*where)
             ahead = lookahead(runner.model, host.lookahead, plan.fingerprint.top_k)
             shuffle = BoundaryShuffle(host, comm, norms, ahead)
-            path = check_path(self._settings.path, bool(self.dispatch_comms) and comm.size == parallel.moe_ep_size)
+            path = check_path(self._settings.path, self._can_whole())
             self._untimed = path == "auto"
             shuffle.choice = only(SHUFFLED if self._untimed else path)
         self._shuffle, shuffle.ran = shuffle, self._check.ran
@@ -261,6 +261,10 @@ class RankPlugin:
         if judged:
             tell_degraded(self._check.verdict())
         return out
+
+    def _can_whole(self) -> bool:
+        """Whether every rank may have all rows: in one attention group, with an all-to-all that can be left out."""
+        return bool(self.dispatch_comms) and get_parallel().attn_tp_size == get_parallel().moe_ep_size
 
     def has_all_rows(self) -> bool:
         """Whether every rank has all rows of this pass around its experts, and no all-to-all runs."""

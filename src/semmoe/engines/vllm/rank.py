@@ -66,7 +66,7 @@ class RankPlugin:
         self._attached = False  # whether a model with experts is hooked
         self._slots = Slots()
         self._check_hooks, self._clock = SelfCheck(), PassClock()
-        self._in_pass = False
+        self._in_pass = self._can_whole = False  # can_whole: there may be passes in which every rank has all rows
         self._split = 1  # ranks that rows of an attention group are split over by position
 
     @property
@@ -158,8 +158,7 @@ class RankPlugin:
             if self.shuffles:
                 self._check_hooks.expect("shuffled layers", len(layers))
         if isinstance(self._shuffle, LayerShuffle):
-            alone = bool(self._dispatch) and config.data_parallel_size == 1
-            self._shuffle.choice = choice_for(runner, self._shuffle, self._real, self._settings.path, alone)
+            self._shuffle.choice = choice_for(runner, self._shuffle, self._real, self._settings.path, self._can_whole)
             self._check_hooks.begin()
             for counted in (self._traffic, *self._dispatch, *self._shuffle.comms):
                 counted.reset_counts()  # passes that were only timed served nobody
@@ -176,6 +175,7 @@ class RankPlugin:
         manager = getattr(group.device_communicator, "all2all_manager", None)
         if str(runner.device) == "cpu" and manager is not None:  # it is semmoe's
             self._dispatch.append(manager.serve(physical, lambda: self._shuffle.whole))
+            self._can_whole = get_tp_group().world_size == group.world_size
 
     def _degrade(self, reason: str) -> None:
         if reason:
@@ -255,12 +255,12 @@ class RankPlugin:
         Without an all-to-all, which sends rows to chosen ranks, it is the same for all ranks.
         """
         experts = blocks[layers[0]].moe_config.num_experts
-        ranks = range(get_ep_group().world_size) if self._dispatch else [source]
+        ranks = range(get_ep_group().world_size) if self._can_whole else [source]
         copies = [rank_copies(self._plan, rank) for rank in ranks] if self._plan is not None else []
 
         def hooks(place: int) -> RoutedLayer:
             own = [of_rank[place].to(self._real.count.device) for of_rank in copies]
-            rank, size = (source if self._dispatch else 0), experts // get_ep_group().world_size
+            rank, size = (source if self._can_whole else 0), experts // get_ep_group().world_size
             return RoutedLayer(place, own, rank, size, self._real, self._traffic, bool(self._dispatch), self._observe)
 
         unseen = hook_routers([blocks[index] for index in layers], hooks)
