@@ -98,9 +98,9 @@ def layer_time(
     dispatch = rows * float(dispatch_row_bytes(shape, links))
     combine = rows.T * float(combine_row_bytes(shape, links))
     return LayerTime(
-        dispatch=_exchange_seconds(dispatch, topology, links, "dispatch_latency_us"),
+        dispatch=exchange_seconds(dispatch, topology, links, "dispatch_latency_us"),
         experts=_expert_seconds(busiest_pairs, shape, links),
-        combine=_exchange_seconds(combine, topology, links, "combine_latency_us"),
+        combine=exchange_seconds(combine, topology, links, "combine_latency_us"),
     )
 
 
@@ -126,7 +126,7 @@ def _expert_seconds(busiest_pairs: float, shape: LayerShape, links: Links) -> fl
     return links.experts.fixed_us * 1e-6 + busiest_pairs * shape.flops_per_pair / (links.experts.teraflops * 1e12)
 
 
-def _exchange_seconds(sent: np.ndarray, topology: Topology, links: Links, latency: str) -> float:
+def exchange_seconds(sent: np.ndarray, topology: Topology, links: Links, latency: str) -> float:
     """Time of an all-to-all of `sent` (G, G) bytes in seconds; a tier that carries nothing takes no time."""
     node, doublings = topology.node_of, log2(topology.num_nodes)
     seconds = sent * seconds_per_gigabyte(links, topology) * 1e-9

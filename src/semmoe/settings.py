@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from semmoe.bounds import MOST_RANKS, check_numbers, choice, number, switch
+from semmoe.bounds import MOST_LAYERS, MOST_RANKS, check_numbers, choice, number, switch
 
 PATHS = ("shuffled", "whole")  # attention-TP: how tokens meet their experts in a pass (`semmoe.engines.paths`)
 GRANULARITIES = ("layer", "batch")  # attention-TP: slices are decided once per layer or once per batch
@@ -284,6 +284,39 @@ class StopSettings:
 
     def __post_init__(self) -> None:
         check_numbers(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwapSettings:
+    layers_per_pass: int = number(
+        0, 0, MOST_LAYERS, help="Layers whose experts move between two forward passes; 0: all at once."
+    )
+    timeout: float = number(600.0, 1, 86_400, panel="Limits", help="Seconds to wait for the end of the swap.")
+
+    def __post_init__(self) -> None:
+        check_numbers(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptSettings:
+    every: float = number(5.0, 0.1, 3600, help="Seconds between two looks.")
+    window: float = number(60.0, 1, 86_400, help="Seconds over which a local activation rate is measured.")
+    margin: float = number(0.02, 0, 1, help="How far it may fall below what is expected.")
+    schedule: float = number(0.0, 0, 1e8, help="Also solve after so many seconds without one; 0: only on drift.")
+    rest: float = number(120.0, 0, 1e8, help="Least seconds between two solves.")
+    requests: int = number(500, 40, 1_000_000, help="Requests to record.")
+    patience: float = number(600.0, 1, 86_400, help="Most seconds to record for.")
+    judged: float = number(0.3, 0.05, 0.9, help="Share of them, the newest, that plans are scored on.")
+    solve_seconds: float = number(30.0, 0.1, 86_400, help="Seconds to search a plan, at low priority.")
+    horizon: float = number(1800.0, 1, 1e8, help="Seconds within which a plan must pay for the move to it.")
+    least_gain: float = number(0.01, 0, 1, help="Least share of pairs that the new plan must make local.")
+    least_share: float = number(0.3, 0, 1, help="Least share of its predicted gain that must be measured, or back.")
+    layers_per_pass: int = number(0, 0, MOST_LAYERS, help="Layers that move between two passes; 0: all at once.")
+
+    def __post_init__(self) -> None:
+        check_numbers(self)
+        if self.every > self.window:
+            raise ValueError(f"--every must be no longer than --window, {self.window:g} s, not {self.every:g}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,8 @@ from urllib.request import urlopen
 
 from prometheus_client.parser import text_string_to_metric_families
 
-PREFIX = "semmoe_"
-GAUGES = {"active", "degraded"}
+from semmoe.engines.counters import GAUGES, PREFIX
+
 STALE_SECONDS = 5.0  # counters are published every second
 ENOUGH_PAIRS = 10_000  # (token, expert) pairs; a local activation rate of fewer pairs is too noisy
 Labels = frozenset[tuple[str, str]]

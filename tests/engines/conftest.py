@@ -5,6 +5,9 @@ import os
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # where SGLang is, transformers needs it before it is imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from semmoe.dataset import Prompt, encode
@@ -12,7 +15,8 @@ from semmoe.demo import MODEL
 from semmoe.engines.transformers import recorder, verify
 from semmoe.engines.transformers.model import load_model
 from semmoe.engines.transformers.tokenizer import load_tokenizer
-from semmoe.plan import save_plan
+from semmoe.placement import linear
+from semmoe.plan import load_plan, save_plan
 from semmoe.settings import CoclusterSettings, GenerateSettings, PredictorSettings, SolveSettings
 from semmoe.solver import solve
 from semmoe.texts import held_out_prompts
@@ -68,6 +72,29 @@ def plans(model, texts, tmp_path_factory):
         save_plan(plan, folder / name)
         out[name] = str(folder / name)
     return out
+
+
+@pytest.fixture(scope="session")
+def swap_plans(plans, tmp_path_factory):
+    """For each of `plans`, four others that a server on it can be swapped to; and such that fit none of them."""
+    folder, out = tmp_path_factory.mktemp("swaps"), {}
+    for name, path in plans.items():
+        out[name] = [str(folder / f"{name}-{seed}") for seed in range(4)]
+        for seed, target in enumerate(out[name]):
+            save_plan(_replaced(load_plan(path), seed), target)
+    for name, topology in {"copies": Topology(ep_size=2, dp_size=2), "topology": Topology(ep_size=4)}.items():
+        out[name] = [str(folder / name)]
+        save_plan(linear.vanilla_plan(load_plan(plans["dp2"]).fingerprint, topology), out[name][0])
+    return out
+
+
+def _replaced(plan, seed):
+    """The plan with its copies at other places, at random, and the other copy choice."""
+    rng = np.random.default_rng(seed)
+    rows = np.stack([rng.permutation(row) for row in plan.placement.physical_to_logical_map])
+    choice = ("static", "cover")[seed % 2]
+    placement = replace(plan.placement, physical_to_logical_map=rows, static_dispatch=None, copy_choice=choice)
+    return replace(plan, placement=placement)
 
 
 def pytest_collection_modifyitems(items):

@@ -1,20 +1,31 @@
 """What holds of every engine's server on a plan, in every set-up: the plain model's tokens; and what users may send."""
 
+import itertools
+import json
 import os
 import signal
+import subprocess
+import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import numpy as np
 import openai
 import pytest
 import requests
-from serving import NEW_TOKENS, Router, cli
+from serving import NEW_TOKENS, SEMMOE, Router, cli
 
 from semmoe import watch
+from semmoe.cli import main
 from semmoe.demo import MODEL
+from semmoe.engines.live.files import plan_number
 from semmoe.engines.transformers import verify
+from semmoe.plan import load_plan
 from semmoe.trace import open_trace
+
+SWAPS, CLIENTS = 50, 64
 
 
 class ServerTests:
@@ -27,6 +38,7 @@ class ServerTests:
     RANKS: dict[str, int] = {}
     ROUTED: tuple[str, ...] = ()  # behind a router too
     KILLED: tuple[str, ...] = ()
+    SWAPPED: dict[str, str] = {}  # set-ups whose plan is swapped, and for which of the plans
 
     def test_the_plain_models_tokens(self, server, model, prompts, reference):
         check(model, prompts, reference, server.complete(prompts))
@@ -130,6 +142,39 @@ class ServerTests:
             router.stop()
         assert server.counters()["scheduled_requests named"] >= before.get("scheduled_requests named", 0) + 6
 
+    def test_swaps_under_load_lose_nothing(self, server, model, prompts, reference, plans, swap_plans):
+        """64 clients stream while the plan is swapped again and again, and at last back to the first."""
+        if server.name not in self.SWAPPED:
+            pytest.skip("as of another set-up")
+        others, first = swap_plans[self.SWAPPED[server.name]], plans[self.SWAPPED[server.name]]
+        order = np.random.default_rng(5).integers(0, len(others), SWAPS).tolist()
+        with Clients(server, prompts) as clients:
+            for turn, place in enumerate(order):
+                done = swap(server, others[place], layers=turn % 4)
+                assert {rank["state"] for rank in done["ranks"]} == {"done"}
+                assert {rank["plan"] for rank in done["ranks"]} == {int(done["plan"], 16)}
+        swap(server, first)
+        clients.check(model, reference)
+        check(model, prompts, reference, server.complete(prompts))
+        found, ranks = server.counters(), self.RANKS.get(server.name, 2)
+        assert found["swaps"] >= ranks * len(set(order))
+        assert found["plan_number"] == ranks * plan_number(load_plan(first))
+        assert found["swapped_bytes"] > 0
+        if server.name in self.SCHEDULING:
+            assert found["request_plan_number"] == plan_number(load_plan(first))
+
+    def test_a_plan_that_does_not_fit_is_refused_and_the_old_one_serves_on(
+        self, server, model, prompts, reference, swap_plans, capsys
+    ):
+        if server.name not in self.SWAPPED:
+            pytest.skip("as of another set-up")
+        before = server.counters()["plan_number"]
+        for name, line in (("copies", "redundant experts, and the server was started with"),
+                           ("topology", "and the server was started for")):  # fmt: skip
+            assert line in refused_swap(server, swap_plans[name][0], capsys)
+        assert server.counters()["plan_number"] == before
+        check(model, prompts, reference, server.complete(prompts))
+
     def test_the_death_of_a_rank_ends_the_server(self, server, prompts):
         """The last test of each server: every client gets an answer or an error, and no process stays."""
         if server.name not in self.KILLED:
@@ -166,6 +211,59 @@ def started(kind, set_ups):
             made.stop()
 
     return server
+
+
+class Clients:
+    """64 clients that each send one request after the other, streaming, until the block ends."""
+
+    def __init__(self, server, prompts):
+        self._server, self._prompts = server, prompts
+        self._stop, self._answers = threading.Event(), []
+
+    def __enter__(self):
+        self._pool = ThreadPoolExecutor(CLIENTS)
+        self._running = [self._pool.submit(self._send, i) for i in range(CLIENTS)]
+        return self
+
+    def _send(self, first):
+        for turn in itertools.count():
+            if self._stop.is_set():
+                return
+            i = (first + turn) % len(self._prompts)
+            with self._server.send(self._prompts[i], stream=True) as answer:
+                self._answers.append((i, self._server.streamed(answer)))
+
+    def __exit__(self, *error):
+        self._stop.set()
+        self._failures = [one.exception(timeout=120) for one in self._running]
+        self._pool.shutdown()
+
+    def check(self, model, reference):
+        """Every answer is the plain model's, token for token but for near-ties, which single prompts have."""
+        assert not any(self._failures), self._failures
+        assert len(self._answers) >= 2 * CLIENTS
+        parted = sorted({i for i, tokens in self._answers if tokens != reference[i]})
+        wrong = [next(tokens for j, tokens in self._answers if j == i and tokens != reference[i]) for i in parted]
+        prompts, expected = [self._prompts[i] for i in parted], [reference[i] for i in parted]
+        assert len(parted) <= 1, parted
+        assert not parted or verify.compare_outputs(model, prompts, expected, wrong).holds, (parted, wrong)
+
+
+def swap(server, plan, layers=0):
+    """What `semmoe swap` prints as JSON."""
+    words = [sys.executable, *SEMMOE, "swap", server.url, "--plan", plan, "--control", str(server.control)]
+    done = subprocess.run([*words, "--layers-per-pass", str(layers), "--json"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr + server.log[-3000:]
+    return json.loads(done.stdout)
+
+
+def refused_swap(server, plan, capsys):
+    """The line with which it ends."""
+    words = ["semmoe", "swap", server.url, "--plan", plan, "--control", str(server.control)]
+    with mock.patch.object(sys, "argv", words), pytest.raises(SystemExit) as done:
+        main()
+    assert done.value.code == 1
+    return capsys.readouterr().err
 
 
 def check(model, prompts, reference, outputs):

@@ -98,6 +98,10 @@ class Server:
     def tokens(self, answer: requests.Response) -> list[int]:
         raise NotImplementedError
 
+    def streamed(self, answer: requests.Response) -> list[int]:
+        """The tokens of an answer that comes in parts."""
+        raise NotImplementedError
+
     def cached(self, answer: requests.Response) -> int:
         """Prompt tokens that came from the prefix cache."""
         raise NotImplementedError

@@ -1,9 +1,25 @@
 """The `semmoe` command."""
 
-from semmoe.cli import apply, calibrate, doctor, estimate, offline, online, record, replay, report, router, serve, watch
+from semmoe.cli import (
+    adapt,
+    apply,
+    calibrate,
+    doctor,
+    estimate,
+    offline,
+    online,
+    record,
+    replay,
+    report,
+    router,
+    serve,
+    swap,
+    watch,
+)
 from semmoe.cli.app import app
 
 __all__ = [
+    "adapt",
     "app",
     "apply",
     "calibrate",
@@ -17,11 +33,12 @@ __all__ = [
     "report",
     "router",
     "serve",
+    "swap",
     "watch",
 ]
 GROUPS = (
     "profile affinity solve replay estimate apply",
-    "serve watch router",
+    "serve watch swap adapt router",
     "generate demo calibrate report doctor reproduce",
 )
 ORDER = " ".join(GROUPS).split()

@@ -1,6 +1,7 @@
 """Options that several commands share, with their defaults in one place."""
 
 import json
+import os
 from dataclasses import dataclass
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
@@ -155,3 +156,9 @@ class Widths:
     expert_size: int | None = number(
         None, 0, 1 << 24, panel=LINKS, help="Width of one expert, if the trace does not say."
     )
+
+
+def default_folder(port: int) -> Path:
+    """The control folder of a server that is given no other."""
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base) / "semmoe" / f"serve-{port}"

@@ -3,6 +3,7 @@
 import importlib
 import os
 import shlex
+import shutil
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,12 +22,13 @@ from semmoe.cli.options import (
     ModelArgument,
     Server,
     check_installed,
+    default_folder,
     ranks_at_hand,
     resolve_topology,
 )
 from semmoe.core import Plan
 from semmoe.engines import ownership, supervisor, support
-from semmoe.engines.settings import PluginSettings
+from semmoe.engines.settings import PLANS, PluginSettings
 from semmoe.settings import ServeSettings
 from semmoe.topology import Topology, physical_experts
 
@@ -64,7 +66,7 @@ def serve(
     chosen = _load(model, plan) if plan else None
     topology = resolve_topology(chosen, given(), ranks_at_hand())
     _check(model, engine.value, chosen, topology, asked, ctx.args)
-    folder = _own_folder(control or _default_folder(asked.port))  # the printed command needs it too
+    folder = _own_folder(control or default_folder(asked.port))  # the printed command needs it too
     plugin = _plugin_settings(plan, asked, folder)
     launch = importlib.import_module(f"semmoe.engines.{engine.value}.launch")
     if not dry_run:
@@ -128,11 +130,6 @@ def _load(model: str, path: Path) -> Plan:
     return plan
 
 
-def _default_folder(port: int) -> Path:
-    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(base) / "semmoe" / f"serve-{port}"
-
-
 def _own_folder(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     folder.chmod(0o700)
@@ -141,9 +138,17 @@ def _own_folder(folder: Path) -> Path:
 
 def _forget(folder: Path) -> None:
     """Remove the state of an earlier server, so that counters start at zero and nothing is recorded."""
-    names = ("activity-*.json", "status-*.json", "control.json", "expert_location-*.json", supervisor.REASON)
+    names: tuple[str, ...] = (
+        "activity-*.json",
+        "status-*.json",
+        "control.json",
+        "swap-*.json",
+        "expert_location-*.json",
+    )
+    names += (supervisor.REASON,)
     for old in (path for name in names for path in folder.glob(name)):
         old.unlink()
+    shutil.rmtree(folder / PLANS, ignore_errors=True)
     for old in (folder / "prometheus").glob("*.db"):  # from which vLLM's processes would continue to count
         old.unlink()
 

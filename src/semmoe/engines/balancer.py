@@ -57,6 +57,11 @@ class RequestBalancer:
         """Report that an admitted request has ended or will never begin."""
         self._scheduler.finish(assigned, assigned.work)
 
+    def follow(self, before: "RequestBalancer") -> None:
+        """Take over the ledger of the balancer of another plan, whose requests still run."""
+        self._scheduler.follow(before._scheduler)
+        self._sent = before._sent
+
     def reconcile(self, rank: int, requests: int, as_of: float) -> None:
         """Finish the oldest requests of a rank that reported, at clock time `as_of`, to have `requests` unfinished
         ones.

@@ -18,6 +18,11 @@ Names (all begin with `semmoe_`) with labels in braces; `ep_rank` and `dp_rank` 
     rank_pair_bytes{ep_rank, to}            all_to_all_bytes by pair of ranks
     rank_pair_served{ep_rank, to}           pairs by home rank and by the rank that computes them
     passes{ep_rank, path}                   attention-TP: forward passes by path (`semmoe.engines.paths`)
+    plan_number{ep_rank}                    the number of the plan that a rank serves on: equal on all (`semmoe swap`)
+    request_plan_number                     of the plan that assigns requests
+    swaps{ep_rank, outcome}                 swaps to another plan; outcome = done, refused
+    swapped_slots{ep_rank}                  slots that got another expert by swaps
+    swapped_bytes{ep_rank}                  weights that came from other ranks by swaps
     scheduled_requests{dp_rank, by}         requests; by = plan, named (the request named its rank) or engine
     unknown_tokens                          prompt ids that are not in the plan's tables
     schedule_failures                       requests that semmoe failed to schedule, which the engine then scheduled
@@ -153,7 +158,7 @@ def _new_metric(name: str, labels: list[str]) -> Any:
     return Counter(PREFIX + name, DESCRIPTIONS[name], labels)
 
 
-GAUGES = {"active", "degraded"}
+GAUGES = {"active", "degraded", "plan_number", "request_plan_number"}
 DESCRIPTIONS = {
     "active": "Ranks on which the plug-in runs",
     "degraded": "Ranks whose hooks do not run as they should, by reason",
@@ -171,6 +176,11 @@ DESCRIPTIONS = {
     "rank_pair_bytes": "Bytes of dispatch and combine by pair of ranks",
     "rank_pair_served": "(token, expert) pairs by home rank and by the rank that computes them",
     "passes": "Forward passes whose tokens may be shuffled, by path",
+    "plan_number": "Number of the plan that a rank serves on",
+    "request_plan_number": "Number of the plan that assigns requests",
+    "swaps": "Swaps to another plan, by outcome",
+    "swapped_slots": "Slots of experts that got another expert by swaps",
+    "swapped_bytes": "Bytes of experts' weights that came from other ranks by swaps",
     "scheduled_requests": "Requests by data-parallel rank and by who chose it",
     "unknown_tokens": "Prompt token ids outside the plan's tables",
     "schedule_failures": "Requests that semmoe failed to schedule",

@@ -37,7 +37,9 @@ class TokenRows:
         self._watch = SlotWatch()
         self.choice = only(SHUFFLED)
         self._path = SHUFFLED  # of this pass
-        self._unseen = np.zeros(0, np.int64)  # slots whose request began in passes that were not shuffled
+        # slots whose request began in passes that were not shuffled, or by another plan
+        self._unseen = np.zeros(0, np.int64)
+        self._num_slots = 0  # that were used so far
         self._num_tokens = 0  # of this pass
         self._tokens, self._padded = 0, 0  # rows of this pass to shuffle, without and with padding
         self._handle: Any = None  # handle between the two collectives of a layer
@@ -52,7 +54,9 @@ class TokenRows:
     def begin(self, token_ids: Any, slots: Any, decoding: Any, new_slots: Any) -> None:
         """Begin a forward pass over these tokens; arguments same as in `Shuffler.start`."""
         self._tokens, self._handle = len(token_ids), None
-        self._shuffler.start(token_ids, slots, decoding, new_slots)
+        self._num_slots = max(self._num_slots, int(slots.max(initial=-1)) + 1)
+        self._shuffler.start(token_ids, slots, decoding, np.union1d(self._unseen, new_slots))
+        self._unseen = self._unseen[:0]
 
     def begin_step(self, read: Callable[[], Step]) -> None:
         """Begin a pass that is read from an engine's batch, on the path chosen for it.
@@ -67,10 +71,14 @@ class TokenRows:
             self._unseen = np.union1d(self._unseen, self._watch.begun(step))
         if step.num_tokens and not self.whole:
             self.begin(step.token_ids, step.slots[step.rows], step.decoding, self._unseen)
-            self._unseen = self._unseen[:0]
 
     def end(self) -> None:
         self._tokens, self._handle, self._path = 0, None, SHUFFLED
+
+    def use(self, shuffler: Shuffler) -> None:
+        """Shuffle by another plan from the next pass on, which knows no history of the requests that run."""
+        self._shuffler = shuffler
+        self._unseen = np.union1d(self._unseen, np.arange(self._num_slots))
 
     @property
     def whole(self) -> bool:

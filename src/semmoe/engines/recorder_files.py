@@ -107,7 +107,7 @@ def _check_owner(path: Path, info: os.stat_result) -> None:
 
 
 def read_control(folder: Path) -> Control:
-    return _read(folder / CONTROL, Control)
+    return read_private(folder / CONTROL, Control)
 
 
 def write_control(folder: Path, control: Control) -> None:
@@ -123,7 +123,7 @@ def status_paths(folder: Path) -> list[Path]:
 
 
 def read_status(path: Path) -> Status:
-    return _read(path, Status)
+    return read_private(path, Status)
 
 
 def write_status(folder: Path, status: Status) -> None:
@@ -144,7 +144,7 @@ def counts_path(folder: Path, run: str, rank: int) -> Path:
     return folder / run / f"counts-{rank:05d}.safetensors"
 
 
-def _read(path: Path, model: type[Model]) -> Model:
+def read_private(path: Path, model: type[Model]) -> Model:
     """Read and validate a small file; links, pipes and large files are refused, so that reading cannot block."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

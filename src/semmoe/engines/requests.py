@@ -1,11 +1,12 @@
 """Name the data-parallel rank of requests in an engine's front end. On any error the engine's own choice is used."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from semmoe.core import Plan
 from semmoe.engines.balancer import RequestBalancer
-from semmoe.engines.counters import Counters
+from semmoe.engines.counters import Counters, Reading
+from semmoe.engines.live.files import plan_number
 
 log = logging.getLogger(__name__)
 
@@ -17,6 +18,23 @@ class RequestNamer:
         self._counters = counters
         self._balancer = RequestBalancer(plan)
         self._unknown, self._failed = 0, False
+        self._next: tuple[int, RequestBalancer] | None = None  # another plan's number and balancer
+        self._number = plan_number(plan)
+        counters.sources.append(self._readings)
+
+    def prepare(self, plan: Plan) -> None:
+        """Make another plan's tables, in any thread; the next request is assigned by them."""
+        self._next = plan_number(plan), RequestBalancer(plan)
+
+    def _switch(self) -> None:
+        """Follow the plan that was prepared, if there is one; requests that run stay in the ledger."""
+        if self._next is not None:
+            (self._number, balancer), self._next = self._next, None
+            balancer.follow(self._balancer)
+            self._balancer, self._unknown = balancer, 0
+
+    def _readings(self) -> Iterator[Reading]:
+        yield "request_plan_number", {}, self._number
 
     def name(self, named: int | None, choose: Callable[[], int | None]) -> int | None:
         """The rank to give a request; None if it has `named` one or the engine should choose."""
@@ -29,6 +47,7 @@ class RequestNamer:
         """The ranks to give to `count` requests that name none; None where the engine should choose."""
         ranks: Sequence[int | None] = [None] * count
         try:
+            self._switch()
             ranks = choose()
         except Exception:  # a request is served whatever happens here
             self._counters.add("schedule_failures", count)

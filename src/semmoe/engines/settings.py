@@ -9,6 +9,7 @@ from typing import TypeVar
 from semmoe.settings import GRANULARITIES, MOST_WAIT_MS, PATHS
 
 PREFIX = "SEMMOE_"
+PLANS = "plans"  # in the control folder: plans that a server may be swapped to
 
 
 @dataclass(frozen=True, kw_only=True)

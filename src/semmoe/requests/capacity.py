@@ -46,7 +46,7 @@ import numpy as np
 from semmoe.capacity import improve_assignment
 from semmoe.requests.policy import PromptScores
 from semmoe.requests.prefix import PrefixIndex
-from semmoe.requests.scheduler import Assigned
+from semmoe.requests.scheduler import Assigned, RequestScheduler
 
 SWEEPS = 20  # passes over a window
 
@@ -110,6 +110,11 @@ class CapacityScheduler:
     def work(self) -> np.ndarray:
         """(D,) the ledger: decode tokens of each group."""
         return self._work.copy()
+
+    @property
+    def arrivals(self) -> int:
+        """Requests so far."""
+        return self._arrivals
 
     @property
     def waiting(self) -> int:
@@ -198,6 +203,11 @@ class CapacityScheduler:
         """Note that the group's prefix cache is empty because its engine restarted."""
         if self._prefixes is not None:
             self._prefixes.clear(group)
+
+    def follow(self, before: RequestScheduler) -> None:
+        """Begin with the running work of another scheduler, whose handles `finish` then takes too."""
+        self._work, self._expected = before.work, before.work
+        self._arrivals = before.arrivals
 
     def _arrive(self, prompt_ids, expected_tokens, cached_tokens) -> _Waiting:
         expected = self.mean_length if expected_tokens is None else float(expected_tokens)

@@ -59,6 +59,13 @@ class RequestScheduler(Protocol):
     def forget_prefixes(self, group: int) -> None:
         """Note that the group's prefix cache is empty."""
 
+    @property
+    def arrivals(self) -> int:
+        """Requests so far."""
+
+    def follow(self, before: "RequestScheduler") -> None:
+        """Begin with the ledger of another scheduler over as many groups, whose handles `finish` then takes too."""
+
 
 class OneByOne:
     """Base of schedulers without a ledger: every request is assigned on arrival, and no state of it is kept."""
@@ -114,6 +121,15 @@ class OneByOne:
 
     def forget_prefixes(self, group: int) -> None:
         """Do nothing: caches have no effect."""
+
+    @property
+    def arrivals(self) -> int:
+        """Requests so far."""
+        return self._arrivals
+
+    def follow(self, before: "RequestScheduler") -> None:
+        """Go on counting arrivals: there is no ledger."""
+        self._arrivals = before.arrivals
 
 
 class RoundRobinScheduler(OneByOne):

@@ -4,9 +4,6 @@ Every rank computes slices by itself, without communication. Two ranks with diff
 exchange rows without an error, each in an order that the other does not expect.
 """
 
-import hashlib
-from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -15,6 +12,7 @@ import torch.distributed as dist
 
 from semmoe import __version__
 from semmoe.core import Plan
+from semmoe.digests import digest
 
 DIGEST = 32  # bytes of SHA-256
 
@@ -26,7 +24,7 @@ def check_agreement(group: dist.ProcessGroup | None, plan: Plan | None, device: 
     rank, naming the ranks that differ, unless all agree. Exchanges 32 bytes per name.
     """
     stated = {"the version of semmoe": __version__, "the plan": plan, **decides}
-    digests = np.stack([_digest(value) for value in stated.values()])  # (names, 32)
+    digests = np.stack([digest(value) for value in stated.values()])  # (names, 32)
     own = torch.from_numpy(digests).to(device)
     everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, own, group=group)
@@ -46,30 +44,3 @@ def disagreement(names: list[str], digests: np.ndarray) -> str | None:
         f"ranks disagree: {names[first]} of rank {ranks} is not that of rank 0, and rows would reach wrong ranks; "
         "give every node the same semmoe, the same settings and a copy of the same plan"
     )
-
-
-def _digest(value: object) -> np.ndarray:
-    """(32,) uint8: SHA-256 of a value and everything it contains."""
-    sha = hashlib.sha256()
-    _feed(sha, value)
-    return np.frombuffer(sha.digest(), np.uint8)
-
-
-def _feed(sha: Any, value: Any) -> None:
-    """Add a value made of dataclasses, mappings, sequences, arrays and plain values, each with its type and length."""
-    if isinstance(value, np.ndarray):
-        sha.update(f"array {value.dtype} {value.shape}".encode())
-        sha.update(np.ascontiguousarray(value))
-    elif is_dataclass(value):
-        sha.update(f"dataclass {type(value).__name__}".encode())
-        _feed(sha, {field.name: getattr(value, field.name) for field in fields(value)})
-    elif isinstance(value, Mapping):
-        for name in sorted(value):
-            sha.update(f"key {name!r}".encode())
-            _feed(sha, value[name])
-    elif isinstance(value, (list, tuple)):
-        sha.update(f"sequence of {len(value)}".encode())
-        for item in value:
-            _feed(sha, item)
-    else:
-        sha.update(f"{type(value).__name__} {value!r}".encode())

@@ -32,6 +32,17 @@ class RankCopies:
         tables = {name: getattr(self, name).to(device) for name in ("ranks", "physical", "preferred")}
         return replace(self, **tables)
 
+    def padded(self, width: int) -> "RankCopies":
+        """The same choice in tables of at least so many copies (X), as those have that a captured graph reads."""
+        missing = max(width - self.ranks.shape[1], 0)
+        ranks, physical = (torch.nn.functional.pad(t, (0, missing), value=-1) for t in (self.ranks, self.physical))
+        return replace(self, ranks=ranks, physical=physical)
+
+    def become(self, other: "RankCopies") -> None:
+        """Take over another choice with tables of the same shapes, at the same addresses."""
+        for name in ("ranks", "physical", "preferred"):
+            getattr(self, name).copy_(getattr(other, name))
+
     def first(self) -> Tensor:
         """(E,) int32: the physical id of each expert's preferred copy.
 
@@ -47,6 +58,19 @@ class RankCopies:
             return torch.where(ids >= 0, self.physical[:, 0][ids.clamp(min=0)], -1).to(expert_ids.dtype)
         out = torch.ops.semmoe.cover_copies(ids, self.ranks, self.physical, self.preferred, self.source, self.num_ranks)
         return out.to(expert_ids.dtype)
+
+
+def take_over(old: Sequence[RankCopies], new: Sequence[RankCopies], captured: bool) -> list[RankCopies]:
+    """What to install in place of `old`: the choices of `new`, layer by layer, in tables of at least the old shapes.
+
+    captured: whether a graph may hold the addresses of the old tables. Raises ValueError if they are too small then.
+    """
+    out = [layer.to(own.ranks.device).padded(own.ranks.shape[1]) for own, layer in zip(old, new, strict=True)]
+    larger = [layer.ranks.shape[1] for own, layer in zip(old, out, strict=True) if own.ranks.shape != layer.ranks.shape]
+    if larger and captured:
+        most = old[0].ranks.shape[1]
+        raise ValueError(f"captured graphs choose among {most} copies of an expert at most, the plan among {larger[0]}")
+    return out
 
 
 def alike(copies: Sequence[RankCopies], expert_ids: Tensor) -> Tensor:

@@ -42,6 +42,10 @@ class DeviceHistory:
         self._seen = torch.zeros((layers, num_slots), dtype=torch.int64, device=device)
         self.reset(torch.arange(num_slots, device=device))
 
+    @property
+    def num_slots(self) -> int:
+        return self._running.shape[1]
+
     def reset(self, slots: Tensor) -> None:
         self._running[:, slots], self._seen[:, slots] = 0, 0
         self._previous[:, slots] = self._rows[:, -1:].int()
@@ -124,6 +128,15 @@ class DeviceShuffler:
         """
         if self._tables is not None:
             self._history = DeviceHistory(self._tables, num_slots)
+
+    def follow(self, other: "DeviceShuffler") -> None:
+        """Shuffle by the tables of another plan from the next pass on, with histories that begin anew.
+
+        Not for graphs that are captured, which hold the addresses of today's tables.
+        """
+        self._tables, self._of_token, self._planes = other._tables, other._of_token, other._planes
+        if self._history is not None:
+            self.reserve(self._history.num_slots)
 
     def start(self, token_ids: Tensor, slots: Tensor, decoding: Tensor | None, new_slots: Tensor) -> None:
         """Begin a forward pass over N rows, in the order in which the group shares them, padding last.

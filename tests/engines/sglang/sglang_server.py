@@ -1,5 +1,7 @@
 """SGLang's server for the tests."""
 
+import json
+
 import requests
 from serving import NEW_TOKENS, Server
 
@@ -25,6 +27,10 @@ class SglangServer(Server):
 
     def tokens(self, answer):
         return answer.json()["output_ids"]
+
+    def streamed(self, answer):
+        parts = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith(b"data: {")]
+        return parts[-1]["output_ids"]  # each part has all so far
 
     def reason(self, answer):
         return answer.json()["meta_info"]["finish_reason"]["type"]

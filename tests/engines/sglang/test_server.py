@@ -26,6 +26,7 @@ class TestSglang(ServerTests):
     RANKS = {"tp1": 1, "tp4 dp2": 4}
     ROUTED = ("dp2",)
     KILLED = ("tp2, shuffled", "dp2")
+    SWAPPED = {"tp2, shuffled": "tp2", "dp2": "dp2", "tp4 dp2": "hybrid"}
 
 
 def test_serving_is_described(plans, capsys):

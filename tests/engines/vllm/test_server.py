@@ -24,6 +24,7 @@ class TestVllm(ServerTests):
     RANKS = {"tp2 dp2": 4}
     ROUTED = ("dp2",)
     KILLED = ("dp2",)
+    SWAPPED = {"tp2, shuffled": "tp2", "dp2": "dp2"}
 
 
 def test_serving_is_described(plans, capsys):

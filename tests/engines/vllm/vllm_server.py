@@ -1,5 +1,7 @@
 """vLLM's server for the tests."""
 
+import json
+
 import requests
 from serving import NEW_TOKENS, Server
 
@@ -25,6 +27,10 @@ class VllmServer(Server):
 
     def tokens(self, answer):
         return answer.json()["choices"][0]["token_ids"]
+
+    def streamed(self, answer):
+        parts = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith(b"data: {")]
+        return [token for part in parts for choice in part["choices"] for token in choice["token_ids"] or ()]
 
     def reason(self, answer):
         return answer.json()["choices"][0]["finish_reason"]

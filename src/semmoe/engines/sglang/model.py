@@ -7,7 +7,8 @@ import torch
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.moe.topk import TopK, TopKOutputFormat
 from sglang.srt.layers.moe.utils import get_moe_a2a_backend
-from sglang.srt.runtime_context import get_parallel, get_resources, get_schedule
+from sglang.srt.model_executor.cuda_graph_config import cuda_graph_fully_disabled
+from sglang.srt.runtime_context import get_parallel, get_resources, get_schedule, get_spec
 from sglang.srt.state_capturer.base import BaseTopkCapturer
 
 from semmoe.core import Plan
@@ -112,3 +113,19 @@ def fingerprint(runner: Any) -> Fingerprint:
     from semmoe.engines.transformers.model import fingerprint_of
 
     return fingerprint_of(str(runner.model_config.model_path))
+
+
+def why_unrecorded(granularity: str) -> str:
+    """Why a rank does not see every row of its attention group; "" if it does. granularity: "" without a shuffle."""
+    parallel = get_parallel()
+    if get_spec().speculative_algorithm:
+        return "with speculative decoding it is not known in a pass which of its tokens are accepted"
+    if not cuda_graph_fully_disabled():
+        return "passes in CUDA graphs run without the recorder: serve with --disable-cuda-graph"
+    if granularity:
+        return "" if granularity == "layer" else "tokens shuffled once per batch carry no routing along"
+    if all_to_all() and parallel.attn_tp_size > 1:
+        return "each rank of an attention-TP group sees a slice of the tokens; serve on a plan, which shuffles them"
+    if not all_to_all() and parallel.attn_tp_size < parallel.tp_size:
+        return "without an all-to-all a rank sees the rows of other data-parallel ranks too"
+    return ""

@@ -51,6 +51,7 @@ def _register(settings: SglangSettings) -> None:
     if plan is not None and settings.schedule == "plan" and plan.requests.by_tables:
         hook = _controller(plan, settings)
         around(targets.SCHEDULE, lambda *call, **named: hook().dispatch(*call, **named))
+        around(targets.CONTROL, lambda *call: hook().told(*call))
         hooks += targets.REQUEST_HOOKS
         if settings.window_seconds > 0:
             around(targets.EVENT_LOOP, lambda *call: hook().run(*call))
@@ -69,7 +70,7 @@ def _controller(plan: Plan, settings: SglangSettings) -> Any:
             from semmoe.engines.sglang.requests import RequestHook
 
             counters = Counters("controller", settings.folder)
-            made.append(RequestHook(plan, counters, settings.window_seconds))
+            made.append(RequestHook(plan, counters, settings.window_seconds, settings.folder))
             counters.start()
         return made[0]
 

@@ -21,6 +21,7 @@ from semmoe.core import Plan
 from semmoe.engines import supervisor
 from semmoe.engines.absent import NoRecorder, NoShuffle, NoTraffic
 from semmoe.engines.counters import Reading
+from semmoe.engines.live.swap import NoSwapper, SwapError, Swapper
 from semmoe.engines.passes import PassClock
 from semmoe.engines.paths import SHUFFLED, check_path, only
 from semmoe.engines.rank import check_identity, check_plan, check_same_plan, description, publish, tell_untried
@@ -30,6 +31,7 @@ from semmoe.engines.recording import PassRecorder
 from semmoe.engines.selfcheck import SelfCheck
 from semmoe.engines.sglang import guard, targets
 from semmoe.engines.sglang.families import expert_sizes, with_copies
+from semmoe.engines.sglang.live import LiveExperts, Orders
 from semmoe.engines.sglang.location import ChosenCopies, check_dispatch, check_location
 from semmoe.engines.sglang.model import (
     all_to_all,
@@ -41,6 +43,7 @@ from semmoe.engines.sglang.model import (
     peer_buffers,
     prompts,
     running_topology,
+    why_unrecorded,
 )
 from semmoe.engines.sglang.paths import measured
 from semmoe.engines.sglang.registry import around
@@ -71,6 +74,7 @@ class RankPlugin:
         self._traffic: TrafficCounter | NoTraffic = NoTraffic()
         self._check, self._copies, self._clock = SelfCheck(), ChosenCopies(), PassClock()
         self._copies.whole = self.has_all_rows
+        self.swapper: Swapper | NoSwapper = NoSwapper("this server runs without a plan, or without a control folder")
         self._untimed = False  # whether the paths of passes are still to be timed
         self._blocks: set[int] = set()  # identities of the model's expert layers; a draft model's are not among them
         self._experts_per_rank = 0
@@ -98,6 +102,7 @@ class RankPlugin:
             around(targets.COPIES, self._copies.choose)
         if self._settings.folder is not None:
             around(targets.RELEASE, self._release)
+            around(targets.SETTINGS, Orders(lambda: self.swapper).handlers)
         if self.shuffles:
             around(targets.REDUCE_SCATTER, self._hooked("before_experts"))
             around(targets.GATHER, self._hooked("before_attention"))
@@ -156,7 +161,26 @@ class RankPlugin:
             self._attach_shuffle(self._plan, runner, layers)
         if self._settings.folder is not None and parallel.attn_tp_rank == 0:
             self._attach_recorder(self._settings.folder, runner, layers)
+        self._attach_swapper(runner, blocks)
         self._publish()
+
+    def _attach_swapper(self, runner: Any, blocks: dict[int, Any]) -> None:
+        """Let the plan be swapped, if there is one and a folder where others may be staged."""
+        plan, folder, captured = self._plan, self._settings.folder, not cuda_graph_fully_disabled()
+        if plan is None or folder is None:
+            return
+        shuffles = isinstance(self._shuffle, BoundaryShuffle)
+        if captured and shuffles:
+            self.swapper = NoSwapper("captured graphs hold the token tables: serve with --disable-cuda-graph")
+            return
+        new = functools.partial(self._new_shuffler, runner) if shuffles else None
+        experts = LiveExperts(runner, blocks, self._copies, self._shuffle, new, captured)
+        self.swapper = Swapper(plan, experts, get_parallel().tp_group.cpu_group, folder)
+
+    def _new_shuffler(self, runner: Any, plan: Plan) -> DeviceShuffler | TokenShuffler:
+        parallel = get_parallel()
+        where = plan, parallel.moe_ep_rank // plan.topology.attn_tp_size, parallel.attn_tp_rank, self._settings.shuffle
+        return DeviceShuffler(*where, runner.device) if self._static(runner) else TokenShuffler(*where)
 
     def _attach_shuffle(self, plan: Plan, runner: Any, layers: list[int]) -> None:
         if not all_to_all():
@@ -170,19 +194,15 @@ class RankPlugin:
             )
         parallel = get_parallel()
         comm = Communicator(parallel.attn_tp_group.device_group, parallel.attn_tp_rank, parallel.attn_tp_size)
-        group = parallel.moe_ep_rank // plan.topology.attn_tp_size
-        norms = layer_of_norm(runner.model, layers)
-        where = plan, group, parallel.attn_tp_rank, self._settings.shuffle
-        if self._static(runner):
-            shuffler, pool = DeviceShuffler(*where, runner.device), lambda: len(runner.req_to_token_pool.req_to_token)
+        norms, shuffler = layer_of_norm(runner.model, layers), self._new_shuffler(runner, plan)
+        ahead = lookahead(runner.model, shuffler.lookahead, plan.fingerprint.top_k)
+        if isinstance(shuffler, DeviceShuffler):
+            pool = lambda: len(runner.req_to_token_pool.req_to_token)  # noqa: E731
             buffers = peer_buffers(plan, runner, comm) if self._settings.fused == "1" else None
-            ahead = lookahead(runner.model, shuffler.lookahead, plan.fingerprint.top_k)
             shuffle: BoundaryShuffle = StaticBoundaryShuffle(shuffler, comm, norms, pool, buffers, ahead)
             shuffle.choice = only(check_path(self._settings.path, False))
         else:
-            host = TokenShuffler(*where)
-            ahead = lookahead(runner.model, host.lookahead, plan.fingerprint.top_k)
-            shuffle = BoundaryShuffle(host, comm, norms, ahead)
+            shuffle = BoundaryShuffle(shuffler, comm, norms, ahead)
             path = check_path(self._settings.path, self._can_whole())
             self._untimed = path == "auto"
             shuffle.choice = only(SHUFFLED if self._untimed else path)
@@ -208,7 +228,7 @@ class RankPlugin:
         """Attach a recorder if this rank sees every row of its attention group; otherwise write the reason to its
         status.
         """
-        reason = self._cannot_record()
+        reason = why_unrecorded(self._settings.shuffle if self.shuffles else "")
         if reason:
             log.info("semmoe: no `semmoe record` here: %s", reason)
             refuse(folder, get_parallel().moe_ep_rank, reason)
@@ -218,20 +238,6 @@ class RankPlugin:
         self._recording = PassRecorder(recorder, len(layers))
         self._places = {layer: place for place, layer in enumerate(layers)}
         self._shuffle.listen(self._recording.put)
-
-    def _cannot_record(self) -> str:
-        if get_spec().speculative_algorithm:
-            return "with speculative decoding it is not known in a pass which of its tokens are accepted"
-        if not cuda_graph_fully_disabled():
-            return "passes in CUDA graphs run without the recorder: serve with --disable-cuda-graph"
-        if self.shuffles:
-            return "" if self._settings.shuffle == "layer" else "tokens shuffled once per batch carry no routing along"
-        parallel = get_parallel()
-        if all_to_all() and parallel.attn_tp_size > 1:
-            return "each rank of an attention-TP group sees a slice of the tokens; serve on a plan, which shuffles them"
-        if not all_to_all() and parallel.attn_tp_size < parallel.tp_size:
-            return "without an all-to-all a rank sees the rows of other data-parallel ranks too"
-        return ""
 
     def _release(self, original: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
         """Wraps SGLang's release of a request's cache, at its end and when it is preempted."""
@@ -260,7 +266,16 @@ class RankPlugin:
             self._recording.end()
         if judged:
             tell_degraded(self._check.verdict())
+        self._step_swap()
         return out
+
+    def _step_swap(self) -> None:
+        """Between two passes, on all ranks alike. After a failure nothing may be served: SGLang ends with an error."""
+        try:
+            self.swapper.step()
+        except SwapError as error:
+            supervisor.report(self._settings.folder, str(error))
+            raise
 
     def _can_whole(self) -> bool:
         """Whether every rank may have all rows: in one attention group, with an all-to-all that can be left out."""
@@ -326,6 +341,7 @@ class RankPlugin:
         yield from traffic.readings(self._traffic, self.dispatch_comms, self._shuffle.comms)
         yield from self._shuffle.readings({"ep_rank": str(traffic.rank)})
         yield from self._clock.readings(traffic.rank)
+        yield from self.swapper.readings()
         yield from self._check.readings()
 
 

@@ -5,17 +5,23 @@ messages without a pause and feeds its watchdog each time; there held requests a
 message, such as an abort, is passed on only after them, so that it finds the requests that it is about.
 """
 
+import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from semmoe.core import Plan
 from semmoe.engines.balancer import warm_up
 from semmoe.engines.counters import Counters
+from semmoe.engines.live.files import staged
 from semmoe.engines.requests import RequestNamer
+from semmoe.engines.sglang.swap import REQUESTS
 from semmoe.requests.window import Window
 
+log = logging.getLogger(__name__)
 REFRESH = 0.02  # seconds between reads of the ranks' loads
 
 
@@ -30,8 +36,9 @@ class Held:
 class RequestHook(RequestNamer):
     """The hook in SGLang's controller."""
 
-    def __init__(self, plan: Plan, counters: Counters, window_seconds: float = 0.0) -> None:
+    def __init__(self, plan: Plan, counters: Counters, window_seconds: float = 0.0, folder: Path | None = None) -> None:
         super().__init__(plan, counters)
+        self._folder = folder
         self._plan, self._looked = plan, 0.0
         self._loads: dict[int, float] = {}  # by rank: when its load was last reported
         self._window: Window[Held] = Window(window_seconds)
@@ -72,6 +79,20 @@ class RequestHook(RequestNamer):
         warm_up(self._plan)
         controller.soft_watchdog.feed, controller._request_dispatcher = send_and_feed, pass_on
         return original(controller)
+
+    def told(self, original: Any, controller: Any, message: Any) -> Any:
+        """Wraps the controller's passing on of a control message, which may tell it to follow another plan."""
+        number = getattr(message, "server_args", {}).get(REQUESTS) if self._folder is not None else None
+        if number is not None:
+            threading.Thread(target=self._prepare, args=(number,), name="semmoe-swap", daemon=True).start()
+        return original(controller, message)
+
+    def _prepare(self, number: int) -> None:
+        assert self._folder is not None
+        try:
+            self.prepare(staged(self._folder, number))
+        except (ValueError, OSError) as error:
+            log.error("semmoe: requests are still assigned by the plan before: %s", error)
 
     def send_due(self, controller: Any) -> None:
         """Send the requests of a window that has ended."""

@@ -66,6 +66,10 @@ class StaticBoundaryShuffle(BoundaryShuffle):
         self._decodes = forward_batch.forward_mode.is_decode()
         self._step = None if self._decodes else read()
 
+    def use(self, shuffler: Any) -> None:
+        """Shuffle by another plan's tables on the device, which hooks keep the object of."""
+        self._device_shuffler.follow(shuffler)
+
     def end(self) -> None:
         super().end()
         self._decodes, self._step = False, None

@@ -56,6 +56,15 @@ CAPTURE = Hook(
     ("layer_id", "topk_indices"),
 )
 RELEASE = Hook(_SRT + "mem_cache.common.release_kv_cache", "know when a recorded request ends", ("req",))
+SETTINGS = Hook(
+    _SRT + "managers.scheduler_components.internal_state.SchedulerInternalStateController._update_handlers",
+    "take the order to swap the plan",
+)
+CONTROL = Hook(
+    _SRT + "managers.data_parallel_controller.DataParallelController.send_control_message",
+    "assign requests by the plan swapped to",
+    ("obj",),
+)
 
 NEW_WEIGHTS = Hook(
     _SRT + "model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_tensor",
@@ -78,8 +87,8 @@ COPIES = Hook(
 
 MODEL_HOOKS = (GUARD, LOAD_MODEL, TIED, FORWARD, ROUTED, ROUTED_DEEPEP, CAPTURE)
 PLAN_HOOKS = (NEW_WEIGHTS, EXPERT_SIZES, EXPERT_LAYER, COPIES)
-RECORD_HOOKS = (RELEASE,)
-REQUEST_HOOKS = (SCHEDULE,)
+RECORD_HOOKS = (RELEASE, SETTINGS)
+REQUEST_HOOKS = (SCHEDULE, CONTROL)
 WINDOW_HOOKS = (EVENT_LOOP,)
 SHUFFLE_HOOKS = (REDUCE_SCATTER, GATHER, LAST_GATHER, PADDING)
 HOOKS = MODEL_HOOKS + PLAN_HOOKS + RECORD_HOOKS + REQUEST_HOOKS + WINDOW_HOOKS + SHUFFLE_HOOKS

@@ -49,8 +49,14 @@ class LocalExperts:
                 raise ValueError(f"parameter {name} of {type(experts).__name__} has no expert dimension")
             setattr(experts, name, nn.Parameter(parameter.data[index.to(parameter.device)], requires_grad=False))
         experts.num_experts = len(held)
-        self._compute = experts.forward
-        self._local_id = torch.full((total,), -1, dtype=torch.int64)
+        self._compute, self._total = experts.forward, total
+        self.weights = [parameter.data for _, parameter in experts.named_parameters(recurse=False)]
+        self.hold(held)
+
+    def hold(self, held: np.ndarray) -> None:
+        """From now on the slots hold these logical ids (P / G,)."""
+        index = torch.from_numpy(held.astype(np.int64))
+        self._local_id = torch.full((self._total,), -1, dtype=torch.int64)
         self._local_id[index.flip(0)] = torch.arange(len(held)).flip(0)  # the first slot, if a rank holds two copies
 
     def __call__(self, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -101,14 +107,14 @@ class ParallelModel(PlannedModel):
         check_agreement(experts_comm.group, plan, model.device, exchange=exchange, overlap=overlap)
         super().__init__(model, plan, experts_comm, attention_comm)
         self.levels, self._overlap = levels, overlap
-        self._choice = copy_choice(plan.placement, topology)
+        self.choice = copy_choice(plan.placement, topology)
         self._traffic = self._no_traffic()
         self._attach(exchange)
 
     def _attach(self, exchange: str) -> None:
         blocks = moe_layers(self.model)
         physical = self.plan.placement.physical_to_logical_map.reshape(len(blocks), self.comm.size, -1)
-        self._experts = [LocalExperts(b.experts, physical[i, self.comm.rank]) for i, b in enumerate(blocks)]
+        self.experts = [LocalExperts(b.experts, physical[i, self.comm.rank]) for i, b in enumerate(blocks)]
         if keeps_streams(self.model.config) and self.attention_comm.size == 1:
             for i, block in enumerate(blocks):
                 block.experts.forward = bind(self._experts_of_real_rows, i)
@@ -156,11 +162,11 @@ class ParallelModel(PlannedModel):
     def _ranks(self, index: int, expert_ids: torch.Tensor, source: int) -> tuple[np.ndarray, np.ndarray]:
         """(n, K) the rank that computes each chosen expert for tokens on rank `source`, and (n,) that rank."""
         home = np.full(len(expert_ids), source)
-        return self._choice[index].ranks(expert_ids.cpu().numpy(), home), home
+        return self.choice[index].ranks(expert_ids.cpu().numpy(), home), home
 
     def _compute(self, index: int, rows: ReceivedTokens) -> torch.Tensor:
         with timed(self.compute_seconds, "experts"):
-            return self._experts[index](rows.hidden, rows.expert_ids, rows.weights)
+            return self.experts[index](rows.hidden, rows.expert_ids, rows.weights)
 
     def _layer_all_reduce(self, layer: nn.Module, index: int | None, hidden_states: torch.Tensor, **kwargs):
         attended = self._attend(layer, hidden_states, **kwargs)
@@ -176,7 +182,7 @@ class ParallelModel(PlannedModel):
         return self.comm.all_reduce(self._compute(index, ReceivedTokens(hidden, mine, weights)))
 
     def _no_traffic(self) -> list[Traffic]:
-        return [no_traffic(self.comm.size) for _ in self._choice]
+        return [no_traffic(self.comm.size) for _ in self.choice]
 
     def reset_counts(self) -> None:
         super().reset_counts()

@@ -2,7 +2,7 @@
 
 import os
 from dataclasses import asdict
-from importlib.metadata import version
+from importlib.metadata import entry_points, version
 from importlib.util import find_spec
 from typing import Any
 
@@ -41,6 +41,9 @@ OTHER_BALANCERS = {
     "--data-parallel-start-rank",
     "-dpr",
 }
+PLUGIN = "semmoe"
+# Kinds of plug-ins that vLLM loads without being asked. Those that add endpoints must be named.
+GROUPS = [f"vllm.{kind}_plugins" for kind in ("general", "platform", "io_processor", "stat_logger")]
 # One thread per rank and a small cache: models served on a CPU are small, and ranks share its cores.
 CPU_VARIABLES = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
@@ -62,8 +65,19 @@ def arguments(topology: Topology, eager: bool) -> dict[str, Any]:
 
 def environment(settings: PluginSettings, cpu: bool) -> dict[str, str]:
     """Variables to add to the environment."""
-    own = {"VLLM_USE_V2_MODEL_RUNNER": "0"} | (CPU_VARIABLES if cpu else {})
+    own = {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_PLUGINS": plugins()} | (CPU_VARIABLES if cpu else {})
     return settings.environment() | {name: os.environ.get(name, value) for name, value in own.items()}
+
+
+def plugins() -> str:
+    """The names of all plug-ins, ours among them: vLLM loads an endpoint's only if it is named, and then no others.
+
+    Raises ValueError if the user names plug-ins without ours, since no plan would be applied.
+    """
+    given = os.environ.get("VLLM_PLUGINS")
+    if given is not None and PLUGIN not in given.split(","):
+        raise ValueError(f"VLLM_PLUGINS={given} leaves semmoe out: add {PLUGIN} to it")
+    return ",".join(sorted({PLUGIN, *(entry.name for group in GROUPS for entry in entry_points(group=group))}))
 
 
 def server(

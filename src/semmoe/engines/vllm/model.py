@@ -118,3 +118,12 @@ def whole_shared_experts(original: Any, linear: Any, *args: Any, **kwargs: Any) 
     if "shared_expert" in kwargs.get("prefix", "") and config.use_sequence_parallel_moe:
         kwargs["disable_tp"] = True
     original(linear, *args, **kwargs)
+
+
+def why_unrecorded(shuffles: bool, granularity: str, split: int) -> str:
+    """Why a rank does not see every row of its attention group; "" if it does. split: ranks that share its rows."""
+    if shuffles:
+        return "" if granularity == "layer" else "tokens shuffled once per batch carry no routing along"
+    if split > 1:
+        return "each rank of an attention-TP group sees a slice of the tokens; serve on a plan, which shuffles them"
+    return ""

@@ -13,6 +13,7 @@ from semmoe.engines.settings import control_folder, from_environment
 from semmoe.engines.supervisor import report
 from semmoe.engines.vllm import targets
 from semmoe.engines.vllm.settings import VllmSettings
+from semmoe.engines.vllm.swap import PREPARE
 
 
 def register() -> None:
@@ -36,8 +37,9 @@ def register() -> None:
 def _register(settings: VllmSettings) -> None:
     from vllm.platforms import current_platform
 
+    from semmoe.engines.vllm.live import offer
     from semmoe.engines.vllm.rank import RankPlugin
-    from semmoe.engines.vllm.registry import around, prove
+    from semmoe.engines.vllm.registry import add, around, prove
     from semmoe.plan import load_plan
 
     logging.getLogger("semmoe").parent = logging.getLogger("vllm")  # the root logger has no handler
@@ -49,8 +51,11 @@ def _register(settings: VllmSettings) -> None:
     if on_cpu:
         cpu_patches("vllm").patch()
     rank.register(on_cpu)
+    if plan is not None and settings.folder is not None:
+        offer(rank, settings.folder)
     if schedules and plan is not None:
         made = _client(plan, settings.folder)
+        add(targets.CLIENT, PREPARE, lambda client, other: made().prepare(other))
         around(targets.SCHEDULE, lambda *call: made().choose(*call))
         around(targets.FINISHED, lambda *call: made().finished(*call))
 

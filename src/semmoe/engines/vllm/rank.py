@@ -14,6 +14,7 @@ from semmoe.core import Plan
 from semmoe.engines import supervisor
 from semmoe.engines.absent import NoRecorder, NoShuffle, NoTraffic
 from semmoe.engines.counters import Reading
+from semmoe.engines.live.swap import NoSwapper, Swapper
 from semmoe.engines.passes import PassClock
 from semmoe.engines.rank import check_identity, check_plan, check_same_plan, description, publish, tell_untried
 from semmoe.engines.recorder import LiveRecorder
@@ -22,11 +23,11 @@ from semmoe.engines.selfcheck import SelfCheck
 from semmoe.engines.traffic import RankTraffic, rank_traffic
 from semmoe.engines.vllm import targets
 from semmoe.engines.vllm.launch import GATHERS, gathers
+from semmoe.engines.vllm.live import LiveExperts
 from semmoe.engines.vllm.model import (
     check_eager,
     check_engine,
     fingerprint,
-    hook_routers,
     made,
     moe_blocks,
     refuse_v2,
@@ -34,16 +35,16 @@ from semmoe.engines.vllm.model import (
     split_experts,
     split_tokens,
     whole_shared_experts,
+    why_unrecorded,
 )
 from semmoe.engines.vllm.paths import choice_for
 from semmoe.engines.vllm.placement import PlacedExperts, refuse_reload, unpacked
 from semmoe.engines.vllm.registry import around
-from semmoe.engines.vllm.routing import RealRows, RoutedLayer
+from semmoe.engines.vllm.routing import RealRows, own_rows
 from semmoe.engines.vllm.settings import VllmSettings
 from semmoe.engines.vllm.shuffle import LayerShuffle, ask_ahead, moe_layers, router_lookahead, split_by_position
 from semmoe.engines.vllm.step import Slots, accepted, fed_tokens, read_step
 from semmoe.runtime.collectives import Communicator
-from semmoe.runtime.copies import rank_copies
 from semmoe.runtime.shuffler import TokenShuffler
 from semmoe.runtime.traffic import TrafficCounter
 from semmoe.topology import Topology
@@ -64,6 +65,7 @@ class RankPlugin:
         self._ep_rank = 0
         self._real = RealRows(torch.zeros((), dtype=torch.int64))
         self._attached = False  # whether a model with experts is hooked
+        self.swapper: Swapper | NoSwapper = NoSwapper("this server runs without a plan, or without a control folder")
         self._slots = Slots()
         self._check_hooks, self._clock = SelfCheck(), PassClock()
         self._in_pass = self._can_whole = False  # can_whole: there may be passes in which every rank has all rows
@@ -152,8 +154,9 @@ class RankPlugin:
             self._attach_split(runner, layers)
         if self._settings.folder is not None and get_tp_group().rank_in_group == 0:
             self._attach_recorder(self._settings.folder, runner, len(layers))
-        self._attach_routers(blocks, layers, group.rank_in_group if all_to_all else 0)
-        if runner.model_config.enforce_eager:  # graphs are replayed without hooks
+        eager = runner.model_config.enforce_eager
+        self._attach_routers(blocks, layers, group.rank_in_group if all_to_all else 0, not eager)
+        if eager:  # graphs are replayed without hooks
             self._check_hooks.expect("routers", len(layers))
             if self.shuffles:
                 self._check_hooks.expect("shuffled layers", len(layers))
@@ -162,7 +165,16 @@ class RankPlugin:
             self._check_hooks.begin()
             for counted in (self._traffic, *self._dispatch, *self._shuffle.comms):
                 counted.reset_counts()  # passes that were only timed served nobody
+        self._attach_swapper(runner.vllm_config)
         self._publish(running_topology(runner, self._plan))
+
+    def _attach_swapper(self, config: Any) -> None:
+        """Let the plan be swapped, if there is one and a folder where others may be staged."""
+        if self._plan is None or self._settings.folder is None:
+            return
+        if isinstance(self._shuffle, LayerShuffle):
+            self._experts.follow(self._shuffle, functools.partial(self._new_shuffler, config))
+        self.swapper = Swapper(self._plan, self._experts, get_ep_group().cpu_group, self._settings.folder)
 
     def _attach_traffic(self, runner: Any, physical: int) -> None:
         """Count what the all-to-all sends."""
@@ -208,22 +220,19 @@ class RankPlugin:
         self._shuffle = shuffle
 
     def _new_shuffle(self, plan: Plan, config: Any, layers: list[torch.nn.Module]) -> LayerShuffle:
-        group = get_tp_group()
-        dp_rank, speculation = config.parallel_config.data_parallel_rank, config.speculative_config
-        shuffler = TokenShuffler(plan, dp_rank, group.rank_in_group, self._settings.shuffle)
+        group, speculation = get_tp_group(), config.speculative_config
+        shuffler = self._new_shuffler(config, plan)
         comm = Communicator(group.device_group, group.rank_in_group, group.world_size)
         drafts = speculation.num_speculative_tokens if speculation is not None else 0
         return LayerShuffle(shuffler, comm, self._real, drafts, router_lookahead(layers, shuffler.lookahead))
 
+    def _new_shuffler(self, config: Any, plan: Plan) -> TokenShuffler:
+        dp_rank = config.parallel_config.data_parallel_rank
+        return TokenShuffler(plan, dp_rank, get_tp_group().rank_in_group, self._settings.shuffle)
+
     def _attach_recorder(self, folder: Path, runner: Any, num_layers: int) -> None:
         """Attach a recorder if this rank sees every row of its attention group; otherwise log the reason."""
-        reason = ""
-        if self.shuffles and self._settings.shuffle != "layer":
-            reason = "tokens shuffled once per batch carry no routing along"
-        elif not self.shuffles and self._split > 1:
-            reason = (
-                "each rank of an attention-TP group sees a slice of the tokens; serve on a plan, which shuffles them"
-            )
+        reason = why_unrecorded(self.shuffles, self._settings.shuffle, self._split)
         if reason:
             log.info("semmoe: no `semmoe record` here: %s", reason)
             return
@@ -241,7 +250,7 @@ class RankPlugin:
         self.record_to(listener, len(layers))
         if planes:
             ask_ahead(runner.model, layers, planes, self._recording.put_ahead)
-        self._attach_routers(blocks, layers, 0)
+        self._attach_routers(blocks, layers, 0, False)
         runner._model_forward = functools.partial(self._forward, type(runner)._model_forward, runner)
         runner._sample = functools.partial(self._sample, type(runner)._sample, runner)
 
@@ -249,21 +258,16 @@ class RankPlugin:
         self._recording = PassRecorder(listener, num_layers)
         self._shuffle.listen(self._recording.put)
 
-    def _attach_routers(self, blocks: dict[int, Any], layers: list[int], source: int) -> None:
+    def _attach_routers(self, blocks: dict[int, Any], layers: list[int], source: int, captured: bool) -> None:
         """Hook the routers of all MoE layers; source: the rank whose copy choice is used.
 
         Without an all-to-all, which sends rows to chosen ranks, it is the same for all ranks.
         """
-        experts = blocks[layers[0]].moe_config.num_experts
-        ranks = range(get_ep_group().world_size) if self._can_whole else [source]
-        copies = [rank_copies(self._plan, rank) for rank in ranks] if self._plan is not None else []
-
-        def hooks(place: int) -> RoutedLayer:
-            own = [of_rank[place].to(self._real.count.device) for of_rank in copies]
-            rank, size = (source if self._can_whole else 0), experts // get_ep_group().world_size
-            return RoutedLayer(place, own, rank, size, self._real, self._traffic, bool(self._dispatch), self._observe)
-
-        unseen = hook_routers([blocks[index] for index in layers], hooks)
+        sources, own = [source], 0
+        if self._can_whole:
+            sources, own = list(range(get_ep_group().world_size)), source
+        self._experts = LiveExperts([blocks[index] for index in layers], sources, own, self._real, captured)
+        unseen = self._experts.hook(self._plan, self._traffic, bool(self._dispatch), self._observe)
         if unseen and self._plan is not None:
             raise ValueError(
                 f"vLLM's expert kernel of layer {layers[unseen[0]]} routes by itself, and no plan can "
@@ -289,7 +293,8 @@ class RankPlugin:
         rows = kwargs.get("positions", args[1] if len(args) > 1 else None)
         read = functools.cache(lambda: read_step(runner, self._slots, count))
         self._shuffle.begin_step(read)
-        self._real.count.fill_(self._own_rows(count, count if rows is None else rows.shape[-1]))
+        padded, split = count if rows is None else rows.shape[-1], 1 if self._shuffle.whole else self._split
+        self._real.count.fill_(own_rows(count, padded, split, get_tp_group().rank_in_group))
         self._recording.begin(read)
         self._in_pass = True
         try:
@@ -320,13 +325,6 @@ class RankPlugin:
             self._recording.tell(kept)
         return out
 
-    def _own_rows(self, count: int, padded: int) -> int:
-        """The number of real rows in this rank's slice by position."""
-        if self._split == 1 or self._shuffle.whole:
-            return count
-        width = -(-padded // self._split)
-        return min(max(count - get_tp_group().rank_in_group * width, 0), width)
-
     def _update(self, original: Any, runner: Any, scheduler_output: Any) -> Any:
         """Wraps the runner's update from the scheduler, at which requests that ended are still known."""
         for request in scheduler_output.finished_req_ids:
@@ -347,4 +345,5 @@ class RankPlugin:
         yield from traffic.readings(self._traffic, self._dispatch, self._shuffle.comms)
         yield from self._shuffle.readings({"ep_rank": str(traffic.rank)})
         yield from self._clock.readings(traffic.rank)
+        yield from self.swapper.readings()
         yield from self._check_hooks.readings()

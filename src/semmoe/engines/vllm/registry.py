@@ -24,6 +24,11 @@ def around(hook: Hook, function: Callable[..., Any]) -> None:
         setattr(parent, name, _wrapped(target, function))
 
 
+def add(hook: Hook, name: str, function: Callable[..., Any]) -> None:
+    """Give the hook's target, a class, one more method."""
+    setattr(pkgutil.resolve_name(hook.target), name, function)
+
+
 def _wrapped(original: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -31,6 +31,12 @@ class RealRows:
         return (torch.arange(num_rows, device=self.count.device) < self.count)[:, None]
 
 
+def own_rows(count: int, padded: int, split: int, rank: int) -> int:
+    """Real rows in a rank's slice by position of `count` rows, padded and split over so many ranks."""
+    width = -(-padded // split)
+    return min(max(count - rank * width, 0), width) if split > 1 else count
+
+
 class RoutedLayer:
     """The hooks of one layer's router, on one rank.
 
@@ -49,8 +55,16 @@ class RoutedLayer:
         drop_padding: bool,
         observe: Callable[[int, Tensor, Tensor], None],
     ) -> None:
-        self._place, self._copies, self._rank, self._experts_per_rank = place, copies, rank, experts_per_rank
+        self._place, self.copies, self._rank, self._experts_per_rank = place, list(copies), rank, experts_per_rank
         self._real, self._traffic, self._drop_padding, self._observe = real, traffic, drop_padding, observe
+
+    def use(self, copies: Sequence[RankCopies]) -> None:
+        """Choose copies by other tables, in place where they are as large."""
+        for i, new in enumerate(copies):
+            if self.copies[i].ranks.shape == new.ranks.shape:
+                self.copies[i].become(new)
+            else:
+                self.copies[i] = new
 
     def routed(self, weights: Tensor, expert_ids: Tensor) -> None:
         """Observe the router's choice: logical ids and weights (n, K)."""
@@ -68,8 +82,8 @@ class RoutedLayer:
 
     def _chosen(self, expert_ids: Tensor) -> Tensor:
         """(n, K) physical ids."""
-        if not self._copies:
+        if not self.copies:
             return expert_ids
         if not self._real.whole:
-            return self._copies[self._rank].to_physical(expert_ids)
-        return alike(self._copies, expert_ids)
+            return self.copies[self._rank].to_physical(expert_ids)
+        return alike(self.copies, expert_ids)

@@ -20,6 +20,8 @@ RELOAD = Hook(
     "refuse weights loaded again",
     ("weights_iterator", "weights_path", "is_checkpoint_format"),
 )
+WORKER = Hook("vllm.v1.worker.worker_base.WorkerBase", "swap the plan between passes")
+CLIENT = Hook(_CLIENT.removesuffix("."), "assign requests by the plan swapped to")
 SAMPLE = Hook(
     _RUNNER + "_sample", "know which drafts of a speculating engine were accepted", ("logits", "spec_decode_metadata")
 )

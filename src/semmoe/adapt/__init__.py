@@ -1,0 +1,1 @@
+"""Let the plan of a running server follow its traffic."""

@@ -1,0 +1,70 @@
+"""The decisions of `semmoe adapt`: pure functions of what was seen, replayed and measured."""
+
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+from semmoe.moving import Weighed
+from semmoe.settings import AdaptSettings
+from semmoe.watch import ENOUGH_PAIRS, View
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """What a plan does for requests on which it was not solved, by replay."""
+
+    lar: float
+    seconds_per_token: float  # of a MoE layer on the links; 0 where the model's widths are not known
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What is done, why, and from which figures: one line of JSON."""
+
+    action: str  # watch, record, solve, keep, swap, stay, back, fail or off
+    why: str
+    figures: dict[str, Any]
+
+
+def wants(seen: View, expected: float | None, quiet: float, s: AdaptSettings) -> Decision:
+    """Whether to record requests now: since they drifted, or since it is time. quiet: seconds since the last solve."""
+    figures = {"lar": seen.lar, "expected_lar": expected, "pairs": seen.pairs, "quiet": round(quiet, 1)}
+    if s.schedule and quiet >= s.schedule:
+        return Decision(action="record", why=f"the last plan was solved {quiet:.0f} s ago", figures=figures)
+    if seen.lar is None or seen.pairs < ENOUGH_PAIRS:
+        return Decision(action="watch", why="too few tokens to judge", figures=figures)
+    if expected is None or seen.lar >= expected - s.margin:
+        return Decision(action="watch", why="requests are as expected", figures=figures)
+    if quiet < s.rest:
+        return Decision(action="watch", why=f"the last solve was {quiet:.0f} s ago", figures=figures)
+    why = f"local activation rate {seen.lar:.3f}, expected {expected:.3f}"
+    return Decision(action="record", why=why, figures=figures)
+
+
+def judge(old: Score, new: Score, weighed: Weighed, s: AdaptSettings) -> Decision:
+    """Whether the new plan is swapped in: where it is more local by the least gain, and pays for the move."""
+    gain = new.lar - old.lar
+    figures = {"old_lar": old.lar, "new_lar": new.lar, "saved": weighed.saved, "cost": weighed.cost,
+               "pays_after": None if weighed.after == inf else weighed.after}  # fmt: skip
+    if gain < s.least_gain:
+        why = f"the new plan keeps {gain:+.3f} of pairs local, less than {s.least_gain:g}"
+        return Decision(action="keep", why=why, figures=figures)
+    if weighed.cost > 0 and not weighed.pays:
+        why = f"the move takes {weighed.cost:.3g} s, and {weighed.saved * s.horizon:.3g} s are saved in {s.horizon:g} s"
+        return Decision(action="keep", why=why, figures=figures)
+    return Decision(action="swap", why=f"{gain:+.3f} of pairs local", figures=figures)
+
+
+def confirm(before: float | None, after: View, predicted: float, s: AdaptSettings) -> Decision:
+    """After a swap: whether the gain is there. before: the local activation rate that was seen on the old plan.
+
+    predicted: the gain in replay.
+    """
+    figures = {"before": before, "after": after.lar, "predicted_gain": predicted, "pairs": after.pairs}
+    if before is None or after.lar is None or after.pairs < ENOUGH_PAIRS:
+        return Decision(action="watch", why="too few tokens to judge the swap", figures=figures)
+    gain = after.lar - before
+    if gain < s.least_share * predicted:
+        why = f"{gain:+.3f} of pairs local was measured, {predicted:+.3f} predicted"
+        return Decision(action="back", why=why, figures=figures)
+    return Decision(action="stay", why=f"{gain:+.3f} of pairs local was measured", figures=figures)

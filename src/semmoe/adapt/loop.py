@@ -1,0 +1,153 @@
+"""The loop of `semmoe adapt`: watch, record, solve again, weigh the move, swap, check; every decision is told."""
+
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from semmoe import watch
+from semmoe.adapt.decide import Decision, Score, confirm, judge, wants
+from semmoe.adapt.solving import Job, run_child
+from semmoe.calibration import Links
+from semmoe.core import Plan
+from semmoe.moving import move_between, weigh
+from semmoe.plan import load_plan, save_plan
+from semmoe.settings import AdaptSettings
+
+POLL = 0.5  # seconds between two looks at how many requests were recorded
+SWITCH = "adapt.off"  # a file in the control folder: nothing is done while it is there
+
+
+class Server(Protocol):
+    """A running server, as the loop needs it."""
+
+    def look(self) -> watch.Look:
+        """Its counters now."""
+
+    def recorded(self) -> int:
+        """Requests in the recording that is on."""
+
+    def begin_recording(self) -> None: ...
+
+    def end_recording(self, target: Path) -> None: ...
+
+    def expert_bytes(self) -> int:
+        """Weights of one expert of one layer."""
+
+    def swap(self, plan: Plan) -> str:
+        """Swap to a plan; why it is not served now, or ""."""
+
+
+@dataclass
+class Adapter:
+    """Follows one server. plan: what it serves on, `path` where that is; links: what moves and layers are timed on.
+
+    tell: called with every decision that is more than to go on watching, and with each of those where the reason
+    changed.
+    """
+
+    server: Server
+    plan: Plan
+    path: Path
+    links: Links
+    links_name: str
+    settings: AdaptSettings
+    folder: Path  # the control folder
+    tell: Callable[[Decision], None]
+    dry_run: bool = False
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+    def __post_init__(self) -> None:
+        self.expected = watch.expected_lar(self.plan.expected)
+        self._looks: deque[watch.Look] = deque([self.server.look()])
+        self._solved, self._said = self.clock(), ""
+
+    def turn(self) -> Decision:
+        """One turn: watch, and go on from there as far as it leads."""
+        self.sleep(self.settings.every)
+        if (self.folder / SWITCH).exists():
+            return self._say(Decision(action="off", why=f"{self.folder / SWITCH} exists", figures={}))
+        seen = self._seen()
+        if seen.seconds < self.settings.window - self.settings.every:
+            return self._say(Decision(action="watch", why="the first window is not over", figures={}))
+        found = self._say(wants(seen, self.expected, self.clock() - self._solved, self.settings))
+        if found.action == "record":
+            return self._adapt(seen)
+        if self.expected is None and seen.lar is not None and seen.pairs >= watch.ENOUGH_PAIRS:
+            self.expected = seen.lar  # of a plan that does not say what to expect
+        return found
+
+    def _seen(self) -> watch.View:
+        """What the server did in the last window."""
+        self._looks.append(self.server.look())
+        while len(self._looks) > 2 and self._looks[-1].time - self._looks[1].time >= self.settings.window:
+            self._looks.popleft()
+        return watch.view(self._looks[0], self._looks[-1])
+
+    def _say(self, decision: Decision) -> Decision:
+        """Tell a decision, but not that of the turn before again."""
+        said = decision.action if decision.action in ("watch", "off") else ""
+        if not said or said + decision.why[:12] != self._said:
+            self.tell(decision)
+        self._said = said + decision.why[:12] if said else ""
+        return decision
+
+    def _adapt(self, seen: watch.View) -> Decision:
+        """Record, solve, weigh and perhaps swap. What fails leaves the server as it is."""
+        try:
+            with tempfile.TemporaryDirectory(prefix="adapt-", dir=self.folder) as scratch:
+                return self._from_recording(seen, Path(scratch))
+        except (ValueError, RuntimeError, OSError) as error:
+            return self._say(Decision(action="fail", why=" ".join(str(error).split()), figures={}))
+        finally:
+            self._solved = self.clock()
+
+    def _from_recording(self, seen: watch.View, scratch: Path) -> Decision:
+        s, begun = self.settings, self.clock()
+        self.server.begin_recording()
+        try:
+            while self.server.recorded() < s.requests and self.clock() - begun < s.patience:
+                self.sleep(POLL)
+        finally:
+            self.server.end_recording(scratch / "trace")
+        job = Job(trace=str(scratch / "trace"), plan=str(self.path), folder=str(scratch), seconds=s.solve_seconds,
+                  judged=s.judged, links=self.links_name)  # fmt: skip
+        self._say(Decision(action="solve", why="requests are recorded", figures={}))
+        path, old, new = run_child(job, 3 * s.solve_seconds + 60)
+        plan = load_plan(path)
+        found = self._say(self._weigh(seen, plan, old, new))
+        if found.action != "swap" or self.dry_run:
+            self.expected = old.lar if found.action == "keep" else self.expected
+            return found
+        return self._swap(plan, path, old, new)
+
+    def _weigh(self, seen: watch.View, plan: Plan, old: Score, new: Score) -> Decision:
+        cost = float(move_between(self.plan, plan).seconds(self.server.expert_bytes(), self.links).sum())
+        saved = old.seconds_per_token - new.seconds_per_token
+        return judge(old, new, weigh(saved, seen.routed_tokens_per_second, cost, self.settings.horizon), self.settings)
+
+    def _swap(self, plan: Plan, path: Path, old: Score, new: Score) -> Decision:
+        """Swap, watch a window, and go back if the gain is not there."""
+        before = self._seen().lar
+        problem = self.server.swap(plan)
+        if problem:
+            return self._say(Decision(action="fail", why=problem, figures={}))
+        kept, self._looks = self._keep(path), deque([self.server.look()])
+        self.sleep(self.settings.window)
+        found = self._say(confirm(before, self._seen(), new.lar - old.lar, self.settings))
+        if found.action == "back":
+            problem = self.server.swap(self.plan)
+            self._looks = deque([self.server.look()])
+            return found if not problem else self._say(Decision(action="fail", why=problem, figures={}))
+        self.plan, self.path, self.expected = plan, kept, new.lar
+        return found
+
+    def _keep(self, path: Path) -> Path:
+        """Keep a plan that is served where it can be found."""
+        target = self.folder / "adapted"
+        save_plan(load_plan(path), target)
+        return target

@@ -1,0 +1,105 @@
+"""Solve a plan for recorded requests, in a process of its own at low priority, within a time.
+
+    python -m semmoe.adapt.solving JOB.json
+
+The oldest requests are for solving, from the plan that is served; the newest are for scoring both plans. What is found
+goes to the job's folder: `plan`, and `scores.json`.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from semmoe.adapt.decide import Score
+from semmoe.calibration import Links, load_links
+from semmoe.core import Plan, RoutingTrace
+from semmoe.cost import LayerShape, predict
+from semmoe.plan import load_plan, save_plan
+from semmoe.replayer import replay
+from semmoe.settings import ReplaySettings, SolveSettings
+from semmoe.solver import solve
+from semmoe.trace import open_trace
+
+NICE = 19
+LEAST_REQUESTS = 20  # that are solved on, and that are scored
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What to solve; paths are absolute."""
+
+    trace: str
+    plan: str  # that is served
+    folder: str  # for what is found
+    seconds: float  # for the search
+    judged: float  # share of requests, the newest, that are for scoring
+    links: str  # a file or a shipped name; "" for the shipped default
+
+
+def run_child(job: Job, seconds: float) -> tuple[Path, Score, Score]:
+    """The new plan's path and both plans' scores, old and new. Raises RuntimeError if it fails or takes longer."""
+    path = Path(job.folder) / "job.json"
+    path.write_text(json.dumps(asdict(job)))
+    words = [sys.executable, "-m", "semmoe.adapt.solving", str(path)]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"no plan was found within {seconds:g} s") from None
+    if done.returncode:
+        raise RuntimeError((done.stderr.strip().splitlines() or ["the solver ended without a word"])[-1])
+    scores = json.loads((Path(job.folder) / "scores.json").read_text())
+    return Path(job.folder) / "plan", Score(**scores["old"]), Score(**scores["new"])
+
+
+def main(job: Job) -> None:
+    """Solve, score, and write both."""
+    os.nice(NICE)
+    trace, old = open_trace(Path(job.trace)), load_plan(job.plan)
+    seen, newest = by_age(trace, job.judged)
+    settings = SolveSettings(redundant_experts=old.placement.redundant_experts)
+    settings = replace(settings, cocluster=replace(settings.cocluster, budget=job.seconds))
+    new = solve(seen, old.topology, settings, previous=old)
+    links = load_links(job.links or default_links(old), old.topology)
+    scores = {name: asdict(score(newest, plan, links)) for name, plan in {"old": old, "new": new}.items()}
+    save_plan(new, Path(job.folder) / "plan")
+    (Path(job.folder) / "scores.json").write_text(json.dumps(scores))
+
+
+def by_age(trace: RoutingTrace, judged: float) -> tuple[RoutingTrace, RoutingTrace]:
+    """The oldest requests, and the newest share `judged`; requests are in order of their ends.
+
+    Raises ValueError if either has too few.
+    """
+    count = round(trace.num_requests * (1 - judged))
+    if min(count, trace.num_requests - count) < LEAST_REQUESTS:
+        raise ValueError(f"{trace.num_requests} requests were recorded, too few to solve on some and score on others")
+    requests = np.arange(trace.num_requests)
+    return trace.select(requests[:count]), trace.select(requests[count:])
+
+
+def default_links(plan: Plan) -> str:
+    return "h200-nvlink" if plan.topology.num_nodes == 1 else "h200-400g"
+
+
+def score(trace: RoutingTrace, plan: Plan, links: Links) -> Score:
+    """What a plan does for a trace's requests."""
+    found, f = replay(trace, plan, ReplaySettings()), trace.fingerprint
+    if not (f.hidden_size and f.expert_size):
+        return Score(lar=found.lar, seconds_per_token=0.0)
+    shape = LayerShape(hidden_size=f.hidden_size, expert_size=f.expert_size, top_k=f.top_k)
+    rows = found.rows_per_batch(links.all_to_all)
+    time = predict(plan.method, rows, found.busiest_pairs, shape, plan.topology, links).time.total
+    return Score(lar=found.lar, seconds_per_token=time / found.tokens_per_batch)
+
+
+if __name__ == "__main__":
+    try:
+        main(Job(**json.loads(Path(sys.argv[1]).read_text())))
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,125 @@
+"""Experts and routers of vLLM's layers on one rank: hooked at the start, and changed by swaps of the plan.
+
+Weights move by vLLM's own rearrangement, as its load balancer moves them, layer by layer.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.distributed import get_ep_group
+from vllm.distributed.eplb.eplb_communicator import TorchDistNcclEplbCommunicator
+from vllm.distributed.eplb.rebalance_execute import rearrange_expert_weights_inplace
+
+from semmoe.core import Plan
+from semmoe.engines import supervisor
+from semmoe.engines.absent import NoShuffle, NoTraffic
+from semmoe.engines.live.swap import NoSwapper, SwapError, Swapper
+from semmoe.engines.vllm import targets
+from semmoe.engines.vllm.model import hook_routers
+from semmoe.engines.vllm.registry import add
+from semmoe.engines.vllm.routing import RealRows, RoutedLayer
+from semmoe.engines.vllm.shuffle import LayerShuffle
+from semmoe.engines.vllm.swap import ARM, STATE, STEP
+from semmoe.runtime.copies import RankCopies, rank_copies, take_over
+from semmoe.runtime.shuffler import TokenShuffler
+from semmoe.runtime.traffic import TrafficCounter
+
+
+class LiveExperts:
+    """blocks: vLLM's expert layers in order. sources: ranks whose copy choice this rank needs; own: its own among them.
+
+    captured: whether graphs hold the addresses of tables.
+    """
+
+    def __init__(self, blocks: Sequence[Any], sources: Sequence[int], own: int, real: RealRows, captured: bool) -> None:
+        self._blocks, self._sources, self._own, self._real, self._captured = blocks, sources, own, real, captured
+        self._routed: list[RoutedLayer] = []
+        self._shuffle: LayerShuffle | NoShuffle = NoShuffle()
+        self._new_shuffler: Callable[[Plan], TokenShuffler] | None = None
+        self._copies: list[list[RankCopies]] = []  # of the prepared plan, by layer and source
+        self._shuffler: TokenShuffler | None = None
+        self._buffer: list[Tensor] = []
+
+    def hook(
+        self,
+        plan: Plan | None,
+        traffic: TrafficCounter | NoTraffic,
+        drop_padding: bool,
+        observe: Callable[[int, Tensor, Tensor], None],
+    ) -> list[int]:
+        """Hook the routers of all layers; returns those that cannot be, whose kernels route by themselves."""
+        size = self._blocks[0].moe_config.num_experts // get_ep_group().world_size
+        copies = self._tables(plan) if plan is not None else [[] for _ in self._blocks]
+
+        def hooks(place: int) -> RoutedLayer:
+            layer = RoutedLayer(place, copies[place], self._own, size, self._real, traffic, drop_padding, observe)
+            self._routed.append(layer)
+            return layer
+
+        return hook_routers(self._blocks, hooks)
+
+    def follow(self, shuffle: LayerShuffle, new_shuffler: Callable[[Plan], TokenShuffler]) -> None:
+        """Swap the token tables of this shuffle, too."""
+        self._shuffle, self._new_shuffler = shuffle, new_shuffler
+
+    def _tables(self, plan: Plan) -> list[list[RankCopies]]:
+        """By layer and source."""
+        by_source = [rank_copies(plan, source) for source in self._sources]
+        device = self._real.count.device
+        return [[layer.to(device) for layer in layers] for layers in zip(*by_source, strict=True)]
+
+    def prepare(self, plan: Plan) -> None:
+        """Make the copy choice, the shuffler and the buffer; see `Experts`."""
+        old = [layer.copies for layer in self._routed]
+        columns = (
+            take_over([layer[i] for layer in old], rank_copies(plan, source), self._captured)
+            for i, source in enumerate(self._sources)
+        )
+        self._copies = [list(layer) for layer in zip(*columns, strict=True)]
+        self._shuffler = self._new_shuffler(plan) if self._new_shuffler is not None else None
+        self._buffer = [torch.empty_like(weight) for weight in self.weights(0)]
+
+    def weights(self, layer: int) -> Sequence[Tensor]:
+        """vLLM's own view of a layer's weights, (P / G, -1) each."""
+        return [weight.data for weight in self._blocks[layer].routed_experts.get_expert_weights()]
+
+    def move(self, layer: int, old: np.ndarray, new: np.ndarray) -> None:
+        """By vLLM's rearrangement; its communicator for NCCL is plain torch and runs on gloo, too."""
+        group = get_ep_group()
+        channel = group.cpu_group if self._real.count.device.type == "cpu" else group.device_group
+        maps = (torch.from_numpy(row.astype(np.int64))[None] for row in (old, new))
+        mover = TorchDistNcclEplbCommunicator(channel)
+        rearrange_expert_weights_inplace(*maps, [self.weights(layer)], self._buffer, channel, mover)
+
+    def commit(self, layers: Sequence[int]) -> None:
+        """The copy choice alone: a physical id tells vLLM the rank and the slot."""
+        for layer in layers:
+            self._routed[layer].use(self._copies[layer])
+
+    def finish(self) -> None:
+        """The token tables, where tokens are shuffled."""
+        if isinstance(self._shuffle, LayerShuffle) and self._shuffler is not None:
+            self._shuffle.use(self._shuffler)
+        self._buffer = []
+
+
+def offer(rank: Any, folder: Path) -> None:
+    """Give vLLM's workers the methods that the endpoint calls on all of them; rank: the plug-in of this process."""
+    add(targets.WORKER, ARM, lambda worker, number, layers: rank.swapper.arm(number, layers))
+    add(targets.WORKER, STATE, lambda worker: rank.swapper.status.model_dump())
+    add(targets.WORKER, STEP, lambda worker: step_or_end(rank.swapper, folder))
+
+
+def step_or_end(swapper: Swapper | NoSwapper, folder: Path) -> dict[str, Any]:
+    """A step of a swap, after whose failure nothing may be served: vLLM ends its other processes when this one ends."""
+    try:
+        swapper.step()
+    except SwapError as error:
+        supervisor.report(folder, str(error))
+        os._exit(1)
+    return swapper.status.model_dump()

@@ -1,0 +1,94 @@
+"""The endpoint of vLLM's API server by which `semmoe swap` reaches the workers.
+
+    POST /v1/semmoe/swap  {"number": 123, "layers_per_pass": 0}  ->  the state of rank 0's swap when it has ended
+
+Between two steps the engine serves. For each step it is paused with its requests and their caches kept: vLLM's data
+parallel ranks then agree to run no pass, so that all are between the same two. vLLM's own check of API keys covers
+what lies below /v1.
+"""
+
+import asyncio
+from argparse import Namespace
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, HTTPException
+from pydantic import BaseModel, ConfigDict, Field
+
+from semmoe.bounds import MOST_LAYERS
+from semmoe.engines.live.files import ENDED, MOST_NUMBER, staged
+from semmoe.engines.settings import control_folder
+
+PATH = "/v1/semmoe/swap"
+ARM, STATE, STEP = "semmoe_arm", "semmoe_state", "semmoe_step"  # methods of vLLM's workers
+PREPARE = "semmoe_prepare"  # of vLLM's client
+POLL = 0.02  # seconds between two looks at whether workers are ready, and between two steps
+
+
+class Order(BaseModel):
+    """What a client asks for."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    number: int = Field(gt=0, le=MOST_NUMBER)
+    layers_per_pass: int = Field(default=0, ge=0, le=MOST_LAYERS)
+
+
+class SwapEndpoint:
+    """An entry of `vllm.endpoint_plugins`."""
+
+    name = "semmoe"
+    required_tasks = None
+
+    def __init__(self) -> None:
+        self._client: Any = None
+        self._running: asyncio.Task[dict[str, Any]] | None = None
+
+    def attach_router(self, app: FastAPI) -> None:
+        router = APIRouter()
+        router.add_api_route(PATH, self.swap, methods=["POST"])
+        app.include_router(router)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        self._client = engine_client
+
+    async def swap(self, order: Order) -> dict[str, Any]:
+        """Swap, even if the client that asked does not wait for the end."""
+        if self._client is None or control_folder() is None:
+            raise HTTPException(409, "this server was not started by `semmoe serve`")
+        if self._running is not None and not self._running.done():
+            raise HTTPException(409, "another swap is not over")
+        self._running = asyncio.create_task(self._swap(order))
+        return await asyncio.shield(self._running)
+
+    async def _swap(self, order: Order) -> dict[str, Any]:
+        refusals = await self._client.collective_rpc(ARM, args=(order.number, order.layers_per_pass))
+        if any(refusals):
+            raise HTTPException(409, next(filter(None, refusals)))
+        status = await self._state()
+        while status["state"] not in ENDED:
+            await asyncio.sleep(POLL)
+            status = await self._paused(self._step)
+        if status["state"] == "done":
+            await self._schedule(order.number)
+        return status
+
+    async def _state(self) -> dict[str, Any]:
+        return (await self._client.collective_rpc(STATE))[0]
+
+    async def _step(self) -> dict[str, Any]:
+        return (await self._client.collective_rpc(STEP))[0]
+
+    async def _paused(self, run: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
+        """Run while no rank runs a pass; requests are kept as they are."""
+        await self._client.pause_generation(mode="keep", clear_cache=False)
+        try:
+            return await run()
+        finally:
+            await self._client.resume_generation()
+
+    async def _schedule(self, number: int) -> None:
+        """Requests follow at last, when experts are where the new plan has them."""
+        prepare, folder = getattr(self._client.engine_core, PREPARE, None), control_folder()
+        if prepare is not None and folder is not None:
+            plan = await asyncio.to_thread(staged, folder, number)
+            await asyncio.to_thread(prepare, plan)

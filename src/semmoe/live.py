@@ -1,0 +1,103 @@
+"""Ask a running server to swap its plan, and follow it to the end: what `semmoe swap` and `adapt` do."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
+
+from semmoe import watch
+from semmoe.core import Plan
+from semmoe.engines.live.files import ENDED, SwapStatus, plan_name, read_status, stage
+from semmoe.engines.sglang import swap as sglang
+from semmoe.settings import SwapSettings
+
+VLLM_PATH = "/v1/semmoe/swap"
+POLL = 0.1  # seconds between two looks at a status
+ANSWER = 30.0  # seconds in which a server answers that only takes an order
+PASS_PATH = "/health_generate"  # of SGLang: a request of one token, so that a server without requests runs passes
+
+
+class ServerError(RuntimeError):
+    """What a server said instead of doing what it was asked."""
+
+
+def swap(url: str, folder: Path, plan: Plan, settings: SwapSettings, key: str = "") -> SwapStatus:
+    """Stage a plan and have the server swap to it; what rank 0 says at the end. Raises ValueError or ServerError.
+
+    folder: the server's control folder; key: the API key, if it asks for one.
+    """
+    engine = engine_of(url)
+    number = stage(plan, folder)
+    if engine.startswith("vllm"):
+        return swap_vllm(url, number, settings, key)
+    if engine.startswith("sglang"):
+        return swap_sglang(url, folder, number, settings, plan.requests.by_tables, key)
+    raise ValueError(f"{url} is served by {engine or 'an unknown engine'}, whose plan cannot be swapped")
+
+
+def engine_of(url: str) -> str:
+    """The engine and its version, as the server's own counters name it."""
+    look = watch.parse(watch.fetch(url), 0.0)
+    return watch.view(look, look).active.get("engine", "")
+
+
+def call(url: str, body: dict[str, Any] | None, key: str, seconds: float) -> Any:
+    """The JSON that a server answers to a POST of `body`, or to a GET. Raises ServerError with its words."""
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        with urlopen(Request(url, data, headers), timeout=seconds) as answer:
+            return json.loads(answer.read() or b"null")
+    except HTTPError as error:
+        raise ServerError(_words(error)) from None
+    except (URLError, OSError, ValueError) as error:
+        raise ServerError(f"{url} does not answer: {getattr(error, 'reason', error)}") from None
+
+
+def _words(error: HTTPError) -> str:
+    """The reason that the answer gives."""
+    text = error.read(10_000).decode(errors="replace")
+    try:
+        return str(json.loads(text)["detail"])
+    except (ValueError, KeyError, TypeError):
+        return f"{error.url} answers {error.code}: {text[:200] or error.reason}"
+
+
+def swap_vllm(url: str, number: int, settings: SwapSettings, key: str = "") -> SwapStatus:
+    """Have vLLM swap to a staged plan; returns what rank 0 says at the end."""
+    order = {"number": number, "layers_per_pass": settings.layers_per_pass}
+    return SwapStatus.model_validate(call(url + VLLM_PATH, order, key, settings.timeout))
+
+
+def swap_sglang(url: str, folder: Path, number: int, settings: SwapSettings, schedules: bool, key: str) -> SwapStatus:
+    """Have SGLang swap to a staged plan; schedules: requests are assigned by plans, and follow when experts have."""
+    before = read_status(folder).swaps
+    _order(url, {sglang.LAYERS: settings.layers_per_pass, sglang.SWAP: number}, key)
+    end, status = time.monotonic() + settings.timeout, read_status(folder)
+    while status.swaps == before or status.state not in ENDED:
+        if time.monotonic() > end:
+            raise ServerError(f"the swap did not end within {settings.timeout:g} s; rank 0 is {status.state}")
+        call_quietly(url + PASS_PATH, key)
+        time.sleep(POLL)
+        status = read_status(folder)
+    if status.state == "done" and schedules:
+        _order(url, {sglang.REQUESTS: number}, key)
+    return status
+
+
+def call_quietly(url: str, key: str) -> None:
+    """A GET whose answer does not matter."""
+    try:
+        with urlopen(Request(url, headers={"Authorization": f"Bearer {key}"} if key else {}), timeout=ANSWER):
+            pass
+    except (URLError, OSError):
+        return
+
+
+def _order(url: str, values: dict[str, int], key: str) -> None:
+    answers = call(url + "/set_internal_state", {"server_args": values}, key, ANSWER)
+    if not (isinstance(answers, list) and answers and all(answers)):
+        name = plan_name(values.get(sglang.SWAP, values.get(sglang.REQUESTS, 1)))
+        raise ServerError(f"the server refused to swap to plan {name} now: is another swap not over? See its log")
