@@ -9,6 +9,7 @@ from urllib.request import Request, urlopen
 
 from semmoe import watch
 from semmoe.core import Plan
+from semmoe.engines import supervisor
 from semmoe.engines.live.files import ENDED, SwapStatus, plan_name, read_status, stage
 from semmoe.engines.sglang import swap as sglang
 from semmoe.settings import SwapSettings
@@ -45,7 +46,7 @@ def engine_of(url: str) -> str:
 
 def call(url: str, body: dict[str, Any] | None, key: str, seconds: float) -> Any:
     """The JSON that a server answers to a POST of `body`, or to a GET. Raises ServerError with its words."""
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    headers = {"Content-Type": "application/json"} | _headers(key)
     data = None if body is None else json.dumps(body).encode()
     try:
         with urlopen(Request(url, data, headers), timeout=seconds) as answer:
@@ -73,13 +74,16 @@ def swap_vllm(url: str, number: int, settings: SwapSettings, key: str = "") -> S
 
 def swap_sglang(url: str, folder: Path, number: int, settings: SwapSettings, schedules: bool, key: str) -> SwapStatus:
     """Have SGLang swap to a staged plan; schedules: requests are assigned by plans, and follow when experts have."""
-    before = read_status(folder).swaps
+    found = read_status(folder)
+    if not found.plan:
+        raise ServerError(found.reason)
+    before = found.swaps
     _order(url, {sglang.LAYERS: settings.layers_per_pass, sglang.SWAP: number}, key)
     end, status = time.monotonic() + settings.timeout, read_status(folder)
     while status.swaps == before or status.state not in ENDED:
         if time.monotonic() > end:
             raise ServerError(f"the swap did not end within {settings.timeout:g} s; rank 0 is {status.state}")
-        call_quietly(url + PASS_PATH, key)
+        run_a_pass(url, folder, key)
         time.sleep(POLL)
         status = read_status(folder)
     if status.state == "done" and schedules:
@@ -87,13 +91,21 @@ def swap_sglang(url: str, folder: Path, number: int, settings: SwapSettings, sch
     return status
 
 
-def call_quietly(url: str, key: str) -> None:
-    """A GET whose answer does not matter."""
+def run_a_pass(url: str, folder: Path, key: str) -> None:
+    """Have a server run a pass; it may be too busy to answer. Raises ServerError if it has ended."""
     try:
-        with urlopen(Request(url, headers={"Authorization": f"Bearer {key}"} if key else {}), timeout=ANSWER):
+        with urlopen(Request(url + PASS_PATH, headers=_headers(key)), timeout=ANSWER):
             pass
-    except (URLError, OSError):
+    except URLError as error:
+        if isinstance(error.reason, ConnectionRefusedError):
+            why = supervisor.reported(folder)
+            raise ServerError(f"the server has ended{': ' + why if why else ''}") from None
+    except OSError:
         return
+
+
+def _headers(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def _order(url: str, values: dict[str, int], key: str) -> None:

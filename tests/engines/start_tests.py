@@ -1,11 +1,15 @@
 """What holds of every engine's start: one that does not fit ends with a line that says why; a broken one is noticed."""
 
+import contextlib
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from serving import Server, reason
+import requests
+from serving import SEMMOE, Server, reason
 
 from semmoe.demo import MODEL
 from semmoe.engines import ownership
@@ -14,6 +18,7 @@ from semmoe.engines.transformers import verify
 from semmoe.plan import load_plan, save_plan
 
 BROKEN = Path(__file__).parent / "broken"  # a plug-in of all engines
+UNMOVED = Path(__file__).parent / "unmoved"
 STALE = Path(__file__).parent / "stale"  # another
 
 
@@ -34,6 +39,38 @@ class StartTests:
         finally:
             server.stop()
         assert not verify.compare_outputs(model, prompts, reference, outputs).holds
+
+    def test_a_slot_that_does_not_move_ends_the_server(self, plans, swap_plans, prompts, tmp_path, monkeypatch):
+        """The negative control of swaps: what lies in a slot is checked before a token meets it."""
+        server, answers = self.spoilt_swap("slot", plans, swap_plans, prompts, tmp_path, monkeypatch)
+        line = server.log.strip().splitlines()[-1]
+        assert "the weights of expert" in line
+        assert "in slot 0 is not what was to be moved there" in line
+        assert not answers or answers[0].status_code >= 400, answers[0].text
+
+    def test_a_rank_that_dies_between_two_steps_ends_the_server(
+        self, plans, swap_plans, prompts, tmp_path, monkeypatch
+    ):
+        self.spoilt_swap("death", plans, swap_plans, prompts, tmp_path, monkeypatch)
+
+    def spoilt_swap(self, how, plans, swap_plans, prompts, tmp_path, monkeypatch):
+        """The server, which ends, and what it answered to a request after it was told to swap."""
+        monkeypatch.setenv("UNMOVED", how)
+        server = self.SERVER(tmp_path, str(MODEL), "--plan", plans["dp2"], path=str(UNMOVED)).wait()
+        try:
+            words = [sys.executable, *SEMMOE, "swap", server.url, "--plan", swap_plans["dp2"][1]]
+            words += ["--control", str(server.control), "--layers-per-pass", "1"]
+            done = subprocess.run(words, capture_output=True, text=True, timeout=200, check=False)
+            assert done.returncode == 1, done.stdout
+            assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+            answers = []
+            with contextlib.suppress(requests.RequestException):
+                answers.append(server.send(prompts[3]))
+            server.process.wait(timeout=100)
+            assert server.ranks() == []
+        finally:
+            server.stop()
+        return server, answers
 
     def test_a_plan_of_another_model_does_not_start(self, plans, tmp_path):
         plan = load_plan(plans["tp2"])

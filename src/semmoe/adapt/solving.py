@@ -90,11 +90,11 @@ def score(trace: RoutingTrace, plan: Plan, links: Links) -> Score:
     """What a plan does for a trace's requests."""
     found, f = replay(trace, plan, ReplaySettings()), trace.fingerprint
     if not (f.hidden_size and f.expert_size):
-        return Score(lar=found.lar, seconds_per_token=0.0)
+        return Score(lar=found.total.lar, seconds_per_token=0.0)
     shape = LayerShape(hidden_size=f.hidden_size, expert_size=f.expert_size, top_k=f.top_k)
     rows = found.rows_per_batch(links.all_to_all)
     time = predict(plan.method, rows, found.busiest_pairs, shape, plan.topology, links).time.total
-    return Score(lar=found.lar, seconds_per_token=time / found.tokens_per_batch)
+    return Score(lar=found.total.lar, seconds_per_token=time / found.tokens_per_batch)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ class TokenRows:
         self._path = SHUFFLED  # of this pass
         # slots whose request began in passes that were not shuffled, or by another plan
         self._unseen = np.zeros(0, np.int64)
-        self._num_slots = 0  # that were used so far
+        self._used_slots = 0  # that were used so far
         self._num_tokens = 0  # of this pass
         self._tokens, self._padded = 0, 0  # rows of this pass to shuffle, without and with padding
         self._handle: Any = None  # handle between the two collectives of a layer
@@ -54,7 +54,7 @@ class TokenRows:
     def begin(self, token_ids: Any, slots: Any, decoding: Any, new_slots: Any) -> None:
         """Begin a forward pass over these tokens; arguments same as in `Shuffler.start`."""
         self._tokens, self._handle = len(token_ids), None
-        self._num_slots = max(self._num_slots, int(slots.max(initial=-1)) + 1)
+        self._used_slots = max(self._used_slots, int(slots.max(initial=-1)) + 1)
         self._shuffler.start(token_ids, slots, decoding, np.union1d(self._unseen, new_slots))
         self._unseen = self._unseen[:0]
 
@@ -78,7 +78,7 @@ class TokenRows:
     def use(self, shuffler: Shuffler) -> None:
         """Shuffle by another plan from the next pass on, which knows no history of the requests that run."""
         self._shuffler = shuffler
-        self._unseen = np.union1d(self._unseen, np.arange(self._num_slots))
+        self._unseen = np.union1d(self._unseen, np.arange(self._used_slots))
 
     @property
     def whole(self) -> bool:

@@ -256,6 +256,36 @@ class NoSwapper:
         yield from ()
 
 
+def attach(plan: Plan | None, experts: Experts | None, reason: str, group: Any, folder: Path) -> Swapper | NoSwapper:
+    """What swaps the plan of this rank, or says in its status why nothing can.
+
+    reason: why the engine cannot, if it cannot; experts: None then, or without a plan.
+    """
+    if plan is None or experts is None:
+        found: Swapper | NoSwapper = NoSwapper(reason or "this server runs without a plan: start it on one")
+    else:
+        try:
+            check_weights(plan, experts)
+            return Swapper(plan, experts, group, folder)
+        except (ValueError, AssertionError, AttributeError) as error:  # a layout that the engine cannot move either
+            found = NoSwapper(f"this model's experts cannot move: {_line(error)}")
+    status = found.status.model_copy(update={"rank": dist.get_rank(group)})
+    try:
+        write_status(folder, status)
+    except OSError as error:
+        log.warning("semmoe: the state of swaps cannot be written: %s", error)
+    return found
+
+
+def check_weights(plan: Plan, experts: Experts) -> None:
+    """Raise ValueError unless every layer's weights have a row for each of this rank's slots, and no other."""
+    wanted = plan.placement.experts_per_rank
+    for layer in range(plan.fingerprint.num_layers):
+        for weight in experts.weights(layer):
+            if len(weight) != wanted:
+                raise ValueError(f"a weight of layer {layer} has {len(weight)} rows for {wanted} slots")
+
+
 def check_fits(new: Plan, old: Plan) -> None:
     """Raise ValueError unless a server that was started on `old` can be swapped to `new`."""
     if new.topology != old.topology:

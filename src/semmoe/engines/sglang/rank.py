@@ -21,7 +21,7 @@ from semmoe.core import Plan
 from semmoe.engines import supervisor
 from semmoe.engines.absent import NoRecorder, NoShuffle, NoTraffic
 from semmoe.engines.counters import Reading
-from semmoe.engines.live.swap import NoSwapper, SwapError, Swapper
+from semmoe.engines.live.swap import NoSwapper, SwapError, Swapper, attach
 from semmoe.engines.passes import PassClock
 from semmoe.engines.paths import SHUFFLED, check_path, only
 from semmoe.engines.rank import check_identity, check_plan, check_same_plan, description, publish, tell_untried
@@ -74,7 +74,7 @@ class RankPlugin:
         self._traffic: TrafficCounter | NoTraffic = NoTraffic()
         self._check, self._copies, self._clock = SelfCheck(), ChosenCopies(), PassClock()
         self._copies.whole = self.has_all_rows
-        self.swapper: Swapper | NoSwapper = NoSwapper("this server runs without a plan, or without a control folder")
+        self.swapper: Swapper | NoSwapper = NoSwapper("no model is loaded")
         self._untimed = False  # whether the paths of passes are still to be timed
         self._blocks: set[int] = set()  # identities of the model's expert layers; a draft model's are not among them
         self._experts_per_rank = 0
@@ -167,15 +167,15 @@ class RankPlugin:
     def _attach_swapper(self, runner: Any, blocks: dict[int, Any]) -> None:
         """Let the plan be swapped, if there is one and a folder where others may be staged."""
         plan, folder, captured = self._plan, self._settings.folder, not cuda_graph_fully_disabled()
-        if plan is None or folder is None:
+        if folder is None:
             return
         shuffles = isinstance(self._shuffle, BoundaryShuffle)
-        if captured and shuffles:
-            self.swapper = NoSwapper("captured graphs hold the token tables: serve with --disable-cuda-graph")
-            return
-        new = functools.partial(self._new_shuffler, runner) if shuffles else None
-        experts = LiveExperts(runner, blocks, self._copies, self._shuffle, new, captured)
-        self.swapper = Swapper(plan, experts, get_parallel().tp_group.cpu_group, folder)
+        held = "captured graphs hold the token tables: serve with --disable-cuda-graph" if captured and shuffles else ""
+        experts = None
+        if plan is not None and not held:
+            new = functools.partial(self._new_shuffler, runner) if shuffles else None
+            experts = LiveExperts(runner, blocks, self._copies, self._shuffle, new, captured)
+        self.swapper = attach(plan, experts, held, get_parallel().tp_group.cpu_group, folder)
 
     def _new_shuffler(self, runner: Any, plan: Plan) -> DeviceShuffler | TokenShuffler:
         parallel = get_parallel()

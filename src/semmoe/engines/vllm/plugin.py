@@ -51,7 +51,7 @@ def _register(settings: VllmSettings) -> None:
     if on_cpu:
         cpu_patches("vllm").patch()
     rank.register(on_cpu)
-    if plan is not None and settings.folder is not None:
+    if settings.folder is not None:
         offer(rank, settings.folder)
     if schedules and plan is not None:
         made = _client(plan, settings.folder)

@@ -14,7 +14,7 @@ from semmoe.core import Plan
 from semmoe.engines import supervisor
 from semmoe.engines.absent import NoRecorder, NoShuffle, NoTraffic
 from semmoe.engines.counters import Reading
-from semmoe.engines.live.swap import NoSwapper, Swapper
+from semmoe.engines.live.swap import NoSwapper, Swapper, attach
 from semmoe.engines.passes import PassClock
 from semmoe.engines.rank import check_identity, check_plan, check_same_plan, description, publish, tell_untried
 from semmoe.engines.recorder import LiveRecorder
@@ -65,7 +65,7 @@ class RankPlugin:
         self._ep_rank = 0
         self._real = RealRows(torch.zeros((), dtype=torch.int64))
         self._attached = False  # whether a model with experts is hooked
-        self.swapper: Swapper | NoSwapper = NoSwapper("this server runs without a plan, or without a control folder")
+        self.swapper: Swapper | NoSwapper = NoSwapper("no model is loaded")
         self._slots = Slots()
         self._check_hooks, self._clock = SelfCheck(), PassClock()
         self._in_pass = self._can_whole = False  # can_whole: there may be passes in which every rank has all rows
@@ -170,11 +170,12 @@ class RankPlugin:
 
     def _attach_swapper(self, config: Any) -> None:
         """Let the plan be swapped, if there is one and a folder where others may be staged."""
-        if self._plan is None or self._settings.folder is None:
+        if self._settings.folder is None:
             return
         if isinstance(self._shuffle, LayerShuffle):
             self._experts.follow(self._shuffle, functools.partial(self._new_shuffler, config))
-        self.swapper = Swapper(self._plan, self._experts, get_ep_group().cpu_group, self._settings.folder)
+        group = get_ep_group().cpu_group
+        self.swapper = attach(self._plan, self._experts, "", group, self._settings.folder)
 
     def _attach_traffic(self, runner: Any, physical: int) -> None:
         """Count what the all-to-all sends."""

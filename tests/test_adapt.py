@@ -1,0 +1,204 @@
+"""The decisions of `semmoe adapt`, and its loop around a server that is a table of numbers."""
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+
+from semmoe import watch
+from semmoe.adapt import loop as looping
+from semmoe.adapt.decide import Score, confirm, judge, wants
+from semmoe.adapt.loop import SWITCH, Adapter
+from semmoe.adapt.solving import by_age
+from semmoe.calibration import load_links
+from semmoe.core import RoutingTrace
+from semmoe.moving import weigh
+from semmoe.placement.linear import vanilla_plan
+from semmoe.plan import load_plan, save_plan
+from semmoe.settings import AdaptSettings
+from semmoe.topology import Fingerprint, Topology
+
+MODEL = Fingerprint(
+    model="m", architecture_hash="a", tokenizer_hash="t", num_layers=2, num_experts=4, top_k=2, vocab_size=16
+)
+TOPOLOGY = Topology(ep_size=2)
+S = AdaptSettings(rest=100)
+PAYS, COSTS = weigh(1e-6, 1e5, 1.0, S.horizon), weigh(1e-9, 1e5, 1.0, S.horizon)
+
+
+def seen(lar, pairs=20_000):
+    """A reading of 60 s of a server with this local activation rate."""
+    labels = [frozenset({("local", name), ("ep_rank", "0")}) for name in ("true", "false")]
+    counted = {("pairs", labels[0]): lar * pairs, ("pairs", labels[1]): (1 - lar) * pairs}
+    counted |= {("routed_tokens", frozenset()): pairs / 2, ("active", frozenset({("engine", "x")})): 1}
+    return watch.view(watch.Look(0.0, {}), watch.Look(60.0, counted))
+
+
+@pytest.mark.parametrize(
+    ("lar", "quiet", "action"),
+    [(0.60, 1000, "watch"), (0.581, 1000, "watch"), (0.57, 1000, "record"), (0.57, 50, "watch")],
+)
+def test_requests_are_recorded_when_they_drifted_and_the_last_solve_is_some_time_ago(lar, quiet, action):
+    assert wants(seen(lar), 0.60, quiet, S).action == action
+
+
+def test_nothing_is_judged_from_few_tokens_or_without_an_expectation():
+    assert wants(seen(0.1, pairs=5000), 0.60, 1000, S).why == "too few tokens to judge"
+    assert wants(seen(0.1), None, 1000, S).action == "watch"
+
+
+def test_a_schedule_solves_without_drift():
+    assert wants(seen(0.6), 0.6, 1000, replace(S, schedule=900)).action == "record"
+    assert wants(seen(0.6), 0.6, 800, replace(S, schedule=900)).action == "watch"
+
+
+@pytest.mark.parametrize(
+    ("gain", "weighed", "action"),
+    [(0.05, PAYS, "swap"), (0.009, PAYS, "keep"), (-0.1, PAYS, "keep"), (0.05, COSTS, "keep")],
+)  # fmt: skip
+def test_a_plan_is_swapped_in_where_it_gains_and_pays(gain, weighed, action):
+    old, new = (Score(lar=lar, seconds_per_token=0.0) for lar in (0.5, 0.5 + gain))
+    assert judge(old, new, weighed, S).action == action
+
+
+@pytest.mark.parametrize(("after", "action"), [(0.56, "stay"), (0.53, "stay"), (0.51, "back"), (0.40, "back")])
+def test_a_swap_is_confirmed_by_what_was_measured(after, action):
+    """Before it .50 of pairs were local, and .06 more were predicted; at least .018 must be there."""
+    assert confirm(0.50, seen(after), 0.06, S).action == action
+
+
+@dataclass
+class Numbers:
+    """A server by the numbers that it would show: what each plan's local activation rate is, and what was asked."""
+
+    rates: dict[str, float]
+    serves: str = "old"
+    now: float = 0.0
+    local: float = 0.0
+    pairs: float = 0.0
+    refuses: str = ""
+    asked: list[str] = field(default_factory=list)
+
+    def sleep(self, seconds):
+        self.now += seconds
+        self.pairs += 1000 * seconds
+        self.local += 1000 * seconds * self.rates[self.serves]
+
+    def look(self):
+        labels = {name: frozenset({("local", name), ("ep_rank", "0")}) for name in ("true", "false")}
+        counted = {("pairs", labels["true"]): self.local, ("pairs", labels["false"]): self.pairs - self.local}
+        counted |= {("routed_tokens", frozenset()): self.pairs / 2, ("active", frozenset({("engine", "x")})): 1}
+        return watch.Look(self.now, counted)
+
+    def recorded(self):
+        return 500
+
+    def begin_recording(self):
+        self.asked.append("record")
+
+    def end_recording(self, target):
+        self.asked.append("end")
+
+    def expert_bytes(self):
+        return 1000
+
+    def swap(self, plan):
+        if self.refuses:
+            return self.refuses
+        self.serves = plan.method
+        self.asked.append(f"swap to {plan.method}")
+        return ""
+
+
+@pytest.fixture
+def adapter(tmp_path, monkeypatch):
+    """An adapter of a server whose plan expects .60 and that shows .50; what is solved is the plan `new`."""
+    old = replace(vanilla_plan(MODEL, TOPOLOGY), method="old", expected={"lar": 0.60})
+    rows = np.tile(np.array([2, 1, 0, 3], np.int32), (2, 1))
+    new = replace(old, method="new", placement=replace(old.placement, physical_to_logical_map=rows))
+    save_plan(old, tmp_path / "old")
+    scores = Score(lar=0.50, seconds_per_token=2e-6), Score(lar=0.58, seconds_per_token=1e-6)
+
+    def solved(job, seconds):
+        save_plan(new, tmp_path / "found")
+        return tmp_path / "found", *scores
+
+    monkeypatch.setattr(looping, "run_child", solved)
+    server = Numbers(rates={"old": 0.50, "new": 0.58})
+    told = []
+    found = Adapter(
+        server, old, tmp_path / "old", load_links("h200-nvlink", TOPOLOGY), "h200-nvlink", replace(S, rest=0), tmp_path,
+        told.append, clock=lambda: server.now, sleep=server.sleep,
+    )  # fmt: skip
+    return found, server, told
+
+
+def turns(adapter, count=30):
+    for _ in range(count):
+        adapter.turn()
+
+
+def test_the_loop_records_solves_swaps_and_stays(adapter):
+    found, server, told = adapter
+    turns(found)
+    assert [decision.action for decision in told] == ["watch", "record", "solve", "swap", "stay", "watch"]
+    assert server.asked == ["record", "end", "swap to new"]
+    assert (found.plan.method, found.expected) == ("new", 0.58)
+    assert load_plan(found.path).method == "new"
+
+
+def test_the_old_plan_comes_back_where_the_gain_is_not_there(adapter):
+    found, server, told = adapter
+    server.rates["new"] = 0.50
+    turns(found, 20)
+    assert [decision.action for decision in told][:5] == ["watch", "record", "solve", "swap", "back"]
+    assert server.asked[:4] == ["record", "end", "swap to new", "swap to old"]
+    assert found.plan.method == "old"
+
+
+def test_a_dry_run_decides_and_swaps_nothing(adapter):
+    found, server, told = adapter
+    found.dry_run = True
+    turns(found, 20)
+    assert "swap" in [decision.action for decision in told]
+    assert server.serves == "old"
+
+
+def test_what_fails_is_told_and_the_server_is_left_alone(adapter):
+    found, server, told = adapter
+    server.refuses = "another swap is not over"
+    turns(found, 20)
+    assert ("fail", "another swap is not over") in [(decision.action, decision.why) for decision in told]
+    assert found.plan.method == "old"
+
+
+def test_a_plan_that_does_not_pay_is_kept_out_and_not_tried_again_and_again(adapter):
+    found, server, told = adapter
+    found.settings = replace(found.settings, least_gain=0.2)
+    turns(found, 60)
+    assert [decision.action for decision in told].count("solve") == 1  # it then expects what the old plan can give
+    assert server.serves == "old"
+
+
+def test_the_switch_stops_all_decisions(adapter, tmp_path):
+    found, server, told = adapter
+    (tmp_path / SWITCH).touch()
+    turns(found, 20)
+    assert [decision.action for decision in told] == ["off"]
+    (tmp_path / SWITCH).unlink()
+    turns(found, 20)
+    assert server.serves == "new"
+
+
+def test_the_newest_requests_are_for_scoring():
+    sizes = np.arange(51)
+    trace = RoutingTrace(
+        token_ids=np.arange(50, dtype=np.int32) % 16, expert_ids=np.zeros((50, 2, 2), np.uint8), request_offsets=sizes,
+        phase=np.zeros(50, np.uint8), prompt_ids=np.arange(50, dtype=np.int32) % 16, prompt_offsets=sizes,
+        fingerprint=MODEL,
+    )  # fmt: skip
+    seen, newest = by_age(trace, 0.4)
+    assert (seen.num_requests, newest.num_requests) == (30, 20)
+    assert newest.token_ids.tolist() == [i % 16 for i in range(30, 50)]
+    with pytest.raises(ValueError, match="50 requests were recorded, too few"):
+        by_age(trace, 0.1)
