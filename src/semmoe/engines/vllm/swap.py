@@ -9,19 +9,21 @@ what lies below /v1.
 
 import asyncio
 from argparse import Namespace
-from collections.abc import Awaitable, Callable
+from collections.abc import Coroutine
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, HTTPException
 from pydantic import BaseModel, ConfigDict, Field
 
 from semmoe.bounds import MOST_LAYERS
+from semmoe.engines import supervisor
 from semmoe.engines.live.files import ENDED, MOST_NUMBER, staged
 from semmoe.engines.settings import control_folder
 
 PATH = "/v1/semmoe/swap"
 ARM, STATE, STEP = "semmoe_arm", "semmoe_state", "semmoe_step"  # methods of vLLM's workers
 PREPARE = "semmoe_prepare"  # of vLLM's client
+LOOK = 0.5  # seconds between two looks at whether the engine still runs
 POLL = 0.02  # seconds between two looks at whether workers are ready, and between two steps
 
 
@@ -61,30 +63,39 @@ class SwapEndpoint:
         return await asyncio.shield(self._running)
 
     async def _swap(self, order: Order) -> dict[str, Any]:
-        refusals = await self._client.collective_rpc(ARM, args=(order.number, order.layers_per_pass))
+        refusals = await self._ask(ARM, order.number, order.layers_per_pass)
         if any(refusals):
             raise HTTPException(409, next(filter(None, refusals)))
-        status = await self._state()
+        status = (await self._ask(STATE))[0]
         while status["state"] not in ENDED:
             await asyncio.sleep(POLL)
-            status = await self._paused(self._step)
+            status = await self._step()
         if status["state"] == "done":
             await self._schedule(order.number)
         return status
 
-    async def _state(self) -> dict[str, Any]:
-        return (await self._client.collective_rpc(STATE))[0]
-
     async def _step(self) -> dict[str, Any]:
-        return (await self._client.collective_rpc(STEP))[0]
-
-    async def _paused(self, run: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
-        """Run while no rank runs a pass; requests are kept as they are."""
-        await self._client.pause_generation(mode="keep", clear_cache=False)
+        """One step while no rank runs a pass; requests and their caches are kept as they are."""
+        await self._or_end(self._client.pause_generation(mode="keep", clear_cache=False))
         try:
-            return await run()
+            return (await self._ask(STEP))[0]
         finally:
-            await self._client.resume_generation()
+            await self._or_end(self._client.resume_generation())
+
+    async def _ask(self, method: str, *args: int) -> list[Any]:
+        """What the workers of the first engine answer; those of all run the method."""
+        return await self._or_end(self._client.collective_rpc(method, args=args))
+
+    async def _or_end(self, call: Coroutine[Any, Any, Any]) -> Any:
+        """The result of a call to the engine. It never comes if the engine ends, which would keep the server alive."""
+        task = asyncio.create_task(call)
+        while not (await asyncio.wait({task}, timeout=LOOK))[0]:
+            if self._client.errored:
+                task.cancel()
+                folder = control_folder()
+                why = supervisor.reported(folder) if folder is not None else None
+                raise HTTPException(500, f"the server has ended{': ' + why if why else ''}")
+        return task.result()
 
     async def _schedule(self, number: int) -> None:
         """Requests follow at last, when experts are where the new plan has them."""
