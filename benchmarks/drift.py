@@ -17,7 +17,8 @@ from semmoe.dataset import Prompt, encode
 from semmoe.texts import held_out_prompts
 
 SHAPES = ("stable", "alternating", "block", "gradual")
-FIRST, OTHERS = ("network", "system", "text"), ("codecs", "reference")
+CHARS = 250  # of a prompt, at least
+FIRST, OTHERS = ("network", "system", "text", "numbers"), ("codecs",)
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Texts:
 def texts(tokenizer, first: Sequence[str] = FIRST, others: Sequence[str] = OTHERS, tokens: int = 96) -> Texts:
     """Prompts by side, "first" and "others"; documents that are profiled are never served."""
     sides = {"first": set(first), "others": set(others)}
-    triples = held_out_prompts(per_domain=400)
+    triples = held_out_prompts(per_domain=1500, chars=CHARS)
     documents = sorted({(domain, name) for domain, name, _ in triples})
     profiled = set(documents[::2])
     out: dict[bool, dict[str, list[list[int]]]] = {True: {}, False: {}}

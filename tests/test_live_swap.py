@@ -12,7 +12,7 @@ import torch
 from models import build
 from ranks import on_ranks
 
-from semmoe.engines.live import canary, files
+from semmoe.engines.live import canary, files, swap
 from semmoe.engines.live.swap import SwapError, Swapper, check_fits
 from semmoe.engines.transformers import generate, live, verify
 from semmoe.engines.transformers.batch import cut, step
@@ -207,6 +207,21 @@ def test_an_expert_that_did_not_move_is_noticed_before_a_token_meets_it(folder, 
     assert "the weights of expert" in error
     assert "in slot 0 is not what was to be moved there" in error
     assert (status["state"], status["layers_done"]) == ("failed", 0)
+
+
+def without_room(comm, folder):
+    """A swap while nothing can be written."""
+    found = rank(comm, folder, "dp")
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    swap.write_status = full
+    return found.to(number(folder, "dp-1")).state, answers(found)
+
+
+def test_a_full_disk_ends_no_swap(folder, reference, tmp_path):
+    assert on_ranks(2, named(without_room, folder), tmp_path) == [("done", reference)] * 2
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from synthetic import random_trace
+from synthetic import make_trace, random_trace
 from test_placement_cocluster import TOPOLOGIES, used_by_all
 from typer.testing import CliRunner
 
 from semmoe.cli import app
 from semmoe.placement.cocluster import keep_slots
 from semmoe.plan import load_plan, save_plan
-from semmoe.settings import CoclusterSettings, SolveSettings
+from semmoe.replayer import replay
+from semmoe.settings import CoclusterSettings, ReplaySettings, SolveSettings
 from semmoe.solver import moved_experts, solve
 from semmoe.topology import Topology
 from semmoe.trace import save_trace
@@ -49,6 +50,29 @@ def test_the_dearer_a_move_the_fewer_there_are(redundant):
     stays = solve(DRIFTED, topology, settings(redundant, 0.05), previous=old).placement
     same = (stays.hosts & old.placement.hosts).sum()
     assert (stays.physical_to_logical_map == old.placement.physical_to_logical_map).sum() == same
+
+
+@pytest.mark.parametrize("redundant", [0, 4])
+def test_requests_that_drifted_do_not_all_go_to_one_group(redundant):
+    """Two kinds of requests, then two others that the first plan has on one rank: a warm start parts these, too."""
+    topology = Topology(ep_size=2, dp_size=2)
+    old = solve(kinds([0, 1], [2, 3]), topology, settings(redundant))
+    drifted = kinds([0, 2], [1, 3])
+    cold, warm = (solve(drifted, topology, settings(redundant), previous=begin) for begin in (None, old))
+    local = [replay(drifted, plan, ReplaySettings(batch_tokens=64)).total.lar for plan in (old, cold, warm)]
+    assert local[1] > local[0] + 0.1
+    assert local[2] > local[1] - 0.05
+
+
+def kinds(*pairs):
+    """40 requests, in turn of kinds that use two pairs of experts (2 p, 2 p + 1) each, and tokens of their own."""
+    rng, requests, experts = np.random.default_rng(0), [], []
+    for r in range(40):
+        pair = rng.choice(pairs[r % len(pairs)], size=12)
+        requests.append((8 * pair + rng.integers(0, 8, 12)).tolist())
+        experts.append(np.stack([2 * pair, 2 * pair + 1], axis=1))
+    ids = np.repeat(np.concatenate(experts)[:, None], 3, axis=1)
+    return make_trace(requests, ids, vocab_size=32, num_experts=8)
 
 
 @given(st.integers(0, 9999))

@@ -42,6 +42,7 @@ class View:
     seconds: float
     active: dict[str, str]  # engine, method and other labels that the plug-in exports
     ranks: int
+    plans: list[str]  # the names of the plans that ranks serve on: one, unless something is wrong; empty without a plan
     lar: float | None
     pairs: int  # number of (token, expert) pairs from which `lar` is computed
     routed_tokens_per_second: float  # a token counts once per MoE layer
@@ -104,6 +105,7 @@ def view(before: Look, after: Look) -> View:
         seconds=seconds,
         active=_active(after),
         ranks=int(_sum(after.totals, "active")),
+        plans=sorted({f"{int(value):012x}" for _, value in _matching(after.totals, "plan_number", {}) if value}),
         lar=local / pairs if pairs else None,
         pairs=int(pairs),
         routed_tokens_per_second=tokens / seconds,

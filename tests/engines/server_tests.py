@@ -152,6 +152,7 @@ class ServerTests:
         with Clients(server, prompts) as clients:
             for turn, place in enumerate(order):
                 swap(server, others[place], layers=turn % 4)
+            check_one_at_a_time(server, others)
         told = json.loads(swap_command(server, first))
         assert {rank["state"] for rank in told["ranks"]} == {"done"}
         clients.check(model, reference)
@@ -257,6 +258,17 @@ def swap(server, plan, layers=0):
     assert status.state == "done", (status, server.log[-3000:])
     assert {one.plan for one in read_statuses(server.control)} == {plan_number(load_plan(plan))}
     return status
+
+
+def check_one_at_a_time(server, plans):
+    """Of two swaps that are asked for at the same time one is done, and the other refused."""
+    settings = SwapSettings(layers_per_pass=1)
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(live.swap, server.url, server.control, load_plan(path), settings) for path in plans[:2]]
+        ended = [one.exception() or one.result().state for one in asked]
+    assert "done" in ended, ended
+    (refused,) = [one for one in ended if one != "done"]
+    assert "not over" in str(refused), ended
 
 
 def swap_command(server, plan):

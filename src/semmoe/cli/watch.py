@@ -149,6 +149,7 @@ def _figures(seen: Any, expected: float | None) -> Table:
     to_ranks = ", ".join(f"{count:,} to rank {rank}" for rank, count in seen.scheduled.items())
     nodes, sent = seen.remote_nodes_per_token, seen.all_to_all_bytes_per_token
     rows = [
+        *([("plan", ", ".join(seen.plans), "RANKS DIFFER" if len(seen.plans) > 1 else "")] if seen.plans else []),
         ("local activation rate", console.figure(seen.lar), expected and f"the plan expects {expected:.3f}"),
         ("remote ranks per token", console.figure(seen.remote_ranks_per_token, 2), f"and layer{network}"),
         *([("remote nodes per token", console.figure(nodes, 2), "and layer")] if nodes is not None else []),

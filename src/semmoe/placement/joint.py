@@ -11,18 +11,25 @@ through the rates.
 """
 
 import numpy as np
+from scipy.optimize import linear_sum_assignment
 
 from semmoe.capacity import equal_groups, improve_assignment, one_hot
 from semmoe.placement.greedy import place_layer
 
 STEPS = 30  # most alternations of one start; it ends earlier when the objective no longer rises
 SWEEPS = 30  # passes over the requests in one step
+TOKEN_LIMIT = 1.1  # most tokens of a group relative to the mean, as far as whole requests allow
 SEATINGS = 200  # random swaps per group that seat groups on nodes
 KICK = 0.2  # share of the requests that every second start redraws from the best result so far
 
 
 def cocluster_requests(
-    rates: np.ndarray, lengths: np.ndarray, num_groups: int, starts: int = 100, seed: int = 0, token_limit: float = 1.1
+    rates: np.ndarray,
+    lengths: np.ndarray,
+    num_groups: int,
+    starts: int = 100,
+    seed: int = 0,
+    token_limit: float = TOKEN_LIMIT,
 ) -> tuple[np.ndarray, np.ndarray]:
     """(L, E) int64: the group of each expert, at most E / D, rounded up, per group; and (R,) int64: of each request.
 
@@ -50,6 +57,34 @@ def cocluster_requests(
         if found[0] > best[0]:
             best = found
     return best[1].reshape(L, E), best[2]
+
+
+def recluster_requests(
+    rates: np.ndarray, lengths: np.ndarray, worth: np.ndarray, top_k: int, move_cost: float, seed: int = 0
+) -> np.ndarray:
+    """(R,) int64: the group of each request, where experts are placed already and moves cost something.
+
+    worth (L, E, D): what a pair of each expert is worth in each group. move_cost: of an expert in another group than
+    before, in local pairs per token of its layer. Other arguments as `cocluster_requests` takes them. Clusters near the
+    placement are compared with those found anew, whose groups get the numbers that move fewest experts; without a limit
+    on tokens, drifted requests would all prefer the groups that suit them least badly.
+    """
+    problem = _Problem(rates, lengths, worth.shape[2], TOKEN_LIMIT)
+    flat = worth.reshape(-1, problem.groups).astype(np.float32)
+    at_home = problem.rates @ flat
+    near = problem.alternate(problem.place_requests(at_home, at_home.argmax(axis=1)))
+    experts, requests = cocluster_requests(rates, lengths, problem.groups, seed=seed)
+    overlap = one_hot(experts.ravel(), problem.groups).T @ flat
+    number = linear_sum_assignment(-overlap)[1]
+    found = [near[1:], (number[experts.ravel()], number[requests])]
+
+    def value(experts: np.ndarray, requests: np.ndarray) -> float:
+        """Local pairs per token and layer, less the moves."""
+        moved = 1 - flat[np.arange(len(experts)), experts]
+        shape = rates.shape[1:]
+        return top_k * locality(rates, lengths, experts.reshape(shape), requests) - move_cost * moved.sum() / shape[0]
+
+    return max(found, key=lambda pair: value(*pair))[1]
 
 
 def locality(rates: np.ndarray, lengths: np.ndarray, expert_groups: np.ndarray, request_groups: np.ndarray) -> float:

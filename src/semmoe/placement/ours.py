@@ -7,7 +7,7 @@ import numpy as np
 
 from semmoe.core import Placement, RoutingTrace
 from semmoe.placement import cocluster
-from semmoe.placement.joint import cocluster_requests, seat_groups
+from semmoe.placement.joint import cocluster_requests, recluster_requests, seat_groups
 from semmoe.placement.problem import Problem, Solution
 from semmoe.requests import predictor as request_map
 from semmoe.requests.capacity import CapacityScheduler
@@ -33,7 +33,10 @@ def solve(problem: Problem) -> Solution:
         if problem.previous is None:
             groups, start = _request_groups(trace, rates, topology, settings.seed)
         else:
-            groups = _likely_groups(trace, rates, _worth(problem.previous.placement, topology, costs))
+            worth = _worth(problem.previous.placement, topology, costs)
+            groups = _likely_groups(trace, rates, worth)
+            known, k = (rates.planning_rates, rates.lengths), trace.fingerprint.top_k
+            groups[rates.requests] = recluster_requests(*known, worth, k, settings.cocluster.move_cost, settings.seed)
     if S > 1:
         predictor = predict.fit(trace, _predictor_settings(problem), settings.seed)
     placement = cocluster.place(

@@ -1,0 +1,97 @@
+"""What `semmoe swap` and `semmoe adapt` say without a server; with one they run in the engines' suites."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from synthetic import make_fingerprint
+from typer.testing import CliRunner
+
+from semmoe.cli import app
+from semmoe.engines.live.files import SwapStatus, plan_name, plan_number, read_status, stage, staged, write_status
+from semmoe.placement.linear import vanilla_plan
+from semmoe.plan import load_plan, save_plan
+from semmoe.topology import Topology
+
+NOWHERE = "http://127.0.0.1:9"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A control folder of a server on the plan `old`; `new` has two experts of each layer on the other rank."""
+    control = tmp_path / "control"
+    control.mkdir(mode=0o700)
+    plan = vanilla_plan(make_fingerprint(), Topology(ep_size=2))
+    rows = np.array([[2, 1, 0, 3], [0, 1, 2, 3]], np.int32)
+    save_plan(plan, tmp_path / "old")
+    save_plan(replace(plan, placement=replace(plan.placement, physical_to_logical_map=rows)), tmp_path / "new")
+    number = stage(load_plan(tmp_path / "old"), control)
+    write_status(control, SwapStatus(rank=0, plan=number, expert_bytes=5_000_000))
+    return tmp_path
+
+
+def run(*words):
+    done = CliRunner().invoke(app, list(map(str, words)))
+    return done.exit_code, done.stdout, done.stderr
+
+
+def test_a_dry_run_counts_what_would_move(folder):
+    words = ("swap", NOWHERE, "--plan", folder / "new", "--control", folder / "control", "--dry-run")
+    code, out, _ = run(*words, "--links", "h200-nvlink", "--json")
+    told = json.loads(out)
+    assert code == 0
+    assert (told["slots"], told["experts_inside_nodes"], told["experts_between_nodes"]) == (2, 2, 0)
+    assert told["megabytes"] == 10.0
+    assert 0 < told["seconds"] == told["seconds_of_the_longest_layer"] < 1e-3
+    code, out, _ = run(*words)
+    assert code == 0
+    assert "experts inside nodes" in out
+    assert "10.000" in out
+
+
+def test_a_plan_is_staged_for_the_ranks_of_a_node(folder):
+    code, out, _ = run("swap", NOWHERE, "--plan", folder / "new", "--control", folder / "control", "--stage-only")
+    number = plan_number(load_plan(folder / "new"))
+    assert code == 0
+    assert plan_name(number) in out
+    assert plan_number(staged(folder / "control", number)) == number
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("swap", NOWHERE, "--plan", "new", "--control", "control"), "gives no metrics"),
+        (("swap", "ftp://x", "--plan", "new", "--control", "control"), "is not the address of a server"),
+        (("swap", NOWHERE, "--plan", "none", "--control", "control"), "there is no plan at"),
+        (("swap", NOWHERE, "--plan", "new", "--control", "nowhere"), "there is no folder"),
+        (("adapt", NOWHERE, "--plan", "new", "--control", "control"), "and the server runs on"),
+        (("adapt", NOWHERE, "--plan", "old", "--control", "control"), "gives no metrics"),
+    ],
+)
+def test_mistakes_end_in_a_line(words, line, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    code, _, err = run(*words)
+    assert code == 2
+    assert line in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_a_status_that_others_can_write_is_not_trusted(folder):
+    path = folder / "control" / "swap-00000.json"
+    path.chmod(0o666)
+    with pytest.raises(ValueError, match="can be written by others"):
+        read_status(folder / "control")
+
+
+def test_a_disk_without_room_ends_in_a_line(folder, monkeypatch):
+    """The plan cannot be staged, so nothing is asked of the server."""
+    from semmoe.engines.live import files
+
+    def full(*args):
+        raise OSError(28, "No space left on device", str(folder / "control"))
+
+    monkeypatch.setattr(files, "save_plan", full)
+    code, _, err = run("swap", NOWHERE, "--plan", folder / "new", "--control", folder / "control", "--stage-only")
+    assert code == 2
+    assert "No space left on device" in err
