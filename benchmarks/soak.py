@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 .venv-vllm/bin/python benchmarks/soak.py --engine sglang|vllm
         [--requests 10000] [--concurrency 1000] [--attention dp|tp] [--plan DIR | --vanilla] [--out FILE]
+        [--swap-every 200]
 
 In the engine's own environment (SGLang: with SGLANG_USE_CPU_ENGINE=1). OpenAI's interface and SGLang's own, streaming
 and not, short prompts of real text, greedy in float32. Some clients hang up and some requests are malformed. Checked at
@@ -22,7 +23,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -45,8 +47,13 @@ from serving.requests import (
 )
 from serving.server import Server, counters, make_plan, prompts, serving
 
+from semmoe import live
 from semmoe.checkpoint.directory import config_count, read_config
+from semmoe.core import Plan
 from semmoe.demo import MODEL
+from semmoe.engines.live.files import SwapStatus
+from semmoe.plan import load_plan
+from semmoe.settings import SwapSettings
 
 PERIOD = 5.0  # seconds between samples of memory
 LEAST_REQUESTS = 2000  # fewer do not tell a leak from a cache that fills
@@ -83,7 +90,7 @@ class Record:
         return {"first_mb": after[0][1], "last_mb": after[-1][1], "mb_per_1000_requests": 1000 * slope}
 
 
-async def soak(server: Server, requests: list[Request], concurrency: int, patience: float) -> Record:
+async def soak(server: Server, requests: list[Request], concurrency: int, patience: float, swaps: "Swaps") -> Record:
     record, waiting = Record(len(requests)), iter(requests)
     timeout, connector = aiohttp.ClientTimeout(total=patience), aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(server.url, timeout=timeout, connector=connector) as session:
@@ -91,12 +98,54 @@ async def soak(server: Server, requests: list[Request], concurrency: int, patien
         async def client() -> None:
             for request in waiting:
                 record.note(request, await send(session, request))
+                swaps.count(record.ended)
 
         watch = asyncio.create_task(_watch(server, record))
         await asyncio.gather(*(client() for _ in range(concurrency)))
+        await asyncio.to_thread(swaps.wait)
         watch.cancel()
     record.memory.append((record.ended, _memory(server)))
     return record
+
+
+class Swaps:
+    """Swaps to one plan after another, each when so many more requests have ended; in a thread of its own."""
+
+    def __init__(self, server: Server, plans: list[Plan], every: int) -> None:
+        self._server, self._plans, self._every = server, plans, every
+        self._pool, self._asked = ThreadPoolExecutor(1), []
+
+    def count(self, ended: int) -> None:
+        if self._every and ended // self._every > len(self._asked):
+            plan = self._plans[len(self._asked) % len(self._plans)]
+            layers = len(self._asked) % 4
+            self._asked.append(self._pool.submit(self._swap, plan, layers))
+
+    def _swap(self, plan: Plan, layers: int) -> SwapStatus:
+        return live.swap(self._server.url, self._server.folder, plan, SwapSettings(layers_per_pass=layers))
+
+    def wait(self) -> None:
+        self._pool.shutdown()
+
+    def judged(self) -> tuple[bool, str]:
+        """Whether all are done, and how long passes waited for one step of them."""
+        failed = [error for one in self._asked if (error := one.exception()) is not None]
+        done = [one.result() for one in self._asked if one.exception() is None]
+        longest = max((status.longest for status in done), default=0.0)
+        good = not failed and all(status.state == "done" for status in done)
+        return good, f"{len(done)} of {len(self._asked)}, longest step {1000 * longest:.0f} ms; {failed[:1] or ''}"
+
+
+def other_plans(path: Path, number: int = 4) -> list[Plan]:
+    """The plan at `path` with its copies at other places, at random, and the other copy choice in turn."""
+    plan, out = load_plan(path), []
+    for seed in range(number):
+        rng = np.random.default_rng(seed)
+        rows = np.stack([rng.permutation(row) for row in plan.placement.physical_to_logical_map])
+        choice = ("static", "cover")[seed % 2]
+        placement = replace(plan.placement, physical_to_logical_map=rows, static_dispatch=None, copy_choice=choice)
+        out.append(replace(plan, placement=placement))
+    return out
 
 
 async def _watch(server: Server, record: Record) -> None:
@@ -191,6 +240,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--redundant-experts", type=int, default=0, help="of the plan")
     parser.add_argument("--plan", type=Path, help="a plan of the embedded model, instead of making one")
     parser.add_argument("--vanilla", action="store_true", help="without a plan, to compare with")
+    parser.add_argument("--swap-every", type=int, default=0, help="swap the plan whenever so many requests have ended")
     parser.add_argument("--prompts", type=int, default=200, help="distinct ones")
     parser.add_argument("--hang-ups", type=float, default=0.05, help="share of requests")
     parser.add_argument("--malformed", type=float, default=0.02, help="share of requests")
@@ -213,13 +263,15 @@ def run(served: Engine, a: argparse.Namespace, scratch: Path) -> tuple[Record, d
     with serving(served, up, scratch / "server") as server:
         time.sleep(2)  # until counters are published
         before = counters(server.folder)
-        record = asyncio.run(soak(server, requests, a.concurrency, a.patience))
+        swaps = Swaps(server, other_plans(plan) if plan and a.swap_every else [], a.swap_every)
+        record = asyncio.run(soak(server, requests, a.concurrency, a.patience, swaps))
         seconds = time.monotonic() - record.begin
         print(f"\n{record.ended} requests in {seconds:.0f} s, {record.ended / seconds:.1f} a second")
         server.check()
         outcomes, busy = asyncio.run(last_answers(served, server, good))
         counted = {name: n - before.get(name, 0) for name, n in counters(server.folder).items()}
-        return record, checks(record, outcomes, busy, counted, a)
+        judged = checks(record, outcomes, busy, counted, a)
+        return record, judged | ({"swaps are done": swaps.judged()} if a.swap_every else {})
 
 
 def main() -> int:

@@ -2,6 +2,7 @@
 
 import json
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -15,7 +16,7 @@ from semmoe.engines.sglang import swap as sglang
 from semmoe.settings import SwapSettings
 
 VLLM_PATH = "/v1/semmoe/swap"
-POLL = 0.1  # seconds between two looks at a status
+POLL = 0.05  # seconds between two looks at a status
 ANSWER = 30.0  # seconds in which a server answers that only takes an order
 PASS_PATH = "/health_generate"  # of SGLang: a request of one token, so that a server without requests runs passes
 
@@ -77,18 +78,33 @@ def swap_sglang(url: str, folder: Path, number: int, settings: SwapSettings, sch
     found = read_status(folder)
     if not found.plan:
         raise ServerError(found.reason)
-    before = found.swaps
     _order(url, {sglang.LAYERS: settings.layers_per_pass, sglang.SWAP: number}, key)
-    end, status = time.monotonic() + settings.timeout, read_status(folder)
-    while status.swaps == before or status.state not in ENDED:
-        if time.monotonic() > end:
-            raise ServerError(f"the swap did not end within {settings.timeout:g} s; rank 0 is {status.state}")
-        run_a_pass(url, folder, key)
-        time.sleep(POLL)
-        status = read_status(folder)
+    status = _ended(url, folder, found.swaps, settings.timeout, key)
     if status.state == "done" and schedules:
         _order(url, {sglang.REQUESTS: number}, key)
     return status
+
+
+def _ended(url: str, folder: Path, before: int, timeout: float, key: str) -> SwapStatus:
+    """What rank 0 says when a swap has ended; before: the number of swaps until then.
+
+    Steps follow passes. A server that has no request is given some of one token, which it takes a second to answer.
+    """
+    end, passes = time.monotonic() + timeout, ThreadPoolExecutor(1)
+    asked: Future[None] | None = None
+    try:
+        while time.monotonic() < end:
+            status = read_status(folder)
+            if status.swaps > before and status.state in ENDED:
+                return status
+            if asked is None or asked.done():
+                if asked is not None:
+                    asked.result()
+                asked = passes.submit(run_a_pass, url, folder, key)
+            time.sleep(POLL)
+    finally:
+        passes.shutdown(wait=False, cancel_futures=True)
+    raise ServerError(f"the swap did not end within {timeout:g} s; rank 0 is {read_status(folder).state}")
 
 
 def run_a_pass(url: str, folder: Path, key: str) -> None:
