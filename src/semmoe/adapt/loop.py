@@ -115,7 +115,7 @@ class Adapter:
         finally:
             self.server.end_recording(scratch / "trace")
         job = Job(trace=str(scratch / "trace"), plan=str(self.path), folder=str(scratch), seconds=s.solve_seconds,
-                  judged=s.judged, links=self.links_name)  # fmt: skip
+                  judged=s.judged, nice=s.nice, links=self.links_name)  # fmt: skip
         self._say(Decision(action="solve", why="requests are recorded", figures={}))
         path, old, new = run_child(job, 3 * s.solve_seconds + 60)
         plan = load_plan(path)

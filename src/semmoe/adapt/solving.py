@@ -1,4 +1,4 @@
-"""Solve a plan for recorded requests, in a process of its own at low priority, within a time.
+"""Solve a plan for recorded requests, in a process of its own that stands back behind the server, within a time.
 
     python -m semmoe.adapt.solving JOB.json
 
@@ -25,7 +25,6 @@ from semmoe.settings import ReplaySettings, SolveSettings
 from semmoe.solver import solve
 from semmoe.trace import open_trace
 
-NICE = 19
 LEAST_REQUESTS = 20  # that are solved on, and that are scored
 
 
@@ -38,6 +37,7 @@ class Job:
     folder: str  # for what is found
     seconds: float  # for the search
     judged: float  # share of requests, the newest, that are for scoring
+    nice: int
     links: str  # a file or a shipped name; "" for the shipped default
 
 
@@ -58,7 +58,7 @@ def run_child(job: Job, seconds: float) -> tuple[Path, Score, Score]:
 
 def main(job: Job) -> None:
     """Solve, score, and write both."""
-    os.nice(NICE)
+    os.nice(job.nice)
     trace, old = open_trace(Path(job.trace)), load_plan(job.plan)
     seen, newest = by_age(trace, job.judged)
     settings = SolveSettings(redundant_experts=old.placement.redundant_experts)
