@@ -121,7 +121,8 @@ class Adapter:
         plan = load_plan(path)
         found = self._say(self._weigh(seen, plan, old, new))
         if found.action != "swap" or self.dry_run:
-            self.expected = old.lar if found.action == "keep" else self.expected
+            # What the plan does for these requests is what it can do, until they change again.
+            self.expected = seen.lar if found.action == "keep" else self.expected
             return found
         return self._swap(plan, path, old, new)
 
@@ -143,7 +144,7 @@ class Adapter:
             problem = self.server.swap(self.plan)
             self._looks = deque([self.server.look()])
             return found if not problem else self._say(Decision(action="fail", why=problem, figures={}))
-        self.plan, self.path, self.expected = plan, kept, new.lar
+        self.plan, self.path, self.expected = plan, kept, found.figures["after"]
         return found
 
     def _keep(self, path: Path) -> Path:
