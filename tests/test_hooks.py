@@ -72,3 +72,11 @@ def test_a_plug_in_that_is_only_installed_brings_no_compiler_into_an_engine(engi
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_what_engines_load_in_every_process_is_light():
+    """Also where no plan is served: with llvmlite in the process vLLM does not start on a CPU."""
+    code = "import sys, semmoe.engines.vllm.plugin, semmoe.engines.sglang.plugin; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "semmoe.core" in loaded
+    assert not {"numba", "llvmlite", "torch", "fastapi"} & set(loaded)

@@ -24,7 +24,6 @@ from semmoe.engines.vllm.model import hook_routers
 from semmoe.engines.vllm.registry import add
 from semmoe.engines.vllm.routing import RealRows, RoutedLayer
 from semmoe.engines.vllm.shuffle import LayerShuffle
-from semmoe.engines.vllm.swap import ARM, STATE, STEP
 from semmoe.runtime.copies import RankCopies, rank_copies, take_over
 from semmoe.runtime.shuffler import TokenShuffler
 from semmoe.runtime.traffic import TrafficCounter
@@ -110,9 +109,9 @@ class LiveExperts:
 
 def offer(rank: Any, folder: Path) -> None:
     """Give vLLM's workers the methods that the endpoint calls on all of them; rank: the plug-in of this process."""
-    add(targets.WORKER, ARM, lambda worker, number, layers: rank.swapper.arm(number, layers))
-    add(targets.WORKER, STATE, lambda worker: rank.swapper.status.model_dump())
-    add(targets.WORKER, STEP, lambda worker: step_or_end(rank.swapper, folder))
+    add(targets.WORKER, targets.ARM, lambda worker, number, layers: rank.swapper.arm(number, layers))
+    add(targets.WORKER, targets.STATE, lambda worker: rank.swapper.status.model_dump())
+    add(targets.WORKER, targets.STEP, lambda worker: step_or_end(rank.swapper, folder))
 
 
 def step_or_end(swapper: Swapper | NoSwapper, folder: Path) -> dict[str, Any]:

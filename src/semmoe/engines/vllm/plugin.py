@@ -13,7 +13,6 @@ from semmoe.engines.settings import control_folder, from_environment
 from semmoe.engines.supervisor import report
 from semmoe.engines.vllm import targets
 from semmoe.engines.vllm.settings import VllmSettings
-from semmoe.engines.vllm.swap import PREPARE
 
 
 def register() -> None:
@@ -55,7 +54,7 @@ def _register(settings: VllmSettings) -> None:
         offer(rank, settings.folder)
     if schedules and plan is not None:
         made = _client(plan, settings.folder)
-        add(targets.CLIENT, PREPARE, lambda client, other: made().prepare(other))
+        add(targets.CLIENT, targets.PREPARE, lambda client, other: made().prepare(other))
         around(targets.SCHEDULE, lambda *call: made().choose(*call))
         around(targets.FINISHED, lambda *call: made().finished(*call))
 

@@ -19,10 +19,9 @@ from semmoe.bounds import MOST_LAYERS
 from semmoe.engines import supervisor
 from semmoe.engines.live.files import ENDED, MOST_NUMBER, staged
 from semmoe.engines.settings import control_folder
+from semmoe.engines.vllm.targets import ARM, PREPARE, STATE, STEP
 
 PATH = "/v1/semmoe/swap"
-ARM, STATE, STEP = "semmoe_arm", "semmoe_state", "semmoe_step"  # methods of vLLM's workers
-PREPARE = "semmoe_prepare"  # of vLLM's client
 LOOK = 0.5  # seconds between two looks at whether the engine still runs
 POLL = 0.02  # seconds between two looks at whether workers are ready, and between two steps
 
