@@ -9,6 +9,7 @@ from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from semmoe.engines.counters import Counters
+from semmoe.engines.live.files import plan_number
 from semmoe.engines.sglang.requests import RequestHook
 from semmoe.plan import load_plan
 
@@ -42,6 +43,8 @@ def send(hook, controller, req):
 def counted(hook):
     found = {}
     for name, labels, value in hook._counters.readings():
+        if name == "request_plan_number":
+            continue  # a plan's number, not a count
         key = f"{name} {labels.get('by', '')}".strip()
         found[key] = found.get(key, 0) + value
     return found
@@ -50,6 +53,18 @@ def counted(hook):
 def test_scheduled_and_counted(hook):
     assert send(hook, Controller(), request([5, 6, 7])) in (0, 1)
     assert counted(hook) == {"unknown_tokens": 0, "scheduled_requests plan": 1}
+
+
+def test_a_plan_that_was_prepared_assigns_the_next_request_beside_those_that_run(hook, swap_plans):
+    for _ in range(3):
+        send(hook, Controller(), request([5, 6, 7]))
+    work, other = hook._balancer._scheduler.work, load_plan(swap_plans["dp2"][0])
+    hook.prepare(other)
+    assert send(hook, Controller(), request([5, 6, 7])) in (0, 1)
+    assert hook._balancer._scheduler.work.sum() > work.sum() > 0
+    numbers = [value for name, _, value in hook._counters.readings() if name == "request_plan_number"]
+    assert numbers == [plan_number(other)]
+    assert counted(hook)["scheduled_requests plan"] == 4
 
 
 def test_named_ranks_are_kept(hook):
