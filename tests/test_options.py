@@ -26,6 +26,8 @@ WORDS: dict[str, list[str]] = {
     "router": ["http://127.0.0.1:9", "--plan", "{tmp}/absent"],
     "serve": ["tiny", "--dry-run", "--control", "{tmp}/control"],
     "watch": ["http://127.0.0.1:9"],
+    "swap": ["http://127.0.0.1:9", "--plan", "{tmp}/absent"],
+    "adapt": ["http://127.0.0.1:9", "--plan", "{tmp}/absent"],
     "record start": ["{tmp}/absent"],
     "record stop": ["{tmp}/absent"],
 }

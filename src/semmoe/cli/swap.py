@@ -55,24 +55,27 @@ def swap(
     Examples: `semmoe swap http://127.0.0.1:30000 --plan new` and
     `semmoe swap http://127.0.0.1:30000 --plan new --layers-per-pass 4 --json`
     """
-    from semmoe import live
-    from semmoe.engines.live.files import plan_number
     from semmoe.engines.recorder_files import check_folder
     from semmoe.plan import load_plan
 
-    given: SwapSettings = settings()
     url, loaded = address(url), load_plan(plan)
     folder = control or default_folder(urlsplit(url).port or 80)
     check_folder(folder)
     if dry_run:
         _price(loaded, folder, links, as_json)
-        return
-    if stage_only:
+    elif stage_only:
         _stage(loaded, folder)
-        return
+    else:
+        _swap(url, folder, loaded, settings(), as_json)
+
+
+def _swap(url: str, folder: Path, plan: Plan, given: SwapSettings, as_json: bool) -> None:
+    from semmoe import live
+    from semmoe.engines.live.files import plan_number
+
     with console.err.status("swapping"):
-        status = live.swap(url, folder, loaded, given, os.environ.get(KEY, ""))
-    _tell(plan_number(loaded), status, folder, as_json)
+        status = live.swap(url, folder, plan, given, os.environ.get(KEY, ""))
+    _tell(plan_number(plan), status, folder, as_json)
 
 
 def _stage(plan: Plan, folder: Path) -> None:
