@@ -153,7 +153,15 @@ def test_the_old_plan_comes_back_where_the_gain_is_not_there(adapter):
     turns(found, 20)
     assert [decision.action for decision in told][:5] == ["watch", "record", "solve", "swap", "back"]
     assert server.asked[:4] == ["record", "end", "swap to new", "swap to old"]
-    assert found.plan.method == "old"
+    assert found.plan.method == load_plan(found.path).method == "old"
+
+
+def test_a_plan_that_went_back_does_not_replace_the_one_that_was_kept(adapter, tmp_path):
+    found, server, _ = adapter
+    found.path = found._keep(found.plan)
+    server.rates["new"] = 0.50
+    turns(found, 20)
+    assert server.serves == load_plan(found.path).method == "old"
 
 
 def test_a_dry_run_decides_and_swaps_nothing(adapter):

@@ -124,31 +124,31 @@ class Adapter:
             # What the plan does for these requests is what it can do, until they change again.
             self.expected = seen.lar if found.action == "keep" else self.expected
             return found
-        return self._swap(plan, path, old, new)
+        return self._swap(plan, old, new)
 
     def _weigh(self, seen: watch.View, plan: Plan, old: Score, new: Score) -> Decision:
         cost = float(move_between(self.plan, plan).seconds(self.server.expert_bytes(), self.links).sum())
         saved = old.seconds_per_token - new.seconds_per_token
         return judge(old, new, weigh(saved, seen.routed_tokens_per_second, cost, self.settings.horizon), self.settings)
 
-    def _swap(self, plan: Plan, path: Path, old: Score, new: Score) -> Decision:
+    def _swap(self, plan: Plan, old: Score, new: Score) -> Decision:
         """Swap, watch a window, and go back if the gain is not there."""
         before = self._seen().lar
         problem = self.server.swap(plan)
         if problem:
             return self._say(Decision(action="fail", why=problem, figures={}))
-        kept, self._looks = self._keep(path), deque([self.server.look()])
+        self._looks = deque([self.server.look()])
         self.sleep(self.settings.window)
         found = self._say(confirm(before, self._seen(), new.lar - old.lar, self.settings))
         if found.action == "back":
             problem = self.server.swap(self.plan)
             self._looks = deque([self.server.look()])
             return found if not problem else self._say(Decision(action="fail", why=problem, figures={}))
-        self.plan, self.path, self.expected = plan, kept, found.figures["after"]
+        self.plan, self.path, self.expected = plan, self._keep(plan), found.figures["after"]
         return found
 
-    def _keep(self, path: Path) -> Path:
-        """Keep a plan that is served where it can be found."""
+    def _keep(self, plan: Plan) -> Path:
+        """Keep a plan that is served where it can be found; not before its gain is confirmed, since it may go back."""
         target = self.folder / "adapted"
-        save_plan(load_plan(path), target)
+        save_plan(plan, target)
         return target
