@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.error import URLError
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 from urllib.request import urlopen
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -63,11 +63,17 @@ class View:
     stale: list[str]  # processes that no longer publish counters, so that the figures miss what they do
 
 
-def fetch(url: str, seconds: float = 10.0) -> str:
-    """The text of a server's /metrics. Raises ValueError if the server does not answer with it."""
+def split_address(url: str) -> SplitResult:
+    """A server's address in parts. Raises ValueError for what is none."""
     parts = urlsplit(url if "//" in url else f"http://{url}")
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise ValueError(f"{url} is not the address of a server")
+    return parts
+
+
+def fetch(url: str, seconds: float = 10.0) -> str:
+    """The text of a server's /metrics. Raises ValueError if the server does not answer with it."""
+    parts = split_address(url)
     path = parts.path if parts.path.endswith("/metrics") else parts.path.rstrip("/") + "/metrics"
     try:
         with urlopen(f"{parts.scheme}://{parts.netloc}{path}", timeout=seconds) as answer:

@@ -15,7 +15,7 @@ from semmoe.calibration import load_links
 from semmoe.cli.app import SERVING, app
 from semmoe.cli.form import takes
 from semmoe.cli.links import LinksOption
-from semmoe.cli.options import INPUT, OUTPUT, Json, default_folder
+from semmoe.cli.options import INPUT, OUTPUT, ControlOption, Json, default_folder
 from semmoe.cli.swap import KEY, address
 from semmoe.settings import AdaptSettings
 
@@ -29,14 +29,7 @@ def adapt(
         str, typer.Argument(help="URL of a server started by `semmoe serve`, such as http://127.0.0.1:30000.")
     ],
     plan: Annotated[Path, typer.Option(help="The plan that it serves on.", rich_help_panel=INPUT)],
-    control: Annotated[
-        Path | None,
-        typer.Option(
-            help="The server's control folder, if it is not the one that belongs to its port.",
-            rich_help_panel=INPUT,
-            show_default=False,
-        ),
-    ] = None,
+    control: ControlOption = None,
     links: LinksOption = None,
     settings: Any = None,
     dry_run: Annotated[

@@ -162,3 +162,13 @@ def default_folder(port: int) -> Path:
     """The control folder of a server that is given no other."""
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(base) / "semmoe" / f"serve-{port}"
+
+
+ControlOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="The server's control folder, if it is not the one that belongs to its port.",
+        rich_help_panel=INPUT,
+        show_default=False,
+    ),
+]

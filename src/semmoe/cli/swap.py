@@ -12,7 +12,7 @@ from semmoe.calibration import load_links
 from semmoe.cli.app import SERVING, app
 from semmoe.cli.form import takes
 from semmoe.cli.links import LinksOption
-from semmoe.cli.options import INPUT, OUTPUT, Json, default_folder
+from semmoe.cli.options import INPUT, OUTPUT, ControlOption, Json, default_folder
 from semmoe.core import Plan
 from semmoe.settings import SwapSettings
 
@@ -27,14 +27,7 @@ def swap(
         typer.Argument(help="URL of a server started by `semmoe serve`, such as http://127.0.0.1:30000."),
     ],
     plan: Annotated[Path, typer.Option(help="The plan to serve on from now on.", rich_help_panel=INPUT)],
-    control: Annotated[
-        Path | None,
-        typer.Option(
-            help="The server's control folder, if it is not the one that belongs to its port.",
-            rich_help_panel=INPUT,
-            show_default=False,
-        ),
-    ] = None,
+    control: ControlOption = None,
     stage_only: Annotated[
         bool,
         typer.Option(
@@ -108,9 +101,9 @@ def _price(plan: Plan, folder: Path, links: str | None, as_json: bool) -> None:
 
 
 def address(url: str) -> str:
-    parts = urlsplit(url if "//" in url else f"http://{url}")
-    if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise ValueError(f"{url} is not the address of a server")
+    from semmoe.watch import split_address
+
+    parts = split_address(url)
     return f"{parts.scheme}://{parts.netloc}"
 
 
