@@ -15,8 +15,9 @@ import pytest
 from synthetic import make_fingerprint
 from typer.testing import CliRunner
 
-from semmoe.cli import app, record
+from semmoe.cli import app
 from semmoe.core import PREFILL
+from semmoe.engines import recorder_control
 from semmoe.engines.recorder import LiveRecorder
 from semmoe.engines.recorder_files import Status, open_folder, read_control, refuse, write_status
 from semmoe.engines.recorder_session import load_counts
@@ -40,7 +41,7 @@ def refused(result, *words, code=2):
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch):
-    monkeypatch.setattr(record, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(recorder_control, "SETTLE_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -234,6 +235,7 @@ import sys, time
 from pathlib import Path
 import numpy as np
 from semmoe.topology import Fingerprint
+from semmoe.engines import recorder_control
 from semmoe.engines.recorder import LiveRecorder
 recorder = LiveRecorder(Path(sys.argv[1]), Fingerprint(model="m", architecture_hash="a", tokenizer_hash="t",
                         vocab_size=50, num_layers=2, num_experts=8, top_k=2), 0)
@@ -249,7 +251,7 @@ sys.stdin.read()
 
 def test_a_real_process_that_idles(folder, tmp_path, monkeypatch):
     """Nobody polls when the recording is to end: the recorder's own thread sees it."""
-    monkeypatch.setattr(record, "SETTLE_SECONDS", 0.5)
+    monkeypatch.setattr(recorder_control, "SETTLE_SECONDS", 0.5)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", SERVER, str(folder)], env=os.environ, **pipes) as process:
         assert process.stdout.readline() == "ready\n"
