@@ -169,7 +169,7 @@ def test_what_a_rank_that_is_gone_left_is_kept(folder, tmp_path, monkeypatch):
     recorders[0].close()
     for _ in range(40):
         recorders[1].poll()  # brings to disk what has ended, and is killed then
-    monkeypatch.setattr(record, "GONE_SECONDS", -1.0)
+    monkeypatch.setattr(recorder_control, "GONE_SECONDS", -1.0)
     assert "gone" in run("status", folder).output
     result = run("stop", folder, "--out", tmp_path / "trace")
     assert result.exit_code == 0, result.output
