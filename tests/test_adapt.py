@@ -164,6 +164,22 @@ def test_a_plan_that_went_back_does_not_replace_the_one_that_was_kept(adapter, t
     assert server.serves == load_plan(found.path).method == "old"
 
 
+def test_where_the_old_plan_cannot_come_back_the_new_one_is_known_to_serve(adapter):
+    found, server, told = adapter
+    server.rates["new"], swap = 0.50, server.swap
+
+    def only_once(plan):
+        problem = swap(plan)
+        server.refuses = "rank 1 has no memory"
+        return problem
+
+    server.swap = only_once
+    turns(found, 20)
+    failed = [decision.why for decision in told if decision.action == "fail"]
+    assert failed[0] == "the new plan serves on: rank 1 has no memory"
+    assert found.plan.method == load_plan(found.path).method == server.serves == "new"
+
+
 def test_a_dry_run_decides_and_swaps_nothing(adapter):
     found, server, told = adapter
     found.dry_run = True

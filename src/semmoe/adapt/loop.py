@@ -143,7 +143,9 @@ class Adapter:
         if found.action == "back":
             problem = self.server.swap(self.plan)
             self._looks = deque([self.server.look()])
-            return found if not problem else self._say(Decision(action="fail", why=problem, figures={}))
+            if not problem:
+                return found
+            found = self._say(Decision(action="fail", why=f"the new plan serves on: {problem}", figures=found.figures))
         self.plan, self.path, self.expected = plan, self._keep(plan), found.figures["after"]
         return found
 
