@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import semmoe
+from semmoe.cli import adapt
 from semmoe.engines import counters
 from semmoe.router import counters as router_counters
 
@@ -17,7 +18,9 @@ def documented(module, prefix):
     return {prefix + name: set(re.findall(r"\w+", labels)) for names, labels in lines for name in names.split(", ")}
 
 
+DECISIONS = adapt.decisions(0)
 KNOWN = documented(counters, "semmoe_") | documented(router_counters, "semmoe_router_")
+KNOWN |= {DECISIONS.describe()[0].name: set(DECISIONS._labelnames)}
 
 
 def test_every_query_asks_for_a_metric_and_labels_that_exist():

@@ -52,7 +52,7 @@ def adapt(
     """
     given: AdaptSettings = settings()
     folder = control or default_folder(urlsplit(address(url)).port or 80)
-    tell = _teller(folder / LOG, _counter(metrics_port), as_json)
+    tell = _teller(folder / LOG, decisions(metrics_port), as_json)
     loop = _adapter(address(url), plan, folder, links, given, tell, dry_run)
     while True:
         loop.turn()
@@ -80,7 +80,7 @@ def _adapter(
     return Adapter(server, loaded, plan.resolve(), timed, name, given, folder, tell, dry_run)
 
 
-def _counter(port: int) -> Any:
+def decisions(port: int) -> Any:
     """The metric of decisions, published on the loopback interface if there is a port."""
     from prometheus_client import CollectorRegistry, Counter, start_http_server
 
