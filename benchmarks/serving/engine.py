@@ -80,8 +80,8 @@ def engine(name: str) -> Engine:
     return Vllm()
 
 
-def add_engine(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--engine", choices=["sglang", "vllm"], required=True)
+def add_engine(parser: argparse.ArgumentParser, required: bool = True) -> None:
+    parser.add_argument("--engine", choices=["sglang", "vllm"], required=required)
 
 
 def python(*words: str) -> list[str]:

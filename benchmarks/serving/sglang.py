@@ -20,7 +20,7 @@ class Sglang(Engine):
     # others take while it loads for its own weights.
     OPTIONS: ClassVar[dict[str, Any]] = {
         "dtype": "float32", "max_running_requests": 64, "max_total_tokens": 65536, "chunked_prefill_size": 1024,
-        "mem_fraction_static": 0.4, "random_seed": 0, "log_level": "warning",
+        "mem_fraction_static": 0.4, "random_seed": 0, "log_level": "warning", "enable_metrics": True,
     }  # fmt: skip
     UNCACHED: ClassVar[dict[str, Any]] = {"disable_radix_cache": True}
     NATIVE = True
