@@ -16,6 +16,7 @@ from semmoe.engines.hooks import Hook
 from semmoe.engines.sglang.model import all_to_all
 from semmoe.engines.sglang.registry import around
 from semmoe.runtime.collectives import Communicator
+from semmoe_sglang_cpu import deepep
 from semmoe_sglang_cpu.dispatcher import GlooDispatcher
 
 POLL_MS = 5  # a request ends the wait at once; requests that are held may wait for so long beyond their window
@@ -55,7 +56,7 @@ def patch(comms: list[Communicator], whole: Callable[[], bool]) -> tuple[Hook, .
     from sglang.srt.mem_cache.pool_host import common
 
     def dispatcher(make: Any, moe_runner_config: Any, **others: Any) -> Any:
-        if not all_to_all():
+        if not all_to_all() or deepep.present():
             return make(moe_runner_config, **others)
         if not comms:
             parallel = get_parallel()
@@ -75,8 +76,12 @@ def patch(comms: list[Communicator], whole: Callable[[], bool]) -> tuple[Hook, .
         if not hasattr(torch.cpu, name):
             setattr(torch.cpu, name, lambda value=value: value)
     common.ALLOC_MEMORY_FUNCS["cpu"] = _host_memory
-    log.info("semmoe: patching SGLang's CPU backend (experts of other ranks, all-to-all over gloo)")
-    return HOOKS
+    sends = "all-to-all over gloo"
+    if deepep.present():
+        deepep.patch()
+        sends = "SGLang's DeepEP dispatchers with the deep_ep at hand"
+    log.info("semmoe: patching SGLang's CPU backend (experts of other ranks, %s)", sends)
+    return HOOKS + (deepep.HOOKS if deepep.present() else ())
 
 
 def _local_experts(compute: Any, layer: Any, x: torch.Tensor, topk_output: Any, config: Any) -> torch.Tensor:
@@ -93,7 +98,7 @@ def _local_experts(compute: Any, layer: Any, x: torch.Tensor, topk_output: Any, 
 def _expert_class(choose: Any, quant_config: Any) -> Any:
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
-    return FusedMoE if all_to_all() else choose(quant_config)
+    return FusedMoE if all_to_all() and not deepep.present() else choose(quant_config)
 
 
 def _rope(

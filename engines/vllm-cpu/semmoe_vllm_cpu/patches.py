@@ -89,6 +89,7 @@ def _rebind(original: Any, overrides: Any) -> None:
 def _communicator(init: Any, communicator: Any, *args: Any, **kwargs: Any) -> None:
     init(communicator, *args, **kwargs)
     if communicator.all2all_manager is not None:
+        from semmoe_vllm_cpu import deepep
         from semmoe_vllm_cpu.dispatcher import GlooAllToAll
 
-        communicator.all2all_manager = GlooAllToAll(communicator.cpu_group)
+        communicator.all2all_manager = deepep.manager(communicator) or GlooAllToAll(communicator.cpu_group)

@@ -186,7 +186,7 @@ class RankPlugin:
         if self._plan is not None and sent_by in GATHERS:
             self._degrade(gathers(sent_by))
         manager = getattr(group.device_communicator, "all2all_manager", None)
-        if str(runner.device) == "cpu" and manager is not None:  # it is semmoe's
+        if manager is not None and hasattr(manager, "serve"):  # it is semmoe's, as on a CPU
             self._dispatch.append(manager.serve(physical, lambda: self._shuffle.whole))
             self._can_whole = get_tp_group().world_size == group.world_size
 

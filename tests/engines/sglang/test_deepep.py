@@ -1,0 +1,74 @@
+"""SGLang's own DeepEP dispatchers, over gloo by the stand-in for `deep_ep`: tokens, and rows against our counters."""
+
+import json
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from offline import engine
+
+from semmoe.demo import MODEL
+from semmoe.plan import load_plan
+
+STAND_IN = Path(__file__).parents[3] / "engines" / "deep-ep-cpu"
+sys.path.append(str(STAND_IN))
+
+from deep_ep.counts import totals  # noqa: E402
+
+
+def run(prompts, plan, folder, monkeypatch, mode, node_size=0):
+    """Tokens of every prompt, the rows that the stand-in sent, and what our counters say of all ranks."""
+    counts = folder / "counts"
+    counts.mkdir()
+    monkeypatch.syspath_prepend(str(STAND_IN))  # which processes that SGLang spawns take over
+    monkeypatch.setenv("SEMMOE_DEEP_EP_ANY", "1")
+    monkeypatch.setenv("SEMMOE_DEEP_EP_COUNTS", str(counts))
+    monkeypatch.setenv("SEMMOE_DEEP_EP_NODE_SIZE", str(node_size or ""))
+    options = ("--deepep-mode", mode, "--deepep-dispatcher-output-dtype", "bf16")
+    with engine(str(MODEL), load_plan(plan).topology, folder / "control", plan, options) as running:
+        tokens = [done.token_ids for done in running.complete(prompts, 8)]
+        time.sleep(2.5)  # counters are published once a second
+        return tokens, totals(counts), counted(folder / "control")
+
+
+def counted(folder):
+    """By name, and by name and whether pairs are local."""
+    out = Counter()
+    for path in folder.glob("activity-rank-*.json"):
+        for sample in json.loads(path.read_text())["samples"]:
+            out[sample["name"], sample["labels"].get("local", "")] += sample["value"]
+    return out
+
+
+@pytest.mark.parametrize("name", ["tp2", "dp2"])
+def test_low_latency_sends_a_row_for_each_pair_that_is_not_local(
+    name, plans, prompts, reference, tmp_path, monkeypatch
+):
+    tokens, sent, ours = run(prompts, plans[name], tmp_path, monkeypatch, "low_latency")
+    assert tokens == reference
+    assert sent["pairs"] == ours["pairs", "false"] > 0
+    assert sent["ranks"] == sent["nodes"] == 0
+    assert not any(kind == "degraded" for kind, _ in ours)
+
+
+@pytest.mark.parametrize("name", ["tp2", "dp2"])
+def test_normal_mode_sends_a_row_to_each_rank(name, plans, prompts, reference, tmp_path, monkeypatch):
+    tokens, sent, ours = run(prompts, plans[name], tmp_path, monkeypatch, "normal")
+    assert tokens == reference
+    assert sent["ranks"] == ours["remote_rows", ""] > 0
+    assert sent["pairs"] == sent["nodes"] == 0
+
+
+def test_normal_mode_sends_a_row_to_each_node_and_forwards_it(plans, prompts, reference, tmp_path, monkeypatch):
+    tokens, sent, ours = run(prompts, plans["hybrid"], tmp_path, monkeypatch, "normal", node_size=2)
+    assert tokens == reference
+    assert sent["nodes"] == ours["node_rows", ""] > 0
+
+
+def test_prompts_in_normal_mode_and_decoding_in_low_latency(plans, prompts, reference, tmp_path, monkeypatch):
+    tokens, sent, _ = run(prompts, plans["dp2"], tmp_path, monkeypatch, "auto")
+    assert tokens == reference
+    assert sent["pairs"] > 0
+    assert sent["ranks"] > 0
