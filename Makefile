@@ -27,7 +27,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 
 .PHONY: demo test test-slow reproduce test-sglang test-vllm test-deepspeed test-families check bench bench-runtime \
-        bench-sglang soak-sglang bench-vllm soak-vllm bench-deepspeed docs format clean
+        bench-sglang soak-sglang bench-vllm soak-vllm bench-deepspeed kernels docs format clean
 
 demo: $(VENV)/.ready
 	$(BIN)/semmoe demo
@@ -98,6 +98,10 @@ soak-vllm: $(VLLM_VENV)/.ready
 
 bench-deepspeed: $(DEEPSPEED_VENV)/.ready
 	PYTHONPATH=. OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu $(DEEPSPEED_PYTHON) benchmarks/bench_deepspeed.py | tee $(RESULTS)/deepspeed_$(HERE).txt
+
+# What can be known of the Triton kernels without a GPU; about half an hour.
+kernels: $(VENV)/.ready-dev
+	$(BIN)/python benchmarks/prove_kernels.py | tee $(RESULTS)/kernels_$(HERE).txt
 
 # The pages of docs/ as a site, in site/. Material for MkDocs prints a notice about MkDocs 2 unless it is told not to.
 docs: $(VENV)/.ready-docs

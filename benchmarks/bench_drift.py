@@ -115,8 +115,9 @@ def changes(shape: str, requests: int) -> list[tuple[int, str]]:
 async def drive(server: Server, prompts: list[list[int]], samples: Samples, at: dict[int, Callable[[], None]]) -> None:
     """Send all prompts from CLIENTS clients in order; call what stands at a request's place when it is sent."""
     waiting, done = iter(enumerate(prompts)), 0
-    timeout = aiohttp.ClientTimeout(total=120)
-    async with aiohttp.ClientSession(server.url, timeout=timeout) as session:
+    # A server may close a connection that it kept while the next request is on its way.
+    timeout, connector = aiohttp.ClientTimeout(total=120), aiohttp.TCPConnector(force_close=True)
+    async with aiohttp.ClientSession(server.url, timeout=timeout, connector=connector) as session:
 
         async def client() -> None:
             nonlocal done

@@ -64,7 +64,7 @@ def close(found, wanted):
 
 
 def in_nodes_of(size):
-    os.environ["SEMMOE_DEEP_EP_NODE_SIZE"] = str(size)
+    os.environ["DEEP_EP_CPU_NODE_SIZE"] = str(size)
 
 
 def sent(ids, rank, node=RANKS):
@@ -254,7 +254,7 @@ def test_counts_are_in_files_while_processes_run(tmp_path, monkeypatch):
 
 
 def counting_on_two(comm):
-    os.environ["SEMMOE_DEEP_EP_COUNTS"] = str(Path.cwd())
+    os.environ["DEEP_EP_CPU_COUNTS"] = str(Path.cwd())
     x, ids, _ = tokens(comm.rank)
     buffer = deep_ep.Buffer(comm.group, 0, 1 << 20, low_latency_mode=True, num_qps_per_rank=SIZE)
     buffer.low_latency_dispatch(x, ids, MOST, EXPERTS, use_fp8=False)
@@ -281,7 +281,7 @@ def test_what_deep_ep_refuses_is_refused(tmp_path):
 def test_nodes_must_divide_the_ranks(monkeypatch):
     from deep_ep.counts import node_size
 
-    monkeypatch.setenv("SEMMOE_DEEP_EP_NODE_SIZE", "3")
+    monkeypatch.setenv("DEEP_EP_CPU_NODE_SIZE", "3")
     with pytest.raises(ValueError, match="does not divide 4"):
         node_size(4)
     assert node_size(6) == 3

@@ -6,15 +6,15 @@ import sys
 
 import pytest
 
-TARGETS = [("cuda", 90, 32), ("hip", "gfx942", 64)]
+TARGETS = [("cuda", 80, 32), ("cuda", 90, 32), ("cuda", 100, 32), ("hip", "gfx942", 64)]
 NO_TRITON = "Triton is not installed; a CPU build of torch does not bring it"
 
 
-def interpret(file: str) -> None:
+def interpret(file: str, *words: str) -> None:
     """Run a test file as a script with the interpreter on: Triton reads the switch when it is imported."""
     pytest.importorskip("triton", reason=NO_TRITON)
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, file], env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run([sys.executable, file, *words], env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

@@ -1,6 +1,6 @@
 """What DeepEP's kernels refuse; its C++ asserts it, so that here an AssertionError is raised, too.
 
-With SEMMOE_DEEP_EP_ANY=1 rows may be float32 and of any width: beyond the contract, to compare tokens exactly and on
+With DEEP_EP_CPU_ANY=1 rows may be float32 and of any width: beyond the contract, to compare tokens exactly and on
 small models.
 """
 
@@ -9,7 +9,7 @@ import os
 import torch
 from torch import Tensor
 
-ANY = "SEMMOE_DEEP_EP_ANY"
+ANY = "DEEP_EP_CPU_ANY"
 VECTOR = 16  # bytes that a thread copies
 BLOCK = 128  # values that share a scale
 LOW_LATENCY_HIDDEN = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)

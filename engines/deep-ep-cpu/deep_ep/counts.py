@@ -1,6 +1,6 @@
 """What the stand-in has sent to other ranks, by kind of row, for whoever compares: one file of each process.
 
-With SEMMOE_DEEP_EP_COUNTS=FOLDER every process keeps FOLDER/deep-ep-PID.npy, (3,) int64 in the order of KINDS, always
+With DEEP_EP_CPU_COUNTS=FOLDER every process keeps FOLDER/deep-ep-PID.npy, (3,) int64 in the order of KINDS, always
 up to date. Rows to a rank itself are copied by DeepEP, not sent, and not counted.
 """
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-FOLDER = "SEMMOE_DEEP_EP_COUNTS"
-NODE_SIZE = "SEMMOE_DEEP_EP_NODE_SIZE"  # ranks of a node, which stand for those that NVLink joins; unset: all
+FOLDER = "DEEP_EP_CPU_COUNTS"
+NODE_SIZE = "DEEP_EP_CPU_NODE_SIZE"  # ranks of a node, which stand for those that NVLink joins; unset: all
 PAIRS, RANKS, NODES = KINDS = ("pairs", "ranks", "nodes")
 
 

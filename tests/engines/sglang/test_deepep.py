@@ -23,9 +23,9 @@ def run(prompts, plan, folder, monkeypatch, mode, node_size=0):
     counts = folder / "counts"
     counts.mkdir()
     monkeypatch.syspath_prepend(str(STAND_IN))  # which processes that SGLang spawns take over
-    monkeypatch.setenv("SEMMOE_DEEP_EP_ANY", "1")
-    monkeypatch.setenv("SEMMOE_DEEP_EP_COUNTS", str(counts))
-    monkeypatch.setenv("SEMMOE_DEEP_EP_NODE_SIZE", str(node_size or ""))
+    monkeypatch.setenv("DEEP_EP_CPU_ANY", "1")
+    monkeypatch.setenv("DEEP_EP_CPU_COUNTS", str(counts))
+    monkeypatch.setenv("DEEP_EP_CPU_NODE_SIZE", str(node_size or ""))
     options = ("--deepep-mode", mode, "--deepep-dispatcher-output-dtype", "bf16")
     with engine(str(MODEL), load_plan(plan).topology, folder / "control", plan, options) as running:
         tokens = [done.token_ids for done in running.complete(prompts, 8)]

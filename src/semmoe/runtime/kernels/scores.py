@@ -15,7 +15,7 @@ from semmoe.runtime.scores import DeviceTables
 from semmoe.tokens.kernels import BUCKETS, FINE_BITS, FIRST_STEP, LOWEST, PRICE_STEPS, STEP_DECAY
 
 SCORE_BLOCK = 32  # tokens per program
-ASSIGN_TILE = 8192  # scores that the assigning program processes at a time
+ASSIGN_TILE = 4096  # scores that the assigning program processes at a time; with 8192 it spills registers on NVIDIA
 
 _LOWEST = tl.constexpr(LOWEST)
 _FIRST_STEP, _STEP_DECAY, _PRICE_STEPS = tl.constexpr(FIRST_STEP), tl.constexpr(STEP_DECAY), tl.constexpr(PRICE_STEPS)

@@ -1,0 +1,148 @@
+"""What can be known of the Triton kernels without a GPU: that they compile, what they take, and that they are right.
+
+    python benchmarks/prove_kernels.py [--tokens 1 64 512 8192] [--out FILE]
+
+Every kernel is compiled for sm_80, sm_90, sm_100 and gfx942 with the constants of DeepSeek-V3's shapes (hidden 7168,
+top-8 of 256 experts, 8 ranks, 3 layers of history). Registers are a thread's and shared memory a block's, as ptxas and
+LLVM report them, and with them what a thread keeps on its stack for want of registers: more than 64 bytes are an exit
+code of 1. Then every kernel runs in Triton's interpreter
+at these shapes, against its reference in plain torch or numba, bit for bit (tests/test_kernels_at_real_shapes.py). What
+is left for a GPU: its own compiler driver, its memory model, and speed (benchmarks/bench_kernels.py).
+"""
+
+import argparse
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+
+from semmoe.runtime.kernels import argsort, copies, scores, shuffle
+
+TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "sm_100": ("cuda", 100, 32),
+           "gfx942": ("hip", "gfx942", 64)}  # fmt: skip
+NUMBERS = ("tokens", "first", "ranks", "slices")
+MOST_SPILLED = 64  # bytes of a thread
+TESTS = Path(__file__).parent.parent / "tests" / "test_kernels_at_real_shapes.py"
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    function: Any
+    pointers: dict[str, str]
+    numbers: tuple[str, ...]
+    constants: dict[str, Any]
+    warps: int = 4
+
+    @property
+    def name(self) -> str:
+        return self.function.__name__
+
+
+@dataclass(frozen=True)
+class Resources:
+    kernel: str
+    target: str
+    registers: int  # of a thread
+    spilled: int  # bytes of a thread's stack; registers on gfx942
+    shared: int  # bytes of a block
+    warps: int
+
+
+def kernels() -> Iterator[Kernel]:
+    row, peers, block = "*bf16", {"peers": "*i64"}, {"BLOCK": shuffle.COLUMNS}
+    yield Kernel(shuffle.gather_kernel, {"rows": row, "index": "*i64", "out": row}, ("width",), block)
+    yield Kernel(shuffle.reduce_scatter_kernel, {**peers, "slots": "*i64", "out": row}, ("size", "width"),
+                 {"WIDE": False, **block})  # fmt: skip
+    yield Kernel(shuffle.all_gather_kernel, {**peers, "inverse": "*i64", "out": row}, ("slice_rows", "width"), block)
+    table, sizes = {"BLOCK": argsort.BLOCK, "BINS": 16}, ("rows", "size", "blocks")
+    pointers, outs = {"ranks": "*i64", "before": "*i32"}, {"counts": "*i64", "order": "*i64", "inverse": "*i64"}
+    yield Kernel(argsort.histogram_kernel, pointers, sizes, table)
+    yield Kernel(argsort.scan_kernel, {"before": "*i32", "counts": "*i64"}, ("blocks",), {"BLOCK": argsort.SCAN_BLOCK})
+    yield Kernel(argsort.scatter_kernel, {**pointers, **outs}, (*sizes, "slice_rows"),
+                 {"ALONE": False, "SLICES": True, **table})  # fmt: skip
+    held = {"expert_ids": "*i64", "ranks": "*i16", "physical": "*i32", "preferred": "*i16", "out": "*i64"}
+    yield Kernel(copies.cover_kernel, held, ("source", "num_ranks", "K"), {"COPIES": 2, "EXPERTS": 8, "RANKS": 8})
+    block = {"BLOCK": scores.SCORE_BLOCK, "WIDTH": 8}
+    looked = {"out": "*i32", "token_ids": "*i64", "token_rows": "*i32", "token_scores": "*i8"}
+    yield Kernel(scores.look_up_kernel, looked, (*NUMBERS, "last", "shift"), block)
+    paths = {"out": "*i32", "looked_up": "*i32", "path_scores": "*i16", "earlier": "*u8", "history": "*i32"}
+    yield Kernel(scores.score_kernel, paths, NUMBERS,
+                 {"HAS_HISTORY": True, "LAYERS": 3, "TOP_K": 8, "ORDERED": 1, "EXPERTS": 256, **block})  # fmt: skip
+    yield Kernel(scores.assign_kernel, {"scores": "*i32", "out": "*i16"}, ("tokens", "slices", "size"),
+                 {"BLOCK": scores.ASSIGN_TILE // 8, "WIDTH": 8}, warps=8)  # fmt: skip
+
+
+def compile_for(kernel: Kernel, target: str) -> Resources:
+    """Raises what Triton raises where it does not compile."""
+    kinds = {**kernel.pointers, **dict.fromkeys(kernel.numbers, "i32"), **dict.fromkeys(kernel.constants, "constexpr")}
+    signature = {name: kinds[name] for name in kernel.function.arg_names}
+    source = triton.compiler.ASTSource(fn=kernel.function, signature=signature, constexprs=kernel.constants)
+    made = triton.compile(source, target=GPUTarget(*TARGETS[target]), options={"num_warps": kernel.warps})
+    registers, spilled = of_amd(made.asm["amdgcn"]) if target == "gfx942" else of_nvidia(made.asm["cubin"])
+    return Resources(kernel.name, target, registers, spilled, made.metadata.shared, kernel.warps)
+
+
+def of_nvidia(cubin: bytes) -> tuple[int, int]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        words = [str(CUOBJDUMP), "--dump-resource-usage", file.name]
+        told = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", told)
+    assert found, told
+    return int(found[1]), int(found[2])
+
+
+def of_amd(assembly: str) -> tuple[int, int]:
+    registers, spilled = (re.search(rf"\.{key}:\s+(\d+)", assembly) for key in ("vgpr_count", "vgpr_spill_count"))
+    assert registers, "LLVM says no registers"
+    return int(registers[1]), int(spilled[1]) if spilled else 0
+
+
+def show(found: list[Resources]) -> None:
+    print(f"  {'kernel':24}{'warps':>6}" + "".join(f"{target:>26}" for target in TARGETS))
+    print(" " * 32 + "".join(f"{'registers, stack, shared':>26}" for _ in TARGETS))
+    for name in dict.fromkeys(r.kernel for r in found):
+        own = {r.target: r for r in found if r.kernel == name}
+        cells = [f"{r.registers}, {r.spilled}, {r.shared} B" for r in own.values()]
+        print(f"  {name:24}{next(iter(own.values())).warps:6}" + "".join(f"{cell:>26}" for cell in cells))
+
+
+def agree(tokens: list[int]) -> bool:
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    words = [sys.executable, str(TESTS), *map(str, tokens)]
+    return subprocess.run(words, env=environment, check=False).returncode == 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="*", default=[1, 64, 512, 8192])
+    parser.add_argument("--out", type=Path, help="write the JSON line to this file too")
+    a = parser.parse_args()
+    print(f"Triton {triton.__version__}, {platform.machine()}, no GPU\n", flush=True)
+    found = [compile_for(kernel, target) for kernel in kernels() for target in TARGETS]
+    show(found)
+    print(flush=True)
+    right = agree(a.tokens)
+    spills = [f"{r.kernel} on {r.target}" for r in found if r.spilled > MOST_SPILLED]
+    print("\n  " + (f"too little room in registers: {', '.join(spills)}" if spills else "registers suffice"))
+    line = json.dumps({"resources": [asdict(r) for r in found], "tokens": a.tokens, "agree": right})
+    print("\n" + line)
+    if a.out:
+        a.out.write_text(line + "\n")
+    return 0 if right and not spills else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""Triton's kernels in its interpreter at the shapes of DeepSeek-V3: hidden 7168, top-8 of 256 experts, 8 ranks.
+
+As a script, with the interpreter on: `python tests/test_kernels_at_real_shapes.py TOKENS ...`, as `make kernels` does
+for up to 8,192 tokens; the tests here take few.
+"""
+
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from test_argsort import check as check_argsort
+from test_shuffle_kernels import check_pair
+from test_tokens_backends import check_assign, score_case, score_tokens, tensors
+from triton_runs import interpret
+
+from semmoe.runtime import reference
+from semmoe.runtime import scores as by_torch
+from semmoe.tokens import slices as by_numba
+
+HIDDEN, TOP_K, EXPERTS, RANKS = 7168, 8, 256, 8
+COPIES = 2  # of an expert, that one source rank may choose among
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [1, 200])
+def test_kernels_agree_with_their_references(tokens):
+    interpret(__file__, str(tokens))
+
+
+def check_cover(kernels, tokens: int) -> None:
+    rng = np.random.default_rng(tokens)
+    ids = torch.from_numpy(np.argsort(rng.random((tokens, EXPERTS)), axis=1)[:, :TOP_K].copy())
+    ids[rng.random(ids.shape) < 0.05] = -1
+    ranks = rng.integers(RANKS, size=(EXPERTS, COPIES)).astype(np.int16)
+    ranks[::2, 1] = -1  # half of the experts have one copy
+    physical = np.where(ranks >= 0, np.arange(2 * EXPERTS).reshape(EXPERTS, COPIES), -1).astype(np.int32)
+    tables = [torch.from_numpy(t) for t in (ranks, physical, ranks[:, 0].copy())]
+    for source in (0, RANKS - 1):
+        ours = kernels.cover_copies(ids, *tables, source, RANKS)
+        assert torch.equal(ours, reference.cover_copies(ids, *tables, source, RANKS))
+
+
+def check_scores(kernels, tokens: int) -> None:
+    for seed in range(4):
+        tables, arguments = score_case(seed, tokens, ranks=64, experts=EXPERTS, top_k=TOP_K)
+        ours = score_tokens(kernels, by_torch.DeviceTables.of(tables), *tensors(arguments)).numpy()
+        np.testing.assert_array_equal(ours, score_tokens(by_numba, tables, *arguments))
+
+
+def interpreted(tokens: int) -> None:
+    """Raises AssertionError where a kernel and its reference differ in a bit."""
+    from semmoe.runtime.kernels import argsort, copies, scores, shuffle
+
+    ranks = np.random.default_rng(tokens).integers(RANKS, size=tokens)
+    checks = {
+        "shuffled reduce-scatter and all-gather": lambda: check_pair(shuffle, RANKS, tokens, HIDDEN, torch.bfloat16),
+        "argsort": lambda: check_argsort(argsort.argsort_ranks, ranks, RANKS),
+        "copy choice": lambda: check_cover(copies, tokens),
+        "scores": lambda: check_scores(scores, tokens),
+        "assignment": lambda: check_assign(scores, "random", tokens, RANKS),
+    }
+    for name, check in checks.items():
+        begin = time.perf_counter()
+        check()
+        print(f"  {tokens:6} tokens  {name:42}bit for bit  {time.perf_counter() - begin:6.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    for word in sys.argv[1:]:
+        interpreted(int(word))
