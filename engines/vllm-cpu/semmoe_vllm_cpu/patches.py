@@ -71,7 +71,7 @@ def _local_experts(
     if len(rows):
         x = hidden_states[rows]
         pairs = torch.empty_like(x)
-        weights, ids = topk_weights[rows, choices, None], local[rows, choices, None].to(topk_ids.dtype)
+        weights, ids = topk_weights[rows, choices, None], local[rows, choices, None].int()  # DeepEP's are int64
         compute(experts, pairs, x, w1, w2, weights.contiguous(), ids.contiguous(), *rest, **named)
         output.index_add_(0, rows, pairs)
 

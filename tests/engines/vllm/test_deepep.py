@@ -8,9 +8,8 @@ import json
 import sys
 from pathlib import Path
 
-from two_ranks import make_plan, on_two_ranks
-
-from semmoe.demo import MODEL
+from models import build
+from two_ranks import HEADS, make_plan, on_two_ranks
 
 STAND_IN = Path(__file__).parents[3] / "engines" / "deep-ep-cpu"
 sys.path.append(str(STAND_IN))  # which the ranks' processes take over
@@ -18,20 +17,21 @@ sys.path.append(str(STAND_IN))  # which the ranks' processes take over
 from deep_ep.counts import totals  # noqa: E402
 
 
-def run(prompts, folder, plan=""):
+def run(model, prompts, folder, plan=""):
     counts = folder / "counts"
     counts.mkdir(parents=True)
     variables = {"DEEP_EP_CPU_COUNTS": str(counts)} | ({"SEMMOE_PLAN": plan} if plan else {})
     options = {"dtype": "bfloat16", "all2all_backend": "deepep_high_throughput"}
-    tokens = on_two_ranks(str(MODEL), prompts, folder / "run", "dp2", variables, **options)
+    tokens = on_two_ranks(model, prompts, folder / "run", "dp2", variables, **options)
     return tokens, totals(counts)
 
 
 def test_a_plan_is_served_through_vllms_own_deepep(texts, prompts, tmp_path):
     """Fewer rows than in vanilla are sent, and ours are counted among them; the others are passes without requests."""
-    vanilla, before = run(prompts, tmp_path / "vanilla")
-    plan = make_plan(str(MODEL), texts, tmp_path, "dp2", 4)
-    planned, sent = run(prompts, tmp_path / "planned", plan)
+    model = build("qwen3_moe", tmp_path, **HEADS, hidden_size=256)  # a width that DeepEP takes as it is
+    vanilla, before = run(model, prompts, tmp_path / "vanilla")
+    plan = make_plan(model, texts, tmp_path, "dp2", 2)
+    planned, sent = run(model, prompts, tmp_path / "planned", plan)
     same = [a == b for a, b in zip(vanilla, planned, strict=True)]
     assert sum(same) >= len(prompts) - 3
     assert 0 < sent["ranks"] < before["ranks"]
