@@ -72,7 +72,7 @@ class Windows:
     """One server's windows; every swap goes to another plan than the one before."""
 
     def __init__(self, server: Server, plans: list[Path], served: list[list[int]], a: argparse.Namespace) -> None:
-        self._server, self._plans, self._prompts, self._a = server, plans, served, a
+        self.server, self._plans, self._prompts, self._a = server, plans, served, a
         self._swaps = 0
 
     def window(self, name: str, number: int) -> dict[str, Any]:
@@ -81,17 +81,17 @@ class Windows:
 
     def stream(self, name: str, number: int, seconds: float) -> dict[str, Any]:
         """What clients that begin requests for so many seconds see; raises ServerError."""
-        job = {"url": self._server.url, "model": str(MODEL), "prompts": self._prompts[number::97],
+        job = {"url": self.server.url, "model": str(MODEL), "prompts": self._prompts[number::97],
                "clients": self._a.clients, "seconds": seconds, "output_tokens": OUTPUT, "plan": "", "at": AT,
-               "folder": str(self._server.folder), "layers": LAYERS.get(name, 0)}  # fmt: skip
+               "folder": str(self.server.folder), "layers": LAYERS.get(name, 0)}  # fmt: skip
         if name in LAYERS:
             job["plan"] = str(self._plans[self._swaps % len(self._plans)])
             self._swaps += 1
-        words = [*self._server.prefix, sys.executable, str(STREAM)]
+        words = [*self.server.prefix, sys.executable, str(STREAM)]
         done = run_process(words, input=json.dumps(job), capture_output=True, text=True, check=False)
-        self._server.check()
+        self.server.check()
         if done.returncode:
-            raise ServerError(f"the client failed\n{done.stderr[-2000:]}\n{self._server.log(0)}")
+            raise ServerError(f"the client failed\n{done.stderr[-2000:]}\n{self.server.log(0)}")
         return json.loads(done.stdout)
 
 
@@ -137,24 +137,23 @@ def measure(served: Engine, a: argparse.Namespace, scratch: Path) -> Iterator[di
     eplb = SetUp(name="eplb", attention=a.attention)
     with network_of(a) as network:
         with ExitStack() as stack:
-            start = lambda up, folder, options, place: stack.enter_context(  # noqa: E731
-                serving(served, up, scratch / folder, dict(served.UNCACHED) | options, network, place=place)
-            )
-            servers = {AT_ONCE: Windows(start(up, "plan", {}, 0), plans, held_out, a)}
+            own = serving(served, up, scratch / "plan", dict(served.UNCACHED), network)
+            servers = {AT_ONCE: Windows(stack.enter_context(own), plans, held_out, a)}
             servers |= dict.fromkeys((CALM, AGAIN, IN_STEPS), servers[AT_ONCE])
             if a.engine == "sglang":
-                servers[AT_ONCE]._server.pause()
-                servers[EPLB] = Windows(start(eplb, "eplb", EPLB_OPTIONS, 1), [], held_out, a)
-                servers[EPLB]._server.pause()
+                servers[AT_ONCE].server.pause()
+                other = serving(served, eplb, scratch / "eplb", served.UNCACHED | EPLB_OPTIONS, network, place=1)
+                servers[EPLB] = Windows(stack.enter_context(other), [], held_out, a)
+                servers[EPLB].server.pause()
             yield from rounds(servers, a)
         yield from restarts(served, up, network, held_out, a, scratch)
 
 
 def rounds(servers: dict[str, Windows], a: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for windows in set(servers.values()):
-        windows._server.resume()
+        windows.server.resume()
         windows.stream(CALM, 0, 5.0)  # warm
-        windows._server.pause()
+        windows.server.pause()
     number = 0
     while number < a.rounds:
         if not a.busy:
@@ -162,9 +161,9 @@ def rounds(servers: dict[str, Windows], a: argparse.Namespace) -> Iterator[dict[
         before, out = guard.snapshot(), []
         for name in order(list(servers), number):
             windows = servers[name]
-            windows._server.resume()
+            windows.server.resume()
             out.append({"round": number, "window": name, **windows.window(name, number)})
-            windows._server.pause()
+            windows.server.pause()
             print(f"  round {number + 1}, {name}: {out[-1]}", file=sys.stderr, flush=True)
         disturbed = guard.since(before)
         if disturbed and not a.busy:
