@@ -99,7 +99,7 @@ soak-vllm: $(VLLM_VENV)/.ready
 bench-deepspeed: $(DEEPSPEED_VENV)/.ready
 	PYTHONPATH=. OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu $(DEEPSPEED_PYTHON) benchmarks/bench_deepspeed.py | tee $(RESULTS)/deepspeed_$(HERE).txt
 
-# What can be known of the Triton kernels without a GPU; about half an hour.
+# What can be known of the Triton kernels without a GPU.
 kernels: $(VENV)/.ready-dev
 	$(BIN)/python benchmarks/prove_kernels.py | tee $(RESULTS)/kernels_$(HERE).txt
 

@@ -18,11 +18,11 @@ import aiohttp
 DATA, DONE = b"data: ", b"[DONE]"
 
 
-async def send(session: aiohttp.ClientSession, job: dict[str, Any], prompt: list[int], at: float) -> list[float]:
-    await asyncio.sleep(max(0.0, at - time.perf_counter()))
+async def stream(session: aiohttp.ClientSession, job: dict[str, Any], prompt: list[int]) -> list[float]:
+    """When a request was sent and when each of its tokens came, by the process's clock."""
     body = {"model": job["model"], "prompt": prompt, "max_tokens": job["output_tokens"], "temperature": 0,
             "ignore_eos": True, "stream": True}  # fmt: skip
-    started, times = time.perf_counter(), []
+    times = [time.perf_counter()]
     async with session.post(job["url"] + "/v1/completions", json=body) as response:
         response.raise_for_status()
         async for line in response.content:
@@ -30,8 +30,14 @@ async def send(session: aiohttp.ClientSession, job: dict[str, Any], prompt: list
             if data and data != DONE:
                 if b'"error"' in data:
                     raise ValueError(data.decode(errors="replace"))
-                times.append(time.perf_counter() - started)
-    return [round(1000 * times[0], 2), round(1000 * times[-1], 2)]
+                times.append(time.perf_counter())
+    return times
+
+
+async def send(session: aiohttp.ClientSession, job: dict[str, Any], prompt: list[int], at: float) -> list[float]:
+    await asyncio.sleep(max(0.0, at - time.perf_counter()))
+    sent, *came = await stream(session, job, prompt)
+    return [round(1000 * (came[0] - sent), 2), round(1000 * (came[-1] - sent), 2)]
 
 
 async def run(job: dict[str, Any]) -> dict[str, Any]:

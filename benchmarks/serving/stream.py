@@ -18,27 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from load import DATA, DONE
+from load import stream
 
 from semmoe import live
 from semmoe.core import Plan
 from semmoe.plan import load_plan
 from semmoe.settings import SwapSettings
-
-
-async def stream(session: aiohttp.ClientSession, job: dict[str, Any], prompt: list[int], start: float) -> list[float]:
-    body = {"model": job["model"], "prompt": prompt, "max_tokens": job["output_tokens"], "temperature": 0,
-            "ignore_eos": True, "stream": True}  # fmt: skip
-    times = [time.perf_counter() - start]
-    async with session.post(job["url"] + "/v1/completions", json=body) as response:
-        response.raise_for_status()
-        async for line in response.content:
-            data = line.strip().removeprefix(DATA)
-            if data and data != DONE:
-                if b'"error"' in data:
-                    raise ValueError(data.decode(errors="replace"))
-                times.append(time.perf_counter() - start)
-    return [round(at, 5) for at in times]
 
 
 async def swap(job: dict[str, Any], plan: Plan, start: float) -> dict[str, Any]:
@@ -56,7 +41,8 @@ async def run(job: dict[str, Any], plan: Plan | None) -> dict[str, Any]:
 
         async def client() -> None:
             while time.perf_counter() - start < job["seconds"]:
-                found.append(await stream(session, job, next(prompts), start))
+                times = await stream(session, job, next(prompts))
+                found.append([round(at - start, 5) for at in times])
 
         swapping = asyncio.create_task(swap(job, plan, start)) if plan is not None else None
         await asyncio.gather(*(client() for _ in range(job["clients"])))

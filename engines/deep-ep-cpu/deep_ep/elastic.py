@@ -140,9 +140,7 @@ class ElasticBuffer:
         check_rows(x)
         rows = x[: handle.num_recv_tokens] if handle.slots is None else _summed(x, handle.slots)
         out = normal.send_back(self.group, rows, handle.route)
-        for more in (bias,) if isinstance(bias, Tensor) else bias or ():
-            out = out + more
-        return out, None, recorded(async_with_compute_stream)
+        return normal.with_bias(out, bias), None, recorded(async_with_compute_stream)
 
 
 @dataclass(frozen=True)

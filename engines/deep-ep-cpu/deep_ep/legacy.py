@@ -155,9 +155,7 @@ class Buffer:
         _, route = handle
         out = normal.send_back(self.group, x, route)
         weights = normal.send_back(self.group, topk_weights, route) if topk_weights is not None else None
-        for more in (bias,) if isinstance(bias, Tensor) else bias or ():
-            out = out + more
-        return out, weights, recorded(async_finish)
+        return normal.with_bias(out, bias), weights, recorded(async_finish)
 
     def _rows(self, x: Rows) -> list[Tensor]:
         if isinstance(x, tuple):

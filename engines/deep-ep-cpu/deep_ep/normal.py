@@ -89,6 +89,11 @@ def send_back(group: dist.ProcessGroup, x: Tensor, route: Route) -> Tensor:
     return rows
 
 
+def with_bias(rows: Tensor, bias: Tensor | tuple[Tensor, Tensor] | None) -> Tensor:
+    """Rows plus none, one or two others."""
+    return sum((bias,) if isinstance(bias, Tensor) else bias or (), start=rows)
+
+
 def own_choices(
     ids: Tensor, weights: Tensor, rank: int, num_experts: int, num_ranks: int, alignment: int
 ) -> tuple[Tensor, Tensor, list[int]]:
