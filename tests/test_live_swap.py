@@ -1,6 +1,7 @@
 """Swaps of a plan between forward passes, on real gloo ranks with a small model; and the pieces of it."""
 
 import json
+import re
 import time
 from dataclasses import dataclass, replace
 from functools import partial
@@ -166,11 +167,11 @@ def fail(plan):
 
 
 def test_what_one_rank_cannot_do_no_rank_does(folder, tmp_path):
+    # Where both ranks refuse, either may be the first to say so.
     for out, counted in on_ranks(2, named(refusals, folder), tmp_path):
-        assert out.pop("another topology").startswith("rank 0: the plan is for Topology")
-        assert out.pop("nowhere staged") == (
-            "rank 0: plan 000000003039 is not staged on this node: `semmoe swap --stage-only` does that"
-        )
+        assert re.match(r"rank [01]: the plan is for Topology", out.pop("another topology"))
+        not_staged = "plan 000000003039 is not staged on this node: `semmoe swap --stage-only` does that"
+        assert re.fullmatch(f"rank [01]: {not_staged}", out.pop("nowhere staged"))
         assert out.pop("no memory on one rank") == "rank 1: MemoryError: no room for a buffer"
         assert out.pop("ranks were told of different plans") in (
             "ranks were told of different plans", "rank 1: MemoryError: no room for a buffer"
