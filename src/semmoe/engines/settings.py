@@ -34,9 +34,7 @@ class PluginSettings:
             raise ValueError(f"SEMMOE_SHUFFLE must be one of {', '.join(allowed)}, not {self.shuffle!r}")
         if self.window_ms and not _is_wait(self.window_ms):
             raise ValueError(f"SEMMOE_WINDOW_MS must lie between 0 and {MOST_WAIT_MS:,}, not {self.window_ms!r}")
-
-        if self.rank_pairs not in ("", "0", "1"):
-            raise ValueError(f"SEMMOE_RANK_PAIRS must be 0, 1 or empty, not {self.rank_pairs!r}")
+        check_switch("RANK_PAIRS", self.rank_pairs)
 
     @property
     def window_seconds(self) -> float:
@@ -49,6 +47,12 @@ class PluginSettings:
     def environment(self) -> dict[str, str]:
         """The environment variables that give these settings."""
         return {PREFIX + name.upper(): value for name, value in asdict(self).items() if value}
+
+
+def check_switch(name: str, value: str) -> None:
+    """Raise ValueError unless the variable SEMMOE_<name> is 1, 0 or empty."""
+    if value not in ("", "0", "1"):
+        raise ValueError(f"{PREFIX}{name} must be 0, 1 or empty, not {value!r}")
 
 
 def _is_wait(text: str) -> bool:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from semmoe.engines.settings import PluginSettings
+from semmoe.engines.settings import PluginSettings, check_switch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,10 +12,8 @@ class SglangSettings(PluginSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.static not in ("", "0", "1"):
-            raise ValueError(f"SEMMOE_STATIC must be 0, 1 or empty, not {self.static!r}")
-        if self.fused not in ("", "0", "1"):
-            raise ValueError(f"SEMMOE_FUSED must be 0, 1 or empty, not {self.fused!r}")
+        check_switch("STATIC", self.static)
+        check_switch("FUSED", self.fused)
         shuffles = self.plan and self.shuffle != "off" and self.static != "0"
         if not shuffles and self.fused == "1":
             raise ValueError(

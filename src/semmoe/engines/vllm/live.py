@@ -25,7 +25,7 @@ from semmoe.engines.vllm.registry import add
 from semmoe.engines.vllm.routing import RealRows, RoutedLayer
 from semmoe.engines.vllm.shuffle import LayerShuffle
 from semmoe.runtime.copies import RankCopies, rank_copies, take_over
-from semmoe.runtime.shuffler import TokenShuffler
+from semmoe.runtime.shuffler import Shuffler
 from semmoe.runtime.traffic import TrafficCounter
 
 
@@ -39,9 +39,9 @@ class LiveExperts:
         self._blocks, self._sources, self._own, self._real, self._captured = blocks, sources, own, real, captured
         self._routed: list[RoutedLayer] = []
         self._shuffle: LayerShuffle | NoShuffle = NoShuffle()
-        self._new_shuffler: Callable[[Plan], TokenShuffler] | None = None
+        self._new_shuffler: Callable[[Plan], Shuffler] | None = None
         self._copies: list[list[RankCopies]] = []  # of the prepared plan, by layer and source
-        self._shuffler: TokenShuffler | None = None
+        self._shuffler: Shuffler | None = None
         self._buffer: list[Tensor] = []
 
     def hook(
@@ -62,7 +62,7 @@ class LiveExperts:
 
         return hook_routers(self._blocks, hooks)
 
-    def follow(self, shuffle: LayerShuffle, new_shuffler: Callable[[Plan], TokenShuffler]) -> None:
+    def follow(self, shuffle: LayerShuffle, new_shuffler: Callable[[Plan], Shuffler]) -> None:
         """Swap the token tables of this shuffle, too."""
         self._shuffle, self._new_shuffler = shuffle, new_shuffler
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from vllm.config import CompilationMode, get_current_vllm_config
+from vllm.config import CompilationMode, CUDAGraphMode, get_current_vllm_config
 from vllm.distributed import get_ep_group
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
@@ -120,8 +120,20 @@ def whole_shared_experts(original: Any, linear: Any, *args: Any, **kwargs: Any) 
     original(linear, *args, **kwargs)
 
 
-def why_unrecorded(shuffles: bool, granularity: str, split: int) -> str:
+def graphs(runner: Any) -> CUDAGraphMode:
+    """vLLM's mode of CUDA graphs, which it may still turn down, not up."""
+    return runner.vllm_config.compilation_config.cudagraph_mode or CUDAGraphMode.NONE
+
+
+def captures(runner: Any) -> bool:
+    """Whether vLLM captures passes in CUDA graphs."""
+    return graphs(runner) != CUDAGraphMode.NONE
+
+
+def why_unrecorded(runner: Any, shuffles: bool, granularity: str, split: int) -> str:
     """Why a rank does not see every row of its attention group; "" if it does. split: ranks that share its rows."""
+    if captures(runner):
+        return "passes in CUDA graphs run without the recorder: serve with --enforce-eager"
     if shuffles:
         return "" if granularity == "layer" else "tokens shuffled once per batch carry no routing along"
     if split > 1:

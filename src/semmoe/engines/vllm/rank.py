@@ -18,6 +18,7 @@ from semmoe.engines.live.swap import NoSwapper, Swapper, attach
 from semmoe.engines.passes import PassClock
 from semmoe.engines.rank import check_identity, check_plan, check_same_plan, description, publish, tell_untried
 from semmoe.engines.recorder import LiveRecorder
+from semmoe.engines.recorder_files import refuse
 from semmoe.engines.recording import Listener, PassRecorder
 from semmoe.engines.selfcheck import SelfCheck
 from semmoe.engines.traffic import RankTraffic, rank_traffic
@@ -25,6 +26,7 @@ from semmoe.engines.vllm import targets
 from semmoe.engines.vllm.launch import GATHERS, gathers
 from semmoe.engines.vllm.live import LiveExperts
 from semmoe.engines.vllm.model import (
+    captures,
     check_eager,
     check_engine,
     fingerprint,
@@ -42,10 +44,10 @@ from semmoe.engines.vllm.placement import PlacedExperts, refuse_reload, unpacked
 from semmoe.engines.vllm.registry import around
 from semmoe.engines.vllm.routing import RealRows, own_rows
 from semmoe.engines.vllm.settings import VllmSettings
-from semmoe.engines.vllm.shuffle import LayerShuffle, ask_ahead, moe_layers, router_lookahead, split_by_position
+from semmoe.engines.vllm.shuffle import LayerShuffle, ask_ahead, moe_layers, split_by_position
+from semmoe.engines.vllm.static import GRAPHS_HOLD_TABLES, StaticLayerShuffle, new_shuffle, new_shuffler
 from semmoe.engines.vllm.step import Slots, accepted, fed_tokens, read_step
 from semmoe.runtime.collectives import Communicator
-from semmoe.runtime.shuffler import TokenShuffler
 from semmoe.runtime.traffic import TrafficCounter
 from semmoe.topology import Topology
 
@@ -161,21 +163,25 @@ class RankPlugin:
             if self.shuffles:
                 self._check_hooks.expect("shuffled layers", len(layers))
         if isinstance(self._shuffle, LayerShuffle):
-            self._shuffle.choice = choice_for(runner, self._shuffle, self._real, self._settings.path, self._can_whole)
+            can_whole = self._can_whole and not isinstance(self._shuffle, StaticLayerShuffle)
+            self._shuffle.choice = choice_for(runner, self._shuffle, self._real, self._settings.path, can_whole)
             self._check_hooks.begin()
             for counted in (self._traffic, *self._dispatch, *self._shuffle.comms):
                 counted.reset_counts()  # passes that were only timed served nobody
-        self._attach_swapper(runner.vllm_config)
+        self._attach_swapper(runner)
         self._publish(running_topology(runner, self._plan))
 
-    def _attach_swapper(self, config: Any) -> None:
+    def _attach_swapper(self, runner: Any) -> None:
         """Let the plan be swapped, if there is one and a folder where others may be staged."""
         if self._settings.folder is None:
             return
+        held = ""
         if isinstance(self._shuffle, LayerShuffle):
-            self._experts.follow(self._shuffle, functools.partial(self._new_shuffler, config))
-        group = get_ep_group().cpu_group
-        self.swapper = attach(self._plan, self._experts, "", group, self._settings.folder)
+            new = functools.partial(new_shuffler, runner=runner, settings=self._settings)
+            self._experts.follow(self._shuffle, new)
+            held = GRAPHS_HOLD_TABLES if captures(runner) else ""
+        experts = None if held else self._experts
+        self.swapper = attach(self._plan, experts, held, get_ep_group().cpu_group, self._settings.folder)
 
     def _attach_traffic(self, runner: Any, physical: int) -> None:
         """Count what the all-to-all sends."""
@@ -214,28 +220,19 @@ class RankPlugin:
                 split_by_position(layer)
             return
         check_eager(runner, "tokens are shuffled between vLLM's operators, which")
-        shuffle = self._new_shuffle(self._plan, runner.vllm_config, [found[index] for index in layers])
+        split = [found[index] for index in layers]
+        shuffle = new_shuffle(self._plan, runner, self._settings, self._real, split, self._slots)
         for place, index in enumerate(layers):
             shuffle.hook(found[index], place)
         shuffle.ran = functools.partial(self._check_hooks.ran, "shuffled layers")
         self._shuffle = shuffle
 
-    def _new_shuffle(self, plan: Plan, config: Any, layers: list[torch.nn.Module]) -> LayerShuffle:
-        group, speculation = get_tp_group(), config.speculative_config
-        shuffler = self._new_shuffler(config, plan)
-        comm = Communicator(group.device_group, group.rank_in_group, group.world_size)
-        drafts = speculation.num_speculative_tokens if speculation is not None else 0
-        return LayerShuffle(shuffler, comm, self._real, drafts, router_lookahead(layers, shuffler.lookahead))
-
-    def _new_shuffler(self, config: Any, plan: Plan) -> TokenShuffler:
-        dp_rank = config.parallel_config.data_parallel_rank
-        return TokenShuffler(plan, dp_rank, get_tp_group().rank_in_group, self._settings.shuffle)
-
     def _attach_recorder(self, folder: Path, runner: Any, num_layers: int) -> None:
-        """Attach a recorder if this rank sees every row of its attention group; otherwise log the reason."""
-        reason = why_unrecorded(self.shuffles, self._settings.shuffle, self._split)
+        """Attach a recorder if this rank sees every row of its attention group; otherwise tell the reason."""
+        reason = why_unrecorded(runner, self.shuffles, self._settings.shuffle, self._split)
         if reason:
             log.info("semmoe: no `semmoe record` here: %s", reason)
+            refuse(folder, self._ep_rank, reason)
             return
         identity = self._plan.fingerprint if self._plan else fingerprint(runner)
         self.record_to(LiveRecorder(folder, identity, self._ep_rank), num_layers)
@@ -339,6 +336,7 @@ class RankPlugin:
         shuffle = self._settings.shuffle if self.shuffles else "no"
         tell_untried(self._ep_rank, "vllm", vllm.__version__, targets.TRIED)
         labels = description(f"vllm {vllm.__version__}", self._plan, self._settings, running.attention, shuffle)
+        labels |= {"static": str(isinstance(self._shuffle, StaticLayerShuffle)).lower()}
         traffic = rank_traffic(self._ep_rank, running, self._settings)
         publish(self._ep_rank, self._settings.folder, labels, functools.partial(self._readings, traffic))
 

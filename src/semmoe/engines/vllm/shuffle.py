@@ -22,7 +22,7 @@ from semmoe.engines.step import SlotWatch, Step
 from semmoe.engines.vllm import targets
 from semmoe.engines.vllm.routing import RealRows
 from semmoe.runtime.collectives import Communicator
-from semmoe.runtime.shuffler import TokenShuffler
+from semmoe.runtime.shuffler import Shuffler
 
 # Attributes by which layers and expert blocks state that they split rows themselves; they are read in `forward` only.
 OWN_SPLITS = ("use_sequence_parallel_moe", "use_attn_reduce_scatter_for_moe", "is_sequence_parallel")
@@ -35,7 +35,7 @@ class LayerShuffle(TokenRows):
     """
 
     def __init__(
-        self, shuffler: TokenShuffler, comm: Communicator, real: RealRows, drafts: int, lookahead: Lookahead
+        self, shuffler: Shuffler, comm: Communicator, real: RealRows, drafts: int, lookahead: Lookahead
     ) -> None:
         super().__init__(shuffler, comm, lookahead)
         self._real, self._watch = real, SlotWatch(drafts)

@@ -1,5 +1,6 @@
 """Read a forward pass of vLLM's model runner into a `Step`."""
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,9 +10,13 @@ from semmoe.engines.step import Step
 
 
 class Slots:
-    """Assigns a small number to each request, reused after it ends; all ranks of a group assign the same numbers."""
+    """Assigns a small number to each request, reused after it ends; all ranks of a group assign the same numbers.
 
-    def __init__(self) -> None:
+    most: requests of one pass at most; beyond it, requests that are not in the pass (preempted ones) lose theirs.
+    """
+
+    def __init__(self, most: int = sys.maxsize) -> None:
+        self.most = most
         self._of: dict[str, int] = {}
         self._free: list[int] = []
 
@@ -19,8 +24,15 @@ class Slots:
         """(R,) int64: the slot of each request; new requests get a free slot."""
         for request in requests:
             if request not in self._of:
-                self._of[request] = self._free.pop() if self._free else len(self._of)
+                self._of[request] = self._another(requests)
         return np.array([self._of[request] for request in requests], np.int64)
+
+    def _another(self, requests: list[str]) -> int:
+        if self._free:
+            return self._free.pop()
+        if len(self._of) < self.most:
+            return len(self._of)
+        return self._of.pop(next(other for other in self._of if other not in requests))
 
     def release(self, request: str) -> None:
         slot = self._of.pop(request, None)
@@ -46,6 +58,16 @@ def read_step(runner: Any, slots: Slots, num_tokens: int) -> Step:
     )
 
 
+def decoding_slots(runner: Any, slots: Slots) -> np.ndarray | None:
+    """(R,) int64: the slot of each token of a pass with one token per request, without a wait for the device.
+
+    None for any other pass. The last token of a prompt may be one of the tokens, as in graphs that vLLM captures.
+    """
+    batch = runner.input_batch
+    lengths = np.diff(runner.query_start_loc.np[: batch.num_reqs + 1])
+    return slots.take(list(batch.req_ids)) if (lengths == 1).all() else None
+
+
 def accepted(step: Step, drafts: Sequence[int], sampled: np.ndarray) -> np.ndarray:
     """(N,) bool: all tokens of a pass except rejected drafts, which are the last tokens of their requests.
 
@@ -68,5 +90,9 @@ def fed_tokens(state: Any) -> int:
 
 def _host(buffer: Any, length: int) -> np.ndarray:
     """(length,) int64 of a tensor, or of a pair of host and device buffers."""
-    tensor = getattr(buffer, "gpu", buffer)
-    return tensor[:length].cpu().numpy().astype(np.int64)
+    return on_device(buffer, length).cpu().numpy().astype(np.int64)
+
+
+def on_device(buffer: Any, length: int) -> Any:
+    """(length,) of a tensor, or of the device's of a pair of buffers, at an address that does not change."""
+    return getattr(buffer, "gpu", buffer)[:length]
