@@ -286,8 +286,40 @@ def test_settings_of_vllm():
     assert (settings.plan, settings.sequence_parallel) == ("p", "1")
     with pytest.raises(ValueError, match="SEMMOE_SEQUENCE_PARALLEL must be"):
         from_environment(VllmSettings, {"SEMMOE_SEQUENCE_PARALLEL": "yes"})
-    with pytest.raises(ValueError, match="SEMMOE_STATIC is no setting"):
-        from_environment(VllmSettings, {"SEMMOE_STATIC": "1"})
+    with pytest.raises(ValueError, match="SEMMOE_STATIC must be"):
+        from_environment(VllmSettings, {"SEMMOE_STATIC": "yes"})
+    with pytest.raises(ValueError, match="SEMMOE_FUSED is no setting"):
+        from_environment(VllmSettings, {"SEMMOE_FUSED": "1"})
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "expected"),
+    [
+        (["--all2all-backend", "deepep_low_latency"], {}, "--compilation-config"),
+        (["--all2all-backend=nixl_ep"], {}, "--compilation-config"),
+        ([], {}, "--enforce-eager"),
+        (["--all2all-backend", "deepep_high_throughput"], {}, "--enforce-eager"),
+        (["--all2all-backend", "deepep_low_latency"], {"static": "0"}, "--enforce-eager"),
+        (["--all2all-backend", "deepep_low_latency", "--speculative-config", "{}"], {}, "--enforce-eager"),
+        (["--all2all-backend", "deepep_low_latency"], {"shuffle": "off"}, ""),
+    ],
+)
+def test_shuffled_passes_are_captured_where_the_all_to_all_allows_it(options, given, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "on_cpu", lambda: False)
+    shuffles = SimpleNamespace(tokens=SimpleNamespace(by_tables=True), requests=SimpleNamespace(by_tables=False))
+    settings = VllmSettings(control=str(tmp_path), **given)
+    words = launch.server("MODEL", shuffles, Topology(ep_size=2), settings, "127.0.0.1", 8000, options)[1]
+    assert {"--compilation-config", "--enforce-eager"} & set(words) == ({expected} if expected else set())
+
+
+def test_what_the_user_says_of_graphs_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "on_cpu", lambda: False)
+    shuffles = SimpleNamespace(tokens=SimpleNamespace(by_tables=True), requests=SimpleNamespace(by_tables=False))
+    given = ["--all2all-backend", "nixl_ep", "--enforce-eager"]
+    settings = VllmSettings(control=str(tmp_path))
+    words = launch.server("MODEL", shuffles, Topology(ep_size=2), settings, "127.0.0.1", 8000, given)[1]
+    assert words[-3:] == given
+    assert "--compilation-config" not in words
 
 
 def test_a_node_without_a_front_end_is_not_told_how_many_it_has(tmp_path):

@@ -231,7 +231,10 @@ FEATURES = (
         "CUDA graphs",
         {},
         _both(
-            _read("no GPU was at hand: shuffled with static shapes on SGLang, turned off on vLLM where a plan shuffles")
+            _read(
+                "no GPU was at hand: decode passes are shuffled with static shapes and traced without one; passes over "
+                "prompts that a plan shuffles are not captured"
+            )
         ),
     ),
     Feature(

@@ -1,10 +1,23 @@
 """vLLM's tokens shuffled with static shapes, as in CUDA graphs: outputs stay, and about as many pairs are local."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
+import torch
+from captured import GPU, SIZES, fake_ranks, on_gpu, replays
 from lookahead_tests import local_share
 from two_ranks import counted, on_two_ranks
+from vllm.config import CUDAGraphMode
 
 from semmoe.demo import MODEL
+from semmoe.engines.vllm.routing import RealRows, RoutedLayer
+from semmoe.engines.vllm.static import StaticLayerShuffle, check_graphs
+from semmoe.engines.vllm.step import Slots
+from semmoe.plan import load_plan
+from semmoe.runtime.copies import RankCopies
+from semmoe.runtime.shuffler_device import DeviceShuffler
+from semmoe.runtime.traffic import TrafficCounter
 
 
 def test_no_token_changes_and_as_many_pairs_are_local(plans, prompts, reference, tmp_path):
@@ -15,3 +28,67 @@ def test_no_token_changes_and_as_many_pairs_are_local(plans, prompts, reference,
     assert local_share(tmp_path / "static") == pytest.approx(local_share(tmp_path / "host"), abs=0.01)
     assert counted(tmp_path / "static", "active", static="true") == 1
     assert counted(tmp_path / "static", "degraded") == 0
+
+
+class Captured:
+    """One rank's layers as vLLM calls our hooks in a decode pass of so many rows."""
+
+    def __init__(self, comm, plan, rows) -> None:
+        self.layers, experts, chosen = (getattr(plan.fingerprint, n) for n in ("num_layers", "num_experts", "top_k"))
+        buffers = {name: empty(512) for name in ("input_ids", "positions")}
+        runner = SimpleNamespace(max_num_reqs=512, max_num_tokens=512, **buffers)
+        real, shuffler = (
+            RealRows(torch.zeros((), dtype=torch.int64, device=GPU)),
+            DeviceShuffler(plan, 0, 0, "layer", GPU),
+        )
+        names = lambda layer, held: empty(len(held), 2 * chosen)  # noqa: E731
+        self.shuffle = StaticLayerShuffle(shuffler, comm, real, names, runner, Slots())
+        tables = [((experts, 2), torch.int16), ((experts, 2), torch.int32), ((experts,), torch.int16)]
+        copies = RankCopies(*(empty(*shape, dtype=kind) for shape, kind in tables), comm.rank, comm.size)
+        self.traffic = TrafficCounter(comm.size, comm.rank, GPU)
+        self.routers = [
+            RoutedLayer(place, [copies], 0, experts // 2, real, self.traffic, False, self.observe)
+            for place in range(self.layers)
+        ]
+        mine = -(-rows // comm.size)
+        self.hidden, self.residual = (empty(rows, 64, dtype=torch.bfloat16) for _ in range(2))
+        self.ids, self.weights = (empty(mine, chosen, dtype=kind) for kind in (torch.int32, torch.float32))
+
+    def observe(self, place, ids, weights) -> None:
+        self.shuffle.observe(ids.long(), weights)
+
+    def __call__(self) -> None:
+        for place, router in enumerate(self.routers):
+            rows, residual = self.shuffle._normalise(lambda *both: both, place, self.hidden, self.residual)
+            router.routed(self.weights, self.ids)
+            router.to_physical(self.ids)
+            assert self.shuffle.restore(rows + residual).shape == self.hidden.shape
+
+
+def empty(*shape, dtype=torch.int64) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device=GPU)
+
+
+def test_a_decode_pass_stays_on_the_device(plans):
+    plan = load_plan(plans["tp2"])
+    with fake_ranks(0, 2) as comm, on_gpu():
+        for rows in SIZES[::3]:
+            assert replays(Captured(comm, plan, rows))[0] > 100
+
+
+@pytest.mark.parametrize(
+    ("mode", "static", "refused"),
+    [("NONE", False, ""), ("FULL_DECODE_ONLY", True, ""), ("FULL_DECODE_ONLY", False, "--enforce-eager"),
+     ("FULL", True, "give FULL_DECODE_ONLY"), ("PIECEWISE", True, "give FULL_DECODE_ONLY")],
+)  # fmt: skip
+def test_graphs_that_would_hold_rows_of_prompts_are_refused(mode, static, refused):
+    with pytest.raises(ValueError, match=refused) if refused else nullcontext():
+        check_graphs(CUDAGraphMode[mode], static)
+
+
+def test_a_preempted_request_gives_its_slot_to_another():
+    slots = Slots(most=2)
+    assert slots.take(["a", "b"]).tolist() == [0, 1]
+    assert slots.take(["b", "c"]).tolist() == [1, 0]
+    slots.release("c")
+    assert slots.take(["a"]).tolist() == [0]

@@ -28,6 +28,11 @@ DECIDED = {
 GATHERS = {"allgather_reducescatter", "naive", "pplx"}
 SENDS = "deepep_high_throughput"  # for prompts and decoding alike; the low-latency one takes few tokens at a time
 A2A = "--all2all-backend"
+# Passes over prompts are read on the host, so that only those that decode can be captured, and nothing is compiled.
+DECODE_GRAPHS = '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}'
+# Options with which tokens are not shuffled in CUDA graphs, or the user says what is captured.
+OWN_GRAPHS = {"--enforce-eager", "--compilation-config", "-cc", "-O", "--cudagraph-mode"}
+DRAFTS = {"--speculative-config", "-sc", "--spec-method", "--spec-model"}
 # Options of front ends that see only a share of the requests.
 OTHER_BALANCERS = {
     "--data-parallel-external-lb",
@@ -88,7 +93,9 @@ def server(
     cpu, settings = _runs_on_cpu(), VllmSettings(**asdict(given))
     shuffles = bool(plan and plan.tokens.by_tables) and settings.shuffle != "off"
     # Use one front end, since each of several would see only a share of the requests.
-    values = arguments(topology, cpu or shuffles)
+    captured = not cpu and shuffles and captures(settings, options)
+    values = arguments(topology, cpu or (shuffles and not captured))
+    values |= {"compilation_config": DECODE_GRAPHS} if captured and not OWN_GRAPHS & _names(options) else {}
     values |= {} if "--headless" in options else {"api_server_count": 1}  # a node without a front end
     check_balancer(plan, given, options)
     if plan is not None and topology.ep_size > 1 and not cpu:
@@ -100,9 +107,18 @@ def server(
     return variables, words + join(values, options, DECIDED, "vllm serve")
 
 
+def captures(settings: VllmSettings, options: list[str]) -> bool:
+    """Whether vLLM on a GPU may capture passes whose tokens are shuffled.
+
+    Not with the all-to-all that is the default here, which waits for the host. options: vLLM's, from the user.
+    """
+    fixed = settings.static != "0" and not DRAFTS & _names(options)
+    return fixed and _backend(options) not in ("", SENDS, *GATHERS)
+
+
 def check_balancer(plan: Plan | None, given: PluginSettings, options: list[str]) -> None:
     """Raise ValueError if requests would bypass the plan's schedule."""
-    other = sorted(OTHER_BALANCERS & {word.split("=")[0] for word in options} if "--headless" not in options else ())
+    other = sorted(OTHER_BALANCERS & _names(options) if "--headless" not in options else ())
     requests = plan is not None and plan.requests.by_tables
     if requests and given.schedule == "plan" and other:
         raise ValueError(
@@ -114,15 +130,23 @@ def check_balancer(plan: Plan | None, given: PluginSettings, options: list[str])
 
 def all_to_all(options: list[str]) -> dict[str, str]:
     """Options to add, unless the user gave a backend, so that rows are sent only to the ranks of their experts."""
-    named = [i for i, word in enumerate(options) if word.split("=")[0] == A2A]
+    named = _backend(options)
     if not named and find_spec("deep_ep") is not None:
         return {"all2all_backend": SENDS}
-    backend = (
-        ("=".join(options[named[-1] : named[-1] + 2]).split("=") + [""])[1] if named else "allgather_reducescatter"
-    )
+    backend = named or "allgather_reducescatter"
     if backend in GATHERS:
         console.err.print(f"[yellow]warning:[/] {gathers(backend)}; install deep_ep, or give {A2A} {SENDS}")
     return {}
+
+
+def _backend(options: list[str]) -> str:
+    """The all-to-all that the user names last; "" for none."""
+    named = [i for i, word in enumerate(options) if word.split("=")[0] == A2A]
+    return ("=".join(options[named[-1] : named[-1] + 2]).split("=") + [""])[1] if named else ""
+
+
+def _names(options: list[str]) -> set[str]:
+    return {word.split("=")[0] for word in options}
 
 
 def gathers(backend: str) -> str:

@@ -27,7 +27,6 @@ from semmoe.runtime.shuffler import TokenShuffler
 from semmoe.runtime.shuffler_device import DeviceShuffler
 
 GRAPHS_HOLD_TABLES = "captured graphs hold the token tables: serve with --enforce-eager"
-DECODE_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}  # vLLM's --compilation-config
 
 
 class StaticLayerShuffle(LayerShuffle):

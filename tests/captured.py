@@ -1,0 +1,114 @@
+"""Trace what an engine would capture in a CUDA graph on a machine without a GPU: the same calls, with fake tensors.
+
+A graph holds kernels, their shapes and addresses. So no result may come to the host and no input from it, no shape may
+depend on values, and a replay must find the memory that the capture saw.
+"""
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from semmoe.runtime.collectives import Communicator
+
+GPU = "absent"  # a device that every build of torch can have; fake tensors of CUDA need a build for it
+# Sizes of decode passes that SGLang or vLLM captures, and some that they pad.
+SIZES = (1, 2, 3, 4, 7, 8, 16, 24, 64, 160, 200, 256, 384, 512)
+
+
+class CrossingError(RuntimeError):
+    """An operation that no CUDA graph may hold."""
+
+
+class StaysOnDevice(TorchDispatchMode):
+    """Raises CrossingError on operations between a device and the host; FakeTensorMode refuses reads of values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        seen = {leaf.device.type for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, torch.Tensor)}
+        if len(seen) > 1:
+            raise CrossingError(f"{func} is between {' and '.join(sorted(seen))}")
+        self.operations += 1
+        return out
+
+
+class NcclCommunicator(Communicator):
+    """On torch's fake process group, the calls that NCCL would get."""
+
+    backend = "nccl"
+
+
+@contextlib.contextmanager
+def fake_ranks(rank: int, size: int) -> Iterator[NcclCommunicator]:
+    """A process group of so many ranks, whose collectives do nothing, as this rank sees it."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield NcclCommunicator(dist.group.WORLD, rank, size)
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def launches_of_triton() -> Iterator[list[str]]:
+    """Names of the kernels launched in the block, which do not run; nothing where Triton is not installed."""
+    names: list[str] = []
+    try:
+        from triton.runtime.jit import JITFunction
+    except ImportError:
+        yield names
+        return
+
+    def run(kernel, *args, **kwargs):
+        tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor)]
+        assert tensors
+        assert {tensor.device.type for tensor in tensors} == {GPU}
+        names.append(kernel.fn.__name__)
+
+    original, JITFunction.run = JITFunction.run, run
+    try:
+        yield names
+    finally:
+        JITFunction.run = original
+
+
+def replays(forward: Callable[[], object]) -> tuple[int, list[str]]:
+    """Run a pass as engines do around a capture, and return its operations on tensors and its kernels of Triton.
+
+    It is called within a FakeTensorMode: once to warm up, then as it is captured, and again to see that it keeps no
+    memory. Raises what FakeTensorMode and StaysOnDevice raise, and AssertionError if the passes differ.
+    """
+    seen = []
+    with launches_of_triton() as kernels:
+        forward()
+        for _ in range(2):
+            kernels.clear()
+            with StaysOnDevice() as mode:
+                forward()
+            seen.append((mode.operations, list(kernels), _alive()))
+    assert seen[0] == seen[1], "the pass is not the same when it is run again"
+    return seen[0][:2]
+
+
+def _alive() -> int:
+    """Bytes of fake tensors that something still holds."""
+    gc.collect()
+    alive = [found for found in gc.get_objects() if type(found) is FakeTensor]
+    return sum({found.untyped_storage()._cdata: found.untyped_storage().nbytes() for found in alive}.values())
+
+
+def on_gpu() -> FakeTensorMode:
+    """A mode in which tensors of the device `GPU` have shapes and no memory; tables of the host may be copied to it."""
+    if torch._C._get_privateuse1_backend_name() != GPU:
+        _setup_privateuseone_for_python_backend(GPU)
+    return FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
