@@ -12,7 +12,8 @@ from test_tokens_slices import TOP_K
 
 from semmoe.core import Plan
 from semmoe.engines.sglang.settings import SglangSettings
-from semmoe.engines.sglang.static import DeviceSlotWatch, StaticBoundaryShuffle
+from semmoe.engines.sglang.static import StaticBoundaryShuffle
+from semmoe.engines.static import DeviceSlotWatch
 from semmoe.engines.step import SlotWatch, Step
 from semmoe.runtime import reference
 from semmoe.runtime.shuffler_device import PADDING_SLOT, DeviceShuffler
