@@ -27,7 +27,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 
 .PHONY: demo test test-slow reproduce test-sglang test-vllm test-deepspeed test-families check bench bench-runtime \
-        bench-sglang soak-sglang bench-vllm soak-vllm bench-deepspeed kernels docs format clean
+        bench-sglang soak-sglang bench-vllm soak-vllm bench-deepspeed kernels test-gpu docs format clean
 
 demo: $(VENV)/.ready
 	$(BIN)/semmoe demo
@@ -104,6 +104,14 @@ kernels: $(VENV)/.ready-dev
 	$(BIN)/python benchmarks/prove_kernels.py | tee $(RESULTS)/kernels_$(HERE).txt
 
 # The pages of docs/ as a site, in site/. Material for MkDocs prints a notice about MkDocs 2 unless it is told not to.
+# What only GPUs can prove, on a machine with two, in an environment that serves MODEL already: docs/gpu-checklist.md.
+ENGINE ?= vllm
+MODEL ?= Qwen/Qwen3-30B-A3B-FP8
+ATTENTION ?= dp
+test-gpu:
+	$(PYTHON) benchmarks/prove_gpu.py --engine $(ENGINE) --model $(MODEL) --attention $(ATTENTION) \
+	  --out $(or $(OUT),gpu-report) -- $(OPTIONS)
+
 docs: $(VENV)/.ready-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "open site/index.html"

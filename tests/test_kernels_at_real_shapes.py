@@ -1,18 +1,20 @@
 """Triton's kernels in its interpreter at the shapes of DeepSeek-V3: hidden 7168, top-8 of 256 experts, 8 ranks.
 
 As a script, with the interpreter on: `python tests/test_kernels_at_real_shapes.py TOKENS ...`, as `make kernels` does
-for up to 8,192 tokens; the tests here take few.
+for up to 8,192 tokens; the tests here take few. On a GPU, where there is one, they take as many.
 """
 
 import sys
 import time
+from dataclasses import fields, is_dataclass, replace
 
 import numpy as np
 import pytest
 import torch
 from test_argsort import check as check_argsort
-from test_shuffle_kernels import check_pair
+from test_shuffle_kernels import as_interpreted, check_pair
 from test_tokens_backends import check_assign, score_case, score_tokens, tensors
+from torch.utils._pytree import tree_map
 from triton_runs import interpret
 
 from semmoe.runtime import reference
@@ -27,6 +29,34 @@ COPIES = 2  # of an expert, that one source rank may choose among
 @pytest.mark.parametrize("tokens", [1, 200])
 def test_kernels_agree_with_their_references(tokens):
     interpret(__file__, str(tokens))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("tokens", [1, 64, 512, 8192])
+def test_kernels_on_a_gpu_agree_with_their_references(tokens):
+    check_all(tokens, Moved, lambda rows, dtype: rows.to(dtype), "cuda")
+
+
+class Moved:
+    """A module of kernels whose arguments are moved to a device, and its results back."""
+
+    def __init__(self, module, device: str = "cuda") -> None:
+        self._module, self._device = module, device
+
+    def __getattr__(self, name: str):
+        function = getattr(self._module, name)
+        return lambda *args: moved(function(*moved(args, self._device)), "cpu")
+
+
+def moved(values, device: str):
+    """Tensors to the device, those in tuples and records too."""
+
+    def one(value):
+        if is_dataclass(value):
+            return replace(value, **{field.name: one(getattr(value, field.name)) for field in fields(value)})
+        return value.to(device) if isinstance(value, torch.Tensor) else value
+
+    return tree_map(one, values)
 
 
 def check_cover(kernels, tokens: int) -> None:
@@ -49,17 +79,19 @@ def check_scores(kernels, tokens: int) -> None:
         np.testing.assert_array_equal(ours, score_tokens(by_numba, tables, *arguments))
 
 
-def interpreted(tokens: int) -> None:
-    """Raises AssertionError where a kernel and its reference differ in a bit."""
+def check_all(tokens: int, on, rounded=as_interpreted, device: str = "cpu") -> None:
+    """Raises AssertionError where a kernel and its reference differ in a bit. on: what a module is called through."""
     from semmoe.runtime.kernels import argsort, copies, scores, shuffle
 
     ranks = np.random.default_rng(tokens).integers(RANKS, size=tokens)
     checks = {
-        "shuffled reduce-scatter and all-gather": lambda: check_pair(shuffle, RANKS, tokens, HIDDEN, torch.bfloat16),
-        "argsort": lambda: check_argsort(argsort.argsort_ranks, ranks, RANKS),
-        "copy choice": lambda: check_cover(copies, tokens),
-        "scores": lambda: check_scores(scores, tokens),
-        "assignment": lambda: check_assign(scores, "random", tokens, RANKS),
+        "shuffled reduce-scatter and all-gather": lambda: check_pair(
+            shuffle, RANKS, tokens, HIDDEN, torch.bfloat16, rounded, device
+        ),
+        "argsort": lambda: check_argsort(on(argsort).argsort_ranks, ranks, RANKS),
+        "copy choice": lambda: check_cover(on(copies), tokens),
+        "scores": lambda: check_scores(on(scores), tokens),
+        "assignment": lambda: check_assign(on(scores), "random", tokens, RANKS),
     }
     for name, check in checks.items():
         begin = time.perf_counter()
@@ -69,4 +101,4 @@ def interpreted(tokens: int) -> None:
 
 if __name__ == "__main__":
     for word in sys.argv[1:]:
-        interpreted(int(word))
+        check_all(int(word), lambda module: module)

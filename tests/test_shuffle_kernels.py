@@ -33,7 +33,7 @@ def test_triton_compiles(target, dtype):
 
 
 def pointers(buffers) -> torch.Tensor:
-    return torch.tensor([buffer.data_ptr() for buffer in buffers], dtype=torch.int64)
+    return torch.tensor([buffer.data_ptr() for buffer in buffers], dtype=torch.int64, device=buffers[0].device)
 
 
 def wide(partials: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -47,23 +47,26 @@ def as_interpreted(total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (total.view(torch.int32) & -65536).view(torch.float32).to(dtype)
 
 
-def check_pair(kernels, size: int, tokens: int, width: int, dtype: torch.dtype) -> None:
+def check_pair(
+    kernels, size: int, tokens: int, width: int, dtype: torch.dtype, rounded=as_interpreted, device: str = "cpu"
+) -> None:
+    """rounded: what a float32 sum becomes in another type there."""
     generator = torch.Generator().manual_seed(size * 100 + tokens)
     rows = slice_size(tokens, size)
     slots = torch.arange(size).repeat_interleave(rows)
     ranks = slots[torch.randperm(len(slots), generator=generator)[:tokens]]
     partials = [torch.randn(tokens, width, generator=generator).to(dtype) for _ in range(size)]
     order = reference.argsort_ranks(ranks, size, rows)
-    expected = [as_interpreted(rows, dtype) for rows in reference.shuffled_reduce_scatter(wide(partials), ranks)]
-    slices = []
+    expected = [rounded(rows, dtype) for rows in reference.shuffled_reduce_scatter(wide(partials), ranks)]
+    slices, there = [], [partial.to(device) for partial in partials]
     for rank in range(size):
-        mine = order.order[rank * rows : (rank + 1) * rows]
-        slices.append(kernels.shuffled_reduce_scatter(pointers(partials), mine, width, dtype))
-        n = int(order.counts[rank])
-        assert torch.equal(slices[rank][:n], expected[rank])
-        assert (slices[rank][n:] == 0).all()
-    whole = kernels.shuffled_all_gather(pointers(slices), order.inverse, rows, width, dtype)
-    assert torch.equal(whole, reference.shuffled_all_gather(expected, ranks))
+        mine = order.order[rank * rows : (rank + 1) * rows].to(device)
+        slices.append(kernels.shuffled_reduce_scatter(pointers(there), mine, width, dtype))
+        n, found = int(order.counts[rank]), slices[rank].cpu()
+        assert torch.equal(found[:n], expected[rank])
+        assert (found[n:] == 0).all()
+    whole = kernels.shuffled_all_gather(pointers(slices), order.inverse.to(device), rows, width, dtype)
+    assert torch.equal(whole.cpu(), reference.shuffled_all_gather(expected, ranks))
 
 
 def check_rows_by_index(kernels) -> None:

@@ -99,3 +99,15 @@ def test_refusals_are_one_line_with_a_remedy_and_tests_that_are_named_exist(pyte
 def test_the_page_of_the_documentation_is_this_table(pytestconfig):
     code = "import supported; assert supported.PAGE.read_text(encoding='utf-8') == supported.page()"
     subprocess.run([sys.executable, "-c", code], cwd=pytestconfig.rootpath / "docs", check=True)
+
+
+def test_what_nobody_has_run_is_on_the_checklist(pytestconfig):
+    """Every feature or kind of weights that works by reading alone, in a row that names its engine."""
+    page = (pytestconfig.rootpath / "docs" / "gpu-checklist.md").read_text(encoding="utf-8")
+    rows = [line.lower() for line in page.splitlines() if line.startswith("| ")]
+    cells = [(f.name, engine, cell) for f in FEATURES for engine, cell in f.cells.items()]
+    cells += [(name, engine, cell) for name, by in QUANTISATION.items() for engine, cell in by.items()]
+    unread = [(name, engine) for name, engine, cell in cells if cell.state == State.reading]
+    assert len(unread) > 5
+    for name, engine in unread:
+        assert any(name.lower() in row and (engine in row or "both" in row) for row in rows), (name, engine)

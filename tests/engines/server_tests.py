@@ -40,6 +40,7 @@ class ServerTests:
     ROUTED: tuple[str, ...] = ()  # behind a router too
     KILLED: tuple[str, ...] = ()
     SWAPPED: dict[str, str] = {}  # set-ups whose plan is swapped, and for which of the plans
+    PREEMPTED: tuple[str, ...] = ()  # which preempt requests again and again, whatever else is tested
 
     def test_the_plain_models_tokens(self, server, model, prompts, reference):
         check(model, prompts, reference, server.complete(prompts))
@@ -177,6 +178,11 @@ class ServerTests:
         assert server.counters()["plan_number"] == before
         check(model, prompts, reference, server.complete(prompts))
 
+    def test_requests_were_preempted(self, server):
+        if server.name not in self.PREEMPTED:
+            pytest.skip("as of another set-up")
+        assert server.preemptions() > 10
+
     def test_the_death_of_a_rank_ends_the_server(self, server, prompts):
         """The last test of each server: every client gets an answer or an error, and no process stays."""
         if server.name not in self.KILLED:
@@ -197,14 +203,14 @@ class ServerTests:
 def started(kind, set_ups):
     """The fixture `server` of a module: one after another, servers of that kind in every set-up, by its name.
 
-    set_ups: options of `semmoe serve`, in which a plan goes by its name, and the engine's own.
+    set_ups: options of `semmoe serve`, in which a plan goes by its name, the engine's own, and variables.
     """
 
     @pytest.fixture(scope="module", params=set_ups)
     def server(request, plans, tmp_path_factory):
-        options, engine = set_ups[request.param]
+        options, engine, *variables = set_ups[request.param]
         words = [plans.get(word, word) for word in options]
-        asked = {"SEMMOE_RANK_PAIRS": "1"} if "hybrid" in options else {}
+        asked = {"SEMMOE_RANK_PAIRS": "1"} if "hybrid" in options else dict(*variables)
         made = kind(tmp_path_factory.mktemp("server"), str(MODEL), *words, engine=engine, variables=asked)
         made.name, made.plan = request.param, plans.get(request.param)
         try:

@@ -226,7 +226,7 @@ FEATURES = (
     ),
     Feature("`semmoe record`", {}, _SERVED),
     Feature("prefix cache", {}, _SERVED),
-    Feature("preemption", {}, _both(_read("a request that is preempted keeps its rank and is recorded once"))),
+    Feature("preemption", {}, _SERVED),
     Feature(
         "CUDA graphs",
         {},

@@ -1,6 +1,7 @@
 """SGLang's server for the tests."""
 
 import json
+import re
 
 import requests
 from serving import NEW_TOKENS, Server
@@ -37,3 +38,6 @@ class SglangServer(Server):
 
     def cached(self, answer):
         return answer.json()["meta_info"]["cached_tokens"]
+
+    def preemptions(self):
+        return sum(map(int, re.findall(r"Testing retraction\. #retracted_reqs: (\d+)", self.log)))

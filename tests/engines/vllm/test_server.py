@@ -7,10 +7,12 @@ from vllm_server import VllmServer
 from semmoe.demo import MODEL
 
 SET_UPS = {  # options of `semmoe serve`, vLLM's own
-    "tp2, shuffled": (["--plan", "tp2", "--path", "shuffled"], ()),
+    # A cache of 640 tokens, which 16 requests do not fit in.
+    "tp2, shuffled": (["--plan", "tp2", "--path", "shuffled"],
+                      ("--num-gpu-blocks-override", "20", "--max-model-len", "512")),
     "dp2": (["--plan", "dp2"], ()),
     "tp2 dp2": (["--plan", "hybrid"], ()),
-}
+}  # fmt: skip
 
 
 server = started(VllmServer, SET_UPS)
@@ -25,6 +27,7 @@ class TestVllm(ServerTests):
     ROUTED = ("dp2",)
     KILLED = ("dp2",)
     SWAPPED = {"tp2, shuffled": "tp2", "dp2": "dp2"}
+    PREEMPTED = ("tp2, shuffled",)
 
 
 def test_serving_is_described(plans, capsys):

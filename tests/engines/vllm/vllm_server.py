@@ -38,6 +38,9 @@ class VllmServer(Server):
     def cached(self, answer):
         return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] or 0
 
+    def preemptions(self):
+        return self.metric("vllm:num_preemptions")
+
     def metric(self, name: str) -> float:
         """One of vLLM's own counters, summed over its labels."""
         lines = requests.get(f"{self.url}/metrics", timeout=10).text.splitlines()

@@ -1,0 +1,331 @@
+"""What only GPUs can prove, step by step, in one report to attach to an issue.
+
+    python benchmarks/prove_gpu.py --engine vllm|sglang --model MODEL [--attention dp|tp] [--out FOLDER] [-- OPTIONS]
+
+In the engine's own environment, on a machine with two GPUs; OPTIONS are the engine's (say, `--all2all-backend
+deepep_low_latency`). docs/gpu-checklist.md tells what each step proves and what it costs. Steps that fail early end the
+run, so that no GPU is held for nothing. --rehearse runs on a CPU all that does not need one, on the embedded model.
+Writes report.md, report.json and every log to FOLDER after each step. Exit code 1 if a step failed.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from serving.server import counters
+
+from semmoe.plan import load_plan
+from semmoe.texts import held_out_prompts
+from semmoe.watch import expected_lar
+
+ROOT = Path(__file__).parent.parent
+RANKS, NEW_TOKENS, ALONE, TOGETHER, CLIENTS = 2, 32, 24, 192, 32
+MORE_THAN_PLACEBO = 2  # answers of ALONE that may differ beyond those that differ between two runs of the engine
+START_SECONDS = 1200
+SEMMOE = [sys.executable, "-c", "from semmoe.cli import main; main()"]
+PACKAGES = ("semmoe", "torch", "triton", "vllm", "sglang", "deep_ep")
+
+
+class StepError(Exception):
+    """Why a step failed, in one line."""
+
+
+@dataclass
+class Result:
+    step: str
+    proves: str
+    state: str = "passed"  # or failed, or left out
+    seconds: float = 0.0
+    facts: dict[str, Any] = field(default_factory=dict)
+    reason: str = ""
+
+
+@dataclass
+class Run:
+    """What steps share."""
+
+    a: argparse.Namespace
+    results: list[Result] = field(default_factory=list)
+    answers: dict[str, list[list[int]]] = field(default_factory=dict)  # by server
+    throughput: dict[str, float] = field(default_factory=dict)  # tokens a second, by server
+
+    @property
+    def folder(self) -> Path:
+        return self.a.out
+
+    @property
+    def plan(self) -> Path:
+        return self.folder / "plan"
+
+    def call(self, name: str, words: list[str], seconds: float = 900, **variables: str) -> str:
+        """What a command printed, which is kept in a log. Raises StepError."""
+        log = self.folder / f"{name}.log"
+        with log.open("w") as file:
+            done = subprocess.run(
+                words, stdout=file, stderr=subprocess.STDOUT, timeout=seconds, env=os.environ | variables, check=False,
+                cwd=ROOT,
+            )  # fmt: skip
+        if done.returncode != 0:
+            last = (log.read_text(errors="replace").strip().splitlines() or [""])[-1]
+            raise StepError(f"exit code {done.returncode}, {log.name}: {last[:300]}")
+        return log.read_text(errors="replace")
+
+
+def machine(run: Run) -> dict[str, Any]:
+    """Raises StepError unless there are two GPUs, memory and room on the disk."""
+    import torch
+
+    facts: dict[str, Any] = {"python": platform.python_version(), "machine": platform.machine()}
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            facts[name] = version(name)
+    facts["free disk GB"] = round(shutil.disk_usage(run.folder).free / 1e9)
+    if run.a.rehearse:
+        return facts
+    facts["GPUs"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    if len(facts["GPUs"]) < RANKS:
+        raise StepError(f"{len(facts['GPUs'])} GPUs here, {RANKS} are needed")
+    facts["GB of a GPU that are free"] = [round(torch.cuda.mem_get_info(i)[0] / 1e9) for i in range(RANKS)]
+    facts["GPU 0 reads GPU 1"] = torch.cuda.can_device_access_peer(0, 1)
+    facts["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    if "deep_ep" not in facts:
+        facts["warning"] = "deep_ep is not installed: rows may be sent to all ranks, and no plan saves a byte then"
+    return facts
+
+
+def doctor(run: Run) -> dict[str, Any]:
+    words = [*SEMMOE, "doctor", "--engine", run.a.engine]
+    return {"last line": run.call("doctor", words).strip().splitlines()[-1]}
+
+
+def kernels(run: Run) -> dict[str, Any]:
+    """On one GPU and two: bit for bit, graphs, symmetric memory."""
+    tests = ["test_kernels_at_real_shapes.py", "test_shuffler_device.py", "test_fused.py"]
+    words = ["-m", "pytest", "-q", "-rs", "-k", "gpu or cuda_graph or gpus", *(f"tests/{name}" for name in tests)]
+    out = run.call("kernels", [sys.executable, *words])
+    passed = re.search(r"(\d+) passed", out)
+    if not passed or "skipped" in out:
+        raise StepError("some tests were skipped: see kernels.log")
+    times = run.call("kernel-times", [sys.executable, "benchmarks/bench_kernels.py", "--tokens", "64", "1024", "8192"])
+    return {"tests": int(passed[1]), "times": json.loads(times.strip().splitlines()[-1])["results"]}
+
+
+def profile(run: Run) -> dict[str, Any]:
+    """Routing of the standard library's texts, as the engine itself computes it on one rank."""
+    limit, new = ("40", "4") if run.a.rehearse else ("300", "32")
+    words = [*SEMMOE, "profile", run.a.model, "--engine", run.a.engine, "--limit", limit, "--max-new-tokens", new]
+    run.call("profile", [*words, "--out", str(run.folder / "trace"), "--", *_offline(run.a)], START_SECONDS)
+    words = [*SEMMOE, "solve", str(run.folder / "trace"), "--ep-size", str(RANKS), "--attention", run.a.attention]
+    run.call("solve", [*words, "--out", str(run.plan), "--force"])
+    return {"the plan expects pairs local": expected_lar(load_plan(run.plan).expected)}
+
+
+def vanilla(run: Run) -> dict[str, Any]:
+    return _served(run, "vanilla", None)
+
+
+def planned(run: Run) -> dict[str, Any]:
+    """Raises StepError if a hook was bypassed."""
+    facts = _served(run, "plan", run.plan)
+    if facts["degraded"]:
+        raise StepError(f"degraded: see plan.log; {facts}")
+    return facts
+
+
+def vanilla_again(run: Run) -> dict[str, Any]:
+    """The placebo: what two runs of the same thing differ by. Raises StepError if the plan's answers differ by more."""
+    facts = _served(run, "vanilla-again", None)
+    names, told = ("plan", "vanilla-again"), run.answers
+    differ = {name: sum(a != b for a, b in zip(told[name], told["vanilla"], strict=True)) for name in names}
+    facts |= {f"answers of {len(told['vanilla'])} that differ from vanilla's": differ}
+    rates = run.throughput
+    facts["tokens a second over vanilla's"] = {name: round(rates[name] / rates["vanilla"], 3) for name in names}
+    if differ["plan"] > differ["vanilla-again"] + MORE_THAN_PLACEBO:
+        raise StepError(f"outputs differ: {differ}")
+    return facts
+
+
+STEPS: list[tuple[str, str, Callable[[Run], dict[str, Any]], bool]] = [
+    ("machine", "there is what the rest needs", machine, False),
+    ("doctor", "every hook is where it is expected in this engine", doctor, False),
+    ("kernels", "Triton's kernels are right on this GPU, a decode pass is replayed from a CUDA graph, the fused pair "
+     "works between two GPUs", kernels, True),
+    ("profile and solve", "routing is seen on a GPU, and a plan is made of it", profile, False),
+    ("vanilla", "the engine serves the model here; answers and times to compare with", vanilla, False),
+    ("plan", "a plan is served with graphs on, nothing is bypassed, pairs are as local as it expects", planned, False),
+    ("vanilla again", "outputs are the same, up to what vanilla itself varies; times beside a placebo", vanilla_again,
+     False),
+]  # fmt: skip
+
+
+def _offline(a: argparse.Namespace) -> list[str]:
+    """Options of an engine that runs alone; those of its all-to-all are for several ranks."""
+    return _small(a) if a.rehearse else [word for word in a.profile_options.split() if word]
+
+
+def _small(a: argparse.Namespace) -> list[str]:
+    """Options with which an engine fits beside another on a CPU."""
+    if a.engine == "vllm":
+        return ["--dtype", "float32", "--max-model-len", "2048", "--gpu-memory-utilization", "0.1"]
+    return ["--dtype", "float32", "--mem-fraction-static", "0.1", "--max-total-tokens", "8192"]
+
+
+@contextlib.contextmanager
+def _server(run: Run, name: str, plan: Path | None) -> Iterator[str]:
+    """The URL of `semmoe serve`, with the plan or without. Raises StepError."""
+    control, log = run.folder / f"{name}-control", run.folder / f"{name}.log"
+    words = [*SEMMOE, "serve", run.a.model, "--engine", run.a.engine, "--port", str(run.a.port), "--control"]
+    words += [str(control), *(["--plan", str(plan)] if plan else []), "--ep-size", str(RANKS)]
+    words += ["--attention", run.a.attention, "--", *(_small(run.a) if run.a.rehearse else run.a.options)]
+    with log.open("w") as file:
+        process = subprocess.Popen(words, stdout=file, stderr=file, start_new_session=True)
+    url, until = f"http://127.0.0.1:{run.a.port}", time.monotonic() + START_SECONDS
+    try:
+        while not _healthy(url):
+            if process.poll() is not None or time.monotonic() > until:
+                last = (log.read_text(errors="replace").strip().splitlines() or [""])[-1]
+                raise StepError(f"the server did not start, {log.name}: {last[:300]}")
+            time.sleep(2)
+        yield url
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(60)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _healthy(url: str) -> bool:
+    with contextlib.suppress(OSError), urllib.request.urlopen(url + "/health", timeout=10) as answer:
+        return answer.status == 200
+    return False
+
+
+def _served(run: Run, name: str, plan: Path | None) -> dict[str, Any]:
+    """Answers to prompts one at a time, then many at once; counters of all ranks."""
+    alone, together, clients = (6, 24, 8) if run.a.rehearse else (ALONE, TOGETHER, CLIENTS)
+    texts = [text[:1500] for _, _, text in held_out_prompts(per_domain=together)][-together:]
+    began = time.monotonic()
+    with _server(run, name, plan) as url:
+        started = time.monotonic() - began
+        run.answers[name] = [told for told, _ in asyncio.run(_ask(url, texts[:alone], 1))]
+        before, start = counters(run.folder / f"{name}-control"), time.perf_counter()
+        found = asyncio.run(_ask(url, texts, clients))
+        seconds = time.perf_counter() - start
+        time.sleep(3)  # counters are published every second
+        after = counters(run.folder / f"{name}-control")
+    grown = {key: after[key] - before.get(key, 0) for key in after}
+    run.throughput[name] = sum(len(told) for told, _ in found) / seconds
+    pairs = max(grown.get("pairs", 0), 1)
+    return {
+        "seconds to start": round(started),
+        "answers at once": len(found),
+        "tokens a second": round(run.throughput[name], 1),
+        "median ms of an answer": round(1000 * statistics.median(took for _, took in found)),
+        "pairs local": round(grown.get("pairs.local=true", 0) / pairs, 3),
+        "rows to other ranks per token": round(grown.get("remote_rows", 0) / max(grown.get("routed_tokens", 0), 1), 3),
+        "degraded": int(after.get("degraded", 0)),
+    }
+
+
+async def _ask(url: str, texts: list[str], clients: int) -> list[tuple[list[int] | str, float]]:
+    """Every text's answer and its seconds, from so many clients."""
+    waiting, out = iter(enumerate(texts)), {}
+    timeout, connector = aiohttp.ClientTimeout(total=600), aiohttp.TCPConnector(force_close=True)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+        async with session.get(url + "/v1/models") as answer:
+            model = (await answer.json())["data"][0]["id"]
+
+        async def client() -> None:
+            for i, text in waiting:
+                body = {"model": model, "prompt": text, "max_tokens": NEW_TOKENS, "temperature": 0, "seed": 0,
+                        "ignore_eos": True, "return_token_ids": True}  # fmt: skip
+                start = time.perf_counter()
+                async with session.post(url + "/v1/completions", json=body) as answer:
+                    told = await answer.json()
+                    if answer.status != 200:
+                        raise StepError(f"request {i}: {answer.status} {str(told)[:300]}")
+                choice = told["choices"][0]
+                out[i] = (choice.get("token_ids") or choice["text"], time.perf_counter() - start)
+
+        await asyncio.gather(*(client() for _ in range(clients)))
+    return [out[i] for i in range(len(texts))]
+
+
+def do(run: Run, step: str, proves: str, job: Callable[[Run], dict[str, Any]], needs_gpu: bool) -> Result:
+    result, start = Result(step, proves), time.monotonic()
+    print(f"{step} ...", flush=True)
+    if needs_gpu and run.a.rehearse:
+        result.state, result.reason = "left out", "it needs a GPU"
+    else:
+        try:
+            result.facts = job(run)
+        except (StepError, subprocess.TimeoutExpired) as error:
+            result.state, result.reason = "failed", str(error)
+    result.seconds = round(time.monotonic() - start, 1)
+    print(f"{step}: {result.state}{', ' + result.reason if result.reason else ''} ({result.seconds:.0f} s)", flush=True)
+    return result
+
+
+def write(run: Run) -> None:
+    """The report so far."""
+    words = f"{run.a.engine}, {run.a.model}, attention {run.a.attention}, {RANKS} ranks"
+    lines = [f"# semmoe on {'a CPU, rehearsed' if run.a.rehearse else 'GPUs'}: {words}", "",
+             f"Options of the engine: `{' '.join(run.a.options) or 'none'}`", ""]  # fmt: skip
+    for result in run.results:
+        lines += [f"## {result.step}: {result.state}", "", f"Proves: {result.proves}. {result.seconds:.0f} s.", ""]
+        lines += [f"**{result.reason}**", ""] if result.reason else []
+        lines += [f"- {name}: {json.dumps(value)}" for name, value in result.facts.items()] + [""]
+    (run.folder / "report.md").write_text("\n".join(lines))
+    (run.folder / "report.json").write_text(json.dumps([asdict(result) for result in run.results], indent=1) + "\n")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=["sglang", "vllm"], required=True)
+    parser.add_argument("--model", default="tiny", help="a directory or a name that the engine loads")
+    parser.add_argument("--attention", choices=["dp", "tp"], default="dp")
+    parser.add_argument("--out", type=Path, default=Path("gpu-report"))
+    parser.add_argument("--port", type=int, default=30000)
+    parser.add_argument("--profile-options", default="", help="options of the engine that profiles on one GPU")
+    parser.add_argument("--rehearse", action="store_true")
+    parser.add_argument("options", nargs="*", help="of the engine that serves, after --")
+    a = parser.parse_args()
+    if a.model == "tiny" and not a.rehearse:
+        parser.error("--model MODEL, say Qwen/Qwen3-30B-A3B-FP8; the embedded model is for --rehearse")
+    a.out = a.out.resolve()
+    return a
+
+
+def main() -> int:
+    run = Run(parse())
+    run.folder.mkdir(parents=True, exist_ok=True)
+    for step, proves, job, needs_gpu in STEPS:
+        run.results.append(do(run, step, proves, job, needs_gpu))
+        write(run)
+        if run.results[-1].state == "failed" and step != "kernels":
+            break
+    print(f"\n{run.folder / 'report.md'}: attach it to an issue, and the logs of what failed")
+    return int(any(result.state == "failed" for result in run.results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
