@@ -8,6 +8,7 @@ from captured import GPU, SIZES, CrossingError, fake_ranks, on_gpu, replays
 from test_shuffler_device import EXPERTS, LAYERS, SLOTS, TOP_K, plan
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+from semmoe.engines.recording import PassRecorder
 from semmoe.engines.sglang.static import StaticBoundaryShuffle
 from semmoe.runtime.copies import RankCopies
 from semmoe.runtime.shuffler_device import DeviceShuffler
@@ -30,6 +31,9 @@ class Captured:
         layers = {id(norm): i for i, norm in enumerate(self.norms)}
         ahead = lambda layer, held: torch.zeros((len(held), lookahead * TOP_K), dtype=torch.int64, device=GPU)  # noqa: E731
         self.shuffle = StaticBoundaryShuffle(shuffler, comm, layers, lambda: SLOTS, None, ahead)
+        if granularity == "layer":  # a recorder, whose hooks run whether it records or not
+            buffer = table((rows + comm.size, LAYERS, TOP_K), torch.int32)
+            self.shuffle.listen(PassRecorder(SimpleNamespace(), LAYERS, buffer).put)
         copies = [((EXPERTS, 2), torch.int16), ((EXPERTS, 2), torch.int32), ((EXPERTS,), torch.int16)]
         self.copies = RankCopies(*(table(*shape) for shape in copies), comm.rank, comm.size)
         self.traffic = TrafficCounter(comm.size, comm.rank, GPU)

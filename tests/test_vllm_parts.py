@@ -173,6 +173,23 @@ def test_rejected_drafts_do_not_stand():
     assert experts[:, 0, 0].tolist() == [0, 2, 8, 10, 12]
 
 
+def test_a_replayed_graph_tells_the_routing_of_its_own_pass():
+    """Hooks run once, while the pass is captured; what they captured writes to the same buffer in every replay."""
+    seen, told = [], torch.zeros((4, 1, 2), dtype=torch.int32)
+    passes = PassRecorder(SimpleNamespace(poll=lambda: True, observe=lambda *call: seen.append(call[4])), 1, told)
+    assert passes.hooked
+    given = torch.arange(6).reshape(3, 2)
+    passes.put(0, given)
+    for start in (10, 20):
+        passes.begin(lambda: read_step(runner([5, 1], [7, 0], [1, 1], [6, 1], ["b", "c"]), Slots(), 2))
+        told[:3, 0] = given + start  # a replay
+        passes.end()
+    assert [routed[:, 0].tolist() for routed in seen] == [[[10, 11], [12, 13]], [[20, 21], [22, 23]]]
+    passes.begin(lambda: read_step(runner(range(5), range(5), [5], [9], ["d"]), Slots(), 5))
+    passes.end()
+    assert len(seen) == 2  # five tokens do not fit in the buffer
+
+
 @pytest.mark.parametrize(("limit", "stops", "fed"), [(9, [], 6), (2, [], 4), (9, [8], 5), (9, [3, 4], 6)])
 def test_what_is_sampled_behind_the_end_was_not_fed(limit, stops, fed):
     sampling = SimpleNamespace(max_tokens=limit, stop_token_ids=stops, eos_token_id=None)

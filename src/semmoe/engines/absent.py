@@ -50,7 +50,7 @@ class NoShuffle:
 class NoRecorder:
     """In place of a recorder: no routing is recorded."""
 
-    recording = False
+    recording = hooked = False
     waiting: Step | None = None
 
     def begin(self, read: Callable[[], Step]) -> None:

@@ -31,10 +31,15 @@ class Listener(Protocol):
 
 
 class PassRecorder:
-    """Collects the routing of a forward pass layer by layer, on one rank of each attention group."""
+    """Collects the routing of a forward pass layer by layer, on one rank of each attention group.
 
-    def __init__(self, recorder: Listener, num_layers: int) -> None:
-        self._recorder, self._num_layers = recorder, num_layers
+    buffer (rows, L, K) on the device, if given: hooks write to it in every pass, recorded or not, so that a graph that
+    is captured of one pass tells the routing of another when it is replayed, without its hooks. A pass with more rows
+    is not recorded.
+    """
+
+    def __init__(self, recorder: Listener, num_layers: int, buffer: torch.Tensor | None = None) -> None:
+        self._recorder, self._num_layers, self._buffer = recorder, num_layers, buffer
         self._step: Step | None = None
         self._closed: Step | None = None
         self._routed: dict[int, np.ndarray] = {}  # by MoE layer, (N, K)
@@ -45,6 +50,11 @@ class PassRecorder:
         """Whether the current pass is recorded."""
         return self._step is not None
 
+    @property
+    def hooked(self) -> bool:
+        """Whether hooks must tell the routing of the current pass."""
+        return self._buffer is not None or self.recording
+
     def begin(self, read: Callable[[], Step]) -> None:
         step = read() if self._recorder.poll() else None
         self._step = step if step is not None and step.num_tokens and not step.guesses else None
@@ -52,13 +62,16 @@ class PassRecorder:
 
     def observe(self, layer: int, expert_ids: torch.Tensor, weights: torch.Tensor) -> None:
         """Record a MoE layer from logical ids (n, K) and weights (n, K) of rows in the tokens' order, padding last."""
-        if self._step is not None:
+        if self.hooked:
             order = weights.argsort(dim=1, descending=True, stable=True)
             self.put(layer, torch.gather(expert_ids, 1, order))
 
     def put(self, layer: int, expert_ids: torch.Tensor) -> None:
         """Record a MoE layer from logical ids (N, K) by falling weight."""
-        if self._step is not None:
+        if self._buffer is not None:
+            rows = expert_ids[: len(self._buffer)]
+            self._buffer[: len(rows), layer] = rows
+        elif self._step is not None:
             self._routed[layer] = expert_ids[: self._step.num_tokens].cpu().numpy()
 
     def put_ahead(self, ids: torch.Tensor) -> None:
@@ -73,6 +86,9 @@ class PassRecorder:
     def close(self) -> None:
         """End the pass; its rows wait for `tell`."""
         step, self._step = self._step, None
+        if self._buffer is not None and step is not None and step.num_tokens <= len(self._buffer):
+            routed = self._buffer[: step.num_tokens].cpu().numpy()
+            self._routed = dict(enumerate(routed.swapaxes(0, 1)))
         complete = step is not None and len(self._routed) == self._num_layers
         self._closed = step if complete else None
 

@@ -7,7 +7,6 @@ import torch
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.moe.topk import TopK, TopKOutputFormat
 from sglang.srt.layers.moe.utils import get_moe_a2a_backend
-from sglang.srt.model_executor.cuda_graph_config import cuda_graph_fully_disabled
 from sglang.srt.runtime_context import get_parallel, get_resources, get_schedule, get_spec
 from sglang.srt.state_capturer.base import BaseTopkCapturer
 
@@ -88,16 +87,29 @@ def running_topology(plan: Plan | None) -> Topology:
     return Topology(ep_size=parallel.moe_ep_size, dp_size=parallel.tp_size // parallel.attn_tp_size, num_nodes=nodes)
 
 
+def most_rows() -> int:
+    """Rows of the largest pass, without padding; 0 if there is no limit."""
+    schedule = get_schedule()
+    prompts, requests = schedule.chunked_prefill_size or 0, schedule.max_running_requests or MOST_REQUESTS
+    return prompts + requests if prompts > 0 else 0
+
+
+def routing_buffer(runner: Any, num_layers: int, top_k: int) -> torch.Tensor:
+    """Where hooks put the routing of a pass, (rows, L, K), with padding to whole slices."""
+    shape = most_rows() + get_parallel().attn_tp_size, num_layers, top_k
+    return torch.zeros(shape, dtype=torch.int32, device=runner.device)
+
+
 def peer_buffers(plan: Plan, runner: Any, comm: Communicator) -> PeerBuffers:
     """Buffers large enough for any pass. Raises ValueError if SEMMOE_FUSED=1 is not possible."""
-    schedule, config = get_schedule(), runner.model_config
-    prompts, requests = schedule.chunked_prefill_size or 0, schedule.max_running_requests or MOST_REQUESTS
+    config = runner.model_config
     ids = plan.fingerprint.top_k * (1 + lookahead_of(plan.tokens))
     row_bytes = config.hf_text_config.hidden_size * config.dtype.itemsize + EXPERT_ID_BYTES * ids
     try:
-        if prompts <= 0:
+        rows = most_rows()
+        if rows <= 0:
             raise ValueError("a pass over prompts has no largest size: give --chunked-prefill-size")
-        return symmetric_buffers(comm, runner.device, config.dtype, (prompts + requests + comm.size) * row_bytes)
+        return symmetric_buffers(comm, runner.device, config.dtype, (rows + comm.size) * row_bytes)
     except ValueError as error:
         raise ValueError(f"SEMMOE_FUSED=1: {error}") from None
 
@@ -115,13 +127,16 @@ def fingerprint(runner: Any) -> Fingerprint:
     return fingerprint_of(str(runner.model_config.model_path))
 
 
-def why_unrecorded(granularity: str) -> str:
-    """Why a rank does not see every row of its attention group; "" if it does. granularity: "" without a shuffle."""
+def why_unrecorded(granularity: str, static: bool) -> str:
+    """Why a rank does not see every row of its attention group; "" if it does.
+
+    granularity: "" without a shuffle. static: whether passes have fixed shapes, as in graphs.
+    """
     parallel = get_parallel()
     if get_spec().speculative_algorithm:
         return "with speculative decoding it is not known in a pass which of its tokens are accepted"
-    if not cuda_graph_fully_disabled():
-        return "passes in CUDA graphs run without the recorder: serve with --disable-cuda-graph"
+    if static and most_rows() <= 0:
+        return "a pass over prompts has no largest size, and graphs need one: give --chunked-prefill-size"
     if granularity:
         return "" if granularity == "layer" else "tokens shuffled once per batch carry no routing along"
     if all_to_all() and parallel.attn_tp_size > 1:

@@ -42,6 +42,7 @@ from semmoe.engines.sglang.model import (
     moe_blocks,
     peer_buffers,
     prompts,
+    routing_buffer,
     running_topology,
     why_unrecorded,
 )
@@ -225,17 +226,16 @@ class RankPlugin:
         return asked or (not self._settings.static and str(runner.device) != "cpu")
 
     def _attach_recorder(self, folder: Path, runner: Any, layers: list[int]) -> None:
-        """Attach a recorder if this rank sees every row of its attention group; otherwise write the reason to its
-        status.
-        """
-        reason = why_unrecorded(self._settings.shuffle if self.shuffles else "")
+        """Attach a recorder if this rank sees every row of its attention group; otherwise tell the reason."""
+        static = isinstance(self._shuffle, StaticBoundaryShuffle) or not cuda_graph_fully_disabled()
+        reason = why_unrecorded(self._settings.shuffle if self.shuffles else "", static)
         if reason:
             log.info("semmoe: no `semmoe record` here: %s", reason)
             refuse(folder, get_parallel().moe_ep_rank, reason)
             return
         identity = self._plan.fingerprint if self._plan else fingerprint(runner)
-        recorder = LiveRecorder(folder, identity, get_parallel().moe_ep_rank)
-        self._recording = PassRecorder(recorder, len(layers))
+        buffer = routing_buffer(runner, len(layers), identity.top_k) if static else None
+        self._recording = PassRecorder(LiveRecorder(folder, identity, get_parallel().moe_ep_rank), len(layers), buffer)
         self._places = {layer: place for place, layer in enumerate(layers)}
         self._shuffle.listen(self._recording.put)
 
@@ -310,7 +310,7 @@ class RankPlugin:
                 self._traffic.count(torch.where(ids >= 0, ids // self._experts_per_rank, -1))
         if self._shuffle.active:
             self._shuffle.observe(self._to_logical(layer, ids), weights)
-        elif self._recording.recording:
+        elif self._recording.hooked:
             self._recording.observe(self._places[layer], self._to_logical(layer, ids), weights)
 
     def _to_logical(self, layer: int, ids: torch.Tensor) -> torch.Tensor:

@@ -130,10 +130,13 @@ def captures(runner: Any) -> bool:
     return graphs(runner) != CUDAGraphMode.NONE
 
 
-def why_unrecorded(runner: Any, shuffles: bool, granularity: str, split: int) -> str:
+def routing_buffer(runner: Any, num_layers: int, top_k: int, split: int) -> torch.Tensor:
+    """Where hooks put the routing of a pass, (rows, L, K), with padding to whole slices of `split` ranks."""
+    return torch.zeros((runner.max_num_tokens + split, num_layers, top_k), dtype=torch.int32, device=runner.device)
+
+
+def why_unrecorded(shuffles: bool, granularity: str, split: int) -> str:
     """Why a rank does not see every row of its attention group; "" if it does. split: ranks that share its rows."""
-    if captures(runner):
-        return "passes in CUDA graphs run without the recorder: serve with --enforce-eager"
     if shuffles:
         return "" if granularity == "layer" else "tokens shuffled once per batch carry no routing along"
     if split > 1:

@@ -33,6 +33,7 @@ from semmoe.engines.vllm.model import (
     made,
     moe_blocks,
     refuse_v2,
+    routing_buffer,
     running_topology,
     split_experts,
     split_tokens,
@@ -175,11 +176,10 @@ class RankPlugin:
         """Let the plan be swapped, if there is one and a folder where others may be staged."""
         if self._settings.folder is None:
             return
-        held = ""
+        held = GRAPHS_HOLD_TABLES if captures(runner) and self._shuffle.comms else ""
         if isinstance(self._shuffle, LayerShuffle):
             new = functools.partial(new_shuffler, runner=runner, settings=self._settings)
             self._experts.follow(self._shuffle, new)
-            held = GRAPHS_HOLD_TABLES if captures(runner) else ""
         experts = None if held else self._experts
         self.swapper = attach(self._plan, experts, held, get_ep_group().cpu_group, self._settings.folder)
 
@@ -229,13 +229,15 @@ class RankPlugin:
 
     def _attach_recorder(self, folder: Path, runner: Any, num_layers: int) -> None:
         """Attach a recorder if this rank sees every row of its attention group; otherwise tell the reason."""
-        reason = why_unrecorded(runner, self.shuffles, self._settings.shuffle, self._split)
+        reason = why_unrecorded(self.shuffles, self._settings.shuffle, self._split)
         if reason:
             log.info("semmoe: no `semmoe record` here: %s", reason)
             refuse(folder, self._ep_rank, reason)
             return
         identity = self._plan.fingerprint if self._plan else fingerprint(runner)
-        self.record_to(LiveRecorder(folder, identity, self._ep_rank), num_layers)
+        static = captures(runner) or isinstance(self._shuffle, StaticLayerShuffle)
+        buffer = routing_buffer(runner, num_layers, identity.top_k, self._split) if static else None
+        self.record_to(LiveRecorder(folder, identity, self._ep_rank), num_layers, buffer)
 
     def listen(self, runner: Any, listener: Listener, planes: int) -> None:
         """Pass every pass of a runner on one rank to `listener`, with `planes` look-ahead ids per expert chosen."""
@@ -252,8 +254,8 @@ class RankPlugin:
         runner._model_forward = functools.partial(self._forward, type(runner)._model_forward, runner)
         runner._sample = functools.partial(self._sample, type(runner)._sample, runner)
 
-    def record_to(self, listener: Listener, num_layers: int) -> None:
-        self._recording = PassRecorder(listener, num_layers)
+    def record_to(self, listener: Listener, num_layers: int, buffer: torch.Tensor | None = None) -> None:
+        self._recording = PassRecorder(listener, num_layers, buffer)
         self._shuffle.listen(self._recording.put)
 
     def _attach_routers(self, blocks: dict[int, Any], layers: list[int], source: int, captured: bool) -> None:
@@ -280,7 +282,7 @@ class RankPlugin:
         if isinstance(self._shuffle, LayerShuffle) and self._shuffle.active:
             own = slice(self._shuffle.num_rows)
             self._shuffle.observe(expert_ids[own].long(), weights[own])
-        elif self._recording.recording:
+        elif self._recording.hooked:
             self._recording.observe(place, expert_ids.long(), weights)
 
     def _forward(self, original: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
@@ -337,8 +339,8 @@ class RankPlugin:
         tell_untried(self._ep_rank, "vllm", vllm.__version__, targets.TRIED)
         labels = description(f"vllm {vllm.__version__}", self._plan, self._settings, running.attention, shuffle)
         labels |= {"static": str(isinstance(self._shuffle, StaticLayerShuffle)).lower()}
-        traffic = rank_traffic(self._ep_rank, running, self._settings)
-        publish(self._ep_rank, self._settings.folder, labels, functools.partial(self._readings, traffic))
+        source = functools.partial(self._readings, rank_traffic(self._ep_rank, running, self._settings))
+        publish(self._ep_rank, self._settings.folder, labels, source)
 
     def _readings(self, traffic: RankTraffic) -> Iterator[Reading]:
         yield from traffic.readings(self._traffic, self._dispatch, self._shuffle.comms)
