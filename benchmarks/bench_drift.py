@@ -1,7 +1,7 @@
 """Traffic that drifts, served on a plan that stays, one that `semmoe adapt` lets follow, and one that knew the future.
 
     OMP_NUM_THREADS=1 .venv-vllm/bin/python benchmarks/bench_drift.py --engine sglang|vllm [--attention dp|tp]
-        [--shape block] [--requests 2400] [--only frozen adapt known eplb] [--out FILE]
+        [--shape block] [--requests 2400] [--schedule 0] [--only frozen adapt known eplb] [--out FILE]
 
 In the engine's own environment (SGLang: with SGLANG_USE_CPU_ENGINE=1). The plan is profiled on the first kinds of text
 (`drift.FIRST`; for the shape `stable` on all), from documents that are never served. `known` swaps, when kinds change,
@@ -82,6 +82,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shape", choices=drift.SHAPES, default="block")
     parser.add_argument("--requests", type=int, default=2400)
     parser.add_argument("--redundant-experts", type=int, default=8)
+    parser.add_argument("--schedule", type=float, default=0, help="adapt also solves every so many seconds; 0: on drift")
     parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES[:3]))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="append the JSON line to this file too")
@@ -150,7 +151,7 @@ def adapting(server: Server, plan: Path, a: argparse.Namespace, asked: bool) -> 
         yield
         return
     words = [sys.executable, "-c", "from semmoe.cli import main; main()", "adapt", server.url, "--plan", str(plan)]
-    words += ["--control", str(server.folder), *ADAPT, "--json"]
+    words += ["--control", str(server.folder), *ADAPT, "--schedule", str(a.schedule), "--json"]
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         yield
