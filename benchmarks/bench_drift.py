@@ -82,7 +82,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shape", choices=drift.SHAPES, default="block")
     parser.add_argument("--requests", type=int, default=2400)
     parser.add_argument("--redundant-experts", type=int, default=8)
-    parser.add_argument("--schedule", type=float, default=0, help="adapt also solves every so many seconds; 0: on drift")
+    parser.add_argument("--schedule", type=float, default=0, help="seconds; adapt also solves as often, 0: on drift")
     parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES[:3]))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="append the JSON line to this file too")

@@ -4,7 +4,8 @@
 
 Forward passes of 64 decode tokens of 64 requests, and of 2,048 prefill tokens of 8 requests; every request of 512
 tokens is finished and written. Prints configuration, bounds, a table and one JSON line. `observe` is the time of that
-call; `in all` adds polling, splitting rows by request and writing shards.
+call; `in all` adds polling, splitting rows by request and writing shards. `hooks` are what runs inside a pass at every
+layer: on the host, or to the buffer that captured passes need, where they run whether routing is recorded or not.
 """
 
 import argparse
@@ -16,9 +17,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from semmoe.engines.recorder import LiveRecorder
 from semmoe.engines.recorder_files import Control, open_folder, write_control
+from semmoe.engines.recording import PassRecorder
+from semmoe.engines.step import Step
 from semmoe.topology import Fingerprint
 
 LENGTH = 512  # tokens of a request
@@ -71,6 +75,38 @@ def measure(kind: str, f: Fingerprint, tokens: int, **options: object) -> dict[s
     }  # fmt: skip
 
 
+class Dropped:
+    """Records nothing of what it is told."""
+
+    def __init__(self, recording: bool) -> None:
+        self.recording = recording
+
+    def poll(self) -> bool:
+        return self.recording
+
+    def observe(self, *told: object) -> None: ...
+
+    def finish(self, *told: object) -> None: ...
+
+
+def hooks(f: Fingerprint, buffered: bool, recording: bool, tokens: int = 64, passes: int = 50) -> dict[str, object]:
+    """The hooks of decode passes on this device, one core: of all layers, and the end of the pass."""
+    buffer = torch.zeros((tokens, f.num_layers, f.top_k), dtype=torch.int32) if buffered else None
+    recorder = PassRecorder(Dropped(recording), f.num_layers, buffer)
+    rows, generator = np.arange(tokens), torch.Generator().manual_seed(0)
+    step = Step(rows, rows, rows, rows, [str(row) for row in rows], np.ones(tokens, bool))
+    ids = torch.randint(f.num_experts, (tokens, f.top_k), generator=generator)
+    weights, begin = torch.rand(ids.shape, generator=generator), time.thread_time()
+    for _ in range(passes):
+        recorder.begin(lambda: step)
+        for layer in range(f.num_layers):
+            if recorder.hooked:
+                recorder.observe(layer, ids, weights)
+        recorder.end()
+    us = 1e6 * (time.thread_time() - begin) / (passes * tokens)
+    return {"hooks": "buffer" if buffered else "host", "recording": recording, "us": us}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     for name, default in (("layers", 48), ("experts", 128), ("top-k", 8), ("tokens", 200_000)):
@@ -92,7 +128,12 @@ def main() -> None:
     for r in results:
         mode = "counts only" if "counts_only" in r else f"sample {r.get('sample', 1.0)}"
         print(f"{r['passes']:8} {mode:16} {r['observe_us']:17.2f} {r['all_us']:16.2f} {r['slowest_pass_ms']:16.1f}")
-    print(json.dumps({"layers": a.layers, "experts": a.experts, "top_k": a.top_k, "results": results}))
+    print(f"\n{'hooks':8} {'recording':16} {'us/token':>17}")
+    inside = [hooks(f, buffered, recording) for buffered in (False, True) for recording in (False, True)]
+    for r in inside:
+        print(f"{r['hooks']:8} {'on' if r['recording'] else 'off':16} {r['us']:17.2f}")
+    shape = {"layers": a.layers, "experts": a.experts, "top_k": a.top_k}
+    print(json.dumps({**shape, "results": results, "hooks": inside}))
 
 
 if __name__ == "__main__":

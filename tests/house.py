@@ -29,7 +29,7 @@ ROOMS = {
     "replayer.py online.py": 320,
     "runtime": 2730,
     "checkpoint": 1130,
-    "engines": 10_100,
+    "engines": 10_150,
     "router": 1340,
     "adapt": 450,
     "moving.py live.py": 240,

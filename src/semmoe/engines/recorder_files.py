@@ -130,6 +130,11 @@ def write_status(folder: Path, status: Status) -> None:
     save_json(status_path(folder, status.rank), status, private=True)
 
 
+def unseen_in_graphs(instead: str) -> str:
+    """Why passes in CUDA graphs are not recorded; instead: the engine's option that captures none."""
+    return f"passes in CUDA graphs are recorded with SEMMOE_RECORD=1 alone: set it, or serve with {instead}"
+
+
 def refuse(folder: Path, rank: int, reason: str) -> None:
     """Write a status that this rank cannot record, and why; `semmoe record start` then fails with the reason."""
     open_folder(folder)

@@ -49,6 +49,19 @@ class PluginSettings:
         return {PREFIX + name.upper(): value for name, value in asdict(self).items() if value}
 
 
+@dataclass(frozen=True, kw_only=True)
+class GraphSettings(PluginSettings):
+    """Of engines that capture passes in CUDA graphs."""
+
+    static: str = ""  # 1: shuffle on the device with static shapes, as CUDA graphs need, on a CPU too; 0: not on a GPU
+    record: str = ""  # 1: routing can be recorded in CUDA graphs too, at the cost of a copy a layer in every pass
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_switch("STATIC", self.static)
+        check_switch("RECORD", self.record)
+
+
 def check_switch(name: str, value: str) -> None:
     """Raise ValueError unless the variable SEMMOE_<name> is 1, 0 or empty."""
     if value not in ("", "0", "1"):

@@ -9,7 +9,8 @@ from semmoe.demo import MODEL
 SET_UPS = {  # options of `semmoe serve`, vLLM's own
     # A cache of 640 tokens, which 16 requests do not fit in; shapes as in CUDA graphs.
     "tp2, shuffled": (["--plan", "tp2", "--path", "shuffled"],
-                      ("--num-gpu-blocks-override", "20", "--max-model-len", "512"), {"SEMMOE_STATIC": "1"}),
+                      ("--num-gpu-blocks-override", "20", "--max-model-len", "512"),
+                      {"SEMMOE_STATIC": "1", "SEMMOE_RECORD": "1"}),
     "dp2": (["--plan", "dp2"], ()),
     "tp2 dp2": (["--plan", "hybrid"], ()),
 }  # fmt: skip

@@ -7,11 +7,13 @@ import torch
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.moe.topk import TopK, TopKOutputFormat
 from sglang.srt.layers.moe.utils import get_moe_a2a_backend
+from sglang.srt.model_executor.cuda_graph_config import cuda_graph_fully_disabled
 from sglang.srt.runtime_context import get_parallel, get_resources, get_schedule, get_spec
 from sglang.srt.state_capturer.base import BaseTopkCapturer
 
 from semmoe.core import Plan
 from semmoe.engines.lookahead import Ask, Lookahead, asking_for, gate_of, logits_of, lookahead_over
+from semmoe.engines.recorder_files import unseen_in_graphs
 from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.fused import PeerBuffers, symmetric_buffers
 from semmoe.runtime.shuffler import lookahead_of
@@ -127,16 +129,18 @@ def fingerprint(runner: Any) -> Fingerprint:
     return fingerprint_of(str(runner.model_config.model_path))
 
 
-def why_unrecorded(granularity: str, static: bool) -> str:
+def why_unrecorded(granularity: str, buffered: bool) -> str:
     """Why a rank does not see every row of its attention group; "" if it does.
 
-    granularity: "" without a shuffle. static: whether passes have fixed shapes, as in graphs.
+    granularity: "" without a shuffle. buffered: whether routing is put into a buffer, as graphs need.
     """
     parallel = get_parallel()
     if get_spec().speculative_algorithm:
         return "with speculative decoding it is not known in a pass which of its tokens are accepted"
-    if static and most_rows() <= 0:
-        return "a pass over prompts has no largest size, and graphs need one: give --chunked-prefill-size"
+    if not buffered and not cuda_graph_fully_disabled():
+        return unseen_in_graphs("--disable-cuda-graph")
+    if buffered and most_rows() <= 0:
+        return "a pass over prompts has no largest size, and SEMMOE_RECORD=1 needs one: give --chunked-prefill-size"
     if granularity:
         return "" if granularity == "layer" else "tokens shuffled once per batch carry no routing along"
     if all_to_all() and parallel.attn_tp_size > 1:

@@ -227,14 +227,14 @@ class RankPlugin:
 
     def _attach_recorder(self, folder: Path, runner: Any, layers: list[int]) -> None:
         """Attach a recorder if this rank sees every row of its attention group; otherwise tell the reason."""
-        static = isinstance(self._shuffle, StaticBoundaryShuffle) or not cuda_graph_fully_disabled()
-        reason = why_unrecorded(self._settings.shuffle if self.shuffles else "", static)
+        buffered = self._settings.record == "1"
+        reason = why_unrecorded(self._settings.shuffle if self.shuffles else "", buffered)
         if reason:
             log.info("semmoe: no `semmoe record` here: %s", reason)
             refuse(folder, get_parallel().moe_ep_rank, reason)
             return
         identity = self._plan.fingerprint if self._plan else fingerprint(runner)
-        buffer = routing_buffer(runner, len(layers), identity.top_k) if static else None
+        buffer = routing_buffer(runner, len(layers), identity.top_k) if buffered else None
         self._recording = PassRecorder(LiveRecorder(folder, identity, get_parallel().moe_ep_rank), len(layers), buffer)
         self._places = {layer: place for place, layer in enumerate(layers)}
         self._shuffle.listen(self._recording.put)

@@ -2,17 +2,15 @@
 
 from dataclasses import dataclass
 
-from semmoe.engines.settings import PluginSettings, check_switch
+from semmoe.engines.settings import GraphSettings, check_switch
 
 
 @dataclass(frozen=True, kw_only=True)
-class SglangSettings(PluginSettings):
-    static: str = ""  # 1: shuffle on the device with static shapes, as CUDA graphs need, on a CPU too; 0: not on a GPU
+class SglangSettings(GraphSettings):
     fused: str = ""  # 1: the device's shuffle reads the buffers of all ranks, in Triton; never run on a GPU
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_switch("STATIC", self.static)
         check_switch("FUSED", self.fused)
         shuffles = self.plan and self.shuffle != "off" and self.static != "0"
         if not shuffles and self.fused == "1":

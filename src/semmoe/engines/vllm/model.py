@@ -11,6 +11,7 @@ from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
 from semmoe.core import Plan
+from semmoe.engines.recorder_files import unseen_in_graphs
 from semmoe.engines.vllm.placement import PlacedExperts
 from semmoe.engines.vllm.routing import RoutedLayer
 from semmoe.topology import Fingerprint, Topology
@@ -135,8 +136,13 @@ def routing_buffer(runner: Any, num_layers: int, top_k: int, split: int) -> torc
     return torch.zeros((runner.max_num_tokens + split, num_layers, top_k), dtype=torch.int32, device=runner.device)
 
 
-def why_unrecorded(shuffles: bool, granularity: str, split: int) -> str:
-    """Why a rank does not see every row of its attention group; "" if it does. split: ranks that share its rows."""
+def why_unrecorded(shuffles: bool, granularity: str, split: int, captured: bool) -> str:
+    """Why a rank does not see every row of its attention group; "" if it does.
+
+    split: ranks that share its rows. captured: passes are replayed from graphs, and none has a buffer for routing.
+    """
+    if captured:
+        return unseen_in_graphs("--enforce-eager")
     if shuffles:
         return "" if granularity == "layer" else "tokens shuffled once per batch carry no routing along"
     if split > 1:

@@ -229,14 +229,14 @@ class RankPlugin:
 
     def _attach_recorder(self, folder: Path, runner: Any, num_layers: int) -> None:
         """Attach a recorder if this rank sees every row of its attention group; otherwise tell the reason."""
-        reason = why_unrecorded(self.shuffles, self._settings.shuffle, self._split)
+        buffered = self._settings.record == "1"
+        reason = why_unrecorded(self.shuffles, self._settings.shuffle, self._split, captures(runner) and not buffered)
         if reason:
             log.info("semmoe: no `semmoe record` here: %s", reason)
             refuse(folder, self._ep_rank, reason)
             return
         identity = self._plan.fingerprint if self._plan else fingerprint(runner)
-        static = captures(runner) or isinstance(self._shuffle, StaticLayerShuffle)
-        buffer = routing_buffer(runner, num_layers, identity.top_k, self._split) if static else None
+        buffer = routing_buffer(runner, num_layers, identity.top_k, self._split) if buffered else None
         self.record_to(LiveRecorder(folder, identity, self._ep_rank), num_layers, buffer)
 
     def listen(self, runner: Any, listener: Listener, planes: int) -> None:

@@ -2,18 +2,16 @@
 
 from dataclasses import dataclass
 
-from semmoe.engines.settings import PluginSettings, check_switch
+from semmoe.engines.settings import GraphSettings, check_switch
 
 
 @dataclass(frozen=True, kw_only=True)
-class VllmSettings(PluginSettings):
+class VllmSettings(GraphSettings):
     sequence_parallel: str = ""  # 1: split an attention-TP group's tokens around its experts without data parallelism
-    static: str = ""  # 1: shuffle on the device with static shapes, as CUDA graphs need, on a CPU too; 0: not on a GPU
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_switch("SEQUENCE_PARALLEL", self.sequence_parallel)
-        check_switch("STATIC", self.static)
         if self.window_seconds > 0:
             raise ValueError(
                 "vLLM's front end cannot hold requests to assign them together (docs/engines.md): omit --window-ms, or "
