@@ -32,6 +32,8 @@ from semmoe.engines.settings import PLANS, PluginSettings
 from semmoe.settings import ServeSettings
 from semmoe.topology import Topology, physical_experts
 
+HEADLESS = "--headless"
+
 
 @app.command(rich_help_panel=SERVING, context_settings={"allow_extra_args": True, "ignore_unknown_options": False})
 @takes(given=GivenTopology, settings=ServeSettings)
@@ -78,12 +80,28 @@ def serve(
     _announce(variables, words, folder)
     if dry_run:
         return
-    sys.stdout.flush()
+    _publish(folder, host, asked.port, ctx.args)
     code = supervisor.run([sys.executable, *words], {**os.environ, **variables})
     reason = supervisor.reported(folder)
     if reason is not None:
         raise ValueError(reason)
     raise typer.Exit(code)
+
+
+def _publish(folder: Path, host: str, port: int, options: list[str]) -> None:
+    """The counters of a node of vLLM without a front end, at the address that this would have. Raises ValueError."""
+    sys.stdout.flush()
+    if HEADLESS not in options:
+        return
+    from prometheus_client import CollectorRegistry, start_http_server
+    from prometheus_client.multiprocess import MultiProcessCollector
+
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry, path=str(folder / "prometheus"))
+    try:
+        start_http_server(port, host, registry)
+    except OSError as error:
+        raise ValueError(f"counters cannot be published at {host}:{port}: {error}; give another --port") from None
 
 
 def _check(

@@ -24,6 +24,16 @@ MAX_LOOKS = 10_000
 MOST_PAIRS = 12  # pairs of nodes or ranks that are shown, the heaviest
 
 
+Also = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="URLs at which its other nodes publish the counters of their ranks.",
+        rich_help_panel=INPUT,
+        show_default=False,
+    ),
+]
+
+
 @app.command(rich_help_panel=SERVING)
 @takes(settings=WatchSettings)
 def watch(
@@ -41,6 +51,7 @@ def watch(
             show_default=False,
         ),
     ] = None,
+    also: Also = None,
     settings: Any = None,
     once: Annotated[
         bool,
@@ -67,52 +78,53 @@ def watch(
     expected = None if plan is None else watching.expected_lar(load_plan(plan).expected)
     if plan is not None and expected is None:
         console.err.print("[yellow]warning:[/] this plan says nothing of what to expect: its profile was too small")
-    looks = deque([_look(url)], maxlen=MAX_LOOKS)
+    nodes = [url, *(also or [])]
+    looks = deque([_look(nodes)], maxlen=MAX_LOOKS)
     if once:
         time.sleep(given.window)
-        raise typer.Exit(_show_once(looks, url, expected, given.margin, as_json))
-    _follow(looks, url, expected, given, as_json)
+        raise typer.Exit(_show_once(looks, nodes, expected, given.margin, as_json))
+    _follow(looks, nodes, expected, given, as_json)
 
 
-def _follow(looks: deque, url: str, expected: float | None, given: WatchSettings, as_json: bool) -> None:
+def _follow(looks: deque, nodes: list[str], expected: float | None, given: WatchSettings, as_json: bool) -> None:
     from semmoe import watch as watching
 
     live = nullcontext() if as_json else Live(console=console.out, auto_refresh=False, screen=False)
     with live as page:
         while True:
             time.sleep(given.every)
-            seen = _next(looks, url, given.window)
+            seen = _next(looks, nodes, given.window)
             warning = watching.drift(seen, expected, given.margin)
             if page is None:
                 print(json.dumps(_record(seen, expected, warning)), flush=True)
             else:
-                page.update(_page(url, seen, expected, warning), refresh=True)
+                page.update(_page(nodes[0], seen, expected, warning), refresh=True)
 
 
-def _look(url: str) -> Any:
+def _look(nodes: list[str]) -> Any:
     from semmoe import watch as watching
 
-    return watching.parse(watching.fetch(url), time.monotonic())
+    return watching.parse("\n".join(map(watching.fetch, nodes)), time.monotonic())
 
 
-def _next(looks: deque, url: str, window: float) -> Any:
+def _next(looks: deque, nodes: list[str], window: float) -> Any:
     from semmoe import watch as watching
 
-    looks.append(_look(url))
+    looks.append(_look(nodes))
     while len(looks) > 2 and looks[-1].time - looks[1].time >= window:
         looks.popleft()
     return watching.view(looks[0], looks[-1])
 
 
-def _show_once(looks: deque, url: str, expected: float | None, margin: float, as_json: bool) -> int:
+def _show_once(looks: deque, nodes: list[str], expected: float | None, margin: float, as_json: bool) -> int:
     from semmoe import watch as watching
 
-    seen = watching.view(looks[0], _look(url))
+    seen = watching.view(looks[0], _look(nodes))
     warning = watching.drift(seen, expected, margin)
     if as_json:
         console.print_json(_record(seen, expected, warning))
     else:
-        console.out.print(_page(url, seen, expected, warning))
+        console.out.print(_page(nodes[0], seen, expected, warning))
     return int(warning is not None or bool(seen.stale) or bool(seen.degraded))
 
 

@@ -1,6 +1,7 @@
 """Merge what the ranks of a server recorded into one trace or one set of counts."""
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,12 +24,17 @@ def merge_traces(run: Path, out: Path) -> Merged:
     ranks = [path for path in sorted(run.glob("rank-*")) if shard_paths(path)]
     if not ranks:
         raise ValueError(f"{run} holds no request that has ended")
+    return join_traces(ranks, out)
+
+
+def join_traces(traces: Sequence[Path], out: Path) -> Merged:
+    """Write the requests of several trace directories, one after the other, to another one."""
     if out.exists():
         raise ValueError(f"{out} exists: choose another --out")
-    header = _agreed({path: read_header(path) for path in ranks})
+    header = _agreed({path: read_header(path) for path in traces})
     requests = tokens = 0
     with atomic_directory(out, private=True) as staged, TraceWriter(staged, header, private=True) as writer:
-        for path in ranks:
+        for path in traces:
             tokens += _append_all(path, writer)
         requests = writer.num_requests
     return Merged(out=out, requests=requests, tokens=tokens)
