@@ -27,7 +27,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 
 .PHONY: demo test test-slow reproduce test-sglang test-vllm test-deepspeed test-families check bench bench-runtime \
-        bench-sglang soak-sglang bench-vllm soak-vllm bench-deepspeed kernels test-gpu docs format clean
+        bench-sglang soak-sglang bench-vllm soak-vllm bench-deepspeed kernels test-nodes test-gpu docs format clean
 
 demo: $(VENV)/.ready
 	$(BIN)/semmoe demo
@@ -104,6 +104,13 @@ kernels: $(VENV)/.ready-dev
 	$(BIN)/python benchmarks/prove_kernels.py | tee $(RESULTS)/kernels_$(HERE).txt
 
 # The pages of docs/ as a site, in site/. Material for MkDocs prints a notice about MkDocs 2 unless it is told not to.
+# A server on two nodes, network namespaces that share nothing, on both engines; needs root.
+test-nodes: $(SGLANG_VENV)/.ready $(VLLM_VENV)/.ready
+	for attention in dp tp; do \
+	  $(ON_SGLANG) benchmarks/prove_nodes.py --engine sglang --attention $$attention && \
+	  $(ON_VLLM) benchmarks/prove_nodes.py --engine vllm --attention $$attention || exit 1; \
+	done | tee $(RESULTS)/served_nodes_$(HERE).txt
+
 # What only GPUs can prove, on a machine with two, in an environment that serves MODEL already: docs/gpu-checklist.md.
 ENGINE ?= vllm
 MODEL ?= Qwen/Qwen3-30B-A3B-FP8

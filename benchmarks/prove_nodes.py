@@ -25,14 +25,17 @@ from typing import Any
 import aiohttp
 from network import Network, NetworkError, command_on, environment_of, slow_network
 from serving.engine import Engine, ServerError, SetUp, add_engine, engine
-from serving.server import PROBE, make_plan, prompts
+from serving.server import PROBE, prompts
 
 from semmoe.demo import MODEL
 from semmoe.engines.launch import command_line
 from semmoe.engines.transformers import verify
 from semmoe.engines.transformers.model import load_model
-from semmoe.plan import load_plan
-from semmoe.settings import GenerateSettings
+from semmoe.engines.transformers.recorder import record
+from semmoe.plan import load_plan, save_plan
+from semmoe.settings import GenerateSettings, SolveSettings
+from semmoe.solver import solve
+from semmoe.topology import Topology
 from semmoe.trace import open_trace
 
 NODES, PORT, MEETING, REQUESTS, NEW_TOKENS = 2, 30000, 20000, 64, 8
@@ -61,13 +64,12 @@ class Nodes:
         return done.stdout
 
     def start(self, served: Engine, attention: str, node: int) -> None:
-        folder, at = (
-            self.folder(node),
-            served.on_node(SetUp(name="nodes", attention=attention), self.network, node, MEETING),
-        )
+        folder, up = self.folder(node), SetUp(name="nodes", attention=attention)
+        at = served.on_node(up, self.network, node, MEETING)
         words = [*SEMMOE, "serve", str(MODEL), "--engine", served.NAME, "--plan", str(folder / "plan"), "--control"]
         words += [str(folder / "control"), "--host", self.network.address(node), "--port", str(PORT), "--"]
-        words += command_line(served.OPTIONS) + [word for word in at.words if word != "--enable-metrics"]
+        words += command_line({name: value for name, value in served.OPTIONS.items() if name != "enable_metrics"})
+        words += at.words
         environment = environment_of(self.network, node) | at.environment
         with (folder / "log").open("w") as log:
             self.processes.append(
@@ -116,6 +118,14 @@ def started(served: Engine, attention: str, plan: Path, home: Path) -> Iterator[
             nodes.end()
 
 
+def make_plan(seen: list[list[int]], attention: str, home: Path) -> Path:
+    """A plan for two nodes; an attention-TP group over both is one node to it."""
+    trace, dp = record(load_model(str(MODEL)), str(MODEL), seen, home / "profile"), attention == "dp"
+    topology = Topology(ep_size=NODES, dp_size=NODES, num_nodes=NODES) if dp else Topology(ep_size=NODES)
+    save_plan(solve(trace, topology, SolveSettings(redundant_experts=8 if dp else 0)), home / "plan")
+    return home / "plan"
+
+
 async def ask(job: dict[str, Any]) -> list[list[int]]:
     """Runs on node 0: all prompts at once."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as session:
@@ -155,22 +165,16 @@ def prove(nodes: Nodes, given: list[list[int]], attention: str) -> dict[str, Any
         "answers": len(told), "identical": agreement.identical, "outputs hold": agreement.holds,
         "requests recorded by node": own, "requests joined": joined.num_requests,
         "prompts joined": len({tuple(joined.prompt(r).tolist()) for r in range(joined.num_requests)}),
-        "ranks watched": view["ranks"], "plans": view.get("plans"), "lar": view.get("lar"), "degraded": view.get("degraded"),
+        "ranks watched": view["ranks"], **{name: view.get(name) for name in ("plans", "lar", "degraded")},
     }  # fmt: skip
 
 
 def holds(found: dict[str, Any]) -> bool:
     """Whether everything is as it must be; all prompts are different."""
-    once = (
-        found["requests joined"]
-        == found["prompts joined"]
-        == found["answers"]
-        == sum(found["requests recorded by node"])
-    )
+    nodes = found["requests recorded by node"]
+    once = all(nodes) and found["requests joined"] == found["prompts joined"] == found["answers"] == sum(nodes)
     counted = found["ranks watched"] == NODES and len(found["plans"]) == 1 and found["lar"] is not None
-    return (
-        found["outputs hold"] and once and all(found["requests recorded by node"]) and counted and not found["degraded"]
-    )
+    return found["outputs hold"] and once and counted and not found["degraded"]
 
 
 def main() -> int:
@@ -187,7 +191,7 @@ def main() -> int:
     given = list({tuple(prompt): prompt for prompt in asked}.values())[:REQUESTS]
     with tempfile.TemporaryDirectory() as scratch:
         home = Path(scratch)
-        plan = make_plan(seen, a.attention, 8 if a.attention == "dp" else 0, home)
+        plan = make_plan(seen, a.attention, home)
         print(f"{served}, attention {a.attention}, {NODES} nodes, plan {load_plan(plan).method}", flush=True)
         try:
             with started(served, a.attention, plan, home) as nodes:
