@@ -93,7 +93,8 @@ def server(
     cpu, settings = _runs_on_cpu(), VllmSettings(**asdict(given))
     shuffles = bool(plan and plan.tokens.by_tables) and settings.shuffle != "off"
     # Use one front end, since each of several would see only a share of the requests.
-    captured = not cpu and shuffles and captures(settings, options)
+    static = settings.static or os.environ.get("SEMMOE_STATIC", "")
+    captured = not cpu and shuffles and captures(static, options)
     values = arguments(topology, cpu or (shuffles and not captured))
     values |= {"compilation_config": DECODE_GRAPHS} if captured and not OWN_GRAPHS & _names(options) else {}
     values |= {} if "--headless" in options else {"api_server_count": 1}  # a node without a front end
@@ -107,12 +108,13 @@ def server(
     return variables, words + join(values, options, DECIDED, "vllm serve")
 
 
-def captures(settings: VllmSettings, options: list[str]) -> bool:
+def captures(static: str, options: list[str]) -> bool:
     """Whether vLLM on a GPU may capture passes whose tokens are shuffled.
 
-    Not with the all-to-all that is the default here, which waits for the host. options: vLLM's, from the user.
+    Not with the all-to-all that is the default here, which waits for the host. static: as in SEMMOE_STATIC. options:
+    vLLM's, from the user.
     """
-    fixed = settings.static != "0" and not DRAFTS & _names(options)
+    fixed = static != "0" and not DRAFTS & _names(options)
     return fixed and _backend(options) not in ("", SENDS, *GATHERS)
 
 
