@@ -54,7 +54,7 @@ test-vllm: $(VLLM_VENV)/.ready
 # Every family, attention and number of copies on both engines, of which the tests above run a few.
 test-families: $(SGLANG_VENV)/.ready $(VLLM_VENV)/.ready
 	$(SGLANG_PYTHON) -m pytest tests/engines/sglang/test_families.py
-	$(VLLM_PYTHON) -m pytest tests/engines/vllm/test_families.py
+	$(VLLM_PYTHON) -m pytest tests/engines/vllm/test_families.py tests/engines/vllm/test_disaggregated.py
 
 # And on DeepSpeed.
 test-deepspeed: $(DEEPSPEED_VENV)/.ready

@@ -189,7 +189,7 @@ FEATURES = (
             "sglang": _no(
                 "with prefill and decode apart a request's rank is bound to its transfer: give --schedule engine"
             ),
-            "vllm": _read("prefill and decode apart on vLLM: each side schedules for itself"),
+            "vllm": _works("tests/engines/vllm/test_disaggregated.py"),
         },
     ),
     Feature(
