@@ -279,3 +279,25 @@ def test_a_server_that_cannot_record_says_why(folder):
     said = run("status", folder)
     assert "refused" in said.output
     assert "rank 0: tokens shuffled once per batch carry no routing along" in said.output
+
+
+def test_what_nodes_record_is_joined(tmp_path):
+    """Each node has a control folder of its own."""
+    for node, requests in enumerate((20, 7)):
+        folder = tmp_path / f"control-{node}"
+        open_folder(folder)
+        recorders = server(folder, 1)
+        run("start", folder)
+        serve(recorders, requests)
+        with Polled(recorders):
+            run("stop", folder, "--out", tmp_path / f"node-{node}")
+    parts = tmp_path / "node-0", tmp_path / "node-1"
+    told = json.loads(run("join", *parts, "--out", tmp_path / "trace", "--json").stdout)
+    assert (told["requests"], told["tokens"]) == (27, 27 * LENGTH)
+    joined, first = open_trace(tmp_path / "trace"), open_trace(parts[0])
+    assert joined.num_requests == 27
+    np.testing.assert_array_equal(joined.expert_ids[: first.num_tokens], first.expert_ids)
+    assert stat.S_IMODE((tmp_path / "trace").stat().st_mode) == 0o700
+    refused(run("join", *parts, "--out", tmp_path / "trace"), "exists: choose another --out")
+    refused(run("join", parts[0], tmp_path / "nowhere", "--out", tmp_path / "other"), "nowhere")
+    assert not (tmp_path / "other").exists()

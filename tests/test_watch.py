@@ -1,8 +1,10 @@
 """`semmoe watch` on pages of Prometheus' own library, served over HTTP."""
 
 import json
+import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +18,7 @@ from typer.testing import CliRunner
 
 from semmoe import watch
 from semmoe.cli import app
+from semmoe.cli.serve import _publish
 
 
 class Site:
@@ -235,3 +238,44 @@ def test_a_server_whose_hooks_do_not_run_is_told(site):
     assert (result.exit_code, "DEGRADED: routed 0 of 6 times" in result.output) == (1, True)
     found = json.loads(run(site.url, "--json").output)
     assert (found["degraded"], found["lar"]) == (["routed 0 of 6 times"], 0.9)
+
+
+def test_nodes_are_added_up(site):
+    """A node publishes what its own ranks count."""
+    other = Site()
+    try:
+        other.add("active", 2, engine="sglang", method="semmoe")
+        for node in (site, other):
+            node.serve(1, 1)  # counters exist before the window
+        moves = {site: lambda: site.serve(30_000, 10_000), other: lambda: other.serve(10_000, 30_000)}
+        for node, move in moves.items():
+            node.moves.append(move)
+        seen = json.loads(run(site.url, "--also", other.url, "--json").stdout)
+        assert (seen["ranks"], seen["lar"]) == (4, 0.5)
+        alone = json.loads(run(site.url, "--json").stdout)
+        assert (alone["ranks"], alone["lar"]) == (2, 0.75)
+    finally:
+        other.server.shutdown()
+
+
+def test_a_node_without_a_front_end_publishes_its_counters(tmp_path):
+    """vLLM's `--headless` node has no /metrics of its own; its ranks write where `semmoe serve` reads."""
+    folder = tmp_path / "prometheus"
+    folder.mkdir()
+    count = (
+        "from prometheus_client import Counter; Counter('semmoe_routed_tokens', 'd', ['ep_rank']).labels('1').inc(7)"
+    )
+    subprocess.run(
+        [sys.executable, "-c", count], env=os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(folder)}, check=True
+    )
+    port = free_port()
+    _publish(tmp_path, "127.0.0.1", port, ["--headless"])
+    assert 'semmoe_routed_tokens_total{ep_rank="1"} 7.0' in watch.fetch(f"http://127.0.0.1:{port}")
+    with pytest.raises(ValueError, match="give another --port"):
+        _publish(tmp_path, "127.0.0.1", port, ["--headless"])
+    _publish(tmp_path, "127.0.0.1", port, [])  # a node with a front end, which publishes them itself
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return found.getsockname()[1]
