@@ -74,18 +74,19 @@ class Run:
     def plan(self) -> Path:
         return self.folder / "plan"
 
-    def call(self, name: str, words: list[str], seconds: float = 900, **variables: str) -> str:
+    def call(self, name: str, words: list[str], seconds: float = 900) -> str:
         """What a command printed, which is kept in a log. Raises StepError."""
         log = self.folder / f"{name}.log"
         with log.open("w") as file:
-            done = subprocess.run(
-                words, stdout=file, stderr=subprocess.STDOUT, timeout=seconds, env=os.environ | variables, check=False,
-                cwd=ROOT,
-            )  # fmt: skip
+            done = subprocess.run(words, stdout=file, stderr=subprocess.STDOUT, timeout=seconds, check=False, cwd=ROOT)
         if done.returncode != 0:
-            last = (log.read_text(errors="replace").strip().splitlines() or [""])[-1]
-            raise StepError(f"exit code {done.returncode}, {log.name}: {last[:300]}")
+            raise StepError(f"exit code {done.returncode}, {last_line(log)}")
         return log.read_text(errors="replace")
+
+
+def last_line(log: Path) -> str:
+    """The name of a log and what it ends with."""
+    return f"{log.name}: {(log.read_text(errors='replace').strip().splitlines() or [''])[-1][:300]}"
 
 
 def machine(run: Run) -> dict[str, Any]:
@@ -200,8 +201,7 @@ def _server(run: Run, name: str, plan: Path | None) -> Iterator[str]:
     try:
         while not _healthy(url):
             if process.poll() is not None or time.monotonic() > until:
-                last = (log.read_text(errors="replace").strip().splitlines() or [""])[-1]
-                raise StepError(f"the server did not start, {log.name}: {last[:300]}")
+                raise StepError(f"the server did not start, {last_line(log)}")
             time.sleep(2)
         yield url
     finally:

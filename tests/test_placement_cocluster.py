@@ -383,11 +383,13 @@ def test_more_slots_a_rank_than_experts_are_refused():
         solve(random_trace(0), Topology(ep_size=2), replace(SOLVE, redundant_experts=16))
 
 
-@pytest.mark.parametrize("seed", [2, 3])
-def test_no_method_within_the_load_limit_costs_less_where_only_the_experts_of_a_token_belong_together(seed):
+@pytest.mark.parametrize(("seed", "ours"), [(2, -0.77), (3, -0.74)])
+def test_no_method_within_the_load_limit_costs_less_where_only_the_experts_of_a_token_belong_together(seed, ours):
     """Attention-DP, whose joint clustering finds nothing in requests that have nothing in common. From its labels alone
-    the search left teams apart: with seed 2 ExFlow's placement then cost less, at -.71 against -.56. How a processor
-    rounds decides which of several layouts is found: on one, with seed 3, ExFlow's is at -.85 against -.75.
+    the search left teams apart: with seed 2 ExFlow's placement then cost less, at -.71 against -.56. Ours costs the
+    same on every processor; ExFlow's begins with eigenvectors, which OpenBLAS computes differently on each. With its kernels
+    for SkylakeX, Haswell, Zen and Prescott it costs -.71, -.67, -.67, -.80 with seed 2 and -.63, -.85, -.85, -.82 with
+    seed 3: on some processors less than ours.
     """
     profile, evaluation = split(teams_trace(seed, experts=128), 0.5, seed)
     costs, limit = {}, 1.15
@@ -400,4 +402,6 @@ def test_no_method_within_the_load_limit_costs_less_where_only_the_experts_of_a_
         if result.load_max_over_mean.mean() <= limit:
             costs[method] = result.total.remote_ranks_per_token - 6 * result.total.lar
     assert {"semmoe", "exflow"} <= costs.keys()
-    assert costs["semmoe"] <= min(costs.values()) + 0.12
+    exflow = costs.pop("exflow")
+    assert costs["semmoe"] == min(costs.values()) <= ours
+    assert costs["semmoe"] <= exflow + 0.12

@@ -46,8 +46,8 @@ class ServerTests:
         check(model, prompts, reference, server.complete(prompts))
         again = server.send_all(prompts)  # now from the prefix cache
         check(model, prompts, reference, [server.tokens(answer) for answer in again])
-        # A cache that is too small for what runs keeps no prefix.
-        assert sum(server.cached(answer) for answer in again) > 0 or server.name in self.PREEMPTED
+        again += [server.send(prompts[2]) for _ in range(2)]  # a small cache has kept no prefix so far
+        assert sum(server.cached(answer) for answer in again) > 0
 
     def test_openai_clients_get_the_same(self, server, prompts, reference):
         check_openai(server.url, server.model, prompts, reference)

@@ -32,8 +32,6 @@ from semmoe.engines.settings import PLANS, PluginSettings
 from semmoe.settings import ServeSettings
 from semmoe.topology import Topology, physical_experts
 
-HEADLESS = "--headless"
-
 
 @app.command(rich_help_panel=SERVING, context_settings={"allow_extra_args": True, "ignore_unknown_options": False})
 @takes(given=GivenTopology, settings=ServeSettings)
@@ -91,7 +89,7 @@ def serve(
 def _publish(folder: Path, host: str, port: int, options: list[str]) -> None:
     """The counters of a node of vLLM without a front end, at the address that this would have. Raises ValueError."""
     sys.stdout.flush()
-    if HEADLESS not in options:
+    if "--headless" not in options:
         return
     from prometheus_client import CollectorRegistry, start_http_server
     from prometheus_client.multiprocess import MultiProcessCollector
