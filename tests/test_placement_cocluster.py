@@ -388,8 +388,8 @@ def test_no_method_within_the_load_limit_costs_less_where_only_the_experts_of_a_
     """Attention-DP, whose joint clustering finds nothing in requests that have nothing in common. From its labels alone
     the search left teams apart: with seed 2 ExFlow's placement then cost less, at -.71 against -.56. Ours costs the
     same on every processor; ExFlow's begins with eigenvectors, which OpenBLAS computes differently on each. With its
-    kernels for SkylakeX, Haswell, Zen and Prescott it costs -.71, -.67, -.67, -.80 with seed 2 and -.63, -.85, -.85, -.82 with
-    seed 3: on some processors less than ours.
+    kernels for SkylakeX, Haswell, Zen and Prescott it costs -.71, -.67, -.67, -.80 with seed 2 and -.63, -.85, -.85,
+    -.82 with seed 3: on some processors less than ours.
     """
     profile, evaluation = split(teams_trace(seed, experts=128), 0.5, seed)
     costs, limit = {}, 1.15
