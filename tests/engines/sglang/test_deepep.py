@@ -1,7 +1,6 @@
 """SGLang's own DeepEP dispatchers, over gloo by the stand-in for `deep_ep`: tokens, and rows against our counters."""
 
 import json
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -12,16 +11,15 @@ from semmoe.demo import MODEL
 from semmoe.plan import load_plan
 
 STAND_IN = Path(__file__).parents[3] / "engines" / "deep-ep-cpu"
-sys.path.append(str(STAND_IN))
-
-from deep_ep.counts import totals  # noqa: E402
 
 
 def run(prompts, plan, folder, monkeypatch, mode, node_size=0):
     """Tokens of every prompt, the rows that the stand-in sent, and what our counters say of all ranks."""
     counts = folder / "counts"
     counts.mkdir()
-    monkeypatch.syspath_prepend(str(STAND_IN))  # which processes that SGLang spawns take over
+    monkeypatch.syspath_prepend(str(STAND_IN))  # which processes that SGLang spawns take over, in these tests alone
+    from deep_ep.counts import totals
+
     monkeypatch.setenv("DEEP_EP_CPU_ANY", "1")
     monkeypatch.setenv("DEEP_EP_CPU_COUNTS", str(counts))
     monkeypatch.setenv("DEEP_EP_CPU_NODE_SIZE", str(node_size or ""))

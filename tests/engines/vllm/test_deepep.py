@@ -5,19 +5,18 @@ fall otherwise; what is compared is the same engine, vanilla and on a plan.
 """
 
 import json
-import sys
 from pathlib import Path
 
 from models import build
 from two_ranks import HEADS, make_plan, on_two_ranks
 
 STAND_IN = Path(__file__).parents[3] / "engines" / "deep-ep-cpu"
-sys.path.append(str(STAND_IN))  # which the ranks' processes take over
-
-from deep_ep.counts import totals  # noqa: E402
 
 
-def run(model, prompts, folder, plan=""):
+def run(model, prompts, folder, monkeypatch, plan=""):
+    monkeypatch.syspath_prepend(str(STAND_IN))  # which the ranks' processes take over, in this test alone
+    from deep_ep.counts import totals
+
     counts = folder / "counts"
     counts.mkdir(parents=True)
     variables = {"DEEP_EP_CPU_COUNTS": str(counts)} | ({"SEMMOE_PLAN": plan} if plan else {})
@@ -26,12 +25,12 @@ def run(model, prompts, folder, plan=""):
     return tokens, totals(counts)
 
 
-def test_a_plan_is_served_through_vllms_own_deepep(texts, prompts, tmp_path):
+def test_a_plan_is_served_through_vllms_own_deepep(texts, prompts, tmp_path, monkeypatch):
     """Fewer rows than in vanilla are sent, and ours are counted among them; the others are passes without requests."""
     model = build("qwen3_moe", tmp_path, **HEADS, hidden_size=256)  # a width that DeepEP takes as it is
-    vanilla, before = run(model, prompts, tmp_path / "vanilla")
+    vanilla, before = run(model, prompts, tmp_path / "vanilla", monkeypatch)
     plan = make_plan(model, texts, tmp_path, "dp2", 2)
-    planned, sent = run(model, prompts, tmp_path / "planned", plan)
+    planned, sent = run(model, prompts, tmp_path / "planned", monkeypatch, plan)
     same = [a == b for a, b in zip(vanilla, planned, strict=True)]
     assert sum(same) >= len(prompts) - 3
     assert 0 < sent["ranks"] < before["ranks"]
