@@ -383,25 +383,24 @@ def test_more_slots_a_rank_than_experts_are_refused():
         solve(random_trace(0), Topology(ep_size=2), replace(SOLVE, redundant_experts=16))
 
 
-@pytest.mark.parametrize(("seed", "ours"), [(2, -0.77), (3, -0.74)])
-def test_no_method_within_the_load_limit_costs_less_where_only_the_experts_of_a_token_belong_together(seed, ours):
-    """Attention-DP, whose joint clustering finds nothing in requests that have nothing in common. From its labels alone
-    the search left teams apart: with seed 2 ExFlow's placement then cost less, at -.71 against -.56. Ours costs the
-    same on every processor; ExFlow's begins with eigenvectors, which OpenBLAS computes differently on each. With its
-    kernels for SkylakeX, Haswell, Zen and Prescott it costs -.71, -.67, -.67, -.80 with seed 2 and -.63, -.85, -.85,
-    -.82 with seed 3: on some processors less than ours.
+def ranks_of_a_token(placement, trace):
+    """The mean number of ranks over which the experts of a token lie, of a placement without copies."""
+    rank = placement.hosts.argmax(axis=1)
+    chosen = np.sort(rank[np.arange(len(rank))[:, None], trace.expert_ids], axis=2)
+    return 1 + (np.diff(chosen, axis=2) > 0).sum(axis=2).mean()
+
+
+@pytest.mark.parametrize("seed", [2, 3, 4])
+def test_experts_that_only_tokens_choose_together_share_a_rank(seed):
+    """Attention-DP, whose joint clustering finds nothing in requests that have nothing in common; from its labels alone
+    the search left teams apart. Ranks of a token are compared, since any placement that keeps teams whole sends equally
+    many rows in the long run (.75 a token here), and which sends fewer for some requests is luck: by the requests of a
+    profile and of a replay, and for ExFlow by the processor, whose BLAS rounds its eigenvectors.
     """
     profile, evaluation = split(teams_trace(seed, experts=128), 0.5, seed)
-    costs, limit = {}, 1.15
+    ranks = {}
     for method in ("semmoe", "exflow", "grace", "eplb", "moetuner"):
-        chosen = SolveSettings(
-            method=method, seed=seed, cocluster=CoclusterSettings(batch_tokens=256, load_limit=limit)
-        )
-        plan = solve(profile, Topology(ep_size=4, dp_size=4), chosen)
-        result = replay(evaluation, plan, ReplaySettings(batch_tokens=256, seed=seed))
-        if result.load_max_over_mean.mean() <= limit:
-            costs[method] = result.total.remote_ranks_per_token - 6 * result.total.lar
-    assert {"semmoe", "exflow"} <= costs.keys()
-    exflow = costs.pop("exflow")
-    assert costs["semmoe"] == min(costs.values()) <= ours
-    assert costs["semmoe"] <= exflow + 0.12
+        chosen = SolveSettings(method=method, seed=seed, cocluster=CoclusterSettings(batch_tokens=256))
+        ranks[method] = ranks_of_a_token(solve(profile, Topology(ep_size=4, dp_size=4), chosen).placement, evaluation)
+    assert 1 <= ranks["exflow"] <= ranks["semmoe"] <= 1.07
+    assert ranks["semmoe"] < min(ranks[method] for method in ("grace", "eplb", "moetuner"))
