@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
-TOTAL, FILE, FUNCTION = 32_800, 350, 50
+TOTAL, FILE, FUNCTION = 33_300, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 335,
@@ -28,14 +28,14 @@ ROOMS = {
     "solver.py expectation.py": 300,
     "replayer.py online.py": 320,
     "runtime": 2730,
-    "checkpoint": 1130,
+    "checkpoint": 1390,
     "engines": 10_150,
     "router": 1340,
     "adapt": 450,
     "moving.py live.py": 240,
     "estimate": 1150,
     "report": 1830,
-    "cli": 2880,
+    "cli": 3000,
     "__init__.py concentration.py console.py dataset.py demo.py tables.py texts.py watch.py": 1010,
 }
 # From the ground up: a module imports from its own storey and those below.

@@ -4,6 +4,7 @@ from semmoe.cli import (
     adapt,
     apply,
     calibrate,
+    convert,
     doctor,
     estimate,
     offline,
@@ -23,6 +24,7 @@ __all__ = [
     "app",
     "apply",
     "calibrate",
+    "convert",
     "doctor",
     "estimate",
     "main",
@@ -37,7 +39,7 @@ __all__ = [
     "watch",
 ]
 GROUPS = (
-    "profile affinity solve replay estimate apply",
+    "profile affinity solve replay estimate apply import_",
     "serve watch swap adapt router",
     "generate demo calibrate report doctor reproduce",
 )
