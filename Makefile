@@ -132,13 +132,13 @@ $(VENV)/.ready: pyproject.toml
 	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@$(BIN)/python -c "import torch" 2>/dev/null || { echo "installing $(TORCH)"; $(PIP) install "$(TORCH)"; }
 	@echo "installing semmoe and what it needs"
-	@$(PIP) install -e ".[transformers,report]"
+	@$(PIP) install -e ".[all]"
 	@touch $@
 
 # Triton comes with torch's GPU builds; on other machines the tests of the kernels need it by itself.
 $(VENV)/.ready-dev: $(VENV)/.ready
 	@echo "installing the test tools"
-	@$(PIP) install -e ".[transformers,report,router,dev]"
+	@$(PIP) install -e ".[all,dev]"
 	@$(BIN)/python -c "import triton" 2>/dev/null || $(PIP) install --no-deps "$(TRITON)" || echo "no Triton: its tests skip"
 	@touch $@
 

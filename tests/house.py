@@ -30,7 +30,7 @@ ROOMS = {
     "runtime": 2730,
     "checkpoint": 1390,
     "engines": 10_150,
-    "router": 1340,
+    "router": 1390,
     "adapt": 450,
     "moving.py live.py": 240,
     "estimate": 1150,

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import PathDistribution
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 
 from semmoe.calibration import load_links
 from semmoe.cli import app
+from semmoe.cli.app import install_hint
 from semmoe.core import DECODE
 from semmoe.demo import MODEL
 from semmoe.engines.transformers.tokenizer import load_tokenizer
@@ -516,7 +518,24 @@ def test_offline_commands_need_neither_torch_nor_an_engine(tmp_path):
     refusal = [sys.executable, "-c", code, "generate", "tiny", "--prompt", "x"]
     result = subprocess.run(refusal, capture_output=True, text=True)
     assert result.returncode == 2
-    assert "pip install 'semmoe[transformers]'" in result.stderr
+    assert install_hint("transformers") in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("recorded", "command"),
+    [
+        (None, "pip install 'semmoe[serve]'"),
+        (
+            '{"url": "file:///home/me/semmoe", "dir_info": {"editable": true}}',
+            "pip install -e '/home/me/semmoe[serve]'",
+        ),
+        ('{"url": "file:///tmp/a%20b.whl", "archive_info": {}}', "pip install '/tmp/a b.whl[serve]'"),
+        ('{"url": "https://host/semmoe.whl", "archive_info": {}}', "pip install 'semmoe[serve]'"),
+    ],
+)
+def test_a_missing_extra_is_installed_from_where_semmoe_came(recorded, command, monkeypatch):
+    monkeypatch.setattr(PathDistribution, "read_text", lambda self, name: recorded)
+    assert install_hint("serve") == command
 
 
 def test_ctrl_c_elsewhere_promises_no_resuming(work, tmp_path, monkeypatch):

@@ -19,6 +19,7 @@ from router_site import HIGH, LOW, Engine, eventually, is_idle, make_plan, reque
 from typer.testing import CliRunner
 
 from semmoe.cli import app
+from semmoe.cli.app import install_hint
 from semmoe.demo import MODEL
 from semmoe.engines.transformers.tokenizer import load_tokenizer, tokenizer_hash
 from semmoe.placement.linear import vanilla_plan
@@ -747,7 +748,7 @@ def test_a_missing_extra_is_named(plan_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     result = command("http://127.0.0.1:1", "--plan", plan_path)
     assert result.exit_code == 2
-    assert "this command needs uvicorn: pip install 'semmoe[router]'" in result.stderr
+    assert f"this command needs uvicorn: {install_hint('serve')}" in result.stderr
 
 
 def test_the_command_explains_itself_and_costs_other_commands_nothing():

@@ -5,7 +5,7 @@ with which others, so that no tables can be made of them. Routing becomes a trac
 
 - maps `physical_to_logical_map`, (L, P) or one row for all layers: JSON of vLLM's pull request 49572 and of SGLang,
   `.npy` of what DeepSeek's EPLB returns, `.pt` of SGLang;
-- counts `logical_count`: `.pt` of SGLang's expert distribution, and what `semmoe record --counts-only` left;
+- counts `logical_count`: `.pt` of SGLang's expert distribution, and what `semmoe record start --counts-only` left;
 - SGLang's expert distribution in the modes `per_pass` and `per_token` (`.pt`), whose passes name no request: first
   chunks of prompts are read, later chunks and decoded tokens are counted and left out;
 - vLLM's answers with `routed_experts` and token ids (`--enable-return-routed-experts`, `return_token_ids`), an answer
@@ -75,7 +75,7 @@ def read_engine_file(path: Path) -> Found:
         return Found(ANSWERS)
     readers = {".json": _read_json, ".npy": _read_npy, ".pt": _read_pt}
     if path.suffix not in readers:
-        raise ValueError(f"{path} must be .json, .jsonl, .npy, .pt or what `semmoe record --counts-only` left")
+        raise ValueError(f"{path} must be .json, .jsonl, .npy, .pt or what `semmoe record start --counts-only` left")
     return _found(readers[path.suffix](path), path)
 
 

@@ -5,7 +5,11 @@ Every command is a thin layer over a library function. A user's mistake ends in 
 failure while running in exit code 1, Ctrl-C in 130.
 """
 
+import json
+import shlex
+from importlib.metadata import PackageNotFoundError, distribution
 from typing import Annotated, Any
+from urllib.parse import unquote, urlparse
 
 import typer
 from rich.markup import escape
@@ -34,7 +38,7 @@ class _Group(TyperGroup):
             extra = _extra(error.name, ctx.invoked_subcommand)
             if extra is None:
                 raise
-            _fail(f"this command needs {error.name}: pip install 'semmoe[{extra}]'", 2)
+            _fail(f"this command needs {error.name}: {install_hint(extra)}", 2)
         except ValueError as error:
             _fail(str(error), 2)
         except OSError as error:
@@ -50,14 +54,25 @@ class _Group(TyperGroup):
 def _extra(module: str | None, command: str | None) -> str | None:
     """The extra of semmoe that installs a missing module; None if there is none."""
     if module in ("httpcore", "uvicorn", "prometheus_client"):
-        return "router"
+        return "serve"
     if module in ("plotly", "jinja2"):
         return "report"
     if module in ("matplotlib", "sklearn"):
         return "dev"
     if module in ("torch", "transformers", "tokenizers"):
-        return "router" if command == "router" else "transformers"
+        return "serve" if command == "router" else "transformers"
     return None
+
+
+def install_hint(extra: str) -> str:
+    """The pip command that adds an extra to this installation: from an index, a checkout or a wheel on the disk."""
+    try:
+        source = json.loads(distribution("semmoe").read_text("direct_url.json") or "{}")
+    except PackageNotFoundError:
+        source = {}
+    url, editable = urlparse(source.get("url", "")), source.get("dir_info", {}).get("editable", False)
+    what = unquote(url.path) if url.scheme == "file" else "semmoe"
+    return f"pip install {'-e ' * editable}{shlex.quote(f'{what}[{extra}]')}"
 
 
 def was_given(ctx: typer.Context, name: str) -> bool:

@@ -36,9 +36,9 @@ def import_(
     """Read what an engine or EPLB wrote about experts.
 
     A map of physical experts (vLLM's or SGLang's JSON, .npy, .pt) becomes a plan, and so do counts of activations
-    (SGLang's expert distribution, `semmoe record --counts-only`), by EPLB: counts do not say which tokens or requests
-    use an expert, so the plan balances load and schedules nothing. SGLang's records of passes and vLLM's answers with
-    routed experts (.jsonl) become a trace for `semmoe solve`.
+    (SGLang's expert distribution, `semmoe record start --counts-only`), by EPLB: counts do not say which tokens or
+    requests use an expert, so the plan balances load and schedules nothing. SGLang's records of passes and vLLM's
+    answers with routed experts (.jsonl) become a trace for `semmoe solve`.
 
     Examples: `semmoe import map.json --model MODEL --ep-size 8 --out plan` and
     `semmoe import answers.jsonl --model MODEL --out trace`

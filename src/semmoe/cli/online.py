@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from semmoe import console, tables
-from semmoe.cli.app import OFFLINE, TOOLS, app
+from semmoe.cli.app import OFFLINE, TOOLS, app, install_hint
 from semmoe.cli.form import takes
 from semmoe.cli.options import (
     INPUT,
@@ -321,7 +321,7 @@ def demo(
     if as_json:
         console.print_json({**result, "report": None if page is None else str(page)})
     elif page is None:
-        console.out.print('for all this as one page: pip install "semmoe[report]"', markup=False)
+        console.out.print(f"for all this as one page: {install_hint('report')}", markup=False, soft_wrap=True)
     else:
         console.out.print(f"report: {page}", markup=False)
     if not all(row["identical"] for row in rows):
