@@ -1,0 +1,74 @@
+"""What a release is: a wheel and a source archive that twine accepts, and that work where nothing else is installed."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+from synthetic import random_trace
+
+from semmoe import __version__
+from semmoe.trace import save_trace
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(*words, **more):
+    done = subprocess.run(list(map(str, words)), capture_output=True, text=True, **more)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_citation_is_of_this_version():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert (cited["cff-version"], cited["version"], cited["license"]) == ("1.2.0", __version__, "Apache-2.0")
+    assert f"## {__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def release(tmp_path_factory):
+    """The folder with the wheel and the source archive, built from tracked files alone."""
+    folder = tmp_path_factory.mktemp("release")
+    files = run("git", "-C", ROOT, "ls-files", "--cached", "--others", "--exclude-standard").splitlines()
+    for name in files:
+        if (ROOT / name).is_file():
+            (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, folder / "source" / name)
+    run(sys.executable, "-m", "build", folder / "source", "--outdir", folder / "dist")
+    return folder / "dist"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_twine_accepts_a_wheel_of_the_package_and_a_source_archive(release):
+    run(sys.executable, "-m", "twine", "check", "--strict", *sorted(release.iterdir()))
+    (wheel,), (archive,) = release.glob("*.whl"), release.glob("*.tar.gz")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    tracked = run("git", "-C", ROOT, "ls-files", "src").splitlines()
+    assert {name.removeprefix("src/") for name in tracked if "__pycache__" not in name} <= names
+    assert {name.split("/")[0] for name in names} == {"semmoe", f"semmoe-{__version__}.dist-info"}
+    with tarfile.open(archive) as packed:
+        assert {"pyproject.toml", "LICENSE", "README.md"} <= {Path(name).name for name in packed.getnames()}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_wheel_works_without_extras_and_says_how_to_get_them(release, tmp_path):
+    (wheel,) = release.glob("*.whl")
+    venv.create(tmp_path / "fresh", with_pip=True)
+    tools, environment = tmp_path / "fresh" / "bin", {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    run(tools / "pip", "install", "-q", "--disable-pip-version-check", wheel, env=environment)
+    assert run(tools / "semmoe", "--version", env=environment).strip() == __version__
+    save_trace(random_trace(0, requests=40), tmp_path / "trace")
+    words = ["solve", "trace", "--ep-size", "4", "--attention", "dp", "--out", "plan"]
+    run(tools / "semmoe", *words, cwd=tmp_path, env=environment)
+    run(tools / "semmoe", "replay", "trace", "--plan", "plan", cwd=tmp_path, env=environment)
+    lacking = subprocess.run([tools / "semmoe", "demo"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert lacking.returncode == 2
+    assert f"{wheel}[transformers]" in lacking.stderr
