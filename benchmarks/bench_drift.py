@@ -51,8 +51,8 @@ from semmoe.topology import Topology
 CLIENTS, NEW_TOKENS, PERIOD, PARTS = 8, 16, 2.0, 12
 NAMES = ("frozen", "adapt", "known", "eplb")
 # A server's traffic changes within hours; here within minutes, so the loop looks, records and solves as fast.
-ADAPT = ["--every", "2", "--window", "12", "--requests", "120", "--rest", "20", "--solve-seconds", "4",
-         "--horizon", "600", "--nice", "0"]  # fmt: skip
+ADAPT = ["--every", "2", "--window", "8", "--requests", "80", "--rest", "10", "--solve-seconds", "4",
+         "--horizon", "600", "--nice", "0", "--keep-recording"]  # fmt: skip
 # Its recorder counts in this mode of its dispatcher; on a CPU rows go through ours all the same.
 EPLB = {"enable_eplb": True, "eplb_rebalance_num_iterations": 200, "ep_dispatch_algorithm": "static",
         "deepep_mode": "normal"}  # fmt: skip

@@ -4,19 +4,23 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
+from synthetic import planted_trace
 
 from semmoe import watch
 from semmoe.adapt import loop as looping
-from semmoe.adapt.decide import Score, confirm, judge, wants
+from semmoe.adapt.decide import Score, confirm, drifted_since, judge, wants
 from semmoe.adapt.loop import SWITCH, Adapter
-from semmoe.adapt.solving import by_age
+from semmoe.adapt.recording import ROTATE, Recording
+from semmoe.adapt.solving import Job, by_age, run_child
 from semmoe.calibration import load_links
 from semmoe.core import RoutingTrace
 from semmoe.moving import weigh
 from semmoe.placement.linear import vanilla_plan
 from semmoe.plan import load_plan, save_plan
-from semmoe.settings import AdaptSettings
+from semmoe.settings import AdaptSettings, CoclusterSettings, SolveSettings
+from semmoe.solver import solve
 from semmoe.topology import Fingerprint, Topology
+from semmoe.trace import save_trace
 
 MODEL = Fingerprint(
     model="m", architecture_hash="a", tokenizer_hash="t", num_layers=2, num_experts=4, top_k=2, vocab_size=16
@@ -65,6 +69,105 @@ def test_a_plan_is_swapped_in_where_it_gains_and_pays(gain, weighed, action):
 def test_a_swap_is_confirmed_by_what_was_measured(after, action):
     """Before it .50 of pairs were local, and .06 more were predicted; at least .018 must be there."""
     assert confirm(0.50, seen(after), 0.06, S).action == action
+
+
+def looks(*rates, pairs=20_000):
+    """Looks every 10 s, between which these local activation rates were counted."""
+    local = np.cumsum([0.0, *(rate * pairs for rate in rates)])
+    labels = {name: frozenset({("local", name), ("ep_rank", "0")}) for name in ("true", "false")}
+    return [
+        watch.Look(10.0 * i, {("pairs", labels["true"]): n, ("pairs", labels["false"]): i * pairs - n})
+        for i, n in enumerate(local)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rates", "since"),
+    [((0.6, 0.6, 0.5, 0.5), 20), ((0.5, 0.6, 0.5), 20), ((0.6, 0.6), 20), ((0.5, 0.5), 0), ((0.6, 0.581), 20)],
+)
+def test_drift_began_after_the_last_reading_as_expected(rates, since):
+    assert drifted_since(looks(*rates), 0.6, S) == since
+
+
+def test_readings_of_few_tokens_do_not_say_when_drift_began():
+    assert drifted_since(looks(0.5, 0.5, pairs=5000), 0.6, S) == 20
+
+
+@dataclass
+class Taped:
+    """A recorder that records two requests a second, whose time the test sets."""
+
+    now: float = 0.0
+    begun: float | None = None
+    ended: list[tuple[float, int]] = field(default_factory=list)
+
+    def clock(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+    def recorded(self):
+        return int(2 * (self.now - self.begun))
+
+    def begin_recording(self):
+        assert self.begun is None, "it records already"
+        self.begun = self.now
+
+    def end_recording(self, target):
+        self.ended.append((self.now, self.recorded()))
+        self.begun = None
+        if not self.ended[-1][1]:
+            raise ValueError("no request that has ended")
+
+
+def recording(tape, folder, **settings):
+    given = replace(S, requests=40, window=30, **settings)
+    return Recording(tape, given, folder, tape.clock, tape.sleep)
+
+
+def test_without_being_asked_nothing_is_recorded_before_drift(tmp_path):
+    tape = Taped()
+    found = recording(tape, tmp_path)
+    found.note()
+    assert tape.begun is None
+    assert found.take(5.0, tmp_path / "trace") == 0
+    assert tape.ended == [(20.0, 40)]
+
+
+@pytest.mark.parametrize(("since", "older", "ended"), [(20.0, 40, 40.0), (34.0, 60, 50.0), (None, 30, 35.0)])
+def test_what_is_always_recorded_is_cut_where_drift_began(since, older, ended, tmp_path):
+    """Looks every 10 s: a request counts if it ended after the last look before that time."""
+    tape = Taped()
+    found = recording(tape, tmp_path, keep_recording=True)
+    for now in (0.0, 10.0, 20.0, 30.0):
+        tape.now = now
+        found.note()
+    tape.now = 35.0
+    assert found.take(since, tmp_path / "trace") == older
+    assert tape.ended == [(ended, 2 * ended)]
+
+
+def test_what_is_always_recorded_stays_bounded_and_is_removed_at_the_end(tmp_path):
+    tape = Taped()
+    found = recording(tape, tmp_path, keep_recording=True)
+    for now in range(0, 1000, 10):
+        tape.now = float(now)
+        found.note()
+        assert tape.recorded() <= ROTATE * 40 + 20
+    assert len(tape.ended) > 2
+    found.close()
+    assert tape.begun is None
+    found.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_recording_of_nothing_ends_as_well(tmp_path):
+    tape = Taped()
+    found = recording(tape, tmp_path, keep_recording=True)
+    found.note()
+    found.close()
+    assert tape.begun is None
 
 
 @dataclass
@@ -147,6 +250,26 @@ def test_the_loop_records_solves_swaps_and_stays(adapter):
     assert load_plan(found.path).method == "new"
 
 
+def test_plans_that_served_are_kept_to_be_tried_again(adapter, tmp_path):
+    """The plan that the user gave is tried too, and is never removed; older ones than the newest two are."""
+    found = adapter[0]
+    found.settings = replace(found.settings, kept_plans=2)
+    given, paths = found.path, []
+    for i in range(4):
+        rows = np.tile(np.roll(np.arange(4, dtype=np.int32), i), (2, 1))
+        paths.append(
+            found._keep(replace(found.plan, placement=replace(found.plan.placement, physical_to_logical_map=rows)))
+        )
+        found.path = paths[-1]
+        assert load_plan(found.path)
+        assert given.exists()
+    assert found._kept == paths[1:3]
+    assert sorted((tmp_path / "adapted").iterdir()) == sorted(paths[1:])
+    found.path = found._keep(load_plan(paths[1]))  # one that served before serves again
+    assert found.path == paths[1]
+    assert found._kept == [paths[2], paths[3]]
+
+
 def test_the_old_plan_comes_back_where_the_gain_is_not_there(adapter):
     found, server, told = adapter
     server.rates["new"] = 0.50
@@ -226,3 +349,23 @@ def test_the_newest_requests_are_for_scoring():
     assert newest.token_ids.tolist() == [i % 16 for i in range(30, 50)]
     with pytest.raises(ValueError, match="50 requests were recorded, too few"):
         by_age(trace, 0.1)
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_plan_that_served_before_is_taken_where_its_traffic_comes_back(tmp_path, comes_back):
+    """Two kinds of requests whose experts are renumbered; the plan of one serves, and requests are of the other."""
+    first = planted_trace(2, 1, requests_per_group=40)[0]
+    rows = np.random.default_rng(0).permutation(8)
+    other = replace(first, expert_ids=rows[first.expert_ids].astype(np.uint8))
+    topology, quick = Topology(ep_size=2, dp_size=2), CoclusterSettings(starts=1, steps=10)
+    for name, trace in {"first": first, "other": other}.items():
+        save_plan(solve(trace, topology, SolveSettings(cocluster=quick)), tmp_path / name)
+    save_trace(other, tmp_path / "trace")
+    kept = [str(tmp_path / "other")] if comes_back else []
+    job = Job(trace=str(tmp_path / "trace"), plan=str(tmp_path / "first"), folder=str(tmp_path), seconds=5, judged=0.3,
+              nice=0, links="", older=0, kept=kept, least_gain=0.01)  # fmt: skip
+    path, old, new = run_child(job, 60)
+    assert path == tmp_path / ("other" if comes_back else "plan")
+    assert (tmp_path / "plan").exists() != comes_back
+    assert new.lar > old.lar + 0.2
+    assert load_plan(path).topology == topology

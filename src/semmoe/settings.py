@@ -305,6 +305,10 @@ class AdaptSettings:
     schedule: float = number(0.0, 0, 1e8, help="Also solve after so many seconds without one; 0: only on drift.")
     rest: float = number(120.0, 0, 1e8, help="Least seconds between two solves.")
     requests: int = number(500, 40, 1_000_000, help="Requests to record.")
+    keep_recording: bool = switch(
+        help="Record all the time, so that a plan is solved on requests that ended since the drift began."
+    )
+    kept_plans: int = number(4, 0, 100, help="Plans that served before and are tried before a new one is solved.")
     patience: float = number(600.0, 1, 86_400, help="Most seconds to record for.")
     judged: float = number(0.3, 0.05, 0.9, help="Share of them, the newest, that plans are scored on.")
     solve_seconds: float = number(30.0, 0.1, 86_400, help="Seconds to search a plan.")

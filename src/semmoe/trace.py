@@ -117,14 +117,16 @@ class TraceWriter:
     def append_all(self, trace: RoutingTrace) -> None:
         """Add every request of `trace`, which must have the same fingerprint."""
         for r in range(trace.num_requests):
-            rows = slice(trace.request_offsets[r], trace.request_offsets[r + 1])
-            self.append(
-                prompt_ids=trace.prompt(r),
-                token_ids=trace.token_ids[rows],
-                expert_ids=trace.expert_ids[rows],
-                phase=trace.phase[rows],
-                lookahead_ids=None if trace.lookahead_ids is None else trace.lookahead_ids[rows],
-            )
+            self.append_one(trace, r)
+
+    def append_one(self, trace: RoutingTrace, request: int) -> None:
+        """Add one request of `trace`, which must have the same fingerprint."""
+        rows, ahead = trace.rows(request), trace.lookahead_ids
+        self.append(
+            prompt_ids=trace.prompt(request),
+            **{name: getattr(trace, name)[rows] for name in ("token_ids", "expert_ids", "phase")},
+            lookahead_ids=None if ahead is None else ahead[rows],
+        )
 
     def flush(self) -> None:
         if self._pending:

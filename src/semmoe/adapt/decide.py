@@ -1,12 +1,13 @@
 """The decisions of `semmoe adapt`: pure functions of what was seen, replayed and measured."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any
 
 from semmoe.moving import Weighed
 from semmoe.settings import AdaptSettings
-from semmoe.watch import ENOUGH_PAIRS, View
+from semmoe.watch import ENOUGH_PAIRS, Look, View, view
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,21 @@ def wants(seen: View, expected: float | None, quiet: float, s: AdaptSettings) ->
         return Decision(action="watch", why=f"the last solve was {quiet:.0f} s ago", figures=figures)
     why = f"local activation rate {seen.lar:.3f}, expected {expected:.3f}"
     return Decision(action="record", why=why, figures=figures)
+
+
+def drifted_since(looks: Sequence[Look], expected: float | None, s: AdaptSettings) -> float:
+    """The time of the look from which on every reading is below what is expected; the last look's if none is.
+
+    A reading of too few tokens says nothing and is passed over. looks: two or more, oldest first.
+    """
+    since = looks[-1].time
+    for before, after in zip(reversed(list(looks)[:-1]), reversed(looks), strict=False):
+        seen = view(before, after)
+        if seen.lar is not None and seen.pairs >= ENOUGH_PAIRS:
+            if expected is None or seen.lar >= expected - s.margin:
+                break
+            since = before.time
+    return since
 
 
 def judge(old: Score, new: Score, weighed: Weighed, s: AdaptSettings) -> Decision:

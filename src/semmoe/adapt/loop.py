@@ -1,5 +1,6 @@
 """The loop of `semmoe adapt`: watch, record, solve again, weigh the move, swap, check; every decision is told."""
 
+import shutil
 import tempfile
 import time
 from collections import deque
@@ -9,30 +10,24 @@ from pathlib import Path
 from typing import Protocol
 
 from semmoe import watch
-from semmoe.adapt.decide import Decision, Score, confirm, judge, wants
+from semmoe.adapt.decide import Decision, Score, confirm, drifted_since, judge, wants
+from semmoe.adapt.recording import Recorder, Recording
 from semmoe.adapt.solving import Job, run_child
 from semmoe.calibration import Links
 from semmoe.core import Plan
+from semmoe.engines.live.files import plan_name, plan_number
 from semmoe.moving import move_between, weigh
 from semmoe.plan import load_plan, save_plan
 from semmoe.settings import AdaptSettings
 
-POLL = 0.5  # seconds between two looks at how many requests were recorded
 SWITCH = "adapt.off"  # a file in the control folder: nothing is done while it is there
 
 
-class Server(Protocol):
+class Server(Recorder, Protocol):
     """A running server, as the loop needs it."""
 
     def look(self) -> watch.Look:
         """Its counters now."""
-
-    def recorded(self) -> int:
-        """Requests in the recording that is on."""
-
-    def begin_recording(self) -> None: ...
-
-    def end_recording(self, target: Path) -> None: ...
 
     def expert_bytes(self) -> int:
         """Weights of one expert of one layer."""
@@ -65,12 +60,20 @@ class Adapter:
         self.expected = watch.expected_lar(self.plan.expected)
         self._looks: deque[watch.Look] = deque([self.server.look()])
         self._solved, self._said = self.clock(), ""
+        self._recording = Recording(self.server, self.settings, self.folder, self.clock, self.sleep)
+        self._kept: list[Path] = []  # plans that served before, the newest last
+
+    def close(self) -> None:
+        """Leave the server as it serves, with no recording on."""
+        self._recording.close()
 
     def turn(self) -> Decision:
         """One turn: watch, and go on from there as far as it leads."""
         self.sleep(self.settings.every)
         if (self.folder / SWITCH).exists():
+            self._recording.close()
             return self._say(Decision(action="off", why=f"{self.folder / SWITCH} exists", figures={}))
+        self._recording.note()
         seen = self._seen()
         if seen.seconds < self.settings.window - self.settings.every:
             return self._say(Decision(action="watch", why="the first window is not over", figures={}))
@@ -107,15 +110,12 @@ class Adapter:
             self._solved = self.clock()
 
     def _from_recording(self, seen: watch.View, scratch: Path) -> Decision:
-        s, begun = self.settings, self.clock()
-        self.server.begin_recording()
-        try:
-            while self.server.recorded() < s.requests and self.clock() - begun < s.patience:
-                self.sleep(POLL)
-        finally:
-            self.server.end_recording(scratch / "trace")
+        s, since = self.settings, drifted_since(self._looks, self.expected, self.settings)
+        older = self._recording.take(None if since == self._looks[-1].time else since, scratch / "trace")
+        kept = [str(path) for path in self._kept if path != self.path]
         job = Job(trace=str(scratch / "trace"), plan=str(self.path), folder=str(scratch), seconds=s.solve_seconds,
-                  judged=s.judged, nice=s.nice, links=self.links_name)  # fmt: skip
+                  judged=s.judged, nice=s.nice, links=self.links_name, older=older, kept=kept,
+                  least_gain=s.least_gain)  # fmt: skip
         self._say(Decision(action="solve", why="requests are recorded", figures={}))
         path, old, new = run_child(job, 3 * s.solve_seconds + 60)
         plan = load_plan(path)
@@ -150,7 +150,16 @@ class Adapter:
         return found
 
     def _keep(self, plan: Plan) -> Path:
-        """Keep a plan that is served where it can be found; not before its gain is confirmed, since it may go back."""
-        target = self.folder / "adapted"
+        """Keep a plan that is served where it can be found; not before its gain is confirmed, since it may go back.
+
+        The plan before it stays too, and the newest that served, so that they are there when traffic comes back.
+        """
+        target = self.folder / "adapted" / plan_name(plan_number(plan))
         save_plan(plan, target)
+        kept = [path for path in (*self._kept, self.path) if path != target]
+        most = self.settings.kept_plans
+        for path in kept[: max(len(kept) - most, 0)]:
+            if path.parent == target.parent:  # a plan that the user gave is the user's
+                shutil.rmtree(path)
+        self._kept = kept[max(len(kept) - most, 0) :]
         return target

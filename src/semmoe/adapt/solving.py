@@ -2,8 +2,9 @@
 
     python -m semmoe.adapt.solving JOB.json
 
-The oldest requests are for solving, from the plan that is served; the newest are for scoring both plans. What is found
-goes to the job's folder: `plan`, and `scores.json`.
+The oldest requests are for solving, from the plan that is served; the newest are for scoring plans. Where traffic comes
+back, a plan that served before is there at once: the best of these is taken if it gains enough, and else a new one is
+solved. What is found goes to the job's folder: a new plan to `plan`, and `found.json` says which it is.
 """
 
 import json
@@ -40,6 +41,9 @@ class Job:
     judged: float  # share of requests, the newest, that are for scoring
     nice: int
     links: str  # a file or a shipped name; "" for the shipped default
+    older: int  # the first requests of the trace, which do not count
+    kept: list[str]  # plans that served before
+    least_gain: float  # local pairs that one of them must gain
 
 
 def run_child(job: Job, seconds: float) -> tuple[Path, Score, Score]:
@@ -53,22 +57,33 @@ def run_child(job: Job, seconds: float) -> tuple[Path, Score, Score]:
         raise RuntimeError(f"no plan was found within {seconds:g} s") from None
     if done.returncode:
         raise RuntimeError((done.stderr.strip().splitlines() or ["the solver ended without a word"])[-1])
-    scores = json.loads((Path(job.folder) / "scores.json").read_text())
-    return Path(job.folder) / "plan", Score(**scores["old"]), Score(**scores["new"])
+    found = json.loads((Path(job.folder) / "found.json").read_text())
+    return Path(found["path"]), Score(**found["old"]), Score(**found["new"])
 
 
 def main(job: Job) -> None:
-    """Solve, score, and write both."""
+    """Take a plan that served before, or solve one; score it and the one that serves, and write what is found."""
     os.nice(job.nice)
     trace, old = open_trace(Path(job.trace)), load_plan(job.plan)
-    seen, newest = by_age(trace, job.judged)
+    seen, newest = by_age(trace.select(np.arange(job.older, trace.num_requests)), job.judged)
+    links = load_links(job.links or default_links(old), old.topology)
+    before, scores = score(newest, old, links), {}
+    for path in job.kept:
+        scores[path] = score(newest, load_plan(path), links)
+    best = max(scores, key=lambda path: scores[path].lar, default=None)
+    if best is None or scores[best].lar < before.lar + job.least_gain:
+        best = str(Path(job.folder) / "plan")
+        plan = _solve(job, seen, old)
+        save_plan(plan, best)
+        scores[best] = score(newest, plan, links)
+    found = {"path": best, "old": asdict(before), "new": asdict(scores[best])}
+    (Path(job.folder) / "found.json").write_text(json.dumps(found))
+
+
+def _solve(job: Job, seen: RoutingTrace, old: Plan) -> Plan:
     settings = SolveSettings(redundant_experts=old.placement.redundant_experts)
     settings = replace(settings, cocluster=replace(settings.cocluster, budget=job.seconds))
-    new = solve(seen, old.topology, settings, previous=old)
-    links = load_links(job.links or default_links(old), old.topology)
-    scores = {name: asdict(score(newest, plan, links)) for name, plan in {"old": old, "new": new}.items()}
-    save_plan(new, Path(job.folder) / "plan")
-    (Path(job.folder) / "scores.json").write_text(json.dumps(scores))
+    return solve(seen, old.topology, settings, previous=old)
 
 
 def by_age(trace: RoutingTrace, judged: float) -> tuple[RoutingTrace, RoutingTrace]:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import signal
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -45,7 +47,8 @@ def adapt(
     The new plan must keep more pairs local for the newest requests, on which it was not solved, and pay for the move on
     these links within the horizon. After a swap the gain is measured; if it is not there, the old plan comes back.
     Every decision is a line of JSON in the control folder (adapt.jsonl). A file adapt.off there stops all decisions.
-    Recordings hold users' text, are readable by you only, and are removed once a plan is solved.
+    Recordings hold users' text, are readable by you only, and are removed once a plan is solved. Plans that served
+    before stay in the control folder and are tried first, since traffic comes back.
 
     Examples: `semmoe adapt http://127.0.0.1:30000 --plan plan --links links.json` and
     `semmoe adapt http://127.0.0.1:30000 --plan plan --dry-run --json`
@@ -54,8 +57,12 @@ def adapt(
     folder = control or default_folder(urlsplit(address(url)).port or 80)
     tell = _teller(folder / LOG, decisions(metrics_port), as_json)
     loop = _adapter(address(url), plan, folder, links, given, tell, dry_run)
-    while True:
-        loop.turn()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else the recording that is on would stay on
+    try:
+        while True:
+            loop.turn()
+    finally:
+        loop.close()
 
 
 def _adapter(

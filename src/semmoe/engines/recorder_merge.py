@@ -1,14 +1,16 @@
 """Merge what the ranks of a server recorded into one trace or one set of counts."""
 
+import heapq
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from semmoe.core import RoutingTrace
 from semmoe.engines.recorder_session import load_counts
-from semmoe.files import atomic_directory, load_json, save_arrays, save_json
+from semmoe.files import array_shape, atomic_directory, load_json, save_arrays, save_json
 from semmoe.trace import TraceHeader, TraceWriter, read_header, read_shards, shard_paths
 
 
@@ -20,7 +22,7 @@ class Merged:
 
 
 def merge_traces(run: Path, out: Path) -> Merged:
-    """Write the requests of every `rank-*` of `run`, rank by rank, to a trace directory readable by its owner only."""
+    """Write the requests of every `rank-*` of `run` to a trace directory readable by its owner only."""
     ranks = [path for path in sorted(run.glob("rank-*")) if shard_paths(path)]
     if not ranks:
         raise ValueError(f"{run} holds no request that has ended")
@@ -28,25 +30,31 @@ def merge_traces(run: Path, out: Path) -> Merged:
 
 
 def join_traces(traces: Sequence[Path], out: Path) -> Merged:
-    """Write the requests of several trace directories, one after the other, to another one."""
+    """Write the requests of several trace directories to another one.
+
+    They were recorded at the same time, each in order of ends: so they are interleaved, each as evenly as it goes, lest
+    the newest requests of the joined trace be those of the last rank.
+    """
     if out.exists():
         raise ValueError(f"{out} exists: choose another --out")
     header = _agreed({path: read_header(path) for path in traces})
-    requests = tokens = 0
+    tokens = 0
     with atomic_directory(out, private=True) as staged, TraceWriter(staged, header, private=True) as writer:
-        for path in traces:
-            tokens += _append_all(path, writer)
+        for _, _, trace, r in heapq.merge(*(_by_age(path, i) for i, path in enumerate(traces))):
+            writer.append_one(trace, r)
+            tokens += int(trace.request_offsets[r + 1] - trace.request_offsets[r])
         requests = writer.num_requests
     return Merged(out=out, requests=requests, tokens=tokens)
 
 
-def _append_all(path: Path, writer: TraceWriter) -> int:
-    """Append a trace shard by shard, since it may be larger than memory. Returns the number of tokens."""
-    tokens = 0
+def _by_age(path: Path, number: int) -> Iterator[tuple[float, int, RoutingTrace, int]]:
+    """Every request of a trace by its place, from 0 to 1, shard by shard, since it may be larger than memory."""
+    total = sum(array_shape(shard, "request_lengths")[0] for shard in shard_paths(path))
+    done = 0
     for trace in read_shards(path):
-        writer.append_all(trace)
-        tokens += trace.num_tokens
-    return tokens
+        for r in range(trace.num_requests):
+            yield (done + r + 0.5) / total, number, trace, r
+        done += trace.num_requests
 
 
 def merge_counts(run: Path, out: Path) -> Merged:
