@@ -4,7 +4,7 @@
 
 In the engine's own environment, as root. The nodes are network namespaces; each has its own copy of the plan, its own
 control folder and its own `semmoe serve` with the engine's options for several nodes (vLLM's second node is
-`--headless`). Then: every answer is the plain model's; what both nodes recorded, joined by `semmoe record join`, has
+`--headless`). Then: every answer is the plain model's; what both nodes recorded, joined by `semmoe trace merge`, has
 every request once; `semmoe watch --also` sees the ranks of both, on one plan. Prints what was found and one JSON line;
 exit code 1 if anything of this does not hold.
 """
@@ -158,7 +158,7 @@ def prove(nodes: Nodes, given: list[list[int]], attention: str) -> dict[str, Any
     for node, control in enumerate(recording):
         traces.append(str(nodes.folder(node) / "trace"))
         nodes.on(node, *SEMMOE, "record", "stop", control, "--out", traces[-1])
-    nodes.on(0, *SEMMOE, "record", "join", *traces, "--out", str(nodes.home / "trace"))
+    nodes.on(0, *SEMMOE, "trace", "merge", *traces, "--out", str(nodes.home / "trace"))
     joined, own = open_trace(nodes.home / "trace"), [open_trace(trace).num_requests for trace in traces]
     agreement = verify.compare_outputs(model, given, expected, told)
     view = json.loads(seen) if seen else {"ranks": problem}

@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
-TOTAL, FILE, FUNCTION = 33_500, 350, 50
+TOTAL, FILE, FUNCTION = 33_950, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 335,
     "topology.py bounds.py digests.py hashed.py html.py": 380,
-    "files.py trace.py": 535,
+    "files.py trace.py streams.py": 780,
     "affinity.py splitter.py copychoice.py metrics.py capacity.py": 680,
-    "settings.py calibration.py cost.py rowcosts.py payoff.py": 980,
+    "settings.py calibration.py cost.py rowcosts.py payoff.py": 1000,
     "results.py": 325,
     "tokens": 1100,
     "requests": 1060,
@@ -35,13 +35,13 @@ ROOMS = {
     "moving.py live.py": 240,
     "estimate": 1150,
     "report": 1830,
-    "cli": 3000,
+    "cli": 3130,
     "__init__.py concentration.py console.py dataset.py demo.py tables.py texts.py watch.py": 1010,
 }
 # From the ground up: a module imports from its own storey and those below.
 STOREYS = (
     ("bounds", "digests", "hashed", "html", "topology", "core", "console", "texts"),
-    ("files", "trace", "copychoice", "metrics", "capacity", "affinity", "rowcosts", "settings", "splitter"),
+    ("files", "trace", "streams", "copychoice", "metrics", "capacity", "affinity", "rowcosts", "settings", "splitter"),
     ("calibration", "dataset", "results"),
     ("cost",),
     ("tokens", "requests"),

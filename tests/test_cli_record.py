@@ -279,30 +279,3 @@ def test_a_server_that_cannot_record_says_why(folder):
     said = run("status", folder)
     assert "refused" in said.output
     assert "rank 0: tokens shuffled once per batch carry no routing along" in said.output
-
-
-def test_what_nodes_record_is_joined(tmp_path):
-    """Each node has a control folder of its own."""
-    for node, requests in enumerate((20, 7)):
-        folder = tmp_path / f"control-{node}"
-        open_folder(folder)
-        recorders = server(folder, 1)
-        run("start", folder)
-        serve(recorders, requests)
-        with Polled(recorders):
-            run("stop", folder, "--out", tmp_path / f"node-{node}")
-    parts = tmp_path / "node-0", tmp_path / "node-1"
-    told = json.loads(run("join", *parts, "--out", tmp_path / "trace", "--json").stdout)
-    assert (told["requests"], told["tokens"]) == (27, 27 * LENGTH)
-    joined, first, second = open_trace(tmp_path / "trace"), *map(open_trace, parts)
-    assert joined.num_requests == 27
-    # As evenly as it goes, each in its order: the newest of the joined trace are not those of one node alone.
-    order = sorted((*((r + 0.5) / 20 for r in range(20)), *((r + 0.5) / 7 for r in range(7))))
-    of_second = [place not in {(r + 0.5) / 20 for r in range(20)} for place in order]
-    assert not all(of_second[-7:])
-    for part, mask in ((first, ~np.array(of_second)), (second, np.array(of_second))):
-        np.testing.assert_array_equal(joined.select(np.flatnonzero(mask)).expert_ids, part.expert_ids)
-    assert stat.S_IMODE((tmp_path / "trace").stat().st_mode) == 0o700
-    refused(run("join", *parts, "--out", tmp_path / "trace"), "exists: choose another --out")
-    refused(run("join", parts[0], tmp_path / "nowhere", "--out", tmp_path / "other"), "nowhere")
-    assert not (tmp_path / "other").exists()

@@ -143,6 +143,15 @@ def array_shape(path: Path, name: str) -> tuple[int, ...]:
         raise ValueError(f"{path} is truncated or damaged ({error})") from None
 
 
+def load_array(path: Path, name: str) -> np.ndarray:
+    """One array of a safetensors file, without reading the others."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return np.asarray(file.get_tensor(name))
+    except SafetensorError as error:
+        raise ValueError(f"{path} is truncated or damaged ({error})") from None
+
+
 def save_json(path: Path, model: BaseModel, private: bool = False) -> None:
     with atomic_file(path, private) as staged:
         staged.write_text(model.model_dump_json(indent=1) + "\n", encoding="utf-8")

@@ -149,6 +149,15 @@ class ReplaySettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SampleSettings:
+    tokens: int = number(1 << 22, 1, 1 << 40, help="Routed tokens to draw, about.")
+    seed: int = number(0, *SEED, help="Seed of the draw.")
+
+    def __post_init__(self) -> None:
+        check_numbers(self)
+
+
+@dataclass(frozen=True, kw_only=True)
 class GenerateSettings:
     max_new_tokens: int = number(32, 1, 1 << 20, panel="Input", help="Tokens to generate.")
     # requests decoded together in one attention group

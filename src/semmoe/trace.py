@@ -122,11 +122,8 @@ class TraceWriter:
     def append_one(self, trace: RoutingTrace, request: int) -> None:
         """Add one request of `trace`, which must have the same fingerprint."""
         rows, ahead = trace.rows(request), trace.lookahead_ids
-        self.append(
-            prompt_ids=trace.prompt(request),
-            **{name: getattr(trace, name)[rows] for name in ("token_ids", "expert_ids", "phase")},
-            lookahead_ids=None if ahead is None else ahead[rows],
-        )
+        part = {name: getattr(trace, name)[rows] for name in ("token_ids", "expert_ids", "phase")}
+        self.append(prompt_ids=trace.prompt(request), **part, lookahead_ids=None if ahead is None else ahead[rows])
 
     def flush(self) -> None:
         if self._pending:
@@ -179,7 +176,7 @@ def open_trace(path: Path | str) -> RoutingTrace:
     shards = [load_arrays(shard, header.arrays) for shard in shard_paths(path)]
     if not shards:
         raise ValueError(f"{path} holds no shard yet: run its profile again to fill it")
-    return _joined(path, header.fingerprint, shards, _hashed(path))
+    return join_shards(path, header.fingerprint, shards, _hashed(path))
 
 
 def _hashed(path: Path) -> HashedLayers:
@@ -199,12 +196,13 @@ def read_shards(path: Path) -> Iterator[RoutingTrace]:
     """Read a trace directory shard by shard, for traces that are larger than memory."""
     header, hashed = read_header(path), _hashed(path)
     for shard in shard_paths(path):
-        yield _joined(shard, header.fingerprint, [load_arrays(shard, header.arrays)], hashed)
+        yield join_shards(shard, header.fingerprint, [load_arrays(shard, header.arrays)], hashed)
 
 
-def _joined(
+def join_shards(
     path: Path, fingerprint: Fingerprint, shards: list[dict[str, np.ndarray]], hashed: HashedLayers
 ) -> RoutingTrace:
+    """The trace of shards' arrays, one after the other; path: for errors."""
     joined = {name: np.concatenate([shard[name] for shard in shards]) for name in shards[0]}
     try:
         trace = RoutingTrace(

@@ -15,6 +15,7 @@ from semmoe.cli import (
     router,
     serve,
     swap,
+    trace,
     watch,
 )
 from semmoe.cli.app import app
@@ -36,6 +37,7 @@ __all__ = [
     "router",
     "serve",
     "swap",
+    "trace",
     "watch",
 ]
 GROUPS = (

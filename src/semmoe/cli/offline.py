@@ -25,6 +25,7 @@ from semmoe.cli.options import (
     Widths,
     check_result,
     model_path,
+    read_trace,
     resolve_topology,
     tell_result,
 )
@@ -82,10 +83,10 @@ def affinity(
     """
     from semmoe import concentration
     from semmoe.affinity import build_affinity
-    from semmoe.trace import describe, open_trace
+    from semmoe.trace import describe
 
     check_result(out, force)
-    opened = open_trace(trace)
+    opened = read_trace(trace)
     result: dict[str, Any] = {"trace": describe(opened)}
     with console.bars() as bars:
         advance = bars.task("measuring", 3)
@@ -132,7 +133,6 @@ def solve(
     """
     from semmoe.plan import check_plan_output, save_plan
     from semmoe.solver import check_inputs
-    from semmoe.trace import open_trace
 
     check_plan_output(out, force)
     previous, solving = _begin(ctx, begin, settings(method=method or SolveSettings().method))
@@ -141,7 +141,7 @@ def solve(
     check_applies(solving.method, topology, solving.redundant_experts)
     refuse_idle(ctx, [solving.method], topology)
     charged = phase_links(links, decode_links, topology)
-    opened = open_trace(trace)
+    opened = read_trace(trace, solving.seed)
     check_inputs(opened, topology, solving, previous)
     shape = _layer_shape(opened.fingerprint, widths())
     costs = phase_costs(ctx, charged, topology, solving.cocluster)

@@ -10,10 +10,11 @@ from typing import Annotated, Any
 
 import typer
 from pydantic import BaseModel
+from rich.markup import escape
 
 from semmoe import console
 from semmoe.bounds import MOST_RANKS, choice, number
-from semmoe.core import Plan
+from semmoe.core import Plan, RoutingTrace
 from semmoe.demo import MODEL
 from semmoe.topology import Topology
 
@@ -31,6 +32,23 @@ class Server(str, Enum):
 
 TOPOLOGY, METHOD, LINKS, INPUT, OUTPUT = "Topology", "Method", "Links", "Input", "Output"
 TraceArgument = Annotated[Path, typer.Argument(help="A trace directory, or an .npz file.", show_default=False)]
+
+
+def read_trace(path: Path, seed: int = 0) -> RoutingTrace:
+    """A trace; of one that is too large, random requests, which is said with the error that it brings."""
+    from semmoe.streams import Shares, open_bounded
+
+    trace, tokens = open_bounded(path, seed)
+    if tokens:
+        shares = Shares(trace.fingerprint.num_layers, trace.fingerprint.num_experts)
+        shares.add(trace)
+        words = (
+            f"{path} has {tokens:,} tokens, more than are read at once: {trace.num_tokens:,} of them count, of "
+            f"{trace.num_requests:,} requests drawn by seed {seed}; "
+            f"an expert's share is known to {shares.error:.1%} of it"
+        )
+        console.err.print(f"[yellow]note:[/] {escape(words)}", soft_wrap=True, highlight=False)
+    return trace
 
 
 def check_installed(engine: str) -> None:

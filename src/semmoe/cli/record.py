@@ -1,4 +1,4 @@
-"""The commands record start, stop, join and status: record the routing of a live server."""
+"""The commands record start, stop and status: record the routing of a live server."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,7 +20,7 @@ FolderArgument = Annotated[
 record_app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
-    help="Record which experts the requests of a running server choose: start, stop, join, status.",
+    help="Record which experts the requests of a running server choose: start, stop, status.",
 )
 app.add_typer(record_app, name="record", rich_help_panel=SERVING)
 
@@ -83,26 +83,6 @@ def _print_merged(row: dict[str, Any], counts_only: bool) -> None:
         text = f"{row['requests']:,} requests, {row['tokens']:,} tokens in {row['out']}"
     left_out = f"; {row['unfinished']:,} unfinished requests are left out" if row["unfinished"] else ""
     console.out.print(text + left_out, markup=False, highlight=False)
-
-
-@record_app.command()
-def join(
-    traces: Annotated[list[Path], typer.Argument(help="What `semmoe record stop` left.", show_default=False)],
-    out: Annotated[Path, typer.Option(help="The trace directory.", rich_help_panel=OUTPUT, show_default=False)],
-    as_json: Json = False,
-) -> None:
-    """Join traces that the nodes of a server recorded into one, for `semmoe solve`.
-
-    Example: `semmoe record join node-0 node-1 --out trace`
-    """
-    from semmoe.engines.recorder_merge import join_traces
-
-    merged = join_traces(traces, out)
-    row = {"out": str(out), "requests": merged.requests, "tokens": merged.tokens, "unfinished": 0}
-    if as_json:
-        console.print_json(row)
-    else:
-        _print_merged(row, counts_only=False)
 
 
 @record_app.command()

@@ -20,6 +20,7 @@ from semmoe.cli.options import (
     ResultOut,
     TraceArgument,
     check_result,
+    read_trace,
     resolve_topology,
     tell_result,
 )
@@ -79,22 +80,20 @@ def replay(
 
     Examples: `semmoe replay trace.npz --method all` and `semmoe replay heldout --plan plan --json`
     """
-    from semmoe.trace import open_trace
-
     check_result(out, force)
     refuse_given(ctx, ["move_cost"], "plans of a replay begin from no other")
     scoring: ReplaySettings = measure()
     settings: dict[str, Any] = {"trace": str(trace), **asdict(scoring)}
     if plan is not None:
         refuse_given(ctx, DECIDED, "--plan decides it")
-        opened = open_trace(trace)
+        opened = read_trace(trace, scoring.seed)
         topology, methods = _replay_plan(opened, plan, scoring, settings)
     else:
         topology, solve_by = resolve_topology(None, given(), OFFLINE_RANKS), solving()
         costs = phase_costs(ctx, phase_links(links, decode_links, topology), topology, solve_by.cocluster)
         settings |= asdict(topology) | asdict(share()) | _said_of(solve_by)
         refuse_idle(ctx, chosen := _applicable(method or "all", topology, solve_by.redundant_experts), topology)
-        opened = open_trace(trace)
+        opened = read_trace(trace, scoring.seed)
         embeddings = model_embeddings(model, opened.fingerprint) if model else None
         methods = _replay_methods(opened, chosen, topology, scoring, solve_by, share().profile_share, embeddings, costs)
     settings["scheduled_by_answers"] = warn_of_answers(opened, topology)

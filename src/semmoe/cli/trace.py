@@ -1,0 +1,124 @@
+"""The commands trace info, merge, sample and export: traces that may be larger than memory."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from semmoe import console
+from semmoe.cli.app import OFFLINE, app
+from semmoe.cli.form import takes
+from semmoe.cli.options import OUTPUT, Force, Json, TraceArgument
+from semmoe.settings import SampleSettings
+
+trace_app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    help="Look into traces, join them, cut them down: info, merge, sample, export.",
+)
+app.add_typer(trace_app, name="trace", rich_help_panel=OFFLINE)
+DirectoryArgument = Annotated[Path, typer.Argument(help="A trace directory.", show_default=False)]
+Out = Annotated[Path, typer.Option(help="The trace directory.", rich_help_panel=OUTPUT, show_default=False)]
+
+
+@trace_app.command()
+def info(trace: TraceArgument, as_json: Json = False) -> None:
+    """Say what a trace holds, and how well its requests tell how often experts are chosen.
+
+    Example: `semmoe trace info trace`
+    """
+    from semmoe.streams import describe
+
+    with console.bars() as bars:
+        found = describe(trace, bars.task("reading tokens", _tokens(trace)))
+    if as_json:
+        console.print_json(found)
+        return
+    console.out.print(
+        f"{trace}: {found['model']}, {found['num_layers']} layers x {found['num_experts']} experts", markup=False
+    )
+    rows = [
+        ["requests", f"{found['requests']:,}"],
+        ["routed tokens", f"{found['tokens']:,}"],
+        ["of them decoded", f"{found['decode_tokens']:,}"],
+        ["prompt tokens", f"{found['prompt_tokens']:,}"],
+        ["different token ids", f"{found['distinct_tokens']:,} of {found['vocab_size']:,}"],
+        ["busiest expert over the mean", f"{found['busiest_expert']:.2f}"],
+        ["an expert's share is known to", f"{found['share_error']:.1%} of it"],
+        ["files", f"{found['files']:,}, {console.megabytes(found['bytes'])} MB"],
+    ]
+    console.print_table(str(trace), ["", ""], rows)
+
+
+@trace_app.command()
+def merge(
+    traces: Annotated[list[Path], typer.Argument(help="Trace directories.", show_default=False)],
+    out: Out,
+    as_json: Json = False,
+) -> None:
+    """Join traces of one model, such as those that the nodes of a server recorded, shard by shard.
+
+    Example: `semmoe trace merge node-0 node-1 --out trace`
+    """
+    from semmoe.streams import merge as merge_traces
+
+    with console.bars() as bars:
+        merged = merge_traces(traces, out, bars.task("joining tokens", sum(map(_tokens, traces))))
+    _tell(out, merged.requests, merged.tokens, as_json)
+
+
+@trace_app.command()
+@takes(settings=SampleSettings)
+def sample(
+    trace: DirectoryArgument, out: Out, force: Force = False, settings: Any = None, as_json: Json = False
+) -> None:
+    """Draw random requests with about so many tokens.
+
+    Example: `semmoe trace sample trace --tokens 1000000 --out smaller`
+    """
+    from semmoe.files import atomic_directory, check_output
+    from semmoe.streams import sample as draw
+    from semmoe.trace import save_trace
+
+    check_output(out, directory=True, force=force)
+    asked: SampleSettings = settings()
+    with console.bars() as bars:
+        drawn = draw(trace, asked.tokens, asked.seed, bars.task("reading tokens", _tokens(trace)))
+    with atomic_directory(out, private=True) as staged:
+        save_trace(drawn, staged)
+    _tell(out, drawn.num_requests, drawn.num_tokens, as_json)
+
+
+@trace_app.command()
+def export(
+    trace: DirectoryArgument,
+    out: Annotated[Path, typer.Option(help="The .parquet file.", rich_help_panel=OUTPUT, show_default=False)],
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Write a trace as a Parquet file, one row a request, for tools of data analysis.
+
+    Example: `semmoe trace export trace --out trace.parquet`
+    """
+    from semmoe.files import check_output
+    from semmoe.streams import export as write
+
+    if out.suffix != ".parquet":
+        raise ValueError(f"{out} must end in .parquet")
+    check_output(out, force=force)
+    with console.bars() as bars:
+        requests = write(trace, out, bars.task("writing tokens", _tokens(trace)))
+    _tell(out, requests, _tokens(trace), as_json)
+
+
+def _tokens(trace: Path) -> int:
+    from semmoe.streams import num_tokens
+
+    return num_tokens(trace) if trace.is_dir() else 1
+
+
+def _tell(out: Path, requests: int, tokens: int, as_json: bool) -> None:
+    if as_json:
+        console.print_json({"out": str(out), "requests": requests, "tokens": tokens})
+    else:
+        console.out.print(f"{requests:,} requests, {tokens:,} tokens in {out}", markup=False, highlight=False)

@@ -1,0 +1,223 @@
+"""Traces that are larger than memory: counted, joined, sampled and exported shard by shard."""
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+
+from semmoe.core import DECODE, RoutingTrace
+from semmoe.files import array_shape, atomic_directory, atomic_file, load_array
+from semmoe.hashed import NO_HASHED
+from semmoe.trace import TraceHeader, TraceWriter, join_shards, open_trace, read_header, read_shards, shard_paths
+
+MOST_IDS = 1 << 28  # expert ids of a trace that is read whole
+Progress = Callable[[int], None]  # told how many routed tokens are done since it was told last
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merged:
+    """What was written; requests: 0 for counts, which do not distinguish requests."""
+
+    out: Path
+    requests: int
+    tokens: int
+
+
+def num_tokens(path: Path) -> int:
+    """Routed tokens of a trace directory, from the headers of its shards."""
+    return sum(array_shape(shard, "token_ids")[0] for shard in shard_paths(path))
+
+
+def agreed_header(headers: dict[Path, TraceHeader]) -> TraceHeader:
+    """The header that traces share. Raises ValueError if they are of different models or have other arrays."""
+    first = next(iter(headers.values()))
+    for path, header in headers.items():
+        difference = first.fingerprint.mismatch(header.fingerprint)
+        if difference is not None:
+            raise ValueError(f"{path} is of another model or tokenizer: {difference}")
+        if header.lookahead != first.lookahead:
+            raise ValueError(f"{path} has {header.lookahead} look-ahead ids per expert, others {first.lookahead}")
+    return first
+
+
+def merge(traces: Sequence[Path], out: Path, progress: Progress = lambda tokens: None) -> Merged:
+    """Write the requests of several trace directories to another one, readable by its owner only.
+
+    They were recorded at the same time, each in order of ends: so they are interleaved, each as evenly as it goes, lest
+    the newest requests of the joined trace be those of the last one.
+    """
+    if out.exists():
+        raise ValueError(f"{out} exists: choose another --out")
+    header = agreed_header({path: read_header(path) for path in traces})
+    tokens = 0
+    with atomic_directory(out, private=True) as staged, TraceWriter(staged, header, private=True) as writer:
+        for _, _, trace, r in heapq.merge(*(_by_age(path, i) for i, path in enumerate(traces))):
+            writer.append_one(trace, r)
+            length = int(trace.request_offsets[r + 1] - trace.request_offsets[r])
+            tokens += length
+            progress(length)
+        requests = writer.num_requests
+    return Merged(out=out, requests=requests, tokens=tokens)
+
+
+def _by_age(path: Path, number: int) -> Iterator[tuple[float, int, RoutingTrace, int]]:
+    """Every request of a trace by its place, from 0 to 1."""
+    total = sum(array_shape(shard, "request_lengths")[0] for shard in shard_paths(path))
+    done = 0
+    for trace in read_shards(path):
+        for r in range(trace.num_requests):
+            yield (done + r + 0.5) / total, number, trace, r
+        done += trace.num_requests
+
+
+class Shares:
+    """How often experts are chosen, and how well so many requests tell it.
+
+    Tokens of one request choose alike, so the error is that of a ratio over requests drawn as a whole.
+    """
+
+    def __init__(self, num_layers: int, num_experts: int) -> None:
+        shape = num_layers, num_experts
+        self.counts, self._squares, self._crossed, self._own = (np.zeros(shape, np.int64) for _ in range(4))
+        self._lengths_squared = self._tokens = 0
+
+    def add(self, trace: RoutingTrace) -> None:
+        lengths = np.diff(trace.request_offsets)
+        self._tokens += int(lengths.sum())
+        self._lengths_squared += int((lengths**2).sum())
+        arrays = self.counts, self._squares, self._crossed, self._own
+        _add_requests(trace.expert_ids, trace.request_offsets, *arrays)
+
+    @property
+    def error(self) -> float:
+        """Standard error of an expert's share, relative to it, as a mean over all pairs of token and expert."""
+        if not self._tokens:
+            return 0.0
+        share = self.counts / self._tokens
+        variance = self._squares - 2 * share * self._crossed + share**2 * self._lengths_squared
+        return float(np.sqrt(np.maximum(variance, 0)).sum() / max(int(self.counts.sum()), 1))
+
+
+@numba.njit(cache=True)
+def _add_requests(experts, offsets, counts, squares, crossed, own):
+    """Add every request's pairs, their squares and their products with its length; own: zeros, and zeros again."""
+    for r in range(len(offsets) - 1):
+        first, last = offsets[r], offsets[r + 1]
+        for t in range(first, last):
+            for l in range(experts.shape[1]):
+                for k in range(experts.shape[2]):
+                    own[l, experts[t, l, k]] += 1
+        for t in range(first, last):
+            for l in range(experts.shape[1]):
+                for k in range(experts.shape[2]):
+                    pairs = own[l, experts[t, l, k]]
+                    if pairs:
+                        own[l, experts[t, l, k]] = 0
+                        counts[l, experts[t, l, k]] += pairs
+                        squares[l, experts[t, l, k]] += pairs * pairs
+                        crossed[l, experts[t, l, k]] += pairs * (last - first)
+
+
+def describe(path: Path, progress: Progress = lambda tokens: None) -> dict[str, Any]:
+    """What a trace directory or .npz file holds, read shard by shard."""
+    traces = read_shards(path) if path.is_dir() else iter([open_trace(path)])
+    found = dict.fromkeys(("requests", "tokens", "decode_tokens", "prompt_tokens"), 0)
+    shares = seen = first = None
+    for trace in traces:
+        first = first or trace
+        f = trace.fingerprint
+        shares = shares or Shares(f.num_layers, f.num_experts)
+        seen = np.zeros(f.vocab_size, bool) if seen is None else seen
+        shares.add(trace)
+        seen[trace.token_ids] = True
+        found["requests"] += trace.num_requests
+        found["tokens"] += trace.num_tokens
+        found["decode_tokens"] += int((trace.phase == DECODE).sum())
+        found["prompt_tokens"] += len(trace.prompt_ids)
+        progress(trace.num_tokens)
+    if first is None or shares is None or seen is None:
+        raise ValueError(f"{path} holds no shard yet: run its profile again to fill it")
+    files = shard_paths(path) if path.is_dir() else [path]
+    return {
+        **asdict(first.fingerprint),
+        **found,
+        "distinct_tokens": int(seen.sum()),
+        "lookahead": first.lookahead,
+        "busiest_expert": float((shares.counts.max(axis=1) / np.maximum(shares.counts.mean(axis=1), 1e-9)).mean()),
+        "share_error": shares.error,
+        "files": len(files),
+        "bytes": sum(file.stat().st_size for file in files),
+    }
+
+
+def sample(path: Path, tokens: int, seed: int, progress: Progress = lambda tokens: None) -> RoutingTrace:
+    """Random requests of a trace directory with about so many routed tokens, in order; all if there are no more."""
+    header, shards = read_header(path), shard_paths(path)
+    if not shards:
+        raise ValueError(f"{path} holds no shard yet: run its profile again to fill it")
+    lengths = [load_array(shard, "request_lengths") for shard in shards]
+    of_shard = np.repeat(np.arange(len(shards)), [len(one) for one in lengths])
+    order = np.random.default_rng(seed).permutation(len(of_shard))
+    enough = int(np.searchsorted(np.cumsum(np.concatenate(lengths)[order]), tokens)) + 1
+    chosen = np.zeros(len(of_shard), bool)
+    chosen[order[:enough]] = True
+    parts, hashed = [], NO_HASHED
+    for i, trace in enumerate(read_shards(path)):
+        parts.append(_arrays(trace.select(np.flatnonzero(chosen[of_shard == i]))))
+        hashed = trace.hashed
+        progress(trace.num_tokens)
+    return join_shards(path, header.fingerprint, parts, hashed)
+
+
+def open_bounded(path: Path, seed: int) -> tuple[RoutingTrace, int]:
+    """A trace and 0, or of one of more than MOST_IDS random requests with about so many, and how many tokens it has."""
+    if path.is_dir():
+        f, tokens = read_header(path).fingerprint, num_tokens(path)
+        fit = max(MOST_IDS // (f.num_layers * f.top_k), 1)
+        if tokens > fit:
+            return sample(path, fit, seed), tokens
+    return open_trace(path), 0
+
+
+def _arrays(trace: RoutingTrace) -> dict[str, np.ndarray]:
+    """The arrays of a shard that holds this trace."""
+    lengths = {"request_lengths": trace.request_offsets, "prompt_lengths": trace.prompt_offsets}
+    ahead = {} if trace.lookahead_ids is None else {"lookahead_ids": trace.lookahead_ids}
+    kept = {name: getattr(trace, name) for name in ("token_ids", "expert_ids", "phase", "prompt_ids")}
+    return {**kept, **ahead, **{name: np.diff(offsets) for name, offsets in lengths.items()}}
+
+
+def export(path: Path, out: Path, progress: Progress = lambda tokens: None) -> int:
+    """Write a trace directory as a Parquet file, a row for each request; returns their number."""
+    import pyarrow as pa
+    from pyarrow.parquet import ParquetWriter
+
+    header, requests = read_header(path), 0
+    with atomic_file(out, private=True) as staged:
+        writer = None
+        for trace in read_shards(path):
+            table = _table(trace, pa).replace_schema_metadata({"semmoe": header.model_dump_json()})
+            writer = writer or ParquetWriter(staged, table.schema)
+            writer.write_table(table)
+            requests += trace.num_requests
+            progress(trace.num_tokens)
+        if writer is None:
+            raise ValueError(f"{path} holds no shard yet: run its profile again to fill it")
+        writer.close()
+    return requests
+
+
+def _table(trace: RoutingTrace, pa: Any) -> Any:
+    """A row for each request: its prompt, and of its routed tokens the id, the phase and the (L, K) experts."""
+    f, each = trace.fingerprint, trace.request_offsets.astype(np.int32)
+    experts = pa.array(trace.expert_ids.reshape(-1))
+    by_layer = pa.FixedSizeListArray.from_arrays(experts, f.top_k)
+    by_token = pa.FixedSizeListArray.from_arrays(by_layer, f.num_layers)
+    lists = {"token_ids": pa.array(trace.token_ids), "phase": pa.array(trace.phase), "expert_ids": by_token}
+    columns = {name: pa.ListArray.from_arrays(pa.array(each), values) for name, values in lists.items()}
+    prompts = pa.array(trace.prompt_offsets.astype(np.int32)), pa.array(trace.prompt_ids)
+    return pa.table({"prompt_ids": pa.ListArray.from_arrays(*prompts), **columns})

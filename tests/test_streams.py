@@ -1,0 +1,169 @@
+"""`semmoe trace`: traces that may be larger than memory are counted, joined, cut down and exported shard by shard."""
+
+import json
+import stat
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from synthetic import random_trace
+from test_apply import failed
+from typer.testing import CliRunner
+
+from semmoe import streams
+from semmoe.cli import app
+from semmoe.core import DECODE, RoutingTrace
+from semmoe.trace import TraceHeader, TraceWriter, open_trace, save_trace
+
+
+def run(*words):
+    return CliRunner().invoke(app, ["trace", *map(str, words)])
+
+
+def write(trace, path, shard_tokens=50):
+    """A trace of many shards; returns its path."""
+    header = TraceHeader(fingerprint=trace.fingerprint, dataset_hash="", settings={}, lookahead=trace.lookahead)
+    with TraceWriter(path, header, shard_tokens=shard_tokens) as writer:
+        writer.append_all(trace)
+    return path
+
+
+def looking(trace):
+    """The trace with look-ahead ids, which are its own experts of the next layer."""
+    return replace(trace, lookahead_ids=trace.expert_ids[:, 1:])
+
+
+def arrays(trace):
+    return {name: array for name, array in vars(trace).items() if isinstance(array, np.ndarray)}
+
+
+def same(first: RoutingTrace, second: RoutingTrace):
+    for name, array in arrays(first).items():
+        np.testing.assert_array_equal(array, arrays(second)[name], name)
+    assert first.fingerprint == second.fingerprint
+
+
+def test_what_a_trace_holds_is_the_same_whole_and_by_shards(tmp_path):
+    trace = random_trace(0, requests=60)
+    path = write(trace, tmp_path / "trace")
+    found = json.loads(run("info", path, "--json").stdout)
+    assert found["files"] > 3
+    assert (found["requests"], found["tokens"]) == (60, trace.num_tokens)
+    assert found["decode_tokens"] == (trace.phase == DECODE).sum()
+    assert found["prompt_tokens"] == len(trace.prompt_ids)
+    assert found["distinct_tokens"] == len(np.unique(trace.token_ids))
+    load = np.stack([np.bincount(trace.expert_ids[:, l].ravel(), minlength=8) for l in range(3)])
+    assert found["busiest_expert"] == pytest.approx((load.max(axis=1) / load.mean(axis=1)).mean())
+    save_trace(trace, tmp_path / "whole")
+    whole = json.loads(run("info", tmp_path / "whole", "--json").stdout)
+    assert whole["share_error"] == found["share_error"]
+    assert f"{trace.num_tokens:,}" in run("info", path).stdout
+
+
+def test_the_error_of_shares_is_that_of_the_bootstrap_over_requests():
+    """A tenth of the draws of whole requests is as far off as is said, for requests that choose alike within."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 30, 300)
+    mine = rng.integers(8, size=(300, 3, 2))  # two experts of each request and layer
+    experts = np.repeat(mine, lengths, axis=0)
+    base = random_trace(0)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    n = int(lengths.sum())
+    trace = RoutingTrace(
+        token_ids=np.zeros(n, np.int32), expert_ids=experts.astype(np.uint8), request_offsets=offsets,
+        phase=np.zeros(n, np.uint8), prompt_ids=np.zeros(0, np.int32), prompt_offsets=np.zeros(301, np.int64),
+        fingerprint=base.fingerprint,
+    )  # fmt: skip
+    shares = streams.Shares(3, 8)
+    shares.add(trace)
+    counts = np.stack([np.stack([np.bincount(experts[a:b, l].ravel(), minlength=8) for l in range(3)])
+                       for a, b in pairwise(offsets)])  # fmt: skip
+    np.testing.assert_array_equal(shares.counts, counts.sum(axis=0))
+    drawn = rng.integers(300, size=(400, 300))
+    ratios = counts[drawn].sum(axis=1) / lengths[drawn].sum(axis=1)[:, None, None]
+    expected = ratios.std(axis=0).sum() / (shares.counts / n).sum()
+    assert shares.error == pytest.approx(expected, rel=0.1)
+    assert shares.error > 1.5 * np.sqrt((1 - 0.25) / n / 0.25)  # far more than if tokens chose on their own
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_traces_are_joined_each_in_its_order(tmp_path, ahead):
+    parts = [random_trace(seed, requests=n) for seed, n in ((1, 30), (2, 12))]
+    parts = [looking(part) for part in parts] if ahead else parts
+    paths = [write(part, tmp_path / f"part-{i}") for i, part in enumerate(parts)]
+    told = json.loads(run("merge", *paths, "--out", tmp_path / "joined", "--json").stdout)
+    assert told["tokens"] == sum(part.num_tokens for part in parts)
+    joined = open_trace(tmp_path / "joined")
+    assert stat.S_IMODE((tmp_path / "joined").stat().st_mode) == 0o700
+    place = [((r + 0.5) / part.num_requests, i) for i, part in enumerate(parts) for r in range(part.num_requests)]
+    order = [i for _, i in sorted(place)]
+    assert {0, 1} == set(order[-5:])  # the newest are of both
+    for i, part in enumerate(parts):
+        same(joined.select(np.flatnonzero(np.array(order) == i)), part)
+    failed(run("merge", *paths, "--out", tmp_path / "joined"), 2, "exists: choose another --out")
+
+
+def test_traces_that_do_not_fit_together_are_not_joined(tmp_path):
+    first = write(random_trace(0), tmp_path / "first")
+    other = write(random_trace(0, experts=16), tmp_path / "other")
+    ahead = write(looking(random_trace(0)), tmp_path / "ahead")
+    failed(run("merge", first, other, "--out", tmp_path / "out"), 2, "of another model or tokenizer")
+    failed(run("merge", first, ahead, "--out", tmp_path / "out"), 2, "has 1 look-ahead ids per expert, others 0")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_sample_is_of_whole_requests_in_their_order(tmp_path, ahead):
+    trace = random_trace(3, requests=80)
+    trace = looking(trace) if ahead else trace
+    path = write(trace, tmp_path / "trace")
+    drawn = streams.sample(path, 100, seed=1)
+    assert 100 <= drawn.num_tokens < 100 + 12
+    known = {key: r for r, key in enumerate(trace.request_hashes().tolist())}
+    places = [known[key] for key in drawn.request_hashes().tolist()]
+    assert places == sorted(places)
+    same(drawn, trace.select(np.array(places)))
+    same(streams.sample(path, 100, seed=1), drawn)
+    assert streams.sample(path, 100, seed=2).digest() != drawn.digest()
+    same(streams.sample(path, 10**9, seed=1), trace)
+    assert run("sample", path, "--tokens", 100, "--seed", 1, "--out", tmp_path / "drawn").exit_code == 0
+    same(open_trace(tmp_path / "drawn"), drawn)
+
+
+def test_a_trace_that_is_too_large_is_sampled_and_the_error_is_said(tmp_path, monkeypatch):
+    trace = random_trace(4, requests=120)
+    path = write(trace, tmp_path / "trace")
+    monkeypatch.setattr(streams, "MOST_IDS", 300 * 3 * 2)
+    done = CliRunner().invoke(app, ["solve", str(path), "--ep-size", "2", "--out", str(tmp_path / "plan"), "--quick"])
+    assert done.exit_code == 0, done.output
+    said = " ".join(done.stderr.split())
+    assert f"has {trace.num_tokens:,} tokens, more than are read at once: 30" in said
+    assert "an expert's share is known to" in said
+
+
+def test_a_trace_is_exported_row_by_row(tmp_path):
+    pq = pytest.importorskip("pyarrow.parquet")
+    trace = random_trace(5, requests=40)
+    path, out = write(trace, tmp_path / "trace"), tmp_path / "trace.parquet"
+    assert json.loads(run("export", path, "--out", out, "--json").stdout)["requests"] == 40
+    table = pq.read_table(out)
+    assert table.num_rows == 40
+    header = TraceHeader.model_validate_json(table.schema.metadata[b"semmoe"])
+    assert header.fingerprint == trace.fingerprint
+    for r, row in enumerate(table.to_pylist()):
+        rows = trace.rows(r)
+        assert row["prompt_ids"] == trace.prompt(r).tolist()
+        assert row["token_ids"] == trace.token_ids[rows].tolist()
+        assert row["phase"] == trace.phase[rows].tolist()
+        assert row["expert_ids"] == trace.expert_ids[rows].tolist()
+    failed(run("export", path, "--out", tmp_path / "trace.csv"), 2, "must end in .parquet")
+    failed(run("export", path, "--out", out), 2, "exists")
+
+
+def test_an_empty_trace_is_refused(tmp_path):
+    trace = random_trace(0)
+    path = tmp_path / "trace"
+    TraceWriter(path, TraceHeader(fingerprint=trace.fingerprint, dataset_hash="", settings={}))
+    for words in (("info", path), ("sample", path, "--out", tmp_path / "out")):
+        failed(run(*words), 2, "holds no shard yet")
