@@ -14,7 +14,7 @@ from semmoe.files import array_shape, atomic_directory, atomic_file, load_array
 from semmoe.hashed import NO_HASHED
 from semmoe.trace import TraceHeader, TraceWriter, join_shards, open_trace, read_header, read_shards, shard_paths
 
-MOST_IDS = 1 << 28  # expert ids of a trace that is read whole
+MOST_IDS = 1 << 27  # expert ids of a trace that is read whole
 Progress = Callable[[int], None]  # told how many routed tokens are done since it was told last
 
 
