@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
-TOTAL, FILE, FUNCTION = 33_950, 350, 50
+TOTAL, FILE, FUNCTION = 34_400, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 335,
@@ -29,13 +29,13 @@ ROOMS = {
     "replayer.py online.py": 320,
     "runtime": 2730,
     "checkpoint": 1390,
-    "engines": 10_150,
+    "engines": 10_400,
     "router": 1390,
     "adapt": 550,
     "moving.py live.py": 240,
     "estimate": 1150,
     "report": 1830,
-    "cli": 3130,
+    "cli": 3300,
     "__init__.py concentration.py console.py dataset.py demo.py tables.py texts.py watch.py": 1010,
 }
 # From the ground up: a module imports from its own storey and those below.

@@ -278,9 +278,8 @@ def test_commands_and_options_in_the_documentation_exist():
 
 
 def test_options_that_are_named_alone_exist():
-    known = {o for c in commands_of(app()).values() for p in c.params for o in (*p.opts, *p.secondary_opts)} | {
-        "--help"
-    }
+    every = [*commands_of(app()).values(), app()]
+    known = {o for c in every for p in c.params for o in (*p.opts, *p.secondary_opts)} | {"--help"}
     for name in ("commands.md", "quick-start.md", "redundancy.md"):
         text = FENCE.sub("", (DOCS / name).read_text(encoding="utf-8"))
         given = set(re.findall(r"`(--[a-z-]+)", text))
@@ -324,3 +323,13 @@ def test_the_quick_start_and_the_choice_of_redundancy_run_as_they_stand(tmp_path
             assert result.returncode == 0, f"{words}\n{result.stderr}"
             done.add(str(words))
     assert len(done) >= 8
+
+
+def test_schemas_are_those_of_the_types_that_check():
+    code = (
+        "import schemas\n"
+        "assert {p.stem for p in schemas.FOLDER.iterdir()} == set(schemas.FILES)\n"
+        "stale = [n for n in schemas.FILES if (schemas.FOLDER / f'{n}.json').read_text() != schemas.schema(n)]\n"
+        "assert not stale, f'{stale}: run python docs/schemas.py'"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=DOCS, check=True)

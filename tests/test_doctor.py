@@ -154,7 +154,7 @@ def test_without_transformers_sizes_are_compared(plan, monkeypatch):
 
 def test_mistakes_end_in_one_line(tmp_path):
     for arguments, words in (
-        (["--model", MODEL], "--model has no effect without --plan"),
+        (["--model", tmp_path], "config.json is missing"),
         (["--plan", tmp_path / "nowhere"], "there is no plan at"),
     ):
         result = run(*arguments)

@@ -7,6 +7,7 @@ from semmoe.cli import (
     convert,
     doctor,
     estimate,
+    init,
     offline,
     online,
     record,
@@ -28,6 +29,7 @@ __all__ = [
     "convert",
     "doctor",
     "estimate",
+    "init",
     "main",
     "offline",
     "online",
@@ -43,7 +45,7 @@ __all__ = [
 GROUPS = (
     "profile affinity solve replay estimate apply import_",
     "serve watch swap adapt router",
-    "generate demo calibrate report doctor reproduce",
+    "generate demo calibrate report init doctor reproduce",
 )
 ORDER = " ".join(GROUPS).split()
 app.registered_commands.sort(key=lambda command: ORDER.index(getattr(command.callback, "__name__", "")))  # as in --help

@@ -1,5 +1,5 @@
 """The command line: profile, affinity, solve, replay, estimate, apply, import, generate, calibrate, serve, record,
-watch, swap, adapt, router, report, doctor, demo.
+watch, swap, adapt, router, report, init, doctor, demo.
 
 Every command is a thin layer over a library function. A user's mistake ends in one line on stderr and exit code 2, a
 failure while running in exit code 1, Ctrl-C in 130.
@@ -8,6 +8,7 @@ failure while running in exit code 1, Ctrl-C in 130.
 import json
 import shlex
 from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import unquote, urlparse
 
@@ -78,9 +79,9 @@ def install_hint(extra: str) -> str:
 
 
 def was_given(ctx: typer.Context, name: str) -> bool:
-    """Whether the user gave this option."""
+    """Whether the user gave this option, on the command line or in the file of --config."""
     source = ctx.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
+    return source is not None and source.name in ("COMMANDLINE", "DEFAULT_MAP")
 
 
 def refuse_given(ctx: typer.Context, names: list[str], reason: str) -> None:
@@ -112,10 +113,21 @@ app = new_app("Semantic parallelism for Mixture-of-Experts inference: place expe
 
 
 @app.callback(invoke_without_command=True)
-def _main(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+def _main(
+    ctx: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="A TOML file with a table for each command: its options where they are not given."),
+    ] = None,
+) -> None:
     if version:
         print(__version__)
         raise typer.Exit
+    if config is not None:
+        from semmoe.cli.config import read_config
+
+        ctx.default_map = read_config(config, ctx.command)
 
 
 @app.command(hidden=True, context_settings={"ignore_unknown_options": True})

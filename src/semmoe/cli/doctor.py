@@ -10,7 +10,7 @@ import typer
 from semmoe import console
 from semmoe.cli.app import TOOLS, app
 from semmoe.cli.options import INPUT, Json, model_path
-from semmoe.engines.doctor import ENGINES, EngineState, PlanState, examine, examine_plan, versions
+from semmoe.engines.doctor import ENGINES, EngineState, PlanState, examine, examine_plan, supported, versions
 
 
 class Engine(str, Enum):
@@ -28,7 +28,11 @@ def doctor(
     plan: Annotated[Path | None, typer.Option(help="Show and check this plan.", rich_help_panel=INPUT)] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="The model that the plan is to run on.", rich_help_panel=INPUT, callback=model_path),
+        typer.Option(
+            help="The model that the plan is to run on; without a plan, show what is supported of it.",
+            rich_help_panel=INPUT,
+            callback=model_path,
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -37,17 +41,17 @@ def doctor(
     Engines are imported, never started. The exit code is 1 if a hook does not resolve or the plan does not fit
     the model.
 
-    Examples: `semmoe doctor` and `semmoe doctor --engine sglang --plan plan --model MODEL`
+    Examples: `semmoe doctor`, `semmoe doctor --model MODEL` and
+    `semmoe doctor --engine sglang --plan plan --model MODEL`
     """
-    if model is not None and plan is None:
-        raise ValueError("--model has no effect without --plan")
     found = versions()
     chosen = ENGINES if engine is None else (engine.value,)
     wanted = examine_plan(plan, model, chosen) if plan else None
+    uses = supported(Path(model), chosen) if model and not plan else []
     engines = [examine(name, found[name], needed=engine is not None) for name in chosen]
     problems = [text for state in engines for text in state.problems] + (wanted.problems if wanted else [])
     if as_json:
-        states = {"engines": list(map(asdict, engines)), "plan": asdict(wanted) if wanted else None}
+        states = {"engines": list(map(asdict, engines)), "plan": asdict(wanted) if wanted else None, "supported": uses}
         console.print_json({"versions": found, **states, "problems": problems})
     else:
         console.print_table("Installed", ["package", "version"], [[k, v or "not installed"] for k, v in found.items()])
@@ -55,6 +59,10 @@ def doctor(
             _print_engine(state)
         if wanted:
             _print_plan(wanted)
+        if uses:
+            _say(f"{model}, by its configuration:")
+            for use in uses:
+                _say(f"    {use['engine']}, {use['use']}: {use['state']}; {use['note']}")
         _say(f"problems: {len(problems)}" if problems else "no problem found")
     if problems:
         raise typer.Exit(1)

@@ -134,6 +134,18 @@ def examine_plan(path: Path, model: str | None, engines: tuple[str, ...]) -> Pla
     )
 
 
+def supported(model: Path, engines: tuple[str, ...]) -> list[dict[str, str]]:
+    """The rows of the table of supported features that a model directory's configuration is about; no weights."""
+    from semmoe.checkpoint.directory import read_config
+
+    config, rows = read_config(model), []
+    for engine in engines:
+        if engine in support.FAMILIES:
+            found = support.uses(engine, config)
+            rows += [{"engine": engine, "use": use, "state": state, "note": note} for use, state, note in found]
+    return rows
+
+
 def _supported(engine: str, plan: Plan, model: str | None) -> tuple[list[str], list[str]]:
     """Refusals and cautions of the table of supported features for an engine without options of its own."""
     if model is None or engine not in (*support.FAMILIES, "transformers"):

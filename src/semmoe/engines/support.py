@@ -144,6 +144,18 @@ def _quantisation(use: Use) -> list[Cell]:
     return [found or Cell(State.refused, f"weights quantised by {method!r} are not known with a plan: {INSTEAD}")]
 
 
+def uses(engine: str, config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """What an engine serves of a model with this configuration on a plan, as rows of text: use, state, note."""
+    use = Use(engine=engine, config=config, topology=Topology(ep_size=2), redundant=0, shuffles=False, schedules=False,
+              options=())  # fmt: skip
+    family = _family(use)
+    if isinstance(family, Cell):
+        return [("any plan", family.state.value, family.note)]
+    cells = [(PARTS[part], cell) for part, cell in family._asdict().items()]
+    cells += [("its quantised weights", cell) for cell in _quantisation(use)]
+    return [(name, cell.state.value, cell.note) for name, cell in cells]
+
+
 def table(engine: str) -> list[tuple[str, str, str]]:
     """The table of an engine as rows of text: feature, state, note."""
     rows = [
