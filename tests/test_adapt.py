@@ -43,17 +43,26 @@ def seen(lar, pairs=20_000):
     [(0.60, 1000, "watch"), (0.581, 1000, "watch"), (0.57, 1000, "record"), (0.57, 50, "watch")],
 )
 def test_requests_are_recorded_when_they_drifted_and_the_last_solve_is_some_time_ago(lar, quiet, action):
-    assert wants(seen(lar), 0.60, quiet, S).action == action
+    assert wants(seen(lar), 0.60, quiet, 0, S).action == action
 
 
 def test_nothing_is_judged_from_few_tokens_or_without_an_expectation():
-    assert wants(seen(0.1, pairs=5000), 0.60, 1000, S).why == "too few tokens to judge"
-    assert wants(seen(0.1), None, 1000, S).action == "watch"
+    assert wants(seen(0.1, pairs=5000), 0.60, 1000, 0, S).why == "too few tokens to judge"
+    assert wants(seen(0.1), None, 1000, 0, S).action == "watch"
 
 
 def test_a_schedule_solves_without_drift():
-    assert wants(seen(0.6), 0.6, 1000, replace(S, schedule=900)).action == "record"
-    assert wants(seen(0.6), 0.6, 800, replace(S, schedule=900)).action == "watch"
+    assert wants(seen(0.6), 0.6, 1000, 0, replace(S, schedule=900)).action == "record"
+    assert wants(seen(0.6), 0.6, 800, 0, replace(S, schedule=900)).action == "watch"
+
+
+@pytest.mark.parametrize(
+    ("more", "lar", "quiet", "why"),
+    [(1999, 0.6, 1000, "requests are as expected"), (2000, 0.6, 50, "requests are as expected"),
+     (2000, 0.6, 1000, "2,000 requests are recorded"), (2000, 0.5, 1000, "local activation rate 0.500")],
+)  # fmt: skip
+def test_a_plan_that_was_solved_on_few_requests_is_solved_again_on_more(more, lar, quiet, why):
+    assert wants(seen(lar), 0.6, quiet, more, S).why.startswith(why)
 
 
 @pytest.mark.parametrize(
@@ -248,6 +257,29 @@ def test_the_loop_records_solves_swaps_and_stays(adapter):
     assert server.asked == ["record", "end", "swap to new"]
     assert (found.plan.method, round(found.expected, 6)) == ("new", 0.58)
     assert load_plan(found.path).method == "new"
+
+
+def test_with_a_recording_that_stays_on_the_plan_is_refined_once(adapter):
+    """The recording that begins at the swap has enough requests after some time; the plan found then is no better."""
+    found, server, told = adapter
+    found.settings = replace(found.settings, keep_recording=True, requests=40)
+    found._recording = Recording(server, found.settings, found.folder, found.clock, found.sleep)
+    server.rates["new"], begun = 0.58, {}
+    begin = server.begin_recording
+
+    def begin_at():
+        begun["at"] = server.now
+        begin()
+
+    server.begin_recording = begin_at
+    server.recorded = lambda: int(server.now - begun["at"])
+    turns(found, 120)
+    reasons = [decision.why for decision in told if decision.action == "record"]
+    assert reasons[0].startswith("local activation rate")
+    refined = [why for why in reasons if "requests are recorded" in why]
+    assert refined == ["160 requests are recorded, and the plan was solved on some 40"]
+    found.close()
+    assert server.asked.count("record") == server.asked.count("end")
 
 
 def test_plans_that_served_are_kept_to_be_tried_again(adapter, tmp_path):

@@ -9,6 +9,8 @@ from semmoe.moving import Weighed
 from semmoe.settings import AdaptSettings
 from semmoe.watch import ENOUGH_PAIRS, Look, View, view
 
+REFINE = 4  # times as many requests as a plan was solved on are worth another solve
+
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
@@ -27,15 +29,22 @@ class Decision:
     figures: dict[str, Any]
 
 
-def wants(seen: View, expected: float | None, quiet: float, s: AdaptSettings) -> Decision:
-    """Whether to record requests now: since they drifted, or since it is time. quiet: seconds since the last solve."""
+def wants(seen: View, expected: float | None, quiet: float, more: int, s: AdaptSettings) -> Decision:
+    """Whether to record requests now: since they drifted, or since it is time.
+
+    quiet: seconds since the last solve. more: requests recorded since the plan was swapped in that was solved on few;
+    0 where that is settled.
+    """
     figures = {"lar": seen.lar, "expected_lar": expected, "pairs": seen.pairs, "quiet": round(quiet, 1)}
     if s.schedule and quiet >= s.schedule:
         return Decision(action="record", why=f"the last plan was solved {quiet:.0f} s ago", figures=figures)
     if seen.lar is None or seen.pairs < ENOUGH_PAIRS:
         return Decision(action="watch", why="too few tokens to judge", figures=figures)
     if expected is None or seen.lar >= expected - s.margin:
-        return Decision(action="watch", why="requests are as expected", figures=figures)
+        if more < REFINE * s.requests or quiet < s.rest:
+            return Decision(action="watch", why="requests are as expected", figures=figures)
+        why = f"{more:,} requests are recorded, and the plan was solved on some {s.requests:,}"
+        return Decision(action="record", why=why, figures=figures)
     if quiet < s.rest:
         return Decision(action="watch", why=f"the last solve was {quiet:.0f} s ago", figures=figures)
     why = f"local activation rate {seen.lar:.3f}, expected {expected:.3f}"

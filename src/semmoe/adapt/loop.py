@@ -62,6 +62,8 @@ class Adapter:
         self._solved, self._said = self.clock(), ""
         self._recording = Recording(self.server, self.settings, self.folder, self.clock, self.sleep)
         self._kept: list[Path] = []  # plans that served before, the newest last
+        self._refine = False  # whether the plan was solved on few requests, and more are being recorded
+        self._swapped = self.clock()
 
     def close(self) -> None:
         """Leave the server as it serves, with no recording on."""
@@ -77,7 +79,8 @@ class Adapter:
         seen = self._seen()
         if seen.seconds < self.settings.window - self.settings.every:
             return self._say(Decision(action="watch", why="the first window is not over", figures={}))
-        found = self._say(wants(seen, self.expected, self.clock() - self._solved, self.settings))
+        more = self._recording.held() if self._refine else 0
+        found = self._say(wants(seen, self.expected, self.clock() - self._solved, more, self.settings))
         if found.action == "record":
             return self._adapt(seen)
         if self.expected is None and seen.lar is not None and seen.pairs >= watch.ENOUGH_PAIRS:
@@ -110,8 +113,12 @@ class Adapter:
             self._solved = self.clock()
 
     def _from_recording(self, seen: watch.View, scratch: Path) -> Decision:
-        s, since = self.settings, drifted_since(self._looks, self.expected, self.settings)
-        older = self._recording.take(None if since == self._looks[-1].time else since, scratch / "trace")
+        s = self.settings
+        since: float | None = drifted_since(self._looks, self.expected, s)
+        if since == self._looks[-1].time:  # there is no drift: solve on all since the swap, or on the newest
+            since = self._swapped if self._refine else None
+        older = self._recording.take(since, scratch / "trace")
+        self._refine = False
         kept = [str(path) for path in self._kept if path != self.path]
         job = Job(trace=str(scratch / "trace"), plan=str(self.path), folder=str(scratch), seconds=s.solve_seconds,
                   judged=s.judged, nice=s.nice, links=self.links_name, older=older, kept=kept,
@@ -137,7 +144,8 @@ class Adapter:
         problem = self.server.swap(plan)
         if problem:
             return self._say(Decision(action="fail", why=problem, figures={}))
-        self._looks = deque([self.server.look()])
+        self._looks, self._swapped = deque([self.server.look()]), self.clock()
+        self._recording.note()
         self.sleep(self.settings.window)
         found = self._say(confirm(before, self._seen(), new.lar - old.lar, self.settings))
         if found.action == "back":
@@ -147,6 +155,7 @@ class Adapter:
                 return found
             found = self._say(Decision(action="fail", why=f"the new plan serves on: {problem}", figures=found.figures))
         self.plan, self.path, self.expected = plan, self._keep(plan), found.figures["after"]
+        self._refine = self.settings.keep_recording
         return found
 
     def _keep(self, plan: Plan) -> Path:

@@ -52,6 +52,10 @@ class Recording:
         while len(self._counts) > 2 and self._counts[1][0] <= self._clock() - s.window:
             self._counts.popleft()
 
+    def held(self) -> int:
+        """Requests that it has."""
+        return self._server.recorded() if self._on else 0
+
     def take(self, since: float | None, target: Path) -> int:
         """Write a trace to `target` once it has enough requests; returns how many of its first do not count.
 
