@@ -133,7 +133,8 @@ def test_first_chunks_of_prompts_are_read_from_sglang_s_records(tmp_path):
                "extend_seq_lens": [3, 2, 2], "topk_ids_of_layer": torch.from_numpy(stored)}  # fmt: skip
     decoding = {"forward_mode": 2, "input_ids": [5], "positions": [3], "extend_seq_lens": None,
                 "topk_ids_of_layer": torch.from_numpy(stored[:, :1])}  # fmt: skip
-    content = {"records": [prompts, decoding], "last_physical_to_logical_map": torch.from_numpy(logical)}
+    nothing = {**decoding, "input_ids": [], "positions": [], "topk_ids_of_layer": torch.zeros(L, 0, 8)}
+    content = {"records": [nothing, prompts, decoding], "last_physical_to_logical_map": torch.from_numpy(logical)}
     torch.save(content, tmp_path / "recorded.pt")
     result = imported(tmp_path / "recorded.pt", tmp_path / "trace")
     assert "2 requests, 5 tokens" in result.stdout
@@ -142,6 +143,18 @@ def test_first_chunks_of_prompts_are_read_from_sglang_s_records(tmp_path):
     assert trace.token_ids.tolist() == [1, 2, 3, 6, 7]
     np.testing.assert_array_equal(trace.expert_ids, ids[[0, 1, 2, 5, 6]])
     assert (trace.phase == PREFILL).all()
+
+
+def test_a_rank_that_routed_a_part_of_the_tokens_gives_no_trace(tmp_path):
+    """Attention-TP with an all-to-all, as SGLang records it: the rows of the other ranks are -1."""
+    stored = np.full((L, 4, 8), -1, np.int32)
+    stored[:, :2, :K] = routing(2).swapaxes(0, 1)
+    record = {"forward_mode": 1, "input_ids": [1, 2, 3, 4], "positions": [0, 1, 2, 3], "extend_seq_lens": [4],
+              "topk_ids_of_layer": torch.from_numpy(stored)}  # fmt: skip
+    identity = torch.arange(E).repeat(L, 1)
+    torch.save({"records": [record], "last_physical_to_logical_map": identity}, tmp_path / "recorded.pt")
+    failed(imported(tmp_path / "recorded.pt", tmp_path / "trace"), 2, "the routing of no whole prompt")
+    assert not (tmp_path / "trace").exists()
 
 
 BAD_MAPS = {

@@ -1,6 +1,7 @@
 """`semmoe trace`: traces that may be larger than memory are counted, joined, cut down and exported shard by shard."""
 
 import json
+import re
 import stat
 from dataclasses import replace
 from itertools import pairwise
@@ -59,6 +60,12 @@ def test_what_a_trace_holds_is_the_same_whole_and_by_shards(tmp_path):
     whole = json.loads(run("info", tmp_path / "whole", "--json").stdout)
     assert whole["share_error"] == found["share_error"]
     assert f"{trace.num_tokens:,}" in run("info", path).stdout
+
+
+def test_of_a_single_request_no_error_is_said(tmp_path):
+    path = write(random_trace(0, requests=1), tmp_path / "trace")
+    assert json.loads(run("info", path, "--json").stdout)["share_error"] is None
+    assert re.search(r"known to +- ", run("info", path).stdout)
 
 
 def test_the_error_of_shares_is_that_of_the_bootstrap_over_requests():

@@ -83,23 +83,25 @@ class Shares:
     def __init__(self, num_layers: int, num_experts: int) -> None:
         shape = num_layers, num_experts
         self.counts, self._squares, self._crossed, self._own = (np.zeros(shape, np.int64) for _ in range(4))
-        self._lengths_squared = self._tokens = 0
+        self._lengths_squared = self._tokens = self._requests = 0
 
     def add(self, trace: RoutingTrace) -> None:
         lengths = np.diff(trace.request_offsets)
         self._tokens += int(lengths.sum())
+        self._requests += int((lengths > 0).sum())
         self._lengths_squared += int((lengths**2).sum())
         arrays = self.counts, self._squares, self._crossed, self._own
         _add_requests(trace.expert_ids, trace.request_offsets, *arrays)
 
     @property
-    def error(self) -> float:
-        """Standard error of an expert's share, relative to it, as a mean over all pairs of token and expert."""
-        if not self._tokens:
-            return 0.0
+    def error(self) -> float | None:
+        """Standard error of an expert's share, relative to it, as a mean over all pairs; None for a single request."""
+        if self._requests < 2:
+            return None
         share = self.counts / self._tokens
         variance = self._squares - 2 * share * self._crossed + share**2 * self._lengths_squared
-        return float(np.sqrt(np.maximum(variance, 0)).sum() / max(int(self.counts.sum()), 1))
+        drawn = self._requests / (self._requests - 1)
+        return float(np.sqrt(np.maximum(variance, 0) * drawn).sum() / self.counts.sum())
 
 
 @numba.njit(cache=True)

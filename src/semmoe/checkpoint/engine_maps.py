@@ -138,6 +138,8 @@ def _passes(content: dict[str, Any], path: Path) -> Found:
     for record in content["records"]:
         if not isinstance(record, dict) or not record.keys() >= FIELDS:
             raise ValueError(f"{path}: a record lacks one of {', '.join(sorted(FIELDS))}")
+        if not len(record["input_ids"]):
+            continue  # a rank of attention-DP that had no request in this pass
         ids = _numbers(record["topk_ids_of_layer"], path)  # (layers, tokens, 8), -1 where a token has fewer
         flat = np.clip(ids, 0, None).reshape(len(ids), -1)
         check_range("physical expert", flat, logical.shape[1], "physical experts")
@@ -195,7 +197,8 @@ def prompts_of_passes(found: Found, model: Path, fingerprint: Fingerprint) -> tu
         experts = moe_rows(record["topk_ids_of_layer"], model, fingerprint)[..., : fingerprint.top_k].swapaxes(0, 1)
         ends = np.cumsum(record["extend_seq_lens"])
         for begin, end in zip([0, *ends[:-1]], ends, strict=True):
-            if record["positions"][begin] == 0:
+            # With attention-TP and an all-to-all each rank routes a part of the tokens, and the others have no ids.
+            if record["positions"][begin] == 0 and (experts[begin:end] >= 0).all():
                 own = ids[begin:end]
                 out.append(_request(own, own, experts[begin:end], fingerprint))
     return out, tokens - sum(len(request.token_ids) for request in out)

@@ -95,7 +95,10 @@ def _trace(found: Any, file: Path, model: Path, fingerprint: Fingerprint, out: P
                 writer.append(**vars(request))
                 tokens += len(request.token_ids)
         if not tokens:
-            raise ValueError(f"{file} has the routing of no token")
+            raise ValueError(
+                f"{file} has the routing of no whole prompt; with attention-TP and an all-to-all each rank of SGLang "
+                "routes a part of the tokens: record with --enable-dp-attention, or by semmoe record"
+            )
     return {"requests": writer.num_requests, "tokens": tokens, "left_out_tokens": left_out}
 
 

@@ -45,7 +45,7 @@ def read_trace(path: Path, seed: int = 0) -> RoutingTrace:
         words = (
             f"{path} has {tokens:,} tokens, more than are read at once: {trace.num_tokens:,} of them count, of "
             f"{trace.num_requests:,} requests drawn by seed {seed}; "
-            f"an expert's share is known to {shares.error:.1%} of it"
+            f"an expert's share is known to {shares.error or 0:.1%} of it"
         )
         console.err.print(f"[yellow]note:[/] {escape(words)}", soft_wrap=True, highlight=False)
     return trace

@@ -34,17 +34,16 @@ def info(trace: TraceArgument, as_json: Json = False) -> None:
     if as_json:
         console.print_json(found)
         return
-    console.out.print(
-        f"{trace}: {found['model']}, {found['num_layers']} layers x {found['num_experts']} experts", markup=False
-    )
     rows = [
+        ["model", console.plain(found["model"])],
+        ["layers x experts, experts of a token", f"{found['num_layers']} x {found['num_experts']}, {found['top_k']}"],
         ["requests", f"{found['requests']:,}"],
         ["routed tokens", f"{found['tokens']:,}"],
         ["of them decoded", f"{found['decode_tokens']:,}"],
         ["prompt tokens", f"{found['prompt_tokens']:,}"],
         ["different token ids", f"{found['distinct_tokens']:,} of {found['vocab_size']:,}"],
         ["busiest expert over the mean", f"{found['busiest_expert']:.2f}"],
-        ["an expert's share is known to", f"{found['share_error']:.1%} of it"],
+        ["an expert's share is known to", "-" if found["share_error"] is None else f"{found['share_error']:.1%} of it"],
         ["files", f"{found['files']:,}, {console.megabytes(found['bytes'])} MB"],
     ]
     console.print_table(str(trace), ["", ""], rows)

@@ -33,12 +33,11 @@ def by_layer(
     predicted: Sequence[float] | None = None,
     baseline: float | None = None,
     digits: int = 3,
-    start: float = 0.0,
     dash: str = "dot",
 ) -> Spec:
     """Values of L layers, vanilla beside plan: bars, or lines if bars would be too thin to tell apart.
 
-    predicted (L,): marks on the plan's bars; baseline: a horizontal line drawn as `dash`; start: where the axis begins.
+    predicted (L,): marks on the plan's bars; baseline: a horizontal line drawn as `dash`.
     """
     sides = [(name, values) for name, values in (("vanilla", vanilla), ("plan", plan)) if values is not None]
     data = [_series(name, values, digits) for name, values in sides]
@@ -46,7 +45,7 @@ def by_layer(
         data.append(_marks(predicted, 0.2 if len(sides) == 2 and len(plan) <= MOST_BARS else 0.0, digits))
     shapes = [] if baseline is None else [_across(baseline, dash)]
     top = max([*plan, *(vanilla or []), *(predicted or []), *([] if baseline is None else [baseline])])
-    y = axis(range=[start, start + (top - start) * 1.08 if top > start else start + 0.1])
+    y = axis(range=[0.0, top * 1.08 if top > 0 else 0.1])
     return figure(data, 230, _counted("MoE layer", len(plan)), y, shapes=shapes, bargap=0.25)
 
 

@@ -26,7 +26,7 @@ def layers(replayed: Replayed) -> Figure:
     panels = [
         _panel(LAR, mine, theirs, predicted=marks, baseline=1 / ranks if ranks else None),
         _panel(REMOTE, mine, theirs, digits=2),
-        _panel(LOAD, mine, theirs, baseline=limit, digits=2, start=1.0, dash="dash"),
+        _panel(LOAD, mine, theirs, baseline=limit, digits=2, dash="dash"),
     ]
     keys = [*([VANILLA] if theirs else []), PLAN, *([PREDICTED] if predicted else [])]
     keys += [Key("chance: 1 / ranks", "muted", "dot")] if ranks else []

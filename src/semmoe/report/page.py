@@ -1,6 +1,7 @@
 """Write one HTML file that contains all it needs: style, script, Plotly and data."""
 
 import base64
+import gzip
 import hashlib
 import json
 from dataclasses import dataclass
@@ -67,7 +68,7 @@ def render(inputs: Inputs, command: str) -> tuple[str, list[Card]]:
         sources=tables,
         figures=embedded(specs(sections)),
         style=(HERE / "style.css").read_text(encoding="utf-8"),
-        plotly_js=plotly_js,
+        plotly=packed(plotly_js),
         page_js=page_js,
         scripts=" ".join(_digest(script) for script in (plotly_js, page_js)),
     )
@@ -97,11 +98,14 @@ def specs(sections: list[Section]) -> dict[str, Any]:
 
 
 def embedded(value: Any) -> str:
-    """JSON that is safe inside a <script>: nothing in it ends the element or starts a comment."""
-    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
-    for character in "<>&\u2028\u2029":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return text
+    """JSON without NaN, packed."""
+    return packed(json.dumps(value, allow_nan=False, separators=(",", ":")))
+
+
+def packed(text: str) -> str:
+    """Text as base 85 of gzip, for page.js; it is safe inside a <script>, whose end needs a slash."""
+    out = base64.b85encode(gzip.compress(text.encode(), 9, mtime=0)).decode()
+    return out if "<!--" not in out else packed(text + " ")  # a comment would begin there
 
 
 def _digest(script: str) -> str:
