@@ -51,10 +51,10 @@ test-sglang: $(SGLANG_VENV)/.ready
 test-vllm: $(VLLM_VENV)/.ready
 	$(VLLM_PYTHON) -m pytest tests/engines/vllm -m "not families"
 
-# Every family, attention and number of copies on both engines, of which the tests above run a few.
+# The other families, attentions and numbers of copies on both engines, of which the tests above run a few.
 test-families: $(SGLANG_VENV)/.ready $(VLLM_VENV)/.ready
-	$(SGLANG_PYTHON) -m pytest tests/engines/sglang/test_families.py
-	$(VLLM_PYTHON) -m pytest tests/engines/vllm/test_families.py tests/engines/vllm/test_disaggregated.py
+	$(SGLANG_PYTHON) -m pytest tests/engines/sglang -m families
+	$(VLLM_PYTHON) -m pytest tests/engines/vllm -m families
 
 # And on DeepSpeed.
 test-deepspeed: $(DEEPSPEED_VENV)/.ready

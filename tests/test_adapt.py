@@ -144,7 +144,7 @@ def test_without_being_asked_nothing_is_recorded_before_drift(tmp_path):
     assert tape.ended == [(20.0, 40)]
 
 
-@pytest.mark.parametrize(("since", "older", "ended"), [(20.0, 40, 40.0), (34.0, 60, 50.0), (None, 30, 35.0)])
+@pytest.mark.parametrize(("since", "older", "ended"), [(20.0, 40, 40.0), (34.0, 60, 50.0), (None, 0, 35.0)])
 def test_what_is_always_recorded_is_cut_where_drift_began(since, older, ended, tmp_path):
     """Looks every 10 s: a request counts if it ended after the last look before that time."""
     tape = Taped()
@@ -155,6 +155,15 @@ def test_what_is_always_recorded_is_cut_where_drift_began(since, older, ended, t
     tape.now = 35.0
     assert found.take(since, tmp_path / "trace") == older
     assert tape.ended == [(ended, 2 * ended)]
+
+
+def test_without_drift_the_newest_requests_count_four_times_as_many_as_are_needed(tmp_path):
+    tape = Taped()
+    found = recording(tape, tmp_path, keep_recording=True)
+    found.note()
+    tape.now = 100.0
+    assert found.take(None, tmp_path / "trace") == 200 - 4 * 40
+    assert tape.ended == [(100.0, 200)]
 
 
 def test_what_is_always_recorded_stays_bounded_and_is_removed_at_the_end(tmp_path):

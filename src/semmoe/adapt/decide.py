@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
+from semmoe.adapt.recording import MORE
 from semmoe.moving import Weighed
 from semmoe.settings import AdaptSettings
 from semmoe.watch import ENOUGH_PAIRS, Look, View, view
-
-REFINE = 4  # times as many requests as a plan was solved on are worth another solve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +40,7 @@ def wants(seen: View, expected: float | None, quiet: float, more: int, s: AdaptS
     if seen.lar is None or seen.pairs < ENOUGH_PAIRS:
         return Decision(action="watch", why="too few tokens to judge", figures=figures)
     if expected is None or seen.lar >= expected - s.margin:
-        if more < REFINE * s.requests or quiet < s.rest:
+        if more < MORE * s.requests or quiet < s.rest:
             return Decision(action="watch", why="requests are as expected", figures=figures)
         why = f"{more:,} requests are recorded, and the plan was solved on some {s.requests:,}"
         return Decision(action="record", why=why, figures=figures)

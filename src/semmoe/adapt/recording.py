@@ -10,6 +10,7 @@ from typing import Protocol
 from semmoe.settings import AdaptSettings
 
 POLL = 0.5  # seconds between two looks at how many requests were recorded
+MORE = 4  # times as many requests as are needed make a better plan, where they are there
 ROTATE = 10  # a recording that is always on begins anew after so many times the requests that are needed
 
 
@@ -59,12 +60,13 @@ class Recording:
     def take(self, since: float | None, target: Path) -> int:
         """Write a trace to `target` once it has enough requests; returns how many of its first do not count.
 
-        since: requests that ended before this time do not count; None: only the newest do, as many as are needed.
+        since: requests that ended before this time do not count; None: only the newest do, MORE times as many as are
+        needed if there are so many.
         """
         s = self._settings
         if not self._on:
             self._begin()
-        before = max(self._server.recorded() - s.requests, 0)
+        before = max(self._server.recorded() - MORE * s.requests, 0)
         if since is not None:
             before = max((count for time, count in self._counts if time <= since), default=0)
         begun = self._clock()

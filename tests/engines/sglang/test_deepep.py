@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import pytest
 from offline import engine
 
 from semmoe.demo import MODEL
@@ -62,6 +63,7 @@ def test_normal_mode_sends_a_row_to_each_node_and_forwards_it(plans, prompts, re
     assert sent["nodes"] == ours["node_rows", ""] > 0
 
 
+@pytest.mark.families
 def test_prompts_in_normal_mode_and_decoding_in_low_latency(plans, prompts, reference, tmp_path, monkeypatch):
     tokens, sent, _ = run(prompts, plans["dp2"], tmp_path, monkeypatch, "auto")
     assert tokens == reference
