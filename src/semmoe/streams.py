@@ -12,7 +12,16 @@ import numpy as np
 from semmoe.core import DECODE, RoutingTrace
 from semmoe.files import array_shape, atomic_directory, atomic_file, load_array
 from semmoe.hashed import NO_HASHED
-from semmoe.trace import TraceHeader, TraceWriter, join_shards, open_trace, read_header, read_shards, shard_paths
+from semmoe.trace import (
+    TraceHeader,
+    TraceWriter,
+    hashed_tables,
+    join_shards,
+    open_trace,
+    read_header,
+    read_shards,
+    shard_paths,
+)
 
 MOST_IDS = 1 << 27  # expert ids of a trace that is read whole
 Progress = Callable[[int], None]  # told how many routed tokens are done since it was told last
@@ -52,9 +61,12 @@ def merge(traces: Sequence[Path], out: Path, progress: Progress = lambda tokens:
     """
     if out.exists():
         raise ValueError(f"{out} exists: choose another --out")
-    header = agreed_header({path: read_header(path) for path in traces})
+    header, hashed = agreed_header({path: read_header(path) for path in traces}), hashed_tables(traces[0])
     tokens = 0
-    with atomic_directory(out, private=True) as staged, TraceWriter(staged, header, private=True) as writer:
+    with (
+        atomic_directory(out, private=True) as staged,
+        TraceWriter(staged, header, private=True, hashed=hashed) as writer,
+    ):
         for _, _, trace, r in heapq.merge(*(_by_age(path, i) for i, path in enumerate(traces))):
             writer.append_one(trace, r)
             length = int(trace.request_offsets[r + 1] - trace.request_offsets[r])

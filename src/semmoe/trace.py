@@ -176,10 +176,10 @@ def open_trace(path: Path | str) -> RoutingTrace:
     shards = [load_arrays(shard, header.arrays) for shard in shard_paths(path)]
     if not shards:
         raise ValueError(f"{path} holds no shard yet: run its profile again to fill it")
-    return join_shards(path, header.fingerprint, shards, _hashed(path))
+    return join_shards(path, header.fingerprint, shards, hashed_tables(path))
 
 
-def _hashed(path: Path) -> HashedLayers:
+def hashed_tables(path: Path) -> HashedLayers:
     """The tables of hash-routed layers of a trace directory."""
     file = path / HASHED
     return HashedLayers(**load_arrays(file, {"layers", "expert_ids"})) if file.exists() else NO_HASHED
@@ -194,7 +194,7 @@ def read_header(path: Path) -> TraceHeader:
 
 def read_shards(path: Path) -> Iterator[RoutingTrace]:
     """Read a trace directory shard by shard, for traces that are larger than memory."""
-    header, hashed = read_header(path), _hashed(path)
+    header, hashed = read_header(path), hashed_tables(path)
     for shard in shard_paths(path):
         yield join_shards(shard, header.fingerprint, [load_arrays(shard, header.arrays)], hashed)
 

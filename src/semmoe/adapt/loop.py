@@ -75,7 +75,10 @@ class Adapter:
         if (self.folder / SWITCH).exists():
             self._recording.close()
             return self._say(Decision(action="off", why=f"{self.folder / SWITCH} exists", figures={}))
-        self._recording.note()
+        try:
+            self._recording.note()
+        except (ValueError, RuntimeError, OSError) as error:
+            return self._say(Decision(action="fail", why=" ".join(str(error).split()), figures={}))
         seen = self._seen()
         if seen.seconds < self.settings.window - self.settings.every:
             return self._say(Decision(action="watch", why="the first window is not over", figures={}))
@@ -96,7 +99,7 @@ class Adapter:
 
     def _say(self, decision: Decision) -> Decision:
         """Tell a decision, but not that of the turn before again."""
-        said = decision.action if decision.action in ("watch", "off") else ""
+        said = decision.action if decision.action in ("watch", "off", "fail") else ""
         if not said or said + decision.why[:12] != self._said:
             self.tell(decision)
         self._said = said + decision.why[:12] if said else ""
