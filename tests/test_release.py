@@ -17,6 +17,7 @@ from semmoe import __version__
 from semmoe.trace import save_trace
 
 ROOT = Path(__file__).parents[1]
+IGNORED = ("__pycache__", "*.egg-info")
 
 
 def run(*words, **more):
@@ -33,13 +34,11 @@ def test_the_citation_is_of_this_version():
 
 @pytest.fixture(scope="module")
 def release(tmp_path_factory):
-    """The folder with the wheel and the source archive, built from tracked files alone."""
+    """The folder with the wheel and the source archive."""
     folder = tmp_path_factory.mktemp("release")
-    files = run("git", "-C", ROOT, "ls-files", "--cached", "--others", "--exclude-standard").splitlines()
-    for name in files:
-        if (ROOT / name).is_file():
-            (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(ROOT / name, folder / "source" / name)
+    shutil.copytree(ROOT / "src", folder / "source" / "src", ignore=shutil.ignore_patterns(*IGNORED))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copyfile(ROOT / name, folder / "source" / name)
     run(sys.executable, "-m", "build", folder / "source", "--outdir", folder / "dist")
     return folder / "dist"
 
@@ -50,8 +49,8 @@ def test_twine_accepts_a_wheel_of_the_package_and_a_source_archive(release):
     run(sys.executable, "-m", "twine", "check", "--strict", *sorted(release.iterdir()))
     (wheel,), (archive,) = release.glob("*.whl"), release.glob("*.tar.gz")
     names = set(zipfile.ZipFile(wheel).namelist())
-    tracked = run("git", "-C", ROOT, "ls-files", "src").splitlines()
-    assert {name.removeprefix("src/") for name in tracked if "__pycache__" not in name} <= names
+    ours = {path.relative_to(ROOT / "src") for path in (ROOT / "src" / "semmoe").rglob("*") if path.is_file()}
+    assert {str(path) for path in ours if "__pycache__" not in path.parts} <= names
     assert {name.split("/")[0] for name in names} == {"semmoe", f"semmoe-{__version__}.dist-info"}
     with tarfile.open(archive) as packed:
         assert {"pyproject.toml", "LICENSE", "README.md"} <= {Path(name).name for name in packed.getnames()}
