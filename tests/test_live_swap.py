@@ -149,8 +149,10 @@ def refusals(comm, folder):
     """What one rank cannot do, none does."""
     found, out = rank(comm, folder, "tp"), {}
     before = found.swapper.status.plan
-    wrong = files.stage(load_plan(folder / "dp"), folder / "tp-control")
-    out["another topology"] = found.to(wrong).reason
+    if comm.rank == 0:  # as one command does; no rank looks for it before it is there
+        files.stage(load_plan(folder / "dp"), folder / "tp-control")
+    torch.distributed.barrier()
+    out["another topology"] = found.to(number(folder, "dp")).reason
     out["nowhere staged"] = found.to(12345).reason
     if comm.rank == 1:
         found.experts.prepare = fail
@@ -179,6 +181,17 @@ def test_what_one_rank_cannot_do_no_rank_does(folder, tmp_path):
         assert out.pop("busy").endswith("is not over")
         assert counted["swaps refused"] == 4
         assert counted["swaps done"] == 0
+
+
+def test_a_plan_that_is_staged_again_stays_where_ranks_may_read_it(folder, tmp_path):
+    plan = load_plan(folder / "tp-0")
+    path = tmp_path / files.PLANS / files.plan_name(files.stage(plan, tmp_path))
+    before = path.stat().st_ino
+    assert files.stage(plan, tmp_path) == files.plan_number(plan)
+    assert path.stat().st_ino == before
+    (path / "plan.json").write_text("{}")  # but one that is damaged is written anew
+    files.stage(plan, tmp_path)
+    assert files.plan_number(files.staged(tmp_path, files.plan_number(plan))) == files.plan_number(plan)
 
 
 def one_slot_stays(comm, folder):

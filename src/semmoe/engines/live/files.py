@@ -59,10 +59,16 @@ def plan_name(number: int) -> str:
 
 
 def stage(plan: Plan, folder: Path) -> int:
-    """Write a plan to where the ranks of this node look for it; returns its number."""
+    """Write a plan to where the ranks of this node look for it; returns its number.
+
+    One that lies there stays, since a rank may be reading it: to replace a directory is not atomic for a reader.
+    """
     number = plan_number(plan)
     make_private(folder / PLANS)
-    save_plan(plan, folder / PLANS / plan_name(number))
+    try:
+        staged(folder, number)
+    except ValueError:
+        save_plan(plan, folder / PLANS / plan_name(number))
     return number
 
 
