@@ -72,15 +72,19 @@ def sglang_map(plan: Plan, indices: list[int], num_hidden_layers: int) -> np.nda
 
 
 def _layers(plan: Plan, model: Path) -> tuple[list[int], int]:
-    """Indices of the decoder layers that have experts, and the number of decoder layers."""
-    config = read_config(model)
-    check_config(plan, config, model)
-    depth = config_count(config, "num_hidden_layers")
-    if depth > MOST_LAYERS:
-        raise ValueError(f"{model}/config.json claims {depth} layers, more than {MOST_LAYERS}")
-    indices = moe_layer_indices(tensor_names(model), depth)
+    """`decoder_layers` of a model that the plan fits."""
+    check_config(plan, read_config(model), model)
+    indices, depth = decoder_layers(model)
     check_num_layers(plan, len(indices), model)
     return indices, depth
+
+
+def decoder_layers(model: Path) -> tuple[list[int], int]:
+    """Indices of the decoder layers that have experts, and the number of decoder layers."""
+    depth = config_count(read_config(model), "num_hidden_layers")
+    if depth > MOST_LAYERS:
+        raise ValueError(f"{model}/config.json claims {depth} layers, more than {MOST_LAYERS}")
+    return moe_layer_indices(tensor_names(model), depth), depth
 
 
 def check_out_file(out: Path) -> None:

@@ -21,14 +21,14 @@ import json
 import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from semmoe.bounds import check_range
-from semmoe.checkpoint.directory import config_count, read_config, tensor_names
-from semmoe.checkpoint.layout import moe_layer_indices
+from semmoe.checkpoint.engine_files import decoder_layers
 from semmoe.core import DECODE, PREFILL, Placement, Plan
 from semmoe.files import MOST_JSON_BYTES, load_arrays, load_json, read_limited
 from semmoe.methods import eplb
@@ -40,6 +40,7 @@ MOST_TENSOR_BYTES = 1 << 33
 MAP, COUNTS, PASSES, ANSWERS = "map", "counts", "passes", "answers"
 EXTEND = 1  # SGLang's ForwardMode of prompts
 FIELDS = {"forward_mode", "input_ids", "positions", "extend_seq_lens", "topk_ids_of_layer"}
+_decoder_layers = lru_cache(maxsize=1)(decoder_layers)  # asked for with every record and answer of one file
 SGLANG_TOP_K = 8  # ids of a token in SGLang's detailed records, whatever the model's
 
 
@@ -155,10 +156,10 @@ def moe_rows(array: np.ndarray, model: Path, fingerprint: Fingerprint) -> np.nda
         return np.repeat(array, layers, axis=0)
     if len(array) == layers:
         return array
-    depth = config_count(read_config(model), "num_hidden_layers")
+    indices, depth = _decoder_layers(model)
     if len(array) != depth:
         raise ValueError(f"{len(array)} layers, but the model has {depth}, of which {layers} have experts")
-    return array[moe_layer_indices(tensor_names(model), depth)]
+    return array[indices]
 
 
 def plan_of(found: Found, model: Path, fingerprint: Fingerprint, topology: Topology, redundant: int) -> Plan:
