@@ -85,3 +85,11 @@ def _similar(sizes: list[int], incidence: csr_matrix) -> coo_matrix:
     union = size[common.row] + size[common.col] - common.data
     near = common.data >= OVERLAP * np.maximum(union, 1)
     return coo_matrix((common.data[near], (common.row[near], common.col[near])), shape=common.shape)
+
+
+def draw_requests(lengths: np.ndarray, tokens: int, seed: int) -> np.ndarray:
+    """Random requests with about `tokens` routed tokens in total, in order; all if there are no more. lengths (R,)."""
+    if lengths.sum() <= tokens:
+        return np.arange(len(lengths))
+    order = np.random.default_rng(seed).permutation(len(lengths))
+    return np.sort(order[: int(np.searchsorted(np.cumsum(lengths[order]), tokens)) + 1])

@@ -12,6 +12,7 @@ import numpy as np
 from semmoe.core import DECODE, RoutingTrace
 from semmoe.files import array_shape, atomic_directory, atomic_file, load_array
 from semmoe.hashed import NO_HASHED
+from semmoe.splitter import draw_requests
 from semmoe.trace import (
     TraceHeader,
     TraceWriter,
@@ -175,10 +176,8 @@ def sample(path: Path, tokens: int, seed: int, progress: Progress = lambda token
         raise ValueError(f"{path} holds no shard yet: run its profile again to fill it")
     lengths = [load_array(shard, "request_lengths") for shard in shards]
     of_shard = np.repeat(np.arange(len(shards)), [len(one) for one in lengths])
-    order = np.random.default_rng(seed).permutation(len(of_shard))
-    enough = int(np.searchsorted(np.cumsum(np.concatenate(lengths)[order]), tokens)) + 1
     chosen = np.zeros(len(of_shard), bool)
-    chosen[order[:enough]] = True
+    chosen[draw_requests(np.concatenate(lengths), tokens, seed)] = True
     parts, hashed = [], NO_HASHED
     for i, trace in enumerate(read_shards(path)):
         parts.append(_arrays(trace.select(np.flatnonzero(chosen[of_shard == i]))))

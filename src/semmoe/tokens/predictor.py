@@ -24,6 +24,7 @@ import numpy as np
 from semmoe.affinity import resolve_tokens
 from semmoe.core import Placement, RoutingTrace
 from semmoe.settings import PredictorSettings
+from semmoe.splitter import draw_requests
 from semmoe.tokens.hashed import activations, with_exact_rows
 from semmoe.tokens.kernels import SCALE
 from semmoe.tokens.regression import (
@@ -103,11 +104,7 @@ def _shape(trace: RoutingTrace) -> tuple[int, int]:
 
 def sample_requests(trace: RoutingTrace, max_tokens: int, seed: int) -> np.ndarray:
     """Random requests with about `max_tokens` routed tokens in total, in arrival order; all if there are no more."""
-    if trace.num_tokens <= max_tokens:
-        return np.arange(trace.num_requests)
-    order = np.random.default_rng(seed).permutation(trace.num_requests)
-    enough = int(np.searchsorted(np.cumsum(np.diff(trace.request_offsets)[order]), max_tokens)) + 1
-    return np.sort(order[:enough])
+    return draw_requests(np.diff(trace.request_offsets), max_tokens, seed)
 
 
 def _sample(trace: RoutingTrace, max_tokens: int, seed: int) -> RoutingTrace:
