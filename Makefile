@@ -103,7 +103,6 @@ bench-deepspeed: $(DEEPSPEED_VENV)/.ready
 kernels: $(VENV)/.ready-dev
 	$(BIN)/python benchmarks/prove_kernels.py | tee $(RESULTS)/kernels_$(HERE).txt
 
-# The pages of docs/ as a site, in site/. Material for MkDocs prints a notice about MkDocs 2 unless it is told not to.
 # A server on two nodes, network namespaces that share nothing, on both engines; needs root.
 test-nodes: $(SGLANG_VENV)/.ready $(VLLM_VENV)/.ready
 	for attention in dp tp; do \
@@ -119,6 +118,7 @@ test-gpu:
 	$(PYTHON) benchmarks/prove_gpu.py --engine $(ENGINE) --model $(MODEL) --attention $(ATTENTION) \
 	  --out $(or $(OUT),gpu-report) -- $(OPTIONS)
 
+# The pages of docs/ as a site, in site/. Material for MkDocs prints a notice about MkDocs 2 unless it is told not to.
 docs: $(VENV)/.ready-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "open site/index.html"
@@ -172,7 +172,7 @@ $(VLLM_VENV)/.ready: pyproject.toml $(wildcard $(VLLM_CPU)/*.* $(VLLM_CPU)/*/*.p
 	@echo "installing vLLM and what it needs"
 	@$(VLLM_PIP) install --no-deps -r $(VLLM_CPU)/requirements.txt ./$(VLLM_CPU)
 	@echo "installing semmoe"
-	@$(VLLM_PIP) install -e ".[router]"
+	@$(VLLM_PIP) install -e ".[serve]"
 	@touch $@
 
 $(DEEPSPEED_VENV)/.ready: pyproject.toml $(wildcard $(DEEPSPEED_CPU)/*.*)

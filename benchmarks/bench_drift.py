@@ -49,6 +49,7 @@ from semmoe.solver import solve
 from semmoe.topology import Topology
 
 CLIENTS, NEW_TOKENS, PERIOD, PARTS = 8, 16, 2.0, 12
+COMMAND = [sys.executable, "-c", "from semmoe.cli import main; main()"]
 NAMES = ("frozen", "adapt", "known", "eplb")
 # A server's traffic changes within hours; here within minutes, so the loop looks, records and solves as fast.
 ADAPT = ["--every", "2", "--window", "8", "--requests", "80", "--rest", "10", "--solve-seconds", "4",
@@ -150,8 +151,9 @@ def adapting(server: Server, plan: Path, a: argparse.Namespace, asked: bool) -> 
     if not asked:
         yield
         return
-    words = [sys.executable, "-c", "from semmoe.cli import main; main()", "adapt", server.url, "--plan", str(plan)]
+    words = [*COMMAND, "adapt", server.url, "--plan", str(plan)]
     words += ["--control", str(server.folder), *ADAPT, "--schedule", str(a.schedule), "--json"]
+    words += ["--links", str(links_file(plan.parent))]
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         yield
@@ -179,6 +181,15 @@ def run(name: str, served: Engine, plans: dict[str, Path], prompts: list[list[in
         log = folder / "adapt.jsonl"
         told = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
         return samples, told
+
+
+def links_file(folder: Path) -> Path:
+    """What links and experts cost on this machine; measured once, while no server is alive."""
+    path = folder / "links.json"
+    if not path.exists():
+        words = [*COMMAND, "calibrate", str(MODEL), "--ep-size", str(RANKS), "--out", str(path)]
+        subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
+    return path
 
 
 def swapping(server: Server, plan: Path) -> Callable[[], None]:
@@ -229,6 +240,8 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="semmoe-") as scratch:
             texts = drift.texts(load_tokenizer(str(MODEL)))
             plans = make_plans(texts, a, Path(scratch))
+            if "adapt" in a.only:
+                links_file(plans["first"].parent)
             prompts, _ = drift.draw(texts, a.shape, a.requests, a.seed)
             for name in a.only:
                 found[name], decisions = run(name, served, plans, prompts, a, Path(scratch))

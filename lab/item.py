@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lab.inputs import Inputs
@@ -55,6 +56,12 @@ def panel(width: float = 5.2, height: float = 3.4, columns: int = 1, rows: int =
     """A figure without a window, and its axes (rows, columns)."""
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
     return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def legend(figure: Figure, axis: Axes) -> None:
+    """One legend of an axis's curves below all panels, where it hides none of them."""
+    handles, labels = axis.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4), fontsize=8, frameon=False)
 
 
 def span(values: list[float], digits: int = 3) -> str:

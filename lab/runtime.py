@@ -3,13 +3,14 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import numpy as np
 
 from lab import timing
 from lab.inputs import Inputs
-from lab.item import PLAN, VANILLA, Cell, Comparison, Item, Result, colour, panel
+from lab.item import PLAN, VANILLA, Cell, Comparison, Item, Result, colour, legend, panel
 from lab.layer import layer_parts
 from semmoe.bounds import arrays_of
 from semmoe.core import Placement, Plan
@@ -131,9 +132,9 @@ def figure1(inputs: Inputs) -> Result:
         axes[0, 0].barh([f"{row[1]}, {row[0]}" for row in rows], values, left=left, label=part)
         left += values
     axes[0, 0].invert_yaxis()
-    axes[0, 0].set(xlabel="ms per layer and 1,000 tokens", title="Time of a layer")
-    axes[0, 0].tick_params(axis="y", labelsize=7)
-    axes[0, 0].legend(fontsize=7)
+    axes[0, 0].set(xlabel="milliseconds per layer and 1,000 tokens", title="Time of a layer by its parts")
+    axes[0, 0].tick_params(axis="y", labelsize=8)
+    legend(figure, axes[0, 0])
     comparisons = [
         Comparison(
             what=f"share of a MoE layer that is all-to-all, {network}, vanilla and on the plan",
@@ -170,13 +171,13 @@ def figure5a(inputs: Inputs) -> Result:
         [r["name"].removeprefix("TP, "), r["lar"], r["load"], _moe_ms(r), _moe_ms(r) / vanilla] for r in found
     ]
     figure, axes = panel(width=6.4)
-    for name, lar, _, milliseconds, _ in rows:
-        axes[0, 0].scatter(lar, milliseconds, color=colour(str(name)))
-        axes[0, 0].annotate(str(name), (lar, milliseconds), fontsize=7, xytext=(4, 4), textcoords="offset points")
+    for marker, (name, lar, _, milliseconds, _) in zip(cycle("osD^vPX*"), rows, strict=False):
+        axes[0, 0].scatter(lar, milliseconds, s=60, marker=marker, color=colour(str(name)), label=str(name))
+    legend(figure, axes[0, 0])
     axes[0, 0].set(
         xlabel="local activation rate",
-        ylabel="ms per MoE layer and 1,000 tokens",
-        xlim=(0, 1.15),
+        ylabel="milliseconds per MoE layer and 1,000 tokens",
+        xlim=(0, 1.05),
         ylim=(0, 1.15 * max(_moe_ms(r) for r in found)),
         title="attention-TP, EP4, loopback",
     )
@@ -246,8 +247,7 @@ def figure6d(inputs: Inputs) -> Result:
         own = [row for row in rows if row[0] == network]
         axis.plot([row[1] for row in own], [row[2] / 1e3 for row in own], "o-", color=PLAN, label="all-to-all")  # type: ignore[operator]
         axis.plot([row[1] for row in own], [row[3] / 1e3 for row in own], "s--", color=VANILLA, label="all-reduce")  # type: ignore[operator]
-        axis.set(title=network, xlabel="local share", ylabel="ms", ylim=(0, None))
-        axis.legend(fontsize=7)
+        axis.set(title=network, xlabel="share of rows that stay", ylabel="milliseconds", ylim=(0, None))
         times = {row[1]: float(row[2] or 0.0) for row in own}
         comparisons.append(
             Comparison(
@@ -257,6 +257,7 @@ def figure6d(inputs: Inputs) -> Result:
                 why=f"gloo in place of NCCL; {NO_GPU}",
             )
         )
+    legend(figure, axes[0, 0])
     stated = {"topology": PROCESSES, "payload": "4 MiB of rows of 8 KiB a rank", "median of rounds": PAIR_ROUNDS}
     return Result(
         columns=["network", "local share", "all-to-all us", "all-reduce us"],

@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from lab.inputs import Inputs
-from lab.item import BASELINE, OTHER, PLAN, VANILLA, Cell, Comparison, Item, LackingError, Result, panel
+from lab.item import BASELINE, OTHER, PLAN, VANILLA, Cell, Comparison, Item, LackingError, Result, legend, panel
 from semmoe.results import AT_ONCE, LIGHT, ServingSweep, serving_sweep
 
 TTFT, E2E = "median_ttft_ms", "median_e2e_ms"
+IN_WORDS = {TTFT: "median time to first token, ms", E2E: "median end-to-end time, ms"}
 FIGURE4 = "1.31 (TTFT) and 3.21 (E2E), DeepSeek-V2-Lite; up to 1.98 and 1.11, Qwen3-30B"
 TABLE2 = ".89 / .90 / .91 and .98 / .98 / .99 (DeepSeek-V2-Lite), .87 / .80 / .96 and .99 each (Qwen3-30B)"
 STATED = {"where": "measured before, as root, by `make bench-sglang` and `make bench-vllm`; each file says how"}
@@ -107,6 +108,7 @@ def figure4(inputs: Inputs) -> Result:
         rows += own
         _curves(pair, own, sweep, engine)
         comparisons.append(_beside(engine, sweep, (TTFT, E2E), "both objectives", FIGURE4))
+    legend(figure, axes[0, 0])
     columns = ["engine", "set-up", "run", "requests/s", "tokens/s", TTFT, E2E]
     return Result(columns=columns, rows=rows, picture=figure, stated=STATED, comparisons=comparisons)
 
@@ -115,10 +117,15 @@ def _curves(pair: Any, rows: list[list[Any]], sweep: ServingSweep, engine: str) 
     for axis, column, label in ((pair[0], 5, TTFT), (pair[1], 6, E2E)):
         for name in dict.fromkeys(row[1] for row in rows):
             own = [row for row in rows if row[1] == name]  # as requests come faster
-            axis.plot([row[4] for row in own], [row[column] for row in own], "o-", color=_ink(name), label=name)
+            axis.plot(
+                [row[4] for row in own],
+                [row[column] for row in own],
+                "o-",
+                color=_ink(name),
+                label=name.removeprefix("DP, "),
+            )
         axis.axhline(sweep.sweeps["dp"].objectives[label], color=OTHER, linestyle=":", label="objective")
-        axis.set(title=engine, xlabel="tokens/s", ylabel=label, ylim=(0, None))
-        axis.legend(fontsize=7)
+        axis.set(title=engine, xlabel="tokens per second", ylabel=IN_WORDS[label], ylim=(0, None))
 
 
 def _ink(name: str) -> str:
@@ -201,6 +208,7 @@ def table2(inputs: Inputs) -> Result:
         rows += own
         _length_picture(pair, own, engine)
         comparisons += _lengths_beside(engine, sweep, own)
+    legend(figure, axes[0, 0])
     columns = ["engine", "set-up", "input", "p99_ttft_ms", "over vanilla", E2E, "over vanilla"]
     return Result(columns=columns, rows=rows, picture=figure, stated=STATED, comparisons=comparisons)
 
@@ -217,18 +225,17 @@ def _beside_vanilla(sweep: ServingSweep, name: str, length: str) -> Iterator[flo
 
 
 def _length_picture(pair: Any, rows: list[list[Any]], engine: str) -> None:
-    for axis, column, label in ((pair[0], 3, "TTFT of the slowest requests, ms"), (pair[1], 5, "median E2E, ms")):
+    for axis, column, label in ((pair[0], 3, "slowest times to first token, ms"), (pair[1], 5, IN_WORDS[E2E])):
         for name in dict.fromkeys(row[1] for row in rows):
             own = [row for row in rows if row[1] == name]
             axis.plot(
-                [row[2] for row in own],
+                [int(row[2].split()[0]) for row in own],
                 [row[column] for row in own],
                 "o-",
                 color=_ink(name),
                 label=name.removeprefix("TP, "),
             )
-        axis.set(title=engine, ylabel=label, ylim=(0, None))
-        axis.legend(fontsize=7)
+        axis.set(title=engine, xlabel="tokens of the prompt", ylabel=label, ylim=(0, None))
 
 
 def _lengths_beside(engine: str, sweep: ServingSweep, rows: list[list[Any]]) -> list[Comparison]:

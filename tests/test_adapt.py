@@ -77,7 +77,12 @@ def test_a_plan_is_swapped_in_where_it_gains_and_pays(gain, weighed, action):
 @pytest.mark.parametrize(("after", "action"), [(0.56, "stay"), (0.53, "stay"), (0.51, "back"), (0.40, "back")])
 def test_a_swap_is_confirmed_by_what_was_measured(after, action):
     """Before it .50 of pairs were local, and .06 more were predicted; at least .018 must be there."""
-    assert confirm(0.50, seen(after), 0.06, S).action == action
+    assert confirm(0.50, seen(after), 0.06, False, S).action == action
+
+
+@pytest.mark.parametrize(("after", "action"), [(0.51, "stay"), (0.485, "stay"), (0.47, "back")])
+def test_where_the_plan_before_is_tried_again_only_a_fall_by_more_than_the_margin_takes_a_swap_back(after, action):
+    assert confirm(0.50, seen(after), 0.06, True, S).action == action
 
 
 def looks(*rates, pairs=20_000):

@@ -21,7 +21,8 @@ from semmoe.cost import LayerShape
 from semmoe.expectation import expect
 from semmoe.plan import load_plan, save_plan
 from semmoe.report import experts, figures, gather, layers, page, serving, verdict
-from semmoe.results import Figures
+from semmoe.report.pays import pays
+from semmoe.results import Expected, Figures
 from semmoe.settings import CoclusterSettings, PaperSettings, PredictorSettings, ReplaySettings, SolveSettings
 from semmoe.solver import score as score_plans
 from semmoe.solver import solve, solve_methods
@@ -207,6 +208,24 @@ def test_rank_pairs_share_one_scale_and_their_sum_is_told():
     assert left["zmax"] == right["zmax"] == 4
     assert "50.0\u00a0% fewer" in figure.says
     assert figure.tables[0].rows == [["from 0", "0.0", "4.0"], ["from 1", "2.0", "0.0"]]
+
+
+def test_where_a_plan_pays_has_a_cell_for_each_link_and_batch():
+    one = {"lar": 0.25, "remote_ranks_per_token": 2, "load_max_over_mean": 1}
+    about = {"holdout": 0.2, "requests": 5, "batch_tokens": 64, "batches": "mixed", "seed": 0, "tokens_per_batch": 64}
+    links = {"name": "fibre", "kind": "measured", "source": "us"}
+    elsewhere = {"bandwidths": [0.5, 1], "batch_tokens": [64, 1024], "gains": [[-0.1, 0.0], [0.2, 0.1]]}
+    expected = Expected(**one, **about, num_batches=3, others={}, links=links, elsewhere=elsewhere)
+    figure = pays(expected)
+    (grid,) = figure.panels[0].spec["data"]
+    assert (grid["x"], grid["y"]) == (["1/2 times", "these"], ["64", "1,024"])
+    assert grid["z"] == [[-10, 0], [20, 10]]
+    assert (grid["zmin"], grid["zmax"]) == (0, 20)
+    assert "fibre (measured" in figure.says
+    assert figure.tables[0].rows == [["64", "-10.0", "+0.0"], ["1,024", "+20.0", "+10.0"]]
+    assert pays(expected.model_copy(update={"elsewhere": None})) is None
+    with pytest.raises(ValueError, match="batches, bandwidths"):
+        Expected(**one, **about, num_batches=3, others={}, elsewhere={**elsewhere, "gains": [[0.0, 0.0]]})
 
 
 def test_expert_load_is_over_the_mean_of_its_layer():

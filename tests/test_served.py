@@ -75,6 +75,7 @@ def test_times_hold_below_the_limit_or_within_the_placebos():
     assert claims.holds(Estimate(1.1, 1.0, 1.15, 7), 1.05, [placebo])
     assert not claims.holds(Estimate(1.1, 1.0, 1.25, 7), 1.05, [placebo])
     assert not claims.holds(Estimate(1.1, 1.0, 1.15, 7), 1.05, [])
+    assert claims.holds(Estimate(0.8, 0.5, 1.15, 7), 1.05, [placebo])  # faster than the placebo is no fault
 
 
 def test_a_percentile_needs_a_thousand_requests():

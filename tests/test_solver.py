@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from synthetic import planted_trace, random_trace
 
+from semmoe.calibration import PhaseLinks, load_links, scaled
 from semmoe.core import PRIOR
+from semmoe.cost import LayerShape
 from semmoe.expectation import expect
 from semmoe.replayer import replay
 from semmoe.settings import GenerateSettings, PaperSettings, ReplaySettings, SolveSettings
@@ -131,6 +133,26 @@ def test_expectation_is_the_replay_of_requests_held_out():
     assert expected["lar"] == result["lar"]
     assert expected["layers"] == result["layers"]
     assert set(result) - set(expected) == {"rows_per_rank_pair"}
+
+
+def test_what_is_expected_elsewhere_is_the_verdict_on_those_links_and_batches():
+    trace, _ = planted_trace(1, 4)
+    settings, measure = SolveSettings(method="paper", paper=QUICK, seed=3), ReplaySettings(batch_tokens=16)
+    shape, links = LayerShape(hidden_size=4096, expert_size=64, top_k=2), load_links("pcie5")
+
+    def found(links):
+        return expect(trace, TP4, settings, measure, PhaseLinks(links, links), shape, holdout=0.5)
+
+    expected = found(links)
+    elsewhere = expected["elsewhere"]
+    tokens, gains = elsewhere["batch_tokens"], np.array(elsewhere["gains"])
+    here = tokens.index(expected["tokens_per_batch"])
+    assert gains.shape == (len(tokens), len(elsewhere["bandwidths"]))
+    assert gains[here, elsewhere["bandwidths"].index(1.0)] == expected["verdict"]["gain"]
+    for factor in (0.25, 4.0):
+        gain = found(scaled(links, factor))["verdict"]["gain"]
+        assert gains[here, elsewhere["bandwidths"].index(factor)] == pytest.approx(gain)
+    assert gains.max() - gains.min() > 0.05  # links and batches decide
 
 
 @pytest.mark.parametrize(("requests", "dp_size", "enough"), [(2, 1, False), (3, 1, True), (6, 4, False), (7, 4, True)])

@@ -27,9 +27,6 @@ class Estimate:
     def __str__(self) -> str:
         return f"{self.ratio:.2f} [{self.low:.2f}, {self.high:.2f}]"
 
-    def within(self, other: "Estimate") -> bool:
-        return other.low <= self.low and self.high <= other.high
-
 
 def paired_ratios(own: Mapping[int, float], base: Mapping[int, float]) -> np.ndarray:
     """own / base (rounds,), by round, of the rounds that both have."""
@@ -61,8 +58,8 @@ def claim(found: Estimate, placebos: Sequence[Estimate], least: int = ROUNDS) ->
 
 
 def holds(found: Estimate, limit: float, placebos: Sequence[Estimate]) -> bool:
-    """Whether a ratio of times is at most `limit`, or not to be told from a placebo's."""
-    return found.high <= limit or (bool(placebos) and found.within(hull(placebos)))
+    """Whether the upper end of a ratio of times is at most `limit`, or no higher than a placebo's."""
+    return found.high <= max([limit, *([hull(placebos).high] if placebos else [])])
 
 
 def tail(times: Sequence[float]) -> tuple[str, float]:

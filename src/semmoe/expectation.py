@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from semmoe import cost
-from semmoe.calibration import Links, PhaseLinks
+from semmoe.calibration import Links, PhaseLinks, scaled
 from semmoe.core import Plan, RoutingTrace
 from semmoe.placement.problem import Progress
 from semmoe.replayer import ReplayResult, replay, scheduled_by_answers
@@ -16,6 +16,9 @@ from semmoe.settings import ReplaySettings, SolveSettings
 from semmoe.solver import solve
 from semmoe.splitter import near_duplicates, split
 from semmoe.topology import Topology
+
+BANDWIDTHS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0)  # of other links, times that of the given ones
+BATCHES = (1 / 16, 1 / 4, 1.0, 4.0, 16.0)  # tokens of other batches, times those that were replayed
 
 
 def expect(
@@ -33,7 +36,8 @@ def expect(
     """Estimate what a plan gains on unseen requests: solve on a share 1 - `holdout` of them and replay on the rest.
 
     Returns the metrics of the plan, those of `linear` and `eplb` under "others" and, given links and shape, predicted
-    times and a verdict; a second one is under "decode" if decoding has other links. Returns None if the trace has too
+    times, a verdict, and under "elsewhere" the gain on other links; decoding has a verdict of its own under "decode" if
+    its links are others. Returns None if the trace has too
     few distinct requests to hold any out. previous: a plan that the solve begins from; costs: see `solver.solve`.
     """
     smallest = max(2, topology.dp_size + 1)
@@ -77,17 +81,35 @@ def _time(
     for name, prediction in predictions.items():
         sent = cost.all_to_all_bytes(prediction.rows, shape, links)
         figures[name] |= cost.microseconds(prediction.time) | {"bytes_per_rank_pair": np.rint(sent).tolist()}
-    return _judge(predictions, replayed[method].tokens_per_batch, method, topology, links, shape)
+    judged = _judge(predictions, replayed[method].tokens_per_batch, method, topology, links, shape)
+    return {**judged, "elsewhere": _elsewhere(replayed, method, topology, links, shape)}
 
 
 def _predict(
-    replayed: dict[str, ReplayResult], topology: Topology, links: Links, shape: cost.LayerShape
+    replayed: dict[str, ReplayResult], topology: Topology, links: Links, shape: cost.LayerShape, batch: float = 1.0
 ) -> dict[str, cost.Prediction]:
-    """Times by method, charging the rows that the all-to-all of these links sends."""
-    return {
-        name: cost.predict(name, result.rows_per_batch(links.all_to_all), result.busiest_pairs, shape, topology, links)
-        for name, result in replayed.items()
-    }
+    """Times by method, charging the rows that the all-to-all of these links sends. batch: times as many tokens."""
+    predictions = {}
+    for name, result in replayed.items():
+        rows, busiest = batch * result.rows_per_batch(links.all_to_all), batch * result.busiest_pairs
+        predictions[name] = cost.predict(name, rows, busiest, shape, topology, links)
+    return predictions
+
+
+def _elsewhere(
+    replayed: dict[str, ReplayResult], method: str, topology: Topology, links: Links, shape: cost.LayerShape
+) -> dict[str, Any]:
+    """The gain on slower and faster links and in other batches, routed and balanced as those that were replayed."""
+    tokens = replayed[method].tokens_per_batch
+    gains: list[list[float]] = []
+    for batch in BATCHES:
+        gains.append([])
+        for factor in BANDWIDTHS:
+            other = scaled(links, factor)
+            predictions = _predict(replayed, topology, other, shape, batch)
+            judged = _judge(predictions, batch * tokens, method, topology, other, shape)
+            gains[-1].append(judged["verdict"]["gain"])
+    return {"bandwidths": BANDWIDTHS, "batch_tokens": [batch * tokens for batch in BATCHES], "gains": gains}
 
 
 def _judge(

@@ -118,13 +118,19 @@ def _traffic_metrics(traffic: Traffic) -> dict[str, float]:
     }
 
 
-def replay(trace: RoutingTrace, plan: Plan, settings: ReplaySettings | None = None) -> ReplayResult:
-    """Score `plan` on the routed tokens of `trace`, in full batches."""
+def replay(
+    trace: RoutingTrace, plan: Plan, settings: ReplaySettings | None = None, groups: np.ndarray | None = None
+) -> ReplayResult:
+    """Score `plan` on the routed tokens of `trace`, in full batches.
+
+    groups (R,): the attention groups of requests; None: as the plan schedules them, in the order of the trace.
+    """
     settings = settings or ReplaySettings()
     plan.check(trace.fingerprint)
     if trace.num_tokens <= 0:
         raise ValueError("the trace to replay holds no routed token")
-    group, batches = token_groups(trace, plan, settings), cut_batches(trace.num_tokens, settings)
+    batches = cut_batches(trace.num_tokens, settings)
+    group = token_groups(trace, plan, settings) if groups is None else groups[trace.request_of_token()]
     choice = copy_choice(plan.placement, plan.topology)
     unknown = plan.tokens.unknown(trace.token_ids)
     size = plan.topology.attn_tp_size

@@ -209,6 +209,20 @@ class Judged(Record):
     verdict: Verdict | None = None
 
 
+class Elsewhere(Record):
+    """The gain (batches, bandwidths) on links of so many times the bandwidth, and in batches of so many tokens."""
+
+    bandwidths: list[Amount] = Field(min_length=1, max_length=32)
+    batch_tokens: list[Amount] = Field(min_length=1, max_length=32)
+    gains: list[Annotated[list[float], Field(max_length=32)]] = Field(max_length=32)
+
+    @model_validator(mode="after")
+    def _whole(self) -> "Elsewhere":
+        if [len(self.bandwidths)] * len(self.batch_tokens) != list(map(len, self.gains)):
+            raise ValueError("gains are not (batches, bandwidths)")
+        return self
+
+
 class Expected(Figures, Judged):
     """A plan's `expected`: its figures on held-out requests, and those of other methods."""
 
@@ -221,6 +235,7 @@ class Expected(Figures, Judged):
     tokens_per_batch: Amount
     num_batches: int
     others: dict[Name, Figures] = Field(max_length=32)
+    elsewhere: Elsewhere | None = None
     decode: Judged | None = None  # of decoding, where it uses another all-to-all
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from vllm.distributed import get_ep_group
+from vllm.distributed import get_ep_group, tensor_model_parallel_all_reduce
 from vllm.distributed.device_communicators.base_device_communicator import All2AllManagerBase
 
 from semmoe.runtime.collectives import Communicator
@@ -54,8 +54,8 @@ class GlooAllToAll(All2AllManagerBase):
         return received.hidden, received.weights, received.expert_ids.to(topk_ids.dtype)
 
     def combine(self, hidden_states: torch.Tensor, is_sequence_parallel: bool = False) -> torch.Tensor:
-        if self._whole():
-            return get_ep_group().all_reduce(hidden_states)
+        if self._whole():  # the attention group is the expert group then, and has vLLM's shared memory
+            return tensor_model_parallel_all_reduce(hidden_states)
         assert self.comm is not None
         assert self._handle is not None
         return combine(self.comm, hidden_states, self._handle)

@@ -79,16 +79,17 @@ def judge(old: Score, new: Score, weighed: Weighed, s: AdaptSettings) -> Decisio
     return Decision(action="swap", why=f"{gain:+.3f} of pairs local", figures=figures)
 
 
-def confirm(before: float | None, after: View, predicted: float, s: AdaptSettings) -> Decision:
+def confirm(before: float | None, after: View, predicted: float, again: bool, s: AdaptSettings) -> Decision:
     """After a swap: whether the gain is there. before: the local activation rate that was seen on the old plan.
 
-    predicted: the gain in replay.
+    predicted: the gain in replay. again: whether the old plan will be replayed on requests since the swap. Where these
+    go on changing the rate falls by itself, so that then only a fall by more than the margin is the new plan's.
     """
     figures = {"before": before, "after": after.lar, "predicted_gain": predicted, "pairs": after.pairs}
     if before is None or after.lar is None or after.pairs < ENOUGH_PAIRS:
         return Decision(action="watch", why="too few tokens to judge the swap", figures=figures)
     gain = after.lar - before
-    if gain < s.least_share * predicted:
+    if gain < (-s.margin if again else s.least_share * predicted):
         why = f"{gain:+.3f} of pairs local was measured, {predicted:+.3f} predicted"
         return Decision(action="back", why=why, figures=figures)
     return Decision(action="stay", why=f"{gain:+.3f} of pairs local was measured", figures=figures)

@@ -121,7 +121,7 @@ class Adapter:
         if since == self._looks[-1].time:  # there is no drift: solve on all since the swap, or on the newest
             since = self._swapped if self._refine else None
         older = self._recording.take(since, scratch / "trace")
-        self._refine = False
+        few, self._refine = not self._refine, False
         kept = [str(path) for path in self._kept if path != self.path]
         job = Job(trace=str(scratch / "trace"), plan=str(self.path), folder=str(scratch), seconds=s.solve_seconds,
                   judged=s.judged, nice=s.nice, links=self.links_name, older=older, kept=kept,
@@ -134,15 +134,15 @@ class Adapter:
             # What the plan does for these requests is what it can do, until they change again.
             self.expected = seen.lar if found.action == "keep" else self.expected
             return found
-        return self._swap(plan, old, new)
+        return self._swap(plan, old, new, few)
 
     def _weigh(self, seen: watch.View, plan: Plan, old: Score, new: Score) -> Decision:
         cost = float(move_between(self.plan, plan).seconds(self.server.expert_bytes(), self.links).sum())
         saved = old.seconds_per_token - new.seconds_per_token
         return judge(old, new, weigh(saved, seen.routed_tokens_per_second, cost, self.settings.horizon), self.settings)
 
-    def _swap(self, plan: Plan, old: Score, new: Score) -> Decision:
-        """Swap, watch a window, and go back if the gain is not there."""
+    def _swap(self, plan: Plan, old: Score, new: Score, few: bool) -> Decision:
+        """Swap, watch a window, and go back if the gain is not there. few: the plan was solved on few requests."""
         before = self._seen().lar
         problem = self.server.swap(plan)
         if problem:
@@ -150,7 +150,8 @@ class Adapter:
         self._looks, self._swapped = deque([self.server.look()]), self.clock()
         self._recording.note()
         self.sleep(self.settings.window)
-        found = self._say(confirm(before, self._seen(), new.lar - old.lar, self.settings))
+        again = self.settings.keep_recording and self.settings.kept_plans > 0
+        found = self._say(confirm(before, self._seen(), new.lar - old.lar, again, self.settings))
         if found.action == "back":
             problem = self.server.swap(self.plan)
             self._looks = deque([self.server.look()])
@@ -158,7 +159,7 @@ class Adapter:
                 return found
             found = self._say(Decision(action="fail", why=f"the new plan serves on: {problem}", figures=found.figures))
         self.plan, self.path, self.expected = plan, self._keep(plan), found.figures["after"]
-        self._refine = self.settings.keep_recording
+        self._refine = few and self.settings.keep_recording
         return found
 
     def _keep(self, plan: Plan) -> Path:

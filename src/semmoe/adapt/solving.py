@@ -20,6 +20,7 @@ from semmoe.adapt.decide import Score
 from semmoe.calibration import Links, load_links
 from semmoe.core import Plan, RoutingTrace
 from semmoe.cost import LayerShape, predict
+from semmoe.online import live_settings, schedule_with, start
 from semmoe.plan import load_plan, save_plan
 from semmoe.replayer import replay
 from semmoe.settings import ReplaySettings, SolveSettings
@@ -27,6 +28,7 @@ from semmoe.solver import solve
 from semmoe.trace import open_trace
 
 STREAM = 1000  # requests that are replayed
+RUNNING = 8  # of them on each rank at a time: with few, ranks are kept even and plans differ less
 LEAST_REQUESTS = 20  # that are solved on, and that are scored
 
 
@@ -102,13 +104,21 @@ def default_links(plan: Plan) -> str:
     return "h200-nvlink" if plan.topology.num_nodes == 1 else "h200-400g"
 
 
+def scheduled_live(trace: RoutingTrace, plan: Plan, running: int) -> np.ndarray:
+    """(R,) the attention groups of requests in their order, as a server assigns them of which so many run."""
+    scheduler = start(plan.requests, live_settings(plan.topology.dp_size))
+    prompts = [trace.prompt(request) for request in range(trace.num_requests)]
+    return schedule_with(scheduler, prompts, np.diff(trace.request_offsets), running)
+
+
 def score(trace: RoutingTrace, plan: Plan, links: Links) -> Score:
     """What a plan does for a stream of a trace's requests, which come again and again.
 
     For few requests the bound on a group's lead is loose: a plan could send all of them to the group that suits them.
     """
     again = np.tile(np.arange(trace.num_requests), -(-STREAM // trace.num_requests))
-    found, f = replay(trace.select(again), plan, ReplaySettings()), trace.fingerprint
+    stream, f = trace.select(again), trace.fingerprint
+    found = replay(stream, plan, ReplaySettings(), scheduled_live(stream, plan, RUNNING * plan.topology.dp_size))
     if not (f.hidden_size and f.expert_size):
         return Score(lar=found.total.lar, seconds_per_token=0.0)
     shape = LayerShape(hidden_size=f.hidden_size, expert_size=f.expert_size, top_k=f.top_k)

@@ -108,6 +108,15 @@ def heat_map(
     return figure([trace], height, _counted(x, columns), _counted(y, rows, autorange="reversed"))
 
 
+def named_grid(values: np.ndarray, columns: Sequence[str], rows: Sequence[str], x: str, y: str, high: float) -> Spec:
+    """values (rows, columns) in per cent, written into the cells and coloured from 0 to high; the first row below."""
+    hover = f"{x} %{{x}}, {y} %{{y}}: %{{z:+.1f}} %<extra></extra>"
+    look = {"x": list(columns), "y": list(rows), "xgap": 2, "ygap": 2, "texttemplate": "%{z:+.0f} %"}
+    trace = _heat([rounded(row) for row in values], 0.0, high, hovertemplate=hover, **look)
+    names = {"type": "category", "showgrid": False}
+    return figure([trace], 90 + 34 * len(rows), axis(x, **names), axis(y, **names))
+
+
 def _heat(z: Any, low: float, high: float, scale: Any = "@sequential", **more: Any) -> Spec:
     return {"type": "heatmap", "z": z, "zmin": low, "zmax": high, "colorscale": scale, "showscale": False, **more}
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from semmoe.core import Placement
+from semmoe.core import Placement, RoutingTrace
 from semmoe.report import experts, figures, words
-from semmoe.report.gather import Inputs, PlanFile, TraceFile
+from semmoe.report.gather import PlanFile, TraceFile
 from semmoe.report.view import Figure, Key, Missing, Panel, Scale, Table
 
 MOST_TOKENS = 240  # rows of the affinity map
@@ -24,11 +24,10 @@ class Colouring:
     scale: str = ""  # what the values are, if there are no names
 
 
-def placement(inputs: Inputs, entry: PlanFile, trace: TraceFile | None) -> Figure:
-    """Experts by rank for each layer, copies marked."""
-    place = entry.plan.placement
+def placement(place: Placement, trace: RoutingTrace | None, domains: list[str] | None = None) -> Figure:
+    """Experts by rank for each layer, copies marked. domains: the kind of text of each request of the trace."""
     slots = place.physical_to_logical_map.astype(np.int64)
-    chosen = _colouring(inputs, place, trace)
+    chosen = _colouring(place, trace, domains)
     colour_of = np.take_along_axis(chosen.of_expert, slots, axis=1)
     copies = np.take_along_axis(place.logical_replica_count, slots, axis=1) > 1
     about = _about(place, copies, colour_of, chosen.names)
@@ -50,21 +49,21 @@ def placement(inputs: Inputs, entry: PlanFile, trace: TraceFile | None) -> Figur
     )
 
 
-def _colouring(inputs: Inputs, place: Placement, trace: TraceFile | None) -> Colouring:
+def _colouring(place: Placement, trace: RoutingTrace | None, domains: list[str] | None) -> Colouring:
     """By the kind of text that uses an expert, else by its load, else by the rank that holds it in vanilla."""
     L = len(place.physical_to_logical_map)
     if trace is None:
         of_expert = np.tile(np.arange(place.num_experts) * place.ep_size // place.num_experts, (L, 1)).astype(float)
         says = "The shade is the rank that holds an expert in vanilla, which places experts in order of their numbers."
         return Colouring(of_expert, [], [], says, "rank in vanilla")
-    kinds = kinds_of_requests(inputs.domains, trace.trace.num_requests)
+    kinds = kinds_of_requests(domains, trace.num_requests)
     if kinds is None:
         says = "The shade is how much an expert is used, over its layer's mean: no rank should hold only busy experts."
-        load = experts.load_over_mean(trace.trace.expert_ids, place.num_experts)
+        load = experts.load_over_mean(trace.expert_ids, place.num_experts)
         return Colouring(load, [], [], says, "load over mean")
     names, of_request = kinds
-    of_token = of_request[trace.trace.request_of_token()]
-    kind = experts.uses(trace.trace.expert_ids, of_token, len(names), place.num_experts).kind
+    of_token = of_request[trace.request_of_token()]
+    kind = experts.uses(trace.expert_ids, of_token, len(names), place.num_experts).kind
     says = (
         "The colour is the kind of text that uses an expert most, or grey if it uses the expert less than "
         f"{experts.EVEN} times as much as the average kind. A rank of few colours serves few kinds of text."

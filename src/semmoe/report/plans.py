@@ -2,6 +2,7 @@
 
 from semmoe.report import layers, maps, words
 from semmoe.report.gather import Inputs, PlanFile, TraceFile
+from semmoe.report.pays import pays
 from semmoe.report.verdict import Pair, Replayed
 from semmoe.report.view import Figure, Missing, Section
 
@@ -13,8 +14,10 @@ def section(inputs: Inputs, entry: PlanFile, pair: Pair | None, replayed: Replay
         says = "The plan holds no figures for its layers."
         parts.append(Missing("Layer by layer", says, f"semmoe solve TRACE --out {words.name(entry.path)}"))
     else:
-        parts += [layers.layers(replayed), layers.load(replayed)]
-    parts += [layers.rank_pairs(pair, replayed), maps.placement(inputs, entry, trace), maps.affinity(entry, trace)]
+        parts += [pays(entry.expected), layers.layers(replayed), layers.load(replayed)]
+    routed = trace.trace if trace is not None else None
+    placed = maps.placement(entry.plan.placement, routed, inputs.domains)
+    parts += [layers.rank_pairs(pair, replayed), placed, maps.affinity(entry, trace)]
     title, attention = words.attention(entry.plan.topology), entry.plan.topology.attention
     if sum(p.plan.topology.attention == attention for p in inputs.plans) > 1:
         title += f", {words.name(entry.path)}"

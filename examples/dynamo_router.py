@@ -1,0 +1,57 @@
+"""A component of NVIDIA Dynamo that names the data-parallel rank of each request, by a plan and by load.
+
+    python examples/dynamo_router.py PLAN ENGINES OWN    # endpoints, as dynamo.backend.generate dynamo.semmoe.generate
+
+It stands between Dynamo's frontend and engines: a request, a dictionary with `token_ids`, comes in at the endpoint OWN
+and goes to ENGINES with `routing.dp_rank` set, which Dynamo's workers of vLLM, SGLang and TensorRT-LLM honour; their
+answers go back as they come. A request that names a rank keeps it. Needs `pip install ai-dynamo-runtime semmoe`;
+discovery and transport are chosen as for any component of Dynamo, by its environment variables.
+"""
+
+import asyncio
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any
+
+from dynamo.runtime import DistributedRuntime, dynamo_worker
+
+from semmoe.router import Scorer
+
+LEAD = 2  # requests that a rank may run above the mean of all
+
+
+class Ranks:
+    """The ranks of a plan, with what each runs."""
+
+    def __init__(self, plan: str) -> None:
+        self._scorer, self.running = Scorer(plan), Counter[int]()
+
+    def choose(self, token_ids: list[int]) -> int:
+        """The best by the plan of those that do not run ahead of the others."""
+        ranks, _ = self._scorer(token_ids)
+        most = self.running.total() / len(ranks) + LEAD
+        return next(int(rank) for rank in ranks if self.running[int(rank)] <= most)
+
+
+@dynamo_worker()
+async def main(runtime: DistributedRuntime) -> None:
+    plan, engines, own = sys.argv[1:]
+    ranks, client = Ranks(plan), await runtime.endpoint(engines).client()
+
+    async def generate(request: dict[str, Any]) -> AsyncIterator[Any]:
+        routing = request.get("routing") or {}
+        rank = routing.get("dp_rank")
+        rank = ranks.choose(request["token_ids"]) if rank is None else rank
+        ranks.running[rank] += 1
+        try:
+            async for answer in await client.round_robin({**request, "routing": {**routing, "dp_rank": rank}}):
+                yield answer.data()
+        finally:
+            ranks.running[rank] -= 1
+
+    await runtime.endpoint(own).serve_endpoint(generate)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
