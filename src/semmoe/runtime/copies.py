@@ -73,13 +73,20 @@ def take_over(old: Sequence[RankCopies], new: Sequence[RankCopies], captured: bo
     return out
 
 
-def alike(copies: Sequence[RankCopies], expert_ids: Tensor) -> Tensor:
-    """(N, K) physical ids where all ranks have all rows, and must choose alike: each slice as one of the ranks would.
+def preferred_of_each(copies: Sequence[RankCopies]) -> Tensor:
+    """(S, E) int64: the copy of each expert that each of so many ranks uses first."""
+    return torch.stack([own.first() for own in copies]).long()
 
-    copies: those of a layer that each rank of the group uses.
+
+def alike(preferred: Tensor, expert_ids: Tensor) -> Tensor:
+    """(N, K) physical ids, -1 for ids of -1, where all ranks have all rows and must choose alike: rows take turns among
+    the ranks' preferred copies (S, E).
+
+    Which ranks a token's experts are on costs nothing there, so that nothing but load decides.
     """
-    slices = expert_ids.tensor_split(len(copies))
-    return torch.cat([own.to_physical(ids) for own, ids in zip(copies, slices, strict=True)])
+    ids = expert_ids.long()
+    turn = torch.arange(len(ids), device=ids.device) % len(preferred)
+    return torch.where(ids >= 0, preferred[turn[:, None], ids], -1).to(expert_ids.dtype)
 
 
 def rank_copies(plan: Plan, source: int) -> list[RankCopies]:

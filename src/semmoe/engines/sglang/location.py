@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from semmoe.core import Plan
-from semmoe.runtime.copies import RankCopies, alike, rank_copies, take_over
+from semmoe.runtime.copies import RankCopies, alike, preferred_of_each, rank_copies, take_over
 
 
 def check_location(plan: Plan, metadata: Any, layers: list[int]) -> None:
@@ -39,6 +39,7 @@ class ChosenCopies:
         self._start = 0
         self._sources: list[int] = []  # this rank, then all ranks where a pass may have all rows on all of them
         self._copies: dict[int, list[RankCopies]] = {}  # by decoder layer, of all sources
+        self._preferred: dict[int, torch.Tensor] = {}  # (G, E) of all ranks, where a pass may have all rows on all
         self._next: dict[int, list[RankCopies]] = {}  # of the plan that is prepared
         self._by_token = self._next_by_token = False  # whether one token's copies depend on each other
         self.whole: Callable[[], bool] = lambda: False  # whether this pass has all rows on all ranks
@@ -96,14 +97,17 @@ class ChosenCopies:
                 old.become(new)
         else:
             self._copies[layer] = copies
+        if len(copies) > 1:
+            self._preferred[layer] = preferred_of_each(copies[1:])
         self._chosen[layer] = copies[0].first().to(self._chosen)
 
     def choose(self, original: Any, topk_ids: torch.Tensor, info: Any) -> torch.Tensor:
         """Wraps the choice of physical experts (n, K) for one layer, which its row of SGLang's table tells."""
         row = info.partial_logical_to_rank_dispatch_physical_map
-        copies = self._copies.get((row.storage_offset() - self._start) // len(row))
+        layer = (row.storage_offset() - self._start) // len(row)
+        copies = self._copies.get(layer)
         if copies is None:
             return original(topk_ids, info)
-        if len(copies) > 1 and self.whole():
-            return alike(copies[1:], topk_ids)
+        if layer in self._preferred and self.whole():
+            return alike(self._preferred[layer], topk_ids)
         return copies[0].to_physical(topk_ids) if self._by_token else original(topk_ids, info)

@@ -26,9 +26,9 @@ def run_dummy(runner: Any, shuffle: LayerShuffle, real: RealRows, path: str, num
     runner.input_ids.gpu[:num_tokens].copy_(torch.from_numpy(step.token_ids))
     shuffle.choice = only(path)
     shuffle.begin_step(lambda: step)
-    real.count.fill_(num_tokens)
+    real.begin(num_tokens, num_tokens)
     try:
         runner._dummy_run(num_tokens, skip_eplb=True)
     finally:
-        real.count.fill_(0)
+        real.end()
         shuffle.end()

@@ -294,7 +294,7 @@ class RankPlugin:
         read = functools.cache(lambda: read_step(runner, self._slots, count))
         self._shuffle.begin_step(read)
         padded, split = count if rows is None else rows.shape[-1], 1 if self._shuffle.whole else self._split
-        self._real.count.fill_(own_rows(count, padded, split, get_tp_group().rank_in_group))
+        self._real.begin(own_rows(count, padded, split, get_tp_group().rank_in_group), padded)
         self._recording.begin(read)
         self._in_pass = True
         try:
@@ -305,7 +305,7 @@ class RankPlugin:
             return out
         finally:
             self._in_pass = False
-            self._real.count.fill_(0)
+            self._real.end()
             self._shuffle.end()
             self._recording.close()
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from semmoe.engines.absent import NoTraffic
-from semmoe.runtime.copies import RankCopies, alike
+from semmoe.runtime.copies import RankCopies, alike, preferred_of_each
 from semmoe.runtime.traffic import TrafficCounter
 
 
@@ -20,11 +20,21 @@ from semmoe.runtime.traffic import TrafficCounter
 class RealRows:
     """Which rows of a MoE layer are tokens: the first `count`, a device tensor that may change between replays.
 
-    whole: every rank has the rows of all ranks, and no all-to-all runs.
+    whole: every rank has the rows of all ranks, and no all-to-all runs; full: and none of them is padding.
     """
 
     count: Tensor  # () int64
     whole: bool = False
+    full: bool = False
+
+    def begin(self, count: int, num_rows: int) -> None:
+        """Begin a pass in which this rank has so many tokens among its rows."""
+        self.count.fill_(count)
+        self.full = self.whole and count == num_rows
+
+    def end(self) -> None:
+        self.count.fill_(0)
+        self.full = False
 
     def mask(self, num_rows: int) -> Tensor:
         """(n, 1) bool: True for rows that are tokens."""
@@ -55,7 +65,9 @@ class RoutedLayer:
         drop_padding: bool,
         observe: Callable[[int, Tensor, Tensor], None],
     ) -> None:
-        self._place, self.copies, self._rank, self._experts_per_rank = place, list(copies), rank, experts_per_rank
+        self._place, self._rank, self._experts_per_rank = place, rank, experts_per_rank
+        self.copies: list[RankCopies] = list(copies)
+        self._preferred = preferred_of_each(copies) if len(copies) > 1 else None
         self._real, self._traffic, self._drop_padding, self._observe = real, traffic, drop_padding, observe
 
     def use(self, copies: Sequence[RankCopies]) -> None:
@@ -65,6 +77,8 @@ class RoutedLayer:
                 self.copies[i].become(new)
             else:
                 self.copies[i] = new
+        if self._preferred is not None:
+            self._preferred = preferred_of_each(self.copies)
 
     def routed(self, weights: Tensor, expert_ids: Tensor) -> None:
         """Observe the router's choice: logical ids and weights (n, K)."""
@@ -72,6 +86,8 @@ class RoutedLayer:
 
     def to_physical(self, expert_ids: Tensor) -> Tensor:
         """Logical ids (n, K) -> physical ids of the same type."""
+        if self._real.full and self._preferred is not None:  # there is nothing to count or to drop
+            return alike(self._preferred, expert_ids)
         physical = self._chosen(expert_ids.long())
         if self._traffic.counts or self._drop_padding:
             real = torch.where(self._real.mask(len(physical)), physical, -1)
@@ -84,6 +100,6 @@ class RoutedLayer:
         """(n, K) physical ids."""
         if not self.copies:
             return expert_ids
-        if not self._real.whole:
+        if not self._real.whole or self._preferred is None:
             return self.copies[self._rank].to_physical(expert_ids)
-        return alike(self.copies, expert_ids)
+        return alike(self._preferred, expert_ids)
