@@ -20,13 +20,14 @@ DEEPSPEED_VENV ?= .venv-deepspeed
 DEEPSPEED_PYTHON := $(DEEPSPEED_VENV)/bin/python
 DEEPSPEED_PIP := $(DEEPSPEED_PYTHON) -m pip --disable-pip-version-check -q
 DEEPSPEED_CPU := engines/deepspeed-cpu
+DYNAMO_VENV ?= .venv-dynamo
 RESULTS := benchmarks/results
 MACHINE = $(shell uname -m)-$(shell nproc)core
 HERE = $(MACHINE)_$(shell date +%F)
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 
-.PHONY: demo test test-slow reproduce test-sglang test-vllm test-deepspeed test-families check bench bench-runtime \
+.PHONY: demo test test-slow reproduce test-sglang test-vllm test-deepspeed test-dynamo test-families check bench bench-runtime \
         bench-sglang soak-sglang bench-vllm soak-vllm bench-deepspeed kernels test-nodes test-gpu docs dist format clean
 
 demo: $(VENV)/.ready
@@ -55,6 +56,10 @@ test-vllm: $(VLLM_VENV)/.ready
 test-families: $(SGLANG_VENV)/.ready $(VLLM_VENV)/.ready
 	$(SGLANG_PYTHON) -m pytest tests/engines/sglang -m families
 	$(VLLM_PYTHON) -m pytest tests/engines/vllm -m families
+
+# The component for NVIDIA Dynamo, with Dynamo's own runtime, which pins what the other test tools do not.
+test-dynamo: $(DYNAMO_VENV)/.ready
+	$(DYNAMO_VENV)/bin/python -m pytest tests/test_examples.py -k dynamo
 
 # And on DeepSpeed.
 test-deepspeed: $(DEEPSPEED_VENV)/.ready
@@ -185,5 +190,11 @@ $(DEEPSPEED_VENV)/.ready: pyproject.toml $(wildcard $(DEEPSPEED_CPU)/*.*)
 	@$(DEEPSPEED_PIP) install -e .
 	@touch $@
 
+$(DYNAMO_VENV)/.ready: pyproject.toml
+	@test -x $(DYNAMO_VENV)/bin/python || $(PYTHON) -m venv $(DYNAMO_VENV)
+	@echo "installing Dynamo's runtime and semmoe"
+	@$(DYNAMO_VENV)/bin/python -m pip --disable-pip-version-check -q install "ai-dynamo-runtime>=1.6" pytest pytest-timeout hypothesis -e .
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) $(VLLM_VENV) $(DEEPSPEED_VENV) build dist site *.egg-info
+	rm -rf $(VENV) $(SGLANG_VENV) $(VLLM_VENV) $(DEEPSPEED_VENV) $(DYNAMO_VENV) build dist site *.egg-info

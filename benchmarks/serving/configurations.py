@@ -18,6 +18,7 @@ from serving.engine import RANKS, SetUp
 VANILLA = "vanilla"  # with an all-to-all
 AGAIN = "vanilla again"  # the placebo: another server of the same
 AS_IT_COMES = "as it comes"  # the engine without an all-to-all
+COMES_AGAIN = "as it comes again"
 UNPLANNED = "our transport, unplanned placement"
 MOETUNER, EPLB = "MoETuner", "EPLB, 16 redundant"
 PLAN, COPIES, MORE_COPIES = "plan", "plan, 8 redundant", "plan, 16 redundant"
@@ -42,8 +43,8 @@ class Planner:
         return record(load_model(str(MODEL)), str(MODEL), self._seen, self._folder / "trace")
 
     def set_up(self, name: str, attention: str, ranks: int = RANKS) -> SetUp:
-        if name in (VANILLA, AGAIN, AS_IT_COMES):
-            return SetUp(name=name, attention=attention, ranks=ranks, all_to_all=name != AS_IT_COMES)
+        if name in (VANILLA, AGAIN, AS_IT_COMES, COMES_AGAIN):
+            return SetUp(name=name, attention=attention, ranks=ranks, all_to_all=name in (VANILLA, AGAIN))
         topology = Topology.for_attention(attention, ranks)
         path = self._folder / f"{attention}{ranks}-{name.replace(' ', '-')}"
         if not path.exists():

@@ -1,0 +1,82 @@
+"""What a decode pass of one request takes: a plan beside the engine as it comes, turn by turn.
+
+    OMP_NUM_THREADS=1 .venv-vllm/bin/python benchmarks/bench_passes.py --engine sglang|vllm [--attention tp]
+        [--rate 256mbit] [--turns 16] [--new-tokens 48]
+
+In the engine's own environment (SGLang: with SGLANG_USE_CPU_ENGINE=1), as root, on cores that nothing else uses: each
+of two ranks is a node behind a link of this rate (network.py). Three servers are kept alive, of which one runs at a
+time: the engine as it comes, the same again as the placebo, and the plan with eight redundant experts. A turn asks each
+for one answer; the time of a pass is the mean between its tokens. Prints the medians of turns, paired ratios with their
+90 % intervals, one JSON line.
+"""
+
+import argparse
+import json
+import os
+import platform
+import sys
+from statistics import median
+
+import numpy as np
+from network import NetworkError, slow_network
+from serving.claims import estimate
+from serving.client import run
+from serving.configurations import AS_IT_COMES, COMES_AGAIN, COPIES
+from serving.engine import RANKS, ServerError, add_engine, engine
+from serving.guard import BusyError, check
+from serving.loads import Load
+from serving.measure import awake, bench, kept
+from serving.pieces import Settings
+from serving.server import prompts
+
+NAMES = (AS_IT_COMES, COMES_AGAIN, COPIES)
+PROMPT = 32  # tokens
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_engine(parser)
+    parser.add_argument("--attention", choices=["dp", "tp"], default="tp")
+    parser.add_argument("--rate", default="256mbit", help="of each node's link, in tc's units")
+    parser.add_argument("--turns", type=int, default=16)
+    parser.add_argument("--new-tokens", type=int, default=48)
+    return parser.parse_args()
+
+
+def measure(a: argparse.Namespace) -> dict[str, list[float]]:
+    """Milliseconds of a pass by configuration, (turns,) each."""
+    seen, held_out = prompts()
+    loads = [Load([prompt[:PROMPT]], [0.0]) for prompt in held_out[: a.turns]]
+    found: dict[str, list[float]] = {name: [] for name in NAMES}
+    with (
+        bench(engine(a.engine), Settings(), seen, held_out, busy=False) as b,
+        slow_network(RANKS, a.rate) as network,
+        kept(b, NAMES, a.attention, network) as servers,
+    ):
+        for turn, load in enumerate(loads):
+            for name in np.roll(NAMES, turn).tolist():
+                with awake(servers[name]):
+                    ((first, last),) = run(servers[name], load, a.new_tokens).requests
+                found[name].append((last - first) / (a.new_tokens - 1))
+    return found
+
+
+def main() -> int:
+    a = parse()
+    try:
+        check()
+        found = measure(a)
+    except (NetworkError, BusyError, ServerError) as error:
+        print(f"bench_passes.py: {error}", file=sys.stderr)
+        return 2
+    print(f"{engine(a.engine)}, attention-{a.attention.upper()}, links of {a.rate}, {os.cpu_count()} cores, "
+          f"{platform.machine()}; {a.turns} turns of one request with {a.new_tokens} new tokens")  # fmt: skip
+    for name, times in found.items():
+        ratio = estimate(np.array(times) / found[AS_IT_COMES])
+        print(f"  {name:20}{median(times):8.2f} ms a pass   {ratio} of the engine's as it comes")
+    print(json.dumps({"settings": vars(a), "ms": found}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
