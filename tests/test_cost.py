@@ -17,7 +17,6 @@ from semmoe.calibration import (
     Tier,
     load_links,
     row_costs,
-    scaled,
     seconds_per_gigabyte,
     shipped,
 )
@@ -39,7 +38,6 @@ LINKS = Links(
     name="by hand", kind="nominal", source="", inside_node=TIER, dispatch_bytes_per_value=1, combine_bytes_per_value=1,
     routing_bytes=0, experts=Experts(fixed_us=5, teraflops=0.01),
 )  # fmt: skip
-LATENCY = "dispatch_latency_us"
 TWO_NODES = LINKS.model_copy(update={"between_nodes": BETWEEN})
 
 
@@ -366,15 +364,3 @@ def test_times_for_json_are_microseconds_by_part():
     assert cost.microseconds(LayerTime(1e-6, 2e-6, 3e-6, 4e-6)) == pytest.approx(
         {"dispatch_us": 1, "experts_us": 2, "combine_us": 3, "all_reduce_us": 4, "all_to_all_us": 4, "layer_us": 10}
     )
-
-
-def test_links_of_another_bandwidth_take_another_time_for_bytes_and_the_same_besides():
-    links = load_links("h200-400g")
-    pairs = PairSpeeds(gigabytes_per_second=[[1.0, 2.0], [4.0, 1.0]], latency_us=[[0.0, 7.0], [7.0, 0.0]])
-    two_nodes = Topology(ep_size=4, num_nodes=2)
-    sent = np.random.default_rng(0).uniform(1e6, 2e6, (4, 4))
-    for described in (links, links.model_copy(update={"pairs": pairs})):
-        slow, double = (cost.exchange_seconds(sent, two_nodes, scaled(described, f), LATENCY) for f in (0.5, 1.0))
-        fixed = cost.exchange_seconds(sent * 1e-9, two_nodes, described, LATENCY)
-        assert slow - fixed == pytest.approx(2 * (double - fixed), rel=1e-6)
-        assert fixed > 0

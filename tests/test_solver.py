@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from synthetic import planted_trace, random_trace
 
-from semmoe.calibration import PhaseLinks, load_links, scaled
+from semmoe.calibration import PhaseLinks, load_links
 from semmoe.core import PRIOR
 from semmoe.cost import LayerShape
 from semmoe.expectation import expect
@@ -135,22 +135,37 @@ def test_expectation_is_the_replay_of_requests_held_out():
     assert set(result) - set(expected) == {"rows_per_rank_pair"}
 
 
-def test_what_is_expected_elsewhere_is_the_verdict_on_those_links_and_batches():
-    trace, _ = planted_trace(1, 4)
+def faster(links, factor):
+    """The same links with `factor` times the bandwidth and the same latency."""
+    speeds = ("gigabytes_per_second", "all_reduce_gigabytes_per_second")
+    tiers = {name: getattr(links, name) for name in ("inside_node", "between_nodes")}
+    changed = {
+        name: tier and tier.model_copy(update={speed: factor * getattr(tier, speed) for speed in speeds})
+        for name, tier in tiers.items()
+    }
+    return links.model_copy(update=changed)
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes", "attention"), [("pcie5", 1, "tp"), ("h200-400g", 2, "tp"), ("h200-400g", 2, "dp")]
+)
+def test_what_is_expected_elsewhere_is_the_verdict_on_those_links_and_batches(name, nodes, attention):
+    trace, _ = planted_trace(4 if attention == "dp" else 1, 4 if attention == "tp" else 1, requests_per_group=8)
     settings, measure = SolveSettings(method="paper", paper=QUICK, seed=3), ReplaySettings(batch_tokens=16)
-    shape, links = LayerShape(hidden_size=4096, expert_size=64, top_k=2), load_links("pcie5")
+    shape, links = LayerShape(hidden_size=65_536, expert_size=64, top_k=2), load_links(name)
+    topology = Topology.for_attention(attention, 4, num_nodes=nodes)
 
     def found(links):
-        return expect(trace, TP4, settings, measure, PhaseLinks(links, links), shape, holdout=0.5)
+        return expect(trace, topology, settings, measure, PhaseLinks(links, links), shape, holdout=0.5)
 
     expected = found(links)
     elsewhere = expected["elsewhere"]
     tokens, gains = elsewhere["batch_tokens"], np.array(elsewhere["gains"])
     here = tokens.index(expected["tokens_per_batch"])
     assert gains.shape == (len(tokens), len(elsewhere["bandwidths"]))
-    assert gains[here, elsewhere["bandwidths"].index(1.0)] == expected["verdict"]["gain"]
-    for factor in (0.25, 4.0):
-        gain = found(scaled(links, factor))["verdict"]["gain"]
+    assert gains[here, elsewhere["bandwidths"].index(1.0)] == pytest.approx(expected["verdict"]["gain"])
+    for factor in (0.125, 0.25, 4.0):
+        gain = found(faster(links, factor))["verdict"]["gain"]
         assert gains[here, elsewhere["bandwidths"].index(factor)] == pytest.approx(gain)
     assert gains.max() - gains.min() > 0.05  # links and batches decide
 

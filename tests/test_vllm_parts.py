@@ -129,6 +129,25 @@ def test_routing_is_looked_up_counted_and_seen(drop):
     assert counter.totals() == (2, [1, 3], [0, 2], [0])
 
 
+def test_where_all_ranks_have_all_rows_they_choose_alike_and_rows_take_turns():
+    """Experts 0 1 | 1 2 on two ranks: rank 0 uses slot 1 for expert 1, rank 1 uses slot 2."""
+    tables = torch.tensor([[0, -1], [0, 1], [1, -1]]), torch.tensor([[0, -1], [1, 2], [3, -1]])
+    first = torch.tensor([0, 0, 1]), torch.tensor([0, 1, 1])
+    both = [RankCopies(*tables, preferred, source, 2) for source, preferred in enumerate(first)]
+    ids, answers = torch.tensor([[0, 1], [1, 2], [1, -1]], dtype=torch.int32), []
+    for rank in (0, 1):
+        counter, real = TrafficCounter(2, rank), RealRows(torch.tensor(0), whole=True)
+        layer = RoutedLayer(0, both, rank, 2, real, counter, True, lambda *call: None)
+        real.begin(3, 3)
+        answers.append(layer.to_physical(ids))
+        real.end()
+        real.begin(2, 3)  # the last row is padding
+        assert layer.to_physical(ids).tolist() == [[0, 1], [2, 3], [-1, -1]]
+        assert counter.totals().tokens == 0
+    assert answers[0].tolist() == answers[1].tolist() == [[0, 1], [2, 3], [1, -1]]
+    assert answers[0].dtype == torch.int32
+
+
 def runner(ids, positions, lengths, prompts, requests):
     ends = np.concatenate([[0], np.cumsum(lengths), [0] * 3]).astype(np.int32)
     batch = SimpleNamespace(num_reqs=len(requests), req_ids=requests, num_prompt_tokens=np.array(prompts, np.int32))

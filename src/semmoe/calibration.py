@@ -114,21 +114,6 @@ def seconds_per_gigabyte(links: Links, topology: Topology) -> np.ndarray:
     return (1 - np.eye(G)) / speeds
 
 
-def scaled(links: Links, factor: float) -> Links:
-    """The same links with `factor` times the bandwidth; latencies and experts stay."""
-
-    def faster(tier: Tier) -> Tier:
-        speeds = ("gigabytes_per_second", "all_reduce_gigabytes_per_second")
-        return tier.model_copy(update={name: factor * getattr(tier, name) for name in speeds})
-
-    pairs = links.pairs
-    if pairs is not None:
-        speeds = [[factor * speed for speed in row] for row in pairs.gigabytes_per_second]
-        pairs = pairs.model_copy(update={"gigabytes_per_second": speeds})
-    between = links.between_nodes and faster(links.between_nodes)
-    return links.model_copy(update={"inside_node": faster(links.inside_node), "between_nodes": between, "pairs": pairs})
-
-
 def of_pairs(rows: list[list[float]], inside: np.ndarray, topology: Topology) -> np.ndarray:
     """(G, G) figures of rank pairs from those of pairs of ranks or nodes; the latter do not say what is `inside`."""
     given, node = np.array(rows), topology.node_of

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from semmoe import cost
-from semmoe.calibration import Links, PhaseLinks, scaled
+from semmoe.calibration import Links, PhaseLinks
 from semmoe.core import Plan, RoutingTrace
 from semmoe.placement.problem import Progress
 from semmoe.replayer import ReplayResult, replay, scheduled_by_answers
@@ -37,8 +37,8 @@ def expect(
 
     Returns the metrics of the plan, those of `linear` and `eplb` under "others" and, given links and shape, predicted
     times, a verdict, and under "elsewhere" the gain on other links; decoding has a verdict of its own under "decode" if
-    its links are others. Returns None if the trace has too
-    few distinct requests to hold any out. previous: a plan that the solve begins from; costs: see `solver.solve`.
+    its links are others. Returns None if the trace has too few distinct requests to hold any out. previous: a plan that
+    the solve begins from; costs: see `solver.solve`.
     """
     smallest = max(2, topology.dp_size + 1)
     if trace.num_requests * (1 - holdout) < smallest or near_duplicates(trace).max() == 0:
@@ -99,17 +99,37 @@ def _predict(
 def _elsewhere(
     replayed: dict[str, ReplayResult], method: str, topology: Topology, links: Links, shape: cost.LayerShape
 ) -> dict[str, Any]:
-    """The gain on slower and faster links and in other batches, routed and balanced as those that were replayed."""
+    """The gain on slower and faster links and in other batches, routed and balanced as those that were replayed.
+
+    What bytes take grows with the batch over the bandwidth, what experts take with the batch, and the rest is fixed, so
+    that the times of one batch and of two tell all others.
+    """
     tokens = replayed[method].tokens_per_batch
-    gains: list[list[float]] = []
+    times = []
+    for batch in (1.0, 2.0):
+        predictions = _predict(replayed, topology, links, shape, batch)
+        without = _without_all_to_all(predictions, batch * tokens, topology, links, shape)
+        found = [predictions.pop(method).time, *(other.time for other in predictions.values()), *without]
+        times.append(np.array([[time.communication, time.experts] for time in found]))
+    once, more = times[0], times[1] - times[0]  # (methods and their rival, 2), the plan's first
+    gains = []
     for batch in BATCHES:
-        gains.append([])
-        for factor in BANDWIDTHS:
-            other = scaled(links, factor)
-            predictions = _predict(replayed, topology, other, shape, batch)
-            judged = _judge(predictions, batch * tokens, method, topology, other, shape)
-            gains[-1].append(judged["verdict"]["gain"])
+        by_links = [(once + more * [batch / factor - 1, batch - 1]).sum(axis=1) for factor in BANDWIDTHS]
+        gains.append([float(1 - seconds[0] / seconds[1:].min()) for seconds in by_links])
     return {"bandwidths": BANDWIDTHS, "batch_tokens": [batch * tokens for batch in BATCHES], "gains": gains}
+
+
+def _without_all_to_all(
+    predictions: dict[str, cost.Prediction], tokens: float, topology: Topology, links: Links, shape: cost.LayerShape
+) -> list[cost.LayerTime]:
+    """The time of expert parallelism without all-to-all, a rival in attention-TP.
+
+    Locality has no effect there: it uses the best balanced of the placements.
+    """
+    if topology.attention != "tp" or topology.ep_size == 1:
+        return []
+    balanced = min(prediction.busiest_pairs for prediction in predictions.values())
+    return [cost.all_reduce_time(tokens, balanced, shape, topology, links)]
 
 
 def _judge(
@@ -121,11 +141,7 @@ def _judge(
     shape: cost.LayerShape,
 ) -> dict[str, Any]:
     """The verdict on `method` for batches of so many tokens, and its inputs."""
-    without = None
-    if topology.attention == "tp" and topology.ep_size > 1:
-        # Without all-to-all locality has no effect: this rival uses the best balanced of the placements.
-        balanced = min(prediction.busiest_pairs for prediction in predictions.values())
-        without = cost.all_reduce_time(tokens, balanced, shape, topology, links)
+    without = next(iter(_without_all_to_all(predictions, tokens, topology, links, shape)), None)
     others = [prediction for name, prediction in predictions.items() if name != method]
     return {
         "links": {"name": links.name, "kind": links.kind, "source": links.source, "all_to_all": links.all_to_all},
