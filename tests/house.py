@@ -25,7 +25,7 @@ ROOMS = {
     "placement": 2650,
     "methods": 1380,
     "plan.py": 200,
-    "solver.py expectation.py": 320,
+    "solver.py expectation.py": 330,
     "replayer.py online.py": 330,
     "runtime": 2730,
     "checkpoint": 1390,

@@ -221,6 +221,9 @@ def test_where_a_plan_pays_has_a_cell_for_each_link_and_batch():
     assert (grid["x"], grid["y"]) == (["1/2 times", "these"], ["64", "1,024"])
     assert grid["z"] == [[-10, 0], [20, 10]]
     assert (grid["zmin"], grid["zmax"]) == (0, 20)
+    assert grid["text"] == [["-10 %", "0 %"], ["+20 %", "+10 %"]]
+    (frame,) = figure.panels[0].spec["layout"]["shapes"]
+    assert (frame["x0"], frame["x1"], frame["y0"], frame["y1"]) == (0.5, 1.5, -0.5, 0.5)  # these links, 64 tokens
     assert "fibre (measured" in figure.says
     assert figure.tables[0].rows == [["64", "-10.0", "+0.0"], ["1,024", "+20.0", "+10.0"]]
     assert pays(expected.model_copy(update={"elsewhere": None})) is None

@@ -108,13 +108,21 @@ def heat_map(
     return figure([trace], height, _counted(x, columns), _counted(y, rows, autorange="reversed"))
 
 
-def named_grid(values: np.ndarray, columns: Sequence[str], rows: Sequence[str], x: str, y: str, high: float) -> Spec:
-    """values (rows, columns) in per cent, written into the cells and coloured from 0 to high; the first row below."""
+def named_grid(
+    values: np.ndarray, columns: Sequence[str], rows: Sequence[str], x: str, y: str, high: float, mark: tuple[int, int]
+) -> Spec:
+    """values (rows, columns) in per cent, written into the cells and coloured from 0 to high; the first row below.
+
+    mark: the row and the column of a cell that is framed.
+    """
     hover = f"{x} %{{x}}, {y} %{{y}}: %{{z:+.1f}} %<extra></extra>"
-    look = {"x": list(columns), "y": list(rows), "xgap": 2, "ygap": 2, "texttemplate": "%{z:+.0f} %"}
+    text = [[f"{round(value):+d} %" if round(value) else "0 %" for value in row] for row in values]
+    look = {"x": list(columns), "y": list(rows), "xgap": 2, "ygap": 2, "text": text, "texttemplate": "%{text}"}
     trace = _heat([rounded(row) for row in values], 0.0, high, hovertemplate=hover, **look)
-    names = {"type": "category", "showgrid": False}
-    return figure([trace], 90 + 34 * len(rows), axis(x, **names), axis(y, **names))
+    names, (row, column) = {"type": "category", "showgrid": False}, mark
+    frame = {"type": "rect", "x0": column - 0.5, "x1": column + 0.5, "y0": row - 0.5, "y1": row + 0.5}
+    shapes = [{**frame, "line": {"color": "@ink", "width": 2}}]
+    return figure([trace], 90 + 34 * len(rows), axis(x, **names), axis(y, **names), shapes=shapes)
 
 
 def _heat(z: Any, low: float, high: float, scale: Any = "@sequential", **more: Any) -> Spec:

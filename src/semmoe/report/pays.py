@@ -18,11 +18,14 @@ def pays(expected: Expected | None) -> Figure | None:
     gains = 100 * np.array(found.gains)
     links, batches = list(map(_times, found.bandwidths)), list(map(words.whole, found.batch_tokens))
     high = max(float(gains.max()), 100 * WORTH)
-    spec = figures.named_grid(gains, links, batches, "bandwidth of the links", "tokens per batch", high)
+    row = int(np.argmin(np.abs(np.array(found.batch_tokens) - expected.tokens_per_batch)))
+    here = row, int(np.argmin(np.abs(np.array(found.bandwidths) - 1)))
+    spec = figures.named_grid(gains, links, batches, "bandwidth of the links", "tokens per batch", high, here)
     says = (
-        f"Less time for a MoE layer than the best alternative, predicted for {words.links(expected.links)}, and for "
-        f"links of another bandwidth and the same latency. A gain below {WORTH:.0%} is no gain. Larger and smaller "
-        "batches are taken to be routed and balanced as those that were replayed."
+        f"Less time for a MoE layer than the best alternative, predicted for {words.links(expected.links)} (the frame "
+        "is the verdict's cell), and for links of another bandwidth and the same latency. A gain below "
+        f"{WORTH:.0%} is no gain. Larger and smaller batches are taken to be routed and balanced as those that were "
+        "replayed."
     )
     rows = [[batch, *(f"{gain:+.1f}" for gain in row)] for batch, row in zip(batches, gains, strict=True)]
     table = Table("Gain in per cent, by tokens per batch and bandwidth", ["tokens", *links], rows)
