@@ -116,7 +116,7 @@ def _elsewhere(
     for batch in BATCHES:
         by_links = [(once + more * [batch / factor - 1, batch - 1]).sum(axis=1) for factor in BANDWIDTHS]
         gains.append([float(1 - seconds[0] / seconds[1:].min()) for seconds in by_links])
-    return {"bandwidths": BANDWIDTHS, "batch_tokens": [batch * tokens for batch in BATCHES], "gains": gains}
+    return {"bandwidths": list(BANDWIDTHS), "batch_tokens": [batch * tokens for batch in BATCHES], "gains": gains}
 
 
 def _without_all_to_all(
