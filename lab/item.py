@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lab.inputs import Inputs
@@ -58,10 +57,12 @@ def panel(width: float = 5.2, height: float = 3.4, columns: int = 1, rows: int =
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 
-def legend(figure: Figure, axis: Axes) -> None:
-    """One legend of an axis's curves below all panels, where it hides none of them."""
-    handles, labels = axis.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4), fontsize=8, frameon=False)
+def legend(figure: Figure) -> None:
+    """One legend of all panels' curves below them, where it hides none."""
+    named = [axis.get_legend_handles_labels() for axis in figure.axes]
+    by_label = {label: handle for handles, labels in named for handle, label in zip(handles, labels, strict=True)}
+    columns, place = min(len(by_label), 4), "outside lower center"
+    figure.legend(list(by_label.values()), list(by_label), loc=place, ncols=columns, fontsize=8, frameon=False)
 
 
 def span(values: list[float], digits: int = 3) -> str:

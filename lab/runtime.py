@@ -134,7 +134,7 @@ def figure1(inputs: Inputs) -> Result:
     axes[0, 0].invert_yaxis()
     axes[0, 0].set(xlabel="milliseconds per layer and 1,000 tokens", title="Time of a layer by its parts")
     axes[0, 0].tick_params(axis="y", labelsize=8)
-    legend(figure, axes[0, 0])
+    legend(figure)
     comparisons = [
         Comparison(
             what=f"share of a MoE layer that is all-to-all, {network}, vanilla and on the plan",
@@ -173,7 +173,7 @@ def figure5a(inputs: Inputs) -> Result:
     figure, axes = panel(width=6.4)
     for marker, (name, lar, _, milliseconds, _) in zip(cycle("osD^vPX*"), rows, strict=False):
         axes[0, 0].scatter(lar, milliseconds, s=60, marker=marker, color=colour(str(name)), label=str(name))
-    legend(figure, axes[0, 0])
+    legend(figure)
     axes[0, 0].set(
         xlabel="local activation rate",
         ylabel="milliseconds per MoE layer and 1,000 tokens",
@@ -257,7 +257,7 @@ def figure6d(inputs: Inputs) -> Result:
                 why=f"gloo in place of NCCL; {NO_GPU}",
             )
         )
-    legend(figure, axes[0, 0])
+    legend(figure)
     stated = {"topology": PROCESSES, "payload": "4 MiB of rows of 8 KiB a rank", "median of rounds": PAIR_ROUNDS}
     return Result(
         columns=["network", "local share", "all-to-all us", "all-reduce us"],

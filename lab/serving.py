@@ -15,7 +15,7 @@ TABLE2 = ".89 / .90 / .91 and .98 / .98 / .99 (DeepSeek-V2-Lite), .87 / .80 / .9
 STATED = {"where": "measured before, as root, by `make bench-sglang` and `make bench-vllm`; each file says how"}
 INKS = {
     "vanilla": VANILLA,
-    "again": VANILLA,
+    "again": "#c4c8ce",
     "all-reduce": OTHER,
     "comes": OTHER,
     "MoETuner": BASELINE,
@@ -108,7 +108,7 @@ def figure4(inputs: Inputs) -> Result:
         rows += own
         _curves(pair, own, sweep, engine)
         comparisons.append(_beside(engine, sweep, (TTFT, E2E), "both objectives", FIGURE4))
-    legend(figure, axes[0, 0])
+    legend(figure)
     columns = ["engine", "set-up", "run", "requests/s", "tokens/s", TTFT, E2E]
     return Result(columns=columns, rows=rows, picture=figure, stated=STATED, comparisons=comparisons)
 
@@ -208,7 +208,7 @@ def table2(inputs: Inputs) -> Result:
         rows += own
         _length_picture(pair, own, engine)
         comparisons += _lengths_beside(engine, sweep, own)
-    legend(figure, axes[0, 0])
+    legend(figure)
     columns = ["engine", "set-up", "input", "p99_ttft_ms", "over vanilla", E2E, "over vanilla"]
     return Result(columns=columns, rows=rows, picture=figure, stated=STATED, comparisons=comparisons)
 
