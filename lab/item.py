@@ -61,8 +61,8 @@ def legend(figure: Figure) -> None:
     """One legend of all panels' curves below them, where it hides none."""
     named = [axis.get_legend_handles_labels() for axis in figure.axes]
     by_label = {label: handle for handles, labels in named for handle, label in zip(handles, labels, strict=True)}
-    columns, place = min(len(by_label), 4), "outside lower center"
-    figure.legend(list(by_label.values()), list(by_label), loc=place, ncols=columns, fontsize=8, frameon=False)
+    look = {"ncols": min(len(by_label), 4), "fontsize": 8, "frameon": False}
+    figure.legend(list(by_label.values()), list(by_label), loc="outside lower center", **look)
 
 
 def span(values: list[float], digits: int = 3) -> str:
