@@ -10,16 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semmoe import cost
-from semmoe.calibration import (
-    Experts,
-    Links,
-    PairSpeeds,
-    Tier,
-    load_links,
-    row_costs,
-    seconds_per_gigabyte,
-    shipped,
-)
+from semmoe.calibration import Experts, Links, PairSpeeds, Tier, load_links, row_costs, seconds_per_gigabyte, shipped
 from semmoe.cost import LayerShape, LayerTime, Prediction
 from semmoe.metrics import uniform_remote_ranks
 from semmoe.topology import Topology

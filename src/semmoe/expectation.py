@@ -82,7 +82,7 @@ def _time(
         sent = cost.all_to_all_bytes(prediction.rows, shape, links)
         figures[name] |= cost.microseconds(prediction.time) | {"bytes_per_rank_pair": np.rint(sent).tolist()}
     judged = _judge(predictions, replayed[method].tokens_per_batch, method, topology, links, shape)
-    return {**judged, "elsewhere": _elsewhere(replayed, method, topology, links, shape)}
+    return {**judged, "elsewhere": _elsewhere(predictions, replayed, method, topology, links, shape)}
 
 
 def _predict(
@@ -97,8 +97,9 @@ def _predict(
 
 
 def _elsewhere(
-    replayed: dict[str, ReplayResult], method: str, topology: Topology, links: Links, shape: cost.LayerShape
-) -> dict[str, Any]:
+    predictions: dict[str, cost.Prediction], replayed: dict[str, ReplayResult], method: str, topology: Topology,
+    links: Links, shape: cost.LayerShape,
+) -> dict[str, Any]:  # fmt: skip
     """The gain on slower and faster links and in other batches, routed and balanced as those that were replayed.
 
     What bytes take grows with the batch over the bandwidth, what experts take with the batch, and the rest is fixed, so
@@ -106,10 +107,10 @@ def _elsewhere(
     """
     tokens = replayed[method].tokens_per_batch
     times = []
-    for batch in (1.0, 2.0):
-        predictions = _predict(replayed, topology, links, shape, batch)
-        without = _without_all_to_all(predictions, batch * tokens, topology, links, shape)
-        found = [predictions.pop(method).time, *(other.time for other in predictions.values()), *without]
+    for batch, of in ((1.0, predictions), (2.0, _predict(replayed, topology, links, shape, 2.0))):
+        found = [of[method].time, *(other.time for name, other in of.items() if name != method)]
+        without = _without_all_to_all(of, batch * tokens, topology, links, shape)
+        found += [without] if without else []
         times.append(np.array([[time.communication, time.experts] for time in found]))
     once, more = times[0], times[1] - times[0]  # (methods and their rival, 2), the plan's first
     gains = []
@@ -121,15 +122,15 @@ def _elsewhere(
 
 def _without_all_to_all(
     predictions: dict[str, cost.Prediction], tokens: float, topology: Topology, links: Links, shape: cost.LayerShape
-) -> list[cost.LayerTime]:
-    """The time of expert parallelism without all-to-all, a rival in attention-TP.
+) -> cost.LayerTime | None:
+    """The time of expert parallelism without all-to-all, a rival in attention-TP alone.
 
     Locality has no effect there: it uses the best balanced of the placements.
     """
     if topology.attention != "tp" or topology.ep_size == 1:
-        return []
+        return None
     balanced = min(prediction.busiest_pairs for prediction in predictions.values())
-    return [cost.all_reduce_time(tokens, balanced, shape, topology, links)]
+    return cost.all_reduce_time(tokens, balanced, shape, topology, links)
 
 
 def _judge(
@@ -141,7 +142,7 @@ def _judge(
     shape: cost.LayerShape,
 ) -> dict[str, Any]:
     """The verdict on `method` for batches of so many tokens, and its inputs."""
-    without = next(iter(_without_all_to_all(predictions, tokens, topology, links, shape)), None)
+    without = _without_all_to_all(predictions, tokens, topology, links, shape)
     others = [prediction for name, prediction in predictions.items() if name != method]
     return {
         "links": {"name": links.name, "kind": links.kind, "source": links.source, "all_to_all": links.all_to_all},

@@ -86,10 +86,8 @@ class RoutedLayer:
 
     def to_physical(self, expert_ids: Tensor) -> Tensor:
         """Logical ids (n, K) -> physical ids of the same type."""
-        if self._real.full and self._preferred is not None:  # there is nothing to count or to drop
-            return alike(self._preferred, expert_ids)
         physical = self._chosen(expert_ids.long())
-        if self._traffic.counts or self._drop_padding:
+        if not self._real.full and (self._traffic.counts or self._drop_padding):  # else there is nothing to do for them
             real = torch.where(self._real.mask(len(physical)), physical, -1)
             if self._traffic.counts and not self._real.whole:
                 self._traffic.count(torch.where(real >= 0, real // self._experts_per_rank, -1))
