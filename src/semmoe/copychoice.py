@@ -125,6 +125,42 @@ def cover(expert_ids, copies, source, num_ranks):
 
 
 @numba.njit(cache=True, nogil=True)
+def level(expert_ids, copies, experts_per_rank):
+    """Choose copies where every rank has all rows: (N, K) int64 physical ids for experts (N, K), -1 for -1.
+
+    copies (G, E): the copy that each rank would use. Which ranks a token's experts are on costs nothing there, but all
+    wait for the rank with most rows. So an expert's rows go to one copy: the one on the rank with the fewest rows so
+    far, experts that leave no choice first.
+    """
+    (G, E), (N, K) = copies.shape, expert_ids.shape
+    rows, load = np.zeros(E + 1, np.int64), np.zeros(G, np.int64)  # the last row counts what is no expert
+    chosen = np.full(E + 1, -1, np.int64)
+    for t in range(N):
+        for i in range(K):
+            rows[expert_ids[t, i]] += 1
+    for free in (False, True):
+        for e in range(E):
+            if rows[e] > 0 and (copies[:, e] != copies[0, e]).any() == free:
+                chosen[e] = _least_loaded(copies[:, e], load, experts_per_rank)
+                load[chosen[e] // experts_per_rank] += rows[e]
+    out = np.empty((N, K), np.int64)
+    for t in range(N):
+        for i in range(K):
+            out[t, i] = chosen[expert_ids[t, i]]
+    return out
+
+
+@numba.njit(cache=True, nogil=True)
+def _least_loaded(copies, load, experts_per_rank):
+    """The copy among (G,) on the rank with the least load (G,), the first of equals."""
+    best = copies[0]
+    for copy in copies:
+        if load[copy // experts_per_rank] < load[best // experts_per_rank]:
+            best = copy
+    return best
+
+
+@numba.njit(cache=True, nogil=True)
 def _cover_token(near, number, preferred, source, num_ranks, reached, t, out):
     """Fill out[t] with the ranks of a token's experts: number (K,) nearest copies in near (K, X), preferred (K,).
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from semmoe.copychoice import cover, nearest_copies, preferred_copies
+from semmoe.copychoice import cover, level, nearest_copies, preferred_copies
 from semmoe.core import Plan
 from semmoe.runtime import reference
 from semmoe.runtime.static import triton_kernels
@@ -78,15 +78,13 @@ def preferred_of_each(copies: Sequence[RankCopies]) -> Tensor:
     return torch.stack([own.first() for own in copies]).long()
 
 
-def alike(preferred: Tensor, expert_ids: Tensor) -> Tensor:
-    """(N, K) physical ids, -1 for ids of -1, where all ranks have all rows and must choose alike: rows take turns among
-    the ranks' preferred copies (S, E).
+def alike(preferred: Tensor, expert_ids: Tensor, experts_per_rank: int) -> Tensor:
+    """(N, K) physical ids, -1 for ids of -1, where all ranks have all rows and must choose alike: see `level`.
 
-    Which ranks a token's experts are on costs nothing there, so that nothing but load decides.
+    preferred (S, E): of all ranks. Such passes are chosen one by one on the host, and run on a CPU alone.
     """
-    ids = expert_ids.long()
-    turn = torch.arange(len(ids), device=ids.device) % len(preferred)
-    return torch.where(ids >= 0, preferred[turn[:, None], ids], -1).to(expert_ids.dtype)
+    out = torch.from_numpy(level(expert_ids.long().numpy(), preferred.numpy(), experts_per_rank))
+    return out.to(expert_ids.dtype)
 
 
 def rank_copies(plan: Plan, source: int) -> list[RankCopies]:

@@ -36,7 +36,7 @@ class ChosenCopies:
     def __init__(self) -> None:
         self._layers: list[int] = []  # decoder layers with experts
         self._chosen: Any = None  # SGLang's own table of this rank
-        self._start = 0
+        self._start = self._experts_per_rank = 0
         self._sources: list[int] = []  # this rank, then all ranks where a pass may have all rows on all of them
         self._copies: dict[int, list[RankCopies]] = {}  # by decoder layer, of all sources
         self._preferred: dict[int, torch.Tensor] = {}  # (G, E) of all ranks, where a pass may have all rows on all
@@ -53,6 +53,7 @@ class ChosenCopies:
         self._layers, self._chosen = layers, chosen
         if chosen is None:
             return
+        self._experts_per_rank = plan.placement.experts_per_rank
         self._start = chosen.storage_offset()  # SGLang keeps this rank's table among those of all ranks
         self._sources = [rank]
         if can_whole and plan.placement.redundant_experts:
@@ -109,5 +110,5 @@ class ChosenCopies:
         if copies is None:
             return original(topk_ids, info)
         if layer in self._preferred and self.whole():
-            return alike(self._preferred[layer], topk_ids)
+            return alike(self._preferred[layer], topk_ids, self._experts_per_rank)
         return copies[0].to_physical(topk_ids) if self._by_token else original(topk_ids, info)

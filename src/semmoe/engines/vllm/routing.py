@@ -100,4 +100,4 @@ class RoutedLayer:
             return expert_ids
         if not self._real.whole or self._preferred is None:
             return self.copies[self._rank].to_physical(expert_ids)
-        return alike(self._preferred, expert_ids)
+        return alike(self._preferred, expert_ids, self._experts_per_rank)
