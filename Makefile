@@ -27,7 +27,7 @@ HERE = $(MACHINE)_$(shell date +%F)
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 
-.PHONY: demo test test-slow reproduce test-sglang test-vllm test-deepspeed test-dynamo test-families check bench bench-runtime \
+.PHONY: demo test test-slow reproduce test-sglang test-vllm test-deepspeed test-dynamo test-releases test-families check bench bench-runtime \
         bench-sglang soak-sglang bench-vllm soak-vllm bench-deepspeed kernels test-nodes test-gpu docs dist format clean
 
 demo: $(VENV)/.ready
@@ -60,6 +60,10 @@ test-families: $(SGLANG_VENV)/.ready $(VLLM_VENV)/.ready
 # The component for NVIDIA Dynamo, with Dynamo's own runtime, which pins what the other test tools do not.
 test-dynamo: $(DYNAMO_VENV)/.ready
 	$(DYNAMO_VENV)/bin/python -m pytest tests/test_examples.py -k dynamo
+
+# Whether the adaptors' hooks are in the engines' releases, tried and before, by their sources: docs/engines.md.
+test-releases: $(VENV)/.ready-dev
+	$(BIN)/python tests/releases.py
 
 # And on DeepSpeed.
 test-deepspeed: $(DEEPSPEED_VENV)/.ready

@@ -1,11 +1,12 @@
 """One slow node: the plan that knows it, from measured links, against the plan that does not. Needs root.
 
-    OMP_NUM_THREADS=1 python benchmarks/bench_slow_node.py [--rate 400mbit] [--slow 100mbit] [--rounds 7] [--out FILE]
+    OMP_NUM_THREADS=1 python benchmarks/bench_slow_node.py [--rate 100mbit] [--slow 25mbit] [--rounds 7] [--out FILE]
 
 Four processes of the embedded engine, each in a network namespace of its own; the link of the last carries a quarter of
 the others' rate (network.py). `semmoe calibrate --pairs` measures them; one plan is solved with these costs, the other
 without. Each round runs vanilla, vanilla again (the placebo) and both plans, the first in turn. Prints bytes over the
-slow link, and medians of the rounds' ratios of seconds to vanilla's with 90 % bootstrap intervals; one JSON line.
+slow link, and medians of the rounds' ratios of seconds, to vanilla's and of the plan that knows to the one that does
+not, with 90 % bootstrap intervals; one JSON line.
 """
 
 import argparse
@@ -66,8 +67,8 @@ def ratio_interval(ratios: list[float]) -> tuple[float, float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", default="400mbit")
-    parser.add_argument("--slow", default="100mbit")
+    parser.add_argument("--rate", default="100mbit")
+    parser.add_argument("--slow", default="25mbit")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path, help="write the JSON line to this file too")
     a = parser.parse_args()
@@ -108,7 +109,11 @@ def report(a: argparse.Namespace, links: Links, rounds: list[dict[str, GenerateR
                      "identical": identical})  # fmt: skip
         print(f"{name:28}{over_slow_link(first) / 1e6:14.1f}{first.all_to_all_bytes / 1e6:9.1f}{first.lar:7.3f}   "
               f"{middle:.3f} [{low:.3f}, {high:.3f}]   {'identical' if identical else 'DIFFER'}")  # fmt: skip
-    line = json.dumps({"settings": {k: str(v) for k, v in vars(a).items()}, "links": links.model_dump(), "rows": rows})
+    aware = [found[AWARE].seconds / found[UNAWARE].seconds for found in rounds]
+    middle, low, high = ratio_interval(aware)
+    print(f"seconds of the plan that knows over those of the plan that does not: {middle:.3f} [{low:.3f}, {high:.3f}]")
+    line = json.dumps({"settings": {k: str(v) for k, v in vars(a).items()}, "links": links.model_dump(), "rows": rows,
+                       "aware_over_unaware": aware})  # fmt: skip
     print(line)
     if a.out:
         a.out.write_text(line + "\n")

@@ -14,7 +14,7 @@ from semmoe.core import Placement, Plan
 from semmoe.metrics import layer_traffic
 from semmoe.requests.policy import RoundRobin
 from semmoe.runtime import reference
-from semmoe.runtime.copies import cover_copies, rank_copies
+from semmoe.runtime.copies import alike, cover_copies, preferred_of_each, rank_copies
 from semmoe.tokens.slices import ByPosition
 from semmoe.topology import Fingerprint, Topology
 
@@ -107,6 +107,42 @@ def test_no_token_reaches_more_ranks_than_by_the_static_rule_in_the_mean(seed, s
         cover, before = (layer_traffic(t, home, topology.ep_size) for t in (targets, static))
         assert cover.local_pairs == before.local_pairs
         assert cover.rows.sum() <= before.rows.sum()
+
+
+def test_where_all_ranks_have_all_rows_the_ranks_with_fewer_rows_compute_copies():
+    """Two experts a rank, of which expert 1 is on both (physical 1 and 2), experts 0 and 2 on one.
+
+    A row with experts 0 and 1 is divided over both ranks, and so is one with 1 and 2; two rows that leave no choice
+    but rank 0 send expert 1 to rank 1 for all rows; padding has no expert.
+    """
+    copies = torch.tensor([[0, 1, 3], [0, 2, 3]])
+    assert alike(copies, torch.tensor([[0, 1]]), 2).tolist() == [[0, 2]]
+    assert alike(copies, torch.tensor([[1, 2]]), 2).tolist() == [[1, 3]]
+    assert alike(copies, torch.tensor([[0, 1], [0, 1], [2, 1], [-1, -1]]), 2).tolist() == [[0, 2], [0, 2], [3, 2], [-1, -1]]
+
+
+@given(st.integers(0, 9999), SIZES, st.sampled_from(["static", "cover"]))
+def test_copies_level_rows_where_all_ranks_have_all_of_them(seed, sizes, rule):
+    """Every id is a copy of its expert, an expert's rows go to one copy, and the fullest rank has no more rows than
+    the largest of what leaves no choice, a fair share and one expert's rows give together.
+    """
+    placement, topology, rng = placed(seed, sizes, rule)
+    experts, _ = tokens(rng, placement, 40)
+    ids, per_rank = torch.from_numpy(experts), placement.experts_per_rank
+    sources = [rank_copies(plan_of(placement, topology), source) for source in range(topology.ep_size)]
+    for l, copies in enumerate(zip(*sources, strict=True)):
+        preferred = preferred_of_each(copies)
+        physical = alike(preferred, ids, per_rank).numpy()
+        assert (placement.physical_to_logical_map[l][physical] == experts).all()
+        assert len(np.unique(physical)) == len(np.unique(experts))
+        rows, most = np.bincount(experts.ravel()), np.bincount(physical.ravel() // per_rank).max()
+        fixed = (preferred == preferred[0]).all(dim=0).numpy()[experts]
+        stuck = np.bincount(preferred[0].numpy()[experts[fixed]] // per_rank, minlength=1).max()
+        assert most <= max(stuck, rows.sum())
+        free = rows[np.unique(experts[~fixed])].max(initial=0)
+        everywhere = [set((preferred[:, e] // per_rank).tolist()) for e in np.unique(experts[~fixed])]
+        if all(len(ranks) == topology.ep_size for ranks in everywhere):
+            assert most <= max(stuck, rows.sum() / topology.ep_size + free)
 
 
 @given(st.integers(0, 9999), SIZES, st.sampled_from(["static", "cover"]))

@@ -123,6 +123,17 @@ def test_the_site_fetches_nothing_from_elsewhere(site):
     assert [target for target in fetched if urlsplit(target).netloc or target.startswith("//")] == []
 
 
+def test_the_search_answers_on_pages_opened_from_the_disk(site, browser):
+    tab, requests = browser.new_page(), []
+    tab.on("request", lambda r: requests.append(r.url))
+    tab.goto(next(path for path in site if path.name == "index.html").as_uri())
+    tab.fill("input[name=query]", "redundant experts")
+    tab.wait_for_selector(".md-search-result__item mark")
+    assert "redundant" in tab.inner_text(".md-search-result__list").lower()
+    assert [url for url in requests if urlsplit(url).scheme not in ("file", "about", "data")] == []
+    tab.close()
+
+
 def test_pictures_say_what_they_show(site):
     images = [image for page in site.values() for image in page.images]
     assert all(image.get("alt") for image in images)

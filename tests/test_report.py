@@ -3,7 +3,6 @@
 import base64
 import gzip
 import json
-import os
 import re
 import shutil
 from dataclasses import asdict, replace
@@ -472,27 +471,6 @@ def test_a_replay_serves_where_a_plan_expects_nothing(tmp_path, profiled):
 
 
 # --- in a browser ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def browser():
-    def missing(what):
-        if os.environ.get("BROWSER_TESTS") == "required":
-            pytest.fail(f"{what}, and BROWSER_TESTS=required")
-        pytest.skip(what)
-
-    names = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
-    found = next((path for path in map(shutil.which, names) if path), None)
-    if found is None:
-        missing(f"no browser ({', '.join(names)})")
-    try:
-        from playwright.sync_api import sync_playwright
-    except ModuleNotFoundError:
-        missing("no playwright: pip install playwright")
-    with sync_playwright() as playwright:
-        running = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
-        yield running
-        running.close()
 
 
 class Opened:
