@@ -31,7 +31,8 @@ TOKENS = (1, 2, 4, 8, 32, 256)
 
 def preferred_tables(plan: Plan) -> list[torch.Tensor]:
     """(G, E) of every layer."""
-    return [preferred_of_each(own) for own in zip(*(rank_copies(plan, r) for r in range(plan.topology.ep_size)))]
+    sources = [rank_copies(plan, rank) for rank in range(plan.topology.ep_size)]
+    return [preferred_of_each(own) for own in zip(*sources, strict=True)]
 
 
 def fullest(physical: np.ndarray, per_rank: int, ranks: int) -> tuple[float, int]:

@@ -72,12 +72,12 @@ def main() -> int:
         print(f"bench_passes.py: {error}", file=sys.stderr)
         return 2
     print(f"{engine(a.engine)}, attention-{a.attention.upper()}, links of {a.rate}, {os.cpu_count()} cores, "
-          f"{platform.machine()}; {a.turns} turns of {a.at_once} requests at once, prompts of at most {a.prompt} tokens, {a.new_tokens} "
-          "new ones; ms, and ratios to the engine as it comes")  # fmt: skip
+          f"{platform.machine()}; {a.turns} turns of {a.at_once} requests at once, prompts of at most {a.prompt} "
+          f"tokens, {a.new_tokens} new ones; ms, and ratios to the engine as it comes")  # fmt: skip
     for name, times in found.items():
         ratios = np.array(times) / found[AS_IT_COMES]
-        told = [f"{what} {median(ms):7.2f}  {estimate(ratio)}"
-                for what, ms, ratio in zip(("prompt", "pass"), zip(*times), ratios.T)]  # fmt: skip
+        columns = zip(("prompt", "pass"), zip(*times, strict=True), ratios.T, strict=True)
+        told = [f"{what} {median(ms):7.2f}  {estimate(ratio)}" for what, ms, ratio in columns]
         print(f"  {name:20}" + "   ".join(told))
     print(json.dumps({"settings": vars(a), "ms": found}))
     return 0

@@ -17,7 +17,7 @@ ROOMS = {
     "core.py": 335,
     "topology.py bounds.py digests.py hashed.py html.py": 380,
     "files.py trace.py streams.py": 780,
-    "affinity.py splitter.py copychoice.py metrics.py capacity.py": 680,
+    "affinity.py splitter.py copychoice.py metrics.py capacity.py": 720,
     "settings.py calibration.py cost.py rowcosts.py payoff.py": 1000,
     "results.py": 340,
     "tokens": 1100,
