@@ -55,10 +55,12 @@ def test_each_pass_takes_the_path_that_is_cheaper_for_its_tokens(
     assert not any(name == "degraded" for name, _ in counted)
 
 
-def test_paths_are_timed_at_the_first_pass(plans, prompts, reference, tmp_path):
-    """Passes that are only timed are not counted."""
+def test_paths_are_timed_at_the_first_pass(plans, prompts, reference, tmp_path, monkeypatch, capfd):
+    """Passes that are only timed are not counted, and no counter that is published meanwhile falls afterwards."""
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     tokens, counted = run(prompts[:4], plans["tp2"], tmp_path, "auto")
     assert tokens == reference[:4]
     assert counted["passes", "whole"] + counted.get(("passes", "shuffled"), 0) <= 4 * 9
     assert counted["routed_tokens", ""] <= 6 * sum(len(prompt) + 8 for prompt in prompts[:4])
     assert not any(name == "degraded" for name, _ in counted)
+    assert "cannot be published" not in capfd.readouterr().err
