@@ -1,13 +1,13 @@
-"""What a decode pass takes: a plan beside the engine as it comes, turn by turn.
+"""What a prompt and a decode pass take: a plan beside the engine as it comes, turn by turn.
 
     OMP_NUM_THREADS=1 .venv-vllm/bin/python benchmarks/bench_passes.py --engine sglang|vllm [--attention tp]
-        [--rate 256mbit] [--at-once 1] [--turns 16] [--new-tokens 48]
+        [--rate 256mbit] [--at-once 1] [--prompt 32] [--turns 16] [--new-tokens 48]
 
 In the engine's own environment (SGLang: with SGLANG_USE_CPU_ENGINE=1), as root, on cores that nothing else uses: each
 of two ranks is a node behind a link of this rate (network.py). Three servers are kept alive, of which one runs at a
 time: the engine as it comes, the same again as the placebo, and the plan with eight redundant experts. A turn asks each
-for as many answers at once as are told; the time of a pass is the mean between their tokens. Prints the medians of turns, paired ratios with their
-90 % intervals, one JSON line.
+for as many answers at once as are told: the time of a prompt is that to its first token, of a pass the mean between the
+tokens that follow. Prints the medians of turns, paired ratios with their 90 % intervals, one JSON line.
 """
 
 import argparse
@@ -30,7 +30,6 @@ from serving.pieces import Settings
 from serving.server import prompts
 
 NAMES = (AS_IT_COMES, COMES_AGAIN, COPIES)
-PROMPT = 32  # tokens
 
 
 def parse() -> argparse.Namespace:
@@ -39,17 +38,18 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--attention", choices=["dp", "tp"], default="tp")
     parser.add_argument("--rate", default="256mbit", help="of each node's link, in tc's units")
     parser.add_argument("--at-once", type=int, default=1, help="requests in a pass")
+    parser.add_argument("--prompt", type=int, default=32, help="tokens of a prompt at most")
     parser.add_argument("--turns", type=int, default=16)
     parser.add_argument("--new-tokens", type=int, default=48)
     return parser.parse_args()
 
 
-def measure(a: argparse.Namespace) -> dict[str, list[float]]:
-    """Milliseconds of a pass by configuration, (turns,) each."""
+def measure(a: argparse.Namespace) -> dict[str, list[list[float]]]:
+    """Milliseconds of a prompt and of a pass by configuration, (turns, 2) each."""
     seen, held_out = prompts()
-    short = [prompt[:PROMPT] for prompt in held_out]
+    short = [prompt[: a.prompt] for prompt in held_out]
     loads = [Load(short[i : i + a.at_once], [0.0] * a.at_once) for i in range(0, a.turns * a.at_once, a.at_once)]
-    found: dict[str, list[float]] = {name: [] for name in NAMES}
+    found: dict[str, list[list[float]]] = {name: [] for name in NAMES}
     with (
         bench(engine(a.engine), Settings(), seen, held_out, busy=False) as b,
         slow_network(RANKS, a.rate) as network,
@@ -58,8 +58,8 @@ def measure(a: argparse.Namespace) -> dict[str, list[float]]:
         for turn, load in enumerate(loads):
             for name in np.roll(NAMES, turn).tolist():
                 with awake(servers[name]):
-                    answers = np.array(run(servers[name], load, a.new_tokens).requests)
-                found[name].append(float(np.mean(answers[:, 1] - answers[:, 0])) / (a.new_tokens - 1))
+                    first, last = np.mean(run(servers[name], load, a.new_tokens).requests, axis=0)
+                found[name].append([float(first), float(last - first) / (a.new_tokens - 1)])
     return found
 
 
@@ -72,10 +72,13 @@ def main() -> int:
         print(f"bench_passes.py: {error}", file=sys.stderr)
         return 2
     print(f"{engine(a.engine)}, attention-{a.attention.upper()}, links of {a.rate}, {os.cpu_count()} cores, "
-          f"{platform.machine()}; {a.turns} turns of {a.at_once} requests at once with {a.new_tokens} new tokens")  # fmt: skip
+          f"{platform.machine()}; {a.turns} turns of {a.at_once} requests at once, prompts of at most {a.prompt} tokens, {a.new_tokens} "
+          "new ones; ms, and ratios to the engine as it comes")  # fmt: skip
     for name, times in found.items():
-        ratio = estimate(np.array(times) / found[AS_IT_COMES])
-        print(f"  {name:20}{median(times):8.2f} ms a pass   {ratio} of the engine's as it comes")
+        ratios = np.array(times) / found[AS_IT_COMES]
+        told = [f"{what} {median(ms):7.2f}  {estimate(ratio)}"
+                for what, ms, ratio in zip(("prompt", "pass"), zip(*times), ratios.T)]  # fmt: skip
+        print(f"  {name:20}" + "   ".join(told))
     print(json.dumps({"settings": vars(a), "ms": found}))
     return 0
 

@@ -1,5 +1,7 @@
 """The rules of the copy choice: against loops, in every implementation, and what they must never do."""
 
+import itertools
+
 import numpy as np
 import oracles
 import pytest
@@ -109,40 +111,31 @@ def test_no_token_reaches_more_ranks_than_by_the_static_rule_in_the_mean(seed, s
         assert cover.rows.sum() <= before.rows.sum()
 
 
-def test_where_all_ranks_have_all_rows_the_ranks_with_fewer_rows_compute_copies():
-    """Two experts a rank, of which expert 1 is on both (physical 1 and 2), experts 0 and 2 on one.
-
-    A row with experts 0 and 1 is divided over both ranks, and so is one with 1 and 2; two rows that leave no choice
-    but rank 0 send expert 1 to rank 1 for all rows; padding has no expert.
-    """
+def test_where_all_ranks_have_all_rows_copies_level_each_token():
+    """Two slots a rank: experts 0 and 1 on rank 0, 1 and 2 on rank 1, so that expert 1 is in slots 1 and 2."""
     copies = torch.tensor([[0, 1, 3], [0, 2, 3]])
-    assert alike(copies, torch.tensor([[0, 1]]), 2).tolist() == [[0, 2]]
-    assert alike(copies, torch.tensor([[1, 2]]), 2).tolist() == [[1, 3]]
-    assert alike(copies, torch.tensor([[0, 1], [0, 1], [2, 1], [-1, -1]]), 2).tolist() == [[0, 2], [0, 2], [3, 2], [-1, -1]]
+    rows = torch.tensor([[0, 1], [1, 2], [0, 1], [-1, 1], [1, -1]])
+    assert alike(copies, rows, 2).tolist() == [[0, 2], [1, 3], [0, 2], [-1, 2], [1, -1]]
 
 
 @given(st.integers(0, 9999), SIZES, st.sampled_from(["static", "cover"]))
-def test_copies_level_rows_where_all_ranks_have_all_of_them(seed, sizes, rule):
-    """Every id is a copy of its expert, an expert's rows go to one copy, and the fullest rank has no more rows than
-    the largest of what leaves no choice, a fair share and one expert's rows give together.
-    """
+def test_no_choice_of_copies_loads_the_fullest_rank_less(seed, sizes, rule):
+    """Of tokens with one expert that leaves a choice; and no token's choice depends on the others'."""
     placement, topology, rng = placed(seed, sizes, rule)
-    experts, _ = tokens(rng, placement, 40)
-    ids, per_rank = torch.from_numpy(experts), placement.experts_per_rank
+    experts, _ = tokens(rng, placement, 12)
+    per_rank, ids = placement.experts_per_rank, torch.from_numpy(experts)
     sources = [rank_copies(plan_of(placement, topology), source) for source in range(topology.ep_size)]
-    for l, copies in enumerate(zip(*sources, strict=True)):
-        preferred = preferred_of_each(copies)
-        physical = alike(preferred, ids, per_rank).numpy()
-        assert (placement.physical_to_logical_map[l][physical] == experts).all()
-        assert len(np.unique(physical)) == len(np.unique(experts))
-        rows, most = np.bincount(experts.ravel()), np.bincount(physical.ravel() // per_rank).max()
-        fixed = (preferred == preferred[0]).all(dim=0).numpy()[experts]
-        stuck = np.bincount(preferred[0].numpy()[experts[fixed]] // per_rank, minlength=1).max()
-        assert most <= max(stuck, rows.sum())
-        free = rows[np.unique(experts[~fixed])].max(initial=0)
-        everywhere = [set((preferred[:, e] // per_rank).tolist()) for e in np.unique(experts[~fixed])]
-        if all(len(ranks) == topology.ep_size for ranks in everywhere):
-            assert most <= max(stuck, rows.sum() / topology.ep_size + free)
+    for l, own in enumerate(zip(*sources, strict=True)):
+        copies = preferred_of_each(own)
+        physical = alike(copies, ids, per_rank)
+        assert (placement.physical_to_logical_map[l][physical.numpy()] == experts).all()
+        later = slice(topology.ep_size, None)  # ties begin at the same ranks again
+        assert torch.equal(alike(copies, ids[later], per_rank), physical[later])
+        for chosen, row in zip(physical.numpy(), experts, strict=True):
+            options = [sorted(set(copies[:, e].tolist())) for e in row]
+            if sum(len(those) > 1 for those in options) == 1:
+                most = [np.bincount(np.array(all_of) // per_rank).max() for all_of in itertools.product(*options)]
+                assert np.bincount(chosen // per_rank).max() == min(most)
 
 
 @given(st.integers(0, 9999), SIZES, st.sampled_from(["static", "cover"]))

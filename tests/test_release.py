@@ -5,8 +5,9 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import venv
+import warnings
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from semmoe.trace import save_trace
 
 ROOT = Path(__file__).parents[1]
 IGNORED = ("__pycache__", "*.egg-info")
+PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 
 
 def run(*words, **more):
@@ -56,18 +58,37 @@ def test_twine_accepts_a_wheel_of_the_package_and_a_source_archive(release):
         assert {"pyproject.toml", "LICENSE", "README.md"} <= {Path(name).name for name in packed.getnames()}
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_the_wheel_works_without_extras_and_says_how_to_get_them(release, tmp_path):
-    (wheel,) = release.glob("*.whl")
-    venv.create(tmp_path / "fresh", with_pip=True)
-    tools, environment = tmp_path / "fresh" / "bin", {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+def interpreter(version):
+    """A Python of this version: the one that runs this, one on the path, or pyenv's; None if there is none."""
+    own = [sys.executable] if version == ".".join(map(str, sys.version_info[:2])) else []
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    found = [*own, *sorted(pyenv.glob(f"{version}.*/bin/python")), shutil.which(f"python{version}")]
+    runs = (path for path in found if path and not subprocess.run([path, "-c", ""], capture_output=True).returncode)
+    return next(runs, None)
+
+
+def works_alone(wheel, python, fresh):
+    """Install the wheel into `fresh`, where nothing else is, then solve and replay the trace beside it."""
+    folder = fresh.parent
+    run(python, "-m", "venv", fresh)
+    tools, environment = fresh / "bin", {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     run(tools / "pip", "install", "-q", "--disable-pip-version-check", wheel, env=environment)
     assert run(tools / "semmoe", "--version", env=environment).strip() == __version__
-    save_trace(random_trace(0, requests=40), tmp_path / "trace")
-    words = ["solve", "trace", "--ep-size", "4", "--attention", "dp", "--out", "plan"]
-    run(tools / "semmoe", *words, cwd=tmp_path, env=environment)
-    run(tools / "semmoe", "replay", "trace", "--plan", "plan", cwd=tmp_path, env=environment)
-    lacking = subprocess.run([tools / "semmoe", "demo"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    words = ["solve", "trace", "--ep-size", "4", "--attention", "dp", "--out", fresh / "plan"]
+    run(tools / "semmoe", *words, cwd=folder, env=environment)
+    run(tools / "semmoe", "replay", "trace", "--plan", fresh / "plan", cwd=folder, env=environment)
+    lacking = subprocess.run([tools / "semmoe", "demo"], cwd=folder, env=environment, capture_output=True, text=True)
     assert lacking.returncode == 2
     assert f"{wheel}[transformers]" in lacking.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_wheel_works_without_extras_on_every_python(release, tmp_path):
+    (wheel,) = release.glob("*.whl")
+    save_trace(random_trace(0, requests=40), tmp_path / "trace")
+    found = {version: python for version in PYTHONS if (python := interpreter(version))}
+    with ThreadPoolExecutor(2) as two:
+        list(two.map(lambda version: works_alone(wheel, found[version], tmp_path / version), found))
+    if absent := [version for version in PYTHONS if version not in found]:
+        warnings.warn(f"not tried on Python {', '.join(absent)}, which is not here", stacklevel=1)

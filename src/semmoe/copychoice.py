@@ -129,32 +129,34 @@ def level(expert_ids, copies, experts_per_rank):
     """Choose copies where every rank has all rows: (N, K) int64 physical ids for experts (N, K), -1 for -1.
 
     copies (G, E): the copy that each rank would use. Which ranks a token's experts are on costs nothing there, but all
-    wait for the rank with most rows. So an expert's rows go to one copy: the one on the rank with the fewest rows so
-    far, experts that leave no choice first.
+    wait for the rank with most of them. So experts that leave a choice go, one by one, to the rank that has the fewest
+    of the token's; of equal ones to the first from a rank that changes from token to token. The choice depends on a
+    token's own experts alone: ranks may round otherwise, and one token's near-tie must not move the others.
     """
     (G, E), (N, K) = copies.shape, expert_ids.shape
-    rows, load = np.zeros(E + 1, np.int64), np.zeros(G, np.int64)  # the last row counts what is no expert
-    chosen = np.full(E + 1, -1, np.int64)
+    out, load, free = np.empty((N, K), np.int64), np.empty(G, np.int64), np.empty(E, np.bool_)
+    for e in range(E):
+        free[e] = (copies[:, e] != copies[0, e]).any()
     for t in range(N):
-        for i in range(K):
-            rows[expert_ids[t, i]] += 1
-    for free in (False, True):
-        for e in range(E):
-            if rows[e] > 0 and (copies[:, e] != copies[0, e]).any() == free:
-                chosen[e] = _least_loaded(copies[:, e], load, experts_per_rank)
-                load[chosen[e] // experts_per_rank] += rows[e]
-    out = np.empty((N, K), np.int64)
-    for t in range(N):
-        for i in range(K):
-            out[t, i] = chosen[expert_ids[t, i]]
+        load[:] = 0
+        for choosing in (False, True):
+            for i in range(K):
+                e = expert_ids[t, i]
+                if e < 0:
+                    out[t, i] = -1
+                elif free[e] == choosing:
+                    out[t, i] = _least_loaded(copies, e, t % G, load, experts_per_rank)
+                    load[out[t, i] // experts_per_rank] += 1
     return out
 
 
 @numba.njit(cache=True, nogil=True)
-def _least_loaded(copies, load, experts_per_rank):
-    """The copy among (G,) on the rank with the least load (G,), the first of equals."""
-    best = copies[0]
-    for copy in copies:
+def _least_loaded(copies, expert, first, load, experts_per_rank):
+    """The expert's copy on the rank with the least load (G,), of equal ones the first from rank `first` on."""
+    G = copies.shape[0]
+    best = copies[first, expert]
+    for g in range(1, G):
+        copy = copies[(first + g) % G, expert]
         if load[copy // experts_per_rank] < load[best // experts_per_rank]:
             best = copy
     return best
