@@ -76,9 +76,8 @@ class RankPlugin:
         self._check, self._copies, self._clock = SelfCheck(), ChosenCopies(), PassClock()
         self._copies.whole = self.has_all_rows
         self.swapper: Swapper | NoSwapper = NoSwapper("no model is loaded")
-        self._untimed = False  # whether the paths of passes are still to be timed
+        self._untimed, self._experts_per_rank = False, 0  # untimed: the paths of passes are still to be timed
         self._blocks: set[int] = set()  # identities of the model's expert layers; a draft model's are not among them
-        self._experts_per_rank = 0
         self._places: dict[int, int] = {}  # index among the MoE layers by decoder layer, if routing is recorded
         self._logical: dict[int, torch.Tensor] = {}  # by decoder layer: the logical expert of each physical one
 
@@ -288,10 +287,10 @@ class RankPlugin:
     def _time_paths(self, runner: Any) -> None:
         """Before the first pass, in which all ranks are; passes that were only timed served nobody."""
         assert isinstance(self._shuffle, BoundaryShuffle)
-        self._untimed = False
         self._shuffle.choice = measured(runner, self._shuffle)
         for counted in (self._traffic, *self.dispatch_comms, *self._shuffle.comms):
             counted.reset_counts()
+        self._untimed = False
 
     def _routed(self, original: Any, block: Any, hidden_states: torch.Tensor, topk_output: Any, *args, **kwargs) -> Any:
         if id(block) in self._blocks:
@@ -338,8 +337,9 @@ class RankPlugin:
         publish(rank, folder, labels, source)
 
     def _readings(self, traffic: RankTraffic) -> Iterator[Reading]:
-        yield from traffic.readings(self._traffic, self.dispatch_comms, self._shuffle.comms)
-        yield from self._shuffle.readings({"ep_rank": str(traffic.rank)})
+        if not self._untimed:  # what is only timed is not told, since a counter must not fall
+            yield from traffic.readings(self._traffic, self.dispatch_comms, self._shuffle.comms)
+            yield from self._shuffle.readings({"ep_rank": str(traffic.rank)})
         yield from self._clock.readings(traffic.rank)
         yield from self.swapper.readings()
         yield from self._check.readings()
