@@ -129,8 +129,8 @@ def test_routing_is_looked_up_counted_and_seen(drop):
     assert counter.totals() == (2, [1, 3], [0, 2], [0])
 
 
-def test_where_all_ranks_have_all_rows_they_choose_alike_and_rows_take_turns():
-    """Experts 0 1 | 1 2 on two ranks: rank 0 uses slot 1 for expert 1, rank 1 uses slot 2."""
+def test_where_all_ranks_have_all_rows_they_choose_alike_and_level_each_token():
+    """Experts 0 1 | 1 2 on two ranks: expert 1 is computed where the token's other expert is not."""
     tables = torch.tensor([[0, -1], [0, 1], [1, -1]]), torch.tensor([[0, -1], [1, 2], [3, -1]])
     first = torch.tensor([0, 0, 1]), torch.tensor([0, 1, 1])
     both = [RankCopies(*tables, preferred, source, 2) for source, preferred in enumerate(first)]
@@ -142,9 +142,9 @@ def test_where_all_ranks_have_all_rows_they_choose_alike_and_rows_take_turns():
         answers.append(layer.to_physical(ids))
         real.end()
         real.begin(2, 3)  # the last row is padding
-        assert layer.to_physical(ids).tolist() == [[0, 1], [2, 3], [-1, -1]]
+        assert layer.to_physical(ids).tolist() == [[0, 2], [1, 3], [-1, -1]]
         assert counter.totals().tokens == 0
-    assert answers[0].tolist() == answers[1].tolist() == [[0, 1], [2, 3], [1, -1]]
+    assert answers[0].tolist() == answers[1].tolist() == [[0, 2], [1, 3], [1, -1]]
     assert answers[0].dtype == torch.int32
 
 
