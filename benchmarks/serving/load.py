@@ -42,7 +42,8 @@ async def send(session: aiohttp.ClientSession, job: dict[str, Any], prompt: list
 
 async def run(job: dict[str, Any]) -> dict[str, Any]:
     timeout = aiohttp.ClientTimeout(total=600)
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=timeout) as session:
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)  # a server may close a connection that is kept
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         started = time.perf_counter()
         pairs = zip(job["prompts"], job["arrivals"], strict=True)
         found = await asyncio.gather(*(send(session, job, prompt, started + at) for prompt, at in pairs))
