@@ -80,7 +80,7 @@ def hooks_of(engine: str) -> list[Hook]:
     """All hooks of an engine's adaptor."""
     named = vars(importlib.import_module(f"semmoe.engines.{engine}.targets")).values()
     values = [hook for value in named for hook in (value if isinstance(value, tuple) else (value,))]
-    return sorted({*filter(lambda value: isinstance(value, Hook), values)}, key=lambda hook: hook.target)
+    return sorted({value for value in values if isinstance(value, Hook)}, key=lambda hook: hook.target)
 
 
 def misfits(release: str) -> list[str]:
