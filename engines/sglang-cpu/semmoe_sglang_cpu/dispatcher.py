@@ -23,20 +23,20 @@ class GlooDispatcher(BaseDispatcher):
     def __init__(self, comm: Communicator, experts_per_rank: int, whole: Callable[[], bool]) -> None:
         super().__init__()
         self.comm = comm
-        self._experts_per_rank = experts_per_rank
+        nobody = torch.tensor([-1])  # the last of each table, which -1 indexes
+        own = torch.arange(comm.size * experts_per_rank)
+        self._owners = torch.cat([own // experts_per_rank, nobody])
+        self._local = torch.cat([torch.where(self._owners[:-1] == comm.rank, own % experts_per_rank, -1), nobody])
         self._handle: DispatchHandle | None = None
         self._whole = whole
 
     def dispatch(self, hidden_states: torch.Tensor, topk_output: Any) -> StandardDispatchOutput:
         # Ranks without tokens come with other types than those that have some.
         ids, weights = topk_output.topk_ids.long(), topk_output.topk_weights.float()
-        owners = torch.where(ids >= 0, ids // self._experts_per_rank, -1)
-        first = self.comm.rank * self._experts_per_rank
         if self._whole():
-            local = torch.where(owners == self.comm.rank, ids - first, -1)
-            return StandardDispatchOutput(hidden_states, None, StandardTopKOutput(weights, local, None))
-        received, self._handle = dispatch(self.comm, hidden_states, ids, weights, owners)
-        local = torch.where(received.expert_ids >= 0, received.expert_ids - first, -1)
+            return StandardDispatchOutput(hidden_states, None, StandardTopKOutput(weights, self._local[ids], None))
+        received, self._handle = dispatch(self.comm, hidden_states, ids, weights, self._owners[ids])
+        local = self._local[received.expert_ids.long()]
         return StandardDispatchOutput(received.hidden, None, StandardTopKOutput(received.weights, local, None))
 
     def combine(self, combine_input: StandardCombineInput) -> torch.Tensor:

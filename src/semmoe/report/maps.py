@@ -11,6 +11,7 @@ from semmoe.report.gather import PlanFile, TraceFile
 from semmoe.report.view import Figure, Key, Missing, Panel, Scale, Table
 
 MOST_TOKENS = 240  # rows of the affinity map
+MOST_LISTED = 60  # rows of its table, which would otherwise be most of the page's text
 
 
 @dataclass(frozen=True)
@@ -152,11 +153,11 @@ def _ordered(layer: int, m: experts.TokenMap, high: float) -> Panel:
 
 
 def _token_table(layer: int, m: experts.TokenMap) -> Table:
-    """Each token with its rank and the three experts that it uses most."""
+    """The most frequent tokens in the map's order, each with its rank and the three experts that it uses most."""
     top = np.argsort(-m.shares, axis=1, kind="stable")[:, :3]
     rows = []
-    for i, token in enumerate(m.tokens):
+    for i in np.sort(np.argsort(-m.occurrences, kind="stable")[:MOST_LISTED]):
         used = ", ".join(f"{m.experts[e]} ({m.shares[i, e]:.2f})" for e in top[i])
-        rows.append([str(token), str(m.ranks[i]), f"{m.at_home[i]:.3f}", f"{m.occurrences[i]:,}", used])
+        rows.append([str(m.tokens[i]), str(m.ranks[i]), f"{m.at_home[i]:.3f}", f"{m.occurrences[i]:,}", used])
     columns = ["token id", "rank", "share at home", "occurrences", "most used experts (share)"]
-    return Table(f"Tokens of layer {layer}", columns, rows)
+    return Table(f"The {len(rows)} most frequent tokens in layer {layer}", columns, rows)

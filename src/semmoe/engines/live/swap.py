@@ -96,6 +96,11 @@ class Swapper:
         return f"the swap to plan {plan_name(self._status.asked)} is not over" if self.busy else ""
 
     @property
+    def ready(self) -> bool:
+        """Whether this rank waits for nothing but the next step."""
+        return self._vote != WAITING
+
+    @property
     def status(self) -> SwapStatus:
         return self._status
 
@@ -234,7 +239,7 @@ class Swapper:
 class NoSwapper:
     """Of a server that cannot swap, and why."""
 
-    busy = False
+    busy, ready = False, True
 
     def __init__(self, reason: str) -> None:
         self.refusal = reason

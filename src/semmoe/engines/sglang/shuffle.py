@@ -40,6 +40,8 @@ class BoundaryShuffle(TokenRows):
     def begin_pass(self, forward_batch: Any, read: Callable[[], Step]) -> None:
         """A forward pass begins."""
         self.begin_step(read)
+        if self.whole:
+            forward_batch.global_num_tokens_cpu = None  # with it SGLang pads rows to a multiple of the ranks
 
     def end(self) -> None:
         super().end()
@@ -47,9 +49,7 @@ class BoundaryShuffle(TokenRows):
 
     def bound(self, original: torch.Tensor | None) -> torch.Tensor | None:
         """The number of this rank's rows that are real, if some may be padding."""
-        if self.active:
-            return None
-        return torch.full_like(original, self._num_tokens) if self.whole and original is not None else original
+        return None if self.active or self.whole else original
 
     def before_experts(
         self, original: Any, hidden_states: torch.Tensor, residual: Any, forward_batch: Any, norm: Any, **call: Any
@@ -82,9 +82,13 @@ class BoundaryShuffle(TokenRows):
         from sglang.srt.layers.layer_boundary.ops import GatheredInput
 
         assert call.get("post_residual_addition") is None, "not supported beside shuffling"
-        stream = self._in_order(call["update"].update(hidden_states, residual))
-        read, residual = call["read"].read(stream, norm, call.get("quant_format", ""))
-        return GatheredInput(read), residual
+        read, quantised = call["read"], call.get("quant_format", "")
+        if self._summed:
+            self._end_layer()
+            rows, residual = read.update_and_read(call["update"], hidden_states, residual, norm, quant_format=quantised)
+        else:
+            rows, residual = read.read(self._in_order(call["update"].update(hidden_states, residual)), norm, quantised)
+        return GatheredInput(rows), residual
 
     def after_last(
         self, original: Any, hidden_states: torch.Tensor, residual: Any, forward_batch: Any, *args, **call
@@ -97,6 +101,9 @@ class BoundaryShuffle(TokenRows):
 
     def _in_order(self, rows: torch.Tensor) -> torch.Tensor:
         """This rank's rows, or all of them where it has all -> all rows in the tokens' order."""
+        self._end_layer()
+        return self.restore(rows) if self.active else rows
+
+    def _end_layer(self) -> None:
         self._tell_ran("restore")
         self._summed = False
-        return self.restore(rows) if self.active else rows

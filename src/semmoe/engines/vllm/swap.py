@@ -19,7 +19,7 @@ from semmoe.bounds import MOST_LAYERS
 from semmoe.engines import supervisor
 from semmoe.engines.live.files import ENDED, MOST_NUMBER, staged
 from semmoe.engines.settings import control_folder
-from semmoe.engines.vllm.targets import ARM, PREPARE, STATE, STEP
+from semmoe.engines.vllm.targets import ARM, PREPARE, READY, STATE, STEP
 
 PATH = "/v1/semmoe/swap"
 LOOK = 0.5  # seconds between two looks at whether the engine still runs
@@ -68,7 +68,9 @@ class SwapEndpoint:
         status = (await self._ask(STATE))[0]
         while status["state"] not in ENDED:
             await asyncio.sleep(POLL)
-            status = await self._step()
+            # Data-parallel ranks agree to pause every --dp-sync-interval passes, and serve nobody until they have.
+            if status["state"] != "preparing" or all(await self._ask(READY)):
+                status = await self._step()
         if status["state"] == "done":
             await self._schedule(order.number)
         return status

@@ -3,7 +3,8 @@
 from semmoe.engines.hooks import Hook
 
 TRIED = "0.32.0"
-ARM, STATE, STEP = "semmoe_arm", "semmoe_state", "semmoe_step"  # methods that vLLM's workers are given
+# methods that vLLM's workers are given
+ARM, READY, STATE, STEP = "semmoe_arm", "semmoe_ready", "semmoe_state", "semmoe_step"
 PREPARE = "semmoe_prepare"  # and its client
 _MOE = "vllm.model_executor.layers.fused_moe."
 _LINEAR = "vllm.model_executor.layers.linear."
