@@ -1,6 +1,7 @@
 """One slow node: the plan that knows it, from measured links, against the plan that does not. Needs root.
 
-    OMP_NUM_THREADS=1 python benchmarks/bench_slow_node.py [--rate 100mbit] [--slow 25mbit] [--rounds 7] [--out FILE]
+    OMP_NUM_THREADS=1 python benchmarks/bench_slow_node.py [--rate 100mbit] [--slow 25mbit] [--redundant 0] [--rounds 7]
+        [--out FILE]
 
 Four processes of the embedded engine, each in a network namespace of its own; the link of the last carries a quarter of
 the others' rate (network.py). `semmoe calibrate --pairs` measures them; one plan is solved with these costs, the other
@@ -32,7 +33,7 @@ from semmoe.engines.transformers.recorder import record
 from semmoe.engines.transformers.tokenizer import load_tokenizer
 from semmoe.engines.transformers.verify import plain_generate
 from semmoe.placement.linear import vanilla_plan
-from semmoe.settings import DemoSettings, GenerateSettings
+from semmoe.settings import DemoSettings, GenerateSettings, SolveSettings
 from semmoe.solver import solve
 from semmoe.topology import Topology
 
@@ -40,14 +41,14 @@ RANKS, SLOW = 4, 3  # the slow one is the last
 VANILLA, PLACEBO, UNAWARE, AWARE = "vanilla", "vanilla again", "plan", "plan that knows the links"
 
 
-def plans(trace: RoutingTrace, links: Links) -> list[Configuration]:
-    topology = Topology.for_attention("dp", RANKS)
+def plans(trace: RoutingTrace, links: Links, redundant: int) -> list[Configuration]:
+    topology, settings = Topology.for_attention("dp", RANKS), SolveSettings(redundant_experts=redundant)
     vanilla, costs = vanilla_plan(trace.fingerprint, topology), row_costs(links, topology)
     return [
         Configuration(name=VANILLA, plan=vanilla),
         Configuration(name=PLACEBO, plan=vanilla),
-        Configuration(name=UNAWARE, plan=solve(trace, topology)),
-        Configuration(name=AWARE, plan=solve(trace, topology, costs=(costs, costs))),
+        Configuration(name=UNAWARE, plan=solve(trace, topology, settings)),
+        Configuration(name=AWARE, plan=solve(trace, topology, settings, costs=(costs, costs))),
     ]
 
 
@@ -69,13 +70,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", default="100mbit")
     parser.add_argument("--slow", default="25mbit")
+    parser.add_argument("--redundant", type=int, default=0, help="redundant experts of both plans")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path, help="write the JSON line to this file too")
     a = parser.parse_args()
     demo = DemoSettings()
     settings = GenerateSettings(max_new_tokens=demo.max_new_tokens, batch_size=demo.batch_size)
     print(f"embedded model, {RANKS} processes on {os.cpu_count()} cores, torch {torch.__version__}, "
-          f"{platform.machine()}; links {a.rate}, that of rank {SLOW} {a.slow}; {a.rounds} rounds")  # fmt: skip
+          f"{platform.machine()}; links {a.rate}, that of rank {SLOW} {a.slow}; "
+          f"{a.redundant} redundant experts; {a.rounds} rounds")  # fmt: skip
     model = load_model(str(MODEL))
     seen, prompts = demo_prompts(demo, load_tokenizer(str(MODEL)))
     with tempfile.TemporaryDirectory(prefix="semmoe-") as scratch:
@@ -85,7 +88,7 @@ def main() -> None:
         with slow_network(RANKS, a.rate, slow=((SLOW, a.slow),)) as network:
             prepare = partial(enter, network)
             links = calibrate(str(MODEL), RANKS, pairs=True, prepare=prepare).links
-            ups = plans(trace, links)
+            ups = plans(trace, links, a.redundant)
             for i in range(a.rounds):
                 turned = [*ups[i % len(ups) :], *ups[: i % len(ups)]]
                 rounds.append({r.name: r for r in generate(str(MODEL), prompts, turned, settings, prepare=prepare)})

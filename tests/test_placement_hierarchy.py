@@ -7,11 +7,11 @@ import oracles
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from synthetic import make_trace, planted_trace, random_trace, with_prefill
+from synthetic import make_trace, planted_trace, random_trace, with_noise, with_prefill
 
 from semmoe.core import Placement
 from semmoe.placement import cocluster, hierarchy, ours
-from semmoe.placement.joint import seat_groups
+from semmoe.placement.joint import pairs_between, seat_groups
 from semmoe.placement.layers import LayerSearch, Tokens
 from semmoe.replayer import replay
 from semmoe.rowcosts import KINDS, kind_costs, mean_costs, near_and_far, plain_costs, total_cost
@@ -201,10 +201,39 @@ def test_groups_that_use_each_other_s_experts_are_seated_on_one_node_by_hand():
     """Requests of group 0 use the experts of groups 0 and 2, those of 1 the experts of 1 and 3, and back."""
     rates = np.zeros((4, 1, 4), np.float32)
     rates[np.arange(4), 0, np.arange(4)], rates[np.arange(4), 0, [2, 3, 0, 1]] = 2, 1
-    seats = seat_groups(rates, np.ones(4), np.arange(4)[None], np.arange(4), 2)
+    costs = 1.0 + 4 * (np.arange(4)[:, None] // 2 != np.arange(4) // 2)
+    seats = seat_groups(pairs_between(rates, np.ones(4), np.arange(4)[None], np.arange(4), 4), costs)
     assert sorted(seats) == [0, 1, 2, 3]
     assert seats[0] // 2 == seats[2] // 2
     assert seats[1] // 2 == seats[3] // 2
+
+
+def test_the_group_that_keeps_most_to_itself_is_seated_behind_the_slow_link_by_hand():
+    """Group 1 uses none of the others' experts, and none of them its own."""
+    rates = np.zeros((4, 1, 4), np.float32)
+    rates[np.arange(4), 0, np.arange(4)] = 2
+    rates[[0, 2, 3], 0, [2, 3, 0]] = 1
+    costs = np.ones((4, 4))
+    costs[3], costs[:, 3] = 4.0, 4.0
+    seats = seat_groups(pairs_between(rates, np.ones(4), np.arange(4)[None], np.arange(4), 4), costs)
+    assert sorted(seats) == [0, 1, 2, 3]
+    assert seats[1] == 3
+
+
+@pytest.mark.parametrize("slow", range(4))
+@pytest.mark.parametrize("redundant", [0, 4])
+def test_the_requests_that_send_least_are_behind_the_slow_link(slow, redundant):
+    """Those of one group of four keep to their own experts, half of the others' tokens stray."""
+    trace, blocks = planted_trace(groups=4, ranks=1)
+    calm = trace.request_of_token() % 4 == 0
+    strayed = with_noise(trace, 0.5).expert_ids
+    trace = replace(trace, expert_ids=np.where(calm[:, None, None], trace.expert_ids, strayed))
+    topology, relative = Topology(ep_size=4, dp_size=4, num_nodes=4), np.ones((4, 4))
+    relative[slow] = relative[:, slow] = 4.0
+    costs = kind_costs("per-rank", topology, relative)
+    plan = solve(trace, topology, quick(redundant_experts=redundant), costs=(costs, costs))
+    for layer, hosts in enumerate(plan.placement.hosts):  # (G, E)
+        assert hosts[slow, blocks[layer] == 0].all()
 
 
 def test_an_expert_on_the_same_node_is_worth_what_it_saves_by_hand():

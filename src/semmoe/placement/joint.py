@@ -10,16 +10,15 @@ share would fall to that of chance. The time of a step is linear in requests and
 through the rates.
 """
 
+import numba
 import numpy as np
-from scipy.optimize import linear_sum_assignment
+from scipy.optimize import linear_sum_assignment, quadratic_assignment
 
 from semmoe.capacity import equal_groups, improve_assignment, one_hot
-from semmoe.placement.greedy import place_layer
 
 STEPS = 30  # most alternations of one start; it ends earlier when the objective no longer rises
 SWEEPS = 30  # passes over the requests in one step
 TOKEN_LIMIT = 1.1  # most tokens of a group relative to the mean, as far as whole requests allow
-SEATINGS = 200  # random swaps per group that seat groups on nodes
 KICK = 0.2  # share of the requests that every second start redraws from the best result so far
 
 
@@ -94,22 +93,46 @@ def locality(rates: np.ndarray, lengths: np.ndarray, expert_groups: np.ndarray, 
     return float((weighted * home).sum() / max(weighted.sum(), 1e-30))
 
 
-def seat_groups(
-    rates: np.ndarray, lengths: np.ndarray, expert_groups: np.ndarray, request_groups: np.ndarray, num_nodes: int
+def pairs_between(
+    rates: np.ndarray, lengths: np.ndarray, expert_groups: np.ndarray, request_groups: np.ndarray, num_groups: int
 ) -> np.ndarray:
-    """(D,) a new number for each group, so that groups whose requests use each other's experts are on one node.
+    """(D, D) pairs of each group's requests with each group's experts; arguments as `locality` takes them."""
+    used = (rates * lengths[:, None, None]).reshape(len(rates), -1) @ one_hot(expert_groups.ravel(), num_groups)
+    return (one_hot(request_groups, num_groups).T @ used).astype(np.float64)
 
-    Groups 0 to D / N - 1 are on the first node, and so on. Arguments as `locality` takes them.
+
+def seat_groups(pairs: np.ndarray, costs: np.ndarray) -> np.ndarray:
+    """(D,) a new number for each group, so that few of the pairs (D, D) of one group with another are dear.
+
+    costs (D, D): of a pair, by the new numbers. Groups that use each other's experts come to one node, the one that
+    sends and receives least behind a slow link; all have as many tokens, as when they serve. A quadratic assignment:
+    swaps from today's numbers, and from those that SciPy's FAQ finds.
     """
-    D = int(max(expert_groups.max(), request_groups.max())) + 1
-    D += -D % num_nodes
-    used = (rates * lengths[:, None, None]).reshape(len(rates), -1) @ one_hot(expert_groups.ravel(), D)
-    pairs = one_hot(request_groups, D).T @ used  # (D, D): of each group's requests with each group's experts
-    together = (pairs + pairs.T).astype(np.float64)
-    np.fill_diagonal(together, 0.0)
-    swaps = np.random.default_rng(0).integers(D, size=(SEATINGS * D, 2))
-    nodes = place_layer(together, np.zeros((D, num_nodes)), swaps, 1.0, 0.0, 0.0)
-    return np.argsort(np.argsort(nodes, kind="stable"), kind="stable")
+    pairs = pairs / np.maximum(pairs.sum(axis=1, keepdims=True), 1e-30)
+    starts = np.arange(len(costs)), quadratic_assignment(pairs, costs)["col_ind"]
+    ends = [_swap_seats(pairs, costs, start.astype(np.int64)) for start in starts]
+    return min(ends, key=lambda seats: float((pairs * costs[np.ix_(seats, seats)]).sum()))
+
+
+@numba.njit(cache=True, nogil=True)
+def _swap_seats(pairs, costs, seats):
+    """Let two groups change seats while the cost of all pairs falls by it."""
+    D, least, better = len(seats), -1e-9 * (pairs * costs).sum(), True
+    while better:
+        better = False
+        for a in range(D):
+            for b in range(a):
+                x, y = seats[a], seats[b]
+                change = (pairs[a, b] - pairs[b, a]) * (costs[y, x] - costs[x, y])
+                change += (pairs[a, a] - pairs[b, b]) * (costs[y, y] - costs[x, x])
+                for k in range(D):
+                    if k not in (a, b):
+                        z = seats[k]
+                        change += (pairs[a, k] - pairs[b, k]) * (costs[y, z] - costs[x, z])
+                        change += (pairs[k, a] - pairs[k, b]) * (costs[z, y] - costs[z, x])
+                if change < least:
+                    seats[a], seats[b], better = y, x, True
+    return seats
 
 
 class _Problem:

@@ -5,9 +5,10 @@ from time import monotonic
 
 import numpy as np
 
+from semmoe.copychoice import preferred_copies
 from semmoe.core import Placement, RoutingTrace
 from semmoe.placement import cocluster
-from semmoe.placement.joint import cocluster_requests, recluster_requests, seat_groups
+from semmoe.placement.joint import cocluster_requests, pairs_between, recluster_requests, seat_groups
 from semmoe.placement.problem import Problem, Solution
 from semmoe.requests import predictor as request_map
 from semmoe.requests.capacity import CapacityScheduler
@@ -31,7 +32,7 @@ def solve(problem: Problem) -> Solution:
     if D > 1:
         rates = request_map.fit_request_rates(trace, near_duplicates(trace), seed=settings.seed)
         if problem.previous is None:
-            groups, start = _request_groups(trace, rates, topology, settings.seed)
+            groups, start = _request_groups(trace, rates, topology, costs, settings.seed)
         else:
             worth = _worth(problem.previous.placement, topology, costs)
             groups = _likely_groups(trace, rates, worth)
@@ -54,6 +55,8 @@ def solve(problem: Problem) -> Solution:
         costs,
         settings.phase,
     )
+    if groups is not None and problem.previous is None and topology.num_nodes in (1, topology.ep_size):
+        placement = _reseated(trace, groups, placement, topology, costs)
     by_prompt = request_map.project(rates, _worth(placement, topology, costs)) if rates else None
     by_path = predict.project(predictor, trace, placement, problem.embeddings) if predictor else None
     return Solution(placement=placement, requests=by_prompt or RoundRobin(num_groups=D), tokens=by_path or ByPosition())
@@ -94,16 +97,57 @@ def _likely_groups(trace: RoutingTrace, rates: request_map.RequestRates, worth: 
 
 
 def _request_groups(
-    trace: RoutingTrace, rates: request_map.RequestRates, topology: Topology, seed: int
+    trace: RoutingTrace,
+    rates: request_map.RequestRates,
+    topology: Topology,
+    costs: tuple[RowCosts, RowCosts],
+    seed: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The group (R,) of each request, clustered jointly over all layers, and rank labels (L, E) to start from."""
     D, S = topology.dp_size, topology.attn_tp_size
     known = rates.planning_rates, rates.lengths
     expert_groups, of_fitted = cocluster_requests(*known, D, seed=seed)
-    if 1 < topology.num_nodes < D and D % topology.num_nodes == 0:
-        seats = seat_groups(*known, expert_groups, of_fitted, topology.num_nodes)
+    if _uneven(costs, topology):
+        pairs = pairs_between(*known, expert_groups, of_fitted, D)
+        seats = seat_groups(pairs, _between_groups(costs, topology))
         expert_groups, of_fitted = seats[expert_groups], seats[of_fitted]
     groups = _likely_groups(trace, rates, expert_groups[..., None] == np.arange(D))
     groups[rates.requests] = of_fitted
     within = np.argsort(np.argsort(expert_groups, axis=1, kind="stable"), axis=1)  # place of each expert, by group
     return groups, expert_groups * S + within % S
+
+
+def _reseated(
+    trace: RoutingTrace, groups: np.ndarray, placement: Placement, topology: Topology, costs: tuple[RowCosts, RowCosts]
+) -> Placement:
+    """The placement with attention groups where their pairs cost least, now that their experts and copies are known.
+
+    groups (R,): that the requests were in while experts were placed. No two ranks, or all, are on one node: elsewhere
+    the copies that a rank uses depend on its place.
+    """
+    if not _uneven(costs, topology):
+        return placement
+    (D, S), E = (topology.dp_size, topology.attn_tp_size), placement.num_experts
+    pairs, source, tokens = np.zeros((D, D)), np.arange(D), groups[trace.request_of_token()]
+    for layer, preferred in enumerate(preferred_copies(placement, topology)):  # (G, E)
+        uses = np.bincount((tokens[:, None] * E + trace.expert_ids[:, layer]).ravel(), minlength=D * E).reshape(D, E)
+        np.add.at(pairs, (source[:, None], preferred[::S] // S), uses)
+    seats = seat_groups(pairs, _between_groups(costs, topology))
+    ranks = (seats[:, None] * S + np.arange(S)).ravel()  # the new number of each rank
+    order = np.argsort(ranks)
+    slots = placement.physical_to_logical_map.reshape(-1, topology.ep_size, placement.experts_per_rank)[:, order]
+    dispatch = ranks[preferred_copies(placement, topology)[:, order]].astype(np.int16)
+    return replace(placement, physical_to_logical_map=slots.reshape(len(slots), -1), static_dispatch=dispatch)
+
+
+def _uneven(costs: tuple[RowCosts, RowCosts], topology: Topology) -> bool:
+    """Whether it matters which attention group is which."""
+    between = _between_groups(costs, topology)
+    return bool(np.ptp(between[~np.eye(len(between), dtype=bool)]) > 0)
+
+
+def _between_groups(costs: tuple[RowCosts, RowCosts], topology: Topology) -> np.ndarray:
+    """(D, D): what a pair of a token of one attention group with an expert of another costs, on average."""
+    D, S = topology.dp_size, topology.attn_tp_size
+    ranks = np.mean([one.rank + one.pair + one.node[:, topology.node_of] for one in costs], axis=0)
+    return ranks.reshape(D, S, D, S).mean(axis=(1, 3))

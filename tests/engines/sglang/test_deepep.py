@@ -14,7 +14,11 @@ from semmoe.plan import load_plan
 STAND_IN = Path(__file__).parents[3] / "engines" / "deep-ep-cpu"
 
 
-def run(prompts, plan, folder, monkeypatch, mode, node_size=0):
+V1 = ("--deepep-dispatcher-output-dtype", "bf16", "--deepep-mode")
+V2 = ("--moe-a2a-backend", "deepep_v2", "--deepep-v2-mode")
+
+
+def run(prompts, plan, folder, monkeypatch, mode, node_size=0, words=V1):
     """Tokens of every prompt, the rows that the stand-in sent, and what our counters say of all ranks."""
     counts = folder / "counts"
     counts.mkdir()
@@ -24,8 +28,7 @@ def run(prompts, plan, folder, monkeypatch, mode, node_size=0):
     monkeypatch.setenv("DEEP_EP_CPU_ANY", "1")
     monkeypatch.setenv("DEEP_EP_CPU_COUNTS", str(counts))
     monkeypatch.setenv("DEEP_EP_CPU_NODE_SIZE", str(node_size or ""))
-    options = ("--deepep-mode", mode, "--deepep-dispatcher-output-dtype", "bf16")
-    with engine(str(MODEL), load_plan(plan).topology, folder / "control", plan, options) as running:
+    with engine(str(MODEL), load_plan(plan).topology, folder / "control", plan, (*words, mode)) as running:
         tokens = [done.token_ids for done in running.complete(prompts, 8)]
         time.sleep(2.5)  # counters are published once a second
         return tokens, totals(counts), counted(folder / "control")
@@ -69,3 +72,20 @@ def test_prompts_in_normal_mode_and_decoding_in_low_latency(plans, prompts, refe
     assert tokens == reference
     assert sent["pairs"] > 0
     assert sent["ranks"] > 0
+
+
+def test_v2_sends_a_row_to_each_rank(plans, prompts, reference, tmp_path, monkeypatch):
+    """Prompts and decoding in its expanded layout, with tokens that are shuffled."""
+    tokens, sent, ours = run(prompts, plans["tp2"], tmp_path, monkeypatch, "direct", words=V2)
+    assert tokens == reference
+    assert sent["ranks"] == ours["remote_rows", ""] > 0
+    assert sent["pairs"] == sent["nodes"] == 0
+
+
+@pytest.mark.families
+def test_v2_in_hybrid_mode_sends_a_row_to_each_node(plans, prompts, reference, tmp_path, monkeypatch):
+    """With prompts' rows as they came. A rank without a prompt sends a row of nobody's beside others' prompts."""
+    monkeypatch.setenv("SGLANG_DEEPEP_V2_ENABLE_PREFILL_EXPAND", "0")
+    tokens, sent, ours = run(prompts, plans["hybrid"], tmp_path, monkeypatch, "hybrid", 2, V2)
+    assert tokens == reference
+    assert sent["nodes"] >= ours["node_rows", ""] > 0
