@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 import time
 from dataclasses import dataclass, replace
 from functools import partial
@@ -158,8 +159,14 @@ def refusals(comm, folder):
         found.experts.prepare = fail
     out["no memory on one rank"] = found.to(number(folder, "tp-0")).reason
     out["ranks were told of different plans"] = found.to(number(folder, f"tp-{comm.rank}")).reason
+    held = threading.Event()
+    found.experts.prepare = lambda plan: held.wait()
     assert found.swapper.arm(number(folder, "tp-1")) == ""
     out["busy"] = found.swapper.arm(number(folder, "tp-2"))
+    assert not found.swapper.ready
+    held.set()
+    while not found.swapper.ready:
+        time.sleep(0.002)
     assert found.swapper.status.plan == before
     return out, dict(_counted(found.swapper))
 

@@ -1,11 +1,14 @@
 """The choice of a pass's path from measured times."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from ranks import on_ranks
 
-from semmoe.engines.paths import MARGIN, PathChoice, PathTimes, measure, only, table
+from semmoe.engines.paths import MARGIN, PathChoice, PathTimes, dummy_step, measure, only, table
+from semmoe.engines.sglang.shuffle import BoundaryShuffle
 
 
 def times(**seconds):
@@ -60,3 +63,15 @@ def test_all_ranks_hold_the_times_of_the_slowest(tmp_path):
     assert sizes == [1, 4, 16]  # not above what a pass may have
     assert min(seconds["whole"]) >= 0.004
     assert ran == [(path, size) for path in ("shuffled", "whole") for size in (1, 4, 16)]
+
+
+@pytest.mark.parametrize(("path", "padded"), [("whole", None), ("shuffled", [3])])
+def test_sglang_pads_no_row_where_every_rank_has_all(path, padded):
+    """SGLang pads a pass to a multiple of the ranks where it knows the numbers of tokens in `global_num_tokens_cpu`."""
+    shuffler = SimpleNamespace(start=lambda *tokens: None)
+    shuffle, batch = BoundaryShuffle(shuffler, None, {}), SimpleNamespace(global_num_tokens_cpu=[3])
+    shuffle.choice = only(path)
+    shuffle.begin_pass(batch, lambda: dummy_step(3, 1, 10))
+    assert batch.global_num_tokens_cpu == padded
+    most = torch.tensor([2])
+    assert shuffle.bound(most) is (None if path == "whole" else most)

@@ -316,9 +316,9 @@ class RankPlugin:
         return self._logical[layer][ids.long()] if layer in self._logical else ids.long()
 
     def _capture(self, original: Any, capturer: Any, layer_id: int, topk_indices: torch.Tensor) -> Any:
-        """Wraps SGLang's capture of routing: `BoundaryShuffle` captures shuffled slices once tokens are in order."""
-        if self._shuffle.active:
-            return None
+        """Wraps SGLang's capture of routing: it would gather shuffled slices, and what each rank has all rows of."""
+        if self._shuffle.active or self._shuffle.whole:  # slices are captured once their tokens are in order
+            return capture(layer_id, topk_indices) if self._shuffle.whole else None
         return original(capturer, layer_id=layer_id, topk_indices=topk_indices.to(torch.int32))
 
     def _padding(self, original: Any, *args: Any, **kwargs: Any) -> Any:
