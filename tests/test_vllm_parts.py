@@ -371,3 +371,11 @@ def test_a_window_is_refused_before_the_start_since_the_front_end_cannot_hold_re
     with pytest.raises(ValueError, match=r"cannot hold requests .* put `semmoe router --window-ms` in front"):
         from_environment(VllmSettings, {"SEMMOE_WINDOW_MS": "5"})
     assert from_environment(VllmSettings, {"SEMMOE_WINDOW_MS": "0"}).window_seconds == 0
+
+
+def test_routed_experts_are_not_returned_where_tokens_are_split(tmp_path):
+    """vLLM takes a rank's rows for those of all its tokens, in their order."""
+    tables = SimpleNamespace(by_tables=True)
+    where = Topology(ep_size=2), VllmSettings(control=str(tmp_path)), "127.0.0.1", 1
+    with pytest.raises(ValueError, match="omit --enable-return-routed-experts, or choose attention dp"):
+        launch.server("m", SimpleNamespace(tokens=tables, requests=tables), *where, ["--enable-return-routed-experts"])

@@ -11,6 +11,7 @@ from two_ranks import counted, on_two_ranks
 from vllm.config import CUDAGraphMode
 
 from semmoe.demo import MODEL
+from semmoe.engines.vllm.model import check_split
 from semmoe.engines.vllm.routing import RealRows, RoutedLayer
 from semmoe.engines.vllm.static import StaticLayerShuffle, check_graphs
 from semmoe.engines.vllm.step import Slots
@@ -92,3 +93,9 @@ def test_a_preempted_request_gives_its_slot_to_another():
     assert slots.take(["b", "c"]).tolist() == [1, 0]
     slots.release("c")
     assert slots.take(["a"]).tolist() == [0]
+
+
+def test_routed_experts_are_not_returned_where_tokens_are_split():
+    asked = SimpleNamespace(aux_output_config=SimpleNamespace(enable_return_routed_experts=True))
+    with pytest.raises(ValueError, match="the routed experts of other tokens where a plan splits"):
+        check_split(SimpleNamespace(vllm_config=asked))

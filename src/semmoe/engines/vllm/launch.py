@@ -32,6 +32,11 @@ A2A = "--all2all-backend"
 DECODE_GRAPHS = '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}'
 # Options with which tokens are not shuffled in CUDA graphs, or the user says what is captured.
 OWN_GRAPHS = {"--enforce-eager", "--compilation-config", "-cc", "-O", "--cudagraph-mode"}
+RETURNS = "--enable-return-routed-experts"
+NOT_RETURNED = (
+    "vLLM would return the routed experts of other tokens where a plan splits an attention group's over its ranks: "
+    f"omit {RETURNS}, or choose attention dp"
+)
 DRAFTS = {"--speculative-config", "-sc", "--spec-method", "--spec-model"}
 # Options of front ends that see only a share of the requests.
 OTHER_BALANCERS = {
@@ -94,6 +99,8 @@ def server(
     shuffles = bool(plan and plan.tokens.by_tables) and settings.shuffle != "off"
     # Use one front end, since each of several would see only a share of the requests.
     static = settings.static or os.environ.get("SEMMOE_STATIC", "")
+    if shuffles and RETURNS in _names(options):
+        raise ValueError(NOT_RETURNED)
     captured = not cpu and shuffles and captures(static, options)
     values = arguments(topology, cpu or (shuffles and not captured))
     values |= {"compilation_config": DECODE_GRAPHS} if captured and not OWN_GRAPHS & _names(options) else {}

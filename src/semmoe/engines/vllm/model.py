@@ -12,6 +12,7 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
 from semmoe.core import Plan
 from semmoe.engines.recorder_files import unseen_in_graphs
+from semmoe.engines.vllm.launch import NOT_RETURNED
 from semmoe.engines.vllm.placement import PlacedExperts
 from semmoe.engines.vllm.routing import RoutedLayer
 from semmoe.topology import Fingerprint, Topology
@@ -134,6 +135,18 @@ def captures(runner: Any) -> bool:
 def routing_buffer(runner: Any, num_layers: int, top_k: int, split: int) -> torch.Tensor:
     """Where hooks put the routing of a pass, (rows, L, K), with padding to whole slices of `split` ranks."""
     return torch.zeros((runner.max_num_tokens + split, num_layers, top_k), dtype=torch.int32, device=runner.device)
+
+
+def check_split(runner: Any) -> None:
+    """Raise ValueError if vLLM would take a rank's slice of the tokens for all tokens of its attention group."""
+    draft = getattr(getattr(runner, "drafter", None), "model", None)
+    if isinstance(draft, torch.nn.Module) and moe_blocks(draft):
+        raise ValueError(
+            "a draft model with experts cannot run where a plan splits tokens: choose another way to "
+            "speculate, or attention dp"
+        )
+    if runner.vllm_config.aux_output_config.enable_return_routed_experts:
+        raise ValueError(NOT_RETURNED)
 
 
 def why_unrecorded(shuffles: bool, granularity: str, split: int, captured: bool) -> str:

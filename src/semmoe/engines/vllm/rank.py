@@ -29,6 +29,7 @@ from semmoe.engines.vllm.model import (
     captures,
     check_eager,
     check_engine,
+    check_split,
     fingerprint,
     made,
     moe_blocks,
@@ -208,13 +209,7 @@ class RankPlugin:
                 f"{name}: tokens can be split at {len(found)} of its {len(layers)} MoE layers "
                 "only; set SEMMOE_SHUFFLE=off"
             )
-        draft = getattr(getattr(runner, "drafter", None), "model", None)
-        dense = not isinstance(draft, torch.nn.Module) or not moe_blocks(draft)
-        if not dense:
-            raise ValueError(
-                "a draft model with experts cannot run where a plan splits tokens: choose another way to "
-                "speculate, or attention dp"
-            )
+        check_split(runner)
         if self._plan is None or not self.shuffles:
             for layer in found.values():
                 split_by_position(layer)
