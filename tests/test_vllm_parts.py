@@ -377,5 +377,5 @@ def test_routed_experts_are_not_returned_where_tokens_are_split(tmp_path):
     """vLLM takes a rank's rows for those of all its tokens, in their order."""
     tables = SimpleNamespace(by_tables=True)
     where = Topology(ep_size=2), VllmSettings(control=str(tmp_path)), "127.0.0.1", 1
-    with pytest.raises(ValueError, match="omit --enable-return-routed-experts, or choose attention dp"):
+    with pytest.raises(ValueError, match="omit --enable-return-routed-experts, or use attention dp"):
         launch.server("m", SimpleNamespace(tokens=tables, requests=tables), *where, ["--enable-return-routed-experts"])

@@ -97,5 +97,5 @@ def test_a_preempted_request_gives_its_slot_to_another():
 
 def test_routed_experts_are_not_returned_where_tokens_are_split():
     asked = SimpleNamespace(aux_output_config=SimpleNamespace(enable_return_routed_experts=True))
-    with pytest.raises(ValueError, match="the routed experts of other tokens where a plan splits"):
+    with pytest.raises(ValueError, match="other tokens' experts where plans split"):
         check_split(SimpleNamespace(vllm_config=asked))

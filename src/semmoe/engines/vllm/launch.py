@@ -33,10 +33,7 @@ DECODE_GRAPHS = '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}'
 # Options with which tokens are not shuffled in CUDA graphs, or the user says what is captured.
 OWN_GRAPHS = {"--enforce-eager", "--compilation-config", "-cc", "-O", "--cudagraph-mode"}
 RETURNS = "--enable-return-routed-experts"
-NOT_RETURNED = (
-    "vLLM would return the routed experts of other tokens where a plan splits an attention group's over its ranks: "
-    f"omit {RETURNS}, or choose attention dp"
-)
+NOT_RETURNED = f"vLLM would return other tokens' experts where plans split tokens: omit {RETURNS}, or use attention dp"
 DRAFTS = {"--speculative-config", "-sc", "--spec-method", "--spec-model"}
 # Options of front ends that see only a share of the requests.
 OTHER_BALANCERS = {
