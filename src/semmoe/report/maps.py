@@ -11,7 +11,7 @@ from semmoe.report.gather import PlanFile, TraceFile
 from semmoe.report.view import Figure, Key, Missing, Panel, Scale, Table
 
 MOST_TOKENS = 240  # rows of the affinity map
-MOST_LISTED = 60  # rows of its table, which would otherwise be most of the page's text
+MOST_LISTED = 50  # rows of its table, which would otherwise be most of the page's text
 
 
 @dataclass(frozen=True)
