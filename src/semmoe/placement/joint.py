@@ -109,9 +109,10 @@ def seat_groups(pairs: np.ndarray, costs: np.ndarray) -> np.ndarray:
     swaps from today's numbers, and from those that SciPy's FAQ finds.
     """
     pairs = pairs / np.maximum(pairs.sum(axis=1, keepdims=True), 1e-30)
-    starts = np.arange(len(costs)), quadratic_assignment(pairs, costs, options={"rng": 0})["col_ind"]
-    ends = [_swap_seats(pairs, costs, start.astype(np.int64)) for start in starts]
-    return min(ends, key=lambda seats: float((pairs * costs[np.ix_(seats, seats)]).sum()))
+    drawn = {"rng": np.random.default_rng(0)}
+    starts = np.arange(len(costs)), quadratic_assignment(pairs, costs, options=drawn)["col_ind"]
+    ends = (_swap_seats(pairs, costs, start.astype(np.int64)) for start in starts)
+    return min(ends, key=lambda seats: (pairs * costs[np.ix_(seats, seats)]).sum())
 
 
 @numba.njit(cache=True, nogil=True)

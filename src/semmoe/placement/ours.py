@@ -122,8 +122,7 @@ def _reseated(
 ) -> Placement:
     """The placement with attention groups where their pairs cost least, now that their experts and copies are known.
 
-    groups (R,): that the requests were in while experts were placed. No two ranks, or all, are on one node: elsewhere
-    the copies that a rank uses depend on its place.
+    groups (R,): of the requests. No two ranks, or all, are on one node: else a rank's copies depend on its place.
     """
     if not _uneven(costs, topology):
         return placement
