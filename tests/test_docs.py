@@ -127,7 +127,9 @@ def test_the_search_answers_on_pages_opened_from_the_disk(site, browser):
     tab, requests = browser.new_page(), []
     tab.on("request", lambda r: requests.append(r.url))
     tab.goto(next(path for path in site if path.name == "index.html").as_uri())
-    tab.fill("input[name=query]", "redundant experts")
+    tab.click("input[name=query]")
+    tab.wait_for_selector(".md-search-result__meta:has-text('Type to start')")  # the index is read
+    tab.locator("input[name=query]").press_sequentially("redundant experts")  # the page listens to keys
     tab.wait_for_selector(".md-search-result__item mark")
     assert "redundant" in tab.inner_text(".md-search-result__list").lower()
     assert [url for url in requests if urlsplit(url).scheme not in ("file", "about", "data")] == []
