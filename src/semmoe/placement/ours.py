@@ -127,15 +127,15 @@ def _reseated(
     if not _uneven(costs, topology):
         return placement
     (D, S), E = (topology.dp_size, topology.attn_tp_size), placement.num_experts
-    pairs, source, tokens = np.zeros((D, D)), np.arange(D), groups[trace.request_of_token()]
-    for layer, preferred in enumerate(preferred_copies(placement, topology)):  # (G, E)
+    pairs, tokens, preferred = np.zeros((D, D)), groups[trace.request_of_token()], preferred_copies(placement, topology)
+    for layer, used in enumerate(preferred[:, ::S]):  # (D, E)
         uses = np.bincount((tokens[:, None] * E + trace.expert_ids[:, layer]).ravel(), minlength=D * E).reshape(D, E)
-        np.add.at(pairs, (source[:, None], preferred[::S] // S), uses)
+        np.add.at(pairs, (np.arange(D)[:, None], used // S), uses)
     seats = seat_groups(pairs, _between_groups(costs, topology))
     ranks = (seats[:, None] * S + np.arange(S)).ravel()  # the new number of each rank
     order = np.argsort(ranks)
     slots = placement.physical_to_logical_map.reshape(-1, topology.ep_size, placement.experts_per_rank)[:, order]
-    dispatch = ranks[preferred_copies(placement, topology)[:, order]].astype(np.int16)
+    dispatch = ranks[preferred[:, order]].astype(np.int16)
     return replace(placement, physical_to_logical_map=slots.reshape(len(slots), -1), static_dispatch=dispatch)
 
 
