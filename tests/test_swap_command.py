@@ -1,17 +1,21 @@
 """What `semmoe swap` and `semmoe adapt` say without a server; with one they run in the engines' suites."""
 
 import json
+import threading
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
 from synthetic import make_fingerprint
 from typer.testing import CliRunner
 
+from semmoe import live
 from semmoe.cli import app
 from semmoe.engines.live.files import SwapStatus, plan_name, plan_number, read_status, stage, staged, write_status
 from semmoe.placement.linear import vanilla_plan
 from semmoe.plan import load_plan, save_plan
+from semmoe.settings import SwapSettings
 from semmoe.topology import Topology
 
 NOWHERE = "http://127.0.0.1:9"
@@ -95,3 +99,65 @@ def test_a_disk_without_room_ends_in_a_line(folder, monkeypatch):
     code, _, err = run("swap", NOWHERE, "--plan", folder / "new", "--control", folder / "control", "--stage-only")
     assert code == 2
     assert "No space left on device" in err
+
+
+class Obedient(BaseHTTPRequestHandler):
+    """Takes every order, and has nothing else to say."""
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self._answer(b"[true]")
+
+    def do_GET(self):
+        self._answer(b"")
+
+    def _answer(self, body):
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *words):
+        """Print nothing."""
+
+
+@pytest.fixture
+def obedient():
+    """The URL of a server that does nothing; what its ranks do, the test writes in their place."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Obedient)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize(("last", "told"), [("done", 0), ("failed", 1)])
+def test_a_swap_is_over_when_its_last_rank_says_so(folder, obedient, last, told):
+    control, number = folder / "control", plan_number(load_plan(folder / "new"))
+    serving = read_status(control)
+    write_status(control, serving.model_copy(update={"rank": 1}))
+    over = serving.model_copy(update={"plan": number, "asked": number, "swaps": 1, "state": "done"})
+    timers = []
+
+    def end(rank, state, seconds):
+        changed = over.model_copy(update={"rank": rank, "state": state})
+        timers.append(threading.Timer(seconds, write_status, (control, changed)))
+        timers[-1].start()
+
+    end(0, "done", 0.2)
+    end(1, last, 0.8)
+    found = live.swap_sglang(obedient, control, number, SwapSettings(timeout=20), schedules=False, key="")
+    assert (found.rank, found.state) == (told, last)
+    assert read_status(control, 1).state == last
+    for timer in timers:
+        timer.join()
+
+
+def test_a_swap_that_does_not_end_names_the_ranks_it_waits_for(folder, obedient):
+    control, number = folder / "control", plan_number(load_plan(folder / "new"))
+    late = threading.Timer(0.2, write_status, (control, SwapStatus(rank=0, plan=number, swaps=1, state="done")))
+    write_status(control, SwapStatus(rank=1, plan=number, swaps=1, state="moving"))
+    late.start()
+    with pytest.raises(live.ServerError, match="within 1 s; rank 0 is done, rank 1 is moving"):
+        live.swap_sglang(obedient, control, number, SwapSettings(timeout=1), schedules=False, key="")
+    late.join()

@@ -11,7 +11,7 @@ from urllib.request import Request, urlopen
 from semmoe import watch
 from semmoe.core import Plan
 from semmoe.engines import supervisor
-from semmoe.engines.live.files import ENDED, SwapStatus, plan_name, read_status, stage
+from semmoe.engines.live.files import ENDED, SwapStatus, plan_name, read_status, read_statuses, stage
 from semmoe.engines.sglang import swap as sglang
 from semmoe.settings import SwapSettings
 
@@ -86,17 +86,20 @@ def swap_sglang(url: str, folder: Path, number: int, settings: SwapSettings, sch
 
 
 def _ended(url: str, folder: Path, before: int, timeout: float, key: str) -> SwapStatus:
-    """What rank 0 says when a swap has ended; before: the number of swaps until then.
+    """What rank 0 says when a swap has ended on all ranks of this node, or the one that failed.
 
-    Steps follow passes. A server that has no request is given some of one token, which it takes a second to answer.
+    before: the number of swaps until then. Steps follow passes. A server that has no request is given some of one
+    token, which it takes a second to answer.
     """
     end, passes = time.monotonic() + timeout, ThreadPoolExecutor(1)
     asked: Future[None] | None = None
     try:
         while time.monotonic() < end:
-            status = read_status(folder)
-            if status.swaps > before and status.state in ENDED:
-                return status
+            ranks = read_statuses(folder)
+            ended = [rank for rank in ranks if rank.swaps > before and rank.state in ENDED]
+            failed = [rank for rank in ended if rank.state == "failed"]
+            if failed or len(ended) == len(ranks):
+                return (failed or ended)[0]
             if asked is None or asked.done():
                 if asked is not None:
                     asked.result()
@@ -104,7 +107,8 @@ def _ended(url: str, folder: Path, before: int, timeout: float, key: str) -> Swa
             time.sleep(POLL)
     finally:
         passes.shutdown(wait=False, cancel_futures=True)
-    raise ServerError(f"the swap did not end within {timeout:g} s; rank 0 is {read_status(folder).state}")
+    states = ", ".join(f"rank {rank.rank} is {rank.state}" for rank in read_statuses(folder))
+    raise ServerError(f"the swap did not end within {timeout:g} s; {states}")
 
 
 def run_a_pass(url: str, folder: Path, key: str) -> None:

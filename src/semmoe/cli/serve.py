@@ -154,15 +154,8 @@ def _own_folder(folder: Path) -> Path:
 
 def _forget(folder: Path) -> None:
     """Remove the state of an earlier server, so that counters start at zero and nothing is recorded."""
-    names: tuple[str, ...] = (
-        "activity-*.json",
-        "status-*.json",
-        "control.json",
-        "swap-*.json",
-        "expert_location-*.json",
-    )
-    names += (supervisor.REASON,)
-    for old in (path for name in names for path in folder.glob(name)):
+    names = ("activity-*.json", "status-*.json", "control.json", "swap-*.json", "expert_location-*.json")
+    for old in (path for name in (*names, supervisor.REASON) for path in folder.glob(name)):
         old.unlink()
     shutil.rmtree(folder / PLANS, ignore_errors=True)
     for old in (folder / "prometheus").glob("*.db"):  # from which vLLM's processes would continue to count

@@ -208,10 +208,8 @@ class Swapper:
         self._set(state=state, reason=reason[:2000])
         if state in self._done:
             self._done[state] += 1
-            self._moved, self._received = (
-                self._moved + self._status.moved,
-                self._received + self._status.received_bytes,
-            )
+            self._moved += self._status.moved
+            self._received += self._status.received_bytes
         if self._status.rank == 0:
             log.warning("semmoe: swap to plan %s: %s", plan_name(self._status.asked), reason or state)
 
