@@ -1,6 +1,9 @@
 """What a release is: a wheel and a source archive that twine accepts, and that work where nothing else is installed."""
 
+import email
 import os
+import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -19,6 +22,8 @@ from semmoe.trace import save_trace
 
 ROOT = Path(__file__).parents[1]
 IGNORED = ("__pycache__", "*.egg-info")
+REPOSITORY = "https://git.example/semmoe"
+LINK = re.compile(r"\]\(([^)\s]+)\)")
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 
 
@@ -39,9 +44,10 @@ def release(tmp_path_factory):
     """The folder with the wheel and the source archive."""
     folder = tmp_path_factory.mktemp("release")
     shutil.copytree(ROOT / "src", folder / "source" / "src", ignore=shutil.ignore_patterns(*IGNORED))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copyfile(ROOT / name, folder / "source" / name)
-    run(sys.executable, "-m", "build", folder / "source", "--outdir", folder / "dist")
+    published = os.environ | {"REPOSITORY_URL": f"{REPOSITORY}/"}
+    run(sys.executable, "-m", "build", folder / "source", "--outdir", folder / "dist", env=published)
     return folder / "dist"
 
 
@@ -56,6 +62,31 @@ def test_twine_accepts_a_wheel_of_the_package_and_a_source_archive(release):
     assert {name.split("/")[0] for name in names} == {"semmoe", f"semmoe-{__version__}.dist-info"}
     with tarfile.open(archive) as packed:
         assert {"pyproject.toml", "LICENSE", "README.md"} <= {Path(name).name for name in packed.getnames()}
+
+
+@pytest.mark.slow
+def test_links_on_a_package_index_lead_to_files_of_the_release(release):
+    (wheel,) = release.glob("*.whl")
+    metadata = email.message_from_bytes(zipfile.ZipFile(wheel).read(f"semmoe-{__version__}.dist-info/METADATA"))
+    addresses = [line.split(", ")[1] for line in metadata.get_all("Project-URL")]
+    assert REPOSITORY in addresses
+    links = LINK.findall(metadata.get_payload())
+    assert len(links) > 20
+    own = [url for url in [*addresses, *links] if url.startswith(f"{REPOSITORY}/") and not url.endswith("/issues")]
+    assert set(links) <= {*own, *(url for url in links if url.startswith("https://"))}
+    for url in own:
+        kind, tag, path = url.removeprefix(f"{REPOSITORY}/").split("#")[0].split("/", 2)
+        assert (kind, tag) == ("raw" if path.endswith(".svg") else "blob", f"v{__version__}")
+        assert (ROOT / path).is_file(), url
+
+
+def test_without_an_address_the_page_has_no_link_that_leads_nowhere():
+    metadata = runpy.run_path(str(ROOT / "setup.py"))
+    text = metadata["linked"]((ROOT / "README.md").read_text(encoding="utf-8"), "", "v1")
+    assert all(link.startswith("https://") for link in LINK.findall(text))
+    assert "[quick start]" not in text
+    assert "quick start" in text
+    assert metadata["urls"]("", "v1") == {}
 
 
 def interpreter(version):
