@@ -176,7 +176,7 @@ def figure5a(inputs: Inputs) -> Result:
     legend(figure)
     axes[0, 0].set(
         xlabel="local activation rate",
-        ylabel="milliseconds per MoE layer and 1,000 tokens",
+        ylabel="ms per MoE layer and 1,000 tokens",
         xlim=(0, 1.05),
         ylim=(0, 1.15 * max(_moe_ms(r) for r in found)),
         title="attention-TP, EP4, loopback",

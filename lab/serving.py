@@ -138,8 +138,7 @@ def _beside(engine: str, sweep: ServingSweep, columns: tuple[str, ...], objectiv
     best = {name: _best(sweep, "dp", name, columns) for name in names}
     vanilla, _ = best[names[0]]
     gains = [
-        f"{name.removeprefix('DP, ')}: {_gain(sweep, name, run, 'request_throughput', most / vanilla)} "
-        f"({most:.0f} tokens/s)"
+        f"{name.removeprefix('DP, ')}: {most / vanilla:.2f} ({most:.0f} tokens/s{_at_that_rate(sweep, name, run)})"
         for name, (most, run) in best.items()
         if name != names[0]
     ]
@@ -149,6 +148,12 @@ def _beside(engine: str, sweep: ServingSweep, columns: tuple[str, ...], objectiv
         measured="; ".join(gains),
         why=f"{_smaller(sweep)}{_text(sweep)}; {sweep.settings['rounds']} round(s), few rates",
     )
+
+
+def _at_that_rate(sweep: ServingSweep, name: str, run: str) -> str:
+    """What paired rounds at the same rate allow to claim: a set-up keeps an objective at a rate or does not."""
+    claim = sweep.claim(name, run, "request_throughput")
+    return f"; requests served at that rate, of vanilla's: {claim.says}" if claim else ""
 
 
 def _four_in_a_row(count: int) -> tuple[Any, list[Any]]:

@@ -19,7 +19,11 @@ import typer
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
-RUN = ("quick-start.md", "redundancy.md")  # whose bash and python blocks run, in this order, in one folder
+RUN = (
+    "quick-start.md",
+    "redundancy.md",
+    "first-afternoon.md",
+)  # whose bash and python blocks run, in this order, in one folder
 FENCE = re.compile(r"^```([a-z]*)[^\n]*\n(.*?)^```", re.M | re.S)
 MESSAGE = re.compile(r"^\| `([^`]+)` \|", re.M)  # in the first column of MESSAGES' tables
 MESSAGES = ("troubleshooting.md", "report.md")

@@ -3,19 +3,26 @@
 import itertools
 import json
 import os
+import re
+import shlex
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from importlib.resources import files
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import openai
 import pytest
 import requests
-from serving import NEW_TOKENS, SEMMOE, Router, cli
+from serving import NEW_TOKENS, SEMMOE, Router, cli, free_port
 
 from semmoe import live, watch
 from semmoe.cli import main
@@ -27,6 +34,8 @@ from semmoe.settings import SwapSettings
 from semmoe.trace import open_trace
 
 SWAPS, CLIENTS = 50, 64
+PAGE = Path(__file__).parents[2] / "docs" / "first-afternoon.md"
+SHELL = re.compile(r"^```shell\n(.*?)^```", re.M | re.S)
 
 
 class ServerTests:
@@ -40,6 +49,7 @@ class ServerTests:
     ROUTED: tuple[str, ...] = ()  # behind a router too
     KILLED: tuple[str, ...] = ()
     SWAPPED: dict[str, str] = {}  # set-ups whose plan is swapped, and for which of the plans
+    NEWCOMERS: tuple[str, ...] = ()  # on which the page of a first afternoon is tried
     PREEMPTED: tuple[str, ...] = ()  # which preempt requests again and again, whatever else is tested
 
     def test_the_plain_models_tokens(self, server, model, prompts, reference):
@@ -179,6 +189,51 @@ class ServerTests:
         assert server.counters()["plan_number"] == before
         check(model, prompts, reference, server.complete(prompts))
 
+    def test_a_first_afternoon_goes_as_its_page_says(self, server, model, prompts, reference, tmp_path):
+        """What the page does with a server, on this one, whose plan has other copies than the page's."""
+        if server.name not in self.NEWCOMERS:
+            pytest.skip("as of another set-up")
+        copies = load_plan(server.plan).placement.redundant_experts
+        told = {"first/plan": server.plan, "http://127.0.0.1:8000": server.url, "control": str(server.control)}
+        lines = [line for block in SHELL.findall(PAGE.read_text()) for line in block.splitlines()]
+        commands = [shlex.split(line)[1:] for line in lines if line.startswith("semmoe ") and " serve " not in line]
+        said = {}
+        for command in commands:
+            given = [told.get(word, word) for word in command]
+            given += ["--redundant-experts", str(copies)] if command[0] == "solve" else []
+            with Clients(server, prompts, 4) if command[0] in ("watch", "swap") else nullcontext():
+                done = subprocess.run(
+                    [sys.executable, *SEMMOE, *given], cwd=tmp_path, capture_output=True, text=True, timeout=200
+                )
+            assert done.returncode == 0, (command, done.stderr)
+            said[" ".join(command[:2])] = done.stdout
+            if command[:2] == ["record", "start"]:
+                time.sleep(0.5)
+                check(model, prompts, reference, server.complete(prompts))
+        assert "local activation rate" in said["watch http://127.0.0.1:8000"]
+        assert len(json.loads((tmp_path / "map.json").read_text())) == 6
+        assert server.counters()["plan_number"] == 2 * plan_number(load_plan(tmp_path / "next"))
+        check(model, prompts, reference, server.complete(prompts))
+
+    @pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs Prometheus")
+    def test_the_dashboard_has_the_live_rate_from_a_real_prometheus(self, server, prompts, tmp_path):
+        if server.name not in self.NEWCOMERS:
+            pytest.skip("as of another set-up")
+        panels = json.loads(files("semmoe").joinpath("grafana/dashboard.json").read_text())["panels"]
+        before = server.counters()
+        with prometheus(server.url, tmp_path) as ask, Clients(server, prompts, 4):
+            until = time.monotonic() + 60
+            while not ask("rate(semmoe_pairs_total[20s])") and time.monotonic() < until:
+                time.sleep(1)
+            found = {panel["title"]: [ask(target["expr"]) for target in panel["targets"]] for panel in panels}
+        after = server.counters()
+        moved = {kind: after[f"pairs {kind}"] - before[f"pairs {kind}"] for kind in ("true", "false")}
+        ((rate,), (expected,)) = found["Local activation rate"]
+        assert rate == pytest.approx(moved["true"] / sum(moved.values()), abs=0.05)
+        assert expected == 0.5
+        assert found["Ranks on which the plug-in runs"] == [[after["active"]]]
+        assert len(found["Expert load by rank, of the mean"][0]) == after["active"]
+
     def test_requests_were_preempted(self, server):
         if server.name not in self.PREEMPTED:
             pytest.skip("as of another set-up")
@@ -222,16 +277,49 @@ def started(kind, set_ups):
     return server
 
 
-class Clients:
-    """64 clients that each send one request after the other, streaming, until the block ends."""
+@contextmanager
+def prometheus(url, folder):
+    """A Prometheus that reads a server every other second; yields what it answers to a dashboard's query, as floats."""
+    target = {"targets": [url.removeprefix("http://")]}
+    scrape = {"job_name": "semmoe", "scrape_interval": "2s", "static_configs": [target]}
+    (folder / "prometheus.yml").write_text(json.dumps({"scrape_configs": [scrape]}))  # JSON is YAML
+    address = f"127.0.0.1:{free_port()}"
+    words = ["prometheus", f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/series"]
+    running = subprocess.Popen([*words, f"--web.listen-address={address}"], stderr=subprocess.DEVNULL)
+    variables = {"$job": ".*", "$__rate_interval": "20s", "$expected_lar": "0.5"}
 
-    def __init__(self, server, prompts):
-        self._server, self._prompts = server, prompts
+    def ask(query):
+        for name, value in variables.items():
+            query = query.replace(name, value)
+        answer = requests.get(f"http://{address}/api/v1/query", {"query": query}, timeout=10).json()
+        assert answer["status"] == "success", (query, answer)
+        return [float(one["value"][1]) for one in answer["data"]["result"]]
+
+    try:
+        until = time.monotonic() + 60
+        while not listens(address) and time.monotonic() < until:
+            time.sleep(0.2)
+        yield ask
+    finally:
+        running.terminate()
+        running.wait(30)
+
+
+def listens(address):
+    with socket.socket() as trial:
+        return trial.connect_ex((address.split(":")[0], int(address.split(":")[1]))) == 0
+
+
+class Clients:
+    """Clients that each send one request after the other, streaming, until the block ends."""
+
+    def __init__(self, server, prompts, count=CLIENTS):
+        self._server, self._prompts, self._count = server, prompts, count
         self._stop, self._answers = threading.Event(), []
 
     def __enter__(self):
-        self._pool = ThreadPoolExecutor(CLIENTS)
-        self._running = [self._pool.submit(self._send, i) for i in range(CLIENTS)]
+        self._pool = ThreadPoolExecutor(self._count)
+        self._running = [self._pool.submit(self._send, i) for i in range(self._count)]
         return self
 
     def _send(self, first):
@@ -250,7 +338,7 @@ class Clients:
     def check(self, model, reference):
         """Every answer is the plain model's, token for token but for near-ties, which single prompts have."""
         assert not any(self._failures), self._failures
-        assert len(self._answers) >= 2 * CLIENTS
+        assert len(self._answers) >= 2 * self._count
         parted = sorted({i for i, tokens in self._answers if tokens != reference[i]})
         wrong = [next(tokens for j, tokens in self._answers if j == i and tokens != reference[i]) for i in parted]
         prompts, expected = [self._prompts[i] for i in parted], [reference[i] for i in parted]

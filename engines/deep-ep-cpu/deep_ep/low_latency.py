@@ -33,6 +33,7 @@ class Dispatch:
         self._size, capacity = num_experts // ranks, most * ranks
         tokens, choices = (ids >= 0).nonzero(as_tuple=True)
         experts = ids[tokens, choices]
+        assert bool((experts < num_experts).all()), f"an expert id beyond {num_experts} experts"
         order = torch.argsort(experts, stable=True)
         tokens, experts = tokens[order], experts[order]
         sent = torch.bincount(experts // self._size, minlength=ranks).tolist()

@@ -12,6 +12,7 @@ import torch
 
 from semmoe.engines.hooks import Hook
 from semmoe.engines.vllm.registry import around
+from semmoe_vllm_cpu.deepep import select_experts
 
 log = logging.getLogger("semmoe.vllm-cpu")
 _MOE = "vllm.model_executor.layers.fused_moe."
@@ -24,14 +25,18 @@ EXPERTS = Hook(
 COMMUNICATOR = Hook(
     "vllm.distributed.device_communicators.cpu_communicator.CpuCommunicator.__init__", "an expert all-to-all over gloo"
 )
+SELECTION = Hook(
+    _MOE + "unquantized_fused_moe_method.select_unquantized_moe_backend", "rows in slots of experts", ("moe_config",)
+)
 KERNELS = Hook("vllm.triton_utils.dispatcher._rebind_kernels", "start where llvmlite is imported", ("overrides",))
-HOOKS = (EXPERTS, COMMUNICATOR, KERNELS)
+HOOKS = (EXPERTS, COMMUNICATOR, SELECTION, KERNELS)
 
 
 def patch() -> tuple[Hook, ...]:
     """Register the patches, and return what they reach into."""
     around(EXPERTS, _local_experts)
     around(COMMUNICATOR, _communicator)
+    around(SELECTION, select_experts)
     patch_start()
     log.info(
         "semmoe: patching vLLM's CPU backend (experts of other ranks; an all-to-all over gloo, as its own lacks "

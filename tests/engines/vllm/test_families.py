@@ -43,9 +43,8 @@ def test_a_plan_changes_no_token(family, attention, copies, vanilla, texts, prom
     assert counted(tmp_path / "planned", "remote_rows") > 0
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(f, marks=() if f == "qwen3_moe" else pytest.mark.families) for f in FAMILIES]
-)
+@pytest.mark.families
+@pytest.mark.parametrize("family", FAMILIES)
 def test_in_bfloat16_a_plan_changes_no_more_than_the_choice_of_attention(family, vanilla, texts, prompts, tmp_path):
     """In attention-TP partial sums are rounded by rank, which turns near-ties of tokens and of experts.
 

@@ -28,6 +28,7 @@ class TestVllm(ServerTests):
     ROUTED = ("dp2",)
     KILLED = ("dp2",)
     SWAPPED = {"tp2, shuffled": "tp2", "dp2": "dp2"}
+    NEWCOMERS = ("dp2",)
     PREEMPTED = ("tp2, shuffled",)
 
 
