@@ -83,8 +83,11 @@ def compared(records: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def write_summary(records: list[dict[str, Any]], out: Path) -> Path:
-    """`compared` as a table in Markdown."""
-    rows = [list(COLUMNS), ["---"] * len(COLUMNS), *compared(records)]
+    """`compared` as a table in Markdown, of these records and of what lies in the folder from before."""
+    now = {record["item"] for record in records}
+    before = (out / f"{name}.json" for name in ITEMS if name not in now)
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in before if path.is_file()]
+    rows = [list(COLUMNS), ["---"] * len(COLUMNS), *compared([*records, *found])]
     with atomic_file(out / SUMMARY) as staged:
         staged.write_text("".join(f"| {' | '.join(_cell(c) for c in row)} |\n" for row in rows), encoding="utf-8")
     return out / SUMMARY

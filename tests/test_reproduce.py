@@ -252,6 +252,14 @@ def test_the_summary_has_a_row_for_each_comparison_and_for_what_was_not_made(tmp
     assert lines[2:] == ["| x | a\\|b | 1 | 2 | c |", "| table4 | T |  | not made | needs a trace |"]
 
 
+def test_items_that_are_added_to_a_folder_leave_the_others_in_its_summary(inputs, tmp_path):
+    run.make(run.choose(["figure3"])[0], inputs, tmp_path)
+    made = {"item": "x", "comparisons": [{"what": "a", "published": "1", "measured": "2", "why": "c"}]}
+    rows = run.write_summary([made], tmp_path).read_text().splitlines()[2:]
+    assert rows[0] == "| x | a | 1 | 2 | c |"
+    assert {row.split(" | ")[0] for row in rows[1:]} == {"| figure3"}
+
+
 def test_the_command_prints_the_table_and_writes_it(inputs, tmp_path):
     save_trace(inputs.shipped.trace, tmp_path / "trace")
     out = tmp_path / "out"
