@@ -46,7 +46,6 @@ class Exchange:
 
     path: str = ""
     allowed: set[str] | None = None  # addresses; None: all
-    head: Any = None  # the request's headers, until they are answered
     chunks: list[Any] = field(default_factory=list)  # of its body, until a rank is chosen
     size: int = 0
 
@@ -86,7 +85,7 @@ class Picker(ExternalProcessorServicer):
         """Whether all of a request is there that decides where it goes."""
         if kind == "request_headers":
             headers = {one.key: one.raw_value.decode() or one.value for one in value.headers.headers}
-            known.head, known.path = value, headers.get(":path", "").partition("?")[0]
+            known.path = headers.get(":path", "").partition("?")[0]
             hint = message.metadata_context.filter_metadata.get(ALLOWED[0])
             known.allowed = set(hint[ALLOWED[1]]) if hint is not None and ALLOWED[1] in hint else None
             return bool(value.end_of_stream)

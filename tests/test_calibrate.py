@@ -2,13 +2,13 @@
 
 import json
 import math
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from ports import free_port
 from typer.testing import CliRunner
 
 from semmoe import cost
@@ -29,12 +29,6 @@ from semmoe.texts import held_out_prompts
 from semmoe.topology import Topology
 
 SHAPE = cost.LayerShape(hidden_size=1000, expert_size=10, top_k=2)
-
-
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
 
 
 def sample(tokens, dispatch, combine, experts, all_reduce) -> calibration.Sample:

@@ -1,7 +1,6 @@
 """The example's endpoint picker behind a real Envoy, asked as inference gateways ask one: `make test-clusters`."""
 
 import json
-import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import synthetic
+from ports import free_port, listening
 
 from semmoe.demo import MODEL
 from semmoe.engines.transformers.tokenizer import load_tokenizer, tokenizer_hash
@@ -28,7 +28,6 @@ pytestmark = pytest.mark.slow
 
 PICKER = Path(__file__).parents[1] / "examples" / "endpoint_picker.py"
 ENVOY = Path(sys.executable).with_name("envoy")
-ALONE = ("--use-dynamic-base-id",)  # other Envoys may run on this machine
 LONG = "tell me of rivers. " * 16_000  # many of Envoy's chunks
 
 
@@ -67,12 +66,6 @@ class Rank(BaseHTTPRequestHandler):
 HEADER = "x-gateway-destination-endpoint"
 
 
-def free_port():
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return taken.getsockname()[1]
-
-
 @contextmanager
 def rank():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Rank)
@@ -82,28 +75,6 @@ def rank():
     yield server
     server.shutdown()
     server.server_close()
-
-
-@contextmanager
-def process(port, *words):
-    """A process, once it listens on a port."""
-    running = subprocess.Popen([*map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    threading.Thread(target=running.stdout.read, daemon=True).start()
-    try:
-        until = time.monotonic() + 60
-        while not _listens(port):
-            assert running.poll() is None, words
-            assert time.monotonic() < until, words
-            time.sleep(0.1)
-        yield running
-    finally:
-        running.terminate()
-        running.wait(30)
-
-
-def _listens(port):
-    with socket.socket() as trial:
-        return trial.connect_ex(("127.0.0.1", port)) == 0
 
 
 def named(name, kind, **fields):
@@ -169,10 +140,10 @@ def site(plan, tmp_path_factory):
         ranks = [stack.enter_context(rank()) for _ in range(2)]
         ports = [server.server_port for server in ranks]
         words = [sys.executable, PICKER, plan[0], MODEL, *(f"localhost:{port}" for port in ports)]
-        stack.enter_context(process(picker, *words, "--listen", f"127.0.0.1:{picker}"))
+        stack.enter_context(listening(picker, *words, "--listen", f"127.0.0.1:{picker}"))
         (folder / "envoy.json").write_text(json.dumps(gateway(listen, picker, ports)))
         stack.enter_context(
-            process(listen, ENVOY, "-c", folder / "envoy.json", "--concurrency", 1, "--use-dynamic-base-id")
+            listening(listen, ENVOY, "-c", folder / "envoy.json", "--concurrency", 1, "--use-dynamic-base-id")
         )
         yield listen, picker, ranks
 

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +12,7 @@ from itertools import pairwise, permutations
 from pathlib import Path
 
 import pytest
+from ports import free_port
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from typer.testing import CliRunner
 
@@ -274,8 +274,3 @@ def test_a_node_without_a_front_end_publishes_its_counters(tmp_path):
     with pytest.raises(ValueError, match="give another --port"):
         _publish(tmp_path, "127.0.0.1", port, ["--headless"])
     _publish(tmp_path, "127.0.0.1", port, [])  # a node with a front end, which publishes them itself
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return found.getsockname()[1]

@@ -7,7 +7,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -22,6 +21,7 @@ import numpy as np
 import openai
 import pytest
 import requests
+from ports import listening
 from serving import NEW_TOKENS, SEMMOE, Router, cli, free_port
 
 from semmoe import live, watch
@@ -283,9 +283,9 @@ def prometheus(url, folder):
     target = {"targets": [url.removeprefix("http://")]}
     scrape = {"job_name": "semmoe", "scrape_interval": "2s", "static_configs": [target]}
     (folder / "prometheus.yml").write_text(json.dumps({"scrape_configs": [scrape]}))  # JSON is YAML
-    address = f"127.0.0.1:{free_port()}"
+    port = free_port()
+    address = f"127.0.0.1:{port}"
     words = ["prometheus", f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/series"]
-    running = subprocess.Popen([*words, f"--web.listen-address={address}"], stderr=subprocess.DEVNULL)
     variables = {"$job": ".*", "$__rate_interval": "20s", "$expected_lar": "0.5"}
 
     def ask(query):
@@ -295,19 +295,8 @@ def prometheus(url, folder):
         assert answer["status"] == "success", (query, answer)
         return [float(one["value"][1]) for one in answer["data"]["result"]]
 
-    try:
-        until = time.monotonic() + 60
-        while not listens(address) and time.monotonic() < until:
-            time.sleep(0.2)
+    with listening(port, *words, f"--web.listen-address={address}"):
         yield ask
-    finally:
-        running.terminate()
-        running.wait(30)
-
-
-def listens(address):
-    with socket.socket() as trial:
-        return trial.connect_ex((address.split(":")[0], int(address.split(":")[1]))) == 0
 
 
 class Clients:
