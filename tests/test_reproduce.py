@@ -235,7 +235,9 @@ def test_a_gain_is_what_paired_rounds_allow_to_claim(tmp_path):
                              "says": "no difference seen"}  # fmt: skip
     (tmp_path / "x.txt").write_text(f"Engine 1, torch\n{json.dumps({**found, 'claims': [claim]})}\n")
     [comparison] = serving.figure4(Inputs(results=tmp_path)).comparisons
-    assert comparison.measured == "plan: no difference seen (14 tokens/s)"
+    assert comparison.measured == (
+        "plan: 1.40 (14 tokens/s; requests served at that rate, of vanilla's: no difference seen)"
+    )
     assert "59 %" in comparison.why
 
 
