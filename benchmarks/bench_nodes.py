@@ -9,7 +9,8 @@ A case is EP size:nodes:redundant experts. Attention is data-parallel: a request
 traces are drawn by `synthetic_routing`, one per split, of so many layers at even depths of the model's 58, and answers
 are measured (`--phase prefill`: prompts). Plans are solved on a share of the requests and replayed on the rest in
 batches of 128 tokens per rank. eplb is hierarchical where groups divide evenly over nodes. semmoe's load limit is what
-eplb's plan has on the held-out batches, and stricter where it turns out higher there, so that both have equal load.
+eplb's plan has on the held-out batches, then stricter or looser by what its own has more or less there (--tries), so
+that both have equal load.
 
 After the plan's figures stand those of `known`: the same placement with the routing of every request known when it is
 given a rank. Where whole groups fit on nodes, the bound of such placements comes first: what a planner that knew the
@@ -39,7 +40,7 @@ from semmoe.trace import open_trace
 
 RESULTS = Path(__file__).parent / "results"
 TOKENS_PER_RANK = 128
-TOLERATED = 0.01  # load above eplb's that is left alone
+TOLERATED = 0.01  # load above or below eplb's that is left alone
 COPIES = ("linear", "eplb", "semmoe")  # methods that take redundant experts
 SHOWN = (
     "nodes",
@@ -83,10 +84,10 @@ def run_case(
             plan, seconds = timed(profile, topology, chosen, given)
             for _ in range(given.tries if method == "semmoe" else 0):
                 excess = measure(held_out, plan, settings).load - limit
-                if excess <= TOLERATED:
+                if abs(excess) <= TOLERATED:
                     break
-                stricter = max(chosen.cocluster.load_limit - excess, 1.0)
-                chosen = replace(chosen, cocluster=search(given, batch, stricter))
+                other = max(chosen.cocluster.load_limit - excess, 1.0)
+                chosen = replace(chosen, cocluster=search(given, batch, other))
                 plan, seconds = timed(profile, topology, chosen, given)
         except ValueError as error:
             print(f"  {case:10} {seed} {method:7} {error}", flush=True)
@@ -152,7 +153,7 @@ def main() -> None:
     parser.add_argument("--phase", choices=("prefill", "decode"), default="decode")
     parser.add_argument("--profile-share", type=float, default=0.4)
     parser.add_argument("--links", default="h100-400g", help="what semmoe's search is charged")
-    parser.add_argument("--tries", type=int, default=1, help="stricter load limits tried where semmoe exceeds it")
+    parser.add_argument("--tries", type=int, default=1, help="further load limits, for eplb's load")
     parser.add_argument("--quick", action="store_true", help="semmoe: one rough search per layer")
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     given = parser.parse_args()

@@ -365,3 +365,22 @@ def test_the_load_limit_holds_where_rows_between_nodes_are_dear():
     links = kind_costs("per-rank", TWO, np.where(TWO.node_of[:, None] == TWO.node_of, 1.0, 20.0))
     plan = solve(trace, TWO, quick(load_limit=1.2), costs=(links, links))
     assert replay(trace, plan, ReplaySettings(batch_tokens=64)).load_max_over_mean.mean() < 1.3
+
+
+def test_a_load_limit_that_all_rough_layouts_meet_is_used():
+    """Tokens of one theme in half of all cases: on its own node it saves rows between nodes, at more load."""
+    rng, trace = np.random.default_rng(0), random_trace(0, requests=60, experts=32)
+    topology = Topology(ep_size=8, dp_size=8, num_nodes=4)
+    theme = rng.choice(4, size=trace.expert_ids.shape[:2], p=(0.5, 0.25, 0.125, 0.125))
+    popular = np.arange(1, 33)[rng.permutation(32)] ** -0.3
+    weight = np.where(np.arange(32) // 8 == theme[..., None], 8, 1) * popular
+    ids = np.argsort(-np.log(weight) - rng.gumbel(size=weight.shape), axis=2)[..., : trace.expert_ids.shape[2]]
+    trace = replace(trace, expert_ids=ids.astype(trace.expert_ids.dtype))
+    links = kind_costs("per-rank", topology, np.where(topology.node_of[:, None] == topology.node_of, 1.0, 20.0))
+    rows, loads = {}, {}
+    for limit in (1.3, 1.6, None):
+        plan = solve(trace, topology, quick(load_limit=limit), costs=(links, links))
+        found = replay(trace, plan, ReplaySettings(batch_tokens=64))
+        rows[limit], loads[limit] = node_rows(found, topology), found.load_max_over_mean.mean()
+    assert loads[1.3] < loads[1.6] < min(loads[None], 1.6)
+    assert rows[1.6] < 1.02 * rows[None] < rows[1.3]

@@ -29,8 +29,8 @@ from semmoe.tokens.slices import assign
 from semmoe.topology import Topology, physical_experts
 
 # Prices of load: of rough searches, relative to the highest price; of finer ones, relative to the price at which rough
-# layouts meet the limit.
-ROUGH_PRICES, FINER_PRICES = (0.6, 0.2, 1.0), (0.6, 1.0, 1.4)
+# layouts meet the limit, or to the least of theirs where the cheapest of them meet it.
+ROUGH_PRICES, FINER_PRICES, LOWER_PRICES = (0.6, 0.2, 1.0), (0.6, 1.0, 1.4), (0.05, 0.15, 0.5)
 WARM_PRICE = 0.7  # of the one search that begins from a plan, relative to the highest price
 MEASURED_TOKENS, MEASURED_BATCHES = 1 << 16, 32
 
@@ -199,7 +199,8 @@ def _search(layers: _Layers, num_layers: int) -> list[Measured]:
         found = list(pool.map(partial(layers.rough, rough_prices), range(num_layers)))
         price, chosen = choose(found, limit, highest)
         if layers.before is None:
-            finer_prices = [price * share for share in FINER_PRICES] if limit else [0.0]
+            shares, base = (FINER_PRICES, price) if price else (LOWER_PRICES, min(rough_prices))
+            finer_prices = [base * share for share in shares] if limit else [0.0]
             finer = list(pool.map(partial(layers.finer, finer_prices), range(num_layers)))
             _, chosen = choose([a + b for a, b in zip(found, finer, strict=True)], limit, highest)
     return chosen
