@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
-TOTAL, FILE, FUNCTION = 34_460, 350, 50
+TOTAL, FILE, FUNCTION = 34_480, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 335,
@@ -22,7 +22,7 @@ ROOMS = {
     "results.py": 340,
     "tokens": 1100,
     "requests": 1060,
-    "placement": 2710,
+    "placement": 2720,
     "methods": 1380,
     "plan.py": 200,
     "solver.py expectation.py": 330,

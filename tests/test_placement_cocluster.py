@@ -179,7 +179,7 @@ def test_a_layout_is_measured_as_its_tokens_would_be_served(name):
             slices = np.bincount(own - d * topology.attn_tp_size, minlength=topology.attn_tp_size)
             assert slices.max() <= -(-len(own) // topology.attn_tp_size)
     costs = cocluster.default_costs(topology, settings)
-    measured = cocluster._measure(layout, trace, 1, rows, group, expected, topology, settings, costs)
+    measured = cocluster._measure(layout, trace, 1, rows, rows >= 0, group, expected, topology, settings, costs)
     experts, choice = trace.expert_ids[rows, 1], np.tile(layout.primary, (4, 1))
     local, sent, _ = oracles.traffic(experts, home, choice)
     node = topology.node_of

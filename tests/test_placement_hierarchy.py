@@ -329,7 +329,7 @@ def test_a_token_finds_its_groups_of_one_block_on_one_node():
     search = LayerSearch(tokens, 16, topology, 16, settings, 0, costs, num_groups=4)
     found = search.unsearched()[2:]  # the first are of hot experts
     for layout in found:
-        measured = cocluster._measure(layout, trace, 0, rows, group, None, topology, settings, costs)
+        measured = cocluster._measure(layout, trace, 0, rows, rows >= 0, group, None, topology, settings, costs)
         node = measured.preferred[group[:, None], trace.expert_ids[:, 0]] // 2
         own = (group // 2)[:, None]
         assert max(len(set(row) - set(home)) for row, home in zip(node.tolist(), own.tolist(), strict=True)) == 1
@@ -384,3 +384,21 @@ def test_a_load_limit_that_all_rough_layouts_meet_is_used():
         rows[limit], loads[limit] = node_rows(found, topology), found.load_max_over_mean.mean()
     assert loads[1.3] < loads[1.6] < min(loads[None], 1.6)
     assert rows[1.6] < 1.02 * rows[None] < rows[1.3]
+
+
+@pytest.mark.parametrize(("topology", "redundant"), [(TWO, 8), (TWO, 0), (Topology(ep_size=4, dp_size=4), 8)])
+def test_layouts_over_nodes_with_copies_are_measured_on_requests_that_no_search_has_seen(topology, redundant):
+    trace = random_trace(0, requests=60)
+    group, request = np.zeros(60, np.int64), trace.request_of_token()
+    costs = cocluster.default_costs(topology, QUICK)
+    given = None, redundant, QUICK, 0, group, None, None, lambda done: None, None, costs, "both"
+    found = cocluster._Layers(trace, topology, *given)
+    searched = set(request[found.weighed].tolist())
+    charged = set(found.part.request_of_token()[found.rows][found.charged].tolist())  # all requests are in the part
+    assert found.part.num_requests == 60
+    if topology is TWO and redundant:
+        assert charged
+        assert searched.isdisjoint(charged)
+        assert len(searched) > 2 * len(charged)
+        return
+    assert searched == charged

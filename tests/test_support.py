@@ -66,7 +66,7 @@ def test_every_feature_is_seen_among_the_options_and_decides(engine):
 
 @pytest.mark.parametrize(("options", "change"), [
     (["--enable-two-batch-overlap"], {"shuffles": False}), (["--attn-cp-size", "2"], {"shuffles": False}),
-    (["--disaggregation-mode", "prefill"], {"schedules": False}),
+    (["--load-balance-method", "follow_bootstrap_room"], {"schedules": False}),
     (["--ep-dispatch-algorithm", "dynamic"], {"redundant": 0}),
 ])  # fmt: skip
 def test_a_feature_is_refused_only_beside_what_it_breaks(options, change):

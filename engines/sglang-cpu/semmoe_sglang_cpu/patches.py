@@ -6,6 +6,7 @@ of the CPU backend that vanilla SGLang has too; none changes a result.
 
 import logging
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -76,6 +77,10 @@ def patch(comms: list[Communicator], whole: Callable[[], bool]) -> tuple[Hook, .
         if not hasattr(torch.cpu, name):
             setattr(torch.cpu, name, lambda value=value: value)
     common.ALLOC_MEMORY_FUNCS["cpu"] = _host_memory
+    if find_spec("mooncake") is not None:
+        from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
+
+        MooncakeKVSender.supports_host_tensor_indices = False  # it would pin memory for a GPU's copy of page numbers
     sends = "all-to-all over gloo"
     if deepep.present():
         deepep.patch()

@@ -119,7 +119,7 @@ def _sizes(*names: str) -> tuple[Option, ...]:
 _SERVED = {engine: _works(f"tests/engines/{engine}/test_server.py") for engine in FAMILIES}
 NEEDS_COPIES = {"dynamic choice of copies"}
 NEEDS_SHUFFLE = {"two-batch overlap", "context parallelism"}
-NEEDS_SCHEDULE = {"prefill and decode apart", "load balancer outside"}
+NEEDS_SCHEDULE = {"ranks by bootstrap room", "load balancer outside"}
 FEATURES = (
     Feature(
         "pipeline parallelism",
@@ -185,11 +185,16 @@ FEATURES = (
     Feature(
         "prefill and decode apart",
         {"sglang": (Option("--disaggregation-mode", off=("null",)),), "vllm": _flags("--kv-transfer-config")},
+        {engine: _works(f"tests/engines/{engine}/test_disaggregated.py") for engine in FAMILIES},
+    ),
+    Feature(
+        "ranks by bootstrap room",
+        {"sglang": (Option("--load-balance-method", on=("follow_bootstrap_room",)),)},
         {
             "sglang": _no(
-                "with prefill and decode apart a request's rank is bound to its transfer: give --schedule engine"
-            ),
-            "vllm": _works("tests/engines/vllm/test_disaggregated.py"),
+                "--load-balance-method follow_bootstrap_room sends requests past the plan: leave it away, or give "
+                "--schedule engine"
+            )
         },
     ),
     Feature(

@@ -33,6 +33,7 @@ from semmoe.topology import Topology, physical_experts
 ROUGH_PRICES, FINER_PRICES, LOWER_PRICES = (0.6, 0.2, 1.0), (0.6, 1.0, 1.4), (0.05, 0.15, 0.5)
 WARM_PRICE = 0.7  # of the one search that begins from a plan, relative to the highest price
 MEASURED_TOKENS, MEASURED_BATCHES = 1 << 16, 32
+HELD_OUT = 0.25  # of the requests: where layouts that are fitted to requests compete with such as are not
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,11 @@ class _Layers:
         self.start, self.previous, self.progress = start, previous, progress
         experts = None if previous is None else previous.physical_to_logical_map
         self.before = None if experts is None else experts.reshape(len(experts), topology.ep_size, -1)
-        self.group, self.weighed = request_groups[self.request], np.flatnonzero(weighed_tokens(trace, phase))
+        over_nodes = redundant > 0 and topology.num_nodes > 1
+        held_out = np.random.default_rng((seed, 1)).random(trace.num_requests) < HELD_OUT * over_nodes
+        known = weighed_tokens(trace, phase)
+        searched = known & ~held_out[self.request]
+        self.group, self.weighed = request_groups[self.request], np.flatnonzero(searched if searched.any() else known)
         requests = sample_requests(trace, MEASURED_TOKENS, seed)
         self.part = trace.select(requests)
         self.part_group = request_groups[requests][self.part.request_of_token()]
@@ -77,6 +82,8 @@ class _Layers:
         rows = np.random.default_rng(seed).permutation(self.part.num_tokens)
         weighed = weighed_tokens(self.part, phase)[rows]
         self.rows = rows[weighed if weighed.any() else slice(None)][:most]
+        charged = held_out[requests][self.part.request_of_token()[self.rows]]
+        self.charged = charged if charged.any() else ~charged
         self.searches: dict[int, LayerSearch] = {}
         self.expected: dict[int, np.ndarray | None] = {}  # (rows, E) int16, in units of 1 / SCALE experts
         self.turn, self.begun, self.until = count(1), monotonic(), until
@@ -129,11 +136,8 @@ class _Layers:
         return found
 
     def _measure(self, layer: int, layouts: list[Layout]) -> list[Measured]:
-        known = self.expected[layer]
-        out = [
-            _measure(one, self.part, layer, self.rows, self.part_group, known, self.topology, self.settings, self.costs)
-            for one in layouts
-        ]
+        tokens = self.part, layer, self.rows, self.charged, self.part_group, self.expected[layer]
+        out = [_measure(one, *tokens, self.topology, self.settings, self.costs) for one in layouts]
         self.progress(0.5 if self.before is None else 1.0)
         return out
 
@@ -247,8 +251,9 @@ def _placement(slots: np.ndarray, layouts: list[Measured], num_experts: int, set
     )
 
 
-def _measure(layout, trace, layer, rows, group, expected, topology, settings, costs) -> Measured:
-    """Measure a layout: assign tokens to homes as online, level the load by the copy choice, and compute the cost."""
+def _measure(layout, trace, layer, rows, charged, group, expected, topology, settings, costs) -> Measured:
+    """Measure a layout: assign tokens to homes as online, level the load by the copy choice, and compute the cost of
+    those that are `charged`, (T,) bool."""
     experts, request, phase = trace.expert_ids[rows, layer], trace.request_of_token()[rows], trace.phase[rows]
     home = _homes(layout, rows, group, expected, topology, settings)
     node_of = topology.node_of
@@ -265,11 +270,11 @@ def _measure(layout, trace, layer, rows, group, expected, topology, settings, co
             rule = CopyChoice(preferred, hosting_ranks(layout.slots, number), node_of)
     targets = rule.ranks(experts, home)
     cost = sum(
-        total_cost(one, targets[phase == code], home[phase == code], node_of)
+        total_cost(one, targets[charged & (phase == code)], home[charged & (phase == code)], node_of)
         for code, one in zip((PREFILL, DECODE), costs, strict=True)
     )
     load = expected_load(experts, home, targets, request, number, topology.ep_size, settings.batch_tokens)
-    return Measured(layout.slots, preferred.astype(np.int16), cost / len(rows) + layout.dues, load)
+    return Measured(layout.slots, preferred.astype(np.int16), cost / charged.sum() + layout.dues, load)
 
 
 def _homes(layout, rows, group, expected, topology, settings) -> np.ndarray:
