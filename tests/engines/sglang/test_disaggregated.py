@@ -14,6 +14,7 @@ from sglang_server import SglangServer
 
 from semmoe.demo import MODEL
 
+pytest.importorskip("mooncake.engine", reason="Mooncake needs libibverbs", exc_type=ImportError)
 pytestmark = pytest.mark.families
 ROOMS = itertools.count(1)
 
