@@ -2,13 +2,16 @@
 
     python benchmarks/bench_attention_dp.py TRACE [--seeds 3] [--ep-size 4 8]
     python benchmarks/bench_attention_dp.py TRACE --phases [--ep-size 4]      # a trace with prefill and decode
+    python benchmarks/bench_attention_dp.py TRACE --apart [--ep-size 4]       # the same: prefill and decode apart
     python benchmarks/bench_attention_dp.py TRACE --live [--ep-size 2]        # running requests, as in an engine
 
 20/80 by request, load limit 1.15, batches of 1,024 mixed. First how the scheduler is set, on one plan: the bound on a
 group's lead, the window, how many of it leave together, and the price of a lead. Then homes: the search sees a
 share of the tokens at a random home, since the request map sends requests elsewhere than the clustering has them.
 With --phases:
-plans from the tokens of one phase or of both, scored on those of each. With --live: requests arrive while others run,
+plans from the tokens of one phase or of both, scored on those of each. With --apart: a plan for decode alone, whose
+ranks are chosen by what prompts' token ids predict, by the experts that prefill has routed the prompt to, or by the
+experts that decode will use; LAR of the decoded tokens. With --live: requests arrive while others run,
 so many on average, and end at random; LAR, and the requests of the fullest group over an even share, which a pass
 waits for, by the bound on a group's lead.
 """
@@ -54,13 +57,21 @@ def local_pairs(trace: RoutingTrace, plan: Plan) -> np.ndarray:
     return np.add.reduceat(local, trace.request_offsets[:-1]) / (f.num_layers * f.top_k)
 
 
-def scheduled(trace: RoutingTrace, plan: Plan, settings: SchedulerSettings, known: bool) -> tuple[float, float]:
-    """(LAR, tokens max / mean) with predicted scores, or with the true ones."""
+def known_shares(trace: RoutingTrace, plan: Plan) -> np.ndarray:
+    """(R, D) share of each request's pairs that each group hosts."""
+    return local_pairs(trace, plan) / np.diff(trace.request_offsets)[:, None]
+
+
+def scheduled(
+    trace: RoutingTrace, plan: Plan, settings: SchedulerSettings, known: np.ndarray | None = None
+) -> tuple[float, float]:
+    """(LAR, tokens max / mean) with predicted scores, or with shares (R, D) that are known."""
     pairs, lengths = local_pairs(trace, plan), np.diff(trace.request_offsets)
-    scheduler = KnownRouting(plan.requests, settings) if known else CapacityScheduler(plan.requests, settings)
-    if isinstance(scheduler, KnownRouting):
-        scheduler.shares = pairs / lengths[:, None]
-    prompts = [[r] if known else trace.prompt(r) for r in range(trace.num_requests)]
+    scheduler = CapacityScheduler(plan.requests, settings)
+    if known is not None:
+        scheduler = KnownRouting(plan.requests, settings)
+        scheduler.shares = known
+    prompts = [trace.prompt(r) if known is None else [r] for r in range(trace.num_requests)]
     groups = schedule_with(scheduler, prompts, lengths, ReplaySettings().unfinished)
     tokens = np.bincount(groups, lengths, plan.topology.dp_size)
     return float(pairs[np.arange(len(groups)), groups].sum() / lengths.sum()), max_over_mean(tokens)
@@ -104,7 +115,7 @@ def settings_and_homes(trace: RoutingTrace, D: int, seeds: int) -> None:
     print(f"EP{D}, mean of {seeds} splits: LAR and tokens max/mean with predictions, then with true routing")
     for name, changed in WAYS.items():
         chosen = SchedulerSettings(**changed)
-        show(name, [scheduled(*pair, chosen, False) + scheduled(*pair, chosen, True) for pair in pairs])
+        show(name, [scheduled(*pair, chosen) + scheduled(*pair, chosen, known_shares(*pair)) for pair in pairs])
     print(f"EP{D}, tokens at a random home in the search: LAR, remote ranks, cost, load; window 64")
     original, cocluster._Layers = cocluster._Layers, Spread
     try:
@@ -132,6 +143,23 @@ def phases(trace: RoutingTrace, D: int, seeds: int) -> None:
             parts = [of_phase(evaluation, kinds[scored]) for _, evaluation in splits]
             rows = [figures(part, plan, seed) for seed, (part, plan) in enumerate(zip(parts, plans, strict=True))]
             show(f"planned on {name}, scored on {scored}", rows)
+
+
+def apart(trace: RoutingTrace, D: int, seeds: int) -> None:
+    print(f"EP{D}, {seeds} splits: LAR and tokens max/mean of decode, with ranks chosen by")
+    found: dict[str, list] = {"predictions": [], "experts of the prompt": [], "experts of decode": []}
+    for seed in range(seeds):
+        profile, evaluation = split(trace, 0.5, seed)
+        plan = solve(
+            of_phase(profile, (DECODE,)), Topology(ep_size=D, dp_size=D), SolveSettings(seed=seed)
+        )
+        prompt, decode = (of_phase(evaluation, (phase,)) for phase in (PREFILL, DECODE))
+        known = (None, known_shares(prompt, plan), known_shares(decode, plan))
+        for rows, shares in zip(found.values(), known, strict=True):
+            rows.append(scheduled(decode, plan, SchedulerSettings(), shares))
+    for name, rows in found.items():
+        show(name, rows)
+        print("    of splits: " + "  ".join(f"{lar:.3f}" for lar, _ in rows), flush=True)
 
 
 def running(trace: RoutingTrace, plan: Plan, lead: float, number: int, new_tokens: float = 16) -> tuple[float, float]:
@@ -173,11 +201,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--ep-size", type=int, nargs="*", default=[4, 8])
     parser.add_argument("--phases", action="store_true")
+    parser.add_argument("--apart", action="store_true")
     parser.add_argument("--live", action="store_true")
     given = parser.parse_args()
     trace = open_trace(given.trace)
     for D in given.ep_size:
-        (phases if given.phases else live if given.live else settings_and_homes)(trace, D, given.seeds)
+        chosen = phases if given.phases else apart if given.apart else live if given.live else settings_and_homes
+        chosen(trace, D, given.seeds)
 
 
 if __name__ == "__main__":
