@@ -150,9 +150,10 @@ def apart(trace: RoutingTrace, D: int, seeds: int) -> None:
     found: dict[str, list] = {"predictions": [], "experts of the prompt": [], "experts of decode": []}
     for seed in range(seeds):
         profile, evaluation = split(trace, 0.5, seed)
-        plan = solve(
-            of_phase(profile, (DECODE,)), Topology(ep_size=D, dp_size=D), SolveSettings(seed=seed)
-        )
+        plan = solve(of_phase(profile, (DECODE,)), Topology(ep_size=D, dp_size=D), SolveSettings(seed=seed))
+        has = [np.bincount(evaluation.request_of_token()[evaluation.phase == p], minlength=evaluation.num_requests) > 0
+               for p in (PREFILL, DECODE)]  # fmt: skip
+        evaluation = evaluation.select(np.flatnonzero(has[0] & has[1]))
         prompt, decode = (of_phase(evaluation, (phase,)) for phase in (PREFILL, DECODE))
         known = (None, known_shares(prompt, plan), known_shares(decode, plan))
         for rows, shares in zip(found.values(), known, strict=True):
