@@ -2,6 +2,7 @@
 
 import time
 
+import pytest
 from lookahead_tests import blind_plan, local_share
 from offline import engine
 
@@ -17,6 +18,7 @@ def run(prompts, plan, folder, **settings) -> tuple[list[list[int]], float]:
         return tokens, local_share(folder)
 
 
+@pytest.mark.families  # three engines; that tokens stay is also held by the servers' tests, the gain by vLLM's
 def test_names_keep_more_pairs_local(plans, prompts, reference, tmp_path):
     looking, share = run(prompts, plans["tp2"], tmp_path / "looking")
     static, on_device = run(prompts, plans["tp2"], tmp_path / "static", static="1")
