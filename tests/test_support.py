@@ -45,7 +45,8 @@ def test_a_family_that_no_plan_was_run_on_is_refused_with_a_remedy(engine):
 def asks(feature, engine):
     """Words by which an option asks for a feature, and words by which it does not."""
     for option in feature.options[engine]:
-        yield [option.name, *(option.on[:1] or ["7"])], [option.name, *option.off[:1]] if option.off else None
+        for value in option.on or ("7",):
+            yield [option.name, value], [option.name, *option.off[:1]] if option.off else None
 
 
 @pytest.mark.parametrize("engine", FAMILIES)

@@ -189,11 +189,11 @@ FEATURES = (
     ),
     Feature(
         "ranks by bootstrap room",
-        {"sglang": (Option("--load-balance-method", on=("follow_bootstrap_room",)),)},
+        {"sglang": (Option("--load-balance-method", on=("follow_bootstrap_room", "auto")),)},
         {
             "sglang": _no(
-                "--load-balance-method follow_bootstrap_room sends requests past the plan: leave it away, or give "
-                "--schedule engine"
+                "--load-balance-method follow_bootstrap_room, which auto is where prompts alone are computed, binds "
+                "requests to other ranks than the plan's: leave it away, or give --schedule engine"
             )
         },
     ),
