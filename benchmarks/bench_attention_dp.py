@@ -20,7 +20,7 @@ import argparse
 from pathlib import Path
 
 import numpy as np
-from bench_plans import KnownRouting
+from bench_plans import KnownRouting, local_pairs
 
 from semmoe.core import DECODE, PREFILL, Plan, RoutingTrace
 from semmoe.metrics import max_over_mean
@@ -48,13 +48,6 @@ WAYS = {
     "window 256": {"max_wait": 256, "release": 64},
 }
 SPREAD = (0.0, 0.2, 1.0)  # share of the tokens that the search sees at a random home
-
-
-def local_pairs(trace: RoutingTrace, plan: Plan) -> np.ndarray:
-    """(R, D) pairs per layer and choice that each group hosts of each request's."""
-    f, hosts = trace.fingerprint, plan.placement.hosts.astype(np.float32)
-    local = sum(hosts[l][:, trace.expert_ids[:, l]].sum(axis=2).T for l in range(f.num_layers))
-    return np.add.reduceat(local, trace.request_offsets[:-1]) / (f.num_layers * f.top_k)
 
 
 def known_shares(trace: RoutingTrace, plan: Plan) -> np.ndarray:
@@ -151,10 +144,9 @@ def apart(trace: RoutingTrace, D: int, seeds: int) -> None:
     for seed in range(seeds):
         profile, evaluation = split(trace, 0.5, seed)
         plan = solve(of_phase(profile, (DECODE,)), Topology(ep_size=D, dp_size=D), SolveSettings(seed=seed))
-        has = [np.bincount(evaluation.request_of_token()[evaluation.phase == p], minlength=evaluation.num_requests) > 0
-               for p in (PREFILL, DECODE)]  # fmt: skip
-        evaluation = evaluation.select(np.flatnonzero(has[0] & has[1]))
-        prompt, decode = (of_phase(evaluation, (phase,)) for phase in (PREFILL, DECODE))
+        parts = [of_phase(evaluation, (phase,)) for phase in (PREFILL, DECODE)]
+        both = np.flatnonzero(np.all([np.diff(part.request_offsets) > 0 for part in parts], axis=0))
+        prompt, decode = (part.select(both) for part in parts)
         known = (None, known_shares(prompt, plan), known_shares(decode, plan))
         for rows, shares in zip(found.values(), known, strict=True):
             rows.append(scheduled(decode, plan, SchedulerSettings(), shares))

@@ -71,15 +71,18 @@ class KnownRouting(CapacityScheduler):
         return self.shares[int(prompt_ids[0])].copy()
 
 
+def local_pairs(trace: RoutingTrace, plan: Plan) -> np.ndarray:
+    """(R, D) pairs per layer and choice that each group hosts of each request's."""
+    f, hosts = trace.fingerprint, plan.placement.hosts.astype(np.float32)
+    local = sum(hosts[l][:, trace.expert_ids[:, l]].sum(axis=2).T for l in range(f.num_layers))
+    return np.add.reduceat(local, trace.request_offsets[:-1]) / (f.num_layers * f.top_k)
+
+
 def known_routing(trace: RoutingTrace, plan: Plan) -> list[float]:
     """FIGURES (0 for those that do not apply) with each request's true routing known, requests assigned at once."""
     assert isinstance(plan.requests, PromptScores)
     D, lengths = plan.topology.dp_size, np.diff(trace.request_offsets)
-    hosts = plan.placement.hosts.astype(np.float64)  # (L, G, E)
-    local = sum(hosts[l][:, trace.expert_ids[:, l]].sum(axis=2).T for l in range(trace.fingerprint.num_layers))
-    pairs = np.add.reduceat(local, trace.request_offsets[:-1]) / (
-        trace.fingerprint.num_layers * trace.fingerprint.top_k
-    )
+    pairs = local_pairs(trace, plan)
     scheduler = KnownRouting(plan.requests)
     scheduler.shares = pairs / lengths[:, None]
     groups = schedule_with(scheduler, [[r] for r in range(len(lengths))], lengths, ReplaySettings().unfinished)

@@ -14,10 +14,10 @@ names the test; *works by reading, not run* is what the engine's source says and
 warns; *refused* gives the line that it is refused with. A test of quantised weights compares what every slot holds once
 loaded, scales and zeros included, with what the engine loads without a plan: no CPU computes these weights.
 
-`make test-families` ran last, and passed, on 2026-11-26 on SGLang and on 2026-11-23 on vLLM, on the versions below: every
-family, attention and number of copies against the engine without a plan, in fp32 token for token, in bfloat16 (on SGLang
-Qwen3-MoE and GLM-4.5) with no more differences than the engine's two attentions have between them. (This page is
-written by `python docs/supported.py`.)
+`make test-families` ran last, and passed, on 2026-11-26 on SGLang and on 2026-11-23 on vLLM, on the versions below:
+every family, attention and number of copies against the engine without a plan, in fp32 token for token, in bfloat16 (on
+SGLang Qwen3-MoE and GLM-4.5) with no more differences than the engine's two attentions have between them. (This page
+is written by `python docs/supported.py`.)
 """
 
 

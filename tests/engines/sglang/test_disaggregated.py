@@ -8,8 +8,7 @@ import itertools
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import requests
-from serving import NEW_TOKENS, free_port
+from serving import free_port
 from sglang_server import SglangServer
 
 from semmoe.demo import MODEL
@@ -47,11 +46,9 @@ def servers(request, plans, swap_plans, bootstrap, tmp_path_factory):
 
 def ask(servers, bootstrap, prompt):
     """Both sides' answers to a request that both are sent, as by SGLang's router."""
-    sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": False}
-    body = {"input_ids": prompt, "sampling_params": sampling, "bootstrap_host": "127.0.0.1",
-            "bootstrap_port": bootstrap, "bootstrap_room": next(ROOMS)}  # fmt: skip
+    room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": bootstrap, "bootstrap_room": next(ROOMS)}
     with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(lambda one: requests.post(f"{one.url}/generate", json=body, timeout=120), servers))
+        return list(pool.map(lambda one: one.send(prompt, **room), servers))
 
 
 def test_decoding_goes_on_from_the_other_side(servers, bootstrap, prompts, reference):
