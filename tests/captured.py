@@ -7,6 +7,7 @@ depend on values, and a replay must find the memory that the capture saw.
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -16,11 +17,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from semmoe.core import Plan
+from semmoe.engines.recording import PassRecorder
+from semmoe.engines.sglang.static import StaticBoundaryShuffle
 from semmoe.runtime.collectives import Communicator
+from semmoe.runtime.copies import RankCopies
+from semmoe.runtime.shuffler_device import DeviceShuffler
+from semmoe.runtime.traffic import TrafficCounter
 
 GPU = "absent"  # a device that every build of torch can have; fake tensors of CUDA need a build for it
 # Sizes of decode passes that SGLang or vLLM captures, and some that they pad.
 SIZES = (1, 2, 3, 4, 7, 8, 16, 24, 64, 160, 200, 256, 384, 512)
+DECODES = SimpleNamespace(is_decode=lambda: True)
 
 
 class CrossingError(RuntimeError):
@@ -114,3 +122,61 @@ def on_gpu() -> FakeTensorMode:
     if torch._C._get_privateuse1_backend_name() != GPU:
         _setup_privateuseone_for_python_backend(GPU)
     return FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+
+
+class Captured:
+    """One rank's layers as SGLang calls our hooks in a decode pass of so many rows.
+
+    It is called to run them. slots: of the engine's requests. Experts have two copies.
+    """
+
+    def __init__(
+        self, comm: Communicator, plan: Plan, rows: int, slots: int, width: int, device: str, granularity: str = "layer"
+    ) -> None:
+        f, padded = plan.fingerprint, -(-rows // comm.size) * comm.size
+
+        def table(kind: torch.dtype, *shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=kind, device=device)
+
+        self.norms = [object() for _ in range(f.num_layers)]
+        shuffler = DeviceShuffler(plan, 0, comm.rank, granularity, device)
+        layers, wide = {id(norm): i for i, norm in enumerate(self.norms)}, shuffler.lookahead * f.top_k
+        ahead = lambda layer, held: table(torch.int64, len(held), wide)  # noqa: E731
+        self.shuffle = StaticBoundaryShuffle(shuffler, comm, layers, lambda: slots, None, ahead)
+        self.buffer = table(torch.int32, rows + comm.size, f.num_layers, f.top_k)
+        copies = table(torch.int16, f.num_experts, 2), table(torch.int32, f.num_experts, 2)
+        self.copies = RankCopies(*copies, table(torch.int16, f.num_experts), comm.rank, comm.size)
+        self.traffic = TrafficCounter(comm.size, comm.rank, device)
+        self.per_rank = f.num_experts // comm.size
+        ids = {name: table(torch.int64, rows) for name in ("input_ids", "req_pool_indices", "positions")}
+        self.batch = SimpleNamespace(forward_mode=DECODES, **ids)
+        self.hidden, self.residual = (table(torch.bfloat16, padded, width) for _ in range(2))
+        self.chosen = table(torch.int32, padded // comm.size, f.top_k)
+        self.weights = table(torch.float32, padded // comm.size, f.top_k)
+        self.limit = table(torch.int32, 1)
+
+    def record(self) -> None:
+        self.shuffle.listen(PassRecorder(SimpleNamespace(), self.buffer.shape[1], self.buffer).put)
+
+    def __call__(self) -> torch.Tensor:
+        for norm in self.norms:
+            rows, residual = self.shuffle.before_experts(
+                None, self.hidden, self.residual, self.batch, norm, update=None, read=Read
+            )
+            self.shuffle.bound(self.limit)
+            self.routed()
+            self.shuffle.observe(self.chosen, self.weights)
+            if norm is not self.norms[-1]:
+                self.shuffle._in_order(rows + residual)  # before_attention, without SGLang's own types
+        return self.shuffle.after_last(None, rows, residual, self.batch, SimpleNamespace(update=torch.add))[0]
+
+    def routed(self) -> None:
+        """What hooks do at every router: copies are chosen and traffic is counted."""
+        physical = self.copies.to_physical(self.chosen)
+        self.traffic.count(torch.where(physical >= 0, physical // self.per_rank, -1))
+
+
+class Read:
+    @staticmethod
+    def update_and_read(update, rows, residual, norm):
+        return rows, residual

@@ -1,0 +1,180 @@
+"""What semmoe adds to a decode pass that is replayed from a CUDA graph: microseconds a layer, on one GPU.
+
+    python benchmarks/bench_captured.py [--rows 8 64 256 512] [--layers 48] [--experts 128] [--ranks 8] [--width 2048]
+
+The pass is what SGLang's hooks do, captured as tests/captured_passes.py traces it; the tables are random and as large
+as a plan's. In place of links, a collective copies rows on the one card, so that "vanilla", its reduce-scatters and
+all-gathers alone, is what the others are held against; for attention-DP that is nothing. Each is replayed twice: the
+two medians show the noise. Needs a GPU. Prints configuration, a table, the parts of a shuffled layer, one JSON line.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from captured import Captured, NcclCommunicator
+from synthetic import make_fingerprint
+
+from semmoe.core import Placement, Plan
+from semmoe.requests.policy import RoundRobin
+from semmoe.tokens.slices import Looks, PathScores
+from semmoe.topology import Fingerprint, Topology
+
+VOCABULARY, LOOKBACK, ORDERED = 151_936, 2, 1
+MEASURED = 20  # batches of replays, of which the median is told
+
+
+class OneCard(NcclCommunicator):
+    """Rank 0 of so many, whose collectives move its own rows as often as theirs would arrive."""
+
+    def reduce_scatter(self, slices: torch.Tensor) -> torch.Tensor:
+        return slices[: len(slices) // self.size].clone()
+
+    def all_gather(self, slice_: torch.Tensor) -> torch.Tensor:
+        return slice_.repeat(self.size, *[1] * (slice_.dim() - 1))
+
+
+def plan(f: Fingerprint, ranks: int) -> Plan:
+    rng, rows = (
+        np.random.default_rng(0),
+        Looks(lookback=LOOKBACK, ordered=ORDERED, lookahead=0).rows(f.top_k, f.num_experts),
+    )
+
+    def table(kind: type, *shape: int) -> np.ndarray:
+        return rng.integers(-100, 100, (f.num_layers, *shape, ranks)).astype(kind)
+
+    tokens = PathScores(
+        token_rows=np.arange(VOCABULARY + 1, dtype=np.int32), token_source=np.ones(VOCABULARY + 1, np.uint8),
+        token_scores=table(np.int8, VOCABULARY + 1), token_shift=np.full(f.num_layers, 4, np.uint8),
+        path_scores=table(np.int16, rows), history_scores=table(np.int16, 2 * f.num_experts + 1),
+        lookback=LOOKBACK, ordered=ORDERED,
+    )  # fmt: skip
+    labels = np.tile(np.repeat(np.arange(ranks), f.num_experts // ranks), (f.num_layers, 1))
+    return Plan(
+        topology=Topology(ep_size=ranks, dp_size=1), placement=Placement.from_labels(labels, ranks), tokens=tokens,
+        requests=RoundRobin(num_groups=1), fingerprint=f, method="bench",
+    )  # fmt: skip
+
+
+def filled(case: Captured, f: Fingerprint, rows: int) -> Captured:
+    """With random ids, requests and experts, of which each has a second copy on another rank."""
+    device = case.hidden.device
+    draw = torch.Generator(device=device).manual_seed(rows)
+    case.batch.input_ids.random_(0, VOCABULARY, generator=draw)
+    case.batch.req_pool_indices.copy_(torch.randperm(rows, device=device, generator=draw) + 1)
+    case.chosen.copy_(torch.rand(len(case.chosen), f.num_experts, device=device, generator=draw).topk(f.top_k)[1])
+    case.weights.random_(generator=draw)
+    first = torch.arange(f.num_experts, device=device)
+    ranks = torch.stack([first // case.per_rank, (first // case.per_rank + 3) % case.copies.num_ranks], dim=1)
+    case.copies.ranks.copy_(ranks)
+    case.copies.physical.copy_(ranks * case.per_rank + (first % case.per_rank)[:, None])
+    case.copies.preferred.copy_(ranks[:, 0])
+    return case
+
+
+def passes(planned: Plan, rows: int, width: int, device: str = "cuda") -> Iterator[tuple[str, Callable]]:
+    """What is captured, by name."""
+    comm = OneCard(None, 0, planned.topology.ep_size)
+
+    def case(granularity: str = "layer") -> Captured:
+        found = Captured(comm, planned, rows, rows + 1, width, device, granularity)
+        return filled(found, planned.fingerprint, rows)
+
+    own = case()
+
+    def vanilla() -> None:
+        for _ in own.norms:
+            mine = own.shuffle.comm.reduce_scatter(own.hidden)
+            own.shuffle.comm.all_gather(mine + own.residual[: len(mine)])
+
+    def at_routers() -> None:
+        for _ in own.norms:
+            own.routed()
+
+    def counted() -> None:
+        for _ in own.norms:
+            own.traffic.count(own.chosen // own.per_rank)
+
+    yield "vanilla", vanilla
+    yield "attention-DP: rows counted", counted
+    yield "attention-DP: copies, counted", at_routers
+    yield "attention-TP: shuffled by batch", case("batch")
+    yield "attention-TP: shuffled by layer", case()
+    recorded = case()
+    recorded.record()
+    yield "attention-TP: by layer, recorded", recorded
+
+
+def graph_of(job: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    for _ in range(2):  # kernels are compiled outside
+        job()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        job()
+    return graph
+
+
+def replay_us(graph: torch.cuda.CUDAGraph, batch: int = 5) -> float:
+    def once() -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(batch):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        return 1e3 * start.elapsed_time(end) / batch
+
+    once()
+    return statistics.median(once() for _ in range(MEASURED))
+
+
+def kernels_of(job: Callable[[], object], layers: int) -> list[tuple[str, float, float]]:
+    """Name, launches a layer and microseconds a layer of a pass's kernels, longest first."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        job()
+        torch.cuda.synchronize()
+    found = [(e.key, e.count / layers, e.self_device_time_total / layers) for e in seen.key_averages()]
+    return sorted((one for one in found if one[2] > 0), key=lambda one: -one[2])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[8, 64, 256, 512])
+    for name, default in (("layers", 48), ("experts", 128), ("top-k", 8), ("ranks", 8), ("width", 2048)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    a = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("bench_captured.py: no GPU here", file=sys.stderr)
+        return 2
+    sizes = {"num_layers": a.layers, "num_experts": a.experts, "top_k": a.top_k}
+    f = make_fingerprint(vocab_size=VOCABULARY, **sizes)
+    planned, results = plan(f, a.ranks), []
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; {a.layers} layers, top-{a.top_k} of {a.experts} "
+          f"experts, {a.ranks} ranks, rows of {a.width} bfloat16")  # fmt: skip
+    print(f"{'':34}{'rows':>6}{'us a layer':>12}{'again':>8}{'over vanilla':>14}")
+    for rows in a.rows:
+        base = 0.0
+        for name, job in passes(planned, rows, a.width):
+            graph = graph_of(job)
+            first, again = (replay_us(graph) / a.layers for _ in range(2))
+            base = first if name == "vanilla" else base
+            added = first - base * name.startswith("attention-TP")
+            print(f"{name:34}{rows:6}{first:12.2f}{again:8.2f}{added:14.2f}", flush=True)
+            results.append({"pass": name, "rows": rows, "us": first, "again": again, "added": added})
+    print(f"\nKernels of a layer, {name} at {rows} rows")
+    for kernel, launches, us in kernels_of(job, a.layers)[:24]:
+        print(f"{launches:6.1f} x {us:8.2f} us  {kernel[:110]}")
+    print("\n" + json.dumps({"device": torch.cuda.get_device_name(), **vars(a), "results": results}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
