@@ -19,9 +19,18 @@ def interpret(file: str, *words: str) -> None:
 
 
 def compiles(target, kernel, pointers: dict, numbers: tuple, constants: dict) -> None:
+    """For a target; on one of them also with each number 1, which launches compile as a constant."""
+    _compile(target, kernel, pointers, numbers, constants)
+    known = {parameter.name for parameter in kernel.params if parameter.do_not_specialize}
+    for one in sorted(set(numbers) - known) if target == TARGETS[1] else ():
+        _compile(target, kernel, pointers, tuple(set(numbers) - {one}), {**constants, one: 1})
+
+
+def _compile(target, kernel, pointers: dict, numbers: tuple, constants: dict) -> None:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    signature = {**pointers, **dict.fromkeys(numbers, "i32"), **dict.fromkeys(constants, "constexpr")}
+    kinds = {**pointers, **dict.fromkeys(numbers, "i32"), **dict.fromkeys(constants, "constexpr")}
+    signature = {name: kinds[name] for name in kernel.arg_names}
     source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants)
     assert triton.compile(source, target=GPUTarget(*target)).asm

@@ -48,7 +48,7 @@ def argsort_ranks(ranks: Tensor, size: int, slice_rows: int | None = None) -> Ra
     return RankOrder(order, inverse, counts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def histogram_kernel(ranks, before, rows, size, blocks, BLOCK: tl.constexpr, BINS: tl.constexpr):
     """Write the number of one block's rows of each rank to before (size, blocks)."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -71,7 +71,7 @@ def scan_kernel(before, counts, blocks, BLOCK: tl.constexpr):
     tl.store(counts + rank, total.to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def scatter_kernel(
     ranks,
     before,

@@ -1,7 +1,8 @@
 """`semmoe.tokens.slices` as Triton kernels: one program per block of tokens scores them, one program assigns the batch.
 
 Shapes are static, nothing waits for the device, and only the results are allocated, so that both can be captured in a
-graph. Results are bitwise equal to those of `semmoe.runtime.scores`.
+graph. Results are bitwise equal to those of `semmoe.runtime.scores`. The number of tokens is not specialised: Triton
+would compile passes of one token, and of multiples of 16, anew while requests wait, and a 1 is no value of its own then.
 """
 
 from collections.abc import Sequence
@@ -75,7 +76,7 @@ def score(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def look_up_kernel(
     out,
     token_ids,
@@ -100,7 +101,7 @@ def look_up_kernel(
     tl.store(out + t[:, None] * slices + s, found, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def score_kernel(
     out,
     looked_up,
@@ -149,7 +150,7 @@ def assign(scores: Tensor) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def assign_kernel(scores, out, tokens, slices, size, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
     columns = tl.arange(0, WIDTH)
     real = columns < slices
