@@ -47,6 +47,8 @@ class StaysOnDevice(TorchDispatchMode):
         seen = {leaf.device.type for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, torch.Tensor)}
         if len(seen) > 1:
             raise CrossingError(f"{func} is between {' and '.join(sorted(seen))}")
+        if func is torch.ops.aten.index_put_.default and args[2].dim() == 0:
+            raise CrossingError(f"{func} of a number, which torch copies from the host where the device is a GPU")
         self.operations += 1
         return out
 

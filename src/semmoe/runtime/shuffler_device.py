@@ -47,7 +47,8 @@ class DeviceHistory:
         return self._running.shape[1]
 
     def reset(self, slots: Tensor) -> None:
-        self._running[:, slots], self._seen[:, slots] = 0, 0
+        for state in (self._running, self._seen):
+            state.index_fill_(1, slots, 0)  # a number that is assigned by index is copied from the host on a GPU
         self._previous[:, slots] = self._rows[:, -1:].int()
 
     def contribution(self, layer: int, slots: Tensor, decoding: Tensor) -> Tensor:

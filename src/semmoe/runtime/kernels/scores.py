@@ -2,7 +2,7 @@
 
 Shapes are static, nothing waits for the device, and only the results are allocated, so that both can be captured in a
 graph. Results are bitwise equal to those of `semmoe.runtime.scores`. The number of tokens is not specialised: Triton
-would compile passes of one token, and of multiples of 16, anew while requests wait, and a 1 is no value of its own then.
+would compile passes of one token, and of multiples of 16, anew while requests wait, and what is 1 is a constant then.
 """
 
 from collections.abc import Sequence
