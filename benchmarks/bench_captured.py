@@ -28,6 +28,7 @@ from semmoe.tokens.slices import Looks, PathScores
 from semmoe.topology import Fingerprint, Topology
 
 VOCABULARY, LOOKBACK, ORDERED = 151_936, 2, 1
+MOST_KERNELS = 14
 MEASURED = 20  # batches of replays, of which the median is told
 
 
@@ -100,7 +101,7 @@ def passes(planned: Plan, rows: int, width: int, device: str = "cuda") -> Iterat
 
     def counted() -> None:
         for _ in own.norms:
-            own.traffic.count(own.chosen // own.per_rank)
+            own.traffic.count(own.chosen, own.per_rank)
 
     yield "vanilla", vanilla
     yield "attention-DP: rows counted", counted
@@ -161,7 +162,7 @@ def main() -> int:
           f"experts, {a.ranks} ranks, rows of {a.width} bfloat16")  # fmt: skip
     print(f"{'':34}{'rows':>6}{'us a layer':>12}{'again':>8}{'over vanilla':>14}")
     for rows in a.rows:
-        base = 0.0
+        base, told = 0.0, []
         for name, job in passes(planned, rows, a.width):
             graph = graph_of(job)
             first, again = (replay_us(graph) / a.layers for _ in range(2))
@@ -169,9 +170,11 @@ def main() -> int:
             added = first - base * name.startswith("attention-TP")
             print(f"{name:34}{rows:6}{first:12.2f}{again:8.2f}{added:14.2f}", flush=True)
             results.append({"pass": name, "rows": rows, "us": first, "again": again, "added": added})
-    print(f"\nKernels of a layer, {name} at {rows} rows")
-    for kernel, launches, us in kernels_of(job, a.layers)[:24]:
-        print(f"{launches:6.1f} x {us:8.2f} us  {kernel[:110]}")
+            if name.startswith("attention-TP: by layer"):
+                told = kernels_of(job, a.layers)
+        print(f"kernels of a layer, {name}")
+        for kernel, launches, us in told[:MOST_KERNELS]:
+            print(f"    {launches:6.1f} x {us:8.2f} us  {kernel[:100]}")
     print("\n" + json.dumps({"device": torch.cuda.get_device_name(), **vars(a), "results": results}))
     return 0
 

@@ -174,8 +174,7 @@ class Captured:
 
     def routed(self) -> None:
         """What hooks do at every router: copies are chosen and traffic is counted."""
-        physical = self.copies.to_physical(self.chosen)
-        self.traffic.count(torch.where(physical >= 0, physical // self.per_rank, -1))
+        self.traffic.count(self.copies.to_physical(self.chosen), self.per_rank)
 
 
 class Read:

@@ -113,10 +113,10 @@ def algorithm_2(scores, prompts) -> list[int]:
     return out
 
 
-def score_tokens(backend, tables, layer, first, slices, ids, earlier, history=None):
+def score_tokens(backend, tables, layer, first, slices, ids, earlier, history=None, **real):
     """`look_up_tokens` and `score` of a backend, one after the other."""
     tokens = backend.look_up_tokens(tables, [layer], first, slices, ids)[0]
-    return backend.score(tables, layer, first, tokens, earlier, history)
+    return backend.score(tables, layer, first, tokens, earlier, history, **real)
 
 
 def look_up(tables, layer, group, token, history):

@@ -29,6 +29,15 @@ def check(sort, ranks: np.ndarray, size: int) -> None:
             assert torch.equal(ours, theirs)
 
 
+def check_real(sort, ranks: np.ndarray, size: int) -> None:
+    """With the last rows, and with any, not real."""
+    for real in (np.arange(len(ranks)) < len(ranks) * 2 // 3, np.random.default_rng(size).random(len(ranks)) < 0.5):
+        given = torch.from_numpy(ranks), torch.from_numpy(real), size
+        for ours, theirs in zip(sort(*given), reference.order_of_real(*given), strict=True):
+            assert ours.dtype == theirs.dtype
+            assert torch.equal(ours, theirs)
+
+
 def test_worked_example():
     ranks = torch.tensor([1, 0, 1, 1, 0])
     for sort in (reference.argsort_ranks, argsort_ranks):
@@ -79,6 +88,7 @@ def interpreted() -> None:
     kernels.BLOCK, kernels.SCAN_BLOCK = 32, 8  # many blocks, and several tiles of the scan; large ones take long here
     for i, (rows, size) in enumerate(CASES[:-1]):
         check(kernels.argsort_ranks, random_ranks(min(rows, 400), min(size, 127), TYPES[i % 5]), size)
+        check_real(kernels.order_of_real, random_ranks(min(rows, 400), min(size, 127)), size)
     order = kernels.argsort_ranks(torch.tensor([0, 1, 1, 1]), 2, 2).order
     assert order.tolist() == [0, -1, 1, 2]  # a slice too full loses rows, not its neighbour's
 
@@ -91,8 +101,8 @@ def test_triton_compiles(target, alone):
     import semmoe.runtime.kernels.argsort as kernels
 
     table, sizes = {"BLOCK": 1024, "BINS": 256}, ("rows", "size", "blocks")
-    outs = {"counts": "*i64", "order": "*i64", "inverse": "*i64"}
-    flags = {"ALONE": alone, "SLICES": alone}
+    outs = {"totals": "*i64", "counted": "*i32", "order": "*i64", "inverse": "*i64", "real": "*i1"}
+    flags = {"ALONE": alone, "SLICES": alone, "REAL": not alone}
     pointers = {"ranks": "*i16", "before": "*i32"}
     compiles(target, kernels.scatter_kernel, {**pointers, **outs}, (*sizes, "slice_rows"), {**flags, **table})
     compiles(target, kernels.histogram_kernel, pointers, sizes, table)

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 from test_argsort import check as check_argsort
+from test_argsort import check_real
+from test_history_kernels import check_by_weight, check_count, check_history
 from test_shuffle_kernels import as_interpreted, check_pair
 from test_tokens_backends import check_assign, score_case, score_tokens, tensors
 from torch.utils._pytree import tree_map
@@ -44,8 +46,15 @@ class Moved:
         self._module, self._device = module, device
 
     def __getattr__(self, name: str):
-        function = getattr(self._module, name)
-        return lambda *args: moved(function(*moved(args, self._device)), "cpu")
+        def call(*args):
+            there = moved(args, self._device)
+            out = moved(getattr(self._module, name)(*there), "cpu")
+            for own, changed in zip(args, there, strict=True):
+                if isinstance(own, torch.Tensor):
+                    own.copy_(changed)  # what was changed in place
+            return out
+
+        return call
 
 
 def moved(values, device: str):
@@ -81,7 +90,7 @@ def check_scores(kernels, tokens: int) -> None:
 
 def check_all(tokens: int, on, rounded=as_interpreted, device: str = "cpu") -> None:
     """Raises AssertionError where a kernel and its reference differ in a bit. on: what a module is called through."""
-    from semmoe.runtime.kernels import argsort, copies, scores, shuffle
+    from semmoe.runtime.kernels import argsort, copies, history, scores, shuffle, traffic
 
     ranks = np.random.default_rng(tokens).integers(RANKS, size=tokens)
     checks = {
@@ -89,8 +98,12 @@ def check_all(tokens: int, on, rounded=as_interpreted, device: str = "cpu") -> N
             shuffle, RANKS, tokens, HIDDEN, torch.bfloat16, rounded, device
         ),
         "argsort": lambda: check_argsort(on(argsort).argsort_ranks, ranks, RANKS),
+        "argsort, with padding": lambda: check_real(on(argsort).order_of_real, ranks, RANKS),
         "copy choice": lambda: check_cover(on(copies), tokens),
         "scores": lambda: check_scores(on(scores), tokens),
+        "histories": lambda: check_history(on(history), (tokens, RANKS, TOP_K, EXPERTS)),
+        "experts by weight": lambda: check_by_weight(on(history), tokens, TOP_K),
+        "traffic": lambda: check_count(on(traffic), tokens, RANKS, 2, tokens * 3 // 4),
         "assignment": lambda: check_assign(on(scores), "random", tokens, RANKS),
     }
     for name, check in checks.items():

@@ -187,7 +187,7 @@ def test_histories_are_those_of_the_host(seed):
             ours.observe_in_turn(1, slots, torch.from_numpy(ids))
         else:
             padded = fitted(slots, 3), torch.from_numpy(np.append(ids, np.zeros((3, TOP_K), int), axis=0))
-            ours.observe(1, *padded)
+            ours.observe(1, *padded, TOP_K)
         if turn == 20:
             theirs.reset(np.array([2, 3]))
             ours.reset(torch.tensor([2, 3, PADDING_SLOT, PADDING_SLOT]))
@@ -301,7 +301,7 @@ def test_nothing_of_a_decode_pass_leaves_the_device(monkeypatch):
 @pytest.mark.parametrize("granularity", ["layer", "batch"])
 def test_a_cuda_graph(granularity):
     captured, eager = device_shuffler(plan(2), granularity, "cuda"), device_shuffler(plan(2), granularity)
-    buffers = [t.cuda() for t in decode_inputs(0, 0, 12)]
+    buffers = [torch.zeros_like(t).cuda() for t in decode_inputs(0, 12, 0)]
     decode(captured)(*buffers)  # kernels are compiled outside the graph
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -53,8 +53,14 @@ def tensors(arguments):
 
 def check_score(backend, seed: int) -> None:
     tables, arguments = score_case(seed)
-    ours = score_tokens(backend, by_torch.DeviceTables.of(tables), *tensors(arguments)).numpy()
-    np.testing.assert_array_equal(ours, score_tokens(by_numba, tables, *arguments))
+    given, expected = (
+        (by_torch.DeviceTables.of(tables), *tensors(arguments)),
+        score_tokens(by_numba, tables, *arguments),
+    )
+    np.testing.assert_array_equal(score_tokens(backend, *given).numpy(), expected)
+    real = np.arange(len(expected)) % 3 > 0
+    ours = score_tokens(backend, *given, real=torch.from_numpy(real)).numpy()
+    np.testing.assert_array_equal(ours, expected * real[:, None])
 
 
 def check_assign(backend, kind: str, tokens: int, slices: int) -> None:
@@ -121,6 +127,9 @@ def interpreted() -> None:
     by_triton.ASSIGN_TILE = 512  # several blocks for the larger batches
     for seed in range(6):
         check_score(by_triton, seed)
+    tables, (_, first, slices, ids, _, _) = score_case(2)
+    given = by_torch.DeviceTables.of(tables), range(2), first, slices, torch.from_numpy(ids)
+    assert torch.equal(by_triton.look_up_tokens(*given), by_torch.look_up_tokens(*given))
     for kind in KINDS:
         for tokens, slices in ((7, 1), (3, 8), (50, 3), (129, 8)):
             check_assign(by_triton, kind, tokens, slices)
@@ -132,12 +141,14 @@ def test_triton_compiles(target):
     import semmoe.runtime.kernels.scores as kernels
 
     pointers, block = {"scores": "*i32", "out": "*i16"}, {"BLOCK": 128, "WIDTH": 8}
-    compiles(target, kernels.assign_kernel, pointers, ("tokens", "slices", "size"), block)
+    for one in (True, False):
+        compiles(target, kernels.assign_kernel, pointers, ("tokens", "slices", "size"), {"ONE": one, **block})
     block = {"BLOCK": 32, "WIDTH": 8}
-    pointers = {"out": "*i32", "token_ids": "*i64", "token_rows": "*i32", "token_scores": "*i8"}
-    compiles(target, kernels.look_up_kernel, pointers, (*NUMBERS, "last", "shift"), block)
+    pointers = {"out": "*i32", "token_ids": "*i64", "token_rows": "*i32", "token_scores": "*i8", "shifts": "*i32"}
+    compiles(target, kernels.look_up_kernel, pointers, (*NUMBERS, "last", "rows"), block)
     pointers = {"out": "*i32", "looked_up": "*i32", "path_scores": "*i16", "earlier": "*u8", "history": "*i32"}
-    constants = {"HAS_HISTORY": True, "LAYERS": 5, "TOP_K": 4, "ORDERED": 2, "EXPERTS": 32, **block}
+    pointers["real"] = "*i1"
+    constants = {"HAS_HISTORY": True, "REAL": True, "LAYERS": 5, "TOP_K": 4, "ORDERED": 2, "EXPERTS": 32, **block}
     compiles(target, kernels.score_kernel, pointers, NUMBERS, constants)
 
 

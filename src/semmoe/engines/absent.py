@@ -83,7 +83,7 @@ class NoTraffic:
 
     counts = False
 
-    def count(self, targets: torch.Tensor) -> None:
+    def count(self, expert_ids: torch.Tensor, per_rank: int = 1, real: torch.Tensor | None = None) -> None:
         """Do nothing: no rows are sent."""
 
     def reset_counts(self) -> None:

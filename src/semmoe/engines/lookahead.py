@@ -36,7 +36,7 @@ class Lookahead:
         if len(rows) == 0:
             return torch.empty((0, self._width), dtype=torch.int64, device=rows.device)
         ids, weights = self._asks[layer](rows)
-        return by_weight(ids.long(), weights)
+        return by_weight(ids, weights, torch.int64)
 
 
 NO_LOOKAHEAD = Lookahead((), 0)

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from semmoe.engines.step import Step
+from semmoe.runtime.shuffler import by_weight
 
 
 class Listener(Protocol):
@@ -63,8 +64,7 @@ class PassRecorder:
     def observe(self, layer: int, expert_ids: torch.Tensor, weights: torch.Tensor) -> None:
         """Record a MoE layer from logical ids (n, K) and weights (n, K) of rows in the tokens' order, padding last."""
         if self.hooked:
-            order = weights.argsort(dim=1, descending=True, stable=True)
-            self.put(layer, torch.gather(expert_ids, 1, order))
+            self.put(layer, by_weight(expert_ids, weights, torch.int32))
 
     def put(self, layer: int, expert_ids: torch.Tensor) -> None:
         """Record a MoE layer from logical ids (N, K) by falling weight."""

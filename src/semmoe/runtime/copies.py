@@ -53,11 +53,11 @@ class RankCopies:
 
     def to_physical(self, expert_ids: Tensor) -> Tensor:
         """Logical ids (n, K), -1 for none, to physical ids of the same type."""
-        ids = expert_ids.long()
-        if self.ranks.shape[1] == 1:
+        if self.ranks.shape[1] == 1 and expert_ids.is_cpu:
+            ids = expert_ids.long()
             return torch.where(ids >= 0, self.physical[:, 0][ids.clamp(min=0)], -1).to(expert_ids.dtype)
-        out = torch.ops.semmoe.cover_copies(ids, self.ranks, self.physical, self.preferred, self.source, self.num_ranks)
-        return out.to(expert_ids.dtype)
+        tables = self.ranks, self.physical, self.preferred
+        return torch.ops.semmoe.cover_copies(expert_ids, *tables, self.source, self.num_ranks)
 
 
 def take_over(old: Sequence[RankCopies], new: Sequence[RankCopies], captured: bool) -> list[RankCopies]:
@@ -110,12 +110,14 @@ def rank_copies(plan: Plan, source: int) -> list[RankCopies]:
 def cover_copies(
     expert_ids: Tensor, ranks: Tensor, physical: Tensor, preferred: Tensor, source: int, num_ranks: int
 ) -> Tensor:
-    """(n, K) physical ids by the rule `cover`, -1 for ids of -1: see `reference.cover_copies`."""
+    """(n, K) physical ids by the rule `cover`, -1 for ids of -1, in their type: see `reference.cover_copies`."""
     if expert_ids.is_cpu:
         near = ranks.numpy(), physical.numpy(), preferred.numpy()
-        return torch.from_numpy(cover(expert_ids.numpy(), near, source, num_ranks))
-    kernels = triton_kernels("copies", expert_ids)
-    return (kernels or reference).cover_copies(expert_ids, ranks, physical, preferred, source, num_ranks)
+        found = torch.from_numpy(cover(expert_ids.long().numpy(), near, source, num_ranks))
+    else:
+        kernels = triton_kernels("copies", expert_ids) or reference
+        found = kernels.cover_copies(expert_ids, ranks, physical, preferred, source, num_ranks)
+    return found.to(expert_ids.dtype)
 
 
 @cover_copies.register_fake

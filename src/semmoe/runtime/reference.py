@@ -38,6 +38,15 @@ def argsort_ranks(ranks: Tensor, size: int, slice_rows: int | None = None) -> Ra
     return RankOrder(order, torch.empty_like(by_rank).scatter_(0, by_rank, places), counts)
 
 
+def order_of_real(ranks: Tensor, real: Tensor, size: int) -> RankOrder:
+    """As `argsort_ranks`, but rows that are not `real` (N,) bool have the order -1 and no count (int32)."""
+    order, inverse, _ = argsort_ranks(ranks, size)
+    filled = real[order]
+    every = torch.arange(size, device=ranks.device)
+    counts = ((ranks[:, None] == every) & real[:, None]).sum(0, dtype=torch.int32)
+    return RankOrder(torch.where(filled, order, -1), inverse, counts)
+
+
 def cover_copies(
     expert_ids: Tensor, ranks: Tensor, physical: Tensor, preferred: Tensor, source: int, num_ranks: int
 ) -> Tensor:
@@ -45,7 +54,7 @@ def cover_copies(
 
     ranks (E, X) and physical (E, X) of the copies nearest to the source rank, padded with -1; preferred (E,).
     """
-    known, ids, K = expert_ids >= 0, expert_ids.clamp(min=0), expert_ids.shape[1]
+    known, ids, K = expert_ids >= 0, expert_ids.long().clamp(min=0), expert_ids.shape[1]
     every = torch.arange(num_ranks, device=ids.device)
     held = (ranks[ids][..., None] == every).any(2) & known[..., None]  # (n, K, G)
     away = (every - source) % num_ranks

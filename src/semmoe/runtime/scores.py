@@ -7,17 +7,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from semmoe.tokens.kernels import BUCKETS, FINE_BITS, FIRST_STEP, LOWEST, PRICE_STEPS, STEP_DECAY
+from semmoe.tokens.kernels import (
+    BUCKETS,
+    FINE_BITS,
+    FIRST_STEP,
+    FRACTION,
+    LOWEST,
+    PRICE_STEPS,
+    RUNNING_LIMIT,
+    RUNNING_PRIOR,
+    STEP_DECAY,
+)
 from semmoe.tokens.slices import PathScores
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceTables:
-    """`PathScores` as tensors of the same shapes; the shifts stay on the host, since kernels take them as arguments."""
+    """`PathScores` as tensors of the same shapes."""
 
     token_rows: Tensor
     token_scores: Tensor
-    token_shift: tuple[int, ...]
+    token_shift: Tensor  # (L,) int32
     path_scores: Tensor
     history_scores: Tensor
     lookback: int
@@ -31,7 +41,7 @@ class DeviceTables:
         return cls(
             token_rows=tensor(tables.token_rows),
             token_scores=tensor(tables.token_scores),
-            token_shift=tuple(tables.token_shift.tolist()),
+            token_shift=tensor(tables.token_shift.astype(np.int32)),
             path_scores=tensor(tables.path_scores),
             history_scores=tensor(tables.history_scores),
             lookback=tables.lookback,
@@ -54,9 +64,10 @@ def look_up_tokens(
 
 
 def score(
-    tables: DeviceTables, layer: int, first_rank: int, tokens: Tensor, earlier: Tensor, history: Tensor | None = None
-) -> Tensor:
-    """(B, S) int32: same as `semmoe.tokens.slices.score`."""
+    tables: DeviceTables, layer: int, first_rank: int, tokens: Tensor, earlier: Tensor, history: Tensor | None = None,
+    real: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """(B, S) int32: same as `semmoe.tokens.slices.score`, and 0 for rows that are not `real` (B,)."""
     columns = slice(first_rank, first_rank + tokens.shape[1])
     out = tokens + (tables.history_scores[layer, -1:] if history is None else history)[:, columns].int()
     base = 0
@@ -65,7 +76,31 @@ def score(
             out = out + tables.path_scores[layer, base + experts, columns].int()
             base += tables.num_experts if j < tables.ordered else 0
         base += 0 if j < tables.ordered else tables.num_experts
-    return out
+    return out if real is None else out.masked_fill(~real[:, None], 0)
+
+
+def contribution(rows: Tensor, running: Tensor, previous: Tensor, slots: Tensor, decoding: Tensor) -> Tensor:
+    """(B, G) int32 by one layer's rows (2 * E + 1, G) and states (slots, G): same as `History.contribution`."""
+    known = (running[slots] >> FRACTION) + previous[slots]
+    return torch.where(decoding[:, None], known, rows[-1].int())
+
+
+def observe(
+    rows: Tensor, running: Tensor, previous: Tensor, seen: Tensor, slots: Tensor, expert_ids: Tensor, top_k: int
+) -> Tensor:
+    """Observe one token of each of `slots` (B,), distinct except for slot 0, which is padding.
+
+    expert_ids (B, C): what they chose is in the first top_k columns. Returns them, with 0 for padding.
+    """
+    told, experts = expert_ids.masked_fill((slots == 0)[:, None], 0), (len(rows) - 1) // 2
+    ids, before, times = told[:, :top_k].long(), running[slots].long(), seen[slots]
+    now = rows[ids].sum(1, dtype=torch.int64)
+    weight = times.clamp(max=RUNNING_LIMIT) + RUNNING_PRIOR
+    change = torch.div((now << FRACTION) - before, weight[:, None], rounding_mode="floor")
+    running[slots] = (before + change).int()
+    previous[slots] = rows[experts + ids].sum(1, dtype=torch.int32)
+    seen[slots] = times + 1
+    return told
 
 
 def assign(scores: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from semmoe.core import Plan, TokenPolicy
 from semmoe.methods.paper_policies import PaperTables, assign_slices, device_of_expert, look_up
 from semmoe.metrics import majority_rank
 from semmoe.runtime.collectives import ShuffleHandle, shuffle_handle
+from semmoe.runtime.static import triton_kernels
 from semmoe.settings import GRANULARITIES
 from semmoe.tokens.slices import (
     ByPosition,
@@ -217,7 +218,7 @@ class TokenShuffler:
 
     def by_weight(self, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """(n, K): the experts of this rank's tokens by falling weight, in the form that the all-gather sends."""
-        return by_weight(expert_ids, weights).to(self._id_type)
+        return by_weight(expert_ids, weights, self._id_type)
 
     def observe(self, moe_layer: int, expert_ids: torch.Tensor) -> None:
         """Observe the experts (N, K) of all the group's tokens at the MoE layer just computed, and after them the
@@ -237,6 +238,8 @@ def id_type(plan: Plan) -> torch.dtype:
     return torch.uint8 if plan.fingerprint.num_experts <= 256 else torch.int32
 
 
-def by_weight(expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Sort expert ids (n, K) by falling weight (n, K)."""
-    return torch.gather(expert_ids, 1, weights.argsort(dim=1, descending=True, stable=True))
+def by_weight(expert_ids: torch.Tensor, weights: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+    """Expert ids (n, K) by falling weight (n, K), in type `kind`; of equal weights the first comes first."""
+    if (kernels := triton_kernels("history", expert_ids)) is not None:
+        return kernels.by_weight(expert_ids, weights, kind)
+    return torch.gather(expert_ids, 1, weights.argsort(dim=1, descending=True, stable=True)).to(kind)

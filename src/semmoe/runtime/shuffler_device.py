@@ -21,7 +21,7 @@ from semmoe.runtime.scores import DeviceTables
 from semmoe.runtime.shuffler import by_weight, id_type, lookahead_of
 from semmoe.runtime.static import StaticHandle, slice_rows, static_handle, triton_kernels
 from semmoe.settings import GRANULARITIES
-from semmoe.tokens import kernels, slices
+from semmoe.tokens import slices
 from semmoe.tokens.slices import PathScores
 
 PADDING_SLOT = 0  # padding writes to this slot, which is never read
@@ -36,6 +36,7 @@ class DeviceHistory:
 
     def __init__(self, tables: DeviceTables, num_slots: int) -> None:
         layers, _, ranks = tables.history_scores.shape
+        self._by = triton_kernels("history", tables.history_scores) or scores
         self._rows, device = tables.history_scores, tables.history_scores.device
         self._running = torch.zeros((layers, num_slots, ranks), dtype=torch.int32, device=device)
         self._previous = torch.zeros_like(self._running)
@@ -53,19 +54,12 @@ class DeviceHistory:
 
     def contribution(self, layer: int, slots: Tensor, decoding: Tensor) -> Tensor:
         """(B, G) int32: same as `History.contribution`."""
-        known = (self._running[layer, slots] >> kernels.FRACTION) + self._previous[layer, slots]
-        return torch.where(decoding[:, None], known, self._rows[layer, -1].int())
+        return self._by.contribution(self._rows[layer], self._running[layer], self._previous[layer], slots, decoding)
 
-    def observe(self, layer: int, slots: Tensor, expert_ids: Tensor) -> None:
-        """Observe one token of each of `slots` (B,), distinct except for padding, which chose `expert_ids` (B, K)."""
-        ids, experts = expert_ids.long(), (self._rows.shape[1] - 1) // 2
-        running, seen = self._running[layer, slots].long(), self._seen[layer, slots]
-        now = self._rows[layer, ids].sum(1, dtype=torch.int64)
-        weight = seen.clamp(max=kernels.RUNNING_LIMIT) + kernels.RUNNING_PRIOR
-        change = torch.div((now << kernels.FRACTION) - running, weight[:, None], rounding_mode="floor")
-        self._running[layer, slots] = (running + change).int()
-        self._previous[layer, slots] = self._rows[layer, experts + ids].sum(1, dtype=torch.int32)
-        self._seen[layer, slots] = seen + 1
+    def observe(self, layer: int, slots: Tensor, expert_ids: Tensor, top_k: int) -> Tensor:
+        """Same as `scores.observe`."""
+        states = (state[layer] for state in (self._running, self._previous, self._seen))
+        return self._by.observe(self._rows[layer], *states, slots, expert_ids, top_k)
 
     def observe_in_turn(self, layer: int, slots: np.ndarray, expert_ids: Tensor) -> None:
         """Same as `History.observe`, for several tokens per slot in order; computed on the host after a wait."""
@@ -163,12 +157,14 @@ class DeviceShuffler:
     def slices(self, moe_layer: int | None) -> StaticHandle:
         """The slices for one layer: by the tables at MoE layers, by position without tables and at dense layers."""
         if self._of_token is not None:
-            self._of_batch = self._of_batch or self._handle(self._assigned(self._looked_up))
+            if self._of_batch is None:
+                found = self._looked_up.masked_fill(~self._real[:, None], 0)
+                self._of_batch = self._handle(self._scores.assign(found))
             return self._of_batch
         if self._tables is None or moe_layer is None:
             rows = slice_rows(len(self._slots), self._size)
             return self._handle(torch.arange(len(self._slots), device=self._slots.device) // rows)
-        return self._handle(self._assigned(self._score(moe_layer)))
+        return self._handle(self._scores.assign(self._score(moe_layer)))
 
     def _score(self, layer: int) -> Tensor:
         assert self._tables is not None
@@ -177,28 +173,27 @@ class DeviceShuffler:
         nothing = torch.empty((0, len(self._slots), self._top_k), dtype=self._id_type, device=self._slots.device)
         known = self._history.contribution(layer, self._slots, self._decoding)
         chosen = torch.stack(earlier) if earlier else nothing
-        return self._scores.score(self._tables, layer, self._first, self._looked_up[layer], chosen, known)
-
-    def _assigned(self, found: Tensor) -> Tensor:
-        return self._scores.assign(found.masked_fill(~self._real[:, None], 0))
+        looked_up = self._looked_up[layer]
+        return self._scores.score(self._tables, layer, self._first, looked_up, chosen, known, self._real)
 
     def _handle(self, ranks: Tensor) -> StaticHandle:
         return static_handle(ranks, self._real, self._size, self._rank)
 
     def by_weight(self, expert_ids: Tensor, weights: Tensor) -> Tensor:
         """(n, K): the experts of this rank's rows by falling weight, in the form that the all-gather sends."""
-        return by_weight(expert_ids, weights).to(self._id_type)
+        return by_weight(expert_ids, weights, self._id_type)
 
     def observe(self, moe_layer: int, expert_ids: Tensor) -> None:
         """Observe the experts (N, K) of all the group's rows at the MoE layer just computed, and after them the
         look-ahead ids (N, W) of the next one; padding has any ids.
         """
         assert self._history is not None
-        seen, *self._ahead = expert_ids.masked_fill(~self._real[:, None], 0).split(self._top_k, dim=1)
         if self._several is None:
-            self._history.observe(moe_layer, self._slots, seen)
+            told = self._history.observe(moe_layer, self._slots, expert_ids, self._top_k)
         else:
-            self._history.observe_in_turn(moe_layer, self._several, seen)
+            told = expert_ids.masked_fill(~self._real[:, None], 0)
+            self._history.observe_in_turn(moe_layer, self._several, told[:, : self._top_k])
+        seen, *self._ahead = told.split(self._top_k, dim=1)
         self._earlier.insert(0, seen)
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from semmoe.runtime import reference
@@ -43,10 +42,8 @@ def static_handle(ranks: Tensor, real: Tensor, size: int, rank: int) -> StaticHa
     Padding must be the last rows, so that a stable sort by rank puts it last in every slice.
     """
     rows = slice_rows(len(ranks), size)
-    order, inverse, _ = (triton_kernels("argsort", ranks) or reference).argsort_ranks(ranks, size)
-    filled = real[order]
-    counts = filled.view(size, rows).sum(1, dtype=torch.int32)
-    return StaticHandle(torch.where(filled, order, -1), inverse, counts, rows, rank)
+    order, inverse, counts = (triton_kernels("argsort", ranks) or reference).order_of_real(ranks, real, size)
+    return StaticHandle(order, inverse, counts, rows, rank)
 
 
 def slice_rows(rows: int, size: int) -> int:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from semmoe.metrics import Traffic
+from semmoe.runtime.static import triton_kernels
 
 
 class Totals(NamedTuple):
@@ -37,24 +38,33 @@ class TrafficCounter:
         assert size % num_nodes == 0, f"{size} ranks on {num_nodes} nodes"
         self.size, self.rank, self._gathers = size, rank, gathers
         self._width = size // num_nodes  # ranks per node
-        # by the rank that computes them; the last entry: none
-        self._pairs = torch.zeros(size + 1, dtype=torch.int64, device=device)
-        self._rows = torch.zeros(size + 1, dtype=torch.int64, device=device)
+        self._pairs = torch.zeros(size, dtype=torch.int64, device=device)  # by the rank that computes them
+        self._rows = torch.zeros(size, dtype=torch.int64, device=device)
         self._node_rows = torch.zeros(num_nodes, dtype=torch.int64, device=device)
         self._tokens = torch.zeros((), dtype=torch.int64, device=device)
 
-    def count(self, targets: Tensor) -> None:
-        """Count the rank that computes each chosen expert, targets (n, K), -1 for none (padding)."""
-        owners = torch.where(targets < 0, self.size, targets).long()
-        reached = torch.zeros((len(owners), self.size + 1), dtype=torch.int64, device=owners.device)
-        reached.scatter_(1, owners, 1)
-        self._rows += reached.sum(dim=0)
-        self._pairs += torch.zeros_like(self._pairs).scatter_add_(
-            0, owners.flatten(), torch.ones_like(owners.flatten())
-        )
-        nodes = reached[:, : self.size].unflatten(1, (-1, self._width)).amax(dim=2)  # (n, nodes)
-        self._node_rows += nodes.sum(dim=0)
-        self._tokens += nodes.amax(dim=1).sum()
+    def count(self, expert_ids: Tensor, per_rank: int = 1, real: Tensor | None = None) -> None:
+        """Count the rank that computes each chosen expert (n, K), of which every rank has `per_rank`; -1: none.
+
+        real (): only so many of the first rows are tokens.
+        """
+        totals = self._pairs, self._rows, self._node_rows, self._tokens
+        if (kernels := triton_kernels("traffic", expert_ids)) is not None:
+            kernels.count(expert_ids, per_rank, self._width, real, *totals)
+        else:
+            for total, new in zip(totals, self._counted(expert_ids, per_rank, real), strict=True):
+                total += new
+
+    def _counted(self, expert_ids: Tensor, per_rank: int, real: Tensor | None) -> tuple[Tensor, ...]:
+        if real is not None:
+            rows = torch.arange(len(expert_ids), device=expert_ids.device)
+            expert_ids = torch.where((rows < real)[:, None], expert_ids, -1)
+        # The last place is for none.
+        owners = torch.where(expert_ids < 0, self.size, expert_ids // per_rank).long()
+        reached = owners.new_zeros((len(owners), self.size + 1)).scatter_(1, owners, 1)
+        pairs = owners.new_zeros(self.size + 1).scatter_add_(0, owners.flatten(), torch.ones_like(owners.flatten()))
+        nodes = reached[:, :-1].unflatten(1, (-1, self._width)).amax(dim=2)  # (n, nodes)
+        return pairs[:-1], reached.sum(dim=0)[:-1], nodes.sum(dim=0), nodes.amax(dim=1).sum()
 
     def reset_counts(self) -> None:
         """Count from zero."""
@@ -63,11 +73,11 @@ class TrafficCounter:
 
     def totals(self) -> Totals:
         """What was counted so far. Waits for the device."""
-        tokens, rows, nodes = int(self._tokens), self._rows.tolist()[: self.size], self._node_rows.tolist()
+        tokens, rows, nodes = int(self._tokens), self._rows.tolist(), self._node_rows.tolist()
         if self._gathers:
             rows, nodes = [tokens] * self.size, [tokens] * len(nodes)
         rows[self.rank] = nodes[self.rank // self._width] = 0
-        return Totals(tokens, self._pairs.tolist()[: self.size], rows, nodes)
+        return Totals(tokens, self._pairs.tolist(), rows, nodes)
 
     def traffic(self) -> Traffic:
         """This rank's share of a layer's traffic. Waits for the device."""

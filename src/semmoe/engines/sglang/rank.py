@@ -306,7 +306,7 @@ class RankPlugin:
         if self._traffic.counts:
             self._check.ran("counters")
             if not self._shuffle.whole:
-                self._traffic.count(torch.where(ids >= 0, ids // self._experts_per_rank, -1))
+                self._traffic.count(ids, self._experts_per_rank)
         if self._shuffle.active:
             self._shuffle.observe(self._to_logical(layer, ids), weights)
         elif self._recording.hooked:

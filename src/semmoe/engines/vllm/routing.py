@@ -86,13 +86,12 @@ class RoutedLayer:
 
     def to_physical(self, expert_ids: Tensor) -> Tensor:
         """Logical ids (n, K) -> physical ids of the same type."""
-        physical = self._chosen(expert_ids.long())
-        if not self._real.full and (self._traffic.counts or self._drop_padding):  # else there is nothing to do for them
-            real = torch.where(self._real.mask(len(physical)), physical, -1)
-            if self._traffic.counts and not self._real.whole:
-                self._traffic.count(torch.where(real >= 0, real // self._experts_per_rank, -1))
-            physical = real if self._drop_padding else physical
-        return physical.to(expert_ids.dtype)
+        physical = self._chosen(expert_ids)
+        if self._real.full:  # then there is no padding, and all ranks have all rows
+            return physical
+        if self._traffic.counts and not self._real.whole:
+            self._traffic.count(physical, self._experts_per_rank, self._real.count)
+        return torch.where(self._real.mask(len(physical)), physical, -1) if self._drop_padding else physical
 
     def _chosen(self, expert_ids: Tensor) -> Tensor:
         """(n, K) physical ids."""

@@ -46,8 +46,12 @@ def cover_kernel(
     """Write the physical ids of one token's experts."""
     k, g = tl.arange(0, EXPERTS), tl.arange(0, RANKS)
     at = tl.program_id(0).to(tl.int64) * K + k
-    ids = tl.load(expert_ids + at, mask=k < K, other=-1)
+    ids = tl.load(expert_ids + at, mask=k < K, other=-1).to(tl.int64)
     known = ids >= 0
+    if COPIES == 1:
+        only_one = tl.load(physical + ids, mask=known, other=-1)
+        tl.store(out + at, only_one.to(out.dtype.element_ty), mask=k < K)
+        return
     held = tl.zeros((EXPERTS, RANKS), tl.int32)
     for x in tl.static_range(COPIES):
         rank = tl.load(ranks + ids * COPIES + x, mask=known, other=-1).to(tl.int32)
@@ -73,4 +77,4 @@ def cover_kernel(
         rank = tl.load(ranks + ids * COPIES + x, mask=known, other=-2).to(tl.int32)
         slot = tl.load(physical + ids * COPIES + x, mask=known, other=-1).to(tl.int64)
         result = tl.where(rank == chosen, slot, result)
-    tl.store(out + at, result, mask=k < K)
+    tl.store(out + at, result.to(out.dtype.element_ty), mask=k < K)

@@ -26,32 +26,34 @@ _BUCKETS, _FINE_BITS, _COARSE = tl.constexpr(BUCKETS), tl.constexpr(FINE_BITS), 
 def look_up_tokens(
     tables: DeviceTables, layers: Sequence[int], first_rank: int, num_slices: int, token_ids: Tensor
 ) -> Tensor:
-    """(L, B, S) int32: same as `semmoe.tokens.slices.look_up_tokens`."""
+    """(L, B, S) int32: same as `semmoe.tokens.slices.look_up_tokens`, for layers that follow each other."""
     tokens = len(token_ids)
+    assert list(layers) == list(range(layers[0], layers[0] + len(layers))), layers
     out = torch.empty((len(layers), tokens, num_slices), dtype=torch.int32, device=token_ids.device)
-    for i, layer in enumerate(layers):
-        if tokens:
-            look_up_kernel[(triton.cdiv(tokens, SCORE_BLOCK),)](
-                out[i],
-                token_ids.contiguous(),
-                tables.token_rows,
-                tables.token_scores[layer],
-                tokens,
-                len(tables.token_rows) - 1,
-                tables.token_shift[layer],
-                first_rank,
-                tables.token_scores.shape[2],
-                num_slices,
-                BLOCK=SCORE_BLOCK,
-                WIDTH=triton.next_power_of_2(num_slices),
-            )
+    if tokens:
+        look_up_kernel[(triton.cdiv(tokens, SCORE_BLOCK), len(layers))](
+            out,
+            token_ids.contiguous(),
+            tables.token_rows,
+            tables.token_scores[layers[0]],
+            tables.token_shift[layers[0] :],
+            tokens,
+            len(tables.token_rows) - 1,
+            first_rank,
+            tables.token_scores.shape[2],
+            num_slices,
+            tables.token_scores.shape[1],
+            BLOCK=SCORE_BLOCK,
+            WIDTH=triton.next_power_of_2(num_slices),
+        )
     return out
 
 
 def score(
-    tables: DeviceTables, layer: int, first_rank: int, tokens: Tensor, earlier: Tensor, history: Tensor | None = None
-) -> Tensor:
-    """(B, S) int32: same as `semmoe.tokens.slices.score`."""
+    tables: DeviceTables, layer: int, first_rank: int, tokens: Tensor, earlier: Tensor, history: Tensor | None = None,
+    real: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """(B, S) int32: same as `semmoe.runtime.scores.score`."""
     out, (number, num_slices) = torch.empty_like(tokens), tokens.shape
     past = tables.history_scores[layer, -1:] if history is None else history.contiguous()
     if number:
@@ -61,11 +63,13 @@ def score(
             tables.path_scores[layer],
             earlier.contiguous(),
             past,
+            past if real is None else real,
             number,
             first_rank,
             tables.token_scores.shape[2],
             num_slices,
             HAS_HISTORY=history is not None,
+            REAL=real is not None,
             LAYERS=earlier.shape[0],
             TOP_K=earlier.shape[2],
             ORDERED=tables.ordered,
@@ -82,12 +86,13 @@ def look_up_kernel(
     token_ids,
     token_rows,
     token_scores,
+    shifts,
     tokens,
     last,
-    shift,
     first,
     ranks,
     slices,
+    rows,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
@@ -97,8 +102,10 @@ def look_up_kernel(
     mask = valid[:, None] & (s < slices)
     ids = tl.load(token_ids + t, mask=valid, other=0).to(tl.int64)
     row = tl.load(token_rows + tl.where((ids >= 0) & (ids < last), ids, last), mask=valid, other=0).to(tl.int64)
-    found = tl.load(token_scores + row[:, None] * ranks + first + s, mask=mask, other=0).to(tl.int32) << shift
-    tl.store(out + t[:, None] * slices + s, found, mask=mask)
+    layer = tl.program_id(1).to(tl.int64)
+    places = token_scores + (layer * rows + row)[:, None] * ranks + first + s
+    found = tl.load(places, mask=mask, other=0).to(tl.int32) << tl.load(shifts + layer)
+    tl.store(out + (layer * tokens + t)[:, None] * slices + s, found, mask=mask)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -108,11 +115,13 @@ def score_kernel(
     path_scores,
     earlier,
     history,
+    real,
     tokens,
     first,
     ranks,
     slices,
     HAS_HISTORY: tl.constexpr,
+    REAL: tl.constexpr,
     LAYERS: tl.constexpr,
     TOP_K: tl.constexpr,
     ORDERED: tl.constexpr,
@@ -134,6 +143,8 @@ def score_kernel(
             expert = tl.load(earlier + (j * tokens + t) * TOP_K + k, mask=valid, other=0).to(tl.int32)
             places = path_scores + (base + expert)[:, None] * ranks + first + s
             total += tl.load(places, mask=mask, other=0).to(tl.int32)
+    if REAL:
+        total = tl.where(tl.load(real + t, mask=valid, other=0).to(tl.int32)[:, None] > 0, total, 0)
     tl.store(out + t[:, None] * slices + s, total, mask=mask)
 
 
@@ -145,13 +156,15 @@ def assign(scores: Tensor) -> Tensor:
     block = min(triton.next_power_of_2(max(tokens, 16)), max(ASSIGN_TILE // width, 16))
     if tokens:
         assign_kernel[(1,)](
-            scores.contiguous(), out, tokens, slices, -(-tokens // slices), BLOCK=block, WIDTH=width, num_warps=8
-        )
+            scores.contiguous(), out, tokens, slices, -(-tokens // slices), ONE=tokens <= block, BLOCK=block,
+            WIDTH=width, num_warps=min(max(block * width // 256, 1), 8),
+        )  # fmt: skip
     return out
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def assign_kernel(scores, out, tokens, slices, size, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+def assign_kernel(scores, out, tokens, slices, size, ONE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """ONE: whether all tokens are in one block."""
     columns = tl.arange(0, WIDTH)
     real = columns < slices
     # Prices start at a slice's mean score above the lowest slice's; the first step follows from the mean spread.
@@ -187,7 +200,10 @@ def assign_kernel(scores, out, tokens, slices, size, BLOCK: tl.constexpr, WIDTH:
         counts += tl.sum((valid[:, None] & (pick[:, None] == columns[None, :])).to(tl.int32), 0)
         tl.store(out + start + tl.arange(0, BLOCK), pick.to(tl.int16), mask=valid)
     while tl.sum(tl.maximum(counts - size, 0), 0) > 0:
-        counts = _level(scores, out, kept, counts, tokens, slices, size, BLOCK, WIDTH)
+        if ONE:
+            counts = _level_one(scores, out, kept, counts, tokens, slices, size, BLOCK, WIDTH)
+        else:
+            counts = _level(scores, out, kept, counts, tokens, slices, size, BLOCK, WIDTH)
 
 
 @triton.jit
@@ -238,6 +254,28 @@ def _level(scores, out, prices, counts, tokens, slices, size, BLOCK: tl.constexp
 
 
 @triton.jit
+def _level_one(scores, out, prices, counts, tokens, slices, size, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """As `_level`, for tokens in one block, which are read once."""
+    columns = tl.arange(0, WIDTH)
+    excess = tl.maximum(counts - size, 0)
+    room = tl.where(columns < slices, tl.maximum(size - counts, 0), 0)
+    tl.debug_barrier()  # slices that other threads wrote
+    source, target, bucket, valid = _moves(scores, out, prices, excess, room, 0, tokens, slices, BLOCK, WIDTH)
+    leaving = tl.histogram(source * _BUCKETS + bucket, WIDTH * _BUCKETS, mask=valid)
+    limit, left = _limits(leaving, excess, WIDTH)
+    applies, left = _least(valid, source, bucket, limit, left, columns)
+    arriving = tl.histogram(target * _BUCKETS + bucket, WIDTH * _BUCKETS, mask=applies)
+    limit, left = _limits(arriving, room, WIDTH)
+    moves, left = _least(applies, target, bucket, limit, left, columns)
+    moved = moves[:, None]
+    counts += tl.sum((moved & (target[:, None] == columns[None, :])).to(tl.int32), 0)
+    counts -= tl.sum((moved & (source[:, None] == columns[None, :])).to(tl.int32), 0)
+    tl.debug_barrier()  # all threads have read these slices
+    tl.store(out + tl.arange(0, BLOCK), target.to(tl.int16), mask=moves)
+    return counts
+
+
+@triton.jit
 def _moves(scores, out, prices, excess, room, start, tokens, slices, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
     """For a block's tokens: their slice, the best slice with room, and the bucket of the loss between the two."""
     columns = tl.arange(0, WIDTH)
@@ -247,9 +285,9 @@ def _moves(scores, out, prices, excess, room, start, tokens, slices, BLOCK: tl.c
     here = source[:, None] == columns[None, :]
     best = tl.sum(tl.where(here, tile - prices[None, :], 0), 1)
     loss = tl.where(_of(excess, here) > 0, best - value, 0)
-    octave = tl.zeros_like(loss)
-    for i in tl.static_range(28):
-        octave += ((loss >> i) >= _COARSE).to(tl.int32)
+    octave = tl.zeros_like(loss)  # the least by which the loss is shifted to less than _COARSE
+    for i in tl.static_range(5):
+        octave += tl.where((loss >> (octave + ((16 >> i) - 1))) >= _COARSE, 16 >> i, 0)
     return source, target, (octave << _FINE_BITS) + (loss >> octave), valid
 
 

@@ -1,0 +1,66 @@
+"""What `TrafficCounter` counts at a layer as one Triton kernel, whose programs add to the totals."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+COUNT_TILE = 2048  # tokens times ranks of a program
+
+
+def count(
+    expert_ids: Tensor, per_rank: int, width: int, real: Tensor | None,
+    pairs: Tensor, rows: Tensor, node_rows: Tensor, tokens: Tensor,
+) -> None:  # fmt: skip
+    """Add (n, K) ids to pairs (R,), rows (R,), node_rows (D,) and tokens (), int64; width: ranks of a node.
+
+    real (): only so many of the first rows count.
+    """
+    number, top_k = expert_ids.shape
+    size = triton.next_power_of_2(len(rows))
+    block = max(min(triton.next_power_of_2(max(number, 1)), COUNT_TILE // size), 1)
+    if number:
+        count_kernel[(triton.cdiv(number, block),)](
+            expert_ids.contiguous(), tokens if real is None else real, pairs, rows, node_rows, tokens, number,
+            top_k, per_rank, width, len(rows), len(node_rows),
+            BOUND=real is not None, BLOCK=block, RANKS=size, NODES=triton.next_power_of_2(len(node_rows)),
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["number"])
+def count_kernel(
+    expert_ids,
+    real,
+    pairs,
+    rows,
+    node_rows,
+    tokens,
+    number,
+    top_k,
+    per_rank,
+    width,
+    num_ranks,
+    num_nodes,
+    BOUND: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RANKS: tl.constexpr,
+    NODES: tl.constexpr,
+):
+    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    g, d = tl.arange(0, RANKS), tl.arange(0, NODES)
+    valid = t < number
+    if BOUND:
+        valid = valid & (t < tl.load(real))
+    computed = tl.zeros((RANKS,), tl.int32)
+    reached, nodes = tl.zeros((BLOCK, RANKS), tl.int32), tl.zeros((BLOCK, NODES), tl.int32)
+    for k in range(top_k):
+        expert = tl.load(expert_ids + t.to(tl.int64) * top_k + k, mask=valid, other=-1).to(tl.int32)
+        rank = tl.where(expert >= 0, expert // per_rank, -1)
+        here = (rank[:, None] == g[None, :]).to(tl.int32)
+        computed += tl.sum(here, 0)
+        reached = reached | here
+        node = tl.where(expert >= 0, rank // width, -1)
+        nodes = nodes | (node[:, None] == d[None, :]).to(tl.int32)
+    tl.atomic_add(pairs + g, computed.to(tl.int64), mask=g < num_ranks)
+    tl.atomic_add(rows + g, tl.sum(reached, 0).to(tl.int64), mask=g < num_ranks)
+    tl.atomic_add(node_rows + d, tl.sum(nodes, 0).to(tl.int64), mask=d < num_nodes)
+    tl.atomic_add(tokens, tl.sum(tl.max(nodes, 1), 0).to(tl.int64))

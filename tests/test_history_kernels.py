@@ -1,0 +1,108 @@
+"""The kernels of histories and of traffic against plain torch, bit for bit; Triton runs in its interpreter here."""
+
+import numpy as np
+import pytest
+import torch
+from triton_runs import NO_TRITON, TARGETS, compiles, interpret
+
+from semmoe.runtime import scores as by_torch
+from semmoe.runtime import shuffler
+from semmoe.runtime.traffic import TrafficCounter
+
+SHAPES = ((1, 1, 1, 4), (5, 3, 2, 6), (60, 12, 3, 8), (512, 8, 8, 128))  # rows, ranks, experts of a token, experts
+
+
+def history_case(rows: int, ranks: int, top_k: int, experts: int):
+    """One layer's rows, states that have seen few tokens and many, slots with padding among them, and what is told."""
+    rng, number = np.random.default_rng(rows), rows + 100
+    table = rng.integers(-9000, 9000, (2 * experts + 1, ranks)).astype(np.int16)
+    running = rng.integers(-(2**20), 2**20, (number, ranks)).astype(np.int32)
+    previous = rng.integers(-9000, 9000, (number, ranks)).astype(np.int32)
+    seen = rng.integers(0, 5000, number)
+    slots = rng.permutation(np.arange(1, number))[:rows]
+    slots[rows - rows // 4 :] = 0
+    ids = rng.integers(0, experts, (rows, 2 * top_k)).astype(np.uint8)
+    return [torch.from_numpy(array) for array in (table, running, previous, seen, slots, ids)]
+
+
+def check_history(kernels, shape) -> None:
+    """After three tokens; padding may leave anything in its slot, and gets ids of 0."""
+    table, running, previous, seen, slots, ids = history_case(*shape)
+    ours = theirs = (running, previous, seen)
+    for turn in range(3):
+        given, top_k = (slots, ids.roll(turn, 0)), shape[2]
+        ours, theirs = ([state.clone() for state in states] for states in (ours, theirs))
+        mine, expected = (f(table, *s, *given, top_k) for f, s in ((kernels.observe, ours), (by_torch.observe, theirs)))
+        assert torch.equal(mine, expected)
+        for own, other in zip(ours, theirs, strict=True):
+            assert torch.equal(own[1:], other[1:])
+    decoding = slots % 3 > 0
+    known = (f(table, *theirs[:2], slots, decoding) for f in (kernels.contribution, by_torch.contribution))
+    assert torch.equal(*known)
+
+
+def check_by_weight(kernels, rows: int, top_k: int) -> None:
+    """With equal weights, and with some that are no numbers."""
+    rng = np.random.default_rng(rows)
+    ids = torch.from_numpy(rng.integers(0, 250, (rows, top_k)).astype(np.int32))
+    for weights in (rng.random((rows, top_k)), rng.integers(0, 3, (rows, top_k)) / 2):
+        weights[:: max(rows // 3, 1), top_k // 2] = np.nan
+        given = ids, torch.from_numpy(weights.astype(np.float32)), torch.uint8
+        assert torch.equal(kernels.by_weight(*given), shuffler.by_weight(*given))
+
+
+def check_count(kernels, rows: int, ranks: int, nodes: int, real: int | None) -> None:
+    """On top of what was counted before."""
+    rng, counter = np.random.default_rng(rows), TrafficCounter(ranks, 0, num_nodes=nodes)
+    ids = torch.from_numpy(rng.integers(-1, 3 * ranks, (rows, 5)).astype(np.int32))
+    bound = None if real is None else torch.tensor(real)
+    totals = [total + 7 for total in (counter._pairs, counter._rows, counter._node_rows, counter._tokens)]
+    kernels.count(ids, 3, ranks // nodes, bound, *totals)
+    counter.count(ids, 3, bound)
+    for ours, theirs in zip(totals, (counter._pairs, counter._rows, counter._node_rows, counter._tokens), strict=True):
+        assert torch.equal(ours - 7, theirs)
+
+
+def check_all(history, traffic) -> None:
+    for shape in SHAPES:
+        check_history(history, shape)
+    for rows, top_k in ((1, 1), (5, 3), (300, 8)):
+        check_by_weight(history, rows, top_k)
+    for rows, ranks, nodes, real in (
+        (1, 1, 1, None),
+        (7, 4, 2, 5),
+        (200, 12, 3, 200),
+        (300, 512, 64, None),
+        (9, 8, 1, 0),
+    ):
+        check_count(traffic, rows, ranks, nodes, real)
+
+
+def test_triton_interpreted():
+    interpret(__file__)
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_triton_compiles(target):
+    pytest.importorskip("triton", reason=NO_TRITON)
+    from semmoe.runtime.kernels import history, traffic
+
+    block = {"BLOCK": 64, "WIDTH": 8}
+    states = {"running": "*i32", "previous": "*i32", "slots": "*i64", "out": "*u8"}
+    kinds = {**states, "out": "*i32", "mean": "*i16", "decoding": "*i1"}
+    compiles(target, history.contribution_kernel, kinds, ("number", "ranks"), block)
+    kinds = {**states, "rows": "*i16", "seen": "*i64", "expert_ids": "*u8"}
+    numbers = ("number", "ranks", "columns", "top_k", "experts")
+    compiles(target, history.observe_kernel, kinds, numbers, block)
+    kinds = {"out": "*u8", "expert_ids": "*i32", "weights": "*fp32"}
+    compiles(target, history.by_weight_kernel, kinds, ("number", "top_k"), block)
+    kinds = dict.fromkeys(("real", "pairs", "rows", "node_rows", "tokens"), "*i64")
+    numbers = ("number", "top_k", "per_rank", "width", "num_ranks", "num_nodes")
+    sizes = {"BOUND": True, "BLOCK": 64, "RANKS": 16, "NODES": 2}
+    compiles(target, traffic.count_kernel, {**kinds, "expert_ids": "*i32"}, numbers, sizes)
+
+
+if __name__ == "__main__":
+    from semmoe.runtime.kernels import history, traffic
+
+    check_all(history, traffic)
