@@ -21,7 +21,7 @@ from triton_runs import interpret
 from semmoe.core import Placement, Plan
 from semmoe.methods.paper_policies import PaperTables
 from semmoe.requests.policy import RoundRobin
-from semmoe.runtime import shuffler_device, static
+from semmoe.runtime import scores, shuffler_device, static
 from semmoe.runtime.collectives import shuffle_handle
 from semmoe.runtime.scores import DeviceTables
 from semmoe.runtime.shuffler import TokenShuffler
@@ -199,10 +199,8 @@ def test_histories_are_those_of_the_host(seed):
 
 def test_padding_makes_room_for_tokens():
     """Of three tokens that want slice 0 the one that loses least moves; then the padding is where there is room."""
-    shuffler = device_shuffler(plan())
-    shuffler._real = torch.tensor([True, True, True, False])
-    scores = torch.tensor([[9, 1], [5, 4], [7, 0], [99, 0]], dtype=torch.int32)
-    assert shuffler._assigned(scores).tolist() == [0, 1, 0, 1]
+    padding = [0, 0]  # as it scores
+    assert scores.assign(torch.tensor([[9, 1], [5, 4], [7, 0], padding], dtype=torch.int32)).tolist() == [0, 1, 0, 1]
 
 
 @settings(max_examples=60, deadline=None)
