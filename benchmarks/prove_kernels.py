@@ -26,7 +26,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 
-from semmoe.runtime.kernels import argsort, copies, scores, shuffle
+from semmoe.runtime.kernels import argsort, assign, copies, history, scores, shuffle, traffic
 
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "sm_100": ("cuda", 100, 32),
            "gfx942": ("hip", "gfx942", 64)}  # fmt: skip
@@ -66,21 +66,36 @@ def kernels() -> Iterator[Kernel]:
                  {"WIDE": False, **block})  # fmt: skip
     yield Kernel(shuffle.all_gather_kernel, {**peers, "inverse": "*i64", "out": row}, ("slice_rows", "width"), block)
     table, sizes = {"BLOCK": argsort.BLOCK, "BINS": 16}, ("rows", "size", "blocks")
-    pointers, outs = {"ranks": "*i64", "before": "*i32"}, {"counts": "*i64", "order": "*i64", "inverse": "*i64"}
+    pointers, outs = {"ranks": "*i64", "before": "*i32"}, {"order": "*i64", "inverse": "*i64"}
     yield Kernel(argsort.histogram_kernel, pointers, sizes, table)
     yield Kernel(argsort.scan_kernel, {"before": "*i32", "counts": "*i64"}, ("blocks",), {"BLOCK": argsort.SCAN_BLOCK})
-    yield Kernel(argsort.scatter_kernel, {**pointers, **outs}, (*sizes, "slice_rows"),
-                 {"ALONE": False, "SLICES": True, **table})  # fmt: skip
-    held = {"expert_ids": "*i64", "ranks": "*i16", "physical": "*i32", "preferred": "*i16", "out": "*i64"}
-    yield Kernel(copies.cover_kernel, held, ("source", "num_ranks", "K"), {"COPIES": 2, "EXPERTS": 8, "RANKS": 8})
+    counts = {"real": "*i1", "totals": "*i64", "counted": "*i32"}
+    yield Kernel(argsort.scatter_kernel, {**pointers, **outs, **counts}, (*sizes, "slice_rows"),
+                 {"ALONE": False, "SLICES": False, "REAL": True, **table})  # fmt: skip
+    held = {"expert_ids": "*i32", "ranks": "*i16", "physical": "*i32", "preferred": "*i16", "out": "*i32"}
+    yield Kernel(copies.cover_kernel, held, ("source", "num_ranks", "K"), {"COPIES": 2, "EXPERTS": 8, "RANKS": 8},
+                 warps=1)  # fmt: skip
+    totals = dict.fromkeys(("real", "pairs", "rows", "node_rows", "tokens"), "*i64")
+    yield Kernel(traffic.count_kernel, {"expert_ids": "*i32", **totals},
+                 ("number", "top_k", "per_rank", "width", "num_ranks", "num_nodes"),
+                 {"BOUND": True, "BLOCK": 32, "EXPERTS": 8, "RANKS": 8, "NODES": 1})  # fmt: skip
+    block = {"BLOCK": history.TILE // 8, "WIDTH": 8}
+    states = {"running": "*i32", "previous": "*i32", "slots": "*i64"}
+    yield Kernel(history.contribution_kernel, {"out": "*i32", "mean": "*i16", "decoding": "*i1", **states},
+                 ("number", "ranks"), block)  # fmt: skip
+    yield Kernel(history.observe_kernel, {"out": "*u8", "rows": "*i16", "seen": "*i64", "expert_ids": "*u8", **states},
+                 ("number", "ranks", "experts"), {"COLUMNS": 8, "TOP_K": 8, **block})  # fmt: skip
+    yield Kernel(history.by_weight_kernel, {"out": "*u8", "expert_ids": "*i32", "weights": "*fp32"}, ("number",),
+                 {"TOP_K": 8, **block})  # fmt: skip
     block = {"BLOCK": scores.SCORE_BLOCK, "WIDTH": 8}
-    looked = {"out": "*i32", "token_ids": "*i64", "token_rows": "*i32", "token_scores": "*i8"}
-    yield Kernel(scores.look_up_kernel, looked, (*NUMBERS, "last", "shift"), block)
+    looked = {"out": "*i32", "token_ids": "*i64", "token_rows": "*i32", "token_scores": "*i8", "shifts": "*i32"}
+    yield Kernel(scores.look_up_kernel, looked, (*NUMBERS, "last", "rows"), block)
     paths = {"out": "*i32", "looked_up": "*i32", "path_scores": "*i16", "earlier": "*u8", "history": "*i32"}
-    yield Kernel(scores.score_kernel, paths, NUMBERS,
-                 {"HAS_HISTORY": True, "LAYERS": 3, "TOP_K": 8, "ORDERED": 1, "EXPERTS": 256, **block})  # fmt: skip
-    yield Kernel(scores.assign_kernel, {"scores": "*i32", "out": "*i16"}, ("tokens", "slices", "size"),
-                 {"BLOCK": scores.ASSIGN_TILE // 8, "WIDTH": 8}, warps=8)  # fmt: skip
+    looks = {"HAS_HISTORY": True, "REAL": True, "LAYERS": 3, "TOP_K": 8, "ORDERED": 1, "EXPERTS": 256}
+    yield Kernel(scores.score_kernel, {**paths, "real": "*i1"}, NUMBERS, {**looks, **block})
+    for kernel in (assign.assign_one_kernel, assign.assign_kernel):
+        yield Kernel(kernel, {"scores": "*i32", "out": "*i16"}, ("tokens", "slices", "size"),
+                     {"BLOCK": assign.ASSIGN_TILE // 8, "WIDTH": 8}, warps=8)  # fmt: skip
 
 
 def compile_for(kernel: Kernel, target: str) -> Resources:

@@ -92,13 +92,13 @@ def test_triton_compiles(target):
     kinds = {**states, "out": "*i32", "mean": "*i16", "decoding": "*i1"}
     compiles(target, history.contribution_kernel, kinds, ("number", "ranks"), block)
     kinds = {**states, "rows": "*i16", "seen": "*i64", "expert_ids": "*u8"}
-    numbers = ("number", "ranks", "columns", "top_k", "experts")
-    compiles(target, history.observe_kernel, kinds, numbers, block)
+    sizes = {"COLUMNS": 8, "TOP_K": 4}
+    compiles(target, history.observe_kernel, kinds, ("number", "ranks", "experts"), {**block, **sizes})
     kinds = {"out": "*u8", "expert_ids": "*i32", "weights": "*fp32"}
-    compiles(target, history.by_weight_kernel, kinds, ("number", "top_k"), block)
+    compiles(target, history.by_weight_kernel, kinds, ("number",), {"TOP_K": 8, **block})
     kinds = dict.fromkeys(("real", "pairs", "rows", "node_rows", "tokens"), "*i64")
     numbers = ("number", "top_k", "per_rank", "width", "num_ranks", "num_nodes")
-    sizes = {"BOUND": True, "BLOCK": 64, "RANKS": 16, "NODES": 2}
+    sizes = {"BOUND": True, "BLOCK": 8, "EXPERTS": 8, "RANKS": 16, "NODES": 2}
     compiles(target, traffic.count_kernel, {**kinds, "expert_ids": "*i32"}, numbers, sizes)
 
 

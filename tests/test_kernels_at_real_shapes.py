@@ -90,7 +90,7 @@ def check_scores(kernels, tokens: int) -> None:
 
 def check_all(tokens: int, on, rounded=as_interpreted, device: str = "cpu") -> None:
     """Raises AssertionError where a kernel and its reference differ in a bit. on: what a module is called through."""
-    from semmoe.runtime.kernels import argsort, copies, history, scores, shuffle, traffic
+    from semmoe.runtime.kernels import argsort, assign, copies, history, scores, shuffle, traffic
 
     ranks = np.random.default_rng(tokens).integers(RANKS, size=tokens)
     checks = {
@@ -104,7 +104,7 @@ def check_all(tokens: int, on, rounded=as_interpreted, device: str = "cpu") -> N
         "histories": lambda: check_history(on(history), (tokens, RANKS, TOP_K, EXPERTS)),
         "experts by weight": lambda: check_by_weight(on(history), tokens, TOP_K),
         "traffic": lambda: check_count(on(traffic), tokens, RANKS, 2, tokens * 3 // 4),
-        "assignment": lambda: check_assign(on(scores), "random", tokens, RANKS),
+        "assignment": lambda: check_assign(on(assign), "random", tokens, RANKS),
     }
     for name, check in checks.items():
         begin = time.perf_counter()

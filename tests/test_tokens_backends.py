@@ -122,9 +122,10 @@ def test_triton_interpreted():
 
 
 def interpreted() -> None:
-    import semmoe.runtime.kernels.scores as by_triton
+    from semmoe.runtime.kernels import assign
+    from semmoe.runtime.kernels import scores as by_triton
 
-    by_triton.ASSIGN_TILE = 512  # several blocks for the larger batches
+    assign.ASSIGN_TILE = 512  # several blocks for the larger batches
     for seed in range(6):
         check_score(by_triton, seed)
     tables, (_, first, slices, ids, _, _) = score_case(2)
@@ -132,17 +133,18 @@ def interpreted() -> None:
     assert torch.equal(by_triton.look_up_tokens(*given), by_torch.look_up_tokens(*given))
     for kind in KINDS:
         for tokens, slices in ((7, 1), (3, 8), (50, 3), (129, 8)):
-            check_assign(by_triton, kind, tokens, slices)
+            check_assign(assign, kind, tokens, slices)
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 def test_triton_compiles(target):
     pytest.importorskip("triton", reason=NO_TRITON)
-    import semmoe.runtime.kernels.scores as kernels
+    from semmoe.runtime.kernels import assign
+    from semmoe.runtime.kernels import scores as kernels
 
     pointers, block = {"scores": "*i32", "out": "*i16"}, {"BLOCK": 128, "WIDTH": 8}
-    for one in (True, False):
-        compiles(target, kernels.assign_kernel, pointers, ("tokens", "slices", "size"), {"ONE": one, **block})
+    for kernel in (assign.assign_one_kernel, assign.assign_kernel):
+        compiles(target, kernel, pointers, ("tokens", "slices", "size"), block)
     block = {"BLOCK": 32, "WIDTH": 8}
     pointers = {"out": "*i32", "token_ids": "*i64", "token_rows": "*i32", "token_scores": "*i8", "shifts": "*i32"}
     compiles(target, kernels.look_up_kernel, pointers, (*NUMBERS, "last", "rows"), block)

@@ -103,7 +103,9 @@ class DeviceShuffler:
         elif policy.by_tables:
             self._of_token = _token_table(policy, self._first, self._size, plan.fingerprint.vocab_size).to(device)
         self._history: DeviceHistory | None = None
-        self._scores = triton_kernels("scores", torch.empty(0, device=device)) or scores
+        where = torch.empty(0, device=device)
+        self._scores = triton_kernels("scores", where) or scores
+        self._assign = (triton_kernels("assign", where) or scores).assign
         self._several: np.ndarray | None = None  # (N,) slots, if any of them has several tokens in this pass
 
     @property
@@ -159,12 +161,12 @@ class DeviceShuffler:
         if self._of_token is not None:
             if self._of_batch is None:
                 found = self._looked_up.masked_fill(~self._real[:, None], 0)
-                self._of_batch = self._handle(self._scores.assign(found))
+                self._of_batch = self._handle(self._assign(found))
             return self._of_batch
         if self._tables is None or moe_layer is None:
             rows = slice_rows(len(self._slots), self._size)
             return self._handle(torch.arange(len(self._slots), device=self._slots.device) // rows)
-        return self._handle(self._scores.assign(self._score(moe_layer)))
+        return self._handle(self._assign(self._score(moe_layer)))
 
     def _score(self, layer: int) -> Tensor:
         assert self._tables is not None

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+WARP_TILE = 256  # experts of a token times ranks that one warp looks through
+
 
 def cover_copies(
     expert_ids: Tensor, ranks: Tensor, physical: Tensor, preferred: Tensor, source: int, num_ranks: int
@@ -25,6 +27,7 @@ def cover_copies(
             COPIES=ranks.shape[1],
             EXPERTS=triton.next_power_of_2(K),
             RANKS=triton.next_power_of_2(num_ranks),
+            num_warps=1 if K * num_ranks <= WARP_TILE else 4,
         )
     return out
 

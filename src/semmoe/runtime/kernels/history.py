@@ -10,7 +10,7 @@ from torch import Tensor
 
 from semmoe.tokens.kernels import FRACTION, RUNNING_LIMIT, RUNNING_PRIOR
 
-TILE = 1024  # rows times ranks, or times experts of a token, of a program
+TILE = 256  # rows times ranks, or times experts of a token, of a program
 
 _FRACTION, _LIMIT, _PRIOR = tl.constexpr(FRACTION), tl.constexpr(RUNNING_LIMIT), tl.constexpr(RUNNING_PRIOR)
 
@@ -35,7 +35,7 @@ def observe(
         grid, block = _blocks(len(slots), running.shape[1])
         observe_kernel[grid](
             out, rows, running, previous, seen, slots.contiguous(), expert_ids.contiguous(), len(slots),
-            running.shape[1], expert_ids.shape[1], top_k, (len(rows) - 1) // 2, **block,
+            running.shape[1], (len(rows) - 1) // 2, COLUMNS=expert_ids.shape[1], TOP_K=top_k, **block,
         )  # fmt: skip
     return out
 
@@ -45,14 +45,19 @@ def by_weight(expert_ids: Tensor, weights: Tensor, kind: torch.dtype) -> Tensor:
     out = torch.empty(expert_ids.shape, dtype=kind, device=expert_ids.device)
     if len(out):
         grid, block = _blocks(*out.shape)
-        by_weight_kernel[grid](out, expert_ids.contiguous(), weights.contiguous(), *out.shape, **block)
+        given = expert_ids.contiguous(), weights.contiguous(), len(out)
+        by_weight_kernel[grid](out, *given, TOP_K=out.shape[1], **block)
     return out
 
 
 def _blocks(rows: int, columns: int) -> tuple[tuple[int], dict[str, int]]:
     width = triton.next_power_of_2(columns)
     block = max(min(triton.next_power_of_2(rows), TILE // width), 1)
-    return (triton.cdiv(rows, block),), {"BLOCK": block, "WIDTH": width}
+    return (triton.cdiv(rows, block),), {
+        "BLOCK": block,
+        "WIDTH": width,
+        "num_warps": max(min(block * width // 64, 4), 1),
+    }
 
 
 @triton.jit(do_not_specialize=["number"])
@@ -80,9 +85,9 @@ def observe_kernel(
     expert_ids,
     number,
     ranks,
-    columns,
-    top_k,
     experts,
+    COLUMNS: tl.constexpr,
+    TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
@@ -91,14 +96,14 @@ def observe_kernel(
     mask = valid[:, None] & (g < ranks)
     slot = tl.load(slots + t, mask=valid, other=0).to(tl.int64)
     now, last = tl.zeros((BLOCK, WIDTH), tl.int64), tl.zeros((BLOCK, WIDTH), tl.int32)
-    for c in range(columns):
-        found = tl.load(expert_ids + t * columns + c, mask=valid, other=0)
+    for c in tl.static_range(COLUMNS):
+        found = tl.load(expert_ids + t * COLUMNS + c, mask=valid, other=0)
         found = tl.where(slot != 0, found, 0)
-        tl.store(out + t * columns + c, found, mask=valid)
-        chosen = mask & (c < top_k)
-        expert = found.to(tl.int64)[:, None]
-        now += tl.load(rows + expert * ranks + g, mask=chosen, other=0).to(tl.int64)
-        last += tl.load(rows + (experts + expert) * ranks + g, mask=chosen, other=0).to(tl.int32)
+        tl.store(out + t * COLUMNS + c, found, mask=valid)
+        if c < TOP_K:
+            expert = found.to(tl.int64)[:, None]
+            now += tl.load(rows + expert * ranks + g, mask=mask, other=0).to(tl.int64)
+            last += tl.load(rows + (experts + expert) * ranks + g, mask=mask, other=0).to(tl.int32)
     state = slot[:, None] * ranks + g
     times = tl.load(seen + slot, mask=valid, other=0)
     before = tl.load(running + state, mask=mask, other=0).to(tl.int64)
@@ -112,17 +117,17 @@ def observe_kernel(
 
 
 @triton.jit(do_not_specialize=["number"])
-def by_weight_kernel(out, expert_ids, weights, number, top_k, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+def by_weight_kernel(out, expert_ids, weights, number, TOP_K: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
     """An expert's place is the number of those before it; a weight that is no number comes first, as in torch."""
     t, k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDTH)[None, :]
     valid = t < number
-    mask, at = valid[:, None] & (k < top_k), t[:, None] * top_k + k
+    mask, at = valid[:, None] & (k < TOP_K), t[:, None] * TOP_K + k
     own = tl.load(weights + at, mask=mask, other=0).to(tl.float32)
     own = tl.where(own != own, float("inf"), own)
     place = tl.zeros((BLOCK, WIDTH), tl.int32)
-    for j in range(top_k):
-        other = tl.load(weights + t * top_k + j, mask=valid, other=0).to(tl.float32)
+    for j in tl.static_range(TOP_K):
+        other = tl.load(weights + t * TOP_K + j, mask=valid, other=0).to(tl.float32)
         other = tl.where(other != other, float("inf"), other)[:, None]
         place += ((other > own) | ((other == own) & (j < k))).to(tl.int32)
     ids = tl.load(expert_ids + at, mask=mask, other=0)
-    tl.store(out + t[:, None] * top_k + place, ids.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + t[:, None] * TOP_K + place, ids.to(out.dtype.element_ty), mask=mask)

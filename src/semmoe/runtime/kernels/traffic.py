@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-COUNT_TILE = 2048  # tokens times ranks of a program
+COUNT_TILE = 2048  # pairs of a token and an expert, times ranks, of a program
 
 
 def count(
@@ -16,13 +16,14 @@ def count(
     real (): only so many of the first rows count.
     """
     number, top_k = expert_ids.shape
-    size = triton.next_power_of_2(len(rows))
-    block = max(min(triton.next_power_of_2(max(number, 1)), COUNT_TILE // size), 1)
+    size, experts = triton.next_power_of_2(len(rows)), triton.next_power_of_2(top_k)
+    block = max(min(triton.next_power_of_2(max(number, 1)), COUNT_TILE // (size * experts)), 1)
     if number:
         count_kernel[(triton.cdiv(number, block),)](
             expert_ids.contiguous(), tokens if real is None else real, pairs, rows, node_rows, tokens, number,
             top_k, per_rank, width, len(rows), len(node_rows),
-            BOUND=real is not None, BLOCK=block, RANKS=size, NODES=triton.next_power_of_2(len(node_rows)),
+            BOUND=real is not None, BLOCK=block, EXPERTS=experts, RANKS=size,
+            NODES=triton.next_power_of_2(len(node_rows)),
         )  # fmt: skip
 
 
@@ -42,25 +43,27 @@ def count_kernel(
     num_nodes,
     BOUND: tl.constexpr,
     BLOCK: tl.constexpr,
+    EXPERTS: tl.constexpr,
     RANKS: tl.constexpr,
     NODES: tl.constexpr,
 ):
-    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    t, k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, EXPERTS)
     g, d = tl.arange(0, RANKS), tl.arange(0, NODES)
     valid = t < number
     if BOUND:
         valid = valid & (t < tl.load(real))
-    computed = tl.zeros((RANKS,), tl.int32)
-    reached, nodes = tl.zeros((BLOCK, RANKS), tl.int32), tl.zeros((BLOCK, NODES), tl.int32)
-    for k in range(top_k):
-        expert = tl.load(expert_ids + t.to(tl.int64) * top_k + k, mask=valid, other=-1).to(tl.int32)
-        rank = tl.where(expert >= 0, expert // per_rank, -1)
-        here = (rank[:, None] == g[None, :]).to(tl.int32)
-        computed += tl.sum(here, 0)
-        reached = reached | here
-        node = tl.where(expert >= 0, rank // width, -1)
-        nodes = nodes | (node[:, None] == d[None, :]).to(tl.int32)
-    tl.atomic_add(pairs + g, computed.to(tl.int64), mask=g < num_ranks)
-    tl.atomic_add(rows + g, tl.sum(reached, 0).to(tl.int64), mask=g < num_ranks)
-    tl.atomic_add(node_rows + d, tl.sum(nodes, 0).to(tl.int64), mask=d < num_nodes)
+    mask = valid[:, None] & (k < top_k)[None, :]
+    expert = tl.load(expert_ids + t.to(tl.int64)[:, None] * top_k + k[None, :], mask=mask, other=-1).to(tl.int32)
+    rank = tl.where(expert >= 0, expert // per_rank, -1)
+    node = tl.where(expert >= 0, rank // width, -1)
+    here = (rank[:, :, None] == g[None, None, :]).to(tl.int32)  # (BLOCK, EXPERTS, RANKS)
+    nodes = tl.max((node[:, :, None] == d[None, None, :]).to(tl.int32), 1)
+    _add(pairs, g, tl.sum(tl.sum(here, 1), 0), num_ranks)
+    _add(rows, g, tl.sum(tl.max(here, 1), 0), num_ranks)
+    _add(node_rows, d, tl.sum(nodes, 0), num_nodes)
     tl.atomic_add(tokens, tl.sum(tl.max(nodes, 1), 0).to(tl.int64))
+
+
+@triton.jit
+def _add(totals, at, counts, size):
+    tl.atomic_add(totals + at, counts.to(tl.int64), mask=(at < size) & (counts > 0))
