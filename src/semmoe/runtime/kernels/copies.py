@@ -69,12 +69,13 @@ def cover_kernel(
     distance = tl.where(held * reached[None, :] > 0, distance, num_ranks)
     found = (chosen < 0) & (tl.min(distance, 1) < num_ranks)
     chosen = tl.where(found, tl.argmin(distance, 1), chosen)
-    for _ in range(K):
-        left = held * (chosen < 0)[:, None].to(tl.int32)
+    left = held * (chosen < 0)[:, None].to(tl.int32)
+    while tl.max(tl.max(left, 1), 0) > 0:  # each turn takes a rank that holds some of what is left
         score = (tl.sum(left * (K + 1) + left * liked, 0) + 1) * num_ranks - away
         best = tl.argmax(tl.where(g < num_ranks, score, -1), 0)
         taken = tl.sum(left * (g == best)[None, :].to(tl.int32), 1) > 0
         chosen = tl.where(taken, best, chosen)
+        left = held * (chosen < 0)[:, None].to(tl.int32)
     result = tl.full((EXPERTS,), -1, tl.int64)
     for x in tl.static_range(COPIES):
         rank = tl.load(ranks + ids * COPIES + x, mask=known, other=-2).to(tl.int32)

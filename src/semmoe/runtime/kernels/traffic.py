@@ -23,7 +23,7 @@ def count(
             expert_ids.contiguous(), tokens if real is None else real, pairs, rows, node_rows, tokens, number,
             top_k, per_rank, width, len(rows), len(node_rows),
             BOUND=real is not None, BLOCK=block, EXPERTS=experts, RANKS=size,
-            NODES=triton.next_power_of_2(len(node_rows)),
+            NODES=triton.next_power_of_2(len(node_rows)), num_warps=max(min(block * experts * size // 256, 4), 1),
         )  # fmt: skip
 
 
