@@ -10,7 +10,7 @@ from torch import Tensor
 
 from semmoe.tokens.kernels import BUCKETS, FINE_BITS, FIRST_STEP, LOWEST, PRICE_STEPS, STEP_DECAY
 
-WARP_TILE = 512  # scores for a warp
+WARP_TILE = 128  # scores for a warp; with less than two or more than eight warps an H100 takes longer
 ASSIGN_TILE = 4096  # scores that the program processes at a time; with 8192 it spills registers on NVIDIA
 
 _LOWEST = tl.constexpr(LOWEST)
@@ -26,7 +26,7 @@ def assign(scores: Tensor) -> Tensor:
     block = min(triton.next_power_of_2(max(tokens, 16)), max(ASSIGN_TILE // width, 16))
     if tokens:
         kernel = assign_one_kernel if tokens <= block else assign_kernel
-        warps = min(max(block * width // WARP_TILE, 1), 16)
+        warps = min(max(block * width // WARP_TILE, 2), 8)
         given = scores.contiguous(), out, tokens, slices, -(-tokens // slices)
         kernel[(1,)](*given, BLOCK=block, WIDTH=width, num_warps=warps)
     return out
