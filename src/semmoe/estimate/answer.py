@@ -8,7 +8,7 @@ from typing import Any
 from semmoe.calibration import Links, tier_of
 from semmoe.cost import WORTH
 from semmoe.estimate import breakeven, outside
-from semmoe.estimate.forecast import Case, Pass, gain, label, run
+from semmoe.estimate.forecast import HOOKS, Case, Pass, gain, label, run
 from semmoe.estimate.routing import PLAN, Routing
 
 TITLES = {
@@ -114,9 +114,10 @@ def _reason(case: Case, plan: Pass, best: Pass, saved: float) -> str:
     if plan.communication >= best.communication:
         return "not worth it: these links carry the plan's traffic no faster"
     if case.settings.overlap and best.hidden >= 0.99 * best.communication:
-        return f"not worth it: communication is hidden behind compute, so that {saved:.1%} of the time is saved"
+        return f"not worth it: communication is hidden behind compute, so that a token takes {_change(saved)}"
     if saved <= 0:
-        return "not worth it: what locality saves, its imbalance of expert load costs"
+        own = plan.parts.get(HOOKS, 0.0) >= plan.total - best.total
+        return f"not worth it: what locality saves, {f'{HOOKS} cost' if own else 'its imbalance of expert load costs'}"
     return f"not worth it: it saves {saved:.1%} of the time per output token, less than {WORTH:.0%}"
 
 

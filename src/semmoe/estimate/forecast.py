@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from semmoe import cost
 from semmoe.calibration import Links, tier_of
 from semmoe.estimate import roofline
-from semmoe.estimate.hardware import COMMUNICATING, FITTED_ON, Gpu
+from semmoe.estimate.hardware import COMMUNICATING, FITTED_ON, HOOKED_ON, Gpu
 from semmoe.estimate.model import Latent, ModelSizes
 from semmoe.estimate.roofline import HEAD, ROUTED, Parts, Work
 from semmoe.estimate.routing import Routing
@@ -21,6 +21,7 @@ from semmoe.estimate.settings import EstimateSettings
 from semmoe.topology import Topology
 
 DISPATCH, COMBINE, ALL_REDUCE, SMS = "dispatch", "combine", "all-reduces", "SMs of communication"
+HOOKS = "semmoe's own kernels"
 TRAVELS = (DISPATCH, COMBINE, ALL_REDUCE)
 EXTRAPOLATED_FROM = 128  # ranks
 FITTED_NODES = 4  # that shipped links were held against
@@ -93,6 +94,8 @@ def run(case: Case, routing: Routing, decode: bool) -> Pass:
     work = work.half() if case.settings.overlap else work
     computed, elsewhere = _computed(case, work, routing)
     sent = _sent(case, work, routing)
+    if routing.hooked and decode:
+        computed[HOOKS] = roofline.hooks(work, routing.redundant_experts > 0) * case.model.moe_layers
     if case.settings.overlap and case.links_of(decode).all_to_all == "per-node" and DISPATCH in sent:
         computed[SMS] = sum(computed.values()) * COMMUNICATING / (1 - COMMUNICATING)
     hidden = min(sum(computed.values()), sum(sent.values())) if case.settings.overlap else 0.0
@@ -165,6 +168,8 @@ def label(case: Case, part: str, decode: bool) -> str:
         if links.kind == "nominal" or part == ALL_REDUCE:
             return "nominal"
         return "fitted" if case.topology.num_nodes <= FITTED_NODES else "extrapolated"
+    if part == HOOKS:
+        return "measured" if case.gpu.name == HOOKED_ON else "extrapolated"
     if case.outside is not None and part in case.outside[decode].labels:
         return case.outside[decode].labels[part]
     fitted = case.gpu.name == FITTED_ON and isinstance(case.model.attention, Latent) and case.model.dense_bytes == 1

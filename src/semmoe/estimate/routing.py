@@ -24,6 +24,7 @@ class Routing:
     load: float  # pairs of the busiest rank over the mean of ranks
     redundant_experts: int
     label: str
+    hooked: bool = False  # by semmoe, whose kernels take time
     all_reduce: bool = False  # no all-to-all: every rank computes its experts for all rows, and the results are summed
 
     def matrix(self, kind: str, topology: Topology) -> np.ndarray:
@@ -54,7 +55,8 @@ def assumed(model: ModelSizes, topology: Topology, kinds: set[str], settings: Es
     }
     if saving is not None:
         left = {kind: (inside * (1 - saving), between * (1 - saving)) for kind, (inside, between) in drawn.items()}
-        found[PLAN] = Routing(rows=left, load=settings.plan_load or load, redundant_experts=copies, label="assumed")
+        load = settings.plan_load or load
+        found[PLAN] = Routing(rows=left, load=load, redundant_experts=copies, label="assumed", hooked=True)
     return found
 
 
@@ -63,7 +65,7 @@ def with_all_reduce(found: dict[str, Routing], topology: Topology) -> dict[str, 
     if topology.attention != "tp" or topology.ep_size == 1:
         return found
     best = min(found.values(), key=lambda one: one.load)
-    return {**found, ALL_REDUCED: replace(best, rows={}, redundant_experts=0, all_reduce=True)}
+    return {**found, ALL_REDUCED: replace(best, rows={}, redundant_experts=0, hooked=False, all_reduce=True)}
 
 
 def planned(plan: Plan, model: ModelSizes, kinds: set[str]) -> dict[str, Routing]:
@@ -74,7 +76,8 @@ def planned(plan: Plan, model: ModelSizes, kinds: set[str]) -> dict[str, Routing
     check_sizes(plan, model)
     said, copies = _said(plan), plan.placement.redundant_experts
     names = {VANILLA: "linear", EPLB: "eplb", PLAN: plan.method}
-    return {name: _measured(said[method], kinds, copies) for name, method in names.items()}
+    found = {name: _measured(said[method], kinds, copies) for name, method in names.items()}
+    return found | {PLAN: replace(found[PLAN], hooked=True)}
 
 
 def check_sizes(plan: Plan, model: ModelSizes) -> None:
