@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
-TOTAL, FILE, FUNCTION = 34_480, 350, 50
+TOTAL, FILE, FUNCTION = 34_890, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 335,
@@ -27,7 +27,7 @@ ROOMS = {
     "plan.py": 200,
     "solver.py expectation.py": 330,
     "replayer.py online.py": 330,
-    "runtime": 2730,
+    "runtime": 3110,
     "checkpoint": 1390,
     "engines": 10_400,
     "router": 1390,

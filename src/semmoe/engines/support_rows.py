@@ -237,7 +237,7 @@ FEATURES = (
         {},
         _both(
             _read(
-                "no GPU was at hand: decode passes are shuffled with static shapes and traced without one; passes over "
+                "our part of a decode pass was replayed from a graph on an H100, without an engine; passes over "
                 "prompts that a plan shuffles are not captured"
             )
         ),

@@ -116,8 +116,9 @@ def _reason(case: Case, plan: Pass, best: Pass, saved: float) -> str:
     if case.settings.overlap and best.hidden >= 0.99 * best.communication:
         return f"not worth it: communication is hidden behind compute, so that a token takes {_change(saved)}"
     if saved <= 0:
-        own = plan.parts.get(HOOKS, 0.0) >= plan.total - best.total
-        return f"not worth it: what locality saves, {f'{HOOKS} cost' if own else 'its imbalance of expert load costs'}"
+        if plan.parts.get(HOOKS, 0.0) >= plan.total - best.total:
+            return "not worth it: what locality saves, semmoe's own kernels cost"
+        return "not worth it: what locality saves, its imbalance of expert load costs"
     return f"not worth it: it saves {saved:.1%} of the time per output token, less than {WORTH:.0%}"
 
 

@@ -6,7 +6,7 @@ reading, without a pass of their own; the copy is a pass over memory unless the 
 SRS adds in rank order in float32 (float64 for float64) and rounds once, bitwise equal to `semmoe.runtime.reference`.
 NCCL adds in an order of its own, so that the plain pair may differ in the last bits.
 
-This was never run on a GPU: tests emulate ranks as buffers of one process, in Triton's interpreter.
+This was never run between GPUs: two processes shared one, and tests emulate ranks as buffers in Triton's interpreter.
 """
 
 import math
