@@ -125,7 +125,9 @@ def kernels(run: Run) -> dict[str, Any]:
     if not passed or "skipped" in out:
         raise StepError("some tests were skipped: see kernels.log")
     times = run.call("kernel-times", [sys.executable, "benchmarks/bench_kernels.py", "--tokens", "64", "1024", "8192"])
-    return {"tests": int(passed[1]), "times": json.loads(times.strip().splitlines()[-1])["results"]}
+    hooks = run.call("hook-times", [sys.executable, "benchmarks/bench_captured.py"])
+    found = [json.loads(out.strip().splitlines()[-1])["results"] for out in (times, hooks)]
+    return {"tests": int(passed[1]), "times": found[0], "what hooks add to a captured pass": found[1]}
 
 
 def profile(run: Run) -> dict[str, Any]:
