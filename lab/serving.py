@@ -65,6 +65,11 @@ def _runs(sweep: ServingSweep, name: str) -> list[str]:
     return [run for run in (LIGHT, *rates, AT_ONCE) if run in seen]
 
 
+def _at_rates(sweep: ServingSweep) -> list[str]:
+    """Set-ups with attention-DP, vanilla first, without those whose requests were sent all at once alone."""
+    return [name for name in sweep.names("dp") if set(_runs(sweep, name)) - {AT_ONCE}]
+
+
 def best_throughput(sweep: ServingSweep, attention: str, name: str, columns: tuple[str, ...]) -> float:
     """Most tokens/s of the runs in which all of `columns` stay within their objectives; 0 where none does."""
     return _best(sweep, attention, name, columns)[0]
@@ -95,7 +100,7 @@ def figure4(inputs: Inputs) -> Result:
     comparisons = []
     for (engine, sweep), pair in zip(swept, axes, strict=True):
         own: list[list[Cell]] = []
-        for name in sweep.names("dp"):
+        for name in _at_rates(sweep):
             own += [
                 [
                     engine,
@@ -134,7 +139,7 @@ def _ink(name: str) -> str:
 
 
 def _beside(engine: str, sweep: ServingSweep, columns: tuple[str, ...], objectives: str, published: str) -> Comparison:
-    names = sweep.names("dp")
+    names = _at_rates(sweep)
     best = {name: _best(sweep, "dp", name, columns) for name in names}
     vanilla, _ = best[names[0]]
     gains = [
@@ -171,7 +176,7 @@ def _within(inputs: Inputs, column: str, objective: str, published: str) -> Resu
     rows: list[list[Cell]] = []
     figure, axes = _four_in_a_row(len(swept))
     for (engine, sweep), axis in zip(swept, axes, strict=True):
-        names = sweep.names("dp")
+        names = _at_rates(sweep)
         best = [best_throughput(sweep, "dp", name, (column,)) for name in names]
         rows += [[engine, name, value, value / best[0]] for name, value in zip(names, best, strict=True)]
         axis.bar([name.removeprefix("DP, ") for name in names], best, color=list(map(_ink, names)))
