@@ -197,6 +197,17 @@ def test_histories_are_those_of_the_host(seed):
         np.testing.assert_array_equal(known, theirs.contribution(1, used, decoding))
 
 
+@pytest.mark.parametrize("granularity", ["layer", "batch"])
+def test_the_tokens_that_stand_in_padding_change_nothing(granularity):
+    """Whatever ids an engine pads with, their scores do not count."""
+    slots, orders = fitted(np.array([7, 1, 2]), 3), []
+    for padding in range(VOCABULARY):
+        shuffler = device_shuffler(plan(5), granularity)
+        shuffler.start(torch.tensor([3, 4, 5, *[padding] * 3]), slots, None, NONE_NEW)
+        orders.append(shuffler.slices(0).order.tolist())
+    assert all(order == orders[0] for order in orders)
+
+
 def test_padding_makes_room_for_tokens():
     """Of three tokens that want slice 0 the one that loses least moves; then the padding is where there is room."""
     padding = [0, 0]  # as it scores
