@@ -43,10 +43,8 @@ class OneCard(NcclCommunicator):
 
 
 def plan(f: Fingerprint, ranks: int) -> Plan:
-    rng, rows = (
-        np.random.default_rng(0),
-        Looks(lookback=LOOKBACK, ordered=ORDERED, lookahead=0).rows(f.top_k, f.num_experts),
-    )
+    rng, looks = np.random.default_rng(0), Looks(lookback=LOOKBACK, ordered=ORDERED, lookahead=0)
+    rows = looks.rows(f.top_k, f.num_experts)
 
     def table(kind: type, *shape: int) -> np.ndarray:
         return rng.integers(-100, 100, (f.num_layers, *shape, ranks)).astype(kind)

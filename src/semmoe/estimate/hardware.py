@@ -12,7 +12,7 @@ Peak rates are dense ones. The shares were fitted to single operations of DeepSe
 
 On other GPUs the same shares are assumed. What semmoe itself adds to a MoE layer of a decoding step in a CUDA graph was
 measured on an H100 (benchmarks/bench_captured.py, 8 to 512 rows of a group of 8 ranks): COUNTED, and COPIES where
-experts have any; with attention-TP SHUFFLED and SHUFFLED_ROW for every row of the group, which is within 14 %.
+experts have any; with attention-TP SHUFFLED and SHUFFLED_ROW for every row of the group, which is within 15 %.
 """
 
 from dataclasses import dataclass

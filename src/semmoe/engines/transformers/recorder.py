@@ -26,6 +26,7 @@ from semmoe.engines.transformers.model import (
     moe_layers,
     router_lookahead,
 )
+from semmoe.runtime.shuffler import by_weight
 from semmoe.trace import TraceHeader, TraceWriter, open_trace
 
 
@@ -78,8 +79,8 @@ class RoutingRecorder:
 
     def keep(self, expert_ids: torch.Tensor, weights: torch.Tensor) -> None:
         """Record the next layer's routing (T, K) of all rows of the batch."""
-        order = weights.argsort(dim=1, descending=True, stable=True)
-        self._layers.append(torch.gather(expert_ids, 1, order).cpu().numpy()[self._real])
+        ordered = by_weight(expert_ids, weights, expert_ids.dtype)
+        self._layers.append(ordered.cpu().numpy()[self._real])
 
     def take(self) -> np.ndarray:
         """(n, L, K) expert ids of the real tokens of the last forward, row by row of the batch."""

@@ -38,23 +38,16 @@ def assign_one_kernel(scores, out, tokens, slices, size, BLOCK: tl.constexpr, WI
     columns = tl.arange(0, WIDTH)
     real = columns < slices
     tile, valid = _tile(scores, 0, tokens, slices, BLOCK, WIDTH)
-    inside = valid[:, None] & real[None, :]
-    totals = tl.sum(tl.where(inside, tile, 0).to(tl.int64), 0)
-    high = tl.max(tl.where(inside, tile, _LOWEST), 1)
-    low = tl.min(tl.where(inside, tile, -(_LOWEST + 1)), 1)
-    spread = tl.sum(tl.where(valid, high.to(tl.int64) - low, 0), 0)
+    totals, spread = _sums(tile, valid, real)
     prices, step = _first(totals, spread, real, tokens)
     kept, least = prices, tokens + 1
     i = 0
     while (i <= _PRICE_STEPS) & (least > 0):
         pick, _best = _choose(tile, prices, real, columns, WIDTH)
         counts = _counts(pick, valid, columns)
-        over = tl.sum(tl.maximum(counts - size, 0), 0)
-        kept = tl.where(over <= least, prices, kept)
-        least = tl.minimum(over, least)
-        prices, step = _next(prices, step, counts, size, real)
+        kept, least, prices, step = _turn(kept, least, prices, step, counts, size, real)
         i += 1
-    values = tl.where(inside, tile - kept[None, :], _LOWEST)
+    values = tile - kept[None, :]
     pick, _best = _choose(tile, kept, real, columns, WIDTH)
     counts = _counts(pick, valid, columns)
     while tl.sum(tl.maximum(counts - size, 0), 0) > 0:
@@ -74,6 +67,16 @@ def assign_one_kernel(scores, out, tokens, slices, size, BLOCK: tl.constexpr, WI
 
 
 @triton.jit
+def _sums(tile, valid, real):
+    """(WIDTH,) sums of a block's scores by slice, and the sum of its tokens' spreads."""
+    inside = valid[:, None] & real[None, :]
+    high = tl.max(tl.where(inside, tile, _LOWEST), 1)
+    low = tl.min(tl.where(inside, tile, -(_LOWEST + 1)), 1)
+    spread = tl.sum(tl.where(valid, high.to(tl.int64) - low, 0), 0)
+    return tl.sum(tl.where(inside, tile, 0).to(tl.int64), 0), spread
+
+
+@triton.jit
 def _first(totals, spread, real, tokens):
     """Prices start at a slice's mean score above the lowest slice's; the first step follows from the mean spread."""
     lowest = tl.min(tl.where(real, totals, 0x7FFFFFFFFFFFFFFF), 0)
@@ -82,10 +85,12 @@ def _first(totals, spread, real, tokens):
 
 
 @triton.jit
-def _next(prices, step, counts, size, real):
-    """Prices rise where a slice is too full and fall where it has room, by less every time."""
+def _turn(kept, least, prices, step, counts, size, real):
+    """The prices that overfill slices least are kept; they rise where it is too full, by less every time."""
+    over = tl.sum(tl.maximum(counts - size, 0), 0)
+    kept = tl.where(over <= least, prices, kept)
     prices += tl.where(real, counts.to(tl.int64) * step // size - step, 0).to(tl.int32)
-    return prices, step * _STEP_DECAY // 64
+    return kept, tl.minimum(over, least), prices, step * _STEP_DECAY // 64
 
 
 @triton.jit
@@ -101,11 +106,9 @@ def assign_kernel(scores, out, tokens, slices, size, BLOCK: tl.constexpr, WIDTH:
     totals, spread = tl.zeros((WIDTH,), tl.int64), tl.zeros((), tl.int64)
     for start in range(0, tokens, BLOCK):
         tile, valid = _tile(scores, start, tokens, slices, BLOCK, WIDTH)
-        inside = valid[:, None] & real[None, :]
-        totals += tl.sum(tl.where(inside, tile, 0).to(tl.int64), 0)
-        high = tl.max(tl.where(inside, tile, _LOWEST), 1)
-        low = tl.min(tl.where(inside, tile, -(_LOWEST + 1)), 1)
-        spread += tl.sum(tl.where(valid, high.to(tl.int64) - low, 0), 0)
+        own, of_block = _sums(tile, valid, real)
+        totals += own
+        spread += of_block
     prices, step = _first(totals, spread, real, tokens)
     kept, least = prices, tokens + 1
     i = 0
@@ -115,10 +118,7 @@ def assign_kernel(scores, out, tokens, slices, size, BLOCK: tl.constexpr, WIDTH:
             tile, valid = _tile(scores, start, tokens, slices, BLOCK, WIDTH)
             pick, _best = _choose(tile, prices, real, columns, WIDTH)
             counts += _counts(pick, valid, columns)
-        over = tl.sum(tl.maximum(counts - size, 0), 0)
-        kept = tl.where(over <= least, prices, kept)
-        least = tl.minimum(over, least)
-        prices, step = _next(prices, step, counts, size, real)
+        kept, least, prices, step = _turn(kept, least, prices, step, counts, size, real)
         i += 1
     counts = tl.zeros((WIDTH,), tl.int32)
     for start in range(0, tokens, BLOCK):
