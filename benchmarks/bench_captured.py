@@ -1,19 +1,24 @@
 """What semmoe adds to a decode pass that is replayed from a CUDA graph: microseconds a layer, on one GPU.
 
     python benchmarks/bench_captured.py [--rows 8 64 256 512] [--layers 48] [--experts 128] [--ranks 8] [--width 2048]
+    python benchmarks/bench_captured.py --prompts 1 8 --rows 1024 8192   # passes over so many prompts, run eagerly
 
 The pass is what SGLang's hooks do, captured as tests/captured_passes.py traces it; the tables are random and as large
 as a plan's. In place of links, a collective copies rows on the one card, so that "vanilla", its reduce-scatters and
 all-gathers alone, is what the others are held against; for attention-DP that is nothing. Each is replayed twice: the
-two medians show the noise. Needs a GPU. Prints configuration, a table, the parts of a shuffled layer, one JSON line.
+two medians show the noise. Passes over prompts, which engines do not capture, are timed from their first call to the
+end of their last kernel. Needs a GPU. Prints configuration, a table, the parts of a shuffled layer, one JSON line.
 """
 
 import argparse
+import functools
 import json
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -23,6 +28,7 @@ from captured import Captured, NcclCommunicator
 from synthetic import make_fingerprint
 
 from semmoe.core import Placement, Plan
+from semmoe.engines.step import Step
 from semmoe.requests.policy import RoundRobin
 from semmoe.tokens.slices import Looks, PathScores
 from semmoe.topology import Fingerprint, Topology
@@ -78,8 +84,26 @@ def filled(case: Captured, f: Fingerprint, rows: int) -> Captured:
     return case
 
 
-def passes(planned: Plan, rows: int, width: int, device: str = "cuda") -> Iterator[tuple[str, Callable]]:
-    """What is captured, by name."""
+def over_prompts(case: Captured, requests: int) -> Callable[[], object]:
+    """A pass in which so many requests share the rows, as the host begins it."""
+    rows = len(case.batch.input_ids)
+    of_row = np.arange(rows) * requests // rows
+    step = Step(
+        token_ids=case.batch.input_ids.cpu().numpy(), positions=np.arange(rows) - np.searchsorted(of_row, of_row),
+        rows=of_row, slots=np.arange(1, requests + 1), requests=[str(i) for i in range(requests)],
+        decoding=np.zeros(rows, np.bool_),
+    )  # fmt: skip
+    case.batch.forward_mode = SimpleNamespace(is_decode=lambda: False)
+
+    def job() -> None:
+        case.shuffle.begin_pass(case.batch, lambda: step)
+        case()
+
+    return job
+
+
+def passes(planned: Plan, rows: int, width: int, prompts: int, device: str) -> Iterator[tuple[str, Callable]]:
+    """What is captured, by name; or what runs over so many prompts, if any."""
     comm = OneCard(None, 0, planned.topology.ep_size)
 
     def case(granularity: str = "layer") -> Captured:
@@ -104,11 +128,12 @@ def passes(planned: Plan, rows: int, width: int, device: str = "cuda") -> Iterat
     yield "vanilla", vanilla
     yield "attention-DP: rows counted", counted
     yield "attention-DP: copies, counted", at_routers
-    yield "attention-TP: shuffled by batch", case("batch")
-    yield "attention-TP: shuffled by layer", case()
+    begun = (lambda captured: over_prompts(captured, prompts)) if prompts else (lambda captured: captured)
+    yield "attention-TP: shuffled by batch", begun(case("batch"))
+    yield "attention-TP: shuffled by layer", begun(case())
     recorded = case()
     recorded.record()
-    yield "attention-TP: by layer, recorded", recorded
+    yield "attention-TP: by layer, recorded", begun(recorded)
 
 
 def graph_of(job: Callable[[], object]) -> torch.cuda.CUDAGraph:
@@ -135,6 +160,20 @@ def replay_us(graph: torch.cuda.CUDAGraph, batch: int = 5) -> float:
     return statistics.median(once() for _ in range(MEASURED))
 
 
+def eager_us(job: Callable[[], object]) -> float:
+    """From a pass's first call to the end of its last kernel."""
+
+    def once() -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        job()
+        torch.cuda.synchronize()
+        return 1e6 * (time.perf_counter() - start)
+
+    once()
+    return statistics.median(once() for _ in range(MEASURED))
+
+
 def kernels_of(job: Callable[[], object], layers: int) -> list[tuple[str, float, float]]:
     """Name, launches a layer and microseconds a layer of a pass's kernels, longest first."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
@@ -144,9 +183,27 @@ def kernels_of(job: Callable[[], object], layers: int) -> list[tuple[str, float,
     return sorted((one for one in found if one[2] > 0), key=lambda one: -one[2])
 
 
+def measure(planned: Plan, rows: int, width: int, prompts: int) -> Iterator[dict]:
+    """Times of every pass in microseconds a layer, printed as they come, and at the end the kernels of a layer."""
+    layers, base, told = planned.fingerprint.num_layers, 0.0, []
+    for name, job in passes(planned, rows, width, prompts, "cuda"):
+        time_us = functools.partial(eager_us, job) if prompts else functools.partial(replay_us, graph_of(job))
+        first, again = (time_us() / layers for _ in range(2))
+        base = first if name == "vanilla" else base
+        added = first - base * name.startswith("attention-TP")
+        print(f"{name:34}{rows:6}{prompts or '':9}{first:12.2f}{again:10.2f}{added:14.2f}", flush=True)
+        yield {"pass": name, "rows": rows, "prompts": prompts, "us": first, "again": again, "added": added}
+        if name.startswith("attention-TP: by layer"):
+            told = kernels_of(job, layers)
+    print(f"kernels of a layer, {name}")
+    for kernel, launches, us in told[:MOST_KERNELS]:
+        print(f"    {launches:6.2f} x {us:8.2f} us  {kernel[:100]}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 64, 256, 512])
+    parser.add_argument("--prompts", type=int, nargs="+", default=[0])
     for name, default in (("layers", 48), ("experts", 128), ("top-k", 8), ("ranks", 8), ("width", 2048)):
         parser.add_argument(f"--{name}", type=int, default=default)
     a = parser.parse_args()
@@ -154,25 +211,12 @@ def main() -> int:
         print("bench_captured.py: no GPU here", file=sys.stderr)
         return 2
     sizes = {"num_layers": a.layers, "num_experts": a.experts, "top_k": a.top_k}
-    f = make_fingerprint(vocab_size=VOCABULARY, **sizes)
-    planned, results = plan(f, a.ranks), []
+    planned = plan(make_fingerprint(vocab_size=VOCABULARY, **sizes), a.ranks)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; {a.layers} layers, top-{a.top_k} of {a.experts} "
           f"experts, {a.ranks} ranks, rows of {a.width} bfloat16")  # fmt: skip
-    print(f"{'':34}{'rows':>6}{'us a layer':>12}{'again':>8}{'over vanilla':>14}")
-    for rows in a.rows:
-        base, told = 0.0, []
-        for name, job in passes(planned, rows, a.width):
-            graph = graph_of(job)
-            first, again = (replay_us(graph) / a.layers for _ in range(2))
-            base = first if name == "vanilla" else base
-            added = first - base * name.startswith("attention-TP")
-            print(f"{name:34}{rows:6}{first:12.2f}{again:8.2f}{added:14.2f}", flush=True)
-            results.append({"pass": name, "rows": rows, "us": first, "again": again, "added": added})
-            if name.startswith("attention-TP: by layer"):
-                told = kernels_of(job, a.layers)
-        print(f"kernels of a layer, {name}")
-        for kernel, launches, us in told[:MOST_KERNELS]:
-            print(f"    {launches:6.1f} x {us:8.2f} us  {kernel[:100]}")
+    print(f"{'':34}{'rows':>6}{'prompts':>9}{'us a layer':>12}{'again':>10}{'over vanilla':>14}")
+    cases = [(rows, prompts) for rows in a.rows for prompts in a.prompts]
+    results = [one for rows, prompts in cases for one in measure(planned, rows, a.width, prompts)]
     print("\n" + json.dumps({"device": torch.cuda.get_device_name(), **vars(a), "results": results}))
     return 0
 
