@@ -195,7 +195,8 @@ def measure(planned: Plan, rows: int, width: int, prompts: int) -> Iterator[dict
         yield {"pass": name, "rows": rows, "prompts": prompts, "us": first, "again": again, "added": added}
         if name.startswith("attention-TP: by layer"):
             told = kernels_of(job, layers)
-    print(f"kernels of a layer, {name}")
+    launches, busy = (sum(column) for column in list(zip(*told, strict=True))[1:])
+    print(f"kernels of a layer, {name}: {launches:.1f} that take {busy:.1f} us")
     for kernel, launches, us in told[:MOST_KERNELS]:
         print(f"    {launches:6.2f} x {us:8.2f} us  {kernel[:100]}")
 

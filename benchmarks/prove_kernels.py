@@ -27,6 +27,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from semmoe.runtime.kernels import argsort, assign, copies, history, scores, shuffle, traffic
+from semmoe.tokens.kernels import CHUNK
 
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "sm_100": ("cuda", 100, 32),
            "gfx942": ("hip", "gfx942", 64)}  # fmt: skip
@@ -85,6 +86,10 @@ def kernels() -> Iterator[Kernel]:
                  ("number", "ranks"), block)  # fmt: skip
     yield Kernel(history.observe_kernel, {"out": "*u8", "rows": "*i16", "seen": "*i64", "expert_ids": "*u8", **states},
                  ("number", "ranks", "experts"), {"COLUMNS": 8, "TOP_K": 8, **block})  # fmt: skip
+    told, numbers = {"rows": "*i16", "order": "*i64", "expert_ids": "*u8"}, ("tokens", "batch", "ranks", "table")
+    yield Kernel(history.sums_kernel, {"sums": "*i32", **told}, numbers, {"TOP_K": 8, **block})
+    told |= {"sums": "*i32", "seen": "*i64", "first": "*i64", **states}
+    yield Kernel(history.in_turn_kernel, told, (*numbers, "num_slots"), {"TOP_K": 8, "WIDTH": 8}, warps=1)
     yield Kernel(history.by_weight_kernel, {"out": "*u8", "expert_ids": "*i32", "weights": "*fp32"}, ("number",),
                  {"TOP_K": 8, **block})  # fmt: skip
     block = {"BLOCK": scores.SCORE_BLOCK, "WIDTH": 8}
@@ -93,9 +98,9 @@ def kernels() -> Iterator[Kernel]:
     paths = {"out": "*i32", "looked_up": "*i32", "path_scores": "*i16", "earlier": "*u8", "history": "*i32"}
     looks = {"HAS_HISTORY": True, "REAL": True, "LAYERS": 3, "TOP_K": 8, "ORDERED": 1, "EXPERTS": 256}
     yield Kernel(scores.score_kernel, {**paths, "real": "*i1"}, NUMBERS, {**looks, **block})
-    for kernel in (assign.assign_one_kernel, assign.assign_kernel):
-        yield Kernel(kernel, {"scores": "*i32", "out": "*i16"}, ("tokens", "slices", "size"),
-                     {"BLOCK": assign.ASSIGN_TILE // 8, "WIDTH": 8}, warps=8)  # fmt: skip
+    for width in (8, 16):
+        yield Kernel(assign.assign_kernel, {"scores": "*i32", "out": "*i16"}, ("tokens", "slices"),
+                     {"BLOCK": CHUNK, "WIDTH": width, "WHOLE": False}, warps=width)  # fmt: skip
 
 
 def compile_for(kernel: Kernel, target: str) -> Resources:

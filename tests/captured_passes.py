@@ -2,9 +2,10 @@
 
 import operator
 
+import numpy as np
 import pytest
 import torch
-from captured import GPU, SIZES, Captured, CrossingError, fake_ranks, on_gpu, replays
+from captured import GPU, SIZES, Captured, CrossingError, StaysOnDevice, fake_ranks, launches_of_triton, on_gpu, replays
 from test_shuffler_device import EXPERTS, LAYERS, SLOTS, TOP_K, plan
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
@@ -41,7 +42,7 @@ def test_a_decode_pass_stays_on_the_device(rank, rows, granularity):
     with fake_ranks(rank, RANKS) as comm, on_gpu():
         operations, launched = replays(captured(comm, rows, granularity))
     assert operations > 20 * LAYERS
-    assert {"assign_one_kernel", "scatter_kernel", "gather_kernel"} <= set(launched)
+    assert {"assign_kernel", "scatter_kernel", "gather_kernel"} <= set(launched)
     assert (granularity == "layer") == ("score_kernel" in launched)
 
 
@@ -91,3 +92,18 @@ def test_a_pass_over_prompts_is_no_pass_to_capture(comm):
         slots, decoding = decode.batch.req_pool_indices, table((8,), torch.bool)
         with pytest.raises(RuntimeError, match="numpy"):
             replays(lambda: shuffler.start(decode.batch.input_ids, slots, decoding, slots[:1]))
+
+
+def test_a_pass_over_prompts_stays_on_the_device_once_it_is_begun(comm):
+    prompts = np.array([3, 3, 3, 1, 1, 0, 0, 0])
+    with on_gpu():
+        case = captured(comm, 8)
+        shuffler = case.shuffle._shuffler
+        shuffler.reserve(SLOTS)
+        with launches_of_triton() as kernels:
+            shuffler.start(case.batch.input_ids, prompts, table((8,), torch.bool), table((2,), torch.int64))
+            with StaysOnDevice():
+                for layer in range(LAYERS):
+                    shuffler.slices(layer)
+                    shuffler.observe(layer, table((8, TOP_K), torch.uint8))
+    assert kernels.count("sums_kernel") == kernels.count("in_turn_kernel") == 1

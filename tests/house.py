@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
-TOTAL, FILE, FUNCTION = 34_890, 350, 50
+TOTAL, FILE, FUNCTION = 34_940, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 335,
@@ -20,14 +20,14 @@ ROOMS = {
     "affinity.py splitter.py copychoice.py metrics.py capacity.py": 720,
     "settings.py calibration.py cost.py rowcosts.py payoff.py": 1000,
     "results.py": 340,
-    "tokens": 1100,
+    "tokens": 1115,
     "requests": 1060,
     "placement": 2720,
     "methods": 1380,
     "plan.py": 200,
     "solver.py expectation.py": 330,
     "replayer.py online.py": 330,
-    "runtime": 3110,
+    "runtime": 3130,
     "checkpoint": 1390,
     "engines": 10_400,
     "router": 1390,

@@ -185,7 +185,7 @@ def test_a_bad_entry_of_an_array_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("cut.jsonl.gz", gzip.compress(b'{"prompt": "a"}')[:-4], "truncated or damaged"),
+        ("cut.jsonl.gz", gzip.compress(b'{"prompt": "a"}', mtime=0)[:-4], "truncated or damaged"),
         ("plain.jsonl.gz", b'{"prompt": "a"}', "truncated or damaged"),
         ("latin.jsonl", '{"prompt": "é"}'.encode("latin-1"), "not UTF-8"),
     ],

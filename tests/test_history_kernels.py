@@ -8,6 +8,7 @@ from triton_runs import NO_TRITON, TARGETS, compiles, interpret
 from semmoe.runtime import scores as by_torch
 from semmoe.runtime import shuffler
 from semmoe.runtime.traffic import TrafficCounter
+from semmoe.tokens import slices as by_numba
 
 SHAPES = ((1, 1, 1, 4), (5, 3, 2, 6), (60, 12, 3, 8), (512, 8, 8, 128))  # rows, ranks, experts of a token, experts
 
@@ -41,6 +42,35 @@ def check_history(kernels, shape) -> None:
     assert torch.equal(*known)
 
 
+def check_in_turn(
+    kernels, slots: np.ndarray, ranks: int, top_k: int, experts: int, layers: int = 3, on=torch.Tensor.cpu
+):
+    """Slots that have seen nothing and much, in one pass; what they chose at every layer."""
+    rng, number = np.random.default_rng(len(slots)), int(slots.max()) + 3
+    table = rng.integers(-32768, 32768, (layers, 2 * experts + 1, ranks)).astype(np.int16)
+    running, previous = (rng.integers(-(2**20), 2**20, (layers, number, ranks)).astype(np.int32) for _ in range(2))
+    seen = rng.choice([0, 3, 23, 24, 25, 5000], (layers, number))
+    ids = rng.integers(0, experts, (layers, len(slots), top_k)).astype(np.uint8)
+    given = [on(torch.from_numpy(array)) for array in (table, running, previous, seen)]
+    turns = by_torch.Turns.of(slots, given[0].device)
+    kernels.observe_in_turn(*given, turns, on(torch.from_numpy(ids)))
+    for layer in range(layers):
+        by_numba.observe(running[layer], previous[layer], seen[layer], slots, ids[layer], table[layer])
+    for ours, theirs in zip(given[1:], (running, previous, seen), strict=True):
+        np.testing.assert_array_equal(ours.cpu().numpy()[:, 1:], theirs[:, 1:])
+
+
+TURNS = (
+    np.array([3]), np.array([0, 0]), np.array([2, 5, 2, 2, 0, 5, 1]), np.repeat([4, 1, 0], [40, 1, 3]),
+    np.random.default_rng(0).integers(0, 9, 200),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("slots", TURNS, ids=len)
+def test_several_tokens_of_a_slot_in_plain_torch(slots):
+    check_in_turn(by_torch, slots, 3, 2, 6)
+
+
 def check_by_weight(kernels, rows: int, top_k: int) -> None:
     """With equal weights, and with some that are no numbers."""
     rng = np.random.default_rng(rows)
@@ -66,6 +96,8 @@ def check_count(kernels, rows: int, ranks: int, nodes: int, real: int | None) ->
 def check_all(history, traffic) -> None:
     for shape in SHAPES:
         check_history(history, shape)
+    for slots, (_, *shape) in zip(TURNS, (*SHAPES, SHAPES[1]), strict=True):
+        check_in_turn(history, slots, *shape)
     for rows, top_k in ((1, 1), (5, 3), (300, 8)):
         check_by_weight(history, rows, top_k)
     for rows, ranks, nodes, real in (
@@ -94,6 +126,11 @@ def test_triton_compiles(target):
     kinds = {**states, "rows": "*i16", "seen": "*i64", "expert_ids": "*u8"}
     sizes = {"COLUMNS": 8, "TOP_K": 4}
     compiles(target, history.observe_kernel, kinds, ("number", "ranks", "experts"), {**block, **sizes})
+    kinds = {"sums": "*i32", "rows": "*i16", "order": "*i64", "expert_ids": "*u8"}
+    numbers = ("tokens", "batch", "ranks", "table")
+    compiles(target, history.sums_kernel, kinds, numbers, {"TOP_K": 4, **block})
+    kinds |= {"running": "*i32", "previous": "*i32", "seen": "*i64", "slots": "*i64", "first": "*i64"}
+    compiles(target, history.in_turn_kernel, kinds, (*numbers, "num_slots"), {"TOP_K": 4, "WIDTH": 8})
     kinds = {"out": "*u8", "expert_ids": "*i32", "weights": "*fp32"}
     compiles(target, history.by_weight_kernel, kinds, ("number",), {"TOP_K": 8, **block})
     kinds = dict.fromkeys(("real", "pairs", "rows", "node_rows", "tokens"), "*i64")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from test_argsort import check as check_argsort
 from test_argsort import check_real
-from test_history_kernels import check_by_weight, check_count, check_history
+from test_history_kernels import check_by_weight, check_count, check_history, check_in_turn
 from test_shuffle_kernels import as_interpreted, check_pair
 from test_tokens_backends import check_assign, score_case, score_tokens, tensors
 from torch.utils._pytree import tree_map
@@ -102,6 +102,9 @@ def check_all(tokens: int, on, rounded=as_interpreted, device: str = "cpu") -> N
         "copy choice": lambda: check_cover(on(copies), tokens),
         "scores": lambda: check_scores(on(scores), tokens),
         "histories": lambda: check_history(on(history), (tokens, RANKS, TOP_K, EXPERTS)),
+        "histories of prompts": lambda: check_in_turn(
+            on(history), np.arange(tokens) // 200 + 1, RANKS, TOP_K, EXPERTS, layers=2
+        ),
         "experts by weight": lambda: check_by_weight(on(history), tokens, TOP_K),
         "traffic": lambda: check_count(on(traffic), tokens, RANKS, 2, tokens * 3 // 4),
         "assignment": lambda: check_assign(on(assign), "random", tokens, RANKS),

@@ -23,7 +23,7 @@ from semmoe.methods.paper_policies import PaperTables
 from semmoe.requests.policy import RoundRobin
 from semmoe.runtime import scores, shuffler_device, static
 from semmoe.runtime.collectives import shuffle_handle
-from semmoe.runtime.scores import DeviceTables
+from semmoe.runtime.scores import DeviceTables, Turns
 from semmoe.runtime.shuffler import TokenShuffler
 from semmoe.runtime.shuffler_device import PADDING_SLOT, DeviceHistory, DeviceShuffler
 from semmoe.runtime.static import take_rows
@@ -184,7 +184,8 @@ def test_histories_are_those_of_the_host(seed):
         ids = rng.integers(0, EXPERTS, (len(slots), TOP_K))
         theirs.observe(1, slots, ids)
         if several:
-            ours.observe_in_turn(1, slots, torch.from_numpy(ids))
+            turns = Turns.of(slots, torch.device("cpu"))
+            ours.observe_in_turn(turns, torch.from_numpy(ids).expand(LAYERS, *ids.shape))
         else:
             padded = fitted(slots, 3), torch.from_numpy(np.append(ids, np.zeros((3, TOP_K), int), axis=0))
             ours.observe(1, *padded, TOP_K)

@@ -7,10 +7,11 @@ from oracles import score_tokens
 from triton_runs import NO_TRITON, TARGETS, compiles, interpret
 
 from semmoe.runtime import scores as by_torch
+from semmoe.tokens import kernels
 from semmoe.tokens import slices as by_numba
 from semmoe.tokens.slices import PathScores
 
-SHAPES = ((1, 1), (7, 1), (3, 8), (16, 8), (50, 3), (129, 8), (300, 16), (1100, 9))  # (B, S)
+SHAPES = ((1, 1), (7, 1), (3, 8), (16, 8), (50, 3), (129, 8), (300, 16), (1100, 9), (1100, 17), (1026, 2))  # (B, S)
 KINDS = ("random", "ties", "equal", "one slice")
 NUMBERS = ("tokens", "first", "ranks", "slices")
 
@@ -97,6 +98,27 @@ def test_slices_fit_and_torch_agrees(kind, tokens, slices):
     check_assign(by_torch, kind, tokens, slices)
 
 
+@pytest.mark.parametrize(("tokens", "slices"), [(510, 3), (513, 8), (1100, 17), (2000, 3), (5001, 16), (8192, 8)])
+def test_chunks_hold_every_token_once_and_their_slices_fit(tokens, slices):
+    parts = kernels.chunks(tokens, slices)
+    np.testing.assert_array_equal(np.sort(np.concatenate(parts)), np.arange(tokens))
+    assert sum(-(-len(part) // slices) for part in parts) == -(-tokens // slices)
+    assert max(map(len, parts)) <= kernels.CHUNK
+    assert (len(parts) == 1) == (tokens <= 510)
+    prompt = np.arange(tokens // 2)  # which takes half of every chunk
+    for part in parts:
+        assert abs(np.isin(part, prompt).mean() - 0.5) < 0.5 * slices / len(part) + 0.01
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunks_come_near_the_whole(kind):
+    scores = batch(kind, 4096, 8)
+    ours, whole = by_numba.assign(scores), kernels.assign(scores)
+    assert np.bincount(ours, minlength=8).max() == 512
+    total, best, least = (scores[np.arange(4096), a].sum() for a in (ours, whole, np.arange(4096) // 512))
+    assert total - least >= 0.99 * (best - least)
+
+
 def test_no_tokens():
     assert by_numba.assign(np.zeros((0, 4), np.int32)).shape == (0,)
     assert by_torch.assign(torch.zeros((0, 4), dtype=torch.int32)).shape == (0,)
@@ -125,14 +147,13 @@ def interpreted() -> None:
     from semmoe.runtime.kernels import assign
     from semmoe.runtime.kernels import scores as by_triton
 
-    assign.ASSIGN_TILE = 512  # several blocks for the larger batches
     for seed in range(6):
         check_score(by_triton, seed)
     tables, (_, first, slices, ids, _, _) = score_case(2)
     given = by_torch.DeviceTables.of(tables), range(2), first, slices, torch.from_numpy(ids)
     assert torch.equal(by_triton.look_up_tokens(*given), by_torch.look_up_tokens(*given))
     for kind in KINDS:
-        for tokens, slices in ((7, 1), (3, 8), (50, 3), (129, 8)):
+        for tokens, slices in ((7, 1), (3, 8), (50, 3), (129, 8), (520, 8), (1100, 17)):
             check_assign(assign, kind, tokens, slices)
 
 
@@ -140,18 +161,18 @@ def interpreted() -> None:
 def test_triton_compiles(target):
     pytest.importorskip("triton", reason=NO_TRITON)
     from semmoe.runtime.kernels import assign
-    from semmoe.runtime.kernels import scores as kernels
+    from semmoe.runtime.kernels import scores as by_triton
 
     pointers, block = {"scores": "*i32", "out": "*i16"}, {"BLOCK": 128, "WIDTH": 8}
-    for kernel in (assign.assign_one_kernel, assign.assign_kernel):
-        compiles(target, kernel, pointers, ("tokens", "slices", "size"), block)
+    for whole in (True, False):
+        compiles(target, assign.assign_kernel, pointers, ("tokens", "slices"), {**block, "WHOLE": whole})
     block = {"BLOCK": 32, "WIDTH": 8}
     pointers = {"out": "*i32", "token_ids": "*i64", "token_rows": "*i32", "token_scores": "*i8", "shifts": "*i32"}
-    compiles(target, kernels.look_up_kernel, pointers, (*NUMBERS, "last", "rows"), block)
+    compiles(target, by_triton.look_up_kernel, pointers, (*NUMBERS, "last", "rows"), block)
     pointers = {"out": "*i32", "looked_up": "*i32", "path_scores": "*i16", "earlier": "*u8", "history": "*i32"}
     pointers["real"] = "*i1"
     constants = {"HAS_HISTORY": True, "REAL": True, "LAYERS": 5, "TOP_K": 4, "ORDERED": 2, "EXPERTS": 32, **block}
-    compiles(target, kernels.score_kernel, pointers, NUMBERS, constants)
+    compiles(target, by_triton.score_kernel, pointers, NUMBERS, constants)
 
 
 if __name__ == "__main__":

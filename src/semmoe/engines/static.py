@@ -64,11 +64,11 @@ class DeviceRows:
         known = (step.slots < self._nobody) & (not step.guesses)
         slots = np.where(known, step.slots, self._nobody)
         new = watch.begun(*(torch.from_numpy(values).to(device) for values in (slots, *step.ends)))
-        token_ids, of_request, decoding = (
-            _fit(torch.from_numpy(values), num_rows).to(device)
-            for values in (step.token_ids, slots[step.rows], step.decoding)
+        token_ids, decoding = (
+            _fit(torch.from_numpy(values), num_rows).to(device) for values in (step.token_ids, step.decoding)
         )
-        self._shuffler.start(token_ids, of_request, decoding, new)
+        of_row = np.pad(slots[step.rows], (0, num_rows - step.num_tokens), constant_values=PADDING_SLOT)
+        self._shuffler.start(token_ids, of_row, decoding, new)
 
     def _watched(self, device: torch.device) -> DeviceSlotWatch:
         """The slot watch, made at the first pass; graphs are captured later, after warm-up passes."""

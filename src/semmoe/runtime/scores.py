@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from semmoe.tokens import slices
 from semmoe.tokens.kernels import (
     BUCKETS,
     FINE_BITS,
@@ -17,8 +18,25 @@ from semmoe.tokens.kernels import (
     RUNNING_LIMIT,
     RUNNING_PRIOR,
     STEP_DECAY,
+    chunks,
 )
-from semmoe.tokens.slices import PathScores
+from semmoe.tokens.slices import PathScores, slice_size
+
+
+@dataclass(frozen=True)
+class Turns:
+    """The tokens of a pass in which slots have several, by slot and in their order; without padding."""
+
+    slots: Tensor  # (R,) int64, distinct
+    first: Tensor  # (R + 1,) int64: where each slot's tokens begin in `rows`
+    rows: Tensor  # (M,) int64
+
+    @classmethod
+    def of(cls, slots: np.ndarray, device: torch.device) -> "Turns":
+        """slots (N,): that of each row, 0 for padding."""
+        order = np.argsort(slots, kind="stable")[np.count_nonzero(slots == 0) :]
+        touched, first = np.unique(slots[order], return_index=True)
+        return cls(*(torch.tensor(part, device=device) for part in (touched, np.append(first, len(order)), order)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,12 +121,37 @@ def observe(
     return told
 
 
+def observe_in_turn(
+    rows: Tensor, running: Tensor, previous: Tensor, seen: Tensor, turns: Turns, expert_ids: Tensor
+) -> None:
+    """Observe at all layers what tokens chose (L, N, K), by rows (L, 2 * E + 1, G) and states (L, slots, G).
+
+    It is computed on the host, which waits.
+    """
+    states = running, previous, seen
+    means, last, times = arrays = [state[:, turns.slots].cpu().numpy() for state in states]
+    local = np.repeat(np.arange(len(turns.slots)), np.diff(turns.first.cpu().numpy()))
+    ids, tables = expert_ids[:, turns.rows].long().cpu().numpy(), rows.cpu().numpy()
+    for layer in range(len(rows)):
+        slices.observe(means[layer], last[layer], times[layer], local, ids[layer], tables[layer])
+    for state, array in zip(states, arrays, strict=True):
+        state[:, turns.slots] = torch.from_numpy(array).to(state.device)
+
+
 def assign(scores: Tensor) -> Tensor:
     """(B,) int16: slices, same as `semmoe.tokens.slices.assign`."""
+    tokens, num_slices = scores.shape
+    out, parts = torch.empty(tokens, dtype=torch.int16, device=scores.device), chunks(tokens, num_slices)
+    every = torch.arange(slice_size(tokens, num_slices) * num_slices, device=scores.device).view(-1, num_slices)
+    for chunk, part in enumerate(parts if tokens else ()):
+        rows = every[chunk :: len(parts)].reshape(-1)[: len(part)]  # which are `part`, without a copy from the host
+        out[rows] = _assign(scores[rows])
+    return out
+
+
+def _assign(scores: Tensor) -> Tensor:
     tokens, slices = scores.shape
-    size = max(-(-tokens // slices), 1)
-    if tokens == 0:
-        return torch.empty(0, dtype=torch.int16, device=scores.device)
+    size = -(-tokens // slices)
     scores = scores.long()
     prices, step = _start(scores)
     kept, least = prices, torch.full_like(step, tokens + 1)

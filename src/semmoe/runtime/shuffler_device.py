@@ -17,11 +17,10 @@ from torch import Tensor
 
 from semmoe.core import Plan, TokenPolicy
 from semmoe.runtime import scores
-from semmoe.runtime.scores import DeviceTables
+from semmoe.runtime.scores import DeviceTables, Turns
 from semmoe.runtime.shuffler import by_weight, id_type, lookahead_of
 from semmoe.runtime.static import StaticHandle, slice_rows, static_handle, triton_kernels
 from semmoe.settings import GRANULARITIES
-from semmoe.tokens import slices
 from semmoe.tokens.slices import PathScores
 
 PADDING_SLOT = 0  # padding writes to this slot, which is never read
@@ -61,24 +60,17 @@ class DeviceHistory:
         states = (state[layer] for state in (self._running, self._previous, self._seen))
         return self._by.observe(self._rows[layer], *states, slots, expert_ids, top_k)
 
-    def observe_in_turn(self, layer: int, slots: np.ndarray, expert_ids: Tensor) -> None:
-        """Same as `History.observe`, for several tokens per slot in order; computed on the host after a wait."""
-        touched, local = np.unique(slots, return_inverse=True)
-        at = torch.from_numpy(touched).to(self._rows.device)
-        states = [state[layer] for state in (self._running, self._previous, self._seen)]
-        running, previous, seen = arrays = [state[at].cpu().numpy() for state in states]
-        ids, rows = expert_ids.long().cpu().numpy(), self._rows[layer].cpu().numpy()
-        slices.observe(running, previous, seen, local.reshape(-1), ids, rows)
-        for state, array in zip(states, arrays, strict=True):
-            state[at] = torch.from_numpy(array).to(state.device)
+    def observe_in_turn(self, turns: Turns, expert_ids: Tensor) -> None:
+        """Same as `History.observe` at every layer, for several tokens per slot in order. expert_ids: (L, N, K)."""
+        self._by.observe_in_turn(self._rows, self._running, self._previous, self._seen, turns, expert_ids)
 
 
 class DeviceShuffler:
     """Shuffles one attention group's tokens, same as `TokenShuffler`, on tensors of `device`.
 
     `reserve` allocates the histories, `start` begins a forward pass. Without padding its slices equal those of
-    `TokenShuffler`. A pass in which a slot has several tokens (of a prompt) waits for the device in `observe`, once per
-    layer; nothing else waits.
+    `TokenShuffler`. A pass in which a slot has several tokens (of a prompt) is observed after its last layer. Nothing
+    waits for the device, except that observing where Triton is not installed.
 
     Raises ValueError for the paper's tables with granularity "layer", whose greedy assignment runs on the host.
     """
@@ -106,7 +98,7 @@ class DeviceShuffler:
         where = torch.empty(0, device=device)
         self._scores = triton_kernels("scores", where) or scores
         self._assign = (triton_kernels("assign", where) or scores).assign
-        self._several: np.ndarray | None = None  # (N,) slots, if any of them has several tokens in this pass
+        self._turns: Turns | None = None  # if a slot may have several tokens in this pass
 
     @property
     def uses_history(self) -> bool:
@@ -135,17 +127,20 @@ class DeviceShuffler:
         if self._history is not None:
             self.reserve(self._history.num_slots)
 
-    def start(self, token_ids: Tensor, slots: Tensor, decoding: Tensor | None, new_slots: Tensor) -> None:
+    def start(self, token_ids: Tensor, slots: Tensor | np.ndarray, decoding: Tensor | None, new_slots: Tensor) -> None:
         """Begin a forward pass over N rows, in the order in which the group shares them, padding last.
 
-        slots (N,): the slot of each row's request. decoding (N,) bool: tokens that the model generated; None: all of
-        them, at most one per request. new_slots: slots whose request begins in this pass, PADDING_SLOT for none.
+        slots (N,): the slot of each row's request. decoding (N,) bool: tokens that the model generated, and slots an
+        array; None: all of them, at most one per request. new_slots: slots whose request begins in this pass,
+        PADDING_SLOT for none.
         """
         if self._history is not None:
             self._history.reset(new_slots)
-        self._slots, self._real = slots, slots != PADDING_SLOT
+        in_turn = decoding is not None and self._history is not None
+        self._turns = Turns.of(np.asarray(slots), token_ids.device) if in_turn else None
+        self._slots = torch.as_tensor(slots, device=token_ids.device)
+        self._real = self._slots != PADDING_SLOT
         self._decoding = self._real if decoding is None else decoding
-        self._several = None if decoding is None else slots.cpu().numpy()
         self._earlier: list[Tensor] = []  # experts (N, K), latest first
         self._ahead: list[Tensor] = []  # planes (N, K) of look-ahead ids for the next layer
         self._of_batch: StaticHandle | None = None
@@ -190,13 +185,14 @@ class DeviceShuffler:
         look-ahead ids (N, W) of the next one; padding has any ids.
         """
         assert self._history is not None
-        if self._several is None:
+        if self._turns is None:
             told = self._history.observe(moe_layer, self._slots, expert_ids, self._top_k)
         else:
             told = expert_ids.masked_fill(~self._real[:, None], 0)
-            self._history.observe_in_turn(moe_layer, self._several, told[:, : self._top_k])
         seen, *self._ahead = told.split(self._top_k, dim=1)
         self._earlier.insert(0, seen)
+        if self._turns is not None and moe_layer == self._layers - 1:
+            self._history.observe_in_turn(self._turns, torch.stack(self._earlier[::-1]))
 
 
 def _token_table(policy: TokenPolicy, first_rank: int, num_slices: int, vocab_size: int) -> Tensor:

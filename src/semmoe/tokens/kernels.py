@@ -10,6 +10,7 @@ import numpy as np
 SCALE = 2048  # table units of one expected expert
 RUNNING_PRIOR, RUNNING_LIMIT = 8, 24  # tokens: initial weight of the running mean, and the maximum added to it
 FRACTION = 8  # fractional bits of the running mean, below a table unit
+CHUNK = 512  # tokens that are assigned together, on a GPU by one program
 PRICE_STEPS = 6
 # in 1/64: first price step, relative to the scores' spread, for a slice with twice its capacity; decay per step
 FIRST_STEP, STEP_DECAY = 16, 50
@@ -128,6 +129,22 @@ def observe(running, previous, seen, slots, expert_ids, rows, out, decoded):
                 last += rows[experts + expert_ids[t, k], g]
             running[slot, g] += np.int32(((now << FRACTION) - running[slot, g]) // weight)
             previous[slot, g] = last
+
+
+def num_chunks(num_tokens: int, num_slices: int) -> int:
+    """Into how many chunks `assign` divides B tokens, of up to CHUNK tokens each, or one for each slice."""
+    rows = max(-(-num_tokens // num_slices), 1)
+    return -(-rows // max(CHUNK // num_slices, 1))
+
+
+def chunks(num_tokens: int, num_slices: int) -> list[np.ndarray]:
+    """The tokens (T,) of each chunk, ascending.
+
+    S successive tokens go to one chunk and the next S to the next: every chunk has tokens of all prompts, and the
+    slices of all chunks together have at most ceil(B / S) tokens.
+    """
+    number, tokens = num_chunks(num_tokens, num_slices), np.arange(num_tokens)
+    return [tokens[tokens // num_slices % number == chunk] for chunk in range(number)]
 
 
 @numba.njit(cache=True, nogil=True)

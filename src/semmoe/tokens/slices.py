@@ -328,8 +328,13 @@ def assign(scores: np.ndarray) -> np.ndarray:
 
     Dual ascent first finds a price per slice, which rises while the slice overflows; every token takes the slice of
     highest score less price. Then the tokens that lose least move from overfull slices to slices with room (`_level`).
-    Scores must be below 2**23 in absolute value.
+    Scores must be below 2**23 in absolute value. A large batch is assigned in `chunks`, each to equal slices.
     Worked example, two slices for four tokens with scores [9, 1], [5, 4], [7, 0], [0, 6]: tokens 0, 1 and 2 prefer
     slice 0, which has room for two; token 1 loses least by moving: [0, 1, 0, 1].
     """
-    return kernels.assign(scores)
+    if kernels.num_chunks(*scores.shape) == 1:
+        return kernels.assign(scores)
+    out = np.empty(len(scores), np.int16)
+    for rows in kernels.chunks(*scores.shape):
+        out[rows] = kernels.assign(scores[rows])
+    return out

@@ -1,4 +1,5 @@
-"""The histories of requests as Triton kernels: `scores.observe`, `scores.contribution` and `shuffler.by_weight`.
+"""The histories of requests as Triton kernels: `scores`' `observe`, `observe_in_turn` and `contribution`, and
+`shuffler.by_weight`.
 
 Shapes are static and nothing waits for the device. Rows of padding share a slot that is never read.
 """
@@ -8,10 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from semmoe.runtime.scores import Turns
 from semmoe.tokens.kernels import FRACTION, RUNNING_LIMIT, RUNNING_PRIOR
 
 TILE = 256  # rows times ranks, or times experts of a token, of a program
+SETTLED = (RUNNING_PRIOR + RUNNING_LIMIT).bit_length() - 1  # the last weight of a running mean is 2**SETTLED
+assert RUNNING_PRIOR + RUNNING_LIMIT == 1 << SETTLED
 
+_SETTLED = tl.constexpr(SETTLED)
 _FRACTION, _LIMIT, _PRIOR = tl.constexpr(FRACTION), tl.constexpr(RUNNING_LIMIT), tl.constexpr(RUNNING_PRIOR)
 
 
@@ -38,6 +43,21 @@ def observe(
             running.shape[1], (len(rows) - 1) // 2, COLUMNS=expert_ids.shape[1], TOP_K=top_k, **block,
         )  # fmt: skip
     return out
+
+
+def observe_in_turn(
+    rows: Tensor, running: Tensor, previous: Tensor, seen: Tensor, turns: Turns, expert_ids: Tensor
+) -> None:
+    """Same as `semmoe.runtime.scores.observe_in_turn`, without waiting: sums of all tokens, then slot by slot."""
+    layers, batch, top_k = expert_ids.shape
+    tokens, ranks = len(turns.rows), rows.shape[2]
+    if tokens:
+        sums = torch.empty((layers, tokens, ranks), dtype=torch.int32, device=rows.device)
+        (programs,), block = _blocks(tokens, ranks)
+        told = turns.rows, expert_ids.contiguous(), tokens, batch, ranks, rows.shape[1], top_k, block.pop("WIDTH")
+        sums_kernel[(programs, layers)](sums, rows, *told, **block)
+        states = running, previous, seen, running.shape[1], turns.slots, turns.first
+        in_turn_kernel[(len(turns.slots), layers)](sums, rows, *states, *told, num_warps=1)
 
 
 def by_weight(expert_ids: Tensor, weights: Tensor, kind: torch.dtype) -> Tensor:
@@ -108,12 +128,66 @@ def observe_kernel(
     times = tl.load(seen + slot, mask=valid, other=0)
     before = tl.load(running + state, mask=mask, other=0).to(tl.int64)
     weight = (tl.minimum(times, _LIMIT) + _PRIOR)[:, None]
-    change = (now << _FRACTION) - before
-    down = (tl.maximum(weight - 1 - change, 0)) // weight  # rounded towards minus infinity, as // in Python
-    step = tl.where(change < 0, -down, tl.maximum(change, 0) // weight)
+    step = _divided((now << _FRACTION) - before, weight)
     tl.store(running + state, (before + step).to(tl.int32), mask=mask)
     tl.store(previous + state, last, mask=mask)
     tl.store(seen + slot, times + 1, mask=valid)
+
+
+@triton.jit
+def _divided(change, weight):
+    """Rounded towards minus infinity, as // in Python."""
+    down = tl.maximum(weight - 1 - change, 0) // weight
+    return tl.where(change < 0, -down, tl.maximum(change, 0) // weight)
+
+
+@triton.jit(do_not_specialize=["tokens", "batch"])
+def sums_kernel(
+    sums, rows, order, expert_ids, tokens, batch, ranks, table, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What a layer's rows add up to for each token, in the order of turns."""
+    t, g, layer = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDTH)[None, :], tl.program_id(1)
+    valid = t < tokens
+    mask = valid[:, None] & (g < ranks)
+    token = layer * batch + tl.load(order + t, mask=valid, other=0)
+    now = tl.zeros((BLOCK, WIDTH), tl.int32)
+    for k in tl.static_range(TOP_K):
+        expert = tl.load(expert_ids + token * TOP_K + k, mask=valid, other=0).to(tl.int32)
+        now += tl.load(rows + (layer * table + expert[:, None]) * ranks + g, mask=mask, other=0).to(tl.int32)
+    tl.store(sums + (layer.to(tl.int64) * tokens + t[:, None]) * ranks + g, now, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_slots", "tokens", "batch"])
+def in_turn_kernel(
+    sums, rows, running, previous, seen, num_slots, slots, first, order, expert_ids, tokens, batch, ranks, table,
+    TOP_K: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """One slot's tokens at one layer. Tokens after the first few divide by a power of two: a shift, eight in a turn."""
+    layer, g = tl.program_id(1).to(tl.int64), tl.arange(0, WIDTH)
+    mask = g < ranks
+    t, end = tl.load(first + tl.program_id(0)), tl.load(first + tl.program_id(0) + 1)
+    slot = layer * num_slots + tl.load(slots + tl.program_id(0))
+    times = tl.load(seen + slot)
+    tl.store(seen + slot, times + end - t)
+    mean = tl.load(running + slot * ranks + g, mask=mask, other=0)
+    of_layer = sums + layer * tokens * ranks + g
+    while (t < end) & (times < _LIMIT):
+        now = tl.load(of_layer + t * ranks, mask=mask, other=0)
+        mean += _divided((now << _FRACTION) - mean, (times + _PRIOR).to(tl.int32))
+        times += 1
+        t += 1
+    while t < end:
+        for i in tl.static_range(8):
+            now = tl.load(of_layer + (t + i) * ranks, mask=mask & (t + i < end), other=0)
+            mean = tl.where(t + i < end, mean + (((now << _FRACTION) - mean) >> _SETTLED), mean)
+        t += 8
+    tl.store(running + slot * ranks + g, mean, mask=mask)
+    token, last = layer * batch + tl.load(order + end - 1), tl.zeros((WIDTH,), tl.int32)
+    for k in tl.static_range(TOP_K):
+        expert = tl.load(expert_ids + token * TOP_K + k).to(tl.int32) + table // 2
+        last += tl.load(rows + (layer * table + expert) * ranks + g, mask=mask, other=0).to(tl.int32)
+    tl.store(previous + slot * ranks + g, last, mask=mask)
 
 
 @triton.jit(do_not_specialize=["number"])
