@@ -21,6 +21,7 @@ DEEPSPEED_PYTHON := $(DEEPSPEED_VENV)/bin/python
 DEEPSPEED_PIP := $(DEEPSPEED_PYTHON) -m pip --disable-pip-version-check -q
 DEEPSPEED_CPU := engines/deepspeed-cpu
 CLUSTERS_VENV ?= .venv-clusters
+PARALLEL ?= -n 2 --dist loadfile  # test files side by side; PARALLEL= runs them one after another
 RESULTS := benchmarks/results
 MACHINE = $(shell uname -m)-$(shell nproc)core
 HERE = $(MACHINE)_$(shell date +%F)
@@ -34,11 +35,11 @@ demo: $(VENV)/.ready
 	$(BIN)/semmoe demo
 
 test: $(VENV)/.ready-dev
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow"
 
 # The slow rest, which CI runs too.
 test-slow: $(VENV)/.ready-dev
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest $(PARALLEL) -m slow
 
 # The paper's tables and figures: ITEMS="table1 figure5b" TRACE=FILE OUT=FOLDER; `python -m lab reproduce --help` has more.
 reproduce: $(VENV)/.ready-dev
