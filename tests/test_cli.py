@@ -136,8 +136,10 @@ def test_the_verdict_as_json_and_in_the_plan(work, tmp_path):
     assert expected == load_plan(tmp_path / "p").expected
     assert list(expected["others"]) == ["linear", "eplb"]
     assert expected["links"]["name"] == "H200 NVLink, one node"
-    times = {"dispatch_us", "experts_us", "combine_us", "all_reduce_us", "all_to_all_us", "layer_us"}
+    times = {"dispatch_us", "experts_us", "combine_us", "all_reduce_us", "hooks_us", "all_to_all_us", "layer_us"}
     assert times <= set(expected)
+    assert expected["hooks_us"] > 29
+    assert all(o["hooks_us"] == 0 for o in (*expected["others"].values(), expected["without_all_to_all"]))
     assert times == set(expected["without_all_to_all"])
     assert all(
         times | {"lar", "remote_ranks_per_token", "load_max_over_mean"} <= set(o) for o in expected["others"].values()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.bench_estimate import KNOWN, beside_aiconfigurator, beside_deepep, beside_grouped, beside_real
+from semmoe import cost
 from semmoe.calibration import load_links
 from semmoe.cost import WORTH
 from semmoe.estimate import breakeven, roofline
@@ -371,15 +372,19 @@ def test_links_of_an_h800_are_an_h100s_with_its_nvlink():
 
 
 def test_own_kernels_can_cost_more_than_locality_saves(deepseek):
-    """They are the plan's alone, in decoding alone, and fall under the same verdict."""
+    """They are the plan's alone, and fall under the same verdict."""
     one = case(deepseek, ep_size=16, num_nodes=2, links="h100-400g", saving=0.02, batch=1)
     found = routings(one)
     parts = {
         (name, decode): run(one, found[name], decode).parts for name in (VANILLA, PLAN) for decode in (True, False)
     }
-    assert [key for key, has in parts.items() if HOOKS in has] == [(PLAN, True)]
-    assert parts[PLAN, True][HOOKS] == pytest.approx(58 * 5.6e-6)
+    assert [key for key, has in parts.items() if HOOKS in has] == [(PLAN, True), (PLAN, False)]
+    assert parts[PLAN, True][HOOKS] == parts[PLAN, False][HOOKS] == pytest.approx(58 * 5.6e-6)
     assert estimate(one, found)["verdict"]["sentence"].startswith(f"not worth it: what locality saves, {HOOKS} cost")
     shared = case(deepseek, ep_size=8, num_nodes=1, attention="tp", links="h100-nvlink", saving=0.5, batch=16)
     copied = run(shared, replace(routings(shared)[PLAN], redundant_experts=8), decode=True).parts[HOOKS]
     assert copied == pytest.approx(58 * (5.6e-6 + 3.6e-6 + 29e-6 + 128 * 0.1e-6))
+    prompts = run(shared, routings(shared)[PLAN], decode=False).parts[HOOKS]
+    rows = 8 * shared.settings.prompts * shared.settings.input_length
+    assert prompts == pytest.approx(58 * cost.hooks(rows, shared.topology, copies=False))
+    assert prompts > 58 * (5.6e-6 + 29e-6 + 512 * 0.1e-6)

@@ -150,10 +150,10 @@ def test_a_plan_by_a_rival_is_its_own_rival(plan, small, tmp_path):
     expected = expect(trace, topology, settings, ReplaySettings(batch_tokens=64))
     save_plan(replace(solve(trace, topology, settings), expected=expected), tmp_path / "eplb")
     methods = told(small, "--plan", tmp_path / "eplb", *ROOFLINE)["methods"]
-    own = methods["plan"]["decode_ms"].pop(HOOKS)
-    assert methods["plan"]["decode_ms"] == methods["eplb"]["decode_ms"]
-    assert methods["plan"]["prefill_ms"] == methods["eplb"]["prefill_ms"]
-    assert methods["plan"]["tpot_ms"] == pytest.approx(methods["eplb"]["tpot_ms"] + own)
+    for phase, total in (("decode_ms", "tpot_ms"), ("prefill_ms", "ttft_ms")):
+        own = methods["plan"][phase].pop(HOOKS)
+        assert methods["plan"][phase] == methods["eplb"][phase]
+        assert methods["plan"][total] == pytest.approx(methods["eplb"][total] + own)
 
 
 def test_a_plan_of_an_older_version_is_to_be_solved_again(plan, small, tmp_path):

@@ -7,7 +7,7 @@ many rows back):
                  the root of the sum of the tiers' squares, since rows inside nodes and between them overlap in part;
                  + latency: that of the inside, and that of the network for every doubling of the number of nodes
     experts      fixed + floating-point operations of the most loaded rank / speed
-    layer        dispatch + experts + combine
+    layer        dispatch + experts + combine, and with a plan on GPUs what semmoe's own kernels take (`hooks`)
 
 A tier is the inside of a node or the network between nodes. Which rows travel depends on the kind of the all-to-all
 (`rowcosts.hops`). How tiers overlap and how latency grows were chosen on DeepEP's measured tables of one and two nodes
@@ -21,7 +21,7 @@ Worked example, 2 ranks, no latency, 1 GB/s, b = [[0, 3], [1, 0]] MB: rank 0 sen
 reverse. Dispatch takes 3 ms, or 4 ms over shared links.
 """
 
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from math import hypot, log2
 
 import numpy as np
@@ -30,6 +30,10 @@ from semmoe.calibration import Links, of_pairs, seconds_per_gigabyte, tier_of
 from semmoe.topology import Topology
 
 WORTH = 0.02  # share of a layer's time; smaller gains are below the accuracy of this model
+GPU_TERAFLOPS = 10  # of a rank's experts: no CPU computes as fast, no GPU that serves these models as slowly
+# Seconds at a layer, measured on an H100 for 8 ranks (docs/gpu-checklist.md): to count rows, to choose copies, and in
+# attention-TP above both to shuffle, which takes longer with every row of the group, and less so after the first ones.
+COUNTED, COPIES, SHUFFLED, SHUFFLED_ROW, SHUFFLED_MORE, FIRST_ROWS = 5.6e-6, 3.6e-6, 29e-6, 0.1e-6, 0.0155e-6, 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +58,7 @@ class LayerTime:
     experts: float
     combine: float
     all_reduce: float = 0.0  # in place of dispatch and combine
+    hooks: float = 0.0
 
     @property
     def communication(self) -> float:
@@ -61,7 +66,7 @@ class LayerTime:
 
     @property
     def total(self) -> float:
-        return self.communication + self.experts
+        return self.communication + self.experts + self.hooks
 
 
 def dispatch_row_bytes(shape: LayerShape, links: Links) -> int:
@@ -126,6 +131,18 @@ def _expert_seconds(busiest_pairs: float, shape: LayerShape, links: Links) -> fl
     return links.experts.fixed_us * 1e-6 + busiest_pairs * shape.flops_per_pair / (links.experts.teraflops * 1e12)
 
 
+def hooks(tokens: float, topology: Topology, copies: bool, links: Links | None = None) -> float:
+    """Seconds of semmoe's own kernels at a layer, for a batch of so many tokens of all ranks.
+
+    They are within 15 % of what was measured. On links of CPUs 0, since there it was not.
+    """
+    if links is not None and links.experts.teraflops < GPU_TERAFLOPS:
+        return 0.0
+    rows = tokens / topology.dp_size
+    by_row = SHUFFLED_ROW * min(rows, FIRST_ROWS) + SHUFFLED_MORE * max(rows - FIRST_ROWS, 0)
+    return COUNTED + COPIES * copies + (SHUFFLED + by_row) * (topology.attn_tp_size > 1)
+
+
 def exchange_seconds(sent: np.ndarray, topology: Topology, links: Links, latency: str) -> float:
     """Time of an all-to-all of `sent` (G, G) bytes in seconds; a tier that carries nothing takes no time."""
     node, doublings = topology.node_of, log2(topology.num_nodes)
@@ -157,11 +174,12 @@ class Prediction:
 
 
 def predict(
-    method: str, rows: np.ndarray, busiest_pairs: np.ndarray, shape: LayerShape, topology: Topology, links: Links
-) -> Prediction:
+    method: str, rows: np.ndarray, busiest_pairs: np.ndarray, shape: LayerShape, topology: Topology, links: Links,
+    hooks: float = 0.0,
+) -> Prediction:  # fmt: skip
     """Predict from the rows (L, G, G) that each layer dispatches per batch and the pairs (L,) of its busiest rank."""
     times = [layer_time(r, p, shape, topology, links) for r, p in zip(rows, busiest_pairs, strict=True)]
-    mean = LayerTime(*np.mean([astuple(time) for time in times], axis=0).tolist())
+    mean = replace(LayerTime(*np.mean([astuple(time) for time in times], axis=0).tolist()), hooks=hooks)
     return Prediction(method=method, rows=rows.mean(axis=0), busiest_pairs=float(busiest_pairs.mean()), time=mean)
 
 
@@ -183,9 +201,10 @@ def verdict(plan: Prediction, others: list[Prediction], without_all_to_all: Laye
     name, best = min(rivals, key=lambda rival: rival[1].total)
     gain = 1 - plan.time.total / best.total if best.total > 0 else 0.0
     reason = _reason(plan.time, best, gain)
+    own = f", semmoe's own kernels {_change(plan.time.hooks)}" if plan.time.hooks else ""
     changes = (
         f"communication {_change(plan.time.communication - best.communication)}, "
-        f"experts {_change(plan.time.experts - best.experts)} per layer, against {name}"
+        f"experts {_change(plan.time.experts - best.experts)}{own} per layer, against {name}"
     )
     return Verdict(worth_it=gain >= WORTH, gain=gain, against=name, sentence=f"{reason} ({changes})")
 
@@ -198,6 +217,8 @@ def _reason(plan: LayerTime, best: LayerTime, gain: float) -> str:
         return "not worth it: nothing travels between ranks"
     if saved <= 0:
         return "not worth it: these links carry the plan's traffic no faster"
+    if gain + plan.hooks / best.total >= WORTH:
+        return "not worth it: what locality saves, semmoe's own kernels cost"
     if gain <= 0 or saved >= WORTH * best.total:  # without the imbalance it would be worth it
         return "not worth it: what locality saves, its imbalance of expert load costs"
     return f"not worth it: it saves {gain:.1%} of a MoE layer's time, less than {WORTH:.0%}"

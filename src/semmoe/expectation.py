@@ -1,6 +1,6 @@
 """What a plan should gain: solved on a part of a profile, replayed on the rest, and timed on links."""
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,21 @@ from semmoe.topology import Topology
 
 BANDWIDTHS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0)  # of other links, times that of the given ones
 BATCHES = (1 / 16, 1 / 4, 1.0, 4.0, 16.0)  # tokens of other batches, times those that were replayed
+
+
+@dataclass(frozen=True)
+class Case:
+    """What was replayed, and what is served: the plan's method is charged for semmoe's own kernels, others are not."""
+
+    replayed: dict[str, ReplayResult]  # by method
+    method: str
+    copies: bool
+    topology: Topology
+    shape: cost.LayerShape
+
+    @property
+    def tokens(self) -> float:
+        return self.replayed[self.method].tokens_per_batch
 
 
 def expect(
@@ -57,95 +72,75 @@ def expect(
     }
     timed: dict[str, Any] = {"verdict": None}
     if links and shape:
-        timed = _time(figures, replayed, settings.method, topology, links.prefill, shape)
-    if links and shape and links.decode != links.prefill:
-        predictions = _predict(replayed, topology, links.decode, shape)
-        tokens = replayed[settings.method].tokens_per_batch
-        timed["decode"] = _judge(predictions, tokens, settings.method, topology, links.decode, shape)
+        case = Case(replayed, settings.method, settings.redundant_experts > 0, topology, shape)
+        timed = _time(case, figures, links.prefill)
+        if links.decode != links.prefill:
+            timed["decode"] = _judge(case, _predict(case, links.decode), links.decode)
     own = figures.pop(settings.method)
     by_answers = scheduled_by_answers(held_out, topology)
     about = {"holdout": holdout, "requests": held_out.num_requests, "scheduled_by_answers": by_answers}
     return checked(Expected, {**about, **asdict(measure), **own, "others": figures, **timed})
 
 
-def _time(
-    figures: dict[str, dict[str, Any]],
-    replayed: dict[str, ReplayResult],
-    method: str,
-    topology: Topology,
-    links: Links,
-    shape: cost.LayerShape,
-) -> dict[str, Any]:
-    """Add predicted times and bytes to each method's figures; return the verdict on `method` and its inputs."""
-    predictions = _predict(replayed, topology, links, shape)
+def _time(case: Case, figures: dict[str, dict[str, Any]], links: Links) -> dict[str, Any]:
+    """Add predicted times and bytes to each method's figures; return the verdict on the plan and its inputs."""
+    predictions = _predict(case, links)
     for name, prediction in predictions.items():
-        sent = cost.all_to_all_bytes(prediction.rows, shape, links)
+        sent = cost.all_to_all_bytes(prediction.rows, case.shape, links)
         figures[name] |= cost.microseconds(prediction.time) | {"bytes_per_rank_pair": np.rint(sent).tolist()}
-    judged = _judge(predictions, replayed[method].tokens_per_batch, method, topology, links, shape)
-    return {**judged, "elsewhere": _elsewhere(predictions, replayed, method, topology, links, shape)}
+    return {**_judge(case, predictions, links), "elsewhere": _elsewhere(case, predictions, links)}
 
 
-def _predict(
-    replayed: dict[str, ReplayResult], topology: Topology, links: Links, shape: cost.LayerShape, batch: float = 1.0
-) -> dict[str, cost.Prediction]:
+def _predict(case: Case, links: Links, batch: float = 1.0) -> dict[str, cost.Prediction]:
     """Times by method, charging the rows that the all-to-all of these links sends. batch: times as many tokens."""
     predictions = {}
-    for name, result in replayed.items():
+    for name, result in case.replayed.items():
         rows, busiest = batch * result.rows_per_batch(links.all_to_all), batch * result.busiest_pairs
-        predictions[name] = cost.predict(name, rows, busiest, shape, topology, links)
+        hooks = cost.hooks(batch * case.tokens, case.topology, case.copies, links) if name == case.method else 0.0
+        predictions[name] = cost.predict(name, rows, busiest, case.shape, case.topology, links, hooks)
     return predictions
 
 
-def _elsewhere(
-    predictions: dict[str, cost.Prediction], replayed: dict[str, ReplayResult], method: str, topology: Topology,
-    links: Links, shape: cost.LayerShape,
-) -> dict[str, Any]:  # fmt: skip
+def _elsewhere(case: Case, predictions: dict[str, cost.Prediction], links: Links) -> dict[str, Any]:
     """The gain on slower and faster links and in other batches, routed and balanced as those that were replayed.
 
     What bytes take grows with the batch over the bandwidth, what experts take with the batch, and the rest is fixed, so
-    that the times of one batch and of two tell all others.
+    that the times of one batch and of two tell all others; semmoe's own kernels are charged by the batch itself.
     """
-    tokens = replayed[method].tokens_per_batch
     times = []
-    for batch, of in ((1.0, predictions), (2.0, _predict(replayed, topology, links, shape, 2.0))):
-        found = [of[method].time, *(other.time for name, other in of.items() if name != method)]
-        without = _without_all_to_all(of, batch * tokens, topology, links, shape)
+    for batch, of in ((1.0, predictions), (2.0, _predict(case, links, 2.0))):
+        found = [of[case.method].time, *(other.time for name, other in of.items() if name != case.method)]
+        without = _without_all_to_all(case, of, batch, links)
         found += [without] if without else []
         times.append(np.array([[time.communication, time.experts] for time in found]))
     once, more = times[0], times[1] - times[0]  # (methods and their rival, 2), the plan's first
     gains = []
     for batch in BATCHES:
+        hooks = cost.hooks(batch * case.tokens, case.topology, case.copies, links)
         by_links = [(once + more * [batch / factor - 1, batch - 1]).sum(axis=1) for factor in BANDWIDTHS]
-        gains.append([float(1 - seconds[0] / seconds[1:].min()) for seconds in by_links])
-    return {"bandwidths": list(BANDWIDTHS), "batch_tokens": [batch * tokens for batch in BATCHES], "gains": gains}
+        gains.append([float(1 - (seconds[0] + hooks) / seconds[1:].min()) for seconds in by_links])
+    return {"bandwidths": list(BANDWIDTHS), "batch_tokens": [batch * case.tokens for batch in BATCHES], "gains": gains}
 
 
 def _without_all_to_all(
-    predictions: dict[str, cost.Prediction], tokens: float, topology: Topology, links: Links, shape: cost.LayerShape
+    case: Case, predictions: dict[str, cost.Prediction], batch: float, links: Links
 ) -> cost.LayerTime | None:
     """The time of expert parallelism without all-to-all, a rival in attention-TP alone.
 
     Locality has no effect there: it uses the best balanced of the placements.
     """
-    if topology.attention != "tp" or topology.ep_size == 1:
+    if case.topology.attention != "tp" or case.topology.ep_size == 1:
         return None
     balanced = min(prediction.busiest_pairs for prediction in predictions.values())
-    return cost.all_reduce_time(tokens, balanced, shape, topology, links)
+    return cost.all_reduce_time(batch * case.tokens, balanced, case.shape, case.topology, links)
 
 
-def _judge(
-    predictions: dict[str, cost.Prediction],
-    tokens: float,
-    method: str,
-    topology: Topology,
-    links: Links,
-    shape: cost.LayerShape,
-) -> dict[str, Any]:
-    """The verdict on `method` for batches of so many tokens, and its inputs."""
-    without = _without_all_to_all(predictions, tokens, topology, links, shape)
-    others = [prediction for name, prediction in predictions.items() if name != method]
+def _judge(case: Case, predictions: dict[str, cost.Prediction], links: Links) -> dict[str, Any]:
+    """The verdict on the plan, and its inputs."""
+    without = _without_all_to_all(case, predictions, 1.0, links)
+    others = [prediction for name, prediction in predictions.items() if name != case.method]
     return {
         "links": {"name": links.name, "kind": links.kind, "source": links.source, "all_to_all": links.all_to_all},
         "without_all_to_all": cost.microseconds(without) if without else None,
-        "verdict": asdict(cost.verdict(predictions[method], others, without)),
+        "verdict": asdict(cost.verdict(predictions[case.method], others, without)),
     }

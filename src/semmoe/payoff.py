@@ -79,7 +79,8 @@ def payoff(run: Measured, links_name: str, model: Model, tokens: int) -> Payoff:
     nodes = 2 if links.between_nodes else 1
     topology = Topology.for_attention(run.topology.attention, run.topology.ep_size, num_nodes=nodes)
     vanilla = _predict("vanilla", 1.0, run.vanilla_load, model, tokens, topology, links)
-    plan = _predict("plan", run.remote_share, run.load, model, tokens, topology, links)
+    hooks = cost.hooks(tokens, topology, copies=False, links=links)
+    plan = _predict("plan", run.remote_share, run.load, model, tokens, topology, links, hooks)
     without = None
     if topology.attention == "tp":
         balanced = min(plan.busiest_pairs, vanilla.busiest_pairs)
@@ -97,13 +98,14 @@ def payoff(run: Measured, links_name: str, model: Model, tokens: int) -> Payoff:
 
 
 def _predict(
-    name: str, share: float, load: float, model: Model, tokens: int, topology: Topology, links: Links
-) -> cost.Prediction:
+    name: str, share: float, load: float, model: Model, tokens: int, topology: Topology, links: Links,
+    hooks: float = 0.0,
+) -> cost.Prediction:  # fmt: skip
     """Of a layer whose ranks all send each other as many rows: `share` of those of experts drawn uniformly."""
     G, K = topology.ep_size, model.shape.top_k
     rows = uniform_rows(links.all_to_all, model, topology) * (share * tokens / G)
     busiest = np.array([load * tokens * K / G])
-    return cost.predict(name, rows[None], busiest, model.shape, topology, links)
+    return cost.predict(name, rows[None], busiest, model.shape, topology, links, hooks)
 
 
 def uniform_rows(kind: str, model: Model, topology: Topology) -> np.ndarray:

@@ -94,8 +94,9 @@ def run(case: Case, routing: Routing, decode: bool) -> Pass:
     work = work.half() if case.settings.overlap else work
     computed, elsewhere = _computed(case, work, routing)
     sent = _sent(case, work, routing)
-    if routing.hooked and decode:
-        computed[HOOKS] = roofline.hooks(work, routing.redundant_experts > 0) * case.model.moe_layers
+    if routing.hooked:
+        own = cost.hooks(work.rows * work.ep_size, case.topology, routing.redundant_experts > 0)
+        computed[HOOKS] = own * case.model.moe_layers
     if case.settings.overlap and case.links_of(decode).all_to_all == "per-node" and DISPATCH in sent:
         computed[SMS] = sum(computed.values()) * COMMUNICATING / (1 - COMMUNICATING)
     hidden = min(sum(computed.values()), sum(sent.values())) if case.settings.overlap else 0.0

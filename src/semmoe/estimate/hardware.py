@@ -10,9 +10,7 @@ Peak rates are dense ones. The shares were fitted to single operations of DeepSe
     KERNEL, QUANTIZE   the MLA block with one request and one key takes 91.5 us, of which weights take 53
     LAUNCH    the MLA block in prefill takes .33 ms more than operations account for, at every length
 
-On other GPUs the same shares are assumed. What semmoe itself adds to a MoE layer of a decoding step in a CUDA graph was
-measured on an H100 (benchmarks/bench_captured.py, 8 to 512 rows of a group of 8 ranks): COUNTED, and COPIES where
-experts have any; with attention-TP SHUFFLED and SHUFFLED_ROW for every row of the group, which is within 15 %.
+On other GPUs the same shares are assumed. What semmoe itself adds (`semmoe.cost.hooks`) was measured on HOOKED_ON.
 """
 
 from dataclasses import dataclass
@@ -24,7 +22,6 @@ KERNEL = 4e-6  # seconds that a kernel takes at least, in a CUDA graph
 QUANTIZE = 4e-6  # in addition for an FP8 product, whose inputs are quantized first
 EXPERTS = 19e-6  # of the kernels of a layer's routed experts together
 LAUNCH = 330e-6  # of a layer in prefill, whose kernels are launched one by one
-COUNTED, COPIES, SHUFFLED, SHUFFLED_ROW = 5.6e-6, 3.6e-6, 29e-6, 0.1e-6  # TP: above what is counted and copied
 COMMUNICATING = 20 / 132  # of the SMs of a Hopper GPU are DeepEP's in normal mode
 FITTED_ON, HOOKED_ON = "h200", "h100"
 

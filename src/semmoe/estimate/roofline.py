@@ -12,17 +12,13 @@ of reading the weights of those of its experts that any token chose. Shares and 
 from dataclasses import dataclass, replace
 
 from semmoe.estimate.hardware import (
-    COPIES,
     CORE,
-    COUNTED,
     DENSE,
     EXPERT,
     EXPERTS,
     KERNEL,
     LAUNCH,
     QUANTIZE,
-    SHUFFLED,
-    SHUFFLED_ROW,
     Gpu,
 )
 from semmoe.estimate.model import ModelSizes
@@ -90,12 +86,6 @@ def routed(model: ModelSizes, work: Work, load: float, gpu: Gpu) -> float:
     missed = (1 - model.top_k / model.num_experts) ** (work.rows * work.ep_size)  # by all tokens of the batch
     weights = work.local_experts * (1 - missed) * model.bytes_per_expert
     return max(operations, weights / gpu.memory_rate) + EXPERTS
-
-
-def hooks(work: Work, copies: bool) -> float:
-    """Seconds of semmoe's own kernels at a MoE layer of a decoding step."""
-    shuffled = SHUFFLED + SHUFFLED_ROW * work.group_rows if work.attn_ranks > 1 else 0.0
-    return COUNTED + COPIES * copies + shuffled
 
 
 def layer(model: ModelSizes, work: Work, moe: bool, gpu: Gpu) -> Parts:
