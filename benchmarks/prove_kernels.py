@@ -98,9 +98,8 @@ def kernels() -> Iterator[Kernel]:
     paths = {"out": "*i32", "looked_up": "*i32", "path_scores": "*i16", "earlier": "*u8", "history": "*i32"}
     looks = {"HAS_HISTORY": True, "REAL": True, "LAYERS": 3, "TOP_K": 8, "ORDERED": 1, "EXPERTS": 256}
     yield Kernel(scores.score_kernel, {**paths, "real": "*i1"}, NUMBERS, {**looks, **block})
-    for width in (8, 16):
-        yield Kernel(assign.assign_kernel, {"scores": "*i32", "out": "*i16"}, ("tokens", "slices"),
-                     {"BLOCK": CHUNK, "WIDTH": width, "WHOLE": False}, warps=width)  # fmt: skip
+    yield Kernel(assign.assign_kernel, {"scores": "*i32", "out": "*i16"}, ("tokens", "slices"),
+                 {"BLOCK": CHUNK, "WIDTH": 8, "WHOLE": False}, warps=8)  # fmt: skip
 
 
 def compile_for(kernel: Kernel, target: str) -> Resources:

@@ -108,6 +108,7 @@ def check_all(tokens: int, on, rounded=as_interpreted, device: str = "cpu") -> N
         "experts by weight": lambda: check_by_weight(on(history), tokens, TOP_K),
         "traffic": lambda: check_count(on(traffic), tokens, RANKS, 2, tokens * 3 // 4),
         "assignment": lambda: check_assign(on(assign), "random", tokens, RANKS),
+        "assignment to 2, 16 and 64": lambda: [check_assign(on(assign), "random", tokens, s) for s in (2, 16, 64)],
     }
     for name, check in checks.items():
         begin = time.perf_counter()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from semmoe.tokens.kernels import BUCKETS, FINE_BITS, FIRST_STEP, LOWEST, PRICE_STEPS, STEP_DECAY, num_chunks
 
-WARP_TILE = 128, 512  # scores for a warp where a program has up to eight, and at least where it has more
+WARP_TILE = 128, 1024  # scores for a warp: at least, up to eight warps of a program, and where it has more
 
 _LOWEST = tl.constexpr(LOWEST)
 _FIRST_STEP, _STEP_DECAY, _PRICE_STEPS = tl.constexpr(FIRST_STEP), tl.constexpr(STEP_DECAY), tl.constexpr(PRICE_STEPS)
@@ -26,7 +26,7 @@ def assign(scores: Tensor) -> Tensor:
     block = triton.next_power_of_2(max(triton.cdiv(triton.cdiv(tokens, slices), chunks) * slices, 16))
     if tokens:
         small, large = (block * width // scores_of_warp for scores_of_warp in WARP_TILE)
-        warps = max(min(small, 8), min(large, 32), 2)  # an H100 takes longer with one, or with more than eight here
+        warps = max(min(small, 8), min(large, 32), 2)  # an H100 takes longer with one, or with more
         given = scores.contiguous(), out, tokens, slices
         assign_kernel[(chunks,)](*given, BLOCK=block, WIDTH=width, WHOLE=chunks == 1, num_warps=warps)
     return out
