@@ -22,6 +22,7 @@ DEEPSPEED_PIP := $(DEEPSPEED_PYTHON) -m pip --disable-pip-version-check -q
 DEEPSPEED_CPU := engines/deepspeed-cpu
 CLUSTERS_VENV ?= .venv-clusters
 PARALLEL ?= -n 2 --dist loadfile  # test files side by side; PARALLEL= runs them one after another
+ENGINE_TESTS ?= not families
 RESULTS := benchmarks/results
 MACHINE = $(shell uname -m)-$(shell nproc)core
 HERE = $(MACHINE)_$(shell date +%F)
@@ -47,11 +48,11 @@ reproduce: $(VENV)/.ready-dev
 
 # On SGLang itself, on the CPU, in an environment of its own, because SGLang pins what it runs with.
 test-sglang: $(SGLANG_VENV)/.ready
-	$(SGLANG_PYTHON) -m pytest tests/engines/sglang -m "not families"
+	$(SGLANG_PYTHON) -m pytest tests/engines/sglang -m "$(ENGINE_TESTS)"
 
 # The same on vLLM.
 test-vllm: $(VLLM_VENV)/.ready
-	$(VLLM_PYTHON) -m pytest tests/engines/vllm -m "not families"
+	$(VLLM_PYTHON) -m pytest tests/engines/vllm -m "$(ENGINE_TESTS)"
 
 # The other families, attentions and numbers of copies on both engines, of which the tests above run a few.
 test-families: $(SGLANG_VENV)/.ready $(VLLM_VENV)/.ready

@@ -262,7 +262,10 @@ def started(kind, set_ups):
     set_ups: options of `semmoe serve`, in which a plan goes by its name, the engine's own, and variables.
     """
 
-    @pytest.fixture(scope="module", params=set_ups)
+    def named(name):
+        return pytest.param(name, marks=[pytest.mark.hybrid] * ("hybrid" in set_ups[name][0]))
+
+    @pytest.fixture(scope="module", params=map(named, set_ups))
     def server(request, plans, tmp_path_factory):
         options, engine, *variables = set_ups[request.param]
         words = [plans.get(word, word) for word in options]
