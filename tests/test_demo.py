@@ -14,7 +14,7 @@ from semmoe.payoff import BATCHES, LINKS, MODELS, measured, payoffs
 from semmoe.settings import DemoSettings
 from semmoe.texts import HELD_OUT
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(1500)]  # its four ranks may share two cores
 
 
 @pytest.fixture(scope="module")

@@ -263,7 +263,7 @@ def started(kind, set_ups):
     """
 
     def named(name):
-        return pytest.param(name, marks=[pytest.mark.hybrid] * ("hybrid" in set_ups[name][0]))
+        return pytest.param(name, marks=[pytest.mark.costly] * ("hybrid" in set_ups[name][0]))
 
     @pytest.fixture(scope="module", params=map(named, set_ups))
     def server(request, plans, tmp_path_factory):

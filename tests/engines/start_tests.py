@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 import requests
 from serving import SEMMOE, Server, reason
 
@@ -40,6 +41,7 @@ class StartTests:
             server.stop()
         assert not verify.compare_outputs(model, prompts, reference, outputs).holds
 
+    @pytest.mark.costly
     def test_a_slot_that_does_not_move_ends_the_server(self, plans, swap_plans, prompts, tmp_path, monkeypatch):
         """The negative control of swaps: what lies in a slot is checked before a token meets it."""
         server, answers = self.spoilt_swap("slot", plans, swap_plans, prompts, tmp_path, monkeypatch)
@@ -48,6 +50,7 @@ class StartTests:
         assert "in slot 0 is not what was to be moved there" in line
         assert not answers or answers[0].status_code >= 400, answers[0].text
 
+    @pytest.mark.costly
     def test_a_rank_that_dies_between_two_steps_ends_the_server(
         self, plans, swap_plans, prompts, tmp_path, monkeypatch
     ):

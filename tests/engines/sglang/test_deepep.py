@@ -60,6 +60,7 @@ def test_normal_mode_sends_a_row_to_each_rank(plans, prompts, reference, tmp_pat
     assert sent["pairs"] == sent["nodes"] == 0
 
 
+@pytest.mark.costly
 def test_normal_mode_sends_a_row_to_each_node_and_forwards_it(plans, prompts, reference, tmp_path, monkeypatch):
     tokens, sent, ours = run(prompts, plans["hybrid"], tmp_path, monkeypatch, "normal", node_size=2)
     assert tokens == reference

@@ -35,6 +35,7 @@ def test_experts_elsewhere_than_the_plan_says_do_not_start(plans, tmp_path, monk
     assert "lie elsewhere than the plan says" in refused(SglangServer(tmp_path, str(MODEL), *options, plain=True))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("plan", "why"),
     [("tp2", "ranks read each other's buffers on GPUs only, not on cpu"), ("dp2", "needs a plan that shuffles tokens")],
@@ -45,8 +46,9 @@ def test_a_fused_shuffle_that_cannot_be_does_not_start(plans, tmp_path, monkeypa
     assert any("SEMMOE_FUSED=1" in line and why in line for line in log.splitlines())
 
 
+@pytest.mark.costly
 def test_the_fused_shuffle_gives_the_plain_models_tokens(plans, model, prompts, reference, tmp_path, monkeypatch):
-    """Its kernels in Triton's interpreter, its buffers in files; no GPU has run it."""
+    """Its kernels in Triton's interpreter, its buffers in files."""
     monkeypatch.setenv("SEMMOE_FUSED", "1")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     server = SglangServer(tmp_path, str(MODEL), "--plan", plans["tp2"], path=str(EMULATED))
