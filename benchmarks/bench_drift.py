@@ -33,27 +33,18 @@ from pathlib import Path
 
 import aiohttp
 import drift
-import numpy as np
 from serving.engine import RANKS, Engine, ServerError, SetUp, add_engine, engine
 from serving.server import Server, counters, serving
 
 from semmoe import live
 from semmoe.core import Plan
 from semmoe.demo import MODEL
-from semmoe.engines.transformers.model import load_model
-from semmoe.engines.transformers.recorder import record
 from semmoe.engines.transformers.tokenizer import load_tokenizer
-from semmoe.plan import save_plan
-from semmoe.settings import SolveSettings, SwapSettings
-from semmoe.solver import solve
-from semmoe.topology import Topology
+from semmoe.settings import SwapSettings
 
 CLIENTS, NEW_TOKENS, PERIOD, PARTS = 8, 16, 2.0, 12
 COMMAND = [sys.executable, "-c", "from semmoe.cli import main; main()"]
 NAMES = ("frozen", "adapt", "known", "eplb")
-# A server's traffic changes within hours; here within minutes, so the loop looks, records and solves as fast.
-ADAPT = ["--every", "2", "--window", "8", "--requests", "80", "--rest", "10", "--solve-seconds", "4",
-         "--horizon", "600", "--nice", "0", "--keep-recording"]  # fmt: skip
 # Its recorder counts in this mode of its dispatcher; on a CPU rows go through ours all the same.
 EPLB = {"enable_eplb": True, "eplb_rebalance_num_iterations": 200, "ep_dispatch_algorithm": "static",
         "deepep_mode": "normal"}  # fmt: skip
@@ -88,30 +79,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="append the JSON line to this file too")
     return parser.parse_args()
-
-
-def make_plans(found: drift.Texts, a: argparse.Namespace, folder: Path) -> dict[str, Path]:
-    """Plans by what they are profiled on: the first kinds, the others, all."""
-    model, topology = load_model(str(MODEL)), Topology.for_attention(a.attention, RANKS)
-    sides = {"first": found.profile["first"], "others": found.profile["others"]}
-    sides["all"] = [p for pair in zip(*sides.values(), strict=False) for p in pair]
-    out = {}
-    for name, prompts in sides.items():
-        trace = record(model, str(MODEL), prompts[:200], folder / f"trace-{name}")
-        out[name] = folder / name
-        save_plan(solve(trace, topology, SolveSettings(redundant_experts=a.redundant_experts)), out[name])
-    return out
-
-
-def changes(shape: str, requests: int) -> list[tuple[int, str]]:
-    """At which request the plan that knows the future is swapped to which plan."""
-    if shape == "stable":
-        return []
-    if shape == "gradual":
-        return [(requests // 3, "all"), (2 * requests // 3, "others")]
-    share = drift.share_of_others(shape, requests)
-    turns = np.flatnonzero(np.diff(share)) + 1
-    return [(int(i), "others" if share[i] else "first") for i in turns]
 
 
 async def drive(server: Server, prompts: list[list[int]], samples: Samples, at: dict[int, Callable[[], None]]) -> None:
@@ -152,7 +119,7 @@ def adapting(server: Server, plan: Path, a: argparse.Namespace, asked: bool) -> 
         yield
         return
     words = [*COMMAND, "adapt", server.url, "--plan", str(plan)]
-    words += ["--control", str(server.folder), *ADAPT, "--schedule", str(a.schedule), "--json"]
+    words += ["--control", str(server.folder), *drift.ADAPT, "--schedule", str(a.schedule), "--json"]
     words += ["--links", str(links_file(plan.parent))]
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
@@ -175,7 +142,7 @@ def run(name: str, served: Engine, plans: dict[str, Path], prompts: list[list[in
     with serving(served, up, folder, options) as server:
         at = {}
         if name == "known":
-            at = {i: swapping(server, plans[plan]) for i, plan in changes(a.shape, len(prompts))}
+            at = {i: swapping(server, plans[plan]) for i, plan in drift.changes(a.shape, len(prompts))}
         with adapting(server, first, a, name == "adapt"):
             asyncio.run(drive(server, prompts, samples, at))
         log = folder / "adapt.jsonl"
@@ -216,7 +183,7 @@ def show(found: dict[str, Samples], requests: int) -> dict[str, dict[str, list[f
 
 def recovered(found: dict[str, Samples], a: argparse.Namespace) -> dict[str, float]:
     """Shares from the first change on: what the frozen plan loses of the gain, and what adapt makes good of that."""
-    turns = changes(a.shape, a.requests)
+    turns = drift.changes(a.shape, a.requests)
     start = turns[0][0] if turns else 0
     rates = {name: samples.between(start, a.requests) for name, samples in found.items()}
     out = {f"lar of {name}": rate["lar"] for name, rate in rates.items()}
@@ -234,12 +201,12 @@ def main() -> int:
     a = parse()
     served = engine(a.engine)
     print(f"{served}, torch {version('torch')}, embedded model, {RANKS} ranks on {os.cpu_count()} cores, "
-          f"{platform.machine()}; {vars(a)}; adapt {' '.join(ADAPT)}", flush=True)  # fmt: skip
+          f"{platform.machine()}; {vars(a)}; adapt {' '.join(drift.ADAPT)}", flush=True)  # fmt: skip
     found, told = {}, []
     try:
         with tempfile.TemporaryDirectory(prefix="semmoe-") as scratch:
             texts = drift.texts(load_tokenizer(str(MODEL)))
-            plans = make_plans(texts, a, Path(scratch))
+            plans = drift.make_plans(texts, a.attention, a.redundant_experts, Path(scratch))
             if "adapt" in a.only:
                 links_file(plans["first"].parent)
             prompts, _ = drift.draw(texts, a.shape, a.requests, a.seed)
@@ -256,7 +223,7 @@ def main() -> int:
         print(f"  {name:24}{value:8.3f}")
     for decision in told:
         print(f"  adapt: {decision['action']:7}{decision['why']}")
-    line = json.dumps({"settings": vars(a), "adapt": ADAPT, "twelfths": table, "shares": shares, "decisions": told},
+    line = json.dumps({"settings": vars(a), "adapt": drift.ADAPT, "twelfths": table, "shares": shares, "decisions": told},
                       default=str)  # fmt: skip
     print("\n" + line)
     if a.out:

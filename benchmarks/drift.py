@@ -10,14 +10,26 @@ Kinds are the domains of held-out text (`semmoe.texts`). The first kinds are tho
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from semmoe.dataset import Prompt, encode
+from semmoe.demo import MODEL
+from semmoe.engines.transformers.model import load_model
+from semmoe.engines.transformers.recorder import record
+from semmoe.plan import save_plan
+from semmoe.settings import SolveSettings
+from semmoe.solver import solve
 from semmoe.texts import held_out_prompts
+from semmoe.topology import Topology
 
 SHAPES = ("stable", "alternating", "block", "gradual")
 CHARS = 250  # of a prompt, at least
+# A server's traffic changes within hours; here within minutes, so the loop looks, records and solves as fast.
+ADAPT = ["--every", "2", "--window", "8", "--requests", "80", "--rest", "10", "--solve-seconds", "4",
+         "--horizon", "600", "--nice", "0", "--keep-recording"]  # fmt: skip
+RANKS = 2
 FIRST, OTHERS = ("network", "system", "text", "numbers"), ("codecs",)
 
 
@@ -63,3 +75,27 @@ def draw(found: Texts, shape: str, requests: int, seed: int = 0, blocks: int = 4
     other = rng.random(requests) < share_of_others(shape, requests, blocks)
     pools = found.serve["first"], found.serve["others"]
     return [pools[int(o)][rng.integers(len(pools[int(o)]))] for o in other], other
+
+
+def make_plans(found: Texts, attention: str, copies: int, folder: Path) -> dict[str, Path]:
+    """Plans by what they are profiled on: the first kinds, the others, all."""
+    model, topology = load_model(str(MODEL)), Topology.for_attention(attention, RANKS)
+    sides = {"first": found.profile["first"], "others": found.profile["others"]}
+    sides["all"] = [p for pair in zip(*sides.values(), strict=False) for p in pair]
+    out = {}
+    for name, prompts in sides.items():
+        trace = record(model, str(MODEL), prompts[:200], folder / f"trace-{name}")
+        out[name] = folder / name
+        save_plan(solve(trace, topology, SolveSettings(redundant_experts=copies)), out[name])
+    return out
+
+
+def changes(shape: str, requests: int, blocks: int = 4) -> list[tuple[int, str]]:
+    """At which request the plan that knows the future is swapped to which plan."""
+    if shape == "stable":
+        return []
+    if shape == "gradual":
+        return [(requests // 3, "all"), (2 * requests // 3, "others")]
+    share = share_of_others(shape, requests, blocks)
+    turns = np.flatnonzero(np.diff(share)) + 1
+    return [(int(i), "others" if share[i] else "first") for i in turns]

@@ -10,7 +10,7 @@ from semmoe import watch
 from semmoe.adapt import loop as looping
 from semmoe.adapt.decide import Score, confirm, drifted_since, judge, wants
 from semmoe.adapt.loop import SWITCH, Adapter
-from semmoe.adapt.recording import ROTATE, Recording
+from semmoe.adapt.recording import MORE, PARTS, Recording
 from semmoe.adapt.solving import Job, by_age, run_child
 from semmoe.calibration import load_links
 from semmoe.core import RoutingTrace
@@ -20,7 +20,7 @@ from semmoe.plan import load_plan, save_plan
 from semmoe.settings import AdaptSettings, CoclusterSettings, SolveSettings
 from semmoe.solver import solve
 from semmoe.topology import Fingerprint, Topology
-from semmoe.trace import save_trace
+from semmoe.trace import open_trace, save_trace
 
 MODEL = Fingerprint(
     model="m", architecture_hash="a", tokenizer_hash="t", num_layers=2, num_experts=4, top_k=2, vocab_size=16
@@ -70,7 +70,7 @@ def test_a_plan_that_was_solved_on_few_requests_is_solved_again_on_more(more, la
     [(0.05, PAYS, "swap"), (0.009, PAYS, "keep"), (-0.1, PAYS, "keep"), (0.05, COSTS, "keep")],
 )  # fmt: skip
 def test_a_plan_is_swapped_in_where_it_gains_and_pays(gain, weighed, action):
-    old, new = (Score(lar=lar, seconds_per_token=0.0) for lar in (0.5, 0.5 + gain))
+    old, new = (Score(lar=lar, parts=(lar, lar), seconds_per_token=0.0) for lar in (0.5, 0.5 + gain))
     assert judge(old, new, weighed, S).action == action
 
 
@@ -107,13 +107,22 @@ def test_readings_of_few_tokens_do_not_say_when_drift_began():
     assert drifted_since(looks(0.5, 0.5, pairs=5000), 0.6, S) == 20
 
 
+def requests_numbered(first, count):
+    """Requests of one token each; its id says which it is, over 16."""
+    ids, ends = (np.arange(first, first + count) % 16).astype(np.int32), np.arange(count + 1)
+    return RoutingTrace(
+        token_ids=ids, expert_ids=np.zeros((count, 2, 2), np.uint8), request_offsets=ends,
+        phase=np.zeros(count, np.uint8), prompt_ids=ids, prompt_offsets=ends, fingerprint=MODEL,
+    )  # fmt: skip
+
+
 @dataclass
 class Taped:
     """A recorder that records two requests a second, whose time the test sets."""
 
     now: float = 0.0
     begun: float | None = None
-    ended: list[tuple[float, int]] = field(default_factory=list)
+    most: int = 0  # requests of the longest recording
 
     def clock(self):
         return self.now
@@ -122,17 +131,19 @@ class Taped:
         self.now += seconds
 
     def recorded(self):
-        return int(2 * (self.now - self.begun))
+        return int(2 * self.now) - int(2 * self.begun)
 
     def begin_recording(self):
         assert self.begun is None, "it records already"
         self.begun = self.now
 
     def end_recording(self, target):
-        self.ended.append((self.now, self.recorded()))
-        self.begun = None
-        if not self.ended[-1][1]:
+        count, first, self.begun = self.recorded(), int(2 * self.begun), None
+        self.most = max(self.most, count)
+        if not count:
             raise ValueError("no request that has ended")
+        save_trace(requests_numbered(first, count), target)
+        return count
 
 
 def recording(tape, folder, **settings):
@@ -140,49 +151,77 @@ def recording(tape, folder, **settings):
     return Recording(tape, given, folder, tape.clock, tape.sleep)
 
 
-def test_without_being_asked_nothing_is_recorded_before_drift(tmp_path):
+def taken(found, tape, folder, begun, now=None):
+    """The first request that counts and the one after the last, over 16, and how many count."""
+    tape.now = tape.now if now is None else now
+    target = folder / f"trace-{tape.now}"
+    older = found.take(begun, target)
+    trace = open_trace(target)
+    numbers = trace.token_ids[older:]
+    assert np.all(np.diff(numbers) % 16 == 1), "requests are in order of their ends"
+    return int(numbers[0]), int(numbers[-1] + 1) % 16, len(numbers)
+
+
+def test_without_being_asked_nothing_is_recorded_before_drift_or_kept_after_it(tmp_path):
     tape = Taped()
     found = recording(tape, tmp_path)
     found.note()
     assert tape.begun is None
-    assert found.take(5.0, tmp_path / "trace") == 0
-    assert tape.ended == [(20.0, 40)]
+    assert taken(found, tape, tmp_path, 5.0) == (0, 40 % 16, 40)
+    assert tape.begun is None
+    assert list((tmp_path / PARTS).iterdir()) == []
+    assert taken(found, tape, tmp_path, 5.0, 100.0) == (200 % 16, 240 % 16, 40)
 
 
-@pytest.mark.parametrize(("since", "older", "ended"), [(20.0, 40, 40.0), (34.0, 60, 50.0), (None, 0, 35.0)])
-def test_what_is_always_recorded_is_cut_where_drift_began(since, older, ended, tmp_path):
+@pytest.mark.parametrize(("begun", "first", "end"), [(20.0, 40, 80), (34.0, 60, 100), (0.0, 0, 70)])
+def test_what_is_always_recorded_is_cut_where_drift_began(begun, first, end, tmp_path):
     """Looks every 10 s: a request counts if it ended after the last look before that time."""
     tape = Taped()
     found = recording(tape, tmp_path, keep_recording=True)
     for now in (0.0, 10.0, 20.0, 30.0):
         tape.now = now
         found.note()
-    tape.now = 35.0
-    assert found.take(since, tmp_path / "trace") == older
-    assert tape.ended == [(ended, 2 * ended)]
+    assert taken(found, tape, tmp_path, begun, 35.0) == (first % 16, end % 16, end - first)
 
 
-def test_without_drift_the_newest_requests_count_four_times_as_many_as_are_needed(tmp_path):
+def test_the_newest_requests_count_four_times_as_many_as_are_needed(tmp_path):
     tape = Taped()
     found = recording(tape, tmp_path, keep_recording=True)
     found.note()
-    tape.now = 100.0
-    assert found.take(None, tmp_path / "trace") == 200 - 4 * 40
-    assert tape.ended == [(100.0, 200)]
+    assert taken(found, tape, tmp_path, 0.0, 100.0) == (40 % 16, 200 % 16, 160)
+
+
+def test_requests_count_that_were_recorded_before_a_solve_and_while_it_ran(tmp_path):
+    tape = Taped()
+    found = recording(tape, tmp_path, keep_recording=True)
+    found.note()
+    assert taken(found, tape, tmp_path, 0.0, 25.0) == (0, 50 % 16, 50)
+    assert taken(found, tape, tmp_path, 0.0, 45.0) == (0, 90 % 16, 90)
+    assert found.since(0.0) == 90
+    found.note()
+    tape.now = 55.0
+    assert found.since(45.0) == 20
+    assert taken(found, tape, tmp_path, 45.0) == (90 % 16, 130 % 16, 40), "what was recorded before a change is left out"
+    assert taken(found, tape, tmp_path, 0.0, 500.0) == (840 % 16, 1000 % 16, 160)
+    assert len(list((tmp_path / PARTS).iterdir())) == 1, "older parts go where newer ones have enough"
 
 
 def test_what_is_always_recorded_stays_bounded_and_is_removed_at_the_end(tmp_path):
     tape = Taped()
+    (tmp_path / PARTS).mkdir()
+    (tmp_path / PARTS / "left").write_text("by a loop that was killed")
     found = recording(tape, tmp_path, keep_recording=True)
     for now in range(0, 1000, 10):
         tape.now = float(now)
         found.note()
-        assert tape.recorded() <= ROTATE * 40 + 20
-    assert len(tape.ended) > 2
+        held = [open_trace(path).num_requests for path in (tmp_path / PARTS).glob("*")]
+        assert sum(held) < 3 * MORE * 40
+        assert len(found._counts) <= 3 * MORE * 40 / 20 + 2
+    assert 4 * 40 < tape.most <= 4 * 40 + 20
     found.close()
     assert tape.begun is None
     found.close()
-    assert list(tmp_path.iterdir()) == []
+    assert list((tmp_path / PARTS).glob("*")) == []
 
 
 def test_a_recording_of_nothing_ends_as_well(tmp_path):
@@ -224,6 +263,8 @@ class Numbers:
 
     def end_recording(self, target):
         self.asked.append("end")
+        save_trace(requests_numbered(0, self.recorded()), target)
+        return self.recorded()
 
     def expert_bytes(self):
         return 1000
@@ -243,7 +284,8 @@ def adapter(tmp_path, monkeypatch):
     rows = np.tile(np.array([2, 1, 0, 3], np.int32), (2, 1))
     new = replace(old, method="new", placement=replace(old.placement, physical_to_logical_map=rows))
     save_plan(old, tmp_path / "old")
-    scores = Score(lar=0.50, seconds_per_token=2e-6), Score(lar=0.58, seconds_per_token=1e-6)
+    scores = (Score(lar=0.50, parts=(0.5, 0.5), seconds_per_token=2e-6),
+              Score(lar=0.58, parts=(0.58, 0.58), seconds_per_token=1e-6))  # fmt: skip
 
     def solved(job, seconds):
         save_plan(new, tmp_path / "found")
@@ -384,12 +426,7 @@ def test_the_switch_stops_all_decisions(adapter, tmp_path):
 
 
 def test_the_newest_requests_are_for_scoring():
-    sizes = np.arange(51)
-    trace = RoutingTrace(
-        token_ids=np.arange(50, dtype=np.int32) % 16, expert_ids=np.zeros((50, 2, 2), np.uint8), request_offsets=sizes,
-        phase=np.zeros(50, np.uint8), prompt_ids=np.arange(50, dtype=np.int32) % 16, prompt_offsets=sizes,
-        fingerprint=MODEL,
-    )  # fmt: skip
+    trace = requests_numbered(0, 50)
     seen, newest = by_age(trace, 0.4)
     assert (seen.num_requests, newest.num_requests) == (30, 20)
     assert newest.token_ids.tolist() == [i % 16 for i in range(30, 50)]

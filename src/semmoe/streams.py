@@ -54,11 +54,13 @@ def agreed_header(headers: dict[Path, TraceHeader]) -> TraceHeader:
     return first
 
 
-def merge(traces: Sequence[Path], out: Path, progress: Progress = lambda tokens: None) -> Merged:
+def merge(
+    traces: Sequence[Path], out: Path, progress: Progress = lambda tokens: None, in_turn: bool = False
+) -> Merged:
     """Write the requests of several trace directories to another one, readable by its owner only.
 
     They were recorded at the same time, each in order of ends: so they are interleaved, each as evenly as it goes, lest
-    the newest requests of the joined trace be those of the last one.
+    the newest requests of the joined trace be those of the last one. in_turn: they were recorded one after the other.
     """
     if out.exists():
         raise ValueError(f"{out} exists: choose another --out")
@@ -68,7 +70,7 @@ def merge(traces: Sequence[Path], out: Path, progress: Progress = lambda tokens:
         atomic_directory(out, private=True) as staged,
         TraceWriter(staged, header, private=True, hashed=hashed) as writer,
     ):
-        for _, _, trace, r in heapq.merge(*(_by_age(path, i) for i, path in enumerate(traces))):
+        for _, _, trace, r in heapq.merge(*(_by_age(path, i, in_turn) for i, path in enumerate(traces))):
             writer.append_one(trace, r)
             length = int(trace.request_offsets[r + 1] - trace.request_offsets[r])
             tokens += length
@@ -77,13 +79,13 @@ def merge(traces: Sequence[Path], out: Path, progress: Progress = lambda tokens:
     return Merged(out=out, requests=requests, tokens=tokens)
 
 
-def _by_age(path: Path, number: int) -> Iterator[tuple[float, int, RoutingTrace, int]]:
-    """Every request of a trace by its place, from 0 to 1."""
+def _by_age(path: Path, number: int, in_turn: bool) -> Iterator[tuple[float, int, RoutingTrace, int]]:
+    """Every request of a trace by its place, from 0 to 1, or where traces come in turn from `number` on."""
     total = sum(array_shape(shard, "request_lengths")[0] for shard in shard_paths(path))
     done = 0
     for trace in read_shards(path):
         for r in range(trace.num_requests):
-            yield (done + r + 0.5) / total, number, trace, r
+            yield (done + r + 0.5) / total + number * in_turn, number, trace, r
         done += trace.num_requests
 
 

@@ -5,10 +5,14 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
+import numpy as np
+
 from semmoe.adapt.recording import MORE
 from semmoe.moving import Weighed
 from semmoe.settings import AdaptSettings
 from semmoe.watch import ENOUGH_PAIRS, Look, View, view
+
+SURE = 1.0  # times the error of a plan's gain that it must gain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +20,7 @@ class Score:
     """What a plan does for requests on which it was not solved, by replay."""
 
     lar: float
+    parts: tuple[float, ...]  # the same for parts of the requests, by which it is known how sure a difference is
     seconds_per_token: float  # of a MoE layer on the links; 0 where the model's widths are not known
 
 
@@ -65,13 +70,22 @@ def drifted_since(looks: Sequence[Look], expected: float | None, s: AdaptSetting
     return since
 
 
+def too_little(old: Score, new: Score, least_gain: float) -> str:
+    """Why the new plan does not gain enough, or "". It must be more local by the least gain and by SURE errors."""
+    gain, error = new.lar - old.lar, float(np.std(np.subtract(new.parts, old.parts), ddof=1) / np.sqrt(len(new.parts)))
+    if gain < least_gain:
+        return f"the new plan keeps {gain:+.3f} of pairs local, less than {least_gain:g}"
+    if gain < SURE * error:
+        return f"the new plan keeps {gain:+.3f} of pairs local, with an error of {error:.3f}"
+    return ""
+
+
 def judge(old: Score, new: Score, weighed: Weighed, s: AdaptSettings) -> Decision:
     """Whether the new plan is swapped in: where it is more local by the least gain, and pays for the move."""
     gain = new.lar - old.lar
     figures = {"old_lar": old.lar, "new_lar": new.lar, "saved": weighed.saved, "cost": weighed.cost,
                "pays_after": None if weighed.after == inf else weighed.after}  # fmt: skip
-    if gain < s.least_gain:
-        why = f"the new plan keeps {gain:+.3f} of pairs local, less than {s.least_gain:g}"
+    if why := too_little(old, new, s.least_gain):
         return Decision(action="keep", why=why, figures=figures)
     if weighed.cost > 0 and not weighed.pays:
         why = f"the move takes {weighed.cost:.3g} s, and {weighed.saved * s.horizon:.3g} s are saved in {s.horizon:g} s"

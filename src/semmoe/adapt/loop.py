@@ -63,7 +63,7 @@ class Adapter:
         self._recording = Recording(self.server, self.settings, self.folder, self.clock, self.sleep)
         self._kept: list[Path] = []  # plans that served before, the newest last
         self._refine = False  # whether the plan was solved on few requests, and more are being recorded
-        self._swapped = self.clock()
+        self._changed = self.clock()  # when requests became what they are
 
     def close(self) -> None:
         """Leave the server as it serves, with no recording on."""
@@ -82,7 +82,7 @@ class Adapter:
         seen = self._seen()
         if seen.seconds < self.settings.window - self.settings.every:
             return self._say(Decision(action="watch", why="the first window is not over", figures={}))
-        more = self._recording.held() if self._refine else 0
+        more = self._recording.since(self._changed) if self._refine else 0
         found = self._say(wants(seen, self.expected, self.clock() - self._solved, more, self.settings))
         if found.action == "record":
             return self._adapt(seen)
@@ -117,10 +117,10 @@ class Adapter:
 
     def _from_recording(self, seen: watch.View, scratch: Path) -> Decision:
         s = self.settings
-        since: float | None = drifted_since(self._looks, self.expected, s)
-        if since == self._looks[-1].time:  # there is no drift: solve on all since the swap, or on the newest
-            since = self._swapped if self._refine else None
-        older = self._recording.take(since, scratch / "trace")
+        since = drifted_since(self._looks, self.expected, s)
+        if since < self._looks[-1].time:
+            self._changed = since
+        older = self._recording.take(self._changed, scratch / "trace")
         few, self._refine = not self._refine, False
         kept = [str(path) for path in self._kept if path != self.path]
         job = Job(trace=str(scratch / "trace"), plan=str(self.path), folder=str(scratch), seconds=s.solve_seconds,
@@ -147,7 +147,7 @@ class Adapter:
         problem = self.server.swap(plan)
         if problem:
             return self._say(Decision(action="fail", why=problem, figures={}))
-        self._looks, self._swapped = deque([self.server.look()]), self.clock()
+        self._looks = deque([self.server.look()])
         self._recording.note()
         self.sleep(self.settings.window)
         again = self.settings.keep_recording and self.settings.kept_plans > 0

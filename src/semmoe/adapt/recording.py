@@ -1,6 +1,6 @@
 """The recording that a plan is solved on: begun when requests drift, or always on and cut where they began to."""
 
-import tempfile
+import shutil
 import time
 from collections import deque
 from collections.abc import Callable
@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Protocol
 
 from semmoe.settings import AdaptSettings
+from semmoe.streams import merge
 
 POLL = 0.5  # seconds between two looks at how many requests were recorded
 MORE = 4  # times as many requests as are needed make a better plan, where they are there
-ROTATE = 10  # a recording that is always on begins anew after so many times the requests that are needed
+PARTS = "adapt-recorded"  # in the control folder: what was recorded before and still counts
 
 
 class Recorder(Protocol):
@@ -22,11 +23,12 @@ class Recorder(Protocol):
 
     def begin_recording(self) -> None: ...
 
-    def end_recording(self, target: Path) -> None: ...
+    def end_recording(self, target: Path) -> int:
+        """Write it to `target`; returns how many requests it has. Raises ValueError if it has none."""
 
 
 class Recording:
-    """One server's recording. folder: where what is dropped lies until it is removed."""
+    """One server's recording, of which the newest requests are kept. folder: the control folder."""
 
     def __init__(
         self,
@@ -36,61 +38,88 @@ class Recording:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._server, self._settings, self._folder, self._clock, self._sleep = server, settings, folder, clock, sleep
-        self._counts: deque[tuple[float, int]] = deque()  # requests that had been recorded by a time
+        self._server, self._settings, self._parts_at, self._clock, self._sleep = (
+            server, settings, folder / PARTS, clock, sleep,
+        )  # fmt: skip
+        self._counts: deque[tuple[float, int]] = deque()  # requests that had been recorded by a time, in all
+        self._parts: deque[tuple[Path, int]] = deque()  # recordings that ended, oldest first, and their requests
+        self._dropped = self._made = 0  # requests that are no longer held; parts that were made
         self._on = False
+        shutil.rmtree(self._parts_at, ignore_errors=True)  # users' text that a loop left that was killed
 
     def note(self) -> None:
-        """Where it is always on: begin it, remember how many requests it has now, and bound what it holds."""
-        s = self._settings
-        if not s.keep_recording:
+        """Where it is always on: begin it, remember how many requests there are now, and bound what is held."""
+        if not self._settings.keep_recording:
             return
-        if self._on and self._server.recorded() > ROTATE * s.requests:
-            self.close()
+        if self._on and self._server.recorded() > MORE * self._settings.requests:
+            self._cut()
         if not self._on:
             self._begin()
-        self._counts.append((self._clock(), self._server.recorded()))
-        while len(self._counts) > 2 and self._counts[1][0] <= self._clock() - s.window:
+        if not self._counts or self._counts[-1][1] < self._total():
+            self._counts.append((self._clock(), self._total()))
+        while len(self._counts) > 1 and self._counts[1][1] <= self._dropped:
             self._counts.popleft()
 
-    def held(self) -> int:
-        """Requests that it has."""
-        return self._server.recorded() if self._on else 0
+    def since(self, begun: float) -> int:
+        """Requests that were recorded after a time, of those that are held."""
+        return self._total() - self._before(begun)
 
-    def take(self, since: float | None, target: Path) -> int:
+    def take(self, begun: float, target: Path) -> int:
         """Write a trace to `target` once it has enough requests; returns how many of its first do not count.
 
-        since: requests that ended before this time do not count; None: only the newest do, MORE times as many as are
+        begun: requests that ended before this time do not count. Of the others the newest do, MORE times as many as are
         needed if there are so many.
         """
         s = self._settings
         if not self._on:
             self._begin()
-        before = max(self._server.recorded() - MORE * s.requests, 0)
-        if since is not None:
-            before = max((count for time, count in self._counts if time <= since), default=0)
-        begun = self._clock()
+        started = self._clock()
         try:
-            while self._server.recorded() - before < s.requests and self._clock() - begun < s.patience:
+            while self.since(begun) < s.requests and self._clock() - started < s.patience:
                 self._sleep(POLL)
         finally:
-            self._end(target)
-        return before
+            self._cut()
+        if s.keep_recording:
+            self._begin()
+        paths = [path for path, _ in self._parts]
+        merge(paths, target, in_turn=True)
+        held = sum(count for _, count in self._parts)
+        older = max(self._before(begun) - self._dropped, held - MORE * s.requests, 0)
+        while self._parts and not s.keep_recording:
+            self._drop()
+        return older
 
     def close(self) -> None:
-        """End it, if it is on, and remove what it holds."""
-        if self._on:
-            with tempfile.TemporaryDirectory(prefix="adapt-", dir=self._folder) as scratch:
-                try:
-                    self._end(Path(scratch) / "trace")
-                except ValueError:
-                    return  # nothing was recorded
+        """End it, if it is on, and remove what is held."""
+        try:
+            if self._on:
+                self._cut()
+        except ValueError:
+            pass  # nothing was recorded
+        finally:
+            while self._parts:
+                self._drop()
+
+    def _total(self) -> int:
+        return self._dropped + sum(count for _, count in self._parts) + (self._server.recorded() if self._on else 0)
+
+    def _before(self, begun: float) -> int:
+        """Requests that do not count: those until the last look before `begun`, and those that are dropped."""
+        return max((count for time, count in self._counts if time <= begun), default=self._dropped)
 
     def _begin(self) -> None:
         self._server.begin_recording()
         self._on = True
 
-    def _end(self, target: Path) -> None:
-        self._on = False
-        self._counts.clear()
-        self._server.end_recording(target)
+    def _cut(self) -> None:
+        """End the recording that is on and keep it as a part; older parts go where newer ones have enough requests."""
+        path, self._on, self._made = self._parts_at / str(self._made), False, self._made + 1
+        self._parts_at.mkdir(mode=0o700, exist_ok=True)
+        self._parts.append((path, self._server.end_recording(path)))
+        while sum(count for _, count in self._parts) - self._parts[0][1] >= MORE * self._settings.requests:
+            self._drop()
+
+    def _drop(self) -> None:
+        path, count = self._parts.popleft()
+        self._dropped += count
+        shutil.rmtree(path, ignore_errors=True)

@@ -37,9 +37,9 @@ class Served:
         run = read_control(self.folder).run
         return sum(status.requests for status in recorder_control.of_run(self.folder, run))
 
-    def end_recording(self, target: Path) -> None:
-        """Write a trace to `target`."""
-        recorder_control.end(self.folder, target, STOP_SECONDS)
+    def end_recording(self, target: Path) -> int:
+        """Write a trace to `target`; returns its requests."""
+        return recorder_control.end(self.folder, target, STOP_SECONDS).merged.requests
 
     def expert_bytes(self) -> int:
         """What rank 0 says that one expert of one layer takes."""

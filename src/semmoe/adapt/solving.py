@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from semmoe.adapt.decide import Score
+from semmoe.adapt.decide import Score, too_little
 from semmoe.calibration import Links, load_links
 from semmoe.core import Plan, RoutingTrace
 from semmoe.cost import LayerShape, predict
@@ -28,6 +28,7 @@ from semmoe.solver import solve
 from semmoe.trace import open_trace
 
 STREAM = 1000  # requests that are replayed
+PARTS = 8  # of the requests, scored one by one too
 RUNNING = 8  # of them on each rank at a time: with few, ranks are kept even and plans differ less
 LEAST_REQUESTS = 20  # that are solved on, and that are scored
 
@@ -73,19 +74,21 @@ def main(job: Job) -> None:
     for path in job.kept:
         scores[path] = score(newest, load_plan(path), links)
     best = max(scores, key=lambda path: scores[path].lar, default=None)
-    if best is None or scores[best].lar < before.lar + job.least_gain:
-        best = str(Path(job.folder) / "plan")
-        plan = _solve(job, seen, old)
-        save_plan(plan, best)
-        scores[best] = score(newest, plan, links)
+    if best is None or too_little(before, scores[best], job.least_gain):
+        scores |= {str(path): score(newest, load_plan(path), links) for path in _solve(job, seen, old)}
+        best = max(scores, key=lambda path: scores[path].lar)
     found = {"path": best, "old": asdict(before), "new": asdict(scores[best])}
     (Path(job.folder) / "found.json").write_text(json.dumps(found))
 
 
-def _solve(job: Job, seen: RoutingTrace, old: Plan) -> Plan:
-    settings = SolveSettings(redundant_experts=old.placement.redundant_experts)
+def _solve(job: Job, seen: RoutingTrace, old: Plan) -> list[Path]:
+    """Plans from the one that is served, which moves few experts, and from nothing, which may be far from it."""
+    settings, paths = SolveSettings(redundant_experts=old.placement.redundant_experts), []
     settings = replace(settings, cocluster=replace(settings.cocluster, budget=job.seconds))
-    return solve(seen, old.topology, settings, previous=old)
+    for name, previous in (("plan", old), ("afresh", None)):
+        paths.append(Path(job.folder) / name)
+        save_plan(solve(seen, old.topology, settings, previous=previous), paths[-1])
+    return paths
 
 
 def by_age(trace: RoutingTrace, judged: float) -> tuple[RoutingTrace, RoutingTrace]:
@@ -118,13 +121,17 @@ def score(trace: RoutingTrace, plan: Plan, links: Links) -> Score:
     """
     again = np.tile(np.arange(trace.num_requests), -(-STREAM // trace.num_requests))
     stream, f = trace.select(again), trace.fingerprint
-    found = replay(stream, plan, ReplaySettings(), scheduled_live(stream, plan, RUNNING * plan.topology.dp_size))
+    groups = scheduled_live(stream, plan, RUNNING * plan.topology.dp_size)
+    found, parts = replay(stream, plan, ReplaySettings(), groups), []
+    for part in range(PARTS):
+        chosen = np.flatnonzero(again % PARTS == part)
+        parts.append(replay(stream.select(chosen), plan, ReplaySettings(), groups[chosen]).total.lar)
     if not (f.hidden_size and f.expert_size):
-        return Score(lar=found.total.lar, seconds_per_token=0.0)
+        return Score(lar=found.total.lar, parts=tuple(parts), seconds_per_token=0.0)
     shape = LayerShape(hidden_size=f.hidden_size, expert_size=f.expert_size, top_k=f.top_k)
     rows = found.rows_per_batch(links.all_to_all)
     time = predict(plan.method, rows, found.busiest_pairs, shape, plan.topology, links).time.total
-    return Score(lar=found.total.lar, seconds_per_token=time / found.tokens_per_batch)
+    return Score(lar=found.total.lar, parts=tuple(parts), seconds_per_token=time / found.tokens_per_batch)
 
 
 if __name__ == "__main__":

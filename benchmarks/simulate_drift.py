@@ -1,0 +1,198 @@
+"""The loop of `semmoe adapt` beside a simulated server: in minutes what `bench_drift.py` measures on an engine.
+
+    OMP_NUM_THREADS=1 python benchmarks/simulate_drift.py [--shape gradual] [--requests 2400] [--blocks 4] [--rate 12]
+        [--schedule 10] [--seed 0] [--seconds 8] [--adapt "--requests 80 --window 8 ..."]
+
+The loop is the real one: its decisions, recordings, solver and scores. Simulated are time and the server: `--rate`
+requests end a second, each is assigned by the plan's own tables as an engine of two ranks in attention-DP assigns it,
+and keeps the routing that the model chose for its prompt. A swap takes effect at once; solving takes `--seconds`.
+What it cannot show is what solver and server take from each other. Prints what `bench_drift.py` prints.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+import drift
+import numpy as np
+from bench_plans import local_pairs
+
+from semmoe import watch
+from semmoe.adapt import loop
+from semmoe.adapt.loop import Adapter
+from semmoe.calibration import load_links
+from semmoe.core import Plan, RoutingTrace
+from semmoe.demo import MODEL
+from semmoe.engines.transformers.model import load_model
+from semmoe.engines.transformers.recorder import record
+from semmoe.engines.transformers.tokenizer import load_tokenizer
+from semmoe.online import live_settings, start
+from semmoe.plan import load_plan
+from semmoe.settings import AdaptSettings
+from semmoe.trace import save_trace
+
+RUNNING, PARTS, ATTENTION, EXPERT_BYTES = 8, 12, "dp", 100_000
+SWITCHES = {"keep-recording"}
+
+
+@dataclass
+class Simulated:
+    """A server of which `rate` requests a second end, in the trace's order."""
+
+    trace: RoutingTrace
+    rate: float
+    plan: Plan
+    at: dict[int, Plan]  # plans that are swapped in when so many have ended
+    now: float = 0.0
+    local: list[float] = field(default_factory=list)  # of each that has ended, its local pairs per layer and choice
+    begun: int | None = None
+
+    def __post_init__(self) -> None:
+        self.running: deque = deque()
+        self.pairs_of: dict[int, np.ndarray] = {}
+        self.swap(self.plan)
+
+    def swap(self, plan: Plan) -> str:
+        self.plan, self.scheduler = plan, start(plan.requests, live_settings(plan.topology.dp_size))
+        self.pairs = self.pairs_of.setdefault(id(plan), local_pairs(self.trace, plan))
+        self.kept = plan  # so that no other plan gets its id
+        return ""
+
+    def sleep(self, seconds: float) -> None:
+        """Let time pass; what ends meanwhile is counted."""
+        self.now += seconds
+        while len(self.local) < min(int(self.now * self.rate), self.trace.num_requests):
+            self._one()
+
+    def _one(self) -> None:
+        r = len(self.local)
+        if r in self.at:
+            self.swap(self.at[r])
+        self.running.extend(self.scheduler.submit(self.trace.prompt(r)))
+        self.local.append(float(self.pairs[r, self.running[-1].group]))
+        while len(self.running) > RUNNING:
+            ended = self.running.popleft()
+            if ended.request < r:
+                self.scheduler.finish(ended, 0.0)
+
+    def clock(self) -> float:
+        return self.now
+
+    def look(self) -> watch.Look:
+        f, ended = self.trace.fingerprint, len(self.local)
+        tokens = int(self.trace.request_offsets[ended]) * f.num_layers
+        local, pairs = sum(self.local) * f.num_layers * f.top_k, tokens * f.top_k
+        labels = {name: frozenset({("local", name), ("ep_rank", "0")}) for name in ("true", "false")}
+        counted = {("pairs", labels["true"]): local, ("pairs", labels["false"]): pairs - local}
+        counted |= {("routed_tokens", frozenset()): tokens, ("active", frozenset({("engine", "simulated")})): 1}
+        return watch.Look(self.now, counted)
+
+    def recorded(self) -> int:
+        return 0 if self.begun is None else len(self.local) - self.begun
+
+    def begin_recording(self) -> None:
+        self.begun = len(self.local)
+
+    def end_recording(self, target: Path) -> int:
+        chosen, self.begun = np.arange(self.begun, len(self.local)), None
+        if not len(chosen):
+            raise ValueError("no request that has ended")
+        save_trace(self.trace.select(chosen), target)
+        return len(chosen)
+
+    def expert_bytes(self) -> int:
+        return EXPERT_BYTES
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=drift.SHAPES, default="gradual")
+    parser.add_argument("--requests", type=int, default=2400)
+    parser.add_argument("--blocks", type=int, default=4, help="of the shape `alternating`")
+    parser.add_argument("--rate", type=float, default=12.0)
+    parser.add_argument("--seconds", type=float, default=8.0, help="that a solve takes beside the server")
+    parser.add_argument("--schedule", type=float, default=10.0)
+    parser.add_argument("--redundant-experts", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--links", default="h200-nvlink", help="a file of `semmoe calibrate`, or a shipped name")
+    parser.add_argument("--adapt", default=" ".join(drift.ADAPT), help="options of semmoe adapt")
+    return parser.parse_args()
+
+
+def adapt_settings(a: argparse.Namespace) -> AdaptSettings:
+    words, given = shlex.split(a.adapt), {"schedule": a.schedule}
+    for i, word in enumerate(words):
+        name = word.removeprefix("--")
+        if word.startswith("--"):
+            given[name.replace("-", "_")] = True if name in SWITCHES else json.loads(words[i + 1])
+    return AdaptSettings(**given)
+
+
+def adapted(server: Simulated, path: Path, a: argparse.Namespace, tell: Callable) -> None:
+    """Run the loop until the last request has ended."""
+    child = loop.run_child
+
+    def solved(job, seconds):
+        found = child(job, seconds)
+        server.sleep(a.seconds)
+        return found
+
+    loop.run_child = solved
+    timed = load_links(a.links, server.plan.topology)
+    adapter = Adapter(server, server.plan, path, timed, a.links, adapt_settings(a), path.parent, tell,
+                      clock=server.clock, sleep=server.sleep)  # fmt: skip
+    while len(server.local) < a.requests:
+        adapter.turn()
+    adapter.close()
+
+
+def main() -> int:
+    a = parse()
+    print(vars(a), flush=True)
+    with tempfile.TemporaryDirectory(prefix="semmoe-") as scratch:
+        folder, texts = Path(scratch), drift.texts(load_tokenizer(str(MODEL)))
+        plans = drift.make_plans(texts, ATTENTION, a.redundant_experts, folder)
+        prompts, _ = drift.draw(texts, a.shape, a.requests, a.seed, a.blocks)
+        trace = record(load_model(str(MODEL)), str(MODEL), prompts, folder / "served")
+        first = plans["all" if a.shape == "stable" else "first"]
+        rates, told = {}, []
+        for name in ("frozen", "known", "adapt"):
+            turns = drift.changes(a.shape, a.requests, a.blocks)
+            at = {i: load_plan(plans[plan]) for i, plan in turns} if name == "known" else {}
+            server = Simulated(trace, a.rate, load_plan(first), at)
+            if name == "adapt":
+                adapted(server, first, a, told.append)
+            else:
+                server.sleep(a.requests / a.rate + 1)
+            rates[name] = np.array(server.local), np.diff(trace.request_offsets)
+        show(rates, turns[0][0] if turns else 0, a.requests, told)
+    return 0
+
+
+def show(rates: dict, begins: int, requests: int, told: list) -> None:
+    def rate(name: str, low: int, high: int) -> float:
+        local, tokens = rates[name]
+        return local[low:high].sum() / tokens[low:high].sum()
+
+    for decision in told:
+        if decision.action in ("keep", "swap", "back", "stay", "fail"):
+            print(f"  adapt: {decision.action:7}{decision.why}")
+    edges = [round(i * requests / PARTS) for i in range(PARTS + 1)]
+    for name in rates:
+        print(f"  {name:8}" + "".join(f"{rate(name, low, high):8.3f}" for low, high in pairwise(edges)))
+    after = {name: float(rate(name, begins, requests)) for name in rates}
+    lost = after["known"] - after["frozen"]
+    after["recovered"] = (after["adapt"] - after["frozen"]) / lost if lost else 0.0
+    print(json.dumps({"shares": after, "decisions": [asdict(decision) for decision in told]}))
+    print("  ".join(f"{name} {value:.3f}" for name, value in after.items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
