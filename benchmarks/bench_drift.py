@@ -223,8 +223,8 @@ def main() -> int:
         print(f"  {name:24}{value:8.3f}")
     for decision in told:
         print(f"  adapt: {decision['action']:7}{decision['why']}")
-    line = json.dumps({"settings": vars(a), "adapt": drift.ADAPT, "twelfths": table, "shares": shares, "decisions": told},
-                      default=str)  # fmt: skip
+    line = {"settings": vars(a), "adapt": drift.ADAPT, "twelfths": table, "shares": shares, "decisions": told}
+    line = json.dumps(line, default=str)
     print("\n" + line)
     if a.out:
         with a.out.open("a", encoding="utf-8") as file:

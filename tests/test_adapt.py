@@ -59,9 +59,9 @@ def test_a_schedule_solves_without_drift():
 @pytest.mark.parametrize(
     ("more", "lar", "quiet", "why"),
     [(1999, 0.6, 1000, "requests are as expected"), (2000, 0.6, 50, "requests are as expected"),
-     (2000, 0.6, 1000, "2,000 requests are recorded"), (2000, 0.5, 1000, "local activation rate 0.500")],
+     (2000, 0.6, 1000, "2,000 requests were recorded since"), (2000, 0.5, 1000, "local activation rate 0.500")],
 )  # fmt: skip
-def test_a_plan_that_was_solved_on_few_requests_is_solved_again_on_more(more, lar, quiet, why):
+def test_where_requests_are_always_recorded_a_plan_is_solved_for_so_many_new_ones(more, lar, quiet, why):
     assert wants(seen(lar), 0.6, quiet, more, S).why.startswith(why)
 
 
@@ -72,6 +72,19 @@ def test_a_plan_that_was_solved_on_few_requests_is_solved_again_on_more(more, la
 def test_a_plan_is_swapped_in_where_it_gains_and_pays(gain, weighed, action):
     old, new = (Score(lar=lar, parts=(lar, lar), seconds_per_token=0.0) for lar in (0.5, 0.5 + gain))
     assert judge(old, new, weighed, S).action == action
+
+
+@pytest.mark.parametrize(("spread", "action"), [(0.0, "swap"), (0.02, "swap"), (0.04, "keep")])
+def test_a_gain_counts_that_is_above_twice_its_error(spread, action):
+    """A gain of .03 whose eight parts lie on both sides of it; its error is the spread times sqrt(8 / 7) / sqrt(8)."""
+    parts = tuple(0.53 + spread * sign for sign in (1, -1) * 4)
+    old, new = (
+        Score(lar=0.5, parts=(0.5,) * 8, seconds_per_token=0.0),
+        Score(lar=0.53, parts=parts, seconds_per_token=0.0),
+    )
+    found = judge(old, new, PAYS, S)
+    assert found.action == action
+    assert ("with an error of 0.015" in found.why) == (spread == 0.04)
 
 
 @pytest.mark.parametrize(("after", "action"), [(0.56, "stay"), (0.53, "stay"), (0.51, "back"), (0.40, "back")])
@@ -201,9 +214,22 @@ def test_requests_count_that_were_recorded_before_a_solve_and_while_it_ran(tmp_p
     found.note()
     tape.now = 55.0
     assert found.since(45.0) == 20
-    assert taken(found, tape, tmp_path, 45.0) == (90 % 16, 130 % 16, 40), "what was recorded before a change is left out"
+    assert taken(found, tape, tmp_path, 45.0) == (90 % 16, 130 % 16, 40), (
+        "what was recorded before a change is left out"
+    )
     assert taken(found, tape, tmp_path, 0.0, 500.0) == (840 % 16, 1000 % 16, 160)
     assert len(list((tmp_path / PARTS).iterdir())) == 1, "older parts go where newer ones have enough"
+
+
+def test_what_was_recorded_counts_where_nothing_was_since_the_last_part(tmp_path):
+    tape = Taped()
+    found = recording(tape, tmp_path, keep_recording=True)
+    found.note()
+    tape.now = 100.0
+    found.note()
+    assert tape.recorded() == 0
+    assert taken(found, tape, tmp_path, 0.0) == (40 % 16, 200 % 16, 160)
+    assert tape.begun == 100.0
 
 
 def test_what_is_always_recorded_stays_bounded_and_is_removed_at_the_end(tmp_path):
@@ -315,8 +341,8 @@ def test_the_loop_records_solves_swaps_and_stays(adapter):
     assert load_plan(found.path).method == "new"
 
 
-def test_with_a_recording_that_stays_on_the_plan_is_refined_once(adapter):
-    """The recording that begins at the swap has enough requests after some time; the plan found then is no better."""
+def test_with_a_recording_that_stays_on_a_plan_is_solved_for_every_so_many_requests(adapter):
+    """The rate stays as expected; the plan that is found then is no better."""
     found, server, told = adapter
     found.settings = replace(found.settings, keep_recording=True, requests=40)
     found._recording = Recording(server, found.settings, found.folder, found.clock, found.sleep)
@@ -332,8 +358,9 @@ def test_with_a_recording_that_stays_on_the_plan_is_refined_once(adapter):
     turns(found, 120)
     reasons = [decision.why for decision in told if decision.action == "record"]
     assert reasons[0].startswith("local activation rate")
-    refined = [why for why in reasons if "requests are recorded" in why]
-    assert refined == ["160 requests are recorded, and the plan was solved on some 40"]
+    again = [int(why.split()[0]) for why in reasons if "requests were recorded since the last solve" in why]
+    assert len(again) == len(reasons) - 1 >= 2
+    assert all(MORE * 40 <= count < MORE * 40 + 2 * found.settings.every for count in again)
     found.close()
     assert server.asked.count("record") == server.asked.count("end")
 

@@ -54,9 +54,7 @@ def agreed_header(headers: dict[Path, TraceHeader]) -> TraceHeader:
     return first
 
 
-def merge(
-    traces: Sequence[Path], out: Path, progress: Progress = lambda tokens: None, in_turn: bool = False
-) -> Merged:
+def merge(traces: Sequence[Path], out: Path, progress: Progress = lambda tokens: None, in_turn: bool = False) -> Merged:
     """Write the requests of several trace directories to another one, readable by its owner only.
 
     They were recorded at the same time, each in order of ends: so they are interleaved, each as evenly as it goes, lest

@@ -12,7 +12,7 @@ from semmoe.moving import Weighed
 from semmoe.settings import AdaptSettings
 from semmoe.watch import ENOUGH_PAIRS, Look, View, view
 
-SURE = 1.0  # times the error of a plan's gain that it must gain
+SURE = 2.0  # times the error of a plan's gain that it must gain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +36,8 @@ class Decision:
 def wants(seen: View, expected: float | None, quiet: float, more: int, s: AdaptSettings) -> Decision:
     """Whether to record requests now: since they drifted, or since it is time.
 
-    quiet: seconds since the last solve. more: requests recorded since the plan was swapped in that was solved on few;
-    0 where that is settled.
+    quiet: seconds since the last solve. more: requests that were recorded since, where they are recorded all the time:
+    another plan may be better by far where this one does what is expected of it.
     """
     figures = {"lar": seen.lar, "expected_lar": expected, "pairs": seen.pairs, "quiet": round(quiet, 1)}
     if s.schedule and quiet >= s.schedule:
@@ -47,7 +47,7 @@ def wants(seen: View, expected: float | None, quiet: float, more: int, s: AdaptS
     if expected is None or seen.lar >= expected - s.margin:
         if more < MORE * s.requests or quiet < s.rest:
             return Decision(action="watch", why="requests are as expected", figures=figures)
-        why = f"{more:,} requests are recorded, and the plan was solved on some {s.requests:,}"
+        why = f"{more:,} requests were recorded since the last solve"
         return Decision(action="record", why=why, figures=figures)
     if quiet < s.rest:
         return Decision(action="watch", why=f"the last solve was {quiet:.0f} s ago", figures=figures)
@@ -75,7 +75,7 @@ def too_little(old: Score, new: Score, least_gain: float) -> str:
     gain, error = new.lar - old.lar, float(np.std(np.subtract(new.parts, old.parts), ddof=1) / np.sqrt(len(new.parts)))
     if gain < least_gain:
         return f"the new plan keeps {gain:+.3f} of pairs local, less than {least_gain:g}"
-    if gain < SURE * error:
+    if gain < least_gain + SURE * error:
         return f"the new plan keeps {gain:+.3f} of pairs local, with an error of {error:.3f}"
     return ""
 

@@ -62,7 +62,6 @@ class Adapter:
         self._solved, self._said = self.clock(), ""
         self._recording = Recording(self.server, self.settings, self.folder, self.clock, self.sleep)
         self._kept: list[Path] = []  # plans that served before, the newest last
-        self._refine = False  # whether the plan was solved on few requests, and more are being recorded
         self._changed = self.clock()  # when requests became what they are
 
     def close(self) -> None:
@@ -82,7 +81,7 @@ class Adapter:
         seen = self._seen()
         if seen.seconds < self.settings.window - self.settings.every:
             return self._say(Decision(action="watch", why="the first window is not over", figures={}))
-        more = self._recording.since(self._changed) if self._refine else 0
+        more = self._recording.since(self._solved)
         found = self._say(wants(seen, self.expected, self.clock() - self._solved, more, self.settings))
         if found.action == "record":
             return self._adapt(seen)
@@ -121,7 +120,6 @@ class Adapter:
         if since < self._looks[-1].time:
             self._changed = since
         older = self._recording.take(self._changed, scratch / "trace")
-        few, self._refine = not self._refine, False
         kept = [str(path) for path in self._kept if path != self.path]
         job = Job(trace=str(scratch / "trace"), plan=str(self.path), folder=str(scratch), seconds=s.solve_seconds,
                   judged=s.judged, nice=s.nice, links=self.links_name, older=older, kept=kept,
@@ -134,15 +132,15 @@ class Adapter:
             # What the plan does for these requests is what it can do, until they change again.
             self.expected = seen.lar if found.action == "keep" else self.expected
             return found
-        return self._swap(plan, old, new, few)
+        return self._swap(plan, old, new)
 
     def _weigh(self, seen: watch.View, plan: Plan, old: Score, new: Score) -> Decision:
         cost = float(move_between(self.plan, plan).seconds(self.server.expert_bytes(), self.links).sum())
         saved = old.seconds_per_token - new.seconds_per_token
         return judge(old, new, weigh(saved, seen.routed_tokens_per_second, cost, self.settings.horizon), self.settings)
 
-    def _swap(self, plan: Plan, old: Score, new: Score, few: bool) -> Decision:
-        """Swap, watch a window, and go back if the gain is not there. few: the plan was solved on few requests."""
+    def _swap(self, plan: Plan, old: Score, new: Score) -> Decision:
+        """Swap, watch a window, and go back if the gain is not there."""
         before = self._seen().lar
         problem = self.server.swap(plan)
         if problem:
@@ -159,7 +157,6 @@ class Adapter:
                 return found
             found = self._say(Decision(action="fail", why=f"the new plan serves on: {problem}", figures=found.figures))
         self.plan, self.path, self.expected = plan, self._keep(plan), found.figures["after"]
-        self._refine = few and self.settings.keep_recording
         return found
 
     def _keep(self, plan: Plan) -> Path:

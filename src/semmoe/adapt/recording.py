@@ -78,8 +78,9 @@ class Recording:
             while self.since(begun) < s.requests and self._clock() - started < s.patience:
                 self._sleep(POLL)
         finally:
-            self._cut()
-        if s.keep_recording:
+            if self._server.recorded() or not self._parts:
+                self._cut()
+        if s.keep_recording and not self._on:
             self._begin()
         paths = [path for path, _ in self._parts]
         merge(paths, target, in_turn=True)

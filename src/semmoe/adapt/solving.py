@@ -76,7 +76,9 @@ def main(job: Job) -> None:
     best = max(scores, key=lambda path: scores[path].lar, default=None)
     if best is None or too_little(before, scores[best], job.least_gain):
         scores |= {str(path): score(newest, load_plan(path), links) for path in _solve(job, seen, old)}
-        best = max(scores, key=lambda path: scores[path].lar)
+        best = max(
+            scores, key=lambda path: (scores[path].seconds_per_token <= before.seconds_per_token, scores[path].lar)
+        )
     found = {"path": best, "old": asdict(before), "new": asdict(scores[best])}
     (Path(job.folder) / "found.json").write_text(json.dumps(found))
 
