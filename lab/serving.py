@@ -214,6 +214,7 @@ def table2(inputs: Inputs) -> Result:
             [engine, name, length, *_beside_vanilla(sweep, name, length)]
             for length in _lengths(sweep)
             for name in sweep.names("tp")
+            if length in sweep.runs(name)
         ]
         rows += own
         _length_picture(pair, own, engine)

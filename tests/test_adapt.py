@@ -267,13 +267,14 @@ class Numbers:
     now: float = 0.0
     local: float = 0.0
     pairs: float = 0.0
+    pace: int = 1000  # pairs a second
     refuses: str = ""
     asked: list[str] = field(default_factory=list)
 
     def sleep(self, seconds):
         self.now += seconds
-        self.pairs += 1000 * seconds
-        self.local += 1000 * seconds * self.rates[self.serves]
+        self.pairs += self.pace * seconds
+        self.local += self.pace * seconds * self.rates[self.serves]
 
     def look(self):
         labels = {name: frozenset({("local", name), ("ep_rank", "0")}) for name in ("true", "false")}
@@ -363,6 +364,22 @@ def test_with_a_recording_that_stays_on_a_plan_is_solved_for_every_so_many_reque
     assert all(MORE * 40 <= count < MORE * 40 + 2 * found.settings.every for count in again)
     found.close()
     assert server.asked.count("record") == server.asked.count("end")
+
+
+@pytest.mark.parametrize(("before", "last", "cut"), [(0.6, 0.6, False), (0.6, 0.5, False), (0.57, 0.57, True)])
+def test_requests_are_left_out_where_the_rate_of_a_window_fell(adapter, monkeypatch, before, last, cut):
+    """The plan expects .6, and is solved on a schedule; the last reading alone, of five seconds, says nothing."""
+    found, server, _ = adapter
+    found.settings = replace(found.settings, schedule=300.0, rest=1000)
+    server.rates["old"], server.pace, begun = 0.6, 4000, []
+    turns(found, 40)
+    monkeypatch.setattr(found._recording, "take", lambda since, target: begun.append(since) or 0)
+    found._solved, server.rates["old"] = found.clock(), before
+    turns(found, 59)
+    server.rates["old"] = last
+    turns(found, 1)
+    assert len(begun) == 1
+    assert (begun[0] > 150) == cut
 
 
 def test_plans_that_served_are_kept_to_be_tried_again(adapter, tmp_path):

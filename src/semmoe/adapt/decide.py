@@ -44,7 +44,7 @@ def wants(seen: View, expected: float | None, quiet: float, more: int, s: AdaptS
         return Decision(action="record", why=f"the last plan was solved {quiet:.0f} s ago", figures=figures)
     if seen.lar is None or seen.pairs < ENOUGH_PAIRS:
         return Decision(action="watch", why="too few tokens to judge", figures=figures)
-    if expected is None or seen.lar >= expected - s.margin:
+    if not drifted(seen, expected, s):
         if more < MORE * s.requests or quiet < s.rest:
             return Decision(action="watch", why="requests are as expected", figures=figures)
         why = f"{more:,} requests were recorded since the last solve"
@@ -55,6 +55,11 @@ def wants(seen: View, expected: float | None, quiet: float, more: int, s: AdaptS
     return Decision(action="record", why=why, figures=figures)
 
 
+def drifted(seen: View, expected: float | None, s: AdaptSettings) -> bool:
+    """Whether the rate is below what is expected, and known well enough."""
+    return seen.lar is not None and seen.pairs >= ENOUGH_PAIRS and seen.lar < (expected or 0.0) - s.margin
+
+
 def drifted_since(looks: Sequence[Look], expected: float | None, s: AdaptSettings) -> float:
     """The time of the look from which on every reading is below what is expected; the last look's if none is.
 
@@ -63,10 +68,10 @@ def drifted_since(looks: Sequence[Look], expected: float | None, s: AdaptSetting
     since = looks[-1].time
     for before, after in zip(reversed(list(looks)[:-1]), reversed(looks), strict=False):
         seen = view(before, after)
-        if seen.lar is not None and seen.pairs >= ENOUGH_PAIRS:
-            if expected is None or seen.lar >= expected - s.margin:
-                break
+        if drifted(seen, expected, s):
             since = before.time
+        elif seen.pairs >= ENOUGH_PAIRS:
+            break
     return since
 
 

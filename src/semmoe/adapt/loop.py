@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from semmoe import watch
-from semmoe.adapt.decide import Decision, Score, confirm, drifted_since, judge, wants
+from semmoe.adapt.decide import Decision, Score, confirm, drifted, drifted_since, judge, wants
 from semmoe.adapt.recording import Recorder, Recording
 from semmoe.adapt.solving import Job, run_child
 from semmoe.calibration import Links
@@ -116,9 +116,8 @@ class Adapter:
 
     def _from_recording(self, seen: watch.View, scratch: Path) -> Decision:
         s = self.settings
-        since = drifted_since(self._looks, self.expected, s)
-        if since < self._looks[-1].time:
-            self._changed = since
+        if drifted(seen, self.expected, s):
+            self._changed = drifted_since(self._looks, self.expected, s)
         older = self._recording.take(self._changed, scratch / "trace")
         kept = [str(path) for path in self._kept if path != self.path]
         job = Job(trace=str(scratch / "trace"), plan=str(self.path), folder=str(scratch), seconds=s.solve_seconds,
