@@ -14,7 +14,6 @@ import json
 import shlex
 import sys
 import tempfile
-from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -35,6 +34,7 @@ from semmoe.engines.transformers.recorder import record
 from semmoe.engines.transformers.tokenizer import load_tokenizer
 from semmoe.online import live_settings, start
 from semmoe.plan import load_plan
+from semmoe.requests.scheduler import RequestScheduler
 from semmoe.settings import AdaptSettings
 from semmoe.trace import save_trace
 
@@ -55,14 +55,17 @@ class Simulated:
     begun: int | None = None
 
     def __post_init__(self) -> None:
-        self.running: deque = deque()
-        self.pairs_of: dict[int, np.ndarray] = {}
+        self.running: list = []
+        self.rng = np.random.default_rng(0)  # which request ends
+        self.scheduler: RequestScheduler | None = None
         self.swap(self.plan)
 
     def swap(self, plan: Plan) -> str:
-        self.plan, self.scheduler = plan, start(plan.requests, live_settings(plan.topology.dp_size))
-        self.pairs = self.pairs_of.setdefault(id(plan), local_pairs(self.trace, plan))
-        self.kept = plan  # so that no other plan gets its id
+        before, self.plan = self.scheduler, plan
+        self.scheduler = start(plan.requests, live_settings(plan.topology.dp_size))
+        if before is not None:
+            self.scheduler.follow(before)
+        self.pairs = local_pairs(self.trace, plan)
         return ""
 
     def sleep(self, seconds: float) -> None:
@@ -75,12 +78,10 @@ class Simulated:
         r = len(self.local)
         if r in self.at:
             self.swap(self.at[r])
-        self.running.extend(self.scheduler.submit(self.trace.prompt(r)))
+        while len(self.running) >= RUNNING:
+            self.scheduler.finish(self.running.pop(self.rng.integers(len(self.running))), 0.0)
+        self.running += self.scheduler.submit(self.trace.prompt(r))
         self.local.append(float(self.pairs[r, self.running[-1].group]))
-        while len(self.running) > RUNNING:
-            ended = self.running.popleft()
-            if ended.request < r:
-                self.scheduler.finish(ended, 0.0)
 
     def clock(self) -> float:
         return self.now

@@ -80,7 +80,7 @@ def too_little(old: Score, new: Score, least_gain: float) -> str:
     gain, error = new.lar - old.lar, float(np.std(np.subtract(new.parts, old.parts), ddof=1) / np.sqrt(len(new.parts)))
     if gain < least_gain:
         return f"the new plan keeps {gain:+.3f} of pairs local, less than {least_gain:g}"
-    if gain < least_gain + SURE * error:
+    if gain < SURE * error:
         return f"the new plan keeps {gain:+.3f} of pairs local, with an error of {error:.3f}"
     return ""
 
