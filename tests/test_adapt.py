@@ -11,12 +11,13 @@ from semmoe.adapt import loop as looping
 from semmoe.adapt.decide import Score, confirm, drifted_since, judge, wants
 from semmoe.adapt.loop import SWITCH, Adapter
 from semmoe.adapt.recording import MORE, PARTS, Recording
-from semmoe.adapt.solving import Job, by_age, run_child
+from semmoe.adapt.solving import Job, by_age, run_child, scheduled_live, score
 from semmoe.calibration import load_links
 from semmoe.core import RoutingTrace
 from semmoe.moving import weigh
 from semmoe.placement.linear import vanilla_plan
 from semmoe.plan import load_plan, save_plan
+from semmoe.replayer import replay
 from semmoe.settings import AdaptSettings, CoclusterSettings, SolveSettings
 from semmoe.solver import solve
 from semmoe.topology import Fingerprint, Topology
@@ -496,3 +497,20 @@ def test_a_plan_that_served_before_is_taken_where_its_traffic_comes_back(tmp_pat
     assert (tmp_path / "plan").exists() != comes_back
     assert new.lar > old.lar + 0.2
     assert load_plan(path).topology == topology
+
+
+def test_a_score_does_not_hang_on_the_order_in_which_ranks_were_joined(tmp_path):
+    """Requests of two kinds, of which each suits one rank; in turns, as the plan that served would have them."""
+    trace = planted_trace(2, 1, requests_per_group=40)[0]
+    plan = solve(trace, Topology(ep_size=2, dp_size=2), SolveSettings(cocluster=CoclusterSettings(starts=1, steps=10)))
+    group = scheduled_live(trace, plan, 1000)
+    first, second = np.flatnonzero(group == 0), np.flatnonzero(group == 1)
+    number = min(len(first), len(second))
+    turns = np.stack([first[:number], second[:number]], axis=1).ravel()
+    one_by_one = np.concatenate([first[:number], second[:number]])
+    links = load_links("h200-nvlink", plan.topology)
+    found = [score(trace.select(order), plan, links).lar for order in (turns, one_by_one)]
+    live = [replay(trace.select(order), plan, groups=scheduled_live(trace.select(order), plan, 8)).total.lar
+            for order in (turns, one_by_one)]  # fmt: skip
+    assert live[0] - live[1] > 0.4, "the order of arrival does matter"
+    assert abs(found[0] - found[1]) < 0.1

@@ -119,8 +119,9 @@ def scheduled_live(trace: RoutingTrace, plan: Plan, running: int) -> np.ndarray:
 def score(trace: RoutingTrace, plan: Plan, links: Links) -> Score:
     """What a plan does for a stream of a trace's requests, which come again and again, each time in another order.
 
-    The trace's own order is no order of arrival: what ranks recorded is joined in turns, so that requests which the
-    plan that served had sent to one rank and to another alternate, as this plan would wish. For few requests the bound on a group's lead is loose: a plan could send all of them to the group that suits them.
+    Their order in the trace is none of arrival: what ranks recorded is joined in turns, so that requests alternate that
+    the plan which served had sent to one rank and to another, as this plan would wish. For few requests the bound on a
+    group's lead is loose: a plan could send all of them to the group that suits them.
     """
     rng, times = np.random.default_rng(0), -(-STREAM // trace.num_requests)
     again = np.concatenate([rng.permutation(trace.num_requests) for _ in range(times)])
