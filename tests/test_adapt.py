@@ -485,7 +485,7 @@ def test_a_plan_that_served_before_is_taken_where_its_traffic_comes_back(tmp_pat
     first = planted_trace(2, 1, requests_per_group=40)[0]
     rows = np.random.default_rng(0).permutation(8)
     other = replace(first, expert_ids=rows[first.expert_ids].astype(np.uint8))
-    topology, quick = Topology(ep_size=2, dp_size=2), CoclusterSettings(starts=1, steps=10)
+    topology, quick = Topology(ep_size=2), CoclusterSettings(starts=1, steps=10)
     for name, trace in {"first": first, "other": other}.items():
         save_plan(solve(trace, topology, SolveSettings(cocluster=quick)), tmp_path / name)
     save_trace(other, tmp_path / "trace")
