@@ -55,8 +55,9 @@ class Recording:
             self._cut()
         if not self._on:
             self._begin()
-        if not self._counts or self._counts[-1][1] < self._total():
-            self._counts.append((self._clock(), self._total()))
+        total = self._total()
+        if not self._counts or self._counts[-1][1] < total:
+            self._counts.append((self._clock(), total))
         while len(self._counts) > 1 and self._counts[1][1] <= self._dropped:
             self._counts.popleft()
 
@@ -82,10 +83,8 @@ class Recording:
                 self._cut()
         if s.keep_recording and not self._on:
             self._begin()
-        paths = [path for path, _ in self._parts]
-        merge(paths, target, in_turn=True)
-        held = sum(count for _, count in self._parts)
-        older = max(self._before(begun) - self._dropped, held - MORE * s.requests, 0)
+        merge([path for path, _ in self._parts], target, in_turn=True)
+        older = max(self._before(begun) - self._dropped, self._held() - MORE * s.requests, 0)
         while self._parts and not s.keep_recording:
             self._drop()
         return older
@@ -101,8 +100,12 @@ class Recording:
             while self._parts:
                 self._drop()
 
+    def _held(self) -> int:
+        """Requests of recordings that ended."""
+        return sum(count for _, count in self._parts)
+
     def _total(self) -> int:
-        return self._dropped + sum(count for _, count in self._parts) + (self._server.recorded() if self._on else 0)
+        return self._dropped + self._held() + (self._server.recorded() if self._on else 0)
 
     def _before(self, begun: float) -> int:
         """Requests that do not count: those until the last look before `begun`, and those that are dropped."""
@@ -117,7 +120,7 @@ class Recording:
         path, self._on, self._made = self._parts_at / str(self._made), False, self._made + 1
         self._parts_at.mkdir(mode=0o700, exist_ok=True)
         self._parts.append((path, self._server.end_recording(path)))
-        while sum(count for _, count in self._parts) - self._parts[0][1] >= MORE * self._settings.requests:
+        while self._held() - self._parts[0][1] >= MORE * self._settings.requests:
             self._drop()
 
     def _drop(self) -> None:
