@@ -24,8 +24,8 @@ import numpy as np
 from bench_plans import local_pairs
 
 from semmoe import watch
-from semmoe.adapt import loop
 from semmoe.adapt.loop import Adapter
+from semmoe.adapt.solving import Found, Job, find
 from semmoe.calibration import load_links
 from semmoe.core import Plan, RoutingTrace
 from semmoe.demo import MODEL
@@ -138,17 +138,15 @@ def adapt_settings(a: argparse.Namespace) -> AdaptSettings:
 
 def adapted(server: Simulated, path: Path, a: argparse.Namespace, tell: Callable) -> None:
     """Run the loop until the last request has ended."""
-    child = loop.run_child
 
-    def solved(job, seconds):
-        found = child(job, seconds)
+    def solve(job: Job, seconds: float) -> Found:
+        found = find(job)
         server.sleep(a.seconds)
         return found
 
-    loop.run_child = solved
     timed = load_links(a.links, server.plan.topology)
-    adapter = Adapter(server, server.plan, path, timed, a.links, adapt_settings(a), path.parent, tell,
-                      clock=server.clock, sleep=server.sleep)  # fmt: skip
+    adapter = Adapter(server, server.plan, path, timed, a.links, adapt_settings(a), path.parent, solve,
+                      tell, clock=server.clock, sleep=server.sleep)  # fmt: skip
     while len(server.local) < a.requests:
         adapter.turn()
     adapter.close()

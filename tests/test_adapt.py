@@ -1,5 +1,6 @@
 """The decisions of `semmoe adapt`, and its loop around a server that is a table of numbers."""
 
+import contextlib
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -7,11 +8,10 @@ import pytest
 from synthetic import planted_trace
 
 from semmoe import watch
-from semmoe.adapt import loop as looping
 from semmoe.adapt.decide import Score, confirm, drifted_since, judge, wants
 from semmoe.adapt.loop import SWITCH, Adapter
 from semmoe.adapt.recording import MORE, PARTS, Recording
-from semmoe.adapt.solving import Job, by_age, run_child, scheduled_live, score
+from semmoe.adapt.solving import Found, Job, Solver, by_age, find, scheduled_live, score
 from semmoe.calibration import load_links
 from semmoe.core import RoutingTrace
 from semmoe.moving import weigh
@@ -59,7 +59,7 @@ def test_a_schedule_solves_without_drift():
 
 @pytest.mark.parametrize(
     ("more", "lar", "quiet", "why"),
-    [(1999, 0.6, 1000, "requests are as expected"), (2000, 0.6, 50, "requests are as expected"),
+    [(0, 0.6, 1000, "requests are as expected"), (2000, 0.6, 50, "requests are as expected"),
      (2000, 0.6, 1000, "2,000 requests were recorded since"), (2000, 0.5, 1000, "local activation rate 0.500")],
 )  # fmt: skip
 def test_where_requests_are_always_recorded_a_plan_is_solved_for_so_many_new_ones(more, lar, quiet, why):
@@ -306,7 +306,7 @@ class Numbers:
 
 
 @pytest.fixture
-def adapter(tmp_path, monkeypatch):
+def adapter(tmp_path):
     """An adapter of a server whose plan expects .60 and that shows .50; what is solved is the plan `new`."""
     old = replace(vanilla_plan(MODEL, TOPOLOGY), method="old", expected={"lar": 0.60})
     rows = np.tile(np.array([2, 1, 0, 3], np.int32), (2, 1))
@@ -315,16 +315,15 @@ def adapter(tmp_path, monkeypatch):
     scores = (Score(lar=0.50, parts=(0.5, 0.5), seconds_per_token=2e-6),
               Score(lar=0.58, parts=(0.58, 0.58), seconds_per_token=1e-6))  # fmt: skip
 
-    def solved(job, seconds):
+    def solve(job, seconds):
         save_plan(new, tmp_path / "found")
-        return tmp_path / "found", *scores
+        return Found(path=tmp_path / "found", old=scores[0], new=scores[1])
 
-    monkeypatch.setattr(looping, "run_child", solved)
     server = Numbers(rates={"old": 0.50, "new": 0.58})
     told = []
     found = Adapter(
         server, old, tmp_path / "old", load_links("h200-nvlink", TOPOLOGY), "h200-nvlink", replace(S, rest=0), tmp_path,
-        told.append, clock=lambda: server.now, sleep=server.sleep,
+        solve, told.append, clock=lambda: server.now, sleep=server.sleep,
     )  # fmt: skip
     return found, server, told
 
@@ -343,7 +342,7 @@ def test_the_loop_records_solves_swaps_and_stays(adapter):
     assert load_plan(found.path).method == "new"
 
 
-def test_with_a_recording_that_stays_on_a_plan_is_solved_for_every_so_many_requests(adapter):
+def test_with_a_recording_that_stays_on_a_plan_is_solved_again_for_twice_as_many_requests(adapter):
     """The rate stays as expected; the plan that is found then is no better."""
     found, server, told = adapter
     found.settings = replace(found.settings, keep_recording=True, requests=40)
@@ -362,7 +361,9 @@ def test_with_a_recording_that_stays_on_a_plan_is_solved_for_every_so_many_reque
     assert reasons[0].startswith("local activation rate")
     again = [int(why.split()[0]) for why in reasons if "requests were recorded since the last solve" in why]
     assert len(again) == len(reasons) - 1 >= 2
-    assert all(MORE * 40 <= count < MORE * 40 + 2 * found.settings.every for count in again)
+    assert 40 <= again[0] < MORE * 40
+    assert again == sorted(again)
+    assert MORE * 40 <= again[-1] < MORE * 40 + 2 * found.settings.every
     found.close()
     assert server.asked.count("record") == server.asked.count("end")
 
@@ -479,6 +480,13 @@ def test_the_newest_requests_are_for_scoring():
         by_age(trace, 0.1)
 
 
+def job(folder, **changes):
+    """Solve on the trace in a folder, of which the plan `first` serves."""
+    given = {"trace": folder / "trace", "plan": folder / "first", "folder": folder, "seconds": 5, "judged": 0.3,
+             "links": "", "older": 0, "kept": [], "least_gain": 0.01}  # fmt: skip
+    return Job(**{**given, **changes})
+
+
 @pytest.mark.parametrize("comes_back", [True, False])
 def test_a_plan_that_served_before_is_taken_where_its_traffic_comes_back(tmp_path, comes_back):
     """Two kinds of requests whose experts are renumbered; the plan of one serves, and requests are of the other."""
@@ -489,14 +497,26 @@ def test_a_plan_that_served_before_is_taken_where_its_traffic_comes_back(tmp_pat
     for name, trace in {"first": first, "other": other}.items():
         save_plan(solve(trace, topology, SolveSettings(cocluster=quick)), tmp_path / name)
     save_trace(other, tmp_path / "trace")
-    kept = [str(tmp_path / "other")] if comes_back else []
-    job = Job(trace=str(tmp_path / "trace"), plan=str(tmp_path / "first"), folder=str(tmp_path), seconds=5, judged=0.3,
-              nice=0, links="", older=0, kept=kept, least_gain=0.01)  # fmt: skip
-    path, old, new = run_child(job, 60)
-    assert path == tmp_path / ("other" if comes_back else "plan")
+    kept = [tmp_path / "other"] if comes_back else []
+    found = find(job(tmp_path, kept=kept))
+    assert found.path == tmp_path / ("other" if comes_back else "plan")
     assert (tmp_path / "plan").exists() != comes_back
-    assert new.lar > old.lar + 0.2
-    assert load_plan(path).topology == topology
+    assert found.new.lar > found.old.lar + 0.2
+    assert load_plan(found.path).topology == topology
+
+
+def test_the_process_that_solves_stays_and_outlives_a_job_that_fails_or_takes_too_long(tmp_path):
+    trace, quick = planted_trace(2, 1, requests_per_group=40)[0], CoclusterSettings(starts=1, steps=10)
+    save_plan(solve(trace, Topology(ep_size=2), SolveSettings(cocluster=quick)), tmp_path / "first")
+    save_trace(trace, tmp_path / "trace")
+    with contextlib.closing(Solver(nice=1)) as solver:
+        found = solver(job(tmp_path), 60)
+        assert found.new.lar >= found.old.lar
+        with pytest.raises(RuntimeError, match="no trace"):
+            solver(job(tmp_path, trace=tmp_path / "missing"), 60)
+        with pytest.raises(RuntimeError, match=r"no plan was found within 0\.01 s"):
+            solver(job(tmp_path), 0.01)
+        assert solver(job(tmp_path, seconds=0.1), 60).old == found.old
 
 
 def test_a_score_does_not_hang_on_the_order_in_which_ranks_were_joined(tmp_path):

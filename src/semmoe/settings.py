@@ -315,7 +315,7 @@ class AdaptSettings:
     rest: float = number(120.0, 0, 1e8, help="Least seconds between two solves.")
     requests: int = number(500, 40, 1_000_000, help="Requests to record.")
     keep_recording: bool = switch(
-        help="Record all the time: plans are solved at once on the newest requests, and for every so many new ones."
+        help="Record all the time: plans are solved at once on the newest requests, and again as more come."
     )
     kept_plans: int = number(4, 0, 100, help="Plans that served before and are tried before a new one is solved.")
     patience: float = number(600.0, 1, 86_400, help="Most seconds to record for.")

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from semmoe.adapt.recording import MORE
 from semmoe.moving import Weighed
 from semmoe.settings import AdaptSettings
 from semmoe.watch import ENOUGH_PAIRS, Look, View, view
@@ -36,8 +35,8 @@ class Decision:
 def wants(seen: View, expected: float | None, quiet: float, more: int, s: AdaptSettings) -> Decision:
     """Whether to record requests now: since they drifted, or since it is time.
 
-    quiet: seconds since the last solve. more: requests that were recorded since, where they are recorded all the time:
-    another plan may be better by far where this one does what is expected of it.
+    quiet: seconds since the last solve. more: requests that were recorded since, if they are enough for another: where
+    this plan does what is expected of it, another may be better by far.
     """
     figures = {"lar": seen.lar, "expected_lar": expected, "pairs": seen.pairs, "quiet": round(quiet, 1)}
     if s.schedule and quiet >= s.schedule:
@@ -45,7 +44,7 @@ def wants(seen: View, expected: float | None, quiet: float, more: int, s: AdaptS
     if seen.lar is None or seen.pairs < ENOUGH_PAIRS:
         return Decision(action="watch", why="too few tokens to judge", figures=figures)
     if not drifted(seen, expected, s):
-        if more < MORE * s.requests or quiet < s.rest:
+        if not more or quiet < s.rest:
             return Decision(action="watch", why="requests are as expected", figures=figures)
         why = f"{more:,} requests were recorded since the last solve"
         return Decision(action="record", why=why, figures=figures)

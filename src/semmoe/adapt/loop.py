@@ -11,8 +11,8 @@ from typing import Protocol
 
 from semmoe import watch
 from semmoe.adapt.decide import Decision, Score, confirm, drifted, drifted_since, judge, wants
-from semmoe.adapt.recording import Recorder, Recording
-from semmoe.adapt.solving import Job, run_child
+from semmoe.adapt.recording import MORE, Recorder, Recording
+from semmoe.adapt.solving import Found, Job
 from semmoe.calibration import Links
 from semmoe.core import Plan
 from semmoe.engines.live.files import plan_name, plan_number
@@ -26,22 +26,17 @@ SWITCH = "adapt.off"  # a file in the control folder: nothing is done while it i
 class Server(Recorder, Protocol):
     """A running server, as the loop needs it."""
 
-    def look(self) -> watch.Look:
-        """Its counters now."""
-
-    def expert_bytes(self) -> int:
-        """Weights of one expert of one layer."""
-
-    def swap(self, plan: Plan) -> str:
-        """Swap to a plan; why it is not served now, or ""."""
+    def look(self) -> watch.Look: ...  # its counters now
+    def expert_bytes(self) -> int: ...  # weights of one expert of one layer
+    def swap(self, plan: Plan) -> str: ...  # swap to a plan; why it is not served now, or ""
 
 
 @dataclass
 class Adapter:
     """Follows one server. plan: what it serves on, `path` where that is; links: what moves and layers are timed on.
 
-    tell: called with every decision that is more than to go on watching, and with each of those where the reason
-    changed.
+    solve: does a job within so many seconds. tell: called with every decision that is more than to go on watching, and
+    with each of those where the reason changed.
     """
 
     server: Server
@@ -51,6 +46,7 @@ class Adapter:
     links_name: str
     settings: AdaptSettings
     folder: Path  # the control folder
+    solve: Callable[[Job, float], Found]
     tell: Callable[[Decision], None]
     dry_run: bool = False
     clock: Callable[[], float] = time.monotonic
@@ -62,7 +58,8 @@ class Adapter:
         self._solved, self._said = self.clock(), ""
         self._recording = Recording(self.server, self.settings, self.folder, self.clock, self.sleep)
         self._kept: list[Path] = []  # plans that served before, the newest last
-        self._changed = self.clock()  # when requests became what they are
+        self._changed = self._taken = self.clock()  # when requests became what they are; when some were last taken
+        self._enough = MORE * self.settings.requests  # new ones for another solve
 
     def close(self) -> None:
         """Leave the server as it serves, with no recording on."""
@@ -81,8 +78,8 @@ class Adapter:
         seen = self._seen()
         if seen.seconds < self.settings.window - self.settings.every:
             return self._say(Decision(action="watch", why="the first window is not over", figures={}))
-        more = self._recording.since(self._solved)
-        found = self._say(wants(seen, self.expected, self.clock() - self._solved, more, self.settings))
+        quiet, more = self.clock() - self._solved, self._recording.since(self._taken)
+        found = self._say(wants(seen, self.expected, quiet, more if more >= self._enough else 0, self.settings))
         if found.action == "record":
             return self._adapt(seen)
         if self.expected is None and seen.lar is not None and seen.pairs >= watch.ENOUGH_PAIRS:
@@ -110,35 +107,35 @@ class Adapter:
             with tempfile.TemporaryDirectory(prefix="adapt-", dir=self.folder) as scratch:
                 return self._from_recording(seen, Path(scratch))
         except (ValueError, RuntimeError, OSError) as error:
-            return self._say(Decision(action="fail", why=" ".join(str(error).split()), figures={}))
-        finally:
             self._solved = self.clock()
+            return self._say(Decision(action="fail", why=" ".join(str(error).split()), figures={}))
 
     def _from_recording(self, seen: watch.View, scratch: Path) -> Decision:
         s = self.settings
         if drifted(seen, self.expected, s):
             self._changed = drifted_since(self._looks, self.expected, s)
         older = self._recording.take(self._changed, scratch / "trace")
-        kept = [str(path) for path in self._kept if path != self.path]
-        job = Job(trace=str(scratch / "trace"), plan=str(self.path), folder=str(scratch), seconds=s.solve_seconds,
-                  judged=s.judged, nice=s.nice, links=self.links_name, older=older, kept=kept,
-                  least_gain=s.least_gain)  # fmt: skip
+        self._taken, counted = self.clock(), self._recording.since(self._changed)
+        self._enough = min(max(counted, s.requests), MORE * s.requests)  # as many again make a better plan
+        kept = [path for path in self._kept if path != self.path]
+        job = Job(trace=scratch / "trace", plan=self.path, folder=scratch, seconds=s.solve_seconds, judged=s.judged,
+                  links=self.links_name, older=older, kept=kept, least_gain=s.least_gain)  # fmt: skip
         self._say(Decision(action="solve", why="requests are recorded", figures={}))
-        path, old, new = run_child(job, 3 * s.solve_seconds + 60)
-        plan = load_plan(path)
-        found = self._say(self._weigh(seen, plan, old, new))
+        solved = self.solve(job, 3 * s.solve_seconds + 60)
+        self._solved, plan = self.clock(), load_plan(solved.path)
+        found = self._say(self._weigh(seen, plan, solved.old, solved.new))
         if found.action != "swap" or self.dry_run:
             # What the plan does for these requests is what it can do, until they change again.
             self.expected = seen.lar if found.action == "keep" else self.expected
             return found
-        return self._swap(plan, old, new)
+        return self._swap(plan, solved.new.lar - solved.old.lar)
 
     def _weigh(self, seen: watch.View, plan: Plan, old: Score, new: Score) -> Decision:
         cost = float(move_between(self.plan, plan).seconds(self.server.expert_bytes(), self.links).sum())
         saved = old.seconds_per_token - new.seconds_per_token
         return judge(old, new, weigh(saved, seen.routed_tokens_per_second, cost, self.settings.horizon), self.settings)
 
-    def _swap(self, plan: Plan, old: Score, new: Score) -> Decision:
+    def _swap(self, plan: Plan, predicted: float) -> Decision:
         """Swap, watch a window, and go back if the gain is not there."""
         before = self._seen().lar
         problem = self.server.swap(plan)
@@ -148,7 +145,7 @@ class Adapter:
         self._recording.note()
         self.sleep(self.settings.window)
         again = self.settings.keep_recording and self.settings.kept_plans > 0
-        found = self._say(confirm(before, self._seen(), new.lar - old.lar, again, self.settings))
+        found = self._say(confirm(before, self._seen(), predicted, again, self.settings))
         if found.action == "back":
             problem = self.server.swap(self.plan)
             self._looks = deque([self.server.look()])
@@ -165,10 +162,9 @@ class Adapter:
         """
         target = self.folder / "adapted" / plan_name(plan_number(plan))
         save_plan(plan, target)
-        kept = [path for path in (*self._kept, self.path) if path != target]
-        most = self.settings.kept_plans
-        for path in kept[: max(len(kept) - most, 0)]:
+        self._kept = [path for path in (*self._kept, self.path) if path != target]
+        while len(self._kept) > self.settings.kept_plans:
+            path = self._kept.pop(0)
             if path.parent == target.parent:  # a plan that the user gave is the user's
                 shutil.rmtree(path)
-        self._kept = kept[max(len(kept) - most, 0) :]
         return target

@@ -4,6 +4,7 @@ import shutil
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -18,29 +19,24 @@ PARTS = "adapt-recorded"  # in the control folder: what was recorded before and 
 class Recorder(Protocol):
     """The recorder of a running server."""
 
-    def recorded(self) -> int:
-        """Requests in the recording that is on."""
-
+    def recorded(self) -> int: ...  # requests in the recording that is on
     def begin_recording(self) -> None: ...
-
     def end_recording(self, target: Path) -> int:
         """Write it to `target`; returns how many requests it has. Raises ValueError if it has none."""
 
 
+@dataclass
 class Recording:
-    """One server's recording, of which the newest requests are kept. folder: the control folder."""
+    """One server's recording, of which the newest requests are kept."""
 
-    def __init__(
-        self,
-        server: Recorder,
-        settings: AdaptSettings,
-        folder: Path,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._server, self._settings, self._parts_at, self._clock, self._sleep = (
-            server, settings, folder / PARTS, clock, sleep,
-        )  # fmt: skip
+    server: Recorder
+    settings: AdaptSettings
+    folder: Path  # the control folder
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+    def __post_init__(self) -> None:
+        self._parts_at = self.folder / PARTS
         self._counts: deque[tuple[float, int]] = deque()  # requests that had been recorded by a time, in all
         self._parts: deque[tuple[Path, int]] = deque()  # recordings that ended, oldest first, and their requests
         self._dropped = self._made = 0  # requests that are no longer held; parts that were made
@@ -49,15 +45,15 @@ class Recording:
 
     def note(self) -> None:
         """Where it is always on: begin it, remember how many requests there are now, and bound what is held."""
-        if not self._settings.keep_recording:
+        if not self.settings.keep_recording:
             return
-        if self._on and self._server.recorded() > MORE * self._settings.requests:
+        if self._on and self.server.recorded() > MORE * self.settings.requests:
             self._cut()
         if not self._on:
             self._begin()
         total = self._total()
         if not self._counts or self._counts[-1][1] < total:
-            self._counts.append((self._clock(), total))
+            self._counts.append((self.clock(), total))
         while len(self._counts) > 1 and self._counts[1][1] <= self._dropped:
             self._counts.popleft()
 
@@ -71,15 +67,15 @@ class Recording:
         begun: requests that ended before this time do not count. Of the others the newest do, MORE times as many as are
         needed if there are so many.
         """
-        s = self._settings
+        s = self.settings
         if not self._on:
             self._begin()
-        started = self._clock()
+        started = self.clock()
         try:
-            while self.since(begun) < s.requests and self._clock() - started < s.patience:
-                self._sleep(POLL)
+            while self.since(begun) < s.requests and self.clock() - started < s.patience:
+                self.sleep(POLL)
         finally:
-            if self._server.recorded() or not self._parts:
+            if self.server.recorded() or not self._parts:
                 self._cut()
         if s.keep_recording and not self._on:
             self._begin()
@@ -105,22 +101,22 @@ class Recording:
         return sum(count for _, count in self._parts)
 
     def _total(self) -> int:
-        return self._dropped + self._held() + (self._server.recorded() if self._on else 0)
+        return self._dropped + self._held() + (self.server.recorded() if self._on else 0)
 
     def _before(self, begun: float) -> int:
         """Requests that do not count: those until the last look before `begun`, and those that are dropped."""
         return max((count for time, count in self._counts if time <= begun), default=self._dropped)
 
     def _begin(self) -> None:
-        self._server.begin_recording()
+        self.server.begin_recording()
         self._on = True
 
     def _cut(self) -> None:
         """End the recording that is on and keep it as a part; older parts go where newer ones have enough requests."""
         path, self._on, self._made = self._parts_at / str(self._made), False, self._made + 1
         self._parts_at.mkdir(mode=0o700, exist_ok=True)
-        self._parts.append((path, self._server.end_recording(path)))
-        while self._held() - self._parts[0][1] >= MORE * self._settings.requests:
+        self._parts.append((path, self.server.end_recording(path)))
+        while self._held() - self._parts[0][1] >= MORE * self.settings.requests:
             self._drop()
 
     def _drop(self) -> None:

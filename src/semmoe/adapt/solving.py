@@ -1,17 +1,16 @@
 """Solve a plan for recorded requests, in a process of its own that stands back behind the server, within a time.
 
-    python -m semmoe.adapt.solving JOB.json
-
 The oldest requests are for solving, from the plan that is served; the newest are for scoring plans. Where traffic comes
 back, a plan that served before is there at once: the best of these is taken if it gains enough, and else a new one is
-solved. What is found goes to the job's folder: a new plan to `plan`, and `found.json` says which it is.
+solved, which goes to the job's folder.
 """
 
-import json
+import multiprocessing
 import os
-import subprocess
-import sys
-from dataclasses import asdict, dataclass, replace
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -35,52 +34,69 @@ LEAST_REQUESTS = 20  # that are solved on, and that are scored
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to solve; paths are absolute."""
+    """What to solve."""
 
-    trace: str
-    plan: str  # that is served
-    folder: str  # for what is found
+    trace: Path
+    plan: Path  # that is served
+    folder: Path  # for new plans
     seconds: float  # for the search
     judged: float  # share of requests, the newest, that are for scoring
-    nice: int
     links: str  # a file or a shipped name; "" for the shipped default
     older: int  # the first requests of the trace, which do not count
-    kept: list[str]  # plans that served before
+    kept: Sequence[Path]  # plans that served before
     least_gain: float  # local pairs that one of them must gain
 
 
-def run_child(job: Job, seconds: float) -> tuple[Path, Score, Score]:
-    """The new plan's path and both plans' scores, old and new. Raises RuntimeError if it fails or takes longer."""
-    path = Path(job.folder) / "job.json"
-    path.write_text(json.dumps(asdict(job)))
-    words = [sys.executable, "-m", "semmoe.adapt.solving", str(path)]
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=seconds)
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"no plan was found within {seconds:g} s") from None
-    if done.returncode:
-        raise RuntimeError((done.stderr.strip().splitlines() or ["the solver ended without a word"])[-1])
-    found = json.loads((Path(job.folder) / "found.json").read_text())
-    return Path(found["path"]), Score(**found["old"]), Score(**found["new"])
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """The plan to weigh against the one that serves, and what both do."""
+
+    path: Path
+    old: Score
+    new: Score
 
 
-def main(job: Job) -> None:
-    """Take a plan that served before, or solve one; score it and the one that serves, and write what is found."""
-    os.nice(job.nice)
-    trace, old = open_trace(Path(job.trace)), load_plan(job.plan)
+class Solver:
+    """Solves in a process that stays, so that what it imports and compiles is there for the next job too."""
+
+    def __init__(self, nice: int = 0) -> None:
+        self._begun = partial(multiprocessing.get_context("spawn").Pool, 1, _stand_back, (nice,))
+        self._pool = self._begun()
+
+    def __call__(self, job: Job, seconds: float) -> Found:
+        """Raises RuntimeError if it fails or takes longer."""
+        try:
+            return self._pool.apply_async(find, (job,)).get(seconds)
+        except multiprocessing.TimeoutError:
+            self.close()
+            self._pool = self._begun()
+            raise RuntimeError(f"no plan was found within {seconds:g} s") from None
+        except Exception as error:
+            raise RuntimeError(str(error) or repr(error)) from error
+
+    def close(self) -> None:
+        self._pool.terminate()
+
+
+def _stand_back(nice: int) -> None:
+    os.nice(nice)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the loop ends this process
+
+
+def find(job: Job) -> Found:
+    """Take a plan that served before, or solve one; score it and the one that serves."""
+    trace, old = open_trace(job.trace), load_plan(job.plan)
     seen, newest = by_age(trace.select(np.arange(job.older, trace.num_requests)), job.judged)
     links = load_links(job.links or default_links(old), old.topology)
-    before, scores = score(newest, old, links), {}
-    for path in job.kept:
-        scores[path] = score(newest, load_plan(path), links)
+    before = score(newest, old, links)
+    scores = {path: score(newest, load_plan(path), links) for path in job.kept}
     best = max(scores, key=lambda path: scores[path].lar, default=None)
     if best is None or too_little(before, scores[best], job.least_gain):
-        scores |= {str(path): score(newest, load_plan(path), links) for path in _solve(job, seen, old)}
+        scores |= {path: score(newest, load_plan(path), links) for path in _solve(job, seen, old)}
         best = max(
             scores, key=lambda path: (scores[path].seconds_per_token <= before.seconds_per_token, scores[path].lar)
         )
-    found = {"path": best, "old": asdict(before), "new": asdict(scores[best])}
-    (Path(job.folder) / "found.json").write_text(json.dumps(found))
+    return Found(path=best, old=before, new=scores[best])
 
 
 def _solve(job: Job, seen: RoutingTrace, old: Plan) -> list[Path]:
@@ -88,7 +104,7 @@ def _solve(job: Job, seen: RoutingTrace, old: Plan) -> list[Path]:
     settings, paths = SolveSettings(redundant_experts=old.placement.redundant_experts), []
     settings = replace(settings, cocluster=replace(settings.cocluster, budget=job.seconds))
     for name, previous in (("plan", old), ("afresh", None)):
-        paths.append(Path(job.folder) / name)
+        paths.append(job.folder / name)
         save_plan(solve(seen, old.topology, settings, previous=previous), paths[-1])
     return paths
 
@@ -131,17 +147,9 @@ def score(trace: RoutingTrace, plan: Plan, links: Links) -> Score:
     for part in range(PARTS):
         chosen = np.flatnonzero(again % PARTS == part)
         parts.append(replay(stream.select(chosen), plan, ReplaySettings(), groups[chosen]).total.lar)
-    if not (f.hidden_size and f.expert_size):
-        return Score(lar=found.total.lar, parts=tuple(parts), seconds_per_token=0.0)
-    shape = LayerShape(hidden_size=f.hidden_size, expert_size=f.expert_size, top_k=f.top_k)
-    rows = found.rows_per_batch(links.all_to_all)
-    time = predict(plan.method, rows, found.busiest_pairs, shape, plan.topology, links).time.total
+    time = 0.0
+    if f.hidden_size and f.expert_size:
+        shape = LayerShape(hidden_size=f.hidden_size, expert_size=f.expert_size, top_k=f.top_k)
+        rows = found.rows_per_batch(links.all_to_all)
+        time = predict(plan.method, rows, found.busiest_pairs, shape, plan.topology, links).time.total
     return Score(lar=found.total.lar, parts=tuple(parts), seconds_per_token=time / found.tokens_per_batch)
-
-
-if __name__ == "__main__":
-    try:
-        main(Job(**json.loads(Path(sys.argv[1]).read_text())))
-    except (ValueError, OSError) as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)

@@ -1,5 +1,6 @@
 """The command adapt: let the plan of a running server follow its traffic."""
 
+import contextlib
 import json
 import os
 import signal
@@ -58,11 +59,9 @@ def adapt(
     tell = _teller(folder / LOG, decisions(metrics_port), as_json)
     loop = _adapter(address(url), plan, folder, links, given, tell, dry_run)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else the recording that is on would stay on
-    try:
+    with contextlib.closing(loop.solve), contextlib.closing(loop):
         while True:
             loop.turn()
-    finally:
-        loop.close()
 
 
 def _adapter(
@@ -71,7 +70,7 @@ def _adapter(
     """The loop. Raises ValueError if the server runs on another plan, or on none."""
     from semmoe.adapt.loop import Adapter
     from semmoe.adapt.served import Served
-    from semmoe.adapt.solving import default_links
+    from semmoe.adapt.solving import Solver, default_links
     from semmoe.engines.live.files import plan_name, plan_number, read_status
     from semmoe.engines.recorder_files import check_folder
     from semmoe.plan import load_plan
@@ -84,7 +83,7 @@ def _adapter(
     name = links or default_links(loaded)
     server = Served(url, folder, given, os.environ.get(KEY, ""))
     timed = load_links(name, loaded.topology)
-    return Adapter(server, loaded, plan.resolve(), timed, name, given, folder, tell, dry_run)
+    return Adapter(server, loaded, plan.resolve(), timed, name, given, folder, Solver(given.nice), tell, dry_run)
 
 
 def decisions(port: int) -> Any:
