@@ -60,8 +60,8 @@ class Solver:
     """Solves in a process that stays, so that what it imports and compiles is there for the next job too."""
 
     def __init__(self, nice: int = 0) -> None:
-        self._begun = partial(multiprocessing.get_context("spawn").Pool, 1, _stand_back, (nice,))
-        self._pool = self._begun()
+        self._begin = partial(multiprocessing.get_context("spawn").Pool, 1, _stand_back, (nice,))
+        self._pool = self._begin()
 
     def __call__(self, job: Job, seconds: float) -> Found:
         """Raises RuntimeError if it fails or takes longer."""
@@ -69,7 +69,7 @@ class Solver:
             return self._pool.apply_async(find, (job,)).get(seconds)
         except multiprocessing.TimeoutError:
             self.close()
-            self._pool = self._begun()
+            self._pool = self._begin()
             raise RuntimeError(f"no plan was found within {seconds:g} s") from None
         except Exception as error:
             raise RuntimeError(str(error) or repr(error)) from error
