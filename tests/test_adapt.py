@@ -44,26 +44,26 @@ def seen(lar, pairs=20_000):
     [(0.60, 1000, "watch"), (0.581, 1000, "watch"), (0.57, 1000, "record"), (0.57, 50, "watch")],
 )
 def test_requests_are_recorded_when_they_drifted_and_the_last_solve_is_some_time_ago(lar, quiet, action):
-    assert wants(seen(lar), 0.60, quiet, 0, S).action == action
+    assert wants(seen(lar), 0.60, quiet, 0, 2000, S).action == action
 
 
 def test_nothing_is_judged_from_few_tokens_or_without_an_expectation():
-    assert wants(seen(0.1, pairs=5000), 0.60, 1000, 0, S).why == "too few tokens to judge"
-    assert wants(seen(0.1), None, 1000, 0, S).action == "watch"
+    assert wants(seen(0.1, pairs=5000), 0.60, 1000, 0, 2000, S).why == "too few tokens to judge"
+    assert wants(seen(0.1), None, 1000, 0, 2000, S).action == "watch"
 
 
 def test_a_schedule_solves_without_drift():
-    assert wants(seen(0.6), 0.6, 1000, 0, replace(S, schedule=900)).action == "record"
-    assert wants(seen(0.6), 0.6, 800, 0, replace(S, schedule=900)).action == "watch"
+    assert wants(seen(0.6), 0.6, 1000, 0, 2000, replace(S, schedule=900)).action == "record"
+    assert wants(seen(0.6), 0.6, 800, 0, 2000, replace(S, schedule=900)).action == "watch"
 
 
 @pytest.mark.parametrize(
     ("more", "lar", "quiet", "why"),
-    [(0, 0.6, 1000, "requests are as expected"), (2000, 0.6, 50, "requests are as expected"),
+    [(1999, 0.6, 1000, "requests are as expected"), (2000, 0.6, 50, "requests are as expected"),
      (2000, 0.6, 1000, "2,000 requests were recorded since"), (2000, 0.5, 1000, "local activation rate 0.500")],
 )  # fmt: skip
 def test_where_requests_are_always_recorded_a_plan_is_solved_for_so_many_new_ones(more, lar, quiet, why):
-    assert wants(seen(lar), 0.6, quiet, more, S).why.startswith(why)
+    assert wants(seen(lar), 0.6, quiet, more, 2000, S).why.startswith(why)
 
 
 @pytest.mark.parametrize(
@@ -362,6 +362,7 @@ def test_with_a_recording_that_stays_on_a_plan_is_solved_again_for_twice_as_many
     again = [int(why.split()[0]) for why in reasons if "requests were recorded since the last solve" in why]
     assert len(again) == len(reasons) - 1 >= 2
     assert 40 <= again[0] < MORE * 40
+    assert all(count < MORE * 40 + 2 * found.settings.every for count in again)
     assert again == sorted(again)
     assert MORE * 40 <= again[-1] < MORE * 40 + 2 * found.settings.every
     found.close()

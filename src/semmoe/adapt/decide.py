@@ -32,11 +32,11 @@ class Decision:
     figures: dict[str, Any]
 
 
-def wants(seen: View, expected: float | None, quiet: float, more: int, s: AdaptSettings) -> Decision:
+def wants(seen: View, expected: float | None, quiet: float, more: int, enough: int, s: AdaptSettings) -> Decision:
     """Whether to record requests now: since they drifted, or since it is time.
 
-    quiet: seconds since the last solve. more: requests that were recorded since, if they are enough for another: where
-    this plan does what is expected of it, another may be better by far.
+    quiet: seconds since the last solve. more: requests that were recorded since; with `enough` of them a plan is solved
+    where this one does what is expected of it too, since another may be better by far.
     """
     figures = {"lar": seen.lar, "expected_lar": expected, "pairs": seen.pairs, "quiet": round(quiet, 1)}
     if s.schedule and quiet >= s.schedule:
@@ -44,7 +44,7 @@ def wants(seen: View, expected: float | None, quiet: float, more: int, s: AdaptS
     if seen.lar is None or seen.pairs < ENOUGH_PAIRS:
         return Decision(action="watch", why="too few tokens to judge", figures=figures)
     if not drifted(seen, expected, s):
-        if not more or quiet < s.rest:
+        if more < enough or quiet < s.rest:
             return Decision(action="watch", why="requests are as expected", figures=figures)
         why = f"{more:,} requests were recorded since the last solve"
         return Decision(action="record", why=why, figures=figures)

@@ -79,7 +79,7 @@ class Adapter:
         if seen.seconds < self.settings.window - self.settings.every:
             return self._say(Decision(action="watch", why="the first window is not over", figures={}))
         quiet, more = self.clock() - self._solved, self._recording.since(self._taken)
-        found = self._say(wants(seen, self.expected, quiet, more if more >= self._enough else 0, self.settings))
+        found = self._say(wants(seen, self.expected, quiet, more, self._enough, self.settings))
         if found.action == "record":
             return self._adapt(seen)
         if self.expected is None and seen.lar is not None and seen.pairs >= watch.ENOUGH_PAIRS:
