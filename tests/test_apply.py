@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from semmoe.checkpoint import relabel as relabelling
 from semmoe.checkpoint.directory import open_checkpoint
 from semmoe.checkpoint.engine_files import write_sglang
-from semmoe.checkpoint.relabel import load_record
+from semmoe.checkpoint.relabel import RECORD, Record
 from semmoe.cli import app
 from semmoe.core import Placement, Plan
 from semmoe.demo import MODEL
@@ -89,7 +89,7 @@ def test_a_checkpoint_is_written_and_reported(plan, tmp_path):
     assert report["bytes"] == (MODEL / "model.safetensors").stat().st_size
     assert report["left_out"] == []
     assert report["seconds"] > 0
-    record = load_record(tmp_path / "new")
+    record = Record.model_validate_json((tmp_path / "new" / RECORD).read_text())
     assert (record.orders == load_plan(plan).placement.physical_to_logical_map).all()
     files = (plan / "plan.json").read_bytes() + (plan / "plan.safetensors").read_bytes()
     assert record.plan_hash == hashlib.sha256(files).hexdigest()

@@ -58,6 +58,14 @@ def numbers(tensors):
     return [tensor.double().numpy() for tensor in tensors]
 
 
+def is_token_in_rank(handle):
+    """(n, R) whether the token has a row for the rank."""
+    out = torch.zeros(handle.num_tokens, len(handle.num_tokens_per_rank))
+    for j, tokens in enumerate(handle.tokens.split(handle.num_tokens_per_rank)):
+        out[tokens, j] = 1
+    return out
+
+
 def one_level(comm):
     out = []
     for seed in cases(comm.size):
@@ -70,9 +78,9 @@ def one_level(comm):
         flight = Dispatch(comm, *arguments, choice[comm.rank][ids[comm.rank]])
         local = experts_of(parts(flight.local()))
         overlapped = combine_parts(comm, local, experts_of(parts(flight.remote())), flight.handle)
-        per_expert = received.num_tokens_per_expert(choice.shape[1]).numpy()
+        per_expert = torch.bincount(received.expert_ids[received.expert_ids >= 0], minlength=choice.shape[1]).numpy()
         rows = numbers(parts(received))
-        out.append((rows, *numbers([combined, overlapped, handle.is_token_in_rank()]), per_expert, sent_to))
+        out.append((rows, *numbers([combined, overlapped, is_token_in_rank(handle)]), per_expert, sent_to))
     return out
 
 

@@ -7,8 +7,11 @@ import pytest
 import torch
 from ranks import on_ranks
 
-from semmoe.engines.paths import MARGIN, PathChoice, PathTimes, dummy_step, measure, only, table
+from semmoe.demo import MODEL
+from semmoe.engines.paths import MARGIN, PathChoice, PathTimes, dummy_step, measure, only, table, text_ids
 from semmoe.engines.sglang.shuffle import BoundaryShuffle
+from semmoe.engines.transformers.tokenizer import load_tokenizer
+from semmoe.texts import held_out_prompts
 
 
 def times(**seconds):
@@ -65,13 +68,24 @@ def test_all_ranks_hold_the_times_of_the_slowest(tmp_path):
     assert ran == [(path, size) for path in ("shuffled", "whole") for size in (1, 4, 16)]
 
 
+def test_passes_are_timed_with_text_where_there_is_a_tokenizer(tmp_path, caplog):
+    found = text_ids(str(MODEL), 4096)
+    assert load_tokenizer(str(MODEL)).decode(found[:200]) in held_out_prompts(per_domain=1)[0][2]
+    assert len(found) == 1024
+    assert not caplog.records
+    at_random = text_ids(str(tmp_path), 4096)
+    assert len(np.unique(at_random)) > 700 > len(np.unique(found))
+    assert "random tokens in place of text" in caplog.text
+    assert text_ids(str(MODEL), 100).max() < 100  # another tokenizer than the model's
+
+
 @pytest.mark.parametrize(("path", "padded"), [("whole", None), ("shuffled", [3])])
 def test_sglang_pads_no_row_where_every_rank_has_all(path, padded):
     """SGLang pads a pass to a multiple of the ranks where it knows the numbers of tokens in `global_num_tokens_cpu`."""
     shuffler = SimpleNamespace(start=lambda *tokens: None)
     shuffle, batch = BoundaryShuffle(shuffler, None, {}), SimpleNamespace(global_num_tokens_cpu=[3])
     shuffle.choice = only(path)
-    shuffle.begin_pass(batch, lambda: dummy_step(3, 1, 10))
+    shuffle.begin_pass(batch, lambda: dummy_step(np.arange(3), 1))
     assert batch.global_num_tokens_cpu == padded
     most = torch.tensor([2])
     assert shuffle.bound(most) is (None if path == "whole" else most)

@@ -38,7 +38,7 @@ from semmoe.checkpoint.layout import MoeLayer, find_moe_layers
 from semmoe.checkpoint.shards import Progress, Stage, write_shard
 from semmoe.checkpoint.verify import Verification, verify
 from semmoe.core import Plan
-from semmoe.files import atomic_directory, check_output, load_json, save_json
+from semmoe.files import atomic_directory, check_output, save_json
 
 RECORD = "semmoe_relabelling.json"
 ONE_EXPERT = re.compile(
@@ -238,12 +238,3 @@ def plan_digest(path: Path) -> str:
     """SHA-256 of a plan directory: over plan.json followed by plan.safetensors."""
     files = (Path(path) / "plan.json", Path(path) / "plan.safetensors")
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-
-
-def load_record(path: Path) -> Record:
-    """The record of a relabelled checkpoint; raises ValueError if it is missing or damaged."""
-    record = load_json(Path(path) / RECORD, Record)
-    widths = {len(layer.experts) for layer in record.layers}
-    if len(widths) != 1 or (np.sort(record.orders) != np.arange(*widths)).any():
-        raise ValueError(f"{path}: {RECORD} must hold a permutation of the experts for each layer")
-    return record

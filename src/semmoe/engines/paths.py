@@ -9,6 +9,7 @@ by passes through the model itself. The choice depends on nothing but the pass's
 all ranks share, and the choice before, so that all ranks make the same without a message.
 """
 
+import functools
 import logging
 import time
 from collections import Counter
@@ -20,9 +21,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from semmoe.dataset import Prompt, check_token_ids, encode
 from semmoe.engines.counters import Reading
 from semmoe.engines.step import Step
+from semmoe.engines.transformers.tokenizer import load_tokenizer
 from semmoe.settings import PATHS
+from semmoe.texts import held_out_prompts
 
 log = logging.getLogger(__name__)
 SHUFFLED, WHOLE = PATHS
@@ -86,17 +90,34 @@ def check_path(asked: str, can_whole: bool) -> str:
     return asked if can_whole else SHUFFLED
 
 
-def dummy_step(num_tokens: int, num_requests: int, vocab_size: int) -> Step:
-    """Random tokens of so many requests, all of which begin."""
+def dummy_step(token_ids: np.ndarray, num_requests: int) -> Step:
+    """Tokens (N,) of so many requests, all of which begin."""
+    num_tokens = len(token_ids)
     rows = np.sort(np.arange(num_tokens) % num_requests)
     return Step(
-        token_ids=np.random.default_rng(num_tokens).integers(0, vocab_size, num_tokens),
+        token_ids=token_ids,
         positions=np.arange(num_tokens) - np.searchsorted(rows, rows),
         rows=rows,
         slots=np.arange(num_requests),
         requests=[""] * num_requests,
         decoding=np.ones(num_tokens, bool),
     )
+
+
+@functools.cache
+def text_ids(tokenizer: str, vocab_size: int) -> np.ndarray:
+    """(SIZES[-1],) token ids of running text; where there is no tokenizer, at random.
+
+    A plan keeps fewer of random tokens on their rank than of text, for which the shuffled path would be left too often.
+    """
+    try:
+        prompts = [Prompt(text=text) for _, _, text in held_out_prompts(per_domain=2)]
+        ids = np.concatenate(found := encode(prompts, load_tokenizer(tokenizer), SIZES[-1]))
+        check_token_ids(found, vocab_size)
+    except (ValueError, OSError) as error:
+        log.warning("semmoe: paths of passes are timed with random tokens in place of text: %s", error)
+        ids = np.random.default_rng(0).integers(0, vocab_size, SIZES[-1])
+    return np.resize(ids, SIZES[-1])
 
 
 def measured_choice(run: Callable[[str, int], None], most_tokens: int, group: Any, device: torch.device) -> PathChoice:

@@ -31,13 +31,6 @@ class DispatchHandle:
     received: list[int]  # rows from each rank, this one included
     num_tokens: int
 
-    def is_token_in_rank(self) -> Tensor:
-        """(n, R) bool: whether the token has a row for the rank."""
-        out = torch.zeros(self.num_tokens, len(self.num_tokens_per_rank), dtype=torch.bool, device=self.tokens.device)
-        for j, tokens in enumerate(self.tokens.split(self.num_tokens_per_rank)):
-            out[tokens, j] = True
-        return out
-
 
 @dataclass(frozen=True)
 class ReceivedTokens:
@@ -46,10 +39,6 @@ class ReceivedTokens:
     hidden: Tensor  # (M', H)
     expert_ids: Tensor  # (M', K) int64, -1 where another rank computes the expert
     weights: Tensor  # (M', K)
-
-    def num_tokens_per_expert(self, num_experts: int) -> Tensor:
-        """(num_experts,) int64."""
-        return torch.bincount(self.expert_ids[self.expert_ids >= 0], minlength=num_experts)
 
 
 def dispatch(

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
+from fixed_times import assert_as_text
 from offline import engine
 
 from semmoe.demo import MODEL
@@ -54,6 +55,7 @@ def test_each_pass_takes_the_path_that_is_cheaper_for_its_tokens(
     assert counted["passes", "whole"] > 0
     assert counted["passes", "shuffled"] > 0
     assert not any(name == "degraded" for name, _ in counted)
+    assert_as_text(tmp_path / "chosen.json")
 
 
 def test_paths_are_timed_at_the_first_pass(plans, prompts, reference, tmp_path, monkeypatch, capfd):

@@ -1,10 +1,7 @@
-"""A plug-in that gives the times of passes in place of measured ones, which differ from machine to machine."""
+"""A plug-in that gives the times of passes in place of measured ones."""
 
 
 def register() -> None:
-    import numpy as np
+    from fixed_times import give
 
-    from semmoe.engines import paths
-
-    seconds = {"shuffled": np.array([2.0, 3.0]), "whole": np.array([1.0, 33.0])}  # equal at 33 tokens
-    paths.measure = lambda *args: paths.PathTimes(np.array([1, 1000]), seconds)
+    give({"shuffled": [2.0, 3.0], "whole": [1.0, 33.0]})  # equal at 33 tokens

@@ -1,6 +1,7 @@
 """Passes of vLLM with an all-to-all and without one, in one engine: the tokens are the plain model's on either path."""
 
 import pytest
+from fixed_times import assert_as_text
 from two_ranks import counted, make_plan, on_two_ranks
 
 from semmoe.demo import MODEL
@@ -25,6 +26,7 @@ def test_each_pass_takes_the_path_that_is_cheaper_for_its_tokens(with_copies, pr
     assert counted(tmp_path, "passes", path="whole") > 0
     assert counted(tmp_path, "passes", path="shuffled") > 0
     assert counted(tmp_path, "degraded") == 0
+    assert_as_text(tmp_path / "chosen.json")
 
 
 def test_paths_are_timed_before_the_engine_serves(with_copies, prompts, reference, tmp_path):

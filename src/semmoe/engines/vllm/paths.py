@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from vllm.distributed import get_tp_group
 
-from semmoe.engines.paths import PathChoice, check_path, dummy_step, measured_choice, only
+from semmoe.engines.paths import PathChoice, check_path, dummy_step, measured_choice, only, text_ids
 from semmoe.engines.vllm.routing import RealRows
 from semmoe.engines.vllm.shuffle import LayerShuffle
 
@@ -21,8 +21,10 @@ def choice_for(runner: Any, shuffle: LayerShuffle, real: RealRows, asked: str, c
 
 
 def run_dummy(runner: Any, shuffle: LayerShuffle, real: RealRows, path: str, num_tokens: int) -> None:
-    """A pass over so many random tokens, on one path, that leaves the engine's cache alone."""
-    step = dummy_step(num_tokens, min(num_tokens, runner.max_num_reqs), runner.model_config.get_vocab_size())
+    """A pass over so many tokens of text, on one path, that leaves the engine's cache alone."""
+    config = runner.model_config
+    ids = text_ids(str(config.tokenizer), config.get_vocab_size())[:num_tokens]
+    step = dummy_step(ids, min(num_tokens, runner.max_num_reqs))
     runner.input_ids.gpu[:num_tokens].copy_(torch.from_numpy(step.token_ids))
     shuffle.choice = only(path)
     shuffle.begin_step(lambda: step)
