@@ -31,7 +31,7 @@ ROOMS = {
     "checkpoint": 1390,
     "engines": 10_420,
     "router": 1390,
-    "adapt": 620,
+    "adapt": 640,
     "moving.py live.py": 240,
     "estimate": 1150,
     "report": 1960,

@@ -342,6 +342,29 @@ def test_the_loop_records_solves_swaps_and_stays(adapter):
     assert load_plan(found.path).method == "new"
 
 
+@pytest.mark.parametrize(("later", "solved"), [(0.60, False), (0.55, True)])
+def test_what_to_expect_is_learnt_from_some_windows(adapter, later, solved):
+    """The plan says nothing of it. A first window that is higher by chance, by .025, is no reason to solve again."""
+    found, server, told = adapter
+    found.settings = replace(found.settings, margin=0.02, least_gain=0.5)
+    found.expected, found._first, server.pace = None, found._looks[0], 4000
+    window = int(found.settings.window / found.settings.every)
+    server.rates["old"] = 0.625
+    turns(found, window)
+    assert found.expected == pytest.approx(0.625)
+    server.rates["old"] = later
+    turns(found, 2 * window)
+    assert any(decision.action == "solve" for decision in told) == solved
+    if not solved:
+        assert found.expected == pytest.approx(0.60 + 0.025 / 3, abs=0.002)
+        turns(found, 20 * window)
+        learnt = found.expected
+        assert learnt == pytest.approx(0.60 + 0.025 / 4, abs=0.002)
+        server.rates["old"] = 0.59
+        turns(found, 2 * window)
+        assert found.expected == learnt
+
+
 def test_with_a_recording_that_stays_on_a_plan_is_solved_again_for_twice_as_many_requests(adapter):
     """The rate stays as expected; the plan that is found then is no better."""
     found, server, told = adapter

@@ -20,6 +20,7 @@ from semmoe.moving import move_between, weigh
 from semmoe.plan import load_plan, save_plan
 from semmoe.settings import AdaptSettings
 
+LEARNED = 4  # windows from which it is learnt what to expect of a plan
 SWITCH = "adapt.off"  # a file in the control folder: nothing is done while it is there
 
 
@@ -55,6 +56,7 @@ class Adapter:
     def __post_init__(self) -> None:
         self.expected = watch.expected_lar(self.plan.expected)
         self._looks: deque[watch.Look] = deque([self.server.look()])
+        self._first = None if self.expected else self._looks[0]  # the look from which on it is learnt what to expect
         self._solved, self._said = self.clock(), ""
         self._recording = Recording(self.server, self.settings, self.folder, self.clock, self.sleep)
         self._kept: list[Path] = []  # plans that served before, the newest last
@@ -82,9 +84,15 @@ class Adapter:
         found = self._say(wants(seen, self.expected, quiet, more, self._enough, self.settings))
         if found.action == "record":
             return self._adapt(seen)
-        if self.expected is None and seen.lar is not None and seen.pairs >= watch.ENOUGH_PAIRS:
-            self.expected = seen.lar  # of a plan that does not say what to expect
+        self._learn()
         return found
+
+    def _learn(self) -> None:
+        """Expect of a plan what it does in its first windows, since one alone may be some hundredths too high."""
+        seen = watch.view(self._first or self._looks[0], self._looks[-1])
+        if self._first is not None and seen.lar is not None and seen.pairs >= watch.ENOUGH_PAIRS:
+            self.expected = seen.lar
+            self._first = self._first if seen.seconds < LEARNED * self.settings.window else None
 
     def _seen(self) -> watch.View:
         """What the server did in the last window."""
@@ -126,7 +134,8 @@ class Adapter:
         found = self._say(self._weigh(seen, plan, solved.old, solved.new))
         if found.action != "swap" or self.dry_run:
             # What the plan does for these requests is what it can do, until they change again.
-            self.expected = seen.lar if found.action == "keep" else self.expected
+            if found.action == "keep":
+                self.expected, self._first = seen.lar, self._looks[0]
             return found
         return self._swap(plan, solved.new.lar - solved.old.lar)
 
@@ -149,10 +158,12 @@ class Adapter:
         if found.action == "back":
             problem = self.server.swap(self.plan)
             self._looks = deque([self.server.look()])
+            self._first = self._first and self._looks[0]
             if not problem:
                 return found
             found = self._say(Decision(action="fail", why=f"the new plan serves on: {problem}", figures=found.figures))
-        self.plan, self.path, self.expected = plan, self._keep(plan), found.figures["after"]
+        self.plan, self.path = plan, self._keep(plan)
+        self.expected, self._first = found.figures["after"], self._looks[0]
         return found
 
     def _keep(self, plan: Plan) -> Path:
