@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
-TOTAL, FILE, FUNCTION = 35_050, 350, 50
+TOTAL, FILE, FUNCTION = 35_070, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 335,
@@ -29,7 +29,7 @@ ROOMS = {
     "replayer.py online.py": 330,
     "runtime": 3130,
     "checkpoint": 1390,
-    "engines": 10_420,
+    "engines": 10_430,
     "router": 1390,
     "adapt": 640,
     "moving.py live.py": 240,

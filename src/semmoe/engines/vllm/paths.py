@@ -1,10 +1,13 @@
 """Measure vLLM's passes on every path, before it serves: see `semmoe.engines.paths`."""
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from vllm.distributed import get_tp_group
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 
 from semmoe.engines.paths import PathChoice, check_path, dummy_step, measured_choice, only, text_ids
 from semmoe.engines.vllm.routing import RealRows
@@ -30,7 +33,24 @@ def run_dummy(runner: Any, shuffle: LayerShuffle, real: RealRows, path: str, num
     shuffle.begin_step(lambda: step)
     real.begin(num_tokens, num_tokens)
     try:
-        runner._dummy_run(num_tokens, skip_eplb=True)
+        with _no_attention(runner):
+            runner._dummy_run(num_tokens, skip_eplb=True)
     finally:
         real.end()
         shuffle.end()
+
+
+@contextmanager
+def _no_attention(runner: Any) -> Iterator[None]:
+    """Zeros in place of the memory, never written, that attention returns in a dummy pass: experts are chosen by it."""
+    layers = runner.vllm_config.compilation_config.static_forward_context.values()
+    hooks = [
+        layer.register_forward_hook(lambda module, given, rows: torch.zeros_like(rows))
+        for layer in layers
+        if isinstance(layer, Attention | MLAAttention)
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
