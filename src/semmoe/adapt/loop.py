@@ -56,7 +56,7 @@ class Adapter:
     def __post_init__(self) -> None:
         self.expected = watch.expected_lar(self.plan.expected)
         self._looks: deque[watch.Look] = deque([self.server.look()])
-        self._first = None if self.expected else self._looks[0]  # the look from which on it is learnt what to expect
+        self._first = self._looks[0] if self.expected is None else None  # from where on it is learnt what to expect
         self._solved, self._said = self.clock(), ""
         self._recording = Recording(self.server, self.settings, self.folder, self.clock, self.sleep)
         self._kept: list[Path] = []  # plans that served before, the newest last
@@ -89,10 +89,13 @@ class Adapter:
 
     def _learn(self) -> None:
         """Expect of a plan what it does in its first windows, since one alone may be some hundredths too high."""
-        seen = watch.view(self._first or self._looks[0], self._looks[-1])
-        if self._first is not None and seen.lar is not None and seen.pairs >= watch.ENOUGH_PAIRS:
+        if self._first is None:
+            return
+        seen = watch.view(self._first, self._looks[-1])
+        if seen.lar is not None and seen.pairs >= watch.ENOUGH_PAIRS:
             self.expected = seen.lar
-            self._first = self._first if seen.seconds < LEARNED * self.settings.window else None
+            if seen.seconds >= LEARNED * self.settings.window:
+                self._first = None
 
     def _seen(self) -> watch.View:
         """What the server did in the last window."""
