@@ -18,23 +18,30 @@ def on_ranks(size, job, tmp_path):
     ranks = [context.Process(target=_run, args=(r, size, store, job, queue)) for r in range(size)]
     for process in ranks:
         process.start()
-    results = dict(queue.get(timeout=240) for _ in ranks)
-    for process in ranks:
-        process.join()
-    failures = [r for r in results.values() if isinstance(r, str)]
-    assert not failures, failures[0]
+    results = {}
+    try:
+        while len(results) < size:
+            rank, result = queue.get(timeout=240)
+            assert not isinstance(result, str), result
+            results[rank] = result
+    except BaseException:
+        for process in ranks:  # the others wait for the one that failed
+            process.kill()
+        raise
+    finally:
+        for process in ranks:
+            process.join()
     return [results[r] for r in range(size)]
 
 
 def _run(rank, size, store, job, queue):
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
     try:
+        dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
         queue.put((rank, job(Communicator(dist.group.WORLD, rank, size))))
+        dist.destroy_process_group()
     except Exception:
         queue.put((rank, traceback.format_exc()))
-    finally:
-        dist.destroy_process_group()
 
 
 def on_threads(size, job):
