@@ -62,6 +62,16 @@ class View:
     degraded: list[str]  # reasons why the plug-in does not do all that it should
     stale: list[str]  # processes that no longer publish counters, so that the figures miss what they do
 
+    @property
+    def known_lar(self) -> float | None:
+        """`lar` if it is of enough pairs to be judged by."""
+        return self.lar if self.pairs >= ENOUGH_PAIRS else None
+
+    def below(self, expected: float | None, margin: float) -> bool:
+        """Whether `known_lar` is more than `margin` below what is expected."""
+        lar = self.known_lar
+        return expected is not None and lar is not None and lar < expected - margin
+
 
 def split_address(url: str) -> SplitResult:
     """A server's address in parts. Raises ValueError for what is none."""
@@ -165,7 +175,7 @@ def _stale(grown: Totals, seconds: float) -> list[str]:
 
 def drift(seen: View, expected: float | None, margin: float) -> str | None:
     """A warning if the local activation rate is more than `margin` below what the plan expects, else None."""
-    if expected is None or seen.lar is None or seen.pairs < ENOUGH_PAIRS or seen.lar >= expected - margin:
+    if not seen.below(expected, margin):
         return None
     return (
         f"local activation rate {seen.lar:.3f}, the plan expects {expected:.3f}: requests no longer resemble "

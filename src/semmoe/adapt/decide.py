@@ -9,7 +9,7 @@ import numpy as np
 
 from semmoe.moving import Weighed
 from semmoe.settings import AdaptSettings
-from semmoe.watch import ENOUGH_PAIRS, Look, View, view
+from semmoe.watch import Look, View, view
 
 SURE = 2.0  # times the error of a plan's gain that it must gain
 
@@ -41,9 +41,9 @@ def wants(seen: View, expected: float | None, quiet: float, more: int, enough: i
     figures = {"lar": seen.lar, "expected_lar": expected, "pairs": seen.pairs, "quiet": round(quiet, 1)}
     if s.schedule and quiet >= s.schedule:
         return Decision(action="record", why=f"the last plan was solved {quiet:.0f} s ago", figures=figures)
-    if seen.lar is None or seen.pairs < ENOUGH_PAIRS:
+    if seen.known_lar is None:
         return Decision(action="watch", why="too few tokens to judge", figures=figures)
-    if not drifted(seen, expected, s):
+    if not seen.below(expected, s.margin):
         if more < enough or quiet < s.rest:
             return Decision(action="watch", why="requests are as expected", figures=figures)
         why = f"{more:,} requests were recorded since the last solve"
@@ -54,11 +54,6 @@ def wants(seen: View, expected: float | None, quiet: float, more: int, enough: i
     return Decision(action="record", why=why, figures=figures)
 
 
-def drifted(seen: View, expected: float | None, s: AdaptSettings) -> bool:
-    """Whether the rate is below what is expected, and known well enough."""
-    return seen.lar is not None and seen.pairs >= ENOUGH_PAIRS and seen.lar < (expected or 0.0) - s.margin
-
-
 def drifted_since(looks: Sequence[Look], expected: float | None, s: AdaptSettings) -> float:
     """The time of the look from which on every reading is below what is expected; the last look's if none is.
 
@@ -67,9 +62,9 @@ def drifted_since(looks: Sequence[Look], expected: float | None, s: AdaptSetting
     since = looks[-1].time
     for before, after in zip(reversed(list(looks)[:-1]), reversed(looks), strict=False):
         seen = view(before, after)
-        if drifted(seen, expected, s):
+        if seen.below(expected, s.margin):
             since = before.time
-        elif seen.pairs >= ENOUGH_PAIRS:
+        elif seen.known_lar is not None:
             break
     return since
 
@@ -104,9 +99,9 @@ def confirm(before: float | None, after: View, predicted: float, again: bool, s:
     go on changing the rate falls by itself, so that then only a fall by more than the margin is the new plan's.
     """
     figures = {"before": before, "after": after.lar, "predicted_gain": predicted, "pairs": after.pairs}
-    if before is None or after.lar is None or after.pairs < ENOUGH_PAIRS:
+    if before is None or after.known_lar is None:
         return Decision(action="watch", why="too few tokens to judge the swap", figures=figures)
-    gain = after.lar - before
+    gain = after.known_lar - before
     if gain < (-s.margin if again else s.least_share * predicted):
         why = f"{gain:+.3f} of pairs local was measured, {predicted:+.3f} predicted"
         return Decision(action="back", why=why, figures=figures)

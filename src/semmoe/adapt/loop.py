@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from semmoe import watch
-from semmoe.adapt.decide import Decision, Score, confirm, drifted, drifted_since, judge, wants
+from semmoe.adapt.decide import Decision, Score, confirm, drifted_since, judge, wants
 from semmoe.adapt.recording import MORE, Recorder, Recording
 from semmoe.adapt.solving import Found, Job
 from semmoe.calibration import Links
@@ -92,8 +92,8 @@ class Adapter:
         if self._first is None:
             return
         seen = watch.view(self._first, self._looks[-1])
-        if seen.lar is not None and seen.pairs >= watch.ENOUGH_PAIRS:
-            self.expected = seen.lar
+        if seen.known_lar is not None:
+            self.expected = seen.known_lar
             if seen.seconds >= LEARNED * self.settings.window:
                 self._first = None
 
@@ -123,7 +123,7 @@ class Adapter:
 
     def _from_recording(self, seen: watch.View, scratch: Path) -> Decision:
         s = self.settings
-        if drifted(seen, self.expected, s):
+        if seen.below(self.expected, s.margin):
             self._changed = drifted_since(self._looks, self.expected, s)
         older = self._recording.take(self._changed, scratch / "trace")
         self._taken, counted = self.clock(), self._recording.since(self._changed)
