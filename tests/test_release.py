@@ -103,7 +103,7 @@ def works_alone(wheel, python, fresh):
     folder = fresh.parent
     run(python, "-m", "venv", fresh)
     tools, environment = fresh / "bin", {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    run(tools / "pip", "install", "-q", "--disable-pip-version-check", wheel, env=environment)
+    run(tools / "pip", "install", "-q", "--disable-pip-version-check", "--no-compile", wheel, env=environment)
     assert run(tools / "semmoe", "--version", env=environment).strip() == __version__
     words = ["solve", "trace", "--ep-size", "4", "--attention", "dp", "--out", fresh / "plan"]
     run(tools / "semmoe", *words, cwd=folder, env=environment)

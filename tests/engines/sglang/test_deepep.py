@@ -75,6 +75,7 @@ def test_prompts_in_normal_mode_and_decoding_in_low_latency(plans, prompts, refe
     assert sent["ranks"] > 0
 
 
+@pytest.mark.costly
 def test_v2_sends_a_row_to_each_rank(plans, prompts, reference, tmp_path, monkeypatch):
     """Prompts and decoding in its expanded layout, with tokens that are shuffled."""
     tokens, sent, ours = run(prompts, plans["tp2"], tmp_path, monkeypatch, "direct", words=V2)

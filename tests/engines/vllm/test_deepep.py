@@ -29,7 +29,9 @@ def run(model, prompts, folder, monkeypatch, backend, plan=""):
     return tokens, totals(counts)
 
 
-@pytest.mark.parametrize("backend", [HIGH, pytest.param(LOW, marks=pytest.mark.families)])
+@pytest.mark.parametrize(
+    "backend", [pytest.param(HIGH, marks=pytest.mark.costly), pytest.param(LOW, marks=pytest.mark.families)]
+)
 def test_a_plan_is_served_through_vllms_own_deepep(backend, texts, prompts, tmp_path, monkeypatch):
     """Fewer rows than in vanilla are sent, and ours are counted among them; the others are passes without requests."""
     model = build("qwen3_moe", tmp_path, **HEADS, hidden_size=WIDTHS[backend])
