@@ -68,7 +68,8 @@ class TokenRows:
         self._num_tokens = step.num_tokens
         if step.num_tokens:
             self._path = self.choice.choose(step.num_tokens)
-            self._unseen = np.union1d(self._unseen, self._watch.begun(step))
+            if len(begun := self._watch.begun(step)):
+                self._unseen = np.union1d(self._unseen, begun)
         if step.num_tokens and not self.whole:
             self.begin(step.token_ids, step.slots[step.rows], step.decoding, self._unseen)
 
