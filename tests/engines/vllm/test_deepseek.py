@@ -30,7 +30,7 @@ def deepseek(folder, router):
     return str(folder)
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("float16", marks=pytest.mark.costly)])
+@pytest.mark.parametrize("dtype", [pytest.param(d, marks=[pytest.mark.costly] * (d != "float32")) for d in ROUTERS])
 def test_a_plan_changes_no_token(dtype, texts, prompts, tmp_path):
     """In float16 vLLM divides the stream of this family by its `routed_scaling_factor`."""
     model = deepseek(tmp_path / "deepseek", ROUTERS[dtype])
