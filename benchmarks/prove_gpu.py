@@ -5,7 +5,8 @@
 In the engine's own environment, on a machine with two GPUs; OPTIONS are the engine's (say, `--all2all-backend
 deepep_low_latency`). docs/gpu-checklist.md tells what each step proves and what it costs. Steps that fail early end the
 run, so that no GPU is held for nothing. --rehearse runs on a CPU all that does not need one, on the embedded model.
-Writes report.md, report.json and every log to FOLDER after each step. Exit code 1 if a step failed.
+--one-gpu puts both ranks on one GPU, where NCCL is 2.30 or newer: each is started as a node of its own, and times say
+nothing. Writes report.md, report.json and every log to FOLDER after each step. Exit code 1 if a step failed.
 """
 
 import argparse
@@ -22,7 +23,9 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -37,6 +40,8 @@ from semmoe.watch import expected_lar
 
 ROOT = Path(__file__).parent.parent
 RANKS, NEW_TOKENS, ALONE, TOGETHER, CLIENTS = 2, 32, 24, 192, 32
+SWAPS = 4
+GATHERS = "sends every row to every rank"  # what one GPU has: DeepEP's ranks need one each
 MORE_THAN_PLACEBO = 2  # answers of ALONE that may differ beyond those that differ between two runs of the engine
 START_SECONDS = 1200
 SEMMOE = [sys.executable, "-c", "from semmoe.cli import main; main()"]
@@ -63,7 +68,7 @@ class Run:
 
     a: argparse.Namespace
     results: list[Result] = field(default_factory=list)
-    answers: dict[str, list[list[int]]] = field(default_factory=dict)  # by server
+    answers: dict[str, list[list[int] | str]] = field(default_factory=dict)  # by server
     throughput: dict[str, float] = field(default_factory=dict)  # tokens a second, by server
 
     @property
@@ -84,6 +89,9 @@ class Run:
         return log.read_text(errors="replace")
 
 
+Then = Callable[[Run, str, list[str]], dict[str, Any]]
+
+
 def last_line(log: Path) -> str:
     """The name of a log and what it ends with."""
     return f"{log.name}: {(log.read_text(errors='replace').strip().splitlines() or [''])[-1][:300]}"
@@ -101,10 +109,11 @@ def machine(run: Run) -> dict[str, Any]:
     if run.a.rehearse:
         return facts
     facts["GPUs"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    if len(facts["GPUs"]) < RANKS:
-        raise StepError(f"{len(facts['GPUs'])} GPUs here, {RANKS} are needed")
-    facts["GB of a GPU that are free"] = [round(torch.cuda.mem_get_info(i)[0] / 1e9) for i in range(RANKS)]
-    facts["GPU 0 reads GPU 1"] = torch.cuda.can_device_access_peer(0, 1)
+    needed = 1 if run.a.one_gpu else RANKS
+    if len(facts["GPUs"]) < needed:
+        raise StepError(f"{len(facts['GPUs'])} GPUs here, {needed} are needed")
+    facts["GB of a GPU that are free"] = [round(torch.cuda.mem_get_info(i)[0] / 1e9) for i in range(needed)]
+    facts["GPU 0 reads GPU 1"] = needed > 1 and torch.cuda.can_device_access_peer(0, 1)
     facts["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     if "deep_ep" not in facts:
         facts["warning"] = "deep_ep is not installed: rows may be sent to all ranks, and no plan saves a byte then"
@@ -137,6 +146,7 @@ def profile(run: Run) -> dict[str, Any]:
     run.call("profile", [*words, "--out", str(run.folder / "trace"), "--", *_offline(run.a)], START_SECONDS)
     words = [*SEMMOE, "solve", str(run.folder / "trace"), "--ep-size", str(RANKS), "--attention", run.a.attention]
     run.call("solve", [*words, "--out", str(run.plan), "--force"])
+    run.call("solve-linear", [*words, "--method", "linear", "--out", str(run.folder / "linear"), "--force"])
     return {"the plan expects pairs local": expected_lar(load_plan(run.plan).expected)}
 
 
@@ -145,22 +155,48 @@ def vanilla(run: Run) -> dict[str, Any]:
 
 
 def planned(run: Run) -> dict[str, Any]:
-    """Raises StepError if a hook was bypassed."""
-    facts = _served(run, "plan", run.plan)
-    if facts["degraded"]:
-        raise StepError(f"degraded: see plan.log; {facts}")
+    """Raises StepError if a hook was bypassed, or a swap fails."""
+    swaps = run.a.attention == "dp" or "--enforce-eager" in run.a.options  # captured shuffles hold the plan's tables
+    facts = _served(run, "plan", run.plan, swap if swaps else None)
+    wrong = [reason for reason in facts["degraded"] if not (run.a.one_gpu and GATHERS in reason)]
+    if wrong:
+        raise StepError(f"degraded: {'; '.join(wrong)}")
     return facts
+
+
+def swap(run: Run, url: str, texts: list[str]) -> dict[str, Any]:
+    """Answers while the experts move from the plan's places to their first ones and back, twice."""
+    texts, first, *others = [texts[i % len(texts)] for i in range(2 * len(texts))], *_controls(run, "plan")
+
+    def move(number: int) -> None:
+        words = [
+            *SEMMOE,
+            "swap",
+            url,
+            "--plan",
+            str(run.folder / "linear" if number % 2 == 0 else run.plan),
+            "--control",
+        ]
+        for folder in others:
+            run.call(f"stage-{number}", [*words, str(folder), "--stage-only"])
+        run.call(f"swap-{number}", [*words, str(first)])
+
+    with ThreadPoolExecutor(1) as pool:
+        moved = pool.map(move, range(SWAPS))
+        run.answers["plan, in swaps"] = [told for told, _ in asyncio.run(_ask(url, texts, 1))]
+        return {"swaps": len(list(moved))}
 
 
 def vanilla_again(run: Run) -> dict[str, Any]:
     """The placebo: what two runs of the same thing differ by. Raises StepError if the plan's answers differ by more."""
     facts = _served(run, "vanilla-again", None)
-    names, told = ("plan", "vanilla-again"), run.answers
-    differ = {name: sum(a != b for a, b in zip(told[name], told["vanilla"], strict=True)) for name in names}
+    told, names = run.answers, [name for name in run.answers if name != "vanilla"]
+    right = {name: told["vanilla"] * (len(told[name]) // len(told["vanilla"])) for name in names}
+    differ = {name: sum(a != b for a, b in zip(told[name], right[name], strict=True)) for name in names}
     facts |= {f"answers of {len(told['vanilla'])} that differ from vanilla's": differ}
     rates = run.throughput
-    facts["tokens a second over vanilla's"] = {name: round(rates[name] / rates["vanilla"], 3) for name in names}
-    if differ["plan"] > differ["vanilla-again"] + MORE_THAN_PLACEBO:
+    facts["tokens a second over vanilla's"] = {name: round(rates[name] / rates["vanilla"], 3) for name in rates}
+    if max(differ.values()) > differ["vanilla-again"] + MORE_THAN_PLACEBO:
         raise StepError(f"outputs differ: {differ}")
     return facts
 
@@ -190,29 +226,64 @@ def _small(a: argparse.Namespace) -> list[str]:
     return ["--dtype", "float32", "--mem-fraction-static", "0.1", "--max-total-tokens", "8192"]
 
 
+def _nodes(a: argparse.Namespace) -> list[list[str]]:
+    """The engine's options by node. On one GPU each rank is a node, since a node's ranks take a GPU each."""
+    if not a.one_gpu:
+        return [[]]
+    host, port = "127.0.0.1", str(a.port + 1000)
+    if a.engine == "sglang":
+        return [
+            ["--nnodes", str(RANKS), "--node-rank", str(i), "--dist-init-addr", f"{host}:{port}"] for i in range(RANKS)
+        ]
+    if a.attention == "dp":
+        words = ["--data-parallel-size-local", "1", "--data-parallel-address", host, "--data-parallel-rpc-port", port]
+        return [words, *([*words, "--data-parallel-start-rank", str(i), "--headless"] for i in range(1, RANKS))]
+    words = ["--nnodes", str(RANKS), "--master-addr", host, "--master-port", port, "--node-rank"]
+    return [[*words, "0"], *([*words, str(i), "--headless"] for i in range(1, RANKS))]
+
+
+def _controls(run: Run, name: str) -> list[Path]:
+    """A server's control folders, by node."""
+    return [run.folder / f"{name}-control-{node}" for node in range(len(_nodes(run.a)))]
+
+
+def _start(run: Run, name: str, plan: Path | None) -> list[subprocess.Popen]:
+    """`semmoe serve`, by node, with the plan or without."""
+    shared = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "VLLM_HOST_IP": "127.0.0.1"} if run.a.one_gpu else {}
+    out = []
+    for node, (control, own) in enumerate(zip(_controls(run, name), _nodes(run.a), strict=True)):
+        words = [*SEMMOE, "serve", run.a.model, "--engine", run.a.engine, "--port", str(run.a.port + node), "--control"]
+        words += [str(control), *(["--plan", str(plan)] if plan else []), "--ep-size", str(RANKS)]
+        words += ["--attention", run.a.attention, "--", *(_small(run.a) if run.a.rehearse else run.a.options), *own]
+        with (run.folder / f"{name}-{node}.log").open("w") as file:
+            process = subprocess.Popen(words, stdout=file, stderr=file, start_new_session=True, env=os.environ | shared)
+        out.append(process)
+    return out
+
+
 @contextlib.contextmanager
 def _server(run: Run, name: str, plan: Path | None) -> Iterator[str]:
-    """The URL of `semmoe serve`, with the plan or without. Raises StepError."""
-    control, log = run.folder / f"{name}-control", run.folder / f"{name}.log"
-    words = [*SEMMOE, "serve", run.a.model, "--engine", run.a.engine, "--port", str(run.a.port), "--control"]
-    words += [str(control), *(["--plan", str(plan)] if plan else []), "--ep-size", str(RANKS)]
-    words += ["--attention", run.a.attention, "--", *(_small(run.a) if run.a.rehearse else run.a.options)]
-    with log.open("w") as file:
-        process = subprocess.Popen(words, stdout=file, stderr=file, start_new_session=True)
-    url, until = f"http://127.0.0.1:{run.a.port}", time.monotonic() + START_SECONDS
+    """The URL of a server. Raises StepError."""
+    processes, url, until = _start(run, name, plan), f"http://127.0.0.1:{run.a.port}", time.monotonic() + START_SECONDS
     try:
         while not _healthy(url):
-            if process.poll() is not None or time.monotonic() > until:
-                raise StepError(f"the server did not start, {last_line(log)}")
+            for node, process in enumerate(processes):
+                if process.poll() is not None or time.monotonic() > until:
+                    raise StepError(f"the server did not start, {last_line(run.folder / f'{name}-{node}.log')}")
             time.sleep(2)
         yield url
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(60)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        for process in processes:
+            _end(process)
+
+
+def _end(process: subprocess.Popen) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(60)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _healthy(url: str) -> bool:
@@ -221,19 +292,20 @@ def _healthy(url: str) -> bool:
     return False
 
 
-def _served(run: Run, name: str, plan: Path | None) -> dict[str, Any]:
-    """Answers to prompts one at a time, then many at once; counters of all ranks."""
+def _served(run: Run, name: str, plan: Path | None, then: Then | None = None) -> dict[str, Any]:
+    """Answers to prompts one at a time, then many at once; counters of all ranks. then: what else to do."""
     alone, together, clients = (6, 24, 8) if run.a.rehearse else (ALONE, TOGETHER, CLIENTS)
     texts = [text[:1500] for _, _, text in held_out_prompts(per_domain=together)][-together:]
     began = time.monotonic()
     with _server(run, name, plan) as url:
         started = time.monotonic() - began
         run.answers[name] = [told for told, _ in asyncio.run(_ask(url, texts[:alone], 1))]
-        before, start = counters(run.folder / f"{name}-control"), time.perf_counter()
+        before, start = _counted(run, name), time.perf_counter()
         found = asyncio.run(_ask(url, texts, clients))
         seconds = time.perf_counter() - start
         time.sleep(3)  # counters are published every second
-        after = counters(run.folder / f"{name}-control")
+        after = _counted(run, name)
+        more = then(run, url, texts[:alone]) if then else {}
     grown = {key: after[key] - before.get(key, 0) for key in after}
     run.throughput[name] = sum(len(told) for told, _ in found) / seconds
     pairs = max(grown.get("pairs", 0), 1)
@@ -244,8 +316,14 @@ def _served(run: Run, name: str, plan: Path | None) -> dict[str, Any]:
         "median ms of an answer": round(1000 * statistics.median(took for _, took in found)),
         "pairs local": round(grown.get("pairs.local=true", 0) / pairs, 3),
         "rows to other ranks per token": round(grown.get("remote_rows", 0) / max(grown.get("routed_tokens", 0), 1), 3),
-        "degraded": int(after.get("degraded", 0)),
+        "degraded": [key.partition("reason=")[2] for key in after if key.startswith("degraded.reason=")],
+        **more,
     }
+
+
+def _counted(run: Run, name: str) -> Counter[str]:
+    """A server's counters, summed over its nodes."""
+    return sum((Counter(counters(folder)) for folder in _controls(run, name)), Counter())
 
 
 async def _ask(url: str, texts: list[str], clients: int) -> list[tuple[list[int] | str, float]]:
@@ -275,8 +353,8 @@ async def _ask(url: str, texts: list[str], clients: int) -> list[tuple[list[int]
 def do(run: Run, step: str, proves: str, job: Callable[[Run], dict[str, Any]], needs_gpu: bool) -> Result:
     result, start = Result(step, proves), time.monotonic()
     print(f"{step} ...", flush=True)
-    if needs_gpu and run.a.rehearse:
-        result.state, result.reason = "left out", "it needs a GPU"
+    if step in run.a.without or (needs_gpu and run.a.rehearse):
+        result.state, result.reason = "left out", "as asked" if step in run.a.without else "it needs a GPU"
     else:
         try:
             result.facts = job(run)
@@ -308,11 +386,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("gpu-report"))
     parser.add_argument("--port", type=int, default=30000)
     parser.add_argument("--profile-options", default="", help="options of the engine that profiles on one GPU")
+    parser.add_argument("--one-gpu", action="store_true", help="both ranks on one GPU, each a node of its own")
+    parser.add_argument(
+        "--without", nargs="*", default=[], choices=[name for name, *_ in STEPS], help="steps to leave out"
+    )
     parser.add_argument("--rehearse", action="store_true")
     parser.add_argument("options", nargs="*", help="of the engine that serves, after --")
     a = parser.parse_args()
-    if a.model == "tiny" and not a.rehearse:
-        parser.error("--model MODEL, say Qwen/Qwen3-30B-A3B-FP8; the embedded model is for --rehearse")
+    if a.model == "tiny" and not (a.rehearse or a.one_gpu):
+        parser.error("--model MODEL, say Qwen/Qwen3-30B-A3B-FP8; the embedded model is for --rehearse and --one-gpu")
     a.out = a.out.resolve()
     return a
 
