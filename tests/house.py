@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
-TOTAL, FILE, FUNCTION = 35_070, 350, 50
+TOTAL, FILE, FUNCTION = 35_145, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 335,
@@ -29,7 +29,7 @@ ROOMS = {
     "replayer.py online.py": 330,
     "runtime": 3130,
     "checkpoint": 1390,
-    "engines": 10_430,
+    "engines": 10505,
     "router": 1390,
     "adapt": 630,
     "moving.py live.py": 240,

@@ -13,6 +13,7 @@ from semmoe.copychoice import preferred_copies
 from semmoe.core import Placement
 from semmoe.demo import MODEL
 from semmoe.engines import layer
+from semmoe.engines.paths import SHUFFLED, WHOLE, PathChoice, PathTimes
 from semmoe.engines.transformers import generate as gen
 from semmoe.engines.transformers import model as models
 from semmoe.engines.transformers import parallel, verify
@@ -167,6 +168,32 @@ def test_overlap_changes_no_output(checkpoints, tmp_path):
             prompts(1),
             [gen.Configuration(name="x", plan=plans["tp"], exchange="all-reduce", overlap=True)],
             SETTINGS,
+        )
+
+
+def whole_up_to_eight(model, set_up, comm):
+    """Passes of up to 8 tokens run without an all-to-all, those of more on the plan."""
+    planned = gen._attach(model, set_up, comm)
+    seconds = {SHUFFLED: np.array([2.0, 1.0]), WHOLE: np.array([1.0, 2.0])}
+    planned.rows.choice = PathChoice(PathTimes(np.array([8, 9]), seconds))
+    return planned
+
+
+def test_passes_on_either_path_change_no_output(checkpoints, tmp_path):
+    path = build("qwen3_moe", checkpoints)
+    model, trace, reference = prepare(path, tmp_path)
+    plan = solve(trace, Topology.for_attention("tp", 2), SolveSettings(redundant_experts=4, **EASY))
+    ups = [gen.Configuration(name="both", plan=plan, attach=whole_up_to_eight)]
+    ups += [gen.Configuration(name=exchange, plan=plan, exchange=exchange) for exchange in ("auto", "all-to-all")]
+    both, auto, one = gen.generate(path, prompts(1), ups, SETTINGS)
+    for result in (both, auto):
+        assert verify.compare_outputs(model, prompts(1), reference, result.outputs).holds
+    assert min(both.passes[SHUFFLED], both.passes[WHOLE]) > 3
+    assert 0 < both.all_to_all_bytes < one.all_to_all_bytes
+    assert sum(auto.passes.values()) == sum(both.passes.values()) == one.passes[SHUFFLED]  # none of those it timed
+    with pytest.raises(ValueError, match="exchange auto needs attention-TP"):
+        gen.Configuration(
+            name="x", plan=vanilla_plan(trace.fingerprint, Topology(ep_size=2, dp_size=2)), exchange="auto"
         )
 
 

@@ -52,26 +52,27 @@ class TokenRows:
         self.captured: Any = None
 
     def begin(self, token_ids: Any, slots: Any, decoding: Any, new_slots: Any) -> None:
-        """Begin a forward pass over these tokens; arguments same as in `Shuffler.start`."""
-        self._tokens, self._handle = len(token_ids), None
+        """Begin a forward pass over these tokens, on the path chosen for it; arguments same as in `Shuffler.start`.
+
+        A pass without an all-to-all adds nothing to the histories of requests.
+        """
+        self._tokens, self._handle, self._path = 0, None, self.choice.choose(len(token_ids))
+        if len(new_slots):
+            self._unseen = np.union1d(self._unseen, new_slots)
+        if self.whole:
+            return
+        self._tokens = len(token_ids)
         self._used_slots = max(self._used_slots, int(slots.max(initial=-1)) + 1)
-        self._shuffler.start(token_ids, slots, decoding, np.union1d(self._unseen, new_slots))
+        self._shuffler.start(token_ids, slots, decoding, self._unseen)
         self._unseen = self._unseen[:0]
 
     def begin_step(self, read: Callable[[], Step]) -> None:
-        """Begin a pass that is read from an engine's batch, on the path chosen for it.
-
-        A pass without tokens is not shuffled. One without an all-to-all adds nothing to the histories of requests.
-        """
+        """Begin a pass that is read from an engine's batch; one without tokens is not shuffled."""
         step = read()
         self.end()
         self._num_tokens = step.num_tokens
         if step.num_tokens:
-            self._path = self.choice.choose(step.num_tokens)
-            if len(begun := self._watch.begun(step)):
-                self._unseen = np.union1d(self._unseen, begun)
-        if step.num_tokens and not self.whole:
-            self.begin(step.token_ids, step.slots[step.rows], step.decoding, self._unseen)
+            self.begin(step.token_ids, step.slots[step.rows], step.decoding, self._watch.begun(step))
 
     def end(self) -> None:
         self._tokens, self._handle, self._path = 0, None, SHUFFLED

@@ -11,6 +11,7 @@ from models import build
 
 from semmoe.demo import MODEL
 from semmoe.engines.deepspeed import offline
+from semmoe.engines.paths import SHUFFLED, WHOLE, PathChoice, PathTimes
 from semmoe.engines.transformers import generate as gen
 from semmoe.engines.transformers import verify
 from semmoe.engines.transformers.batch import left_pad
@@ -50,6 +51,12 @@ def attach(model, chosen, comm, shuffle, fault=None):
     error = float((found - expected).abs().max() / expected.abs().max())
     assert error < 1e-5, f"{chosen.name}: logits differ by {error:.1e} of the greatest"
     return planned
+
+
+def whole_up_to_four(planned):
+    """Passes of up to 4 tokens run as DeepSpeed has them, those of more on the plan."""
+    seconds = {SHUFFLED: np.array([2.0, 1.0]), WHOLE: np.array([1.0, 2.0])}
+    planned.rows.choice = PathChoice(PathTimes(np.array([4, 5]), seconds))
 
 
 def two_experts_swapped(planned):
@@ -113,6 +120,16 @@ def test_random_models_with_limited_groups_and_latent_attention(random_model, na
 def test_copies_of_experts(shipped):
     results = check(shipped, set_ups(shipped[2], "TP2/EP4", ("predicted", "off"), redundant=8))
     assert results["predicted"].lar > results["vanilla"].lar
+
+
+@pytest.mark.parametrize("redundant", [0, 8])
+def test_passes_on_either_path(shipped, redundant):
+    path, model, trace, prompts, reference = shipped
+    plan = solve(trace, topology("TP2/EP2"), SolveSettings(redundant_experts=redundant, cocluster=EASY))
+    chosen = partial(attach, shuffle="predicted", fault=whole_up_to_four)
+    found = gen.generate(path, prompts, [gen.Configuration(name="both", plan=plan, attach=chosen)], SETTINGS)[0]
+    assert verify.compare_outputs(model, prompts, reference, found.outputs).holds
+    assert min(found.passes[SHUFFLED], found.passes[WHOLE]) > 3
 
 
 def stale_on_rank_one(model, chosen, comm):

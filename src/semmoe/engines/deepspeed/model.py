@@ -7,7 +7,8 @@ Speculative token shuffling: folded with AutoTP, DeepSpeed sums attention over t
 token's expert choices round-robin over the ranks of the group, and gathers every choice's result. Here a token has one
 owner, and slices are equal. `predicted`: the plan names the owner before attention's sum, which becomes a shuffled
 reduce-scatter; a shuffled all-gather ends the layer. `routed`, for comparison: the all-reduce stays, and the owner is
-the rank that holds most of the experts chosen by the router. `off`: DeepSpeed's own implementation.
+the rank that holds most of the experts chosen by the router. `off`: DeepSpeed's own implementation. `auto`: in each
+pass the quicker of `predicted` and `off`.
 """
 
 from collections import Counter
@@ -27,7 +28,9 @@ from semmoe.core import Plan
 from semmoe.engines.deepspeed.placement import place_experts
 from semmoe.engines.deepspeed.traffic import collectives
 from semmoe.engines.lookahead import Ask, Lookahead, asking_for, lookahead_over
+from semmoe.engines.paths import WHOLE, only
 from semmoe.engines.transformers.model import architecture_hash, decoder_layers, layers_of
+from semmoe.engines.transformers.paths import choose_paths
 from semmoe.engines.transformers.planned import PlannedModel, bind, check_layout
 from semmoe.metrics import Traffic
 from semmoe.runtime.agreement import check_agreement
@@ -36,16 +39,18 @@ from semmoe.runtime.copies import rank_copies
 from semmoe.runtime.traffic import TrafficCounter
 from semmoe.tokens.slices import assign
 
-SHUFFLES = ("predicted", "routed", "off")
+SHUFFLES = ("auto", "predicted", "routed", "off")
 NOT_SAVED = ("save_checkpoint", "save_16bit_model")
 
 
-def apply_plan(model: Any, plan: Plan, *, shuffle: str = "predicted") -> "AutoEPModel":
+def apply_plan(model: Any, plan: Plan, *, shuffle: str = "auto") -> "AutoEPModel":
     """Put a model that AutoEP has converted, or the engine around it, on a plan, for inference.
 
-    Every rank of the expert-parallel group must call it. Afterwards the model's forward and `generate` work as before,
-    except that they need token ids as input. If a group of ranks has no batch while others do, it calls `idle` of the
-    returned object to take part in their all-to-alls. Raises ValueError for a plan or an engine that does not fit.
+    Every rank of the expert-parallel group must call it. With `auto` and one attention group over all ranks it runs
+    passes of 1 to 1,024 tokens on both paths, to time them; with several groups `auto` is `predicted`. Afterwards the
+    model's forward and `generate` work as before, except that they need token ids as input. If a group of ranks has no
+    batch while others do, it calls `idle` of the returned object to take part in their all-to-alls. Raises ValueError
+    for a plan or an engine that does not fit.
     """
     module = getattr(model, "module", model)
     layers = autoep_layers(module)
@@ -121,10 +126,12 @@ class AutoEPModel(PlannedModel):
     def __init__(self, model: PreTrainedModel, plan: Plan, layers: list[Any], shuffle: str) -> None:
         super().__init__(model, plan, *_communicators(layers[0]))
         comm, device = self.comm, model.device
-        self._layers, self._folded = layers, self.attention_comm.size > 1 and shuffle == "off"
+        self._layers, alone = layers, self.attention_comm.size == 1
         # folded AutoEP divides each physical expert's tokens among the ranks of a group, which must agree on them
-        chosen = plan if not self._folded else replace(plan, placement=replace(plan.placement, copy_choice="static"))
-        self._copies = [copies.to(device) for copies in rank_copies(chosen, comm.rank)]
+        static = replace(plan, placement=replace(plan.placement, copy_choice="static"))
+        self._copies, self._own_copies = (
+            [copies.to(device) for copies in rank_copies(one, comm.rank)] for one in (plan, static)
+        )
         self._held = plan.placement.physical_to_logical_map.reshape(len(layers), comm.size, -1)  # (L, G, P / G)
         self._routers = [layer.router.forward for layer in layers]
         self._given: tuple[Tensor, Tensor] | None = None  # routing that was computed before the layer runs
@@ -134,13 +141,17 @@ class AutoEPModel(PlannedModel):
             place_experts(comm, layer, self._held[index])
             layer.router.forward = bind(self._route, index)
             layer._semmoe = True
-        if self.attention_comm.size > 1 and not self._folded:
-            self._attach(self._layer_all_to_all if shuffle == "predicted" else self._layer_routed)
+        if shuffle == "off":
+            self.rows.choice = only(WHOLE)
+        elif not alone:
+            self._attach(self._layer_routed if shuffle == "routed" else self._layer_all_to_all)
         model.register_forward_pre_hook(self._look, with_kwargs=True)
+        if shuffle == "auto" and not alone and self.plan.topology.dp_size == 1:
+            choose_paths(self)
 
     def _attach(self, run: Any) -> None:
         """Replace the forward of decoder layers, so that each rank's experts get its own rows."""
-        predicted, number = run == self._layer_all_to_all, {id(layer): i for i, layer in enumerate(self._layers)}
+        number = {id(layer): i for i, layer in enumerate(self._layers)}
         for layer in decoder_layers(self.model):
             check_layout(layer)
             index, output = number.get(id(layer.mlp)), layer.self_attn.o_proj
@@ -148,11 +159,28 @@ class AutoEPModel(PlannedModel):
             cut = isinstance(output, LinearAllreduce)
             if not cut:
                 raise ValueError("AutoTP left attention whole: use config_for(plan, model.config)")
-            layer.forward = bind(run, layer, index)
-            if predicted:
-                output.forward = bind(_partial_sums, output, self.attention_comm.rank)
-            if index is not None:
-                layer.mlp.folding_group_handles = None  # each rank now runs its own tokens
+            if run == self._layer_all_to_all:
+                output.forward = bind(self._sum, output, output.forward)
+            own = layer.forward, None if index is None else layer.mlp.folding_group_handles
+            layer.forward = bind(self._on_path, run, own, layer, index)
+
+    def _on_path(
+        self, run: Any, own: tuple[Any, Any], layer: nn.Module, index: int | None, hidden_states: Tensor, **kwargs: Any
+    ) -> Any:
+        """One decoder layer on the path of this pass. own: DeepSpeed's forward, and the groups of folded experts."""
+        forward, groups = own
+        if index is not None:
+            layer.mlp.folding_group_handles = groups if self.rows.whole else None  # None: on a rank's own tokens
+        return forward(hidden_states, **kwargs) if self.rows.whole else run(layer, index, hidden_states, **kwargs)
+
+    def _sum(self, output: Any, forward: Any, hidden: Tensor) -> Tensor:
+        """Attention's output projection: this rank's partial sums, or, on DeepSpeed's own path, those of all ranks."""
+        return forward(hidden) if self.rows.whole else _partial_sums(output, self.attention_comm.rank, hidden)
+
+    @property
+    def _folded(self) -> bool:
+        """Whether DeepSpeed divides the choices of this pass among the ranks of a group."""
+        return self.attention_comm.size > 1 and self.rows.whole
 
     def lookahead(self, model: PreTrainedModel, planes: int) -> Lookahead:
         return autoep_lookahead(model, planes)
@@ -186,7 +214,7 @@ class AutoEPModel(PlannedModel):
         """Replaces the router's forward: (T, H) -> weights (T, K), physical ids (T, K), tokens per expert (P,)."""
         weights, experts = self._given or self._routers[index](hidden, expert_bias)[:2]
         self.rows.observe(experts, weights)
-        placed = self._copies[index].to_physical(experts)
+        placed = (self._own_copies if self._folded else self._copies)[index].to_physical(experts)
         self._count(index, placed)
         return weights, placed, count_tokens_per_expert(placed, self._held[index].size)
 

@@ -2,7 +2,8 @@
 
 `exchange="all-to-all"` runs every decoder layer as described in `planned`. "two-level" is an all-to-all that sends a
 row once to each node and forwards it there. "all-reduce" is expert parallelism without all-to-all, the baseline for
-attention-TP: every rank computes its own experts for all rows, and two all-reduces sum the results.
+attention-TP: every rank computes its own experts for all rows, and two all-reduces sum the results. "auto" takes, in
+each pass, the quicker of all-to-all and all-reduce.
 
 A model with hyper-connections keeps its own decoder layers, which attention-DP allows: only its experts are replaced.
 """
@@ -17,8 +18,10 @@ from transformers import PreTrainedModel
 
 from semmoe.copychoice import copy_choice
 from semmoe.core import Plan
+from semmoe.engines.paths import WHOLE, only
 from semmoe.engines.transformers.attention import shard_attention
 from semmoe.engines.transformers.model import decoder_layers, keeps_streams, moe_layers
+from semmoe.engines.transformers.paths import choose_paths
 from semmoe.engines.transformers.planned import PlannedModel, bind, check_layout
 from semmoe.metrics import Traffic, layer_traffic, no_traffic
 from semmoe.runtime.agreement import check_agreement
@@ -34,7 +37,7 @@ from semmoe.runtime.dispatch import (
 )
 from semmoe.topology import Topology
 
-EXCHANGES = ("all-to-all", "two-level", "all-reduce")
+EXCHANGES = ("all-to-all", "two-level", "all-reduce", "auto")
 
 
 class LocalExperts:
@@ -74,9 +77,9 @@ def check_exchange(topology: Topology, exchange: str, overlap: bool) -> None:
     """Raise ValueError unless ranks of this topology can exchange tokens in this way."""
     if exchange not in EXCHANGES:
         raise ValueError(f"exchange must be one of {', '.join(EXCHANGES)}, not {exchange!r}")
-    no_dp = exchange != "all-reduce" or topology.dp_size == 1
+    no_dp = exchange not in ("all-reduce", "auto") or topology.dp_size == 1
     if not no_dp:
-        raise ValueError("exchange all-reduce needs attention-TP: ranks with requests of their own share no rows")
+        raise ValueError(f"exchange {exchange} needs attention-TP: ranks with requests of their own share no rows")
     if exchange != "all-to-all" and overlap:
         raise ValueError("overlap needs exchange all-to-all")
     several = topology.num_nodes > 1 or exchange != "two-level"
@@ -109,9 +112,13 @@ class ParallelModel(PlannedModel):
         self.levels, self._overlap = levels, overlap
         self.choice = copy_choice(plan.placement, topology)
         self._traffic = self._no_traffic()
-        self._attach(exchange)
+        self._attach()
+        if exchange == "all-reduce":
+            self.rows.choice = only(WHOLE)
+        elif exchange == "auto":
+            choose_paths(self)
 
-    def _attach(self, exchange: str) -> None:
+    def _attach(self) -> None:
         blocks = moe_layers(self.model)
         physical = self.plan.placement.physical_to_logical_map.reshape(len(blocks), self.comm.size, -1)
         self.experts = [LocalExperts(b.experts, physical[i, self.comm.rank]) for i, b in enumerate(blocks)]
@@ -119,17 +126,14 @@ class ParallelModel(PlannedModel):
             for i, block in enumerate(blocks):
                 block.experts.forward = bind(self._experts_of_real_rows, i)
             return
-        reduces = exchange == "all-reduce"
-        run = self._layer_all_reduce if reduces else self._layer_all_to_all
-        exchange_experts = self._expert_all_reduce if reduces else self._expert_all_to_all
         moe_index = {id(block): i for i, block in enumerate(blocks)}
         for layer in decoder_layers(self.model):
             check_layout(layer)
             shard_attention(layer.self_attn, self.attention_comm.rank, self.attention_comm.size)
             index = moe_index.get(id(layer.mlp))
-            layer.forward = bind(run, layer, index)
+            layer.forward = bind(self._layer, layer, index)
             if index is not None:
-                layer.mlp.experts.forward = bind(exchange_experts, index)
+                layer.mlp.experts.forward = bind(self._experts, index)
 
     @property
     def traffic(self) -> list[Traffic]:
@@ -138,8 +142,12 @@ class ParallelModel(PlannedModel):
     def serve_others(self, index: int) -> None:
         self._expert_all_to_all(index, *self._no_tokens())
 
-    def _expert_all_to_all(self, index: int, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor):
+    def _experts(self, index: int, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor):
         """Replaces the experts' forward: hidden (n, H), ids (n, K), weights (n, K) -> (n, H)."""
+        run = self._expert_all_reduce if self.rows.whole else self._expert_all_to_all
+        return run(index, hidden, expert_ids, weights)
+
+    def _expert_all_to_all(self, index: int, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor):
         self.rows.observe(expert_ids, weights)
         ranks, home = self._ranks(index, expert_ids, self.comm.rank)
         self._traffic[index] += layer_traffic(ranks, home, self.comm.size)
@@ -167,11 +175,6 @@ class ParallelModel(PlannedModel):
     def _compute(self, index: int, rows: ReceivedTokens) -> torch.Tensor:
         with timed(self.compute_seconds, "experts"):
             return self.experts[index](rows.hidden, rows.expert_ids, rows.weights)
-
-    def _layer_all_reduce(self, layer: nn.Module, index: int | None, hidden_states: torch.Tensor, **kwargs):
-        attended = self._attend(layer, hidden_states, **kwargs)
-        stream = self._real(hidden_states) + self.attention_comm.all_reduce(self._real(attended))
-        return self._put_back(hidden_states, self._feed_forward(layer, index, stream))
 
     def _expert_all_reduce(self, index: int, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor):
         ranks, _ = self._ranks(index, expert_ids, 0)  # one rank's view, so that each pair is computed once
