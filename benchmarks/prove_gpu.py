@@ -80,6 +80,11 @@ class Run:
     def plan(self) -> Path:
         return self.folder / "plan"
 
+    @property
+    def other(self) -> Path:
+        """A plan to swap with."""
+        return self.folder / "other"
+
     def call(self, name: str, words: list[str], seconds: float = 900) -> str:
         """What a command printed, which is kept in a log. Raises StepError."""
         log = self.folder / f"{name}.log"
@@ -147,7 +152,7 @@ def profile(run: Run) -> dict[str, Any]:
     run.call("profile", [*words, "--out", str(run.folder / "trace"), "--", *_offline(run.a)], START_SECONDS)
     words = [*SEMMOE, "solve", str(run.folder / "trace"), "--ep-size", str(RANKS), "--attention", run.a.attention]
     run.call("solve", [*words, "--out", str(run.plan), "--force"])
-    run.call("solve-linear", [*words, "--method", "linear", "--out", str(run.folder / "linear"), "--force"])
+    run.call("solve-other", [*words, "--method", "paper", "--out", str(run.other), "--force"])
     return {"the plan expects pairs local": expected_lar(load_plan(run.plan).expected)}
 
 
@@ -166,18 +171,12 @@ def planned(run: Run) -> dict[str, Any]:
 
 
 def swap(run: Run, url: str, texts: list[str]) -> dict[str, Any]:
-    """Answers while the experts move from the plan's places to their first ones and back, twice."""
+    """Answers while the experts move from the plan's places to another plan's and back, twice."""
     texts, first, *others = [texts[i % len(texts)] for i in range(2 * len(texts))], *_controls(run, "plan")
 
     def move(number: int) -> None:
-        words = [
-            *SEMMOE,
-            "swap",
-            url,
-            "--plan",
-            str(run.folder / "linear" if number % 2 == 0 else run.plan),
-            "--control",
-        ]
+        plan = run.plan if number % 2 else run.other
+        words = [*SEMMOE, "swap", url, "--plan", str(plan), "--control"]
         for folder in others:
             run.call(f"stage-{number}", [*words, str(folder), "--stage-only"])
         run.call(f"swap-{number}", [*words, str(first)])
@@ -274,17 +273,21 @@ def _server(run: Run, name: str, plan: Path | None) -> Iterator[str]:
             time.sleep(2)
         yield url
     finally:
-        for process in processes:
-            _end(process)
+        _end(processes)
 
 
-def _end(process: subprocess.Popen) -> None:
+def _end(processes: list[subprocess.Popen]) -> None:
+    for process in processes:
+        _signal(process, signal.SIGTERM)
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(60)
+        _signal(process, signal.SIGKILL)
+
+
+def _signal(process: subprocess.Popen, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(60)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(process.pid, number)
 
 
 def _healthy(url: str) -> bool:
