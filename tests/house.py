@@ -29,7 +29,7 @@ ROOMS = {
     "replayer.py online.py": 330,
     "runtime": 3130,
     "checkpoint": 1390,
-    "engines": 10505,
+    "engines": 10_505,
     "router": 1390,
     "adapt": 630,
     "moving.py live.py": 240,
