@@ -142,6 +142,11 @@ class ParallelModel(PlannedModel):
     def serve_others(self, index: int) -> None:
         self._expert_all_to_all(index, *self._no_tokens())
 
+    def _layer(self, layer: nn.Module, index: int | None, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
+        """One decoder layer, on the path of this pass."""
+        run = self._layer_all_reduce if self.rows.whole else self._layer_all_to_all
+        return run(layer, index, hidden_states, **kwargs)
+
     def _experts(self, index: int, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor):
         """Replaces the experts' forward: hidden (n, H), ids (n, K), weights (n, K) -> (n, H)."""
         run = self._expert_all_reduce if self.rows.whole else self._expert_all_to_all
@@ -175,6 +180,11 @@ class ParallelModel(PlannedModel):
     def _compute(self, index: int, rows: ReceivedTokens) -> torch.Tensor:
         with timed(self.compute_seconds, "experts"):
             return self.experts[index](rows.hidden, rows.expert_ids, rows.weights)
+
+    def _layer_all_reduce(self, layer: nn.Module, index: int | None, hidden_states: torch.Tensor, **kwargs):
+        attended = self._attend(layer, hidden_states, **kwargs)
+        stream = self._real(hidden_states) + self.attention_comm.all_reduce(self._real(attended))
+        return self._put_back(hidden_states, self._feed_forward(layer, index, stream))
 
     def _expert_all_reduce(self, index: int, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor):
         ranks, _ = self._ranks(index, expert_ids, 0)  # one rank's view, so that each pair is computed once

@@ -69,16 +69,6 @@ class PlannedModel(ABC):
         for index in range(self.num_moe_layers):
             self.serve_others(index)
 
-    def _layer(self, layer: nn.Module, index: int | None, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
-        """One decoder layer, on the path of this pass."""
-        run = self._layer_all_reduce if self.rows.whole else self._layer_all_to_all
-        return run(layer, index, hidden_states, **kwargs)
-
-    def _layer_all_reduce(self, layer: nn.Module, index: int | None, hidden_states: torch.Tensor, **kwargs):
-        attended = self._attend(layer, hidden_states, **kwargs)
-        stream = self._real(hidden_states) + self.attention_comm.all_reduce(self._real(attended))
-        return self._put_back(hidden_states, self._feed_forward(layer, index, stream))
-
     def _layer_all_to_all(self, layer: nn.Module, index: int | None, hidden_states: torch.Tensor, **kwargs):
         """One decoder layer on a full residual stream (B, S, H), equal on all ranks of the attention group."""
         attended = self._attend(layer, hidden_states, **kwargs)
