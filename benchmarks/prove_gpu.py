@@ -33,6 +33,8 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from network import Network
+from serving.engine import Command, SetUp, engine
 from serving.server import counters
 
 from semmoe.plan import load_plan
@@ -226,20 +228,20 @@ def _small(a: argparse.Namespace) -> list[str]:
     return ["--dtype", "float32", "--mem-fraction-static", "0.1", "--max-total-tokens", "8192"]
 
 
-def _nodes(a: argparse.Namespace) -> list[list[str]]:
+class OneHost(Network):
+    """Nodes that are all this machine."""
+
+    @staticmethod
+    def address(host: int) -> str:
+        return "127.0.0.1"
+
+
+def _nodes(a: argparse.Namespace) -> list[Command]:
     """The engine's options by node. On one GPU each rank is a node, since a node's ranks take a GPU each."""
     if not a.one_gpu:
-        return [[]]
-    host, port = "127.0.0.1", str(a.port + 1000)
-    if a.engine == "sglang":
-        return [
-            ["--nnodes", str(RANKS), "--node-rank", str(i), "--dist-init-addr", f"{host}:{port}"] for i in range(RANKS)
-        ]
-    if a.attention == "dp":
-        words = ["--data-parallel-size-local", "1", "--data-parallel-address", host, "--data-parallel-rpc-port", port]
-        return [words, *([*words, "--data-parallel-start-rank", str(i), "--headless"] for i in range(1, RANKS))]
-    words = ["--nnodes", str(RANKS), "--master-addr", host, "--master-port", port, "--node-rank"]
-    return [[*words, "0"], *([*words, str(i), "--headless"] for i in range(1, RANKS))]
+        return [Command([], {})]
+    served, up, host = engine(a.engine), SetUp(name="nodes", attention=a.attention), OneHost(RANKS, "loopback")
+    return [served.on_node(up, host, node, a.port + 1000) for node in range(RANKS)]
 
 
 def _controls(run: Run, name: str) -> list[Path]:
@@ -249,15 +251,20 @@ def _controls(run: Run, name: str) -> list[Path]:
 
 def _start(run: Run, name: str, plan: Path | None) -> list[subprocess.Popen]:
     """`semmoe serve`, by node, with the plan or without."""
-    shared = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "VLLM_HOST_IP": "127.0.0.1"} if run.a.one_gpu else {}
-    out = []
+    shared, out = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if run.a.one_gpu else {}, []
     for node, (control, own) in enumerate(zip(_controls(run, name), _nodes(run.a), strict=True)):
         words = [*SEMMOE, "serve", run.a.model, "--engine", run.a.engine, "--port", str(run.a.port + node), "--control"]
         words += [str(control), *(["--plan", str(plan)] if plan else []), "--ep-size", str(RANKS)]
-        words += ["--attention", run.a.attention, "--", *(_small(run.a) if run.a.rehearse else run.a.options), *own]
+        words += [
+            "--attention",
+            run.a.attention,
+            "--",
+            *(_small(run.a) if run.a.rehearse else run.a.options),
+            *own.words,
+        ]
         with (run.folder / f"{name}-{node}.log").open("w") as file:
-            process = subprocess.Popen(words, stdout=file, stderr=file, start_new_session=True, env=os.environ | shared)
-        out.append(process)
+            environment = os.environ | shared | own.environment
+            out.append(subprocess.Popen(words, stdout=file, stderr=file, start_new_session=True, env=environment))
     return out
 
 
