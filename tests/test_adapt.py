@@ -71,8 +71,15 @@ def test_where_requests_are_always_recorded_a_plan_is_solved_for_so_many_new_one
     [(0.05, PAYS, "swap"), (0.009, PAYS, "keep"), (-0.1, PAYS, "keep"), (0.05, COSTS, "keep")],
 )  # fmt: skip
 def test_a_plan_is_swapped_in_where_it_gains_and_pays(gain, weighed, action):
-    old, new = (Score(lar=lar, parts=(lar, lar), seconds_per_token=0.0) for lar in (0.5, 0.5 + gain))
+    old, new = (Score(lar=lar, even=0.25, parts=(lar, lar), seconds_per_token=0.0) for lar in (0.5, 0.5 + gain))
     assert judge(old, new, weighed, S).action == action
+
+
+@pytest.mark.parametrize(("ranks", "gain", "action"), [(2, 0.011, "swap"), (2, 0.009, "keep"), (8, 0.020, "keep")])
+def test_a_plan_that_loses_less_than_a_twentieth_of_what_another_gains_stays(ranks, gain, action):
+    """Of .70: without a plan two ranks keep half of the pairs local, so that .01 is a twentieth; eight an eighth."""
+    old, new = (Score(lar=lar, even=1 / ranks, parts=(lar, lar), seconds_per_token=0.0) for lar in (0.70 - gain, 0.70))
+    assert judge(old, new, PAYS, S).action == action
 
 
 @pytest.mark.parametrize(("spread", "action"), [(0.0, "swap"), (0.02, "swap"), (0.04, "keep")])
@@ -80,8 +87,8 @@ def test_a_gain_counts_that_is_above_twice_its_error(spread, action):
     """A gain of .03 whose eight parts lie on both sides of it; its error is the spread times sqrt(8 / 7) / sqrt(8)."""
     parts = tuple(0.53 + spread * sign for sign in (1, -1) * 4)
     old, new = (
-        Score(lar=0.5, parts=(0.5,) * 8, seconds_per_token=0.0),
-        Score(lar=0.53, parts=parts, seconds_per_token=0.0),
+        Score(lar=0.5, even=0.25, parts=(0.5,) * 8, seconds_per_token=0.0),
+        Score(lar=0.53, even=0.25, parts=parts, seconds_per_token=0.0),
     )
     found = judge(old, new, PAYS, S)
     assert found.action == action
@@ -312,8 +319,8 @@ def adapter(tmp_path):
     rows = np.tile(np.array([2, 1, 0, 3], np.int32), (2, 1))
     new = replace(old, method="new", placement=replace(old.placement, physical_to_logical_map=rows))
     save_plan(old, tmp_path / "old")
-    scores = (Score(lar=0.50, parts=(0.5, 0.5), seconds_per_token=2e-6),
-              Score(lar=0.58, parts=(0.58, 0.58), seconds_per_token=1e-6))  # fmt: skip
+    scores = (Score(lar=0.50, even=0.25, parts=(0.5, 0.5), seconds_per_token=2e-6),
+              Score(lar=0.58, even=0.25, parts=(0.58, 0.58), seconds_per_token=1e-6))  # fmt: skip
 
     def solve(job, seconds):
         save_plan(new, tmp_path / "found")
@@ -479,7 +486,7 @@ def test_what_fails_is_told_and_the_server_is_left_alone(adapter):
 
 def test_a_plan_that_does_not_pay_is_kept_out_and_not_tried_again_and_again(adapter):
     found, server, told = adapter
-    found.settings = replace(found.settings, least_gain=0.2)
+    found.settings = replace(found.settings, least_gain=0.5)
     turns(found, 60)
     assert [decision.action for decision in told].count("solve") == 1  # it then expects what the old plan can give
     assert server.serves == "old"

@@ -30,6 +30,7 @@ from serving.engine import RANKS, Command, Engine, ServerError, SetUp
 
 MOST_PROMPTS = 1000  # of a data set
 PORT, MEETING_PORT = 30477, 20477  # in network namespaces, where all ports are free
+STARTS = 2  # tries: an engine may draw a port that was free a moment ago
 APART = 1000  # ports between servers that are alive at the same time
 PROBE = "import sys, urllib.request; sys.exit(urllib.request.urlopen(sys.argv[1], timeout=20).status != 200)"
 
@@ -104,21 +105,37 @@ def serving(
 
     place: 0, 1, ... tells servers apart that are alive on a network at the same time.
     """
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True, mode=0o700)
     port = PORT + place * APART if network else _free_port()
-    command = engine.serve(up, folder, port, options or {})
     prefix = ["ip", "netns", "exec", network.namespace(0)] if network else []
     server = Server([], prefix, folder, port)
     try:
-        for node in range(network.hosts if network else 1):
-            log = folder / f"node-{node}.log"
-            more = engine.on_node(up, network, node, MEETING_PORT + place * APART) if network else Command([], {})
-            server.processes.append(_start(command, more, log, network, node))
-        _wait(server, timeout)
+        for left in reversed(range(STARTS)):
+            try:
+                _start_nodes(server, engine, up, options or {}, network, place)
+                _wait(server, timeout)
+                break
+            except ServerError as error:
+                if not left:
+                    raise
+                print(f"  a server is started once more: {error}", file=sys.stderr, flush=True)
+                _end(server, engine.GRACE)
         yield server
     finally:
         _end(server, engine.GRACE)
+
+
+def _start_nodes(
+    server: Server, engine: Engine, up: SetUp, options: dict[str, Any], network: Network | None, place: int
+) -> None:
+    """Start a process for each node, with a folder that holds nothing else."""
+    shutil.rmtree(server.folder, ignore_errors=True)
+    server.folder.mkdir(parents=True, mode=0o700)
+    server.processes.clear()
+    command = engine.serve(up, server.folder, server.port, options)
+    for node in range(network.hosts if network else 1):
+        log = server.folder / f"node-{node}.log"
+        more = engine.on_node(up, network, node, MEETING_PORT + place * APART) if network else Command([], {})
+        server.processes.append(_start(command, more, log, network, node))
 
 
 def _free_port() -> int:

@@ -19,6 +19,7 @@ class Score:
     """What a plan does for requests on which it was not solved, by replay."""
 
     lar: float
+    even: float  # what an even spread of experts, without a plan, keeps local: 1 / ranks
     parts: tuple[float, ...]  # the same for parts of the requests, by which it is known how sure a difference is
     seconds_per_token: float  # of a MoE layer on the links; 0 where the model's widths are not known
 
@@ -70,10 +71,13 @@ def drifted_since(looks: Sequence[Look], expected: float | None, s: AdaptSetting
 
 
 def too_little(old: Score, new: Score, least_gain: float) -> str:
-    """Why the new plan does not gain enough, or "". It must be more local by the least gain and by SURE errors."""
+    """Why the new plan does not gain enough, or "".
+
+    It must be more local by the least gain, a share of what it keeps local over an even spread, and by SURE errors.
+    """
     gain, error = new.lar - old.lar, float(np.std(np.subtract(new.parts, old.parts), ddof=1) / np.sqrt(len(new.parts)))
-    if gain < least_gain:
-        return f"the new plan keeps {gain:+.3f} of pairs local, less than {least_gain:g}"
+    if gain < (least := least_gain * max(new.lar - new.even, 0.0)):
+        return f"the new plan keeps {gain:+.3f} of pairs local, less than {least:.3f}"
     if gain < SURE * error:
         return f"the new plan keeps {gain:+.3f} of pairs local, with an error of {error:.3f}"
     return ""

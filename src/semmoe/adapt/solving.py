@@ -44,7 +44,7 @@ class Job:
     links: str  # a file or a shipped name; "" for the shipped default
     older: int  # the first requests of the trace, which do not count
     kept: Sequence[Path]  # plans that served before
-    least_gain: float  # local pairs that one of them must gain
+    least_gain: float  # by which one of them must be better: a share of its own gain over an even spread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,4 +152,7 @@ def score(trace: RoutingTrace, plan: Plan, links: Links) -> Score:
         shape = LayerShape(hidden_size=f.hidden_size, expert_size=f.expert_size, top_k=f.top_k)
         rows = found.rows_per_batch(links.all_to_all)
         time = predict(plan.method, rows, found.busiest_pairs, shape, plan.topology, links).time.total
-    return Score(lar=found.total.lar, parts=tuple(parts), seconds_per_token=time / found.tokens_per_batch)
+    return Score(
+        lar=found.total.lar, even=1 / plan.topology.ep_size, parts=tuple(parts),
+        seconds_per_token=time / found.tokens_per_batch,
+    )  # fmt: skip
