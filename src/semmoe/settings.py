@@ -324,12 +324,7 @@ class AdaptSettings:
     solve_seconds: float = number(30.0, 0.1, 86_400, help="Seconds to search a plan.")
     nice: int = number(10, 0, 19, help="How far the solver stands back behind the server where they share cores.")
     horizon: float = number(1800.0, 1, 1e8, help="Seconds within which a plan must pay for the move to it.")
-    least_gain: float = number(
-        0.05,
-        0,
-        1,
-        help="Least share of what a new plan gains over none by which it must be better than the served one.",
-    )
+    least_gain: float = number(0.05, 0, 1, help="Least share of its gain by which a new plan must be better.")
     least_share: float = number(0.3, 0, 1, help="Least share of its predicted gain that must be measured, or back.")
     layers_per_pass: int = number(0, 0, MOST_LAYERS, help="Layers that move between two passes; 0: all at once.")
 
