@@ -71,10 +71,7 @@ def drifted_since(looks: Sequence[Look], expected: float | None, s: AdaptSetting
 
 
 def too_little(old: Score, new: Score, least_gain: float) -> str:
-    """Why the new plan does not gain enough, or "".
-
-    It must be more local by the least gain, a share of what it keeps local over an even spread, and by SURE errors.
-    """
+    """Why the new plan does not gain enough, or "": a share of what it gains over an even spread, and SURE errors."""
     gain, error = new.lar - old.lar, float(np.std(np.subtract(new.parts, old.parts), ddof=1) / np.sqrt(len(new.parts)))
     if gain < (least := least_gain * max(new.lar - new.even, 0.0)):
         return f"the new plan keeps {gain:+.3f} of pairs local, less than {least:.3f}"

@@ -152,7 +152,5 @@ def score(trace: RoutingTrace, plan: Plan, links: Links) -> Score:
         shape = LayerShape(hidden_size=f.hidden_size, expert_size=f.expert_size, top_k=f.top_k)
         rows = found.rows_per_batch(links.all_to_all)
         time = predict(plan.method, rows, found.busiest_pairs, shape, plan.topology, links).time.total
-    return Score(
-        lar=found.total.lar, even=1 / plan.topology.ep_size, parts=tuple(parts),
-        seconds_per_token=time / found.tokens_per_batch,
-    )  # fmt: skip
+    even = 1 / plan.topology.ep_size
+    return Score(lar=found.total.lar, even=even, parts=tuple(parts), seconds_per_token=time / found.tokens_per_batch)
