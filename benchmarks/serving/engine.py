@@ -47,6 +47,7 @@ class Command:
 class Engine(ABC):
     NAME = ""  # of the package
     TITLE = ""
+    RANK = ""  # how the titles of the ranks' processes begin
     OPTIONS: ClassVar[dict[str, Any]] = {}  # of every server, vanilla or not
     UNCACHED: ClassVar[dict[str, Any]] = {}  # the option that keeps no prefixes
     GRACE = 0.0  # seconds that processes have to end by themselves

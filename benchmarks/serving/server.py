@@ -66,6 +66,18 @@ class Server:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.resume()
 
+    def seat(self, rank: str) -> None:
+        """Hold every rank to one core, a core of its own where there are as many; ranks are processes of this title.
+
+        An engine's other processes may spin while they wait for the ranks, and the kernel then moves these about.
+        """
+        ranks = [process for process in self.tree() if " ".join(process.cmdline()).startswith(rank)]
+        if len(ranks) < len(self.processes):
+            raise ServerError(f"{len(ranks)} processes are called {rank}, of {len(self.processes)} ranks or more")
+        for place, process in enumerate(ranks):
+            for thread in process.threads():
+                os.sched_setaffinity(thread.id, {place % (os.cpu_count() or 1)})
+
     def check(self) -> None:
         for node, process in enumerate(self.processes):
             if process.poll() is not None:

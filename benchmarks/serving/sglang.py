@@ -16,6 +16,7 @@ from serving.engine import Command, Engine, SetUp, python
 
 class Sglang(Engine):
     NAME, TITLE = "sglang", "SGLang"
+    RANK = "sglang::scheduler"
     # What a rank holds at most is the same everywhere; a larger share of memory than it needs, since SGLang counts what
     # others take while it loads for its own weights.
     OPTIONS: ClassVar[dict[str, Any]] = {

@@ -20,6 +20,7 @@ BUSY = re.compile(r'^vllm:num_requests_(?:running|waiting)\{.*?engine="(\d+)".*\
 
 class Vllm(Engine):
     NAME, TITLE = "vllm", "vLLM"
+    RANK = "VLLM::Worker"
     OPTIONS: ClassVar[dict[str, Any]] = {
         "dtype": "float32", "max_num_seqs": 64, "max_num_batched_tokens": 1024, "max_model_len": 2048,
         "block_size": 32, "gpu_memory_utilization": 0.1, "seed": 0, "disable_uvicorn_access_log": True,
