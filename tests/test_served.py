@@ -16,10 +16,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from serving import claims, guard, links
 from serving.claims import Estimate, estimate, paired_ratios
 from serving.configurations import AGAIN, AS_IT_COMES, COPIES, MOETUNER, VANILLA
+from serving.engine import Command, Engine, ServerError, SetUp
 from serving.loads import draw
 from serving.pieces import KNEE, MOST_SERVERS, Settings, published
 from serving.records import Links, Records, RecordsError, Run
 from serving.report import report
+from serving.server import serving
 from serving.tables import tables
 
 from semmoe.results import parts, serving_sweep
@@ -284,3 +286,47 @@ def test_a_quick_file_claims_nothing_and_says_that_others_were_there(tmp_path):
     assert json.loads(found.splitlines()[-1])["sweeps"] == {}  # no objectives from few requests
     loads = {(piece.attention, w, piece.ranks) for piece in published("vllm", s) for w in piece.workloads}
     assert len(tables(Records(path))) == len(loads)
+
+
+class Web(Engine):
+    """A web server of one process in an engine's place, of which the first `failing` starts end at once."""
+
+    NAME, TITLE, GRACE = "numpy", "web", 5.0
+
+    def __init__(self, failing):
+        self.failing, self.starts = failing, 0
+
+    def serve(self, up, folder, port, options):
+        (folder / "health").touch()
+        self.starts += 1
+        words = ["-m", "http.server", "--bind", "127.0.0.1", "--directory", str(folder), str(port)]
+        return Command([sys.executable, *(["-c", "raise SystemExit(3)"] if self.starts <= self.failing else words)], {})
+
+    def on_node(self, up, network, node, port):
+        raise NotImplementedError
+
+    async def busy(self, session):
+        raise NotImplementedError
+
+
+def test_a_server_that_does_not_start_is_started_once_more_and_held_to_a_core(tmp_path, capsys):
+    web = Web(failing=1)
+    with serving(web, SetUp(name="", attention="dp"), tmp_path / "server") as server:
+        [process] = server.processes
+        server.seat(sys.executable)
+        assert os.sched_getaffinity(process.pid) == {0}
+        with pytest.raises(ServerError, match="0 processes are called nobody, of 1 ranks"):
+            server.seat("nobody")
+    assert web.starts == 2
+    assert process.poll() is not None
+    assert "started once more: node 0 ended with 3" in capsys.readouterr().err
+
+
+def test_a_server_that_never_starts_is_told_after_its_second_try(tmp_path):
+    web = Web(failing=9)
+    with (
+        pytest.raises(ServerError, match="node 0 ended with 3"),
+        serving(web, SetUp(name="", attention="dp"), tmp_path / "server"),
+    ):
+        pass
+    assert web.starts == 2
