@@ -314,7 +314,7 @@ def test_a_server_that_does_not_start_is_started_once_more_and_held_to_a_core(tm
     with serving(web, SetUp(name="", attention="dp"), tmp_path / "server") as server:
         [process] = server.processes
         server.seat(sys.executable)
-        assert os.sched_getaffinity(process.pid) == {0}
+        assert os.sched_getaffinity(process.pid) == {min(os.sched_getaffinity(0))}
         with pytest.raises(ServerError, match="0 processes are called nobody, of 1 ranks"):
             server.seat("nobody")
     assert web.starts == 2

@@ -74,9 +74,10 @@ class Server:
         ranks = [process for process in self.tree() if " ".join(process.cmdline()).startswith(rank)]
         if len(ranks) < len(self.processes):
             raise ServerError(f"{len(ranks)} processes are called {rank}, of {len(self.processes)} ranks or more")
+        cores = sorted(os.sched_getaffinity(0))
         for place, process in enumerate(ranks):
             for thread in process.threads():
-                os.sched_setaffinity(thread.id, {place % (os.cpu_count() or 1)})
+                os.sched_setaffinity(thread.id, {cores[place % len(cores)]})
 
     def check(self) -> None:
         for node, process in enumerate(self.processes):
