@@ -1,7 +1,8 @@
 """Speculative MoE on DeepSpeed's AutoEP beside DeepSpeed as it is: rows, bytes of all collectives, time of a step.
 
-    OMP_NUM_THREADS=1 .venv-deepspeed/bin/python benchmarks/bench_deepspeed.py [--topologies TP4/EP4 TP2/EP4]
-        [--networks loopback 200mbit] [--redundant 8] [--rounds 7] [--prompts 32] [--out FILE]
+    PYTHONPATH=. OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu .venv-deepspeed/bin/python benchmarks/bench_deepspeed.py
+        [--topologies TP4/EP4 TP2/EP4] [--networks loopback 200mbit] [--redundant 8] [--rounds 7]
+        [--prompts 32] [--out FILE]
 
 In DeepSpeed's own environment; 4 processes, attention sharded by AutoTP; slow networks as of network.py (root).
 Set-ups: DeepSpeed as it is (folded: the group's ranks take turns at a token's expert choices), and once more, a
