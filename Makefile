@@ -28,6 +28,8 @@ MACHINE = $(shell uname -m)-$(shell nproc)core
 HERE = $(MACHINE)_$(shell date +%F)
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
+# Python compiles the modules that it imports, which are few of those that are installed.
+export PIP_NO_COMPILE := 1
 
 .PHONY: demo test test-slow reproduce test-sglang test-vllm test-deepspeed test-clusters test-releases test-families check bench bench-runtime \
         bench-sglang soak-sglang bench-vllm soak-vllm bench-deepspeed kernels test-nodes test-gpu docs dist format clean

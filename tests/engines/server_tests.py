@@ -256,10 +256,11 @@ class ServerTests:
         assert server.ranks() == []
 
 
-def started(kind, set_ups):
+def started(kind, set_ups, spawned="dp2"):
     """The fixture `server` of a module: one after another, servers of that kind in every set-up, by its name.
 
-    set_ups: options of `semmoe serve`, in which a plan goes by its name, the engine's own, and variables.
+    set_ups: options of `semmoe serve`, in which a plan goes by its name, the engine's own, and variables. spawned: the
+    one whose processes start as the engine starts them.
     """
 
     def named(name):
@@ -270,7 +271,8 @@ def started(kind, set_ups):
         options, engine, *variables = set_ups[request.param]
         words = [plans.get(word, word) for word in options]
         asked = {"SEMMOE_RANK_PAIRS": "1"} if "hybrid" in options else dict(*variables)
-        made = kind(tmp_path_factory.mktemp("server"), str(MODEL), *words, engine=engine, variables=asked)
+        folder, forks = tmp_path_factory.mktemp("server"), request.param != spawned
+        made = kind(folder, str(MODEL), *words, engine=engine, forks=forks, variables=asked)
         made.name, made.plan = request.param, plans.get(request.param)
         try:
             yield made.wait()

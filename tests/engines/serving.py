@@ -21,12 +21,14 @@ from semmoe.cli import main
 START_SECONDS, SILENT_SECONDS, NEW_TOKENS = 900, 180, 8
 _PORTS: set[int] = set()
 SEMMOE = ("-c", "from semmoe.cli import main; main()")
+FORKED = Path(__file__).parent / "forked"  # a plug-in of all engines
 
 
 class Server:
     """One server and all of its processes; `log` is what it printed. Each engine has a subclass.
 
-    plain: the engine's own command, without semmoe's.
+    plain: the engine's own command, without semmoe's. path: of a plug-in that it loads. forks: it forks its processes,
+    which takes half the time; otherwise it spawns them, as engines do.
     """
 
     ENGINE = ""
@@ -43,6 +45,7 @@ class Server:
         engine: tuple[str, ...] = (),
         path: str = "",
         plain: bool = False,
+        forks: bool = True,
         variables: dict[str, str] | None = None,
     ) -> None:
         self.port, self.control, self.model = free_port(), folder / "control", model
@@ -53,8 +56,8 @@ class Server:
         command = [*self.PLAIN, model, "--port", str(self.port), *options]
         words = [sys.executable, "-W", "ignore", *(command if plain else serve), *self.LIMITS, *engine]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"} | (variables or {})
-        if path:
-            environment["PYTHONPATH"] = os.pathsep.join([path, *filter(None, [os.environ.get("PYTHONPATH")])])
+        plugins = [str(FORKED)] * forks + [path, os.environ.get("PYTHONPATH")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, plugins))
         with self._log.open("w") as log:
             self.process = subprocess.Popen(words, stdout=log, stderr=log, env=environment, start_new_session=True)
 

@@ -83,7 +83,8 @@ class StartTests:
     def test_a_rank_with_another_plan_does_not_start(self, plans, tmp_path, monkeypatch):
         """Of equal sizes: only the scores of tokens differ, so that nothing else would fail."""
         monkeypatch.setenv("STALE_PLAN", str(save_stale(plans["tp2"], tmp_path / "stale")))
-        line = reason(self.SERVER(tmp_path, str(MODEL), "--plan", plans["tp2"], path=str(STALE)))
+        server = self.SERVER(tmp_path, str(MODEL), "--plan", plans["tp2"], path=str(STALE), forks=False)
+        line = reason(server)
         assert "ranks disagree: the plan of rank 1 is not that of rank 0" in line
 
     def test_an_unknown_setting_does_not_start(self, tmp_path, monkeypatch):
