@@ -22,6 +22,7 @@ DEEPSPEED_PIP := $(DEEPSPEED_PYTHON) -m pip --disable-pip-version-check -q
 DEEPSPEED_CPU := engines/deepspeed-cpu
 CLUSTERS_VENV ?= .venv-clusters
 PARALLEL ?= -n 2 --dist loadfile  # test files side by side; PARALLEL= runs them one after another
+SLOW_TESTS ?= slow
 ENGINE_TESTS ?= not families
 RESULTS := benchmarks/results
 MACHINE = $(shell uname -m)-$(shell nproc)core
@@ -42,7 +43,7 @@ test: $(VENV)/.ready-dev
 
 # The slow rest, which CI runs too.
 test-slow: $(VENV)/.ready-dev
-	$(BIN)/python -m pytest $(PARALLEL) -m slow
+	$(BIN)/python -m pytest $(PARALLEL) -m "$(SLOW_TESTS)"
 
 # The paper's tables and figures: ITEMS="table1 figure5b" TRACE=FILE OUT=FOLDER; `python -m lab reproduce --help` has more.
 reproduce: $(VENV)/.ready-dev

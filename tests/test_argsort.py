@@ -77,6 +77,7 @@ def test_a_slice_too_full_is_our_own_mistake():
 
 
 @pytest.mark.slow
+@pytest.mark.costly
 def test_triton_interpreted():
     interpret(__file__)
 

@@ -28,7 +28,7 @@ COPIES = 2  # of an expert, that one source rank may choose among
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tokens", [1, 200])
+@pytest.mark.parametrize("tokens", [1, pytest.param(200, marks=pytest.mark.costly)])
 def test_kernels_agree_with_their_references(tokens):
     interpret(__file__, str(tokens))
 
