@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
-TOTAL, FILE, FUNCTION = 35_145, 350, 50
+TOTAL, FILE, FUNCTION = 35_160, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 335,
@@ -31,7 +31,7 @@ ROOMS = {
     "checkpoint": 1390,
     "engines": 10_505,
     "router": 1390,
-    "adapt": 630,
+    "adapt": 645,
     "moving.py live.py": 240,
     "estimate": 1150,
     "report": 1960,

@@ -349,6 +349,17 @@ def test_the_loop_records_solves_swaps_and_stays(adapter):
     assert load_plan(found.path).method == "new"
 
 
+@pytest.mark.parametrize("core", [0.12, 0.98])
+def test_a_solver_without_a_core_is_told(adapter, core):
+    found, _, told = adapter
+    solve = found.solve
+    found.solve = lambda job, seconds: replace(solve(job, seconds), core=core)
+    turns(found)
+    (swapped,) = [decision for decision in told if decision.action == "swap"]
+    assert swapped.figures["solver_core"] == core
+    assert ("the solver had 0.12 of a core" in swapped.why) == (core < 0.5)
+
+
 @pytest.mark.parametrize(("later", "solved"), [(0.60, False), (0.55, True)])
 def test_what_to_expect_is_learnt_from_some_windows(adapter, later, solved):
     """The plan says nothing of it. A first window that is higher by chance, by .025, is no reason to solve again."""
@@ -543,6 +554,7 @@ def test_the_process_that_solves_stays_and_outlives_a_job_that_fails_or_takes_to
     with contextlib.closing(Solver(nice=1)) as solver:
         found = solver(job(tmp_path), 60)
         assert found.new.lar >= found.old.lar
+        assert 0 < found.core < 3
         with pytest.raises(RuntimeError, match="no trace"):
             solver(job(tmp_path, trace=tmp_path / "missing"), 60)
         with pytest.raises(RuntimeError, match=r"no plan was found within 0\.01 s"):

@@ -1,7 +1,7 @@
 """The decisions of `semmoe adapt`: pure functions of what was seen, replayed and measured."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
@@ -12,6 +12,7 @@ from semmoe.settings import AdaptSettings
 from semmoe.watch import Look, View, view
 
 SURE = 2.0  # times the error of a plan's gain that it must gain
+STARVED = 0.5  # of a core: with less a solver takes twice its time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,16 @@ def wants(seen: View, expected: float | None, quiet: float, more: int, enough: i
         return Decision(action="watch", why=f"the last solve was {quiet:.0f} s ago", figures=figures)
     why = f"local activation rate {seen.lar:.3f}, expected {expected:.3f}"
     return Decision(action="record", why=why, figures=figures)
+
+
+def with_core(decision: Decision, core: float) -> Decision:
+    """A decision, and what its solver had of a core, which is said where it was little.
+
+    core: seconds of computing per second that passed.
+    """
+    late = f"; the solver had {core:.2f} of a core, so that plans come late: leave it one (taskset)"
+    why = decision.why + late * (core < STARVED)
+    return replace(decision, why=why, figures={**decision.figures, "solver_core": round(core, 2)})
 
 
 def drifted_since(looks: Sequence[Look], expected: float | None, s: AdaptSettings) -> float:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from semmoe import watch
-from semmoe.adapt.decide import Decision, Score, confirm, drifted_since, judge, wants
+from semmoe.adapt.decide import Decision, Score, confirm, drifted_since, judge, wants, with_core
 from semmoe.adapt.recording import MORE, Recorder, Recording
 from semmoe.adapt.solving import Found, Job
 from semmoe.calibration import Links
@@ -134,7 +134,7 @@ class Adapter:
         self._say(Decision(action="solve", why="requests are recorded", figures={}))
         solved = self.solve(job, 3 * s.solve_seconds + 60)
         self._solved, plan = self.clock(), load_plan(solved.path)
-        found = self._say(self._weigh(seen, plan, solved.old, solved.new))
+        found = self._say(with_core(self._weigh(seen, plan, solved.old, solved.new), solved.core))
         if found.action != "swap" or self.dry_run:
             # What the plan does for these requests is what it can do, until they change again.
             if found.action == "keep":

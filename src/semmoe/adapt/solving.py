@@ -8,6 +8,7 @@ solved, which goes to the job's folder.
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -54,6 +55,7 @@ class Found:
     path: Path
     old: Score
     new: Score
+    core: float = 1.0  # what the solver had of one: seconds of computing per second that passed
 
 
 class Solver:
@@ -85,6 +87,7 @@ def _stand_back(nice: int) -> None:
 
 def find(job: Job) -> Found:
     """Take a plan that served before, or solve one; score it and the one that serves."""
+    began, computed = time.monotonic(), time.process_time()
     trace, old = open_trace(job.trace), load_plan(job.plan)
     seen, newest = by_age(trace.select(np.arange(job.older, trace.num_requests)), job.judged)
     links = load_links(job.links or default_links(old), old.topology)
@@ -96,7 +99,8 @@ def find(job: Job) -> Found:
         best = max(
             scores, key=lambda path: (scores[path].seconds_per_token <= before.seconds_per_token, scores[path].lar)
         )
-    return Found(path=best, old=before, new=scores[best])
+    core = (time.process_time() - computed) / (time.monotonic() - began)
+    return Found(path=best, old=before, new=scores[best], core=core)
 
 
 def _solve(job: Job, seen: RoutingTrace, old: Plan) -> list[Path]:
