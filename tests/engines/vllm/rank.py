@@ -9,8 +9,6 @@ from typing import Any
 
 from safetensors.torch import save_file
 from vllm import LLM, SamplingParams
-from vllm.v1.engine.llm_engine import LLMEngine  # noqa: F401 (imported once for all ranks, as what follows)
-from vllm.v1.worker.cpu_worker import CPUWorker  # noqa: F401
 
 
 def run(job: dict[str, Any], variables: dict[str, str], folder: str) -> None:

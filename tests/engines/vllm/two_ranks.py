@@ -20,7 +20,8 @@ from semmoe.solver import solve
 from semmoe.topology import Topology
 
 FORKED = multiprocessing.get_context("forkserver")
-FORKED.set_forkserver_preload(["rank"])  # vLLM is imported once
+# vLLM is imported once; `rank` cannot be, whose folder the process that ranks are forked from does not know.
+FORKED.set_forkserver_preload(["vllm.entrypoints.llm", "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker"])
 EASY = CoclusterSettings(starts=1, steps=10)
 # Widths that vLLM's attention on a CPU takes, and its latent attention.
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
