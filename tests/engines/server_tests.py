@@ -34,6 +34,7 @@ from semmoe.settings import SwapSettings
 from semmoe.trace import open_trace
 
 SWAPS, FEWER_SWAPS, CLIENTS = 50, 20, 64
+SPAWNED = "dp2"  # the set-up whose processes start as the engine starts them
 PAGE = Path(__file__).parents[2] / "docs" / "first-afternoon.md"
 SHELL = re.compile(r"^```shell\n(.*?)^```", re.M | re.S)
 
@@ -260,11 +261,10 @@ class ServerTests:
         assert server.ranks() == []
 
 
-def started(kind, set_ups, spawned="dp2"):
+def started(kind, set_ups):
     """The fixture `server` of a module: one after another, servers of that kind in every set-up, by its name.
 
-    set_ups: options of `semmoe serve`, in which a plan goes by its name, the engine's own, and variables. spawned: the
-    one whose processes start as the engine starts them.
+    set_ups: options of `semmoe serve`, in which a plan goes by its name, the engine's own, and variables.
     """
 
     def named(name):
@@ -275,7 +275,7 @@ def started(kind, set_ups, spawned="dp2"):
         options, engine, *variables = set_ups[request.param]
         words = [plans.get(word, word) for word in options]
         asked = {"SEMMOE_RANK_PAIRS": "1"} if "hybrid" in options else dict(*variables)
-        folder, forks = tmp_path_factory.mktemp("server"), request.param != spawned
+        folder, forks = tmp_path_factory.mktemp("server"), request.param != SPAWNED
         made = kind(folder, str(MODEL), *words, engine=engine, forks=forks, variables=asked)
         made.name, made.plan = request.param, plans.get(request.param)
         try:
