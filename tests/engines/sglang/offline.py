@@ -1,12 +1,10 @@
 """SGLang's offline engine for the tests, with or without a plan."""
 
 import os
-import sys
 from contextlib import contextmanager
 from pathlib import Path
-from unittest import mock
 
-from serving import FORKED, free_port
+from serving import free_port
 
 from semmoe.engines.launch import command_line
 from semmoe.engines.sglang import launch
@@ -15,12 +13,6 @@ from semmoe.engines.sglang.settings import SglangSettings
 from semmoe.plan import load_plan
 from semmoe.topology import Topology
 
-sys.path.insert(0, str(FORKED))
-from semmoe_forked import end_forked, fork_from_one
-
-IMPORTED = [f"sglang.srt.managers.{name}" for name in ("scheduler", "data_parallel_controller", "detokenizer_manager")]
-IMPORTED += ["sglang.srt.models.registry"]  # which imports all models
-fork_from_one(*IMPORTED)
 LIMITS = ["--dtype", "float32", "--max-total-tokens", "8192", "--max-running-requests", "16", "--chunked-prefill-size",
           "128", "--mem-fraction-static", "0.5"]  # fmt: skip
 
@@ -38,6 +30,5 @@ def engine(
         location, redundant = launch.write_location(made, Path(model), folder), made.placement.redundant_experts
     words = command_line(launch.arguments(topology, location, redundant, on_cpu=True))
     words += [*LIMITS, "--port", str(free_port()), *options]  # the first of several that it takes
-    ending = mock.patch("sglang.srt.entrypoints.engine.kill_process_tree", end_forked)
-    with ending, running(model, words, launch.environment(given, topology, on_cpu=True)) as made:
+    with running(model, words, launch.environment(given, topology, on_cpu=True)) as made:
         yield made

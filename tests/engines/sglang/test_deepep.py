@@ -1,30 +1,17 @@
 """SGLang's own DeepEP dispatchers, over gloo by the stand-in for `deep_ep`: tokens, and rows against our counters."""
 
 import json
-import os
 import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from offline import IMPORTED, engine
-from semmoe_forked import fork_from_one
+from offline import engine
 
 from semmoe.demo import MODEL
 from semmoe.plan import load_plan
 
 STAND_IN = Path(__file__).parents[3] / "engines" / "deep-ep-cpu"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def deep_ep():
-    """SGLang looks for it where it is imported: in these tests it is there."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(STAND_IN))
-        patch.setenv("PYTHONPATH", str(STAND_IN), prepend=os.pathsep)
-        fork_from_one(*IMPORTED)
-        yield
-    fork_from_one(*IMPORTED)
 
 
 V1 = ("--deepep-dispatcher-output-dtype", "bf16", "--deepep-mode")
@@ -35,6 +22,7 @@ def run(prompts, plan, folder, monkeypatch, mode, node_size=0, words=V1):
     """Tokens of every prompt, the rows that the stand-in sent, and what our counters say of all ranks."""
     counts = folder / "counts"
     counts.mkdir()
+    monkeypatch.syspath_prepend(str(STAND_IN))  # which processes that SGLang spawns take over, in these tests alone
     from deep_ep.counts import totals
 
     monkeypatch.setenv("DEEP_EP_CPU_ANY", "1")
