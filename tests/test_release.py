@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 IGNORED = ("__pycache__", "*.egg-info")
 REPOSITORY = "https://git.example/semmoe"
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-PYTHONS = ("3.10", "3.13")  # the oldest and the newest
+ENDS, BETWEEN = ("3.10", "3.13"), ("3.11", "3.12")  # the oldest and the newest, and the others
 
 
 def run(*words, **more):
@@ -115,11 +115,12 @@ def works_alone(wheel, python, fresh):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_wheel_works_without_extras_on_the_oldest_and_the_newest_python(release, tmp_path):
+@pytest.mark.parametrize("versions", [ENDS, pytest.param(BETWEEN, marks=pytest.mark.costly)], ids=" ".join)
+def test_the_wheel_works_without_extras_on_every_python(versions, release, tmp_path):
     (wheel,) = release.glob("*.whl")
     save_trace(random_trace(0, requests=40), tmp_path / "trace")
-    found = {version: python for version in PYTHONS if (python := interpreter(version))}
+    found = {version: python for version in versions if (python := interpreter(version))}
     with ThreadPoolExecutor(2) as two:
         list(two.map(lambda version: works_alone(wheel, found[version], tmp_path / version), found))
-    if absent := [version for version in PYTHONS if version not in found]:
+    if absent := [version for version in versions if version not in found]:
         warnings.warn(f"not tried on Python {', '.join(absent)}, which is not here", stacklevel=1)

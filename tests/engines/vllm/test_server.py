@@ -11,7 +11,9 @@ SET_UPS = {  # options of `semmoe serve`, vLLM's own
     "tp2, shuffled": (["--plan", "tp2", "--path", "shuffled"],
                       ("--num-gpu-blocks-override", "20", "--max-model-len", "512"),
                       {"SEMMOE_STATIC": "1", "SEMMOE_RECORD": "1"}),
-    "dp2": (["--plan", "dp2"], ("--dp-sync-interval", "4")),  # ranks agree to pause after 4 passes in place of 16
+    # Ranks agree to pause after 4 passes in place of 16, and schedule for themselves, as by default on a GPU.
+    "dp2": (["--plan", "dp2"], ("--dp-sync-interval", "4", "--distributed-executor-backend",
+                                "vllm.v1.executor.uniproc_executor.UniProcExecutor")),
     "tp2 dp2": (["--plan", "hybrid"], ()),
 }  # fmt: skip
 
