@@ -22,7 +22,7 @@ BUSY = re.compile(r'^vllm:num_requests_(?:running|waiting)\{.*?engine="(\d+)".*\
 
 class Vllm(Engine):
     NAME, TITLE = "vllm", "vLLM"
-    NOTE = "processes sleep while they wait for messages, where vLLM's spin for a second (benchmarks/patient)"
+    NOTE = "processes sleep between two looks at each other's messages, where vLLM's spin (benchmarks/patient)"
     RANK = ("VLLM::Worker", "VLLM::EngineCore_DP")
     OPTIONS: ClassVar[dict[str, Any]] = {
         "dtype": "float32", "max_num_seqs": 64, "max_num_batched_tokens": 1024, "max_model_len": 2048,
