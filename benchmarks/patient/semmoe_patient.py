@@ -1,8 +1,8 @@
 """A vLLM plug-in: processes sleep between two looks at each other's messages, where they would spin.
 
 To spin is quicker where every process has a core of its own. Two ranks, their scheduler and the front end on two cores
-take each other's, and the same server started twice then differs by more than a plan does. To wait for a notice in place
-of spinning, as vLLM does after a second without messages, is no way out: notices are lost, and then found after 5 s.
+take each other's, and the same server started twice then differs by more than a plan does. To wait for a notice, as
+vLLM does after a second without messages, is no way out: some are lost, and their messages then found after 5 s.
 """
 
 import time

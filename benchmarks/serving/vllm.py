@@ -28,8 +28,8 @@ class Vllm(Engine):
         "dtype": "float32", "max_num_seqs": 64, "max_num_batched_tokens": 1024, "max_model_len": 2048,
         "block_size": 32, "gpu_memory_utilization": 0.1, "seed": 0, "disable_uvicorn_access_log": True,
     }  # fmt: skip
-    # As by default on a GPU: a rank of attention-DP schedules for itself. On a CPU vLLM has a process beside each rank for
-    # that, unless the executor is asked for by its path.
+    # As by default on a GPU, a rank of attention-DP schedules for itself. On a CPU vLLM has a process beside each rank
+    # for that, unless the executor is asked for by its path.
     BY_ATTENTION: ClassVar[dict[str, dict[str, Any]]] = {
         "dp": {"distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor"}
     }
