@@ -70,7 +70,7 @@ def header(a: argparse.Namespace, s: Settings) -> dict[str, Any]:
         "engine": str(served), "torch": version("torch"), "semmoe": version("semmoe"), "model": "embedded",
         "ranks": RANKS, "seats": "every rank held to a core",
         "machine": f"{os.cpu_count()} cores, {platform.machine()}", "options": served.OPTIONS | served.UNCACHED,
-        "settings": asdict(s), "busy": a.busy,
+        "options by attention": served.BY_ATTENTION, "note": served.NOTE, "settings": asdict(s), "busy": a.busy,
     }  # fmt: skip
 
 

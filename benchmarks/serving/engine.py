@@ -47,8 +47,10 @@ class Command:
 class Engine(ABC):
     NAME = ""  # of the package
     TITLE = ""
-    RANK = ""  # how the titles of the ranks' processes begin
+    NOTE = ""  # what differs from the engine as it comes, in every configuration
+    RANK: str | tuple[str, ...] = ""  # how the titles of the ranks' processes begin
     OPTIONS: ClassVar[dict[str, Any]] = {}  # of every server, vanilla or not
+    BY_ATTENTION: ClassVar[dict[str, dict[str, Any]]] = {}  # more of them, of one attention's servers
     UNCACHED: ClassVar[dict[str, Any]] = {}  # the option that keeps no prefixes
     GRACE = 0.0  # seconds that processes have to end by themselves
     NATIVE = False  # whether the soak knows another interface than OpenAI's

@@ -66,8 +66,8 @@ class Server:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.resume()
 
-    def seat(self, rank: str) -> None:
-        """Hold every rank to one core, a core of its own where there are as many; ranks are processes of this title.
+    def seat(self, rank: str | tuple[str, ...]) -> None:
+        """Hold every rank to one core, a core of its own where there are as many; ranks are processes of such titles.
 
         An engine's other processes may spin while they wait for the ranks, and the kernel then moves these about.
         """

@@ -1,5 +1,6 @@
 """vLLM's servers for the benchmarks."""
 
+import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -15,16 +16,23 @@ from semmoe.engines.vllm.settings import VllmSettings
 from semmoe.plan import load_plan
 from serving.engine import Command, Engine, SetUp, python
 
+PATIENT = Path(__file__).parents[1] / "patient"  # the folder of a plug-in
 BUSY = re.compile(r'^vllm:num_requests_(?:running|waiting)\{.*?engine="(\d+)".*\} ([0-9.e+]+)$', re.MULTILINE)
 
 
 class Vllm(Engine):
     NAME, TITLE = "vllm", "vLLM"
-    RANK = "VLLM::Worker"
+    NOTE = "processes sleep between two looks at each other's messages, where vLLM's spin (benchmarks/patient)"
+    RANK = ("VLLM::Worker", "VLLM::EngineCore_DP")
     OPTIONS: ClassVar[dict[str, Any]] = {
         "dtype": "float32", "max_num_seqs": 64, "max_num_batched_tokens": 1024, "max_model_len": 2048,
         "block_size": 32, "gpu_memory_utilization": 0.1, "seed": 0, "disable_uvicorn_access_log": True,
     }  # fmt: skip
+    # As by default on a GPU, a rank of attention-DP schedules for itself. On a CPU vLLM has a process beside each rank
+    # for that, unless the executor is asked for by its path.
+    BY_ATTENTION: ClassVar[dict[str, dict[str, Any]]] = {
+        "dp": {"distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor"}
+    }
     UNCACHED: ClassVar[dict[str, Any]] = {"no_enable_prefix_caching": True}
     GRACE = 20.0  # what is killed leaves its shared memory behind
     WRONG_RANK_HEADERS: ClassVar[dict[str, str]] = {"X-data-parallel-rank": "99"}
@@ -36,9 +44,11 @@ class Vllm(Engine):
             # Without data parallelism vLLM's own way has no all-to-all: every rank of an attention group has all rows.
             sequence_parallel="1" if up.attention == "tp" and up.all_to_all else "",
         )  # fmt: skip
-        words = command_line(self.OPTIONS | options)
+        words = command_line(self.OPTIONS | self.BY_ATTENTION.get(up.attention, {}) | options)
         environment, words = launch.server(str(MODEL), plan, up.topology, settings, "127.0.0.1", port, words)
-        return Command(python(*words), environment)
+        path = os.pathsep.join(filter(None, [str(PATIENT), os.environ.get("PYTHONPATH")]))
+        plugins = environment["VLLM_PLUGINS"] + ",semmoe_patient"
+        return Command(python(*words), environment | {"PYTHONPATH": path, "VLLM_PLUGINS": plugins})
 
     def on_node(self, up: SetUp, network: Network, node: int, port: int) -> Command:
         at: dict[str, Any] = {"nnodes": network.hosts, "node_rank": node, "master_addr": network.address(0)}
