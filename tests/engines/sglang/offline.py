@@ -1,34 +1,101 @@
-"""SGLang's offline engine for the tests, with or without a plan."""
+"""SGLang's offline engine for the tests, with or without a plan, in processes forked from one that has imported it."""
 
+import functools
+import multiprocessing
 import os
-from contextlib import contextmanager
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any, TypeVar
 
-from serving import free_port
+from serving import FORKED as PLUGIN
+from serving import NEW_TOKENS, free_port
 
 from semmoe.engines.launch import command_line
 from semmoe.engines.sglang import launch
-from semmoe.engines.sglang.offline import running
+from semmoe.engines.sglang.offline import Offline, running
 from semmoe.engines.sglang.settings import SglangSettings
 from semmoe.plan import load_plan
 from semmoe.topology import Topology
 
+Out = TypeVar("Out")
+SECONDS = 600
+FORKED = multiprocessing.get_context("forkserver")
+FORKED.set_forkserver_preload(["sglang.srt.entrypoints.engine", "sglang.srt.managers.scheduler"])
 LIMITS = ["--dtype", "float32", "--max-total-tokens", "8192", "--max-running-requests", "16", "--chunked-prefill-size",
           "128", "--mem-fraction-static", "0.5"]  # fmt: skip
 
 
-@contextmanager
-def engine(
-    model: str, topology: Topology, folder: Path, plan: str = "", options: tuple[str, ...] = (), **settings: str
-):
-    """An engine with an all-to-all over gloo, by default in all passes; counters and `semmoe record` in `folder`."""
+def completed(batches: list[list[list[int]]], *where: Any, **how: Any) -> list[list[int]]:
+    """Tokens of every prompt, batch after batch, of an engine as `on_engine` starts it."""
+    return on_engine(functools.partial(_complete, batches), *where, **how)
+
+
+def on_engine(
+    work: Callable[[Offline], Out], model: str, topology: Topology, folder: Path, plan: str = "",
+    options: tuple[str, ...] = (), **settings: str,
+) -> Out:  # fmt: skip
+    """What `work`, which can be pickled, returns for an engine.
+
+    The engine has an all-to-all over gloo, by default in all passes; counters, `semmoe record` and what its processes
+    say, in log.txt, are in `folder`.
+    """
     os.makedirs(folder, mode=0o700, exist_ok=True)
+    here, there = FORKED.Pipe()
+    options = ("--port", str(free_port()), *options)  # the first of several that it takes
+    opened = functools.partial(_engine, model, topology, folder, plan, options, settings)
+    process = FORKED.Process(target=_run, args=(there, work, opened, folder / "log.txt", dict(os.environ)))
+    process.start()
+    there.close()
+    try:
+        out, error = here.recv() if here.poll(SECONDS) else (None, "no answer")
+    except EOFError:
+        out, error = None, "the engine ended"
+    process.join(30)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    assert not error, f"{error}\n{(folder / 'log.txt').read_text(errors='replace')[-4000:]}"
+    return out
+
+
+def _run(pipe: Any, work: Callable[[Offline], Any], opened: Any, log: Path, variables: dict[str, str]) -> None:
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(variables)
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.path.append(str(PLUGIN))
+    from semmoe_forked import register
+
+    register()
+    try:
+        with opened() as engine:
+            answer = work(engine), ""
+    except Exception:
+        answer = None, traceback.format_exc()
+    pipe.send(answer)
+
+
+@contextmanager
+def _engine(
+    model: str, topology: Topology, folder: Path, plan: str, options: tuple[str, ...], settings: dict[str, str]
+) -> Iterator[Offline]:
     given = SglangSettings(plan=plan, control=str(folder), **{"path": "shuffled", **settings})
     location, redundant = None, 0
     if plan:
         made = load_plan(plan)
         location, redundant = launch.write_location(made, Path(model), folder), made.placement.redundant_experts
-    words = command_line(launch.arguments(topology, location, redundant, on_cpu=True))
-    words += [*LIMITS, "--port", str(free_port()), *options]  # the first of several that it takes
-    with running(model, words, launch.environment(given, topology, on_cpu=True)) as made:
-        yield made
+    words = [*command_line(launch.arguments(topology, location, redundant, on_cpu=True)), *LIMITS, *options]
+    with running(model, words, launch.environment(given, topology, on_cpu=True)) as engine:
+        yield engine
+
+
+def _complete(batches: list[list[list[int]]], engine: Offline) -> list[list[int]]:
+    tokens = [done.token_ids for batch in batches for done in engine.complete(batch, NEW_TOKENS)]
+    time.sleep(2.5)  # counters are published once a second
+    return tokens

@@ -1,12 +1,11 @@
 """SGLang's own DeepEP dispatchers, over gloo by the stand-in for `deep_ep`: tokens, and rows against our counters."""
 
 import json
-import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from offline import engine
+from offline import completed
 
 from semmoe.demo import MODEL
 from semmoe.plan import load_plan
@@ -22,16 +21,14 @@ def run(prompts, plan, folder, monkeypatch, mode, node_size=0, words=V1):
     """Tokens of every prompt, the rows that the stand-in sent, and what our counters say of all ranks."""
     counts = folder / "counts"
     counts.mkdir()
-    monkeypatch.syspath_prepend(str(STAND_IN))  # which processes that SGLang spawns take over, in these tests alone
+    monkeypatch.syspath_prepend(str(STAND_IN))  # which SGLang's processes take over, in these tests alone
     from deep_ep.counts import totals
 
     monkeypatch.setenv("DEEP_EP_CPU_ANY", "1")
     monkeypatch.setenv("DEEP_EP_CPU_COUNTS", str(counts))
     monkeypatch.setenv("DEEP_EP_CPU_NODE_SIZE", str(node_size or ""))
-    with engine(str(MODEL), load_plan(plan).topology, folder / "control", plan, (*words, mode)) as running:
-        tokens = [done.token_ids for done in running.complete(prompts, 8)]
-        time.sleep(2.5)  # counters are published once a second
-        return tokens, totals(counts), counted(folder / "control")
+    where = (str(MODEL), load_plan(plan).topology, folder / "control", plan, (*words, mode))
+    return completed([prompts], *where), totals(counts), counted(folder / "control")
 
 
 def counted(folder):

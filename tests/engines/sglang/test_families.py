@@ -1,11 +1,10 @@
 """Models that do not ship, one of random weights for each family: on a plan SGLang answers as it does without one."""
 
 import json
-import time
 
 import pytest
 from models import build
-from offline import engine
+from offline import completed
 from serving import num_parted
 
 from semmoe.engines.transformers import recorder
@@ -16,7 +15,6 @@ from semmoe.solver import solve
 from semmoe.topology import Topology
 
 pytestmark = pytest.mark.timeout(900)  # each test starts three engines
-NEW_TOKENS = 8
 EASY = CoclusterSettings(starts=1, steps=10)
 TOPOLOGIES = {"tp": Topology(ep_size=2), "dp": Topology(ep_size=2, dp_size=2)}
 # Families and the attention that SGLang computes them with.
@@ -54,11 +52,9 @@ def planned(family, topology, folder, texts, redundant):
 def answers(model, topology, folder, prompts, plan="", options=(), alone=False, **settings):
     """Tokens of every prompt, and semmoe's counters of all processes."""
     options = (*options, "--disable-radix-cache") if alone else options
-    with engine(model, topology, folder, plan, options, **settings) as running:
-        batches = [[prompt] for prompt in prompts] if alone else [prompts]
-        tokens = [done.token_ids for batch in batches for done in running.complete(batch, NEW_TOKENS)]
-        time.sleep(2.5)  # counters are published once a second
-        counted = [json.loads(path.read_text())["samples"] for path in folder.glob("activity-*.json")]
+    batches = [[prompt] for prompt in prompts] if alone else [prompts]
+    tokens = completed(batches, model, topology, folder, plan, options, **settings)
+    counted = [json.loads(path.read_text())["samples"] for path in folder.glob("activity-*.json")]
     return tokens, [sample for samples in counted for sample in samples]
 
 

@@ -1,10 +1,8 @@
 """Asking routers ahead of time in SGLang, on the host and with static shapes: outputs stay, more pairs are local."""
 
-import time
-
 import pytest
 from lookahead_tests import blind_plan, local_share
-from offline import engine
+from offline import completed
 
 from semmoe.demo import MODEL
 from semmoe.topology import Topology
@@ -12,10 +10,8 @@ from semmoe.topology import Topology
 
 def run(prompts, plan, folder, **settings) -> tuple[list[list[int]], float]:
     """Tokens of every prompt, and the share of local pairs."""
-    with engine(str(MODEL), Topology(ep_size=2), folder, plan, **settings) as running:
-        tokens = [done.token_ids for done in running.complete(prompts, 8)]
-        time.sleep(2.5)  # counters are published once a second
-        return tokens, local_share(folder)
+    tokens = completed([prompts], str(MODEL), Topology(ep_size=2), folder, plan, **settings)
+    return tokens, local_share(folder)
 
 
 @pytest.mark.families  # three engines; that tokens stay is also held by the servers' tests, the gain by vLLM's

@@ -1,10 +1,11 @@
 """Weights loaded again while the engine runs, as reinforcement learning does: experts land where the plan has them."""
 
+import functools
 from pathlib import Path
 
 import pytest
 import transformers
-from offline import engine
+from offline import on_engine
 from safetensors.torch import load_file
 
 from semmoe.demo import MODEL
@@ -51,21 +52,27 @@ def test_weights_that_are_loaded_again_are_those_that_answer(copied, other, prom
     theirs = verify.plain_generate(load_model(other), given, settings)
     ours = reference[:12]
     assert ours != theirs
-    with engine(str(MODEL), Topology(ep_size=2), tmp_path / "control", copied) as running:
-        sglang = running._engine
+    work = functools.partial(reload, given, other)
+    answers, refused = on_engine(work, str(MODEL), Topology(ep_size=2), tmp_path / "control", copied)
+    assert answers == [ours, ours, theirs, ours]
+    assert refused[0] is False
+    assert "load_format 'direct' writes experts where a plan has others" in refused[1]
 
-        def answers():
-            return [completion.token_ids for completion in running.complete(given, NEW_TOKENS)]
 
-        assert answers() == ours
-        assert sglang.update_weights_from_disk(str(MODEL))[0]
-        assert answers() == ours
-        assert sglang.update_weights_from_disk(other)[0]
-        assert answers() == theirs
-        sglang.begin_weight_update()
-        assert sglang.update_weights_from_tensor(named(MODEL))[0]
-        refused = sglang.update_weights_from_tensor(named(other)[:1], load_format="direct")
-        sglang.end_weight_update()
-        assert refused[0] is False
-        assert "load_format 'direct' writes experts where a plan has others" in refused[1]
-        assert answers() == ours
+def reload(given, other, running):
+    """Answers at first and after each time that weights were loaded, and what a load that is refused returns."""
+    sglang, answers = running._engine, []
+
+    def answer():
+        answers.append([completion.token_ids for completion in running.complete(given, NEW_TOKENS)])
+
+    answer()
+    for folder in (str(MODEL), other):
+        assert sglang.update_weights_from_disk(folder)[0]
+        answer()
+    sglang.begin_weight_update()
+    assert sglang.update_weights_from_tensor(named(MODEL))[0]
+    refused = sglang.update_weights_from_tensor(named(other)[:1], load_format="direct")
+    sglang.end_weight_update()
+    answer()
+    return answers, refused
