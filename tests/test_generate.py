@@ -68,7 +68,14 @@ def set_ups(trace, ep_size):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "ep_size"),
-    [("qwen3_moe", 2), ("qwen3_moe", 4), ("mixtral", 4), ("deepseek_v2", 4), ("deepseek_v3", 4), ("gpt_oss", 4)],
+    [
+        ("qwen3_moe", 2),
+        ("qwen3_moe", 4),
+        pytest.param("mixtral", 4, marks=pytest.mark.costly),
+        pytest.param("deepseek_v2", 4, marks=pytest.mark.costly),
+        ("deepseek_v3", 4),
+        ("gpt_oss", 4),
+    ],
 )
 def test_every_set_up_gives_the_plain_models_tokens(architecture, ep_size, checkpoints, tmp_path):
     path = build(architecture, checkpoints)

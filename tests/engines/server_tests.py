@@ -261,14 +261,15 @@ class ServerTests:
         assert server.ranks() == []
 
 
-def started(kind, set_ups):
+def started(kind, set_ups, costly=()):
     """The fixture `server` of a module: one after another, servers of that kind in every set-up, by its name.
 
-    set_ups: options of `semmoe serve`, in which a plan goes by its name, the engine's own, and variables.
+    set_ups: options of `semmoe serve`, in which a plan goes by its name, the engine's own, and variables. costly: names
+    of those whose tests a slow machine leaves out, as it does those on four ranks.
     """
 
     def named(name):
-        return pytest.param(name, marks=[pytest.mark.costly] * ("hybrid" in set_ups[name][0]))
+        return pytest.param(name, marks=[pytest.mark.costly] * (name in costly or "hybrid" in set_ups[name][0]))
 
     @pytest.fixture(scope="module", params=map(named, set_ups))
     def server(request, plans, tmp_path_factory):

@@ -80,6 +80,7 @@ class StartTests:
         save_plan(replace(plan, fingerprint=replace(plan.fingerprint, architecture_hash="0" * 64)), tmp_path / "other")
         assert "architecture_hash" in reason(self.SERVER(tmp_path, str(MODEL), "--plan", str(tmp_path / "other")))
 
+    @pytest.mark.costly  # that ranks compare their plans is held by tests/test_agreement.py, too
     def test_a_rank_with_another_plan_does_not_start(self, plans, tmp_path, monkeypatch):
         """Of equal sizes: only the scores of tokens differ, so that nothing else would fail."""
         monkeypatch.setenv("STALE_PLAN", str(save_stale(plans["tp2"], tmp_path / "stale")))

@@ -27,7 +27,7 @@ SUBSET = [("mixtral", "tp")]
 
 
 def marked(cells):
-    return [pytest.param(*cell, marks=() if cell in SUBSET else pytest.mark.families) for cell in cells]
+    return [pytest.param(*cell, marks=pytest.mark.costly if cell in SUBSET else pytest.mark.families) for cell in cells]
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ SET_UPS = {  # options of `semmoe serve`, SGLang's own
 }  # fmt: skip
 
 
-server = started(SglangServer, SET_UPS)
+server = started(SglangServer, SET_UPS, costly=("tp1", "tp2, placed"))
 
 
 class TestSglang(ServerTests):

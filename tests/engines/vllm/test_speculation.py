@@ -21,6 +21,7 @@ def test_a_profile_is_that_of_the_plain_model(tmp_path):
     check_profiles("vllm", ["--dtype", "float32", "--max-model-len", "2048", *SPECULATING], tmp_path)
 
 
+@pytest.mark.costly
 def test_a_server_shuffles_and_records_tokens_that_stand(server, model, prompts, reference, texts, tmp_path, capsys):
     check(model, prompts, reference, server.complete(prompts))
     Recorded().test_recorded_routing_is_the_plain_models(server, model, texts, tmp_path, capsys)
