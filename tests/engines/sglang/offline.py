@@ -37,18 +37,19 @@ def completed(batches: list[list[list[int]]], *where: Any, **how: Any) -> list[l
 
 def on_engine(
     work: Callable[[Offline], Out], model: str, topology: Topology, folder: Path, plan: str = "",
-    options: tuple[str, ...] = (), **settings: str,
+    options: tuple[str, ...] = (), fresh: bool = False, **settings: str,
 ) -> Out:  # fmt: skip
     """What `work`, which can be pickled, returns for an engine.
 
     The engine has an all-to-all over gloo, by default in all passes; counters, `semmoe record` and what its processes
-    say, in log.txt, are in `folder`.
+    say, in log.txt, are in `folder`. fresh: it imports SGLang by itself, which looks for `deep_ep` at its import.
     """
     os.makedirs(folder, mode=0o700, exist_ok=True)
-    here, there = FORKED.Pipe()
+    context = multiprocessing.get_context("spawn") if fresh else FORKED
+    here, there = context.Pipe()
     options = ("--port", str(free_port()), *options)  # the first of several that it takes
     opened = functools.partial(_engine, model, topology, folder, plan, options, settings)
-    process = FORKED.Process(target=_run, args=(there, work, opened, folder / "log.txt", dict(os.environ)))
+    process = context.Process(target=_run, args=(there, work, opened, folder / "log.txt", dict(os.environ)))
     process.start()
     there.close()
     try:

@@ -28,7 +28,7 @@ def run(prompts, plan, folder, monkeypatch, mode, node_size=0, words=V1):
     monkeypatch.setenv("DEEP_EP_CPU_COUNTS", str(counts))
     monkeypatch.setenv("DEEP_EP_CPU_NODE_SIZE", str(node_size or ""))
     where = (str(MODEL), load_plan(plan).topology, folder / "control", plan, (*words, mode))
-    return completed([prompts], *where), totals(counts), counted(folder / "control")
+    return completed([prompts], *where, fresh=True), totals(counts), counted(folder / "control")
 
 
 def counted(folder):
