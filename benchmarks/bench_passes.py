@@ -2,12 +2,14 @@
 
     OMP_NUM_THREADS=1 .venv-vllm/bin/python benchmarks/bench_passes.py --engine sglang|vllm [--attention tp]
         [--rate 256mbit] [--at-once 1] [--prompt 32] [--turns 16] [--new-tokens 48]
+        [--servers "as it comes" "plan, 8 redundant" "our transport, unplanned placement"]
 
 In the engine's own environment (SGLang: with SGLANG_USE_CPU_ENGINE=1), as root, on cores that nothing else uses: each
 of two ranks is a node behind a link of this rate (network.py). Three servers are kept alive, of which one runs at a
-time: the engine as it comes, the same again as the placebo, and the plan with eight redundant experts. A turn asks each
-for as many answers at once as are told: the time of a prompt is that to its first token, of a pass the mean between the
-tokens that follow. Prints the medians of turns, paired ratios with their 90 % intervals, one JSON line.
+time: the engine as it comes, the same again as the placebo, and the plan with eight redundant experts, unless others are
+named. A turn asks each for as many answers at once as are told: the time of a prompt is that to its first token, of a
+pass the mean between the tokens that follow. Prints the medians of turns, paired ratios to the first server with their
+90 % intervals, one JSON line.
 """
 
 import argparse
@@ -21,7 +23,7 @@ import numpy as np
 from network import NetworkError, slow_network
 from serving.claims import estimate
 from serving.client import run
-from serving.configurations import AS_IT_COMES, COMES_AGAIN, COPIES
+from serving.configurations import AS_IT_COMES, COMES_AGAIN, COPIES, PLANS, UNPLANNED
 from serving.engine import RANKS, ServerError, add_engine, engine
 from serving.guard import BusyError, check
 from serving.loads import Load
@@ -30,6 +32,7 @@ from serving.pieces import Settings
 from serving.server import prompts
 
 NAMES = (AS_IT_COMES, COMES_AGAIN, COPIES)
+KNOWN = [AS_IT_COMES, COMES_AGAIN, UNPLANNED, *PLANS]
 
 
 def parse() -> argparse.Namespace:
@@ -41,6 +44,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=32, help="tokens of a prompt at most")
     parser.add_argument("--turns", type=int, default=16)
     parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--servers", nargs="+", choices=KNOWN, default=NAMES, metavar="NAME", help="; ".join(KNOWN))
     return parser.parse_args()
 
 
@@ -49,14 +53,14 @@ def measure(a: argparse.Namespace) -> dict[str, list[list[float]]]:
     seen, held_out = prompts()
     short = [prompt[: a.prompt] for prompt in held_out]
     loads = [Load(short[i : i + a.at_once], [0.0] * a.at_once) for i in range(0, a.turns * a.at_once, a.at_once)]
-    found: dict[str, list[list[float]]] = {name: [] for name in NAMES}
+    found: dict[str, list[list[float]]] = {name: [] for name in a.servers}
     with (
         bench(engine(a.engine), Settings(), seen, held_out, busy=False) as b,
         slow_network(RANKS, a.rate) as network,
-        kept(b, NAMES, a.attention, network) as servers,
+        kept(b, a.servers, a.attention, network) as servers,
     ):
         for turn, load in enumerate(loads):
-            for name in np.roll(NAMES, turn).tolist():
+            for name in np.roll(a.servers, turn).tolist():
                 with awake(servers[name]):
                     first, last = np.mean(run(servers[name], load, a.new_tokens).requests, axis=0)
                 found[name].append([float(first), float(last - first) / (a.new_tokens - 1)])
@@ -73,9 +77,9 @@ def main() -> int:
         return 2
     print(f"{engine(a.engine)}, attention-{a.attention.upper()}, links of {a.rate}, {os.cpu_count()} cores, "
           f"{platform.machine()}; {a.turns} turns of {a.at_once} requests at once, prompts of at most {a.prompt} "
-          f"tokens, {a.new_tokens} new ones; ms, and ratios to the engine as it comes")  # fmt: skip
+          f"tokens, {a.new_tokens} new ones; ms, and ratios to the first")  # fmt: skip
     for name, times in found.items():
-        ratios = np.array(times) / found[AS_IT_COMES]
+        ratios = np.array(times) / found[a.servers[0]]
         columns = zip(("prompt", "pass"), zip(*times, strict=True), ratios.T, strict=True)
         told = [f"{what} {median(ms):7.2f}  {estimate(ratio)}" for what, ms, ratio in columns]
         print(f"  {name:20}" + "   ".join(told))
