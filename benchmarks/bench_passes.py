@@ -2,14 +2,14 @@
 
     OMP_NUM_THREADS=1 .venv-vllm/bin/python benchmarks/bench_passes.py --engine sglang|vllm [--attention tp]
         [--rate 256mbit] [--at-once 1] [--prompt 32] [--turns 16] [--new-tokens 48]
-        [--servers "as it comes" "plan, 8 redundant" "our transport, unplanned placement"]
+        [--servers NAME ...]
 
 In the engine's own environment (SGLang: with SGLANG_USE_CPU_ENGINE=1), as root, on cores that nothing else uses: each
 of two ranks is a node behind a link of this rate (network.py). Three servers are kept alive, of which one runs at a
 time: the engine as it comes, the same again as the placebo, and the plan with eight redundant experts, unless others are
 named. A turn asks each for as many answers at once as are told: the time of a prompt is that to its first token, of a
-pass the mean between the tokens that follow. Prints the medians of turns, paired ratios to the first server with their
-90 % intervals, one JSON line.
+pass the mean between the tokens that follow. Prints medians of turns, paired ratios to the first server with their 90 %
+intervals, one JSON line.
 """
 
 import argparse
