@@ -6,7 +6,7 @@
 
 In the engine's own environment (SGLang: with SGLANG_USE_CPU_ENGINE=1), as root, on cores that nothing else uses: each
 of two ranks is a node behind a link of this rate (network.py). Three servers are kept alive, of which one runs at a
-time: the engine as it comes, the same again as the placebo, and the plan with eight redundant experts, unless others are
+time: the engine as it comes, the same again as placebo, and the plan with eight redundant experts, unless others are
 named. A turn asks each for as many answers at once as are told: the time of a prompt is that to its first token, of a
 pass the mean between the tokens that follow. Prints medians of turns, paired ratios to the first server with their 90 %
 intervals, one JSON line.
