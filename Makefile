@@ -29,9 +29,9 @@ MACHINE = $(shell uname -m)-$(shell nproc)core
 HERE = $(MACHINE)_$(shell date +%F)
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
-# Python compiles the modules that it imports, which are few of those that are installed: pip need not compile them all.
-# pip reads the names of its negative options the other way round: 0 is "do not compile".
-export PIP_NO_COMPILE := 0
+# Python compiles the modules that it imports, which are few of those that are installed: pip need not compile them all,
+# unless Python may not keep them. pip reads its negative options the other way round: 0 is "do not compile".
+export PIP_NO_COMPILE := $(if $(PYTHONDONTWRITEBYTECODE),1,0)
 
 .PHONY: demo test test-slow reproduce test-sglang test-vllm test-deepspeed test-clusters test-releases test-families check bench bench-runtime \
         bench-sglang soak-sglang bench-vllm soak-vllm bench-deepspeed kernels test-nodes test-gpu docs dist format clean
