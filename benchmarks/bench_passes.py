@@ -82,7 +82,7 @@ def main() -> int:
         ratios = np.array(times) / found[a.servers[0]]
         columns = zip(("prompt", "pass"), zip(*times, strict=True), ratios.T, strict=True)
         told = [f"{what} {median(ms):7.2f}  {estimate(ratio)}" for what, ms, ratio in columns]
-        print(f"  {name:20}" + "   ".join(told))
+        print(f"  {name:{max(map(len, found))}}   " + "   ".join(told))
     print(json.dumps({"settings": vars(a), "ms": found}))
     return 0
 

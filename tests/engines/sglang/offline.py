@@ -45,11 +45,13 @@ def on_engine(
     say, in log.txt, are in `folder`. fresh: it imports SGLang by itself, which looks for `deep_ep` at its import.
     """
     os.makedirs(folder, mode=0o700, exist_ok=True)
+    log = folder / "log.txt"
+    log.touch()
     context = multiprocessing.get_context("spawn") if fresh else FORKED
     here, there = context.Pipe()
     options = ("--port", str(free_port()), *options)  # the first of several that it takes
     opened = functools.partial(_engine, model, topology, folder, plan, options, settings)
-    process = context.Process(target=_run, args=(there, work, opened, folder / "log.txt", dict(os.environ)))
+    process = context.Process(target=_run, args=(there, work, opened, log, dict(os.environ)))
     process.start()
     there.close()
     try:
@@ -59,7 +61,7 @@ def on_engine(
     process.join(30)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    assert not error, f"{error}\n{(folder / 'log.txt').read_text(errors='replace')[-4000:]}"
+    assert not error, f"{error}\n{log.read_text(errors='replace')[-4000:]}"
     return out
 
 
