@@ -8,8 +8,9 @@ In the engine's own environment (SGLang: with SGLANG_USE_CPU_ENGINE=1), as root,
 of two ranks is a node behind a link of this rate (network.py). Three servers are kept alive, of which one runs at a
 time: the engine as it comes, the same again as placebo, and the plan with eight redundant experts, unless others are
 named. A turn asks each for as many answers at once as are told: the time of a prompt is that to its first token, of a
-pass the mean between the tokens that follow. Prints medians of turns, paired ratios to the first server with their 90 %
-intervals, one JSON line.
+pass the mean between the tokens that follow. Work is what the ranks' main threads have of their cores, per token of an
+answer: unlike the time of a pass it holds no waits. Prints medians of turns, paired ratios to the first server with
+their 90 % intervals, one JSON line.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import sys
 from statistics import median
 
 import numpy as np
+import psutil
 from network import NetworkError, slow_network
 from serving.claims import estimate
 from serving.client import run
@@ -49,7 +51,7 @@ def parse() -> argparse.Namespace:
 
 
 def measure(a: argparse.Namespace) -> dict[str, list[list[float]]]:
-    """Milliseconds of a prompt and of a pass by configuration, (turns, 2) each."""
+    """Milliseconds of a prompt, of a pass and of the ranks' work by configuration, (turns, 3) each."""
     seen, held_out = prompts()
     short = [prompt[: a.prompt] for prompt in held_out]
     loads = [Load(short[i : i + a.at_once], [0.0] * a.at_once) for i in range(0, a.turns * a.at_once, a.at_once)]
@@ -59,12 +61,21 @@ def measure(a: argparse.Namespace) -> dict[str, list[list[float]]]:
         slow_network(RANKS, a.rate) as network,
         kept(b, a.servers, a.attention, network) as servers,
     ):
+        ranks = {name: server.ranks(b.engine.RANK) for name, server in servers.items()}
         for turn, load in enumerate(loads):
             for name in np.roll(a.servers, turn).tolist():
+                before = work(ranks[name])
                 with awake(servers[name]):
                     first, last = np.mean(run(servers[name], load, a.new_tokens).requests, axis=0)
-                found[name].append([float(first), float(last - first) / (a.new_tokens - 1)])
+                worked = (work(ranks[name]) - before) / a.new_tokens
+                found[name].append([float(first), float(last - first) / (a.new_tokens - 1), worked])
     return found
+
+
+def work(ranks: list[psutil.Process]) -> float:
+    """Milliseconds that the main threads of ranks have had of a core so far, their mean."""
+    threads = [thread for rank in ranks for thread in rank.threads() if thread.id == rank.pid]
+    return 1000 * float(np.mean([thread.user_time + thread.system_time for thread in threads]))
 
 
 def main() -> int:
@@ -80,7 +91,7 @@ def main() -> int:
           f"tokens, {a.new_tokens} new ones; ms, and ratios to the first")  # fmt: skip
     for name, times in found.items():
         ratios = np.array(times) / found[a.servers[0]]
-        columns = zip(("prompt", "pass"), zip(*times, strict=True), ratios.T, strict=True)
+        columns = zip(("prompt", "pass", "work"), zip(*times, strict=True), ratios.T, strict=True)
         told = [f"{what} {median(ms):7.2f}  {estimate(ratio)}" for what, ms, ratio in columns]
         print(f"  {name:{max(map(len, found))}}   " + "   ".join(told))
     print(json.dumps({"settings": vars(a), "ms": found}))

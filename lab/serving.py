@@ -25,14 +25,17 @@ Swept = tuple[str, ServingSweep]  # the engine, and what was measured
 
 
 def _sweeps(inputs: Inputs, holds: Callable[[ServingSweep], object]) -> list[Swept]:
-    """Those in which there is something for an item; where rounds were paired, no older ones beside them."""
+    """Those in which there is something for an item; where rounds were paired, no older ones beside them, and of an
+    engine the newest.
+    """
     found = [(part.described.split(",")[0], serving_sweep(part)) for part in inputs.parts]
     out = [(_named(engine, sweep), sweep) for engine, sweep in found if sweep and holds(sweep)]
     if not out:
         raise LackingError(
             "what `make bench-sglang` or `make bench-vllm` wrote (root, a slow network): --results FOLDER"
         )
-    return [(engine, sweep) for engine, sweep in out if sweep.claims] or out
+    newest = {engine: sweep for engine, sweep in out if sweep.claims}  # files come in the order of their dates
+    return list(newest.items()) or out
 
 
 def _by_rate(sweep: ServingSweep) -> bool:

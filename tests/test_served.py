@@ -313,10 +313,10 @@ def test_a_server_that_does_not_start_is_started_once_more_and_held_to_a_core(tm
     web = Web(failing=1)
     with serving(web, SetUp(name="", attention="dp"), tmp_path / "server") as server:
         [process] = server.processes
-        server.seat(sys.executable)
+        server.seat(server.ranks(sys.executable))
         assert os.sched_getaffinity(process.pid) == {min(os.sched_getaffinity(0))}
         with pytest.raises(ServerError, match="0 processes are called nobody, of 1 ranks"):
-            server.seat("nobody")
+            server.ranks("nobody")
     assert web.starts == 2
     assert process.poll() is not None
     assert "started once more: node 0 ended with 3" in capsys.readouterr().err

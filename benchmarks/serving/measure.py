@@ -69,7 +69,7 @@ def kept(b: Bench, names: tuple[str, ...], attention: str, network: Network) -> 
             # Nothing is cached: the same prompts come to every configuration again.
             server = serving(b.engine, up, scratch / str(place), b.engine.UNCACHED, network, place=place)
             servers[name] = stack.enter_context(server)
-            servers[name].seat(b.engine.RANK)
+            servers[name].seat(servers[name].ranks(b.engine.RANK))
             warm_up(b, servers[name])
             servers[name].pause()
             say(f"{attention}, {name}: up and warm after {time.monotonic() - begin:.0f} s")

@@ -66,14 +66,18 @@ class Server:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.resume()
 
-    def seat(self, rank: str | tuple[str, ...]) -> None:
-        """Hold every rank to one core, a core of its own where there are as many; ranks are processes of such titles.
+    def ranks(self, title: str | tuple[str, ...]) -> list[psutil.Process]:
+        """The processes of ranks, whose titles begin so."""
+        ranks = [process for process in self.tree() if " ".join(process.cmdline()).startswith(title)]
+        if len(ranks) < len(self.processes):
+            raise ServerError(f"{len(ranks)} processes are called {title}, of {len(self.processes)} ranks or more")
+        return ranks
+
+    def seat(self, ranks: list[psutil.Process]) -> None:
+        """Hold every rank to one core, a core of its own where there are as many.
 
         An engine's other processes may spin while they wait for the ranks, and the kernel then moves these about.
         """
-        ranks = [process for process in self.tree() if " ".join(process.cmdline()).startswith(rank)]
-        if len(ranks) < len(self.processes):
-            raise ServerError(f"{len(ranks)} processes are called {rank}, of {len(self.processes)} ranks or more")
         cores = sorted(os.sched_getaffinity(0))
         for place, process in enumerate(ranks):
             for thread in process.threads():

@@ -126,7 +126,7 @@ def cover(expert_ids, copies, source, num_ranks):
 
 @numba.njit(cache=True, nogil=True)
 def level(expert_ids, copies, experts_per_rank):
-    """Choose copies where every rank has all rows: (N, K) int64 physical ids for experts (N, K), -1 for -1.
+    """Choose copies where every rank has all rows: (N, K) physical ids for experts (N, K), of their type, -1 for -1.
 
     copies (G, E): the copy that each rank would use. Which ranks a token's experts are on costs nothing there, but all
     wait for the rank with most of them. So experts that leave a choice go, one by one, to the rank that has the fewest
@@ -134,9 +134,9 @@ def level(expert_ids, copies, experts_per_rank):
     token's own experts alone: ranks may round otherwise, and one token's near-tie must not move the others.
     """
     (G, E), (N, K) = copies.shape, expert_ids.shape
-    out, load, free = np.empty((N, K), np.int64), np.empty(G, np.int64), np.empty(E, np.bool_)
-    for e in range(E):
-        free[e] = (copies[:, e] != copies[0, e]).any()
+    out, load, free = np.empty_like(expert_ids), np.empty(G, np.int64), np.zeros(E, np.bool_)
+    for g, e in np.ndindex(G, E):
+        free[e] |= copies[g, e] != copies[0, e]
     for t in range(N):
         load[:] = 0
         for choosing in (False, True):

@@ -83,8 +83,7 @@ def alike(preferred: Tensor, expert_ids: Tensor, experts_per_rank: int) -> Tenso
 
     preferred (S, E): of all ranks. Such passes are chosen one by one on the host, and run on a CPU alone.
     """
-    out = torch.from_numpy(level(expert_ids.long().numpy(), preferred.numpy(), experts_per_rank))
-    return out.to(expert_ids.dtype)
+    return torch.from_numpy(level(expert_ids.contiguous().numpy(), preferred.numpy(), experts_per_rank))
 
 
 def rank_copies(plan: Plan, source: int) -> list[RankCopies]:

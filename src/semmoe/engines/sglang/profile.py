@@ -5,8 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from semmoe.checkpoint.directory import config_count, read_config, tensor_names
-from semmoe.checkpoint.layout import moe_layer_indices
+from semmoe.checkpoint.engine_files import decoder_layers
 from semmoe.core import DECODE, PREFILL
 from semmoe.engines.launch import command_line
 from semmoe.engines.settings import PluginSettings
@@ -31,7 +30,7 @@ def profile(
 
     options: SGLang's own. The last generated token is never fed back and so has no routing.
     """
-    layers = moe_layer_indices(tensor_names(Path(model)), config_count(read_config(Path(model)), "num_hidden_layers"))
+    layers, _ = decoder_layers(Path(model))
     here, on_cpu = Topology(ep_size=1), launch.on_cpu()
     words = command_line(launch.arguments(here, None, 0, on_cpu)) + list(options)
     remaining = prompts[writer.num_requests :]

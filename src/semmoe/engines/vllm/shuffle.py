@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.distributed import tensor_model_parallel_all_gather, tensor_model_parallel_all_reduce
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.model_executor.models.utils import sequence_parallel_chunk
@@ -71,6 +72,7 @@ class LayerShuffle(TokenRows):
 
     def _experts(self, compute: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
         if self.whole:
+            get_forward_context().dp_metadata = None  # vLLM would work out ranks' shares of rows, layer by layer
             return compute(rows)
         if not self.active:
             return by_position(compute, rows)
