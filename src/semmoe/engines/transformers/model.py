@@ -152,7 +152,7 @@ def expert_size(config: PreTrainedConfig) -> int:
 
 
 def num_moe_layers(path: str, config: PreTrainedConfig) -> int:
-    """The number of MoE layers: by the names of tensors, or else in a model without weights, which takes seconds."""
+    """The number of MoE layers: by the names of tensors, or else counted in a model built without weights."""
     try:
         return len(named_layers(Path(path))[0])
     except ValueError:
