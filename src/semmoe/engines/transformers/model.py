@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -9,7 +10,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils import logging
 
 from semmoe.bounds import MOST_EXPERTS, MOST_LAYERS, MOST_VOCABULARY
-from semmoe.checkpoint.engine_files import decoder_layers as named_layers
 from semmoe.engines.lookahead import Ask, Lookahead, asking_for, gate_of, lookahead_over
 from semmoe.engines.transformers.tokenizer import digest, load_tokenizer, require_local, tokenizer_hash
 from semmoe.topology import Fingerprint
@@ -108,25 +108,29 @@ def architecture_hash(config: PreTrainedConfig) -> str:
     return digest({field: getattr(config, field) for field in ARCHITECTURE_FIELDS if hasattr(config, field)})
 
 
-def fingerprint_of(path: str) -> Fingerprint:
-    """The fingerprint of a model directory, without loading its weights."""
-    require_local(path)
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
-    _check_sizes(path, config)
+def fingerprint(config: PreTrainedConfig, tokenizer: Any, name: str) -> Fingerprint:
     groups = getattr(config, "n_group", None) or 1
     limited = groups > 1 and (getattr(config, "topk_group", None) or groups) < groups
     return Fingerprint(
-        model=Path(path).resolve().name,
+        model=name,
         architecture_hash=architecture_hash(config),
-        tokenizer_hash=tokenizer_hash(load_tokenizer(path)),
+        tokenizer_hash=tokenizer_hash(tokenizer),
         vocab_size=config.vocab_size,
-        num_layers=num_moe_layers(path, config),
+        num_layers=_num_moe_layers(config),
         num_experts=num_experts(config),
         top_k=config.num_experts_per_tok,
         num_groups=groups if limited else 1,
         hidden_size=config.hidden_size,
         expert_size=expert_size(config),
     )
+
+
+def fingerprint_of(path: str) -> Fingerprint:
+    """The fingerprint of a model directory, without loading its weights."""
+    require_local(path)
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    _check_sizes(path, config)
+    return fingerprint(config, load_tokenizer(path), Path(path).resolve().name)
 
 
 def _check_sizes(path: str, config: PreTrainedConfig) -> None:
@@ -151,10 +155,7 @@ def expert_size(config: PreTrainedConfig) -> int:
     return getattr(config, "moe_intermediate_size", None) or config.intermediate_size
 
 
-def num_moe_layers(path: str, config: PreTrainedConfig) -> int:
-    """The number of MoE layers: by the names of tensors, or else counted in a model built without weights."""
-    try:
-        return len(named_layers(Path(path))[0])
-    except ValueError:
-        with torch.device("meta"):
-            return len(moe_layers(AutoModelForCausalLM.from_config(config)))
+def _num_moe_layers(config: PreTrainedConfig) -> int:
+    """The number of MoE layers, counted in a model built without weights, which works for every architecture."""
+    with torch.device("meta"):
+        return len(moe_layers(AutoModelForCausalLM.from_config(config)))
