@@ -20,7 +20,8 @@ import torch
 
 from semmoe.core import RoutingTrace
 from semmoe.demo import MODEL, demo_prompts
-from semmoe.engines.transformers.model import decoder_layers, fingerprint_of, load_model
+from semmoe.engines.transformers.config import fingerprint_of
+from semmoe.engines.transformers.model import decoder_layers, load_model
 from semmoe.engines.transformers.tokenizer import load_tokenizer
 from semmoe.replayer import cut_batches
 from semmoe.settings import DemoSettings, ReplaySettings, SolveSettings

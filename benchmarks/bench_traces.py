@@ -20,7 +20,7 @@ import numpy as np
 
 from semmoe.core import DECODE
 from semmoe.demo import MODEL
-from semmoe.engines.transformers.model import fingerprint_of
+from semmoe.engines.transformers.config import fingerprint_of
 from semmoe.files import save_arrays, save_json
 from semmoe.trace import TraceHeader
 

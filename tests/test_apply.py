@@ -19,7 +19,8 @@ from semmoe.checkpoint.relabel import RECORD, Record
 from semmoe.cli import app
 from semmoe.core import Placement, Plan
 from semmoe.demo import MODEL
-from semmoe.engines.transformers.model import fingerprint_of, load_model
+from semmoe.engines.transformers.config import fingerprint_of
+from semmoe.engines.transformers.model import load_model
 from semmoe.plan import load_plan, save_plan
 from semmoe.requests.policy import RoundRobin
 from semmoe.tokens.slices import ByPosition

@@ -19,6 +19,7 @@ from semmoe.engines.transformers import calibrate as calibration
 from semmoe.engines.transformers import generate as gen
 from semmoe.engines.transformers import model as models
 from semmoe.engines.transformers import pairs
+from semmoe.engines.transformers.config import fingerprint_of
 from semmoe.engines.transformers.recorder import record
 from semmoe.expectation import expect
 from semmoe.files import save_json
@@ -101,7 +102,7 @@ def test_two_processes_calibrate_themselves(tmp_path, monkeypatch):
     assert math.isfinite(found.predicted)
     assert found.predicted > 0
     assert found.measured > 0
-    f = models.fingerprint_of(str(MODEL))
+    f = fingerprint_of(str(MODEL))
     assert found.shape == cost.LayerShape(hidden_size=f.hidden_size, expert_size=f.expert_size, top_k=f.top_k)
 
 

@@ -26,7 +26,8 @@ from semmoe.checkpoint.shards import CHUNK, copy_bytes, read_shard
 from semmoe.checkpoint.verify import _router, to_float, verify
 from semmoe.core import Placement, Plan
 from semmoe.demo import MODEL
-from semmoe.engines.transformers.model import fingerprint_of, load_model
+from semmoe.engines.transformers.config import fingerprint_of
+from semmoe.engines.transformers.model import load_model
 from semmoe.engines.transformers.tokenizer import load_tokenizer
 from semmoe.requests.policy import RoundRobin
 from semmoe.tokens.slices import ByPosition

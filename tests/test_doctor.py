@@ -137,8 +137,8 @@ def test_a_plan_for_another_model(plan):
 
 
 def test_a_plan_that_fits(tmp_path):
-    models = pytest.importorskip("semmoe.engines.transformers.model")
-    save_plan(vanilla_plan(models.fingerprint_of(str(MODEL)), Topology(ep_size=4)), tmp_path / "plan")
+    configs = pytest.importorskip("semmoe.engines.transformers.config")
+    save_plan(vanilla_plan(configs.fingerprint_of(str(MODEL)), Topology(ep_size=4)), tmp_path / "plan")
     result = run("--plan", tmp_path / "plan", "--model", "tiny", "--engine", "transformers")
     assert result.exit_code == 0, result.output
     assert "compared with the model: sizes, architecture and vocabulary" in result.output
@@ -164,11 +164,11 @@ def test_mistakes_end_in_one_line(tmp_path):
 
 def test_what_an_engine_refuses_is_said_before_it_is_started(tmp_path):
     """As a problem of the engine that was asked for, as a remark of the others."""
-    models = pytest.importorskip("semmoe.engines.transformers.model")
+    configs = pytest.importorskip("semmoe.engines.transformers.config")
     model = tmp_path / "model"
     shutil.copytree(MODEL, model)
     config = json.loads((model / "config.json").read_text())
-    identity = models.fingerprint_of(str(model))
+    identity = configs.fingerprint_of(str(model))
     save_plan(vanilla_plan(identity, Topology(ep_size=4)), tmp_path / "plan")
     (model / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "secret"}}))
     state = doctor.examine_plan(tmp_path / "plan", str(model), ("sglang",))

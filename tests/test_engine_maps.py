@@ -16,7 +16,7 @@ from semmoe.checkpoint import engine_maps
 from semmoe.cli import app
 from semmoe.core import DECODE, PREFILL
 from semmoe.demo import MODEL
-from semmoe.engines.transformers.model import fingerprint_of
+from semmoe.engines.transformers.config import fingerprint_of
 from semmoe.files import save_arrays, save_json
 from semmoe.methods import eplb
 from semmoe.plan import load_plan

@@ -17,6 +17,7 @@ from semmoe.engines.paths import SHUFFLED, WHOLE, PathChoice, PathTimes
 from semmoe.engines.transformers import generate as gen
 from semmoe.engines.transformers import model as models
 from semmoe.engines.transformers import parallel, verify
+from semmoe.engines.transformers.config import fingerprint_of
 from semmoe.engines.transformers.recorder import record
 from semmoe.placement.linear import vanilla_plan
 from semmoe.runtime.dispatch import combine, dispatch
@@ -108,7 +109,7 @@ def stale_on_rank_one(model, set_up, comm):
 
 def test_a_rank_with_another_plan_ends_the_run(checkpoints, tmp_path):
     path = build("qwen3_moe", checkpoints)
-    plan = vanilla_plan(models.fingerprint_of(path), Topology.for_attention("tp", 2))
+    plan = vanilla_plan(fingerprint_of(path), Topology.for_attention("tp", 2))
     with pytest.raises(ValueError, match="ranks disagree: the plan of rank 1 is not that of rank 0"):
         gen.generate(path, prompts(1), [gen.Configuration(name="x", plan=plan, attach=stale_on_rank_one)], SETTINGS)
 
@@ -309,7 +310,7 @@ def rank_that_dies(rank, size, job, report):
 
 def test_a_rank_that_dies_ends_the_run_with_one_clear_error(checkpoints, tmp_path, monkeypatch):
     path = build("qwen3_moe", checkpoints)
-    plan = vanilla_plan(models.fingerprint_of(path), Topology.for_attention("tp", 2))
+    plan = vanilla_plan(fingerprint_of(path), Topology.for_attention("tp", 2))
     monkeypatch.setattr(gen, "_RANK", rank_that_dies)
     with pytest.raises(RuntimeError, match="rank 1 ended with exit code 7"):
         gen.generate(path, prompts(1), [gen.Configuration(name="x", plan=plan)], SETTINGS)
@@ -323,7 +324,7 @@ def rank_that_fails(rank, size, job, report):
 
 def test_the_first_failure_of_a_rank_is_the_one_that_is_reported(checkpoints, monkeypatch, caplog):
     path = build("qwen3_moe", checkpoints)
-    plan = vanilla_plan(models.fingerprint_of(path), Topology.for_attention("tp", 2))
+    plan = vanilla_plan(fingerprint_of(path), Topology.for_attention("tp", 2))
     monkeypatch.setattr(gen, "_RANK", rank_that_fails)
     with pytest.raises(RuntimeError, match="rank 0 failed: RuntimeError: out of luck"):
         gen.generate(path, prompts(1), [gen.Configuration(name="x", plan=plan)], SETTINGS)
@@ -332,7 +333,7 @@ def test_the_first_failure_of_a_rank_is_the_one_that_is_reported(checkpoints, mo
 
 def test_wrong_input_is_refused_before_any_process_starts(checkpoints):
     path = build("qwen3_moe", checkpoints)
-    plan = vanilla_plan(models.fingerprint_of(path), Topology.for_attention("tp", 2))
+    plan = vanilla_plan(fingerprint_of(path), Topology.for_attention("tp", 2))
     up = gen.Configuration(name="x", plan=plan)
     with pytest.raises(ValueError, match="token id 5000 is out of range"):
         gen.generate(path, [[1, 5000]], [up], SETTINGS)

@@ -20,6 +20,7 @@ from semmoe.engines.transformers import generate as gen
 from semmoe.engines.transformers import model as models
 from semmoe.engines.transformers import verify
 from semmoe.engines.transformers.batch import cut
+from semmoe.engines.transformers.config import fingerprint_of
 from semmoe.engines.transformers.planned import check_layout
 from semmoe.engines.transformers.recorder import record
 from semmoe.placement.linear import vanilla_plan
@@ -63,9 +64,9 @@ def test_the_tables_of_a_profile_are_the_models(checkpoint, trace):
 
 def test_a_model_without_such_layers_has_no_tables(tmp_path):
     path = build("qwen3_moe", tmp_path)
-    assert len(read_hashed(path, models.fingerprint_of(path)).layers) == 0
+    assert len(read_hashed(path, fingerprint_of(path)).layers) == 0
     (tmp_path / "qwen3_moe/model.safetensors").rename(tmp_path / "qwen3_moe/pytorch_model.bin")
-    assert len(read_hashed(path, models.fingerprint_of(path)).layers) == 0
+    assert len(read_hashed(path, fingerprint_of(path)).layers) == 0
 
 
 def reordered(f):
@@ -109,7 +110,7 @@ def test_padding_is_neither_sent_nor_counted(tmp_path):
     path = build("deepseek_v4", tmp_path, layer_types=["sliding_attention"] * 4)
     assert models.takes_padding(models.load_model(path).config)
     uneven = sorted(prompts(2), key=lambda prompt: prompt[0])
-    plan = reordered(models.fingerprint_of(path))
+    plan = reordered(fingerprint_of(path))
     result, agreement = run_dp(path, plan, uneven)
     assert agreement.holds, agreement
     check_counts(result, plan)
@@ -123,7 +124,7 @@ def test_batches_hold_one_length_where_padding_would_shift_windows(checkpoint):
 
 @pytest.mark.parametrize(("attention", "ranks", "groups"), [("tp", 2, None), ("hybrid", 4, 2)])
 def test_attention_tp_is_refused_before_anything_loads(attention, ranks, groups, checkpoint, tmp_path, monkeypatch):
-    plan = vanilla_plan(models.fingerprint_of(checkpoint), Topology.for_attention(attention, ranks, groups))
+    plan = vanilla_plan(fingerprint_of(checkpoint), Topology.for_attention(attention, ranks, groups))
     monkeypatch.setattr(gen, "run_ranks", lambda *a, **k: pytest.fail("processes were started"))
     with pytest.raises(ValueError, match=r"hyper-connections.*attention dp only") as error:
         gen.generate(checkpoint, prompts(1), [gen.Configuration(name="x", plan=plan)], SETTINGS)

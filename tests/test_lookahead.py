@@ -15,6 +15,7 @@ from semmoe.engines.lookahead import Lookahead, asking_for, gate_of, logits_of
 from semmoe.engines.transformers import generate as gen
 from semmoe.engines.transformers import model as models
 from semmoe.engines.transformers import verify
+from semmoe.engines.transformers.config import fingerprint_of, lookahead_planes
 from semmoe.engines.transformers.recorder import record
 from semmoe.plan import load_plan, save_plan
 from semmoe.replayer import replay
@@ -79,7 +80,7 @@ def test_a_block_without_a_known_gate_is_refused():
 def test_recorded_ids_are_what_the_router_makes_of_the_stream_before_attention(architecture, checkpoints, tmp_path):
     """Prompts of uneven lengths in one batch, each again alone; the first K are the router's own choice there."""
     path = build(architecture, checkpoints)
-    model, top_k = models.load_model(path), models.fingerprint_of(path).top_k
+    model, top_k = models.load_model(path), fingerprint_of(path).top_k
     trace = record(model, path, prompts(0, 6), tmp_path / "trace", lookahead=True)
     assert trace.lookahead == 2
     blocks = {id(block): i for i, block in enumerate(models.moe_layers(model))}
@@ -102,16 +103,16 @@ def test_recorded_ids_are_what_the_router_makes_of_the_stream_before_attention(a
 def test_a_model_whose_residual_is_a_stack_of_streams_is_refused_before_it_is_loaded(checkpoints):
     path = build("deepseek_v4", checkpoints)
     with pytest.raises(ValueError, match="a stack of streams, which no router reads ahead: omit --lookahead"):
-        models.lookahead_planes(path, models.fingerprint_of(path))
+        lookahead_planes(path, fingerprint_of(path))
 
 
 def test_a_model_of_one_moe_layer_has_nothing_to_look_ahead_to(checkpoints):
     path = build("qwen3_moe", checkpoints)
-    one = replace(models.fingerprint_of(path), num_layers=1)
+    one = replace(fingerprint_of(path), num_layers=1)
     with pytest.raises(ValueError, match="one MoE layer, and none to look ahead to: omit --lookahead"):
-        models.lookahead_planes(path, one)
-    assert models.lookahead_planes(path, replace(one, num_layers=2)) == 2
-    assert models.lookahead_planes(path, replace(one, num_layers=2, num_experts=3)) == 1
+        lookahead_planes(path, one)
+    assert lookahead_planes(path, replace(one, num_layers=2)) == 2
+    assert lookahead_planes(path, replace(one, num_layers=2, num_experts=3)) == 1
 
 
 def test_ids_come_back_from_disk_request_by_request(tmp_path):

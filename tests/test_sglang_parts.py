@@ -17,7 +17,7 @@ from semmoe.engines.sglang.location import ChosenCopies, check_dispatch, check_l
 from semmoe.engines.sglang.settings import SglangSettings
 from semmoe.engines.sglang.step import read_step
 from semmoe.engines.step import SlotWatch
-from semmoe.engines.transformers.model import fingerprint_of
+from semmoe.engines.transformers.config import fingerprint_of
 from semmoe.placement.linear import vanilla_plan
 from semmoe.requests.policy import RoundRobin
 from semmoe.runtime.copies import rank_copies

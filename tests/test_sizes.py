@@ -15,7 +15,7 @@ from test_plan import saved
 from semmoe.bounds import MOST_EXPERTS
 from semmoe.checkpoint.directory import read_config
 from semmoe.core import Placement
-from semmoe.engines.transformers.model import fingerprint_of
+from semmoe.engines.transformers.config import fingerprint_of
 from semmoe.plan import load_plan
 from semmoe.trace import open_trace, save_trace
 

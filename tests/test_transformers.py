@@ -1,6 +1,9 @@
 """Profiling agrees with what the routers chose, for every supported architecture."""
 
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,7 +11,9 @@ import torch
 from models import CONFIGS, build
 
 from semmoe.core import DECODE, PREFILL
+from semmoe.demo import MODEL
 from semmoe.engines.transformers import model as models
+from semmoe.engines.transformers.config import fingerprint_of
 from semmoe.engines.transformers.recorder import record_prompts
 from semmoe.engines.transformers.verify import plain_generate
 from semmoe.settings import GenerateSettings
@@ -24,7 +29,7 @@ def checkpoints(tmp_path_factory):
 
 def record(path, out, **settings):
     model = models.load_model(path)
-    header = TraceHeader(fingerprint=models.fingerprint_of(path), dataset_hash="test", settings={})
+    header = TraceHeader(fingerprint=fingerprint_of(path), dataset_hash="test", settings={})
     with TraceWriter(out, header) as writer:
         record_prompts(model, PROMPTS, writer, **settings)
     return model, open_trace(out)
@@ -97,13 +102,31 @@ def test_profile_resumes_where_it_was_stopped(checkpoints, tmp_path):
 
 
 def test_fingerprint_tells_models_and_tokenizers_apart(checkpoints):
-    mixtral = models.fingerprint_of(build("mixtral", checkpoints))
-    qwen = models.fingerprint_of(build("qwen3_moe", checkpoints))
+    mixtral = fingerprint_of(build("mixtral", checkpoints))
+    qwen = fingerprint_of(build("qwen3_moe", checkpoints))
     assert "expert_size is 48" in mixtral.mismatch(qwen)  # a size says more than a hash
     assert "architecture_hash" in replace(mixtral, architecture_hash="other").mismatch(mixtral)
     assert mixtral.tokenizer_hash == qwen.tokenizer_hash
-    assert models.fingerprint_of(build("deepseek_v2", checkpoints)).num_groups == 4
-    assert models.fingerprint_of(build("deepseek_v2", checkpoints)).num_layers == 2
+    assert fingerprint_of(build("deepseek_v2", checkpoints)).num_groups == 4
+    assert fingerprint_of(build("deepseek_v2", checkpoints)).num_layers == 2
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_the_fingerprint_counts_the_layers_of_the_loaded_model(architecture, tmp_path):
+    path = Path(build(architecture, tmp_path))
+    assert fingerprint_of(str(path)).num_layers == len(models.moe_layers(models.load_model(str(path))))
+    (path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"has neither model.safetensors nor an index of shards"):
+        fingerprint_of(str(path))
+
+
+def test_a_fingerprint_imports_no_code_of_models():
+    code = (
+        "import sys; from semmoe.engines.transformers.config import fingerprint_of; "
+        f"assert fingerprint_of({str(MODEL)!r}).num_layers == 6; "
+        "assert 'transformers.modeling_utils' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_dense_model_is_refused(tmp_path):

@@ -67,7 +67,8 @@ def run_demo(settings: DemoSettings, work: Path, progress: Bars, dataset: Path |
     Under `work` it leaves what a report is made of: trace, domains.json, plan-dp, plan-tp and, of what it returns,
     demo.json.
     """
-    from semmoe.engines.transformers.model import fingerprint_of, load_model
+    from semmoe.engines.transformers.config import fingerprint_of
+    from semmoe.engines.transformers.model import load_model
     from semmoe.engines.transformers.recorder import record
     from semmoe.engines.transformers.tokenizer import load_tokenizer
 

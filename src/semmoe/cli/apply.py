@@ -74,7 +74,7 @@ def _check_fingerprint(plan: Plan, model: Path) -> None:
         text = "transformers is not installed: the plan is checked against sizes in config.json, not by its hashes"
         console.err.print(f"[yellow]warning:[/] {text}")
         return
-    from semmoe.engines.transformers.model import fingerprint_of
+    from semmoe.engines.transformers.config import fingerprint_of
 
     plan.check(fingerprint_of(str(model)))
 

@@ -44,7 +44,7 @@ def import_(
     `semmoe import answers.jsonl --model MODEL --out trace`
     """
     from semmoe.checkpoint import engine_maps
-    from semmoe.engines.transformers.model import fingerprint_of
+    from semmoe.engines.transformers.config import fingerprint_of
     from semmoe.files import check_output
 
     check_output(out, directory=True, force=force)

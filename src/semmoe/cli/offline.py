@@ -312,7 +312,8 @@ def refuse_idle(ctx: typer.Context, methods: list[str], topology: Topology) -> N
 
 def model_embeddings(model: str, expected: Fingerprint) -> Any:
     """(V, H) float32 input embeddings of the model that the trace was profiled on."""
-    from semmoe.engines.transformers.model import fingerprint_of, load_model
+    from semmoe.engines.transformers.config import fingerprint_of
+    from semmoe.engines.transformers.model import load_model
 
     difference = expected.mismatch(fingerprint_of(model))
     if difference is not None:

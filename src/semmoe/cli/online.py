@@ -58,7 +58,7 @@ def profile(
     """
     from semmoe.checkpoint.hashed import read_hashed
     from semmoe.dataset import check_token_ids, digest
-    from semmoe.engines.transformers import model as models
+    from semmoe.engines.transformers.config import fingerprint_of, lookahead_planes
     from semmoe.files import check_output
     from semmoe.trace import TraceHeader, TraceWriter
 
@@ -67,9 +67,9 @@ def profile(
     _check_engine(engine, ctx.args, asked)
     prompts, _, cut = _prompts(model, dataset, asked.limit, asked.max_prompt_tokens)
     stated = {"decode": asked.max_new_tokens, "max_prompt_tokens": asked.max_prompt_tokens}
-    identity = models.fingerprint_of(model)
+    identity = fingerprint_of(model)
     check_token_ids(prompts, identity.vocab_size)
-    planes = models.lookahead_planes(model, identity) if asked.lookahead else 0
+    planes = lookahead_planes(model, identity) if asked.lookahead else 0
     header = TraceHeader(fingerprint=identity, dataset_hash=digest(prompts), settings=stated, lookahead=planes)
     with TraceWriter(out, header, hashed=read_hashed(model, identity)) as writer, console.bars() as bars:
         if writer.num_requests:
@@ -240,7 +240,7 @@ def _beside(out: Path) -> Path:
 
 
 def _plan_to_run(model: str, path: Path | None, given: GivenTopology) -> Plan:
-    from semmoe.engines.transformers.model import fingerprint_of
+    from semmoe.engines.transformers.config import fingerprint_of
     from semmoe.placement.linear import vanilla_plan
     from semmoe.plan import load_plan
 

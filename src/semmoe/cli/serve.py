@@ -106,7 +106,7 @@ def _check(
     model: str, engine: str, plan: Plan | None, topology: Topology, asked: ServeSettings, options: list[str]
 ) -> None:
     """Raise ValueError for what cannot be served, and warn of features that were never run."""
-    from semmoe.engines.transformers.model import fingerprint_of
+    from semmoe.engines.transformers.config import fingerprint_of
 
     if asked.window_ms and (plan is None or asked.schedule != "plan" or not plan.requests.by_tables):
         raise ValueError("--window-ms has no effect: requests are assigned only by a plan for attention dp or hybrid")
@@ -138,7 +138,7 @@ def _plugin_settings(plan: Path | None, asked: ServeSettings, folder: Path) -> P
 
 
 def _load(model: str, path: Path) -> Plan:
-    from semmoe.engines.transformers.model import fingerprint_of
+    from semmoe.engines.transformers.config import fingerprint_of
     from semmoe.plan import load_plan
 
     plan = load_plan(path)

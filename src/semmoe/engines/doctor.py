@@ -164,7 +164,7 @@ def _misfit(plan: Plan, model: str) -> tuple[str, str | None]:
     checked = "nothing"
     try:
         if importlib.util.find_spec("transformers") is not None and importlib.util.find_spec("torch") is not None:
-            from semmoe.engines.transformers.model import fingerprint_of
+            from semmoe.engines.transformers.config import fingerprint_of
 
             checked = "sizes, architecture and vocabulary"
             plan.check(fingerprint_of(model))

@@ -52,7 +52,7 @@ def check_same_plan(group: Any, plan: Plan | None, settings: PluginSettings) -> 
 
 def check_identity(plan: Plan, model: str) -> None:
     """Raise ValueError if `model` is a directory of another model than the plan's; other names are not checked."""
-    from semmoe.engines.transformers.model import fingerprint_of
+    from semmoe.engines.transformers.config import fingerprint_of
 
     if Path(model).is_dir():
         plan.check(fingerprint_of(model))

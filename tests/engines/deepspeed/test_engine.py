@@ -13,7 +13,8 @@ from ranks import on_ranks
 from semmoe.core import DECODE, Topology
 from semmoe.demo import MODEL
 from semmoe.engines.transformers import recorder as plain_recorder
-from semmoe.engines.transformers.model import fingerprint_of, load_model
+from semmoe.engines.transformers.config import fingerprint_of
+from semmoe.engines.transformers.model import load_model
 from semmoe.placement.linear import vanilla_plan
 from semmoe.plan import save_plan
 from semmoe.settings import CoclusterSettings, PredictorSettings, SolveSettings

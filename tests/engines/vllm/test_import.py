@@ -11,7 +11,7 @@ from vllm.utils.serial_utils import numpy2base64
 
 from semmoe.cli import app
 from semmoe.demo import MODEL
-from semmoe.engines.transformers.model import fingerprint_of
+from semmoe.engines.transformers.config import fingerprint_of
 from semmoe.trace import open_trace
 
 

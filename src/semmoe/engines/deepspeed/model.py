@@ -29,7 +29,8 @@ from semmoe.engines.deepspeed.placement import place_experts
 from semmoe.engines.deepspeed.traffic import collectives
 from semmoe.engines.lookahead import Ask, Lookahead, asking_for, lookahead_over
 from semmoe.engines.paths import WHOLE, only
-from semmoe.engines.transformers.model import architecture_hash, decoder_layers, layers_of
+from semmoe.engines.transformers.config import architecture_hash
+from semmoe.engines.transformers.model import decoder_layers, layers_of
 from semmoe.engines.transformers.paths import choose_paths
 from semmoe.engines.transformers.planned import PlannedModel, bind, check_layout
 from semmoe.metrics import Traffic

@@ -124,7 +124,7 @@ def capture(layer_id: int, expert_ids: torch.Tensor) -> None:
 
 
 def fingerprint(runner: Any) -> Fingerprint:
-    from semmoe.engines.transformers.model import fingerprint_of
+    from semmoe.engines.transformers.config import fingerprint_of
 
     return fingerprint_of(str(runner.model_config.model_path))
 

@@ -10,7 +10,7 @@ from itertools import groupby
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from semmoe.engines.transformers.model import takes_padding
+from semmoe.engines.transformers.config import takes_padding
 
 
 @dataclass

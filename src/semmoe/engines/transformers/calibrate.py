@@ -27,7 +27,8 @@ from semmoe import cost
 from semmoe.calibration import Experts, Links, PairSpeeds, Tier, seconds_per_gigabyte
 from semmoe.copychoice import CopyChoice, copy_choice
 from semmoe.cost import LayerShape
-from semmoe.engines.transformers.model import expert_size, load_model, moe_layers, num_experts
+from semmoe.engines.transformers.config import expert_size, num_experts
+from semmoe.engines.transformers.model import load_model, moe_layers
 from semmoe.engines.transformers.pairs import measure_pairs
 from semmoe.engines.transformers.parallel import LocalExperts
 from semmoe.metrics import layer_traffic

@@ -1,40 +1,14 @@
-"""Load a model, find its MoE layers, and compute its fingerprint."""
+"""Load a model and find its MoE layers."""
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-from semmoe.bounds import MOST_EXPERTS, MOST_LAYERS, MOST_VOCABULARY
 from semmoe.engines.lookahead import Ask, Lookahead, asking_for, gate_of, lookahead_over
-from semmoe.engines.transformers.tokenizer import digest, load_tokenizer, require_local, tokenizer_hash
-from semmoe.topology import Fingerprint
-
-# Configuration fields that affect routing; a plan is refused if any of them differs.
-ARCHITECTURE_FIELDS = (
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-    "num_experts_per_tok",
-    "n_group",
-    "topk_group",
-    "moe_intermediate_size",
-    "intermediate_size",
-    "n_shared_experts",
-    "first_k_dense_replace",
-    "decoder_sparse_step",
-    "mlp_only_layers",
-)
+from semmoe.engines.transformers.tokenizer import require_local
 
 
 def load_model(path: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -63,18 +37,6 @@ def layers_of(model: PreTrainedModel, blocks: Sequence[nn.Module]) -> list[nn.Mo
     return [layer for layer in decoder_layers(model) if id(layer.mlp) in wanted]
 
 
-def lookahead_planes(path: str, model: Fingerprint) -> int:
-    """Look-ahead ids to record per expert that a token chooses: of the second K, many are chosen in the end.
-
-    Raises ValueError for a model whose routers cannot be asked ahead of time.
-    """
-    if keeps_streams(AutoConfig.from_pretrained(path, local_files_only=True)):
-        raise ValueError(f"{path}: its residual is a stack of streams, which no router reads ahead: omit --lookahead")
-    if model.num_layers == 1:
-        raise ValueError(f"{path}: it has one MoE layer, and none to look ahead to: omit --lookahead")
-    return 2 if 2 * model.top_k <= model.num_experts else 1
-
-
 def router_lookahead(model: PreTrainedModel, planes: int) -> Lookahead:
     """The norms and routers of the MoE layers but the first. Raises ValueError for a layer that has another router."""
     layers = layers_of(model, moe_layers(model))
@@ -92,70 +54,3 @@ def _ask(layer: nn.Module, width: int) -> Ask:
         return ids, weights
 
     return ask
-
-
-def keeps_streams(config: PreTrainedConfig) -> bool:
-    """Whether the residual is a stack of streams (hyper-connections), which only the model's own layers can mix."""
-    return getattr(config, "hc_mult", None) is not None
-
-
-def takes_padding(config: PreTrainedConfig) -> bool:
-    """Whether padding on the left changes nothing: it shifts the windows of keys that attention compresses."""
-    return not any("compressed" in kind for kind in getattr(config, "layer_types", None) or ())
-
-
-def architecture_hash(config: PreTrainedConfig) -> str:
-    return digest({field: getattr(config, field) for field in ARCHITECTURE_FIELDS if hasattr(config, field)})
-
-
-def fingerprint(config: PreTrainedConfig, tokenizer: Any, name: str) -> Fingerprint:
-    groups = getattr(config, "n_group", None) or 1
-    limited = groups > 1 and (getattr(config, "topk_group", None) or groups) < groups
-    return Fingerprint(
-        model=name,
-        architecture_hash=architecture_hash(config),
-        tokenizer_hash=tokenizer_hash(tokenizer),
-        vocab_size=config.vocab_size,
-        num_layers=_num_moe_layers(config),
-        num_experts=num_experts(config),
-        top_k=config.num_experts_per_tok,
-        num_groups=groups if limited else 1,
-        hidden_size=config.hidden_size,
-        expert_size=expert_size(config),
-    )
-
-
-def fingerprint_of(path: str) -> Fingerprint:
-    """The fingerprint of a model directory, without loading its weights."""
-    require_local(path)
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
-    _check_sizes(path, config)
-    return fingerprint(config, load_tokenizer(path), Path(path).resolve().name)
-
-
-def _check_sizes(path: str, config: PreTrainedConfig) -> None:
-    """Raise ValueError for sizes that no model has, before a model of these sizes is built (without weights)."""
-    limits = {"num_hidden_layers": MOST_LAYERS, "vocab_size": MOST_VOCABULARY}
-    found = {name: getattr(config, name, 0) for name in limits} | {"num_experts": num_experts(config)}
-    for name, value in found.items():
-        most = limits.get(name, MOST_EXPERTS)
-        if type(value) is not int or not 1 <= value <= most:
-            raise ValueError(f"{path}/config.json: {name} is {value!r}, not a number from 1 to {most:,}")
-
-
-def num_experts(config: PreTrainedConfig) -> int:
-    for field in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if getattr(config, field, None):
-            return getattr(config, field)
-    raise ValueError(f"{config.model_type} has no experts")
-
-
-def expert_size(config: PreTrainedConfig) -> int:
-    """Width of one expert's feed-forward network."""
-    return getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-
-
-def _num_moe_layers(config: PreTrainedConfig) -> int:
-    """The number of MoE layers, counted in a model built without weights, which works for every architecture."""
-    with torch.device("meta"):
-        return len(moe_layers(AutoModelForCausalLM.from_config(config)))

@@ -20,7 +20,8 @@ from semmoe.copychoice import copy_choice
 from semmoe.core import Plan
 from semmoe.engines.paths import WHOLE, only
 from semmoe.engines.transformers.attention import shard_attention
-from semmoe.engines.transformers.model import decoder_layers, keeps_streams, moe_layers
+from semmoe.engines.transformers.config import keeps_streams
+from semmoe.engines.transformers.model import decoder_layers, moe_layers
 from semmoe.engines.transformers.paths import choose_paths
 from semmoe.engines.transformers.planned import PlannedModel, bind, check_layout
 from semmoe.metrics import Traffic, layer_traffic, no_traffic

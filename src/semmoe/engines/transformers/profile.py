@@ -22,7 +22,8 @@ def profile(
     """
     from semmoe.checkpoint.hashed import read_hashed
     from semmoe.dataset import Prompt, digest, encode
-    from semmoe.engines.transformers.model import fingerprint_of, load_model, lookahead_planes
+    from semmoe.engines.transformers.config import fingerprint_of, lookahead_planes
+    from semmoe.engines.transformers.model import load_model
     from semmoe.engines.transformers.recorder import record_prompts
     from semmoe.engines.transformers.tokenizer import load_tokenizer
 

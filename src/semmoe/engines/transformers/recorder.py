@@ -19,13 +19,8 @@ from semmoe.core import DECODE, PREFILL, RoutingTrace
 from semmoe.dataset import check_token_ids, digest
 from semmoe.engines.lookahead import Lookahead
 from semmoe.engines.transformers.batch import Batch, cut, step
-from semmoe.engines.transformers.model import (
-    fingerprint_of,
-    layers_of,
-    lookahead_planes,
-    moe_layers,
-    router_lookahead,
-)
+from semmoe.engines.transformers.config import fingerprint_of, lookahead_planes
+from semmoe.engines.transformers.model import layers_of, moe_layers, router_lookahead
 from semmoe.runtime.shuffler import by_weight
 from semmoe.trace import TraceHeader, TraceWriter, open_trace
 

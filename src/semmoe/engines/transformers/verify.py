@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from semmoe.engines.transformers.model import moe_layers, num_experts
+from semmoe.engines.transformers.config import num_experts
+from semmoe.engines.transformers.model import moe_layers
 from semmoe.settings import GenerateSettings
 
 

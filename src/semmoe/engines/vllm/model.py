@@ -92,7 +92,7 @@ def check_eager(runner: Any, what: str) -> None:
 
 
 def fingerprint(runner: Any) -> Fingerprint:
-    from semmoe.engines.transformers.model import fingerprint_of
+    from semmoe.engines.transformers.config import fingerprint_of
 
     return fingerprint_of(str(runner.model_config.model))
 
