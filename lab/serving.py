@@ -123,17 +123,17 @@ def figure4(inputs: Inputs) -> Result:
 
 def _curves(pair: Any, rows: list[list[Any]], sweep: ServingSweep, engine: str) -> None:
     for axis, column, label in ((pair[0], 5, TTFT), (pair[1], 6, E2E)):
-        for name in dict.fromkeys(row[1] for row in rows):
-            own = [row for row in rows if row[1] == name]  # as requests come faster
-            axis.plot(
-                [row[4] for row in own],
-                [row[column] for row in own],
-                "o-",
-                color=_ink(name),
-                label=name.removeprefix("DP, "),
-            )
+        _lines(axis, rows, lambda row: row[4], column)
         axis.axhline(sweep.sweeps["dp"].objectives[label], color=OTHER, linestyle=":", label="objective")
         axis.set(title=engine, xlabel="tokens per second", ylabel=IN_WORDS[label], ylim=(0, None))
+
+
+def _lines(axis: Any, rows: list[list[Any]], across: Callable[[list[Any]], float], column: int) -> None:
+    """A line for each set-up: this column of its rows, in their order, over what `across` reads from them."""
+    for name in dict.fromkeys(row[1] for row in rows):
+        own = [row for row in rows if row[1] == name]
+        values, label = [row[column] for row in own], name[len("DP, ") :]
+        axis.plot([across(row) for row in own], values, "o-", color=_ink(name), label=label)
 
 
 def _ink(name: str) -> str:
@@ -240,15 +240,7 @@ def _beside_vanilla(sweep: ServingSweep, name: str, length: str) -> Iterator[flo
 
 def _length_picture(pair: Any, rows: list[list[Any]], engine: str) -> None:
     for axis, column, label in ((pair[0], 3, "slowest times to first token, ms"), (pair[1], 5, IN_WORDS[E2E])):
-        for name in dict.fromkeys(row[1] for row in rows):
-            own = [row for row in rows if row[1] == name]
-            axis.plot(
-                [int(row[2].split()[0]) for row in own],
-                [row[column] for row in own],
-                "o-",
-                color=_ink(name),
-                label=name.removeprefix("TP, "),
-            )
+        _lines(axis, rows, lambda row: int(row[2].split()[0]), column)
         axis.set(title=engine, xlabel="tokens of the prompt", ylabel=label, ylim=(0, None))
 
 

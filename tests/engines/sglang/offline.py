@@ -7,8 +7,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -84,18 +84,16 @@ def _run(pipe: Any, work: Callable[[Offline], Any], opened: Any, log: Path, vari
     pipe.send(answer)
 
 
-@contextmanager
 def _engine(
     model: str, topology: Topology, folder: Path, plan: str, options: tuple[str, ...], settings: dict[str, str]
-) -> Iterator[Offline]:
+) -> AbstractContextManager[Offline]:
     given = SglangSettings(plan=plan, control=str(folder), **{"path": "shuffled", **settings})
     location, redundant = None, 0
     if plan:
         made = load_plan(plan)
         location, redundant = launch.write_location(made, Path(model), folder), made.placement.redundant_experts
     words = [*command_line(launch.arguments(topology, location, redundant, on_cpu=True)), *LIMITS, *options]
-    with running(model, words, launch.environment(given, topology, on_cpu=True)) as engine:
-        yield engine
+    return running(model, words, launch.environment(given, topology, on_cpu=True))
 
 
 def _complete(batches: list[list[list[int]]], engine: Offline) -> list[list[int]]:

@@ -4,7 +4,6 @@ from pathlib import Path
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from semmoe.bounds import MOST_EXPERTS, MOST_LAYERS, MOST_VOCABULARY
 from semmoe.checkpoint.engine_files import decoder_layers
 from semmoe.engines.transformers.tokenizer import digest, load_tokenizer, require_local, tokenizer_hash
 from semmoe.topology import Fingerprint
@@ -37,10 +36,11 @@ def architecture_hash(config: PreTrainedConfig) -> str:
 
 
 def fingerprint_of(path: str) -> Fingerprint:
-    """The fingerprint of a model directory, without loading its weights. Raises ValueError for one without any."""
+    """The fingerprint of a model directory, without loading its weights. Raises ValueError for one without any, and for
+    sizes that no model has.
+    """
     require_local(path)
     config = AutoConfig.from_pretrained(path, local_files_only=True)
-    _check_sizes(path, config)
     groups = getattr(config, "n_group", None) or 1
     limited = groups > 1 and (getattr(config, "topk_group", None) or groups) < groups
     return Fingerprint(
@@ -55,16 +55,6 @@ def fingerprint_of(path: str) -> Fingerprint:
         hidden_size=config.hidden_size,
         expert_size=expert_size(config),
     )
-
-
-def _check_sizes(path: str, config: PreTrainedConfig) -> None:
-    """Raise ValueError for sizes that no model has, before a model of these sizes is built (without weights)."""
-    limits = {"num_hidden_layers": MOST_LAYERS, "vocab_size": MOST_VOCABULARY}
-    found = {name: getattr(config, name, 0) for name in limits} | {"num_experts": num_experts(config)}
-    for name, value in found.items():
-        most = limits.get(name, MOST_EXPERTS)
-        if type(value) is not int or not 1 <= value <= most:
-            raise ValueError(f"{path}/config.json: {name} is {value!r}, not a number from 1 to {most:,}")
 
 
 def num_experts(config: PreTrainedConfig) -> int:
