@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from semmoe.bounds import check_range
-from semmoe.checkpoint.directory import INDEX, SINGLE, config_count, open_checkpoint, tensor_names
+from semmoe.checkpoint.directory import config_count, open_checkpoint, tensor_names
 from semmoe.checkpoint.layout import TABLE, find_moe_layers
 from semmoe.checkpoint.shards import Tensor
 from semmoe.hashed import NO_HASHED, HashedLayers
@@ -13,13 +13,12 @@ from semmoe.topology import Fingerprint
 
 
 def read_hashed(model: Path | str, f: Fingerprint) -> HashedLayers:
-    """The tables of a model directory's hash-routed layers; of a model without safetensors there are none.
+    """The tables of a model directory's hash-routed layers.
 
     Raises ValueError for tables that do not fit the fingerprint, and for experts in an unknown layout.
     """
     path = Path(model)
-    weights = (path / INDEX).is_file() or (path / SINGLE).is_file()
-    if not weights or not any(TABLE.search(name) for name in tensor_names(path)):
+    if not any(TABLE.search(name) for name in tensor_names(path)):
         return NO_HASHED
     source = open_checkpoint(path)
     layers = find_moe_layers(source.tensors, config_count(source.config, "num_hidden_layers"), f.num_experts)
