@@ -36,8 +36,9 @@ def architecture_hash(config: PreTrainedConfig) -> str:
 
 
 def fingerprint_of(path: str) -> Fingerprint:
-    """The fingerprint of a model directory, without loading its weights. Raises ValueError for one without any, and for
-    sizes that no model has.
+    """The fingerprint of a model directory, without loading its weights.
+
+    Raises ValueError for a directory without safetensors, and for sizes that no model has.
     """
     require_local(path)
     config = AutoConfig.from_pretrained(path, local_files_only=True)
