@@ -119,15 +119,16 @@ def test_arrays_of_a_terabyte_are_not_read(plan_folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("field", "said"),
-    [("num_hidden_layers", "claims 1000000000 layers, more than 10000"),
-     ("num_experts", "num_experts must lie between 1 and 4,096, not 1000000000"),
-     ("vocab_size", "vocab_size must lie between 1 and 4,194,304, not 1000000000")],
+    ("field", "size", "said"),
+    [("num_hidden_layers", 1025, "claims 1025 layers, more than 1024"),
+     ("num_hidden_layers", 10**9, "claims 1000000000 layers, more than 1024"),
+     ("num_experts", 10**9, "num_experts must lie between 1 and 4,096, not 1000000000"),
+     ("vocab_size", 10**9, "vocab_size must lie between 1 and 4,194,304, not 1000000000")],
 )  # fmt: skip
-def test_a_model_that_declares_a_huge_size_is_refused(tmp_path, field, said):
+def test_a_model_that_declares_a_huge_size_is_refused(tmp_path, field, size, said):
     config = Path(build("qwen3_moe", tmp_path)) / "config.json"
     sizes = json.loads(config.read_text())
     field = "num_local_experts" if field not in sizes else field
-    config.write_text(json.dumps(sizes | {field: 10**9}))
+    config.write_text(json.dumps(sizes | {field: size}))
     with pytest.raises(ValueError, match=said):
         fingerprint_of(str(config.parent))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from semmoe.bounds import MOST_LAYERS
 from semmoe.checkpoint.directory import config_count, read_config, tensor_names
 from semmoe.checkpoint.layout import moe_layer_indices
 from semmoe.checkpoint.relabel import check_config, check_num_layers
@@ -18,7 +19,6 @@ from semmoe.core import Plan
 from semmoe.files import atomic_file, check_output
 
 NEVER = 2**31 - 1  # passes until vLLM's balancer moves experts
-MOST_LAYERS = 10_000  # bounds the file, which has a row for each layer that a configuration claims
 
 
 def write_sglang(plan: Plan, model: Path, out: Path) -> list[str]:
