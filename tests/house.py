@@ -1,4 +1,4 @@
-"""The house's rules that a reader can check: lines per room, per file and per function, and the direction of imports.
+"""The house's rules that a reader can check: lines per room, file and function, the direction of imports, lost names.
 
     python tests/house.py        # a table; ends with 1 where something is over its budget
 
@@ -6,11 +6,13 @@
 """
 
 import ast
+import symtable
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
+OUTSIDE = ("tests", "benchmarks", "lab", "docs", "examples")
 TOTAL, FILE, FUNCTION = 35_160, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
@@ -121,6 +123,39 @@ def between_methods() -> list[str]:
     return found
 
 
+def lost_names() -> list[str]:
+    """Names of the package that tests, benchmarks, the lab, documents or examples use, and that its modules lack."""
+    known, root = {f"semmoe.{name}": path for name, path in modules().items()}, SOURCE.parents[1]
+    names = {module: _bound(path) for module, path in known.items()}
+    names = {module: found for module, found in names.items() if "__getattr__" not in found}  # others load on demand
+    return [
+        f"{path.relative_to(root)}:{line}: {module} has no {name}"
+        for path in sorted(path for folder in OUTSIDE for path in (root / folder).rglob("*.py"))
+        for module, name, line in _used(ast.parse(path.read_text(encoding="utf-8")), known)
+        if module in names and name not in names[module] and f"{module}.{name}" not in known
+    ]
+
+
+def _bound(path: Path) -> set[str]:
+    return set(symtable.symtable(path.read_text(encoding="utf-8"), path.name, "exec").get_identifiers())
+
+
+def _used(tree: ast.AST, known: dict[str, Path]) -> Iterator[tuple[str, str, int]]:
+    """(module, name, line) of what a file imports from the package, and of attributes of the modules among them."""
+    nodes, ours = list(ast.walk(tree)), {}
+    for node in nodes:
+        for alias in node.names if isinstance(node, ast.ImportFrom) else ():
+            yield node.module or "", alias.name, node.lineno
+            if f"{node.module}.{alias.name}" in known:
+                ours[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    for node in nodes:  # a variable or parameter of the same name hides the module
+        if isinstance(node, ast.arg) or (isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)):
+            ours.pop(node.arg if isinstance(node, ast.arg) else node.id, None)
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ours:
+            yield ours[node.value.id], node.attr, node.lineno
+
+
 def room_lines() -> dict[str, int]:
     """Lines of each room."""
     paths = {room: [p for part in room.split() for p in _files(SOURCE / part)] for room in ROOMS}
@@ -154,7 +189,7 @@ def main() -> None:
     for room, n in lines.items():
         print(f"{n:6,} of {ROOMS[room]:6,}  {room}")
     print(f"{sum(lines.values()):6,} of {TOTAL:6,}  in all")
-    problems = over_budget()
+    problems = over_budget() + lost_names()
     print("\n".join(problems))
     sys.exit(bool(problems))
 

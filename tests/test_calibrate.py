@@ -21,6 +21,7 @@ from semmoe.engines.transformers import model as models
 from semmoe.engines.transformers import pairs
 from semmoe.engines.transformers.config import fingerprint_of
 from semmoe.engines.transformers.recorder import record
+from semmoe.engines.transformers.tokenizer import load_tokenizer
 from semmoe.expectation import expect
 from semmoe.files import save_json
 from semmoe.settings import CoclusterSettings, GenerateSettings, ReplaySettings, SolveSettings
@@ -116,7 +117,7 @@ def test_a_model_whose_experts_do_not_divide_is_refused():
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory):
     """Prompts of the embedded model's held-out text, prefill only."""
-    folder, tokenizer = tmp_path_factory.mktemp("trace"), models.load_tokenizer(str(MODEL))
+    folder, tokenizer = tmp_path_factory.mktemp("trace"), load_tokenizer(str(MODEL))
     prompts = [tokenizer(text)["input_ids"][:96] for _, _, text in held_out_prompts(per_domain=10)]
     return record(models.load_model(str(MODEL)), str(MODEL), prompts, folder)
 

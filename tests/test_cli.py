@@ -562,7 +562,9 @@ def test_ctrl_c_leaves_a_usable_trace_and_a_second_run_completes_it(tmp_path):
     (tmp_path / "many.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
     trace = tmp_path / "trace"
     arguments = ["profile", "tiny", "--dataset", tmp_path / "many.jsonl", "--batch-size", 4, "--out", trace]
-    code = "from semmoe.cli import main; main()"
+    code = (
+        "import semmoe.engines.transformers.model; from semmoe.cli import main; main()"  # its import is not recording
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", code, *map(str, arguments)], stderr=subprocess.PIPE, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},

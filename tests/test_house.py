@@ -19,6 +19,24 @@ def test_every_room_file_and_function_keeps_its_budget():
     assert house.over_budget() == []
 
 
+def test_what_tests_and_benchmarks_take_from_the_package_is_there():
+    assert house.lost_names() == []
+
+
+def test_a_name_that_left_its_module_is_found(tmp_path, monkeypatch):
+    (source := tmp_path / "src" / "semmoe").mkdir(parents=True)
+    (source / "plan.py").write_text("def load():\n    inner = 1\n")
+    (tmp_path / "lab").mkdir()
+    text = "from semmoe import plan\nfrom semmoe.plan import inner, load\n\ndef f(): return plan.load(), plan.save\n"
+    (tmp_path / "lab" / "use.py").write_text(text)
+    (tmp_path / "lab" / "hidden.py").write_text("from semmoe import plan\n\ndef f(plan): return plan.save\n")
+    monkeypatch.setattr(house, "SOURCE", source)
+    assert house.lost_names() == [
+        "lab/use.py:2: semmoe.plan has no inner",
+        "lab/use.py:4: semmoe.plan has no save",
+    ]
+
+
 def test_the_checks_can_fail(tmp_path, monkeypatch):
     """A house of three modules: core imports plan, plan imports core, and plan is long."""
     (tmp_path / "core.py").write_text("def late():\n    from semmoe.plan import x\n    return x\n")
