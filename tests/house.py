@@ -13,7 +13,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
 OUTSIDE = ("tests", "benchmarks", "lab", "docs", "examples")
-TOTAL, FILE, FUNCTION = 35_160, 350, 50
+TOTAL, FILE, FUNCTION = 35_170, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 335,
@@ -28,12 +28,12 @@ ROOMS = {
     "methods": 1380,
     "plan.py": 200,
     "solver.py expectation.py": 330,
-    "replayer.py online.py": 330,
+    "replayer.py online.py": 340,
     "runtime": 3130,
     "checkpoint": 1390,
     "engines": 10_505,
     "router": 1390,
-    "adapt": 645,
+    "adapt": 640,
     "moving.py live.py": 240,
     "estimate": 1150,
     "report": 1960,

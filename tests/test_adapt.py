@@ -11,10 +11,11 @@ from semmoe import watch
 from semmoe.adapt.decide import Score, confirm, drifted_since, judge, wants
 from semmoe.adapt.loop import SWITCH, Adapter
 from semmoe.adapt.recording import MORE, PARTS, Recording
-from semmoe.adapt.solving import Found, Job, Solver, by_age, find, scheduled_live, score
+from semmoe.adapt.solving import Found, Job, Solver, by_age, find, score
 from semmoe.calibration import load_links
 from semmoe.core import RoutingTrace
 from semmoe.moving import weigh
+from semmoe.online import schedule_live
 from semmoe.placement.linear import vanilla_plan
 from semmoe.plan import load_plan, save_plan
 from semmoe.replayer import replay
@@ -566,14 +567,14 @@ def test_a_score_does_not_hang_on_the_order_in_which_ranks_were_joined(tmp_path)
     """Requests of two kinds, of which each suits one rank; in turns, as the plan that served would have them."""
     trace = planted_trace(2, 1, requests_per_group=40)[0]
     plan = solve(trace, Topology(ep_size=2, dp_size=2), SolveSettings(cocluster=CoclusterSettings(starts=1, steps=10)))
-    group = scheduled_live(trace, plan, 1000)
+    group = schedule_live(trace, plan, 1000)
     first, second = np.flatnonzero(group == 0), np.flatnonzero(group == 1)
     number = min(len(first), len(second))
     turns = np.stack([first[:number], second[:number]], axis=1).ravel()
     one_by_one = np.concatenate([first[:number], second[:number]])
     links = load_links("h200-nvlink", plan.topology)
     found = [score(trace.select(order), plan, links).lar for order in (turns, one_by_one)]
-    live = [replay(trace.select(order), plan, groups=scheduled_live(trace.select(order), plan, 8)).total.lar
+    live = [replay(trace.select(order), plan, groups=schedule_live(trace.select(order), plan, 8)).total.lar
             for order in (turns, one_by_one)]  # fmt: skip
     assert live[0] - live[1] > 0.4, "the order of arrival does matter"
     assert abs(found[0] - found[1]) < 0.1

@@ -41,9 +41,21 @@ class Clock:
         return self.now
 
 
+def after_three():
+    """A balancer after three requests of 12 tokens of work, which have ended, and its clock."""
+    clock = Clock()
+    balancer = RequestBalancer(plan(request_map()), clock)
+    for _ in range(3):
+        balancer.choose([1, 2])
+    clock.now += 1
+    for rank in range(2):
+        balancer.reconcile(rank, 0, as_of=clock.now)
+    return balancer, clock
+
+
 def test_preferred_until_its_lead_is_used_up():
-    """Lead: one mean request, 10 tokens above the mean. With 12 tokens of work a request (2 prompt, 10 decode):
-    0 (12 against a mean of 6), then 24 against 12 would be 12 above."""
+    """Lead: 7/8 of a request of 12 tokens of work (2 prompt, 10 decode), so 10.5 above the mean: 0 (12 against a mean
+    of 6), then 24 against 12 would be 12 above."""
     balancer = RequestBalancer(plan(request_map()), Clock())
     assert [balancer.choose([1, 2]) for _ in range(5)] == [0, 1, 0, 1, 0]
 
@@ -65,8 +77,7 @@ def test_what_has_ended_makes_room():
 def test_of_a_rank_s_requests_the_oldest_has_ended():
     """Work of 12 and then of 3: with 3 left there is room for one more of 12 (15 against a mean of 7.5), with 12 none
     (24 against 12)."""
-    clock = Clock()
-    balancer = RequestBalancer(plan(request_map()), clock)
+    balancer, clock = after_three()
     assert [balancer.choose([1, 2]), balancer.choose([1, 2], max_new_tokens=1)] == [0, 0]
     clock.now += 1
     balancer.reconcile(0, 1, as_of=clock.now)
@@ -83,8 +94,11 @@ def test_a_load_older_than_a_request_does_not_end_it():
 
 
 def test_short_answers_count_as_such():
-    balancer = RequestBalancer(plan(request_map()), Clock())
-    assert [balancer.choose([1, 2], max_new_tokens=1) for _ in range(6)] == [0] * 6
+    """Of 12 tokens of work as those before, a rank has one at a time; of 3, three."""
+    balancer, _ = after_three()
+    assert [balancer.choose([1, 2]) for _ in range(3)] == [0, 1, 0]
+    balancer, _ = after_three()
+    assert [balancer.choose([1, 2], max_new_tokens=1) for _ in range(3)] == [0, 0, 0]
 
 
 def test_unknown_ids_are_counted():

@@ -5,12 +5,13 @@ from typing import Any
 
 import numpy as np
 
-from semmoe.core import Plan, RequestPolicy
+from semmoe.core import DECODE, Plan, RequestPolicy, RoutingTrace
 from semmoe.methods.paper_policies import PaperScheduler, PaperTable
 from semmoe.requests.capacity import CapacityScheduler, SchedulerSettings
 from semmoe.requests.policy import PromptScores, RoundRobin
 from semmoe.requests.scheduler import RequestScheduler, RoundRobinScheduler
 
+LIVE_LEAD = 0.875  # mean requests by which a live group may lead; at 1 a token decides whether two groups are two apart
 BATCH_LEAD = 0.05  # share of the mean work by which a group of a batch may exceed it, unless a single request is larger
 SCHEDULERS: dict[str, Callable[[Any, SchedulerSettings], RequestScheduler]] = {
     RoundRobin.kind: lambda policy, settings: RoundRobinScheduler(policy),
@@ -58,11 +59,15 @@ def schedule_with(
     prompts: Sequence[Sequence[int] | np.ndarray],
     lengths: np.ndarray | None,
     unfinished: int,
+    expected: Sequence[float] | None = None,
 ) -> np.ndarray:
-    """(R,) int64: groups of requests in arrival order; lengths and unfinished same as in `schedule_requests`."""
+    """(R,) int64: groups of requests in arrival order; lengths and unfinished same as in `schedule_requests`.
+
+    expected (R,): decode tokens that are expected of each, by default the profile's mean.
+    """
     assigned, told = [], 0
     for r, prompt in enumerate(prompts):
-        assigned += scheduler.submit(prompt)
+        assigned += scheduler.submit(prompt, None if expected is None else expected[r])
         while lengths is not None and told < len(assigned) and assigned[told].request < r - unfinished:
             scheduler.finish(assigned[told], float(lengths[assigned[told].request]))
             told += 1
@@ -70,14 +75,26 @@ def schedule_with(
     return np.array([one.group for one in sorted(assigned, key=lambda one: one.request)], np.int64)
 
 
+def schedule_live(trace: RoutingTrace, plan: Plan, running: int) -> np.ndarray:
+    """(R,) int64: groups of a trace's requests in their order, as a server assigns them of which so many run.
+
+    A server expects at most what a request may decode; of that a trace knows what it did decode.
+    """
+    scheduler = start(plan.requests, live_settings(plan.topology.dp_size))
+    prompts = [trace.prompt(request) for request in range(trace.num_requests)]
+    decoded = np.bincount(trace.request_of_token()[trace.phase == DECODE], minlength=trace.num_requests)
+    expected = [expected_tokens(scheduler.mean_length, int(fed) + 1) for fed in decoded]
+    return schedule_with(scheduler, prompts, decoded, running, expected)
+
+
 def live_settings(groups: int, **changes: Any) -> SchedulerSettings:
     """Scheduler settings for a live engine, whose ledger holds running work only.
 
-    Such a ledger stays short. A group may be one mean request above the mean, so that locality decides among groups
+    Such a ledger stays short. A group may be LIVE_LEAD requests above the mean, so that locality decides among groups
     that are about equally free: every pass takes as long as its fullest group, and with few requests one that waits
     behind another while a group is idle loses more than locality gains (`benchmarks/bench_attention_dp.py --live`).
     """
-    settings = {"keep_finished": False, "lead_requests": 1.0 * groups, "prompt_cost": 1.0} | changes
+    settings = {"keep_finished": False, "lead_requests": LIVE_LEAD * groups, "prompt_cost": 1.0} | changes
     return SchedulerSettings(**settings)
 
 

@@ -20,7 +20,7 @@ from semmoe.adapt.decide import Score, too_little
 from semmoe.calibration import Links, load_links
 from semmoe.core import Plan, RoutingTrace
 from semmoe.cost import LayerShape, predict
-from semmoe.online import live_settings, schedule_with, start
+from semmoe.online import schedule_live
 from semmoe.plan import load_plan, save_plan
 from semmoe.replayer import replay
 from semmoe.settings import ReplaySettings, SolveSettings
@@ -129,13 +129,6 @@ def default_links(plan: Plan) -> str:
     return "h200-nvlink" if plan.topology.num_nodes == 1 else "h200-400g"
 
 
-def scheduled_live(trace: RoutingTrace, plan: Plan, running: int) -> np.ndarray:
-    """(R,) the attention groups of requests in their order, as a server assigns them of which so many run."""
-    scheduler = start(plan.requests, live_settings(plan.topology.dp_size))
-    prompts = [trace.prompt(request) for request in range(trace.num_requests)]
-    return schedule_with(scheduler, prompts, np.diff(trace.request_offsets), running)
-
-
 def score(trace: RoutingTrace, plan: Plan, links: Links) -> Score:
     """What a plan does for a stream of a trace's requests, which come again and again, each time in another order.
 
@@ -146,7 +139,7 @@ def score(trace: RoutingTrace, plan: Plan, links: Links) -> Score:
     rng, times = np.random.default_rng(0), -(-STREAM // trace.num_requests)
     again = np.concatenate([rng.permutation(trace.num_requests) for _ in range(times)])
     stream, f = trace.select(again), trace.fingerprint
-    groups = scheduled_live(stream, plan, RUNNING * plan.topology.dp_size)
+    groups = schedule_live(stream, plan, RUNNING * plan.topology.dp_size)
     found, parts = replay(stream, plan, ReplaySettings(), groups), []
     for part in range(PARTS):
         chosen = np.flatnonzero(again % PARTS == part)

@@ -9,13 +9,14 @@ corrects that to its actual work. The ledger can measure two kinds of load:
 
 Bound. No assignment takes a group further ahead of the mean of all groups than
 
-    allowance = max(lead_requests * mean_length / D, lead_share * mean work of a group)                    (in tokens)
+    allowance = max(lead_requests * mean work of a request / D, lead_share * mean work of a group)         (in tokens)
 
-so that with n requests in the ledger max / mean is at most 1 + max(lead_share, lead_requests / n). The bound is loose
-for few requests, which cannot be balanced anyway, and a fixed share for many. Only the least loaded group is exempt:
-it accepts a request larger than the allowance. When `finish` corrects a length, a group may exceed its bound; it then
-gets no further request until it is within the bound again. A ledger of running requests stays short, so an engine sets
-keep_finished=False and lead_requests to about D, which is one request ahead of the mean.
+where a request's work is that of its prompt and of the decode tokens expected of it, and its mean is over all requests
+so far; so that with n requests in the ledger max / mean is at most 1 + max(lead_share, lead_requests / n). The bound is
+loose for few requests, which cannot be balanced anyway, and a fixed share for many. Only the least loaded group is
+exempt: it accepts a request larger than the allowance. When `finish` corrects a length, a group may exceed its bound;
+it then gets no further request until it is within the bound again. A ledger of running requests stays short, so an
+engine sets keep_finished=False and lead_requests to about D, which is about one request ahead of the mean.
 
 Price. Among the allowed groups the arg-max of score - price is chosen, and among equals the least loaded; without
 scores and prices this is the least-loaded rule. Prices start as the profile's dual prices and rise by
@@ -30,7 +31,7 @@ assigned so far (`PrefixIndex`).
 Window. With max_wait > 0 requests wait to be assigned together: moves and swaps among them raise the total value, and
 the oldest are then released. No request waits for more than `max_wait` further arrivals.
 
-Worked example, two groups, mean length 10, lead_requests 2 (allowance 10 tokens), no share, no feedback, no prices:
+Worked example, two groups, requests of work 10, lead_requests 2 (allowance 10 tokens), no share, feedback or prices:
 requests that all prefer group 0 go to groups 0, 0, 1, 0, 1, ..., since group 0 may be 10 tokens ahead of the mean.
 After two requests it is (20, and the mean is 10), so the third goes to group 1 (20, 10), and the fourth to group 0
 (30, 10; the mean is 20).
@@ -49,11 +50,12 @@ from semmoe.requests.prefix import PrefixIndex
 from semmoe.requests.scheduler import Assigned, RequestScheduler
 
 SWEEPS = 20  # passes over a window
+LEAST_WORK = 1e-9  # of a request, in tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerSettings:
-    lead_requests: float = 40.0  # bound on a group's lead for a short ledger: mean requests times D
+    lead_requests: float = 40.0  # bound on a group's lead for a short ledger: requests of mean work, times D
     lead_share: float = 0.085  # bound on a group's lead for a long ledger: share of the mean work of a group
     feedback: float = 0.02  # price per mean request ahead of the mean, in standard deviations of the score
     max_wait: int = 0  # most further arrivals that a request waits for; 0: assigned on arrival
@@ -99,7 +101,8 @@ class CapacityScheduler:
         self.mean_length = float(table.mean_length)
         self._cache_weight = float(table.cache_weight)
         self._prefixes = PrefixIndex(D, self.settings.cache_tokens) if self._cache_weight > 0 else None
-        self._price_per_token = self.settings.feedback * table.score_spread / self.mean_length
+        self._price_per_request = self.settings.feedback * table.score_spread
+        self._seen, self._mean_work = 0, 0.0  # requests, and the mean of their work
         self._stamp, self._tick = np.zeros(rows, np.int64), 0
         self._waiting: list[_Waiting] = []
         self._arrivals = 0
@@ -223,8 +226,11 @@ class CapacityScheduler:
             scores += self._cache_weight * cached / max(len(prompt_ids), 1)
             uncached = np.maximum(uncached - cached, 0)
         self._arrivals += 1
+        self._seen += 1
+        prompt_work = self.settings.prompt_cost * uncached
+        self._mean_work += (expected + prompt_work.min() - self._mean_work) / self._seen
         prompt = None if self._prefixes is None else np.asarray(prompt_ids, np.int64)
-        return _Waiting(self._arrivals - 1, scores, expected, self.settings.prompt_cost * uncached, prompt)
+        return _Waiting(self._arrivals - 1, scores, expected, prompt_work, prompt)
 
     def _let_go(self, count: int) -> list[Assigned]:
         assigned = self._place(self._waiting, count)
@@ -245,7 +251,8 @@ class CapacityScheduler:
         prompt_work = np.stack([request.prompt_work for request in window])
         work = prompt_work + expected[:, None]
         lead = self._expected - self._expected[columns].mean()
-        value = _of(columns, scores - self._prices - self._price_per_token * lead)
+        price = self._price_per_request * lead / max(self._mean_work, LEAST_WORK)
+        value = _of(columns, scores - self._prices - price)
         costs, room = _of(columns, work), (self._limit(work, columns) - self._work)[columns]
         chosen = _greedy(value, costs, room, self._work[columns])
         if len(window) > 1:
@@ -269,7 +276,7 @@ class CapacityScheduler:
         """
         D = len(columns)
         mean = (self._work[columns].sum() + work[:, columns].min(axis=1).sum()) / D
-        return float(mean + max(self.settings.lead_requests * self.mean_length / D, self.settings.lead_share * mean))
+        return float(mean + max(self.settings.lead_requests * self._mean_work / D, self.settings.lead_share * mean))
 
 
 def _of(columns: np.ndarray, array: np.ndarray) -> np.ndarray:

@@ -47,7 +47,7 @@ class RequestScheduler(Protocol):
     ) -> list[Assigned]:
         """Assign several requests together; expected_tokens: of all of them, or of each."""
 
-    def submit(self, prompt_ids: Sequence[int] | np.ndarray) -> list[Assigned]:
+    def submit(self, prompt_ids: Sequence[int] | np.ndarray, expected_tokens: float | None = None) -> list[Assigned]:
         """Add one request to the waiting window; returns the requests that are assigned now."""
 
     def flush(self) -> list[Assigned]:
@@ -108,7 +108,7 @@ class OneByOne:
         """Assign the requests one after the other."""
         return [self.admit(prompt, allowed=allowed) for prompt in prompts]
 
-    def submit(self, prompt_ids: Sequence[int] | np.ndarray) -> list[Assigned]:
+    def submit(self, prompt_ids: Sequence[int] | np.ndarray, expected_tokens: float | None = None) -> list[Assigned]:
         """Assign the request at once: no request waits."""
         return [self.admit(prompt_ids)]
 
