@@ -54,7 +54,7 @@ def after_three():
 
 
 def test_preferred_until_its_lead_is_used_up():
-    """Lead: 7/8 of a request of 12 tokens of work (2 prompt, 10 decode), so 10.5 above the mean: 0 (12 against a mean
+    """Lead: .96 of a request of 12 tokens of work (2 prompt, 10 decode), so 11.5 above the mean: 0 (12 against a mean
     of 6), then 24 against 12 would be 12 above."""
     balancer = RequestBalancer(plan(request_map()), Clock())
     assert [balancer.choose([1, 2]) for _ in range(5)] == [0, 1, 0, 1, 0]

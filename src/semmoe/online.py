@@ -11,7 +11,7 @@ from semmoe.requests.capacity import CapacityScheduler, SchedulerSettings
 from semmoe.requests.policy import PromptScores, RoundRobin
 from semmoe.requests.scheduler import RequestScheduler, RoundRobinScheduler
 
-LIVE_LEAD = 0.875  # mean requests by which a live group may lead; at 1 a token decides whether two groups are two apart
+LIVE_LEAD = 0.96  # mean requests by which a live group may lead; at 1 a token decides whether equals come two apart
 BATCH_LEAD = 0.05  # share of the mean work by which a group of a batch may exceed it, unless a single request is larger
 SCHEDULERS: dict[str, Callable[[Any, SchedulerSettings], RequestScheduler]] = {
     RoundRobin.kind: lambda policy, settings: RoundRobinScheduler(policy),
