@@ -562,9 +562,8 @@ def test_ctrl_c_leaves_a_usable_trace_and_a_second_run_completes_it(tmp_path):
     (tmp_path / "many.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
     trace = tmp_path / "trace"
     arguments = ["profile", "tiny", "--dataset", tmp_path / "many.jsonl", "--batch-size", 4, "--out", trace]
-    code = (
-        "import semmoe.engines.transformers.model; from semmoe.cli import main; main()"  # its import is not recording
-    )
+    # The import of a model's code takes seconds, and is not recording.
+    code = "import semmoe.engines.transformers.model; from semmoe.cli import main; main()"
     process = subprocess.Popen(
         [sys.executable, "-c", code, *map(str, arguments)], stderr=subprocess.PIPE, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
