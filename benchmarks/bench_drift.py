@@ -1,7 +1,7 @@
 """Traffic that drifts, served on a plan that stays, one that `semmoe adapt` lets follow, and one that knew the future.
 
     OMP_NUM_THREADS=1 .venv-vllm/bin/python benchmarks/bench_drift.py --engine sglang|vllm [--attention dp|tp]
-        [--shape block] [--requests 2400] [--schedule 0] [--only frozen adapt known eplb] [--out FILE]
+        [--shape block] [--requests 2400] [--schedule 0] [--profiled 200] [--only frozen adapt known eplb] [--out FILE]
 
 In the engine's own environment (SGLang: with SGLANG_USE_CPU_ENGINE=1). The plan is profiled on the first kinds of text
 (`drift.FIRST`; for the shape `stable` on all), from documents that are never served. `known` swaps, when kinds change,
@@ -75,6 +75,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=2400)
     parser.add_argument("--redundant-experts", type=int, default=8)
     parser.add_argument("--schedule", type=float, default=0, help="seconds; adapt also solves as often, 0: on drift")
+    parser.add_argument("--profiled", type=int, default=200, help="prompts that each plan is profiled on")
+    parser.add_argument("--profiled-answers", type=int, default=0, help="tokens of their answers")
     parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES[:3]))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="append the JSON line to this file too")
@@ -206,7 +208,9 @@ def main() -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="semmoe-") as scratch:
             texts = drift.texts(load_tokenizer(str(MODEL)))
-            plans = drift.make_plans(texts, a.attention, a.redundant_experts, Path(scratch))
+            plans = drift.make_plans(
+                texts, a.attention, a.redundant_experts, Path(scratch), a.profiled, a.profiled_answers
+            )
             if "adapt" in a.only:
                 links_file(plans["first"].parent)
             prompts, _ = drift.draw(texts, a.shape, a.requests, a.seed)

@@ -77,14 +77,16 @@ def draw(found: Texts, shape: str, requests: int, seed: int = 0, blocks: int = 4
     return [pools[int(o)][rng.integers(len(pools[int(o)]))] for o in other], other
 
 
-def make_plans(found: Texts, attention: str, copies: int, folder: Path) -> dict[str, Path]:
-    """Plans by what they are profiled on: the first kinds, the others, all."""
+def make_plans(
+    found: Texts, attention: str, copies: int, folder: Path, prompts: int = 200, answers: int = 0
+) -> dict[str, Path]:
+    """Plans by what they are profiled on: the first kinds, the others, all; so many prompts, and tokens an answer."""
     model, topology = load_model(str(MODEL)), Topology.for_attention(attention, RANKS)
     sides = {"first": found.profile["first"], "others": found.profile["others"]}
     sides["all"] = [p for pair in zip(*sides.values(), strict=False) for p in pair]
     out = {}
-    for name, prompts in sides.items():
-        trace = record(model, str(MODEL), prompts[:200], folder / f"trace-{name}")
+    for name, own in sides.items():
+        trace = record(model, str(MODEL), own[:prompts], folder / f"trace-{name}", max_new_tokens=answers)
         out[name] = folder / name
         save_plan(solve(trace, topology, SolveSettings(redundant_experts=copies)), out[name])
     return out

@@ -325,6 +325,13 @@ def test_a_plan_that_names_no_requests_is_doubted(work, tmp_path):
     assert "does not say which requests it was solved on" in result.stderr
 
 
+def test_a_plan_says_for_how_many_requests_at_a_time_it_expects(work, tmp_path):
+    words = ["solve", work / "trace", "--ep-size", 2, "--attention", "dp", "--running", 3]
+    result = run(*words, "--out", tmp_path / "plan")
+    assert "held-out requests, 3 at a time on each rank" in " ".join(result.output.split())
+    assert load_plan(tmp_path / "plan").expected["running"] == 3
+
+
 def test_answers_that_stand_for_prompts_are_said_in_attention_dp_alone(tmp_path):
     decoded = npz(tmp_path / "t.npz", phase=np.full(400, DECODE, np.uint8))
     warning = "20 of 20 requests have their answers for prompts"
@@ -430,6 +437,9 @@ def test_settings_that_contradict_or_do_nothing_are_refused(work):
         (["solve", "{trace}", "--attention", "hybrid", "--out", "p"], ["dp_size"]),
         (["solve", "{trace}", "--lookback", 9, "--out", "p"], ["--lookback", "less than or equal to 8"]),
         (["solve", "{trace}", "--load-limit", 0.5, "--out", "p"], ["load_limit", "0.5"]),
+        (["replay", "{trace}", "--running", 4], ["--running has no effect", "no requests are scheduled"]),
+        (["solve", "{trace}", "--attention", "dp", "--method", "eplb", "--running", 4, "--out", "p"], ["--running"]),
+        (["replay", "{trace}", "--plan", "{plan}", "--window", 4], ["--window has no effect"]),
         (["replay", "{trace}", "--window", 0], ["--window", "greater than or equal to 1"]),
         (["profile", "absent", "--out", "t"], ["there is no directory absent"]),
         (["profile", MODEL, "--dataset", "absent.jsonl", "--out", "t"], ["no dataset file"]),
@@ -445,7 +455,7 @@ def test_settings_that_contradict_or_do_nothing_are_refused(work):
 )
 def test_a_mistake_is_one_line_and_exit_code_2(arguments, words, work, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    refused(run(*[str(a).replace("{trace}", str(work / "trace")) for a in arguments]), *words)
+    refused(run(*[str(a).format(trace=work / "trace", plan=work / "plan") for a in arguments]), *words)
     assert not list(tmp_path.iterdir())  # nothing half-written
 
 

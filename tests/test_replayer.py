@@ -14,7 +14,7 @@ from test_tokens_slices import random_tables
 
 from semmoe.copychoice import preferred_copies
 from semmoe.core import DECODE, PREFILL
-from semmoe.online import schedule_requests
+from semmoe.online import schedule_live, schedule_requests
 from semmoe.placement.linear import vanilla_plan
 from semmoe.replayer import cut_batches, profiled_requests, replay, scheduled_by_answers, token_groups, token_homes
 from semmoe.requests.policy import PromptScores
@@ -66,6 +66,19 @@ def test_planted_structure_pays_on_requests_not_seen_before():
     result = replay(evaluation, plan, ReplaySettings(batch_tokens=48))
     assert result.total.lar == 1.0
     assert result.token_max_over_mean == 1.0
+
+
+def test_few_requests_at_a_time_leave_less_choice():
+    """All of one kind, then all of the other, each at home on one rank: a server with few keeps its ranks even, and
+    sends many away; one with as many as there are none.
+    """
+    trace = planted_trace(2, 1, requests_per_group=20)[0]
+    ordered, topology = trace.select(np.r_[0:40:2, 1:40:2]), Topology(ep_size=2, dp_size=2)
+    plan = solve(trace, topology, SolveSettings(cocluster=CoclusterSettings(starts=1, steps=10)))
+    many, few = (replay(ordered, plan, ReplaySettings(running=running)).total.lar for running in (0, 1))
+    assert many == 1.0
+    assert few < 0.7
+    assert replay(ordered, plan, groups=schedule_live(ordered, plan, 2)).total.lar == few
 
 
 def test_metrics_have_their_json_names():

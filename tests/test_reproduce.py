@@ -235,13 +235,13 @@ def test_latency_by_length_is_of_vanillas_in_the_same_run(tmp_path):
 
 
 def test_a_gain_is_what_paired_rounds_allow_to_claim(tmp_path):
-    found, claim = sweep(), {"name": "DP, plan", "run": "light", "column": "request_throughput", "ratio": 1.4,
+    found, claim = sweep(), {"name": "DP, plan", "run": "light", "column": "request_throughput", "ratio": 1.3,
                              "low": 0.9, "high": 1.6, "placebo": [0.8, 1.2], "rounds": 7,
                              "says": "no difference seen"}  # fmt: skip
     (tmp_path / "x.txt").write_text(f"Engine 1, torch\n{json.dumps({**found, 'claims': [claim]})}\n")
     [comparison] = serving.figure4(Inputs(results=tmp_path)).comparisons
     assert comparison.measured == (
-        "plan: 1.40 (14 tokens/s; requests served at that rate, of vanilla's: no difference seen)"
+        "plan: 1.30 (13 tokens/s; requests served at that rate, of vanilla's: no difference seen)"
     )
     assert "59 %" in comparison.why
 

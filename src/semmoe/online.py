@@ -37,8 +37,12 @@ def schedule_requests(
     For policies that keep a ledger: lengths (R,) are decode tokens; the scheduler learns the length of a request once
     more than `unfinished` others have arrived after it (None: never). window: requests that are assigned together.
     """
-    settings = SchedulerSettings(max_wait=window if window > 1 else 0, release=max(window // 4, 1))
-    return schedule_with(start(plan.requests, settings), prompts, lengths, unfinished)
+    return schedule_with(start(plan.requests, SchedulerSettings(**_waits(window))), prompts, lengths, unfinished)
+
+
+def _waits(window: int) -> dict[str, Any]:
+    """Scheduler settings with which so many requests are assigned together."""
+    return {"max_wait": window if window > 1 else 0, "release": max(window // 4, 1)}
 
 
 def schedule_batch(prompts: Sequence[Sequence[int] | np.ndarray], plan: Plan, new_tokens: int) -> np.ndarray:
@@ -75,12 +79,12 @@ def schedule_with(
     return np.array([one.group for one in sorted(assigned, key=lambda one: one.request)], np.int64)
 
 
-def schedule_live(trace: RoutingTrace, plan: Plan, running: int) -> np.ndarray:
+def schedule_live(trace: RoutingTrace, plan: Plan, running: int, window: int = 1) -> np.ndarray:
     """(R,) int64: groups of a trace's requests in their order, as a server assigns them of which so many run.
 
     A server expects at most what a request may decode; of that a trace knows what it did decode.
     """
-    scheduler = start(plan.requests, live_settings(plan.topology.dp_size))
+    scheduler = start(plan.requests, live_settings(plan.topology.dp_size, **_waits(window)))
     prompts = [trace.prompt(request) for request in range(trace.num_requests)]
     decoded = np.bincount(trace.request_of_token()[trace.phase == DECODE], minlength=trace.num_requests)
     expected = [expected_tokens(scheduler.mean_length, int(fed) + 1) for fed in decoded]

@@ -15,7 +15,7 @@ from semmoe import html
 from semmoe.copychoice import copy_choice
 from semmoe.core import DECODE, Evidence, Plan, RoutingTrace
 from semmoe.metrics import Traffic, layer_traffic, max_over_mean, max_over_median, sum_traffic
-from semmoe.online import schedule_requests
+from semmoe.online import schedule_live, schedule_requests
 from semmoe.rowcosts import KINDS, hops
 from semmoe.settings import ReplaySettings
 from semmoe.topology import Topology
@@ -183,9 +183,11 @@ def scheduled_by_answers(trace: RoutingTrace, topology: Topology) -> int:
 
 def token_groups(trace: RoutingTrace, plan: Plan, settings: ReplaySettings) -> np.ndarray:
     """(T,) the attention group of each token: requests are scheduled by their prompts in the order of the trace."""
-    prompts = [trace.prompt(r) for r in range(trace.num_requests)]
-    lengths = np.diff(trace.request_offsets)
-    groups = schedule_requests(prompts, plan, lengths, settings.window, settings.unfinished)
+    if settings.running:
+        groups = schedule_live(trace, plan, settings.running * plan.topology.dp_size, settings.window)
+    else:
+        prompts, lengths = [trace.prompt(r) for r in range(trace.num_requests)], np.diff(trace.request_offsets)
+        groups = schedule_requests(prompts, plan, lengths, settings.window, settings.unfinished)
     return groups[trace.request_of_token()]
 
 

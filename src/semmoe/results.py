@@ -14,6 +14,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 LIGHT, AT_ONCE = "light", "all at once"  # names of runs; the others are "R requests/s" and "N tokens"
+PAIRED = {"output_throughput": "request_throughput"}  # in proportion: every answer has as many tokens
 Values = dict[str, float]
 
 
@@ -65,7 +66,10 @@ class ServingSweep(BaseModel):
     claims: list[Claim] = []  # none in files of the benchmark before
 
     def figure(self, name: str, run: str, column: str) -> float | None:
-        """Median over rounds of what a set-up had in a run, None where it had none."""
+        """Median over rounds, None without any; of paired ones vanilla's by the median ratio, since days differ."""
+        vanilla = f"{name.split(',')[0]}, vanilla"
+        if name != vanilla and (claim := self.claim(name, run, PAIRED.get(column, column))):
+            return claim.ratio * (self.figure(vanilla, run, column) or 0.0)
         found = [v.runs[run][column] for v in self.visits if v.name == name and column in v.runs.get(run, {})]
         return median(found) if found else None
 
@@ -229,6 +233,7 @@ class Expected(Figures, Judged):
     holdout: Share
     requests: int
     scheduled_by_answers: int = 0  # requests whose groups were chosen by their answers, for lack of prompts
+    running: int = 0  # requests at a time on each rank; 0: many
     batch_tokens: int
     batches: Name
     seed: int

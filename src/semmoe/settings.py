@@ -135,10 +135,14 @@ class SolveSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplaySettings:
+class RunningSettings:
+    running: int = number(0, 0, 1 << 20, help="attention-DP: requests at a time on each rank; 0: many.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplaySettings(RunningSettings):
     batch_tokens: int = number(1024, *TOKENS, help="Tokens of a batch, all ranks together.")
     batches: str = choice("mixed", ("mixed", "prefill"), help="mixed: decode-like; prefill: consecutive.")
-    # attention-DP: requests that are assigned together
     window: int = number(1, 1, 1 << 20, help="semmoe, attention-DP: requests that are assigned together.")
     # attention-DP: the length of a request is known once more than this many have arrived after it
     unfinished: int = number(32, 0, 1 << 20)

@@ -33,7 +33,7 @@ from semmoe.core import Plan, RoutingTrace
 from semmoe.cost import LayerShape
 from semmoe.methods import METHODS, check_applies
 from semmoe.results import AffinityFile
-from semmoe.settings import QUICK, THOROUGH, CoclusterSettings, ReplaySettings, SolveSettings
+from semmoe.settings import QUICK, THOROUGH, CoclusterSettings, ReplaySettings, RunningSettings, SolveSettings
 from semmoe.topology import Fingerprint, Topology
 
 OBJECTIVE = ["load_limit", "remote_rank_cost", "remote_node_cost", "phase", "groups"]
@@ -102,7 +102,7 @@ def affinity(
 
 
 @app.command(rich_help_panel=OFFLINE)
-@takes(given=GivenTopology, settings=SolveSettings, widths=Widths)
+@takes(given=GivenTopology, settings=SolveSettings, widths=Widths, served=RunningSettings)
 def solve(
     ctx: typer.Context,
     trace: TraceArgument,
@@ -116,6 +116,7 @@ def solve(
     links: LinksOption = None,
     decode_links: DecodeLinksOption = None,
     widths: Any = None,
+    served: Any = None,
     model: ModelOption = None,
     begin: BeginOption = None,
     quick: QuickOption = False,
@@ -145,7 +146,7 @@ def solve(
     check_inputs(opened, topology, solving, previous)
     shape = _layer_shape(opened.fingerprint, widths())
     costs = phase_costs(ctx, charged, topology, solving.cocluster)
-    plan = _solve(opened, topology, solving, charged, costs, shape, model, previous)
+    plan = _solve(opened, topology, solving, charged, costs, shape, model, previous, served().running)
     save_plan(plan, out)
     told = {"plan": str(out), "scheduled_by_answers": warn_of_answers(opened, topology), **_moved(plan, previous)}
     _warn_of_plan(plan, solving.cocluster.load_limit, shape)
@@ -221,6 +222,7 @@ def _solve(
     shape: LayerShape | None,
     model: str | None,
     previous: Plan | None,
+    running: int,
 ) -> Plan:
     """Solve the plan, and estimate what it does for held-out requests."""
     from semmoe.expectation import expect
@@ -230,7 +232,7 @@ def _solve(
     layers, begun, budget = trace.fingerprint.num_layers, monotonic(), solving.cocluster.budget
     if budget is not None:
         solving = _searching(solving, budget=budget / 2)
-    measure = ReplaySettings(batch_tokens=solving.cocluster.batch_tokens, seed=solving.seed)
+    measure = ReplaySettings(batch_tokens=solving.cocluster.batch_tokens, seed=solving.seed, running=running)
     with console.bars() as bars:
         advance = bars.task("solving without held-out requests", layers)
         expected = expect(
@@ -266,7 +268,8 @@ def _print_expected(out: Path, method: str, expected: dict[str, Any] | None) -> 
     if expected is None:
         console.out.print(f"{out}: too few requests to hold any out, so nothing can be expected of this plan")
         return
-    title = f"{out}: expected, from {expected['requests']} held-out requests"
+    served = f", {expected['running']} at a time on each rank" if expected["running"] else ""
+    title = f"{out}: expected, from {expected['requests']} held-out requests{served}"
     console.print_table(title, *tables.metrics({method: expected, **expected["others"]}))
     tables.print_prediction(method, {**expected, "layers": []})  # single layers are for the report
     _print_verdict(expected)
@@ -308,6 +311,13 @@ def refuse_idle(ctx: typer.Context, methods: list[str], topology: Topology) -> N
         refuse_given(ctx, ["time_limit"], f"no integer program is solved by {', '.join(methods)}")
     if topology.num_nodes == 1:
         refuse_given(ctx, ["remote_node_cost", "groups"], "all ranks are on one node")
+    ledgers = [name for name in methods if name == "semmoe" or METHODS[name].needs_groups]
+    refuse_unscheduled(ctx, topology.dp_size > 1 and len(ledgers) > 0)
+
+
+def refuse_unscheduled(ctx: typer.Context, scheduled: bool) -> None:
+    if not scheduled:
+        refuse_given(ctx, ["window", "running"], "no requests are scheduled by their work")
 
 
 def model_embeddings(model: str, expected: Fingerprint) -> Any:

@@ -10,7 +10,15 @@ from semmoe import console, tables
 from semmoe.cli.app import OFFLINE, app, refuse_given
 from semmoe.cli.form import takes
 from semmoe.cli.links import DecodeLinksOption, LinksOption, PhaseCosts, phase_costs, phase_links
-from semmoe.cli.offline import METHOD_NAMES, OBJECTIVE, ModelOption, model_embeddings, refuse_idle, warn_of_answers
+from semmoe.cli.offline import (
+    METHOD_NAMES,
+    OBJECTIVE,
+    ModelOption,
+    model_embeddings,
+    refuse_idle,
+    refuse_unscheduled,
+    warn_of_answers,
+)
 from semmoe.cli.options import (
     METHOD,
     OFFLINE_RANKS,
@@ -87,7 +95,7 @@ def replay(
     if plan is not None:
         refuse_given(ctx, DECIDED, "--plan decides it")
         opened = read_trace(trace, scoring.seed)
-        topology, methods = _replay_plan(opened, plan, scoring, settings)
+        topology, methods = _replay_plan(ctx, opened, plan, scoring, settings)
     else:
         topology, solve_by = resolve_topology(None, given(), OFFLINE_RANKS), solving()
         costs = phase_costs(ctx, phase_links(links, decode_links, topology), topology, solve_by.cocluster)
@@ -121,14 +129,16 @@ def _said_of(solving: SolveSettings) -> dict[str, Any]:
 
 
 def _replay_plan(
-    trace: RoutingTrace, path: Path, measure: ReplaySettings, settings: dict[str, Any]
+    ctx: typer.Context, trace: RoutingTrace, path: Path, measure: ReplaySettings, settings: dict[str, Any]
 ) -> tuple[Topology, dict[str, dict[str, Any]]]:
+    from semmoe.online import start
     from semmoe.placement.linear import vanilla_plan
     from semmoe.plan import load_plan
     from semmoe.replayer import profiled_requests
     from semmoe.solver import score
 
     plan = load_plan(path)
+    refuse_unscheduled(ctx, start(plan.requests).keeps_ledger)
     settings |= {"plan": str(path), **asdict(plan.topology)}
     profiled = profiled_requests(trace, plan)
     settings |= {"profiled": bool(profiled), "profiled_requests": profiled, "requests": trace.num_requests}

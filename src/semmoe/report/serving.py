@@ -60,15 +60,8 @@ def points(found: Sweep, name: str, column: str) -> tuple[list[float], list[floa
 
 
 def _table(found: Sweep, attention: str, names: list[str]) -> Table:
-    columns = [
-        "configuration, run",
-        "requests/s",
-        "tokens/s",
-        "TTFT p50",
-        "TTFT p99",
-        "end to end p50",
-        "end to end p99",
-    ]
+    columns = ["configuration, run", "requests/s", "tokens/s"]
+    columns += ["TTFT p50", "TTFT p99", "end to end p50", "end to end p99"]
     speeds = ("request_throughput", "output_throughput")
     times = ("median_ttft_ms", "p99_ttft_ms", "median_e2e_ms", "p99_e2e_ms")
     rows = [
@@ -80,5 +73,6 @@ def _table(found: Sweep, attention: str, names: list[str]) -> Table:
         for name in names
         for run in found.sweep.runs(name)
     ]
-    caption = f"Every run, attention {words.name(attention).upper()}; times in ms, medians over rounds"
+    rounds = "medians over rounds; paired ones: vanilla's, times that of ratios"
+    caption = f"Every run, attention {words.name(attention).upper()}; times in ms, {rounds}"
     return Table(caption, columns, rows[:MOST_RUNS])

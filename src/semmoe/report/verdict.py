@@ -113,6 +113,7 @@ def _predicted(plan: PlanFile) -> str:
             "(semmoe solve --hidden-size H --expert-size F)."
         )
     batch = f"{expected.tokens_per_batch:,.0f} tokens per batch"
+    batch += f", {words.count(expected.running, 'request')} at a time on each rank" if expected.running else ""
     sentence = f"Predicted for {words.links(expected.links)}, {batch}: {expected.verdict.sentence}."
     decode = expected.decode
     if decode is not None and decode.verdict is not None and decode.links is not None:

@@ -117,14 +117,15 @@ def record(
     folder: Path,
     progress: Callable[[int], None] = lambda done: None,
     lookahead: bool = False,
+    max_new_tokens: int = 0,
 ) -> RoutingTrace:
-    """Record the prefill of prompts by a model loaded from `model_path`; returns the trace, which is in `folder`."""
+    """Record prompts and their answers by a model loaded from `model_path`; returns the trace, which is in `folder`."""
     identity = fingerprint_of(model_path)
     planes = lookahead_planes(model_path, identity) if lookahead else 0
     header = TraceHeader(fingerprint=identity, dataset_hash=digest(prompts), settings={}, lookahead=planes)
     with TraceWriter(folder, header, hashed=read_hashed(model_path, identity)) as writer:
         progress(writer.num_requests)
-        record_prompts(model, prompts, writer, progress=progress)
+        record_prompts(model, prompts, writer, progress=progress, max_new_tokens=max_new_tokens)
     return open_trace(folder)
 
 
