@@ -28,7 +28,7 @@ ROOMS = {
     "methods": 1380,
     "plan.py": 200,
     "solver.py expectation.py": 330,
-    "replayer.py online.py": 346,
+    "replayer.py online.py": 350,
     "runtime": 3130,
     "checkpoint": 1390,
     "engines": 10_505,

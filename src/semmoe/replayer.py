@@ -182,11 +182,16 @@ def scheduled_by_answers(trace: RoutingTrace, topology: Topology) -> int:
 
 
 def token_groups(trace: RoutingTrace, plan: Plan, settings: ReplaySettings) -> np.ndarray:
-    """(T,) the attention group of each token: requests are scheduled by their prompts in the order of the trace."""
+    """(T,) the attention group of each token: requests are scheduled by their prompts in the order of the trace, or for
+    a stated number at a time in random order, since a recorded order is that in which the plan then served let them end.
+    """
+    lengths = np.diff(trace.request_offsets)
     if settings.running:
-        groups = schedule_live(trace, plan, settings.running * plan.topology.dp_size, settings.window)
+        order, groups = np.random.default_rng(settings.seed).permutation(trace.num_requests), np.zeros_like(lengths)
+        running = settings.running * plan.topology.dp_size
+        groups[order] = schedule_live(trace.select(order), plan, running, settings.window)
     else:
-        prompts, lengths = [trace.prompt(r) for r in range(trace.num_requests)], np.diff(trace.request_offsets)
+        prompts = [trace.prompt(r) for r in range(trace.num_requests)]
         groups = schedule_requests(prompts, plan, lengths, settings.window, settings.unfinished)
     return groups[trace.request_of_token()]
 
