@@ -311,8 +311,7 @@ def refuse_idle(ctx: typer.Context, methods: list[str], topology: Topology) -> N
         refuse_given(ctx, ["time_limit"], f"no integer program is solved by {', '.join(methods)}")
     if topology.num_nodes == 1:
         refuse_given(ctx, ["remote_node_cost", "groups"], "all ranks are on one node")
-    ledgers = [name for name in methods if name == "semmoe" or METHODS[name].needs_groups]
-    refuse_unscheduled(ctx, topology.dp_size > 1 and len(ledgers) > 0)
+    refuse_unscheduled(ctx, topology.dp_size > 1 and any(m == "semmoe" or METHODS[m].needs_groups for m in methods))
 
 
 def refuse_unscheduled(ctx: typer.Context, scheduled: bool) -> None:
