@@ -183,7 +183,7 @@ def scheduled_by_answers(trace: RoutingTrace, topology: Topology) -> int:
 
 def token_groups(trace: RoutingTrace, plan: Plan, settings: ReplaySettings) -> np.ndarray:
     """(T,) the attention group of each token: requests are scheduled by their prompts in the order of the trace, or for
-    a stated number at a time in random order, since a recorded order is that in which the plan then served let them end.
+    a stated number at a time in random order, since a recorded order is that in which a plan let them end.
     """
     lengths = np.diff(trace.request_offsets)
     if settings.running:
