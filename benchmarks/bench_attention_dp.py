@@ -13,7 +13,11 @@ plans from the tokens of one phase or of both, scored on those of each. With --a
 ranks are chosen by what prompts' token ids predict, by the experts that prefill has routed the prompt to, or by the
 experts that decode will use; LAR of the decoded tokens. With --live: requests arrive while others run,
 so many on average, and end at random; LAR, and the requests of the fullest group over an even share, which a pass
-waits for, by the bound on a group's lead.
+waits for, by the bound on a group's lead. Then the pass that follows, over one of a plan-less engine whose groups are
+even, of which a share s is the all-to-all and a part g of the rest grows with the fullest group:
+    s (1 - LAR) / (1 - 1 / D) + (1 - s) (1 - g + g fullest)
+with requests in turn, on the bound that engines have, and on the best of those tried, which is what a price of load,
+however well known, could reach.
 """
 
 import argparse
@@ -24,10 +28,11 @@ from bench_plans import KnownRouting, local_pairs
 
 from semmoe.core import DECODE, PREFILL, Plan, RoutingTrace
 from semmoe.metrics import max_over_mean
-from semmoe.online import live_settings, schedule_with
+from semmoe.online import LIVE_LEAD, live_settings, schedule_with, start
 from semmoe.placement import cocluster
 from semmoe.replayer import replay
 from semmoe.requests.capacity import CapacityScheduler, SchedulerSettings
+from semmoe.requests.policy import RoundRobin
 from semmoe.settings import ReplaySettings, SolveSettings
 from semmoe.solver import solve
 from semmoe.splitter import split
@@ -47,6 +52,9 @@ WAYS = {
     "window 128": {"max_wait": 128, "release": 32},
     "window 256": {"max_wait": 256, "release": 64},
 }
+NUMBERS = (1, 2, 4, 8, 32)  # requests that run at a time
+IN_TURN = 0.0
+LEADS = (0.5, LIVE_LEAD, 1.25, 1.5, 2.0, 4.0)
 SPREAD = (0.0, 0.2, 1.0)  # share of the tokens that the search sees at a random home
 
 
@@ -156,10 +164,14 @@ def apart(trace: RoutingTrace, D: int, seeds: int) -> None:
 
 
 def running(trace: RoutingTrace, plan: Plan, lead: float, number: int, new_tokens: float = 16) -> tuple[float, float]:
-    """(LAR, requests of the fullest group over an even share), mean over the arrivals of all requests of a trace."""
+    """(LAR, requests of the fullest group over an even share), mean over the arrivals of all requests of a trace.
+
+    lead: the bound on a group's, in mean requests; IN_TURN: groups get requests in turn, as of engines by default.
+    """
     D, rng = plan.topology.dp_size, np.random.default_rng(0)
     share = local_pairs(trace, plan) / np.diff(trace.request_offsets)[:, None]
-    scheduler = CapacityScheduler(plan.requests, live_settings(D, lead_requests=lead * D))
+    tables = RoundRobin(num_groups=D) if lead == IN_TURN else plan.requests
+    scheduler = start(tables, live_settings(D, lead_requests=lead * D))
     alive: list = []
     found = []
     for r in rng.permutation(trace.num_requests):
@@ -174,18 +186,33 @@ def running(trace: RoutingTrace, plan: Plan, lead: float, number: int, new_token
 
 def live(trace: RoutingTrace, D: int, seeds: int) -> None:
     print(f"EP{D}, mean of {seeds} splits, by requests that run at a time: LAR and fullest group over even, for each")
-    numbers = (1, 2, 4, 8, 32)
-    print(f"  {'':44}" + "  ".join(f"{number:12}" for number in numbers))
+    print(f"  {'':44}" + "  ".join(f"{number:12}" for number in NUMBERS))
     splits = [split(trace, 0.5, seed) for seed in range(seeds)]
     plans = [
         solve(profile, Topology(ep_size=D, dp_size=D), SolveSettings(seed=s)) for s, (profile, _) in enumerate(splits)
     ]
-    for lead in (2.0, 1.0, 0.5):
+    found = {}
+    for lead in (IN_TURN, *LEADS):
         rows = [
-            np.ravel([running(evaluation, plan, lead, number) for number in numbers])
+            np.ravel([running(evaluation, plan, lead, number) for number in NUMBERS])
             for plan, (_, evaluation) in zip(plans, splits, strict=True)
         ]
-        show(f"a lead of {lead} mean requests", rows)
+        show(f"a lead of {lead} mean requests" if lead else "in turn", rows)
+        found[lead] = np.mean(rows, axis=0).reshape(len(NUMBERS), 2)
+    for share in (0.3, 0.59):
+        for growing in (1.0, 0.25):
+            passes = {lead: pass_time(of, D, share, growing) for lead, of in found.items()}
+            best = [min(LEADS, key=lambda lead: passes[lead][n]) for n in range(len(NUMBERS))]
+            print(f"  a pass, s {share:g}, g {growing:g}: in turn, now, at best by lead")
+            for n, lead in enumerate(best):
+                three = (passes[one][n] for one in (IN_TURN, LIVE_LEAD, lead))
+                print(f"  {NUMBERS[n]:6}" + "".join(f"{value:8.3f}" for value in three) + f" at {lead:g}")
+
+
+def pass_time(found: np.ndarray, D: int, share: float, growing: float) -> np.ndarray:
+    """(numbers,) over vanilla's, from LAR and fullest group (numbers, 2); the module's docstring has the formula."""
+    lar, fullest = found.T
+    return share * (1 - lar) / (1 - 1 / D) + (1 - share) * (1 - growing + growing * fullest)
 
 
 def main() -> None:
