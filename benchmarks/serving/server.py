@@ -174,6 +174,8 @@ def _wait(server: Server, timeout: float) -> None:
     end = time.monotonic() + timeout
     while subprocess.run(probe, capture_output=True, check=False).returncode:
         server.check()
+        if f"{server.port}): address already in use" in server.log(0):  # its other processes stay, and never answer
+            raise ServerError(f"port {server.port} was taken meanwhile")
         if time.monotonic() > end:
             raise ServerError(f"no answer within {timeout:.0f} s\n{server.log(0)}")
         time.sleep(1)

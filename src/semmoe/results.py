@@ -69,7 +69,7 @@ class ServingSweep(BaseModel):
         """Median over rounds, None without any; of paired ones vanilla's by the median ratio, since days differ."""
         vanilla = f"{name.split(',')[0]}, vanilla"
         if name != vanilla and (claim := self.claim(name, run, PAIRED.get(column, column))):
-            return claim.ratio * (self.figure(vanilla, run, column) or 0.0)
+            return (base := self.figure(vanilla, run, column)) and claim.ratio * base
         found = [v.runs[run][column] for v in self.visits if v.name == name and column in v.runs.get(run, {})]
         return median(found) if found else None
 
