@@ -8,6 +8,7 @@ import pytest
 from synthetic import planted_trace
 
 from semmoe import watch
+from semmoe.adapt import solving
 from semmoe.adapt.decide import Score, confirm, drifted_since, judge, wants
 from semmoe.adapt.loop import SWITCH, Adapter
 from semmoe.adapt.recording import MORE, PARTS, Recording
@@ -532,20 +533,35 @@ def job(folder, **changes):
 
 @pytest.mark.parametrize("comes_back", [True, False])
 def test_a_plan_that_served_before_is_taken_where_its_traffic_comes_back(tmp_path, comes_back):
-    """Two kinds of requests whose experts are renumbered; the plan of one serves, and requests are of the other."""
-    first = planted_trace(2, 1, requests_per_group=40)[0]
-    rows = np.random.default_rng(0).permutation(8)
-    other = replace(first, expert_ids=rows[first.expert_ids].astype(np.uint8))
-    topology, quick = Topology(ep_size=2), CoclusterSettings(starts=1, steps=10)
-    for name, trace in {"first": first, "other": other}.items():
-        save_plan(solve(trace, topology, SolveSettings(cocluster=quick)), tmp_path / name)
-    save_trace(other, tmp_path / "trace")
+    two_kinds(tmp_path)
     kept = [tmp_path / "other"] if comes_back else []
     found = find(job(tmp_path, kept=kept))
     assert found.path == tmp_path / ("other" if comes_back else "plan")
     assert (tmp_path / "plan").exists() != comes_back
     assert found.new.lar > found.old.lar + 0.2
-    assert load_plan(found.path).topology == topology
+    assert load_plan(found.path).topology == Topology(ep_size=2)
+
+
+def two_kinds(folder):
+    """Two kinds of requests whose experts are renumbered; the plan of one serves, and requests are of the other."""
+    first = planted_trace(2, 1, requests_per_group=40)[0]
+    rows = np.random.default_rng(0).permutation(8)
+    other = replace(first, expert_ids=rows[first.expert_ids].astype(np.uint8))
+    quick = CoclusterSettings(starts=1, steps=10)
+    for name, trace in {"first": first, "other": other}.items():
+        save_plan(solve(trace, Topology(ep_size=2), SolveSettings(cocluster=quick)), folder / name)
+    save_trace(other, folder / "trace")
+
+
+def test_a_plan_that_served_before_and_takes_longer_does_not_keep_a_new_one_from_being_solved(tmp_path, monkeypatch):
+    """More local, but slower on the links: it is not worth a swap, and it would be found again the next time."""
+    two_kinds(tmp_path)
+    seconds = iter([1.0, 2.0, 1.0, 1.0])  # of the plan that serves, the kept one, and two that are solved
+    monkeypatch.setattr(solving, "score", lambda *of: replace(score(*of), seconds_per_token=next(seconds)))
+    found = find(job(tmp_path, kept=[tmp_path / "other"]))
+    assert found.path in (tmp_path / "plan", tmp_path / "afresh")
+    assert found.new.seconds_per_token == 1.0
+    assert found.new.lar > found.old.lar + 0.2
 
 
 def test_the_process_that_solves_stays_and_outlives_a_job_that_fails_or_takes_too_long(tmp_path):

@@ -187,9 +187,8 @@ def token_groups(trace: RoutingTrace, plan: Plan, settings: ReplaySettings) -> n
     """
     lengths = np.diff(trace.request_offsets)
     if settings.running:
-        order, groups = np.random.default_rng(settings.seed).permutation(trace.num_requests), np.zeros_like(lengths)
-        running = settings.running * plan.topology.dp_size
-        groups[order] = schedule_live(trace.select(order), plan, running, settings.window)
+        at, groups = np.random.default_rng(settings.seed).permutation(trace.num_requests), np.zeros_like(lengths)
+        groups[at] = schedule_live(trace.select(at), plan, settings.running * plan.topology.dp_size, settings.window)
     else:
         prompts = [trace.prompt(r) for r in range(trace.num_requests)]
         groups = schedule_requests(prompts, plan, lengths, settings.window, settings.unfinished)

@@ -1,8 +1,8 @@
 """Solve a plan for recorded requests, in a process of its own that stands back behind the server, within a time.
 
 The oldest requests are for solving, from the plan that is served; the newest are for scoring plans. Where traffic comes
-back, a plan that served before is there at once: the best of these is taken if it gains enough, and else a new one is
-solved, which goes to the job's folder.
+back, a plan that served before is there at once: the best of these is taken if it gains enough and takes no longer, and
+else a new one is solved, which goes to the job's folder.
 """
 
 import multiprocessing
@@ -93,7 +93,8 @@ def find(job: Job) -> Found:
     links = load_links(job.links or default_links(old), old.topology)
     before = score(newest, old, links)
     scores = {path: score(newest, load_plan(path), links) for path in job.kept}
-    best = max(scores, key=lambda path: scores[path].lar, default=None)
+    no_longer = [path for path in scores if scores[path].seconds_per_token <= before.seconds_per_token]
+    best = max(no_longer, key=lambda path: scores[path].lar, default=None)
     if best is None or too_little(before, scores[best], job.least_gain):
         scores |= {path: score(newest, load_plan(path), links) for path in _solve(job, seen, old)}
         best = max(
