@@ -11,28 +11,30 @@ share of the tokens at a random home, since the request map sends requests elsew
 With --phases:
 plans from the tokens of one phase or of both, scored on those of each. With --apart: a plan for decode alone, whose
 ranks are chosen by what prompts' token ids predict, by the experts that prefill has routed the prompt to, or by the
-experts that decode will use; LAR of the decoded tokens. With --live: requests arrive while others run,
-so many on average, and end at random; LAR, and the requests of the fullest group over an even share, which a pass
-waits for, by the bound on a group's lead. Then the pass that follows, over one of a plan-less engine whose groups are
-even, of which a share s is the all-to-all and a part g of the rest grows with the fullest group:
-    s (1 - LAR) / (1 - 1 / D) + (1 - s) (1 - g + g fullest)
-with requests in turn, on the bound that engines have, and on the best of those tried, which is what a price of load,
-however well known, could reach.
+experts that decode will use; LAR of the decoded tokens. With --live: a model of a server, in which the next
+request comes as one ends. A pass takes as long as `fixed` tokens, and a token for each token of the fullest group, and
+for its remote pairs what makes the all-to-all that share of the whole, for an engine that knows nothing of experts and
+sends each request where fewest run. Beside that engine, in turn and even with a plan's placement: the scheduler with
+a bound of .96 mean requests on a group's lead and no price, as engines have it, and by the price of a lead.
 """
 
 import argparse
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from bench_plans import KnownRouting, local_pairs
 
 from semmoe.core import DECODE, PREFILL, Plan, RoutingTrace
 from semmoe.metrics import max_over_mean
-from semmoe.online import LIVE_LEAD, live_settings, schedule_with, start
+from semmoe.online import live_settings, schedule_with, start
 from semmoe.placement import cocluster
 from semmoe.replayer import replay
 from semmoe.requests.capacity import CapacityScheduler, SchedulerSettings
 from semmoe.requests.policy import RoundRobin
+from semmoe.requests.scheduler import Assigned
 from semmoe.settings import ReplaySettings, SolveSettings
 from semmoe.solver import solve
 from semmoe.splitter import split
@@ -52,9 +54,9 @@ WAYS = {
     "window 128": {"max_wait": 128, "release": 32},
     "window 256": {"max_wait": 256, "release": 64},
 }
-NUMBERS = (1, 2, 4, 8, 32)  # requests that run at a time
-IN_TURN = 0.0
-LEADS = (0.5, LIVE_LEAD, 1.25, 1.5, 2.0, 4.0)
+NUMBERS = (1, 2, 4, 8, 32)  # requests that run in each group, on average
+FIXED = (4, 64, 512)  # tokens that take as long as a pass without any: of a CPU, of GPUs that decode
+SHARES = (0.15, 0.3, 0.59)
 SPREAD = (0.0, 0.2, 1.0)  # share of the tokens that the search sees at a random home
 
 
@@ -163,56 +165,113 @@ def apart(trace: RoutingTrace, D: int, seeds: int) -> None:
         print("    of splits: " + "  ".join(f"{lar:.3f}" for lar, _ in rows), flush=True)
 
 
-def running(trace: RoutingTrace, plan: Plan, lead: float, number: int, new_tokens: float = 16) -> tuple[float, float]:
-    """(LAR, requests of the fullest group over an even share), mean over the arrivals of all requests of a trace.
+class Even:
+    """The group with the fewest requests, one at random among equals: as even as an engine can keep them."""
 
-    lead: the bound on a group's, in mean requests; IN_TURN: groups get requests in turn, as of engines by default.
-    """
-    D, rng = plan.topology.dp_size, np.random.default_rng(0)
-    share = local_pairs(trace, plan) / np.diff(trace.request_offsets)[:, None]
-    tables = RoundRobin(num_groups=D) if lead == IN_TURN else plan.requests
-    scheduler = start(tables, live_settings(D, lead_requests=lead * D))
-    alive: list = []
-    found = []
-    for r in rng.permutation(trace.num_requests):
-        ends = max(len(alive) - number + 1, int(bool(alive) and rng.random() < 0.5))
-        for _ in range(ends):
-            scheduler.finish(alive.pop(rng.integers(len(alive))), new_tokens)
-        alive.append(scheduler.admit(trace.prompt(r), new_tokens))
-        fullest = np.bincount([one.group for one in alive], minlength=D).max()
-        found.append((share[r, alive[-1].group], fullest / -(-len(alive) // D)))
-    return tuple(np.mean(found, axis=0))
+    def __init__(self, groups: int) -> None:
+        self._running, self._rng = np.zeros(groups), np.random.default_rng(0)
+
+    def admit(self, prompt: np.ndarray, expected_tokens: float) -> Assigned:
+        group = int(np.lexsort((self._rng.random(len(self._running)), self._running))[0])
+        self._running[group] += 1
+        return Assigned(request=0, group=group, work=1.0, prompt_work=0.0)
+
+    def finish(self, assigned: Assigned, actual_tokens: float) -> None:
+        self._running[assigned.group] -= 1
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """Requests in their order; as one ends, the next comes."""
+
+    prompts: list[np.ndarray]
+    decoded: np.ndarray  # (R,) tokens
+    shares: np.ndarray  # (R, D) of the pairs that each group hosts
+
+    def passes(self, scheduler, number: int) -> np.ndarray:
+        """(3,): passes in which `number` run, and the sums over them of the tokens, and of the tokens' remote shares,
+        of the fullest group. A pass holds a token of every request that runs, and all of the prompts that have come.
+        """
+        mean, rng, R = float(self.decoded.mean()), np.random.default_rng(0), len(self.prompts)
+        lengths, sums = np.array([len(prompt) for prompt in self.prompts]), np.zeros(3)
+        handles, group, alive, left = [], np.zeros(R, np.int64), np.zeros(0, np.int64), self.decoded.copy()
+        left[:number] = rng.integers(1, left[:number] + 1)  # so that the first do not end together
+        while (come := len(handles)) + number - len(alive) < R:
+            new = np.arange(come, come + number - len(alive))
+            handles += [scheduler.admit(self.prompts[r], mean) for r in new]
+            group[new] = [handles[r].group for r in new]
+            tokens = np.concatenate([np.ones(len(alive)), lengths[new]])
+            alive = np.concatenate([alive, new])
+            until = int(left[alive].min())
+            sums += self._pass(alive, group[alive], tokens)
+            sums += (until - 1) * self._pass(alive, group[alive], np.ones(len(alive)))
+            left[alive] -= until
+            for r in alive[left[alive] == 0]:
+                scheduler.finish(handles[r], float(self.decoded[r]))
+            alive = alive[left[alive] > 0]
+        return sums
+
+    def _pass(self, alive: np.ndarray, group: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        remote = tokens * (1 - self.shares[alive, group])
+        return np.array([1, *(np.bincount(group, of).max() for of in (tokens, remote))])
+
+
+def arrivals(trace: RoutingTrace, plan: Plan, in_blocks: bool, seed: int) -> Arrivals:
+    """All requests twice: in random order, or with those that prefer one group after those that prefer another."""
+    rng, R = np.random.default_rng(seed), trace.num_requests
+    order = np.concatenate([rng.permutation(R), rng.permutation(R)])
+    if in_blocks:
+        scores = [CapacityScheduler(plan.requests).score(trace.prompt(r)) - plan.requests.prices for r in range(R)]
+        order = np.tile(np.argsort(np.argmax(scores, axis=1) + 0.5 * rng.random(R)), 2)
+    decoded = np.diff(trace.request_offsets)
+    shares = local_pairs(trace, plan) / decoded[:, None]
+    return Arrivals([trace.prompt(r) for r in order], decoded[order], shares[order])
+
+
+def schedulers(plan: Plan) -> dict[str, Any]:
+    """How requests may be assigned, by name; the prices are those of a lead."""
+    D = plan.topology.dp_size
+    priced = {
+        f"{price:g}": start(plan.requests, live_settings(D, lead_price=price)) for price in (0.05, 0.1, 0.2, 0.4, 0.8)
+    }
+    return {
+        "in turn": start(RoundRobin(num_groups=D), live_settings(D)),
+        "even": Even(D),
+        "bound": start(plan.requests, live_settings(D, lead_requests=0.96 * D, lead_price=0.0)),
+        "as is": start(plan.requests, live_settings(D)),
+    } | priced
 
 
 def live(trace: RoutingTrace, D: int, seeds: int) -> None:
-    print(f"EP{D}, mean of {seeds} splits, by requests that run at a time: LAR and fullest group over even, for each")
-    print(f"  {'':44}" + "  ".join(f"{number:12}" for number in NUMBERS))
-    splits = [split(trace, 0.5, seed) for seed in range(seeds)]
+    parts = [split(trace, 0.5, seed) for seed in range(seeds)]
     plans = [
-        solve(profile, Topology(ep_size=D, dp_size=D), SolveSettings(seed=s)) for s, (profile, _) in enumerate(splits)
+        solve(profile, Topology(ep_size=D, dp_size=D), SolveSettings(seed=s)) for s, (profile, _) in enumerate(parts)
     ]
-    found = {}
-    for lead in (IN_TURN, *LEADS):
-        rows = [
-            np.ravel([running(evaluation, plan, lead, number) for number in NUMBERS])
-            for plan, (_, evaluation) in zip(plans, splits, strict=True)
-        ]
-        show(f"a lead of {lead} mean requests" if lead else "in turn", rows)
-        found[lead] = np.mean(rows, axis=0).reshape(len(NUMBERS), 2)
-    for share in (0.3, 0.59):
-        for growing in (1.0, 0.25):
-            passes = {lead: pass_time(of, D, share, growing) for lead, of in found.items()}
-            best = [min(LEADS, key=lambda lead: passes[lead][n]) for n in range(len(NUMBERS))]
-            print(f"  a pass, s {share:g}, g {growing:g}: in turn, now, at best by lead")
-            for n, lead in enumerate(best):
-                three = (passes[one][n] for one in (IN_TURN, LIVE_LEAD, lead))
-                print(f"  {NUMBERS[n]:6}" + "".join(f"{value:8.3f}" for value in three) + f" at {lead:g}")
+    for in_blocks in (False, True):
+        found: dict[tuple, list] = {}
+        for seed, (plan, (_, evaluation)) in enumerate(zip(plans, parts, strict=True)):
+            given = arrivals(evaluation, plan, in_blocks, seed)
+            blind = replace(given, shares=np.full_like(given.shares, 1 / D))
+            for number in NUMBERS:
+                without = blind.passes(Even(D), number * D)
+                each = {name: given.passes(one, number * D) for name, one in schedulers(plan).items()}
+                for fixed, share in product(FIXED, SHARES):
+                    price = share / (1 - share) * (fixed * without[0] + without[1]) / without[2]
+                    weights = np.array([fixed, 1, price])
+                    row = [of @ weights / (without @ weights) for of in each.values()]
+                    found.setdefault((number, fixed, share), []).append(row)
+        show_live(D, seeds, "in blocks" if in_blocks else "mixed", list(each), found)
 
 
-def pass_time(found: np.ndarray, D: int, share: float, growing: float) -> np.ndarray:
-    """(numbers,) over vanilla's, from LAR and fullest group (numbers, 2); the module's docstring has the formula."""
-    lar, fullest = found.T
-    return share * (1 - lar) / (1 - 1 / D) + (1 - share) * (1 - growing + growing * fullest)
+def show_live(D: int, seeds: int, order: str, names: list[str], found: dict[tuple, list]) -> None:
+    print(f"EP{D}, requests {order}, mean of {seeds} splits: time over that of an engine without a plan that is even")
+    print(f"  {'requests a rank, fixed, share':30}" + "".join(f"{name:>8}" for name in names))
+    rows = np.array([np.mean(of, axis=0) for of in found.values()])
+    for (number, fixed, share), row in zip(found, rows, strict=True):
+        print(f"  {number:14}{fixed:8}{share:8.2f}" + "".join(f"{value:8.3f}" for value in row))
+    over = rows - rows[:, [names.index("even")]]
+    for what, row in (("mean", rows.mean(axis=0)), ("at worst above even, plan and all", over.max(axis=0))):
+        print(f"  {what:30}" + "".join(f"{value:8.3f}" for value in row), flush=True)
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
 OUTSIDE = ("tests", "benchmarks", "lab", "docs", "examples")
-TOTAL, FILE, FUNCTION = 35_200, 350, 50
+TOTAL, FILE, FUNCTION = 35_215, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 335,
@@ -23,7 +23,7 @@ ROOMS = {
     "settings.py calibration.py cost.py rowcosts.py payoff.py": 1000,
     "results.py": 342,
     "tokens": 1115,
-    "requests": 1060,
+    "requests": 1070,
     "placement": 2720,
     "methods": 1380,
     "plan.py": 200,

@@ -26,9 +26,11 @@ LOW, HIGH = [1, 2, 3], [4001, 4002, 4003]  # prompts that prefer rank 0 and rank
 
 
 def request_map(ranks=2, **changes):
-    """Ids of the lower half prefer rank 0, the others rank 1; row V, for unknown ids, none."""
+    """Ids of the lower half prefer rank 0, the others rank 1, a prompt of three by a fifth of its pairs; row V, for
+    unknown ids, none.
+    """
     scores = np.zeros((VOCAB + 1, ranks), np.float32)
-    scores[: VOCAB // 2, 0] = scores[VOCAB // 2 : VOCAB, 1] = 1
+    scores[: VOCAB // 2, 0] = scores[VOCAB // 2 : VOCAB, 1] = 0.2 / np.sqrt(3)
     zeros = np.zeros(ranks, np.float32)
     values = {"token_scores": scores, "token_weights": np.ones(VOCAB + 1, np.float32), "bias": zeros, "prices": zeros,
               "score_spread": 0.0, "mean_length": MEAN}  # fmt: skip

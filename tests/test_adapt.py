@@ -592,5 +592,5 @@ def test_a_score_does_not_hang_on_the_order_in_which_ranks_were_joined(tmp_path)
     found = [score(trace.select(order), plan, links).lar for order in (turns, one_by_one)]
     live = [replay(trace.select(order), plan, groups=schedule_live(trace.select(order), plan, 8)).total.lar
             for order in (turns, one_by_one)]  # fmt: skip
-    assert live[0] - live[1] > 0.4, "the order of arrival does matter"
+    assert live[0] - live[1] > 0.25, "the order of arrival does matter"
     assert abs(found[0] - found[1]) < 0.1

@@ -1,5 +1,7 @@
 """Requests to the ranks of a live engine: the plan's choice under the load that runs now."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -26,9 +28,9 @@ def plan(requests, groups=2):
 
 
 def request_map(preferred=0):
-    """Every id prefers one group; the last row, for unknown ids, none."""
+    """Every id prefers one group, a prompt of two by a fifth of its pairs; the last row, for unknown ids, none."""
     scores = np.zeros((V + 1, 2), np.float32)
-    scores[:V, preferred] = 1
+    scores[:V, preferred] = 0.2 / np.sqrt(2)
     zeros = np.zeros(2, np.float32)
     return PromptScores(token_scores=scores, token_weights=np.ones(V + 1, np.float32), bias=zeros, prices=zeros,
                       score_spread=0.0, mean_length=MEAN)  # fmt: skip
@@ -53,11 +55,18 @@ def after_three():
     return balancer, clock
 
 
-def test_preferred_until_its_lead_is_used_up():
-    """Lead: .96 of a request of 12 tokens of work (2 prompt, 10 decode), so 11.5 above the mean: 0 (12 against a mean
-    of 6), then 24 against 12 would be 12 above."""
+def test_preferred_until_a_lead_costs_more():
+    """A lead of one request costs .25 with one in each rank or fewer (1 and 0), .204 with 1.5 (2 and 1), .158 with 2.5
+    (3 and 2); preferred is rank 0 by .2."""
     balancer = RequestBalancer(plan(request_map()), Clock())
-    assert [balancer.choose([1, 2]) for _ in range(5)] == [0, 1, 0, 1, 0]
+    assert [balancer.choose([1, 2]) for _ in range(6)] == [0, 1, 0, 1, 0, 0]
+
+
+def test_whatever_is_preferred_no_rank_leads_by_more_than_two_requests():
+    """Requests of 12 tokens of work: with 4 on the preferred rank the mean is 2, with 5 and 1 it is 3."""
+    table = request_map()
+    balancer = RequestBalancer(plan(replace(table, token_scores=100 * table.token_scores)), Clock())
+    assert [balancer.choose([1, 2]) for _ in range(8)] == [0, 0, 0, 0, 1, 0, 1, 0]
 
 
 def test_among_idle_ranks_the_preferred_one_is_free_for_a_request_of_any_size():
@@ -75,13 +84,12 @@ def test_what_has_ended_makes_room():
 
 
 def test_of_a_rank_s_requests_the_oldest_has_ended():
-    """Work of 12 and then of 3: with 3 left there is room for one more of 12 (15 against a mean of 7.5), with 12 none
-    (24 against 12)."""
+    """Work of 3 and then of 12: with 12 left a lead costs more than rank 0 is preferred by; with 3 it would not."""
     balancer, clock = after_three()
-    assert [balancer.choose([1, 2]), balancer.choose([1, 2], max_new_tokens=1)] == [0, 0]
+    assert [balancer.choose([1, 2], max_new_tokens=1), balancer.choose([1, 2])] == [0, 0]
     clock.now += 1
     balancer.reconcile(0, 1, as_of=clock.now)
-    assert [balancer.choose([1, 2]) for _ in range(2)] == [0, 1]
+    assert [balancer.choose([1, 2]) for _ in range(2)] == [1, 0]
 
 
 def test_a_load_older_than_a_request_does_not_end_it():
@@ -94,7 +102,7 @@ def test_a_load_older_than_a_request_does_not_end_it():
 
 
 def test_short_answers_count_as_such():
-    """Of 12 tokens of work as those before, a rank has one at a time; of 3, three."""
+    """Of 12 tokens of work as those before, a rank has one at a time; of 3, three: a lead of 6 costs little."""
     balancer, _ = after_three()
     assert [balancer.choose([1, 2]) for _ in range(3)] == [0, 1, 0]
     balancer, _ = after_three()

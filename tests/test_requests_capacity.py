@@ -176,6 +176,24 @@ def test_prices_follow_the_ledger():
     assert [scheduler.assign([0]) for _ in range(6)] == [0, 0, 1, 0, 1, 0]
 
 
+def test_a_lead_costs_less_the_more_requests_run():
+    """Group 0 is better by 0.3 and a lead of one request costs 0.4 over the root of what a group has, at least of one:
+    .4 at (1, 0), .33 at (2, 1), .25 at (3, 2), and twice .23 at (4, 2).
+    """
+    scheduler = CapacityScheduler(make_map([[0.3, 0], [0, 0]]), plain(lead_requests=1000, lead_price=0.4))
+    assert [scheduler.assign([0]) for _ in range(8)] == [0, 1, 0, 1, 0, 0, 1, 0]
+
+
+def test_requests_that_come_together_are_priced_as_those_that_come_one_by_one():
+    """Five of a window that all prefer group 0 by 0.3; without a price all of them would go there."""
+    table = make_map([[0.3, 0], [0, 0]])
+    found = [
+        CapacityScheduler(table, plain(lead_requests=1000, lead_price=price)).assign_window([[0]] * 5)
+        for price in (0.4, 0.0)
+    ]
+    assert found == [[0, 1, 0, 1, 0], [0] * 5]
+
+
 def test_a_finished_request_no_longer_costs_its_group_value():
     """Group 0 is better by 0.25 and one request ahead of the mean would cost it 0.5, if it were still counted."""
     settings = plain(lead_requests=1000, feedback=0.5, keep_finished=False)
@@ -274,7 +292,7 @@ def test_how_far_a_live_group_may_lead_does_not_hang_on_how_much_the_profile_dec
     prompts = [np.full(length, group) for length, group in zip(rng.integers(60, 97, size=400), preferred, strict=True)]
     shares = []
     for mean_length in (90.0, 15.0):
-        table = make_map([[1, 0], [0, 1], [0, 0]], mean_length=mean_length)
+        table = make_map([[0.2, 0], [0, 0.2], [0, 0]], mean_length=mean_length)
         scheduler, running, groups, rng = CapacityScheduler(table, live_settings(2)), [], [], np.random.default_rng(1)
         for prompt in prompts:
             if len(running) == 6:

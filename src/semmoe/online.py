@@ -11,7 +11,8 @@ from semmoe.requests.capacity import CapacityScheduler, SchedulerSettings
 from semmoe.requests.policy import PromptScores, RoundRobin
 from semmoe.requests.scheduler import RequestScheduler, RoundRobinScheduler
 
-LIVE_LEAD = 0.96  # mean requests by which a live group may lead; at 1 a token decides whether equals come two apart
+LIVE_LEAD = 2.0  # mean requests by which a live group may lead
+LIVE_PRICE = 0.25  # of one of them, while one runs in each group: as much as a quarter of a request's pairs at home
 BATCH_LEAD = 0.05  # share of the mean work by which a group of a batch may exceed it, unless a single request is larger
 SCHEDULERS: dict[str, Callable[[Any, SchedulerSettings], RequestScheduler]] = {
     RoundRobin.kind: lambda policy, settings: RoundRobinScheduler(policy),
@@ -94,12 +95,12 @@ def schedule_live(trace: RoutingTrace, plan: Plan, running: int, window: int = 1
 def live_settings(groups: int, **changes: Any) -> SchedulerSettings:
     """Scheduler settings for a live engine, whose ledger holds running work only.
 
-    Such a ledger stays short. A group may be LIVE_LEAD requests above the mean, so that locality decides among groups
-    that are about equally free: every pass takes as long as its fullest group, and with few requests one that waits
-    behind another while a group is idle loses more than locality gains (`benchmarks/bench_attention_dp.py --live`).
+    Such a ledger stays short. Every pass takes as long as its fullest group, so that a lead has a price, and locality
+    decides among groups that are about equally free (`benchmarks/bench_attention_dp.py --live`). The bound is for
+    traffic that the plan does not know, all of which may prefer one group.
     """
-    settings = {"keep_finished": False, "lead_requests": LIVE_LEAD * groups, "prompt_cost": 1.0} | changes
-    return SchedulerSettings(**settings)
+    lead = {"lead_requests": LIVE_LEAD * groups, "lead_price": LIVE_PRICE, "feedback": 0.0}
+    return SchedulerSettings(**({"keep_finished": False, "prompt_cost": 1.0} | lead | changes))
 
 
 def expected_tokens(mean: float, max_new_tokens: int | None) -> float:

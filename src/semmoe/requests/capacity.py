@@ -16,13 +16,17 @@ so far; so that with n requests in the ledger max / mean is at most 1 + max(lead
 loose for few requests, which cannot be balanced anyway, and a fixed share for many. Only the least loaded group is
 exempt: it accepts a request larger than the allowance. When `finish` corrects a length, a group may exceed its bound;
 it then gets no further request until it is within the bound again. A ledger of running requests stays short, so an
-engine sets keep_finished=False and lead_requests to about D, which is about one request ahead of the mean.
+engine sets keep_finished=False and lead_requests to a few times D.
 
 Price. Among the allowed groups the arg-max of score - price is chosen, and among equals the least loaded; without
-scores and prices this is the least-loaded rule. Prices start as the profile's dual prices and rise by
-feedback * score_spread for every mean request by which a group's expected work exceeds the mean, so that the bound is
-rarely reached. True lengths do not change prices: they are noise, which the bound handles, and prices that follow
-noise lose locality.
+scores and prices this is the least-loaded rule. Prices start as the profile's dual prices and rise, for every mean
+request by which a group's expected work exceeds the mean, by
+
+    feedback * score_spread + lead_price / sqrt(max(mean requests of a group, 1))
+
+The first is for a ledger of all work; prices that followed true lengths, which are noise, would lose locality. The
+second is what running requests cost, in shares of a request's pairs: a pass takes as long as its fullest group, which
+one more request makes of a group the less likely the more requests run.
 
 Prefix caches. A policy with a `cache_weight` adds to the score of a group that weight times the share of the prompt
 that the group has cached. The caller states what groups have cached; otherwise it is estimated from the prompts
@@ -33,8 +37,7 @@ the oldest are then released. No request waits for more than `max_wait` further 
 
 Worked example, two groups, requests of work 10, lead_requests 2 (allowance 10 tokens), no share, feedback or prices:
 requests that all prefer group 0 go to groups 0, 0, 1, 0, 1, ..., since group 0 may be 10 tokens ahead of the mean.
-After two requests it is (20, and the mean is 10), so the third goes to group 1 (20, 10), and the fourth to group 0
-(30, 10; the mean is 20).
+After two requests it is (20, and the mean is 10), so the third goes to group 1, and the fourth to group 0 (30, 10).
 """
 
 from collections.abc import Sequence
@@ -58,6 +61,7 @@ class SchedulerSettings:
     lead_requests: float = 40.0  # bound on a group's lead for a short ledger: requests of mean work, times D
     lead_share: float = 0.085  # bound on a group's lead for a long ledger: share of the mean work of a group
     feedback: float = 0.02  # price per mean request ahead of the mean, in standard deviations of the score
+    lead_price: float = 0.0  # the same, in shares of a request's pairs, while a group has one request on average
     max_wait: int = 0  # most further arrivals that a request waits for; 0: assigned on arrival
     release: int = 8  # requests assigned when the oldest has waited for max_wait arrivals
     prompt_cost: float = 0.0  # work of one prompt token that is not cached, in decode tokens
@@ -65,9 +69,9 @@ class SchedulerSettings:
     keep_finished: bool = True  # the ledger holds all work so far; False: running work only
 
     def __post_init__(self) -> None:
-        for name in ("lead_requests", "lead_share", "feedback", "max_wait", "prompt_cost", "cache_tokens"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must not be negative: {getattr(self, name)}")
+        for name, value in vars(self).items():
+            if not value >= 0:
+                raise ValueError(f"{name} must not be negative: {value}")
         if self.release < 1:
             raise ValueError(f"release must be at least 1, not {self.release}")
 
@@ -250,12 +254,15 @@ class CapacityScheduler:
         expected = np.array([request.expected_tokens for request in window])
         prompt_work = np.stack([request.prompt_work for request in window])
         work = prompt_work + expected[:, None]
-        lead = self._expected - self._expected[columns].mean()
-        price = self._price_per_request * lead / max(self._mean_work, LEAST_WORK)
-        value = _of(columns, scores - self._prices - price)
+        lead, live = self._expected - self._expected[columns].mean(), self._live_price(columns)
+        price = self._price_per_request / max(self._mean_work, LEAST_WORK) + live
+        value = _of(columns, scores - self._prices - price * lead)
         costs, room = _of(columns, work), (self._limit(work, columns) - self._work)[columns]
-        chosen = _greedy(value, costs, room, self._work[columns])
+        chosen = _greedy(value, costs, room, self._work[columns], live)
         if len(window) > 1:
+            if live > 0:  # what follows knows no prices of its own: it exchanges requests of about equal work
+                given = np.bincount(chosen, costs[np.arange(len(chosen)), chosen], len(columns))
+                room = np.minimum(room, given + 0.5 * self._mean_work)
             chosen = improve_assignment(value * (costs.min(axis=1)[:, None] + 1e-9), costs, room, chosen, SWEEPS)
         groups = columns[chosen]
         out = [
@@ -268,6 +275,11 @@ class CapacityScheduler:
             if self._prefixes is not None and request.prompt_ids is not None:
                 self._prefixes.insert(request.prompt_ids, assigned.group)
         return out
+
+    def _live_price(self, columns: np.ndarray) -> float:
+        """What a token of work ahead of the mean costs while requests run, in shares of a request's pairs."""
+        request = max(self._mean_work, LEAST_WORK)
+        return self.settings.lead_price / request / max(float(self._expected[columns].mean()) / request, 1.0) ** 0.5
 
     def _limit(self, work: np.ndarray, columns: np.ndarray) -> float:
         """The most work that any of the groups `columns` may have after the requests of `work` (W, D) are assigned.
@@ -309,22 +321,23 @@ def _add_scores(ids, scores, weights, stamp, tick, out):
 
 
 @numba.njit(cache=True)
-def _greedy(value, work, room, ledger):
+def _greedy(value, work, room, ledger, price):
     """(W,) groups, chosen in order of arrival: the group of most value that has room (D,), else the least loaded group.
 
-    Among groups of equal value the least loaded one is chosen, among those that are equally loaded that of most value.
+    Each token that earlier requests of the window bring to a group lowers its value by `price`. Among groups of equal
+    value the least loaded one is chosen, among those that are equally loaded that of most value.
     """
     W, D = value.shape
     added, groups = np.zeros(D), np.empty(W, np.int64)
     for i in range(W):
-        best, least = -1, 0
+        best, least, worth = -1, 0, value[i] - price * added
         for d in range(D):
             load, lightest = ledger[d] + added[d], ledger[least] + added[least]
-            if load < lightest - 1e-9 or (load <= lightest + 1e-9 and value[i, d] > value[i, least]):
+            if load < lightest - 1e-9 or (load <= lightest + 1e-9 and worth[d] > worth[least]):
                 least = d
             if added[d] + work[i, d] <= room[d] + 1e-9:
-                lighter = best >= 0 and value[i, d] == value[i, best] and load < ledger[best] + added[best]
-                if best < 0 or value[i, d] > value[i, best] or lighter:
+                lighter = best >= 0 and worth[d] == worth[best] and load < ledger[best] + added[best]
+                if best < 0 or worth[d] > worth[best] or lighter:
                     best = d
         groups[i] = least if best < 0 else best
         added[groups[i]] += work[i, groups[i]]
