@@ -13,7 +13,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
 OUTSIDE = ("tests", "benchmarks", "lab", "docs", "examples")
-TOTAL, FILE, FUNCTION = 35_215, 350, 50
+TOTAL, FILE, FUNCTION = 35_245, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 335,
@@ -31,7 +31,7 @@ ROOMS = {
     "replayer.py online.py": 350,
     "runtime": 3130,
     "checkpoint": 1390,
-    "engines": 10_505,
+    "engines": 10_520,
     "router": 1390,
     "adapt": 640,
     "moving.py live.py": 240,

@@ -68,6 +68,25 @@ def test_all_ranks_hold_the_times_of_the_slowest(tmp_path):
     assert ran == [(path, size) for path in ("shuffled", "whole") for size in (1, 4, 16)]
 
 
+def undecided(comm):
+    """Two paths of which one takes a third of the time, but for three rounds of the first five, in which it waits."""
+    import time
+
+    ran = []
+
+    def run(path, num_tokens):
+        ran.append(path)
+        waits = path == "shuffled" and 2 <= ran.count("shuffled") <= 4
+        time.sleep((0.01 if path == "shuffled" else 0.03) + 0.06 * waits)
+
+    return measure(run, ("shuffled", "whole"), 1, comm.group, torch.device("cpu")).best(1), len(ran) // 2
+
+
+def test_rounds_that_disagree_are_followed_by_more(tmp_path):
+    """One round warms up; three of the next five are wrong, none of the ten after them."""
+    assert on_ranks(2, undecided, tmp_path) == [("shuffled", 1 + 15)] * 2
+
+
 def test_passes_are_timed_with_text_where_there_is_a_tokenizer(tmp_path, caplog):
     found = text_ids(str(MODEL), 4096)
     assert load_tokenizer(str(MODEL)).decode(found[:200]) in held_out_prompts(per_domain=1)[0][2]

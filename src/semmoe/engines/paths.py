@@ -31,7 +31,7 @@ from semmoe.texts import held_out_prompts
 log = logging.getLogger(__name__)
 SHUFFLED, WHOLE = PATHS
 SIZES = (1, 4, 16, 64, 256, 1024)  # tokens of the passes that are timed
-ROUNDS = 5
+ROUNDS, MOST_ROUNDS, MOST_SECONDS = 5, 15, 10.0  # of a size
 MARGIN = 0.05  # a path is left for one that is faster by more than this share
 
 
@@ -134,17 +134,27 @@ def measure(
     """Time passes on every path; all ranks of `group`, a process group of the host, must call it together.
 
     run: passes so many tokens through the model on a path. A round runs every path once, in turn, so that whatever else
-    the machine does falls on all alike. A path's time is the median of its rounds; that of the slowest rank counts.
+    the machine does falls on all alike, and the slowest rank counts. A path's time is the median of its rounds.
     """
     names, sizes = list(paths), [size for size in SIZES if size <= most_tokens] or [most_tokens]
-    seconds = np.zeros((ROUNDS + 1, len(sizes), len(names)))
-    for i, size in enumerate(sizes):
-        for turn in range(ROUNDS + 1):
-            for j in np.roll(np.arange(len(names)), turn):
-                seconds[turn, i, j] = _timed(lambda: run(names[j], size), group, device)  # noqa: B023 (called at once)
-    slowest = torch.from_numpy(np.median(seconds[1:], axis=0))  # the first round warms up
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
-    return PathTimes(np.array(sizes), dict(zip(names, slowest.numpy().T, strict=True)))
+    seconds = [_medians(lambda turn: _round(run, names, size, turn, group, device), group) for size in sizes]  # noqa: B023
+    return PathTimes(np.array(sizes), dict(zip(names, np.transpose(seconds), strict=True)))
+
+
+def _medians(run_round: Callable[[int], list[float]], group: Any) -> np.ndarray:
+    """(paths,) medians of rounds. While rounds do not agree on the quickest path there are more: the choice is kept."""
+    rounds = torch.zeros((0, len(run_round(0))), dtype=torch.float64)  # the first round warms up
+    while len(rounds.argmin(dim=1).unique()) != 1 and len(rounds) < MOST_ROUNDS and rounds.sum() < MOST_SECONDS:
+        slowest = torch.tensor([run_round(turn) for turn in range(ROUNDS)], dtype=torch.float64)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+        rounds = torch.cat([rounds, slowest])
+    return np.median(rounds.numpy(), axis=0)
+
+
+def _round(run: Callable[[str, int], None], names: list[str], size: int, turn: int, *where: Any) -> list[float]:
+    """Seconds of a pass on each path, of which another is the first in each turn."""
+    found = {name: _timed(functools.partial(run, name, size), *where) for name in np.roll(names, turn).tolist()}
+    return [found[name] for name in names]
 
 
 def _timed(run: Callable[[], None], group: Any, device: torch.device) -> float:

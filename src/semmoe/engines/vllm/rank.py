@@ -134,10 +134,8 @@ class RankPlugin:
         config, group = runner.vllm_config.parallel_config, get_ep_group()
         check_same_plan(group.cpu_group, self._plan, self._settings)
         self._ep_rank = group.rank_in_group
-        physical, all_to_all = (
-            blocks[layers[0]].moe_config.num_experts,
-            config.enable_expert_parallel and config.use_all2all,
-        )
+        physical = blocks[layers[0]].moe_config.num_experts
+        all_to_all = config.enable_expert_parallel and config.use_all2all
         if self._placed is not None:
             plan, model = self._placed.plan, runner.model_config
             check_engine(runner, plan, self._schedules)
@@ -165,13 +163,20 @@ class RankPlugin:
             if self.shuffles:
                 self._check_hooks.expect("shuffled layers", len(layers))
         if isinstance(self._shuffle, LayerShuffle):
-            can_whole = self._can_whole and not isinstance(self._shuffle, StaticLayerShuffle)
-            self._shuffle.choice = choice_for(runner, self._shuffle, self._real, self._settings.path, can_whole)
-            self._check_hooks.begin()
-            for counted in (self._traffic, *self._dispatch, *self._shuffle.comms):
-                counted.reset_counts()  # passes that were only timed served nobody
+            self._choose_path(runner, self._shuffle)
         self._attach_swapper(runner)
         self._publish(running_topology(runner, self._plan))
+
+    def _choose_path(self, runner: Any, shuffle: LayerShuffle) -> None:
+        """Time passes on every path; what was only timed served nobody and is not counted."""
+        can_whole = self._can_whole and not isinstance(shuffle, StaticLayerShuffle)
+        shuffle.choice = choice_for(runner, shuffle, self._real, self._settings.path, can_whole)
+        self._check_hooks.begin()
+        timed = self._traffic.totals().pairs if isinstance(self._traffic, TrafficCounter) else [0]
+        if sum(timed) > 0:
+            log.info("semmoe: passes were timed with %.2f of pairs local", timed[self._ep_rank] / sum(timed))
+        for counted in (self._traffic, *self._dispatch, *shuffle.comms):
+            counted.reset_counts()
 
     def _attach_swapper(self, runner: Any) -> None:
         """Let the plan be swapped, if there is one and a folder where others may be staged."""
