@@ -44,8 +44,8 @@ def run_dummy(runner: Any, shuffle: LayerShuffle, real: RealRows, path: str, num
 def _no_memory(runner: Any) -> Iterator[None]:
     """Attention without the memory that a dummy pass has not: every token attends to itself alone, its own value.
 
-    What attention returns leads tokens to experts. With zeros in its place half of the rows left their rank, where .25
-    do when text is served, and passes that were shuffled seemed to cost as much as an all-reduce.
+    What attention returns leads tokens to experts. With zeros in its place they went as at random, twice as many left
+    their rank as do in served text, and shuffled passes seemed to cost as much as an all-reduce.
     """
     layers = runner.vllm_config.compilation_config.static_forward_context.values()
     attention = [layer for layer in layers if isinstance(layer, Attention | MLAAttention)]
