@@ -14,8 +14,8 @@ ranks are chosen by what prompts' token ids predict, by the experts that prefill
 experts that decode will use; LAR of the decoded tokens. With --live: a model of a server, in which the next
 request comes as one ends. A pass takes as long as `fixed` tokens, and a token for each token of the fullest group, and
 for its remote pairs what makes the all-to-all that share of the whole, for an engine that knows nothing of experts and
-sends each request where fewest run. Beside that engine, in turn and even with a plan's placement: the scheduler with
-a bound of .96 mean requests on a group's lead and no price, as engines have it, and by the price of a lead.
+sends each request where fewest run. Over that engine, on a plan's placement: requests in turn; even; the scheduler with
+a bound of .96 mean requests on a group's lead and no price (bound); as engines have it (as is); other prices of a lead.
 """
 
 import argparse
@@ -221,7 +221,8 @@ def arrivals(trace: RoutingTrace, plan: Plan, in_blocks: bool, seed: int) -> Arr
     rng, R = np.random.default_rng(seed), trace.num_requests
     order = np.concatenate([rng.permutation(R), rng.permutation(R)])
     if in_blocks:
-        scores = [CapacityScheduler(plan.requests).score(trace.prompt(r)) - plan.requests.prices for r in range(R)]
+        scorer = CapacityScheduler(plan.requests)
+        scores = [scorer.score(trace.prompt(r)) - plan.requests.prices for r in range(R)]
         order = np.tile(np.argsort(np.argmax(scores, axis=1) + 0.5 * rng.random(R)), 2)
     decoded = np.diff(trace.request_offsets)
     shares = local_pairs(trace, plan) / decoded[:, None]
