@@ -306,7 +306,16 @@ def prometheus(url, folder):
         return [float(one["value"][1]) for one in answer["data"]["result"]]
 
     with listening(port, *words, f"--web.listen-address={address}"):
+        _ready(f"http://{address}/-/ready")
         yield ask
+
+
+def _ready(url, seconds=60):
+    """Waits for a Prometheus that listens: it answers 503 until it has replayed its own log."""
+    until = time.monotonic() + seconds
+    while requests.get(url, timeout=10).status_code != 200:
+        assert time.monotonic() < until, url
+        time.sleep(0.1)
 
 
 class Clients:
