@@ -2,8 +2,9 @@
 
 import socket
 import subprocess
-import time
 from contextlib import contextmanager
+
+from waiting import eventually
 
 
 def free_port() -> int:
@@ -16,17 +17,14 @@ def listening(port, *words):
     """A process that is given a minute to listen on a port, and ended behind the block."""
     running = subprocess.Popen([*map(str, words)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        until = time.monotonic() + 60
-        while not _listens(port):
-            assert running.poll() is None, words
-            assert time.monotonic() < until, words
-            time.sleep(0.1)
+        eventually(lambda: _listens(port, running, words), 60, 0.1, words)
         yield
     finally:
         running.terminate()
         running.wait(30)
 
 
-def _listens(port):
+def _listens(port, running, words):
+    assert running.poll() is None, words
     with socket.socket() as trial:
         return trial.connect_ex(("127.0.0.1", port)) == 0

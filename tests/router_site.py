@@ -4,12 +4,12 @@ import asyncio
 import gzip
 import json
 import threading
-import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
 import uvicorn
+from waiting import eventually
 
 from semmoe.core import Plan
 from semmoe.methods.paper_policies import PaperTable
@@ -172,13 +172,6 @@ def routed(urls, plan=None, tokenizer=None, **settings):
     router = Router(given, plan or make_plan(), tokenizer)
     with serving(configuration(router, given)) as url:
         yield url, router
-
-
-def eventually(condition, seconds=10.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.005)
 
 
 def is_idle(router):

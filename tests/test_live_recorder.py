@@ -7,7 +7,6 @@ import resource
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from synthetic import make_fingerprint
+from waiting import eventually
 
 from semmoe.affinity import pair_count
 from semmoe.core import DECODE, PREFILL, RoutingTrace
@@ -156,10 +156,8 @@ def test_a_server_without_traffic_stops_when_it_is_told(tmp_path):
     live = LiveRecorder(tmp_path / "control", F, 0)
     assert live.poll()
     stop(tmp_path, control)
-    deadline, said = time.monotonic() + 20, status_path(tmp_path / "control", 0)
-    while read_status(said).state != "stopped" and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert read_status(said).state == "stopped"
+    said = status_path(tmp_path / "control", 0)
+    eventually(lambda: read_status(said).state == "stopped", 20, 0.05)
     assert not live.recording
 
 

@@ -4,9 +4,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
+from waiting import eventually
 
 from semmoe.engines import ownership, supervisor
 
@@ -67,10 +67,7 @@ def test_a_child_ends_with_a_parent_that_is_killed():
     process, child = started(RUN, WAITS)
     process.kill()
     process.wait()
-    until = time.monotonic() + 20
-    while alive(int(child)) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not alive(int(child))
+    eventually(lambda: not alive(int(child)), 20, 0.05)
 
 
 def alive(pid):

@@ -15,8 +15,9 @@ from contextlib import ExitStack
 
 import httpx
 import pytest
-from router_site import HIGH, LOW, Engine, eventually, is_idle, make_plan, request_table, routed, served
+from router_site import HIGH, LOW, Engine, is_idle, make_plan, request_table, routed, served
 from typer.testing import CliRunner
+from waiting import eventually
 
 from semmoe.cli import app
 from semmoe.cli.app import install_hint

@@ -23,6 +23,7 @@ import pytest
 import requests
 from ports import listening
 from serving import NEW_TOKENS, SEMMOE, Router, cli, free_port
+from waiting import eventually
 
 from semmoe import live, watch
 from semmoe.cli import main
@@ -227,9 +228,7 @@ class ServerTests:
         panels = json.loads(files("semmoe").joinpath("grafana/dashboard.json").read_text())["panels"]
         before = server.counters()
         with prometheus(server.url, tmp_path) as ask, Clients(server, prompts, 4):
-            until = time.monotonic() + 60
-            while not ask("rate(semmoe_pairs_total[20s])") and time.monotonic() < until:
-                time.sleep(1)
+            eventually(lambda: ask("rate(semmoe_pairs_total[20s])"), 60, 1, "a rate")
             found = {panel["title"]: [ask(target["expr"]) for target in panel["targets"]] for panel in panels}
         after = server.counters()
         moved = {kind: after[f"pairs {kind}"] - before[f"pairs {kind}"] for kind in ("true", "false")}
@@ -306,16 +305,9 @@ def prometheus(url, folder):
         return [float(one["value"][1]) for one in answer["data"]["result"]]
 
     with listening(port, *words, f"--web.listen-address={address}"):
-        _ready(f"http://{address}/-/ready")
+        ready = f"http://{address}/-/ready"  # until it has replayed its own log it answers 503
+        eventually(lambda: requests.get(ready, timeout=10).ok, 60, 0.1, ready)
         yield ask
-
-
-def _ready(url, seconds=60):
-    """Waits for a Prometheus that listens: it answers 503 until it has replayed its own log."""
-    until = time.monotonic() + seconds
-    while requests.get(url, timeout=10).status_code != 200:
-        assert time.monotonic() < until, url
-        time.sleep(0.1)
 
 
 class Clients:
