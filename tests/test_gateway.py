@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 import threading
-import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from http.client import HTTPConnection
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import synthetic
 from ports import free_port, listening
+from waiting import eventually
 
 from semmoe.demo import MODEL
 from semmoe.engines.transformers.tokenizer import load_tokenizer, tokenizer_hash
@@ -200,9 +200,7 @@ def test_a_rank_that_runs_ahead_is_passed_over(site, plan):
     went = [one.end()["port"] for one in sent]
     assert went[:5] == 5 * [ports[best]]
     assert went[5] == ports[1 - best]
-    until = time.monotonic() + 10
-    while completion(listen, prompt).end()["port"] != ports[best]:  # those that ended count no more
-        assert time.monotonic() < until
+    eventually(lambda: completion(listen, prompt).end()["port"] == ports[best])  # those that ended count no more
 
 
 def test_the_picker_keeps_to_the_addresses_that_a_gateway_can_reach(site, plan):
