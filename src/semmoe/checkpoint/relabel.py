@@ -121,6 +121,15 @@ def relabel(
     return Relabelled(**counts, left_out=left_out, verification=verification)
 
 
+def check_relabels(model: Path, num_experts: int) -> None:
+    """Raise ValueError for a model that no plan can relabel; only headers of its shards are read."""
+    source = open_checkpoint(model)
+    other_files(source)
+    refuse_adapter(model)
+    layers = find_moe_layers(source.tensors, config_count(source.config, "num_hidden_layers"), num_experts)
+    _check_quantisation(source, layers, num_experts)
+
+
 def check_out(model: Path, out: Path) -> None:
     """Raise ValueError unless `out` is free and neither inside the model directory nor around it."""
     target, source = out.resolve(), model.resolve()

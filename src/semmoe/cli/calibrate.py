@@ -68,8 +68,10 @@ def _measure(
     ctx: typer.Context, model: str, out: Path, force: bool, name: str, chosen: CalibrateSettings
 ) -> "Calibration | None":
     from semmoe.engines.transformers import calibrate as calibration
+    from semmoe.engines.transformers.config import fingerprint_of
     from semmoe.files import check_output
 
+    fingerprint_of(model)  # refuses a model before ranks start
     launched = calibration.launched()
     if launched:
         refuse_given(ctx, ["ep_size", "pairs"], "torchrun decides the ranks, and every pair of them is measured")

@@ -138,12 +138,33 @@ def supported(model: Path, engines: tuple[str, ...]) -> list[dict[str, str]]:
     """The rows of the table of supported features that a model directory's configuration is about; no weights."""
     from semmoe.checkpoint.directory import read_config
 
-    config, rows = read_config(model), []
+    config, instead, rows = read_config(model), _instead(model), []
     for engine in engines:
         if engine in support.FAMILIES:
             found = support.uses(engine, config)
-            rows += [{"engine": engine, "use": use, "state": state, "note": note} for use, state, note in found]
+            rows += [
+                {"engine": engine, "use": use, "state": state, "note": note.replace(support.INSTEAD, instead)}
+                for use, state, note in found
+            ]
     return rows
+
+
+def _instead(model: Path) -> str:
+    """What to do where an engine serves no plan: `semmoe apply` if it can relabel this model, else why it cannot."""
+    from semmoe.checkpoint.directory import config_count, read_config
+    from semmoe.checkpoint.relabel import check_relabels
+
+    try:
+        if importlib.util.find_spec("transformers") is not None:
+            from semmoe.engines.transformers.config import fingerprint_of
+
+            experts = fingerprint_of(str(model)).num_experts
+        else:
+            experts = config_count(read_config(model), "num_experts", "num_local_experts", "n_routed_experts")
+        check_relabels(model, experts)
+    except (ValueError, OSError) as error:
+        return f"`semmoe apply` cannot relabel it either: {error}"
+    return support.INSTEAD
 
 
 def _supported(engine: str, plan: Plan, model: str | None) -> tuple[list[str], list[str]]:
@@ -155,8 +176,8 @@ def _supported(engine: str, plan: Plan, model: str | None) -> tuple[list[str], l
     config = read_config(Path(model))
     if engine == "transformers":
         return support.embedded_problems(config, plan.topology), []
-    use = support.use_of(engine, config, plan)
-    return support.problems(use), support.cautions(use)
+    use, instead = support.use_of(engine, config, plan), _instead(Path(model))
+    return [text.replace(support.INSTEAD, instead) for text in support.problems(use)], support.cautions(use)
 
 
 def _misfit(plan: Plan, model: str) -> tuple[str, str | None]:

@@ -1,11 +1,21 @@
-"""What a model's directory says of it, without the seconds that importing the model's code takes."""
+"""Read a model directory's configuration, without the seconds that importing the model's code takes."""
 
+from importlib.metadata import version
 from pathlib import Path
 
 from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from semmoe.checkpoint.directory import read_object
 from semmoe.checkpoint.engine_files import decoder_layers
-from semmoe.engines.transformers.tokenizer import digest, load_tokenizer, require_local, tokenizer_hash
+from semmoe.engines.transformers.tokenizer import (
+    LOCAL_AND_INERT,
+    digest,
+    load_tokenizer,
+    one_line,
+    require_local,
+    tokenizer_hash,
+)
 from semmoe.topology import Fingerprint
 
 # Configuration fields that affect routing; a plan is refused if any of them differs.
@@ -35,39 +45,71 @@ def architecture_hash(config: PreTrainedConfig) -> str:
     return digest({field: getattr(config, field) for field in ARCHITECTURE_FIELDS if hasattr(config, field)})
 
 
+def load_config(path: str) -> PreTrainedConfig:
+    """Read a model directory's configuration with transformers' own class for its type; no code of it is run.
+
+    Raises ValueError for a type that transformers does not know, and for values that its class refuses.
+    """
+    require_local(path)
+    stated = read_object(Path(path) / "config.json")
+    kind = stated.get("model_type")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        known = f"transformers {version('transformers')} does not know models of type {kind!r}"
+        raise ValueError(f"{path}: {known}, and semmoe runs no code that a model directory brings")
+    if "/" in str(stated.get("attn_implementation")):  # transformers would load a kernel of that name from the hub
+        raise ValueError(f"{path}: config.json names an attention kernel of the hub: remove attn_implementation")
+    try:
+        return AutoConfig.from_pretrained(path, **LOCAL_AND_INERT)
+    except Exception as error:  # transformers raises almost any exception on values that it does not expect
+        raise ValueError(f"{path}: transformers cannot read config.json: {one_line(error)}") from None
+
+
+def text_config(path: str) -> PreTrainedConfig:
+    """Read the configuration of a model's language part: in models with images or sound, its `text_config`."""
+    return load_config(path).get_text_config(decoder=True)
+
+
 def fingerprint_of(path: str) -> Fingerprint:
     """The fingerprint of a model directory, without loading its weights.
 
-    Raises ValueError for a directory without safetensors, and for sizes that no model has.
+    Raises ValueError for a directory without safetensors, for a model without experts, and for sizes that no model has.
     """
-    require_local(path)
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    config, name = text_config(path), Path(path).resolve().name
     groups = getattr(config, "n_group", None) or 1
     limited = groups > 1 and (getattr(config, "topk_group", None) or groups) < groups
-    return Fingerprint(
-        model=Path(path).resolve().name,
-        architecture_hash=architecture_hash(config),
-        tokenizer_hash=tokenizer_hash(load_tokenizer(path)),
-        vocab_size=config.vocab_size,
-        num_layers=len(decoder_layers(Path(path))[0]),
-        num_experts=num_experts(config),
-        top_k=config.num_experts_per_tok,
-        num_groups=groups if limited else 1,
-        hidden_size=config.hidden_size,
-        expert_size=expert_size(config),
-    )
+    try:
+        sizes = {
+            "vocab_size": _size(config, "vocab_size"),
+            "num_experts": num_experts(config),
+            "top_k": _size(config, "num_experts_per_tok"),
+            "num_groups": groups if limited else 1,
+            "hidden_size": _size(config, "hidden_size"),
+            "expert_size": expert_size(config),
+            "num_layers": len(decoder_layers(Path(path))[0]),
+        }
+        tokens = tokenizer_hash(load_tokenizer(path))
+        return Fingerprint(model=name, architecture_hash=architecture_hash(config), tokenizer_hash=tokens, **sizes)
+    except ValueError as error:
+        told = str(error)
+        raise ValueError(told if str(Path(path)) in told else f"{path}: {told}") from None
+
+
+def _size(config: PreTrainedConfig, *names: str) -> int:
+    """The first of these fields that is set. Raises ValueError unless it is a positive whole number."""
+    value = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
+    if type(value) is not int or value < 1:
+        raise ValueError(f"a model of type {config.model_type!r} has {value!r} for {' or '.join(names)}, not a size")
+    return value
 
 
 def num_experts(config: PreTrainedConfig) -> int:
-    for field in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if getattr(config, field, None):
-            return getattr(config, field)
-    raise ValueError(f"{config.model_type} has no experts")
+    return _size(config, "num_experts", "num_local_experts", "n_routed_experts")
 
 
 def expert_size(config: PreTrainedConfig) -> int:
-    """Width of one expert's feed-forward network."""
-    return getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    """Width of one expert's feed-forward network; 0 if the configuration does not say."""
+    names = "moe_intermediate_size", "intermediate_size"
+    return _size(config, *names) if any(getattr(config, name, None) for name in names) else 0
 
 
 def lookahead_planes(path: str, model: Fingerprint) -> int:
@@ -75,7 +117,7 @@ def lookahead_planes(path: str, model: Fingerprint) -> int:
 
     Raises ValueError for a model whose routers cannot be asked ahead of time.
     """
-    if keeps_streams(AutoConfig.from_pretrained(path, local_files_only=True)):
+    if keeps_streams(load_config(path)):
         raise ValueError(f"{path}: its residual is a stack of streams, which no router reads ahead: omit --lookahead")
     if model.num_layers == 1:
         raise ValueError(f"{path}: it has one MoE layer, and none to look ahead to: omit --lookahead")

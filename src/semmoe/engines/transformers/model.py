@@ -5,18 +5,29 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
 from semmoe.engines.lookahead import Ask, Lookahead, asking_for, gate_of, lookahead_over
-from semmoe.engines.transformers.tokenizer import require_local
+from semmoe.engines.transformers.config import load_config
+from semmoe.engines.transformers.tokenizer import LOCAL_AND_INERT, one_line
 
 
 def load_model(path: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A causal LM with MoE layers from a local directory, for inference. Raises ValueError if it has none."""
-    require_local(path)
+    """Load a causal LM with MoE layers from a local directory, for inference; no code of the directory is run.
+
+    Raises ValueError for a model that transformers does not know as one, and for one without MoE layers.
+    """
+    config = load_config(path)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(f"{path}: transformers has no text-only form of models of type {config.model_type!r}")
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True).eval()
-    if not moe_layers(model):
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **LOCAL_AND_INERT).eval()
+        found = moe_layers(model)
+    except Exception as error:  # weights from elsewhere can make transformers raise almost anything
+        raise ValueError(f"{path}: transformers cannot load the model: {one_line(error)}") from None
+    if not found:
         raise ValueError(f"{path} ({model.config.model_type}) has no MoE layer that semmoe knows")
     return model.requires_grad_(False)
 

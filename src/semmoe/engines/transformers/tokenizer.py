@@ -6,13 +6,44 @@ import os
 from pathlib import Path
 from typing import Any
 
+from semmoe.checkpoint.directory import read_object
+
+NAME = "tokenizer_config.json"
+
+
+# Arguments of every `from_pretrained`: nothing is downloaded, and no code of the directory is run.
+LOCAL_AND_INERT = {"local_files_only": True, "trust_remote_code": False}
+
 
 def load_tokenizer(path: str) -> Any:
-    from transformers import AutoTokenizer
+    """Load a model directory's tokenizer with transformers' own classes; no code of the directory is run.
+
+    Raises ValueError for a tokenizer that has code of its own, and for files that transformers cannot read.
+    """
+    import transformers
 
     require_local(path)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    kind = _own_class(Path(path))
+    if kind is not None and not hasattr(transformers, kind):
+        raise ValueError(f"{path}: its tokenizer is of the class {kind} of its own, and semmoe runs no code of a model")
+    try:
+        return transformers.AutoTokenizer.from_pretrained(path, **LOCAL_AND_INERT)
+    except Exception as error:  # a directory from elsewhere can make transformers raise almost anything
+        raise ValueError(f"{path}: transformers cannot read the tokenizer: {one_line(error)}") from None
+
+
+def _own_class(path: Path) -> str | None:
+    """The tokenizer class for which a directory brings code, as `auto_map` says; None if it brings none."""
+    stated = read_object(path / NAME) if (path / NAME).is_file() else {}
+    mapped = stated.get("auto_map")
+    named = mapped.get("AutoTokenizer") if isinstance(mapped, dict) else mapped
+    return str(stated.get("tokenizer_class")) if named else None
+
+
+def one_line(error: Exception) -> str:
+    """The type of an exception and the beginning of its message, without line ends."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def require_local(path: str) -> None:
