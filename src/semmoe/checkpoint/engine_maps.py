@@ -1,25 +1,19 @@
-"""What engines write about experts without semmoe: maps of physical experts, counts, and the routing of tokens.
+"""Read maps and counts of experts that engines write without semmoe, and make a plan of them.
 
 A map becomes a plan. So do counts, by EPLB: they say how often experts are used, and not by which tokens or together
-with which others, so that no tables can be made of them. Routing becomes a trace. Read are
+with which others, so that no tables can be made of them. Read are
 
 - maps `physical_to_logical_map`, (L, P) or one row for all layers: JSON of vLLM's pull request 49572 and of SGLang,
-  `.npy` of what DeepSeek's EPLB returns, `.pt` of SGLang;
-- counts `logical_count`: `.pt` of SGLang's expert distribution, and what `semmoe record start --counts-only` left;
-- SGLang's expert distribution in the modes `per_pass` and `per_token` (`.pt`), whose passes name no request: first
-  chunks of prompts are read, later chunks and decoded tokens are counted and left out;
-- vLLM's answers with `routed_experts` and token ids (`--enable-return-routed-experts`, `return_token_ids`), an answer
-  of its HTTP interface in each line of a `.jsonl` file.
+  `.npy` of what DeepSeek's EPLB returns, `.pt` of SGLang; `expert_map.json` of vLLM-Ascend; the
+  `initial_global_assignments` of TensorRT-LLM's `moe_load_balancer` (`.yaml`);
+- counts `logical_count`: `.pt` of SGLang's expert distribution, and the output of `semmoe record start --counts-only`;
+- routing of tokens, which `engine_routes` reads: SGLang's records of passes (`.pt`), and answers (`.jsonl`).
 
-Files are untrusted: sizes are bounded, and nothing is unpickled but tensors.
+Files are untrusted: sizes are bounded, values are checked before they are cast, nothing is unpickled but tensors.
 """
 
-import base64
-import gzip
-import io
 import json
 import pickle
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -27,9 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from semmoe.bounds import check_range
 from semmoe.checkpoint.engine_files import decoder_layers
-from semmoe.core import DECODE, PREFILL, Placement, Plan
+from semmoe.core import Placement, Plan
 from semmoe.files import MOST_JSON_BYTES, load_arrays, load_json, read_limited
 from semmoe.methods import eplb
 from semmoe.placement.problem import placement_alone
@@ -37,54 +30,58 @@ from semmoe.topology import Fingerprint, Topology
 from semmoe.trace import TraceHeader
 
 MOST_TENSOR_BYTES = 1 << 33
+MAX_WHOLE = 1 << 53  # a float64 holds every whole number up to it
 MAP, COUNTS, PASSES, ANSWERS = "map", "counts", "passes", "answers"
-EXTEND = 1  # SGLang's ForwardMode of prompts
-FIELDS = {"forward_mode", "input_ids", "positions", "extend_seq_lens", "topk_ids_of_layer"}
+MAP_KEY, COUNTS_KEY = "physical_to_logical_map", "logical_count"
+SUFFIXES = ".json, .jsonl, .npy, .pt, .yaml"
 _decoder_layers = lru_cache(maxsize=1)(decoder_layers)  # asked for with every record and answer of one file
-SGLANG_TOP_K = 8  # ids of a token in SGLang's detailed records, whatever the model's
-
-
-@dataclass(frozen=True)
-class Found:
-    """What a file holds: a map or counts (layers, experts), or the records of passes."""
-
-    kind: str
-    array: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int64))
-    records: tuple[dict[str, Any], ...] = ()
-    fingerprint: Fingerprint | None = None  # of the model, where the file says
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
-    """The routing of a request: prompt (M,), routed tokens (T,), their experts (T, L, K) and phase (T,)."""
+class Found:
+    """The content of a file: a map or counts (layers, experts) of float64 or integers, or the records of passes."""
 
-    prompt_ids: np.ndarray
-    token_ids: np.ndarray
-    expert_ids: np.ndarray
-    phase: np.ndarray
+    kind: str
+    array: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int64))
+    content: Any = None  # of records
+    fingerprint: Fingerprint | None = None  # of the model, where the file says
+    num_devices: int | None = None  # of a map, where the file says
+    note: str = ""  # for the user
 
 
 def read_engine_file(path: Path) -> Found:
-    """Read a file by its ending and by what it holds. Raises ValueError that names it if it is none of the above."""
+    """Read a file by its suffix and its content. Raises ValueError that names it if its format is unknown."""
     if path.is_dir():
         header = load_json(path / "counts.json", TraceHeader)
         counts = load_arrays(path / "counts.safetensors", {"activations", "transitions", "tokens"})
-        return Found(COUNTS, counts["activations"], fingerprint=header.fingerprint)
+        return Found(kind=COUNTS, array=numbers(counts["activations"]), fingerprint=header.fingerprint)
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
     if ".jsonl" in path.suffixes:
-        return Found(ANSWERS)
-    readers = {".json": _read_json, ".npy": _read_npy, ".pt": _read_pt}
+        return Found(kind=ANSWERS)
+    readers = {".json": _read_json, ".npy": _read_npy, ".pt": _read_pt, ".yaml": _read_yaml, ".yml": _read_yaml}
     if path.suffix not in readers:
-        raise ValueError(f"{path} must be .json, .jsonl, .npy, .pt or what `semmoe record start --counts-only` left")
-    return _found(readers[path.suffix](path), path)
+        raise ValueError(f"{path} must be {SUFFIXES} or the output of `semmoe record start --counts-only`")
+    try:
+        return _found(readers[path.suffix](path))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def _read_json(path: Path) -> Any:
     try:
         return json.loads(read_limited(path, MOST_JSON_BYTES))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON ({error})") from None
+        raise ValueError(f"not valid JSON ({error})") from None
+
+
+def _read_yaml(path: Path) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(bytes(read_limited(path, MOST_JSON_BYTES)))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(f"not valid YAML ({' '.join(str(error).split())})") from None
 
 
 def _read_npy(path: Path) -> Any:
@@ -92,7 +89,7 @@ def _read_npy(path: Path) -> Any:
     try:
         return np.load(path, allow_pickle=False)
     except (ValueError, EOFError) as error:
-        raise ValueError(f"{path} is no array ({error})") from None
+        raise ValueError(f"it is no array ({error})") from None
 
 
 def _read_pt(path: Path) -> Any:
@@ -101,52 +98,95 @@ def _read_pt(path: Path) -> Any:
     _check_size(path)
     try:
         return torch.load(path, weights_only=True, map_location="cpu")
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(f"{path} holds something else than tensors ({str(error).splitlines()[0]})") from None
+    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"it holds something else than tensors ({(str(error).splitlines() or [''])[0]})") from None
 
 
 def _check_size(path: Path) -> None:
     if path.stat().st_size > MOST_TENSOR_BYTES:
-        raise ValueError(f"{path} has more than {MOST_TENSOR_BYTES:,} bytes")
+        raise ValueError(f"it has more than {MOST_TENSOR_BYTES:,} bytes")
 
 
-def _found(content: Any, path: Path) -> Found:
+def _found(content: Any) -> Found:
     """The meaning of a file's content."""
-    if isinstance(content, dict) and "records" in content:
-        return _passes(content, path)
-    if isinstance(content, dict) and "logical_count" in content:
-        counts = _numbers(content["logical_count"], path)
-        return Found(COUNTS, counts.reshape(-1, *counts.shape[-2:]).sum(axis=0))  # of all steps
-    if isinstance(content, dict) and "physical_to_logical_map" not in content:
-        raise ValueError(f"{path} has neither physical_to_logical_map, logical_count nor records")
-    numbers = _numbers(content["physical_to_logical_map"] if isinstance(content, dict) else content, path)
-    return Found(MAP, np.atleast_2d(numbers))
+    if not isinstance(content, dict):
+        return Found(kind=MAP, array=np.atleast_2d(numbers(content)))
+    if "records" in content:
+        return Found(kind=PASSES, content=content)
+    if MAP_KEY in content:
+        both = f"it holds {MAP_KEY} and {COUNTS_KEY}: the map is taken, as by SGLang" if COUNTS_KEY in content else ""
+        return Found(kind=MAP, array=np.atleast_2d(numbers(content[MAP_KEY])), note=both)
+    if COUNTS_KEY in content:
+        counts = numbers(content[COUNTS_KEY])
+        _check_counts(counts.reshape(-1, counts.shape[-1]))  # before steps are added up
+        return Found(kind=COUNTS, array=counts.reshape(-1, *counts.shape[-2:]).sum(axis=0, dtype=np.float64))
+    if "layer_list" in content:
+        return _ascend_map(content)
+    if "initial_global_assignments" in content:
+        return _tensorrt_map(content)
+    raise ValueError(f"it has neither {MAP_KEY}, {COUNTS_KEY}, layer_list, initial_global_assignments nor records")
 
 
-def _numbers(values: Any, path: Path) -> np.ndarray:
+def _ascend_map(content: dict[str, Any]) -> Found:
+    """vLLM-Ascend's `expert_map.json`: for each layer its devices, and for each device its logical experts."""
+    try:
+        layers = sorted(content["layer_list"], key=lambda layer: layer["layer_id"])
+        devices = [sorted(layer["device_list"], key=lambda device: device["device_id"]) for layer in layers]
+        rows = [[device["device_expert"] for device in one] for one in devices]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"it is no expert map of vLLM-Ascend: a layer or device lacks or breaks {error}") from None
+    array = numbers(rows)
+    if array.ndim != 3:
+        raise ValueError("expert map of vLLM-Ascend: each device of each layer must list equally many experts")
+    return Found(kind=MAP, array=array.reshape(len(array), -1), num_devices=array.shape[1])
+
+
+def _tensorrt_map(content: dict[str, Any]) -> Found:
+    """TensorRT-LLM's `moe_load_balancer`: for each layer its number and the logical expert of each slot."""
+    slots = content["initial_global_assignments"]
+    flat = isinstance(slots, dict) and all(
+        type(layer) is int and isinstance(row, list) and all(type(expert) is int for expert in row)
+        for layer, row in slots.items()
+    )
+    if not flat:  # a small file of YAML can name itself in nested lists, which would fill the memory
+        raise ValueError("initial_global_assignments of TensorRT-LLM must map layer numbers to lists of experts")
+    array = numbers([slots[layer] for layer in sorted(slots)])
+    if content.get("num_slots", array.shape[1]) != array.shape[1]:
+        raise ValueError(f"num_slots is {content['num_slots']}, but a layer lists {array.shape[1]} experts")
+    return Found(kind=MAP, array=array)
+
+
+def numbers(values: Any) -> np.ndarray:
+    """An array of 1 to 3 axes from nested lists, an array or a tensor, of integers or float64; nothing is rounded."""
+    if hasattr(values, "is_floating_point"):  # NumPy has no bfloat16
+        values = values.double() if values.is_floating_point() else values
+        values = values.detach().numpy()
     try:
         array = np.asarray(values)
-    except ValueError:
+    except (ValueError, OverflowError, RecursionError):
         array = np.zeros(0, object)  # rows of different lengths
     if array.ndim not in (1, 2, 3) or array.dtype.kind not in "iuf" or not array.size:
-        raise ValueError(f"{path}: expected a row of numbers for each layer, all equally long")
+        raise ValueError("expected a row of numbers for each layer, all equally long")
+    return array if array.dtype.kind in "iu" else array.astype(np.float64)
+
+
+def whole(name: str, array: np.ndarray) -> np.ndarray:
+    """An array (N, M) as int64. Raises ValueError that names the first value that is not a whole number."""
+    bad = ~np.isfinite(array) | (np.trunc(array) != array) | (np.abs(array.astype(np.float64)) > MAX_WHOLE)
+    if bad.any():
+        row, column = np.argwhere(bad)[0].tolist()
+        raise ValueError(f"{name} {column} of row {row} is {array[row, column]}, not a whole number")
     return array.astype(np.int64)
 
 
-def _passes(content: dict[str, Any], path: Path) -> Found:
-    """Records of passes, with physical experts turned into logical ones."""
-    logical, records = _numbers(content.get("last_physical_to_logical_map", []), path), []
-    for record in content["records"]:
-        if not isinstance(record, dict) or not record.keys() >= FIELDS:
-            raise ValueError(f"{path}: a record lacks one of {', '.join(sorted(FIELDS))}")
-        if not len(record["input_ids"]):
-            continue  # a rank of attention-DP that had no request in this pass
-        ids = _numbers(record["topk_ids_of_layer"], path)  # (layers, tokens, 8), -1 where a token has fewer
-        flat = np.clip(ids, 0, None).reshape(len(ids), -1)
-        check_range("physical expert", flat, logical.shape[1], "physical experts")
-        known = np.take_along_axis(logical, flat, axis=1).reshape(ids.shape)
-        records.append({**record, "topk_ids_of_layer": np.where(ids < 0, -1, known)})
-    return Found(PASSES, records=tuple(records))
+def _check_counts(counts: np.ndarray) -> None:
+    """Raise ValueError unless `counts` (N, E) are whole numbers from 0 on, not all of them 0."""
+    checked = whole("the count of expert", counts)
+    if (checked < 0).any():
+        row, expert = np.argwhere(checked < 0)[0].tolist()
+        raise ValueError(f"the count of expert {expert} of row {row} is {checked[row, expert]}: counts are not negative")
+    if not checked.any():
+        raise ValueError("all counts are 0: nothing was recorded")
 
 
 def moe_rows(array: np.ndarray, model: Path, fingerprint: Fingerprint) -> np.ndarray:
@@ -158,19 +198,25 @@ def moe_rows(array: np.ndarray, model: Path, fingerprint: Fingerprint) -> np.nda
         return array
     indices, depth = _decoder_layers(model)
     if len(array) != depth:
-        raise ValueError(f"{len(array)} layers, but the model has {depth}, of which {layers} have experts")
+        draft = " (is the last one that of a draft layer? remove it)" if len(array) in (layers + 1, depth + 1) else ""
+        raise ValueError(f"{len(array)} layers, but the model has {depth}, of which {layers} have experts{draft}")
     return array[indices]
+
+
+def moe_depth(model: Path) -> int:
+    """The number of decoder layers, with experts or without."""
+    return _decoder_layers(model)[1]
 
 
 def plan_of(found: Found, model: Path, fingerprint: Fingerprint, topology: Topology, redundant: int) -> Plan:
     """The plan that a map is, or that EPLB makes of counts with `redundant` experts; it schedules nothing."""
+    if found.array.ndim != 2:
+        raise ValueError(f"expected a row for each layer, not an array of shape {found.array.shape}")
     array = moe_rows(found.array, model, fingerprint)
     if found.kind == MAP:
-        maps, experts = array.astype(np.int32), fingerprint.num_experts
-        placement, method = Placement(physical_to_logical_map=maps, num_experts=experts, ep_size=topology.ep_size), MAP
+        placement, method = _placement(found, array, fingerprint.num_experts, topology), MAP
     else:
-        if array.shape[1] != fingerprint.num_experts:
-            raise ValueError(f"counts of {array.shape[1]} experts, but the model has {fingerprint.num_experts}")
+        _check_columns(array, fingerprint.num_experts)
         groups = fingerprint.num_groups, topology.num_nodes
         placement, method = eplb.place(array.astype(np.float64), topology.ep_size, redundant, *groups), "eplb"
     made = placement_alone(placement, topology)
@@ -185,58 +231,29 @@ def plan_of(found: Found, model: Path, fingerprint: Fingerprint, topology: Topol
     )
 
 
-def prompts_of_passes(found: Found, model: Path, fingerprint: Fingerprint) -> tuple[list[Request], int]:
-    """The first chunk of each prompt in the records of SGLang, and how many tokens are left out."""
-    if fingerprint.top_k > SGLANG_TOP_K:
-        raise ValueError(f"SGLang's records keep {SGLANG_TOP_K} experts of a token, and the model {fingerprint.top_k}")
-    out, tokens = [], 0
-    for record in found.records:
-        ids = np.array(record["input_ids"], np.int64)
-        tokens += len(ids)
-        if record["forward_mode"] != EXTEND:
-            continue
-        experts = moe_rows(record["topk_ids_of_layer"], model, fingerprint)[..., : fingerprint.top_k].swapaxes(0, 1)
-        ends = np.cumsum(record["extend_seq_lens"])
-        for begin, end in zip([0, *ends[:-1]], ends, strict=True):
-            # With attention-TP and an all-to-all each rank routes a part of the tokens, and the others have no ids.
-            if record["positions"][begin] == 0 and (experts[begin:end] >= 0).all():
-                own = ids[begin:end]
-                out.append(_request(own, own, experts[begin:end], fingerprint))
-    return out, tokens - sum(len(request.token_ids) for request in out)
+def _placement(found: Found, array: np.ndarray, num_experts: int, topology: Topology) -> Placement:
+    """The placement of a map (L, P), whose values are checked before they are cast."""
+    if found.num_devices not in (None, topology.ep_size):
+        raise ValueError(f"the map is of {found.num_devices} devices: give --ep-size {found.num_devices}")
+    maps = whole("the expert of slot", array)
+    outside = (maps < 0) | (maps >= num_experts)
+    if outside.any():
+        layer, slot = np.argwhere(outside)[0].tolist()
+        shared = ": is it a fused shared expert? A plan has none" if maps[layer, slot] == num_experts else ""
+        raise ValueError(
+            f"slot {slot} of layer {layer} has expert {maps[layer, slot]}, but the model has {num_experts}{shared}"
+        )
+    return Placement(
+        physical_to_logical_map=maps.astype(np.int32), num_experts=num_experts, ep_size=topology.ep_size
+    )
 
 
-def _request(prompt: np.ndarray, tokens: np.ndarray, experts: np.ndarray, fingerprint: Fingerprint) -> Request:
-    """A request whose first tokens are its prompt. Raises ValueError for ids that the model does not have."""
-    check_range("token id", tokens, fingerprint.vocab_size, "vocabulary entries")
-    check_range("expert id", experts, fingerprint.num_experts, "experts")
-    phase = np.where(np.arange(len(tokens)) < len(prompt), PREFILL, DECODE)
-    return Request(prompt_ids=prompt, token_ids=tokens, expert_ids=experts, phase=phase)
-
-
-def requests_of_answers(path: Path, model: Path, fingerprint: Fingerprint) -> Iterator[Request]:
-    """The requests of vLLM's answers, one for each choice. Raises ValueError that names the line."""
-    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-        number = 0
-        while line := file.readline(MOST_JSON_BYTES):
-            number += 1
-            try:
-                answer = json.loads(line) if line.strip() else {"choices": []}
-                for choice in answer["choices"]:
-                    yield _of_choice(choice, answer, model, fingerprint)
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                reason = f"it has no {error}" if isinstance(error, KeyError) else error
-                raise ValueError(f"{path}, line {number}: no answer of vLLM with routed experts: {reason}") from None
-
-
-def _of_choice(choice: Any, answer: Any, model: Path, fingerprint: Fingerprint) -> Request:
-    """vLLM routes all tokens but the last that was sampled, and says so for every decoder layer."""
-    if not choice.get("routed_experts") or not choice.get("token_ids"):
-        raise ValueError("give the server --enable-return-routed-experts, and requests return_token_ids")
-    prompt = choice.get("prompt_token_ids") or answer["prompt_token_ids"]
-    experts = np.load(io.BytesIO(base64.b64decode(choice["routed_experts"], validate=True)), allow_pickle=False)
-    tokens = np.array([*prompt, *choice["token_ids"]], np.int64)[:-1]
-    if experts.ndim != 3 or len(experts) != len(tokens) or experts.shape[2] != fingerprint.top_k:
-        expected = f"({len(tokens)}, layers, {fingerprint.top_k})"
-        raise ValueError(f"routed_experts has shape {experts.shape}, not {expected}")
-    by_layer = moe_rows(experts.swapaxes(0, 1).astype(np.int64), model, fingerprint)
-    return _request(np.array(prompt), tokens, by_layer.swapaxes(0, 1), fingerprint)
+def _check_columns(counts: np.ndarray, num_experts: int) -> None:
+    """Raise ValueError unless `counts` (L, columns) have a column for each expert, and a count in each layer."""
+    if counts.shape[1] != num_experts:
+        shared = " (is the last one a fused shared expert? remove it)" if counts.shape[1] == num_experts + 1 else ""
+        raise ValueError(f"counts of {counts.shape[1]} experts, but the model has {num_experts}{shared}")
+    _check_counts(counts)
+    if (counts.sum(axis=1) == 0).any():
+        empty = int(np.flatnonzero(counts.sum(axis=1) == 0)[0])
+        raise ValueError(f"MoE layer {empty} has no count: were only some of the layers recorded?")

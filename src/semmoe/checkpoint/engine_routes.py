@@ -1,0 +1,180 @@
+"""Read the routing of tokens that engines write without semmoe, as requests of a trace.
+
+- SGLang's expert distribution in the modes `per_pass` and `per_token` (`.pt`), whose passes name no request: first
+  chunks of prompts are read, later chunks and decoded tokens are counted and left out.
+- Answers, one in each line of a `.jsonl` file. vLLM: `choices` with `routed_experts`, base64 of an array
+  (`--enable-return-routed-experts`), and token ids (`return_token_ids`). SGLang's `/generate`: `meta_info` with
+  `routed_experts`, base64 of int32, and `output_ids`; the prompt's `input_ids` must be kept beside them. Both may hold
+  nested lists in place of base64.
+
+An engine routes all tokens but the last that it sampled. It may omit the rows at the front, of a cached prefix.
+"""
+
+import base64
+import gzip
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from semmoe.bounds import check_range
+from semmoe.checkpoint.engine_maps import moe_depth, moe_rows, numbers, whole
+from semmoe.core import DECODE, PREFILL
+from semmoe.dataset import LeftOut
+from semmoe.files import MOST_JSON_BYTES
+from semmoe.prompts import UnusableError
+from semmoe.routing import impossible_tokens
+from semmoe.topology import Fingerprint
+from semmoe.trace import NPY_HEADERS
+
+EXTEND = 1  # SGLang's ForwardMode of prompts
+FIELDS = {"forward_mode", "input_ids", "positions", "extend_seq_lens", "topk_ids_of_layer"}
+SGLANG_TOP_K = 8  # ids per token in SGLang's detailed records, whatever the model's
+NUMPY_MAGIC = b"\x93NUMPY"
+DAMAGED = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError, MemoryError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The routing of a request: prompt (M,), routed tokens (T,), their experts (T, L, K) and phase (T,)."""
+
+    prompt_ids: np.ndarray
+    token_ids: np.ndarray
+    expert_ids: np.ndarray
+    phase: np.ndarray
+
+    def possible(self) -> "Request":
+        """The request without the tokens that name an expert twice, which no router does."""
+        kept = ~impossible_tokens(self.expert_ids)
+        arrays = {name: getattr(self, name)[kept] for name in ("token_ids", "expert_ids", "phase")}
+        return Request(prompt_ids=self.prompt_ids, **arrays)
+
+
+def prompts_of_passes(content: dict[str, Any], model: Path, f: Fingerprint) -> tuple[list[Request], int]:
+    """The first chunk of each prompt in the records of SGLang, and the number of tokens that are left out.
+
+    Raises ValueError for records that are damaged, or that keep fewer experts per token than the model has.
+    """
+    if f.top_k > SGLANG_TOP_K:
+        raise ValueError(f"SGLang's records keep {SGLANG_TOP_K} experts of a token, and the model {f.top_k}")
+    requests, tokens = [], 0
+    for number, record in enumerate(content["records"]):
+        if not isinstance(record, dict) or not record.keys() >= FIELDS:
+            raise ValueError(f"record {number} lacks one of {', '.join(sorted(FIELDS))}")
+        try:
+            found = list(_prompts_of_pass(record, content.get("last_physical_to_logical_map", []), model, f))
+        except DAMAGED as error:
+            raise ValueError(f"record {number}: {error}") from None
+        requests += found
+        tokens += len(record["input_ids"])
+    return requests, tokens - sum(len(request.token_ids) for request in requests)
+
+
+def _prompts_of_pass(record: dict[str, Any], to_logical: Any, model: Path, f: Fingerprint) -> Iterator[Request]:
+    """The first chunks of prompts in one pass, with physical experts turned into logical ones."""
+    tokens = record["input_ids"]
+    # a rank of attention-DP may have had no request in this pass
+    if not len(tokens) or record["forward_mode"] != EXTEND:
+        return
+    ids = np.array(tokens, np.int64)
+    experts = _logical(numbers(record["topk_ids_of_layer"]), numbers(to_logical))
+    experts = moe_rows(experts, model, f)[..., : f.top_k].swapaxes(0, 1)
+    ends = np.cumsum(record["extend_seq_lens"])
+    for begin, end in zip([0, *ends[:-1]], ends, strict=True):
+        # With attention-TP and an all-to-all each rank routes a part of the tokens, and the others have no ids.
+        if record["positions"][begin] == 0 and (experts[begin:end] >= 0).all():
+            own = ids[begin:end]
+            yield _request(own, own, experts[begin:end], f)
+
+
+def _logical(physical: np.ndarray, to_logical: np.ndarray) -> np.ndarray:
+    """(layers, tokens, 8) logical experts of physical ones; -1 where a token has fewer. to_logical: (layers, P)."""
+    flat = np.clip(physical, 0, None).reshape(len(physical), -1)
+    check_range("physical expert", flat, to_logical.shape[1], "physical experts")
+    logical = np.take_along_axis(whole("the expert of slot", to_logical), flat.astype(np.int64), axis=1)
+    return np.where(physical < 0, -1, logical.reshape(physical.shape))
+
+
+def _request(prompt: np.ndarray, tokens: np.ndarray, experts: np.ndarray, f: Fingerprint, first: int = 0) -> Request:
+    """The request whose tokens (T,) from position `first` on are routed. Raises ValueError for ids out of range."""
+    check_range("token id", prompt, f.vocab_size, "vocabulary entries")
+    check_range("token id", tokens, f.vocab_size, "vocabulary entries")
+    check_range("expert id", experts, f.num_experts, "experts")
+    phase = np.where(first + np.arange(len(tokens)) < len(prompt), PREFILL, DECODE)
+    return Request(prompt_ids=prompt, token_ids=tokens, expert_ids=experts, phase=phase)
+
+
+def requests_of_answers(path: Path, model: Path, f: Fingerprint, left_out: LeftOut) -> Iterator[Request]:
+    """Yield the requests of engines' answers, one for each choice; a line that is none is counted in `left_out`."""
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        number = 0
+        while line := file.readline(MOST_JSON_BYTES):
+            number += 1
+            if not line.strip():
+                continue
+            left_out.records += 1
+            try:
+                found = list(_of_line(line, model, f))
+            except DAMAGED as error:
+                reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+                left_out.add(f"line {number}", UnusableError("no answer with routed experts", reason))
+            else:
+                yield from found
+
+
+def _of_line(line: bytes, model: Path, f: Fingerprint) -> Iterator[Request]:
+    """The requests of a line, which holds an answer or a list of answers."""
+    parsed = json.loads(line)
+    for answer in parsed if isinstance(parsed, list) else [parsed]:
+        if "meta_info" in answer:
+            prompt = answer["input_ids"] if "input_ids" in answer else answer["prompt_token_ids"]
+            yield _routed(answer["meta_info"]["routed_experts"], prompt, answer["output_ids"], model, f)
+            continue
+        for choice in answer["choices"]:
+            if not choice.get("routed_experts") or not choice.get("token_ids"):
+                raise ValueError("give the server --enable-return-routed-experts, and requests return_token_ids")
+            prompt = choice.get("prompt_token_ids") or answer["prompt_token_ids"]
+            yield _routed(choice["routed_experts"], prompt, choice["token_ids"], model, f)
+
+
+def _routed(encoded: Any, prompt: list[int], sampled: list[int], model: Path, f: Fingerprint) -> Request:
+    """The request of a prompt and its sampled tokens, whose last one was not fed to the model."""
+    tokens, prompts = (whole("token", numbers([ids]))[0] for ids in ([*prompt, *sampled][:-1], prompt))
+    experts = _rows(encoded, len(tokens), model, f)
+    first = len(tokens) - len(experts)  # the rows of a cached prefix may be omitted
+    if first < 0 or (first > 0 and first >= len(prompts)):
+        raise ValueError(f"routed_experts has {len(experts)} rows for {len(tokens)} tokens that ran")
+    by_layer = moe_rows(experts.swapaxes(0, 1), model, f)
+    return _request(prompts, tokens[first:], by_layer.swapaxes(0, 1), f, first)
+
+
+def _rows(encoded: Any, num_tokens: int, model: Path, f: Fingerprint) -> np.ndarray:
+    """(rows, layers, K) expert ids from base64 of an array, base64 of int32 without a shape, or nested lists."""
+    if isinstance(encoded, str):
+        content = base64.b64decode(encoded, validate=True)
+        found = _of_npy(content) if content.startswith(NUMPY_MAGIC) else _of_int32(content, num_tokens, model, f)
+    else:
+        found = numbers(encoded)
+    if found.ndim != 3 or found.shape[2] != f.top_k:
+        raise ValueError(f"routed_experts has shape {found.shape}, not ({num_tokens}, layers, {f.top_k})")
+    return whole("expert", found.reshape(len(found), -1)).reshape(found.shape)
+
+
+def _of_npy(content: bytes) -> np.ndarray:
+    """The array of a `.npy` file in memory; its header is checked before anything is allocated."""
+    with io.BytesIO(content) as file:
+        shape, fortran, dtype = NPY_HEADERS[np.lib.format.read_magic(file)](file)
+        return np.frombuffer(content, dtype, offset=file.tell()).reshape(shape, order="F" if fortran else "C")
+
+
+def _of_int32(content: bytes, num_tokens: int, model: Path, f: Fingerprint) -> np.ndarray:
+    """SGLang's ids, which come without a shape: rows of all decoder layers, or of those with experts alone."""
+    ids = np.frombuffer(content, "<i4").reshape(-1, f.top_k)
+    for layers in (moe_depth(model), f.num_layers):
+        if len(ids) % layers == 0 and len(ids) // layers <= num_tokens:
+            return ids.reshape(-1, layers, f.top_k)
+    raise ValueError(f"routed_experts has {ids.size} ids, which are not those of {num_tokens} tokens or fewer")
