@@ -25,15 +25,10 @@ def run(*words):
 
 def write(trace, path, shard_tokens=50):
     """A trace of many shards; returns its path."""
-    header = TraceHeader(fingerprint=trace.fingerprint, dataset_hash="", settings={}, lookahead=trace.lookahead)
+    header = TraceHeader(fingerprint=trace.fingerprint, dataset_hash="", settings={})
     with TraceWriter(path, header, shard_tokens=shard_tokens) as writer:
         writer.append_all(trace)
     return path
-
-
-def looking(trace):
-    """The trace with look-ahead ids, which are its own experts of the next layer."""
-    return replace(trace, lookahead_ids=trace.expert_ids[:, 1:])
 
 
 def arrays(trace):
@@ -95,10 +90,8 @@ def test_the_error_of_shares_is_that_of_the_bootstrap_over_requests():
     assert shares.error > 1.5 * np.sqrt((1 - 0.25) / n / 0.25)  # far more than if tokens chose on their own
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_traces_are_joined_each_in_its_order(tmp_path, ahead):
+def test_traces_are_joined_each_in_its_order(tmp_path):
     parts = [random_trace(seed, requests=n) for seed, n in ((1, 30), (2, 12))]
-    parts = [looking(part) for part in parts] if ahead else parts
     paths = [write(part, tmp_path / f"part-{i}") for i, part in enumerate(parts)]
     told = json.loads(run("merge", *paths, "--out", tmp_path / "joined", "--json").stdout)
     assert told["tokens"] == sum(part.num_tokens for part in parts)
@@ -129,16 +122,12 @@ def test_tables_of_hash_routed_layers_go_with_what_is_joined_and_drawn(tmp_path)
 def test_traces_that_do_not_fit_together_are_not_joined(tmp_path):
     first = write(random_trace(0), tmp_path / "first")
     other = write(random_trace(0, experts=16), tmp_path / "other")
-    ahead = write(looking(random_trace(0)), tmp_path / "ahead")
     failed(run("merge", first, other, "--out", tmp_path / "out"), 2, "of another model or tokenizer")
-    failed(run("merge", first, ahead, "--out", tmp_path / "out"), 2, "has 1 look-ahead ids per expert, others 0")
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_a_sample_is_of_whole_requests_in_their_order(tmp_path, ahead):
+def test_a_sample_is_of_whole_requests_in_their_order(tmp_path):
     trace = random_trace(3, requests=80)
-    trace = looking(trace) if ahead else trace
     path = write(trace, tmp_path / "trace")
     drawn = streams.sample(path, 100, seed=1)
     assert 100 <= drawn.num_tokens < 100 + 12

@@ -43,14 +43,12 @@ def num_tokens(path: Path) -> int:
 
 
 def agreed_header(headers: dict[Path, TraceHeader]) -> TraceHeader:
-    """The header that traces share. Raises ValueError if they are of different models or have other arrays."""
+    """The header that traces share. Raises ValueError if they are of different models."""
     first = next(iter(headers.values()))
     for path, header in headers.items():
         difference = first.fingerprint.mismatch(header.fingerprint)
         if difference is not None:
             raise ValueError(f"{path} is of another model or tokenizer: {difference}")
-        if header.lookahead != first.lookahead:
-            raise ValueError(f"{path} has {header.lookahead} look-ahead ids per expert, others {first.lookahead}")
     return first
 
 
@@ -161,7 +159,6 @@ def describe(path: Path, progress: Progress = lambda tokens: None) -> dict[str, 
         **asdict(first.fingerprint),
         **found,
         "distinct_tokens": int(seen.sum()),
-        "lookahead": first.lookahead,
         "busiest_expert": float((shares.counts.max(axis=1) / np.maximum(shares.counts.mean(axis=1), 1e-9)).mean()),
         "share_error": shares.error,
         "files": len(files),
@@ -199,9 +196,8 @@ def open_bounded(path: Path, seed: int) -> tuple[RoutingTrace, int]:
 def _arrays(trace: RoutingTrace) -> dict[str, np.ndarray]:
     """The arrays of a shard that holds this trace."""
     lengths = {"request_lengths": trace.request_offsets, "prompt_lengths": trace.prompt_offsets}
-    ahead = {} if trace.lookahead_ids is None else {"lookahead_ids": trace.lookahead_ids}
     kept = {name: getattr(trace, name) for name in ("token_ids", "expert_ids", "phase", "prompt_ids")}
-    return {**kept, **ahead, **{name: np.diff(offsets) for name, offsets in lengths.items()}}
+    return {**kept, **{name: np.diff(offsets) for name, offsets in lengths.items()}}
 
 
 def export(path: Path, out: Path, progress: Progress = lambda tokens: None) -> int:
