@@ -13,12 +13,12 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
 OUTSIDE = ("tests", "benchmarks", "lab", "docs", "examples")
-TOTAL, FILE, FUNCTION = 34_810, 350, 50
+TOTAL, FILE, FUNCTION = 34_754, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 312,
     "topology.py bounds.py digests.py hashed.py html.py": 380,
-    "files.py trace.py streams.py": 764,
+    "files.py trace.py streams.py": 732,
     "affinity.py splitter.py copychoice.py metrics.py capacity.py": 720,
     "settings.py calibration.py cost.py rowcosts.py payoff.py": 980,
     "results.py": 342,
@@ -37,7 +37,7 @@ ROOMS = {
     "moving.py live.py": 240,
     "estimate": 1150,
     "report": 1960,
-    "cli": 3250,
+    "cli": 3226,
     "__init__.py concentration.py console.py dataset.py demo.py tables.py texts.py watch.py": 1020,
 }
 # From the ground up: a module imports from its own storey and those below.

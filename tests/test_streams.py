@@ -1,4 +1,4 @@
-"""`semmoe trace`: traces that may be larger than memory are counted, joined, cut down and exported shard by shard."""
+"""`semmoe trace`: traces that may be larger than memory are counted, joined and cut down shard by shard."""
 
 import json
 import re
@@ -151,25 +151,6 @@ def test_a_trace_that_is_too_large_is_sampled_and_the_error_is_said(tmp_path, mo
     said = " ".join(done.stderr.split())
     assert f"has {trace.num_tokens:,} tokens, more than are read at once: 30" in said
     assert "an expert's share is known to" in said
-
-
-def test_a_trace_is_exported_row_by_row(tmp_path):
-    pq = pytest.importorskip("pyarrow.parquet")
-    trace = random_trace(5, requests=40)
-    path, out = write(trace, tmp_path / "trace"), tmp_path / "trace.parquet"
-    assert json.loads(run("export", path, "--out", out, "--json").stdout)["requests"] == 40
-    table = pq.read_table(out)
-    assert table.num_rows == 40
-    header = TraceHeader.model_validate_json(table.schema.metadata[b"semmoe"])
-    assert header.fingerprint == trace.fingerprint
-    for r, row in enumerate(table.to_pylist()):
-        rows = trace.rows(r)
-        assert row["prompt_ids"] == trace.prompt(r).tolist()
-        assert row["token_ids"] == trace.token_ids[rows].tolist()
-        assert row["phase"] == trace.phase[rows].tolist()
-        assert row["expert_ids"] == trace.expert_ids[rows].tolist()
-    failed(run("export", path, "--out", tmp_path / "trace.csv"), 2, "must end in .parquet")
-    failed(run("export", path, "--out", out), 2, "exists")
 
 
 def test_an_empty_trace_is_refused(tmp_path):
