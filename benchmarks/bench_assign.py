@@ -47,7 +47,7 @@ SYNTHETIC = ((32, 4, 8, 5, 2), (256, 8, 64, 2, 0))  # experts, top-k, ranks, loo
 def synthetic(tokens: int, seed: int) -> Iterator[Case]:
     rng, vocabulary = np.random.default_rng(seed), 4096
     for experts, top_k, ranks, lookback, ordered in SYNTHETIC:
-        rows = Looks(lookback=lookback, ordered=ordered, lookahead=0).rows(top_k, experts)
+        rows = Looks(lookback=lookback, ordered=ordered).rows(top_k, experts)
 
         def table(rows: int, spread: int, kind: type, ranks: int = ranks) -> np.ndarray:
             return rng.normal(0, spread, (1, rows, ranks)).clip(-4 * spread, 4 * spread).astype(kind)

@@ -49,7 +49,7 @@ class OneCard(NcclCommunicator):
 
 
 def plan(f: Fingerprint, ranks: int) -> Plan:
-    rng, looks = np.random.default_rng(0), Looks(lookback=LOOKBACK, ordered=ORDERED, lookahead=0)
+    rng, looks = np.random.default_rng(0), Looks(lookback=LOOKBACK, ordered=ORDERED)
     rows = looks.rows(f.top_k, f.num_experts)
 
     def table(kind: type, *shape: int) -> np.ndarray:

@@ -29,7 +29,6 @@ COMMANDS = {
     "info": ["trace", "info", "{trace}"],
     "merge": ["trace", "merge", "{trace}", "--out", "{folder}/merged"],
     "sample": ["trace", "sample", "{trace}", "--tokens", "4194304", "--out", "{folder}/sample"],
-    "export": ["trace", "export", "{trace}", "--out", "{folder}/trace.parquet"],
     "solve": ["solve", "{trace}", "--ep-size", "4", "--attention", "dp", "--out", "{folder}/plan"],
 }
 

@@ -85,7 +85,7 @@ def kernels() -> Iterator[Kernel]:
     yield Kernel(history.contribution_kernel, {"out": "*i32", "mean": "*i16", "decoding": "*i1", **states},
                  ("number", "ranks"), block)  # fmt: skip
     yield Kernel(history.observe_kernel, {"out": "*u8", "rows": "*i16", "seen": "*i64", "expert_ids": "*u8", **states},
-                 ("number", "ranks", "experts"), {"COLUMNS": 8, "TOP_K": 8, **block})  # fmt: skip
+                 ("number", "ranks", "experts"), {"TOP_K": 8, **block})  # fmt: skip
     told, numbers = {"rows": "*i16", "order": "*i64", "expert_ids": "*u8"}, ("tokens", "batch", "ranks", "table")
     yield Kernel(history.sums_kernel, {"sums": "*i32", **told}, numbers, {"TOP_K": 8, **block})
     told |= {"sums": "*i32", "seen": "*i64", "first": "*i64", **states}

@@ -142,9 +142,8 @@ class Captured:
 
         self.norms = [object() for _ in range(f.num_layers)]
         shuffler = DeviceShuffler(plan, 0, comm.rank, granularity, device)
-        layers, wide = {id(norm): i for i, norm in enumerate(self.norms)}, shuffler.lookahead * f.top_k
-        ahead = lambda layer, held: table(torch.int64, len(held), wide)  # noqa: E731
-        self.shuffle = StaticBoundaryShuffle(shuffler, comm, layers, lambda: slots, None, ahead)
+        layers = {id(norm): i for i, norm in enumerate(self.norms)}
+        self.shuffle = StaticBoundaryShuffle(shuffler, comm, layers, lambda: slots, None)
         self.buffer = table(torch.int32, rows + comm.size, f.num_layers, f.top_k)
         copies = table(torch.int16, f.num_experts, 2), table(torch.int32, f.num_experts, 2)
         self.copies = RankCopies(*copies, table(torch.int16, f.num_experts), comm.rank, comm.size)

@@ -13,31 +13,31 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
 OUTSIDE = ("tests", "benchmarks", "lab", "docs", "examples")
-TOTAL, FILE, FUNCTION = 35_245, 350, 50
+TOTAL, FILE, FUNCTION = 34_754, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
-    "core.py": 335,
+    "core.py": 312,
     "topology.py bounds.py digests.py hashed.py html.py": 380,
-    "files.py trace.py streams.py": 780,
+    "files.py trace.py streams.py": 732,
     "affinity.py splitter.py copychoice.py metrics.py capacity.py": 720,
-    "settings.py calibration.py cost.py rowcosts.py payoff.py": 1000,
+    "settings.py calibration.py cost.py rowcosts.py payoff.py": 980,
     "results.py": 342,
-    "tokens": 1115,
+    "tokens": 1072,
     "requests": 1070,
     "placement": 2720,
     "methods": 1380,
     "plan.py": 200,
-    "solver.py expectation.py": 330,
+    "solver.py expectation.py": 322,
     "replayer.py online.py": 350,
-    "runtime": 3130,
+    "runtime": 3074,
     "checkpoint": 1390,
-    "engines": 10_520,
+    "engines": 10_217,
     "router": 1390,
     "adapt": 640,
     "moving.py live.py": 240,
     "estimate": 1150,
     "report": 1960,
-    "cli": 3300,
+    "cli": 3226,
     "__init__.py concentration.py console.py dataset.py demo.py tables.py texts.py watch.py": 1020,
 }
 # From the ground up: a module imports from its own storey and those below.

@@ -309,10 +309,8 @@ def expected_activations(predictor, trace, layer, leave_one_out) -> np.ndarray:
             out[t] += running @ fitted.running if known else 0
             before = trace.expert_ids[t - 1, layer] if known and seen else [E]
             out[t] += fitted.previous[before].sum(axis=0)
-            planes, first = [], 0
-            for p in range(predictor.looks.lookahead if layer else 0):
-                planes.append(trace.lookahead_ids[t, layer - 1, p * f.top_k : (p + 1) * f.top_k])
-            planes += [trace.expert_ids[t, layer - b] for b in range(1, min(predictor.looks.lookback, layer) + 1)]
+            first = 0
+            planes = [trace.expert_ids[t, layer - b] for b in range(1, min(predictor.looks.lookback, layer) + 1)]
             for j, plane in enumerate(planes):
                 for place, e in enumerate(plane):
                     out[t] += fitted.path[first + (place * E if j < predictor.looks.ordered else 0) + e]

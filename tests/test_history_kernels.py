@@ -22,7 +22,7 @@ def history_case(rows: int, ranks: int, top_k: int, experts: int):
     seen = rng.integers(0, 5000, number)
     slots = rng.permutation(np.arange(1, number))[:rows]
     slots[rows - rows // 4 :] = 0
-    ids = rng.integers(0, experts, (rows, 2 * top_k)).astype(np.uint8)
+    ids = rng.integers(0, experts, (rows, top_k)).astype(np.uint8)
     return [torch.from_numpy(array) for array in (table, running, previous, seen, slots, ids)]
 
 
@@ -31,9 +31,9 @@ def check_history(kernels, shape) -> None:
     table, running, previous, seen, slots, ids = history_case(*shape)
     ours = theirs = (running, previous, seen)
     for turn in range(3):
-        given, top_k = (slots, ids.roll(turn, 0)), shape[2]
+        given = slots, ids.roll(turn, 0)
         ours, theirs = ([state.clone() for state in states] for states in (ours, theirs))
-        mine, expected = (f(table, *s, *given, top_k) for f, s in ((kernels.observe, ours), (by_torch.observe, theirs)))
+        mine, expected = (f(table, *s, *given) for f, s in ((kernels.observe, ours), (by_torch.observe, theirs)))
         assert torch.equal(mine, expected)
         for own, other in zip(ours, theirs, strict=True):
             assert torch.equal(own[1:], other[1:])
@@ -124,8 +124,7 @@ def test_triton_compiles(target):
     kinds = {**states, "out": "*i32", "mean": "*i16", "decoding": "*i1"}
     compiles(target, history.contribution_kernel, kinds, ("number", "ranks"), block)
     kinds = {**states, "rows": "*i16", "seen": "*i64", "expert_ids": "*u8"}
-    sizes = {"COLUMNS": 8, "TOP_K": 4}
-    compiles(target, history.observe_kernel, kinds, ("number", "ranks", "experts"), {**block, **sizes})
+    compiles(target, history.observe_kernel, kinds, ("number", "ranks", "experts"), {**block, "TOP_K": 4})
     kinds = {"sums": "*i32", "rows": "*i16", "order": "*i64", "expert_ids": "*u8"}
     numbers = ("tokens", "batch", "ranks", "table")
     compiles(target, history.sums_kernel, kinds, numbers, {"TOP_K": 4, **block})

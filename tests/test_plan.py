@@ -150,6 +150,18 @@ def test_a_plan_of_an_older_schema_is_refused_with_how_to_make_it_again(tmp_path
     refuses(path, "has schema version 1, and this semmoe reads 3: make it again with `semmoe solve`")
 
 
+def test_a_plan_that_reads_look_ahead_ids_is_refused_and_one_that_states_none_is_read(tmp_path):
+    path = tmp_path / "plan"
+    settings = SolveSettings(cocluster=CoclusterSettings(starts=1, steps=10))
+    plan = solve(random_trace(0, requests=20), Topology(ep_size=4), settings)
+    save_plan(plan, path)
+    for version in (2, 3):
+        edit_json(path / "plan.json", schema_version=version, tokens__lookahead=0)
+        assert load_plan(path).tokens.looks == plan.tokens.looks
+    edit_json(path / "plan.json", tokens__lookahead=1)
+    refuses(path, "look-ahead ids are no longer read: make the plan again with `semmoe solve`")
+
+
 def ranks(value: int) -> np.ndarray:
     return np.full((3, 1, 21), value, np.int16)
 

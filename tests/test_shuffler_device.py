@@ -35,14 +35,12 @@ SIZE, GROUP, SLOTS = 2, 1, 40
 NONE_NEW = torch.tensor([PADDING_SLOT])
 
 
-def plan(seed=0, tables="scores", lookahead=0) -> Plan:
+def plan(seed=0, tables="scores") -> Plan:
     """Two groups of two ranks."""
     topology = Topology(ep_size=4, dp_size=2)
     placed = np.tile(np.arange(EXPERTS, dtype=np.int32), (LAYERS, 1))
     found = (
-        random_tables(seed, *((2, 1), (1, 1), (3, 2), (0, 0))[seed % 4], lookahead=lookahead)
-        if tables == "scores"
-        else paper_tables(seed)
+        random_tables(seed, *((2, 1), (1, 1), (3, 2), (0, 0))[seed % 4]) if tables == "scores" else paper_tables(seed)
     )
     return Plan(
         topology=topology,
@@ -94,13 +92,10 @@ def fitted(values: np.ndarray, padding: int) -> torch.Tensor:
     return torch.from_numpy(np.append(values, np.zeros(padding, values.dtype)))
 
 
-@pytest.mark.parametrize("lookahead", [0, 1, 2])
 @pytest.mark.parametrize("seed", range(12))
-def test_slices_are_those_of_the_host(seed, lookahead):
-    """After the experts that tokens chose, the rows hold those that the next layer's router names ahead."""
-    planned = plan(seed, lookahead=lookahead)
+def test_slices_are_those_of_the_host(seed):
+    planned = plan(seed)
     ours, theirs = device_shuffler(planned), TokenShuffler(planned, GROUP, 0)
-    assert ours.lookahead == theirs.lookahead == lookahead
     for number, (ids, slots, decoding, fresh, several) in enumerate(random_passes(seed)):
         told = torch.from_numpy(decoding) if several else None
         ours.start(*map(torch.from_numpy, (ids, slots)), told, torch.from_numpy(fresh))
@@ -111,8 +106,7 @@ def test_slices_are_those_of_the_host(seed, lookahead):
             assert torch.equal(mine.inverse, other.inverse)
             assert mine.counts.tolist() == list(other.counts)
             if layer is not None:
-                planes = [routed(seed * 100 + number, layer + LAYERS * p, len(ids)) for p in range(lookahead + 1)]
-                chosen = torch.cat(planes if layer < LAYERS - 1 else planes[:1], dim=1)
+                chosen = routed(seed * 100 + number, layer, len(ids))
                 ours.observe(layer, chosen)
                 theirs.observe(layer, chosen)
 
@@ -188,7 +182,7 @@ def test_histories_are_those_of_the_host(seed):
             ours.observe_in_turn(turns, torch.from_numpy(ids).expand(LAYERS, *ids.shape))
         else:
             padded = fitted(slots, 3), torch.from_numpy(np.append(ids, np.zeros((3, TOP_K), int), axis=0))
-            ours.observe(1, *padded, TOP_K)
+            ours.observe(1, *padded)
         if turn == 20:
             theirs.reset(np.array([2, 3]))
             ours.reset(torch.tensor([2, 3, PADDING_SLOT, PADDING_SLOT]))
@@ -344,7 +338,7 @@ def interpreted() -> None:
     for module in (static, shuffler_device):
         module.triton_kernels = lambda name, tensor: import_module(f"semmoe.runtime.kernels.{name}")
     for seed in range(2):
-        test_slices_are_those_of_the_host(seed, 2 * (seed % 2))
+        test_slices_are_those_of_the_host(seed)
     found, sent = take_rows(torch.arange(6.0).view(3, 2), torch.tensor([2, -1])), [[4.0, 5.0], [0.0, 0.0]]
     assert found.tolist() == sent
 

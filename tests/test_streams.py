@@ -1,4 +1,4 @@
-"""`semmoe trace`: traces that may be larger than memory are counted, joined, cut down and exported shard by shard."""
+"""`semmoe trace`: traces that may be larger than memory are counted, joined and cut down shard by shard."""
 
 import json
 import re
@@ -25,15 +25,10 @@ def run(*words):
 
 def write(trace, path, shard_tokens=50):
     """A trace of many shards; returns its path."""
-    header = TraceHeader(fingerprint=trace.fingerprint, dataset_hash="", settings={}, lookahead=trace.lookahead)
+    header = TraceHeader(fingerprint=trace.fingerprint, dataset_hash="", settings={})
     with TraceWriter(path, header, shard_tokens=shard_tokens) as writer:
         writer.append_all(trace)
     return path
-
-
-def looking(trace):
-    """The trace with look-ahead ids, which are its own experts of the next layer."""
-    return replace(trace, lookahead_ids=trace.expert_ids[:, 1:])
 
 
 def arrays(trace):
@@ -95,10 +90,8 @@ def test_the_error_of_shares_is_that_of_the_bootstrap_over_requests():
     assert shares.error > 1.5 * np.sqrt((1 - 0.25) / n / 0.25)  # far more than if tokens chose on their own
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_traces_are_joined_each_in_its_order(tmp_path, ahead):
+def test_traces_are_joined_each_in_its_order(tmp_path):
     parts = [random_trace(seed, requests=n) for seed, n in ((1, 30), (2, 12))]
-    parts = [looking(part) for part in parts] if ahead else parts
     paths = [write(part, tmp_path / f"part-{i}") for i, part in enumerate(parts)]
     told = json.loads(run("merge", *paths, "--out", tmp_path / "joined", "--json").stdout)
     assert told["tokens"] == sum(part.num_tokens for part in parts)
@@ -129,16 +122,12 @@ def test_tables_of_hash_routed_layers_go_with_what_is_joined_and_drawn(tmp_path)
 def test_traces_that_do_not_fit_together_are_not_joined(tmp_path):
     first = write(random_trace(0), tmp_path / "first")
     other = write(random_trace(0, experts=16), tmp_path / "other")
-    ahead = write(looking(random_trace(0)), tmp_path / "ahead")
     failed(run("merge", first, other, "--out", tmp_path / "out"), 2, "of another model or tokenizer")
-    failed(run("merge", first, ahead, "--out", tmp_path / "out"), 2, "has 1 look-ahead ids per expert, others 0")
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_a_sample_is_of_whole_requests_in_their_order(tmp_path, ahead):
+def test_a_sample_is_of_whole_requests_in_their_order(tmp_path):
     trace = random_trace(3, requests=80)
-    trace = looking(trace) if ahead else trace
     path = write(trace, tmp_path / "trace")
     drawn = streams.sample(path, 100, seed=1)
     assert 100 <= drawn.num_tokens < 100 + 12
@@ -162,25 +151,6 @@ def test_a_trace_that_is_too_large_is_sampled_and_the_error_is_said(tmp_path, mo
     said = " ".join(done.stderr.split())
     assert f"has {trace.num_tokens:,} tokens, more than are read at once: 30" in said
     assert "an expert's share is known to" in said
-
-
-def test_a_trace_is_exported_row_by_row(tmp_path):
-    pq = pytest.importorskip("pyarrow.parquet")
-    trace = random_trace(5, requests=40)
-    path, out = write(trace, tmp_path / "trace"), tmp_path / "trace.parquet"
-    assert json.loads(run("export", path, "--out", out, "--json").stdout)["requests"] == 40
-    table = pq.read_table(out)
-    assert table.num_rows == 40
-    header = TraceHeader.model_validate_json(table.schema.metadata[b"semmoe"])
-    assert header.fingerprint == trace.fingerprint
-    for r, row in enumerate(table.to_pylist()):
-        rows = trace.rows(r)
-        assert row["prompt_ids"] == trace.prompt(r).tolist()
-        assert row["token_ids"] == trace.token_ids[rows].tolist()
-        assert row["phase"] == trace.phase[rows].tolist()
-        assert row["expert_ids"] == trace.expert_ids[rows].tolist()
-    failed(run("export", path, "--out", tmp_path / "trace.csv"), 2, "must end in .parquet")
-    failed(run("export", path, "--out", out), 2, "exists")
 
 
 def test_an_empty_trace_is_refused(tmp_path):

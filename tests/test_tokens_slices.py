@@ -17,10 +17,10 @@ from semmoe.tokens.slices import History, PathScores, assign, trace_history
 LAYERS, EXPERTS, TOP_K, VOCABULARY, RANKS = 3, 8, 2, 20, 4
 
 
-def random_tables(seed, lookback=2, ordered=1, ranks=RANKS, lookahead=0) -> PathScores:
+def random_tables(seed, lookback=2, ordered=1, ranks=RANKS) -> PathScores:
     """Tables of the shapes of `random_trace`, half of whose tokens share the last row."""
     rng = np.random.default_rng(seed)
-    known, path = VOCABULARY // 2, (ordered * TOP_K + lookahead + lookback - ordered) * EXPERTS
+    known, path = VOCABULARY // 2, (ordered * TOP_K + lookback - ordered) * EXPERTS
     rows = np.full(VOCABULARY + 1, known, np.int32)
     rows[rng.permutation(VOCABULARY)[:known]] = np.arange(known)
     return PathScores(
@@ -32,7 +32,6 @@ def random_tables(seed, lookback=2, ordered=1, ranks=RANKS, lookahead=0) -> Path
         history_scores=rng.integers(-2000, 2000, (LAYERS, 2 * EXPERTS + 1, ranks)).astype(np.int16),
         lookback=lookback,
         ordered=ordered,
-        lookahead=lookahead,
     )
 
 

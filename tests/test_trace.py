@@ -15,7 +15,7 @@ from synthetic import make_fingerprint, make_trace, random_trace, with_prefill
 
 from semmoe import files
 from semmoe.core import DECODE, PREFILL
-from semmoe.trace import TraceHeader, TraceWriter, describe, open_trace, save_trace, shard_paths
+from semmoe.trace import TraceHeader, TraceWriter, describe, open_trace, read_header, save_trace, shard_paths
 
 HEADER = TraceHeader(fingerprint=make_fingerprint(), dataset_hash="d", settings={"max_new_tokens": 4})
 
@@ -187,6 +187,23 @@ def test_a_header_of_another_form_is_refused(tmp_path, key, value, message):
     header.write_text(json.dumps({**json.loads(header.read_text()), key: value}))
     with pytest.raises(ValueError, match=message):
         open_trace(tmp_path / "t")
+
+
+def test_look_ahead_ids_are_refused_and_a_trace_that_states_none_is_read(tmp_path):
+    trace, path = random_trace(0), tmp_path / "t"
+    save_trace(trace, path)
+    header = json.loads((path / "trace.json").read_text())
+    refusal = "look-ahead ids are no longer read: make the trace again with `semmoe profile`"
+    for version in (1, 2):
+        (path / "trace.json").write_text(json.dumps(header | {"schema_version": version, "lookahead": 0}))
+        assert open_trace(path).digest() == trace.digest()
+    TraceWriter(path, read_header(path))  # a profile that was stopped goes on
+    (path / "trace.json").write_text(json.dumps(header | {"lookahead": 2}))
+    with pytest.raises(ValueError, match=refusal):
+        open_trace(path)
+    np.savez(tmp_path / "plain.npz", **plain(lookahead_ids=np.zeros((3, 0, 2), np.uint8)))
+    with pytest.raises(ValueError, match=refusal):
+        open_trace(tmp_path / "plain.npz")
 
 
 def test_an_unfilled_or_missing_trace_says_so(tmp_path):

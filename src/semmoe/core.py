@@ -39,9 +39,6 @@ class RoutingTrace:
     prompt_offsets: np.ndarray  # (R + 1,) int64
     fingerprint: Fingerprint
     hashed: HashedLayers = NO_HASHED  # layers where the token id alone decides the experts
-    # (T, L - 1, W), W a multiple of K, same type: what the router of each layer but the first would choose first if it
-    # saw the residual stream as the MoE layer before leaves it, by falling weight; None: not recorded
-    lookahead_ids: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         f, tokens = self.fingerprint, len(self.token_ids)
@@ -58,13 +55,6 @@ class RoutingTrace:
         check_range("token id", self.token_ids, f.vocab_size, "vocabulary entries")
         check_range("prompt token id", self.prompt_ids, f.vocab_size, "vocabulary entries")
         self.hashed.check(f)
-        if self.lookahead_ids is not None:
-            check_lookahead(self.lookahead_ids, tokens, f)
-
-    @property
-    def lookahead(self) -> int:
-        """W / K, how many times as many look-ahead ids as experts there are for each token; 0: none were recorded."""
-        return 0 if self.lookahead_ids is None else self.lookahead_ids.shape[2] // self.fingerprint.top_k
 
     @property
     def num_tokens(self) -> int:
@@ -93,7 +83,6 @@ class RoutingTrace:
             token_ids=self.token_ids[rows],
             expert_ids=self.expert_ids[rows],
             phase=self.phase[rows],
-            lookahead_ids=None if self.lookahead_ids is None else self.lookahead_ids[rows],
             request_offsets=offsets,
             prompt_ids=self.prompt_ids[prompt_rows],
             prompt_offsets=prompt_offsets,
@@ -103,9 +92,8 @@ class RoutingTrace:
         """SHA-256 of the trace's contents."""
         sha = hashlib.sha256()
         offsets = (self.request_offsets, self.prompt_offsets)
-        ahead = () if self.lookahead_ids is None else (self.lookahead_ids,)
         hashed = (self.hashed.layers, self.hashed.expert_ids) if len(self.hashed.layers) else ()
-        for array in (self.token_ids, self.expert_ids, self.phase, self.prompt_ids, *offsets, *ahead, *hashed):
+        for array in (self.token_ids, self.expert_ids, self.phase, self.prompt_ids, *offsets, *hashed):
             sha.update(str(array.shape).encode() + np.ascontiguousarray(array).tobytes())
         return sha.hexdigest()
 
@@ -117,15 +105,6 @@ class RoutingTrace:
             content = np.concatenate([[len(prompt)], prompt, self.token_ids[self.rows(r)]]).astype("<i4").tobytes()
             out[r] = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
         return out
-
-
-def check_lookahead(ids: np.ndarray, num_tokens: int, fingerprint: Fingerprint) -> None:
-    """Raise ValueError unless `ids` fit a trace of so many tokens as its look-ahead ids (T, L - 1, W)."""
-    f, width = fingerprint, ids.shape[-1] if ids.ndim else 0
-    if ids.shape != (num_tokens, f.num_layers - 1, width) or width not in (f.top_k, 2 * f.top_k):
-        expected = f"({num_tokens}, {f.num_layers - 1}, {f.top_k} or {2 * f.top_k})"
-        raise ValueError(f"lookahead_ids has shape {ids.shape}, expected {expected}")
-    check_range("look-ahead expert id", ids, f.num_experts, "experts")
 
 
 def _ragged_rows(offsets: np.ndarray, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -25,7 +25,7 @@ from semmoe.tokens.slices import ByPosition, PathScores
 from semmoe.topology import Fingerprint, Topology
 
 SCHEMA = 3
-READABLE = (2, 3)  # version 2 has no look-ahead
+READABLE = (2, 3)
 MOST_REQUESTS = 1 << 24  # profiled requests whose hashes a plan may hold
 FILES = {"plan.json", "plan.safetensors"}
 TOKENS = {kind.kind: kind for kind in (ByPosition, PathScores, PaperTables)}
@@ -94,8 +94,9 @@ def load_plan(path: Path | str) -> Plan:
         raise ValueError(f"there is no plan at {path}")
     _check_version(path)
     header = load_json(path / "plan.json", PlanHeader)
-    if header.schema_version == 2 and header.tokens.get("kind") == PathScores.kind:
-        header.tokens.setdefault("lookahead", 0)
+    # earlier plans of version 3 state their planes of look-ahead ids, 0 in a plan without them
+    if header.tokens.get("kind") == PathScores.kind and header.tokens.pop("lookahead", 0) != 0:
+        raise ValueError(f"{path}: look-ahead ids are no longer read: make the plan again with `semmoe solve`")
     try:
         kinds = _kind(TOKENS, "tokens", header.tokens), _kind(REQUESTS, "requests", header.requests)
     except ValueError as error:

@@ -104,10 +104,6 @@ class PredictorSettings:
     # layers; None: chosen by the error on held-out requests
     lookback: int | None = number(None, 0, 8, help="Layers that predictions look back; by default semmoe chooses.")
     max_tokens: int = number(1 << 16, 1, 1 << 24)  # routed tokens to fit on
-    # whether predictions read the look-ahead ids of a trace
-    lookahead: bool = switch(
-        help="semmoe, attention-TP: predict from each layer's router one step ahead, as `profile --lookahead` records."
-    )
     # relative increase of the held-out error that is accepted for a shorter look-back
     tolerance: float = number(0.002, 0, 1)
 
@@ -228,10 +224,6 @@ class ProfileSettings(PromptSettings):
     # greedy tokens to generate and record
     max_new_tokens: int = number(0, 0, 1 << 20, panel="Input", help="Greedy tokens to generate and record.")
     batch_size: int = number(16, 1, 1 << 16, panel="Input", help="Requests run together.")
-    lookahead: bool = switch(
-        panel="Input",
-        help="Also record what each layer's router would choose one step ahead, for `solve --lookahead`.",
-    )
 
     def __post_init__(self) -> None:
         check_numbers(self)

@@ -15,7 +15,6 @@ from semmoe.placement.problem import Problem, Progress, Solution
 from semmoe.replayer import ReplayResult, replay
 from semmoe.rowcosts import RowCosts
 from semmoe.settings import ReplaySettings, SolveSettings
-from semmoe.tokens.predictor import check_lookahead
 from semmoe.topology import Fingerprint, Topology
 
 PHASES = {"prefill": PREFILL, "decode": DECODE}
@@ -72,7 +71,6 @@ def check_inputs(trace: RoutingTrace, topology: Topology, settings: SolveSetting
     if trace.num_tokens <= 0:
         raise ValueError("the trace holds no routed token: profile something first")
     if settings.method == "semmoe":
-        check_lookahead(trace, topology, settings.predictor)
         check_groups(trace.fingerprint, topology, settings)
         if settings.phase != "both" and not (trace.phase == PHASES[settings.phase]).any():
             raise ValueError(f"phase is {settings.phase}, of which the trace has no token")

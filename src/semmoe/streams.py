@@ -1,4 +1,4 @@
-"""Traces that are larger than memory: counted, joined, sampled and exported shard by shard."""
+"""Traces that are larger than memory: counted, joined and sampled shard by shard."""
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +10,7 @@ import numba
 import numpy as np
 
 from semmoe.core import DECODE, RoutingTrace
-from semmoe.files import array_shape, atomic_directory, atomic_file, load_array
+from semmoe.files import array_shape, atomic_directory, load_array
 from semmoe.hashed import NO_HASHED
 from semmoe.splitter import draw_requests
 from semmoe.trace import (
@@ -43,14 +43,12 @@ def num_tokens(path: Path) -> int:
 
 
 def agreed_header(headers: dict[Path, TraceHeader]) -> TraceHeader:
-    """The header that traces share. Raises ValueError if they are of different models or have other arrays."""
+    """The header that traces share. Raises ValueError if they are of different models."""
     first = next(iter(headers.values()))
     for path, header in headers.items():
         difference = first.fingerprint.mismatch(header.fingerprint)
         if difference is not None:
             raise ValueError(f"{path} is of another model or tokenizer: {difference}")
-        if header.lookahead != first.lookahead:
-            raise ValueError(f"{path} has {header.lookahead} look-ahead ids per expert, others {first.lookahead}")
     return first
 
 
@@ -161,7 +159,6 @@ def describe(path: Path, progress: Progress = lambda tokens: None) -> dict[str, 
         **asdict(first.fingerprint),
         **found,
         "distinct_tokens": int(seen.sum()),
-        "lookahead": first.lookahead,
         "busiest_expert": float((shares.counts.max(axis=1) / np.maximum(shares.counts.mean(axis=1), 1e-9)).mean()),
         "share_error": shares.error,
         "files": len(files),
@@ -199,38 +196,5 @@ def open_bounded(path: Path, seed: int) -> tuple[RoutingTrace, int]:
 def _arrays(trace: RoutingTrace) -> dict[str, np.ndarray]:
     """The arrays of a shard that holds this trace."""
     lengths = {"request_lengths": trace.request_offsets, "prompt_lengths": trace.prompt_offsets}
-    ahead = {} if trace.lookahead_ids is None else {"lookahead_ids": trace.lookahead_ids}
     kept = {name: getattr(trace, name) for name in ("token_ids", "expert_ids", "phase", "prompt_ids")}
-    return {**kept, **ahead, **{name: np.diff(offsets) for name, offsets in lengths.items()}}
-
-
-def export(path: Path, out: Path, progress: Progress = lambda tokens: None) -> int:
-    """Write a trace directory as a Parquet file, a row for each request; returns their number."""
-    import pyarrow as pa
-    from pyarrow.parquet import ParquetWriter
-
-    header, requests = read_header(path), 0
-    with atomic_file(out, private=True) as staged:
-        writer = None
-        for trace in read_shards(path):
-            table = _table(trace, pa).replace_schema_metadata({"semmoe": header.model_dump_json()})
-            writer = writer or ParquetWriter(staged, table.schema)
-            writer.write_table(table)
-            requests += trace.num_requests
-            progress(trace.num_tokens)
-        if writer is None:
-            raise ValueError(f"{path} holds no shard yet: run its profile again to fill it")
-        writer.close()
-    return requests
-
-
-def _table(trace: RoutingTrace, pa: Any) -> Any:
-    """A row for each request: its prompt, and of its routed tokens the id, the phase and the (L, K) experts."""
-    f, each = trace.fingerprint, trace.request_offsets.astype(np.int32)
-    experts = pa.array(trace.expert_ids.reshape(-1))
-    by_layer = pa.FixedSizeListArray.from_arrays(experts, f.top_k)
-    by_token = pa.FixedSizeListArray.from_arrays(by_layer, f.num_layers)
-    lists = {"token_ids": pa.array(trace.token_ids), "phase": pa.array(trace.phase), "expert_ids": by_token}
-    columns = {name: pa.ListArray.from_arrays(pa.array(each), values) for name, values in lists.items()}
-    prompts = pa.array(trace.prompt_offsets.astype(np.int32)), pa.array(trace.prompt_ids)
-    return pa.table({"prompt_ids": pa.ListArray.from_arrays(*prompts), **columns})
+    return {**kept, **{name: np.diff(offsets) for name, offsets in lengths.items()}}

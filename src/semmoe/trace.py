@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic_core import PydanticCustomError
 
 from semmoe.core import DECODE, RoutingTrace
 from semmoe.files import array_shape, load_arrays, load_json, read_limited, save_arrays, save_json
@@ -21,10 +22,10 @@ from semmoe.hashed import NO_HASHED, HashedLayers
 from semmoe.topology import Fingerprint
 
 SCHEMA = 2
-READABLE = (1, 2)  # version 1 has no look-ahead ids
+READABLE = (1, 2)
 HASHED = "hashed.safetensors"  # tables of hash-routed layers, beside trace.json if the model has such layers
 ARRAYS = {"token_ids", "expert_ids", "request_lengths", "phase", "prompt_ids", "prompt_lengths"}
-LOOKAHEAD = "lookahead_ids"  # optional
+LOOKAHEAD_REMOVED = "look-ahead ids are no longer read: make the trace again with `semmoe profile`"
 MAX_TRACE_BYTES = 16 << 30  # of an .npz file, unpacked, which is read whole: 4 billion expert ids at int32
 MAX_META_BYTES = 256 << 20  # unpacked; the strings of a vocabulary and examples take some MB
 NPY_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
@@ -38,12 +39,16 @@ class TraceHeader(BaseModel):
     fingerprint: Fingerprint
     dataset_hash: str  # SHA-256 over the prompts; only runs on the same dataset are appended
     settings: dict[str, Any]
-    lookahead: int = Field(default=0, ge=0, le=2)  # look-ahead ids of a token and layer, in multiples of its experts
 
-    @property
-    def arrays(self) -> set[str]:
-        """Names of the arrays in every shard."""
-        return ARRAYS | ({LOOKAHEAD} if self.lookahead else set())
+    @model_validator(mode="before")
+    @classmethod
+    def _without_lookahead(cls, stated: Any) -> Any:
+        """Omit the number of look-ahead ids, which is 0 in a trace without them; refuse any other number."""
+        if not isinstance(stated, dict) or "lookahead" not in stated:
+            return stated
+        if stated["lookahead"] != 0:
+            raise PydanticCustomError("lookahead", LOOKAHEAD_REMOVED)
+        return {name: value for name, value in stated.items() if name != "lookahead"}
 
 
 class TraceWriter:
@@ -78,29 +83,17 @@ class TraceWriter:
         self.num_requests = sum(array_shape(shard, "request_lengths")[0] for shard in shards)
 
     def append(
-        self,
-        *,
-        prompt_ids: np.ndarray,
-        token_ids: np.ndarray,
-        expert_ids: np.ndarray,
-        phase: np.ndarray,
-        lookahead_ids: np.ndarray | None = None,
+        self, *, prompt_ids: np.ndarray, token_ids: np.ndarray, expert_ids: np.ndarray, phase: np.ndarray
     ) -> None:
-        """Add a request: (M,) prompt ids, (T,) routed token ids, (T, L, K) expert ids by falling weight, (T,) phase.
-
-        lookahead_ids: (T, L - 1, W), in a trace whose header has them.
-        """
+        """Add a request: (M,) prompt ids, (T,) routed token ids, (T, L, K) expert ids by falling weight, (T,) phase."""
         f = self.header.fingerprint
         expected = (len(token_ids), f.num_layers, f.top_k)
         assert expert_ids.shape == expected, f"expert_ids {expert_ids.shape}, expected {expected}"
         assert phase.shape == token_ids.shape
         assert expert_ids.size == 0 or (expert_ids.min() >= 0 and expert_ids.max() < f.num_experts)
         dtype = np.uint8 if self.header.fingerprint.num_experts <= 256 else np.int16
-        assert (lookahead_ids is not None) == bool(self.header.lookahead)
-        ahead = {} if lookahead_ids is None else {LOOKAHEAD: lookahead_ids.astype(dtype)}
         self._pending.append(
             {
-                **ahead,
                 "token_ids": token_ids.astype(np.int32),
                 "expert_ids": expert_ids.astype(dtype),
                 "phase": phase.astype(np.uint8),
@@ -121,13 +114,13 @@ class TraceWriter:
 
     def append_one(self, trace: RoutingTrace, request: int) -> None:
         """Add one request of `trace`, which must have the same fingerprint."""
-        rows, ahead = trace.rows(request), trace.lookahead_ids
+        rows = trace.rows(request)
         part = {name: getattr(trace, name)[rows] for name in ("token_ids", "expert_ids", "phase")}
-        self.append(prompt_ids=trace.prompt(request), **part, lookahead_ids=None if ahead is None else ahead[rows])
+        self.append(prompt_ids=trace.prompt(request), **part)
 
     def flush(self) -> None:
         if self._pending:
-            shard = {name: np.concatenate([part[name] for part in self._pending]) for name in self.header.arrays}
+            shard = {name: np.concatenate([part[name] for part in self._pending]) for name in ARRAYS}
             save_arrays(self.path / f"shard-{self._next_shard:05d}.safetensors", shard, self.private)
             self._next_shard += 1
             self._pending, self.pending_tokens = [], 0
@@ -145,7 +138,7 @@ def _check_same_run(path: Path, old: TraceHeader, new: TraceHeader) -> None:
         raise ValueError(f"{path} was profiled on another model or tokenizer: {difference}")
     if old.dataset_hash != new.dataset_hash:
         raise ValueError(f"{path} was profiled on another dataset; choose another --out")
-    if (old.settings, old.lookahead) != (new.settings, new.lookahead):
+    if old.settings != new.settings:
         raise ValueError(f"{path} was profiled with other settings ({old.settings}, now {new.settings})")
 
 
@@ -155,8 +148,7 @@ def shard_paths(path: Path) -> list[Path]:
 
 def save_trace(trace: RoutingTrace, path: Path) -> None:
     """Write a trace to a new trace directory."""
-    ahead = trace.lookahead
-    header = TraceHeader(fingerprint=trace.fingerprint, dataset_hash=trace.digest(), settings={}, lookahead=ahead)
+    header = TraceHeader(fingerprint=trace.fingerprint, dataset_hash=trace.digest(), settings={})
     with TraceWriter(path, header, hashed=trace.hashed) as writer:
         if writer.num_requests != 0:
             raise ValueError(f"{path} already holds a trace")
@@ -173,7 +165,7 @@ def open_trace(path: Path | str) -> RoutingTrace:
             raise ValueError(f"{path} is neither a trace directory nor an .npz file")
         return _read_npz(path)
     header = read_header(path)
-    shards = [load_arrays(shard, header.arrays) for shard in shard_paths(path)]
+    shards = [load_arrays(shard, ARRAYS) for shard in shard_paths(path)]
     if not shards:
         raise ValueError(f"{path} holds no shard yet: run its profile again to fill it")
     return join_shards(path, header.fingerprint, shards, hashed_tables(path))
@@ -196,7 +188,7 @@ def read_shards(path: Path) -> Iterator[RoutingTrace]:
     """Read a trace directory shard by shard, for traces that are larger than memory."""
     header, hashed = read_header(path), hashed_tables(path)
     for shard in shard_paths(path):
-        yield join_shards(shard, header.fingerprint, [load_arrays(shard, header.arrays)], hashed)
+        yield join_shards(shard, header.fingerprint, [load_arrays(shard, ARRAYS)], hashed)
 
 
 def join_shards(
@@ -235,6 +227,8 @@ def _read_npz(path: Path) -> RoutingTrace:
     try:
         if {"experts", "route_starts", "tokens", "token_starts", "pos0"} <= set(arrays):
             arrays = _plain_from_fingerprinting(arrays)
+        if "lookahead_ids" in arrays:
+            raise ValueError(LOOKAHEAD_REMOVED)
         needed = {"token_ids", "expert_ids", "request_offsets"}
         if not needed <= set(arrays):
             raise ValueError(f"it holds {sorted(arrays)}; a plain trace needs {sorted(needed)}")
@@ -308,7 +302,6 @@ def _from_plain_arrays(arrays: dict[str, np.ndarray], path: Path) -> RoutingTrac
         prompt_ids=prompts,
         phase=arrays.get("phase", np.zeros(len(tokens), np.uint8)),
         prompt_offsets=arrays.get("prompt_offsets", offsets).astype(np.int64),
-        lookahead_ids=arrays.get(LOOKAHEAD),
         fingerprint=fingerprint,
     )
 
@@ -343,6 +336,5 @@ def describe(trace: RoutingTrace) -> dict[str, Any]:
         "decode_tokens": int((trace.phase == DECODE).sum()),
         "prompt_tokens": len(trace.prompt_ids),
         "distinct_tokens": len(np.unique(trace.token_ids)),
-        "lookahead": trace.lookahead,
         "trace_hash": trace.digest(),
     }

@@ -17,7 +17,7 @@ from semmoe.engines.transformers.model import load_model
 from semmoe.engines.transformers.tokenizer import load_tokenizer
 from semmoe.placement import linear
 from semmoe.plan import load_plan, save_plan
-from semmoe.settings import CoclusterSettings, GenerateSettings, PredictorSettings, SolveSettings
+from semmoe.settings import CoclusterSettings, GenerateSettings, SolveSettings
 from semmoe.solver import solve
 from semmoe.texts import held_out_prompts
 from semmoe.topology import Topology
@@ -53,12 +53,9 @@ def reference(model, prompts):
 
 @pytest.fixture(scope="session")
 def plans(model, texts, tmp_path_factory):
-    """Plans of the shipped model for the topologies that are served, from other texts than those served.
-
-    That for tp2 looks ahead, that for hybrid does not.
-    """
+    """Plans of the shipped model for the topologies that are served, from other texts than those served."""
     folder = tmp_path_factory.mktemp("plans")
-    trace = recorder.record(model, str(MODEL), texts[32:100], folder / "trace", lookahead=True)
+    trace = recorder.record(model, str(MODEL), texts[32:100], folder / "trace")
     topologies = {
         "tp2": Topology(ep_size=2),
         "dp2": Topology(ep_size=2, dp_size=2),
@@ -66,8 +63,7 @@ def plans(model, texts, tmp_path_factory):
     }
     out = {}
     for name, topology in topologies.items():
-        redundant, ahead = (0, True) if name == "tp2" else (4, False)
-        how = SolveSettings(redundant_experts=redundant, cocluster=EASY, predictor=PredictorSettings(lookahead=ahead))
+        how = SolveSettings(redundant_experts=0 if name == "tp2" else 4, cocluster=EASY)
         plan = solve(trace, topology, how)
         save_plan(plan, folder / name)
         out[name] = str(folder / name)

@@ -184,7 +184,9 @@ def _check_counts(counts: np.ndarray) -> None:
     checked = whole("the count of expert", counts)
     if (checked < 0).any():
         row, expert = np.argwhere(checked < 0)[0].tolist()
-        raise ValueError(f"the count of expert {expert} of row {row} is {checked[row, expert]}: counts are not negative")
+        raise ValueError(
+            f"the count of expert {expert} of row {row} is {checked[row, expert]}: counts are not negative"
+        )
     if not checked.any():
         raise ValueError("all counts are 0: nothing was recorded")
 
@@ -243,9 +245,7 @@ def _placement(found: Found, array: np.ndarray, num_experts: int, topology: Topo
         raise ValueError(
             f"slot {slot} of layer {layer} has expert {maps[layer, slot]}, but the model has {num_experts}{shared}"
         )
-    return Placement(
-        physical_to_logical_map=maps.astype(np.int32), num_experts=num_experts, ep_size=topology.ep_size
-    )
+    return Placement(physical_to_logical_map=maps.astype(np.int32), num_experts=num_experts, ep_size=topology.ep_size)
 
 
 def _check_columns(counts: np.ndarray, num_experts: int) -> None:

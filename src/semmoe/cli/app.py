@@ -58,8 +58,6 @@ def _extra(module: str | None, command: str | None) -> str | None:
         return "serve"
     if module in ("plotly", "jinja2"):
         return "report"
-    if module == "pyarrow":
-        return "parquet"
     if module in ("matplotlib", "sklearn"):
         return "dev"
     if module in ("torch", "transformers", "tokenizers"):

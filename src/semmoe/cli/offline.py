@@ -302,8 +302,6 @@ def refuse_idle(ctx: typer.Context, methods: list[str], topology: Topology) -> N
         refuse_given(ctx, ["theta", "steps"], "only the paper's method has it")
         if topology.attn_tp_size == 1:
             refuse_given(ctx, ["lookback", "model"], "with attention dp semmoe reads prompts only")
-    if "semmoe" not in methods or topology.attn_tp_size == 1:
-        refuse_given(ctx, ["lookahead"], "only semmoe predicts by it, and only with attention tp or hybrid")
     if "semmoe" not in methods:
         refuse_given(ctx, OBJECTIVE, f"{names} has an objective of its own")
         refuse_given(ctx, EFFORT, f"{names} does not search as semmoe does")

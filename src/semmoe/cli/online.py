@@ -58,19 +58,18 @@ def profile(
     """
     from semmoe.checkpoint.hashed import read_hashed
     from semmoe.dataset import check_token_ids, digest
-    from semmoe.engines.transformers.config import fingerprint_of, lookahead_planes
+    from semmoe.engines.transformers.config import fingerprint_of
     from semmoe.files import check_output
     from semmoe.trace import TraceHeader, TraceWriter
 
     check_output(out, directory=True, force=True)  # a profile that was stopped continues where it ended
     asked: ProfileSettings = settings()
-    _check_engine(engine, ctx.args, asked)
+    _check_engine(engine, ctx.args)
     prompts, _, cut = _prompts(model, dataset, asked.limit, asked.max_prompt_tokens)
     stated = {"decode": asked.max_new_tokens, "max_prompt_tokens": asked.max_prompt_tokens}
     identity = fingerprint_of(model)
     check_token_ids(prompts, identity.vocab_size)
-    planes = lookahead_planes(model, identity) if asked.lookahead else 0
-    header = TraceHeader(fingerprint=identity, dataset_hash=digest(prompts), settings=stated, lookahead=planes)
+    header = TraceHeader(fingerprint=identity, dataset_hash=digest(prompts), settings=stated)
     with TraceWriter(out, header, hashed=read_hashed(model, identity)) as writer, console.bars() as bars:
         if writer.num_requests:
             console.err.print(f"resuming: {writer.num_requests} of {len(prompts)} requests are recorded")
@@ -85,15 +84,13 @@ def profile(
         console.out.print(f"{requests} requests in {out}")
 
 
-def _check_engine(engine: Engine, options: list[str], asked: ProfileSettings) -> None:
-    """Raise ValueError unless the engine is installed and can do what is asked of it."""
+def _check_engine(engine: Engine, options: list[str]) -> None:
+    """Raise ValueError unless the engine is installed and takes the options."""
     if engine is Engine.transformers:
         if options:
             raise ValueError(f"{options[0]}: transformers has no such option")
         return
     check_installed(engine.value)
-    if asked.lookahead and engine is Engine.sglang:
-        raise ValueError("--lookahead is recorded on transformers and vllm: the plan then serves on sglang too")
 
 
 def _record(

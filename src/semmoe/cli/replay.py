@@ -48,7 +48,6 @@ DECIDED = [
     "redundant_experts",
     "time_limit",
     "lookback",
-    "lookahead",
     "theta",
     "steps",
     "model",
@@ -186,10 +185,7 @@ def _replay_methods(
 ) -> dict[str, dict[str, Any]]:
     from semmoe.solver import score, solve_methods
     from semmoe.splitter import split
-    from semmoe.tokens.predictor import check_lookahead
 
-    if "semmoe" in methods:
-        check_lookahead(trace, topology, solving.predictor)
     profile, evaluation = split(trace, share, measure.seed)
     with console.bars() as bars:
         advance = bars.task("solving and replaying", len(methods) + 1)

@@ -1,4 +1,4 @@
-"""The commands trace info, merge, sample and export: traces that may be larger than memory."""
+"""The commands trace info, merge and sample: traces that may be larger than memory."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +14,7 @@ from semmoe.settings import SampleSettings
 trace_app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
-    help="Look into traces, join them, cut them down: info, merge, sample, export.",
+    help="Look into traces, join them, cut them down: info, merge, sample.",
 )
 app.add_typer(trace_app, name="trace", rich_help_panel=OFFLINE)
 DirectoryArgument = Annotated[Path, typer.Argument(help="A trace directory.", show_default=False)]
@@ -86,28 +86,6 @@ def sample(
     with atomic_directory(out, private=True) as staged:
         save_trace(drawn, staged)
     _tell(out, drawn.num_requests, drawn.num_tokens, as_json)
-
-
-@trace_app.command()
-def export(
-    trace: DirectoryArgument,
-    out: Annotated[Path, typer.Option(help="The .parquet file.", rich_help_panel=OUTPUT, show_default=False)],
-    force: Force = False,
-    as_json: Json = False,
-) -> None:
-    """Write a trace as a Parquet file, one row a request, for tools of data analysis.
-
-    Example: `semmoe trace export trace --out trace.parquet`
-    """
-    from semmoe.files import check_output
-    from semmoe.streams import export as write
-
-    if out.suffix != ".parquet":
-        raise ValueError(f"{out} must end in .parquet")
-    check_output(out, force=force)
-    with console.bars() as bars:
-        requests = write(trace, out, bars.task("writing tokens", _tokens(trace)))
-    _tell(out, requests, _tokens(trace), as_json)
 
 
 def _tokens(trace: Path) -> int:

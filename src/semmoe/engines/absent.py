@@ -62,9 +62,6 @@ class NoRecorder:
     def put(self, layer: int, expert_ids: torch.Tensor) -> None:
         """Do nothing: routing is not kept."""
 
-    def put_ahead(self, ids: torch.Tensor) -> None:
-        """Do nothing: look-ahead ids are not kept."""
-
     def end(self) -> None:
         """Do nothing: the pass was not recorded."""
 

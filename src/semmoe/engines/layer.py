@@ -1,7 +1,7 @@
 """The layer protocol: tokens are shuffled over an attention-TP group in the collectives around a feed-forward layer.
 
     slices -> shuffled reduce-scatter -> norm and experts (the engine's own)
-           -> shuffled all-gather, with expert ids, and those that the next layer's router names ahead -> observe
+           -> shuffled all-gather, with expert ids -> observe
 
 or, in passes that are cheaper without an all-to-all (`semmoe.engines.paths`), over all rows on every rank.
 
@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from semmoe.engines.counters import Reading
-from semmoe.engines.lookahead import NO_LOOKAHEAD, Lookahead
 from semmoe.engines.paths import SHUFFLED, WHOLE, only
 from semmoe.engines.step import SlotWatch, Step
 from semmoe.runtime.collectives import Communicator, shuffled_all_gathers, shuffled_reduce_scatter
@@ -31,8 +30,8 @@ class TokenRows:
     An adaptor's hooks call them; without tokens to shuffle they must not be called.
     """
 
-    def __init__(self, shuffler: Shuffler, comm: Communicator, lookahead: Lookahead = NO_LOOKAHEAD) -> None:
-        self._shuffler, self._lookahead = shuffler, lookahead
+    def __init__(self, shuffler: Shuffler, comm: Communicator) -> None:
+        self._shuffler = shuffler
         self.comm = comm
         self._watch = SlotWatch()
         self.choice = only(SHUFFLED)
@@ -44,7 +43,6 @@ class TokenRows:
         self._tokens, self._padded = 0, 0  # rows of this pass to shuffle, without and with padding
         self._handle: Any = None  # handle between the two collectives of a layer
         self._layer: int | None = None
-        self._top_k = 0
         self._routing: tuple[torch.Tensor, torch.Tensor] | None = None
         # Functions called with (layer, logical ids (N, K)) of all rows in order. They do not decide whether ids are
         # sent: a recorder is attached to one rank only, and all ranks must send the same.
@@ -128,7 +126,8 @@ class TokenRows:
         """(n, H) of every rank -> (N', H) in the tokens' order, zeros for padding; the routing is sent along."""
         columns, travels = [rows], self._layer is not None and (self._shuffler.uses_history or self.captured)
         if travels:
-            columns.append(self._told(rows))
+            assert self._routing is not None
+            columns.append(self._shuffler.by_weight(*self._routing))
         whole = self._gather_rows(columns)
         self._handle = None
         if travels:
@@ -136,14 +135,6 @@ class TokenRows:
         if self._padded == self._tokens:
             return whole[0]
         return nn.functional.pad(whole[0], (0, 0, 0, self._padded - self._tokens))
-
-    def _told(self, rows: torch.Tensor) -> torch.Tensor:
-        """(n, K + W): what this rank's rows chose, and what the next layer's router names ahead for them."""
-        assert self._routing is not None
-        assert self._layer is not None
-        chosen, ahead = self._shuffler.by_weight(*self._routing), self._lookahead(self._layer, rows)
-        self._top_k = chosen.shape[1]
-        return torch.cat([chosen, ahead.to(chosen.dtype)], dim=1) if ahead.shape[1] else chosen
 
     def _gather_rows(self, columns: list[torch.Tensor]) -> list[torch.Tensor]:
         return shuffled_all_gathers(self.comm, columns, self._handle)
@@ -154,4 +145,4 @@ class TokenRows:
             self._shuffler.observe(self._layer, expert_ids)
         for listener in (self.routed, self.captured):
             if listener is not None:
-                listener(self._layer, expert_ids[:, : self._top_k])
+                listener(self._layer, expert_ids)

@@ -108,15 +108,12 @@ class LiveRecorder:
         positions: np.ndarray,
         token_ids: np.ndarray,
         expert_ids: np.ndarray,
-        *lookahead_ids: np.ndarray,
     ) -> None:
         """Record one forward pass of n real tokens, without padding, rows of idle ranks and rejected draft tokens.
 
         rows (n,): the place in `requests` of each token's request; positions (n,): its place in that request;
-        token_ids (n,); expert_ids (n, L, K): logical experts by falling weight. Arrays are copied. There are no
-        look-ahead ids, since recording a live server asks no router.
+        token_ids (n,); expert_ids (n, L, K): logical experts by falling weight. Arrays are copied.
         """
-        assert not lookahead_ids
         if self._session is None:
             return
         with self._guard():

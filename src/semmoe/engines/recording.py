@@ -25,7 +25,6 @@ class Listener(Protocol):
         positions: np.ndarray,
         token_ids: np.ndarray,
         expert_ids: np.ndarray,
-        *lookahead_ids: np.ndarray,  # (N, L - 1, W), where routers are asked ahead of time
     ) -> None: ...
 
     def finish(self, request: str, prompt_ids: Sequence[int], length: int | None = None) -> None: ...
@@ -44,7 +43,6 @@ class PassRecorder:
         self._step: Step | None = None
         self._closed: Step | None = None
         self._routed: dict[int, np.ndarray] = {}  # by MoE layer, (N, K)
-        self._ahead: list[np.ndarray] = []  # look-ahead ids (N, W) of the second MoE layer, the third, ...
 
     @property
     def recording(self) -> bool:
@@ -59,7 +57,7 @@ class PassRecorder:
     def begin(self, read: Callable[[], Step]) -> None:
         step = read() if self._recorder.poll() else None
         self._step = step if step is not None and step.num_tokens and not step.guesses else None
-        self._routed, self._ahead, self._closed = {}, [], None
+        self._routed, self._closed = {}, None
 
     def observe(self, layer: int, expert_ids: torch.Tensor, weights: torch.Tensor) -> None:
         """Record a MoE layer from logical ids (n, K) and weights (n, K) of rows in the tokens' order, padding last."""
@@ -73,11 +71,6 @@ class PassRecorder:
             self._buffer[: len(rows), layer] = rows
         elif self._step is not None:
             self._routed[layer] = expert_ids[: self._step.num_tokens].cpu().numpy()
-
-    def put_ahead(self, ids: torch.Tensor) -> None:
-        """Record the look-ahead ids (N, W) of the next MoE layer, padding last."""
-        if self._step is not None:
-            self._ahead.append(ids[: self._step.num_tokens].cpu().numpy())
 
     def end(self) -> None:
         self.close()
@@ -102,8 +95,7 @@ class PassRecorder:
         step, self._closed = self._closed, None
         if step is not None:
             routed = np.stack([self._routed[layer] for layer in range(self._num_layers)], axis=1)[kept]
-            ahead = [np.stack(self._ahead, axis=1)[kept]] if self._ahead else []
-            told = step.rows[kept], step.positions[kept], step.token_ids[kept], routed, *ahead
+            told = step.rows[kept], step.positions[kept], step.token_ids[kept], routed
             self._recorder.observe(step.requests, *told)
 
     def finish(self, request: str, prompt_ids: Sequence[int], length: int) -> None:

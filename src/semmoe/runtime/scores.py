@@ -103,15 +103,13 @@ def contribution(rows: Tensor, running: Tensor, previous: Tensor, slots: Tensor,
     return torch.where(decoding[:, None], known, rows[-1].int())
 
 
-def observe(
-    rows: Tensor, running: Tensor, previous: Tensor, seen: Tensor, slots: Tensor, expert_ids: Tensor, top_k: int
-) -> Tensor:
+def observe(rows: Tensor, running: Tensor, previous: Tensor, seen: Tensor, slots: Tensor, expert_ids: Tensor) -> Tensor:
     """Observe one token of each of `slots` (B,), distinct except for slot 0, which is padding.
 
-    expert_ids (B, C): what they chose is in the first top_k columns. Returns them, with 0 for padding.
+    expert_ids (B, K): the experts of each token. Returns them, with 0 for padding.
     """
     told, experts = expert_ids.masked_fill((slots == 0)[:, None], 0), (len(rows) - 1) // 2
-    ids, before, times = told[:, :top_k].long(), running[slots].long(), seen[slots]
+    ids, before, times = told.long(), running[slots].long(), seen[slots]
     now = rows[ids].sum(1, dtype=torch.int64)
     weight = times.clamp(max=RUNNING_LIMIT) + RUNNING_PRIOR
     change = torch.div((now << FRACTION) - before, weight[:, None], rounding_mode="floor")

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from semmoe.core import Plan, TokenPolicy
+from semmoe.core import Plan
 from semmoe.methods.paper_policies import PaperTables, assign_slices, device_of_expert, look_up
 from semmoe.metrics import majority_rank
 from semmoe.runtime.collectives import ShuffleHandle, shuffle_handle
@@ -17,7 +17,6 @@ from semmoe.tokens.slices import (
     History,
     PathScores,
     assign,
-    in_planes,
     look_up_tokens,
     position_slices,
     score,
@@ -34,10 +33,6 @@ class Shuffler(Protocol):
     def uses_history(self) -> bool:
         """Whether every rank must be given the routing of all tokens by `observe`."""
 
-    @property
-    def lookahead(self) -> int:
-        """Planes of look-ahead ids that it reads: W / K."""
-
     def start(self, token_ids: Any, slots: Any, decoding: Any, new_slots: Any) -> None:
         """Begin a forward pass over N tokens; arguments same as in `TokenShuffler.start`."""
 
@@ -48,10 +43,7 @@ class Shuffler(Protocol):
         """(n, K): expert ids by falling weight, in the form that the all-gather sends."""
 
     def observe(self, moe_layer: int, expert_ids: torch.Tensor) -> None:
-        """Observe the experts (N, K) that all tokens chose at the MoE layer just computed.
-
-        After them, in the same rows, stand the look-ahead ids (N, W) of the next one, if it reads them.
-        """
+        """Observe the experts (N, K) that all tokens chose at the MoE layer just computed."""
 
 
 class TokenState(Protocol):
@@ -63,10 +55,8 @@ class TokenState(Protocol):
     def slices(self, moe_layer: int) -> np.ndarray:
         """(N,) int16: the slice of each token at a MoE layer."""
 
-    def observe(self, moe_layer: int, expert_ids: np.ndarray, ahead: np.ndarray) -> None:
-        """Observe the experts (N, K) int64 that the tokens chose at a MoE layer, and the look-ahead ids (N, W) int64 of
-        the next one, both by falling weight; W may be 0.
-        """
+    def observe(self, moe_layer: int, expert_ids: np.ndarray) -> None:
+        """Observe the experts (N, K) int64 that the tokens chose at a MoE layer, by falling weight."""
 
 
 class PositionState:
@@ -83,14 +73,12 @@ class PositionState:
         """(N,) int16."""
         return position_slices(self._num_tokens, self._size)
 
-    def observe(self, moe_layer: int, expert_ids: np.ndarray, ahead: np.ndarray) -> None:
+    def observe(self, moe_layer: int, expert_ids: np.ndarray) -> None:
         """Ignore the experts: slices by position do not depend on them."""
 
 
 class PathState:
-    """Slices by scores from token ids, experts named ahead of time and at earlier layers, and experts of the request's
-    earlier tokens.
-    """
+    """Slices by scores from token ids, experts at earlier layers, and experts of the request's earlier tokens."""
 
     def __init__(self, policy: PathScores, plan: Plan, group: int) -> None:
         self._policy, self._top_k = policy, plan.fingerprint.top_k
@@ -100,11 +88,10 @@ class PathState:
         self._looked_up = np.zeros((0, 0, 0), np.int32)
         self._slots, self._decoding = np.zeros(0, np.int64), np.zeros(0, bool)  # (N,)
         self._earlier: list[np.ndarray] = []  # experts (N, K), latest first
-        self._ahead: list[np.ndarray] = []  # planes (N, K) of look-ahead ids for the next layer
 
     def start(self, token_ids: np.ndarray, slots: np.ndarray, decoding: np.ndarray, new_slots: np.ndarray) -> None:
         """Look the tokens up for all layers, and begin the histories of new requests."""
-        self._slots, self._decoding, self._earlier, self._ahead = slots, decoding, [], []
+        self._slots, self._decoding, self._earlier = slots, decoding, []
         layers = range(len(self._policy.token_shift))
         self._looked_up = look_up_tokens(self._policy, layers, self._first, self._size, token_ids)
         self._history.begin(new_slots)
@@ -112,16 +99,15 @@ class PathState:
     def slices(self, moe_layer: int) -> np.ndarray:
         """(N,) int16."""
         nothing = np.empty((0, len(self._slots), self._top_k), np.int64)
-        planes = [*self._ahead, *self._earlier[: self._policy.lookback]]
+        planes = self._earlier[: self._policy.lookback]
         earlier = np.stack(planes) if planes else nothing
         known = self._history.contribution(moe_layer, self._slots, self._decoding) if self._decoding.any() else None
         return assign(score(self._policy, moe_layer, self._first, self._looked_up[moe_layer], earlier, known))
 
-    def observe(self, moe_layer: int, expert_ids: np.ndarray, ahead: np.ndarray) -> None:
-        """Observe the experts (N, K), which count for later layers and later tokens, and those named for the next."""
+    def observe(self, moe_layer: int, expert_ids: np.ndarray) -> None:
+        """Observe the experts (N, K), which count for later layers and later tokens."""
         self._history.observe(moe_layer, self._slots, expert_ids)
         self._earlier.insert(0, expert_ids)
-        self._ahead = list(in_planes(ahead, self._top_k))
 
 
 class PaperState:
@@ -143,7 +129,7 @@ class PaperState:
         history = np.stack(self._devices[:lookback], axis=1) if moe_layer >= lookback else None
         return assign_slices(look_up(self._policy, moe_layer, self._group, self._token_ids, history), self._size)
 
-    def observe(self, moe_layer: int, expert_ids: np.ndarray, ahead: np.ndarray) -> None:
+    def observe(self, moe_layer: int, expert_ids: np.ndarray) -> None:
         """Observe the experts (N, K), whose devices count for later layers."""
         self._devices.insert(0, majority_rank(expert_ids, self._devices_of_expert[moe_layer], self._size))
 
@@ -170,7 +156,7 @@ class TokenShuffler:
             raise ValueError(f"granularity must be {' or '.join(GRANULARITIES)}, not {granularity!r}")
         self._policy, self._granularity = plan.tokens, granularity
         self._state = STATES[plan.tokens.kind](plan.tokens, plan, group)
-        self._id_type, self._top_k = id_type(plan), plan.fingerprint.top_k
+        self._id_type = id_type(plan)
         self._rank, self._size = rank, plan.topology.attn_tp_size
         self._first = group * self._size
         self._token_ids = np.zeros(0, np.int64)
@@ -185,11 +171,6 @@ class TokenShuffler:
     def uses_history(self) -> bool:
         """Whether every rank must be given the routing of all tokens."""
         return self.has_tables and self._granularity == "layer"
-
-    @property
-    def lookahead(self) -> int:
-        """Planes of look-ahead ids that it reads: W / K."""
-        return lookahead_of(self._policy) if self.uses_history else 0
 
     def start(self, token_ids: np.ndarray, slots: np.ndarray, decoding: np.ndarray, new_slots: np.ndarray) -> None:
         """Begin a forward pass over the tokens (N,), in the order of the rows that the group shares.
@@ -221,16 +202,8 @@ class TokenShuffler:
         return by_weight(expert_ids, weights, self._id_type)
 
     def observe(self, moe_layer: int, expert_ids: torch.Tensor) -> None:
-        """Observe the experts (N, K) of all the group's tokens at the MoE layer just computed, and after them the
-        look-ahead ids (N, W) of the next one.
-        """
-        ids = expert_ids.cpu().numpy().astype(np.int64)
-        self._state.observe(moe_layer, ids[:, : self._top_k], ids[:, self._top_k :])
-
-
-def lookahead_of(policy: TokenPolicy) -> int:
-    """Planes of look-ahead ids that a policy reads; kinds that do not know of any read none."""
-    return getattr(policy, "lookahead", 0)
+        """Observe the experts (N, K) of all the group's tokens at the MoE layer just computed."""
+        self._state.observe(moe_layer, expert_ids.cpu().numpy().astype(np.int64))
 
 
 def id_type(plan: Plan) -> torch.dtype:

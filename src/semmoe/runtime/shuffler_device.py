@@ -18,7 +18,7 @@ from torch import Tensor
 from semmoe.core import Plan, TokenPolicy
 from semmoe.runtime import scores
 from semmoe.runtime.scores import DeviceTables, Turns
-from semmoe.runtime.shuffler import by_weight, id_type, lookahead_of
+from semmoe.runtime.shuffler import by_weight, id_type
 from semmoe.runtime.static import StaticHandle, slice_rows, static_handle, triton_kernels
 from semmoe.settings import GRANULARITIES
 from semmoe.tokens.slices import PathScores
@@ -55,10 +55,10 @@ class DeviceHistory:
         """(B, G) int32: same as `History.contribution`."""
         return self._by.contribution(self._rows[layer], self._running[layer], self._previous[layer], slots, decoding)
 
-    def observe(self, layer: int, slots: Tensor, expert_ids: Tensor, top_k: int) -> Tensor:
+    def observe(self, layer: int, slots: Tensor, expert_ids: Tensor) -> Tensor:
         """Same as `scores.observe`."""
         states = (state[layer] for state in (self._running, self._previous, self._seen))
-        return self._by.observe(self._rows[layer], *states, slots, expert_ids, top_k)
+        return self._by.observe(self._rows[layer], *states, slots, expert_ids)
 
     def observe_in_turn(self, turns: Turns, expert_ids: Tensor) -> None:
         """Same as `History.observe` at every layer, for several tokens per slot in order. expert_ids: (L, N, K)."""
@@ -89,9 +89,8 @@ class DeviceShuffler:
         self._layers, self._top_k, self._id_type = plan.fingerprint.num_layers, plan.fingerprint.top_k, id_type(plan)
         self._tables: DeviceTables | None = None  # for granularity "layer"
         self._of_token: Tensor | None = None  # (V + 1, S) int32, for granularity "batch"
-        self._planes = 0  # of look-ahead ids
         if granularity == "layer" and by_layer is not None:
-            self._tables, self._planes = by_layer(policy, device), lookahead_of(policy)
+            self._tables = by_layer(policy, device)
         elif policy.by_tables:
             self._of_token = _token_table(policy, self._first, self._size, plan.fingerprint.vocab_size).to(device)
         self._history: DeviceHistory | None = None
@@ -104,11 +103,6 @@ class DeviceShuffler:
     def uses_history(self) -> bool:
         """Whether every rank must be given the routing of all tokens."""
         return self._tables is not None
-
-    @property
-    def lookahead(self) -> int:
-        """Planes of look-ahead ids that it reads: W / K."""
-        return self._planes
 
     def reserve(self, num_slots: int) -> None:
         """Allocate histories of request slots, PADDING_SLOT included.
@@ -123,7 +117,7 @@ class DeviceShuffler:
 
         Not for graphs that are captured, which hold the addresses of today's tables.
         """
-        self._tables, self._of_token, self._planes = other._tables, other._of_token, other._planes
+        self._tables, self._of_token = other._tables, other._of_token
         if self._history is not None:
             self.reserve(self._history.num_slots)
 
@@ -142,7 +136,6 @@ class DeviceShuffler:
         self._real = self._slots != PADDING_SLOT
         self._decoding = self._real if decoding is None else decoding
         self._earlier: list[Tensor] = []  # experts (N, K), latest first
-        self._ahead: list[Tensor] = []  # planes (N, K) of look-ahead ids for the next layer
         self._of_batch: StaticHandle | None = None
         if self._tables is not None:
             every = range(self._layers)
@@ -166,7 +159,7 @@ class DeviceShuffler:
     def _score(self, layer: int) -> Tensor:
         assert self._tables is not None
         assert self._history is not None
-        earlier = [*self._ahead, *self._earlier[: self._tables.lookback]]
+        earlier = self._earlier[: self._tables.lookback]
         nothing = torch.empty((0, len(self._slots), self._top_k), dtype=self._id_type, device=self._slots.device)
         known = self._history.contribution(layer, self._slots, self._decoding)
         chosen = torch.stack(earlier) if earlier else nothing
@@ -181,15 +174,12 @@ class DeviceShuffler:
         return by_weight(expert_ids, weights, self._id_type)
 
     def observe(self, moe_layer: int, expert_ids: Tensor) -> None:
-        """Observe the experts (N, K) of all the group's rows at the MoE layer just computed, and after them the
-        look-ahead ids (N, W) of the next one; padding has any ids.
-        """
+        """Observe the experts (N, K) of all the group's rows at the MoE layer just computed; padding has any ids."""
         assert self._history is not None
         if self._turns is None:
-            told = self._history.observe(moe_layer, self._slots, expert_ids, self._top_k)
+            seen = self._history.observe(moe_layer, self._slots, expert_ids)
         else:
-            told = expert_ids.masked_fill(~self._real[:, None], 0)
-        seen, *self._ahead = told.split(self._top_k, dim=1)
+            seen = expert_ids.masked_fill(~self._real[:, None], 0)
         self._earlier.insert(0, seen)
         if self._turns is not None and moe_layer == self._layers - 1:
             self._history.observe_in_turn(self._turns, torch.stack(self._earlier[::-1]))

@@ -3,8 +3,7 @@
 Expected activations of expert e at layer l are a sum of four parts, fitted together by ridge regression, one convex
 closed-form problem per layer:
     token     the token id's own shares of experts in the profile (shrunk towards the layer's shares)
-    path      the experts that the token chose at previous layers, and before them those that the layer's router names
-              ahead of time, if the trace has them; for the nearest of these, also their order by weight
+    path      the experts that the token chose at previous layers; for the nearest layers, also their order by weight
     running   decode: the mean of the experts that the request's tokens chose at this layer, weighted to recent tokens
     previous  decode: the experts that the request's previous token chose at this layer
 The fit minimises squared errors of counts rather than a likelihood of classes. It therefore estimates the quantity that
@@ -38,13 +37,10 @@ from semmoe.tokens.regression import (
     ridge_weights,
 )
 from semmoe.tokens.slices import Looks, PathScores
-from semmoe.topology import Topology
 
 MAX_COLUMNS = 3000  # most columns of one layer's regression for the path
-# (look-back, ordered planes) to try; with look-ahead, which leaves less to the layers before, also none, one or all of
-# its planes may be ordered
+# (look-back, ordered planes) to try
 SHAPES = ((0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2), (3, 0), (3, 2), (5, 2))
-LOOKBACKS_BEHIND = (0, 1, 2)
 RIDGES = (10.0, 100.0, 1000.0)
 
 
@@ -90,14 +86,6 @@ def fit(
     return Predictor(layers=layers, looks=looks, ridge=ridge, held_out_error=error, hit_rate=hit_rate)
 
 
-def check_lookahead(trace: RoutingTrace, topology: Topology, settings: PredictorSettings) -> None:
-    """Raise ValueError if look-ahead is asked for and the trace has none, or no token is shuffled by it."""
-    if settings.lookahead and topology.attn_tp_size == 1:
-        raise ValueError("look-ahead has no effect with attention-DP, whose requests are scheduled by their prompts")
-    if settings.lookahead and not trace.lookahead:
-        raise ValueError("the trace has no look-ahead ids: make it with `semmoe profile --lookahead`")
-
-
 def _shape(trace: RoutingTrace) -> tuple[int, int]:
     return trace.fingerprint.top_k, trace.fingerprint.num_experts
 
@@ -138,8 +126,7 @@ def _choose(trace: RoutingTrace, settings: PredictorSettings, seed: int) -> tupl
     The fewest rows within `settings.tolerance` of the best error are chosen. Also returns their error and hit rate.
     """
     L = trace.fingerprint.num_layers
-    ahead = trace.lookahead if settings.lookahead else 0
-    few = Looks(lookback=min(2, L - 1), ordered=0, lookahead=ahead), RIDGES[1], float("nan"), float("nan")
+    few = Looks(lookback=min(2, L - 1), ordered=0), RIDGES[1], float("nan"), float("nan")
     order = np.random.default_rng(seed).permutation(trace.num_requests)
     cut = max(len(order) // 4, 1)
     learned = [l for l in range(L) if trace.hashed.table(l) is None]
@@ -149,7 +136,7 @@ def _choose(trace: RoutingTrace, settings: PredictorSettings, seed: int) -> tupl
     held, rest = _sample(held, settings.max_tokens // 8, seed), _sample(rest, settings.max_tokens // 4, seed)
     if min(held.num_tokens, rest.num_tokens) == 0:
         return few
-    shapes = _candidates(trace, settings.lookback, ahead)
+    shapes = _candidates(trace, settings.lookback)
     deepest = max(one.lookback for one in shapes)
     layers = sorted({min(max(L * (2 * i + 1) // 6, deepest), L - 1) for i in range(3)} & set(learned))
     layers = layers or learned[-1:]
@@ -163,18 +150,14 @@ def _choose(trace: RoutingTrace, settings: PredictorSettings, seed: int) -> tupl
     raise AssertionError("one of the shapes is the best")
 
 
-def _candidates(trace: RoutingTrace, lookback: int | None, ahead: int) -> list[Looks]:
+def _candidates(trace: RoutingTrace, lookback: int | None) -> list[Looks]:
     """What may be looked at, the cheapest first; lookback: a given one, or None."""
     (K, E), L = _shape(trace), trace.fingerprint.num_layers
-    behind = LOOKBACKS_BEHIND if lookback is None else (lookback,)
-    shapes = [(back, order) for back in behind for order in range(ahead + 1)] if ahead else SHAPES
-    found = [Looks(lookback=back, ordered=order, lookahead=ahead) for back, order in shapes]
+    found = [Looks(lookback=back, ordered=order) for back, order in SHAPES]
     fit = [one for one in found if one.lookback < L and one.rows(K, E) <= MAX_COLUMNS]
     fit = [one for one in fit if lookback in (None, one.lookback)]
     most = min(5 if lookback is None else lookback, L - 1)
-    return sorted(fit, key=lambda one: one.rows(K, E) if ahead else 0) or [
-        Looks(lookback=most, ordered=0, lookahead=ahead)
-    ]
+    return fit or [Looks(lookback=most, ordered=0)]
 
 
 def _held_out(rest: RoutingTrace, held: RoutingTrace, layer: int, shapes: list[Looks]) -> np.ndarray:
@@ -184,7 +167,7 @@ def _held_out(rest: RoutingTrace, held: RoutingTrace, layer: int, shapes: list[L
     """
     K, E = _shape(rest)
     back, order = max(one.lookback for one in shapes), max(one.ordered for one in shapes)
-    widest, counts = replace(shapes[0], lookback=back, ordered=order), count_tokens(rest, layer)
+    widest, counts = Looks(lookback=back, ordered=order), count_tokens(rest, layer)
     train, test = design_of(rest, layer, widest, counts, loo=True), design_of(held, layer, widest, counts, loo=False)
     square, target = products(train)
     truth = np.zeros((held.num_tokens, E), np.float32)
@@ -246,7 +229,6 @@ def project(
         history_scores=history,
         lookback=predictor.looks.lookback,
         ordered=predictor.looks.ordered,
-        lookahead=predictor.looks.lookahead,
     )
     return with_exact_rows(tables, trace.hashed, placement)
 

@@ -134,7 +134,7 @@ def ridge_weights(square: np.ndarray, target: np.ndarray, ridge: float) -> np.nd
 def narrower(wide: Looks, narrow: Looks, layer: int, top_k: int, num_experts: int) -> csr_matrix:
     """(columns of the wide regression, columns of the narrow one) 0 or 1: the wide columns that each column sums.
 
-    Both have the same look-ahead; planes are those of `layer`.
+    Planes are those of `layer`.
     """
     E, kept = num_experts, narrow.number(layer)
     column, base = list(range(E + 2)), E + 2  # of every wide column; -1: none

@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 
 from semmoe.affinity import known_rows
-from semmoe.bounds import Declared, check_numbers, number, required_number
+from semmoe.bounds import Declared, check_numbers, required_number
 from semmoe.core import DECODE, NEIGHBOUR, PRIOR, Evidence, Plan, RoutingTrace
 from semmoe.tokens import kernels
 from semmoe.tokens.kernels import FRACTION, SCALE
@@ -70,36 +70,24 @@ class NoEvidence:
 
 @dataclass(frozen=True, kw_only=True)
 class Looks:
-    """Which experts of a token a layer's prediction looks at, in planes of K ids: first those named ahead of time, then
-    those chosen at the layers before, nearest first. The first layer has none of either.
+    """Which experts of a token a layer's prediction looks at, in planes of K ids: those chosen at the layers before,
+    nearest first. The first layer has none.
     """
 
     lookback: int  # planes of layers before, as far as there are so many
     ordered: int  # so many of the first planes have one row per place in the order of weights
-    lookahead: int  # planes of look-ahead ids
 
     def number(self, layer: int) -> int:
         """J, the number of planes at a layer."""
-        return min(self.lookback, layer) + (self.lookahead if layer else 0)
+        return min(self.lookback, layer)
 
     def rows(self, top_k: int, num_experts: int) -> int:
         """F, the number of path rows."""
-        planes = self.lookback + self.lookahead
-        return (self.ordered * top_k + planes - self.ordered) * num_experts
+        return (self.ordered * top_k + self.lookback - self.ordered) * num_experts
 
     def planes(self, trace: RoutingTrace, layer: int) -> np.ndarray:
         """(J, T, K): the planes of all tokens of a trace at a layer."""
-        earlier = trace.expert_ids[:, max(layer - self.lookback, 0) : layer][:, ::-1].transpose(1, 0, 2)
-        if not self.lookahead or not layer:
-            return earlier
-        assert trace.lookahead_ids is not None
-        ahead = in_planes(trace.lookahead_ids[:, layer - 1], trace.fingerprint.top_k)
-        return np.concatenate([ahead[: self.lookahead], earlier])
-
-
-def in_planes(ids: np.ndarray, top_k: int) -> np.ndarray:
-    """Look-ahead ids (N, W) of a layer, by falling weight -> (W / K, N, K)."""
-    return ids.reshape(len(ids), -1, top_k).transpose(1, 0, 2)
+        return trace.expert_ids[:, max(layer - self.lookback, 0) : layer][:, ::-1].transpose(1, 0, 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +110,6 @@ class PathScores:
     lookback: int = required_number(0, MOST_LOOKBACK)  # layers
     # how many of the first planes have one row per position by weight
     ordered: int = required_number(0, MOST_LOOKBACK)
-    lookahead: int = number(0, 0, 2)  # planes of look-ahead ids, which come before those of the layers before
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -130,13 +117,13 @@ class PathScores:
     @property
     def looks(self) -> Looks:
         """What its path rows look at."""
-        return Looks(lookback=self.lookback, ordered=self.ordered, lookahead=self.lookahead)
+        return Looks(lookback=self.lookback, ordered=self.ordered)
 
     def declared(self, topology: Topology, fingerprint: Fingerprint) -> dict[str, Declared]:
         """What each array must be; raises ValueError for a look-back that does not fit."""
         f, G, V = fingerprint, topology.ep_size, fingerprint.vocab_size
         L, E, lookback, ordered = f.num_layers, f.num_experts, self.lookback, self.ordered
-        if lookback > L or ordered > lookback + self.lookahead:
+        if lookback > L or ordered > lookback:
             raise ValueError(f"lookback {lookback} with {ordered} ordered is out of range")
         rows = self.token_scores.shape[1] if self.token_scores.ndim == 3 else 0
         path_rows = self.looks.rows(f.top_k, E)
@@ -159,16 +146,7 @@ class PathScores:
         return (looked_up.sum(axis=0, dtype=np.int64) // len(looked_up)).astype(np.int32)
 
     def evidence(self, trace: RoutingTrace, plan: Plan, group: np.ndarray, decoding: bool) -> Iterator[Evidence]:
-        """Yield for each layer the scores of every token over the ranks of its group.
-
-        Raises ValueError if the policy looks ahead and the trace has no or other look-ahead ids.
-        """
-        if self.lookahead > trace.lookahead:
-            has = f"has {trace.lookahead}" if trace.lookahead else "has none"
-            raise ValueError(
-                f"the plan reads {self.lookahead} look-ahead ids per expert chosen and the trace {has}: make it with "
-                "`semmoe profile --lookahead`"
-            )
+        """Yield for each layer the scores of every token over the ranks of its group."""
         for l in range(trace.fingerprint.num_layers):
             yield ScoreEvidence(trace_scores(self, l, trace, plan.topology, group, decoding))
 

@@ -17,7 +17,7 @@ from semmoe.engines.transformers.config import fingerprint_of
 from semmoe.engines.transformers.model import load_model
 from semmoe.placement.linear import vanilla_plan
 from semmoe.plan import save_plan
-from semmoe.settings import CoclusterSettings, PredictorSettings, SolveSettings
+from semmoe.settings import CoclusterSettings, SolveSettings
 from semmoe.solver import solve
 from semmoe.trace import TraceHeader, TraceWriter, open_trace
 
@@ -37,10 +37,8 @@ class Job:
 
 @pytest.fixture(scope="module")
 def plan(model, texts, tmp_path_factory):
-    """One that looks ahead, which the live model must do too."""
-    folder, looking = tmp_path_factory.mktemp("trace"), PredictorSettings(lookahead=True)
-    trace = plain_recorder.record(model, str(MODEL), texts[32:60], folder, lookahead=True)
-    return solve(trace, Topology(ep_size=2), SolveSettings(cocluster=EASY, predictor=looking))
+    trace = plain_recorder.record(model, str(MODEL), texts[32:60], tmp_path_factory.mktemp("trace"))
+    return solve(trace, Topology(ep_size=2), SolveSettings(cocluster=EASY))
 
 
 def refusals(comm, plan):
@@ -135,14 +133,14 @@ def profiled(comm, plan, prompts, folder):
     from semmoe.engines.deepspeed import AutoEPRecorder, offline
 
     engine = offline.initialize(load_model(str(MODEL)), plan)
-    header = TraceHeader(fingerprint=fingerprint_of(str(MODEL)), dataset_hash="x", settings={}, lookahead=2)
+    header = TraceHeader(fingerprint=fingerprint_of(str(MODEL)), dataset_hash="x", settings={})
     with TraceWriter(folder / str(comm.rank), header) as writer:
         plain_recorder.record_prompts(engine.module, prompts, writer, max_new_tokens=4, recorder_of=AutoEPRecorder)
 
 
 def test_a_profile_is_that_of_the_plain_model(plan, model, prompts, tmp_path):
     on_ranks(2, Job(profiled, plan, prompts[4:12], tmp_path), tmp_path)
-    header = TraceHeader(fingerprint=fingerprint_of(str(MODEL)), dataset_hash="x", settings={}, lookahead=2)
+    header = TraceHeader(fingerprint=fingerprint_of(str(MODEL)), dataset_hash="x", settings={})
     with TraceWriter(tmp_path / "plain", header) as writer:
         plain_recorder.record_prompts(model, prompts[4:12], writer, max_new_tokens=4)
     plain = open_trace(tmp_path / "plain")
@@ -151,7 +149,6 @@ def test_a_profile_is_that_of_the_plain_model(plan, model, prompts, tmp_path):
         found = open_trace(tmp_path / rank)
         for name in ("token_ids", "request_offsets", "phase", "prompt_ids", "expert_ids"):
             np.testing.assert_array_equal(getattr(found, name), getattr(plain, name))
-        assert (found.lookahead_ids == plain.lookahead_ids).mean() > 0.999  # near-ties beyond the first K
 
 
 def legacy(comm, top_k):

@@ -10,7 +10,7 @@ from serving import num_parted
 from semmoe.engines.transformers import recorder
 from semmoe.engines.transformers.model import load_model
 from semmoe.plan import save_plan
-from semmoe.settings import CoclusterSettings, PredictorSettings, SolveSettings
+from semmoe.settings import CoclusterSettings, SolveSettings
 from semmoe.solver import solve
 from semmoe.topology import Topology
 
@@ -36,16 +36,12 @@ def folder(tmp_path_factory):
 
 
 def planned(family, topology, folder, texts, redundant):
-    """The path of a plan for the model of that family; with copies, one for attention-TP looks ahead."""
+    """The path of a plan for the model of that family."""
     path = folder / f"{family}-{topology.attention}-{redundant}"
     if not path.exists():
         model = build(family, folder)
-        looking = topology.attention == "tp" and redundant > 0
-        trace = recorder.record(
-            load_model(model), model, texts[32:48], folder / f"trace-{path.name}", lookahead=looking
-        )
-        how = SolveSettings(redundant_experts=redundant, cocluster=EASY, predictor=PredictorSettings(lookahead=looking))
-        save_plan(solve(trace, topology, how), path)
+        trace = recorder.record(load_model(model), model, texts[32:48], folder / f"trace-{path.name}")
+        save_plan(solve(trace, topology, SolveSettings(redundant_experts=redundant, cocluster=EASY)), path)
     return str(path)
 
 

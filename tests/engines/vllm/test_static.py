@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from captured import GPU, SIZES, fake_ranks, on_gpu, replays
-from lookahead_tests import local_share
-from two_ranks import counted, on_two_ranks
+from two_ranks import counted, local_share, on_two_ranks
 from vllm.config import CUDAGraphMode
 
 from semmoe.demo import MODEL

@@ -15,7 +15,7 @@ from semmoe.engines.transformers import recorder
 from semmoe.engines.transformers.model import load_model
 from semmoe.engines.vllm.launch import CPU_VARIABLES
 from semmoe.plan import save_plan
-from semmoe.settings import CoclusterSettings, PredictorSettings, SolveSettings
+from semmoe.settings import CoclusterSettings, SolveSettings
 from semmoe.solver import solve
 from semmoe.topology import Topology
 
@@ -36,16 +36,19 @@ TOPOLOGIES = {"tp2": Topology(ep_size=2), "dp2": Topology(ep_size=2, dp_size=2)}
 
 
 def make_plan(model: str, texts: list[list[int]], folder: Path, attention: str, copies: int) -> str:
-    """A plan of a small model, from a few of `texts`; with copies, one for attention-TP looks ahead."""
-    looking = attention == "tp2" and copies > 0
-    trace = recorder.record(
-        load_model(model), model, texts[32:64], folder / f"trace-{attention}-{copies}", lookahead=looking
-    )
-    how = SolveSettings(redundant_experts=copies, cocluster=EASY, predictor=PredictorSettings(lookahead=looking))
-    plan = solve(trace, TOPOLOGIES[attention], how)
+    """A plan of a small model, from a few of `texts`."""
+    trace = recorder.record(load_model(model), model, texts[32:64], folder / f"trace-{attention}-{copies}")
+    plan = solve(trace, TOPOLOGIES[attention], SolveSettings(redundant_experts=copies, cocluster=EASY))
     path = folder / f"plan-{attention}-{copies}"
     save_plan(plan, path)
     return str(path)
+
+
+def local_share(folder: Path) -> float:
+    """The share of local pairs that the ranks whose counters are in `folder` have counted."""
+    samples = [s for path in folder.glob("activity-rank-*.json") for s in json.loads(path.read_text())["samples"]]
+    pairs = [sample for sample in samples if sample["name"] == "pairs"]
+    return sum(s["value"] for s in pairs if s["labels"]["local"] == "true") / sum(s["value"] for s in pairs)
 
 
 def on_two_ranks(

@@ -27,10 +27,9 @@ from transformers import PreTrainedModel
 from semmoe.core import Plan
 from semmoe.engines.deepspeed.placement import place_experts
 from semmoe.engines.deepspeed.traffic import collectives
-from semmoe.engines.lookahead import Ask, Lookahead, asking_for, lookahead_over
 from semmoe.engines.paths import WHOLE, only
 from semmoe.engines.transformers.config import architecture_hash
-from semmoe.engines.transformers.model import decoder_layers, layers_of
+from semmoe.engines.transformers.model import decoder_layers
 from semmoe.engines.transformers.paths import choose_paths
 from semmoe.engines.transformers.planned import PlannedModel, bind, check_layout
 from semmoe.metrics import Traffic
@@ -84,22 +83,6 @@ def autoep_layers(model: PreTrainedModel) -> list[Any]:
             "model.config) before"
         )
     return layers
-
-
-def autoep_lookahead(model: PreTrainedModel, planes: int) -> Lookahead:
-    """The norms and routers of AutoEP's layers but the first, before a plan changes what routers return."""
-    layers = layers_of(model, autoep_layers(model))
-    return lookahead_over(layers, planes, model.config.num_experts_per_tok, _ask)
-
-
-def _ask(layer: nn.Module, width: int) -> Ask:
-    norm, block, asked = layer.post_attention_layernorm, layer.mlp, asking_for(layer.mlp.router, width)
-
-    def ask(rows: Tensor) -> tuple[Tensor, Tensor]:
-        weights, ids = asked(norm(rows), block.expert_bias)[:2]
-        return ids, weights
-
-    return ask
 
 
 def _check_fit(model: PreTrainedModel, layers: list[Any], plan: Plan) -> None:
@@ -182,9 +165,6 @@ class AutoEPModel(PlannedModel):
     def _folded(self) -> bool:
         """Whether DeepSpeed divides the choices of this pass among the ranks of a group."""
         return self.attention_comm.size > 1 and self.rows.whole
-
-    def lookahead(self, model: PreTrainedModel, planes: int) -> Lookahead:
-        return autoep_lookahead(model, planes)
 
     @property
     def traffic(self) -> list[Traffic]:

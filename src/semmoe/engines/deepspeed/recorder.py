@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from semmoe.engines.deepspeed.model import autoep_layers, autoep_lookahead
-from semmoe.engines.lookahead import Lookahead
+from semmoe.engines.deepspeed.model import autoep_layers
 from semmoe.engines.transformers.recorder import RoutingRecorder
 
 
@@ -22,9 +21,6 @@ class AutoEPRecorder(RoutingRecorder):
         if hasattr(layers[0], "_semmoe"):
             raise ValueError("routing is recorded before a plan is applied")
         return layers
-
-    def lookahead(self, model: PreTrainedModel, planes: int) -> Lookahead:
-        return autoep_lookahead(model, planes)
 
     def listen(self, block: Any) -> Any:
         return block.router.register_forward_hook(self._routed)

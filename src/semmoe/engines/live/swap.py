@@ -28,7 +28,6 @@ from semmoe.core import Plan
 from semmoe.engines.counters import Reading
 from semmoe.engines.live.canary import by_expert, check_slots, checksums, of_all_slots
 from semmoe.engines.live.files import SwapStatus, plan_name, plan_number, stage, staged, write_status
-from semmoe.runtime.shuffler import lookahead_of
 
 log = logging.getLogger(__name__)
 REASON_BYTES = 400  # of a vote
@@ -298,8 +297,6 @@ def check_fits(new: Plan, old: Plan) -> None:
     copies = new.placement.redundant_experts, old.placement.redundant_experts
     if copies[0] != copies[1]:
         raise ValueError(f"the plan has {copies[0]} redundant experts, and the server was started with {copies[1]}")
-    if lookahead_of(new.tokens) != lookahead_of(old.tokens):
-        raise ValueError("the plans read different look-ahead ids (--lookahead)")
     for what in ("tokens", "requests"):
         tables = [getattr(plan, what).by_tables for plan in (new, old)]
         if tables[0] != tables[1]:

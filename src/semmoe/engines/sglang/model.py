@@ -1,22 +1,18 @@
 """Read facts from SGLang's model and runtime: expert layers, norms, widths, buffers."""
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
-from sglang.srt.layers.moe.topk import TopK, TopKOutputFormat
 from sglang.srt.layers.moe.utils import get_moe_a2a_backend
 from sglang.srt.model_executor.cuda_graph_config import cuda_graph_fully_disabled
 from sglang.srt.runtime_context import get_parallel, get_resources, get_schedule, get_spec
 from sglang.srt.state_capturer.base import BaseTopkCapturer
 
 from semmoe.core import Plan
-from semmoe.engines.lookahead import Ask, Lookahead, asking_for, gate_of, logits_of, lookahead_over
 from semmoe.engines.recorder_files import unseen_in_graphs
 from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.fused import PeerBuffers, symmetric_buffers
-from semmoe.runtime.shuffler import lookahead_of
 from semmoe.topology import Fingerprint, Topology
 
 MOST_REQUESTS = 4096  # most requests that SGLang runs at a time by default
@@ -59,30 +55,6 @@ def _expert_layers(model: torch.nn.Module) -> dict[int, Any]:
     return found
 
 
-def lookahead(model: torch.nn.Module, planes: int, top_k: int) -> Lookahead:
-    """The norms and routers of the MoE layers but the first; `planes` ids are asked for per expert chosen."""
-    return lookahead_over([module for _, module in sorted(_expert_layers(model).items())], planes, top_k, _ask)
-
-
-def _ask(layer: Any, width: int) -> Ask:
-    norm = layer.ffn_boundary.norm
-    block: Any = next(module for module in layer.modules() if isinstance(getattr(module, "topk", None), TopK))
-    gate, config = gate_of(block), block.topk.topk_config
-    wide, plain = width + config.num_shared_topk_slots, TopKOutputFormat.STANDARD
-    topk = asking_for(block.topk, width)
-    topk.topk_config = replace(config, top_k=wide, output_format=plain, allow_routed_experts_capture=False)
-    topk.is_draft = True  # names logical experts, since those of a draft model are in no plan
-    topk.enable_waterfill, topk.waterfill_balancer = False, None
-    topk._forward_method = None  # bound to the router that it is a copy of
-
-    def ask(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        normed = norm(rows)
-        chosen = topk(normed, logits_of(gate, normed))
-        return chosen.topk_ids[:, :width], chosen.topk_weights[:, :width]
-
-    return ask
-
-
 def running_topology(plan: Plan | None) -> Topology:
     parallel = get_parallel()
     nodes = plan.topology.num_nodes if plan else 1
@@ -105,8 +77,7 @@ def routing_buffer(runner: Any, num_layers: int, top_k: int) -> torch.Tensor:
 def peer_buffers(plan: Plan, runner: Any, comm: Communicator) -> PeerBuffers:
     """Buffers large enough for any pass. Raises ValueError if SEMMOE_FUSED=1 is not possible."""
     config = runner.model_config
-    ids = plan.fingerprint.top_k * (1 + lookahead_of(plan.tokens))
-    row_bytes = config.hf_text_config.hidden_size * config.dtype.itemsize + EXPERT_ID_BYTES * ids
+    row_bytes = config.hf_text_config.hidden_size * config.dtype.itemsize + EXPERT_ID_BYTES * plan.fingerprint.top_k
     try:
         rows = most_rows()
         if rows <= 0:

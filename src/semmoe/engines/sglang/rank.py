@@ -38,7 +38,6 @@ from semmoe.engines.sglang.model import (
     capture,
     fingerprint,
     layer_of_norm,
-    lookahead,
     moe_blocks,
     peer_buffers,
     prompts,
@@ -195,14 +194,13 @@ class RankPlugin:
         parallel = get_parallel()
         comm = Communicator(parallel.attn_tp_group.device_group, parallel.attn_tp_rank, parallel.attn_tp_size)
         norms, shuffler = layer_of_norm(runner.model, layers), self._new_shuffler(runner, plan)
-        ahead = lookahead(runner.model, shuffler.lookahead, plan.fingerprint.top_k)
         if isinstance(shuffler, DeviceShuffler):
             pool = lambda: len(runner.req_to_token_pool.req_to_token)  # noqa: E731
             buffers = peer_buffers(plan, runner, comm) if self._settings.fused == "1" else None
-            shuffle: BoundaryShuffle = StaticBoundaryShuffle(shuffler, comm, norms, pool, buffers, ahead)
+            shuffle: BoundaryShuffle = StaticBoundaryShuffle(shuffler, comm, norms, pool, buffers)
             shuffle.choice = only(check_path(self._settings.path, False))
         else:
-            shuffle = BoundaryShuffle(shuffler, comm, norms, ahead)
+            shuffle = BoundaryShuffle(shuffler, comm, norms)
             path = check_path(self._settings.path, self._can_whole())
             self._untimed = path == "auto"
             shuffle.choice = only(SHUFFLED if self._untimed else path)

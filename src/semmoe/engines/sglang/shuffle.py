@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from semmoe.engines.layer import TokenRows
-from semmoe.engines.lookahead import NO_LOOKAHEAD, Lookahead
 from semmoe.engines.step import Step
 from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.shuffler import Shuffler
@@ -22,14 +21,8 @@ class BoundaryShuffle(TokenRows):
     layer_of_norm: the MoE layer that each post-attention norm (by identity) leads to.
     """
 
-    def __init__(
-        self,
-        shuffler: Shuffler,
-        comm: Communicator,
-        layer_of_norm: dict[int, int],
-        lookahead: Lookahead = NO_LOOKAHEAD,
-    ) -> None:
-        super().__init__(shuffler, comm, lookahead)
+    def __init__(self, shuffler: Shuffler, comm: Communicator, layer_of_norm: dict[int, int]) -> None:
+        super().__init__(shuffler, comm)
         self._layers = layer_of_norm
         self._summed = False  # between the sum of a layer's attention and the end of the layer, with all rows here
         # the sum of (N', H) over the attention group, for passes in which every rank has all rows

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-from semmoe.engines.lookahead import NO_LOOKAHEAD, Lookahead
 from semmoe.engines.sglang.shuffle import BoundaryShuffle
 from semmoe.engines.static import DeviceRows
 from semmoe.engines.step import Step
@@ -31,9 +30,8 @@ class StaticBoundaryShuffle(BoundaryShuffle):
         layer_of_norm: dict[int, int],
         num_slots: Callable[[], int],
         buffers: PeerBuffers | None = None,
-        lookahead: Lookahead = NO_LOOKAHEAD,
     ) -> None:
-        super().__init__(shuffler, comm, layer_of_norm, lookahead)
+        super().__init__(shuffler, comm, layer_of_norm)
         self._rows = DeviceRows(shuffler, num_slots, buffers)
         self._decodes = False
         self._step: Step | None = None  # the step of a pass over prompts

@@ -112,18 +112,6 @@ def expert_size(config: PreTrainedConfig) -> int:
     return _size(config, *names) if any(getattr(config, name, None) for name in names) else 0
 
 
-def lookahead_planes(path: str, model: Fingerprint) -> int:
-    """Look-ahead ids to record per expert that a token chooses: of the second K, many are chosen in the end.
-
-    Raises ValueError for a model whose routers cannot be asked ahead of time.
-    """
-    if keeps_streams(load_config(path)):
-        raise ValueError(f"{path}: its residual is a stack of streams, which no router reads ahead: omit --lookahead")
-    if model.num_layers == 1:
-        raise ValueError(f"{path}: it has one MoE layer, and none to look ahead to: omit --lookahead")
-    return 2 if 2 * model.top_k <= model.num_experts else 1
-
-
 def keeps_streams(config: PreTrainedConfig) -> bool:
     """Whether the residual is a stack of streams (hyper-connections), which only the model's own layers can mix."""
     return getattr(config, "hc_mult", None) is not None

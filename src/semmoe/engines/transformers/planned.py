@@ -15,8 +15,6 @@ from transformers import PreTrainedModel
 
 from semmoe.core import Plan
 from semmoe.engines.layer import TokenRows
-from semmoe.engines.lookahead import Lookahead
-from semmoe.engines.transformers.model import router_lookahead
 from semmoe.metrics import Traffic
 from semmoe.runtime.collectives import Communicator, timed
 from semmoe.runtime.shuffler import TokenShuffler
@@ -34,15 +32,9 @@ class PlannedModel(ABC):
         self.model, self.plan = model, plan
         self.comm, self.attention_comm = experts_comm, attention_comm
         group = experts_comm.rank // plan.topology.attn_tp_size
-        shuffler = TokenShuffler(plan, group, attention_comm.rank)
-        planes = shuffler.lookahead if attention_comm.size > 1 else 0
-        self.rows = TokenRows(shuffler, attention_comm, self.lookahead(model, planes))
+        self.rows = TokenRows(TokenShuffler(plan, group, attention_comm.rank), attention_comm)
         self.compute_seconds: Counter[str] = Counter()  # of attention and of experts, by the host's clock
         self._real_rows = torch.zeros(0, dtype=torch.int64)  # (N,) rows of the flat batch that are real
-
-    def lookahead(self, model: PreTrainedModel, planes: int) -> Lookahead:
-        """What asks routers ahead of time on this rank, for `planes` ids per expert chosen; 0: nothing does."""
-        return router_lookahead(model, planes)
 
     @property
     @abstractmethod

@@ -22,7 +22,7 @@ def profile(
     """
     from semmoe.checkpoint.hashed import read_hashed
     from semmoe.dataset import Prompt, digest, encode
-    from semmoe.engines.transformers.config import fingerprint_of, lookahead_planes
+    from semmoe.engines.transformers.config import fingerprint_of
     from semmoe.engines.transformers.model import load_model
     from semmoe.engines.transformers.recorder import record_prompts
     from semmoe.engines.transformers.tokenizer import load_tokenizer
@@ -32,8 +32,7 @@ def profile(
     ids = encode(texts[: settings.limit or None], load_tokenizer(model), settings.max_prompt_tokens)
     stated = {"decode": settings.max_new_tokens, "max_prompt_tokens": settings.max_prompt_tokens}
     identity = fingerprint_of(model)
-    planes = lookahead_planes(model, identity) if settings.lookahead else 0
-    header = TraceHeader(fingerprint=identity, dataset_hash=digest(ids), settings=stated, lookahead=planes)
+    header = TraceHeader(fingerprint=identity, dataset_hash=digest(ids), settings=stated)
     with TraceWriter(Path(out), header, hashed=read_hashed(model, identity)) as writer:
         progress(writer.num_requests)
         record_prompts(

@@ -33,11 +33,10 @@ def running(
     options: Sequence[str],
     environment: dict[str, str],
     listener: Listener | None = None,
-    lookahead: int = 0,
 ) -> Iterator[Offline]:
     """Run vLLM's engine on one rank with its own command-line options; on exit the environment is restored.
 
-    listener: receives the rows of every pass. lookahead: with so many look-ahead ids per expert chosen.
+    listener: receives the rows of every pass.
     """
     before = dict(os.environ)
     os.environ.update(environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
@@ -47,7 +46,7 @@ def running(
             cpu_patches("vllm").patch_start()
         engine = _engine(["--model", model, *options])
         if listener is not None:
-            _listen(engine, listener, lookahead)
+            _listen(engine, listener)
         yield Offline(engine)
     finally:
         if engine is not None:
@@ -70,9 +69,9 @@ def _engine(words: Sequence[str]) -> Any:
     return LLM.from_engine_args(given)
 
 
-def _listen(engine: Any, listener: Listener, lookahead: int) -> None:
+def _listen(engine: Any, listener: Listener) -> None:
     from semmoe.engines.vllm.rank import RankPlugin
 
     core = engine.llm_engine.engine_core.engine_core
     runner = core.model_executor.driver_worker.worker.model_runner
-    RankPlugin(None, VllmSettings()).listen(runner, listener, lookahead)
+    RankPlugin(None, VllmSettings()).listen(runner, listener)

@@ -31,11 +31,10 @@ class Passes:
         positions: np.ndarray,
         token_ids: np.ndarray,
         expert_ids: np.ndarray,
-        *lookahead_ids: np.ndarray,
     ) -> None:
         for r, request in enumerate(requests):
             own = rows == r
-            part = tuple(array[own] for array in (positions, token_ids, expert_ids, *lookahead_ids))
+            part = tuple(array[own] for array in (positions, token_ids, expert_ids))
             self._seen.setdefault(request, []).append(part)
 
     def finish(self, request: str, prompt_ids: Sequence[int], length: int | None = None) -> None:
@@ -47,8 +46,8 @@ class Passes:
         positions, *arrays = (np.concatenate(part) for part in zip(*self._seen.pop(key), strict=True))
         found, first = np.unique(positions, return_index=True)
         assert np.array_equal(found[:length], np.arange(length)), "every token runs"
-        names = ("token_ids", "expert_ids", "lookahead_ids")
-        return {name: array[first[:length]] for name, array in zip(names, arrays, strict=False)}
+        names = ("token_ids", "expert_ids")
+        return {name: array[first[:length]] for name, array in zip(names, arrays, strict=True)}
 
 
 def profile(
@@ -67,8 +66,8 @@ def profile(
     options: vLLM's own. The last generated token is never fed back and so has no routing. top_k is the model's.
     """
     words = command_line(launch.arguments(Topology(ep_size=1), eager=True)) + ["--no-enable-prefix-caching", *options]
-    remaining, passes, ahead = prompts[writer.num_requests :], Passes(), writer.header.lookahead
-    with running(model, words, launch.environment(PluginSettings(), launch.on_cpu()), passes, ahead) as engine:
+    remaining, passes = prompts[writer.num_requests :], Passes()
+    with running(model, words, launch.environment(PluginSettings(), launch.on_cpu()), passes) as engine:
         for start in range(0, len(remaining), batch_size):
             batch = remaining[start : start + batch_size]
             for prompt, (request, new) in zip(batch, engine.complete(batch, max(max_new_tokens, 1)), strict=True):

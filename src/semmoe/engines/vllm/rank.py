@@ -46,7 +46,7 @@ from semmoe.engines.vllm.placement import PlacedExperts, refuse_reload, unpacked
 from semmoe.engines.vllm.registry import around
 from semmoe.engines.vllm.routing import RealRows, own_rows
 from semmoe.engines.vllm.settings import VllmSettings
-from semmoe.engines.vllm.shuffle import LayerShuffle, ask_ahead, moe_layers, split_by_position
+from semmoe.engines.vllm.shuffle import LayerShuffle, moe_layers, split_by_position
 from semmoe.engines.vllm.static import GRAPHS_HOLD_TABLES, StaticLayerShuffle, new_shuffle, new_shuffler
 from semmoe.engines.vllm.step import Slots, accepted, fed_tokens, read_step
 from semmoe.runtime.collectives import Communicator
@@ -239,8 +239,8 @@ class RankPlugin:
         buffer = routing_buffer(runner, num_layers, identity.top_k, self._split) if buffered else None
         self.record_to(LiveRecorder(folder, identity, self._ep_rank), num_layers, buffer)
 
-    def listen(self, runner: Any, listener: Listener, planes: int) -> None:
-        """Pass every pass of a runner on one rank to `listener`, with `planes` look-ahead ids per expert chosen."""
+    def listen(self, runner: Any, listener: Listener) -> None:
+        """Pass every pass of a runner on one rank to `listener`."""
         check_eager(runner, "a model whose routing is recorded")
         blocks = moe_blocks(runner.model)
         layers = sorted(blocks)
@@ -248,8 +248,6 @@ class RankPlugin:
             raise ValueError(f"{type(runner.model).__name__} has no MoE layer that semmoe knows")
         self._real, self._attached = RealRows(torch.zeros((), dtype=torch.int64, device=runner.device)), True
         self.record_to(listener, len(layers))
-        if planes:
-            ask_ahead(runner.model, layers, planes, self._recording.put_ahead)
         self._attach_routers(blocks, layers, 0, False)
         runner._model_forward = functools.partial(self._forward, type(runner)._model_forward, runner)
         runner._sample = functools.partial(self._sample, type(runner)._sample, runner)

@@ -6,7 +6,7 @@ zeros. Everything else in the layer, such as DeepSeek-V2's scaling in float16, i
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.model_executor.models.utils import sequence_parallel_chunk
 
 from semmoe.engines.layer import TokenRows
-from semmoe.engines.lookahead import Ask, Lookahead, asking_for, gate_of, logits_of, lookahead_over
 from semmoe.engines.step import SlotWatch, Step
 from semmoe.engines.vllm import targets
 from semmoe.engines.vllm.routing import RealRows
@@ -35,10 +34,8 @@ class LayerShuffle(TokenRows):
     Passes without tokens of requests, such as warm-up and dummy passes of idle ranks, are split by position.
     """
 
-    def __init__(
-        self, shuffler: Shuffler, comm: Communicator, real: RealRows, drafts: int, lookahead: Lookahead
-    ) -> None:
-        super().__init__(shuffler, comm, lookahead)
+    def __init__(self, shuffler: Shuffler, comm: Communicator, real: RealRows, drafts: int) -> None:
+        super().__init__(shuffler, comm)
         self._real, self._watch = real, SlotWatch(drafts)
         self.num_rows = 0  # rows of this rank at the current layer, without padding
         self.ran: Callable[[], None] = lambda: None  # called after every layer that was shuffled
@@ -88,48 +85,6 @@ class LayerShuffle(TokenRows):
             return out, residual
         stream = self.restore(out + residual)
         return stream, torch.zeros_like(stream)
-
-
-def router_lookahead(layers: Sequence[nn.Module], planes: int) -> Lookahead:
-    """The norms and routers of `layers`, all of the model with experts, but the first, before any of them is hooked.
-
-    planes: ids to ask for per expert chosen; 0: nothing is asked.
-    """
-    top_k = expert_block(layers[0]).experts.router.top_k if planes else 0
-    return lookahead_over(layers, planes, top_k, _ask)
-
-
-def ask_ahead(model: nn.Module, layers: list[int], planes: int, put: Callable[[Tensor], None]) -> None:
-    """After every MoE layer but the last, `put` the next one's look-ahead ids (N, W).
-
-    Call it before routers are hooked. layers: the model's MoE layers. Raises ValueError for a family whose layers are
-    not known.
-    """
-    found = moe_layers(model)
-    if sorted(found) != layers:
-        raise ValueError(f"the routers of {type(model).__name__} cannot be asked ahead of time: omit --lookahead")
-    lookahead = router_lookahead([found[index] for index in layers], planes)
-    for place, index in enumerate(layers[:-1]):
-        found[index].forward = functools.partial(_asked, lookahead, place, put, found[index].forward)
-
-
-def _asked(lookahead: Lookahead, place: int, put: Callable[[Tensor], None], compute: Any, *args: Any, **call: Any):
-    out, residual = compute(*args, **call)
-    put(lookahead(place, out + residual))
-    return out, residual
-
-
-def _ask(layer: Any, width: int) -> Ask:
-    block = expert_block(layer)
-    norm, gate = layer.post_attention_layernorm.forward, gate_of(block)
-    route = asking_for(block.experts.router, width)._compute_routing
-
-    def ask(rows: Tensor) -> tuple[Tensor, Tensor]:
-        normed = norm(rows)
-        weights, ids = route(normed, logits_of(gate, normed), None)
-        return ids, weights
-
-    return ask
 
 
 def split_by_position(layer: nn.Module) -> None:

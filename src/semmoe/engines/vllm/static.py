@@ -14,13 +14,12 @@ from vllm.config import CUDAGraphMode
 from vllm.distributed import get_tp_group
 
 from semmoe.core import Plan
-from semmoe.engines.lookahead import Lookahead
 from semmoe.engines.static import DeviceRows
 from semmoe.engines.step import Step
 from semmoe.engines.vllm.model import graphs
 from semmoe.engines.vllm.routing import RealRows
 from semmoe.engines.vllm.settings import VllmSettings
-from semmoe.engines.vllm.shuffle import LayerShuffle, router_lookahead
+from semmoe.engines.vllm.shuffle import LayerShuffle
 from semmoe.engines.vllm.step import Slots, decoding_slots, on_device
 from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.shuffler import TokenShuffler
@@ -35,11 +34,8 @@ class StaticLayerShuffle(LayerShuffle):
     Without a hook all rows are padding. runner: vLLM's. slots: of its requests.
     """
 
-    def __init__(
-        self, shuffler: DeviceShuffler, comm: Communicator, real: RealRows, lookahead: Lookahead, runner: Any,
-        slots: Slots,
-    ) -> None:  # fmt: skip
-        super().__init__(shuffler, comm, real, 0, lookahead)
+    def __init__(self, shuffler: DeviceShuffler, comm: Communicator, real: RealRows, runner: Any, slots: Slots) -> None:
+        super().__init__(shuffler, comm, real, 0)
         slots.most = runner.max_num_reqs
         self._rows = DeviceRows(shuffler, lambda: runner.max_num_reqs + 1)
         self._runner, self._of_requests = runner, slots
@@ -108,12 +104,11 @@ def new_shuffle(
     group, speculation = get_tp_group(), runner.vllm_config.speculative_config
     shuffler = new_shuffler(plan, runner, settings)
     comm = Communicator(group.device_group, group.rank_in_group, group.world_size)
-    ahead = router_lookahead(layers, shuffler.lookahead)
     check_graphs(graphs(runner), isinstance(shuffler, DeviceShuffler))
     if isinstance(shuffler, DeviceShuffler):
-        return StaticLayerShuffle(shuffler, comm, real, ahead, runner, slots)
+        return StaticLayerShuffle(shuffler, comm, real, runner, slots)
     drafts = speculation.num_speculative_tokens if speculation is not None else 0
-    return LayerShuffle(shuffler, comm, real, drafts, ahead)
+    return LayerShuffle(shuffler, comm, real, drafts)
 
 
 def is_static(settings: VllmSettings, runner: Any) -> bool:

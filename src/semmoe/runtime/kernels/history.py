@@ -31,16 +31,14 @@ def contribution(rows: Tensor, running: Tensor, previous: Tensor, slots: Tensor,
     return out
 
 
-def observe(
-    rows: Tensor, running: Tensor, previous: Tensor, seen: Tensor, slots: Tensor, expert_ids: Tensor, top_k: int
-) -> Tensor:
-    """(B, C): same as `semmoe.runtime.scores.observe`."""
+def observe(rows: Tensor, running: Tensor, previous: Tensor, seen: Tensor, slots: Tensor, expert_ids: Tensor) -> Tensor:
+    """(B, K): same as `semmoe.runtime.scores.observe`."""
     out = torch.empty_like(expert_ids, memory_format=torch.contiguous_format)
     if len(slots):
         grid, block = _blocks(len(slots), running.shape[1])
         observe_kernel[grid](
             out, rows, running, previous, seen, slots.contiguous(), expert_ids.contiguous(), len(slots),
-            running.shape[1], (len(rows) - 1) // 2, COLUMNS=expert_ids.shape[1], TOP_K=top_k, **block,
+            running.shape[1], (len(rows) - 1) // 2, TOP_K=expert_ids.shape[1], **block,
         )  # fmt: skip
     return out
 
@@ -106,7 +104,6 @@ def observe_kernel(
     number,
     ranks,
     experts,
-    COLUMNS: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -116,14 +113,13 @@ def observe_kernel(
     mask = valid[:, None] & (g < ranks)
     slot = tl.load(slots + t, mask=valid, other=0).to(tl.int64)
     now, last = tl.zeros((BLOCK, WIDTH), tl.int64), tl.zeros((BLOCK, WIDTH), tl.int32)
-    for c in tl.static_range(COLUMNS):
-        found = tl.load(expert_ids + t * COLUMNS + c, mask=valid, other=0)
+    for k in tl.static_range(TOP_K):
+        found = tl.load(expert_ids + t * TOP_K + k, mask=valid, other=0)
         found = tl.where(slot != 0, found, 0)
-        tl.store(out + t * COLUMNS + c, found, mask=valid)
-        if c < TOP_K:
-            expert = found.to(tl.int64)[:, None]
-            now += tl.load(rows + expert * ranks + g, mask=mask, other=0).to(tl.int64)
-            last += tl.load(rows + (experts + expert) * ranks + g, mask=mask, other=0).to(tl.int32)
+        tl.store(out + t * TOP_K + k, found, mask=valid)
+        expert = found.to(tl.int64)[:, None]
+        now += tl.load(rows + expert * ranks + g, mask=mask, other=0).to(tl.int64)
+        last += tl.load(rows + (experts + expert) * ranks + g, mask=mask, other=0).to(tl.int32)
     state = slot[:, None] * ranks + g
     times = tl.load(seen + slot, mask=valid, other=0)
     before = tl.load(running + state, mask=mask, other=0).to(tl.int64)
