@@ -1,8 +1,5 @@
-"""`semmoe import` and vLLM's expert map: files of engines as plans and traces, and what is refused of them."""
+"""`semmoe import` of maps and counts, which become plans, and what is refused of them; vLLM's own map."""
 
-import base64
-import gzip
-import io
 import json
 
 import numpy as np
@@ -12,15 +9,13 @@ from models import build
 from test_apply import failed, plan_for
 from typer.testing import CliRunner
 
-from semmoe.checkpoint import engine_maps
 from semmoe.cli import app
-from semmoe.core import DECODE, PREFILL
 from semmoe.demo import MODEL
 from semmoe.engines.transformers.config import fingerprint_of
 from semmoe.files import save_arrays, save_json
 from semmoe.methods import eplb
 from semmoe.plan import load_plan
-from semmoe.trace import TraceHeader, open_trace
+from semmoe.trace import TraceHeader
 
 TINY = fingerprint_of(str(MODEL))
 L, E, K = TINY.num_layers, TINY.num_experts, TINY.top_k
@@ -28,24 +23,6 @@ L, E, K = TINY.num_layers, TINY.num_experts, TINY.top_k
 
 def imported(file, out, *options, model=MODEL):
     return CliRunner().invoke(app, ["import", *map(str, (file, "--model", model, "--out", out, *options))])
-
-
-def routing(tokens, layers=L, experts=E, top_k=K, seed=0):
-    """(tokens, layers, K) distinct experts of each token."""
-    rng = np.random.default_rng(seed)
-    return rng.random((tokens, layers, experts)).argsort(axis=2)[..., :top_k]
-
-
-def npy(array):
-    with io.BytesIO() as buffer:
-        np.save(buffer, array)
-        return base64.b64encode(buffer.getvalue()).decode()
-
-
-def answer(prompt, generated, experts):
-    """vLLM's answer to a completion, with the fields that are read and some that are not."""
-    choice = {"index": 0, "text": "x", "prompt_token_ids": prompt, "token_ids": generated}
-    return {"id": "cmpl-1", "choices": [{**choice, "routed_experts": npy(experts)}], "usage": {}}
 
 
 @pytest.mark.parametrize(("to", "redundant"), [("vllm-json", 0), ("vllm-json", 8), ("sglang", 8)])
@@ -105,61 +82,9 @@ def test_counts_become_a_plan_by_eplb(tmp_path, source):
     np.testing.assert_array_equal(placed, expected.physical_to_logical_map)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_answers_of_vllm_become_a_trace(tmp_path, packed):
-    model = build("deepseek_v2", tmp_path)
-    f = fingerprint_of(model)
-    first, second = (routing(n, f.num_layers + 1, f.num_experts, f.top_k, n) for n in (5, 3))
-    lines = [answer([1, 2, 3], [4, 5, 6], first.astype(np.uint8)), answer([7, 8], [9, 1], second.astype(np.int32))]
-    text = "\n".join(map(json.dumps, lines)).encode() + b"\n\n"
-    file = tmp_path / ("answers.jsonl.gz" if packed else "answers.jsonl")
-    file.write_bytes(gzip.compress(text) if packed else text)
-    result = imported(file, tmp_path / "trace", "--json", model=model)
-    assert json.loads(result.stdout)["tokens"] == 8
-    trace = open_trace(tmp_path / "trace")
-    assert trace.token_ids.tolist() == [1, 2, 3, 4, 5, 7, 8, 9]
-    assert trace.phase.tolist() == [PREFILL] * 3 + [DECODE] * 2 + [PREFILL] * 2 + [DECODE]
-    assert [trace.prompt(r).tolist() for r in range(2)] == [[1, 2, 3], [7, 8]]
-    np.testing.assert_array_equal(trace.expert_ids, np.concatenate([first, second])[:, 1:])
-
-
-def test_first_chunks_of_prompts_are_read_from_sglang_s_records(tmp_path):
-    """Physical experts are turned into logical ones; a later chunk and a decoded token are counted and left out."""
-    logical = np.stack([np.random.default_rng(l).permutation(E) for l in range(L)])
-    ids = routing(7)
-    stored = np.full((L, 7, 8), -1, np.int32)  # eight experts of a token, whatever the model's number
-    stored[..., :K] = logical.argsort(axis=1)[np.arange(L)[:, None, None], ids.swapaxes(0, 1)]
-    prompts = {"forward_mode": 1, "input_ids": [1, 2, 3, 4, 5, 6, 7], "positions": [0, 1, 2, 8, 9, 0, 1],
-               "extend_seq_lens": [3, 2, 2], "topk_ids_of_layer": torch.from_numpy(stored)}  # fmt: skip
-    decoding = {"forward_mode": 2, "input_ids": [5], "positions": [3], "extend_seq_lens": None,
-                "topk_ids_of_layer": torch.from_numpy(stored[:, :1])}  # fmt: skip
-    nothing = {**decoding, "input_ids": [], "positions": [], "topk_ids_of_layer": torch.zeros(L, 0, 8)}
-    content = {"records": [nothing, prompts, decoding], "last_physical_to_logical_map": torch.from_numpy(logical)}
-    torch.save(content, tmp_path / "recorded.pt")
-    result = imported(tmp_path / "recorded.pt", tmp_path / "trace")
-    assert "2 requests, 5 tokens" in result.stdout
-    assert "3 tokens are left out" in result.stdout
-    trace = open_trace(tmp_path / "trace")
-    assert trace.token_ids.tolist() == [1, 2, 3, 6, 7]
-    np.testing.assert_array_equal(trace.expert_ids, ids[[0, 1, 2, 5, 6]])
-    assert (trace.phase == PREFILL).all()
-
-
-def test_a_rank_that_routed_a_part_of_the_tokens_gives_no_trace(tmp_path):
-    """Attention-TP with an all-to-all, as SGLang records it: the rows of the other ranks are -1."""
-    stored = np.full((L, 4, 8), -1, np.int32)
-    stored[:, :2, :K] = routing(2).swapaxes(0, 1)
-    record = {"forward_mode": 1, "input_ids": [1, 2, 3, 4], "positions": [0, 1, 2, 3], "extend_seq_lens": [4],
-              "topk_ids_of_layer": torch.from_numpy(stored)}  # fmt: skip
-    identity = torch.arange(E).repeat(L, 1)
-    torch.save({"records": [record], "last_physical_to_logical_map": identity}, tmp_path / "recorded.pt")
-    failed(imported(tmp_path / "recorded.pt", tmp_path / "trace"), 2, "the routing of no whole prompt")
-    assert not (tmp_path / "trace").exists()
-
-
 BAD_MAPS = {
     "text.json": (b"nothing", "not valid JSON"),
-    "object.json": (b'{"a": 1}', "neither physical_to_logical_map, logical_count nor records"),
+    "object.json": (b'{"a": 1}', "neither physical_to_logical_map, logical_count, layer_list"),
     "ragged.json": (b"[[1, 2], [3]]", "all equally long"),
     "words.json": (b'["a"]', "all equally long"),
     "missing.json": (json.dumps([0] * E).encode(), "is on no rank"),
@@ -171,18 +96,127 @@ BAD_MAPS = {
 }
 
 
+IDENTITY = np.tile(np.arange(E), (L, 1))
+
+
+def changed(array, value, dtype=float):
+    out = array.astype(dtype)
+    out[2, 3] = value
+    return out.tolist()
+
+
+COUNTED = np.full((L, E), 7)
+WRONG_VALUES = {
+    "counts not a number": ({"logical_count": changed(COUNTED, np.nan)}, "the count of expert 3 of row 2 is nan"),
+    "counts infinite": ({"logical_count": changed(COUNTED, np.inf)}, "expert 3 of row 2 is inf"),
+    "counts negative": ({"logical_count": changed(COUNTED, -1, int)}, "the count of expert 3 of row 2 is -1"),
+    "counts of halves": ({"logical_count": changed(COUNTED, 0.5)}, "expert 3 of row 2 is 0.5, not a whole number"),
+    "counts all zero": ({"logical_count": (COUNTED * 0).tolist()}, "nothing was recorded"),
+    "counts of a layer": ({"logical_count": [[7] * E] * (L - 1) + [[0] * E]}, "MoE layer 5 has no count"),
+    "negative in a step": ({"logical_count": [COUNTED.tolist(), changed(COUNTED, -1, int)]}, "is -1"),
+    "counts of a draft": ({"logical_count": [[7] * E] * (L + 1)}, "is the last one that of a draft layer?"),
+    "counts with a shared expert": ({"logical_count": [[7] * (E + 1)] * L}, "a fused shared expert?"),
+    "map with half an expert": (changed(IDENTITY, 3.5), "the expert of slot 3 of row 2 is 3.5"),
+    "map beyond 32 bits": (changed(IDENTITY, 2**32 + 3, int), f"has expert {2**32 + 3}, but the model has 32"),
+    "map beyond 40 bits": (changed(IDENTITY, 2**40, int), f"slot 3 of layer 2 has expert {2**40}"),
+    "map of nothing": (changed(IDENTITY, -1, int), "slot 3 of layer 2 has expert -1"),
+    "map with a shared expert": (changed(IDENTITY, E, int), "is it a fused shared expert?"),
+    "map of a draft": ([list(range(E))] * (L + 1), "is the last one that of a draft layer?"),
+    "map not a number": (changed(IDENTITY, np.nan), "is nan, not a whole number"),
+    "deep": ([[[list(range(E))]]], "a row of numbers for each layer"),
+    "a cube": ([[list(range(E))]], "expected a row for each layer"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_VALUES)
+def test_wrong_values_are_refused_in_one_line_that_names_them(tmp_path, name):
+    content, words = WRONG_VALUES[name]
+    (tmp_path / "file.json").write_text(json.dumps(content))
+    failed(imported(tmp_path / "file.json", tmp_path / "out", "--ep-size", 4), 2, "file.json", words)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int32])
+def test_counts_of_every_type_are_read(tmp_path, dtype):
+    counts = torch.from_numpy(np.random.default_rng(0).integers(1, 100, (2, L, E))).to(dtype)
+    torch.save({"logical_count": counts}, tmp_path / "counts.pt")
+    assert imported(tmp_path / "counts.pt", tmp_path / "plan", "--ep-size", 4).exit_code == 0
+    expected = eplb.place(counts.double().numpy().sum(axis=0), 4, 0).physical_to_logical_map
+    np.testing.assert_array_equal(load_plan(tmp_path / "plan").placement.physical_to_logical_map, expected)
+
+
+def test_of_a_map_and_counts_the_map_is_taken_and_told(tmp_path):
+    (tmp_path / "both.json").write_text(
+        json.dumps({"physical_to_logical_map": IDENTITY[:, ::-1].tolist(), "logical_count": COUNTED.tolist()})
+    )
+    result = imported(tmp_path / "both.json", tmp_path / "plan", "--ep-size", 4)
+    assert "the map is taken, as by SGLang" in result.stderr
+    np.testing.assert_array_equal(load_plan(tmp_path / "plan").placement.physical_to_logical_map, IDENTITY[:, ::-1])
+
+
+def ascend(maps, devices):
+    """vLLM-Ascend's expert map, layers and devices in any order."""
+    per_device = maps.reshape(len(maps), devices, -1)
+    layers = [
+        {"layer_id": l, "device_count": devices, "device_list": [
+            {"device_id": d, "device_expert": per_device[l, d].tolist()} for d in reversed(range(devices))]}
+        for l in reversed(range(len(maps)))
+    ]  # fmt: skip
+    return {"moe_layer_count": len(maps), "layer_list": layers}
+
+
+def permuted():
+    return np.stack([np.random.default_rng(l).permutation(E) for l in range(L)])
+
+
+def test_the_expert_map_of_vllm_ascend_becomes_a_plan(tmp_path):
+    (tmp_path / "expert_map.json").write_text(json.dumps(ascend(permuted(), 4)))
+    assert imported(tmp_path / "expert_map.json", tmp_path / "plan", "--ep-size", 4).exit_code == 0
+    np.testing.assert_array_equal(load_plan(tmp_path / "plan").placement.physical_to_logical_map, permuted())
+    failed(imported(tmp_path / "expert_map.json", tmp_path / "b", "--ep-size", 8), 2, "is of 4 devices")
+
+
+@pytest.mark.parametrize("broken", [{"layer_list": 3}, {"layer_list": [{}]}, {"layer_list": [{"layer_id": 0,
+    "device_list": [{"device_id": 0, "device_expert": [0]}, {"device_id": 1, "device_expert": []}]}]}])  # fmt: skip
+def test_a_broken_expert_map_of_vllm_ascend_is_named(tmp_path, broken):
+    (tmp_path / "map.json").write_text(json.dumps(broken))
+    failed(imported(tmp_path / "map.json", tmp_path / "plan", "--ep-size", 4), 2, "map.json: ")
+
+
+def test_the_assignments_of_tensorrt_llm_become_a_plan(tmp_path):
+    rows = "".join(f"  {layer}: {row}\n" for layer, row in enumerate(permuted().tolist()))
+    text = f"num_slots: {E}\nlayer_updates_per_iter: 0\ninitial_global_assignments:\n{rows}"
+    (tmp_path / "balancer.yaml").write_text(text)
+    assert imported(tmp_path / "balancer.yaml", tmp_path / "plan", "--ep-size", 4).exit_code == 0
+    np.testing.assert_array_equal(load_plan(tmp_path / "plan").placement.physical_to_logical_map, permuted())
+
+
+BAD_YAML = {
+    "text": ("a: [", "not valid YAML"),
+    "slots": (f"num_slots: 40\ninitial_global_assignments:\n  0: {list(range(E))}\n", "num_slots is 40"),
+    "no lists": ("initial_global_assignments:\n  0: 3\n", "must map layer numbers to lists"),
+    "names": ("initial_global_assignments:\n  a: [1]\n", "must map layer numbers to lists"),
+    "code": ("!!python/object/apply:os.system ['touch written']", "not valid YAML"),
+    "itself": (
+        "a: &a [0,0,0,0,0,0,0,0]\nb: &b [*a,*a,*a,*a,*a,*a,*a,*a]\ninitial_global_assignments:\n  0: [*b,*b]\n",
+        "must map layer numbers to lists",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_YAML)
+def test_yaml_that_is_no_assignment_is_refused_in_one_line(tmp_path, name):
+    text, words = BAD_YAML[name]
+    (tmp_path / "map.yaml").write_text(text)
+    failed(imported(tmp_path / "map.yaml", tmp_path / "plan", "--ep-size", 4), 2, words)
+
+
 @pytest.mark.parametrize("name", BAD_MAPS)
 def test_a_file_that_is_no_map_is_refused_in_one_line(tmp_path, name):
     content, words = BAD_MAPS[name]
     (tmp_path / name).write_bytes(content)
     failed(imported(tmp_path / name, tmp_path / "out", "--ep-size", 4), 2, words)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("record", [3, {"input_ids": [1]}])
-def test_records_that_lack_a_field_are_refused(tmp_path, record):
-    torch.save({"records": [record], "last_physical_to_logical_map": torch.zeros(L, E)}, tmp_path / "recorded.pt")
-    failed(imported(tmp_path / "recorded.pt", tmp_path / "out"), 2, "a record lacks one of extend_seq_lens")
 
 
 def test_pickled_code_is_not_run(tmp_path):
@@ -195,30 +229,9 @@ def test_pickled_code_is_not_run(tmp_path):
     assert not (tmp_path / "written").exists()
 
 
-BAD_ANSWERS = {
-    "no JSON": ("{", "line 2: no answer of vLLM"),
-    "no choices": ("{}", "it has no 'choices'"),
-    "a list": ("[]", "line 2: no answer of vLLM"),
-    "nothing routed": ('{"choices": [{"token_ids": [1]}]}', "--enable-return-routed-experts"),
-    "no prompt": (json.dumps({"choices": [{"token_ids": [1], "routed_experts": "AA=="}]}), "no 'prompt_token_ids'"),
-    "too few": (json.dumps(answer([1, 2], [3], routing(5))), "has shape (5, 6, 4), not (2, layers, 4)"),
-    "unknown expert": (json.dumps(answer([1], [2], routing(1) + E)), "out of range for 32 experts"),
-    "unknown token": (json.dumps(answer([4096], [2], routing(1))), "out of range for 4096 vocabulary entries"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_ANSWERS)
-def test_an_answer_without_routing_is_refused_and_nothing_is_written(tmp_path, name):
-    line, words = BAD_ANSWERS[name]
-    good = json.dumps(answer([1], [2], routing(1)))
-    (tmp_path / "answers.jsonl").write_text(f"{good}\n{line}\n")
-    failed(imported(tmp_path / "answers.jsonl", tmp_path / "trace"), 2, words)
-    assert not (tmp_path / "trace").exists()
-
-
 def test_options_that_have_no_effect_are_refused(tmp_path):
     (tmp_path / "map.json").write_text(json.dumps(list(range(E))))
-    (tmp_path / "answers.jsonl").write_text(json.dumps(answer([1], [2], routing(1))))
+    (tmp_path / "answers.jsonl").write_text("{}")
     failed(imported(tmp_path / "map.json", tmp_path / "a", "--redundant-experts", 8), 2, "--redundant-experts")
     failed(imported(tmp_path / "answers.jsonl", tmp_path / "b", "--ep-size", 8), 2, "--ep-size", "semmoe solve")
 
@@ -232,7 +245,3 @@ def test_counts_of_another_model_are_refused(tmp_path):
     failed(imported(tmp_path / "counts", tmp_path / "plan"), 2, "is of another model or tokenizer")
 
 
-def test_more_experts_of_a_token_than_sglang_s_records_keep_are_refused():
-    many = engine_maps.Found(engine_maps.PASSES)
-    with pytest.raises(ValueError, match="keep 8 experts of a token, and the model 9"):
-        engine_maps.prompts_of_passes(many, MODEL, TINY.__class__(**{**vars(TINY), "top_k": 9}))

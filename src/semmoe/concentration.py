@@ -46,8 +46,16 @@ def token_statistics(counts: np.ndarray, top_k: int) -> dict[str, np.ndarray]:
     return {
         "cumulative_hotness": hottest[:, :top_k].sum(axis=1),
         "max_other_hotness": others,
-        "kurtosis": kurtosis(counts, axis=1, fisher=False),
+        "kurtosis": _kurtosis(counts),
     }
+
+
+def _kurtosis(counts: np.ndarray) -> np.ndarray:
+    """(U,) Pearson's kurtosis of each row (U, E); 1, the least that there is, for a row of equal counts."""
+    varied = counts.min(axis=1) != counts.max(axis=1)  # the kurtosis of equal values is not defined
+    out = np.ones(len(counts))
+    out[varied] = kurtosis(counts[varied], axis=1, fisher=False)
+    return out
 
 
 def _static_hits(counts: np.ndarray, index: np.ndarray, expert_ids: np.ndarray) -> np.ndarray:

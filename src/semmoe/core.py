@@ -39,6 +39,7 @@ class RoutingTrace:
     prompt_offsets: np.ndarray  # (R + 1,) int64
     fingerprint: Fingerprint
     hashed: HashedLayers = NO_HASHED  # layers where the token id alone decides the experts
+    left_out: int = 0  # tokens that reading left out, since no router routes them so
 
     def __post_init__(self) -> None:
         f, tokens = self.fingerprint, len(self.token_ids)
@@ -47,6 +48,7 @@ class RoutingTrace:
             raise ValueError(f"expert_ids has shape {self.expert_ids.shape}, expected {shape}")
         if self.phase.shape != (tokens,):
             raise ValueError(f"phase has shape {self.phase.shape}, expected {(tokens,)}")
+        check_range("phase", self.phase, 2, "phases: 0 (prompt) and 1 (decoded)")
         check_offsets("request_offsets", self.request_offsets, tokens)
         check_offsets("prompt_offsets", self.prompt_offsets, len(self.prompt_ids))
         if len(self.request_offsets) != len(self.prompt_offsets):
@@ -86,6 +88,7 @@ class RoutingTrace:
             request_offsets=offsets,
             prompt_ids=self.prompt_ids[prompt_rows],
             prompt_offsets=prompt_offsets,
+            left_out=0,
         )
 
     def digest(self) -> str:

@@ -2,7 +2,7 @@
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,17 @@ import numpy as np
 from semmoe.core import DECODE, RoutingTrace
 from semmoe.files import array_shape, atomic_directory, load_array
 from semmoe.hashed import NO_HASHED
+from semmoe.npz import read_npz
+from semmoe.routing import check_left_out, identical_tokens, warn_of_tokens
 from semmoe.splitter import draw_requests
 from semmoe.trace import (
     TraceHeader,
     TraceWriter,
+    checked,
     hashed_tables,
     join_shards,
     open_trace,
+    possible_part,
     read_header,
     read_shards,
     shard_paths,
@@ -35,6 +39,7 @@ class Merged:
     out: Path
     requests: int
     tokens: int
+    left_out: int = 0  # tokens that name an expert twice in a layer
 
 
 def num_tokens(path: Path) -> int:
@@ -61,25 +66,33 @@ def merge(traces: Sequence[Path], out: Path, progress: Progress = lambda tokens:
     if out.exists():
         raise ValueError(f"{out} exists: choose another --out")
     header, hashed = agreed_header({path: read_header(path) for path in traces}), hashed_tables(traces[0])
-    tokens = 0
+    tokens, left_out = 0, [0] * len(traces)
     with (
         atomic_directory(out, private=True) as staged,
         TraceWriter(staged, header, private=True, hashed=hashed) as writer,
     ):
-        for _, _, trace, r in heapq.merge(*(_by_age(path, i, in_turn) for i, path in enumerate(traces))):
+        for _, _, trace, r in heapq.merge(*(_by_age(path, i, in_turn, left_out) for i, path in enumerate(traces))):
             writer.append_one(trace, r)
             length = int(trace.request_offsets[r + 1] - trace.request_offsets[r])
             tokens += length
             progress(length)
         requests = writer.num_requests
-    return Merged(out=out, requests=requests, tokens=tokens)
+        for path, count in zip(traces, left_out, strict=True):
+            check_left_out(str(path), count, num_tokens(path))
+    return Merged(out=out, requests=requests, tokens=tokens, left_out=sum(left_out))
 
 
-def _by_age(path: Path, number: int, in_turn: bool) -> Iterator[tuple[float, int, RoutingTrace, int]]:
-    """Every request of a trace by its place, from 0 to 1, or where traces come in turn from `number` on."""
+def _by_age(
+    path: Path, number: int, in_turn: bool, left_out: list[int]
+) -> Iterator[tuple[float, int, RoutingTrace, int]]:
+    """Every request of a trace by its place, from 0 to 1, or where traces come in turn from `number` on.
+
+    left_out: its entry `number` counts the tokens that reading leaves out.
+    """
     total = sum(array_shape(shard, "request_lengths")[0] for shard in shard_paths(path))
     done = 0
     for trace in read_shards(path):
+        left_out[number] += trace.left_out
         for r in range(trace.num_requests):
             yield (done + r + 0.5) / total + number * in_turn, number, trace, r
         done += trace.num_requests
@@ -136,9 +149,13 @@ def _add_requests(experts, offsets, counts, squares, crossed, own):
 
 
 def describe(path: Path, progress: Progress = lambda tokens: None) -> dict[str, Any]:
-    """What a trace directory or .npz file holds, read shard by shard."""
-    traces = read_shards(path) if path.is_dir() else iter([open_trace(path)])
-    found = dict.fromkeys(("requests", "tokens", "decode_tokens", "prompt_tokens"), 0)
+    """What a trace directory or .npz file holds, read shard by shard.
+
+    Raises ValueError if too many of its tokens name an expert twice in a layer.
+    """
+    traces = read_shards(path) if path.is_dir() else iter([possible_part(read_npz(path))])
+    counted = ("requests", "tokens", "decode_tokens", "prompt_tokens", "left_out_tokens", "identical_tokens")
+    found = dict.fromkeys(counted, 0)
     shares = seen = first = None
     for trace in traces:
         first = first or trace
@@ -151,9 +168,13 @@ def describe(path: Path, progress: Progress = lambda tokens: None) -> dict[str, 
         found["tokens"] += trace.num_tokens
         found["decode_tokens"] += int((trace.phase == DECODE).sum())
         found["prompt_tokens"] += len(trace.prompt_ids)
+        found["left_out_tokens"] += trace.left_out
+        found["identical_tokens"] += identical_tokens(trace.token_ids, trace.expert_ids)
         progress(trace.num_tokens)
     if first is None or shares is None or seen is None:
         raise ValueError(f"{path} holds no shard yet: run its profile again to fill it")
+    check_left_out(str(path), found["left_out_tokens"], found["left_out_tokens"] + found["tokens"])
+    warn_of_tokens(str(path), found["left_out_tokens"], found["identical_tokens"], found["tokens"])
     files = shard_paths(path) if path.is_dir() else [path]
     return {
         **asdict(first.fingerprint),
@@ -175,12 +196,15 @@ def sample(path: Path, tokens: int, seed: int, progress: Progress = lambda token
     of_shard = np.repeat(np.arange(len(shards)), [len(one) for one in lengths])
     chosen = np.zeros(len(of_shard), bool)
     chosen[draw_requests(np.concatenate(lengths), tokens, seed)] = True
-    parts, hashed = [], NO_HASHED
+    parts, hashed, left_out = [], NO_HASHED, 0
     for i, trace in enumerate(read_shards(path)):
         parts.append(_arrays(trace.select(np.flatnonzero(chosen[of_shard == i]))))
         hashed = trace.hashed
+        left_out += trace.left_out
         progress(trace.num_tokens)
-    return join_shards(path, header.fingerprint, parts, hashed)
+    check_left_out(str(path), left_out, num_tokens(path))
+    drawn = join_shards(path, header.fingerprint, parts, hashed)
+    return checked(replace(drawn, left_out=left_out), path)
 
 
 def open_bounded(path: Path, seed: int) -> tuple[RoutingTrace, int]:

@@ -4,11 +4,8 @@
 written atomically, so an interrupted profile leaves a usable trace to which a later run appends.
 """
 
-import json
-import math
-import zipfile
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +14,16 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
 
 from semmoe.core import DECODE, RoutingTrace
-from semmoe.files import array_shape, load_arrays, load_json, read_limited, save_arrays, save_json
+from semmoe.files import array_shape, load_arrays, load_json, save_arrays, save_json
 from semmoe.hashed import NO_HASHED, HashedLayers
+from semmoe.npz import LOOKAHEAD_REMOVED, offsets_of, read_npz, whole_numbers
+from semmoe.routing import check_left_out, identical_tokens, impossible_tokens, warn_of_tokens
 from semmoe.topology import Fingerprint
 
 SCHEMA = 2
 READABLE = (1, 2)
 HASHED = "hashed.safetensors"  # tables of hash-routed layers, beside trace.json if the model has such layers
 ARRAYS = {"token_ids", "expert_ids", "request_lengths", "phase", "prompt_ids", "prompt_lengths"}
-LOOKAHEAD_REMOVED = "look-ahead ids are no longer read: make the trace again with `semmoe profile`"
-MAX_TRACE_BYTES = 16 << 30  # of an .npz file, unpacked, which is read whole: 4 billion expert ids at int32
-MAX_META_BYTES = 256 << 20  # unpacked; the strings of a vocabulary and examples take some MB
-NPY_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
 class TraceHeader(BaseModel):
@@ -156,19 +151,44 @@ def save_trace(trace: RoutingTrace, path: Path) -> None:
 
 
 def open_trace(path: Path | str) -> RoutingTrace:
-    """Read a trace directory, or an `.npz` file in one of the layouts of `docs/formats.md`."""
+    """Read a trace directory, or an `.npz` file in one of the layouts of `docs/formats.md`.
+
+    Tokens whose routing no router makes are left out, with a `RoutingWarning`; too many of them are a ValueError.
+    """
     path = Path(path)
     if not path.exists():
         raise ValueError(f"there is no trace at {path}")
     if path.is_file():
         if path.suffix != ".npz":
             raise ValueError(f"{path} is neither a trace directory nor an .npz file")
-        return _read_npz(path)
+        return checked(possible_part(read_npz(path)), path)
     header = read_header(path)
     shards = [load_arrays(shard, ARRAYS) for shard in shard_paths(path)]
     if not shards:
         raise ValueError(f"{path} holds no shard yet: run its profile again to fill it")
-    return join_shards(path, header.fingerprint, shards, hashed_tables(path))
+    return checked(join_shards(path, header.fingerprint, shards, hashed_tables(path)), path)
+
+
+def possible_part(trace: RoutingTrace) -> RoutingTrace:
+    """The trace without the tokens that name an expert twice in a layer, which no router does; `left_out` counts them.
+
+    Their prompts are kept: a prompt is what a user sent, however it was routed.
+    """
+    impossible = impossible_tokens(trace.expert_ids)
+    if not impossible.any():
+        return trace
+    kept_before = np.concatenate([[0], np.cumsum(~impossible)])  # the number of rows kept before each row
+    arrays = {name: getattr(trace, name)[~impossible] for name in ("token_ids", "expert_ids", "phase")}
+    left_out = trace.left_out + int(impossible.sum())
+    return replace(trace, **arrays, request_offsets=kept_before[trace.request_offsets], left_out=left_out)
+
+
+def checked(trace: RoutingTrace, path: Path) -> RoutingTrace:
+    """The trace itself, with warnings of tokens that should not be there. Raises ValueError for too many of them."""
+    check_left_out(str(path), trace.left_out, trace.left_out + trace.num_tokens)
+    identical = identical_tokens(trace.token_ids, trace.expert_ids)
+    warn_of_tokens(str(path), trace.left_out, identical, trace.num_tokens)
+    return trace
 
 
 def hashed_tables(path: Path) -> HashedLayers:
@@ -195,136 +215,17 @@ def join_shards(
     path: Path, fingerprint: Fingerprint, shards: list[dict[str, np.ndarray]], hashed: HashedLayers
 ) -> RoutingTrace:
     """The trace of shards' arrays, one after the other; path: for errors."""
-    joined = {name: np.concatenate([shard[name] for shard in shards]) for name in shards[0]}
     try:
-        trace = RoutingTrace(
-            request_offsets=_offsets(joined.pop("request_lengths")),
-            prompt_offsets=_offsets(joined.pop("prompt_lengths")),
-            fingerprint=fingerprint,
-            hashed=hashed,
-            **joined,
-        )
+        joined = {name: np.concatenate([shard[name] for shard in shards]) for name in shards[0]}
+        offsets = {
+            f"{kind}_offsets": offsets_of(whole_numbers(f"{kind}_lengths", joined.pop(f"{kind}_lengths")))
+            for kind in ("request", "prompt")
+        }
+        trace = RoutingTrace(fingerprint=fingerprint, hashed=hashed, **offsets, **joined)
         hashed.check_routing(trace.token_ids, trace.expert_ids)
-        return trace
+        return possible_part(trace)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-
-
-def _offsets(lengths: np.ndarray) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-
-
-def _read_npz(path: Path) -> RoutingTrace:
-    if not zipfile.is_zipfile(path):
-        raise ValueError(f"{path} is not an .npz file, or is truncated")
-    try:
-        _check_npz_sizes(path)
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: np.asarray(file[name]) for name in file.files}
-    except Exception as error:  # zipfile and NumPy raise almost any exception on a damaged archive
-        reason = f"({type(error).__name__}: {error})"
-        raise ValueError(f"{path} is damaged, too large or holds Python objects {reason}") from None
-    try:
-        if {"experts", "route_starts", "tokens", "token_starts", "pos0"} <= set(arrays):
-            arrays = _plain_from_fingerprinting(arrays)
-        if "lookahead_ids" in arrays:
-            raise ValueError(LOOKAHEAD_REMOVED)
-        needed = {"token_ids", "expert_ids", "request_offsets"}
-        if not needed <= set(arrays):
-            raise ValueError(f"it holds {sorted(arrays)}; a plain trace needs {sorted(needed)}")
-        return _from_plain_arrays(arrays, path)
-    except (ValueError, TypeError, IndexError, OverflowError) as error:
-        raise ValueError(f"{path}: {error}") from None
-
-
-def _check_npz_sizes(path: Path) -> None:
-    """Raise ValueError, before anything is allocated, if arrays are too large or their sizes are inconsistent."""
-    with zipfile.ZipFile(path) as archive:
-        unpacked = sum(member.file_size for member in archive.infolist())
-        if unpacked > MAX_TRACE_BYTES:
-            raise ValueError(f"{unpacked:,} bytes unpacked, and at most {MAX_TRACE_BYTES:,} are read")
-        for member in archive.infolist():
-            with archive.open(member) as file:
-                version = np.lib.format.read_magic(file)
-                if version not in NPY_HEADERS:
-                    raise ValueError(f"{member.filename} has npy version {version}")
-                shape, _, dtype = NPY_HEADERS[version](file)
-                declared, held = math.prod(shape) * dtype.itemsize, member.file_size - file.tell()
-            if declared != held and not dtype.hasobject:  # objects have no known length, and are not read
-                raise ValueError(f"{member.filename} should have {declared:,} bytes, and {held:,} are there")
-
-
-def _plain_from_fingerprinting(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Plain arrays from the layout of `examples/convert_fingerprinting.py`, where only generated tokens are routed."""
-    tokens, starts, first = arrays["tokens"], arrays["token_starts"], arrays["pos0"]
-    lengths = np.diff(arrays["route_starts"])
-    routed = [tokens[s + p : s + p + n] for s, p, n in zip(starts[:-1], first, lengths, strict=True)]
-    prompts = [tokens[s : s + p] for s, p in zip(starts[:-1], first, strict=True)]
-    return {
-        "token_ids": np.concatenate(routed),
-        "expert_ids": arrays["experts"],
-        "request_offsets": arrays["route_starts"],
-        "prompt_ids": np.concatenate(prompts),
-        "prompt_offsets": _offsets(first),
-        "phase": np.full(len(arrays["experts"]), DECODE, np.uint8),
-    }
-
-
-def _from_plain_arrays(arrays: dict[str, np.ndarray], path: Path) -> RoutingTrace:
-    """A trace from `token_ids` (T,), `expert_ids` (T, L, K) and `request_offsets` (R + 1,).
-
-    Other arrays are optional; without `prompt_ids`, the routed tokens are also the prompts.
-    """
-    experts = arrays["expert_ids"]
-    if experts.ndim != 3 or experts.size <= 0:
-        raise ValueError(f"expert_ids has shape {experts.shape}, expected (T, L, K)")
-    offsets = arrays["request_offsets"]
-    if not np.issubdtype(offsets.dtype, np.integer):
-        raise ValueError(f"request_offsets are {offsets.dtype}, expected integers")
-    offsets = offsets.astype(np.int64)
-    tokens = _as_int32("token_ids", arrays["token_ids"])
-    prompts = _as_int32("prompt_ids", arrays.get("prompt_ids", tokens))
-    seen = 1 + max(int(tokens.max(initial=0)), int(prompts.max(initial=0)))
-    fingerprint = Fingerprint(
-        model=path.name.removesuffix(".npz"),
-        architecture_hash="unknown",
-        tokenizer_hash="unknown",
-        vocab_size=int(arrays.get("vocab_size", _meta_vocabulary(path) or seen)),
-        num_layers=experts.shape[1],
-        num_experts=int(arrays.get("num_experts", int(experts.max()) + 1)),
-        top_k=experts.shape[2],
-        num_groups=int(arrays.get("num_groups", 1)),
-    )
-    return RoutingTrace(
-        token_ids=tokens,
-        expert_ids=experts,
-        request_offsets=offsets,
-        prompt_ids=prompts,
-        phase=arrays.get("phase", np.zeros(len(tokens), np.uint8)),
-        prompt_offsets=arrays.get("prompt_offsets", offsets).astype(np.int64),
-        fingerprint=fingerprint,
-    )
-
-
-def _as_int32(name: str, ids: np.ndarray) -> np.ndarray:
-    if not np.issubdtype(ids.dtype, np.integer):
-        raise ValueError(f"{name} are {ids.dtype}, expected integers")
-    narrow = ids.astype(np.int32)
-    if not np.array_equal(narrow, ids):
-        raise ValueError(f"{name} do not fit into 32 bits")
-    return narrow
-
-
-def _meta_vocabulary(path: Path) -> int | None:
-    """Vocabulary size from the token strings in `NAME.meta.json.gz` beside `NAME.npz`, if that file exists."""
-    meta = path.with_suffix(".meta.json.gz")
-    if not meta.exists():
-        return None
-    content = read_limited(meta, MAX_META_BYTES)
-    try:
-        return len(json.loads(content)["vocab"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{meta} is not a valid meta file ({type(error).__name__}: {error})") from None
 
 
 def describe(trace: RoutingTrace) -> dict[str, Any]:
@@ -336,5 +237,6 @@ def describe(trace: RoutingTrace) -> dict[str, Any]:
         "decode_tokens": int((trace.phase == DECODE).sum()),
         "prompt_tokens": len(trace.prompt_ids),
         "distinct_tokens": len(np.unique(trace.token_ids)),
+        "left_out_tokens": trace.left_out,
         "trace_hash": trace.digest(),
     }

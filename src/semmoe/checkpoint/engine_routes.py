@@ -14,7 +14,7 @@ import base64
 import gzip
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,16 @@ from typing import Any
 import numpy as np
 
 from semmoe.bounds import check_range
-from semmoe.checkpoint.engine_maps import moe_depth, moe_rows, numbers, whole
+from semmoe.checkpoint.engine_maps import PASSES, Found, moe_depth, moe_rows, numbers, whole
 from semmoe.core import DECODE, PREFILL
 from semmoe.dataset import LeftOut
 from semmoe.files import MOST_JSON_BYTES
+from semmoe.npz import NPY_HEADERS
 from semmoe.prompts import UnusableError
-from semmoe.routing import impossible_tokens
+from semmoe.routing import check_left_out, impossible_tokens
 from semmoe.topology import Fingerprint
-from semmoe.trace import NPY_HEADERS
+from semmoe.trace import TraceWriter
+
 
 EXTEND = 1  # SGLang's ForwardMode of prompts
 FIELDS = {"forward_mode", "input_ids", "positions", "extend_seq_lens", "topk_ids_of_layer"}
@@ -54,7 +56,37 @@ class Request:
         return Request(prompt_ids=self.prompt_ids, **arrays)
 
 
-def prompts_of_passes(content: dict[str, Any], model: Path, f: Fingerprint) -> tuple[list[Request], int]:
+def write_requests(writer: TraceWriter, found: Found, path: Path, model: Path, left_out: LeftOut) -> dict[str, int]:
+    """Write the requests of records or answers to a trace; tokens that name an expert twice are left out.
+
+    Returns the numbers of requests and tokens that were written, and of tokens that were left out, by reason.
+    Raises ValueError if nothing is left, if more than a tenth of the lines holds no answer, or for too many impossible
+    tokens.
+    """
+    f, unassigned, tokens, impossible = writer.header.fingerprint, 0, 0, 0
+    requests: Iterable[Request]
+    if found.kind == PASSES:
+        requests, unassigned = prompts_of_passes(found.content, path, model, f)
+    else:
+        requests = requests_of_answers(path, model, f, left_out)
+    for request in requests:
+        kept = request.possible()
+        writer.append(**vars(kept))
+        tokens += len(kept.token_ids)
+        impossible += len(request.token_ids) - len(kept.token_ids)
+    if found.kind != PASSES:
+        left_out.check()
+    check_left_out(str(path), impossible, tokens + impossible)
+    if not tokens:
+        raise ValueError(
+            f"{path} has the routing of no whole prompt; with attention-TP and an all-to-all each rank of SGLang "
+            "routes a part of the tokens: record with --enable-dp-attention, or by semmoe record"
+        )
+    counts = {"requests": writer.num_requests, "tokens": tokens}
+    return {**counts, "unassigned_tokens": unassigned, "impossible_tokens": impossible}
+
+
+def prompts_of_passes(content: dict[str, Any], path: Path, model: Path, f: Fingerprint) -> tuple[list[Request], int]:
     """The first chunk of each prompt in the records of SGLang, and the number of tokens that are left out.
 
     Raises ValueError for records that are damaged, or that keep fewer experts per token than the model has.
@@ -64,11 +96,11 @@ def prompts_of_passes(content: dict[str, Any], model: Path, f: Fingerprint) -> t
     requests, tokens = [], 0
     for number, record in enumerate(content["records"]):
         if not isinstance(record, dict) or not record.keys() >= FIELDS:
-            raise ValueError(f"record {number} lacks one of {', '.join(sorted(FIELDS))}")
+            raise ValueError(f"{path}: record {number} lacks one of {', '.join(sorted(FIELDS))}")
         try:
             found = list(_prompts_of_pass(record, content.get("last_physical_to_logical_map", []), model, f))
         except DAMAGED as error:
-            raise ValueError(f"record {number}: {error}") from None
+            raise ValueError(f"{path}: record {number}: {error}") from None
         requests += found
         tokens += len(record["input_ids"])
     return requests, tokens - sum(len(request.token_ids) for request in requests)

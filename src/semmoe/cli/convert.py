@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
+from rich.markup import escape
+
 from semmoe import console
 from semmoe.bounds import number
 from semmoe.cli.app import OFFLINE, app, refuse_given
@@ -14,6 +16,11 @@ from semmoe.cli.options import INPUT, OFFLINE_RANKS, OUTPUT, Force, GivenTopolog
 from semmoe.topology import Fingerprint
 
 PLANNED = ["ep_size", "attention", "dp_size", "num_nodes", "redundant_experts"]
+
+
+Strict = Annotated[
+    bool, typer.Option("--strict", help="Of answers: fail at the first bad line.", rich_help_panel=INPUT)
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,15 +37,18 @@ def import_(
     out: Annotated[Path, typer.Option(help="The plan or trace directory.", rich_help_panel=OUTPUT)],
     given: Any = None,
     copies: Any = None,
+    strict: Strict = False,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Read what an engine or EPLB wrote about experts.
 
-    A map of physical experts (vLLM's or SGLang's JSON, .npy, .pt) becomes a plan, and so do counts of activations
-    (SGLang's expert distribution, `semmoe record start --counts-only`), by EPLB: counts do not say which tokens or
-    requests use an expert, so the plan balances load and schedules nothing. SGLang's records of passes and vLLM's
-    answers with routed experts (.jsonl) become a trace for `semmoe solve`.
+    A map of physical experts (vLLM's, SGLang's, vLLM-Ascend's or TensorRT-LLM's file, .npy, .pt) becomes a plan, and so
+    do counts of activations (SGLang's expert distribution, `semmoe record start --counts-only`), by EPLB: counts do not
+    say which tokens or requests use an expert, so the plan balances load and schedules nothing. SGLang's records of
+    passes, and answers of vLLM or SGLang with routed experts (.jsonl), become a trace for `semmoe solve`.
+
+    Lines that hold no answer, and tokens that name an expert twice, are left out and counted.
 
     Examples: `semmoe import map.json --model MODEL --ep-size 8 --out plan` and
     `semmoe import answers.jsonl --model MODEL --out trace`
@@ -51,13 +61,14 @@ def import_(
     found, fingerprint = engine_maps.read_engine_file(file), fingerprint_of(model)
     _check_model(found.fingerprint, fingerprint, file)
     if found.kind in (engine_maps.MAP, engine_maps.COUNTS):
+        refuse_given(ctx, ["strict"], "there are no lines of which one could be left out")
         if found.kind == engine_maps.MAP:
             refuse_given(ctx, ["redundant_experts"], "a map has the copies that it has")
-        result = _plan(found, Path(model), fingerprint, given(), copies().redundant_experts, out)
+        result = _plan(found, file, Path(model), fingerprint, given(), copies().redundant_experts, out)
     else:
         refuse_given(ctx, PLANNED, "a trace is of no topology: give it to semmoe solve")
-        result = _trace(found, file, Path(model), fingerprint, out)
-    result = {"from": found.kind, "out": str(out), **result}
+        result = _trace(found, file, Path(model), fingerprint, strict, out)
+    result = {"from": found.kind, "out": str(out), "note": found.note, **result}
     if as_json:
         console.print_json(result)
     else:
@@ -70,45 +81,57 @@ def _check_model(known: Fingerprint | None, model: Fingerprint, file: Path) -> N
         raise ValueError(f"{file} is of another model or tokenizer: {difference}")
 
 
-def _plan(found: Any, model: Path, fingerprint: Fingerprint, given: GivenTopology, copies: int, out: Path):
+def _plan(
+    found: Any, file: Path, model: Path, fingerprint: Fingerprint, given: GivenTopology, copies: int, out: Path
+) -> dict[str, Any]:
     from semmoe.checkpoint.engine_maps import plan_of
     from semmoe.plan import save_plan
 
-    plan = plan_of(found, model, fingerprint, resolve_topology(None, given, OFFLINE_RANKS), copies)
+    topology = resolve_topology(None, given, OFFLINE_RANKS)
+    try:
+        plan = plan_of(found, model, fingerprint, topology, copies)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
     save_plan(plan, out)
-    return {"method": plan.method, "layers": fingerprint.num_layers, "ep_size": plan.topology.ep_size,
-            "redundant_experts": plan.placement.redundant_experts}  # fmt: skip
+    return {
+        "method": plan.method,
+        "layers": fingerprint.num_layers,
+        "ep_size": topology.ep_size,
+        "redundant_experts": plan.placement.redundant_experts,
+    }
 
 
-def _trace(found: Any, file: Path, model: Path, fingerprint: Fingerprint, out: Path):
-    from semmoe.checkpoint.engine_maps import PASSES, prompts_of_passes, requests_of_answers
+def _trace(found: Any, file: Path, model: Path, fingerprint: Fingerprint, strict: bool, out: Path) -> dict[str, Any]:
+    from semmoe.checkpoint.engine_routes import write_requests
     from semmoe.checkpoint.hashed import read_hashed
+    from semmoe.dataset import LeftOut
     from semmoe.files import atomic_directory
     from semmoe.trace import TraceHeader, TraceWriter
 
-    requests, left_out = prompts_of_passes(found, model, fingerprint) if found.kind == PASSES else (None, 0)
+    left_out = LeftOut(file, strict)
     header = TraceHeader(fingerprint=fingerprint, dataset_hash=f"imported:{file.name}", settings={"from": found.kind})
-    tokens = 0
     with atomic_directory(out, private=True) as staged:
         with TraceWriter(staged, header, private=True, hashed=read_hashed(str(model), fingerprint)) as writer:
-            for request in requests if requests is not None else requests_of_answers(file, model, fingerprint):
-                writer.append(**vars(request))
-                tokens += len(request.token_ids)
-        if not tokens:
-            raise ValueError(
-                f"{file} has the routing of no whole prompt; with attention-TP and an all-to-all each rank of SGLang "
-                "routes a part of the tokens: record with --enable-dp-attention, or by semmoe record"
-            )
-    return {"requests": writer.num_requests, "tokens": tokens, "left_out_tokens": left_out}
+            counts = write_requests(writer, found, file, model, left_out)
+    return {**counts, "lines": left_out.counts(), "left_out_lines": str(left_out) if left_out.reasons else ""}
 
 
 def _tell(result: dict[str, Any]) -> None:
-    if "tokens" not in result:
-        words = f"a plan for {result['ep_size']} ranks with {result['redundant_experts']} redundant experts"
-        console.out.print(f"{result['out']}: {words}, by {result['method']}; it schedules no request and no token")
+    for words in (result["note"], result.get("left_out_lines"), _left_out_tokens(result)):
+        if words:
+            console.err.print(f"[yellow]warning:[/] {escape(words)}", soft_wrap=True, highlight=False)
+    if "tokens" in result:
+        console.out.print(f"{result['out']}: {result['requests']:,} requests, {result['tokens']:,} tokens")
         return
-    console.out.print(f"{result['out']}: {result['requests']:,} requests, {result['tokens']:,} tokens")
-    if result["left_out_tokens"]:
-        console.out.print(
-            f"{result['left_out_tokens']:,} tokens are left out: SGLang's records do not say of which request they are"
-        )
+    words = f"a plan for {result['ep_size']} ranks with {result['redundant_experts']} redundant experts"
+    console.out.print(f"{result['out']}: {words}, by {result['method']}; it schedules no request and no token")
+
+
+def _left_out_tokens(result: dict[str, Any]) -> str:
+    """Why tokens are left out, and how many; empty if none is."""
+    reasons = (
+        ("unassigned_tokens", "SGLang's records do not say of which request they are"),
+        ("impossible_tokens", "they name an expert twice in a layer, which no router does"),
+    )
+    words = [f"{result[name]:,} tokens are left out: {why}" for name, why in reasons if result.get(name)]
+    return "; ".join(words)

@@ -39,6 +39,8 @@ def read_trace(path: Path, seed: int = 0) -> RoutingTrace:
     from semmoe.streams import Shares, open_bounded
 
     trace, tokens = open_bounded(path, seed)
+    if trace.num_tokens == 0:
+        raise ValueError(f"{path} holds no routed token")
     if tokens:
         shares = Shares(trace.fingerprint.num_layers, trace.fingerprint.num_experts)
         shares.add(trace)

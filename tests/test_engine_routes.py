@@ -1,0 +1,242 @@
+"""`semmoe import` of answers and records with the routing of tokens, which become traces."""
+
+import base64
+import gzip
+import io
+import json
+
+import numpy as np
+import pytest
+import torch
+from models import build
+from test_apply import failed
+from test_engine_maps import TINY, E, K, L, imported
+
+from semmoe.checkpoint import engine_routes
+from semmoe.core import DECODE, PREFILL
+from semmoe.demo import MODEL
+from semmoe.engines.transformers.config import fingerprint_of
+from semmoe.trace import open_trace
+
+
+def routing(tokens, layers=L, experts=E, top_k=K, seed=0):
+    """(tokens, layers, K) distinct experts of each token."""
+    rng = np.random.default_rng(seed)
+    return rng.random((tokens, layers, experts)).argsort(axis=2)[..., :top_k]
+
+
+def npy(array):
+    with io.BytesIO() as buffer:
+        np.save(buffer, array)
+        return base64.b64encode(buffer.getvalue()).decode()
+
+
+def answer(prompt, generated, experts):
+    """vLLM's answer to a completion, with the fields that are read and some that are not."""
+    choice = {"index": 0, "text": "x", "prompt_token_ids": prompt, "token_ids": generated}
+    return {"id": "cmpl-1", "choices": [{**choice, "routed_experts": npy(experts)}], "usage": {}}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_answers_of_vllm_become_a_trace(tmp_path, packed):
+    model = build("deepseek_v2", tmp_path)
+    f = fingerprint_of(model)
+    first, second = (routing(n, f.num_layers + 1, f.num_experts, f.top_k, n) for n in (5, 3))
+    lines = [answer([1, 2, 3], [4, 5, 6], first.astype(np.uint8)), answer([7, 8], [9, 1], second.astype(np.int32))]
+    text = "\n".join(map(json.dumps, lines)).encode() + b"\n\n"
+    file = tmp_path / ("answers.jsonl.gz" if packed else "answers.jsonl")
+    file.write_bytes(gzip.compress(text) if packed else text)
+    result = imported(file, tmp_path / "trace", "--json", model=model)
+    assert json.loads(result.stdout)["tokens"] == 8
+    trace = open_trace(tmp_path / "trace")
+    assert trace.token_ids.tolist() == [1, 2, 3, 4, 5, 7, 8, 9]
+    assert trace.phase.tolist() == [PREFILL] * 3 + [DECODE] * 2 + [PREFILL] * 2 + [DECODE]
+    assert [trace.prompt(r).tolist() for r in range(2)] == [[1, 2, 3], [7, 8]]
+    np.testing.assert_array_equal(trace.expert_ids, np.concatenate([first, second])[:, 1:])
+
+
+def test_first_chunks_of_prompts_are_read_from_sglang_s_records(tmp_path):
+    """Physical experts are turned into logical ones; a later chunk and a decoded token are counted and left out."""
+    logical = np.stack([np.random.default_rng(l).permutation(E) for l in range(L)])
+    ids = routing(7)
+    stored = np.full((L, 7, 8), -1, np.int32)  # eight experts of a token, whatever the model's number
+    stored[..., :K] = logical.argsort(axis=1)[np.arange(L)[:, None, None], ids.swapaxes(0, 1)]
+    prompts = {"forward_mode": 1, "input_ids": [1, 2, 3, 4, 5, 6, 7], "positions": [0, 1, 2, 8, 9, 0, 1],
+               "extend_seq_lens": [3, 2, 2], "topk_ids_of_layer": torch.from_numpy(stored)}  # fmt: skip
+    decoding = {"forward_mode": 2, "input_ids": [5], "positions": [3], "extend_seq_lens": None,
+                "topk_ids_of_layer": torch.from_numpy(stored[:, :1])}  # fmt: skip
+    nothing = {**decoding, "input_ids": [], "positions": [], "topk_ids_of_layer": torch.zeros(L, 0, 8)}
+    content = {"records": [nothing, prompts, decoding], "last_physical_to_logical_map": torch.from_numpy(logical)}
+    torch.save(content, tmp_path / "recorded.pt")
+    result = imported(tmp_path / "recorded.pt", tmp_path / "trace")
+    assert "2 requests, 5 tokens" in result.stdout
+    assert "3 tokens are left out" in result.stdout
+    trace = open_trace(tmp_path / "trace")
+    assert trace.token_ids.tolist() == [1, 2, 3, 6, 7]
+    np.testing.assert_array_equal(trace.expert_ids, ids[[0, 1, 2, 5, 6]])
+    assert (trace.phase == PREFILL).all()
+
+
+def test_a_rank_that_routed_a_part_of_the_tokens_gives_no_trace(tmp_path):
+    """Attention-TP with an all-to-all, as SGLang records it: the rows of the other ranks are -1."""
+    stored = np.full((L, 4, 8), -1, np.int32)
+    stored[:, :2, :K] = routing(2).swapaxes(0, 1)
+    record = {"forward_mode": 1, "input_ids": [1, 2, 3, 4], "positions": [0, 1, 2, 3], "extend_seq_lens": [4],
+              "topk_ids_of_layer": torch.from_numpy(stored)}  # fmt: skip
+    identity = torch.arange(E).repeat(L, 1)
+    torch.save({"records": [record], "last_physical_to_logical_map": identity}, tmp_path / "recorded.pt")
+    failed(imported(tmp_path / "recorded.pt", tmp_path / "trace"), 2, "the routing of no whole prompt")
+    assert not (tmp_path / "trace").exists()
+
+
+def sglang(prompt, sampled, experts, **meta):
+    """An answer of SGLang's /generate, with the prompt's ids kept beside it."""
+    encoded = base64.b64encode(np.ascontiguousarray(experts, "<i4").tobytes()).decode()
+    return {"text": "x", "output_ids": sampled, "meta_info": {"routed_experts": encoded, **meta}, "input_ids": prompt}
+
+
+def lines(path, *answers):
+    path.write_text("".join(json.dumps(one) + "\n" for one in answers))
+    return path
+
+
+def test_answers_of_sglang_become_a_trace(tmp_path):
+    """Rows of all decoder layers, of which the first has no experts; answers alone and in a list."""
+    model = build("deepseek_v2", tmp_path)
+    f = fingerprint_of(model)
+    first, second = (routing(n, f.num_layers + 1, f.num_experts, f.top_k, n) for n in (5, 3))
+    answers = [sglang([1, 2, 3], [4, 5, 6], first), [sglang([7, 8], [9, 1], second)]]
+    result = imported(lines(tmp_path / "answers.jsonl", *answers), tmp_path / "trace", "--json", model=model)
+    assert json.loads(result.stdout)["requests"] == 2
+    trace = open_trace(tmp_path / "trace")
+    assert trace.token_ids.tolist() == [1, 2, 3, 4, 5, 7, 8, 9]
+    np.testing.assert_array_equal(trace.expert_ids, np.concatenate([first, second])[:, 1:])
+
+
+def test_a_prompt_alone_has_one_row_fewer(tmp_path):
+    file = lines(tmp_path / "answers.jsonl", sglang([1, 2, 3], [], routing(2)))
+    assert imported(file, tmp_path / "trace").exit_code == 0
+    assert open_trace(tmp_path / "trace").token_ids.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("form", ["npy", "lists", "sglang"])
+def test_the_rows_of_a_cached_prefix_may_be_omitted(tmp_path, form):
+    prompt, sampled, experts = [1, 2, 3, 4], [5, 6], routing(3)
+    one = sglang(prompt, sampled, experts, cached_tokens=2) if form == "sglang" else answer(prompt, sampled, experts)
+    if form == "lists":
+        one["choices"][0]["routed_experts"] = experts.tolist()
+    assert imported(lines(tmp_path / "answers.jsonl", one), tmp_path / "trace").exit_code == 0
+    trace = open_trace(tmp_path / "trace")
+    assert trace.token_ids.tolist() == [3, 4, 5]
+    assert trace.phase.tolist() == [PREFILL, PREFILL, DECODE]
+    assert trace.prompt(0).tolist() == prompt
+    np.testing.assert_array_equal(trace.expert_ids, experts)
+
+
+def with_twins(experts, count):
+    """Routing whose first `count` tokens name an expert twice."""
+    broken = experts.copy()
+    broken[:count, 0, 1] = broken[:count, 0, 0]
+    return broken
+
+
+def test_tokens_that_name_an_expert_twice_are_left_out_and_counted(tmp_path):
+    experts = routing(150)
+    file = lines(tmp_path / "answers.jsonl", answer(list(range(150)), [7], with_twins(experts, 1)))
+    result = imported(file, tmp_path / "trace", "--json")
+    told = json.loads(result.stdout)
+    assert (told["tokens"], told["impossible_tokens"]) == (149, 1)
+    trace = open_trace(tmp_path / "trace")
+    assert trace.token_ids.tolist() == list(range(1, 150))
+    assert trace.prompt(0).tolist() == list(range(150))
+    assert trace.left_out == 0  # nothing is left to leave out
+    assert "1 tokens are left out: they name an expert twice" in imported(file, tmp_path / "again").stderr
+
+
+@pytest.mark.parametrize("experts", [with_twins(routing(150), 2), np.zeros((150, L, K), int)])
+def test_more_than_one_percent_of_them_is_an_error(tmp_path, experts):
+    file = lines(tmp_path / "answers.jsonl", answer(list(range(150)), [7], experts))
+    failed(imported(file, tmp_path / "trace"), 2, "name an expert twice in a layer")
+    assert not (tmp_path / "trace").exists()
+
+
+@pytest.mark.parametrize("record", [3, {"input_ids": [1]}])
+def test_records_that_lack_a_field_are_refused(tmp_path, record):
+    torch.save({"records": [record], "last_physical_to_logical_map": torch.zeros(L, E)}, tmp_path / "recorded.pt")
+    failed(imported(tmp_path / "recorded.pt", tmp_path / "out"), 2, "record 0 lacks one of extend_seq_lens")
+
+
+DAMAGED = {
+    "input_ids": [["a"], 3, [2**40]],
+    "positions": [[], None],
+    "extend_seq_lens": [None, [9]],
+    "topk_ids_of_layer": [[], [[[E]]], [[["x"]]]],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in DAMAGED.items() for value in values])
+def test_damaged_records_end_in_one_line(tmp_path, name, value):
+    record = {"forward_mode": 1, "input_ids": [1], "positions": [0], "extend_seq_lens": [1],
+              "topk_ids_of_layer": torch.zeros(L, 1, 8, dtype=torch.int32)}  # fmt: skip
+    torch.save(
+        {"records": [record | {name: value}], "last_physical_to_logical_map": torch.arange(E).repeat(L, 1)},
+        tmp_path / "recorded.pt",
+    )
+    failed(imported(tmp_path / "recorded.pt", tmp_path / "out"), 2, "recorded.pt")
+    assert not (tmp_path / "out").exists()
+
+
+BAD_ANSWERS = {
+    "no JSON": ("{", "Expecting property name"),
+    "no choices": ("{}", "it has no 'choices'"),
+    "a number": ("3", "not iterable"),
+    "nothing routed": ('{"choices": [{"token_ids": [1]}]}', "--enable-return-routed-experts"),
+    "no prompt": (json.dumps({"choices": [{"token_ids": [1], "routed_experts": "AA=="}]}), "no 'prompt_token_ids'"),
+    "no prompt of SGLang": (json.dumps({"meta_info": {"routed_experts": "AA=="}, "output_ids": [1]}), "no 'prompt"),
+    "too many": (json.dumps(answer([1, 2], [3], routing(5))), "5 rows for 2 tokens"),
+    "too few": (json.dumps(answer([1, 2], [3, 4, 5], routing(1))), "1 rows for 4 tokens"),
+    "unknown expert": (json.dumps(answer([1], [2], routing(1) + E)), "out of range for 32 experts"),
+    "large expert": (json.dumps(answer([1], [2], routing(1) + 2**32)), "out of range for 32 experts"),
+    "half an expert": (json.dumps(answer([1], [2], routing(1) + 0.5)), "not a whole number"),
+    "unknown token": (json.dumps(answer([4096], [2], routing(1))), "out of range for 4096 vocabulary entries"),
+    "half a token": (json.dumps(answer([1.5], [2], routing(1))), "not a whole number"),
+    "another top-k": (json.dumps(answer([1], [2], routing(1, top_k=3))), "not (1, layers, 4)"),
+    "no base64": ('{"choices": [{"prompt_token_ids": [1], "token_ids": [1], "routed_experts": "?"}]}', "line 2"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ANSWERS)
+def test_a_line_that_is_no_answer_is_left_out_and_counted(tmp_path, name):
+    line, words = BAD_ANSWERS[name]
+    good = json.dumps(answer([1], [2], routing(1)))
+    (tmp_path / "answers.jsonl").write_text(f"{good}\n{line}\n")
+    result = imported(tmp_path / "answers.jsonl", tmp_path / "trace")
+    assert result.exit_code == 0, result.output
+    assert "1 of 2 records left out" in result.stderr
+    assert "line 2: " in result.stderr
+    assert words in result.stderr
+    assert open_trace(tmp_path / "trace").num_requests == 1
+    failed(imported(tmp_path / "answers.jsonl", tmp_path / "strict", "--strict"), 2, "line 2", words)
+    assert not (tmp_path / "strict").exists()
+
+
+def test_a_file_without_an_answer_or_with_many_bad_lines_is_refused(tmp_path):
+    failed(imported(lines(tmp_path / "a.jsonl", {}, {}), tmp_path / "trace"), 2, "2 of 2 records left out")
+    good = [answer([1], [2], routing(1))] * 17
+    failed(imported(lines(tmp_path / "b.jsonl", *good, {}, {}), tmp_path / "trace"), 2, "2 of 19 records left out")
+    assert not (tmp_path / "trace").exists()
+    assert imported(lines(tmp_path / "c.jsonl", *good, *good, {}, {}), tmp_path / "trace").exit_code == 0
+
+
+def test_an_array_that_claims_more_than_it_holds_allocates_nothing(tmp_path):
+    header = b"{'descr': '<i8', 'fortran_order': False, 'shape': (1000000000000, 6, 4), }".ljust(117) + b"\n"
+    content = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
+    one = answer([1], [2], routing(1))
+    one["choices"][0]["routed_experts"] = base64.b64encode(content).decode()
+    result = imported(lines(tmp_path / "a.jsonl", one, answer([1], [2], routing(1))), tmp_path / "trace")
+    assert "1 of 2 records left out" in result.stderr
+
+
+def test_more_experts_of_a_token_than_sglang_s_records_keep_are_refused():
+    with pytest.raises(ValueError, match="keep 8 experts of a token, and the model 9"):
+        engine_routes.prompts_of_passes({"records": []}, "recorded.pt", MODEL, TINY.__class__(**{**vars(TINY), "top_k": 9}))
