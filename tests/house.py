@@ -38,11 +38,11 @@ ROOMS = {
     "estimate": 1150,
     "report": 1960,
     "cli": 3300,
-    "__init__.py concentration.py console.py dataset.py demo.py tables.py texts.py watch.py": 1020,
+    "__init__.py concentration.py console.py dataset.py demo.py prompts.py tables.py texts.py watch.py": 1020,
 }
 # From the ground up: a module imports from its own storey and those below.
 STOREYS = (
-    ("bounds", "digests", "hashed", "html", "topology", "core", "console", "texts"),
+    ("bounds", "digests", "hashed", "html", "topology", "core", "console", "prompts", "texts"),
     ("files", "trace", "streams", "copychoice", "metrics", "capacity", "affinity", "rowcosts", "settings", "splitter"),
     ("calibration", "dataset", "results"),
     ("cost",),
