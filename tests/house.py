@@ -18,7 +18,7 @@ TOTAL, FILE, FUNCTION = 34_754, 350, 50
 ROOMS = {
     "core.py": 312,
     "topology.py bounds.py digests.py hashed.py html.py": 380,
-    "files.py trace.py streams.py": 732,
+    "files.py npz.py routing.py trace.py streams.py": 732,
     "affinity.py splitter.py copychoice.py metrics.py capacity.py": 720,
     "settings.py calibration.py cost.py rowcosts.py payoff.py": 980,
     "results.py": 342,
@@ -38,12 +38,25 @@ ROOMS = {
     "estimate": 1150,
     "report": 1960,
     "cli": 3226,
-    "__init__.py concentration.py console.py dataset.py demo.py tables.py texts.py watch.py": 1020,
+    "__init__.py concentration.py console.py dataset.py demo.py prompts.py tables.py texts.py watch.py": 1020,
 }
 # From the ground up: a module imports from its own storey and those below.
 STOREYS = (
-    ("bounds", "digests", "hashed", "html", "topology", "core", "console", "texts"),
-    ("files", "trace", "streams", "copychoice", "metrics", "capacity", "affinity", "rowcosts", "settings", "splitter"),
+    ("bounds", "digests", "hashed", "html", "topology", "core", "console", "prompts", "texts"),
+    (
+        "files",
+        "npz",
+        "routing",
+        "trace",
+        "streams",
+        "copychoice",
+        "metrics",
+        "capacity",
+        "affinity",
+        "rowcosts",
+        "settings",
+        "splitter",
+    ),
     ("calibration", "dataset", "results"),
     ("cost",),
     ("tokens", "requests"),

@@ -243,5 +243,3 @@ def test_counts_of_another_model_are_refused(tmp_path):
     arrays = {"activations": np.ones((L, E)), "transitions": np.zeros(1), "tokens": np.ones(1)}
     save_arrays(tmp_path / "counts" / "counts.safetensors", arrays)
     failed(imported(tmp_path / "counts", tmp_path / "plan"), 2, "is of another model or tokenizer")
-
-

@@ -239,4 +239,6 @@ def test_an_array_that_claims_more_than_it_holds_allocates_nothing(tmp_path):
 
 def test_more_experts_of_a_token_than_sglang_s_records_keep_are_refused():
     with pytest.raises(ValueError, match="keep 8 experts of a token, and the model 9"):
-        engine_routes.prompts_of_passes({"records": []}, "recorded.pt", MODEL, TINY.__class__(**{**vars(TINY), "top_k": 9}))
+        engine_routes.prompts_of_passes(
+            {"records": []}, "recorded.pt", MODEL, TINY.__class__(**{**vars(TINY), "top_k": 9})
+        )

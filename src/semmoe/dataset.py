@@ -1,31 +1,64 @@
-"""Prompts from a user's file: jsonl in ShareGPT, OpenAI chat, OpenAI batch or `{"prompt": ...}` format, or text."""
+"""Prompts from a user's file: JSON lines, a JSON array or object, or text. What a record may hold is in `prompts`."""
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from semmoe.files import read_limited
+from semmoe.prompts import Prompt, UnusableError, is_conversation, prompts_of
 from semmoe.texts import chunks
 
 TEXT_CHUNK = 2000  # characters of a request cut from a plain-text file
 MAX_BYTES = 4 << 30  # after unpacking; a million chats are below 3 GB, and a gzip file of 4 MB could unpack to this
-ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 JSON = (".jsonl", ".json")
-PROMPT_KEYS = ("prompt", "text", "question")
 TABLES = (".csv", ".tsv", ".parquet", ".xlsx", ".xls", ".arrow", ".feather")
-TEXT_PARTS = ("text", "input_text", "output_text")  # the types of message parts that hold text
+SURROGATE = re.compile(r"[\ud800-\udfff]")
+SPACE = re.compile(r"\s*")
+MIN_RECORDS = 10  # a tenth of fewer records is less than one record
+MAX_REASONS = 6  # that a message names
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """One request: a text, chat messages, or token ids; exactly one of them is set."""
+@dataclass
+class LeftOut:
+    """Counts of the records of a dataset that are left out, by reason."""
 
-    text: str = ""
-    messages: tuple[tuple[str, str], ...] = ()  # (role, content)
-    token_ids: tuple[int, ...] = ()
+    path: Path
+    strict: bool = False  # raise ValueError at the first
+    records: int = 0  # all that were read, also those left out
+    conversations: int = 0  # of the records
+    reasons: Counter[str] = field(default_factory=Counter)
+    first: str = ""
+
+    def add(self, where: str, error: UnusableError) -> None:
+        if self.strict:
+            raise ValueError(f"{self.path}, {where}: {error}")
+        self.first = self.first or f"{where}: {error}"
+        self.reasons[error.reason] += 1
+
+    def check(self) -> None:
+        """Raise ValueError if nothing is left, or if more than a tenth of ten or more records is left out."""
+        count = self.reasons.total()
+        if count == self.records:
+            raise ValueError(f"{self.path} holds no usable prompt: {self}" if count else f"{self.path} holds no prompt")
+        if self.records >= MIN_RECORDS and 10 * count > self.records:
+            raise ValueError(f"{self.path}: {self}; more than a tenth: correct the file or remove these records")
+
+    def counts(self) -> dict[str, int | dict[str, int]]:
+        """What a command prints with `--json`."""
+        return {"records": self.records, "left_out": dict(self.reasons)}
+
+    def __str__(self) -> str:
+        kind = "conversations" if self.conversations == self.records else "records"
+        reasons = [f"{reason} ({count})" for reason, count in self.reasons.most_common(MAX_REASONS)]
+        more = ["..."] if len(self.reasons) > MAX_REASONS else []
+        listed = ", ".join(reasons + more)
+        return f"{self.reasons.total()} of {self.records} {kind} left out: {listed}; first: {self.first}"
 
 
 def load_dataset(path: Path | str, limit: int = 0) -> list[Prompt]:
@@ -33,6 +66,14 @@ def load_dataset(path: Path | str, limit: int = 0) -> list[Prompt]:
     path = Path(path)
     if limit < 0:
         raise ValueError(f"limit must not be negative: {limit}")
+    prompts = list(islice(read_prompts(path, LeftOut(path, strict=True)), limit or None))
+    if not prompts:
+        raise ValueError(f"{path} holds no prompt")
+    return prompts
+
+
+def read_prompts(path: Path, left_out: LeftOut) -> Iterator[Prompt]:
+    """Yield the prompts of a file, and count its records. Raises ValueError for a file that is not read at all."""
     if not path.is_file():
         raise ValueError(f"there is no dataset file at {path}")
     suffix = _suffix(path)
@@ -43,10 +84,12 @@ def load_dataset(path: Path | str, limit: int = 0) -> list[Prompt]:
         content = str(read_limited(path, MAX_BYTES), "utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 ({error})") from None
-    prompts = list(_json_prompts(content, path)) if suffix in JSON else _pieces(content)
-    if not prompts:
-        raise ValueError(f"{path} holds no prompt")
-    return prompts[:limit] if limit else prompts
+    if is_running_text(path):
+        pieces = _pieces(content)
+        left_out.records += len(pieces)
+        yield from pieces
+    else:
+        yield from _json_prompts(content, path, left_out)
 
 
 def is_running_text(path: Path) -> bool:
@@ -65,82 +108,113 @@ def _pieces(content: str) -> list[Prompt]:
     return [Prompt(text=piece) for piece in pieces if piece.strip()]
 
 
-def _json_prompts(content: str, path: Path) -> Iterator[Prompt]:
-    if content.lstrip().startswith("["):
-        rows = _parsed(content, str(path))
-        yield from (_prompt(row, f"{path}, entry {i + 1}") for i, row in enumerate(rows))
-        return
-    for number, line in enumerate(content.split("\n"), start=1):
-        if line.strip():
-            yield _prompt(_parsed(line, f"{path}, line {number}"), f"{path}, line {number}")
+def _json_prompts(content: str, path: Path, left_out: LeftOut) -> Iterator[Prompt]:
+    for where, row in _records(content, path):
+        left_out.conversations += is_conversation(row)
+        try:
+            prompts = prompts_of(row)
+        except UnusableError as error:
+            left_out.records += 1
+            left_out.add(where, error)
+        else:
+            left_out.records += len(prompts)
+            yield from (replace(prompt, where=where) for prompt in prompts)
 
 
-def _parsed(text: str, where: str) -> Any:
+def _records(content: str, path: Path) -> Iterator[tuple[str, Any]]:
+    """(place, value) of each record: an entry of an array that is the whole file, or a value that ends with its line.
+
+    A line that is not JSON comes as an `UnusableError`. Raises ValueError if a `.json` file begins an array that is
+    not JSON.
+    """
+    end, line = 0, 1
+    while (start := _after_space(content, end)) < len(content):
+        line += content.count("\n", end, start)
+        value, end = _value(content, start)
+        if line == 1 and content[start] == "[" and isinstance(value, UnusableError) and _suffix(path) == ".json":
+            raise ValueError(f"{path} is {value}")
+        if line == 1 and isinstance(value, list) and _after_space(content, end) == len(content):
+            yield from ((f"entry {i + 1}", row) for i, row in enumerate(value))
+            return
+        yield f"line {line}", value
+        line += content.count("\n", start, end)
+
+
+def _value(content: str, start: int) -> tuple[Any, int]:
+    """The JSON value at a position and its end; an `UnusableError` and the end of the line if there is none."""
     try:
-        return json.loads(text)
+        value, end = json.JSONDecoder().raw_decode(content, start)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is not valid JSON: {error}") from None
+        return UnusableError("not valid JSON", error), _line_end(content, start)
+    if content[end : _line_end(content, end)].strip():
+        return UnusableError("not valid JSON", "a value does not end with its line"), _line_end(content, end)
+    return value, end
 
 
-def _prompt(row: Any, where: str, keys: Sequence[str] = PROMPT_KEYS) -> Prompt:
-    if not isinstance(row, dict):
-        raise ValueError(f"{where} is not a JSON object")
-    if isinstance(row.get("body"), dict):  # a batch file; only there is `input` a prompt and not other data
-        return _prompt(row["body"], where, (*PROMPT_KEYS, "input"))
-    for key in ("messages", "conversation", "conversations"):
-        if key in row:
-            return Prompt(messages=_messages(row[key], where))
-    for key in keys:
-        value = row.get(key)
-        if isinstance(value, str) and value.strip():
-            return Prompt(text=value)
-        if isinstance(value, list) and value and all(isinstance(token, int) for token in value):
-            return Prompt(token_ids=tuple(value))
-    raise ValueError(f"{where} has no messages, conversations or prompt, only {sorted(row)}")
+def _line_end(content: str, start: int) -> int:
+    end = content.find("\n", start)
+    return len(content) if end < 0 else end
 
 
-def _messages(turns: Any, where: str) -> tuple[tuple[str, str], ...]:
-    """The conversation without the answers at its end, the same as it is sent to a server."""
-    if not isinstance(turns, list) or not turns:
-        raise ValueError(f"{where} holds an empty conversation")
-    out = []
-    for turn in turns:
-        if not isinstance(turn, dict):
-            raise ValueError(f"{where}: a turn is not a JSON object")
-        role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
-        out.append((ROLES.get(str(role), str(role)), _content(content, where)))
-    while len(out) > 1 and out[-1][0] == "assistant":
-        out.pop()
-    return tuple(out)
+def _after_space(content: str, start: int) -> int:
+    match = SPACE.match(content, start)
+    return match.end() if match else start
 
 
-def _content(content: Any, where: str) -> str:
-    """The text of a turn. OpenAI's content parts are joined with newlines, the same as in engines and the router."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise ValueError(f"{where}: a turn has no text content")
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else part
-        if kind not in TEXT_PARTS or not isinstance(part, dict) or not isinstance(part.get("text"), str):
-            raise ValueError(f"{where}: a turn has a content part of type {kind!r}, and only text is read")
-    return "\n".join(part["text"] for part in content)
-
-
-def encode(prompts: Sequence[Prompt], tokenizer: Any, max_tokens: int) -> list[list[int]]:
+def encode(prompts: Iterable[Prompt], tokenizer: Any, max_tokens: int) -> list[list[int]]:
     """The first `max_tokens` token ids of each prompt, with the tokenizer's chat template if it has one."""
     return [_encode_one(prompt, tokenizer)[:max_tokens] for prompt in prompts]
+
+
+def encode_usable(
+    prompts: Iterable[Prompt], tokenizer: Any, config: Mapping[str, Any], left_out: LeftOut
+) -> Iterator[list[int]]:
+    """Yield the token ids of each prompt that a server of the model would take, and count the others in `left_out`.
+
+    config: the model's `config.json`.
+    """
+    vocab_size, most = config.get("vocab_size"), config.get("max_position_embeddings")
+    for prompt in prompts:
+        try:
+            ids = _encode_one(prompt, tokenizer)
+            if not ids:
+                raise UnusableError("an empty prompt")
+            if isinstance(most, int) and len(ids) > most:
+                raise UnusableError("longer than the model takes", f"{len(ids)} tokens of at most {most}")
+            if isinstance(vocab_size, int) and not 0 <= min(ids) <= max(ids) < vocab_size:
+                raise UnusableError(
+                    "token ids out of range", f"{min(ids)} to {max(ids)} in a vocabulary of {vocab_size}"
+                )
+        except UnusableError as error:
+            left_out.add(prompt.where, error)
+        else:
+            yield ids
 
 
 def _encode_one(prompt: Prompt, tokenizer: Any) -> list[int]:
     if prompt.token_ids:
         return list(prompt.token_ids)
-    if prompt.messages and getattr(tokenizer, "chat_template", None):
-        messages = [{"role": role, "content": content} for role, content in prompt.messages]
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
-    text = prompt.text or "\n".join(content for _, content in prompt.messages)
-    return tokenizer(text)["input_ids"]
+    templated = bool(prompt.messages and getattr(tokenizer, "chat_template", None))
+    text = prompt.text or "\n".join(message["content"] for message in prompt.messages)
+    if templated:
+        text = _rendered(prompt, tokenizer)
+    if not text.isascii() and SURROGATE.search(text):
+        raise UnusableError("a lone surrogate, which is no character")
+    return tokenizer(text, add_special_tokens=False)["input_ids"] if templated else tokenizer(text)["input_ids"]
+
+
+def _rendered(prompt: Prompt, tokenizer: Any) -> str:
+    """The text that the chat template makes of a conversation. Raises UnusableError with the template's own words."""
+    known = "developer" in str(tokenizer.chat_template)  # else that role is the system's, as in vLLM
+    messages = [m if known or m["role"] != "developer" else {**m, "role": "system"} for m in prompt.messages]
+    variables = {"tools": list(prompt.tools)} if prompt.tools else {}
+    variables |= prompt.variables
+    try:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **variables)
+    except ImportError:  # jinja2 is missing
+        raise
+    except Exception as error:  # the template is a stranger's: it raises whatever it likes
+        raise UnusableError("the model's chat template refuses it", str(error) or type(error).__name__) from None
 
 
 def check_token_ids(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:

@@ -201,6 +201,7 @@ class DemoSettings:
     max_prompt_tokens: int = 512
     max_new_tokens: int = 16
     batch_size: int = 16
+    strict: bool = switch(panel="Input", help="Fail at the first record without a usable prompt; else it is left out.")
     seed: int = number(0, *SEED, help="Seed of every random choice.")
 
     def __post_init__(self) -> None:
@@ -214,6 +215,7 @@ class PromptSettings:
     # the first prompts of a dataset; 0: all
     limit: int = number(0, 0, 1 << 40, panel="Input", help="Use the first N prompts; 0: all.")
     max_prompt_tokens: int = number(1024, 1, 1 << 24, panel="Input", help="Cut longer prompts to this many tokens.")
+    strict: bool = switch(panel="Input", help="Fail at the first record without a usable prompt; else it is left out.")
 
     def __post_init__(self) -> None:
         check_numbers(self)

@@ -3,7 +3,8 @@
 import importlib
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,7 +34,9 @@ from semmoe.results import GenerateFile
 from semmoe.settings import DemoSettings, ExchangeSettings, GenerateSettings, ProfileSettings, PromptSettings
 
 if TYPE_CHECKING:
+    from semmoe.dataset import LeftOut
     from semmoe.engines.transformers.generate import Configuration
+    from semmoe.prompts import Prompt
 
 
 @app.command(rich_help_panel=OFFLINE, context_settings={"allow_extra_args": True, "ignore_unknown_options": False})
@@ -65,9 +68,9 @@ def profile(
     check_output(out, directory=True, force=True)  # a profile that was stopped continues where it ended
     asked: ProfileSettings = settings()
     _check_engine(engine, ctx.args)
-    prompts, _, cut = _prompts(model, dataset, asked.limit, asked.max_prompt_tokens)
+    identity = fingerprint_of(model)  # refuses a model before its tokenizer is asked
+    prompts, _, counts = _prompts(model, dataset, asked)
     stated = {"decode": asked.max_new_tokens, "max_prompt_tokens": asked.max_prompt_tokens}
-    identity = fingerprint_of(model)
     check_token_ids(prompts, identity.vocab_size)
     header = TraceHeader(fingerprint=identity, dataset_hash=digest(prompts), settings=stated)
     with TraceWriter(out, header, hashed=read_hashed(model, identity)) as writer, console.bars() as bars:
@@ -79,7 +82,7 @@ def profile(
         _record(engine, model, prompts, writer, ctx.args, identity.top_k, how)
         requests = writer.num_requests
     if as_json:
-        console.print_json({"trace": str(out), "requests": requests, "cut_prompts": cut})
+        console.print_json({"trace": str(out), "requests": requests, **counts})
     else:
         console.out.print(f"{requests} requests in {out}")
 
@@ -107,35 +110,46 @@ def _record(
     profiling.profile(model, prompts, writer, top_k=top_k, options=options, **how)
 
 
-def _prompts(model: str, dataset: Path | None, limit: int, max_tokens: int) -> tuple[list[list[int]], Any, int]:
-    """Token ids of the prompts, the tokenizer, and the number of prompts that were cut, which is also printed."""
-    from semmoe.dataset import encode
+def _prompts(model: str, dataset: Path | None, asked: PromptSettings) -> tuple[list[list[int]], Any, dict[str, Any]]:
+    """Token ids of the prompts, the tokenizer, and counts of what is cut or left out, which are also printed."""
+    from semmoe.checkpoint.directory import read_config
+    from semmoe.dataset import LeftOut, encode_usable, is_running_text
     from semmoe.engines.transformers.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(model)
-    encoded = [ids for ids in encode(_read_prompts(dataset, limit), tokenizer, max_tokens + 1) if ids]
-    if not encoded:
-        raise ValueError("no prompt holds a token")
-    cut = sum(len(ids) > max_tokens for ids in encoded)
+    tokenizer, most = load_tokenizer(model), asked.max_prompt_tokens
+    left_out = LeftOut(dataset or Path("held-out texts"), asked.strict)
+    usable = encode_usable(_read_prompts(dataset, left_out), tokenizer, read_config(Path(model)), left_out)
+    encoded = [ids[: most + 1] for ids in islice(usable, asked.limit or None)]
+    left_out.check()
+    _tell_left_out(left_out)
+    if dataset is not None and is_running_text(dataset):
+        text = f"{dataset} is read as running text: prompts used: {len(encoded)}; for one prompt per line give jsonl"
+        console.err.print(text, markup=False, soft_wrap=True)
+    cut = sum(len(ids) > most for ids in encoded)
     if cut:
-        text = f"{cut} of {len(encoded)} prompts are cut to --max-prompt-tokens {max_tokens}"
+        text = f"{cut} of {len(encoded)} prompts are cut to --max-prompt-tokens {most}"
         console.err.print(text, soft_wrap=True)
-    return [ids[:max_tokens] for ids in encoded], tokenizer, cut
+    return [ids[:most] for ids in encoded], tokenizer, {"cut_prompts": cut, **left_out.counts()}
 
 
-def _read_prompts(dataset: Path | None, limit: int) -> list[Any]:
-    """The prompts of the dataset, or held-out texts without one; a note is printed if lines are not prompts."""
-    from semmoe.dataset import Prompt, is_running_text, load_dataset
+def _read_prompts(dataset: Path | None, left_out: "LeftOut") -> Iterator["Prompt"]:
+    """The prompts of the dataset, or held-out texts without one."""
+    from semmoe.dataset import read_prompts
+    from semmoe.prompts import Prompt
     from semmoe.texts import held_out_prompts
 
-    if dataset is None:
-        prompts = [Prompt(text=text) for _, _, text in held_out_prompts(per_domain=40)]
-        return prompts[:limit] if limit else prompts
-    prompts = load_dataset(dataset, limit)
-    if is_running_text(dataset):
-        text = f"{dataset} is read as running text: prompts used: {len(prompts)}; for one prompt per line give jsonl"
-        console.err.print(text, markup=False, soft_wrap=True)
-    return prompts
+    if dataset is not None:
+        yield from read_prompts(dataset, left_out)
+        return
+    for _, _, text in held_out_prompts(per_domain=40):
+        left_out.records += 1
+        yield Prompt(text=text)
+
+
+def _tell_left_out(left_out: "LeftOut") -> None:
+    if left_out.reasons:
+        words = console.plain(f"{left_out.path}: {left_out}")
+        console.err.print(f"[yellow]warning:[/] {words}", soft_wrap=True, highlight=False)
 
 
 @app.command(rich_help_panel=TOOLS)
@@ -176,14 +190,12 @@ def generate(
     if dataset and prompt:
         raise ValueError("give --dataset or --prompt, not both")
     chosen, cuts, asked = _plan_to_run(model, plan, topology()), inputs(), settings()
-    prompts, tokenizer, cut = (
-        _encode_given(model, prompt) if prompt else _prompts(model, dataset, cuts.limit, cuts.max_prompt_tokens)
-    )
+    prompts, tokenizer, counts = _encode_given(model, prompt) if prompt else _prompts(model, dataset, cuts)
     if asked.window != 0 and chosen.topology.dp_size <= 1:
         raise ValueError("--window has no effect: there is one attention group")
     result, agreement = _run(model, prompts, _configuration(chosen, plan, exchange()), asked, verify)
     completions = tokenizer.batch_decode(result.outputs)
-    row = _row(result, agreement, plan) | {"cut_prompts": cut}
+    row = _row(result, agreement, plan) | counts
     if out is not None:
         _write_completions(out, tokenizer.batch_decode(prompts), completions)
     if not tell_result(GenerateFile, {**row, "completions": completions}, out and _beside(out), as_json):
@@ -249,14 +261,14 @@ def _plan_to_run(model: str, path: Path | None, given: GivenTopology) -> Plan:
     return plan or vanilla_plan(identity, topology)
 
 
-def _encode_given(model: str, texts: list[str]) -> tuple[list[list[int]], Any, int]:
+def _encode_given(model: str, texts: list[str]) -> tuple[list[list[int]], Any, dict[str, Any]]:
     """Same as `_prompts` for given texts, which are never cut."""
     from semmoe.engines.transformers.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(model)
     if not all(text for text in texts):
         raise ValueError("a prompt is empty")
-    return tokenizer(texts)["input_ids"], tokenizer, 0
+    return tokenizer(texts)["input_ids"], tokenizer, {"cut_prompts": 0}
 
 
 def _hold_against_plain(model: str, prompts: Any, outputs: Any, settings: GenerateSettings, bars: Any) -> Any:
@@ -296,15 +308,18 @@ def demo(
 
     Example: `semmoe demo --out out`
     """
+    from semmoe.dataset import LeftOut
     from semmoe.demo import run_demo
     from semmoe.files import check_output
 
     asked: DemoSettings = settings()
+    left_out = LeftOut(dataset or Path("held-out texts"), asked.strict)
     check_output(out or Path("semmoe-demo"), directory=True, force=True)
     work = out or Path(tempfile.mkdtemp(prefix="semmoe-demo-"))
     try:
         with console.bars() as bars:
-            result = run_demo(asked, work, bars, dataset)
+            result = run_demo(asked, work, bars, dataset, left_out)
+        _tell_left_out(left_out)
         rows = result["set_ups"]
         if not as_json:
             title = f"{result['prompts']} {'given' if dataset else 'held-out'} prompts, {asked.ep_size} processes"
@@ -316,7 +331,7 @@ def demo(
         if out is None:
             shutil.rmtree(work, ignore_errors=True)
     if as_json:
-        console.print_json({**result, "report": None if page is None else str(page)})
+        console.print_json({**result, **left_out.counts(), "report": None if page is None else str(page)})
     elif page is None:
         console.out.print(f"for all this as one page: {install_hint('report')}", markup=False, soft_wrap=True)
     else:

@@ -1,0 +1,223 @@
+"""Prompts from one record of a dataset: a conversation, a request to a server, a text or token ids."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+ASSISTANTS = ("gpt", "chatgpt", "bing", "bard", "model", "bot")
+ROLES = {"human": "user", "observation": "tool"} | dict.fromkeys(ASSISTANTS, "assistant")
+TALKS = ("messages", "conversation", "conversations")
+PROMPT_KEYS = ("prompt", "text", "question")
+TEXT_PARTS = ("text", "input_text", "output_text")  # the types of message parts that hold text
+ENDPOINTS = ("completions", "responses", "messages")  # how the URLs end of requests that are read
+MAX_WORDS = 200  # characters that a message quotes of a dataset or a chat template
+
+
+class UnusableError(ValueError):
+    """A record that holds no usable prompt. `reason` groups such records; `detail` belongs to this one."""
+
+    def __init__(self, reason: str, detail: object = "") -> None:
+        self.reason = _one_line(reason)
+        super().__init__(f"{self.reason}: {_one_line(str(detail))}" if detail else self.reason)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One request: a text, chat messages or token ids; exactly one of the three is set."""
+
+    text: str = ""
+    messages: tuple[dict[str, Any], ...] = ()  # `role`, `content` and what else engines give a chat template
+    token_ids: tuple[int, ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()  # for the chat template, as the two fields below
+    variables: dict[str, Any] = field(default_factory=dict)  # `chat_template_kwargs` of a request
+    where: str = field(default="", compare=False)  # line or entry of the dataset
+
+
+def prompts_of(row: Any) -> list[Prompt]:
+    """Return the prompts of one record; a completion request may hold several. Raises UnusableError."""
+    if not isinstance(row, dict):
+        raise UnusableError("not a JSON object")
+    body = row.get("body") or (row.get("params") if "custom_id" in row else None)  # OpenAI's and Anthropic's batches
+    if not isinstance(body, dict):
+        if is_conversation(row):
+            return [_chat(_turns_of(row), row, begun_by_user=True)]
+        return list(_texts(row, PROMPT_KEYS))
+    endpoint = _endpoint(row.get("url"))
+    if is_conversation(body):
+        return [_chat(_turns_of(body), body)]
+    given = body.get("input")
+    if endpoint == "responses" or (isinstance(given, list) and given and isinstance(given[0], dict)):
+        return [_chat(_items(given), body)]
+    return list(_texts(body, (*PROMPT_KEYS, "input")))
+
+
+def is_conversation(row: Any) -> bool:
+    return isinstance(row, dict) and any(key in row for key in TALKS)
+
+
+def _turns_of(row: dict[str, Any]) -> Any:
+    return next(row[key] for key in TALKS if key in row)
+
+
+def _endpoint(url: object) -> str:
+    """The last part of a URL. Raises UnusableError if requests to it are not read."""
+    path = url.split("?")[0].rstrip("/") if isinstance(url, str) else ""
+    name = path.split("/")[-1]
+    if name not in (*ENDPOINTS, "", "v1"):
+        raise UnusableError(f"a request to {path}, which is not read")
+    return name
+
+
+def _texts(row: dict[str, Any], keys: Sequence[str]) -> Iterable[Prompt]:
+    key = next((key for key in keys if row.get(key) is not None), None)
+    if key is None:
+        raise UnusableError("no messages, conversations or prompt", f"only {sorted(row)[:20]}")
+    value = row[key]
+    several = isinstance(value, list) and value and not _is_int(value[0])
+    return [_plain(one, key) for one in (value if several else [value])]
+
+
+def _plain(value: Any, key: str) -> Prompt:
+    if value == [] or (isinstance(value, str) and not value.strip()):
+        raise UnusableError("an empty prompt")
+    if isinstance(value, str):
+        return Prompt(text=value)
+    if isinstance(value, list) and all(map(_is_int, value)):
+        return Prompt(token_ids=tuple(value))
+    raise UnusableError("a prompt is neither text nor token ids", f"`{key}`")
+
+
+def _chat(turns: Any, row: dict[str, Any], begun_by_user: bool = False) -> Prompt:
+    """A conversation without the answers at its end, the same as it is sent to a server.
+
+    begun_by_user: refuse what begins with an answer, the continuation of a conversation that was cut. Answers alone
+    are kept: they are text to continue.
+    """
+    if not isinstance(turns, list) or not turns:
+        raise UnusableError("an empty conversation")
+    system = [{"role": "system", "content": row[key]} for key in ("system", "instructions") if row.get(key)]
+    messages = [_message(turn) for turn in system + turns]
+    while len(messages) > 1 and messages[-1]["role"] == "assistant":
+        messages.pop()
+    roles = [message["role"] for message in messages if message["role"] not in ("system", "developer")]
+    if begun_by_user and "user" in roles and roles[0] != "user":
+        raise UnusableError("the first turn is not a user's")
+    if not any(message["content"].strip() or "tool_calls" in message for message in messages):
+        raise UnusableError("an empty prompt")
+    return Prompt(messages=tuple(messages), tools=_tools(row), variables=_variables(row))
+
+
+def _items(given: Any) -> Any:
+    """The turns in the input of a request to /v1/responses."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    for item in given if isinstance(given, list) else ():
+        if isinstance(item, dict) and item.get("type", "message") != "message":
+            raise UnusableError("an input item is not a message", f"its type is {_kind(item)!r}")
+    return given
+
+
+def _message(turn: Any) -> dict[str, Any]:
+    """A turn as vLLM and SGLang give it to a chat template."""
+    if not isinstance(turn, dict):
+        raise UnusableError("a turn is not a JSON object")
+    role, calls = turn.get("role") or turn.get("from"), turn.get("tool_calls")
+    if not isinstance(role, str):
+        raise UnusableError("a turn has no role")
+    content = turn["content"] if "content" in turn else turn.get("value")
+    message: dict[str, Any] = {
+        "role": ROLES.get(role.lower(), role),
+        "content": "" if calls and content is None else _text(content),
+    }
+    for key in ("name", "tool_call_id", "reasoning_content"):
+        if isinstance(turn.get(key), str):
+            message[key] = turn[key]
+    if calls:
+        message["tool_calls"] = [_call(call) for call in _objects(calls, "tool calls")]
+    return message
+
+
+def _text(content: Any) -> str:
+    """The text of a turn. OpenAI's content parts are joined with newlines, the same as in vLLM and the router."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise UnusableError("a turn has no text content")
+    for part in content:
+        if _kind(part) not in TEXT_PARTS or not isinstance(part.get("text"), str):
+            raise UnusableError("a turn has content that is not text", f"a content part of type {_kind(part)!r}")
+    return "\n".join(part["text"] for part in content)
+
+
+def _call(call: dict[str, Any]) -> dict[str, Any]:
+    """A tool call with its arguments as an object; vLLM replaces those that are none by an empty one."""
+    function = call.get("function")
+    if not isinstance(function, dict):
+        raise UnusableError("a tool call without a function")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = _parsed(arguments)
+    return {**call, "function": {**function, "arguments": arguments if isinstance(arguments, dict) else {}}}
+
+
+def _tools(row: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    """The tools of a request as vLLM gives them to a chat template. Published data sets have them as JSON text."""
+    if row.get("functions"):
+        raise UnusableError("`functions`, which OpenAI has replaced by `tools`")
+    given = row.get("tools")
+    if isinstance(given, str):
+        given = _parsed(given) if given.strip() else []
+    return tuple(_tool(tool) for tool in _objects(given or [], "tools"))
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """One tool; Anthropic, the Responses API and some data sets omit the outer object."""
+    inner = tool.get("function", tool)
+    if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
+        raise UnusableError("a tool is not a function", f"its type is {_kind(tool)!r}")
+    function = {
+        "name": inner["name"],
+        "description": inner.get("description"),
+        "parameters": inner.get("parameters", inner.get("input_schema")),
+    }
+    strict = {} if inner.get("strict") is None else {"strict": inner["strict"]}
+    return {"type": "function", "function": function | strict}
+
+
+def _variables(row: dict[str, Any]) -> dict[str, Any]:
+    """The variables that a request adds for the chat template."""
+    given = row.get("chat_template_kwargs") or {}
+    if not isinstance(given, dict) or row.get("chat_template") or "chat_template" in given:
+        raise UnusableError("a chat template of its own, or variables that are not an object")
+    effort = row.get("reasoning_effort")
+    return {**({"reasoning_effort": effort} if isinstance(effort, str) else {}), **given}
+
+
+def _objects(value: Any, name: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        raise UnusableError(f"{name} are not a list of JSON objects")
+    return value
+
+
+def _kind(value: Any) -> str:
+    """The `type` of an object; of anything else, or where it is no text, "unknown"."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    return kind if isinstance(kind, str) else "unknown"
+
+
+def _parsed(text: str) -> Any:
+    """What JSON text holds; text that is not JSON stays text."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _is_int(value: object) -> bool:
+    return type(value) is int  # not a bool
+
+
+def _one_line(text: str) -> str:
+    """Text of a stranger for a message: printable, on one line, and short."""
+    return " ".join("".join(c if c.isprintable() else " " for c in text[:MAX_WORDS]).split())
