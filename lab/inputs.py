@@ -18,7 +18,8 @@ from semmoe.settings import DemoSettings, SolveSettings
 from semmoe.solver import solve
 from semmoe.texts import held_out_prompts
 from semmoe.topology import Topology
-from semmoe.trace import MAX_META_BYTES, open_trace
+from semmoe.npz import MAX_META_BYTES
+from semmoe.trace import open_trace
 
 PER_DOMAIN = 96  # texts of each kind, which the shipped model was not trained on
 MAX_TOKENS = 256  # of each

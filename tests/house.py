@@ -43,20 +43,8 @@ ROOMS = {
 # From the ground up: a module imports from its own storey and those below.
 STOREYS = (
     ("bounds", "digests", "hashed", "html", "topology", "core", "console", "prompts", "texts"),
-    (
-        "files",
-        "npz",
-        "routing",
-        "trace",
-        "streams",
-        "copychoice",
-        "metrics",
-        "capacity",
-        "affinity",
-        "rowcosts",
-        "settings",
-        "splitter",
-    ),
+    ("files", "npz", "routing", "trace", "copychoice", "metrics"),
+    ("capacity", "affinity", "rowcosts", "settings", "splitter", "streams"),
     ("calibration", "dataset", "results"),
     ("cost",),
     ("tokens", "requests"),

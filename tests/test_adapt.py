@@ -134,7 +134,7 @@ def requests_numbered(first, count):
     """Requests of one token each; its id says which it is, over 16."""
     ids, ends = (np.arange(first, first + count) % 16).astype(np.int32), np.arange(count + 1)
     return RoutingTrace(
-        token_ids=ids, expert_ids=np.zeros((count, 2, 2), np.uint8), request_offsets=ends,
+        token_ids=ids, expert_ids=np.tile(np.arange(2, dtype=np.uint8), (count, 2, 1)), request_offsets=ends,
         phase=np.zeros(count, np.uint8), prompt_ids=ids, prompt_offsets=ends, fingerprint=MODEL,
     )  # fmt: skip
 

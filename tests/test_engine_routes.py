@@ -70,7 +70,7 @@ def test_first_chunks_of_prompts_are_read_from_sglang_s_records(tmp_path):
     torch.save(content, tmp_path / "recorded.pt")
     result = imported(tmp_path / "recorded.pt", tmp_path / "trace")
     assert "2 requests, 5 tokens" in result.stdout
-    assert "3 tokens are left out" in result.stdout
+    assert "3 tokens are left out: SGLang's records" in result.stderr
     trace = open_trace(tmp_path / "trace")
     assert trace.token_ids.tolist() == [1, 2, 3, 6, 7]
     np.testing.assert_array_equal(trace.expert_ids, ids[[0, 1, 2, 5, 6]])

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semmoe.routing import RoutingWarning, check_left_out, identical_tokens, impossible_tokens, warn_of_tokens
+from semmoe.routing import RoutingWarning, Tally, check_left_out, identical_tokens, impossible_tokens
 
 
 def routing(tokens, layers=3, experts=32, top_k=4, seed=0):
@@ -49,9 +49,11 @@ def test_one_percent_of_impossible_tokens_is_the_limit():
 
 
 def test_warnings_say_how_many(recwarn):
-    warn_of_tokens("t", 0, 1, 100)
+    Tally(tokens=100, identical=1).check("t")
     assert not recwarn
-    with pytest.warns(RoutingWarning, match=r"t: 2 of 102 tokens name an expert twice in a layer and are left out"):
-        warn_of_tokens("t", 2, 0, 100)
+    with pytest.warns(RoutingWarning, match=r"t: 1 tokens name an expert twice in a layer and are left out; 100 stay"):
+        Tally(tokens=100, left_out=1).check("t")
     with pytest.warns(RoutingWarning, match=r"t: 2 of 100 tokens \(2%\) have in every layer the experts of another"):
-        warn_of_tokens("t", 0, 2, 100)
+        Tally(tokens=100, identical=2).check("t")
+    with pytest.raises(ValueError, match="2 of 102 tokens"):
+        Tally(tokens=100, left_out=2).check("t")

@@ -5,8 +5,11 @@ buffer (all zeros), or where they read the row of another request.
 """
 
 import warnings
+from dataclasses import dataclass
 
 import numpy as np
+
+from semmoe.core import RoutingTrace
 
 MAX_IMPOSSIBLE_SHARE = 0.01  # of a trace's tokens; if there are more, the others are not to be trusted either
 MIN_IDENTICAL_SHARE = 0.01  # of a trace's tokens; fewer are not worth a warning
@@ -49,24 +52,37 @@ def _hashes(rows: np.ndarray) -> np.ndarray:
     return np.concatenate([(block.astype(np.uint64) * weights).sum(axis=1, dtype=np.uint64) for block in blocks])
 
 
+@dataclass
+class Tally:
+    """Counts of the tokens of a trace that is read shard by shard."""
+
+    tokens: int = 0  # that are kept
+    left_out: int = 0  # that name an expert twice in a layer
+    identical: int = 0  # of those kept, with the experts of another token of the same shard
+
+    def add(self, trace: RoutingTrace) -> None:
+        self.tokens += trace.num_tokens
+        self.left_out += trace.left_out
+        self.identical += identical_tokens(trace.token_ids, trace.expert_ids)
+
+    def check(self, name: str) -> None:
+        """Warn of tokens that should not be there. Raises ValueError if too many name an expert twice."""
+        check_left_out(name, self.left_out, self.left_out + self.tokens)
+        if self.left_out:
+            words = (
+                f"{self.left_out:,} tokens name an expert twice in a layer and are left out; {self.tokens:,} are kept"
+            )
+            warnings.warn(f"{name}: {words}", RoutingWarning, stacklevel=2)
+        if self.identical > MIN_IDENTICAL_SHARE * self.tokens:
+            share = f"{self.identical:,} of {self.tokens:,} tokens ({self.identical / self.tokens:.0%})"
+            words = "have in every layer the experts of another token: are they an engine's warm-up?"
+            warnings.warn(f"{name}: {share} {words}", RoutingWarning, stacklevel=2)
+
+
 def check_left_out(name: str, left_out: int, num_tokens: int) -> None:
-    """Raise ValueError if too many of a trace's tokens are impossible. num_tokens: all of them, also those left out."""
+    """Raise ValueError if too many tokens name an expert twice. num_tokens: all of them, also those left out."""
     if left_out > MAX_IMPOSSIBLE_SHARE * num_tokens:
         raise ValueError(
             f"{name}: {left_out:,} of {num_tokens:,} tokens name an expert twice in a layer, which no router does: "
             "their rows were never filled (all zeros), or are those of another format"
         )
-
-
-def warn_of_tokens(name: str, left_out: int, identical: int, num_tokens: int) -> None:
-    """Warn of the tokens that were left out, and of those whose experts are those of another token.
-
-    num_tokens: the tokens that are kept.
-    """
-    if left_out:
-        words = f"{left_out:,} of {left_out + num_tokens:,} tokens name an expert twice in a layer and are left out"
-        warnings.warn(f"{name}: {words}", RoutingWarning, stacklevel=2)
-    if identical > MIN_IDENTICAL_SHARE * num_tokens:
-        share = f"{identical:,} of {num_tokens:,} tokens ({identical / num_tokens:.0%})"
-        words = "have in every layer the experts of another token: are they an engine's warm-up?"
-        warnings.warn(f"{name}: {share} {words}", RoutingWarning, stacklevel=2)

@@ -2,7 +2,7 @@
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,11 @@ from semmoe.core import DECODE, RoutingTrace
 from semmoe.files import array_shape, atomic_directory, load_array
 from semmoe.hashed import NO_HASHED
 from semmoe.npz import read_npz
-from semmoe.routing import check_left_out, identical_tokens, warn_of_tokens
+from semmoe.routing import Tally
 from semmoe.splitter import draw_requests
 from semmoe.trace import (
     TraceHeader,
     TraceWriter,
-    checked,
     hashed_tables,
     join_shards,
     open_trace,
@@ -66,33 +65,28 @@ def merge(traces: Sequence[Path], out: Path, progress: Progress = lambda tokens:
     if out.exists():
         raise ValueError(f"{out} exists: choose another --out")
     header, hashed = agreed_header({path: read_header(path) for path in traces}), hashed_tables(traces[0])
-    tokens, left_out = 0, [0] * len(traces)
+    tallies = [Tally() for _ in traces]
     with (
         atomic_directory(out, private=True) as staged,
         TraceWriter(staged, header, private=True, hashed=hashed) as writer,
     ):
-        for _, _, trace, r in heapq.merge(*(_by_age(path, i, in_turn, left_out) for i, path in enumerate(traces))):
+        in_order = heapq.merge(*(_by_age(path, i, in_turn, tallies[i]) for i, path in enumerate(traces)))
+        for _, _, trace, r in in_order:
             writer.append_one(trace, r)
-            length = int(trace.request_offsets[r + 1] - trace.request_offsets[r])
-            tokens += length
-            progress(length)
+            progress(int(trace.request_offsets[r + 1] - trace.request_offsets[r]))
         requests = writer.num_requests
-        for path, count in zip(traces, left_out, strict=True):
-            check_left_out(str(path), count, num_tokens(path))
-    return Merged(out=out, requests=requests, tokens=tokens, left_out=sum(left_out))
+        for path, tally in zip(traces, tallies, strict=True):
+            tally.check(str(path))
+    tokens, left_out = (sum(getattr(tally, name) for tally in tallies) for name in ("tokens", "left_out"))
+    return Merged(out=out, requests=requests, tokens=tokens, left_out=left_out)
 
 
-def _by_age(
-    path: Path, number: int, in_turn: bool, left_out: list[int]
-) -> Iterator[tuple[float, int, RoutingTrace, int]]:
-    """Every request of a trace by its place, from 0 to 1, or where traces come in turn from `number` on.
-
-    left_out: its entry `number` counts the tokens that reading leaves out.
-    """
+def _by_age(path: Path, number: int, in_turn: bool, tally: Tally) -> Iterator[tuple[float, int, RoutingTrace, int]]:
+    """Every request of a trace by its place, from 0 to 1, or where traces come in turn from `number` on."""
     total = sum(array_shape(shard, "request_lengths")[0] for shard in shard_paths(path))
     done = 0
     for trace in read_shards(path):
-        left_out[number] += trace.left_out
+        tally.add(trace)
         for r in range(trace.num_requests):
             yield (done + r + 0.5) / total + number * in_turn, number, trace, r
         done += trace.num_requests
@@ -154,9 +148,9 @@ def describe(path: Path, progress: Progress = lambda tokens: None) -> dict[str, 
     Raises ValueError if too many of its tokens name an expert twice in a layer.
     """
     traces = read_shards(path) if path.is_dir() else iter([possible_part(read_npz(path))])
-    counted = ("requests", "tokens", "decode_tokens", "prompt_tokens", "left_out_tokens", "identical_tokens")
-    found = dict.fromkeys(counted, 0)
+    found = dict.fromkeys(("requests", "tokens", "decode_tokens", "prompt_tokens"), 0)
     shares = seen = first = None
+    tally = Tally()
     for trace in traces:
         first = first or trace
         f = trace.fingerprint
@@ -168,18 +162,18 @@ def describe(path: Path, progress: Progress = lambda tokens: None) -> dict[str, 
         found["tokens"] += trace.num_tokens
         found["decode_tokens"] += int((trace.phase == DECODE).sum())
         found["prompt_tokens"] += len(trace.prompt_ids)
-        found["left_out_tokens"] += trace.left_out
-        found["identical_tokens"] += identical_tokens(trace.token_ids, trace.expert_ids)
+        tally.add(trace)
         progress(trace.num_tokens)
     if first is None or shares is None or seen is None:
         raise ValueError(f"{path} holds no shard yet: run its profile again to fill it")
-    check_left_out(str(path), found["left_out_tokens"], found["left_out_tokens"] + found["tokens"])
-    warn_of_tokens(str(path), found["left_out_tokens"], found["identical_tokens"], found["tokens"])
+    tally.check(str(path))
     files = shard_paths(path) if path.is_dir() else [path]
     return {
         **asdict(first.fingerprint),
         **found,
         "distinct_tokens": int(seen.sum()),
+        "left_out_tokens": tally.left_out,
+        "identical_tokens": tally.identical,
         "busiest_expert": float((shares.counts.max(axis=1) / np.maximum(shares.counts.mean(axis=1), 1e-9)).mean()),
         "share_error": shares.error,
         "files": len(files),
@@ -196,15 +190,14 @@ def sample(path: Path, tokens: int, seed: int, progress: Progress = lambda token
     of_shard = np.repeat(np.arange(len(shards)), [len(one) for one in lengths])
     chosen = np.zeros(len(of_shard), bool)
     chosen[draw_requests(np.concatenate(lengths), tokens, seed)] = True
-    parts, hashed, left_out = [], NO_HASHED, 0
+    parts, hashed, tally = [], NO_HASHED, Tally()
     for i, trace in enumerate(read_shards(path)):
         parts.append(_arrays(trace.select(np.flatnonzero(chosen[of_shard == i]))))
         hashed = trace.hashed
-        left_out += trace.left_out
+        tally.add(trace)
         progress(trace.num_tokens)
-    check_left_out(str(path), left_out, num_tokens(path))
-    drawn = join_shards(path, header.fingerprint, parts, hashed)
-    return checked(replace(drawn, left_out=left_out), path)
+    tally.check(str(path))
+    return join_shards(path, header.fingerprint, parts, hashed)
 
 
 def open_bounded(path: Path, seed: int) -> tuple[RoutingTrace, int]:

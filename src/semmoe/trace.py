@@ -17,7 +17,7 @@ from semmoe.core import DECODE, RoutingTrace
 from semmoe.files import array_shape, load_arrays, load_json, save_arrays, save_json
 from semmoe.hashed import NO_HASHED, HashedLayers
 from semmoe.npz import LOOKAHEAD_REMOVED, offsets_of, read_npz, whole_numbers
-from semmoe.routing import check_left_out, identical_tokens, impossible_tokens, warn_of_tokens
+from semmoe.routing import Tally, impossible_tokens
 from semmoe.topology import Fingerprint
 
 SCHEMA = 2
@@ -161,12 +161,12 @@ def open_trace(path: Path | str) -> RoutingTrace:
     if path.is_file():
         if path.suffix != ".npz":
             raise ValueError(f"{path} is neither a trace directory nor an .npz file")
-        return checked(possible_part(read_npz(path)), path)
+        return _checked(possible_part(read_npz(path)), path)
     header = read_header(path)
     shards = [load_arrays(shard, ARRAYS) for shard in shard_paths(path)]
     if not shards:
         raise ValueError(f"{path} holds no shard yet: run its profile again to fill it")
-    return checked(join_shards(path, header.fingerprint, shards, hashed_tables(path)), path)
+    return _checked(join_shards(path, header.fingerprint, shards, hashed_tables(path)), path)
 
 
 def possible_part(trace: RoutingTrace) -> RoutingTrace:
@@ -183,11 +183,10 @@ def possible_part(trace: RoutingTrace) -> RoutingTrace:
     return replace(trace, **arrays, request_offsets=kept_before[trace.request_offsets], left_out=left_out)
 
 
-def checked(trace: RoutingTrace, path: Path) -> RoutingTrace:
-    """The trace itself, with warnings of tokens that should not be there. Raises ValueError for too many of them."""
-    check_left_out(str(path), trace.left_out, trace.left_out + trace.num_tokens)
-    identical = identical_tokens(trace.token_ids, trace.expert_ids)
-    warn_of_tokens(str(path), trace.left_out, identical, trace.num_tokens)
+def _checked(trace: RoutingTrace, path: Path) -> RoutingTrace:
+    tally = Tally()
+    tally.add(trace)
+    tally.check(str(path))
     return trace
 
 
@@ -217,11 +216,14 @@ def join_shards(
     """The trace of shards' arrays, one after the other; path: for errors."""
     try:
         joined = {name: np.concatenate([shard[name] for shard in shards]) for name in shards[0]}
-        offsets = {
-            f"{kind}_offsets": offsets_of(whole_numbers(f"{kind}_lengths", joined.pop(f"{kind}_lengths")))
-            for kind in ("request", "prompt")
-        }
-        trace = RoutingTrace(fingerprint=fingerprint, hashed=hashed, **offsets, **joined)
+        trace = RoutingTrace(
+            request_offsets=offsets_of(whole_numbers("request_lengths", joined.pop("request_lengths"))),
+            prompt_offsets=offsets_of(whole_numbers("prompt_lengths", joined.pop("prompt_lengths"))),
+            fingerprint=fingerprint,
+            hashed=hashed,
+            left_out=0,
+            **joined,
+        )
         hashed.check_routing(trace.token_ids, trace.expert_ids)
         return possible_part(trace)
     except ValueError as error:

@@ -32,7 +32,6 @@ from semmoe.routing import check_left_out, impossible_tokens
 from semmoe.topology import Fingerprint
 from semmoe.trace import TraceWriter
 
-
 EXTEND = 1  # SGLang's ForwardMode of prompts
 FIELDS = {"forward_mode", "input_ids", "positions", "extend_seq_lens", "topk_ids_of_layer"}
 SGLANG_TOP_K = 8  # ids per token in SGLang's detailed records, whatever the model's

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-
 from rich.markup import escape
 
 from semmoe import console
@@ -110,9 +109,12 @@ def _trace(found: Any, file: Path, model: Path, fingerprint: Fingerprint, strict
 
     left_out = LeftOut(file, strict)
     header = TraceHeader(fingerprint=fingerprint, dataset_hash=f"imported:{file.name}", settings={"from": found.kind})
-    with atomic_directory(out, private=True) as staged:
-        with TraceWriter(staged, header, private=True, hashed=read_hashed(str(model), fingerprint)) as writer:
-            counts = write_requests(writer, found, file, model, left_out)
+    hashed = read_hashed(str(model), fingerprint)
+    with (
+        atomic_directory(out, private=True) as staged,
+        TraceWriter(staged, header, private=True, hashed=hashed) as writer,
+    ):
+        counts = write_requests(writer, found, file, model, left_out)
     return {**counts, "lines": left_out.counts(), "left_out_lines": str(left_out) if left_out.reasons else ""}
 
 

@@ -40,6 +40,8 @@ def info(trace: TraceArgument, as_json: Json = False) -> None:
         ["requests", f"{found['requests']:,}"],
         ["routed tokens", f"{found['tokens']:,}"],
         ["of them decoded", f"{found['decode_tokens']:,}"],
+        ["left out: an expert twice", f"{found['left_out_tokens']:,}"],
+        ["with another token's experts", f"{found['identical_tokens']:,}"],
         ["prompt tokens", f"{found['prompt_tokens']:,}"],
         ["different token ids", f"{found['distinct_tokens']:,} of {found['vocab_size']:,}"],
         ["busiest expert over the mean", f"{found['busiest_expert']:.2f}"],

@@ -63,7 +63,7 @@ class Status(BaseModel):
     skipped: Count = 0  # requests that arrived when memory was full
     dropped: Count = 0  # requests dropped for lack of memory, for max_tokens, or by the engine
     unfinished: Count = 0  # unfinished requests; those at the end are not in the trace, since their prompts are unknown
-    unknown: Count = 0  # rows and prompt tokens with an id outside the model's range
+    unknown: Count = 0  # rows and prompt tokens with an id outside the model's range, and counted rows with a twin
     bytes_held: Count = 0  # rows in memory
     cpu_us_per_token: float = Field(default=0.0, ge=0, allow_inf_nan=False)  # CPU time per token seen
     updated: float = Field(default=0.0, ge=0, allow_inf_nan=False)  # seconds since 1970

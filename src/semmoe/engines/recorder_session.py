@@ -10,6 +10,7 @@ from semmoe.core import DECODE, PREFILL
 from semmoe.engines.recorder_files import Control, Status, check_folder, counts_path, make_private, rank_folder
 from semmoe.engines.recorder_rows import REFUSED, SLOTS, Counts, Requests, Rows, RowStore, outside, row_bytes
 from semmoe.files import NO_ROOM, array_shape, load_arrays, save_arrays, save_json
+from semmoe.routing import impossible_tokens
 from semmoe.topology import Fingerprint
 from semmoe.trace import TraceHeader, TraceWriter, shard_paths
 
@@ -81,7 +82,7 @@ class Session:
         if len(new) == 0:
             return
         if self._counts is not None:
-            new = new.where(slice(self.control.max_tokens - self.tokens))
+            new = self._possible(new).where(slice(self.control.max_tokens - self.tokens))
             self._counts.add(new.expert_ids)
             self.tokens += len(new)
             self._check_full()
@@ -113,6 +114,12 @@ class Session:
             return rows
         self.unknown += int(bad.sum())
         return rows.where(~bad)
+
+    def _possible(self, rows: Rows) -> Rows:
+        """Remove and count the rows that name an expert twice; those of a trace are left out where it is read."""
+        impossible = impossible_tokens(rows.expert_ids)
+        self.unknown += int(impossible.sum())
+        return rows.where(~impossible)
 
     def _fit(self, rows: Rows) -> Rows:
         """The rows that fit in memory: requests without rows are refused first, then those with most rows dropped."""
