@@ -13,7 +13,6 @@ from semmoe.console import Bars
 from semmoe.core import Plan, RoutingTrace
 from semmoe.dataset import Prompt, encode, load_dataset
 from semmoe.files import atomic_file
-from semmoe.payoff import measured, payoffs
 from semmoe.results import DemoFile, checked
 from semmoe.settings import DemoSettings, GenerateSettings, ReplaySettings, SolveSettings
 from semmoe.texts import held_out_prompts
@@ -145,6 +144,8 @@ def _compare(
 
 def _payoffs(rows: list[dict[str, Any]], ep_size: int) -> list[dict[str, Any]]:
     """Where plans with the traffic that was measured here would pay; nowhere on one rank, where nothing travels."""
+    from semmoe.payoff import measured, payoffs
+
     if ep_size == 1:
         return []
     dp, tp = measured("dp", rows[0], rows[1], ep_size), measured("tp", rows[2], rows[3], ep_size)

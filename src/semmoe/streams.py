@@ -6,12 +6,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numba
 import numpy as np
 
 from semmoe.core import DECODE, RoutingTrace
 from semmoe.files import array_shape, atomic_directory, atomic_file, load_array
 from semmoe.hashed import NO_HASHED
+from semmoe.jit import njit
 from semmoe.splitter import draw_requests
 from semmoe.trace import (
     TraceHeader,
@@ -117,7 +117,7 @@ class Shares:
         return float(np.sqrt(np.maximum(variance, 0) * drawn).sum() / self.counts.sum())
 
 
-@numba.njit(cache=True)
+@njit()
 def _add_requests(experts, offsets, counts, squares, crossed, own):
     """Add every request's pairs, their squares and their products with its length; own: zeros, and zeros again."""
     for r in range(len(offsets) - 1):
