@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from semmoe.checkpoint.directory import config_count, read_config
 from semmoe.console import Bars
 from semmoe.core import Plan, RoutingTrace
 from semmoe.dataset import Prompt, encode, load_dataset
@@ -16,7 +17,7 @@ from semmoe.files import atomic_file
 from semmoe.results import DemoFile, checked
 from semmoe.settings import DemoSettings, GenerateSettings, ReplaySettings, SolveSettings
 from semmoe.texts import held_out_prompts
-from semmoe.topology import Fingerprint, Topology
+from semmoe.topology import Fingerprint, Topology, physical_experts
 
 if TYPE_CHECKING:
     from semmoe.engines.transformers.generate import Configuration
@@ -66,6 +67,9 @@ def run_demo(settings: DemoSettings, work: Path, progress: Bars, dataset: Path |
     Under `work` it leaves what a report is made of: trace, domains.json, plan-dp, plan-tp and, of what it returns,
     demo.json.
     """
+    experts = config_count(read_config(MODEL), "num_experts", "num_local_experts")
+    physical_experts(experts, 0, settings.ep_size)  # refuses a number of ranks that does not divide them
+
     from semmoe.engines.transformers.config import fingerprint_of
     from semmoe.engines.transformers.model import load_model
     from semmoe.engines.transformers.recorder import record

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from semmoe.core import DECODE, RoutingTrace
-from semmoe.files import array_shape, atomic_directory, atomic_file, load_array
+from semmoe.files import array_shape, atomic_directory, atomic_file, check_output, load_array
 from semmoe.hashed import NO_HASHED
 from semmoe.jit import njit
 from semmoe.splitter import draw_requests
@@ -60,8 +60,7 @@ def merge(traces: Sequence[Path], out: Path, progress: Progress = lambda tokens:
     They were recorded at the same time, each in order of ends: so they are interleaved, each as evenly as it goes, lest
     the newest requests of the joined trace be those of the last one. in_turn: they were recorded one after the other.
     """
-    if out.exists():
-        raise ValueError(f"{out} exists: choose another --out")
+    check_output(out, directory=True, inputs=traces)
     header, hashed = agreed_header({path: read_header(path) for path in traces}), hashed_tables(traces[0])
     tokens = 0
     with (

@@ -95,7 +95,7 @@ def refuse_given(ctx: typer.Context, names: list[str], reason: str) -> None:
 
 
 def _fail(message: str, code: int) -> None:
-    line = " ".join(message.split())
+    line = " ".join(message.encode(errors="replace").decode().split())  # a file's name may be no text
     console.err.print(f"[bold red]error:[/] {escape(line)}", soft_wrap=True)
     raise typer.Exit(code)
 
