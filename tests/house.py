@@ -17,7 +17,7 @@ TOTAL, FILE, FUNCTION = 34_754, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 312,
-    "topology.py bounds.py digests.py hashed.py html.py": 380,
+    "topology.py bounds.py digests.py hashed.py html.py jit.py": 380,
     "files.py npz.py routing.py trace.py streams.py": 732,
     "affinity.py splitter.py copychoice.py metrics.py capacity.py": 720,
     "settings.py calibration.py cost.py rowcosts.py payoff.py": 980,
@@ -42,7 +42,7 @@ ROOMS = {
 }
 # From the ground up: a module imports from its own storey and those below.
 STOREYS = (
-    ("bounds", "digests", "hashed", "html", "topology", "core", "console", "prompts", "texts"),
+    ("bounds", "digests", "hashed", "html", "jit", "topology", "core", "console", "prompts", "texts"),
     ("files", "npz", "routing", "trace", "copychoice", "metrics"),
     ("capacity", "affinity", "rowcosts", "settings", "splitter", "streams"),
     ("calibration", "dataset", "results"),

@@ -145,7 +145,7 @@ def test_what_is_there_is_not_overwritten(plan, tmp_path):
     failed(run(plan, "--model", MODEL, "--to", "sglang", "--out", tmp_path / "map.json"), 2, "exists")
     failed(run(plan, "--model", MODEL, "--to", "sglang", "--out", tmp_path / "map"), 2, "must end in .json")
     failed(run(plan, "--model", MODEL, "--out", tmp_path), 2, "exists: choose another")
-    failed(run(plan, "--model", MODEL, "--out", MODEL), 2, "inside the model")
+    failed(run(plan, "--model", MODEL, "--out", MODEL), 2, "input of this command")
     assert (tmp_path / "map.json").read_text() == "mine"
 
 

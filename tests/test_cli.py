@@ -496,7 +496,7 @@ def test_a_full_disk_is_one_line_and_leaves_the_old_plan(work, tmp_path):
     )
     command = [sys.executable, "-c", code, str(work / "trace"), str(tmp_path / "plan")]
     result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 2, result.stderr
+    assert result.returncode == 1, result.stderr
     assert "Traceback" not in result.stderr
     assert "File too large" in result.stderr
     assert load_plan(tmp_path / "plan").settings["seed"] == 0

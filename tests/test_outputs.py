@@ -2,7 +2,10 @@
 
 import errno
 import json
+import os
 import pkgutil
+import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +14,11 @@ from test_plan import saved
 from typer.testing import CliRunner
 
 from lab.__main__ import app as lab
+from semmoe import files
 from semmoe.cli import app
+from semmoe.demo import MODEL
 from semmoe.files import atomic_directory, atomic_file, check_output
+from semmoe.trace import open_trace, save_trace
 
 WORK = {  # command, and the function that does its work
     "calibrate": (["calibrate", "tiny"], "semmoe.engines.transformers.calibrate.calibrate"),
@@ -140,3 +146,149 @@ def test_errors_of_the_system_name_what_the_user_typed(tmp_path):
     names = [Path(error.value.filename).name for error in (file, folder, inside, elsewhere)]
     assert names == ["links.json", "plan", "plan", "input"]
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def inputs(tmp_path, monkeypatch):
+    """A working directory with an input of each kind, and links to some; commands must leave all as they are."""
+    monkeypatch.chdir(tmp_path)
+    saved("linear", tmp_path).rename("plan")
+    ids = np.random.default_rng(0).random((240, 2, 8)).argsort(2)[:, :, :2].astype(np.uint8)
+    np.savez("t.npz", token_ids=np.arange(240) % 9, expert_ids=ids, request_offsets=np.arange(0, 241, 12))
+    save_trace(open_trace(Path("t.npz")), Path("trace"))
+    for name in ("map.json", "prompts.jsonl", "links.json"):
+        Path(name).write_text("mine")
+    Path("trace-link").symlink_to("trace")
+    Path("t-link.npz").symlink_to("t.npz")
+    os.link("t.npz", "t-hard.npz")
+    before = contents(tmp_path)
+    yield tmp_path
+    assert contents(tmp_path) == before
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("words", "out"),
+    [
+        ("trace sample trace", "trace"),
+        ("trace sample trace-link", "trace"),
+        ("trace sample trace", "trace-link"),
+        ("trace sample trace", "trace/smaller"),
+        ("trace sample trace", "."),
+        ("replay t.npz --ep-size 2", "t.npz"),
+        ("replay t-link.npz --ep-size 2", "t.npz"),
+        ("replay t-hard.npz --ep-size 2", "t.npz"),
+        ("replay t.npz --plan plan", "plan/plan.json"),
+        ("replay t.npz --links links.json --ep-size 2", "links.json"),
+        ("affinity t.npz", "t.npz"),
+        ("affinity trace", "trace/affinity.json"),
+        ("solve t.npz --from plan", "plan"),
+        ("solve plan/../trace --ep-size 2", "trace"),
+        ("generate tiny --dataset prompts.jsonl", "prompts.jsonl"),
+        ("import map.json --model tiny", "."),
+        ("calibrate tiny", str(MODEL / "links.json")),
+    ],
+)
+def test_an_output_is_no_input(words, out, inputs):
+    result = CliRunner().invoke(app, [*words.split(), "--out", out, "--force"])
+    assert (result.exit_code, result.stderr.count("error:")) == (2, 1), result.output
+    assert any(word in result.stderr for word in ("input of this command", "is a link", "other files than a plan's"))
+
+
+@pytest.mark.parametrize(
+    ("words", "out"),
+    [
+        ("trace merge trace trace", "trace"),
+        ("profile tiny --dataset prompts.jsonl", "."),
+        ("demo --dataset prompts.jsonl", "."),
+        ("apply plan --model tiny --to sglang", "plan/location.json"),
+        ("report .", "links.json"),
+        ("report plan", "plan/plan.json"),
+    ],
+)
+def test_an_output_of_a_command_without_force_is_no_input(words, out, inputs):
+    result = CliRunner().invoke(app, [*words.split(), "--out", out])
+    assert (result.exit_code, result.stderr.count("error:")) == (2, 1), result.output
+    assert "input of this command" in result.stderr
+
+
+@pytest.mark.parametrize("command", WORK)
+def test_a_link_a_device_and_a_name_that_is_no_text_are_refused_before_the_work(command, lazy):
+    ending = ".json" if command in FILES else ""
+    Path(f"dangling{ending}").symlink_to("absent")
+    Path("empty").mkdir()
+    Path(f"link{ending}").symlink_to("file.json" if command in FILES else "empty")
+    os.mkfifo(f"pipe{ending}")
+    for name in (f"dangling{ending}", f"link{ending}"):
+        assert "is a link: name what it points to" in refused(command, name)
+    assert "neither a file nor a directory" in refused(command, f"pipe{ending}")
+    name = os.fsdecode(b"\xff") + ending
+    result = CliRunner().invoke(lab if command == "reproduce" else app, [*WORK[command][0], "--out", name])
+    assert (result.exit_code, result.stderr.count("error:")) == (2, 1), result.output
+    assert "is not UTF-8: choose another name" in result.stderr
+
+
+def test_a_demo_refuses_what_it_can_know_before_the_work(inputs):
+    for words, line in (
+        (["--ep-size", "3"], "ep_size 3 does not divide 32 experts"), (["--out", "plan"], "is a plan or a trace"),
+        (["--out", "trace"], "is a plan or a trace"),
+    ):  # fmt: skip
+        result = CliRunner().invoke(app, ["demo", *words])
+        assert (result.exit_code, "profiling" in result.stderr) == (2, False)
+        assert line in result.stderr
+
+
+@pytest.mark.parametrize("in_one_step", [True, False])
+def test_an_interrupted_replacement_leaves_the_old_folder_or_the_new_one(in_one_step, tmp_path, monkeypatch):
+    """Every step of the replacement is interrupted once, before it and after it."""
+    if not in_one_step:
+        monkeypatch.setattr(files, "_exchange", lambda *_: False)
+    real, steps = Path.replace, []
+    for interrupted in range(8):
+        (tmp_path / "plan").mkdir(exist_ok=True)
+        (tmp_path / "plan" / "name").write_text("old")
+        steps.clear()
+
+        def replace(self, target, interrupted=interrupted):
+            for act in (lambda: None, lambda: real(self, target)):
+                act()
+                steps.append(act)
+                if len(steps) == interrupted + 1:
+                    raise KeyboardInterrupt
+            return target
+
+        monkeypatch.setattr(Path, "replace", replace)
+        try:
+            with atomic_directory(tmp_path / "plan") as staged:
+                (staged / "name").write_text("new")
+        except KeyboardInterrupt:
+            pass
+        else:
+            assert (tmp_path / "plan" / "name").read_text() == "new"
+        monkeypatch.setattr(Path, "replace", real)
+        assert (tmp_path / "plan" / "name").read_text() in ("old", "new")
+        assert [path.name for path in tmp_path.iterdir()] == ["plan"]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux exchanges two folders in one step")
+def test_a_folder_is_never_absent_while_it_is_replaced(tmp_path):
+    """Killed at any moment, too: the exchange is one call of the system."""
+    (tmp_path / "plan").mkdir()
+    missed, end = [], threading.Event()
+
+    def look():
+        while not end.is_set():
+            if not os.path.exists(tmp_path / "plan"):
+                missed.append(1)
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    for turn in range(100):
+        with atomic_directory(tmp_path / "plan") as staged:
+            (staged / "turn").write_text(str(turn))
+    end.set()
+    looking.join()
+    assert (len(missed), (tmp_path / "plan" / "turn").read_text()) == (0, "99")

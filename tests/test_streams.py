@@ -102,7 +102,7 @@ def test_traces_are_joined_each_in_its_order(tmp_path):
     assert {0, 1} == set(order[-5:])  # the newest are of both
     for i, part in enumerate(parts):
         same(joined.select(np.flatnonzero(np.array(order) == i)), part)
-    failed(run("merge", *paths, "--out", tmp_path / "joined"), 2, "exists: choose another --out")
+    failed(run("merge", *paths, "--out", tmp_path / "joined"), 2, "exists: choose another name")
 
 
 def test_tables_of_hash_routed_layers_go_with_what_is_joined_and_drawn(tmp_path):

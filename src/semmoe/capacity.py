@@ -1,8 +1,9 @@
 """Assign items to groups of bounded size: exactly, greedily, or by improving an assignment with moves and swaps."""
 
-import numba
 import numpy as np
 from scipy.optimize import linear_sum_assignment
+
+from semmoe.jit import njit
 
 PARTNERS = 32  # swap partners tried per pair of groups: the items that would gain most
 TOLERANCE = 1e-9
@@ -57,7 +58,7 @@ def replicate_experts(weight: np.ndarray, num_physical: int) -> tuple[np.ndarray
     return logical, copies
 
 
-@numba.njit(cache=True)
+@njit()
 def improve_assignment(value, work, capacity, groups, sweeps):
     """Increase the sum of value[r, groups[r]] by moves and swaps, with at most capacity (D,) work per group.
 
@@ -90,7 +91,7 @@ def improve_assignment(value, work, capacity, groups, sweeps):
     return groups
 
 
-@numba.njit(cache=True)
+@njit()
 def _find_partners(value, groups, partners):
     """Fill partners[b, a] with the requests of group b that would gain most in group a, best first, then -1."""
     R, D = value.shape
@@ -110,7 +111,7 @@ def _find_partners(value, groups, partners):
                 listed[i] = q
 
 
-@numba.njit(cache=True)
+@njit()
 def _best_step(r, value, work, capacity, groups, load, partners):
     """(group, partner or -1) of the best move or swap of request r; group -1 if none is an improvement."""
     D = value.shape[1]

@@ -1,10 +1,13 @@
 """Output to the terminal: tables, progress bars, one-line errors. Results go to stdout, all else to stderr."""
 
 import json
+import os
+import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TextIO
 
 from rich import box
 from rich.console import Console
@@ -15,6 +18,51 @@ from rich.text import Text
 
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False)
+
+
+class Output:
+    """Standard output or error that ends the command when it cannot be written: a closed pipe without a message."""
+
+    def __init__(self, stream: TextIO, name: str) -> None:
+        self._stream, self._name = stream, name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> None:
+        self._try(self._stream.write, text)
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def _try(self, action: Callable[..., Any], *arguments: Any) -> None:
+        try:
+            action(*arguments)
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())  # else Python reports it again at the end
+            if isinstance(error, BrokenPipeError):
+                raise SystemExit(128 + signal.SIGPIPE) from None
+            err.print(f"[bold red]error:[/] {self._name} cannot be written: {error.strerror}", soft_wrap=True)
+            raise SystemExit(1) from None
+
+
+@contextmanager
+def watched_output() -> Iterator[None]:
+    """End the program with exit code 1 in the block if standard output cannot be written, 141 for a closed pipe."""
+    if sys.stdout is None:
+        err.print("[bold red]error:[/] standard output is closed", soft_wrap=True)
+        raise SystemExit(1)
+    kept = sys.stdout, sys.stderr
+    sys.stdout = Output(sys.stdout, "standard output")
+    if sys.stderr is not None:
+        sys.stderr = Output(sys.stderr, "standard error")
+    try:
+        yield
+    finally:
+        try:
+            sys.stdout.flush()
+        finally:
+            sys.stdout, sys.stderr = kept
 
 
 class TimeLeft(ProgressColumn):

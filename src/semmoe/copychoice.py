@@ -11,10 +11,10 @@ rules, pure functions of a token's experts and its rank:
 
 from dataclasses import dataclass
 
-import numba
 import numpy as np
 
 from semmoe.core import Placement
+from semmoe.jit import njit
 from semmoe.topology import Topology
 
 MOST_EXPERTS = 16  # of a token, for the rule `cover`
@@ -82,7 +82,7 @@ def nearest_copies(ranks: np.ndarray, source: int, node_of: np.ndarray) -> np.nd
     return np.where(own.any(axis=-1, keepdims=True), own, near)
 
 
-@numba.njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _cover(expert_ids, home, preferred, copies, node_of):
     """Choose by the rule `cover`: (B, K) ranks for experts (B, K) of tokens on ranks home (B,)."""
     (B, K), G = expert_ids.shape, preferred.shape[0]
@@ -97,7 +97,7 @@ def _cover(expert_ids, home, preferred, copies, node_of):
     return out
 
 
-@numba.njit(cache=True, nogil=True)
+@njit(nogil=True)
 def cover(expert_ids, copies, source, num_ranks):
     """Choose by the rule `cover` for tokens of one rank: (B, K) int64 physical ids for experts (B, K), -1 for -1.
 
@@ -124,7 +124,7 @@ def cover(expert_ids, copies, source, num_ranks):
     return ids
 
 
-@numba.njit(cache=True, nogil=True)
+@njit(nogil=True)
 def level(expert_ids, copies, experts_per_rank):
     """Choose copies where every rank has all rows: (N, K) physical ids for experts (N, K), of their type, -1 for -1.
 
@@ -150,7 +150,7 @@ def level(expert_ids, copies, experts_per_rank):
     return out
 
 
-@numba.njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _least_loaded(copies, expert, first, load, experts_per_rank):
     """The expert's copy on the rank with the least load (G,), of equal ones the first from rank `first` on."""
     G = copies.shape[0]
@@ -162,7 +162,7 @@ def _least_loaded(copies, expert, first, load, experts_per_rank):
     return best
 
 
-@numba.njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _cover_token(near, number, preferred, source, num_ranks, reached, t, out):
     """Fill out[t] with the ranks of a token's experts: number (K,) nearest copies in near (K, X), preferred (K,).
 
@@ -185,7 +185,7 @@ def _cover_token(near, number, preferred, source, num_ranks, reached, t, out):
                 left -= 1
 
 
-@numba.njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _nearest(copies, expert, source, node_of, near, i):
     """Fill near[i] with the ranks of the nearest copies; returns their number."""
     n, on_node = 0, False
@@ -205,7 +205,7 @@ def _nearest(copies, expert, source, node_of, near, i):
     return n
 
 
-@numba.njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _first_reached(near, number, i, preferred, source, num_ranks, reached, mark):
     """The copy of expert i on a rank that is reached: the preferred one, else the first above the source; else -1."""
     best, least = np.int16(-1), num_ranks
@@ -217,7 +217,7 @@ def _first_reached(near, number, i, preferred, source, num_ranks, reached, mark)
     return best
 
 
-@numba.njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _next_rank(near, number, preferred, source, num_ranks, out, t):
     """The rank with most of the token's experts that have none; see the rule for ties."""
     best, most, K = np.int16(-1), -1, number.shape[0]
@@ -233,7 +233,7 @@ def _next_rank(near, number, preferred, source, num_ranks, out, t):
     return best
 
 
-@numba.njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _holds(near, number, i, rank):
     """Whether the rank has one of the nearest copies of expert i."""
     held = False

@@ -10,17 +10,16 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from semmoe.checkpoint.directory import read_config
+from semmoe.checkpoint.directory import config_count, read_config
 from semmoe.console import Bars
 from semmoe.core import Plan, RoutingTrace
 from semmoe.dataset import LeftOut, encode, encode_usable, read_prompts
 from semmoe.files import atomic_file
-from semmoe.payoff import measured, payoffs
 from semmoe.prompts import Prompt
 from semmoe.results import DemoFile, checked
 from semmoe.settings import DemoSettings, GenerateSettings, ReplaySettings, SolveSettings
 from semmoe.texts import held_out_prompts
-from semmoe.topology import Fingerprint, Topology
+from semmoe.topology import Fingerprint, Topology, physical_experts
 
 if TYPE_CHECKING:
     from semmoe.engines.transformers.generate import Configuration
@@ -76,6 +75,9 @@ def run_demo(
     Under `work` it leaves what a report is made of: trace, domains.json, plan-dp, plan-tp and, of what it returns,
     demo.json.
     """
+    experts = config_count(read_config(MODEL), "num_experts", "num_local_experts")
+    physical_experts(experts, 0, settings.ep_size)  # refuses a number of ranks that does not divide them
+
     from semmoe.engines.transformers.config import fingerprint_of
     from semmoe.engines.transformers.model import load_model
     from semmoe.engines.transformers.recorder import record
@@ -154,6 +156,7 @@ def _compare(
 
 def _payoffs(rows: list[dict[str, Any]], ep_size: int) -> list[dict[str, Any]]:
     """Where plans with the traffic that was measured here would pay; nowhere on one rank, where nothing travels."""
+
     if ep_size == 1:
         return []
     dp, tp = measured("dp", rows[0], rows[1], ep_size), measured("tp", rows[2], rows[3], ep_size)

@@ -1,6 +1,7 @@
 """Read and write files: writes are atomic, reads are bounded, and errors name the file."""
 
 import contextlib
+import ctypes
 import errno
 import gzip
 import os
@@ -8,7 +9,7 @@ import re
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,30 +20,66 @@ from safetensors.numpy import load_file, save_file
 
 MOST_ARRAY_BYTES = 1 << 35  # of one file of arrays, which is read whole; many times what a plan or a shard needs
 MOST_JSON_BYTES = 1 << 27  # of a header, a links file or a record; the largest, of a relabelled model, has some MB
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # arguments of Linux's renameat2
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors that vanish when there is room again
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def check_output(path: Path, *, directory: bool = False, force: bool | None = None, room: int = 0) -> None:
+def check_output(
+    path: Path,
+    *,
+    directory: bool = False,
+    force: bool | None = None,
+    room: int = 0,
+    inputs: Iterable[Path | str | None] = (),
+) -> None:
     """Raise ValueError or OSError unless `path` can be written; to be called before the work that makes its content.
 
     force: whether an existing file may be replaced; None if the command has no such option. An empty directory is never
-    in the way. room: bytes that will be written.
+    in the way. room: bytes that will be written. inputs: files and directories that the command reads, which `path`
+    must neither be nor hold nor lie in; None and names of no file are skipped.
     """
+    _check_name(path)
     if path.exists() and path.is_dir() != directory:
         raise ValueError(f"{path} is {'a file: name a directory' if directory else 'a directory: name a file'}")
+    parent = next(folder for folder in path.absolute().parents if folder.exists())
+    if not parent.is_dir():
+        raise ValueError(f"{path} cannot be made: {parent} is a file")
+    _check_inputs(path, [Path(one) for one in inputs if one is not None and Path(one).exists()])
     empty = path.is_dir() and not any(path.iterdir())
     if path.exists() and not force and not empty:
         remedy = "remove it" if force is None else "give --force to replace it"
         raise ValueError(f"{path} exists: choose another name, or {remedy}")
-    parent = next(folder for folder in path.absolute().parents if folder.exists())
-    if not parent.is_dir():
-        raise ValueError(f"{path} cannot be made: {parent} is a file")
     with _called(path):  # os.access is always true for root; try the longest name
         tempfile.NamedTemporaryFile(dir=parent, prefix=f".{path.name}.old.").close()
     free = shutil.disk_usage(parent).free
     if room > free:
         raise ValueError(f"{path} needs {room / 1e6:,.0f} MB, and {free / 1e6:,.0f} MB are free there")
+
+
+def _check_name(path: Path) -> None:
+    """Raise ValueError if `path` is a link, a device, or no text."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{os.fsencode(path).decode(errors='replace')} is not UTF-8: choose another name") from None
+    if path.is_symlink():
+        raise ValueError(f"{path} is a link: name what it points to, or another place")
+    if path.exists() and not path.is_dir() and not path.is_file():
+        raise ValueError(f"{path} is neither a file nor a directory: choose another name")
+
+
+def _check_inputs(path: Path, inputs: list[Path]) -> None:
+    """Raise ValueError if to write `path` would change an input."""
+    target = path.resolve()
+    for one in inputs:
+        source = one.resolve()
+        if target == source or (path.exists() and path.samefile(source)):
+            raise ValueError(f"{path} is an input of this command: choose another name")
+        if source in target.parents:
+            raise ValueError(f"{path} is inside {one}, an input of this command: choose another place")
+        if target in source.parents:
+            raise ValueError(f"{path} holds {one}, an input of this command: choose another place")
 
 
 @contextlib.contextmanager
@@ -101,13 +138,31 @@ def atomic_directory(path: Path, private: bool = False) -> Iterator[Path]:
 
 
 def _replace_directory(path: Path, staged: Path) -> None:
+    """Move `staged` to `path`; what was there stays until then, whenever the program is interrupted."""
     if not path.exists():
         staged.replace(path)
-        return
+    elif not _exchange(staged, path):
+        _replace_in_two_steps(path, staged)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two paths in one step, and return whether this system and its file system can."""
+    try:
+        rename = ctypes.CDLL(None).renameat2
+    except AttributeError:
+        return False
+    return rename(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0
+
+
+def _replace_in_two_steps(path: Path, staged: Path) -> None:
     old = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent))
-    path.replace(old)
-    staged.replace(path)
-    shutil.rmtree(old)
+    try:
+        path.replace(old)
+        staged.replace(path)
+    finally:
+        if not path.exists():
+            old.replace(path)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def save_arrays(path: Path, arrays: dict[str, np.ndarray], private: bool = False) -> None:

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import comb
 
-import numba
 import numpy as np
+
+from semmoe.jit import njit
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def layer_traffic(targets: np.ndarray, home: np.ndarray, num_ranks: int, num_nod
     return Traffic(targets.size, local, len(home), rows, load, node_rows, pair_rows)
 
 
-@numba.njit(cache=True)
+@njit()
 def _count_traffic(targets, home, ranks, nodes):
     rows, pair_rows = np.zeros((ranks, ranks), np.int64), np.zeros((ranks, ranks), np.int64)
     node_rows, load = np.zeros((ranks, nodes), np.int64), np.zeros(ranks, np.int64)
@@ -95,7 +96,7 @@ def _count_traffic(targets, home, ranks, nodes):
     return rows, node_rows, pair_rows, load
 
 
-@numba.njit(cache=True)
+@njit()
 def majority_rank(expert_ids, rank_of_expert, num_ranks):
     """The "device" of each token: the rank that hosts most of its experts; the highest routing weight breaks ties.
 

@@ -1,6 +1,7 @@
 """Save and load plans: a directory with `plan.json`, for people and checks, and `plan.safetensors`, for all arrays."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -79,12 +80,12 @@ def save_plan(plan: Plan, path: Path | str) -> None:
         save_arrays(staged / "plan.safetensors", arrays)
 
 
-def check_plan_output(path: Path, force: bool) -> None:
+def check_plan_output(path: Path, force: bool, inputs: Iterable[Path | str | None] = ()) -> None:
     """Raise an error, before the work of solving, unless a plan can be written to `path`; only a plan is replaced."""
     others = sorted(p.name for p in path.iterdir() if p.name not in FILES) if path.is_dir() else []
     if others:
         raise ValueError(f"{path} holds other files than a plan's ({', '.join(others[:3])}): choose another name")
-    check_output(path, directory=True, force=force)
+    check_output(path, directory=True, force=force, inputs=inputs)
 
 
 def load_plan(path: Path | str) -> Plan:

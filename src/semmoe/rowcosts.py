@@ -15,7 +15,6 @@ rank 0 has pairs on ranks 1, 2 and 3. Per rank it costs 1 + 5 + 5; per node 1 + 
 
 from dataclasses import dataclass
 
-import numba
 import numpy as np
 
 from semmoe.core import DECODE
@@ -106,25 +105,3 @@ def near_and_far(costs: tuple[RowCosts, ...], topology: Topology) -> tuple[float
         one = float(np.mean(near if inside.any() else far)) if len(same) > 1 else 0.0
         return one, one
     return float(np.mean(near)), float(np.mean(far) + np.mean([one.node[other] for one in costs]))
-
-
-def total_cost(costs: RowCosts, targets: np.ndarray, home: np.ndarray, node_of: np.ndarray) -> float:
-    """What tokens on ranks home (T,) are charged, all together, whose pairs the ranks targets (T, K) compute."""
-    return _total(
-        np.asarray(targets, np.int64), np.asarray(home, np.int64), node_of, costs.rank, costs.node, costs.pair
-    )
-
-
-@numba.njit(cache=True, nogil=True)
-def _total(targets, home, node_of, rank, node, pair):
-    total, seen, seen_nodes = 0.0, np.full(rank.shape[0], -1, np.int64), np.full(node.shape[1], -1, np.int64)
-    for t in range(targets.shape[0]):
-        h = home[t]
-        for y in targets[t]:
-            total += pair[h, y]
-            if seen[y] != t:
-                total += rank[h, y]
-            if seen_nodes[node_of[y]] != t:
-                total += node[h, node_of[y]]
-            seen[y] = seen_nodes[node_of[y]] = t
-    return total

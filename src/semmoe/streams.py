@@ -6,12 +6,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numba
 import numpy as np
 
 from semmoe.core import DECODE, RoutingTrace
-from semmoe.files import array_shape, atomic_directory, load_array
+from semmoe.files import array_shape, atomic_directory, check_output, load_array
 from semmoe.hashed import NO_HASHED
+from semmoe.jit import njit
 from semmoe.npz import read_npz
 from semmoe.routing import Tally
 from semmoe.splitter import draw_requests
@@ -62,8 +62,7 @@ def merge(traces: Sequence[Path], out: Path, progress: Progress = lambda tokens:
     They were recorded at the same time, each in order of ends: so they are interleaved, each as evenly as it goes, lest
     the newest requests of the joined trace be those of the last one. in_turn: they were recorded one after the other.
     """
-    if out.exists():
-        raise ValueError(f"{out} exists: choose another --out")
+    check_output(out, directory=True, inputs=traces)
     header, hashed = agreed_header({path: read_header(path) for path in traces}), hashed_tables(traces[0])
     tallies = [Tally() for _ in traces]
     with (
@@ -122,7 +121,7 @@ class Shares:
         return float(np.sqrt(np.maximum(variance, 0) * drawn).sum() / self.counts.sum())
 
 
-@numba.njit(cache=True)
+@njit()
 def _add_requests(experts, offsets, counts, squares, crossed, own):
     """Add every request's pairs, their squares and their products with its length; own: zeros, and zeros again."""
     for r in range(len(offsets) - 1):

@@ -7,6 +7,7 @@ open in November 2026.
 """
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -87,7 +88,7 @@ def decoder_layers(model: Path) -> tuple[list[int], int]:
     return moe_layer_indices(tensor_names(model), depth), depth
 
 
-def check_out_file(out: Path) -> None:
+def check_out_file(out: Path, inputs: Iterable[Path | str] = ()) -> None:
     if out.suffix != ".json":
         raise ValueError(f"{out} must end in .json: an engine recognises the format by it")
-    check_output(out)
+    check_output(out, inputs=inputs)

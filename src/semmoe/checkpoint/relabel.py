@@ -93,7 +93,7 @@ def relabel(
     use, RuntimeError if the verification fails.
     """
     model, out = Path(model), Path(out)
-    check_out(model, out)
+    check_output(out, directory=True, inputs=(model,))
     orders = orders_of(plan)
     source = open_checkpoint(model)
     other_files(source)  # refuses what cannot be copied, before anything else is read
@@ -128,16 +128,6 @@ def check_relabels(model: Path, num_experts: int) -> None:
     refuse_adapter(model)
     layers = find_moe_layers(source.tensors, config_count(source.config, "num_hidden_layers"), num_experts)
     _check_quantisation(source, layers, num_experts)
-
-
-def check_out(model: Path, out: Path) -> None:
-    """Raise ValueError unless `out` is free and neither inside the model directory nor around it."""
-    target, source = out.resolve(), model.resolve()
-    if target == source or source in target.parents:
-        raise ValueError(f"{out} is inside the model {model}: choose another place")
-    if target in source.parents:
-        raise ValueError(f"{out} holds the model {model}: choose another place")
-    check_output(out, directory=True)
 
 
 def orders_of(plan: Plan) -> np.ndarray:

@@ -1,25 +1,31 @@
 """The `semmoe` command."""
 
-from semmoe.cli import (
-    adapt,
-    apply,
-    calibrate,
-    convert,
-    doctor,
-    estimate,
-    init,
-    offline,
-    online,
-    record,
-    replay,
-    report,
-    router,
-    serve,
-    swap,
-    trace,
-    watch,
-)
-from semmoe.cli.app import app
+import sys
+
+try:
+    from semmoe import console
+    from semmoe.cli import (
+        adapt,
+        apply,
+        calibrate,
+        convert,
+        doctor,
+        estimate,
+        init,
+        offline,
+        online,
+        record,
+        replay,
+        report,
+        router,
+        serve,
+        swap,
+        trace,
+        watch,
+    )
+    from semmoe.cli.app import app
+except KeyboardInterrupt:  # Ctrl-C before a command could begin
+    sys.exit(130)
 
 __all__ = [
     "adapt",
@@ -53,4 +59,5 @@ app.registered_commands.sort(key=lambda command: ORDER.index(getattr(command.cal
 
 def main() -> None:
     """Run the `semmoe` command."""
-    app()
+    with console.watched_output():
+        app()

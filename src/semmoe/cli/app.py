@@ -2,7 +2,7 @@
 watch, swap, adapt, router, report, init, doctor, demo.
 
 Every command is a thin layer over a library function. A user's mistake ends in one line on stderr and exit code 2, a
-failure while running in exit code 1, Ctrl-C in 130.
+failure while running or a full disk in exit code 1, Ctrl-C in 130, a closed pipe in 141 without a line.
 """
 
 import json
@@ -43,7 +43,10 @@ class _Group(TyperGroup):
         except ValueError as error:
             _fail(str(error), 2)
         except OSError as error:
-            _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), 2)
+            from semmoe.files import NO_ROOM
+
+            words = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+            _fail(words, 1 if error.errno in NO_ROOM else 2)
         except RuntimeError as error:
             _fail(str(error), 1)
         except KeyboardInterrupt:
@@ -90,7 +93,7 @@ def refuse_given(ctx: typer.Context, names: list[str], reason: str) -> None:
 
 
 def _fail(message: str, code: int) -> None:
-    line = " ".join(message.split())
+    line = " ".join(message.encode(errors="replace").decode().split())  # a file's name may be no text
     console.err.print(f"[bold red]error:[/] {escape(line)}", soft_wrap=True)
     raise typer.Exit(code)
 

@@ -49,11 +49,14 @@ def apply(
     Example: `semmoe apply plan --model model --to checkpoint --out relabelled`
     """
     from semmoe.checkpoint.engine_files import check_out_file
-    from semmoe.checkpoint.relabel import check_out
+    from semmoe.files import check_output
     from semmoe.plan import load_plan
 
     started, path = time.perf_counter(), Path(model)
-    check_out(path, out) if to is Target.checkpoint else check_out_file(out)
+    if to is Target.checkpoint:
+        check_output(out, directory=True, inputs=(model, plan))
+    else:
+        check_out_file(out, (model, plan))
     loaded = load_plan(plan)
     _check_fingerprint(loaded, path)
     result: dict[str, Any] = {"plan": str(plan), "to": to.value, "out": str(out)}

@@ -76,7 +76,7 @@ def _measure(
     if launched:
         refuse_given(ctx, ["ep_size", "pairs"], "torchrun decides the ranks, and every pair of them is measured")
     if not launched or os.environ["RANK"] == "0":
-        check_output(out, force=force)
+        check_output(out, force=force, inputs=(model,))
     with console.bars() as bars:
         words = "ranks of torchrun" if launched else f"{chosen.ep_size} processes"
         advance = bars.task(f"measuring {words}", len(calibration.TOKENS))

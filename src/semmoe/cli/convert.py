@@ -56,7 +56,7 @@ def import_(
     from semmoe.engines.transformers.config import fingerprint_of
     from semmoe.files import check_output
 
-    check_output(out, directory=True, force=force)
+    check_output(out, directory=True, force=force, inputs=(file, model))
     found, fingerprint = engine_maps.read_engine_file(file), fingerprint_of(model)
     _check_model(found.fingerprint, fingerprint, file)
     if found.kind in (engine_maps.MAP, engine_maps.COUNTS):

@@ -85,7 +85,7 @@ def affinity(
     from semmoe.affinity import build_affinity
     from semmoe.trace import describe
 
-    check_result(out, force)
+    check_result(out, force, (trace,))
     opened = read_trace(trace)
     result: dict[str, Any] = {"trace": describe(opened)}
     with console.bars() as bars:
@@ -135,7 +135,7 @@ def solve(
     from semmoe.plan import check_plan_output, save_plan
     from semmoe.solver import check_inputs
 
-    check_plan_output(out, force)
+    check_plan_output(out, force, (trace, begin, model, links, decode_links))
     previous, solving = _begin(ctx, begin, settings(method=method or SolveSettings().method))
     solving = _with_effort(solving, quick, thorough, budget)
     topology = resolve_topology(previous, given(), OFFLINE_RANKS)

@@ -65,7 +65,7 @@ def profile(
     from semmoe.files import check_output
     from semmoe.trace import TraceHeader, TraceWriter
 
-    check_output(out, directory=True, force=True)  # a profile that was stopped continues where it ended
+    check_output(out, directory=True, force=True, inputs=(model, dataset))  # a profile that was stopped resumes
     asked: ProfileSettings = settings()
     _check_engine(engine, ctx.args)
     identity = fingerprint_of(model)  # refuses a model before its tokenizer is asked
@@ -186,7 +186,7 @@ def generate(
     Example: `semmoe generate MODEL --plan plan --dataset prompts.jsonl --verify`
     """
     for path in (out, out and _beside(out)):
-        check_result(path, force)
+        check_result(path, force, (model, plan, dataset))
     if dataset and prompt:
         raise ValueError("give --dataset or --prompt, not both")
     chosen, cuts, asked = _plan_to_run(model, plan, topology()), inputs(), settings()
@@ -314,7 +314,10 @@ def demo(
 
     asked: DemoSettings = settings()
     left_out = LeftOut(dataset or Path("held-out texts"), asked.strict)
-    check_output(out or Path("semmoe-demo"), directory=True, force=True)
+    folder = out or Path("semmoe-demo")
+    check_output(folder, directory=True, force=True, inputs=(dataset,))
+    if any((folder / name).exists() for name in ("plan.json", "trace.json")):
+        raise ValueError(f"{folder} is a plan or a trace: choose another directory")
     work = out or Path(tempfile.mkdtemp(prefix="semmoe-demo-"))
     try:
         with console.bars() as bars:
@@ -326,7 +329,7 @@ def demo(
             console.print_table(title, *tables.generated(rows, with_speed=False))
             tables.print_gain(rows)
             tables.print_payoffs(result["payoffs"], asked.ep_size)
-        page = _demo_report(work, out or Path("semmoe-demo"))
+        page = _demo_report(work, folder)
     finally:
         if out is None:
             shutil.rmtree(work, ignore_errors=True)

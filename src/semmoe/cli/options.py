@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
@@ -96,12 +97,12 @@ def ranks_at_hand() -> int:
     return torch.accelerator.device_count() or PROCESSES
 
 
-def check_result(out: Path | None, force: bool) -> None:
-    """Raise an error, before the work begins, unless the result can be written to `out`."""
+def check_result(out: Path | None, force: bool, inputs: Iterable[Path | str | None] = ()) -> None:
+    """Raise an error, before the work begins, unless the result can be written to `out` without changing an input."""
     from semmoe.files import check_output
 
     if out is not None:
-        check_output(out, force=force)
+        check_output(out, force=force, inputs=inputs)
 
 
 def tell_result(kind: type[BaseModel], result: dict[str, Any], out: Path | None, as_json: bool) -> bool:

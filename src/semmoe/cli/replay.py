@@ -87,7 +87,7 @@ def replay(
 
     Examples: `semmoe replay trace.npz --method all` and `semmoe replay heldout --plan plan --json`
     """
-    check_result(out, force)
+    check_result(out, force, (trace, plan, model, links, decode_links))
     refuse_given(ctx, ["move_cost"], "plans of a replay begin from no other")
     scoring: ReplaySettings = measure()
     settings: dict[str, Any] = {"trace": str(trace), **asdict(scoring)}

@@ -45,7 +45,8 @@ def report(
     page = out or (beside if is_plan(directory) else directory / "report.html")
     if not directory.is_dir():
         raise ValueError(f"{directory}: there is no such directory")
-    check_output(page, force=True)  # a report is made again from the same directory
+    read = [directory] if is_plan(directory) else [one for one in directory.iterdir() if one.suffix != ".html"]
+    check_output(page, force=True, inputs=read)  # a report is made again from the same directory
     given = f" --out {out}" if out else ""
     written = write(directory, page, f"semmoe report {directory}{given}")
     inputs = written.inputs

@@ -81,7 +81,7 @@ def sample(
     from semmoe.streams import sample as draw
     from semmoe.trace import save_trace
 
-    check_output(out, directory=True, force=force)
+    check_output(out, directory=True, force=force, inputs=(trace,))
     asked: SampleSettings = settings()
     with console.bars() as bars:
         drawn = draw(trace, asked.tokens, asked.seed, bars.task("reading tokens", _tokens(trace)))

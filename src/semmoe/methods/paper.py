@@ -9,13 +9,13 @@ core's legend: N data items (requests or token types), C clusters.
 import warnings
 from dataclasses import dataclass
 
-import numba
 import numpy as np
 from scipy.cluster.vq import kmeans2, vq
 
 from semmoe.affinity import Affinity, count
 from semmoe.capacity import one_hot
 from semmoe.core import Placement, RoutingTrace
+from semmoe.jit import njit
 from semmoe.placement.greedy import place_layer
 from semmoe.settings import PaperSettings
 from semmoe.topology import Topology
@@ -193,7 +193,7 @@ def expert_place(together: np.ndarray, by_cluster: np.ndarray, settings: PaperSe
     return out
 
 
-@numba.njit(cache=True)
+@njit()
 def _request_schedule(flat, pull, quota, order, alpha, beta):
     """Lines 28 to 42: assign items, by falling size, to the cluster of highest affinity that has room.
 

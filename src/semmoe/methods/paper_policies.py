@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import numba
 import numpy as np
 
 from semmoe.affinity import known_rows
 from semmoe.bounds import Declared, check_numbers, required_number
 from semmoe.core import NEIGHBOUR, PRIOR, Evidence, Placement, Plan, RoutingTrace
+from semmoe.jit import njit
 from semmoe.metrics import majority_rank
 from semmoe.requests.scheduler import OneByOne
 from semmoe.tokens.kernels import SCALE
@@ -209,7 +209,7 @@ def assign_slices(preference: Preference, num_slices: int) -> np.ndarray:
     return _fill_slices(preference.first, by_first, preference.second, by_second, num_slices, size)
 
 
-@numba.njit(cache=True)
+@njit()
 def _fill_slices(first, by_first, second, by_second, num_slices, size):
     out = np.full(first.shape[0], -1, np.int16)
     room = np.full(num_slices, size, np.int64)

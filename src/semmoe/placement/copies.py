@@ -11,12 +11,11 @@ which is summed over ranks and averaged over several mixes of the profile's requ
 experts this lowers the expert load (max/mean) of held-out batches by .04 and adds .005 remote ranks per token.
 """
 
-import numba
 import numpy as np
 
+from semmoe.jit import njit
 from semmoe.rowcosts import RowCosts
 
-njit = numba.njit(cache=True, nogil=True)
 MIXES, SWEEPS = 16, 8
 LOAD_PRICE = 20.0  # the copy choice changes few rows, so load has priority
 
@@ -78,7 +77,7 @@ def level(
     return out
 
 
-@njit
+@njit(nogil=True)
 def _level(expert_ids, load_of_pair, tokens, offsets, copies, node_of, costs, load_price, choice):
     """Move (source rank, expert) pairs to other copies, updating `choice` in place.
 
@@ -113,7 +112,7 @@ def _level(expert_ids, load_of_pair, tokens, offsets, copies, node_of, costs, lo
             break
 
 
-@njit
+@njit(nogil=True)
 def _excess_change(load, share, now, other):
     """Change of the load above the mean, 1, when `share` (J,) moves from rank `now` to `other`; mean over J mixes."""
     total = 0.0
@@ -123,7 +122,7 @@ def _excess_change(load, share, now, other):
     return total / len(share)
 
 
-@njit
+@njit(nogil=True)
 def _row_change(experts, moving, home, now, other, choice, node_of, costs):
     """Change of what a token is charged when rank `other` instead of `now` computes `moving`, one of its experts."""
     (per_rank, per_node, per_pair), keeps_rank, has_rank, keeps_node, has_node = costs, False, False, False, False
@@ -140,3 +139,25 @@ def _row_change(experts, moving, home, now, other, choice, node_of, costs):
         change += 0.0 if has_node else per_node[home, node_of[other]]
         change -= 0.0 if keeps_node else per_node[home, node_of[now]]
     return change
+
+
+def total_cost(costs: RowCosts, targets: np.ndarray, home: np.ndarray, node_of: np.ndarray) -> float:
+    """What tokens on ranks home (T,) are charged, all together, whose pairs the ranks targets (T, K) compute."""
+    return _total(
+        np.asarray(targets, np.int64), np.asarray(home, np.int64), node_of, costs.rank, costs.node, costs.pair
+    )
+
+
+@njit(nogil=True)
+def _total(targets, home, node_of, rank, node, pair):
+    total, seen, seen_nodes = 0.0, np.full(rank.shape[0], -1, np.int64), np.full(node.shape[1], -1, np.int64)
+    for t in range(targets.shape[0]):
+        h = home[t]
+        for y in targets[t]:
+            total += pair[h, y]
+            if seen[y] != t:
+                total += rank[h, y]
+            if seen_nodes[node_of[y]] != t:
+                total += node[h, node_of[y]]
+            seen[y] = seen_nodes[node_of[y]] = t
+    return total

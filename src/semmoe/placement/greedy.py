@@ -3,8 +3,9 @@
 This is the step `expert_place` of the paper's Algorithm 1; semmoe's own search starts from it.
 """
 
-import numba
 import numpy as np
+
+from semmoe.jit import njit
 
 
 def place_layer(together, data, swaps, alpha, beta, gamma):
@@ -17,7 +18,7 @@ def place_layer(together, data, swaps, alpha, beta, gamma):
     return _place(together, data, load, np.argsort(-load, kind="stable"), swaps, alpha, beta, price)
 
 
-@numba.njit(cache=True)
+@njit()
 def _place(together, data, load, order, swaps, alpha, beta, price):
     experts, clusters = data.shape
     capacity = -(-experts // clusters)

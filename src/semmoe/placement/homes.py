@@ -9,9 +9,10 @@ from typing import Any
 import numba
 import numpy as np
 
+from semmoe.jit import njit as compiled
 from semmoe.rowcosts import RowCosts
 
-njit = numba.njit(cache=True, nogil=True)
+njit = compiled(nogil=True)
 inlined = numba.njit(inline="always")  # for calls that pass a dozen arrays, which cost more than what they do
 
 
@@ -21,7 +22,7 @@ def _without_references() -> Any:
     numba does not document the option; a version without it compiles the same functions to slower ones.
     """
     try:
-        return numba.njit(cache=True, nogil=True, _nrt=False)  # type: ignore[call-overload]
+        return compiled(nogil=True, _nrt=False)
     except (KeyError, TypeError):
         return njit
 

@@ -10,11 +10,11 @@ share would fall to that of chance. The time of a step is linear in requests and
 through the rates.
 """
 
-import numba
 import numpy as np
 from scipy.optimize import linear_sum_assignment, quadratic_assignment
 
 from semmoe.capacity import equal_groups, improve_assignment, one_hot
+from semmoe.jit import njit
 
 STEPS = 30  # most alternations of one start; it ends earlier when the objective no longer rises
 SWEEPS = 30  # passes over the requests in one step
@@ -115,7 +115,7 @@ def seat_groups(pairs: np.ndarray, costs: np.ndarray) -> np.ndarray:
     return min(ends, key=lambda seats: (pairs * costs[np.ix_(seats, seats)]).sum())
 
 
-@numba.njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _swap_seats(pairs, costs, seats):
     """Let two groups change seats while the cost of all pairs falls by it."""
     D, least, better = len(seats), -1e-9 * (pairs * costs).sum(), True

@@ -44,10 +44,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numba
 import numpy as np
 
 from semmoe.capacity import improve_assignment
+from semmoe.jit import njit
 from semmoe.requests.policy import PromptScores
 from semmoe.requests.prefix import PrefixIndex
 from semmoe.requests.scheduler import Assigned, RequestScheduler
@@ -296,7 +296,7 @@ def _of(columns: np.ndarray, array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array[:, columns])
 
 
-@numba.njit(cache=True)
+@njit()
 def _add_scores(ids, scores, weights, stamp, tick, out):
     """Add a prompt's score to `out` (D,); returns how many of its ids are outside the vocabulary.
 
@@ -320,7 +320,7 @@ def _add_scores(ids, scores, weights, stamp, tick, out):
     return unknown
 
 
-@numba.njit(cache=True)
+@njit()
 def _greedy(value, work, room, ledger, price):
     """(W,) groups, chosen in order of arrival: the group of most value that has room (D,), else the least loaded group.
 

@@ -12,12 +12,12 @@ in the routing averages, since duplicates would make any predictor look good. Re
 
 from dataclasses import dataclass
 
-import numba
 import numpy as np
 from scipy.sparse import csr_matrix, diags
 
 from semmoe.affinity import count
 from semmoe.core import DECODE, RoutingTrace
+from semmoe.jit import njit
 from semmoe.requests.policy import PromptScores
 
 RIDGES = (0.03, 0.06, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 5.0)
@@ -217,7 +217,7 @@ def _routing_view(trace: RoutingTrace, groups: np.ndarray, words: csr_matrix, me
     return out
 
 
-@numba.njit(cache=True)
+@njit()
 def _own_counts(indptr, indices, groups, row, first, rows):
     """For every entry (request, token id): routed occurrences of the id in the request's duplicate group."""
     count, out = np.zeros(rows, np.int64), np.zeros(len(indices), np.int64)
@@ -232,7 +232,7 @@ def _own_counts(indptr, indices, groups, row, first, rows):
     return out
 
 
-@numba.njit(cache=True)
+@njit()
 def _leave_out(indptr, indices, weights, groups, row, first, experts, rows, out):
     """Subtract from out (n, E) the counts that the request's duplicate group contributed."""
     weight = np.zeros(rows)

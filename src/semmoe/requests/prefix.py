@@ -14,8 +14,9 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
 
-import numba
 import numpy as np
+
+from semmoe.jit import njit
 
 BLOCK = 16  # tokens, as in vLLM
 
@@ -61,7 +62,7 @@ def _leading(keys: list[int], known: OrderedDict[int, None]) -> int:
     return bisect_left(keys, True, key=lambda key: key not in known)
 
 
-@numba.njit(cache=True)
+@njit()
 def block_keys(token_ids, block):
     """(n // block,) uint64: a hash for each whole block of token_ids (n,), which covers all tokens up to its end."""
     out = np.empty(len(token_ids) // block, np.uint64)

@@ -6,10 +6,10 @@ on a GPU a histogram, a scan and a scatter (`kernels/argsort.py`), which never w
 
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 
+from semmoe.jit import njit
 from semmoe.runtime import reference
 from semmoe.runtime.reference import RankOrder
 
@@ -50,7 +50,7 @@ def _on_arrays(ranks: np.ndarray, size: int, slice_rows: int | None) -> RankOrde
     return RankOrder(order, inverse, counts)
 
 
-@numba.njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _sort(ranks, order, inverse, counts, slice_rows):
     """Fill order, inverse and counts (zero before). Returns the largest count, or -1 - i if ranks[i] is not a rank."""
     size, bound = counts.shape[0], np.uint64(counts.shape[0])

@@ -2,11 +2,11 @@
 
 import math
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 
+from semmoe.jit import njit
 from semmoe.runtime import reference
 
 _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
@@ -38,7 +38,7 @@ def unpack_rows(out: Tensor, rows: Tensor, index: Tensor) -> None:
         _unpack(words(out), words(rows), index.numpy())  # torch's own loop over index_copy_ takes three times as long
 
 
-@numba.njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _unpack(out, rows, index):
     for i in range(index.shape[0]):
         to = np.uint64(index[i])
@@ -63,7 +63,7 @@ def flat_bytes(tensor: Tensor) -> np.ndarray:
     return tensor.detach().view(-1).view(torch.uint8).numpy()
 
 
-@numba.njit(cache=True, nogil=True)
+@njit(nogil=True)
 def copy_at(out, to, rows, start, width):
     """Copy `width` bytes from each place `start` (M,) in `rows` to that of `to` (M,) in `out`, both flat bytes."""
     for i in range(to.shape[0]):
@@ -82,7 +82,7 @@ def add_rows(out: Tensor, rows: Tensor, index: Tensor) -> None:
         out.index_add_(0, index, rows.to(out.dtype))
 
 
-@numba.njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _add_rows(out, rows, index):
     for i in range(index.shape[0]):
         to = np.uint64(index[i])
@@ -109,7 +109,7 @@ def sum_parts(arrived: Tensor, own: Tensor, mine: Tensor, rank: int) -> Tensor:
     return out
 
 
-@numba.njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _sum(out, arrived, own, mine, rank):
     """Sum one row at a time, so that its partial sum stays in the cache."""
     width = np.uint64(out.shape[1])
@@ -124,7 +124,7 @@ def _sum(out, arrived, own, mine, rank):
                     out[i, c] += part[c]
 
 
-@numba.njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _sum_bfloat16(out, arrived, own, mine, rank):
     """Same for bfloat16, given as bits (uint16), the upper half of a float32; sums round to nearest, ties to even."""
     width = np.uint64(out.shape[1])

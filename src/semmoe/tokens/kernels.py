@@ -4,8 +4,9 @@ All arithmetic is on integers and ties have a fixed order, so that all ranks of 
 slices without communication.
 """
 
-import numba
 import numpy as np
+
+from semmoe.jit import njit
 
 SCALE = 2048  # table units of one expected expert
 RUNNING_PRIOR, RUNNING_LIMIT = 8, 24  # tokens: initial weight of the running mean, and the maximum added to it
@@ -19,7 +20,7 @@ LOWEST = -(1 << 31)
 U = tuple(np.uint64(i) for i in range(8))  # offsets of eight columns
 
 
-@numba.njit(cache=True, nogil=True)
+@njit(nogil=True)
 def look_up(out, rows, token_scores, shift, first):
     """Write each token's row to `out`, eight ranks at a time: inner loops of unknown length are not vectorised."""
     slices = out.shape[1]
@@ -30,7 +31,7 @@ def look_up(out, rows, token_scores, shift, first):
             out[t, s] = np.int32(token_scores[rows[t], first + s]) << shift
 
 
-@numba.njit(cache=True, nogil=True)
+@njit(nogil=True)
 def score(out, looked_up, path_scores, earlier, ordered, num_experts, history, has_history, first):
     tokens, slices = out.shape
     whole = slices // 8 * 8
@@ -60,7 +61,7 @@ def score(out, looked_up, path_scores, earlier, ordered, num_experts, history, h
             out[t, s] = rest
 
 
-@numba.njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _eight(x, row, i):
     """Columns i to i + 8 of a row. Unsigned indices avoid the test for negative ones, which prevents vector loads."""
     r, c = np.uint64(row), np.uint64(i)
@@ -76,7 +77,7 @@ def _eight(x, row, i):
     )
 
 
-@numba.njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _plus(a, b):
     return (
         np.int32(a[0] + b[0]),
@@ -90,7 +91,7 @@ def _plus(a, b):
     )
 
 
-@numba.njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _shifted(a, shift):
     return (
         np.int32(a[0] << shift),
@@ -104,14 +105,14 @@ def _shifted(a, shift):
     )
 
 
-@numba.njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _put(out, row, i, a):
     r, c = np.uint64(row), np.uint64(i)
     out[r, c], out[r, c + U[1]], out[r, c + U[2]], out[r, c + U[3]] = a[0], a[1], a[2], a[3]
     out[r, c + U[4]], out[r, c + U[5]], out[r, c + U[6]], out[r, c + U[7]] = a[4], a[5], a[6], a[7]
 
 
-@numba.njit(cache=True, nogil=True)
+@njit(nogil=True)
 def observe(running, previous, seen, slots, expert_ids, rows, out, decoded):
     """Update the history state token by token; for `decoded` tokens, first write their contribution to out (B, G)."""
     ranks, experts = running.shape[1], (rows.shape[0] - 1) // 2
@@ -147,7 +148,7 @@ def chunks(num_tokens: int, num_slices: int) -> list[np.ndarray]:
     return [tokens[tokens // num_slices % number == chunk] for chunk in range(number)]
 
 
-@numba.njit(cache=True, nogil=True)
+@njit(nogil=True)
 def assign(rows):
     tokens, slices = rows.shape
     size = max(-(-tokens // slices), 1)
@@ -177,7 +178,7 @@ def assign(rows):
     return pick
 
 
-@numba.njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _start(rows):
     """Scores (S, B), initial prices (S,), which are mean scores above the lowest slice's, and the first price step."""
     tokens, slices = rows.shape
@@ -200,7 +201,7 @@ def _start(rows):
     return scores, prices, spread * FIRST_STEP // (64 * number)
 
 
-@numba.njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _choose(scores, prices, allowed, pick, best):
     """For each token the allowed slice of highest score less price (the lowest of equals), and that difference."""
     slices, tokens = scores.shape
@@ -217,7 +218,7 @@ def _choose(scores, prices, allowed, pick, best):
         pick[t] = np.int16(number[t])
 
 
-@numba.njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _count(pick, counts, size):
     """Write the number of tokens of each slice to counts (S,); return how many tokens exceed the slices' size."""
     over = 0
@@ -230,7 +231,7 @@ def _count(pick, counts, size):
     return over
 
 
-@numba.njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _level(scores, prices, pick, best, counts, size):
     """One round of moves to the best slice with room, at prices; returns the number of tokens that moved.
 
@@ -254,7 +255,7 @@ def _level(scores, prices, pick, best, counts, size):
     return len(moves)
 
 
-@numba.njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _bucket(loss):
     """Order of magnitude of a loss, exact below 2**(FINE_BITS + 1)."""
     octave = 0
@@ -263,7 +264,7 @@ def _bucket(loss):
     return (octave << FINE_BITS) + (loss >> octave)
 
 
-@numba.njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _least(chosen, group, loss, quota):
     """The tokens among `chosen`, ascending, that are the first quota[g] of their group by (loss bucket, token)."""
     counts = np.zeros((quota.shape[0], BUCKETS), np.int64)

@@ -5,12 +5,12 @@ Letters beside core's: A one-hot columns of a row, C all one-hot columns, F thos
 
 from dataclasses import dataclass
 
-import numba
 import numpy as np
 from scipy import linalg
 from scipy.sparse import csr_matrix
 
 from semmoe.core import DECODE, RoutingTrace
+from semmoe.jit import njit
 from semmoe.tokens.kernels import RUNNING_LIMIT, RUNNING_PRIOR
 from semmoe.tokens.slices import Looks
 
@@ -79,7 +79,7 @@ def design_of(trace: RoutingTrace, layer: int, looks: Looks, token_counts: Token
     return Design(dense, active, base, mean, E)
 
 
-@numba.njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _running_means(experts, offsets, history, mean):
     """(N, E): running mean of the request's earlier activations minus `mean`; (N,): whether there is an earlier token.
 
@@ -101,7 +101,7 @@ def _running_means(experts, offsets, history, mean):
     return out, has_previous
 
 
-@numba.njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _one_hot_products(dense, active, size):
     """Inner products of one-hot columns with each other (size, size) and with the dense ones (size, 2E)."""
     both, mixed = np.zeros((size, size)), np.zeros((size, dense.shape[1]))
@@ -156,7 +156,7 @@ def apply_weights(design: Design, weights: np.ndarray) -> np.ndarray:
     return out
 
 
-@numba.njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _add_rows(active, weights, out):
     """Add to out (N, E) the rows of weights (C, E) that `active` (N, A) names; others are targets or padding."""
     for n in range(active.shape[0]):
