@@ -5,11 +5,10 @@
 
 A network is `loopback`, or a rate at which each rank's link is held, or RATE/NODES: two tiers, where RATE is that of a
 node's uplink (see network.py; needs root, else they are skipped). Set-ups: vanilla; plans without and with redundant
-experts; of the last of these, with overlap, over nodes with the two-level all-to-all, and EPLB's placement with as many
-copies; in attention-TP expert parallelism without all-to-all. Every round runs all set-ups, the first in turn;
-speed-ups are medians over rounds of ratios within a round, beside the least and the greatest. Times of a layer's parts
-are of a mean rank, waiting for slower ranks included, per layer and 1,000 tokens: Figure 1. Prints configuration,
-tables, one JSON line.
+experts; EPLB's placement with as many copies as the last of these; in attention-TP expert parallelism without
+all-to-all. Every round runs all set-ups, the first in turn; speed-ups are medians over rounds of ratios within a round,
+beside the least and the greatest. Times of a layer's parts are of a mean rank, waiting for slower ranks included, per
+layer and 1,000 tokens: Figure 1. Prints configuration, tables, one JSON line.
 """
 
 import argparse
@@ -54,10 +53,6 @@ def set_ups(trace: RoutingTrace, nodes: int, redundant: list[int]) -> list[Confi
             suffix = f", {copies} redundant" if copies else ""
             plan = solve(trace, topology, SolveSettings(redundant_experts=copies))
             out.append(Configuration(name=f"{name}, plan{suffix}", plan=plan))
-        last = out[-1].name
-        out.append(Configuration(name=f"{last}, overlap", plan=plan, overlap=True))
-        if nodes > 1:
-            out.append(Configuration(name=f"{last}, two-level", plan=plan, exchange="two-level"))
         if copies:
             eplb = solve(trace, topology, SolveSettings(method="eplb", redundant_experts=copies))
             out.append(Configuration(name=f"{name}, eplb{suffix}", plan=eplb))

@@ -377,9 +377,7 @@ def test_generate_on_a_plan_is_verified_and_written(work, tmp_path, attention):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options", [("--exchange", "two-level", "--ep-size", 4, "--num-nodes", 2), ("--overlap", "--window", 1)]
-)
+@pytest.mark.parametrize("options", [("--ep-size", 4, "--num-nodes", 2), ("--window", 1)])
 def test_generate_says_where_the_time_went(options):
     arguments = ("generate", MODEL, "--attention", "dp", "--prompt", PROMPTS[0], "--max-new-tokens", 3, "--verify")
     result = run(*arguments, *options)
@@ -446,11 +444,10 @@ def test_settings_that_contradict_or_do_nothing_are_refused(work):
         (["generate", MODEL, "--prompt", ""], ["prompt is empty"]),
         (["generate", MODEL, "--prompt", "x", "--max-new-tokens", 0], ["--max-new-tokens"]),
         (["generate", MODEL, "--prompt", "x", "--attention", "dp", "--exchange", "all-reduce"], ["attention-TP"]),
-        (["generate", MODEL, "--prompt", "x", "--exchange", "two-level"], ["plan for several nodes"]),
+        (["generate", MODEL, "--prompt", "x", "--exchange", "two-level"], ["--exchange", "all-reduce"]),
         (["generate", MODEL, "--prompt", "x", "--window", 2], ["--window has no effect"]),
         (["serve", MODEL, "--window-ms", 5, "--dry-run"], ["--window-ms has no effect"]),
         (["generate", MODEL, "--prompt", "x", "--attention", "dp", "--window", -1], ["--window"]),
-        (["generate", MODEL, "--prompt", "x", "--exchange", "all-reduce", "--overlap"], ["overlap needs"]),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(arguments, words, work, tmp_path, monkeypatch):

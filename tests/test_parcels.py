@@ -9,7 +9,7 @@ from ranks import on_ranks
 
 from semmoe.runtime import parcels, reference
 from semmoe.runtime.collectives import shuffle_handle, shuffled_all_gather, shuffled_reduce_scatter
-from semmoe.runtime.dispatch import Dispatch, combine, combine_parts
+from semmoe.runtime.dispatch import combine, dispatch
 
 pytestmark = pytest.mark.dist
 
@@ -39,15 +39,9 @@ def layers(comm):
             handle = shuffle_handle(torch.arange(comm.size), comm.size, comm.rank)
             mine = shuffled_reduce_scatter(comm, torch.eye(comm.size), handle)
             assert (shuffled_all_gather(comm, mine, handle) == torch.eye(comm.size) * comm.size).all()
-        flight = Dispatch(comm, hidden, targets, weights, targets)
-        if layer % 2:
-            local, remote = flight.local(), flight.remote()
-            rows = torch.cat([remote.hidden, local.hidden])
-            combined = combine_parts(comm, local.hidden, remote.hidden, flight.handle)
-        else:
-            rows = flight.received().hidden
-            combined = combine(comm, rows, flight.handle)
-        out.append((rows.numpy(), combined.numpy(), comm.messages["dispatch"] - before["dispatch"]))
+        received, handle = dispatch(comm, hidden, targets, weights, targets)
+        combined = combine(comm, received.hidden, handle)
+        out.append((received.hidden.numpy(), combined.numpy(), comm.messages["dispatch"] - before["dispatch"]))
     return out, dict(comm.sent)
 
 

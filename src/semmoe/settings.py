@@ -183,11 +183,9 @@ class ExchangeSettings:
 
     exchange: str = choice(
         "all-to-all",
-        ("all-to-all", "two-level", "all-reduce", "auto"),
-        help="two-level: each row is sent once to each node; all-reduce: expert parallelism without all-to-all; "
-        "auto: attention-TP, in each pass the quicker of all-to-all and all-reduce.",
+        ("all-to-all", "all-reduce"),
+        help="all-reduce: expert parallelism without all-to-all, for attention-TP.",
     )
-    overlap: bool = switch(help="Compute the rank's own tokens while other ranks' rows are in transit.")
 
     def __post_init__(self) -> None:
         check_numbers(self)

@@ -209,7 +209,7 @@ def _configuration(plan: Plan, path: Path | None, ways: ExchangeSettings) -> "Co
 
     way = "on the plan" if path else "vanilla" if ways.exchange == "all-to-all" else ways.exchange
     name = f"attention-{plan.topology.attention.upper()}, {way}"
-    return Configuration(name=name, plan=plan, exchange=ways.exchange, overlap=ways.overlap)
+    return Configuration(name=name, plan=plan, exchange=ways.exchange)
 
 
 def _run(

@@ -2,11 +2,9 @@
 
 `dispatch` returns a frozen handle that `combine` consumes, as DeepEP's do. Routing weights are applied where the
 experts are, so one row per (token, destination rank) comes back, already summed over that rank's experts. A rank's rows
-for itself are copied, not sent. `Dispatch` does the same in two steps: local rows are available while others are in
-transit. Specification: `reference.dispatch` and `reference.combine`.
+for itself are copied, not sent. Specification: `reference.dispatch` and `reference.combine`.
 """
 
-from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +12,7 @@ from torch import Tensor
 
 from semmoe.runtime.argsort import argsort_ranks
 from semmoe.runtime.collectives import Communicator
-from semmoe.runtime.parcels import send_rows
+from semmoe.runtime.parcels import CountedParcels, HeadedParcels, send_rows
 from semmoe.runtime.rows import add_rows
 
 
@@ -44,71 +42,44 @@ class ReceivedTokens:
 def dispatch(
     comm: Communicator, hidden: Tensor, expert_ids: Tensor, weights: Tensor, targets: Tensor
 ) -> tuple[ReceivedTokens, DispatchHandle]:
-    """Send tokens (n, H) to the ranks that compute their chosen experts (n, K): targets (n, K), -1 for none."""
-    flight = Dispatch(comm, hidden, expert_ids, weights, targets)
-    return flight.received(), flight.handle
+    """Send tokens (n, H) to the ranks that compute their chosen experts (n, K): targets (n, K), -1 for none.
 
-
-class Dispatch:
-    """A dispatch in transit: `local` is available at once, `remote` waits for the other ranks' rows.
-
-    All ranks must begin and finish dispatches in the same order, one at a time per communicator.
+    All ranks must begin dispatches in the same order.
     """
+    hidden, weights = hidden.contiguous(), weights.contiguous()
+    tokens, counts = rows_by_rank(targets, comm.size)
+    sent = counts.tolist()
+    own = tokens.split(sent)[comm.rank]
+    own_ids = torch.where(targets[own] == comm.rank, expert_ids[own], -1)
+    parcels = _send(comm, (hidden, expert_ids, weights), targets, tokens, counts)
+    received = parcels.arrive()
+    n, top_k = sum(received), expert_ids.shape[1]
+    received[comm.rank] = len(own)
+    out = ReceivedTokens(
+        hidden.new_empty((n + len(own), hidden.shape[1])),
+        expert_ids.new_empty((n + len(own), top_k), dtype=torch.int64),
+        weights.new_empty((n + len(own), top_k)),
+    )
+    ids = expert_ids.new_empty((n, top_k), dtype=torch.int32)
+    parcels.unpack([out.hidden, ids, out.weights])
+    out.expert_ids[:n] = ids
+    out.expert_ids[n:] = own_ids
+    for to, rows in ((out.hidden, hidden), (out.weights, weights)):
+        torch.index_select(rows, 0, own, out=to[n:])
+    return out, DispatchHandle(tokens, sent, received, len(hidden))
 
-    def __init__(
-        self, comm: Communicator, hidden: Tensor, expert_ids: Tensor, weights: Tensor, targets: Tensor
-    ) -> None:
-        self._comm, self._columns = comm, (hidden.contiguous(), expert_ids, weights.contiguous())
-        self._tokens, counts = rows_by_rank(targets, comm.size)
-        self._sent, self._received = counts.tolist(), [0] * comm.size
-        self._own = self._tokens.split(self._sent)[comm.rank]
-        self._own_ids = torch.where(targets[self._own] == comm.rank, expert_ids[self._own], -1)
-        ranks = torch.arange(comm.size, device=hidden.device).repeat_interleave(counts)
-        away = ranks != comm.rank
-        tokens, ranks = self._tokens[away], ranks[away]
-        ids = torch.where(targets[tokens] == ranks[:, None], expert_ids[tokens], -1).to(torch.int32)
-        counts[comm.rank] = 0
-        columns = (self._columns[0], tokens), (ids, None), (self._columns[2], tokens)
-        self._parcels = send_rows(comm, columns, counts)
 
-    @property
-    def handle(self) -> DispatchHandle:
-        """What `combine` needs, once the other ranks' rows have arrived."""
-        return DispatchHandle(self._tokens, self._sent, self._received, len(self._columns[0]))
-
-    def local(self) -> ReceivedTokens:
-        """This rank's own tokens whose experts are on this rank."""
-        hidden, _, weights = self._columns
-        return ReceivedTokens(hidden[self._own], self._own_ids, weights[self._own])
-
-    def remote(self) -> ReceivedTokens:
-        """Wait for the other ranks' rows and return them."""
-        return self._unpack(0)
-
-    def received(self) -> ReceivedTokens:
-        """Wait for and return all rows: `remote`, then `local`."""
-        hidden, _, weights = self._columns
-        out = self._unpack(len(self._own))
-        away = len(out.hidden) - len(self._own)
-        for to, rows in ((out.hidden, hidden), (out.weights, weights)):
-            torch.index_select(rows, 0, self._own, out=to[away:])
-        out.expert_ids[away:] = self._own_ids
-        return out
-
-    def _unpack(self, more: int) -> ReceivedTokens:
-        """The rows that arrived, in tensors with space for `more` rows."""
-        self._received, (hidden, expert_ids, weights) = self._parcels.arrive(), self._columns
-        n, top_k = sum(self._received), expert_ids.shape[1]
-        self._received[self._comm.rank] = len(self._own)
-        out = ReceivedTokens(
-            hidden.new_empty((n + more, hidden.shape[1])),
-            expert_ids.new_empty((n + more, top_k), dtype=torch.int64),
-            weights.new_empty((n + more, top_k)),
-        )
-        ids = expert_ids.new_empty((n, top_k), dtype=torch.int32)
-        self._parcels.unpack([out.hidden, ids, out.weights])
-        out.expert_ids[:n] = ids
-        return out
+def _send(
+    comm: Communicator, columns: tuple[Tensor, Tensor, Tensor], targets: Tensor, tokens: Tensor, counts: Tensor
+) -> HeadedParcels | CountedParcels:
+    """Start to send the rows of `tokens` (M,), ordered by rank, to the other ranks; counts (size,): rows per rank."""
+    hidden, expert_ids, weights = columns
+    ranks = torch.arange(comm.size, device=hidden.device).repeat_interleave(counts)
+    away = ranks != comm.rank
+    tokens, ranks = tokens[away], ranks[away]
+    ids = torch.where(targets[tokens] == ranks[:, None], expert_ids[tokens], -1).to(torch.int32)
+    counts[comm.rank] = 0
+    return send_rows(comm, ((hidden, tokens), (ids, None), (weights, tokens)), counts)
 
 
 def rows_by_rank(targets: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -128,12 +99,7 @@ def combine(comm: Communicator, results: Tensor, handle: DispatchHandle) -> Tens
     Sums are in rank order, in float32 (float64 for float64), and rounded once.
     """
     away = sum(handle.received) - handle.received[comm.rank]
-    return combine_parts(comm, results[away:], results[:away], handle)
-
-
-def combine_parts(comm: Communicator, local: Tensor, remote: Tensor, handle: DispatchHandle) -> Tensor:
-    """Same as `combine`, for separate results of `Dispatch.local` and `Dispatch.remote`."""
-    remote = remote.contiguous()
+    local, remote = results[away:], results[:away].contiguous()
     send, receive = _without(handle.received, comm.rank), _without(handle.num_tokens_per_rank, comm.rank)
     back = comm.staging("combined", (sum(receive), remote.shape[1]), remote)
     comm.count("combine", send, remote.shape[1] * remote.element_size())
@@ -149,52 +115,3 @@ def combine_parts(comm: Communicator, local: Tensor, remote: Tensor, handle: Dis
 
 def _without(counts: list[int], rank: int) -> list[int]:
     return [0 if j == rank else count for j, count in enumerate(counts)]
-
-
-@dataclass(frozen=True)
-class Levels:
-    """A rank's position among nodes of equal size, whose ranks are consecutive.
-
-    inter joins the ranks at the same position in each node, in node order; intra joins the ranks of this node.
-    """
-
-    inter: Communicator
-    intra: Communicator
-
-    @property
-    def rank(self) -> int:
-        return self.inter.rank * self.intra.size + self.intra.rank
-
-    def sent_to(self) -> Counter[int]:
-        """Bytes of dispatch and combine to each rank."""
-        width = self.intra.size
-        across = {j * width + self.intra.rank: sent for j, sent in self.inter.sent_to.items()}
-        return Counter(across) + Counter({self.inter.rank * width + j: sent for j, sent in self.intra.sent_to.items()})
-
-    def sent_bytes(self) -> dict[str, int]:
-        """Bytes sent, by tier; exchanged row counts are included."""
-        return {"inter": sum(self.inter.sent.values()), "intra": sum(self.intra.sent.values())}
-
-
-TwoLevelHandle = tuple[DispatchHandle, DispatchHandle]
-
-
-def dispatch_two_level(
-    levels: Levels, hidden: Tensor, expert_ids: Tensor, weights: Tensor, targets: Tensor
-) -> tuple[ReceivedTokens, TwoLevelHandle]:
-    """Same as `dispatch`, but send a token once to each destination *node*, whose rank at the same position forwards
-    it to `targets` there, which travel with the expert ids.
-    """
-    width = levels.intra.size
-    addressed = expert_ids * width + targets % width
-    there, first = dispatch(levels.inter, hidden, addressed, weights, targets // width)
-    known = there.expert_ids >= 0
-    experts = torch.where(known, there.expert_ids // width, -1)
-    inside = torch.where(known, there.expert_ids % width, -1)
-    received, second = dispatch(levels.intra, there.hidden, experts, there.weights, inside)
-    return received, (first, second)
-
-
-def combine_two_level(levels: Levels, results: Tensor, handle: TwoLevelHandle) -> Tensor:
-    """Return results: sum over the ranks of each node, then over nodes; both rounded to the results' type."""
-    return combine(levels.inter, combine(levels.intra, results, handle[1]), handle[0])

@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from semmoe.core import Plan
+from semmoe.engines.deepspeed.paths import choose_paths
 from semmoe.engines.deepspeed.placement import place_experts
 from semmoe.engines.deepspeed.traffic import collectives
 from semmoe.engines.paths import WHOLE, only
 from semmoe.engines.transformers.config import architecture_hash
 from semmoe.engines.transformers.model import decoder_layers
-from semmoe.engines.transformers.paths import choose_paths
 from semmoe.engines.transformers.planned import PlannedModel, bind, check_layout
 from semmoe.metrics import Traffic
 from semmoe.runtime.agreement import check_agreement

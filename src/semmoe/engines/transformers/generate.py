@@ -27,7 +27,6 @@ from semmoe.engines.transformers.planned import PlannedModel
 from semmoe.metrics import Traffic, max_over_mean, sum_traffic
 from semmoe.online import schedule_batch, schedule_requests
 from semmoe.runtime.collectives import Communicator, world
-from semmoe.runtime.dispatch import Levels
 from semmoe.runtime.launch import Reporter, run_ranks
 from semmoe.settings import GenerateSettings
 from semmoe.topology import Topology
@@ -40,12 +39,11 @@ class Configuration:
     name: str
     plan: Plan
     exchange: str = "all-to-all"
-    overlap: bool = False  # compute own tokens during the dispatch of others
     # to attach another engine
     attach: "Callable[[PreTrainedModel, Configuration, Communicator], PlannedModel] | None" = None
 
     def __post_init__(self) -> None:
-        check_exchange(self.plan.topology, self.exchange, self.overlap)
+        check_exchange(self.plan.topology, self.exchange)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,8 +155,7 @@ def _run_set_up(world_comm: Communicator, job: _Job, set_up: Configuration, devi
 
 def _attach(model: PreTrainedModel, set_up: Configuration, comm: Communicator) -> PlannedModel:
     attention = attention_communicator(comm, set_up.plan.topology)
-    levels = node_levels(comm, set_up.plan.topology) if set_up.exchange == "two-level" else None
-    return ParallelModel(model, set_up.plan, comm, attention, set_up.exchange, set_up.overlap, levels)
+    return ParallelModel(model, set_up.plan, comm, attention, set_up.exchange)
 
 
 def _groups(job: _Job, plan: Plan) -> np.ndarray:
@@ -199,15 +196,6 @@ def attention_communicator(comm: Communicator, topology: Topology) -> Communicat
     members = [list(range(d * S, (d + 1) * S)) for d in range(topology.dp_size)]
     groups = [dist.new_group(ranks) for ranks in members]  # every rank must create every group
     return Communicator(groups[comm.rank // S], comm.rank % S, S)
-
-
-def node_levels(comm: Communicator, topology: Topology) -> Levels:
-    """The communicators of this rank inside its node and across nodes."""
-    nodes, width = topology.num_nodes, topology.ep_size // topology.num_nodes
-    inside = [dist.new_group([n * width + i for i in range(width)]) for n in range(nodes)]
-    across = [dist.new_group([n * width + i for n in range(nodes)]) for i in range(width)]
-    node, place = divmod(comm.rank, width)
-    return Levels(Communicator(across[place], node, nodes), Communicator(inside[node], place, width))
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,12 @@
 """Expert parallelism on a plan, attached to a model without changing its code.
 
-`exchange="all-to-all"` runs every decoder layer as described in `planned`. "two-level" is an all-to-all that sends a
-row once to each node and forwards it there. "all-reduce" is expert parallelism without all-to-all, the baseline for
-attention-TP: every rank computes its own experts for all rows, and two all-reduces sum the results. "auto" takes, in
-each pass, the quicker of all-to-all and all-reduce.
+`exchange="all-to-all"` runs every decoder layer as described in `planned`. "all-reduce" is expert parallelism without
+all-to-all, the baseline for attention-TP: every rank computes its own experts for all rows, and two all-reduces sum the
+results.
 
 A model with hyper-connections keeps its own decoder layers, which attention-DP allows: only its experts are replaced.
 """
 
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -22,23 +20,14 @@ from semmoe.engines.paths import WHOLE, only
 from semmoe.engines.transformers.attention import shard_attention
 from semmoe.engines.transformers.config import keeps_streams
 from semmoe.engines.transformers.model import decoder_layers, moe_layers
-from semmoe.engines.transformers.paths import choose_paths
 from semmoe.engines.transformers.planned import PlannedModel, bind, check_layout
 from semmoe.metrics import Traffic, layer_traffic, no_traffic
 from semmoe.runtime.agreement import check_agreement
 from semmoe.runtime.collectives import Communicator, timed
-from semmoe.runtime.dispatch import (
-    Dispatch,
-    Levels,
-    ReceivedTokens,
-    combine,
-    combine_parts,
-    combine_two_level,
-    dispatch_two_level,
-)
+from semmoe.runtime.dispatch import ReceivedTokens, combine, dispatch
 from semmoe.topology import Topology
 
-EXCHANGES = ("all-to-all", "two-level", "all-reduce", "auto")
+EXCHANGES = ("all-to-all", "all-reduce")
 
 
 class LocalExperts:
@@ -74,26 +63,16 @@ class LocalExperts:
         return out
 
 
-def check_exchange(topology: Topology, exchange: str, overlap: bool) -> None:
+def check_exchange(topology: Topology, exchange: str) -> None:
     """Raise ValueError unless ranks of this topology can exchange tokens in this way."""
     if exchange not in EXCHANGES:
         raise ValueError(f"exchange must be one of {', '.join(EXCHANGES)}, not {exchange!r}")
-    no_dp = exchange not in ("all-reduce", "auto") or topology.dp_size == 1
-    if not no_dp:
+    if exchange == "all-reduce" and topology.dp_size > 1:
         raise ValueError(f"exchange {exchange} needs attention-TP: ranks with requests of their own share no rows")
-    if exchange != "all-to-all" and overlap:
-        raise ValueError("overlap needs exchange all-to-all")
-    several = topology.num_nodes > 1 or exchange != "two-level"
-    if not several:
-        raise ValueError("exchange two-level needs a plan for several nodes (--num-nodes)")
 
 
 class ParallelModel(PlannedModel):
-    """One rank's part of a model: attach with the constructor, then run forwards.
-
-    overlap: compute own tokens while other ranks' rows are in transit, which reads weights twice and pays off on a slow
-    network. levels: this rank's communicators in and across nodes, for exchange two-level.
-    """
+    """One rank's part of a model: attach with the constructor, then run forwards."""
 
     def __init__(
         self,
@@ -102,22 +81,15 @@ class ParallelModel(PlannedModel):
         experts_comm: Communicator,
         attention_comm: Communicator,
         exchange: str = "all-to-all",
-        overlap: bool = False,
-        levels: Levels | None = None,
     ) -> None:
-        check_exchange(plan.topology, exchange, overlap)
-        topology = plan.topology
-        assert (exchange == "two-level") == (levels is not None)
-        check_agreement(experts_comm.group, plan, model.device, exchange=exchange, overlap=overlap)
+        check_exchange(plan.topology, exchange)
+        check_agreement(experts_comm.group, plan, model.device, exchange=exchange)
         super().__init__(model, plan, experts_comm, attention_comm)
-        self.levels, self._overlap = levels, overlap
-        self.choice = copy_choice(plan.placement, topology)
+        self.choice = copy_choice(plan.placement, plan.topology)
         self._traffic = self._no_traffic()
         self._attach()
         if exchange == "all-reduce":
             self.rows.choice = only(WHOLE)
-        elif exchange == "auto":
-            choose_paths(self)
 
     def _attach(self) -> None:
         blocks = moe_layers(self.model)
@@ -158,14 +130,8 @@ class ParallelModel(PlannedModel):
         ranks, home = self._ranks(index, expert_ids, self.comm.rank)
         self._traffic[index] += layer_traffic(ranks, home, self.comm.size)
         targets = torch.from_numpy(ranks.astype(np.int64)).to(expert_ids.device)
-        if self.levels is not None:
-            received, handles = dispatch_two_level(self.levels, hidden, expert_ids, weights, targets)
-            return combine_two_level(self.levels, self._compute(index, received), handles)
-        flight = Dispatch(self.comm, hidden, expert_ids, weights, targets)
-        if not self._overlap:
-            return combine(self.comm, self._compute(index, flight.received()), flight.handle)
-        local = self._compute(index, flight.local())
-        return combine_parts(self.comm, local, self._compute(index, flight.remote()), flight.handle)
+        received, handle = dispatch(self.comm, hidden, expert_ids, weights, targets)
+        return combine(self.comm, self._compute(index, received), handle)
 
     def _experts_of_real_rows(self, index: int, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor):
         """Replaces the experts' forward where the model's own layer passes padding too, which is not sent: zeros."""
@@ -201,10 +167,3 @@ class ParallelModel(PlannedModel):
     def reset_counts(self) -> None:
         super().reset_counts()
         self._traffic = self._no_traffic()
-
-    def sent_to(self) -> Counter[int]:
-        return super().sent_to() if self.levels is None else self.levels.sent_to()
-
-    def _communicators(self) -> list[Communicator]:
-        nodes = [] if self.levels is None else [self.levels.inter, self.levels.intra]
-        return [*super()._communicators(), *nodes]
