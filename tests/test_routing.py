@@ -42,6 +42,11 @@ def test_short_rows_are_alike_by_chance():
     assert identical_tokens(np.arange(100), np.tile([[[0, 1, 2]]], (100, 4, 1))) == 100
 
 
+def test_a_trace_without_tokens_has_none_of_either():
+    assert identical_tokens(np.zeros(0, np.int32), np.zeros((0, 6, 4), np.uint8)) == 0
+    assert impossible_tokens(np.zeros((0, 6, 4), np.uint8)).shape == (0,)
+
+
 def test_one_percent_of_impossible_tokens_is_the_limit():
     check_left_out("t", 10, 1000)
     with pytest.raises(ValueError, match="t: 11 of 1,000 tokens name an expert twice in a layer"):

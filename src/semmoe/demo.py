@@ -156,6 +156,7 @@ def _compare(
 
 def _payoffs(rows: list[dict[str, Any]], ep_size: int) -> list[dict[str, Any]]:
     """Where plans with the traffic that was measured here would pay; nowhere on one rank, where nothing travels."""
+    from semmoe.payoff import measured, payoffs
 
     if ep_size == 1:
         return []

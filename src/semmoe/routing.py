@@ -35,9 +35,10 @@ def identical_tokens(token_ids: np.ndarray, expert_ids: np.ndarray) -> int:
 
     token_ids: (T,); expert_ids: (T, L, K). 0 if rows are so short that they are alike by chance.
     """
-    rows = expert_ids.reshape(len(expert_ids), -1)
-    if rows.shape[1] < MIN_IDS or len(rows) == 0:
+    num_tokens, layers, top_k = expert_ids.shape
+    if layers * top_k < MIN_IDS or num_tokens == 0:
         return 0
+    rows = expert_ids.reshape(num_tokens, -1)
     _, pattern = np.unique(_hashes(rows), return_inverse=True)
     # each (pattern, token id) once, so that a pattern's count is the number of its different token ids
     pairs = np.unique(pattern.astype(np.int64) << 32 | token_ids)

@@ -7,6 +7,9 @@ failure while running or a full disk in exit code 1, Ctrl-C in 130, a closed pip
 
 import json
 import shlex
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +20,7 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from semmoe import __version__, console
+from semmoe.routing import RoutingWarning
 
 OFFLINE, SERVING, TOOLS = "Offline", "Serving", "Tools"  # panels of `semmoe --help`
 _UsageError: Any = typer.BadParameter.__base__  # typer contains click under a name of its own
@@ -27,7 +31,8 @@ class _Group(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with _shown_warnings():
+                return super().invoke(ctx)
         except (typer.Exit, typer.Abort):
             raise
         except _UsageError as error:
@@ -53,6 +58,23 @@ class _Group(TyperGroup):
             resumes = ctx.invoked_subcommand == "profile"
             kept = "the same command resumes after what it has recorded" if resumes else "nothing was left half-written"
             _fail(f"stopped; {kept}", 130)
+
+
+@contextmanager
+def _shown_warnings() -> Iterator[None]:
+    """Print the library's warnings of a trace in one line on stderr; other warnings stay Python's."""
+    shown = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+        if issubclass(category, RoutingWarning):
+            console.err.print(f"[yellow]warning:[/] {escape(str(message))}", soft_wrap=True, highlight=False)
+        else:
+            shown(message, category, *place, **more)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", RoutingWarning)
+        warnings.showwarning = show
+        yield
 
 
 def _extra(module: str | None, command: str | None) -> str | None:
