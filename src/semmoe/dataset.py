@@ -112,6 +112,8 @@ def _json_prompts(content: str, path: Path, left_out: LeftOut) -> Iterator[Promp
     for where, row in _records(content, path):
         left_out.conversations += is_conversation(row)
         try:
+            if isinstance(row, UnusableError):
+                raise row
             prompts = prompts_of(row)
         except UnusableError as error:
             left_out.records += 1
