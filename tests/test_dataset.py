@@ -140,10 +140,18 @@ def test_a_decompression_bomb_is_not_unpacked_whole(tmp_path):
 def test_an_array_gzip_and_lines_read_alike(tmp_path):
     rows = [CHAT, SHAREGPT]
     lines = write(tmp_path / "d.jsonl", rows)
-    (tmp_path / "d.json").write_text(json.dumps(rows, indent=2))
+    (tmp_path / "d.json").write_text("\n" + json.dumps(rows, indent=2) + "\n")
     (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(lines.read_bytes()))
     expected = load_dataset(lines)
     assert load_dataset(tmp_path / "d.json") == load_dataset(tmp_path / "d.jsonl.gz") == expected
+
+
+def test_an_empty_column_beside_the_prompt_is_no_matter(tmp_path):
+    rows = [
+        {"messages": None, "prompt": "", "text": "Once"},
+        {"messages": None, "conversations": SHAREGPT["conversations"]},
+    ]
+    assert load_dataset(write(tmp_path / "d.jsonl", rows)) == [Prompt(text="Once"), *prompts_of(SHAREGPT)]
 
 
 def test_blank_lines_and_a_limit(tmp_path):
@@ -204,7 +212,7 @@ BAD = [
     ('{"prompt": [1, "2"]}', "neither text nor token ids"),
     ('{"prompt": [true]}', "neither text nor token ids"),
     ('{"prompt": ["a", ""]}', "an empty prompt"),
-    ('{"prompt": 7}', "neither text nor token ids: `prompt`"),
+    ('{"prompt": 7}', "neither text nor token ids"),
     ('{"answer": "a"}', r"no messages, conversations or prompt: only \['answer'\]"),
     ('{"messages": []}', "an empty conversation"),
     ('{"messages": "hello"}', "an empty conversation"),
@@ -221,7 +229,7 @@ BAD = [
     (json.dumps({**CHAT, "tools": "no list"}), "tools are not a list of JSON objects"),
     (json.dumps({**CHAT, "tools": [{"type": "web_search"}]}), "a tool is not a function: its type is 'web_search'"),
     (json.dumps({**CHAT, "functions": [{"name": "f"}]}), "`functions`"),
-    (json.dumps({**CHAT, "chat_template_kwargs": {"chat_template": "x"}}), "a chat template of its own"),
+    (json.dumps({**CHAT, "chat_template_kwargs": {"chat_template": "x"}}), "a request with another chat template"),
     ("[" * 100_000, "not valid JSON"),
 ]
 
@@ -442,7 +450,7 @@ def test_token_ids_outside_the_vocabulary_and_lone_surrogates_are_left_out(token
     prompts = [Prompt(token_ids=(0, 9)), Prompt(token_ids=(4, 10)), Prompt(token_ids=(-1,)), Prompt(text="a\ud800")]
     left_out = LeftOut(Path("d.jsonl"))
     assert list(encode_usable(prompts, tokenizer, {"vocab_size": 10}, left_out)) == [[0, 9]]
-    assert left_out.reasons == {"token ids out of range": 2, "a lone surrogate, which is no character": 1}
+    assert left_out.reasons == {"token ids out of range": 2, "a lone surrogate, which is not a character": 1}
 
 
 @pytest.mark.parametrize(
