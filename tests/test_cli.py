@@ -458,12 +458,50 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, words, work, tmp_path,
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [("", ["holds no prompt"]), ("{oops\n", ["line 1"]), ('{"prompt": "a"}\n{"b": 1}\n', ["line 2", "'b'"])],
+    [
+        ("", ["holds no prompt"]),
+        ("{oops\n", ["holds no usable prompt", "1 of 1 records", "line 1: not valid JSON"]),
+        ('{"prompt": "a"}\n' * 8 + '{"b": 1}\n' * 2, ["2 of 10 records", "more than a tenth", "line 9", "'b'"]),
+        ('{"url": "/v1/embeddings", "body": {"input": "a"}}\n', ["holds no usable prompt", "/v1/embeddings"]),
+    ],
 )
 def test_bad_datasets_are_named(content, words, tmp_path):
     (tmp_path / "d.jsonl").write_text(content)
     refused(run("profile", MODEL, "--dataset", tmp_path / "d.jsonl", "--out", tmp_path / "t"), *words)
     assert not (tmp_path / "t").exists()
+
+
+def picky_model(folder):
+    """A copy of the shipped model whose chat template takes no system turns."""
+    shutil.copytree(MODEL, folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system turns') }}{% endif %}"
+        "{{ m.content }}{% endfor %}"
+    )
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("command", ["profile", pytest.param("generate", marks=pytest.mark.slow)])
+def test_bad_records_are_left_out_counted_and_told(command, tmp_path):
+    model, data = picky_model(tmp_path / "model"), tmp_path / "d.jsonl"
+    user, system = {"role": "user", "content": "def f():"}, {"role": "system", "content": "Be brief."}
+    talks = [[user], [system, user], [], [user]]
+    data.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    most = ["--out", tmp_path / "t"] if command == "profile" else ["--ep-size", 1]
+    words = [command, model, "--dataset", data, "--max-new-tokens", 1, *most, "--json"]
+    result = run(*words)
+    assert result.exit_code == 0, result.output
+    counts = {"the model's chat template refuses it": 1, "an empty conversation": 1}
+    told = json.loads(result.stdout)
+    assert (told["records"], told["left_out"]) == (4, counts)
+    line = next(line for line in result.stderr.splitlines() if "left out" in line)
+    assert f"{data}: 2 of 4 conversations left out: the model's chat template refuses it (1), an empty" in line
+    assert "first: line 2: the model's chat template refuses it: no system turns" in line
+    refused(run(*words, "--strict"), "line 2: the model's chat template refuses it: no system turns")
+    if command == "profile":  # the prompts that are left decide whether a trace is resumed
+        assert "resuming: 2 of 2" in run(*words).stderr
 
 
 def test_a_token_id_out_of_range_is_named(tmp_path):

@@ -1,4 +1,4 @@
-"""Prompts from a user's file: JSON lines, a JSON array or object, or text. What a record may hold is in `prompts`."""
+"""Prompts from a user's file: JSON lines, a JSON array or object, or text. `prompts` reads the records."""
 
 import hashlib
 import json
@@ -50,7 +50,7 @@ class LeftOut:
             raise ValueError(f"{self.path}: {self}; more than a tenth: correct the file or remove these records")
 
     def counts(self) -> dict[str, int | dict[str, int]]:
-        """What a command prints with `--json`."""
+        """Return the counts as a command prints them with `--json`."""
         return {"records": self.records, "left_out": dict(self.reasons)}
 
     def __str__(self) -> str:
@@ -105,13 +105,15 @@ def _suffix(path: Path) -> str:
 def _pieces(content: str) -> list[Prompt]:
     """Prompts from running text, which is cut at line ends."""
     pieces = chunks(content + "\n", TEXT_CHUNK) or [content]
-    return [Prompt(text=piece) for piece in pieces if piece.strip()]
+    return [Prompt(text=piece, where=f"piece {i + 1}") for i, piece in enumerate(pieces) if piece.strip()]
 
 
 def _json_prompts(content: str, path: Path, left_out: LeftOut) -> Iterator[Prompt]:
     for where, row in _records(content, path):
         left_out.conversations += is_conversation(row)
         try:
+            if isinstance(row, UnusableError):
+                raise row
             prompts = prompts_of(row)
         except UnusableError as error:
             left_out.records += 1
@@ -122,26 +124,27 @@ def _json_prompts(content: str, path: Path, left_out: LeftOut) -> Iterator[Promp
 
 
 def _records(content: str, path: Path) -> Iterator[tuple[str, Any]]:
-    """(place, value) of each record: an entry of an array that is the whole file, or a value that ends with its line.
+    """Yield (place, value) of each record: an entry of the file's only array, or a value that ends with its line.
 
     A line that is not JSON comes as an `UnusableError`. Raises ValueError if a `.json` file begins an array that is
     not JSON.
     """
     end, line = 0, 1
     while (start := _after_space(content, end)) < len(content):
+        first = end == 0
         line += content.count("\n", end, start)
         value, end = _value(content, start)
-        if line == 1 and content[start] == "[" and isinstance(value, UnusableError) and _suffix(path) == ".json":
-            raise ValueError(f"{path} is {value}")
-        if line == 1 and isinstance(value, list) and _after_space(content, end) == len(content):
+        if first and isinstance(value, list) and _after_space(content, end) == len(content):
             yield from ((f"entry {i + 1}", row) for i, row in enumerate(value))
             return
+        if first and content[start] == "[" and isinstance(value, UnusableError) and _suffix(path) == ".json":
+            raise ValueError(f"{path} is {value}")
         yield f"line {line}", value
         line += content.count("\n", start, end)
 
 
 def _value(content: str, start: int) -> tuple[Any, int]:
-    """The JSON value at a position and its end; an `UnusableError` and the end of the line if there is none."""
+    """Return the JSON value at a position and its end, or an `UnusableError` and the end of the line."""
     try:
         value, end = json.JSONDecoder().raw_decode(content, start)
     except (ValueError, RecursionError) as error:
@@ -173,39 +176,39 @@ def encode_usable(
 
     config: the model's `config.json`.
     """
-    vocab_size, most = config.get("vocab_size"), config.get("max_position_embeddings")
     for prompt in prompts:
         try:
             ids = _encode_one(prompt, tokenizer)
-            if not ids:
-                raise UnusableError("an empty prompt")
-            if isinstance(most, int) and len(ids) > most:
-                raise UnusableError("longer than the model takes", f"{len(ids)} tokens of at most {most}")
-            if isinstance(vocab_size, int) and not 0 <= min(ids) <= max(ids) < vocab_size:
-                raise UnusableError(
-                    "token ids out of range", f"{min(ids)} to {max(ids)} in a vocabulary of {vocab_size}"
-                )
+            _check_ids(ids, config.get("vocab_size"), config.get("max_position_embeddings"))
         except UnusableError as error:
             left_out.add(prompt.where, error)
         else:
             yield ids
 
 
+def _check_ids(ids: list[int], vocab_size: Any, most: Any) -> None:
+    if not ids:
+        raise UnusableError("an empty prompt")
+    if isinstance(most, int) and len(ids) > most:
+        raise UnusableError("longer than the model takes", f"{len(ids)} tokens of at most {most}")
+    if isinstance(vocab_size, int) and not 0 <= min(ids) <= max(ids) < vocab_size:
+        raise UnusableError("token ids out of range", f"{min(ids)} to {max(ids)} in a vocabulary of {vocab_size}")
+
+
 def _encode_one(prompt: Prompt, tokenizer: Any) -> list[int]:
     if prompt.token_ids:
         return list(prompt.token_ids)
     templated = bool(prompt.messages and getattr(tokenizer, "chat_template", None))
-    text = prompt.text or "\n".join(message["content"] for message in prompt.messages)
-    if templated:
-        text = _rendered(prompt, tokenizer)
+    plain = prompt.text or "\n".join(message["content"] for message in prompt.messages)
+    text = _rendered(prompt, tokenizer) if templated else plain
     if not text.isascii() and SURROGATE.search(text):
-        raise UnusableError("a lone surrogate, which is no character")
+        raise UnusableError("a lone surrogate, which is not a character")
     return tokenizer(text, add_special_tokens=False)["input_ids"] if templated else tokenizer(text)["input_ids"]
 
 
 def _rendered(prompt: Prompt, tokenizer: Any) -> str:
-    """The text that the chat template makes of a conversation. Raises UnusableError with the template's own words."""
-    known = "developer" in str(tokenizer.chat_template)  # else that role is the system's, as in vLLM
+    """Render a conversation. Raises UnusableError with the chat template's own words."""
+    known = "developer" in str(tokenizer.chat_template)  # otherwise vLLM gives it the system's role
     messages = [m if known or m["role"] != "developer" else {**m, "role": "system"} for m in prompt.messages]
     variables = {"tools": list(prompt.tools)} if prompt.tools else {}
     variables |= prompt.variables
@@ -213,7 +216,7 @@ def _rendered(prompt: Prompt, tokenizer: Any) -> str:
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **variables)
     except ImportError:  # jinja2 is missing
         raise
-    except Exception as error:  # the template is a stranger's: it raises whatever it likes
+    except Exception as error:  # an untrusted template may raise anything
         raise UnusableError("the model's chat template refuses it", str(error) or type(error).__name__) from None
 
 

@@ -1,12 +1,13 @@
 """Prompts from one record of a dataset: a conversation, a request to a server, a text or token ids."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-ASSISTANTS = ("gpt", "chatgpt", "bing", "bard", "model", "bot")
-ROLES = {"human": "user", "observation": "tool"} | dict.fromkeys(ASSISTANTS, "assistant")
+ASSISTANTS = ("assistant", "gpt", "chatgpt", "bing", "bard", "model", "bot", "function_call")
+ROLES = {"human": "user", "user": "user", "system": "system", "observation": "tool"}
+ROLES |= dict.fromkeys(ASSISTANTS, "assistant")
 TALKS = ("messages", "conversation", "conversations")
 PROMPT_KEYS = ("prompt", "text", "question")
 TEXT_PARTS = ("text", "input_text", "output_text")  # the types of message parts that hold text
@@ -39,25 +40,28 @@ def prompts_of(row: Any) -> list[Prompt]:
     if not isinstance(row, dict):
         raise UnusableError("not a JSON object")
     body = row.get("body") or (row.get("params") if "custom_id" in row else None)  # OpenAI's and Anthropic's batches
-    if not isinstance(body, dict):
-        if is_conversation(row):
-            return [_chat(_turns_of(row), row, begun_by_user=True)]
-        return list(_texts(row, PROMPT_KEYS))
-    endpoint = _endpoint(row.get("url"))
+    if isinstance(body, dict):
+        return _requested(body, _endpoint(row.get("url")))
+    if is_conversation(row):
+        return [_chat(_turns_of(row), row, begun_by_user=True)]
+    return _texts(row, PROMPT_KEYS)
+
+
+def _requested(body: dict[str, Any], endpoint: str) -> list[Prompt]:
+    given = body.get("input")
     if is_conversation(body):
         return [_chat(_turns_of(body), body)]
-    given = body.get("input")
     if endpoint == "responses" or (isinstance(given, list) and given and isinstance(given[0], dict)):
-        return [_chat(_items(given), body)]
-    return list(_texts(body, (*PROMPT_KEYS, "input")))
+        return [_chat(_items(given), {**body, "system": body.get("instructions")})]
+    return _texts(body, (*PROMPT_KEYS, "input"))
 
 
 def is_conversation(row: Any) -> bool:
-    return isinstance(row, dict) and any(key in row for key in TALKS)
+    return isinstance(row, dict) and any(row.get(key) is not None for key in TALKS)
 
 
 def _turns_of(row: dict[str, Any]) -> Any:
-    return next(row[key] for key in TALKS if key in row)
+    return next(row[key] for key in TALKS if row.get(key) is not None)
 
 
 def _endpoint(url: object) -> str:
@@ -69,34 +73,35 @@ def _endpoint(url: object) -> str:
     return name
 
 
-def _texts(row: dict[str, Any], keys: Sequence[str]) -> Iterable[Prompt]:
-    key = next((key for key in keys if row.get(key) is not None), None)
-    if key is None:
+def _texts(row: dict[str, Any], keys: Sequence[str]) -> list[Prompt]:
+    value = next((row[key] for key in keys if row.get(key)), None)
+    if value is None:
+        if any(key in row for key in keys):
+            raise UnusableError("an empty prompt")
         raise UnusableError("no messages, conversations or prompt", f"only {sorted(row)[:20]}")
-    value = row[key]
-    several = isinstance(value, list) and value and not _is_int(value[0])
-    return [_plain(one, key) for one in (value if several else [value])]
+    several = isinstance(value, list) and not _is_int(value[0])
+    return [_plain(one) for one in (value if several else [value])]
 
 
-def _plain(value: Any, key: str) -> Prompt:
+def _plain(value: Any) -> Prompt:
     if value == [] or (isinstance(value, str) and not value.strip()):
         raise UnusableError("an empty prompt")
     if isinstance(value, str):
         return Prompt(text=value)
     if isinstance(value, list) and all(map(_is_int, value)):
         return Prompt(token_ids=tuple(value))
-    raise UnusableError("a prompt is neither text nor token ids", f"`{key}`")
+    raise UnusableError("a prompt is neither text nor token ids")
 
 
 def _chat(turns: Any, row: dict[str, Any], begun_by_user: bool = False) -> Prompt:
-    """A conversation without the answers at its end, the same as it is sent to a server.
+    """Return a conversation without the answers at its end, which a server has not seen.
 
-    begun_by_user: refuse what begins with an answer, the continuation of a conversation that was cut. Answers alone
-    are kept: they are text to continue.
+    begun_by_user: refuse an answer before the first user turn, which is the rest of a conversation that was cut.
+    Answers alone are kept: they are text to continue.
     """
     if not isinstance(turns, list) or not turns:
         raise UnusableError("an empty conversation")
-    system = [{"role": "system", "content": row[key]} for key in ("system", "instructions") if row.get(key)]
+    system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
     messages = [_message(turn) for turn in system + turns]
     while len(messages) > 1 and messages[-1]["role"] == "assistant":
         messages.pop()
@@ -109,7 +114,7 @@ def _chat(turns: Any, row: dict[str, Any], begun_by_user: bool = False) -> Promp
 
 
 def _items(given: Any) -> Any:
-    """The turns in the input of a request to /v1/responses."""
+    """Return the turns of the input of a request to /v1/responses."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     for item in given if isinstance(given, list) else ():
@@ -119,7 +124,7 @@ def _items(given: Any) -> Any:
 
 
 def _message(turn: Any) -> dict[str, Any]:
-    """A turn as vLLM and SGLang give it to a chat template."""
+    """Return a turn as vLLM and SGLang give it to a chat template."""
     if not isinstance(turn, dict):
         raise UnusableError("a turn is not a JSON object")
     role, calls = turn.get("role") or turn.get("from"), turn.get("tool_calls")
@@ -151,7 +156,7 @@ def _text(content: Any) -> str:
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:
-    """A tool call with its arguments as an object; vLLM replaces those that are none by an empty one."""
+    """Return a tool call with its arguments as an object. vLLM replaces any other arguments by an empty object."""
     function = call.get("function")
     if not isinstance(function, dict):
         raise UnusableError("a tool call without a function")
@@ -189,7 +194,7 @@ def _variables(row: dict[str, Any]) -> dict[str, Any]:
     """The variables that a request adds for the chat template."""
     given = row.get("chat_template_kwargs") or {}
     if not isinstance(given, dict) or row.get("chat_template") or "chat_template" in given:
-        raise UnusableError("a chat template of its own, or variables that are not an object")
+        raise UnusableError("a request with another chat template, or with variables that are not a JSON object")
     effort = row.get("reasoning_effort")
     return {**({"reasoning_effort": effort} if isinstance(effort, str) else {}), **given}
 
@@ -201,7 +206,7 @@ def _objects(value: Any, name: str) -> list[dict[str, Any]]:
 
 
 def _kind(value: Any) -> str:
-    """The `type` of an object; of anything else, or where it is no text, "unknown"."""
+    """Return the `type` of an object, or "unknown" where that is not text."""
     kind = value.get("type") if isinstance(value, dict) else None
     return kind if isinstance(kind, str) else "unknown"
 
@@ -219,5 +224,5 @@ def _is_int(value: object) -> bool:
 
 
 def _one_line(text: str) -> str:
-    """Text of a stranger for a message: printable, on one line, and short."""
+    """Return untrusted text for a message: printable, on one line, and short."""
     return " ".join("".join(c if c.isprintable() else " " for c in text[:MAX_WORDS]).split())

@@ -3,7 +3,7 @@
 import importlib
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -36,7 +36,6 @@ from semmoe.settings import DemoSettings, ExchangeSettings, GenerateSettings, Pr
 if TYPE_CHECKING:
     from semmoe.dataset import LeftOut
     from semmoe.engines.transformers.generate import Configuration
-    from semmoe.prompts import Prompt
 
 
 @app.command(rich_help_panel=OFFLINE, context_settings={"allow_extra_args": True, "ignore_unknown_options": False})
@@ -111,17 +110,21 @@ def _record(
 
 
 def _prompts(model: str, dataset: Path | None, asked: PromptSettings) -> tuple[list[list[int]], Any, dict[str, Any]]:
-    """Token ids of the prompts, the tokenizer, and counts of what is cut or left out, which are also printed."""
+    """Return the prompts' token ids, the tokenizer, and counts of what is cut or left out, which are also printed."""
     from semmoe.checkpoint.directory import read_config
-    from semmoe.dataset import LeftOut, encode_usable, is_running_text
+    from semmoe.dataset import LeftOut, encode_usable, is_running_text, read_prompts
     from semmoe.engines.transformers.tokenizer import load_tokenizer
+    from semmoe.prompts import Prompt
+    from semmoe.texts import held_out_prompts
 
     tokenizer, most = load_tokenizer(model), asked.max_prompt_tokens
-    left_out = LeftOut(dataset or Path("held-out texts"), asked.strict)
-    usable = encode_usable(_read_prompts(dataset, left_out), tokenizer, read_config(Path(model)), left_out)
+    texts = [] if dataset else held_out_prompts(per_domain=40)
+    left_out = LeftOut(dataset or Path("held-out texts"), asked.strict, records=len(texts))
+    prompts = read_prompts(dataset, left_out) if dataset else (Prompt(text=text) for _, _, text in texts)
+    usable = encode_usable(prompts, tokenizer, read_config(Path(model)), left_out)
     encoded = [ids[: most + 1] for ids in islice(usable, asked.limit or None)]
     left_out.check()
-    _tell_left_out(left_out)
+    _warn_of(left_out)
     if dataset is not None and is_running_text(dataset):
         text = f"{dataset} is read as running text: prompts used: {len(encoded)}; for one prompt per line give jsonl"
         console.err.print(text, markup=False, soft_wrap=True)
@@ -132,21 +135,7 @@ def _prompts(model: str, dataset: Path | None, asked: PromptSettings) -> tuple[l
     return [ids[:most] for ids in encoded], tokenizer, {"cut_prompts": cut, **left_out.counts()}
 
 
-def _read_prompts(dataset: Path | None, left_out: "LeftOut") -> Iterator["Prompt"]:
-    """The prompts of the dataset, or held-out texts without one."""
-    from semmoe.dataset import read_prompts
-    from semmoe.prompts import Prompt
-    from semmoe.texts import held_out_prompts
-
-    if dataset is not None:
-        yield from read_prompts(dataset, left_out)
-        return
-    for _, _, text in held_out_prompts(per_domain=40):
-        left_out.records += 1
-        yield Prompt(text=text)
-
-
-def _tell_left_out(left_out: "LeftOut") -> None:
+def _warn_of(left_out: "LeftOut") -> None:
     if left_out.reasons:
         words = console.plain(f"{left_out.path}: {left_out}")
         console.err.print(f"[yellow]warning:[/] {words}", soft_wrap=True, highlight=False)
@@ -322,7 +311,7 @@ def demo(
     try:
         with console.bars() as bars:
             result = run_demo(asked, work, bars, dataset, left_out)
-        _tell_left_out(left_out)
+        _warn_of(left_out)
         rows = result["set_ups"]
         if not as_json:
             title = f"{result['prompts']} {'given' if dataset else 'held-out'} prompts, {asked.ep_size} processes"
