@@ -3,7 +3,8 @@
 import importlib
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -72,13 +73,14 @@ def profile(
     stated = {"decode": asked.max_new_tokens, "max_prompt_tokens": asked.max_prompt_tokens}
     check_token_ids(prompts, identity.vocab_size)
     header = TraceHeader(fingerprint=identity, dataset_hash=digest(prompts), settings=stated)
+    record = _recorder(engine, model, identity.top_k, ctx.args)  # refuses a model before anything is written
     with TraceWriter(out, header, hashed=read_hashed(model, identity)) as writer, console.bars() as bars:
         if writer.num_requests:
             console.err.print(f"resuming: {writer.num_requests} of {len(prompts)} requests are recorded")
         advance = bars.task("profiling", len(prompts))
         advance(writer.num_requests)
         how = {"max_new_tokens": asked.max_new_tokens, "batch_size": asked.batch_size, "progress": advance}
-        _record(engine, model, prompts, writer, ctx.args, identity.top_k, how)
+        record(prompts, writer, **how)
         requests = writer.num_requests
     if as_json:
         console.print_json({"trace": str(out), "requests": requests, **counts})
@@ -95,18 +97,15 @@ def _check_engine(engine: Engine, options: list[str]) -> None:
     check_installed(engine.value)
 
 
-def _record(
-    engine: Engine, model: str, prompts: list[list[int]], writer: Any, options: list[str], top_k: int, how: Any
-) -> None:
-    """Record the trace with the embedded engine, or with another engine's offline mode and its `options`."""
+def _recorder(engine: Engine, model: str, top_k: int, options: list[str]) -> Callable[..., None]:
+    """The function that records prompts with the embedded engine, or with another engine's offline mode."""
     if engine is Engine.transformers:
         from semmoe.engines.transformers.model import load_model
         from semmoe.engines.transformers.recorder import record_prompts
 
-        record_prompts(load_model(model), prompts, writer, **how)
-        return
+        return partial(record_prompts, load_model(model))
     profiling = importlib.import_module(f"semmoe.engines.{engine.value}.profile")
-    profiling.profile(model, prompts, writer, top_k=top_k, options=options, **how)
+    return partial(profiling.profile, model, top_k=top_k, options=options)
 
 
 def _prompts(model: str, dataset: Path | None, asked: PromptSettings) -> tuple[list[list[int]], Any, dict[str, Any]]:
