@@ -11,12 +11,10 @@ import numpy as np
 
 from semmoe.core import DECODE, RoutingTrace
 from semmoe.files import array_shape, atomic_directory, load_array
-from semmoe.hashed import NO_HASHED
 from semmoe.splitter import draw_requests
 from semmoe.trace import (
     TraceHeader,
     TraceWriter,
-    hashed_tables,
     join_shards,
     open_trace,
     read_header,
@@ -60,11 +58,11 @@ def merge(traces: Sequence[Path], out: Path, progress: Progress = lambda tokens:
     """
     if out.exists():
         raise ValueError(f"{out} exists: choose another --out")
-    header, hashed = agreed_header({path: read_header(path) for path in traces}), hashed_tables(traces[0])
+    header = agreed_header({path: read_header(path) for path in traces})
     tokens = 0
     with (
         atomic_directory(out, private=True) as staged,
-        TraceWriter(staged, header, private=True, hashed=hashed) as writer,
+        TraceWriter(staged, header, private=True) as writer,
     ):
         for _, _, trace, r in heapq.merge(*(_by_age(path, i, in_turn) for i, path in enumerate(traces))):
             writer.append_one(trace, r)
@@ -175,12 +173,11 @@ def sample(path: Path, tokens: int, seed: int, progress: Progress = lambda token
     of_shard = np.repeat(np.arange(len(shards)), [len(one) for one in lengths])
     chosen = np.zeros(len(of_shard), bool)
     chosen[draw_requests(np.concatenate(lengths), tokens, seed)] = True
-    parts, hashed = [], NO_HASHED
+    parts = []
     for i, trace in enumerate(read_shards(path)):
         parts.append(_arrays(trace.select(np.flatnonzero(chosen[of_shard == i]))))
-        hashed = trace.hashed
         progress(trace.num_tokens)
-    return join_shards(path, header.fingerprint, parts, hashed)
+    return join_shards(path, header.fingerprint, parts)
 
 
 def open_bounded(path: Path, seed: int) -> tuple[RoutingTrace, int]:

@@ -82,7 +82,6 @@ def _plan(found: Any, model: Path, fingerprint: Fingerprint, given: GivenTopolog
 
 def _trace(found: Any, file: Path, model: Path, fingerprint: Fingerprint, out: Path):
     from semmoe.checkpoint.engine_maps import PASSES, prompts_of_passes, requests_of_answers
-    from semmoe.checkpoint.hashed import read_hashed
     from semmoe.files import atomic_directory
     from semmoe.trace import TraceHeader, TraceWriter
 
@@ -90,7 +89,7 @@ def _trace(found: Any, file: Path, model: Path, fingerprint: Fingerprint, out: P
     header = TraceHeader(fingerprint=fingerprint, dataset_hash=f"imported:{file.name}", settings={"from": found.kind})
     tokens = 0
     with atomic_directory(out, private=True) as staged:
-        with TraceWriter(staged, header, private=True, hashed=read_hashed(str(model), fingerprint)) as writer:
+        with TraceWriter(staged, header, private=True) as writer:
             for request in requests if requests is not None else requests_of_answers(file, model, fingerprint):
                 writer.append(**vars(request))
                 tokens += len(request.token_ids)
