@@ -15,7 +15,16 @@ from synthetic import make_fingerprint, make_trace, random_trace, with_prefill
 
 from semmoe import files
 from semmoe.core import DECODE, PREFILL
-from semmoe.trace import TraceHeader, TraceWriter, describe, open_trace, read_header, save_trace, shard_paths
+from semmoe.trace import (
+    TraceHeader,
+    TraceWriter,
+    describe,
+    open_trace,
+    read_header,
+    read_shards,
+    save_trace,
+    shard_paths,
+)
 
 HEADER = TraceHeader(fingerprint=make_fingerprint(), dataset_hash="d", settings={"max_new_tokens": 4})
 
@@ -204,6 +213,16 @@ def test_look_ahead_ids_are_refused_and_a_trace_that_states_none_is_read(tmp_pat
     np.savez(tmp_path / "plain.npz", **plain(lookahead_ids=np.zeros((3, 0, 2), np.uint8)))
     with pytest.raises(ValueError, match=refusal):
         open_trace(tmp_path / "plain.npz")
+
+
+def test_a_trace_with_tables_of_hash_routed_layers_is_refused(tmp_path):
+    path = tmp_path / "t"
+    save_trace(random_trace(0), path)
+    tables = {"layers": np.zeros(1, np.int32), "expert_ids": np.zeros((1, 20, 2), np.uint8)}
+    files.save_arrays(path / "hashed.safetensors", tables)
+    for read in (open_trace, lambda path: list(read_shards(path)), lambda path: TraceWriter(path, HEADER)):
+        with pytest.raises(ValueError, match=r"hashed\.safetensors is no longer read: make the trace again"):
+            read(path)
 
 
 def test_an_unfilled_or_missing_trace_says_so(tmp_path):

@@ -59,7 +59,6 @@ def profile(
 
     Example: `semmoe profile MODEL --dataset chats.jsonl.gz --limit 500 --max-new-tokens 64 --out trace`
     """
-    from semmoe.checkpoint.hashed import read_hashed
     from semmoe.dataset import check_token_ids, digest
     from semmoe.engines.transformers.config import fingerprint_of
     from semmoe.files import check_output
@@ -74,7 +73,7 @@ def profile(
     check_token_ids(prompts, identity.vocab_size)
     header = TraceHeader(fingerprint=identity, dataset_hash=digest(prompts), settings=stated)
     record = _recorder(engine, model, identity.top_k, ctx.args)  # refuses a model before anything is written
-    with TraceWriter(out, header, hashed=read_hashed(model, identity)) as writer, console.bars() as bars:
+    with TraceWriter(out, header) as writer, console.bars() as bars:
         if writer.num_requests:
             console.err.print(f"resuming: {writer.num_requests} of {len(prompts)} requests are recorded")
         advance = bars.task("profiling", len(prompts))
