@@ -78,8 +78,7 @@ def check_exchange(topology: Topology, exchange: str, overlap: bool) -> None:
     """Raise ValueError unless ranks of this topology can exchange tokens in this way."""
     if exchange not in EXCHANGES:
         raise ValueError(f"exchange must be one of {', '.join(EXCHANGES)}, not {exchange!r}")
-    no_dp = exchange not in ("all-reduce", "auto") or topology.dp_size == 1
-    if not no_dp:
+    if exchange in ("all-reduce", "auto") and topology.dp_size != 1:
         raise ValueError(f"exchange {exchange} needs attention-TP: ranks with requests of their own share no rows")
     if exchange != "all-to-all" and overlap:
         raise ValueError("overlap needs exchange all-to-all")
