@@ -140,7 +140,8 @@ class Placement:
         check_range("expert id", self.physical_to_logical_map, self.num_experts, "experts")
         missing = np.argwhere(self.logical_replica_count == 0)
         if len(missing) != 0:
-            raise ValueError(f"expert {missing[:1, 1]} of layer {missing[:1, 0]} is on no rank" if layers else "")
+            layer, expert = missing[0]
+            raise ValueError(f"expert {expert} of layer {layer} is on no rank")
         if self.static_dispatch is not None:
             shape = (layers, self.ep_size, self.num_experts)
             if self.static_dispatch.shape != shape:
