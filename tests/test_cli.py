@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from synthetic import random_trace
+from synthetic import make_trace, random_trace
 from typer.testing import CliRunner
 
 from semmoe.calibration import load_links
@@ -357,7 +357,7 @@ def test_replay_of_one_method_lists_that_one(tmp_path):
 
 @pytest.mark.parametrize("command", [["affinity"], ["solve", "--ep-size", "2"], ["replay", "--ep-size", "2"]])
 def test_a_trace_without_routed_tokens_is_refused(tmp_path, command):
-    save_trace(random_trace(0).select(np.zeros(0, int)), tmp_path / "trace")
+    save_trace(make_trace([[], []], np.zeros((0, 2, 2)), prompts=[[1], [2]]), tmp_path / "trace")
     words = [command[0], str(tmp_path / "trace"), *command[1:], "--out", str(tmp_path / "out")]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 2, result.output
