@@ -223,7 +223,7 @@ def test_a_link_a_device_and_a_name_that_is_no_text_are_refused_before_the_work(
     Path(f"link{ending}").symlink_to("file.json" if command in FILES else "empty")
     os.mkfifo(f"pipe{ending}")
     for name in (f"dangling{ending}", f"link{ending}"):
-        assert "is a link: name what it points to" in refused(command, name)
+        assert "is a link: name its target" in refused(command, name)
     assert "neither a file nor a directory" in refused(command, f"pipe{ending}")
     name = os.fsdecode(b"\xff") + ending
     result = CliRunner().invoke(lab if command == "reproduce" else app, [*WORK[command][0], "--out", name])

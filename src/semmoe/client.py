@@ -32,7 +32,7 @@ class Client:
     certificates: Path | None = None
 
     def read(self, url: str, seconds: float, data: bytes | None = None) -> bytes:
-        """The answer to a GET, or to a POST of JSON. Raises OSError, or HTTPException for what is no HTTP."""
+        """The answer to a GET, or to a POST of JSON. Raises OSError or HTTPException."""
         context = ssl.create_default_context(cafile=self.certificates)
         request = Request(url, data, {"Content-Type": "application/json", **self.headers})
         with build_opener(_NoRedirects(), HTTPSHandler(context=context)).open(request, timeout=seconds) as answer:
@@ -60,7 +60,7 @@ PLAIN = Client()
 
 
 def make_client(headers: Sequence[str], certificates: Path | None, urls: Sequence[str], key: str = "") -> Client:
-    """The client of these options. Raises ValueError for what no request can carry, without the value of a header.
+    """Make a client. Raises ValueError, without the value of a header, if no request can carry a header.
 
     headers: "NAME:VALUE"; urls: the servers' addresses; key: an API key, unless a header says Authorization.
     """
@@ -90,7 +90,7 @@ def _check_certificates(path: Path) -> None:
 
 
 def split_address(url: str) -> SplitResult:
-    """A server's address in parts. Raises ValueError for what is none."""
+    """Split a server's address into parts. Raises ValueError if it is not an HTTP address."""
     parts = urlsplit(url if "//" in url else f"http://{url}")
     if parts.username is not None:
         raise ValueError("an address holds no user or password: give --header")

@@ -64,7 +64,7 @@ def _check_name(path: Path) -> None:
     except UnicodeEncodeError:
         raise ValueError(f"{os.fsencode(path).decode(errors='replace')} is not UTF-8: choose another name") from None
     if path.is_symlink():
-        raise ValueError(f"{path} is a link: name what it points to, or another place")
+        raise ValueError(f"{path} is a link: name its target, or another place")
     if path.exists() and not path.is_dir() and not path.is_file():
         raise ValueError(f"{path} is neither a file nor a directory: choose another name")
 
@@ -138,7 +138,7 @@ def atomic_directory(path: Path, private: bool = False) -> Iterator[Path]:
 
 
 def _replace_directory(path: Path, staged: Path) -> None:
-    """Move `staged` to `path`; what was there stays until then, whenever the program is interrupted."""
+    """Move `staged` to `path`, where an older directory stays until then, whenever the program is interrupted."""
     if not path.exists():
         staged.replace(path)
     elif not _exchange(staged, path):
