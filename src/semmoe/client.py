@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import SplitResult, urlsplit
-from urllib.request import HTTPRedirectHandler, HTTPSHandler, Request, build_opener
+from urllib.request import BaseHandler, HTTPRedirectHandler, HTTPSHandler, Request, build_opener
 
 MAX_ANSWER_BYTES = 1 << 26  # of a page of counters; those of 64 ranks with all pairs have about 2 MB
 MIN_SECRET = 6  # characters; shorter words of a header are not looked for in messages
@@ -33,9 +33,11 @@ class Client:
 
     def read(self, url: str, seconds: float, data: bytes | None = None) -> bytes:
         """The answer to a GET, or to a POST of JSON. Raises OSError or HTTPException."""
-        context = ssl.create_default_context(cafile=self.certificates)
         request = Request(url, data, {"Content-Type": "application/json", **self.headers})
-        with build_opener(_NoRedirects(), HTTPSHandler(context=context)).open(request, timeout=seconds) as answer:
+        handlers: list[BaseHandler] = [_NoRedirects()]
+        if self.certificates is not None:
+            handlers.append(HTTPSHandler(context=ssl.create_default_context(cafile=self.certificates)))
+        with build_opener(*handlers).open(request, timeout=seconds) as answer:
             content = answer.read(MAX_ANSWER_BYTES + 1)
         if len(content) > MAX_ANSWER_BYTES:
             raise OSError(f"the answer has more than {MAX_ANSWER_BYTES >> 20} MB")
