@@ -42,9 +42,9 @@ def check_output(
     _check_name(path)
     if path.exists() and path.is_dir() != directory:
         raise ValueError(f"{path} is {'a file: name a directory' if directory else 'a directory: name a file'}")
-    parent = next(folder for folder in path.absolute().parents if folder.exists())
+    parent = next(folder for folder in path.absolute().parents if os.path.lexists(folder))
     if not parent.is_dir():
-        raise ValueError(f"{path} cannot be made: {parent} is a file")
+        raise ValueError(f"{path} cannot be made: {parent} is {'a file' if parent.exists() else 'a link to nothing'}")
     _check_inputs(path, [Path(one) for one in inputs if one is not None and Path(one).exists()])
     empty = path.is_dir() and not any(path.iterdir())
     if path.exists() and not force and not empty:
@@ -54,7 +54,8 @@ def check_output(
         tempfile.NamedTemporaryFile(dir=parent, prefix=f".{path.name}.old.").close()
     free = shutil.disk_usage(parent).free
     if room > free:
-        raise ValueError(f"{path} needs {room / 1e6:,.0f} MB, and {free / 1e6:,.0f} MB are free there")
+        words = f"{room / 1e6:,.0f} MB are needed, and {free / 1e6:,.0f} MB are free there"
+        raise OSError(errno.ENOSPC, words, str(path))
 
 
 def _check_name(path: Path) -> None:
