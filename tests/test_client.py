@@ -116,11 +116,11 @@ def refused(*words):
 @pytest.mark.parametrize(
     ("page", "words"),
     [
-        (PAGE + b'vllm:broken{a="b} 1\n', "line 9 of the metrics of {url} is no sample: 'vllm:broken{{a=\"b}} 1'"),
-        (PAGE + b'vllm:broken{a="b} 1', "line 9 of the metrics of {url} is no sample"),
-        (b"a 1\nb\x00 2\n" + PAGE, "line 2 of the metrics of {url} is no sample: 'b\\x00 2'"),
+        (PAGE + b'vllm:broken{a="b} 1\n', "line 9 of the metrics of {url} cannot be read: 'vllm:broken{{a=\"b}} 1'"),
+        (PAGE + b'vllm:broken{a="b} 1', "line 9 of the metrics of {url} cannot be read"),
+        (b"a 1\nb\x00 2\n" + PAGE, "line 2 of the metrics of {url} cannot be read: 'b\\x00 2'"),
         (PAGE + b'x{a="\xff"} 1\n', "line 9 of the metrics of {url} is not UTF-8"),
-        (b"<!doctype html>\n<p>Sign in", "line 1 of the metrics of {url} is no sample: '<!doctype html>'"),
+        (b"<!doctype html>\n<p>Sign in", "line 1 of the metrics of {url} cannot be read: '<!doctype html>'"),
         (b"other_total 3\n", "{url} has metrics, but none of semmoe's"),
     ],
 )

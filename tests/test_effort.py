@@ -139,7 +139,7 @@ def test_a_load_limit_that_is_not_kept_is_said(tmp_path):
 
 
 def test_the_cause_of_a_load_above_the_limit_is_said():
-    """Of one plan, whose own load is known: by its limit, by what held-out requests do, and by one hot expert."""
+    """A plan whose own load is known, under other limits, held-out loads, and with one hot expert."""
     plan, measure = solved(Topology(ep_size=4, dp_size=4)), ReplaySettings(batch_tokens=64)
     own = float(replay(TRACE, plan, measure).load_max_over_mean.mean())
 

@@ -11,9 +11,9 @@ from synthetic import make_trace, planted_trace, random_trace, with_noise, with_
 
 from semmoe.core import Placement
 from semmoe.placement import cocluster, hierarchy, ours
-from semmoe.placement.copies import total_cost
 from semmoe.placement.joint import pairs_between, seat_groups
 from semmoe.placement.layers import LayerSearch, Tokens
+from semmoe.placement.loads import total_cost
 from semmoe.replayer import replay
 from semmoe.rowcosts import KINDS, kind_costs, mean_costs, near_and_far, plain_costs
 from semmoe.settings import CoclusterSettings, ReplaySettings, SolveSettings

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import SplitResult, urlsplit
-from urllib.request import HTTPRedirectHandler, HTTPSHandler, Request, build_opener
+from urllib.request import BaseHandler, HTTPRedirectHandler, HTTPSHandler, Request, build_opener
 
 MAX_ANSWER_BYTES = 1 << 26  # of a page of counters; those of 64 ranks with all pairs have about 2 MB
 MIN_SECRET = 6  # characters; shorter words of a header are not looked for in messages
@@ -32,10 +32,12 @@ class Client:
     certificates: Path | None = None
 
     def read(self, url: str, seconds: float, data: bytes | None = None) -> bytes:
-        """The answer to a GET, or to a POST of JSON. Raises OSError, or HTTPException for what is no HTTP."""
-        context = ssl.create_default_context(cafile=self.certificates)
+        """The answer to a GET, or to a POST of JSON. Raises OSError or HTTPException."""
         request = Request(url, data, {"Content-Type": "application/json", **self.headers})
-        with build_opener(_NoRedirects(), HTTPSHandler(context=context)).open(request, timeout=seconds) as answer:
+        handlers: list[BaseHandler] = [_NoRedirects()]
+        if self.certificates is not None:
+            handlers.append(HTTPSHandler(context=ssl.create_default_context(cafile=self.certificates)))
+        with build_opener(*handlers).open(request, timeout=seconds) as answer:
             content = answer.read(MAX_ANSWER_BYTES + 1)
         if len(content) > MAX_ANSWER_BYTES:
             raise OSError(f"the answer has more than {MAX_ANSWER_BYTES >> 20} MB")
@@ -60,7 +62,7 @@ PLAIN = Client()
 
 
 def make_client(headers: Sequence[str], certificates: Path | None, urls: Sequence[str], key: str = "") -> Client:
-    """The client of these options. Raises ValueError for what no request can carry, without the value of a header.
+    """Make a client. Raises ValueError, without the value of a header, if no request can carry a header.
 
     headers: "NAME:VALUE"; urls: the servers' addresses; key: an API key, unless a header says Authorization.
     """
@@ -90,7 +92,7 @@ def _check_certificates(path: Path) -> None:
 
 
 def split_address(url: str) -> SplitResult:
-    """A server's address in parts. Raises ValueError for what is none."""
+    """Split a server's address into parts. Raises ValueError if it is not an HTTP address."""
     parts = urlsplit(url if "//" in url else f"http://{url}")
     if parts.username is not None:
         raise ValueError("an address holds no user or password: give --header")

@@ -42,9 +42,9 @@ def check_output(
     _check_name(path)
     if path.exists() and path.is_dir() != directory:
         raise ValueError(f"{path} is {'a file: name a directory' if directory else 'a directory: name a file'}")
-    parent = next(folder for folder in path.absolute().parents if folder.exists())
+    parent = next(folder for folder in path.absolute().parents if os.path.lexists(folder))
     if not parent.is_dir():
-        raise ValueError(f"{path} cannot be made: {parent} is a file")
+        raise ValueError(f"{path} cannot be made: {parent} is {'a file' if parent.exists() else 'a link to nothing'}")
     _check_inputs(path, [Path(one) for one in inputs if one is not None and Path(one).exists()])
     empty = path.is_dir() and not any(path.iterdir())
     if path.exists() and not force and not empty:
@@ -54,7 +54,8 @@ def check_output(
         tempfile.NamedTemporaryFile(dir=parent, prefix=f".{path.name}.old.").close()
     free = shutil.disk_usage(parent).free
     if room > free:
-        raise ValueError(f"{path} needs {room / 1e6:,.0f} MB, and {free / 1e6:,.0f} MB are free there")
+        words = f"{room / 1e6:,.0f} MB are needed, and {free / 1e6:,.0f} MB are free there"
+        raise OSError(errno.ENOSPC, words, str(path))
 
 
 def _check_name(path: Path) -> None:
@@ -64,7 +65,7 @@ def _check_name(path: Path) -> None:
     except UnicodeEncodeError:
         raise ValueError(f"{os.fsencode(path).decode(errors='replace')} is not UTF-8: choose another name") from None
     if path.is_symlink():
-        raise ValueError(f"{path} is a link: name what it points to, or another place")
+        raise ValueError(f"{path} is a link: name its target, or another place")
     if path.exists() and not path.is_dir() and not path.is_file():
         raise ValueError(f"{path} is neither a file nor a directory: choose another name")
 
@@ -138,7 +139,7 @@ def atomic_directory(path: Path, private: bool = False) -> Iterator[Path]:
 
 
 def _replace_directory(path: Path, staged: Path) -> None:
-    """Move `staged` to `path`; what was there stays until then, whenever the program is interrupted."""
+    """Move `staged` to `path`, where an older directory stays until then, whenever the program is interrupted."""
     if not path.exists():
         staged.replace(path)
     elif not _exchange(staged, path):

@@ -114,7 +114,7 @@ def _add_samples(totals: dict[tuple[str, Labels], float], text: str, url: str) -
                     totals[key] = totals.get(key, 0.0) + value
     except (ValueError, IndexError, KeyError):
         lines = text[: page.tell()].removesuffix("\n").split("\n")
-        raise ValueError(f"line {len(lines)} of the metrics of {url} is no sample: {lines[-1][:80]!r}") from None
+        raise ValueError(f"line {len(lines)} of the metrics of {url} cannot be read: {lines[-1][:80]!r}") from None
 
 
 def _checked(found: Look, url: str) -> Look:

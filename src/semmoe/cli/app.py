@@ -16,7 +16,6 @@ from typing import Annotated, Any
 from urllib.parse import unquote, urlparse
 
 import typer
-from rich.markup import escape
 from typer.core import TyperGroup
 
 from semmoe import __version__, console
@@ -115,8 +114,8 @@ def refuse_given(ctx: typer.Context, names: list[str], reason: str) -> None:
 
 
 def _fail(message: str, code: int) -> None:
-    line = " ".join(message.encode(errors="replace").decode().split())  # a file's name may be no text
-    console.err.print(f"[bold red]error:[/] {escape(line)}", soft_wrap=True)
+    line = console.plain(" ".join(message.split()))  # files and servers may have put anything into it
+    console.err.print(f"[bold red]error:[/] {line}", soft_wrap=True)
     raise typer.Exit(code)
 
 

@@ -77,13 +77,8 @@ def watch(
     Examples: `semmoe watch http://127.0.0.1:30000 --plan plan` and
     `semmoe watch http://127.0.0.1:30000 --plan plan --window 30 --once --json`
     """
-    from semmoe import watch as watching
-    from semmoe.plan import load_plan
-
     given: WatchSettings = settings()
-    expected = None if plan is None else watching.expected_lar(load_plan(plan).expected)
-    if plan is not None and expected is None:
-        console.err.print("[yellow]warning:[/] this plan says nothing of what to expect: its profile was too small")
+    expected = None if plan is None else _expected_lar(plan)
     nodes = [url, *(also or [])]
     client = make_client(header or [], ca, nodes, os.environ.get(KEY, ""))
     look = partial(_look, nodes, client)
@@ -92,6 +87,17 @@ def watch(
         time.sleep(given.window)
         raise typer.Exit(_show_once(looks[0], look(), url, expected, given.margin, as_json))
     _follow(looks, look, url, expected, given, as_json)
+
+
+def _expected_lar(plan: Path) -> float | None:
+    """The local activation rate that a plan expects; a warning is printed if it expects none."""
+    from semmoe.plan import load_plan
+    from semmoe.watch import expected_lar
+
+    expected = expected_lar(load_plan(plan).expected)
+    if expected is None:
+        console.err.print("[yellow]warning:[/] this plan says nothing of what to expect: its profile was too small")
+    return expected
 
 
 def _follow(

@@ -18,16 +18,9 @@ import numpy as np
 
 from semmoe.copychoice import CopyChoice, preferred_copies
 from semmoe.core import DECODE, PREFILL, Placement, RoutingTrace
-from semmoe.placement.copies import (
-    LOAD_PRICE,
-    hosting_ranks,
-    level,
-    nearest_copies,
-    primary_copy_choice,
-    total_cost,
-)
+from semmoe.placement.copies import LOAD_PRICE, hosting_ranks, level, nearest_copies, primary_copy_choice
 from semmoe.placement.layers import LayerSearch, Layout, Tokens
-from semmoe.placement.loads import expected_load
+from semmoe.placement.loads import expected_load, total_cost
 from semmoe.rowcosts import RowCosts, mean_costs, near_and_far, plain_costs
 from semmoe.settings import CoclusterSettings
 from semmoe.tokens.kernels import SCALE

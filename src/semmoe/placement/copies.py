@@ -139,25 +139,3 @@ def _row_change(experts, moving, home, now, other, choice, node_of, costs):
         change += 0.0 if has_node else per_node[home, node_of[other]]
         change -= 0.0 if keeps_node else per_node[home, node_of[now]]
     return change
-
-
-def total_cost(costs: RowCosts, targets: np.ndarray, home: np.ndarray, node_of: np.ndarray) -> float:
-    """What tokens on ranks home (T,) are charged, all together, whose pairs the ranks targets (T, K) compute."""
-    return _total(
-        np.asarray(targets, np.int64), np.asarray(home, np.int64), node_of, costs.rank, costs.node, costs.pair
-    )
-
-
-@njit(nogil=True)
-def _total(targets, home, node_of, rank, node, pair):
-    total, seen, seen_nodes = 0.0, np.full(rank.shape[0], -1, np.int64), np.full(node.shape[1], -1, np.int64)
-    for t in range(targets.shape[0]):
-        h = home[t]
-        for y in targets[t]:
-            total += pair[h, y]
-            if seen[y] != t:
-                total += rank[h, y]
-            if seen_nodes[node_of[y]] != t:
-                total += node[h, node_of[y]]
-            seen[y] = seen_nodes[node_of[y]] = t
-    return total

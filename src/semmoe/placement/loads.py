@@ -1,4 +1,4 @@
-"""The load that requests other than the profile's would put on ranks: batches drawn from the profile's requests."""
+"""The load that other requests would put on ranks, by batches drawn from the profile, and the cost of rows."""
 
 from collections import namedtuple
 
@@ -7,6 +7,7 @@ from scipy.sparse import csr_matrix, diags
 
 from semmoe.affinity import count
 from semmoe.placement.homes import njit
+from semmoe.rowcosts import RowCosts
 
 MIXES = 64
 
@@ -128,3 +129,27 @@ def highest_after(mix, share, other_mix, back, from_x, from_y, others):
         top = left if left > top else top
         after += right if right > top else top
     return after / mix.shape[0]
+
+
+def total_cost(costs: RowCosts, targets: np.ndarray, home: np.ndarray, node_of: np.ndarray) -> float:
+    """Return the cost of all tokens on ranks home (T,), whose pairs the ranks targets (T, K) compute."""
+    return _total(
+        np.asarray(targets, np.int64), np.asarray(home, np.int64), node_of, costs.rank, costs.node, costs.pair
+    )
+
+
+@njit
+def _total(targets, home, node_of, rank, node, pair):
+    total = 0.0
+    seen = np.full(rank.shape[0], -1, np.int64)  # the last token that reached each rank
+    seen_nodes = np.full(node.shape[1], -1, np.int64)
+    for t in range(targets.shape[0]):
+        h = home[t]
+        for y in targets[t]:
+            total += pair[h, y]
+            if seen[y] != t:
+                total += rank[h, y]
+            if seen_nodes[node_of[y]] != t:
+                total += node[h, node_of[y]]
+            seen[y] = seen_nodes[node_of[y]] = t
+    return total
