@@ -105,6 +105,11 @@ def plain(text: str) -> str:
     return escape("".join(c if c.isprintable() else "?" for c in text))
 
 
+def warn(text: str) -> None:
+    """Print a warning in one line on stderr."""
+    err.print(f"[yellow]warning:[/] {plain(text)}", soft_wrap=True, highlight=False)
+
+
 def print_json(value: Any) -> None:
     print(json.dumps(value, indent=1))
 

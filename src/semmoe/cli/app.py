@@ -66,7 +66,7 @@ def _shown_warnings() -> Iterator[None]:
 
     def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
         if issubclass(category, RoutingWarning):
-            console.err.print(f"[yellow]warning:[/] {escape(str(message))}", soft_wrap=True, highlight=False)
+            console.warn(str(message))
         else:
             shown(message, category, *place, **more)
 

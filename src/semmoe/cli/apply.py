@@ -75,7 +75,7 @@ def _check_fingerprint(plan: Plan, model: Path) -> None:
     """Check that the plan is for this model. Without transformers only the sizes in config.json are compared."""
     if importlib.util.find_spec("transformers") is None:
         text = "transformers is not installed: the plan is checked against sizes in config.json, not by its hashes"
-        console.err.print(f"[yellow]warning:[/] {text}")
+        console.warn(text)
         return
     from semmoe.engines.transformers.config import fingerprint_of
 
@@ -89,7 +89,7 @@ def _checkpoint(plan: Plan, plan_path: Path, model: Path, out: Path) -> dict[str
         done = relabel(plan, model, out, plan_hash=plan_digest(plan_path), stage=partial(_stage, bars))
     if done.left_out:
         text = f"not copied, since they number experts the old way: {', '.join(done.left_out)}"
-        console.err.print(f"[yellow]warning:[/] {text}")
+        console.warn(text)
     return asdict(done)
 
 

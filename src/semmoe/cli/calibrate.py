@@ -45,11 +45,9 @@ def calibrate(
         return
     save_json(out, found.links)
     if found.doubtful:
-        console.err.print(
-            f"[yellow]warning:[/] the prediction of a layer that was not part of the fit is {found.error:+.0%} off "
-            "the measurement: run this again on an idle machine before you rely on verdicts with these links",
-            soft_wrap=True,
-            highlight=False,
+        console.warn(
+            f"the prediction of a layer that was not part of the fit is {found.error:+.0%} off the measurement: "
+            "run this again on an idle machine before you rely on verdicts with these links"
         )
     if as_json:
         result = {

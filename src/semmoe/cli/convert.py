@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from semmoe import console
 from semmoe.bounds import number
@@ -119,7 +118,7 @@ def _trace(found: Any, file: Path, model: Path, fingerprint: Fingerprint, strict
 def _tell(result: dict[str, Any]) -> None:
     for words in (result["note"], result.get("left_out_lines"), _left_out_tokens(result)):
         if words:
-            console.err.print(f"[yellow]warning:[/] {escape(words)}", soft_wrap=True, highlight=False)
+            console.warn(words)
     if "tokens" in result:
         console.out.print(f"{result['out']}: {result['requests']:,} requests, {result['tokens']:,} tokens")
         return

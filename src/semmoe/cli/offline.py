@@ -188,7 +188,7 @@ def _warn_of_plan(
     if plan.method == "semmoe" and limit is not None:
         words += excess_load(trace, plan, limit, measure)
     for one in words:
-        console.err.print(f"[yellow]warning:[/] {one}", soft_wrap=True, highlight=False)
+        console.warn(one)
 
 
 def _searching(solving: SolveSettings, **changes: Any) -> SolveSettings:
@@ -338,5 +338,5 @@ def warn_of_answers(trace: RoutingTrace, topology: Topology) -> int:
             "groups are chosen by these, which no server knows: figures flatter every plan that reads prompts; "
             "give prompt_ids"
         )
-        console.err.print(f"[yellow]warning:[/] {words}", soft_wrap=True, highlight=False)
+        console.warn(words)
     return by_answers

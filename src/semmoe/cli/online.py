@@ -135,8 +135,7 @@ def _prompts(model: str, dataset: Path | None, asked: PromptSettings) -> tuple[l
 
 def _warn_of(left_out: "LeftOut") -> None:
     if left_out.reasons:
-        words = console.plain(f"{left_out.path}: {left_out}")
-        console.err.print(f"[yellow]warning:[/] {words}", soft_wrap=True, highlight=False)
+        console.warn(f"{left_out.path}: {left_out}")
 
 
 @app.command(rich_help_panel=TOOLS)
@@ -175,10 +174,8 @@ def generate(
     """
     for path in (out, out and _beside(out)):
         check_result(path, force, (model, plan, dataset))
-    if dataset and prompt:
-        raise ValueError("give --dataset or --prompt, not both")
     if prompt:
-        refuse_given(ctx, ["limit", "max_prompt_tokens", "strict"], "every --prompt is taken, and taken whole")
+        refuse_given(ctx, ["dataset", "limit", "max_prompt_tokens", "strict"], "every --prompt is taken, and taken whole")
     chosen, cuts, asked = _plan_to_run(model, plan, topology()), inputs(), settings()
     prompts, tokenizer, counts = _encode_given(model, prompt) if prompt else _prompts(model, dataset, cuts)
     if asked.window != 0 and chosen.topology.dp_size <= 1:

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import typer
 from pydantic import BaseModel
-from rich.markup import escape
 
 from semmoe import console
 from semmoe.bounds import MOST_RANKS, choice, number
@@ -50,7 +49,7 @@ def read_trace(path: Path, seed: int = 0) -> RoutingTrace:
             f"{trace.num_requests:,} requests drawn by seed {seed}; "
             f"an expert's share is known to {shares.error or 0:.1%} of it"
         )
-        console.err.print(f"[yellow]note:[/] {escape(words)}", soft_wrap=True, highlight=False)
+        console.err.print(f"[yellow]note:[/] {words}", soft_wrap=True, highlight=False)
     return trace
 
 

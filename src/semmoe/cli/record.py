@@ -43,7 +43,7 @@ def start(
     control, ranks = begin(folder, settings(), counts_only)
     console.out.print(f"run {control.run} is on for {ranks or 'no'} ranks", highlight=False)
     if ranks == 0:
-        console.err.print("[yellow]warning:[/] no server has used this folder yet")
+        console.warn("no server has used this folder yet")
 
 
 @record_app.command()
@@ -66,7 +66,7 @@ def stop(
     ended = end(folder, out, settings().timeout)
     if ended.gone:
         text = f"{name_ranks(ended.gone)} recorded and no longer responds: what was not on disk is lost"
-        console.err.print(f"[yellow]warning:[/] {text}")
+        console.warn(text)
     control, merged = ended.control, ended.merged
     row = {"out": str(ended.target), "requests": merged.requests, "tokens": merged.tokens,
            "unfinished": ended.unfinished}  # fmt: skip

@@ -153,7 +153,7 @@ def _warn_of_profiled(profiled: int | None, requests: int) -> None:
     else:
         words = f"{profiled:,} of {requests:,} requests were profiled: these figures flatter the plan"
     if profiled != 0:
-        console.err.print(f"[yellow]warning:[/] {words}", soft_wrap=True, highlight=False)
+        console.warn(words)
 
 
 def _applicable(method: str, topology: Topology, redundant_experts: int) -> list[str]:
@@ -169,7 +169,7 @@ def _applicable(method: str, topology: Topology, redundant_experts: int) -> list
             left_out.setdefault(reason.split(":")[0].removeprefix("it "), []).append(name)
     if left_out:
         words = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in left_out.items())
-        console.err.print(f"[yellow]warning:[/] left out: {words}", soft_wrap=True)
+        console.warn(f"left out: {words}")
     return [name for name, reason in reasons.items() if reason is None]
 
 

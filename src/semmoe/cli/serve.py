@@ -121,7 +121,7 @@ def _check(
     config = read_config(Path(model))
     use = support.use_of(engine, config, plan, shuffles=shuffles, schedules=schedules, options=options)
     for caution in support.check(use):
-        console.err.print(f"[yellow]warning:[/] {caution}", soft_wrap=True)
+        console.warn(caution)
 
 
 def _plugin_settings(plan: Path | None, asked: ServeSettings, folder: Path) -> PluginSettings:

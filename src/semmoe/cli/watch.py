@@ -96,7 +96,7 @@ def _expected_lar(plan: Path) -> float | None:
 
     expected = expected_lar(load_plan(plan).expected)
     if expected is None:
-        console.err.print("[yellow]warning:[/] this plan says nothing of what to expect: its profile was too small")
+        console.warn("this plan says nothing of what to expect: its profile was too small")
     return expected
 
 

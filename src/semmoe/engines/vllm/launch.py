@@ -141,7 +141,7 @@ def all_to_all(options: list[str]) -> dict[str, str]:
         return {"all2all_backend": SENDS}
     backend = named or "allgather_reducescatter"
     if backend in GATHERS:
-        console.err.print(f"[yellow]warning:[/] {gathers(backend)}; install deep_ep, or give {A2A} {SENDS}")
+        console.warn(f"{gathers(backend)}; install deep_ep, or give {A2A} {SENDS}")
     return {}
 
 
