@@ -175,7 +175,7 @@ def generate(
     for path in (out, out and _beside(out)):
         check_result(path, force, (model, plan, dataset))
     if prompt:
-        refuse_given(ctx, ["dataset", "limit", "max_prompt_tokens", "strict"], "every --prompt is taken, and taken whole")
+        refuse_given(ctx, ["dataset", "limit", "max_prompt_tokens", "strict"], "each --prompt is taken whole")
     chosen, cuts, asked = _plan_to_run(model, plan, topology()), inputs(), settings()
     prompts, tokenizer, counts = _encode_given(model, prompt) if prompt else _prompts(model, dataset, cuts)
     if asked.window != 0 and chosen.topology.dp_size <= 1:
