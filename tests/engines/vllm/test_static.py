@@ -41,8 +41,7 @@ class Captured:
             RealRows(torch.zeros((), dtype=torch.int64, device=GPU)),
             DeviceShuffler(plan, 0, 0, "layer", GPU),
         )
-        names = lambda layer, held: empty(len(held), 2 * chosen)  # noqa: E731
-        self.shuffle = StaticLayerShuffle(shuffler, comm, real, names, runner, Slots())
+        self.shuffle = StaticLayerShuffle(shuffler, comm, real, runner, Slots())
         tables = [((experts, 2), torch.int16), ((experts, 2), torch.int32), ((experts,), torch.int16)]
         copies = RankCopies(*(empty(*shape, dtype=kind) for shape, kind in tables), comm.rank, comm.size)
         self.traffic = TrafficCounter(comm.size, comm.rank, GPU)
