@@ -111,7 +111,7 @@ def _found(content: Any) -> Found:
     """The meaning of a file's content."""
     if not isinstance(content, dict):
         return Found(kind=MAP, array=np.atleast_2d(numbers(content)))
-    if "records" in content:
+    if isinstance(content.get("records"), list):
         return Found(kind=PASSES, content=content)
     if MAP_KEY in content:
         both = f"it holds {MAP_KEY} and {COUNTS_KEY}: the map is taken, as by SGLang" if COUNTS_KEY in content else ""

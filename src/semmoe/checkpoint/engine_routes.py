@@ -97,11 +97,10 @@ def prompts_of_passes(content: dict[str, Any], path: Path, model: Path, f: Finge
         if not isinstance(record, dict) or not record.keys() >= FIELDS:
             raise ValueError(f"{path}: record {number} lacks one of {', '.join(sorted(FIELDS))}")
         try:
-            found = list(_prompts_of_pass(record, content.get("last_physical_to_logical_map", []), model, f))
+            requests += _prompts_of_pass(record, content.get("last_physical_to_logical_map", []), model, f)
+            tokens += len(record["input_ids"])
         except DAMAGED as error:
             raise ValueError(f"{path}: record {number}: {error}") from None
-        requests += found
-        tokens += len(record["input_ids"])
     return requests, tokens - sum(len(request.token_ids) for request in requests)
 
 
