@@ -68,7 +68,9 @@ def main() -> None:
             folder = Path(scratch) / str(place)
             folder.mkdir()
             plan = None if redundant is None else make_plan(seen, attention, redundant, folder)
-            found = measure(chosen, SetUp(name=name, attention=attention, plan=plan), served[:NUM_PROMPTS], args.rounds, folder)
+            found = measure(
+                chosen, SetUp(name=name, attention=attention, plan=plan), served[:NUM_PROMPTS], args.rounds, folder
+            )
             rows[name] = found
             print(f"{name:34} {found[0]:4} of {found[1]} answers differ", flush=True)
     print(json.dumps({"engine": str(chosen), "rounds": args.rounds, "different_of": rows}))

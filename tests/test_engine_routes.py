@@ -160,6 +160,15 @@ def test_more_than_one_percent_of_them_is_an_error(tmp_path, experts):
     assert not (tmp_path / "trace").exists()
 
 
+def test_tokens_with_the_experts_of_another_are_warned_about(tmp_path):
+    experts = routing(10)
+    experts[4:8] = experts[0]
+    file = lines(tmp_path / "answers.jsonl", answer(list(range(10)), [11], experts))
+    result = imported(file, tmp_path / "trace")
+    assert "5 of 10 tokens (50%) have in every layer the experts of another token" in " ".join(result.stderr.split())
+    assert open_trace(tmp_path / "trace").num_tokens == 10
+
+
 @pytest.mark.parametrize("record", [3, {"input_ids": [1]}])
 def test_records_that_lack_a_field_are_refused(tmp_path, record):
     torch.save({"records": [record], "last_physical_to_logical_map": torch.zeros(L, E)}, tmp_path / "recorded.pt")

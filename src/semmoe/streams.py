@@ -89,6 +89,17 @@ def _by_age(path: Path, number: int, in_turn: bool, tally: Tally) -> Iterator[tu
         done += trace.num_requests
 
 
+def check_tokens(path: Path, name: str) -> None:
+    """Warn of tokens of a trace directory that should not be there. Raises ValueError for too many of them.
+
+    name: of the trace, for messages.
+    """
+    tally = Tally()
+    for trace in read_shards(path):
+        tally.add(trace)
+    tally.check(name)
+
+
 class Shares:
     """How often experts are chosen, and how well so many requests tell it.
 

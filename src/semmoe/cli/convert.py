@@ -103,15 +103,15 @@ def _trace(found: Any, file: Path, model: Path, fingerprint: Fingerprint, strict
     from semmoe.checkpoint.engine_routes import write_requests
     from semmoe.dataset import LeftOut
     from semmoe.files import atomic_directory
+    from semmoe.streams import check_tokens
     from semmoe.trace import TraceHeader, TraceWriter
 
     left_out = LeftOut(file, strict)
     header = TraceHeader(fingerprint=fingerprint, dataset_hash=f"imported:{file.name}", settings={"from": found.kind})
-    with (
-        atomic_directory(out, private=True) as staged,
-        TraceWriter(staged, header, private=True) as writer,
-    ):
-        counts = write_requests(writer, found, file, model, left_out)
+    with atomic_directory(out, private=True) as staged:
+        with TraceWriter(staged, header, private=True) as writer:
+            counts = write_requests(writer, found, file, model, left_out)
+        check_tokens(staged, str(file))
     return {**counts, "lines": left_out.counts(), "left_out_lines": str(left_out) if left_out.reasons else ""}
 
 

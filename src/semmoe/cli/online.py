@@ -62,6 +62,7 @@ def profile(
     from semmoe.dataset import check_token_ids, digest
     from semmoe.engines.transformers.config import fingerprint_of
     from semmoe.files import check_output
+    from semmoe.streams import check_tokens
     from semmoe.trace import TraceHeader, TraceWriter
 
     check_output(out, directory=True, force=True, inputs=(model, dataset))  # a profile that was stopped resumes
@@ -81,6 +82,7 @@ def profile(
         how = {"max_new_tokens": asked.max_new_tokens, "batch_size": asked.batch_size, "progress": advance}
         record(prompts, writer, **how)
         requests = writer.num_requests
+    check_tokens(out, str(out))
     if as_json:
         console.print_json({"trace": str(out), "requests": requests, **counts})
     else:
