@@ -82,7 +82,7 @@ check: $(VENV)/.ready-dev
 	$(BIN)/python tests/house.py
 
 bench: $(VENV)/.ready
-	$(BIN)/python benchmarks/bench_replay.py
+	PYTHONPATH=. $(BIN)/python benchmarks/bench_replay.py
 
 # Both write what they print to benchmarks/results; about 40 minutes on two idle cores, root for the slow networks.
 bench-runtime: $(VENV)/.ready

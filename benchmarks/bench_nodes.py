@@ -1,9 +1,9 @@
 """Rows between nodes, by method and at equal load, for traces of several nodes: synthetic ones of DeepSeek-V3's shape.
 
-    python benchmarks/bench_nodes.py [--strengths benchmarks/results/routing_gpt-oss-20b.json] [--trace TRACE]
-                                     [--cases 64:8:0 64:8:64 144:18:32 320:40:64] [--splits 3] [--requests 1500]
-                                     [--layers 6] [--widen 8] [--coherence 0] [--methods linear eplb exflow semmoe]
-                                     [--links h100-400g] [--tries 1] [--quick] [--out FILE]
+    PYTHONPATH=. python benchmarks/bench_nodes.py [--strengths benchmarks/results/routing_gpt-oss-20b.json]
+        [--trace TRACE] [--cases 64:8:0 64:8:64 144:18:32 320:40:64] [--splits 3] [--requests 1500] [--layers 6]
+        [--widen 8] [--coherence 0] [--methods linear eplb lab.methods.exflow semmoe] [--links h100-400g] [--tries 1]
+        [--quick] [--out FILE]
 
 A case is EP size:nodes:redundant experts. Attention is data-parallel: a request stays on its rank. Without --trace,
 traces are drawn by `synthetic_routing`, one per split, of so many layers at even depths of the model's 58, and answers
@@ -74,7 +74,7 @@ def run_case(
     topology, batch = Topology(ep_size=ranks, dp_size=ranks, num_nodes=nodes), TOKENS_PER_RANK * ranks
     settings, limit, out = ReplaySettings(batch_tokens=batch, seed=seed), 1.15, []
     for method in given.methods:
-        copies = redundant if method in COPIES else 0
+        copies, name = redundant if method in COPIES else 0, method.rpartition(".")[2]
         if (profile.fingerprint.num_experts + copies) % ranks:
             continue  # without copies these experts cannot be spread evenly
         chosen = SolveSettings(
@@ -90,14 +90,14 @@ def run_case(
                 chosen = replace(chosen, cocluster=search(given, batch, other))
                 plan, seconds = timed(profile, topology, chosen, given)
         except ValueError as error:
-            print(f"  {case:10} {seed} {method:7} {error}", flush=True)
+            print(f"  {case:10} {seed} {name:7} {error}", flush=True)
             continue
         known = known_groups(held_out, plan.placement, topology)
         for way, group in (("plan", None), ("known", known)):
             found = measure(held_out, plan, settings, group)
             limit = max(found.load, 1.0) if (method, way) == ("eplb", "plan") else limit
-            out.append({"case": case, "split": seed, "method": method, "way": way, "seconds": seconds, **asdict(found)})
-            print(f"  {case:10} {seed} {method:7} {way:5} " + " ".join(f"{k} {out[-1][k]:.3f}" for k in SHOWN)
+            out.append({"case": case, "split": seed, "method": name, "way": way, "seconds": seconds, **asdict(found)})
+            print(f"  {case:10} {seed} {name:7} {way:5} " + " ".join(f"{k} {out[-1][k]:.3f}" for k in SHOWN)
                   + f" {seconds:.0f} s", flush=True)  # fmt: skip
     return out
 
@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--strengths", type=Path, default=RESULTS / "routing_gpt-oss-20b.json")
     parser.add_argument("--trace", type=Path, help="a trace in place of a drawn one")
     parser.add_argument("--cases", nargs="+", default=["64:8:0", "64:8:64", "144:18:32", "320:40:64"])
-    parser.add_argument("--methods", nargs="+", default=["linear", "eplb", "exflow", "semmoe"])
+    parser.add_argument("--methods", nargs="+", default=["linear", "eplb", "lab.methods.exflow", "semmoe"])
     parser.add_argument("--splits", type=int, default=3)
     parser.add_argument("--requests", type=int, default=1500)
     parser.add_argument("--layers", type=int, default=6)

@@ -1,6 +1,7 @@
 """semmoe's plans beside the paper's and EPLB's under equal constraints, over seeds: the figures in docs/choices.md.
 
-    python benchmarks/bench_plans.py TRACE [--seeds 3] [--redundant 0 8 16 32] [--ep-size 8] [--attention dp]
+    PYTHONPATH=. python benchmarks/bench_plans.py TRACE [--seeds 3] [--redundant 0 8 16 32] [--ep-size 8]
+        [--attention dp]
 
 Attention-TP: 20/80 by request, near-duplicates on one side, batches of 1,024, mixed and prefill, load limit 1.15, with
 true routing on the same placement beside each of semmoe's plans. Attention-DP: EP4
@@ -37,7 +38,8 @@ from semmoe.topology import Topology
 from semmoe.trace import open_trace
 
 KNOWN = 0  # in place of a window: the true routing of each request is known as it arrives
-FIELD = ("eplb", "moetuner", "exflow", "grace", "paper")  # methods of the field whose placements attention-DP can take
+# methods of the field whose placements attention-DP can take
+FIELD = ("eplb", "lab.methods.moetuner", "lab.methods.exflow", "lab.methods.grace", "paper")
 # predicted_lar is 0 for plans without semmoe's tables.
 FIGURES = ("lar", "remote_ranks_per_token", "load_max_over_mean", "token_max_over_mean", "predicted_lar")
 
@@ -130,7 +132,7 @@ def attention_dp(trace: RoutingTrace, D: int, seeds: int, batches: str) -> list[
     """Rows for D attention groups of one rank each."""
     print(f"attention-dp, EP{D}, {batches} batches: uniform routing LAR {1 / D:.3f}")
     topology, out, top_k = Topology(ep_size=D, dp_size=D), [], trace.fingerprint.top_k
-    runs = [(method, SolveSettings(method=method), (1,)) for method in FIELD]
+    runs = [(method.rpartition(".")[2], SolveSettings(method=method), (1,)) for method in FIELD]
     for limit, rank_cost in ((None, 0.0), (None, 1.0), (1.15, 0.0), (1.15, 1.0)):
         objective = CoclusterSettings(load_limit=limit, remote_rank=rank_cost)
         runs.append(

@@ -1,6 +1,6 @@
 """Solve and replay of every method on a trace: quality and time, with the bounds beside them.
 
-    python benchmarks/bench_replay.py [TRACE] [--rounds 3]
+    PYTHONPATH=. python benchmarks/bench_replay.py [TRACE] [--rounds 3]
 
 Without a trace, a profile of the embedded model on held-out text serves. Prints configuration, bounds, a table and one
 JSON line; methods take turns round by round, and times are medians.
@@ -15,9 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
+from lab.methods import ALL
 from semmoe import console
 from semmoe.core import RoutingTrace
-from semmoe.methods import METHODS, obstacle
+from semmoe.methods import obstacle
 from semmoe.metrics import uniform_remote_ranks
 from semmoe.settings import DemoSettings, ReplaySettings, SolveSettings
 from semmoe.solver import score, solve_methods
@@ -53,7 +54,7 @@ def main() -> None:
     print(f"top-{f.top_k} of {f.num_experts}; 20/80 by request, batches of 1,024 mixed; {platform.machine()}")
     for attention, ep_size in (("tp", 8), ("tp", 4), ("dp", 4)):
         topology = Topology.for_attention(attention, ep_size)
-        methods = [name for name in METHODS if obstacle(name, topology, 0) is None]
+        methods = [name for name in ALL if obstacle(name, topology, 0) is None]
         rounds = [solve_methods(profile, topology, methods, SolveSettings()) for _ in range(arguments.rounds)]
         plans = rounds[-1][0]
         scores = score(evaluation, plans, measure)

@@ -6,7 +6,8 @@ import numpy as np
 
 from lab.inputs import Inputs, Source
 from lab.item import MODEL_DIFFERS, VANILLA, Cell, Comparison, Item, LackingError, Result, colour, panel
-from semmoe.methods import METHODS, obstacle
+from lab.methods import ALL, short
+from semmoe.methods import obstacle
 from semmoe.metrics import layer_traffic
 from semmoe.placement.linear import vanilla_plan
 from semmoe.replayer import ReplayResult, replay
@@ -30,9 +31,9 @@ def figure5b(inputs: Inputs) -> Result:
         profile, rest = split(source.trace, SHARE, inputs.seed)
         for attention in ("tp", "dp"):
             topology = Topology.for_attention(attention, RANKS)
-            for method in [m for m in METHODS if obstacle(m, topology, 0) is None]:
+            for method in [m for m in ALL if obstacle(m, topology, 0) is None]:
                 found = replay(rest, inputs.solved(profile, topology, method), ReplaySettings(seed=inputs.seed))
-                rows.append([source.name, attention.upper(), NAMES.get(method, method), *_scores(found)])
+                rows.append([source.name, attention.upper(), NAMES.get(method, short(method)), *_scores(found)])
     stated = {
         "topology": f"EP{RANKS}, no redundant experts",
         "batches": "1,024 tokens of all ranks, mixed",

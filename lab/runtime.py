@@ -12,6 +12,7 @@ from lab import timing
 from lab.inputs import Inputs
 from lab.item import PLAN, VANILLA, Cell, Comparison, Item, Result, colour, legend, panel
 from lab.layer import layer_parts
+from lab.methods import short
 from semmoe.bounds import arrays_of
 from semmoe.core import Placement, Plan
 from semmoe.demo import MODEL, demo_prompts
@@ -46,8 +47,8 @@ def _set_ups(inputs: Inputs) -> list[Any]:
             Configuration(name=f"{name}, vanilla", plan=vanilla),
             Configuration(name=f"{name}, semmoe", plan=inputs.solved(trace, topology)),
         ]
-    for method in ("moetuner", "paper"):
-        out.append(Configuration(name=f"TP, {method}", plan=inputs.solved(trace, topology, method)))
+    for method in ("lab.methods.moetuner", "paper"):
+        out.append(Configuration(name=f"TP, {short(method)}", plan=inputs.solved(trace, topology, method)))
     for copies in (E // 4, E):
         plan = inputs.solved(trace, topology, copies=copies)
         out.append(Configuration(name=f"TP, semmoe, {copies} copies", plan=plan))

@@ -20,7 +20,13 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
-MAIN = [sys.executable, "-c", "from semmoe.cli import main; main()"]
+ROOT = Path(__file__).parents[1]  # where `lab` is found
+# MoETuner's programs run by the clock. Without any time they are the same on a busy machine and on an idle one.
+MAIN = [
+    sys.executable,
+    "-c",
+    "from lab.methods import moetuner; moetuner.TIME_LIMIT = 0.0; from semmoe.cli import main; main()",
+]
 TOPOLOGIES = {
     "tp8": ["--ep-size", "8", "--attention", "tp"],
     "dp4": ["--ep-size", "4", "--attention", "dp"],
@@ -32,22 +38,22 @@ METHODS = (
     "eplb",
     "least-loaded",
     "prefix-affinity",
-    "eldr",
-    "exflow",
-    "moetuner",
-    "grace",
+    "lab.methods.eldr",
+    "lab.methods.exflow",
+    "lab.methods.moetuner",
+    "lab.methods.grace",
     "paper",
     "semmoe",
 )
-REDUNDANT = {"linear", "eplb", "grace", "semmoe"}
-REQUESTS_ONLY = {"least-loaded", "prefix-affinity", "eldr"}
+REDUNDANT = {"linear", "eplb", "lab.methods.grace", "semmoe"}
+REQUESTS_ONLY = {"least-loaded", "prefix-affinity", "lab.methods.eldr"}
 NOT_FIGURES = {"solve_seconds", "seconds", "tokens_per_second", "settings"}
 TOLERANCE = 1e-5
 
 
 def run(*words: str) -> Any:
     """One command of semmoe's; its JSON if it was asked for."""
-    done = subprocess.run([*MAIN, *words], capture_output=True, text=True)
+    done = subprocess.run([*MAIN, *words], capture_output=True, text=True, cwd=ROOT)
     if done.returncode != 0:
         raise SystemExit(f"semmoe {' '.join(words)} ended with {done.returncode}:\n{done.stderr}")
     return json.loads(done.stdout) if "--json" in words else None
@@ -73,13 +79,11 @@ def record(quick: bool, folder: Path) -> dict[str, Any]:
     run("profile", "tiny", "--limit", "24" if quick else "144", "--out", trace)
     found: dict[str, Any] = {"trace": arrays(sorted((folder / "trace").glob("*.safetensors")))}
     for topology, method, redundant in cases(quick):
-        name = f"{topology} {method} {redundant}"
+        name = f"{topology} {short(method)} {redundant}"
         plan = folder / name.replace(" ", "-")
         options = [*TOPOLOGIES[topology], "--method", method, "--redundant-experts", str(redundant), "--seed", "0"]
-        # MoETuner's programs run by the clock; without any time they are the same on a busy machine and on an idle one.
-        options += ["--time-limit", "0"] if method == "moetuner" else []
         run("solve", trace, *options, "--out", str(plan))
-        replayed = run("replay", trace, "--plan", str(plan), "--json")["methods"]
+        replayed = {short(n): one for n, one in run("replay", trace, "--plan", str(plan), "--json")["methods"].items()}
         found[name] = {"plan": arrays([plan / "plan.safetensors"]), "replay": figures(replayed)}
     generated = ["--limit", prompts, "--max-new-tokens", "16", "--json", "--ep-size", "4"]
     for attention in ("dp", "tp"):
@@ -89,6 +93,11 @@ def record(quick: bool, folder: Path) -> dict[str, Any]:
     for name in [plan for plan in plans if (folder / plan).exists()]:
         found[f"generate {name}"] = outcome(run("generate", "tiny", "--plan", str(folder / name), *generated))
     return found
+
+
+def short(method: str) -> str:
+    """The method's name without its package, which moved methods keep."""
+    return method.rpartition(".")[2]
 
 
 def outcome(result: dict[str, Any]) -> dict[str, Any]:

@@ -274,10 +274,10 @@ def test_replay_all_has_the_documented_keys(tmp_path):
     trace = npz(tmp_path / "t.npz")
     result = run("replay", trace, "--ep-size", 2, "--batch-tokens", 50, "--json", "--profile-share", 0.5)
     methods = json.loads(result.stdout)["methods"]
-    assert list(methods) == ["linear", "eplb", "exflow", "moetuner", "grace", "paper", "semmoe"]
+    assert list(methods) == ["linear", "eplb", "paper", "semmoe"]
     warnings = [line for line in result.stderr.splitlines() if "warning:" in line]
     assert len(warnings) == 1
-    assert "least-loaded, prefix-affinity, eldr (sends requests to attention groups" in warnings[0]
+    assert "least-loaded, prefix-affinity (sends requests to attention groups" in warnings[0]
     keys = {"lar", "remote_ranks_per_token", "load_max_over_mean", "load_max_over_median", "token_max_over_mean",
             "bytes_ratio", "solve_seconds", "layers"}  # fmt: skip
     assert keys <= set(methods["paper"])
@@ -292,8 +292,8 @@ def test_replay_all_with_groups_and_with_redundant_experts(tmp_path):
     assert list(json.loads(result.stdout)["methods"]) == list(METHODS)
     assert "warning:" not in result.stderr
     result = run(*common, "--attention", "dp", "--redundant-experts", 4)
-    assert list(json.loads(result.stdout)["methods"]) == ["linear", "eplb", "grace", "semmoe"]
-    left_out = "least-loaded, prefix-affinity, eldr, exflow, moetuner, paper (has no redundant experts)"
+    assert list(json.loads(result.stdout)["methods"]) == ["linear", "eplb", "semmoe"]
+    left_out = "least-loaded, prefix-affinity, paper (has no redundant experts)"
     assert left_out in result.stderr
 
 
@@ -431,15 +431,82 @@ def test_settings_that_contradict_or_do_nothing_are_refused(work):
     refused(prompts_only, "--lookback has no effect")
     redundant = run("solve", work / "trace", "--method", "paper", "--redundant-experts", 4, "--out", "x")
     refused(redundant, "no redundant experts")
-    refused(run("replay", work / "trace", "--method", "moetuner", "--redundant-experts", 8), "no redundant experts")
+    copies = run("replay", work / "trace", "--method", "lab.methods.moetuner", "--redundant-experts", 8)
+    refused(copies, "no redundant experts")
     for command in (["solve", work / "trace", "--out", "x"], ["replay", work / "trace"]):
-        refused(
-            run(*command, "--method", "eldr", "--attention", "tp"), "method eldr does not apply", "attention groups"
-        )
-        refused(run(*command, "--method", "exflow", "--time-limit", 3), "--time-limit has no effect")
-    refused(run("replay", work / "trace", "--redundant-experts", 8, "--time-limit", 3), "--time-limit has no effect")
-    refused(run("replay", work / "trace", "--plan", work / "plan", "--time-limit", 3), "--time-limit has no effect")
-    refused(run("replay", work / "trace", "--time-limit", -1), "--time-limit", "greater than or equal to 0")
+        for method in ("least-loaded", "lab.methods.eldr"):
+            scheduling = run(*command, "--method", method, "--attention", "tp")
+            refused(scheduling, f"method {method} does not apply", "attention groups")
+
+
+OWN_METHOD = """from pathlib import Path
+
+from semmoe.methods import Method
+from semmoe.placement.linear import solve
+
+METHOD = Method(__name__, copies=True)
+Path(__file__).with_name("imported").touch()
+"""
+
+
+@pytest.fixture
+def own_package(tmp_path, monkeypatch):
+    """A package with modules for --method, of which `striped` holds a method and leaves a file when it is imported."""
+    name = f"own_{tmp_path.name}"
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / "striped.py").write_text(OWN_METHOD)
+    (folder / "empty.py").touch()
+    (folder / "without_solve.py").write_text("from semmoe.methods import Method\n\nMETHOD = Method(__name__)\n")
+    (folder / "broken.py").write_text('raise RuntimeError("first line\\nsecond line")\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    return name
+
+
+def test_a_method_is_taken_from_a_module_by_its_dotted_name(own_package, tmp_path):
+    trace, method = npz(tmp_path / "t.npz"), f"{own_package}.striped"
+    options = ["--method", method, "--ep-size", 2, "--redundant-experts", 2]
+    result = run("replay", trace, *options, "--batch-tokens", 50, "--json")
+    methods = json.loads(result.stdout)["methods"]
+    assert list(methods) == [method]
+    assert run("solve", trace, *options, "--out", tmp_path / "plan").exit_code == 0
+    assert load_plan(tmp_path / "plan").method == method
+    assert load_plan(tmp_path / "plan").settings == {"method": method, "redundant_experts": 2}
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("absent", "No module named"),
+        ("empty", "has no attribute 'METHOD'"),
+        ("without_solve", "has no attribute 'solve'"),
+        ("broken", "first line second line"),
+    ],
+)
+def test_a_module_without_a_method_is_refused_before_the_work(own_package, tmp_path, module, words):
+    method = f"{own_package}.{module}"
+    for command in (["solve", "absent", "--out", tmp_path / "plan"], ["replay", "absent"]):
+        refused(run(*command, "--method", method), f"method {method} cannot be loaded", words, "PYTHONPATH")
+    assert not (tmp_path / "plan").exists()
+
+
+@pytest.mark.parametrize("method", [".", "..", ".striped", "/etc/x.y", "1.5", "os.system", "os.path"])
+def test_names_that_are_no_module_with_a_method_are_refused(method):
+    refused(run("replay", "absent", "--method", method), "method")
+
+
+@pytest.mark.parametrize("method", ["exflow", "os.system", "{package}.striped"])
+def test_the_method_of_a_plan_is_shown_and_never_imported(own_package, tmp_path, method):
+    """A plan solved before by a method that has moved, and plans whose method names a module."""
+    trace, plan = npz(tmp_path / "t.npz"), tmp_path / "plan"
+    assert run("solve", trace, "--ep-size", 2, "--method", "eplb", "--out", plan).exit_code == 0
+    header = json.loads((plan / "plan.json").read_text())
+    header["method"] = header["settings"]["method"] = method.format(package=own_package)
+    (plan / "plan.json").write_text(json.dumps(header))
+    result = run("replay", trace, "--plan", plan, "--json")
+    assert list(json.loads(result.stdout)["methods"]) == ["linear", header["method"]]
+    assert run("report", plan, "--out", tmp_path / "report.html").exit_code == 0
+    assert not (tmp_path / own_package / "imported").exists()
 
 
 @pytest.mark.parametrize(

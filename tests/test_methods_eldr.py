@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic import make_trace, planted_trace, random_trace
 
-from semmoe.methods import METHODS, obstacle
-from semmoe.methods import eldr as baselines
-from semmoe.methods.eldr import balanced_kmeans, eldr, request_signatures
+from lab.methods import ALL
+from lab.methods import eldr as baselines
+from lab.methods.eldr import balanced_kmeans, eldr, request_signatures
+from semmoe.methods import find_method, obstacle
 from semmoe.online import BATCH_LEAD, schedule_batch, schedule_requests
 from semmoe.placement import linear
 from semmoe.plan import load_plan, save_plan
@@ -22,8 +23,8 @@ from semmoe.solver import solve
 from semmoe.topology import Topology
 
 DP4, HYBRID, TP4 = Topology(ep_size=4, dp_size=4), Topology(ep_size=4, dp_size=2), Topology(ep_size=4)
-REQUEST_METHODS = [name for name, method in METHODS.items() if method.needs_groups]
-FIELD = [*REQUEST_METHODS, "exflow", "moetuner", "grace"]
+REQUEST_METHODS = [name for name in ALL if find_method(name).needs_groups]
+FIELD = [*REQUEST_METHODS, "lab.methods.exflow", "lab.methods.moetuner", "lab.methods.grace"]
 
 
 def solved(method, topology, trace=None, **changes):
@@ -48,15 +49,15 @@ def test_a_plan_is_saved_loaded_and_replayed_the_same(method, topology, tmp_path
 
 @pytest.mark.parametrize(
     ("method", "read"),
-    [("least-loaded", set()), ("eldr", {"seed"}), ("exflow", {"seed"}), ("grace", {"seed"}),
-     ("moetuner", {"moetuner", "gap"})],
+    [("least-loaded", set()), ("lab.methods.eldr", {"seed"}), ("lab.methods.exflow", {"seed"}),
+     ("lab.methods.grace", {"seed"}), ("lab.methods.moetuner", {"gap"})],
 )  # fmt: skip
 def test_a_plan_names_the_settings_that_shaped_it(method, read):
     assert set(solved(method, DP4).settings) == {"method", "redundant_experts"} | read
 
 
 def test_the_gap_of_moetuner_s_programs_is_recorded():
-    gap = solved("moetuner", TP4).settings["gap"]
+    gap = solved("lab.methods.moetuner", TP4).settings["gap"]
     assert 0 <= gap["clusters"] < 0.2
     assert gap["ranks"] == 0
 
@@ -73,14 +74,14 @@ def test_what_does_not_apply_is_refused_with_the_reason():
     for method in REQUEST_METHODS:
         with pytest.raises(ValueError, match=f"method {method} does not apply: .*--attention dp or hybrid"):
             solved(method, TP4)
-    for method in [name for name, method in METHODS.items() if not method.copies and not method.needs_groups]:
+    for method in [name for name in ALL if not find_method(name).copies and name not in REQUEST_METHODS]:
         with pytest.raises(ValueError, match=f"method {method} does not apply: it has no redundant experts"):
             solve(random_trace(0), TP4, SolveSettings(method=method, redundant_experts=4))
-    for method in METHODS:
+    for method in ALL:
         assert obstacle(method, DP4, 0) is None
     few = random_trace(0, requests=3)
     with pytest.raises(ValueError, match="routed requests cannot be clustered into 4 groups"):
-        solved("eldr", DP4, few)
+        solved("lab.methods.eldr", DP4, few)
 
 
 def test_least_loaded_follows_the_tokens_that_requests_turn_out_to_have():
@@ -136,7 +137,7 @@ def test_alike_requests_are_no_trouble():
 
 def test_eldr_finds_planted_groups():
     trace, _ = planted_trace(4, 1, requests_per_group=10)
-    plan = solved("eldr", DP4, trace)
+    plan = solved("lab.methods.eldr", DP4, trace)
     groups = schedule_requests([trace.prompt(r) for r in range(trace.num_requests)], plan)
     assert all(len(set(groups[kind::4].tolist())) == 1 for kind in range(4))
     assert len(set(groups[:4].tolist())) == 4
@@ -171,7 +172,7 @@ def test_few_requests_are_drawn_from_many(monkeypatch):
     assert replace(one, token_scores=two.token_scores).mean_length > 0
 
 
-@pytest.mark.parametrize("method", ["semmoe", "eldr"])
+@pytest.mark.parametrize("method", ["semmoe", "lab.methods.eldr"])
 def test_a_batch_at_hand_is_shared_out_by_its_tokens_and_gains_locality(method):
     plan = solved(method, Topology(ep_size=4, dp_size=4))
     rng, trace = np.random.default_rng(0), random_trace(5, requests=80)

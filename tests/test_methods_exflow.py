@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic import planted_trace, random_trace
 
+from lab.methods import exflow, grouping
+from lab.methods.grouping import link_costs
 from semmoe.affinity import build_affinity
-from semmoe.methods import exflow, grouping
-from semmoe.methods.grouping import link_costs
 from semmoe.topology import Topology
 
 TP2 = Topology(ep_size=2)

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic import make_trace, planted_trace, random_trace, with_noise
 
-from semmoe.methods import grace, grouping
-from semmoe.methods.grouping import group_hierarchically
+from lab.methods import grace, grouping
+from lab.methods.grouping import group_hierarchically
 from semmoe.topology import Topology
 
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic import planted_trace, random_trace, teams_trace, with_noise
 
+from lab.methods import short
 from semmoe.placement import cocluster, layers
 from semmoe.placement.cocluster import Measured, choose, place
 from semmoe.placement.layers import LayerSearch, Layout, Tokens
@@ -399,8 +400,9 @@ def test_experts_that_only_tokens_choose_together_share_a_rank(seed):
     """
     profile, evaluation = split(teams_trace(seed, experts=128), 0.5, seed)
     ranks = {}
-    for method in ("semmoe", "exflow", "grace", "eplb", "moetuner"):
+    for method in ("semmoe", "eplb", "lab.methods.exflow", "lab.methods.grace", "lab.methods.moetuner"):
         chosen = SolveSettings(method=method, seed=seed, cocluster=CoclusterSettings(batch_tokens=256))
-        ranks[method] = ranks_of_a_token(solve(profile, Topology(ep_size=4, dp_size=4), chosen).placement, evaluation)
+        plan = solve(profile, Topology(ep_size=4, dp_size=4), chosen)
+        ranks[short(method)] = ranks_of_a_token(plan.placement, evaluation)
     assert 1 <= ranks["exflow"] <= ranks["semmoe"] <= 1.07
     assert ranks["semmoe"] < min(ranks[method] for method in ("grace", "eplb", "moetuner"))

@@ -15,11 +15,12 @@ from lab import maps, plans, routing, run, runtime, serving
 from lab.__main__ import app
 from lab.inputs import Inputs
 from lab.item import LackingError
+from lab.methods import moetuner
 from lab.readings import readings
 from lab.subjects import FIELDS, field_of
 from semmoe.placement.linear import vanilla_plan
 from semmoe.results import serving_sweep
-from semmoe.settings import CoclusterSettings, MoETunerSettings, SolveSettings
+from semmoe.settings import CoclusterSettings, SolveSettings
 from semmoe.topology import Topology
 from semmoe.trace import save_trace
 
@@ -28,7 +29,7 @@ FROM_FILES = [item.name for item in serving.ITEMS]
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 
-QUICK = SolveSettings(cocluster=CoclusterSettings(starts=1, steps=10), moetuner=MoETunerSettings(time_limit=0.5))
+QUICK = SolveSettings(cocluster=CoclusterSettings(starts=1, steps=10))
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,8 @@ def made(inputs, tmp_path_factory):
     """An item's record and the folder of its files, each item made once."""
     out = tmp_path_factory.mktemp("reproduced")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plans, "METHODS", ("linear", "eldr", "paper", "semmoe"))
+        patch.setattr(plans, "ALL", ("linear", "lab.methods.eldr", "paper", "semmoe"))
+        patch.setattr(moetuner, "TIME_LIMIT", 0.5)
         for name, value in (("ROUNDS", 1), ("PROMPTS", 8), ("PAIR_ROUNDS", 2)):
             patch.setattr(runtime, name, value)
         yield lambda name: (inputs.once(f"test of {name}", lambda: run.make(run.ITEMS[name], inputs, out)), out)

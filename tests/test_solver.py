@@ -49,9 +49,7 @@ def test_the_paper_s_method_schedules_what_the_topology_asks_for(dp_size, reques
     assert plan.requests.by_tables == requests
     assert plan.tokens.by_tables == shuffle
     expected = asdict(SolveSettings(method="paper", paper=replace(QUICK, lookback=1)))
-    assert plan.settings == {
-        k: v for k, v in expected.items() if k not in ("predictor", "cocluster", "moetuner", "phase")
-    }
+    assert plan.settings == {k: v for k, v in expected.items() if k not in ("predictor", "cocluster", "phase")}
 
 
 def test_the_seed_reaches_the_solver():
@@ -90,10 +88,13 @@ def test_a_trace_without_routed_tokens_is_refused():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"method": "magic"}, "linear, eplb, .*, paper, semmoe, not 'magic'"),
+        ({"method": "magic"}, "linear, eplb, .*, paper, semmoe, or .* dotted name, not 'magic'"),
         ({"method": "eplb", "redundant_experts": -1}, "must lie between 0 and .*, not -1"),
         ({"method": "paper", "redundant_experts": 4}, "no redundant experts"),
-        ({"method": "moetuner", "redundant_experts": 4}, "moetuner does not apply: it has no redundant experts"),
+        (
+            {"method": "lab.methods.moetuner", "redundant_experts": 4},
+            "moetuner does not apply: it has no redundant experts",
+        ),
     ],
 )
 def test_settings_that_no_method_serves_are_refused(arguments, message):

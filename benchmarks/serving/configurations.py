@@ -1,5 +1,6 @@
 """The configurations that are measured beside each other, by name."""
 
+import sys
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +16,8 @@ from semmoe.solver import solve
 from semmoe.topology import Topology
 from serving.engine import RANKS, SetUp
 
+sys.path.append(str(Path(__file__).parents[2]))  # for lab, which is not installed
+
 VANILLA = "vanilla"  # with an all-to-all
 AGAIN = "vanilla again"  # the placebo: another server of the same
 AS_IT_COMES = "as it comes"  # the engine without an all-to-all
@@ -28,7 +31,7 @@ PLANS = {
     PLAN: ("semmoe", 0),
     COPIES: ("semmoe", 8),
     MORE_COPIES: ("semmoe", 16),
-    MOETUNER: ("moetuner", 0),
+    MOETUNER: ("lab.methods.moetuner", 0),
     EPLB: ("eplb", 16),
 }
 

@@ -35,15 +35,6 @@ class PaperSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoETunerSettings:
-    # seconds for the programs of all layers together
-    time_limit: float = number(10.0, 0, 7 * 86_400, help="moetuner: seconds for its integer programs.")
-
-    def __post_init__(self) -> None:
-        check_numbers(self)
-
-
-@dataclass(frozen=True, kw_only=True)
 class CoclusterSettings:
     """Objective and effort of semmoe's placement. Weights are in units of one (token, expert) pair on its own rank."""
 
@@ -115,7 +106,7 @@ class PredictorSettings:
 class SolveSettings:
     method: str = "semmoe"
     redundant_experts: int = number(  # physical experts beyond the logical ones, over all ranks
-        0, 0, 1 << 20, help="Redundant experts over all ranks (linear, eplb, grace, semmoe)."
+        0, 0, 1 << 20, help="Redundant experts over all ranks (linear, eplb, semmoe)."
     )
     seed: int = number(0, *SEED, help="Seed of every random choice.")
     phase: str = choice(
@@ -124,7 +115,6 @@ class SolveSettings:
     paper: PaperSettings = field(default_factory=PaperSettings)
     predictor: PredictorSettings = field(default_factory=PredictorSettings)
     cocluster: CoclusterSettings = field(default_factory=CoclusterSettings)
-    moetuner: MoETunerSettings = field(default_factory=MoETunerSettings)
 
     def __post_init__(self) -> None:
         check_numbers(self)

@@ -10,7 +10,7 @@ from threadpoolctl import threadpool_limits
 
 from semmoe import html
 from semmoe.core import DECODE, PREFILL, Plan, RoutingTrace
-from semmoe.methods import METHODS, check_applies
+from semmoe.methods import check_applies, find_method
 from semmoe.placement.problem import Problem, Progress, Solution
 from semmoe.replayer import ReplayResult, replay
 from semmoe.rowcosts import RowCosts
@@ -31,7 +31,6 @@ def solve(
 ) -> Plan:
     """Compute a plan for `topology` from a profile. The same trace, settings and seed give the same plan.
 
-    (MoETuner's plan can differ if it reaches its time limit.)
     embeddings: (V, H) the model's input embeddings; with them, tokens that were not profiled use the table rows of
     their nearest profiled neighbour. previous: a plan to begin from, whose experts move only where that pays
     (`settings.cocluster.move_cost`). costs: what the all-to-all charges prefill and decode tokens, which the method
@@ -50,7 +49,7 @@ def solve(
         costs=costs,
     )
     with threadpool_limits(1):  # layers run side by side already, and sums depend on how many threads share them
-        found: Solution = METHODS[settings.method].load()(problem)
+        found: Solution = find_method(settings.method).load()(problem)
     used = _used_settings(settings) | ({} if found.gap is None else {"gap": found.gap})
     return Plan(
         topology=topology,
@@ -107,7 +106,7 @@ def moved_experts(plan: Plan, previous: Plan) -> tuple[int, int]:
 
 def _used_settings(settings: SolveSettings) -> dict[str, Any]:
     """The settings that the plan's method reads, by name."""
-    read = {"method", "redundant_experts", *METHODS[settings.method].reads}
+    read = {"method", "redundant_experts", *find_method(settings.method).reads}
     return {k: v for k, v in asdict(settings).items() if k in read}
 
 

@@ -31,14 +31,14 @@ from semmoe.cli.options import (
 )
 from semmoe.core import Plan, RoutingTrace
 from semmoe.cost import LayerShape
-from semmoe.methods import METHODS, check_applies
+from semmoe.methods import METHODS, check_applies, find_method
 from semmoe.results import AffinityFile
 from semmoe.settings import QUICK, THOROUGH, CoclusterSettings, ReplaySettings, RunningSettings, SolveSettings
 from semmoe.topology import Fingerprint, Topology
 
 OBJECTIVE = ["load_limit", "remote_rank_cost", "remote_node_cost", "phase", "groups"]
 EFFORT = ["quick", "thorough", "budget"]
-METHOD_NAMES = ", ".join(METHODS)
+METHOD_NAMES = ", ".join(METHODS) + ", or a module by its dotted name"
 ModelOption = Annotated[
     str | None,
     typer.Option(
@@ -304,11 +304,9 @@ def refuse_idle(ctx: typer.Context, methods: list[str], topology: Topology) -> N
     if "semmoe" not in methods:
         refuse_given(ctx, OBJECTIVE, f"{names} has an objective of its own")
         refuse_given(ctx, EFFORT, f"{names} does not search as semmoe does")
-    if "moetuner" not in methods:
-        refuse_given(ctx, ["time_limit"], f"no integer program is solved by {', '.join(methods)}")
     if topology.num_nodes == 1:
         refuse_given(ctx, ["remote_node_cost", "groups"], "all ranks are on one node")
-    refuse_unscheduled(ctx, topology.dp_size > 1 and any(m == "semmoe" or METHODS[m].needs_groups for m in methods))
+    refuse_unscheduled(ctx, topology.dp_size > 1 and any(m == "semmoe" or find_method(m).needs_groups for m in methods))
 
 
 def refuse_unscheduled(ctx: typer.Context, scheduled: bool) -> None:

@@ -33,7 +33,7 @@ from semmoe.cli.options import (
     tell_result,
 )
 from semmoe.core import Plan, RoutingTrace
-from semmoe.methods import METHODS, obstacle
+from semmoe.methods import METHODS, check_applies, obstacle
 from semmoe.results import ReplayFile
 from semmoe.settings import CoclusterSettings, ReplaySettings, SolveSettings, SplitSettings
 from semmoe.topology import Topology
@@ -46,7 +46,6 @@ DECIDED = [
     "dp_size",
     "num_nodes",
     "redundant_experts",
-    "time_limit",
     "lookback",
     "theta",
     "steps",
@@ -123,7 +122,6 @@ def _said_of(solving: SolveSettings) -> dict[str, Any]:
         "load_limit": objective.load_limit,
         "remote_rank_cost": objective.remote_rank,
         "remote_node_cost": objective.remote_node,
-        "time_limit": solving.moetuner.time_limit,
     }
 
 
@@ -158,11 +156,10 @@ def _warn_of_profiled(profiled: int | None, requests: int) -> None:
 
 def _applicable(method: str, topology: Topology, redundant_experts: int) -> list[str]:
     """The methods to replay: the one named, or all that apply, with a warning that names the others and why."""
-    if method not in (*METHODS, "all"):
-        raise ValueError(f"method must be one of {METHOD_NAMES} or all, not {method!r}")
-    reasons = {name: obstacle(name, topology, redundant_experts) for name in METHODS if method in ("all", name)}
-    if method != "all" and reasons[method] is not None:
-        raise ValueError(f"method {method} does not apply: {reasons[method]}")
+    if method != "all":
+        check_applies(method, topology, redundant_experts)
+        return [method]
+    reasons = {name: obstacle(name, topology, redundant_experts) for name in METHODS}
     left_out: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         if reason is not None:

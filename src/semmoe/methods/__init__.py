@@ -1,6 +1,7 @@
 """The table of all methods, semmoe's included. The field's methods have one file each, and none imports another.
 
-A method is a function `solve(Problem) -> Solution` (`placement.problem`). To add one, add a file, a row here, a test.
+A method is a function `solve(Problem) -> Solution` (`placement.problem`). To add one, add a file, a row here, a test;
+or name a module of any package by its dotted name, such as `lab.methods.exflow`.
 """
 
 from collections.abc import Callable
@@ -31,13 +32,27 @@ METHODS = {
     "eplb": Method("semmoe.methods.eplb", copies=True),
     "least-loaded": Method("semmoe.methods.unscored", "least_loaded", needs_groups=True),
     "prefix-affinity": Method("semmoe.methods.unscored", "prefix_affinity", needs_groups=True),
-    "eldr": Method("semmoe.methods.eldr", needs_groups=True, reads=("seed",)),
-    "exflow": Method("semmoe.methods.exflow", reads=("seed",)),
-    "moetuner": Method("semmoe.methods.moetuner", reads=("moetuner",)),
-    "grace": Method("semmoe.methods.grace", copies=True, reads=("seed",)),
     "paper": Method("semmoe.methods.paper_tables", reads=("paper", "seed")),
     "semmoe": Method("semmoe.placement.ours", copies=True, reads=("predictor", "cocluster", "seed", "phase")),
 }
+
+
+def find_method(name: str) -> Method:
+    """Return the row of METHODS called `name`, or the `METHOD` of the module with that dotted name.
+
+    The module is imported, so never pass a name that was read from a plan. Raises ValueError without a method.
+    """
+    if "." not in name:
+        if name not in METHODS:
+            raise ValueError(f"method must be one of {', '.join(METHODS)}, or a module's dotted name, not {name!r}")
+        return METHODS[name]
+    try:
+        found: Method = import_module(name).METHOD
+        found.load()
+    except Exception as error:  # the module is a user's, whose code may raise anything
+        needed = "its package must be on PYTHONPATH, and METHOD in it a semmoe.methods.Method"
+        raise ValueError(f"method {name} cannot be loaded: {' '.join(str(error).split())} ({needed})") from error
+    return found
 
 
 def check_applies(method: str, topology: Topology, redundant_experts: int) -> None:
@@ -49,11 +64,10 @@ def check_applies(method: str, topology: Topology, redundant_experts: int) -> No
 
 def obstacle(method: str, topology: Topology, redundant_experts: int) -> str | None:
     """The reason why `method` cannot be used here, or None. Raises ValueError for an unknown method."""
-    if method not in METHODS:
-        raise ValueError(f"method must be one of {', '.join(METHODS)}, not {method!r}")
-    if METHODS[method].needs_groups and topology.dp_size == 1:
+    found = find_method(method)
+    if found.needs_groups and topology.dp_size == 1:
         return "it sends requests to attention groups, and attention tp has one: choose --attention dp or hybrid"
-    if redundant_experts and not METHODS[method].copies:
+    if redundant_experts and not found.copies:
         capable = ", ".join(name for name, one in METHODS.items() if one.copies)
         return f"it has no redundant experts: choose one of {capable}, or --redundant-experts 0"
     return None

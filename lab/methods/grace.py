@@ -14,11 +14,14 @@ while `metrics.copy_choice` assigns source ranks round-robin.
 
 import numpy as np
 
+from lab.methods.grouping import group_hierarchically
 from semmoe.affinity import pair_count
 from semmoe.core import Placement, RoutingTrace
-from semmoe.methods.grouping import group_hierarchically
+from semmoe.methods import Method
 from semmoe.placement.problem import Problem, Solution, placement_alone
 from semmoe.topology import Topology, physical_experts
+
+METHOD = Method(__name__, copies=True, reads=("seed",))
 
 
 def solve(problem: Problem) -> Solution:

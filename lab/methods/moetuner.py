@@ -22,13 +22,16 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, linear_sum_assignment, milp
 from scipy.sparse import bmat, eye, kron
 
+from lab.methods.grouping import link_costs
 from semmoe.affinity import build_affinity
 from semmoe.capacity import balanced_packing
 from semmoe.core import Placement
-from semmoe.methods.grouping import link_costs
+from semmoe.methods import Method
 from semmoe.placement.problem import Problem, Solution, placement_alone
 from semmoe.topology import Topology
 
+METHOD = Method(__name__)
+TIME_LIMIT = 10.0  # seconds for the programs of all layers together
 TOLERANCE = 1e-3  # mean deviation, in mean loads, below which no better clustering is searched for
 SHORTEST = 0.05  # seconds; in less time per layer HiGHS would only build its model
 
@@ -40,9 +43,9 @@ class Tuned:
 
 
 def solve(problem: Problem) -> Solution:
-    """Place experts by the load and the paths of the profile, within the time limit of the settings."""
-    affinity, limit = build_affinity(problem.trace), problem.settings.moetuner.time_limit
-    tuned = place(affinity.expert_load, affinity.path_counts, problem.topology, limit)
+    """Place experts by the load and the paths of the profile, within TIME_LIMIT."""
+    affinity = build_affinity(problem.trace)
+    tuned = place(affinity.expert_load, affinity.path_counts, problem.topology, TIME_LIMIT)
     return placement_alone(tuned.placement, problem.topology, tuned.gap)
 
 

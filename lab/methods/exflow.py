@@ -13,13 +13,15 @@ to the rank of its attention after each layer, so that only the placement is tak
 
 import numpy as np
 
+from lab.methods.grouping import group_hierarchically, link_costs
 from semmoe.affinity import build_affinity
 from semmoe.capacity import equal_groups
 from semmoe.core import Placement
-from semmoe.methods.grouping import group_hierarchically, link_costs
+from semmoe.methods import Method
 from semmoe.placement.problem import Problem, Solution, placement_alone
 from semmoe.topology import Topology
 
+METHOD = Method(__name__, reads=("seed",))
 SWEEPS = 20  # most sweeps over all layers; they end earlier when nothing improves
 STARTS = 4  # placements of the first layer: grouped by successors, in order, and at random
 
