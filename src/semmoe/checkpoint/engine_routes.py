@@ -92,7 +92,8 @@ def prompts_of_passes(content: dict[str, Any], path: Path, model: Path, f: Finge
     """
     if f.top_k > SGLANG_TOP_K:
         raise ValueError(f"SGLang's records keep {SGLANG_TOP_K} experts of a token, and the model {f.top_k}")
-    requests, tokens = [], 0
+    requests: list[Request] = []
+    tokens = 0
     for number, record in enumerate(content["records"]):
         if not isinstance(record, dict) or not record.keys() >= FIELDS:
             raise ValueError(f"{path}: record {number} lacks one of {', '.join(sorted(FIELDS))}")
