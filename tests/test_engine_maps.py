@@ -90,7 +90,7 @@ BAD_MAPS = {
     "missing.json": (json.dumps([0] * E).encode(), "is on no rank"),
     "layers.json": (json.dumps([list(range(E))] * 3).encode(), "3 layers, but the model has 6"),
     "deep.json": (b"[" * 100_000, "not valid JSON"),
-    "broken.npy": (b"\x93NUMPY", "is no array"),
+    "broken.npy": (b"\x93NUMPY", "holds no array"),
     "broken.pt": (b"nothing", "something else than tensors"),
     "map.txt": (b"", "must be .json"),
 }

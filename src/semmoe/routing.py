@@ -12,8 +12,8 @@ import numpy as np
 from semmoe.core import RoutingTrace
 
 MAX_IMPOSSIBLE_SHARE = 0.01  # of a trace's tokens; if there are more, the others are not to be trusted either
-MIN_IDENTICAL_SHARE = 0.01  # of a trace's tokens; fewer are not worth a warning
-MIN_IDS = 12  # L x K; shorter rows are alike by chance (gpt-oss-20b: 6 % of the tokens in two layers, .3 % in four)
+MIN_IDENTICAL_SHARE = 0.01  # of a trace's tokens; a smaller share gives no warning
+MIN_IDS = 12  # L x K; shorter rows are the same by chance (gpt-oss-20b: 6 % of the tokens in two layers, .3 % in four)
 BLOCK_TOKENS = 1 << 16  # looked at together, to bound memory
 
 
@@ -33,7 +33,7 @@ def impossible_tokens(expert_ids: np.ndarray) -> np.ndarray:
 def identical_tokens(token_ids: np.ndarray, expert_ids: np.ndarray) -> int:
     """The number of tokens whose experts are, in every layer, those of another token id.
 
-    token_ids: (T,); expert_ids: (T, L, K). 0 if rows are so short that they are alike by chance.
+    token_ids: (T,); expert_ids: (T, L, K). 0 for rows that are short enough to be the same by chance.
     """
     num_tokens, layers, top_k = expert_ids.shape
     if layers * top_k < MIN_IDS or num_tokens == 0:
@@ -59,7 +59,7 @@ class Tally:
 
     tokens: int = 0  # that are kept
     left_out: int = 0  # that name an expert twice in a layer
-    identical: int = 0  # of those kept, with the experts of another token of the same shard
+    identical: int = 0  # that are kept, and have in every layer the experts of another token of their shard
 
     def add(self, trace: RoutingTrace) -> None:
         self.tokens += trace.num_tokens
@@ -81,7 +81,7 @@ class Tally:
 
 
 def check_left_out(name: str, left_out: int, num_tokens: int) -> None:
-    """Raise ValueError if too many tokens name an expert twice. num_tokens: all of them, also those left out."""
+    """Raise ValueError if too many tokens name an expert twice. num_tokens: kept and left out."""
     if left_out > MAX_IMPOSSIBLE_SHARE * num_tokens:
         raise ValueError(
             f"{name}: {left_out:,} of {num_tokens:,} tokens name an expert twice in a layer, which no router does: "

@@ -90,7 +90,7 @@ def _by_age(path: Path, number: int, in_turn: bool, tally: Tally) -> Iterator[tu
 
 
 def check_tokens(path: Path, name: str) -> None:
-    """Warn of tokens of a trace directory that should not be there. Raises ValueError for too many of them.
+    """Warn of tokens of a trace directory that should not be there. Raises ValueError if there are too many.
 
     name: of the trace, for messages.
     """

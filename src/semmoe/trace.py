@@ -143,7 +143,7 @@ def save_trace(trace: RoutingTrace, path: Path) -> None:
 def open_trace(path: Path | str) -> RoutingTrace:
     """Read a trace directory, or an `.npz` file in one of the layouts of `docs/formats.md`.
 
-    Tokens whose routing no router makes are left out, with a `RoutingWarning`; too many of them are a ValueError.
+    Tokens whose routing no router makes are left out with a `RoutingWarning`; more than 1 % are a ValueError.
     """
     path = Path(path)
     if not path.exists():
@@ -162,7 +162,7 @@ def open_trace(path: Path | str) -> RoutingTrace:
 def possible_part(trace: RoutingTrace) -> RoutingTrace:
     """The trace without the tokens that name an expert twice in a layer, which no router does; `left_out` counts them.
 
-    Their prompts are kept: a prompt is what a user sent, however it was routed.
+    Prompts are kept whole: a user sent them, however their tokens were routed.
     """
     impossible = impossible_tokens(trace.expert_ids)
     if not impossible.any():

@@ -1,7 +1,7 @@
-"""Read maps and counts of experts that engines write without semmoe, and make a plan of them.
+"""Read the maps and counts of experts that engines write without semmoe, and make plans from these files.
 
-A map becomes a plan. So do counts, by EPLB: they say how often experts are used, and not by which tokens or together
-with which others, so that no tables can be made of them. Read are
+A map becomes a plan. So do counts, by EPLB: counts tell how often an expert is used, but not by which tokens or with
+which other experts, so such a plan has no tables. The formats are
 
 - maps `physical_to_logical_map`, (L, P) or one row for all layers: JSON of vLLM's pull request 49572 and of SGLang,
   `.npy` of what DeepSeek's EPLB returns, `.pt` of SGLang; `expert_map.json` of vLLM-Ascend; the
@@ -89,7 +89,7 @@ def _read_npy(path: Path) -> Any:
     try:
         return np.load(path, allow_pickle=False)
     except (ValueError, EOFError) as error:
-        raise ValueError(f"it is no array ({error})") from None
+        raise ValueError(f"it holds no array ({error})") from None
 
 
 def _read_pt(path: Path) -> Any:
@@ -134,7 +134,9 @@ def _ascend_map(content: dict[str, Any]) -> Found:
         devices = [sorted(layer["device_list"], key=lambda device: device["device_id"]) for layer in layers]
         rows = [[device["device_expert"] for device in one] for one in devices]
     except (KeyError, TypeError) as error:
-        raise ValueError(f"it is no expert map of vLLM-Ascend: a layer or device lacks or breaks {error}") from None
+        raise ValueError(
+            f"not an expert map of vLLM-Ascend: {error} of a layer or device is missing or broken"
+        ) from None
     array = numbers(rows)
     if array.ndim != 3:
         raise ValueError("expert map of vLLM-Ascend: each device of each layer must list equally many experts")
@@ -180,7 +182,7 @@ def whole(name: str, array: np.ndarray) -> np.ndarray:
 
 
 def _check_counts(counts: np.ndarray) -> None:
-    """Raise ValueError unless `counts` (N, E) are whole numbers from 0 on, not all of them 0."""
+    """Raise ValueError unless `counts` (N, E) are whole numbers from 0 on, and one of the counts is above 0."""
     checked = whole("the count of expert", counts)
     if (checked < 0).any():
         row, expert = np.argwhere(checked < 0)[0].tolist()

@@ -2,10 +2,10 @@
 
 - SGLang's expert distribution in the modes `per_pass` and `per_token` (`.pt`), whose passes name no request: first
   chunks of prompts are read, later chunks and decoded tokens are counted and left out.
-- Answers, one in each line of a `.jsonl` file. vLLM: `choices` with `routed_experts`, base64 of an array
-  (`--enable-return-routed-experts`), and token ids (`return_token_ids`). SGLang's `/generate`: `meta_info` with
-  `routed_experts`, base64 of int32, and `output_ids`; the prompt's `input_ids` must be kept beside them. Both may hold
-  nested lists in place of base64.
+- Answers, one in each line of a `.jsonl` file. vLLM: `choices` with token ids (`return_token_ids`) and `routed_experts`
+  (`--enable-return-routed-experts`), base64 of an array. SGLang's `/generate`: `output_ids` and `meta_info` with
+  `routed_experts`, base64 of int32; the user keeps the prompt's `input_ids` in the same object. `routed_experts` may be
+  nested lists, too.
 
 An engine routes all tokens but the last that it sampled. It may omit the rows at the front, of a cached prefix.
 """
@@ -62,7 +62,8 @@ def write_requests(writer: TraceWriter, found: Found, path: Path, model: Path, l
     Raises ValueError if nothing is left, if more than a tenth of the lines holds no answer, or for too many impossible
     tokens.
     """
-    f, unassigned, tokens, impossible = writer.header.fingerprint, 0, 0, 0
+    f = writer.header.fingerprint
+    unassigned = tokens = impossible = 0
     requests: Iterable[Request]
     if found.kind == PASSES:
         requests, unassigned = prompts_of_passes(found.content, path, model, f)
@@ -203,7 +204,7 @@ def _of_npy(content: bytes) -> np.ndarray:
 
 
 def _of_int32(content: bytes, num_tokens: int, model: Path, f: Fingerprint) -> np.ndarray:
-    """SGLang's ids, which come without a shape: rows of all decoder layers, or of those with experts alone."""
+    """SGLang's ids, which come without a shape: rows of all decoder layers, or of the MoE layers alone."""
     ids = np.frombuffer(content, "<i4").reshape(-1, f.top_k)
     for layers in (moe_depth(model), f.num_layers):
         if len(ids) % layers == 0 and len(ids) // layers <= num_tokens:

@@ -90,12 +90,12 @@ def fingerprint_of(path: str) -> Fingerprint:
         tokens = tokenizer_hash(load_tokenizer(path))
         return Fingerprint(model=name, architecture_hash=architecture_hash(config), tokenizer_hash=tokens, **sizes)
     except ValueError as error:
-        told = str(error)
-        raise ValueError(told if str(Path(path)) in told else f"{path}: {told}") from None
+        message = str(error)
+        raise ValueError(message if str(Path(path)) in message else f"{path}: {message}") from None
 
 
 def _size(config: PreTrainedConfig, *names: str) -> int:
-    """The first of these fields that is set. Raises ValueError unless it is a positive whole number."""
+    """The first field of `names` that is set. Raises ValueError unless it is a positive whole number."""
     value = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
     if type(value) is not int or value < 1:
         raise ValueError(f"a model of type {config.model_type!r} has {value!r} for {' or '.join(names)}, not a size")

@@ -18,7 +18,7 @@ LOCAL_AND_INERT = {"local_files_only": True, "trust_remote_code": False}
 def load_tokenizer(path: str) -> Any:
     """Load a model directory's tokenizer with transformers' own classes; no code of the directory is run.
 
-    Raises ValueError for a tokenizer that has code of its own, and for files that transformers cannot read.
+    Raises ValueError for a tokenizer whose class is in the directory, and for files that transformers cannot read.
     """
     import transformers
 
@@ -26,7 +26,9 @@ def load_tokenizer(path: str) -> Any:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     kind = _own_class(Path(path))
     if kind is not None and not hasattr(transformers, kind):
-        raise ValueError(f"{path}: its tokenizer is of the class {kind} of its own, and semmoe runs no code of a model")
+        raise ValueError(
+            f"{path}: its tokenizer brings the class {kind} along, and semmoe runs no code of a model directory"
+        )
     try:
         return transformers.AutoTokenizer.from_pretrained(path, **LOCAL_AND_INERT)
     except Exception as error:  # a directory from elsewhere can make transformers raise almost anything
