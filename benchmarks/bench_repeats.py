@@ -65,12 +65,10 @@ def main() -> None:
     print(f"{chosen}, the shipped model in its own type, {NUM_PROMPTS} prompts, {NEW_TOKENS} new tokens")
     with tempfile.TemporaryDirectory() as scratch:
         for place, (name, attention, redundant) in enumerate(SET_UPS):
-            folder = Path(scratch) / str(place)
-            folder.mkdir()
-            plan = None if redundant is None else make_plan(seen, attention, redundant, folder)
-            found = measure(
-                chosen, SetUp(name=name, attention=attention, plan=plan), served[:NUM_PROMPTS], args.rounds, folder
-            )
+            plans = Path(scratch) / f"plans-{place}"
+            plan = None if redundant is None else make_plan(seen, attention, redundant, plans)
+            up = SetUp(name=name, attention=attention, plan=plan)
+            found = measure(chosen, up, served[:NUM_PROMPTS], args.rounds, Path(scratch) / f"server-{place}")
             rows[name] = found
             print(f"{name:34} {found[0]:4} of {found[1]} answers differ", flush=True)
     print(json.dumps({"engine": str(chosen), "rounds": args.rounds, "different_of": rows}))
