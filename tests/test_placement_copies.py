@@ -145,7 +145,9 @@ def uneven_costs(rng, ranks: int, node_of) -> RowCosts:
     remote = 1.0 - np.eye(ranks)
     away = 1.0 * (node_of[:, None] != np.arange(node_of.max() + 1))
     sizes = (ranks, ranks), away.shape, (ranks, ranks)
-    return RowCosts(*(rng.uniform(0.1, 2, size) * part for size, part in zip(sizes, (remote, away, remote), strict=True)))
+    return RowCosts(
+        *(rng.uniform(0.1, 2, size) * part for size, part in zip(sizes, (remote, away, remote), strict=True))
+    )
 
 
 @pytest.mark.parametrize("num_nodes", [2, 3])
