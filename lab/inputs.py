@@ -13,12 +13,12 @@ from semmoe.core import Plan, RoutingTrace
 from semmoe.dataset import Prompt, encode, load_dataset
 from semmoe.demo import MODEL, demo_prompts
 from semmoe.files import read_limited
+from semmoe.npz import MAX_META_BYTES
 from semmoe.results import Part, parts
 from semmoe.settings import DemoSettings, SolveSettings
 from semmoe.solver import solve
 from semmoe.texts import held_out_prompts
 from semmoe.topology import Topology
-from semmoe.npz import MAX_META_BYTES
 from semmoe.trace import open_trace
 
 PER_DOMAIN = 96  # texts of each kind, which the shipped model was not trained on

@@ -19,7 +19,6 @@ from safetensors.torch import save_file as save_torch
 
 from semmoe.checkpoint import relabel as relabelling
 from semmoe.checkpoint.directory import open_checkpoint
-from semmoe.checkpoint.hashed import read_hashed
 from semmoe.checkpoint.layout import find_moe_layers
 from semmoe.checkpoint.relabel import RECORD, Record, relabel, write_relabelled
 from semmoe.checkpoint.shards import CHUNK, copy_bytes, read_shard
@@ -271,19 +270,6 @@ def published(path, table):
     tensors |= {f"layers.0.ffn.experts.{e}.w1.weight": torch.full((3, 8), float(e)) for e in range(4)}
     tensors |= {"layers.0.ffn.gate.tid2eid": table, "mtp.0.ffn.gate.tid2eid": table.clone()}
     return write_checkpoint(path, tensors, 1, 4, shards=1, scoring_func="sqrtsoftplus")
-
-
-def test_tables_are_read_by_the_names_that_are_published(tmp_path):
-    table = torch.tensor([[2, 1], [0, 3], [3, 3]])
-    model, f = published(tmp_path / "model", table), fingerprint(1, 4, vocab_size=3)
-    read = read_hashed(model, f)
-    assert read.layers.tolist() == [0]
-    assert read.expert_ids.tolist() == [table.tolist()]
-    assert read.expert_ids.dtype == np.uint8
-    with pytest.raises(ValueError, match=r"shape \(1, 3, 2\), expected \(1, 5, 2\)"):
-        read_hashed(model, replace(f, vocab_size=5))
-    with pytest.raises(ValueError, match=r"layers\.0\.ffn\.gate\.tid2eid: expert id 9 is out of range"):
-        read_hashed(published(tmp_path / "beyond", table * 3), f)
 
 
 def test_the_scores_of_a_router_of_deepseek_v4(tmp_path):

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from synthetic import make_trace, random_trace
 from typer.testing import CliRunner
 
 from semmoe.calibration import load_links
@@ -352,6 +353,23 @@ def test_answers_that_stand_for_prompts_are_said_in_attention_dp_alone(tmp_path)
 def test_replay_of_one_method_lists_that_one(tmp_path):
     result = run("replay", npz(tmp_path / "t.npz"), "--ep-size", 2, "--method", "eplb", "--json")
     assert list(json.loads(result.stdout)["methods"]) == ["eplb"]
+
+
+@pytest.mark.parametrize("command", [["affinity"], ["solve", "--ep-size", "2"], ["replay", "--ep-size", "2"]])
+def test_a_trace_without_routed_tokens_is_refused(tmp_path, command):
+    save_trace(make_trace([[], []], np.zeros((0, 2, 2)), prompts=[[1], [2]]), tmp_path / "trace")
+    words = [command[0], str(tmp_path / "trace"), *command[1:], "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2, result.output
+    assert "holds no routed token" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_affinity_where_every_token_uses_every_expert(tmp_path):
+    save_trace(random_trace(0, experts=4, top_k=4), tmp_path / "trace")
+    result = CliRunner().invoke(app, ["affinity", str(tmp_path / "trace"), "--json"])
+    assert result.exit_code == 0, result.output
 
 
 def test_affinity_prints_tables_and_json(work):

@@ -28,6 +28,12 @@ def test_every_expert_chosen_leaves_no_other():
     assert token_statistics(np.array([[2, 1]]), 2)["max_other_hotness"].tolist() == [0.0]
 
 
+@pytest.mark.filterwarnings("error")
+def test_equal_counts_have_the_least_kurtosis_and_no_warning():
+    found = token_statistics(np.array([[1, 1, 1, 1], [3, 2, 1, 0], [7, 7, 7, 7]]), 4)["kurtosis"]
+    assert found.tolist() == [1.0, token_statistics(np.array([[3, 2, 1, 0]]), 2)["kurtosis"][0], 1.0]
+
+
 def test_quantiles_by_weight():
     values, weights = np.array([30.0, 10.0, 20.0]), np.array([2, 1, 1])
     assert quantiles(values, weights) == {"p25": 10.0, "p50": 20.0, "p75": 30.0}

@@ -189,7 +189,7 @@ def test_labels_with_unequal_ranks_are_our_own_mistake():
 @pytest.mark.parametrize(
     ("row", "ep_size", "message"),
     [
-        ([0, 1, 1, 0], 2, "expert .2. of layer .0. is on no rank"),
+        ([0, 1, 1, 0], 2, r"^expert 2 of layer 0 is on no rank$"),
         ([0, 1, 2], 2, "ep_size 2 does not divide 3"),
         ([0, 1, 2, 3], 2, "expert id 3 is out of range"),
     ],
@@ -243,3 +243,9 @@ def test_importing_the_package_takes_little_longer_than_numpy():
 def test_an_unknown_public_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = semmoe.nonsense
+
+
+def test_an_expert_without_a_rank_is_named_by_its_numbers():
+    rows = np.array([[0, 1, 2, 3], [0, 1, 2, 2]], np.int32)
+    with pytest.raises(ValueError, match=r"^expert 3 of layer 1 is on no rank$"):
+        Placement(physical_to_logical_map=rows, num_experts=4, ep_size=2)

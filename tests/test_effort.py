@@ -10,10 +10,12 @@ from test_placement_cocluster import TOPOLOGIES, used_by_all
 from typer.testing import CliRunner
 
 from semmoe.cli import app
+from semmoe.expectation import excess_load
 from semmoe.placement import cocluster
 from semmoe.placement.layers import LayerSearch
 from semmoe.plan import load_plan
-from semmoe.settings import QUICK, THOROUGH, CoclusterSettings, SolveSettings
+from semmoe.replayer import replay
+from semmoe.settings import QUICK, THOROUGH, CoclusterSettings, ReplaySettings, SolveSettings
 from semmoe.solver import solve
 from semmoe.tokens import predictor
 from semmoe.topology import Topology
@@ -134,3 +136,26 @@ def test_a_load_limit_that_is_not_kept_is_said(tmp_path):
         done = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "plan"), "--load-limit", limit])
         assert done.exit_code == 0, done.output
         assert (f"the load limit of {limit} is not kept" in " ".join(done.output.split())) == said
+
+
+def test_the_cause_of_a_load_above_the_limit_is_said():
+    """Of one plan, whose own load is known: by its limit, by what held-out requests do, and by one hot expert."""
+    plan, measure = solved(Topology(ep_size=4, dp_size=4)), ReplaySettings(batch_tokens=64)
+    own = float(replay(TRACE, plan, measure).load_max_over_mean.mean())
+
+    def causes(limit, held_out, trace=TRACE):
+        expected = None if held_out is None else {"load_max_over_mean": held_out}
+        return " ".join(excess_load(trace, replace(plan, expected=expected), limit, measure))
+
+    assert own > 1.01
+    assert causes(own + 0.01, own + 0.01) == causes(own + 0.01, None) == causes(own - 0.01, own - 0.01) == ""
+    differ = causes(own + 0.01, own + 0.0101)
+    assert f"requests that were held out load the busiest rank {own + 0.0101:.3f} times" in differ
+    assert f"so the two differ; profile more than {TRACE.num_requests} requests" in differ
+    alone = causes(own - 0.01, None)
+    assert f"the load limit of {own - 0.01:g} is not kept: requests of the profile load" in alone
+    assert "--remote-rank-cost" in alone
+    hot = TRACE.expert_ids.copy()
+    hot[~(hot[:, 0] == 3).any(axis=1), 0, 0] = 3  # every token uses expert 3 of the first layer
+    assert "in 1 of" in causes(own + 0.01, 9.0, replace(TRACE, expert_ids=hot))
+    assert "one expert alone is above it on its rank" in causes(own + 0.01, 9.0, replace(TRACE, expert_ids=hot))

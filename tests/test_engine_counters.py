@@ -72,3 +72,38 @@ def test_counters_outlive_a_disk_without_room(tmp_path):
     path = tmp_path / "absent" / "folder" / "activity-rank-00000.json"
     said = Activity.model_validate_json(path.read_bytes())
     assert [(s.name, s.value > 1) for s in said.samples] == [("publications", True)]
+
+
+SERVED = """
+import os, sys, tempfile
+os.environ["PROMETHEUS_MULTIPROC_DIR"] = tempfile.mkdtemp()
+from prometheus_client import CollectorRegistry, generate_latest, multiprocess
+from semmoe import watch
+from semmoe.engines.counters import Counters
+from semmoe.engines.rank import description
+from semmoe.engines.settings import PluginSettings
+
+plans, done = [0xABC], [0]
+counters = Counters("rank-00000")
+counters.sources.append(lambda: iter([("plan_number", {"ep_rank": "0"}, plans[0])]))
+counters.sources.append(lambda: iter([("swaps", {"ep_rank": "0", "outcome": "done"}, done[0])]))
+counters.add("active", 1, **description("sglang 1", None, PluginSettings(plan="plans/first"), "dp", "no"))
+for number in (0xABC, 0xDEF):
+    plans[0], done[0] = number, int(number == 0xDEF)
+    counters.publish()
+    registry = CollectorRegistry()
+    multiprocess.MultiProcessCollector(registry)
+    look = watch.parse(generate_latest(registry).decode(), 0.0)
+    print(*(f"{name}={value}" for name, value in watch.view(look, look).active.items()), sep=";")
+"""
+
+
+def test_the_plan_that_is_watched_is_the_one_that_is_served():
+    """By its own name, which changes with a swap; the folder and the method of the first plan are not shown then."""
+    said = subprocess.run([sys.executable, "-c", SERVED], capture_output=True, text=True, check=True).stdout
+    first, second = said.splitlines()
+    assert "plan=000000000abc" in first.split(";")
+    assert "method=vanilla" in first.split(";")
+    assert "plan=000000000def" in second.split(";")
+    assert "first" not in second
+    assert "method" not in second

@@ -3,7 +3,6 @@
 import json
 import re
 import stat
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -15,7 +14,6 @@ from typer.testing import CliRunner
 from semmoe import streams
 from semmoe.cli import app
 from semmoe.core import DECODE, RoutingTrace
-from semmoe.hashed import HashedLayers
 from semmoe.trace import TraceHeader, TraceWriter, open_trace, save_trace
 
 
@@ -103,20 +101,6 @@ def test_traces_are_joined_each_in_its_order(tmp_path):
     for i, part in enumerate(parts):
         same(joined.select(np.flatnonzero(np.array(order) == i)), part)
     failed(run("merge", *paths, "--out", tmp_path / "joined"), 2, "exists: choose another name")
-
-
-def test_tables_of_hash_routed_layers_go_with_what_is_joined_and_drawn(tmp_path):
-    trace = random_trace(0, requests=30)
-    table = np.random.default_rng(0).random((1, 20, 8)).argsort(axis=2)[..., :2].astype(np.uint8)
-    experts = trace.expert_ids.copy()
-    experts[:, 0] = table[0, trace.token_ids]
-    trace = replace(trace, expert_ids=experts, hashed=HashedLayers(layers=np.array([0], np.int32), expert_ids=table))
-    for part in ("one", "two"):
-        save_trace(trace, tmp_path / part)
-    assert run("merge", tmp_path / "one", tmp_path / "two", "--out", tmp_path / "joined").exit_code == 0
-    assert run("sample", tmp_path / "joined", "--tokens", 50, "--out", tmp_path / "drawn").exit_code == 0
-    for made in ("joined", "drawn"):
-        np.testing.assert_array_equal(open_trace(tmp_path / made).hashed.expert_ids, table)
 
 
 def test_traces_that_do_not_fit_together_are_not_joined(tmp_path):

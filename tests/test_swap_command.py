@@ -97,7 +97,7 @@ def test_a_disk_without_room_ends_in_a_line(folder, monkeypatch):
 
     monkeypatch.setattr(files, "save_plan", full)
     code, _, err = run("swap", NOWHERE, "--plan", folder / "new", "--control", folder / "control", "--stage-only")
-    assert code == 2
+    assert code == 1
     assert "No space left on device" in err
 
 
@@ -146,7 +146,7 @@ def test_a_swap_is_over_when_its_last_rank_says_so(folder, obedient, last, told)
 
     end(0, "done", 0.2)
     end(1, last, 0.8)
-    found = live.swap_sglang(obedient, control, number, SwapSettings(timeout=20), schedules=False, key="")
+    found = live.swap_sglang(obedient, control, number, SwapSettings(timeout=20), schedules=False)
     assert (found.rank, found.state) == (told, last)
     assert read_status(control, 1).state == last
     for timer in timers:
@@ -159,5 +159,5 @@ def test_a_swap_that_does_not_end_names_the_ranks_it_waits_for(folder, obedient)
     write_status(control, SwapStatus(rank=1, plan=number, swaps=1, state="moving"))
     late.start()
     with pytest.raises(live.ServerError, match="within 1 s; rank 0 is done, rank 1 is moving"):
-        live.swap_sglang(obedient, control, number, SwapSettings(timeout=1), schedules=False, key="")
+        live.swap_sglang(obedient, control, number, SwapSettings(timeout=1), schedules=False)
     late.join()

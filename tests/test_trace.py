@@ -15,7 +15,18 @@ from synthetic import make_fingerprint, make_trace, random_trace, with_prefill
 
 from semmoe import files
 from semmoe.core import DECODE, PREFILL
-from semmoe.trace import TraceHeader, TraceWriter, describe, open_trace, read_header, save_trace, shard_paths
+from semmoe.npz import read_npz
+from semmoe.routing import RoutingWarning
+from semmoe.trace import (
+    TraceHeader,
+    TraceWriter,
+    describe,
+    open_trace,
+    read_header,
+    read_shards,
+    save_trace,
+    shard_paths,
+)
 
 HEADER = TraceHeader(fingerprint=make_fingerprint(), dataset_hash="d", settings={"max_new_tokens": 4})
 
@@ -206,6 +217,16 @@ def test_look_ahead_ids_are_refused_and_a_trace_that_states_none_is_read(tmp_pat
         open_trace(tmp_path / "plain.npz")
 
 
+def test_a_trace_with_tables_of_hash_routed_layers_is_refused(tmp_path):
+    path = tmp_path / "t"
+    save_trace(random_trace(0), path)
+    tables = {"layers": np.zeros(1, np.int32), "expert_ids": np.zeros((1, 20, 2), np.uint8)}
+    files.save_arrays(path / "hashed.safetensors", tables)
+    for read in (open_trace, lambda path: list(read_shards(path)), lambda path: TraceWriter(path, HEADER)):
+        with pytest.raises(ValueError, match=r"hashed\.safetensors is no longer read: make the trace again"):
+            read(path)
+
+
 def test_an_unfilled_or_missing_trace_says_so(tmp_path):
     TraceWriter(tmp_path / "new", HEADER)
     with pytest.raises(ValueError, match="holds no shard yet"):
@@ -228,6 +249,34 @@ def test_the_largest_expert_id_survives(tmp_path, experts, dtype):
     ids = open_trace(tmp_path).expert_ids
     assert ids.dtype == dtype
     assert (ids == [experts - 2, experts - 1]).all()
+
+
+def two_hundred(twins: int) -> dict[str, np.ndarray]:
+    """Four requests of 50 tokens, the first and last `twins` of which name an expert twice."""
+    experts = np.tile([[0, 1], [2, 3]], (200, 1, 1))
+    experts[:twins, 1] = 3
+    return {"token_ids": np.arange(200), "expert_ids": experts, "request_offsets": np.arange(0, 201, 50),
+            "prompt_ids": np.arange(8), "prompt_offsets": np.arange(0, 9, 2)}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["npz", "directory"])
+def test_tokens_that_name_an_expert_twice_are_left_out_with_a_warning(tmp_path, form):
+    np.savez(tmp_path / "p.npz", **two_hundred(2))
+    path = tmp_path / "p.npz"
+    if form == "directory":
+        path = tmp_path / "t"
+        raw = read_npz(tmp_path / "p.npz")
+        save_trace(raw, path)
+    with pytest.warns(RoutingWarning, match="2 tokens name an expert twice in a layer and are left out; 198 are kept"):
+        trace = open_trace(path)
+    assert trace.token_ids.tolist() == list(range(2, 200))
+    assert trace.request_offsets.tolist() == [0, 48, 98, 148, 198]
+    assert trace.prompt(0).tolist() == [0, 1]
+    assert trace.left_out == 2
+    assert trace.select(np.array([1, 0])).left_out == 0
+    np.savez(tmp_path / "p.npz", **two_hundred(3))
+    with pytest.raises(ValueError, match="3 of 200 tokens name an expert twice"):
+        open_trace(tmp_path / "p.npz")
 
 
 def plain(**changes) -> dict[str, np.ndarray]:
@@ -295,6 +344,17 @@ def test_a_faulty_fingerprinting_layout_is_refused_by_name(tmp_path, pos0):
         ({"expert_ids": np.array([[0, 1]])}, r"expected \(T, L, K\)"),
         ({"expert_ids": np.zeros((0, 1, 2), int)}, "it holds no routed token"),
         ({"token_ids": np.array([{}, {}, {}], object)}, "holds Python objects"),
+        ({"phase": np.array([0, 2, 1])}, "phase 2 is out of range for 2 phases"),
+        ({"phase": np.array([0, -1, 1])}, "phase -1 is out of range for 2 phases"),
+        ({"phase": np.array([0, 0.5, 1])}, "phases are float64"),
+        ({"request_offsets": np.array([0, 1.5, 3])}, "request_offsets are float64"),
+        ({"prompt_offsets": np.array([0, 1.5, 3])}, "prompt_offsets are float64"),
+        ({"prompt_ids": np.array([0.5, 1, 2])}, "prompt_ids are float64"),
+        ({"vocab_size": 4.5}, "vocab_size are float64"),
+        ({"vocab_size": np.array([4, 4])}, r"vocab_size has shape \(2,\)"),
+        ({"num_experts": "many"}, "num_experts are"),
+        ({"expert_ids": np.array([[[0, 1]], [[2, 1]], [[2**40, 0]]])}, "num_experts must lie between"),
+        ({"expert_ids": np.array([[[0, 1]], [[2, 2]], [[3, 0]]])}, "1 of 3 tokens name an expert twice"),
     ],
 )
 def test_a_faulty_npz_is_refused_by_name(tmp_path, changes, message):

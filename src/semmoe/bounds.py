@@ -76,14 +76,7 @@ def check_table(what: str, *sizes: int) -> None:
 
 
 def check_offsets(name: str, offsets: np.ndarray, end: int) -> None:
-    valid = (
-        offsets.ndim == 1
-        and len(offsets) >= 1
-        and offsets[0] == 0
-        and offsets[-1] == end
-        and np.all(np.diff(offsets) >= 0)
-    )
-    if not valid:
+    if offsets.ndim != 1 or len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != end or (np.diff(offsets) < 0).any():
         raise ValueError(f"{name} must rise from 0 to {end}")
 
 
@@ -111,8 +104,7 @@ class Declared:
             raise ValueError(f"{name} has shape {array.shape}, expected {self.shape}")
         if array.dtype != self.dtype:
             raise ValueError(f"{name} has type {array.dtype}, expected {np.dtype(self.dtype)}")
-        inside = array.size == 0 or bool(array.min() >= self.low and array.max() <= self.high)  # False for NaN
-        if not inside:
+        if array.size and not (array.min() >= self.low and array.max() <= self.high):  # also for NaN
             raise ValueError(f"{name} holds a value outside {self.low} to {self.high}")
 
 

@@ -21,7 +21,6 @@ import numpy as np
 
 from semmoe import html
 from semmoe.bounds import Declared, check_offsets, check_range, check_table
-from semmoe.hashed import NO_HASHED, HashedLayers
 from semmoe.topology import Fingerprint, Topology
 
 PREFILL, DECODE = 0, 1
@@ -38,7 +37,6 @@ class RoutingTrace:
     prompt_ids: np.ndarray  # (M,) int32, the prompts of all requests, routed or not
     prompt_offsets: np.ndarray  # (R + 1,) int64
     fingerprint: Fingerprint
-    hashed: HashedLayers = NO_HASHED  # layers where the token id alone decides the experts
     left_out: int = 0  # tokens that reading left out, since no router routes them so
 
     def __post_init__(self) -> None:
@@ -56,7 +54,6 @@ class RoutingTrace:
         check_range("expert id", self.expert_ids, f.num_experts, "experts")
         check_range("token id", self.token_ids, f.vocab_size, "vocabulary entries")
         check_range("prompt token id", self.prompt_ids, f.vocab_size, "vocabulary entries")
-        self.hashed.check(f)
 
     @property
     def num_tokens(self) -> int:
@@ -95,8 +92,7 @@ class RoutingTrace:
         """SHA-256 of the trace's contents."""
         sha = hashlib.sha256()
         offsets = (self.request_offsets, self.prompt_offsets)
-        hashed = (self.hashed.layers, self.hashed.expert_ids) if len(self.hashed.layers) else ()
-        for array in (self.token_ids, self.expert_ids, self.phase, self.prompt_ids, *offsets, *hashed):
+        for array in (self.token_ids, self.expert_ids, self.phase, self.prompt_ids, *offsets):
             sha.update(str(array.shape).encode() + np.ascontiguousarray(array).tobytes())
         return sha.hexdigest()
 
@@ -144,7 +140,8 @@ class Placement:
         check_range("expert id", self.physical_to_logical_map, self.num_experts, "experts")
         missing = np.argwhere(self.logical_replica_count == 0)
         if len(missing) != 0:
-            raise ValueError(f"expert {missing[:1, 1]} of layer {missing[:1, 0]} is on no rank" if layers else "")
+            layer, expert = missing[0]
+            raise ValueError(f"expert {expert} of layer {layer} is on no rank")
         if self.static_dispatch is not None:
             shape = (layers, self.ep_size, self.num_experts)
             if self.static_dispatch.shape != shape:

@@ -82,6 +82,38 @@ def expect(
     return checked(Expected, {**about, **asdict(measure), **own, "others": figures, **timed})
 
 
+def excess_load(trace: RoutingTrace, plan: Plan, limit: float, measure: ReplaySettings) -> list[str]:
+    """Say by how much a plan exceeds its load limit, and why; nothing if it keeps the limit.
+
+    The load is that of held-out requests, or of the profile `trace` where none were held out.
+    """
+    held_out = None if plan.expected is None else plan.expected["load_max_over_mean"]
+    if held_out is not None and held_out <= limit:
+        return []
+    own = float(replay(trace, plan, measure).load_max_over_mean.mean())
+    load = own if held_out is None else held_out
+    if load <= limit:
+        return []
+    of = "of the profile" if held_out is None else "that were held out"
+    reached = f"the load limit of {limit:g} is not kept: requests {of} load the busiest rank {load:.3f} times the mean"
+    if own <= limit:
+        remedy = f"profile more than {trace.num_requests} requests"
+        return [f"{reached}, those of the profile {own:.3f} times, so the two differ; {remedy}"]
+    hot = int((_hottest_copies(trace, plan) > limit).sum())
+    if hot:
+        layers = f"{hot} of {trace.fingerprint.num_layers} layers"
+        return [f"{reached}; in {layers} one expert alone is above it on its rank: give more --redundant-experts"]
+    remedy = "give more --redundant-experts or a lower --remote-rank-cost"
+    return [f"{reached}, those of the profile {own:.3f} times: the search found no better plan; {remedy}"]
+
+
+def _hottest_copies(trace: RoutingTrace, plan: Plan) -> np.ndarray:
+    """(L,) the pairs of the hottest copy of an expert over those of a mean rank, if copies share pairs equally."""
+    f, layers = trace.fingerprint, trace.expert_ids.swapaxes(0, 1)
+    pairs = np.stack([np.bincount(ids.ravel(), minlength=f.num_experts) for ids in layers])
+    return (pairs / plan.placement.logical_replica_count).max(axis=1) * plan.topology.ep_size / layers[0].size
+
+
 def _time(case: Case, figures: dict[str, dict[str, Any]], links: Links) -> dict[str, Any]:
     """Add predicted times and bytes to each method's figures; return the verdict on the plan and its inputs."""
     predictions = _predict(case, links)

@@ -3,12 +3,13 @@
 import json
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
-from urllib.request import Request, urlopen
 
 from semmoe import watch
+from semmoe.client import PLAIN, Client
 from semmoe.core import Plan
 from semmoe.engines import supervisor
 from semmoe.engines.live.files import ENDED, SwapStatus, plan_name, read_status, read_statuses, stage
@@ -25,37 +26,37 @@ class ServerError(RuntimeError):
     """What a server said instead of doing what it was asked."""
 
 
-def swap(url: str, folder: Path, plan: Plan, settings: SwapSettings, key: str = "") -> SwapStatus:
+def swap(url: str, folder: Path, plan: Plan, settings: SwapSettings, client: Client = PLAIN) -> SwapStatus:
     """Stage a plan and have the server swap to it; what rank 0 says at the end. Raises ValueError or ServerError.
 
-    folder: the server's control folder; key: the API key, if it asks for one.
+    folder: the server's control folder.
     """
-    engine = engine_of(url)
+    engine = engine_of(url, client)
     number = stage(plan, folder)
     if engine.startswith("vllm"):
-        return swap_vllm(url, number, settings, key)
+        return swap_vllm(url, number, settings, client)
     if engine.startswith("sglang"):
-        return swap_sglang(url, folder, number, settings, plan.requests.by_tables, key)
+        return swap_sglang(url, folder, number, settings, plan.requests.by_tables, client)
     raise ValueError(f"{url} is served by {engine or 'an unknown engine'}, whose plan cannot be swapped")
 
 
-def engine_of(url: str) -> str:
+def engine_of(url: str, client: Client) -> str:
     """The engine and its version, as the server's own counters name it."""
-    look = watch.parse(watch.fetch(url), 0.0)
+    look = watch.look([url], 0.0, client)
     return watch.view(look, look).active.get("engine", "")
 
 
-def call(url: str, body: dict[str, Any] | None, key: str, seconds: float) -> Any:
+def call(url: str, body: dict[str, Any] | None, client: Client, seconds: float) -> Any:
     """The JSON that a server answers to a POST of `body`, or to a GET. Raises ServerError with its words."""
-    headers = {"Content-Type": "application/json"} | _headers(key)
     data = None if body is None else json.dumps(body).encode()
     try:
-        with urlopen(Request(url, data, headers), timeout=seconds) as answer:
-            return json.loads(answer.read() or b"null")
+        return json.loads(client.read(url, seconds, data) or b"null")
     except HTTPError as error:
-        raise ServerError(_words(error)) from None
-    except (URLError, OSError, ValueError) as error:
-        raise ServerError(f"{url} does not answer: {getattr(error, 'reason', error)}") from None
+        raise ServerError(client.hide(_words(error))) from None
+    except (OSError, HTTPException) as error:
+        raise ServerError(f"{url} does not answer: {client.reason(error)}") from None
+    except ValueError:
+        raise ServerError(f"{url} does not answer with JSON") from None
 
 
 def _words(error: HTTPError) -> str:
@@ -67,25 +68,27 @@ def _words(error: HTTPError) -> str:
         return f"{error.url} answers {error.code}: {text[:200] or error.reason}"
 
 
-def swap_vllm(url: str, number: int, settings: SwapSettings, key: str = "") -> SwapStatus:
+def swap_vllm(url: str, number: int, settings: SwapSettings, client: Client) -> SwapStatus:
     """Have vLLM swap to a staged plan; returns what rank 0 says at the end."""
     order = {"number": number, "layers_per_pass": settings.layers_per_pass}
-    return SwapStatus.model_validate(call(url + VLLM_PATH, order, key, settings.timeout))
+    return SwapStatus.model_validate(call(url + VLLM_PATH, order, client, settings.timeout))
 
 
-def swap_sglang(url: str, folder: Path, number: int, settings: SwapSettings, schedules: bool, key: str) -> SwapStatus:
+def swap_sglang(
+    url: str, folder: Path, number: int, settings: SwapSettings, schedules: bool, client: Client = PLAIN
+) -> SwapStatus:
     """Have SGLang swap to a staged plan; schedules: requests are assigned by plans, and follow when experts have."""
     found = read_status(folder)
     if not found.plan:
         raise ServerError(found.reason)
-    _order(url, {sglang.LAYERS: settings.layers_per_pass, sglang.SWAP: number}, key)
-    status = _ended(url, folder, found.swaps, settings.timeout, key)
+    _order(url, {sglang.LAYERS: settings.layers_per_pass, sglang.SWAP: number}, client)
+    status = _ended(url, folder, found.swaps, settings.timeout, client)
     if status.state == "done" and schedules:
-        _order(url, {sglang.REQUESTS: number}, key)
+        _order(url, {sglang.REQUESTS: number}, client)
     return status
 
 
-def _ended(url: str, folder: Path, before: int, timeout: float, key: str) -> SwapStatus:
+def _ended(url: str, folder: Path, before: int, timeout: float, client: Client) -> SwapStatus:
     """What rank 0 says when a swap has ended on all ranks of this node, or the one that failed.
 
     before: the number of swaps until then. Steps follow passes. A server that has no request is given some of one
@@ -103,7 +106,7 @@ def _ended(url: str, folder: Path, before: int, timeout: float, key: str) -> Swa
             if asked is None or asked.done():
                 if asked is not None:
                     asked.result()
-                asked = passes.submit(run_a_pass, url, folder, key)
+                asked = passes.submit(run_a_pass, url, folder, client)
             time.sleep(POLL)
     finally:
         passes.shutdown(wait=False, cancel_futures=True)
@@ -111,25 +114,20 @@ def _ended(url: str, folder: Path, before: int, timeout: float, key: str) -> Swa
     raise ServerError(f"the swap did not end within {timeout:g} s; {states}")
 
 
-def run_a_pass(url: str, folder: Path, key: str) -> None:
+def run_a_pass(url: str, folder: Path, client: Client) -> None:
     """Have a server run a pass; it may be too busy to answer. Raises ServerError if it has ended."""
     try:
-        with urlopen(Request(url + PASS_PATH, headers=_headers(key)), timeout=ANSWER):
-            pass
+        client.read(url + PASS_PATH, ANSWER)
     except URLError as error:
         if isinstance(error.reason, ConnectionRefusedError):
             why = supervisor.reported(folder)
             raise ServerError(f"the server has ended{': ' + why if why else ''}") from None
-    except OSError:
+    except (OSError, HTTPException):
         return
 
 
-def _headers(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"} if key else {}
-
-
-def _order(url: str, values: dict[str, int], key: str) -> None:
-    answers = call(url + "/set_internal_state", {"server_args": values}, key, ANSWER)
+def _order(url: str, values: dict[str, int], client: Client) -> None:
+    answers = call(url + "/set_internal_state", {"server_args": values}, client, ANSWER)
     if not (isinstance(answers, list) and answers and all(answers)):
         name = plan_name(values.get(sglang.SWAP, values.get(sglang.REQUESTS, 1)))
         raise ServerError(f"the server refused to swap to plan {name} now: is another swap not over? See its log")

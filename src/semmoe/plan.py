@@ -120,9 +120,10 @@ def _check_version(path: Path) -> None:
         version = json.loads(read_limited(path / "plan.json", MOST_JSON_BYTES))["schema_version"]
     except (OSError, ValueError, KeyError, TypeError):
         return  # load_json says what is wrong
-    again = "make it again with `semmoe solve`"
     if version not in READABLE:
-        raise ValueError(f"{path} has schema version {version}, and this semmoe reads {SCHEMA}: {again}")
+        raise ValueError(
+            f"{path} has schema version {version}, and this semmoe reads {SCHEMA}: make it again with `semmoe solve`"
+        )
 
 
 def _plan(header: PlanHeader, arrays: dict[str, np.ndarray]) -> Plan:
@@ -158,16 +159,15 @@ def _kind(kinds: dict[str, Any], what: str, stated: dict[str, Any]) -> Any:
 
     Raises ValueError for missing, unknown or mistyped numbers.
     """
-    kind, known = stated.get("kind"), ", ".join(kinds)
+    kind = stated.get("kind")
     if not isinstance(kind, str) or kind not in kinds:
-        raise ValueError(f"{what} are of kind {kind!r}, and this semmoe knows {known}")
+        raise ValueError(f"{what} are of kind {kind!r}, and this semmoe knows {', '.join(kinds)}")
     expected = number_types(kinds[stated["kind"]])
     differ = sorted(expected.keys() ^ (stated.keys() - {"kind"}))
     if differ:
         raise ValueError(f"{what} of kind {kind} have missing or unknown numbers: {', '.join(differ)}")
     for name, type_ in expected.items():
-        fits = isinstance(stated[name], (int, type_)) and not isinstance(stated[name], bool)
-        if not fits:
+        if isinstance(stated[name], bool) or not isinstance(stated[name], (int, type_)):
             raise ValueError(f"{name} of {what} must be {type_.__name__}, not {stated[name]!r}")
     return kinds[stated["kind"]]
 

@@ -10,7 +10,6 @@ import numpy as np
 
 from semmoe.core import DECODE, RoutingTrace
 from semmoe.files import array_shape, atomic_directory, check_output, load_array
-from semmoe.hashed import NO_HASHED
 from semmoe.jit import njit
 from semmoe.npz import read_npz
 from semmoe.routing import Tally
@@ -18,7 +17,6 @@ from semmoe.splitter import draw_requests
 from semmoe.trace import (
     TraceHeader,
     TraceWriter,
-    hashed_tables,
     join_shards,
     open_trace,
     possible_part,
@@ -63,11 +61,11 @@ def merge(traces: Sequence[Path], out: Path, progress: Progress = lambda tokens:
     the newest requests of the joined trace be those of the last one. in_turn: they were recorded one after the other.
     """
     check_output(out, directory=True, inputs=traces)
-    header, hashed = agreed_header({path: read_header(path) for path in traces}), hashed_tables(traces[0])
+    header = agreed_header({path: read_header(path) for path in traces})
     tallies = [Tally() for _ in traces]
     with (
         atomic_directory(out, private=True) as staged,
-        TraceWriter(staged, header, private=True, hashed=hashed) as writer,
+        TraceWriter(staged, header, private=True) as writer,
     ):
         in_order = heapq.merge(*(_by_age(path, i, in_turn, tallies[i]) for i, path in enumerate(traces)))
         for _, _, trace, r in in_order:
@@ -189,14 +187,13 @@ def sample(path: Path, tokens: int, seed: int, progress: Progress = lambda token
     of_shard = np.repeat(np.arange(len(shards)), [len(one) for one in lengths])
     chosen = np.zeros(len(of_shard), bool)
     chosen[draw_requests(np.concatenate(lengths), tokens, seed)] = True
-    parts, hashed, tally = [], NO_HASHED, Tally()
+    parts, tally = [], Tally()
     for i, trace in enumerate(read_shards(path)):
         parts.append(_arrays(trace.select(np.flatnonzero(chosen[of_shard == i]))))
-        hashed = trace.hashed
         tally.add(trace)
         progress(trace.num_tokens)
     tally.check(str(path))
-    return join_shards(path, header.fingerprint, parts, hashed)
+    return join_shards(path, header.fingerprint, parts)
 
 
 def open_bounded(path: Path, seed: int) -> tuple[RoutingTrace, int]:

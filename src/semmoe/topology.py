@@ -20,12 +20,15 @@ from semmoe.bounds import (
 
 def physical_experts(num_experts: int, redundant: int, ep_size: int) -> int:
     """P, the physical experts of a layer. Raises ValueError, saying which sizes fit, unless ranks divide it evenly."""
-    total, reason = num_experts + redundant, ""
-    if redundant:
+    total = num_experts + redundant
+    if total % ep_size != 0 and redundant:
         fit = ", ".join(str(-num_experts % ep_size + i * ep_size) for i in range(3))
-        reason = f" ({num_experts} and {redundant} redundant: {fit}, ... fit)"
+        raise ValueError(
+            f"ep_size {ep_size} does not divide {total} experts ({num_experts} and {redundant} redundant: {fit}, "
+            "... fit)"
+        )
     if total % ep_size != 0:
-        raise ValueError(f"ep_size {ep_size} does not divide {total} experts{reason}")
+        raise ValueError(f"ep_size {ep_size} does not divide {total} experts")
     return total
 
 
@@ -50,8 +53,7 @@ class Topology:
         product = self.dp_size * self.attn_tp_size
         if product != self.ep_size:
             raise ValueError(f"dp_size x attn_tp_size is {product}, not ep_size {self.ep_size}")
-        divides = self.ep_size % self.num_nodes == 0
-        if not divides:
+        if self.ep_size % self.num_nodes != 0:
             raise ValueError(f"num_nodes {self.num_nodes} does not divide ep_size {self.ep_size}")
 
     @classmethod
@@ -107,8 +109,7 @@ class Fingerprint:
         check_table("num_layers x vocab_size", self.num_layers, self.vocab_size)
         if self.top_k > self.num_experts:
             raise ValueError(f"top_k {self.top_k} exceeds {self.num_experts} experts")
-        divides = self.num_experts % self.num_groups == 0
-        if not divides:
+        if self.num_experts % self.num_groups != 0:
             raise ValueError(f"{self.num_groups} gate groups do not divide {self.num_experts} experts")
 
     def mismatch(self, other: Fingerprint) -> str | None:

@@ -15,14 +15,13 @@ from pydantic_core import PydanticCustomError
 
 from semmoe.core import DECODE, RoutingTrace
 from semmoe.files import array_shape, load_arrays, load_json, save_arrays, save_json
-from semmoe.hashed import NO_HASHED, HashedLayers
 from semmoe.npz import LOOKAHEAD_REMOVED, offsets_of, read_npz, whole_numbers
 from semmoe.routing import Tally, impossible_tokens
 from semmoe.topology import Fingerprint
 
 SCHEMA = 2
 READABLE = (1, 2)
-HASHED = "hashed.safetensors"  # tables of hash-routed layers, beside trace.json if the model has such layers
+HASHED = "hashed.safetensors"  # tables of hash-routed layers, which earlier traces hold
 ARRAYS = {"token_ids", "expert_ids", "request_lengths", "phase", "prompt_ids", "prompt_lengths"}
 
 
@@ -53,26 +52,17 @@ class TraceWriter:
     users are `private`: their files have mode 0600.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        header: TraceHeader,
-        shard_tokens: int = 1 << 18,
-        private: bool = False,
-        hashed: HashedLayers = NO_HASHED,
-    ) -> None:
+    def __init__(self, path: Path, header: TraceHeader, shard_tokens: int = 1 << 18, private: bool = False) -> None:
         self.path, self.shard_tokens, self.private = path, shard_tokens, private
         self.header = header
         self._pending: list[dict[str, np.ndarray]] = []
         self.pending_tokens = 0  # routed tokens that are not on disk yet
         if (path / "trace.json").exists():
-            _check_same_run(path, load_json(path / "trace.json", TraceHeader), header)
+            _check_same_run(path, read_header(path), header)
         else:
             if path.exists() and any(path.iterdir()):
                 raise ValueError(f"{path} exists and is not a trace")
             save_json(path / "trace.json", header, private)
-        if len(hashed.layers) and not (path / HASHED).exists():
-            save_arrays(path / HASHED, {"layers": hashed.layers, "expert_ids": hashed.expert_ids}, private)
         shards = shard_paths(path)
         self._next_shard = 1 + max((int(shard.stem.removeprefix("shard-")) for shard in shards), default=-1)
         self.num_requests = sum(array_shape(shard, "request_lengths")[0] for shard in shards)
@@ -144,7 +134,7 @@ def shard_paths(path: Path) -> list[Path]:
 def save_trace(trace: RoutingTrace, path: Path) -> None:
     """Write a trace to a new trace directory."""
     header = TraceHeader(fingerprint=trace.fingerprint, dataset_hash=trace.digest(), settings={})
-    with TraceWriter(path, header, hashed=trace.hashed) as writer:
+    with TraceWriter(path, header) as writer:
         if writer.num_requests != 0:
             raise ValueError(f"{path} already holds a trace")
         writer.append_all(trace)
@@ -166,7 +156,7 @@ def open_trace(path: Path | str) -> RoutingTrace:
     shards = [load_arrays(shard, ARRAYS) for shard in shard_paths(path)]
     if not shards:
         raise ValueError(f"{path} holds no shard yet: run its profile again to fill it")
-    return _checked(join_shards(path, header.fingerprint, shards, hashed_tables(path)), path)
+    return _checked(join_shards(path, header.fingerprint, shards), path)
 
 
 def possible_part(trace: RoutingTrace) -> RoutingTrace:
@@ -190,29 +180,23 @@ def _checked(trace: RoutingTrace, path: Path) -> RoutingTrace:
     return trace
 
 
-def hashed_tables(path: Path) -> HashedLayers:
-    """The tables of hash-routed layers of a trace directory."""
-    file = path / HASHED
-    return HashedLayers(**load_arrays(file, {"layers", "expert_ids"})) if file.exists() else NO_HASHED
-
-
 def read_header(path: Path) -> TraceHeader:
     header = load_json(path / "trace.json", TraceHeader)
     if header.schema_version not in READABLE:
         raise ValueError(f"{path} has schema version {header.schema_version}, expected {SCHEMA}")
+    if (path / HASHED).exists():
+        raise ValueError(f"{path / HASHED} is no longer read: make the trace again with `semmoe profile`")
     return header
 
 
 def read_shards(path: Path) -> Iterator[RoutingTrace]:
     """Read a trace directory shard by shard, for traces that are larger than memory."""
-    header, hashed = read_header(path), hashed_tables(path)
+    header = read_header(path)
     for shard in shard_paths(path):
-        yield join_shards(shard, header.fingerprint, [load_arrays(shard, ARRAYS)], hashed)
+        yield join_shards(shard, header.fingerprint, [load_arrays(shard, ARRAYS)])
 
 
-def join_shards(
-    path: Path, fingerprint: Fingerprint, shards: list[dict[str, np.ndarray]], hashed: HashedLayers
-) -> RoutingTrace:
+def join_shards(path: Path, fingerprint: Fingerprint, shards: list[dict[str, np.ndarray]]) -> RoutingTrace:
     """The trace of shards' arrays, one after the other; path: for errors."""
     try:
         joined = {name: np.concatenate([shard[name] for shard in shards]) for name in shards[0]}
@@ -220,11 +204,9 @@ def join_shards(
             request_offsets=offsets_of(whole_numbers("request_lengths", joined.pop("request_lengths"))),
             prompt_offsets=offsets_of(whole_numbers("prompt_lengths", joined.pop("prompt_lengths"))),
             fingerprint=fingerprint,
-            hashed=hashed,
             left_out=0,
             **joined,
         )
-        hashed.check_routing(trace.token_ids, trace.expert_ids)
         return possible_part(trace)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None

@@ -1,14 +1,14 @@
 """What a running server did between two readings of its counters: the figures of `semmoe watch`."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from http.client import HTTPException
+from io import StringIO
 from typing import Any
-from urllib.error import URLError
-from urllib.parse import SplitResult, urlsplit
-from urllib.request import urlopen
 
-from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.parser import text_fd_to_metric_families
 
+from semmoe.client import PLAIN, Client, split_address
 from semmoe.engines.counters import GAUGES, PREFIX
 
 STALE_SECONDS = 5.0  # counters are published every second
@@ -40,7 +40,7 @@ class View:
     """What a server did between two readings. A figure is None if nothing was counted that it depends on."""
 
     seconds: float
-    active: dict[str, str]  # engine, method and other labels that the plug-in exports
+    active: dict[str, str]  # engine, plan and other labels that the plug-in exports
     ranks: int
     plans: list[str]  # the names of the plans that ranks serve on: one, unless something is wrong; empty without a plan
     lar: float | None
@@ -73,39 +73,57 @@ class View:
         return expected is not None and lar is not None and lar < expected - margin
 
 
-def split_address(url: str) -> SplitResult:
-    """A server's address in parts. Raises ValueError for what is none."""
-    parts = urlsplit(url if "//" in url else f"http://{url}")
-    if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise ValueError(f"{url} is not the address of a server")
-    return parts
+def look(urls: Sequence[str], time: float, client: Client = PLAIN) -> Look:
+    """Read the counters of a server's nodes, and add them up. Raises ValueError as `fetch` and `parse` do."""
+    totals: dict[tuple[str, Labels], float] = {}
+    for url in urls:
+        _add_samples(totals, fetch(url, client), url)
+    return _checked(Look(time, totals), ", ".join(urls))
 
 
-def fetch(url: str, seconds: float = 10.0) -> str:
+def fetch(url: str, client: Client = PLAIN, seconds: float = 10.0) -> str:
     """The text of a server's /metrics. Raises ValueError if the server does not answer with it."""
     parts = split_address(url)
     path = parts.path if parts.path.endswith("/metrics") else parts.path.rstrip("/") + "/metrics"
     try:
-        with urlopen(f"{parts.scheme}://{parts.netloc}{path}", timeout=seconds) as answer:
-            return answer.read().decode()
-    except (URLError, OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{url} gives no metrics: {getattr(error, 'reason', error)}") from None
+        content = client.read(f"{parts.scheme}://{parts.netloc}{path}", seconds)
+    except (OSError, HTTPException) as error:
+        raise ValueError(f"{url} gives no metrics: {client.reason(error)}") from None
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"line {line} of the metrics of {url} is not UTF-8") from None
 
 
-def parse(text: str, time: float) -> Look:
+def parse(text: str, time: float, url: str = "the server") -> Look:
     """Counters from a page in Prometheus' text format. Raises ValueError if it has none of semmoe's."""
     totals: dict[tuple[str, Labels], float] = {}
-    for family in text_string_to_metric_families(text):
-        for name, labels, value, *_ in family.samples:
-            if name.startswith(PREFIX):
-                key = name.removeprefix(PREFIX).removesuffix("_total"), frozenset(labels.items())
-                totals[key] = totals.get(key, 0.0) + value
-    if not any(name == "active" for name, _ in totals):
+    _add_samples(totals, text, url)
+    return _checked(Look(time, totals), url)
+
+
+def _add_samples(totals: dict[tuple[str, Labels], float], text: str, url: str) -> None:
+    """Add semmoe's counters on a page to `totals`. Raises ValueError that names the server and the line."""
+    page = StringIO(text)
+    try:
+        for family in text_fd_to_metric_families(page):
+            for name, labels, value, *_ in family.samples:
+                if name.startswith(PREFIX):
+                    key = name.removeprefix(PREFIX).removesuffix("_total"), frozenset(labels.items())
+                    totals[key] = totals.get(key, 0.0) + value
+    except (ValueError, IndexError, KeyError):
+        lines = text[: page.tell()].removesuffix("\n").split("\n")
+        raise ValueError(f"line {len(lines)} of the metrics of {url} is no sample: {lines[-1][:80]!r}") from None
+
+
+def _checked(found: Look, url: str) -> Look:
+    if not any(name == "active" for name, _ in found.totals):
         raise ValueError(
-            "this server has metrics, but none of semmoe's: is the plug-in installed there (semmoe doctor), and the "
+            f"{url} has metrics, but none of semmoe's: is the plug-in installed there (semmoe doctor), and the "
             "server started with a plan or SEMMOE_CONTROL?"
         )
-    return Look(time, totals)
+    return found
 
 
 def view(before: Look, after: Look) -> View:
@@ -116,12 +134,13 @@ def view(before: Look, after: Look) -> View:
     seconds = max(after.time - before.time, 1e-9)
     local, pairs = _sum(grown, "pairs", local="true"), _sum(grown, "pairs")
     tokens, served = _sum(grown, "routed_tokens"), _by(grown, "served_pairs", "by")
+    plans = sorted({f"{int(value):012x}" for _, value in _matching(after.totals, "plan_number", {}) if value})
     mean, sent = sum(served.values()) / max(len(served), 1), _sum(grown, "all_to_all_bytes")
     return View(
         seconds=seconds,
-        active=_active(after),
+        active=_active(after, plans),
         ranks=int(_sum(after.totals, "active")),
-        plans=sorted({f"{int(value):012x}" for _, value in _matching(after.totals, "plan_number", {}) if value}),
+        plans=plans,
         lar=local / pairs if pairs else None,
         pairs=int(pairs),
         routed_tokens_per_second=tokens / seconds,
@@ -208,5 +227,9 @@ def _by(totals: Totals, name: str, label: str, **wanted: str) -> dict[str, float
     return dict(sorted(out.items(), key=lambda item: (len(item[0]), item[0])))
 
 
-def _active(look: Look) -> dict[str, str]:
-    return next((dict(sorted(labels)) for name, labels in look.totals if name == "active"), {})
+def _active(look: Look, plans: list[str]) -> dict[str, str]:
+    """The labels of a rank that runs the plug-in. They are of the start, so `plans`, if known, replaces the plan's."""
+    labels = next((dict(sorted(labels)) for name, labels in look.totals if name == "active"), {})
+    if _sum(look.totals, "swaps", outcome="done"):
+        labels.pop("method", None)  # that of the first plan
+    return labels | ({"plan": ", ".join(plans)} if plans else {})

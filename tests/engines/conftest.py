@@ -59,11 +59,12 @@ def plans(model, texts, tmp_path_factory):
     topologies = {
         "tp2": Topology(ep_size=2),
         "dp2": Topology(ep_size=2, dp_size=2),
+        "dp2 alone": Topology(ep_size=2, dp_size=2),  # without copies
         "hybrid": Topology(ep_size=4, dp_size=2, num_nodes=2),
     }
     out = {}
     for name, topology in topologies.items():
-        how = SolveSettings(redundant_experts=0 if name == "tp2" else 4, cocluster=EASY)
+        how = SolveSettings(redundant_experts=0 if name in ("tp2", "dp2 alone") else 4, cocluster=EASY)
         plan = solve(trace, topology, how)
         save_plan(plan, folder / name)
         out[name] = str(folder / name)

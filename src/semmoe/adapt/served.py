@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from semmoe import watch
+from semmoe.client import PLAIN, Client
 from semmoe.core import Plan
 from semmoe.engines import recorder_control
 from semmoe.engines.live.files import read_status
@@ -17,16 +18,16 @@ STOP_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Served:
-    """url: of the server; folder: its control folder; key: its API key, if it asks for one."""
+    """url: of the server; folder: its control folder; client: how it is asked."""
 
     url: str
     folder: Path
     settings: AdaptSettings
-    key: str = ""
+    client: Client = PLAIN
 
     def look(self) -> watch.Look:
         """Its counters now. Raises ValueError if it does not answer."""
-        return watch.parse(watch.fetch(self.url), time.monotonic())
+        return watch.look([self.url], time.monotonic(), self.client)
 
     def begin_recording(self) -> None:
         """Raises ValueError if it cannot record, or records already."""
@@ -49,7 +50,7 @@ class Served:
         """Swap; why the plan is not served now, or ""."""
         asked = SwapSettings(layers_per_pass=self.settings.layers_per_pass)
         try:
-            status = swap(self.url, self.folder, plan, asked, self.key)
+            status = swap(self.url, self.folder, plan, asked, self.client)
         except (ValueError, ServerError) as error:
             return str(error)
         return "" if status.state == "done" else f"the swap was {status.state}: {status.reason}"

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
+from semmoe.bounds import check_range
 from semmoe.checkpoint.directory import (
     INDEX,
     Checkpoint,
@@ -33,9 +34,8 @@ from semmoe.checkpoint.directory import (
     read_object,
     refuse_adapter,
 )
-from semmoe.checkpoint.hashed import relabelled_table
 from semmoe.checkpoint.layout import MoeLayer, find_moe_layers
-from semmoe.checkpoint.shards import Progress, Stage, write_shard
+from semmoe.checkpoint.shards import Progress, Stage, Tensor, write_shard
 from semmoe.checkpoint.verify import Verification, verify
 from semmoe.core import Plan
 from semmoe.files import atomic_directory, check_output, save_json
@@ -184,7 +184,7 @@ def write_relabelled(
     names, rows, tables = _renames(layers, orders), _rows(layers, orders), _tables(layers, orders)
     for shard in source.shards:
         inside = {name: order for name, order in rows.items() if name in shard.tensors}
-        inner = {n: relabelled_table(n, shard.tensors[n], order) for n, order in tables.items() if n in shard.tensors}
+        inner = {n: _renumbered(n, shard.tensors[n], order) for n, order in tables.items() if n in shard.tensors}
         write_shard(shard, target / shard.path.name, names, inside, progress, inner)
     if source.index is not None:
         files = {names.get(name, name): file for name, file in source.index["weight_map"].items()}
@@ -208,6 +208,13 @@ def _renames(layers: list[MoeLayer], orders: np.ndarray) -> dict[str, str]:
 def _rows(layers: list[MoeLayer], orders: np.ndarray) -> dict[str, np.ndarray]:
     """By tensor, (E,) the old row at each new row, of the tensors whose rows move."""
     return {name: order for layer, order in _moved(layers, orders) for name in layer.by_row}
+
+
+def _renumbered(name: str, table: Tensor, order: np.ndarray) -> bytes:
+    """The table (V, K) with new expert numbers; order (E,): the old expert at each of them."""
+    values = table.integers()
+    check_range(f"{name}: expert id", values, len(order), "experts")
+    return np.argsort(order).astype(values.dtype)[values].tobytes()
 
 
 def _tables(layers: list[MoeLayer], orders: np.ndarray) -> dict[str, np.ndarray]:

@@ -18,8 +18,9 @@ from semmoe.calibration import load_links
 from semmoe.cli.app import SERVING, app
 from semmoe.cli.form import takes
 from semmoe.cli.links import LinksOption
-from semmoe.cli.options import INPUT, OUTPUT, ControlOption, Json, default_folder
-from semmoe.cli.swap import KEY, address
+from semmoe.cli.options import INPUT, KEY, OUTPUT, CaOption, ControlOption, HeaderOption, Json, default_folder
+from semmoe.cli.swap import address
+from semmoe.client import Client, make_client
 from semmoe.settings import AdaptSettings
 
 LOG = "adapt.jsonl"
@@ -33,6 +34,8 @@ def adapt(
     ],
     plan: Annotated[Path, typer.Option(help="The plan that it serves on.", rich_help_panel=INPUT)],
     control: ControlOption = None,
+    header: HeaderOption = None,
+    ca: CaOption = None,
     links: LinksOption = None,
     settings: Any = None,
     dry_run: Annotated[
@@ -55,9 +58,10 @@ def adapt(
     `semmoe adapt http://127.0.0.1:30000 --plan plan --dry-run --json`
     """
     given: AdaptSettings = settings()
+    client = make_client(header or [], ca, [url], os.environ.get(KEY, ""))
     folder = control or default_folder(urlsplit(address(url)).port or 80)
     tell = _teller(folder / LOG, decisions(metrics_port), as_json)
-    loop = _adapter(address(url), plan, folder, links, given, tell, dry_run)
+    loop = _adapter(address(url), client, plan, folder, links, given, tell, dry_run)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else the recording that is on would stay on
     with contextlib.closing(loop.solve), contextlib.closing(loop):
         while True:
@@ -65,8 +69,9 @@ def adapt(
 
 
 def _adapter(
-    url: str, plan: Path, folder: Path, links: str | None, given: AdaptSettings, tell: Any, dry_run: bool
-) -> Any:
+    url: str, client: Client, plan: Path, folder: Path, links: str | None, given: AdaptSettings, tell: Any,
+    dry_run: bool,
+) -> Any:  # fmt: skip
     """The loop. Raises ValueError if the server runs on another plan, or on none."""
     from semmoe.adapt.loop import Adapter
     from semmoe.adapt.served import Served
@@ -81,7 +86,7 @@ def _adapter(
     if serves != plan_number(loaded):
         raise ValueError(f"{plan} is plan {plan_name(plan_number(loaded))}, and the server runs on {plan_name(serves)}")
     name = links or default_links(loaded)
-    server = Served(url, folder, given, os.environ.get(KEY, ""))
+    server = Served(url, folder, given, client)
     timed = load_links(name, loaded.topology)
     return Adapter(server, loaded, plan.resolve(), timed, name, given, folder, Solver(given.nice), tell, dry_run)
 

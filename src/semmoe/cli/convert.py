@@ -102,17 +102,15 @@ def _plan(
 
 def _trace(found: Any, file: Path, model: Path, fingerprint: Fingerprint, strict: bool, out: Path) -> dict[str, Any]:
     from semmoe.checkpoint.engine_routes import write_requests
-    from semmoe.checkpoint.hashed import read_hashed
     from semmoe.dataset import LeftOut
     from semmoe.files import atomic_directory
     from semmoe.trace import TraceHeader, TraceWriter
 
     left_out = LeftOut(file, strict)
     header = TraceHeader(fingerprint=fingerprint, dataset_hash=f"imported:{file.name}", settings={"from": found.kind})
-    hashed = read_hashed(str(model), fingerprint)
     with (
         atomic_directory(out, private=True) as staged,
-        TraceWriter(staged, header, private=True, hashed=hashed) as writer,
+        TraceWriter(staged, header, private=True) as writer,
     ):
         counts = write_requests(writer, found, file, model, left_out)
     return {**counts, "lines": left_out.counts(), "left_out_lines": str(left_out) if left_out.reasons else ""}

@@ -37,7 +37,6 @@ from semmoe.settings import QUICK, THOROUGH, CoclusterSettings, ReplaySettings, 
 from semmoe.topology import Fingerprint, Topology
 
 OBJECTIVE = ["load_limit", "remote_rank_cost", "remote_node_cost", "phase", "groups"]
-LOAD_NOISE = 0.05  # by which the load of held-out requests may be above what was expected of them
 EFFORT = ["quick", "thorough", "budget"]
 METHOD_NAMES = ", ".join(METHODS)
 ModelOption = Annotated[
@@ -146,10 +145,11 @@ def solve(
     check_inputs(opened, topology, solving, previous)
     shape = _layer_shape(opened.fingerprint, widths())
     costs = phase_costs(ctx, charged, topology, solving.cocluster)
-    plan = _solve(opened, topology, solving, charged, costs, shape, model, previous, served().running)
+    measure = ReplaySettings(batch_tokens=solving.cocluster.batch_tokens, seed=solving.seed, running=served().running)
+    plan = _solve(opened, topology, solving, charged, costs, shape, model, previous, measure)
     save_plan(plan, out)
     told = {"plan": str(out), "scheduled_by_answers": warn_of_answers(opened, topology), **_moved(plan, previous)}
-    _warn_of_plan(plan, solving.cocluster.load_limit, shape)
+    _warn_of_plan(plan, opened, solving.cocluster.load_limit, measure, shape)
     _tell(plan, told, begin, out, as_json)
 
 
@@ -174,19 +174,19 @@ def _begin(ctx: typer.Context, begin: Path | None, solving: SolveSettings) -> tu
     return previous, replace(solving, redundant_experts=previous.placement.redundant_experts)
 
 
-def _warn_of_plan(plan: Plan, limit: float | None, shape: LayerShape | None) -> None:
+def _warn_of_plan(
+    plan: Plan, trace: RoutingTrace, limit: float | None, measure: ReplaySettings, shape: LayerShape | None
+) -> None:
     """Warn of what the plan cannot say or do."""
+    from semmoe.expectation import excess_load
+
     words = []
     if shape is None:
         words.append(
             "no time is predicted: the trace does not say how wide the model is; give --hidden-size and --expert-size"
         )
-    load = (plan.expected or {}).get("load_max_over_mean", 1.0)
-    if plan.method == "semmoe" and limit is not None and load > limit + LOAD_NOISE:
-        words.append(
-            f"the load limit of {limit:g} is not kept: held-out requests load the busiest rank {load:.2f} times the "
-            "mean; more requests in the profile or --redundant-experts help"
-        )
+    if plan.method == "semmoe" and limit is not None:
+        words += excess_load(trace, plan, limit, measure)
     for one in words:
         console.err.print(f"[yellow]warning:[/] {one}", soft_wrap=True, highlight=False)
 
@@ -222,7 +222,7 @@ def _solve(
     shape: LayerShape | None,
     model: str | None,
     previous: Plan | None,
-    running: int,
+    measure: ReplaySettings,
 ) -> Plan:
     """Solve the plan, and estimate what it does for held-out requests."""
     from semmoe.expectation import expect
@@ -232,7 +232,6 @@ def _solve(
     layers, begun, budget = trace.fingerprint.num_layers, monotonic(), solving.cocluster.budget
     if budget is not None:
         solving = _searching(solving, budget=budget / 2)
-    measure = ReplaySettings(batch_tokens=solving.cocluster.batch_tokens, seed=solving.seed, running=running)
     with console.bars() as bars:
         advance = bars.task("solving without held-out requests", layers)
         expected = expect(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from semmoe import console, tables
-from semmoe.cli.app import OFFLINE, TOOLS, app, install_hint
+from semmoe.cli.app import OFFLINE, TOOLS, app, install_hint, refuse_given
 from semmoe.cli.form import takes
 from semmoe.cli.options import (
     INPUT,
@@ -59,7 +59,6 @@ def profile(
 
     Example: `semmoe profile MODEL --dataset chats.jsonl.gz --limit 500 --max-new-tokens 64 --out trace`
     """
-    from semmoe.checkpoint.hashed import read_hashed
     from semmoe.dataset import check_token_ids, digest
     from semmoe.engines.transformers.config import fingerprint_of
     from semmoe.files import check_output
@@ -74,7 +73,7 @@ def profile(
     check_token_ids(prompts, identity.vocab_size)
     header = TraceHeader(fingerprint=identity, dataset_hash=digest(prompts), settings=stated)
     record = _recorder(engine, model, identity.top_k, ctx.args)  # refuses a model before anything is written
-    with TraceWriter(out, header, hashed=read_hashed(model, identity)) as writer, console.bars() as bars:
+    with TraceWriter(out, header) as writer, console.bars() as bars:
         if writer.num_requests:
             console.err.print(f"resuming: {writer.num_requests} of {len(prompts)} requests are recorded")
         advance = bars.task("profiling", len(prompts))
@@ -143,6 +142,7 @@ def _warn_of(left_out: "LeftOut") -> None:
 @app.command(rich_help_panel=TOOLS)
 @takes(topology=GivenTopology, exchange=ExchangeSettings, inputs=PromptSettings, settings=GenerateSettings)
 def generate(
+    ctx: typer.Context,
     model: ModelArgument,
     plan: Annotated[
         Path | None, typer.Option(help="Run on this plan; without it, vanilla.", rich_help_panel=METHOD)
@@ -177,6 +177,8 @@ def generate(
         check_result(path, force, (model, plan, dataset))
     if dataset and prompt:
         raise ValueError("give --dataset or --prompt, not both")
+    if prompt:
+        refuse_given(ctx, ["limit", "max_prompt_tokens", "strict"], "every --prompt is taken, and taken whole")
     chosen, cuts, asked = _plan_to_run(model, plan, topology()), inputs(), settings()
     prompts, tokenizer, counts = _encode_given(model, prompt) if prompt else _prompts(model, dataset, cuts)
     if asked.window != 0 and chosen.topology.dp_size <= 1:

@@ -185,6 +185,23 @@ def default_folder(port: int) -> Path:
     return Path(base) / "semmoe" / f"serve-{port}"
 
 
+KEY = "SERVER_API_KEY"  # a variable, so that the key is in no list of processes
+HeaderOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="NAME:VALUE sent with every request, such as a gateway's key; may be given several times.",
+        rich_help_panel=INPUT,
+        show_default=False,
+    ),
+]
+CaOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="A PEM file of the certificate authorities that an https:// address is checked by.",
+        rich_help_panel=INPUT,
+        show_default=False,
+    ),
+]
 ControlOption = Annotated[
     Path | None,
     typer.Option(

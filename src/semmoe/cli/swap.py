@@ -12,11 +12,10 @@ from semmoe.calibration import load_links
 from semmoe.cli.app import SERVING, app
 from semmoe.cli.form import takes
 from semmoe.cli.links import LinksOption
-from semmoe.cli.options import INPUT, OUTPUT, ControlOption, Json, default_folder
+from semmoe.cli.options import INPUT, KEY, OUTPUT, CaOption, ControlOption, HeaderOption, Json, default_folder
+from semmoe.client import Client, make_client
 from semmoe.core import Plan
 from semmoe.settings import SwapSettings
-
-KEY = "SERVER_API_KEY"  # a variable, so that the key is in no list of processes
 
 
 @app.command(rich_help_panel=SERVING)
@@ -28,6 +27,8 @@ def swap(
     ],
     plan: Annotated[Path, typer.Option(help="The plan to serve on from now on.", rich_help_panel=INPUT)],
     control: ControlOption = None,
+    header: HeaderOption = None,
+    ca: CaOption = None,
     stage_only: Annotated[
         bool,
         typer.Option(
@@ -51,6 +52,7 @@ def swap(
     from semmoe.engines.recorder_files import check_folder
     from semmoe.plan import load_plan
 
+    client = make_client(header or [], ca, [url], os.environ.get(KEY, ""))
     url, loaded = address(url), load_plan(plan)
     folder = control or default_folder(urlsplit(url).port or 80)
     check_folder(folder)
@@ -59,15 +61,15 @@ def swap(
     elif stage_only:
         _stage(loaded, folder)
     else:
-        _swap(url, folder, loaded, settings(), as_json)
+        _swap(url, folder, loaded, settings(), client, as_json)
 
 
-def _swap(url: str, folder: Path, plan: Plan, given: SwapSettings, as_json: bool) -> None:
+def _swap(url: str, folder: Path, plan: Plan, given: SwapSettings, client: Client, as_json: bool) -> None:
     from semmoe import live
     from semmoe.engines.live.files import plan_number
 
     with console.err.status("swapping"):
-        status = live.swap(url, folder, plan, given, os.environ.get(KEY, ""))
+        status = live.swap(url, folder, plan, given, client)
     _tell(plan_number(plan), status, folder, as_json)
 
 
@@ -101,7 +103,7 @@ def _price(plan: Plan, folder: Path, links: str | None, as_json: bool) -> None:
 
 
 def address(url: str) -> str:
-    from semmoe.watch import split_address
+    from semmoe.client import split_address
 
     parts = split_address(url)
     return f"{parts.scheme}://{parts.netloc}"

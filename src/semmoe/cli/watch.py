@@ -1,10 +1,13 @@
 """The command watch: a live view of a running server."""
 
 import json
+import os
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +20,8 @@ from rich.text import Text
 from semmoe import console
 from semmoe.cli.app import SERVING, app
 from semmoe.cli.form import takes
-from semmoe.cli.options import INPUT, OUTPUT, Json
+from semmoe.cli.options import INPUT, KEY, OUTPUT, CaOption, HeaderOption, Json
+from semmoe.client import Client, make_client
 from semmoe.settings import WatchSettings
 
 MAX_LOOKS = 10_000
@@ -52,6 +56,8 @@ def watch(
         ),
     ] = None,
     also: Also = None,
+    header: HeaderOption = None,
+    ca: CaOption = None,
     settings: Any = None,
     once: Annotated[
         bool,
@@ -79,52 +85,56 @@ def watch(
     if plan is not None and expected is None:
         console.err.print("[yellow]warning:[/] this plan says nothing of what to expect: its profile was too small")
     nodes = [url, *(also or [])]
-    looks = deque([_look(nodes)], maxlen=MAX_LOOKS)
+    client = make_client(header or [], ca, nodes, os.environ.get(KEY, ""))
+    look = partial(_look, nodes, client)
+    looks = deque([look()], maxlen=MAX_LOOKS)
     if once:
         time.sleep(given.window)
-        raise typer.Exit(_show_once(looks, nodes, expected, given.margin, as_json))
-    _follow(looks, nodes, expected, given, as_json)
+        raise typer.Exit(_show_once(looks[0], look(), url, expected, given.margin, as_json))
+    _follow(looks, look, url, expected, given, as_json)
 
 
-def _follow(looks: deque, nodes: list[str], expected: float | None, given: WatchSettings, as_json: bool) -> None:
+def _follow(
+    looks: deque, look: Callable[[], Any], url: str, expected: float | None, given: WatchSettings, as_json: bool
+) -> None:
     from semmoe import watch as watching
 
     live = nullcontext() if as_json else Live(console=console.out, auto_refresh=False, screen=False)
     with live as page:
         while True:
             time.sleep(given.every)
-            seen = _next(looks, nodes, given.window)
+            seen = _next(looks, look(), given.window)
             warning = watching.drift(seen, expected, given.margin)
             if page is None:
                 print(json.dumps(_record(seen, expected, warning)), flush=True)
             else:
-                page.update(_page(nodes[0], seen, expected, warning), refresh=True)
+                page.update(_page(url, seen, expected, warning), refresh=True)
 
 
-def _look(nodes: list[str]) -> Any:
+def _look(nodes: list[str], client: Client) -> Any:
     from semmoe import watch as watching
 
-    return watching.parse("\n".join(map(watching.fetch, nodes)), time.monotonic())
+    return watching.look(nodes, time.monotonic(), client)
 
 
-def _next(looks: deque, nodes: list[str], window: float) -> Any:
+def _next(looks: deque, newest: Any, window: float) -> Any:
     from semmoe import watch as watching
 
-    looks.append(_look(nodes))
+    looks.append(newest)
     while len(looks) > 2 and looks[-1].time - looks[1].time >= window:
         looks.popleft()
     return watching.view(looks[0], looks[-1])
 
 
-def _show_once(looks: deque, nodes: list[str], expected: float | None, margin: float, as_json: bool) -> int:
+def _show_once(first: Any, last: Any, url: str, expected: float | None, margin: float, as_json: bool) -> int:
     from semmoe import watch as watching
 
-    seen = watching.view(looks[0], _look(nodes))
+    seen = watching.view(first, last)
     warning = watching.drift(seen, expected, margin)
     if as_json:
         console.print_json(_record(seen, expected, warning))
     else:
-        console.out.print(_page(nodes[0], seen, expected, warning))
+        console.out.print(_page(url, seen, expected, warning))
     return int(warning is not None or bool(seen.stale) or bool(seen.degraded))
 
 

@@ -22,9 +22,8 @@ class RequestBalancer:
     """Chooses the rank of each request, and counts prompt ids outside the tables. Not thread-safe."""
 
     def __init__(self, plan: Plan, clock: Callable[[], float] = time.time) -> None:
-        unfit = "this plan schedules no requests: it is for attention tp, or was solved without"
         if not plan.requests.by_tables:
-            raise ValueError(unfit)
+            raise ValueError("this plan schedules no requests: it is for attention tp, or was solved without")
         self._clock, groups = clock, plan.topology.dp_size
         self._scheduler = start(plan.requests, live_settings(groups))
         self._sent: list[deque[tuple[float, Assigned]]] = [deque() for _ in range(groups)]

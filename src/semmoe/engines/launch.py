@@ -21,7 +21,7 @@ def join(values: dict[str, Any], given: list[str], decided: Set[str], command: s
     own = {word.split("=")[0] for word in given}
     clash = sorted(own & decided)
     if clash:
-        raise ValueError(f"{(clash or [''])[0]} comes from the plan: omit it, or run {command} yourself")
+        raise ValueError(f"{clash[0]} comes from the plan: omit it, or run {command} yourself")
     return command_line({n: value for n, value in values.items() if _option(n) not in own}) + given
 
 

@@ -23,11 +23,10 @@ def check_plan(plan: Plan, engine: str, running: Topology, config: Any, num_laye
     experts per layer.
     """
     t, f = plan.topology, plan.fingerprint
-    sizes = f"ep_size {running.ep_size}, attention {running.attention} with dp_size {running.dp_size}"
     if running != t:
         raise ValueError(
             f"the plan is for ep_size {t.ep_size}, attention {t.attention} with dp_size {t.dp_size}; "
-            f"{engine} runs {sizes}"
+            f"{engine} runs ep_size {running.ep_size}, attention {running.attention} with dp_size {running.dp_size}"
         )
     found = {
         "MoE layers": (num_layers, f.num_layers),

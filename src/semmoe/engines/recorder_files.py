@@ -91,8 +91,7 @@ def check_folder(folder: Path) -> None:
     if not os.path.lexists(folder):
         raise ValueError(f"there is no folder {folder}")
     link = os.lstat(folder)
-    ours = not stat.S_ISLNK(link.st_mode) or link.st_uid == os.geteuid()
-    if not ours:
+    if stat.S_ISLNK(link.st_mode) and link.st_uid != os.geteuid():
         raise ValueError(f"{folder} is a symbolic link of another user: it is not followed")
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder")

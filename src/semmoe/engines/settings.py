@@ -88,7 +88,5 @@ def from_environment(kind: type[Settings], environment: Mapping[str, str] = os.e
     known = set(kind.__dataclass_fields__)
     unknown = sorted(set(given) - known)
     if unknown:
-        raise ValueError(
-            f"{PREFIX}{(unknown or [''])[0].upper()} is no setting; the settings are {', '.join(sorted(known))}"
-        )
+        raise ValueError(f"{PREFIX}{unknown[0].upper()} is no setting; the settings are {', '.join(sorted(known))}")
     return kind(**given)

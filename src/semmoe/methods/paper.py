@@ -87,8 +87,7 @@ def _cluster_gated(activations, quota, num_clusters, gate_groups, settings, rng)
     if groups == 1:
         return cocluster(activations, quota, num_clusters, settings, rng)
     N, L, E = activations.shape
-    even = groups % num_clusters == 0 or num_clusters % groups == 0
-    if not even:
+    if groups % num_clusters != 0 and num_clusters % groups != 0:
         raise ValueError(f"{groups} gate groups and {num_clusters} ranks: one must divide the other")
     outer = min(groups, num_clusters)
     whole = activations.reshape(N, L, groups, E // groups).sum(axis=3)

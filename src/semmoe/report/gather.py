@@ -109,10 +109,10 @@ def gather(folder: Path, page: Path | None = None) -> Inputs:
     for path in _entries(folder, inputs):
         if page is None or path.resolve() != page.resolve():
             _read(path, inputs)
-    unread = [entry for entry in inputs.left_out if "plan" in entry.path or is_plan(folder / entry.path)]
-    reasons = [f"{entry.path} ({entry.why})" for entry in unread]
-    also = f"; left out: {', '.join(reasons[:3])}" if reasons else ""
     if not inputs.plans:
+        unread = [entry for entry in inputs.left_out if "plan" in entry.path or is_plan(folder / entry.path)]
+        reasons = [f"{entry.path} ({entry.why})" for entry in unread]
+        also = f"; left out: {', '.join(reasons[:3])}" if reasons else ""
         raise ValueError(f"{folder} holds no plan: make one with `semmoe solve TRACE --out {folder}/plan`{also}")
     return inputs
 

@@ -10,7 +10,7 @@ The fit minimises squared errors of counts rather than a likelihood of classes. 
 placement optimises, the expected number of local experts; it is additive over experts, so that one fit projects onto
 the ranks of any layout with any copies; and online it is a sum of table rows. While fitting, a token's own occurrence
 is left out of its shares, because tokens seen once would otherwise be trusted. Look-back, ordering and ridge minimise
-the squared error on held-out requests. A layer that routes by a table of token ids is not fitted: the table is exact.
+the squared error on held-out requests.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,6 @@ from semmoe.affinity import resolve_tokens
 from semmoe.core import Placement, RoutingTrace
 from semmoe.settings import PredictorSettings
 from semmoe.splitter import draw_requests
-from semmoe.tokens.hashed import activations, with_exact_rows
 from semmoe.tokens.kernels import SCALE
 from semmoe.tokens.regression import (
     TOKEN_PRIOR,
@@ -73,9 +72,6 @@ def fit(
     looks, ridge, error, hit_rate = _choose(sample, settings, seed)
 
     def one(layer: int) -> LayerFit:
-        if trace.hashed.table(layer) is not None:
-            progress(1)
-            return _nothing(trace.fingerprint.num_experts, looks.rows(*_shape(sample)))
         design = design_of(sample, layer, looks, count_tokens(sample, layer), loo=True)
         out = _solve(design, ridge, looks.rows(*_shape(sample)))
         progress(1)
@@ -114,12 +110,6 @@ def _solve(design: Design, ridge: float, path_rows: int) -> LayerFit:
     )
 
 
-def _nothing(E: int, F: int) -> LayerFit:
-    """The fit of a layer of which the token id says all."""
-    shapes = (E, E), (E, E), (E + 1, E), (F, E), (E,), (E,)
-    return LayerFit(*[np.zeros(shape) for shape in shapes])
-
-
 def _choose(trace: RoutingTrace, settings: PredictorSettings, seed: int) -> tuple[Looks, float, float, float]:
     """Choose what to look at and the ridge by the squared error on a quarter of the requests, at a few layers.
 
@@ -129,8 +119,7 @@ def _choose(trace: RoutingTrace, settings: PredictorSettings, seed: int) -> tupl
     few = Looks(lookback=min(2, L - 1), ordered=0), RIDGES[1], float("nan"), float("nan")
     order = np.random.default_rng(seed).permutation(trace.num_requests)
     cut = max(len(order) // 4, 1)
-    learned = [l for l in range(L) if trace.hashed.table(l) is None]
-    if len(order) < 2 or not learned:
+    if len(order) < 2:
         return few
     held, rest = trace.select(np.sort(order[:cut])), trace.select(np.sort(order[cut:]))
     held, rest = _sample(held, settings.max_tokens // 8, seed), _sample(rest, settings.max_tokens // 4, seed)
@@ -138,8 +127,7 @@ def _choose(trace: RoutingTrace, settings: PredictorSettings, seed: int) -> tupl
         return few
     shapes = _candidates(trace, settings.lookback)
     deepest = max(one.lookback for one in shapes)
-    layers = sorted({min(max(L * (2 * i + 1) // 6, deepest), L - 1) for i in range(3)} & set(learned))
-    layers = layers or learned[-1:]
+    layers = sorted({min(max(L * (2 * i + 1) // 6, deepest), L - 1) for i in range(3)})
     with ThreadPoolExecutor(cpu_count()) as pool:
         totals = np.sum(list(pool.map(lambda layer: _held_out(rest, held, layer, shapes), layers)), axis=0)
     errors, hits = totals[..., 0] / np.maximum(totals[..., 1], 1e-9), totals[..., 2] / len(layers)
@@ -191,9 +179,6 @@ def predict(
 
     Each token's own occurrence is left out of its shares.
     """
-    table = profile.hashed.table(layer)
-    if table is not None:
-        return activations(table, part.token_ids[rows], profile.fingerprint.num_experts)
     design = design_of(part, layer, predictor.looks, count_tokens(profile, layer), loo=True)
     design = replace(design, dense=design.dense[rows], active=design.active[rows])
     f = predictor.layers[layer]
@@ -220,7 +205,7 @@ def project(
         for l, fitted in enumerate(predictor.layers)
     ]
     token, shift, path, history = (np.stack(part) for part in zip(*parts, strict=True))
-    tables = PathScores(
+    return PathScores(
         token_rows=token_rows[serving],
         token_source=source,
         token_scores=token,
@@ -230,7 +215,6 @@ def project(
         lookback=predictor.looks.lookback,
         ordered=predictor.looks.ordered,
     )
-    return with_exact_rows(tables, trace.hashed, placement)
 
 
 def _project_layer(fitted: LayerFit, hosts: np.ndarray, counts, top_k: int):

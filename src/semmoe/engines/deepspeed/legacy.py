@@ -25,8 +25,7 @@ def uneven_all_to_all(model: nn.Module, placement: Placement | None = None) -> i
     capacity: which tokens are dropped would depend on the placement, and outputs would change.
     """
     found = [module.deepspeed_moe for module in model.modules() if isinstance(module, MoE)]
-    fits = placement is None or len(placement.physical_to_logical_map) == len(found)
-    if not fits:
+    if placement is not None and len(placement.physical_to_logical_map) != len(found):
         raise ValueError(f"this placement is not for the {len(found)} MoE layers of this model")
     for layer in found:
         _check(layer)

@@ -89,8 +89,7 @@ def _check_fit(model: PreTrainedModel, layers: list[Any], plan: Plan) -> None:
     topology, first = plan.topology, layers[0]
     if hasattr(first, "_semmoe"):
         raise ValueError("this model is on a plan already")
-    same = plan.fingerprint.architecture_hash == architecture_hash(model.config)
-    if not same:
+    if plan.fingerprint.architecture_hash != architecture_hash(model.config):
         raise ValueError(f"this plan was made for {plan.fingerprint.model}, whose architecture is another")
     tp_size = first.folding_group_handles.spec.tp_size if first.folding_group_handles else 1
     if (first.ep_size, tp_size) != (topology.ep_size, topology.attn_tp_size):
@@ -140,8 +139,7 @@ class AutoEPModel(PlannedModel):
             check_layout(layer)
             index, output = number.get(id(layer.mlp)), layer.self_attn.o_proj
             _require_whole(layer.mlp)
-            cut = isinstance(output, LinearAllreduce)
-            if not cut:
+            if not isinstance(output, LinearAllreduce):
                 raise ValueError("AutoTP left attention whole: use config_for(plan, model.config)")
             if run == self._layer_all_to_all:
                 output.forward = bind(self._sum, output, output.forward)

@@ -13,8 +13,7 @@ def check_location(plan: Plan, metadata: Any, layers: list[int]) -> None:
     """Raise ValueError unless SGLang loaded experts as the plan places them; metadata: its ExpertLocationMetadata."""
     placed = torch.from_numpy(plan.placement.physical_to_logical_map)
     found = None if metadata is None else metadata.physical_to_logical_map_cpu[layers]
-    fits = found is not None and found.shape == placed.shape and bool((found == placed.to(found)).all())
-    if not fits:
+    if found is None or found.shape != placed.shape or bool((found != placed.to(found)).any()):
         raise ValueError(
             "SGLang's experts lie elsewhere than the plan says: start it by `semmoe serve`, or give it the "
             "--init-expert-location of `semmoe apply --to sglang`"

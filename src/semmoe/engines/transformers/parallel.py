@@ -67,7 +67,7 @@ def check_exchange(topology: Topology, exchange: str) -> None:
     """Raise ValueError unless ranks of this topology can exchange tokens in this way."""
     if exchange not in EXCHANGES:
         raise ValueError(f"exchange must be one of {', '.join(EXCHANGES)}, not {exchange!r}")
-    if exchange == "all-reduce" and topology.dp_size > 1:
+    if exchange == "all-reduce" and topology.dp_size != 1:
         raise ValueError(f"exchange {exchange} needs attention-TP: ranks with requests of their own share no rows")
 
 

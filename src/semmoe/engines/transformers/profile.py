@@ -20,7 +20,6 @@ def profile(
     model: the folder of a checkpoint. A run that was stopped resumes where it ended.
     Raises ValueError for a model without experts, and where `out` holds the trace of other prompts.
     """
-    from semmoe.checkpoint.hashed import read_hashed
     from semmoe.dataset import Prompt, digest, encode
     from semmoe.engines.transformers.config import fingerprint_of
     from semmoe.engines.transformers.model import load_model
@@ -33,7 +32,7 @@ def profile(
     stated = {"decode": settings.max_new_tokens, "max_prompt_tokens": settings.max_prompt_tokens}
     identity = fingerprint_of(model)
     header = TraceHeader(fingerprint=identity, dataset_hash=digest(ids), settings=stated)
-    with TraceWriter(Path(out), header, hashed=read_hashed(model, identity)) as writer:
+    with TraceWriter(Path(out), header) as writer:
         progress(writer.num_requests)
         record_prompts(
             load_model(model),

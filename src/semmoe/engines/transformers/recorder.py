@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from semmoe.checkpoint.hashed import read_hashed
 from semmoe.core import DECODE, PREFILL, RoutingTrace
 from semmoe.dataset import check_token_ids, digest
 from semmoe.engines.transformers.batch import Batch, cut, step
@@ -98,7 +97,7 @@ def record(
     """Record prompts and their answers by a model loaded from `model_path`; returns the trace, which is in `folder`."""
     identity = fingerprint_of(model_path)
     header = TraceHeader(fingerprint=identity, dataset_hash=digest(prompts), settings={})
-    with TraceWriter(folder, header, hashed=read_hashed(model_path, identity)) as writer:
+    with TraceWriter(folder, header) as writer:
         progress(writer.num_requests)
         record_prompts(model, prompts, writer, progress=progress, max_new_tokens=max_new_tokens)
     return open_trace(folder)

@@ -128,7 +128,7 @@ def check_balancer(plan: Plan | None, given: PluginSettings, options: list[str])
     requests = plan is not None and plan.requests.by_tables
     if requests and given.schedule == "plan" and other:
         raise ValueError(
-            f"{(other or [''])[0]}: another load balancer than "
+            f"{other[0]}: another load balancer than "
             "vLLM's own chooses ranks, and the plan schedules no request: omit it, or give --schedule engine and "
             "put `semmoe router` in front"
         )

@@ -78,8 +78,7 @@ def check_engine(runner: Any, plan: Plan, schedules: bool) -> None:
         raise ValueError("--enable-eplb would move the plan's experts: omit it")
     if config.pipeline_parallel_size != 1:
         raise ValueError("a plan cannot be served with pipeline parallelism")
-    split = config.tensor_parallel_size == 1 or config.data_parallel_size == 1 or config.use_sequence_parallel_moe
-    if not split:
+    if config.tensor_parallel_size != 1 and config.data_parallel_size != 1 and not config.use_sequence_parallel_moe:
         raise ValueError(
             f"--all2all-backend {config.all2all_backend} sends the tokens of an attention group many times"
         )

@@ -58,8 +58,7 @@ class PlacedExperts:
         self._begin()
         if index not in self._places:
             return original(experts, param, loaded_weight, weight_name, shard_id, expert_id, return_success)
-        one = loaded_weight.dim() < 3 or shard_id.startswith("gpt_oss")  # whose scales are by block: three dimensions
-        if not one:
+        if loaded_weight.dim() >= 3 and not shard_id.startswith("gpt_oss"):  # whose scales by block have three, too
             raise ValueError(
                 f"{weight_name} holds all experts of a layer at once: give vLLM a checkpoint made by "
                 "`semmoe apply`, without --plan"
