@@ -57,8 +57,10 @@ def test_a_trace_is_not_saved_over_another(tmp_path):
         save_trace(random_trace(0), tmp_path / "t")
 
 
-def test_shards_hold_whole_requests(tmp_path):
-    with TraceWriter(tmp_path, HEADER, shard_tokens=3) as writer:
+@pytest.mark.parametrize("shard_tokens", [3, 4])
+def test_shards_hold_whole_requests(tmp_path, shard_tokens):
+    """Requests of two tokens; a shard is written as soon as it has as many tokens as it should."""
+    with TraceWriter(tmp_path, HEADER, shard_tokens=shard_tokens) as writer:
         for token in range(5):
             append(writer, token)
     lengths = [files.load_arrays(path, _arrays())["request_lengths"].tolist() for path in shard_paths(tmp_path)]
