@@ -6,6 +6,7 @@ import json
 import pickle
 import tracemalloc
 import zipfile
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from semmoe.trace import (
     TraceWriter,
     describe,
     open_trace,
+    possible_part,
     read_header,
     read_shards,
     save_trace,
@@ -55,6 +57,12 @@ def test_a_trace_is_not_saved_over_another(tmp_path):
     save_trace(random_trace(0), tmp_path / "t")
     with pytest.raises(ValueError, match="already holds a trace"):
         save_trace(random_trace(0), tmp_path / "t")
+
+
+def test_tokens_that_were_left_out_before_are_counted_too():
+    trace = make_trace([[0, 1], [2]], np.array([[[0, 1]], [[1, 1]], [[0, 1]]]), vocab_size=4, num_experts=2)
+    found = possible_part(replace(trace, left_out=3))
+    assert (found.left_out, found.token_ids.tolist(), found.request_offsets.tolist()) == (4, [0, 2], [0, 1, 2])
 
 
 @pytest.mark.parametrize("shard_tokens", [3, 4])
