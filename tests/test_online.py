@@ -47,8 +47,8 @@ def test_scheduling_agrees_with_loops_and_each_round_uses_every_group_once(seed,
     requests = scheduler(scores)
     assigned = [requests.admit(prompt).group for prompt in prompts]
     assert assigned == oracles.algorithm_2(scores, prompts)
-    for start in range(0, 3 * groups, groups):
-        assert sorted(assigned[start : start + groups]) == list(range(groups))
+    for first in range(0, 3 * groups, groups):
+        assert sorted(assigned[first : first + groups]) == list(range(groups))
 
 
 def test_a_round_without_a_group_is_one_request_shorter():
