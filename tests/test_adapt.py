@@ -54,6 +54,16 @@ def test_nothing_is_judged_from_few_tokens_or_without_an_expectation():
     assert wants(seen(0.1), None, 1000, 0, 2000, S).action == "watch"
 
 
+@pytest.mark.parametrize(("pairs", "known"), [(watch.ENOUGH_PAIRS, 0.5), (watch.ENOUGH_PAIRS - 2, None)])
+def test_enough_pairs_are_enough_to_be_judged_by(pairs, known):
+    assert seen(0.5, pairs=pairs).known_lar == known
+
+
+@pytest.mark.parametrize(("lar", "below"), [(0.58, False), (0.5799, True), (0.62, False)])
+def test_drift_is_more_than_the_margin_below_what_is_expected(lar, below):
+    assert seen(lar, pairs=100_000).below(0.60, 0.02 + 1e-9) == below
+
+
 def test_a_schedule_solves_without_drift():
     assert wants(seen(0.6), 0.6, 1000, 0, 2000, replace(S, schedule=900)).action == "record"
     assert wants(seen(0.6), 0.6, 800, 0, 2000, replace(S, schedule=900)).action == "watch"
