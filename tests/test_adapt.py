@@ -282,6 +282,7 @@ def test_what_is_always_recorded_stays_bounded_and_is_removed_at_the_end(tmp_pat
         found.note()
         held = [open_trace(path).num_requests for path in (tmp_path / PARTS).glob("*")]
         assert sum(held) < 3 * MORE * 40
+        assert found.since(now - 20.0) == min(2 * now, 40), "two requests a second, however many were dropped"
         assert len(found._counts) <= 3 * MORE * 40 / 20 + 2
     assert 4 * 40 < tape.most <= 4 * 40 + 20
     found.close()

@@ -153,6 +153,10 @@ def test_a_higher_price_of_load_gives_layouts_of_less_load(redundant):
     assert min(one.total(50.0) for one in dear) <= min(one.total(50.0) for one in free)
 
 
+def test_a_layout_s_total_is_its_cost_its_dues_and_the_price_of_its_load():
+    assert Layout(np.zeros((1, 1)), np.zeros(1), cost=1.0, load=2.0, dues=0.5).total(3.0) == 7.5
+
+
 @pytest.mark.parametrize("redundant", [0, 4])
 @pytest.mark.parametrize("begun", [False, True], ids=["anew", "from a layout"])
 def test_at_every_price_the_layout_of_least_total_is_returned(redundant, begun):
