@@ -217,9 +217,9 @@ def test_look_up_agrees_with_loops(seed, sizes):
     paths = ranks**lookback
     tables = PaperTables(
         token_ranks=rng.integers(ranks, size=(4, groups, 6)).astype(np.int16),
-        token_confidence=rng.random((4, groups, 6)).astype(np.float16),
+        token_confidence=(rng.integers(5, size=(4, groups, 6)) / 4).astype(np.float16),
         path_ranks=rng.integers(ranks, size=(4, groups, paths)).astype(np.int16),
-        path_confidence=rng.random((4, groups, paths)).astype(np.float16),
+        path_confidence=(rng.integers(5, size=(4, groups, paths)) / 4).astype(np.float16),
         token_source=np.array([PROFILED] * 5 + [PRIOR], np.uint8),
         lookback=lookback,
     )
