@@ -76,6 +76,15 @@ def test_shards_hold_whole_requests(tmp_path, shard_tokens):
     assert open_trace(tmp_path).token_ids.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
 
 
+@pytest.mark.parametrize("names", [{"a"}, {"a", "b", "c"}, {"a", "c"}])
+def test_a_file_of_arrays_holds_exactly_the_names_that_are_asked_for(tmp_path, names):
+    path = tmp_path / "two.safetensors"
+    files.save_arrays(path, {"a": np.arange(3), "b": np.zeros((2, 2), np.float32)})
+    assert sorted(files.load_arrays(path, {"a", "b"})) == ["a", "b"]
+    with pytest.raises(ValueError, match=r"two.safetensors holds \['a', 'b'\], expected \['a'"):
+        files.load_arrays(path, names)
+
+
 def _arrays() -> set[str]:
     return {"token_ids", "expert_ids", "request_lengths", "phase", "prompt_ids", "prompt_lengths"}
 
