@@ -54,6 +54,16 @@ def test_nothing_is_judged_from_few_tokens_or_without_an_expectation():
     assert wants(seen(0.1), None, 1000, 0, 2000, S).action == "watch"
 
 
+@pytest.mark.parametrize(("pairs", "known"), [(watch.ENOUGH_PAIRS, 0.5), (watch.ENOUGH_PAIRS - 2, None)])
+def test_enough_pairs_are_enough_to_be_judged_by(pairs, known):
+    assert seen(0.5, pairs=pairs).known_lar == known
+
+
+@pytest.mark.parametrize(("lar", "below"), [(0.58, False), (0.5799, True), (0.62, False)])
+def test_drift_is_more_than_the_margin_below_what_is_expected(lar, below):
+    assert seen(lar, pairs=100_000).below(0.60, 0.02 + 1e-9) == below
+
+
 def test_a_schedule_solves_without_drift():
     assert wants(seen(0.6), 0.6, 1000, 0, 2000, replace(S, schedule=900)).action == "record"
     assert wants(seen(0.6), 0.6, 800, 0, 2000, replace(S, schedule=900)).action == "watch"
@@ -128,6 +138,26 @@ def test_drift_began_after_the_last_reading_as_expected(rates, since):
 
 def test_readings_of_few_tokens_do_not_say_when_drift_began():
     assert drifted_since(looks(0.5, 0.5, pairs=5000), 0.6, S) == 20
+
+
+def looks_of(*readings):
+    """Looks every 10 s, between which (local activation rate, pairs) were counted."""
+    out, local, pairs = [], 0.0, 0
+    for i, (rate, count) in enumerate([(0.0, 0), *readings]):
+        local, pairs = local + rate * count, pairs + count
+        names = {"true": local, "false": pairs - local}
+        counted = {("pairs", frozenset({("local", name), ("ep_rank", "0")})): n for name, n in names.items()}
+        out.append(watch.Look(10.0 * i, counted))
+    return out
+
+
+@pytest.mark.parametrize("few", [0.5, 0.6])
+def test_drift_goes_on_through_a_reading_of_too_few_tokens(few):
+    """Whatever that one shows: drift began at 10 s, after the only reading as expected."""
+    readings = [(0.6, 20_000), (0.5, 20_000), (few, 5000), (0.5, 20_000)]
+    assert drifted_since(looks_of(*readings), 0.6, S) == 10
+    assert drifted_since(looks_of((0.5, 20_000), (0.6, 20_000), (few, 5000), (0.5, 20_000)), 0.6, S) == 30
+    assert drifted_since(looks_of((0.5, 20_000), (0.5, 20_000), (few, 5000)), 0.6, S) == 0
 
 
 def requests_numbered(first, count):
@@ -252,6 +282,7 @@ def test_what_is_always_recorded_stays_bounded_and_is_removed_at_the_end(tmp_pat
         found.note()
         held = [open_trace(path).num_requests for path in (tmp_path / PARTS).glob("*")]
         assert sum(held) < 3 * MORE * 40
+        assert found.since(now - 20.0) == min(2 * now, 40), "two requests a second, however many were dropped"
         assert len(found._counts) <= 3 * MORE * 40 / 20 + 2
     assert 4 * 40 < tape.most <= 4 * 40 + 20
     found.close()
@@ -540,6 +571,21 @@ def test_a_plan_that_served_before_is_taken_where_its_traffic_comes_back(tmp_pat
     assert (tmp_path / "plan").exists() != comes_back
     assert found.new.lar > found.old.lar + 0.2
     assert load_plan(found.path).topology == Topology(ep_size=2)
+
+
+def test_requests_from_before_a_change_are_neither_solved_on_nor_scored_on(tmp_path, monkeypatch):
+    """The first 30 of 90 are of the other kind, and do not count."""
+    whole = planted_trace(2, 1, requests_per_group=45)[0]
+    plan, solved, scored = vanilla_plan(whole.fingerprint, TOPOLOGY), [], []
+    save_trace(whole, tmp_path / "trace")
+    save_plan(plan, tmp_path / "first")
+    same = Score(lar=0.5, even=0.5, parts=(0.5, 0.5), seconds_per_token=0.0)
+    monkeypatch.setattr(solving, "solve", lambda seen, *rest, **more: solved.append(seen) or plan)
+    monkeypatch.setattr(solving, "score", lambda newest, *rest: scored.append(newest) or same)
+    find(job(tmp_path, older=30, judged=0.5))
+    R, cut = whole.num_requests, 30
+    assert {trace.digest() for trace in solved} == {whole.select(np.arange(30, 30 + cut)).digest()}
+    assert {trace.digest() for trace in scored} == {whole.select(np.arange(30 + cut, R)).digest()}
 
 
 def two_kinds(folder):

@@ -101,6 +101,16 @@ def test_a_load_older_than_a_request_does_not_end_it():
     assert balancer.choose([1, 2]) == 1
 
 
+def test_a_balancer_of_another_plan_ends_requests_that_the_one_before_assigned():
+    clock = Clock()
+    before, after = (RequestBalancer(plan(request_map()), clock) for _ in range(2))
+    assert [before.choose([1, 2]) for _ in range(4)] == [0, 1, 0, 1]
+    after.follow(before)
+    clock.now += 1
+    after.reconcile(0, 0, as_of=clock.now)
+    assert [after.choose([1, 2]) for _ in range(3)] == [0, 0, 0]
+
+
 def test_short_answers_count_as_such():
     """Of 12 tokens of work as those before, a rank has one at a time; of 3, three: a lead of 6 costs little."""
     balancer, _ = after_three()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from test_metrics import random_placement
 from triton_runs import NO_TRITON, TARGETS, compiles, interpret
 
-from semmoe.copychoice import CopyChoice, copy_choice
+from semmoe.copychoice import CopyChoice, copy_choice, preferred_copies
 from semmoe.core import Placement, Plan
 from semmoe.metrics import layer_traffic
 from semmoe.requests.policy import RoundRobin
@@ -153,6 +153,31 @@ def test_engines_choose_the_same_copies_as_replay(seed, sizes, rule):
             assert (placement.physical_to_logical_map[l][held] == experts).all()
             home = np.full(len(experts), source)
             assert (held // placement.experts_per_rank == choice[l].ranks(experts, home)).all()
+
+
+@pytest.mark.parametrize("rule", ["static", "cover"])
+def test_of_two_copies_on_a_rank_the_first_is_used(rule):
+    """Slots 0 to 3 on rank 0, 4 to 7 on rank 1: expert 1 is twice on rank 0, expert 2 twice on rank 1 and once on 0."""
+    placement = Placement(
+        physical_to_logical_map=np.array([[0, 1, 1, 2, 3, 2, 2, 0]]), num_experts=4, ep_size=2, copy_choice=rule
+    )
+    plan, ids = plan_of(placement, Topology(ep_size=2)), torch.tensor([[0, 1, 2, 3]])
+    for source, physical in enumerate(([0, 1, 3, 4], [7, 1, 5, 4])):
+        (copies,) = rank_copies(plan, source)
+        assert copies.ranks.shape == copies.physical.shape == (4, 1)
+        assert copies.first().tolist() == physical
+        assert copies.to_physical(ids).tolist() == [physical]
+
+
+def test_which_copy_each_of_eight_ranks_on_two_nodes_uses_by_hand():
+    """Expert 0 on ranks 1, 3 and 6; expert 1 on ranks 4 and 5; the others on one rank each."""
+    rows = [[2, 3], [0, 4], [5, 6], [0, 7], [1, 8], [1, 9], [0, 10], [11, 12]]
+    placement = Placement(physical_to_logical_map=np.array(rows).reshape(1, -1), num_experts=13, ep_size=8)
+    topology = Topology(ep_size=8, dp_size=8, num_nodes=2)
+    found = preferred_copies(placement, topology)[0]
+    assert found[:, 0].tolist() == [1, 1, 3, 3, 6, 6, 6, 6]
+    assert found[:, 1].tolist() == [4, 5, 4, 5, 4, 5, 4, 5]
+    assert found[:, 7].tolist() == [3] * 8
 
 
 def check_implementations(implementation) -> None:

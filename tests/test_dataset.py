@@ -412,6 +412,19 @@ def test_tools_in_each_form_are_rendered_as_engines_do(tokenizer, tools):
     assert rendered(tokenizer, row, template) == given + "onlow"
 
 
+def test_a_request_s_own_variables_go_before_its_reasoning_effort():
+    row = {"messages": AGENT, "chat_template_kwargs": {"reasoning_effort": "high"}, "reasoning_effort": "low"}
+    assert prompts_of(row)[0].variables == {"reasoning_effort": "high"}
+
+
+def test_each_prompt_of_a_request_counts_as_a_record(tmp_path):
+    path = tmp_path / "requests.jsonl"
+    path.write_text('{"prompt": ["a", "b", "c"]}\n{"prompt": ""}\n{"prompt": [[1, 2], [3]]}\n')
+    left_out = LeftOut(path)
+    assert len(list(read_prompts(path, left_out))) == 5
+    assert (left_out.records, left_out.reasons.total()) == (6, 1)
+
+
 def test_a_developer_is_the_system_for_a_template_that_does_not_know_the_role(tokenizer):
     row = {"messages": [{"role": "developer", "content": "x"}, {"role": "user", "content": "y"}]}
     template = "{% for m in messages %}{{ m.role }} {% endfor %}"
@@ -444,6 +457,31 @@ def test_a_conversation_that_cannot_be_rendered_is_left_out_with_its_line(tokeni
     with pytest.raises(ValueError, match=rf"d\.jsonl, line 2: .*{words}"):
         list(encode_usable(read_prompts(path, strict), tokenizer, config, strict))
     assert left_out.reasons.total() == 1
+
+
+def test_a_prompt_may_have_as_many_tokens_as_the_model_takes(tokenizer):
+    prompts = [Prompt(token_ids=(1,) * length) for length in (8, 9, 10)]
+    left_out = LeftOut(Path("d.jsonl"))
+    assert [len(ids) for ids in encode_usable(prompts, tokenizer, {"max_position_embeddings": 9}, left_out)] == [8, 9]
+    assert left_out.reasons == {"longer than the model takes": 1}
+
+
+@given(st.lists(st.sampled_from(["value", "printed", "blank", "wrong"]), max_size=8))
+def test_every_record_has_the_line_on_which_it_begins(tmp_path_factory, kinds):
+    """Values of one line and of several, empty lines between them, and lines that are no JSON."""
+    text = {"value": '{"prompt": "a"}\n', "printed": '{\n "prompt":\n "a"\n}\n', "blank": "\n\n", "wrong": "{?\n"}
+    content, lines, reasons = "", [], []
+    for kind in kinds:
+        line = f"line {content.count(chr(10)) + 1}"
+        lines += [line] if kind in ("value", "printed") else []
+        reasons += [line] if kind == "wrong" else []
+        content += text[kind]
+    path = tmp_path_factory.mktemp("lines") / "d.jsonl"
+    path.write_text(content)
+    left_out = LeftOut(path)
+    assert [prompt.where for prompt in read_prompts(path, left_out)] == lines
+    assert left_out.reasons.total() == len(reasons)
+    assert left_out.first.startswith(reasons[0] if reasons else "")
 
 
 def test_token_ids_outside_the_vocabulary_and_lone_surrogates_are_left_out(tokenizer):

@@ -133,6 +133,29 @@ def test_the_rows_of_a_cached_prefix_may_be_omitted(tmp_path, form):
     np.testing.assert_array_equal(trace.expert_ids, experts)
 
 
+@pytest.mark.parametrize("form", ["npy", "sglang"])
+def test_an_answer_without_a_row_of_the_prompt_is_left_out(tmp_path, form):
+    """The last token of a prompt is always computed: of four prompt tokens and two that ran, two rows are too few."""
+    makes = sglang if form == "sglang" else answer
+    file = lines(tmp_path / "answers.jsonl", makes([1, 2, 3, 4], [5, 6, 7], routing(2)))
+    failed(imported(file, tmp_path / "trace"), 2, "routed_experts has 2 rows for 6 tokens that ran")
+    file = lines(tmp_path / "answers.jsonl", makes([1, 2, 3, 4], [5, 6, 7], routing(3)))
+    assert imported(file, tmp_path / "trace").exit_code == 0
+
+
+def test_ids_without_a_shape_are_rows_of_all_decoder_layers_where_they_can_be(tmp_path):
+    """The ids of as many rows as there are MoE layers could also be those of one row more, of MoE layers alone."""
+    model = build("deepseek_v2", tmp_path)
+    f = fingerprint_of(model)
+    depth = f.num_layers + 1
+    experts = routing(f.num_layers, depth, f.num_experts, f.top_k)
+    assert len(experts) * depth % f.num_layers == 0
+    prompt = list(range(1, 2 + f.num_layers + depth))
+    file = lines(tmp_path / "answers.jsonl", sglang(prompt, [1], experts))
+    assert imported(file, tmp_path / "trace", model=model).exit_code == 0
+    np.testing.assert_array_equal(open_trace(tmp_path / "trace").expert_ids, experts[:, 1:])
+
+
 def with_twins(experts, count):
     """Routing whose first `count` tokens name an expert twice."""
     broken = experts.copy()

@@ -314,6 +314,35 @@ def test_more_requests_at_a_time_than_there_is_room_for(monkeypatch):
     assert requests.slots(["b", "c"]).tolist() == [recorder_rows.REFUSED, 5]  # b was refused for good
 
 
+def test_a_slot_that_is_used_again_begins_with_no_rows():
+    requests, routed = Requests(1.0), np.zeros((3, F.num_layers, F.top_k), int)
+    (slot,) = requests.slots(["a"])
+    requests.advance(Rows(np.full(3, slot), np.array([4, 5, 6]), np.ones(3, int), routed))
+    assert (requests.rows[slot], requests.highest[slot]) == (3, 6)
+    requests.release([requests.end("a")])
+    assert requests.slots(["b"]).tolist() == [slot]
+    assert (requests.rows[slot], requests.highest[slot]) == (0, -1)
+    requests.advance(Rows(np.array([slot]), np.array([0]), np.ones(1, int), routed[:1]))
+    assert (requests.rows[slot], requests.highest[slot], len(requests)) == (1, 0, 1)
+
+
+def test_of_two_requests_the_longer_is_dropped_though_the_other_s_slot_was_used_before(tmp_path, monkeypatch):
+    """The rows of an earlier request in the same slot do not count."""
+    small_store(monkeypatch, 8)
+    control = start(tmp_path, max_mb=1)
+    live = recorder(tmp_path)
+    run(live, ("before", 0, [4] * 6))
+    live.finish("before", [4])
+    run(live, ("short", 0, [2] * 2))
+    run(live, ("long", 0, [1] * 5))
+    run(live, ("short", 2, [2] * 2))
+    for name in ("long", "short"):
+        live.finish(name, [9])
+    live.close()
+    assert live.status.dropped == 1
+    assert [tokens for _, tokens, _ in requests_of(traced(tmp_path, control))] == [[4] * 6, [2] * 4]
+
+
 def test_a_dropped_request_is_forgotten(tmp_path):
     control = start(tmp_path)
     live = recorder(tmp_path)

@@ -51,6 +51,13 @@ def test_groups_come_close_to_the_best_of_all(seed):
     assert inside(together, groups) >= 0.6 * best
 
 
+@given(st.integers(0, 9999), st.sampled_from([1, 2, 3, 4, 6, 12]))
+def test_groups_are_equal_whatever_the_clusters_are(seed, number):
+    together = together_of(seed, 12)
+    groups = grouping.group(together, number, np.random.default_rng(seed))
+    assert np.bincount(groups, minlength=number).tolist() == [12 // number] * number
+
+
 def test_a_planted_structure_is_found_despite_noise():
     trace, blocks = planted_trace(1, 8, per_block=4, length=64, requests_per_group=12)
     placement = grace.place(with_noise(trace, 0.2), Topology(ep_size=8), 0, 0)

@@ -43,6 +43,15 @@ def test_a_rank_of_the_own_node_is_preferred():
     assert (move.inside, move.between) == (2, 2)
 
 
+def test_a_source_on_the_own_node_is_preferred_to_a_lower_rank_on_another():
+    """Rank 3 gets expert 1, which ranks 0, 1 and 2 have."""
+    topology = Topology(ep_size=4, num_nodes=2)
+    old = plan([[0, 1, 1, 2, 1, 3, 3, 0]] * 2, topology)
+    move = move_between(old, plan([[0, 1, 1, 2, 1, 3, 3, 1]] * 2, topology))
+    assert np.argwhere(move.experts[0]).tolist() == [[2, 3]]
+    assert (move.inside, move.between) == (2, 0)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_moves_agree_with_plain_loops(seed):
     rng, topology = np.random.default_rng(seed), Topology(ep_size=4, num_nodes=2)
@@ -53,8 +62,11 @@ def test_moves_agree_with_plain_loops(seed):
         for target in range(4):
             needed = set(has[target]) - set(had[target])
             assert found[layer, :, target].sum() == len(needed)
-            for source in found[layer, :, target].nonzero()[0]:
-                assert set(had[source]) & needed
+            expected = np.zeros(4, int)
+            for expert in needed:  # of the own node's ranks the lowest, else the lowest of all
+                sources = [rank for rank in range(4) if expert in had[rank]]
+                expected[min(sources, key=lambda rank: (rank // 2 != target // 2, rank))] += 1
+            assert found[layer, :, target].tolist() == expected.tolist()
 
 
 def test_what_a_plan_saves_is_weighed_against_its_move():

@@ -19,9 +19,9 @@ from semmoe.methods.paper_policies import (
     path_key,
     slices_of,
 )
-from semmoe.online import schedule_batch, schedule_requests
+from semmoe.online import schedule_batch, schedule_requests, start
 from semmoe.placement.linear import place
-from semmoe.requests.policy import PromptScores
+from semmoe.requests.policy import PromptScores, RoundRobin
 from semmoe.tokens.slices import ByPosition, position_slices
 from semmoe.topology import Topology
 
@@ -47,8 +47,8 @@ def test_scheduling_agrees_with_loops_and_each_round_uses_every_group_once(seed,
     requests = scheduler(scores)
     assigned = [requests.admit(prompt).group for prompt in prompts]
     assert assigned == oracles.algorithm_2(scores, prompts)
-    for start in range(0, 3 * groups, groups):
-        assert sorted(assigned[start : start + groups]) == list(range(groups))
+    for first in range(0, 3 * groups, groups):
+        assert sorted(assigned[first : first + groups]) == list(range(groups))
 
 
 def test_a_round_without_a_group_is_one_request_shorter():
@@ -217,9 +217,9 @@ def test_look_up_agrees_with_loops(seed, sizes):
     paths = ranks**lookback
     tables = PaperTables(
         token_ranks=rng.integers(ranks, size=(4, groups, 6)).astype(np.int16),
-        token_confidence=rng.random((4, groups, 6)).astype(np.float16),
+        token_confidence=(rng.integers(5, size=(4, groups, 6)) / 4).astype(np.float16),
         path_ranks=rng.integers(ranks, size=(4, groups, paths)).astype(np.int16),
-        path_confidence=rng.random((4, groups, paths)).astype(np.float16),
+        path_confidence=(rng.integers(5, size=(4, groups, paths)) / 4).astype(np.float16),
         token_source=np.array([PROFILED] * 5 + [PRIOR], np.uint8),
         lookback=lookback,
     )
@@ -242,3 +242,52 @@ def test_path_keys_number_every_sequence_once():
 def test_no_device_reads_as_device_0_in_a_path():
     history = np.array([[-1, 2], [2, -1], [-1, -1]], np.int16)
     assert path_key(history, 3).tolist() == path_key(np.maximum(history, 0), 3).tolist() == [6, 2, 0]
+
+
+@given(st.integers(1, 5), st.lists(st.integers(1, 31), max_size=20))
+def test_round_robin_goes_on_behind_the_group_that_it_chose_last(groups, masks):
+    """Of the groups that are allowed, each given as bits, the first one behind that group, around."""
+    scheduler, last = start(RoundRobin(num_groups=groups)), -1
+    for number, mask in enumerate(masks):
+        allowed = np.array([bool(mask >> d & 1) for d in range(groups)])
+        if not allowed.any():
+            allowed[:] = True
+        expected = next(d % groups for d in range(last + 1, last + 1 + groups) if allowed[d % groups])
+        assigned = scheduler.admit([1, 2, 3], allowed=allowed)
+        assert (assigned.group, assigned.request) == (expected, number)
+        last = expected
+
+
+def policies(groups=2):
+    zeros = np.zeros(groups, np.float32)
+    scores = PromptScores(
+        token_scores=np.arange(9 * groups, dtype=np.float32).reshape(9, groups), token_weights=np.ones(9, np.float32),
+        bias=zeros, prices=np.arange(groups, dtype=np.float32), score_spread=0.0, mean_length=10.0,
+    )  # fmt: skip
+    table = PaperTable(
+        request_scores=np.eye(9, groups, dtype=np.float32), request_source=np.full(9, PROFILED, np.uint8)
+    )
+    return {policy.kind: policy for policy in (RoundRobin(num_groups=groups), scores, table)}
+
+
+@pytest.mark.parametrize("kind", policies())
+def test_a_scheduler_that_follows_another_goes_on_with_its_numbers_and_work(kind):
+    before, after = start(policies()[kind]), start(policies()[kind])
+    handles = [before.admit([1, 2], 5.0) for _ in range(3)]
+    after.follow(before)
+    assert after.admit([1, 2], 5.0).request == after.arrivals - 1 == 3
+    np.testing.assert_array_equal(after.work.sum(), before.work.sum() + 5.0 * after.keeps_ledger)
+    for handle in handles:
+        after.finish(handle, 0.0)
+    assert after.work.sum() == 5.0 * after.keeps_ledger
+
+
+@pytest.mark.parametrize("kind", policies())
+def test_groups_of_servers_side_by_side_repeat_those_of_one(kind):
+    one = policies(3)[kind]
+    two = one.tiled(2, 0.5)
+    assert (one.num_groups, two.num_groups) == (3, 6)
+    assert two.follows_caches == (kind == "prompt-scores")
+    for name, array in vars(one).items():
+        if isinstance(array, np.ndarray) and array.shape[-1] == 3:
+            np.testing.assert_array_equal(getattr(two, name), np.concatenate([array, array], axis=-1))

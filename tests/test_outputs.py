@@ -134,6 +134,25 @@ def full_disk(*_: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
+def fail_half_way(path):
+    path.write_text("half")
+    raise RuntimeError("half-way")
+
+
+@pytest.mark.parametrize("private", [False, True])
+@pytest.mark.parametrize("before", ["", "what was there"])
+def test_a_write_that_fails_leaves_nothing_but_what_was_there(tmp_path, private, before):
+    path = tmp_path / "links.json"
+    if before:
+        path.write_text(before)
+    with pytest.raises(RuntimeError, match="half-way"), atomic_file(path, private) as staged:
+        fail_half_way(staged)
+    assert [one.read_text() for one in tmp_path.iterdir()] == [before] * bool(before)
+    with pytest.raises(RuntimeError, match="half-way"), atomic_directory(tmp_path / "plan", private) as staged:
+        fail_half_way(staged / "plan.json")
+    assert [one.read_text() for one in tmp_path.iterdir()] == [before] * bool(before)
+
+
 def test_errors_of_the_system_name_what_the_user_typed(tmp_path):
     with pytest.raises(OSError, match="No space") as file, atomic_file(tmp_path / "links.json"):
         full_disk()

@@ -154,6 +154,29 @@ def test_a_higher_price_of_load_gives_layouts_of_less_load(redundant):
     assert min(one.total(50.0) for one in dear) <= min(one.total(50.0) for one in free)
 
 
+def test_a_layout_s_total_is_its_cost_its_dues_and_the_price_of_its_load():
+    assert Layout(np.zeros((1, 1)), np.zeros(1), cost=1.0, load=2.0, dues=0.5).total(3.0) == 7.5
+
+
+@pytest.mark.parametrize("redundant", [0, 4])
+@pytest.mark.parametrize("begun", [False, True], ids=["anew", "from a layout"])
+def test_at_every_price_the_layout_of_least_total_is_returned(redundant, begun):
+    trace = used_by_all(3, requests=30, longest=40)
+    group = np.zeros(trace.num_tokens, np.int64)
+    tokens, topology = Tokens(trace.expert_ids[:, 0], group, trace.request_of_token(), trace.phase), Topology(ep_size=4)
+    previous = np.array([[0, 4, 1], [1, 5, 2], [2, 6, 3], [3, 7, 4]])[:, : 3 if redundant else 2] if begun else None
+    settings = replace(THOROUGH, steps=10, move_cost=0.02)
+    costs = cocluster.default_costs(topology, settings)
+    search = LayerSearch(tokens, 8, topology, redundant, settings, 0, costs, previous)
+    prices = [0.5, 0.0, 4.0, 50.0]
+    chosen = search.rough(prices)
+    assert len({one.total(1.0) for one in search.found}) > 1
+    for price, layout in zip(prices, chosen, strict=True):
+        totals = [one.cost + one.dues + price * one.load for one in search.found]
+        assert layout.cost + layout.dues + price * layout.load == min(totals)
+    assert any(one.dues > 0 for one in search.found) == begun
+
+
 def test_tokens_become_distinct_sets_with_how_often_each_occurs():
     rng = np.random.default_rng(0)
     experts, group = np.array([[1, 0], [0, 1], [2, 1], [0, 1], [1, 2], [1, 2]]), np.array([0, 0, 0, 1, 0, 0])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from semmoe.placement import copies as copies_module
 from semmoe.placement.copies import nearest_copies, primary_copy_choice
-from semmoe.rowcosts import plain_costs
+from semmoe.rowcosts import RowCosts, plain_costs
 from semmoe.topology import Topology
 
 
@@ -128,6 +128,45 @@ def test_no_other_copy_would_lower_the_rows(num_nodes, seed):
             step = out.copy()
             step[h, e] = other
             assert cost(step) >= least
+
+
+def charged(expert_ids, home, choice, node_of, costs) -> float:
+    """What tokens cost on average, by loops."""
+    total = 0.0
+    for experts, h in zip(expert_ids.tolist(), home.tolist(), strict=True):
+        ranks = [int(choice[h, e]) for e in experts]
+        total += sum(costs.pair[h, y] for y in ranks) + sum(costs.rank[h, y] for y in set(ranks))
+        total += sum(costs.node[h, m] for m in {int(node_of[y]) for y in ranks})
+    return total / len(home)
+
+
+def uneven_costs(rng, ranks: int, node_of) -> RowCosts:
+    """Costs of which no two are alike, in both directions."""
+    remote = 1.0 - np.eye(ranks)
+    away = 1.0 * (node_of[:, None] != np.arange(node_of.max() + 1))
+    sizes = (ranks, ranks), away.shape, (ranks, ranks)
+    return RowCosts(
+        *(rng.uniform(0.1, 2, size) * part for size, part in zip(sizes, (remote, away, remote), strict=True))
+    )
+
+
+@pytest.mark.parametrize("num_nodes", [2, 3])
+@given(seed=st.integers(0, 9999))
+def test_no_other_copy_costs_less_where_every_rank_and_node_has_a_cost_of_its_own(num_nodes, seed):
+    rng, node_of, request = np.random.default_rng(seed), nodes(6, num_nodes), np.zeros(60, np.int64)
+    slots, primary = layout(seed, experts=12, ranks=6, redundant=12)
+    costs, (expert_ids, home, _) = uneven_costs(rng, 6, node_of), tokens(seed, 60, experts=12, ranks=6)
+    copies = nearest_copies(slots, 12, node_of)
+    start = primary_copy_choice(copies, primary)
+    out = copies_module.level(expert_ids, home, request, start, copies, node_of, costs, 0.0)
+    least = charged(expert_ids, home, out, node_of, costs)
+    targets = out[home[:, None], expert_ids]
+    assert copies_module.total_cost(costs, targets, home, node_of) == pytest.approx(60 * least)
+    for h, e in product(range(6), range(12)):
+        for other in np.flatnonzero(copies[h, e]):
+            step = out.copy()
+            step[h, e] = other
+            assert charged(expert_ids, home, step, node_of, costs) >= least - 1e-9
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2])

@@ -1,6 +1,7 @@
 """Placement over several nodes: nodes first, then ranks, whole gate groups, costs by phase."""
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import oracles
@@ -249,6 +250,23 @@ def test_an_expert_on_the_same_node_is_worth_what_it_saves_by_hand():
     alone = Topology(ep_size=4, dp_size=4)
     even = plain_costs(alone, 1.0, 1.0, 2.0)
     assert ours._worth(placement, alone, (even, even))[0, :, 3].tolist() == [0, 0, 0, 0, 0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(("dp_size", "num_nodes"), [(8, 2), (8, 4), (4, 2), (8, 8), (8, 1)])
+def test_what_an_expert_is_worth_in_each_group_by_loops(dp_size, num_nodes):
+    """1 on a rank of the group, a half on another rank of its node, which saves half of a pair's cost, else 0."""
+    topology = Topology(ep_size=8, dp_size=dp_size, num_nodes=num_nodes)
+    rows = np.random.default_rng(0).permutation(16)
+    slots = np.append(rows, rows[[3, 9, 14, 1, 6, 2, 12, 7]]).reshape(3, 8).T.reshape(1, -1)
+    placement = Placement(physical_to_logical_map=slots.astype(np.int32), num_experts=16, ep_size=8)
+    plain = plain_costs(topology, 1.0, 1.0, 2.0)
+    worth, node_of = ours._worth(placement, topology, (plain, plain)), topology.node_of
+    assert worth.shape == (1, 16, dp_size)
+    for expert, group in product(range(16), range(dp_size)):
+        hosts = np.flatnonzero(placement.hosts[0, :, expert])
+        ranks = range(group * topology.attn_tp_size, (group + 1) * topology.attn_tp_size)
+        near = {node_of[rank] for rank in ranks} & {node_of[rank] for rank in hosts} and 1 < num_nodes < dp_size
+        assert worth[0, expert, group] == (1 if set(ranks) & set(hosts) else 0.5 if near else 0)
 
 
 def test_blocks_are_as_few_as_nodes_have_room_for():

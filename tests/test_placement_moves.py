@@ -19,10 +19,10 @@ from test_placement_search import (
 )
 
 from semmoe.placement import moves, swaps
-from semmoe.placement.homes import make_state
+from semmoe.placement.homes import index, make_state
 from semmoe.placement.loads import MIXES, draw_mixes, highest, highest_after, make_loads
 from semmoe.placement.replicas import contribute, make_tables
-from semmoe.placement.search import settle
+from semmoe.placement.search import PROMOTE, REPLACE, SWAP, settle
 from semmoe.topology import Topology
 
 SINGLE = [
@@ -32,6 +32,7 @@ SINGLE = [
     Topology(ep_size=4, dp_size=2, num_nodes=2),
     Topology(ep_size=4, dp_size=4),
     Topology(ep_size=8, dp_size=4, num_nodes=2),
+    Topology(ep_size=8, dp_size=8, num_nodes=2),
 ]
 COPIES = [Topology(ep_size=4), Topology(ep_size=4, dp_size=2), *TOPOLOGIES[3:]]
 
@@ -100,6 +101,39 @@ def gain(state, tables, slots, primary, other, first):
         return None
     (a,) = np.flatnonzero(first != primary)
     return tables.promote[state.slot_of[a, first[a]]]
+
+
+def as_move(slots, primary, other, first):
+    """The move from a layout to another, as `best_move` returns it."""
+    S, (changed,) = slots.shape[1], np.nonzero((other != slots).ravel())
+    if len(changed) == 2:
+        return SWAP, *changed
+    if len(changed) == 1:
+        return REPLACE, changed[0], other.ravel()[changed[0]]
+    (a,) = np.flatnonzero(first != primary)
+    return PROMOTE, first[a] * S + np.flatnonzero(slots[first[a]] == a)[0], a
+
+
+@pytest.mark.parametrize("topology", [Topology(ep_size=6, num_nodes=2), Topology(ep_size=8, num_nodes=2)], ids=name)
+@settings(max_examples=15)
+@given(seed=st.integers(0, 9999))
+def test_every_move_leaves_the_state_that_its_layout_has(topology, seed):
+    """On nodes of three and four ranks, each with several copies of most experts."""
+    G, rng = topology.ep_size, np.random.default_rng(seed)
+    slots, primary = random_layout(seed, G, G, 2 * G)
+    instance = random_sets(seed, G, 1, count=G)
+    state, _ = make_state(*instance, slots.copy(), primary.copy(), topology, uniform_costs(topology))
+    for _ in range(10):
+        options = [to for to in neighbours(slots, primary) if (to[0] != slots).any() or (to[1] != primary).any()]
+        other, first = options[rng.integers(len(options))]
+        moves.make_move(state, *as_move(slots, primary, other, first))
+        slots, primary = other, first
+        np.testing.assert_array_equal(state.slots, slots)
+        np.testing.assert_array_equal(state.primary, primary)
+        anew = state._replace(**{name: getattr(state, name).copy() for name in ("slot_of", "near", "copies")})
+        index(anew)
+        for table in ("slot_of", "near", "copies"):
+            np.testing.assert_array_equal(getattr(state, table), getattr(anew, table), table)
 
 
 @pytest.mark.parametrize(("redundant", "top_k"), [(0, 3), (8, 1)])

@@ -21,6 +21,7 @@ TOPOLOGIES = [
     Topology(ep_size=4, dp_size=4, num_nodes=2),
     Topology(ep_size=4, dp_size=4, num_nodes=4),
     Topology(ep_size=8, dp_size=2, num_nodes=4),
+    Topology(ep_size=8, dp_size=8, num_nodes=2),
 ]
 WEIGHTS = (1.0, 1.0, 0.5)
 

@@ -43,6 +43,20 @@ def test_a_window_by_hand():
     assert window.take() == []
 
 
+def test_in_a_loop_a_window_that_filled_leaves_the_next_one_its_whole_time():
+    clock = Clock()
+    window = Window(5.0, most=2, clock=clock)
+    window.add("a")
+    clock.now = 4.0
+    window.add("b")
+    assert window.take() == ["a", "b"]
+    window.add("c")
+    clock.now = 8.9
+    assert not window.due
+    clock.now = 9.0
+    assert window.due
+
+
 def test_a_window_of_no_seconds_is_due_at_once():
     window = Window(0.0)
     window.add(1)
@@ -171,6 +185,24 @@ def test_what_was_decided_for_who_hangs_up_at_that_moment_is_undone():
     asyncio.run(run())
     assert windows == [[1, 2]]
     assert undone == [10]
+
+
+def test_a_window_that_filled_leaves_the_next_one_its_whole_time():
+    """Two requests fill the first window half-way through its time; the third then waits for a whole window."""
+    windows, _, decide = recording()
+
+    async def run():
+        loop = asyncio.get_running_loop()
+        window = AsyncWindow(0.4, decide, lambda result: None, most=2)
+        first = asyncio.create_task(window.join(1))
+        await asyncio.sleep(0.25)
+        assert await asyncio.gather(window.join(2), first) == [20, 10]
+        begun = loop.time()
+        assert await window.join(3) == 30
+        return loop.time() - begun
+
+    assert asyncio.run(run()) >= 0.39
+    assert windows == [[1, 2], [3]]
 
 
 def test_an_error_reaches_all_that_waited_and_the_next_window_works():

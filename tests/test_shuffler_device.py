@@ -74,7 +74,10 @@ def random_passes(seed, passes=8):
     """Token ids, slots, decoding, slots that begin, and whether any has several tokens; an even number of tokens."""
     rng, running = np.random.default_rng(seed), []
     for i in range(passes):
-        fresh = rng.permutation(np.setdiff1d(np.arange(1, SLOTS), running))[: rng.integers(0, 4)] if i % 3 == 0 else []
+        running = [
+            slot for slot in running if i % 3 or rng.random() < 0.7
+        ]  # others end, and their slots are used again
+        fresh = rng.permutation(np.setdiff1d(np.arange(1, 12), running))[: rng.integers(0, 4)] if i % 3 == 0 else []
         lengths = [1] * len(running) + rng.integers(1, 6, len(fresh)).tolist()
         slots = np.repeat([*running, *fresh], lengths).astype(np.int64)
         decoding = np.repeat([True] * len(running) + [False] * len(fresh), lengths).astype(bool)
@@ -140,15 +143,39 @@ def test_later_tokens_of_a_prompt_do_not_know_the_earlier_ones(seed):
             earlier.insert(0, chosen.numpy())
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_by_another_plan_s_tables_the_requests_that_run_have_no_history(seed):
+    """From the pass on that follows it, slices are those of a shuffler that has seen nothing."""
+    ours, other = device_shuffler(plan(seed)), device_shuffler(plan(seed + 4))
+    slots, rng = torch.arange(1, 9), np.random.default_rng(seed)
+    for number in range(6):
+        if number == 3:
+            ours.follow(device_shuffler(plan(seed + 4)))
+        ids = torch.from_numpy(rng.integers(VOCABULARY, size=8))
+        for one in (ours, other)[: 1 + (number >= 3)]:
+            one.start(ids, slots, None, slots if number == 0 else NONE_NEW)
+        for layer in range(LAYERS):
+            if number >= 3:
+                assert torch.equal(ours.slices(layer).order, other.slices(layer).order)
+            chosen = routed(seed * 10 + number, layer, 8)
+            for one in (ours, other)[: 1 + (number >= 3)]:
+                one.observe(layer, chosen)
+
+
 @pytest.mark.parametrize("tables", ["scores", "paper", None])
 def test_once_a_batch(tables):
     ours, theirs = device_shuffler(plan(3, tables), "batch"), TokenShuffler(plan(3, tables), GROUP, 0, "batch")
-    ids = np.random.default_rng(0).integers(-1, VOCABULARY + 2, 18)
-    ours.start(torch.from_numpy(ids), torch.arange(1, 19), None, NONE_NEW)
-    theirs.start(ids, np.arange(1, 19), np.ones(18, bool), np.arange(1, 19))
     assert not ours.uses_history
-    for layer in (0, 1):
-        assert torch.equal(ours.slices(layer).order, theirs.slices(layer).order)
+    rng = np.random.default_rng(0)
+    for size in (18, 18, 10):  # each batch is decided anew
+        ids = rng.integers(-1, VOCABULARY + 2, size)
+        ours.start(torch.from_numpy(ids), torch.arange(1, size + 1), None, NONE_NEW)
+        theirs.start(ids, np.arange(1, size + 1), np.ones(size, bool), np.arange(1, size + 1))
+        alone = TokenShuffler(plan(3, tables), GROUP, 0, "batch")
+        alone.start(ids, np.arange(1, size + 1), np.ones(size, bool), np.arange(1, size + 1))
+        for layer in (0, 1):
+            assert torch.equal(ours.slices(layer).order, theirs.slices(layer).order)
+            assert torch.equal(ours.slices(layer).order, alone.slices(layer).order)
 
 
 def test_the_papers_tables_once_a_layer_are_refused():

@@ -8,7 +8,7 @@ from synthetic import planted_trace, random_trace
 
 from semmoe.calibration import PhaseLinks, load_links
 from semmoe.core import PRIOR
-from semmoe.cost import LayerShape
+from semmoe.cost import LayerShape, hooks
 from semmoe.expectation import expect
 from semmoe.replayer import replay
 from semmoe.settings import GenerateSettings, PaperSettings, ReplaySettings, SolveSettings
@@ -169,6 +169,17 @@ def test_what_is_expected_elsewhere_is_the_verdict_on_those_links_and_batches(na
         gain = found(faster(links, factor))["verdict"]["gain"]
         assert gains[here, elsewhere["bandwidths"].index(factor)] == pytest.approx(gain)
     assert gains.max() - gains.min() > 0.05  # links and batches decide
+
+
+@pytest.mark.parametrize("redundant", [0, 4])
+def test_a_plan_alone_is_charged_for_semmoe_s_kernels_and_for_a_choice_of_copies_where_it_has_copies(redundant):
+    trace, _ = planted_trace(1, 4, requests_per_group=8)
+    links, shape = load_links("h200-nvlink"), LayerShape(hidden_size=4096, expert_size=64, top_k=2)
+    settings, measure = SolveSettings(method="eplb", redundant_experts=redundant), ReplaySettings(batch_tokens=16)
+    expected = expect(trace, TP4, settings, measure, PhaseLinks(links, links), shape, holdout=0.5)
+    seconds = hooks(expected["tokens_per_batch"], TP4, redundant > 0, links)
+    assert expected["hooks_us"] == pytest.approx(seconds * 1e6)
+    assert expected["others"]["linear"]["hooks_us"] == 0
 
 
 @pytest.mark.parametrize(("requests", "dp_size", "enough"), [(2, 1, False), (3, 1, True), (6, 4, False), (7, 4, True)])

@@ -59,6 +59,16 @@ def test_repeated_and_nearly_repeated_prompts_share_a_cluster():
     assert len(set(clusters.tolist())) == 3
 
 
+@pytest.mark.parametrize(("shared", "together"), [(8, True), (7, False)])
+def test_prompts_that_are_exactly_half_alike_share_a_cluster(shared, together):
+    """Of 12 shingles each, 8 in both, 16 in either: one half. Of 7 and 17 a little less."""
+    first, second = list(range(14)), [*range(shared + 2), *range(100, 112 - shared)]
+    prompts = [first, second, *([1000 + 20 * r + i for i in range(14)] for r in range(40))]
+    clusters = near_duplicates(with_prompts(prompts, vocabulary=2000))
+    assert (clusters[0] == clusters[1]) == together
+    assert len(set(clusters.tolist())) == 42 - together
+
+
 def test_a_common_template_makes_no_duplicates():
     prompts = [[*range(1, 40), 100 + 3 * r, 101 + 3 * r, 102 + 3 * r] for r in range(60)]
     assert len(set(near_duplicates(with_prompts(prompts)).tolist())) == 60

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from synthetic import random_trace
+from synthetic import make_trace, random_trace
 from test_apply import failed
 from typer.testing import CliRunner
 
@@ -86,6 +86,26 @@ def test_the_error_of_shares_is_that_of_the_bootstrap_over_requests():
     expected = ratios.std(axis=0).sum() / (shares.counts / n).sum()
     assert shares.error == pytest.approx(expected, rel=0.1)
     assert shares.error > 1.5 * np.sqrt((1 - 0.25) / n / 0.25)  # far more than if tokens chose on their own
+
+
+def test_the_error_of_shares_by_hand():
+    """Requests of 1 and 3 tokens; their experts are 0 and 1. Of each expert's share, 1/4 and 3/4, the error is that of
+    a ratio: the squares of pairs - share * length are 9/16 twice, times 2 / (2 - 1)."""
+    ids = np.array([[[0]], [[1]], [[1]], [[1]]])
+    trace = make_trace([[0], [1, 2, 3]], ids, vocab_size=4, num_experts=2)
+    shares = streams.Shares(1, 2)
+    shares.add(trace)
+    assert shares.error == pytest.approx(2 * np.sqrt(2 * 2 * 9 / 16) / 4)
+
+
+@pytest.mark.parametrize("spare", [0, 1])
+def test_a_trace_that_just_fits_is_read_whole(tmp_path, monkeypatch, spare):
+    trace = random_trace(4, requests=20)
+    path = write(trace, tmp_path / "trace")
+    monkeypatch.setattr(streams, "MOST_IDS", (trace.num_tokens - 1 + spare) * 3 * 2)
+    found, tokens = streams.open_bounded(path, 0)
+    assert (tokens == 0) == (spare == 1)
+    assert (tokens or found.num_tokens) == trace.num_tokens
 
 
 def test_traces_are_joined_each_in_its_order(tmp_path):

@@ -6,6 +6,7 @@ import json
 import pickle
 import tracemalloc
 import zipfile
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from semmoe.trace import (
     TraceWriter,
     describe,
     open_trace,
+    possible_part,
     read_header,
     read_shards,
     save_trace,
@@ -57,13 +59,30 @@ def test_a_trace_is_not_saved_over_another(tmp_path):
         save_trace(random_trace(0), tmp_path / "t")
 
 
-def test_shards_hold_whole_requests(tmp_path):
-    with TraceWriter(tmp_path, HEADER, shard_tokens=3) as writer:
+def test_tokens_that_were_left_out_before_are_counted_too():
+    trace = make_trace([[0, 1], [2]], np.array([[[0, 1]], [[1, 1]], [[0, 1]]]), vocab_size=4, num_experts=2)
+    found = possible_part(replace(trace, left_out=3))
+    assert (found.left_out, found.token_ids.tolist(), found.request_offsets.tolist()) == (4, [0, 2], [0, 1, 2])
+
+
+@pytest.mark.parametrize("shard_tokens", [3, 4])
+def test_shards_hold_whole_requests(tmp_path, shard_tokens):
+    """Requests of two tokens; a shard is written as soon as it has as many tokens as it should."""
+    with TraceWriter(tmp_path, HEADER, shard_tokens=shard_tokens) as writer:
         for token in range(5):
             append(writer, token)
     lengths = [files.load_arrays(path, _arrays())["request_lengths"].tolist() for path in shard_paths(tmp_path)]
     assert lengths == [[2, 2], [2, 2], [2]]
     assert open_trace(tmp_path).token_ids.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+
+
+@pytest.mark.parametrize("names", [{"a"}, {"a", "b", "c"}, {"a", "c"}])
+def test_a_file_of_arrays_holds_exactly_the_names_that_are_asked_for(tmp_path, names):
+    path = tmp_path / "two.safetensors"
+    files.save_arrays(path, {"a": np.arange(3), "b": np.zeros((2, 2), np.float32)})
+    assert sorted(files.load_arrays(path, {"a", "b"})) == ["a", "b"]
+    with pytest.raises(ValueError, match=r"two.safetensors holds \['a', 'b'\], expected \['a'"):
+        files.load_arrays(path, names)
 
 
 def _arrays() -> set[str]:

@@ -223,6 +223,7 @@ def test_a_request_goes_on_behind_rejected_drafts():
     watch = SlotWatch(drafts=3)
     begun = [len(watch.begun(step(*rows))) for rows in ((0, 4), (4, 4), (5, 4), (7, 1), (20, 1), (2, 3), (0, 1))]
     assert begun == [1, 0, 0, 0, 1, 1, 1]
+    assert [len(watch.begun(step(*rows))) for rows in ((0, 2), (0, 2), (1, 3))] == [1, 1, 0]  # a short request before
 
 
 def test_passes_are_put_together_once():
