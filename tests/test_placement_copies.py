@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from semmoe.placement import copies as copies_module
 from semmoe.placement.copies import nearest_copies, primary_copy_choice
+from semmoe.placement.loads import total_cost
 from semmoe.rowcosts import RowCosts, plain_costs
 from semmoe.topology import Topology
 
@@ -161,7 +162,7 @@ def test_no_other_copy_costs_less_where_every_rank_and_node_has_a_cost_of_its_ow
     out = copies_module.level(expert_ids, home, request, start, copies, node_of, costs, 0.0)
     least = charged(expert_ids, home, out, node_of, costs)
     targets = out[home[:, None], expert_ids]
-    assert copies_module.total_cost(costs, targets, home, node_of) == pytest.approx(60 * least)
+    assert total_cost(costs, targets, home, node_of) == pytest.approx(60 * least)
     for h, e in product(range(6), range(12)):
         for other in np.flatnonzero(copies[h, e]):
             step = out.copy()

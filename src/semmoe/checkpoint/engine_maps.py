@@ -134,9 +134,7 @@ def _ascend_map(content: dict[str, Any]) -> Found:
         devices = [sorted(layer["device_list"], key=lambda device: device["device_id"]) for layer in layers]
         rows = [[device["device_expert"] for device in one] for one in devices]
     except (KeyError, TypeError) as error:
-        raise ValueError(
-            f"not an expert map of vLLM-Ascend: {error} of a layer or device is missing or broken"
-        ) from None
+        raise ValueError(f"not an expert map of vLLM-Ascend: {error} is missing or broken") from None
     array = numbers(rows)
     if array.ndim != 3:
         raise ValueError("expert map of vLLM-Ascend: each device of each layer must list equally many experts")

@@ -4,8 +4,7 @@
   chunks of prompts are read, later chunks and decoded tokens are counted and left out.
 - Answers, one in each line of a `.jsonl` file. vLLM: `choices` with token ids (`return_token_ids`) and `routed_experts`
   (`--enable-return-routed-experts`), base64 of an array. SGLang's `/generate`: `output_ids` and `meta_info` with
-  `routed_experts`, base64 of int32; the user keeps the prompt's `input_ids` in the same object. `routed_experts` may be
-  nested lists, too.
+  `routed_experts`, base64 of int32; the user adds the prompt's `input_ids`. Nested lists are read in place of base64.
 
 An engine routes all tokens but the last that it sampled. It may omit the rows at the front, of a cached prefix.
 """
@@ -62,8 +61,8 @@ def write_requests(writer: TraceWriter, found: Found, path: Path, model: Path, l
     Raises ValueError if nothing is left, if more than a tenth of the lines holds no answer, or for too many impossible
     tokens.
     """
-    f = writer.header.fingerprint
-    unassigned = tokens = impossible = 0
+    f, unassigned = writer.header.fingerprint, 0
+    tokens = impossible = 0
     requests: Iterable[Request]
     if found.kind == PASSES:
         requests, unassigned = prompts_of_passes(found.content, path, model, f)

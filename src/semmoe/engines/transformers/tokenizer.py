@@ -26,9 +26,7 @@ def load_tokenizer(path: str) -> Any:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     kind = _own_class(Path(path))
     if kind is not None and not hasattr(transformers, kind):
-        raise ValueError(
-            f"{path}: its tokenizer brings the class {kind} along, and semmoe runs no code of a model directory"
-        )
+        raise ValueError(f"{path}: its tokenizer brings the class {kind} along, and semmoe runs no code of a model")
     try:
         return transformers.AutoTokenizer.from_pretrained(path, **LOCAL_AND_INERT)
     except Exception as error:  # a directory from elsewhere can make transformers raise almost anything
