@@ -1,12 +1,16 @@
 """Requests to the ranks of a live engine: the plan's choice under the load that runs now."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from semmoe.core import Plan
 from semmoe.engines.balancer import RequestBalancer
+from semmoe.engines.counters import Counters
+from semmoe.engines.requests import RequestNamer
+from semmoe.engines.sglang import requests as sglang_requests
 from semmoe.methods.paper_policies import PaperTable
 from semmoe.placement.linear import place, vanilla_plan
 from semmoe.requests.policy import PromptScores
@@ -139,3 +143,45 @@ def test_the_papers_table():
 def test_a_plan_without_requests_is_refused():
     with pytest.raises(ValueError, match="schedules no requests"):
         RequestBalancer(vanilla_plan(IDENTITY, Topology(ep_size=2)))
+
+
+def counted(counters, name):
+    return sum(value for found, _, value in counters.readings() if found == name)
+
+
+def test_a_namer_counts_unknown_ids_once_and_keeps_running_requests_when_the_plan_changes():
+    counters = Counters("front")
+    namer = RequestNamer(plan(request_map()), counters)
+
+    def choose(ids):
+        found = namer._balancer.choose(ids)
+        namer.count_unknown()
+        return found
+
+    assert [namer.name(None, lambda: choose([1, 99])) for _ in range(3)] == [0, 1, 0]
+    assert counted(counters, "unknown_tokens") == 3
+    other = plan(request_map(preferred=1))
+    namer.prepare(other)
+    assert namer.name(None, lambda: choose([1, 99])) == 1
+    assert namer._balancer._scheduler.work.sum() == pytest.approx(4 * (MEAN + 2))
+    assert counted(counters, "unknown_tokens") == 4
+    assert namer.name(1, lambda: pytest.fail("its rank is named")) is None
+    assert counted(counters, "scheduled_requests") == 5
+
+
+def test_sglang_s_loads_are_read_at_most_once_in_a_while_and_count_once(monkeypatch):
+    clock, read = Clock(), []
+    monkeypatch.setattr(sglang_requests.time, "monotonic", clock)
+    hook = sglang_requests.RequestHook(plan(request_map()), Counters("front"))
+    monkeypatch.setattr(hook._balancer, "reconcile", lambda rank, running, when: read.append((rank, running, when)))
+    load = SimpleNamespace(dp_rank=1, timestamp=5.0, num_running_reqs=2, num_waiting_reqs=3)
+    controller = SimpleNamespace(load_snapshot_reader=SimpleNamespace(read_all=lambda: [load]))
+    hook._refresh(controller)
+    load.timestamp = 6.0
+    hook._refresh(controller)  # too soon
+    assert read == [(1, 5, 5.0)]
+    clock.now += 2 * sglang_requests.REFRESH
+    hook._refresh(controller)
+    clock.now += 2 * sglang_requests.REFRESH
+    hook._refresh(controller)  # the same report
+    assert read == [(1, 5, 5.0), (1, 5, 6.0)]

@@ -53,6 +53,11 @@ def test_topology_refuses_a_group_number_that_contradicts_the_attention(attentio
 def test_fingerprints_differ_in_anything_but_the_name():
     mine = make_fingerprint()
     assert mine.mismatch(replace(mine, model="renamed")) is None
+    for size in ("hidden_size", "expert_size"):
+        known = replace(mine, **{size: 64})
+        assert known.mismatch(replace(mine, **{size: 0})) is None  # 0: not known
+        assert replace(mine, **{size: 0}).mismatch(known) is None
+        assert size in known.mismatch(replace(mine, **{size: 32}))
     for field, value in (("architecture_hash", "b"), ("tokenizer_hash", "u"), ("num_experts", 5), ("num_groups", 2)):
         assert field in mine.mismatch(replace(mine, **{field: value}))
 
@@ -150,6 +155,28 @@ def test_trace_refuses_arrays_that_do_not_fit(change, message):
 def test_digest_sees_every_array(change):
     trace = hand_trace()
     assert replace(trace, **change).digest() != trace.digest() == hand_trace().digest()
+
+
+def test_a_request_s_hash_tells_its_prompt_from_its_routed_tokens():
+    """The same ids, of which one more or less belongs to the prompt, and other ids in one place."""
+
+    def hashed(prompt, routed):
+        experts = np.zeros((len(routed), 1, 1))
+        return make_trace([routed], experts, [prompt], num_experts=1, vocab_size=9).request_hashes()[0]
+
+    hashes = [hashed([1, 2], [3, 4]), hashed([1, 2, 3], [4]), hashed([1], [2, 3, 4]), hashed([1, 2], [3, 5])]
+    assert len(set(hashes)) == 4
+    assert hashed([1, 2], [3, 4]) == hashes[0]
+
+
+def test_a_dispatch_that_is_wrong_in_one_place_is_refused():
+    rows, right = np.array([[0, 1, 2, 1]]), np.array([[[0, 0, 1], [0, 1, 1]]], np.int16)
+    Placement(physical_to_logical_map=rows, num_experts=3, ep_size=2, static_dispatch=right)
+    for source, expert in ((0, 2), (1, 0)):
+        wrong = right.copy()
+        wrong[0, source, expert] ^= 1
+        with pytest.raises(ValueError, match="a rank that does not host it"):
+            Placement(physical_to_logical_map=rows, num_experts=3, ep_size=2, static_dispatch=wrong)
 
 
 def test_placement_with_a_copied_expert():

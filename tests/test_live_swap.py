@@ -158,6 +158,7 @@ def refusals(comm, folder):
     if comm.rank == 1:
         found.experts.prepare = fail
     out["no memory on one rank"] = found.to(number(folder, "tp-0")).reason
+    found.experts.prepare = lambda plan: None  # both ranks can
     out["ranks were told of different plans"] = found.to(number(folder, f"tp-{comm.rank}")).reason
     held = threading.Event()
     found.experts.prepare = lambda plan: held.wait()
@@ -182,9 +183,7 @@ def test_what_one_rank_cannot_do_no_rank_does(folder, tmp_path):
         not_staged = "plan 000000003039 is not staged on this node: `semmoe swap --stage-only` does that"
         assert re.fullmatch(f"rank [01]: {not_staged}", out.pop("nowhere staged"))
         assert out.pop("no memory on one rank") == "rank 1: MemoryError: no room for a buffer"
-        assert out.pop("ranks were told of different plans") in (
-            "ranks were told of different plans", "rank 1: MemoryError: no room for a buffer"
-        )  # fmt: skip
+        assert out.pop("ranks were told of different plans") == "ranks were told of different plans"
         assert out.pop("busy").endswith("is not over")
         assert counted["swaps refused"] == 4
         assert counted["swaps done"] == 0

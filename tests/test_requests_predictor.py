@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from synthetic import make_trace, planted_trace, random_trace
 
 from semmoe.core import DECODE
@@ -188,3 +190,22 @@ def test_the_weights_of_wide_targets_are_chosen_by_a_sketch(monkeypatch):
     everything = chosen()
     monkeypatch.setattr(request_map, "SKETCH", 4)
     assert chosen() == everything == (0.0, 1e-3)
+
+
+@given(st.integers(0, 9999), st.integers(1, 40))
+def test_at_most_so_many_requests_are_drawn_and_duplicates_stay_together(seed, most):
+    rng = np.random.default_rng(seed)
+    lengths, groups = rng.integers(0, 3, 40), rng.integers(8, size=40) ** 2 // 8
+    chosen = request_map._choose(lengths, groups, most, seed)
+    routed = np.flatnonzero(lengths > 0)
+    assert len(chosen) <= max(most, 0)
+    assert (np.diff(chosen) > 0).all()
+    assert set(chosen) == set(routed[np.isin(groups[routed], groups[chosen])])
+    assert len(chosen) == len(routed) or len(routed) > most
+
+
+def test_a_load_within_its_limit_has_no_price_by_hand():
+    """Of five equal requests three prefer group 0: a load of 1.2 of the mean."""
+    scores = np.array([[1.0, 0.0]] * 3 + [[0.0, 1.0]] * 2)
+    assert load_prices(scores, np.ones(5), 1.25).tolist() == [0.0, 0.0]
+    assert load_prices(scores, np.ones(5), 1.1)[0] > 0
