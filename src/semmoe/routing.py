@@ -14,7 +14,7 @@ from semmoe.core import RoutingTrace
 MAX_IMPOSSIBLE_SHARE = 0.01  # of a trace's tokens; if there are more, the others are not to be trusted either
 MIN_IDENTICAL_SHARE = 0.01  # of a trace's tokens; a smaller share gives no warning
 MIN_IDS = 12  # L x K; shorter rows are the same by chance (gpt-oss-20b: 6 % of the tokens in two layers, .3 % in four)
-BLOCK_TOKENS = 1 << 16  # looked at together, to bound memory
+BLOCK_TOKENS = 1 << 14  # checked together, to bound memory
 
 
 class RoutingWarning(UserWarning):
