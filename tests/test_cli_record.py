@@ -54,13 +54,15 @@ def server(folder, ranks=2):
     return [LiveRecorder(folder, F, rank, clock=itertools.count().__next__, watch=False) for rank in range(ranks)]
 
 
-def serve(recorders, requests=20):
-    """Every rank runs its own requests; the last of each goes on."""
+def serve(recorders, requests=20, twins=0):
+    """Every rank runs its own requests; the last of each goes on. The first `twins` requests have a row of zeros."""
     for rank, recorder in enumerate(recorders):
         rng = np.random.default_rng(rank)
         for r in range(requests + 1):
             tokens = rng.integers(0, 50, LENGTH)
             experts = np.argsort(rng.random((LENGTH, 2, 8)) + (tokens % 4)[:, None, None] * np.eye(8)[0], axis=2)
+            if r < twins:
+                experts[0] = 0
             assert recorder.poll()
             recorder.observe([f"{rank}-{r}"], np.zeros(LENGTH, int), np.arange(LENGTH), tokens, experts[..., :2])
             if r < requests:
@@ -85,6 +87,31 @@ class Polled:
     def __exit__(self, *exception):
         self._end.set()
         self._thread.join()
+
+
+@pytest.mark.parametrize("counts_only", [False, True])
+def test_rows_of_zeros_are_left_out_of_what_ranks_record(folder, tmp_path, counts_only):
+    recorders = server(folder)
+    run("start", folder, *["--counts-only"] * counts_only)
+    serve(recorders, twins=1)
+    with Polled(recorders):
+        result = run("stop", folder, "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    if counts_only:
+        assert "counts of 502 tokens" in result.output
+        return
+    assert result.stderr.count("1 tokens name an expert twice in a layer and are left out; 239 are kept") == 2
+    assert open_trace(tmp_path / "out").num_tokens == 478
+
+
+def test_a_recording_with_many_rows_of_zeros_is_refused_and_stays(folder, tmp_path):
+    recorders = server(folder)
+    run("start", folder)
+    serve(recorders, twins=20)
+    with Polled(recorders):
+        refused(run("stop", folder, "--out", tmp_path / "trace"), "20 of 240 tokens name an expert twice in a layer")
+    assert not (tmp_path / "trace").exists()
+    assert len(list((folder / read_control(folder).run).glob("rank-*"))) == 2
 
 
 def test_what_ranks_record_becomes_a_trace_that_solve_reads(folder, tmp_path):
