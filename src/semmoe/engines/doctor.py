@@ -141,11 +141,9 @@ def supported(model: Path, engines: tuple[str, ...]) -> list[dict[str, str]]:
     config, instead, rows = read_config(model), _instead(model), []
     for engine in engines:
         if engine in support.FAMILIES:
-            found = support.uses(engine, config)
-            rows += [
-                {"engine": engine, "use": use, "state": state, "note": note.replace(support.INSTEAD, instead)}
-                for use, state, note in found
-            ]
+            for use, state, note in support.uses(engine, config):
+                note = note.replace(support.INSTEAD, instead)
+                rows.append({"engine": engine, "use": use, "state": state, "note": note})
     return rows
 
 

@@ -66,7 +66,10 @@ def load_config(path: str) -> PreTrainedConfig:
 
 def text_config(path: str) -> PreTrainedConfig:
     """Read the configuration of a model's language part: in models with images or sound, its `text_config`."""
-    return load_config(path).get_text_config(decoder=True)
+    found = load_config(path).get_text_config(decoder=True)
+    if not isinstance(found, PreTrainedConfig):
+        raise ValueError(f"{path}: transformers knows no text_config in models of its type")
+    return found
 
 
 def fingerprint_of(path: str) -> Fingerprint:
@@ -75,9 +78,9 @@ def fingerprint_of(path: str) -> Fingerprint:
     Raises ValueError for a directory without safetensors, for a model without experts, and for sizes that no model has.
     """
     config, name = text_config(path), Path(path).resolve().name
-    groups = getattr(config, "n_group", None) or 1
-    limited = groups > 1 and (getattr(config, "topk_group", None) or groups) < groups
     try:
+        groups = _size(config, "n_group", default=1)
+        limited = _size(config, "topk_group", default=groups) < groups
         sizes = {
             "vocab_size": _size(config, "vocab_size"),
             "num_experts": num_experts(config),
@@ -94,10 +97,10 @@ def fingerprint_of(path: str) -> Fingerprint:
         raise ValueError(message if str(Path(path)) in message else f"{path}: {message}") from None
 
 
-def _size(config: PreTrainedConfig, *names: str) -> int:
-    """The first field of `names` that is set. Raises ValueError unless it is a positive whole number."""
-    value = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
-    if type(value) is not int or value < 1:
+def _size(config: PreTrainedConfig, *names: str, default: int | None = None) -> int:
+    """The first field of `names` that is set, or `default`. Raises ValueError unless it is a positive whole number."""
+    value = next((getattr(config, name) for name in names if getattr(config, name, None)), default)
+    if type(value) is not int or value < 0:
         raise ValueError(f"a model of type {config.model_type!r} has {value!r} for {' or '.join(names)}, not a size")
     return value
 
@@ -108,8 +111,7 @@ def num_experts(config: PreTrainedConfig) -> int:
 
 def expert_size(config: PreTrainedConfig) -> int:
     """Width of one expert's feed-forward network; 0 if the configuration does not say."""
-    names = "moe_intermediate_size", "intermediate_size"
-    return _size(config, *names) if any(getattr(config, name, None) for name in names) else 0
+    return _size(config, "moe_intermediate_size", "intermediate_size", default=0)
 
 
 def keeps_streams(config: PreTrainedConfig) -> bool:
