@@ -88,7 +88,7 @@ def main() -> None:
     counts: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder) / "copy"
-        shutil.copytree(ROOT, work, ignore=shutil.ignore_patterns(".git", ".venv", ".*cache", ".hypothesis"))
+        shutil.copytree(ROOT, work, ignore=shutil.ignore_patterns(".git", ".venv*", ".*cache", ".hypothesis"))
         for mutant in chosen:
             tests = str(mutant.commands)
             if tests not in sound:
