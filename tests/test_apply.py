@@ -192,7 +192,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(plan, tmp_path):
     )
     command = [sys.executable, "-c", code, "apply", str(plan), "--model", "tiny", "--out", str(tmp_path / "new")]
     result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 2, result.stderr
+    assert result.returncode == 1, result.stderr
     assert "Traceback" not in result.stderr
     assert "File too large" in result.stderr
     assert not list(tmp_path.iterdir())
