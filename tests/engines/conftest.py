@@ -22,7 +22,7 @@ from semmoe.solver import solve
 from semmoe.texts import held_out_prompts
 from semmoe.topology import Topology
 
-pytest.register_assert_rewrite("server_tests", "start_tests")
+pytest.register_assert_rewrite("repeat_tests", "server_tests", "start_tests")
 NEW_TOKENS = 8
 EASY = CoclusterSettings(starts=1, steps=10)
 

@@ -2,15 +2,24 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
+from semmoe.demo import MODEL
+from semmoe.plan import load_plan
+
 CONCURRENCY = (1, 16, 4, 2, 16, 1, 8)
 NEW_TOKENS = 16
 
 
-def different_answers(server, prompts):
-    """The answers to `prompts` that differ from the first one to the same prompt, in rounds of changing concurrency."""
-    rounds = [_ask(server, prompts, clients) for clients in CONCURRENCY]
-    return [(clients, i) for clients, answers in zip(CONCURRENCY, rounds, strict=True)
-            for i, (answer, first) in enumerate(zip(answers, rounds[0], strict=True)) if answer != first]  # fmt: skip
+def check_repeats(kind, plan, prompts, folder):
+    """Serve a plan without copies with a server of class `kind`: no answer differs from the first one to its prompt."""
+    assert load_plan(plan).placement.redundant_experts == 0
+    server = kind(folder, str(MODEL), "--plan", plan, engine=("--dtype", "auto"))
+    try:
+        assert "bfloat16" in server.wait().log
+        first, *others = [_ask(server, prompts, clients) for clients in CONCURRENCY]
+        assert others == [first] * len(others)
+        assert server.counters()["scheduled_requests plan"] >= len(CONCURRENCY) * len(prompts)
+    finally:
+        server.stop()
 
 
 def _ask(server, prompts, clients):
