@@ -60,22 +60,22 @@ def run(mutant: Mutant, work: Path) -> str:
     path.write_text(source.replace(old, "\n".join(mutant.new)), encoding="utf-8")
     try:
         return "survived" if passes(mutant, work) else "killed"
-    except subprocess.TimeoutExpired:
-        return "killed"
     finally:
         path.write_text(source, encoding="utf-8")
 
 
 def passes(mutant: Mutant, work: Path) -> bool:
-    """Whether the tests of a mutant pass."""
+    """Whether the tests of a mutant pass in time."""
     environment = os.environ | {"PYTHONPATH": str(work / "src"), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     if mutant.module != "jit":
         environment |= {"NUMBA_DISABLE_JIT": "1"}
     pytest = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow"]
     for arguments in mutant.commands:
-        done = subprocess.run(
-            [*pytest, *arguments], cwd=work, env=environment, capture_output=True, timeout=TIMEOUT_SECONDS
-        )
+        words = [*pytest, *arguments]
+        try:
+            done = subprocess.run(words, cwd=work, env=environment, capture_output=True, timeout=TIMEOUT_SECONDS)
+        except subprocess.TimeoutExpired:
+            return False
         if done.returncode:
             return False
     return True
