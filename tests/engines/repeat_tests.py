@@ -9,10 +9,13 @@ CONCURRENCY = (1, 16, 4, 2, 16, 1, 8)
 NEW_TOKENS = 16
 
 
-def check_repeats(kind, plan, prompts, folder):
-    """Serve a plan without copies with a server of class `kind`: no answer differs from the first one to its prompt."""
+def check_repeats(kind, plan, prompts, folder, *options):
+    """Serve a plan without copies with a server of class `kind`: no answer differs from the first one to its prompt.
+
+    options: the engine's own.
+    """
     assert load_plan(plan).placement.redundant_experts == 0
-    server = kind(folder, str(MODEL), "--plan", plan, engine=("--dtype", "auto"))
+    server = kind(folder, str(MODEL), "--plan", plan, engine=("--dtype", "auto", *options))
     try:
         assert "bfloat16" in server.wait().log
         first, *others = [_ask(server, prompts, clients) for clients in CONCURRENCY]
