@@ -49,7 +49,7 @@ def read_trace(path: Path, seed: int = 0) -> RoutingTrace:
             f"{trace.num_requests:,} requests drawn by seed {seed}; "
             f"an expert's share is known to {shares.error or 0:.1%} of it"
         )
-        console.err.print(f"[yellow]note:[/] {words}", soft_wrap=True, highlight=False)
+        console.err.print(f"[yellow]note:[/] {console.plain(words)}", soft_wrap=True, highlight=False)
     return trace
 
 
