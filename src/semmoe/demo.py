@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from semmoe.checkpoint.directory import config_count, read_config
+from semmoe.checkpoint.directory import EXPERT_FIELDS, config_count, read_config
 from semmoe.console import Bars
 from semmoe.core import Plan, RoutingTrace
 from semmoe.dataset import LeftOut, encode, encode_usable, read_prompts
@@ -75,7 +75,7 @@ def run_demo(
     Under `work` it leaves what a report is made of: trace, domains.json, plan-dp, plan-tp and, of what it returns,
     demo.json.
     """
-    experts = config_count(read_config(MODEL), "num_experts", "num_local_experts")
+    experts = config_count(read_config(MODEL), *EXPERT_FIELDS)
     physical_experts(experts, 0, settings.ep_size)  # refuses a number of ranks that does not divide them
 
     from semmoe.engines.transformers.config import fingerprint_of

@@ -61,10 +61,11 @@ class Tally:
     left_out: int = 0  # that name an expert twice in a layer
     identical: int = 0  # that are kept, and have in every layer the experts of another token of their shard
 
-    def add(self, trace: RoutingTrace) -> None:
+    def add(self, trace: RoutingTrace) -> "Tally":
         self.tokens += trace.num_tokens
         self.left_out += trace.left_out
         self.identical += identical_tokens(trace.token_ids, trace.expert_ids)
+        return self
 
     def check(self, name: str) -> None:
         """Warn of tokens that should not be there. Raises ValueError if too many name an expert twice."""

@@ -36,7 +36,6 @@ class Merged:
     out: Path
     requests: int
     tokens: int
-    left_out: int = 0  # tokens that name an expert twice in a layer
 
 
 def num_tokens(path: Path) -> int:
@@ -74,8 +73,7 @@ def merge(traces: Sequence[Path], out: Path, progress: Progress = lambda tokens:
         requests = writer.num_requests
         for path, tally in zip(traces, tallies, strict=True):
             tally.check(str(path))
-    tokens, left_out = (sum(getattr(tally, name) for tally in tallies) for name in ("tokens", "left_out"))
-    return Merged(out=out, requests=requests, tokens=tokens, left_out=left_out)
+    return Merged(out=out, requests=requests, tokens=sum(tally.tokens for tally in tallies))
 
 
 def _by_age(path: Path, number: int, in_turn: bool, tally: Tally) -> Iterator[tuple[float, int, RoutingTrace, int]]:
@@ -90,10 +88,7 @@ def _by_age(path: Path, number: int, in_turn: bool, tally: Tally) -> Iterator[tu
 
 
 def check_tokens(path: Path, name: str) -> None:
-    """Warn of tokens of a trace directory that should not be there. Raises ValueError if there are too many.
-
-    name: of the trace, for messages.
-    """
+    """Warn of tokens of a trace directory, called `name`, that should not be there, or raise ValueError for many."""
     tally = Tally()
     for trace in read_shards(path):
         tally.add(trace)

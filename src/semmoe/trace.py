@@ -151,12 +151,15 @@ def open_trace(path: Path | str) -> RoutingTrace:
     if path.is_file():
         if path.suffix != ".npz":
             raise ValueError(f"{path} is neither a trace directory nor an .npz file")
-        return _checked(possible_part(read_npz(path)), path)
-    header = read_header(path)
-    shards = [load_arrays(shard, ARRAYS) for shard in shard_paths(path)]
-    if not shards:
-        raise ValueError(f"{path} holds no shard yet: run its profile again to fill it")
-    return _checked(join_shards(path, header.fingerprint, shards), path)
+        trace = possible_part(read_npz(path))
+    else:
+        header = read_header(path)
+        shards = [load_arrays(shard, ARRAYS) for shard in shard_paths(path)]
+        if not shards:
+            raise ValueError(f"{path} holds no shard yet: run its profile again to fill it")
+        trace = join_shards(path, header.fingerprint, shards)
+    Tally().add(trace).check(str(path))
+    return trace
 
 
 def possible_part(trace: RoutingTrace) -> RoutingTrace:
@@ -171,13 +174,6 @@ def possible_part(trace: RoutingTrace) -> RoutingTrace:
     arrays = {name: getattr(trace, name)[~impossible] for name in ("token_ids", "expert_ids", "phase")}
     left_out = trace.left_out + int(impossible.sum())
     return replace(trace, **arrays, request_offsets=kept_before[trace.request_offsets], left_out=left_out)
-
-
-def _checked(trace: RoutingTrace, path: Path) -> RoutingTrace:
-    tally = Tally()
-    tally.add(trace)
-    tally.check(str(path))
-    return trace
 
 
 def read_header(path: Path) -> TraceHeader:

@@ -15,6 +15,7 @@ from semmoe.files import MOST_JSON_BYTES, read_limited
 SINGLE, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
 OTHER_WEIGHTS = {".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".safetensors"}
 BOOKKEEPING = {".git", ".cache"}  # kept by git and by download tools
+EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")  # of a configuration: experts per layer
 NAMES_EXPERTS = re.compile(r"expert|gate|router|up_proj|down_proj|\bw[123]\b|all-linear")
 
 

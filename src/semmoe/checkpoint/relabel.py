@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict
 
 from semmoe.bounds import check_range
 from semmoe.checkpoint.directory import (
+    EXPERT_FIELDS,
     INDEX,
     Checkpoint,
     config_count,
@@ -95,11 +96,7 @@ def relabel(
     model, out = Path(model), Path(out)
     check_output(out, directory=True, inputs=(model,))
     orders = orders_of(plan)
-    source = open_checkpoint(model)
-    other_files(source)  # refuses what cannot be copied, before anything else is read
-    refuse_adapter(model)
-    if (model / RECORD).exists():
-        raise ValueError(f"{model} is relabelled already: apply the plan to the original model")
+    source = _open_source(model)
     layers = layers_for(plan, source)
     _check_quantisation(source, layers, plan.fingerprint.num_experts)
     record = Record(
@@ -121,11 +118,18 @@ def relabel(
     return Relabelled(**counts, left_out=left_out, verification=verification)
 
 
+def _open_source(model: Path) -> Checkpoint:
+    source = open_checkpoint(model)
+    other_files(source)  # refuses what cannot be copied, before anything else is read
+    refuse_adapter(model)
+    if (model / RECORD).exists():
+        raise ValueError(f"{model} is relabelled already: apply the plan to the original model")
+    return source
+
+
 def check_relabels(model: Path, num_experts: int) -> None:
     """Raise ValueError for a model that no plan can relabel; only headers of its shards are read."""
-    source = open_checkpoint(model)
-    other_files(source)
-    refuse_adapter(model)
+    source = _open_source(model)
     layers = find_moe_layers(source.tensors, config_count(source.config, "num_hidden_layers"), num_experts)
     _check_quantisation(source, layers, num_experts)
 
@@ -157,8 +161,7 @@ def layers_for(plan: Plan, source: Checkpoint) -> list[MoeLayer]:
 def check_config(plan: Plan, config: dict[str, Any], model: Path) -> None:
     """Raise ValueError if config.json shows that the plan is for another model; hashes are the full check."""
     f = plan.fingerprint
-    experts = ("num_experts", "num_local_experts", "n_routed_experts")
-    expected = {experts: f.num_experts, ("num_experts_per_tok",): f.top_k, ("vocab_size",): f.vocab_size}
+    expected = {EXPERT_FIELDS: f.num_experts, ("num_experts_per_tok",): f.top_k, ("vocab_size",): f.vocab_size}
     for names, number in expected.items():
         found = config_count(config, *names)
         if found not in (0, number):

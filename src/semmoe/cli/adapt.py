@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import signal
 import sys
 import time
@@ -18,9 +17,9 @@ from semmoe.calibration import load_links
 from semmoe.cli.app import SERVING, app
 from semmoe.cli.form import takes
 from semmoe.cli.links import LinksOption
-from semmoe.cli.options import INPUT, KEY, OUTPUT, CaOption, ControlOption, HeaderOption, Json, default_folder
+from semmoe.cli.options import INPUT, OUTPUT, CaOption, ControlOption, HeaderOption, Json, client_of, default_folder
 from semmoe.cli.swap import address
-from semmoe.client import Client, make_client
+from semmoe.client import Client
 from semmoe.settings import AdaptSettings
 
 LOG = "adapt.jsonl"
@@ -58,7 +57,7 @@ def adapt(
     `semmoe adapt http://127.0.0.1:30000 --plan plan --dry-run --json`
     """
     given: AdaptSettings = settings()
-    client = make_client(header or [], ca, [url], os.environ.get(KEY, ""))
+    client = client_of(header, ca, [url])
     folder = control or default_folder(urlsplit(address(url)).port or 80)
     tell = _teller(folder / LOG, decisions(metrics_port), as_json)
     loop = _adapter(address(url), client, plan, folder, links, given, tell, dry_run)

@@ -88,8 +88,7 @@ def _checkpoint(plan: Plan, plan_path: Path, model: Path, out: Path) -> dict[str
     with console.bars() as bars:
         done = relabel(plan, model, out, plan_hash=plan_digest(plan_path), stage=partial(_stage, bars))
     if done.left_out:
-        text = f"not copied, since they number experts the old way: {', '.join(done.left_out)}"
-        console.warn(text)
+        console.warn(f"not copied, since they number experts the old way: {', '.join(done.left_out)}")
     return asdict(done)
 
 

@@ -14,8 +14,6 @@ from semmoe.cli.options import INPUT, OFFLINE_RANKS, OUTPUT, Force, GivenTopolog
 from semmoe.topology import Fingerprint
 
 PLANNED = ["ep_size", "attention", "dp_size", "num_nodes", "redundant_experts"]
-
-
 Strict = Annotated[
     bool, typer.Option("--strict", help="Of answers: fail at the first bad line.", rich_help_panel=INPUT)
 ]

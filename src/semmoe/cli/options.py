@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from semmoe import console
 from semmoe.bounds import MOST_RANKS, choice, number
+from semmoe.client import Client, make_client
 from semmoe.core import Plan, RoutingTrace
 from semmoe.demo import MODEL
 from semmoe.topology import Topology
@@ -201,6 +202,13 @@ CaOption = Annotated[
         show_default=False,
     ),
 ]
+
+
+def client_of(header: list[str] | None, ca: Path | None, urls: list[str]) -> Client:
+    """The client of the servers at `urls` by the options --header and --ca and the key in the environment."""
+    return make_client(header or [], ca, urls, os.environ.get(KEY, ""))
+
+
 ControlOption = Annotated[
     Path | None,
     typer.Option(

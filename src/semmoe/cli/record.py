@@ -65,8 +65,7 @@ def stop(
     """
     ended = end(folder, out, settings().timeout)
     if ended.gone:
-        text = f"{name_ranks(ended.gone)} recorded and no longer responds: what was not on disk is lost"
-        console.warn(text)
+        console.warn(f"{name_ranks(ended.gone)} recorded and no longer responds: what was not on disk is lost")
     control, merged = ended.control, ended.merged
     row = {"out": str(ended.target), "requests": merged.requests, "tokens": merged.tokens,
            "unfinished": ended.unfinished}  # fmt: skip

@@ -1,6 +1,5 @@
 """The command swap: change the plan of a running server."""
 
-import os
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -12,8 +11,8 @@ from semmoe.calibration import load_links
 from semmoe.cli.app import SERVING, app
 from semmoe.cli.form import takes
 from semmoe.cli.links import LinksOption
-from semmoe.cli.options import INPUT, KEY, OUTPUT, CaOption, ControlOption, HeaderOption, Json, default_folder
-from semmoe.client import Client, make_client
+from semmoe.cli.options import INPUT, OUTPUT, CaOption, ControlOption, HeaderOption, Json, client_of, default_folder
+from semmoe.client import Client
 from semmoe.core import Plan
 from semmoe.settings import SwapSettings
 
@@ -52,7 +51,7 @@ def swap(
     from semmoe.engines.recorder_files import check_folder
     from semmoe.plan import load_plan
 
-    client = make_client(header or [], ca, [url], os.environ.get(KEY, ""))
+    client = client_of(header, ca, [url])
     url, loaded = address(url), load_plan(plan)
     folder = control or default_folder(urlsplit(url).port or 80)
     check_folder(folder)

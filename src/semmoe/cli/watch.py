@@ -1,7 +1,6 @@
 """The command watch: a live view of a running server."""
 
 import json
-import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -20,8 +19,8 @@ from rich.text import Text
 from semmoe import console
 from semmoe.cli.app import SERVING, app
 from semmoe.cli.form import takes
-from semmoe.cli.options import INPUT, KEY, OUTPUT, CaOption, HeaderOption, Json
-from semmoe.client import Client, make_client
+from semmoe.cli.options import INPUT, OUTPUT, CaOption, HeaderOption, Json, client_of
+from semmoe.client import Client
 from semmoe.settings import WatchSettings
 
 MAX_LOOKS = 10_000
@@ -80,7 +79,7 @@ def watch(
     given: WatchSettings = settings()
     expected = None if plan is None else _expected_lar(plan)
     nodes = [url, *(also or [])]
-    client = make_client(header or [], ca, nodes, os.environ.get(KEY, ""))
+    client = client_of(header, ca, nodes)
     look = partial(_look, nodes, client)
     looks = deque([look()], maxlen=MAX_LOOKS)
     if once:

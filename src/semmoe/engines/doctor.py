@@ -138,18 +138,22 @@ def supported(model: Path, engines: tuple[str, ...]) -> list[dict[str, str]]:
     """The rows of the table of supported features that a model directory's configuration is about; no weights."""
     from semmoe.checkpoint.directory import read_config
 
-    config, instead, rows = read_config(model), _instead(model), []
+    config, rows = read_config(model), []
     for engine in engines:
         if engine in support.FAMILIES:
             for use, state, note in support.uses(engine, config):
-                note = note.replace(support.INSTEAD, instead)
-                rows.append({"engine": engine, "use": use, "state": state, "note": note})
+                rows.append({"engine": engine, "use": use, "state": state, "note": _remedied(note, model)})
     return rows
+
+
+def _remedied(note: str, model: Path) -> str:
+    """The note, which recommends `semmoe apply` only if it can relabel the model: its headers are read only then."""
+    return note.replace(support.INSTEAD, _instead(model)) if support.INSTEAD in note else note
 
 
 def _instead(model: Path) -> str:
     """What to do where an engine serves no plan: `semmoe apply` if it can relabel this model, else why it cannot."""
-    from semmoe.checkpoint.directory import config_count, read_config
+    from semmoe.checkpoint.directory import EXPERT_FIELDS, config_count, read_config
     from semmoe.checkpoint.relabel import check_relabels
 
     try:
@@ -158,7 +162,7 @@ def _instead(model: Path) -> str:
 
             experts = fingerprint_of(str(model)).num_experts
         else:
-            experts = config_count(read_config(model), "num_experts", "num_local_experts", "n_routed_experts")
+            experts = config_count(read_config(model), *EXPERT_FIELDS)
         check_relabels(model, experts)
     except (ValueError, OSError) as error:
         return f"`semmoe apply` cannot relabel it either: {error}"
@@ -174,8 +178,8 @@ def _supported(engine: str, plan: Plan, model: str | None) -> tuple[list[str], l
     config = read_config(Path(model))
     if engine == "transformers":
         return support.embedded_problems(config, plan.topology), []
-    use, instead = support.use_of(engine, config, plan), _instead(Path(model))
-    return [text.replace(support.INSTEAD, instead) for text in support.problems(use)], support.cautions(use)
+    use = support.use_of(engine, config, plan)
+    return [_remedied(text, Path(model)) for text in support.problems(use)], support.cautions(use)
 
 
 def _misfit(plan: Plan, model: str) -> tuple[str, str | None]:

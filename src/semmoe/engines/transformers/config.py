@@ -6,7 +6,7 @@ from pathlib import Path
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from semmoe.checkpoint.directory import read_object
+from semmoe.checkpoint.directory import EXPERT_FIELDS, read_object
 from semmoe.checkpoint.engine_files import decoder_layers
 from semmoe.engines.transformers.tokenizer import (
     LOCAL_AND_INERT,
@@ -106,7 +106,7 @@ def _size(config: PreTrainedConfig, *names: str, default: int | None = None) -> 
 
 
 def num_experts(config: PreTrainedConfig) -> int:
-    return _size(config, "num_experts", "num_local_experts", "n_routed_experts")
+    return _size(config, *EXPERT_FIELDS)
 
 
 def expert_size(config: PreTrainedConfig) -> int:

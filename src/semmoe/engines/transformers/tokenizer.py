@@ -8,9 +8,7 @@ from typing import Any
 
 from semmoe.checkpoint.directory import read_object
 
-NAME = "tokenizer_config.json"
-
-
+TOKENIZER_CONFIG = "tokenizer_config.json"
 # Arguments of every `from_pretrained`: nothing is downloaded, and no code of the directory is run.
 LOCAL_AND_INERT = {"local_files_only": True, "trust_remote_code": False}
 
@@ -35,7 +33,7 @@ def load_tokenizer(path: str) -> Any:
 
 def _own_class(path: Path) -> str | None:
     """The tokenizer class for which a directory brings code, as `auto_map` says; None if it brings none."""
-    stated = read_object(path / NAME) if (path / NAME).is_file() else {}
+    stated = read_object(path / TOKENIZER_CONFIG) if (path / TOKENIZER_CONFIG).is_file() else {}
     mapped = stated.get("auto_map")
     named = mapped.get("AutoTokenizer") if isinstance(mapped, dict) else mapped
     return str(stated.get("tokenizer_class")) if named else None
