@@ -60,8 +60,6 @@ def set_ups(trace: RoutingTrace, topology: Topology, redundant: int) -> list[Con
         set_up(UNPLANNED, unplanned(trace, topology), "predicted"), set_up("expert grouping", plan, "off"),
         set_up("both, owner predicted", plan, "predicted"), set_up("both, owner by true routing", plan, "routed"),
     ]  # fmt: skip
-    if topology.dp_size == 1:  # several groups are always shuffled
-        out.append(set_up("both or DeepSpeed's own, by pass", plan, "auto"))
     if redundant:
         copies = solve(trace, topology, SolveSettings(redundant_experts=redundant))
         out.append(set_up(f"both, predicted, {redundant} redundant", copies, "predicted"))

@@ -68,7 +68,7 @@ class Nodes:
         at = served.on_node(up, self.network, node, MEETING)
         words = [*SEMMOE, "serve", str(MODEL), "--engine", served.NAME, "--plan", str(folder / "plan")]
         words += ["--control", str(folder / "control"), "--host", self.network.address(node), "--port", str(PORT)]
-        words += [*(("--path", "shuffled") if attention == "tp" else ()), "--"]
+        words += ["--"]
         words += command_line({name: value for name, value in served.OPTIONS.items() if name != "enable_metrics"})
         words += at.words
         environment = environment_of(self.network, node) | at.environment

@@ -532,6 +532,8 @@ def test_the_method_of_a_plan_is_shown_and_never_imported(own_package, tmp_path,
         (["generate", MODEL, "--prompt", "x", "--exchange", "two-level"], ["--exchange", "all-reduce"]),
         (["generate", MODEL, "--prompt", "x", "--window", 2], ["--window has no effect"]),
         (["serve", MODEL, "--window-ms", 5, "--dry-run"], ["--window-ms has no effect"]),
+        (["serve", MODEL, "--shuffle-from", 5, "--dry-run"], ["--shuffle-from has no effect"]),
+        (["generate", MODEL, "--prompt", "x", "--shuffle-from", 5], ["--shuffle-from has no effect"]),
         (["generate", MODEL, "--prompt", "x", "--attention", "dp", "--window", -1], ["--window"]),
     ],
 )

@@ -1,7 +1,5 @@
 """The rules of the copy choice: against loops, in every implementation, and what they must never do."""
 
-import itertools
-
 import numpy as np
 import oracles
 import pytest
@@ -16,7 +14,7 @@ from semmoe.core import Placement, Plan
 from semmoe.metrics import layer_traffic
 from semmoe.requests.policy import RoundRobin
 from semmoe.runtime import reference
-from semmoe.runtime.copies import alike, cover_copies, preferred_of_each, rank_copies
+from semmoe.runtime.copies import cover_copies, rank_copies
 from semmoe.tokens.slices import ByPosition
 from semmoe.topology import Fingerprint, Topology
 
@@ -109,33 +107,6 @@ def test_no_token_reaches_more_ranks_than_by_the_static_rule_in_the_mean(seed, s
         cover, before = (layer_traffic(t, home, topology.ep_size) for t in (targets, static))
         assert cover.local_pairs == before.local_pairs
         assert cover.rows.sum() <= before.rows.sum()
-
-
-def test_where_all_ranks_have_all_rows_copies_level_each_token():
-    """Two slots a rank: experts 0 and 1 on rank 0, 1 and 2 on rank 1, so that expert 1 is in slots 1 and 2."""
-    copies = torch.tensor([[0, 1, 3], [0, 2, 3]])
-    rows = torch.tensor([[0, 1], [1, 2], [0, 1], [-1, 1], [1, -1]])
-    assert alike(copies, rows, 2).tolist() == [[0, 2], [1, 3], [0, 2], [-1, 2], [1, -1]]
-
-
-@given(st.integers(0, 9999), SIZES, st.sampled_from(["static", "cover"]))
-def test_no_choice_of_copies_loads_the_fullest_rank_less(seed, sizes, rule):
-    """Of tokens with one expert that leaves a choice; and no token's choice depends on the others'."""
-    placement, topology, rng = placed(seed, sizes, rule)
-    experts, _ = tokens(rng, placement, 12)
-    per_rank, ids = placement.experts_per_rank, torch.from_numpy(experts)
-    sources = [rank_copies(plan_of(placement, topology), source) for source in range(topology.ep_size)]
-    for l, own in enumerate(zip(*sources, strict=True)):
-        copies = preferred_of_each(own)
-        physical = alike(copies, ids, per_rank)
-        assert (placement.physical_to_logical_map[l][physical.numpy()] == experts).all()
-        later = slice(topology.ep_size, None)  # ties begin at the same ranks again
-        assert torch.equal(alike(copies, ids[later], per_rank), physical[later])
-        for chosen, row in zip(physical.numpy(), experts, strict=True):
-            options = [sorted(set(copies[:, e].tolist())) for e in row]
-            if sum(len(those) > 1 for those in options) == 1:
-                most = [np.bincount(np.array(all_of) // per_rank).max() for all_of in itertools.product(*options)]
-                assert np.bincount(chosen // per_rank).max() == min(most)
 
 
 @given(st.integers(0, 9999), SIZES, st.sampled_from(["static", "cover"]))

@@ -2,15 +2,19 @@
 
 import logging
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from synthetic import make_fingerprint
 
+from semmoe.core import NEVER
 from semmoe.engines.absent import NoTraffic
 from semmoe.engines.settings import PluginSettings, from_environment
 from semmoe.engines.traffic import MOST_PAIRED, RankTraffic, rank_traffic
 from semmoe.metrics import layer_traffic
+from semmoe.placement.linear import vanilla_plan
 from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.traffic import TrafficCounter
 from semmoe.topology import Topology
@@ -147,3 +151,17 @@ def test_the_variable():
         assert from_environment(PluginSettings, {"SEMMOE_RANK_PAIRS": value}).rank_pairs == value
     with pytest.raises(ValueError, match="SEMMOE_RANK_PAIRS must be 0, 1 or empty, not 'yes'"):
         from_environment(PluginSettings, {"SEMMOE_RANK_PAIRS": "yes"})
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "1.5", "never", str(NEVER + 1)])
+def test_a_number_of_rows_from_which_nothing_can_be_shuffled_is_refused(value):
+    with pytest.raises(ValueError, match="SEMMOE_SHUFFLE_FROM must lie between 1 and 2147483648"):
+        from_environment(PluginSettings, {"SEMMOE_SHUFFLE_FROM": value})
+
+
+def test_a_server_shuffles_from_its_own_number_of_rows_or_the_plan_s():
+    plan = replace(vanilla_plan(make_fingerprint(), Topology(ep_size=2)), shuffle_from=7)
+    assert PluginSettings().served(plan) is plan
+    given = from_environment(PluginSettings, {"SEMMOE_SHUFFLE_FROM": "33"})
+    assert given.served(plan).shuffle_from == 33
+    assert given.environment()["SEMMOE_SHUFFLE_FROM"] == "33"

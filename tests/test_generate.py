@@ -10,10 +10,9 @@ from models import build
 from ranks import on_threads
 
 from semmoe.copychoice import preferred_copies
-from semmoe.core import Placement
+from semmoe.core import NEVER, Placement
 from semmoe.demo import MODEL
 from semmoe.engines import layer
-from semmoe.engines.paths import SHUFFLED, WHOLE, PathChoice, PathTimes
 from semmoe.engines.transformers import generate as gen
 from semmoe.engines.transformers import model as models
 from semmoe.engines.transformers import parallel, verify
@@ -161,25 +160,18 @@ def test_two_placements_give_the_same_sums_up_to_rounding_and_not_bit_for_bit(dt
     assert 0.1 < (difference != 0).double().mean() < 0.9
 
 
-def whole_up_to_eight(model, set_up, comm):
-    """Passes of up to 8 tokens run without an all-to-all, those of more on the plan."""
-    planned = gen._attach(model, set_up, comm)
-    seconds = {SHUFFLED: np.array([2.0, 1.0]), WHOLE: np.array([1.0, 2.0])}
-    planned.rows.choice = PathChoice(PathTimes(np.array([8, 9]), seconds))
-    return planned
-
-
-def test_passes_on_either_path_change_no_output(checkpoints, tmp_path):
+def test_passes_with_few_rows_keep_contiguous_slices_and_change_no_output(checkpoints, tmp_path):
     path = build("qwen3_moe", checkpoints)
     model, trace, reference = prepare(path, tmp_path)
     plan = solve(trace, Topology.for_attention("tp", 2), SolveSettings(redundant_experts=4, **EASY))
-    ups = [gen.Configuration(name="both", plan=plan, attach=whole_up_to_eight)]
-    ups += [gen.Configuration(name="all-to-all", plan=plan)]
-    both, one = gen.generate(path, prompts(1), ups, SETTINGS)
-    assert verify.compare_outputs(model, prompts(1), reference, both.outputs).holds
-    assert min(both.passes[SHUFFLED], both.passes[WHOLE]) > 3
-    assert 0 < both.all_to_all_bytes < one.all_to_all_bytes
-    assert sum(both.passes.values()) == one.passes[SHUFFLED]
+    ups = [gen.Configuration(name=f"{n}", plan=replace(plan, shuffle_from=n)) for n in (9, 1, NEVER)]
+    some, every, none = gen.generate(path, prompts(1), ups, SETTINGS)
+    for found in (some, every, none):
+        assert verify.compare_outputs(model, prompts(1), reference, found.outputs).holds
+    assert min(some.passes["shuffled"], some.passes["contiguous"]) > 3
+    assert sum(some.passes.values()) == every.passes["shuffled"] == none.passes["contiguous"]
+    assert every.all_to_all_bytes < some.all_to_all_bytes < none.all_to_all_bytes
+    assert none.sent_bytes["all_gather"] < every.sent_bytes["all_gather"]  # no ids are sent along
     with pytest.raises(ValueError, match="exchange all-reduce needs attention-TP"):
         gen.Configuration(
             name="x", plan=vanilla_plan(trace.fingerprint, Topology(ep_size=2, dp_size=2)), exchange="all-reduce"

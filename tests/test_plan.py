@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 from synthetic import random_trace
 
 from semmoe import plan as plan_module
+from semmoe.core import NEVER
 from semmoe.plan import load_plan, save_plan
 from semmoe.settings import CoclusterSettings, PaperSettings, PredictorSettings, SolveSettings
 from semmoe.solver import solve
@@ -162,6 +163,17 @@ def test_a_plan_that_reads_look_ahead_ids_is_refused_and_one_that_states_none_is
     refuses(path, "look-ahead ids are no longer read: make the plan again with `semmoe solve`")
 
 
+def test_a_plan_states_from_how_many_rows_on_a_pass_is_shuffled(tmp_path):
+    path = saved("tp", tmp_path)
+    assert load_plan(path).shuffle_from == 1
+    save_plan(replace(load_plan(path), shuffle_from=NEVER), path)
+    assert load_plan(path).shuffle_from == NEVER
+    header = json.loads((path / "plan.json").read_text())
+    del header["shuffle_from"]  # as in plans of before
+    (path / "plan.json").write_text(json.dumps(header))
+    assert load_plan(path).shuffle_from == 1
+
+
 def ranks(value: int) -> np.ndarray:
     return np.full((3, 1, 21), value, np.int16)
 
@@ -258,6 +270,9 @@ def test_tampered_request_tables_are_refused(tmp_path, changes, message):
         ({"fingerprint__surprise": 1}, "surprise"),
         ({"schema_version": 4}, "schema version 4, and this semmoe reads 3"),
         ({"method": 3}, "method"),
+        ({"shuffle_from": 0}, "shuffle_from must lie between 1 and 2147483648, not 0"),
+        ({"shuffle_from": (1 << 31) + 1}, "shuffle_from must lie between 1 and 2147483648"),
+        ({"shuffle_from": "never"}, "shuffle_from"),
         ({"topology__dp_size": 3}, "dp_size 3 does not divide"),
         ({"topology__ep_size": "4"}, "ep_size"),
         ({"topology__dp_size": 4, "topology__attn_tp_size": 1}, "1 groups of requests do not fit dp_size 4"),

@@ -3,6 +3,7 @@
 Triton's part of it is tested with its kernels; here the same code runs in plain torch, and once in the interpreter.
 """
 
+from dataclasses import replace
 from importlib import import_module
 
 import numpy as np
@@ -99,11 +100,16 @@ def fitted(values: np.ndarray, padding: int) -> torch.Tensor:
 def test_slices_are_those_of_the_host(seed):
     planned = plan(seed)
     ours, theirs = device_shuffler(planned), TokenShuffler(planned, GROUP, 0)
+    waiting = np.zeros(0, np.int64)
     for number, (ids, slots, decoding, fresh, several) in enumerate(random_passes(seed)):
+        waiting = np.union1d(waiting, fresh)
+        if len(ids) == 0:  # nothing is begun without rows
+            continue
+        fresh, waiting = waiting, waiting[:0]
         told = torch.from_numpy(decoding) if several else None
         ours.start(*map(torch.from_numpy, (ids, slots)), told, torch.from_numpy(fresh))
         theirs.start(ids, slots, decoding, fresh)
-        for layer in (None, *range(LAYERS)) if len(ids) else ():
+        for layer in (None, *range(LAYERS)):
             mine, other = ours.slices(layer), theirs.slices(layer)
             assert torch.equal(mine.order, other.order)
             assert torch.equal(mine.inverse, other.inverse)
@@ -372,3 +378,15 @@ def interpreted() -> None:
 
 if __name__ == "__main__":
     interpreted()
+
+
+def test_a_pass_with_few_rows_is_not_shuffled_on_either_side():
+    """From 4 rows on; a request's history is begun by the first pass that is shuffled."""
+    planned = replace(plan(0), shuffle_from=4)
+    host, device = TokenShuffler(planned, GROUP, 0), device_shuffler(planned)
+    for rows in (0, 1, 3, 4, 100):
+        assert host.shuffles(rows) == device.shuffles(rows) == (rows >= 4)
+    host.start(np.arange(3), np.arange(3), np.ones(3, bool), np.arange(3))
+    assert host.slices(0).order.tolist() == [0, 1, 2, -1]  # the last place is padding
+    device.follow(device_shuffler(plan(4)))
+    assert device.shuffles(1)

@@ -7,13 +7,14 @@ import pytest
 from synthetic import planted_trace, random_trace
 
 from semmoe.calibration import PhaseLinks, load_links
-from semmoe.core import PRIOR
-from semmoe.cost import LayerShape, hooks
+from semmoe.core import NEVER, PRIOR
+from semmoe.cost import LayerShape, hooks, layer_time
 from semmoe.expectation import expect
 from semmoe.replayer import replay
 from semmoe.settings import GenerateSettings, PaperSettings, ReplaySettings, SolveSettings
 from semmoe.solver import score, solve, solve_methods
 from semmoe.splitter import split
+from semmoe.tokens.slices import ByPosition
 from semmoe.topology import Topology
 
 QUICK = PaperSettings(steps=3, swaps_per_expert=20)
@@ -169,6 +170,60 @@ def test_what_is_expected_elsewhere_is_the_verdict_on_those_links_and_batches(na
         gain = found(faster(links, factor))["verdict"]["gain"]
         assert gains[here, elsewhere["bandwidths"].index(factor)] == pytest.approx(gain)
     assert gains.max() - gains.min() > 0.05  # links and batches decide
+
+
+def layer_seconds(found, links, shape, batch):
+    """Mean time of a layer of `batch` times as many tokens as were replayed, without semmoe's kernels."""
+    sizes = zip(found.rows_per_batch(links.all_to_all), found.busiest_pairs, strict=True)
+    return np.mean([layer_time(batch * rows, batch * pairs, shape, TP4, links).total for rows, pairs in sizes])
+
+
+def test_a_plan_is_shuffled_from_the_least_rows_for_which_that_pays():
+    """Against the times themselves, at that number of rows and one below, on links that GPUs have."""
+    trace, _ = planted_trace(1, 4, requests_per_group=8)
+    settings, measure = SolveSettings(method="paper", paper=QUICK, seed=3), ReplaySettings(batch_tokens=16)
+    shape, links = LayerShape(hidden_size=4096, expert_size=64, top_k=2), load_links("pcie5")
+    expected = expect(trace, TP4, settings, measure, PhaseLinks(links, links), shape, holdout=0.5)
+    held_out, profile = split(trace, 0.5, 3)
+    plan = solve(profile, TP4, settings)
+    shuffled, contiguous = (replay(held_out, p, measure) for p in (plan, replace(plan, tokens=ByPosition())))
+    least = expected["shuffle_from"]
+    assert 16 < least < 10_000
+    for rows in (least - 1, least):
+        batch = rows / shuffled.tokens_per_batch
+        saved = layer_seconds(contiguous, links, shape, batch) - layer_seconds(shuffled, links, shape, batch)
+        assert (saved > hooks(rows, TP4, False, links) - hooks(rows, Topology(ep_size=4, dp_size=4), False, links)) == (
+            rows == least
+        )
+
+
+@pytest.mark.parametrize(("links", "width", "least"), [("h200-nvlink", 64, NEVER), ("cpu", 64, 1)])
+def test_rows_this_narrow_are_never_shuffled_on_gpus_and_always_on_cpus(links, width, least):
+    trace, _ = planted_trace(1, 4, requests_per_group=8)
+    settings, measure = SolveSettings(method="paper", paper=QUICK, seed=3), ReplaySettings(batch_tokens=16)
+    found = load_links("h200-nvlink" if links == "cpu" else links)
+    if links == "cpu":
+        found = found.model_copy(update={"experts": found.experts.model_copy(update={"teraflops": 0.1})})
+    shape = LayerShape(hidden_size=width, expert_size=64, top_k=2)
+    both, slow = PhaseLinks(found, found), PhaseLinks(found, load_links("h200-nvlink"))
+    assert expect(trace, TP4, settings, measure, both, shape, holdout=0.5)["shuffle_from"] == least
+    # a pass may have tokens of both phases, so the larger number counts
+    assert expect(trace, TP4, settings, measure, slow, shape, holdout=0.5)["shuffle_from"] == NEVER
+
+
+def test_plans_without_token_tables_state_no_number():
+    trace, _ = planted_trace(1, 4, requests_per_group=8)
+    links, shape = load_links("h200-nvlink"), LayerShape(hidden_size=4096, expert_size=64, top_k=2)
+    settings, measure = SolveSettings(method="eplb"), ReplaySettings(batch_tokens=16)
+    found = expect(trace, TP4, settings, measure, PhaseLinks(links, links), shape, holdout=0.5)
+    assert "shuffle_from" not in found
+
+
+def test_a_plan_made_from_another_keeps_its_number():
+    trace = random_trace(0)
+    first = replace(solve(trace, TP4, SolveSettings()), shuffle_from=7)
+    assert solve(trace, TP4, SolveSettings(), previous=first).shuffle_from == 7
+    assert solve(trace, TP4, SolveSettings()).shuffle_from == 1
 
 
 @pytest.mark.parametrize("redundant", [0, 4])

@@ -118,7 +118,7 @@ def test_routing_is_looked_up_counted_and_seen(drop):
     seen, counter, real = [], TrafficCounter(2, 0), RealRows(torch.tensor(2))
     table = torch.tensor([0, 3, 2])
     copies = RankCopies((table // 2)[:, None], table[:, None], table // 2, 0, 2)
-    layer = RoutedLayer(5, [copies], 0, 2, real, counter, drop, lambda *call: seen.append(call))
+    layer = RoutedLayer(5, copies, 2, real, counter, drop, lambda *call: seen.append(call))
     ids = torch.tensor([[0, 1], [1, 2], [0, 2]], dtype=torch.int32)
     layer.routed(torch.ones(3, 2), ids)
     out = layer.to_physical(ids)
@@ -127,25 +127,6 @@ def test_routing_is_looked_up_counted_and_seen(drop):
     assert out.dtype == torch.int32
     assert out.tolist() == [[0, 3], [3, 2], [-1, -1] if drop else [0, 2]]
     assert counter.totals() == (2, [1, 3], [0, 2], [0])
-
-
-def test_where_all_ranks_have_all_rows_they_choose_alike_and_level_each_token():
-    """Experts 0 1 | 1 2 on two ranks: expert 1 is computed where the token's other expert is not."""
-    tables = torch.tensor([[0, -1], [0, 1], [1, -1]]), torch.tensor([[0, -1], [1, 2], [3, -1]])
-    first = torch.tensor([0, 0, 1]), torch.tensor([0, 1, 1])
-    both = [RankCopies(*tables, preferred, source, 2) for source, preferred in enumerate(first)]
-    ids, answers = torch.tensor([[0, 1], [1, 2], [1, -1]], dtype=torch.int32), []
-    for rank in (0, 1):
-        counter, real = TrafficCounter(2, rank), RealRows(torch.tensor(0), whole=True)
-        layer = RoutedLayer(0, both, rank, 2, real, counter, True, lambda *call: None)
-        real.begin(3, 3)
-        answers.append(layer.to_physical(ids))
-        real.end()
-        real.begin(2, 3)  # the last row is padding
-        assert layer.to_physical(ids).tolist() == [[0, 2], [1, 3], [-1, -1]]
-        assert counter.totals().tokens == 0
-    assert answers[0].tolist() == answers[1].tolist() == [[0, 2], [1, 3], [1, -1]]
-    assert answers[0].dtype == torch.int32
 
 
 def runner(ids, positions, lengths, prompts, requests):

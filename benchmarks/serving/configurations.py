@@ -25,7 +25,6 @@ COMES_AGAIN = "as it comes again"
 UNPLANNED = "our transport, unplanned placement"
 MOETUNER, EPLB = "MoETuner", "EPLB, 16 redundant"
 PLAN, COPIES, MORE_COPIES = "plan", "plan, 8 redundant", "plan, 16 redundant"
-SHUFFLED = "plan, 8 redundant, always shuffled"  # what passes would take without a choice of their path
 # Methods and copies. What has no tables is balanced and moved by the engine itself.
 PLANS = {
     PLAN: ("semmoe", 0),
@@ -49,8 +48,6 @@ class Planner:
     def set_up(self, name: str, attention: str, ranks: int = RANKS) -> SetUp:
         if name in (VANILLA, AGAIN, AS_IT_COMES, COMES_AGAIN):
             return SetUp(name=name, attention=attention, ranks=ranks, all_to_all=name in (VANILLA, AGAIN))
-        if name == SHUFFLED:
-            return replace(self.set_up(COPIES, attention, ranks), name=name, path="shuffled")
         topology = Topology.for_attention(attention, ranks)
         path = self._folder / f"{attention}{ranks}-{name.replace(' ', '-')}"
         if not path.exists():

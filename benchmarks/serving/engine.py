@@ -29,7 +29,6 @@ class SetUp:
     plan: Path | None = None  # none: vanilla
     schedule: str = "plan"
     shuffle: str = "layer"
-    path: str = "auto"
     ranks: int = RANKS
     all_to_all: bool = True  # False: as the engine sums experts by itself, without a plan
 

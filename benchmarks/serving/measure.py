@@ -209,7 +209,7 @@ class Probes:
         set_rate(self._network, as_tc(rate))
         load = draw(self._bench.prompts, self._count, 1.0, 0, at_once=True)
         answers, counts, _ = counted(self._bench, self._server, load, self._network)
-        share = share_of(counts) or 0.0
-        say(f"{self._attention}, links of {rate:g} Mbit/s: {share:.1%} of passes in the all-to-all")
+        share = share_of(counts, answers.seconds) or 0.0
+        say(f"{self._attention}, links of {rate:g} Mbit/s: {share:.1%} of the time in the all-to-all")
         self.told.append((rate, round(share, 3)))
         return share, self._count / answers.seconds

@@ -11,7 +11,6 @@ from serving.configurations import (
     MOETUNER,
     MORE_COPIES,
     PLAN,
-    SHUFFLED,
     UNPLANNED,
     VANILLA,
 )
@@ -106,7 +105,7 @@ def _rates(engine: str, attention: str, s: Settings) -> Iterator[Piece]:
 def _crossed(engine: str, attention: str) -> Iterator[Piece]:
     """The other configurations, requests at once, at the highest share: with `_shares` the full cross."""
     names = [MOETUNER, PLAN, *as_it_comes(engine, attention), EPLB, MORE_COPIES]
-    names += [UNPLANNED, SHUFFLED] if attention == "tp" else []
+    names += [UNPLANNED] if attention == "tp" else []
     loads = (Workload(arrivals=AT_ONCE),)
     for i, beside in enumerate(_in_twos(names)):
         yield Piece(name=f"{attention}-at-once-{i + 1}", attention=attention, beside=beside, workloads=loads)

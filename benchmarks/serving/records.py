@@ -52,8 +52,8 @@ class Run:
 
     @property
     def share(self) -> float | None:
-        """Of forward passes in the all-to-all, waits for slower ranks included; None where none is counted."""
-        return share_of(self.counters)
+        """Return the share of the ranks' time in the all-to-all, see `share_of`."""
+        return share_of(self.counters, self.seconds)
 
     def per_token(self, counter: str) -> float | None:
         """Of a counter, per token and layer."""
@@ -61,9 +61,17 @@ class Run:
         return self.counters.get(counter, 0) / tokens if tokens else None
 
 
-def share_of(counters: dict[str, float]) -> float | None:
-    passes = counters.get("pass_seconds", 0)
-    return counters.get("pass_seconds.part=all_to_all", 0) / passes if passes else None
+def share_of(counters: dict[str, float], seconds: float) -> float | None:
+    """Return the share of a run's `seconds` that its ranks spent in the all-to-all, or None if that is not counted.
+
+    Waits for slower ranks are included. Records of before 2026-11-30 count the time of forward passes in place of the
+    run's.
+    """
+    if before := counters.get("pass_seconds", 0):
+        return counters.get("pass_seconds.part=all_to_all", 0) / before
+    ranks = sum(name.startswith("served_pairs.by=") for name in counters)
+    spent = counters.get("all_to_all_seconds", 0)
+    return spent / (seconds * ranks) if spent and ranks else None
 
 
 class Records:

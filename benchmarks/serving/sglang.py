@@ -34,7 +34,7 @@ class Sglang(Engine):
             location, redundant = launch.write_location(plan, MODEL, folder), plan.placement.redundant_experts
         a2a = launch.A2A if up.all_to_all else "none"
         values = launch.arguments(up.topology, location, redundant, on_cpu=True, a2a=a2a) | self.OPTIONS | options
-        settings = SglangSettings(plan=str(up.plan or ""), schedule=up.schedule, shuffle=up.shuffle, path=up.path,
+        settings = SglangSettings(plan=str(up.plan or ""), schedule=up.schedule, shuffle=up.shuffle,
                                   control=str(folder))  # fmt: skip
         words = python("-m", "sglang.launch_server", "--model-path", str(MODEL), "--port", str(port))
         return Command(words + command_line(values), launch.environment(settings, up.topology, on_cpu=True))

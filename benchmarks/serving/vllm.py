@@ -40,7 +40,7 @@ class Vllm(Engine):
     def serve(self, up: SetUp, folder: Path, port: int, options: dict[str, Any]) -> Command:
         plan = load_plan(up.plan) if up.plan else None
         settings = VllmSettings(
-            plan=str(up.plan or ""), schedule=up.schedule, shuffle=up.shuffle, path=up.path, control=str(folder),
+            plan=str(up.plan or ""), schedule=up.schedule, shuffle=up.shuffle, control=str(folder),
             # Without data parallelism vLLM's own way has no all-to-all: every rank of an attention group has all rows.
             sequence_parallel="1" if up.attention == "tp" and up.all_to_all else "",
         )  # fmt: skip

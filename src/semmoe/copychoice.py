@@ -125,44 +125,6 @@ def cover(expert_ids, copies, source, num_ranks):
 
 
 @njit(nogil=True)
-def level(expert_ids, copies, experts_per_rank):
-    """Choose copies where every rank has all rows: (N, K) physical ids for experts (N, K), of their type, -1 for -1.
-
-    copies (G, E): the copy that each rank would use. Which ranks a token's experts are on costs nothing there, but all
-    wait for the rank with most of them. So experts that leave a choice go, one by one, to the rank that has the fewest
-    of the token's; of equal ones to the first from a rank that changes from token to token. The choice depends on a
-    token's own experts alone: ranks may round otherwise, and one token's near-tie must not move the others.
-    """
-    (G, E), (N, K) = copies.shape, expert_ids.shape
-    out, load, free = np.empty_like(expert_ids), np.empty(G, np.int64), np.zeros(E, np.bool_)
-    for g, e in np.ndindex(G, E):
-        free[e] |= copies[g, e] != copies[0, e]
-    for t in range(N):
-        load[:] = 0
-        for choosing in (False, True):
-            for i in range(K):
-                e = expert_ids[t, i]
-                if e < 0:
-                    out[t, i] = -1
-                elif free[e] == choosing:
-                    out[t, i] = _least_loaded(copies, e, t % G, load, experts_per_rank)
-                    load[out[t, i] // experts_per_rank] += 1
-    return out
-
-
-@njit(nogil=True)
-def _least_loaded(copies, expert, first, load, experts_per_rank):
-    """The expert's copy on the rank with the least load (G,), of equal ones the first from rank `first` on."""
-    G = copies.shape[0]
-    best = copies[first, expert]
-    for g in range(1, G):
-        copy = copies[(first + g) % G, expert]
-        if load[copy // experts_per_rank] < load[best // experts_per_rank]:
-            best = copy
-    return best
-
-
-@njit(nogil=True)
 def _cover_token(near, number, preferred, source, num_ranks, reached, t, out):
     """Fill out[t] with the ranks of a token's experts: number (K,) nearest copies in near (K, X), preferred (K,).
 

@@ -266,6 +266,8 @@ class RequestPolicy(Protocol):
         """The policy for `copies` servers side by side; a policy that scores prompts also gets `cache_weight`."""
 
 
+NEVER = 1 << 31  # more rows than a pass can have
+
 # where a table row comes from: the prior, the token's own counts, a neighbour's counts
 PRIOR, PROFILED, NEIGHBOUR = 0, 1, 2
 
@@ -285,6 +287,12 @@ class Plan:
     # (N,) uint64, ascending: hashes of the profiled requests; None: unknown
     profiled_requests: np.ndarray | None = None
     expected: dict[str, Any] | None = None
+    # attention-TP: the least rows of a group's pass that is shuffled; passes with fewer keep contiguous slices
+    shuffle_from: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.shuffle_from <= NEVER:
+            raise ValueError(f"shuffle_from must lie between 1 and {NEVER}, not {self.shuffle_from}")
 
     def __repr__(self) -> str:
         placement, layers = self.placement, len(self.placement.physical_to_logical_map)

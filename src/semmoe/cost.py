@@ -136,11 +136,20 @@ def hooks(tokens: float, topology: Topology, copies: bool, links: Links | None =
 
     They are within 15 % of what was measured. On links of CPUs 0, since there it was not.
     """
-    if links is not None and links.experts.teraflops < GPU_TERAFLOPS:
+    if links is not None and not on_gpus(links):
         return 0.0
-    rows = tokens / topology.dp_size
-    by_row = SHUFFLED_ROW * min(rows, FIRST_ROWS) + SHUFFLED_MORE * max(rows - FIRST_ROWS, 0)
-    return COUNTED + COPIES * copies + (SHUFFLED + by_row) * (topology.attn_tp_size > 1)
+    shuffled = float(shuffle_seconds(np.array(tokens / topology.dp_size))) if topology.attn_tp_size > 1 else 0.0
+    return COUNTED + COPIES * copies + shuffled
+
+
+def on_gpus(links: Links) -> bool:
+    """Whether GPUs compute the experts behind these links."""
+    return links.experts.teraflops >= GPU_TERAFLOPS
+
+
+def shuffle_seconds(rows: np.ndarray) -> np.ndarray:
+    """Seconds that a GPU takes at a layer to shuffle a group's rows; numbers of rows of any shape, and times."""
+    return SHUFFLED + SHUFFLED_ROW * np.minimum(rows, FIRST_ROWS) + SHUFFLED_MORE * np.maximum(rows - FIRST_ROWS, 0)
 
 
 def exchange_seconds(sent: np.ndarray, topology: Topology, links: Links, latency: str) -> float:

@@ -7,7 +7,7 @@ import numpy as np
 
 from semmoe import cost
 from semmoe.calibration import Links, PhaseLinks
-from semmoe.core import Plan, RoutingTrace
+from semmoe.core import NEVER, Plan, RoutingTrace
 from semmoe.placement.problem import Progress
 from semmoe.replayer import ReplayResult, replay, scheduled_by_answers
 from semmoe.results import Expected, checked
@@ -15,10 +15,12 @@ from semmoe.rowcosts import RowCosts
 from semmoe.settings import ReplaySettings, SolveSettings
 from semmoe.solver import solve
 from semmoe.splitter import near_duplicates, split
+from semmoe.tokens.slices import ByPosition
 from semmoe.topology import Topology
 
 BANDWIDTHS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0)  # of other links, times that of the given ones
 BATCHES = (1 / 16, 1 / 4, 1.0, 4.0, 16.0)  # tokens of other batches, times those that were replayed
+MOST_ROWS = 1 << 16  # of a group's pass, up to which it is asked whether shuffling pays
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,14 @@ def expect(
     if trace.num_requests * (1 - holdout) < smallest or near_duplicates(trace).max() == 0:
         return None
     held_out, profile = split(trace, holdout, settings.seed)
-    replayed = {}
+    replayed: dict[str, ReplayResult] = {}
     for method in dict.fromkeys((settings.method, "linear", "eplb")):
         watched, begin = (progress, previous) if method == settings.method else (lambda layers: None, None)
         chosen = replace(settings, method=method)
         plan = solve(profile, topology, chosen, progress=watched, previous=begin, costs=costs)
         replayed[method] = replay(held_out, plan, measure)
+        if method == settings.method:
+            own = plan
     # Where links are known, `_time` adds the bytes per rank pair of one batch, which hold the same information.
     figures = {
         name: {k: v for k, v in result.as_dict().items() if k != "rows_per_rank_pair"}
@@ -76,10 +80,33 @@ def expect(
         timed = _time(case, figures, links.prefill)
         if links.decode != links.prefill:
             timed["decode"] = _judge(case, _predict(case, links.decode), links.decode)
-    own = figures.pop(settings.method)
+        if own.tokens.by_tables:
+            unshuffled = replay(held_out, replace(own, tokens=ByPosition()), measure)
+            # A pass may hold tokens of both phases, so the number is the larger one.
+            timed["shuffle_from"] = max(shuffle_from(case, unshuffled, one) for one in (links.prefill, links.decode))
+    plan_figures = figures.pop(settings.method)
     by_answers = scheduled_by_answers(held_out, topology)
     about = {"holdout": holdout, "requests": held_out.num_requests, "scheduled_by_answers": by_answers}
-    return checked(Expected, {**about, **asdict(measure), **own, "others": figures, **timed})
+    return checked(Expected, {**about, **asdict(measure), **plan_figures, "others": figures, **timed})
+
+
+def shuffle_from(case: Case, unshuffled: ReplayResult, links: Links) -> int:
+    """The least rows of a group's pass for which shuffling pays on `links`; NEVER if no pass is large enough.
+
+    unshuffled: the replay of the same plan with contiguous slices. What shuffling saves grows in proportion to the
+    rows, beyond a fixed part; what its kernels take grows more slowly with each row. So it pays from one number on.
+
+    Worked example: shuffling saves .2 us a row, and its kernels take 29 us and .1 us a row: from 291 rows on.
+    """
+    saved = []
+    for batch in (1.0, 2.0):
+        contiguous = _layer_seconds(case, unshuffled, links, batch)
+        saved.append(contiguous - _layer_seconds(case, case.replayed[case.method], links, batch))
+    rows = np.arange(1, MOST_ROWS + 1)
+    batches = rows * case.topology.dp_size / case.tokens
+    kernels = cost.shuffle_seconds(rows) if cost.on_gpus(links) else np.zeros(len(rows))
+    pays = saved[0] + (saved[1] - saved[0]) * (batches - 1) > kernels
+    return int(rows[pays][0]) if pays.any() else NEVER
 
 
 def excess_load(trace: RoutingTrace, plan: Plan, limit: float, measure: ReplaySettings) -> list[str]:
@@ -131,6 +158,12 @@ def _predict(case: Case, links: Links, batch: float = 1.0) -> dict[str, cost.Pre
         hooks = cost.hooks(batch * case.tokens, case.topology, case.copies, links) if name == case.method else 0.0
         predictions[name] = cost.predict(name, rows, busiest, case.shape, case.topology, links, hooks)
     return predictions
+
+
+def _layer_seconds(case: Case, result: ReplayResult, links: Links, batch: float) -> float:
+    """Seconds of a layer without semmoe's kernels, for `batch` times as many tokens as were replayed."""
+    rows, busiest = batch * result.rows_per_batch(links.all_to_all), batch * result.busiest_pairs
+    return cost.predict("", rows, busiest, case.shape, case.topology, links).time.total
 
 
 def _elsewhere(case: Case, predictions: dict[str, cost.Prediction], links: Links) -> dict[str, Any]:

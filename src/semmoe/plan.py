@@ -45,6 +45,7 @@ class PlanHeader(BaseModel):
     requests: dict[str, Any]  # the request policy's kind and its numbers
     static_dispatch: bool
     copy_choice: str = "static"
+    shuffle_from: int = 1
     profiled_requests: bool
     settings: dict[str, Any]
     trace_hash: str
@@ -64,6 +65,7 @@ def save_plan(plan: Plan, path: Path | str) -> None:
         requests={"kind": plan.requests.kind, **numbers_of(plan.requests)},
         static_dispatch=plan.placement.static_dispatch is not None,
         copy_choice=plan.placement.copy_choice,
+        shuffle_from=plan.shuffle_from,
         profiled_requests=plan.profiled_requests is not None,
         trace_hash=plan.trace_hash,
         expected=plan.expected,
@@ -151,6 +153,7 @@ def _plan(header: PlanHeader, arrays: dict[str, np.ndarray]) -> Plan:
         trace_hash=header.trace_hash,
         expected=header.expected,
         profiled_requests=arrays.get("profiled_requests"),
+        shuffle_from=header.shuffle_from,
     )
 
 

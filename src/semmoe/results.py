@@ -13,6 +13,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from semmoe.core import NEVER
+
 LIGHT, AT_ONCE = "light", "all at once"  # names of runs; the others are "R requests/s" and "N tokens"
 PAIRED = {"output_throughput": "request_throughput"}  # in proportion: every answer has as many tokens
 Values = dict[str, float]
@@ -242,6 +244,7 @@ class Expected(Figures, Judged):
     others: dict[Name, Figures] = Field(max_length=32)
     elsewhere: Elsewhere | None = None
     decode: Judged | None = None  # of decoding, where it uses another all-to-all
+    shuffle_from: int | None = Field(default=None, ge=1, le=NEVER)  # where tokens are shuffled by tables
 
 
 class GenerateFile(Record):

@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 
 from semmoe.bounds import MOST_LAYERS, MOST_RANKS, check_numbers, choice, number, switch
 
-PATHS = ("shuffled", "whole")  # attention-TP: how tokens meet their experts in a pass (`semmoe.engines.paths`)
 GRANULARITIES = ("layer", "batch")  # attention-TP: slices are decided once per layer or once per batch
 SEED = (0, (1 << 32) - 1)
 TOKENS = (1, 1 << 24)  # least and most tokens of a batch
@@ -171,6 +170,10 @@ class GenerateSettings:
 class ExchangeSettings:
     """How ranks of the embedded engine exchange rows around experts."""
 
+    shuffle_from: int = number(
+        0, 0, 1 << 30, help="attention-TP: least rows of a pass whose tokens are shuffled; 0: the plan's own number."
+    )
+
     exchange: str = choice(
         "all-to-all",
         ("all-to-all", "all-reduce"),
@@ -246,8 +249,8 @@ class ServeSettings:
     shuffle: str = choice(
         "layer", ("layer", "batch", "off"), help="attention-TP: how often the ranks of tokens are decided."
     )
-    path: str = choice(
-        "auto", ("auto", *PATHS), help="attention-TP: tokens shuffled, or whole on every rank; auto: what is faster."
+    shuffle_from: int = number(
+        0, 0, 1 << 30, help="attention-TP: least rows of a pass whose tokens are shuffled; 0: the plan's own number."
     )
     window_ms: float = number(0, 0, MOST_WAIT_MS, help=WINDOW_HELP)
     port: int = number(30000, 1, 65_535, panel="Output", help="Port to listen on.")

@@ -33,9 +33,9 @@ def solve(
 
     embeddings: (V, H) the model's input embeddings; with them, tokens that were not profiled use the table rows of
     their nearest profiled neighbour. previous: a plan to begin from, whose experts move only where that pays
-    (`settings.cocluster.move_cost`). costs: what the all-to-all charges prefill and decode tokens, which the method
-    semmoe weighs in place of the weights in the settings. Raises ValueError if sizes do not divide, the profile is too
-    small or the method does not apply.
+    (`settings.cocluster.move_cost`), and whose `shuffle_from` stays. costs: what the all-to-all charges prefill and
+    decode tokens, which the method semmoe weighs in place of the weights in the settings. Raises ValueError if sizes do
+    not divide, the profile is too small or the method does not apply.
     """
     settings = settings or SolveSettings()
     check_inputs(trace, topology, settings, previous)
@@ -61,6 +61,7 @@ def solve(
         trace_hash=trace.digest(),
         settings=used,
         profiled_requests=np.unique(trace.request_hashes()),
+        shuffle_from=1 if previous is None else previous.shuffle_from,
     )
 
 

@@ -5,7 +5,6 @@ of the CPU backend that vanilla SGLang has too; none changes a result.
 """
 
 import logging
-from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -47,11 +46,10 @@ ROPE = Hook(
 HOOKS = (EXPERTS, DISPATCHER, EXPERT_CLASS, CONTROLLER, ROPE)
 
 
-def patch(comms: list[Communicator], whole: Callable[[], bool]) -> tuple[Hook, ...]:
+def patch(comms: list[Communicator]) -> tuple[Hook, ...]:
     """Register the patches, and return what they reach into.
 
-    The communicator that all layers' dispatchers share is added to `comms`. whole: whether every rank has all rows of
-    this pass, so that none are dispatched.
+    The communicator that all layers' dispatchers share is added to `comms`.
     """
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.mem_cache.pool_host import common
@@ -63,7 +61,7 @@ def patch(comms: list[Communicator], whole: Callable[[], bool]) -> tuple[Hook, .
             parallel = get_parallel()
             group = parallel.tp_group.device_group
             comms.append(Communicator(group, parallel.moe_ep_rank, parallel.moe_ep_size))
-        return GlooDispatcher(comms[0], moe_runner_config.num_local_experts, whole)
+        return GlooDispatcher(comms[0], moe_runner_config.num_local_experts)
 
     around(EXPERTS, _local_experts)
     around(DISPATCHER, dispatcher)

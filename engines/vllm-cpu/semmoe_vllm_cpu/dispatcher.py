@@ -1,10 +1,9 @@
 """The expert all-to-all over gloo as one of vLLM's all-to-all managers: where vLLM runs on a CPU, for vanilla too."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from vllm.distributed import get_ep_group, tensor_model_parallel_all_reduce
+from vllm.distributed import get_ep_group
 from vllm.distributed.device_communicators.base_device_communicator import All2AllManagerBase
 
 from semmoe.runtime.collectives import Communicator
@@ -15,7 +14,7 @@ class GlooAllToAll(All2AllManagerBase):
     """A row goes once to every other rank that holds some of its experts; bytes are counted by receiver.
 
     vLLM's own on a CPU gathers every row on every rank, so that no placement can save a byte. Expert ids are physical,
-    -1 where there is none (padding). Where every rank has all rows, none is dispatched, and combine is an all-reduce.
+    -1 where there is none (padding).
     """
 
     def __init__(self, cpu_group: Any) -> None:
@@ -23,11 +22,9 @@ class GlooAllToAll(All2AllManagerBase):
         self.comm: Communicator | None = None
         self._experts_per_rank = 0
         self._handle: DispatchHandle | None = None
-        self._whole: Callable[[], bool] = lambda: False
 
-    def serve(self, num_experts: int, whole: Callable[[], bool]) -> Communicator:
-        """To be called once the model is loaded; whole: whether every rank has all rows of this pass."""
-        self._whole = whole
+    def serve(self, num_experts: int) -> Communicator:
+        """To be called once the model is loaded."""
         group = get_ep_group()
         size = group.world_size
         if num_experts % size != 0:
@@ -46,16 +43,12 @@ class GlooAllToAll(All2AllManagerBase):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         assert self.comm is not None
         assert extra_tensors is None, "quantised rows are not sent on a CPU"
-        if self._whole():
-            return hidden_states, topk_weights, topk_ids
         ids = topk_ids.long()
         owners = torch.where(ids >= 0, ids // self._experts_per_rank, -1)
         received, self._handle = dispatch(self.comm, hidden_states, ids, topk_weights.float(), owners)
         return received.hidden, received.weights, received.expert_ids.to(topk_ids.dtype)
 
     def combine(self, hidden_states: torch.Tensor, is_sequence_parallel: bool = False) -> torch.Tensor:
-        if self._whole():  # the attention group is the expert group then, and has vLLM's shared memory
-            return tensor_model_parallel_all_reduce(hidden_states)
         assert self.comm is not None
         assert self._handle is not None
         return combine(self.comm, hidden_states, self._handle)

@@ -4,6 +4,7 @@ import importlib
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -196,6 +197,9 @@ def generate(
 def _configuration(plan: Plan, path: Path | None, ways: ExchangeSettings) -> "Configuration":
     from semmoe.engines.transformers.generate import Configuration
 
+    if ways.shuffle_from and (path is None or not plan.tokens.by_tables):
+        raise ValueError("--shuffle-from has no effect: only a plan for attention tp or hybrid shuffles tokens")
+    plan = replace(plan, shuffle_from=ways.shuffle_from or plan.shuffle_from)
     way = "on the plan" if path else "vanilla" if ways.exchange == "all-to-all" else ways.exchange
     name = f"attention-{plan.topology.attention.upper()}, {way}"
     return Configuration(name=name, plan=plan, exchange=ways.exchange)

@@ -111,8 +111,8 @@ def _check(
     if asked.window_ms and (plan is None or asked.schedule != "plan" or not plan.requests.by_tables):
         raise ValueError("--window-ms has no effect: requests are assigned only by a plan for attention dp or hybrid")
     shuffles = plan is not None and plan.tokens.by_tables and asked.shuffle != "off"
-    if asked.path != "auto" and not shuffles:
-        raise ValueError("--path has no effect: only a plan for attention tp or hybrid shuffles tokens")
+    if asked.shuffle_from and not shuffles:
+        raise ValueError("--shuffle-from has no effect: only a plan for attention tp or hybrid shuffles tokens")
     if plan is None:
         # raises an error if sizes do not divide
         physical_experts(fingerprint_of(model).num_experts, 0, topology.ep_size)
@@ -131,7 +131,7 @@ def _plugin_settings(plan: Path | None, asked: ServeSettings, folder: Path) -> P
         plan=where,
         schedule=asked.schedule,
         shuffle=asked.shuffle,
-        path=asked.path,
+        shuffle_from=str(asked.shuffle_from or ""),
         window_ms=wait,
         control=str(folder),
     )

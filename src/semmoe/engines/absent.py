@@ -14,11 +14,11 @@ from semmoe.runtime.collectives import Communicator
 class NoShuffle:
     """In place of a shuffle: tokens stay where the engine puts them."""
 
-    active = whole = False
+    active = False
     comms: Sequence[Communicator] = ()
 
     def readings(self, labels: Mapping[str, str]) -> Iterator[Reading]:
-        """Yield nothing: no path is chosen."""
+        """Yield nothing: no pass is shuffled."""
         yield from ()
 
     def begin_step(self, read: Callable[[], Step]) -> None:

@@ -10,14 +10,13 @@ Names (all begin with `semmoe_`) with labels in braces; `ep_rank` and `dp_rank` 
     served_pairs{by}                        pairs by the rank that computes them: expert load
     sent_bytes{ep_rank, kind}               bytes that semmoe's own code sends, by kind of collective
     messages{ep_rank, kind}                 messages that it sends to other ranks
-    pass_seconds{ep_rank, part}             time of forward passes; part = all_to_all, shuffle (semmoe's
-                                            other collectives) or rest; only on a CPU
-    all_to_all_bytes{ep_rank, tier}         dispatch and combine, if semmoe's own code sends them
+    all_to_all_seconds{ep_rank}             time in dispatch and combine, if semmoe's own code sends them (on a CPU)
+    all_to_all_bytes{ep_rank, tier}         their bytes
     node_bytes{node, to_node}               those bytes that go to another node; only with several nodes
     rank_pair_rows{ep_rank, to}             remote_rows by pair of ranks; these three only with SEMMOE_RANK_PAIRS=1
     rank_pair_bytes{ep_rank, to}            all_to_all_bytes by pair of ranks
     rank_pair_served{ep_rank, to}           pairs by home rank and by the rank that computes them
-    passes{ep_rank, path}                   attention-TP: forward passes by path (`semmoe.engines.paths`)
+    passes{ep_rank, slices}                 attention-TP: forward passes; slices = shuffled, or contiguous (few rows)
     plan_number{ep_rank}                    the number of the plan that a rank serves on: equal on all (`semmoe swap`)
     request_plan_number                     of the plan that assigns requests
     swaps{ep_rank, outcome}                 swaps to another plan; outcome = done, refused
@@ -169,13 +168,13 @@ DESCRIPTIONS = {
     "served_pairs": "(token, expert) pairs by the rank that computes them",
     "sent_bytes": "Bytes that semmoe's collectives sent, by kind",
     "messages": "Messages that semmoe's collectives sent to other ranks, by kind",
-    "pass_seconds": "Seconds of forward passes on a CPU, by where they went",
+    "all_to_all_seconds": "Seconds in dispatch and combine on a CPU, waits for slower ranks included",
     "all_to_all_bytes": "Bytes of dispatch and combine, inside the node or between",
     "node_bytes": "Bytes of dispatch and combine by pair of nodes",
     "rank_pair_rows": "Rows for other ranks, one per (token, rank), by pair of ranks",
     "rank_pair_bytes": "Bytes of dispatch and combine by pair of ranks",
     "rank_pair_served": "(token, expert) pairs by home rank and by the rank that computes them",
-    "passes": "Forward passes whose tokens may be shuffled, by path",
+    "passes": "Forward passes by their slices, shuffled or contiguous",
     "plan_number": "Number of the plan that a rank serves on",
     "request_plan_number": "Number of the plan that assigns requests",
     "swaps": "Swaps to another plan, by outcome",

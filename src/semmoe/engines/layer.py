@@ -3,13 +3,15 @@
     slices -> shuffled reduce-scatter -> norm and experts (the engine's own)
            -> shuffled all-gather, with expert ids -> observe
 
-or, in passes that are cheaper without an all-to-all (`semmoe.engines.paths`), over all rows on every rank.
+A pass with fewer rows than the plan's `shuffle_from` keeps contiguous slices: nothing is looked up, no ids are sent,
+and no history is updated.
 
 Every engine runs it through `TokenRows`, from its own hooks. The slices are the plan's and change from layer to layer,
 so that every rank needs the residual of every token. Therefore the residual stream itself is gathered, and normalised
 on every rank; this sends as many bytes as gathering normalised rows.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -18,7 +20,6 @@ import torch
 from torch import nn
 
 from semmoe.engines.counters import Reading
-from semmoe.engines.paths import SHUFFLED, WHOLE, only
 from semmoe.engines.step import SlotWatch, Step
 from semmoe.runtime.collectives import Communicator, shuffled_all_gathers, shuffled_reduce_scatter
 from semmoe.runtime.shuffler import Shuffler
@@ -34,12 +35,11 @@ class TokenRows:
         self._shuffler = shuffler
         self.comm = comm
         self._watch = SlotWatch()
-        self.choice = only(SHUFFLED)
-        self._path = SHUFFLED  # of this pass
+        self.shuffled = False  # whether this pass is shuffled by the plan
+        self.passes: Counter[str] = Counter()  # forward passes by their slices, shuffled or contiguous
         # slots whose request began in passes that were not shuffled, or by another plan
         self._unseen = np.zeros(0, np.int64)
         self._used_slots = 0  # that were used so far
-        self._num_tokens = 0  # of this pass
         self._tokens, self._padded = 0, 0  # rows of this pass to shuffle, without and with padding
         self._handle: Any = None  # handle between the two collectives of a layer
         self._layer: int | None = None
@@ -50,44 +50,38 @@ class TokenRows:
         self.captured: Any = None
 
     def begin(self, token_ids: Any, slots: Any, decoding: Any, new_slots: Any) -> None:
-        """Begin a forward pass over these tokens, on the path chosen for it; arguments same as in `Shuffler.start`.
-
-        A pass without an all-to-all adds nothing to the histories of requests.
-        """
-        self._tokens, self._handle, self._path = 0, None, self.choice.choose(len(token_ids))
+        """Begin a forward pass over these tokens; arguments same as in `Shuffler.start`."""
+        self._tokens, self._handle = len(token_ids), None
+        self.shuffled = self._shuffler.shuffles(self._tokens)
+        self.passes["shuffled" if self.shuffled else "contiguous"] += 1
         if len(new_slots):
             self._unseen = np.union1d(self._unseen, new_slots)
-        if self.whole:
-            return
-        self._tokens = len(token_ids)
         self._used_slots = max(self._used_slots, int(slots.max(initial=-1)) + 1)
         self._shuffler.start(token_ids, slots, decoding, self._unseen)
-        self._unseen = self._unseen[:0]
+        if self.shuffled:
+            self._unseen = self._unseen[:0]
 
     def begin_step(self, read: Callable[[], Step]) -> None:
         """Begin a pass that is read from an engine's batch; one without tokens is not shuffled."""
         step = read()
         self.end()
-        self._num_tokens = step.num_tokens
         if step.num_tokens:
-            self.begin(step.token_ids, step.slots[step.rows], step.decoding, self._watch.begun(step))
+            # A request that has tokens in a pass that is not shuffled begins its history anew afterwards.
+            new = self._watch.begun(step) if self._shuffler.shuffles(step.num_tokens) else step.slots[:0]
+            self.begin(step.token_ids, step.slots[step.rows], step.decoding, new)
 
     def end(self) -> None:
-        self._tokens, self._handle, self._path = 0, None, SHUFFLED
+        self._tokens, self._handle, self.shuffled = 0, None, False
 
     def use(self, shuffler: Shuffler) -> None:
         """Shuffle by another plan from the next pass on, which knows no history of the requests that run."""
         self._shuffler = shuffler
         self._unseen = np.union1d(self._unseen, np.arange(self._used_slots))
 
-    @property
-    def whole(self) -> bool:
-        """Whether every rank has all rows of this pass around its experts, and no all-to-all runs."""
-        return self._path == WHOLE
-
     def readings(self, labels: Mapping[str, str]) -> Iterator[Reading]:
-        """The counters of the paths of passes."""
-        yield from self.choice.readings(labels)
+        """Yield the number of passes that were shuffled, and of those that were not."""
+        for slices, count in list(self.passes.items()):
+            yield "passes", {**labels, "slices": slices}, count
 
     @property
     def comms(self) -> list[Communicator]:
@@ -124,7 +118,8 @@ class TokenRows:
 
     def restore(self, rows: torch.Tensor) -> torch.Tensor:
         """(n, H) of every rank -> (N', H) in the tokens' order, zeros for padding; the routing is sent along."""
-        columns, travels = [rows], self._layer is not None and (self._shuffler.uses_history or self.captured)
+        columns, listened = [rows], self._shuffler.uses_history or self.captured
+        travels = self.shuffled and self._layer is not None and listened
         if travels:
             assert self._routing is not None
             columns.append(self._shuffler.by_weight(*self._routing))

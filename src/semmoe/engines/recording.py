@@ -9,6 +9,8 @@ import torch
 from semmoe.engines.step import Step
 from semmoe.runtime.shuffler import by_weight
 
+UNSEEN = -1  # in place of experts that no hook has told
+
 
 class Listener(Protocol):
     """The receiver of recorded rows: a `LiveRecorder`, or a profiler."""
@@ -57,6 +59,8 @@ class PassRecorder:
     def begin(self, read: Callable[[], Step]) -> None:
         step = read() if self._recorder.poll() else None
         self._step = step if step is not None and step.num_tokens and not step.guesses else None
+        if self._buffer is not None and self._step is not None:
+            self._buffer.fill_(UNSEEN)  # a pass whose routing is not told must not leave that of the pass before
         self._routed, self._closed = {}, None
 
     def observe(self, layer: int, expert_ids: torch.Tensor, weights: torch.Tensor) -> None:
@@ -82,8 +86,9 @@ class PassRecorder:
         if self._buffer is not None and step is not None and step.num_tokens <= len(self._buffer):
             routed = self._buffer[: step.num_tokens].cpu().numpy()
             self._routed = dict(enumerate(routed.swapaxes(0, 1)))
-        complete = step is not None and len(self._routed) == self._num_layers
-        self._closed = step if complete else None
+        complete = len(self._routed) == self._num_layers
+        unseen = any(ids.min(initial=0) == UNSEEN for ids in self._routed.values())
+        self._closed = step if complete and not unseen else None
 
     @property
     def waiting(self) -> Step | None:

@@ -2,11 +2,12 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from semmoe.settings import GRANULARITIES, MOST_WAIT_MS, PATHS
+from semmoe.core import NEVER, Plan
+from semmoe.settings import GRANULARITIES, MOST_WAIT_MS
 
 PREFIX = "SEMMOE_"
 PLANS = "plans"  # in the control folder: plans that a server may be swapped to
@@ -19,7 +20,7 @@ class PluginSettings:
     plan: str = ""  # a plan directory; empty: vanilla, whose traffic is counted as well
     schedule: str = "plan"  # "plan" or "engine": who assigns requests to data-parallel ranks
     shuffle: str = "layer"  # "layer", "batch" or "off": how often slices of attention-TP groups are decided
-    path: str = "auto"  # of passes whose tokens are shuffled: "auto", "shuffled" or "whole" (`semmoe.engines.paths`)
+    shuffle_from: str = ""  # least rows of a pass whose tokens are shuffled; empty: the plan's own number
     window_ms: str = ""  # requests that arrive within so many milliseconds are assigned together; empty: each at once
     control: str = ""  # a folder for activity files and `semmoe record`
     rank_pairs: str = ""  # 1: traffic is also published by pair of ranks, up to `traffic.MOST_PAIRED` ranks
@@ -27,14 +28,18 @@ class PluginSettings:
     def __post_init__(self) -> None:
         if self.schedule not in ("plan", "engine"):
             raise ValueError(f"SEMMOE_SCHEDULE must be plan or engine, not {self.schedule!r}")
-        if self.path not in ("auto", *PATHS):
-            raise ValueError(f"SEMMOE_PATH must be auto, {' or '.join(PATHS)}, not {self.path!r}")
+        if self.shuffle_from and not (self.shuffle_from.isdecimal() and 1 <= int(self.shuffle_from) <= NEVER):
+            raise ValueError(f"SEMMOE_SHUFFLE_FROM must lie between 1 and {NEVER}, not {self.shuffle_from!r}")
         allowed = (*GRANULARITIES, "off")
         if self.shuffle not in allowed:
             raise ValueError(f"SEMMOE_SHUFFLE must be one of {', '.join(allowed)}, not {self.shuffle!r}")
         if self.window_ms and not _is_wait(self.window_ms):
             raise ValueError(f"SEMMOE_WINDOW_MS must lie between 0 and {MOST_WAIT_MS:,}, not {self.window_ms!r}")
         check_switch("RANK_PAIRS", self.rank_pairs)
+
+    def served(self, plan: Plan) -> Plan:
+        """Return the plan as it is served: with `shuffle_from` of these settings, if that is given."""
+        return replace(plan, shuffle_from=int(self.shuffle_from)) if self.shuffle_from else plan
 
     @property
     def window_seconds(self) -> float:

@@ -45,6 +45,8 @@ class RankTraffic:
         for kind, messages in _summed([comm.messages for comm in (*dispatch, *others)]).items():
             yield "messages", {**self._own, "kind": str(kind)}, messages
         if dispatch:
+            seconds = sum(sum(comm.seconds.values()) for comm in dispatch)
+            yield "all_to_all_seconds", self._own, seconds
             yield from self._exchanged(_summed([comm.sent_to for comm in dispatch]))
         if self.refused:
             yield "degraded", {"reason": self.refused}, 1.0

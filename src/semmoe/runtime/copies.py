@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from semmoe.copychoice import cover, level, nearest_copies, preferred_copies
+from semmoe.copychoice import cover, nearest_copies, preferred_copies
 from semmoe.core import Plan
 from semmoe.runtime import reference
 from semmoe.runtime.static import triton_kernels
@@ -71,19 +71,6 @@ def take_over(old: Sequence[RankCopies], new: Sequence[RankCopies], captured: bo
         most = old[0].ranks.shape[1]
         raise ValueError(f"captured graphs choose among {most} copies of an expert at most, the plan among {larger[0]}")
     return out
-
-
-def preferred_of_each(copies: Sequence[RankCopies]) -> Tensor:
-    """(S, E) int64: the copy of each expert that each of so many ranks uses first."""
-    return torch.stack([own.first() for own in copies]).long()
-
-
-def alike(preferred: Tensor, expert_ids: Tensor, experts_per_rank: int) -> Tensor:
-    """(N, K) physical ids, -1 for ids of -1, where all ranks have all rows and must choose alike: see `level`.
-
-    preferred (S, E): of all ranks. Such passes are chosen one by one on the host, and run on a CPU alone.
-    """
-    return torch.from_numpy(level(expert_ids.contiguous().numpy(), preferred.numpy(), experts_per_rank))
 
 
 def rank_copies(plan: Plan, source: int) -> list[RankCopies]:

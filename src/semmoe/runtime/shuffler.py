@@ -33,6 +33,9 @@ class Shuffler(Protocol):
     def uses_history(self) -> bool:
         """Whether every rank must be given the routing of all tokens by `observe`."""
 
+    def shuffles(self, num_rows: int) -> bool:
+        """Whether a pass of the group over `num_rows` rows is shuffled; else its slices are contiguous."""
+
     def start(self, token_ids: Any, slots: Any, decoding: Any, new_slots: Any) -> None:
         """Begin a forward pass over N tokens; arguments same as in `TokenShuffler.start`."""
 
@@ -152,6 +155,7 @@ class TokenShuffler:
     """
 
     def __init__(self, plan: Plan, group: int, rank: int, granularity: str = "layer") -> None:
+        self._shuffle_from, self._shuffled = plan.shuffle_from, False
         if granularity not in GRANULARITIES:
             raise ValueError(f"granularity must be {' or '.join(GRANULARITIES)}, not {granularity!r}")
         self._policy, self._granularity = plan.tokens, granularity
@@ -172,6 +176,10 @@ class TokenShuffler:
         """Whether every rank must be given the routing of all tokens."""
         return self.has_tables and self._granularity == "layer"
 
+    def shuffles(self, num_rows: int) -> bool:
+        """Whether a pass over `num_rows` rows is shuffled; else its slices are contiguous."""
+        return num_rows >= self._shuffle_from
+
     def start(self, token_ids: np.ndarray, slots: np.ndarray, decoding: np.ndarray, new_slots: np.ndarray) -> None:
         """Begin a forward pass over the tokens (N,), in the order of the rows that the group shares.
 
@@ -179,17 +187,23 @@ class TokenShuffler:
         that the model generated. new_slots: slots whose request begins in this pass.
         """
         self._token_ids, self._of_batch = token_ids, None
-        if self.uses_history:
+        self._shuffled = self.shuffles(len(token_ids))
+        if self._shuffled and self.uses_history:
             self._state.start(token_ids, slots, decoding, new_slots)
 
     def slices(self, moe_layer: int | None) -> ShuffleHandle:
         """The slices for one layer: by the policy at MoE layers, by position at dense layers."""
+        if not self._shuffled:
+            return self._contiguous()
         if self.has_tables and self._granularity == "batch":
             self._of_batch = self._of_batch or self._handle(self._slices_of_batch())
             return self._of_batch
         if moe_layer is None or not self.has_tables:
-            return self._handle(position_slices(len(self._token_ids), self._size))
+            return self._contiguous()
         return self._handle(self._state.slices(moe_layer))
+
+    def _contiguous(self) -> ShuffleHandle:
+        return self._handle(position_slices(len(self._token_ids), self._size))
 
     def _slices_of_batch(self) -> np.ndarray:
         return assign(self._policy.scores_of_tokens(self._first, self._size, self._token_ids))

@@ -85,6 +85,7 @@ class DeviceShuffler:
                 "solve one by method semmoe, or shuffle once per batch"
             )
         self.has_tables, self._granularity = policy.by_tables, granularity
+        self._shuffle_from = plan.shuffle_from
         self._size, self._rank, self._first = plan.topology.attn_tp_size, rank, group * plan.topology.attn_tp_size
         self._layers, self._top_k, self._id_type = plan.fingerprint.num_layers, plan.fingerprint.top_k, id_type(plan)
         self._tables: DeviceTables | None = None  # for granularity "layer"
@@ -104,6 +105,10 @@ class DeviceShuffler:
         """Whether every rank must be given the routing of all tokens."""
         return self._tables is not None
 
+    def shuffles(self, num_rows: int) -> bool:
+        """Whether a pass over `num_rows` rows, padding included, is shuffled."""
+        return num_rows >= self._shuffle_from
+
     def reserve(self, num_slots: int) -> None:
         """Allocate histories of request slots, PADDING_SLOT included.
 
@@ -117,7 +122,7 @@ class DeviceShuffler:
 
         Not for graphs that are captured, which hold the addresses of today's tables.
         """
-        self._tables, self._of_token = other._tables, other._of_token
+        self._tables, self._of_token, self._shuffle_from = other._tables, other._of_token, other._shuffle_from
         if self._history is not None:
             self.reserve(self._history.num_slots)
 

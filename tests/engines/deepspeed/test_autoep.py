@@ -11,7 +11,6 @@ from models import build
 
 from semmoe.demo import MODEL
 from semmoe.engines.deepspeed import offline
-from semmoe.engines.paths import SHUFFLED, WHOLE, PathChoice, PathTimes
 from semmoe.engines.transformers import generate as gen
 from semmoe.engines.transformers import verify
 from semmoe.engines.transformers.batch import left_pad
@@ -51,12 +50,6 @@ def attach(model, chosen, comm, shuffle, fault=None):
     error = float((found - expected).abs().max() / expected.abs().max())
     assert error < 1e-5, f"{chosen.name}: logits differ by {error:.1e} of the greatest"
     return planned
-
-
-def whole_up_to_four(planned):
-    """Passes of up to 4 tokens run as DeepSpeed has them, those of more on the plan."""
-    seconds = {SHUFFLED: np.array([2.0, 1.0]), WHOLE: np.array([1.0, 2.0])}
-    planned.rows.choice = PathChoice(PathTimes(np.array([4, 5]), seconds))
 
 
 def two_experts_swapped(planned):
@@ -123,13 +116,13 @@ def test_copies_of_experts(shipped):
 
 
 @pytest.mark.parametrize("redundant", [0, 8])
-def test_passes_on_either_path(shipped, redundant):
+def test_passes_with_few_rows_are_those_of_deepspeed(shipped, redundant):
     path, model, trace, prompts, reference = shipped
     plan = solve(trace, topology("TP2/EP2"), SolveSettings(redundant_experts=redundant, cocluster=EASY))
-    chosen = partial(attach, shuffle="predicted", fault=whole_up_to_four)
+    plan, chosen = replace(plan, shuffle_from=5), partial(attach, shuffle="predicted")
     found = gen.generate(path, prompts, [gen.Configuration(name="both", plan=plan, attach=chosen)], SETTINGS)[0]
     assert verify.compare_outputs(model, prompts, reference, found.outputs).holds
-    assert min(found.passes[SHUFFLED], found.passes[WHOLE]) > 3
+    assert min(found.passes["shuffled"], found.passes["contiguous"]) > 3
 
 
 def stale_on_rank_one(model, chosen, comm):

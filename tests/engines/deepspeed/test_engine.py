@@ -73,7 +73,7 @@ def test_what_does_not_fit_is_said(plan, tmp_path):
     said = on_ranks(2, Job(refusals, plan), tmp_path)
     for words in said:
         for line, expected in zip(words, [
-            "no MoE layer of this model was converted by AutoEP", "shuffle must be one of auto, predicted, routed, off",
+            "no MoE layer of this model was converted by AutoEP", "shuffle must be one of predicted, routed, off",
             "the plan is for autoep_size 4 and autotp_size 2, DeepSpeed runs 2 and 2", "on a plan already",
             "DeepSpeed's checkpoints do not know", "needs input_ids", "before a plan is applied",
         ], strict=True):  # fmt: skip
@@ -89,7 +89,7 @@ def generated(comm, plan, prompt, shuffle):
     with torch.no_grad():
         out = engine.module.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=8,
                                      pad_token_id=0)  # fmt: skip
-    return out[0, len(prompt) :].tolist(), planned.sent_bytes(), planned.rows.choice.passes
+    return out[0, len(prompt) :].tolist(), planned.sent_bytes(), planned.rows.passes
 
 
 def test_generate_of_transformers_runs_on_the_plan(plan, prompts, reference, tmp_path):
@@ -98,13 +98,6 @@ def test_generate_of_transformers_runs_on_the_plan(plan, prompts, reference, tmp
         assert sent["reduce_scatter"] > 0
         assert sent["all_reduce"] < 100  # DeepSpeed compares the ranks' first input
         assert passes == {"shuffled": 8}
-
-
-def test_each_pass_takes_the_path_that_was_quicker(plan, prompts, reference, tmp_path):
-    told = on_ranks(2, Job(generated, plan, prompts[3], "auto"), tmp_path)
-    assert [tokens for tokens, _, _ in told] == [reference[3]] * 2
-    assert [passes.total() for _, _, passes in told] == [8, 8]  # and none of those that were timed
-    assert told[0][2] == told[1][2]
 
 
 def test_the_example_of_the_docs_runs_as_users_start_it(plan, prompts, reference, tmp_path):

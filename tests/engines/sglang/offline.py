@@ -87,7 +87,7 @@ def _run(pipe: Any, work: Callable[[Offline], Any], opened: Any, log: Path, vari
 def _engine(
     model: str, topology: Topology, folder: Path, plan: str, options: tuple[str, ...], settings: dict[str, str]
 ) -> AbstractContextManager[Offline]:
-    given = SglangSettings(plan=plan, control=str(folder), **{"path": "shuffled", **settings})
+    given = SglangSettings(plan=plan, control=str(folder), **settings)
     location, redundant = None, 0
     if plan:
         made = load_plan(plan)

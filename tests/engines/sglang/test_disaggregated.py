@@ -35,7 +35,7 @@ def servers(request, plans, swap_plans, bootstrap, tmp_path_factory):
         engine += ("--no-enable-tp-lm-head-all-to-all",) if role == "decode" else ()  # SGLang's has no CPU kernel
         variables = {"MC_FORCE_TCP": "1", "MOONCAKE_PROTOCOL": "tcp",
                      "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0"}  # that takes an event of CUDA  # fmt: skip
-        options = "--plan", plan, *(("--path", "shuffled") if name == "tp2" else ())
+        options = "--plan", plan
         made.append(SglangServer(own, str(MODEL), *options, engine=engine, variables=variables))
     try:
         yield name, [server.wait() for server in made]

@@ -10,7 +10,7 @@ SET_UPS = {  # options of `semmoe serve`, SGLang's own
     "tp1": (["--ep-size", "1"], ()),
     "tp2, placed": (["--plan", "tp2", "--shuffle", "off"], ("--moe-a2a-backend", "none")),
     # Some of its requests are preempted in every third pass.
-    "tp2, shuffled": (["--plan", "tp2", "--path", "shuffled"], ("--enable-mixed-chunk",),
+    "tp2, shuffled": (["--plan", "tp2"], ("--enable-mixed-chunk",),
                       {"SGLANG_TEST_RETRACT": "true"}),
     "dp2": (["--plan", "dp2"], ()),
     "tp4 dp2": (["--plan", "hybrid"], ()),

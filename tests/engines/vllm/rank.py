@@ -19,10 +19,6 @@ def run(job: dict[str, Any], variables: dict[str, str], folder: str) -> None:
         os.dup2(log, stream.fileno())
     if job.get("loads_only"):
         _stop_once_loaded(Path(folder, "experts.safetensors"))
-    if job.get("times"):
-        import fixed_times
-
-        fixed_times.give(job["times"])
     engine = LLM(
         model=job["model"], enable_expert_parallel=True, enforce_eager=True, max_model_len=2048, max_num_seqs=16,
         max_num_batched_tokens=128, gpu_memory_utilization=0.1, block_size=32, **_attention(job["model"]),

@@ -30,14 +30,6 @@ def deepseek(folder, router):
     return str(folder)
 
 
-def test_passes_are_timed_with_values_from_the_latent(texts, prompts, tmp_path):
-    model = deepseek(tmp_path / "deepseek", ROUTERS["float32"])
-    plan = make_plan(model, texts, tmp_path, "tp2", 2)
-    given = {"SEMMOE_PLAN": plan, "SEMMOE_PATH": "auto"}
-    assert all(on_two_ranks(model, prompts[:2], tmp_path / "timed", variables=given))
-    assert "of pairs local" in (tmp_path / "timed" / "rank0" / "log.txt").read_text()
-
-
 @pytest.mark.parametrize("dtype", [pytest.param(d, marks=[pytest.mark.costly] * (d != "float32")) for d in ROUTERS])
 def test_a_plan_changes_no_token(dtype, texts, prompts, tmp_path):
     """In float16 vLLM divides the stream of this family by its `routed_scaling_factor`."""

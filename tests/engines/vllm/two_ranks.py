@@ -53,18 +53,16 @@ def local_share(folder: Path) -> float:
 
 def on_two_ranks(
     model: str, prompts: list[list[int]], folder: Path, attention: str = "tp2", variables: dict[str, str] | None = None,
-    together: bool = True, times: dict[str, list[float]] | None = None, **options,
+    together: bool = True, **options,
 ) -> list[list[int]]:  # fmt: skip
     """Tokens of every prompt.
 
     attention: tp2, where both ranks must answer alike, or dp2, where each has every other prompt. Counters go to
-    `folder`. Tokens are shuffled in every pass, unless `variables` or `times` say otherwise. times: of passes of 1 and
-    1000 tokens by path, in place of measured ones.
+    `folder`.
     """
-    job = {"model": model, "together": together, "times": times}
+    job = {"model": model, "together": together}
     options = {"dtype": "float32"} | options
-    path = {"SEMMOE_PATH": "auto" if times else "shuffled"}
-    shared = {"SEMMOE_CONTROL": str(folder)} | path | (variables or {})
+    shared = {"SEMMOE_CONTROL": str(folder)} | (variables or {})
     jobs = [job | {"prompts": prompts if attention == "tp2" else prompts[rank::2]} for rank in (0, 1)]
     folders = _run(jobs, folder, attention, shared, options)
     outs = [json.loads((path / "out.json").read_text()) for path in folders]

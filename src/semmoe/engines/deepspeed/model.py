@@ -7,8 +7,8 @@ Speculative token shuffling: folded with AutoTP, DeepSpeed sums attention over t
 token's expert choices round-robin over the ranks of the group, and gathers every choice's result. Here a token has one
 owner, and slices are equal. `predicted`: the plan names the owner before attention's sum, which becomes a shuffled
 reduce-scatter; a shuffled all-gather ends the layer. `routed`, for comparison: the all-reduce stays, and the owner is
-the rank that holds most of the experts chosen by the router. `off`: DeepSpeed's own implementation. `auto`: in each
-pass the quicker of `predicted` and `off`.
+the rank that holds most of the experts chosen by the router. `off`: DeepSpeed's own implementation,
+which also runs passes with fewer rows than the plan's `shuffle_from`.
 """
 
 from collections import Counter
@@ -24,11 +24,9 @@ from deepspeed.moe.ep_tp_dispatch import assignment_ordinals_by_expert
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from semmoe.core import Plan
-from semmoe.engines.deepspeed.paths import choose_paths
+from semmoe.core import NEVER, Plan
 from semmoe.engines.deepspeed.placement import place_experts
 from semmoe.engines.deepspeed.traffic import collectives
-from semmoe.engines.paths import WHOLE, only
 from semmoe.engines.transformers.config import architecture_hash
 from semmoe.engines.transformers.model import decoder_layers
 from semmoe.engines.transformers.planned import PlannedModel, bind, check_layout
@@ -39,18 +37,16 @@ from semmoe.runtime.copies import rank_copies
 from semmoe.runtime.traffic import TrafficCounter
 from semmoe.tokens.slices import assign
 
-SHUFFLES = ("auto", "predicted", "routed", "off")
+SHUFFLES = ("predicted", "routed", "off")
 NOT_SAVED = ("save_checkpoint", "save_16bit_model")
 
 
-def apply_plan(model: Any, plan: Plan, *, shuffle: str = "auto") -> "AutoEPModel":
+def apply_plan(model: Any, plan: Plan, *, shuffle: str = "predicted") -> "AutoEPModel":
     """Put a model that AutoEP has converted, or the engine around it, on a plan, for inference.
 
-    Every rank of the expert-parallel group must call it. With `auto` and one attention group over all ranks it runs
-    passes of 1 to 1,024 tokens on both paths, to time them; with several groups `auto` is `predicted`. Afterwards the
-    model's forward and `generate` work as before, except that they need token ids as input. If a group of ranks has no
-    batch while others do, it calls `idle` of the returned object to take part in their all-to-alls. Raises ValueError
-    for a plan or an engine that does not fit.
+    Every rank of the expert-parallel group must call it. Afterwards the model's forward and `generate` work as before,
+    except that they need token ids as input. If a group of ranks has no batch while others do, it calls `idle` of the
+    returned object to take part in their all-to-alls. Raises ValueError for a plan or an engine that does not fit.
     """
     module = getattr(model, "module", model)
     layers = autoep_layers(module)
@@ -107,7 +103,8 @@ class AutoEPModel(PlannedModel):
     """One rank's part of a model on a plan; made by `apply_plan`."""
 
     def __init__(self, model: PreTrainedModel, plan: Plan, layers: list[Any], shuffle: str) -> None:
-        super().__init__(model, plan, *_communicators(layers[0]))
+        served = replace(plan, shuffle_from=NEVER) if shuffle == "off" else plan
+        super().__init__(model, served, *_communicators(layers[0]))
         comm, device = self.comm, model.device
         self._layers, alone = layers, self.attention_comm.size == 1
         # folded AutoEP divides each physical expert's tokens among the ranks of a group, which must agree on them
@@ -124,13 +121,9 @@ class AutoEPModel(PlannedModel):
             place_experts(comm, layer, self._held[index])
             layer.router.forward = bind(self._route, index)
             layer._semmoe = True
-        if shuffle == "off":
-            self.rows.choice = only(WHOLE)
-        elif not alone:
+        if shuffle != "off" and not alone:
             self._attach(self._layer_routed if shuffle == "routed" else self._layer_all_to_all)
         model.register_forward_pre_hook(self._look, with_kwargs=True)
-        if shuffle == "auto" and not alone and self.plan.topology.dp_size == 1:
-            choose_paths(self)
 
     def _attach(self, run: Any) -> None:
         """Replace the forward of decoder layers, so that each rank's experts get its own rows."""
@@ -149,20 +142,20 @@ class AutoEPModel(PlannedModel):
     def _on_path(
         self, run: Any, own: tuple[Any, Any], layer: nn.Module, index: int | None, hidden_states: Tensor, **kwargs: Any
     ) -> Any:
-        """One decoder layer on the path of this pass. own: DeepSpeed's forward, and the groups of folded experts."""
+        """One decoder layer, shuffled or not. own: DeepSpeed's forward, and the groups of folded experts."""
         forward, groups = own
         if index is not None:
-            layer.mlp.folding_group_handles = groups if self.rows.whole else None  # None: on a rank's own tokens
-        return forward(hidden_states, **kwargs) if self.rows.whole else run(layer, index, hidden_states, **kwargs)
+            layer.mlp.folding_group_handles = None if self.rows.shuffled else groups  # None: on a rank's own tokens
+        return run(layer, index, hidden_states, **kwargs) if self.rows.shuffled else forward(hidden_states, **kwargs)
 
     def _sum(self, output: Any, forward: Any, hidden: Tensor) -> Tensor:
         """Attention's output projection: this rank's partial sums, or, on DeepSpeed's own path, those of all ranks."""
-        return forward(hidden) if self.rows.whole else _partial_sums(output, self.attention_comm.rank, hidden)
+        return _partial_sums(output, self.attention_comm.rank, hidden) if self.rows.shuffled else forward(hidden)
 
     @property
     def _folded(self) -> bool:
         """Whether DeepSpeed divides the choices of this pass among the ranks of a group."""
-        return self.attention_comm.size > 1 and self.rows.whole
+        return self.attention_comm.size > 1 and not self.rows.shuffled
 
     @property
     def traffic(self) -> list[Traffic]:

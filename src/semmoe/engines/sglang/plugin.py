@@ -45,7 +45,7 @@ def _register(settings: SglangSettings) -> None:
     hooks = [*targets.MODEL_HOOKS, *(targets.PLAN_HOOKS if plan is not None else ())]
     rank = RankPlugin(plan, settings)
     if on_cpu():
-        hooks += cpu_patches("sglang").patch(rank.dispatch_comms, rank.has_all_rows)
+        hooks += cpu_patches("sglang").patch(rank.dispatch_comms)
     rank.register()
     hooks += targets.RECORD_HOOKS if settings.folder is not None else ()
     if plan is not None and settings.schedule == "plan" and plan.requests.by_tables:

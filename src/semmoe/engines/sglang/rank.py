@@ -8,7 +8,6 @@ from typing import Any
 
 import sglang
 import torch
-from sglang.srt.distributed import attention_tensor_model_parallel_all_reduce
 from sglang.srt.model_executor.cuda_graph_config import (
     Backend,
     Phase,
@@ -22,8 +21,6 @@ from semmoe.engines import supervisor
 from semmoe.engines.absent import NoRecorder, NoShuffle, NoTraffic
 from semmoe.engines.counters import Reading
 from semmoe.engines.live.swap import NoSwapper, SwapError, Swapper, attach
-from semmoe.engines.passes import PassClock
-from semmoe.engines.paths import SHUFFLED, check_path, only
 from semmoe.engines.rank import check_identity, check_plan, check_same_plan, description, publish, tell_untried
 from semmoe.engines.recorder import LiveRecorder
 from semmoe.engines.recorder_files import refuse
@@ -45,7 +42,6 @@ from semmoe.engines.sglang.model import (
     running_topology,
     why_unrecorded,
 )
-from semmoe.engines.sglang.paths import measured
 from semmoe.engines.sglang.registry import around
 from semmoe.engines.sglang.settings import SglangSettings
 from semmoe.engines.sglang.shuffle import BoundaryShuffle
@@ -72,10 +68,9 @@ class RankPlugin:
         self._shuffle: BoundaryShuffle | NoShuffle = NoShuffle()
         self._recording: PassRecorder | NoRecorder = NoRecorder()
         self._traffic: TrafficCounter | NoTraffic = NoTraffic()
-        self._check, self._copies, self._clock = SelfCheck(), ChosenCopies(), PassClock()
-        self._copies.whole = self.has_all_rows
+        self._check, self._copies = SelfCheck(), ChosenCopies()
         self.swapper: Swapper | NoSwapper = NoSwapper("no model is loaded")
-        self._untimed, self._experts_per_rank = False, 0  # untimed: the paths of passes are still to be timed
+        self._experts_per_rank = 0
         self._blocks: set[int] = set()  # identities of the model's expert layers; a draft model's are not among them
         self._places: dict[int, int] = {}  # index among the MoE layers by decoder layer, if routing is recorded
         self._logical: dict[int, torch.Tensor] = {}  # by decoder layer: the logical expert of each physical one
@@ -155,7 +150,7 @@ class RankPlugin:
                 raise ValueError("--enable-eplb would move the plan's experts: omit it")
             check_location(self._plan, metadata, layers)
             check_dispatch(self._plan, get_exec().moe.ep_dispatch_algorithm)
-            self._copies.attach(self._plan, metadata, layers, parallel.moe_ep_rank, self._can_whole())
+            self._copies.attach(self._plan, metadata, layers, parallel.moe_ep_rank)
         if self._plan is not None and self.shuffles:
             self._attach_shuffle(self._plan, runner, layers)
         if self._settings.folder is not None and parallel.attn_tp_rank == 0:
@@ -178,7 +173,8 @@ class RankPlugin:
 
     def _new_shuffler(self, runner: Any, plan: Plan) -> DeviceShuffler | TokenShuffler:
         parallel = get_parallel()
-        where = plan, parallel.moe_ep_rank // plan.topology.attn_tp_size, parallel.attn_tp_rank, self._settings.shuffle
+        group = parallel.moe_ep_rank // plan.topology.attn_tp_size
+        where = self._settings.served(plan), group, parallel.attn_tp_rank, self._settings.shuffle
         return DeviceShuffler(*where, runner.device) if self._static(runner) else TokenShuffler(*where)
 
     def _attach_shuffle(self, plan: Plan, runner: Any, layers: list[int]) -> None:
@@ -198,14 +194,9 @@ class RankPlugin:
             pool = lambda: len(runner.req_to_token_pool.req_to_token)  # noqa: E731
             buffers = peer_buffers(plan, runner, comm) if self._settings.fused == "1" else None
             shuffle: BoundaryShuffle = StaticBoundaryShuffle(shuffler, comm, norms, pool, buffers)
-            shuffle.choice = only(check_path(self._settings.path, False))
         else:
             shuffle = BoundaryShuffle(shuffler, comm, norms)
-            path = check_path(self._settings.path, self._can_whole())
-            self._untimed = path == "auto"
-            shuffle.choice = only(SHUFFLED if self._untimed else path)
         self._shuffle, shuffle.ran = shuffle, self._check.ran
-        shuffle.all_reduce = attention_tensor_model_parallel_all_reduce
         self._check.expect("scatter", len(layers))
         self._check.expect("restore", len(layers))
         if get_spec().speculative_algorithm and not check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED):
@@ -246,8 +237,6 @@ class RankPlugin:
     def _forward(self, original: Any, runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
         if runner.is_draft_worker or not self._blocks:
             return original(runner, forward_batch, *args, **kwargs)
-        if self._untimed:
-            self._time_paths(runner)
         read = functools.cache(lambda: read_step(forward_batch))  # waits for the device
         self._shuffle.begin_pass(forward_batch, read)
         self._recording.begin(read)
@@ -255,9 +244,7 @@ class RankPlugin:
         if judged:
             self._check.begin()
         try:
-            some = not forward_batch.forward_mode.is_idle()
-            with self._clock.passing(self.dispatch_comms, self._shuffle.comms, some):
-                out = original(runner, forward_batch, *args, **kwargs)
+            out = original(runner, forward_batch, *args, **kwargs)
         finally:
             self._shuffle.end()
             self._recording.end()
@@ -274,22 +261,6 @@ class RankPlugin:
             supervisor.report(self._settings.folder, str(error))
             raise
 
-    def _can_whole(self) -> bool:
-        """Whether every rank may have all rows: in one attention group, with an all-to-all that can be left out."""
-        return bool(self.dispatch_comms) and get_parallel().attn_tp_size == get_parallel().moe_ep_size
-
-    def has_all_rows(self) -> bool:
-        """Whether every rank has all rows of this pass around its experts, and no all-to-all runs."""
-        return self._shuffle.whole
-
-    def _time_paths(self, runner: Any) -> None:
-        """Before the first pass, in which all ranks are; passes that were only timed served nobody."""
-        assert isinstance(self._shuffle, BoundaryShuffle)
-        self._shuffle.choice = measured(runner, self._shuffle)
-        for counted in (self._traffic, *self.dispatch_comms, *self._shuffle.comms):
-            counted.reset_counts()
-        self._untimed = False
-
     def _routed(self, original: Any, block: Any, hidden_states: torch.Tensor, topk_output: Any, *args, **kwargs) -> Any:
         if id(block) in self._blocks:
             self._see(block.layer_id, topk_output)
@@ -303,20 +274,19 @@ class RankPlugin:
             return
         if self._traffic.counts:
             self._check.ran("counters")
-            if not self._shuffle.whole:
-                self._traffic.count(ids, self._experts_per_rank)
+            self._traffic.count(ids, self._experts_per_rank)
         if self._shuffle.active:
             self._shuffle.observe(self._to_logical(layer, ids), weights)
-        elif self._recording.hooked:
+        elif self._recording.hooked and not self.shuffles:  # a pass that is not shuffled has a slice of the rows here
             self._recording.observe(self._places[layer], self._to_logical(layer, ids), weights)
 
     def _to_logical(self, layer: int, ids: torch.Tensor) -> torch.Tensor:
         return self._logical[layer][ids.long()] if layer in self._logical else ids.long()
 
     def _capture(self, original: Any, capturer: Any, layer_id: int, topk_indices: torch.Tensor) -> Any:
-        """Wraps SGLang's capture of routing: it would gather shuffled slices, and what each rank has all rows of."""
-        if self._shuffle.active or self._shuffle.whole:  # slices are captured once their tokens are in order
-            return capture(layer_id, topk_indices) if self._shuffle.whole else None
+        """Wraps SGLang's capture of routing, which would gather shuffled slices by position."""
+        if self._shuffle.active:  # slices are captured once their tokens are in order
+            return None
         return original(capturer, layer_id=layer_id, topk_indices=topk_indices.to(torch.int32))
 
     def _padding(self, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -335,10 +305,8 @@ class RankPlugin:
         publish(rank, folder, labels, source)
 
     def _readings(self, traffic: RankTraffic) -> Iterator[Reading]:
-        if not self._untimed:  # what is only timed is not told, since a counter must not fall
-            yield from traffic.readings(self._traffic, self.dispatch_comms, self._shuffle.comms)
-            yield from self._shuffle.readings({"ep_rank": str(traffic.rank)})
-        yield from self._clock.readings(traffic.rank)
+        yield from traffic.readings(self._traffic, self.dispatch_comms, self._shuffle.comms)
+        yield from self._shuffle.readings({"ep_rank": str(traffic.rank)})
         yield from self.swapper.readings()
         yield from self._check.readings()
 

@@ -16,7 +16,9 @@ from semmoe.runtime.shuffler import Shuffler
 
 
 class BoundaryShuffle(TokenRows):
-    """The hooks of one rank. `begin_pass` and `end` enclose a forward pass; without tokens the hooks do nothing.
+    """The hooks of one rank. `begin_pass` and `end` enclose a forward pass.
+
+    In a pass that is not shuffled SGLang's own code runs, whose slices are contiguous.
 
     layer_of_norm: the MoE layer that each post-attention norm (by identity) leads to.
     """
@@ -24,43 +26,36 @@ class BoundaryShuffle(TokenRows):
     def __init__(self, shuffler: Shuffler, comm: Communicator, layer_of_norm: dict[int, int]) -> None:
         super().__init__(shuffler, comm)
         self._layers = layer_of_norm
-        self._summed = False  # between the sum of a layer's attention and the end of the layer, with all rows here
-        # the sum of (N', H) over the attention group, for passes in which every rank has all rows
-        self.all_reduce: Callable[[torch.Tensor], torch.Tensor] = lambda rows: rows
+        self._inside = False  # between the two hooks of a feed-forward layer
         # called with the name of every hook that ran at a MoE layer
         self.ran: Callable[[str], None] = lambda hook: None
 
     def begin_pass(self, forward_batch: Any, read: Callable[[], Step]) -> None:
         """A forward pass begins."""
         self.begin_step(read)
-        if self.whole:
-            forward_batch.global_num_tokens_cpu = None  # with it SGLang pads rows to a multiple of the ranks
 
     def end(self) -> None:
         super().end()
-        self._summed = False
+        self._inside = False
 
     def bound(self, original: torch.Tensor | None) -> torch.Tensor | None:
         """The number of this rank's rows that are real, if some may be padding."""
-        return None if self.active or self.whole else original
+        return None if self.active else original
 
     def before_experts(
         self, original: Any, hidden_states: torch.Tensor, residual: Any, forward_batch: Any, norm: Any, **call: Any
     ) -> Any:
         """Before a layer's feed-forward: (N', H) partial sums and the whole residual stream -> this rank's rows."""
-        self._padded, layer = len(hidden_states), self._layers.get(id(norm))
-        if self.whole:
-            mine, self._layer, self._summed = self.all_reduce(hidden_states), layer, True
-        elif self._started(forward_batch):
-            mine, residual = self.scatter(hidden_states, residual, layer)
-        else:
-            return original(hidden_states, residual, forward_batch, norm, **call)
+        self._padded, self._layer, self._inside = len(hidden_states), self._layers.get(id(norm)), True
         self._tell_ran("scatter")
+        if not self._started(forward_batch):
+            return original(hidden_states, residual, forward_batch, norm, **call)
+        mine, residual = self.scatter(hidden_states, residual, self._layer)
         return call["read"].update_and_read(call["update"], mine, residual, norm)
 
     def _started(self, forward_batch: Any) -> bool:
-        """Whether there are tokens to shuffle."""
-        return self._tokens > 0
+        """Whether this pass is shuffled."""
+        return self.shuffled
 
     def _tell_ran(self, hook: str) -> None:
         if self._layer is not None:
@@ -70,33 +65,27 @@ class BoundaryShuffle(TokenRows):
         self, original: Any, hidden_states: torch.Tensor, residual: torch.Tensor, forward_batch: Any, norm: Any, **call
     ) -> Any:
         """Before the next layer's attention: this rank's rows -> the whole stream, and its norm."""
-        if not (self.active or self._summed):
+        self._end_layer()
+        if not self.active:
             return original(hidden_states, residual, forward_batch, norm, **call)
         from sglang.srt.layers.layer_boundary.ops import GatheredInput
 
         assert call.get("post_residual_addition") is None, "not supported beside shuffling"
-        read, quantised = call["read"], call.get("quant_format", "")
-        if self._summed:
-            self._end_layer()
-            rows, residual = read.update_and_read(call["update"], hidden_states, residual, norm, quant_format=quantised)
-        else:
-            rows, residual = read.read(self._in_order(call["update"].update(hidden_states, residual)), norm, quantised)
+        stream = self.restore(call["update"].update(hidden_states, residual))
+        rows, residual = call["read"].read(stream, norm, call.get("quant_format", ""))
         return GatheredInput(rows), residual
 
     def after_last(
         self, original: Any, hidden_states: torch.Tensor, residual: Any, forward_batch: Any, *args, **call
     ) -> Any:
         """After the last layer: gather the rows of all ranks."""
-        if not (self.active or self._summed):
+        self._end_layer()
+        if not self.active:
             return original(hidden_states, residual, forward_batch, *args, **call)
         update = args[0] if args else call["update"]
-        return self._in_order(update.update(hidden_states, residual)), None
-
-    def _in_order(self, rows: torch.Tensor) -> torch.Tensor:
-        """This rank's rows, or all of them where it has all -> all rows in the tokens' order."""
-        self._end_layer()
-        return self.restore(rows) if self.active else rows
+        return self.restore(update.update(hidden_states, residual)), None
 
     def _end_layer(self) -> None:
-        self._tell_ran("restore")
-        self._summed = False
+        if self._inside:
+            self._tell_ran("restore")
+        self._inside = False

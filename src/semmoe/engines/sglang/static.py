@@ -62,8 +62,13 @@ class StaticBoundaryShuffle(BoundaryShuffle):
         return out
 
     def _started(self, forward_batch: Any) -> bool:
-        if self._tokens:
-            return True
+        if not self._tokens:
+            self._tokens = self._padded
+            self.shuffled = self._shuffler.shuffles(self._padded) and self._begun(forward_batch)
+        return self.shuffled
+
+    def _begun(self, forward_batch: Any) -> bool:
+        """Begin a pass at its first layer; False for a pass that has no tokens."""
         if self._step is not None and self._step.num_tokens > 0:
             self._rows.start_prompts(self._padded, self._step, forward_batch.input_ids.device)
         # SGLang may change the mode of a decode pass before this point; `begin_pass` is not called for a captured pass.
@@ -72,7 +77,6 @@ class StaticBoundaryShuffle(BoundaryShuffle):
             self._rows.start_decoding(self._padded, *where)
         else:
             return False
-        self._tokens = self._padded
         return True
 
     def _scatter_rows(self, partial: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:

@@ -63,7 +63,7 @@ class GenerateResult:
     collective_seconds: dict[str, float]
     compute_seconds: dict[str, float]  # of attention and of experts, mean of ranks (CPU only)
     time_to_first_token: float  # seconds, median of requests, from when a request's batch begins
-    passes: dict[str, int]  # forward passes of the first group by the path of their tokens (`semmoe.engines.paths`)
+    passes: dict[str, int]  # forward passes of the first group by their slices, shuffled or contiguous
 
     @property
     def all_to_all_bytes(self) -> int:
@@ -269,5 +269,5 @@ def _gather(name: str, parallel: PlannedModel, answers: dict[int, _Answer], prom
         collective_seconds=_mean([share.collectives for share in shares]),
         compute_seconds=_mean([share.compute for share in shares]),
         time_to_first_token=median(answer.first_token_seconds for answer in answers.values()),
-        passes=dict(parallel.rows.choice.passes),
+        passes=dict(parallel.rows.passes),
     )

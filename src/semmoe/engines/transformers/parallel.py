@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from semmoe.copychoice import copy_choice
 from semmoe.core import Plan
-from semmoe.engines.paths import WHOLE, only
 from semmoe.engines.transformers.attention import shard_attention
 from semmoe.engines.transformers.config import keeps_streams
 from semmoe.engines.transformers.model import decoder_layers, moe_layers
@@ -86,10 +85,8 @@ class ParallelModel(PlannedModel):
         check_agreement(experts_comm.group, plan, model.device, exchange=exchange)
         super().__init__(model, plan, experts_comm, attention_comm)
         self.choice = copy_choice(plan.placement, plan.topology)
-        self._traffic = self._no_traffic()
+        self._traffic, self._reduces = self._no_traffic(), exchange == "all-reduce"
         self._attach()
-        if exchange == "all-reduce":
-            self.rows.choice = only(WHOLE)
 
     def _attach(self) -> None:
         blocks = moe_layers(self.model)
@@ -116,13 +113,12 @@ class ParallelModel(PlannedModel):
         self._expert_all_to_all(index, *self._no_tokens())
 
     def _layer(self, layer: nn.Module, index: int | None, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
-        """One decoder layer, on the path of this pass."""
-        run = self._layer_all_reduce if self.rows.whole else self._layer_all_to_all
+        run = self._layer_all_reduce if self._reduces else self._layer_all_to_all
         return run(layer, index, hidden_states, **kwargs)
 
     def _experts(self, index: int, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor):
         """Replaces the experts' forward: hidden (n, H), ids (n, K), weights (n, K) -> (n, H)."""
-        run = self._expert_all_reduce if self.rows.whole else self._expert_all_to_all
+        run = self._expert_all_reduce if self._reduces else self._expert_all_to_all
         return run(index, hidden, expert_ids, weights)
 
     def _expert_all_to_all(self, index: int, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor):

@@ -103,7 +103,7 @@ class PlannedModel(ABC):
 
     def reset_counts(self) -> None:
         self.compute_seconds.clear()
-        self.rows.choice.passes.clear()
+        self.rows.passes.clear()
         for comm in self._communicators():
             comm.reset_counts()
 

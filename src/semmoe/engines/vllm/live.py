@@ -30,17 +30,17 @@ from semmoe.runtime.traffic import TrafficCounter
 
 
 class LiveExperts:
-    """blocks: vLLM's expert layers in order. sources: ranks whose copy choice this rank needs; own: its own among them.
+    """blocks: vLLM's expert layers in order. source: the rank whose copy choice is used.
 
     captured: whether graphs hold the addresses of tables.
     """
 
-    def __init__(self, blocks: Sequence[Any], sources: Sequence[int], own: int, real: RealRows, captured: bool) -> None:
-        self._blocks, self._sources, self._own, self._real, self._captured = blocks, sources, own, real, captured
+    def __init__(self, blocks: Sequence[Any], source: int, real: RealRows, captured: bool) -> None:
+        self._blocks, self._source, self._real, self._captured = blocks, source, real, captured
         self._routed: list[RoutedLayer] = []
         self._shuffle: LayerShuffle | NoShuffle = NoShuffle()
         self._new_shuffler: Callable[[Plan], Shuffler] | None = None
-        self._copies: list[list[RankCopies]] = []  # of the prepared plan, by layer and source
+        self._copies: list[RankCopies] = []  # of the prepared plan, by layer
         self._shuffler: Shuffler | None = None
         self._buffer: list[Tensor] = []
 
@@ -53,10 +53,12 @@ class LiveExperts:
     ) -> list[int]:
         """Hook the routers of all layers; returns those that cannot be, whose kernels route by themselves."""
         size = self._blocks[0].moe_config.num_experts // get_ep_group().world_size
-        copies = self._tables(plan) if plan is not None else [[] for _ in self._blocks]
+        copies: list[RankCopies | None] = [None] * len(self._blocks)
+        if plan is not None:
+            copies = [layer.to(self._real.count.device) for layer in rank_copies(plan, self._source)]
 
         def hooks(place: int) -> RoutedLayer:
-            layer = RoutedLayer(place, copies[place], self._own, size, self._real, traffic, drop_padding, observe)
+            layer = RoutedLayer(place, copies[place], size, self._real, traffic, drop_padding, observe)
             self._routed.append(layer)
             return layer
 
@@ -66,20 +68,10 @@ class LiveExperts:
         """Swap the token tables of this shuffle, too."""
         self._shuffle, self._new_shuffler = shuffle, new_shuffler
 
-    def _tables(self, plan: Plan) -> list[list[RankCopies]]:
-        """By layer and source."""
-        by_source = [rank_copies(plan, source) for source in self._sources]
-        device = self._real.count.device
-        return [[layer.to(device) for layer in layers] for layers in zip(*by_source, strict=True)]
-
     def prepare(self, plan: Plan) -> None:
         """Make the copy choice, the shuffler and the buffer; see `Experts`."""
-        old = [layer.copies for layer in self._routed]
-        columns = (
-            take_over([layer[i] for layer in old], rank_copies(plan, source), self._captured)
-            for i, source in enumerate(self._sources)
-        )
-        self._copies = [list(layer) for layer in zip(*columns, strict=True)]
+        old = [layer.copies for layer in self._routed if layer.copies is not None]
+        self._copies = take_over(old, rank_copies(plan, self._source), self._captured)
         self._shuffler = self._new_shuffler(plan) if self._new_shuffler is not None else None
         self._buffer = [torch.empty_like(weight) for weight in self.weights(0)]
 

@@ -15,7 +15,6 @@ from semmoe.engines import supervisor
 from semmoe.engines.absent import NoRecorder, NoShuffle, NoTraffic
 from semmoe.engines.counters import Reading
 from semmoe.engines.live.swap import NoSwapper, Swapper, attach
-from semmoe.engines.passes import PassClock
 from semmoe.engines.rank import check_identity, check_plan, check_same_plan, description, publish, tell_untried
 from semmoe.engines.recorder import LiveRecorder
 from semmoe.engines.recorder_files import refuse
@@ -41,7 +40,6 @@ from semmoe.engines.vllm.model import (
     whole_shared_experts,
     why_unrecorded,
 )
-from semmoe.engines.vllm.paths import choice_for
 from semmoe.engines.vllm.placement import PlacedExperts, refuse_reload, unpacked
 from semmoe.engines.vllm.registry import around
 from semmoe.engines.vllm.routing import RealRows, own_rows
@@ -71,8 +69,8 @@ class RankPlugin:
         self._attached = False  # whether a model with experts is hooked
         self.swapper: Swapper | NoSwapper = NoSwapper("no model is loaded")
         self._slots = Slots()
-        self._check_hooks, self._clock = SelfCheck(), PassClock()
-        self._in_pass = self._can_whole = False  # can_whole: there may be passes in which every rank has all rows
+        self._check_hooks = SelfCheck()
+        self._in_pass = False
         self._split = 1  # ranks that rows of an attention group are split over by position
 
     @property
@@ -162,21 +160,8 @@ class RankPlugin:
             self._check_hooks.expect("routers", len(layers))
             if self.shuffles:
                 self._check_hooks.expect("shuffled layers", len(layers))
-        if isinstance(self._shuffle, LayerShuffle):
-            self._choose_path(runner, self._shuffle)
         self._attach_swapper(runner)
         self._publish(running_topology(runner, self._plan))
-
-    def _choose_path(self, runner: Any, shuffle: LayerShuffle) -> None:
-        """Time passes on every path; what was only timed served nobody and is not counted."""
-        can_whole = self._can_whole and not isinstance(shuffle, StaticLayerShuffle)
-        shuffle.choice = choice_for(runner, shuffle, self._real, self._settings.path, can_whole)
-        self._check_hooks.begin()
-        timed = self._traffic.totals().pairs if isinstance(self._traffic, TrafficCounter) else [0]
-        if sum(timed) > 0:
-            log.info("semmoe: passes were timed with %.2f of pairs local", timed[self._ep_rank] / sum(timed))
-        for counted in (self._traffic, *self._dispatch, *shuffle.comms):
-            counted.reset_counts()
 
     def _attach_swapper(self, runner: Any) -> None:
         """Let the plan be swapped, if there is one and a folder where others may be staged."""
@@ -199,8 +184,7 @@ class RankPlugin:
             self._degrade(gathers(sent_by))
         manager = getattr(group.device_communicator, "all2all_manager", None)
         if manager is not None and hasattr(manager, "serve"):  # it is semmoe's, as on a CPU
-            self._dispatch.append(manager.serve(physical, lambda: self._shuffle.whole))
-            self._can_whole = get_tp_group().world_size == group.world_size
+            self._dispatch.append(manager.serve(physical))
 
     def _degrade(self, reason: str) -> None:
         if reason:
@@ -261,10 +245,7 @@ class RankPlugin:
 
         Without an all-to-all, which sends rows to chosen ranks, it is the same for all ranks.
         """
-        sources, own = [source], 0
-        if self._can_whole:
-            sources, own = list(range(get_ep_group().world_size)), source
-        self._experts = LiveExperts([blocks[index] for index in layers], sources, own, self._real, captured)
+        self._experts = LiveExperts([blocks[index] for index in layers], source, self._real, captured)
         unseen = self._experts.hook(self._plan, self._traffic, bool(self._dispatch), self._observe)
         if unseen and self._plan is not None:
             raise ValueError(
@@ -280,7 +261,7 @@ class RankPlugin:
         if isinstance(self._shuffle, LayerShuffle) and self._shuffle.active:
             own = slice(self._shuffle.num_rows)
             self._shuffle.observe(expert_ids[own].long(), weights[own])
-        elif self._recording.hooked:
+        elif self._recording.hooked and not self.shuffles:  # a pass that is not shuffled has a slice of the rows here
             self._recording.observe(place, expert_ids.long(), weights)
 
     def _forward(self, original: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
@@ -291,13 +272,12 @@ class RankPlugin:
         rows = kwargs.get("positions", args[1] if len(args) > 1 else None)
         read = functools.cache(lambda: read_step(runner, self._slots, count))
         self._shuffle.begin_step(read)
-        padded, split = count if rows is None else rows.shape[-1], 1 if self._shuffle.whole else self._split
-        self._real.begin(own_rows(count, padded, split, get_tp_group().rank_in_group), padded)
+        padded = count if rows is None else rows.shape[-1]
+        self._real.begin(own_rows(count, padded, self._split, get_tp_group().rank_in_group))
         self._recording.begin(read)
         self._in_pass = True
         try:
-            with self._clock.passing(self._dispatch, self._shuffle.comms):
-                out = original(runner, *args, **kwargs)
+            out = original(runner, *args, **kwargs)
             if self._check_hooks.pending:
                 self._degrade(self._check_hooks.verdict() or self._uncounted(int(self._real.count)))
             return out
@@ -310,7 +290,7 @@ class RankPlugin:
     def _uncounted(self, num_rows: int) -> str:
         """Why counters cannot be trusted after the first pass, where this rank had `num_rows` rows; "" if they can."""
         still = isinstance(self._traffic, TrafficCounter) and num_rows > 0 and self._traffic.totals().tokens == 0
-        return "in the first pass no counter moved" if still and not self._shuffle.whole else ""
+        return "in the first pass no counter moved" if still else ""
 
     def _sample(self, original: Any, runner: Any, logits: Any, drafts: Any) -> Any:
         """Wraps the sampling after a pass, which decides which of its draft tokens are accepted."""
@@ -343,6 +323,5 @@ class RankPlugin:
     def _readings(self, traffic: RankTraffic) -> Iterator[Reading]:
         yield from traffic.readings(self._traffic, self._dispatch, self._shuffle.comms)
         yield from self._shuffle.readings({"ep_rank": str(traffic.rank)})
-        yield from self._clock.readings(traffic.rank)
         yield from self.swapper.readings()
         yield from self._check_hooks.readings()

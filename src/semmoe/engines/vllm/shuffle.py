@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.distributed import tensor_model_parallel_all_gather, tensor_model_parallel_all_reduce
-from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.model_executor.models.utils import sequence_parallel_chunk
 
 from semmoe.engines.layer import TokenRows
-from semmoe.engines.step import SlotWatch, Step
+from semmoe.engines.step import SlotWatch
 from semmoe.engines.vllm import targets
 from semmoe.engines.vllm.routing import RealRows
 from semmoe.runtime.collectives import Communicator
@@ -31,7 +30,7 @@ OWN_SPLITS = ("use_sequence_parallel_moe", "use_attn_reduce_scatter_for_moe", "i
 class LayerShuffle(TokenRows):
     """Splits rows into the plan's slices in the decoder layers given to `hook`, in passes that are shuffled.
 
-    Passes without tokens of requests, such as warm-up and dummy passes of idle ranks, are split by position.
+    In other passes, such as those with few rows, for warm-up and of idle ranks, rows are split by position.
     """
 
     def __init__(self, shuffler: Shuffler, comm: Communicator, real: RealRows, drafts: int) -> None:
@@ -39,14 +38,6 @@ class LayerShuffle(TokenRows):
         self._real, self._watch = real, SlotWatch(drafts)
         self.num_rows = 0  # rows of this rank at the current layer, without padding
         self.ran: Callable[[], None] = lambda: None  # called after every layer that was shuffled
-
-    def begin_step(self, read: Callable[[], Step]) -> None:
-        super().begin_step(read)
-        self._real.whole = self.whole
-
-    def end(self) -> None:
-        super().end()
-        self._real.whole = False
 
     def hook(self, layer: nn.Module, place: int) -> None:
         """Hook a decoder layer, which is the MoE layer `place` of the model."""
@@ -58,19 +49,16 @@ class LayerShuffle(TokenRows):
         layer.forward = functools.partial(self._whole, layer.forward)
 
     def _normalise(self, normalise: Callable[..., Any], place: int, partial: Tensor, residual: Tensor) -> Any:
-        """(N', H) partial sums and the residual of all rows -> those of this rank, or all if it has all, normalised."""
-        if self.whole:
+        """(N', H) partial sums and residual -> this rank's rows, or all rows if they are not shuffled, normalized."""
+        if not self.shuffled:
             partial = tensor_model_parallel_all_reduce(partial)
-        elif self._tokens:
+        else:
             partial, residual = self.scatter(partial, residual, place)
             self.num_rows = len(partial)
             self._real.count.fill_(self.num_rows)
         return normalise(partial, residual)
 
     def _experts(self, compute: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-        if self.whole:
-            get_forward_context().dp_metadata = None  # vLLM would work out ranks' shares of rows, layer by layer
-            return compute(rows)
         if not self.active:
             return by_position(compute, rows)
         # Pad to as many rows as vLLM's own split has, as some of its all-to-alls require.
@@ -79,8 +67,7 @@ class LayerShuffle(TokenRows):
 
     def _whole(self, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         out, residual = compute(*args, **kwargs)
-        if self.active or self.whole:
-            self.ran()
+        self.ran()
         if not self.active:
             return out, residual
         stream = self.restore(out + residual)

@@ -66,7 +66,11 @@ class StaticLayerShuffle(LayerShuffle):
         """(N', H) partial sums and the residual of all rows -> those of this rank, padded, and normalised."""
         self._unpadded, missing = len(partial), -len(partial) % self.comm.size
         if place == 0:
-            self._start(len(partial) + missing)
+            self.shuffled = self._shuffler.shuffles(len(partial) + missing)
+            if self.shuffled:
+                self._start(len(partial) + missing)
+        if not self.shuffled:
+            return super()._normalise(normalise, place, partial, residual)
         partial, residual = (nn.functional.pad(rows, (0, 0, 0, missing)) for rows in (partial, residual))
         partial, residual = self.scatter(partial, residual, place)
         self.num_rows = len(partial)
@@ -93,7 +97,8 @@ class StaticLayerShuffle(LayerShuffle):
 
 def new_shuffler(plan: Plan, runner: Any, settings: VllmSettings) -> DeviceShuffler | TokenShuffler:
     """The shuffler of this rank by a plan, on the device or on the host."""
-    where = plan, runner.vllm_config.parallel_config.data_parallel_rank, get_tp_group().rank_in_group, settings.shuffle
+    group = runner.vllm_config.parallel_config.data_parallel_rank
+    where = settings.served(plan), group, get_tp_group().rank_in_group, settings.shuffle
     return DeviceShuffler(*where, runner.device) if is_static(settings, runner) else TokenShuffler(*where)
 
 
