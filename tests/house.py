@@ -32,7 +32,7 @@ ROOMS = {
     "runtime": 2991,
     "checkpoint": 1577,
     "engines": 10_265,
-    "router": 1388,
+    "gateway": 400,
     "adapt": 640,
     "moving.py live.py client.py": 316,
     "estimate": 1133,
@@ -56,7 +56,7 @@ STOREYS = (
     ("checkpoint", "engines"),
     ("moving", "watch"),
     ("live",),
-    ("adapt", "estimate", "payoff", "tables", "router", "report", "demo", "cli"),
+    ("adapt", "estimate", "payoff", "tables", "gateway", "report", "demo", "cli"),
 )
 
 
