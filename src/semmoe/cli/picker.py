@@ -50,6 +50,7 @@ def picker(
     Example: `semmoe picker 127.0.0.1:30000 --plan plan --tokenizer MODEL`, one server
     """
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # no model is run here, so torch is not needed
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its lines on a port in use would precede ours
     from semmoe.gateway.picker import Picker
     from semmoe.gateway.prompts import Tokenizer
     from semmoe.gateway.scorer import Ranks, Scorer

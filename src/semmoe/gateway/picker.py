@@ -6,7 +6,6 @@ the stream ends, so the gateway must keep the stream until the end of the answer
 """
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +18,6 @@ from envoy.service.ext_proc.v3.external_processor_pb2_grpc import ExternalProces
 from semmoe.gateway.prompts import READERS, Tokenizer, read_prompt
 from semmoe.gateway.scorer import Ranks
 
-log = logging.getLogger(__name__)
 MAX_BODY = 8 << 20  # bytes of a request whose prompt is read
 MAX_HELD = 256 << 20  # bytes of all requests that wait for a rank
 MESSAGE_BYTES = 1 << 10  # what a message takes beside the part of a body that it brings
@@ -99,11 +97,7 @@ class Picker(ExternalProcessorServicer):
         if request.path not in READERS or request.named is not None or not request.fits:
             return None
         body = b"".join(value.body for kind, value in request.waiting if kind == "request_body")
-        try:
-            return read_prompt(request.path, body, self._tokenizer)
-        except Exception as error:  # no request may fail for what is in it; a message could quote the prompt
-            log.warning("semmoe: a prompt cannot be read and goes by load: %s", type(error).__name__)
-            return None
+        return read_prompt(request.path, body, self._tokenizer)
 
     async def _answer(self, request: Request, ranks: list[int], context: Any) -> None:
         """Answer all messages so far. The header and the metadata name the same addresses."""

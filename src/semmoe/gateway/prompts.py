@@ -6,6 +6,7 @@ engine may render a prompt a little differently, for example its tools: the prom
 
 import inspect
 import json
+import logging
 import re
 from collections.abc import Callable
 from typing import Any, TypeGuard
@@ -13,6 +14,7 @@ from typing import Any, TypeGuard
 import jinja2  # noqa: F401  # chat templates need it, and transformers reports its absence only when it renders one
 import numpy as np
 
+log = logging.getLogger(__name__)
 Body = dict[str, Any]
 TEXT_PARTS = ("text", "input_text", "output_text")
 NOT_IN_CONTENT = ("tool_result", "tool_use", "thinking", "redacted_thinking")  # Anthropic's blocks
@@ -68,6 +70,9 @@ def read_prompt(path: str, body: bytes, tokenizer: Tokenizer) -> np.ndarray | No
         request = json.loads(body)
         return READERS[path](request, tokenizer) if isinstance(request, dict) else None
     except (ValueError, RecursionError):
+        return None
+    except Exception as error:  # from a chat template, for instance; the message could quote the prompt
+        log.warning("semmoe: a prompt cannot be read and goes by load: %s", type(error).__name__)
         return None
 
 
