@@ -60,7 +60,7 @@ def test_ranks_are_the_plans_but_for_those_that_run_ahead():
 
 def test_without_a_prompt_ranks_are_ordered_by_load():
     ranks = Ranks(Scorer(plan("dp")))
-    ranks.running = [2, 0, 1, 0]
+    ranks.running.update({0: 2, 2: 1})
     assert ranks.order(None, range(4)) == [1, 3, 2, 0]
     assert ranks.order(None, [2, 0]) == [2, 0]
     assert ranks.order(None, []) == []

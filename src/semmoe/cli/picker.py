@@ -51,6 +51,8 @@ def picker(
     """
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # no model is run here, so torch is not needed
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its lines on a port in use would precede ours
+    import grpc  # noqa: F401  # report a missing extra before anything else
+
     from semmoe.gateway.picker import Picker
     from semmoe.gateway.prompts import Tokenizer
     from semmoe.gateway.scorer import Ranks, Scorer

@@ -1,5 +1,6 @@
 """A plan's view of a prompt as a function, for gateways and routers: which rank has most of its experts."""
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -45,7 +46,7 @@ class Ranks:
 
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
-        self.running = [0] * scorer.num_ranks
+        self.running = Counter[int]()
 
     def order(self, prompt_ids: Sequence[int] | np.ndarray | None, usable: Sequence[int]) -> list[int]:
         """The usable ranks, best first: by load alone if the prompt is None, else as the plan has them.
