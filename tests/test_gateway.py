@@ -30,11 +30,11 @@ from semmoe.solver import solve
 from semmoe.topology import Topology
 
 ENVOY = Path(sys.executable).with_name("envoy")
-grpc = pytest.importorskip("grpc", reason="in an environment of its own: make test-clusters")
-pytest.importorskip("envoy.service.ext_proc.v3", reason="in an environment of its own: make test-clusters")
+grpc = pytest.importorskip("grpc", reason="in another environment: make test-clusters")
+pytest.importorskip("envoy.service.ext_proc.v3", reason="in another environment: make test-clusters")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not ENVOY.exists(), reason="in an environment of its own: make test-clusters"),
+    pytest.mark.skipif(not ENVOY.exists(), reason="in another environment: make test-clusters"),
 ]
 
 PICKER = [sys.executable, "-c", "from semmoe.cli import main; main()", "picker"]
@@ -443,11 +443,11 @@ def refused(*words):
 
 def test_mistakes_end_in_a_line(plan, site, tmp_path):
     options = ["--plan", plan[0], "--tokenizer", MODEL]
-    words = "the plan has 2 data-parallel ranks, and 3 addresses came: give one for each, or that of one server"
+    words = "the plan has 2 data-parallel ranks, and 3 addresses came: give one for each, or a single server"
     assert words in refused("localhost:1", "localhost:2", "localhost:3", *options)
     assert "an address is given twice" in refused("localhost:1", "127.0.0.1:1", *options)
     for wrong in ("localhost", "http://localhost:1", ":8000", "localhost:0", "localhost:65536", "localhost:x"):
-        assert f"'{wrong}' is no address: give HOST:PORT" in refused(wrong, *options)
+        assert f"'{wrong}' is not an address: give HOST:PORT" in refused(wrong, *options)
     assert "the host of nowhere.invalid:1 is not known" in refused("nowhere.invalid:1", *options)
     trace = synthetic.planted_trace(2, 1, requests_per_group=40)[0]
     save_plan(solve(trace, Topology(ep_size=2, dp_size=2)), tmp_path / "other")
@@ -473,7 +473,7 @@ def test_it_says_where_it_listens_warns_of_an_open_address_and_ends_when_told(pl
         assert re.fullmatch(rf"0\.0\.0\.0:[1-9]\d* picks among {ranks}\n", line), line
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
-        assert "0.0.0.0 is open to others, and the picker asks nobody who they are" in process.stderr.read()
+        assert "0.0.0.0 is open to others, and the picker has no authentication" in process.stderr.read()
 
 
 class Stream:
@@ -531,7 +531,7 @@ def test_bodies_are_held_up_to_bounds_and_nothing_is_left_of_them(plan, monkeypa
         first, second, third = Stream(made), Stream(made), Stream(made)
         for stream in (first, second, third):
             await stream.send(head(b"/v1/completions"))
-        await first.send(part(b"{"), part(b"{"), part(b"{"))  # many small parts count as what they take
+        await first.send(part(b"{"), part(b"{"), part(b"{"))  # many small parts count with their messages
         assert (first.answers, ranks.running.total()) == ([], 0)
         await second.send(part(bytes(2 * picker.MESSAGE_BYTES)), part(b""))  # all together are too long now
         await asyncio.sleep(0.05)

@@ -174,7 +174,7 @@ def test_an_error_of_a_template_is_told_without_the_prompt(caplog):
     found = load_tokenizer(str(MODEL))
     found.chat_template = "{{ raise_exception(messages[0].content) }}"
     assert read("/v1/chat/completions", {"messages": [{"role": "user", "content": "secret"}]}, found) is None
-    assert caplog.messages == ["semmoe: a prompt cannot be read and goes by load: TemplateError"]
+    assert caplog.messages == ["semmoe: a prompt cannot be read, so load decides: TemplateError"]
 
 
 def test_without_a_template_a_conversation_is_unknown(plain):

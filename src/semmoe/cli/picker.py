@@ -17,7 +17,7 @@ from semmoe.cli.app import SERVING, app
 from semmoe.cli.options import INPUT, OUTPUT, model_path
 from semmoe.core import Plan
 
-FINISH_SECONDS = 30  # for streams that are open when the picker is told to end
+FINISH_SECONDS = 30  # for open streams after a signal to end
 SERVICES = ("", "liveness", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor")
 
 
@@ -42,8 +42,8 @@ def picker(
     """Tell Envoy, by its external processing, which data-parallel rank serves each request.
 
     Prompts of completions, chats, responses and Anthropic's messages go by the plan and by load; all else by load. Each
-    rank has a port of its own, or the header X-data-parallel-rank names it to the one server. `deploy/envoy.yaml` is a
-    configuration of Envoy for either.
+    rank has its own port, or the header X-data-parallel-rank names it to the one server. `deploy/envoy.yaml` is a
+    configuration of Envoy for both cases.
 
     Example: `semmoe picker 127.0.0.1:8000 127.0.0.1:8001 --plan plan --tokenizer MODEL`, a port per rank
 
@@ -64,7 +64,7 @@ def picker(
     found = addresses_of(addresses, scorer.num_ranks)
     chosen = Picker(Ranks(scorer), Tokenizer(_tokenizer_of(tokenizer, loaded)), found)
     if not _is_loopback(host):
-        console.err.print(f"[yellow]warning:[/] {host} is open to others, and the picker asks nobody who they are")
+        console.err.print(f"[yellow]warning:[/] {host} is open to others, and the picker has no authentication")
     each = "a port for each" if len(addresses) > 1 else f"by header, at {addresses[0]}"
     asyncio.run(_serve(chosen, host, port, f"{scorer.num_ranks} ranks ({each}; plan of {loaded.method})"))
 
@@ -76,14 +76,14 @@ def addresses_of(given: Sequence[str], num_ranks: int) -> list[str]:
         raise ValueError(f"an address is given twice: {', '.join(given)}")
     if len(found) not in (1, num_ranks):
         words = f"the plan has {num_ranks} data-parallel ranks, and {len(found)} addresses came"
-        raise ValueError(f"{words}: give one for each, or that of one server")
+        raise ValueError(f"{words}: give one for each, or a single server")
     return found * num_ranks if len(found) == 1 else found
 
 
 def _resolved(address: str) -> str:
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not (port.isdecimal() and len(port) < 6 and 0 < int(port) < 1 << 16):
-        raise ValueError(f"{address!r} is no address: give HOST:PORT")
+        raise ValueError(f"{address!r} is not an address: give HOST:PORT")
     try:
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     except OSError as error:

@@ -1,6 +1,6 @@
 """Answer Envoy's external processing: name the rank of each request (endpoint picker protocol, version 1.0).
 
-A gateway opens a stream for each HTTP request, sends what it gets, and passes on what comes back. Headers are answered
+A gateway opens a stream for each HTTP request, sends the parts of the request, and forwards the answers. Headers are answered
 once a rank is chosen, which may need the whole body; later messages pass as they come. A request runs on its rank until
 the stream ends, so the gateway must keep the stream until the end of the answer.
 """
@@ -20,22 +20,22 @@ from semmoe.gateway.scorer import Ranks
 
 MAX_BODY = 8 << 20  # bytes of a request whose prompt is read
 MAX_HELD = 256 << 20  # bytes of all requests that wait for a rank
-MESSAGE_BYTES = 1 << 10  # what a message takes beside the part of a body that it brings
+MESSAGE_BYTES = 1 << 10  # memory of a message without its part of a body
 PICKED = "x-gateway-destination-endpoint"
 RANK = "x-data-parallel-rank"
 REPLACE = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
-HINT, SUBSET = "envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"  # what a gateway can reach
+HINT, SUBSET = "envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"  # addresses that a gateway can reach
 
 
 @dataclass
 class Request:
-    """What is known of one request until its rank is chosen."""
+    """A request until its rank is chosen."""
 
     path: str = ""
     named: int | None = None  # the rank that it names
     allowed: frozenset[str] | None = None  # addresses; None: all
     waiting: list[tuple[str, Any]] = field(default_factory=list)  # messages after the headers
-    size: int = 0  # bytes of these
+    size: int = 0  # bytes of `waiting`
     fits: bool = True  # whether its body is read
 
 
@@ -49,7 +49,7 @@ class Picker(ExternalProcessorServicer):
         self._held = 0  # bytes
 
     async def Process(self, messages: AsyncIterator[Any], context: Any) -> None:  # noqa: N802
-        """Answer the messages of one stream."""
+        """Answer the messages of a stream."""
         request, rank = Request(), None
         try:
             async for message in messages:
@@ -135,7 +135,7 @@ def _subset(metadata: Any) -> frozenset[str] | None:
 
 
 def _passed_on(kind: str, value: Any) -> Any:
-    """The answer that lets a message pass as it is."""
+    """The answer that lets a message pass unchanged."""
     if kind.endswith("_body"):
         mutation = {"streamed_response": {"body": value.body, "end_of_stream": value.end_of_stream}}
         return ext_proc.ProcessingResponse(**{kind: {"response": {"body_mutation": mutation}}})

@@ -72,7 +72,7 @@ def read_prompt(path: str, body: bytes, tokenizer: Tokenizer) -> np.ndarray | No
     except (ValueError, RecursionError):
         return None
     except Exception as error:  # from a chat template, for instance; the message could quote the prompt
-        log.warning("semmoe: a prompt cannot be read and goes by load: %s", type(error).__name__)
+        log.warning("semmoe: a prompt cannot be read, so load decides: %s", type(error).__name__)
         return None
 
 
@@ -135,7 +135,7 @@ def _messages(request: Body, tokenizer: Tokenizer) -> np.ndarray | None:
 
 
 def _turn(turn: Body) -> list[Body]:
-    """The chat messages of one of Anthropic's: first results of tools, then the rest without earlier thinking."""
+    """The chat messages of an Anthropic message: first results of tools, then the rest without earlier thinking."""
     role, blocks = turn.get("role"), turn.get("content")
     if not _are_objects(blocks):
         return [{"role": role, "content": blocks}]
@@ -155,7 +155,7 @@ def _turn(turn: Body) -> list[Body]:
 
 
 def _function(tool: Body) -> Body:
-    """One of Anthropic's tools as chat templates expect it."""
+    """An Anthropic tool as chat templates expect it."""
     known = {"name": tool.get("name"), "description": tool.get("description"), "parameters": tool.get("input_schema")}
     return {"type": "function", "function": known}
 
@@ -178,7 +178,7 @@ def _are_objects(value: Any) -> TypeGuard[list[Body]]:
 
 
 def _text(part: Any) -> str | None:
-    """The text of one part of a message; None if it is no text."""
+    """The text of a part of a message; None for other parts."""
     text = part.get("text") if isinstance(part, dict) and part.get("type") in TEXT_PARTS else part
     return text if isinstance(text, str) else None
 
