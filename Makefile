@@ -63,7 +63,8 @@ test-families: $(SGLANG_VENV)/.ready $(VLLM_VENV)/.ready
 	$(SGLANG_PYTHON) -m pytest tests/engines/sglang -m families
 	$(VLLM_PYTHON) -m pytest tests/engines/vllm -m families
 
-# The picker behind Envoy, and the example for clusters with Dynamo's own runtime, which pins what the other test tools do not, and Envoy.
+# The picker behind Envoy, and the example for Dynamo with Dynamo's own runtime, which pins what the other test tools do
+# not.
 test-clusters: $(CLUSTERS_VENV)/.ready
 	$(CLUSTERS_VENV)/bin/python -m pytest tests/test_examples.py tests/test_gateway.py -k "dynamo or gateway"
 

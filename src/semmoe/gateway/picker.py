@@ -1,8 +1,7 @@
 """Answer Envoy's external processing: name the rank of each request (endpoint picker protocol, version 1.0).
 
-A gateway opens a stream for each HTTP request, sends the parts of the request, and forwards the answers. Headers are answered
-once a rank is chosen, which may need the whole body; later messages pass as they come. A request runs on its rank until
-the stream ends, so the gateway must keep the stream until the end of the answer.
+A gateway opens a stream for each HTTP request. Its headers are answered once a rank is chosen, which may need the whole
+body. The request counts as load until the stream ends, so the gateway must keep it until the end of the answer.
 """
 
 import asyncio
@@ -43,7 +42,9 @@ class Picker(ExternalProcessorServicer):
     """Picks a rank for each request; `addresses` are those of the ranks, all the same if one server has them."""
 
     def __init__(self, ranks: Ranks, tokenizer: Tokenizer, addresses: list[str]) -> None:
-        self._ranks, self._tokenizer, self._addresses = ranks, tokenizer, addresses
+        self._ranks = ranks
+        self._tokenizer = tokenizer
+        self._addresses = addresses
         self._one_server = len(set(addresses)) < len(addresses)
         self._numbers = {str(rank): rank for rank in range(len(addresses))}
         self._held = 0  # bytes
