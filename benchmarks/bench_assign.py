@@ -20,8 +20,8 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from semmoe.core import Placement, Plan, RoutingTrace
+from semmoe.gateway import Scorer
 from semmoe.requests.policy import PromptScores
-from semmoe.router import Scorer
 from semmoe.settings import PredictorSettings
 from semmoe.splitter import split
 from semmoe.tokens import kernels

@@ -10,39 +10,24 @@ discovery and transport are chosen as for any component of Dynamo, by its enviro
 
 import asyncio
 import sys
-from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
 from dynamo.runtime import DistributedRuntime, dynamo_worker
 
-from semmoe.router import Scorer
-
-LEAD = 2  # requests that a rank may run above the mean of all
-
-
-class Ranks:
-    """The ranks of a plan, with what each runs."""
-
-    def __init__(self, plan: str) -> None:
-        self._scorer, self.running = Scorer(plan), Counter[int]()
-
-    def choose(self, token_ids: list[int]) -> int:
-        """The best by the plan of those that do not run ahead of the others."""
-        ranks, _ = self._scorer(token_ids)
-        most = self.running.total() / len(ranks) + LEAD
-        return next(int(rank) for rank in ranks if self.running[int(rank)] <= most)
+from semmoe.gateway import Ranks, Scorer
 
 
 @dynamo_worker()
 async def main(runtime: DistributedRuntime) -> None:
     plan, engines, own = sys.argv[1:]
-    ranks, client = Ranks(plan), await runtime.endpoint(engines).client()
+    scorer, client = Scorer(plan), await runtime.endpoint(engines).client()
+    ranks = Ranks(scorer)
 
     async def generate(request: dict[str, Any]) -> AsyncIterator[Any]:
         routing = request.get("routing") or {}
         rank = routing.get("dp_rank")
-        rank = ranks.choose(request["token_ids"]) if rank is None else rank
+        rank = ranks.order(request["token_ids"], range(scorer.num_ranks))[0] if rank is None else rank
         ranks.running[rank] += 1
         try:
             async for answer in await client.round_robin({**request, "routing": {**routing, "dp_rank": rank}}):

@@ -56,17 +56,20 @@ def test_mounted_files_are_there():
     assert any(mount.split(":")[1] == path for mount in compose["services"]["grafana"]["volumes"])
     targets = {target.split(":")[0] for job in yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"]
                for one in job["static_configs"] for target in one["targets"]}  # fmt: skip
-    assert targets == {"engine", "router"} <= compose["services"].keys()
+    assert targets == {"engine"} <= compose["services"].keys()
 
 
 def test_ports_are_those_of_this_host_alone():
     compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
     ports = [port for service in compose["services"].values() for port in service.get("ports", [])]
-    assert len(ports) == 4
+    assert len(ports) == 3
     assert all(port.startswith("127.0.0.1:") for port in ports)
+    on_the_host = {name: one for name, one in compose["services"].items() if one.get("network_mode") == "host"}
+    assert on_the_host.keys() == {"picker", "envoy"}
+    assert "--host" not in on_the_host["picker"]["command"]  # nor does Envoy listen elsewhere: test_gateway.py
 
 
-@pytest.mark.parametrize("service", ["engine", "router"])
+@pytest.mark.parametrize("service", ["engine", "picker"])
 def test_options_of_containers_exist(service):
     command = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"][service]["command"]
     given = {str(word) for word in command if str(word).startswith("--")}
@@ -111,9 +114,9 @@ def test_each_node_serves_its_own_ranks(tmp_path, index):
 
 
 def test_dockerfiles_install_the_wheel_and_run_semmoe():
-    for name, command in (("engine", "serve"), ("router", "router")):
+    for name, command in (("engine", "serve"), ("picker", "picker")):
         lines = (DEPLOY / f"{name}.Dockerfile").read_text().splitlines()
         entry = next(line for line in lines if line.startswith("ENTRYPOINT"))
         assert json.loads(entry.removeprefix("ENTRYPOINT ")) == ["semmoe", command]
         assert "COPY dist/*.whl /tmp/semmoe/" in lines
-    assert shlex.split((DEPLOY / "router.Dockerfile").read_text().split("USER ")[1].splitlines()[0]) == ["65534:65534"]
+    assert shlex.split((DEPLOY / "picker.Dockerfile").read_text().split("USER ")[1].splitlines()[0]) == ["65534:65534"]

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import synthetic
 
+from semmoe.gateway import Scorer
 from semmoe.plan import save_plan
-from semmoe.router import Scorer
 from semmoe.solver import solve
 from semmoe.topology import Topology
 from semmoe.trace import open_trace, save_trace

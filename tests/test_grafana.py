@@ -7,7 +7,6 @@ from pathlib import Path
 import semmoe
 from semmoe.cli import adapt
 from semmoe.engines import counters
-from semmoe.router import counters as router_counters
 
 DASHBOARD = json.loads((Path(semmoe.__file__).parent / "grafana/dashboard.json").read_text())
 
@@ -19,7 +18,7 @@ def documented(module, prefix):
 
 
 DECISIONS = adapt.decisions(0)
-KNOWN = documented(counters, "semmoe_") | documented(router_counters, "semmoe_router_")
+KNOWN = documented(counters, "semmoe_")
 KNOWN |= {DECISIONS.describe()[0].name: set(DECISIONS._labelnames)}
 
 

@@ -280,14 +280,3 @@ def test_a_scheduler_that_follows_another_goes_on_with_its_numbers_and_work(kind
     for handle in handles:
         after.finish(handle, 0.0)
     assert after.work.sum() == 5.0 * after.keeps_ledger
-
-
-@pytest.mark.parametrize("kind", policies())
-def test_groups_of_servers_side_by_side_repeat_those_of_one(kind):
-    one = policies(3)[kind]
-    two = one.tiled(2, 0.5)
-    assert (one.num_groups, two.num_groups) == (3, 6)
-    assert two.follows_caches == (kind == "prompt-scores")
-    for name, array in vars(one).items():
-        if isinstance(array, np.ndarray) and array.shape[-1] == 3:
-            np.testing.assert_array_equal(getattr(two, name), np.concatenate([array, array], axis=-1))

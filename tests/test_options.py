@@ -26,7 +26,7 @@ WORDS: dict[str, list[str]] = {
     "generate": ["tiny", "--dataset", "{prompts}", "--ep-size", "1", "--max-new-tokens", "1"],
     "demo": [],
     "reproduce": ["--list"],
-    "router": ["http://127.0.0.1:9", "--plan", "{tmp}/absent"],
+    "picker": ["127.0.0.1:9", "--plan", "{tmp}/absent", "--tokenizer", "tiny"],
     "serve": ["tiny", "--dry-run", "--control", "{tmp}/control"],
     "watch": ["http://127.0.0.1:9"],
     "swap": ["http://127.0.0.1:9", "--plan", "{tmp}/absent"],

@@ -305,14 +305,6 @@ def test_how_far_a_live_group_may_lead_does_not_hang_on_how_much_the_profile_dec
     assert abs(shares[0] - shares[1]) < 0.05
 
 
-def test_a_cache_that_is_gone_is_forgotten():
-    table = replace(make_map([[0, 0]] * 2, spread=0.0), cache_weight=1.0)
-    scheduler, prompt = CapacityScheduler(table, plain(lead_requests=1000)), [5] * 16
-    assert [scheduler.assign(p) for p in (prompt, [6] * 16, prompt)] == [0, 1, 0]
-    scheduler.forget_prefixes(0)
-    assert scheduler.assign(prompt) == 1  # only the load decides
-
-
 def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="lead_requests must not be negative: -1"):
         SchedulerSettings(lead_requests=-1)

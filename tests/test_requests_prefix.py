@@ -89,14 +89,6 @@ def test_a_number_covers_its_block_and_all_before_it():
     np.testing.assert_array_equal(block_keys(longer, BLOCK), keys[0])
 
 
-def test_a_group_that_is_cleared_has_nothing():
-    index = PrefixIndex(2, 100, block=2)
-    for group in (0, 1):
-        index.insert([7, 7, 5, 5], group)
-    index.clear(0)
-    assert index.cached_tokens([7, 7, 5]).tolist() == [0, 2]
-
-
 def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="block=0"):
         PrefixIndex(2, 10, block=0)

@@ -1,11 +1,11 @@
-"""`semmoe.router.Scorer`: a plan's scores of ranks for a prompt, as its tables say."""
+"""`semmoe.gateway.Scorer`: a plan's scores of ranks for a prompt, as its tables say."""
 
 import numpy as np
 import pytest
 from synthetic import random_trace
 
 import semmoe
-from semmoe.router import Scorer
+from semmoe.gateway import Ranks, Scorer
 from semmoe.settings import CoclusterSettings
 
 QUICK = CoclusterSettings(starts=1, steps=10)
@@ -44,3 +44,23 @@ def test_one_prompt_leaves_no_trace_in_the_next():
 def test_a_plan_that_schedules_no_requests_is_refused(attention, method):
     with pytest.raises(ValueError, match="this plan schedules no requests: solve one with --attention dp or hybrid"):
         Scorer(plan(attention, method))
+
+
+def test_ranks_are_the_plans_but_for_those_that_run_ahead():
+    scorer = Scorer(plan("dp"))
+    ranks, order = Ranks(scorer), scorer([3, 7])[0].tolist()
+    assert ranks.order([3, 7], range(4)) == order
+    assert ranks.order([3, 7], [order[2], order[1]]) == [order[1], order[2]]
+    ranks.running[order[0]] = 3  # of 4 ranks, 2.25 above the mean
+    assert ranks.order([3, 7], range(4)) == [*order[1:], order[0]]
+    ranks.running[order[1]] = 1  # now 2 above
+    assert ranks.order([3, 7], range(4)) == order
+    assert ranks.order([3, 7], []) == []
+
+
+def test_without_a_prompt_ranks_are_ordered_by_load():
+    ranks = Ranks(Scorer(plan("dp")))
+    ranks.running.update({0: 2, 2: 1})
+    assert ranks.order(None, range(4)) == [1, 3, 2, 0]
+    assert ranks.order(None, [2, 0]) == [2, 0]
+    assert ranks.order(None, []) == []

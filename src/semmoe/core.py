@@ -262,9 +262,6 @@ class RequestPolicy(Protocol):
     def unknown(self, token_ids: np.ndarray) -> np.ndarray:
         """Same as `TokenPolicy.unknown`, for the tokens of prompts."""
 
-    def tiled(self, copies: int, cache_weight: float) -> RequestPolicy:
-        """The policy for `copies` servers side by side; a policy that scores prompts also gets `cache_weight`."""
-
 
 NEVER = 1 << 31  # more rows than a pass can have
 

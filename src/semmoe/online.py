@@ -1,4 +1,4 @@
-"""Schedule requests by a plan's request policy. Offline replay, engines and the router use the same schedulers."""
+"""Schedule requests by a plan's request policy. Offline replay and engines use the same schedulers."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -22,7 +22,7 @@ import openai
 import pytest
 import requests
 from ports import listening
-from serving import NEW_TOKENS, SEMMOE, Router, cli, free_port
+from serving import NEW_TOKENS, SEMMOE, cli, free_port
 from waiting import eventually
 
 from semmoe import live, watch
@@ -48,7 +48,7 @@ class ServerTests:
     RECORDING: tuple[str, ...] = ()  # whose routing is recorded
     COUNTED: dict[str, float] = {}  # whose traffic is counted: the least local activation rate
     RANKS: dict[str, int] = {}
-    ROUTED: tuple[str, ...] = ()  # behind a router too
+    ROUTED: tuple[str, ...] = ()  # asked as by a gateway too
     KILLED: tuple[str, ...] = ()
     SWAPPED: dict[str, str] = {}  # set-ups whose plan is swapped, and for which of the plans
     NEWCOMERS: tuple[str, ...] = ()  # on which the page of a first afternoon is tried
@@ -143,19 +143,14 @@ class ServerTests:
             np.testing.assert_array_equal(recorded.token_ids[rows], tokens[cached:])
             np.testing.assert_array_equal(recorded.expert_ids[rows], routed[cached:])
 
-    def test_a_router_in_front_names_ranks(self, server, model, prompts, reference, tmp_path):
+    def test_a_gateway_names_ranks_in_a_header(self, server, prompts, reference):
+        """As Envoy does with `semmoe picker`: six requests for each of two ranks."""
         if server.name not in self.ROUTED:
             pytest.skip("one data-parallel rank, or as of another set-up")
-        before, router = server.counters(), Router(tmp_path, server, server.plan)
-        try:
-            router.wait()
-            check_openai(router.url, server.model, prompts, reference)
-            check(model, prompts, reference, router.complete(prompts))
-            counted = router.counters()
-            assert counted.get("router_scheduled_requests plan") == 6 + len(prompts), (counted, router.log)
-        finally:
-            router.stop()
-        assert server.counters()["scheduled_requests named"] >= before.get("scheduled_requests named", 0) + 6
+        before = server.counters()
+        for rank in ("0", "1"):
+            check_openai(server.url, server.model, prompts, reference, {"X-data-parallel-rank": rank})
+        assert server.counters()["scheduled_requests named"] == before.get("scheduled_requests named", 0) + 12
 
     def test_swaps_under_load_lose_nothing(self, server, model, prompts, reference, plans, swap_plans):
         """64 clients stream while the plan is swapped again and again, and at last back to the first.
@@ -389,11 +384,12 @@ def check(model, prompts, reference, outputs):
     assert agreement.identical >= len(reference) - 1, str(agreement)
 
 
-def check_openai(url, model, prompts, reference):
+def check_openai(url, model, prompts, reference, headers=None):
     """What an OpenAI client gets, streaming and not, as text."""
     from semmoe.engines.transformers.tokenizer import load_tokenizer
 
-    tokenizer, client = load_tokenizer(model), openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+    tokenizer = load_tokenizer(model)
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", default_headers=headers)
     for i in (3, 7, 11):
         given = {"model": model, "prompt": prompts[i], "max_tokens": NEW_TOKENS, "temperature": 0}
         expected = tokenizer.decode(reference[i], skip_special_tokens=True)

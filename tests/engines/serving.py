@@ -95,7 +95,7 @@ class Server:
     def send(
         self, prompt: list[int], new_tokens: int = NEW_TOKENS, rank: int | None = None, **more
     ) -> requests.Response:
-        """One greedy request for token ids; rank: the data-parallel rank that it names; url: of a router before it."""
+        """One greedy request for token ids; rank: the data-parallel rank that it names."""
         raise NotImplementedError
 
     def tokens(self, answer: requests.Response) -> list[int]:
@@ -144,27 +144,6 @@ class Server:
         listed = subprocess.run(["ps", "-eo", "pid,sid,args"], capture_output=True, text=True, check=True).stdout
         rows = [line.split(None, 2) for line in listed.splitlines()[1:]]
         return [(int(pid), name) for pid, session, name in rows if int(session) == self.process.pid]
-
-
-class Router(Server):
-    """`semmoe router` before a server that is up, asked as that is."""
-
-    READY = " -> http"
-
-    def __init__(self, folder: Path, server: Server, plan: str) -> None:
-        self.port, self.behind, self.model = free_port(), server, server.model
-        self.url, self._log = f"http://127.0.0.1:{self.port}", folder / "router.log"
-        words = [sys.executable, *SEMMOE, "router", server.url, "--plan", plan, "--tokenizer", server.model]
-        with self._log.open("w") as log:
-            self.process = subprocess.Popen(
-                [*words, "--port", str(self.port)], stdout=log, stderr=log, start_new_session=True
-            )
-
-    def send(self, prompt, *args, **more):
-        return self.behind.send(prompt, *args, url=self.url, **more)
-
-    def tokens(self, answer):
-        return self.behind.tokens(answer)
 
 
 def free_port() -> int:

@@ -14,10 +14,10 @@ try:
         init,
         offline,
         online,
+        picker,
         record,
         replay,
         report,
-        router,
         serve,
         swap,
         trace,
@@ -39,10 +39,10 @@ __all__ = [
     "main",
     "offline",
     "online",
+    "picker",
     "record",
     "replay",
     "report",
-    "router",
     "serve",
     "swap",
     "trace",
@@ -50,7 +50,7 @@ __all__ = [
 ]
 GROUPS = (
     "profile affinity solve replay estimate apply import_",
-    "serve watch swap adapt router",
+    "serve watch swap adapt picker",
     "generate demo calibrate report init doctor reproduce",
 )
 ORDER = " ".join(GROUPS).split()

@@ -1,5 +1,5 @@
 """The command line: profile, affinity, solve, replay, estimate, apply, import, generate, calibrate, serve, record,
-watch, swap, adapt, router, report, init, doctor, demo.
+watch, swap, adapt, picker, report, init, doctor, demo.
 
 Every command is a thin layer over a library function. A user's mistake ends in one line on stderr and exit code 2, a
 failure while running or a full disk in exit code 1, Ctrl-C in 130, a closed pipe in 141 without a line.
@@ -78,14 +78,16 @@ def _shown_warnings() -> Iterator[None]:
 
 def _extra(module: str | None, command: str | None) -> str | None:
     """The extra of semmoe that installs a missing module; None if there is none."""
-    if module in ("httpcore", "uvicorn", "prometheus_client"):
+    if module in ("grpc", "grpc_health", "envoy") or (module == "jinja2" and command == "picker"):
+        return "gateway"
+    if module == "prometheus_client":
         return "serve"
     if module in ("plotly", "jinja2"):
         return "report"
     if module in ("matplotlib", "sklearn"):
         return "dev"
     if module in ("torch", "transformers", "tokenizers"):
-        return "serve" if command == "router" else "transformers"
+        return "gateway" if command == "picker" else "transformers"
     return None
 
 

@@ -203,7 +203,7 @@ FEATURES = (
         {
             "vllm": _no(
                 "with a load balancer outside of vLLM the plan cannot schedule requests: give --schedule "
-                "engine, and put `semmoe router` before it"
+                "engine, and put `semmoe picker` with Envoy before it"
             )
         },
     ),

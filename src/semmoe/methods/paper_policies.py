@@ -4,7 +4,7 @@ Row V of every table with V + 1 rows is for token ids outside the vocabulary.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -48,10 +48,6 @@ class PaperTable:
     def unknown(self, token_ids: np.ndarray) -> np.ndarray:
         """(N,) bool: ids for which only the prior is known."""
         return self.request_source[token_ids] == PRIOR
-
-    def tiled(self, copies: int, cache_weight: float) -> "PaperTable":
-        """The table for the groups of `copies` servers side by side; Algorithm 2 does not consider caches."""
-        return replace(self, request_scores=np.tile(self.request_scores, (1, copies)))
 
 
 class PaperScheduler(OneByOne):

@@ -206,11 +206,6 @@ class CapacityScheduler:
         else:
             self._expected[assigned.group] -= assigned.work
 
-    def forget_prefixes(self, group: int) -> None:
-        """Note that the group's prefix cache is empty because its engine restarted."""
-        if self._prefixes is not None:
-            self._prefixes.clear(group)
-
     def follow(self, before: RequestScheduler) -> None:
         """Begin with the running work of another scheduler, whose handles `finish` then takes too."""
         self._work, self._expected = before.work, before.work

@@ -1,6 +1,6 @@
 """Request policies as data: round-robin over attention groups, or by scores of the prompt."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -31,10 +31,6 @@ class RoundRobin:
     def unknown(self, token_ids: np.ndarray) -> np.ndarray:
         """(N,) bool: all False, since no token is looked up."""
         return np.zeros(len(token_ids), bool)
-
-    def tiled(self, copies: int, cache_weight: float) -> "RoundRobin":
-        """Round-robin over the groups of `copies` servers."""
-        return RoundRobin(num_groups=self.num_groups * copies)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,13 +77,3 @@ class PromptScores:
     def unknown(self, token_ids: np.ndarray) -> np.ndarray:
         """(N,) bool: ids whose weight is that of ids outside the vocabulary."""
         return self.token_weights[token_ids] == self.token_weights[-1]
-
-    def tiled(self, copies: int, cache_weight: float) -> "PromptScores":
-        """The policy for the groups of `copies` servers side by side, with `cache_weight` for their prefix caches."""
-        return replace(
-            self,
-            token_scores=np.tile(self.token_scores, (1, copies)),
-            bias=np.tile(self.bias, copies),
-            prices=np.tile(self.prices, copies),
-            cache_weight=cache_weight,
-        )

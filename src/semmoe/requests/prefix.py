@@ -49,10 +49,6 @@ class PrefixIndex:
         while len(known) > self._blocks:
             known.popitem(last=False)
 
-    def clear(self, group: int) -> None:
-        """Forget all blocks of `group`."""
-        self._known[group].clear()
-
     def _keys(self, prompt_ids: Sequence[int] | np.ndarray) -> list[int]:
         return block_keys(np.ascontiguousarray(prompt_ids, np.int64), self._block).tolist()
 

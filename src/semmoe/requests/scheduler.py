@@ -56,9 +56,6 @@ class RequestScheduler(Protocol):
     def finish(self, assigned: Assigned, actual_tokens: float) -> None:
         """Report that a request ended after `actual_tokens` decode tokens. Call it once per handle."""
 
-    def forget_prefixes(self, group: int) -> None:
-        """Note that the group's prefix cache is empty."""
-
     @property
     def arrivals(self) -> int:
         """Requests so far."""
@@ -118,9 +115,6 @@ class OneByOne:
 
     def finish(self, assigned: Assigned, actual_tokens: float) -> None:
         """Do nothing: the work of requests is not counted."""
-
-    def forget_prefixes(self, group: int) -> None:
-        """Do nothing: caches have no effect."""
 
     @property
     def arrivals(self) -> int:

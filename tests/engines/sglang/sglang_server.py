@@ -17,12 +17,12 @@ class SglangServer(Server):
     RANK = "::scheduler"
 
     def send(
-        self, prompt, new_tokens=NEW_TOKENS, rank=None, stream=False, endless=False, url=None, **fields
+        self, prompt, new_tokens=NEW_TOKENS, rank=None, stream=False, endless=False, **fields
     ) -> requests.Response:
         sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": endless}
         body = {"input_ids": prompt, "sampling_params": sampling, "routed_dp_rank": rank, "stream": stream}
         body |= fields  # SGLang's own
-        answer = requests.post(f"{url or self.url}/generate", json=body, timeout=120, stream=stream)
+        answer = requests.post(f"{self.url}/generate", json=body, timeout=120, stream=stream)
         if rank is not None:
             assert answer.json()["meta_info"]["dp_rank"] == rank
         return answer

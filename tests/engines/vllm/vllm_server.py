@@ -15,15 +15,11 @@ class VllmServer(Server):
     READY = "Application startup complete"
     RANK = "EngineCore"
 
-    def send(
-        self, prompt, new_tokens=NEW_TOKENS, rank=None, stream=False, endless=False, url=None
-    ) -> requests.Response:
+    def send(self, prompt, new_tokens=NEW_TOKENS, rank=None, stream=False, endless=False) -> requests.Response:
         body = {"model": self.model, "prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "stream": stream,
                 "ignore_eos": endless, "return_token_ids": True}  # fmt: skip
         headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
-        return requests.post(
-            f"{url or self.url}/v1/completions", json=body, headers=headers, timeout=120, stream=stream
-        )
+        return requests.post(f"{self.url}/v1/completions", json=body, headers=headers, timeout=120, stream=stream)
 
     def tokens(self, answer):
         return answer.json()["choices"][0]["token_ids"]

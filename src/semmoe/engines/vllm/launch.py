@@ -130,7 +130,7 @@ def check_balancer(plan: Plan | None, given: PluginSettings, options: list[str])
         raise ValueError(
             f"{other[0]}: another load balancer than "
             "vLLM's own chooses ranks, and the plan schedules no request: omit it, or give --schedule engine and "
-            "put `semmoe router` in front"
+            "put `semmoe picker` with Envoy in front"
         )
 
 

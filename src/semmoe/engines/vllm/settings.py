@@ -14,6 +14,5 @@ class VllmSettings(GraphSettings):
         check_switch("SEQUENCE_PARALLEL", self.sequence_parallel)
         if self.window_seconds > 0:
             raise ValueError(
-                "vLLM's front end cannot hold requests to assign them together (docs/engines.md): omit --window-ms, or "
-                "give --schedule engine and put `semmoe router --window-ms` in front"
+                "vLLM's front end cannot hold requests to assign them together (docs/engines.md): omit --window-ms"
             )
