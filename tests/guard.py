@@ -91,8 +91,15 @@ def record(quick: bool, folder: Path) -> dict[str, Any]:
     found["generate all-reduce"] = outcome(run("generate", "tiny", "--exchange", "all-reduce", *generated))
     plans = ["hybrid2x2-paper-0", "tp4-semmoe-0", "tp4-semmoe-8", "dp4-semmoe-0", "dp4-semmoe-8"]
     for name in [plan for plan in plans if (folder / plan).exists()]:
-        found[f"generate {name}"] = outcome(run("generate", "tiny", "--plan", str(folder / name), *generated))
+        options = [*generated, *(() if name.startswith("dp") else shuffled_always())]
+        found[f"generate {name}"] = outcome(run("generate", "tiny", "--plan", str(folder / name), *options))
     return found
+
+
+def shuffled_always() -> list[str]:
+    """The option by which every pass is shuffled, whatever the plan states; revisions without it always did."""
+    told = subprocess.run([*MAIN, "generate", "--help"], capture_output=True, text=True, cwd=ROOT, check=True).stdout
+    return ["--shuffle-from", "1"] if "--shuffle-from" in told else []
 
 
 def short(method: str) -> str:

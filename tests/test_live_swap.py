@@ -300,3 +300,8 @@ def test_a_staged_plan_is_the_one_that_its_number_says(folder, tmp_path):
 def test_numbers_that_no_plan_has(wrong):
     with pytest.raises(ValueError, match="is no plan's number"):
         files.staged(Path("/nonexistent"), wrong)
+
+
+def test_the_largest_number_of_a_plan_has_a_name():
+    assert files.plan_name(files.MOST_NUMBER) == "f" * files.DIGITS
+    assert files.plan_name(1) == "0" * (files.DIGITS - 1) + "1"
