@@ -33,6 +33,11 @@ SHELL := /bin/bash
 # unless Python may not keep them. pip reads its negative options the other way round: 0 is "do not compile".
 export PIP_NO_COMPILE := $(if $(PYTHONDONTWRITEBYTECODE),1,0)
 
+# Environments with different versions of numba would overwrite each other's compiled kernels beside the sources. DeepSpeed
+# has the version of the tests, and finds their kernels.
+test-sglang bench-sglang soak-sglang: export NUMBA_CACHE_DIR := $(abspath $(SGLANG_VENV))/numba
+test-vllm bench-vllm soak-vllm: export NUMBA_CACHE_DIR := $(abspath $(VLLM_VENV))/numba
+
 .PHONY: demo test test-slow reproduce test-sglang test-vllm test-deepspeed test-clusters test-releases test-families check bench bench-runtime \
         bench-sglang soak-sglang bench-vllm soak-vllm bench-deepspeed kernels test-nodes test-gpu docs dist format clean
 

@@ -1,5 +1,7 @@
 """Imports go one way, and nothing is longer than it may be."""
 
+from pathlib import Path
+
 import house
 
 
@@ -49,3 +51,21 @@ def test_the_checks_can_fail(tmp_path, monkeypatch):
     found = house.over_budget()
     assert "plan.py has 602 lines, of at most 10" in found
     assert "a file of the package belongs to no room, or to two" in found
+
+
+def test_a_budget_rises_only_where_others_fall_by_more():
+    before = (30, {"a": 10, "b": 20})
+    assert house.raised_budgets(before, before) == []
+    assert house.raised_budgets(before, (25, {"a": 5, "b": 20})) == []
+    assert house.raised_budgets(before, (29, {"a": 15, "b": 14})) == []
+    assert house.raised_budgets(before, (30, {"a": 15, "b": 15})) == [
+        "a rose by 5 lines, and the others fell by no more"
+    ]
+    assert house.raised_budgets(before, (30, {"a": 10, "c": 20})) == [
+        "c rose by 20 lines, and the others fell by no more"
+    ]
+    assert house.raised_budgets(before, (31, before[1])) == ["the total rose from 30 to 31 lines"]
+
+
+def test_budgets_are_those_of_the_file():
+    assert house.budgets(Path(house.__file__).read_text(encoding="utf-8")) == (house.TOTAL, house.ROOMS)

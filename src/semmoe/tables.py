@@ -3,6 +3,7 @@
 from typing import Any
 
 from semmoe import console
+from semmoe.core import NEVER
 
 PAYOFFS = """"no": not worth it. Columns are models, and tokens of a batch over all ranks: 1,024 is
 about a step of decoding, 16,384 one of prefill. Rows are attention and links; those of
@@ -142,3 +143,11 @@ def payoffs(found: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
 
 def _saved(one: dict[str, Any]) -> str:
     return f"{one['gain']:.0%}" if one["worth_it"] else "no"
+
+
+def shuffled_from(least: int) -> str:
+    """Say which passes are shuffled."""
+    shuffled = f"passes with at least {least:,} rows are shuffled"
+    if least == NEVER:
+        shuffled = "no pass is shuffled: on these links that costs more than it saves"
+    return f"{shuffled}; `semmoe serve --shuffle-from` overrides"

@@ -29,7 +29,7 @@ from semmoe.cli.options import (
     resolve_topology,
     tell_result,
 )
-from semmoe.core import NEVER, Plan, RoutingTrace
+from semmoe.core import Plan, RoutingTrace
 from semmoe.cost import LayerShape
 from semmoe.methods import METHODS, check_applies, find_method
 from semmoe.results import AffinityFile
@@ -280,18 +280,10 @@ def _print_verdict(expected: dict[str, Any]) -> None:
     if expected["verdict"] is None:
         return
     if expected.get("shuffle_from") is not None:
-        console.out.print(_shuffled(expected["shuffle_from"]), soft_wrap=True)
+        console.out.print(tables.shuffled_from(expected["shuffle_from"]), soft_wrap=True)
     _print_judged(expected, "" if expected.get("decode") is None else "prefill, ", expected["tokens_per_batch"])
     if expected.get("decode") is not None:
         _print_judged(expected["decode"], "decode, ", expected["tokens_per_batch"])
-
-
-def _shuffled(least: int) -> str:
-    """Say which passes are shuffled."""
-    shuffled = f"passes with at least {least:,} rows are shuffled"
-    if least == NEVER:
-        shuffled = "no pass is shuffled: on these links that costs more than it saves"
-    return f"{shuffled}; `semmoe serve --shuffle-from` overrides"
 
 
 def _print_judged(judged: dict[str, Any], phase: str, tokens: float) -> None:
