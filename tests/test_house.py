@@ -58,12 +58,9 @@ def test_a_budget_rises_only_where_others_fall_by_more():
     assert house.raised_budgets(before, before) == []
     assert house.raised_budgets(before, (25, {"a": 5, "b": 20})) == []
     assert house.raised_budgets(before, (29, {"a": 15, "b": 14})) == []
-    assert house.raised_budgets(before, (30, {"a": 15, "b": 15})) == [
-        "a rose by 5 lines, and the others fell by no more"
-    ]
-    assert house.raised_budgets(before, (30, {"a": 10, "c": 20})) == [
-        "c rose by 20 lines, and the others fell by no more"
-    ]
+    words = "and the others fell by no more"
+    assert house.raised_budgets(before, (30, {"a": 15, "b": 15})) == [f"a rose by 5 lines, {words}"]
+    assert house.raised_budgets(before, (30, {"a": 10, "c": 20})) == [f"c rose by 20 lines, {words}"]
     assert house.raised_budgets(before, (31, before[1])) == ["the total rose from 30 to 31 lines"]
 
 
