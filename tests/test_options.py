@@ -20,7 +20,6 @@ WORDS: dict[str, list[str]] = {
     "import": ["{tmp}/absent", "--model", "tiny", "--out", "{tmp}/imported"],
     "trace sample": ["{tmp}/absent", "--out", "{tmp}/sample"],
     "init": ["tiny", "--out", "{tmp}/semmoe.toml"],
-    "estimate": ["tiny", "--saving", "0.3", "--performance", "roofline"],
     "replay": ["{trace}", "--ep-size", "2", "--method", "semmoe", "--batch-tokens", "50"],
     "profile": ["tiny", "--dataset", "{prompts}", "--out", "{tmp}/profile"],
     "generate": ["tiny", "--dataset", "{prompts}", "--ep-size", "1", "--max-new-tokens", "1"],

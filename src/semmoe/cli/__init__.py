@@ -10,7 +10,6 @@ try:
         calibrate,
         convert,
         doctor,
-        estimate,
         init,
         offline,
         online,
@@ -34,7 +33,6 @@ __all__ = [
     "calibrate",
     "convert",
     "doctor",
-    "estimate",
     "init",
     "main",
     "offline",
@@ -49,7 +47,7 @@ __all__ = [
     "watch",
 ]
 GROUPS = (
-    "profile affinity solve replay estimate apply import_",
+    "profile affinity solve replay apply import_",
     "serve watch swap adapt router",
     "generate demo calibrate report init doctor reproduce",
 )

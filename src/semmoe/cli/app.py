@@ -1,4 +1,4 @@
-"""The command line: profile, affinity, solve, replay, estimate, apply, import, generate, calibrate, serve, record,
+"""The command line: profile, affinity, solve, replay, apply, import, generate, calibrate, serve, record,
 watch, swap, adapt, router, report, init, doctor, demo.
 
 Every command is a thin layer over a library function. A user's mistake ends in one line on stderr and exit code 2, a
