@@ -41,7 +41,6 @@ COMMANDS = {
     "replay": ["replay", "TRACE", "--model", "MODEL", "--out", "OUT", *TOPOLOGY],
     "doctor": ["doctor", "--plan", "PLAN", "--model", "MODEL"],
     "serve": ["serve", "MODEL", "--plan", "PLAN"],
-    "init": ["init", "MODEL", "--out", "OUT", "--", "vllm", "serve", "M", "-dp", "8", "--enable-expert-parallel"],
     "router": ["router", "http://127.0.0.1:1", "--plan", "PLAN", "--tokenizer", "MODEL"],
 }
 

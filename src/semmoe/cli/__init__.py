@@ -10,7 +10,6 @@ try:
         calibrate,
         convert,
         doctor,
-        init,
         offline,
         online,
         record,
@@ -33,7 +32,6 @@ __all__ = [
     "calibrate",
     "convert",
     "doctor",
-    "init",
     "main",
     "offline",
     "online",
@@ -49,7 +47,7 @@ __all__ = [
 GROUPS = (
     "profile affinity solve replay apply import_",
     "serve watch swap adapt router",
-    "generate demo calibrate report init doctor reproduce",
+    "generate demo calibrate report doctor reproduce",
 )
 ORDER = " ".join(GROUPS).split()
 app.registered_commands.sort(key=lambda command: ORDER.index(getattr(command.callback, "__name__", "")))  # as in --help
