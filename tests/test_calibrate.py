@@ -24,6 +24,8 @@ from semmoe.engines.transformers.recorder import record
 from semmoe.engines.transformers.tokenizer import load_tokenizer
 from semmoe.expectation import expect
 from semmoe.files import save_json
+from semmoe.online import schedule_batch
+from semmoe.replayer import replay
 from semmoe.settings import CoclusterSettings, GenerateSettings, ReplaySettings, SolveSettings
 from semmoe.solver import solve
 from semmoe.splitter import split
@@ -136,10 +138,17 @@ def test_bytes_of_the_verdict_are_those_that_generate_counts(attention, trace):
     for method in ("linear", "semmoe"):
         settings = SolveSettings(method=method, cocluster=quick.cocluster)
         expected = expect(trace, topology, settings, whole, PhaseLinks(links, links), shape)
-        predicted = f.num_layers * np.array(expected["bytes_per_rank_pair"])
         up = gen.Configuration(name=method, plan=solve(seen, topology, settings))
+
+        def forecast(groups=None, plan=up.plan):
+            rows = replay(held_out, plan, whole, groups).rows_per_batch(links.all_to_all).mean(axis=0)
+            return f.num_layers * cost.all_to_all_bytes(rows, shape, links)
+
+        told = f.num_layers * np.array(expected["bytes_per_rank_pair"])  # whole bytes of each layer
+        np.testing.assert_allclose(told, forecast(), atol=f.num_layers)
         prompts = [held_out.prompt(r).tolist() for r in range(held_out.num_requests)]
-        once = GenerateSettings(max_new_tokens=1, batch_size=len(prompts), window=1)
+        predicted = forecast(schedule_batch(prompts, up.plan, 1))  # a batch is shared out at once, unlike in a replay
+        once = GenerateSettings(max_new_tokens=1, batch_size=len(prompts))
         counted = np.array(gen.generate(str(MODEL), prompts, [up], once)[0].all_to_all_bytes_per_rank_pair)
         assert predicted.sum() == pytest.approx(counted.sum(), rel=0.02)
         np.testing.assert_allclose(predicted, counted, atol=0.02 * counted.max())

@@ -417,7 +417,7 @@ def test_generate_on_a_plan_is_verified_and_written(work, tmp_path, attention):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [("--ep-size", 4, "--num-nodes", 2), ("--window", 1)])
+@pytest.mark.parametrize("options", [("--ep-size", 4, "--num-nodes", 2), ()])
 def test_generate_says_where_the_time_went(options):
     arguments = ("generate", MODEL, "--attention", "dp", "--prompt", PROMPTS[0], "--max-new-tokens", 3, "--verify")
     result = run(*arguments, *options)
@@ -544,17 +544,15 @@ def test_the_method_of_a_plan_is_shown_and_never_imported(own_package, tmp_path,
         (["solve", "{trace}", "--load-limit", 0.5, "--out", "p"], ["load_limit", "0.5"]),
         (["replay", "{trace}", "--running", 4], ["--running has no effect", "no requests are scheduled"]),
         (["solve", "{trace}", "--attention", "dp", "--method", "eplb", "--running", 4, "--out", "p"], ["--running"]),
-        (["replay", "{trace}", "--plan", "{plan}", "--window", 4], ["--window has no effect"]),
-        (["replay", "{trace}", "--window", 0], ["--window", "greater than or equal to 1"]),
+        (["replay", "{trace}", "--plan", "{plan}", "--running", 4], ["--running has no effect"]),
+        (["replay", "{trace}", "--running", -1], ["--running", "greater than or equal to 0"]),
         (["profile", "absent", "--out", "t"], ["there is no directory absent"]),
         (["profile", MODEL, "--dataset", "absent.jsonl", "--out", "t"], ["no dataset file"]),
         (["generate", MODEL, "--prompt", ""], ["prompt is empty"]),
         (["generate", MODEL, "--prompt", "x", "--max-new-tokens", 0], ["--max-new-tokens"]),
         (["generate", MODEL, "--prompt", "x", "--attention", "dp", "--exchange", "all-reduce"], ["attention-TP"]),
         (["generate", MODEL, "--prompt", "x", "--exchange", "two-level"], ["--exchange", "all-reduce"]),
-        (["generate", MODEL, "--prompt", "x", "--window", 2], ["--window has no effect"]),
         (["serve", MODEL, "--window-ms", 5, "--dry-run"], ["--window-ms has no effect"]),
-        (["generate", MODEL, "--prompt", "x", "--attention", "dp", "--window", -1], ["--window"]),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(arguments, words, work, tmp_path, monkeypatch):

@@ -45,9 +45,9 @@ def test_a_required_option_may_stand_in_the_file(tmp_path, trace):
 
 
 def test_commands_of_groups_have_tables_of_their_own(tmp_path, trace):
-    config = configured(tmp_path, "[trace.sample]\ntokens = 50\n")
-    done = run("--config", config, "trace", "sample", trace, "--out", tmp_path / "drawn", "--json")
-    assert json.loads(done.stdout)["tokens"] < 70
+    config = configured(tmp_path, f'[trace.merge]\nout = "{tmp_path}/joined"\n')
+    done = run("--config", config, "trace", "merge", trace, "--json")
+    assert json.loads(done.stdout)["out"] == f"{tmp_path}/joined"
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ WORDS: dict[str, list[str]] = {
     "calibrate": ["tiny", "--out", "{tmp}/links.json"],
     "solve": ["{trace}", "--ep-size", "2", "--out", "{tmp}/plan"],
     "import": ["{tmp}/absent", "--model", "tiny", "--out", "{tmp}/imported"],
-    "trace sample": ["{tmp}/absent", "--out", "{tmp}/sample"],
     "replay": ["{trace}", "--ep-size", "2", "--method", "semmoe", "--batch-tokens", "50"],
     "profile": ["tiny", "--dataset", "{prompts}", "--out", "{tmp}/profile"],
     "generate": ["tiny", "--dataset", "{prompts}", "--ep-size", "1", "--max-new-tokens", "1"],

@@ -192,11 +192,11 @@ def contents(folder):
 @pytest.mark.parametrize(
     ("words", "out"),
     [
-        ("trace sample trace", "trace"),
-        ("trace sample trace-link", "trace"),
-        ("trace sample trace", "trace-link"),
-        ("trace sample trace", "trace/smaller"),
-        ("trace sample trace", "."),
+        ("import trace --model tiny", "trace"),
+        ("import trace-link --model tiny", "trace"),
+        ("import trace --model tiny", "trace-link"),
+        ("import trace --model tiny", "trace/smaller"),
+        ("import trace --model tiny", "."),
         ("replay t.npz --ep-size 2", "t.npz"),
         ("replay t-link.npz --ep-size 2", "t.npz"),
         ("replay t-hard.npz --ep-size 2", "t.npz"),

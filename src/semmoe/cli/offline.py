@@ -275,7 +275,7 @@ def refuse_idle(ctx: typer.Context, methods: list[str], topology: Topology) -> N
 
 def refuse_unscheduled(ctx: typer.Context, scheduled: bool) -> None:
     if not scheduled:
-        refuse_given(ctx, ["window", "running"], "no requests are scheduled by their work")
+        refuse_given(ctx, ["running"], "no requests are scheduled by their work")
 
 
 def model_embeddings(model: str, expected: Fingerprint) -> Any:
