@@ -121,9 +121,8 @@ def all_reduce_time(
     seconds = 0.0
     for ranks, rows, between in ((S, tokens, False), (N, tokens / S, True)):
         if ranks > 1:
-            tier = tier_of(links, between)
             moved = all_reduce_bytes(rows, shape, ranks, links)
-            seconds += moved / (tier.all_reduce_gigabytes_per_second * 1e9) + tier.all_reduce_latency_us * 1e-6
+            seconds += tier_of(links, between).all_reduce_seconds(moved)
     return LayerTime(0.0, _expert_seconds(busiest_pairs, shape, links), 0.0, seconds)
 
 

@@ -294,12 +294,6 @@ class Concentration(Record):
     by_type: dict[Name, Quantiles]
 
 
-class Lookback(Record):
-    lookback: int
-    hit_rate: Share
-
-
 class AffinityFile(Record):
     trace: dict[str, Any]
     concentration: list[Concentration] = Field(min_length=1, max_length=1024)
-    next_layer: list[Lookback] = Field(default=[], max_length=64)

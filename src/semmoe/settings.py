@@ -205,7 +205,6 @@ class ProfileSettings(PromptSettings):
 @dataclass(frozen=True, kw_only=True)
 class CalibrateSettings:
     ep_size: int = number(4, 2, MOST_RANKS, panel="Topology", help="Expert-parallel ranks, each a local process.")
-    pairs: bool = switch(panel="Topology", help="Also measure each pair of ranks, where links differ.")
 
     def __post_init__(self) -> None:
         check_numbers(self)

@@ -25,19 +25,6 @@ def print_affinity(result: dict[str, Any]) -> None:
             for layer in result["concentration"]
         ]
         console.print_table(title, columns, rows)
-    if "next_layer" in result:
-        _print_prediction(result)
-
-
-def _print_prediction(result: dict[str, Any]) -> None:
-    static = result["static_top_k"]["layers"]
-    mean = [sum(layer[name] for layer in static) / len(static) for name in ("precision", "f1")]
-    console.out.print(
-        f"static top-k from 25 % of the requests, tested on the rest: precision {mean[0]:.3f}, F1 {mean[1]:.3f}; "
-        f"share of known tokens {result['static_top_k']['known_token_share']:.3f}"
-    )
-    rates = ", ".join(f"{entry['lookback']}: {entry['hit_rate']:.3f}" for entry in result["next_layer"])
-    console.out.print(f"hit rate on a layer predicted from the layers before it, by look-back: {rates}")
 
 
 def metrics(methods: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[str]]]:

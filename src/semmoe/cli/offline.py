@@ -72,31 +72,22 @@ BudgetOption = Annotated[
 @app.command(rich_help_panel=OFFLINE)
 def affinity(
     trace: TraceArgument,
-    prediction: Annotated[bool, typer.Option(help="Also predict held-out routing.", rich_help_panel=METHOD)] = True,
     out: ResultOut = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Show how concentrated the routing of a trace is: the statistics of the paper's Table 1 and appendix A.2.
+    """Show how concentrated the routing of a trace is: the statistics of the paper's Table 1.
 
     Example: `semmoe affinity trace`
     """
-    from semmoe import concentration
     from semmoe.affinity import build_affinity
+    from semmoe.concentration import concentration
     from semmoe.trace import describe
 
     check_result(out, force, (trace,))
     opened = read_trace(trace)
     result: dict[str, Any] = {"trace": describe(opened)}
-    with console.bars() as bars:
-        advance = bars.task("measuring", 3)
-        result["concentration"] = concentration.concentration(opened, build_affinity(opened))
-        advance(1)
-        if prediction:
-            result["static_top_k"] = concentration.prediction(opened)
-            advance(1)
-            result["next_layer"] = concentration.next_layer_hit_rate(opened)
-        advance(2 - int(prediction))
+    result["concentration"] = concentration(opened, build_affinity(opened))
     if not tell_result(AffinityFile, result, out, as_json):
         tables.print_affinity(result)
 
