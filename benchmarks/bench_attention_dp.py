@@ -42,7 +42,7 @@ from semmoe.topology import Topology
 from semmoe.trace import open_trace
 
 WAYS = {
-    "as it is": {},
+    "default": {},
     "lead 30": {"lead_requests": 30},
     "lead 50": {"lead_requests": 50},
     "lead 60": {"lead_requests": 60},

@@ -1,4 +1,4 @@
-"""Fit the synthetic routing of `lab.synthetic_routing` to real traces, and hold what it draws against them.
+"""Fit the synthetic routing of `lab.synthetic_routing` to real traces, and compare drawn traces with them.
 
     PYTHONPATH=. python benchmarks/bench_synthetic.py TRACE [TRACE ...] [--out benchmarks/results] [--rounds 12]
                                                       [--ep-size 8] [--splits 3] [--no-plans]

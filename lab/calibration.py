@@ -1,4 +1,4 @@
-"""Measure links and experts at five sizes, all-reduces and pairs of ranks, and check the fit on a layer of its own.
+"""Measure links and experts at five sizes, all-reduces and pairs of ranks, and check the fit on another layer.
 
 `semmoe calibrate` measures less. Real collectives and the model's own experts are timed.
 

@@ -112,8 +112,8 @@ def test_bytes_of_the_verdict_are_those_that_generate_counts(attention, trace):
             rows = replay(held_out, plan, whole, groups).rows_per_batch(links.all_to_all).mean(axis=0)
             return f.num_layers * cost.all_to_all_bytes(rows, shape, links)
 
-        told = f.num_layers * np.array(expected["bytes_per_rank_pair"])  # whole bytes of each layer
-        np.testing.assert_allclose(told, forecast(), atol=f.num_layers)
+        stated = f.num_layers * np.array(expected["bytes_per_rank_pair"])  # whole bytes of each layer
+        np.testing.assert_allclose(stated, forecast(), atol=f.num_layers)
         prompts = [held_out.prompt(r).tolist() for r in range(held_out.num_requests)]
         predicted = forecast(schedule_batch(prompts, up.plan, 1))  # a batch is shared out at once, unlike in a replay
         once = GenerateSettings(max_new_tokens=1, batch_size=len(prompts))

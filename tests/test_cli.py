@@ -156,12 +156,12 @@ def test_the_verdict_as_json_and_in_the_plan(work, tmp_path):
 def test_a_measured_share_of_all_to_alls_gives_the_gain_of_a_pass(work, tmp_path):
     command = ["solve", work / "trace", "--ep-size", 4, "--links", "pcie5", "--share", 0.4, "--force"]
     command += ["--out", tmp_path / "p"]
-    told = json.loads(run(*command, "--json").stdout)
-    plan, linear = told["expected"]["all_to_all_us"], told["expected"]["others"]["linear"]["all_to_all_us"]
+    result = json.loads(run(*command, "--json").stdout)
+    plan, linear = result["expected"]["all_to_all_us"], result["expected"]["others"]["linear"]["all_to_all_us"]
     saving = 1 - plan / linear
-    assert told["end_to_end"]["gain"] == pytest.approx(1 / (1 - 0.4 * saving))
-    assert told["end_to_end"]["saving"] == pytest.approx(saving)
-    assert told["end_to_end"]["gain"] > 1
+    assert result["end_to_end"]["gain"] == pytest.approx(1 / (1 - 0.4 * saving))
+    assert result["end_to_end"]["saving"] == pytest.approx(saving)
+    assert result["end_to_end"]["gain"] > 1
     shown = run(*command).stdout.splitlines()[-1]
     assert shown.startswith(f"of the 40.0% of a pass that all-to-alls take, the plan saves {saving:.1%} on PCI ")
     itself = json.loads(run(*command, "--method", "linear", "--json").stdout)["end_to_end"]

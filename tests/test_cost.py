@@ -334,7 +334,7 @@ def test_the_verdict_names_its_reason(communication, experts, worth, words):
 
 
 def test_the_gain_of_a_pass_by_hand():
-    """A pass of 100 ms, 40 of them all-to-alls: a saving of 30 % takes 12 of them away, and leaves 88."""
+    """A pass of 100 ms, 40 ms in all-to-alls: a saving of 30 % takes 12 ms away and leaves 88."""
     assert cost.end_to_end(0.4, 0.3) == pytest.approx(100 / 88)
     assert cost.end_to_end(0.4, 0.0) == 1
     assert cost.end_to_end(0.4, -0.25) == pytest.approx(100 / 110)

@@ -1,4 +1,4 @@
-"""`semmoe import` of maps and counts, which become plans, and what is refused of them."""
+"""`semmoe import` of maps and counts, which become plans, and refusals of bad files."""
 
 import json
 

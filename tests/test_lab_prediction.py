@@ -53,7 +53,7 @@ def test_a_chain_of_experts_is_followed_without_fail():
 
 
 def test_looking_back_further_sees_what_one_layer_hides():
-    """Layer 1 is always expert 0, so layer 2 can only be told from layer 0."""
+    """Layer 1 is always expert 0, so layer 2 can only be predicted from layer 0."""
     experts = np.repeat((np.arange(160) % 4)[:, None], 3, axis=1)
     experts[:, 1] = 0
     trace = make_trace([[0] * 4] * 40, experts[..., None], [[]] * 40)

@@ -72,7 +72,8 @@ def test_the_bound_is_never_broken(seed, groups, lead_requests, lead_share, toge
     """Only the least loaded group may go beyond, by a request larger than the allowance."""
     settings = SchedulerSettings(lead_requests=lead_requests, lead_share=lead_share, prompt_cost=0.1)
     scheduler, rng = CapacityScheduler(random_map(seed, groups), settings), np.random.default_rng(seed)
-    prompts, works, mean = random_prompts(rng, 40), [], 0.0  # works of requests, and the largest that the mean has been
+    prompts = random_prompts(rng, 40)
+    works, mean = [], 0.0  # of requests, and the largest that the mean has been
     for first in range(0, len(prompts), together):
         window = prompts[first : first + together]
         tokens = rng.integers(1, 25, len(window)).astype(float).tolist()

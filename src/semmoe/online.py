@@ -65,12 +65,12 @@ def schedule_with(
     expected (R,): decode tokens that are expected of each, by default the profile's mean.
     """
     assigned: list[Assigned] = []
-    told = 0
+    reported = 0
     for r, prompt in enumerate(prompts):
         assigned.append(scheduler.admit(prompt, None if expected is None else expected[r]))
-        while lengths is not None and told < len(assigned) and assigned[told].request < r - unfinished:
-            scheduler.finish(assigned[told], float(lengths[assigned[told].request]))
-            told += 1
+        while lengths is not None and reported < len(assigned) and assigned[reported].request < r - unfinished:
+            scheduler.finish(assigned[reported], float(lengths[assigned[reported].request]))
+            reported += 1
     return np.array([one.group for one in assigned], np.int64)
 
 

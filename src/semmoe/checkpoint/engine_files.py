@@ -1,6 +1,6 @@
 """Write a plan's placement as SGLang's own file, its expert location.
 
-Experts keep their numbers and the engine is told where each expert is, so no weight changes. The file has a row for
+Experts keep their numbers and the engine reads where each expert is, so no weight changes. The file has a row for
 every decoder layer of the model; a plan knows only those with experts.
 """
 

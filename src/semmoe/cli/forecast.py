@@ -82,11 +82,11 @@ def gain_of_pass(expected: dict[str, Any] | None, share: float | None) -> dict[s
     return {"end_to_end": gain}
 
 
-def print_gain_of_pass(told: dict[str, Any]) -> None:
+def print_gain_of_pass(result: dict[str, Any]) -> None:
     """Print what `gain_of_pass` found, if anything."""
-    if "end_to_end" not in told:
+    if "end_to_end" not in result:
         return
-    found = told["end_to_end"]
+    found = result["end_to_end"]
     words = (
         f"of the {found['share']:.1%} of a pass that all-to-alls take, the plan saves {found['saving']:.1%} on "
         f"{found['links']}: a pass is {found['gain']:.3f} times as fast, if nothing else of it changes"

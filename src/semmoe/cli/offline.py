@@ -141,19 +141,21 @@ def solve(
     measure = ReplaySettings(batch_tokens=solving.cocluster.batch_tokens, seed=solving.seed, running=served().running)
     plan = _solve(opened, topology, solving, charged, costs, shape, model, previous, measure)
     save_plan(plan, out)
-    told = {"plan": str(out), "scheduled_by_answers": warn_of_answers(opened, topology), **_moved(plan, previous)}
+    result = {"plan": str(out), "scheduled_by_answers": warn_of_answers(opened, topology), **_moved(plan, previous)}
     _warn_of_plan(plan, opened, solving.cocluster.load_limit, measure, shape)
-    _tell(plan, told, share, begin, out, as_json)
+    _tell(plan, result, share, begin, out, as_json)
 
 
-def _tell(plan: Plan, told: dict[str, Any], share: float | None, begin: Path | None, out: Path, as_json: bool) -> None:
-    told |= gain_of_pass(plan.expected, share)
+def _tell(
+    plan: Plan, result: dict[str, Any], share: float | None, begin: Path | None, out: Path, as_json: bool
+) -> None:
+    result |= gain_of_pass(plan.expected, share)
     if as_json:
-        console.print_json(told | {"expected": plan.expected})
+        console.print_json(result | {"expected": plan.expected})
     else:
-        _print_moved(told, begin)
+        _print_moved(result, begin)
         print_expected(out, plan.method, plan.expected)
-        print_gain_of_pass(told)
+        print_gain_of_pass(result)
 
 
 def _begin(ctx: typer.Context, begin: Path | None, solving: SolveSettings) -> tuple[Plan | None, SolveSettings]:
@@ -241,9 +243,9 @@ def _solve(
     return replace(plan, expected=expected, settings=plan.settings | charged)
 
 
-def _print_moved(told: dict[str, Any], begin: Path | None) -> None:
-    if "moved_experts" in told:
-        counts = f"{told['moved_experts']:,} of {told['experts']:,}"
+def _print_moved(result: dict[str, Any], begin: Path | None) -> None:
+    if "moved_experts" in result:
+        counts = f"{result['moved_experts']:,} of {result['experts']:,}"
         console.out.print(f"{counts} experts move to another rank, from {begin}", markup=False, soft_wrap=True)
 
 

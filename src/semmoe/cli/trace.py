@@ -20,7 +20,7 @@ Out = Annotated[Path, typer.Option(help="The trace directory.", rich_help_panel=
 
 @trace_app.command()
 def info(trace: TraceArgument, as_json: Json = False) -> None:
-    """Say what a trace holds.
+    """List the contents of a trace.
 
     Example: `semmoe trace info trace`
     """

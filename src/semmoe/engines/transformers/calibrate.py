@@ -2,7 +2,7 @@
 
 All-to-alls of two sizes, there and back, give a tier of links its latency and speed: inside nodes and, where torchrun
 started ranks on several nodes, between them. Experts are timed at one size. Every time is that of the slowest rank, as
-the median of several rounds. Processes of one machine (gloo) transfer bytes one after the other: `shared` links.
+the median of several rounds. Local processes (gloo) transfer bytes one after the other: `shared` links.
 """
 
 import os
@@ -107,7 +107,7 @@ def fit(seconds: Sequence[float], moved: Sequence[float], doublings: float = 1) 
 
 
 class _Rank:
-    """One rank's part of what is measured, on random hidden states and one choice per token."""
+    """One rank's part of the measurements, on random hidden states and one choice per token."""
 
     def __init__(self, comm: Communicator, device: str, model: PreTrainedModel) -> None:
         self._comm, self._device = comm, device
@@ -133,7 +133,7 @@ class _Rank:
         return self._slowest(lambda: self._experts(hidden, ids, weights))
 
     def _inputs(self, rows: int, choices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Hidden states (rows, H), weights (rows, 1), and `choices` in turn (rows, 1)."""
+        """Hidden states (rows, H), weights (rows, 1), and `choices`, repeated in order (rows, 1)."""
         chosen = torch.from_numpy(choices.astype(np.int64)[np.arange(rows) % len(choices), None]).to(self._device)
         return torch.randn(rows, self._width, **self._like), torch.ones(rows, 1, **self._like), chosen
 
