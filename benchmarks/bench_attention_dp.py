@@ -6,7 +6,7 @@
     python benchmarks/bench_attention_dp.py TRACE --live [--ep-size 2]        # running requests, as in an engine
 
 20/80 by request, load limit 1.15, batches of 1,024 mixed. First how the scheduler is set, on one plan: the bound on a
-group's lead, the window, how many of it leave together, and the price of a lead. Then homes: the search sees a
+group's lead and the price of a lead. Then homes: the search sees a
 share of the tokens at a random home, since the request map sends requests elsewhere than the clustering has them.
 With --phases:
 plans from the tokens of one phase or of both, scored on those of each. With --apart: a plan for decode alone, whose
@@ -42,17 +42,12 @@ from semmoe.topology import Topology
 from semmoe.trace import open_trace
 
 WAYS = {
-    "window 1": {},
-    "window 64": {"max_wait": 64, "release": 16},
-    "window 64, all leave": {"max_wait": 64, "release": 64},
-    "window 64, one leaves": {"max_wait": 64, "release": 1},
-    "window 64, lead 30": {"max_wait": 64, "release": 16, "lead_requests": 30},
-    "window 64, lead 50": {"max_wait": 64, "release": 16, "lead_requests": 50},
-    "window 64, lead 60": {"max_wait": 64, "release": 16, "lead_requests": 60},
-    "window 64, no price": {"max_wait": 64, "release": 16, "feedback": 0.0},
-    "window 64, price .05": {"max_wait": 64, "release": 16, "feedback": 0.05},
-    "window 128": {"max_wait": 128, "release": 32},
-    "window 256": {"max_wait": 256, "release": 64},
+    "default": {},
+    "lead 30": {"lead_requests": 30},
+    "lead 50": {"lead_requests": 50},
+    "lead 60": {"lead_requests": 60},
+    "no price": {"feedback": 0.0},
+    "price .05": {"feedback": 0.05},
 }
 NUMBERS = (1, 2, 4, 8, 32)  # requests that run in each group, on average
 FIXED = (4, 64, 512)  # tokens that take as long as a pass without any: of a CPU, of GPUs that decode
@@ -93,8 +88,8 @@ class Spread(cocluster._Layers):
             setattr(self, name, np.where(rng.random(len(home)) < self.share, rng.integers(D, size=len(home)), home))
 
 
-def figures(trace: RoutingTrace, plan: Plan, seed: int, window: int = 64) -> list[float]:
-    result = replay(trace, plan, ReplaySettings(window=window, seed=seed))
+def figures(trace: RoutingTrace, plan: Plan, seed: int) -> list[float]:
+    result = replay(trace, plan, ReplaySettings(seed=seed))
     lar, rows = result.total.lar, result.total.remote_ranks_per_token
     return [lar, rows, rows - trace.fingerprint.top_k * lar, float(result.load_max_over_mean.mean())]
 
@@ -119,7 +114,7 @@ def settings_and_homes(trace: RoutingTrace, D: int, seeds: int) -> None:
     for name, changed in WAYS.items():
         chosen = SchedulerSettings(**changed)
         show(name, [scheduled(*pair, chosen) + scheduled(*pair, chosen, known_shares(*pair)) for pair in pairs])
-    print(f"EP{D}, tokens at a random home in the search: LAR, remote ranks, cost, load; window 64")
+    print(f"EP{D}, tokens at a random home in the search: LAR, remote ranks, cost, load")
     original, cocluster._Layers = cocluster._Layers, Spread
     try:
         for Spread.share in SPREAD:
@@ -135,7 +130,7 @@ def settings_and_homes(trace: RoutingTrace, D: int, seeds: int) -> None:
 
 def phases(trace: RoutingTrace, D: int, seeds: int) -> None:
     kinds = {"both": (PREFILL, DECODE), "prefill": (PREFILL,), "decode": (DECODE,)}
-    print(f"EP{D}, mean of {seeds} splits: LAR, remote ranks, cost, load; window 64")
+    print(f"EP{D}, mean of {seeds} splits: LAR, remote ranks, cost, load")
     splits = [split(trace, 0.5, seed) for seed in range(seeds)]
     for name, of in kinds.items():
         plans = [

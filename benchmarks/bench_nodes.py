@@ -6,11 +6,11 @@
         [--quick] [--out FILE]
 
 A case is EP size:nodes:redundant experts. Attention is data-parallel: a request stays on its rank. Without --trace,
-traces are drawn by `synthetic_routing`, one per split, of so many layers at even depths of the model's 58, and answers
-are measured (`--phase prefill`: prompts). Plans are solved on a share of the requests and replayed on the rest in
-batches of 128 tokens per rank. eplb is hierarchical where groups divide evenly over nodes. semmoe's load limit is what
-eplb's plan has on the held-out batches, then stricter or looser by what its own has more or less there (--tries), so
-that both have equal load.
+traces are drawn by `lab.synthetic_routing`, one per split, of so many layers at even depths of the model's 58, and
+answers are measured (`--phase prefill`: prompts). Plans are solved on a share of the requests and replayed on the rest
+in batches of 128 tokens per rank. eplb is hierarchical where groups divide evenly over nodes. semmoe's load limit is
+what eplb's plan has on the held-out batches, then stricter or looser by what its own has more or less there (--tries),
+so that both have equal load.
 
 After the plan's figures stand those of `known`: the same placement with the routing of every request known when it is
 given a rank. Where whole groups fit on nodes, the bound of such placements comes first: what a planner that knew the
@@ -28,8 +28,8 @@ import numpy as np
 from bench_attention_dp import of_phase
 from bench_synthetic import load_strengths
 from node_traffic import bound_of_groups, known_groups, measure
-from synthetic_routing import DEEPSEEK_V3, draw
 
+from lab.synthetic_routing import DEEPSEEK_V3, draw
 from semmoe.calibration import PhaseLinks, load_links
 from semmoe.core import DECODE, PREFILL, RoutingTrace
 from semmoe.settings import QUICK, CoclusterSettings, ReplaySettings, SolveSettings

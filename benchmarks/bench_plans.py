@@ -6,7 +6,7 @@
 Attention-TP: 20/80 by request, near-duplicates on one side, batches of 1,024, mixed and prefill, load limit 1.15, with
 true routing on the same placement beside each of semmoe's plans. Attention-DP: EP4
 and EP8, placements of the field, then ours without and with a load limit, for locality alone and for few rows, requests
-assigned at once and in windows, and with their true routing known. Cost: remote ranks less local pairs per token, the
+assigned as they arrive, and with their true routing known. Cost: remote ranks less local pairs per token, the
 objective of the plans with rank cost 1; in attention-DP consecutive batches (`--batches prefill`) change loads alone.
 Prints configuration, bounds, a table as it goes and one JSON line.
 """
@@ -37,7 +37,7 @@ from semmoe.splitter import split
 from semmoe.topology import Topology
 from semmoe.trace import open_trace
 
-KNOWN = 0  # in place of a window: the true routing of each request is known as it arrives
+AT_ONCE, KNOWN = "at once", "true routing"  # requests by their prompts, or by their routing, known as they arrive
 # methods of the field whose placements attention-DP can take
 FIELD = ("eplb", "lab.methods.moetuner", "lab.methods.exflow", "lab.methods.grace", "paper")
 # predicted_lar is 0 for plans without semmoe's tables.
@@ -45,23 +45,23 @@ FIGURES = ("lar", "remote_ranks_per_token", "load_max_over_mean", "token_max_ove
 
 
 def measure(
-    trace: RoutingTrace, topology: Topology, settings: SolveSettings, seeds: int, windows=(1,), batches="mixed"
+    trace: RoutingTrace, topology: Topology, settings: SolveSettings, seeds: int, ways=(AT_ONCE,), batches="mixed"
 ):
-    """For each window the mean figures over seeds of split and solver, with the seconds that solving took."""
-    rows: dict[int, list[list[float]]] = {window: [] for window in windows}
+    """Return mean figures over seeds of split and solver, and the seconds of a solve, by way to schedule requests."""
+    rows: dict[str, list[list[float]]] = {way: [] for way in ways}
     for seed in range(seeds):
         profile, evaluation = split(trace, 0.2, seed)
         started = time.perf_counter()
         plan = solve(profile, topology, replace(settings, seed=seed))
         seconds = time.perf_counter() - started
-        for window in windows:
-            if window == KNOWN:
-                rows[window].append([*known_routing(evaluation, plan), seconds])
+        for way in ways:
+            if way == KNOWN:
+                rows[way].append([*known_routing(evaluation, plan), seconds])
                 continue
-            result = replay(evaluation, plan, ReplaySettings(window=window, seed=seed, batches=batches)).as_dict()
-            rows[window].append([result[name] or 0.0 for name in FIGURES] + [seconds])
-    return {window: dict(zip((*FIGURES, "solve_seconds"), np.mean(r, axis=0).tolist(), strict=True))
-            for window, r in rows.items()}  # fmt: skip
+            result = replay(evaluation, plan, ReplaySettings(seed=seed, batches=batches)).as_dict()
+            rows[way].append([result[name] or 0.0 for name in FIGURES] + [seconds])
+    return {way: dict(zip((*FIGURES, "solve_seconds"), np.mean(r, axis=0).tolist(), strict=True))
+            for way, r in rows.items()}  # fmt: skip
 
 
 class KnownRouting(CapacityScheduler):
@@ -132,16 +132,15 @@ def attention_dp(trace: RoutingTrace, D: int, seeds: int, batches: str) -> list[
     """Rows for D attention groups of one rank each."""
     print(f"attention-dp, EP{D}, {batches} batches: uniform routing LAR {1 / D:.3f}")
     topology, out, top_k = Topology(ep_size=D, dp_size=D), [], trace.fingerprint.top_k
-    runs = [(method.rpartition(".")[2], SolveSettings(method=method), (1,)) for method in FIELD]
+    runs = [(method.rpartition(".")[2], SolveSettings(method=method), (AT_ONCE,)) for method in FIELD]
     for limit, rank_cost in ((None, 0.0), (None, 1.0), (1.15, 0.0), (1.15, 1.0)):
         objective = CoclusterSettings(load_limit=limit, remote_rank=rank_cost)
         runs.append(
-            (f"semmoe, limit {limit}, rank cost {rank_cost}", SolveSettings(cocluster=objective), (1, 64, KNOWN))
+            (f"semmoe, limit {limit}, rank cost {rank_cost}", SolveSettings(cocluster=objective), (AT_ONCE, KNOWN))
         )
-    for name, settings, windows in runs:
-        for window, figures in measure(trace, topology, settings, seeds, windows, batches).items():
-            way = "true routing" if window == KNOWN else f"window {window}"
-            figures["cost"] = figures["remote_ranks_per_token"] - top_k * figures["lar"] if window else 0.0
+    for name, settings, ways in runs:
+        for way, figures in measure(trace, topology, settings, seeds, ways, batches).items():
+            figures["cost"] = figures["remote_ranks_per_token"] - top_k * figures["lar"] if way == AT_ONCE else 0.0
             out.append({"attention": "dp", "ep_size": D, "batches": batches, **show(f"{name}, {way}", figures)})
     return out
 

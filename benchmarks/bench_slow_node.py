@@ -1,10 +1,10 @@
 """One slow node: the plan that knows it, from measured links, against the plan that does not. Needs root.
 
-    OMP_NUM_THREADS=1 python benchmarks/bench_slow_node.py [--rate 100mbit] [--slow 25mbit] [--redundant 0] [--rounds 7]
-        [--out FILE]
+    PYTHONPATH=. OMP_NUM_THREADS=1 python benchmarks/bench_slow_node.py [--rate 100mbit] [--slow 25mbit]
+        [--redundant 0] [--rounds 7] [--out FILE]
 
 Four processes of the embedded engine, each in a network namespace of its own; the link of the last carries a quarter of
-the others' rate (network.py). `semmoe calibrate --pairs` measures them; one plan is solved with these costs, the other
+the others' rate (network.py). `lab.calibration` measures them; one plan is solved with these costs, the other
 without. Each round runs vanilla, vanilla again (the placebo) and both plans, the first in turn. Prints bytes over the
 slow link, and medians of the rounds' ratios of seconds, to vanilla's and of the plan that knows to the one that does
 not, with 90 % bootstrap intervals; one JSON line.
@@ -23,10 +23,10 @@ import numpy as np
 import torch
 from network import NetworkError, enter, slow_network
 
+from lab.calibration import calibrate
 from semmoe.calibration import Links, row_costs
 from semmoe.core import RoutingTrace
 from semmoe.demo import MODEL, demo_prompts
-from semmoe.engines.transformers.calibrate import calibrate
 from semmoe.engines.transformers.generate import Configuration, GenerateResult, generate
 from semmoe.engines.transformers.model import load_model
 from semmoe.engines.transformers.recorder import record

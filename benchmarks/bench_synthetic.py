@@ -1,12 +1,13 @@
-"""Fit the synthetic routing of `synthetic_routing` to real traces, and hold what it draws against them.
+"""Fit the synthetic routing of `lab.synthetic_routing` to real traces, and compare drawn traces with them.
 
-    python benchmarks/bench_synthetic.py TRACE [TRACE ...] [--out benchmarks/results] [--rounds 12]
-                                         [--ep-size 8] [--splits 3] [--no-plans]
+    PYTHONPATH=. python benchmarks/bench_synthetic.py TRACE [TRACE ...] [--out benchmarks/results] [--rounds 12]
+                                                      [--ep-size 8] [--splits 3] [--no-plans]
 
-For each trace: its statistics (`routing_statistics`), the strengths that give them (`calibrate_routing`), both written
-to OUT/routing_MODEL.json, and a table of the real trace beside a drawn one of the same shape. Plans have no part in
-that. Then, as a check of what the statistics leave out, linear, eplb and semmoe are solved on 20 % of the requests of
-either trace and replayed on the rest. Gains that are higher on the drawn trace than on the real one flatter.
+For each trace: its statistics (`lab.routing_statistics`), the strengths that give them (`lab.calibrate_routing`), both
+written to OUT/routing_MODEL.json, and a table of the real trace beside a drawn one of the same shape. Plans have no
+part in that. Then, as a check of what the statistics leave out, linear, eplb and semmoe are solved on 20 % of the
+requests of either trace and replayed on the rest. Gains that are higher on the drawn trace than on the real one
+flatter.
 """
 
 import argparse
@@ -16,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from calibrate_routing import calibrate, shape_of
-from routing_statistics import CLUSTERS, Statistics, fit
-from synthetic_routing import Strengths, draw
 
+from lab.calibrate_routing import calibrate, shape_of
+from lab.routing_statistics import CLUSTERS, Statistics, fit
+from lab.synthetic_routing import Strengths, draw
 from semmoe.core import RoutingTrace
 from semmoe.replayer import replay
 from semmoe.settings import ReplaySettings, SolveSettings

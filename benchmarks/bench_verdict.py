@@ -1,8 +1,8 @@
 """Predicted against measured: MoE layers of the embedded model over loopback, after a calibration of this machine.
 
-    python benchmarks/bench_verdict.py [--ep-size 4] [--batch-tokens 1024] [--batches 4] [--work FOLDER]
+    PYTHONPATH=. python benchmarks/bench_verdict.py [--ep-size 4] [--batch-tokens 1024] [--batches 4] [--work FOLDER]
 
-Calibrates as `semmoe calibrate`, profiles the embedded model, solves a plan, and predicts the mean layer of held-out
+Calibrates by `lab.calibration`, profiles the embedded model, solves a plan, and predicts the mean layer of held-out
 requests as `semmoe solve` does, for the vanilla and the planned placement in attention-DP and attention-TP. Then runs
 dispatch, experts and combine of every layer on these batches' routing with real processes, and the all-reduce that
 takes their place without all-to-all. Run it on an idle machine.
@@ -21,11 +21,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from lab.calibration import PARTS, MeasuredLayer, Sample, calibrate
 from semmoe import cost
 from semmoe.copychoice import copy_choice
 from semmoe.core import Plan, RoutingTrace
 from semmoe.demo import MODEL, demo_prompts
-from semmoe.engines.transformers.calibrate import PARTS, MeasuredLayer, Sample, calibrate
 from semmoe.engines.transformers.model import load_model, moe_layers
 from semmoe.engines.transformers.parallel import LocalExperts
 from semmoe.engines.transformers.recorder import record
@@ -79,7 +79,7 @@ def own_choices(rank: int, plan: Plan, job: Job) -> Iterator[tuple[int, list[np.
 
 
 def measure(job: Job, ep_size: int) -> dict[str, list[Sample]]:
-    run_ranks(ep_size, measured_layers, job, lambda name, done: None, preload=["semmoe.engines.transformers.calibrate"])
+    run_ranks(ep_size, measured_layers, job, lambda name, done: None, preload=["lab.calibration"])
     found = json.loads(Path(job.scratch, "samples.json").read_text())
     return {name: [Sample(**sample) for sample in samples] for name, samples in found.items()}
 

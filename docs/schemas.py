@@ -23,7 +23,6 @@ FILES = {
     "affinity": results.AffinityFile,
     "generate": results.GenerateFile,
     "demo": results.DemoFile,
-    "estimate": results.EstimateFile,
     "relabelling": Relabelling,
     "activity": Activity,
     "control": Control,

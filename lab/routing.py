@@ -4,9 +4,10 @@ import numpy as np
 
 from lab.inputs import Inputs, Source
 from lab.item import MODEL_DIFFERS, Cell, Comparison, Item, Result, panel, span
+from lab.prediction import next_layer_hit_rate
 from lab.readings import readings
 from semmoe.affinity import build_affinity, pair_count
-from semmoe.concentration import concentration, next_layer_hit_rate
+from semmoe.concentration import concentration
 from semmoe.splitter import split
 
 STATISTICS = ("f1", "cumulative_hotness", "max_other_hotness")

@@ -1,4 +1,4 @@
-"""`semmoe import` of maps and counts, which become plans, and what is refused of them; vLLM's own map."""
+"""`semmoe import` of maps and counts, which become plans, and refusals of bad files."""
 
 import json
 
@@ -25,12 +25,12 @@ def imported(file, out, *options, model=MODEL):
     return CliRunner().invoke(app, ["import", *map(str, (file, "--model", model, "--out", out, *options))])
 
 
-@pytest.mark.parametrize(("to", "redundant"), [("vllm-json", 0), ("vllm-json", 8), ("sglang", 8)])
-def test_a_plan_s_map_for_an_engine_is_read_back(tmp_path, to, redundant):
+@pytest.mark.parametrize("redundant", [0, 8])
+def test_a_plan_s_map_for_an_engine_is_read_back(tmp_path, redundant):
     model = build("deepseek_v2", tmp_path)  # its first layer has no experts
     plan = plan_for(model, tmp_path / "plan", redundant, ep_size=4)
     applied = CliRunner().invoke(
-        app, ["apply", str(plan), "--model", model, "--to", to, "--out", f"{tmp_path}/map.json"]
+        app, ["apply", str(plan), "--model", model, "--to", "sglang", "--out", f"{tmp_path}/map.json"]
     )
     assert applied.exit_code == 0, applied.output
     assert imported(tmp_path / "map.json", tmp_path / "back", "--ep-size", 4, model=model).exit_code == 0
@@ -38,20 +38,6 @@ def test_a_plan_s_map_for_an_engine_is_read_back(tmp_path, to, redundant):
     np.testing.assert_array_equal(after.placement.physical_to_logical_map, before.placement.physical_to_logical_map)
     assert (after.topology, after.method) == (before.topology, "map")
     assert not after.requests.by_tables | after.tokens.by_tables
-
-
-def test_vllm_s_file_has_rows_of_moe_layers_alone_and_flags_that_keep_it(tmp_path):
-    model = build("deepseek_v2", tmp_path)
-    plan, out = plan_for(model, tmp_path / "plan", 8, ep_size=4, dp_size=2), tmp_path / "map.json"
-    words = ["apply", str(plan), "--model", model, "--to", "vllm-json", "--out", str(out), "--json"]
-    result = json.loads(CliRunner().invoke(app, words).stdout)
-    assert json.loads(out.read_text()) == load_plan(plan).placement.physical_to_logical_map.tolist()
-    flags = result["flags"]
-    assert flags[:4] == ["--tensor-parallel-size", "2", "--data-parallel-size", "2"]
-    balancer = json.loads(flags[flags.index("--eplb-config") + 1])
-    assert balancer["initial_expert_map_path"] == str(out)
-    assert balancer["num_redundant_experts"] == 8
-    assert balancer["step_interval"] == 2**31 - 1
 
 
 def test_one_row_stands_for_all_layers(tmp_path):
@@ -82,13 +68,19 @@ def test_counts_become_a_plan_by_eplb(tmp_path, source):
     np.testing.assert_array_equal(placed, expected.physical_to_logical_map)
 
 
+def named(rows):
+    """A map in JSON, as SGLang names it."""
+    return json.dumps({"physical_to_logical_map": rows}).encode()
+
+
 BAD_MAPS = {
     "text.json": (b"nothing", "not valid JSON"),
     "object.json": (b'{"a": 1}', "neither physical_to_logical_map, logical_count, layer_list"),
-    "ragged.json": (b"[[1, 2], [3]]", "all equally long"),
-    "words.json": (b'["a"]', "all equally long"),
-    "missing.json": (json.dumps([0] * E).encode(), "is on no rank"),
-    "layers.json": (json.dumps([list(range(E))] * 3).encode(), "3 layers, but the model has 6"),
+    "list.json": (json.dumps([list(range(E))]).encode(), "give an object with physical_to_logical_map"),
+    "ragged.json": (named([[1, 2], [3]]), "all equally long"),
+    "words.json": (named(["a"]), "all equally long"),
+    "missing.json": (named([0] * E), "is on no rank"),
+    "layers.json": (named([list(range(E))] * 3), "3 layers, but the model has 6"),
     "deep.json": (b"[" * 100_000, "not valid JSON"),
     "broken.npy": (b"\x93NUMPY", "holds no array"),
     "broken.pt": (b"nothing", "something else than tensors"),
@@ -131,7 +123,7 @@ WRONG_VALUES = {
 @pytest.mark.parametrize("name", WRONG_VALUES)
 def test_wrong_values_are_refused_in_one_line_that_names_them(tmp_path, name):
     content, words = WRONG_VALUES[name]
-    (tmp_path / "file.json").write_text(json.dumps(content))
+    (tmp_path / "file.json").write_bytes(json.dumps(content).encode() if isinstance(content, dict) else named(content))
     failed(imported(tmp_path / "file.json", tmp_path / "out", "--ep-size", 4), 2, "file.json", words)
     assert not (tmp_path / "out").exists()
 
@@ -230,7 +222,7 @@ def test_pickled_code_is_not_run(tmp_path):
 
 
 def test_options_that_have_no_effect_are_refused(tmp_path):
-    (tmp_path / "map.json").write_text(json.dumps(list(range(E))))
+    (tmp_path / "map.json").write_bytes(named(list(range(E))))
     (tmp_path / "answers.jsonl").write_text("{}")
     failed(imported(tmp_path / "map.json", tmp_path / "a", "--redundant-experts", 8), 2, "--redundant-experts")
     failed(imported(tmp_path / "answers.jsonl", tmp_path / "b", "--ep-size", 8), 2, "--ep-size", "semmoe solve")

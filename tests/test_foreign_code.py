@@ -41,7 +41,6 @@ COMMANDS = {
     "replay": ["replay", "TRACE", "--model", "MODEL", "--out", "OUT", *TOPOLOGY],
     "doctor": ["doctor", "--plan", "PLAN", "--model", "MODEL"],
     "serve": ["serve", "MODEL", "--plan", "PLAN"],
-    "init": ["init", "MODEL", "--out", "OUT", "--", "vllm", "serve", "M", "-dp", "8", "--enable-expert-parallel"],
     "router": ["router", "http://127.0.0.1:1", "--plan", "PLAN", "--tokenizer", "MODEL"],
 }
 
@@ -71,7 +70,7 @@ def files(tmp_path_factory):
     experts = [[list(range(f.top_k))] * f.num_layers] * 8
     sizes = {"vocab_size": f.vocab_size, "num_experts": f.num_experts}
     save_trace(make_trace([[1, 2, 3, 4], [5, 6, 7, 8]], experts, **sizes), folder / "trace")
-    (folder / "map.json").write_text(json.dumps(list(range(f.num_experts))))
+    (folder / "map.json").write_text(json.dumps({"physical_to_logical_map": list(range(f.num_experts))}))
     plan = plan_for(str(MODEL), folder / "plan", 0, ep_size=2)
     return {"TRACE": str(folder / "trace"), "MAP": str(folder / "map.json"), "PLAN": str(plan)}
 

@@ -67,23 +67,21 @@ def test_scores_agree_with_the_definition(seed, groups, dtype):
         np.testing.assert_allclose(scheduler.score(prompt), expected, rtol=1e-5, atol=1e-6)
 
 
-@given(st.integers(0, 9999), st.integers(1, 6), st.floats(0, 20), st.floats(0, 0.3), st.booleans())
-def test_the_bound_is_never_broken(seed, groups, lead_requests, lead_share, wait):
+@given(st.integers(0, 9999), st.integers(1, 6), st.floats(0, 20), st.floats(0, 0.3), st.sampled_from([1, 5]))
+def test_the_bound_is_never_broken(seed, groups, lead_requests, lead_share, together):
     """Only the least loaded group may go beyond, by a request larger than the allowance."""
-    settings = SchedulerSettings(
-        lead_requests=lead_requests, lead_share=lead_share, max_wait=5 if wait else 0, release=2, prompt_cost=0.1
-    )
+    settings = SchedulerSettings(lead_requests=lead_requests, lead_share=lead_share, prompt_cost=0.1)
     scheduler, rng = CapacityScheduler(random_map(seed, groups), settings), np.random.default_rng(seed)
+    prompts = random_prompts(rng, 40)
     works, mean = [], 0.0  # of requests, and the largest that the mean has been
-    for prompt in random_prompts(rng, 40):
-        tokens = float(rng.integers(1, 25))
-        done = scheduler.submit(prompt, tokens)
-        works.append(tokens + 0.1 * len(prompt))
-        largest, mean = max(works), max(mean, np.mean(works))
-        if done:
-            future = 6 * largest / groups  # of those that still wait: the bound counts them in
-            allowance = max(lead_requests * mean / groups, lead_share * (scheduler.work.mean() + future))
-            assert scheduler.work.max() <= scheduler.work.mean() + future + max(allowance, largest) + 1e-6
+    for first in range(0, len(prompts), together):
+        window = prompts[first : first + together]
+        tokens = rng.integers(1, 25, len(window)).astype(float).tolist()
+        scheduler.admit_window(window, tokens)
+        works += [own + 0.1 * len(prompt) for own, prompt in zip(tokens, window, strict=True)]
+        largest, mean = max(works), max(mean, *(np.mean(works[:n]) for n in range(first + 1, len(works) + 1)))
+        allowance = max(lead_requests * mean / groups, lead_share * scheduler.work.mean())
+        assert scheduler.work.max() <= scheduler.work.mean() + max(allowance, largest) + 1e-6
 
 
 @given(st.integers(0, 9999), st.integers(2, 5))
@@ -122,23 +120,13 @@ def test_a_window_exchanges_what_single_requests_would_take_from_each_other():
     assert CapacityScheduler(table, plain(lead_requests=1)).assign_window([[0], [1]]) == [1, 0]
 
 
-@given(st.integers(0, 9999), st.integers(0, 9), st.integers(1, 12))
-def test_nobody_waits_longer_than_allowed_and_all_are_served_once(seed, max_wait, release):
+@given(st.integers(0, 9999), st.lists(st.integers(0, 6), max_size=8))
+def test_requests_are_numbered_in_their_order_of_arrival_alone_or_together(seed, sizes):
     rng = np.random.default_rng(seed)
-    scheduler = CapacityScheduler(random_map(seed, 3), plain(max_wait=max_wait, release=release))
-    served = {}
-    for arrival, prompt in enumerate(random_prompts(rng, 30)):
-        for assigned in scheduler.submit(prompt):
-            assert assigned.request not in served
-            served[assigned.request] = assigned.group
-            assert arrival - assigned.request <= max_wait
-        assert scheduler.waiting == arrival + 1 - len(served) <= max_wait
-    for assigned in scheduler.flush():
-        assert assigned.request not in served
-        served[assigned.request] = assigned.group
-    assert sorted(served) == list(range(30))
-    assert scheduler.waiting == 0
-    assert scheduler.flush() == []
+    scheduler = CapacityScheduler(random_map(seed, 3))
+    served = [one.request for size in sizes for one in scheduler.admit_window(random_prompts(rng, size))]
+    served += [scheduler.admit(prompt).request for prompt in random_prompts(rng, 2)]
+    assert served == list(range(sum(sizes) + 2))
 
 
 def test_finished_requests_correct_or_leave_the_ledger():
@@ -244,11 +232,9 @@ def test_a_map_with_a_cache_weight_follows_the_prompts_it_has_sent():
     assert (again.group, again.prompt_work) == (0, 4.0)  # 32 of 40 tokens are whole cached blocks, 8 cost a half each
     assert scheduler.admit([*second, *first]).group == 1
     assert scheduler.assign(first, cached_tokens=np.array([0, 16])) == 1  # what the caller knows counts instead
-    waiting = CapacityScheduler(table, plain(lead_requests=1000, max_wait=1, release=2))
-    assert waiting.submit(first) == []
-    assert [a.group for a in waiting.submit(second)] == [0, 1]
-    assert waiting.submit(second) == []
-    assert waiting.flush()[0].group == 1
+    together = CapacityScheduler(table, plain(lead_requests=1000))
+    assert together.assign_window([first, second]) == [0, 1]
+    assert together.assign_window([second]) == [1]
 
 
 def test_the_prefix_cache_is_bounded():
@@ -308,8 +294,6 @@ def test_how_far_a_live_group_may_lead_does_not_hang_on_how_much_the_profile_dec
 def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="lead_requests must not be negative: -1"):
         SchedulerSettings(lead_requests=-1)
-    with pytest.raises(ValueError, match="release must be at least 1, not 0"):
-        SchedulerSettings(release=0)
     with pytest.raises(ValueError, match="token_weights has shape"):
         CapacityScheduler(make_map([[1, 0], [0, 0]], [1, 1, 1]))
     with pytest.raises(ValueError, match="mean_length must be positive"):

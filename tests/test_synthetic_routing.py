@@ -9,11 +9,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-from calibrate_routing import calibrate, shape_of
 from node_traffic import _removed_rows, bound_of_groups
-from routing_statistics import chance, fit, path_information, same_request, same_token
-from synthetic_routing import Shape, Strengths, choose, draw, resampled
 
+from lab.calibrate_routing import calibrate, shape_of
+from lab.routing_statistics import chance, fit, path_information, same_request, same_token
+from lab.synthetic_routing import Shape, Strengths, choose, draw, resampled
 from semmoe.core import DECODE, PREFILL
 
 L, E = 3, 16

@@ -25,8 +25,14 @@ class Tier(BaseModel):
     dispatch_latency_us: float = NotNegative  # fixed time of an all-to-all; between nodes, for each doubling of nodes
     combine_latency_us: float = NotNegative
     gigabytes_per_second: float = Positive  # in an all-to-all
-    all_reduce_latency_us: float = NotNegative
-    all_reduce_gigabytes_per_second: float = Positive
+    all_reduce_latency_us: float | None = Field(default=None, ge=0, allow_inf_nan=False)  # as a dispatch
+    all_reduce_gigabytes_per_second: float | None = Field(default=None, gt=0, allow_inf_nan=False)  # as all-to-alls
+
+    def all_reduce_seconds(self, moved: float) -> float:
+        """The time of an all-reduce in which a rank sends `moved` bytes."""
+        latency = self.dispatch_latency_us if self.all_reduce_latency_us is None else self.all_reduce_latency_us
+        speed = self.all_reduce_gigabytes_per_second or self.gigabytes_per_second
+        return moved / (speed * 1e9) + latency * 1e-6
 
 
 class Experts(BaseModel):

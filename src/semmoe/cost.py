@@ -121,9 +121,8 @@ def all_reduce_time(
     seconds = 0.0
     for ranks, rows, between in ((S, tokens, False), (N, tokens / S, True)):
         if ranks > 1:
-            tier = tier_of(links, between)
             moved = all_reduce_bytes(rows, shape, ranks, links)
-            seconds += moved / (tier.all_reduce_gigabytes_per_second * 1e9) + tier.all_reduce_latency_us * 1e-6
+            seconds += tier_of(links, between).all_reduce_seconds(moved)
     return LayerTime(0.0, _expert_seconds(busiest_pairs, shape, links), 0.0, seconds)
 
 
@@ -216,6 +215,14 @@ def verdict(plan: Prediction, others: list[Prediction], without_all_to_all: Laye
         f"experts {_change(plan.time.experts - best.experts)}{own} per layer, against {name}"
     )
     return Verdict(worth_it=gain >= WORTH, gain=gain, against=name, sentence=f"{reason} ({changes})")
+
+
+def end_to_end(share: float, saving: float) -> float:
+    """Return how many times as fast a pass is when `saving` of its communication time, `share` of its time, is saved.
+
+    This is Amdahl's law. Worked example: of a share of 0.4 a plan saves 0.3, so 1 / (1 - 0.4 * 0.3) = 1.136.
+    """
+    return 1 / (1 - share * saving)
 
 
 def _reason(plan: LayerTime, best: LayerTime, gain: float) -> str:

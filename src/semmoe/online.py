@@ -9,7 +9,7 @@ from semmoe.core import DECODE, Plan, RequestPolicy, RoutingTrace
 from semmoe.methods.paper_policies import PaperScheduler, PaperTable
 from semmoe.requests.capacity import CapacityScheduler, SchedulerSettings
 from semmoe.requests.policy import PromptScores, RoundRobin
-from semmoe.requests.scheduler import RequestScheduler, RoundRobinScheduler
+from semmoe.requests.scheduler import Assigned, RequestScheduler, RoundRobinScheduler
 
 LIVE_LEAD = 2.0  # mean requests by which a live group may lead
 LIVE_PRICE = 0.25  # of one of them, while one runs in each group: as much as a quarter of a request's pairs at home
@@ -30,20 +30,14 @@ def schedule_requests(
     prompts: Sequence[Sequence[int] | np.ndarray],
     plan: Plan,
     lengths: np.ndarray | None = None,
-    window: int = 1,
     unfinished: int = 0,
 ) -> np.ndarray:
     """(R,) int64: the attention group of each request in arrival order.
 
     For policies that keep a ledger: lengths (R,) are decode tokens; the scheduler learns the length of a request once
-    more than `unfinished` others have arrived after it (None: never). window: requests that are assigned together.
+    more than `unfinished` others have arrived after it (None: never).
     """
-    return schedule_with(start(plan.requests, SchedulerSettings(**_waits(window))), prompts, lengths, unfinished)
-
-
-def _waits(window: int) -> dict[str, Any]:
-    """Scheduler settings with which so many requests are assigned together."""
-    return {"max_wait": window if window > 1 else 0, "release": max(window // 4, 1)}
+    return schedule_with(start(plan.requests), prompts, lengths, unfinished)
 
 
 def schedule_batch(prompts: Sequence[Sequence[int] | np.ndarray], plan: Plan, new_tokens: int) -> np.ndarray:
@@ -70,22 +64,22 @@ def schedule_with(
 
     expected (R,): decode tokens that are expected of each, by default the profile's mean.
     """
-    assigned, told = [], 0
+    assigned: list[Assigned] = []
+    reported = 0
     for r, prompt in enumerate(prompts):
-        assigned += scheduler.submit(prompt, None if expected is None else expected[r])
-        while lengths is not None and told < len(assigned) and assigned[told].request < r - unfinished:
-            scheduler.finish(assigned[told], float(lengths[assigned[told].request]))
-            told += 1
-    assigned += scheduler.flush()
-    return np.array([one.group for one in sorted(assigned, key=lambda one: one.request)], np.int64)
+        assigned.append(scheduler.admit(prompt, None if expected is None else expected[r]))
+        while lengths is not None and reported < len(assigned) and assigned[reported].request < r - unfinished:
+            scheduler.finish(assigned[reported], float(lengths[assigned[reported].request]))
+            reported += 1
+    return np.array([one.group for one in assigned], np.int64)
 
 
-def schedule_live(trace: RoutingTrace, plan: Plan, running: int, window: int = 1) -> np.ndarray:
+def schedule_live(trace: RoutingTrace, plan: Plan, running: int) -> np.ndarray:
     """(R,) int64: groups of a trace's requests in their order, as a server assigns them of which so many run.
 
     A server expects at most what a request may decode; of that a trace knows what it did decode.
     """
-    scheduler = start(plan.requests, live_settings(plan.topology.dp_size, **_waits(window)))
+    scheduler = start(plan.requests, live_settings(plan.topology.dp_size))
     prompts = [trace.prompt(request) for request in range(trace.num_requests)]
     decoded = np.bincount(trace.request_of_token()[trace.phase == DECODE], minlength=trace.num_requests)
     expected = [expected_tokens(scheduler.mean_length, int(fed) + 1) for fed in decoded]

@@ -188,10 +188,10 @@ def token_groups(trace: RoutingTrace, plan: Plan, settings: ReplaySettings) -> n
     lengths = np.diff(trace.request_offsets)
     if settings.running:
         at, groups = np.random.default_rng(settings.seed).permutation(trace.num_requests), np.zeros_like(lengths)
-        groups[at] = schedule_live(trace.select(at), plan, settings.running * plan.topology.dp_size, settings.window)
+        groups[at] = schedule_live(trace.select(at), plan, settings.running * plan.topology.dp_size)
     else:
         prompts = [trace.prompt(r) for r in range(trace.num_requests)]
-        groups = schedule_requests(prompts, plan, lengths, settings.window, settings.unfinished)
+        groups = schedule_requests(prompts, plan, lengths, settings.unfinished)
     return groups[trace.request_of_token()]
 
 

@@ -297,48 +297,6 @@ class Concentration(Record):
     by_type: dict[Name, Quantiles]
 
 
-class Lookback(Record):
-    lookback: int
-    hit_rate: Share
-
-
 class AffinityFile(Record):
     trace: dict[str, Any]
     concentration: list[Concentration] = Field(min_length=1, max_length=1024)
-    next_layer: list[Lookback] = Field(default=[], max_length=64)
-
-
-class Estimated(Record):
-    """What `semmoe estimate` says of one method; parts in milliseconds of a whole pass."""
-
-    label: Name  # whether its rows and load were measured or assumed
-    load: Amount
-    ttft_ms: Amount
-    tpot_ms: Amount
-    tokens_per_second_per_gpu: Amount  # of GPUs that decode only
-    with_prefill_tokens_per_second_per_gpu: Amount  # of GPUs that do both
-    communication_share: Share  # of a decoding step, in which nothing else happens
-    decode_ms: dict[Name, Amount] = Field(max_length=64)
-    prefill_ms: dict[Name, Amount] = Field(max_length=64)
-    decode_hidden_ms: Amount
-    prefill_hidden_ms: Amount
-
-
-class Crossing(Record):
-    """Where a plan begins to pay."""
-
-    when: Name  # below or from `value`, always, never
-    value: Amount | None
-
-
-class EstimateFile(Record):
-    model: Name
-    gpu: Name
-    settings: dict[str, Any]
-    links: dict[Name, LinksNote] = Field(max_length=2)  # of prefill and decode
-    performance: dict[str, str | None]
-    methods: dict[Name, Estimated] = Field(min_length=2, max_length=4)
-    labels: dict[Name, dict[Name, Name]] = Field(max_length=2)
-    memory: dict[str, Amount]
-    verdict: Verdict | None
-    break_even: dict[Name, Crossing] | None

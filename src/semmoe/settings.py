@@ -128,19 +128,9 @@ class RunningSettings:
 class ReplaySettings(RunningSettings):
     batch_tokens: int = number(1024, *TOKENS, help="Tokens of a batch, all ranks together.")
     batches: str = choice("mixed", ("mixed", "prefill"), help="mixed: decode-like; prefill: consecutive.")
-    window: int = number(1, 1, 1 << 20, help="semmoe, attention-DP: requests that are assigned together.")
     # attention-DP: the length of a request is known once more than this many have arrived after it
     unfinished: int = number(32, 0, 1 << 20)
     seed: int = number(0, *SEED, help="Seed of every random choice.")
-
-    def __post_init__(self) -> None:
-        check_numbers(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleSettings:
-    tokens: int = number(1 << 22, 1, 1 << 40, help="Routed tokens to draw, about.")
-    seed: int = number(0, *SEED, help="Seed of the draw.")
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -151,13 +141,6 @@ class GenerateSettings:
     max_new_tokens: int = number(32, 1, 1 << 20, panel="Input", help="Tokens to generate.")
     # requests decoded together in one attention group
     batch_size: int = number(16, 1, 1 << 16, panel="Input", help="Requests decoded together in a group.")
-    # attention-DP: requests assigned together, as if they arrived one after the other; 0: all of them
-    window: int = number(
-        0,
-        0,
-        1 << 20,
-        help="attention-DP: requests assigned together as if they arrived one after the other; 0: all.",
-    )
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
@@ -225,7 +208,6 @@ class ProfileSettings(PromptSettings):
 @dataclass(frozen=True, kw_only=True)
 class CalibrateSettings:
     ep_size: int = number(4, 2, MOST_RANKS, panel="Topology", help="Expert-parallel ranks, each a local process.")
-    pairs: bool = switch(panel="Topology", help="Also measure each pair of ranks, where links differ.")
 
     def __post_init__(self) -> None:
         check_numbers(self)

@@ -10,7 +10,6 @@ import numpy as np
 
 from semmoe.core import DECODE, RoutingTrace
 from semmoe.files import array_shape, atomic_directory, check_output, load_array
-from semmoe.jit import njit
 from semmoe.npz import read_npz
 from semmoe.routing import Tally
 from semmoe.splitter import draw_requests
@@ -95,56 +94,6 @@ def check_tokens(path: Path, name: str) -> None:
     tally.check(name)
 
 
-class Shares:
-    """How often experts are chosen, and how well so many requests tell it.
-
-    Tokens of one request choose alike, so the error is that of a ratio over requests drawn as a whole.
-    """
-
-    def __init__(self, num_layers: int, num_experts: int) -> None:
-        shape = num_layers, num_experts
-        self.counts, self._squares, self._crossed, self._own = (np.zeros(shape, np.int64) for _ in range(4))
-        self._lengths_squared = self._tokens = self._requests = 0
-
-    def add(self, trace: RoutingTrace) -> None:
-        lengths = np.diff(trace.request_offsets)
-        self._tokens += int(lengths.sum())
-        self._requests += int((lengths > 0).sum())
-        self._lengths_squared += int((lengths**2).sum())
-        arrays = self.counts, self._squares, self._crossed, self._own
-        _add_requests(trace.expert_ids, trace.request_offsets, *arrays)
-
-    @property
-    def error(self) -> float | None:
-        """Standard error of an expert's share, relative to it, as a mean over all pairs; None for a single request."""
-        if self._requests < 2:
-            return None
-        share = self.counts / self._tokens
-        variance = self._squares - 2 * share * self._crossed + share**2 * self._lengths_squared
-        drawn = self._requests / (self._requests - 1)
-        return float(np.sqrt(np.maximum(variance, 0) * drawn).sum() / self.counts.sum())
-
-
-@njit()
-def _add_requests(experts, offsets, counts, squares, crossed, own):
-    """Add every request's pairs, their squares and their products with its length; own: zeros, and zeros again."""
-    for r in range(len(offsets) - 1):
-        first, last = offsets[r], offsets[r + 1]
-        for t in range(first, last):
-            for l in range(experts.shape[1]):
-                for k in range(experts.shape[2]):
-                    own[l, experts[t, l, k]] += 1
-        for t in range(first, last):
-            for l in range(experts.shape[1]):
-                for k in range(experts.shape[2]):
-                    pairs = own[l, experts[t, l, k]]
-                    if pairs:
-                        own[l, experts[t, l, k]] = 0
-                        counts[l, experts[t, l, k]] += pairs
-                        squares[l, experts[t, l, k]] += pairs * pairs
-                        crossed[l, experts[t, l, k]] += pairs * (last - first)
-
-
 def describe(path: Path, progress: Progress = lambda tokens: None) -> dict[str, Any]:
     """What a trace directory or .npz file holds, read shard by shard.
 
@@ -152,14 +101,15 @@ def describe(path: Path, progress: Progress = lambda tokens: None) -> dict[str, 
     """
     traces = read_shards(path) if path.is_dir() else iter([possible_part(read_npz(path))])
     found = dict.fromkeys(("requests", "tokens", "decode_tokens", "prompt_tokens"), 0)
-    shares = seen = first = None
+    chosen = seen = first = None
     tally = Tally()
     for trace in traces:
         first = first or trace
         f = trace.fingerprint
-        shares = shares or Shares(f.num_layers, f.num_experts)
+        chosen = np.zeros((f.num_layers, f.num_experts), np.int64) if chosen is None else chosen
         seen = np.zeros(f.vocab_size, bool) if seen is None else seen
-        shares.add(trace)
+        for layer, counts in enumerate(chosen):
+            counts += np.bincount(trace.expert_ids[:, layer].ravel(), minlength=f.num_experts)
         seen[trace.token_ids] = True
         found["requests"] += trace.num_requests
         found["tokens"] += trace.num_tokens
@@ -167,7 +117,7 @@ def describe(path: Path, progress: Progress = lambda tokens: None) -> dict[str, 
         found["prompt_tokens"] += len(trace.prompt_ids)
         tally.add(trace)
         progress(trace.num_tokens)
-    if first is None or shares is None or seen is None:
+    if first is None or chosen is None or seen is None:
         raise ValueError(f"{path} holds no shard yet: run its profile again to fill it")
     tally.check(str(path))
     files = shard_paths(path) if path.is_dir() else [path]
@@ -177,14 +127,13 @@ def describe(path: Path, progress: Progress = lambda tokens: None) -> dict[str, 
         "distinct_tokens": int(seen.sum()),
         "left_out_tokens": tally.left_out,
         "identical_tokens": tally.identical,
-        "busiest_expert": float((shares.counts.max(axis=1) / np.maximum(shares.counts.mean(axis=1), 1e-9)).mean()),
-        "share_error": shares.error,
+        "busiest_expert": float((chosen.max(axis=1) / np.maximum(chosen.mean(axis=1), 1e-9)).mean()),
         "files": len(files),
         "bytes": sum(file.stat().st_size for file in files),
     }
 
 
-def sample(path: Path, tokens: int, seed: int, progress: Progress = lambda tokens: None) -> RoutingTrace:
+def sample(path: Path, tokens: int, seed: int) -> RoutingTrace:
     """Random requests of a trace directory with about so many routed tokens, in order; all if there are no more."""
     header, shards = read_header(path), shard_paths(path)
     if not shards:
@@ -197,7 +146,6 @@ def sample(path: Path, tokens: int, seed: int, progress: Progress = lambda token
     for i, trace in enumerate(read_shards(path)):
         parts.append(_arrays(trace.select(np.flatnonzero(chosen[of_shard == i]))))
         tally.add(trace)
-        progress(trace.num_tokens)
     tally.check(str(path))
     return join_shards(path, header.fingerprint, parts)
 

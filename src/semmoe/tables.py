@@ -3,7 +3,6 @@
 from typing import Any
 
 from semmoe import console
-from semmoe.core import NEVER
 
 PAYOFFS = """"no": not worth it. Columns are models, and tokens of a batch over all ranks: 1,024 is
 about a step of decoding, 16,384 one of prefill. Rows are attention and links; those of
@@ -26,19 +25,6 @@ def print_affinity(result: dict[str, Any]) -> None:
             for layer in result["concentration"]
         ]
         console.print_table(title, columns, rows)
-    if "next_layer" in result:
-        _print_prediction(result)
-
-
-def _print_prediction(result: dict[str, Any]) -> None:
-    static = result["static_top_k"]["layers"]
-    mean = [sum(layer[name] for layer in static) / len(static) for name in ("precision", "f1")]
-    console.out.print(
-        f"static top-k from 25 % of the requests, tested on the rest: precision {mean[0]:.3f}, F1 {mean[1]:.3f}; "
-        f"share of known tokens {result['static_top_k']['known_token_share']:.3f}"
-    )
-    rates = ", ".join(f"{entry['lookback']}: {entry['hit_rate']:.3f}" for entry in result["next_layer"])
-    console.out.print(f"hit rate on a layer predicted from the layers before it, by look-back: {rates}")
 
 
 def metrics(methods: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
@@ -143,11 +129,3 @@ def payoffs(found: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
 
 def _saved(one: dict[str, Any]) -> str:
     return f"{one['gain']:.0%}" if one["worth_it"] else "no"
-
-
-def shuffled_from(least: int) -> str:
-    """Say which passes are shuffled."""
-    shuffled = f"passes with at least {least:,} rows are shuffled"
-    if least == NEVER:
-        shuffled = "no pass is shuffled: on these links that costs more than it saves"
-    return f"{shuffled}; `semmoe serve --shuffle-from` overrides"

@@ -1,9 +1,7 @@
-"""A plan's placement as an engine's own file: SGLang's expert location, and the expert map of vLLM.
+"""Write a plan's placement as SGLang's own file, its expert location.
 
-Experts keep their numbers and the engine is told where each expert is, so no weight changes. SGLang's file has a row
-for every decoder layer of the model; a plan knows only those with experts. vLLM's has rows for these alone; it is read
-by vLLM's pull requests 49572 (any model, `initial_expert_map_path`) and 53022 (DeepSeek-V4, `expert_map_path`), both
-open in November 2026.
+Experts keep their numbers and the engine reads where each expert is, so no weight changes. The file has a row for
+every decoder layer of the model; a plan knows only those with experts.
 """
 
 import json
@@ -19,8 +17,6 @@ from semmoe.checkpoint.relabel import check_config, check_num_layers
 from semmoe.core import Plan
 from semmoe.files import atomic_file, check_output
 
-NEVER = 2**31 - 1  # passes until vLLM's balancer moves experts
-
 
 def write_sglang(plan: Plan, model: Path, out: Path) -> list[str]:
     """Write the file for SGLang's `--init-expert-location`; returns the flags to start SGLang with."""
@@ -30,28 +26,6 @@ def write_sglang(plan: Plan, model: Path, out: Path) -> list[str]:
         location = {"physical_to_logical_map": sglang_map(plan, indices, depth).tolist()}
         staged.write_text(json.dumps(location) + "\n", encoding="utf-8")
     return sglang_flags(plan, out)
-
-
-def write_vllm(plan: Plan, model: Path, out: Path) -> list[str]:
-    """Write the file for vLLM's `initial_expert_map_path`; returns the flags to start vLLM with."""
-    check_out_file(out)
-    _layers(plan, model)
-    with atomic_file(out) as staged:
-        staged.write_text(json.dumps(plan.placement.physical_to_logical_map.tolist()) + "\n", encoding="utf-8")
-    return vllm_flags(plan, out)
-
-
-def vllm_flags(plan: Plan, location: Path) -> list[str]:
-    """Flags that give vLLM this plan's topology and the placement in the file `location`, which stays as it is."""
-    topology = plan.topology
-    sizes = {"--tensor-parallel-size": topology.attn_tp_size, "--data-parallel-size": topology.dp_size}
-    balancer = {
-        "initial_expert_map_path": str(location),
-        "num_redundant_experts": plan.placement.redundant_experts,
-        "step_interval": NEVER,  # else vLLM's balancer would move experts by their load alone
-    }
-    flags = [word for flag, size in sizes.items() if size > 1 for word in (flag, str(size))]
-    return [*flags, "--enable-expert-parallel", "--enable-eplb", "--eplb-config", json.dumps(balancer)]
 
 
 def sglang_flags(plan: Plan, location: Path) -> list[str]:

@@ -3,8 +3,8 @@
 A map becomes a plan. So do counts, by EPLB: counts tell how often an expert is used, but not by which tokens or with
 which other experts, so such a plan has no tables. The formats are
 
-- maps `physical_to_logical_map`, (L, P) or one row for all layers: JSON of vLLM's pull request 49572 and of SGLang,
-  `.npy` of what DeepSeek's EPLB returns, `.pt` of SGLang; `expert_map.json` of vLLM-Ascend; the
+- maps `physical_to_logical_map`, (L, P) or one row for all layers: JSON and `.pt` of SGLang,
+  `.npy` of what DeepSeek's EPLB returns; `expert_map.json` of vLLM-Ascend; the
   `initial_global_assignments` of TensorRT-LLM's `moe_load_balancer` (`.yaml`);
 - counts `logical_count`: `.pt` of SGLang's expert distribution, and the output of `semmoe record start --counts-only`;
 - routing of tokens, which `engine_routes` reads: SGLang's records of passes (`.pt`), and answers (`.jsonl`).
@@ -109,8 +109,10 @@ def _check_size(path: Path) -> None:
 
 def _found(content: Any) -> Found:
     """The meaning of a file's content."""
-    if not isinstance(content, dict):
+    if not isinstance(content, dict | list):  # an array or a tensor
         return Found(kind=MAP, array=np.atleast_2d(numbers(content)))
+    if isinstance(content, list):
+        raise ValueError(f"a list without a name: give an object with {MAP_KEY}")
     if isinstance(content.get("records"), list):
         return Found(kind=PASSES, content=content)
     if MAP_KEY in content:

@@ -10,8 +10,6 @@ try:
         calibrate,
         convert,
         doctor,
-        estimate,
-        init,
         offline,
         online,
         picker,
@@ -34,8 +32,6 @@ __all__ = [
     "calibrate",
     "convert",
     "doctor",
-    "estimate",
-    "init",
     "main",
     "offline",
     "online",
@@ -49,9 +45,9 @@ __all__ = [
     "watch",
 ]
 GROUPS = (
-    "profile affinity solve replay estimate apply import_",
+    "profile affinity solve replay apply import_",
     "serve watch swap adapt picker",
-    "generate demo calibrate report init doctor reproduce",
+    "generate demo calibrate report doctor reproduce",
 )
 ORDER = " ".join(GROUPS).split()
 app.registered_commands.sort(key=lambda command: ORDER.index(getattr(command.callback, "__name__", "")))  # as in --help

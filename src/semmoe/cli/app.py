@@ -1,5 +1,5 @@
-"""The command line: profile, affinity, solve, replay, estimate, apply, import, generate, calibrate, serve, record,
-watch, swap, adapt, picker, report, init, doctor, demo.
+"""The command line: profile, affinity, solve, replay, apply, import, generate, calibrate, serve, record,
+watch, swap, adapt, picker, report, doctor, demo.
 
 Every command is a thin layer over a library function. A user's mistake ends in one line on stderr and exit code 2, a
 failure while running or a full disk in exit code 1, Ctrl-C in 130, a closed pipe in 141 without a line.

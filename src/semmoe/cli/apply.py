@@ -21,7 +21,6 @@ from semmoe.core import Plan
 class Target(str, Enum):
     checkpoint = "checkpoint"
     sglang = "sglang"
-    vllm_json = "vllm-json"
 
 
 @app.command(rich_help_panel=OFFLINE)
@@ -34,7 +33,7 @@ def apply(
     to: Annotated[
         Target,
         typer.Option(
-            help="checkpoint: experts renumbered, for any engine; or SGLang's or vLLM's own file.",
+            help="checkpoint: experts renumbered, for any engine; or SGLang's own file.",
             rich_help_panel=OUTPUT,
         ),
     ] = Target.checkpoint,
@@ -43,8 +42,8 @@ def apply(
     """Turn a plan into files that an engine reads by itself.
 
     `checkpoint` renumbers the experts so that an engine's contiguous placement is the plan's, and verifies the copy.
-    `sglang` and `vllm-json` write where each expert lies and print the flags that go with it. Without semmoe in the
-    engine neither requests nor tokens follow the experts.
+    `sglang` writes where each expert lies and prints the flags that go with it. Without semmoe in the engine
+    neither requests nor tokens follow the experts.
 
     Example: `semmoe apply plan --model model --to checkpoint --out relabelled`
     """
@@ -63,7 +62,7 @@ def apply(
     if to is Target.checkpoint:
         result |= _checkpoint(loaded, plan, path, out)
     else:
-        result |= _engine_file(loaded, path, out, to)
+        result |= _engine_file(loaded, path, out)
     result["seconds"] = round(time.perf_counter() - started, 3)
     if as_json:
         console.print_json(result)
@@ -108,10 +107,10 @@ def _stage(bars: console.Bars, what: str, total: int) -> Callable[[int], None]:
     return by_bytes
 
 
-def _engine_file(plan: Plan, model: Path, out: Path, to: Target) -> dict[str, Any]:
-    from semmoe.checkpoint.engine_files import write_sglang, write_vllm
+def _engine_file(plan: Plan, model: Path, out: Path) -> dict[str, Any]:
+    from semmoe.checkpoint.engine_files import write_sglang
 
-    flags = (write_sglang if to is Target.sglang else write_vllm)(plan, model, out)
+    flags = write_sglang(plan, model, out)
     scheduled = [name for name, one in (("requests", plan.requests), ("tokens", plan.tokens)) if one.by_tables]
     return {"flags": flags, "redundant_experts": plan.placement.redundant_experts, "left_to_the_engine": scheduled}
 
@@ -136,7 +135,5 @@ def _print_flags(result: dict[str, Any]) -> None:
     if result["left_to_the_engine"]:
         what = " and ".join(result["left_to_the_engine"])
         console.out.print(f"The plan's tables for {what} are not in the file: only semmoe in the engine follows them.")
-    if result["to"] == "vllm-json":
-        console.out.print("vLLM's pull request 49572 reads it; a vLLM without that refuses initial_expert_map_path.")
-    elif result["redundant_experts"]:
+    if result["redundant_experts"]:
         console.out.print("Choose a --moe-a2a-backend too: without one, older releases of SGLang compute copies twice.")

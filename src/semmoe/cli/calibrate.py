@@ -13,8 +13,7 @@ from semmoe.cli.options import OUTPUT, Force, Json, ModelArgument
 from semmoe.settings import CalibrateSettings
 
 if TYPE_CHECKING:
-    from semmoe.calibration import PairSpeeds
-    from semmoe.engines.transformers.calibrate import Calibration
+    from semmoe.calibration import Links
 
 
 @app.command(rich_help_panel=TOOLS)
@@ -30,81 +29,40 @@ def calibrate(
     as_json: Json = False,
     settings: Any = None,
 ) -> None:
-    """Measure what links and experts cost, with real collectives between local processes and the model's own experts.
+    """Measure what links and experts cost, with real all-to-alls and the model's own experts.
 
-    Run it on an idle machine. At the end a layer that was not part of the fit is predicted and measured.
+    Run it on an idle machine.
 
-    Examples: `semmoe calibrate MODEL --ep-size 4 --out links.json` and, on several nodes or where links differ,
-    `torchrun --nnodes 2 --nproc-per-node 8 ... --no-python semmoe calibrate MODEL --out links.json` on every node,
-    which measures each pair of ranks; rank 0 writes the file
+    Examples: `semmoe calibrate MODEL --ep-size 4 --out links.json` measures local processes, and on every node
+    `torchrun --nnodes 2 --nproc-per-node 8 ... --no-python semmoe calibrate MODEL --out links.json` also measures links
+    between nodes; rank 0 writes the file
     """
-    from semmoe.files import save_json
-
-    found = _measure(ctx, model, out, force, name, settings())
-    if found is None:  # another rank of torchrun's has the result
-        return
-    save_json(out, found.links)
-    if found.doubtful:
-        console.warn(
-            f"the prediction of a layer that was not part of the fit is {found.error:+.0%} off the measurement: "
-            "run this again on an idle machine before you rely on verdicts with these links"
-        )
-    if as_json:
-        result = {
-            "out": str(out),
-            "predicted_us": found.predicted * 1e6,
-            "measured_us": found.measured * 1e6,
-            "error": found.error,
-            "doubtful": found.doubtful,
-        }
-        console.print_json({**result, "links": found.links.model_dump()})
-    else:
-        _print_links(out, found)
-
-
-def _measure(
-    ctx: typer.Context, model: str, out: Path, force: bool, name: str, chosen: CalibrateSettings
-) -> "Calibration | None":
-    from semmoe.engines.transformers import calibrate as calibration
+    from semmoe.engines.transformers import calibrate as measuring
     from semmoe.engines.transformers.config import fingerprint_of
-    from semmoe.files import check_output
+    from semmoe.files import check_output, save_json
 
     fingerprint_of(model)  # refuses a model before ranks start
-    launched = calibration.launched()
+    launched = "TORCHELASTIC_RUN_ID" in os.environ  # by torchrun
     if launched:
-        refuse_given(ctx, ["ep_size", "pairs"], "torchrun decides the ranks, and every pair of them is measured")
+        refuse_given(ctx, ["ep_size"], "torchrun decides the ranks")
     if not launched or os.environ["RANK"] == "0":
         check_output(out, force=force, inputs=(model,))
-    with console.bars() as bars:
-        words = "ranks of torchrun" if launched else f"{chosen.ep_size} processes"
-        advance = bars.task(f"measuring {words}", len(calibration.TOKENS))
-        if launched:
-            return calibration.calibrate_launched(model, advance, name)
-        return calibration.calibrate(model, chosen.ep_size, advance, name, chosen.pairs)
+    ranks = settings().ep_size
+    links = measuring.calibrate_launched(model, name) if launched else measuring.calibrate(model, ranks, name)
+    if links is None:  # another rank of torchrun's has the result
+        return
+    save_json(out, links)
+    if as_json:
+        console.print_json({"out": str(out), "links": links.model_dump()})
+    else:
+        _print_links(out, links)
 
 
-def _of_pairs(pairs: "PairSpeeds | None") -> list[list[str]]:
-    """The slowest and the fastest pair."""
-    if pairs is None:
-        return []
-    speeds = [
-        (speed, i, j) for i, row in enumerate(pairs.gigabytes_per_second) for j, speed in enumerate(row) if i != j
-    ]
-    ends = (("slowest", min(speeds)), ("fastest", max(speeds)))
-    return [[f"{word} pair", f"{i} to {j}", f"{speed:.3g} GB/s"] for word, (speed, i, j) in ends]
-
-
-def _print_links(out: Path, found: "Calibration") -> None:
-    tier, experts = found.links.inside_node, found.links.experts
-    rows = [
-        ["dispatch", f"{tier.dispatch_latency_us:,.0f} us", f"{tier.gigabytes_per_second:.3g} GB/s"],
-        ["combine", f"{tier.combine_latency_us:,.0f} us", f"{tier.gigabytes_per_second:.3g} GB/s"],
-        ["all-reduce", f"{tier.all_reduce_latency_us:,.0f} us", f"{tier.all_reduce_gigabytes_per_second:.3g} GB/s"],
-        *_of_pairs(found.links.pairs),
-        ["experts of a rank", f"{experts.fixed_us:,.0f} us", f"{experts.teraflops:.3g} Tflop/s"],
-    ]
-    console.print_table(f"{out}: {found.links.name}", ["", "fixed", "speed"], rows)
-    predicted, measured = found.predicted * 1e6, found.measured * 1e6
-    console.out.print(
-        f"a layer of its own: predicted {predicted:,.0f} us, measured {measured:,.0f} us ({found.error:+.0%})"
-    )
+def _print_links(out: Path, links: "Links") -> None:
+    rows = []
+    for where, tier in (("inside nodes", links.inside_node), ("between nodes", links.between_nodes)):
+        if tier is not None:
+            speed = f"{tier.gigabytes_per_second:.3g} GB/s"
+            rows.append([f"all-to-all {where}", f"{tier.dispatch_latency_us:,.0f} us", speed])
+    rows.append(["experts of a rank", "", f"{links.experts.teraflops:.3g} Tflop/s"])
+    console.print_table(f"{out}: {links.name}", ["", "latency", "speed"], rows)

@@ -39,7 +39,7 @@ def import_(
 ) -> None:
     """Read what an engine or EPLB wrote about experts.
 
-    A map of physical experts (vLLM's, SGLang's, vLLM-Ascend's or TensorRT-LLM's file, .npy, .pt) becomes a plan, and so
+    A map of physical experts (SGLang's, vLLM-Ascend's or TensorRT-LLM's file, .npy, .pt) becomes a plan, and so
     do counts of activations (SGLang's expert distribution, `semmoe record start --counts-only`), by EPLB: counts do not
     say which tokens or requests use an expert, so the plan balances load and schedules nothing. SGLang's records of
     passes, and answers of vLLM or SGLang with routed experts (.jsonl), become a trace for `semmoe solve`.

@@ -11,6 +11,7 @@ from semmoe import console, tables
 from semmoe.bounds import bounds
 from semmoe.calibration import PhaseLinks
 from semmoe.cli.app import OFFLINE, app, refuse_given, was_given
+from semmoe.cli.forecast import ShareOption, gain_of_pass, layer_shape, print_expected, print_gain_of_pass
 from semmoe.cli.form import takes
 from semmoe.cli.links import DecodeLinksOption, LinksOption, PhaseCosts, phase_costs, phase_links
 from semmoe.cli.options import (
@@ -71,31 +72,22 @@ BudgetOption = Annotated[
 @app.command(rich_help_panel=OFFLINE)
 def affinity(
     trace: TraceArgument,
-    prediction: Annotated[bool, typer.Option(help="Also predict held-out routing.", rich_help_panel=METHOD)] = True,
     out: ResultOut = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Show how concentrated the routing of a trace is: the statistics of the paper's Table 1 and appendix A.2.
+    """Show how concentrated the routing of a trace is: the statistics of the paper's Table 1.
 
     Example: `semmoe affinity trace`
     """
-    from semmoe import concentration
     from semmoe.affinity import build_affinity
+    from semmoe.concentration import concentration
     from semmoe.trace import describe
 
     check_result(out, force, (trace,))
     opened = read_trace(trace)
     result: dict[str, Any] = {"trace": describe(opened)}
-    with console.bars() as bars:
-        advance = bars.task("measuring", 3)
-        result["concentration"] = concentration.concentration(opened, build_affinity(opened))
-        advance(1)
-        if prediction:
-            result["static_top_k"] = concentration.prediction(opened)
-            advance(1)
-            result["next_layer"] = concentration.next_layer_hit_rate(opened)
-        advance(2 - int(prediction))
+    result["concentration"] = concentration(opened, build_affinity(opened))
     if not tell_result(AffinityFile, result, out, as_json):
         tables.print_affinity(result)
 
@@ -114,6 +106,7 @@ def solve(
     settings: Any = None,
     links: LinksOption = None,
     decode_links: DecodeLinksOption = None,
+    share: ShareOption = None,
     widths: Any = None,
     served: Any = None,
     model: ModelOption = None,
@@ -143,22 +136,26 @@ def solve(
     charged = phase_links(links, decode_links, topology)
     opened = read_trace(trace, solving.seed)
     check_inputs(opened, topology, solving, previous)
-    shape = _layer_shape(opened.fingerprint, widths())
+    shape = layer_shape(opened.fingerprint, widths(), share)
     costs = phase_costs(ctx, charged, topology, solving.cocluster)
     measure = ReplaySettings(batch_tokens=solving.cocluster.batch_tokens, seed=solving.seed, running=served().running)
     plan = _solve(opened, topology, solving, charged, costs, shape, model, previous, measure)
     save_plan(plan, out)
-    told = {"plan": str(out), "scheduled_by_answers": warn_of_answers(opened, topology), **_moved(plan, previous)}
+    result = {"plan": str(out), "scheduled_by_answers": warn_of_answers(opened, topology), **_moved(plan, previous)}
     _warn_of_plan(plan, opened, solving.cocluster.load_limit, measure, shape)
-    _tell(plan, told, begin, out, as_json)
+    _tell(plan, result, share, begin, out, as_json)
 
 
-def _tell(plan: Plan, told: dict[str, Any], begin: Path | None, out: Path, as_json: bool) -> None:
+def _tell(
+    plan: Plan, result: dict[str, Any], share: float | None, begin: Path | None, out: Path, as_json: bool
+) -> None:
+    result |= gain_of_pass(plan.expected, share)
     if as_json:
-        console.print_json(told | {"expected": plan.expected})
+        console.print_json(result | {"expected": plan.expected})
     else:
-        _print_moved(told, begin)
-        _print_expected(out, plan.method, plan.expected)
+        _print_moved(result, begin)
+        print_expected(out, plan.method, plan.expected)
+        print_gain_of_pass(result)
 
 
 def _begin(ctx: typer.Context, begin: Path | None, solving: SolveSettings) -> tuple[Plan | None, SolveSettings]:
@@ -248,52 +245,10 @@ def _solve(
     return replace(plan, expected=expected, settings=plan.settings | charged)
 
 
-def _layer_shape(f: Fingerprint, widths: Widths) -> LayerShape | None:
-    """The shape of a layer from the trace and the given widths; None if a width is unknown."""
-    sizes = []
-    for name in ("hidden_size", "expert_size"):
-        given, known = getattr(widths, name) or 0, getattr(f, name)
-        if 0 not in (given, known) and given != known:
-            raise ValueError(f"--{name.replace('_', '-')} is {given}, but the trace was profiled with {known}")
-        sizes.append(given or known)
-    return LayerShape(hidden_size=sizes[0], expert_size=sizes[1], top_k=f.top_k) if all(sizes) else None
-
-
-def _print_moved(told: dict[str, Any], begin: Path | None) -> None:
-    if "moved_experts" in told:
-        counts = f"{told['moved_experts']:,} of {told['experts']:,}"
+def _print_moved(result: dict[str, Any], begin: Path | None) -> None:
+    if "moved_experts" in result:
+        counts = f"{result['moved_experts']:,} of {result['experts']:,}"
         console.out.print(f"{counts} experts move to another rank, from {begin}", markup=False, soft_wrap=True)
-
-
-def _print_expected(out: Path, method: str, expected: dict[str, Any] | None) -> None:
-    if expected is None:
-        console.out.print(f"{out}: too few requests to hold any out, so nothing can be expected of this plan")
-        return
-    served = f", {expected['running']} at a time on each rank" if expected["running"] else ""
-    title = f"{out}: expected, from {expected['requests']} held-out requests{served}"
-    console.print_table(title, *tables.metrics({method: expected, **expected["others"]}))
-    tables.print_prediction(method, {**expected, "layers": []})  # single layers are for the report
-    _print_verdict(expected)
-
-
-def _print_verdict(expected: dict[str, Any]) -> None:
-    if expected["verdict"] is None:
-        return
-    if expected.get("shuffle_from") is not None:
-        console.out.print(tables.shuffled_from(expected["shuffle_from"]), soft_wrap=True)
-    _print_judged(expected, "" if expected.get("decode") is None else "prefill, ", expected["tokens_per_batch"])
-    if expected.get("decode") is not None:
-        _print_judged(expected["decode"], "decode, ", expected["tokens_per_batch"])
-
-
-def _print_judged(judged: dict[str, Any], phase: str, tokens: float) -> None:
-    links, without = judged["links"], judged["without_all_to_all"]
-    known = f"{links['kind']}, a row {links['all_to_all'].replace('-', ' ')}"
-    words = f"{phase}on {links['name']} ({known}), {tokens:,.0f} tokens a batch"
-    if without is not None:
-        words += f"; without all-to-all a layer takes {without['layer_us']:,.0f} us"
-    console.out.print(f"{words}:", markup=False)
-    console.out.print(judged["verdict"]["sentence"], style="bold", markup=False)
 
 
 def refuse_idle(ctx: typer.Context, methods: list[str], topology: Topology) -> None:
@@ -315,7 +270,7 @@ def refuse_idle(ctx: typer.Context, methods: list[str], topology: Topology) -> N
 
 def refuse_unscheduled(ctx: typer.Context, scheduled: bool) -> None:
     if not scheduled:
-        refuse_given(ctx, ["window", "running"], "no requests are scheduled by their work")
+        refuse_given(ctx, ["running"], "no requests are scheduled by their work")
 
 
 def model_embeddings(model: str, expected: Fingerprint) -> Any:

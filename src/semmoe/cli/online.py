@@ -181,8 +181,6 @@ def generate(
         refuse_given(ctx, ["dataset", "limit", "max_prompt_tokens", "strict"], "each --prompt is taken whole")
     chosen, cuts, asked = _plan_to_run(model, plan, topology()), inputs(), settings()
     prompts, tokenizer, counts = _encode_given(model, prompt) if prompt else _prompts(model, dataset, cuts)
-    if asked.window != 0 and chosen.topology.dp_size <= 1:
-        raise ValueError("--window has no effect: there is one attention group")
     result, agreement = _run(model, prompts, _configuration(chosen, plan, exchange()), asked, verify)
     completions = tokenizer.batch_decode(result.outputs)
     row = _row(result, agreement, plan) | counts

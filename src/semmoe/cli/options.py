@@ -36,19 +36,16 @@ TraceArgument = Annotated[Path, typer.Argument(help="A trace directory, or an .n
 
 
 def read_trace(path: Path, seed: int = 0) -> RoutingTrace:
-    """A trace; of one that is too large, random requests, which is said with the error that it brings."""
-    from semmoe.streams import Shares, open_bounded
+    """Load a trace; sample it if it is too large, and print the size of the sample."""
+    from semmoe.streams import open_bounded
 
     trace, tokens = open_bounded(path, seed)
     if trace.num_tokens == 0:
         raise ValueError(f"{path} holds no routed token")
     if tokens:
-        shares = Shares(trace.fingerprint.num_layers, trace.fingerprint.num_experts)
-        shares.add(trace)
         words = (
             f"{path} has {tokens:,} tokens, more than are read at once: {trace.num_tokens:,} of them count, of "
-            f"{trace.num_requests:,} requests drawn by seed {seed}; "
-            f"an expert's share is known to {shares.error or 0:.1%} of it"
+            f"{trace.num_requests:,} requests drawn by seed {seed}"
         )
         console.err.print(f"[yellow]note:[/] {console.plain(words)}", soft_wrap=True, highlight=False)
     return trace

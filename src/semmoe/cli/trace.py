@@ -1,29 +1,26 @@
-"""The commands trace info, merge and sample: traces that may be larger than memory."""
+"""The commands trace info and merge: traces that may be larger than memory."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from semmoe import console
 from semmoe.cli.app import OFFLINE, app
-from semmoe.cli.form import takes
-from semmoe.cli.options import OUTPUT, Force, Json, TraceArgument
-from semmoe.settings import SampleSettings
+from semmoe.cli.options import OUTPUT, Json, TraceArgument
 
 trace_app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
-    help="Look into traces, join them, cut them down: info, merge, sample.",
+    help="Look into traces and join them: info, merge.",
 )
 app.add_typer(trace_app, name="trace", rich_help_panel=OFFLINE)
-DirectoryArgument = Annotated[Path, typer.Argument(help="A trace directory.", show_default=False)]
 Out = Annotated[Path, typer.Option(help="The trace directory.", rich_help_panel=OUTPUT, show_default=False)]
 
 
 @trace_app.command()
 def info(trace: TraceArgument, as_json: Json = False) -> None:
-    """Say what a trace holds, and how well its requests tell how often experts are chosen.
+    """List the contents of a trace.
 
     Example: `semmoe trace info trace`
     """
@@ -45,7 +42,6 @@ def info(trace: TraceArgument, as_json: Json = False) -> None:
         ["prompt tokens", f"{found['prompt_tokens']:,}"],
         ["different token ids", f"{found['distinct_tokens']:,} of {found['vocab_size']:,}"],
         ["busiest expert over the mean", f"{found['busiest_expert']:.2f}"],
-        ["an expert's share is known to", "-" if found["share_error"] is None else f"{found['share_error']:.1%} of it"],
         ["files", f"{found['files']:,}, {console.megabytes(found['bytes'])} MB"],
     ]
     console.print_table(str(trace), ["", ""], rows)
@@ -66,28 +62,6 @@ def merge(
     with console.bars() as bars:
         merged = merge_traces(traces, out, bars.task("joining tokens", sum(map(_tokens, traces))))
     _tell(out, merged.requests, merged.tokens, as_json)
-
-
-@trace_app.command()
-@takes(settings=SampleSettings)
-def sample(
-    trace: DirectoryArgument, out: Out, force: Force = False, settings: Any = None, as_json: Json = False
-) -> None:
-    """Draw random requests with about so many tokens.
-
-    Example: `semmoe trace sample trace --tokens 1000000 --out smaller`
-    """
-    from semmoe.files import atomic_directory, check_output
-    from semmoe.streams import sample as draw
-    from semmoe.trace import save_trace
-
-    check_output(out, directory=True, force=force, inputs=(trace,))
-    asked: SampleSettings = settings()
-    with console.bars() as bars:
-        drawn = draw(trace, asked.tokens, asked.seed, bars.task("reading tokens", _tokens(trace)))
-    with atomic_directory(out, private=True) as staged:
-        save_trace(drawn, staged)
-    _tell(out, drawn.num_requests, drawn.num_tokens, as_json)
 
 
 def _tokens(trace: Path) -> int:

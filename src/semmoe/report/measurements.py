@@ -126,16 +126,10 @@ def _routing(path: str, found: AffinityFile) -> Figure:
     panels = [Panel("F1 of the token's own most frequent experts", spec, label)]
     rows = [[str(l), *map(words.share, three)] for l, *three in zip(layers, low, middle, high, strict=True)]
     tables = [Table("F1 by layer, weighted by occurrence", ["layer", "p25", "p50", "p75"], rows)]
-    if found.next_layer:
-        column: Column = ("Hit rate on a layer, from those before it", "hit_rate", words.share)
-        names = [f"{words.count(entry.lookback, 'layer')} back" for entry in found.next_layer]
-        panels.append(bars(column, names, found.next_layer, ["plan"] * len(names)))
-        rows = [[name, words.share(entry.hit_rate)] for name, entry in zip(names, found.next_layer, strict=True)]
-        tables.append(Table("Hit rate by look-back", ["layers", "hit rate"], rows))
     return Figure(
         title=f"Concentration, {words.name(path)}",
-        says="How well a token's own history, or the layers before, tell which experts it uses; 1 is best. The band "
-        "is from the 25th to the 75th percentile of tokens.",
+        says="How well a token's own history tells which experts it uses; 1 is best. The band is from the 25th to the "
+        "75th percentile of tokens.",
         panels=panels,
         tables=tables,
         columns=2,

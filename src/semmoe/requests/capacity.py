@@ -32,8 +32,8 @@ Prefix caches. A policy with a `cache_weight` adds to the score of a group that 
 that the group has cached. The caller states what groups have cached; otherwise it is estimated from the prompts
 assigned so far (`PrefixIndex`).
 
-Window. With max_wait > 0 requests wait to be assigned together: moves and swaps among them raise the total value, and
-the oldest are then released. No request waits for more than `max_wait` further arrivals.
+Window. Requests that are assigned together (`admit_window`) are improved by moves and swaps among them, which raise
+the total value.
 
 Worked example, two groups, requests of work 10, lead_requests 2 (allowance 10 tokens), no share, feedback or prices:
 requests that all prefer group 0 go to groups 0, 0, 1, 0, 1, ..., since group 0 may be 10 tokens ahead of the mean.
@@ -62,8 +62,6 @@ class SchedulerSettings:
     lead_share: float = 0.085  # bound on a group's lead for a long ledger: share of the mean work of a group
     feedback: float = 0.02  # price per mean request ahead of the mean, in standard deviations of the score
     lead_price: float = 0.0  # the same, in shares of a request's pairs, while a group has one request on average
-    max_wait: int = 0  # most further arrivals that a request waits for; 0: assigned on arrival
-    release: int = 8  # requests assigned when the oldest has waited for max_wait arrivals
     prompt_cost: float = 0.0  # work of one prompt token that is not cached, in decode tokens
     cache_tokens: int = 1 << 18  # prompt tokens that the prefix cache of one group holds
     keep_finished: bool = True  # the ledger holds all work so far; False: running work only
@@ -72,12 +70,10 @@ class SchedulerSettings:
         for name, value in vars(self).items():
             if not value >= 0:
                 raise ValueError(f"{name} must not be negative: {value}")
-        if self.release < 1:
-            raise ValueError(f"release must be at least 1, not {self.release}")
 
 
 @dataclass(frozen=True)
-class _Waiting:
+class _Arrived:
     request: int
     scores: np.ndarray  # (D,)
     expected_tokens: float
@@ -108,7 +104,6 @@ class CapacityScheduler:
         self._price_per_request = self.settings.feedback * table.score_spread
         self._seen, self._mean_work = 0, 0.0  # requests, and the mean of their work
         self._stamp, self._tick = np.zeros(rows, np.int64), 0
-        self._waiting: list[_Waiting] = []
         self._arrivals = 0
         self._work, self._expected = np.zeros(D), np.zeros(D)  # the ledger with and without the corrections of `finish`
         self.unknown_tokens = 0  # prompt tokens outside the vocabulary, so far
@@ -122,11 +117,6 @@ class CapacityScheduler:
     def arrivals(self) -> int:
         """Requests so far."""
         return self._arrivals
-
-    @property
-    def waiting(self) -> int:
-        """Requests submitted and not yet assigned."""
-        return len(self._waiting)
 
     def score(self, prompt_ids: Sequence[int] | np.ndarray) -> np.ndarray:
         """(D,) float64: estimated share of the request's pairs that each group hosts."""
@@ -178,26 +168,6 @@ class CapacityScheduler:
         window = [self._arrive(prompt, tokens, None) for prompt, tokens in zip(prompts, each, strict=True)]
         return self._place(window, allowed=allowed)
 
-    def submit(
-        self,
-        prompt_ids: Sequence[int] | np.ndarray,
-        expected_tokens: float | None = None,
-        cached_tokens: np.ndarray | None = None,
-    ) -> list[Assigned]:
-        """Let one request wait for at most `max_wait` further arrivals; returns the requests that are assigned now.
-
-        All waiting requests are assigned together; the `release` oldest keep their group, the others continue to wait.
-        An engine whose arrivals may pause calls `flush` when the oldest request has waited long enough.
-        """
-        self._waiting.append(self._arrive(prompt_ids, expected_tokens, cached_tokens))
-        if len(self._waiting) <= self.settings.max_wait:
-            return []
-        return self._let_go(self.settings.release)
-
-    def flush(self) -> list[Assigned]:
-        """Assign all waiting requests."""
-        return self._let_go(len(self._waiting))
-
     def finish(self, assigned: Assigned, actual_tokens: float) -> None:
         """Correct the ledger for a request that ended after `actual_tokens` decode tokens. Call it once per handle."""
         self._work[assigned.group] -= assigned.work
@@ -211,7 +181,7 @@ class CapacityScheduler:
         self._work, self._expected = before.work, before.work
         self._arrivals = before.arrivals
 
-    def _arrive(self, prompt_ids, expected_tokens, cached_tokens) -> _Waiting:
+    def _arrive(self, prompt_ids, expected_tokens, cached_tokens) -> _Arrived:
         expected = self.mean_length if expected_tokens is None else float(expected_tokens)
         if not expected >= 0:
             raise ValueError(f"expected_tokens must not be negative: {expected_tokens}")
@@ -229,17 +199,10 @@ class CapacityScheduler:
         prompt_work = self.settings.prompt_cost * uncached
         self._mean_work += (expected + prompt_work.min() - self._mean_work) / self._seen
         prompt = None if self._prefixes is None else np.asarray(prompt_ids, np.int64)
-        return _Waiting(self._arrivals - 1, scores, expected, prompt_work, prompt)
+        return _Arrived(self._arrivals - 1, scores, expected, prompt_work, prompt)
 
-    def _let_go(self, count: int) -> list[Assigned]:
-        assigned = self._place(self._waiting, count)
-        self._waiting = self._waiting[count:]
-        return assigned
-
-    def _place(
-        self, window: list[_Waiting], count: int | None = None, allowed: np.ndarray | None = None
-    ) -> list[Assigned]:
-        """Assign `window` together and enter its first `count` requests, or all, in the ledger."""
+    def _place(self, window: list[_Arrived], allowed: np.ndarray | None = None) -> list[Assigned]:
+        """Assign `window` together and enter its requests in the ledger."""
         if not window:
             return []
         columns = np.arange(len(self._work)) if allowed is None else np.flatnonzero(allowed)
@@ -262,9 +225,9 @@ class CapacityScheduler:
         groups = columns[chosen]
         out = [
             Assigned(w.request, int(d), float(work[i, d]), float(prompt_work[i, d]))
-            for i, (w, d) in enumerate(zip(window[:count], groups[:count], strict=True))
+            for i, (w, d) in enumerate(zip(window, groups, strict=True))
         ]
-        for request, assigned in zip(window, out, strict=False):
+        for request, assigned in zip(window, out, strict=True):
             self._work[assigned.group] += assigned.work
             self._expected[assigned.group] += assigned.work
             if self._prefixes is not None and request.prompt_ids is not None:

@@ -47,12 +47,6 @@ class RequestScheduler(Protocol):
     ) -> list[Assigned]:
         """Assign several requests together; expected_tokens: of all of them, or of each."""
 
-    def submit(self, prompt_ids: Sequence[int] | np.ndarray, expected_tokens: float | None = None) -> list[Assigned]:
-        """Add one request to the waiting window; returns the requests that are assigned now."""
-
-    def flush(self) -> list[Assigned]:
-        """Assign all that wait."""
-
     def finish(self, assigned: Assigned, actual_tokens: float) -> None:
         """Report that a request ended after `actual_tokens` decode tokens. Call it once per handle."""
 
@@ -104,14 +98,6 @@ class OneByOne:
     ) -> list[Assigned]:
         """Assign the requests one after the other."""
         return [self.admit(prompt, allowed=allowed) for prompt in prompts]
-
-    def submit(self, prompt_ids: Sequence[int] | np.ndarray, expected_tokens: float | None = None) -> list[Assigned]:
-        """Assign the request at once: no request waits."""
-        return [self.admit(prompt_ids)]
-
-    def flush(self) -> list[Assigned]:
-        """Return an empty list, since no request waits."""
-        return []
 
     def finish(self, assigned: Assigned, actual_tokens: float) -> None:
         """Do nothing: the work of requests is not counted."""

@@ -1,315 +1,153 @@
 """Measure what links and experts cost on this machine, with real collectives and the model's own experts.
 
-Every time is that of the slowest rank, as the median of several rounds, for batches of uniform routing. Lines are
-fitted to the times with relative errors, so that small and large batches have equal weight. Processes that share the
-memory of one machine (gloo) transfer their bytes one after the other, so that such links are `shared`. At the end a
-layer that was not part of the fit, with skewed and half local routing, is both predicted and measured.
-
-Where ranks' links differ, the speed of every pair is measured too (`pairs`); the fit then corrects all of them by one
-factor. torchrun may start the ranks, on several nodes too.
+All-to-alls of two sizes, there and back, give a tier of links its latency and speed: inside nodes and, where torchrun
+started ranks on several nodes, between them. Experts are timed at one size. Every time is that of the slowest rank, as
+the median of several rounds. Local processes (gloo) transfer bytes one after the other: `shared` links.
 """
 
-import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from scipy.optimize import nnls
+from transformers import PreTrainedModel
 
-from semmoe import cost
-from semmoe.calibration import Experts, Links, PairSpeeds, Tier, seconds_per_gigabyte
-from semmoe.copychoice import CopyChoice, copy_choice
-from semmoe.cost import LayerShape
+from semmoe.calibration import Experts, Links, Tier
+from semmoe.cost import LayerShape, combine_row_bytes, dispatch_row_bytes
 from semmoe.engines.transformers.config import expert_size, num_experts
 from semmoe.engines.transformers.model import load_model, moe_layers
-from semmoe.engines.transformers.pairs import measure_pairs
 from semmoe.engines.transformers.parallel import LocalExperts
-from semmoe.metrics import layer_traffic
+from semmoe.files import load_json, save_json
 from semmoe.placement import linear
 from semmoe.runtime.collectives import Communicator, launched_world, world
 from semmoe.runtime.dispatch import combine, dispatch
 from semmoe.runtime.launch import Reporter, run_ranks
 from semmoe.topology import Topology
 
-TOKENS = (16, 64, 256, 1024, 4096)  # per rank
-UNSEEN = 320  # per rank, in the layer that checks the fit
-ROUNDS, FEWEST_ROUNDS, MOST_SECONDS = 15, 3, 3.0  # of a batch; slow links have fewer rounds
-PARTS = ("dispatch", "experts", "combine", "all_reduce")
-TOLERATED = 0.15  # relative error of the predicted layer above which the fit is doubtful
-
-
-@dataclass(frozen=True, kw_only=True)
-class Calibration:
-    links: Links
-    shape: LayerShape
-    predicted: float  # seconds predicted for the layer that was not part of the fit
-    measured: float
-
-    @property
-    def error(self) -> float:
-        """Error of the prediction relative to the measurement; negative if the prediction is too short."""
-        return self.predicted / self.measured - 1
-
-    @property
-    def doubtful(self) -> bool:
-        return abs(self.error) > TOLERATED
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sample:
-    """One batch of routing through one layer, on all ranks."""
-
-    seconds: dict[str, float]  # by name in PARTS: time of the slowest rank, median of rounds
-    rows: list[list[int]]  # (G, G) dispatched
-    busiest_pairs: int  # (token, expert) pairs of the most loaded rank
-    tokens: int  # tokens of all ranks, which is also the number of rows that are all-reduced
-
-    @property
-    def layer_seconds(self) -> float:
-        return self.seconds["dispatch"] + self.seconds["experts"] + self.seconds["combine"]
+ROWS = (64, 4096)  # that a rank sends; its experts compute as many as the larger
+ROUNDS = 9  # after one that is not counted
 
 
 @dataclass(frozen=True)
 class _Job:
     model: str
-    scratch: str
-    pairs: bool
+    name: str
+    scratch: Path  # where rank 0 writes links.json
 
 
-def calibrate(
-    model: str,
-    ep_size: int,
-    progress: Callable[[int], None] = lambda sizes: None,
-    name: str = "this machine",
-    pairs: bool = False,
-    prepare: Callable[[int], None] | None = None,
-) -> Calibration:
-    """Measure `ep_size` local processes with the experts of `model`; `progress` is called for each of len(TOKENS).
-
-    pairs: also measure the speed of each pair of ranks. prepare: same as in `run_ranks`.
-    """
+def calibrate(model: str, ep_size: int, name: str = "this machine") -> Links:
+    """Measure `ep_size` local processes with the experts of `model`. Raises ValueError for fewer than two."""
     if ep_size < 2:
         raise ValueError(f"links join ranks: ep_size must be at least 2, not {ep_size}")
     with tempfile.TemporaryDirectory(prefix="semmoe-") as scratch:
-        job = _Job(model, scratch, pairs)
-        run_ranks(ep_size, _rank_main, job, lambda what, done: progress(done), preload=[__name__], prepare=prepare)
-        found = json.loads(Path(scratch, "found.json").read_text())
-    return _calibration(found, Topology(ep_size=ep_size), name)
+        job = _Job(model, name, Path(scratch))
+        run_ranks(ep_size, _rank_main, job, lambda what, done: None, preload=[__name__])
+        return load_json(job.scratch / "links.json", Links)
 
 
-def launched() -> bool:
-    """Whether torchrun started this process."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
-def calibrate_launched(model: str, progress: Callable[[int], None], name: str) -> Calibration | None:
-    """`calibrate`, pairs included, with ranks that torchrun started; None on all but rank 0."""
+def calibrate_launched(model: str, name: str) -> Links | None:
+    """`calibrate` with the ranks that torchrun started; None on all but rank 0."""
     with launched_world() as (comm, device):
-        found = _measure_all(comm, device, model, True, progress if comm.rank == 0 else lambda sizes: None)
-    if comm.rank:
-        return None
-    nodes = comm.size // int(os.environ["LOCAL_WORLD_SIZE"])
-    return _calibration(found, Topology(ep_size=comm.size, num_nodes=nodes), name)
-
-
-def _calibration(found: dict[str, Any], topology: Topology, name: str) -> Calibration:
-    shape = LayerShape(**found["shape"])
-    *samples, unseen = [Sample(**sample) for sample in found["samples"]]
-    draft = _without_times(name, topology.ep_size, **found["runtime"])
-    if found["pairs"]:
-        draft = draft.model_copy(update={"pairs": PairSpeeds(**found["pairs"]), "shared": False})
-    if topology.num_nodes > 1:
-        draft = draft.model_copy(update={"between_nodes": draft.inside_node})
-    links = _fit(samples, shape, draft, topology)
-    predicted = cost.layer_time(np.array(unseen.rows), unseen.busiest_pairs, shape, topology, links)
-    return Calibration(links=links, shape=shape, predicted=predicted.total, measured=unseen.layer_seconds)
-
-
-def _without_times(name: str, ep_size: int, backend: str, value_bytes: int) -> Links:
-    """Links before any fit, with the sizes of packed rows (`runtime.dispatch`)."""
-    return Links(
-        name=name,
-        kind="measured",
-        shared=backend == "gloo",
-        source=f"semmoe calibrate, {ep_size} processes, {backend}, torch {torch.__version__}",
-        inside_node=Tier(
-            dispatch_latency_us=0,
-            combine_latency_us=0,
-            gigabytes_per_second=1,
-            all_reduce_latency_us=0,
-            all_reduce_gigabytes_per_second=1,
-        ),
-        dispatch_bytes_per_value=value_bytes,
-        combine_bytes_per_value=value_bytes,
-        routing_bytes=4 + value_bytes,  # an int32 id and a weight in the model's type
-        experts=Experts(fixed_us=0, teraflops=1),
-    )
-
-
-def _fit(samples: list[Sample], shape: LayerShape, links: Links, topology: Topology) -> Links:
-    """`links` with times fitted to `samples`."""
-    seconds = {part: np.array([sample.seconds[part] for sample in samples]) for part in PARTS}
-    draft = seconds_per_gigabyte(links, topology)
-    rows = np.array([cost.busiest(np.array(sample.rows) * draft, links.shared) for sample in samples])
-    reduced = [cost.all_reduce_bytes(s.tokens, shape, len(s.rows), links) for s in samples]
-    pairs = [sample.busiest_pairs for sample in samples]
-    both_ways = [
-        (rows * cost.dispatch_row_bytes(shape, links), seconds["dispatch"]),
-        (rows * cost.combine_row_bytes(shape, links), seconds["combine"]),
-    ]
-    (dispatch_fixed, combine_fixed), per_byte = _lines(both_ways)
-    (reduce_fixed,), per_reduced_byte = _lines([(np.array(reduced), seconds["all_reduce"])])
-    (experts_fixed,), per_pair = _lines([(np.array(pairs, np.float64), seconds["experts"])])
-    tier = Tier(
-        dispatch_latency_us=dispatch_fixed * 1e6,
-        combine_latency_us=combine_fixed * 1e6,
-        gigabytes_per_second=1e-9 / per_byte,
-        all_reduce_latency_us=reduce_fixed * 1e6,
-        all_reduce_gigabytes_per_second=1e-9 / per_reduced_byte,
-    )
-    experts = Experts(fixed_us=experts_fixed * 1e6, teraflops=shape.flops_per_pair / per_pair / 1e12)
-    return links.model_copy(update={"experts": experts, **_scaled(links, tier)})
-
-
-def _scaled(links: Links, tier: Tier) -> dict[str, Any]:
-    """The tiers and, where there are such, the pairs, which the draft has in units that the fitted tier corrects.
-
-    The fixed time that was measured is that of all links together, so that nothing is added between nodes.
-    """
-    found: dict[str, Any] = {"inside_node": tier}
-    if links.pairs is not None:
-        speeds = np.array(links.pairs.gigabytes_per_second) * tier.gigabytes_per_second
-        found["pairs"] = links.pairs.model_copy(update={"gigabytes_per_second": speeds.tolist()})
-        found["inside_node"] = tier.model_copy(update={"gigabytes_per_second": float(np.median(speeds))})
-    if links.between_nodes is not None:
-        free = {"dispatch_latency_us": 0.0, "combine_latency_us": 0.0}
-        found["between_nodes"] = found["inside_node"].model_copy(update=free)
-    return found
-
-
-def _lines(series: list[tuple[np.ndarray, np.ndarray]]) -> tuple[list[float], float]:
-    """Fit lines with a common slope to each (x, seconds) by relative errors: intercepts, at least 0, and slope."""
-    blocks = []
-    for i, (x, seconds) in enumerate(series):
-        ones = np.zeros((len(x), len(series)))
-        ones[:, i] = 1
-        blocks.append(np.column_stack([ones, x]) / seconds[:, None])
-    matrix = np.concatenate(blocks)
-    scale = matrix.max(axis=0)
-    solution, _ = nnls(matrix / scale, np.ones(len(matrix)))
-    *intercepts, slope = (solution / scale).tolist()
-    return intercepts, max(slope, 1e-15)
+        nodes = comm.size // int(os.environ["LOCAL_WORLD_SIZE"])
+        links = _measure(comm, device, model, name, Topology(ep_size=comm.size, num_nodes=nodes))
+    return None if comm.rank else links
 
 
 def _rank_main(rank: int, size: int, job: _Job, report: Reporter) -> None:
-    with world(rank, size, Path(job.scratch)) as (comm, device):
-        told = (lambda sizes: report("measuring", sizes)) if rank == 0 else (lambda sizes: None)
-        found = _measure_all(comm, device, job.model, job.pairs, told)
+    with world(rank, size, job.scratch) as (comm, device):
+        links = _measure(comm, device, job.model, job.name, Topology(ep_size=size))
         if rank == 0:
-            Path(job.scratch, "found.json").write_text(json.dumps(found))
+            save_json(job.scratch / "links.json", links)
 
 
-def _measure_all(
-    comm: Communicator, device: str, path: str, pairs: bool, progress: Callable[[int], None]
-) -> dict[str, Any]:
-    """What is measured of all ranks, the same on each."""
+def _measure(comm: Communicator, device: str, path: str, name: str, topology: Topology) -> Links:
+    """The links between all ranks, the same on each; every rank must call it."""
     model = load_model(path).to(device)
-    config, experts = model.config, moe_layers(model)[0].experts
-    E, K, H = num_experts(config), config.num_experts_per_tok, config.hidden_size
-    placement = linear.place(1, E, comm.size)
-    held = placement.physical_to_logical_map.reshape(comm.size, -1)[comm.rank]
-    choice = copy_choice(placement, Topology(ep_size=comm.size))[0]
-    layer = MeasuredLayer(comm, LocalExperts(experts, held), choice, H, model.dtype, device)
-    samples, rng = [], np.random.default_rng(comm.rank)
-    for tokens in TOKENS:
-        samples.append(layer.measure(_uniform(rng, tokens, E, K)))
-        progress(1)
-    samples.append(layer.measure(_skewed(rng, UNSEEN, choice.preferred[comm.rank] == comm.rank, K)))
-    return {
-        "shape": asdict(LayerShape(hidden_size=H, expert_size=expert_size(config), top_k=K)),
-        "runtime": {"backend": dist.get_backend(comm.group), "value_bytes": model.dtype.itemsize},
-        "samples": [asdict(sample) for sample in samples],
-        "pairs": measure_pairs(comm, device).model_dump() if pairs else None,
-    }
+    width, value_bytes = model.config.hidden_size, model.dtype.itemsize
+    shape = LayerShape(hidden_size=width, expert_size=expert_size(model.config), top_k=1)
+    rank = _Rank(comm, device, model)
+    links = Links(
+        name=name,
+        kind="measured",
+        shared=comm.backend == "gloo",
+        source=f"semmoe calibrate, {comm.size} processes, {comm.backend}, torch {torch.__version__}",
+        inside_node=Tier(dispatch_latency_us=0, combine_latency_us=0, gigabytes_per_second=1),
+        dispatch_bytes_per_value=value_bytes,
+        combine_bytes_per_value=value_bytes,
+        routing_bytes=4 + value_bytes,  # an int32 id and a weight in the model's type
+        experts=Experts(fixed_us=0, teraflops=ROWS[1] * shape.flops_per_pair / rank.compute(ROWS[1]) / 1e12),
+    )
+    row_bytes = dispatch_row_bytes(shape, links) + combine_row_bytes(shape, links)
+    moved = [rows * row_bytes * (comm.size if links.shared else 1) for rows in ROWS]
+    same, tiers = topology.node_of == topology.node_of[comm.rank], {}
+    if topology.num_nodes < comm.size:
+        tiers["inside_node"] = fit([rank.exchange(same, rows) for rows in ROWS], moved)
+    if topology.num_nodes > 1:
+        seconds = [rank.exchange(~same, rows) for rows in ROWS]
+        tiers["between_nodes"] = fit(seconds, moved, doublings=np.log2(topology.num_nodes))
+    return links.model_copy(update={"inside_node": tiers.get("between_nodes"), **tiers})  # of nodes with one rank
 
 
-def _uniform(rng: np.random.Generator, tokens: int, E: int, K: int) -> np.ndarray:
-    """(tokens, K): distinct experts out of E, uniformly at random."""
-    return rng.random((tokens, E)).argsort(axis=1)[:, :K]
+def fit(seconds: Sequence[float], moved: Sequence[float], doublings: float = 1) -> Tier:
+    """Return the tier on which these bytes, of two sizes, take these seconds there and back.
+
+    doublings: how often its latency counts. Worked example: 2 and 6 MB take 24 and 64 ms, so 4 MB more take 40 ms: that
+    is 0.1 GB/s, and 4 ms are left, 2 ms each way.
+    """
+    slope = (seconds[1] - seconds[0]) / (moved[1] - moved[0])
+    per_byte = max(slope, seconds[1] / moved[1] / 2)  # noise of the small size can at most halve it
+    latency_us = max(seconds[0] - moved[0] * per_byte, 0) / 2 / doublings * 1e6
+    speed = 1e-9 / per_byte
+    return Tier(dispatch_latency_us=latency_us, combine_latency_us=latency_us, gigabytes_per_second=speed)
 
 
-def _skewed(rng: np.random.Generator, tokens: int, own: np.ndarray, K: int) -> np.ndarray:
-    """(tokens, K): experts that favour this rank's, `own` (E,) bool, and the lowest ids on every rank."""
-    taste = own - 0.5 * np.arange(len(own)) / len(own)
-    return (-(taste + 0.5 * rng.gumbel(size=(tokens, len(own))))).argsort(axis=1)[:, :K]
+class _Rank:
+    """One rank's part of the measurements, on random hidden states and one choice per token."""
 
+    def __init__(self, comm: Communicator, device: str, model: PreTrainedModel) -> None:
+        self._comm, self._device = comm, device
+        placed = linear.place(1, num_experts(model.config), comm.size).physical_to_logical_map
+        self._held = placed.reshape(comm.size, -1)[comm.rank]
+        self._experts = LocalExperts(moe_layers(model)[0].experts, self._held)
+        self._width, self._like = model.config.hidden_size, {"dtype": model.dtype, "device": device}
 
-class MeasuredLayer:
-    """One rank's part of one MoE layer, timed on given routing; hidden states are random."""
+    def exchange(self, reached: np.ndarray, rows: int) -> float:
+        """Seconds of a dispatch and a combine in which each rank sends `rows` rows to others `reached` (G,) bool."""
+        others = np.flatnonzero(reached & (np.arange(self._comm.size) != self._comm.rank))
+        hidden, weights, targets = self._inputs(rows, others)
 
-    def __init__(
-        self,
-        comm: Communicator,
-        experts: LocalExperts,
-        choice: CopyChoice,
-        hidden_size: int,
-        dtype: torch.dtype,
-        device: str,
-    ) -> None:
-        self._comm, self._experts, self._choice = comm, experts, choice
-        self._hidden_size, self._like = hidden_size, {"dtype": dtype, "device": device}
+        def there_and_back() -> None:
+            received, handle = dispatch(self._comm, hidden, torch.zeros_like(targets), weights, targets)
+            combine(self._comm, received.hidden, handle)
 
-    def measure(self, chosen: np.ndarray, rounds: int = ROUNDS) -> Sample:
-        """Run dispatch, experts, combine, and an all-reduce of all ranks' rows, on this rank's choices (n, K)."""
-        ids = torch.from_numpy(np.ascontiguousarray(chosen, np.int64)).to(self._like["device"])
-        home = np.full(len(chosen), self._comm.rank)
-        ranks = self._choice.ranks(chosen, home)
-        traffic, targets = layer_traffic(ranks, home, self._comm.size), torch.from_numpy(ranks.astype(np.int64))
-        tokens = int(self._over_ranks(np.array([len(chosen)]), dist.ReduceOp.SUM)[0])
-        first = self._round(ids, targets.to(ids.device), tokens)
-        longest = float(self._over_ranks(np.array([sum(first)]), dist.ReduceOp.MAX)[0])
-        more = min(max(FEWEST_ROUNDS, int(MOST_SECONDS / longest)), rounds) - 1
-        mine = np.array([first, *(self._round(ids, targets.to(ids.device), tokens) for _ in range(more))])
-        slowest = np.median(self._over_ranks(mine, dist.ReduceOp.MAX), axis=0)
-        return Sample(
-            seconds=dict(zip(PARTS, slowest.tolist(), strict=True)),
-            tokens=tokens,
-            rows=self._over_ranks(traffic.rows, dist.ReduceOp.SUM).tolist(),
-            busiest_pairs=int(self._over_ranks(traffic.load, dist.ReduceOp.SUM).max()),
-        )
+        return self._slowest(there_and_back)
 
-    def _round(self, ids: torch.Tensor, targets: torch.Tensor, tokens: int) -> list[float]:
-        """This rank's seconds for each of PARTS; all ranks start each part together."""
-        hidden = torch.randn(len(ids), self._hidden_size, **self._like)
-        weights = torch.full(ids.shape, 1 / ids.shape[1], **self._like)
-        full = torch.zeros(tokens, self._hidden_size, **self._like)
-        (received, handle), dispatching = self._clock(dispatch, self._comm, hidden, ids, weights, targets)
-        results, computing = self._clock(self._experts, received.hidden, received.expert_ids, received.weights)
-        _, combining = self._clock(combine, self._comm, results, handle)
-        _, reducing = self._clock(self._comm.all_reduce, full)
-        return [dispatching, computing, combining, reducing]
+    def compute(self, rows: int) -> float:
+        """Seconds of a rank's experts on `rows` rows, all ranks at the same time."""
+        hidden, weights, ids = self._inputs(rows, self._held)
+        return self._slowest(lambda: self._experts(hidden, ids, weights))
 
-    def _clock(self, operation: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
-        self._wait()
-        started = time.perf_counter()
-        result = operation(*arguments)
-        if self._like["device"] != "cpu":
-            torch.cuda.synchronize()
-        return result, time.perf_counter() - started
+    def _inputs(self, rows: int, choices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Hidden states (rows, H), weights (rows, 1), and `choices`, repeated in order (rows, 1)."""
+        chosen = torch.from_numpy(choices.astype(np.int64)[np.arange(rows) % len(choices), None]).to(self._device)
+        return torch.randn(rows, self._width, **self._like), torch.ones(rows, 1, **self._like), chosen
 
-    def _wait(self) -> None:
-        if self._like["device"] != "cpu":
-            torch.cuda.synchronize()
+    def _slowest(self, operation: Callable[[], object]) -> float:
+        """Seconds of the slowest rank, as the median of ROUNDS; all ranks begin together."""
+        taken = torch.tensor([self._clock(operation) for _ in range(ROUNDS + 1)], dtype=torch.float64)[1:]
+        slowest = taken.to(self._device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self._comm.group)
+        return float(slowest.median())
+
+    def _clock(self, operation: Callable[[], object]) -> float:
         dist.barrier(self._comm.group)
-
-    def _over_ranks(self, values: np.ndarray, operation: Any) -> np.ndarray:
-        on_device = torch.from_numpy(values).to(self._like["device"])
-        dist.all_reduce(on_device, operation, group=self._comm.group)
-        return on_device.cpu().numpy()
+        started = time.perf_counter()
+        operation()
+        if self._device != "cpu":
+            torch.cuda.synchronize()
+        return time.perf_counter() - started

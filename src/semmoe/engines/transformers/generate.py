@@ -25,7 +25,7 @@ from semmoe.engines.transformers.model import load_model
 from semmoe.engines.transformers.parallel import ParallelModel, check_exchange
 from semmoe.engines.transformers.planned import PlannedModel
 from semmoe.metrics import Traffic, max_over_mean, sum_traffic
-from semmoe.online import schedule_batch, schedule_requests
+from semmoe.online import schedule_batch
 from semmoe.runtime.collectives import Communicator, world
 from semmoe.runtime.launch import Reporter, run_ranks
 from semmoe.settings import GenerateSettings
@@ -160,8 +160,6 @@ def _attach(model: PreTrainedModel, set_up: Configuration, comm: Communicator) -
 
 def _groups(job: _Job, plan: Plan) -> np.ndarray:
     """(R,) the attention group of each request."""
-    if job.settings.window:
-        return schedule_requests(job.prompts, plan, window=job.settings.window)
     return schedule_batch(job.prompts, plan, job.settings.max_new_tokens)
 
 

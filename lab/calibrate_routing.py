@@ -1,10 +1,11 @@
-"""Find the strengths of the synthetic model (`synthetic_routing`) with which it has the statistics of a real trace."""
+"""Find the strengths with which `lab.synthetic_routing` draws traces that have the statistics of a real one."""
 
 from dataclasses import fields, replace
 
 import numpy as np
-from routing_statistics import Statistics, fit
-from synthetic_routing import Shape, Strengths, draw
+
+from lab.routing_statistics import Statistics, fit
+from lab.synthetic_routing import Shape, Strengths, draw
 
 TOPICS = 32  # the most clusters that are measured
 LEAST = 1e-3  # of a statistic, so that ratios exist
