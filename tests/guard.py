@@ -37,7 +37,6 @@ METHODS = (
     "linear",
     "eplb",
     "least-loaded",
-    "prefix-affinity",
     "lab.methods.eldr",
     "lab.methods.exflow",
     "lab.methods.moetuner",
@@ -46,7 +45,7 @@ METHODS = (
     "semmoe",
 )
 REDUNDANT = {"linear", "eplb", "lab.methods.grace", "semmoe"}
-REQUESTS_ONLY = {"least-loaded", "prefix-affinity", "lab.methods.eldr"}
+REQUESTS_ONLY = {"least-loaded", "lab.methods.eldr"}
 NOT_FIGURES = {"solve_seconds", "seconds", "tokens_per_second", "settings"}
 TOLERANCE = 1e-5
 

@@ -299,7 +299,7 @@ def test_replay_all_has_the_documented_keys(tmp_path):
     assert list(methods) == ["linear", "eplb", "paper", "semmoe"]
     warnings = [line for line in result.stderr.splitlines() if "warning:" in line]
     assert len(warnings) == 1
-    assert "least-loaded, prefix-affinity (sends requests to attention groups" in warnings[0]
+    assert "least-loaded (sends requests to attention groups" in warnings[0]
     keys = {"lar", "remote_ranks_per_token", "load_max_over_mean", "load_max_over_median", "token_max_over_mean",
             "bytes_ratio", "solve_seconds", "layers"}  # fmt: skip
     assert keys <= set(methods["paper"])
@@ -315,7 +315,7 @@ def test_replay_all_with_groups_and_with_redundant_experts(tmp_path):
     assert "warning:" not in result.stderr
     result = run(*common, "--attention", "dp", "--redundant-experts", 4)
     assert list(json.loads(result.stdout)["methods"]) == ["linear", "eplb", "semmoe"]
-    left_out = "least-loaded, prefix-affinity, paper (has no redundant experts)"
+    left_out = "least-loaded, paper (has no redundant experts)"
     assert left_out in result.stderr
 
 

@@ -93,16 +93,6 @@ def test_least_loaded_follows_the_tokens_that_requests_turn_out_to_have():
     assert replay(random_trace(7, requests=200), plan, ReplaySettings()).token_max_over_mean < 1.05
 
 
-def test_prefix_affinity_sends_what_begins_alike_to_one_group():
-    plan = solved("prefix-affinity", Topology(ep_size=2, dp_size=2))
-    shared = {name: [name] * 32 for name in (1, 2)}
-    prompts = [[*shared[name], *range(3, 20)] for name in (1, 2, 2, 1, 1, 2)]
-    assert schedule_requests(prompts, plan).tolist() == [0, 1, 1, 0, 0, 1]
-    assert replay(random_trace(1), plan, ReplaySettings()).unknown_share == 0  # it looks no token up
-    crowd = schedule_requests([prompts[0]] * 300, plan)
-    assert np.bincount(crowd).max() < 220  # the bound sends some of a crowd elsewhere
-
-
 def test_signatures_by_hand():
     """Three requests; expert 0 is chosen by all, so it says nothing: idf of 1 and 2 is log(4 / 2) and log(4 / 3)."""
     trace = make_trace([[0], [1], [2]], [[[0, 1]], [[0, 2]], [[2, 0]]])

@@ -160,7 +160,7 @@ def test_a_plan_that_reads_look_ahead_ids_is_refused_and_one_that_states_none_is
         edit_json(path / "plan.json", schema_version=version, tokens__lookahead=0)
         assert load_plan(path).tokens.looks == plan.tokens.looks
     edit_json(path / "plan.json", tokens__lookahead=1)
-    refuses(path, "look-ahead ids are no longer read: make the plan again with `semmoe solve`")
+    refuses(path, "lookahead is no longer read: make the plan again with `semmoe solve`")
 
 
 def test_a_plan_states_from_how_many_rows_on_a_pass_is_shuffled(tmp_path):
@@ -172,6 +172,14 @@ def test_a_plan_states_from_how_many_rows_on_a_pass_is_shuffled(tmp_path):
     del header["shuffle_from"]  # as in plans of before
     (path / "plan.json").write_text(json.dumps(header))
     assert load_plan(path).shuffle_from == 1
+
+
+def test_a_plan_that_states_that_prefix_caches_have_no_weight_is_read(tmp_path):
+    path = saved("request map", tmp_path)
+    edit_json(path / "plan.json", requests__cache_weight=0.0)
+    assert (
+        load_plan(path).requests.mean_length == json.loads((path / "plan.json").read_text())["requests"]["mean_length"]
+    )
 
 
 def ranks(value: int) -> np.ndarray:
@@ -387,7 +395,7 @@ def test_a_tampered_request_map_is_refused(tmp_path, changes, message):
 
 
 def test_a_map_of_requests_is_no_table_of_their_tokens(tmp_path):
-    numbers = {"kind": "prompt-scores", "score_spread": 0.1, "mean_length": 3.0, "cache_weight": 0.0}
+    numbers = {"kind": "prompt-scores", "score_spread": 0.1, "mean_length": 3.0}
     refuses_header("dp", tmp_path, {"requests": numbers}, r"plan\.safetensors holds")
 
 
@@ -398,7 +406,7 @@ def test_a_map_of_requests_is_no_table_of_their_tokens(tmp_path):
         ({"requests": {}}, "requests are of kind None"),
         (
             {"requests": {"kind": "prompt-scores", "score_spread": 0.1}},
-            "have missing or unknown numbers: cache_weight, mean",
+            "have missing or unknown numbers: mean_length",
         ),
         ({"requests__surprise": 1.0}, "surprise"),
         ({"requests__score_spread": -0.1}, "score_spread must lie between 0 and 1, not -0.1"),
@@ -407,9 +415,7 @@ def test_a_map_of_requests_is_no_table_of_their_tokens(tmp_path):
         ({"requests__mean_length": 0.0}, "mean_length must lie between"),
         ({"requests__mean_length": float("inf")}, "mean_length must lie between"),
         ({"requests__mean_length": "long"}, "mean_length of requests must be float, not 'long'"),
-        ({"requests__cache_weight": -0.5}, "cache_weight must lie between"),
-        ({"requests__cache_weight": 1e9}, "cache_weight must lie between"),
-        ({"requests__cache_weight": float("nan")}, "cache_weight must lie between"),
+        ({"requests__cache_weight": 1.0}, "cache_weight is no longer read: make the plan again with `semmoe solve`"),
     ],
 )
 def test_a_request_map_s_numbers_are_checked(tmp_path, changes, message):

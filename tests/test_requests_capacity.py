@@ -1,6 +1,5 @@
 """The online scheduler: scores, the bound on load, windows, finished requests."""
 
-from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -35,13 +34,21 @@ def plain(**changes) -> SchedulerSettings:
     return SchedulerSettings(**{"lead_requests": 2, "lead_share": 0, "feedback": 0, **changes})
 
 
+def assign(scheduler, prompt, *expected) -> int:
+    return scheduler.admit(prompt, *expected).group
+
+
+def assign_window(scheduler, prompts) -> list[int]:
+    return [assigned.group for assigned in scheduler.admit_window(prompts)]
+
+
 def random_prompts(rng, count, vocab=12):
     return [rng.integers(vocab, size=rng.integers(1, 8)) for _ in range(count)]
 
 
 def test_the_worked_example():
     scheduler = CapacityScheduler(make_map([[1, 0], [0, 0]]), plain())
-    assert [scheduler.assign([0]) for _ in range(5)] == [0, 0, 1, 0, 1]
+    assert [assign(scheduler, [0]) for _ in range(5)] == [0, 0, 1, 0, 1]
     assert scheduler.work.tolist() == [30, 20]
 
 
@@ -88,7 +95,7 @@ def test_the_bound_is_never_broken(seed, groups, lead_requests, lead_share, toge
 def test_the_bound_is_exact_for_single_requests(seed, groups):
     scheduler = CapacityScheduler(random_map(seed, groups), plain(lead_requests=3 * groups, lead_share=0.3))
     for prompt in random_prompts(np.random.default_rng(seed), 60):
-        scheduler.assign(prompt)
+        assign(scheduler, prompt)
         allowance = max(0.3 * scheduler.work.mean(), 30)
         assert scheduler.work.max() <= scheduler.work.mean() + allowance + 1e-6
 
@@ -100,7 +107,7 @@ def test_windows_come_close_to_enumeration(seed, groups, count):
     settings = plain(lead_requests=groups)
     prompts = random_prompts(rng, count)
     scores = np.array([CapacityScheduler(table).score(prompt) for prompt in prompts]) - table.prices
-    found = CapacityScheduler(table, settings).assign_window(prompts)
+    found = assign_window(CapacityScheduler(table, settings), prompts)
     limit = count / groups + 1
     totals = [
         sum(scores[i, d] for i, d in enumerate(labels))
@@ -116,8 +123,8 @@ def test_a_window_exchanges_what_single_requests_would_take_from_each_other():
     """One each: the first prefers group 0 a little, the second much; alone the first takes it."""
     table = make_map([[0.1, 0], [0.9, 0], [0, 0]])
     alone = CapacityScheduler(table, plain(lead_requests=1))
-    assert [alone.assign([0]), alone.assign([1])] == [0, 1]
-    assert CapacityScheduler(table, plain(lead_requests=1)).assign_window([[0], [1]]) == [1, 0]
+    assert [assign(alone, [0]), assign(alone, [1])] == [0, 1]
+    assert assign_window(CapacityScheduler(table, plain(lead_requests=1)), [[0], [1]]) == [1, 0]
 
 
 @given(st.integers(0, 9999), st.lists(st.integers(0, 6), max_size=8))
@@ -138,30 +145,14 @@ def test_finished_requests_correct_or_leave_the_ledger():
         assert scheduler.work.tolist() == [6, 0]
         scheduler.finish(assigned, actual_tokens=35)
         assert scheduler.work.tolist() == left
-    assert [total.assign([0]) for _ in range(3)] == [1, 1, 1]  # 36 against a mean of 18 is beyond the bound
-    assert running.assign([0]) == 0
-
-
-def test_cached_tokens_add_to_the_score_and_cost_no_work():
-    table = replace(make_map([[0.4, 0], [0, 0]]), cache_weight=1.0)
-    scheduler = CapacityScheduler(table, plain(prompt_cost=1.0))
-    assert scheduler.assign([0, 0, 0, 0], 1, np.array([0, 1])) == 0
-    assigned = scheduler.admit([0, 0, 0, 0], 1, np.array([0, 3]))
-    assert (assigned.group, assigned.work, assigned.prompt_work) == (1, 2.0, 1.0)
-    assert scheduler.work.tolist() == [5, 2]
-
-
-@pytest.mark.parametrize(("weight", "group"), [(0.3, 0), (0.5, 1)])
-def test_a_cached_prompt_weighs_as_much_as_the_map_says(weight, group):
-    """Group 0 is better by 0.4, group 1 has the whole prompt."""
-    scheduler = CapacityScheduler(replace(make_map([[0.4, 0], [0, 0]]), cache_weight=weight), plain())
-    assert scheduler.assign([0] * 4, cached_tokens=np.array([0, 4])) == group
+    assert [assign(total, [0]) for _ in range(3)] == [1, 1, 1]  # 36 against a mean of 18 is beyond the bound
+    assert assign(running, [0]) == 0
 
 
 def test_prices_follow_the_ledger():
     """Group 0 is better by 0.25; every mean request ahead of the mean costs it 0.2, and group 1 gains as much."""
     scheduler = CapacityScheduler(make_map([[0.25, 0], [0, 0]]), plain(lead_requests=1000, feedback=0.2))
-    assert [scheduler.assign([0]) for _ in range(6)] == [0, 0, 1, 0, 1, 0]
+    assert [assign(scheduler, [0]) for _ in range(6)] == [0, 0, 1, 0, 1, 0]
 
 
 def test_a_lead_costs_less_the_more_requests_run():
@@ -169,14 +160,14 @@ def test_a_lead_costs_less_the_more_requests_run():
     .4 at (1, 0), .33 at (2, 1), .25 at (3, 2), and twice .23 at (4, 2).
     """
     scheduler = CapacityScheduler(make_map([[0.3, 0], [0, 0]]), plain(lead_requests=1000, lead_price=0.4))
-    assert [scheduler.assign([0]) for _ in range(8)] == [0, 1, 0, 1, 0, 0, 1, 0]
+    assert [assign(scheduler, [0]) for _ in range(8)] == [0, 1, 0, 1, 0, 0, 1, 0]
 
 
 def test_requests_that_come_together_are_priced_as_those_that_come_one_by_one():
     """Five of a window that all prefer group 0 by 0.3; without a price all of them would go there."""
     table = make_map([[0.3, 0], [0, 0]])
     found = [
-        CapacityScheduler(table, plain(lead_requests=1000, lead_price=price)).assign_window([[0]] * 5)
+        assign_window(CapacityScheduler(table, plain(lead_requests=1000, lead_price=price)), [[0]] * 5)
         for price in (0.4, 0.0)
     ]
     assert found == [[0, 1, 0, 1, 0], [0] * 5]
@@ -190,24 +181,24 @@ def test_a_finished_request_no_longer_costs_its_group_value():
         assigned = scheduler.admit([0])
         assert assigned.group == 0
         scheduler.finish(assigned, actual_tokens=10)
-    assert [scheduler.assign([0]) for _ in range(3)] == [0, 1, 0]
+    assert [assign(scheduler, [0]) for _ in range(3)] == [0, 1, 0]
 
 
 def test_without_scores_the_least_loaded_group_is_next():
     """Requests of 10, 1 and 1 to three groups: the next two go to the second and the third, then both are at 2."""
     scheduler = CapacityScheduler(make_map([[0, 0, 0]] * 2, spread=0.0), plain(lead_requests=1000))
-    assert [scheduler.assign([0], tokens) for tokens in (10, 1, 1, 1, 1, 8, 2)] == [0, 1, 2, 1, 2, 1, 2]
+    assert [assign(scheduler, [0], tokens) for tokens in (10, 1, 1, 1, 1, 8, 2)] == [0, 1, 2, 1, 2, 1, 2]
     handle = scheduler.admit([0], 50)
     assert handle.group == 2
     scheduler.finish(handle, 0)  # it ended at once
-    assert scheduler.assign([0], 1) == 2
+    assert assign(scheduler, [0], 1) == 2
 
 
 def test_a_request_larger_than_any_room_goes_to_the_least_loaded_group():
     """Of 10, 1 and 5 tokens, though it would rather go to the others."""
     scheduler = CapacityScheduler(make_map([[0.9, 0, 0.5], [0, 0, 0]]), plain(lead_requests=0))
     scheduler._work[:] = 10, 1, 5
-    assert scheduler.assign([0], 50) == 1
+    assert assign(scheduler, [0], 50) == 1
 
 
 @given(st.integers(0, 9999), st.integers(1, 6))
@@ -222,53 +213,12 @@ def test_least_loaded_by_what_is_known_at_every_step(seed, groups):
             scheduler.finish(running.pop(int(rng.integers(len(running)))), float(rng.integers(60)))
 
 
-def test_a_map_with_a_cache_weight_follows_the_prompts_it_has_sent():
-    table = replace(make_map([[0, 0]] * 2, spread=0.0), cache_weight=1.0)
-    scheduler = CapacityScheduler(table, plain(lead_requests=1000, prompt_cost=0.5))
-    first, second = [1] * 40, [2] * 40
-    assert scheduler.admit(first).group == 0
-    assert scheduler.admit(second).group == 1
-    again = scheduler.admit(first)
-    assert (again.group, again.prompt_work) == (0, 4.0)  # 32 of 40 tokens are whole cached blocks, 8 cost a half each
-    assert scheduler.admit([*second, *first]).group == 1
-    assert scheduler.assign(first, cached_tokens=np.array([0, 16])) == 1  # what the caller knows counts instead
-    together = CapacityScheduler(table, plain(lead_requests=1000))
-    assert together.assign_window([first, second]) == [0, 1]
-    assert together.assign_window([second]) == [1]
-
-
-def test_the_prefix_cache_is_bounded():
-    table = replace(make_map([[0, 0]] * 2, spread=0.0), cache_weight=1.0)
-    scheduler = CapacityScheduler(table, plain(lead_requests=1000, cache_tokens=16))
-    assert [scheduler.assign([v] * 16) for v in (1, 2, 2, 3)] == [0, 1, 1, 0]
-    assert scheduler.assign([1] * 16) == 0  # 3 took its place, so only the load decides
-
-
 @given(st.integers(0, 9999))
 def test_the_same_arrivals_give_the_same_groups(seed):
     table, prompts = random_map(seed, 4), random_prompts(np.random.default_rng(seed), 20)
     one, two = (CapacityScheduler(table) for _ in range(2))
-    assert [one.assign(p) for p in prompts] == [two.assign(p) for p in prompts]
-    assert one.assign_window(prompts) == two.assign_window(prompts)
-
-
-@given(st.integers(0, 9999), st.integers(3, 5))
-def test_groups_that_are_not_allowed_are_as_if_they_were_not(seed, groups):
-    """Against a scheduler of the allowed ones alone, on requests that come and go."""
-    rng = np.random.default_rng(seed)
-    table, allowed = random_map(seed, groups), rng.permutation(np.arange(groups) < rng.integers(1, groups))
-    some = np.flatnonzero(allowed)
-    fewer = replace(table, token_scores=table.token_scores[:, some], bias=table.bias[some], prices=table.prices[some])
-    settings = plain(lead_requests=1.5, feedback=0.1, prompt_cost=1, keep_finished=False)
-    one, two = CapacityScheduler(table, settings), CapacityScheduler(fewer, settings)
-    for prompt in random_prompts(rng, 20):
-        ours, theirs = one.admit(prompt, allowed=allowed), two.admit(prompt)
-        assert ours.group == some[theirs.group]
-        if rng.random() < 0.5:
-            one.finish(ours, 3.0)
-            two.finish(theirs, 3.0)
-    np.testing.assert_allclose(one.work[some], two.work)
-    assert (one.work[~allowed] == 0).all()
+    assert [assign(one, p) for p in prompts] == [assign(two, p) for p in prompts]
+    assert assign_window(one, prompts) == assign_window(two, prompts)
 
 
 def test_how_far_a_live_group_may_lead_does_not_hang_on_how_much_the_profile_decoded():
@@ -299,10 +249,6 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="mean_length must be positive"):
         CapacityScheduler(make_map([[1, 0]], mean_length=0))
     scheduler = CapacityScheduler(make_map([[1, 0], [0, 0]]))
-    with pytest.raises(ValueError, match="cached_tokens has shape"):
-        scheduler.assign([0], cached_tokens=np.zeros(3))
     with pytest.raises(ValueError, match="expected_tokens must not be negative: -1"):
-        scheduler.assign([0], -1)
-    with pytest.raises(ValueError, match="no group is allowed"):
-        scheduler.admit([0], allowed=np.zeros(2, bool))
-    assert scheduler.assign_window([]) == []
+        assign(scheduler, [0], -1)
+    assert assign_window(scheduler, []) == []

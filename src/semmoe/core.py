@@ -252,10 +252,6 @@ class RequestPolicy(Protocol):
     def num_groups(self) -> int:
         """D, the number of attention groups."""
 
-    @property
-    def follows_caches(self) -> bool:
-        """Whether the choice of a group depends on what its prefix cache holds."""
-
     def declared(self, topology: Topology, fingerprint: Fingerprint) -> dict[str, Declared]:
         """Same as `TokenPolicy.declared`."""
 

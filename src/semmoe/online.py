@@ -44,10 +44,8 @@ def schedule_batch(prompts: Sequence[Sequence[int] | np.ndarray], plan: Plan, ne
     """(R,) int64: the groups of requests that are all available at once and decode `new_tokens` each.
 
     All requests are assigned in one window, balanced by prompt and decode tokens, since a batch takes as long as its
-    fullest group. Policies that follow prefix caches assign as in `schedule_requests`, from empty caches.
+    fullest group.
     """
-    if plan.requests.follows_caches:
-        return schedule_requests(prompts, plan)
     settings = SchedulerSettings(lead_requests=0, lead_share=BATCH_LEAD, prompt_cost=1)
     assigned = start(plan.requests, settings).admit_window(prompts, new_tokens)
     return np.array([one.group for one in assigned], np.int64)

@@ -97,9 +97,13 @@ def load_plan(path: Path | str) -> Plan:
         raise ValueError(f"there is no plan at {path}")
     _check_version(path)
     header = load_json(path / "plan.json", PlanHeader)
-    # earlier plans of version 3 state their planes of look-ahead ids, 0 in a plan without them
-    if header.tokens.get("kind") == PathScores.kind and header.tokens.pop("lookahead", 0) != 0:
-        raise ValueError(f"{path}: look-ahead ids are no longer read: make the plan again with `semmoe solve`")
+    # earlier plans of version 3 state their planes of look-ahead ids and the weight of prefix caches, mostly 0
+    for policy, kind, name in (
+        (header.tokens, PathScores, "lookahead"),
+        (header.requests, PromptScores, "cache_weight"),
+    ):
+        if policy.get("kind") == kind.kind and policy.pop(name, 0) != 0:
+            raise ValueError(f"{path}: {name} is no longer read: make the plan again with `semmoe solve`")
     try:
         kinds = _kind(TOKENS, "tokens", header.tokens), _kind(REQUESTS, "requests", header.requests)
     except ValueError as error:

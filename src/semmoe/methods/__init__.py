@@ -31,7 +31,6 @@ METHODS = {
     "linear": Method("semmoe.placement.linear", copies=True),
     "eplb": Method("semmoe.methods.eplb", copies=True),
     "least-loaded": Method("semmoe.methods.unscored", "least_loaded", needs_groups=True),
-    "prefix-affinity": Method("semmoe.methods.unscored", "prefix_affinity", needs_groups=True),
     "paper": Method("semmoe.methods.paper_tables", reads=("paper", "seed")),
     "semmoe": Method("semmoe.placement.ours", copies=True, reads=("predictor", "cocluster", "seed", "phase")),
 }

@@ -28,7 +28,6 @@ class PaperTable:
 
     kind: ClassVar[str] = "paper-table"
     by_tables: ClassVar[bool] = True
-    follows_caches: ClassVar[bool] = False
     request_scores: np.ndarray  # T, (V + 1, D) float32: group shares of each token
     request_source: np.ndarray  # (V + 1,) uint8: PRIOR, PROFILED or NEIGHBOUR
 
@@ -63,16 +62,16 @@ class PaperScheduler(OneByOne):
         self._unknown = policy.request_source == PRIOR
         self._used = np.zeros(self._scores.shape[1], bool)
 
-    def choose(self, prompt_ids: np.ndarray, allowed: np.ndarray) -> int:
+    def choose(self, prompt_ids: np.ndarray) -> int:
         """The group for one request. Ids outside the vocabulary use the prior and are counted.
 
-        A round ends when all groups `allowed` (D,) bool have got a request.
+        A round ends when all groups have got a request.
         """
         rows = known_rows(prompt_ids, len(self._scores))
         self.unknown_tokens += int(self._unknown[rows].sum())
-        if (self._used | ~allowed).all():
+        if self._used.all():
             self._used[:] = False
-        group = int(np.argmax(np.where(self._used | ~allowed, -np.inf, self._scores[rows].sum(axis=0))))
+        group = int(np.argmax(np.where(self._used, -np.inf, self._scores[rows].sum(axis=0))))
         self._used[group] = True
         return group
 

@@ -1,10 +1,4 @@
-"""Schedule requests to attention groups without a score of their experts, under CapacityScheduler's bound on load.
-
-    least-loaded     the group with the least work
-    prefix-affinity  the group with most of the prompt in its prefix cache; of several, the least loaded
-
-Experts stay where `linear` puts them.
-"""
+"""Schedule each request to the attention group with the least work; experts stay where `linear` puts them."""
 
 from dataclasses import replace
 
@@ -19,15 +13,10 @@ from semmoe.requests.predictor import mean_length
 
 def least_loaded(problem: Problem) -> Solution:
     """Schedule requests by the work of the groups only."""
-    return replace(linear.solve(problem), requests=without_scores(problem.trace, problem.topology.dp_size, 0.0))
+    return replace(linear.solve(problem), requests=without_scores(problem.trace, problem.topology.dp_size))
 
 
-def prefix_affinity(problem: Problem) -> Solution:
-    """Schedule requests by what groups have cached, then by their work."""
-    return replace(linear.solve(problem), requests=without_scores(problem.trace, problem.topology.dp_size, 1.0))
-
-
-def without_scores(trace: RoutingTrace, num_groups: int, cache_weight: float) -> PromptScores:
+def without_scores(trace: RoutingTrace, num_groups: int) -> PromptScores:
     """PromptScores without scores and prices, so that all groups tie and the least loaded one is chosen.
 
     Weights are 1 except in row V, so that only ids outside the vocabulary count as unknown.
@@ -43,5 +32,4 @@ def without_scores(trace: RoutingTrace, num_groups: int, cache_weight: float) ->
         prices=nothing,
         score_spread=0.0,
         mean_length=mean_length(trace),
-        cache_weight=cache_weight,
     )

@@ -18,8 +18,8 @@ exempt: it accepts a request larger than the allowance. When `finish` corrects a
 it then gets no further request until it is within the bound again. A ledger of running requests stays short, so an
 engine sets keep_finished=False and lead_requests to a few times D.
 
-Price. Among the allowed groups the arg-max of score - price is chosen, and among equals the least loaded; without
-scores and prices this is the least-loaded rule. Prices start as the profile's dual prices and rise, for every mean
+Price. Among the groups within the bound the arg-max of score - price is chosen, and among equals the least loaded;
+without scores and prices this is the least-loaded rule. Prices start as the profile's dual prices and rise, for every mean
 request by which a group's expected work exceeds the mean, by
 
     feedback * score_spread + lead_price / sqrt(max(mean requests of a group, 1))
@@ -27,10 +27,6 @@ request by which a group's expected work exceeds the mean, by
 The first is for a ledger of all work; prices that followed true lengths, which are noise, would lose locality. The
 second is what running requests cost, in shares of a request's pairs: a pass takes as long as its fullest group, which
 one more request makes of a group the less likely the more requests run.
-
-Prefix caches. A policy with a `cache_weight` adds to the score of a group that weight times the share of the prompt
-that the group has cached. The caller states what groups have cached; otherwise it is estimated from the prompts
-assigned so far (`PrefixIndex`).
 
 Window. Requests that are assigned together (`admit_window`) are improved by moves and swaps among them, which raise
 the total value.
@@ -49,7 +45,6 @@ import numpy as np
 from semmoe.capacity import improve_assignment
 from semmoe.jit import njit
 from semmoe.requests.policy import PromptScores
-from semmoe.requests.prefix import PrefixIndex
 from semmoe.requests.scheduler import Assigned, RequestScheduler
 
 SWEEPS = 20  # passes over a window
@@ -62,8 +57,7 @@ class SchedulerSettings:
     lead_share: float = 0.085  # bound on a group's lead for a long ledger: share of the mean work of a group
     feedback: float = 0.02  # price per mean request ahead of the mean, in standard deviations of the score
     lead_price: float = 0.0  # the same, in shares of a request's pairs, while a group has one request on average
-    prompt_cost: float = 0.0  # work of one prompt token that is not cached, in decode tokens
-    cache_tokens: int = 1 << 18  # prompt tokens that the prefix cache of one group holds
+    prompt_cost: float = 0.0  # work of one prompt token, in decode tokens
     keep_finished: bool = True  # the ledger holds all work so far; False: running work only
 
     def __post_init__(self) -> None:
@@ -77,12 +71,15 @@ class _Arrived:
     request: int
     scores: np.ndarray  # (D,)
     expected_tokens: float
-    prompt_work: np.ndarray  # (D,)
-    prompt_ids: np.ndarray | None  # for the prefix index; None if there is no index
+    prompt_work: float
+
+    @property
+    def work(self) -> float:
+        return self.prompt_work + self.expected_tokens
 
 
 class CapacityScheduler:
-    """Requests to attention groups, one at a time (`assign`, `admit`) or in windows. Not thread-safe."""
+    """Requests to attention groups, one at a time (`admit`) or in windows (`admit_window`). Not thread-safe."""
 
     keeps_ledger: ClassVar[bool] = True
 
@@ -99,8 +96,6 @@ class CapacityScheduler:
         if not self._bias.shape == self._prices.shape == (D,):
             raise ValueError(f"bias and prices must have {D} entries")
         self.mean_length = float(table.mean_length)
-        self._cache_weight = float(table.cache_weight)
-        self._prefixes = PrefixIndex(D, self.settings.cache_tokens) if self._cache_weight > 0 else None
         self._price_per_request = self.settings.feedback * table.score_spread
         self._seen, self._mean_work = 0, 0.0  # requests, and the mean of their work
         self._stamp, self._tick = np.zeros(rows, np.int64), 0
@@ -126,47 +121,18 @@ class CapacityScheduler:
         self.unknown_tokens += _add_scores(ids, self._scores, self._weights, self._stamp, self._tick, out)
         return out
 
-    def assign(
-        self,
-        prompt_ids: Sequence[int] | np.ndarray,
-        expected_tokens: float | None = None,
-        cached_tokens: np.ndarray | None = None,
-    ) -> int:
-        """The group for one request, assigned at once: same as `admit`, for callers that never call `finish`."""
-        return self.admit(prompt_ids, expected_tokens, cached_tokens).group
-
-    def admit(
-        self,
-        prompt_ids: Sequence[int] | np.ndarray,
-        expected_tokens: float | None = None,
-        cached_tokens: np.ndarray | None = None,
-        allowed: np.ndarray | None = None,
-    ) -> Assigned:
-        """Assign one request at once.
-
-        expected_tokens: decode tokens, by default the profile's mean. cached_tokens (D,): prompt tokens in the prefix
-        cache of each group; they add `cache_weight` times their share to its score and cost no work. If it is not
-        given, a policy with a cache_weight estimates it by a PrefixIndex of the prompts assigned so far. allowed (D,)
-        bool: groups that may be chosen and whose loads are compared; by default all.
-        """
-        return self._place([self._arrive(prompt_ids, expected_tokens, cached_tokens)], allowed=allowed)[0]
-
-    def assign_window(self, prompts: Sequence[Sequence[int] | np.ndarray]) -> list[int]:
-        """The groups of several requests, assigned together at once."""
-        return [assigned.group for assigned in self.admit_window(prompts)]
+    def admit(self, prompt_ids: Sequence[int] | np.ndarray, expected_tokens: float | None = None) -> Assigned:
+        """Assign one request at once; expected_tokens: decode tokens, by default the profile's mean."""
+        return self._place([self._arrive(prompt_ids, expected_tokens)])[0]
 
     def admit_window(
         self,
         prompts: Sequence[Sequence[int] | np.ndarray],
         expected_tokens: float | Sequence[float] | None = None,
-        allowed: np.ndarray | None = None,
     ) -> list[Assigned]:
-        """Same as `assign_window`, but returns handles for `finish`; expected_tokens: of all or of each, as in `admit`,
-        and `allowed` too.
-        """
+        """Assign several requests together at once; expected_tokens: of all of them, or of each."""
         each = expected_tokens if isinstance(expected_tokens, Sequence) else [expected_tokens] * len(prompts)
-        window = [self._arrive(prompt, tokens, None) for prompt, tokens in zip(prompts, each, strict=True)]
-        return self._place(window, allowed=allowed)
+        return self._place([self._arrive(prompt, tokens) for prompt, tokens in zip(prompts, each, strict=True)])
 
     def finish(self, assigned: Assigned, actual_tokens: float) -> None:
         """Correct the ledger for a request that ended after `actual_tokens` decode tokens. Call it once per handle."""
@@ -181,77 +147,58 @@ class CapacityScheduler:
         self._work, self._expected = before.work, before.work
         self._arrivals = before.arrivals
 
-    def _arrive(self, prompt_ids, expected_tokens, cached_tokens) -> _Arrived:
+    def _arrive(self, prompt_ids: Sequence[int] | np.ndarray, expected_tokens: float | None) -> _Arrived:
         expected = self.mean_length if expected_tokens is None else float(expected_tokens)
         if not expected >= 0:
             raise ValueError(f"expected_tokens must not be negative: {expected_tokens}")
-        scores, uncached = self.score(prompt_ids), np.full(len(self._work), float(len(prompt_ids)))
-        if cached_tokens is None and self._prefixes is not None:
-            cached_tokens = self._prefixes.cached_tokens(prompt_ids)
-        if cached_tokens is not None:
-            cached = np.asarray(cached_tokens, np.float64)
-            if cached.shape != scores.shape:
-                raise ValueError(f"cached_tokens has shape {cached.shape}, expected {scores.shape}")
-            scores += self._cache_weight * cached / max(len(prompt_ids), 1)
-            uncached = np.maximum(uncached - cached, 0)
         self._arrivals += 1
         self._seen += 1
-        prompt_work = self.settings.prompt_cost * uncached
-        self._mean_work += (expected + prompt_work.min() - self._mean_work) / self._seen
-        prompt = None if self._prefixes is None else np.asarray(prompt_ids, np.int64)
-        return _Arrived(self._arrivals - 1, scores, expected, prompt_work, prompt)
+        prompt_work = self.settings.prompt_cost * float(len(prompt_ids))
+        self._mean_work += (expected + prompt_work - self._mean_work) / self._seen
+        return _Arrived(self._arrivals - 1, self.score(prompt_ids), expected, prompt_work)
 
-    def _place(self, window: list[_Arrived], allowed: np.ndarray | None = None) -> list[Assigned]:
+    def _place(self, window: list[_Arrived]) -> list[Assigned]:
         """Assign `window` together and enter its requests in the ledger."""
         if not window:
             return []
-        columns = np.arange(len(self._work)) if allowed is None else np.flatnonzero(allowed)
-        if len(columns) <= 0:
-            raise ValueError("no group is allowed")
-        scores = np.stack([request.scores for request in window])
-        expected = np.array([request.expected_tokens for request in window])
-        prompt_work = np.stack([request.prompt_work for request in window])
-        work = prompt_work + expected[:, None]
-        lead, live = self._expected - self._expected[columns].mean(), self._live_price(columns)
+        work = np.array([request.work for request in window])
+        live = self._live_price()
         price = self._price_per_request / max(self._mean_work, LEAST_WORK) + live
-        value = _of(columns, scores - self._prices - price * lead)
-        costs, room = _of(columns, work), (self._limit(work, columns) - self._work)[columns]
-        chosen = _greedy(value, costs, room, self._work[columns], live)
+        scores = np.stack([request.scores for request in window])
+        value = scores - self._prices - price * (self._expected - self._expected.mean())
+        room = self._limit(work) - self._work
+        chosen = _greedy(value, work, room, self._work, live)
         if len(window) > 1:
-            if live > 0:  # what follows knows no prices of its own: it exchanges requests of about equal work
-                given = np.bincount(chosen, costs[np.arange(len(chosen)), chosen], len(columns))
-                room = np.minimum(room, given + 0.5 * self._mean_work)
-            chosen = improve_assignment(value * (costs.min(axis=1)[:, None] + 1e-9), costs, room, chosen, SWEEPS)
-        groups = columns[chosen]
+            chosen = self._improved(value, work, room, chosen, live)
         out = [
-            Assigned(w.request, int(d), float(work[i, d]), float(prompt_work[i, d]))
-            for i, (w, d) in enumerate(zip(window, groups, strict=True))
+            Assigned(request.request, int(group), request.work, request.prompt_work)
+            for request, group in zip(window, chosen, strict=True)
         ]
-        for request, assigned in zip(window, out, strict=True):
+        for assigned in out:
             self._work[assigned.group] += assigned.work
             self._expected[assigned.group] += assigned.work
-            if self._prefixes is not None and request.prompt_ids is not None:
-                self._prefixes.insert(request.prompt_ids, assigned.group)
         return out
 
-    def _live_price(self, columns: np.ndarray) -> float:
+    def _improved(
+        self, value: np.ndarray, work: np.ndarray, room: np.ndarray, chosen: np.ndarray, live: float
+    ) -> np.ndarray:
+        """(W,) groups after moves and swaps among a window's requests that raise the total value."""
+        if live > 0:  # what follows knows no prices of its own: it exchanges requests of about equal work
+            given = np.bincount(chosen, work, len(room))
+            room = np.minimum(room, given + 0.5 * self._mean_work)
+        costs = np.repeat(work[:, None], len(room), axis=1)
+        return improve_assignment(value * (work[:, None] + 1e-9), costs, room, chosen, SWEEPS)
+
+    def _live_price(self) -> float:
         """What a token of work ahead of the mean costs while requests run, in shares of a request's pairs."""
         request = max(self._mean_work, LEAST_WORK)
-        return self.settings.lead_price / request / max(float(self._expected[columns].mean()) / request, 1.0) ** 0.5
+        return self.settings.lead_price / request / max(float(self._expected.mean()) / request, 1.0) ** 0.5
 
-    def _limit(self, work: np.ndarray, columns: np.ndarray) -> float:
-        """The most work that any of the groups `columns` may have after the requests of `work` (W, D) are assigned.
-
-        work holds the work of each request in each group; the bound uses the least of each request.
-        """
-        D = len(columns)
-        mean = (self._work[columns].sum() + work[:, columns].min(axis=1).sum()) / D
+    def _limit(self, work: np.ndarray) -> float:
+        """The most work that any group may have after requests of `work` (W,) are assigned."""
+        D = len(self._work)
+        mean = (self._work.sum() + work.sum()) / D
         return float(mean + max(self.settings.lead_requests * self._mean_work / D, self.settings.lead_share * mean))
-
-
-def _of(columns: np.ndarray, array: np.ndarray) -> np.ndarray:
-    """(W, C): the given columns of an array (W, D), in the memory layout that the compiled functions require."""
-    return np.ascontiguousarray(array[:, columns])
 
 
 @njit()
@@ -280,7 +227,8 @@ def _add_scores(ids, scores, weights, stamp, tick, out):
 
 @njit()
 def _greedy(value, work, room, ledger, price):
-    """(W,) groups, chosen in order of arrival: the group of most value that has room (D,), else the least loaded group.
+    """(W,) groups for requests of `work` (W,), in order of arrival: the group of most value (W, D) that has room (D,),
+    else the least loaded group.
 
     Each token that earlier requests of the window bring to a group lowers its value by `price`. Among groups of equal
     value the least loaded one is chosen, among those that are equally loaded that of most value.
@@ -293,10 +241,10 @@ def _greedy(value, work, room, ledger, price):
             load, lightest = ledger[d] + added[d], ledger[least] + added[least]
             if load < lightest - 1e-9 or (load <= lightest + 1e-9 and worth[d] > worth[least]):
                 least = d
-            if added[d] + work[i, d] <= room[d] + 1e-9:
+            if added[d] + work[i] <= room[d] + 1e-9:
                 lighter = best >= 0 and worth[d] == worth[best] and load < ledger[best] + added[best]
                 if best < 0 or worth[d] > worth[best] or lighter:
                     best = d
         groups[i] = least if best < 0 else best
-        added[groups[i]] += work[i, groups[i]]
+        added[groups[i]] += work[i]
     return groups

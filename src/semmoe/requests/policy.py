@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from semmoe.bounds import MOST_RANKS, Declared, check_numbers, number, required_number
+from semmoe.bounds import MOST_RANKS, Declared, check_numbers, required_number
 from semmoe.topology import Fingerprint, Topology
 
 
@@ -15,7 +15,6 @@ class RoundRobin:
 
     kind: ClassVar[str] = "round-robin"
     by_tables: ClassVar[bool] = False
-    follows_caches: ClassVar[bool] = False
     num_groups: int = required_number(1, MOST_RANKS)
 
     def __post_init__(self) -> None:
@@ -50,18 +49,11 @@ class PromptScores:
     # standard deviation of the profile's scores: the unit of online price changes
     score_spread: float = required_number(0, 1)
     mean_length: float = required_number(1e-9, 1e12)  # decode tokens of a profiled request
-    # added to the score of a group that has the whole prompt in its prefix cache
-    cache_weight: float = number(0.0, 0, 1e6)
 
     @property
     def num_groups(self) -> int:
         """D."""
         return len(self.bias)
-
-    @property
-    def follows_caches(self) -> bool:
-        """Whether the choice of a group depends on its prefix cache."""
-        return self.cache_weight > 0
 
     def declared(self, topology: Topology, fingerprint: Fingerprint) -> dict[str, Declared]:
         """What each array must be."""

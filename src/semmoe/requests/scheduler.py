@@ -34,16 +34,13 @@ class RequestScheduler(Protocol):
         self,
         prompt_ids: Sequence[int] | np.ndarray,
         expected_tokens: float | None = None,
-        cached_tokens: np.ndarray | None = None,
-        allowed: np.ndarray | None = None,
     ) -> Assigned:
-        """Assign one request at once, to one of the groups `allowed` (D,) bool."""
+        """Assign one request at once."""
 
     def admit_window(
         self,
         prompts: Sequence[Sequence[int] | np.ndarray],
         expected_tokens: float | Sequence[float] | None = None,
-        allowed: np.ndarray | None = None,
     ) -> list[Assigned]:
         """Assign several requests together; expected_tokens: of all of them, or of each."""
 
@@ -73,20 +70,17 @@ class OneByOne:
         """(D,) zeros, since no work is counted."""
         return np.zeros(self._groups)
 
-    def choose(self, prompt_ids: np.ndarray, allowed: np.ndarray) -> int:
-        """Choose one of the groups `allowed` (D,) bool, of which there is at least one."""
+    def choose(self, prompt_ids: np.ndarray) -> int:
+        """Choose a group."""
         raise NotImplementedError
 
     def admit(
         self,
         prompt_ids: Sequence[int] | np.ndarray,
         expected_tokens: float | None = None,
-        cached_tokens: np.ndarray | None = None,
-        allowed: np.ndarray | None = None,
     ) -> Assigned:
-        """Assign one request; its work and the caches have no effect."""
-        open_groups = np.ones(self._groups, bool) if allowed is None else allowed
-        group = self.choose(np.asarray(prompt_ids, np.int64), open_groups)
+        """Assign one request; its work has no effect."""
+        group = self.choose(np.asarray(prompt_ids, np.int64))
         self._arrivals += 1
         return Assigned(self._arrivals - 1, group, prompt_work=float(len(prompt_ids)))
 
@@ -94,10 +88,9 @@ class OneByOne:
         self,
         prompts: Sequence[Sequence[int] | np.ndarray],
         expected_tokens: float | Sequence[float] | None = None,
-        allowed: np.ndarray | None = None,
     ) -> list[Assigned]:
         """Assign the requests one after the other."""
-        return [self.admit(prompt, allowed=allowed) for prompt in prompts]
+        return [self.admit(prompt) for prompt in prompts]
 
     def finish(self, assigned: Assigned, actual_tokens: float) -> None:
         """Do nothing: the work of requests is not counted."""
@@ -113,15 +106,11 @@ class OneByOne:
 
 
 class RoundRobinScheduler(OneByOne):
-    """Assigns requests to groups round-robin, skipping those that are not allowed."""
+    """Assigns requests to groups round-robin."""
 
     def __init__(self, policy: RoundRobin) -> None:
         super().__init__(policy.num_groups)
-        self._next = 0
 
-    def choose(self, prompt_ids: np.ndarray, allowed: np.ndarray) -> int:
-        """The next allowed group."""
-        turns = (self._next + np.arange(self._groups)) % self._groups
-        group = int(turns[np.argmax(allowed[turns])])
-        self._next = (group + 1) % self._groups
-        return group
+    def choose(self, prompt_ids: np.ndarray) -> int:
+        """The next group."""
+        return self._arrivals % self._groups
