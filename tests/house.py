@@ -31,7 +31,7 @@ ROOMS = {
     "replayer.py online.py": 344,
     "runtime": 2991,
     "checkpoint": 1553,
-    "engines": 9850,
+    "engines": 9851,
     "router": 1388,
     "adapt": 640,
     "moving.py live.py client.py": 316,
