@@ -14,7 +14,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
 OUTSIDE = ("tests", "benchmarks", "lab", "docs", "examples")
-TOTAL, FILE, FUNCTION = 31_353, 350, 50
+TOTAL, FILE, FUNCTION = 31_354, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 313,
@@ -32,7 +32,7 @@ ROOMS = {
     "replayer.py online.py": 342,
     "runtime": 2997,
     "checkpoint": 1553,
-    "engines": 9348,
+    "engines": 9349,
     "gateway": 400,
     "adapt": 640,
     "moving.py live.py client.py": 316,

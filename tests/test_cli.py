@@ -266,7 +266,7 @@ def test_calibrate_writes_links_that_solve_takes(work, tmp_path):
     written = json.loads(result.stdout)
     assert written["links"] == json.loads(out.read_text())
     assert written["out"] == str(out)
-    shown = run("calibrate", "tiny", "--ep-size", 2, "--force", "--out", out).stdout
+    shown = run("calibrate", "tiny", "--ep-size", 2, "--name", "a test", "--force", "--out", out).stdout
     assert all(words in shown for words in ("all-to-all inside nodes", "experts of a rank", "GB/s", "Tflop/s"))
     assert "between nodes" not in shown
     command = [

@@ -19,8 +19,8 @@ it then gets no further request until it is within the bound again. A ledger of 
 engine sets keep_finished=False and lead_requests to a few times D.
 
 Price. Among the groups within the bound the arg-max of score - price is chosen, and among equals the least loaded;
-without scores and prices this is the least-loaded rule. Prices start as the profile's dual prices and rise, for every mean
-request by which a group's expected work exceeds the mean, by
+without scores and prices this is the least-loaded rule. Prices start as the profile's dual prices and rise, for every
+mean request by which a group's expected work exceeds the mean, by
 
     feedback * score_spread + lead_price / sqrt(max(mean requests of a group, 1))
 

@@ -29,7 +29,8 @@ from semmoe.runtime.dispatch import combine, dispatch
 from semmoe.runtime.launch import Reporter, run_ranks
 from semmoe.topology import Topology
 
-ROWS = (64, 4096)  # that a rank sends; its experts compute as many as the larger
+ROWS = (64, 4096)  # that a rank sends
+PAIRS = 1024  # (token, expert) pairs that a rank computes: of 1,024 tokens, if each chooses as many experts as ranks
 ROUNDS = 9  # after one that is not counted
 
 
@@ -80,7 +81,7 @@ def _measure(comm: Communicator, device: str, path: str, name: str, topology: To
         dispatch_bytes_per_value=value_bytes,
         combine_bytes_per_value=value_bytes,
         routing_bytes=4 + value_bytes,  # an int32 id and a weight in the model's type
-        experts=Experts(fixed_us=0, teraflops=ROWS[1] * shape.flops_per_pair / rank.compute(ROWS[1]) / 1e12),
+        experts=Experts(fixed_us=0, teraflops=PAIRS * shape.flops_per_pair / rank.compute(PAIRS) / 1e12),
     )
     row_bytes = dispatch_row_bytes(shape, links) + combine_row_bytes(shape, links)
     moved = [rows * row_bytes * (comm.size if links.shared else 1) for rows in ROWS]
