@@ -38,7 +38,7 @@ export PIP_NO_COMPILE := $(if $(PYTHONDONTWRITEBYTECODE),1,0)
 test-sglang bench-sglang soak-sglang: export NUMBA_CACHE_DIR := $(abspath $(SGLANG_VENV))/numba
 test-vllm bench-vllm soak-vllm: export NUMBA_CACHE_DIR := $(abspath $(VLLM_VENV))/numba
 
-.PHONY: demo test test-slow reproduce test-sglang test-vllm test-deepspeed test-clusters test-releases test-families check bench bench-runtime \
+.PHONY: demo test test-slow reproduce test-sglang test-vllm test-deepspeed test-clusters test-releases test-families check bench-end-to-end \
         bench-sglang soak-sglang bench-vllm soak-vllm bench-deepspeed kernels test-nodes test-gpu docs dist format clean
 
 demo: $(VENV)/.ready
@@ -87,12 +87,8 @@ check: $(VENV)/.ready-dev
 	$(BIN)/mypy
 	$(BIN)/python tests/house.py
 
-bench: $(VENV)/.ready
-	PYTHONPATH=. $(BIN)/python benchmarks/bench_replay.py
-
-# Both write what they print to benchmarks/results; about 40 minutes on two idle cores, root for the slow networks.
-bench-runtime: $(VENV)/.ready
-	PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_runtime.py | tee $(RESULTS)/runtime_$(HERE).txt
+# It writes what it prints to benchmarks/results; about 20 minutes on two idle cores, root for the slow networks.
+bench-end-to-end: $(VENV)/.ready
 	PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_end_to_end.py | tee $(RESULTS)/end_to_end_$(HERE).txt
 
 # On SGLang, both write to benchmarks/results too: serving over a slow network, as root, four hours on cores that nothing

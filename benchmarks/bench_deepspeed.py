@@ -4,7 +4,7 @@
         [--topologies TP4/EP4 TP2/EP4] [--networks loopback 200mbit] [--redundant 8] [--rounds 7]
         [--prompts 32] [--out FILE]
 
-In DeepSpeed's own environment; 4 processes, attention sharded by AutoTP; slow networks as of network.py (root).
+In DeepSpeed's own environment; 4 processes, attention sharded by AutoTP; slow networks as of serving/network.py (root).
 Set-ups: DeepSpeed as it is (folded: the group's ranks take turns at a token's expert choices), and once more, a
 placebo; a plan's tables over DeepSpeed's own placement, whose gain is that of our collectives, not of locality; experts
 grouped and tokens left so; both schemes, the owner of a token predicted; both, the owner taken from true routing after
@@ -30,9 +30,9 @@ from statistics import median
 
 import numpy as np
 from bench_end_to_end import joined, run_rounds
-from network import NetworkError
 from serving.claims import ROUNDS, Estimate, claim, estimate, paired_ratios
 from serving.configurations import UNPLANNED, unplanned
+from serving.network import NetworkError
 
 from semmoe.core import RoutingTrace
 from semmoe.demo import MODEL, demo_prompts

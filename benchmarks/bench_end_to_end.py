@@ -4,8 +4,8 @@
         [--rounds 3] [--redundant 8 32] [--prompts 48] [--out FILE]
 
 A network is `loopback`, or a rate at which each rank's link is held, or RATE/NODES: two tiers, where RATE is that of a
-node's uplink (see network.py; needs root, else they are skipped). Set-ups: vanilla; plans without and with redundant
-experts; EPLB's placement with as many copies as the last of these; in attention-TP expert parallelism without
+node's uplink (serving/network.py; needs root, else they are skipped). Set-ups: vanilla; plans without and with
+redundant experts; EPLB's placement with as many copies as the last of these; in attention-TP expert parallelism without
 all-to-all. Every round runs all set-ups, the first in turn; speed-ups are medians over rounds of ratios within a round,
 beside the least and the greatest. Times of a layer's parts are of a mean rank, waiting for slower ranks included, per
 layer and 1,000 tokens: Figure 1. Prints configuration, tables, one JSON line.
@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from network import Network, NetworkError, enter, slow_network
+from serving.network import Network, NetworkError, enter, slow_network
 
 from lab.layer import layer_parts
 from semmoe.console import figure

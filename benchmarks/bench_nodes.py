@@ -25,10 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench_attention_dp import of_phase
-from bench_synthetic import load_strengths
-from node_traffic import bound_of_groups, known_groups, measure
 
+from lab.fit_routing import load_strengths
+from lab.node_traffic import bound_of_groups, known_groups, measure, of_phase
 from lab.synthetic_routing import DEEPSEEK_V3, draw
 from semmoe.calibration import PhaseLinks, load_links
 from semmoe.core import DECODE, PREFILL, RoutingTrace

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from true_routing import TrueRouting
 
+from lab.true_routing import TrueRouting
 from semmoe.core import Plan, RoutingTrace
 from semmoe.metrics import max_over_mean, uniform_remote_ranks
 from semmoe.online import schedule_with

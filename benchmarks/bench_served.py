@@ -7,7 +7,7 @@
     ... all [--quick] [--busy] [--dataset PROMPTS]
 
 In the engine's own environment (SGLang: with SGLANG_USE_CPU_ENGINE=1), as root: each of two ranks is a node with a
-network namespace and a /dev/shm of its own (network.py). docs/measurements.md describes the protocol.
+network namespace and a /dev/shm of its own (serving/network.py). docs/measurements.md describes the protocol.
 
 FILE is one engine's: JSON lines that are only added to, with the same settings, versions and machine. What is measured
 already is left out, so that the command can be stopped and called again. `links` finds the links at which vanilla
@@ -28,9 +28,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from network import NetworkError
 from serving.engine import ServerError
 from serving.guard import BusyError, check
+from serving.network import NetworkError
 from serving.pieces import Piece, Settings, published
 from serving.records import Records, RecordsError
 from serving.report import report

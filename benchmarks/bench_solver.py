@@ -26,6 +26,9 @@ from typing import Any
 
 import numpy as np
 
+from semmoe.core import DECODE, RoutingTrace
+from semmoe.topology import Fingerprint
+
 CASES = (
     "trace:8:0",
     "trace:8:8",
@@ -94,10 +97,31 @@ print(json.dumps(out))
 """
 
 
+def synthetic(tokens: int, layers: int, experts: int, top_k: int, vocabulary: int, seed: int = 0) -> RoutingTrace:
+    """Requests of 500 tokens; each token has a hidden topic, from its id or its request, with favourite experts."""
+    rng = np.random.default_rng(seed)
+    topics, length = experts // 4, 500
+    lengths = np.full(tokens // length, length)
+    ids = np.minimum(rng.zipf(1.2, lengths.sum()) - 1, vocabulary - 1).astype(np.int32)
+    of_id, of_request = rng.integers(topics, size=vocabulary), rng.integers(topics, size=len(lengths))
+    by_request = rng.random(len(ids)) < 0.4
+    topic = np.where(by_request, of_request[np.repeat(np.arange(len(lengths)), length)], of_id[ids])
+    chosen = np.empty((len(ids), layers, top_k), np.uint8 if experts <= 256 else np.int16)
+    for l in range(layers):
+        taste = rng.normal(size=(topics, experts)).astype(np.float32) * 2
+        for first in range(0, len(ids), 1 << 14):
+            part = slice(first, first + (1 << 14))
+            noise = rng.gumbel(size=(len(ids[part]), experts)).astype(np.float32)
+            chosen[part, l] = np.argsort(-(taste[topic[part]] + noise), axis=1)[:, :top_k]
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    f = Fingerprint(model=f"synthetic {layers}x{experts}", architecture_hash="", tokenizer_hash="",
+                    vocab_size=vocabulary, num_layers=layers, num_experts=experts, top_k=top_k)  # fmt: skip
+    return RoutingTrace(token_ids=ids, expert_ids=chosen, request_offsets=offsets, prompt_ids=ids,
+                        prompt_offsets=offsets, phase=np.full(len(ids), DECODE, np.uint8), fingerprint=f)  # fmt: skip
+
+
 def prepare(shape: str, given: argparse.Namespace, seed: int, folder: Path) -> None:
     """Write the profile, a small trace that compiles the code and, but for synthetic shapes, what is held out."""
-    from bench_scale import synthetic
-
     from semmoe.splitter import split
     from semmoe.trace import open_trace, save_trace
 

@@ -33,10 +33,10 @@ from subprocess import run as run_process
 from typing import Any
 
 import numpy as np
-from network import Network, NetworkError, slow_network
 from serving import guard
 from serving.claims import claim, estimate, order, paired_ratios
 from serving.engine import Engine, ServerError, SetUp, add_engine, engine
+from serving.network import Network, NetworkError, slow_network
 from serving.server import Server, make_plan, prompts, serving
 
 from semmoe.demo import MODEL

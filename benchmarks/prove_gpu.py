@@ -33,8 +33,8 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from network import Network
 from serving.engine import Command, SetUp, engine
+from serving.network import Network
 from serving.server import counters
 
 from semmoe.plan import load_plan

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from network import Network, NetworkError, command_on, environment_of, slow_network
 from serving.engine import Engine, ServerError, SetUp, add_engine, engine
+from serving.network import Network, NetworkError, command_on, environment_of, slow_network
 from serving.server import PROBE, prompts
 
 from semmoe.demo import MODEL

@@ -147,7 +147,7 @@ def figure1(inputs: Inputs) -> Result:
     ]
     stated = {
         "topology": PROCESSES,
-        "other networks": "as `make bench-runtime` measured them, where its file is there",
+        "other networks": "as `make bench-end-to-end` measured them, where its file is there",
         "outputs": "identical to plain transformers', checked",
     }
     return Result(

@@ -1,6 +1,6 @@
 """Synthetic routing with the statistics of real traces, in the shape of a model that is too large to trace here.
 
-The model, which `bench_synthetic` fits and `bench_nodes` uses: a router's logit for expert e at layer l, for a token
+The model, which `lab.fit_routing` fits and `bench_nodes` uses: a router's logit for expert e at layer l, for a token
 with id v in request r, is
 
     popularity(l, e) + id(l) A(l, e) . u(v) + request(l) B(l, e) . q(r) + context(l) C(l, e) . c(t, l) + Gumbel noise

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parent.parent / "benchmarks" / "network.py"
+SCRIPT = Path(__file__).parent.parent / "benchmarks" / "serving" / "network.py"
 # Host 0 sends for a second and says how many bytes of it host 1 has taken.
 TALK = """
 import os, socket, sys, time

@@ -1,17 +1,12 @@
 """The generator of synthetic routing: group limits, seeds, and statistics that follow the strengths asked for."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-
-from node_traffic import _removed_rows, bound_of_groups
-
 from lab.calibrate_routing import calibrate, shape_of
+from lab.node_traffic import _removed_rows, bound_of_groups
 from lab.routing_statistics import chance, fit, path_information, same_request, same_token
 from lab.synthetic_routing import Shape, Strengths, choose, draw, resampled
 from semmoe.core import DECODE, PREFILL

@@ -8,9 +8,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from network import Network
-
 from semmoe.topology import Topology
+from serving.network import Network
 
 if TYPE_CHECKING:
     import aiohttp

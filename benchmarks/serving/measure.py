@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from network import Network, set_rate, slow_network
-
 from serving import guard
 from serving.claims import order
 from serving.client import Answers, run
@@ -19,6 +17,7 @@ from serving.configurations import VANILLA, Planner
 from serving.engine import RANKS, Engine
 from serving.links import FASTEST, as_tc, nearest, search
 from serving.loads import Load, draw
+from serving.network import Network, set_rate, slow_network
 from serving.pieces import AT_ONCE, MAIN, SHARES, Piece, Settings, Workload
 from serving.records import Links, Records, Run, share_of
 from serving.server import Server, counters, link_bytes, serving

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from network import DEVICE, Network, command_on, environment_of
 
 from semmoe.dataset import encode, load_dataset
 from semmoe.demo import MODEL, demo_prompts
@@ -27,6 +26,7 @@ from semmoe.settings import DemoSettings, SolveSettings
 from semmoe.solver import solve
 from semmoe.topology import Topology
 from serving.engine import RANKS, Command, Engine, ServerError, SetUp
+from serving.network import DEVICE, Network, command_on, environment_of
 
 MOST_PROMPTS = 1000  # of a data set
 PORT, MEETING_PORT = 30477, 20477  # in network namespaces, where all ports are free

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import aiohttp
-from network import Network
 
 from semmoe.demo import MODEL
 from semmoe.engines.launch import command_line
@@ -12,6 +11,7 @@ from semmoe.engines.sglang import launch
 from semmoe.engines.sglang.settings import SglangSettings
 from semmoe.plan import load_plan
 from serving.engine import Command, Engine, SetUp, python
+from serving.network import Network
 
 
 class Sglang(Engine):

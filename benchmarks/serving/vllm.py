@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import aiohttp
-from network import Network
 
 from semmoe.demo import MODEL
 from semmoe.engines.launch import command_line
@@ -15,6 +14,7 @@ from semmoe.engines.vllm import launch
 from semmoe.engines.vllm.settings import VllmSettings
 from semmoe.plan import load_plan
 from serving.engine import Command, Engine, SetUp, python
+from serving.network import Network
 
 PATIENT = Path(__file__).parents[1] / "patient"  # the folder of a plug-in
 BUSY = re.compile(r'^vllm:num_requests_(?:running|waiting)\{.*?engine="(\d+)".*\} ([0-9.e+]+)$', re.MULTILINE)

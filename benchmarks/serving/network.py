@@ -1,6 +1,6 @@
 """A slow network on one machine: every host a network namespace of its own, links held at a rate by the kernel.
 
-    python benchmarks/network.py --hosts 2 --rate 200mbit [--nodes 2] -- COMMAND ...
+    python benchmarks/serving/network.py --hosts 2 --rate 200mbit [--nodes 2] -- COMMAND ...
 
 Runs COMMAND once on each host, with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and GLOO_SOCKET_IFNAME set and a
 /dev/shm of its own, as on machines that share nothing; ends all of them when one fails, with its exit code. Benchmarks

@@ -82,8 +82,11 @@ def known_groups(trace: RoutingTrace, placement: Placement, topology: Topology, 
 
 def node_hits(trace: RoutingTrace, placement: Placement, topology: Topology) -> np.ndarray:
     """(R, N) float64: tokens, summed over layers, of each request that a node hosts an expert of."""
-    hosts = placement.hosts.reshape(len(placement.hosts), topology.num_nodes, -1, placement.num_experts).any(axis=2)
-    hit = sum(hosts[l][:, trace.expert_ids[:, l]].any(axis=2).T.astype(np.float64) for l in range(len(hosts)))
+    L, N = len(placement.hosts), topology.num_nodes
+    hosts = np.asarray(placement.hosts.reshape(L, N, -1, placement.num_experts).any(axis=2))
+    hit = np.zeros((trace.num_tokens, topology.num_nodes))
+    for l in range(len(hosts)):
+        hit += hosts[l][:, trace.expert_ids[:, l]].any(axis=2).T
     return np.add.reduceat(hit, trace.request_offsets[:-1])
 
 
@@ -141,3 +144,11 @@ def _removed_rows(experts, size, own_group, num_experts, copies):
                     removed += missing[t, best // size] == 0
         saved[copies == number] = removed
     return saved
+
+
+def of_phase(trace: RoutingTrace, phases: tuple[int, ...]) -> RoutingTrace:
+    """The same requests with their tokens of `phases` alone."""
+    keep = np.isin(trace.phase, phases)
+    kept = np.concatenate([[0], np.cumsum(keep)])
+    values = {"token_ids": trace.token_ids[keep], "expert_ids": trace.expert_ids[keep], "phase": trace.phase[keep]}
+    return RoutingTrace(**{**vars(trace), **values, "request_offsets": kept[trace.request_offsets]})

@@ -1,7 +1,7 @@
 """Fit the synthetic routing of `lab.synthetic_routing` to real traces, and compare drawn traces with them.
 
-    PYTHONPATH=. python benchmarks/bench_synthetic.py TRACE [TRACE ...] [--out benchmarks/results] [--rounds 12]
-                                                      [--ep-size 8] [--splits 3] [--no-plans]
+    python -m lab.fit_routing TRACE [TRACE ...] [--out benchmarks/results] [--rounds 12]
+                              [--ep-size 8] [--splits 3] [--no-plans]
 
 For each trace: its statistics (`lab.routing_statistics`), the strengths that give them (`lab.calibrate_routing`), both
 written to OUT/routing_MODEL.json, and a table of the real trace beside a drawn one of the same shape. Plans have no
@@ -41,23 +41,26 @@ def as_json(figures: Statistics | Strengths) -> dict[str, Any]:
 
 
 def load_strengths(path: Path) -> Strengths:
-    """The strengths that `bench_synthetic` wrote."""
-    given = json.loads(path.read_text(encoding="utf-8"))["strengths"]
-    return Strengths(**{name: np.array(value) if isinstance(value, list) else value for name, value in given.items()})
+    """The strengths that this module wrote."""
+    given: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["strengths"]
+    values: dict[str, Any] = {n: np.array(v) if isinstance(v, list) else v for n, v in given.items()}
+    return Strengths(**values)
 
 
 def table(real: Statistics, drawn: Statistics) -> list[tuple[str, float, float]]:
     """(name, real, drawn) of the figures of both, means of layers."""
-    rows = [(name, float(getattr(real, name).mean()), float(getattr(drawn, name).mean()))
+    rows = [(name, getattr(real, name).mean(), getattr(drawn, name).mean())
             for name in ("token", "request", "path", "together")]  # fmt: skip
-    rows += [(f"share of the {name} expert, times E", *(float(s.shares[:, at].mean()) for s in (real, drawn)))
-             for name, at in (("hottest", 0), ("median", real.num_experts // 2), ("coldest", -1))]  # fmt: skip
-    rows += [(f"path over {lag} layers / over 1", float(real.path_decay[i]), float(drawn.path_decay[i]))
-             for i, lag in enumerate((2, 4))]  # fmt: skip
-    rows += [(f"explained by {k} clusters", float(real.clusters[i]), float(drawn.clusters[i]))
-             for i, k in enumerate(CLUSTERS)]  # fmt: skip
+    for name, at in (("hottest", 0), ("median", real.num_experts // 2), ("coldest", -1)):
+        shares = [s.shares[:, at].mean() for s in (real, drawn)]
+        rows.append((f"share of the {name} expert, times E", *shares))
+    for i, lag in enumerate((2, 4)):
+        rows.append((f"path over {lag} layers / over 1", real.path_decay[i], drawn.path_decay[i]))
+    for i, k in enumerate(CLUSTERS):
+        rows.append((f"explained by {k} clusters", real.clusters[i], drawn.clusters[i]))
     names = ("token_directions", "request_directions", "from_prompt", "recurrence", "distinct", "vocabulary")
-    return rows + [(name, getattr(real, name), getattr(drawn, name)) for name in names]
+    rows += [(name, getattr(real, name), getattr(drawn, name)) for name in names]
+    return [(name, float(a), float(b)) for name, a, b in rows]
 
 
 def plans(trace: RoutingTrace, topology: Topology, splits: int, redundant: int) -> dict[str, list[list[float]]]:
