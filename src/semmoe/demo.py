@@ -67,7 +67,7 @@ def run_demo(
 ) -> dict[str, Any]:
     """Run every stage; returns the table's rows and what they rest on.
 
-    Under `work` it leaves the trace, plan-dp, plan-tp and, of what it returns, demo.json.
+    Under `work` it leaves the trace, plan-dp, plan-tp and demo.json, the returned figures.
     """
     experts = config_count(read_config(MODEL), *EXPERT_FIELDS)
     physical_experts(experts, 0, settings.ep_size)  # refuses a number of ranks that does not divide them

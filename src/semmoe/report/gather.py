@@ -1,4 +1,4 @@
-"""Read a directory for a report. Files are recognised by what they hold, and nothing in them is trusted."""
+"""Read a directory for a report. Files are recognized by their contents, and nothing in them is trusted."""
 
 import json
 from dataclasses import dataclass, field
@@ -37,7 +37,7 @@ class LeftOut:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanFile:
-    """A plan and what it says of itself."""
+    """A plan and the figures that it expects."""
 
     path: str
     plan: Plan
@@ -153,7 +153,7 @@ def _json(path: Path) -> Any:
 
 
 def _add_measurement(data: Any, shown: str, inputs: Inputs) -> None:
-    """Add what a command's --json wrote."""
+    """Add the JSON of a command."""
     keys = data.keys() if isinstance(data, dict) else set()
     if "set_ups" in keys:
         demo: DemoFile = _checked(DemoFile, data)

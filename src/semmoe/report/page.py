@@ -47,7 +47,7 @@ def write(folder: Path, out: Path, command: str = "") -> Written:
 
 @dataclass(frozen=True)
 class PlanView:
-    """What the page says of one plan."""
+    """A plan, its verdict and its figures."""
 
     id: str
     entry: PlanFile
@@ -91,7 +91,7 @@ def _view(inputs: Inputs, entry: PlanFile, id: str) -> PlanView:
 
 
 def _facts(command: str) -> dict[str, str]:
-    """What wrote the page: the machine that wrote it, not the one that was measured."""
+    """The command, versions and machine that wrote the page; measurements name their own."""
     packages = ", ".join(f"{name} {version(name)}" for name in ("plotly", "jinja2", "numpy"))
     machine = f"{platform.machine()}, {platform.system()}"
     python = platform.python_version()

@@ -98,8 +98,8 @@ def methods(replay: ReplayFile, id: str = "methods") -> Figure:
     for title, field, write in (LAR, REMOTE, LOAD):
         values = [getattr(method, field) for method in scored]
         texts = [write(value) for value in values]
-        told = "; ".join(f"{name} {text}" for name, text in zip(names, texts, strict=True))
-        panels.append(Panel(title, figures.named_bars(names, values, colours, texts), f"{title}: {told}"))
+        values_by_name = "; ".join(f"{name} {text}" for name, text in zip(names, texts, strict=True))
+        panels.append(Panel(title, figures.named_bars(names, values, colours, texts), f"{title}: {values_by_name}"))
     rows = [[name, *cells(method, REPLAYED)] for name, method in zip(names, scored, strict=True)]
     table = Table("Methods", ["method", *(title for title, *_ in REPLAYED)], rows)
     return Figure(id=id, panels=panels, tables=[table], keys=[Key("semmoe", "plan"), Key("others", "vanilla")])

@@ -1,4 +1,4 @@
-"""What a page is made of, before it is HTML: cards, figures and their tables. All text is plain."""
+"""Parts of a page, before they are HTML: cards, figures and their tables. All text is plain."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,7 +39,7 @@ class Figure:
     panels: list[Panel]
     tables: list[Table]
     keys: list[Key] = field(default_factory=list)
-    scale: tuple[str, str, str] | None = None  # the lowest and the highest value of the colors, and of what they are
+    scale: tuple[str, str, str] | None = None  # the colors' lowest and highest value, and the quantity
 
 
 @dataclass(frozen=True)
