@@ -20,7 +20,7 @@ ROOMS = {
     "topology.py bounds.py digests.py html.py jit.py": 337,
     "files.py npz.py routing.py trace.py streams.py": 927,
     "affinity.py splitter.py copychoice.py metrics.py capacity.py": 720,
-    "settings.py calibration.py cost.py rowcosts.py payoff.py": 947,
+    "settings.py calibration.py cost.py rowcosts.py payoff.py": 933,
     "results.py": 340,
     "tokens": 1020,
     "requests": 1068,
@@ -33,11 +33,11 @@ ROOMS = {
     "checkpoint": 1577,
     "engines": 10_265,
     "router": 1388,
-    "adapt": 640,
-    "moving.py live.py client.py": 316,
+    "adapt": 250,
+    "moving.py live.py client.py": 337,
     "estimate": 1133,
     "report": 900,
-    "cli": 3329,
+    "cli": 3315,
     "__init__.py concentration.py console.py dataset.py demo.py prompts.py tables.py texts.py watch.py": 1413,
 }
 # From the ground up: a module imports from its own storey and those below.

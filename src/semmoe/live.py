@@ -44,7 +44,7 @@ class Served:
         return watch.look([self.url], time.monotonic(), self.client)
 
     def record(self, target: Path, requests: int, timeout: float) -> None:
-        """Write a trace of so many requests, or of those that end within `timeout` seconds.
+        """Write a trace of `requests` requests, or of fewer that end within `timeout` seconds.
 
         Raises ValueError if the server cannot record, records already, or has ended no request.
         """

@@ -1,4 +1,4 @@
-"""What it costs to move a running server from one plan to another.
+"""The cost of a move of a running server from one plan to another.
 
 An expert that a rank is to have, and does not, comes from a rank of the same node if one has it, else from another
 node. The weights of a layer's experts travel together, while no forward pass runs.

@@ -91,7 +91,7 @@ class Adapter:
         self._solved, self._said = self.clock(), ("", "")
 
     def turn(self) -> Decision:
-        """Watch, and go on from there as far as it leads. A failure leaves the server as it is."""
+        """Look once, and adapt the plan if the requests ask for it. A failure leaves the served plan."""
         window = self.settings.window
         self.sleep(window / LOOKS_PER_WINDOW)
         seen = self._seen()

@@ -1,4 +1,4 @@
-"""Solve plans for recorded requests, in a process of its own that stands back behind the server, within a time."""
+"""Solve plans for recorded requests in a separate process, at a low priority and within a time."""
 
 import multiprocessing
 import os
@@ -27,7 +27,7 @@ RUNNING = 8  # requests on each rank at a time: with few, ranks are kept even an
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """The best new plan, and local activation rates: of the newest requests, and then of PARTS of them."""
+    """The best new plan, and local activation rates: of the newest requests, then of PARTS parts."""
 
     path: Path
     old: np.ndarray  # (1 + PARTS,) on the served plan
@@ -36,7 +36,7 @@ class Found:
 
 
 def solve_aside(trace: Path, served: Path, folder: Path, seconds: float) -> Found:
-    """Run `find` in a process of its own. Raises RuntimeError if it takes far longer than `seconds`."""
+    """Run `find` in a separate process. Raises RuntimeError if it takes far longer than `seconds`."""
     limit = 3 * seconds + GRACE_SECONDS
     with multiprocessing.get_context("spawn").Pool(1, _stand_back) as pool:
         try:
@@ -78,7 +78,7 @@ def by_age(trace: RoutingTrace) -> tuple[RoutingTrace, RoutingTrace]:
 
 
 def score(trace: RoutingTrace, plan: Plan) -> np.ndarray:
-    """Return local activation rates (1 + PARTS,) on a plan: of a stream of a trace's requests, and of parts of it.
+    """Return local activation rates (1 + PARTS,) on a plan: of a stream of a trace's requests, then of its parts.
 
     The trace is not in arrival order: it interleaves the ranks' recordings, which would favor the plan that was
     serving. So requests are shuffled. They come again and again, since for few requests the bound on a group's lead is
