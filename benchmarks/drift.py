@@ -27,8 +27,7 @@ from semmoe.topology import Topology
 SHAPES = ("stable", "alternating", "block", "gradual")
 CHARS = 250  # of a prompt, at least
 # A server's traffic changes within hours; here within minutes, so the loop looks, records and solves as fast.
-ADAPT = ["--every", "2", "--window", "8", "--requests", "80", "--rest", "10", "--solve-seconds", "4",
-         "--horizon", "600", "--nice", "0", "--keep-recording"]  # fmt: skip
+ADAPT = ["--window", "8", "--requests", "80"]
 RANKS = 2
 FIRST, OTHERS = ("network", "system", "text", "numbers"), ("codecs",)
 

@@ -25,8 +25,7 @@ from bench_plans import local_pairs
 
 from semmoe import watch
 from semmoe.adapt.loop import Adapter
-from semmoe.adapt.solving import Found, Job, find
-from semmoe.calibration import load_links
+from semmoe.adapt.solving import Found, find
 from semmoe.core import Plan, RoutingTrace
 from semmoe.demo import MODEL
 from semmoe.engines.transformers.model import load_model
@@ -38,8 +37,7 @@ from semmoe.requests.scheduler import RequestScheduler
 from semmoe.settings import AdaptSettings
 from semmoe.trace import save_trace
 
-RUNNING, PARTS, ATTENTION, EXPERT_BYTES = 8, 12, "dp", 100_000
-SWITCHES = {"keep-recording"}
+RUNNING, PARTS, ATTENTION = 8, 12, "dp"
 
 
 @dataclass
@@ -52,7 +50,6 @@ class Simulated:
     at: dict[int, Plan]  # plans that are swapped in when so many have ended
     now: float = 0.0
     local: list[float] = field(default_factory=list)  # of each that has ended, its local pairs per layer and choice
-    begun: int | None = None
 
     def __post_init__(self) -> None:
         self.running: list = []
@@ -60,13 +57,12 @@ class Simulated:
         self.scheduler: RequestScheduler | None = None
         self.swap(self.plan)
 
-    def swap(self, plan: Plan) -> str:
+    def swap(self, plan: Plan) -> None:
         before, self.plan = self.scheduler, plan
         self.scheduler = start(plan.requests, live_settings(plan.topology.dp_size))
         if before is not None:
             self.scheduler.follow(before)
         self.pairs = local_pairs(self.trace, plan)
-        return ""
 
     def sleep(self, seconds: float) -> None:
         """Let time pass; what ends meanwhile is counted."""
@@ -95,21 +91,13 @@ class Simulated:
         counted |= {("routed_tokens", frozenset()): tokens, ("active", frozenset({("engine", "simulated")})): 1}
         return watch.Look(self.now, counted)
 
-    def recorded(self) -> int:
-        return 0 if self.begun is None else len(self.local) - self.begun
-
-    def begin_recording(self) -> None:
-        self.begun = len(self.local)
-
-    def end_recording(self, target: Path) -> int:
-        chosen, self.begun = np.arange(self.begun, len(self.local)), None
-        if not len(chosen):
+    def record(self, target: Path, requests: int, timeout: float) -> None:
+        begun, end = len(self.local), self.now + timeout
+        while len(self.local) < min(begun + requests, self.trace.num_requests) and self.now < end:
+            self.sleep(0.5)
+        if len(self.local) == begun:
             raise ValueError("no request that has ended")
-        save_trace(self.trace.select(chosen), target)
-        return len(chosen)
-
-    def expert_bytes(self) -> int:
-        return EXPERT_BYTES
+        save_trace(self.trace.select(np.arange(begun, len(self.local))), target)
 
 
 def parse() -> argparse.Namespace:
@@ -122,34 +110,30 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--schedule", type=float, default=10.0)
     parser.add_argument("--redundant-experts", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--links", default="h200-nvlink", help="a file of `semmoe calibrate`, or a shipped name")
     parser.add_argument("--adapt", default=" ".join(drift.ADAPT), help="options of semmoe adapt")
     return parser.parse_args()
 
 
 def adapt_settings(a: argparse.Namespace) -> AdaptSettings:
-    words, given = shlex.split(a.adapt), {"schedule": a.schedule}
-    for i, word in enumerate(words):
-        name = word.removeprefix("--")
-        if word.startswith("--"):
-            given[name.replace("-", "_")] = True if name in SWITCHES else json.loads(words[i + 1])
-    return AdaptSettings(**given)
+    words = shlex.split(a.adapt)
+    pairs = zip(words[::2], words[1::2], strict=True)  # each option and its value
+    given = {name.removeprefix("--").replace("-", "_"): json.loads(value) for name, value in pairs}
+    return AdaptSettings(**{"schedule": a.schedule} | given)
 
 
-def adapted(server: Simulated, path: Path, a: argparse.Namespace, tell: Callable) -> None:
+def adapted(server: Simulated, folder: Path, a: argparse.Namespace, report: Callable) -> None:
     """Run the loop until the last request has ended."""
 
-    def solve(job: Job, seconds: float) -> Found:
-        found = find(job)
+    def solve(*job) -> Found:
+        found = find(*job)
         server.sleep(a.seconds)
         return found
 
-    timed = load_links(a.links, server.plan.topology)
-    adapter = Adapter(server, server.plan, path, timed, a.links, adapt_settings(a), path.parent, solve,
-                      tell, clock=server.clock, sleep=server.sleep)  # fmt: skip
+    adapter = Adapter(
+        server, server.plan, adapt_settings(a), folder, solve, report, clock=server.clock, sleep=server.sleep
+    )
     while len(server.local) < a.requests:
         adapter.turn()
-    adapter.close()
 
 
 def main() -> int:
@@ -167,7 +151,7 @@ def main() -> int:
             at = {i: load_plan(plans[plan]) for i, plan in turns} if name == "known" else {}
             server = Simulated(trace, a.rate, load_plan(first), at)
             if name == "adapt":
-                adapted(server, first, a, told.append)
+                adapted(server, folder, a, told.append)
             else:
                 server.sleep(a.requests / a.rate + 1)
             rates[name] = np.array(server.local), np.diff(trace.request_offsets)

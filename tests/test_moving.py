@@ -7,7 +7,7 @@ import pytest
 
 from semmoe.calibration import load_links
 from semmoe.core import Placement
-from semmoe.moving import Weighed, move_between, weigh
+from semmoe.moving import move_between
 from semmoe.placement.linear import vanilla_plan
 from semmoe.topology import Fingerprint, Topology
 
@@ -67,10 +67,3 @@ def test_moves_agree_with_plain_loops(seed):
                 sources = [rank for rank in range(4) if expert in had[rank]]
                 expected[min(sources, key=lambda rank: (rank // 2 != target // 2, rank))] += 1
             assert found[layer, :, target].tolist() == expected.tolist()
-
-
-def test_what_a_plan_saves_is_weighed_against_its_move():
-    found = weigh(saved_per_token=1e-6, tokens_per_second=2000, cost=4e-3, horizon=10)
-    assert (found.saved, found.after, found.pays) == pytest.approx((2e-3, 2.0, True))
-    assert not weigh(1e-6, 2000, 4e-3, 1.9).pays
-    assert Weighed(saved=-1.0, cost=1.0, horizon=9.0).after == float("inf")

@@ -4,23 +4,19 @@ import base64
 import gzip
 import json
 import re
-import shutil
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import numpy as np
 import pytest
-from synthetic import make_trace, planted_trace, random_trace
+from synthetic import random_trace
 from typer.testing import CliRunner
 
 from semmoe.calibration import PhaseLinks, load_links
 from semmoe.cli import app
-from semmoe.core import Placement
 from semmoe.cost import LayerShape
 from semmoe.expectation import expect
 from semmoe.plan import load_plan, save_plan
-from semmoe.report import experts, figures, gather, layers, page, serving, verdict
-from semmoe.report.pays import pays
+from semmoe.report import figures, gather, page, sections, verdict, words
 from semmoe.results import Expected, Figures
 from semmoe.settings import CoclusterSettings, PaperSettings, PredictorSettings, ReplaySettings, SolveSettings
 from semmoe.solver import score as score_plans
@@ -28,8 +24,6 @@ from semmoe.solver import solve, solve_methods
 from semmoe.topology import Topology
 from semmoe.trace import save_trace
 
-ROOT = Path(__file__).parents[1]
-SWEEP = ROOT / "benchmarks" / "results" / "vllm_x86_64-2core_2026-11-22.txt"
 HOSTILE = "</script><script>alert(1)</script>"
 QUICK = SolveSettings(
     redundant_experts=4, cocluster=CoclusterSettings(starts=1, steps=10),
@@ -87,15 +81,11 @@ def full(tmp_path_factory):
     save(folder, trace, "dp")
     save(folder, trace, "tp", QUICK)
     save_trace(trace, folder / "trace")
-    kinds = ["code", HOSTILE, "prose"]
-    write_json(folder / "domains.json", [kinds[r % 3] for r in range(trace.num_requests)])
     write_json(folder / "demo.json", demo_json())
     plans, _ = solve_methods(trace, Topology(ep_size=4), ["eplb", "paper"], SolveSettings(paper=PAPER.paper))
-    write_json(folder / "replay.json", {"settings": {"trace": "t", "ep_size": 4, "dp_size": 1},
+    write_json(folder / "replay.json", {"settings": {"trace": HOSTILE, "ep_size": 4, "dp_size": 1},
                                         "methods": score_plans(trace, plans, MEASURE)})  # fmt: skip
-    written = CliRunner().invoke(app, ["affinity", str(folder / "trace"), "--json"])
-    (folder / "affinity.json").write_text(written.stdout)
-    shutil.copy(SWEEP, folder)
+    write_json(folder / "other.json", ["x"])
     (folder / "notes.md").write_text("not a measurement")
     write_json(folder / "broken.json", {**demo_json(), "set_ups": [set_up("x", lar=2.0)]})
     (folder / "cut.json").write_text('{"set_ups": [')
@@ -114,39 +104,6 @@ def without_scripts(html):
 # --- pure functions -------------------------------------------------------------------------------------------------
 
 
-def test_the_kind_that_uses_an_expert_most_by_hand():
-    """Kind 0 has 4 tokens, kind 1 has 2; one layer, top-1. Expert 0: rates 3/4 and 1/2, average 5/8: 1.2 times it.
-    Expert 1: 1/4 and 1/2, average 3/8: kind 1 at 4/3. Expert 2 is not used."""
-    ids = np.array([0, 0, 0, 1, 0, 1]).reshape(6, 1, 1)
-    found = experts.uses(ids, np.array([0, 0, 0, 0, 1, 1]), 2, 3)
-    np.testing.assert_array_equal(found.kind, [[0, 1, -1]])
-    np.testing.assert_allclose(found.lift, [[1.2, 4 / 3, 0]])
-
-
-def test_tokens_belong_to_the_rank_that_hosts_most_of_their_choices():
-    """Experts 0 and 3 on rank 0, 1 and 2 on rank 1. Token 5 chooses 0 and 3: all at home on rank 0. Token 2 chooses
-    1 and 2, then 1 and 0: three of four on rank 1."""
-    trace = make_trace([[5, 2, 2]], [[[0, 3]], [[1, 2]], [[1, 0]]])
-    place = Placement(physical_to_logical_map=np.array([[0, 3, 1, 2]], np.int32), num_experts=4, ep_size=2)
-    found = experts.token_map(trace, place, 0, most=10)
-    assert (found.tokens.tolist(), found.ranks.tolist(), found.at_home.tolist()) == ([5, 2], [0, 1], [1.0, 0.75])
-    assert (found.experts.tolist(), found.rank_of_expert.tolist()) == ([0, 3, 1, 2], [0, 0, 1, 1])
-    np.testing.assert_allclose(found.shares, [[0.5, 0.5, 0, 0], [0.25, 0, 0.5, 0.25]])
-    assert experts.token_map(trace, place, 0, most=1).tokens.tolist() == [2]
-
-
-def test_a_perfect_plan_has_all_tokens_in_its_blocks():
-    trace, blocks = planted_trace(1, 4)
-    found = experts.token_map(trace, Placement.from_labels(blocks, 4), 1, most=100)
-    np.testing.assert_allclose(found.at_home, 1, rtol=1e-6)
-    outside = found.ranks[:, None] != found.rank_of_expert
-    assert found.shares[outside].sum() == 0
-
-
-def test_expert_load_over_the_mean_by_hand():
-    np.testing.assert_allclose(experts.load_over_mean(np.array([[[0, 1]], [[0, 2]]]), 4), [[2, 1, 1, 0]])
-
-
 def test_bars_have_the_values_given_and_a_line_at_chance():
     spec = figures.by_layer([0.25, 0.25], [0.5, 0.75], [0.5, 0.7], baseline=0.25)
     vanilla, plan, predicted = spec["data"]
@@ -157,56 +114,9 @@ def test_bars_have_the_values_given_and_a_line_at_chance():
     assert spec["layout"]["yaxis"]["range"] == [0, pytest.approx(0.81)]
 
 
-def test_a_replay_of_the_profiled_requests_says_that_it_flatters():
-    from semmoe.report.measurements import _methods
-    from semmoe.results import ReplayFile
-
-    plans, _ = solve_methods(trace_of(), Topology(ep_size=4), ["eplb"], SolveSettings())
-    scores = score_plans(trace_of(), plans, MEASURE)
-    for settings in ({}, {"profiled": True}, {"profiled": False}, {"scheduled_by_answers": 2}):
-        said = _methods("r", ReplayFile(settings=settings, methods=scores)).says
-        assert ("flatters" in said) is any(settings.values())
-
-
-def test_many_layers_are_lines_and_many_ranks_have_none():
+def test_many_layers_are_lines():
     spec = figures.by_layer([0.25] * 60, [0.5] * 60, [0.5] * 60)
     assert [trace["type"] for trace in spec["data"]] == ["scatter"] * 3
-    ranks = np.arange(20)
-    assert figures.affinity_map(np.eye(20), ranks, ranks, 1.0)["layout"]["shapes"] == []
-
-
-def test_ranks_stand_apart_in_the_placement_picture():
-    assert figures.slot_columns(4, 2).tolist() == [0, 1, 3, 4]
-    slots = np.array([[2, 0, 1, 0]])
-    copies = np.array([[False, True, False, True]])
-    spec = figures.placement_map(slots, 2, np.array([[0, 1, 1, 1]]), ["#111111", "#222222"], slots.astype(str), copies)
-    cells, marks = spec["data"]
-    assert cells["z"] == [[0, 1, None, 1, 1]]
-    assert cells["text"] == [[2, 0, "", 1, 0]]
-    assert marks["x"] == [1, 4]
-    assert spec["layout"]["xaxis"]["tickvals"] == [0.5, 3.5]
-    assert cells["colorscale"] == [[0, "#111111"], [0.5, "#111111"], [0.5, "#222222"], [1, "#222222"]]
-
-
-def test_the_affinity_map_is_bytes_on_a_root_scale_with_lines_between_ranks():
-    shares = np.array([[1.0, 0.25], [0.0, 0.04]])
-    spec = figures.affinity_map(shares, np.array([0, 1]), np.array([0, 1]), high=1.0)
-    z = spec["data"][0]["z"]
-    np.testing.assert_array_equal(np.frombuffer(base64.b64decode(z["bdata"]), np.uint8), [255, 128, 0, 51])
-    assert z["shape"] == "2, 2"
-    assert [(s["x0"], s["y0"]) for s in spec["layout"]["shapes"]] == [(0.5, -0.5), (-0.5, 0.5)]
-
-
-def test_rank_pairs_share_one_scale_and_their_sum_is_told():
-    one = {"lar": 0.25, "remote_ranks_per_token": 2, "load_max_over_mean": 1}
-    plan = Figures(**one, bytes_per_rank_pair=[[0, 1000], [2000, 0]])
-    vanilla = Figures(**one, bytes_per_rank_pair=[[0, 4000], [2000, 0]])
-    figure = layers.rank_pairs(None, layers.Replayed(plan, vanilla, "x"))
-    left, right = (panel.spec["data"][0] for panel in figure.panels)
-    assert (left["z"], right["z"]) == ([[0, 4], [2, 0]], [[0, 1], [2, 0]])
-    assert left["zmax"] == right["zmax"] == 4
-    assert "50.0\u00a0% fewer" in figure.says
-    assert figure.tables[0].rows == [["from 0", "0.0", "4.0"], ["from 1", "2.0", "0.0"]]
 
 
 def test_where_a_plan_pays_has_a_cell_for_each_link_and_batch():
@@ -215,7 +125,7 @@ def test_where_a_plan_pays_has_a_cell_for_each_link_and_batch():
     links = {"name": "fibre", "kind": "measured", "source": "us"}
     elsewhere = {"bandwidths": [0.5, 1], "batch_tokens": [64, 1024], "gains": [[-0.1, 0.0], [0.2, 0.1]]}
     expected = Expected(**one, **about, num_batches=3, others={}, links=links, elsewhere=elsewhere)
-    figure = pays(expected)
+    figure = sections.pays(expected)
     (grid,) = figure.panels[0].spec["data"]
     assert (grid["x"], grid["y"]) == (["1/2 times", "these"], ["64", "1,024"])
     assert grid["z"] == [[-10, 0], [20, 10]]
@@ -223,17 +133,18 @@ def test_where_a_plan_pays_has_a_cell_for_each_link_and_batch():
     assert grid["text"] == [["-10 %", "0 %"], ["+20 %", "+10 %"]]
     (frame,) = figure.panels[0].spec["layout"]["shapes"]
     assert (frame["x0"], frame["x1"], frame["y0"], frame["y1"]) == (0.5, 1.5, -0.5, 0.5)  # these links, 64 tokens
-    assert "fibre (measured" in figure.says
     assert figure.tables[0].rows == [["64", "-10.0", "+0.0"], ["1,024", "+20.0", "+10.0"]]
-    assert pays(expected.model_copy(update={"elsewhere": None})) is None
+    assert sections.pays(expected.model_copy(update={"elsewhere": None})) is None
     with pytest.raises(ValueError, match="batches, bandwidths"):
         Expected(**one, **about, num_batches=3, others={}, elsewhere={**elsewhere, "gains": [[0.0, 0.0]]})
 
 
-def test_expert_load_is_over_the_mean_of_its_layer():
-    layer = {"layer": 0, "lar": 0, "remote_ranks_per_token": 0, "load_max_over_mean": 1, "load_per_rank": [1, 3]}
+@pytest.mark.parametrize(("loads", "busiest"), [([1, 3], "1"), ([3, 1], "0"), ([], "–")])
+def test_the_busiest_rank_of_a_layer_is_in_the_table(loads, busiest):
+    layer = {"layer": 0, "lar": 0, "remote_ranks_per_token": 0, "load_max_over_mean": 1, "load_per_rank": loads}
     side = Figures(lar=0, remote_ranks_per_token=0, load_max_over_mean=1, layers=[layer])
-    np.testing.assert_allclose(layers.load_over_mean(side), [[0.5, 1.5]])
+    table = sections.layers(verdict.Replayed(side, None, "x")).tables[0]
+    assert table.rows[0][table.columns.index("busiest rank, plan")] == busiest
 
 
 def test_numbers_in_figures_are_finite_and_scripts_cannot_be_ended():
@@ -251,27 +162,18 @@ def test_labels_cannot_carry_tags_to_plotly():
     assert spec["layout"]["yaxis"]["ticktext"] == ["&lt;a href='x'&gt;&amp;"]
 
 
-def test_a_curve_s_points_are_those_at_a_rate_of_arrivals(full):
-    found = full.inputs.sweeps[0]
-    x, y = serving.points(found, "DP, vanilla", "median_ttft_ms")
-    assert len(x) == len(found.sweep.sweeps["dp"].rates) + 1
-    assert x[0] == pytest.approx(found.sweep.figure("DP, vanilla", "light", "request_throughput"))
-    assert y[0] == pytest.approx(213.2, abs=0.1)  # as the file's own table says
-    names = found.sweep.names("dp")
-    assert [serving.style(name, names) for name in names] == [("vanilla", "solid"), ("plan", "solid")]
-
-
 # --- what a directory holds -----------------------------------------------------------------------------------------
 
 
 def test_every_file_is_used_or_named_with_the_reason(full):
-    read = {"affinity.json", "demo.json", "domains.json", "replay.json", "trace", SWEEP.name}
-    assert {s.path for s in full.inputs.sources} == read
+    assert {s.path for s in full.inputs.sources} == {"demo.json", "replay.json"}
     why = {entry.path: entry.why for entry in full.inputs.left_out}
-    assert set(why) == {"broken.json", "cut.json", "notes.md"}
+    assert set(why) == {"broken.json", "cut.json", "notes.md", "other.json", "trace"}
     assert "set_ups.0.lar" in why["broken.json"]
     assert "not valid JSON" in why["cut.json"]
     assert "not a kind of file" in why["notes.md"]
+    assert "holds no measurement" in why["other.json"]
+    assert "reads no traces" in why["trace"]
     text = without_scripts(full.path.read_text())
     assert all(name in text for name in (*why, "not a kind of file"))
 
@@ -291,6 +193,19 @@ def test_text_of_files_is_text(html):
     assert "&lt;/script&gt;&lt;script&gt;alert(1)" in html
 
 
+def test_names_in_a_plan_s_settings_are_text(tmp_path):
+    plan = save(tmp_path, trace_of())
+    save_plan(replace(plan, settings={"<b>": {"<i>": "<u>"}, "x": "'\""}), tmp_path / "plan-tp")
+    html = page.write(tmp_path, tmp_path / "r.html").path.read_text()
+    assert "&lt;b&gt;.&lt;i&gt; &lt;u&gt;, x &#39;&#34;" in html
+
+
+def test_where_a_plan_pays_names_its_links(full, html):
+    links = full.inputs.plans[0].expected.links
+    assert links.kind in words.links(links)
+    assert f"predicted for {words.links(links)} (the frame" in html
+
+
 def test_numbers_of_the_cards_by_hand(full):
     dp, tp = full.cards
     for card, entry in zip((dp, tp), full.inputs.plans, strict=True):
@@ -306,9 +221,9 @@ def test_numbers_of_the_cards_by_hand(full):
 
 def test_the_card_and_the_layers_have_one_source_and_agree_on_load(full):
     """The run of demo.json has a load of 1.1 and is of other requests: it stands in the sentence and its own table."""
-    assert all(run.rows for run in full.inputs.measured)
+    assert all(rows for _, rows in full.inputs.runs)
     for card, entry in zip(full.cards, full.inputs.plans, strict=True):
-        shown = layers.layers(verdict.replayed_of(full.inputs, entry))
+        shown = sections.layers(verdict.replayed_of(full.inputs, entry))
         column = shown.tables[0].columns.index("load, plan")
         of_layers = [float(row[column]) for row in shown.tables[0].rows]
         assert float(card.numbers[3].plan) == pytest.approx(np.mean(of_layers), abs=0.011)
@@ -329,20 +244,20 @@ def with_load(entry, loads, limit):
 def test_a_load_above_the_limit_is_a_warning_and_the_limit_a_line_in_the_figure(full, limit, warned):
     entry = with_load(full.inputs.plans[0], [1.1, 1.26], limit)
     replayed = verdict.replayed_of(full.inputs, entry)
-    said = [s for s in verdict.card(entry, None, replayed, "x").sentences if s.startswith("Warning")]
+    said = [s for s in verdict.card(entry, None, replayed).sentences if s.startswith("Warning")]
     assert [s.split(" that")[0] for s in said] == warned * [
         "Warning: expert load 1.18, the mean over layers, is above the limit of 1.15"
     ]
-    lines = layers.layers(replayed).panels[2].spec["layout"]["shapes"]
+    lines = sections.layers(replayed).panels[2].spec["layout"]["shapes"]
     assert [line["y0"] for line in lines] == ([limit] if isinstance(limit, float) else [])
-    named = [key.label for key in layers.layers(replayed).keys if "limit" in key.label]
+    named = [key.label for key in sections.layers(replayed).keys if "limit" in key.label]
     assert named == [f"load limit {limit:g}, of the mean over layers" for _ in lines]
 
 
 def test_requests_that_were_scheduled_by_their_answers_are_a_warning(full):
     entry = full.inputs.plans[0]
     by_answers = replace(entry, expected=entry.expected.model_copy(update={"scheduled_by_answers": 3}))
-    cards = [verdict.card(e, None, verdict.replayed_of(full.inputs, e), "x") for e in (entry, by_answers)]
+    cards = [verdict.card(e, None, verdict.replayed_of(full.inputs, e)) for e in (entry, by_answers)]
     assert [sum("3 requests had answers for prompts" in s for s in card.sentences) for card in cards] == [0, 1]
 
 
@@ -370,7 +285,7 @@ def test_runs_on_other_tokens_are_not_compared(tmp_path):
     for name, tokens in (("vanilla", 100), ("on the plan", 200)):
         write_json(tmp_path / f"{name}.json", set_up(f"attention-TP, {name}", forward_tokens=tokens))
     inputs = gather.gather(tmp_path)
-    assert len(inputs.measured) == 2
+    assert len(inputs.runs) == 2
     assert verdict.measured_pair(inputs, inputs.plans[0]) is None
 
 
@@ -383,7 +298,7 @@ def test_a_plan_alone_is_enough(tmp_path):
     assert load_plan(tmp_path / "plan").expected == plan.expected
     html = out.read_text()
     assert f"{plan.expected['lar']:.3f}" in html
-    for command in ("semmoe replay TRACE", "semmoe affinity TRACE", "semmoe generate MODEL", "semmoe profile MODEL"):
+    for command in ("semmoe replay TRACE", "semmoe generate MODEL"):
         assert command in html
     save_plan(plan, tmp_path / "plan")  # the page is not in its way
 
@@ -435,27 +350,17 @@ def test_mistakes_are_one_line_and_leave_no_file(tmp_path, make, message):
 
 def test_what_is_too_large_is_left_out(tmp_path, monkeypatch):
     save(tmp_path, trace_of())
-    save_trace(trace_of(), tmp_path / "trace")
     write_json(tmp_path / "demo.json", demo_json())
-    monkeypatch.setattr(gather, "MOST_JSON", 100)
-    monkeypatch.setattr(gather, "MOST_TRACE", 100)
+    monkeypatch.setattr(gather, "MAX_JSON_BYTES", 100)
     with pytest.raises(ValueError, match="at most 100 are read"):
         gather.gather(tmp_path)
-    monkeypatch.setattr(gather, "MOST_JSON", 1 << 20)
-    monkeypatch.setattr(page, "MOST_BYTES", 1000)
+    monkeypatch.setattr(gather, "MAX_JSON_BYTES", 1 << 20)
+    monkeypatch.setattr(page, "MAX_PAGE_BYTES", 1000)
     with pytest.raises(ValueError, match="more than 1,000"):
         page.write(tmp_path, tmp_path / "r.html")
     assert not (tmp_path / "r.html").exists()
-    assert [e.path for e in gather.gather(tmp_path).left_out] == ["trace"]
-
-
-def test_kinds_that_do_not_fit_the_trace_are_not_used(full):
-    from semmoe.report.maps import kinds_of_requests
-
-    assert kinds_of_requests(["a"], 2) is None
-    names, kinds = kinds_of_requests([*"abcdefghi", "a", "b"], 11)
-    assert names == [*"abcdef", "others"]
-    assert kinds.tolist() == [0, 1, 2, 3, 4, 5, 6, 6, 6, 0, 1]
+    write_json(tmp_path / "demo.json", {**demo_json(), "padding": "x" * (1 << 20)})
+    assert [e.path for e in gather.gather(tmp_path).left_out] == ["demo.json"]
 
 
 @pytest.mark.parametrize("profiled", [True, False])
@@ -465,9 +370,19 @@ def test_a_replay_serves_where_a_plan_expects_nothing(tmp_path, profiled):
     found = score_plans(trace, solve_methods(trace, plan.topology, ["paper"], PAPER)[0], MEASURE)
     write_json(tmp_path / "r.json", {"settings": {**asdict(plan.topology), "profiled": profiled}, "methods": found})
     written = page.write(tmp_path, tmp_path / "out.html")
-    assert "Rows per rank pair" in written.path.read_text()
     assert "method paper in r.json" in written.path.read_text()
     assert ("partly on requests that it was solved on" in written.cards[0].source) is profiled
+    assert ("made from some of these requests, which flatters it" in written.path.read_text()) is profiled
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_replay_scheduled_by_answers_says_that_it_flatters(tmp_path, number):
+    trace = trace_of()
+    save(tmp_path, trace)
+    scores = score_plans(trace, solve_methods(trace, Topology(ep_size=4), ["eplb"], SolveSettings())[0], MEASURE)
+    write_json(tmp_path / "r.json", {"settings": {"scheduled_by_answers": number}, "methods": scores})
+    html = page.write(tmp_path, tmp_path / "out.html").path.read_text()
+    assert ("which no server knows and which flatters schedulers" in html) is bool(number)
 
 
 # --- in a browser ---------------------------------------------------------------------------------------------------
@@ -512,7 +427,7 @@ def opened(browser, full):
 def test_every_figure_is_drawn_without_network_or_errors(opened, full):
     layers_of = "[...document.querySelectorAll('.plot')].map(p => p.querySelectorAll('svg.main-svg').length)"
     plots = opened.tab.evaluate(layers_of)
-    assert len(plots) > 20
+    assert len(plots) == 2 * (1 + 3) + 3  # of two plans where it pays and layers, and of methods
     assert all(plots)
     assert [url for url in opened.requests if not url.startswith(("data:", "blob:"))] == [full.path.as_uri()]
     assert opened.troubles == []

@@ -24,7 +24,6 @@ _PUBLIC = {
     "compare": "solver",
     "load_plan": "plan",
     "open_trace": "trace",
-    "plot": "report.plot",
     "profile": "engines.transformers.profile",
     "replay": "replayer",
     "save_plan": "plan",

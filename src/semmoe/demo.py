@@ -62,18 +62,12 @@ def _held_out_texts(settings: DemoSettings) -> tuple[list[Text], list[Text]]:
     return profile, [text for text in texts if text[:2] not in profiled]
 
 
-def profiled_domains(settings: DemoSettings) -> list[str]:
-    """The domain of each of the profile's prompts, where these are held-out text."""
-    return [domain for domain, _, _ in _held_out_texts(settings)[0][: settings.profile_prompts]]
-
-
 def run_demo(
     settings: DemoSettings, work: Path, progress: Bars, dataset: Path | None = None, left_out: LeftOut | None = None
 ) -> dict[str, Any]:
     """Run every stage; returns the table's rows and what they rest on.
 
-    Under `work` it leaves what a report is made of: trace, domains.json, plan-dp, plan-tp and, of what it returns,
-    demo.json.
+    Under `work` it leaves the trace, plan-dp, plan-tp and demo.json, the returned figures.
     """
     experts = config_count(read_config(MODEL), *EXPERT_FIELDS)
     physical_experts(experts, 0, settings.ep_size)  # refuses a number of ranks that does not divide them
@@ -89,8 +83,6 @@ def run_demo(
     advance(1)
     advance = progress.task(f"profiling {len(profile_ids)} prompts", len(profile_ids))
     trace = record(model, str(MODEL), profile_ids, work / "trace", advance)
-    if dataset is None:
-        _save(work / "domains.json", profiled_domains(settings))
     configurations, digests = _configurations(trace, identity, settings, work, progress)
     rows = _compare(model, prompts, configurations, settings, progress)
     rows = [row | {"plan_hash": digests.get(row["name"])} for row in rows]

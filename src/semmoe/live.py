@@ -1,8 +1,10 @@
-"""Ask a running server to swap its plan, and follow it to the end: what `semmoe swap` and `adapt` do."""
+"""Ask a running server to swap its plan or to record, and follow it to the end: what `semmoe swap` and `adapt` do."""
 
 import json
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -11,19 +13,62 @@ from urllib.error import HTTPError, URLError
 from semmoe import watch
 from semmoe.client import PLAIN, Client
 from semmoe.core import Plan
-from semmoe.engines import supervisor
+from semmoe.engines import recorder_control, supervisor
 from semmoe.engines.live.files import ENDED, SwapStatus, plan_name, read_status, read_statuses, stage
+from semmoe.engines.recorder_files import read_control
 from semmoe.engines.sglang import swap as sglang
-from semmoe.settings import SwapSettings
+from semmoe.settings import RecordSettings, SwapSettings
 
 VLLM_PATH = "/v1/semmoe/swap"
 POLL = 0.05  # seconds between two looks at a status
+COUNT_POLL = 0.5  # seconds between two looks at the number of recorded requests
+STOP_SECONDS = 60.0  # in which ranks end a recording
 ANSWER = 30.0  # seconds in which a server answers that only takes an order
 PASS_PATH = "/health_generate"  # of SGLang: a request of one token, so that a server without requests runs passes
 
 
 class ServerError(RuntimeError):
     """What a server said instead of doing what it was asked."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running server, as `semmoe adapt` uses it. folder: its control folder; client: how it is asked."""
+
+    url: str
+    folder: Path
+    client: Client = PLAIN
+
+    def look(self) -> watch.Look:
+        """Its counters now. Raises ValueError if it does not answer."""
+        return watch.look([self.url], time.monotonic(), self.client)
+
+    def record(self, target: Path, requests: int, timeout: float) -> None:
+        """Write a trace of `requests` requests, or of fewer that end within `timeout` seconds.
+
+        Raises ValueError if the server cannot record, records already, or has ended no request.
+        """
+        recorder_control.begin(self.folder, RecordSettings())
+        try:
+            self._wait_for(requests, time.monotonic() + timeout)
+        except BaseException:  # the loop is ended: recordings hold users' text
+            with suppress(ValueError):  # no request was recorded
+                recorder_control.end(self.folder, target, STOP_SECONDS)
+            raise
+        recorder_control.end(self.folder, target, STOP_SECONDS)
+
+    def _wait_for(self, requests: int, end: float) -> None:
+        run = read_control(self.folder).run
+        while time.monotonic() < end:
+            if sum(status.requests for status in recorder_control.of_run(self.folder, run)) >= requests:
+                return
+            time.sleep(COUNT_POLL)
+
+    def swap(self, plan: Plan) -> None:
+        """Swap. Raises ValueError or RuntimeError if the plan is not served then."""
+        status = swap(self.url, self.folder, plan, SwapSettings(), self.client)
+        if status.state != "done":
+            raise ServerError(f"the swap was {status.state}: {status.reason}")
 
 
 def swap(url: str, folder: Path, plan: Plan, settings: SwapSettings, client: Client = PLAIN) -> SwapStatus:

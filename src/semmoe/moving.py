@@ -1,11 +1,10 @@
-"""What it costs to move a running server from one plan to another, and whether the other plan pays for it.
+"""The cost of a move of a running server from one plan to another.
 
 An expert that a rank is to have, and does not, comes from a rank of the same node if one has it, else from another
 node. The weights of a layer's experts travel together, while no forward pass runs.
 
 Worked example, two ranks with experts [[0, 1], [2, 3]] in a layer that are to be [[0, 2], [1, 3]]: rank 1 sends expert
-2 to rank 0 and gets expert 1 from it. With experts of 4 MB, 1 GB/s each way and no latency the layer takes 4 ms. A plan
-that saves 2 ms of every second has paid for that after 2 seconds.
+2 to rank 0 and gets expert 1 from it. With experts of 4 MB, 1 GB/s each way and no latency the layer takes 4 ms.
 """
 
 from dataclasses import dataclass
@@ -57,26 +56,3 @@ def move_between(old: Plan, new: Plan) -> Move:
         np.add.at(experts, (layers, source[layers, missing], target), 1)
     changed = old.placement.physical_to_logical_map != new.placement.physical_to_logical_map
     return Move(topology=topology, slots=int(changed.sum()), experts=experts)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Weighed:
-    """Whether a plan pays for the move to it."""
-
-    saved: float  # seconds of a second that the new plan saves at the rate that was seen
-    cost: float  # seconds that passes wait for the move
-    horizon: float  # seconds for which the new plan is expected to be served
-
-    @property
-    def pays(self) -> bool:
-        return self.saved * self.horizon > self.cost
-
-    @property
-    def after(self) -> float:
-        """Seconds after which the new plan has paid for the move; infinite if it never does."""
-        return self.cost / self.saved if self.saved > 0 else float("inf")
-
-
-def weigh(saved_per_token: float, tokens_per_second: float, cost: float, horizon: float) -> Weighed:
-    """saved_per_token: seconds that the new plan saves per token and layer; tokens_per_second: times layers."""
-    return Weighed(saved=saved_per_token * tokens_per_second, cost=cost, horizon=horizon)

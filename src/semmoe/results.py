@@ -149,7 +149,6 @@ Amount = Annotated[float, Field(ge=0, le=1e18)]
 Name = Annotated[str, Field(max_length=200)]
 Row = Annotated[list[Amount], Field(max_length=1024)]
 Matrix = Annotated[list[Row], Field(max_length=1024), AfterValidator(_square)]
-Labels = Annotated[list[Annotated[str, Field(max_length=100)]], Field(max_length=1_000_000)]
 
 
 class Record(BaseModel):

@@ -280,29 +280,15 @@ class SwapSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptSettings:
-    every: float = number(5.0, 0.1, 3600, help="Seconds between two looks.")
     window: float = number(60.0, 1, 86_400, help="Seconds over which a local activation rate is measured.")
     margin: float = number(0.02, 0, 1, help="How far it may fall below what is expected.")
     schedule: float = number(0.0, 0, 1e8, help="Also solve after so many seconds without one; 0: only on drift.")
-    rest: float = number(120.0, 0, 1e8, help="Least seconds between two solves.")
-    requests: int = number(500, 40, 1_000_000, help="Requests to record.")
-    keep_recording: bool = switch(
-        help="Record all the time: plans are solved at once on the newest requests, and again as more come."
-    )
-    kept_plans: int = number(4, 0, 100, help="Plans that served before and are tried before a new one is solved.")
-    patience: float = number(600.0, 1, 86_400, help="Most seconds to record for.")
-    judged: float = number(0.3, 0.05, 0.9, help="Share of them, the newest, that plans are scored on.")
-    solve_seconds: float = number(30.0, 0.1, 86_400, help="Seconds to search a plan.")
-    nice: int = number(10, 0, 19, help="How far the solver stands back behind the server where they share cores.")
-    horizon: float = number(1800.0, 1, 1e8, help="Seconds within which a plan must pay for the move to it.")
-    least_gain: float = number(0.05, 0, 1, help="Least share of its gain by which a new plan must be better.")
-    least_share: float = number(0.3, 0, 1, help="Least share of its predicted gain that must be measured, or back.")
-    layers_per_pass: int = number(0, 0, MOST_LAYERS, help="Layers that move between two passes; 0: all at once.")
+    requests: int = number(500, 70, 1_000_000, help="Requests to record.")
+    record_timeout: float = number(600.0, 1, 86_400, help="Stop recording after this many seconds.")
+    min_gain: float = number(0.05, 0, 1, help="Least share of its gain by which a new plan must be better.")
 
     def __post_init__(self) -> None:
         check_numbers(self)
-        if self.every > self.window:
-            raise ValueError(f"--every must be no longer than --window, {self.window:g} s, not {self.every:g}")
 
 
 @dataclass(frozen=True, kw_only=True)

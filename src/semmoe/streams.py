@@ -52,11 +52,11 @@ def agreed_header(headers: dict[Path, TraceHeader]) -> TraceHeader:
     return first
 
 
-def merge(traces: Sequence[Path], out: Path, progress: Progress = lambda tokens: None, in_turn: bool = False) -> Merged:
+def merge(traces: Sequence[Path], out: Path, progress: Progress = lambda tokens: None) -> Merged:
     """Write the requests of several trace directories to another one, readable by its owner only.
 
     They were recorded at the same time, each in order of ends: so they are interleaved, each as evenly as it goes, lest
-    the newest requests of the joined trace be those of the last one. in_turn: they were recorded one after the other.
+    the newest requests of the joined trace be those of the last one.
     """
     check_output(out, directory=True, inputs=traces)
     header = agreed_header({path: read_header(path) for path in traces})
@@ -65,7 +65,7 @@ def merge(traces: Sequence[Path], out: Path, progress: Progress = lambda tokens:
         atomic_directory(out, private=True) as staged,
         TraceWriter(staged, header, private=True) as writer,
     ):
-        in_order = heapq.merge(*(_by_age(path, i, in_turn, tallies[i]) for i, path in enumerate(traces)))
+        in_order = heapq.merge(*(_by_age(path, i, tallies[i]) for i, path in enumerate(traces)))
         for _, _, trace, r in in_order:
             writer.append_one(trace, r)
             progress(int(trace.request_offsets[r + 1] - trace.request_offsets[r]))
@@ -75,14 +75,14 @@ def merge(traces: Sequence[Path], out: Path, progress: Progress = lambda tokens:
     return Merged(out=out, requests=requests, tokens=sum(tally.tokens for tally in tallies))
 
 
-def _by_age(path: Path, number: int, in_turn: bool, tally: Tally) -> Iterator[tuple[float, int, RoutingTrace, int]]:
-    """Every request of a trace by its place, from 0 to 1, or where traces come in turn from `number` on."""
+def _by_age(path: Path, number: int, tally: Tally) -> Iterator[tuple[float, int, RoutingTrace, int]]:
+    """Every request of a trace by its place, from 0 to 1."""
     total = sum(array_shape(shard, "request_lengths")[0] for shard in shard_paths(path))
     done = 0
     for trace in read_shards(path):
         tally.add(trace)
         for r in range(trace.num_requests):
-            yield (done + r + 0.5) / total + number * in_turn, number, trace, r
+            yield (done + r + 0.5) / total, number, trace, r
         done += trace.num_requests
 
 

@@ -1,6 +1,5 @@
 """The command adapt: let the plan of a running server follow its traffic."""
 
-import contextlib
 import json
 import signal
 import sys
@@ -13,13 +12,10 @@ from urllib.parse import urlsplit
 import typer
 
 from semmoe import console
-from semmoe.calibration import load_links
 from semmoe.cli.app import SERVING, app
 from semmoe.cli.form import takes
-from semmoe.cli.links import LinksOption
 from semmoe.cli.options import INPUT, OUTPUT, CaOption, ControlOption, HeaderOption, Json, client_of, default_folder
 from semmoe.cli.swap import address
-from semmoe.client import Client
 from semmoe.settings import AdaptSettings
 
 LOG = "adapt.jsonl"
@@ -35,7 +31,6 @@ def adapt(
     control: ControlOption = None,
     header: HeaderOption = None,
     ca: CaOption = None,
-    links: LinksOption = None,
     settings: Any = None,
     dry_run: Annotated[
         bool, typer.Option(help="Record, solve and decide, but swap nothing.", rich_help_panel=OUTPUT)
@@ -45,49 +40,40 @@ def adapt(
     ] = 0,
     as_json: Json = False,
 ) -> None:
-    """Watch a server, and when requests drift from its plan: record, solve again, and swap where that pays.
+    """Watch a server, and when requests drift from its plan: record, solve again, and swap to a better plan.
 
-    The new plan must keep more pairs local for the newest requests, on which it was not solved, and pay for the move on
-    these links within the horizon. After a swap the gain is measured; if it is not there, the old plan comes back.
-    Every decision is a line of JSON in the control folder (adapt.jsonl). A file adapt.off there stops all decisions.
-    Recordings hold users' text, are readable by you only, and are removed once a plan is solved. Plans that served
-    before stay in the control folder and are tried first, since traffic comes back.
+    The new plan must keep more pairs local for the newest requests, on which it was not solved. After a swap the gain
+    is measured; if it is not there, the old plan comes back. Every decision is a line of JSON in the control folder
+    (adapt.jsonl). Recordings hold users' text, are readable by you only, and are removed once a plan is solved.
 
-    Examples: `semmoe adapt http://127.0.0.1:30000 --plan plan --links links.json` and
+    Examples: `semmoe adapt http://127.0.0.1:30000 --plan plan` and
     `semmoe adapt http://127.0.0.1:30000 --plan plan --dry-run --json`
     """
-    given: AdaptSettings = settings()
-    client = client_of(header, ca, [url])
-    folder = control or default_folder(urlsplit(address(url)).port or 80)
-    tell = _teller(folder / LOG, decisions(metrics_port), as_json)
-    loop = _adapter(address(url), client, plan, folder, links, given, tell, dry_run)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else the recording that is on would stay on
-    with contextlib.closing(loop.solve), contextlib.closing(loop):
-        while True:
-            loop.turn()
-
-
-def _adapter(
-    url: str, client: Client, plan: Path, folder: Path, links: str | None, given: AdaptSettings, tell: Any,
-    dry_run: bool,
-) -> Any:  # fmt: skip
-    """The loop. Raises ValueError if the server runs on another plan, or on none."""
     from semmoe.adapt.loop import Adapter
-    from semmoe.adapt.served import Served
-    from semmoe.adapt.solving import Solver, default_links
-    from semmoe.engines.live.files import plan_name, plan_number, read_status
-    from semmoe.engines.recorder_files import check_folder
+    from semmoe.adapt.solving import solve_aside
+    from semmoe.live import Served
     from semmoe.plan import load_plan
 
+    server_url, client = address(url), client_of(header, ca, [url])
+    folder = control or default_folder(urlsplit(server_url).port or 80)
     loaded = load_plan(plan)
+    _check_serves(plan, loaded, folder)
+    report = _reporter(folder / LOG, decisions(metrics_port), as_json)
+    loop = Adapter(Served(server_url, folder, client), loaded, settings(), folder, solve_aside, report, dry_run)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else a recording that is on would stay on
+    while True:
+        loop.turn()
+
+
+def _check_serves(path: Path, plan: Any, folder: Path) -> None:
+    """Raise ValueError if the server runs on another plan, or on none."""
+    from semmoe.engines.live.files import plan_name, plan_number, read_status
+    from semmoe.engines.recorder_files import check_folder
+
     check_folder(folder)
     serves = read_status(folder).plan
-    if serves != plan_number(loaded):
-        raise ValueError(f"{plan} is plan {plan_name(plan_number(loaded))}, and the server runs on {plan_name(serves)}")
-    name = links or default_links(loaded)
-    server = Served(url, folder, given, client)
-    timed = load_links(name, loaded.topology)
-    return Adapter(server, loaded, plan.resolve(), timed, name, given, folder, Solver(given.nice), tell, dry_run)
+    if serves != plan_number(plan):
+        raise ValueError(f"{path} is plan {plan_name(plan_number(plan))}, and the server runs on {plan_name(serves)}")
 
 
 def decisions(port: int) -> Any:
@@ -101,10 +87,10 @@ def decisions(port: int) -> Any:
     return found
 
 
-def _teller(path: Path, counter: Any, as_json: bool) -> Any:
-    """What tells a decision: to the log, to whoever watches, and as a metric."""
+def _reporter(path: Path, counter: Any, as_json: bool) -> Any:
+    """Return a function that reports a decision: to the log, to whoever watches, and as a metric."""
 
-    def tell(decision: Any) -> None:
+    def report(decision: Any) -> None:
         counter.labels(decision.action).inc()
         line = json.dumps({"time": round(time.time(), 1), **asdict(decision)})
         with path.open("a", encoding="utf-8") as file:
@@ -114,4 +100,4 @@ def _teller(path: Path, counter: Any, as_json: bool) -> Any:
         else:
             console.out.print(f"{time.strftime('%H:%M:%S')}  {decision.action:7}{decision.why}", highlight=False)
 
-    return tell
+    return report

@@ -152,7 +152,7 @@ Force = Annotated[bool, typer.Option("--force", help="Replace what --out names."
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.", rich_help_panel=OUTPUT)]
 ResultOut = Annotated[
     Path | None,
-    typer.Option("--out", help="Write the result as JSON, for `semmoe report`.", rich_help_panel=OUTPUT),
+    typer.Option("--out", help="Write the result as JSON.", rich_help_panel=OUTPUT),
 ]
 Dataset = Annotated[
     Path | None,

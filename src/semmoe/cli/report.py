@@ -15,7 +15,7 @@ def report(
     directory: Annotated[
         Path,
         typer.Argument(
-            help="A plan, or a directory of plans, traces, and what commands' --json and benchmarks wrote.",
+            help="A plan, or a directory of plans and of what `demo`, `generate` and `replay` wrote as JSON.",
             metavar="DIR",
             show_default=False,
         ),

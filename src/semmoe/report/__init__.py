@@ -1,1 +1,1 @@
-"""A plan and its measurements as one HTML page: gather (files), figures (arrays to pictures), page (HTML)."""
+"""A plan and its measurements as one HTML page: gather (files), verdict, sections, figures, page (HTML)."""

@@ -4,18 +4,22 @@ import base64
 import gzip
 import hashlib
 import json
+import platform
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from semmoe import __version__
+from semmoe.cost import WORTH
 from semmoe.files import atomic_file
-from semmoe.report import measurements, plans, serving, sources, verdict, words
+from semmoe.report import sections, verdict, words
 from semmoe.report.gather import Inputs, PlanFile, gather
 from semmoe.report.verdict import Pair, Replayed
-from semmoe.report.view import Card, Figure, Section
+from semmoe.report.view import Card, Figure
 
 HERE = Path(__file__).parent
-MOST_BYTES = 8_000_000
+MAX_PAGE_BYTES = 8_000_000
 
 
 @dataclass(frozen=True)
@@ -33,68 +37,83 @@ def write(folder: Path, out: Path, command: str = "") -> Written:
     inputs = gather(folder, page=out)
     html, cards = render(inputs, command or f"semmoe report {folder}")
     content = html.encode()
-    if len(content) > MOST_BYTES:
-        size = f"{len(content):,} bytes, more than {MOST_BYTES:,}"
-        raise ValueError(f"the page would have {size}: put fewer plans or traces in {folder}")
+    if len(content) > MAX_PAGE_BYTES:
+        size = f"{len(content):,} bytes, more than {MAX_PAGE_BYTES:,}"
+        raise ValueError(f"the page would have {size}: put fewer plans or measurements in {folder}")
     with atomic_file(out) as staged:
         staged.write_bytes(content)
     return Written(out, len(content), inputs, cards)
 
 
+@dataclass(frozen=True)
+class PlanView:
+    """A plan, its verdict and its figures."""
+
+    id: str
+    entry: PlanFile
+    pair: Pair | None
+    replayed: Replayed | None
+    card: Card
+    pays: Figure | None
+    layers: Figure | None
+
+
 def render(inputs: Inputs, command: str) -> tuple[str, list[Card]]:
     """The page as text, and its verdicts."""
-    import jinja2
     import plotly.offline
 
-    pairs = [verdict.measured_pair(inputs, plan) for plan in inputs.plans]
-    replays = [verdict.replayed_of(inputs, plan) for plan in inputs.plans]
-    ids = [f"plan-{i}" for i in range(len(inputs.plans))]
-    of_plans = list(zip(inputs.plans, pairs, replays, ids, strict=True))
-    cards = [verdict.card(*four) for four in of_plans]
-    sections = _sections(inputs, of_plans)
-    provenance, tables = sources.section(inputs, command)
-    plotly_js, page_js = plotly.offline.get_plotlyjs(), (HERE / "page.js").read_text(encoding="utf-8")
+    plans = [_view(inputs, entry, f"plan-{i}") for i, entry in enumerate(inputs.plans)]
+    methods = [sections.methods(replay, f"methods-{i}") for i, (_, replay) in enumerate(inputs.replays)]
+    figures = [figure for plan in plans for figure in (plan.pays, plan.layers) if figure is not None] + methods
+    specs = {f"{figure.id}-{i}": panel.spec for figure in figures for i, panel in enumerate(figure.panels)}
+    plotly_js, page_js = plotly.offline.get_plotlyjs(), _file("page.js")
     assert "</script" not in plotly_js.lower()
-    loader = jinja2.FileSystemLoader(HERE)
-    environment = jinja2.Environment(
-        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
-    html = environment.get_template("page.html.j2").render(
-        title=words.name(inputs.plans[0].plan.fingerprint.model),
-        lead=verdict.lead(inputs, pairs),
-        cards=cards,
-        sections=sections,
-        provenance=provenance,
-        sources=tables,
-        figures=embedded(specs(sections)),
-        style=(HERE / "style.css").read_text(encoding="utf-8"),
+    html = _template().render(
+        inputs=inputs,
+        lead=verdict.lead(inputs, [plan.pair for plan in plans]),
+        plans=plans,
+        methods=[(path, replay, part) for (path, replay), part in zip(inputs.replays, methods, strict=True)],
+        facts=_facts(command),
+        figures=embedded(specs),
         plotly=packed(plotly_js),
+        style=_file("style.css"),
         page_js=page_js,
         scripts=" ".join(_digest(script) for script in (plotly_js, page_js)),
     )
-    return html, cards
+    return html, [plan.card for plan in plans]
 
 
-def _sections(inputs: Inputs, of_plans: list[tuple[PlanFile, Pair | None, Replayed | None, str]]) -> list[Section]:
-    """The sections that have content, then one with what all the others would show."""
-    plan_sections = [plans.section(inputs, *four) for four in of_plans]
-    measured, rest = measurements.generated(inputs), [measurements.methods(inputs), measurements.routing(inputs)]
-    found = [measured, *plan_sections, *rest, serving.section(inputs)]
-    present = [s for s in found if s.shown or any(isinstance(part, Figure) for part in s.parts)]
-    missing = [part for s in found if s not in present for part in s.parts]
-    more = Section(id="more", title="What else this page can show", short="More", parts=missing)
-    return [*present, *([more] if missing else [])]
+def _view(inputs: Inputs, entry: PlanFile, id: str) -> PlanView:
+    pair, replayed = verdict.measured_pair(inputs, entry), verdict.replayed_of(inputs, entry)
+    pays = sections.pays(entry.expected, f"{id}-pays")
+    layers = sections.layers(replayed, f"{id}-layers") if replayed else None
+    return PlanView(id, entry, pair, replayed, verdict.card(entry, pair, replayed), pays, layers)
 
 
-def specs(sections: list[Section]) -> dict[str, Any]:
-    """Plotly figures by the id of their element in the page."""
-    return {
-        f"{section.id}-{i}-{j}": panel.spec
-        for section in sections
-        for i, figure in enumerate(section.parts)
-        if isinstance(figure, Figure)
-        for j, panel in enumerate(figure.panels)
-    }
+def _facts(command: str) -> dict[str, str]:
+    """The command, versions and machine that wrote the page; measurements name their own."""
+    packages = ", ".join(f"{name} {version(name)}" for name in ("plotly", "jinja2", "numpy"))
+    machine = f"{platform.machine()}, {platform.system()}"
+    python = platform.python_version()
+    return {"command": command, "semmoe": __version__, "Python": python, "packages": packages, "machine": machine}
+
+
+def _template() -> Any:
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(HERE),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.globals |= {"words": words, "worth": WORTH}
+    return environment.get_template("page.html.j2")
+
+
+def _file(name: str) -> str:
+    return (HERE / name).read_text(encoding="utf-8")
 
 
 def embedded(value: Any) -> str:

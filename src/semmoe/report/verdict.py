@@ -3,11 +3,9 @@
 from dataclasses import dataclass
 
 from semmoe.report import words
-from semmoe.report.gather import Inputs, Measured, PlanFile
+from semmoe.report.gather import Inputs, PlanFile
 from semmoe.report.view import Card, Number
 from semmoe.results import Figures, GenerateFile
-
-Either = Figures | GenerateFile
 
 
 @dataclass(frozen=True)
@@ -16,7 +14,7 @@ class Pair:
 
     vanilla: GenerateFile
     plan: GenerateFile
-    run: Measured  # the plan's
+    path: str  # of the plan's run
 
     @property
     def saved(self) -> float:
@@ -30,21 +28,18 @@ def measured_pair(inputs: Inputs, plan: PlanFile) -> Pair | None:
     A run that names its plan by hash must name this plan. One without a hash counts if no other plan has the same
     attention.
     """
-    prefix = f"attention-{plan.plan.topology.attention.upper()}, "
-    alone = sum(p.plan.topology.attention == plan.plan.topology.attention for p in inputs.plans) == 1
-    rows = [(row, run) for run in inputs.measured for row in run.rows if row.name.startswith(prefix)]
-    for row, run in rows:
-        if row.name != prefix + "on the plan" or not (row.plan_hash == plan.digest or (alone and not row.plan_hash)):
+    attention = plan.plan.topology.attention
+    prefix = f"attention-{attention.upper()}, "
+    alone = sum(other.plan.topology.attention == attention for other in inputs.plans) == 1
+    rows = [(row, path) for path, run in inputs.runs for row in run]
+    for row, path in rows:
+        is_ours = row.plan_hash == plan.digest or (alone and not row.plan_hash)
+        if row.name != prefix + "on the plan" or not is_ours:
             continue
         for other, _ in rows:
             if other.name == prefix + "vanilla" and other.forward_tokens == row.forward_tokens:
-                return Pair(other, row, run)
+                return Pair(other, row, path)
     return None
-
-
-def _vanilla(figures: dict[str, Figures], method: str) -> Figures | None:
-    """The figures of contiguous placement beside those of `method`, unless it is that method."""
-    return figures.get("linear") if method != "linear" else None
 
 
 @dataclass(frozen=True)
@@ -56,26 +51,27 @@ class Replayed:
     source: str
     load_limit: float | None = None  # on max / mean expert load, which the plan was solved for
 
-    def sides(self) -> list[tuple[str, Figures]]:
-        vanilla = [] if self.vanilla is None else [("vanilla", self.vanilla)]
-        return [*vanilla, ("plan", self.plan)]
-
 
 def replayed_of(inputs: Inputs, entry: PlanFile) -> Replayed | None:
     """Replayed figures of a plan, layer by layer: from requests held out while solving, else from a replay's file."""
-    plan, expected, limit = entry.plan, entry.expected, _load_limit(entry)
+    expected, limit = entry.expected, _load_limit(entry)
     if expected is not None and expected.layers:
-        where = f"{words.count(expected.requests, 'request')} held out while solving, {words.name(entry.path)}"
-        return Replayed(expected, _vanilla(expected.others, plan.method), where, limit)
-    t = plan.topology
+        source = f"{words.count(expected.requests, 'request')} held out while solving, {words.name(entry.path)}"
+        return Replayed(expected, _vanilla(expected.others, entry.plan.method), source, limit)
+    topology, method = entry.plan.topology, entry.plan.method
     for path, replay in inputs.replays:
-        same = all(replay.settings.get(k) == v for k, v in (("ep_size", t.ep_size), ("dp_size", t.dp_size)))
-        own = replay.methods.get(plan.method)
+        same = all(replay.settings.get(key) == getattr(topology, key) for key in ("ep_size", "dp_size"))
+        own = replay.methods.get(method)
         if same and own is not None and own.layers:
-            vanilla = _vanilla(replay.methods, plan.method)
             seen = ", partly on requests that it was solved on" if replay.settings.get("profiled") else ""
-            return Replayed(own, vanilla, f"method {words.name(plan.method)} in {words.name(path)}{seen}", limit)
+            source = f"method {words.name(method)} in {words.name(path)}{seen}"
+            return Replayed(own, _vanilla(replay.methods, method), source, limit)
     return None
+
+
+def _vanilla(figures: dict[str, Figures], method: str) -> Figures | None:
+    """The figures of contiguous placement beside those of `method`, unless it is that method."""
+    return figures.get("linear") if method != "linear" else None
 
 
 def _load_limit(entry: PlanFile) -> float | None:
@@ -85,22 +81,27 @@ def _load_limit(entry: PlanFile) -> float | None:
     return float(limit) if isinstance(limit, (int, float)) and 1 <= limit < 1e6 else None
 
 
-def card(plan: PlanFile, pair: Pair | None, replayed: Replayed | None, target: str) -> Card:
-    """The verdict on one plan; `target` is the id of its section."""
-    sentences = [_predicted(plan)]
-    if pair is not None:
-        sentences.append(_measured(pair))
-    sentences += _warnings(plan, replayed)
+def card(plan: PlanFile, pair: Pair | None, replayed: Replayed | None) -> Card:
+    """The verdict on one plan."""
+    topology = plan.plan.topology
+    measured = [] if pair is None else [_measured(pair)]
     numbers, source = _numbers(pair, replayed)
-    title = f"{words.attention(plan.plan.topology)}, {plan.plan.topology.ep_size} ranks"
-    return Card(title, _state(plan, pair), sentences, numbers, source, target)
+    return Card(
+        title=f"{words.attention(topology)}, {topology.ep_size} ranks",
+        state=_state(plan, pair),
+        sentences=[_predicted(plan), *measured, *_warnings(plan, replayed)],
+        numbers=numbers,
+        source=source,
+    )
 
 
 def _state(plan: PlanFile, pair: Pair | None) -> str:
     if pair is not None and pair.plan.identical is False:
         return "wrong"
     verdict = plan.expected.verdict if plan.expected else None
-    return "open" if verdict is None else "yes" if verdict.worth_it else "no"
+    if verdict is None:
+        return "open"
+    return "yes" if verdict.worth_it else "no"
 
 
 def _predicted(plan: PlanFile) -> str:
@@ -113,7 +114,8 @@ def _predicted(plan: PlanFile) -> str:
             "(semmoe solve --hidden-size H --expert-size F)."
         )
     batch = f"{expected.tokens_per_batch:,.0f} tokens per batch"
-    batch += f", {words.count(expected.running, 'request')} at a time on each rank" if expected.running else ""
+    if expected.running:
+        batch += f", {words.count(expected.running, 'request')} at a time on each rank"
     sentence = f"Predicted for {words.links(expected.links)}, {batch}: {expected.verdict.sentence}."
     decode = expected.decode
     if decode is not None and decode.verdict is not None and decode.links is not None:
@@ -135,34 +137,38 @@ def _measured(pair: Pair) -> str:
 
 
 def _warnings(plan: PlanFile, replayed: Replayed | None) -> list[str]:
-    found = []
-    load, limit = (replayed.plan.load_max_over_mean, replayed.load_limit) if replayed else (0.0, None)
-    if limit and round(load, 2) > limit:
-        found.append(
-            f"Warning: expert load {load:.2f}, the mean over layers, is above the limit of {limit:g} that the plan was "
-            "solved for: the mix of these requests differs from its profile."
+    warnings = []
+    limit = replayed.load_limit if replayed else None
+    if replayed and limit and round(replayed.plan.load_max_over_mean, 2) > limit:
+        warnings.append(
+            f"Warning: expert load {replayed.plan.load_max_over_mean:.2f}, the mean over layers, is above the limit of "
+            f"{limit:g} that the plan was solved for: the mix of these requests differs from its profile."
         )
     if plan.expected is not None and plan.expected.scheduled_by_answers:
         requests = words.count(plan.expected.scheduled_by_answers, "request")
-        found.append(f"Warning: {requests} had answers for prompts, so groups were chosen by what no server knows.")
-    return found
+        warnings.append(f"Warning: {requests} had answers for prompts, so groups were chosen by what no server knows.")
+    return warnings
 
 
 def _numbers(pair: Pair | None, replayed: Replayed | None) -> tuple[list[Number], str]:
-    """Means of the figures in the plan's section; those of a run only where nothing was replayed."""
+    """Means of the figures in the plan's section, and their source; of a run only where nothing was replayed."""
     if replayed is not None:
-        highest = f"highest layer {max(layer.load_max_over_mean for layer in replayed.plan.layers):.2f}"
-        numbers = _four(replayed.plan, replayed.vanilla, "remote_ranks_per_token", highest)
+        highest = max(layer.load_max_over_mean for layer in replayed.plan.layers)
+        numbers = _four(replayed.plan, replayed.vanilla, "remote_ranks_per_token", f"highest layer {highest:.2f}")
         return numbers, f"Replayed: {replayed.source}; load is the mean over layers."
-    if pair is not None:
-        return _four(pair.plan, pair.vanilla, "all_to_all_bytes"), f"Measured while generating ({pair.run.path})."
-    return [], ""
+    if pair is None:
+        return [], ""
+    source = f"Measured while generating ({words.name(pair.path)})."
+    return _four(pair.plan, pair.vanilla, "all_to_all_bytes"), source
 
 
-def _four(plan: Either, vanilla: Either | None, field: str, load_note: str = "") -> list[Number]:
+Sided = Figures | GenerateFile
+
+
+def _four(plan: Sided, vanilla: Sided | None, field: str, load_note: str = "") -> list[Number]:
     """The four key numbers beside vanilla's. field: of the bytes sent, or of rows, to which bytes are proportional."""
     sent, vanilla_sent = getattr(plan, field), getattr(vanilla, field, None)
-    saved = words.percent(1 - sent / vanilla_sent) if sent is not None and vanilla_sent else "–"
+    saved = words.percent(1 - sent / vanilla_sent) if sent is not None and vanilla_sent else words.NONE
     return [
         _number(words.LAR, plan, vanilla),
         _number(words.REMOTE, plan, vanilla),
@@ -171,7 +177,7 @@ def _four(plan: Either, vanilla: Either | None, field: str, load_note: str = "")
     ]
 
 
-def _number(column: words.Column, plan: Either, vanilla: Either | None, note: str = "") -> Number:
+def _number(column: words.Column, plan: Sided, vanilla: Sided | None, note: str = "") -> Number:
     title, field, write = column
     value, other = getattr(plan, field), getattr(vanilla, field, None)
     compared = ""
@@ -182,32 +188,32 @@ def _number(column: words.Column, plan: Either, vanilla: Either | None, note: st
 
 def lead(inputs: Inputs, pairs: list[Pair | None]) -> list[str]:
     """The first sentences of the page: what is predicted and, if anything was measured, what was measured."""
-    return [sentence for sentence in (_lead_predicted(inputs), _lead_measured(inputs, pairs)) if sentence]
+    known = [(plan, pair) for plan, pair in zip(inputs.plans, pairs, strict=True) if pair is not None]
+    measured = [_lead_measured(known, one=len(inputs.plans) == 1)] if known else []
+    return [_lead_predicted(inputs), *measured]
 
 
 def _lead_predicted(inputs: Inputs) -> str:
-    said: dict[tuple[str, bool], list[str]] = {}
+    names: dict[tuple[str, str], list[str]] = {}  # of the plans, by what is predicted of them and on which links
     for plan in inputs.plans:
-        verdict, links = (plan.expected.verdict, plan.expected.links) if plan.expected else (None, None)
-        if verdict is not None and links is not None:
-            said.setdefault((words.name(links.name), verdict.worth_it), []).append(_short(plan))
+        expected = plan.expected
+        if expected is not None and expected.verdict is not None and expected.links is not None:
+            worth = "worth it" if expected.verdict.worth_it else "not worth it"
+            names.setdefault((worth, words.name(expected.links.name)), []).append(_short(plan))
+    if not names:
+        return "Whether this is worth it was not predicted."
     parts = []
-    for (links_name, worth), names in said.items():
-        all_of_them = len(names) == len(inputs.plans)
-        which = "" if all_of_them else f" for {words.listed(names)}"
-        parts.append(f"{'worth it' if worth else 'not worth it'}{which} on {links_name}")
-    return f"Predicted: {'; '.join(parts)}." if parts else "Whether this is worth it was not predicted."
+    for (worth, links), own in names.items():
+        which = "" if len(own) == len(inputs.plans) else f" for {words.listed(own)}"
+        parts.append(f"{worth}{which} on {links}")
+    return f"Predicted: {'; '.join(parts)}."
 
 
-def _lead_measured(inputs: Inputs, pairs: list[Pair | None]) -> str:
-    known = [(plan, pair) for plan, pair in zip(inputs.plans, pairs, strict=True) if pair is not None]
-    if not known:
-        return ""
-    one = len(inputs.plans) == 1
+def _lead_measured(known: list[tuple[PlanFile, Pair]], one: bool) -> str:
     saved = [words.fewer(pair.saved) + ("" if one else f" ({_short(plan)})") for plan, pair in known]
-    same = [pair.plan.identical for _, pair in known]
-    outputs = "outputs not all verified" if None in same else "outputs identical"
-    if False in same:
+    identical = [pair.plan.identical for _, pair in known]
+    outputs = "outputs not all verified" if None in identical else "outputs identical"
+    if False in identical:
         outputs = "OUTPUTS DIFFER"
     return f"Measured: {words.listed(saved)} all-to-all bytes than vanilla, {outputs}."
 

@@ -1,4 +1,4 @@
-"""What a page is made of, before it is HTML: cards, sections, figures and their tables. All text is plain."""
+"""Parts of a page, before they are HTML: cards, figures and their tables. All text is plain."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,20 +15,11 @@ class Table:
 
 @dataclass(frozen=True)
 class Key:
-    """An entry of a legend. colour: #rrggbb or a name of the theme; mark: box, line, dash, dot, round or diamond."""
+    """An entry of a legend. colour: a name of the theme; mark: box, dash, dot or diamond."""
 
     label: str
     colour: str
     mark: str = "box"
-
-
-@dataclass(frozen=True)
-class Scale:
-    """The colour bar of heat maps: what its lowest and its highest colour stand for."""
-
-    low: str
-    high: str
-    what: str
 
 
 @dataclass(frozen=True)
@@ -42,36 +33,13 @@ class Panel:
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """Panels that belong together, side by side in up to `columns` columns."""
+    """Panels that belong together. id: of its element in the page, where the template explains it."""
 
-    title: str
-    says: str  # what it shows, and which values are good
+    id: str
     panels: list[Panel]
     tables: list[Table]
     keys: list[Key] = field(default_factory=list)
-    scale: Scale | None = None
-    columns: int = 1
-
-
-@dataclass(frozen=True)
-class Missing:
-    """What the directory does not hold, and the command that makes it."""
-
-    title: str
-    says: str
-    command: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    """A part of the page with a heading of its own."""
-
-    id: str
-    title: str
-    short: str  # its title in the navigation
-    intro: str = ""
-    shown: Table | None = None  # a table before the figures that is always open
-    parts: list[Figure | Missing] = field(default_factory=list)
+    scale: tuple[str, str, str] | None = None  # the colors' lowest and highest value, and the quantity
 
 
 @dataclass(frozen=True)
@@ -95,8 +63,8 @@ class Card:
     sentences: list[str]
     numbers: list[Number]
     source: str  # of the numbers
-    target: str  # id of the plan's section
 
     @property
     def badge(self) -> str:
+        """The verdict in two words."""
         return BADGES[self.state]

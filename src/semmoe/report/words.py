@@ -6,53 +6,43 @@ from typing import Any
 from semmoe.results import LinksNote
 from semmoe.topology import Topology
 
-LONGEST = 80  # characters of a name that comes from a file
+MAX_NAME = 80  # characters of a name that comes from a file
+NONE = "–"
 
 
 def share(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
+    return NONE if value is None else f"{value:.3f}"
 
 
 def ratio(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
+    return NONE if value is None else f"{value:.2f}"
 
 
-Column = tuple[str, str, Callable[[Any], str]]  # title, field of an item, how its value is written
-LAR: Column = ("Local activation rate", "lar", share)
-REMOTE: Column = ("Remote ranks per token", "remote_ranks_per_token", ratio)
-LOAD: Column = ("Expert load, max / mean", "load_max_over_mean", ratio)
-
-
-def cells(item: object, columns: Sequence[Column]) -> list[str]:
-    """An item's row of a table."""
-    return [write(getattr(item, field)) for _, field, write in columns]
+def whole(value: float | None) -> str:
+    return NONE if value is None else f"{value:,.0f}"
 
 
 def percent(value: float) -> str:
     return f"{value:.1%}".replace("%", "\u00a0%").replace("-", "\u2212")
 
 
-def bytes_of(value: float) -> str:
-    """Bytes in GB, MB, kB or B, whichever suits them."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if value >= size:
-            return f"{value / size:,.1f} {unit}"
-    return f"{value:,.0f} B"
+def fewer(change: float) -> str:
+    """A share that was saved, in words; a negative one was lost."""
+    return f"{percent(abs(change))} {'fewer' if change >= 0 else 'more'}"
 
 
-def whole(value: float | None) -> str:
-    return "–" if value is None else f"{value:,.0f}"
+def count(number: int, what: str) -> str:
+    return f"{number:,} {what}" + ("" if number == 1 else "s")
 
 
-def name(text: object, longest: int = LONGEST) -> str:
+def listed(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def name(text: object, longest: int = MAX_NAME) -> str:
     """Text from a file on one line: at most `longest` characters, all of them printable."""
     line = "".join(c if c.isprintable() else " " for c in str(text)).strip()
     return line if len(line) <= longest else line[: longest - 1] + "…"
-
-
-def label(text: object) -> str:
-    """The same as `name`, for Plotly, which interprets tags and entities in its labels."""
-    return name(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def links(note: LinksNote) -> str:
@@ -64,14 +54,12 @@ def attention(topology: Topology) -> str:
     return {"tp": "Attention TP", "dp": "Attention DP", "hybrid": "Hybrid attention"}[topology.attention]
 
 
-def count(number: int, what: str) -> str:
-    return f"{number:,} {what}" + ("" if number == 1 else "s")
+Column = tuple[str, str, Callable[[Any], str]]  # title, field of an item, how its value is written
+LAR: Column = ("Local activation rate", "lar", share)
+REMOTE: Column = ("Remote ranks per token", "remote_ranks_per_token", ratio)
+LOAD: Column = ("Expert load, max / mean", "load_max_over_mean", ratio)
 
 
-def fewer(change: float) -> str:
-    """A share that was saved, in words; a negative one was lost."""
-    return f"{percent(abs(change))} {'fewer' if change >= 0 else 'more'}"
-
-
-def listed(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+def cells(item: object, columns: Sequence[Column]) -> list[str]:
+    """An item's row of a table."""
+    return [write(getattr(item, field)) for _, field, write in columns]
