@@ -40,6 +40,17 @@ def test_attention_tp_competes_with_no_all_to_all_too():
     assert payoff(TP, "h200-nvlink", QWEN, 1024).gain <= payoff(DP, "h200-nvlink", QWEN, 1024).gain
 
 
+def test_without_an_all_to_all_the_better_balanced_placement_counts():
+    """Locality has no effect there, so that vanilla's and the plan's load may be exchanged."""
+    uneven, even = (replace(TP, load=load, vanilla_load=other) for load, other in ((2.0, 1.0), (1.0, 2.0)))
+    first, second = (payoff(one, "h200-nvlink", DEEPSEEK, 16384) for one in (uneven, even))
+    assert first.against == "expert parallelism without all-to-all"
+    assert first.gain < second.gain
+    worse = payoff(replace(TP, load=2.0, vanilla_load=2.0), "h200-nvlink", DEEPSEEK, 16384)
+    assert worse.against == first.against
+    assert worse.gain > first.gain  # the same plan, against a slower rival
+
+
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 def test_slower_links_and_fewer_remote_ranks_gain_more(model):
     by_links = [payoff(DP, name, model, 16384).gain for name in ("h200-nvlink", "h200-400g", "h200-100g")]
