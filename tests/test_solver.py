@@ -4,15 +4,16 @@ from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
-from synthetic import planted_trace, random_trace
+from synthetic import make_fingerprint, planted_trace, random_trace
 
 from semmoe.calibration import PhaseLinks, load_links
 from semmoe.core import NEVER, PRIOR
 from semmoe.cost import LayerShape, hooks, layer_time
 from semmoe.expectation import expect
+from semmoe.placement.linear import vanilla_plan
 from semmoe.replayer import replay
 from semmoe.settings import GenerateSettings, PaperSettings, ReplaySettings, SolveSettings
-from semmoe.solver import score, solve, solve_methods
+from semmoe.solver import moved_experts, score, solve, solve_methods
 from semmoe.splitter import split
 from semmoe.tokens.slices import ByPosition
 from semmoe.topology import Topology
@@ -217,6 +218,15 @@ def test_plans_without_token_tables_state_no_number():
     settings, measure = SolveSettings(method="eplb"), ReplaySettings(batch_tokens=16)
     found = expect(trace, TP4, settings, measure, PhaseLinks(links, links), shape, holdout=0.5)
     assert "shuffle_from" not in found
+
+
+def test_experts_that_moved_by_hand():
+    """Of 0 1 | 2 3 on two ranks, experts 1 and 2 change places."""
+    before = vanilla_plan(make_fingerprint(num_layers=1, num_experts=4), Topology(ep_size=2))
+    order = np.array([[0, 2, 1, 3]], np.int32)
+    after = replace(before, placement=replace(before.placement, physical_to_logical_map=order))
+    assert moved_experts(after, before) == (2, 4)
+    assert moved_experts(before, before) == (0, 4)
 
 
 def test_a_plan_made_from_another_keeps_its_number():
