@@ -63,9 +63,10 @@ test-sglang: $(SGLANG_VENV)/.ready
 test-vllm: $(VLLM_VENV)/.ready
 	$(VLLM_PYTHON) -m pytest tests/engines/vllm -m "$(ENGINE_TESTS)"
 
-# The other families, attentions and numbers of copies on both engines, of which the tests above run a few.
+# The other families, attentions and numbers of copies on both engines, of which the tests above run a few, and costly
+# tests on SGLang, which CI leaves out.
 test-families: $(SGLANG_VENV)/.ready $(VLLM_VENV)/.ready
-	$(SGLANG_PYTHON) -m pytest tests/engines/sglang -m families
+	$(SGLANG_PYTHON) -m pytest tests/engines/sglang -m "families or costly"
 	$(VLLM_PYTHON) -m pytest tests/engines/vllm -m families
 
 # The picker behind Envoy, and the example for Dynamo with Dynamo's own runtime, which pins what the other test tools do

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from semmoe.demo import MODEL
 from semmoe.plan import load_plan
 
-CONCURRENCY = (1, 16, 4, 2, 16, 1, 8)
+CONCURRENCY = (1, 16, 4)
 NEW_TOKENS = 16
 
 

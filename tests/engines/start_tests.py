@@ -24,9 +24,10 @@ STALE = Path(__file__).parent / "stale"  # another
 
 
 class StartTests:
-    """A subclass says which server, and where its adaptor reaches into the engine."""
+    """A subclass says which server and engine, and where its adaptor reaches into the engine."""
 
     SERVER: type[Server]
+    ENGINE: str
     HOOKS: tuple[Hook, ...]
 
     def test_every_hook_fits_this_version(self):
@@ -89,8 +90,12 @@ class StartTests:
         assert "ranks disagree: the plan of rank 1 is not that of rank 0" in line
 
     def test_an_unknown_setting_does_not_start(self, tmp_path, monkeypatch):
+        """The entry point ends the process that calls it, as the engine's processes do."""
         monkeypatch.setenv("SEMMOE_PLANN", "x")
-        assert "SEMMOE_PLANN is no setting" in reason(self.SERVER(tmp_path, str(MODEL)))
+        program = f"from semmoe.engines.{self.ENGINE}.plugin import register; register()"
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert "SEMMOE_PLANN is no setting" in done.stderr.splitlines()[-1]
 
     def test_a_folder_in_use_is_left_alone(self, tmp_path):
         """Not even a dry run touches what a running server has there."""

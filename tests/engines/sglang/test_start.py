@@ -21,7 +21,7 @@ EMULATED = Path(__file__).parents[1] / "emulated"  # a plug-in that stands in fo
 
 
 class TestSglang(StartTests):
-    SERVER = SglangServer
+    SERVER, ENGINE = SglangServer, "sglang"
     HOOKS = (*targets.HOOKS, *cpu_patches("sglang").HOOKS)
 
 

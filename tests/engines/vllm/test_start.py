@@ -12,7 +12,7 @@ ALONE = ("--enforce-eager", "--enable-expert-parallel")
 
 
 class TestVllm(StartTests):
-    SERVER = VllmServer
+    SERVER, ENGINE = VllmServer, "vllm"
     HOOKS = (*targets.HOOKS, targets.LOAD_MODEL_CPU, *cpu_patches("vllm").HOOKS)
 
 
