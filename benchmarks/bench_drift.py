@@ -1,7 +1,8 @@
 """Traffic that drifts, served on a plan that stays, one that `semmoe adapt` lets follow, and one that knew the future.
 
-    OMP_NUM_THREADS=1 .venv-vllm/bin/python benchmarks/bench_drift.py --engine sglang|vllm [--attention dp|tp]
-        [--shape block] [--requests 2400] [--schedule 0] [--profiled 200] [--only frozen adapt known eplb] [--out FILE]
+    PYTHONPATH=. OMP_NUM_THREADS=1 .venv-vllm/bin/python benchmarks/bench_drift.py --engine sglang|vllm
+        [--attention dp|tp] [--shape block] [--requests 2400] [--schedule 0] [--profiled 200]
+        [--only frozen adapt known eplb] [--out FILE]
 
 In the engine's own environment (SGLang: with SGLANG_USE_CPU_ENGINE=1). The plan is profiled on the first kinds of text
 (`drift.FIRST`; for the shape `stable` on all), from documents that are never served. `known` swaps, when kinds change,
@@ -32,10 +33,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import aiohttp
-import drift
 from serving.engine import RANKS, Engine, ServerError, SetUp, add_engine, engine
 from serving.server import Server, counters, serving
 
+from lab import drift
 from semmoe import live
 from semmoe.core import Plan
 from semmoe.demo import MODEL

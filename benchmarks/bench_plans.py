@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from lab.node_traffic import local_pairs
 from lab.true_routing import TrueRouting
 from semmoe.core import Plan, RoutingTrace
 from semmoe.metrics import max_over_mean, uniform_remote_ranks
@@ -71,13 +72,6 @@ class KnownRouting(CapacityScheduler):
 
     def score(self, prompt_ids: Sequence[int] | np.ndarray) -> np.ndarray:
         return self.shares[int(prompt_ids[0])].copy()
-
-
-def local_pairs(trace: RoutingTrace, plan: Plan) -> np.ndarray:
-    """(R, D) pairs per layer and choice that each group hosts of each request's."""
-    f, hosts = trace.fingerprint, plan.placement.hosts.astype(np.float32)
-    local = sum(hosts[l][:, trace.expert_ids[:, l]].sum(axis=2).T for l in range(f.num_layers))
-    return np.add.reduceat(local, trace.request_offsets[:-1]) / (f.num_layers * f.top_k)
 
 
 def known_routing(trace: RoutingTrace, plan: Plan) -> list[float]:

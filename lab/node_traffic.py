@@ -152,3 +152,10 @@ def of_phase(trace: RoutingTrace, phases: tuple[int, ...]) -> RoutingTrace:
     kept = np.concatenate([[0], np.cumsum(keep)])
     values = {"token_ids": trace.token_ids[keep], "expert_ids": trace.expert_ids[keep], "phase": trace.phase[keep]}
     return RoutingTrace(**{**vars(trace), **values, "request_offsets": kept[trace.request_offsets]})
+
+
+def local_pairs(trace: RoutingTrace, plan: Plan) -> np.ndarray:
+    """(R, D) pairs per layer and choice that each group hosts of each request's."""
+    f, hosts = trace.fingerprint, plan.placement.hosts.astype(np.float32)
+    local = sum(hosts[l][:, trace.expert_ids[:, l]].sum(axis=2).T for l in range(f.num_layers))
+    return np.add.reduceat(local, trace.request_offsets[:-1]) / (f.num_layers * f.top_k)

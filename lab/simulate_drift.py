@@ -1,6 +1,6 @@
 """The loop of `semmoe adapt` beside a simulated server: in minutes what `bench_drift.py` measures on an engine.
 
-    OMP_NUM_THREADS=1 python benchmarks/simulate_drift.py [--shape gradual] [--requests 2400] [--blocks 4] [--rate 12]
+    OMP_NUM_THREADS=1 python -m lab.simulate_drift [--shape gradual] [--requests 2400] [--blocks 4] [--rate 12]
         [--schedule 10] [--seed 0] [--seconds 8] [--adapt "--requests 80 --window 8 ..."]
 
 The loop is the real one: its decisions, recordings, solver and scores. Simulated are time and the server: `--rate`
@@ -18,11 +18,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-import drift
 import numpy as np
-from bench_plans import local_pairs
 
+from lab import drift
+from lab.node_traffic import local_pairs
 from semmoe import watch
 from semmoe.adapt.loop import Adapter
 from semmoe.adapt.solving import Found, find
@@ -40,6 +41,11 @@ from semmoe.trace import save_trace
 RUNNING, PARTS, ATTENTION = 8, 12, "dp"
 
 
+def scheduler_of(plan: Plan) -> RequestScheduler:
+    """A scheduler of a live engine."""
+    return start(plan.requests, live_settings(plan.topology.dp_size))
+
+
 @dataclass
 class Simulated:
     """A server of which `rate` requests a second end, in the trace's order."""
@@ -54,14 +60,13 @@ class Simulated:
     def __post_init__(self) -> None:
         self.running: list = []
         self.rng = np.random.default_rng(0)  # which request ends
-        self.scheduler: RequestScheduler | None = None
-        self.swap(self.plan)
+        self.scheduler = scheduler_of(self.plan)
+        self.pairs = local_pairs(self.trace, self.plan)
 
     def swap(self, plan: Plan) -> None:
         before, self.plan = self.scheduler, plan
-        self.scheduler = start(plan.requests, live_settings(plan.topology.dp_size))
-        if before is not None:
-            self.scheduler.follow(before)
+        self.scheduler = scheduler_of(plan)
+        self.scheduler.follow(before)
         self.pairs = local_pairs(self.trace, plan)
 
     def sleep(self, seconds: float) -> None:
@@ -129,8 +134,9 @@ def adapted(server: Simulated, folder: Path, a: argparse.Namespace, report: Call
         server.sleep(a.seconds)
         return found
 
+    served: Any = server  # it has what the loop uses of a `Served`
     adapter = Adapter(
-        server, server.plan, adapt_settings(a), folder, solve, report, clock=server.clock, sleep=server.sleep
+        served, server.plan, adapt_settings(a), folder, solve, report, clock=server.clock, sleep=server.sleep
     )
     while len(server.local) < a.requests:
         adapter.turn()
@@ -145,7 +151,8 @@ def main() -> int:
         prompts, _ = drift.draw(texts, a.shape, a.requests, a.seed, a.blocks)
         trace = record(load_model(str(MODEL)), str(MODEL), prompts, folder / "served")
         first = plans["all" if a.shape == "stable" else "first"]
-        rates, told = {}, []
+        rates: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        told: list[Any] = []
         for name in ("frozen", "known", "adapt"):
             turns = drift.changes(a.shape, a.requests, a.blocks)
             at = {i: load_plan(plans[plan]) for i, plan in turns} if name == "known" else {}
