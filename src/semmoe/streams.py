@@ -31,7 +31,7 @@ Progress = Callable[[int], None]  # told how many routed tokens are done since i
 
 @dataclass(frozen=True, kw_only=True)
 class Merged:
-    """What was written; requests: 0 for counts, which do not distinguish requests."""
+    """What was written."""
 
     out: Path
     requests: int

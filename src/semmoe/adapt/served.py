@@ -7,9 +7,9 @@ from pathlib import Path
 from semmoe import watch
 from semmoe.client import PLAIN, Client
 from semmoe.core import Plan
-from semmoe.engines import recorder_control
 from semmoe.engines.live.files import read_status
-from semmoe.engines.recorder_files import read_control
+from semmoe.engines.recorder import control as recorder_control
+from semmoe.engines.recorder.files import read_control
 from semmoe.live import ServerError, swap
 from semmoe.settings import AdaptSettings, RecordSettings, SwapSettings
 

@@ -76,7 +76,7 @@ def _adapter(
     from semmoe.adapt.served import Served
     from semmoe.adapt.solving import Solver, default_links
     from semmoe.engines.live.files import plan_name, plan_number, read_status
-    from semmoe.engines.recorder_files import check_folder
+    from semmoe.engines.private import check_folder
     from semmoe.plan import load_plan
 
     loaded = load_plan(plan)

@@ -15,9 +15,6 @@ UNSEEN = -1  # in place of experts that no hook has told
 class Listener(Protocol):
     """The receiver of recorded rows: a `LiveRecorder`, or a profiler."""
 
-    @property
-    def recording(self) -> bool: ...
-
     def poll(self) -> bool: ...
 
     def observe(
@@ -29,7 +26,7 @@ class Listener(Protocol):
         expert_ids: np.ndarray,
     ) -> None: ...
 
-    def finish(self, request: str, prompt_ids: Sequence[int], length: int | None = None) -> None: ...
+    def finish(self, request: str, prompt_ids: Sequence[int], length: int) -> None: ...
 
 
 class PassRecorder:
@@ -105,5 +102,4 @@ class PassRecorder:
 
     def finish(self, request: str, prompt_ids: Sequence[int], length: int) -> None:
         """Report that a request ended after `length` of its tokens were fed to the model."""
-        if self._recorder.recording:
-            self._recorder.finish(request, prompt_ids, length)
+        self._recorder.finish(request, prompt_ids, length)
