@@ -67,6 +67,11 @@ class GraphSettings(PluginSettings):
         check_switch("RECORD", self.record)
 
 
+def unseen_in_graphs(instead: str) -> str:
+    """Why passes in CUDA graphs are not recorded; instead: the engine's option that captures none."""
+    return f"passes in CUDA graphs are recorded with SEMMOE_RECORD=1 alone: set it, or serve with {instead}"
+
+
 def check_switch(name: str, value: str) -> None:
     """Raise ValueError unless the variable SEMMOE_<name> is 1, 0 or empty."""
     if value not in ("", "0", "1"):

@@ -81,16 +81,19 @@ def status_paths(folder: Path) -> list[Path]:
 
 
 def read_status(path: Path) -> Status:
-    return read_private(path, Status)
+    """The status of a rank; if it is unreadable, the rank counts as failed, with the reason."""
+    rank = int(path.stem.removeprefix("status-"))
+    try:
+        status = read_private(path, Status)
+        if status.rank != rank:
+            raise ValueError(f"{path} is of rank {status.rank}")
+    except (ValueError, OSError) as error:
+        return Status(rank=rank, state="failed", reason=str(error)[:2000])
+    return status
 
 
 def write_status(folder: Path, status: Status) -> None:
     save_json(status_path(folder, status.rank), status, private=True)
-
-
-def unseen_in_graphs(instead: str) -> str:
-    """Why passes in CUDA graphs are not recorded; instead: the engine's option that captures none."""
-    return f"passes in CUDA graphs are recorded with SEMMOE_RECORD=1 alone: set it, or serve with {instead}"
 
 
 def refuse(folder: Path, rank: int, reason: str) -> None:

@@ -5,7 +5,7 @@ bounded; a token is recorded once, however often it ran. An adaptor makes one `L
 that see the same tokens (an attention group), on one of them:
 
     recorder = LiveRecorder(folder, fingerprint, rank)
-    if recorder.poll():                            # every forward pass; a microsecond while off
+    if recorder.poll():                            # every forward pass; reads the control file, five times a second
         recorder.observe(requests, rows, positions, token_ids, expert_ids)
     recorder.finish(request, prompt_ids)           # whenever a request ends; cheap while off
     recorder.close()
@@ -152,8 +152,9 @@ class LiveRecorder:
 
     def _look(self, now: float) -> None:
         """Act on the control file; one that is gone or unreadable turns recording off."""
+        if not self.recording and not os.path.lexists(self.folder / CONTROL):
+            return
         run, reason = None, ""
-        there = os.path.lexists(self.folder / CONTROL)
         try:
             check_folder(self.folder)
             control = read_control(self.folder)
@@ -162,7 +163,7 @@ class LiveRecorder:
             reason = str(error)
         if self.recording and run != self._status.run:
             self._stop(reason)
-        elif there and reason:
+        elif reason:
             raise ValueError(reason)
         if run not in (None, self._status.run):  # a run that ended does not start again
             self._start(control, now)
