@@ -31,7 +31,7 @@ Progress = Callable[[int], None]  # told how many routed tokens are done since i
 
 @dataclass(frozen=True, kw_only=True)
 class Merged:
-    """What was written."""
+    """The trace that was written."""
 
     out: Path
     requests: int

@@ -27,7 +27,7 @@ def make_private(folder: Path) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise ValueError unless `folder` is a directory of this user that nobody else can write to."""
+    """Raise ValueError unless `folder` is a directory of this user that no other user can write to."""
     if not os.path.lexists(folder):
         raise ValueError(f"there is no folder {folder}")
     link = os.lstat(folder)

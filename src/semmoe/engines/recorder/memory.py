@@ -1,4 +1,4 @@
-"""What a live recorder holds in memory: the requests of a run with their progress, and their rows.
+"""Hold the requests of a run, their progress and their rows, within a bounded memory.
 
 All arrays have a fixed size and are updated by whole batches: nothing here loops over tokens.
 """
@@ -27,7 +27,7 @@ WRITE_SHARE = 16
 
 @dataclass(frozen=True)
 class Rows:
-    """n tokens of one forward pass or of one request."""
+    """n tokens of a forward pass or of a request."""
 
     slots: np.ndarray  # (n,) the slot of each token's request; at first its place among the requests of the pass
     positions: np.ndarray  # (n,) place in the request
@@ -209,7 +209,7 @@ class Memory:
     """The rows of sampled requests until these have ended, within `control.max_mb`.
 
     Requests that ended are written together, by `write(prompt, rows)` for each; a quarter of the memory, at most one
-    shard, is for written rows that wait for the disk. What is left out is counted in `status`.
+    shard, is for written rows that wait for the disk. `status` counts the rows and requests that are left out.
     """
 
     def __init__(self, fingerprint: Fingerprint, control: Control, status: Status, write: Write) -> None:
@@ -217,7 +217,9 @@ class Memory:
         self.shard_tokens = min(SHARD_TOKENS, capacity // 4)
         if self.shard_tokens < 1:
             raise ValueError(f"max_mb {control.max_mb} is too little for a row")
-        self._fingerprint, self._status, self._write = fingerprint, status, write
+        self._fingerprint = fingerprint
+        self._status = status
+        self._write = write
         self._requests = Requests(control.sample)
         self._store = RowStore(fingerprint, capacity - self.shard_tokens)
         self._finished: dict[int, tuple[np.ndarray, int]] = {}  # prompt and length by slot
@@ -288,9 +290,11 @@ class Memory:
             self.write_finished()
 
     def write_finished(self) -> None:
-        finished, self._finished, self._num_finished = self._finished, {}, 0
-        if not finished:
+        """Write the rows of finished requests and forget these requests."""
+        if not self._finished:
             return
+        finished, self._finished = self._finished, {}
+        self._num_finished = 0
         parts = self._store.pop(list(finished))
         self._requests.release(list(finished))
         for (prompt, length), rows in zip(finished.values(), parts, strict=True):

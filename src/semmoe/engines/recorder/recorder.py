@@ -1,8 +1,8 @@
-"""Recording the routing of a live server, from inside its forward passes.
+"""Record the routing of a live server, from inside its forward passes.
 
 The rules: recording is off unless a control file turns it on; no error here reaches the server; memory and disk use are
-bounded; a token is recorded once, however often it ran. An adaptor makes one `LiveRecorder` for each set of ranks
-that see the same tokens (an attention group), on one of them:
+bounded; a token is recorded once, however often it ran. An adaptor makes a `LiveRecorder` on a single rank of
+each attention group, whose ranks see the same tokens:
 
     recorder = LiveRecorder(folder, fingerprint, rank)
     if recorder.poll():                            # every forward pass; reads the control file, five times a second
@@ -51,8 +51,7 @@ logger = logging.getLogger(__name__)
 class LiveRecorder:
     """Records one run after another, as `folder/control.json` says; it never raises, and any failure ends the run.
 
-    While it records, a thread also reads the control file, so that a server without traffic stops recording when told
-    to.
+    While it records, a thread also reads the control file, so that a server without traffic stops recording, too.
     """
 
     def __init__(
@@ -63,7 +62,9 @@ class LiveRecorder:
         clock: Callable[[], float] = time.monotonic,
         watch: bool = True,
     ) -> None:
-        self.folder, self.fingerprint, self.rank = Path(folder), fingerprint, rank
+        self.folder = Path(folder)
+        self.fingerprint = fingerprint
+        self.rank = rank
         self._clock, self._watch = clock, watch
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -181,7 +182,7 @@ class LiveRecorder:
                 self._write_status()
 
     def _start(self, control: Control, now: float) -> None:
-        """Begin a run, or go on with the trace of one that was on before the server restarted."""
+        """Begin a run; if the server restarted during this run, append to its trace."""
         self._status, self._cpu_ns = Status(rank=self.rank, run=control.run), 0
         path = rank_folder(self.folder, control.run, self.rank)
         open_folder(path.parent)
@@ -252,7 +253,7 @@ class LiveRecorder:
             self._stop()
 
     def _stop(self, reason: str = "") -> None:
-        """End the run; reason: why, unless it was told to stop or is full."""
+        """End the run; reason: why, unless the control file says so or the run is full."""
         self._save()
         if self._full:
             reason = f"max_tokens {self._max_tokens} is reached"
@@ -267,7 +268,7 @@ class LiveRecorder:
             self._end("failed", reason)
 
     def _end(self, state: str, reason: str) -> None:
-        """Forget what is in memory and say why."""
+        """Free the memory of the run and report why it ended."""
         update = {"state": state, "reason": reason, "bytes_held": 0}
         self._status, self._memory = self.status.model_copy(update=update), None
         with contextlib.suppress(OSError, ValueError):
