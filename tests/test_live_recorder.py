@@ -23,7 +23,7 @@ from semmoe.engines.recorder import recorder as recorder_module
 from semmoe.engines.recorder.files import Control, rank_folder, read_status, status_path, write_control
 from semmoe.engines.recorder.memory import Requests, Rows, RowStore, sampled
 from semmoe.engines.recorder.recorder import LiveRecorder
-from semmoe.trace import TraceWriter, open_trace
+from semmoe.trace import TraceWriter, open_trace, shard_paths
 
 F = make_fingerprint(vocab_size=100, num_layers=3, num_experts=8, top_k=2)
 RUNS = itertools.count()
@@ -140,6 +140,18 @@ def test_the_control_file_is_looked_at_five_times_a_second(tmp_path):
     assert live.poll()
     live.close()
     assert not live.poll()
+
+
+def test_requests_that_ended_are_written_every_five_seconds(tmp_path):
+    now, control = [0.0], start(tmp_path)
+    live = LiveRecorder(tmp_path / "control", F, 0, clock=lambda: now[0], watch=False)
+    written = []
+    for now[0] in (0.0, 4.5, 5.5, 10.0, 11.0):
+        run(live, (f"request-{now[0]}", 0, [1]))
+        written.append(len(shard_paths(rank_folder(tmp_path / "control", control.run, 0))))
+        live.finish(f"request-{now[0]}", [1])
+    assert written == [0, 0, 1, 1, 2]
+    live.close()
 
 
 def test_a_server_without_traffic_stops_when_it_is_told(tmp_path):
