@@ -31,7 +31,7 @@ ROOMS = {
     "replayer.py online.py": 350,
     "runtime": 2991,
     "checkpoint": 1571,
-    "engines": 9527,
+    "engines": 9519,
     "gateway": 400,
     "adapt": 640,
     "moving.py live.py client.py": 316,

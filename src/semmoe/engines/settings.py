@@ -41,6 +41,14 @@ class PluginSettings:
         """Return the plan as it is served: with `shuffle_from` of these settings, if that is given."""
         return replace(plan, shuffle_from=int(self.shuffle_from)) if self.shuffle_from else plan
 
+    def shuffles(self, plan: Plan | None) -> bool:
+        """Whether tokens are shuffled by the plan."""
+        return plan is not None and plan.tokens.by_tables and self.shuffle != "off"
+
+    def schedules(self, plan: Plan | None) -> bool:
+        """Whether requests are scheduled by the plan."""
+        return plan is not None and plan.requests.by_tables and self.schedule == "plan"
+
     @property
     def window_seconds(self) -> float:
         return float(self.window_ms or 0) / 1000

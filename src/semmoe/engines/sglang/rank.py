@@ -78,8 +78,7 @@ class RankPlugin:
     @property
     def shuffles(self) -> bool:
         """Whether tokens are to be shuffled by the plan."""
-        tables = self._plan is not None and self._plan.tokens.by_tables
-        return tables and self._settings.shuffle != "off"
+        return self._settings.shuffles(self._plan)
 
     def register(self) -> None:
         around(targets.GUARD, guard.validate)

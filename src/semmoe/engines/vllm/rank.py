@@ -76,14 +76,7 @@ class RankPlugin:
     @property
     def shuffles(self) -> bool:
         """Whether tokens are to be shuffled by the plan."""
-        tables = self._plan is not None and self._plan.tokens.by_tables
-        return tables and self._settings.shuffle != "off"
-
-    @property
-    def _schedules(self) -> bool:
-        """Whether requests are to be scheduled by the plan."""
-        follows = self._plan is not None and self._plan.requests.by_tables
-        return follows and self._settings.schedule == "plan"
+        return self._settings.shuffles(self._plan)
 
     @property
     def splits_tokens(self) -> bool:
@@ -136,7 +129,7 @@ class RankPlugin:
         all_to_all = config.enable_expert_parallel and config.use_all2all
         if self._placed is not None:
             plan, model = self._placed.plan, runner.model_config
-            check_engine(runner, plan, self._schedules)
+            check_engine(runner, plan, self._settings.schedules(plan))
             running = running_topology(runner, plan)
             check_plan(plan, "vLLM", running, model.hf_text_config, len(layers), physical)
             if self._ep_rank == 0:
