@@ -19,9 +19,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from semmoe.engines.recorder import LiveRecorder
-from semmoe.engines.recorder_files import Control, open_folder, write_control
-from semmoe.engines.recording import PassRecorder
+from semmoe.engines.private import open_folder
+from semmoe.engines.recorder.files import Control, write_control
+from semmoe.engines.recorder.passes import PassRecorder
+from semmoe.engines.recorder.recorder import LiveRecorder
 from semmoe.engines.step import Step
 from semmoe.topology import Fingerprint
 
@@ -117,16 +118,13 @@ def main() -> None:
         num_experts=a.experts, top_k=a.top_k,
     )  # fmt: skip
     print(f"{platform.machine()}, {a.layers} layers, {a.experts} experts, top-{a.top_k}, int32 expert ids")
-    print(f"bound: {a.layers * a.top_k} expert ids a token to check and to narrow; with counts "
-          f"{(a.layers - 1) * a.top_k**2} pairs of experts at adjacent layers to count\n")  # fmt: skip
+    print(f"bound: {a.layers * a.top_k} expert ids per token to check and to narrow\n")
     results = [
-        measure(kind, f, a.tokens, **options)
-        for options in ({}, {"sample": 0.1}, {"counts_only": True})
-        for kind in ("decode", "prefill")
+        measure(kind, f, a.tokens, **options) for options in ({}, {"sample": 0.1}) for kind in ("decode", "prefill")
     ]
     print(f"{'passes':8} {'mode':16} {'observe us/token':>17} {'in all us/token':>16} {'slowest pass ms':>16}")
     for r in results:
-        mode = "counts only" if "counts_only" in r else f"sample {r.get('sample', 1.0)}"
+        mode = f"sample {r.get('sample', 1.0)}"
         print(f"{r['passes']:8} {mode:16} {r['observe_us']:17.2f} {r['all_us']:16.2f} {r['slowest_pass_ms']:16.1f}")
     print(f"\n{'hooks':8} {'recording':16} {'us/token':>17}")
     inside = [hooks(f, buffered, recording) for buffered in (False, True) for recording in (False, True)]

@@ -10,7 +10,7 @@ from semmoe.calibration import Links
 from semmoe.checkpoint.relabel import Record as Relabelling
 from semmoe.engines.counters import Activity
 from semmoe.engines.live.files import SwapStatus
-from semmoe.engines.recorder_files import Control, Status
+from semmoe.engines.recorder.files import Control, Status
 from semmoe.plan import PlanHeader
 from semmoe.trace import TraceHeader
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from semmoe.core import Plan
-from semmoe.engines.recording import PassRecorder
+from semmoe.engines.recorder.passes import PassRecorder
 from semmoe.engines.sglang.static import StaticBoundaryShuffle
 from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.copies import RankCopies

@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 
 from semmoe.cli import app
 from semmoe.core import PREFILL
-from semmoe.engines import recorder_control
-from semmoe.engines.recorder import LiveRecorder
-from semmoe.engines.recorder_files import Status, open_folder, read_control, refuse, write_status
-from semmoe.engines.recorder_session import load_counts
+from semmoe.engines.private import open_folder
+from semmoe.engines.recorder import control
+from semmoe.engines.recorder.files import Status, read_control, refuse, write_status
+from semmoe.engines.recorder.recorder import LiveRecorder
 from semmoe.trace import open_trace
 
 F = make_fingerprint(vocab_size=50, num_layers=2, num_experts=8, top_k=2)
@@ -41,7 +41,7 @@ def refused(result, *words, code=2):
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch):
-    monkeypatch.setattr(recorder_control, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(control, "SETTLE_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -89,17 +89,13 @@ class Polled:
         self._thread.join()
 
 
-@pytest.mark.parametrize("counts_only", [False, True])
-def test_rows_of_zeros_are_left_out_of_what_ranks_record(folder, tmp_path, counts_only):
+def test_rows_of_zeros_are_left_out_of_what_ranks_record(folder, tmp_path):
     recorders = server(folder)
-    run("start", folder, *["--counts-only"] * counts_only)
+    run("start", folder)
     serve(recorders, twins=1)
     with Polled(recorders):
         result = run("stop", folder, "--out", tmp_path / "out")
     assert result.exit_code == 0, result.output
-    if counts_only:
-        assert "counts of 502 tokens" in result.output
-        return
     assert result.stderr.count("1 tokens name an expert twice in a layer and are left out; 239 are kept") == 2
     assert open_trace(tmp_path / "out").num_tokens == 478
 
@@ -147,18 +143,6 @@ def test_without_out_the_trace_lies_beside_the_ranks(folder):
     refused(run("stop", folder), "exists: choose another name")
 
 
-def test_counts_of_all_ranks_are_summed(folder, tmp_path):
-    recorders = server(folder)
-    run("start", folder, "--counts-only")
-    serve(recorders)
-    with Polled(recorders):
-        result = run("stop", folder, "--out", tmp_path / "counts")
-    assert f"counts of {2 * 21 * LENGTH} tokens" in result.output
-    counts = load_counts(tmp_path / "counts" / "counts.safetensors")
-    assert counts["activations"].sum(axis=1).tolist() == [2 * 21 * LENGTH * 2] * 2
-    assert counts["transitions"].sum() == 2 * 21 * LENGTH * 4
-
-
 def test_status_in_words_and_json(folder):
     assert "nothing was ever recorded here" in run("status", folder).output
     recorders = server(folder)
@@ -189,6 +173,25 @@ def test_a_damaged_status_file_is_shown_and_disturbs_nothing(folder):
     assert "not valid" in run("status", folder).output
 
 
+def test_files_of_another_version_end_in_one_line(folder):
+    recorders = server(folder, 1)
+    run("start", folder)
+    for file in ("control.json", "status-00000.json"):
+        content = json.loads((folder / file).read_text()) | {"of_another_version": False}
+        (folder / file).write_text(json.dumps(content))
+    for command in ("status", "stop"):
+        refused(run(command, folder), "control.json is not valid: of_another_version: Extra inputs are not permitted")
+    assert not recorders[0].poll()
+    assert "of_another_version" in recorders[0].status.reason
+    assert run("start", folder).exit_code == 0
+    assert recorders[0].poll()
+    (folder / "status-00000.json").write_text(json.dumps({"rank": 0, "of_another_version": False}))
+    output = run("status", folder)
+    assert output.exit_code == 0
+    assert "rank 0: " in output.output
+    assert "of_another_version" in output.output
+
+
 def test_what_a_rank_that_is_gone_left_is_kept(folder, tmp_path, monkeypatch):
     recorders = server(folder)
     run("start", folder)
@@ -196,7 +199,7 @@ def test_what_a_rank_that_is_gone_left_is_kept(folder, tmp_path, monkeypatch):
     recorders[0].close()
     for _ in range(40):
         recorders[1].poll()  # brings to disk what has ended, and is killed then
-    monkeypatch.setattr(recorder_control, "GONE_SECONDS", -1.0)
+    monkeypatch.setattr(control, "GONE_SECONDS", -1.0)
     assert "gone" in run("status", folder).output
     result = run("stop", folder, "--out", tmp_path / "trace")
     assert result.exit_code == 0, result.output
@@ -262,8 +265,7 @@ import sys, time
 from pathlib import Path
 import numpy as np
 from semmoe.topology import Fingerprint
-from semmoe.engines import recorder_control
-from semmoe.engines.recorder import LiveRecorder
+from semmoe.engines.recorder.recorder import LiveRecorder
 recorder = LiveRecorder(Path(sys.argv[1]), Fingerprint(model="m", architecture_hash="a", tokenizer_hash="t",
                         vocab_size=50, num_layers=2, num_experts=8, top_k=2), 0)
 print("ready", flush=True)
@@ -278,7 +280,7 @@ sys.stdin.read()
 
 def test_a_real_process_that_idles(folder, tmp_path, monkeypatch):
     """Nobody polls when the recording is to end: the recorder's own thread sees it."""
-    monkeypatch.setattr(recorder_control, "SETTLE_SECONDS", 0.5)
+    monkeypatch.setattr(control, "SETTLE_SECONDS", 0.5)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", SERVER, str(folder)], env=os.environ, **pipes) as process:
         assert process.stdout.readline() == "ready\n"

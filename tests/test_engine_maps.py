@@ -12,10 +12,8 @@ from typer.testing import CliRunner
 from semmoe.cli import app
 from semmoe.demo import MODEL
 from semmoe.engines.transformers.config import fingerprint_of
-from semmoe.files import save_arrays, save_json
 from semmoe.methods import eplb
 from semmoe.plan import load_plan
-from semmoe.trace import TraceHeader
 
 TINY = fingerprint_of(str(MODEL))
 L, E, K = TINY.num_layers, TINY.num_experts, TINY.top_k
@@ -49,17 +47,10 @@ def test_one_row_stands_for_all_layers(tmp_path):
     assert plan.topology.dp_size == 4
 
 
-@pytest.mark.parametrize("source", ["sglang", "semmoe"])
-def test_counts_become_a_plan_by_eplb(tmp_path, source):
+def test_counts_become_a_plan_by_eplb(tmp_path):
     counts = np.random.default_rng(0).integers(1, 100, (3, L, E))
-    if source == "sglang":
-        file = tmp_path / "expert_distribution_recorder_1.5.pt"
-        torch.save({"rank": 0, "logical_count": torch.from_numpy(counts)}, file)
-    else:
-        file = tmp_path / "counts"
-        save_json(file / "counts.json", TraceHeader(fingerprint=TINY, dataset_hash="", settings={}))
-        arrays = {"activations": counts.sum(axis=0), "transitions": np.zeros((L - 1, E, E), np.int64)}
-        save_arrays(file / "counts.safetensors", {**arrays, "tokens": np.array([9])})
+    file = tmp_path / "expert_distribution_recorder_1.5.pt"
+    torch.save({"rank": 0, "logical_count": torch.from_numpy(counts)}, file)
     result = imported(file, tmp_path / "plan", "--ep-size", 4, "--redundant-experts", 8)
     assert result.exit_code == 0, result.output
     assert "it schedules no request and no token" in " ".join(result.stdout.split())
@@ -221,17 +212,12 @@ def test_pickled_code_is_not_run(tmp_path):
     assert not (tmp_path / "written").exists()
 
 
+def test_a_directory_is_refused(tmp_path):
+    failed(imported(tmp_path, tmp_path.parent / "out", "--ep-size", 4), 2, "is a directory: name a file")
+
+
 def test_options_that_have_no_effect_are_refused(tmp_path):
     (tmp_path / "map.json").write_bytes(named(list(range(E))))
     (tmp_path / "answers.jsonl").write_text("{}")
     failed(imported(tmp_path / "map.json", tmp_path / "a", "--redundant-experts", 8), 2, "--redundant-experts")
     failed(imported(tmp_path / "answers.jsonl", tmp_path / "b", "--ep-size", 8), 2, "--ep-size", "semmoe solve")
-
-
-def test_counts_of_another_model_are_refused(tmp_path):
-    other = fingerprint_of(build("qwen3_moe", tmp_path))
-    header = TraceHeader(fingerprint=other, dataset_hash="", settings={})
-    save_json(tmp_path / "counts" / "counts.json", header)
-    arrays = {"activations": np.ones((L, E)), "transitions": np.zeros(1), "tokens": np.ones(1)}
-    save_arrays(tmp_path / "counts" / "counts.safetensors", arrays)
-    failed(imported(tmp_path / "counts", tmp_path / "plan"), 2, "is of another model or tokenizer")

@@ -16,23 +16,14 @@ from hypothesis import strategies as st
 from synthetic import make_fingerprint
 from waiting import eventually
 
-from semmoe.affinity import pair_count
 from semmoe.core import DECODE, PREFILL, RoutingTrace
-from semmoe.engines import recorder_rows, recorder_session
-from semmoe.engines.recorder import LiveRecorder
-from semmoe.engines.recorder_files import (
-    Control,
-    check_folder,
-    counts_path,
-    open_folder,
-    rank_folder,
-    read_status,
-    status_path,
-    write_control,
-)
-from semmoe.engines.recorder_rows import Requests, Rows, RowStore, sampled
-from semmoe.engines.recorder_session import load_counts
-from semmoe.trace import open_trace
+from semmoe.engines.private import check_folder, open_folder
+from semmoe.engines.recorder import memory
+from semmoe.engines.recorder import recorder as recorder_module
+from semmoe.engines.recorder.files import Control, rank_folder, read_status, status_path, write_control
+from semmoe.engines.recorder.memory import Requests, Rows, RowStore, sampled
+from semmoe.engines.recorder.recorder import LiveRecorder
+from semmoe.trace import TraceWriter, open_trace, shard_paths
 
 F = make_fingerprint(vocab_size=100, num_layers=3, num_experts=8, top_k=2)
 RUNS = itertools.count()
@@ -149,6 +140,18 @@ def test_the_control_file_is_looked_at_five_times_a_second(tmp_path):
     assert live.poll()
     live.close()
     assert not live.poll()
+
+
+def test_requests_that_ended_are_written_every_five_seconds(tmp_path):
+    now, control = [0.0], start(tmp_path)
+    live = LiveRecorder(tmp_path / "control", F, 0, clock=lambda: now[0], watch=False)
+    written = []
+    for now[0] in (0.0, 4.5, 5.5, 10.0, 11.0):
+        run(live, (f"request-{now[0]}", 0, [1]))
+        written.append(len(shard_paths(rank_folder(tmp_path / "control", control.run, 0))))
+        live.finish(f"request-{now[0]}", [1])
+    assert written == [0, 0, 1, 1, 2]
+    live.close()
 
 
 def test_a_server_without_traffic_stops_when_it_is_told(tmp_path):
@@ -298,7 +301,7 @@ def test_a_request_is_sampled_by_its_name_alone(tmp_path):
 
 
 def test_names_of_requests_that_are_not_recorded_do_not_pile_up(monkeypatch):
-    monkeypatch.setattr(recorder_rows, "MOST_REFUSED", 10)
+    monkeypatch.setattr(memory, "MOST_REFUSED", 10)
     requests = Requests(1e-9)
     for i in range(100):
         requests.slots([f"r{i}"])
@@ -308,10 +311,10 @@ def test_names_of_requests_that_are_not_recorded_do_not_pile_up(monkeypatch):
 def test_more_requests_at_a_time_than_there_is_room_for(monkeypatch):
     requests = Requests(1.0)
     requests._free = [5]
-    assert requests.slots(["a", "b", "a"]).tolist() == [5, recorder_rows.REFUSED, 5]
+    assert requests.slots(["a", "b", "a"]).tolist() == [5, memory.REFUSED, 5]
     assert (requests.skipped, len(requests)) == (1, 1)
     requests.release([requests.end("a")])
-    assert requests.slots(["b", "c"]).tolist() == [recorder_rows.REFUSED, 5]  # b was refused for good
+    assert requests.slots(["b", "c"]).tolist() == [memory.REFUSED, 5]  # b was refused for good
 
 
 def test_a_slot_that_is_used_again_begins_with_no_rows():
@@ -343,23 +346,21 @@ def test_of_two_requests_the_longer_is_dropped_though_the_other_s_slot_was_used_
     assert [tokens for _, tokens, _ in requests_of(traced(tmp_path, control))] == [[4] * 6, [2] * 4]
 
 
-def test_a_dropped_request_is_forgotten(tmp_path):
+def test_a_request_that_was_never_seen_leaves_nothing(tmp_path):
     control = start(tmp_path)
     live = recorder(tmp_path)
-    run(live, ("a", 0, [1]), ("b", 0, [2]))
-    live.drop("a")
-    live.drop("never seen")
+    run(live, ("b", 0, [2]))
     live.finish("never seen", [1])
     live.finish("b", [2])
     live.close()
     assert requests_of(traced(tmp_path, control)) == [([2], [2], [PREFILL])]
-    assert live.status.dropped == 1
+    assert live.status.requests == 1
 
 
 def small_store(monkeypatch, rows: int) -> None:
     """Memory for `rows` rows, and one of a shard beside."""
-    monkeypatch.setattr(recorder_session, "SHARD_TOKENS", 1)
-    monkeypatch.setattr(recorder_session, "row_bytes", lambda fingerprint: 10**6 // (rows + 1))
+    monkeypatch.setattr(memory, "SHARD_TOKENS", 1)
+    monkeypatch.setattr(memory, "row_bytes", lambda fingerprint: 10**6 // (rows + 1))
 
 
 def test_when_memory_is_full_new_requests_are_skipped_then_the_longest_dropped(tmp_path, monkeypatch):
@@ -431,14 +432,12 @@ def test_rows_come_back_by_request_and_position():
         held += new
         assert store.used == len(held)
         if step % 3 == 2:
-            turn = np.full(recorder_rows.SLOTS + 1, -1)
-            chosen = rng.permutation(5)[:3]
-            turn[chosen] = np.arange(3)
-            rows = store.pop(turn)
-            expected = [row for slot in chosen for row in sorted(r for r in held if r[0] == slot)]
-            assert list(zip(rows.slots, rows.positions, rows.token_ids, strict=True)) == expected
-            np.testing.assert_array_equal(rows.expert_ids.reshape(-1, 3, 2), np.array(
-                [routing(t, 0) for *_, t in expected]).reshape(-1, 3, 2))  # fmt: skip
+            chosen = rng.permutation(5)[:3].tolist()
+            for slot, rows in zip(chosen, store.pop(chosen), strict=True):
+                expected = sorted(row for row in held if row[0] == slot)
+                assert list(zip(rows.slots, rows.positions, rows.token_ids, strict=True)) == expected
+                np.testing.assert_array_equal(rows.expert_ids.reshape(-1, 3, 2), np.array(
+                    [routing(t, 0) for *_, t in expected]).reshape(-1, 3, 2))  # fmt: skip
             held = [row for row in held if row[0] not in chosen]
 
 
@@ -458,52 +457,15 @@ def test_it_stops_at_max_tokens(tmp_path):
     assert traced(tmp_path, control).num_tokens == 4
 
 
-def test_counts_only_keeps_no_text(tmp_path):
-    control = start(tmp_path, counts_only=True)
-    live = recorder(tmp_path)
-    run(live, ("a", 0, [7, 8, 9]), ("b", 0, [50]))
-    run(live, ("a", 1, [8, 9, 5]))
-    live.finish("a", [7, 8])
-    live.close()
-    counts = load_counts(counts_path(tmp_path / "control", control.run, 0))
-    experts = np.array([routing(t, p) for t, p in ((7, 0), (8, 1), (9, 2), (50, 0), (5, 3))])
-    assert counts["tokens"].tolist() == [5]
-    for l in range(F.num_layers):
-        assert counts["activations"][l].tolist() == np.bincount(experts[:, l].ravel(), minlength=8).tolist()
-    for l in range(F.num_layers - 1):
-        np.testing.assert_array_equal(counts["transitions"][l], pair_count(experts[:, l], experts[:, l + 1], 8))
-    names = {path.name for path in (tmp_path / "control" / control.run).iterdir()}
-    assert names == {"counts-00000.json", "counts-00000.safetensors"}
-    assert (live.status.tokens, live.status.requests) == (5, 1)
-
-
-def test_counts_stop_exactly_at_max_tokens(tmp_path):
-    control = start(tmp_path, counts_only=True, max_tokens=3)
-    live = recorder(tmp_path)
-    run(live, ("a", 0, [1, 2]))
-    run(live, ("a", 2, [3, 4]))
-    assert not live.poll()
-    assert load_counts(counts_path(tmp_path / "control", control.run, 0))["tokens"].tolist() == [3]
-
-
-def test_counts_that_memory_cannot_hold_are_refused(tmp_path):
-    f = make_fingerprint(num_layers=40, num_experts=256, top_k=8)
-    start(tmp_path, counts_only=True, max_mb=8)
-    live = recorder(tmp_path, fingerprint=f)
-    assert not live.poll()
-    assert "max_mb is 8" in live.status.reason
-
-
 def modes(folder: Path) -> set[tuple[bool, str]]:
     return {(p.is_dir(), oct(stat.S_IMODE(p.lstat().st_mode))) for p in [folder, *folder.rglob("*")]}
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o777])
-@pytest.mark.parametrize("counts_only", [False, True])
-def test_only_the_owner_can_read(tmp_path, umask, counts_only):
+def test_only_the_owner_can_read(tmp_path, umask):
     before = os.umask(umask)
     try:
-        start(tmp_path, counts_only=counts_only)
+        start(tmp_path)
         live = recorder(tmp_path)
         run(live, ("a", 0, [1]))
         live.finish("a", [1])
@@ -593,9 +555,8 @@ def full_disk():
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("counts_only", [False, True])
-def test_what_finds_no_room_on_the_disk_is_written_when_there_is_some(tmp_path, counts_only):
-    control = start(tmp_path, counts_only=counts_only)
+def test_what_finds_no_room_on_the_disk_is_written_when_there_is_some(tmp_path):
+    control = start(tmp_path)
     live = recorder(tmp_path)
     run(live, ("a", 0, [1]))
     with full_disk():
@@ -608,8 +569,7 @@ def test_what_finds_no_room_on_the_disk_is_written_when_there_is_some(tmp_path, 
         live.poll()
     assert live.status.reason == ""
     live.close()
-    if not counts_only:
-        assert traced(tmp_path, control).num_requests == 1
+    assert traced(tmp_path, control).num_requests == 1
 
 
 def test_a_disk_that_stays_full_costs_bounded_memory_and_says_what_is_lost(tmp_path):
@@ -636,7 +596,7 @@ def test_another_fault_ends_the_recording_and_nothing_else(tmp_path, monkeypatch
     def broken(*arguments, **named):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(recorder_session.TraceWriter, target, broken)
+    monkeypatch.setattr(TraceWriter, target, broken)
     live.finish("a", [1])
     for _ in range(400):
         live.poll()
@@ -654,7 +614,7 @@ def test_a_disk_so_full_that_not_even_the_status_fits(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     control = start(tmp_path)
-    monkeypatch.setattr("semmoe.engines.recorder.write_status", full)
+    monkeypatch.setattr(recorder_module, "write_status", full)
     live = recorder(tmp_path)
     run(live, ("a", 0, [1]))
     live.finish("a", [1])
@@ -686,5 +646,5 @@ def test_the_cost_is_stated_per_token(tmp_path):
 
 def test_the_recorder_needs_neither_torch_nor_an_engine():
     heavy = "('torch', 'transformers', 'sglang', 'vllm')"
-    code = f"import sys, semmoe.engines.recorder; print([m for m in {heavy} if m in sys.modules])"
+    code = f"import sys, semmoe.engines.recorder.recorder; print([m for m in {heavy} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

@@ -9,7 +9,7 @@ import torch
 from semmoe.core import Placement, Plan
 from semmoe.engines.hooks import Hook
 from semmoe.engines.launch import join
-from semmoe.engines.recording import PassRecorder
+from semmoe.engines.recorder.passes import PassRecorder
 from semmoe.engines.settings import from_environment
 from semmoe.engines.step import SlotWatch
 from semmoe.engines.vllm import launch

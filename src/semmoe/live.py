@@ -13,9 +13,10 @@ from urllib.error import HTTPError, URLError
 from semmoe import watch
 from semmoe.client import PLAIN, Client
 from semmoe.core import Plan
-from semmoe.engines import recorder_control, supervisor
+from semmoe.engines import supervisor
 from semmoe.engines.live.files import ENDED, SwapStatus, plan_name, read_status, read_statuses, stage
-from semmoe.engines.recorder_files import read_control
+from semmoe.engines.recorder import control as recorder_control
+from semmoe.engines.recorder.files import read_control
 from semmoe.engines.sglang import swap as sglang
 from semmoe.settings import RecordSettings, SwapSettings
 

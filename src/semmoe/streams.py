@@ -30,7 +30,7 @@ Progress = Callable[[int], None]  # told how many routed tokens are done since i
 
 @dataclass(frozen=True, kw_only=True)
 class Merged:
-    """What was written; requests: 0 for counts, which do not distinguish requests."""
+    """The trace that was written."""
 
     out: Path
     requests: int

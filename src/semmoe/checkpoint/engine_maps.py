@@ -6,7 +6,7 @@ which other experts, so such a plan has no tables. The formats are
 - maps `physical_to_logical_map`, (L, P) or one row for all layers: JSON and `.pt` of SGLang,
   `.npy` of what DeepSeek's EPLB returns; `expert_map.json` of vLLM-Ascend; the
   `initial_global_assignments` of TensorRT-LLM's `moe_load_balancer` (`.yaml`);
-- counts `logical_count`: `.pt` of SGLang's expert distribution, and the output of `semmoe record start --counts-only`;
+- counts `logical_count`: `.pt` of SGLang's expert distribution;
 - routing of tokens, which `engine_routes` reads: SGLang's records of passes (`.pt`), and answers (`.jsonl`).
 
 Files are untrusted: sizes are bounded, values are checked before they are cast, nothing is unpickled but tensors.
@@ -23,11 +23,10 @@ import numpy as np
 
 from semmoe.checkpoint.engine_files import decoder_layers
 from semmoe.core import Placement, Plan
-from semmoe.files import MOST_JSON_BYTES, load_arrays, load_json, read_limited
+from semmoe.files import MOST_JSON_BYTES, read_limited
 from semmoe.methods import eplb
 from semmoe.placement.problem import placement_alone
 from semmoe.topology import Fingerprint, Topology
-from semmoe.trace import TraceHeader
 
 MOST_TENSOR_BYTES = 1 << 33
 MAX_WHOLE = 1 << 53  # a float64 holds every whole number up to it
@@ -44,24 +43,19 @@ class Found:
     kind: str
     array: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int64))
     content: Any = None  # of records
-    fingerprint: Fingerprint | None = None  # of the model, where the file says
     num_devices: int | None = None  # of a map, where the file says
     note: str = ""  # for the user
 
 
 def read_engine_file(path: Path) -> Found:
     """Read a file by its suffix and its content. Raises ValueError that names it if its format is unknown."""
-    if path.is_dir():
-        header = load_json(path / "counts.json", TraceHeader)
-        counts = load_arrays(path / "counts.safetensors", {"activations", "transitions", "tokens"})
-        return Found(kind=COUNTS, array=numbers(counts["activations"]), fingerprint=header.fingerprint)
     if not path.is_file():
-        raise ValueError(f"there is no file {path}")
+        raise ValueError(f"{path} is a directory: name a file" if path.is_dir() else f"there is no file {path}")
     if ".jsonl" in path.suffixes:
         return Found(kind=ANSWERS)
     readers = {".json": _read_json, ".npy": _read_npy, ".pt": _read_pt, ".yaml": _read_yaml, ".yml": _read_yaml}
     if path.suffix not in readers:
-        raise ValueError(f"{path} must be {SUFFIXES} or the output of `semmoe record start --counts-only`")
+        raise ValueError(f"{path} must be {SUFFIXES}")
     try:
         return _found(readers[path.suffix](path))
     except ValueError as error:

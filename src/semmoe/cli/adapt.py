@@ -68,7 +68,7 @@ def adapt(
 def _check_serves(path: Path, plan: Any, folder: Path) -> None:
     """Raise ValueError if the server runs on another plan, or on none."""
     from semmoe.engines.live.files import plan_name, plan_number, read_status
-    from semmoe.engines.recorder_files import check_folder
+    from semmoe.engines.private import check_folder
 
     check_folder(folder)
     serves = read_status(folder).plan

@@ -40,9 +40,9 @@ def import_(
     """Read what an engine or EPLB wrote about experts.
 
     A map of physical experts (SGLang's, vLLM-Ascend's or TensorRT-LLM's file, .npy, .pt) becomes a plan, and so
-    do counts of activations (SGLang's expert distribution, `semmoe record start --counts-only`), by EPLB: counts do not
-    say which tokens or requests use an expert, so the plan balances load and schedules nothing. SGLang's records of
-    passes, and answers of vLLM or SGLang with routed experts (.jsonl), become a trace for `semmoe solve`.
+    do counts of activations (SGLang's expert distribution), by EPLB: counts do not say which tokens or requests use an
+    expert, so the plan balances load and schedules nothing. SGLang's records of passes, and answers of vLLM or SGLang
+    with routed experts (.jsonl), become a trace for `semmoe solve`.
 
     Lines that hold no answer, and tokens that name an expert twice, are left out and counted.
 
@@ -55,7 +55,6 @@ def import_(
 
     check_output(out, directory=True, force=force, inputs=(file, model))
     found, fingerprint = engine_maps.read_engine_file(file), fingerprint_of(model)
-    _check_model(found.fingerprint, fingerprint, file)
     if found.kind in (engine_maps.MAP, engine_maps.COUNTS):
         refuse_given(ctx, ["strict"], "there are no lines of which one could be left out")
         if found.kind == engine_maps.MAP:
@@ -69,12 +68,6 @@ def import_(
         console.print_json(result)
     else:
         _tell(result)
-
-
-def _check_model(known: Fingerprint | None, model: Fingerprint, file: Path) -> None:
-    difference = None if known is None else known.mismatch(model)
-    if difference is not None:
-        raise ValueError(f"{file} is of another model or tokenizer: {difference}")
 
 
 def _plan(

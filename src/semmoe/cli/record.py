@@ -8,9 +8,10 @@ import typer
 from semmoe import console
 from semmoe.cli.app import SERVING, app
 from semmoe.cli.form import takes
-from semmoe.cli.options import METHOD, OUTPUT, Json
-from semmoe.engines.recorder_control import begin, end, is_gone, name_ranks, statuses
-from semmoe.engines.recorder_files import CONTROL, Control, Status, check_folder, read_control
+from semmoe.cli.options import OUTPUT, Json
+from semmoe.engines.private import check_folder
+from semmoe.engines.recorder.control import begin, end, is_gone, name_ranks, statuses
+from semmoe.engines.recorder.files import CONTROL, Control, Status, read_control
 from semmoe.settings import RecordSettings, StopSettings
 
 FolderArgument = Annotated[
@@ -27,20 +28,14 @@ app.add_typer(record_app, name="record", rich_help_panel=SERVING)
 
 @record_app.command()
 @takes(settings=RecordSettings)
-def start(
-    folder: FolderArgument,
-    counts_only: Annotated[
-        bool, typer.Option("--counts-only", help="Count experts; keep no token and no text.", rich_help_panel=METHOD)
-    ] = False,
-    settings: Any = None,
-) -> None:
+def start(folder: FolderArgument, settings: Any = None) -> None:
     """Tell a running server to record the routing of its requests.
 
     Recordings contain users' text and are readable by you only. Ranks start with their next forward pass.
 
-    Examples: `semmoe record start FOLDER --sample 0.05` and `semmoe record start FOLDER --counts-only`
+    Example: `semmoe record start FOLDER --sample 0.05`
     """
-    control, ranks = begin(folder, settings(), counts_only)
+    control, ranks = begin(folder, settings())
     console.out.print(f"run {control.run} is on for {ranks or 'no'} ranks", highlight=False)
     if ranks == 0:
         console.warn("no server has used this folder yet")
@@ -58,29 +53,20 @@ def stop(
 ) -> None:
     """End the recording and merge what the ranks wrote into one trace, for `semmoe solve`.
 
-    The trace contains only requests that have ended; unfinished requests are left out. With --counts-only the result is
-    a directory of counts.
+    The trace contains only requests that have ended; unfinished requests are left out.
 
     Example: `semmoe record stop FOLDER --out trace` and then `semmoe solve trace --ep-size 8 --out plan`
     """
     ended = end(folder, out, settings().timeout)
     if ended.gone:
         console.warn(f"{name_ranks(ended.gone)} recorded and no longer responds: what was not on disk is lost")
-    control, merged = ended.control, ended.merged
-    row = {"out": str(ended.target), "requests": merged.requests, "tokens": merged.tokens,
-           "unfinished": ended.unfinished}  # fmt: skip
+    merged = ended.merged
     if as_json:
-        console.print_json({**row, "run": control.run, "counts_only": control.counts_only})
-    else:
-        _print_merged(row, control.counts_only)
-
-
-def _print_merged(row: dict[str, Any], counts_only: bool) -> None:
-    if counts_only:
-        text = f"counts of {row['tokens']:,} tokens in {row['out']}"
-    else:
-        text = f"{row['requests']:,} requests, {row['tokens']:,} tokens in {row['out']}"
-    left_out = f"; {row['unfinished']:,} unfinished requests are left out" if row["unfinished"] else ""
+        written = {"out": str(merged.out), "requests": merged.requests, "tokens": merged.tokens}
+        console.print_json({**written, "unfinished": ended.unfinished, "run": ended.run})
+        return
+    text = f"{merged.requests:,} requests, {merged.tokens:,} tokens in {merged.out}"
+    left_out = f"; {ended.unfinished:,} unfinished requests are left out" if ended.unfinished else ""
     console.out.print(text + left_out, markup=False, highlight=False)
 
 
@@ -110,9 +96,8 @@ def status(folder: FolderArgument, as_json: Json = False) -> None:
 def _headline(control: Control | None) -> str:
     if control is None:
         return "nothing was ever recorded here"
-    kind = "counts only" if control.counts_only else f"sample {control.sample:g}"
-    limits = f"at most {control.max_mb} MB and {control.max_tokens:,} tokens a rank"
-    return f"run {control.run} is {'on' if control.recording else 'off'}: {kind}, {limits}"
+    limits = f"sample {control.sample:g}, at most {control.max_mb} MB and {control.max_tokens:,} tokens a rank"
+    return f"run {control.run} is {'on' if control.recording else 'off'}: {limits}"
 
 
 def _table(statuses: list[Status]) -> tuple[list[str], list[list[str]]]:

@@ -48,7 +48,7 @@ def swap(
     Examples: `semmoe swap http://127.0.0.1:30000 --plan new` and
     `semmoe swap http://127.0.0.1:30000 --plan new --layers-per-pass 4 --json`
     """
-    from semmoe.engines.recorder_files import check_folder
+    from semmoe.engines.private import check_folder
     from semmoe.plan import load_plan
 
     client = client_of(header, ca, [url])

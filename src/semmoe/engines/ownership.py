@@ -8,7 +8,7 @@ import fcntl
 import os
 from pathlib import Path
 
-from semmoe.engines.recorder_files import open_folder
+from semmoe.engines.private import open_folder
 
 LOCK = "owner.lock"
 

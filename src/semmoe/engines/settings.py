@@ -41,6 +41,14 @@ class PluginSettings:
         """Return the plan as it is served: with `shuffle_from` of these settings, if that is given."""
         return replace(plan, shuffle_from=int(self.shuffle_from)) if self.shuffle_from else plan
 
+    def shuffles(self, plan: Plan | None) -> bool:
+        """Whether tokens are shuffled by the plan."""
+        return plan is not None and plan.tokens.by_tables and self.shuffle != "off"
+
+    def schedules(self, plan: Plan | None) -> bool:
+        """Whether requests are scheduled by the plan."""
+        return plan is not None and plan.requests.by_tables and self.schedule == "plan"
+
     @property
     def window_seconds(self) -> float:
         return float(self.window_ms or 0) / 1000
@@ -65,6 +73,11 @@ class GraphSettings(PluginSettings):
         super().__post_init__()
         check_switch("STATIC", self.static)
         check_switch("RECORD", self.record)
+
+
+def unseen_in_graphs(instead: str) -> str:
+    """Why passes in CUDA graphs are not recorded; instead: the engine's option that captures none."""
+    return f"passes in CUDA graphs are recorded with SEMMOE_RECORD=1 alone: set it, or serve with {instead}"
 
 
 def check_switch(name: str, value: str) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
-from semmoe.engines.recording import PassRecorder
+from semmoe.engines.recorder.passes import PassRecorder
 from semmoe.engines.sglang.model import prompts
 from semmoe.engines.sglang.rank import RankPlugin
 from semmoe.engines.sglang.settings import SglangSettings

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from semmoe.core import Plan
 from semmoe.digests import digest
-from semmoe.engines.recorder_files import make_private, read_private
+from semmoe.engines.private import make_private, read_private
 from semmoe.engines.settings import PLANS
 from semmoe.files import save_json
 from semmoe.plan import load_plan, save_plan

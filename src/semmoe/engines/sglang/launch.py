@@ -67,7 +67,7 @@ def arguments(
 
 def graphs(plan: Plan | None, given: PluginSettings, on_cpu: bool) -> dict[str, str]:
     """Disable the capture of passes over prompts, SGLang's default on CUDA, which would silently skip the shuffle."""
-    return {"cuda_graph_backend_prefill": "disabled"} if shuffles(plan, given) and not on_cpu else {}
+    return {"cuda_graph_backend_prefill": "disabled"} if given.shuffles(plan) and not on_cpu else {}
 
 
 def environment(settings: PluginSettings, topology: Topology, on_cpu: bool) -> dict[str, str]:
@@ -100,11 +100,6 @@ def check_options(plan: Plan, model: Path, options: list[str]) -> None:
         )
     for architecture in read_config(model).get("architectures") or []:
         check_family(architecture, plan)
-
-
-def shuffles(plan: Plan | None, given: PluginSettings) -> bool:
-    tables = plan is not None and plan.tokens.by_tables
-    return tables and given.shuffle != "off"
 
 
 def server(

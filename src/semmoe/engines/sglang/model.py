@@ -10,7 +10,7 @@ from sglang.srt.runtime_context import get_parallel, get_resources, get_schedule
 from sglang.srt.state_capturer.base import BaseTopkCapturer
 
 from semmoe.core import Plan
-from semmoe.engines.recorder_files import unseen_in_graphs
+from semmoe.engines.settings import unseen_in_graphs
 from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.fused import PeerBuffers, symmetric_buffers
 from semmoe.topology import Fingerprint, Topology

@@ -1,5 +1,6 @@
 """Entry point of `sglang.srt.plugins`: what SGLang calls in each of its processes before it starts."""
 
+import functools
 import os
 import sys
 from typing import Any
@@ -48,7 +49,7 @@ def _register(settings: SglangSettings) -> None:
         hooks += cpu_patches("sglang").patch(rank.dispatch_comms)
     rank.register()
     hooks += targets.RECORD_HOOKS if settings.folder is not None else ()
-    if plan is not None and settings.schedule == "plan" and plan.requests.by_tables:
+    if plan is not None and settings.schedules(plan):
         hook = _controller(plan, settings)
         around(targets.SCHEDULE, lambda *call, **named: hook().dispatch(*call, **named))
         around(targets.CONTROL, lambda *call: hook().told(*call))
@@ -63,15 +64,14 @@ def _register(settings: SglangSettings) -> None:
 
 def _controller(plan: Plan, settings: SglangSettings) -> Any:
     """The hook of the controller, made in the process that runs it, since others never schedule."""
-    made: list[Any] = []
 
+    @functools.cache
     def get() -> Any:
-        if not made:
-            from semmoe.engines.sglang.requests import RequestHook
+        from semmoe.engines.sglang.requests import RequestHook
 
-            counters = Counters("controller", settings.folder)
-            made.append(RequestHook(plan, counters, settings.window_seconds, settings.folder))
-            counters.start()
-        return made[0]
+        counters = Counters("controller", settings.folder)
+        hook = RequestHook(plan, counters, settings.window_seconds, settings.folder)
+        counters.start()
+        return hook
 
     return get

@@ -22,9 +22,9 @@ from semmoe.engines.absent import NoRecorder, NoShuffle, NoTraffic
 from semmoe.engines.counters import Reading
 from semmoe.engines.live.swap import NoSwapper, SwapError, Swapper, attach
 from semmoe.engines.rank import check_identity, check_plan, check_same_plan, description, publish, tell_untried
-from semmoe.engines.recorder import LiveRecorder
-from semmoe.engines.recorder_files import refuse
-from semmoe.engines.recording import PassRecorder
+from semmoe.engines.recorder.files import refuse
+from semmoe.engines.recorder.passes import PassRecorder
+from semmoe.engines.recorder.recorder import LiveRecorder
 from semmoe.engines.selfcheck import SelfCheck
 from semmoe.engines.sglang import guard, targets
 from semmoe.engines.sglang.families import expert_sizes, with_copies
@@ -78,8 +78,7 @@ class RankPlugin:
     @property
     def shuffles(self) -> bool:
         """Whether tokens are to be shuffled by the plan."""
-        tables = self._plan is not None and self._plan.tokens.by_tables
-        return tables and self._settings.shuffle != "off"
+        return self._settings.shuffles(self._plan)
 
     def register(self) -> None:
         around(targets.GUARD, guard.validate)

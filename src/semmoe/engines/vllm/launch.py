@@ -93,7 +93,7 @@ def server(
     """Variables to add to the environment, and the words after `python`; options: vLLM's own, from the user."""
     assert given.folder is not None
     cpu, settings = _runs_on_cpu(), VllmSettings(**asdict(given))
-    shuffles = bool(plan and plan.tokens.by_tables) and settings.shuffle != "off"
+    shuffles = settings.shuffles(plan)
     # Use one front end, since each of several would see only a share of the requests.
     static = settings.static or os.environ.get("SEMMOE_STATIC", "")
     if shuffles and RETURNS in _names(options):
@@ -125,8 +125,7 @@ def captures(static: str, options: list[str]) -> bool:
 def check_balancer(plan: Plan | None, given: PluginSettings, options: list[str]) -> None:
     """Raise ValueError if requests would bypass the plan's schedule."""
     other = sorted(OTHER_BALANCERS & _names(options) if "--headless" not in options else ())
-    requests = plan is not None and plan.requests.by_tables
-    if requests and given.schedule == "plan" and other:
+    if other and given.schedules(plan):
         raise ValueError(
             f"{other[0]}: another load balancer than "
             "vLLM's own chooses ranks, and the plan schedules no request: omit it, or give --schedule engine and "

@@ -11,7 +11,7 @@ from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
 from semmoe.core import Plan
-from semmoe.engines.recorder_files import unseen_in_graphs
+from semmoe.engines.settings import unseen_in_graphs
 from semmoe.engines.vllm.launch import NOT_RETURNED
 from semmoe.engines.vllm.placement import PlacedExperts
 from semmoe.engines.vllm.routing import RoutedLayer

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from semmoe.engines.hooks import cpu_patches
-from semmoe.engines.recording import Listener
+from semmoe.engines.recorder.passes import Listener
 from semmoe.engines.vllm import launch
 from semmoe.engines.vllm.settings import VllmSettings
 

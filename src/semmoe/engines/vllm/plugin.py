@@ -1,5 +1,6 @@
 """Entry point of `vllm.general_plugins`: what vLLM calls in each of its processes before it starts."""
 
+import functools
 import logging
 import sys
 from pathlib import Path
@@ -45,8 +46,8 @@ def _register(settings: VllmSettings) -> None:
     plan = load_plan(settings.plan) if settings.plan else None
     on_cpu = current_platform.is_cpu()
     rank = RankPlugin(plan, settings)
-    schedules = plan is not None and settings.schedule == "plan" and plan.requests.by_tables
-    prove(_needed(settings, plan, rank.splits_tokens, bool(schedules), on_cpu))
+    schedules = settings.schedules(plan)
+    prove(_needed(settings, plan, rank.splits_tokens, schedules, on_cpu))
     if on_cpu:
         cpu_patches("vllm").patch()
     rank.register(on_cpu)
@@ -70,15 +71,14 @@ def _needed(settings: VllmSettings, plan: Plan | None, splits: bool, schedules: 
 
 def _client(plan: Plan, folder: Path | None) -> Any:
     """The hook of the front end, made in the process that runs it, since others never schedule."""
-    made: list[Any] = []
 
+    @functools.cache
     def get() -> Any:
-        if not made:
-            from semmoe.engines.vllm.requests import RequestHook
+        from semmoe.engines.vllm.requests import RequestHook
 
-            counters = Counters("frontend", folder)
-            made.append(RequestHook(plan, counters))
-            counters.start()
-        return made[0]
+        counters = Counters("frontend", folder)
+        hook = RequestHook(plan, counters)
+        counters.start()
+        return hook
 
     return get

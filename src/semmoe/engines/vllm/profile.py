@@ -16,8 +16,6 @@ from semmoe.trace import TraceWriter
 class Passes:
     """Keeps the routing of passes by request."""
 
-    recording = True
-
     def __init__(self) -> None:
         self._seen: dict[str, list[tuple[np.ndarray, ...]]] = {}
 
@@ -37,7 +35,7 @@ class Passes:
             part = tuple(array[own] for array in (positions, token_ids, expert_ids))
             self._seen.setdefault(request, []).append(part)
 
-    def finish(self, request: str, prompt_ids: Sequence[int], length: int | None = None) -> None:
+    def finish(self, request: str, prompt_ids: Sequence[int], length: int) -> None:
         """Do nothing: the caller takes a request's routing by `take`."""
 
     def take(self, request: str, length: int) -> dict[str, np.ndarray]:

@@ -16,9 +16,9 @@ from semmoe.engines.absent import NoRecorder, NoShuffle, NoTraffic
 from semmoe.engines.counters import Reading
 from semmoe.engines.live.swap import NoSwapper, Swapper, attach
 from semmoe.engines.rank import check_identity, check_plan, check_same_plan, description, publish, tell_untried
-from semmoe.engines.recorder import LiveRecorder
-from semmoe.engines.recorder_files import refuse
-from semmoe.engines.recording import Listener, PassRecorder
+from semmoe.engines.recorder.files import refuse
+from semmoe.engines.recorder.passes import Listener, PassRecorder
+from semmoe.engines.recorder.recorder import LiveRecorder
 from semmoe.engines.selfcheck import SelfCheck
 from semmoe.engines.traffic import RankTraffic, rank_traffic
 from semmoe.engines.vllm import targets
@@ -76,14 +76,7 @@ class RankPlugin:
     @property
     def shuffles(self) -> bool:
         """Whether tokens are to be shuffled by the plan."""
-        tables = self._plan is not None and self._plan.tokens.by_tables
-        return tables and self._settings.shuffle != "off"
-
-    @property
-    def _schedules(self) -> bool:
-        """Whether requests are to be scheduled by the plan."""
-        follows = self._plan is not None and self._plan.requests.by_tables
-        return follows and self._settings.schedule == "plan"
+        return self._settings.shuffles(self._plan)
 
     @property
     def splits_tokens(self) -> bool:
@@ -136,7 +129,7 @@ class RankPlugin:
         all_to_all = config.enable_expert_parallel and config.use_all2all
         if self._placed is not None:
             plan, model = self._placed.plan, runner.model_config
-            check_engine(runner, plan, self._schedules)
+            check_engine(runner, plan, self._settings.schedules(plan))
             running = running_topology(runner, plan)
             check_plan(plan, "vLLM", running, model.hf_text_config, len(layers), physical)
             if self._ep_rank == 0:

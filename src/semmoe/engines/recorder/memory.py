@@ -1,4 +1,4 @@
-"""What a live recorder holds in memory: the requests it records with their progress, their rows, and counts.
+"""Hold the requests of a run, their progress and their rows, within a bounded memory.
 
 All arrays have a fixed size and are updated by whole batches: nothing here loops over tokens.
 """
@@ -6,25 +6,30 @@ All arrays have a fixed size and are updated by whole batches: nothing here loop
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from semmoe.engines.recorder.files import Control, Status
 from semmoe.topology import Fingerprint
 
 SLOTS = 1 << 16  # most unfinished requests at a time; further ones are skipped
 REFUSED = SLOTS  # the slot of every request that is not recorded
 MOST_REFUSED = 1 << 17  # most ids of refused requests that are remembered
-FOLD_ROWS = 2048  # tokens whose routing is counted at a time
+MOST_POSITION = np.iinfo(np.int32).max
+SHARD_TOKENS = 1 << 14  # small, so that writing one delays a server by only about 10 ms
+# finished requests are written when they hold 1/16 of the rows in memory, since each write scans all rows
+WRITE_SHARE = 16
 
 
 @dataclass(frozen=True)
 class Rows:
-    """n tokens of recorded requests."""
+    """n tokens of a forward pass or of a request."""
 
-    slots: np.ndarray  # (n,) the slot of each token's request
+    slots: np.ndarray  # (n,) the slot of each token's request; at first its place among the requests of the pass
     positions: np.ndarray  # (n,) place in the request
     token_ids: np.ndarray  # (n,)
     expert_ids: np.ndarray  # (n, L, K)
@@ -36,12 +41,30 @@ class Rows:
         """The rows selected by a mask (n,), by indices, or by a slice."""
         return Rows(self.slots[chosen], self.positions[chosen], self.token_ids[chosen], self.expert_ids[chosen])
 
+    def known(self, name: str, size: int) -> Rows:
+        """The rows whose ids in the array `name` are all from 0 to size - 1."""
+        bad = outside(getattr(self, name), size)
+        return self if bad is None else self.where(~bad)
+
+    def once(self) -> Rows:
+        """These rows without those that repeat a position of their request."""
+        key = (self.slots << 32) | self.positions
+        ordered = np.sort(key)
+        if (ordered[1:] != ordered[:-1]).all():
+            return self
+        return self.where(np.sort(np.unique(key, return_index=True)[1]))
+
+
+Write = Callable[[np.ndarray, Rows], None]
+
 
 def outside(ids: np.ndarray, size: int) -> np.ndarray | None:
     """(n,) bool: rows of `ids` (n, ...) that contain an id outside 0 to size - 1; None if no row does."""
+    if ids.size == 0:
+        return None
     if not np.issubdtype(ids.dtype, np.integer):
         raise TypeError(f"ids are {ids.dtype}, expected integers")
-    if ids.size == 0 or (ids.min() >= 0 and ids.max() < size):
+    if ids.min() >= 0 and ids.max() < size:
         return None
     bad = (ids < 0) | (ids >= size)
     return np.asarray(bad.reshape(len(ids), -1).any(axis=1))
@@ -156,8 +179,10 @@ class RowStore:
         old = self._returned[self._num_returned : self._num_returned + again]
         return np.concatenate([old, np.arange(fresh.start, fresh.stop, dtype=np.int32)])
 
-    def pop(self, turn: np.ndarray) -> Rows:
-        """Remove and return the rows of slots whose `turn` (SLOTS + 1,) is not negative, by turn and then position."""
+    def pop(self, slots: Sequence[int]) -> list[Rows]:
+        """Remove and return the rows of each slot, by position."""
+        turn = np.full(SLOTS + 1, -1, np.int64)  # of each slot, its place in `slots`
+        turn[list(slots)] = np.arange(len(slots))
         turns = turn[self._slots[: self._touched]]
         at = np.flatnonzero(turns >= 0).astype(np.int32)
         at = at[np.lexsort((self._positions[at], turns[at]))]
@@ -167,7 +192,8 @@ class RowStore:
         self._returned[self._num_returned : self._num_returned + len(at)] = at
         self._num_returned += len(at)
         self.used -= len(at)
-        return rows
+        bounds = np.searchsorted(turns[at], np.arange(len(slots) + 1))
+        return [rows.where(slice(first, last)) for first, last in itertools.pairwise(bounds)]
 
 
 def row_bytes(fingerprint: Fingerprint) -> int:
@@ -179,52 +205,97 @@ def expert_dtype(fingerprint: Fingerprint) -> np.dtype:
     return np.dtype(np.uint8 if fingerprint.num_experts <= 256 else np.int16)
 
 
-class Counts:
-    """Counts of counts-only mode: how often each expert was chosen, and together with each one of the next layer."""
+class Memory:
+    """The rows of sampled requests until these have ended, within `control.max_mb`.
 
-    def __init__(self, fingerprint: Fingerprint) -> None:
-        L, E = fingerprint.num_layers, fingerprint.num_experts
-        self._dtype = expert_dtype(fingerprint)
-        self._activations = np.zeros((L, E), np.int64)
-        self._transitions = np.zeros((L - 1, E, E), np.int64)
-        self._tokens = 0
-        self._waiting: list[np.ndarray] = []
-        self._num_waiting = 0
+    Requests that ended are written together, by `write(prompt, rows)` for each; a quarter of the memory, at most one
+    shard, is for written rows that wait for the disk. `status` counts the rows and requests that are left out.
+    """
 
-    @staticmethod
-    def bytes_needed(fingerprint: Fingerprint) -> int:
-        return 8 * fingerprint.num_layers * fingerprint.num_experts**2 + FOLD_ROWS * row_bytes(fingerprint)
+    def __init__(self, fingerprint: Fingerprint, control: Control, status: Status, write: Write) -> None:
+        capacity = control.max_mb * 10**6 // row_bytes(fingerprint)
+        self.shard_tokens = min(SHARD_TOKENS, capacity // 4)
+        if self.shard_tokens < 1:
+            raise ValueError(f"max_mb {control.max_mb} is too little for a row")
+        self._fingerprint = fingerprint
+        self._status = status
+        self._write = write
+        self._requests = Requests(control.sample)
+        self._store = RowStore(fingerprint, capacity - self.shard_tokens)
+        self._finished: dict[int, tuple[np.ndarray, int]] = {}  # prompt and length by slot
+        self._num_finished = 0  # rows and prompt tokens of finished requests
 
-    @property
-    def nbytes(self) -> int:
-        return self._transitions.nbytes + self._activations.nbytes + sum(part.nbytes for part in self._waiting)
+    def usage(self) -> dict[str, int]:
+        """Fields of a status."""
+        held = self._store.used * self._store.row_bytes
+        return {"skipped": self._requests.skipped, "unfinished": len(self._requests), "bytes_held": held}
 
-    def add(self, expert_ids: np.ndarray) -> None:
-        """Add expert ids (n, L, K).
+    def observe(self, requests: Sequence[str], rows: Rows) -> None:
+        """Hold the rows of a pass whose `slots` are places in `requests`."""
+        new = self._fit(self._new(requests, rows))
+        self._store.put(new)
+        self._requests.advance(new)
 
-        They are counted in blocks, since counting costs as much for few tokens as for many.
-        """
-        self._waiting.append(expert_ids.astype(self._dtype))
-        self._num_waiting += len(expert_ids)
-        if self._num_waiting >= FOLD_ROWS:
-            self._fold()
+    def _new(self, requests: Sequence[str], rows: Rows) -> Rows:
+        """The valid rows of sampled requests that are not yet held, each once."""
+        f = self._fingerprint
+        shapes = (len(rows.positions), len(rows.token_ids), rows.expert_ids.shape)
+        expected = (len(rows), len(rows), (len(rows), f.num_layers, f.top_k))
+        if shapes != expected:
+            raise ValueError(f"positions, token_ids, expert_ids have {shapes}, expected {expected}")
+        known = rows.known("slots", len(requests)).known("positions", MOST_POSITION)
+        slots = self._requests.slots(requests)[known.slots]
+        placed = replace(known, slots=slots, positions=known.positions.astype(np.int64, copy=False))
+        beyond = placed.positions > self._requests.highest[slots]
+        new = (placed if beyond.all() else placed.where(beyond)).once()
+        valid = new.known("token_ids", f.vocab_size).known("expert_ids", f.num_experts)
+        self._status.tokens_seen += len(rows)
+        self._status.unknown += len(rows) - len(known) + len(new) - len(valid)
+        return valid
 
-    def arrays(self) -> dict[str, np.ndarray]:
-        self._fold()
-        tokens = np.array([self._tokens], np.int64)
-        return {"activations": self._activations, "transitions": self._transitions, "tokens": tokens}
+    def _fit(self, rows: Rows) -> Rows:
+        """The rows that fit in memory: requests without rows are skipped first, then those with most rows dropped."""
+        if len(rows) > self._store.free:
+            self.write_finished()
+        if len(rows) > self._store.free:
+            slots = np.unique(rows.slots[self._requests.rows[rows.slots] == 0])
+            self._requests.skipped += len(slots)
+            rows = self._refuse(slots, rows)
+        while len(rows) > self._store.free:
+            self._status.dropped += 1
+            rows = self._refuse(np.array([self._requests.rows.argmax()]), rows)
+        return rows
 
-    def _fold(self) -> None:
-        """Count the waiting tokens: ids are widened once and a layer's pairs counted together, in half the time."""
-        if not self._waiting:
+    def _refuse(self, slots: np.ndarray, rows: Rows) -> Rows:
+        """Hold nothing of the requests in these slots any more; returns the rows of others."""
+        self._store.pop(slots.tolist())
+        for slot in slots.tolist():
+            self._requests.refuse(slot)
+        self._requests.release(slots.tolist())
+        return rows.where(~np.isin(rows.slots, slots))
+
+    def finish(self, request: str, prompt: np.ndarray, length: int) -> None:
+        """End a request, whose rows before `length` are to be written."""
+        slot = self._requests.end(request)
+        if slot == REFUSED:
             return
-        narrow = np.ascontiguousarray(np.concatenate(self._waiting).transpose(1, 2, 0))
-        experts, size = narrow.astype(np.intp), self._activations.shape[1]  # (L, K, n)
-        pairs = np.empty((experts.shape[1], *experts.shape[1:]), np.intp)
-        for l, chosen in enumerate(experts):
-            self._activations[l] += np.bincount(chosen.ravel(), minlength=size)
-            if l > 0:
-                np.add((experts[l - 1] * size)[:, None], chosen, out=pairs)
-                self._transitions[l - 1] += np.bincount(pairs.ravel(), minlength=size * size).reshape(size, size)
-        self._tokens += experts.shape[2]
-        self._waiting, self._num_waiting = [], 0
+        num_rows = int(self._requests.rows[slot])
+        if num_rows == 0:
+            self._requests.release([slot])
+            return
+        self._finished[slot] = prompt, length
+        self._num_finished += num_rows + len(prompt)
+        few = max(SHARD_TOKENS // 2, self._store.used // WRITE_SHARE)
+        if self._num_finished >= few or len(self._finished) >= SLOTS // 4:
+            self.write_finished()
+
+    def write_finished(self) -> None:
+        """Write the rows of finished requests and forget these requests."""
+        if not self._finished:
+            return
+        finished, self._finished = self._finished, {}
+        self._num_finished = 0
+        parts = self._store.pop(list(finished))
+        self._requests.release(list(finished))
+        for (prompt, length), rows in zip(finished.values(), parts, strict=True):
+            self._write(prompt, rows.where(rows.positions < length))

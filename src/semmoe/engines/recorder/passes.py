@@ -15,9 +15,6 @@ UNSEEN = -1  # in place of experts that no hook has told
 class Listener(Protocol):
     """The receiver of recorded rows: a `LiveRecorder`, or a profiler."""
 
-    @property
-    def recording(self) -> bool: ...
-
     def poll(self) -> bool: ...
 
     def observe(
@@ -29,7 +26,7 @@ class Listener(Protocol):
         expert_ids: np.ndarray,
     ) -> None: ...
 
-    def finish(self, request: str, prompt_ids: Sequence[int], length: int | None = None) -> None: ...
+    def finish(self, request: str, prompt_ids: Sequence[int], length: int) -> None: ...
 
 
 class PassRecorder:
@@ -43,7 +40,7 @@ class PassRecorder:
     def __init__(self, recorder: Listener, num_layers: int, buffer: torch.Tensor | None = None) -> None:
         self._recorder, self._num_layers, self._buffer = recorder, num_layers, buffer
         self._step: Step | None = None
-        self._closed: Step | None = None
+        self.waiting: Step | None = None  # the pass that was closed and not yet passed on by `tell`
         self._routed: dict[int, np.ndarray] = {}  # by MoE layer, (N, K)
 
     @property
@@ -61,7 +58,7 @@ class PassRecorder:
         self._step = step if step is not None and step.num_tokens and not step.guesses else None
         if self._buffer is not None and self._step is not None:
             self._buffer.fill_(UNSEEN)  # a pass whose routing is not told must not leave that of the pass before
-        self._routed, self._closed = {}, None
+        self._routed, self.waiting = {}, None
 
     def observe(self, layer: int, expert_ids: torch.Tensor, weights: torch.Tensor) -> None:
         """Record a MoE layer from logical ids (n, K) and weights (n, K) of rows in the tokens' order, padding last."""
@@ -88,16 +85,11 @@ class PassRecorder:
             self._routed = dict(enumerate(routed.swapaxes(0, 1)))
         complete = len(self._routed) == self._num_layers
         unseen = any(ids.min(initial=0) == UNSEEN for ids in self._routed.values())
-        self._closed = step if complete and not unseen else None
-
-    @property
-    def waiting(self) -> Step | None:
-        """The pass that was closed and not yet passed on by `tell`."""
-        return self._closed
+        self.waiting = step if complete and not unseen else None
 
     def tell(self, kept: np.ndarray | slice) -> None:
         """Pass on the rows of the closed pass that are `kept`, a mask (N,), which excludes rejected draft tokens."""
-        step, self._closed = self._closed, None
+        step, self.waiting = self.waiting, None
         if step is not None:
             routed = np.stack([self._routed[layer] for layer in range(self._num_layers)], axis=1)[kept]
             told = step.rows[kept], step.positions[kept], step.token_ids[kept], routed
@@ -105,5 +97,4 @@ class PassRecorder:
 
     def finish(self, request: str, prompt_ids: Sequence[int], length: int) -> None:
         """Report that a request ended after `length` of its tokens were fed to the model."""
-        if self._recorder.recording:
-            self._recorder.finish(request, prompt_ids, length)
+        self._recorder.finish(request, prompt_ids, length)

@@ -3,14 +3,11 @@
     FOLDER/control.json            written by `semmoe record`: whether and what to record
     FOLDER/status-00000.json       written by each rank, at most once a second
     FOLDER/RUN/rank-00000/         what that rank recorded: a trace directory
-    FOLDER/RUN/counts-00000.*      what that rank counted, with --counts-only
 
 What is recorded is users' text, so folders have mode 0700 and files 0600. Whoever can write the control file can have
 all traffic recorded, so a folder or control file that other users can write is refused.
 """
 
-import os
-import stat
 import time
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,10 +15,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from semmoe.bounds import bounds
-from semmoe.files import Model, parse_json, save_json
+from semmoe.engines.private import open_folder, read_private
+from semmoe.files import save_json
 from semmoe.settings import RecordSettings
 
-LARGEST = 1 << 16  # bytes of a control or status file
 CONTROL = "control.json"
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
 Count = Annotated[int, Field(ge=0)]
@@ -44,7 +41,6 @@ class Control(BaseModel):
     sample: float = _limited("sample")
     max_mb: int = _limited("max_mb")
     max_tokens: int = _limited("max_tokens")
-    counts_only: bool = False
 
 
 class Status(BaseModel):
@@ -56,53 +52,16 @@ class Status(BaseModel):
     run: RunName | None = None
     state: Literal["off", "recording", "stopped", "failed", "refused"] = "off"
     reason: str = Field(default="", max_length=2000)  # why it is not recording, if it was not told to stop
-    counts_only: bool = False
     requests: Count = 0  # recorded
     tokens: Count = 0  # recorded
     tokens_seen: Count = 0  # tokens of any request that ran while recording, recomputed ones included
     skipped: Count = 0  # requests that arrived when memory was full
-    dropped: Count = 0  # requests dropped for lack of memory, for max_tokens, or by the engine
+    dropped: Count = 0  # requests dropped for lack of memory or for max_tokens
     unfinished: Count = 0  # unfinished requests; those at the end are not in the trace, since their prompts are unknown
-    unknown: Count = 0  # rows and prompt tokens with an id outside the model's range, and counted rows with a twin
+    unknown: Count = 0  # rows and prompt tokens with an id outside the model's range
     bytes_held: Count = 0  # rows in memory
     cpu_us_per_token: float = Field(default=0.0, ge=0, allow_inf_nan=False)  # CPU time per token seen
     updated: float = Field(default=0.0, ge=0, allow_inf_nan=False)  # seconds since 1970
-
-
-def open_folder(folder: Path) -> None:
-    """Make the control folder with mode 0700, or check the existing one. Raises ValueError or OSError."""
-    if not os.path.lexists(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        make_private(folder)
-    check_folder(folder)
-
-
-def make_private(folder: Path) -> None:
-    """Make a folder with mode 0700, whatever the umask; an existing folder keeps its mode."""
-    try:
-        folder.mkdir(mode=0o700)
-    except FileExistsError:  # several ranks may create it at once
-        return
-    folder.chmod(0o700)
-
-
-def check_folder(folder: Path) -> None:
-    """Raise ValueError unless `folder` is a directory of this user that nobody else can write to."""
-    if not os.path.lexists(folder):
-        raise ValueError(f"there is no folder {folder}")
-    link = os.lstat(folder)
-    if stat.S_ISLNK(link.st_mode) and link.st_uid != os.geteuid():
-        raise ValueError(f"{folder} is a symbolic link of another user: it is not followed")
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder")
-    _check_owner(folder, folder.stat())
-
-
-def _check_owner(path: Path, info: os.stat_result) -> None:
-    if info.st_uid != os.geteuid():
-        raise ValueError(f"{path} belongs to user {info.st_uid}, not to {os.geteuid()}")
-    if info.st_mode & 0o022:
-        raise ValueError(f"{path} can be written by others: chmod go-w it")
 
 
 def read_control(folder: Path) -> Control:
@@ -122,16 +81,19 @@ def status_paths(folder: Path) -> list[Path]:
 
 
 def read_status(path: Path) -> Status:
-    return read_private(path, Status)
+    """The status of a rank; if it is unreadable, the rank counts as failed, with the reason."""
+    rank = int(path.stem.removeprefix("status-"))
+    try:
+        status = read_private(path, Status)
+        if status.rank != rank:
+            raise ValueError(f"{path} is of rank {status.rank}")
+    except (ValueError, OSError) as error:
+        return Status(rank=rank, state="failed", reason=str(error)[:2000])
+    return status
 
 
 def write_status(folder: Path, status: Status) -> None:
     save_json(status_path(folder, status.rank), status, private=True)
-
-
-def unseen_in_graphs(instead: str) -> str:
-    """Why passes in CUDA graphs are not recorded; instead: the engine's option that captures none."""
-    return f"passes in CUDA graphs are recorded with SEMMOE_RECORD=1 alone: set it, or serve with {instead}"
 
 
 def refuse(folder: Path, rank: int, reason: str) -> None:
@@ -142,23 +104,3 @@ def refuse(folder: Path, rank: int, reason: str) -> None:
 
 def rank_folder(folder: Path, run: str, rank: int) -> Path:
     return folder / run / f"rank-{rank:05d}"
-
-
-def counts_path(folder: Path, run: str, rank: int) -> Path:
-    return folder / run / f"counts-{rank:05d}.safetensors"
-
-
-def read_private(path: Path, model: type[Model]) -> Model:
-    """Read and validate a small file; links, pipes and large files are refused, so that reading cannot block."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise ValueError(f"{path} is missing") from None
-    with open(descriptor, "rb") as file:
-        info = os.fstat(descriptor)
-        if not stat.S_ISREG(info.st_mode):
-            raise ValueError(f"{path} is not a file")
-        _check_owner(path, info)
-        if info.st_size > LARGEST:
-            raise ValueError(f"{path} has {info.st_size} bytes, more than {LARGEST}")
-        return parse_json(path, file.read(LARGEST), model)
