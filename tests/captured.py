@@ -162,18 +162,23 @@ class Captured:
     def __call__(self) -> torch.Tensor:
         for norm in self.norms:
             rows, residual = self.shuffle.before_experts(
-                None, self.hidden, self.residual, self.batch, norm, update=None, read=Read
+                unshuffled, self.hidden, self.residual, self.batch, norm, update=None, read=Read
             )
             self.shuffle.bound(self.limit)
             self.routed()
             self.shuffle.observe(self.chosen, self.weights)
-            if norm is not self.norms[-1]:
-                self.shuffle._in_order(rows + residual)  # before_attention, without SGLang's own types
-        return self.shuffle.after_last(None, rows, residual, self.batch, SimpleNamespace(update=torch.add))[0]
+            if norm is not self.norms[-1] and self.shuffle.active:
+                self.shuffle.restore(rows + residual)  # before_attention, without SGLang's own types
+        return self.shuffle.after_last(unshuffled, rows, residual, self.batch, SimpleNamespace(update=torch.add))[0]
 
     def routed(self) -> None:
         """What hooks do at every router: copies are chosen and traffic is counted."""
         self.traffic.count(self.copies.to_physical(self.chosen), self.per_rank)
+
+
+def unshuffled(rows: torch.Tensor, residual: torch.Tensor, *others, **call) -> tuple[torch.Tensor, torch.Tensor]:
+    """SGLang's own part of a pass that is not shuffled."""
+    return rows, residual
 
 
 class Read:

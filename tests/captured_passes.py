@@ -1,6 +1,7 @@
 """What engines capture of our decode passes in CUDA graphs, traced on a device that is not there."""
 
 import operator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,9 +17,10 @@ def table(shape, dtype) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype, device=GPU)
 
 
-def captured(comm, rows, granularity="layer") -> Captured:
+def captured(comm, rows, granularity="layer", shuffle_from=1) -> Captured:
     """A decode pass with a recorder, whose hooks run whether it records or not."""
-    found = Captured(comm, plan(2), rows, SLOTS, WIDTH, GPU, granularity)
+    planned = replace(plan(2), shuffle_from=shuffle_from)
+    found = Captured(comm, planned, rows, SLOTS, WIDTH, GPU, granularity)
     if granularity == "layer":
         found.record()
     return found
@@ -44,6 +46,14 @@ def test_a_decode_pass_stays_on_the_device(rank, rows, granularity):
     assert operations > 20 * LAYERS
     assert {"assign_kernel", "scatter_kernel", "gather_kernel"} <= set(launched)
     assert (granularity == "layer") == ("score_kernel" in launched)
+
+
+@pytest.mark.parametrize("rows", [7, 8, 9])
+def test_a_graph_is_shuffled_or_not_by_its_size(comm, rows):
+    """From 9 rows on, padding to whole slices included; a graph of fewer launches no kernel of the shuffle."""
+    with on_gpu():
+        launched = replays(captured(comm, rows, shuffle_from=9))[1]
+    assert ("assign_kernel" in launched) == (rows == 9)
 
 
 def test_without_triton_it_stays_there_too(comm, monkeypatch):
