@@ -46,7 +46,7 @@ class Captured:
         copies = RankCopies(*(empty(*shape, dtype=kind) for shape, kind in tables), comm.rank, comm.size)
         self.traffic = TrafficCounter(comm.size, comm.rank, GPU)
         self.routers = [
-            RoutedLayer(place, [copies], 0, experts // 2, real, self.traffic, False, self.observe)
+            RoutedLayer(place, copies, experts // 2, real, self.traffic, False, self.observe)
             for place in range(self.layers)
         ]
         mine = -(-rows // comm.size)

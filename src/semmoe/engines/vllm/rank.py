@@ -201,7 +201,7 @@ class RankPlugin:
         shuffle = new_shuffle(self._plan, runner, self._settings, self._real, split, self._slots)
         for place, index in enumerate(layers):
             shuffle.hook(found[index], place)
-        shuffle.ran = functools.partial(self._check_hooks.ran, "shuffled layers")
+        shuffle.ran = self._layer_ran
         self._shuffle = shuffle
 
     def _attach_recorder(self, folder: Path, runner: Any, num_layers: int) -> None:
@@ -247,6 +247,11 @@ class RankPlugin:
             )
         if unseen:
             self._traffic = NoTraffic()
+
+    def _layer_ran(self) -> None:
+        """Count a layer that a hook has split; passes of idle ranks, which only keep step, prove nothing."""
+        if self._in_pass:
+            self._check_hooks.ran("shuffled layers")
 
     def _observe(self, place: int, expert_ids: torch.Tensor, weights: torch.Tensor) -> None:
         if self._check_hooks.pending and self._in_pass:
