@@ -10,9 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from semmoe.bounds import MOST_LAYERS
-from semmoe.checkpoint.directory import config_count, read_config, tensor_names
-from semmoe.checkpoint.layout import moe_layer_indices
+from semmoe.checkpoint.directory import read_config
+from semmoe.checkpoint.layout import decoder_layers
 from semmoe.checkpoint.relabel import check_config, check_num_layers
 from semmoe.core import Plan
 from semmoe.files import atomic_file, check_output
@@ -52,14 +51,6 @@ def _layers(plan: Plan, model: Path) -> tuple[list[int], int]:
     indices, depth = decoder_layers(model)
     check_num_layers(plan, len(indices), model)
     return indices, depth
-
-
-def decoder_layers(model: Path) -> tuple[list[int], int]:
-    """Indices of the decoder layers that have experts, and the number of decoder layers."""
-    depth = config_count(read_config(model), "num_hidden_layers")
-    if depth > MOST_LAYERS:
-        raise ValueError(f"{model}/config.json claims {depth} layers, more than {MOST_LAYERS}")
-    return moe_layer_indices(tensor_names(model), depth), depth
 
 
 def check_out_file(out: Path, inputs: Iterable[Path | str] = ()) -> None:

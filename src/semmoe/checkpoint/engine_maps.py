@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from semmoe.checkpoint.engine_files import decoder_layers
+from semmoe.checkpoint.layout import decoder_layers
 from semmoe.core import Placement, Plan
 from semmoe.files import MOST_JSON_BYTES, load_arrays, load_json, read_limited
 from semmoe.methods import eplb

@@ -90,9 +90,8 @@ def verify(old: Checkpoint, new: Checkpoint, orders: np.ndarray, f: Fingerprint,
 
 def _same_layers(old: Checkpoint, new: Checkpoint, f: Fingerprint) -> list[MoeLayer]:
     """The MoE layers, which both checkpoints must have alike."""
-    depth = config_count(old.config, "num_hidden_layers")
-    layers = find_moe_layers(old.tensors, depth, f.num_experts)
-    same = layers == find_moe_layers(new.tensors, depth, f.num_experts)
+    layers = find_moe_layers(old, f.num_experts)
+    same = layers == find_moe_layers(new, f.num_experts)
     _expect(same and old.tensors.keys() == new.tensors.keys(), "the tensors have other names")
     _expect(old.config == new.config, "config.json differs")
     numbered = {name for layer in layers for name in _expert_tensors(layer)}
@@ -129,14 +128,14 @@ def _check_routing(old: Checkpoint, new: Checkpoint, layer: MoeLayer, order: np.
 def _check_tables(old: Checkpoint, new: Checkpoint, layer: MoeLayer, order: np.ndarray) -> None:
     """Every new number in a table must stand for the old expert."""
     for name in layer.tables:
-        numbers = new.tensors[name].integers()
+        numbers = new.tensors[name].values()
         inside = bool(((numbers >= 0) & (numbers < len(order))).all())
-        same = inside and np.array_equal(order[numbers], old.tensors[name].integers())
+        same = inside and np.array_equal(order[numbers], old.tensors[name].values())
         _expect(same, f"{name} sends token ids to other experts")
 
 
 def _router(checkpoint: Checkpoint, layer: MoeLayer, f: Fingerprint) -> Router:
-    parts = {part: to_float(checkpoint.tensors[name]) for part, name in layer.gate.items()}
+    parts = {part: checkpoint.tensors[name].values() for part, name in layer.gate.items()}
     kept, scoring = config_count(checkpoint.config, "topk_group") or f.num_groups, checkpoint.config.get("scoring_func")
     if scoring == "sqrtsoftplus" and "bias" in parts:  # DeepSeek-V4 calls its correction by this name
         parts["e_score_correction_bias"] = parts.pop("bias")
@@ -149,16 +148,6 @@ def _router(checkpoint: Checkpoint, layer: MoeLayer, f: Fingerprint) -> Router:
         num_groups=f.num_groups,
         top_groups=min(kept, f.num_groups),
     )
-
-
-def to_float(tensor: Tensor) -> np.ndarray:
-    """A tensor of F64, F32, F16 or BF16 as float64."""
-    data = tensor.read()
-    if tensor.dtype == "BF16":  # the upper half of a float32
-        values = (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
-    else:
-        values = np.frombuffer(data, {"F64": "<f8", "F32": "<f4", "F16": "<f2"}[tensor.dtype])
-    return values.astype(np.float64).reshape(tensor.shape)
 
 
 def _check_experts(old: Checkpoint, new: Checkpoint, layer: MoeLayer, order: np.ndarray, progress: Progress) -> None:
