@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from semmoe.checkpoint import relabel as relabelling
 from semmoe.checkpoint.directory import open_checkpoint
-from semmoe.checkpoint.engine_files import write_sglang
+from semmoe.checkpoint.engine_maps import write_sglang
 from semmoe.checkpoint.relabel import RECORD, Record
 from semmoe.cli import app
 from semmoe.core import Placement, Plan

@@ -75,7 +75,7 @@ def named(rows):
 
 BAD_MAPS = {
     "text.json": (b"nothing", "not valid JSON"),
-    "object.json": (b'{"a": 1}', "neither physical_to_logical_map, logical_count, layer_list"),
+    "object.json": (b'{"a": 1}', "give an object with physical_to_logical_map or logical_count or layer_list"),
     "list.json": (json.dumps([list(range(E))]).encode(), "give an object with physical_to_logical_map"),
     "ragged.json": (named([[1, 2], [3]]), "all equally long"),
     "words.json": (named(["a"]), "all equally long"),

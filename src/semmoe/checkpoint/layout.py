@@ -43,6 +43,11 @@ class MoeLayer:
         """Names of tensors whose leading dimension counts experts."""
         return self.packed + list(self.gate.values())
 
+    @property
+    def by_name(self) -> list[str]:
+        """Names of the tensors of one expert each."""
+        return [self.expert_tensor(expert, part) for expert, parts in self.parts.items() for part in parts]
+
     def expert_tensor(self, expert: int, part: str) -> str:
         return f"{self.prefix}experts.{expert}.{part}"
 
