@@ -21,7 +21,7 @@ from semmoe.checkpoint import relabel as relabelling
 from semmoe.checkpoint.directory import open_checkpoint
 from semmoe.checkpoint.layout import find_moe_layers
 from semmoe.checkpoint.relabel import RECORD, Record, relabel, write_relabelled
-from semmoe.checkpoint.shards import CHUNK_BYTES, Tensor, read_shard
+from semmoe.checkpoint.shards import CHUNK_BYTES, Tensor, read_shard, write_shard
 from semmoe.checkpoint.verify import _router, verify
 from semmoe.core import Placement, Plan
 from semmoe.demo import MODEL
@@ -593,6 +593,20 @@ def test_bytes_are_read_in_chunks_and_a_file_that_becomes_shorter_is_an_error(tm
     (tmp_path / "a").write_bytes(data[:-1])
     with pytest.raises(OSError, match="shorter"):
         list(stored.chunks())
+
+
+def test_a_header_may_name_tensors_in_another_order_than_their_bytes(tmp_path):
+    header = {"last": entry(offsets=(8, 16)), "empty": entry(shape=(0,), offsets=(8, 8)), "first": entry()}
+    (tmp_path / "a").write_bytes(raw(header, bytes(range(16))))
+    done = []
+    write_shard(read_shard(tmp_path / "a"), tmp_path / "b", {"first": "renamed"}, {}, done.append)
+    written = load_file(tmp_path / "b")
+    assert {name: array.tobytes() for name, array in written.items()} == {
+        "renamed": bytes(range(8)),
+        "empty": b"",
+        "last": bytes(range(8, 16)),
+    }
+    assert sum(done) == (tmp_path / "a").stat().st_size
 
 
 def test_the_record_names_the_plan_and_the_layers(tmp_path):

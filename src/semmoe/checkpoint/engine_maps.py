@@ -102,14 +102,14 @@ def read_tensorrt_map(content: dict[str, Any]) -> Experts:
 def read_sglang_counts(content: dict[str, Any]) -> Experts:
     """SGLang's counts (steps, layers, E), added up; (layers, E) are those of one step."""
     counts = numbers(content[COUNTS_KEY])
-    check_counts(counts)
+    _check_counts(counts)
     return Experts(rows=counts.reshape(-1, *counts.shape[-2:]).sum(axis=0, dtype=np.float64))
 
 
 def read_semmoe_counts(content: dict[str, Any]) -> Experts:
     """The output of `semmoe record start --counts-only`."""
     counts = numbers(content["activations"])
-    check_counts(counts)
+    _check_counts(counts)
     return Experts(rows=counts, fingerprint=content["fingerprint"])
 
 
@@ -127,22 +127,19 @@ def numbers(values: Any) -> np.ndarray:
     return array if array.dtype.kind in "iu" else array.astype(np.float64)
 
 
-def whole(name: str, array: np.ndarray) -> np.ndarray:
-    """An array (N, M) as int64. Raises ValueError that names the first value that is not a whole number."""
-    bad = ~np.isfinite(array) | (np.trunc(array) != array) | (np.abs(array.astype(np.float64)) > MAX_WHOLE)
-    if bad.any():
-        row, column = np.argwhere(bad)[0].tolist()
-        raise ValueError(f"{name} {column} of row {row} is {array[row, column]}, not a whole number")
+def whole(name: str, array: np.ndarray, most: int = MAX_WHOLE, hint: str = "") -> np.ndarray:
+    """An array (N, M) as int64. Raises ValueError that names the first value unless all are whole numbers to `most`."""
+    good = (array >= 0) & (array <= most) & (np.trunc(array) == array)  # NaN is not
+    if not good.all():
+        row, column = np.argwhere(~good)[0].tolist()
+        value = array[row, column]
+        raise ValueError(f"{name} {column} of row {row} is {value}, not a whole number from 0 to {most}{hint}")
     return array.astype(np.int64)
 
 
-def check_counts(counts: np.ndarray) -> None:
+def _check_counts(counts: np.ndarray) -> None:
     """Raise ValueError unless `counts` (..., E) are whole numbers from 0 on, and one of the counts is above 0."""
-    checked = whole("the count of expert", counts.reshape(-1, counts.shape[-1]))
-    if (checked < 0).any():
-        row, expert = np.argwhere(checked < 0)[0].tolist()
-        raise ValueError(f"the count of expert {expert} of row {row} is {checked[row, expert]}: no count is negative")
-    if not checked.any():
+    if not whole("the count of expert", counts.reshape(-1, counts.shape[-1])).any():
         raise ValueError("all counts are 0: nothing was recorded")
 
 
@@ -178,14 +175,9 @@ def _mapped(rows: np.ndarray, num_devices: int | None, num_experts: int, ep_size
     """The placement of a map (L, P), whose values are checked before they are cast."""
     if num_devices not in (None, ep_size):
         raise ValueError(f"the map is of {num_devices} devices: give --ep-size {num_devices}")
-    maps = whole("the expert of slot", rows)
-    outside = (maps < 0) | (maps >= num_experts)
-    if outside.any():
-        layer, slot = np.argwhere(outside)[0].tolist()
-        expert = maps[layer, slot]
-        shared = ": is it a fused shared expert? A plan has none" if expert == num_experts else ""
-        raise ValueError(f"slot {slot} of layer {layer} has expert {expert}, but the model has {num_experts}{shared}")
-    return Placement(physical_to_logical_map=maps.astype(np.int32), num_experts=num_experts, ep_size=ep_size)
+    shared = ": is it a fused shared expert? A plan has none" if rows.max() == num_experts else ""
+    maps = whole("the expert of slot", rows, num_experts - 1, shared).astype(np.int32)
+    return Placement(physical_to_logical_map=maps, num_experts=num_experts, ep_size=ep_size)
 
 
 def _load(counts: np.ndarray, num_experts: int) -> np.ndarray:

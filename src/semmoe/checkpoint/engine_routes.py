@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from semmoe.bounds import check_range
 from semmoe.checkpoint.engine_maps import Model, numbers, whole
 from semmoe.core import DECODE, PREFILL
 from semmoe.dataset import LeftOut
@@ -80,14 +79,15 @@ def write_requests(writer: TraceWriter, requests: Iterable[Request], source: Sou
     return {**counts, "unassigned_tokens": source.unassigned, "impossible_tokens": impossible}
 
 
-def request_of(prompt: np.ndarray, tokens: np.ndarray, experts: np.ndarray, model: Model, first: int = 0) -> Request:
-    """The request whose tokens (T,) from position `first` on are routed. Raises ValueError for ids out of range."""
-    f = model.fingerprint
-    check_range("token id", prompt, f.vocab_size, "vocabulary entries")
-    check_range("token id", tokens, f.vocab_size, "vocabulary entries")
-    check_range("expert id", experts, f.num_experts, "experts")
+def request_of(prompt: np.ndarray, tokens: np.ndarray, experts: np.ndarray, first: int = 0) -> Request:
+    """The request whose tokens (T,) from position `first` on are routed."""
     phase = np.where(first + np.arange(len(tokens)) < len(prompt), PREFILL, DECODE)
     return Request(prompt_ids=prompt, token_ids=tokens, expert_ids=experts, phase=phase)
+
+
+def _token_ids(ids: Any, model: Model) -> np.ndarray:
+    """(T,) int64 token ids. Raises ValueError for one that the model does not have."""
+    return whole("token", numbers([ids]), model.fingerprint.vocab_size - 1)[0]
 
 
 def read_records(content: dict[str, Any], source: Source) -> Iterator[Request]:
@@ -113,11 +113,12 @@ def read_records(content: dict[str, Any], source: Source) -> Iterator[Request]:
 
 def _prompts_of_pass(record: dict[str, Any], to_logical: Any, model: Model) -> list[Request]:
     """The first chunks of prompts in one pass, with physical experts turned into logical ones."""
-    tokens = np.array(record["input_ids"], np.int64)
     # a rank of attention-DP may have had no request in this pass
-    if not len(tokens) or record["forward_mode"] != EXTEND:
+    if not len(record["input_ids"]) or record["forward_mode"] != EXTEND:
         return []
-    experts = _logical(numbers(record["topk_ids_of_layer"]), numbers(to_logical))
+    tokens = _token_ids(record["input_ids"], model)
+    to_logical = whole("the expert of slot", numbers(to_logical), model.fingerprint.num_experts - 1)
+    experts = _logical(numbers(record["topk_ids_of_layer"]), to_logical)
     experts = model.moe_rows(experts)[..., : model.fingerprint.top_k].swapaxes(0, 1)
     ends = np.cumsum(record["extend_seq_lens"])
     requests = []
@@ -125,15 +126,15 @@ def _prompts_of_pass(record: dict[str, Any], to_logical: Any, model: Model) -> l
         # With attention-TP and an all-to-all each rank routes a part of the tokens, and the others have no ids.
         if record["positions"][begin] == 0 and (experts[begin:end] >= 0).all():
             prompt = tokens[begin:end]
-            requests.append(request_of(prompt, prompt, experts[begin:end], model))
+            requests.append(request_of(prompt, prompt, experts[begin:end]))
     return requests
 
 
 def _logical(physical: np.ndarray, to_logical: np.ndarray) -> np.ndarray:
     """(layers, tokens, 8) logical experts of physical ones; -1 where a token has fewer. to_logical: (layers, P)."""
     flat = np.clip(physical, 0, None).reshape(len(physical), -1)
-    check_range("physical expert", flat, to_logical.shape[1], "physical experts")
-    logical = np.take_along_axis(whole("the expert of slot", to_logical), flat.astype(np.int64), axis=1)
+    slots = whole("physical expert", flat, to_logical.shape[1] - 1)
+    logical = np.take_along_axis(to_logical, slots, axis=1)
     return np.where(physical < 0, -1, logical.reshape(physical.shape))
 
 
@@ -175,14 +176,14 @@ def _requests_of_line(line: bytes, model: Model) -> Iterator[Request]:
 
 def _routed(encoded: Any, prompt: list[int], sampled: list[int], model: Model) -> Request:
     """The request of a prompt and its sampled tokens, whose last one was not fed to the model."""
-    prompts = whole("token", numbers([prompt]))[0]
-    tokens = whole("token", numbers([[*prompt, *sampled][:-1]]))[0]
+    prompts = _token_ids(prompt, model)
+    tokens = _token_ids([*prompt, *sampled][:-1], model)
     experts = _rows(encoded, len(tokens), model)
     first = len(tokens) - len(experts)  # the rows of a cached prefix may be omitted
     if first < 0 or (first > 0 and first >= len(prompts)):
         raise ValueError(f"routed_experts has {len(experts)} rows for {len(tokens)} tokens that ran")
     by_layer = model.moe_rows(experts.swapaxes(0, 1))
-    return request_of(prompts, tokens[first:], by_layer.swapaxes(0, 1), model, first)
+    return request_of(prompts, tokens[first:], by_layer.swapaxes(0, 1), first)
 
 
 def _rows(encoded: Any, num_tokens: int, model: Model) -> np.ndarray:
@@ -195,7 +196,8 @@ def _rows(encoded: Any, num_tokens: int, model: Model) -> np.ndarray:
         found = numbers(encoded)
     if found.ndim != 3 or found.shape[2] != top_k:
         raise ValueError(f"routed_experts has shape {found.shape}, not ({num_tokens}, layers, {top_k})")
-    return whole("expert", found.reshape(len(found), -1)).reshape(found.shape)
+    experts = whole("expert", found.reshape(len(found), -1), model.fingerprint.num_experts - 1)
+    return experts.reshape(found.shape)
 
 
 def _of_npy(content: bytes) -> np.ndarray:
