@@ -31,13 +31,13 @@ ROOMS = {
     "solver.py expectation.py": 387,
     "replayer.py online.py": 342,
     "runtime": 2997,
-    "checkpoint": 1553,
+    "checkpoint": 1411,
     "engines": 9349,
     "gateway": 400,
     "adapt": 251,
     "moving.py live.py client.py": 337,
     "report": 900,
-    "cli": 3089,
+    "cli": 3078,
     "__init__.py concentration.py console.py dataset.py demo.py prompts.py tables.py texts.py watch.py": 1342,
 }
 # From the ground up: a module imports from its own storey and those below.

@@ -124,8 +124,8 @@ def other_files(source: Checkpoint) -> tuple[dict[str, Path], list[str]]:
     """The files to copy without change, by name relative to the directory: configuration, tokenizer, code, license.
 
     Weights in other files (another format, another folder) are left out, because they use the old expert numbers and
-    an engine could load them: their names come second. Raises ValueError for an entry that is no file, and for a link
-    out of the directory, which could copy any file of this machine.
+    an engine could load them: their names come second. Raises ValueError for an entry that is neither a file nor a
+    folder, and for a link out of the directory, which could copy any file of this machine.
     """
     copied: dict[str, Path] = {}
     left_out = []

@@ -56,7 +56,7 @@ WRITTEN = {one.name: one.write for one in FORMATS if one.write is not None}
 def load(path: Path) -> tuple[Format, Any]:
     """The format of a file and its content, for the format's reader. Raises ValueError that names the file."""
     if not path.is_dir() and not path.is_file():
-        raise ValueError(f"there is no file {path}")
+        raise ValueError(f"{path} does not exist, or is not a file")
     suffix = DIRECTORY if path.is_dir() else LINES if LINES in path.suffixes else path.suffix
     content = _content(path, suffix)
     possible = [one for one in FORMATS if suffix in one.suffixes]

@@ -100,7 +100,7 @@ def read_tensorrt_map(content: dict[str, Any]) -> Experts:
 
 
 def read_sglang_counts(content: dict[str, Any]) -> Experts:
-    """SGLang's counts (steps, layers, E), added up; (layers, E) are those of one step."""
+    """SGLang's counts (steps, layers, E), added up; counts (layers, E) have a single step."""
     counts = numbers(content[COUNTS_KEY])
     _check_counts(counts)
     return Experts(rows=counts.reshape(-1, *counts.shape[-2:]).sum(axis=0, dtype=np.float64))

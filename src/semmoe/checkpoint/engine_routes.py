@@ -38,7 +38,7 @@ DAMAGED = (ValueError, KeyError, TypeError, AttributeError, IndexError, Overflow
 
 @dataclass
 class Source:
-    """The file that routes are read from, its model, and counts of what is left out."""
+    """The file that routes are read from, its model, and counts of lines and tokens that are left out."""
 
     path: Path
     model: Model
@@ -46,14 +46,19 @@ class Source:
     unassigned: int = 0  # tokens of SGLang's records that are of no first chunk
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Request:
-    """The routing of a request: prompt (M,), routed tokens (T,), their experts (T, L, K) and phase (T,)."""
+    """The routing of a request: prompt (M,), routed tokens (T,) from position `first` on, their experts (T, L, K)."""
 
     prompt_ids: np.ndarray
     token_ids: np.ndarray
     expert_ids: np.ndarray
-    phase: np.ndarray
+    first: int = 0
+
+    @property
+    def phase(self) -> np.ndarray:
+        """(T,) PREFILL for tokens of the prompt, DECODE for those that were sampled."""
+        return np.where(self.first + np.arange(len(self.token_ids)) < len(self.prompt_ids), PREFILL, DECODE)
 
 
 def write_requests(writer: TraceWriter, requests: Iterable[Request], source: Source) -> dict[str, int]:
@@ -65,8 +70,12 @@ def write_requests(writer: TraceWriter, requests: Iterable[Request], source: Sou
     tokens = impossible = 0
     for request in requests:
         kept = ~impossible_tokens(request.expert_ids)
-        arrays = {name: getattr(request, name)[kept] for name in ("token_ids", "expert_ids", "phase")}
-        writer.append(prompt_ids=request.prompt_ids, **arrays)
+        writer.append(
+            prompt_ids=request.prompt_ids,
+            token_ids=request.token_ids[kept],
+            expert_ids=request.expert_ids[kept],
+            phase=request.phase[kept],
+        )
         tokens += int(kept.sum())
         impossible += int((~kept).sum())
     check_left_out(str(source.path), impossible, tokens + impossible)
@@ -77,12 +86,6 @@ def write_requests(writer: TraceWriter, requests: Iterable[Request], source: Sou
         )
     counts = {"requests": writer.num_requests, "tokens": tokens}
     return {**counts, "unassigned_tokens": source.unassigned, "impossible_tokens": impossible}
-
-
-def request_of(prompt: np.ndarray, tokens: np.ndarray, experts: np.ndarray, first: int = 0) -> Request:
-    """The request whose tokens (T,) from position `first` on are routed."""
-    phase = np.where(first + np.arange(len(tokens)) < len(prompt), PREFILL, DECODE)
-    return Request(prompt_ids=prompt, token_ids=tokens, expert_ids=experts, phase=phase)
 
 
 def _token_ids(ids: Any, model: Model) -> np.ndarray:
@@ -126,7 +129,7 @@ def _prompts_of_pass(record: dict[str, Any], to_logical: Any, model: Model) -> l
         # With attention-TP and an all-to-all each rank routes a part of the tokens, and the others have no ids.
         if record["positions"][begin] == 0 and (experts[begin:end] >= 0).all():
             prompt = tokens[begin:end]
-            requests.append(request_of(prompt, prompt, experts[begin:end]))
+            requests.append(Request(prompt, prompt, experts[begin:end]))
     return requests
 
 
@@ -139,7 +142,7 @@ def _logical(physical: np.ndarray, to_logical: np.ndarray) -> np.ndarray:
 
 
 def read_answers(path: Path, source: Source) -> Iterator[Request]:
-    """Yield the requests of engines' answers, one for each choice; a line that is no answer is counted and left out.
+    """Yield the requests of engines' answers, one for each choice; other lines are counted and left out.
 
     Raises ValueError at the end if more than a tenth of the lines is left out.
     """
@@ -183,7 +186,7 @@ def _routed(encoded: Any, prompt: list[int], sampled: list[int], model: Model) -
     if first < 0 or (first > 0 and first >= len(prompts)):
         raise ValueError(f"routed_experts has {len(experts)} rows for {len(tokens)} tokens that ran")
     by_layer = model.moe_rows(experts.swapaxes(0, 1))
-    return request_of(prompts, tokens[first:], by_layer.swapaxes(0, 1), first)
+    return Request(prompts, tokens[first:], by_layer.swapaxes(0, 1), first)
 
 
 def _rows(encoded: Any, num_tokens: int, model: Model) -> np.ndarray:

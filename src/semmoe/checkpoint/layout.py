@@ -45,7 +45,7 @@ class MoeLayer:
 
     @property
     def by_name(self) -> list[str]:
-        """Names of the tensors of one expert each."""
+        """Names of the tensors that each belong to a single expert."""
         return [self.expert_tensor(expert, part) for expert, parts in self.parts.items() for part in parts]
 
     def expert_tensor(self, expert: int, part: str) -> str:

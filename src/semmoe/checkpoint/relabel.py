@@ -8,7 +8,7 @@ ranks and order 2 0 3 1, new expert 0 is old expert 2, so rank 0 (experts 0 and 
 
 Where each expert has its own tensors, their bytes stay in place and their names change in the header and the index.
 Packed tensors and the router's rows are copied in the new order. The values of a hash-routed layer's table are replaced
-by the new numbers. All else is copied without change. Since the router and the experts are renumbered alike, the model
+by the new numbers. All else is copied without change. Since the router and the experts get the same numbers, the model
 computes the same; only ties between router scores can be broken differently.
 """
 
@@ -66,11 +66,6 @@ class Record(BaseModel):
     plan_hash: str  # SHA-256 of plan.json followed by plan.safetensors
     trace_hash: str
     layers: list[LayerRecord]
-
-    @property
-    def orders(self) -> np.ndarray:
-        """(L, E) int64: the old expert at each new number."""
-        return np.array([layer.experts for layer in self.layers], np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,7 +78,7 @@ class Shard:
 def read_shard(path: Path) -> Shard:
     """Read the header of a safetensors file; raises ValueError that names the file if it is not valid."""
     if not path.is_file():  # to read a pipe would block
-        raise ValueError(f"{path} is missing, or is no file")
+        raise ValueError(f"{path} is missing, or is not a file")
     try:
         with safe_open(path, framework="numpy"):  # it refuses a header that its file does not fit
             start, header = _read_header(path)

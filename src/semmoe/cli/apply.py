@@ -20,6 +20,7 @@ from semmoe.core import Plan
 
 CHECKPOINT = "checkpoint"
 Target: Any = Enum("Target", {name: name for name in (CHECKPOINT, *WRITTEN)}, type=str)  # type: ignore[misc]
+DEFAULT_TARGET = Target(CHECKPOINT)
 
 
 @app.command(rich_help_panel=OFFLINE)
@@ -35,7 +36,7 @@ def apply(
             help=f"checkpoint: experts renumbered, for any engine; or the own file of {', '.join(WRITTEN)}.",
             rich_help_panel=OUTPUT,
         ),
-    ] = CHECKPOINT,
+    ] = DEFAULT_TARGET,
     as_json: Json = False,
 ) -> None:
     """Turn a plan into files that an engine reads by itself.
