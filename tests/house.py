@@ -14,7 +14,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
 OUTSIDE = ("tests", "benchmarks", "lab", "docs", "examples")
-TOTAL, FILE, FUNCTION = 29_630, 350, 50
+TOTAL, FILE, FUNCTION = 29_481, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 313,
@@ -31,13 +31,13 @@ ROOMS = {
     "solver.py expectation.py": 387,
     "replayer.py online.py": 342,
     "runtime": 2997,
-    "checkpoint": 1547,
-    "engines": 9105,
+    "checkpoint": 1397,
+    "engines": 9110,
     "gateway": 400,
     "adapt": 251,
     "moving.py live.py client.py": 338,
     "report": 900,
-    "cli": 3067,
+    "cli": 3063,
     "__init__.py concentration.py console.py dataset.py demo.py prompts.py tables.py texts.py watch.py": 1342,
 }
 # From the ground up: a module imports from its own storey and those below.

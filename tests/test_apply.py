@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from semmoe.checkpoint import relabel as relabelling
 from semmoe.checkpoint.directory import open_checkpoint
-from semmoe.checkpoint.engine_files import write_sglang
+from semmoe.checkpoint.engine_maps import write_sglang
 from semmoe.checkpoint.relabel import RECORD, Record
 from semmoe.cli import app
 from semmoe.core import Placement, Plan
@@ -91,7 +91,7 @@ def test_a_checkpoint_is_written_and_reported(plan, tmp_path):
     assert report["left_out"] == []
     assert report["seconds"] > 0
     record = Record.model_validate_json((tmp_path / "new" / RECORD).read_text())
-    assert (record.orders == load_plan(plan).placement.physical_to_logical_map).all()
+    assert [layer.experts for layer in record.layers] == load_plan(plan).placement.physical_to_logical_map.tolist()
     files = (plan / "plan.json").read_bytes() + (plan / "plan.safetensors").read_bytes()
     assert record.plan_hash == hashlib.sha256(files).hexdigest()
     assert (record.method, record.trace_hash, record.ep_size) == ("test", "1234", 4)

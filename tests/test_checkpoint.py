@@ -21,8 +21,8 @@ from semmoe.checkpoint import relabel as relabelling
 from semmoe.checkpoint.directory import open_checkpoint
 from semmoe.checkpoint.layout import find_moe_layers
 from semmoe.checkpoint.relabel import RECORD, Record, relabel, write_relabelled
-from semmoe.checkpoint.shards import CHUNK, copy_bytes, read_shard
-from semmoe.checkpoint.verify import _router, to_float, verify
+from semmoe.checkpoint.shards import CHUNK_BYTES, Tensor, read_shard, write_shard
+from semmoe.checkpoint.verify import _router, verify
 from semmoe.core import Placement, Plan
 from semmoe.demo import MODEL
 from semmoe.engines.transformers.config import fingerprint_of
@@ -107,7 +107,7 @@ def test_a_relabelled_model_computes_the_same(architecture, tmp_path):
     expected, got = logits(model), logits(tmp_path / "out")
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
     assert (got.argmax(-1) == expected.argmax(-1)).all()
-    assert record_of(tmp_path / "out").orders.tolist() == orders.tolist()
+    assert [layer.experts for layer in record_of(tmp_path / "out").layers] == orders.tolist()
     assert {p.name: p.read_bytes() for p in model.iterdir()} == before  # the source is not touched
     names = {p.name for p in (tmp_path / "out").iterdir()}
     assert names == {*before, "semmoe_relabelling.json"}
@@ -275,7 +275,7 @@ def published(path, table):
 def test_the_scores_of_a_router_of_deepseek_v4(tmp_path):
     """The root of softplus, and a correction that it calls its bias, as transformers' own router computes them."""
     model = build("deepseek_v4", tmp_path)
-    layer = find_moe_layers(open_checkpoint(model).tensors, 4, 8)[2]
+    layer = find_moe_layers(open_checkpoint(model), 8)[2]
     gate = load_model(str(model)).model.layers[2].mlp.gate
     hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     with torch.no_grad():
@@ -459,7 +459,7 @@ def test_verification_routes_by_groups(tmp_path):
     for name, order, same in (("whole", [2, 3, 1, 0, 6, 7, 4, 5], True), ("torn", [2, 1, 3, 0, 6, 7, 4, 5], False)):
         (tmp_path / name).mkdir()
         orders = np.array([order])
-        layers = find_moe_layers(source.tensors, 1, 8)
+        layers = find_moe_layers(source, 8)
         write_relabelled(source, layers, orders, tmp_path / name, lambda done: None)
         if same:
             assert verify(source, open_checkpoint(tmp_path / name), orders, f, quiet).ties == 0
@@ -490,7 +490,7 @@ def test_a_relabelling_and_its_inverse_give_the_same_bytes(seed, experts, packed
     for source, target, order in (("model", "there", orders), ("there", "back", np.argsort(orders, axis=1))):
         (folder / target).mkdir()
         opened = open_checkpoint(folder / source)
-        layers = find_moe_layers(opened.tensors, 2, experts)
+        layers = find_moe_layers(opened, experts)
         assert write_relabelled(opened, layers, order, folder / target, lambda done: None) == []
     shard = "model-00001-of-00001.safetensors"
     assert (folder / "back" / shard).read_bytes() == (model / shard).read_bytes()
@@ -583,23 +583,30 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path):
     refused(tmp_path, "is in both", model=model)
 
 
-@pytest.mark.parametrize("in_kernel", [True, False])
-def test_copies_are_exact_with_and_without_the_kernel(in_kernel, tmp_path, monkeypatch):
-    if not in_kernel:
-        monkeypatch.delattr("os.copy_file_range")
-    data = np.random.default_rng(0).bytes(CHUNK + 1234)
+def test_bytes_are_read_in_chunks_and_a_file_that_becomes_shorter_is_an_error(tmp_path):
+    data = np.random.default_rng(0).bytes(CHUNK_BYTES + 1234)
     (tmp_path / "a").write_bytes(data)
+    stored = Tensor(tmp_path / "a", "U8", (len(data) - 5,), 5, len(data) - 5)
+    chunks = list(stored.chunks())
+    assert b"".join(chunks) == data[5:]
+    assert [len(chunk) for chunk in chunks] == [CHUNK_BYTES, 1229]
+    (tmp_path / "a").write_bytes(data[:-1])
+    with pytest.raises(OSError, match="shorter"):
+        list(stored.chunks())
+
+
+def test_a_header_may_name_tensors_in_another_order_than_their_bytes(tmp_path):
+    header = {"last": entry(offsets=(8, 16)), "empty": entry(shape=(0,), offsets=(8, 8)), "first": entry()}
+    (tmp_path / "a").write_bytes(raw(header, bytes(range(16))))
     done = []
-    with (tmp_path / "a").open("rb") as old, (tmp_path / "b").open("wb") as new:
-        copy_bytes(old.fileno(), new.fileno(), len(data) - 5, 5, 3, done.append)
-    assert (tmp_path / "b").read_bytes() == bytes(3) + data[5:]
-    assert sum(done) == len(data) - 5
-    with (
-        (tmp_path / "a").open("rb") as old,
-        (tmp_path / "c").open("wb") as new,
-        pytest.raises(OSError, match="shorter"),
-    ):
-        copy_bytes(old.fileno(), new.fileno(), 10, len(data) - 5, 0, done.append)
+    write_shard(read_shard(tmp_path / "a"), tmp_path / "b", {"first": "renamed"}, {}, done.append)
+    written = load_file(tmp_path / "b")
+    assert {name: array.tobytes() for name, array in written.items()} == {
+        "renamed": bytes(range(8)),
+        "empty": b"",
+        "last": bytes(range(8, 16)),
+    }
+    assert sum(done) == (tmp_path / "a").stat().st_size
 
 
 def test_the_record_names_the_plan_and_the_layers(tmp_path):
@@ -607,7 +614,7 @@ def test_the_record_names_the_plan_and_the_layers(tmp_path):
     relabel(plan_of(fingerprint(1, 4), [[1, 0, 3, 2]], 2), model, tmp_path / "out", plan_hash="abc")
     record = record_of(tmp_path / "out")
     assert (record.plan_hash, record.ep_size, record.layers[0].layer) == ("abc", 2, 0)
-    assert record.orders.tolist() == [[1, 0, 3, 2]]
+    assert [layer.experts for layer in record.layers] == [[1, 0, 3, 2]]
 
 
 def test_a_plan_with_the_identity_changes_nothing(tmp_path):
@@ -622,5 +629,5 @@ def test_a_plan_with_the_identity_changes_nothing(tmp_path):
 def test_router_weights_are_read_in_every_float_format(dtype, tmp_path):
     values = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).to(dtype)
     save_torch({"pad": torch.ones(3, dtype=torch.uint8), "x": values}, tmp_path / "x.safetensors")
-    read = to_float(read_shard(tmp_path / "x.safetensors").tensors["x"])
+    read = read_shard(tmp_path / "x.safetensors").tensors["x"].values()
     np.testing.assert_array_equal(read, values.double().numpy())

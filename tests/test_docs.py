@@ -246,6 +246,21 @@ def test_kinds_of_policies_and_their_arrays_and_numbers_are_on_the_page_of_forma
         assert {*array_names(kind), *number_types(kind)} <= set(SPAN.findall(own)), kind
 
 
+def test_engine_files_are_on_the_page_of_formats_as_their_table_has_them():
+    from semmoe.checkpoint.engine_files import BECOMES, FORMATS, WRITTEN
+
+    text = (DOCS / "formats.md").read_text(encoding="utf-8")
+    rows = dict(
+        re.findall(r"^\| `([a-z-]+)` \| (.+ \| .+) \|$", text[text.index("## Files that `semmoe import`") :], re.M)
+    )
+    assert set(rows) == {one.name for one in FORMATS}
+    for one in FORMATS:
+        file, _, becomes = rows[one.name].split(" | ")
+        assert all(word in file for word in (*one.suffixes, one.key)), one.name
+        assert becomes.startswith(BECOMES[one.kind]), one.name
+    assert all(f"### `--to {name}`" in text for name in ("checkpoint", *WRITTEN))
+
+
 def test_the_reading_path_is_as_long_as_the_page_says():
     files = [ROOT / "src/semmoe" / f"{name}.py" for name in READING_PATH]
     lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)

@@ -66,7 +66,7 @@ def named(rows):
 
 BAD_MAPS = {
     "text.json": (b"nothing", "not valid JSON"),
-    "object.json": (b'{"a": 1}', "neither physical_to_logical_map, logical_count, layer_list"),
+    "object.json": (b'{"a": 1}', "give an object with physical_to_logical_map or logical_count or layer_list"),
     "list.json": (json.dumps([list(range(E))]).encode(), "give an object with physical_to_logical_map"),
     "ragged.json": (named([[1, 2], [3]]), "all equally long"),
     "words.json": (named(["a"]), "all equally long"),
@@ -100,9 +100,12 @@ WRONG_VALUES = {
     "counts of a draft": ({"logical_count": [[7] * E] * (L + 1)}, "is the last one that of a draft layer?"),
     "counts with a shared expert": ({"logical_count": [[7] * (E + 1)] * L}, "a fused shared expert?"),
     "map with half an expert": (changed(IDENTITY, 3.5), "the expert of slot 3 of row 2 is 3.5"),
-    "map beyond 32 bits": (changed(IDENTITY, 2**32 + 3, int), f"has expert {2**32 + 3}, but the model has 32"),
-    "map beyond 40 bits": (changed(IDENTITY, 2**40, int), f"slot 3 of layer 2 has expert {2**40}"),
-    "map of nothing": (changed(IDENTITY, -1, int), "slot 3 of layer 2 has expert -1"),
+    "map beyond 32 bits": (
+        changed(IDENTITY, 2**32 + 3, int),
+        f"row 2 is {2**32 + 3}, not a whole number from 0 to 31",
+    ),
+    "map beyond 40 bits": (changed(IDENTITY, 2**40, int), f"the expert of slot 3 of row 2 is {2**40}"),
+    "map of nothing": (changed(IDENTITY, -1, int), "the expert of slot 3 of row 2 is -1"),
     "map with a shared expert": (changed(IDENTITY, E, int), "is it a fused shared expert?"),
     "map of a draft": ([list(range(E))] * (L + 1), "is the last one that of a draft layer?"),
     "map not a number": (changed(IDENTITY, np.nan), "is nan, not a whole number"),

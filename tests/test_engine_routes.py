@@ -4,6 +4,8 @@ import base64
 import gzip
 import io
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,8 +14,10 @@ from models import build
 from test_apply import failed
 from test_engine_maps import TINY, E, K, L, imported
 
-from semmoe.checkpoint import engine_routes
+from semmoe.checkpoint.engine_maps import Model
+from semmoe.checkpoint.engine_routes import Source, read_records
 from semmoe.core import DECODE, PREFILL
+from semmoe.dataset import LeftOut
 from semmoe.demo import MODEL
 from semmoe.engines.transformers.config import fingerprint_of
 from semmoe.trace import open_trace
@@ -227,10 +231,13 @@ BAD_ANSWERS = {
     "no prompt of SGLang": (json.dumps({"meta_info": {"routed_experts": "AA=="}, "output_ids": [1]}), "no 'prompt"),
     "too many": (json.dumps(answer([1, 2], [3], routing(5))), "5 rows for 2 tokens"),
     "too few": (json.dumps(answer([1, 2], [3, 4, 5], routing(1))), "1 rows for 4 tokens"),
-    "unknown expert": (json.dumps(answer([1], [2], routing(1) + E)), "out of range for 32 experts"),
-    "large expert": (json.dumps(answer([1], [2], routing(1) + 2**32)), "out of range for 32 experts"),
+    "unknown expert": (json.dumps(answer([1], [2], routing(1) + E)), "not a whole number from 0 to 31"),
+    "large expert": (json.dumps(answer([1], [2], routing(1) + 2**32)), "not a whole number from 0 to 31"),
     "half an expert": (json.dumps(answer([1], [2], routing(1) + 0.5)), "not a whole number"),
-    "unknown token": (json.dumps(answer([4096], [2], routing(1))), "out of range for 4096 vocabulary entries"),
+    "unknown token": (
+        json.dumps(answer([4096], [2], routing(1))),
+        "is 4096, not a whole number from 0 to 4095",
+    ),
     "half a token": (json.dumps(answer([1.5], [2], routing(1))), "not a whole number"),
     "another top-k": (json.dumps(answer([1], [2], routing(1, top_k=3))), "not (1, layers, 4)"),
     "no base64": ('{"choices": [{"prompt_token_ids": [1], "token_ids": [1], "routed_experts": "?"}]}', "line 2"),
@@ -270,7 +277,12 @@ def test_an_array_that_claims_more_than_it_holds_allocates_nothing(tmp_path):
 
 
 def test_more_experts_of_a_token_than_sglang_s_records_keep_are_refused():
+    model = Model(MODEL, replace(TINY, top_k=9))
+    source = Source(Path("recorded.pt"), model, LeftOut(Path("recorded.pt")))
     with pytest.raises(ValueError, match="keep 8 experts of a token, and the model 9"):
-        engine_routes.prompts_of_passes(
-            {"records": []}, "recorded.pt", MODEL, TINY.__class__(**{**vars(TINY), "top_k": 9})
-        )
+        list(read_records({"records": []}, source))
+
+
+def test_records_that_are_no_list_are_refused(tmp_path):
+    torch.save({"records": 3}, tmp_path / "recorded.pt")
+    failed(imported(tmp_path / "recorded.pt", tmp_path / "out"), 2, "records is not a list")

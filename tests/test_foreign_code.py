@@ -41,7 +41,7 @@ COMMANDS = {
     "replay": ["replay", "TRACE", "--model", "MODEL", "--out", "OUT", *TOPOLOGY],
     "doctor": ["doctor", "--plan", "PLAN", "--model", "MODEL"],
     "serve": ["serve", "MODEL", "--plan", "PLAN"],
-    "router": ["router", "http://127.0.0.1:1", "--plan", "PLAN", "--tokenizer", "MODEL"],
+    "picker": ["picker", "127.0.0.1:1", "--plan", "PLAN", "--tokenizer", "MODEL"],
 }
 
 

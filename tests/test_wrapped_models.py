@@ -47,7 +47,7 @@ def test_sizes_are_those_of_the_language_part(wrapped):
 
 def test_a_map_becomes_a_plan_that_renumbers_the_experts(wrapped, tmp_path):
     experts = fingerprint_of(str(MODEL)).num_experts
-    (tmp_path / "map.json").write_text(json.dumps(list(reversed(range(experts)))))
+    (tmp_path / "map.json").write_text(json.dumps({"physical_to_logical_map": list(reversed(range(experts)))}))
     made = run("import", tmp_path / "map.json", "--model", wrapped, "--ep-size", 4, "--out", tmp_path / "plan")
     assert made.exit_code == 0, made.output
     assert load_plan(tmp_path / "plan").fingerprint == replace(fingerprint_of(str(wrapped)), model="wrapped")

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -39,23 +38,17 @@ class Checkpoint:
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Read and check configuration, index and the header of every shard; raises ValueError that names the fault."""
-    config = read_config(path)
-    index = _read_index(path)
+    config, index = read_config(path), _read_index(path)
     files = [SINGLE] if index is None else sorted(set(index["weight_map"].values()))
-    other = next((file for file in files if (path / file).exists() and not (path / file).is_file()), None)
-    if other is not None:  # reading a pipe would block
-        raise ValueError(f"{path}/{other} is not a file")
-    checkpoint = Checkpoint(path, config, [read_shard(path / file) for file in files], index)
+    shards = [read_shard(path / file) for file in files]
     owners: dict[str, str] = {}
-    for shard in checkpoint.shards:
-        for name in shard.tensors:
-            if name in owners:
-                raise ValueError(f"{path}: {name} is in both {owners[name]} and {shard.path.name}")
-            owners[name] = shard.path.name
+    for name, file in ((name, shard.path.name) for shard in shards for name in shard.tensors):
+        if owners.setdefault(name, file) != file:
+            raise ValueError(f"{path}: {name} is in both {owners[name]} and {file}")
     for name, file in (index["weight_map"] if index else {}).items():
         if owners.get(name) != file:
             raise ValueError(f"{path / INDEX} says that {name} is in {file}, which has no such tensor")
-    return checkpoint
+    return Checkpoint(path, config, shards, index)
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -95,20 +88,16 @@ def tensor_names(path: Path) -> list[str]:
 def _read_index(path: Path) -> dict[str, Any] | None:
     """The index, checked; None if the model is one file."""
     if (path / INDEX).is_file():
-        return _checked_index(path)
+        index = read_object(path / INDEX)
+        files = index.get("weight_map")
+        if not isinstance(files, dict) or not files or not all(map(_is_shard, files.values())):
+            raise ValueError(f"{path / INDEX}: weight_map must name safetensors files of this directory")
+        return index
     if (path / SINGLE).is_file():
         return None
     others = sorted(p.name for p in path.iterdir() if p.suffix in OTHER_WEIGHTS)
     convert = f"; it holds {others[0]}: convert the model to safetensors first" if others else ""
     raise ValueError(f"{path} has neither {SINGLE} nor an index of shards{convert}")
-
-
-def _checked_index(path: Path) -> dict[str, Any]:
-    index = read_object(path / INDEX)
-    files = index.get("weight_map")
-    if not isinstance(files, dict) or not files or not all(map(_is_shard, files.values())):
-        raise ValueError(f"{path / INDEX}: weight_map must name safetensors files of this directory")
-    return index
 
 
 def _is_shard(file: Any) -> bool:
@@ -125,57 +114,32 @@ def refuse_adapter(path: Path) -> None:
     if not (path / ADAPTER).is_file():
         return
     adapter = read_object(path / ADAPTER)
-    targets = [adapter.get(field) for field in ("target_modules", "target_parameters", "modules_to_save")]
-    texts = [text for target in targets for text in (target if isinstance(target, list) else [target])]
-    named = [str(text) for text in texts if text is not None and NAMES_EXPERTS.search(str(text))]
-    if named:
+    targets = json.dumps([adapter.get(name) for name in ("target_modules", "target_parameters", "modules_to_save")])
+    if NAMES_EXPERTS.search(targets):
         reason = "merge it into the model first, since it would change the wrong experts after relabelling"
-        raise ValueError(f"{path / ADAPTER} is a LoRA adapter on experts or gates ({', '.join(named[:3])}): {reason}")
-
-
-def copy_other_files(source: Checkpoint, target: Path) -> list[str]:
-    """Copy all files but shards and index without change: configuration, tokenizer, code, licence.
-
-    Weights in other files (another format, another folder) are left out, because they use the old expert numbers and
-    an engine could load them. Returns their names.
-    """
-    copied, left_out = other_files(source)
-    for name, file in copied.items():
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file, target / name)
-    return left_out
+        raise ValueError(f"{path / ADAPTER} is a LoRA adapter on experts or gates ({targets[:200]}): {reason}")
 
 
 def other_files(source: Checkpoint) -> tuple[dict[str, Path], list[str]]:
-    """The files to copy, by name relative to the directory, and the names of weight files that are left out.
+    """The files to copy without change, by name relative to the directory: configuration, tokenizer, code, license.
 
-    Raises ValueError for an entry that is no file, and for a link out of the directory, which could copy any file of
-    this machine.
+    Weights in other files (another format, another folder) are left out, because they use the old expert numbers and
+    an engine could load them: their names come second. Raises ValueError for an entry that is neither a file nor a
+    folder, and for a link out of the directory, which could copy any file of this machine.
     """
     copied: dict[str, Path] = {}
     left_out = []
     relabelled = {shard.path.name for shard in source.shards} | {INDEX}
-    for path in _entries(source.path):
-        name = str(path.relative_to(source.path))
-        if name in relabelled:
+    for path in sorted(source.path.rglob("*")):  # it does not follow a link to a directory
+        inside = path.relative_to(source.path)
+        name = str(inside)
+        if inside.parts[0] in BOOKKEEPING or name in relabelled or (path.is_dir() and not path.is_symlink()):
             continue
         if path.suffix in OTHER_WEIGHTS and not path.name.startswith("adapter_model."):
             left_out.append(name)
         else:
             copied[name] = _own_file(path, source.path)
     return copied, left_out
-
-
-def _entries(root: Path) -> list[Path]:
-    """All files under `root` except bookkeeping; a link to a directory is an entry that is not followed."""
-    found = []
-    for folder, directories, files in os.walk(root):
-        here = Path(folder)
-        if here == root:
-            directories[:], files = sorted(set(directories) - BOOKKEEPING), sorted(set(files) - BOOKKEEPING)
-        found += [here / name for name in files]
-        found += [here / name for name in directories if (here / name).is_symlink()]
-    return sorted(found)
 
 
 def _own_file(path: Path, root: Path) -> Path:

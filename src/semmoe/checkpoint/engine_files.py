@@ -1,68 +1,102 @@
-"""Write a plan's placement as SGLang's own file, its expert location.
+"""The table of the files by which engines tell where experts are, how often they are used, and by which tokens.
 
-Experts keep their numbers and the engine reads where each expert is, so no weight changes. The file has a row for
-every decoder layer of the model; a plan knows only those with experts.
+`semmoe import` reads them, and `semmoe apply --to` writes those that have a writer. To add one, add a row to FORMATS,
+its reader and its writer, a row in docs/formats.md, and a test. Files are untrusted: sizes are bounded, values are
+checked before they are cast, nothing is unpickled but tensors.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from semmoe.bounds import MOST_LAYERS
-from semmoe.checkpoint.directory import config_count, read_config, tensor_names
-from semmoe.checkpoint.layout import moe_layer_indices
-from semmoe.checkpoint.relabel import check_config, check_num_layers
+from semmoe.checkpoint import engine_maps as maps
+from semmoe.checkpoint import engine_routes as routes
 from semmoe.core import Plan
-from semmoe.files import atomic_file, check_output
+from semmoe.files import MOST_JSON_BYTES, read_limited
+
+MAX_FILE_BYTES = 1 << 33
+LINES = ".jsonl"
+BECOMES = {"map": "a plan, method `map`", "counts": "a plan, method `eplb`", "records": "a trace", "answers": "a trace"}
 
 
-def write_sglang(plan: Plan, model: Path, out: Path) -> list[str]:
-    """Write the file for SGLang's `--init-expert-location`; returns the flags to start SGLang with."""
-    check_out_file(out)
-    indices, depth = _layers(plan, model)
-    with atomic_file(out) as staged:
-        location = {"physical_to_logical_map": sglang_map(plan, indices, depth).tolist()}
-        staged.write_text(json.dumps(location) + "\n", encoding="utf-8")
-    return sglang_flags(plan, out)
+@dataclass(frozen=True)
+class Format:
+    """One kind of file, recognized by its suffix and by the entry `key` of its object; no key: it holds no object."""
+
+    name: str
+    kind: str  # one of BECOMES
+    suffixes: tuple[str, ...]
+    key: str
+    read: Callable[..., Any]  # content -> Experts; for a trace: content, Source -> Iterator[Request]
+    write: Callable[[Plan, Path, Path], list[str]] | None = None  # plan, model, file -> flags for the engine
+
+    def holds(self, content: Any) -> bool:
+        """Whether a file's content is of this format."""
+        return self.key in content if isinstance(content, dict) else not (self.key or isinstance(content, list))
 
 
-def sglang_flags(plan: Plan, location: Path) -> list[str]:
-    """Flags that give SGLang this plan's topology and the placement in the file `location`."""
-    topology, redundant = plan.topology, plan.placement.redundant_experts
-    flags = ["--tp-size", str(topology.ep_size), "--ep-size", str(topology.ep_size)]
-    if topology.dp_size > 1:
-        flags += ["--dp-size", str(topology.dp_size), "--enable-dp-attention"]
-    flags += ["--init-expert-location", str(location)]
-    return flags + (["--ep-num-redundant-experts", str(redundant)] if redundant else [])
+FORMATS = (  # the first that fits is taken
+    Format("sglang-records", "records", (".pt",), "records", routes.read_records),
+    Format("sglang", "map", (".json", ".pt"), "physical_to_logical_map", maps.read_sglang_map, maps.write_sglang),
+    Format("sglang-counts", "counts", (".json", ".pt"), "logical_count", maps.read_sglang_counts),
+    Format("vllm-ascend", "map", (".json",), "layer_list", maps.read_ascend_map),
+    Format("tensorrt-llm", "map", (".yaml", ".yml"), "initial_global_assignments", maps.read_tensorrt_map),
+    Format("eplb", "map", (".npy", ".pt"), "", maps.read_array),
+    Format("answers", "answers", (LINES,), "", routes.read_answers),
+)
+WRITTEN = {one.name: one.write for one in FORMATS if one.write is not None}
 
 
-def sglang_map(plan: Plan, indices: list[int], num_hidden_layers: int) -> np.ndarray:
-    """(decoder layers, P) int32: the plan's rows at `indices`; in other rows SGLang's default, which nothing reads."""
-    placed = plan.placement.physical_to_logical_map
-    rows = np.tile(np.arange(placed.shape[1], dtype=np.int32) % plan.fingerprint.num_experts, (num_hidden_layers, 1))
-    rows[indices] = placed
-    return rows
+def load(path: Path) -> tuple[Format, Any]:
+    """The format of a file and its content, for the format's reader. Raises ValueError that names the file."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a directory: name a file")
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist, or is not a file")
+    suffix = LINES if LINES in path.suffixes else path.suffix
+    content = _content(path, suffix)
+    possible = [one for one in FORMATS if suffix in one.suffixes]
+    for one in possible:
+        if one.holds(content):
+            return one, content
+    raise ValueError(f"{path}: give an object with {' or '.join(one.key for one in possible if one.key)}")
 
 
-def _layers(plan: Plan, model: Path) -> tuple[list[int], int]:
-    """`decoder_layers` of a model that the plan fits."""
-    check_config(plan, read_config(model), model)
-    indices, depth = decoder_layers(model)
-    check_num_layers(plan, len(indices), model)
-    return indices, depth
+def _content(path: Path, suffix: str) -> Any:
+    if suffix not in LOADERS:
+        raise ValueError(f"{path} must be {', '.join(LOADERS)}: see docs/formats.md")
+    if path.stat().st_size > MAX_FILE_BYTES and suffix != LINES:
+        raise ValueError(f"{path} has more than {MAX_FILE_BYTES:,} bytes")
+    load, fault = LOADERS[suffix]
+    try:
+        return load(path)
+    except (OSError, ImportError):
+        raise
+    except Exception as error:  # a damaged file can make yaml, NumPy and torch raise almost anything
+        raise ValueError(f"{path} {fault} ({' '.join(str(error).split())[:300]})") from None
 
 
-def decoder_layers(model: Path) -> tuple[list[int], int]:
-    """Indices of the decoder layers that have experts, and the number of decoder layers."""
-    depth = config_count(read_config(model), "num_hidden_layers")
-    if depth > MOST_LAYERS:
-        raise ValueError(f"{model}/config.json claims {depth} layers, more than {MOST_LAYERS}")
-    return moe_layer_indices(tensor_names(model), depth), depth
+def _load_yaml(path: Path) -> Any:
+    import yaml
+
+    return yaml.safe_load(bytes(read_limited(path, MOST_JSON_BYTES)))
 
 
-def check_out_file(out: Path, inputs: Iterable[Path | str] = ()) -> None:
-    if out.suffix != ".json":
-        raise ValueError(f"{out} must end in .json: an engine recognises the format by it")
-    check_output(out, inputs=inputs)
+def _load_pt(path: Path) -> Any:
+    import torch
+
+    return torch.load(path, weights_only=True, map_location="cpu")
+
+
+LOADERS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    ".json": (lambda path: json.loads(read_limited(path, MOST_JSON_BYTES)), "is not valid JSON"),
+    ".npy": (lambda path: np.load(path, allow_pickle=False), "holds no array"),
+    ".pt": (_load_pt, "holds something else than tensors"),
+    ".yaml": (_load_yaml, "is not valid YAML"),
+    ".yml": (_load_yaml, "is not valid YAML"),
+    LINES: (lambda path: path, ""),  # its reader reads a line at a time
+}

@@ -1,143 +1,90 @@
-"""Read the maps and counts of experts that engines write without semmoe, and make plans from these files.
+"""Maps and counts of experts that engines use without semmoe: read as plans, and written for SGLang.
 
-A map becomes a plan. So do counts, by EPLB: counts tell how often an expert is used, but not by which tokens or with
-which other experts, so such a plan has no tables. The formats are
-
-- maps `physical_to_logical_map`, (L, P) or one row for all layers: JSON and `.pt` of SGLang,
-  `.npy` of what DeepSeek's EPLB returns; `expert_map.json` of vLLM-Ascend; the
-  `initial_global_assignments` of TensorRT-LLM's `moe_load_balancer` (`.yaml`);
-- counts `logical_count`: `.pt` of SGLang's expert distribution;
-- routing of tokens, which `engine_routes` reads: SGLang's records of passes (`.pt`), and answers (`.jsonl`).
-
-Files are untrusted: sizes are bounded, values are checked before they are cast, nothing is unpickled but tensors.
+A map, `physical_to_logical_map`, says which expert each slot holds, and is a plan. Counts become a plan by EPLB: they
+tell how often an expert is used, but not by which tokens or with which other experts, so such a plan has no tables.
+Both have a row for each layer with experts or each decoder layer, or one row for all. `engine_files` has the formats.
 """
 
 import json
-import pickle
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from semmoe.checkpoint.engine_files import decoder_layers
+from semmoe.checkpoint.directory import read_config
+from semmoe.checkpoint.layout import decoder_layers
+from semmoe.checkpoint.relabel import check_config, check_num_layers
 from semmoe.core import Placement, Plan
-from semmoe.files import MOST_JSON_BYTES, read_limited
-from semmoe.methods import eplb
-from semmoe.placement.problem import placement_alone
+from semmoe.files import atomic_file, check_output
 from semmoe.topology import Fingerprint, Topology
 
-MOST_TENSOR_BYTES = 1 << 33
 MAX_WHOLE = 1 << 53  # a float64 holds every whole number up to it
-MAP, COUNTS, PASSES, ANSWERS = "map", "counts", "passes", "answers"
-MAP_KEY, COUNTS_KEY = "physical_to_logical_map", "logical_count"
-SUFFIXES = ".json, .jsonl, .npy, .pt, .yaml"
-_decoder_layers = lru_cache(maxsize=1)(decoder_layers)  # asked for with every record and answer of one file
+MAP_KEY = "physical_to_logical_map"
+COUNTS_KEY = "logical_count"
+
+
+@dataclass(frozen=True)
+class Model:
+    """The model that a file is of: its directory and fingerprint."""
+
+    path: Path
+    fingerprint: Fingerprint
+
+    @cached_property
+    def decoder_layers(self) -> tuple[list[int], int]:
+        """Indices of the decoder layers with experts, and the number of decoder layers."""
+        return decoder_layers(self.path)
+
+    def moe_rows(self, array: np.ndarray) -> np.ndarray:
+        """The rows of MoE layers, where an engine writes one for each decoder layer; one row stands for all layers."""
+        layers = self.fingerprint.num_layers
+        if len(array) == 1:
+            return np.repeat(array, layers, axis=0)
+        if len(array) == layers:
+            return array
+        indices, depth = self.decoder_layers
+        if len(array) == depth:
+            return array[indices]
+        draft = " (is the last one that of a draft layer? remove it)" if len(array) in (layers + 1, depth + 1) else ""
+        raise ValueError(f"{len(array)} layers, but the model has {depth}, of which {layers} have experts{draft}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
-    """The content of a file: a map or counts (layers, experts) of float64 or integers, or the records of passes."""
+class Experts:
+    """The map or the counts of a file, (rows, slots or experts), of integers or float64."""
 
-    kind: str
-    array: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int64))
-    content: Any = None  # of records
+    rows: np.ndarray
     num_devices: int | None = None  # of a map, where the file says
+    fingerprint: Fingerprint | None = None  # of the model, where the file says
     note: str = ""  # for the user
 
 
-def read_engine_file(path: Path) -> Found:
-    """Read a file by its suffix and its content. Raises ValueError that names it if its format is unknown."""
-    if not path.is_file():
-        raise ValueError(f"{path} is a directory: name a file" if path.is_dir() else f"there is no file {path}")
-    if ".jsonl" in path.suffixes:
-        return Found(kind=ANSWERS)
-    readers = {".json": _read_json, ".npy": _read_npy, ".pt": _read_pt, ".yaml": _read_yaml, ".yml": _read_yaml}
-    if path.suffix not in readers:
-        raise ValueError(f"{path} must be {SUFFIXES}")
-    try:
-        return _found(readers[path.suffix](path))
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+def read_array(content: Any) -> Experts:
+    """A map without a name, such as the first array that DeepSeek's EPLB returns."""
+    return Experts(rows=np.atleast_2d(numbers(content)))
 
 
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(read_limited(path, MOST_JSON_BYTES))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not valid JSON ({error})") from None
+def read_sglang_map(content: dict[str, Any]) -> Experts:
+    both = f"it holds {MAP_KEY} and {COUNTS_KEY}: the map is taken, as by SGLang" if COUNTS_KEY in content else ""
+    return Experts(rows=np.atleast_2d(numbers(content[MAP_KEY])), note=both)
 
 
-def _read_yaml(path: Path) -> Any:
-    import yaml
-
-    try:
-        return yaml.safe_load(bytes(read_limited(path, MOST_JSON_BYTES)))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ValueError(f"not valid YAML ({' '.join(str(error).split())})") from None
-
-
-def _read_npy(path: Path) -> Any:
-    _check_size(path)
-    try:
-        return np.load(path, allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise ValueError(f"it holds no array ({error})") from None
-
-
-def _read_pt(path: Path) -> Any:
-    import torch
-
-    _check_size(path)
-    try:
-        return torch.load(path, weights_only=True, map_location="cpu")
-    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"it holds something else than tensors ({(str(error).splitlines() or [''])[0]})") from None
-
-
-def _check_size(path: Path) -> None:
-    if path.stat().st_size > MOST_TENSOR_BYTES:
-        raise ValueError(f"it has more than {MOST_TENSOR_BYTES:,} bytes")
-
-
-def _found(content: Any) -> Found:
-    """The meaning of a file's content."""
-    if not isinstance(content, dict | list):  # an array or a tensor
-        return Found(kind=MAP, array=np.atleast_2d(numbers(content)))
-    if isinstance(content, list):
-        raise ValueError(f"a list without a name: give an object with {MAP_KEY}")
-    if isinstance(content.get("records"), list):
-        return Found(kind=PASSES, content=content)
-    if MAP_KEY in content:
-        both = f"it holds {MAP_KEY} and {COUNTS_KEY}: the map is taken, as by SGLang" if COUNTS_KEY in content else ""
-        return Found(kind=MAP, array=np.atleast_2d(numbers(content[MAP_KEY])), note=both)
-    if COUNTS_KEY in content:
-        counts = numbers(content[COUNTS_KEY])
-        _check_counts(counts.reshape(-1, counts.shape[-1]))  # before steps are added up
-        return Found(kind=COUNTS, array=counts.reshape(-1, *counts.shape[-2:]).sum(axis=0, dtype=np.float64))
-    if "layer_list" in content:
-        return _ascend_map(content)
-    if "initial_global_assignments" in content:
-        return _tensorrt_map(content)
-    raise ValueError(f"it has neither {MAP_KEY}, {COUNTS_KEY}, layer_list, initial_global_assignments nor records")
-
-
-def _ascend_map(content: dict[str, Any]) -> Found:
+def read_ascend_map(content: dict[str, Any]) -> Experts:
     """vLLM-Ascend's `expert_map.json`: for each layer its devices, and for each device its logical experts."""
     try:
         layers = sorted(content["layer_list"], key=lambda layer: layer["layer_id"])
         devices = [sorted(layer["device_list"], key=lambda device: device["device_id"]) for layer in layers]
-        rows = [[device["device_expert"] for device in one] for one in devices]
+        array = numbers([[device["device_expert"] for device in row] for row in devices])
     except (KeyError, TypeError) as error:
         raise ValueError(f"not an expert map of vLLM-Ascend: {error} is missing or broken") from None
-    array = numbers(rows)
     if array.ndim != 3:
         raise ValueError("expert map of vLLM-Ascend: each device of each layer must list equally many experts")
-    return Found(kind=MAP, array=array.reshape(len(array), -1), num_devices=array.shape[1])
+    return Experts(rows=array.reshape(len(array), -1), num_devices=array.shape[1])
 
 
-def _tensorrt_map(content: dict[str, Any]) -> Found:
+def read_tensorrt_map(content: dict[str, Any]) -> Experts:
     """TensorRT-LLM's `moe_load_balancer`: for each layer its number and the logical expert of each slot."""
     slots = content["initial_global_assignments"]
     flat = isinstance(slots, dict) and all(
@@ -149,7 +96,14 @@ def _tensorrt_map(content: dict[str, Any]) -> Found:
     array = numbers([slots[layer] for layer in sorted(slots)])
     if content.get("num_slots", array.shape[1]) != array.shape[1]:
         raise ValueError(f"num_slots is {content['num_slots']}, but a layer lists {array.shape[1]} experts")
-    return Found(kind=MAP, array=array)
+    return Experts(rows=array)
+
+
+def read_sglang_counts(content: dict[str, Any]) -> Experts:
+    """SGLang's counts (steps, layers, E), added up; counts (layers, E) have a single step."""
+    counts = numbers(content[COUNTS_KEY])
+    _check_counts(counts)
+    return Experts(rows=counts.reshape(-1, *counts.shape[-2:]).sum(axis=0, dtype=np.float64))
 
 
 def numbers(values: Any) -> np.ndarray:
@@ -166,90 +120,93 @@ def numbers(values: Any) -> np.ndarray:
     return array if array.dtype.kind in "iu" else array.astype(np.float64)
 
 
-def whole(name: str, array: np.ndarray) -> np.ndarray:
-    """An array (N, M) as int64. Raises ValueError that names the first value that is not a whole number."""
-    bad = ~np.isfinite(array) | (np.trunc(array) != array) | (np.abs(array.astype(np.float64)) > MAX_WHOLE)
-    if bad.any():
-        row, column = np.argwhere(bad)[0].tolist()
-        raise ValueError(f"{name} {column} of row {row} is {array[row, column]}, not a whole number")
+def whole(name: str, array: np.ndarray, most: int = MAX_WHOLE, hint: str = "") -> np.ndarray:
+    """An array (N, M) as int64. Raises ValueError that names the first value unless all are whole numbers to `most`."""
+    good = (array >= 0) & (array <= most) & (np.trunc(array) == array)  # NaN is not
+    if not good.all():
+        row, column = np.argwhere(~good)[0].tolist()
+        value = array[row, column]
+        raise ValueError(f"{name} {column} of row {row} is {value}, not a whole number from 0 to {most}{hint}")
     return array.astype(np.int64)
 
 
 def _check_counts(counts: np.ndarray) -> None:
-    """Raise ValueError unless `counts` (N, E) are whole numbers from 0 on, and one of the counts is above 0."""
-    checked = whole("the count of expert", counts)
-    if (checked < 0).any():
-        row, expert = np.argwhere(checked < 0)[0].tolist()
-        raise ValueError(
-            f"the count of expert {expert} of row {row} is {checked[row, expert]}: counts are not negative"
-        )
-    if not checked.any():
+    """Raise ValueError unless `counts` (..., E) are whole numbers from 0 on, and one of the counts is above 0."""
+    if not whole("the count of expert", counts.reshape(-1, counts.shape[-1])).any():
         raise ValueError("all counts are 0: nothing was recorded")
 
 
-def moe_rows(array: np.ndarray, model: Path, fingerprint: Fingerprint) -> np.ndarray:
-    """The rows of MoE layers, where an engine writes one for each decoder layer; one row stands for all layers."""
-    layers = fingerprint.num_layers
-    if len(array) == 1:
-        return np.repeat(array, layers, axis=0)
-    if len(array) == layers:
-        return array
-    indices, depth = _decoder_layers(model)
-    if len(array) != depth:
-        draft = " (is the last one that of a draft layer? remove it)" if len(array) in (layers + 1, depth + 1) else ""
-        raise ValueError(f"{len(array)} layers, but the model has {depth}, of which {layers} have experts{draft}")
-    return array[indices]
-
-
-def moe_depth(model: Path) -> int:
-    """The number of decoder layers, with experts or without."""
-    return _decoder_layers(model)[1]
-
-
-def plan_of(found: Found, model: Path, fingerprint: Fingerprint, topology: Topology, redundant: int) -> Plan:
+def plan_of(kind: str, experts: Experts, model: Model, topology: Topology, redundant: int) -> Plan:
     """The plan that a map is, or that EPLB makes of counts with `redundant` experts; it schedules nothing."""
-    if found.array.ndim != 2:
-        raise ValueError(f"expected a row for each layer, not an array of shape {found.array.shape}")
-    array = moe_rows(found.array, model, fingerprint)
-    if found.kind == MAP:
-        placement, method = _placement(found, array, fingerprint.num_experts, topology), MAP
+    from semmoe.methods import eplb
+    from semmoe.placement.problem import placement_alone
+
+    f, rows = model.fingerprint, experts.rows
+    difference = None if experts.fingerprint is None else experts.fingerprint.mismatch(f)
+    if difference is not None:
+        raise ValueError(f"it is of another model or tokenizer: {difference}")
+    if rows.ndim != 2:
+        raise ValueError(f"expected a row for each layer, not an array of shape {rows.shape}")
+    if kind == "map":
+        placement, method = _mapped(model.moe_rows(rows), experts.num_devices, f.num_experts, topology.ep_size), "map"
     else:
-        _check_columns(array, fingerprint.num_experts)
-        groups = fingerprint.num_groups, topology.num_nodes
-        placement, method = eplb.place(array.astype(np.float64), topology.ep_size, redundant, *groups), "eplb"
+        load = _load(model.moe_rows(rows), f.num_experts)
+        placement, method = eplb.place(load, topology.ep_size, redundant, f.num_groups, topology.num_nodes), "eplb"
     made = placement_alone(placement, topology)
     return Plan(
         topology=topology,
         placement=placement,
         tokens=made.tokens,
         requests=made.requests,
-        fingerprint=fingerprint,
+        fingerprint=f,
         method=method,
         settings={"method": method, "redundant_experts": placement.redundant_experts},
     )
 
 
-def _placement(found: Found, array: np.ndarray, num_experts: int, topology: Topology) -> Placement:
+def _mapped(rows: np.ndarray, num_devices: int | None, num_experts: int, ep_size: int) -> Placement:
     """The placement of a map (L, P), whose values are checked before they are cast."""
-    if found.num_devices not in (None, topology.ep_size):
-        raise ValueError(f"the map is of {found.num_devices} devices: give --ep-size {found.num_devices}")
-    maps = whole("the expert of slot", array)
-    outside = (maps < 0) | (maps >= num_experts)
-    if outside.any():
-        layer, slot = np.argwhere(outside)[0].tolist()
-        shared = ": is it a fused shared expert? A plan has none" if maps[layer, slot] == num_experts else ""
-        raise ValueError(
-            f"slot {slot} of layer {layer} has expert {maps[layer, slot]}, but the model has {num_experts}{shared}"
-        )
-    return Placement(physical_to_logical_map=maps.astype(np.int32), num_experts=num_experts, ep_size=topology.ep_size)
+    if num_devices not in (None, ep_size):
+        raise ValueError(f"the map is of {num_devices} devices: give --ep-size {num_devices}")
+    shared = ": is it a fused shared expert? A plan has none" if rows.max() == num_experts else ""
+    maps = whole("the expert of slot", rows, num_experts - 1, shared).astype(np.int32)
+    return Placement(physical_to_logical_map=maps, num_experts=num_experts, ep_size=ep_size)
 
 
-def _check_columns(counts: np.ndarray, num_experts: int) -> None:
-    """Raise ValueError unless `counts` (L, columns) have a column for each expert, and a count in each layer."""
+def _load(counts: np.ndarray, num_experts: int) -> np.ndarray:
+    """(L, E) float64 counts, of which each layer has one. Raises ValueError for columns that are not the experts."""
     if counts.shape[1] != num_experts:
         shared = " (is the last one a fused shared expert? remove it)" if counts.shape[1] == num_experts + 1 else ""
         raise ValueError(f"counts of {counts.shape[1]} experts, but the model has {num_experts}{shared}")
-    _check_counts(counts)
-    if (counts.sum(axis=1) == 0).any():
-        empty = int(np.flatnonzero(counts.sum(axis=1) == 0)[0])
-        raise ValueError(f"MoE layer {empty} has no count: were only some of the layers recorded?")
+    empty = np.flatnonzero(counts.sum(axis=1) == 0)
+    if empty.size:
+        raise ValueError(f"MoE layer {empty[0]} has no count: were only some of the layers recorded?")
+    return counts.astype(np.float64)
+
+
+def write_sglang(plan: Plan, model: Path, out: Path) -> list[str]:
+    """Write the file for SGLang's `--init-expert-location`; returns the flags to start SGLang with.
+
+    Experts keep their numbers and SGLang reads where each expert is, so no weight changes. The file has a row for every
+    decoder layer of the model: the plan's where there are experts, elsewhere SGLang's default, which nothing reads.
+    """
+    check_output(out)
+    check_config(plan, read_config(model), model)
+    indices, depth = decoder_layers(model)
+    check_num_layers(plan, len(indices), model)
+    placed = plan.placement.physical_to_logical_map
+    rows = np.tile(np.arange(placed.shape[1], dtype=np.int32) % plan.fingerprint.num_experts, (depth, 1))
+    rows[indices] = placed
+    with atomic_file(out) as staged:
+        staged.write_text(json.dumps({MAP_KEY: rows.tolist()}) + "\n", encoding="utf-8")
+    return sglang_flags(plan, out)
+
+
+def sglang_flags(plan: Plan, location: Path) -> list[str]:
+    """Flags that give SGLang this plan's topology and the placement in the file `location`."""
+    topology, redundant = plan.topology, plan.placement.redundant_experts
+    flags = ["--tp-size", str(topology.ep_size), "--ep-size", str(topology.ep_size)]
+    if topology.dp_size > 1:
+        flags += ["--dp-size", str(topology.dp_size), "--enable-dp-attention"]
+    flags += ["--init-expert-location", str(location)]
+    return flags + (["--ep-num-redundant-experts", str(redundant)] if redundant else [])

@@ -20,15 +20,13 @@ from typing import Any
 
 import numpy as np
 
-from semmoe.bounds import check_range
-from semmoe.checkpoint.engine_maps import PASSES, Found, moe_depth, moe_rows, numbers, whole
+from semmoe.checkpoint.engine_maps import Model, numbers, whole
 from semmoe.core import DECODE, PREFILL
 from semmoe.dataset import LeftOut
 from semmoe.files import MOST_JSON_BYTES
 from semmoe.npz import NPY_HEADERS
 from semmoe.prompts import UnusableError
 from semmoe.routing import check_left_out, impossible_tokens
-from semmoe.topology import Fingerprint
 from semmoe.trace import TraceWriter
 
 EXTEND = 1  # SGLang's ForwardMode of prompts
@@ -38,161 +36,171 @@ NUMPY_MAGIC = b"\x93NUMPY"
 DAMAGED = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError, MemoryError)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass
+class Source:
+    """The file that routes are read from, its model, and counts of lines and tokens that are left out."""
+
+    path: Path
+    model: Model
+    left_out: LeftOut  # lines
+    unassigned: int = 0  # tokens of SGLang's records that are of no first chunk
+
+
+@dataclass(frozen=True)
 class Request:
-    """The routing of a request: prompt (M,), routed tokens (T,), their experts (T, L, K) and phase (T,)."""
+    """The routing of a request: prompt (M,), routed tokens (T,) from position `first` on, their experts (T, L, K)."""
 
     prompt_ids: np.ndarray
     token_ids: np.ndarray
     expert_ids: np.ndarray
-    phase: np.ndarray
+    first: int = 0
 
-    def possible(self) -> "Request":
-        """The request without the tokens that name an expert twice, which no router does."""
-        kept = ~impossible_tokens(self.expert_ids)
-        arrays = {name: getattr(self, name)[kept] for name in ("token_ids", "expert_ids", "phase")}
-        return Request(prompt_ids=self.prompt_ids, **arrays)
+    @property
+    def phase(self) -> np.ndarray:
+        """(T,) PREFILL for tokens of the prompt, DECODE for those that were sampled."""
+        return np.where(self.first + np.arange(len(self.token_ids)) < len(self.prompt_ids), PREFILL, DECODE)
 
 
-def write_requests(writer: TraceWriter, found: Found, path: Path, model: Path, left_out: LeftOut) -> dict[str, int]:
-    """Write the requests of records or answers to a trace; tokens that name an expert twice are left out.
+def write_requests(writer: TraceWriter, requests: Iterable[Request], source: Source) -> dict[str, int]:
+    """Write requests to a trace; tokens that name an expert twice, which no router does, are left out.
 
-    Returns the numbers of requests and tokens that were written, and of tokens that were left out, by reason.
-    Raises ValueError if nothing is left, if more than a tenth of the lines holds no answer, or for too many impossible
-    tokens.
+    Returns the numbers of requests and tokens that were written, and of tokens that were left out, by reason. Raises
+    ValueError if nothing is left, or for too many impossible tokens.
     """
-    f, unassigned = writer.header.fingerprint, 0
     tokens = impossible = 0
-    requests: Iterable[Request]
-    if found.kind == PASSES:
-        requests, unassigned = prompts_of_passes(found.content, path, model, f)
-    else:
-        requests = requests_of_answers(path, model, f, left_out)
     for request in requests:
-        kept = request.possible()
-        writer.append(**vars(kept))
-        tokens += len(kept.token_ids)
-        impossible += len(request.token_ids) - len(kept.token_ids)
-    if found.kind != PASSES:
-        left_out.check()
-    check_left_out(str(path), impossible, tokens + impossible)
+        kept = ~impossible_tokens(request.expert_ids)
+        writer.append(
+            prompt_ids=request.prompt_ids,
+            token_ids=request.token_ids[kept],
+            expert_ids=request.expert_ids[kept],
+            phase=request.phase[kept],
+        )
+        tokens += int(kept.sum())
+        impossible += int((~kept).sum())
+    check_left_out(str(source.path), impossible, tokens + impossible)
     if not tokens:
         raise ValueError(
-            f"{path} has the routing of no whole prompt; with attention-TP and an all-to-all each rank of SGLang "
-            "routes a part of the tokens: record with --enable-dp-attention, or by semmoe record"
+            f"{source.path} has the routing of no whole prompt; with attention-TP and an all-to-all each rank of "
+            "SGLang routes a part of the tokens: record with --enable-dp-attention, or by semmoe record"
         )
     counts = {"requests": writer.num_requests, "tokens": tokens}
-    return {**counts, "unassigned_tokens": unassigned, "impossible_tokens": impossible}
+    return {**counts, "unassigned_tokens": source.unassigned, "impossible_tokens": impossible}
 
 
-def prompts_of_passes(content: dict[str, Any], path: Path, model: Path, f: Fingerprint) -> tuple[list[Request], int]:
-    """The first chunk of each prompt in the records of SGLang, and the number of tokens that are left out.
+def _token_ids(ids: Any, model: Model) -> np.ndarray:
+    """(T,) int64 token ids. Raises ValueError for one that the model does not have."""
+    return whole("token", numbers([ids]), model.fingerprint.vocab_size - 1)[0]
+
+
+def read_records(content: dict[str, Any], source: Source) -> Iterator[Request]:
+    """Yield the first chunk of each prompt in the records of SGLang's passes, and count the other tokens.
 
     Raises ValueError for records that are damaged, or that keep fewer experts per token than the model has.
     """
-    if f.top_k > SGLANG_TOP_K:
-        raise ValueError(f"SGLang's records keep {SGLANG_TOP_K} experts of a token, and the model {f.top_k}")
-    requests: list[Request] = []
-    tokens = 0
+    top_k = source.model.fingerprint.top_k
+    if top_k > SGLANG_TOP_K:
+        raise ValueError(f"SGLang's records keep {SGLANG_TOP_K} experts of a token, and the model {top_k}")
+    if not isinstance(content["records"], list):
+        raise ValueError(f"{source.path}: records is not a list")
     for number, record in enumerate(content["records"]):
         if not isinstance(record, dict) or not record.keys() >= FIELDS:
-            raise ValueError(f"{path}: record {number} lacks one of {', '.join(sorted(FIELDS))}")
+            raise ValueError(f"{source.path}: record {number} lacks one of {', '.join(sorted(FIELDS))}")
         try:
-            requests += _prompts_of_pass(record, content.get("last_physical_to_logical_map", []), model, f)
-            tokens += len(record["input_ids"])
+            requests = _prompts_of_pass(record, content.get("last_physical_to_logical_map", []), source.model)
+            source.unassigned += len(record["input_ids"]) - sum(len(request.token_ids) for request in requests)
         except DAMAGED as error:
-            raise ValueError(f"{path}: record {number}: {error}") from None
-    return requests, tokens - sum(len(request.token_ids) for request in requests)
+            raise ValueError(f"{source.path}: record {number}: {error}") from None
+        yield from requests
 
 
-def _prompts_of_pass(record: dict[str, Any], to_logical: Any, model: Path, f: Fingerprint) -> Iterator[Request]:
+def _prompts_of_pass(record: dict[str, Any], to_logical: Any, model: Model) -> list[Request]:
     """The first chunks of prompts in one pass, with physical experts turned into logical ones."""
-    tokens = record["input_ids"]
     # a rank of attention-DP may have had no request in this pass
-    if not len(tokens) or record["forward_mode"] != EXTEND:
-        return
-    ids = np.array(tokens, np.int64)
-    experts = _logical(numbers(record["topk_ids_of_layer"]), numbers(to_logical))
-    experts = moe_rows(experts, model, f)[..., : f.top_k].swapaxes(0, 1)
+    if not len(record["input_ids"]) or record["forward_mode"] != EXTEND:
+        return []
+    tokens = _token_ids(record["input_ids"], model)
+    to_logical = whole("the expert of slot", numbers(to_logical), model.fingerprint.num_experts - 1)
+    experts = _logical(numbers(record["topk_ids_of_layer"]), to_logical)
+    experts = model.moe_rows(experts)[..., : model.fingerprint.top_k].swapaxes(0, 1)
     ends = np.cumsum(record["extend_seq_lens"])
+    requests = []
     for begin, end in zip([0, *ends[:-1]], ends, strict=True):
         # With attention-TP and an all-to-all each rank routes a part of the tokens, and the others have no ids.
         if record["positions"][begin] == 0 and (experts[begin:end] >= 0).all():
-            own = ids[begin:end]
-            yield _request(own, own, experts[begin:end], f)
+            prompt = tokens[begin:end]
+            requests.append(Request(prompt, prompt, experts[begin:end]))
+    return requests
 
 
 def _logical(physical: np.ndarray, to_logical: np.ndarray) -> np.ndarray:
     """(layers, tokens, 8) logical experts of physical ones; -1 where a token has fewer. to_logical: (layers, P)."""
     flat = np.clip(physical, 0, None).reshape(len(physical), -1)
-    check_range("physical expert", flat, to_logical.shape[1], "physical experts")
-    logical = np.take_along_axis(whole("the expert of slot", to_logical), flat.astype(np.int64), axis=1)
+    slots = whole("physical expert", flat, to_logical.shape[1] - 1)
+    logical = np.take_along_axis(to_logical, slots, axis=1)
     return np.where(physical < 0, -1, logical.reshape(physical.shape))
 
 
-def _request(prompt: np.ndarray, tokens: np.ndarray, experts: np.ndarray, f: Fingerprint, first: int = 0) -> Request:
-    """The request whose tokens (T,) from position `first` on are routed. Raises ValueError for ids out of range."""
-    check_range("token id", prompt, f.vocab_size, "vocabulary entries")
-    check_range("token id", tokens, f.vocab_size, "vocabulary entries")
-    check_range("expert id", experts, f.num_experts, "experts")
-    phase = np.where(first + np.arange(len(tokens)) < len(prompt), PREFILL, DECODE)
-    return Request(prompt_ids=prompt, token_ids=tokens, expert_ids=experts, phase=phase)
+def read_answers(path: Path, source: Source) -> Iterator[Request]:
+    """Yield the requests of engines' answers, one for each choice; other lines are counted and left out.
 
-
-def requests_of_answers(path: Path, model: Path, f: Fingerprint, left_out: LeftOut) -> Iterator[Request]:
-    """Yield the requests of engines' answers, one for each choice; a line that is none is counted in `left_out`."""
+    Raises ValueError at the end if more than a tenth of the lines is left out.
+    """
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-        number = 0
-        while line := file.readline(MOST_JSON_BYTES):
-            number += 1
+        lines = iter(lambda: file.readline(MOST_JSON_BYTES), b"")
+        for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
-            left_out.records += 1
+            source.left_out.records += 1
             try:
-                found = list(_of_line(line, model, f))
+                requests = list(_requests_of_line(line, source.model))
             except DAMAGED as error:
                 reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-                left_out.add(f"line {number}", UnusableError("no answer with routed experts", reason))
+                source.left_out.add(f"line {number}", UnusableError("no answer with routed experts", reason))
             else:
-                yield from found
+                yield from requests
+    source.left_out.check()
 
 
-def _of_line(line: bytes, model: Path, f: Fingerprint) -> Iterator[Request]:
+def _requests_of_line(line: bytes, model: Model) -> Iterator[Request]:
     """The requests of a line, which holds an answer or a list of answers."""
     parsed = json.loads(line)
     for answer in parsed if isinstance(parsed, list) else [parsed]:
         if "meta_info" in answer:
             prompt = answer["input_ids"] if "input_ids" in answer else answer["prompt_token_ids"]
-            yield _routed(answer["meta_info"]["routed_experts"], prompt, answer["output_ids"], model, f)
+            yield _routed(answer["meta_info"]["routed_experts"], prompt, answer["output_ids"], model)
             continue
         for choice in answer["choices"]:
             if not choice.get("routed_experts") or not choice.get("token_ids"):
                 raise ValueError("give the server --enable-return-routed-experts, and requests return_token_ids")
             prompt = choice.get("prompt_token_ids") or answer["prompt_token_ids"]
-            yield _routed(choice["routed_experts"], prompt, choice["token_ids"], model, f)
+            yield _routed(choice["routed_experts"], prompt, choice["token_ids"], model)
 
 
-def _routed(encoded: Any, prompt: list[int], sampled: list[int], model: Path, f: Fingerprint) -> Request:
+def _routed(encoded: Any, prompt: list[int], sampled: list[int], model: Model) -> Request:
     """The request of a prompt and its sampled tokens, whose last one was not fed to the model."""
-    tokens, prompts = (whole("token", numbers([ids]))[0] for ids in ([*prompt, *sampled][:-1], prompt))
-    experts = _rows(encoded, len(tokens), model, f)
+    prompts = _token_ids(prompt, model)
+    tokens = _token_ids([*prompt, *sampled][:-1], model)
+    experts = _rows(encoded, len(tokens), model)
     first = len(tokens) - len(experts)  # the rows of a cached prefix may be omitted
     if first < 0 or (first > 0 and first >= len(prompts)):
         raise ValueError(f"routed_experts has {len(experts)} rows for {len(tokens)} tokens that ran")
-    by_layer = moe_rows(experts.swapaxes(0, 1), model, f)
-    return _request(prompts, tokens[first:], by_layer.swapaxes(0, 1), f, first)
+    by_layer = model.moe_rows(experts.swapaxes(0, 1))
+    return Request(prompts, tokens[first:], by_layer.swapaxes(0, 1), first)
 
 
-def _rows(encoded: Any, num_tokens: int, model: Path, f: Fingerprint) -> np.ndarray:
+def _rows(encoded: Any, num_tokens: int, model: Model) -> np.ndarray:
     """(rows, layers, K) expert ids from base64 of an array, base64 of int32 without a shape, or nested lists."""
+    top_k = model.fingerprint.top_k
     if isinstance(encoded, str):
         content = base64.b64decode(encoded, validate=True)
-        found = _of_npy(content) if content.startswith(NUMPY_MAGIC) else _of_int32(content, num_tokens, model, f)
+        found = _of_npy(content) if content.startswith(NUMPY_MAGIC) else _of_int32(content, num_tokens, model)
     else:
         found = numbers(encoded)
-    if found.ndim != 3 or found.shape[2] != f.top_k:
-        raise ValueError(f"routed_experts has shape {found.shape}, not ({num_tokens}, layers, {f.top_k})")
-    return whole("expert", found.reshape(len(found), -1)).reshape(found.shape)
+    if found.ndim != 3 or found.shape[2] != top_k:
+        raise ValueError(f"routed_experts has shape {found.shape}, not ({num_tokens}, layers, {top_k})")
+    experts = whole("expert", found.reshape(len(found), -1), model.fingerprint.num_experts - 1)
+    return experts.reshape(found.shape)
 
 
 def _of_npy(content: bytes) -> np.ndarray:
@@ -202,10 +210,11 @@ def _of_npy(content: bytes) -> np.ndarray:
         return np.frombuffer(content, dtype, offset=file.tell()).reshape(shape, order="F" if fortran else "C")
 
 
-def _of_int32(content: bytes, num_tokens: int, model: Path, f: Fingerprint) -> np.ndarray:
+def _of_int32(content: bytes, num_tokens: int, model: Model) -> np.ndarray:
     """SGLang's ids, which come without a shape: rows of all decoder layers, or of the MoE layers alone."""
-    ids = np.frombuffer(content, "<i4").reshape(-1, f.top_k)
-    for layers in (moe_depth(model), f.num_layers):
+    top_k = model.fingerprint.top_k
+    ids = np.frombuffer(content, "<i4").reshape(-1, top_k)
+    for layers in (model.decoder_layers[1], model.fingerprint.num_layers):
         if len(ids) % layers == 0 and len(ids) // layers <= num_tokens:
-            return ids.reshape(-1, layers, f.top_k)
+            return ids.reshape(-1, layers, top_k)
     raise ValueError(f"routed_experts has {ids.size} ids, which are not those of {num_tokens} tokens or fewer")

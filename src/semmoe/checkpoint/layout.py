@@ -11,10 +11,13 @@ numbers is refused by name: a relabelling that is nearly right is wrong.
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from semmoe.checkpoint.shards import INTEGERS, Tensor
+from semmoe.bounds import MOST_LAYERS
+from semmoe.checkpoint.directory import Checkpoint, config_count, read_config, tensor_names
+from semmoe.checkpoint.shards import FLOATS, INTEGERS, Tensor
 
-BLOCK = re.compile(r"(?P<stack>.*?)\blayers\.(?P<layer>\d{1,6})\.(?P<block>\w+)\.(?P<rest>.+)")
+BLOCK = re.compile(r"(?P<prefix>(?P<stack>.*?)\blayers\.(?P<layer>\d{1,6})\.\w+\.)(?P<rest>.+)")
 EXPERT = re.compile(r"experts\.(?P<expert>\d{1,6})\.(?P<part>.+)")
 PACKED = re.compile(r"experts\.(?:gate_up_proj|gate_proj|up_proj|down_proj|w13|w1|w2|w3)(?:[._]\w+)*")
 GATE = re.compile(r"(?:gate|router)\.(?P<part>weight|bias|e_score_correction_bias)|(?P<bare>e_score_correction_bias)")
@@ -22,7 +25,6 @@ TABLE = re.compile(r"(?:gate|router)\.tid2eid")
 NUMBERED = re.compile(r"(?:experts|gate|router)\b.*")  # such a tensor must match one of the rules above
 SHARED = re.compile(r"shared_(?:experts?|mlp)\b.*|shared_expert_gate\b.*")
 PREDICTION = re.compile(r"\b(?:mtp|nextn)\b")  # stacks of layers for multi-token prediction
-FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass
@@ -41,65 +43,64 @@ class MoeLayer:
         """Names of tensors whose leading dimension counts experts."""
         return self.packed + list(self.gate.values())
 
+    @property
+    def by_name(self) -> list[str]:
+        """Names of the tensors that each belong to a single expert."""
+        return [self.expert_tensor(expert, part) for expert, parts in self.parts.items() for part in parts]
+
     def expert_tensor(self, expert: int, part: str) -> str:
         return f"{self.prefix}experts.{expert}.{part}"
 
 
-def moe_layer_indices(names: Iterable[str], num_hidden_layers: int) -> list[int]:
-    """The decoder layers that have experts, ascending, without layers for multi-token prediction."""
-    return sorted(_expert_blocks(names, num_hidden_layers))
+def decoder_layers(model: Path) -> tuple[list[int], int]:
+    """Indices of the decoder layers that have experts, ascending, and the number of decoder layers; no weights."""
+    depth = config_count(read_config(model), "num_hidden_layers")
+    if depth > MOST_LAYERS:
+        raise ValueError(f"{model}/config.json claims {depth} layers, more than {MOST_LAYERS}")
+    return sorted(_expert_blocks(tensor_names(model), depth)), depth
 
 
 def _expert_blocks(names: Iterable[str], num_hidden_layers: int) -> dict[int, str]:
-    """Prefix of the MoE block's tensors by layer index. Raises ValueError unless there is one stack of layers."""
+    """Prefix of the MoE block's tensors by layer index, without layers for multi-token prediction.
+
+    Raises ValueError unless there is one stack of layers.
+    """
     blocks: dict[int, str] = {}
     stacks = set()
-    for name in names:
-        match = BLOCK.fullmatch(name)
-        if match is None or not match["rest"].startswith("experts."):
+    for match in filter(None, map(BLOCK.fullmatch, names)):
+        layer = int(match["layer"])
+        if not match["rest"].startswith("experts."):
             continue
-        if int(match["layer"]) >= num_hidden_layers or PREDICTION.search(match["stack"]):
+        if layer >= num_hidden_layers or PREDICTION.search(match["stack"]):
             continue
         stacks.add(match["stack"])
-        if blocks.setdefault(int(match["layer"]), _prefix(match)) != _prefix(match) or len(stacks) > 1:
-            raise ValueError(f"{name}: experts in more than one stack of layers are not supported")
+        if blocks.setdefault(layer, match["prefix"]) != match["prefix"] or len(stacks) > 1:
+            raise ValueError(f"{match.string}: experts in more than one stack of layers are not supported")
     if not blocks:
         raise ValueError("no tensor is named like an expert in a layout that semmoe knows")
     return blocks
 
 
-def _prefix(match: re.Match[str]) -> str:
-    return match.string[: match.start("rest")]
-
-
-def find_moe_layers(tensors: dict[str, Tensor], num_hidden_layers: int, num_experts: int) -> list[MoeLayer]:
+def find_moe_layers(source: Checkpoint, num_experts: int) -> list[MoeLayer]:
     """The MoE layers, ascending. Raises ValueError that names a tensor which is unknown, missing or of a wrong size."""
-    blocks = _expert_blocks(tensors, num_hidden_layers)
+    blocks = _expert_blocks(source.tensors, config_count(source.config, "num_hidden_layers"))
     layers = {prefix: MoeLayer(index, prefix) for index, prefix in sorted(blocks.items())}
-    for name, tensor in tensors.items():
+    for name, tensor in source.tensors.items():
         match = BLOCK.fullmatch(name)
-        if match is not None and (layer := layers.get(_prefix(match))) is not None:
-            _sort_in(layer, name, match["rest"], tensor, num_experts)
+        if match is not None and (layer := layers.get(match["prefix"])) is not None:
+            _add(layer, name, match["rest"], tensor, num_experts)
     for layer in layers.values():
         _check_complete(layer, num_experts)
     return list(layers.values())
 
 
-def _sort_in(layer: MoeLayer, name: str, rest: str, tensor: Tensor, num_experts: int) -> None:
+def _add(layer: MoeLayer, name: str, rest: str, tensor: Tensor, num_experts: int) -> None:
     """Add a tensor of a MoE block to `layer` by the rule that it matches, or raise ValueError."""
     if match := EXPERT.fullmatch(rest):
-        canonical = str(int(match["expert"])) == match["expert"]
-        if not canonical or int(match["expert"]) >= num_experts:
-            raise ValueError(f"{name}: there are {num_experts} experts per layer")
-        layer.parts.setdefault(int(match["expert"]), set()).add(match["part"])
+        _add_expert(layer, name, match, num_experts)
     elif match := GATE.fullmatch(rest):
         _check_rows(name, tensor, num_experts)
-        if tensor.dtype not in FLOATS:
-            raise ValueError(f"{name} is {tensor.dtype}: a quantised router is not supported")
-        part = match["part"] or match["bare"]
-        if part in layer.gate:
-            raise ValueError(f"{name}: this layer has another router {part}: {layer.gate[part]}")
-        layer.gate[part] = name
+        _add_gate(layer, name, match["part"] or match["bare"], tensor)
     elif TABLE.fullmatch(rest):
         if tensor.dtype not in INTEGERS or len(tensor.shape) != 2:
             raise ValueError(f"{name} is {tensor.dtype} of shape {list(tensor.shape)}: not a table of expert numbers")
@@ -110,6 +111,21 @@ def _sort_in(layer: MoeLayer, name: str, rest: str, tensor: Tensor, num_experts:
     elif not SHARED.fullmatch(rest) and (NUMBERED.fullmatch(rest) or num_experts in tensor.shape):
         shape = list(tensor.shape)
         raise ValueError(f"{name}, shape {shape}: may number experts in a way that semmoe does not know")
+
+
+def _add_expert(layer: MoeLayer, name: str, match: re.Match[str], num_experts: int) -> None:
+    expert = int(match["expert"])
+    if str(expert) != match["expert"] or expert >= num_experts:
+        raise ValueError(f"{name}: there are {num_experts} experts per layer")
+    layer.parts.setdefault(expert, set()).add(match["part"])
+
+
+def _add_gate(layer: MoeLayer, name: str, part: str, tensor: Tensor) -> None:
+    if tensor.dtype not in FLOATS:
+        raise ValueError(f"{name} is {tensor.dtype}: a quantised router is not supported")
+    if part in layer.gate:
+        raise ValueError(f"{name}: this layer has another router {part}: {layer.gate[part]}")
+    layer.gate[part] = name
 
 
 def _check_rows(name: str, tensor: Tensor, num_experts: int) -> None:

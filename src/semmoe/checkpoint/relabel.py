@@ -8,14 +8,15 @@ ranks and order 2 0 3 1, new expert 0 is old expert 2, so rank 0 (experts 0 and 
 
 Where each expert has its own tensors, their bytes stay in place and their names change in the header and the index.
 Packed tensors and the router's rows are copied in the new order. The values of a hash-routed layer's table are replaced
-by the new numbers. All else is copied without change. Since the router
-and the experts are renumbered alike, the model computes the same; only ties between router scores can be broken
-differently.
+by the new numbers. All else is copied without change. Since the router and the experts get the same numbers, the model
+computes the same; only ties between router scores can be broken differently.
 """
 
 import hashlib
 import json
 import re
+import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,6 @@ from semmoe.checkpoint.directory import (
     INDEX,
     Checkpoint,
     config_count,
-    copy_other_files,
     open_checkpoint,
     other_files,
     read_object,
@@ -67,11 +67,6 @@ class Record(BaseModel):
     trace_hash: str
     layers: list[LayerRecord]
 
-    @property
-    def orders(self) -> np.ndarray:
-        """(L, E) int64: the old expert at each new number."""
-        return np.array([layer.experts for layer in self.layers], np.int64)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Relabelled:
@@ -97,25 +92,34 @@ def relabel(
     check_output(out, directory=True, inputs=(model,))
     orders = orders_of(plan)
     source = _open_source(model)
-    layers = layers_for(plan, source)
-    _check_quantisation(source, layers, plan.fingerprint.num_experts)
-    record = Record(
+    check_config(plan, source.config, model)
+    layers = _renumberable(source, plan.fingerprint.num_experts)
+    check_num_layers(plan, len(layers), model)
+    check_output(out, directory=True, room=source.nbytes)
+    with atomic_directory(out) as staged:
+        left_out = write_relabelled(source, layers, orders, staged, stage("writing", source.nbytes))
+        save_json(staged / RECORD, _record(plan, layers, plan_hash))
+        verification = verify(source, open_checkpoint(staged), orders, plan.fingerprint, stage)
+    return Relabelled(
+        layers=len(layers),
+        tensors_renamed=len(_renames(layers, orders)),
+        tensors_permuted=sum(len(layer.by_row + layer.tables) for layer, _ in _moved(layers, orders)),
+        bytes=source.nbytes,
+        left_out=left_out,
+        verification=verification,
+    )
+
+
+def _record(plan: Plan, layers: list[MoeLayer], plan_hash: str) -> Record:
+    orders = plan.placement.physical_to_logical_map.tolist()
+    return Record(
         model=plan.fingerprint.model,
         method=plan.method,
         ep_size=plan.topology.ep_size,
         plan_hash=plan_hash,
         trace_hash=plan.trace_hash,
-        layers=[LayerRecord(layer=m.index, experts=o.tolist()) for m, o in zip(layers, orders, strict=True)],
+        layers=[LayerRecord(layer=m.index, experts=order) for m, order in zip(layers, orders, strict=True)],
     )
-    check_output(out, directory=True, room=source.nbytes)
-    with atomic_directory(out) as staged:
-        left_out = write_relabelled(source, layers, orders, staged, stage("writing", source.nbytes))
-        save_json(staged / RECORD, record)
-        written = open_checkpoint(staged)
-        verification = verify(source, written, orders, plan.fingerprint, stage)
-    renamed, permuted = len(_renames(layers, orders)), len(_rows(layers, orders)) + len(_tables(layers, orders))
-    counts = {"layers": len(layers), "tensors_renamed": renamed, "tensors_permuted": permuted, "bytes": source.nbytes}
-    return Relabelled(**counts, left_out=left_out, verification=verification)
 
 
 def _open_source(model: Path) -> Checkpoint:
@@ -127,11 +131,16 @@ def _open_source(model: Path) -> Checkpoint:
     return source
 
 
+def _renumberable(source: Checkpoint, num_experts: int) -> list[MoeLayer]:
+    """The MoE layers of a checkpoint that no configuration file ties to the old numbers."""
+    layers = find_moe_layers(source, num_experts)
+    _check_quantisation(source.path, {layer.index for layer in layers}, num_experts)
+    return layers
+
+
 def check_relabels(model: Path, num_experts: int) -> None:
     """Raise ValueError for a model that no plan can relabel; only headers of its shards are read."""
-    source = _open_source(model)
-    layers = find_moe_layers(source.tensors, config_count(source.config, "num_hidden_layers"), num_experts)
-    _check_quantisation(source, layers, num_experts)
+    _renumberable(_open_source(model), num_experts)
 
 
 def orders_of(plan: Plan) -> np.ndarray:
@@ -147,15 +156,6 @@ def orders_of(plan: Plan) -> np.ndarray:
         reason = "the router limits tokens to groups of consecutive experts, so a group must stay together"
         raise ValueError(f"MoE layer {int(split.argmax())} of this plan splits a gate group over ranks: {reason}")
     return physical_map
-
-
-def layers_for(plan: Plan, source: Checkpoint) -> list[MoeLayer]:
-    """The model's MoE layers, as many as the plan's; raises ValueError if the model does not match the plan."""
-    f = plan.fingerprint
-    check_config(plan, source.config, source.path)
-    layers = find_moe_layers(source.tensors, config_count(source.config, "num_hidden_layers"), f.num_experts)
-    check_num_layers(plan, len(layers), source.path)
-    return layers
 
 
 def check_config(plan: Plan, config: dict[str, Any], model: Path) -> None:
@@ -184,61 +184,60 @@ def write_relabelled(
 
     orders: (L, E) the old expert at each new number.
     """
-    names, rows, tables = _renames(layers, orders), _rows(layers, orders), _tables(layers, orders)
+    names, contents = _renames(layers, orders), _contents(source, layers, orders)
     for shard in source.shards:
-        inside = {name: order for name, order in rows.items() if name in shard.tensors}
-        inner = {n: _renumbered(n, shard.tensors[n], order) for n, order in tables.items() if n in shard.tensors}
-        write_shard(shard, target / shard.path.name, names, inside, progress, inner)
+        write_shard(shard, target / shard.path.name, names, contents, progress)
     if source.index is not None:
         files = {names.get(name, name): file for name, file in source.index["weight_map"].items()}
         index = json.dumps(source.index | {"weight_map": files}, indent=2, sort_keys=True)
         (target / INDEX).write_text(index + "\n", encoding="utf-8")
-    return copy_other_files(source, target)
+    copied, left_out = other_files(source)
+    for name, file in copied.items():
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, target / name)
+    return left_out
 
 
 def _renames(layers: list[MoeLayer], orders: np.ndarray) -> dict[str, str]:
     """New name by old name, of the tensors whose name changes."""
     names: dict[str, str] = {}
-    for layer, order in zip(layers, orders.tolist(), strict=True):
-        if not layer.parts:
-            continue
-        for new, old in enumerate(order):
+    for layer, order in _moved(layers, orders):
+        for new, old in enumerate(order.tolist()):
             if new != old:
-                names |= {layer.expert_tensor(old, p): layer.expert_tensor(new, p) for p in layer.parts[old]}
+                parts = layer.parts.get(old, ())
+                names |= {layer.expert_tensor(old, p): layer.expert_tensor(new, p) for p in parts}
     return names
 
 
-def _rows(layers: list[MoeLayer], orders: np.ndarray) -> dict[str, np.ndarray]:
-    """By tensor, (E,) the old row at each new row, of the tensors whose rows move."""
-    return {name: order for layer, order in _moved(layers, orders) for name in layer.by_row}
+def _contents(source: Checkpoint, layers: list[MoeLayer], orders: np.ndarray) -> dict[str, Iterable[bytes]]:
+    """The new bytes, by old name, of the tensors whose rows or whose numbers of experts change."""
+    contents: dict[str, Iterable[bytes]] = {}
+    for layer, order in _moved(layers, orders):
+        contents |= {name: source.tensors[name].reordered(order) for name in layer.by_row}
+        contents |= {name: [_renumbered(name, source.tensors[name], order)] for name in layer.tables}
+    return contents
 
 
 def _renumbered(name: str, table: Tensor, order: np.ndarray) -> bytes:
     """The table (V, K) with new expert numbers; order (E,): the old expert at each of them."""
-    values = table.integers()
+    values = table.values()
     check_range(f"{name}: expert id", values, len(order), "experts")
     return np.argsort(order).astype(values.dtype)[values].tobytes()
 
 
-def _tables(layers: list[MoeLayer], orders: np.ndarray) -> dict[str, np.ndarray]:
-    """By table of a hash-routed layer, (E,) the old expert at each new number, where numbers change."""
-    return {name: order for layer, order in _moved(layers, orders) for name in layer.tables}
-
-
 def _moved(layers: list[MoeLayer], orders: np.ndarray) -> list[tuple[MoeLayer, np.ndarray]]:
+    """The layers in which an expert gets another number, and the old expert (E,) at each new number."""
     return [(m, o) for m, o in zip(layers, orders, strict=True) if (o != np.arange(len(o))).any()]
 
 
-def _check_quantisation(source: Checkpoint, layers: list[MoeLayer], num_experts: int) -> None:
-    """Raise ValueError if a configuration file has rules for single experts, whose numbers would change."""
-    indices = {layer.index for layer in layers}
-    for path in sorted([source.path / "config.json", *source.path.glob("*quant*.json")]):
+def _check_quantisation(model: Path, layers: set[int], num_experts: int) -> None:
+    """Raise ValueError if a configuration file has rules for single experts of `layers`, whose numbers would change."""
+    for path in sorted([model / "config.json", *model.glob("*quant*.json")]):
         named: dict[tuple[str, str, str], set[int]] = {}
         for match in ONE_EXPERT.finditer(json.dumps(read_object(path))):
-            if int(match["layer"]) in indices:
-                named.setdefault((match["layer"], match["block"], match["part"]), set()).add(int(match["expert"]))
+            named.setdefault((match["layer"], match["block"], match["part"]), set()).add(int(match["expert"]))
         for (layer, block, part), experts in named.items():
-            if len(experts) != num_experts:
+            if int(layer) in layers and len(experts) != num_experts:
                 example = f"layers.{layer}.{block}.experts.{min(experts)}{part}"
                 raise ValueError(f"{path} has a rule for single experts ({example}): not supported")
 

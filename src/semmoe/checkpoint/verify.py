@@ -12,7 +12,7 @@ import numpy as np
 
 from semmoe.checkpoint.directory import Checkpoint, config_count
 from semmoe.checkpoint.layout import MoeLayer, find_moe_layers
-from semmoe.checkpoint.shards import Progress, Stage, Tensor, same_bytes
+from semmoe.checkpoint.shards import Progress, Stage, same_bytes
 from semmoe.topology import Fingerprint
 
 SAMPLED_LAYERS, SAMPLED_TOKENS = 3, 64
@@ -35,18 +35,19 @@ class Router:
     weight: np.ndarray  # (E, H)
     bias: np.ndarray  # (E,)
     correction: np.ndarray | None  # (E,) added to scores for the choice only (DeepSeek-V3 and V4)
+    scoring: str  # of a router with a correction: "sqrtsoftplus" in DeepSeek-V4, else the sigmoid
     top_k: int
     num_groups: int
     top_groups: int
-    scoring: str = "sigmoid"  # of a router with a correction; "sqrtsoftplus" in DeepSeek-V4
 
     def scores(self, hidden: np.ndarray) -> np.ndarray:
         """(T, H) -> (T, E): the scores by which experts are chosen; the highest win."""
         logits = hidden @ self.weight.T + self.bias
         if self.correction is None:
             return logits
-        positive = np.sqrt(np.logaddexp(0, logits)) if self.scoring == "sqrtsoftplus" else 1 / (1 + np.exp(-logits))
-        return positive + self.correction
+        if self.scoring == "sqrtsoftplus":
+            return np.sqrt(np.logaddexp(0, logits)) + self.correction
+        return 1 / (1 + np.exp(-logits)) + self.correction
 
     def choose(self, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(T, E) -> chosen (T, E) bool, and (T,) the margin of the last chosen expert over the best one left out."""
@@ -77,10 +78,11 @@ def verify(old: Checkpoint, new: Checkpoint, orders: np.ndarray, f: Fingerprint,
     Name, type and shape are compared for every tensor, routing and experts for a sample of layers.
     """
     layers = _same_layers(old, new, f)
-    sample = sorted({0, len(layers) // 2, len(layers) - 1} if len(layers) > SAMPLED_LAYERS + 1 else range(len(layers)))
-    progress = stage("verifying", sum(_layer_bytes(old, layers[i]) for i in sample))
     for layer, order in zip(layers, orders, strict=True):
         _check_tables(old, new, layer, order)
+    sample = sorted({0, len(layers) // 2, len(layers) - 1} if len(layers) > SAMPLED_LAYERS + 1 else range(len(layers)))
+    names = [name for i in sample for name in [*layers[i].by_row, *layers[i].by_name]]
+    progress = stage("verifying", sum(old.tensors[name].nbytes for name in names))
     ties = 0
     for i in sample:
         ties += _check_routing(old, new, layers[i], orders[i], f)
@@ -90,24 +92,24 @@ def verify(old: Checkpoint, new: Checkpoint, orders: np.ndarray, f: Fingerprint,
 
 def _same_layers(old: Checkpoint, new: Checkpoint, f: Fingerprint) -> list[MoeLayer]:
     """The MoE layers, which both checkpoints must have alike."""
-    depth = config_count(old.config, "num_hidden_layers")
-    layers = find_moe_layers(old.tensors, depth, f.num_experts)
-    same = layers == find_moe_layers(new.tensors, depth, f.num_experts)
+    layers = find_moe_layers(old, f.num_experts)
+    same = layers == find_moe_layers(new, f.num_experts)
     _expect(same and old.tensors.keys() == new.tensors.keys(), "the tensors have other names")
     _expect(old.config == new.config, "config.json differs")
-    numbered = {name for layer in layers for name in _expert_tensors(layer)}
+    renumbered = {name for layer in layers for name in layer.by_name}
     for name, tensor in old.tensors.items():
         kind = (tensor.dtype, tensor.shape) == (new.tensors[name].dtype, new.tensors[name].shape)
-        _expect(kind or name in numbered, f"{name} has another type or shape")
+        _expect(kind or name in renumbered, f"{name} has another type or shape")
     return layers
 
 
-def _expert_tensors(layer: MoeLayer) -> list[str]:
-    return [layer.expert_tensor(expert, part) for expert in layer.parts for part in layer.parts[expert]]
-
-
-def _layer_bytes(checkpoint: Checkpoint, layer: MoeLayer) -> int:
-    return sum(checkpoint.tensors[name].nbytes for name in layer.by_row + _expert_tensors(layer))
+def _check_tables(old: Checkpoint, new: Checkpoint, layer: MoeLayer, order: np.ndarray) -> None:
+    """Every new number in a table must stand for the old expert."""
+    for name in layer.tables:
+        numbers = new.tensors[name].values()
+        inside = bool(((numbers >= 0) & (numbers < len(order))).all())
+        same = inside and np.array_equal(order[numbers], old.tensors[name].values())
+        _expect(same, f"{name} sends token ids to other experts")
 
 
 def _check_routing(old: Checkpoint, new: Checkpoint, layer: MoeLayer, order: np.ndarray, f: Fingerprint) -> int:
@@ -126,39 +128,20 @@ def _check_routing(old: Checkpoint, new: Checkpoint, layer: MoeLayer, order: np.
     return int((~clear).sum())
 
 
-def _check_tables(old: Checkpoint, new: Checkpoint, layer: MoeLayer, order: np.ndarray) -> None:
-    """Every new number in a table must stand for the old expert."""
-    for name in layer.tables:
-        numbers = new.tensors[name].integers()
-        inside = bool(((numbers >= 0) & (numbers < len(order))).all())
-        same = inside and np.array_equal(order[numbers], old.tensors[name].integers())
-        _expect(same, f"{name} sends token ids to other experts")
-
-
 def _router(checkpoint: Checkpoint, layer: MoeLayer, f: Fingerprint) -> Router:
-    parts = {part: to_float(checkpoint.tensors[name]) for part, name in layer.gate.items()}
-    kept, scoring = config_count(checkpoint.config, "topk_group") or f.num_groups, checkpoint.config.get("scoring_func")
-    if scoring == "sqrtsoftplus" and "bias" in parts:  # DeepSeek-V4 calls its correction by this name
+    config = checkpoint.config
+    parts = {part: checkpoint.tensors[name].values() for part, name in layer.gate.items()}
+    if config.get("scoring_func") == "sqrtsoftplus" and "bias" in parts:  # DeepSeek-V4's name for its correction
         parts["e_score_correction_bias"] = parts.pop("bias")
     return Router(
-        scoring=str(scoring),
         weight=parts["weight"].reshape(f.num_experts, -1),
         bias=parts.get("bias", np.zeros(f.num_experts)),
         correction=parts.get("e_score_correction_bias"),
+        scoring=str(config.get("scoring_func")),
         top_k=f.top_k,
         num_groups=f.num_groups,
-        top_groups=min(kept, f.num_groups),
+        top_groups=min(config_count(config, "topk_group") or f.num_groups, f.num_groups),
     )
-
-
-def to_float(tensor: Tensor) -> np.ndarray:
-    """A tensor of F64, F32, F16 or BF16 as float64."""
-    data = tensor.read()
-    if tensor.dtype == "BF16":  # the upper half of a float32
-        values = (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
-    else:
-        values = np.frombuffer(data, {"F64": "<f8", "F32": "<f4", "F16": "<f2"}[tensor.dtype])
-    return values.astype(np.float64).reshape(tensor.shape)
 
 
 def _check_experts(old: Checkpoint, new: Checkpoint, layer: MoeLayer, order: np.ndarray, progress: Progress) -> None:

@@ -13,14 +13,14 @@ from typing import Annotated, Any
 import typer
 
 from semmoe import console
+from semmoe.checkpoint.engine_files import WRITTEN
 from semmoe.cli.app import OFFLINE, app
 from semmoe.cli.options import INPUT, OUTPUT, Json, model_path
 from semmoe.core import Plan
 
-
-class Target(str, Enum):
-    checkpoint = "checkpoint"
-    sglang = "sglang"
+CHECKPOINT = "checkpoint"
+Target: Any = Enum("Target", {name: name for name in (CHECKPOINT, *WRITTEN)}, type=str)  # type: ignore[misc]
+DEFAULT_TARGET = Target(CHECKPOINT)
 
 
 @app.command(rich_help_panel=OFFLINE)
@@ -33,10 +33,10 @@ def apply(
     to: Annotated[
         Target,
         typer.Option(
-            help="checkpoint: experts renumbered, for any engine; or SGLang's own file.",
+            help=f"checkpoint: experts renumbered, for any engine; or the own file of {', '.join(WRITTEN)}.",
             rich_help_panel=OUTPUT,
         ),
-    ] = Target.checkpoint,
+    ] = DEFAULT_TARGET,
     as_json: Json = False,
 ) -> None:
     """Turn a plan into files that an engine reads by itself.
@@ -47,27 +47,22 @@ def apply(
 
     Example: `semmoe apply plan --model model --to checkpoint --out relabelled`
     """
-    from semmoe.checkpoint.engine_files import check_out_file
     from semmoe.files import check_output
     from semmoe.plan import load_plan
 
-    started, path = time.perf_counter(), Path(model)
-    if to is Target.checkpoint:
-        check_output(out, directory=True, inputs=(model, plan))
-    else:
-        check_out_file(out, (model, plan))
+    started, whole = time.perf_counter(), to.value == CHECKPOINT
+    if not whole and out.suffix != ".json":
+        raise ValueError(f"{out} must end in .json: an engine recognises the format by it")
+    check_output(out, directory=whole, inputs=(model, plan))
     loaded = load_plan(plan)
-    _check_fingerprint(loaded, path)
-    result: dict[str, Any] = {"plan": str(plan), "to": to.value, "out": str(out)}
-    if to is Target.checkpoint:
-        result |= _checkpoint(loaded, plan, path, out)
-    else:
-        result |= _engine_file(loaded, path, out)
-    result["seconds"] = round(time.perf_counter() - started, 3)
+    _check_fingerprint(loaded, Path(model))
+    done = _checkpoint(loaded, plan, Path(model), out) if whole else _engine_file(to.value, loaded, Path(model), out)
+    seconds = round(time.perf_counter() - started, 3)
+    result = {"plan": str(plan), "to": to.value, "out": str(out), **done, "seconds": seconds}
     if as_json:
         console.print_json(result)
     else:
-        _print_checkpoint(result) if to is Target.checkpoint else _print_flags(result)
+        _print_checkpoint(result) if whole else _print_flags(result)
 
 
 def _check_fingerprint(plan: Plan, model: Path) -> None:
@@ -93,24 +88,19 @@ def _checkpoint(plan: Plan, plan_path: Path, model: Path, out: Path) -> dict[str
 
 def _stage(bars: console.Bars, what: str, total: int) -> Callable[[int], None]:
     """A progress bar in megabytes; the returned function advances it by bytes."""
-    units, done, shown = max(1, total // 10**6), 0, 0
-    advance = bars.task(f"{what}, MB", units)
+    advance, rest = bars.task(f"{what}, MB", max(1, total // 10**6)), 0
 
     def by_bytes(count: int) -> None:
-        nonlocal done, shown
-        done += count
-        whole = units * done // total
-        if whole > shown:
-            advance(whole - shown)
-            shown = whole
+        nonlocal rest
+        units, rest = divmod(rest + count, 10**6)
+        if units:
+            advance(units)
 
     return by_bytes
 
 
-def _engine_file(plan: Plan, model: Path, out: Path) -> dict[str, Any]:
-    from semmoe.checkpoint.engine_files import write_sglang
-
-    flags = write_sglang(plan, model, out)
+def _engine_file(name: str, plan: Plan, model: Path, out: Path) -> dict[str, Any]:
+    flags = WRITTEN[name](plan, model, out)
     scheduled = [name for name, one in (("requests", plan.requests), ("tokens", plan.tokens)) if one.by_tables]
     return {"flags": flags, "redundant_experts": plan.placement.redundant_experts, "left_to_the_engine": scheduled}
 

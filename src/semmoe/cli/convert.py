@@ -8,10 +8,14 @@ import typer
 
 from semmoe import console
 from semmoe.bounds import number
+from semmoe.checkpoint.engine_files import FORMATS, Format, load
+from semmoe.checkpoint.engine_maps import Model
+from semmoe.checkpoint.engine_routes import Source
 from semmoe.cli.app import OFFLINE, app, refuse_given
 from semmoe.cli.form import takes
 from semmoe.cli.options import INPUT, OFFLINE_RANKS, OUTPUT, Force, GivenTopology, Json, model_path, resolve_topology
-from semmoe.topology import Fingerprint
+from semmoe.dataset import LeftOut
+from semmoe.topology import Topology
 
 PLANNED = ["ep_size", "attention", "dp_size", "num_nodes", "redundant_experts"]
 Strict = Annotated[
@@ -28,7 +32,7 @@ class Copies:
 @takes(given=GivenTopology, copies=Copies)
 def import_(
     ctx: typer.Context,
-    file: Annotated[Path, typer.Argument(help="A map, counts, records or answers.", show_default=False)],
+    file: Annotated[Path, typer.Argument(help=f"One of {', '.join(one.name for one in FORMATS)}.", show_default=False)],
     model: Annotated[str, typer.Option(help="The model that they are of.", rich_help_panel=INPUT, callback=model_path)],
     out: Annotated[Path, typer.Option(help="The plan or trace directory.", rich_help_panel=OUTPUT)],
     given: Any = None,
@@ -49,61 +53,63 @@ def import_(
     Examples: `semmoe import map.json --model MODEL --ep-size 8 --out plan` and
     `semmoe import answers.jsonl --model MODEL --out trace`
     """
-    from semmoe.checkpoint import engine_maps
     from semmoe.engines.transformers.config import fingerprint_of
     from semmoe.files import check_output
 
     check_output(out, directory=True, force=force, inputs=(file, model))
-    found, fingerprint = engine_maps.read_engine_file(file), fingerprint_of(model)
-    if found.kind in (engine_maps.MAP, engine_maps.COUNTS):
+    form, content = load(file)
+    described = Model(Path(model), fingerprint_of(model))
+    if form.kind in ("map", "counts"):
         refuse_given(ctx, ["strict"], "there are no lines of which one could be left out")
-        if found.kind == engine_maps.MAP:
+        if form.kind == "map":
             refuse_given(ctx, ["redundant_experts"], "a map has the copies that it has")
-        result = _plan(found, file, Path(model), fingerprint, given(), copies().redundant_experts, out)
+        topology = resolve_topology(None, given(), OFFLINE_RANKS)
+        result = _plan(form, content, file, described, topology, copies().redundant_experts, out)
     else:
         refuse_given(ctx, PLANNED, "a trace is of no topology: give it to semmoe solve")
-        result = _trace(found, file, Path(model), fingerprint, strict, out)
-    result = {"from": found.kind, "out": str(out), "note": found.note, **result}
-    if as_json:
-        console.print_json(result)
-    else:
-        _tell(result)
+        result = _trace(form, content, Source(file, described, LeftOut(file, strict)), out)
+    result = {"from": form.kind, "out": str(out), **result}
+    console.print_json(result) if as_json else _tell(result)
 
 
-def _plan(
-    found: Any, file: Path, model: Path, fingerprint: Fingerprint, given: GivenTopology, copies: int, out: Path
-) -> dict[str, Any]:
+def _plan(form: Format, content: Any, file: Path, model: Any, topology: Topology, copies: int, out: Path) -> dict:
     from semmoe.checkpoint.engine_maps import plan_of
     from semmoe.plan import save_plan
 
-    topology = resolve_topology(None, given, OFFLINE_RANKS)
     try:
-        plan = plan_of(found, model, fingerprint, topology, copies)
+        experts = form.read(content)
+        plan = plan_of(form.kind, experts, model, topology, copies)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
     save_plan(plan, out)
     return {
+        "note": experts.note,
         "method": plan.method,
-        "layers": fingerprint.num_layers,
+        "layers": plan.fingerprint.num_layers,
         "ep_size": topology.ep_size,
         "redundant_experts": plan.placement.redundant_experts,
     }
 
 
-def _trace(found: Any, file: Path, model: Path, fingerprint: Fingerprint, strict: bool, out: Path) -> dict[str, Any]:
+def _trace(form: Format, content: Any, source: Source, out: Path) -> dict[str, Any]:
     from semmoe.checkpoint.engine_routes import write_requests
-    from semmoe.dataset import LeftOut
     from semmoe.files import atomic_directory
     from semmoe.streams import check_tokens
     from semmoe.trace import TraceHeader, TraceWriter
 
-    left_out = LeftOut(file, strict)
-    header = TraceHeader(fingerprint=fingerprint, dataset_hash=f"imported:{file.name}", settings={"from": found.kind})
+    name, settings = f"imported:{source.path.name}", {"from": form.kind}
+    header = TraceHeader(fingerprint=source.model.fingerprint, dataset_hash=name, settings=settings)
     with atomic_directory(out, private=True) as staged:
         with TraceWriter(staged, header, private=True) as writer:
-            counts = write_requests(writer, found, file, model, left_out)
-        check_tokens(staged, str(file))
-    return {**counts, "lines": left_out.counts(), "left_out_lines": str(left_out) if left_out.reasons else ""}
+            counts = write_requests(writer, form.read(content, source), source)
+        check_tokens(staged, str(source.path))
+    left_out = source.left_out
+    return {
+        "note": "",
+        **counts,
+        "lines": left_out.counts(),
+        "left_out_lines": str(left_out) if left_out.reasons else "",
+    }
 
 
 def _tell(result: dict[str, Any]) -> None:
@@ -119,9 +125,9 @@ def _tell(result: dict[str, Any]) -> None:
 
 def _left_out_tokens(result: dict[str, Any]) -> str:
     """Why tokens are left out, and how many; empty if none is."""
-    reasons = (
-        ("unassigned_tokens", "SGLang's records do not say of which request they are"),
-        ("impossible_tokens", "they name an expert twice in a layer, which no router does"),
-    )
-    words = [f"{result[name]:,} tokens are left out: {why}" for name, why in reasons if result.get(name)]
+    reasons = {
+        "unassigned_tokens": "SGLang's records do not say of which request they are",
+        "impossible_tokens": "they name an expert twice in a layer, which no router does",
+    }
+    words = [f"{result[name]:,} tokens are left out: {why}" for name, why in reasons.items() if result.get(name)]
     return "; ".join(words)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from semmoe.checkpoint.directory import read_config
-from semmoe.checkpoint.engine_files import write_sglang
+from semmoe.checkpoint.engine_maps import write_sglang
 from semmoe.core import Plan
 from semmoe.engines.launch import join
 from semmoe.engines.settings import PluginSettings

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from semmoe.checkpoint.engine_files import decoder_layers
+from semmoe.checkpoint.layout import decoder_layers
 from semmoe.core import DECODE, PREFILL
 from semmoe.engines.launch import command_line
 from semmoe.engines.settings import PluginSettings

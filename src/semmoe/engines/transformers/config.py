@@ -7,7 +7,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from semmoe.checkpoint.directory import EXPERT_FIELDS, read_object
-from semmoe.checkpoint.engine_files import decoder_layers
+from semmoe.checkpoint.layout import decoder_layers
 from semmoe.engines.transformers.tokenizer import (
     LOCAL_AND_INERT,
     digest,
