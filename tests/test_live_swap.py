@@ -100,7 +100,7 @@ def answers(found, between=lambda: None):
     while not batch.done:
         step(found.parallel.model, batch, found.parallel.begin)
         between()
-    return batch.outputs()
+    return batch.generated
 
 
 def swaps_between_passes(comm, folder, name):
