@@ -22,7 +22,7 @@ from semmoe.dataset import check_token_ids
 from semmoe.engines.support import embedded_problems
 from semmoe.engines.transformers.batch import cut, step
 from semmoe.engines.transformers.model import load_model
-from semmoe.engines.transformers.parallel import ParallelModel, check_exchange
+from semmoe.engines.transformers.parallel import EXCHANGES, ParallelModel
 from semmoe.engines.transformers.planned import PlannedModel
 from semmoe.metrics import Traffic, max_over_mean, sum_traffic
 from semmoe.online import schedule_batch
@@ -43,7 +43,10 @@ class Configuration:
     attach: "Callable[[PreTrainedModel, Configuration, Communicator], PlannedModel] | None" = None
 
     def __post_init__(self) -> None:
-        check_exchange(self.plan.topology, self.exchange)
+        if self.exchange not in EXCHANGES:
+            raise ValueError(f"exchange must be one of {', '.join(EXCHANGES)}, not {self.exchange!r}")
+        if self.exchange == "all-reduce" and self.plan.topology.dp_size != 1:
+            raise ValueError("exchange all-reduce needs attention-TP: ranks with requests of their own share no rows")
 
 
 @dataclass(frozen=True, kw_only=True)
