@@ -68,15 +68,6 @@ def test_hooks_that_resolve_and_one_that_moved(monkeypatch, installed):
     assert "FAIL" in run().output
 
 
-def test_an_engine_without_adaptor(installed, monkeypatch):
-    installed(semmoe="0.1.0", deepspeed="0.18.0")
-    monkeypatch.setattr(doctor, "ADAPTORS", "semmoe.no_adaptors")
-    result = run()
-    assert result.exit_code == 0, result.output
-    assert "deepspeed 0.18.0: no adaptor for this engine yet" in result.output
-    assert run("--engine", "deepspeed").exit_code == 1  # it was asked for
-
-
 def test_an_engine_that_was_asked_for_and_is_not_there(installed):
     installed(semmoe="0.1.0")
     result = run("--engine", "vllm")
@@ -95,7 +86,7 @@ def test_an_engine_that_prints_while_imported_leaves_json_whole(installed, monke
 
 def test_a_broken_adaptor_is_a_problem_not_a_traceback(installed, monkeypatch):
     installed(sglang="1")
-    monkeypatch.setattr(doctor, "_hooks", lambda engine: 1 / 0)
+    adaptor(monkeypatch, "sglang", None)
     result = run("--engine", "sglang")
     assert result.exit_code == 1
     assert "the adaptor of sglang is broken" in result.output

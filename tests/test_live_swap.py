@@ -11,12 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from embedded_experts import LiveExperts, transfers
 from models import build
 from ranks import on_ranks
 
 from semmoe.engines.live import canary, files, swap
 from semmoe.engines.live.swap import SwapError, Swapper, check_fits
-from semmoe.engines.transformers import generate, live, verify
+from semmoe.engines.transformers import generate, verify
 from semmoe.engines.transformers.batch import cut, step
 from semmoe.engines.transformers.model import load_model
 from semmoe.engines.transformers.parallel import ParallelModel
@@ -68,7 +69,7 @@ class Rank:
     """One rank of the embedded engine and its swaps."""
 
     parallel: ParallelModel
-    experts: live.LiveExperts
+    experts: LiveExperts
     swapper: Swapper
 
     def to(self, number, layers=0, between=lambda: None):
@@ -85,7 +86,7 @@ def rank(comm, folder, name):
     plan = load_plan(folder / name)
     attention = generate.attention_communicator(comm, plan.topology)
     parallel = ParallelModel(load_model(str(folder / "qwen3_moe")), plan, comm, attention)
-    experts = live.LiveExperts(parallel)
+    experts = LiveExperts(parallel)
     return Rank(parallel, experts, Swapper(plan, experts, comm.group, folder / f"{name}-control"))
 
 
@@ -99,7 +100,7 @@ def answers(found, between=lambda: None):
     while not batch.done:
         step(found.parallel.model, batch, found.parallel.begin)
         between()
-    return batch.outputs()
+    return batch.generated
 
 
 def swaps_between_passes(comm, folder, name):
@@ -272,8 +273,8 @@ def test_copies_of_an_expert_that_differ_are_noticed():
 
 def test_transfers_by_hand():
     held, wanted = np.array([[0, 1], [2, 3]]), np.array([[0, 2], [1, 3]])
-    assert live.transfers(held, wanted) == [(2, 1, 0), (1, 0, 1)]
-    assert live.transfers(held, held) == []
+    assert transfers(held, wanted) == [(2, 1, 0), (1, 0, 1)]
+    assert transfers(held, held) == []
 
 
 def test_a_plan_for_another_number_of_copies_is_refused(folder):

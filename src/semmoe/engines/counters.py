@@ -1,37 +1,9 @@
 """Counters of a process of a serving engine, published to Prometheus and as a file in the control folder.
 
-Names (all begin with `semmoe_`) with labels in braces; `ep_rank` and `dp_rank` are the engine's, nodes the plan's:
-
-    active{engine, method, attention, ...}  ranks on which the plug-in runs: the proof of activity
-    routed_tokens{ep_rank}                  token-layers routed by their home rank, each once
-    pairs{ep_rank, local}                   (token, expert) pairs; LAR is the share of local="true"
-    remote_rows{ep_rank, tier}              rows for other ranks, one per (token, rank); tier = node, network (between)
-    node_rows{node, to_node}                rows for other nodes, one per (token, node); only with several nodes
-    served_pairs{by}                        pairs by the rank that computes them: expert load
-    sent_bytes{ep_rank, kind}               bytes that semmoe's own code sends, by kind of collective
-    messages{ep_rank, kind}                 messages that it sends to other ranks
-    all_to_all_seconds{ep_rank}             time in dispatch and combine, if semmoe's own code sends them (on a CPU)
-    all_to_all_bytes{ep_rank, tier}         their bytes
-    node_bytes{node, to_node}               those bytes that go to another node; only with several nodes
-    rank_pair_rows{ep_rank, to}             remote_rows by pair of ranks; these three only with SEMMOE_RANK_PAIRS=1
-    rank_pair_bytes{ep_rank, to}            all_to_all_bytes by pair of ranks
-    rank_pair_served{ep_rank, to}           pairs by home rank and by the rank that computes them
-    passes{ep_rank, slices}                 attention-TP: forward passes; slices = shuffled, or contiguous (few rows)
-    plan_number{ep_rank}                    the number of the plan that a rank serves on: equal on all (`semmoe swap`)
-    request_plan_number                     of the plan that assigns requests
-    swaps{ep_rank, outcome}                 swaps to another plan; outcome = done, refused
-    swapped_slots{ep_rank}                  slots that got another expert by swaps
-    swapped_bytes{ep_rank}                  weights that came from other ranks by swaps
-    scheduled_requests{dp_rank, by}         requests; by = plan, named (the request named its rank) or engine
-    unknown_tokens                          prompt ids that are not in the plan's tables
-    schedule_failures                       requests that semmoe failed to schedule, which the engine then scheduled
-    degraded{reason}                        ranks whose hooks do not run as they should, and the reason
-    publications{process}                   times that a process published its counters; it stops rising if they are
-    stale
-
-A dispatcher sends one of three kinds of rows: per (token, expert) pair (pairs{local="false"}; DeepEP's low latency),
-per (token, rank) (remote_rows), or per (token, node), to be forwarded inside it (node_rows; DeepEP's normal kernels).
-Only the three `rank_pair_` counters have G * G series for G ranks; `semmoe.engines.traffic` bounds them.
+Their names and labels are a table of docs/engines.md. A dispatcher sends one of three kinds of rows: per (token,
+expert) pair (pairs{local="false"}; DeepEP's low latency), per (token, rank) (remote_rows), or per (token, node), to be
+forwarded inside it (node_rows; DeepEP's normal kernels). Only the three `rank_pair_` counters have G * G series for G
+ranks; `semmoe.engines.traffic` bounds them.
 """
 
 import logging
@@ -48,6 +20,35 @@ from semmoe.files import save_json
 
 PREFIX = "semmoe_"
 PERIOD = 1.0  # seconds between publications
+GAUGES = {"active", "degraded", "plan_number", "request_plan_number"}
+# Help texts by name, which is published with the prefix.
+DESCRIPTIONS = {
+    "active": "Ranks on which the plug-in runs, with its description: the proof of activity",
+    "degraded": "Ranks whose hooks do not run as they should, by reason",
+    "routed_tokens": "Token-layers routed, by home rank, each once",
+    "pairs": "(token, expert) pairs, by home rank and whether that rank has the expert",
+    "remote_rows": "Rows for other ranks in the expert dispatch, one per (token, rank), inside the node or between",
+    "node_rows": "Rows for other nodes in the expert dispatch, one per (token, node)",
+    "served_pairs": "(token, expert) pairs by the rank that computes them",
+    "sent_bytes": "Bytes that semmoe's collectives sent, by kind",
+    "messages": "Messages that semmoe's collectives sent to other ranks, by kind",
+    "all_to_all_seconds": "Seconds in dispatch and combine on a CPU, waits for slower ranks included",
+    "all_to_all_bytes": "Bytes of dispatch and combine, inside the node or between",
+    "node_bytes": "Bytes of dispatch and combine by pair of nodes",
+    "rank_pair_rows": "Rows for other ranks, one per (token, rank), by pair of ranks",
+    "rank_pair_bytes": "Bytes of dispatch and combine by pair of ranks",
+    "rank_pair_served": "(token, expert) pairs by home rank and by the rank that computes them",
+    "passes": "Forward passes by their slices, shuffled or contiguous",
+    "plan_number": "Number of the plan that a rank serves on",
+    "request_plan_number": "Number of the plan that assigns requests",
+    "swaps": "Swaps to another plan, by outcome: done or refused",
+    "swapped_slots": "Slots of experts that got another expert by swaps",
+    "swapped_bytes": "Bytes of experts' weights that came from other ranks by swaps",
+    "scheduled_requests": "Requests by data-parallel rank and by who chose it: plan, engine, or named (by the request)",
+    "unknown_tokens": "Prompt token ids outside the plan's tables",
+    "schedule_failures": "Requests that semmoe failed to schedule",
+    "publications": "Times that a process has published its counters; it stops rising if they are stale",
+}
 log = logging.getLogger(__name__)
 Labels = tuple[tuple[str, str], ...]
 Reading = tuple[str, dict[str, str], float]  # name, labels, total so far
@@ -155,33 +156,3 @@ def _new_metric(name: str, labels: list[str]) -> Any:
     if name in GAUGES:
         return Gauge(PREFIX + name, DESCRIPTIONS[name], labels, multiprocess_mode="livesum")
     return Counter(PREFIX + name, DESCRIPTIONS[name], labels)
-
-
-GAUGES = {"active", "degraded", "plan_number", "request_plan_number"}
-DESCRIPTIONS = {
-    "active": "Ranks on which the plug-in runs",
-    "degraded": "Ranks whose hooks do not run as they should, by reason",
-    "routed_tokens": "Token-layers routed, by home rank",
-    "pairs": "(token, expert) pairs, by home rank and whether that rank has the expert",
-    "remote_rows": "Rows for other ranks in the expert dispatch, one per (token, rank), inside the node or between",
-    "node_rows": "Rows for other nodes in the expert dispatch, one per (token, node)",
-    "served_pairs": "(token, expert) pairs by the rank that computes them",
-    "sent_bytes": "Bytes that semmoe's collectives sent, by kind",
-    "messages": "Messages that semmoe's collectives sent to other ranks, by kind",
-    "all_to_all_seconds": "Seconds in dispatch and combine on a CPU, waits for slower ranks included",
-    "all_to_all_bytes": "Bytes of dispatch and combine, inside the node or between",
-    "node_bytes": "Bytes of dispatch and combine by pair of nodes",
-    "rank_pair_rows": "Rows for other ranks, one per (token, rank), by pair of ranks",
-    "rank_pair_bytes": "Bytes of dispatch and combine by pair of ranks",
-    "rank_pair_served": "(token, expert) pairs by home rank and by the rank that computes them",
-    "passes": "Forward passes by their slices, shuffled or contiguous",
-    "plan_number": "Number of the plan that a rank serves on",
-    "request_plan_number": "Number of the plan that assigns requests",
-    "swaps": "Swaps to another plan, by outcome",
-    "swapped_slots": "Slots of experts that got another expert by swaps",
-    "swapped_bytes": "Bytes of experts' weights that came from other ranks by swaps",
-    "scheduled_requests": "Requests by data-parallel rank and by who chose it",
-    "unknown_tokens": "Prompt token ids outside the plan's tables",
-    "schedule_failures": "Requests that semmoe failed to schedule",
-    "publications": "Times that a process has published its counters",
-}

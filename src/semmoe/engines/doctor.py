@@ -11,12 +11,19 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from semmoe.checkpoint.directory import EXPERT_FIELDS, config_count, read_config
 from semmoe.core import Plan
 from semmoe.engines import support
 from semmoe.engines.hooks import is_tried, problem
 
-ENGINES = ("sglang", "vllm", "deepspeed", "transformers")
-ADAPTORS = "semmoe.engines"
+# By engine: the command that starts it on a plan, or why there is none.
+LAUNCH = {
+    "sglang": "semmoe serve {model} --engine sglang --plan {plan}",
+    "vllm": "semmoe serve {model} --engine vllm --plan {plan}",
+    "deepspeed": "no flags: config_for and apply_plan of semmoe.engines.deepspeed, in your own script",
+    "transformers": "semmoe generate {model} --plan {plan}",
+}
+ENGINES = tuple(LAUNCH)
 PACKAGES = ("semmoe", "torch", "transformers", "triton", "sglang", "vllm", "deepspeed")
 
 
@@ -68,23 +75,21 @@ def versions() -> dict[str, str | None]:
 def examine(engine: str, version: str | None, needed: bool) -> EngineState:
     """Resolve the hooks of an engine's adaptor on what is installed. `needed`: the user asked for this engine."""
     if version is None:
-        return EngineState(
-            engine=engine, version=None, note="not installed", problems=[f"{engine} is not installed"] * needed
-        )
+        problems = [f"{engine} is not installed"] * needed
+        return EngineState(engine=engine, version=None, note="not installed", problems=problems)
     _stand_in_for_missing_device(engine)
     # Output that an engine prints while it is imported must not mix with ours.
     with contextlib.redirect_stdout(sys.stderr):
         try:
-            hooks = _hooks(engine)
+            targets = importlib.import_module(f"semmoe.engines.{engine}.targets")
+            hooks = [HookState(target=h.target, purpose=h.purpose, problem=problem(h)) for h in targets.HOOKS]
         except Exception as error:
             text = " ".join(f"the adaptor of {engine} is broken: {error!r}".split())
             return EngineState(engine=engine, version=version, note=text, problems=[text])
-        if hooks is None:
-            text = "no adaptor for this engine yet"
-            return EngineState(engine=engine, version=version, note=text, problems=[f"{engine}: {text}"] * needed)
-        states = [HookState(target=hook.target, purpose=hook.purpose, problem=problem(hook)) for hook in hooks]
-    failures = [state.problem for state in states if state.problem]
-    return EngineState(engine=engine, version=version, hooks=states, problems=failures, tried=_untried(engine, version))
+    failures = [hook.problem for hook in hooks if hook.problem]
+    stated = getattr(targets, "TRIED", "")
+    tried = "" if is_tried(version, stated) else stated
+    return EngineState(engine=engine, version=version, hooks=hooks, problems=failures, tried=tried)
 
 
 def _stand_in_for_missing_device(engine: str) -> None:
@@ -96,28 +101,12 @@ def _stand_in_for_missing_device(engine: str) -> None:
             os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
 
-def _untried(engine: str, version: str) -> str:
-    tried = str(getattr(importlib.import_module(f"{ADAPTORS}.{engine}.targets"), "TRIED", ""))
-    return tried if tried and not is_tried(version, tried) else ""
-
-
-def _hooks(engine: str) -> tuple[Any, ...] | None:
-    """`HOOKS` of the adaptor's targets module; None if there is none."""
-    package = f"{ADAPTORS}.{engine}"
-    try:
-        return importlib.import_module(f"{package}.targets").HOOKS
-    except ModuleNotFoundError as error:
-        if error.name in (ADAPTORS, package, f"{package}.targets"):
-            return None
-        raise
-
-
 def examine_plan(path: Path, model: str | None, engines: tuple[str, ...]) -> PlanState:
     """Read a plan, list how to start `engines` on it, and compare it with `model`."""
     from semmoe.plan import load_plan
 
     plan = load_plan(path)
-    checked, misfit = ("nothing: give --model", None) if model is None else _misfit(plan, model)
+    checked, misfit = ("nothing: give --model", []) if model is None else _misfit(plan, model)
     said = {engine: _supported(engine, plan, model) for engine in engines}
     # a refusal is a problem only for an engine that the user named
     refused = said[engines[0]][0] if len(engines) == 1 else []
@@ -129,21 +118,20 @@ def examine_plan(path: Path, model: str | None, engines: tuple[str, ...]) -> Pla
         cautions={engine: refusals + cautions for engine, (refusals, cautions) in said.items()},
         redundant_experts=plan.placement.redundant_experts,
         fingerprint=asdict(plan.fingerprint),
-        launch={engine: _launch(engine, plan, path, model or "MODEL") for engine in engines},
-        problems=([misfit] if misfit else []) + refused,
+        launch={engine: LAUNCH[engine].format(model=model or "MODEL", plan=path) for engine in engines},
+        problems=misfit + refused,
     )
 
 
 def supported(model: Path, engines: tuple[str, ...]) -> list[dict[str, str]]:
     """The rows of the table of supported features that a model directory's configuration is about; no weights."""
-    from semmoe.checkpoint.directory import read_config
-
-    config, rows = read_config(model), []
-    for engine in engines:
-        if engine in support.FAMILIES:
-            for use, state, note in support.uses(engine, config):
-                rows.append({"engine": engine, "use": use, "state": state, "note": _remedied(note, model)})
-    return rows
+    config = read_config(model)
+    return [
+        {"engine": engine, "use": use, "state": state, "note": _remedied(note, model)}
+        for engine in engines
+        if engine in support.FAMILIES
+        for use, state, note in support.uses(engine, config)
+    ]
 
 
 def _remedied(note: str, model: Path) -> str:
@@ -153,11 +141,10 @@ def _remedied(note: str, model: Path) -> str:
 
 def _instead(model: Path) -> str:
     """What to do where an engine serves no plan: `semmoe apply` if it can relabel this model, else why it cannot."""
-    from semmoe.checkpoint.directory import EXPERT_FIELDS, config_count, read_config
     from semmoe.checkpoint.relabel import check_relabels
 
     try:
-        if importlib.util.find_spec("transformers") is not None:
+        if _has_transformers():
             from semmoe.engines.transformers.config import fingerprint_of
 
             experts = fingerprint_of(str(model)).num_experts
@@ -169,12 +156,14 @@ def _instead(model: Path) -> str:
     return support.INSTEAD
 
 
+def _has_transformers() -> bool:
+    return all(importlib.util.find_spec(package) is not None for package in ("transformers", "torch"))
+
+
 def _supported(engine: str, plan: Plan, model: str | None) -> tuple[list[str], list[str]]:
     """Refusals and cautions of the table of supported features for an engine without options of its own."""
-    if model is None or engine not in (*support.FAMILIES, "transformers"):
+    if model is None or engine == "deepspeed":
         return [], []
-    from semmoe.checkpoint.directory import read_config
-
     config = read_config(Path(model))
     if engine == "transformers":
         return support.embedded_problems(config, plan.topology), []
@@ -182,30 +171,20 @@ def _supported(engine: str, plan: Plan, model: str | None) -> tuple[list[str], l
     return [_remedied(text, Path(model)) for text in support.problems(use)], support.cautions(use)
 
 
-def _misfit(plan: Plan, model: str) -> tuple[str, str | None]:
-    """What was compared, and how the model differs from the plan's; None if it does not."""
+def _misfit(plan: Plan, model: str) -> tuple[str, list[str]]:
+    """What was compared, and how the model differs from the plan's."""
     checked = "nothing"
     try:
-        if importlib.util.find_spec("transformers") is not None and importlib.util.find_spec("torch") is not None:
+        if _has_transformers():
             from semmoe.engines.transformers.config import fingerprint_of
 
             checked = "sizes, architecture and vocabulary"
             plan.check(fingerprint_of(model))
         else:
-            from semmoe.checkpoint.directory import read_config
             from semmoe.checkpoint.relabel import check_config
 
             checked = "sizes in config.json alone, since transformers is not installed"
             check_config(plan, read_config(Path(model)), Path(model))
     except Exception as error:  # a model directory from elsewhere can make transformers raise almost anything
-        return checked, " ".join(str(error).split())
-    return checked, None
-
-
-def _launch(engine: str, plan: Plan, path: Path, model: str) -> str:
-    """The command or flags that start an engine on a plan, or why there are none."""
-    if engine == "transformers":
-        return f"semmoe generate {model} --plan {path}"
-    if engine == "deepspeed":
-        return "no flags: config_for and apply_plan of semmoe.engines.deepspeed, in your own script"
-    return f"semmoe serve {model} --engine {engine} --plan {path}"
+        return checked, [" ".join(str(error).split())]
+    return checked, []

@@ -15,9 +15,7 @@ from semmoe.engines.support_rows import (
     FEATURES,
     INSTEAD,
     NAMES,
-    NEEDS_COPIES,
-    NEEDS_SCHEDULE,
-    NEEDS_SHUFFLE,
+    PARTS,
     QUANTISATION,
     Cell,
     Family,
@@ -39,9 +37,6 @@ class Use:
     shuffles: bool  # tokens are shuffled by the plan
     schedules: bool  # requests are scheduled by the plan
     options: Sequence[str]  # the engine's own options, as words
-
-
-PARTS = {"dp": "attention-DP", "tp": "attention-TP", "copies": "copies", "shuffle": "tokens shuffled"}
 
 
 def use_of(
@@ -79,10 +74,9 @@ def embedded_problems(config: Mapping[str, Any], topology: Topology) -> list[str
     """Why the embedded engine cannot run a model on ranks of this topology; empty if it can, or if layers will tell."""
     if topology.attn_tp_size == 1 or config.get("hc_mult") is None:
         return []
-    kind = f"a model of type {config.get('model_type')!r}"
     return [
-        f"{kind} keeps several residual streams per token (hyper-connections), which transformers runs on a plan with "
-        "attention dp only: solve a plan for attention dp"
+        f"a model of type {config.get('model_type')!r} keeps several residual streams per token (hyper-connections), "
+        "which transformers runs on a plan with attention dp only: solve a plan for attention dp"
     ]
 
 
@@ -94,85 +88,66 @@ def check(use: Use) -> list[str]:
 
 
 def _cells(use: Use) -> list[Cell]:
-    family = _family(use)
-    if isinstance(family, Cell):
-        return [family]
-    cells = [family.dp] if use.topology.dp_size > 1 else []
-    cells += [family.tp] if use.topology.attn_tp_size > 1 else []
-    cells += [family.copies] if use.redundant else []
-    cells += [family.shuffle] if use.shuffles else []
+    parts = {
+        "any": True,
+        "dp": use.topology.dp_size > 1,
+        "tp": use.topology.attn_tp_size > 1,
+        "copies": use.redundant > 0,
+        "shuffle": use.shuffles,
+    }
+    cells = [cell for part, cell in _family(use.engine, use.config).items() if parts[part]]
     cells += [feature.cells[use.engine] for feature in FEATURES if _asked(feature, use)]
-    return cells + _quantisation(use)
+    return list(dict.fromkeys(cells + _quantisation(use.engine, use.config)))
 
 
-def _family(use: Use) -> Family | Cell:
-    kind = str(use.config.get("model_type"))
-    found = FAMILIES[use.engine].get(kind)
-    if found is not None:
-        return found
-    known = ", ".join(sorted({NAMES[name] for name in FAMILIES[use.engine]}))
-    return Cell(
-        State.refused, f"no plan is served for models of type {kind!r} on {use.engine} (known: {known}): {INSTEAD}"
-    )
+def _family(engine: str, config: Mapping[str, Any]) -> Family:
+    """The cells of a model's family by part; one cell for any plan if the family is unknown."""
+    kind = str(config.get("model_type"))
+    known = ", ".join(sorted(map(NAMES.__getitem__, FAMILIES[engine])))
+    why = f"no plan is served for models of type {kind!r} on {engine} (known: {known}): {INSTEAD}"
+    return FAMILIES[engine].get(kind, {"any": Cell(State.refused, why)})
 
 
 def _asked(feature: Feature, use: Use) -> bool:
-    idle = (feature.name in NEEDS_COPIES and not use.redundant) or (feature.name in NEEDS_SHUFFLE and not use.shuffles)
-    if idle or (feature.name in NEEDS_SCHEDULE and not use.schedules):
-        return False
-    return any(_given(option, use.options) for option in feature.options.get(use.engine, ()))
+    harmless = feature.needs and not getattr(use, feature.needs)
+    return not harmless and any(_given(option, use.options) for option in feature.options.get(use.engine, ()))
 
 
 def _given(option: Option, words: Sequence[str]) -> bool:
     """Whether the engine's words contain the option with a value that requests the feature."""
-    for place, word in enumerate(words):
+    for word, following in zip(words, [*words[1:], ""], strict=False):
         name, _, value = word.partition("=")
         if name == option.name:
-            following = words[place + 1] if place + 1 < len(words) else ""
             chosen = value or following
             return chosen in option.on if option.on else chosen not in option.off
     return False
 
 
-def _quantisation(use: Use) -> list[Cell]:
+def _quantisation(engine: str, config: Mapping[str, Any]) -> list[Cell]:
     """The cell for the quantisation of the weights that the configuration states."""
-    how = use.config.get("quantization_config")
+    how = config.get("quantization_config")
     if not isinstance(how, Mapping):
         return []
     method = str(how.get("quant_method", how.get("quant_algo", "unknown")))
-    found = QUANTISATION.get(method, {}).get(use.engine)
-    return [found or Cell(State.refused, f"weights quantised by {method!r} are not known with a plan: {INSTEAD}")]
+    if method in QUANTISATION:
+        return [QUANTISATION[method][engine]]
+    return [Cell(State.refused, f"weights quantised by {method!r} are not known with a plan: {INSTEAD}")]
 
 
 def uses(engine: str, config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """What an engine serves of a model with this configuration on a plan, as rows of text: use, state, note."""
-    use = Use(engine=engine, config=config, topology=Topology(ep_size=2), redundant=0, shuffles=False, schedules=False,
-              options=())  # fmt: skip
-    family = _family(use)
-    if isinstance(family, Cell):
-        return [("any plan", family.state.value, family.note)]
-    cells = [(PARTS[part], cell) for part, cell in family._asdict().items()]
-    cells += [("its quantised weights", cell) for cell in _quantisation(use)]
-    return [(name, cell.state.value, cell.note) for name, cell in cells]
+    rows = [(PARTS[part], cell) for part, cell in _family(engine, config).items()]
+    rows += [("its quantised weights", cell) for cell in _quantisation(engine, config)]
+    return [(name, cell.state.value, cell.note) for name, cell in rows]
 
 
 def table(engine: str) -> list[tuple[str, str, str]]:
     """The table of an engine as rows of text: feature, state, note."""
     rows = [
-        (_parts(kind, family, cell), cell.state.value, cell.note)
+        (f"{NAMES[kind]}: {', '.join(PARTS[part] for part, own in family.items() if own == cell)}", cell)
         for kind, family in FAMILIES[engine].items()
-        for cell in dict.fromkeys(family)
+        for cell in dict.fromkeys(family.values())
     ]
-    rows += [
-        (one.name, one.cells[engine].state.value, one.cells[engine].note) for one in FEATURES if engine in one.cells
-    ]
-    return rows + [
-        (f"weights: {method}", cells[engine].state.value, cells[engine].note)
-        for method, cells in QUANTISATION.items()
-        if engine in cells
-    ]
-
-
-def _parts(kind: str, family: Family, cell: Cell) -> str:
-    """A family and those of its parts that share a cell, as text."""
-    return f"{NAMES[kind]}: {', '.join(PARTS[part] for part, own in family._asdict().items() if own == cell)}"
+    rows += [(feature.name, feature.cells[engine]) for feature in FEATURES if engine in feature.cells]
+    rows += [(f"weights: {method}", cells[engine]) for method, cells in QUANTISATION.items()]
+    return [(what, cell.state.value, cell.note) for what, cell in rows]

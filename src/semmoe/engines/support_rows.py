@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from enum import Enum
+from functools import partial
 from typing import NamedTuple
 
 
@@ -16,15 +17,6 @@ class Cell(NamedTuple):
     note: str  # the test, what was read, or why it is refused and what to do instead
 
 
-class Family(NamedTuple):
-    """How a plan runs on one engine with one family of models."""
-
-    dp: Cell  # experts placed by the plan under attention-DP (hybrid needs both)
-    tp: Cell  # experts placed by the plan under attention-TP
-    copies: Cell  # redundant experts
-    shuffle: Cell  # attention-TP: tokens shuffled by the plan
-
-
 class Option(NamedTuple):
     """An option of an engine's command line that requests a feature."""
 
@@ -37,240 +29,198 @@ class Feature(NamedTuple):
     name: str
     options: Mapping[str, tuple[Option, ...]]  # by engine
     cells: Mapping[str, Cell]  # by engine, for use with a plan
+    needs: str  # the attribute of `support.Use` without which the feature does no harm; "" if there is none
 
 
+def _row(
+    state: State, name: str, note: str, sglang: str | None = "", vllm: str | None = "", needs: str = ""
+) -> Feature:
+    """A feature, with the options of each engine that request it; None: this row is not about the engine.
+
+    `--a` requests it with any value, `--a=x,y` with these values alone, `--a!=x,y` with all values but these.
+    """
+    words = {engine: text for engine, text in (("sglang", sglang), ("vllm", vllm)) if text is not None}
+    cells = {engine: Cell(state, note.replace("ENGINE", engine)) for engine in words}
+    return Feature(name, {engine: tuple(map(_option, text.split())) for engine, text in words.items()}, cells, needs)
+
+
+def _option(text: str) -> Option:
+    name, _, values = text.partition("=")
+    listed = tuple(values.split(",")) if values else ()
+    return Option(name[:-1], off=listed) if name.endswith("!") else Option(name, on=listed)
+
+
+_works, _read, _no = (partial(Cell, state) for state in State)
+_works_row, _read_row, _no_row = (partial(_row, state) for state in State)
 INSTEAD = "give the engine a checkpoint made by `semmoe apply`, without --plan"
+# How a plan runs on one engine with one family of models: experts placed by the plan under attention-DP and under
+# attention-TP (hybrid needs both), redundant experts, and tokens shuffled by the plan. An unknown family has one cell.
+PARTS = {
+    "any": "any plan",
+    "dp": "attention-DP",
+    "tp": "attention-TP",
+    "copies": "copies",
+    "shuffle": "tokens shuffled",
+}
+Family = Mapping[str, Cell]  # by part
+
+
+def _all(cell: Cell) -> Family:
+    return dict.fromkeys(("dp", "tp", "copies", "shuffle"), cell)
+
+
+_SGLANG, _VLLM = (_all(_works(f"tests/engines/{engine}/test_families.py")) for engine in ("sglang", "vllm"))
+_NO_CPU = "DeepSeek-V4 was not run on a plan, since {} and no GPU was at hand: " + INSTEAD
+_WHOLE = "SGLang's Mixtral splits attention over all ranks: solve a plan for attention tp, or give --engine vllm"
+_ONE_RANK = "SGLang's OLMoE runs on one rank alone, since it normalises queries over all heads: give --engine vllm"
+_UNPLACED = (
+    "SGLang's GPT-OSS has no expert all-to-all, and its loader places no experts: give --engine vllm, or "
+    "serve a checkpoint of `semmoe apply`"
+)
 NAMES = {
     "qwen3_moe": "Qwen3-MoE",
     "deepseek_v2": "DeepSeek-V2",
     "deepseek_v3": "DeepSeek-V3 and Moonlight",
-    "deepseek_v4": "DeepSeek-V4",
     "mixtral": "Mixtral",
+    "glm4_moe": "GLM-4.5",
     "olmoe": "OLMoE",
     "gpt_oss": "GPT-OSS",
-    "glm4_moe": "GLM-4.5",
+    "deepseek_v4": "DeepSeek-V4",
 }
-
-
-def _works(test: str) -> Cell:
-    return Cell(State.works, test)
-
-
-def _read(what: str) -> Cell:
-    return Cell(State.reading, what)
-
-
-def _no(why: str) -> Cell:
-    return Cell(State.refused, why)
-
-
-def _all(test: str) -> Family:
-    return Family(*[_works(test)] * 4)
-
-
-_SGLANG, _VLLM = "tests/engines/sglang/test_families.py", "tests/engines/vllm/test_families.py"
-_WHOLE = "SGLang's {} splits attention over all ranks: solve a plan for attention tp, or {}"
-_ONE_RANK = _no("SGLang's OLMoE runs on one rank alone, since it normalises queries over all heads: give --engine vllm")
-_UNPLACED = _no(
-    "SGLang's GPT-OSS has no expert all-to-all, and its loader places no experts: give --engine vllm, or "
-    "serve a checkpoint of `semmoe apply`"
-)
-_NO_CPU = "DeepSeek-V4 was not run on a plan, since {} and no GPU was at hand: " + INSTEAD
-_V4_SGLANG = _no(_NO_CPU.format("SGLang's attention for it needs CUDA streams"))
-_V4_VLLM = _no(_NO_CPU.format("vLLM's attention for it needs AMX and Triton on a CPU"))
 FAMILIES: dict[str, dict[str, Family]] = {
-    "sglang": {
-        "qwen3_moe": _all("tests/engines/sglang/test_server.py"),
-        "deepseek_v2": _all(_SGLANG),
-        "deepseek_v3": _all(_SGLANG),
-        "mixtral": Family(_no(_WHOLE.format("Mixtral", "give --engine vllm")), *[_works(_SGLANG)] * 3),
-        "glm4_moe": _all(_SGLANG),
-        "olmoe": Family(*[_ONE_RANK] * 4),
-        "gpt_oss": Family(*[_UNPLACED] * 4),
-        "deepseek_v4": Family(*[_V4_SGLANG] * 4),
+    "sglang": dict.fromkeys(NAMES, _SGLANG)
+    | {
+        "qwen3_moe": _all(_works("tests/engines/sglang/test_server.py")),
+        "mixtral": {**_SGLANG, "dp": _no(_WHOLE)},
+        "olmoe": _all(_no(_ONE_RANK)),
+        "gpt_oss": _all(_no(_UNPLACED)),
+        "deepseek_v4": _all(_no(_NO_CPU.format("SGLang's attention for it needs CUDA streams"))),
     },
-    "vllm": {
-        "qwen3_moe": _all("tests/engines/vllm/test_server.py"),
-        "mixtral": _all(_VLLM),
-        "glm4_moe": _all(_VLLM),
-        "olmoe": _all(_VLLM),
-        "gpt_oss": _all(_VLLM),
-        "deepseek_v2": _all(_VLLM),
-        "deepseek_v3": _all(_VLLM),
-        "deepseek_v4": Family(*[_V4_VLLM] * 4),
+    "vllm": dict.fromkeys(NAMES, _VLLM)
+    | {
+        "qwen3_moe": _all(_works("tests/engines/vllm/test_server.py")),
+        "deepseek_v4": _all(_no(_NO_CPU.format("vLLM's attention for it needs AMX and Triton on a CPU"))),
     },
 }
-
-
-def _both(cell: Cell) -> dict[str, Cell]:
-    return {"sglang": cell, "vllm": cell}
-
-
-def _flags(*names: str) -> tuple[Option, ...]:
-    """Options that request a feature with any value."""
-    return tuple(Option(name) for name in names)
-
-
-def _sizes(*names: str) -> tuple[Option, ...]:
-    """Options that request a feature unless their value is 1."""
-    return tuple(Option(name, off=("0", "1")) for name in names)
-
-
-_SERVED = {engine: _works(f"tests/engines/{engine}/test_server.py") for engine in FAMILIES}
-NEEDS_COPIES = {"dynamic choice of copies"}
-NEEDS_SHUFFLE = {"two-batch overlap", "context parallelism"}
-NEEDS_SCHEDULE = {"ranks by bootstrap room", "load balancer outside"}
+_SERVED = "tests/engines/ENGINE/test_server.py"
 FEATURES = (
-    Feature(
+    _no_row(
         "pipeline parallelism",
-        {"sglang": _sizes("--pp-size", "--pipeline-parallel-size"), "vllm": _sizes("--pipeline-parallel-size", "-pp")},
-        _both(_no("a plan cannot be served with pipeline parallelism: leave it away")),
+        "a plan cannot be served with pipeline parallelism: leave it away",
+        "--pp-size!=0,1 --pipeline-parallel-size!=0,1",
+        "--pipeline-parallel-size!=0,1 -pp!=0,1",
     ),
-    Feature(
-        "EPLB",
-        {"sglang": _flags("--enable-eplb"), "vllm": _flags("--enable-eplb")},
-        _both(_no("--enable-eplb would move the plan's experts: leave it away")),
-    ),
-    Feature(
+    _no_row("EPLB", "--enable-eplb would move the plan's experts: leave it away", "--enable-eplb", "--enable-eplb"),
+    _no_row(
         "elastic expert parallelism",
-        {"sglang": (Option("--elastic-ep-backend", off=("none",)),), "vllm": _flags("--enable-elastic-ep")},
-        _both(_no("elastic expert parallelism changes the ranks that a plan is for: leave it away")),
+        "elastic expert parallelism changes the ranks that a plan is for: leave it away",
+        "--elastic-ep-backend!=none",
+        "--enable-elastic-ep",
     ),
-    Feature(
+    _no_row(
         "two-batch overlap",
-        {
-            "sglang": _flags("--enable-two-batch-overlap", "--enable-single-batch-overlap"),
-            "vllm": (*_flags("--enable-dbo"), *_sizes("--ubatch-size")),
-        },
-        _both(
-            _no(
-                "two batches that overlap go around the places where tokens are shuffled: leave it away, or give "
-                "--shuffle off"
-            )
-        ),
+        "two overlapping batches bypass the places where tokens are shuffled: leave it away, or give --shuffle off",
+        "--enable-two-batch-overlap --enable-single-batch-overlap",
+        "--enable-dbo --ubatch-size!=0,1",
+        needs="shuffles",
     ),
-    Feature(
+    _no_row(
         "megamoe",
-        {
-            "sglang": (
-                Option("--moe-runner-backend", on=("megamoe", "flashinfer_megamoe")),
-                Option("--moe-a2a-backend", on=("megamoe", "flashinfer_megamoe")),
-            )
-        },
-        {"sglang": _no("megamoe routes and computes in one kernel, which no plan reaches: choose another back-end")},
+        "megamoe routes and computes in one kernel, which no plan reaches: choose another back-end",
+        "--moe-runner-backend=megamoe,flashinfer_megamoe --moe-a2a-backend=megamoe,flashinfer_megamoe",
+        vllm=None,
     ),
-    Feature(
+    _no_row(
         "dynamic choice of copies",
-        {"sglang": (Option("--ep-dispatch-algorithm", off=("static",)),)},
-        {"sglang": _no("--ep-dispatch-algorithm other than static ignores the plan's choice of copies: leave it away")},
+        "--ep-dispatch-algorithm other than static ignores the plan's choice of copies: leave it away",
+        "--ep-dispatch-algorithm!=static",
+        vllm=None,
+        needs="redundant",
     ),
-    Feature(
+    _no_row(
         "MoE data parallelism",
-        {"sglang": _sizes("--moe-dp-size")},
-        {"sglang": _no("--moe-dp-size splits the ranks that share experts, and a plan is for all: leave it away")},
+        "--moe-dp-size splits the ranks that share experts, and a plan is for all: leave it away",
+        "--moe-dp-size!=0,1",
+        vllm=None,
     ),
-    Feature(
+    _no_row(
         "context parallelism",
-        {
-            "sglang": _sizes("--attn-cp-size", "--dcp-size"),
-            "vllm": _sizes("--prefill-context-parallel-size", "--decode-context-parallel-size"),
-        },
-        _both(
-            _no(
-                "context parallelism splits prompts over ranks in a way that no plan knows: leave it away, or give "
-                "--shuffle off"
-            )
-        ),
+        "context parallelism splits prompts in a way that no plan knows: leave it away, or give --shuffle off",
+        "--attn-cp-size!=0,1 --dcp-size!=0,1",
+        "--prefill-context-parallel-size!=0,1 --decode-context-parallel-size!=0,1",
+        needs="shuffles",
     ),
-    Feature(
+    _works_row(
         "prefill and decode apart",
-        {"sglang": (Option("--disaggregation-mode", off=("null",)),), "vllm": _flags("--kv-transfer-config")},
-        {engine: _works(f"tests/engines/{engine}/test_disaggregated.py") for engine in FAMILIES},
+        "tests/engines/ENGINE/test_disaggregated.py",
+        "--disaggregation-mode!=null",
+        "--kv-transfer-config",
     ),
-    Feature(
+    _no_row(
         "ranks by bootstrap room",
-        {"sglang": (Option("--load-balance-method", on=("follow_bootstrap_room", "auto")),)},
-        {
-            "sglang": _no(
-                "--load-balance-method follow_bootstrap_room, which auto is where prompts alone are computed, binds "
-                "requests to other ranks than the plan's: leave it away, or give --schedule engine"
-            )
-        },
+        "--load-balance-method follow_bootstrap_room, which auto is where prompts alone are computed, binds requests "
+        "to other ranks than the plan's: leave it away, or give --schedule engine",
+        "--load-balance-method=follow_bootstrap_room,auto",
+        vllm=None,
+        needs="schedules",
     ),
-    Feature(
+    _no_row(
         "load balancer outside",
-        {"vllm": _flags("--data-parallel-external-lb", "--data-parallel-hybrid-lb", "--data-parallel-rank")},
-        {
-            "vllm": _no(
-                "with a load balancer outside of vLLM the plan cannot schedule requests: give --schedule "
-                "engine, and put `semmoe picker` with Envoy before it"
-            )
-        },
+        "with a load balancer outside of vLLM the plan cannot schedule requests: give --schedule engine, and put "
+        "`semmoe picker` with Envoy before it",
+        None,
+        "--data-parallel-external-lb --data-parallel-hybrid-lb --data-parallel-rank",
+        needs="schedules",
     ),
-    Feature(
+    _read_row(
         "speculative decoding",
-        {
-            "sglang": (Option("--speculative-algorithm", off=("none",)),),
-            "vllm": _flags("--speculative-config", "-sc", "--spec-method", "--spec-model"),
-        },
-        {
-            "sglang": _read(
-                "speculative decoding on SGLang: passes that verify a draft are shuffled outside of CUDA "
-                "graphs, a draft model is not counted, nothing is recorded; drafts need a GPU's kernels"
-            ),
-            "vllm": _works("tests/engines/vllm/test_speculation.py"),
-        },
+        "speculative decoding on SGLang: passes that verify a draft are shuffled outside of CUDA graphs, a draft model "
+        "is not counted, nothing is recorded; drafts need a GPU's kernels",
+        "--speculative-algorithm!=none",
+        vllm=None,
     ),
-    Feature(
+    _works_row(
+        "speculative decoding",
+        "tests/engines/vllm/test_speculation.py",
+        None,
+        "--speculative-config -sc --spec-method --spec-model",
+    ),
+    _works_row("weights loaded again", "tests/engines/sglang/test_weights.py", vllm=None),
+    _no_row(
         "weights loaded again",
-        {"vllm": _flags("--weight-transfer-config")},
-        {
-            "sglang": _works("tests/engines/sglang/test_weights.py"),
-            "vllm": _no("weights cannot be loaded again into vLLM on a plan: leave --weight-transfer-config away"),
-        },
+        "weights cannot be loaded again into vLLM on a plan: leave --weight-transfer-config away",
+        None,
+        "--weight-transfer-config",
     ),
-    Feature("`semmoe record`", {}, _SERVED),
-    Feature("prefix cache", {}, _SERVED),
-    Feature("preemption", {}, _SERVED),
-    Feature(
+    _works_row("`semmoe record`", _SERVED),
+    _works_row("prefix cache", _SERVED),
+    _works_row("preemption", _SERVED),
+    _read_row(
         "CUDA graphs",
-        {},
-        _both(
-            _read(
-                "our part of a decode pass was replayed from a graph on an H100, without an engine; passes over "
-                "prompts that a plan shuffles are not captured"
-            )
-        ),
+        "our part of a decode pass was replayed from a graph on an H100, without an engine; passes over prompts that a "
+        "plan shuffles are not captured",
     ),
-    Feature(
+    _read_row(
         "fused shared experts",
-        {},
-        {
-            "sglang": _read(
-                "SGLang does not fuse them with expert parallelism but on some of AMD's GPUs, where a plan "
-                "is refused for another number of experts"
-            ),
-            "vllm": _works(_VLLM),
-        },
+        "SGLang does not fuse them with expert parallelism but on some of AMD's GPUs, where a plan is refused for "
+        "another number of experts",
+        vllm=None,
     ),
-    Feature(
+    _works_row("fused shared experts", "tests/engines/vllm/test_families.py", sglang=None),
+    _no_row(
         "images and sound",
-        {},
-        _both(
-            _no(
-                "placeholders of images share one token id, by which nothing can be predicted, and no such family "
-                f"is known: {INSTEAD}"
-            )
-        ),
+        "placeholders of images share one token id, by which nothing can be predicted, and no such family is known: "
+        + INSTEAD,
     ),
-    Feature(
+    _read_row(
         "LoRA",
-        {"sglang": _flags("--enable-lora", "--lora-paths"), "vllm": _flags("--enable-lora")},
-        _both(_read("LoRA with a plan: adapters of attention alone; those of experts are not known to fit")),
+        "LoRA with a plan: adapters of attention alone; those of experts are not known to fit",
+        "--enable-lora --lora-paths",
+        "--enable-lora",
     ),
 )
 _BY_EXPERT = _read("quantised weights with a plan: each expert's tensors go to the plan's slots; no CPU computes them")
 _LOADED = _works("tests/engines/vllm/test_quantised.py")
 QUANTISATION = {
     method: {"sglang": _BY_EXPERT, "vllm": _LOADED} for method in ("fp8", "awq", "gptq", "compressed-tensors", "mxfp4")
-} | {"modelopt": _both(_BY_EXPERT)}
+} | {"modelopt": {"sglang": _BY_EXPERT, "vllm": _BY_EXPERT}}

@@ -40,24 +40,22 @@ class RankTraffic:
         """
         if isinstance(traffic, TrafficCounter):
             yield from self._routed(traffic.totals())
-        for kind, sent in _summed([comm.sent for comm in (*dispatch, *others)]).items():
-            yield "sent_bytes", {**self._own, "kind": str(kind)}, sent
-        for kind, messages in _summed([comm.messages for comm in (*dispatch, *others)]).items():
-            yield "messages", {**self._own, "kind": str(kind)}, messages
+        comms = [*dispatch, *others]
+        for name, counts in (("sent_bytes", [c.sent for c in comms]), ("messages", [c.messages for c in comms])):
+            for kind, count in _summed(counts).items():
+                yield name, {**self._own, "kind": str(kind)}, count
         if dispatch:
-            seconds = sum(sum(comm.seconds.values()) for comm in dispatch)
-            yield "all_to_all_seconds", self._own, seconds
-            yield from self._exchanged(_summed([comm.sent_to for comm in dispatch]))
+            yield "all_to_all_seconds", self._own, sum(sum(comm.seconds.values()) for comm in dispatch)
+            sent_to = _summed([comm.sent_to for comm in dispatch])
+            sent = [int(sent_to[j]) for j in range(self.topology.ep_size)]
+            to_nodes = np.array(sent).reshape(self.topology.num_nodes, -1).sum(axis=1).tolist()
+            yield from self._elsewhere("all_to_all_bytes", "bytes", sent, to_nodes)
         if self.refused:
             yield "degraded", {"reason": self.refused}, 1.0
 
     @property
     def _own(self) -> dict[str, str]:
         return {"ep_rank": str(self.rank)}
-
-    @property
-    def _node(self) -> int:
-        return int(self.topology.node_of[self.rank])
 
     def _routed(self, totals: Totals) -> Iterator[Reading]:
         """What routing makes of this rank's tokens, whoever sends their rows."""
@@ -67,58 +65,41 @@ class RankTraffic:
         yield "pairs", {**self._own, "local": "false"}, sum(totals.pairs) - local
         for j, count in enumerate(totals.pairs):
             yield "served_pairs", {"by": str(j)}, count
-        yield from self._by_tier("remote_rows", totals.rows)
-        yield from self._by_node("node_rows", totals.node_rows)
-        yield from self._by_rank("rank_pair_rows", totals.rows)
-        for j, count in enumerate(totals.pairs if self.by_rank_pair else ()):
-            yield "rank_pair_served", {**self._own, "to": str(j)}, count
+            if self.by_rank_pair:
+                yield "rank_pair_served", {**self._own, "to": str(j)}, count
+        yield from self._elsewhere("remote_rows", "rows", totals.rows, totals.node_rows)
 
-    def _exchanged(self, sent_to: Counter) -> Iterator[Reading]:
-        """Bytes of semmoe's own all-to-all, by the rank (int) that received them."""
-        sent = [int(sent_to[j]) for j in range(self.topology.ep_size)]
-        to_nodes = np.array(sent).reshape(self.topology.num_nodes, -1).sum(axis=1).tolist()
-        yield from self._by_tier("all_to_all_bytes", sent)
-        yield from self._by_node("node_bytes", to_nodes)
-        yield from self._by_rank("rank_pair_bytes", sent)
+    def _elsewhere(self, name: str, unit: str, sent: list[int], to_nodes: list[int]) -> Iterator[Reading]:
+        """Yield what left this rank by tier (`name`), by pair of nodes, and by pair of ranks if they are published.
 
-    def _by_tier(self, name: str, sent: list[int]) -> Iterator[Reading]:
-        """sent (G,) to each rank, 0 to itself."""
-        inside = int(np.array(sent)[self.topology.node_of == self._node].sum())
+        sent (G,) to each rank, 0 to itself; to_nodes (N,) to each node. Too many nodes become one, `others`.
+        """
+        node = int(self.topology.node_of[self.rank])
+        inside = int(np.array(sent)[self.topology.node_of == node].sum())
         yield name, {**self._own, "tier": "node"}, inside
         yield name, {**self._own, "tier": "network"}, sum(sent) - inside
-
-    def _by_node(self, name: str, sent: list[int]) -> Iterator[Reading]:
-        """sent to each node; nothing on one node, and for too many nodes one total under the name `others`."""
-        remote = {str(j): count for j, count in enumerate(sent) if j != self._node}
-        if len(sent) > MOST_PAIRED:
+        remote = {str(j): count for j, count in enumerate(to_nodes) if j != node}
+        if len(to_nodes) > MOST_PAIRED:
             remote = {"others": sum(remote.values())}
         for to_node, count in remote.items():
-            yield name, {"node": str(self._node), "to_node": to_node}, count
-
-    def _by_rank(self, name: str, sent: list[int]) -> Iterator[Reading]:
-        """sent (G,) to each rank, if pairs of ranks are published."""
+            yield f"node_{unit}", {"node": str(node), "to_node": to_node}, count
         for j, count in enumerate(sent if self.by_rank_pair else ()):
             if j != self.rank:
-                yield name, {**self._own, "to": str(j)}, count
+                yield f"rank_pair_{unit}", {**self._own, "to": str(j)}, count
 
 
 def rank_traffic(rank: int, topology: Topology, settings: PluginSettings) -> RankTraffic:
     """How settings publish a rank's traffic. Rank 0 logs a warning if there are too many ranks for pairs of them."""
-    refused = too_many_pairs(topology.ep_size) if settings.rank_pairs == "1" else ""
-    if refused and rank == 0:
-        log.warning("semmoe: degraded: %s", refused)
-    paired = settings.rank_pairs == "1" and not refused
-    return RankTraffic(rank=rank, topology=topology, by_rank_pair=paired, refused=refused)
-
-
-def too_many_pairs(ep_size: int) -> str:
-    """Why traffic is not published by pair of ranks; "" if it can be."""
-    if ep_size <= MOST_PAIRED:
-        return ""
-    return (
-        f"SEMMOE_RANK_PAIRS=1 publishes traffic by pair of at most {MOST_PAIRED} ranks: {ep_size} ranks would be "
-        f"{ep_size**2:,} series per counter; totals by rank and by pair of nodes are published"
+    asked = settings.rank_pairs == "1"
+    if not asked or topology.ep_size <= MOST_PAIRED:
+        return RankTraffic(rank=rank, topology=topology, by_rank_pair=asked)
+    refused = (
+        f"SEMMOE_RANK_PAIRS=1 publishes traffic by pair of at most {MOST_PAIRED} ranks: {topology.ep_size} ranks would "
+        f"be {topology.ep_size**2:,} series per counter; totals by rank and by pair of nodes are published"
     )
+    if rank == 0:
+        log.warning("semmoe: degraded: %s", refused)
+    return RankTraffic(rank=rank, topology=topology, refused=refused)
 
 
 def _summed(counts: Sequence[Counter]) -> Counter:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 
 from semmoe.engines.transformers.config import takes_padding
@@ -20,7 +21,7 @@ class Batch:
     prompts: Sequence[Sequence[int]]
     max_new_tokens: int
     eos_ids: frozenset[int]
-    generated: list[list[int]] = field(default_factory=list)
+    generated: list[list[int]] = field(init=False)  # each request's new tokens, with its end-of-text token
     cache: DynamicCache | None = None
     first_token_seconds: float = 0.0  # duration of the prefill
 
@@ -30,23 +31,17 @@ class Batch:
 
     @property
     def done(self) -> bool:
-        only_prefill = self.max_new_tokens == 0 and self.cache is not None
-        return only_prefill or all(map(self.finished, range(len(self.prompts))))
+        return self.cache is not None and all(map(self.finished, range(len(self.prompts))))
 
     def finished(self, i: int) -> bool:
         new = self.generated[i]
-        return len(new) >= self.max_new_tokens > 0 or (bool(new) and new[-1] in self.eos_ids)
-
-    def outputs(self) -> list[list[int]]:
-        """Each request's new tokens up to and including its end-of-text token."""
-        ends = [next((j for j, token in enumerate(new) if token in self.eos_ids), len(new)) for new in self.generated]
-        return [new[: end + 1] for new, end in zip(self.generated, ends, strict=True)]
+        return len(new) >= self.max_new_tokens or (bool(new) and new[-1] in self.eos_ids)
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Token ids of the next forward (B, S) and which of them are real (B, S): not padding, not finished."""
         if self.cache is None:
             return self._padded
-        ids = torch.tensor([[new[-1] if new else 0] for new in self.generated])
+        ids = torch.tensor([new[-1:] for new in self.generated])
         return ids, torch.tensor([[not self.finished(i)] for i in range(len(self.prompts))])
 
     def attention_mask(self) -> torch.Tensor:
@@ -58,13 +53,10 @@ class Batch:
 
 def left_pad(prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
     """(B, S): token ids, padded with zeros on the left; (B, S): mask of real tokens."""
-    width = max(map(len, prompts))
-    ids = torch.zeros(len(prompts), width, dtype=torch.int64)
-    mask = torch.zeros(len(prompts), width, dtype=torch.bool)
-    for i, prompt in enumerate(prompts):
-        ids[i, width - len(prompt) :] = torch.tensor(prompt, dtype=torch.int64)
-        mask[i, width - len(prompt) :] = True
-    return ids, mask
+    rows = [torch.tensor(prompt) for prompt in prompts]
+    ids = pad_sequence(rows, batch_first=True, padding_side="left")
+    real = pad_sequence([torch.ones_like(row, dtype=torch.bool) for row in rows], batch_first=True, padding_side="left")
+    return ids, real
 
 
 @torch.no_grad()
@@ -91,8 +83,8 @@ def step(model: PreTrainedModel, batch: Batch, before: Callable[[torch.Tensor, t
     if prefill:
         batch.first_token_seconds = time.perf_counter() - started
     for i, token in enumerate(chosen):
-        if batch.max_new_tokens:
-            batch.generated[i].append(batch.generated[i][-1] if batch.finished(i) else token)
+        if not batch.finished(i):
+            batch.generated[i].append(token)
 
 
 @functools.cache
@@ -111,6 +103,4 @@ def cut(prompts: Sequence[Sequence[int]], size: int, max_new_tokens: int, model:
 
 def eos_ids(model: PreTrainedModel) -> frozenset[int]:
     eos = model.generation_config.eos_token_id
-    if eos is None:
-        return frozenset()
-    return frozenset(eos if isinstance(eos, list) else [eos])
+    return frozenset(eos if isinstance(eos, list) else [eos] if eos is not None else [])

@@ -9,7 +9,6 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from semmoe.calibration import Experts, Links, Tier
-from semmoe.cost import LayerShape, combine_row_bytes, dispatch_row_bytes
+from semmoe.cost import LayerShape
 from semmoe.engines.transformers.config import expert_size, num_experts
 from semmoe.engines.transformers.model import load_model, moe_layers
 from semmoe.engines.transformers.parallel import LocalExperts
@@ -34,21 +33,22 @@ PAIRS = 1024  # (token, expert) pairs that a rank computes: of 1,024 tokens, if 
 ROUNDS = 9  # after one that is not counted
 
 
-@dataclass(frozen=True)
-class _Job:
-    model: str
-    name: str
-    scratch: Path  # where rank 0 writes links.json
-
-
 def calibrate(model: str, ep_size: int, name: str = "this machine") -> Links:
     """Measure `ep_size` local processes with the experts of `model`. Raises ValueError for fewer than two."""
     if ep_size < 2:
         raise ValueError(f"links join ranks: ep_size must be at least 2, not {ep_size}")
     with tempfile.TemporaryDirectory(prefix="semmoe-") as scratch:
-        job = _Job(model, name, Path(scratch))
+        job = (model, name, Path(scratch))
         run_ranks(ep_size, _rank_main, job, lambda what, done: None, preload=[__name__])
-        return load_json(job.scratch / "links.json", Links)
+        return load_json(Path(scratch, "links.json"), Links)
+
+
+def _rank_main(rank: int, size: int, job: tuple[str, str, Path], report: Reporter) -> None:
+    model, name, scratch = job
+    with world(rank, size, scratch) as (comm, device):
+        links = _measure(comm, device, model, name, Topology(ep_size=size))
+        if rank == 0:
+            save_json(scratch / "links.json", links)
 
 
 def calibrate_launched(model: str, name: str) -> Links | None:
@@ -59,39 +59,24 @@ def calibrate_launched(model: str, name: str) -> Links | None:
     return None if comm.rank else links
 
 
-def _rank_main(rank: int, size: int, job: _Job, report: Reporter) -> None:
-    with world(rank, size, job.scratch) as (comm, device):
-        links = _measure(comm, device, job.model, job.name, Topology(ep_size=size))
-        if rank == 0:
-            save_json(job.scratch / "links.json", links)
-
-
 def _measure(comm: Communicator, device: str, path: str, name: str, topology: Topology) -> Links:
     """The links between all ranks, the same on each; every rank must call it."""
-    model = load_model(path).to(device)
-    width, value_bytes = model.config.hidden_size, model.dtype.itemsize
-    shape = LayerShape(hidden_size=width, expert_size=expert_size(model.config), top_k=1)
-    rank = _Rank(comm, device, model)
-    links = Links(
+    rank = _Rank(comm, load_model(path).to(device))
+    here = topology.node_of == topology.node_of[comm.rank]
+    between = rank.tier(~here, np.log2(topology.num_nodes)) if topology.num_nodes > 1 else None
+    alone = topology.num_nodes == comm.size  # on its node, so that no links inside nodes can be measured
+    return Links(
         name=name,
         kind="measured",
-        shared=comm.backend == "gloo",
+        shared=rank.shared,
         source=f"semmoe calibrate, {comm.size} processes, {comm.backend}, torch {torch.__version__}",
-        inside_node=Tier(dispatch_latency_us=0, combine_latency_us=0, gigabytes_per_second=1),
-        dispatch_bytes_per_value=value_bytes,
-        combine_bytes_per_value=value_bytes,
-        routing_bytes=4 + value_bytes,  # an int32 id and a weight in the model's type
-        experts=Experts(fixed_us=0, teraflops=PAIRS * shape.flops_per_pair / rank.compute(PAIRS) / 1e12),
+        inside_node=between if between and alone else rank.tier(here),
+        between_nodes=between,
+        dispatch_bytes_per_value=rank.value_bytes,
+        combine_bytes_per_value=rank.value_bytes,
+        routing_bytes=rank.routing_bytes,
+        experts=Experts(fixed_us=0, teraflops=rank.teraflops()),
     )
-    row_bytes = dispatch_row_bytes(shape, links) + combine_row_bytes(shape, links)
-    moved = [rows * row_bytes * (comm.size if links.shared else 1) for rows in ROWS]
-    same, tiers = topology.node_of == topology.node_of[comm.rank], {}
-    if topology.num_nodes < comm.size:
-        tiers["inside_node"] = fit([rank.exchange(same, rows) for rows in ROWS], moved)
-    if topology.num_nodes > 1:
-        seconds = [rank.exchange(~same, rows) for rows in ROWS]
-        tiers["between_nodes"] = fit(seconds, moved, doublings=np.log2(topology.num_nodes))
-    return links.model_copy(update={"inside_node": tiers.get("between_nodes"), **tiers})  # of nodes with one rank
 
 
 def fit(seconds: Sequence[float], moved: Sequence[float], doublings: float = 1) -> Tier:
@@ -110,16 +95,25 @@ def fit(seconds: Sequence[float], moved: Sequence[float], doublings: float = 1) 
 class _Rank:
     """One rank's part of the measurements, on random hidden states and one choice per token."""
 
-    def __init__(self, comm: Communicator, device: str, model: PreTrainedModel) -> None:
-        self._comm, self._device = comm, device
+    def __init__(self, comm: Communicator, model: PreTrainedModel) -> None:
+        self._comm, self._config = comm, model.config
+        self._like = {"dtype": model.dtype, "device": model.device}
         placed = linear.place(1, num_experts(model.config), comm.size).physical_to_logical_map
         self._held = placed.reshape(comm.size, -1)[comm.rank]
         self._experts = LocalExperts(moe_layers(model)[0].experts, self._held)
-        self._width, self._like = model.config.hidden_size, {"dtype": model.dtype, "device": device}
+        self.shared = comm.backend == "gloo"
+        self.value_bytes = model.dtype.itemsize
+        self.routing_bytes = 4 + self.value_bytes  # an int32 id and a weight in the model's type
 
-    def exchange(self, reached: np.ndarray, rows: int) -> float:
-        """Seconds of a dispatch and a combine in which each rank sends `rows` rows to others `reached` (G,) bool."""
+    def tier(self, reached: np.ndarray, doublings: float = 1) -> Tier:
+        """The links to the other ranks among `reached` (G,) bool, from a dispatch and a combine of each of ROWS."""
         others = np.flatnonzero(reached & (np.arange(self._comm.size) != self._comm.rank))
+        row_bytes = 2 * self._config.hidden_size * self.value_bytes + self.routing_bytes
+        moved = [rows * row_bytes * (self._comm.size if self.shared else 1) for rows in ROWS]
+        return fit([self._exchange(others, rows) for rows in ROWS], moved, doublings)
+
+    def _exchange(self, others: np.ndarray, rows: int) -> float:
+        """Seconds in which each rank sends `rows` rows to `others` and gets them back."""
         hidden, weights, targets = self._inputs(rows, others)
 
         def there_and_back() -> None:
@@ -128,27 +122,28 @@ class _Rank:
 
         return self._slowest(there_and_back)
 
-    def compute(self, rows: int) -> float:
-        """Seconds of a rank's experts on `rows` rows, all ranks at the same time."""
-        hidden, weights, ids = self._inputs(rows, self._held)
-        return self._slowest(lambda: self._experts(hidden, ids, weights))
+    def teraflops(self) -> float:
+        """The speed of a rank's experts on PAIRS rows, all ranks at the same time."""
+        hidden, weights, ids = self._inputs(PAIRS, self._held)
+        seconds = self._slowest(lambda: self._experts(hidden, ids, weights))
+        shape = LayerShape(hidden_size=self._config.hidden_size, expert_size=expert_size(self._config), top_k=1)
+        return PAIRS * shape.flops_per_pair / seconds / 1e12
 
     def _inputs(self, rows: int, choices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Hidden states (rows, H), weights (rows, 1), and `choices`, repeated in order (rows, 1)."""
-        chosen = torch.from_numpy(choices.astype(np.int64)[np.arange(rows) % len(choices), None]).to(self._device)
-        return torch.randn(rows, self._width, **self._like), torch.ones(rows, 1, **self._like), chosen
+        chosen = torch.from_numpy(np.resize(choices.astype(np.int64), (rows, 1))).to(self._like["device"])
+        return torch.randn(rows, self._config.hidden_size, **self._like), torch.ones(rows, 1, **self._like), chosen
 
     def _slowest(self, operation: Callable[[], object]) -> float:
         """Seconds of the slowest rank, as the median of ROUNDS; all ranks begin together."""
-        taken = torch.tensor([self._clock(operation) for _ in range(ROUNDS + 1)], dtype=torch.float64)[1:]
-        slowest = taken.to(self._device)
+        taken = []
+        for _ in range(ROUNDS + 1):
+            dist.barrier(self._comm.group)
+            started = time.perf_counter()
+            operation()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            taken.append(time.perf_counter() - started)
+        slowest = torch.tensor(taken[1:], dtype=torch.float64, device=self._like["device"])
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self._comm.group)
         return float(slowest.median())
-
-    def _clock(self, operation: Callable[[], object]) -> float:
-        dist.barrier(self._comm.group)
-        started = time.perf_counter()
-        operation()
-        if self._device != "cpu":
-            torch.cuda.synchronize()
-        return time.perf_counter() - started

@@ -20,9 +20,9 @@ from semmoe.checkpoint.directory import read_config
 from semmoe.core import Plan
 from semmoe.dataset import check_token_ids
 from semmoe.engines.support import embedded_problems
-from semmoe.engines.transformers.batch import Batch, cut, step
+from semmoe.engines.transformers.batch import cut, step
 from semmoe.engines.transformers.model import load_model
-from semmoe.engines.transformers.parallel import ParallelModel, check_exchange
+from semmoe.engines.transformers.parallel import EXCHANGES, ParallelModel
 from semmoe.engines.transformers.planned import PlannedModel
 from semmoe.metrics import Traffic, max_over_mean, sum_traffic
 from semmoe.online import schedule_batch
@@ -43,7 +43,10 @@ class Configuration:
     attach: "Callable[[PreTrainedModel, Configuration, Communicator], PlannedModel] | None" = None
 
     def __post_init__(self) -> None:
-        check_exchange(self.plan.topology, self.exchange)
+        if self.exchange not in EXCHANGES:
+            raise ValueError(f"exchange must be one of {', '.join(EXCHANGES)}, not {self.exchange!r}")
+        if self.exchange == "all-reduce" and self.plan.topology.dp_size != 1:
+            raise ValueError("exchange all-reduce needs attention-TP: ranks with requests of their own share no rows")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +102,8 @@ def generate(
     """Generate greedily in every configuration, on `ep_size` local processes (gloo on a CPU, NCCL with a GPU per rank).
 
     prompts: token ids of each request, in arrival order. `progress` is called with a configuration's name and the
-    number of requests newly completed, estimated from rank 0's group. prepare: same as in `run_ranks`. Raises
-    ValueError for input that does not fit, RuntimeError if a rank fails.
+    number of requests newly completed. prepare: same as in `run_ranks`. Raises ValueError for input that does not fit,
+    RuntimeError if a rank fails.
     """
     sizes = {set_up.plan.topology.ep_size for set_up in set_ups}
     if len(sizes) != 1:
@@ -134,56 +137,33 @@ def _rank_main(rank: int, size: int, job: _Job, report: Reporter) -> None:
 _RANK = _rank_main  # what each process runs; tests put a faulty rank here
 
 
-def _run_set_up(world_comm: Communicator, job: _Job, set_up: Configuration, device: str, report: Reporter):
+def _run_set_up(
+    world_comm: Communicator, job: _Job, set_up: Configuration, device: str, report: Reporter
+) -> GenerateResult:
     topology, rank = set_up.plan.topology, world_comm.rank
     model = load_model(job.model_path, getattr(torch, job.settings.dtype)).to(device)
     comm = Communicator(world_comm.group, rank, world_comm.size)  # a new one, with its own counters
     parallel = (set_up.attach or _attach)(model, set_up, comm)
-    group = rank // topology.attn_tp_size
-    _warm_up(parallel, job, topology)
-    groups = _groups(job, set_up.plan)
-    own = np.flatnonzero(groups == group)
+    # Uncounted tokens, so that the first configuration does not pay for connections and loading of code.
+    few = GenerateSettings(max_new_tokens=2, batch_size=1)
+    _decode(parallel, [job.prompts[0][:16]], topology, few, lambda requests: None)
+    parallel.reset_counts()
+    groups = schedule_batch(job.prompts, set_up.plan, job.settings.max_new_tokens)
+    own = np.flatnonzero(groups == rank // topology.attn_tp_size)
+    first = parallel.attention_comm.rank == 0  # of its group, for which it reports and answers
     dist.barrier()
     started = time.perf_counter()
-    progress = _whole(partial(report, set_up.name), len(own), len(job.prompts)) if rank == 0 else _silent
+    progress = partial(report, set_up.name) if first else lambda requests: None
     decoded = _decode(parallel, [job.prompts[i] for i in own], topology, job.settings, progress)
     dist.barrier()
     seconds = time.perf_counter() - started
-    answers = dict(zip(own.tolist(), decoded, strict=True)) if parallel.attention_comm.rank == 0 else {}
+    answers = dict(zip(own.tolist(), decoded, strict=True)) if first else {}
     return _gather(set_up.name, parallel, answers, job.prompts, seconds)
 
 
 def _attach(model: PreTrainedModel, set_up: Configuration, comm: Communicator) -> PlannedModel:
     attention = attention_communicator(comm, set_up.plan.topology)
     return ParallelModel(model, set_up.plan, comm, attention, set_up.exchange)
-
-
-def _groups(job: _Job, plan: Plan) -> np.ndarray:
-    """(R,) the attention group of each request."""
-    return schedule_batch(job.prompts, plan, job.settings.max_new_tokens)
-
-
-def _warm_up(parallel: PlannedModel, job: _Job, topology: Topology) -> None:
-    """Run a few uncounted tokens, so that the first configuration does not pay for connections and loading of code."""
-    few = GenerateSettings(max_new_tokens=2, batch_size=1)
-    _decode(parallel, [job.prompts[0][:16]], topology, few, _silent)
-    parallel.reset_counts()
-
-
-def _silent(requests: int) -> None:
-    pass
-
-
-def _whole(report: Callable[[int], None], own: int, total: int) -> Callable[[int], None]:
-    """Scale progress over the `own` requests of this rank's group to all `total` requests."""
-    done = 0
-
-    def advance(requests: int) -> None:
-        nonlocal done
-        report(total * (done + requests) // own - total * done // own)
-        done += requests
-
-    return advance
 
 
 def attention_communicator(comm: Communicator, topology: Topology) -> Communicator:
@@ -204,25 +184,26 @@ class _Answer:
 
 def _decode(parallel: PlannedModel, prompts, topology: Topology, settings: GenerateSettings, progress) -> list[_Answer]:
     """Decode this group's requests batch by batch, then keep computing experts for other groups' tokens."""
-    batches = list(cut(prompts, settings.batch_size, settings.max_new_tokens, parallel.model))
-    queue: list[Batch] = list(batches)
+    answers: list[_Answer] = []
+    batches = cut(prompts, settings.batch_size, settings.max_new_tokens, parallel.model)
+    batch = next(batches, None)
     while True:
-        working = torch.tensor([int(bool(queue))], device=parallel.model.device)
+        working = torch.tensor([int(batch is not None)], device=parallel.model.device)
         if topology.dp_size > 1:
             working = parallel.comm.all_reduce(working, "control")
         if not int(working):
-            return [_Answer(output, batch.first_token_seconds) for batch in batches for output in batch.outputs()]
-        if not queue:
+            return answers
+        if batch is None:
             parallel.idle()
             continue
-        step(parallel.model, queue[0], parallel.begin)
-        if queue[0].done:
-            finished = queue.pop(0)
-            finished.cache = None
-            progress(len(finished.prompts))
+        step(parallel.model, batch, parallel.begin)
+        if batch.done:
+            answers += [_Answer(tokens, batch.first_token_seconds) for tokens in batch.generated]
+            progress(len(batch.prompts))
+            batch = next(batches, None)
 
 
-def _mean(counters: list[Counter[str]]) -> dict[str, float]:
+def _mean(counters: Sequence[Counter[str]]) -> dict[str, float]:
     return {kind: seconds / len(counters) for kind, seconds in sorted(sum(counters, Counter()).items())}
 
 
@@ -238,19 +219,21 @@ class _RankShare:
     compute: Counter[str]
 
 
-def _gather(name: str, parallel: PlannedModel, answers: dict[int, _Answer], prompts, seconds: float):
+def _gather(
+    name: str, parallel: PlannedModel, own: dict[int, _Answer], prompts: Sequence[Sequence[int]], seconds: float
+) -> GenerateResult:
     """Combine what every rank generated, sent and routed into one result."""
-    comm = parallel.comm
-    own = _RankShare(
-        answers,
+    size = parallel.comm.size
+    share = _RankShare(
+        own,
         parallel.sent_bytes(),
-        [parallel.sent_to()[j] for j in range(comm.size)],
+        [parallel.sent_to()[j] for j in range(size)],
         parallel.traffic,
         parallel.collective_seconds(),
         parallel.compute_seconds,
     )
-    shares: list[_RankShare] = [own] * comm.size
-    dist.all_gather_object(shares, own)
+    shares = [share] * size
+    dist.all_gather_object(shares, share)
     answers = {i: answer for share in shares for i, answer in share.answers.items()}
     layers = [sum_traffic(parts) for parts in zip(*(share.traffic for share in shares), strict=True)]
     total = sum_traffic(layers)

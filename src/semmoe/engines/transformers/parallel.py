@@ -24,7 +24,6 @@ from semmoe.metrics import Traffic, layer_traffic, no_traffic
 from semmoe.runtime.agreement import check_agreement
 from semmoe.runtime.collectives import Communicator, timed
 from semmoe.runtime.dispatch import ReceivedTokens, combine, dispatch
-from semmoe.topology import Topology
 
 EXCHANGES = ("all-to-all", "all-reduce")
 
@@ -62,14 +61,6 @@ class LocalExperts:
         return out
 
 
-def check_exchange(topology: Topology, exchange: str) -> None:
-    """Raise ValueError unless ranks of this topology can exchange tokens in this way."""
-    if exchange not in EXCHANGES:
-        raise ValueError(f"exchange must be one of {', '.join(EXCHANGES)}, not {exchange!r}")
-    if exchange == "all-reduce" and topology.dp_size != 1:
-        raise ValueError(f"exchange {exchange} needs attention-TP: ranks with requests of their own share no rows")
-
-
 class ParallelModel(PlannedModel):
     """One rank's part of a model: attach with the constructor, then run forwards."""
 
@@ -81,14 +72,13 @@ class ParallelModel(PlannedModel):
         attention_comm: Communicator,
         exchange: str = "all-to-all",
     ) -> None:
-        check_exchange(plan.topology, exchange)
         check_agreement(experts_comm.group, plan, model.device, exchange=exchange)
         super().__init__(model, plan, experts_comm, attention_comm)
         self.choice = copy_choice(plan.placement, plan.topology)
-        self._traffic, self._reduces = self._no_traffic(), exchange == "all-reduce"
-        self._attach()
+        self.reset_counts()
+        self._attach(exchange == "all-reduce")
 
-    def _attach(self) -> None:
+    def _attach(self, reduces: bool) -> None:
         blocks = moe_layers(self.model)
         physical = self.plan.placement.physical_to_logical_map.reshape(len(blocks), self.comm.size, -1)
         self.experts = [LocalExperts(b.experts, physical[i, self.comm.rank]) for i, b in enumerate(blocks)]
@@ -96,14 +86,16 @@ class ParallelModel(PlannedModel):
             for i, block in enumerate(blocks):
                 block.experts.forward = bind(self._experts_of_real_rows, i)
             return
+        run_layer = self._layer_all_reduce if reduces else self._layer_all_to_all
+        run_experts = self._expert_all_reduce if reduces else self._expert_all_to_all
         moe_index = {id(block): i for i, block in enumerate(blocks)}
         for layer in decoder_layers(self.model):
             check_layout(layer)
             shard_attention(layer.self_attn, self.attention_comm.rank, self.attention_comm.size)
             index = moe_index.get(id(layer.mlp))
-            layer.forward = bind(self._layer, layer, index)
+            layer.forward = bind(run_layer, layer, index)
             if index is not None:
-                layer.mlp.experts.forward = bind(self._experts, index)
+                layer.mlp.experts.forward = bind(run_experts, index)
 
     @property
     def traffic(self) -> list[Traffic]:
@@ -112,16 +104,8 @@ class ParallelModel(PlannedModel):
     def serve_others(self, index: int) -> None:
         self._expert_all_to_all(index, *self._no_tokens())
 
-    def _layer(self, layer: nn.Module, index: int | None, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
-        run = self._layer_all_reduce if self._reduces else self._layer_all_to_all
-        return run(layer, index, hidden_states, **kwargs)
-
-    def _experts(self, index: int, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor):
-        """Replaces the experts' forward: hidden (n, H), ids (n, K), weights (n, K) -> (n, H)."""
-        run = self._expert_all_reduce if self._reduces else self._expert_all_to_all
-        return run(index, hidden, expert_ids, weights)
-
     def _expert_all_to_all(self, index: int, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor):
+        """Replaces the experts' forward: hidden (n, H), ids (n, K), weights (n, K) -> (n, H)."""
         self.rows.observe(expert_ids, weights)
         ranks, home = self._ranks(index, expert_ids, self.comm.rank)
         self._traffic[index] += layer_traffic(ranks, home, self.comm.size)
@@ -157,9 +141,6 @@ class ParallelModel(PlannedModel):
         self._traffic[index] += replace(no_traffic(self.comm.size), load=load)
         return self.comm.all_reduce(self._compute(index, ReceivedTokens(hidden, mine, weights)))
 
-    def _no_traffic(self) -> list[Traffic]:
-        return [no_traffic(self.comm.size) for _ in self.choice]
-
     def reset_counts(self) -> None:
         super().reset_counts()
-        self._traffic = self._no_traffic()
+        self._traffic = [no_traffic(self.comm.size) for _ in self.choice]

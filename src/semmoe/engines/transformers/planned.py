@@ -45,10 +45,6 @@ class PlannedModel(ABC):
     def serve_others(self, index: int) -> None:
         """Take part in one MoE layer's all-to-all without tokens of this rank."""
 
-    @property
-    def num_moe_layers(self) -> int:
-        return self.plan.fingerprint.num_layers
-
     def begin(self, ids: torch.Tensor, real: torch.Tensor, prefill: bool) -> None:
         """Announce a forward: the batch's token ids and which of them are real, both (B, S)."""
         self._real_rows = real.reshape(-1).nonzero(as_tuple=True)[0].to(self.model.device)
@@ -58,7 +54,7 @@ class PlannedModel(ABC):
 
     def idle(self) -> None:
         """Compute experts for other groups' tokens during one forward in which this group has no tokens."""
-        for index in range(self.num_moe_layers):
+        for index in range(self.plan.fingerprint.num_layers):
             self.serve_others(index)
 
     def _layer_all_to_all(self, layer: nn.Module, index: int | None, hidden_states: torch.Tensor, **kwargs):

@@ -4,7 +4,7 @@ Recent transformers call every MoE block's experts with (hidden, expert ids, wei
 of all supported architectures, whatever their router computes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,36 +93,36 @@ def record(
     folder: Path,
     progress: Callable[[int], None] = lambda done: None,
     max_new_tokens: int = 0,
+    batch_size: int = 16,
+    stated: Mapping[str, Any] | None = None,
 ) -> RoutingTrace:
-    """Record prompts and their answers by a model loaded from `model_path`; returns the trace, which is in `folder`."""
-    identity = fingerprint_of(model_path)
-    header = TraceHeader(fingerprint=identity, dataset_hash=digest(prompts), settings={})
+    """Record prompts and their answers by a model loaded from `model_path`; returns the trace, which is in `folder`.
+
+    stated: settings to state in the trace's header.
+    """
+    header = TraceHeader(
+        fingerprint=fingerprint_of(model_path), dataset_hash=digest(prompts), settings={**(stated or {})}
+    )
     with TraceWriter(folder, header) as writer:
         progress(writer.num_requests)
-        record_prompts(model, prompts, writer, progress=progress, max_new_tokens=max_new_tokens)
+        record_prompts(model, prompts, writer, progress=progress, max_new_tokens=max_new_tokens, batch_size=batch_size)
     return open_trace(folder)
 
 
-def _profile_batch(model: PreTrainedModel, batch: Batch, recorder: RoutingRecorder) -> list[dict[str, np.ndarray]]:
-    tokens: list[list[np.ndarray]] = [[] for _ in batch.prompts]
-    experts: list[list[np.ndarray]] = [[] for _ in batch.prompts]
+def _profile_batch(model: PreTrainedModel, batch: Batch, recorder: RoutingRecorder) -> Iterator[dict[str, np.ndarray]]:
+    """Decode a batch, and yield each request as arguments of `TraceWriter.append`."""
+    routed: list[list[np.ndarray]] = [[] for _ in batch.prompts]
     while not batch.done:
-        ids, real = batch.inputs()
+        _, real = batch.inputs()
         step(model, batch, recorder.begin)
-        routed, start = recorder.take(), 0
-        for i, count in enumerate(real.sum(dim=1).tolist()):
-            tokens[i].append(ids[i][real[i]].numpy())
-            experts[i].append(routed[start : start + count])
-            start += count
-    return [_request(*one) for one in zip(batch.prompts, tokens, experts, strict=True)]
-
-
-def _request(prompt: Sequence[int], tokens: list[np.ndarray], experts: list[np.ndarray]) -> dict[str, np.ndarray]:
-    token_ids = np.concatenate(tokens)
-    phase = np.where(np.arange(len(token_ids)) < len(prompt), PREFILL, DECODE)
-    return {
-        "prompt_ids": np.array(prompt),
-        "token_ids": token_ids,
-        "expert_ids": np.concatenate(experts),
-        "phase": phase,
-    }
+        ends = real.sum(dim=1).cumsum(dim=0)[:-1].tolist()
+        for parts, part in zip(routed, np.split(recorder.take(), ends), strict=True):
+            parts.append(part)
+    for prompt, new, parts in zip(batch.prompts, batch.generated, routed, strict=True):
+        experts = np.concatenate(parts)
+        yield {
+            "prompt_ids": np.array(prompt),
+            "token_ids": np.array([*prompt, *new])[: len(experts)],
+            "expert_ids": experts,
+            "phase": np.where(np.arange(len(experts)) < len(prompt), PREFILL, DECODE),
+        }
