@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from semmoe.affinity import known_rows
-from semmoe.bounds import Declared, check_numbers, required_number
+from semmoe.bounds import Checked, Declared, required_number
 from semmoe.core import NEIGHBOUR, PRIOR, Evidence, Placement, Plan, RoutingTrace
 from semmoe.jit import njit
 from semmoe.metrics import majority_rank
@@ -77,7 +77,7 @@ class PaperScheduler(OneByOne):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PaperTables:
+class PaperTables(Checked):
     """Attention-TP: the tables in which Algorithm 3 looks up the rank, inside a group, that hosts a token's experts."""
 
     kind: ClassVar[str] = "paper-tables"
@@ -88,9 +88,6 @@ class PaperTables:
     path_confidence: np.ndarray  # A_p, (L, D, S ** lookback) float16
     token_source: np.ndarray  # (V + 1,) uint8: PRIOR, PROFILED or NEIGHBOUR
     lookback: int = required_number(1, 20)
-
-    def __post_init__(self) -> None:
-        check_numbers(self)
 
     def declared(self, topology: Topology, fingerprint: Fingerprint) -> dict[str, Declared]:
         """What each array must be; raises ValueError for a look-back that does not fit."""

@@ -5,20 +5,17 @@ from typing import ClassVar
 
 import numpy as np
 
-from semmoe.bounds import MOST_RANKS, Declared, check_numbers, required_number
+from semmoe.bounds import MOST_RANKS, Checked, Declared, check_numbers, required_number
 from semmoe.topology import Fingerprint, Topology
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundRobin:
+class RoundRobin(Checked):
     """Requests to groups round-robin, as an engine does without a plan."""
 
     kind: ClassVar[str] = "round-robin"
     by_tables: ClassVar[bool] = False
     num_groups: int = required_number(1, MOST_RANKS)
-
-    def __post_init__(self) -> None:
-        check_numbers(self)
 
     def declared(self, topology: Topology, fingerprint: Fingerprint) -> dict[str, Declared]:
         """No array. Raises ValueError unless the number of groups is the topology's."""

@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 
 from semmoe.affinity import known_rows
-from semmoe.bounds import Declared, check_numbers, required_number
+from semmoe.bounds import Checked, Declared, required_number
 from semmoe.core import DECODE, NEIGHBOUR, PRIOR, Evidence, Plan, RoutingTrace
 from semmoe.tokens import kernels
 from semmoe.tokens.kernels import FRACTION, SCALE
@@ -91,7 +91,7 @@ class Looks:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PathScores:
+class PathScores(Checked):
     """Token policy of the path predictor: tables whose rows sum to the number of a token's experts expected on each
     rank.
 
@@ -110,9 +110,6 @@ class PathScores:
     lookback: int = required_number(0, MOST_LOOKBACK)  # layers
     # how many of the first planes have one row per position by weight
     ordered: int = required_number(0, MOST_LOOKBACK)
-
-    def __post_init__(self) -> None:
-        check_numbers(self)
 
     @property
     def looks(self) -> Looks:
