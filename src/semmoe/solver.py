@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from semmoe import html
 from semmoe.core import DECODE, PREFILL, Plan, RoutingTrace
 from semmoe.methods import check_applies, find_method
 from semmoe.placement.problem import Problem, Progress, Solution
@@ -120,15 +119,6 @@ class Comparison:
 
     def __repr__(self) -> str:
         return "\n".join(f"{name}: {result!r}" for name, result in self.results.items())
-
-    def _repr_html_(self) -> str:
-        columns, rows = ["method", "LAR", "remote ranks", "load max/mean", "bytes of linear's"], []
-        linear = max(int(self.results["linear"].total.rows.sum()), 1)
-        for name, result in self.results.items():
-            total, load = result.total, float(result.load_max_over_mean.mean())
-            figures = (total.lar, total.remote_ranks_per_token, load, total.rows.sum() / linear)
-            rows.append([name, *(f"{figure:.3f}" for figure in figures)])
-        return html.table("Methods", columns, rows)
 
 
 def compare(

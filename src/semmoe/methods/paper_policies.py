@@ -14,7 +14,7 @@ from semmoe.bounds import Checked, Declared, required_number
 from semmoe.core import NEIGHBOUR, PRIOR, Evidence, Placement, Plan, RoutingTrace
 from semmoe.jit import njit
 from semmoe.metrics import majority_rank
-from semmoe.requests.scheduler import OneByOne
+from semmoe.requests.scheduler import RequestScheduler
 from semmoe.tokens.kernels import SCALE
 from semmoe.tokens.slices import slice_size
 from semmoe.topology import Fingerprint, Topology
@@ -49,7 +49,7 @@ class PaperTable:
         return self.request_source[token_ids] == PRIOR
 
 
-class PaperScheduler(OneByOne):
+class PaperScheduler(RequestScheduler):
     """Algorithm 2: schedules requests to attention-DP groups by the summed group shares of their prompt's tokens.
 
     In every round of D requests each group gets one. The paper prints the mask inverted (its line 4): here the groups

@@ -11,7 +11,7 @@ from semmoe.requests.policy import PromptScores
 from semmoe.requests.predictor import mean_length
 
 
-def least_loaded(problem: Problem) -> Solution:
+def solve(problem: Problem) -> Solution:
     """Schedule requests by the work of the groups only."""
     return replace(linear.solve(problem), requests=without_scores(problem.trace, problem.topology.dp_size))
 
