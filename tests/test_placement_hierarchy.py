@@ -15,7 +15,7 @@ from semmoe.placement import cocluster, hierarchy, ours
 from semmoe.placement.joint import pairs_between, seat_groups
 from semmoe.placement.layers import LayerSearch, Tokens
 from semmoe.placement.loads import total_cost
-from semmoe.placement.problem import Problem, default_costs
+from semmoe.placement.problem import Problem, default_costs, weighed_tokens
 from semmoe.replayer import replay
 from semmoe.rowcosts import KINDS, kind_costs, mean_costs, near_and_far, plain_costs
 from semmoe.settings import CoclusterSettings, ReplaySettings, SolveSettings
@@ -195,9 +195,9 @@ def test_a_phase_without_tokens_is_refused():
     trace = random_trace(0)
     with pytest.raises(ValueError, match="phase is prefill, of which the trace has no token"):
         solve(trace, Topology(ep_size=4), quick(phase="prefill"))
-    weighed = cocluster.weighed_tokens(with_prefill(trace, 5), "prefill")
+    weighed = weighed_tokens(with_prefill(trace, 5), "prefill")
     assert weighed.sum() == 5
-    assert cocluster.weighed_tokens(trace, "both").all()
+    assert weighed_tokens(trace, "both").all()
 
 
 def test_groups_that_use_each_other_s_experts_are_seated_on_one_node_by_hand():

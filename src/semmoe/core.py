@@ -247,10 +247,6 @@ class RequestPolicy(Protocol):
     kind: ClassVar[str]
     by_tables: ClassVar[bool]
 
-    @property
-    def num_groups(self) -> int:
-        """D, the number of attention groups."""
-
     def declared(self, topology: Topology, fingerprint: Fingerprint) -> dict[str, Declared]:
         """Same as `TokenPolicy.declared`."""
 

@@ -11,7 +11,7 @@ import tempfile
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ValidationError
@@ -192,22 +192,18 @@ def load_arrays(path: Path, names: set[str]) -> dict[str, np.ndarray]:
 
 def array_shape(path: Path, name: str) -> tuple[int, ...]:
     """The shape of one array of a safetensors file, without reading its data."""
-    with _opened(path) as file:
-        return tuple(file.get_slice(name).get_shape())
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return tuple(file.get_slice(name).get_shape())
+    except SafetensorError as error:
+        raise ValueError(f"{path} is truncated or damaged ({error})") from None
 
 
 def load_array(path: Path, name: str) -> np.ndarray:
     """One array of a safetensors file, without reading the others."""
-    with _opened(path) as file:
-        return np.asarray(file.get_tensor(name))
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    """Open a safetensors file; raises ValueError that names it if it is damaged."""
     try:
         with safe_open(path, framework="numpy") as file:
-            yield file
+            return np.asarray(file.get_tensor(name))
     except SafetensorError as error:
         raise ValueError(f"{path} is truncated or damaged ({error})") from None
 

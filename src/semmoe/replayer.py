@@ -136,7 +136,8 @@ def replay(
         expected = sum(evidence.expected_local(rows, home % size) for rows, home in zip(batches, homes, strict=True))
         predicted.append(expected / sum_traffic(traffic).pairs)
         for rows, home, to in zip(batches, homes, targets, strict=True):
-            of_unknown += _local_pairs(to[unknown[rows]], home[unknown[rows]])
+            local = (to == home[:, None])[unknown[rows]]
+            of_unknown += local.sum(), local.size
         layers.append(sum_traffic(traffic))
         mean.append(np.mean([max_over_mean(t.load) for t in traffic]))
         median.append(np.mean([max_over_median(t.load) for t in traffic]))
@@ -221,11 +222,6 @@ def _homes(evidence: Evidence, group: np.ndarray, rows: np.ndarray, topology: To
         inside = np.flatnonzero(groups == d)
         home[inside] = d * S + evidence.slices(rows[inside], S)
     return home
-
-
-def _local_pairs(targets: np.ndarray, home: np.ndarray) -> np.ndarray:
-    """(local pairs, pairs) of tokens on ranks home (B,) whose pairs the ranks targets (B, K) compute."""
-    return np.array([(targets == home[:, None]).sum(), targets.size])
 
 
 def _unknown_share(trace: RoutingTrace, plan: Plan) -> float:

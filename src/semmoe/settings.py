@@ -35,11 +35,7 @@ class CoclusterSettings(Checked):
 
     activation: float = number(1.0, 0, 1e6)  # gain from a (token, expert) pair on the token's own rank
     remote_rank: float = number(
-        1.0,
-        0,
-        1e6,
-        flag="remote_rank_cost",
-        help="semmoe: cost of a row to another rank, in local (token, expert) pairs.",
+        1.0, 0, 1e6, flag="remote_rank_cost", help="semmoe: cost of a row to another rank, in local pairs."
     )
     remote_node: float = number(
         1.0, 0, 1e6, flag="remote_node_cost", help="semmoe: additional cost of a row to another node."

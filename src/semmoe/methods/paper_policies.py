@@ -31,11 +31,6 @@ class PaperTable:
     request_scores: np.ndarray  # T, (V + 1, D) float32: group shares of each token
     request_source: np.ndarray  # (V + 1,) uint8: PRIOR, PROFILED or NEIGHBOUR
 
-    @property
-    def num_groups(self) -> int:
-        """D."""
-        return self.request_scores.shape[1]
-
     def declared(self, topology: Topology, fingerprint: Fingerprint) -> dict[str, Declared]:
         """What each array must be."""
         V = fingerprint.vocab_size
@@ -57,10 +52,10 @@ class PaperScheduler(RequestScheduler):
     """
 
     def __init__(self, policy: PaperTable) -> None:
-        super().__init__(policy.num_groups)
+        super().__init__(policy.request_scores.shape[1])
         self._scores = policy.request_scores
         self._unknown = policy.request_source == PRIOR
-        self._used = np.zeros(self._scores.shape[1], bool)
+        self._used = np.zeros(self._groups, bool)
 
     def choose(self, prompt_ids: np.ndarray) -> int:
         """The group for one request. Ids outside the vocabulary use the prior and are counted.

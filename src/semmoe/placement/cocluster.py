@@ -17,15 +17,15 @@ from time import monotonic
 import numpy as np
 
 from semmoe.copychoice import CopyChoice, preferred_copies
-from semmoe.core import DECODE, PREFILL, Placement, RoutingTrace
+from semmoe.core import DECODE, PREFILL, Placement
 from semmoe.placement.copies import LOAD_PRICE, hosting_ranks, level, nearest_copies, primary_copy_choice
 from semmoe.placement.layers import LayerSearch, Layout, Tokens
 from semmoe.placement.loads import expected_load, total_cost
-from semmoe.placement.problem import Problem
+from semmoe.placement.problem import Problem, weighed_tokens
 from semmoe.rowcosts import RowCosts, mean_costs, near_and_far
-from semmoe.settings import CoclusterSettings
+from semmoe.splitter import draw_requests
 from semmoe.tokens.kernels import SCALE
-from semmoe.tokens.predictor import Predictor, predict, sample_requests
+from semmoe.tokens.predictor import Predictor, predict
 from semmoe.tokens.slices import assign
 from semmoe.topology import Topology, physical_experts
 
@@ -63,7 +63,7 @@ class _Layers:
         known = weighed_tokens(trace, settings.phase)
         searched = known & ~held_out[self.request]
         self.group, self.weighed = request_groups[self.request], np.flatnonzero(searched if searched.any() else known)
-        requests = sample_requests(trace, MEASURED_TOKENS, seed)
+        requests = draw_requests(np.diff(trace.request_offsets), MEASURED_TOKENS, seed)
         self.part = trace.select(requests)
         self.part_group = request_groups[requests][self.part.request_of_token()]
         most = MEASURED_BATCHES * settings.cocluster.batch_tokens
@@ -146,7 +146,13 @@ def place(
     chosen = _search(layers, f.num_layers)
     slots = np.stack([layout.slots for layout in chosen])
     slots = slots if layers.before is None else keep_slots(slots, layers.before)
-    return _placement(slots, chosen, f.num_experts, layers.settings)
+    return Placement(
+        physical_to_logical_map=slots.reshape(len(slots), -1).astype(np.int32),
+        num_experts=f.num_experts,
+        ep_size=ranks,
+        static_dispatch=np.stack([layout.preferred for layout in chosen]),
+        copy_choice=layers.settings.copy_choice if redundant > 0 else "static",
+    )
 
 
 def _search(layers: _Layers, num_layers: int) -> list[Measured]:
@@ -176,12 +182,6 @@ def _dearness(costs: tuple[RowCosts, RowCosts], topology: Topology) -> float:
     return max(far / near, 1.0) if near > 0 else 1.0
 
 
-def weighed_tokens(trace: RoutingTrace, phase: str) -> np.ndarray:
-    """(T,) bool: the tokens of a phase, `prefill`, `decode` or `both`."""
-    codes = {"prefill": [PREFILL], "decode": [DECODE], "both": [PREFILL, DECODE]}[phase]
-    return np.isin(trace.phase, codes)
-
-
 def keep_slots(slots: np.ndarray, previous: np.ndarray) -> np.ndarray:
     """(L, G, P / G): `slots` with every expert that stays on its rank in the slot that it had in `previous`."""
     stays = (slots[..., None, :] == previous[..., :, None]).any(axis=-1)  # by previous slot
@@ -189,16 +189,6 @@ def keep_slots(slots: np.ndarray, previous: np.ndarray) -> np.ndarray:
     out = previous.copy()
     out[~stays] = slots[came]
     return out
-
-
-def _placement(slots: np.ndarray, layouts: list[Measured], num_experts: int, settings: CoclusterSettings) -> Placement:
-    return Placement(
-        physical_to_logical_map=slots.reshape(len(slots), -1).astype(np.int32),
-        num_experts=num_experts,
-        ep_size=slots.shape[1],
-        static_dispatch=np.stack([layout.preferred for layout in layouts]),
-        copy_choice=settings.copy_choice if slots[0].size > num_experts else "static",
-    )
 
 
 def _measure(layout, trace, layer, rows, charged, group, expected, topology, settings, costs) -> Measured:

@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from semmoe.core import Placement, Plan, RequestPolicy, RoutingTrace, TokenPolicy
+from semmoe.core import DECODE, PREFILL, Placement, Plan, RequestPolicy, RoutingTrace, TokenPolicy
 from semmoe.requests.policy import RoundRobin
 from semmoe.rowcosts import RowCosts, plain_costs
 from semmoe.settings import CoclusterSettings, SolveSettings
@@ -40,6 +40,12 @@ def default_costs(topology: Topology, settings: CoclusterSettings) -> tuple[RowC
     """The costs of both phases by the three weights of the settings."""
     plain = plain_costs(topology, settings.activation, settings.remote_rank, settings.remote_node)
     return plain, plain
+
+
+def weighed_tokens(trace: RoutingTrace, phase: str) -> np.ndarray:
+    """(T,) bool: the tokens of a phase, `prefill`, `decode` or `both`."""
+    codes = {"prefill": [PREFILL], "decode": [DECODE], "both": [PREFILL, DECODE]}[phase]
+    return np.isin(trace.phase, codes)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,11 +47,6 @@ class PromptScores:
     score_spread: float = required_number(0, 1)
     mean_length: float = required_number(1e-9, 1e12)  # decode tokens of a profiled request
 
-    @property
-    def num_groups(self) -> int:
-        """D."""
-        return len(self.bias)
-
     def declared(self, topology: Topology, fingerprint: Fingerprint) -> dict[str, Declared]:
         """What each array must be."""
         check_numbers(self)

@@ -81,13 +81,9 @@ def _shape(trace: RoutingTrace) -> tuple[int, int]:
     return trace.fingerprint.top_k, trace.fingerprint.num_experts
 
 
-def sample_requests(trace: RoutingTrace, max_tokens: int, seed: int) -> np.ndarray:
-    """Random requests with about `max_tokens` routed tokens in total, in arrival order; all if there are no more."""
-    return draw_requests(np.diff(trace.request_offsets), max_tokens, seed)
-
-
 def _sample(trace: RoutingTrace, max_tokens: int, seed: int) -> RoutingTrace:
-    return trace.select(sample_requests(trace, max_tokens, seed))
+    """Random requests with about `max_tokens` routed tokens in total, in arrival order; all if there are no more."""
+    return trace.select(draw_requests(np.diff(trace.request_offsets), max_tokens, seed))
 
 
 def _solve(design: Design, ridge: float, path_rows: int) -> LayerFit:
