@@ -8,13 +8,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from lab.results import Part, parts
 from lab.subjects import field_of
 from semmoe.core import Plan, RoutingTrace
 from semmoe.dataset import Prompt, encode, load_dataset
 from semmoe.demo import MODEL, demo_prompts
 from semmoe.files import read_limited
 from semmoe.npz import MAX_META_BYTES
-from semmoe.results import Part, parts
 from semmoe.settings import DemoSettings, SolveSettings
 from semmoe.solver import solve
 from semmoe.texts import held_out_prompts

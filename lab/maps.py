@@ -9,7 +9,7 @@ from sklearn.manifold import TSNE
 
 from lab.inputs import Inputs, Source
 from lab.item import OTHER, PLAN, Cell, Comparison, Item, Result, panel
-from semmoe.affinity import build_affinity
+from semmoe.affinity import token_counts
 from semmoe.concentration import quantiles
 from semmoe.core import RoutingTrace
 
@@ -100,9 +100,9 @@ def figure6b(inputs: Inputs) -> Result:
 
 def first_layer(trace: RoutingTrace) -> tuple[np.ndarray, np.ndarray]:
     """(U,) how often each token type occurs, the most frequent first, and (U, E) what it activates in layer 0."""
-    affinity = build_affinity(trace)
-    types = np.argsort(-affinity.token_frequency, kind="stable")[: int((affinity.token_frequency > 0).sum())]
-    return affinity.token_frequency[types], affinity.token_counts[0][types].toarray()
+    frequency = np.bincount(trace.token_ids, minlength=trace.fingerprint.vocab_size)
+    types = np.argsort(-frequency, kind="stable")[: int((frequency > 0).sum())]
+    return frequency[types], token_counts(trace)[0][types].toarray()
 
 
 def reordered(counts: np.ndarray, seed: int) -> np.ndarray:

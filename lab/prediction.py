@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from scipy.sparse import csr_matrix
 
-from semmoe.affinity import build_affinity
+from semmoe.affinity import token_counts
 from semmoe.core import RoutingTrace
 from semmoe.splitter import split
 
@@ -17,12 +17,11 @@ def prediction(trace: RoutingTrace, profile_share: float = 0.25, seed: int = 0) 
     Precision is over tokens that the profile has seen; F1 also counts tokens that it has not seen, as misses.
     """
     profile, rest = split(trace, profile_share, seed)
-    affinity = build_affinity(profile)
     K = trace.fingerprint.top_k
-    known = affinity.token_frequency[rest.token_ids] > 0
+    known = np.isin(rest.token_ids, profile.token_ids)
     types, index = np.unique(rest.token_ids[known], return_inverse=True)
     layers = []
-    for layer, matrix in enumerate(affinity.token_counts):
+    for layer, matrix in enumerate(token_counts(profile)):
         top = np.argsort(-matrix[types].toarray(), axis=1, kind="stable")[:, :K]
         hits = (rest.expert_ids[known, layer][:, :, None] == top[index][:, None, :]).any(axis=2).sum()
         precision, recall = hits / max(known.sum() * K, 1), hits / max(rest.num_tokens * K, 1)

@@ -6,7 +6,7 @@ from lab.inputs import Inputs, Source
 from lab.item import MODEL_DIFFERS, Cell, Comparison, Item, Result, panel, span
 from lab.prediction import next_layer_hit_rate
 from lab.readings import readings
-from semmoe.affinity import build_affinity, pair_count
+from semmoe.affinity import pair_count
 from semmoe.concentration import concentration
 from semmoe.splitter import split
 
@@ -20,7 +20,7 @@ def table1(inputs: Inputs) -> Result:
     comparisons: list[Comparison] = []
     figure, axes = panel(columns=len(inputs.sources))
     for source, axis in zip(inputs.sources, axes[0], strict=True):
-        layers = concentration(source.trace, build_affinity(source.trace))
+        layers = concentration(source.trace)
         for form in ("by_type", "by_occurrence"):
             rows += [
                 [

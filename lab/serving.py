@@ -6,7 +6,7 @@ from typing import Any
 
 from lab.inputs import Inputs
 from lab.item import BASELINE, OTHER, PLAN, VANILLA, Cell, Comparison, Item, LackingError, Result, legend, panel
-from semmoe.results import AT_ONCE, LIGHT, ServingSweep, serving_sweep
+from lab.results import AT_ONCE, LIGHT, ServingSweep, serving_sweep
 
 TTFT, E2E = "median_ttft_ms", "median_e2e_ms"
 IN_WORDS = {TTFT: "median time to first token, ms", E2E: "median end-to-end time, ms"}

@@ -18,7 +18,7 @@ TOTAL, FILE, FUNCTION = 29_481, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 313,
-    "topology.py bounds.py digests.py html.py jit.py": 337,
+    "topology.py bounds.py digests.py jit.py": 337,
     "files.py npz.py routing.py trace.py streams.py": 875,
     "affinity.py splitter.py copychoice.py metrics.py capacity.py": 682,
     "settings.py calibration.py cost.py rowcosts.py payoff.py": 940,
@@ -42,7 +42,7 @@ ROOMS = {
 }
 # From the ground up: a module imports from its own storey and those below.
 STOREYS = (
-    ("bounds", "client", "digests", "html", "jit", "topology", "core", "console", "prompts", "texts"),
+    ("bounds", "client", "digests", "jit", "topology", "core", "console", "prompts", "texts"),
     ("files", "npz", "routing", "trace", "copychoice", "metrics"),
     ("capacity", "affinity", "rowcosts", "settings", "splitter", "streams"),
     ("calibration", "dataset", "results"),

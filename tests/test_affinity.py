@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic import make_trace, random_trace
 
-from semmoe.affinity import build_affinity, confidence, nearest_profiled
+from lab.methods.grouping import paths_of
+from semmoe.affinity import expert_load, nearest_profiled, request_counts, token_counts
 
 
 def hand_trace():
@@ -15,32 +16,22 @@ def hand_trace():
 
 
 def test_counts_of_a_hand_made_trace():
-    affinity = build_affinity(hand_trace())
-    assert affinity.token_counts[0].toarray()[5].tolist() == [2, 1, 0, 1]
-    assert affinity.token_counts[1].toarray()[0].tolist() == [1, 0, 0, 1]
-    assert affinity.request_counts[0].toarray().tolist() == [[1, 2, 1, 0], [1, 0, 0, 1]]
-    assert affinity.path_counts[0, 0].tolist() == [0, 1, 2, 1]
-    assert affinity.expert_load.tolist() == [[2, 2, 1, 1], [1, 1, 2, 2]]
-    assert affinity.token_frequency.tolist() == [1, 0, 0, 0, 0, 2]
-    assert affinity.request_lengths.tolist() == [2, 1]
+    tokens = token_counts(hand_trace())
+    assert tokens[0].toarray()[5].tolist() == [2, 1, 0, 1]
+    assert tokens[1].toarray()[0].tolist() == [1, 0, 0, 1]
+    assert request_counts(hand_trace())[0].toarray().tolist() == [[1, 2, 1, 0], [1, 0, 0, 1]]
+    assert paths_of(hand_trace())[0, 0].tolist() == [0, 1, 2, 1]
+    assert expert_load(hand_trace()).tolist() == [[2, 2, 1, 1], [1, 1, 2, 2]]
 
 
 @given(st.integers(0, 999), st.integers(1, 3), st.integers(1, 3))
 def test_counts_agree_with_loops(seed, layers, top_k):
     trace = random_trace(seed, requests=5, layers=layers, top_k=top_k)
-    affinity = build_affinity(trace)
     tokens, requests, paths = oracles.affinity_counts(trace)
-    np.testing.assert_array_equal([m.toarray() for m in affinity.token_counts], tokens)
-    np.testing.assert_array_equal([m.toarray() for m in affinity.request_counts], requests)
-    np.testing.assert_array_equal(affinity.path_counts, paths)
-    np.testing.assert_array_equal(affinity.expert_load, tokens.sum(axis=1))
-
-
-def test_confidence_is_the_share_of_a_token_s_activations():
-    rows = confidence(build_affinity(hand_trace()).token_counts[0]).toarray()
-    assert rows[5].tolist() == [0.5, 0.25, 0, 0.25]
-    assert rows[0].tolist() == [0, 0.5, 0.5, 0]
-    assert rows[1].tolist() == [0, 0, 0, 0]
+    np.testing.assert_array_equal([m.toarray() for m in token_counts(trace)], tokens)
+    np.testing.assert_array_equal([m.toarray() for m in request_counts(trace)], requests)
+    np.testing.assert_array_equal(paths_of(trace), paths)
+    np.testing.assert_array_equal(expert_load(trace), tokens.sum(axis=1))
 
 
 def test_an_unprofiled_token_finds_the_neighbour_of_the_same_direction():

@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic import make_trace, random_trace
 
-from semmoe.affinity import build_affinity
 from semmoe.concentration import concentration, quantiles, token_statistics
 
 
@@ -51,7 +50,7 @@ def test_weighted_quantiles_are_those_of_values_repeated(pairs):
 def test_concentration_of_two_tokens():
     """Token 0 goes to experts 0 0 0 1, token 1 to 2: static top-1 is right thrice of four times, and once of one."""
     trace = make_trace([[0, 0, 0, 0, 1]], np.array([0, 0, 0, 1, 2])[:, None, None])
-    (layer,) = concentration(trace, build_affinity(trace))
+    (layer,) = concentration(trace)
     assert layer["by_occurrence"]["cumulative_hotness"] == {"p25": 0.75, "p50": 0.75, "p75": 0.75}
     assert layer["by_type"]["cumulative_hotness"] == {"p25": 0.75, "p50": 0.75, "p75": 1.0}
     assert layer["by_occurrence"]["max_other_hotness"] == {"p25": 0.25, "p50": 0.25, "p75": 0.25}
@@ -70,7 +69,7 @@ def test_concentration_agrees_with_loops(seed):
         for token, experts in zip(trace.token_ids, trace.expert_ids[:, l], strict=True):
             top = sorted(range(8), key=lambda e: (-counts[token, e], e))[:2]
             f1[l].setdefault(int(token), []).append(len(set(top) & set(experts.tolist())) / 2)
-    for l, found in enumerate(concentration(trace, build_affinity(trace))):
+    for l, found in enumerate(concentration(trace)):
         lower_medians = [sorted(values)[(len(values) - 1) // 2] for values in f1[l].values()]
         every = [value for values in f1[l].values() for value in values]
         assert found["by_type"]["f1"] == quantiles(np.array(lower_medians), np.ones(len(lower_medians)))

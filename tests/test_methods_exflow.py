@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from synthetic import planted_trace, random_trace
 
 from lab.methods import exflow, grouping
-from lab.methods.grouping import link_costs
-from semmoe.affinity import build_affinity
+from lab.methods.grouping import link_costs, paths_of
 from semmoe.topology import Topology
 
 TP2 = Topology(ep_size=2)
@@ -71,13 +70,13 @@ def test_it_is_close_to_the_best_of_all_placements(seed):
 
 def test_a_planted_structure_is_found():
     trace, _ = planted_trace(1, 4, layers=4, per_block=2, requests_per_group=20)
-    counts, topology = build_affinity(trace).path_counts, Topology(ep_size=4)
+    counts, topology = paths_of(trace), Topology(ep_size=4)
     found = labels_of(exflow.place(counts, 8, topology, 0))
     assert exflow.transfer_cost(counts, found, link_costs(topology)) == 0
 
 
 def test_every_expert_is_placed_once_and_twice_the_same():
-    counts = build_affinity(random_trace(3, experts=16)).path_counts
+    counts = paths_of(random_trace(3, experts=16))
     one, two = (exflow.place(counts, 16, Topology(ep_size=8, num_nodes=2), 0) for _ in range(2))
     assert (one.logical_replica_count == 1).all()
     np.testing.assert_array_equal(one.physical_to_logical_map, two.physical_to_logical_map)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from synthetic import random_trace
 
 from lab.methods import moetuner
-from lab.methods.grouping import link_costs
-from semmoe.affinity import build_affinity
+from lab.methods.grouping import link_costs, paths_of
+from semmoe.affinity import expert_load
 from semmoe.capacity import balanced_packing
 from semmoe.topology import Topology
 
@@ -101,12 +101,12 @@ def test_clusters_stay_whole_on_several_nodes():
 
 
 def test_the_placement_is_valid_level_and_repeatable():
-    affinity = build_affinity(random_trace(3, requests=40, experts=16))
-    arguments = (affinity.expert_load, affinity.path_counts, Topology(ep_size=4), 20.0)
+    trace = random_trace(3, requests=40, experts=16)
+    arguments = (expert_load(trace), paths_of(trace), Topology(ep_size=4), 20.0)
     one, two = moetuner.place(*arguments), moetuner.place(*arguments)
     assert (one.placement.logical_replica_count == 1).all()
     np.testing.assert_array_equal(one.placement.physical_to_logical_map, two.placement.physical_to_logical_map)
-    by_rank = np.take_along_axis(affinity.expert_load, one.placement.physical_to_logical_map, axis=1)
+    by_rank = np.take_along_axis(expert_load(trace), one.placement.physical_to_logical_map, axis=1)
     load = by_rank.reshape(3, 4, 4).sum(axis=2)
     assert (load.max(axis=1) / load.mean(axis=1)).max() < 1.05
     assert one.gap["clusters"] <= 2 * moetuner.TOLERANCE

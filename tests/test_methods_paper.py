@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic import planted_trace, random_trace
 
-from semmoe.affinity import build_affinity
 from semmoe.methods import paper
 from semmoe.settings import PaperSettings
 from semmoe.topology import Topology
@@ -19,7 +18,7 @@ QUICK = PaperSettings(steps=3, swaps_per_expert=20)
 
 
 def cluster(trace, topology, settings=QUICK, seed=0):
-    return paper.cluster(trace, build_affinity(trace), topology, settings, seed)
+    return paper.cluster(trace, topology, settings, seed)
 
 
 def ranks_of_experts(placement) -> np.ndarray:

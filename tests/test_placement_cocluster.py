@@ -14,6 +14,7 @@ from semmoe.placement import cocluster, layers
 from semmoe.placement.cocluster import Measured, choose, place
 from semmoe.placement.layers import LayerSearch, Layout, Tokens
 from semmoe.placement.loads import expected_load
+from semmoe.placement.problem import Problem, default_costs
 from semmoe.plan import load_plan, save_plan
 from semmoe.replayer import replay
 from semmoe.settings import CoclusterSettings, PredictorSettings, ReplaySettings, SolveSettings
@@ -46,7 +47,8 @@ def used_by_all(seed, **shape):
 def placed(trace, topology, redundant=0, settings=QUICK, seed=0, **more):
     predictor = fit(trace, PredictorSettings(lookback=1), seed) if topology.attn_tp_size > 1 else None
     groups = np.arange(trace.num_requests) % topology.dp_size
-    return place(trace, topology, predictor, redundant, settings, seed, groups, **more)
+    asked = SolveSettings(redundant_experts=redundant, cocluster=settings, seed=seed)
+    return place(Problem(trace=trace, topology=topology, settings=asked, **more), predictor, groups)
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
@@ -113,7 +115,7 @@ def test_a_search_that_begins_from_the_best_labels_keeps_them():
     for l in range(3):
         ids, request = trace.expert_ids[:, l], trace.request_of_token()
         tokens, topology = Tokens(ids, group, request, trace.phase), Topology(ep_size=4)
-        search = LayerSearch(tokens, 16, topology, 0, QUICK, 0, cocluster.default_costs(topology, QUICK))
+        search = LayerSearch(tokens, 16, topology, 0, QUICK, 0, default_costs(topology, QUICK))
         (layout,) = search.rough([0.0], block_of_expert[l])
         assert {tuple(sorted(rank)) for rank in layout.slots.tolist()} == {
             tuple(np.flatnonzero(block_of_expert[l] == block)) for block in range(4)
@@ -144,7 +146,7 @@ def test_a_higher_price_of_load_gives_layouts_of_less_load(redundant):
     trace = used_by_all(3, requests=60, longest=40)
     group = np.zeros(trace.num_tokens, np.int64)
     tokens, topology = Tokens(trace.expert_ids[:, 0], group, trace.request_of_token(), trace.phase), Topology(ep_size=4)
-    search = LayerSearch(tokens, 8, topology, redundant, THOROUGH, 0, cocluster.default_costs(topology, THOROUGH))
+    search = LayerSearch(tokens, 8, topology, redundant, THOROUGH, 0, default_costs(topology, THOROUGH))
     rough = search.rough([0.0, 50.0])
     finer = search.finer([0.0, 50.0])
     assert [one.load for one in rough] == sorted((one.load for one in rough), reverse=True)
@@ -166,7 +168,7 @@ def test_at_every_price_the_layout_of_least_total_is_returned(redundant, begun):
     tokens, topology = Tokens(trace.expert_ids[:, 0], group, trace.request_of_token(), trace.phase), Topology(ep_size=4)
     previous = np.array([[0, 4, 1], [1, 5, 2], [2, 6, 3], [3, 7, 4]])[:, : 3 if redundant else 2] if begun else None
     settings = replace(THOROUGH, steps=10, move_cost=0.02)
-    costs = cocluster.default_costs(topology, settings)
+    costs = default_costs(topology, settings)
     search = LayerSearch(tokens, 8, topology, redundant, settings, 0, costs, previous)
     prices = [0.5, 0.0, 4.0, 50.0]
     chosen = search.rough(prices)
@@ -202,7 +204,7 @@ def test_a_layout_is_measured_as_its_tokens_would_be_served(name):
             own = home[first : first + 40][group[rows[first : first + 40]] == d]
             slices = np.bincount(own - d * topology.attn_tp_size, minlength=topology.attn_tp_size)
             assert slices.max() <= -(-len(own) // topology.attn_tp_size)
-    costs = cocluster.default_costs(topology, settings)
+    costs = default_costs(topology, settings)
     measured = cocluster._measure(layout, trace, 1, rows, rows >= 0, group, expected, topology, settings, costs)
     experts, choice = trace.expert_ids[rows, 1], np.tile(layout.primary, (4, 1))
     local, sent, _ = oracles.traffic(experts, home, choice)

@@ -15,6 +15,7 @@ from semmoe.placement import cocluster, hierarchy, ours
 from semmoe.placement.joint import pairs_between, seat_groups
 from semmoe.placement.layers import LayerSearch, Tokens
 from semmoe.placement.loads import total_cost
+from semmoe.placement.problem import Problem, default_costs, weighed_tokens
 from semmoe.replayer import replay
 from semmoe.rowcosts import KINDS, kind_costs, mean_costs, near_and_far, plain_costs
 from semmoe.settings import CoclusterSettings, ReplaySettings, SolveSettings
@@ -194,9 +195,9 @@ def test_a_phase_without_tokens_is_refused():
     trace = random_trace(0)
     with pytest.raises(ValueError, match="phase is prefill, of which the trace has no token"):
         solve(trace, Topology(ep_size=4), quick(phase="prefill"))
-    weighed = cocluster.weighed_tokens(with_prefill(trace, 5), "prefill")
+    weighed = weighed_tokens(with_prefill(trace, 5), "prefill")
     assert weighed.sum() == 5
-    assert cocluster.weighed_tokens(trace, "both").all()
+    assert weighed_tokens(trace, "both").all()
 
 
 def test_groups_that_use_each_other_s_experts_are_seated_on_one_node_by_hand():
@@ -343,7 +344,7 @@ def test_a_token_finds_its_groups_of_one_block_on_one_node():
     group, settings = request % 8, replace(QUICK, load_limit=1.0)
     tokens, costs = (
         Tokens(trace.expert_ids[:, 0], group, request, trace.phase),
-        cocluster.default_costs(topology, QUICK),
+        default_costs(topology, QUICK),
     )
     search = LayerSearch(tokens, 16, topology, 16, settings, 0, costs, num_groups=4)
     found = search.unsearched()[2:]  # the first are of hot experts
@@ -409,9 +410,8 @@ def test_a_load_limit_that_all_rough_layouts_meet_is_used():
 def test_layouts_over_nodes_with_copies_are_measured_on_requests_that_no_search_has_seen(topology, redundant):
     trace = random_trace(0, requests=60)
     group, request = np.zeros(60, np.int64), trace.request_of_token()
-    costs = cocluster.default_costs(topology, QUICK)
-    given = None, redundant, QUICK, 0, group, None, None, lambda done: None, None, costs, "both"
-    found = cocluster._Layers(trace, topology, *given)
+    settings = SolveSettings(redundant_experts=redundant, cocluster=QUICK)
+    found = cocluster._Layers(Problem(trace=trace, topology=topology, settings=settings), None, group)
     searched = set(request[found.weighed].tolist())
     charged = set(found.part.request_of_token()[found.rows][found.charged].tolist())  # all requests are in the part
     assert found.part.num_requests == 60

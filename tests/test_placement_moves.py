@@ -20,9 +20,9 @@ from test_placement_search import (
 
 from semmoe.placement import moves, swaps
 from semmoe.placement.homes import index, make_state
-from semmoe.placement.loads import MIXES, draw_mixes, highest, highest_after, make_loads
+from semmoe.placement.loads import MIXES, draw_mixes, highest, highest_after, make_prices
 from semmoe.placement.replicas import contribute, make_tables
-from semmoe.placement.search import PROMOTE, REPLACE, SWAP, settle
+from semmoe.placement.search import PROMOTE, REPLACE, SWAP, Effort, settle
 from semmoe.topology import Topology
 
 SINGLE = [
@@ -193,8 +193,8 @@ def search(
     run = swaps.search_swaps if single else moves.search_moves
     tables = swaps.make_gains(state) if single else make_tables(state)
     dues = np.zeros((E, topology.ep_size)) if dues is None else dues
-    loads = make_loads(topology.ep_size, mixes.shape[1])
-    cost, load, made = run(state, scratch, tables, dues, mixes, loads, load_price, 0, rounds, steps, steps, 2, seed)
+    prices, effort = make_prices(dues, mixes, load_price), Effort(0, rounds, steps, steps, 2, seed)
+    cost, load, made = run(state, scratch, tables, prices, effort)
     return state, cost, load, made
 
 
@@ -295,7 +295,7 @@ def test_no_expert_goes_where_it_costs_more_than_it_gains(redundant, seed):
 def test_the_highest_load_and_what_a_swap_makes_of_it_by_loops(seed, ranks):
     rng = np.random.default_rng(seed)
     mixes, rank_of = rng.random((12, 5)), rng.permutation(np.arange(12) % ranks)
-    loads = make_loads(ranks, 5)
+    loads = make_prices(np.zeros((1, ranks)), np.zeros((1, 5)), 0.0).loads
     load = loads.now
     load[:] = [mixes[rank_of == g].sum(axis=0) for g in range(ranks)]
     assert highest(loads) == pytest.approx(load.max(axis=0).mean())
@@ -323,7 +323,8 @@ def test_prices_are_settled_between_rounds():
     instance, layout = random_sets(0, 8, 1, count=400), random_layout(0, 8, 4)
     state, scratch = make_state(*instance, *layout, Topology(ep_size=4), uniform_costs(Topology(ep_size=4)))
     dues, mixes = np.zeros((8, 4)), np.full((8, 2), 0.5)
-    swaps.search_swaps(state, scratch, swaps.make_gains(state), dues, mixes, make_loads(4, 2), 0.0, 4, 3, 20, 20, 2, 0)
+    prices, effort = make_prices(dues, mixes, 0.0), Effort(4, 3, 20, 20, 2, 0)
+    swaps.search_swaps(state, scratch, swaps.make_gains(state), prices, effort)
     assert state.price.any()
     settle(state, 0)
     full = np.bincount(state.home, state.weight, 4)

@@ -17,9 +17,9 @@ from lab.inputs import Inputs
 from lab.item import LackingError
 from lab.methods import moetuner
 from lab.readings import readings
+from lab.results import serving_sweep
 from lab.subjects import FIELDS, field_of
 from semmoe.placement.linear import vanilla_plan
-from semmoe.results import serving_sweep
 from semmoe.settings import CoclusterSettings, SolveSettings
 from semmoe.topology import Topology
 from semmoe.trace import save_trace

@@ -184,8 +184,11 @@ def test_the_weights_of_wide_targets_are_chosen_by_a_sketch(monkeypatch):
     search = request_map._Regression(targets, np.ones(30), np.arange(30))
     kernels = views @ views.T, noise @ noise.T
 
+    monkeypatch.setattr(request_map, "ROUTING_WEIGHTS", (0.0, 5.0))
+    monkeypatch.setattr(request_map, "RIDGES", (1e-3, 1e3))
+
     def chosen():
-        return search.choose(*kernels, (0.0, 5.0), (1e-3, 1e3), seed=0)
+        return search.choose(*kernels, seed=0)
 
     everything = chosen()
     monkeypatch.setattr(request_map, "SKETCH", 4)

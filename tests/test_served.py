@@ -24,7 +24,7 @@ from serving.report import report
 from serving.server import serving
 from serving.tables import tables
 
-from semmoe.results import parts, serving_sweep
+from lab.results import parts, serving_sweep
 
 NOISE = 0.02  # of a configuration in a round, beside what a round does to all
 

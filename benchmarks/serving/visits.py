@@ -1,11 +1,12 @@
-"""Measurements in the form that the lab's paper items and `semmoe report` read: `semmoe.results.ServingSweep`."""
+"""Measurements in the form that the lab's paper items read: `lab.results.ServingSweep`."""
 
 from collections import Counter
 from statistics import median
 from typing import Any
 
-from semmoe.results import AT_ONCE as ALL_AT_ONCE
-from semmoe.results import LIGHT, ServingSweep, checked
+from lab.results import AT_ONCE as ALL_AT_ONCE
+from lab.results import LIGHT, ServingSweep
+from semmoe.results import checked
 from serving.claims import claim, hull, tail
 from serving.configurations import VANILLA
 from serving.pieces import AT_ONCE, LOW, MAIN, Workload

@@ -13,8 +13,7 @@ to the rank of its attention after each layer, so that only the placement is tak
 
 import numpy as np
 
-from lab.methods.grouping import group_hierarchically, link_costs
-from semmoe.affinity import build_affinity
+from lab.methods.grouping import group_hierarchically, link_costs, paths_of
 from semmoe.capacity import equal_groups
 from semmoe.core import Placement
 from semmoe.methods import Method
@@ -28,7 +27,7 @@ STARTS = 4  # placements of the first layer: grouped by successors, in order, an
 
 def solve(problem: Problem) -> Solution:
     """Place experts by the paths of tokens in the profile."""
-    counts, experts = build_affinity(problem.trace).path_counts, problem.trace.fingerprint.num_experts
+    counts, experts = paths_of(problem.trace), problem.trace.fingerprint.num_experts
     return placement_alone(place(counts, experts, problem.topology, problem.settings.seed), problem.topology)
 
 

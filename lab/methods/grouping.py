@@ -1,10 +1,13 @@
 """Parts that several methods share: equal groups of experts that tokens choose together, and costs of transfers."""
 
 import warnings
+from itertools import pairwise
 
 import numpy as np
 from scipy.cluster.vq import kmeans2
 
+from semmoe.affinity import pair_count
+from semmoe.core import RoutingTrace
 from semmoe.topology import Topology
 
 STARTS = 8  # starts of k-means, of which the best is kept
@@ -18,6 +21,13 @@ def link_costs(topology: Topology) -> np.ndarray:
     cost = np.where(node[:, None] == node, 1.0, NODE_COST)
     np.fill_diagonal(cost, 0.0)
     return cost
+
+
+def paths_of(trace: RoutingTrace) -> np.ndarray:
+    """(L - 1, E, E) int64: the number of tokens that chose e at a layer and e' at the next."""
+    layers, experts = trace.expert_ids.transpose(1, 0, 2), trace.fingerprint.num_experts
+    paths = [pair_count(before, after, experts) for before, after in pairwise(layers)]
+    return np.array(paths, np.int64).reshape(-1, experts, experts)
 
 
 def group_hierarchically(together: np.ndarray, num_nodes: int, num_ranks: int, rng) -> np.ndarray:

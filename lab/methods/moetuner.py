@@ -22,8 +22,8 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, linear_sum_assignment, milp
 from scipy.sparse import bmat, eye, kron
 
-from lab.methods.grouping import link_costs
-from semmoe.affinity import build_affinity
+from lab.methods.grouping import link_costs, paths_of
+from semmoe.affinity import expert_load
 from semmoe.capacity import balanced_packing
 from semmoe.core import Placement
 from semmoe.methods import Method
@@ -44,8 +44,7 @@ class Tuned:
 
 def solve(problem: Problem) -> Solution:
     """Place experts by the load and the paths of the profile, within TIME_LIMIT."""
-    affinity = build_affinity(problem.trace)
-    tuned = place(affinity.expert_load, affinity.path_counts, problem.topology, TIME_LIMIT)
+    tuned = place(expert_load(problem.trace), paths_of(problem.trace), problem.topology, TIME_LIMIT)
     return placement_alone(tuned.placement, problem.topology, tuned.gap)
 
 

@@ -1,46 +1,26 @@
-"""Affinity: token-to-expert, request-to-expert and layer-to-layer counts; which row of a table a token id uses."""
-
-from dataclasses import dataclass
-from itertools import pairwise
+"""Affinity: how often tokens and requests activate experts, and experts each other; a token id's row of a table."""
 
 import numpy as np
 from scipy.sparse import csr_matrix
 
 from semmoe.core import NEIGHBOUR, PRIOR, PROFILED, RoutingTrace
-from semmoe.topology import Fingerprint
 
 
-@dataclass(frozen=True, kw_only=True)
-class Affinity:
-    """How often each token and each request activates each expert: the paper's T^(L), from which C_p is derived."""
-
-    token_counts: list[csr_matrix]  # L matrices (V, E) int32: activations of an expert by a token id
-    request_counts: list[csr_matrix]  # L matrices (R, E) int32
-    path_counts: np.ndarray  # (L - 1, E, E) int64: tokens that chose e at layer l and e' at layer l + 1
-    token_frequency: np.ndarray  # (V,) int64
-    request_lengths: np.ndarray  # (R,) int64: routed tokens of each request
-    fingerprint: Fingerprint
-
-    @property
-    def expert_load(self) -> np.ndarray:
-        """(L, E) int64: activations per expert."""
-        return np.stack([np.asarray(counts.sum(axis=0)).ravel() for counts in self.token_counts]).astype(np.int64)
-
-
-def build_affinity(trace: RoutingTrace) -> Affinity:
-    """Count activations (paper, section 3.2) in sparse matrices, whose memory grows with the pairs that occur."""
+def token_counts(trace: RoutingTrace) -> list[csr_matrix]:
+    """The paper's T^(L): L matrices (V, E) int32, how often a token id activates an expert."""
     f = trace.fingerprint
-    layers = [trace.expert_ids[:, l] for l in range(f.num_layers)]  # (T, K) each
-    requests = trace.request_of_token()
-    paths = [pair_count(before, after, f.num_experts) for before, after in pairwise(layers)]
-    return Affinity(
-        token_counts=[count(trace.token_ids, ids, f.vocab_size, f.num_experts) for ids in layers],
-        request_counts=[count(requests, ids, trace.num_requests, f.num_experts) for ids in layers],
-        path_counts=np.array(paths, np.int64).reshape(-1, f.num_experts, f.num_experts),
-        token_frequency=np.bincount(trace.token_ids, minlength=f.vocab_size),
-        request_lengths=np.diff(trace.request_offsets),
-        fingerprint=f,
-    )
+    return [count(trace.token_ids, trace.expert_ids[:, l], f.vocab_size, f.num_experts) for l in range(f.num_layers)]
+
+
+def request_counts(trace: RoutingTrace) -> list[csr_matrix]:
+    """L matrices (R, E) int32: how often a request activates an expert."""
+    f, requests = trace.fingerprint, trace.request_of_token()
+    return [count(requests, trace.expert_ids[:, l], trace.num_requests, f.num_experts) for l in range(f.num_layers)]
+
+
+def expert_load(trace: RoutingTrace) -> np.ndarray:
+    """(L, E) int64: activations per expert."""
+    return np.stack([np.asarray(counts.sum(axis=0)).ravel() for counts in token_counts(trace)]).astype(np.int64)
 
 
 def count(keys: np.ndarray, expert_ids: np.ndarray, num_keys: int, num_experts: int) -> csr_matrix:
@@ -61,14 +41,6 @@ def pair_count(before: np.ndarray, after: np.ndarray, num_experts: int, weight: 
         pairs = before[:, i, None].astype(np.int64) * num_experts + after
         out += np.bincount(pairs.ravel(), repeated, minlength=out.size)
     return out.reshape(num_experts, num_experts)
-
-
-def confidence(counts: csr_matrix) -> csr_matrix:
-    """The paper's C_p: each row of T^(L) divided by its sum; rows of unseen tokens stay empty."""
-    totals = np.asarray(counts.sum(axis=1)).ravel()
-    out = counts.astype(np.float32)
-    out.data /= np.repeat(totals, np.diff(counts.indptr)).astype(np.float32)
-    return out
 
 
 def nearest_profiled(embeddings: np.ndarray, profiled: np.ndarray, block: int = 4096) -> np.ndarray:

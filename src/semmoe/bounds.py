@@ -68,6 +68,13 @@ def check_numbers(settings: Any) -> None:
             raise ValueError(f"{one.name} must lie between {low:,} and {high:,}, not {value}")
 
 
+class Checked:
+    """Base of dataclasses whose numbers and choices are checked when they are made."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self)
+
+
 def check_table(what: str, *sizes: int) -> None:
     """Raise ValueError if an array of these sizes has more entries than any known model needs."""
     entries = math.prod(sizes)

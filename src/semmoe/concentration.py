@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 from scipy.stats import kurtosis
 
-from semmoe.affinity import Affinity
+from semmoe.affinity import token_counts
 from semmoe.core import RoutingTrace
 
 QUANTILES = (0.25, 0.5, 0.75)
 
 
-def concentration(trace: RoutingTrace, affinity: Affinity) -> list[dict[str, Any]]:
+def concentration(trace: RoutingTrace) -> list[dict[str, Any]]:
     """Per layer, by type and by occurrence: quantiles of F1, cumulative and maximum non-top-k hotness, and kurtosis."""
     K = trace.fingerprint.top_k
     types, index, frequency = np.unique(trace.token_ids, return_inverse=True, return_counts=True)
     out = []
-    for layer, matrix in enumerate(affinity.token_counts):
+    for layer, matrix in enumerate(token_counts(trace)):
         counts = matrix[types].toarray()
         columns = token_statistics(counts, K)
         by_type = {name: quantiles(values, np.ones(len(types))) for name, values in columns.items()}

@@ -19,7 +19,6 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from semmoe import html
 from semmoe.bounds import Declared, check_offsets, check_range, check_table
 from semmoe.topology import Fingerprint, Topology
 
@@ -248,10 +247,6 @@ class RequestPolicy(Protocol):
     kind: ClassVar[str]
     by_tables: ClassVar[bool]
 
-    @property
-    def num_groups(self) -> int:
-        """D, the number of attention groups."""
-
     def declared(self, topology: Topology, fingerprint: Fingerprint) -> dict[str, Declared]:
         """Same as `TokenPolicy.declared`."""
 
@@ -293,18 +288,6 @@ class Plan:
         ranks = f"{self.topology.ep_size} ranks, attention {self.topology.attention}"
         policies = f"tokens {self.tokens.kind}, requests {self.requests.kind}"
         return f"Plan({self.method!r}, {self.fingerprint.model!r}: {experts} over {ranks}, {policies})"
-
-    def _repr_html_(self) -> str:
-        topology, placement = self.topology, self.placement
-        rows = [
-            ("model", self.fingerprint.model),
-            ("layers x experts", f"{len(placement.physical_to_logical_map)} x {placement.num_experts}"),
-            ("redundant experts", f"{placement.redundant_experts}"),
-            ("ranks", f"{topology.ep_size} on {topology.num_nodes} node(s), attention {topology.attention}"),
-            ("tokens", self.tokens.kind),
-            ("requests", self.requests.kind),
-        ]
-        return html.table(f"Plan by {self.method}", ["", ""], rows)
 
     def check(self, model: Fingerprint) -> None:
         """Raise ValueError unless this plan was made for `model`."""

@@ -100,8 +100,9 @@ def shuffle_from(case: Case, unshuffled: ReplayResult, links: Links) -> int:
     """
     saved = []
     for batch in (1.0, 2.0):
-        contiguous = _layer_seconds(case, unshuffled, links, batch)
-        saved.append(contiguous - _layer_seconds(case, case.replayed[case.method], links, batch))
+        results = unshuffled, case.replayed[case.method]
+        contiguous, shuffled = (_predict_one("", case, result, links, batch).time.total for result in results)
+        saved.append(contiguous - shuffled)
     rows = np.arange(1, MOST_ROWS + 1)
     batches = rows * case.topology.dp_size / case.tokens
     kernels = cost.shuffle_seconds(rows) if cost.on_gpus(links) else np.zeros(len(rows))
@@ -151,19 +152,20 @@ def _time(case: Case, figures: dict[str, dict[str, Any]], links: Links) -> dict[
 
 
 def _predict(case: Case, links: Links, batch: float = 1.0) -> dict[str, cost.Prediction]:
-    """Times by method, charging the rows that the all-to-all of these links sends. batch: times as many tokens."""
+    """Times by method. batch: times as many tokens."""
     predictions = {}
     for name, result in case.replayed.items():
-        rows, busiest = batch * result.rows_per_batch(links.all_to_all), batch * result.busiest_pairs
         hooks = cost.hooks(batch * case.tokens, case.topology, case.copies, links) if name == case.method else 0.0
-        predictions[name] = cost.predict(name, rows, busiest, case.shape, case.topology, links, hooks)
+        predictions[name] = _predict_one(name, case, result, links, batch, hooks)
     return predictions
 
 
-def _layer_seconds(case: Case, result: ReplayResult, links: Links, batch: float) -> float:
-    """Seconds of a layer without semmoe's kernels, for `batch` times as many tokens as were replayed."""
+def _predict_one(
+    name: str, case: Case, result: ReplayResult, links: Links, batch: float, hooks: float = 0.0
+) -> cost.Prediction:
+    """The time of one replayed plan, charging the rows that the all-to-all of these links sends."""
     rows, busiest = batch * result.rows_per_batch(links.all_to_all), batch * result.busiest_pairs
-    return cost.predict("", rows, busiest, case.shape, case.topology, links).time.total
+    return cost.predict(name, rows, busiest, case.shape, case.topology, links, hooks)
 
 
 def _elsewhere(case: Case, predictions: dict[str, cost.Prediction], links: Links) -> dict[str, Any]:

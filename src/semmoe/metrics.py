@@ -44,15 +44,8 @@ class Traffic:
         return float(self.node_rows.sum()) / max(self.tokens, 1)
 
     def __add__(self, other: "Traffic") -> "Traffic":
-        return Traffic(
-            self.pairs + other.pairs,
-            self.local_pairs + other.local_pairs,
-            self.tokens + other.tokens,
-            self.rows + other.rows,
-            self.load + other.load,
-            self.node_rows + other.node_rows,
-            self.pair_rows + other.pair_rows,
-        )
+        both = zip(vars(self).values(), vars(other).values(), strict=True)
+        return Traffic(*(one + more for one, more in both))
 
 
 def no_traffic(num_ranks: int, num_nodes: int = 1) -> Traffic:

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from semmoe import html
 from semmoe.copychoice import copy_choice
 from semmoe.core import DECODE, Evidence, Plan, RoutingTrace
 from semmoe.metrics import Traffic, layer_traffic, max_over_mean, max_over_median, sum_traffic
@@ -61,21 +60,15 @@ class ReplayResult:
         return {"inside_node": float(rows[same].sum()) / tokens, "between_nodes": float(rows[~same].sum()) / tokens}
 
     def __repr__(self) -> str:
-        return "ReplayResult(" + ", ".join(f"{name} {value}" for name, value in self._summary()) + ")"
-
-    def _repr_html_(self) -> str:
-        return html.table("Replay", ["figure", "value"], self._summary())
-
-    def _summary(self) -> list[tuple[str, str]]:
-        total = self.total
-        return [
-            ("local activation rate", f"{total.lar:.3f}"),
-            ("remote ranks per token", f"{total.remote_ranks_per_token:.3f}"),
-            ("remote nodes per token", f"{total.remote_nodes_per_token:.3f}"),
-            ("expert load max/mean", f"{self.load_max_over_mean.mean():.3f}"),
-            ("tokens max/mean", f"{self.token_max_over_mean:.3f}"),
-            ("batches", f"{self.num_batches} of {self.tokens_per_batch:.0f} tokens"),
-        ]
+        total, batches = self.total, f"batches {self.num_batches} of {self.tokens_per_batch:.0f} tokens"
+        figures = {
+            "local activation rate": total.lar,
+            "remote ranks per token": total.remote_ranks_per_token,
+            "remote nodes per token": total.remote_nodes_per_token,
+            "expert load max/mean": self.load_max_over_mean.mean(),
+            "tokens max/mean": self.token_max_over_mean,
+        }
+        return f"ReplayResult({', '.join(f'{name} {value:.3f}' for name, value in figures.items())}, {batches})"
 
     def as_dict(self) -> dict[str, Any]:
         """The metrics by their JSON names, over all layers and layer by layer."""
@@ -143,7 +136,8 @@ def replay(
         expected = sum(evidence.expected_local(rows, home % size) for rows, home in zip(batches, homes, strict=True))
         predicted.append(expected / sum_traffic(traffic).pairs)
         for rows, home, to in zip(batches, homes, targets, strict=True):
-            of_unknown += _local_pairs(to[unknown[rows]], home[unknown[rows]])
+            local = (to == home[:, None])[unknown[rows]]
+            of_unknown += local.sum(), local.size
         layers.append(sum_traffic(traffic))
         mean.append(np.mean([max_over_mean(t.load) for t in traffic]))
         median.append(np.mean([max_over_median(t.load) for t in traffic]))
@@ -228,11 +222,6 @@ def _homes(evidence: Evidence, group: np.ndarray, rows: np.ndarray, topology: To
         inside = np.flatnonzero(groups == d)
         home[inside] = d * S + evidence.slices(rows[inside], S)
     return home
-
-
-def _local_pairs(targets: np.ndarray, home: np.ndarray) -> np.ndarray:
-    """(local pairs, pairs) of tokens on ranks home (B,) whose pairs the ranks targets (B, K) compute."""
-    return np.array([(targets == home[:, None]).sum(), targets.size])
 
 
 def _unknown_share(trace: RoutingTrace, plan: Plan) -> float:

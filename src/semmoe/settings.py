@@ -2,24 +2,23 @@
 
 from dataclasses import dataclass, field
 
-from semmoe.bounds import MOST_LAYERS, MOST_RANKS, check_numbers, choice, number, switch
+from semmoe.bounds import MOST_LAYERS, MOST_RANKS, Checked, choice, number, switch
 
 GRANULARITIES = ("layer", "batch")  # attention-TP: slices are decided once per layer or once per batch
 SEED = (0, (1 << 32) - 1)
 TOKENS = (1, 1 << 24)  # least and most tokens of a batch
 MOST_WAIT_MS = 10_000
+SHUFFLE_FROM_HELP = "attention-TP: least rows of a pass whose tokens are shuffled; 0: the plan's own number."
 WINDOW_HELP = "attention-DP: requests that arrive within so many ms are assigned together; 0: each at once."
 
 
 @dataclass(frozen=True, kw_only=True)
-class PaperSettings:
+class PaperSettings(Checked):
     """Weights and lengths of Algorithm 1, none of which the paper gives; docs/reading-the-paper.md says why these."""
 
-    steps: int = number(
-        12, 1, 10_000, help="paper: alternations of Algorithm 1."
-    )  # n_steps: alternations, of which the best by the section 3.3 objective is kept
+    # n_steps: the best alternation by the section 3.3 objective is kept
+    steps: int = number(12, 1, 10_000, help="paper: alternations of Algorithm 1.")
     swaps_per_expert: int = number(100, 0, 100_000)  # ft_steps, per expert of the layer
-    # weight of load balance against remote activations in the objective
     theta: float = number(0.5, 0.001, 0.999, help="paper: weight of balance in the objective.")
     expert_affinity: float = 0.5  # alpha_e: experts that are used by the same data
     expert_data: float = 1.0  # beta_e: data already in the cluster
@@ -29,23 +28,16 @@ class PaperSettings:
     # layers that the path tables A, A_p look back
     lookback: int = number(2, 0, 20, help="Layers that predictions look back; by default semmoe chooses.")
 
-    def __post_init__(self) -> None:
-        check_numbers(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class CoclusterSettings:
+class CoclusterSettings(Checked):
     """Objective and effort of semmoe's placement. Weights are in units of one (token, expert) pair on its own rank."""
 
     activation: float = number(1.0, 0, 1e6)  # gain from a (token, expert) pair on the token's own rank
-    remote_rank: float = number(  # cost of a row sent to another rank
-        1.0,
-        0,
-        1e6,
-        flag="remote_rank_cost",
-        help="semmoe: cost of a row to another rank, in local (token, expert) pairs.",
+    remote_rank: float = number(
+        1.0, 0, 1e6, flag="remote_rank_cost", help="semmoe: cost of a row to another rank, in local pairs."
     )
-    remote_node: float = number(  # additional cost of a row that leaves the node
+    remote_node: float = number(
         1.0, 0, 1e6, flag="remote_node_cost", help="semmoe: additional cost of a row to another node."
     )
     # gain that the move of an expert to another rank must bring, if a plan to begin from is given
@@ -75,13 +67,10 @@ class CoclusterSettings:
         ("free", "whole"),
         help="semmoe: whole keeps all experts of a gate group on one node, where a model has gate groups.",
     )
-    # tokens of a batch over all ranks, to which the limit applies
+    # the limit applies to batches of this size
     batch_tokens: int = number(1024, *TOKENS, help="Tokens of a batch, all ranks together.")
     # seconds of a solve after which no further search of a layer begins; the plan then depends on the machine's speed
     budget: float | None = number(None, 0, 7 * 86_400)
-
-    def __post_init__(self) -> None:
-        check_numbers(self)
 
 
 # Effort of the search other than the default's; docs/measurements.md has what they cost and gain.
@@ -90,23 +79,18 @@ THOROUGH = {"starts": 12, "kept": 4}
 
 
 @dataclass(frozen=True, kw_only=True)
-class PredictorSettings:
+class PredictorSettings(Checked):
     # layers; None: chosen by the error on held-out requests
     lookback: int | None = number(None, 0, 8, help="Layers that predictions look back; by default semmoe chooses.")
     max_tokens: int = number(1 << 16, 1, 1 << 24)  # routed tokens to fit on
     # relative increase of the held-out error that is accepted for a shorter look-back
     tolerance: float = number(0.002, 0, 1)
 
-    def __post_init__(self) -> None:
-        check_numbers(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class SolveSettings:
+class SolveSettings(Checked):
     method: str = "semmoe"
-    redundant_experts: int = number(  # physical experts beyond the logical ones, over all ranks
-        0, 0, 1 << 20, help="Redundant experts over all ranks (linear, eplb, semmoe)."
-    )
+    redundant_experts: int = number(0, 0, 1 << 20, help="Redundant experts over all ranks (linear, eplb, semmoe).")
     seed: int = number(0, *SEED, help="Seed of every random choice.")
     phase: str = choice(
         "both", ("prefill", "decode", "both"), help="semmoe: tokens of the profile that the placement is made for."
@@ -115,12 +99,9 @@ class SolveSettings:
     predictor: PredictorSettings = field(default_factory=PredictorSettings)
     cocluster: CoclusterSettings = field(default_factory=CoclusterSettings)
 
-    def __post_init__(self) -> None:
-        check_numbers(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class RunningSettings:
+class RunningSettings(Checked):
     running: int = number(0, 0, 1 << 20, help="attention-DP: requests at a time on each rank; 0: many.")
 
 
@@ -132,43 +113,28 @@ class ReplaySettings(RunningSettings):
     unfinished: int = number(32, 0, 1 << 20)
     seed: int = number(0, *SEED, help="Seed of every random choice.")
 
-    def __post_init__(self) -> None:
-        check_numbers(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateSettings:
+class GenerateSettings(Checked):
     max_new_tokens: int = number(32, 1, 1 << 20, panel="Input", help="Tokens to generate.")
-    # requests decoded together in one attention group
     batch_size: int = number(16, 1, 1 << 16, panel="Input", help="Requests decoded together in a group.")
-    dtype: str = "float32"
-
-    def __post_init__(self) -> None:
-        check_numbers(self)
-        if self.dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"dtype must be float32 or bfloat16, not {self.dtype!r}")
+    dtype: str = choice("float32", ("float32", "bfloat16"))
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExchangeSettings:
+class ExchangeSettings(Checked):
     """How ranks of the embedded engine exchange rows around experts."""
 
-    shuffle_from: int = number(
-        0, 0, 1 << 30, help="attention-TP: least rows of a pass whose tokens are shuffled; 0: the plan's own number."
-    )
-
+    shuffle_from: int = number(0, 0, 1 << 30, help=SHUFFLE_FROM_HELP)
     exchange: str = choice(
         "all-to-all",
         ("all-to-all", "all-reduce"),
         help="all-reduce: expert parallelism without all-to-all, for attention-TP.",
     )
 
-    def __post_init__(self) -> None:
-        check_numbers(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class DemoSettings:
+class DemoSettings(Checked):
     ep_size: int = number(4, 1, MOST_RANKS, panel="Topology", help="Expert-parallel ranks, each a local process.")
     profile_prompts: int = 144
     generate_prompts: int = 48
@@ -178,108 +144,74 @@ class DemoSettings:
     strict: bool = switch(panel="Input", help="Fail at the first record without a usable prompt; else it is left out.")
     seed: int = number(0, *SEED, help="Seed of every random choice.")
 
-    def __post_init__(self) -> None:
-        check_numbers(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class PromptSettings:
+class PromptSettings(Checked):
     """Which prompts of a dataset are used."""
 
-    # the first prompts of a dataset; 0: all
     limit: int = number(0, 0, 1 << 40, panel="Input", help="Use the first N prompts; 0: all.")
     max_prompt_tokens: int = number(1024, 1, 1 << 24, panel="Input", help="Cut longer prompts to this many tokens.")
     strict: bool = switch(panel="Input", help="Fail at the first record without a usable prompt; else it is left out.")
 
-    def __post_init__(self) -> None:
-        check_numbers(self)
-
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileSettings(PromptSettings):
-    # greedy tokens to generate and record
     max_new_tokens: int = number(0, 0, 1 << 20, panel="Input", help="Greedy tokens to generate and record.")
     batch_size: int = number(16, 1, 1 << 16, panel="Input", help="Requests run together.")
 
-    def __post_init__(self) -> None:
-        check_numbers(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrateSettings:
+class CalibrateSettings(Checked):
     ep_size: int = number(4, 2, MOST_RANKS, panel="Topology", help="Expert-parallel ranks, each a local process.")
 
-    def __post_init__(self) -> None:
-        check_numbers(self)
+
+@dataclass(frozen=True, kw_only=True)
+class SplitSettings(Checked):
+    # plans are scored on the rest
+    profile_share: float = number(0.2, 0.001, 0.999, help="Share of the requests to profile on.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SplitSettings:
-    profile_share: float = number(
-        0.2, 0.001, 0.999, help="Share of the requests to profile on."
-    )  # share of the requests to profile on; plans are scored on the rest
-
-    def __post_init__(self) -> None:
-        check_numbers(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServeSettings:
+class ServeSettings(Checked):
     schedule: str = choice(
         "plan", ("plan", "engine"), help="attention-DP: whether the plan or the engine sends requests to ranks."
     )
     shuffle: str = choice(
         "layer", ("layer", "batch", "off"), help="attention-TP: how often the ranks of tokens are decided."
     )
-    shuffle_from: int = number(
-        0, 0, 1 << 30, help="attention-TP: least rows of a pass whose tokens are shuffled; 0: the plan's own number."
-    )
+    shuffle_from: int = number(0, 0, 1 << 30, help=SHUFFLE_FROM_HELP)
     window_ms: float = number(0, 0, MOST_WAIT_MS, help=WINDOW_HELP)
     port: int = number(30000, 1, 65_535, panel="Output", help="Port to listen on.")
 
-    def __post_init__(self) -> None:
-        check_numbers(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class RecordSettings:
+class RecordSettings(Checked):
     """Settings of `semmoe record start`; the limits apply to each rank."""
 
     sample: float = number(1.0, 1e-9, 1, help="Share of the requests that is recorded.")
-    # memory for rows that are not yet written
     max_mb: int = number(256, 1, 1 << 20, panel="Limits", help="Memory of each rank for unfinished requests, in MB.")
-    # tokens recorded in total
     max_tokens: int = number(
         10_000_000, 1, 1 << 40, panel="Limits", help="Number of tokens after which each rank stops recording."
     )
 
-    def __post_init__(self) -> None:
-        check_numbers(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class StopSettings:
+class StopSettings(Checked):
     """Settings of `semmoe record stop`."""
 
     timeout: float = number(60.0, 0, 86_400, panel="Limits", help="Seconds to wait for the ranks to stop.")
 
-    def __post_init__(self) -> None:
-        check_numbers(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class SwapSettings:
+class SwapSettings(Checked):
     layers_per_pass: int = number(
         0, 0, MOST_LAYERS, help="Layers whose experts move between two forward passes; 0: all at once."
     )
     timeout: float = number(600.0, 1, 86_400, panel="Limits", help="Seconds to wait for the end of the swap.")
 
-    def __post_init__(self) -> None:
-        check_numbers(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class AdaptSettings:
+class AdaptSettings(Checked):
     window: float = number(60.0, 1, 86_400, help="Seconds over which a local activation rate is measured.")
     margin: float = number(0.02, 0, 1, help="How far it may fall below what is expected.")
     schedule: float = number(0.0, 0, 1e8, help="Also solve after so many seconds without one; 0: only on drift.")
@@ -287,17 +219,14 @@ class AdaptSettings:
     record_timeout: float = number(600.0, 1, 86_400, help="Stop recording after this many seconds.")
     min_gain: float = number(0.05, 0, 1, help="Least share of its gain by which a new plan must be better.")
 
-    def __post_init__(self) -> None:
-        check_numbers(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class WatchSettings:
+class WatchSettings(Checked):
     every: float = number(2.0, 0.1, 86_400, help="Seconds between readings.")
     window: float = number(60.0, 0.1, 86_400, help="Seconds over which figures are averaged.")
     margin: float = number(0.05, 0, 1, help="How far the local activation rate may fall below the plan's.")
 
     def __post_init__(self) -> None:
-        check_numbers(self)
+        super().__post_init__()
         if self.every > self.window:
             raise ValueError(f"--every must be no longer than --window, {self.window:g} s, not {self.every:g}")

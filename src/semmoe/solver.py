@@ -8,16 +8,13 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from semmoe import html
-from semmoe.core import DECODE, PREFILL, Plan, RoutingTrace
+from semmoe.core import Plan, RoutingTrace
 from semmoe.methods import check_applies, find_method
-from semmoe.placement.problem import Problem, Progress, Solution
+from semmoe.placement.problem import Problem, Progress, Solution, weighed_tokens
 from semmoe.replayer import ReplayResult, replay
 from semmoe.rowcosts import RowCosts
 from semmoe.settings import ReplaySettings, SolveSettings
 from semmoe.topology import Fingerprint, Topology
-
-PHASES = {"prefill": PREFILL, "decode": DECODE}
 
 
 def solve(
@@ -72,7 +69,7 @@ def check_inputs(trace: RoutingTrace, topology: Topology, settings: SolveSetting
         raise ValueError("the trace holds no routed token: profile something first")
     if settings.method == "semmoe":
         check_groups(trace.fingerprint, topology, settings)
-        if settings.phase != "both" and not (trace.phase == PHASES[settings.phase]).any():
+        if not weighed_tokens(trace, settings.phase).any():
             raise ValueError(f"phase is {settings.phase}, of which the trace has no token")
     if previous is not None:
         check_previous(previous, trace.fingerprint, topology, settings)
@@ -120,15 +117,6 @@ class Comparison:
 
     def __repr__(self) -> str:
         return "\n".join(f"{name}: {result!r}" for name, result in self.results.items())
-
-    def _repr_html_(self) -> str:
-        columns, rows = ["method", "LAR", "remote ranks", "load max/mean", "bytes of linear's"], []
-        linear = max(int(self.results["linear"].total.rows.sum()), 1)
-        for name, result in self.results.items():
-            total, load = result.total, float(result.load_max_over_mean.mean())
-            figures = (total.lar, total.remote_ranks_per_token, load, total.rows.sum() / linear)
-            rows.append([name, *(f"{figure:.3f}" for figure in figures)])
-        return html.table("Methods", columns, rows)
 
 
 def compare(

@@ -50,15 +50,9 @@ def near_duplicates(trace: RoutingTrace) -> np.ndarray:
 def _distinct_prompts(trace: RoutingTrace) -> tuple[list[int], np.ndarray]:
     """The first request of each distinct prompt, and (R,) the index of each request's prompt; empty prompts differ."""
     known: dict[bytes | int, int] = {}
-    first: list[int] = []
-    same = np.empty(trace.num_requests, np.int64)
-    for r in range(trace.num_requests):
-        key = trace.prompt(r).tobytes() or r
-        if key not in known:
-            known[key] = len(first)
-            first.append(r)
-        same[r] = known[key]
-    return first, same
+    keys = [trace.prompt(r).tobytes() or r for r in range(trace.num_requests)]
+    same = np.array([known.setdefault(key, len(known)) for key in keys], np.int64)
+    return np.unique(same, return_index=True)[1].tolist(), same
 
 
 def _shingles(prompt: np.ndarray) -> list[bytes]:

@@ -61,10 +61,7 @@ def merge(traces: Sequence[Path], out: Path, progress: Progress = lambda tokens:
     check_output(out, directory=True, inputs=traces)
     header = agreed_header({path: read_header(path) for path in traces})
     tallies = [Tally() for _ in traces]
-    with (
-        atomic_directory(out, private=True) as staged,
-        TraceWriter(staged, header, private=True) as writer,
-    ):
+    with atomic_directory(out, private=True) as staged, TraceWriter(staged, header, private=True) as writer:
         in_order = heapq.merge(*(_by_age(path, i, tallies[i]) for i, path in enumerate(traces)))
         for _, _, trace, r in in_order:
             writer.append_one(trace, r)

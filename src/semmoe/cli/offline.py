@@ -80,14 +80,13 @@ def affinity(
 
     Example: `semmoe affinity trace`
     """
-    from semmoe.affinity import build_affinity
     from semmoe.concentration import concentration
     from semmoe.trace import describe
 
     check_result(out, force, (trace,))
     opened = read_trace(trace)
     result: dict[str, Any] = {"trace": describe(opened)}
-    result["concentration"] = concentration(opened, build_affinity(opened))
+    result["concentration"] = concentration(opened)
     if not tell_result(AffinityFile, result, out, as_json):
         tables.print_affinity(result)
 

@@ -17,20 +17,19 @@ class Method:
     """The module of a method, and what the method supports."""
 
     module: str
-    function: str = "solve"
     copies: bool = False  # it supports redundant experts
     needs_groups: bool = False  # it only sends requests to attention groups, and leaves experts in order
     reads: tuple[str, ...] = ()  # fields of SolveSettings that shape its plan, beside method and redundant_experts
 
     def load(self) -> Callable[[Any], Any]:
         """The method's function `solve`; its module is imported by this call."""
-        return getattr(import_module(self.module), self.function)
+        return import_module(self.module).solve
 
 
 METHODS = {
     "linear": Method("semmoe.placement.linear", copies=True),
     "eplb": Method("semmoe.methods.eplb", copies=True),
-    "least-loaded": Method("semmoe.methods.unscored", "least_loaded", needs_groups=True),
+    "least-loaded": Method("semmoe.methods.unscored", needs_groups=True),
     "paper": Method("semmoe.methods.paper_tables", reads=("paper", "seed")),
     "semmoe": Method("semmoe.placement.ours", copies=True, reads=("predictor", "cocluster", "seed", "phase")),
 }

@@ -7,7 +7,7 @@ It balances load only; it does not consider which experts are used together. Sou
 
 import numpy as np
 
-from semmoe.affinity import build_affinity
+from semmoe.affinity import expert_load
 from semmoe.capacity import balanced_packing, replicate_experts
 from semmoe.core import Placement
 from semmoe.placement.problem import Problem, Solution, placement_alone
@@ -16,7 +16,7 @@ from semmoe.topology import physical_experts
 
 def solve(problem: Problem) -> Solution:
     """Place experts by their load in the profile."""
-    load = build_affinity(problem.trace).expert_load.astype(np.float64)
+    load = expert_load(problem.trace).astype(np.float64)
     redundant, topology = problem.settings.redundant_experts, problem.topology
     placement = place(load, topology.ep_size, redundant, problem.trace.fingerprint.num_groups, topology.num_nodes)
     return placement_alone(placement, topology)

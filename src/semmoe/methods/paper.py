@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.cluster.vq import kmeans2, vq
 
-from semmoe.affinity import Affinity, count
+from semmoe.affinity import count, request_counts
 from semmoe.capacity import one_hot
 from semmoe.core import Placement, RoutingTrace
 from semmoe.jit import njit
@@ -32,9 +32,7 @@ class CoClustering:
     request_groups: np.ndarray | None = None  # (R,) int16: the group of each profiled request
 
 
-def cluster(
-    trace: RoutingTrace, affinity: Affinity, topology: Topology, settings: PaperSettings, seed: int
-) -> CoClustering:
+def cluster(trace: RoutingTrace, topology: Topology, settings: PaperSettings, seed: int) -> CoClustering:
     """Assign experts (L, E) to ranks, requests to groups if there are several, token types to ranks of each group."""
     f, D, S = trace.fingerprint, topology.dp_size, topology.attn_tp_size
     if f.num_experts % topology.ep_size != 0:
@@ -46,7 +44,7 @@ def cluster(
     if D > 1:
         if trace.num_requests < D:
             raise ValueError(f"{trace.num_requests} requests cannot be clustered into {D} groups")
-        activations = np.stack([m.toarray() for m in affinity.request_counts], axis=1).astype(np.float32) / f.top_k
+        activations = np.stack([m.toarray() for m in request_counts(trace)], axis=1).astype(np.float32) / f.top_k
         quota = np.ones(trace.num_requests)
         blocks, labels = _cluster_gated(activations, quota, D, gate_groups, settings, rng)
         request_groups = labels.astype(np.int16)
@@ -124,7 +122,8 @@ def cocluster(activations: np.ndarray, quota: np.ndarray, num_clusters: int, set
     labels = _initial_labels(flat, size, num_clusters, rng)
     best: tuple[float, np.ndarray, np.ndarray] | None = None
     for _ in range(settings.steps):
-        experts = expert_place(together, _cluster_sums(flat, labels, num_clusters).reshape(-1, L, E), settings, rng)
+        sums = (one_hot(labels, num_clusters).T @ flat).reshape(-1, L, E)
+        experts = expert_place(together, sums, settings, rng)
         pull = flat @ one_hot(experts.reshape(-1), num_clusters)  # (N, C): activations that would be local
         labels = _request_schedule(
             flat,
@@ -169,10 +168,6 @@ def _initial_labels(flat: np.ndarray, size: np.ndarray, num_clusters: int, rng) 
         warnings.simplefilter("ignore")  # an empty cluster is filled by the alternation
         centroids, _ = kmeans2(shares[largest], num_clusters, minit="++", seed=rng)
     return vq(shares, centroids.astype(shares.dtype))[0]
-
-
-def _cluster_sums(flat: np.ndarray, labels: np.ndarray, num_clusters: int) -> np.ndarray:
-    return one_hot(labels, num_clusters).T @ flat
 
 
 def expert_place(together: np.ndarray, by_cluster: np.ndarray, settings: PaperSettings, rng) -> np.ndarray:

@@ -10,11 +10,11 @@ from typing import ClassVar
 import numpy as np
 
 from semmoe.affinity import known_rows
-from semmoe.bounds import Declared, check_numbers, required_number
+from semmoe.bounds import Checked, Declared, required_number
 from semmoe.core import NEIGHBOUR, PRIOR, Evidence, Placement, Plan, RoutingTrace
 from semmoe.jit import njit
 from semmoe.metrics import majority_rank
-from semmoe.requests.scheduler import OneByOne
+from semmoe.requests.scheduler import RequestScheduler
 from semmoe.tokens.kernels import SCALE
 from semmoe.tokens.slices import slice_size
 from semmoe.topology import Fingerprint, Topology
@@ -31,11 +31,6 @@ class PaperTable:
     request_scores: np.ndarray  # T, (V + 1, D) float32: group shares of each token
     request_source: np.ndarray  # (V + 1,) uint8: PRIOR, PROFILED or NEIGHBOUR
 
-    @property
-    def num_groups(self) -> int:
-        """D."""
-        return self.request_scores.shape[1]
-
     def declared(self, topology: Topology, fingerprint: Fingerprint) -> dict[str, Declared]:
         """What each array must be."""
         V = fingerprint.vocab_size
@@ -49,7 +44,7 @@ class PaperTable:
         return self.request_source[token_ids] == PRIOR
 
 
-class PaperScheduler(OneByOne):
+class PaperScheduler(RequestScheduler):
     """Algorithm 2: schedules requests to attention-DP groups by the summed group shares of their prompt's tokens.
 
     In every round of D requests each group gets one. The paper prints the mask inverted (its line 4): here the groups
@@ -57,10 +52,10 @@ class PaperScheduler(OneByOne):
     """
 
     def __init__(self, policy: PaperTable) -> None:
-        super().__init__(policy.num_groups)
+        super().__init__(policy.request_scores.shape[1])
         self._scores = policy.request_scores
         self._unknown = policy.request_source == PRIOR
-        self._used = np.zeros(self._scores.shape[1], bool)
+        self._used = np.zeros(self._groups, bool)
 
     def choose(self, prompt_ids: np.ndarray) -> int:
         """The group for one request. Ids outside the vocabulary use the prior and are counted.
@@ -77,7 +72,7 @@ class PaperScheduler(OneByOne):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PaperTables:
+class PaperTables(Checked):
     """Attention-TP: the tables in which Algorithm 3 looks up the rank, inside a group, that hosts a token's experts."""
 
     kind: ClassVar[str] = "paper-tables"
@@ -88,9 +83,6 @@ class PaperTables:
     path_confidence: np.ndarray  # A_p, (L, D, S ** lookback) float16
     token_source: np.ndarray  # (V + 1,) uint8: PRIOR, PROFILED or NEIGHBOUR
     lookback: int = required_number(1, 20)
-
-    def __post_init__(self) -> None:
-        check_numbers(self)
 
     def declared(self, topology: Topology, fingerprint: Fingerprint) -> dict[str, Declared]:
         """What each array must be; raises ValueError for a look-back that does not fit."""

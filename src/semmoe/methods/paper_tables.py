@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from semmoe.affinity import build_affinity, resolve_tokens
+from semmoe.affinity import resolve_tokens
 from semmoe.core import RequestPolicy, RoutingTrace, TokenPolicy
 from semmoe.methods import paper
 from semmoe.methods.paper import CoClustering
@@ -20,7 +20,7 @@ CONFIDENCE_PRIOR, SUM_PRIOR = 1.0, 1e-3
 def solve(problem: Problem) -> Solution:
     """Plan by the paper's co-clustering and its tables."""
     trace, topology, settings = problem.trace, problem.topology, problem.settings
-    clusters = paper.cluster(trace, build_affinity(trace), topology, settings.paper, settings.seed)
+    clusters = paper.cluster(trace, topology, settings.paper, settings.seed)
     tokens, requests = build_policies(trace, clusters, topology, settings.paper.lookback, problem.embeddings)
     return Solution(placement=clusters.placement, tokens=tokens, requests=requests)
 

@@ -4,32 +4,27 @@ from dataclasses import replace
 
 import numpy as np
 
-from semmoe.core import RoutingTrace
 from semmoe.placement import linear
 from semmoe.placement.problem import Problem, Solution
 from semmoe.requests.policy import PromptScores
 from semmoe.requests.predictor import mean_length
 
 
-def least_loaded(problem: Problem) -> Solution:
-    """Schedule requests by the work of the groups only."""
-    return replace(linear.solve(problem), requests=without_scores(problem.trace, problem.topology.dp_size))
-
-
-def without_scores(trace: RoutingTrace, num_groups: int) -> PromptScores:
-    """PromptScores without scores and prices, so that all groups tie and the least loaded one is chosen.
+def solve(problem: Problem) -> Solution:
+    """Schedule requests by the work of the groups only: without scores and prices all groups tie.
 
     Weights are 1 except in row V, so that only ids outside the vocabulary count as unknown.
     """
-    rows = trace.fingerprint.vocab_size + 1
+    rows, groups = problem.trace.fingerprint.vocab_size + 1, problem.topology.dp_size
     weights = np.ones(rows, np.float32)
     weights[-1] = 0
-    nothing = np.zeros(num_groups, np.float32)
-    return PromptScores(
-        token_scores=np.zeros((rows, num_groups), np.float32),
+    nothing = np.zeros(groups, np.float32)
+    requests = PromptScores(
+        token_scores=np.zeros((rows, groups), np.float32),
         token_weights=weights,
         bias=nothing,
         prices=nothing,
         score_spread=0.0,
-        mean_length=mean_length(trace),
+        mean_length=mean_length(problem.trace),
     )
+    return replace(linear.solve(problem), requests=requests)

@@ -17,14 +17,15 @@ from time import monotonic
 import numpy as np
 
 from semmoe.copychoice import CopyChoice, preferred_copies
-from semmoe.core import DECODE, PREFILL, Placement, RoutingTrace
+from semmoe.core import DECODE, PREFILL, Placement
 from semmoe.placement.copies import LOAD_PRICE, hosting_ranks, level, nearest_copies, primary_copy_choice
 from semmoe.placement.layers import LayerSearch, Layout, Tokens
 from semmoe.placement.loads import expected_load, total_cost
-from semmoe.rowcosts import RowCosts, mean_costs, near_and_far, plain_costs
-from semmoe.settings import CoclusterSettings
+from semmoe.placement.problem import Problem, weighed_tokens
+from semmoe.rowcosts import RowCosts, mean_costs, near_and_far
+from semmoe.splitter import draw_requests
 from semmoe.tokens.kernels import SCALE
-from semmoe.tokens.predictor import Predictor, predict, sample_requests
+from semmoe.tokens.predictor import Predictor, predict
 from semmoe.tokens.slices import assign
 from semmoe.topology import Topology, physical_experts
 
@@ -49,38 +50,25 @@ class Measured:
 class _Layers:
     """All layers of a problem: their searches, and what is measured of layouts."""
 
-    def __init__(
-        self,
-        trace,
-        topology,
-        predictor,
-        redundant,
-        settings,
-        seed,
-        request_groups,
-        start,
-        previous,
-        progress,
-        until,
-        costs,
-        phase,
-    ) -> None:
-        self.trace, self.topology, self.predictor, self.redundant = trace, topology, predictor, redundant
-        self.settings, self.seed, self.costs, self.request = settings, seed, costs, trace.request_of_token()
-        self.start, self.previous, self.progress = start, previous, progress
-        experts = None if previous is None else previous.physical_to_logical_map
+    def __init__(self, problem: Problem, predictor, request_groups, start=None, until=None) -> None:
+        """Arguments as `place` takes them."""
+        trace, topology, settings, seed = problem.trace, problem.topology, problem.settings, problem.settings.seed
+        self.problem, self.trace, self.topology, self.predictor = problem, trace, topology, predictor
+        self.settings, self.costs, self.request = settings.cocluster, problem.charges, trace.request_of_token()
+        self.start, self.previous = start, None if problem.previous is None else problem.previous.placement
+        experts = None if self.previous is None else self.previous.physical_to_logical_map
         self.before = None if experts is None else experts.reshape(len(experts), topology.ep_size, -1)
-        over_nodes = redundant > 0 and topology.num_nodes > 1
+        over_nodes = settings.redundant_experts > 0 and topology.num_nodes > 1
         held_out = np.random.default_rng((seed, 1)).random(trace.num_requests) < HELD_OUT * over_nodes
-        known = weighed_tokens(trace, phase)
+        known = weighed_tokens(trace, settings.phase)
         searched = known & ~held_out[self.request]
         self.group, self.weighed = request_groups[self.request], np.flatnonzero(searched if searched.any() else known)
-        requests = sample_requests(trace, MEASURED_TOKENS, seed)
+        requests = draw_requests(np.diff(trace.request_offsets), MEASURED_TOKENS, seed)
         self.part = trace.select(requests)
         self.part_group = request_groups[requests][self.part.request_of_token()]
-        most = MEASURED_BATCHES * settings.batch_tokens
+        most = MEASURED_BATCHES * settings.cocluster.batch_tokens
         rows = np.random.default_rng(seed).permutation(self.part.num_tokens)
-        weighed = weighed_tokens(self.part, phase)[rows]
+        weighed = weighed_tokens(self.part, settings.phase)[rows]
         self.rows = rows[weighed if weighed.any() else slice(None)][:most]
         charged = held_out[requests][self.part.request_of_token()[self.rows]]
         self.charged = charged if charged.any() else ~charged
@@ -99,21 +87,14 @@ class _Layers:
     def rough(self, prices: list[float], layer: int) -> list[Measured]:
         """Begin the search of a layer."""
         f = self.trace.fingerprint
-        rows, seed = self.weighed, self.seed * f.num_layers + layer
+        rows, seed = self.weighed, self.problem.settings.seed * f.num_layers + layer
+        redundant = self.problem.settings.redundant_experts
         labels, previous = (None if array is None else array[layer] for array in (self.start, self.before))
         tokens = Tokens(
             self.trace.expert_ids[rows, layer], self.group[rows], self.request[rows], self.trace.phase[rows]
         )
         search = LayerSearch(
-            tokens,
-            f.num_experts,
-            self.topology,
-            self.redundant,
-            self.settings,
-            seed,
-            self.costs,
-            previous,
-            f.num_groups,
+            tokens, f.num_experts, self.topology, redundant, self.settings, seed, self.costs, previous, f.num_groups
         )
         self.searches[layer], self.expected[layer] = search, None
         if self.predictor:
@@ -138,59 +119,40 @@ class _Layers:
     def _measure(self, layer: int, layouts: list[Layout]) -> list[Measured]:
         tokens = self.part, layer, self.rows, self.charged, self.part_group, self.expected[layer]
         out = [_measure(one, *tokens, self.topology, self.settings, self.costs) for one in layouts]
-        self.progress(0.5 if self.before is None else 1.0)
+        self.problem.progress(0.5 if self.before is None else 1.0)
         return out
 
 
 def place(
-    trace: RoutingTrace,
-    topology: Topology,
+    problem: Problem,
     predictor: Predictor | None,
-    redundant: int,
-    settings: CoclusterSettings,
-    seed: int,
-    request_groups: np.ndarray | None = None,
+    request_groups: np.ndarray | None,
     start: np.ndarray | None = None,
-    previous: Placement | None = None,
-    progress: Callable[[float], None] = lambda layers: None,
     until: float | None = None,
-    costs: tuple[RowCosts, RowCosts] | None = None,
-    phase: str = "both",
 ) -> Placement:
     """The placement of every layer, with its static dispatch.
 
     predictor: assigns tokens to slices; None if a group is one rank. request_groups (R,): the attention group of each
     request, if there are several. start (L, E): rank labels of each layer's first start, if requests were clustered
     jointly; others begin from which experts a token uses together, lest a placement that serves that alone be better.
-    previous: a placement to begin from in their place, of which an expert moves only if that pays. until: when the
-    search should end, by `time.monotonic`; every layer is searched once in any case. costs: what the all-to-all charges
-    prefill and decode tokens, by default as the settings' weights say. phase: which tokens count.
+    until: when the search should end, by `time.monotonic`; every layer is searched once in any case. An expert of a
+    previous plan moves only if that pays.
     """
-    f = trace.fingerprint
-    if physical_experts(f.num_experts, redundant, topology.ep_size) // topology.ep_size > f.num_experts:
-        raise ValueError(
-            f"{redundant} redundant experts are more than {topology.ep_size} ranks can use without repetition"
-        )
-    request_groups = np.zeros(trace.num_requests, np.int64) if request_groups is None else request_groups
-    layers = _Layers(
-        trace,
-        topology,
-        predictor,
-        redundant,
-        settings,
-        seed,
-        request_groups,
-        start,
-        previous,
-        progress,
-        until,
-        costs or default_costs(topology, settings),
-        phase,
-    )
+    f, redundant, ranks = problem.trace.fingerprint, problem.settings.redundant_experts, problem.topology.ep_size
+    if physical_experts(f.num_experts, redundant, ranks) // ranks > f.num_experts:
+        raise ValueError(f"{redundant} redundant experts are more than {ranks} ranks can use without repetition")
+    groups = np.zeros(problem.trace.num_requests, np.int64) if request_groups is None else request_groups
+    layers = _Layers(problem, predictor, groups, start, until)
     chosen = _search(layers, f.num_layers)
     slots = np.stack([layout.slots for layout in chosen])
     slots = slots if layers.before is None else keep_slots(slots, layers.before)
-    return _placement(slots, chosen, f.num_experts, settings)
+    return Placement(
+        physical_to_logical_map=slots.reshape(len(slots), -1).astype(np.int32),
+        num_experts=f.num_experts,
+        ep_size=ranks,
+        static_dispatch=np.stack([layout.preferred for layout in chosen]),
+        copy_choice=layers.settings.copy_choice if redundant > 0 else "static",
+    )
 
 
 def _search(layers: _Layers, num_layers: int) -> list[Measured]:
@@ -220,18 +182,6 @@ def _dearness(costs: tuple[RowCosts, RowCosts], topology: Topology) -> float:
     return max(far / near, 1.0) if near > 0 else 1.0
 
 
-def default_costs(topology: Topology, settings: CoclusterSettings) -> tuple[RowCosts, RowCosts]:
-    """The costs of both phases by the three weights of the settings."""
-    plain = plain_costs(topology, settings.activation, settings.remote_rank, settings.remote_node)
-    return plain, plain
-
-
-def weighed_tokens(trace: RoutingTrace, phase: str) -> np.ndarray:
-    """(T,) bool: the tokens of a phase, `prefill`, `decode` or `both`."""
-    codes = {"prefill": [PREFILL], "decode": [DECODE], "both": [PREFILL, DECODE]}[phase]
-    return np.isin(trace.phase, codes)
-
-
 def keep_slots(slots: np.ndarray, previous: np.ndarray) -> np.ndarray:
     """(L, G, P / G): `slots` with every expert that stays on its rank in the slot that it had in `previous`."""
     stays = (slots[..., None, :] == previous[..., :, None]).any(axis=-1)  # by previous slot
@@ -239,16 +189,6 @@ def keep_slots(slots: np.ndarray, previous: np.ndarray) -> np.ndarray:
     out = previous.copy()
     out[~stays] = slots[came]
     return out
-
-
-def _placement(slots: np.ndarray, layouts: list[Measured], num_experts: int, settings: CoclusterSettings) -> Placement:
-    return Placement(
-        physical_to_logical_map=slots.reshape(len(slots), -1).astype(np.int32),
-        num_experts=num_experts,
-        ep_size=slots.shape[1],
-        static_dispatch=np.stack([layout.preferred for layout in layouts]),
-        copy_choice=settings.copy_choice if slots[0].size > num_experts else "static",
-    )
 
 
 def _measure(layout, trace, layer, rows, charged, group, expected, topology, settings, costs) -> Measured:

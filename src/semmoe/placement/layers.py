@@ -15,9 +15,10 @@ import numpy as np
 from semmoe.affinity import pair_count
 from semmoe.placement import hierarchy
 from semmoe.placement.homes import make_state
-from semmoe.placement.loads import draw_mixes, make_loads
+from semmoe.placement.loads import draw_mixes, make_prices
 from semmoe.placement.moves import search_moves, sum_dues
 from semmoe.placement.replicas import make_tables
+from semmoe.placement.search import Effort
 from semmoe.placement.swaps import make_gains, search_swaps
 from semmoe.rowcosts import RowCosts
 from semmoe.settings import CoclusterSettings
@@ -212,13 +213,13 @@ class LayerSearch:
         layout = slots.copy(), primary.copy()
         state, scratch = make_state(*sets, *layout, self.topology, self.costs, bound)  # type: ignore[call-arg]
         tenure, seed = max(self.num_experts // TENURE, 1), int(self.rng.integers(2**31))
-        effort = settings.price_steps, settings.rounds, steps, settings.patience, tenure, seed
-        prices = self.dues, self.mixes, make_loads(self.topology.ep_size, self.mixes.shape[1]), load_price
+        effort = Effort(settings.price_steps, settings.rounds, steps, settings.patience, tenure, seed)
+        prices = make_prices(self.dues, self.mixes, load_price)
         search: Any = search_moves
         if not self.redundant and state.uniform and self.topology.attn_tp_size > 1:
             search = search_swaps  # the same moves, for many homes in less time
         tables: Any = make_gains(state) if search is search_swaps else make_tables(state)
-        cost, load, _ = search(state, scratch, tables, *prices, *effort)
+        cost, load, _ = search(state, scratch, tables, prices, effort)
         return Layout(state.slots, state.primary, cost, load, float(sum_dues(state.slots, self.dues)))
 
 

@@ -21,9 +21,22 @@ Loads = namedtuple(
 )
 
 
-def make_loads(ep_size: int, mixes: int) -> Loads:
-    G, J = ep_size, mixes
-    return Loads(np.zeros((G, J)), np.zeros((G, G, J)), np.ones((G, G)))
+# What a layout is charged beside its rows.
+Prices = namedtuple(
+    "Prices",
+    [
+        "dues",  # (E, G) what an expert on a rank costs, per token
+        "mixes",  # (E, J) load of each expert in each mix: see `draw_mixes`
+        "loads",  # of the ranks
+        "load_price",  # of the highest load
+    ],
+)
+
+
+def make_prices(dues: np.ndarray, mixes: np.ndarray, load_price: float) -> Prices:
+    """Prices with room for the loads, which the search fills."""
+    G, J = dues.shape[1], mixes.shape[1]
+    return Prices(dues, mixes, Loads(np.zeros((G, J)), np.zeros((G, G, J)), np.ones((G, G))), load_price)
 
 
 def draw_mixes(expert_ids: np.ndarray, request: np.ndarray, num_experts: int, ep_size: int, batch_tokens: int, rng):

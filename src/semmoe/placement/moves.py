@@ -13,7 +13,7 @@ from semmoe.placement.swaps import copy_ints, free_again, start
 
 
 @njit
-def best_move(state, tables, dues, mixes, loads, top, load_price, free, now, needed):
+def best_move(state, tables, prices, top, free, now, needed):
     """(kind, slot p, slot q or expert b) of the best move of experts that are free at step `now`; kind -1: none.
 
     A move that is estimated to gain more than `needed` is always free. top: the highest load now (`loads.highest`).
@@ -22,31 +22,27 @@ def best_move(state, tables, dues, mixes, loads, top, load_price, free, now, nee
     best, kind, first, other = -np.inf, -1, -1, -1
     for p in range(state.slots.size):
         a = state.slots[p // S, p % S]
-        gain, q = _best_partner(state, tables, dues, mixes, loads, top, load_price, free, now, needed, best, p)
+        gain, q = _best_partner(state, tables, prices, top, free, now, needed, best, p)
         if gain > best:
             best, kind, first, other = gain, SWAP, p, q
         if state.copies[a] == 1:
             continue
-        gain, b = _best_successor(state, tables, dues, mixes, loads, top, load_price, free, now, needed, best, p)
+        gain, b = _best_successor(state, tables, prices, top, free, now, needed, best, p)
         if gain > best:
             best, kind, first, other = gain, REPLACE, p, b
         if state.primary[a] != p // S:
-            gain = _promotion(state, tables, mixes, loads, top, load_price, p)
+            gain = _promotion(state, tables, prices, top, p)
             if gain > best and (free[a] <= now or gain > needed):
                 best, kind, first, other = gain, PROMOTE, p, a
     return kind, first, other
 
 
 @njit
-def _best_partner(state, tables, dues, mixes, loads, top, load_price, free, now, needed, best, p):
+def _best_partner(state, tables, prices, top, free, now, needed, best, p):
     """(gain, slot) of the best swap of slot p with one of a higher rank, if better than `best`."""
-    slots, slot_of, S, total, pairs = (
-        state.slots,
-        state.slot_of,
-        state.slots.shape[1],
-        state.total_weight,
-        state.expert_load,
-    )
+    dues, mixes, loads, load_price = prices
+    slots, slot_of, pairs = state.slots, state.slot_of, state.expert_load
+    S, total = slots.shape[1], state.total_weight
     move, twice, served, node_of = tables.move, tables.twice, tables.served, state.node_of
     x, other = p // S, -1
     a = slots[x, p % S]
@@ -73,15 +69,11 @@ def _best_partner(state, tables, dues, mixes, loads, top, load_price, free, now,
 
 
 @njit
-def _best_successor(state, tables, dues, mixes, loads, top, load_price, free, now, needed, best, p):
+def _best_successor(state, tables, prices, top, free, now, needed, best, p):
     """(gain, expert) of the best expert to take slot p, whose expert has other copies, if better than `best`."""
-    slots, slot_of, primary, S, pairs = (
-        state.slots,
-        state.slot_of,
-        state.primary,
-        state.slots.shape[1],
-        state.expert_load,
-    )
+    dues, mixes, loads, load_price = prices
+    slots, slot_of, primary, pairs = state.slots, state.slot_of, state.primary, state.expert_load
+    S = slots.shape[1]
     drop, add, instead, served = tables.drop, tables.add, tables.instead, tables.served
     x, other, J, total = p // S, -1, mixes.shape[1], state.total_weight
     a = slots[x, p % S]
@@ -138,8 +130,9 @@ def _taken(state, at_home, expert, rank):
 
 
 @njit
-def _promotion(state, tables, mixes, loads, top, load_price, p):
+def _promotion(state, tables, prices, top, p):
     """Gain if the copy in slot p becomes its expert's primary."""
+    _, mixes, loads, load_price = prices
     S = state.slots.shape[1]
     x, a = p // S, state.slots[p // S, p % S]
     z = state.primary[a]
@@ -217,27 +210,26 @@ def sum_dues(slots, dues):
     return total
 
 
-def search_moves(
-    state, scratch, tables, dues, mixes, loads, load_price, price_steps, rounds, steps, patience, tenure, seed
-):
+def search_moves(state, scratch, tables, prices, effort):
     """Search as `swaps.search_swaps` does; same arguments and results."""
-    start(scratch, seed)
+    start(scratch, effort.seed)
     every, moves = np.arange(state.sets.shape[0]), 0
-    for _ in range(rounds):
-        _settle(state, tables, price_steps, every)
-        moves = _make_moves(state, scratch, tables, dues, mixes, loads, load_price, steps, patience, tenure, moves)
+    for _ in range(effort.rounds):
+        _settle(state, tables, effort.price_steps, every)
+        moves = _make_moves(state, scratch, tables, prices, effort, moves)
     _settle(state, tables, 0, every)
-    _spread(state, tables.served, mixes, loads.now)
-    return -tables.value[0] / state.total_weight, highest(loads), moves
+    _spread(state, tables.served, prices.mixes, prices.loads.now)
+    return -tables.value[0] / state.total_weight, highest(prices.loads), moves
 
 
 @njit
-def _make_moves(state, scratch, tables, dues, mixes, loads, load_price, steps, patience, tenure, moves):
+def _make_moves(state, scratch, tables, prices, effort, moves):
     """One round: leaves the best slots and primaries found; returns `moves` and how many were made."""
+    dues, mixes, loads, load_price = prices
     S, E, total, load = state.slots.shape[1], mixes.shape[0], state.total_weight, loads.now
     slots, primary = state.slots.copy(), state.primary.copy()
     free, best, last = np.zeros(E, np.int64), np.inf, -1
-    for step in range(steps + 1):
+    for step in range(effort.steps + 1):
         _spread(state, tables.served, mixes, load)
         top = highest(loads)
         now = load_price * top - tables.value[0] / total + sum_dues(state.slots, dues)
@@ -246,8 +238,8 @@ def _make_moves(state, scratch, tables, dues, mixes, loads, load_price, steps, p
             copy_ints(state.slots, slots)
             copy_ints(state.primary, primary)
         needed = now - best + 1e-9
-        kind, p, other = best_move(state, tables, dues, mixes, loads, top, load_price, free, step, needed)
-        if kind < 0 or step - last > patience or step == steps:
+        kind, p, other = best_move(state, tables, prices, top, free, step, needed)
+        if kind < 0 or step - last > effort.patience or step == effort.steps:
             break
         moves += 1
         a = state.slots[p // S, p % S]
@@ -257,7 +249,7 @@ def _make_moves(state, scratch, tables, dues, mixes, loads, load_price, steps, p
             contribute(state, tables, scratch.touched, count, sign)
             if sign < 0:
                 make_move(state, kind, p, other)
-        free[a], free[b] = free_again(step, tenure), free_again(step, tenure)
+        free[a], free[b] = free_again(step, effort.tenure), free_again(step, effort.tenure)
     copy_ints(slots, state.slots)
     copy_ints(primary, state.primary)
     return moves

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-from semmoe.core import Placement, Plan, RequestPolicy, RoutingTrace, TokenPolicy
+from semmoe.core import DECODE, PREFILL, Placement, Plan, RequestPolicy, RoutingTrace, TokenPolicy
 from semmoe.requests.policy import RoundRobin
-from semmoe.rowcosts import RowCosts
-from semmoe.settings import SolveSettings
+from semmoe.rowcosts import RowCosts, plain_costs
+from semmoe.settings import CoclusterSettings, SolveSettings
 from semmoe.tokens.slices import ByPosition
 from semmoe.topology import Topology
 
@@ -28,6 +29,23 @@ class Problem:
     previous: Plan | None = None  # to begin from, moving only what pays
     # what the all-to-all charges a token of each phase, prefill and decode; None: as the settings' weights say
     costs: tuple[RowCosts, RowCosts] | None = None
+
+    @cached_property
+    def charges(self) -> tuple[RowCosts, RowCosts]:
+        """`costs`, or those that the settings' weights say."""
+        return self.costs or default_costs(self.topology, self.settings.cocluster)
+
+
+def default_costs(topology: Topology, settings: CoclusterSettings) -> tuple[RowCosts, RowCosts]:
+    """The costs of both phases by the three weights of the settings."""
+    plain = plain_costs(topology, settings.activation, settings.remote_rank, settings.remote_node)
+    return plain, plain
+
+
+def weighed_tokens(trace: RoutingTrace, phase: str) -> np.ndarray:
+    """(T,) bool: the tokens of a phase, `prefill`, `decode` or `both`."""
+    codes = {"prefill": [PREFILL], "decode": [DECODE], "both": [PREFILL, DECODE]}[phase]
+    return np.isin(trace.phase, codes)
 
 
 @dataclass(frozen=True, kw_only=True)

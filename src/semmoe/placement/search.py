@@ -13,11 +13,16 @@ with one `RowCosts` for each kind of tokens, plus `load_price` times the expecte
 Moves are: swap the contents of two slots; replace an expert that has another copy; make another copy the primary one.
 """
 
+from collections import namedtuple
+
 import numpy as np
 
 from semmoe.placement.homes import best_homes, njit
 
 SWAP, REPLACE, PROMOTE = 0, 1, 2
+# Of a search: steps of `settle`, rounds, most moves of a round, of which so many may find nothing better, the least
+# steps for which a moved expert stays, and the seed.
+Effort = namedtuple("Effort", "price_steps rounds steps patience tenure seed")
 PRICE_UNITS = 2**20  # prices are multiples of 1 / PRICE_UNITS, so that sums are exact and ties are recognised
 
 

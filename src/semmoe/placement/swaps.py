@@ -162,12 +162,13 @@ def _away(price, low, high, by_node, node_of, reached, reached_nodes, left, join
 
 
 @njit
-def best_swap(rank_of, node_of, bound, total, gains, dues, mixes, loads, top, load_price, free, now, needed):
+def best_swap(state, gains, prices, top, free, now, needed):
     """(gain, a, b) of the best swap of two experts that are free at step `now`, or that gains more than `needed`.
 
-    bound (E,): whether an expert must stay on its node, if -1 no; dues (E, G): what an expert on a rank costs, per
-    token; top: the highest load now (`loads.highest`). The gain is per token of `total`.
+    top: the highest load now (`loads.highest`). The gain is per token.
     """
+    dues, mixes, loads, load_price = prices
+    rank_of, node_of, bound, total = state.primary, state.node_of, state.bound, state.total_weight
     E, move, both, load, rest, least = rank_of.shape[0], gains.move, gains.both, loads.now, loads.others, loads.least
     best, first, other = -np.inf, -1, -1
     for a in range(E):
@@ -233,39 +234,34 @@ def free_again(step, tenure):
     return step + 1 + tenure + np.random.randint(tenure)
 
 
-def search_swaps(
-    state, scratch, gains, dues, mixes, loads, load_price, price_steps, rounds, steps, patience, tenure, seed
-):
+def search_swaps(state, scratch, gains, prices, effort):
     """Rounds of: settle prices, then at most `steps` best swaps, until `patience` of them found nothing better.
 
-    dues (E, G): what an expert on a rank costs, per token; mixes (E, J), load_price: price of the highest load
-    (`loads.draw_mixes`). tenure: steps for which experts that were moved stay, at least.
+    prices: `loads.Prices`, effort: `search.Effort`.
     Returns (cost per token without load and dues, mean highest load, swaps made).
     """
-    start(scratch, seed)
+    start(scratch, effort.seed)
     every, swaps = np.arange(state.sets.shape[0]), 0
-    for _ in range(rounds):  # not compiled, since each call of a compiled function from another costs seconds
-        _settle(state, gains, price_steps, every)
-        _sum_loads(state.primary, mixes, loads.now)
-        kept, swaps = _make_swaps(state, scratch, gains, dues, mixes, loads, load_price, steps, patience, tenure, swaps)
+    for _ in range(effort.rounds):  # not compiled: each call of a compiled function from another costs seconds
+        _settle(state, gains, effort.price_steps, every)
+        _sum_loads(state.primary, prices.mixes, prices.loads.now)
+        kept, swaps = _make_swaps(state, scratch, gains, prices, effort, swaps)
         _set_ranks(state, kept)
     settle(state, 0)
-    _sum_loads(state.primary, mixes, loads.now)
-    return -(state.value * state.weight).sum() / state.total_weight, highest(loads), swaps
+    _sum_loads(state.primary, prices.mixes, prices.loads.now)
+    return -(state.value * state.weight).sum() / state.total_weight, highest(prices.loads), swaps
 
 
 @njit
-def _make_swaps(state, scratch, gains, dues, mixes, loads, load_price, steps, patience, tenure, swaps):
+def _make_swaps(state, scratch, gains, prices, effort, swaps):
     """One round; returns the best ranks found (E,), and `swaps` and how many were made."""
-    rank_of, node_of, bound, total, load = state.primary, state.node_of, state.bound, state.total_weight, loads.now
+    rank_of, mixes, load = state.primary, prices.mixes, prices.loads.now
     free, now, best, last, kept = np.zeros(mixes.shape[0], np.int64), 0.0, 0.0, -1, rank_of.copy()
-    for step in range(steps):
-        top = highest(loads)
+    for step in range(effort.steps):
+        top = highest(prices.loads)
         needed = best - now + 1e-9
-        gain, a, b = best_swap(
-            rank_of, node_of, bound, total, gains, dues, mixes, loads, top, load_price, free, step, needed
-        )
-        if a < 0 or step - last > patience:
+        gain, a, b = best_swap(state, gains, prices, top, free, step, needed)
+        if a < 0 or step - last > effort.patience:
             break
         swaps += 1
         count = collect(state, scratch, a, b, swaps)
@@ -277,7 +273,7 @@ def _make_swaps(state, scratch, gains, dues, mixes, loads, load_price, steps, pa
             load[x, j] += mixes[b, j] - mixes[a, j]
             load[y, j] += mixes[a, j] - mixes[b, j]
         now += gain
-        free[a], free[b] = free_again(step, tenure), free_again(step, tenure)
+        free[a], free[b] = free_again(step, effort.tenure), free_again(step, effort.tenure)
         if now > best + 1e-9:
             best, last = now, step
             copy_ints(rank_of, kept)

@@ -78,7 +78,7 @@ class _Arrived:
         return self.prompt_work + self.expected_tokens
 
 
-class CapacityScheduler:
+class CapacityScheduler(RequestScheduler):
     """Requests to attention groups, one at a time (`admit`) or in windows (`admit_window`). Not thread-safe."""
 
     keeps_ledger: ClassVar[bool] = True
@@ -88,6 +88,7 @@ class CapacityScheduler:
         self._scores = np.ascontiguousarray(table.token_scores, np.float32)
         self._weights = np.ascontiguousarray(table.token_weights, np.float32)
         rows, D = self._scores.shape
+        super().__init__(D)
         if self._weights.shape != (rows,):
             raise ValueError(f"token_weights has shape {self._weights.shape}, expected {(rows,)}")
         if not table.mean_length > 0:
@@ -99,19 +100,12 @@ class CapacityScheduler:
         self._price_per_request = self.settings.feedback * table.score_spread
         self._seen, self._mean_work = 0, 0.0  # requests, and the mean of their work
         self._stamp, self._tick = np.zeros(rows, np.int64), 0
-        self._arrivals = 0
         self._work, self._expected = np.zeros(D), np.zeros(D)  # the ledger with and without the corrections of `finish`
-        self.unknown_tokens = 0  # prompt tokens outside the vocabulary, so far
 
     @property
     def work(self) -> np.ndarray:
         """(D,) the ledger: decode tokens of each group."""
         return self._work.copy()
-
-    @property
-    def arrivals(self) -> int:
-        """Requests so far."""
-        return self._arrivals
 
     def score(self, prompt_ids: Sequence[int] | np.ndarray) -> np.ndarray:
         """(D,) float64: estimated share of the request's pairs that each group hosts."""
@@ -122,7 +116,6 @@ class CapacityScheduler:
         return out
 
     def admit(self, prompt_ids: Sequence[int] | np.ndarray, expected_tokens: float | None = None) -> Assigned:
-        """Assign one request at once; expected_tokens: decode tokens, by default the profile's mean."""
         return self._place([self._arrive(prompt_ids, expected_tokens)])[0]
 
     def admit_window(
@@ -130,7 +123,6 @@ class CapacityScheduler:
         prompts: Sequence[Sequence[int] | np.ndarray],
         expected_tokens: float | Sequence[float] | None = None,
     ) -> list[Assigned]:
-        """Assign several requests together at once; expected_tokens: of all of them, or of each."""
         each = expected_tokens if isinstance(expected_tokens, Sequence) else [expected_tokens] * len(prompts)
         return self._place([self._arrive(prompt, tokens) for prompt, tokens in zip(prompts, each, strict=True)])
 
@@ -145,17 +137,17 @@ class CapacityScheduler:
     def follow(self, before: RequestScheduler) -> None:
         """Begin with the running work of another scheduler, whose handles `finish` then takes too."""
         self._work, self._expected = before.work, before.work
-        self._arrivals = before.arrivals
+        super().follow(before)
 
     def _arrive(self, prompt_ids: Sequence[int] | np.ndarray, expected_tokens: float | None) -> _Arrived:
         expected = self.mean_length if expected_tokens is None else float(expected_tokens)
         if not expected >= 0:
             raise ValueError(f"expected_tokens must not be negative: {expected_tokens}")
-        self._arrivals += 1
+        self.arrivals += 1
         self._seen += 1
         prompt_work = self.settings.prompt_cost * float(len(prompt_ids))
         self._mean_work += (expected + prompt_work - self._mean_work) / self._seen
-        return _Arrived(self._arrivals - 1, self.score(prompt_ids), expected, prompt_work)
+        return _Arrived(self.arrivals - 1, self.score(prompt_ids), expected, prompt_work)
 
     def _place(self, window: list[_Arrived]) -> list[Assigned]:
         """Assign `window` together and enter its requests in the ledger."""

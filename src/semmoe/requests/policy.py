@@ -5,20 +5,17 @@ from typing import ClassVar
 
 import numpy as np
 
-from semmoe.bounds import MOST_RANKS, Declared, check_numbers, required_number
+from semmoe.bounds import MOST_RANKS, Checked, Declared, check_numbers, required_number
 from semmoe.topology import Fingerprint, Topology
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundRobin:
+class RoundRobin(Checked):
     """Requests to groups round-robin, as an engine does without a plan."""
 
     kind: ClassVar[str] = "round-robin"
     by_tables: ClassVar[bool] = False
     num_groups: int = required_number(1, MOST_RANKS)
-
-    def __post_init__(self) -> None:
-        check_numbers(self)
 
     def declared(self, topology: Topology, fingerprint: Fingerprint) -> dict[str, Declared]:
         """No array. Raises ValueError unless the number of groups is the topology's."""
@@ -49,11 +46,6 @@ class PromptScores:
     # standard deviation of the profile's scores: the unit of online price changes
     score_spread: float = required_number(0, 1)
     mean_length: float = required_number(1e-9, 1e12)  # decode tokens of a profiled request
-
-    @property
-    def num_groups(self) -> int:
-        """D."""
-        return len(self.bias)
 
     def declared(self, topology: Topology, fingerprint: Fingerprint) -> dict[str, Declared]:
         """What each array must be."""

@@ -63,8 +63,6 @@ def fit_request_rates(
     duplicate_groups: np.ndarray,
     max_requests: int = 2048,
     seed: int = 0,
-    ridges: tuple[float, ...] = RIDGES,
-    routing_weights: tuple[float, ...] = ROUTING_WEIGHTS,
 ) -> RequestRates:
     """Fit on the routed requests of a profile; duplicate_groups (R,) int: near-duplicates share a label.
 
@@ -85,7 +83,7 @@ def fit_request_rates(
     search = _Regression(rates - mean_rate, lengths / lengths.mean(), groups)
     square = max(float(np.einsum("ij,ij->i", routing, routing).mean()), 1e-30)
     kernels = (words @ words.T).toarray(), (routing @ routing.T).astype(np.float64) / square
-    weight, ridge = search.choose(*kernels, routing_weights, ridges, seed)
+    weight, ridge = search.choose(*kernels, seed)
     inverse, held_out, error = search.fit(kernels[0] + weight * kernels[1], ridge)
     f = trace.fingerprint
     return RequestRates(
@@ -267,16 +265,16 @@ class _Regression:
         self.alone = np.flatnonzero(sizes[groups] == 1)
         self.together = [np.flatnonzero(groups == g) for g in np.flatnonzero(sizes > 1)]
 
-    def choose(self, words, routing, routing_weights, ridges, seed) -> tuple[float, float]:
+    def choose(self, words, routing, seed) -> tuple[float, float]:
         """(routing weight, ridge) of the least leave-group-out error, on a sketch of targets with many columns."""
         targets = self.targets
         if targets.shape[1] > SKETCH:
             signs = np.random.default_rng(seed).choice(np.array([-1, 1], np.float32), (targets.shape[1], SKETCH))
             targets = targets @ signs
         errors = {}
-        for weight in routing_weights:
+        for weight in ROUTING_WEIGHTS:
             basis, values = self._decompose(words + weight * routing)
-            for ridge in ridges:
+            for ridge in RIDGES:
                 errors[weight, ridge] = self._error(self._held_out(basis, values + ridge, targets), targets)
         return min(errors, key=lambda pair: errors[pair])
 

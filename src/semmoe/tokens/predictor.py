@@ -13,7 +13,6 @@ is left out of its shares, because tokens seen once would otherwise be trusted. 
 the squared error on held-out requests.
 """
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from os import cpu_count
@@ -64,18 +63,14 @@ class Predictor:
     hit_rate: float  # share of the true top-k that is predicted, on the same requests
 
 
-def fit(
-    trace: RoutingTrace, settings: PredictorSettings, seed: int, progress: Callable[[int], None] = lambda n: None
-) -> Predictor:
+def fit(trace: RoutingTrace, settings: PredictorSettings, seed: int) -> Predictor:
     """Fit every layer on the tokens of `trace` (at most `settings.max_tokens`, whole requests)."""
     sample = _sample(trace, settings.max_tokens, seed)
     looks, ridge, error, hit_rate = _choose(sample, settings, seed)
 
     def one(layer: int) -> LayerFit:
         design = design_of(sample, layer, looks, count_tokens(sample, layer), loo=True)
-        out = _solve(design, ridge, looks.rows(*_shape(sample)))
-        progress(1)
-        return out
+        return _solve(design, ridge, looks.rows(*_shape(sample)))
 
     with ThreadPoolExecutor(cpu_count()) as pool:
         layers = list(pool.map(one, range(trace.fingerprint.num_layers)))
@@ -86,13 +81,9 @@ def _shape(trace: RoutingTrace) -> tuple[int, int]:
     return trace.fingerprint.top_k, trace.fingerprint.num_experts
 
 
-def sample_requests(trace: RoutingTrace, max_tokens: int, seed: int) -> np.ndarray:
-    """Random requests with about `max_tokens` routed tokens in total, in arrival order; all if there are no more."""
-    return draw_requests(np.diff(trace.request_offsets), max_tokens, seed)
-
-
 def _sample(trace: RoutingTrace, max_tokens: int, seed: int) -> RoutingTrace:
-    return trace.select(sample_requests(trace, max_tokens, seed))
+    """Random requests with about `max_tokens` routed tokens in total, in arrival order; all if there are no more."""
+    return trace.select(draw_requests(np.diff(trace.request_offsets), max_tokens, seed))
 
 
 def _solve(design: Design, ridge: float, path_rows: int) -> LayerFit:

@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 
 from semmoe.affinity import known_rows
-from semmoe.bounds import Declared, check_numbers, required_number
+from semmoe.bounds import Checked, Declared, required_number
 from semmoe.core import DECODE, NEIGHBOUR, PRIOR, Evidence, Plan, RoutingTrace
 from semmoe.tokens import kernels
 from semmoe.tokens.kernels import FRACTION, SCALE
@@ -51,13 +51,9 @@ class ByPosition:
         return np.zeros((len(token_ids), num_slices), np.int32)
 
     def evidence(self, trace: RoutingTrace, plan: Plan, group: np.ndarray, decoding: bool) -> Iterator[Evidence]:
-        """Yield the same evidence, by position, for every layer."""
+        """Yield the policy itself for every layer: it needs no other evidence."""
         for _ in range(trace.fingerprint.num_layers):
-            yield NoEvidence()
-
-
-class NoEvidence:
-    """Evidence of the policy by position, which predicts nothing."""
+            yield self
 
     def slices(self, rows: np.ndarray, num_slices: int) -> np.ndarray:
         """(B,) equal slices in the order of the batch."""
@@ -91,7 +87,7 @@ class Looks:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PathScores:
+class PathScores(Checked):
     """Token policy of the path predictor: tables whose rows sum to the number of a token's experts expected on each
     rank.
 
@@ -110,9 +106,6 @@ class PathScores:
     lookback: int = required_number(0, MOST_LOOKBACK)  # layers
     # how many of the first planes have one row per position by weight
     ordered: int = required_number(0, MOST_LOOKBACK)
-
-    def __post_init__(self) -> None:
-        check_numbers(self)
 
     @property
     def looks(self) -> Looks:
