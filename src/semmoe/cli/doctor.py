@@ -9,7 +9,7 @@ import typer
 
 from semmoe import console
 from semmoe.cli.app import TOOLS, app
-from semmoe.cli.options import INPUT, Json, model_path
+from semmoe.cli.options import INPUT, Json, model_path, option
 from semmoe.engines.doctor import ENGINES, EngineState, PlanState, examine, examine_plan, supported, versions
 
 
@@ -22,15 +22,13 @@ class Engine(str, Enum):
 
 @app.command(rich_help_panel=TOOLS)
 def doctor(
-    engine: Annotated[
-        Engine | None, typer.Option(help="Check only this engine, which must be installed.", rich_help_panel=INPUT)
-    ] = None,
-    plan: Annotated[Path | None, typer.Option(help="Show and check this plan.", rich_help_panel=INPUT)] = None,
+    engine: Annotated[Engine | None, option(INPUT, "Check only this engine, which must be installed.")] = None,
+    plan: Annotated[Path | None, option(INPUT, "Show and check this plan.")] = None,
     model: Annotated[
         str | None,
-        typer.Option(
-            help="The model that the plan is to run on; without a plan, show what is supported of it.",
-            rich_help_panel=INPUT,
+        option(
+            INPUT,
+            "The model that the plan is to run on; without a plan, show what is supported of it.",
             callback=model_path,
         ),
     ] = None,

@@ -1,10 +1,12 @@
 """Commands that run a model: profile, generate, demo."""
 
 import importlib
-import shutil
+import json
 import tempfile
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import replace
+from enum import Enum
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from semmoe import console, tables
+from semmoe.checkpoint.directory import read_config
 from semmoe.cli.app import OFFLINE, TOOLS, app, install_hint, refuse_given
 from semmoe.cli.form import takes
 from semmoe.cli.options import (
@@ -20,24 +23,36 @@ from semmoe.cli.options import (
     METHOD,
     OUTPUT,
     Dataset,
-    Engine,
     Force,
     GivenTopology,
     Json,
     ModelArgument,
+    TraceOut,
     check_installed,
     check_result,
+    option,
     ranks_at_hand,
     resolve_topology,
     tell_result,
 )
 from semmoe.core import Plan
+from semmoe.dataset import LeftOut, check_token_ids, digest, encode_usable, is_running_text, read_prompts
+from semmoe.demo import run_demo
+from semmoe.files import atomic_file, check_output
+from semmoe.prompts import Prompt
 from semmoe.results import GenerateFile
 from semmoe.settings import DemoSettings, ExchangeSettings, GenerateSettings, ProfileSettings, PromptSettings
+from semmoe.texts import held_out_prompts
+from semmoe.trace import TraceHeader, TraceWriter
 
 if TYPE_CHECKING:
-    from semmoe.dataset import LeftOut
     from semmoe.engines.transformers.generate import Configuration
+
+
+class Engine(str, Enum):
+    transformers = "transformers"
+    sglang = "sglang"
+    vllm = "vllm"
 
 
 @app.command(rich_help_panel=OFFLINE, context_settings={"allow_extra_args": True, "ignore_unknown_options": False})
@@ -45,12 +60,11 @@ if TYPE_CHECKING:
 def profile(
     ctx: typer.Context,
     model: ModelArgument,
-    out: Annotated[Path, typer.Option(help="The trace directory.", rich_help_panel=OUTPUT)],
+    out: TraceOut,
     dataset: Dataset = None,
     settings: Any = None,
     engine: Annotated[
-        Engine,
-        typer.Option(help="sglang, vllm: its offline engine; options after `--` go to it.", rich_help_panel=INPUT),
+        Engine, option(INPUT, "sglang, vllm: its offline engine; options after `--` go to it.")
     ] = Engine.transformers,
     as_json: Json = False,
 ) -> None:
@@ -60,19 +74,19 @@ def profile(
 
     Example: `semmoe profile MODEL --dataset chats.jsonl.gz --limit 500 --max-new-tokens 64 --out trace`
     """
-    from semmoe.dataset import check_token_ids, digest
     from semmoe.engines.transformers.config import fingerprint_of
-    from semmoe.files import check_output
     from semmoe.streams import check_tokens
-    from semmoe.trace import TraceHeader, TraceWriter
 
     check_output(out, directory=True, force=True, inputs=(model, dataset))  # a profile that was stopped resumes
     asked: ProfileSettings = settings()
-    _check_engine(engine, ctx.args)
+    if engine is not Engine.transformers:
+        check_installed(engine.value)
+    elif ctx.args:
+        raise ValueError(f"{ctx.args[0]}: transformers has no such option")
     identity = fingerprint_of(model)  # refuses a model before its tokenizer is asked
     prompts, _, counts = _prompts(model, dataset, asked)
-    stated = {"decode": asked.max_new_tokens, "max_prompt_tokens": asked.max_prompt_tokens}
     check_token_ids(prompts, identity.vocab_size)
+    stated = {"decode": asked.max_new_tokens, "max_prompt_tokens": asked.max_prompt_tokens}
     header = TraceHeader(fingerprint=identity, dataset_hash=digest(prompts), settings=stated)
     record = _recorder(engine, model, identity.top_k, ctx.args)  # refuses a model before anything is written
     with TraceWriter(out, header) as writer, console.bars() as bars:
@@ -80,23 +94,10 @@ def profile(
             console.err.print(f"resuming: {writer.num_requests} of {len(prompts)} requests are recorded")
         advance = bars.task("profiling", len(prompts))
         advance(writer.num_requests)
-        how = {"max_new_tokens": asked.max_new_tokens, "batch_size": asked.batch_size, "progress": advance}
-        record(prompts, writer, **how)
+        record(prompts, writer, max_new_tokens=asked.max_new_tokens, batch_size=asked.batch_size, progress=advance)
         requests = writer.num_requests
     check_tokens(out, str(out))
-    if as_json:
-        console.print_json({"trace": str(out), "requests": requests, **counts})
-    else:
-        console.out.print(f"{requests} requests in {out}")
-
-
-def _check_engine(engine: Engine, options: list[str]) -> None:
-    """Raise ValueError unless the engine is installed and takes the options."""
-    if engine is Engine.transformers:
-        if options:
-            raise ValueError(f"{options[0]}: transformers has no such option")
-        return
-    check_installed(engine.value)
+    console.tell(as_json, {"trace": str(out), "requests": requests, **counts}, f"{requests} requests in {out}")
 
 
 def _recorder(engine: Engine, model: str, top_k: int, options: list[str]) -> Callable[..., None]:
@@ -112,11 +113,7 @@ def _recorder(engine: Engine, model: str, top_k: int, options: list[str]) -> Cal
 
 def _prompts(model: str, dataset: Path | None, asked: PromptSettings) -> tuple[list[list[int]], Any, dict[str, Any]]:
     """Return the prompts' token ids, the tokenizer, and counts of what is cut or left out, which are also printed."""
-    from semmoe.checkpoint.directory import read_config
-    from semmoe.dataset import LeftOut, encode_usable, is_running_text, read_prompts
     from semmoe.engines.transformers.tokenizer import load_tokenizer
-    from semmoe.prompts import Prompt
-    from semmoe.texts import held_out_prompts
 
     tokenizer, most = load_tokenizer(model), asked.max_prompt_tokens
     texts = [] if dataset else held_out_prompts(per_domain=40)
@@ -136,7 +133,7 @@ def _prompts(model: str, dataset: Path | None, asked: PromptSettings) -> tuple[l
     return [ids[:most] for ids in encoded], tokenizer, {"cut_prompts": cut, **left_out.counts()}
 
 
-def _warn_of(left_out: "LeftOut") -> None:
+def _warn_of(left_out: LeftOut) -> None:
     if left_out.reasons:
         console.warn(f"{left_out.path}: {left_out}")
 
@@ -146,25 +143,16 @@ def _warn_of(left_out: "LeftOut") -> None:
 def generate(
     ctx: typer.Context,
     model: ModelArgument,
-    plan: Annotated[
-        Path | None, typer.Option(help="Run on this plan; without it, vanilla.", rich_help_panel=METHOD)
-    ] = None,
+    plan: Annotated[Path | None, option(METHOD, "Run on this plan; without it, vanilla.")] = None,
     topology: Any = None,
     exchange: Any = None,
     dataset: Dataset = None,
-    prompt: Annotated[
-        list[str] | None, typer.Option(help="A prompt; may be given several times.", rich_help_panel=INPUT)
-    ] = None,
+    prompt: Annotated[list[str] | None, option(INPUT, "A prompt; may be given several times.")] = None,
     inputs: Any = None,
     settings: Any = None,
-    verify: Annotated[
-        bool, typer.Option(help="Compare every token with plain transformers.", rich_help_panel=OUTPUT)
-    ] = False,
+    verify: Annotated[bool, option(OUTPUT, "Compare every token with plain transformers.")] = False,
     out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write prompts and completions as jsonl, and the result beside them.", rich_help_panel=OUTPUT
-        ),
+        Path | None, option(OUTPUT, "Write prompts and completions as jsonl, and the result beside them.")
     ] = None,
     force: Force = False,
     as_json: Json = False,
@@ -273,10 +261,6 @@ def _hold_against_plain(model: str, prompts: Any, outputs: Any, settings: Genera
 
 
 def _write_completions(path: Path, prompts: list[str], completions: list[str]) -> None:
-    import json
-
-    from semmoe.files import atomic_file
-
     with atomic_file(path) as staged, staged.open("w", encoding="utf-8") as file:
         for prompt, completion in zip(prompts, completions, strict=True):
             file.write(json.dumps({"prompt": prompt, "completion": completion}) + "\n")
@@ -286,9 +270,7 @@ def _write_completions(path: Path, prompts: list[str], completions: list[str]) -
 @takes(settings=DemoSettings)
 def demo(
     dataset: Dataset = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Keep trace, plans, measurements and the report here.", rich_help_panel=OUTPUT)
-    ] = None,
+    out: Annotated[Path | None, option(OUTPUT, "Keep trace, plans, measurements and the report here.")] = None,
     as_json: Json = False,
     settings: Any = None,
 ) -> None:
@@ -299,39 +281,31 @@ def demo(
 
     Example: `semmoe demo --out out`
     """
-    from semmoe.dataset import LeftOut
-    from semmoe.demo import run_demo
-    from semmoe.files import check_output
-
     asked: DemoSettings = settings()
     left_out = LeftOut(dataset or Path("held-out texts"), asked.strict)
     folder = out or Path("semmoe-demo")
     check_output(folder, directory=True, force=True, inputs=(dataset,))
     if any((folder / name).exists() for name in ("plan.json", "trace.json")):
         raise ValueError(f"{folder} is a plan or a trace: choose another directory")
-    work = out or Path(tempfile.mkdtemp(prefix="semmoe-demo-"))
-    try:
+    kept = nullcontext(out) if out else tempfile.TemporaryDirectory(prefix="semmoe-demo-")
+    with kept as work:
         with console.bars() as bars:
-            result = run_demo(asked, work, bars, dataset, left_out)
+            result = run_demo(asked, Path(work), bars, dataset, left_out)
         _warn_of(left_out)
-        rows = result["set_ups"]
         if not as_json:
-            title = f"{result['prompts']} {'given' if dataset else 'held-out'} prompts, {asked.ep_size} processes"
-            console.print_table(title, *tables.generated(rows, with_speed=False))
-            tables.print_gain(rows)
-            tables.print_payoffs(result["payoffs"], asked.ep_size)
-        page = _demo_report(work, folder)
-    finally:
-        if out is None:
-            shutil.rmtree(work, ignore_errors=True)
-    if as_json:
-        console.print_json({**result, **left_out.counts(), "report": None if page is None else str(page)})
-    elif page is None:
-        console.out.print(f"for all this as one page: {install_hint('report')}", markup=False, soft_wrap=True)
-    else:
-        console.out.print(f"report: {page}", markup=False)
-    if not all(row["identical"] for row in rows):
+            _show_demo(result, f"{result['prompts']} {'given' if dataset else 'held-out'} prompts")
+        page = _demo_report(Path(work), folder)
+    found = f"report: {page}" if page else f"for all this as one page: {install_hint('report')}"
+    console.tell(as_json, {**result, **left_out.counts(), "report": page and str(page)}, found)
+    if not all(row["identical"] for row in result["set_ups"]):
         raise typer.Exit(1)
+
+
+def _show_demo(result: dict[str, Any], prompts: str) -> None:
+    rows, ranks = result["set_ups"], result["settings"]["ep_size"]
+    console.print_table(f"{prompts}, {ranks} processes", *tables.generated(rows, with_speed=False))
+    tables.print_gain(rows)
+    tables.print_payoffs(result["payoffs"], ranks)
 
 
 def _demo_report(work: Path, folder: Path) -> Path | None:
