@@ -222,7 +222,6 @@ def test_an_output_is_no_input(words, out, inputs):
     [
         ("trace merge trace trace", "trace"),
         ("profile tiny --dataset prompts.jsonl", "."),
-        ("demo --dataset prompts.jsonl", "."),
         ("apply plan --model tiny --to sglang", "plan/location.json"),
         ("report .", "links.json"),
         ("report plan", "plan/plan.json"),

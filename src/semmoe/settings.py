@@ -158,7 +158,6 @@ class DemoSettings:
     max_prompt_tokens: int = 512
     max_new_tokens: int = 16
     batch_size: int = 16
-    strict: bool = switch(panel="Input", help="Fail at the first record without a usable prompt; else it is left out.")
     seed: int = number(0, *SEED, help="Seed of every random choice.")
 
     def __post_init__(self) -> None:

@@ -9,20 +9,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from semmoe import console
+from semmoe.cli import options
 from semmoe.cli.app import SERVING, app
 from semmoe.cli.form import takes
-from semmoe.cli.options import (
-    INPUT,
-    OUTPUT,
-    CaOption,
-    ControlOption,
-    HeaderOption,
-    Json,
-    UrlArgument,
-    client_of,
-    option,
-    server_at,
-)
 from semmoe.engines.recorder_files import check_folder
 from semmoe.settings import AdaptSettings
 
@@ -32,15 +21,15 @@ LOG = "adapt.jsonl"
 @app.command(rich_help_panel=SERVING)
 @takes(settings=AdaptSettings)
 def adapt(
-    url: UrlArgument,
-    plan: Annotated[Path, option(INPUT, "The plan that it serves on.")],
-    control: ControlOption = None,
-    header: HeaderOption = None,
-    ca: CaOption = None,
+    url: options.UrlArgument,
+    plan: Annotated[Path, options.inputs("The plan that it serves on.")],
+    control: options.ControlOption = None,
+    header: options.HeaderOption = None,
+    ca: options.CaOption = None,
     settings: Any = None,
-    dry_run: Annotated[bool, option(OUTPUT, "Record, solve and decide, but swap nothing.")] = False,
-    metrics_port: Annotated[int, option(OUTPUT, "Publish decisions at this port; 0: nowhere.", min=0, max=65_535)] = 0,
-    as_json: Json = False,
+    dry_run: Annotated[bool, options.output("Record, solve and decide, but swap nothing.")] = False,
+    metrics_port: Annotated[int, options.output("Publish decisions at this port; 0: nowhere.", min=0, max=65_535)] = 0,
+    as_json: options.Json = False,
 ) -> None:
     """Watch a server, and when requests drift from its plan: record, solve again, and swap to a better plan.
 
@@ -56,8 +45,8 @@ def adapt(
     from semmoe.live import Served
     from semmoe.plan import load_plan
 
-    client = client_of(header, ca, [url])
-    url, folder = server_at(url, control)
+    client = options.client_of(header, ca, [url])
+    url, folder = options.server_at(url, control)
     loaded = load_plan(plan)
     _check_serves(plan, loaded, folder)
     report = _reporter(folder / LOG, decisions(metrics_port), as_json)

@@ -8,9 +8,9 @@ import typer
 
 from semmoe import console
 from semmoe.calibration import Links
+from semmoe.cli import options
 from semmoe.cli.app import TOOLS, app, refuse_given
 from semmoe.cli.form import takes
-from semmoe.cli.options import OUTPUT, Force, Json, ModelArgument, option
 from semmoe.files import check_output, save_json
 from semmoe.settings import CalibrateSettings
 
@@ -19,11 +19,11 @@ from semmoe.settings import CalibrateSettings
 @takes(settings=CalibrateSettings)
 def calibrate(
     ctx: typer.Context,
-    model: ModelArgument,
-    out: Annotated[Path, option(OUTPUT, "The links file, JSON, for `semmoe solve --links`.")],
-    force: Force = False,
-    name: Annotated[str, option(OUTPUT, "What to call these links.")] = "this machine",
-    as_json: Json = False,
+    model: options.ModelArgument,
+    out: Annotated[Path, options.output("The links file, JSON, for `semmoe solve --links`.")],
+    force: options.Force = False,
+    name: Annotated[str, options.output("What to call these links.")] = "this machine",
+    as_json: options.Json = False,
     settings: Any = None,
 ) -> None:
     """Measure what links and experts cost, with real all-to-alls and the model's own experts.

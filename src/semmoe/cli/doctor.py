@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from semmoe import console
+from semmoe.cli import options
 from semmoe.cli.app import TOOLS, app
-from semmoe.cli.options import INPUT, Json, model_path, option
 from semmoe.engines.doctor import ENGINES, EngineState, PlanState, examine, examine_plan, supported, versions
 
 
@@ -22,17 +22,16 @@ class Engine(str, Enum):
 
 @app.command(rich_help_panel=TOOLS)
 def doctor(
-    engine: Annotated[Engine | None, option(INPUT, "Check only this engine, which must be installed.")] = None,
-    plan: Annotated[Path | None, option(INPUT, "Show and check this plan.")] = None,
+    engine: Annotated[Engine | None, options.inputs("Check only this engine, which must be installed.")] = None,
+    plan: Annotated[Path | None, options.inputs("Show and check this plan.")] = None,
     model: Annotated[
         str | None,
-        option(
-            INPUT,
+        options.inputs(
             "The model that the plan is to run on; without a plan, show what is supported of it.",
-            callback=model_path,
+            callback=options.model_path,
         ),
     ] = None,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Show what is installed, whether semmoe's hooks fit it, and what a plan expects.
 

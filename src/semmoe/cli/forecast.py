@@ -4,16 +4,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from semmoe import console, tables
+from semmoe.cli import options
 from semmoe.cli.form import finite
-from semmoe.cli.options import LINKS, Widths, option
 from semmoe.core import NEVER
 from semmoe.cost import LayerShape, end_to_end
 from semmoe.topology import Fingerprint
 
 ShareOption = Annotated[
     float | None,
-    option(
-        LINKS,
+    options.links(
         "Share of a pass that all-to-alls take on your server, measured without a plan: also print the gain of a pass. "
         "At 0.4, a plan that saves 30 % of this time on --links makes it 1 / (1 - 0.4 * 0.3) = 1.136 times as fast.",
         min=0.001,
@@ -23,7 +22,7 @@ ShareOption = Annotated[
 ]
 
 
-def layer_shape(f: Fingerprint, widths: Widths, share: float | None) -> LayerShape | None:
+def layer_shape(f: Fingerprint, widths: options.Widths, share: float | None) -> LayerShape | None:
     """The shape of a layer from the trace and the given widths; None if a width is unknown.
 
     Raises ValueError if widths contradict the trace, or if one is unknown and a `share` of the time is given.

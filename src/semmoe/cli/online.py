@@ -16,26 +16,10 @@ import typer
 
 from semmoe import console, tables
 from semmoe.checkpoint.directory import read_config
+from semmoe.checkpoint.relabel import plan_digest
+from semmoe.cli import options
 from semmoe.cli.app import OFFLINE, TOOLS, app, install_hint, refuse_given
 from semmoe.cli.form import takes
-from semmoe.cli.options import (
-    INPUT,
-    METHOD,
-    OUTPUT,
-    Dataset,
-    Force,
-    GivenTopology,
-    Json,
-    ModelArgument,
-    TraceOut,
-    check_installed,
-    check_result,
-    option,
-    ranks_at_hand,
-    resolve_topology,
-    tell_result,
-)
-from semmoe.core import Plan
 from semmoe.dataset import LeftOut, check_token_ids, digest, encode_usable, is_running_text, read_prompts
 from semmoe.demo import run_demo
 from semmoe.files import atomic_file, check_output
@@ -59,14 +43,14 @@ class Engine(str, Enum):
 @takes(settings=ProfileSettings)
 def profile(
     ctx: typer.Context,
-    model: ModelArgument,
-    out: TraceOut,
-    dataset: Dataset = None,
+    model: options.ModelArgument,
+    out: options.TraceOut,
+    dataset: options.Dataset = None,
     settings: Any = None,
     engine: Annotated[
-        Engine, option(INPUT, "sglang, vllm: its offline engine; options after `--` go to it.")
+        Engine, options.inputs("sglang, vllm: its offline engine; options after `--` go to it.")
     ] = Engine.transformers,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Record which experts each token chooses.
 
@@ -80,7 +64,7 @@ def profile(
     check_output(out, directory=True, force=True, inputs=(model, dataset))  # a profile that was stopped resumes
     asked: ProfileSettings = settings()
     if engine is not Engine.transformers:
-        check_installed(engine.value)
+        options.check_installed(engine.value)
     elif ctx.args:
         raise ValueError(f"{ctx.args[0]}: transformers has no such option")
     identity = fingerprint_of(model)  # refuses a model before its tokenizer is asked
@@ -100,7 +84,7 @@ def profile(
     console.tell(as_json, {"trace": str(out), "requests": requests, **counts}, f"{requests} requests in {out}")
 
 
-def _recorder(engine: Engine, model: str, top_k: int, options: list[str]) -> Callable[..., None]:
+def _recorder(engine: Engine, model: str, top_k: int, words: list[str]) -> Callable[..., None]:
     """The function that records prompts with the embedded engine, or with another engine's offline mode."""
     if engine is Engine.transformers:
         from semmoe.engines.transformers.model import load_model
@@ -108,7 +92,7 @@ def _recorder(engine: Engine, model: str, top_k: int, options: list[str]) -> Cal
 
         return partial(record_prompts, load_model(model))
     profiling = importlib.import_module(f"semmoe.engines.{engine.value}.profile")
-    return partial(profiling.profile, model, top_k=top_k, options=options)
+    return partial(profiling.profile, model, top_k=top_k, options=words)
 
 
 def _prompts(model: str, dataset: Path | None, asked: PromptSettings) -> tuple[list[list[int]], Any, dict[str, Any]]:
@@ -122,7 +106,8 @@ def _prompts(model: str, dataset: Path | None, asked: PromptSettings) -> tuple[l
     usable = encode_usable(prompts, tokenizer, read_config(Path(model)), left_out)
     encoded = [ids[: most + 1] for ids in islice(usable, asked.limit or None)]
     left_out.check()
-    _warn_of(left_out)
+    if left_out.reasons:
+        console.warn(f"{left_out.path}: {left_out}")
     if dataset is not None and is_running_text(dataset):
         text = f"{dataset} is read as running text: prompts used: {len(encoded)}; for one prompt per line give jsonl"
         console.err.print(text, markup=False, soft_wrap=True)
@@ -133,29 +118,24 @@ def _prompts(model: str, dataset: Path | None, asked: PromptSettings) -> tuple[l
     return [ids[:most] for ids in encoded], tokenizer, {"cut_prompts": cut, **left_out.counts()}
 
 
-def _warn_of(left_out: LeftOut) -> None:
-    if left_out.reasons:
-        console.warn(f"{left_out.path}: {left_out}")
-
-
 @app.command(rich_help_panel=TOOLS)
-@takes(topology=GivenTopology, exchange=ExchangeSettings, inputs=PromptSettings, settings=GenerateSettings)
+@takes(topology=options.GivenTopology, exchange=ExchangeSettings, inputs=PromptSettings, settings=GenerateSettings)
 def generate(
     ctx: typer.Context,
-    model: ModelArgument,
-    plan: Annotated[Path | None, option(METHOD, "Run on this plan; without it, vanilla.")] = None,
+    model: options.ModelArgument,
+    plan: Annotated[Path | None, options.method("Run on this plan; without it, vanilla.")] = None,
     topology: Any = None,
     exchange: Any = None,
-    dataset: Dataset = None,
-    prompt: Annotated[list[str] | None, option(INPUT, "A prompt; may be given several times.")] = None,
+    dataset: options.Dataset = None,
+    prompt: Annotated[list[str] | None, options.inputs("A prompt; may be given several times.")] = None,
     inputs: Any = None,
     settings: Any = None,
-    verify: Annotated[bool, option(OUTPUT, "Compare every token with plain transformers.")] = False,
+    verify: Annotated[bool, options.output("Compare every token with plain transformers.")] = False,
     out: Annotated[
-        Path | None, option(OUTPUT, "Write prompts and completions as jsonl, and the result beside them.")
+        Path | None, options.output("Write prompts and completions as jsonl, and the result beside them.")
     ] = None,
-    force: Force = False,
-    as_json: Json = False,
+    force: options.Force = False,
+    as_json: options.Json = False,
 ) -> None:
     """Generate greedily with expert parallelism, each rank a process that holds its own experts only.
 
@@ -163,56 +143,60 @@ def generate(
 
     Example: `semmoe generate MODEL --plan plan --dataset prompts.jsonl --verify`
     """
-    for path in (out, out and _beside(out)):
-        check_result(path, force, (model, plan, dataset))
+    beside = out and out.with_suffix(".json" if out.suffix != ".json" else ".result.json")
+    for path in (out, beside):
+        options.check_result(path, force, (model, plan, dataset))
     if prompt:
         refuse_given(ctx, ["dataset", "limit", "max_prompt_tokens", "strict"], "each --prompt is taken whole")
-    chosen, cuts, asked = _plan_to_run(model, plan, topology()), inputs(), settings()
-    prompts, tokenizer, counts = _encode_given(model, prompt) if prompt else _prompts(model, dataset, cuts)
-    result, agreement = _run(model, prompts, _configuration(chosen, plan, exchange()), asked, verify)
-    completions = tokenizer.batch_decode(result.outputs)
-    row = _row(result, agreement, plan) | counts
+    configuration = _configuration(model, plan, topology(), exchange())
+    prompts, tokenizer, counts = _encode_given(model, prompt) if prompt else _prompts(model, dataset, inputs())
+    outputs, row = _run(model, prompts, configuration, settings(), verify)
+    row |= {"plan_hash": plan_digest(plan) if plan else None, **counts}
+    completions = tokenizer.batch_decode(outputs)
     if out is not None:
         _write_completions(out, tokenizer.batch_decode(prompts), completions)
-    if not tell_result(GenerateFile, {**row, "completions": completions}, out and _beside(out), as_json):
-        _show(row, len(prompts), chosen.topology.ep_size, zip(prompt or [], completions, strict=False))
-    if agreement is not None and not agreement.holds:
+    if not options.tell_result(GenerateFile, {**row, "completions": completions}, beside, as_json):
+        _show(row, len(prompts), configuration.plan.topology.ep_size, zip(prompt or [], completions, strict=False))
+    if row["identical"] is False:
         raise typer.Exit(1)
 
 
-def _configuration(plan: Plan, path: Path | None, ways: ExchangeSettings) -> "Configuration":
+def _configuration(
+    model: str, path: Path | None, given: options.GivenTopology, ways: ExchangeSettings
+) -> "Configuration":
+    from semmoe.engines.transformers.config import fingerprint_of
     from semmoe.engines.transformers.generate import Configuration
+    from semmoe.placement.linear import vanilla_plan
 
+    planned = options.plan_for(model, path) if path else None
+    topology = options.resolve_topology(planned, given, options.ranks_at_hand())
+    plan = planned or vanilla_plan(fingerprint_of(model), topology)
     if ways.shuffle_from and (path is None or not plan.tokens.by_tables):
         raise ValueError("--shuffle-from has no effect: only a plan for attention tp or hybrid shuffles tokens")
     plan = replace(plan, shuffle_from=ways.shuffle_from or plan.shuffle_from)
     way = "on the plan" if path else "vanilla" if ways.exchange == "all-to-all" else ways.exchange
-    name = f"attention-{plan.topology.attention.upper()}, {way}"
+    name = f"attention-{topology.attention.upper()}, {way}"
     return Configuration(name=name, plan=plan, exchange=ways.exchange)
 
 
 def _run(
     model: str, prompts: list[list[int]], configuration: "Configuration", settings: GenerateSettings, verify: bool
-) -> tuple[Any, Any]:
-    """What the ranks generated, and its agreement with plain transformers, None if that was not requested."""
+) -> tuple[list[list[int]], dict[str, Any]]:
+    """What the ranks generated, and their figures; verify: compare it with plain transformers."""
+    from semmoe.engines.transformers import verify as verifying
     from semmoe.engines.transformers.generate import generate as run
+    from semmoe.engines.transformers.model import load_model
 
     with console.bars() as bars:
         advance = bars.task(f"generating on {configuration.plan.topology.ep_size} processes", len(prompts))
         result = run(model, prompts, [configuration], settings, lambda name, done: advance(done))[0]
-        agreement = _hold_against_plain(model, prompts, result.outputs, settings, bars) if verify else None
-    return result, agreement
-
-
-def _row(result: Any, agreement: Any, plan: Path | None) -> dict[str, Any]:
-    from semmoe.checkpoint.relabel import plan_digest
-
-    return {
-        **result.figures(),
-        "identical": agreement.holds if agreement else None,
-        "identical_text": str(agreement) if agreement else "not verified",
-        "plan_hash": plan_digest(plan) if plan else None,
-    }
+        if not verify:
+            return result.outputs, {**result.figures(), "identical": None, "identical_text": "not verified"}
+        plain = load_model(model)
+        advance = bars.task("verifying with plain transformers", len(prompts))
+        reference = verifying.plain_generate(plain, prompts, settings, advance)
+    agreement = verifying.compare_outputs(plain, prompts, reference, result.outputs)
+    return result.outputs, {**result.figures(), "identical": agreement.holds, "identical_text": str(agreement)}
 
 
 def _show(row: dict[str, Any], requests: int, ranks: int, answers: Iterable[tuple[str, str]]) -> None:
@@ -220,24 +204,6 @@ def _show(row: dict[str, Any], requests: int, ranks: int, answers: Iterable[tupl
     tables.print_times(row)
     for given, text in answers:
         console.out.print(f"{given}{text}\n", markup=False)
-
-
-def _beside(out: Path) -> Path:
-    """The path of the result file next to the completions file `out`."""
-    return out.with_suffix(".json" if out.suffix != ".json" else ".result.json")
-
-
-def _plan_to_run(model: str, path: Path | None, given: GivenTopology) -> Plan:
-    from semmoe.engines.transformers.config import fingerprint_of
-    from semmoe.placement.linear import vanilla_plan
-    from semmoe.plan import load_plan
-
-    identity = fingerprint_of(model)
-    plan = None if path is None else load_plan(path)
-    if plan is not None:
-        plan.check(identity)
-    topology = resolve_topology(plan, given, ranks_at_hand())
-    return plan or vanilla_plan(identity, topology)
 
 
 def _encode_given(model: str, texts: list[str]) -> tuple[list[list[int]], Any, dict[str, Any]]:
@@ -250,16 +216,6 @@ def _encode_given(model: str, texts: list[str]) -> tuple[list[list[int]], Any, d
     return tokenizer(texts)["input_ids"], tokenizer, {"cut_prompts": 0}
 
 
-def _hold_against_plain(model: str, prompts: Any, outputs: Any, settings: GenerateSettings, bars: Any) -> Any:
-    from semmoe.engines.transformers import verify
-    from semmoe.engines.transformers.model import load_model
-
-    plain = load_model(model)
-    advance = bars.task("verifying with plain transformers", len(prompts))
-    reference = verify.plain_generate(plain, prompts, settings, advance)
-    return verify.compare_outputs(plain, prompts, reference, outputs)
-
-
 def _write_completions(path: Path, prompts: list[str], completions: list[str]) -> None:
     with atomic_file(path) as staged, staged.open("w", encoding="utf-8") as file:
         for prompt, completion in zip(prompts, completions, strict=True):
@@ -269,41 +225,39 @@ def _write_completions(path: Path, prompts: list[str], completions: list[str]) -
 @app.command(rich_help_panel=TOOLS)
 @takes(settings=DemoSettings)
 def demo(
-    dataset: Dataset = None,
-    out: Annotated[Path | None, option(OUTPUT, "Keep trace, plans, measurements and the report here.")] = None,
-    as_json: Json = False,
+    out: Annotated[Path | None, options.output("Keep trace, plans, measurements and the report here.")] = None,
+    as_json: options.Json = False,
     settings: Any = None,
 ) -> None:
     """Run all steps on the embedded model: profile, solve, generate in five ways, and where a plan pays.
 
-    It takes about two minutes. Without --dataset the prompts are texts of the standard library that the model never
-    saw. The page is semmoe-demo/report.html, or DIR/report.html with --out DIR.
+    It takes about two minutes. The prompts are texts of the standard library that the model never saw. The page is
+    semmoe-demo/report.html, or DIR/report.html with --out DIR.
 
     Example: `semmoe demo --out out`
     """
-    asked: DemoSettings = settings()
-    left_out = LeftOut(dataset or Path("held-out texts"), asked.strict)
     folder = out or Path("semmoe-demo")
-    check_output(folder, directory=True, force=True, inputs=(dataset,))
+    check_output(folder, directory=True, force=True)
     if any((folder / name).exists() for name in ("plan.json", "trace.json")):
         raise ValueError(f"{folder} is a plan or a trace: choose another directory")
     kept = nullcontext(out) if out else tempfile.TemporaryDirectory(prefix="semmoe-demo-")
     with kept as work:
         with console.bars() as bars:
-            result = run_demo(asked, Path(work), bars, dataset, left_out)
-        _warn_of(left_out)
+            result = run_demo(settings(), Path(work), bars)
         if not as_json:
-            _show_demo(result, f"{result['prompts']} {'given' if dataset else 'held-out'} prompts")
+            _show_demo(result)
         page = _demo_report(Path(work), folder)
     found = f"report: {page}" if page else f"for all this as one page: {install_hint('report')}"
-    console.tell(as_json, {**result, **left_out.counts(), "report": page and str(page)}, found)
+    console.tell(as_json, {**result, "report": page and str(page)}, found)
     if not all(row["identical"] for row in result["set_ups"]):
         raise typer.Exit(1)
 
 
-def _show_demo(result: dict[str, Any], prompts: str) -> None:
+def _show_demo(result: dict[str, Any]) -> None:
     rows, ranks = result["set_ups"], result["settings"]["ep_size"]
-    console.print_table(f"{prompts}, {ranks} processes", *tables.generated(rows, with_speed=False))
+    console.print_table(
+        f"{result['prompts']} held-out prompts, {ranks} processes", *tables.generated(rows, with_speed=False)
+    )
     tables.print_gain(rows)
     tables.print_payoffs(result["payoffs"], ranks)
 

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,6 +31,9 @@ def option(panel: str, help: str, *flags: str, **more: Any) -> Any:
     return typer.Option(*flags, help=help, rich_help_panel=panel, **more)
 
 
+method, links, inputs, output = (partial(option, panel) for panel in (METHOD, LINKS, INPUT, OUTPUT))
+
+
 def argument(help: str, **more: Any) -> Any:
     return typer.Argument(help=help, show_default=False, **more)
 
@@ -52,35 +56,33 @@ ModelArgument = Annotated[
     str, argument("A model directory (Hugging Face format), or `tiny`, the embedded one.", callback=model_path)
 ]
 UrlArgument = Annotated[str, argument("URL of a server started by `semmoe serve`, such as http://127.0.0.1:30000.")]
-Force = Annotated[bool, option(OUTPUT, "Replace what --out names.", "--force")]
-Json = Annotated[bool, option(OUTPUT, "Print JSON instead of a table.", "--json")]
-ResultOut = Annotated[Path | None, option(OUTPUT, "Write the result as JSON.", "--out")]
-TraceOut = Annotated[Path, option(OUTPUT, "The trace directory.", "--out")]
+Force = Annotated[bool, output("Replace what --out names.", "--force")]
+Json = Annotated[bool, output("Print JSON instead of a table.", "--json")]
+ResultOut = Annotated[Path | None, output("Write the result as JSON.", "--out")]
+TraceOut = Annotated[Path, output("The trace directory.", "--out")]
 Dataset = Annotated[
     Path | None,
-    option(
-        INPUT,
+    inputs(
         "jsonl (ShareGPT, OpenAI chat or batch, prompt); else running text, cut about every 2,000 characters; "
         "gzip too.",
     ),
 ]
 LinksOption = Annotated[
     str | None,
-    option(
-        LINKS,
+    links(
         "What links and experts cost: a file of `semmoe calibrate`, or a shipped one, such as h200-nvlink or "
         "h200-400g, the defaults on one node and on several.",
     ),
 ]
 HeaderOption = Annotated[
     list[str] | None,
-    option(INPUT, "NAME:VALUE sent with every request, such as a gateway's key; may be given several times."),
+    inputs("NAME:VALUE sent with every request, such as a gateway's key; may be given several times."),
 ]
 CaOption = Annotated[
-    Path | None, option(INPUT, "A PEM file of the certificate authorities that an https:// address is checked by.")
+    Path | None, inputs("A PEM file of the certificate authorities that an https:// address is checked by.")
 ]
 ControlOption = Annotated[
-    Path | None, option(INPUT, "The server's control folder, if it is not the one that belongs to its port.")
+    Path | None, inputs("The server's control folder, if it is not the one that belongs to its port.")
 ]
 
 
@@ -117,6 +119,16 @@ class Widths:
     expert_size: int | None = number(
         None, 0, 1 << 24, panel=LINKS, help="Width of one expert, if the trace does not say."
     )
+
+
+def plan_for(model: str, path: Path) -> Plan:
+    """Load a plan. Raises ValueError if it was made for another model."""
+    from semmoe.engines.transformers.config import fingerprint_of
+    from semmoe.plan import load_plan
+
+    plan = load_plan(path)
+    plan.check(fingerprint_of(model))
+    return plan
 
 
 def resolve_topology(plan: Plan | None, given: GivenTopology, ep_size: int) -> Topology:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from semmoe import console
+from semmoe.cli import options
 from semmoe.cli.app import SERVING, app
-from semmoe.cli.options import INPUT, OUTPUT, argument, model_path, option
 from semmoe.core import Plan
 
 FINISH_SECONDS = 30  # for open streams after a signal to end
@@ -21,11 +21,13 @@ SERVICES = ("", "liveness", "readiness", "envoy.service.ext_proc.v3.ExternalProc
 
 @app.command(rich_help_panel=SERVING)
 def picker(
-    addresses: Annotated[list[str], argument("HOST:PORT of every rank in order, or of a server of all ranks.")],
-    plan: Annotated[Path, option(INPUT, "The plan directory, for attention dp or hybrid.")],
-    tokenizer: Annotated[str, option(INPUT, "The model's directory, or one with its tokenizer.", callback=model_path)],
-    host: Annotated[str, option(OUTPUT, "Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, option(OUTPUT, "Port to listen on; 0: any.", min=0, max=65_535)] = 9002,
+    addresses: Annotated[list[str], options.argument("HOST:PORT of every rank in order, or of a server of all ranks.")],
+    plan: Annotated[Path, options.inputs("The plan directory, for attention dp or hybrid.")],
+    tokenizer: Annotated[
+        str, options.inputs("The model's directory, or one with its tokenizer.", callback=options.model_path)
+    ],
+    host: Annotated[str, options.output("Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, options.output("Port to listen on; 0: any.", min=0, max=65_535)] = 9002,
 ) -> None:
     """Tell Envoy, by its external processing, which data-parallel rank serves each request.
 

@@ -7,23 +7,9 @@ from typing import Annotated, Any
 import typer
 
 from semmoe import console, tables
+from semmoe.cli import options
 from semmoe.cli.app import OFFLINE, app, refuse_given
 from semmoe.cli.form import finite, options_of, takes, with_changes
-from semmoe.cli.options import (
-    METHOD,
-    OFFLINE_RANKS,
-    Force,
-    GivenTopology,
-    Json,
-    LinksOption,
-    ResultOut,
-    TraceArgument,
-    check_result,
-    option,
-    read_trace,
-    resolve_topology,
-    tell_result,
-)
 from semmoe.cli.solve import (
     METHOD_NAMES,
     DecodeLinksOption,
@@ -41,54 +27,57 @@ from semmoe.results import ReplayFile
 from semmoe.settings import ReplaySettings, SolveSettings
 from semmoe.topology import Topology
 
-SOLVING = {*options_of(GivenTopology), *options_of(SolveSettings)} - {*options_of(ReplaySettings)}
+SOLVING = {*options_of(options.GivenTopology), *options_of(SolveSettings)} - {*options_of(ReplaySettings)}
 DECIDED = [*sorted(SOLVING), "method", "profile_share", "changes", "links", "decode_links"]
 
 
 @app.command(rich_help_panel=OFFLINE)
-@takes(given=GivenTopology, measure=ReplaySettings, solving=SolveSettings)
+@takes(given=options.GivenTopology, measure=ReplaySettings, solving=SolveSettings)
 def replay(
     ctx: typer.Context,
-    trace: TraceArgument,
+    trace: options.TraceArgument,
     given: Any = None,
-    plan: Annotated[Path | None, option(METHOD, "Score this plan on the whole trace.")] = None,
+    plan: Annotated[Path | None, options.method("Score this plan on the whole trace.")] = None,
     method: Annotated[
         str | None,
-        option(METHOD, f"One of {METHOD_NAMES}, or all, the default: profile on a share, score on the rest."),
+        options.method(f"One of {METHOD_NAMES}, or all, the default: profile on a share, score on the rest."),
     ] = None,
     profile_share: Annotated[
-        float, option(METHOD, "Share of the requests to profile on.", min=0.001, max=0.999, callback=finite)
+        float, options.method("Share of the requests to profile on.", min=0.001, max=0.999, callback=finite)
     ] = 0.2,
     measure: Any = None,
     solving: Any = None,
     changes: SetOption = None,
-    links: LinksOption = None,
+    links: options.LinksOption = None,
     decode_links: DecodeLinksOption = None,
-    out: ResultOut = None,
-    force: Force = False,
-    as_json: Json = False,
+    out: options.ResultOut = None,
+    force: options.Force = False,
+    as_json: options.Json = False,
 ) -> None:
     """Score plans on a trace, without a model: the offline experiment.
 
     Examples: `semmoe replay trace.npz --method all` and `semmoe replay heldout --plan plan --json`
     """
-    check_result(out, force, (trace, plan, links, decode_links))
+    options.check_result(out, force, (trace, plan, links, decode_links))
     scoring: ReplaySettings = measure()
     settings: dict[str, Any] = {"trace": str(trace), **asdict(scoring)}
     if plan is not None:
         refuse_given(ctx, DECIDED, "--plan decides it")
-        opened = read_trace(trace, scoring.seed)
+        opened = options.read_trace(trace, scoring.seed)
         topology, methods = _replay_plan(ctx, opened, plan, scoring, settings)
     else:
         refuse_given(ctx, ["cocluster.move_cost"], "plans of a replay begin from no other")
-        topology, solve_by = resolve_topology(None, given(), OFFLINE_RANKS), with_changes(solving(), changes or [])
+        topology, solve_by = (
+            options.resolve_topology(None, given(), options.OFFLINE_RANKS),
+            with_changes(solving(), changes or []),
+        )
         costs = phase_costs(ctx, phase_links(links, decode_links, topology), topology, solve_by.cocluster)
         settings |= asdict(topology) | {"profile_share": profile_share} | _described(solve_by)
         refuse_idle(ctx, chosen := _applicable(method or "all", topology, solve_by.redundant_experts), topology)
-        opened = read_trace(trace, scoring.seed)
+        opened = options.read_trace(trace, scoring.seed)
         methods = _replay_methods(opened, chosen, topology, scoring, solve_by, profile_share, costs)
     settings["scheduled_by_answers"] = warn_of_answers(opened, topology)
-    if tell_result(ReplayFile, {"settings": settings, "methods": methods}, out, as_json):
+    if options.tell_result(ReplayFile, {"settings": settings, "methods": methods}, out, as_json):
         return
     title = f"{trace.name}: {opened.num_requests} requests, {opened.num_tokens:,} routed tokens"
     console.print_table(title, *tables.metrics(methods))

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from semmoe import console
+from semmoe.cli import options
 from semmoe.cli.app import TOOLS, app
-from semmoe.cli.options import OUTPUT, Json, argument, option
 from semmoe.files import check_output
 
 
@@ -13,13 +13,15 @@ from semmoe.files import check_output
 def report(
     directory: Annotated[
         Path,
-        argument("A plan, or a directory of plans and of what `demo`, `generate` and `replay` wrote.", metavar="DIR"),
+        options.argument(
+            "A plan, or a directory of plans and of what `demo`, `generate` and `replay` wrote.", metavar="DIR"
+        ),
     ],
     out: Annotated[
         Path | None,
-        option(OUTPUT, "The page; by default DIR/report.html, beside DIR if it is itself a plan: DIR-report.html."),
+        options.output("The page; by default DIR/report.html, beside DIR if it is itself a plan: DIR-report.html."),
     ] = None,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Write one HTML page on a plan and its measurements: the verdict, the reasons, and the sources.
 

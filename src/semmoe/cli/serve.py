@@ -12,19 +12,9 @@ import typer
 
 from semmoe import console
 from semmoe.checkpoint.directory import read_config
+from semmoe.cli import options
 from semmoe.cli.app import SERVING, app
 from semmoe.cli.form import takes
-from semmoe.cli.options import (
-    METHOD,
-    OUTPUT,
-    GivenTopology,
-    ModelArgument,
-    check_installed,
-    default_folder,
-    option,
-    ranks_at_hand,
-    resolve_topology,
-)
 from semmoe.core import Plan
 from semmoe.engines import ownership, supervisor, support
 from semmoe.engines.settings import PLANS, PluginSettings
@@ -43,18 +33,18 @@ FORGOTTEN = (
 
 
 @app.command(rich_help_panel=SERVING, context_settings={"allow_extra_args": True, "ignore_unknown_options": False})
-@takes(given=GivenTopology, settings=ServeSettings)
+@takes(given=options.GivenTopology, settings=ServeSettings)
 def serve(
     ctx: typer.Context,
-    model: ModelArgument,
-    plan: Annotated[Path | None, option(METHOD, "Serve on this plan, of any method; without it, vanilla.")] = None,
+    model: options.ModelArgument,
+    plan: Annotated[Path | None, options.method("Serve on this plan, of any method; without it, vanilla.")] = None,
     given: Any = None,
     settings: Any = None,
-    host: Annotated[str, option(OUTPUT, "Address to listen on.")] = "127.0.0.1",
+    host: Annotated[str, options.output("Address to listen on.")] = "127.0.0.1",
     control: Annotated[
-        Path | None, option(OUTPUT, "Folder for counters and `semmoe record`; by default in ~/.local/state.")
+        Path | None, options.output("Folder for counters and `semmoe record`; by default in ~/.local/state.")
     ] = None,
-    dry_run: Annotated[bool, option(OUTPUT, "Print the command and stop.")] = False,
+    dry_run: Annotated[bool, options.output("Print the command and stop.")] = False,
 ) -> None:
     """Serve a model with expert parallelism: print the engine's own command, then run it.
 
@@ -63,10 +53,10 @@ def serve(
     Example: `semmoe serve MODEL --engine sglang --plan plan -- --mem-fraction-static 0.8`
     """
     asked: ServeSettings = settings()
-    chosen = _load(model, plan) if plan else None
-    topology = resolve_topology(chosen, given(), ranks_at_hand())
+    chosen = options.plan_for(model, plan) if plan else None
+    topology = options.resolve_topology(chosen, given(), options.ranks_at_hand())
     _check(model, chosen, topology, asked, ctx.args)
-    folder = (control or default_folder(asked.port)).resolve()
+    folder = (control or options.default_folder(asked.port)).resolve()
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # the printed command needs it too
     folder.chmod(0o700)
     plugin = PluginSettings(
@@ -79,7 +69,7 @@ def serve(
     )
     launch = importlib.import_module(f"semmoe.engines.{asked.engine}.launch")
     if not dry_run:
-        check_installed(asked.engine)
+        options.check_installed(asked.engine)
         held = ownership.claim(folder)
         _forget(folder)
         ownership.share(held)
@@ -95,10 +85,10 @@ def serve(
     raise typer.Exit(code)
 
 
-def _publish(folder: Path, host: str, port: int, options: list[str]) -> None:
+def _publish(folder: Path, host: str, port: int, words: list[str]) -> None:
     """The counters of a node of vLLM without a front end, at the address that this would have. Raises ValueError."""
     sys.stdout.flush()
-    if "--headless" not in options:
+    if "--headless" not in words:
         return
     from prometheus_client import CollectorRegistry, start_http_server
     from prometheus_client.multiprocess import MultiProcessCollector
@@ -111,7 +101,7 @@ def _publish(folder: Path, host: str, port: int, options: list[str]) -> None:
         raise ValueError(f"counters cannot be published at {host}:{port}: {error}; give another --port") from None
 
 
-def _check(model: str, plan: Plan | None, topology: Topology, asked: ServeSettings, options: list[str]) -> None:
+def _check(model: str, plan: Plan | None, topology: Topology, asked: ServeSettings, words: list[str]) -> None:
     """Raise ValueError for what cannot be served, and warn of features that were never run."""
     from semmoe.engines.transformers.config import fingerprint_of
 
@@ -125,18 +115,9 @@ def _check(model: str, plan: Plan | None, topology: Topology, asked: ServeSettin
         physical_experts(fingerprint_of(model).num_experts, 0, topology.ep_size)
         return
     config = read_config(Path(model))
-    use = support.use_of(asked.engine, config, plan, shuffles=shuffles, schedules=schedules, options=options)
+    use = support.use_of(asked.engine, config, plan, shuffles=shuffles, schedules=schedules, options=words)
     for caution in support.check(use):
         console.warn(caution)
-
-
-def _load(model: str, path: Path) -> Plan:
-    from semmoe.engines.transformers.config import fingerprint_of
-    from semmoe.plan import load_plan
-
-    plan = load_plan(path)
-    plan.check(fingerprint_of(model))
-    return plan
 
 
 def _forget(folder: Path) -> None:

@@ -9,25 +9,10 @@ import typer
 
 from semmoe import console
 from semmoe.calibration import PhaseLinks, load_links
+from semmoe.cli import options
 from semmoe.cli.app import OFFLINE, app, refuse_given, was_given
 from semmoe.cli.forecast import ShareOption, gain_of_pass, layer_shape, print_expected, print_gain_of_pass
 from semmoe.cli.form import takes, with_changes
-from semmoe.cli.options import (
-    LINKS,
-    METHOD,
-    OFFLINE_RANKS,
-    OUTPUT,
-    Force,
-    GivenTopology,
-    Json,
-    LinksOption,
-    TraceArgument,
-    Widths,
-    model_path,
-    option,
-    read_trace,
-    resolve_topology,
-)
 from semmoe.core import Plan, RoutingTrace
 from semmoe.cost import LayerShape
 from semmoe.methods import METHODS, check_applies, find_method
@@ -39,40 +24,40 @@ PhaseCosts = tuple[RowCosts, RowCosts]
 EFFORT = ["quick", "thorough", "budget"]
 METHOD_NAMES = ", ".join(METHODS) + ", or a module by its dotted name"
 DecodeLinksOption = Annotated[
-    str | None, option(LINKS, "The same of decoding, where its all-to-all is another, such as h200-400g-ll.")
+    str | None, options.links("The same of decoding, where its all-to-all is another, such as h200-400g-ll.")
 ]
 ModelOption = Annotated[
-    str | None, option(METHOD, "Match unprofiled tokens by this model's embeddings.", callback=model_path)
+    str | None, options.method("Match unprofiled tokens by this model's embeddings.", callback=options.model_path)
 ]
 SetOption = Annotated[
     list[str] | None,
-    option(
-        METHOD, "NAME=VALUE, a setting without an option, such as cocluster.remote_rank=0; may be repeated.", "--set"
+    options.method(
+        "NAME=VALUE, a setting without an option, such as cocluster.remote_rank=0; may be repeated.", "--set"
     ),
 ]
 
 
 @app.command(rich_help_panel=OFFLINE)
-@takes(given=GivenTopology, settings=SolveSettings, widths=Widths, served=RunningSettings)
+@takes(given=options.GivenTopology, settings=SolveSettings, widths=options.Widths, served=RunningSettings)
 def solve(
     ctx: typer.Context,
-    trace: TraceArgument,
-    out: Annotated[Path, option(OUTPUT, "The plan directory.")],
-    force: Force = False,
+    trace: options.TraceArgument,
+    out: Annotated[Path, options.output("The plan directory.")],
+    force: options.Force = False,
     given: Any = None,
-    method: Annotated[str | None, option(METHOD, f"One of {METHOD_NAMES}; by default semmoe.")] = None,
+    method: Annotated[str | None, options.method(f"One of {METHOD_NAMES}; by default semmoe.")] = None,
     settings: Any = None,
     changes: SetOption = None,
-    links: LinksOption = None,
+    links: options.LinksOption = None,
     decode_links: DecodeLinksOption = None,
     share: ShareOption = None,
     widths: Any = None,
     served: Any = None,
     model: ModelOption = None,
-    begin: Annotated[Path | None, option(METHOD, "Begin at this plan and move only what pays.", "--from")] = None,
-    quick: Annotated[bool, option(METHOD, "semmoe: half the time, up to 3 % more traffic.", "--quick")] = False,
-    thorough: Annotated[bool, option(METHOD, "semmoe: twice the time, up to 1 % less traffic.", "--thorough")] = False,
-    as_json: Json = False,
+    begin: Annotated[Path | None, options.method("Begin at this plan and move only what pays.", "--from")] = None,
+    quick: Annotated[bool, options.method("semmoe: half the time, up to 3 % more traffic.", "--quick")] = False,
+    thorough: Annotated[bool, options.method("semmoe: twice the time, up to 1 % less traffic.", "--thorough")] = False,
+    as_json: options.Json = False,
 ) -> None:
     """Decide where experts go and build the tables that send tokens after them.
 
@@ -88,11 +73,11 @@ def solve(
     check_plan_output(out, force, (trace, begin, model, links, decode_links))
     solving = with_changes(settings(method=method or SolveSettings().method), changes or [])
     previous, solving = _begin(ctx, begin, _with_effort(solving, quick, thorough))
-    topology = resolve_topology(previous, given(), OFFLINE_RANKS)
+    topology = options.resolve_topology(previous, given(), options.OFFLINE_RANKS)
     check_applies(solving.method, topology, solving.redundant_experts)
     refuse_idle(ctx, [solving.method], topology)
     charged = phase_links(links, decode_links, topology)
-    opened = read_trace(trace, solving.seed)
+    opened = options.read_trace(trace, solving.seed)
     check_inputs(opened, topology, solving, previous)
     shape = layer_shape(opened.fingerprint, widths(), share)
     costs = phase_costs(ctx, charged, topology, solving.cocluster)

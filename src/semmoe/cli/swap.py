@@ -5,21 +5,9 @@ from typing import Annotated, Any
 
 from semmoe import console
 from semmoe.calibration import load_links
+from semmoe.cli import options
 from semmoe.cli.app import SERVING, app
 from semmoe.cli.form import takes
-from semmoe.cli.options import (
-    INPUT,
-    OUTPUT,
-    CaOption,
-    ControlOption,
-    HeaderOption,
-    Json,
-    LinksOption,
-    UrlArgument,
-    client_of,
-    option,
-    server_at,
-)
 from semmoe.core import Plan
 from semmoe.engines.recorder_files import check_folder
 from semmoe.settings import SwapSettings
@@ -28,18 +16,18 @@ from semmoe.settings import SwapSettings
 @app.command(rich_help_panel=SERVING)
 @takes(settings=SwapSettings)
 def swap(
-    url: UrlArgument,
-    plan: Annotated[Path, option(INPUT, "The plan to serve on from now on.")],
-    control: ControlOption = None,
-    header: HeaderOption = None,
-    ca: CaOption = None,
+    url: options.UrlArgument,
+    plan: Annotated[Path, options.inputs("The plan to serve on from now on.")],
+    control: options.ControlOption = None,
+    header: options.HeaderOption = None,
+    ca: options.CaOption = None,
     stage_only: Annotated[
-        bool, option(OUTPUT, "Only give the plan to the ranks of this node, of several.", "--stage-only")
+        bool, options.output("Only give the plan to the ranks of this node, of several.", "--stage-only")
     ] = False,
-    dry_run: Annotated[bool, option(OUTPUT, "Print what would move, and stop.")] = False,
-    links: LinksOption = None,
+    dry_run: Annotated[bool, options.output("Print what would move, and stop.")] = False,
+    links: options.LinksOption = None,
     settings: Any = None,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Swap the plan of a running server: experts move between its ranks, requests go on, and nothing is lost.
 
@@ -54,8 +42,8 @@ def swap(
     from semmoe.engines.live.files import plan_name, plan_number, stage
     from semmoe.plan import load_plan
 
-    client = client_of(header, ca, [url])
-    url, folder = server_at(url, control)
+    client = options.client_of(header, ca, [url])
+    url, folder = options.server_at(url, control)
     loaded = load_plan(plan)
     check_folder(folder)
     if dry_run:

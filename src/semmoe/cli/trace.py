@@ -6,18 +6,8 @@ from typing import Annotated, Any
 import typer
 
 from semmoe import console, tables
+from semmoe.cli import options
 from semmoe.cli.app import OFFLINE, app
-from semmoe.cli.options import (
-    Force,
-    Json,
-    ResultOut,
-    TraceArgument,
-    TraceOut,
-    argument,
-    check_result,
-    read_trace,
-    tell_result,
-)
 from semmoe.results import AffinityFile
 from semmoe.trace import describe as described
 
@@ -30,7 +20,7 @@ app.add_typer(trace_app, name="trace", rich_help_panel=OFFLINE)
 
 
 @trace_app.command()
-def info(trace: TraceArgument, as_json: Json = False) -> None:
+def info(trace: options.TraceArgument, as_json: options.Json = False) -> None:
     """List the contents of a trace.
 
     Example: `semmoe trace info trace`
@@ -59,7 +49,12 @@ def _contents(found: dict[str, Any]) -> list[list[str]]:
 
 
 @trace_app.command()
-def affinity(trace: TraceArgument, out: ResultOut = None, force: Force = False, as_json: Json = False) -> None:
+def affinity(
+    trace: options.TraceArgument,
+    out: options.ResultOut = None,
+    force: options.Force = False,
+    as_json: options.Json = False,
+) -> None:
     """Show how concentrated the routing of a trace is: the statistics of the paper's Table 1.
 
     Example: `semmoe trace affinity trace`
@@ -67,15 +62,19 @@ def affinity(trace: TraceArgument, out: ResultOut = None, force: Force = False, 
     from semmoe.affinity import build_affinity
     from semmoe.concentration import concentration
 
-    check_result(out, force, (trace,))
-    opened = read_trace(trace)
+    options.check_result(out, force, (trace,))
+    opened = options.read_trace(trace)
     result = {"trace": described(opened), "concentration": concentration(opened, build_affinity(opened))}
-    if not tell_result(AffinityFile, result, out, as_json):
+    if not options.tell_result(AffinityFile, result, out, as_json):
         tables.print_affinity(result)
 
 
 @trace_app.command()
-def merge(traces: Annotated[list[Path], argument("Trace directories.")], out: TraceOut, as_json: Json = False) -> None:
+def merge(
+    traces: Annotated[list[Path], options.argument("Trace directories.")],
+    out: options.TraceOut,
+    as_json: options.Json = False,
+) -> None:
     """Join traces of one model, such as those that the nodes of a server recorded, shard by shard.
 
     Example: `semmoe trace merge node-0 node-1 --out trace`

@@ -15,9 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from semmoe import console
+from semmoe.cli import options
 from semmoe.cli.app import SERVING, app
 from semmoe.cli.form import takes
-from semmoe.cli.options import INPUT, OUTPUT, CaOption, HeaderOption, Json, UrlArgument, client_of, option
 from semmoe.settings import WatchSettings
 
 MAX_LOOKS = 10_000
@@ -28,21 +28,21 @@ BAR = 30  # characters
 @app.command(rich_help_panel=SERVING)
 @takes(settings=WatchSettings)
 def watch(
-    url: UrlArgument,
+    url: options.UrlArgument,
     plan: Annotated[
-        Path | None, option(INPUT, "The plan that it serves on: figures are compared with what it expects.")
+        Path | None, options.inputs("The plan that it serves on: figures are compared with what it expects.")
     ] = None,
     also: Annotated[
-        list[str] | None, option(INPUT, "URLs at which its other nodes publish the counters of their ranks.")
+        list[str] | None, options.inputs("URLs at which its other nodes publish the counters of their ranks.")
     ] = None,
-    header: HeaderOption = None,
-    ca: CaOption = None,
+    header: options.HeaderOption = None,
+    ca: options.CaOption = None,
     settings: Any = None,
     once: Annotated[
         bool,
-        option(OUTPUT, "Watch one window, print, and end: exit code 1 if it drifted, is stale or degraded.", "--once"),
+        options.output("Watch one window, print, and end: exit code 1 if it drifted, is stale or degraded.", "--once"),
     ] = False,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Watch whether a plan fits a running server: local activations, load of ranks, and where requests go.
 
@@ -57,7 +57,7 @@ def watch(
     given: WatchSettings = settings()
     expected = None if plan is None else _expected_lar(plan)
     nodes = [url, *(also or [])]
-    client = client_of(header, ca, nodes)
+    client = options.client_of(header, ca, nodes)
     looks = deque([watching.look(nodes, time.monotonic(), client)], maxlen=MAX_LOOKS)
     live = nullcontext() if once or as_json else Live(console=console.out, auto_refresh=False, screen=False)
     with live as page:
