@@ -239,12 +239,12 @@ def test_each_phase_is_charged_by_its_own_all_to_all(work, tmp_path):
     assert [charged["all_to_all"] for charged in plan.settings["charged"].values()] == ["per-node", "per-pair"]
     assert plan.expected["decode"]["verdict"]["sentence"]
     assert plan.expected["rows_by_kind"].keys() == {"per-rank", "per-node", "per-pair"}
-    weighed = run(*command, "--force", "--remote-node-cost", 3)
+    weighed = run(*command, "--force", "--set", "cocluster.remote_node=3")
     assert weighed.exit_code == 0, weighed.output
     assert "charged" not in load_plan(tmp_path / "plan").settings
-    refused = run(*both, "--force", "--remote-node-cost", 3)
+    refused = run(*both, "--force", "--set", "cocluster.remote_node=3")
     assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
-    assert "--decode-links has no effect here: --remote-node-cost weighs rows" in refused.stderr
+    assert "--decode-links has no effect here: cocluster.remote_node weighs rows" in refused.stderr
     one_node = run(*command, "--force", "--links", "h100-nvlink")
     assert one_node.exit_code == 2
     assert "say nothing of several nodes" in one_node.stderr
@@ -377,10 +377,11 @@ def test_replay_of_one_method_lists_that_one(tmp_path):
     assert list(json.loads(result.stdout)["methods"]) == ["eplb"]
 
 
-@pytest.mark.parametrize("command", [["affinity"], ["solve", "--ep-size", "2"], ["replay", "--ep-size", "2"]])
+@pytest.mark.parametrize("command", [["trace", "affinity"], ["solve"], ["replay"]])
 def test_a_trace_without_routed_tokens_is_refused(tmp_path, command):
     save_trace(make_trace([[], []], np.zeros((0, 2, 2)), prompts=[[1], [2]]), tmp_path / "trace")
-    words = [command[0], str(tmp_path / "trace"), *command[1:], "--out", str(tmp_path / "out")]
+    ranks = [] if "affinity" in command else ["--ep-size", "2"]
+    words = [*command, str(tmp_path / "trace"), *ranks, "--out", str(tmp_path / "out")]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 2, result.output
     assert "holds no routed token" in result.stderr
@@ -390,13 +391,13 @@ def test_a_trace_without_routed_tokens_is_refused(tmp_path, command):
 @pytest.mark.slow
 def test_affinity_where_every_token_uses_every_expert(tmp_path):
     save_trace(random_trace(0, experts=4, top_k=4), tmp_path / "trace")
-    result = CliRunner().invoke(app, ["affinity", str(tmp_path / "trace"), "--json"])
+    result = CliRunner().invoke(app, ["trace", "affinity", str(tmp_path / "trace"), "--json"])
     assert result.exit_code == 0, result.output
 
 
 def test_affinity_prints_tables_and_json(work):
-    assert "weighted by occurrence" in run("affinity", work / "trace").stdout
-    result = json.loads(run("affinity", work / "trace", "--json").stdout)
+    assert "weighted by occurrence" in run("trace", "affinity", work / "trace").stdout
+    result = json.loads(run("trace", "affinity", work / "trace", "--json").stdout)
     assert len(result["concentration"]) == 6
     assert 0 < result["concentration"][0]["by_occurrence"]["f1"]["p50"] <= 1
 
@@ -444,13 +445,16 @@ def test_settings_that_contradict_or_do_nothing_are_refused(work):
     refused(run("generate", MODEL, "--plan", work / "plan", "--attention", "dp", "--prompt", "x"), "attention tp")
     refused(run("generate", MODEL, "--plan", work / "plan", "--num-nodes", 2, "--prompt", "x"), "num_nodes 1")
     refused(run("replay", work / "trace", "--plan", work / "plan", "--ep-size", 4), "--ep-size has no effect")
-    refused(run("solve", work / "trace", "--method", "eplb", "--theta", 0.2, "--out", "x"), "--theta has no effect")
-    refused(run("solve", work / "trace", "--theta", 0.2, "--out", "x"), "--theta has no effect")
+    refused(
+        run("solve", work / "trace", "--method", "eplb", "--set", "paper.theta=0.2", "--out", "x"),
+        "--set paper.theta has no effect",
+    )
+    refused(run("solve", work / "trace", "--set", "paper.theta=0.2", "--out", "x"), "--set paper.theta has no effect")
     refused(
         run("solve", work / "trace", "--method", "paper", "--load-limit", 1.2, "--out", "x"), "an objective of its own"
     )
-    prompts_only = run("solve", work / "trace", "--attention", "dp", "--ep-size", 4, "--lookback", 1, "--out", "x")
-    refused(prompts_only, "--lookback has no effect")
+    prompts_only = run("solve", work / "trace", "--attention", "dp", "--set", "predictor.lookback=1", "--out", "x")
+    refused(prompts_only, "--set predictor.lookback has no effect")
     redundant = run("solve", work / "trace", "--method", "paper", "--redundant-experts", 4, "--out", "x")
     refused(redundant, "no redundant experts")
     copies = run("replay", work / "trace", "--method", "lab.methods.moetuner", "--redundant-experts", 8)
@@ -540,7 +544,16 @@ def test_the_method_of_a_plan_is_shown_and_never_imported(own_package, tmp_path,
         (["replay", "{trace}", "--method", "magic"], ["'magic'"]),
         (["replay", "{trace}", "--profile-share", 1.5], ["--profile-share", "less than or equal to 0.999"]),
         (["solve", "{trace}", "--attention", "hybrid", "--out", "p"], ["dp_size"]),
-        (["solve", "{trace}", "--lookback", 9, "--out", "p"], ["--lookback", "less than or equal to 8"]),
+        (
+            ["solve", "{trace}", "--set", "predictor.lookback=9", "--out", "p"],
+            ["lookback must lie between 0 and 8, not 9"],
+        ),
+        (["solve", "{trace}", "--set", "lookback=9", "--out", "p"], ["no setting lookback", "predictor.lookback"]),
+        (["solve", "{trace}", "--set", "paper", "--out", "p"], ["no setting paper", "paper.theta"]),
+        (["solve", "{trace}", "--set", "seed", "--out", "p"], ["--set seed: '' is not a number"]),
+        (["solve", "{trace}", "--set", "paper.theta=nan", "--out", "p"], ["theta must lie between", "not nan"]),
+        (["solve", "{trace}", "--set", "cocluster.groups=x", "--out", "p"], ["groups must be free or whole, not 'x'"]),
+        (["replay", "{trace}", "--plan", "{plan}", "--set", "seed=1"], ["--set has no effect", "--plan decides it"]),
         (["solve", "{trace}", "--load-limit", 0.5, "--out", "p"], ["load_limit", "0.5"]),
         (["replay", "{trace}", "--running", 4], ["--running has no effect", "no requests are scheduled"]),
         (["solve", "{trace}", "--attention", "dp", "--method", "eplb", "--running", 4, "--out", "p"], ["--running"]),
@@ -647,9 +660,9 @@ def test_a_full_disk_is_one_line_and_leaves_the_old_plan(work, tmp_path):
 
 def test_every_command_explains_itself():
     top = run("--help").stdout
-    for command in ("profile", "affinity", "solve", "replay", "apply", "generate", "calibrate", "demo"):
-        assert command in top
-        assert "semmoe " + command in run(command, "--help").stdout.replace("\n", " ")
+    for command in ("profile", "trace affinity", "solve", "replay", "apply", "generate", "calibrate", "demo"):
+        assert command.split()[0] in top
+        assert "semmoe " + command in run(*command.split(), "--help").stdout.replace("\n", " ")
 
 
 def test_offline_commands_need_neither_torch_nor_an_engine(tmp_path):
@@ -666,7 +679,7 @@ def test_offline_commands_need_neither_torch_nor_an_engine(tmp_path):
     for arguments in (
         ["solve", trace, "--ep-size", "2", "--out", tmp_path / "plan"],
         ["replay", trace, "--plan", tmp_path / "plan"],
-        ["affinity", trace],
+        ["trace", "affinity", trace],
     ):
         subprocess.run([sys.executable, "-c", code, *map(str, arguments)], check=True, capture_output=True)
     refusal = [sys.executable, "-c", code, "generate", "tiny", "--prompt", "x"]

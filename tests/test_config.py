@@ -61,7 +61,7 @@ def test_commands_of_groups_have_tables_of_their_own(tmp_path, trace):
         ("[solve]\nhelp = true\n", "solve has no option help"),
         ('[solve]\nep-size = "two"\n', "--ep-size"),
         ("[solve]\nep-size = 0\n", "--ep-size"),
-        ("[solve]\ntheta = 0.5\n", "--theta has no effect here"),
+        ('[solve]\nset = ["paper.theta=0.5"]\n', "--set paper.theta has no effect here"),
     ],
 )
 def test_what_is_wrong_in_the_file_is_said_in_one_line(tmp_path, trace, text, words):

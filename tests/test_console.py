@@ -13,8 +13,8 @@ PRINTS = {  # a command for each way to print: print, typer's help, rich's conso
     "help": ["--help"],
     "help of a command": ["solve", "--help"],
     "lines": ["trace", "info", "{trace}"],
-    "table": ["affinity", "{trace}"],
-    "json": ["affinity", "{trace}", "--json"],
+    "table": ["trace", "affinity", "{trace}"],
+    "json": ["trace", "affinity", "{trace}", "--json"],
 }
 
 
@@ -62,11 +62,11 @@ def test_a_pipe_that_both_outputs_share_may_close(trace):
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write) as pipe:
-        done = subprocess.run([sys.executable, "-c", CODE, "affinity", trace], stdout=pipe, stderr=pipe)
+        done = subprocess.run([sys.executable, "-c", CODE, "trace", "affinity", trace], stdout=pipe, stderr=pipe)
     assert done.returncode == 141
 
 
-@pytest.mark.parametrize("module", ["semmoe.console", "semmoe.cli.offline", "semmoe.cli.watch"])
+@pytest.mark.parametrize("module", ["semmoe.console", "semmoe.cli.solve", "semmoe.cli.watch"])
 def test_an_interrupt_while_commands_are_imported_is_quiet(module):
     interrupt = (
         "import os, signal, sys\n"

@@ -111,27 +111,12 @@ def test_demo_prompts_are_held_out_and_profile_and_evaluation_share_no_text():
     assert card["held_out_documents"] == {domain: list(names) for domain, names in HELD_OUT.items()}
 
 
-def test_the_demo_takes_a_dataset_of_ones_own(tmp_path, monkeypatch):
-    from semmoe.dataset import load_dataset
-    from semmoe.engines.transformers.tokenizer import load_tokenizer
-
-    dataset = tmp_path / "own.jsonl"
-    dataset.write_text(
-        "".join(json.dumps({"prompt": f"class Shape{i}:\n    sides = {i}\n" * 4}) + "\n" for i in range(8))
-    )
+def test_a_demo_leaves_a_page_alone_unless_it_is_told_to_keep_more(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    outcome = CliRunner().invoke(app, ["demo", "--json", "--ep-size", "2", "--dataset", str(dataset)])
+    outcome = CliRunner().invoke(app, ["demo", "--json", "--ep-size", "2"])
     assert outcome.exit_code == 0, outcome.output
-    assert json.loads(outcome.stdout)["prompts"] == 2
     assert json.loads(outcome.stdout)["report"] == "semmoe-demo/report.html"
     assert [path.name for path in (tmp_path / "semmoe-demo").iterdir()] == ["report.html"]
-    profile, evaluation = demo_prompts(DemoSettings(), load_tokenizer(str(MODEL)), dataset)
-    assert (len(profile), len(evaluation)) == (6, 2)
-    dataset.write_text(json.dumps({"prompt": "alone"}))
-    assert len(load_dataset(dataset)) == 1
-    outcome = CliRunner().invoke(app, ["demo", "--dataset", str(dataset)])
-    assert outcome.exit_code == 2
-    assert "too few" in outcome.stderr
 
 
 def test_the_shipped_model_predicts_text_better_than_a_unigram_model_and_routes_soundly():

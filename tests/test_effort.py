@@ -154,7 +154,7 @@ def test_the_cause_of_a_load_above_the_limit_is_said():
     assert f"so the two differ; profile more than {TRACE.num_requests} requests" in differ
     alone = causes(own - 0.01, None)
     assert f"the load limit of {own - 0.01:g} is not kept: requests of the profile load" in alone
-    assert "--remote-rank-cost" in alone
+    assert "--set cocluster.remote_rank" in alone
     hot = TRACE.expert_ids.copy()
     hot[~(hot[:, 0] == 3).any(axis=1), 0, 0] = 3  # every token uses expert 3 of the first layer
     assert "in 1 of" in causes(own + 0.01, 9.0, replace(TRACE, expert_ids=hot))

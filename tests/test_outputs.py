@@ -25,7 +25,7 @@ WORK = {  # command, and the function that does its work
     "generate": (["generate", "tiny", "--prompt", "x"], "semmoe.engines.transformers.generate.generate"),
     "profile": (["profile", "tiny"], "semmoe.engines.transformers.model.load_model"),
     "replay": (["replay", "trace.npz"], "semmoe.streams.open_bounded"),
-    "affinity": (["affinity", "trace.npz"], "semmoe.streams.open_bounded"),
+    "affinity": (["trace", "affinity", "trace.npz"], "semmoe.streams.open_bounded"),
     "solve": (["solve", "trace.npz"], "semmoe.streams.open_bounded"),
     "report": (["report", "."], "semmoe.report.page.write"),
     "apply": (["apply", "plan", "--model", "tiny"], "semmoe.checkpoint.relabel.relabel"),
@@ -103,7 +103,7 @@ def test_a_replay_and_the_statistics_of_a_trace_are_left_as_json_and_a_report_fi
     trace = tmp_path / "trace.npz"
     ids = np.random.default_rng(0).random((240, 2, 8)).argsort(2)[:, :, :2].astype(np.uint8)
     np.savez(trace, token_ids=np.arange(240) % 9, expert_ids=ids, request_offsets=np.arange(0, 241, 12))
-    for words in (["replay", str(trace), "--ep-size", "2", "--method", "eplb"], ["affinity", str(trace)]):
+    for words in (["replay", str(trace), "--ep-size", "2", "--method", "eplb"], ["trace", "affinity", str(trace)]):
         out = tmp_path / f"{words[0]}.json"
         result = CliRunner().invoke(app, [*words, "--json", "--out", str(out)])
         assert json.loads(out.read_text()) == json.loads(result.stdout)
@@ -202,8 +202,8 @@ def contents(folder):
         ("replay t-hard.npz --ep-size 2", "t.npz"),
         ("replay t.npz --plan plan", "plan/plan.json"),
         ("replay t.npz --links links.json --ep-size 2", "links.json"),
-        ("affinity t.npz", "t.npz"),
-        ("affinity trace", "trace/affinity.json"),
+        ("trace affinity t.npz", "t.npz"),
+        ("trace affinity trace", "trace/affinity.json"),
         ("solve t.npz --from plan", "plan"),
         ("solve plan/../trace --ep-size 2", "trace"),
         ("generate tiny --dataset prompts.jsonl", "prompts.jsonl"),
@@ -222,7 +222,6 @@ def test_an_output_is_no_input(words, out, inputs):
     [
         ("trace merge trace trace", "trace"),
         ("profile tiny --dataset prompts.jsonl", "."),
-        ("demo --dataset prompts.jsonl", "."),
         ("apply plan --model tiny --to sglang", "plan/location.json"),
         ("report .", "links.json"),
         ("report plan", "plan/plan.json"),

@@ -110,7 +110,7 @@ def test_the_command_begins_from_a_plan(tmp_path):
     new = load_plan(tmp_path / "new")
     assert new.placement.redundant_experts == 4
     assert new.settings["cocluster"]["move_cost"] == 0.001
-    refused = run.invoke(app, [*words, "--move-cost", "1", "--force"])
+    refused = run.invoke(app, [*words, "--set", "cocluster.move_cost=1", "--force"])
     assert refused.exit_code == 2
     other = run.invoke(app, [*words, "--from", str(tmp_path / "old"), "--ep-size", "2", "--force"])
     assert other.exit_code != 0

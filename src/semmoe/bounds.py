@@ -38,13 +38,12 @@ def switch(**shown: Any) -> Any:
     return field(default=False, metadata=_option(**shown))
 
 
-def _option(help: str = "", panel: str = "Method", flag: str = "", unit: int = 1, zero_is_none: bool = False) -> dict:
+def _option(help: str = "", panel: str = "Method", zero_is_none: bool = False) -> dict:
     """Metadata that makes a field an option of the command line; a field without help text is not an option.
 
-    flag: the option's name where it differs from the field's. unit: how many units of the field one unit of the option
-    stands for. zero_is_none: the option's value 0 means None, which is no limit.
+    zero_is_none: the option's value 0 means None, which is no limit.
     """
-    return {"help": help, "panel": panel, "flag": flag, "unit": unit, "zero_is_none": zero_is_none} if help else {}
+    return {"help": help, "panel": panel, "zero_is_none": zero_is_none} if help else {}
 
 
 def bounds(kind: Any, name: str) -> tuple[float, float]:

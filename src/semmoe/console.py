@@ -6,15 +6,13 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any, TextIO
 
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from rich.text import Text
 
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False)
@@ -65,17 +63,6 @@ def watched_output() -> Iterator[None]:
             sys.stdout, sys.stderr = kept
 
 
-class TimeLeft(ProgressColumn):
-    """Time left while a stage runs, once it can be told, and the time that it took afterwards."""
-
-    max_refresh = 0.5
-
-    def render(self, task: Task) -> Text:
-        seconds = task.finished_time if task.finished else task.time_remaining
-        time = "-:--:--" if seconds is None else str(timedelta(seconds=int(seconds)))
-        return Text(time if task.finished else f"{time} left", style="progress.elapsed")
-
-
 class Bars:
     """Progress bars, one per stage."""
 
@@ -95,8 +82,8 @@ class Bars:
 @contextmanager
 def bars() -> Iterator[Bars]:
     """Progress bars on stderr for the time of the block."""
-    description, done = TextColumn("{task.description}"), (MofNCompleteColumn(), TimeLeft())
-    with Progress(SpinnerColumn(), description, BarColumn(), *done, console=err) as progress:
+    description, left = TextColumn("{task.description}"), TimeRemainingColumn(elapsed_when_finished=True)
+    with Progress(SpinnerColumn(), description, BarColumn(), MofNCompleteColumn(), left, console=err) as progress:
         yield Bars(progress)
 
 
@@ -112,6 +99,16 @@ def warn(text: str) -> None:
 
 def print_json(value: Any) -> None:
     print(json.dumps(value, indent=1))
+
+
+def tell(as_json: bool, value: Any, otherwise: str | Callable[[], None]) -> None:
+    """Print the result of a command as JSON, or else as a line of plain text or by a function."""
+    if as_json:
+        print_json(value)
+    elif isinstance(otherwise, str):
+        out.print(otherwise, markup=False, highlight=False, soft_wrap=True)
+    else:
+        otherwise()
 
 
 def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:

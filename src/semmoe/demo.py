@@ -6,14 +6,13 @@ import platform
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from importlib.metadata import version
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from semmoe.checkpoint.directory import EXPERT_FIELDS, config_count, read_config
 from semmoe.console import Bars
 from semmoe.core import Plan, RoutingTrace
-from semmoe.dataset import LeftOut, encode, encode_usable, read_prompts
+from semmoe.dataset import encode
 from semmoe.files import atomic_file
 from semmoe.prompts import Prompt
 from semmoe.results import DemoFile, checked
@@ -26,45 +25,21 @@ if TYPE_CHECKING:
 
 MODEL = Path(__file__).parent / "models" / "tiny"
 LINKS = "h200-nvlink"  # for which the demo predicts whether a plan is worth it, as `semmoe solve` does by default
-Text = tuple[str, str, str]  # domain, document, text
 
 
-def demo_prompts(
-    settings: DemoSettings, tokenizer: Any, dataset: Path | None = None, left_out: LeftOut | None = None
-) -> tuple[list[list[int]], list[list[int]]]:
-    """(profile, evaluation) token ids: from `dataset`, or text that the embedded model never saw.
-
-    Held-out text is split by document, so that the two share none; a dataset's first three quarters are profiled.
-    left_out: counts the records of the dataset that hold no usable prompt.
-    """
-    if dataset is None:
-        profile, rest = ([Prompt(text=text) for _, _, text in texts] for texts in _held_out_texts(settings))
-        return (
-            encode(profile[: settings.profile_prompts], tokenizer, settings.max_prompt_tokens),
-            encode(rest[: settings.generate_prompts], tokenizer, settings.max_prompt_tokens),
-        )
-    left_out = left_out or LeftOut(dataset, settings.strict)
-    usable = encode_usable(read_prompts(dataset, left_out), tokenizer, read_config(MODEL), left_out)
-    first = islice(usable, settings.profile_prompts + settings.generate_prompts)
-    ids = [prompt[: settings.max_prompt_tokens] for prompt in first]
-    left_out.check()
-    cut = min(len(ids) * 3 // 4, settings.profile_prompts)
-    if cut < settings.ep_size:
-        raise ValueError(f"{dataset} holds {len(ids)} prompts: too few to profile and evaluate")
-    return ids[:cut], ids[cut:][: settings.generate_prompts]
-
-
-def _held_out_texts(settings: DemoSettings) -> tuple[list[Text], list[Text]]:
+def demo_prompts(settings: DemoSettings, tokenizer: Any) -> tuple[list[list[int]], list[list[int]]]:
+    """(profile, evaluation) token ids: text that the embedded model never saw, split by document."""
     texts = held_out_prompts(per_domain=settings.profile_prompts)
     documents = sorted({(domain, document) for domain, document, _ in texts})
     profiled = set(documents[::2])
-    profile = [text for text in texts if text[:2] in profiled]
-    return profile, [text for text in texts if text[:2] not in profiled]
+    seen, unseen = ([Prompt(text=t[2]) for t in texts if (t[:2] in profiled) == kind] for kind in (True, False))
+    return (
+        encode(seen[: settings.profile_prompts], tokenizer, settings.max_prompt_tokens),
+        encode(unseen[: settings.generate_prompts], tokenizer, settings.max_prompt_tokens),
+    )
 
 
-def run_demo(
-    settings: DemoSettings, work: Path, progress: Bars, dataset: Path | None = None, left_out: LeftOut | None = None
-) -> dict[str, Any]:
+def run_demo(settings: DemoSettings, work: Path, progress: Bars) -> dict[str, Any]:
     """Run every stage; returns the table's rows and what they rest on.
 
     Under `work` it leaves the trace, plan-dp, plan-tp and demo.json, the returned figures.
@@ -79,7 +54,7 @@ def run_demo(
 
     advance = progress.task("loading the model", 1)
     tokenizer, model, identity = load_tokenizer(str(MODEL)), load_model(str(MODEL)), fingerprint_of(str(MODEL))
-    profile_ids, prompts = demo_prompts(settings, tokenizer, dataset, left_out)
+    profile_ids, prompts = demo_prompts(settings, tokenizer)
     advance(1)
     advance = progress.task(f"profiling {len(profile_ids)} prompts", len(profile_ids))
     trace = record(model, str(MODEL), profile_ids, work / "trace", advance)

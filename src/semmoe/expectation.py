@@ -131,7 +131,7 @@ def excess_load(trace: RoutingTrace, plan: Plan, limit: float, measure: ReplaySe
     if hot:
         layers = f"{hot} of {trace.fingerprint.num_layers} layers"
         return [f"{reached}; in {layers} one expert alone is above it on its rank: give more --redundant-experts"]
-    remedy = "give more --redundant-experts or a lower --remote-rank-cost"
+    remedy = "give more --redundant-experts or a lower cost of rows, as with --set cocluster.remote_rank=0.5"
     return [f"{reached}, those of the profile {own:.3f} times: the search found no better plan; {remedy}"]
 
 

@@ -16,17 +16,15 @@ WINDOW_HELP = "attention-DP: requests that arrive within so many ms are assigned
 class PaperSettings(Checked):
     """Weights and lengths of Algorithm 1, none of which the paper gives; docs/reading-the-paper.md says why these."""
 
-    # n_steps: the best alternation by the section 3.3 objective is kept
-    steps: int = number(12, 1, 10_000, help="paper: alternations of Algorithm 1.")
+    steps: int = number(12, 1, 10_000)  # n_steps: alternations, of which the best by the section 3.3 objective is kept
     swaps_per_expert: int = number(100, 0, 100_000)  # ft_steps, per expert of the layer
-    theta: float = number(0.5, 0.001, 0.999, help="paper: weight of balance in the objective.")
+    theta: float = number(0.5, 0.001, 0.999)  # weight of load balance against remote activations in the objective
     expert_affinity: float = 0.5  # alpha_e: experts that are used by the same data
     expert_data: float = 1.0  # beta_e: data already in the cluster
     expert_load: float = 0.5  # gamma_e: load already in the cluster
     request_affinity: float = 0.1  # alpha_r: data that uses the same experts
     request_expert: float = 1.0  # beta_r: experts already in the cluster
-    # layers that the path tables A, A_p look back
-    lookback: int = number(2, 0, 20, help="Layers that predictions look back; by default semmoe chooses.")
+    lookback: int = number(2, 0, 20)  # layers that the path tables A, A_p look back
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,16 +32,10 @@ class CoclusterSettings(Checked):
     """Objective and effort of semmoe's placement. Weights are in units of one (token, expert) pair on its own rank."""
 
     activation: float = number(1.0, 0, 1e6)  # gain from a (token, expert) pair on the token's own rank
-    remote_rank: float = number(
-        1.0, 0, 1e6, flag="remote_rank_cost", help="semmoe: cost of a row to another rank, in local pairs."
-    )
-    remote_node: float = number(
-        1.0, 0, 1e6, flag="remote_node_cost", help="semmoe: additional cost of a row to another node."
-    )
-    # gain that the move of an expert to another rank must bring, if a plan to begin from is given
-    move_cost: float = number(
-        0.001, 0, 1e6, help="--from: cost of an expert that moves, in local pairs per token of its layer."
-    )
+    remote_rank: float = number(1.0, 0, 1e6)  # cost of a row sent to another rank
+    remote_node: float = number(1.0, 0, 1e6)  # additional cost of a row that leaves the node
+    # gain per token of its layer that the move of an expert to another rank must bring, if there is a previous plan
+    move_cost: float = number(0.001, 0, 1e6)
     # highest price of a rank's load above the cap, per unit of mean load, where other nodes cost as much as other ranks
     load_price: float = number(5.0, 0, 1e6)
     starts: int = number(6, 1, 1000)  # rough searches of a layer
@@ -59,18 +51,15 @@ class CoclusterSettings(Checked):
         zero_is_none=True,
         help="semmoe: limit on expert load, max/mean in a batch, at least 1; 0: no limit.",
     )
-    copy_choice: str = choice(
-        "cover", ("static", "cover"), help="semmoe: which copy computes a pair, one per rank or few ranks per token."
-    )
-    groups: str = choice(
-        "free",
-        ("free", "whole"),
-        help="semmoe: whole keeps all experts of a gate group on one node, where a model has gate groups.",
-    )
-    # the limit applies to batches of this size
+    copy_choice: str = choice("cover", ("static", "cover"))  # of a pair: one copy per rank, or few ranks per token
+    # whole: all experts of a gate group stay on one node, where a model has gate groups
+    groups: str = choice("free", ("free", "whole"))
+    # tokens of a batch over all ranks, to which the limit applies
     batch_tokens: int = number(1024, *TOKENS, help="Tokens of a batch, all ranks together.")
     # seconds of a solve after which no further search of a layer begins; the plan then depends on the machine's speed
-    budget: float | None = number(None, 0, 7 * 86_400)
+    budget: float | None = number(
+        None, 0, 7 * 86_400, help="semmoe: the best plan found within these seconds; half of them are for the estimate."
+    )
 
 
 # Effort of the search other than the default's; docs/measurements.md has what they cost and gain.
@@ -81,7 +70,7 @@ THOROUGH = {"starts": 12, "kept": 4}
 @dataclass(frozen=True, kw_only=True)
 class PredictorSettings(Checked):
     # layers; None: chosen by the error on held-out requests
-    lookback: int | None = number(None, 0, 8, help="Layers that predictions look back; by default semmoe chooses.")
+    lookback: int | None = number(None, 0, 8)
     max_tokens: int = number(1 << 16, 1, 1 << 24)  # routed tokens to fit on
     # relative increase of the held-out error that is accepted for a shorter look-back
     tolerance: float = number(0.002, 0, 1)
@@ -108,7 +97,7 @@ class RunningSettings(Checked):
 @dataclass(frozen=True, kw_only=True)
 class ReplaySettings(RunningSettings):
     batch_tokens: int = number(1024, *TOKENS, help="Tokens of a batch, all ranks together.")
-    batches: str = choice("mixed", ("mixed", "prefill"), help="mixed: decode-like; prefill: consecutive.")
+    batches: str = choice("mixed", ("mixed", "prefill"))  # mixed: decode-like; prefill: consecutive
     # attention-DP: the length of a request is known once more than this many have arrived after it
     unfinished: int = number(32, 0, 1 << 20)
     seed: int = number(0, *SEED, help="Seed of every random choice.")
@@ -141,7 +130,6 @@ class DemoSettings(Checked):
     max_prompt_tokens: int = 512
     max_new_tokens: int = 16
     batch_size: int = 16
-    strict: bool = switch(panel="Input", help="Fail at the first record without a usable prompt; else it is left out.")
     seed: int = number(0, *SEED, help="Seed of every random choice.")
 
 
@@ -173,6 +161,7 @@ class SplitSettings(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings(Checked):
+    engine: str = choice("sglang", ("sglang", "vllm"), panel="Input", help="The engine that serves.")
     schedule: str = choice(
         "plan", ("plan", "engine"), help="attention-DP: whether the plan or the engine sends requests to ranks."
     )

@@ -138,7 +138,6 @@ def solve_methods(
     methods: Sequence[str],
     settings: SolveSettings,
     progress: Callable[[int], None] = lambda done: None,
-    embeddings: np.ndarray | None = None,
     costs: tuple[RowCosts, RowCosts] | None = None,
 ) -> tuple[dict[str, Plan], dict[str, float]]:
     """A plan by `linear`, the baseline, and by each of `methods`; and the seconds that each took.
@@ -148,7 +147,7 @@ def solve_methods(
     plans, seconds = {}, {}
     for method in dict.fromkeys(["linear", *methods]):
         started = time.perf_counter()
-        plans[method] = solve(profile, topology, replace(settings, method=method), embeddings, costs=costs)
+        plans[method] = solve(profile, topology, replace(settings, method=method), costs=costs)
         seconds[method] = time.perf_counter() - started
         progress(int(method in methods))
     return plans, seconds

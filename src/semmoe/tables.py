@@ -13,7 +13,7 @@ semmoe solve with the --links that you have."""
 
 
 def print_affinity(result: dict[str, Any]) -> None:
-    """The result of `semmoe affinity`."""
+    """The result of `semmoe trace affinity`."""
     described = ", ".join(f"{name} {value}" for name, value in result["trace"].items() if "hash" not in name)
     console.out.print(described)
     statistics = {"f1": "F1", "cumulative_hotness": "top-k", "max_other_hotness": "other", "kurtosis": "kurt."}

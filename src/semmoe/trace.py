@@ -209,7 +209,7 @@ def join_shards(path: Path, fingerprint: Fingerprint, shards: list[dict[str, np.
 
 
 def describe(trace: RoutingTrace) -> dict[str, Any]:
-    """Counts that `semmoe affinity` prints above its tables."""
+    """Counts that `semmoe trace affinity` prints above its tables."""
     return {
         **asdict(trace.fingerprint),
         "requests": trace.num_requests,

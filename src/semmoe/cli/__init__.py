@@ -1,56 +1,20 @@
 """The `semmoe` command."""
 
 import sys
+from importlib import import_module
+
+COMMANDS = "online solve replay apply convert trace serve watch swap adapt picker record calibrate report doctor"
 
 try:
     from semmoe import console
-    from semmoe.cli import (
-        adapt,
-        apply,
-        calibrate,
-        convert,
-        doctor,
-        offline,
-        online,
-        picker,
-        record,
-        replay,
-        report,
-        serve,
-        swap,
-        trace,
-        watch,
-    )
     from semmoe.cli.app import app
+
+    for module in COMMANDS.split():  # each adds its commands, in the order of `semmoe --help`
+        import_module(f"semmoe.cli.{module}")
 except KeyboardInterrupt:  # Ctrl-C before a command could begin
     sys.exit(130)
 
-__all__ = [
-    "adapt",
-    "app",
-    "apply",
-    "calibrate",
-    "convert",
-    "doctor",
-    "main",
-    "offline",
-    "online",
-    "picker",
-    "record",
-    "replay",
-    "report",
-    "serve",
-    "swap",
-    "trace",
-    "watch",
-]
-GROUPS = (
-    "profile affinity solve replay apply import_",
-    "serve watch swap adapt picker",
-    "generate demo calibrate report doctor reproduce",
-)
-ORDER = " ".join(GROUPS).split()
-app.registered_commands.sort(key=lambda command: ORDER.index(getattr(command.callback, "__name__", "")))  # as in --help
+__all__ = ["app", "main"]
 
 
 def main() -> None:

@@ -7,15 +7,12 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import urlsplit
-
-import typer
 
 from semmoe import console
+from semmoe.cli import options
 from semmoe.cli.app import SERVING, app
 from semmoe.cli.form import takes
-from semmoe.cli.options import INPUT, OUTPUT, CaOption, ControlOption, HeaderOption, Json, client_of, default_folder
-from semmoe.cli.swap import address
+from semmoe.engines.private import check_folder
 from semmoe.settings import AdaptSettings
 
 LOG = "adapt.jsonl"
@@ -24,21 +21,15 @@ LOG = "adapt.jsonl"
 @app.command(rich_help_panel=SERVING)
 @takes(settings=AdaptSettings)
 def adapt(
-    url: Annotated[
-        str, typer.Argument(help="URL of a server started by `semmoe serve`, such as http://127.0.0.1:30000.")
-    ],
-    plan: Annotated[Path, typer.Option(help="The plan that it serves on.", rich_help_panel=INPUT)],
-    control: ControlOption = None,
-    header: HeaderOption = None,
-    ca: CaOption = None,
+    url: options.UrlArgument,
+    plan: Annotated[Path, options.inputs("The plan that it serves on.")],
+    control: options.ControlOption = None,
+    header: options.HeaderOption = None,
+    ca: options.CaOption = None,
     settings: Any = None,
-    dry_run: Annotated[
-        bool, typer.Option(help="Record, solve and decide, but swap nothing.", rich_help_panel=OUTPUT)
-    ] = False,
-    metrics_port: Annotated[
-        int, typer.Option(min=0, max=65_535, help="Publish decisions at this port; 0: nowhere.", rich_help_panel=OUTPUT)
-    ] = 0,
-    as_json: Json = False,
+    dry_run: Annotated[bool, options.output("Record, solve and decide, but swap nothing.")] = False,
+    metrics_port: Annotated[int, options.output("Publish decisions at this port; 0: nowhere.", min=0, max=65_535)] = 0,
+    as_json: options.Json = False,
 ) -> None:
     """Watch a server, and when requests drift from its plan: record, solve again, and swap to a better plan.
 
@@ -54,12 +45,12 @@ def adapt(
     from semmoe.live import Served
     from semmoe.plan import load_plan
 
-    server_url, client = address(url), client_of(header, ca, [url])
-    folder = control or default_folder(urlsplit(server_url).port or 80)
+    client = options.client_of(header, ca, [url])
+    url, folder = options.server_at(url, control)
     loaded = load_plan(plan)
     _check_serves(plan, loaded, folder)
     report = _reporter(folder / LOG, decisions(metrics_port), as_json)
-    loop = Adapter(Served(server_url, folder, client), loaded, settings(), folder, solve_aside, report, dry_run)
+    loop = Adapter(Served(url, folder, client), loaded, settings(), folder, solve_aside, report, dry_run)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else a recording that is on would stay on
     while True:
         loop.turn()
@@ -68,7 +59,6 @@ def adapt(
 def _check_serves(path: Path, plan: Any, folder: Path) -> None:
     """Raise ValueError if the server runs on another plan, or on none."""
     from semmoe.engines.live.files import plan_name, plan_number, read_status
-    from semmoe.engines.private import check_folder
 
     check_folder(folder)
     serves = read_status(folder).plan

@@ -1,5 +1,4 @@
-"""The command line: profile, affinity, solve, replay, apply, import, generate, calibrate, serve, record,
-watch, swap, adapt, picker, report, doctor, demo.
+"""What all commands share: errors in one line with an exit code, and options that have no effect.
 
 Every command is a thin layer over a library function. A user's mistake ends in one line on stderr and exit code 2, a
 failure while running or a full disk in exit code 1, Ctrl-C in 130, a closed pipe in 141 without a line.
@@ -22,6 +21,13 @@ from semmoe import __version__, console
 from semmoe.routing import RoutingWarning
 
 OFFLINE, SERVING, TOOLS = "Offline", "Serving", "Tools"  # panels of `semmoe --help`
+EXTRAS = {  # the extra that installs a module
+    **dict.fromkeys(("grpc", "grpc_health", "envoy"), "gateway"),
+    **dict.fromkeys(("torch", "transformers", "tokenizers"), "transformers"),
+    **dict.fromkeys(("plotly", "jinja2"), "report"),
+    **dict.fromkeys(("matplotlib", "sklearn"), "dev"),
+    "prometheus_client": "serve",
+}
 _UsageError: Any = typer.BadParameter.__base__  # typer contains click under a name of its own
 
 
@@ -78,17 +84,9 @@ def _shown_warnings() -> Iterator[None]:
 
 def _extra(module: str | None, command: str | None) -> str | None:
     """The extra of semmoe that installs a missing module; None if there is none."""
-    if module in ("grpc", "grpc_health", "envoy") or (module == "jinja2" and command == "picker"):
+    if command == "picker" and module in ("jinja2", "torch", "transformers", "tokenizers"):
         return "gateway"
-    if module == "prometheus_client":
-        return "serve"
-    if module in ("plotly", "jinja2"):
-        return "report"
-    if module in ("matplotlib", "sklearn"):
-        return "dev"
-    if module in ("torch", "transformers", "tokenizers"):
-        return "gateway" if command == "picker" else "transformers"
-    return None
+    return EXTRAS.get(module or "")
 
 
 def install_hint(extra: str) -> str:
@@ -103,16 +101,28 @@ def install_hint(extra: str) -> str:
 
 
 def was_given(ctx: typer.Context, name: str) -> bool:
-    """Whether the user gave this option, on the command line or in the file of --config."""
-    source = ctx.get_parameter_source(name)
-    return source is not None and source.name in ("COMMANDLINE", "DEFAULT_MAP")
+    """Whether the user gave an option, on the command line or in the file of --config."""
+    return _as_given(ctx, name) is not None
 
 
 def refuse_given(ctx: typer.Context, names: list[str], reason: str) -> None:
-    """Raise ValueError if the user gave one of these options: no setting is silently ignored."""
-    given = [name for name in names if was_given(ctx, name)]
-    if given:
-        raise ValueError(f"--{given[0].replace('_', '-')} has no effect here: {reason}")
+    """Raise ValueError if the user gave one of these options: no setting is silently ignored.
+
+    A name with a point is that of a setting of --set, or begins those of several, such as "paper.".
+    """
+    given = next((flag for name in names if (flag := _as_given(ctx, name))), None)
+    if given is not None:
+        raise ValueError(f"{given} has no effect here: {reason}")
+
+
+def _as_given(ctx: typer.Context, name: str) -> str | None:
+    """The option as the user gave it, None if not at all."""
+    if "." in name:
+        changed = (change.split("=")[0] for change in ctx.params.get("changes") or ())
+        return next((f"--set {setting}" for setting in changed if setting.startswith(name)), None)
+    source = ctx.get_parameter_source(name)
+    given = source is not None and source.name in ("COMMANDLINE", "DEFAULT_MAP")
+    return next((one.opts[0] for one in ctx.command.params if given and one.name == name), None)
 
 
 def _fail(message: str, code: int) -> None:

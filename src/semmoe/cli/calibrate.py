@@ -2,31 +2,28 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from semmoe import console
+from semmoe.calibration import Links
+from semmoe.cli import options
 from semmoe.cli.app import TOOLS, app, refuse_given
 from semmoe.cli.form import takes
-from semmoe.cli.options import OUTPUT, Force, Json, ModelArgument
+from semmoe.files import check_output, save_json
 from semmoe.settings import CalibrateSettings
-
-if TYPE_CHECKING:
-    from semmoe.calibration import Links
 
 
 @app.command(rich_help_panel=TOOLS)
 @takes(settings=CalibrateSettings)
 def calibrate(
     ctx: typer.Context,
-    model: ModelArgument,
-    out: Annotated[
-        Path, typer.Option(help="The links file, JSON, for `semmoe solve --links`.", rich_help_panel=OUTPUT)
-    ],
-    force: Force = False,
-    name: Annotated[str, typer.Option(help="What to call these links.", rich_help_panel=OUTPUT)] = "this machine",
-    as_json: Json = False,
+    model: options.ModelArgument,
+    out: Annotated[Path, options.output("The links file, JSON, for `semmoe solve --links`.")],
+    force: options.Force = False,
+    name: Annotated[str, options.output("What to call these links.")] = "this machine",
+    as_json: options.Json = False,
     settings: Any = None,
 ) -> None:
     """Measure what links and experts cost, with real all-to-alls and the model's own experts.
@@ -39,7 +36,6 @@ def calibrate(
     """
     from semmoe.engines.transformers import calibrate as measuring
     from semmoe.engines.transformers.config import fingerprint_of
-    from semmoe.files import check_output, save_json
 
     fingerprint_of(model)  # refuses a model before ranks start
     launched = "TORCHELASTIC_RUN_ID" in os.environ  # by torchrun
@@ -52,13 +48,10 @@ def calibrate(
     if links is None:  # another rank of torchrun's has the result
         return
     save_json(out, links)
-    if as_json:
-        console.print_json({"out": str(out), "links": links.model_dump()})
-    else:
-        _print_links(out, links)
+    console.tell(as_json, {"out": str(out), "links": links.model_dump()}, lambda: _print_links(out, links))
 
 
-def _print_links(out: Path, links: "Links") -> None:
+def _print_links(out: Path, links: Links) -> None:
     rows = []
     for where, tier in (("inside nodes", links.inside_node), ("between nodes", links.between_nodes)):
         if tier is not None:

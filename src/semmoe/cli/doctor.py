@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from semmoe import console
+from semmoe.cli import options
 from semmoe.cli.app import TOOLS, app
-from semmoe.cli.options import INPUT, Json, model_path
 from semmoe.engines.doctor import ENGINES, EngineState, PlanState, examine, examine_plan, supported, versions
 
 
@@ -22,19 +22,16 @@ class Engine(str, Enum):
 
 @app.command(rich_help_panel=TOOLS)
 def doctor(
-    engine: Annotated[
-        Engine | None, typer.Option(help="Check only this engine, which must be installed.", rich_help_panel=INPUT)
-    ] = None,
-    plan: Annotated[Path | None, typer.Option(help="Show and check this plan.", rich_help_panel=INPUT)] = None,
+    engine: Annotated[Engine | None, options.inputs("Check only this engine, which must be installed.")] = None,
+    plan: Annotated[Path | None, options.inputs("Show and check this plan.")] = None,
     model: Annotated[
         str | None,
-        typer.Option(
-            help="The model that the plan is to run on; without a plan, show what is supported of it.",
-            rich_help_panel=INPUT,
-            callback=model_path,
+        options.inputs(
+            "The model that the plan is to run on; without a plan, show what is supported of it.",
+            callback=options.model_path,
         ),
     ] = None,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Show what is installed, whether semmoe's hooks fit it, and what a plan expects.
 

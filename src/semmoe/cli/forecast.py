@@ -3,31 +3,26 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from semmoe import console, tables
+from semmoe.cli import options
 from semmoe.cli.form import finite
-from semmoe.cli.options import LINKS, Widths
 from semmoe.core import NEVER
 from semmoe.cost import LayerShape, end_to_end
 from semmoe.topology import Fingerprint
 
 ShareOption = Annotated[
     float | None,
-    typer.Option(
+    options.links(
+        "Share of a pass that all-to-alls take on your server, measured without a plan: also print the gain of a pass. "
+        "At 0.4, a plan that saves 30 % of this time on --links makes it 1 / (1 - 0.4 * 0.3) = 1.136 times as fast.",
         min=0.001,
         max=0.999,
         callback=finite,
-        help="Share of a pass that all-to-alls take on your server, measured without a plan: also print the gain of a "
-        "pass. At 0.4, a plan that saves 30 % of this time on --links makes it 1 / (1 - 0.4 * 0.3) = 1.136 times as "
-        "fast.",
-        rich_help_panel=LINKS,
-        show_default=False,
     ),
 ]
 
 
-def layer_shape(f: Fingerprint, widths: Widths, share: float | None) -> LayerShape | None:
+def layer_shape(f: Fingerprint, widths: options.Widths, share: float | None) -> LayerShape | None:
     """The shape of a layer from the trace and the given widths; None if a width is unknown.
 
     Raises ValueError if widths contradict the trace, or if one is unknown and a `share` of the time is given.
@@ -52,17 +47,14 @@ def print_expected(out: Path, method: str, expected: dict[str, Any] | None) -> N
     title = f"{out}: expected, from {expected['requests']} held-out requests{served}"
     console.print_table(title, *tables.metrics({method: expected, **expected["others"]}))
     tables.print_prediction(method, {**expected, "layers": []})  # single layers are for the report
-    _print_verdict(expected)
-
-
-def _print_verdict(expected: dict[str, Any]) -> None:
     if expected["verdict"] is None:
         return
     if expected.get("shuffle_from") is not None:
         console.out.print(_shuffled_from(expected["shuffle_from"]), soft_wrap=True)
-    _print_judged(expected, "" if expected.get("decode") is None else "prefill, ", expected["tokens_per_batch"])
-    if expected.get("decode") is not None:
-        _print_judged(expected["decode"], "decode, ", expected["tokens_per_batch"])
+    decode, tokens = expected.get("decode"), expected["tokens_per_batch"]
+    _print_judged(expected, "prefill, " if decode else "", tokens)
+    if decode:
+        _print_judged(decode, "decode, ", tokens)
 
 
 def _print_judged(judged: dict[str, Any], phase: str, tokens: float) -> None:

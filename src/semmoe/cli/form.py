@@ -3,7 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from enum import Enum
 from functools import partial, wraps
 from typing import Annotated, Any
@@ -18,16 +18,16 @@ def takes(**kinds: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
     The command gets a function as this parameter, which makes the dataclass from the given options and from further
     fields by keyword. An option that was not given is None, and its field keeps its default. Fields of several
-    dataclasses that have the same flag share one option.
+    dataclasses that have the same name share one option.
     """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(command, eval_str=True)
-        flags = {flag for kind in kinds.values() for flag in options_of(kind)}
+        names = {name for kind in kinds.values() for name in options_of(kind)}
 
         @wraps(command)
         def run(**given: Any) -> Any:
-            chosen = {flag: _value(given.pop(flag)) for flag in flags}
+            chosen = {name: _value(given.pop(name)) for name in names}
             return command(**given, **{name: partial(make, kind, chosen) for name, kind in kinds.items()})
 
         parameters: dict[str, inspect.Parameter] = {}
@@ -42,65 +42,47 @@ def takes(**kinds: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def make(kind: Any, given: dict[str, Any], **more: Any) -> Any:
-    """Make a dataclass from the given options, by flag; more: further fields by name."""
+    """Make a dataclass from the given options, by name; more: further fields by name."""
     values = {}
     for one in fields(kind):
-        flag, value = _flag(one), given.get(_flag(one))
+        value = given.get(one.name)
         if is_dataclass(one.default_factory):
             values[one.name] = make(one.default_factory, given)
         elif "help" in one.metadata and value is not None:
-            zero = one.metadata["zero_is_none"] and value == 0
-            values[one.name] = None if zero else value * one.metadata["unit"] if flag in given else value
+            values[one.name] = None if one.metadata["zero_is_none"] and value == 0 else value
     return kind(**values | more)
 
 
 def _parameters(kind: Any) -> dict[str, inspect.Parameter]:
     return {
-        flag: inspect.Parameter(flag, KEYWORD, default=None, annotation=hint) for flag, hint in options_of(kind).items()
+        name: inspect.Parameter(name, KEYWORD, default=None, annotation=hint) for name, hint in options_of(kind).items()
     }
 
 
 def options_of(kind: Any) -> dict[str, Any]:
-    """The annotated type of each option by flag, including those of nested dataclasses."""
+    """The annotated type of each option by name, including those of nested dataclasses."""
     found: dict[str, Any] = {}
     for one in fields(kind):
         if is_dataclass(one.default_factory):
             found |= options_of(one.default_factory)
         elif "help" in one.metadata:
-            found[_flag(one)] = _hint(one)
+            found[one.name] = _hint(one)
     return found
-
-
-def _flag(one: Field) -> str:
-    return one.metadata.get("flag") or one.name
 
 
 def _hint(one: Field) -> Any:
     shown = one.metadata
-    common = {"help": shown["help"] + _default(one), "rich_help_panel": shown["panel"], "show_default": False}
+    default = "" if one.default in (None, False, MISSING) else f" Default: {one.default}."
+    common = {"help": shown["help"] + default, "rich_help_panel": shown["panel"], "show_default": False}
     if "choices" in shown:
         members: Any = {name: name for name in shown["choices"]}
         named: Any = Enum("Choice", members, type=str)  # type: ignore[misc]
         return Annotated[named | None, typer.Option(**common)]
     if "low" not in shown:
-        return Annotated[bool | None, typer.Option(f"--{_flag(one).replace('_', '-')}", **common)]
-    low, high = (bound if shown["unit"] == 1 else _units(one, bound) for bound in (shown["low"], shown["high"]))
-    low = 0 if shown["zero_is_none"] else low
+        return Annotated[bool | None, typer.Option(f"--{one.name.replace('_', '-')}", **common)]
+    low = 0 if shown["zero_is_none"] else shown["low"]
     kind: Any = float if "float" in str(one.type) else int
-    return Annotated[kind | None, typer.Option(min=low, max=high, callback=finite, **common)]
-
-
-def _units(one: Field, bound: float) -> int:
-    unit = one.metadata["unit"]
-    return -(-int(bound) // unit) if bound == one.metadata["low"] else int(bound) // unit
-
-
-def _default(one: Field) -> str:
-    """The text on a field's default in its help."""
-    if one.default in (None, False, MISSING):
-        return ""
-    unit = one.metadata["unit"]
-    return f" Default: {one.default if unit == 1 else one.default // unit}."
+    return Annotated[kind | None, typer.Option(min=low, max=shown["high"], callback=finite, **common)]
 
 
 def _value(given: Any) -> Any:
@@ -112,3 +94,37 @@ def finite(value: float | None) -> float | None:
     if isinstance(value, float) and not math.isfinite(value):
         raise typer.BadParameter(f"{value} is not a finite number")
     return value
+
+
+def with_changes(settings: Any, changes: list[str]) -> Any:
+    """Return settings with other values. changes: "NAME=VALUE", where NAME is "part.field" in a nested dataclass."""
+    for change in changes:
+        name, _, text = change.partition("=")
+        known = _numbers_and_choices(settings)
+        if name not in known:
+            raise ValueError(f"there is no setting {name}: --set takes {', '.join(known)}")
+        settings = _changed(settings, name, text)
+    return settings
+
+
+def _numbers_and_choices(settings: Any, part: str = "") -> list[str]:
+    """Names of the settings that have bounds or choices."""
+    found: list[str] = []
+    for one in fields(settings):
+        value = getattr(settings, one.name)
+        found += _numbers_and_choices(value, f"{one.name}.") if is_dataclass(value) else []
+        found += [part + one.name] if one.metadata else []
+    return found
+
+
+def _changed(settings: Any, name: str, text: str) -> Any:
+    first, _, rest = name.partition(".")
+    if rest:
+        return replace(settings, **{first: _changed(getattr(settings, first), rest, text)})
+    one = settings.__dataclass_fields__[first]
+    kind = str if "choices" in one.metadata else float if "float" in str(one.type) else int
+    try:
+        value = kind(text)
+    except ValueError:
+        raise ValueError(f"--set {first}: {text!r} is not a number") from None
+    return replace(settings, **{first: value})

@@ -1,10 +1,12 @@
 """Commands that run a model: profile, generate, demo."""
 
 import importlib
-import shutil
+import json
 import tempfile
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import replace
+from enum import Enum
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -13,46 +15,42 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from semmoe import console, tables
+from semmoe.checkpoint.directory import read_config
+from semmoe.checkpoint.relabel import plan_digest
+from semmoe.cli import options
 from semmoe.cli.app import OFFLINE, TOOLS, app, install_hint, refuse_given
 from semmoe.cli.form import takes
-from semmoe.cli.options import (
-    INPUT,
-    METHOD,
-    OUTPUT,
-    Dataset,
-    Engine,
-    Force,
-    GivenTopology,
-    Json,
-    ModelArgument,
-    check_installed,
-    check_result,
-    ranks_at_hand,
-    resolve_topology,
-    tell_result,
-)
-from semmoe.core import Plan
+from semmoe.dataset import LeftOut, check_token_ids, digest, encode_usable, is_running_text, read_prompts
+from semmoe.demo import run_demo
+from semmoe.files import atomic_file, check_output
+from semmoe.prompts import Prompt
 from semmoe.results import GenerateFile
 from semmoe.settings import DemoSettings, ExchangeSettings, GenerateSettings, ProfileSettings, PromptSettings
+from semmoe.texts import held_out_prompts
+from semmoe.trace import TraceHeader, TraceWriter
 
 if TYPE_CHECKING:
-    from semmoe.dataset import LeftOut
     from semmoe.engines.transformers.generate import Configuration
+
+
+class Engine(str, Enum):
+    transformers = "transformers"
+    sglang = "sglang"
+    vllm = "vllm"
 
 
 @app.command(rich_help_panel=OFFLINE, context_settings={"allow_extra_args": True, "ignore_unknown_options": False})
 @takes(settings=ProfileSettings)
 def profile(
     ctx: typer.Context,
-    model: ModelArgument,
-    out: Annotated[Path, typer.Option(help="The trace directory.", rich_help_panel=OUTPUT)],
-    dataset: Dataset = None,
+    model: options.ModelArgument,
+    out: options.TraceOut,
+    dataset: options.Dataset = None,
     settings: Any = None,
     engine: Annotated[
-        Engine,
-        typer.Option(help="sglang, vllm: its offline engine; options after `--` go to it.", rich_help_panel=INPUT),
+        Engine, options.inputs("sglang, vllm: its offline engine; options after `--` go to it.")
     ] = Engine.transformers,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Record which experts each token chooses.
 
@@ -60,19 +58,19 @@ def profile(
 
     Example: `semmoe profile MODEL --dataset chats.jsonl.gz --limit 500 --max-new-tokens 64 --out trace`
     """
-    from semmoe.dataset import check_token_ids, digest
     from semmoe.engines.transformers.config import fingerprint_of
-    from semmoe.files import check_output
     from semmoe.streams import check_tokens
-    from semmoe.trace import TraceHeader, TraceWriter
 
     check_output(out, directory=True, force=True, inputs=(model, dataset))  # a profile that was stopped resumes
     asked: ProfileSettings = settings()
-    _check_engine(engine, ctx.args)
+    if engine is not Engine.transformers:
+        options.check_installed(engine.value)
+    elif ctx.args:
+        raise ValueError(f"{ctx.args[0]}: transformers has no such option")
     identity = fingerprint_of(model)  # refuses a model before its tokenizer is asked
     prompts, _, counts = _prompts(model, dataset, asked)
-    stated = {"decode": asked.max_new_tokens, "max_prompt_tokens": asked.max_prompt_tokens}
     check_token_ids(prompts, identity.vocab_size)
+    stated = {"decode": asked.max_new_tokens, "max_prompt_tokens": asked.max_prompt_tokens}
     header = TraceHeader(fingerprint=identity, dataset_hash=digest(prompts), settings=stated)
     record = _recorder(engine, model, identity.top_k, ctx.args)  # refuses a model before anything is written
     with TraceWriter(out, header) as writer, console.bars() as bars:
@@ -80,26 +78,13 @@ def profile(
             console.err.print(f"resuming: {writer.num_requests} of {len(prompts)} requests are recorded")
         advance = bars.task("profiling", len(prompts))
         advance(writer.num_requests)
-        how = {"max_new_tokens": asked.max_new_tokens, "batch_size": asked.batch_size, "progress": advance}
-        record(prompts, writer, **how)
+        record(prompts, writer, max_new_tokens=asked.max_new_tokens, batch_size=asked.batch_size, progress=advance)
         requests = writer.num_requests
     check_tokens(out, str(out))
-    if as_json:
-        console.print_json({"trace": str(out), "requests": requests, **counts})
-    else:
-        console.out.print(f"{requests} requests in {out}")
+    console.tell(as_json, {"trace": str(out), "requests": requests, **counts}, f"{requests} requests in {out}")
 
 
-def _check_engine(engine: Engine, options: list[str]) -> None:
-    """Raise ValueError unless the engine is installed and takes the options."""
-    if engine is Engine.transformers:
-        if options:
-            raise ValueError(f"{options[0]}: transformers has no such option")
-        return
-    check_installed(engine.value)
-
-
-def _recorder(engine: Engine, model: str, top_k: int, options: list[str]) -> Callable[..., None]:
+def _recorder(engine: Engine, model: str, top_k: int, words: list[str]) -> Callable[..., None]:
     """The function that records prompts with the embedded engine, or with another engine's offline mode."""
     if engine is Engine.transformers:
         from semmoe.engines.transformers.model import load_model
@@ -107,16 +92,12 @@ def _recorder(engine: Engine, model: str, top_k: int, options: list[str]) -> Cal
 
         return partial(record_prompts, load_model(model))
     profiling = importlib.import_module(f"semmoe.engines.{engine.value}.profile")
-    return partial(profiling.profile, model, top_k=top_k, options=options)
+    return partial(profiling.profile, model, top_k=top_k, options=words)
 
 
 def _prompts(model: str, dataset: Path | None, asked: PromptSettings) -> tuple[list[list[int]], Any, dict[str, Any]]:
     """Return the prompts' token ids, the tokenizer, and counts of what is cut or left out, which are also printed."""
-    from semmoe.checkpoint.directory import read_config
-    from semmoe.dataset import LeftOut, encode_usable, is_running_text, read_prompts
     from semmoe.engines.transformers.tokenizer import load_tokenizer
-    from semmoe.prompts import Prompt
-    from semmoe.texts import held_out_prompts
 
     tokenizer, most = load_tokenizer(model), asked.max_prompt_tokens
     texts = [] if dataset else held_out_prompts(per_domain=40)
@@ -125,7 +106,8 @@ def _prompts(model: str, dataset: Path | None, asked: PromptSettings) -> tuple[l
     usable = encode_usable(prompts, tokenizer, read_config(Path(model)), left_out)
     encoded = [ids[: most + 1] for ids in islice(usable, asked.limit or None)]
     left_out.check()
-    _warn_of(left_out)
+    if left_out.reasons:
+        console.warn(f"{left_out.path}: {left_out}")
     if dataset is not None and is_running_text(dataset):
         text = f"{dataset} is read as running text: prompts used: {len(encoded)}; for one prompt per line give jsonl"
         console.err.print(text, markup=False, soft_wrap=True)
@@ -136,38 +118,24 @@ def _prompts(model: str, dataset: Path | None, asked: PromptSettings) -> tuple[l
     return [ids[:most] for ids in encoded], tokenizer, {"cut_prompts": cut, **left_out.counts()}
 
 
-def _warn_of(left_out: "LeftOut") -> None:
-    if left_out.reasons:
-        console.warn(f"{left_out.path}: {left_out}")
-
-
 @app.command(rich_help_panel=TOOLS)
-@takes(topology=GivenTopology, exchange=ExchangeSettings, inputs=PromptSettings, settings=GenerateSettings)
+@takes(topology=options.GivenTopology, exchange=ExchangeSettings, inputs=PromptSettings, settings=GenerateSettings)
 def generate(
     ctx: typer.Context,
-    model: ModelArgument,
-    plan: Annotated[
-        Path | None, typer.Option(help="Run on this plan; without it, vanilla.", rich_help_panel=METHOD)
-    ] = None,
+    model: options.ModelArgument,
+    plan: Annotated[Path | None, options.method("Run on this plan; without it, vanilla.")] = None,
     topology: Any = None,
     exchange: Any = None,
-    dataset: Dataset = None,
-    prompt: Annotated[
-        list[str] | None, typer.Option(help="A prompt; may be given several times.", rich_help_panel=INPUT)
-    ] = None,
+    dataset: options.Dataset = None,
+    prompt: Annotated[list[str] | None, options.inputs("A prompt; may be given several times.")] = None,
     inputs: Any = None,
     settings: Any = None,
-    verify: Annotated[
-        bool, typer.Option(help="Compare every token with plain transformers.", rich_help_panel=OUTPUT)
-    ] = False,
+    verify: Annotated[bool, options.output("Compare every token with plain transformers.")] = False,
     out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write prompts and completions as jsonl, and the result beside them.", rich_help_panel=OUTPUT
-        ),
+        Path | None, options.output("Write prompts and completions as jsonl, and the result beside them.")
     ] = None,
-    force: Force = False,
-    as_json: Json = False,
+    force: options.Force = False,
+    as_json: options.Json = False,
 ) -> None:
     """Generate greedily with expert parallelism, each rank a process that holds its own experts only.
 
@@ -175,56 +143,60 @@ def generate(
 
     Example: `semmoe generate MODEL --plan plan --dataset prompts.jsonl --verify`
     """
-    for path in (out, out and _beside(out)):
-        check_result(path, force, (model, plan, dataset))
+    beside = out and out.with_suffix(".json" if out.suffix != ".json" else ".result.json")
+    for path in (out, beside):
+        options.check_result(path, force, (model, plan, dataset))
     if prompt:
         refuse_given(ctx, ["dataset", "limit", "max_prompt_tokens", "strict"], "each --prompt is taken whole")
-    chosen, cuts, asked = _plan_to_run(model, plan, topology()), inputs(), settings()
-    prompts, tokenizer, counts = _encode_given(model, prompt) if prompt else _prompts(model, dataset, cuts)
-    result, agreement = _run(model, prompts, _configuration(chosen, plan, exchange()), asked, verify)
-    completions = tokenizer.batch_decode(result.outputs)
-    row = _row(result, agreement, plan) | counts
+    configuration = _configuration(model, plan, topology(), exchange())
+    prompts, tokenizer, counts = _encode_given(model, prompt) if prompt else _prompts(model, dataset, inputs())
+    outputs, row = _run(model, prompts, configuration, settings(), verify)
+    row |= {"plan_hash": plan_digest(plan) if plan else None, **counts}
+    completions = tokenizer.batch_decode(outputs)
     if out is not None:
         _write_completions(out, tokenizer.batch_decode(prompts), completions)
-    if not tell_result(GenerateFile, {**row, "completions": completions}, out and _beside(out), as_json):
-        _show(row, len(prompts), chosen.topology.ep_size, zip(prompt or [], completions, strict=False))
-    if agreement is not None and not agreement.holds:
+    if not options.tell_result(GenerateFile, {**row, "completions": completions}, beside, as_json):
+        _show(row, len(prompts), configuration.plan.topology.ep_size, zip(prompt or [], completions, strict=False))
+    if row["identical"] is False:
         raise typer.Exit(1)
 
 
-def _configuration(plan: Plan, path: Path | None, ways: ExchangeSettings) -> "Configuration":
+def _configuration(
+    model: str, path: Path | None, given: options.GivenTopology, ways: ExchangeSettings
+) -> "Configuration":
+    from semmoe.engines.transformers.config import fingerprint_of
     from semmoe.engines.transformers.generate import Configuration
+    from semmoe.placement.linear import vanilla_plan
 
+    planned = options.plan_for(model, path) if path else None
+    topology = options.resolve_topology(planned, given, options.ranks_at_hand())
+    plan = planned or vanilla_plan(fingerprint_of(model), topology)
     if ways.shuffle_from and (path is None or not plan.tokens.by_tables):
         raise ValueError("--shuffle-from has no effect: only a plan for attention tp or hybrid shuffles tokens")
     plan = replace(plan, shuffle_from=ways.shuffle_from or plan.shuffle_from)
     way = "on the plan" if path else "vanilla" if ways.exchange == "all-to-all" else ways.exchange
-    name = f"attention-{plan.topology.attention.upper()}, {way}"
+    name = f"attention-{topology.attention.upper()}, {way}"
     return Configuration(name=name, plan=plan, exchange=ways.exchange)
 
 
 def _run(
     model: str, prompts: list[list[int]], configuration: "Configuration", settings: GenerateSettings, verify: bool
-) -> tuple[Any, Any]:
-    """What the ranks generated, and its agreement with plain transformers, None if that was not requested."""
+) -> tuple[list[list[int]], dict[str, Any]]:
+    """What the ranks generated, and their figures; verify: compare it with plain transformers."""
+    from semmoe.engines.transformers import verify as verifying
     from semmoe.engines.transformers.generate import generate as run
+    from semmoe.engines.transformers.model import load_model
 
     with console.bars() as bars:
         advance = bars.task(f"generating on {configuration.plan.topology.ep_size} processes", len(prompts))
         result = run(model, prompts, [configuration], settings, lambda name, done: advance(done))[0]
-        agreement = _hold_against_plain(model, prompts, result.outputs, settings, bars) if verify else None
-    return result, agreement
-
-
-def _row(result: Any, agreement: Any, plan: Path | None) -> dict[str, Any]:
-    from semmoe.checkpoint.relabel import plan_digest
-
-    return {
-        **result.figures(),
-        "identical": agreement.holds if agreement else None,
-        "identical_text": str(agreement) if agreement else "not verified",
-        "plan_hash": plan_digest(plan) if plan else None,
-    }
+        if not verify:
+            return result.outputs, {**result.figures(), "identical": None, "identical_text": "not verified"}
+        plain = load_model(model)
+        advance = bars.task("verifying with plain transformers", len(prompts))
+        reference = verifying.plain_generate(plain, prompts, settings, advance)
+    agreement = verifying.compare_outputs(plain, prompts, reference, result.outputs)
+    return result.outputs, {**result.figures(), "identical": agreement.holds, "identical_text": str(agreement)}
 
 
 def _show(row: dict[str, Any], requests: int, ranks: int, answers: Iterable[tuple[str, str]]) -> None:
@@ -232,24 +204,6 @@ def _show(row: dict[str, Any], requests: int, ranks: int, answers: Iterable[tupl
     tables.print_times(row)
     for given, text in answers:
         console.out.print(f"{given}{text}\n", markup=False)
-
-
-def _beside(out: Path) -> Path:
-    """The path of the result file next to the completions file `out`."""
-    return out.with_suffix(".json" if out.suffix != ".json" else ".result.json")
-
-
-def _plan_to_run(model: str, path: Path | None, given: GivenTopology) -> Plan:
-    from semmoe.engines.transformers.config import fingerprint_of
-    from semmoe.placement.linear import vanilla_plan
-    from semmoe.plan import load_plan
-
-    identity = fingerprint_of(model)
-    plan = None if path is None else load_plan(path)
-    if plan is not None:
-        plan.check(identity)
-    topology = resolve_topology(plan, given, ranks_at_hand())
-    return plan or vanilla_plan(identity, topology)
 
 
 def _encode_given(model: str, texts: list[str]) -> tuple[list[list[int]], Any, dict[str, Any]]:
@@ -262,21 +216,7 @@ def _encode_given(model: str, texts: list[str]) -> tuple[list[list[int]], Any, d
     return tokenizer(texts)["input_ids"], tokenizer, {"cut_prompts": 0}
 
 
-def _hold_against_plain(model: str, prompts: Any, outputs: Any, settings: GenerateSettings, bars: Any) -> Any:
-    from semmoe.engines.transformers import verify
-    from semmoe.engines.transformers.model import load_model
-
-    plain = load_model(model)
-    advance = bars.task("verifying with plain transformers", len(prompts))
-    reference = verify.plain_generate(plain, prompts, settings, advance)
-    return verify.compare_outputs(plain, prompts, reference, outputs)
-
-
 def _write_completions(path: Path, prompts: list[str], completions: list[str]) -> None:
-    import json
-
-    from semmoe.files import atomic_file
-
     with atomic_file(path) as staged, staged.open("w", encoding="utf-8") as file:
         for prompt, completion in zip(prompts, completions, strict=True):
             file.write(json.dumps({"prompt": prompt, "completion": completion}) + "\n")
@@ -285,53 +225,41 @@ def _write_completions(path: Path, prompts: list[str], completions: list[str]) -
 @app.command(rich_help_panel=TOOLS)
 @takes(settings=DemoSettings)
 def demo(
-    dataset: Dataset = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Keep trace, plans, measurements and the report here.", rich_help_panel=OUTPUT)
-    ] = None,
-    as_json: Json = False,
+    out: Annotated[Path | None, options.output("Keep trace, plans, measurements and the report here.")] = None,
+    as_json: options.Json = False,
     settings: Any = None,
 ) -> None:
     """Run all steps on the embedded model: profile, solve, generate in five ways, and where a plan pays.
 
-    It takes about two minutes. Without --dataset the prompts are texts of the standard library that the model never
-    saw. The page is semmoe-demo/report.html, or DIR/report.html with --out DIR.
+    It takes about two minutes. The prompts are texts of the standard library that the model never saw. The page is
+    semmoe-demo/report.html, or DIR/report.html with --out DIR.
 
     Example: `semmoe demo --out out`
     """
-    from semmoe.dataset import LeftOut
-    from semmoe.demo import run_demo
-    from semmoe.files import check_output
-
-    asked: DemoSettings = settings()
-    left_out = LeftOut(dataset or Path("held-out texts"), asked.strict)
     folder = out or Path("semmoe-demo")
-    check_output(folder, directory=True, force=True, inputs=(dataset,))
+    check_output(folder, directory=True, force=True)
     if any((folder / name).exists() for name in ("plan.json", "trace.json")):
         raise ValueError(f"{folder} is a plan or a trace: choose another directory")
-    work = out or Path(tempfile.mkdtemp(prefix="semmoe-demo-"))
-    try:
+    kept = nullcontext(out) if out else tempfile.TemporaryDirectory(prefix="semmoe-demo-")
+    with kept as work:
         with console.bars() as bars:
-            result = run_demo(asked, work, bars, dataset, left_out)
-        _warn_of(left_out)
-        rows = result["set_ups"]
+            result = run_demo(settings(), Path(work), bars)
         if not as_json:
-            title = f"{result['prompts']} {'given' if dataset else 'held-out'} prompts, {asked.ep_size} processes"
-            console.print_table(title, *tables.generated(rows, with_speed=False))
-            tables.print_gain(rows)
-            tables.print_payoffs(result["payoffs"], asked.ep_size)
-        page = _demo_report(work, folder)
-    finally:
-        if out is None:
-            shutil.rmtree(work, ignore_errors=True)
-    if as_json:
-        console.print_json({**result, **left_out.counts(), "report": None if page is None else str(page)})
-    elif page is None:
-        console.out.print(f"for all this as one page: {install_hint('report')}", markup=False, soft_wrap=True)
-    else:
-        console.out.print(f"report: {page}", markup=False)
-    if not all(row["identical"] for row in rows):
+            _show_demo(result)
+        page = _demo_report(Path(work), folder)
+    found = f"report: {page}" if page else f"for all this as one page: {install_hint('report')}"
+    console.tell(as_json, {**result, "report": page and str(page)}, found)
+    if not all(row["identical"] for row in result["set_ups"]):
         raise typer.Exit(1)
+
+
+def _show_demo(result: dict[str, Any]) -> None:
+    rows, ranks = result["set_ups"], result["settings"]["ep_size"]
+    console.print_table(
+        f"{result['prompts']} held-out prompts, {ranks} processes", *tables.generated(rows, with_speed=False)
+    )
+    tables.print_gain(rows)
+    tables.print_payoffs(result["payoffs"], ranks)
 
 
 def _demo_report(work: Path, folder: Path) -> Path | None:

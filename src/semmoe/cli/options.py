@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import Enum
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,25 +14,139 @@ from pydantic import BaseModel
 
 from semmoe import console
 from semmoe.bounds import MOST_RANKS, choice, number
-from semmoe.client import Client, make_client
+from semmoe.client import Client, make_client, split_address
 from semmoe.core import Plan, RoutingTrace
 from semmoe.demo import MODEL
+from semmoe.files import atomic_file, check_output
+from semmoe.results import checked
 from semmoe.topology import Topology
 
-
-class Engine(str, Enum):
-    transformers = "transformers"
-    sglang = "sglang"
-    vllm = "vllm"
-
-
-class Server(str, Enum):
-    sglang = "sglang"
-    vllm = "vllm"
-
-
 TOPOLOGY, METHOD, LINKS, INPUT, OUTPUT = "Topology", "Method", "Links", "Input", "Output"
-TraceArgument = Annotated[Path, typer.Argument(help="A trace directory, or an .npz file.", show_default=False)]
+OFFLINE_RANKS, PROCESSES = 8, 4
+KEY = "SERVER_API_KEY"  # a variable, so that the key is in no list of processes
+
+
+def option(panel: str, help: str, *flags: str, **more: Any) -> Any:
+    """Declare an option in a panel of `--help`. flags: its names, if the parameter's name is not its only one."""
+    return typer.Option(*flags, help=help, rich_help_panel=panel, **more)
+
+
+method, links, inputs, output = (partial(option, panel) for panel in (METHOD, LINKS, INPUT, OUTPUT))
+
+
+def argument(help: str, **more: Any) -> Any:
+    return typer.Argument(help=help, show_default=False, **more)
+
+
+def model_path(name: str | None) -> str | None:
+    """The model's directory; `tiny` is the embedded model, unless a directory has that name. Raises BadParameter."""
+    if name is None or Path(name).is_dir():
+        return name
+    if name == "tiny":
+        return str(MODEL)
+    if Path(name).exists():
+        raise typer.BadParameter(f"{name} is a file: give the model's directory")
+    if name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith("/"):
+        raise typer.BadParameter(f"there is no directory {name}; nothing is downloaded: give a directory")
+    raise typer.BadParameter(f"there is no directory {name}")
+
+
+TraceArgument = Annotated[Path, argument("A trace directory, or an .npz file.")]
+ModelArgument = Annotated[
+    str, argument("A model directory (Hugging Face format), or `tiny`, the embedded one.", callback=model_path)
+]
+UrlArgument = Annotated[str, argument("URL of a server started by `semmoe serve`, such as http://127.0.0.1:30000.")]
+Force = Annotated[bool, output("Replace what --out names.", "--force")]
+Json = Annotated[bool, output("Print JSON instead of a table.", "--json")]
+ResultOut = Annotated[Path | None, output("Write the result as JSON.", "--out")]
+TraceOut = Annotated[Path, output("The trace directory.", "--out")]
+Dataset = Annotated[
+    Path | None,
+    inputs(
+        "jsonl (ShareGPT, OpenAI chat or batch, prompt); else running text, cut about every 2,000 characters; "
+        "gzip too.",
+    ),
+]
+LinksOption = Annotated[
+    str | None,
+    links(
+        "What links and experts cost: a file of `semmoe calibrate`, or a shipped one, such as h200-nvlink or "
+        "h200-400g, the defaults on one node and on several.",
+    ),
+]
+HeaderOption = Annotated[
+    list[str] | None,
+    inputs("NAME:VALUE sent with every request, such as a gateway's key; may be given several times."),
+]
+CaOption = Annotated[
+    Path | None, inputs("A PEM file of the certificate authorities that an https:// address is checked by.")
+]
+ControlOption = Annotated[
+    Path | None, inputs("The server's control folder, if it is not the one that belongs to its port.")
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenTopology:
+    """The topology options that the user gave; None: not given."""
+
+    ep_size: int | None = number(
+        None,
+        1,
+        MOST_RANKS,
+        panel=TOPOLOGY,
+        help="Expert-parallel ranks; by default the plan's, else 8 offline; online all local GPUs, or 4 processes.",
+    )
+    attention: str | None = choice(
+        None,
+        ("tp", "dp", "hybrid"),
+        panel=TOPOLOGY,
+        help="How attention is split over ranks; by default the plan's, else tp.",
+    )
+    dp_size: int | None = number(None, 1, MOST_RANKS, panel=TOPOLOGY, help="Attention groups, for hybrid.")
+    num_nodes: int | None = number(
+        None, 1, MOST_RANKS, panel=TOPOLOGY, help="Nodes that the ranks are spread over; by default the plan's, else 1."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Widths:
+    """The model's widths that the user gave; None: not given."""
+
+    hidden_size: int | None = number(
+        None, 0, 1 << 24, panel=LINKS, help="Width of the model, if the trace does not say."
+    )
+    expert_size: int | None = number(
+        None, 0, 1 << 24, panel=LINKS, help="Width of one expert, if the trace does not say."
+    )
+
+
+def plan_for(model: str, path: Path) -> Plan:
+    """Load a plan. Raises ValueError if it was made for another model."""
+    from semmoe.engines.transformers.config import fingerprint_of
+    from semmoe.plan import load_plan
+
+    plan = load_plan(path)
+    plan.check(fingerprint_of(model))
+    return plan
+
+
+def resolve_topology(plan: Plan | None, given: GivenTopology, ep_size: int) -> Topology:
+    """The plan's topology, checked against the options; without a plan, the given one (default `ep_size` ranks)."""
+    if plan is None:
+        return Topology.for_attention(given.attention or "tp", given.ep_size or ep_size, given.dp_size, given.num_nodes)
+    for name in ("attention", "ep_size", "dp_size", "num_nodes"):
+        planned, wanted = getattr(plan.topology, name), getattr(given, name)
+        if wanted not in (None, planned):
+            raise ValueError(f"the plan is for {name} {planned}, not {wanted}")
+    return plan.topology
+
+
+def ranks_at_hand() -> int:
+    """The number of GPUs of this machine, or the default number of processes if there is none."""
+    import torch
+
+    return torch.accelerator.device_count() or PROCESSES
 
 
 def read_trace(path: Path, seed: int = 0) -> RoutingTrace:
@@ -61,52 +175,14 @@ def check_installed(engine: str) -> None:
         ) from None
 
 
-@dataclass(frozen=True, kw_only=True)
-class GivenTopology:
-    """The topology options that the user gave; None: not given."""
-
-    ep_size: int | None = number(
-        None,
-        1,
-        MOST_RANKS,
-        panel=TOPOLOGY,
-        help="Expert-parallel ranks; by default the plan's, else 8 offline; online all local GPUs, or 4 processes.",
-    )
-    attention: str | None = choice(
-        None,
-        ("tp", "dp", "hybrid"),
-        panel=TOPOLOGY,
-        help="How attention is split over ranks; by default the plan's, else tp.",
-    )
-    dp_size: int | None = number(None, 1, MOST_RANKS, panel=TOPOLOGY, help="Attention groups, for hybrid.")
-    num_nodes: int | None = number(
-        None, 1, MOST_RANKS, panel=TOPOLOGY, help="Nodes that the ranks are spread over; by default the plan's, else 1."
-    )
-
-
-OFFLINE_RANKS, PROCESSES = 8, 4
-
-
-def ranks_at_hand() -> int:
-    """The number of GPUs of this machine, or the default number of processes if there is none."""
-    import torch
-
-    return torch.accelerator.device_count() or PROCESSES
-
-
 def check_result(out: Path | None, force: bool, inputs: Iterable[Path | str | None] = ()) -> None:
     """Raise an error, before the work begins, unless the result can be written to `out` without changing an input."""
-    from semmoe.files import check_output
-
     if out is not None:
         check_output(out, force=force, inputs=inputs)
 
 
 def tell_result(kind: type[BaseModel], result: dict[str, Any], out: Path | None, as_json: bool) -> bool:
     """Write a command's result to `out` if given, print it as JSON if requested, and return whether it was printed."""
-    from semmoe.files import atomic_file
-    from semmoe.results import checked
-
     checked(kind, result)
     if out is not None:
         with atomic_file(out) as staged:
@@ -116,101 +192,18 @@ def tell_result(kind: type[BaseModel], result: dict[str, Any], out: Path | None,
     return as_json
 
 
-def resolve_topology(plan: Plan | None, given: GivenTopology, ep_size: int) -> Topology:
-    """The plan's topology, checked against the options; without a plan, the given one (default `ep_size` ranks)."""
-    if plan is None:
-        return Topology.for_attention(given.attention or "tp", given.ep_size or ep_size, given.dp_size, given.num_nodes)
-    for name in ("attention", "ep_size", "dp_size", "num_nodes"):
-        planned, wanted = getattr(plan.topology, name), getattr(given, name)
-        if wanted not in (None, planned):
-            raise ValueError(f"the plan is for {name} {planned}, not {wanted}")
-    return plan.topology
-
-
-def model_path(name: str | None) -> str | None:
-    """The model's directory; `tiny` is the embedded model, unless a directory has that name. Raises BadParameter."""
-    if name is None or Path(name).is_dir():
-        return name
-    if name == "tiny":
-        return str(MODEL)
-    if Path(name).exists():
-        raise typer.BadParameter(f"{name} is a file: give the model's directory")
-    if name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith("/"):
-        raise typer.BadParameter(f"there is no directory {name}; nothing is downloaded: give a directory")
-    raise typer.BadParameter(f"there is no directory {name}")
-
-
-ModelArgument = Annotated[
-    str,
-    typer.Argument(
-        help="A model directory (Hugging Face format), or `tiny`, the embedded one.",
-        show_default=False,
-        callback=model_path,
-    ),
-]
-Force = Annotated[bool, typer.Option("--force", help="Replace what --out names.", rich_help_panel=OUTPUT)]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.", rich_help_panel=OUTPUT)]
-ResultOut = Annotated[
-    Path | None,
-    typer.Option("--out", help="Write the result as JSON.", rich_help_panel=OUTPUT),
-]
-Dataset = Annotated[
-    Path | None,
-    typer.Option(
-        help="jsonl (ShareGPT, OpenAI chat or batch, prompt); else running text, cut about every 2,000 characters; "
-        "gzip too.",
-        rich_help_panel=INPUT,
-    ),
-]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Widths:
-    """The model's widths that the user gave; None: not given."""
-
-    hidden_size: int | None = number(
-        None, 0, 1 << 24, panel=LINKS, help="Width of the model, if the trace does not say."
-    )
-    expert_size: int | None = number(
-        None, 0, 1 << 24, panel=LINKS, help="Width of one expert, if the trace does not say."
-    )
-
-
 def default_folder(port: int) -> Path:
     """The control folder of a server that is given no other."""
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(base) / "semmoe" / f"serve-{port}"
 
 
-KEY = "SERVER_API_KEY"  # a variable, so that the key is in no list of processes
-HeaderOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="NAME:VALUE sent with every request, such as a gateway's key; may be given several times.",
-        rich_help_panel=INPUT,
-        show_default=False,
-    ),
-]
-CaOption = Annotated[
-    Path | None,
-    typer.Option(
-        help="A PEM file of the certificate authorities that an https:// address is checked by.",
-        rich_help_panel=INPUT,
-        show_default=False,
-    ),
-]
+def server_at(url: str, control: Path | None) -> tuple[str, Path]:
+    """The address of a running server without a path, and its control folder. Raises ValueError."""
+    parts = split_address(url)
+    return f"{parts.scheme}://{parts.netloc}", control or default_folder(parts.port or 80)
 
 
 def client_of(header: list[str] | None, ca: Path | None, urls: list[str]) -> Client:
     """The client of the servers at `urls` by the options --header and --ca and the key in the environment."""
     return make_client(header or [], ca, urls, os.environ.get(KEY, ""))
-
-
-ControlOption = Annotated[
-    Path | None,
-    typer.Option(
-        help="The server's control folder, if it is not the one that belongs to its port.",
-        rich_help_panel=INPUT,
-        show_default=False,
-    ),
-]

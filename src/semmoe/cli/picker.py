@@ -10,11 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from semmoe import console
+from semmoe.cli import options
 from semmoe.cli.app import SERVING, app
-from semmoe.cli.options import INPUT, OUTPUT, model_path
 from semmoe.core import Plan
 
 FINISH_SECONDS = 30  # for open streams after a signal to end
@@ -23,21 +21,13 @@ SERVICES = ("", "liveness", "readiness", "envoy.service.ext_proc.v3.ExternalProc
 
 @app.command(rich_help_panel=SERVING)
 def picker(
-    addresses: Annotated[
-        list[str],
-        typer.Argument(help="HOST:PORT of every rank in order, or of a server of all ranks.", show_default=False),
-    ],
-    plan: Annotated[Path, typer.Option(help="The plan directory, for attention dp or hybrid.", rich_help_panel=INPUT)],
+    addresses: Annotated[list[str], options.argument("HOST:PORT of every rank in order, or of a server of all ranks.")],
+    plan: Annotated[Path, options.inputs("The plan directory, for attention dp or hybrid.")],
     tokenizer: Annotated[
-        str,
-        typer.Option(
-            help="The model's directory, or one with its tokenizer.", rich_help_panel=INPUT, callback=model_path
-        ),
+        str, options.inputs("The model's directory, or one with its tokenizer.", callback=options.model_path)
     ],
-    host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=OUTPUT)] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(min=0, max=65_535, help="Port to listen on; 0: any.", rich_help_panel=OUTPUT)
-    ] = 9002,
+    host: Annotated[str, options.output("Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, options.output("Port to listen on; 0: any.", min=0, max=65_535)] = 9002,
 ) -> None:
     """Tell Envoy, by its external processing, which data-parallel rank serves each request.
 

@@ -7,121 +7,91 @@ from typing import Annotated, Any
 import typer
 
 from semmoe import console, tables
+from semmoe.cli import options
 from semmoe.cli.app import OFFLINE, app, refuse_given
-from semmoe.cli.form import takes
-from semmoe.cli.links import DecodeLinksOption, LinksOption, PhaseCosts, phase_costs, phase_links
-from semmoe.cli.offline import (
+from semmoe.cli.form import finite, options_of, takes, with_changes
+from semmoe.cli.solve import (
     METHOD_NAMES,
-    OBJECTIVE,
-    ModelOption,
-    model_embeddings,
+    DecodeLinksOption,
+    PhaseCosts,
+    SetOption,
+    phase_costs,
+    phase_links,
     refuse_idle,
     refuse_unscheduled,
     warn_of_answers,
 )
-from semmoe.cli.options import (
-    METHOD,
-    OFFLINE_RANKS,
-    Force,
-    GivenTopology,
-    Json,
-    ResultOut,
-    TraceArgument,
-    check_result,
-    read_trace,
-    resolve_topology,
-    tell_result,
-)
 from semmoe.core import Plan, RoutingTrace
 from semmoe.methods import METHODS, check_applies, obstacle
 from semmoe.results import ReplayFile
-from semmoe.settings import CoclusterSettings, ReplaySettings, SolveSettings, SplitSettings
+from semmoe.settings import ReplaySettings, SolveSettings
 from semmoe.topology import Topology
 
-DECIDED = [
-    "method",
-    "profile_share",
-    "ep_size",
-    "attention",
-    "dp_size",
-    "num_nodes",
-    "redundant_experts",
-    "lookback",
-    "theta",
-    "steps",
-    "model",
-    "links",
-    "decode_links",
-    *OBJECTIVE,
-]
+SOLVING = {*options_of(options.GivenTopology), *options_of(SolveSettings)} - {*options_of(ReplaySettings)}
+DECIDED = [*sorted(SOLVING), "method", "profile_share", "changes", "links", "decode_links"]
 
 
 @app.command(rich_help_panel=OFFLINE)
-@takes(given=GivenTopology, measure=ReplaySettings, solving=SolveSettings, share=SplitSettings)
+@takes(given=options.GivenTopology, measure=ReplaySettings, solving=SolveSettings)
 def replay(
     ctx: typer.Context,
-    trace: TraceArgument,
+    trace: options.TraceArgument,
     given: Any = None,
-    plan: Annotated[
-        Path | None, typer.Option(help="Score this plan on the whole trace.", rich_help_panel=METHOD)
-    ] = None,
+    plan: Annotated[Path | None, options.method("Score this plan on the whole trace.")] = None,
     method: Annotated[
         str | None,
-        typer.Option(
-            help=f"One of {METHOD_NAMES}, or all, the default: profile on a share, score on the rest.",
-            rich_help_panel=METHOD,
-        ),
+        options.method(f"One of {METHOD_NAMES}, or all, the default: profile on a share, score on the rest."),
     ] = None,
-    share: Any = None,
+    profile_share: Annotated[
+        float, options.method("Share of the requests to profile on.", min=0.001, max=0.999, callback=finite)
+    ] = 0.2,
     measure: Any = None,
     solving: Any = None,
-    links: LinksOption = None,
+    changes: SetOption = None,
+    links: options.LinksOption = None,
     decode_links: DecodeLinksOption = None,
-    model: ModelOption = None,
-    out: ResultOut = None,
-    force: Force = False,
-    as_json: Json = False,
+    out: options.ResultOut = None,
+    force: options.Force = False,
+    as_json: options.Json = False,
 ) -> None:
     """Score plans on a trace, without a model: the offline experiment.
 
     Examples: `semmoe replay trace.npz --method all` and `semmoe replay heldout --plan plan --json`
     """
-    check_result(out, force, (trace, plan, model, links, decode_links))
-    refuse_given(ctx, ["move_cost"], "plans of a replay begin from no other")
+    options.check_result(out, force, (trace, plan, links, decode_links))
     scoring: ReplaySettings = measure()
     settings: dict[str, Any] = {"trace": str(trace), **asdict(scoring)}
     if plan is not None:
         refuse_given(ctx, DECIDED, "--plan decides it")
-        opened = read_trace(trace, scoring.seed)
+        opened = options.read_trace(trace, scoring.seed)
         topology, methods = _replay_plan(ctx, opened, plan, scoring, settings)
     else:
-        topology, solve_by = resolve_topology(None, given(), OFFLINE_RANKS), solving()
+        refuse_given(ctx, ["cocluster.move_cost"], "plans of a replay begin from no other")
+        topology, solve_by = (
+            options.resolve_topology(None, given(), options.OFFLINE_RANKS),
+            with_changes(solving(), changes or []),
+        )
         costs = phase_costs(ctx, phase_links(links, decode_links, topology), topology, solve_by.cocluster)
-        settings |= asdict(topology) | asdict(share()) | _said_of(solve_by)
+        settings |= asdict(topology) | {"profile_share": profile_share} | _described(solve_by)
         refuse_idle(ctx, chosen := _applicable(method or "all", topology, solve_by.redundant_experts), topology)
-        opened = read_trace(trace, scoring.seed)
-        embeddings = model_embeddings(model, opened.fingerprint) if model else None
-        methods = _replay_methods(opened, chosen, topology, scoring, solve_by, share().profile_share, embeddings, costs)
+        opened = options.read_trace(trace, scoring.seed)
+        methods = _replay_methods(opened, chosen, topology, scoring, solve_by, profile_share, costs)
     settings["scheduled_by_answers"] = warn_of_answers(opened, topology)
-    if tell_result(ReplayFile, {"settings": settings, "methods": methods}, out, as_json):
+    if options.tell_result(ReplayFile, {"settings": settings, "methods": methods}, out, as_json):
         return
-    _print_scores(f"{trace.name}: {opened.num_requests} requests, {opened.num_tokens:,} routed tokens", methods)
-
-
-def _print_scores(title: str, methods: dict[str, dict[str, Any]]) -> None:
+    title = f"{trace.name}: {opened.num_requests} requests, {opened.num_tokens:,} routed tokens"
     console.print_table(title, *tables.metrics(methods))
     for name, figures in methods.items():
         tables.print_prediction(name, figures)
 
 
-def _said_of(solving: SolveSettings) -> dict[str, Any]:
+def _described(solving: SolveSettings) -> dict[str, Any]:
     """What a replay's JSON says of how its plans were solved."""
-    objective: CoclusterSettings = solving.cocluster
     return {
         "redundant_experts": solving.redundant_experts,
-        "load_limit": objective.load_limit,
-        "remote_rank_cost": objective.remote_rank,
-        "remote_node_cost": objective.remote_node,
+        "load_limit": solving.cocluster.load_limit,
+        "remote_rank_cost": solving.cocluster.remote_rank,
+        "remote_node_cost": solving.cocluster.remote_node,
     }
 
 
@@ -177,7 +147,6 @@ def _replay_methods(
     measure: ReplaySettings,
     solving: SolveSettings,
     share: float,
-    embeddings: Any,
     costs: PhaseCosts | None,
 ) -> dict[str, dict[str, Any]]:
     from semmoe.solver import score, solve_methods
@@ -186,7 +155,7 @@ def _replay_methods(
     profile, evaluation = split(trace, share, measure.seed)
     with console.bars() as bars:
         advance = bars.task("solving and replaying", len(methods) + 1)
-        plans, seconds = solve_methods(profile, topology, methods, solving, advance, embeddings, costs)
+        plans, seconds = solve_methods(profile, topology, methods, solving, advance, costs)
         scores = score(evaluation, plans, measure)
         advance(1)
     return {name: {**scores[name], "solve_seconds": seconds[name]} for name in methods}

@@ -3,32 +3,25 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from semmoe import console
+from semmoe.cli import options
 from semmoe.cli.app import TOOLS, app
-from semmoe.cli.options import OUTPUT, Json
+from semmoe.files import check_output
 
 
 @app.command(rich_help_panel=TOOLS)
 def report(
     directory: Annotated[
         Path,
-        typer.Argument(
-            help="A plan, or a directory of plans and of what `demo`, `generate` and `replay` wrote as JSON.",
-            metavar="DIR",
-            show_default=False,
+        options.argument(
+            "A plan, or a directory of plans and of what `demo`, `generate` and `replay` wrote.", metavar="DIR"
         ),
     ],
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="The page; by default DIR/report.html, beside DIR if it is itself a plan: DIR-report.html.",
-            rich_help_panel=OUTPUT,
-            show_default=False,
-        ),
+        options.output("The page; by default DIR/report.html, beside DIR if it is itself a plan: DIR-report.html."),
     ] = None,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Write one HTML page on a plan and its measurements: the verdict, the reasons, and the sources.
 
@@ -37,7 +30,6 @@ def report(
 
     Example: `semmoe report out` after `semmoe demo --out out`
     """
-    from semmoe.files import check_output
     from semmoe.report.gather import is_plan
     from semmoe.report.page import write
 
@@ -47,22 +39,20 @@ def report(
         raise ValueError(f"{directory}: there is no such directory")
     read = [directory] if is_plan(directory) else [one for one in directory.iterdir() if one.suffix != ".html"]
     check_output(page, force=True, inputs=read)  # a report is made again from the same directory
-    given = f" --out {out}" if out else ""
-    written = write(directory, page, f"semmoe report {directory}{given}")
-    inputs = written.inputs
-    if as_json:
-        console.print_json(_said(written))
-        return
-    for plan, card in zip(inputs.plans, written.cards, strict=True):
+    written = write(directory, page, f"semmoe report {directory}" + (f" --out {out}" if out else ""))
+    console.tell(as_json, _described(written), lambda: _print(written))
+
+
+def _print(written: Any) -> None:
+    for plan, card in zip(written.inputs.plans, written.cards, strict=True):
         console.out.print(f"{console.plain(plan.path)}: [bold]{card.badge.lower()}[/]")
-    for entry in inputs.left_out:
-        console.err.print(
-            f"[yellow]not used:[/] {console.plain(entry.path)}: {console.plain(entry.why)}", soft_wrap=True
-        )
+    for entry in written.inputs.left_out:
+        text = f"[yellow]not used:[/] {console.plain(entry.path)}: {console.plain(entry.why)}"
+        console.err.print(text, soft_wrap=True)
     console.out.print(f"report: {written.path}", markup=False)
 
 
-def _said(written: Any) -> dict[str, Any]:
+def _described(written: Any) -> dict[str, Any]:
     inputs = written.inputs
     verdicts = [
         {"plan": plan.path, "verdict": card.state, "sentences": card.sentences}

@@ -12,49 +12,39 @@ import typer
 
 from semmoe import console
 from semmoe.checkpoint.directory import read_config
+from semmoe.cli import options
 from semmoe.cli.app import SERVING, app
 from semmoe.cli.form import takes
-from semmoe.cli.options import (
-    INPUT,
-    METHOD,
-    OUTPUT,
-    GivenTopology,
-    ModelArgument,
-    Server,
-    check_installed,
-    default_folder,
-    ranks_at_hand,
-    resolve_topology,
-)
 from semmoe.core import Plan
 from semmoe.engines import ownership, supervisor, support
 from semmoe.engines.settings import PLANS, PluginSettings
 from semmoe.settings import ServeSettings
 from semmoe.topology import Topology, physical_experts
 
+FORGOTTEN = (
+    "activity-*.json",
+    "status-*.json",
+    "control.json",
+    "swap-*.json",
+    "expert_location-*.json",
+    "prometheus/*.db",  # from which vLLM's processes would continue to count
+    supervisor.REASON,
+)
+
 
 @app.command(rich_help_panel=SERVING, context_settings={"allow_extra_args": True, "ignore_unknown_options": False})
-@takes(given=GivenTopology, settings=ServeSettings)
+@takes(given=options.GivenTopology, settings=ServeSettings)
 def serve(
     ctx: typer.Context,
-    model: ModelArgument,
-    engine: Annotated[Server, typer.Option(help="The engine that serves.", rich_help_panel=INPUT)] = Server.sglang,
-    plan: Annotated[
-        Path | None,
-        typer.Option(help="Serve on this plan, of any method; without it, vanilla.", rich_help_panel=METHOD),
-    ] = None,
+    model: options.ModelArgument,
+    plan: Annotated[Path | None, options.method("Serve on this plan, of any method; without it, vanilla.")] = None,
     given: Any = None,
     settings: Any = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=OUTPUT)] = "127.0.0.1",
+    host: Annotated[str, options.output("Address to listen on.")] = "127.0.0.1",
     control: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder for counters and `semmoe record`; by default in ~/.local/state.",
-            rich_help_panel=OUTPUT,
-            show_default=False,
-        ),
+        Path | None, options.output("Folder for counters and `semmoe record`; by default in ~/.local/state.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option(help="Print the command and stop.", rich_help_panel=OUTPUT)] = False,
+    dry_run: Annotated[bool, options.output("Print the command and stop.")] = False,
 ) -> None:
     """Serve a model with expert parallelism: print the engine's own command, then run it.
 
@@ -63,14 +53,23 @@ def serve(
     Example: `semmoe serve MODEL --engine sglang --plan plan -- --mem-fraction-static 0.8`
     """
     asked: ServeSettings = settings()
-    chosen = _load(model, plan) if plan else None
-    topology = resolve_topology(chosen, given(), ranks_at_hand())
-    _check(model, engine.value, chosen, topology, asked, ctx.args)
-    folder = _own_folder(control or default_folder(asked.port))  # the printed command needs it too
-    plugin = _plugin_settings(plan, asked, folder)
-    launch = importlib.import_module(f"semmoe.engines.{engine.value}.launch")
+    chosen = options.plan_for(model, plan) if plan else None
+    topology = options.resolve_topology(chosen, given(), options.ranks_at_hand())
+    _check(model, chosen, topology, asked, ctx.args)
+    folder = (control or options.default_folder(asked.port)).resolve()
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # the printed command needs it too
+    folder.chmod(0o700)
+    plugin = PluginSettings(
+        plan=str(plan.resolve()) if plan else "",
+        schedule=asked.schedule,
+        shuffle=asked.shuffle,
+        shuffle_from=str(asked.shuffle_from or ""),
+        window_ms=f"{asked.window_ms:g}" if asked.window_ms else "",
+        control=str(folder),
+    )
+    launch = importlib.import_module(f"semmoe.engines.{asked.engine}.launch")
     if not dry_run:
-        check_installed(engine.value)
+        options.check_installed(asked.engine)
         held = ownership.claim(folder)
         _forget(folder)
         ownership.share(held)
@@ -86,10 +85,10 @@ def serve(
     raise typer.Exit(code)
 
 
-def _publish(folder: Path, host: str, port: int, options: list[str]) -> None:
+def _publish(folder: Path, host: str, port: int, words: list[str]) -> None:
     """The counters of a node of vLLM without a front end, at the address that this would have. Raises ValueError."""
     sys.stdout.flush()
-    if "--headless" not in options:
+    if "--headless" not in words:
         return
     from prometheus_client import CollectorRegistry, start_http_server
     from prometheus_client.multiprocess import MultiProcessCollector
@@ -102,64 +101,31 @@ def _publish(folder: Path, host: str, port: int, options: list[str]) -> None:
         raise ValueError(f"counters cannot be published at {host}:{port}: {error}; give another --port") from None
 
 
-def _check(
-    model: str, engine: str, plan: Plan | None, topology: Topology, asked: ServeSettings, options: list[str]
-) -> None:
+def _check(model: str, plan: Plan | None, topology: Topology, asked: ServeSettings, words: list[str]) -> None:
     """Raise ValueError for what cannot be served, and warn of features that were never run."""
     from semmoe.engines.transformers.config import fingerprint_of
 
-    if asked.window_ms and (plan is None or asked.schedule != "plan" or not plan.requests.by_tables):
+    shuffles, schedules = asked.shuffle != "off", asked.schedule == "plan"
+    if asked.window_ms and (plan is None or not schedules or not plan.requests.by_tables):
         raise ValueError("--window-ms has no effect: requests are assigned only by a plan for attention dp or hybrid")
-    shuffles = plan is not None and plan.tokens.by_tables and asked.shuffle != "off"
-    if asked.shuffle_from and not shuffles:
+    if asked.shuffle_from and (plan is None or not plan.tokens.by_tables or not shuffles):
         raise ValueError("--shuffle-from has no effect: only a plan for attention tp or hybrid shuffles tokens")
     if plan is None:
         # raises an error if sizes do not divide
         physical_experts(fingerprint_of(model).num_experts, 0, topology.ep_size)
         return
-    shuffles, schedules = asked.shuffle != "off", asked.schedule == "plan"
     config = read_config(Path(model))
-    use = support.use_of(engine, config, plan, shuffles=shuffles, schedules=schedules, options=options)
+    use = support.use_of(asked.engine, config, plan, shuffles=shuffles, schedules=schedules, options=words)
     for caution in support.check(use):
         console.warn(caution)
 
 
-def _plugin_settings(plan: Path | None, asked: ServeSettings, folder: Path) -> PluginSettings:
-    where = str(plan.resolve()) if plan else ""
-    wait = f"{asked.window_ms:g}" if asked.window_ms else ""
-    return PluginSettings(
-        plan=where,
-        schedule=asked.schedule,
-        shuffle=asked.shuffle,
-        shuffle_from=str(asked.shuffle_from or ""),
-        window_ms=wait,
-        control=str(folder),
-    )
-
-
-def _load(model: str, path: Path) -> Plan:
-    from semmoe.engines.transformers.config import fingerprint_of
-    from semmoe.plan import load_plan
-
-    plan = load_plan(path)
-    plan.check(fingerprint_of(model))
-    return plan
-
-
-def _own_folder(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    folder.chmod(0o700)
-    return folder.resolve()
-
-
 def _forget(folder: Path) -> None:
     """Remove the state of an earlier server, so that counters start at zero and nothing is recorded."""
-    names = ("activity-*.json", "status-*.json", "control.json", "swap-*.json", "expert_location-*.json")
-    for old in (path for name in (*names, supervisor.REASON) for path in folder.glob(name)):
-        old.unlink()
+    for name in FORGOTTEN:
+        for old in folder.glob(name):
+            old.unlink()
     shutil.rmtree(folder / PLANS, ignore_errors=True)
-    for old in (folder / "prometheus").glob("*.db"):  # from which vLLM's processes would continue to count
-        old.unlink()
 
 
 def _announce(variables: dict[str, str], words: list[str], folder: Path) -> None:

@@ -2,42 +2,32 @@
 
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import urlsplit
-
-import typer
 
 from semmoe import console
 from semmoe.calibration import load_links
+from semmoe.cli import options
 from semmoe.cli.app import SERVING, app
 from semmoe.cli.form import takes
-from semmoe.cli.links import LinksOption
-from semmoe.cli.options import INPUT, OUTPUT, CaOption, ControlOption, HeaderOption, Json, client_of, default_folder
-from semmoe.client import Client
 from semmoe.core import Plan
+from semmoe.engines.private import check_folder
 from semmoe.settings import SwapSettings
 
 
 @app.command(rich_help_panel=SERVING)
 @takes(settings=SwapSettings)
 def swap(
-    url: Annotated[
-        str,
-        typer.Argument(help="URL of a server started by `semmoe serve`, such as http://127.0.0.1:30000."),
-    ],
-    plan: Annotated[Path, typer.Option(help="The plan to serve on from now on.", rich_help_panel=INPUT)],
-    control: ControlOption = None,
-    header: HeaderOption = None,
-    ca: CaOption = None,
+    url: options.UrlArgument,
+    plan: Annotated[Path, options.inputs("The plan to serve on from now on.")],
+    control: options.ControlOption = None,
+    header: options.HeaderOption = None,
+    ca: options.CaOption = None,
     stage_only: Annotated[
-        bool,
-        typer.Option(
-            "--stage-only", help="Only give the plan to the ranks of this node, of several.", rich_help_panel=OUTPUT
-        ),
+        bool, options.output("Only give the plan to the ranks of this node, of several.", "--stage-only")
     ] = False,
-    dry_run: Annotated[bool, typer.Option(help="Print what would move, and stop.", rich_help_panel=OUTPUT)] = False,
-    links: LinksOption = None,
+    dry_run: Annotated[bool, options.output("Print what would move, and stop.")] = False,
+    links: options.LinksOption = None,
     settings: Any = None,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Swap the plan of a running server: experts move between its ranks, requests go on, and nothing is lost.
 
@@ -48,34 +38,23 @@ def swap(
     Examples: `semmoe swap http://127.0.0.1:30000 --plan new` and
     `semmoe swap http://127.0.0.1:30000 --plan new --layers-per-pass 4 --json`
     """
-    from semmoe.engines.private import check_folder
+    from semmoe import live
+    from semmoe.engines.live.files import plan_name, plan_number, stage
     from semmoe.plan import load_plan
 
-    client = client_of(header, ca, [url])
-    url, loaded = address(url), load_plan(plan)
-    folder = control or default_folder(urlsplit(url).port or 80)
+    client = options.client_of(header, ca, [url])
+    url, folder = options.server_at(url, control)
+    loaded = load_plan(plan)
     check_folder(folder)
     if dry_run:
         _price(loaded, folder, links, as_json)
     elif stage_only:
-        _stage(loaded, folder)
+        name = plan_name(stage(loaded, folder))
+        console.out.print(f"plan {name} is staged in {folder}", markup=False, highlight=False)
     else:
-        _swap(url, folder, loaded, settings(), client, as_json)
-
-
-def _swap(url: str, folder: Path, plan: Plan, given: SwapSettings, client: Client, as_json: bool) -> None:
-    from semmoe import live
-    from semmoe.engines.live.files import plan_number
-
-    with console.err.status("swapping"):
-        status = live.swap(url, folder, plan, given, client)
-    _tell(plan_number(plan), status, folder, as_json)
-
-
-def _stage(plan: Plan, folder: Path) -> None:
-    from semmoe.engines.live.files import plan_name, stage
-
-    console.out.print(f"plan {plan_name(stage(plan, folder))} is staged in {folder}", markup=False, highlight=False)
+        with console.err.status("swapping"):
+            status = live.swap(url, folder, loaded, settings(), client)
+        _tell(plan_number(loaded), status, folder, as_json)
 
 
 def _price(plan: Plan, folder: Path, links: str | None, as_json: bool) -> None:
@@ -88,24 +67,20 @@ def _price(plan: Plan, folder: Path, links: str | None, as_json: bool) -> None:
     old = staged(folder, status.plan)
     check_fits(plan, old)
     move, size = move_between(old, plan), status.expert_bytes
-    row = {"slots": move.slots, "experts_inside_nodes": move.inside, "experts_between_nodes": move.between,
-           "megabytes": (move.inside + move.between) * size / 1e6}  # fmt: skip
+    row = {
+        "slots": move.slots,
+        "experts_inside_nodes": move.inside,
+        "experts_between_nodes": move.between,
+        "megabytes": (move.inside + move.between) * size / 1e6,
+    }
     if links:
         seconds = move.seconds(size, load_links(links, plan.topology))
         row |= {"seconds": float(seconds.sum()), "seconds_of_the_longest_layer": float(seconds.max(initial=0.0))}
-    if as_json:
-        console.print_json(row)
-    else:
-        shown = [[name.replace("_", " "), f"{value:,.3f}" if isinstance(value, float) else f"{value:,}"]
-                 for name, value in row.items()]  # fmt: skip
-        console.print_table("what would move", ["", ""], shown)
-
-
-def address(url: str) -> str:
-    from semmoe.client import split_address
-
-    parts = split_address(url)
-    return f"{parts.scheme}://{parts.netloc}"
+    shown = [
+        [name.replace("_", " "), f"{value:,.3f}" if isinstance(value, float) else f"{value:,}"]
+        for name, value in row.items()
+    ]
+    console.tell(as_json, row, lambda: console.print_table("what would move", ["", ""], shown))
 
 
 def _tell(number: int, status: Any, folder: Path, as_json: bool) -> None:
@@ -114,8 +89,8 @@ def _tell(number: int, status: Any, folder: Path, as_json: bool) -> None:
 
     ranks = [one for one in read_statuses(folder) if one.asked == number] or [status]
     if as_json:
-        told = {"plan": plan_name(number), "state": status.state, "reason": status.reason}
-        console.print_json(told | {"ranks": [one.model_dump() for one in ranks]})
+        result = {"plan": plan_name(number), "state": status.state, "reason": status.reason}
+        console.print_json(result | {"ranks": [one.model_dump() for one in ranks]})
     elif status.state == "done":
         _print_done(plan_name(number), ranks)
     if status.state != "done":
@@ -124,10 +99,9 @@ def _tell(number: int, status: Any, folder: Path, as_json: bool) -> None:
 
 def _print_done(name: str, ranks: list[Any]) -> None:
     console.out.print(f"the server runs on plan {name}", highlight=False)
-    rows = [
-        [str(s.rank), f"{s.layers_done}", f"{s.moved:,}", console.megabytes(s.received_bytes),
-         f"{1000 * s.seconds:.0f}", f"{1000 * s.longest:.0f}"]
-        for s in ranks
-    ]  # fmt: skip
+    rows = []
+    for s in ranks:
+        times = [f"{1000 * s.seconds:.0f}", f"{1000 * s.longest:.0f}"]
+        rows.append([str(s.rank), f"{s.layers_done}", f"{s.moved:,}", console.megabytes(s.received_bytes), *times])
     columns = ["rank", "layers", "slots\nchanged", "MB\nreceived", "ms\nin all", "longest\nms"]
     console.print_table(f"{len(ranks)} ranks on this node", columns, rows)

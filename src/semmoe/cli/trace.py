@@ -1,25 +1,26 @@
-"""The commands trace info and merge: traces that may be larger than memory."""
+"""The commands trace info, affinity and merge; info and merge take traces that are larger than memory."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from semmoe import console
+from semmoe import console, tables
+from semmoe.cli import options
 from semmoe.cli.app import OFFLINE, app
-from semmoe.cli.options import OUTPUT, Json, TraceArgument
+from semmoe.results import AffinityFile
+from semmoe.trace import describe as described
 
 trace_app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
-    help="Look into traces and join them: info, merge.",
+    help="Look into traces and join them: info, affinity, merge.",
 )
 app.add_typer(trace_app, name="trace", rich_help_panel=OFFLINE)
-Out = Annotated[Path, typer.Option(help="The trace directory.", rich_help_panel=OUTPUT, show_default=False)]
 
 
 @trace_app.command()
-def info(trace: TraceArgument, as_json: Json = False) -> None:
+def info(trace: options.TraceArgument, as_json: options.Json = False) -> None:
     """List the contents of a trace.
 
     Example: `semmoe trace info trace`
@@ -28,10 +29,11 @@ def info(trace: TraceArgument, as_json: Json = False) -> None:
 
     with console.bars() as bars:
         found = describe(trace, bars.task("reading tokens", _tokens(trace)))
-    if as_json:
-        console.print_json(found)
-        return
-    rows = [
+    console.tell(as_json, found, lambda: console.print_table(str(trace), ["", ""], _contents(found)))
+
+
+def _contents(found: dict[str, Any]) -> list[list[str]]:
+    return [
         ["model", console.plain(found["model"])],
         ["layers x experts, experts of a token", f"{found['num_layers']} x {found['num_experts']}, {found['top_k']}"],
         ["requests", f"{found['requests']:,}"],
@@ -44,14 +46,33 @@ def info(trace: TraceArgument, as_json: Json = False) -> None:
         ["busiest expert over the mean", f"{found['busiest_expert']:.2f}"],
         ["files", f"{found['files']:,}, {console.megabytes(found['bytes'])} MB"],
     ]
-    console.print_table(str(trace), ["", ""], rows)
+
+
+@trace_app.command()
+def affinity(
+    trace: options.TraceArgument,
+    out: options.ResultOut = None,
+    force: options.Force = False,
+    as_json: options.Json = False,
+) -> None:
+    """Show how concentrated the routing of a trace is: the statistics of the paper's Table 1.
+
+    Example: `semmoe trace affinity trace`
+    """
+    from semmoe.concentration import concentration
+
+    options.check_result(out, force, (trace,))
+    opened = options.read_trace(trace)
+    result = {"trace": described(opened), "concentration": concentration(opened)}
+    if not options.tell_result(AffinityFile, result, out, as_json):
+        tables.print_affinity(result)
 
 
 @trace_app.command()
 def merge(
-    traces: Annotated[list[Path], typer.Argument(help="Trace directories.", show_default=False)],
-    out: Out,
-    as_json: Json = False,
+    traces: Annotated[list[Path], options.argument("Trace directories.")],
+    out: options.TraceOut,
+    as_json: options.Json = False,
 ) -> None:
     """Join traces of one model, such as those that the nodes of a server recorded, shard by shard.
 
@@ -61,17 +82,11 @@ def merge(
 
     with console.bars() as bars:
         merged = merge_traces(traces, out, bars.task("joining tokens", sum(map(_tokens, traces))))
-    _tell(out, merged.requests, merged.tokens, as_json)
+    row = {"out": str(out), "requests": merged.requests, "tokens": merged.tokens}
+    console.tell(as_json, row, f"{merged.requests:,} requests, {merged.tokens:,} tokens in {out}")
 
 
 def _tokens(trace: Path) -> int:
     from semmoe.streams import num_tokens
 
     return num_tokens(trace) if trace.is_dir() else 1
-
-
-def _tell(out: Path, requests: int, tokens: int, as_json: bool) -> None:
-    if as_json:
-        console.print_json({"out": str(out), "requests": requests, "tokens": tokens})
-    else:
-        console.out.print(f"{requests:,} requests, {tokens:,} tokens in {out}", markup=False, highlight=False)

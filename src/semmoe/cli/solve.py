@@ -1,4 +1,4 @@
-"""Commands that need no model: affinity and solve."""
+"""The command solve: make a plan from a trace."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,113 +7,57 @@ from typing import Annotated, Any
 
 import typer
 
-from semmoe import console, tables
-from semmoe.bounds import bounds
-from semmoe.calibration import PhaseLinks
+from semmoe import console
+from semmoe.calibration import PhaseLinks, load_links
+from semmoe.cli import options
 from semmoe.cli.app import OFFLINE, app, refuse_given, was_given
 from semmoe.cli.forecast import ShareOption, gain_of_pass, layer_shape, print_expected, print_gain_of_pass
-from semmoe.cli.form import takes
-from semmoe.cli.links import DecodeLinksOption, LinksOption, PhaseCosts, phase_costs, phase_links
-from semmoe.cli.options import (
-    METHOD,
-    OFFLINE_RANKS,
-    OUTPUT,
-    Force,
-    GivenTopology,
-    Json,
-    ResultOut,
-    TraceArgument,
-    Widths,
-    check_result,
-    model_path,
-    read_trace,
-    resolve_topology,
-    tell_result,
-)
+from semmoe.cli.form import takes, with_changes
 from semmoe.core import Plan, RoutingTrace
 from semmoe.cost import LayerShape
 from semmoe.methods import METHODS, check_applies, find_method
-from semmoe.results import AffinityFile
+from semmoe.rowcosts import RowCosts
 from semmoe.settings import QUICK, THOROUGH, CoclusterSettings, ReplaySettings, RunningSettings, SolveSettings
 from semmoe.topology import Fingerprint, Topology
 
-OBJECTIVE = ["load_limit", "remote_rank_cost", "remote_node_cost", "phase", "groups"]
+PhaseCosts = tuple[RowCosts, RowCosts]
 EFFORT = ["quick", "thorough", "budget"]
 METHOD_NAMES = ", ".join(METHODS) + ", or a module by its dotted name"
+DecodeLinksOption = Annotated[
+    str | None, options.links("The same of decoding, where its all-to-all is another, such as h200-400g-ll.")
+]
 ModelOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Match unprofiled tokens by this model's embeddings.", rich_help_panel=METHOD, callback=model_path
-    ),
+    str | None, options.method("Match unprofiled tokens by this model's embeddings.", callback=options.model_path)
 ]
-
-
-BeginOption = Annotated[
-    Path | None, typer.Option("--from", help="Begin at this plan and move only what pays.", rich_help_panel=METHOD)
-]
-
-QuickOption = Annotated[
-    bool, typer.Option("--quick", help="semmoe: half the time, for up to 3 % more traffic.", rich_help_panel=METHOD)
-]
-ThoroughOption = Annotated[
-    bool, typer.Option("--thorough", help="semmoe: twice the time, for up to 1 % less traffic.", rich_help_panel=METHOD)
-]
-BudgetOption = Annotated[
-    float | None,
-    typer.Option(
-        min=0,
-        max=bounds(CoclusterSettings, "budget")[1],
-        help="semmoe: give the best plan found within these seconds; half of them are for the estimate.",
-        rich_help_panel=METHOD,
+SetOption = Annotated[
+    list[str] | None,
+    options.method(
+        "NAME=VALUE, a setting without an option, such as cocluster.remote_rank=0; may be repeated.", "--set"
     ),
 ]
 
 
 @app.command(rich_help_panel=OFFLINE)
-def affinity(
-    trace: TraceArgument,
-    out: ResultOut = None,
-    force: Force = False,
-    as_json: Json = False,
-) -> None:
-    """Show how concentrated the routing of a trace is: the statistics of the paper's Table 1.
-
-    Example: `semmoe affinity trace`
-    """
-    from semmoe.concentration import concentration
-    from semmoe.trace import describe
-
-    check_result(out, force, (trace,))
-    opened = read_trace(trace)
-    result: dict[str, Any] = {"trace": describe(opened)}
-    result["concentration"] = concentration(opened)
-    if not tell_result(AffinityFile, result, out, as_json):
-        tables.print_affinity(result)
-
-
-@app.command(rich_help_panel=OFFLINE)
-@takes(given=GivenTopology, settings=SolveSettings, widths=Widths, served=RunningSettings)
+@takes(given=options.GivenTopology, settings=SolveSettings, widths=options.Widths, served=RunningSettings)
 def solve(
     ctx: typer.Context,
-    trace: TraceArgument,
-    out: Annotated[Path, typer.Option(help="The plan directory.", rich_help_panel=OUTPUT)],
-    force: Force = False,
+    trace: options.TraceArgument,
+    out: Annotated[Path, options.output("The plan directory.")],
+    force: options.Force = False,
     given: Any = None,
-    method: Annotated[
-        str | None, typer.Option(help=f"One of {METHOD_NAMES}; by default semmoe.", rich_help_panel=METHOD)
-    ] = None,
+    method: Annotated[str | None, options.method(f"One of {METHOD_NAMES}; by default semmoe.")] = None,
     settings: Any = None,
-    links: LinksOption = None,
+    changes: SetOption = None,
+    links: options.LinksOption = None,
     decode_links: DecodeLinksOption = None,
     share: ShareOption = None,
     widths: Any = None,
     served: Any = None,
     model: ModelOption = None,
-    begin: BeginOption = None,
-    quick: QuickOption = False,
-    thorough: ThoroughOption = False,
-    budget: BudgetOption = None,
-    as_json: Json = False,
+    begin: Annotated[Path | None, options.method("Begin at this plan and move only what pays.", "--from")] = None,
+    quick: Annotated[bool, options.method("semmoe: half the time, up to 3 % more traffic.", "--quick")] = False,
+    thorough: Annotated[bool, options.method("semmoe: twice the time, up to 1 % less traffic.", "--thorough")] = False,
+    as_json: options.Json = False,
 ) -> None:
     """Decide where experts go and build the tables that send tokens after them.
 
@@ -127,13 +71,13 @@ def solve(
     from semmoe.solver import check_inputs
 
     check_plan_output(out, force, (trace, begin, model, links, decode_links))
-    previous, solving = _begin(ctx, begin, settings(method=method or SolveSettings().method))
-    solving = _with_effort(solving, quick, thorough, budget)
-    topology = resolve_topology(previous, given(), OFFLINE_RANKS)
+    solving = with_changes(settings(method=method or SolveSettings().method), changes or [])
+    previous, solving = _begin(ctx, begin, _with_effort(solving, quick, thorough))
+    topology = options.resolve_topology(previous, given(), options.OFFLINE_RANKS)
     check_applies(solving.method, topology, solving.redundant_experts)
     refuse_idle(ctx, [solving.method], topology)
     charged = phase_links(links, decode_links, topology)
-    opened = read_trace(trace, solving.seed)
+    opened = options.read_trace(trace, solving.seed)
     check_inputs(opened, topology, solving, previous)
     shape = layer_shape(opened.fingerprint, widths(), share)
     costs = phase_costs(ctx, charged, topology, solving.cocluster)
@@ -142,19 +86,32 @@ def solve(
     save_plan(plan, out)
     result = {"plan": str(out), "scheduled_by_answers": warn_of_answers(opened, topology), **_moved(plan, previous)}
     _warn_of_plan(plan, opened, solving.cocluster.load_limit, measure, shape)
-    _tell(plan, result, share, begin, out, as_json)
-
-
-def _tell(
-    plan: Plan, result: dict[str, Any], share: float | None, begin: Path | None, out: Path, as_json: bool
-) -> None:
     result |= gain_of_pass(plan.expected, share)
-    if as_json:
-        console.print_json(result | {"expected": plan.expected})
-    else:
-        _print_moved(result, begin)
-        print_expected(out, plan.method, plan.expected)
-        print_gain_of_pass(result)
+    console.tell(as_json, result | {"expected": plan.expected}, lambda: _print(plan, result, begin, out))
+
+
+def _print(plan: Plan, result: dict[str, Any], begin: Path | None, out: Path) -> None:
+    if begin is not None:
+        counts = f"{result['moved_experts']:,} of {result['experts']:,}"
+        console.out.print(f"{counts} experts move to another rank, from {begin}", markup=False, soft_wrap=True)
+    print_expected(out, plan.method, plan.expected)
+    print_gain_of_pass(result)
+
+
+def phase_links(links: str | None, decode: str | None, topology: Topology) -> PhaseLinks:
+    """The links given, or the default ones; decoding has those of prefill unless it has its own."""
+    prefill = load_links(links or ("h200-nvlink" if topology.num_nodes == 1 else "h200-400g"), topology)
+    return PhaseLinks(prefill, prefill if decode is None else load_links(decode, topology))
+
+
+def phase_costs(
+    ctx: typer.Context, links: PhaseLinks, topology: Topology, settings: CoclusterSettings
+) -> PhaseCosts | None:
+    """What the search weighs: rows as the links charge them, or the weight of a row to another node if it is given."""
+    if was_given(ctx, "cocluster.remote_node"):
+        refuse_given(ctx, ["decode_links"], "cocluster.remote_node weighs rows in place of what links charge")
+        return None
+    return links.costs(topology, settings.activation, settings.remote_rank)
 
 
 def _begin(ctx: typer.Context, begin: Path | None, solving: SolveSettings) -> tuple[Plan | None, SolveSettings]:
@@ -162,7 +119,7 @@ def _begin(ctx: typer.Context, begin: Path | None, solving: SolveSettings) -> tu
     from semmoe.plan import load_plan
 
     if begin is None:
-        refuse_given(ctx, ["move_cost"], "there is no plan to begin from: give --from")
+        refuse_given(ctx, ["cocluster.move_cost"], "there is no plan to begin from: give --from")
         return None, solving
     previous = load_plan(begin)
     if was_given(ctx, "redundant_experts"):
@@ -176,27 +133,24 @@ def _warn_of_plan(
     """Warn of what the plan cannot say or do."""
     from semmoe.expectation import excess_load
 
-    words = []
     if shape is None:
-        words.append(
+        console.warn(
             "no time is predicted: the trace does not say how wide the model is; give --hidden-size and --expert-size"
         )
     if plan.method == "semmoe" and limit is not None:
-        words += excess_load(trace, plan, limit, measure)
-    for one in words:
-        console.warn(one)
+        for words in excess_load(trace, plan, limit, measure):
+            console.warn(words)
 
 
-def _searching(solving: SolveSettings, **changes: Any) -> SolveSettings:
-    """The settings with other ones of the search."""
-    return replace(solving, cocluster=replace(solving.cocluster, **changes))
-
-
-def _with_effort(solving: SolveSettings, quick: bool, thorough: bool, budget: float | None) -> SolveSettings:
+def _with_effort(solving: SolveSettings, quick: bool, thorough: bool) -> SolveSettings:
     if quick and thorough:
         raise ValueError("--quick and --thorough exclude each other")
-    effort = QUICK if quick else THOROUGH if thorough else {}
-    return _searching(solving, **effort, budget=budget)
+    effort: dict[str, Any] = QUICK if quick else THOROUGH if thorough else {}
+    return replace(solving, cocluster=replace(solving.cocluster, **effort))
+
+
+def _with_budget(solving: SolveSettings, seconds: float) -> SolveSettings:
+    return replace(solving, cocluster=replace(solving.cocluster, budget=seconds))
 
 
 def _moved(plan: Plan, previous: Plan | None) -> dict[str, int]:
@@ -224,10 +178,10 @@ def _solve(
     from semmoe.expectation import expect
     from semmoe.solver import solve as solve_plan
 
-    embeddings = model_embeddings(model, trace.fingerprint) if model else None
+    embeddings = _embeddings(model, trace.fingerprint) if model else None
     layers, begun, budget = trace.fingerprint.num_layers, monotonic(), solving.cocluster.budget
     if budget is not None:
-        solving = _searching(solving, budget=budget / 2)
+        solving = _with_budget(solving, budget / 2)
     with console.bars() as bars:
         advance = bars.task("solving without held-out requests", layers)
         expected = expect(
@@ -236,7 +190,7 @@ def _solve(
         advance(0 if expected else layers)
         advance = bars.task("solving", layers)
         if budget is not None:
-            solving = _searching(solving, budget=max(budget - (monotonic() - begun), 0))
+            solving = _with_budget(solving, max(budget - (monotonic() - begun), 0))
         plan = solve_plan(trace, topology, solving, embeddings, advance, previous, costs)
     charged = {"charged": links.described()} if costs is not None and plan.method == "semmoe" else {}
     least = (expected or {}).get("shuffle_from")
@@ -244,26 +198,20 @@ def _solve(
     return replace(plan, expected=expected, settings=plan.settings | charged)
 
 
-def _print_moved(result: dict[str, Any], begin: Path | None) -> None:
-    if "moved_experts" in result:
-        counts = f"{result['moved_experts']:,} of {result['experts']:,}"
-        console.out.print(f"{counts} experts move to another rank, from {begin}", markup=False, soft_wrap=True)
-
-
 def refuse_idle(ctx: typer.Context, methods: list[str], topology: Topology) -> None:
     """Raise ValueError for given options that have no effect on any of `methods`."""
     names = " and ".join(methods)
     if not {"paper", "semmoe"} & set(methods):
-        refuse_given(ctx, ["lookback", "model"], f"method {names} schedules no tokens")
+        refuse_given(ctx, ["predictor.", "model"], f"method {names} schedules no tokens")
     if "paper" not in methods:
-        refuse_given(ctx, ["theta", "steps"], "only the paper's method has it")
+        refuse_given(ctx, ["paper."], "only the paper's method has it")
         if topology.attn_tp_size == 1:
-            refuse_given(ctx, ["lookback", "model"], "with attention dp semmoe reads prompts only")
+            refuse_given(ctx, ["predictor.", "model"], "with attention dp semmoe reads prompts only")
     if "semmoe" not in methods:
-        refuse_given(ctx, OBJECTIVE, f"{names} has an objective of its own")
+        refuse_given(ctx, ["load_limit", "phase", "cocluster."], f"{names} has an objective of its own")
         refuse_given(ctx, EFFORT, f"{names} does not search as semmoe does")
     if topology.num_nodes == 1:
-        refuse_given(ctx, ["remote_node_cost", "groups"], "all ranks are on one node")
+        refuse_given(ctx, ["cocluster.remote_node", "cocluster.groups"], "all ranks are on one node")
     refuse_unscheduled(ctx, topology.dp_size > 1 and any(m == "semmoe" or find_method(m).needs_groups for m in methods))
 
 
@@ -272,7 +220,7 @@ def refuse_unscheduled(ctx: typer.Context, scheduled: bool) -> None:
         refuse_given(ctx, ["running"], "no requests are scheduled by their work")
 
 
-def model_embeddings(model: str, expected: Fingerprint) -> Any:
+def _embeddings(model: str, expected: Fingerprint) -> Any:
     """(V, H) float32 input embeddings of the model that the trace was profiled on."""
     from semmoe.engines.transformers.config import fingerprint_of
     from semmoe.engines.transformers.model import load_model
