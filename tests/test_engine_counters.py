@@ -93,7 +93,7 @@ for number in (0xABC, 0xDEF):
     counters.publish()
     registry = CollectorRegistry()
     multiprocess.MultiProcessCollector(registry)
-    look = watch.parse(generate_latest(registry).decode(), 0.0)
+    look = watch.parse({"a page": generate_latest(registry).decode()}, 0.0)
     print(*(f"{name}={value}" for name, value in watch.view(look, look).active.items()), sep=";")
 """
 

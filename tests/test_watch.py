@@ -98,9 +98,9 @@ def run(*words):
 
 def test_figures_are_of_the_window(site):
     site.serve(1_000_000, 0)  # before anyone looked
-    before = watch.parse(watch.fetch(site.url), 10.0)
+    before = watch.look([site.url], 10.0)
     site.serve(30_000, 10_000)
-    seen = watch.view(before, watch.parse(watch.fetch(site.url), 12.0))
+    seen = watch.view(before, watch.look([site.url], 12.0))
     assert (seen.lar, seen.pairs, seen.ranks, seen.seconds) == (0.75, 80_000, 2, 2.0)
     assert seen.routed_tokens_per_second == 10_000
     assert (seen.remote_ranks_per_token, seen.network_ranks_per_token, seen.remote_pairs_per_token) == (0.5, 0.0, 1.0)
@@ -112,11 +112,11 @@ def test_figures_are_of_the_window(site):
 
 def test_a_server_that_was_restarted_is_seen_from_its_start(site):
     site.serve(100, 100)
-    before = watch.parse(watch.fetch(site.url), 0.0)
+    before = watch.look([site.url], 0.0)
     again = Site()
     again.add("active", 2, engine="sglang", method="semmoe")
     again.serve(30, 10)
-    assert watch.view(before, watch.parse(watch.fetch(again.url), 1.0)).lar == 0.75
+    assert watch.view(before, watch.look([again.url], 1.0)).lar == 0.75
 
 
 def test_drift_is_told_by_its_margin_and_only_of_enough(site, plan):
@@ -157,10 +157,10 @@ def test_traffic_by_pair_of_nodes_and_of_ranks(site):
                 site.add("rank_pair_rows", rows, ep_rank=source, to=target)
 
     serve(ranks=False, sent=False)
-    looks = [watch.parse(watch.fetch(site.url), 0.0)]
+    looks = [watch.look([site.url], 0.0)]
     for time, given in ((2.0, (False, False)), (4.0, (True, True)), (6.0, (True, True))):
         serve(*given)
-        looks.append(watch.parse(watch.fetch(site.url), time))
+        looks.append(watch.look([site.url], time))
     plain, _, full = (watch.view(*both) for both in pairwise(looks))
     assert (plain.network_ranks_per_token, plain.remote_nodes_per_token) == (0.5, 1.5)
     ends = [(pair.source, pair.target, pair.rows_per_second, pair.bytes_per_second) for pair in plain.node_pairs]
@@ -219,13 +219,13 @@ def test_counters_that_stand_still_are_told_from_a_server_without_requests(site)
     """Two processes publish, then one of them no more."""
     for process in ("rank-00000", "frontend"):
         site.add("publications", 1, process=process)
-    before = watch.parse(watch.fetch(site.url), 0.0)
+    before = watch.look([site.url], 0.0)
     for process in ("rank-00000", "frontend"):
         site.add("publications", 9, process=process)
-    after = watch.parse(watch.fetch(site.url), 10.0)
+    after = watch.look([site.url], 10.0)
     assert watch.view(before, after).stale == []
     site.add("publications", 9, process="frontend")
-    later = watch.parse(watch.fetch(site.url), 20.0)
+    later = watch.look([site.url], 20.0)
     assert watch.view(after, later).stale == ["rank-00000"]
     assert watch.view(after, watch.Look(10.5, later.totals)).stale == []  # too soon to say
 

@@ -1,6 +1,7 @@
 """What a running server did between two readings of its counters: the figures of `semmoe watch`."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
 from io import StringIO
@@ -75,10 +76,7 @@ class View:
 
 def look(urls: Sequence[str], time: float, client: Client = PLAIN) -> Look:
     """Read the counters of a server's nodes, and add them up. Raises ValueError as `fetch` and `parse` do."""
-    totals: dict[tuple[str, Labels], float] = {}
-    for url in urls:
-        _add_samples(totals, fetch(url, client), url)
-    return _checked(Look(time, totals), ", ".join(urls))
+    return parse({url: fetch(url, client) for url in urls}, time)
 
 
 def fetch(url: str, client: Client = PLAIN, seconds: float = 10.0) -> str:
@@ -96,11 +94,17 @@ def fetch(url: str, client: Client = PLAIN, seconds: float = 10.0) -> str:
         raise ValueError(f"line {line} of the metrics of {url} is not UTF-8") from None
 
 
-def parse(text: str, time: float, url: str = "the server") -> Look:
-    """Counters from a page in Prometheus' text format. Raises ValueError if it has none of semmoe's."""
+def parse(pages: Mapping[str, str], time: float) -> Look:
+    """Add up the counters of pages in Prometheus' format, by URL. Raises ValueError if they have none of semmoe's."""
     totals: dict[tuple[str, Labels], float] = {}
-    _add_samples(totals, text, url)
-    return _checked(Look(time, totals), url)
+    for url, text in pages.items():
+        _add_samples(totals, text, url)
+    if not any(name == "active" for name, _ in totals):
+        raise ValueError(
+            f"{', '.join(pages)} has metrics, but none of semmoe's: is the plug-in installed there (semmoe doctor), "
+            "and the server started with a plan or SEMMOE_CONTROL?"
+        )
+    return Look(time, totals)
 
 
 def _add_samples(totals: dict[tuple[str, Labels], float], text: str, url: str) -> None:
@@ -117,13 +121,12 @@ def _add_samples(totals: dict[tuple[str, Labels], float], text: str, url: str) -
         raise ValueError(f"line {len(lines)} of the metrics of {url} cannot be read: {lines[-1][:80]!r}") from None
 
 
-def _checked(found: Look, url: str) -> Look:
-    if not any(name == "active" for name, _ in found.totals):
-        raise ValueError(
-            f"{url} has metrics, but none of semmoe's: is the plug-in installed there (semmoe doctor), and the "
-            "server started with a plan or SEMMOE_CONTROL?"
-        )
-    return found
+def view_window(looks: deque[Look], newest: Look, seconds: float) -> View:
+    """Append a reading, drop those that are older than the window, and return what happened in it."""
+    looks.append(newest)
+    while len(looks) > 2 and looks[-1].time - looks[1].time >= seconds:
+        looks.popleft()
+    return view(looks[0], looks[-1])
 
 
 def view(before: Look, after: Look) -> View:
@@ -132,10 +135,14 @@ def view(before: Look, after: Look) -> View:
     past: Totals = {} if restarted else before.totals
     grown = {key: value - past.get(key, 0.0) for key, value in after.totals.items() if key[0] not in GAUGES}
     seconds = max(after.time - before.time, 1e-9)
-    local, pairs = _sum(grown, "pairs", local="true"), _sum(grown, "pairs")
-    tokens, served = _sum(grown, "routed_tokens"), _by(grown, "served_pairs", "by")
-    plans = sorted({f"{int(value):012x}" for _, value in _matching(after.totals, "plan_number", {}) if value})
-    mean, sent = sum(served.values()) / max(len(served), 1), _sum(grown, "all_to_all_bytes")
+    local, pairs, tokens = _sum(grown, "pairs", local="true"), _sum(grown, "pairs"), _sum(grown, "routed_tokens")
+    served, sent = _by(grown, "served_pairs", "by"), _sum(grown, "all_to_all_bytes")
+    mean = sum(served.values()) / max(len(served), 1)
+    plans = sorted({f"{int(n):012x}" for (name, _), n in after.totals.items() if name == "plan_number" and n})
+
+    def per_token(count: float) -> float | None:
+        return count / tokens if tokens else None
+
     return View(
         seconds=seconds,
         active=_active(after, plans),
@@ -144,11 +151,11 @@ def view(before: Look, after: Look) -> View:
         lar=local / pairs if pairs else None,
         pairs=int(pairs),
         routed_tokens_per_second=tokens / seconds,
-        remote_ranks_per_token=_sum(grown, "remote_rows") / tokens if tokens else None,
-        network_ranks_per_token=_sum(grown, "remote_rows", tier="network") / tokens if tokens else None,
-        remote_nodes_per_token=_sum(grown, "node_rows") / tokens if tokens and _has(grown, "node_rows") else None,
-        remote_pairs_per_token=(pairs - local) / tokens if tokens else None,
-        all_to_all_bytes_per_token=sent / tokens if tokens and sent else None,
+        remote_ranks_per_token=per_token(_sum(grown, "remote_rows")),
+        network_ranks_per_token=per_token(_sum(grown, "remote_rows", tier="network")),
+        remote_nodes_per_token=per_token(_sum(grown, "node_rows")) if _by(grown, "node_rows") else None,
+        remote_pairs_per_token=per_token(pairs - local),
+        all_to_all_bytes_per_token=per_token(sent) if sent else None,
         node_pairs=_sent(grown, seconds, "node_rows", "node_bytes", ("node", "to_node")),
         rank_pairs=_sent(grown, seconds, "rank_pair_rows", "rank_pair_bytes", ("ep_rank", "to")),
         load={rank: count / mean for rank, count in served.items()} if mean else {},
@@ -157,14 +164,14 @@ def view(before: Look, after: Look) -> View:
         by_engine=int(_sum(grown, "scheduled_requests", by="engine")),
         unknown_tokens=int(_sum(grown, "unknown_tokens")),
         schedule_failures=int(_sum(grown, "schedule_failures")),
-        degraded=sorted(_by(after.totals, "degraded", "reason")),
+        degraded=list(_by(after.totals, "degraded", "reason")),
         stale=_stale(grown, seconds),
     )
 
 
 def _sent(grown: Totals, seconds: float, rows: str, sent: str, ends: tuple[str, str]) -> list[Sent]:
     """Traffic by pair, the heaviest first; rows and sent: counters with both labels in `ends`."""
-    of_rows, of_bytes = (_by_pair(grown, name, ends) for name in (rows, sent))
+    of_bytes = _by(grown, sent, *ends)
     pairs = [
         Sent(
             source=pair[0],
@@ -172,18 +179,9 @@ def _sent(grown: Totals, seconds: float, rows: str, sent: str, ends: tuple[str, 
             rows_per_second=count / seconds,
             bytes_per_second=of_bytes[pair] / seconds if pair in of_bytes else None,
         )
-        for pair, count in of_rows.items()
+        for pair, count in _by(grown, rows, *ends).items()
     ]
     return sorted(pairs, key=lambda pair: -pair.rows_per_second)
-
-
-def _by_pair(grown: Totals, name: str, ends: tuple[str, str]) -> dict[tuple[str, str], float]:
-    """A counter by both labels, in order of their numbers."""
-    out: dict[tuple[str, str], float] = {}
-    for labels, value in _matching(grown, name, {}):
-        pair = labels[ends[0]], labels[ends[1]]
-        out[pair] = out.get(pair, 0.0) + value
-    return dict(sorted(out.items(), key=lambda item: [(len(end), end) for end in item[0]]))
 
 
 def _stale(grown: Totals, seconds: float) -> list[str]:
@@ -208,23 +206,20 @@ def expected_lar(expected: Mapping[str, Any] | None) -> float | None:
     return float(value) if isinstance(value, (int, float)) else None
 
 
-def _matching(totals: Totals, name: str, wanted: dict[str, str]) -> Iterable:
-    return ((dict(labels), v) for (n, labels), v in totals.items() if n == name and set(wanted.items()) <= labels)
-
-
-def _has(totals: Totals, name: str) -> bool:
-    return any(n == name for n, _ in totals)
-
-
 def _sum(totals: Totals, name: str, **wanted: str) -> float:
-    return sum(value for _, value in _matching(totals, name, wanted))
+    return sum(_by(totals, name, **wanted).values())
 
 
-def _by(totals: Totals, name: str, label: str, **wanted: str) -> dict[str, float]:
-    out: dict[str, float] = {}
-    for labels, value in _matching(totals, name, wanted):
-        out[labels[label]] = out.get(labels[label], 0.0) + value
-    return dict(sorted(out.items(), key=lambda item: (len(item[0]), item[0])))
+def _by(totals: Totals, name: str, *by: str, **wanted: str) -> dict[Any, float]:
+    """A counter by the value of a label, or by a tuple of several, in order of their numbers. wanted: labels it has."""
+    out: dict[Any, float] = {}
+    for (found, labels), value in totals.items():
+        if found == name and wanted.items() <= labels:
+            known = dict(labels)
+            key = tuple(known[label] for label in by)
+            out[key] = out.get(key, 0.0) + value
+    ordered = sorted(out, key=lambda key: [(len(end), end) for end in key])
+    return {key[0] if len(by) == 1 else key: out[key] for key in ordered}
 
 
 def _active(look: Look, plans: list[str]) -> dict[str, str]:

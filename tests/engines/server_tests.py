@@ -73,7 +73,7 @@ class ServerTests:
     def test_activity_is_proven(self, server):
         assert server.log.count(f"semmoe: active: engine {self.ACTIVE}") == 1
         found = server.counters()
-        seen = watch.view(watch.Look(0.0, {}), watch.parse(watch.fetch(server.url), 1.0))
+        seen = watch.view(watch.Look(0.0, {}), watch.look([server.url], 1.0))
         assert (seen.ranks, seen.active["engine"]) == (found["active"], self.ACTIVE)
         assert seen.degraded == []
         assert found["active"] == self.RANKS.get(server.name, 2)
@@ -94,7 +94,7 @@ class ServerTests:
         if server.name not in self.COUNTED:
             pytest.skip("no traffic is counted")
         found = server.counters()
-        seen = watch.view(watch.Look(0.0, {}), watch.parse(watch.fetch(server.url), 1.0))
+        seen = watch.view(watch.Look(0.0, {}), watch.look([server.url], 1.0))
         ranks = self.RANKS.get(server.name, 2)
         pairs = (2, 12) if ranks == 4 else (0, 0)
         assert (len(seen.node_pairs), len(seen.rank_pairs)) == pairs

@@ -111,10 +111,7 @@ class Adapter:
 
     def _seen(self) -> watch.View:
         """What the server did in the last window."""
-        self._looks.append(self.server.look())
-        while len(self._looks) > 2 and self._looks[-1].time - self._looks[1].time >= self.settings.window:
-            self._looks.popleft()
-        return watch.view(self._looks[0], self._looks[-1])
+        return watch.view_window(self._looks, self.server.look(), self.settings.window)
 
     def _say(self, decision: Decision) -> Decision:
         """Report a decision, but not again that nothing is done, for the same reason."""

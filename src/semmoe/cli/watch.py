@@ -63,10 +63,7 @@ def watch(
     with live as page:
         while True:
             time.sleep(given.window if once else given.every)
-            looks.append(watching.look(nodes, time.monotonic(), client))
-            while len(looks) > 2 and looks[-1].time - looks[1].time >= given.window:
-                looks.popleft()
-            seen = watching.view(looks[0], looks[-1])
+            seen = watching.view_window(looks, watching.look(nodes, time.monotonic(), client), given.window)
             warning = watching.drift(seen, expected, given.margin)
             if as_json:
                 print(json.dumps(asdict(seen) | {"expected_lar": expected, "drift": warning}), flush=True)
