@@ -14,7 +14,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
 OUTSIDE = ("tests", "benchmarks", "lab", "docs", "examples")
-TOTAL, FILE, FUNCTION = 28_364, 350, 50
+TOTAL, FILE, FUNCTION = 28_339, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 296,
@@ -32,13 +32,13 @@ ROOMS = {
     "replayer.py online.py": 331,
     "runtime": 2997,
     "checkpoint": 1397,
-    "engines": 8813,
+    "engines": 8799,
     "gateway": 400,
-    "adapt": 251,
+    "adapt": 248,
     "moving.py live.py client.py": 338,
     "report": 900,
-    "cli": 2708,
-    "__init__.py concentration.py console.py dataset.py demo.py prompts.py tables.py texts.py watch.py": 1314,
+    "cli": 2705,
+    "__init__.py concentration.py console.py dataset.py demo.py prompts.py tables.py texts.py watch.py": 1309,
 }
 # From the ground up: a module imports from its own storey and those below.
 STOREYS = (

@@ -1,9 +1,9 @@
 """Counters of a process of a serving engine, published to Prometheus and as a file in the control folder.
 
-Their names and labels are a table of docs/engines.md. A dispatcher sends one of three kinds of rows: per (token,
-expert) pair (pairs{local="false"}; DeepEP's low latency), per (token, rank) (remote_rows), or per (token, node), to be
-forwarded inside it (node_rows; DeepEP's normal kernels). Only the three `rank_pair_` counters have G * G series for G
-ranks; `semmoe.engines.traffic` bounds them.
+docs/engines.md has their labels, docs/live.md those of swaps. A dispatcher sends one of three kinds of rows: per
+(token, expert) pair (pairs{local="false"}; DeepEP's low latency), per (token, rank) (remote_rows), or per (token,
+node), to be forwarded inside it (node_rows; DeepEP's normal kernels). Only the three `rank_pair_` counters have G * G
+series for G ranks; `semmoe.engines.traffic` bounds them.
 """
 
 import logging

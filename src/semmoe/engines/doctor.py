@@ -172,7 +172,7 @@ def _supported(engine: str, plan: Plan, model: str | None) -> tuple[list[str], l
 
 
 def _misfit(plan: Plan, model: str) -> tuple[str, list[str]]:
-    """What was compared, and how the model differs from the plan's."""
+    """Return which properties were compared, and how the model differs from the plan's."""
     checked = "nothing"
     try:
         if _has_transformers():

@@ -70,7 +70,7 @@ def _all(cell: Cell) -> Family:
 
 
 _SGLANG, _VLLM = (_all(_works(f"tests/engines/{engine}/test_families.py")) for engine in ("sglang", "vllm"))
-_NO_CPU = "DeepSeek-V4 was not run on a plan, since {} and no GPU was at hand: " + INSTEAD
+_NO_CPU = "DeepSeek-V4 was not run on a plan, since {} and no GPU was available: " + INSTEAD
 _WHOLE = "SGLang's Mixtral splits attention over all ranks: solve a plan for attention tp, or give --engine vllm"
 _ONE_RANK = "SGLang's OLMoE runs on one rank alone, since it normalises queries over all heads: give --engine vllm"
 _UNPLACED = (
@@ -106,20 +106,20 @@ _SERVED = "tests/engines/ENGINE/test_server.py"
 FEATURES = (
     _no_row(
         "pipeline parallelism",
-        "a plan cannot be served with pipeline parallelism: leave it away",
+        "a plan cannot be served with pipeline parallelism: omit it",
         "--pp-size!=0,1 --pipeline-parallel-size!=0,1",
         "--pipeline-parallel-size!=0,1 -pp!=0,1",
     ),
-    _no_row("EPLB", "--enable-eplb would move the plan's experts: leave it away", "--enable-eplb", "--enable-eplb"),
+    _no_row("EPLB", "--enable-eplb would move the plan's experts: omit it", "--enable-eplb", "--enable-eplb"),
     _no_row(
         "elastic expert parallelism",
-        "elastic expert parallelism changes the ranks that a plan is for: leave it away",
+        "elastic expert parallelism changes the ranks that a plan is for: omit it",
         "--elastic-ep-backend!=none",
         "--enable-elastic-ep",
     ),
     _no_row(
         "two-batch overlap",
-        "two overlapping batches bypass the places where tokens are shuffled: leave it away, or give --shuffle off",
+        "two overlapping batches bypass the places where tokens are shuffled: omit it, or give --shuffle off",
         "--enable-two-batch-overlap --enable-single-batch-overlap",
         "--enable-dbo --ubatch-size!=0,1",
         needs="shuffles",
@@ -132,20 +132,20 @@ FEATURES = (
     ),
     _no_row(
         "dynamic choice of copies",
-        "--ep-dispatch-algorithm other than static ignores the plan's choice of copies: leave it away",
+        "--ep-dispatch-algorithm other than static ignores the plan's choice of copies: omit it",
         "--ep-dispatch-algorithm!=static",
         vllm=None,
         needs="redundant",
     ),
     _no_row(
         "MoE data parallelism",
-        "--moe-dp-size splits the ranks that share experts, and a plan is for all: leave it away",
+        "--moe-dp-size splits the ranks that share experts, and a plan is for all: omit it",
         "--moe-dp-size!=0,1",
         vllm=None,
     ),
     _no_row(
         "context parallelism",
-        "context parallelism splits prompts in a way that no plan knows: leave it away, or give --shuffle off",
+        "context parallelism splits prompts in a way that no plan knows: omit it, or give --shuffle off",
         "--attn-cp-size!=0,1 --dcp-size!=0,1",
         "--prefill-context-parallel-size!=0,1 --decode-context-parallel-size!=0,1",
         needs="shuffles",
@@ -159,7 +159,7 @@ FEATURES = (
     _no_row(
         "ranks by bootstrap room",
         "--load-balance-method follow_bootstrap_room, which auto is where prompts alone are computed, binds requests "
-        "to other ranks than the plan's: leave it away, or give --schedule engine",
+        "to other ranks than the plan's: omit it, or give --schedule engine",
         "--load-balance-method=follow_bootstrap_room,auto",
         vllm=None,
         needs="schedules",
@@ -188,7 +188,7 @@ FEATURES = (
     _works_row("weights loaded again", "tests/engines/sglang/test_weights.py", vllm=None),
     _no_row(
         "weights loaded again",
-        "weights cannot be loaded again into vLLM on a plan: leave --weight-transfer-config away",
+        "weights cannot be loaded again into vLLM on a plan: omit --weight-transfer-config",
         None,
         "--weight-transfer-config",
     ),

@@ -16,14 +16,11 @@ class AutoEPRecorder(RoutingRecorder):
     caller decides which one writes it.
     """
 
-    def find_blocks(self, model: PreTrainedModel) -> list[torch.nn.Module]:
+    def attach(self, model: PreTrainedModel) -> list[Any]:
         layers = autoep_layers(model)
         if hasattr(layers[0], "_semmoe"):
             raise ValueError("routing is recorded before a plan is applied")
-        return layers
-
-    def listen(self, block: Any) -> Any:
-        return block.router.register_forward_hook(self._routed)
+        return [layer.router.register_forward_hook(self._routed) for layer in layers]
 
     def _routed(self, module: torch.nn.Module, args: tuple, out: tuple) -> None:
         weights, expert_ids, _ = out

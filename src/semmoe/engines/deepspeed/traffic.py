@@ -1,5 +1,6 @@
 """Count the bytes of DeepSpeed's own collectives, where it calls torch.distributed."""
 
+import functools
 from collections import Counter
 from typing import Any
 
@@ -72,15 +73,11 @@ class CollectiveCounter:
         return self._all_gather(None, input_tensor, group)
 
 
-_COUNTER: CollectiveCounter | None = None
-
-
+@functools.cache
 def collectives() -> CollectiveCounter:
     """The counter of this process; the first call starts counting."""
-    global _COUNTER
-    if _COUNTER is None:
-        from deepspeed.comm import comm
+    from deepspeed.comm import comm
 
-        _COUNTER = CollectiveCounter()
-        _COUNTER.install(comm.cdb)
-    return _COUNTER
+    counter = CollectiveCounter()
+    counter.install(comm.cdb)
+    return counter

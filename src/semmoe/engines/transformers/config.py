@@ -64,20 +64,15 @@ def load_config(path: str) -> PreTrainedConfig:
         raise ValueError(f"{path}: transformers cannot read config.json: {one_line(error)}") from None
 
 
-def text_config(path: str) -> PreTrainedConfig:
-    """Read the configuration of a model's language part: in models with images or sound, its `text_config`."""
-    found = load_config(path).get_text_config(decoder=True)
-    if not isinstance(found, PreTrainedConfig):
-        raise ValueError(f"{path}: transformers knows no text_config in models of its type")
-    return found
-
-
 def fingerprint_of(path: str) -> Fingerprint:
     """The fingerprint of a model directory, without loading its weights.
 
-    Raises ValueError for a directory without safetensors, for a model without experts, and for sizes that no model has.
+    Sizes are those of the language part: in models with images or sound, of `text_config`. Raises ValueError for a
+    directory without safetensors, for a model without experts, and for sizes that no model has.
     """
-    config, name = text_config(path), Path(path).resolve().name
+    config = load_config(path).get_text_config(decoder=True)
+    if not isinstance(config, PreTrainedConfig):
+        raise ValueError(f"{path}: transformers knows no text_config in models of its type")
     try:
         groups = _size(config, "n_group", default=1)
         limited = _size(config, "topk_group", default=groups) < groups
@@ -91,6 +86,7 @@ def fingerprint_of(path: str) -> Fingerprint:
             "num_layers": len(decoder_layers(Path(path))[0]),
         }
         tokens = tokenizer_hash(load_tokenizer(path))
+        name = Path(path).resolve().name
         return Fingerprint(model=name, architecture_hash=architecture_hash(config), tokenizer_hash=tokens, **sizes)
     except ValueError as error:
         message = str(error)

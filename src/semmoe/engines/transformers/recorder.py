@@ -25,19 +25,15 @@ class RoutingRecorder:
     """Collects the routing of one forward pass at a time; a context manager that detaches its hooks at the end."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._blocks = self.find_blocks(model)
+        self._hooks = self.attach(model)
         self._layers: list[np.ndarray] = []
         self._real = np.zeros(0, bool)
 
-    def find_blocks(self, model: PreTrainedModel) -> list[torch.nn.Module]:
-        return moe_layers(model)
-
-    def listen(self, block: Any) -> Any:
-        """A hook on one MoE layer."""
-        return block.experts.register_forward_pre_hook(self._record, with_kwargs=True)
+    def attach(self, model: PreTrainedModel) -> list[Any]:
+        """Hook each MoE layer in order; return the hooks."""
+        return [block.experts.register_forward_pre_hook(self._record, with_kwargs=True) for block in moe_layers(model)]
 
     def __enter__(self) -> "RoutingRecorder":
-        self._hooks = [self.listen(block) for block in self._blocks]
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -59,7 +55,7 @@ class RoutingRecorder:
 
     def take(self) -> np.ndarray:
         """(n, L, K) expert ids of the real tokens of the last forward, row by row of the batch."""
-        assert len(self._layers) == len(self._blocks), "a MoE layer was skipped or ran twice"
+        assert len(self._layers) == len(self._hooks), "a MoE layer was skipped or ran twice"
         return np.stack(self._layers, axis=1)
 
 
