@@ -15,7 +15,7 @@ Values = dict[str, float]
 
 
 class Objectives(BaseModel):
-    """What vanilla's first visit fixed for all set-ups of one attention."""
+    """The objectives and rates that vanilla's first visit fixed, per attention."""
 
     model_config = ConfigDict(extra="forbid")
     objectives: Values  # the most that each may be, in ms
@@ -35,7 +35,7 @@ class Visit(BaseModel):
 
 
 class Claim(BaseModel):
-    """A figure over vanilla's of the same rounds, and whether it can be told from a placebo's."""
+    """A figure over vanilla's of the same rounds, and whether it differs from a placebo's."""
 
     model_config = ConfigDict(extra="forbid")
     name: str
@@ -87,12 +87,12 @@ class Part:
 
     path: Path
     command: str  # that made it; empty where the file does not say
-    described: str  # the line in which it says what it ran on
+    described: str  # the line that names the machine
     data: dict[str, Any]
 
 
 def parts(path: Path) -> Iterator[Part]:
-    """All of a file. A line that is no JSON object is text."""
+    """Yield all parts of a file. A line without a JSON object is text."""
     text: list[str] = []
     for line in path.read_text(encoding="utf-8").splitlines():
         data = _object(line)

@@ -163,7 +163,7 @@ def _predict(case: Case, links: Links, batch: float = 1.0) -> dict[str, cost.Pre
 def _predict_one(
     name: str, case: Case, result: ReplayResult, links: Links, batch: float, hooks: float = 0.0
 ) -> cost.Prediction:
-    """The time of one replayed plan, charging the rows that the all-to-all of these links sends."""
+    """The time of a replayed plan, charging the rows that the links' all-to-all sends."""
     rows, busiest = batch * result.rows_per_batch(links.all_to_all), batch * result.busiest_pairs
     return cost.predict(name, rows, busiest, case.shape, case.topology, links, hooks)
 

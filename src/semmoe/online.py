@@ -27,10 +27,7 @@ def start(policy: RequestPolicy, settings: SchedulerSettings | None = None) -> R
 
 
 def schedule_requests(
-    prompts: Sequence[Sequence[int] | np.ndarray],
-    plan: Plan,
-    lengths: np.ndarray | None = None,
-    unfinished: int = 0,
+    prompts: Sequence[Sequence[int] | np.ndarray], plan: Plan, lengths: np.ndarray | None = None, unfinished: int = 0
 ) -> np.ndarray:
     """(R,) int64: the attention group of each request in arrival order.
 

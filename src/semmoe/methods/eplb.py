@@ -32,13 +32,9 @@ def place(load: np.ndarray, ep_size: int, redundant_experts: int = 0, num_groups
 
 def rebalance_experts(weight: np.ndarray, num_replicas: int, num_groups: int, num_nodes: int, num_ranks: int):
     """(L, P): physical-to-logical map, hierarchical if groups divide evenly over nodes, else as on one node."""
-    if num_nodes > 1 and num_groups % num_nodes == 0:
-        return _hierarchical(weight, num_replicas, num_groups, num_nodes, num_ranks)
-    return _hierarchical(weight, num_replicas, 1, 1, num_ranks)
-
-
-def _hierarchical(weight, num_replicas, num_groups, num_nodes, num_ranks):
-    """Pack groups onto nodes by load, replicate inside each node, then pack physical experts onto the node's ranks."""
+    if num_nodes == 1 or num_groups % num_nodes != 0:
+        num_groups = num_nodes = 1
+    # pack groups onto nodes by load, replicate inside each node, then pack physical experts onto the node's ranks
     layers, experts = weight.shape
     group_size = experts // num_groups
     node, position = balanced_packing(weight.reshape(layers, num_groups, group_size).sum(-1), num_nodes)

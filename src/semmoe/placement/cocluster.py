@@ -52,10 +52,14 @@ class _Layers:
 
     def __init__(self, problem: Problem, predictor, request_groups, start=None, until=None) -> None:
         """Arguments as `place` takes them."""
-        trace, topology, settings, seed = problem.trace, problem.topology, problem.settings, problem.settings.seed
-        self.problem, self.trace, self.topology, self.predictor = problem, trace, topology, predictor
-        self.settings, self.costs, self.request = settings.cocluster, problem.charges, trace.request_of_token()
-        self.start, self.previous = start, None if problem.previous is None else problem.previous.placement
+        trace, topology = problem.trace, problem.topology
+        settings, seed = problem.settings, problem.settings.seed
+        self.problem, self.start = problem, start
+        self.predictor = predictor
+        self.trace, self.topology = trace, topology
+        self.settings, self.costs = settings.cocluster, problem.charges
+        self.request = trace.request_of_token()
+        self.previous = None if problem.previous is None else problem.previous.placement
         experts = None if self.previous is None else self.previous.physical_to_logical_map
         self.before = None if experts is None else experts.reshape(len(experts), topology.ep_size, -1)
         over_nodes = settings.redundant_experts > 0 and topology.num_nodes > 1
@@ -138,7 +142,8 @@ def place(
     until: when the search should end, by `time.monotonic`; every layer is searched once in any case. An expert of a
     previous plan moves only if that pays.
     """
-    f, redundant, ranks = problem.trace.fingerprint, problem.settings.redundant_experts, problem.topology.ep_size
+    f, ranks = problem.trace.fingerprint, problem.topology.ep_size
+    redundant = problem.settings.redundant_experts
     if physical_experts(f.num_experts, redundant, ranks) // ranks > f.num_experts:
         raise ValueError(f"{redundant} redundant experts are more than {ranks} ranks can use without repetition")
     groups = np.zeros(problem.trace.num_requests, np.int64) if request_groups is None else request_groups

@@ -21,7 +21,7 @@ Loads = namedtuple(
 )
 
 
-# What a layout is charged beside its rows.
+# Costs of a layout other than its rows.
 Prices = namedtuple(
     "Prices",
     [

@@ -41,8 +41,9 @@ def best_move(state, tables, prices, top, free, now, needed):
 def _best_partner(state, tables, prices, top, free, now, needed, best, p):
     """(gain, slot) of the best swap of slot p with one of a higher rank, if better than `best`."""
     dues, mixes, loads, load_price = prices
-    slots, slot_of, pairs = state.slots, state.slot_of, state.expert_load
-    S, total = slots.shape[1], state.total_weight
+    slots, slot_of = state.slots, state.slot_of
+    S, pairs = slots.shape[1], state.expert_load
+    total = state.total_weight
     move, twice, served, node_of = tables.move, tables.twice, tables.served, state.node_of
     x, other = p // S, -1
     a = slots[x, p % S]
@@ -72,7 +73,8 @@ def _best_partner(state, tables, prices, top, free, now, needed, best, p):
 def _best_successor(state, tables, prices, top, free, now, needed, best, p):
     """(gain, expert) of the best expert to take slot p, whose expert has other copies, if better than `best`."""
     dues, mixes, loads, load_price = prices
-    slots, slot_of, primary, pairs = state.slots, state.slot_of, state.primary, state.expert_load
+    slots, slot_of = state.slots, state.slot_of
+    primary, pairs = state.primary, state.expert_load
     S = slots.shape[1]
     drop, add, instead, served = tables.drop, tables.add, tables.instead, tables.served
     x, other, J, total = p // S, -1, mixes.shape[1], state.total_weight

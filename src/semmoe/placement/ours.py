@@ -79,11 +79,11 @@ def _likely_groups(trace: RoutingTrace, rates: request_map.RequestRates, worth: 
 
 def _groups_from(problem: Problem, rates: request_map.RequestRates, previous: Placement) -> np.ndarray:
     """(R,) the group of each request, where experts are placed already."""
-    settings, worth = problem.settings, _worth(previous, problem.topology, problem.charges)
-    groups = _likely_groups(problem.trace, rates, worth)
-    top_k, move_cost = problem.trace.fingerprint.top_k, settings.cocluster.move_cost
+    settings, top_k = problem.settings, problem.trace.fingerprint.top_k
+    gains = _worth(previous, problem.topology, problem.charges)
+    groups = _likely_groups(problem.trace, rates, gains)
     known = rates.planning_rates, rates.lengths
-    groups[rates.requests] = recluster_requests(*known, worth, top_k, move_cost, settings.seed)
+    groups[rates.requests] = recluster_requests(*known, gains, top_k, settings.cocluster.move_cost, settings.seed)
     return groups
 
 
@@ -107,7 +107,8 @@ def _reseated(problem: Problem, groups: np.ndarray, placement: Placement) -> Pla
 
     groups (R,): of the requests. No two ranks, or all, are on one node: else a rank's copies depend on its place.
     """
-    trace, topology, between = problem.trace, problem.topology, _between_groups(problem)
+    trace, topology = problem.trace, problem.topology
+    between = _between_groups(problem)
     if not _uneven(between):
         return placement
     (D, S), E = (topology.dp_size, topology.attn_tp_size), placement.num_experts
@@ -130,6 +131,7 @@ def _uneven(between: np.ndarray) -> bool:
 
 def _between_groups(problem: Problem) -> np.ndarray:
     """(D, D): what a pair of a token of one attention group with an expert of another costs, on average."""
-    D, S, node_of = problem.topology.dp_size, problem.topology.attn_tp_size, problem.topology.node_of
-    ranks = np.mean([one.rank + one.pair + one.node[:, node_of] for one in problem.charges], axis=0)
+    D, S = problem.topology.dp_size, problem.topology.attn_tp_size
+    node_of = problem.topology.node_of
+    ranks = np.mean([costs.rank + costs.pair + costs.node[:, node_of] for costs in problem.charges], axis=0)
     return ranks.reshape(D, S, D, S).mean(axis=(1, 3))

@@ -20,8 +20,8 @@ import numpy as np
 from semmoe.placement.homes import best_homes, njit
 
 SWAP, REPLACE, PROMOTE = 0, 1, 2
-# Of a search: steps of `settle`, rounds, most moves of a round, of which so many may find nothing better, the least
-# steps for which a moved expert stays, and the seed.
+# Limits of a search: steps of `settle`, rounds, moves per round, moves without a better layout before a round ends,
+# and steps for which a moved expert stays at least; and the seed.
 Effort = namedtuple("Effort", "price_steps rounds steps patience tenure seed")
 PRICE_UNITS = 2**20  # prices are multiples of 1 / PRICE_UNITS, so that sums are exact and ties are recognised
 

@@ -168,7 +168,8 @@ def best_swap(state, gains, prices, top, free, now, needed):
     top: the highest load now (`loads.highest`). The gain is per token.
     """
     dues, mixes, loads, load_price = prices
-    rank_of, node_of, bound, total = state.primary, state.node_of, state.bound, state.total_weight
+    rank_of, node_of = state.primary, state.node_of
+    bound, total = state.bound, state.total_weight
     E, move, both, load, rest, least = rank_of.shape[0], gains.move, gains.both, loads.now, loads.others, loads.least
     best, first, other = -np.inf, -1, -1
     for a in range(E):
@@ -255,7 +256,8 @@ def search_swaps(state, scratch, gains, prices, effort):
 @njit
 def _make_swaps(state, scratch, gains, prices, effort, swaps):
     """One round; returns the best ranks found (E,), and `swaps` and how many were made."""
-    rank_of, mixes, load = state.primary, prices.mixes, prices.loads.now
+    rank_of = state.primary
+    mixes, load = prices.mixes, prices.loads.now
     free, now, best, last, kept = np.zeros(mixes.shape[0], np.int64), 0.0, 0.0, -1, rank_of.copy()
     for step in range(effort.steps):
         top = highest(prices.loads)

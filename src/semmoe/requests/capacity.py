@@ -119,9 +119,7 @@ class CapacityScheduler(RequestScheduler):
         return self._place([self._arrive(prompt_ids, expected_tokens)])[0]
 
     def admit_window(
-        self,
-        prompts: Sequence[Sequence[int] | np.ndarray],
-        expected_tokens: float | Sequence[float] | None = None,
+        self, prompts: Sequence[Sequence[int] | np.ndarray], expected_tokens: float | Sequence[float] | None = None
     ) -> list[Assigned]:
         each = expected_tokens if isinstance(expected_tokens, Sequence) else [expected_tokens] * len(prompts)
         return self._place([self._arrive(prompt, tokens) for prompt, tokens in zip(prompts, each, strict=True)])

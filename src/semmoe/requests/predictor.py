@@ -59,10 +59,7 @@ class RequestRates:
 
 
 def fit_request_rates(
-    trace: RoutingTrace,
-    duplicate_groups: np.ndarray,
-    max_requests: int = 2048,
-    seed: int = 0,
+    trace: RoutingTrace, duplicate_groups: np.ndarray, max_requests: int = 2048, seed: int = 0
 ) -> RequestRates:
     """Fit on the routed requests of a profile; duplicate_groups (R,) int: near-duplicates share a label.
 

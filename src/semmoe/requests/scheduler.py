@@ -49,11 +49,9 @@ class RequestScheduler:
         return Assigned(self.arrivals - 1, group, prompt_work=float(len(prompt_ids)))
 
     def admit_window(
-        self,
-        prompts: Sequence[Sequence[int] | np.ndarray],
-        expected_tokens: float | Sequence[float] | None = None,
+        self, prompts: Sequence[Sequence[int] | np.ndarray], expected_tokens: float | Sequence[float] | None = None
     ) -> list[Assigned]:
-        """Assign several requests together at once; expected_tokens: of all of them, or of each."""
+        """Assign several requests together at once; expected_tokens: of all requests, or of each."""
         return [self.admit(prompt) for prompt in prompts]
 
     def finish(self, assigned: Assigned, actual_tokens: float) -> None:

@@ -26,7 +26,7 @@ def look_up(out, rows, token_scores, shift, first):
     slices = out.shape[1]
     for t in range(out.shape[0]):
         for s in range(0, slices // 8 * 8, 8):
-            _put(out, t, s, _shifted(_eight(token_scores, rows[t], first + s), shift))
+            _put(out, t, s, _eight(token_scores, rows[t], first + s, shift))
         for s in range(slices // 8 * 8, slices):
             out[t, s] = np.int32(token_scores[rows[t], first + s]) << shift
 
@@ -40,12 +40,12 @@ def score(out, looked_up, path_scores, earlier, ordered, num_experts, history, h
         past = t if has_history else 0
         for s in range(0, whole, 8):
             column = first + s
-            total = _plus(_eight(looked_up, t, s), _eight(history, past, column))
+            total = _plus(_eight(looked_up, t, s, 0), _eight(history, past, column, 0))
             base = 0
             for j in range(layers):
                 for k in range(top_k):
                     place = base + np.int64(earlier[j, t, k])
-                    total = _plus(total, _eight(path_scores, place, column))
+                    total = _plus(total, _eight(path_scores, place, column, 0))
                     base += num_experts if j < ordered else 0
                 base += 0 if j < ordered else num_experts
             _put(out, t, s, total)
@@ -62,18 +62,20 @@ def score(out, looked_up, path_scores, earlier, ordered, num_experts, history, h
 
 
 @njit(nogil=True)
-def _eight(x, row, i):
-    """Columns i to i + 8 of a row. Unsigned indices avoid the test for negative ones, which prevents vector loads."""
+def _eight(x, row, i, shift):
+    """Columns i to i + 8 of a row, shifted left. Unsigned indices avoid the test for negative ones, which prevents
+    vector loads.
+    """
     r, c = np.uint64(row), np.uint64(i)
     return (
-        np.int32(x[r, c]),
-        np.int32(x[r, c + U[1]]),
-        np.int32(x[r, c + U[2]]),
-        np.int32(x[r, c + U[3]]),
-        np.int32(x[r, c + U[4]]),
-        np.int32(x[r, c + U[5]]),
-        np.int32(x[r, c + U[6]]),
-        np.int32(x[r, c + U[7]]),
+        np.int32(np.int32(x[r, c]) << shift),
+        np.int32(np.int32(x[r, c + U[1]]) << shift),
+        np.int32(np.int32(x[r, c + U[2]]) << shift),
+        np.int32(np.int32(x[r, c + U[3]]) << shift),
+        np.int32(np.int32(x[r, c + U[4]]) << shift),
+        np.int32(np.int32(x[r, c + U[5]]) << shift),
+        np.int32(np.int32(x[r, c + U[6]]) << shift),
+        np.int32(np.int32(x[r, c + U[7]]) << shift),
     )
 
 
@@ -88,20 +90,6 @@ def _plus(a, b):
         np.int32(a[5] + b[5]),
         np.int32(a[6] + b[6]),
         np.int32(a[7] + b[7]),
-    )
-
-
-@njit(nogil=True)
-def _shifted(a, shift):
-    return (
-        np.int32(a[0] << shift),
-        np.int32(a[1] << shift),
-        np.int32(a[2] << shift),
-        np.int32(a[3] << shift),
-        np.int32(a[4] << shift),
-        np.int32(a[5] << shift),
-        np.int32(a[6] << shift),
-        np.int32(a[7] << shift),
     )
 
 

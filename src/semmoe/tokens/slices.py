@@ -259,8 +259,11 @@ class History:
 
     def observe(self, layer: int, slots: np.ndarray, expert_ids: np.ndarray) -> None:
         """Update the state: tokens of `slots` (B,) chose `expert_ids` (B, K); tokens of one slot are in their order."""
-        state = self._running[layer], self._previous[layer], self._seen[layer]
-        observe(*state, slots, expert_ids, self._rows[layer])
+        observe(*self.state(layer), slots, expert_ids, self._rows[layer])
+
+    def state(self, layer: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Running means, previous rows and numbers of tokens seen, of every slot at a layer."""
+        return self._running[layer], self._previous[layer], self._seen[layer]
 
 
 def observe(
@@ -278,19 +281,11 @@ def observe(
 
 def trace_history(tables: PathScores, layer: int, trace) -> np.ndarray:
     """(T, G) int32: the history contribution to every token of a RoutingTrace, after its request's earlier tokens."""
-    history = History(tables, trace.num_requests)
-    out = np.empty((trace.num_tokens, tables.history_scores.shape[2]), np.int32)
-    out[:] = tables.history_scores[layer, -1]
-    kernels.observe(
-        history._running[layer],
-        history._previous[layer],
-        history._seen[layer],
-        trace.request_of_token(),
-        trace.expert_ids[:, layer],
-        tables.history_scores[layer],
-        out,
-        trace.phase == DECODE,
-    )
+    rows, state = tables.history_scores[layer], History(tables, trace.num_requests).state(layer)
+    out = np.empty((trace.num_tokens, rows.shape[1]), np.int32)
+    out[:] = rows[-1]
+    tokens = trace.request_of_token(), trace.expert_ids[:, layer]
+    kernels.observe(*state, *tokens, rows, out, trace.phase == DECODE)
     return out
 
 
