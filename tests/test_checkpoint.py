@@ -22,7 +22,7 @@ from semmoe.checkpoint.directory import open_checkpoint
 from semmoe.checkpoint.layout import find_moe_layers
 from semmoe.checkpoint.relabel import RECORD, Record, relabel, write_relabelled
 from semmoe.checkpoint.shards import CHUNK_BYTES, Tensor, read_shard, write_shard
-from semmoe.checkpoint.verify import _router, verify
+from semmoe.checkpoint.verify import Router, _router, verify
 from semmoe.core import Placement, Plan
 from semmoe.demo import MODEL
 from semmoe.engines.transformers.config import fingerprint_of
@@ -286,6 +286,22 @@ def test_the_scores_of_a_router_of_deepseek_v4(tmp_path):
     np.testing.assert_allclose(router.scores(hidden.numpy()), expected.numpy(), rtol=1e-6)
     chosen, _ = router.choose(router.scores(hidden.numpy()))
     assert (np.sort(gate(hidden)[2].numpy()) == np.argwhere(chosen)[:, 1].reshape(5, 2)).all()
+
+
+def test_a_group_with_a_correction_is_chosen_by_its_two_best_experts():
+    """Groups (.9, 0) and (.6, .6): the sum of the second is larger, although the first has the best expert."""
+    router = Router(
+        weight=np.eye(4),
+        bias=np.zeros(4),
+        correction=np.zeros(4),
+        scoring="sigmoid",
+        top_k=2,
+        num_groups=2,
+        top_groups=1,
+    )
+    chosen, margin = router.choose(np.array([[0.9, 0, 0.6, 0.6]]))
+    assert chosen.tolist() == [[False, False, True, True]]
+    np.testing.assert_allclose(margin, 0.3)
 
 
 def test_layers_for_prediction_and_shared_experts_stay(tmp_path):
