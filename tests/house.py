@@ -32,7 +32,7 @@ ROOMS = {
     "replayer.py online.py": 342,
     "runtime": 2997,
     "checkpoint": 1547,
-    "engines": 8798,
+    "engines": 8794,
     "gateway": 400,
     "adapt": 251,
     "moving.py live.py client.py": 338,
