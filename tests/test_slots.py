@@ -30,6 +30,9 @@ class Told:
     def __init__(self):
         self.new, self.slots, self.reserved = [], [], 0
 
+    def shuffles(self, num_rows):
+        return True
+
     def start(self, token_ids, slots, decoding, new_slots):
         self.new.append(sorted(slot for slot in np.asarray(new_slots).tolist() if slot != PADDING_SLOT))
         self.slots.append(np.asarray(slots).tolist())
