@@ -272,12 +272,6 @@ def test_the_seed_decides_everything():
         np.testing.assert_array_equal(table, getattr(second, name))
 
 
-def test_progress_counts_layers():
-    done = []
-    fit(random_trace(0), ANY_ROUTING, 0, done.append)
-    assert done == [1, 1, 1]
-
-
 def test_rows_of_tokens_by_what_serves_them():
     """Ids 0 and 1 were profiled; 2 is near 1; 3 is near 0."""
     trace = make_trace([[0, 1, 0, 1]] * 4, np.tile([[[0, 1]], [[2, 3]]], (8, 2, 1)), vocab_size=4)
