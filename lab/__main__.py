@@ -8,9 +8,9 @@ from rich import box
 from rich.table import Table
 
 from semmoe import console
+from semmoe.cli import options
 from semmoe.cli.app import new_app
 from semmoe.cli.form import finite
-from semmoe.cli.options import INPUT, METHOD, OUTPUT, Json
 from semmoe.files import check_output
 from semmoe.settings import SEED
 
@@ -25,42 +25,22 @@ def _main() -> None:
 
 @app.command()
 def reproduce(
-    items: Annotated[
-        list[str] | None, typer.Argument(help="Their names, of --list; none: all of them.", show_default=False)
-    ] = None,
-    out: Annotated[Path, typer.Option(help="A folder for data and pictures.", rich_help_panel=OUTPUT)] = Path(
-        "reproduced"
-    ),
+    items: Annotated[list[str] | None, options.argument("Their names, of --list; none: all of them.")] = None,
+    out: Annotated[Path, options.output("A folder for data and pictures.")] = Path("reproduced"),
     trace: Annotated[
         list[Path] | None,
-        typer.Option(
-            help="A trace to look at beside the shipped model's routing; may be given again.",
-            rich_help_panel=INPUT,
-            show_default=False,
-        ),
+        options.inputs("A trace to look at beside the shipped model's routing; may be given again."),
     ] = None,
     dataset: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="table3: a kind of prompts, in a file; give two or more.", rich_help_panel=INPUT, show_default=False
-        ),
+        list[Path] | None, options.inputs("table3: a kind of prompts, in a file; give two or more.")
     ] = None,
     results: Annotated[
         Path | None,
-        typer.Option(
-            help="What benchmarks wrote, for items that need an engine or root; without it, the checkout's.",
-            rich_help_panel=INPUT,
-            show_default=False,
-        ),
+        options.inputs("What benchmarks wrote, for items that need an engine or root; without it, the checkout's."),
     ] = None,
-    seed: Annotated[
-        int,
-        typer.Option(
-            help="Seed of every random choice.", rich_help_panel=METHOD, min=SEED[0], max=SEED[1], callback=finite
-        ),
-    ] = 0,
+    seed: Annotated[int, options.method("Seed of every random choice.", min=SEED[0], max=SEED[1], callback=finite)] = 0,
     list_items: Annotated[bool, typer.Option("--list", help="Say what there is, what it needs, and end.")] = False,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Make the paper's tables and figures from what this machine can run, each beside what was published.
 

@@ -107,11 +107,10 @@ def print_gain(rows: list[dict[str, Any]]) -> None:
 
 def print_payoffs(found: list[dict[str, Any]], ep_size: int) -> None:
     """Where a plan with the demo's traffic pays: what it would save, or that it is not worth it."""
-    if not found:
-        return
-    title = f"Predicted time of a MoE layer that a plan with this traffic saves, {ep_size} ranks"
-    console.print_table(title, *payoffs(found))
-    console.out.print(PAYOFFS, highlight=False)
+    if found:
+        title = f"Predicted time of a MoE layer that a plan with this traffic saves, {ep_size} ranks"
+        console.print_table(title, *payoffs(found))
+        console.out.print(PAYOFFS, highlight=False)
 
 
 def payoffs(found: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
@@ -119,13 +118,10 @@ def payoffs(found: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
 
     found: of each row all columns, in one order.
     """
-    cases = list(dict.fromkeys((one["model"], one["batch_tokens"]) for one in found))
+    names: dict[str, None] = {}  # in order, without repetition
     rows: dict[str, list[str]] = {}
     for one in found:
-        rows.setdefault(f"{one['attention'].upper()}, {one['links']}", []).append(_saved(one))
-    names = ["\n".join([*model.rsplit("-", 1), f"{tokens:,}"]) for model, tokens in cases]
-    return ["attention, links", *names], [[kind, *cells] for kind, cells in rows.items()]
-
-
-def _saved(one: dict[str, Any]) -> str:
-    return f"{one['gain']:.0%}" if one["worth_it"] else "no"
+        names["\n".join([*one["model"].rsplit("-", 1), f"{one['batch_tokens']:,}"])] = None
+        kind = f"{one['attention'].upper()}, {one['links']}"
+        rows.setdefault(kind, [kind]).append(f"{one['gain']:.0%}" if one["worth_it"] else "no")
+    return ["attention, links", *names], list(rows.values())

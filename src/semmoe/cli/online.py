@@ -3,14 +3,14 @@
 import importlib
 import json
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from enum import Enum
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -22,15 +22,13 @@ from semmoe.cli.app import OFFLINE, TOOLS, app, install_hint, refuse_given
 from semmoe.cli.form import takes
 from semmoe.dataset import LeftOut, check_token_ids, digest, encode_usable, is_running_text, read_prompts
 from semmoe.demo import run_demo
+from semmoe.engines.transformers.tokenizer import load_tokenizer
 from semmoe.files import atomic_file, check_output
 from semmoe.prompts import Prompt
 from semmoe.results import GenerateFile
 from semmoe.settings import DemoSettings, ExchangeSettings, GenerateSettings, ProfileSettings, PromptSettings
 from semmoe.texts import held_out_prompts
 from semmoe.trace import TraceHeader, TraceWriter
-
-if TYPE_CHECKING:
-    from semmoe.engines.transformers.generate import Configuration
 
 
 class Engine(str, Enum):
@@ -68,7 +66,7 @@ def profile(
     elif ctx.args:
         raise ValueError(f"{ctx.args[0]}: transformers has no such option")
     identity = fingerprint_of(model)  # refuses a model before its tokenizer is asked
-    prompts, _, counts = _prompts(model, dataset, asked)
+    prompts, counts = _prompts(model, load_tokenizer(model), dataset, asked)
     check_token_ids(prompts, identity.vocab_size)
     stated = {"decode": asked.max_new_tokens, "max_prompt_tokens": asked.max_prompt_tokens}
     header = TraceHeader(fingerprint=identity, dataset_hash=digest(prompts), settings=stated)
@@ -95,11 +93,11 @@ def _recorder(engine: Engine, model: str, top_k: int, words: list[str]) -> Calla
     return partial(profiling.profile, model, top_k=top_k, options=words)
 
 
-def _prompts(model: str, dataset: Path | None, asked: PromptSettings) -> tuple[list[list[int]], Any, dict[str, Any]]:
-    """Return the prompts' token ids, the tokenizer, and counts of what is cut or left out, which are also printed."""
-    from semmoe.engines.transformers.tokenizer import load_tokenizer
-
-    tokenizer, most = load_tokenizer(model), asked.max_prompt_tokens
+def _prompts(
+    model: str, tokenizer: Any, dataset: Path | None, asked: PromptSettings
+) -> tuple[list[list[int]], dict[str, Any]]:
+    """Return the prompts' token ids, and counts of what is cut or left out, which are also printed."""
+    most = asked.max_prompt_tokens
     texts = [] if dataset else held_out_prompts(per_domain=40)
     left_out = LeftOut(dataset or Path("held-out texts"), asked.strict, records=len(texts))
     prompts = read_prompts(dataset, left_out) if dataset else (Prompt(text=text) for _, _, text in texts)
@@ -115,7 +113,7 @@ def _prompts(model: str, dataset: Path | None, asked: PromptSettings) -> tuple[l
     if cut:
         text = f"{cut} of {len(encoded)} prompts are cut to --max-prompt-tokens {most}"
         console.err.print(text, soft_wrap=True)
-    return [ids[:most] for ids in encoded], tokenizer, {"cut_prompts": cut, **left_out.counts()}
+    return [ids[:most] for ids in encoded], {"cut_prompts": cut, **left_out.counts()}
 
 
 @app.command(rich_help_panel=TOOLS)
@@ -149,21 +147,24 @@ def generate(
     if prompt:
         refuse_given(ctx, ["dataset", "limit", "max_prompt_tokens", "strict"], "each --prompt is taken whole")
     configuration = _configuration(model, plan, topology(), exchange())
-    prompts, tokenizer, counts = _encode_given(model, prompt) if prompt else _prompts(model, dataset, inputs())
+    tokenizer = load_tokenizer(model)
+    prompts, counts = _encode_given(prompt, tokenizer) if prompt else _prompts(model, tokenizer, dataset, inputs())
     outputs, row = _run(model, prompts, configuration, settings(), verify)
     row |= {"plan_hash": plan_digest(plan) if plan else None, **counts}
     completions = tokenizer.batch_decode(outputs)
     if out is not None:
         _write_completions(out, tokenizer.batch_decode(prompts), completions)
     if not options.tell_result(GenerateFile, {**row, "completions": completions}, beside, as_json):
-        _show(row, len(prompts), configuration.plan.topology.ep_size, zip(prompt or [], completions, strict=False))
+        title = f"{len(prompts)} requests, {configuration.plan.topology.ep_size} processes"
+        console.print_table(title, *tables.generated([row]))
+        tables.print_times(row)
+        for given, text in zip(prompt or [], completions, strict=False):
+            console.out.print(f"{given}{text}\n", markup=False)
     if row["identical"] is False:
         raise typer.Exit(1)
 
 
-def _configuration(
-    model: str, path: Path | None, given: options.GivenTopology, ways: ExchangeSettings
-) -> "Configuration":
+def _configuration(model: str, path: Path | None, given: options.GivenTopology, ways: ExchangeSettings) -> Any:
     from semmoe.engines.transformers.config import fingerprint_of
     from semmoe.engines.transformers.generate import Configuration
     from semmoe.placement.linear import vanilla_plan
@@ -180,7 +181,7 @@ def _configuration(
 
 
 def _run(
-    model: str, prompts: list[list[int]], configuration: "Configuration", settings: GenerateSettings, verify: bool
+    model: str, prompts: list[list[int]], configuration: Any, settings: GenerateSettings, verify: bool
 ) -> tuple[list[list[int]], dict[str, Any]]:
     """What the ranks generated, and their figures; verify: compare it with plain transformers."""
     from semmoe.engines.transformers import verify as verifying
@@ -199,21 +200,11 @@ def _run(
     return result.outputs, {**result.figures(), "identical": agreement.holds, "identical_text": str(agreement)}
 
 
-def _show(row: dict[str, Any], requests: int, ranks: int, answers: Iterable[tuple[str, str]]) -> None:
-    console.print_table(f"{requests} requests, {ranks} processes", *tables.generated([row]))
-    tables.print_times(row)
-    for given, text in answers:
-        console.out.print(f"{given}{text}\n", markup=False)
-
-
-def _encode_given(model: str, texts: list[str]) -> tuple[list[list[int]], Any, dict[str, Any]]:
+def _encode_given(texts: list[str], tokenizer: Any) -> tuple[list[list[int]], dict[str, Any]]:
     """Same as `_prompts` for given texts, which are never cut."""
-    from semmoe.engines.transformers.tokenizer import load_tokenizer
-
-    tokenizer = load_tokenizer(model)
     if not all(text for text in texts):
         raise ValueError("a prompt is empty")
-    return tokenizer(texts)["input_ids"], tokenizer, {"cut_prompts": 0}
+    return tokenizer(texts)["input_ids"], {"cut_prompts": 0}
 
 
 def _write_completions(path: Path, prompts: list[str], completions: list[str]) -> None:

@@ -86,39 +86,28 @@ ControlOption = Annotated[
 ]
 
 
+ranks = partial(number, None, 1, MOST_RANKS, panel=TOPOLOGY)
+width = partial(number, None, 0, 1 << 24, panel=LINKS)
+
+
 @dataclass(frozen=True, kw_only=True)
 class GivenTopology:
     """The topology options that the user gave; None: not given."""
 
-    ep_size: int | None = number(
-        None,
-        1,
-        MOST_RANKS,
-        panel=TOPOLOGY,
-        help="Expert-parallel ranks; by default the plan's, else 8 offline; online all local GPUs, or 4 processes.",
-    )
+    ep_size: int | None = ranks(help="Expert-parallel ranks; by default the plan's, 8 offline, all GPUs or 4 online.")
     attention: str | None = choice(
-        None,
-        ("tp", "dp", "hybrid"),
-        panel=TOPOLOGY,
-        help="How attention is split over ranks; by default the plan's, else tp.",
+        None, ("tp", "dp", "hybrid"), panel=TOPOLOGY, help="How ranks split attention; by default the plan's, else tp."
     )
-    dp_size: int | None = number(None, 1, MOST_RANKS, panel=TOPOLOGY, help="Attention groups, for hybrid.")
-    num_nodes: int | None = number(
-        None, 1, MOST_RANKS, panel=TOPOLOGY, help="Nodes that the ranks are spread over; by default the plan's, else 1."
-    )
+    dp_size: int | None = ranks(help="Attention groups, for hybrid.")
+    num_nodes: int | None = ranks(help="Nodes that the ranks are spread over; by default the plan's, else 1.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Widths:
     """The model's widths that the user gave; None: not given."""
 
-    hidden_size: int | None = number(
-        None, 0, 1 << 24, panel=LINKS, help="Width of the model, if the trace does not say."
-    )
-    expert_size: int | None = number(
-        None, 0, 1 << 24, panel=LINKS, help="Width of one expert, if the trace does not say."
-    )
+    hidden_size: int | None = width(help="Width of the model, if the trace does not say.")
+    expert_size: int | None = width(help="Width of one expert, if the trace does not say.")
 
 
 def plan_for(model: str, path: Path) -> Plan:

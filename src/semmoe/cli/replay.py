@@ -109,19 +109,14 @@ def _replay_plan(
     settings |= {"plan": str(path), **asdict(plan.topology)}
     profiled = profiled_requests(trace, plan)
     settings |= {"profiled": bool(profiled), "profiled_requests": profiled, "requests": trace.num_requests}
-    _warn_of_profiled(profiled, trace.num_requests)
+    if profiled is None:
+        console.warn(
+            "the plan does not say which requests it was solved on: if they are among these, the figures flatter it"
+        )
+    elif profiled:
+        console.warn(f"{profiled:,} of {trace.num_requests:,} requests were profiled: these figures flatter the plan")
     plans: dict[str, Plan] = {"linear": vanilla_plan(plan.fingerprint, plan.topology), plan.method: plan}
     return plan.topology, score(trace, plans, measure)
-
-
-def _warn_of_profiled(profiled: int | None, requests: int) -> None:
-    """profiled: how many of the replayed `requests` the plan was solved on, None if it does not tell."""
-    if profiled is None:
-        words = "the plan does not say which requests it was solved on: if they are among these, the figures flatter it"
-    else:
-        words = f"{profiled:,} of {requests:,} requests were profiled: these figures flatter the plan"
-    if profiled != 0:
-        console.warn(words)
 
 
 def _applicable(method: str, topology: Topology, redundant_experts: int) -> list[str]:

@@ -45,7 +45,7 @@ def solve(
     out: Annotated[Path, options.output("The plan directory.")],
     force: options.Force = False,
     given: Any = None,
-    method: Annotated[str | None, options.method(f"One of {METHOD_NAMES}; by default semmoe.")] = None,
+    method: Annotated[str, options.method(f"One of {METHOD_NAMES}.")] = "semmoe",
     settings: Any = None,
     changes: SetOption = None,
     links: options.LinksOption = None,
@@ -68,25 +68,26 @@ def solve(
     `semmoe solve newer --from plan --out next`
     """
     from semmoe.plan import check_plan_output, save_plan
-    from semmoe.solver import check_inputs
+    from semmoe.solver import moved_experts
 
     check_plan_output(out, force, (trace, begin, model, links, decode_links))
-    solving = with_changes(settings(method=method or SolveSettings().method), changes or [])
-    previous, solving = _begin(ctx, begin, _with_effort(solving, quick, thorough))
+    solving = _with_effort(with_changes(settings(method=method), changes or []), quick, thorough)
+    previous, solving = _begin(ctx, begin, solving)
     topology = options.resolve_topology(previous, given(), options.OFFLINE_RANKS)
     check_applies(solving.method, topology, solving.redundant_experts)
     refuse_idle(ctx, [solving.method], topology)
     charged = phase_links(links, decode_links, topology)
     opened = options.read_trace(trace, solving.seed)
-    check_inputs(opened, topology, solving, previous)
     shape = layer_shape(opened.fingerprint, widths(), share)
     costs = phase_costs(ctx, charged, topology, solving.cocluster)
     measure = ReplaySettings(batch_tokens=solving.cocluster.batch_tokens, seed=solving.seed, running=served().running)
     plan = _solve(opened, topology, solving, charged, costs, shape, model, previous, measure)
     save_plan(plan, out)
-    result = {"plan": str(out), "scheduled_by_answers": warn_of_answers(opened, topology), **_moved(plan, previous)}
+    counts = {"scheduled_by_answers": warn_of_answers(opened, topology)}
+    result = {"plan": str(out), **counts, **gain_of_pass(plan.expected, share)}
+    if previous is not None:
+        result["moved_experts"], result["experts"] = moved_experts(plan, previous)
     _warn_of_plan(plan, opened, solving.cocluster.load_limit, measure, shape)
-    result |= gain_of_pass(plan.expected, share)
     console.tell(as_json, result | {"expected": plan.expected}, lambda: _print(plan, result, begin, out))
 
 
@@ -153,16 +154,6 @@ def _with_budget(solving: SolveSettings, seconds: float) -> SolveSettings:
     return replace(solving, cocluster=replace(solving.cocluster, budget=seconds))
 
 
-def _moved(plan: Plan, previous: Plan | None) -> dict[str, int]:
-    """How many experts are on another rank than before, and how many there are, by name."""
-    from semmoe.solver import moved_experts
-
-    if previous is None:
-        return {}
-    moved, experts = moved_experts(plan, previous)
-    return {"moved_experts": moved, "experts": experts}
-
-
 def _solve(
     trace: RoutingTrace,
     topology: Topology,
@@ -176,8 +167,10 @@ def _solve(
 ) -> Plan:
     """Solve the plan, and estimate what it does for held-out requests."""
     from semmoe.expectation import expect
+    from semmoe.solver import check_inputs
     from semmoe.solver import solve as solve_plan
 
+    check_inputs(trace, topology, solving, previous)
     embeddings = _embeddings(model, trace.fingerprint) if model else None
     layers, begun, budget = trace.fingerprint.num_layers, monotonic(), solving.cocluster.budget
     if budget is not None:
