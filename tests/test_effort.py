@@ -116,6 +116,15 @@ def test_the_command_takes_an_effort_and_a_budget(tmp_path):
     usual = used()
     assert used("--quick") == usual | QUICK
     assert used("--thorough") == usual | THOROUGH
+    changes = (
+        "--set",
+        "cocluster.copy_choice=static",
+        "--set",
+        "cocluster.starts=2",
+        "--set",
+        "cocluster.remote_rank=0",
+    )
+    assert used(*changes) == usual | {"copy_choice": "static", "starts": 2, "remote_rank": 0.0}
     assert 0 <= used("--budget", "3")["budget"] <= 3
     for wrong, why in (
         (["--quick", "--thorough"], "exclude each other"),

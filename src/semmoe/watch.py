@@ -135,8 +135,9 @@ def view(before: Look, after: Look) -> View:
     past: Totals = {} if restarted else before.totals
     grown = {key: value - past.get(key, 0.0) for key, value in after.totals.items() if key[0] not in GAUGES}
     seconds = max(after.time - before.time, 1e-9)
-    local, pairs, tokens = _sum(grown, "pairs", local="true"), _sum(grown, "pairs"), _sum(grown, "routed_tokens")
-    served, sent = _by(grown, "served_pairs", "by"), _sum(grown, "all_to_all_bytes")
+    local, pairs = _sum(grown, "pairs", local="true"), _sum(grown, "pairs")
+    tokens, sent = _sum(grown, "routed_tokens"), _sum(grown, "all_to_all_bytes")
+    served = _by(grown, "served_pairs", "by")
     mean = sum(served.values()) / max(len(served), 1)
     plans = sorted({f"{int(n):012x}" for (name, _), n in after.totals.items() if name == "plan_number" and n})
 

@@ -49,8 +49,12 @@ def print_expected(out: Path, method: str, expected: dict[str, Any] | None) -> N
     tables.print_prediction(method, {**expected, "layers": []})  # single layers are for the report
     if expected["verdict"] is None:
         return
-    if expected.get("shuffle_from") is not None:
-        console.out.print(_shuffled_from(expected["shuffle_from"]), soft_wrap=True)
+    least = expected.get("shuffle_from")
+    if least is not None:
+        shuffled = f"passes with at least {least:,} rows are shuffled"
+        if least == NEVER:
+            shuffled = "no pass is shuffled: on these links that costs more than it saves"
+        console.out.print(f"{shuffled}; `semmoe serve --shuffle-from` overrides", soft_wrap=True)
     decode, tokens = expected.get("decode"), expected["tokens_per_batch"]
     _print_judged(expected, "prefill, " if decode else "", tokens)
     if decode:
@@ -65,14 +69,6 @@ def _print_judged(judged: dict[str, Any], phase: str, tokens: float) -> None:
         words += f"; without all-to-all a layer takes {without['layer_us']:,.0f} us"
     console.out.print(f"{words}:", markup=False)
     console.out.print(judged["verdict"]["sentence"], style="bold", markup=False)
-
-
-def _shuffled_from(least: int) -> str:
-    """Say which passes are shuffled."""
-    shuffled = f"passes with at least {least:,} rows are shuffled"
-    if least == NEVER:
-        shuffled = "no pass is shuffled: on these links that costs more than it saves"
-    return f"{shuffled}; `semmoe serve --shuffle-from` overrides"
 
 
 def gain_of_pass(expected: dict[str, Any] | None, share: float | None) -> dict[str, Any]:

@@ -31,7 +31,10 @@ def option(panel: str, help: str, *flags: str, **more: Any) -> Any:
     return typer.Option(*flags, help=help, rich_help_panel=panel, **more)
 
 
-method, links, inputs, output = (partial(option, panel) for panel in (METHOD, LINKS, INPUT, OUTPUT))
+method = partial(option, METHOD)
+links = partial(option, LINKS)
+inputs = partial(option, INPUT)
+output = partial(option, OUTPUT)
 
 
 def argument(help: str, **more: Any) -> Any:
