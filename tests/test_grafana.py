@@ -11,14 +11,27 @@ from semmoe.engines import counters
 DASHBOARD = json.loads((Path(semmoe.__file__).parent / "grafana/dashboard.json").read_text())
 
 
-def documented(module, prefix):
-    """Names and labels as the module's own table has them."""
-    lines = re.findall(r"^    ([\w, ]+?)(?:\{(.*?)\})?  +\S", module.__doc__, re.M)
-    return {prefix + name: set(re.findall(r"\w+", labels)) for names, labels in lines for name in names.split(", ")}
+# Labels of counters that no table of docs/engines.md has.
+LABELS = {
+    "served_pairs": {"by"},
+    "sent_bytes": {"ep_rank", "kind"},
+    "swaps": {"ep_rank", "outcome"},
+    "scheduled_requests": {"dp_rank", "by"},
+}
+
+
+def documented() -> dict[str, set[str]]:
+    """Labels by the names of all counters, as the pages have them."""
+    page = (Path(__file__).parents[1] / "docs" / "engines.md").read_text(encoding="utf-8")
+    found = {"semmoe_" + name: LABELS.get(name, set()) for name in counters.DESCRIPTIONS}
+    for names, labels in re.findall(r"^\| (`semmoe_[^|]*) \| ([^|]*) \|", page, re.M):
+        for name in re.findall(r"`(\w+?)(?:_total)?`", names):
+            found[name] = set(re.findall(r"`(\w+)`", labels))
+    return found
 
 
 DECISIONS = adapt.decisions(0)
-KNOWN = documented(counters, "semmoe_")
+KNOWN = documented()
 KNOWN |= {DECISIONS.describe()[0].name: set(DECISIONS._labelnames)}
 
 
