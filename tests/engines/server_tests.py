@@ -212,7 +212,7 @@ class ServerTests:
                 time.sleep(0.5)
                 check(model, prompts, reference, server.complete(prompts))
         assert "local activation rate" in said["watch http://127.0.0.1:8000"]
-        assert len(json.loads((tmp_path / "map.json").read_text())) == 6
+        assert len(json.loads((tmp_path / "map.json").read_text())["physical_to_logical_map"]) == 6
         assert server.counters()["plan_number"] == 2 * plan_number(load_plan(tmp_path / "next"))
         check(model, prompts, reference, server.complete(prompts))
 
