@@ -64,7 +64,7 @@ class Run:
 def share_of(counters: dict[str, float], seconds: float) -> float | None:
     """Return the share of a run's `seconds` that its ranks spent in the all-to-all, or None if that is not counted.
 
-    Waits for slower ranks are included. Records of before 2026-11-30 count the time of forward passes in place of the
+    Waits for slower ranks are included. Records made before 2026-11-30 count the time of forward passes in place of the
     run's.
     """
     if before := counters.get("pass_seconds", 0):
