@@ -19,10 +19,9 @@ from typing import Any
 import torch
 import triton
 
-from semmoe.runtime import reference
 from semmoe.runtime.kernels import shuffle
-from semmoe.runtime.kernels.argsort import argsort_ranks
-from semmoe.tokens.slices import slice_size
+from semmoe.runtime.kernels.argsort import order_of_real
+from semmoe.runtime.rows import sum_in_order
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 Case = tuple[str, int, Callable[[], Any], Callable[[], Any]]  # name, bytes, ours, torch's
@@ -45,11 +44,12 @@ def copy_rate(device: str) -> float:
 
 def cases(tokens: int, size: int, width: int, device: str) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(tokens)
-    rows, dtype = slice_size(tokens, size), torch.bfloat16
-    ranks = torch.arange(size).repeat_interleave(rows)[torch.randperm(rows * size, generator=generator)[:tokens]]
+    rows, dtype = tokens // size, torch.bfloat16
+    ranks = torch.arange(size).repeat_interleave(rows)[torch.randperm(tokens, generator=generator)]
     ranks = ranks.to(device)
-    order = argsort_ranks(ranks, size, rows)
-    yield "argsort", 3 * 8 * tokens, lambda: argsort_ranks(ranks, size), lambda: torch.argsort(ranks, stable=True)
+    real = torch.ones(tokens, dtype=torch.bool, device=device)
+    order = order_of_real(ranks, real, size)
+    yield "argsort", 3 * 8 * tokens, lambda: order_of_real(ranks, real, size), lambda: torch.argsort(ranks, stable=True)
     hidden, row = torch.randn(tokens, width, device=device).to(dtype), 2 * width
     index = order.order.clamp(min=0)
     yield (
@@ -61,7 +61,7 @@ def cases(tokens: int, size: int, width: int, device: str) -> Iterator[Case]:
     yield (
         "SRS, one rank", (size + 1) * rows * row,
         lambda: shuffle.shuffled_reduce_scatter(peers, mine, width, dtype),
-        lambda: reference.sum_in_order([partial[index[:rows]] for partial in partials]),
+        lambda: sum_in_order([partial[index[:rows]] for partial in partials]),
     )  # fmt: skip
     slices = [torch.randn(rows, width, device=device).to(dtype) for _ in range(size)]
     buffers = pointers(slices)
@@ -84,6 +84,8 @@ def main() -> int:
     if not torch.cuda.is_available() and not INTERPRETED:
         print("bench_kernels.py: no GPU here", file=sys.stderr)
         return 2
+    if any(tokens % a.ranks for tokens in a.tokens):
+        parser.error("--tokens must be multiples of --ranks: slices are equal")
     device = "cpu" if INTERPRETED else "cuda"
     name = "Triton's interpreter" if INTERPRETED else torch.cuda.get_device_name()
     rate, results = copy_rate(device), []

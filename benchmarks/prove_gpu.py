@@ -135,7 +135,7 @@ def doctor(run: Run) -> dict[str, Any]:
 
 def kernels(run: Run) -> dict[str, Any]:
     """On one GPU and two: bit for bit, graphs, symmetric memory."""
-    tests = ["test_kernels_at_real_shapes.py", "test_shuffler_device.py", "test_fused.py"]
+    tests = ["test_kernels_at_real_shapes.py", "test_shuffler.py", "test_fused.py"]
     words = ["-m", "pytest", "-q", "-rs", "-k", "gpu or cuda_graph or gpus", *(f"tests/{name}" for name in tests)]
     out = run.call("kernels", [sys.executable, *words])
     passed = re.search(r"(\d+) passed", out)

@@ -71,8 +71,7 @@ def kernels() -> Iterator[Kernel]:
     yield Kernel(argsort.histogram_kernel, pointers, sizes, table)
     yield Kernel(argsort.scan_kernel, {"before": "*i32", "counts": "*i64"}, ("blocks",), {"BLOCK": argsort.SCAN_BLOCK})
     counts = {"real": "*i1", "totals": "*i64", "counted": "*i32"}
-    yield Kernel(argsort.scatter_kernel, {**pointers, **outs, **counts}, (*sizes, "slice_rows"),
-                 {"ALONE": False, "SLICES": False, "REAL": True, **table})  # fmt: skip
+    yield Kernel(argsort.scatter_kernel, {**pointers, **outs, **counts}, sizes, {"ALONE": False, **table})
     held = {"expert_ids": "*i32", "ranks": "*i16", "physical": "*i32", "preferred": "*i16", "out": "*i32"}
     yield Kernel(copies.cover_kernel, held, ("source", "num_ranks", "K"), {"COPIES": 2, "EXPERTS": 8, "RANKS": 8},
                  warps=1)  # fmt: skip
@@ -96,7 +95,7 @@ def kernels() -> Iterator[Kernel]:
     looked = {"out": "*i32", "token_ids": "*i64", "token_rows": "*i32", "token_scores": "*i8", "shifts": "*i32"}
     yield Kernel(scores.look_up_kernel, looked, (*NUMBERS, "last", "rows"), block)
     paths = {"out": "*i32", "looked_up": "*i32", "path_scores": "*i16", "earlier": "*u8", "history": "*i32"}
-    looks = {"HAS_HISTORY": True, "REAL": True, "LAYERS": 3, "TOP_K": 8, "ORDERED": 1, "EXPERTS": 256}
+    looks = {"LAYERS": 3, "TOP_K": 8, "ORDERED": 1, "EXPERTS": 256}
     yield Kernel(scores.score_kernel, {**paths, "real": "*i1"}, NUMBERS, {**looks, **block})
     yield Kernel(assign.assign_kernel, {"scores": "*i32", "out": "*i16"}, ("tokens", "slices"),
                  {"BLOCK": CHUNK, "WIDTH": 8, "WHOLE": False}, warps=8)  # fmt: skip

@@ -1,10 +1,9 @@
 """How long the runtime's parts take on local processes: argsort of rank ids, the shuffled pair, the expert all-to-all.
 
-Argsort: this process, arrays, and tensors with their conversion, against `torch.argsort(stable=True)`, which gives the
-permutation only. Pair: shuffled reduce-scatter + all-gather, against the plain two of the same implementation and
-against gloo's, interleaved round by round; a ratio is the median over rounds of the slowest rank's times, with its 95 %
-bootstrap interval. All-to-all: dispatch + combine where a share of the rows stays, with the all-reduce of the same rows
-beside it.
+Argsort: this process, against `torch.argsort(stable=True)`, which gives the permutation only. Pair: shuffled
+reduce-scatter + all-gather, against the plain two of the same implementation and against gloo's, interleaved round by
+round; a ratio is the median over rounds of the slowest rank's times, with its 95 % bootstrap interval. All-to-all:
+dispatch + combine where a share of the rows stays, with the all-reduce of the same rows beside it.
 """
 
 import json
@@ -21,10 +20,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from semmoe.runtime.argsort import argsort_ranks
-from semmoe.runtime.collectives import Communicator, shuffle_handle, shuffled_all_gather, shuffled_reduce_scatter
+from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.dispatch import combine, dispatch
+from semmoe.runtime.kernels.on_cpu import order_of_real
 from semmoe.runtime.launch import Reporter, run_ranks
+from semmoe.runtime.shuffle import shuffle_handle, shuffled_all_gather, shuffled_reduce_scatter
 
 # torch 2.13 renamed both; earlier versions have the old names only.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -52,15 +52,11 @@ def _once(job: Callable[[], object]) -> float:
 def argsort_times(rows: int, size: int, calls: int) -> dict:
     """Calls take turns, so that all meet the same memory."""
     ranks = torch.from_numpy(np.random.default_rng(rows).integers(0, size, rows))
-    array = ranks.numpy()
-    jobs = (
-        lambda: argsort_ranks(array, size),
-        lambda: argsort_ranks(ranks, size),
-        lambda: torch.argsort(ranks, stable=True),
-    )
+    real = torch.ones(rows, dtype=torch.bool)
+    jobs = (lambda: order_of_real(ranks, real, size), lambda: torch.argsort(ranks, stable=True))
     times = [[_once(job) for job in jobs] for _ in range(calls + 1)][1:]
-    ours, tensors, theirs = (1e6 * statistics.median(of) for of in zip(*times, strict=True))
-    return {"rows": rows, "ranks": size, "us": ours, "tensors_us": tensors, "torch_us": theirs, "ratio": theirs / ours}
+    ours, theirs = (1e6 * statistics.median(of) for of in zip(*times, strict=True))
+    return {"rows": rows, "ranks": size, "us": ours, "torch_us": theirs, "ratio": theirs / ours}
 
 
 def interleaved(comm: Communicator, jobs: dict[str, Callable[[], object]], rounds: int) -> dict[str, np.ndarray]:
@@ -91,7 +87,8 @@ def pair_times(comm: Communicator, size: int, rounds: int) -> dict:
     tokens = max(size // (4 * WIDTH) // comm.size, 1) * comm.size
     partial = torch.randn(tokens, WIDTH)
     slots = np.repeat(np.arange(comm.size), tokens // comm.size)
-    handle = shuffle_handle(np.random.default_rng(0).permutation(slots), comm.size, comm.rank)
+    ranks = torch.from_numpy(np.random.default_rng(0).permutation(slots))
+    handle = shuffle_handle(ranks, torch.ones(tokens, dtype=torch.bool), comm.size, comm.rank)
     part, whole = partial.new_empty((tokens // comm.size, WIDTH)), torch.empty_like(partial)
 
     def gloo_scatter() -> None:
@@ -104,8 +101,8 @@ def pair_times(comm: Communicator, size: int, rounds: int) -> dict:
     times = interleaved(
         comm,
         {
-            "shuffled": lambda: shuffled_all_gather(comm, shuffled_reduce_scatter(comm, partial, handle), handle),
-            "plain": lambda: comm.all_gather(comm.reduce_scatter(partial)),
+            "shuffled": lambda: shuffled_all_gather(comm, [shuffled_reduce_scatter(comm, partial, handle)], handle),
+            "plain": lambda: comm.all_gather([comm.reduce_scatter(partial)]),
             "gloo": gloo_pair,
             "srs": lambda: shuffled_reduce_scatter(comm, partial, handle),
             "gloo rs": gloo_scatter,

@@ -19,10 +19,10 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from semmoe.core import Plan
 from semmoe.engines.recorder.passes import PassRecorder
-from semmoe.engines.sglang.static import StaticBoundaryShuffle
+from semmoe.engines.sglang.shuffle import BoundaryShuffle
 from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.copies import RankCopies
-from semmoe.runtime.shuffler_device import DeviceShuffler
+from semmoe.runtime.shuffler import Shuffler
 from semmoe.runtime.traffic import TrafficCounter
 
 GPU = "absent"  # a device that every build of torch can have; fake tensors of CUDA need a build for it
@@ -141,9 +141,9 @@ class Captured:
             return torch.zeros(shape, dtype=kind, device=device)
 
         self.norms = [object() for _ in range(f.num_layers)]
-        shuffler = DeviceShuffler(plan, 0, comm.rank, granularity, device)
+        shuffler = Shuffler(plan, 0, comm.rank, granularity, device)
         layers = {id(norm): i for i, norm in enumerate(self.norms)}
-        self.shuffle = StaticBoundaryShuffle(shuffler, comm, layers, lambda: slots, None)
+        self.shuffle = BoundaryShuffle(shuffler, comm, layers, lambda: slots, None)
         self.buffer = table(torch.int32, rows + comm.size, f.num_layers, f.top_k)
         copies = table(torch.int16, f.num_experts, 2), table(torch.int32, f.num_experts, 2)
         self.copies = RankCopies(*copies, table(torch.int16, f.num_experts), comm.rank, comm.size)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from captured import GPU, SIZES, Captured, CrossingError, StaysOnDevice, fake_ranks, launches_of_triton, on_gpu, replays
-from test_shuffler_device import EXPERTS, LAYERS, SLOTS, TOP_K, plan
+from test_shuffler import EXPERTS, LAYERS, SLOTS, TOP_K, plan
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 RANKS, WIDTH = 2, 64
@@ -24,10 +24,6 @@ def captured(comm, rows, granularity="layer", shuffle_from=1) -> Captured:
     if granularity == "layer":
         found.record()
     return found
-
-
-def absent(name):
-    raise ImportError(name)
 
 
 @pytest.fixture
@@ -54,12 +50,6 @@ def test_a_graph_is_shuffled_or_not_by_its_size(comm, rows):
     with on_gpu():
         launched = replays(captured(comm, rows, shuffle_from=9))[1]
     assert ("assign_kernel" in launched) == (rows == 9)
-
-
-def test_without_triton_it_stays_there_too(comm, monkeypatch):
-    monkeypatch.setattr("semmoe.runtime.static.import_module", absent)
-    with on_gpu():
-        assert replays(captured(comm, 8))[1] == []
 
 
 def test_the_kernel_that_chooses_copies_is_launched_with_static_shapes():

@@ -14,7 +14,7 @@ from torch import Tensor
 from semmoe.copychoice import copy_choice
 from semmoe.core import Plan
 from semmoe.engines.transformers.parallel import ParallelModel
-from semmoe.runtime.shuffler import TokenShuffler
+from semmoe.runtime.shuffler import Shuffler
 
 
 class LiveExperts:
@@ -70,7 +70,7 @@ class LiveExperts:
         model = self._model
         group = model.comm.rank // self._next.topology.attn_tp_size
         model.plan = self._next
-        model.rows.use(TokenShuffler(self._next, group, model.attention_comm.rank))
+        model.rows.use(Shuffler(self._next, group, model.attention_comm.rank, "layer", "cpu"))
 
 
 def transfers(held: np.ndarray, wanted: np.ndarray) -> list[tuple[int, int, int]]:

@@ -7,6 +7,7 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from semmoe.core import DECODE, Placement, Plan, RoutingTrace
+from semmoe.tokens import slices
 from semmoe.tokens.kernels import FRACTION, RUNNING_LIMIT, RUNNING_PRIOR
 from semmoe.tokens.regression import TOKEN_PRIOR
 from semmoe.topology import Topology
@@ -113,10 +114,10 @@ def algorithm_2(scores, prompts) -> list[int]:
     return out
 
 
-def score_tokens(backend, tables, layer, first, slices, ids, earlier, history=None, **real):
+def score_tokens(backend, tables, layer, first, slices, ids, earlier, history=None, *real):
     """`look_up_tokens` and `score` of a backend, one after the other."""
     tokens = backend.look_up_tokens(tables, [layer], first, slices, ids)[0]
-    return backend.score(tables, layer, first, tokens, earlier, history, **real)
+    return backend.score(tables, layer, first, tokens, earlier, history, *real)
 
 
 def look_up(tables, layer, group, token, history):
@@ -373,3 +374,82 @@ def exchange_seconds(sent, topology: Topology, tiers, shared: bool) -> float:
             total += latency * (math.log2(topology.num_nodes) if between else 1)
             travels.append((sum(out) if shared else max(out + into)) / (bandwidth * 1e9))
     return total + (sum(travels) if shared else math.sqrt(sum(t * t for t in travels)))
+
+
+class History:
+    """What a request's previous tokens predict about its next one: one state per request slot and layer.
+
+    running: the mean of the projected rows of the chosen experts, weighted towards recent tokens, in units of
+    1 / 2**FRACTION table units. previous: the rows of the previous token. Slots of finished requests are `reset` before
+    they are used again.
+    """
+
+    def __init__(self, tables: slices.PathScores, num_slots: int) -> None:
+        layers, _, ranks = tables.history_scores.shape
+        self._rows = tables.history_scores
+        self._running = np.zeros((layers, num_slots, ranks), np.int32)
+        self._previous = np.zeros((layers, num_slots, ranks), np.int32)
+        self._seen = np.zeros((layers, num_slots), np.int64)
+        self.reset(np.arange(num_slots))
+
+    def begin(self, slots: np.ndarray) -> None:
+        """Begin requests in `slots`: reset their state. The state grows to hold the highest slot."""
+        missing = int(slots.max(initial=-1)) + 1 - self._running.shape[1]
+        if missing > 0:
+            for name in ("_running", "_previous", "_seen"):
+                array = getattr(self, name)
+                more = np.zeros((array.shape[0], max(missing, array.shape[1]), *array.shape[2:]), array.dtype)
+                setattr(self, name, np.concatenate([array, more], axis=1))
+        self.reset(slots)
+
+    def reset(self, slots: np.ndarray) -> None:
+        self._running[:, slots], self._seen[:, slots] = 0, 0
+        self._previous[:, slots] = self._rows[:, None, -1]
+
+    def contribution(self, layer: int, slots: np.ndarray, decoding: np.ndarray | None = None) -> np.ndarray:
+        """(B, G) int32 to add to the scores of the tokens of `slots` (B,).
+
+        decoding (B,) bool: tokens that were decoded, at most one per slot; None: all of them. Tokens of a prompt run
+        together, so that the routing of the tokens before them is not yet known.
+        """
+        known = (self._running[layer, slots] >> FRACTION) + self._previous[layer, slots]
+        return known if decoding is None else np.where(decoding[:, None], known, self._rows[layer, -1])
+
+    def observe(self, layer: int, slots: np.ndarray, expert_ids: np.ndarray) -> None:
+        """Update the state: tokens of `slots` (B,) chose `expert_ids` (B, K); tokens of one slot are in their order."""
+        slices.observe(*self.state(layer), slots, expert_ids, self._rows[layer])
+
+    def state(self, layer: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Running means, previous rows and numbers of tokens seen, of every slot at a layer."""
+        return self._running[layer], self._previous[layer], self._seen[layer]
+
+
+class PlainShuffler:
+    """`Shuffler` on arrays without padding, for score tables: by layer, or once per batch."""
+
+    def __init__(self, plan: Plan, group: int, granularity: str = "layer") -> None:
+        self._policy, self._by_layer, self._top_k = plan.tokens, granularity == "layer", plan.fingerprint.top_k
+        self._size, self._first = plan.topology.attn_tp_size, group * plan.topology.attn_tp_size
+        if self._by_layer:
+            self._history = History(self._policy, 0)
+
+    def start(self, token_ids, slots, decoding, new_slots) -> None:
+        self._token_ids, self._slots, self._decoding, self._earlier = token_ids, slots, decoding, []
+        if self._by_layer:
+            self._history.begin(new_slots)
+
+    def slices(self, layer: int | None) -> np.ndarray:
+        if not self._by_layer:
+            return slices.assign(self._policy.scores_of_tokens(self._first, self._size, self._token_ids))
+        if layer is None:
+            return slices.position_slices(len(self._token_ids), self._size)
+        nothing = np.empty((0, len(self._slots), self._top_k), np.int64)
+        planes = self._earlier[: self._policy.lookback]
+        known = self._history.contribution(layer, self._slots, self._decoding)
+        found = slices.look_up_tokens(self._policy, [layer], self._first, self._size, self._token_ids)[0]
+        earlier = np.stack(planes) if planes else nothing
+        return slices.assign(slices.score(self._policy, layer, self._first, found, earlier, known))
+
+    def observe(self, layer: int, expert_ids: np.ndarray) -> None:
+        self._history.observe(layer, self._slots, expert_ids)
+        self._earlier.insert(0, expert_ids)

@@ -3,6 +3,7 @@
 import numpy as np
 import oracles
 import pytest
+import reference
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +14,6 @@ from semmoe.copychoice import CopyChoice, copy_choice, preferred_copies
 from semmoe.core import Placement, Plan
 from semmoe.metrics import layer_traffic
 from semmoe.requests.policy import RoundRobin
-from semmoe.runtime import reference
 from semmoe.runtime.copies import cover_copies, rank_copies
 from semmoe.tokens.slices import ByPosition
 from semmoe.topology import Fingerprint, Topology

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
+import reference
 import torch
 from ranks import on_ranks, on_threads
 
-from semmoe.runtime import reference
 from semmoe.runtime.dispatch import combine, dispatch, rows_by_rank
 
 pytestmark = pytest.mark.dist
@@ -103,3 +103,46 @@ def test_rows_of_the_docstring():
     tokens, counts = rows_by_rank(torch.tensor([[0, 1], [1, 1], [0, -1]]), 2)
     assert tokens.tolist() == [0, 2, 0, 1]
     assert counts.tolist() == [2, 2]
+
+
+LAYERS, WIDTH, TOP_K = 40, 3, 2
+
+
+def layer_case(size, layer):
+    """Tokens of every rank, and who computes their experts; rank 1 has none, sizes go up and down."""
+    rng = np.random.default_rng(100 * size + layer)
+    counts = np.where(np.arange(size) == 1, 0, rng.integers(0, rng.choice([0, 1, 4, 12, 60]) + 1, size))
+    hidden = [torch.from_numpy(rng.normal(size=(n, WIDTH)).astype(np.float32)) for n in counts]
+    # all to one rank at times, none at others
+    targets = [torch.from_numpy(rng.integers(-1, rng.choice([0, 1, size]), (n, TOP_K))) for n in counts]
+    return hidden, targets
+
+
+def layers(comm):
+    """Other collectives of the same group come between, and buffers are used again."""
+    out = []
+    for layer in range(LAYERS):
+        hidden, targets = (column[comm.rank] for column in layer_case(comm.size, layer))
+        if layer % 3 == 0:
+            mine = comm.reduce_scatter(torch.eye(comm.size))
+            assert (comm.all_gather([mine])[0] == torch.eye(comm.size) * comm.size).all()
+        received, handle = dispatch(comm, hidden, targets, torch.ones(targets.shape), targets)
+        out.append((received.hidden.numpy(), combine(comm, received.hidden, handle).numpy()))
+    return out, dict(comm.sent)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_layers_of_all_sizes_one_after_another(size, tmp_path):
+    results, rows = on_ranks(size, layers, tmp_path), np.zeros((size, size), int)
+    for layer in range(LAYERS):
+        hidden, targets = layer_case(size, layer)
+        expected = reference.dispatch(hidden, targets, targets, targets)
+        answers = reference.combine([rows for rows, _, _ in expected], targets)
+        rows += np.stack([(t[:, :, None] == torch.arange(size)).any(1).sum(0).numpy() for t in targets])
+        for rank, (found, _) in enumerate(results):
+            assert np.array_equal(found[layer][0], expected[rank][0].numpy()), (layer, rank)
+            assert np.array_equal(found[layer][1], answers[rank].numpy())
+    np.fill_diagonal(rows, 0)
+    for rank, (_, sent) in enumerate(results):
+        assert sent.get("dispatch", 0) == rows[rank].sum() * (WIDTH * 4 + TOP_K * 8)
+        assert sent["counts"] == LAYERS * (size - 1) * 8

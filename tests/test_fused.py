@@ -13,20 +13,22 @@ from importlib import import_module
 
 import numpy as np
 import pytest
+import reference
 import torch
 from ranks import on_ranks
+from test_boundary import batch, one_layer
+from test_shuffle import pair_case
 from test_shuffle_kernels import as_interpreted, wide
-from test_shuffler_device import SIZE, SLOTS, device_shuffler, plan
-from test_static import batch, one_layer, pair_case
+from test_shuffler import SIZE, SLOTS, TOP_K, plan, reserved
 from triton_runs import interpret
 
 from semmoe.engines.sglang.settings import SglangSettings
-from semmoe.engines.sglang.static import StaticBoundaryShuffle
-from semmoe.runtime import reference, shuffler_device, static
+from semmoe.engines.sglang.shuffle import BoundaryShuffle
+from semmoe.runtime import kernels
 from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.fused import PeerBuffers, fused_all_gather, fused_reduce_scatter, symmetric_buffers
-from semmoe.runtime.shuffler_device import DeviceShuffler
-from semmoe.runtime.static import static_handle
+from semmoe.runtime.shuffle import shuffle_handle
+from semmoe.runtime.shuffler import Shuffler
 
 BYTES = 4096
 # Both ranks may then share one GPU, each with memory of its own that the other maps.
@@ -73,7 +75,7 @@ class EmulatedBuffers(PeerBuffers):
 def pair(comm, buffers, seed, device="cpu") -> list[torch.Tensor]:
     """The sums of this rank's tokens; these and their ids in all tokens' order."""
     partials, ranks, real = (tensor.to(device) for tensor in pair_case(comm.size, seed))
-    handle = static_handle(ranks, real, comm.size, comm.rank)
+    handle = shuffle_handle(ranks, real, comm.size, comm.rank)
     mine = fused_reduce_scatter(comm, buffers, partials[comm.rank], handle)
     ids = handle.mine.clamp(min=0).to(torch.uint8)[:, None].expand(-1, 3)
     return [mine, *fused_all_gather(comm, buffers, [mine, ids], handle)]
@@ -113,15 +115,15 @@ def check_that_a_wrong_order_shows() -> None:
 
 
 def check_a_pass_too_large() -> None:
-    handle = static_handle(torch.tensor([0, 1]), torch.ones(2, dtype=torch.bool), 2, 0)
+    handle = shuffle_handle(torch.tensor([0, 1]), torch.ones(2, dtype=torch.bool), 2, 0)
     with pytest.raises(ValueError, match="a pass of 2 rows needs more than the 4096 bytes of a rank's buffer"):
         fused_reduce_scatter(Communicator(None, 0, 2), EmulatedBuffers(Emulated(2), 0), torch.zeros(2, BYTES), handle)
 
 
 def through_the_hooks(comm, buffers) -> list[torch.Tensor]:
     """A decode pass of SGLang's hooks on every rank, with the plan's slices: the whole rows after one layer."""
-    norm, shuffler = object(), DeviceShuffler(plan(2), 1, comm.rank, "layer", "cpu")
-    shuffle = StaticBoundaryShuffle(shuffler, comm, {id(norm): 0}, lambda: SLOTS, buffers)
+    norm, shuffler = object(), Shuffler(plan(2), 1, comm.rank, "layer", "cpu")
+    shuffle = BoundaryShuffle(shuffler, comm, {id(norm): 0}, lambda: SLOTS, buffers)
     decoding, out = batch(True, [7, 8, 3, 0], [3, 4, 9, 0], [2, 1, 5, 0]), []
     for _ in range(3):
         shuffle.begin_pass(decoding, None)
@@ -140,7 +142,7 @@ def check_the_hooks() -> None:
 
 def handles(seed: int) -> list[torch.Tensor]:
     """Of some decode passes with padding, by whatever decides them here."""
-    shuffler, out = device_shuffler(plan(seed)), []
+    shuffler, out = reserved(plan(seed)), []
     for turn in range(3):
         rng = np.random.default_rng((seed, turn))
         shuffler.start(
@@ -150,15 +152,14 @@ def handles(seed: int) -> list[torch.Tensor]:
             handle = shuffler.slices(layer)
             out += [handle.order, handle.inverse, handle.counts]
             if layer is not None:
-                shuffler.observe(layer, torch.from_numpy(rng.integers(0, 4, (8, shuffler._top_k))))
+                shuffler.observe(layer, torch.from_numpy(rng.integers(0, 4, (8, TOP_K))))
     return out
 
 
 def check_handles() -> None:
     """Predicted, assigned and sorted by kernels as by torch; they stay in place for what comes after."""
     expected = [handles(seed) for seed in range(2)]
-    for module in (static, shuffler_device):
-        module.triton_kernels = lambda name, tensor: import_module(f"semmoe.runtime.kernels.{name}")
+    kernels.of = lambda device: import_module("semmoe.runtime.kernels.on_gpu")
     for seed in range(2):
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(handles(seed), expected[seed], strict=True))
 
@@ -168,10 +169,10 @@ def test_triton_interpreted():
 
 
 def interpreted() -> None:
-    import semmoe.runtime.kernels.shuffle as kernels
+    import semmoe.runtime.kernels.shuffle as triton_pair
 
     check_handles()
-    kernels.COLUMNS = 4  # several programs a row
+    triton_pair.COLUMNS = 4  # several programs a row
     for size in (2, 4):
         Emulated(size).run(check_pairs)
     check_that_a_wrong_order_shows()
@@ -193,12 +194,12 @@ class OnMeta(PeerBuffers):
 
 def test_nothing_of_the_pair_leaves_the_device(monkeypatch):
     """On torch's device without memory; results are new, what is shared lies in the buffer made before."""
-    kernels = pytest.importorskip("semmoe.runtime.kernels.shuffle")
+    triton_pair = pytest.importorskip("semmoe.runtime.kernels.shuffle")
     for name in ("reduce_scatter_kernel", "all_gather_kernel"):
-        monkeypatch.setattr(kernels, name, NoLaunch())
-    monkeypatch.setattr(static, "triton_kernels", lambda name, tensor: None)
+        monkeypatch.setattr(triton_pair, name, NoLaunch())
+    monkeypatch.setattr(kernels, "of", lambda device: reference)
     partials, ranks, real = (tensor.to("meta") for tensor in pair_case(2, 1))
-    handle = static_handle(ranks, real, 2, 1)
+    handle = shuffle_handle(ranks, real, 2, 1)
     buffers = OnMeta(torch.empty(BYTES, dtype=torch.uint8, device="meta"), torch.empty(2, dtype=int, device="meta"))
     comm = Communicator(None, 1, 2)
     mine = fused_reduce_scatter(comm, buffers, partials[1], handle)
@@ -261,7 +262,7 @@ def test_the_setting_is_never_ignored():
     assert SglangSettings(fused="0").fused == "0"
     with pytest.raises(ValueError, match="SEMMOE_FUSED must be 0, 1 or empty, not 'yes'"):
         SglangSettings(plan="p", fused="yes")
-    for others in ({}, {"plan": "p", "shuffle": "off"}, {"plan": "p", "static": "0"}):
+    for others in ({}, {"plan": "p", "shuffle": "off"}):
         with pytest.raises(ValueError, match=r"SEMMOE_FUSED=1 .* needs SEMMOE_PLAN"):
             SglangSettings(fused="1", **others)
 

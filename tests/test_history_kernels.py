@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
+import reference
 import torch
 from triton_runs import NO_TRITON, TARGETS, compiles, interpret
 
-from semmoe.runtime import scores as by_torch
-from semmoe.runtime import shuffler
-from semmoe.runtime.traffic import TrafficCounter
+from semmoe.runtime.kernels import on_cpu
+from semmoe.runtime.tables import Turns
 from semmoe.tokens import slices as by_numba
 
 SHAPES = ((1, 1, 1, 4), (5, 3, 2, 6), (60, 12, 3, 8), (512, 8, 8, 128))  # rows, ranks, experts of a token, experts
@@ -33,12 +33,12 @@ def check_history(kernels, shape) -> None:
     for turn in range(3):
         given = slots, ids.roll(turn, 0)
         ours, theirs = ([state.clone() for state in states] for states in (ours, theirs))
-        mine, expected = (f(table, *s, *given) for f, s in ((kernels.observe, ours), (by_torch.observe, theirs)))
+        mine, expected = (f(table, *s, *given) for f, s in ((kernels.observe, ours), (reference.observe, theirs)))
         assert torch.equal(mine, expected)
         for own, other in zip(ours, theirs, strict=True):
             assert torch.equal(own[1:], other[1:])
     decoding = slots % 3 > 0
-    known = (f(table, *theirs[:2], slots, decoding) for f in (kernels.contribution, by_torch.contribution))
+    known = (f(table, *theirs[:2], slots, decoding) for f in (kernels.contribution, reference.contribution))
     assert torch.equal(*known)
 
 
@@ -52,7 +52,7 @@ def check_in_turn(
     seen = rng.choice([0, 3, 23, 24, 25, 5000], (layers, number))
     ids = rng.integers(0, experts, (layers, len(slots), top_k)).astype(np.uint8)
     given = [on(torch.from_numpy(array)) for array in (table, running, previous, seen)]
-    turns = by_torch.Turns.of(slots, given[0].device)
+    turns = Turns.of(slots, given[0].device)
     kernels.observe_in_turn(*given, turns, on(torch.from_numpy(ids)))
     for layer in range(layers):
         by_numba.observe(running[layer], previous[layer], seen[layer], slots, ids[layer], table[layer])
@@ -68,7 +68,7 @@ TURNS = (
 
 @pytest.mark.parametrize("slots", TURNS, ids=len)
 def test_several_tokens_of_a_slot_in_plain_torch(slots):
-    check_in_turn(by_torch, slots, 3, 2, 6)
+    check_in_turn(reference, slots, 3, 2, 6)
 
 
 def check_by_weight(kernels, rows: int, top_k: int) -> None:
@@ -78,19 +78,20 @@ def check_by_weight(kernels, rows: int, top_k: int) -> None:
     for weights in (rng.random((rows, top_k)), rng.integers(0, 3, (rows, top_k)) / 2):
         weights[:: max(rows // 3, 1), top_k // 2] = np.nan
         given = ids, torch.from_numpy(weights.astype(np.float32)), torch.uint8
-        assert torch.equal(kernels.by_weight(*given), shuffler.by_weight(*given))
+        assert torch.equal(kernels.by_weight(*given), reference.by_weight(*given))
 
 
 def check_count(kernels, rows: int, ranks: int, nodes: int, real: int | None) -> None:
     """On top of what was counted before."""
-    rng, counter = np.random.default_rng(rows), TrafficCounter(ranks, 0, num_nodes=nodes)
+    rng = np.random.default_rng(rows)
     ids = torch.from_numpy(rng.integers(-1, 3 * ranks, (rows, 5)).astype(np.int32))
     bound = None if real is None else torch.tensor(real)
-    totals = [total + 7 for total in (counter._pairs, counter._rows, counter._node_rows, counter._tokens)]
+    shapes = (ranks,), (ranks,), (nodes,), ()
+    totals, theirs = ([torch.full(shape, start) for shape in shapes] for start in (7, 0))
     kernels.count(ids, 3, ranks // nodes, bound, *totals)
-    counter.count(ids, 3, bound)
-    for ours, theirs in zip(totals, (counter._pairs, counter._rows, counter._node_rows, counter._tokens), strict=True):
-        assert torch.equal(ours - 7, theirs)
+    reference.count(ids, 3, ranks // nodes, bound, *theirs)
+    for ours, other in zip(totals, theirs, strict=True):
+        assert torch.equal(ours - 7, other)
 
 
 def check_all(history, traffic) -> None:
@@ -108,6 +109,10 @@ def check_all(history, traffic) -> None:
         (9, 8, 1, 0),
     ):
         check_count(traffic, rows, ranks, nodes, real)
+
+
+def test_all_on_a_cpu():
+    check_all(on_cpu, on_cpu)
 
 
 def test_triton_interpreted():

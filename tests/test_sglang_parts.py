@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from test_boundary import begins
 
 from semmoe.core import Placement, Plan
 from semmoe.demo import MODEL
@@ -214,12 +215,12 @@ def test_lengths_that_do_not_add_up_are_not_believed():
 
 
 def test_a_slot_begins_anew_where_tokens_do_not_follow():
-    watch = SlotWatch()
-    assert watch.begun(read_step(batch([3, 2], [0, 0], [5, 2]))).tolist() == [5, 2]
-    assert watch.begun(read_step(batch([1, 1], [3, 2], [5, 2], extend=False))).tolist() == []  # both go on
-    assert watch.begun(read_step(batch([2, 1], [0, 3], [5, 2]))).tolist() == [5]  # preempted, or another request
-    assert watch.begun(read_step(batch([1], [2], [5], extend=False))).tolist() == []
-    assert watch.begun(read_step(batch([], [], []))).tolist() == []
+    watch = SlotWatch(9, torch.device("cpu"))
+    assert begins(watch, read_step(batch([3, 2], [0, 0], [5, 2]))) == [5, 2]
+    assert begins(watch, read_step(batch([1, 1], [3, 2], [5, 2], extend=False))) == []  # both go on
+    assert begins(watch, read_step(batch([2, 1], [0, 3], [5, 2]))) == [5]  # preempted, or another request
+    assert begins(watch, read_step(batch([1], [2], [5], extend=False))) == []
+    assert begins(watch, read_step(batch([], [], []))) == []
 
 
 def test_the_wait_of_a_window_is_read_and_checked():

@@ -8,11 +8,9 @@ import torch
 
 from semmoe.engines.layer import TokenRows
 from semmoe.engines.sglang.shuffle import BoundaryShuffle
-from semmoe.engines.sglang.static import StaticBoundaryShuffle
-from semmoe.engines.static import DeviceRows
 from semmoe.engines.step import Step
 from semmoe.engines.transformers.planned import PlannedModel
-from semmoe.runtime.shuffler_device import PADDING_SLOT
+from semmoe.runtime.shuffler import PADDING_SLOT
 
 SLOTS = 9
 # Slots, positions of their first tokens, numbers of tokens; and the slots in which a request begins.
@@ -40,8 +38,16 @@ class Told:
     def reserve(self, num_slots):
         self.reserved += num_slots
 
-    def follow(self, other):
-        pass
+
+class Embedded(PlannedModel):
+    """The embedded engine's bookkeeping of requests, in groups of two ranks."""
+
+    traffic, serve_others = None, None
+
+    def __init__(self, shuffler):
+        self.model = SimpleNamespace(device=torch.device("cpu"))
+        self.rows = TokenRows(shuffler, SimpleNamespace(size=2), lambda: 1 + len(self._lengths))
+        self._lengths = np.zeros(0, np.int64)
 
 
 def step(slots, positions, lengths, guesses=False) -> Step:
@@ -50,19 +56,8 @@ def step(slots, positions, lengths, guesses=False) -> Step:
     return Step(rows, where, rows, np.array(slots), [str(s) for s in slots], np.array(lengths)[rows] == 1, guesses)
 
 
-def by_host(told, kind=TokenRows):
-    rows = kind(told, None) if kind is TokenRows else kind(told, None, {})
-    begin = rows.begin_step if kind is TokenRows else lambda read: rows.begin_pass(SimpleNamespace(), read)
-
-    def run(this):
-        begin(lambda: this)
-        rows.end()
-
-    return rows, run
-
-
 def by_device(told):
-    rows = DeviceRows(told, lambda: SLOTS)
+    rows = TokenRows(told, None, lambda: SLOTS)
 
     def run(this):
         if len(this.rows) > len(this.slots):
@@ -75,8 +70,8 @@ def by_device(told):
     return rows, run
 
 
-def by_sglang_on_a_device(told):
-    rows = StaticBoundaryShuffle(told, None, {}, lambda: SLOTS)
+def by_sglang(told):
+    rows = BoundaryShuffle(told, None, {}, lambda: SLOTS)
 
     def run(this):
         mode = SimpleNamespace(is_decode=lambda: len(this.rows) == len(this.slots))
@@ -84,20 +79,14 @@ def by_sglang_on_a_device(told):
         names = "input_ids", "req_pool_indices", "positions"
         batch = SimpleNamespace(forward_mode=mode, **dict(zip(names, arrays, strict=True)))
         rows.begin_pass(batch, lambda: this)
-        rows._padded = this.num_tokens + 3
-        for _ in range(2):  # every layer asks
-            assert rows._started(batch)
+        rows._start(this.num_tokens + 3, batch)
+        assert rows.shuffled
         rows.end()
 
     return rows, run
 
 
-ENGINES = {
-    "shared": by_host,
-    "sglang": lambda told: by_host(told, BoundaryShuffle),
-    "device": by_device,
-    "sglang on a device": by_sglang_on_a_device,
-}
+ENGINES = {"shared": by_device, "sglang": by_sglang}
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -112,9 +101,9 @@ def test_every_request_that_begins_is_told_once(engine):
         assert given == real + [PADDING_SLOT] * (len(given) - len(real))
 
 
-@pytest.mark.parametrize("engine", ["shared", "sglang"])
-def test_another_plan_s_shuffler_is_told_once_of_every_slot_that_was_used(engine):
-    """It has no history of the requests that run; later passes tell of what begins alone."""
+@pytest.mark.parametrize("engine", ENGINES)
+def test_another_plan_s_shuffler_reserves_slots_anew(engine):
+    """So it has no history of the requests that run; later passes tell of what begins alone."""
     before, after = Told(), Told()
     rows, run = ENGINES[engine](before)
     for *this, _ in PASSES[:2]:
@@ -123,7 +112,8 @@ def test_another_plan_s_shuffler_is_told_once_of_every_slot_that_was_used(engine
     for *this, _ in PASSES[2:]:
         run(step(*this))
     assert len(before.new) == 2
-    assert after.new == [[1, 2, 3, 4, 5, 7], []]  # and slot 0, which is padding on devices alone
+    assert after.reserved == SLOTS + 1
+    assert after.new == [[2, 7], []]
 
 
 def test_drafts_begin_no_request_on_a_device():
@@ -140,10 +130,12 @@ def test_drafts_begin_no_request_on_a_device():
 
 def test_on_transformers_requests_begin_with_the_prefill_alone():
     told = Told()
-    model = SimpleNamespace(model=SimpleNamespace(device="cpu"), rows=TokenRows(told, None))
+    model = Embedded(told)
     ids = torch.arange(12).view(3, 4)
     real = torch.tensor([[False, True, True, True], [True] * 4, [False, False, False, True]])
     PlannedModel.begin(model, ids, real, prefill=True)
     PlannedModel.begin(model, ids[:, :1], torch.tensor([[True], [False], [True]]), prefill=False)
-    assert told.new == [[1, 2], []]  # and slot 0, which is padding on devices alone
-    assert told.slots == [[0, 0, 0, 1, 1, 1, 1, 2], [0, 2]]
+    PlannedModel.begin(model, ids[:2], real[:2], prefill=True)
+    assert told.new == [[1, 2, 3], [], [1, 2]]
+    assert told.slots == [[1, 1, 1, 2, 2, 2, 2, 3], [1, 3], [1, 1, 1, 2, 2, 2, 2, PADDING_SLOT]]
+    assert model.rows.passes == {"shuffled": 3}

@@ -1,10 +1,12 @@
 """The parts of the vLLM plug-in that need no vLLM: placement, routing, steps, hooks, arguments."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from test_boundary import begins
 
 from semmoe.core import Placement, Plan
 from semmoe.engines.hooks import Hook
@@ -201,10 +203,13 @@ def test_a_request_goes_on_behind_rejected_drafts():
     def step(first, count):
         return read_step(runner(range(count), range(first, first + count), [count], [2], ["a"]), Slots(), count)
 
-    watch = SlotWatch(drafts=3)
-    begun = [len(watch.begun(step(*rows))) for rows in ((0, 4), (4, 4), (5, 4), (7, 1), (20, 1), (2, 3), (0, 1))]
+    def in_slot_1(step):  # vLLM's slots count from 1 in the shuffle
+        return begins(watch, replace(step, slots=step.slots + 1))
+
+    watch = SlotWatch(2, torch.device("cpu"), drafts=3)
+    begun = [len(in_slot_1(step(*rows))) for rows in ((0, 4), (4, 4), (5, 4), (7, 1), (20, 1), (2, 3), (0, 1))]
     assert begun == [1, 0, 0, 0, 1, 1, 1]
-    assert [len(watch.begun(step(*rows))) for rows in ((0, 2), (0, 2), (1, 3))] == [1, 1, 0]  # a short request before
+    assert [len(in_slot_1(step(*rows))) for rows in ((0, 2), (0, 2), (1, 3))] == [1, 1, 0]  # a short request before
 
 
 def test_passes_are_put_together_once():
@@ -303,8 +308,8 @@ def test_settings_of_vllm():
     assert (settings.plan, settings.sequence_parallel) == ("p", "1")
     with pytest.raises(ValueError, match="SEMMOE_SEQUENCE_PARALLEL must be"):
         from_environment(VllmSettings, {"SEMMOE_SEQUENCE_PARALLEL": "yes"})
-    with pytest.raises(ValueError, match="SEMMOE_STATIC must be"):
-        from_environment(VllmSettings, {"SEMMOE_STATIC": "yes"})
+    with pytest.raises(ValueError, match="SEMMOE_RECORD must be"):
+        from_environment(VllmSettings, {"SEMMOE_RECORD": "yes"})
     with pytest.raises(ValueError, match="SEMMOE_FUSED is no setting"):
         from_environment(VllmSettings, {"SEMMOE_FUSED": "1"})
 
@@ -316,7 +321,6 @@ def test_settings_of_vllm():
         (["--all2all-backend=nixl_ep"], {}, "--compilation-config"),
         ([], {}, "--enforce-eager"),
         (["--all2all-backend", "deepep_high_throughput"], {}, "--enforce-eager"),
-        (["--all2all-backend", "deepep_low_latency"], {"static": "0"}, "--enforce-eager"),
         (["--all2all-backend", "deepep_low_latency", "--speculative-config", "{}"], {}, "--enforce-eager"),
         (["--all2all-backend", "deepep_low_latency"], {"shuffle": "off"}, ""),
     ],

@@ -9,6 +9,9 @@ and no history is updated.
 Every engine runs it through `TokenRows`, from its own hooks. The slices are the plan's and change from layer to layer,
 so that every rank needs the residual of every token. Therefore the residual stream itself is gathered, and normalised
 on every rank; this sends as many bytes as gathering normalised rows.
+
+A decode pass is begun from the engine's own tensors, which may be those of a CUDA graph, filled anew by every replay;
+the host reads none of them. A pass over prompts is read on the host.
 """
 
 from collections import Counter
@@ -17,66 +20,106 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from semmoe.engines.counters import Reading
 from semmoe.engines.step import SlotWatch, Step
-from semmoe.runtime.collectives import Communicator, shuffled_all_gathers, shuffled_reduce_scatter
-from semmoe.runtime.shuffler import Shuffler
+from semmoe.runtime.collectives import Communicator
+from semmoe.runtime.fused import PeerBuffers, fused_all_gather, fused_reduce_scatter
+from semmoe.runtime.shuffle import ShuffleHandle, shuffled_all_gather, shuffled_reduce_scatter, take_rows
+from semmoe.runtime.shuffler import PADDING_SLOT, Shuffler
 
 
 class TokenRows:
-    """Shuffles one rank's rows. `begin` and `end` enclose a forward pass, `scatter` and `restore` a feed-forward layer.
+    """Shuffles one rank's rows. A pass begins with one of the `start` methods, and `end` ends it.
 
-    An adaptor's hooks call them; without tokens to shuffle they must not be called.
+    `scatter` and `restore` enclose a feed-forward layer. An adaptor's hooks call them.
+
+    num_slots: the number of the engine's request slots, PADDING_SLOT included, known when the first pass begins.
+    drafts: draft tokens per request that a pass may run and that may be rejected and run again. buffers: for the fused
+    pair.
     """
 
-    def __init__(self, shuffler: Shuffler, comm: Communicator) -> None:
-        self._shuffler = shuffler
-        self.comm = comm
-        self._watch = SlotWatch()
+    def __init__(
+        self,
+        shuffler: Shuffler,
+        comm: Communicator,
+        num_slots: Callable[[], int],
+        drafts: int = 0,
+        buffers: PeerBuffers | None = None,
+    ) -> None:
+        self._shuffler, self.comm = shuffler, comm
+        self._num_slots, self._drafts, self._buffers = num_slots, drafts, buffers
+        self._nobody = 0  # an additional slot, for tokens of which no history is kept
+        self._watch = SlotWatch(0, torch.device("cpu"))  # replaced at the first pass, before graphs are captured
         self.shuffled = False  # whether this pass is shuffled by the plan
         self.passes: Counter[str] = Counter()  # forward passes by their slices, shuffled or contiguous
-        # slots whose request began in passes that were not shuffled, or by another plan
-        self._unseen = np.zeros(0, np.int64)
-        self._used_slots = 0  # that were used so far
-        self._tokens, self._padded = 0, 0  # rows of this pass to shuffle, without and with padding
-        self._handle: Any = None  # handle between the two collectives of a layer
+        self._handle: ShuffleHandle | None = None  # between the two collectives of a layer
         self._layer: int | None = None
-        self._routing: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._given_rows = 0  # at the start of a layer
+        self._routing: tuple[Tensor, Tensor] | None = None
         # Functions called with (layer, logical ids (N, K)) of all rows in order. They do not decide whether ids are
         # sent: a recorder is attached to one rank only, and all ranks must send the same.
         self.routed: Any = None
         self.captured: Any = None
 
-    def begin(self, token_ids: Any, slots: Any, decoding: Any, new_slots: Any) -> None:
-        """Begin a forward pass over these tokens; arguments same as in `Shuffler.start`."""
-        self._tokens, self._handle = len(token_ids), None
-        self.shuffled = self._shuffler.shuffles(self._tokens)
-        self.passes["shuffled" if self.shuffled else "contiguous"] += 1
-        if len(new_slots):
-            self._unseen = np.union1d(self._unseen, new_slots)
-        self._used_slots = max(self._used_slots, int(slots.max(initial=-1)) + 1)
-        self._shuffler.start(token_ids, slots, decoding, self._unseen)
-        if self.shuffled:
-            self._unseen = self._unseen[:0]
-
-    def begin_step(self, read: Callable[[], Step]) -> None:
-        """Begin a pass that is read from an engine's batch; one without tokens is not shuffled."""
-        step = read()
+    def begin(self, step: Step, device: torch.device) -> None:
+        """Begin a pass over these tokens, in contiguous slices if it has too few to shuffle."""
         self.end()
-        if step.num_tokens:
-            # A request that has tokens in a pass that is not shuffled begins its history anew afterwards.
-            new = self._watch.begun(step) if self._shuffler.shuffles(step.num_tokens) else step.slots[:0]
-            self.begin(step.token_ids, step.slots[step.rows], step.decoding, new)
+        padded = -(-step.num_tokens // self.comm.size) * self.comm.size
+        if self.decide(padded):
+            self.start_prompts(padded, step, device)
+        else:
+            self._shuffler.start_unshuffled(torch.arange(padded, device=device) < step.num_tokens)
+        self.count_pass()
+
+    def start_decoding(self, num_rows: int, token_ids: Tensor, slots: Tensor, positions: Tensor) -> None:
+        """Begin a shuffled pass with at most one token (N,) per request, padded to `num_rows`."""
+        watch = self._watched(token_ids.device)
+        token_ids, slots, positions = (fit_rows(values, num_rows) for values in (token_ids, slots, positions))
+        self._shuffler.start(token_ids, slots, None, watch.begun(slots, positions, positions))
+
+    def start_prompts(self, num_rows: int, step: Step, device: torch.device) -> None:
+        """Begin a shuffled pass in which requests may have several tokens, padded to `num_rows`."""
+        watch = self._watched(device)
+        known = (step.slots < self._nobody) & (not step.guesses)
+        slots = np.where(known, step.slots, self._nobody)
+        new = watch.begun(*(torch.from_numpy(values).to(device) for values in (slots, *step.ends)))
+        token_ids, decoding = (
+            fit_rows(torch.from_numpy(values), num_rows).to(device) for values in (step.token_ids, step.decoding)
+        )
+        of_row = np.pad(slots[step.rows], (0, num_rows - step.num_tokens), constant_values=PADDING_SLOT)
+        self._shuffler.start(token_ids, of_row, decoding, new)
+
+    def _watched(self, device: torch.device) -> SlotWatch:
+        """Return the slot watch; where the engine has more slots than before, all requests begin anew."""
+        slots = self._num_slots()
+        if slots > self._nobody:
+            self._nobody = slots
+            self._watch = SlotWatch(slots + 1, device, self._drafts)
+            self._shuffler.reserve(slots + 1)
+        return self._watch
+
+    def decide(self, num_rows: int) -> bool:
+        """Decide whether a pass over `num_rows` rows, padding included, is shuffled."""
+        self.shuffled = self._shuffler.shuffles(num_rows)
+        return self.shuffled
+
+    def count_pass(self) -> None:
+        """Count this pass of real tokens by its slices."""
+        self.passes["shuffled" if self.shuffled else "contiguous"] += 1
 
     def end(self) -> None:
-        self._tokens, self._handle, self.shuffled = 0, None, False
+        """End a forward pass."""
+        self._handle, self.shuffled = None, False
 
     def use(self, shuffler: Shuffler) -> None:
-        """Shuffle by another plan from the next pass on, which knows no history of the requests that run."""
+        """Shuffle by another plan from the next pass on, which knows no history of the requests that run.
+
+        Not for graphs that are captured, which hold the addresses of today's tables.
+        """
         self._shuffler = shuffler
-        self._unseen = np.union1d(self._unseen, np.arange(self._used_slots))
+        shuffler.reserve(self._nobody + 1)
 
     def readings(self, labels: Mapping[str, str]) -> Iterator[Reading]:
         """Yield the number of passes that were shuffled, and of those that were not."""
@@ -88,7 +131,7 @@ class TokenRows:
         """The communicators that send this rank's rows."""
         return [self.comm]
 
-    def listen(self, routed: Callable[[int, torch.Tensor], None]) -> None:
+    def listen(self, routed: Callable[[int, Tensor], None]) -> None:
         """Call `routed` with (layer, logical ids (N, K)) of all rows in order, after every MoE layer."""
         self.routed = routed
 
@@ -97,47 +140,61 @@ class TokenRows:
         """Whether rows are currently divided into the plan's slices."""
         return self._handle is not None
 
-    def observe(self, expert_ids: torch.Tensor, weights: torch.Tensor) -> None:
+    @property
+    def num_real(self) -> Tensor:
+        """() int32: the number of this rank's rows that are tokens, which are its first rows; inside a layer."""
+        assert self._handle is not None
+        return self._handle.counts[self._handle.rank]
+
+    def observe(self, expert_ids: Tensor, weights: Tensor) -> None:
         """Observe the routing of this rank's rows: logical ids (n, K) and weights (n, K)."""
         self._routing = expert_ids, weights
 
-    def scatter(
-        self, partial: torch.Tensor, residual: torch.Tensor, layer: int | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(N', H) partial sums and the residual stream of all rows -> sums and residual of this rank's rows.
+    def scatter(self, partial: Tensor, residual: Tensor, layer: int | None) -> tuple[Tensor, Tensor]:
+        """(N', H) partial sums and the residual stream of all rows -> (n, H) sums and residual of this rank's rows.
 
-        layer: index among the MoE layers, None for a dense layer.
+        Rows of padding are last and zero. layer: index among the MoE layers, None for a dense layer.
         """
-        self._padded, self._layer = len(partial), layer
-        self._handle = self._shuffler.slices(layer)
-        return self._scatter_rows(partial, residual)
+        self._given_rows, self._layer = len(partial), layer
+        self._handle = handle = self._shuffler.slices(layer)
+        if self._buffers is None:
+            mine = shuffled_reduce_scatter(self.comm, partial, handle)
+        else:
+            mine = fused_reduce_scatter(self.comm, self._buffers, partial, handle)
+        return mine, take_rows(residual, handle.mine)
 
-    def _scatter_rows(self, partial: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        mine = shuffled_reduce_scatter(self.comm, partial[: self._tokens], self._handle)
-        return mine, residual[self._handle.mine]
+    def restore(self, rows: Tensor) -> Tensor:
+        """(n, H) of every rank -> (N', H) in the tokens' order; the routing is sent along.
 
-    def restore(self, rows: torch.Tensor) -> torch.Tensor:
-        """(n, H) of every rank -> (N', H) in the tokens' order, zeros for padding; the routing is sent along."""
+        Rows of padding may be left out.
+        """
+        assert self._handle is not None
         columns, listened = [rows], self._shuffler.uses_history or self.captured
         travels = self.shuffled and self._layer is not None and listened
         if travels:
             assert self._routing is not None
             columns.append(self._shuffler.by_weight(*self._routing))
-        whole = self._gather_rows(columns)
+        whole = self._gather([fit_rows(column, self._handle.slice_rows) for column in columns], self._handle)
         self._handle = None
         if travels:
             self._tell(whole[1])
-        if self._padded == self._tokens:
-            return whole[0]
-        return nn.functional.pad(whole[0], (0, 0, 0, self._padded - self._tokens))
+        return whole[0][: self._given_rows]
 
-    def _gather_rows(self, columns: list[torch.Tensor]) -> list[torch.Tensor]:
-        return shuffled_all_gathers(self.comm, columns, self._handle)
+    def _gather(self, columns: list[Tensor], handle: ShuffleHandle) -> list[Tensor]:
+        if self._buffers is None:
+            return shuffled_all_gather(self.comm, columns, handle)
+        return fused_all_gather(self.comm, self._buffers, columns, handle)
 
-    def _tell(self, expert_ids: torch.Tensor) -> None:
+    def _tell(self, expert_ids: Tensor) -> None:
         assert self._layer is not None
         if self._shuffler.uses_history:
             self._shuffler.observe(self._layer, expert_ids)
         for listener in (self.routed, self.captured):
             if listener is not None:
                 listener(self._layer, expert_ids)
+
+
+def fit_rows(values: Tensor, num_rows: int) -> Tensor:
+    """(N, ...) -> (num_rows, ...), with zeros for padding."""
+    missing = num_rows - len(values)
+    return nn.functional.pad(values, (0, 0) * (values.dim() - 1) + (0, missing)) if missing else values

@@ -66,12 +66,10 @@ class PluginSettings:
 class GraphSettings(PluginSettings):
     """Of engines that capture passes in CUDA graphs."""
 
-    static: str = ""  # 1: shuffle on the device with static shapes, as CUDA graphs need, on a CPU too; 0: not on a GPU
     record: str = ""  # 1: routing can be recorded in CUDA graphs too, at the cost of a copy a layer in every pass
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_switch("STATIC", self.static)
         check_switch("RECORD", self.record)
 
 

@@ -3,6 +3,10 @@
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch import Tensor
+
+from semmoe.runtime.shuffler import PADDING_SLOT
 
 
 @dataclass(frozen=True)
@@ -32,22 +36,20 @@ class Step:
 class SlotWatch:
     """Detects slots in which a new request begins: its first token does not follow the last token seen in the slot.
 
-    drafts: number of draft tokens per request that a pass may run and that may be rejected and run again.
+    It works on the device, for a fixed number of slots. drafts: number of draft tokens per request that a pass may run
+    and that may be rejected and run again.
     """
 
-    def __init__(self, drafts: int = 0) -> None:
+    def __init__(self, num_slots: int, device: torch.device, drafts: int = 0) -> None:
         self._drafts = drafts
-        self._next = np.zeros(0, np.int64)  # by slot: the position after the last one seen
+        self._next = torch.full((num_slots,), -1, dtype=torch.int64, device=device)  # the position after the last seen
 
-    def begun(self, step: Step) -> np.ndarray:
-        """(n,) the slots in which a request begins. Call it once per pass, in order."""
-        if len(step.slots) == 0:
-            return step.slots
-        missing = int(step.slots.max()) + 1 - len(self._next)
-        if missing > 0:
-            self._next = np.concatenate([self._next, np.full(missing, -1)])
-        first, last = step.ends
-        again = self._next[step.slots] - first
-        new = step.slots[(again < 0) | (again > np.minimum(self._drafts, first))]
-        self._next[step.slots] = last + 1
-        return new
+    def begun(self, slots: Tensor, first: Tensor, last: Tensor) -> Tensor:
+        """(R,): those of `slots` (R,) that begin a request, PADDING_SLOT in place of the others.
+
+        first, last (R,): positions of each one's tokens in this pass. Call it once per pass, in order.
+        """
+        again = self._next[slots] - first  # tokens that run again
+        follows = (again >= 0) & (again <= first.clamp(max=self._drafts))
+        self._next[slots] = last + 1
+        return torch.where(follows, PADDING_SLOT, slots)

@@ -1,9 +1,9 @@
-"""Collectives over `torch.distributed` that count what they send, and the shuffled pair SRS / SAG.
+"""Collectives over `torch.distributed` that count what they send.
 
 Groups are arguments; nothing here asks for the global rank. Bytes are what this rank must send to others in the
 bandwidth-optimal form of each collective, for n ranks and a payload of m bytes: for all-to-all the bytes that leave the
 rank, for reduce-scatter (n - 1) / n * m of its input, for all-gather (n - 1) * m of its slice, for all-reduce
-2 (n - 1) / n * m. The shuffled pair sends no padding over gloo.
+2 (n - 1) / n * m.
 """
 
 import contextlib
@@ -17,19 +17,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from semmoe.runtime.argsort import argsort_ranks
-from semmoe.runtime.rows import pack_rows, row_bytes, sum_parts, unpack_rows
-from semmoe.tokens.slices import slice_size
+from semmoe.runtime.rows import sum_parts
 
 # torch 2.13 renamed both; earlier versions have the old names only.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-ONE_MESSAGE = 1 << 16  # bytes of a rank's rows up to which their columns are gathered in one message
 
 
 @contextlib.contextmanager
@@ -64,7 +59,6 @@ class Communicator:
     messages: Counter[str] = field(default_factory=Counter)
     rounds: Counter[str] = field(default_factory=Counter)
     seconds: Counter[str] = field(default_factory=Counter)
-    most_rows: dict[str, np.ndarray] = field(default_factory=dict, repr=False)  # for `parcels`: both ends know them
     _memory: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
 
     @property
@@ -106,12 +100,10 @@ class Communicator:
         self.rounds[kind] += bool(works)
 
     def exchange_counts(self, counts: torch.Tensor) -> torch.Tensor:
-        """(size,) int64 counts for each rank -> (size,) counts from each rank."""
-        out = torch.empty_like(counts)
-        with timed(self.seconds, "counts"):
-            dist.all_to_all_single(out, counts, group=self.group)
+        """(size,) int64 counts for each rank, 0 for this one -> (size,) counts from each rank."""
+        out = torch.zeros_like(counts)
+        self.wait("counts", self.exchange("counts", out.split(1), counts.split(1)))
         self.sent["counts"] += (self.size - 1) * counts.element_size()
-        self.count_round("counts", self.size - 1)
         return out
 
     def reduce_scatter(self, slices: torch.Tensor) -> torch.Tensor:
@@ -132,24 +124,27 @@ class Communicator:
         arrived = self.staging("arrived", (self.size - 1, rows, slices.shape[1]), slices)
         places = [*arrived[: self.rank], None, *arrived[self.rank :]]
         self.wait("reduce_scatter", self.exchange("reduce_scatter", places, slices.split(rows)))
-        mine = torch.arange(self.rank * rows, (self.rank + 1) * rows, device=slices.device)
-        return sum_parts(arrived, slices, mine, self.rank).view(rows, *shape)
+        return sum_parts(arrived, slices.split(rows)[self.rank], self.rank).view(rows, *shape)
 
-    def all_gather(self, slice_: torch.Tensor) -> torch.Tensor:
-        """(S, ...) of this rank -> (size * S, ...) of all, in rank order."""
-        out = slice_.new_empty((self.size * slice_.shape[0], *slice_.shape[1:]))
-        if len(slice_) == 0:  # on every rank alike
-            return out
-        self.sent["all_gather"] += (self.size - 1) * slice_.numel() * slice_.element_size()
+    def all_gather(self, columns: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Tensors (S, ...) of this rank -> (size * S, ...) of all, in rank order, in transit at the same time."""
+        outs = [rows.new_empty((self.size * len(rows), *rows.shape[1:])) for rows in columns]
+        works = []
+        for tag, (out, rows) in enumerate(zip(outs, columns, strict=True)):
+            if len(rows):  # on every rank alike
+                self.sent["all_gather"] += (self.size - 1) * rows.numel() * rows.element_size()
+                works += self._start_gather(out, rows.contiguous(), tag)
+        self.wait("all_gather", works)
+        return outs
+
+    def _start_gather(self, out: torch.Tensor, rows: torch.Tensor, tag: int) -> list[Any]:
         if self.backend == "nccl":
-            _all_gather(out, slice_.contiguous(), group=self.group)
+            _all_gather(out, rows, group=self.group)
             self.count_round("all_gather", self.size - 1)
-        else:
-            slice_, parts = slice_.contiguous(), out.split(len(slice_))
-            works = self.exchange("all_gather", parts, [slice_] * self.size)
-            parts[self.rank].copy_(slice_)
-            self.wait("all_gather", works)
-        return out
+            return []
+        parts = out.split(len(rows))
+        parts[self.rank].copy_(rows)
+        return self.exchange("all_gather", parts, [rows] * self.size, tag)
 
     def exchange(
         self, kind: str, receive: Sequence[torch.Tensor | None], send: Sequence[torch.Tensor | None], tag: int = 0
@@ -222,108 +217,3 @@ def launched_world() -> Iterator[tuple[Communicator, str]]:
     yield Communicator(dist.group.WORLD, dist.get_rank(), dist.get_world_size()), device
     dist.barrier()
     dist.destroy_process_group()
-
-
-@dataclass(frozen=True)
-class ShuffleHandle:
-    """The permutation of a shuffled reduce-scatter, used by its inverse, the shuffled all-gather.
-
-    All fields except the last three are equal on all ranks.
-
-    Worked example, tokens 0..4 assigned to ranks [1, 0, 1, 1, 0] of two: slices of three rows, rank 0 gets tokens
-    1, 4 and one row of padding, rank 1 gets 0, 2, 3: order = [1, 4, -1, 0, 2, 3], inverse = [3, 0, 4, 5, 1].
-    """
-
-    order: torch.Tensor  # (size * S,) int64: the token in each slot, -1 for padding
-    inverse: torch.Tensor  # (N,) int64: the slot of each token
-    counts: tuple[int, ...]  # tokens of each rank, at most S
-    slice_rows: int  # S
-    mine: torch.Tensor  # (n,) int64: this rank's tokens, in slot order
-    others: torch.Tensor  # (N - n,) int64: the tokens of other ranks, in slot order
-    counts_elsewhere: list[int]  # same as `counts`, with 0 for this rank
-
-
-def shuffle_handle(ranks: torch.Tensor | np.ndarray, size: int, rank: int) -> ShuffleHandle:
-    """Make the handle from the rank (N,) of each token in a group of `size`; no rank may exceed an equal slice."""
-    rows = slice_size(len(ranks), size)
-    order, inverse, counts = argsort_ranks(ranks, size, rows)
-    if isinstance(order, np.ndarray):
-        order, inverse = torch.from_numpy(order), torch.from_numpy(inverse)
-    number = tuple(counts.tolist())
-    tokens = [order[j * rows : j * rows + number[j]] for j in range(size)]
-    others = torch.cat([order[:0], *tokens[:rank], *tokens[rank + 1 :]])
-    elsewhere = [0 if j == rank else count for j, count in enumerate(number)]
-    return ShuffleHandle(order, inverse, number, rows, tokens[rank], others, elsewhere)
-
-
-def shuffled_reduce_scatter(comm: Communicator, partial: torch.Tensor, handle: ShuffleHandle) -> torch.Tensor:
-    """SRS (paper, section 3.4): sum `partial` (N, H) over ranks, each token's row to the rank that `handle` names.
-
-    Returns (n, H), the rows of `handle.mine`, same as `reference.shuffled_reduce_scatter`. Rows are permuted while they
-    are packed; this rank's own rows are read in place.
-    """
-    if comm.backend == "nccl":
-        slices = partial[handle.order.clamp(min=0)]
-        slices[handle.order < 0] = 0
-        return comm.reduce_scatter(slices)[: len(handle.mine)]
-    partial, n = partial.contiguous(), len(handle.mine)
-    packed = comm.staging("packed", (len(handle.others), partial.shape[1]), partial)
-    arrived = comm.staging("arrived", (comm.size - 1, n, partial.shape[1]), partial)
-    pack_rows(packed, partial, handle.others)
-    places = [*arrived[: comm.rank], None, *arrived[comm.rank :]]
-    comm.wait("reduce_scatter", comm.exchange("reduce_scatter", places, packed.split(handle.counts_elsewhere)))
-    comm.sent["reduce_scatter"] += packed.numel() * packed.element_size()
-    return sum_parts(arrived, partial, handle.mine, comm.rank)
-
-
-def shuffled_all_gather(comm: Communicator, rows: torch.Tensor, handle: ShuffleHandle) -> torch.Tensor:
-    """SAG: the rows (n, ...) of every rank's `mine` -> (N, ...) in the original token order, on every rank."""
-    return shuffled_all_gathers(comm, [rows], handle)[0]
-
-
-def shuffled_all_gathers(
-    comm: Communicator, columns: Sequence[torch.Tensor], handle: ShuffleHandle
-) -> list[torch.Tensor]:
-    """SAG of several tensors of the same rows, in transit at the same time: in one message where that is faster."""
-    for rows in columns:
-        comm.sent["all_gather"] += (comm.size - 1) * rows.numel() * rows.element_size()
-    if comm.backend == "nccl":
-        return [_all_gather_padded(comm, rows, handle) for rows in columns]
-    columns, arrived, works = [rows.contiguous() for rows in columns], [], []
-    small = handle.slice_rows * sum(row_bytes(rows) for rows in columns) <= ONE_MESSAGE
-    together = len(columns) > 1 and comm.size > 2 and small  # messages to one rank cost less than copies side by side
-    for i, rows in enumerate([_side_by_side(columns)] if together else columns):
-        arrived.append(comm.staging(f"gathered {i}", (len(handle.others), *rows.shape[1:]), rows))
-        works += comm.exchange("all_gather", arrived[i].split(handle.counts_elsewhere), [rows] * comm.size, tag=i)
-    outs = [rows.new_empty((len(handle.inverse), *rows.shape[1:])) for rows in columns]
-    for out, rows in zip(outs, columns, strict=True):
-        unpack_rows(out, rows, handle.mine)  # while the others' rows are in transit
-    comm.wait("all_gather", works)
-    for out, rows in zip(outs, _apart(arrived[0], columns) if together else arrived, strict=True):
-        unpack_rows(out, rows, handle.others)
-    return outs
-
-
-def _side_by_side(columns: Sequence[torch.Tensor]) -> torch.Tensor:
-    """(n, bytes of a row of all columns)."""
-    return torch.cat([rows.flatten(1).view(torch.uint8) for rows in columns], dim=1)
-
-
-def _apart(packed: torch.Tensor, columns: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Inverse of `_side_by_side`; columns: tensors of the types and widths that lie side by side."""
-    parts, outs = packed.split([row_bytes(rows) for rows in columns], dim=1), []
-    for part, rows in zip(parts, columns, strict=True):
-        out = rows.new_empty((len(packed), *rows.shape[1:]))
-        out.flatten(1).view(torch.uint8).copy_(part)
-        outs.append(out)
-    return outs
-
-
-def _all_gather_padded(comm: Communicator, rows: torch.Tensor, handle: ShuffleHandle) -> torch.Tensor:
-    """SAG by one collective on equal, padded slices, as used with NCCL; a test runs it without a GPU."""
-    padded = rows.new_zeros((handle.slice_rows, *rows.shape[1:]))
-    padded[: len(rows)] = rows
-    out = rows.new_empty((comm.size * handle.slice_rows, *rows.shape[1:]))
-    _all_gather(out, padded, group=comm.group)
-    comm.count_round("all_gather", comm.size - 1)
-    return out[handle.inverse]

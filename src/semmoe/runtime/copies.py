@@ -12,10 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from semmoe.copychoice import cover, nearest_copies, preferred_copies
+from semmoe.copychoice import nearest_copies, preferred_copies
 from semmoe.core import Plan
-from semmoe.runtime import reference
-from semmoe.runtime.static import triton_kernels
+from semmoe.runtime import kernels
 
 
 @dataclass(frozen=True)
@@ -96,13 +95,8 @@ def rank_copies(plan: Plan, source: int) -> list[RankCopies]:
 def cover_copies(
     expert_ids: Tensor, ranks: Tensor, physical: Tensor, preferred: Tensor, source: int, num_ranks: int
 ) -> Tensor:
-    """(n, K) physical ids by the rule `cover`, -1 for ids of -1, in their type: see `reference.cover_copies`."""
-    if expert_ids.is_cpu:
-        near = ranks.numpy(), physical.numpy(), preferred.numpy()
-        found = torch.from_numpy(cover(expert_ids.long().numpy(), near, source, num_ranks))
-    else:
-        kernels = triton_kernels("copies", expert_ids) or reference
-        found = kernels.cover_copies(expert_ids, ranks, physical, preferred, source, num_ranks)
+    """(n, K) physical ids by the rule `cover`, -1 for ids of -1, in their type: see `kernels.on_cpu.cover_copies`."""
+    found = kernels.of(expert_ids.device).cover_copies(expert_ids, ranks, physical, preferred, source, num_ranks)
     return found.to(expert_ids.dtype)
 
 

@@ -2,17 +2,16 @@
 
 `dispatch` returns a frozen handle that `combine` consumes, as DeepEP's do. Routing weights are applied where the
 experts are, so one row per (token, destination rank) comes back, already summed over that rank's experts. A rank's rows
-for itself are copied, not sent. Specification: `reference.dispatch` and `reference.combine`.
+for itself are copied, not sent.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from semmoe.runtime.argsort import argsort_ranks
 from semmoe.runtime.collectives import Communicator
-from semmoe.runtime.parcels import CountedParcels, HeadedParcels, send_rows
 from semmoe.runtime.rows import add_rows
 
 
@@ -46,40 +45,35 @@ def dispatch(
 
     All ranks must begin dispatches in the same order.
     """
-    hidden, weights = hidden.contiguous(), weights.contiguous()
     tokens, counts = rows_by_rank(targets, comm.size)
     sent = counts.tolist()
-    own = tokens.split(sent)[comm.rank]
-    own_ids = torch.where(targets[own] == comm.rank, expert_ids[own], -1)
-    parcels = _send(comm, (hidden, expert_ids, weights), targets, tokens, counts)
-    received = parcels.arrive()
-    n, top_k = sum(received), expert_ids.shape[1]
-    received[comm.rank] = len(own)
-    out = ReceivedTokens(
-        hidden.new_empty((n + len(own), hidden.shape[1])),
-        expert_ids.new_empty((n + len(own), top_k), dtype=torch.int64),
-        weights.new_empty((n + len(own), top_k)),
-    )
-    ids = expert_ids.new_empty((n, top_k), dtype=torch.int32)
-    parcels.unpack([out.hidden, ids, out.weights])
-    out.expert_ids[:n] = ids
-    out.expert_ids[n:] = own_ids
-    for to, rows in ((out.hidden, hidden), (out.weights, weights)):
-        torch.index_select(rows, 0, own, out=to[n:])
-    return out, DispatchHandle(tokens, sent, received, len(hidden))
-
-
-def _send(
-    comm: Communicator, columns: tuple[Tensor, Tensor, Tensor], targets: Tensor, tokens: Tensor, counts: Tensor
-) -> HeadedParcels | CountedParcels:
-    """Start to send the rows of `tokens` (M,), ordered by rank, to the other ranks; counts (size,): rows per rank."""
-    hidden, expert_ids, weights = columns
-    ranks = torch.arange(comm.size, device=hidden.device).repeat_interleave(counts)
-    away = ranks != comm.rank
-    tokens, ranks = tokens[away], ranks[away]
+    ranks = torch.arange(comm.size, device=targets.device).repeat_interleave(counts)
     ids = torch.where(targets[tokens] == ranks[:, None], expert_ids[tokens], -1).to(torch.int32)
+    parts = _pack([hidden[tokens], ids, weights[tokens]]).split(sent)
     counts[comm.rank] = 0
-    return send_rows(comm, ((hidden, tokens), (ids, None), (weights, tokens)), counts)
+    received = comm.exchange_counts(counts).tolist()
+    arrived = comm.staging("dispatched", (sum(received), parts[0].shape[1]), parts[0])
+    comm.count("dispatch", sent, parts[0].shape[1])
+    comm.wait("dispatch", comm.exchange("dispatch", arrived.split(received), parts))
+    rows = torch.cat([arrived, parts[comm.rank]])
+    received[comm.rank] = sent[comm.rank]
+    hidden_rows, ids, row_weights = _unpack(rows, [hidden, ids, weights])
+    handle = DispatchHandle(tokens, sent, received, len(hidden))
+    return ReceivedTokens(hidden_rows, ids.long(), row_weights), handle
+
+
+def _pack(columns: Sequence[Tensor]) -> Tensor:
+    """(M, bytes) uint8: the rows of several tensors (M, ...) side by side, so that one message holds them."""
+    flat = [rows.contiguous().view(-1).view(torch.uint8) for rows in columns]
+    widths = [rows.shape[1] * rows.element_size() for rows in columns]
+    return torch.cat([rows.view(-1, width) for rows, width in zip(flat, widths, strict=True)], dim=1)
+
+
+def _unpack(rows: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors (M, ...) that `_pack` put side by side, of the types and widths of `like`."""
+    parts = rows.split([column.shape[1] * column.element_size() for column in like], dim=1)
+    flat = [part.clone(memory_format=torch.contiguous_format).view(-1) for part in parts]  # aligned, too
+    return [part.view(column.dtype).view(-1, column.shape[1]) for part, column in zip(flat, like, strict=True)]
 
 
 def rows_by_rank(targets: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -87,10 +81,10 @@ def rows_by_rank(targets: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
     Worked example, two ranks, targets [0, 1], [1, 1], [0, -1]: tokens [0, 2, 0, 1], counts [2, 2].
     """
-    n, top_k = targets.shape
-    again = (targets[:, :, None] == targets[:, None, :]).tril(-1).any(dim=2)
-    order, _, counts = argsort_ranks(torch.where(again | (targets < 0), size, targets).flatten(), size + 1)
-    return order[: n * top_k - int(counts[size])] // max(top_k, 1), counts[:size].contiguous()
+    reached = targets.new_zeros((len(targets), size + 1), dtype=torch.bool)  # the last column is for none
+    reached.scatter_(1, torch.where(targets < 0, size, targets).long(), True)
+    _, tokens = reached[:, :size].T.nonzero(as_tuple=True)
+    return tokens, reached[:, :size].sum(dim=0)
 
 
 def combine(comm: Communicator, results: Tensor, handle: DispatchHandle) -> Tensor:

@@ -3,7 +3,7 @@
 A rank copies its rows into its own buffer, and each rank reads what it needs from all buffers. Rows are permuted while
 reading, without a pass of their own; the copy is a pass over memory unless the producer wrote its rows to the buffer.
 
-SRS adds in rank order in float32 (float64 for float64) and rounds once, bitwise equal to `semmoe.runtime.reference`.
+SRS adds in rank order in float32 (float64 for float64) and rounds once, bitwise equal to the plain pair over gloo.
 NCCL adds in an order of its own, so that the plain pair may differ in the last bits.
 
 This was never run between GPUs: two processes shared one, and tests emulate ranks as buffers in Triton's interpreter.
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from semmoe.runtime.collectives import Communicator
-from semmoe.runtime.static import StaticHandle
+from semmoe.runtime.shuffle import ShuffleHandle
 
 SUMMED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # types that the SRS kernel adds
 ALIGNMENT = 128  # bytes: alignment of several tensors in a buffer
@@ -57,7 +57,7 @@ class PeerBuffers(ABC):
         return addresses
 
 
-def fused_reduce_scatter(comm: Communicator, buffers: PeerBuffers, partial: Tensor, handle: StaticHandle) -> Tensor:
+def fused_reduce_scatter(comm: Communicator, buffers: PeerBuffers, partial: Tensor, handle: ShuffleHandle) -> Tensor:
     """SRS: sum `partial` (N, H) over ranks -> (n, H), this rank's tokens and zeros for padding.
 
     Bytes are counted as in the plain pair, including padding, which is not read here.
@@ -71,7 +71,7 @@ def fused_reduce_scatter(comm: Communicator, buffers: PeerBuffers, partial: Tens
 
 
 def fused_all_gather(
-    comm: Communicator, buffers: PeerBuffers, columns: Sequence[Tensor], handle: StaticHandle
+    comm: Communicator, buffers: PeerBuffers, columns: Sequence[Tensor], handle: ShuffleHandle
 ) -> list[Tensor]:
     """SAG of tensors (n, ...) of the same rows -> (N, ...) in the original order; padding rows keep their values."""
     from semmoe.runtime.kernels import shuffle as kernels

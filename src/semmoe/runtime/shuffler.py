@@ -1,223 +1,289 @@
-"""Shuffle tokens by a plan's token policy: choose, layer by layer, the rank of an attention-TP group for each row."""
+"""Shuffle tokens by a plan's token policy: choose, layer by layer, the rank of an attention-TP group for each row.
+
+Inputs are as long as the padded batch; rows of padding come last and belong to PADDING_SLOT. They score 0 everywhere
+and lose nothing by moving, so that they make room for tokens and fill the remaining places: slices are equal, and every
+slice has its tokens first. Nothing waits for a GPU, so that an engine may capture its decode passes in a CUDA graph.
+
+Worked example, two slices, scores [9, 1], [5, 4], [7, 0] and one row of padding: all three tokens want slice 0, which
+holds two rows; token 1 loses least by moving: [0, 1, 0, 1], and slice 1 is token 1 and the padding.
+"""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from semmoe.core import Plan
+from semmoe.core import Plan, TokenPolicy
 from semmoe.methods.paper_policies import PaperTables, assign_slices, device_of_expert, look_up
 from semmoe.metrics import majority_rank
-from semmoe.runtime.collectives import ShuffleHandle, shuffle_handle
-from semmoe.runtime.static import triton_kernels
+from semmoe.runtime import kernels
+from semmoe.runtime.history import History
+from semmoe.runtime.shuffle import ShuffleHandle, shuffle_handle, slice_rows
+from semmoe.runtime.tables import ScoreTables, Turns
 from semmoe.settings import GRANULARITIES
-from semmoe.tokens.slices import (
-    ByPosition,
-    History,
-    PathScores,
-    assign,
-    look_up_tokens,
-    position_slices,
-    score,
-)
+from semmoe.tokens.slices import ByPosition, PathScores
+
+PADDING_SLOT = 0  # padding writes to this slot, which is never read
+CHUNK = 4096  # token ids scored at a time when a table is made
+Device: TypeAlias = str | torch.device
 
 
-class Shuffler(Protocol):
-    """Decides the slices of a group's tokens, on the host (`TokenShuffler`) or on a device (`DeviceShuffler`).
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a forward pass, in the order in which the group shares them, padding last."""
 
-    Arguments are NumPy arrays on the host and tensors on a device; handles are for the collectives of the same kind.
-    """
+    token_ids: Tensor  # (N,)
+    slots: Tensor  # (N,): the slot of each row's request
+    decoding: Tensor  # (N,) bool: tokens that the model generated
+    turns: Turns | None  # if a slot may have several tokens; else it has one at most
 
     @property
-    def uses_history(self) -> bool:
-        """Whether every rank must be given the routing of all tokens by `observe`."""
-
-    def shuffles(self, num_rows: int) -> bool:
-        """Whether a pass of the group over `num_rows` rows is shuffled; else its slices are contiguous."""
-
-    def start(self, token_ids: Any, slots: Any, decoding: Any, new_slots: Any) -> None:
-        """Begin a forward pass over N tokens; arguments same as in `TokenShuffler.start`."""
-
-    def slices(self, moe_layer: int | None) -> Any:
-        """The handle of one layer's slices; moe_layer is None for a dense layer."""
-
-    def by_weight(self, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """(n, K): expert ids by falling weight, in the form that the all-gather sends."""
-
-    def observe(self, moe_layer: int, expert_ids: torch.Tensor) -> None:
-        """Observe the experts (N, K) that all tokens chose at the MoE layer just computed."""
+    def real(self) -> Tensor:
+        """(N,) bool: rows that are not padding."""
+        return self.slots != PADDING_SLOT
 
 
-class TokenState(Protocol):
-    """A token policy's state during a forward pass, equal on all ranks of the group."""
+class Slicer(Protocol):
+    """A token policy during a forward pass, in the same state on all ranks of the group."""
 
-    def start(self, token_ids: np.ndarray, slots: np.ndarray, decoding: np.ndarray, new_slots: np.ndarray) -> None:
-        """Begin a forward pass; arguments same as in `TokenShuffler.start`."""
+    uses_history: bool  # whether every rank must be given the routing of all tokens
 
-    def slices(self, moe_layer: int) -> np.ndarray:
-        """(N,) int16: the slice of each token at a MoE layer."""
+    def reserve(self, num_slots: int) -> None:
+        """Allocate the state of request slots, PADDING_SLOT included."""
 
-    def observe(self, moe_layer: int, expert_ids: np.ndarray) -> None:
-        """Observe the experts (N, K) int64 that the tokens chose at a MoE layer, by falling weight."""
+    def start(self, rows: Rows, new_slots: Tensor) -> None:
+        """Begin a forward pass. new_slots: slots whose request begins, PADDING_SLOT for none."""
+
+    def slices(self, layer: int) -> Tensor:
+        """(N,) the slice of each row at a MoE layer; slices are equal."""
+
+    def observe(self, layer: int, expert_ids: Tensor) -> None:
+        """Observe the experts (N, K) of all rows at a MoE layer; padding has any ids."""
 
 
-class PositionState:
+class PositionSlices:
     """Slices by position, which do not depend on the tokens."""
 
-    def __init__(self, policy: ByPosition, plan: Plan, group: int) -> None:
-        self._size, self._num_tokens = plan.topology.attn_tp_size, 0
+    uses_history = False
 
-    def start(self, token_ids: np.ndarray, slots: np.ndarray, decoding: np.ndarray, new_slots: np.ndarray) -> None:
-        """Begin a forward pass; only the number of tokens matters."""
-        self._num_tokens = len(token_ids)
+    def __init__(self, plan: Plan, group: int, device: Device) -> None:
+        self._size = plan.topology.attn_tp_size
 
-    def slices(self, moe_layer: int) -> np.ndarray:
-        """(N,) int16."""
-        return position_slices(self._num_tokens, self._size)
+    def reserve(self, num_slots: int) -> None:
+        """Do nothing: no request has a state."""
 
-    def observe(self, moe_layer: int, expert_ids: np.ndarray) -> None:
-        """Ignore the experts: slices by position do not depend on them."""
+    def start(self, rows: Rows, new_slots: Tensor) -> None:
+        """Begin a forward pass; only the number of rows matters."""
+        self._slices = contiguous(rows.slots, self._size)
+
+    def slices(self, layer: int) -> Tensor:
+        return self._slices
+
+    def observe(self, layer: int, expert_ids: Tensor) -> None:
+        """Do nothing: slices do not depend on the experts."""
 
 
-class PathState:
+class TokenSlices:
+    """Slices once per pass, from the tokens alone: the policy's mean scores over layers, as one table."""
+
+    uses_history = False
+
+    def __init__(self, plan: Plan, group: int, device: Device) -> None:
+        size = plan.topology.attn_tp_size
+        self._scores = _token_table(plan.tokens, group * size, size, plan.fingerprint.vocab_size).to(device)
+
+    def reserve(self, num_slots: int) -> None:
+        """Do nothing: no request has a state."""
+
+    def start(self, rows: Rows, new_slots: Tensor) -> None:
+        ids, last = rows.token_ids, len(self._scores) - 1
+        scores = self._scores[torch.where((ids >= 0) & (ids < last), ids, last).long()]
+        self._slices = kernels.of(ids.device).assign(scores.masked_fill(~rows.real[:, None], 0))
+
+    def slices(self, layer: int) -> Tensor:
+        return self._slices
+
+    def observe(self, layer: int, expert_ids: Tensor) -> None:
+        """Do nothing: slices depend on the tokens alone."""
+
+
+class PathSlices:
     """Slices by scores from token ids, experts at earlier layers, and experts of the request's earlier tokens."""
 
-    def __init__(self, policy: PathScores, plan: Plan, group: int) -> None:
-        self._policy, self._top_k = policy, plan.fingerprint.top_k
-        self._size, self._first = plan.topology.attn_tp_size, group * plan.topology.attn_tp_size
-        self._history = History(policy, 0)
-        # (L, N, S), computed for all layers before the first layer runs
-        self._looked_up = np.zeros((0, 0, 0), np.int32)
-        self._slots, self._decoding = np.zeros(0, np.int64), np.zeros(0, bool)  # (N,)
-        self._earlier: list[np.ndarray] = []  # experts (N, K), latest first
+    uses_history = True
 
-    def start(self, token_ids: np.ndarray, slots: np.ndarray, decoding: np.ndarray, new_slots: np.ndarray) -> None:
+    def __init__(self, plan: Plan, group: int, device: Device) -> None:
+        assert isinstance(plan.tokens, PathScores)
+        self._tables = ScoreTables.of(plan.tokens, device)
+        self._kernels = kernels.of(self._tables.token_rows.device)
+        self._layers, self._top_k = plan.fingerprint.num_layers, plan.fingerprint.top_k
+        self._size = plan.topology.attn_tp_size
+        self._first = group * self._size
+        self._id_type = id_type(plan)
+
+    def reserve(self, num_slots: int) -> None:
+        """Allocate the histories of requests."""
+        self._history = History(self._tables, num_slots)
+
+    def start(self, rows: Rows, new_slots: Tensor) -> None:
         """Look the tokens up for all layers, and begin the histories of new requests."""
-        self._slots, self._decoding, self._earlier = slots, decoding, []
-        layers = range(len(self._policy.token_shift))
-        self._looked_up = look_up_tokens(self._policy, layers, self._first, self._size, token_ids)
-        self._history.begin(new_slots)
+        self._history.reset(new_slots)
+        self._rows, self._real = rows, rows.real
+        self._earlier: list[Tensor] = []  # experts (N, K), latest first
+        every = range(self._layers)
+        self._looked_up = self._kernels.look_up_tokens(self._tables, every, self._first, self._size, rows.token_ids)
 
-    def slices(self, moe_layer: int) -> np.ndarray:
-        """(N,) int16."""
-        nothing = np.empty((0, len(self._slots), self._top_k), np.int64)
-        planes = self._earlier[: self._policy.lookback]
-        earlier = np.stack(planes) if planes else nothing
-        known = self._history.contribution(moe_layer, self._slots, self._decoding) if self._decoding.any() else None
-        return assign(score(self._policy, moe_layer, self._first, self._looked_up[moe_layer], earlier, known))
+    def slices(self, layer: int) -> Tensor:
+        earlier = self._earlier[: self._tables.lookback]
+        nothing = torch.empty((0, len(self._real), self._top_k), dtype=self._id_type, device=self._real.device)
+        known = self._history.contribution(layer, self._rows.slots, self._rows.decoding)
+        chosen = torch.stack(earlier) if earlier else nothing
+        looked_up = self._looked_up[layer]
+        scores = self._kernels.score(self._tables, layer, self._first, looked_up, chosen, known, self._real)
+        return self._kernels.assign(scores)
 
-    def observe(self, moe_layer: int, expert_ids: np.ndarray) -> None:
-        """Observe the experts (N, K), which count for later layers and later tokens."""
-        self._history.observe(moe_layer, self._slots, expert_ids)
-        self._earlier.insert(0, expert_ids)
+    def observe(self, layer: int, expert_ids: Tensor) -> None:
+        """Observe the experts, which count for later layers and later tokens.
+
+        A pass in which a slot has several tokens is observed after its last layer, since their contributions do not
+        depend on each other.
+        """
+        turns = self._rows.turns
+        if turns is None:
+            known = self._history.observe(layer, self._rows.slots, expert_ids)
+        else:
+            known = expert_ids.masked_fill(~self._real[:, None], 0)
+        self._earlier.insert(0, known)
+        if turns is not None and layer == self._layers - 1:
+            self._history.observe_in_turn(turns, torch.stack(self._earlier[::-1]))
 
 
-class PaperState:
-    """Slices by Algorithm 3, from token ids and the devices of the tokens' experts at earlier layers."""
+class PaperSlices:
+    """Slices by Algorithm 3, from token ids and the devices of the tokens' experts at earlier layers, on a CPU."""
 
-    def __init__(self, policy: PaperTables, plan: Plan, group: int) -> None:
-        self._policy, self._group, self._size = policy, group, plan.topology.attn_tp_size
+    uses_history = True
+
+    def __init__(self, plan: Plan, group: int, device: Device) -> None:
+        if torch.device(device).type != "cpu":
+            raise ValueError(
+                f"a plan of method {plan.method!r} has {plan.tokens.kind}, whose slices are assigned on the host: "
+                "solve one by method semmoe, or shuffle once per batch"
+            )
+        assert isinstance(plan.tokens, PaperTables)
+        self._tables = plan.tokens
+        self._group, self._size = group, plan.topology.attn_tp_size
         self._devices_of_expert = device_of_expert(plan.placement, plan.topology)[:, group]  # (L, E)
-        self._token_ids = np.zeros(0, np.int64)
-        self._devices: list[np.ndarray] = []  # (N,) devices, latest first
 
-    def start(self, token_ids: np.ndarray, slots: np.ndarray, decoding: np.ndarray, new_slots: np.ndarray) -> None:
+    def reserve(self, num_slots: int) -> None:
+        """Do nothing: no request has a state."""
+
+    def start(self, rows: Rows, new_slots: Tensor) -> None:
         """Begin a forward pass; requests have no effect."""
-        self._token_ids, self._devices = token_ids, []
+        self._num_rows, self._token_ids = len(rows.slots), rows.token_ids[rows.real].numpy()
+        self._devices: list[np.ndarray] = []  # (B,) devices of the real rows, latest first
 
-    def slices(self, moe_layer: int) -> np.ndarray:
-        """(N,) int16."""
-        lookback = self._policy.lookback
-        history = np.stack(self._devices[:lookback], axis=1) if moe_layer >= lookback else None
-        return assign_slices(look_up(self._policy, moe_layer, self._group, self._token_ids, history), self._size)
+    def slices(self, layer: int) -> Tensor:
+        """Assign the real rows, and let padding fill the slices."""
+        lookback = self._tables.lookback
+        history = np.stack(self._devices[:lookback], axis=1) if layer >= lookback else None
+        preference = look_up(self._tables, layer, self._group, self._token_ids, history)
+        chosen = assign_slices(preference, self._size)
+        missing = self._num_rows // self._size - np.bincount(chosen, minlength=self._size)
+        return torch.from_numpy(np.append(chosen, np.repeat(np.arange(self._size), missing)))
 
-    def observe(self, moe_layer: int, expert_ids: np.ndarray) -> None:
-        """Observe the experts (N, K), whose devices count for later layers."""
-        self._devices.insert(0, majority_rank(expert_ids, self._devices_of_expert[moe_layer], self._size))
+    def observe(self, layer: int, expert_ids: Tensor) -> None:
+        """Observe the experts, whose devices count for later layers."""
+        ids = expert_ids[: len(self._token_ids)].long().numpy()
+        self._devices.insert(0, majority_rank(ids, self._devices_of_expert[layer], self._size))
 
 
-STATES: dict[str, Callable[[Any, Plan, int], TokenState]] = {
-    ByPosition.kind: PositionState,
-    PathScores.kind: PathState,
-    PaperTables.kind: PaperState,
+BY_LAYER: dict[str, Callable[[Plan, int, Device], Slicer]] = {
+    ByPosition.kind: PositionSlices,
+    PathScores.kind: PathSlices,
+    PaperTables.kind: PaperSlices,
 }
 
 
-class TokenShuffler:
-    """Shuffles one attention group's tokens: the decisions of the plan's token policy as handles of shuffled
-    collectives.
+class Shuffler:
+    """Decides the slices of one attention group's rows, as handles of shuffled collectives.
 
-    Every rank of the group runs it on the same tokens and so computes the same slices without communication.
-    `start` begins a forward pass and looks up its tokens for all layers, `slices` decides one layer, `by_weight` and
-    `observe` pass on the routing. With granularity "layer" every layer is decided anew, as in the paper; with "batch"
-    the slices are decided once per forward pass from the tokens alone, so that no rank needs other ranks' routing.
+    Every rank of the group runs it on the same tokens and so computes the same slices without communication. `reserve`
+    allocates the states of requests, `start` begins a forward pass, `slices` decides one layer, `by_weight` and
+    `observe` pass on the routing. With granularity "layer" every MoE layer is decided anew, as in the paper; with
+    "batch" the slices are decided once per forward pass from the tokens alone, so that no rank needs other ranks'
+    routing. Raises ValueError for the paper's tables by layer on a GPU.
     """
 
-    def __init__(self, plan: Plan, group: int, rank: int, granularity: str = "layer") -> None:
-        self._shuffle_from, self._shuffled = plan.shuffle_from, False
+    def __init__(self, plan: Plan, group: int, rank: int, granularity: str, device: Device) -> None:
         if granularity not in GRANULARITIES:
             raise ValueError(f"granularity must be {' or '.join(GRANULARITIES)}, not {granularity!r}")
-        self._policy, self._granularity = plan.tokens, granularity
-        self._state = STATES[plan.tokens.kind](plan.tokens, plan, group)
-        self._id_type = id_type(plan)
-        self._rank, self._size = rank, plan.topology.attn_tp_size
-        self._first = group * self._size
-        self._token_ids = np.zeros(0, np.int64)
-        self._of_batch: ShuffleHandle | None = None
-
-    @property
-    def has_tables(self) -> bool:
-        """Whether slices depend on the tokens."""
-        return self._policy.by_tables
+        by_batch = granularity == "batch" and plan.tokens.by_tables
+        self._slicer = (TokenSlices if by_batch else BY_LAYER[plan.tokens.kind])(plan, group, device)
+        self._shuffle_from, self._shuffled = plan.shuffle_from, False
+        self._id_type, self._size, self._rank = id_type(plan), plan.topology.attn_tp_size, rank
 
     @property
     def uses_history(self) -> bool:
         """Whether every rank must be given the routing of all tokens."""
-        return self.has_tables and self._granularity == "layer"
+        return self._slicer.uses_history
 
     def shuffles(self, num_rows: int) -> bool:
-        """Whether a pass over `num_rows` rows is shuffled; else its slices are contiguous."""
+        """Whether a pass over `num_rows` rows, padding included, is shuffled; else its slices are contiguous."""
         return num_rows >= self._shuffle_from
 
-    def start(self, token_ids: np.ndarray, slots: np.ndarray, decoding: np.ndarray, new_slots: np.ndarray) -> None:
-        """Begin a forward pass over the tokens (N,), in the order of the rows that the group shares.
+    def reserve(self, num_slots: int) -> None:
+        """Allocate the states of request slots, PADDING_SLOT included; call it before the first pass and any graph."""
+        self._slicer.reserve(num_slots)
 
-        slots (N,): a small number of each token's request, under which its history is kept. decoding (N,) bool: tokens
-        that the model generated. new_slots: slots whose request begins in this pass.
+    def start(self, token_ids: Tensor, slots: Tensor | np.ndarray, decoding: Tensor | None, new_slots: Tensor) -> None:
+        """Begin a forward pass over N rows, in the order in which the group shares them, padding last.
+
+        slots (N,): the slot of each row's request. decoding (N,) bool: tokens that the model generated, and slots an
+        array; None: all of them, at most one per request. new_slots: slots whose request begins in this pass,
+        PADDING_SLOT for none.
         """
-        self._token_ids, self._of_batch = token_ids, None
-        self._shuffled = self.shuffles(len(token_ids))
-        if self._shuffled and self.uses_history:
-            self._state.start(token_ids, slots, decoding, new_slots)
+        device, in_turn = token_ids.device, decoding is not None and self.uses_history
+        turns = Turns.of(np.asarray(slots), device) if in_turn else None
+        on_device = torch.as_tensor(slots, device=device)
+        real = on_device != PADDING_SLOT
+        self._begin(real, shuffled=True)
+        self._slicer.start(Rows(token_ids, on_device, real if decoding is None else decoding, turns), new_slots)
+
+    def start_unshuffled(self, real: Tensor) -> None:
+        """Begin a pass over rows, of which some are real (N,) bool, in contiguous slices."""
+        self._begin(real, shuffled=False)
+
+    def _begin(self, real: Tensor, shuffled: bool) -> None:
+        self._real, self._shuffled = real, shuffled
+        self._handle: ShuffleHandle | None = None  # of slices that stay the same in this pass
 
     def slices(self, moe_layer: int | None) -> ShuffleHandle:
-        """The slices for one layer: by the policy at MoE layers, by position at dense layers."""
-        if not self._shuffled:
-            return self._contiguous()
-        if self.has_tables and self._granularity == "batch":
-            self._of_batch = self._of_batch or self._handle(self._slices_of_batch())
-            return self._of_batch
-        if moe_layer is None or not self.has_tables:
-            return self._contiguous()
-        return self._handle(self._state.slices(moe_layer))
+        """The handle of one layer's slices: by the policy at MoE layers, by position at dense ones."""
+        if self._shuffled and self.uses_history and moe_layer is not None:
+            return self._made(self._slicer.slices(moe_layer))
+        if self._handle is None:
+            by_policy = self._shuffled and not self.uses_history
+            self._handle = self._made(self._slicer.slices(0) if by_policy else contiguous(self._real, self._size))
+        return self._handle
 
-    def _contiguous(self) -> ShuffleHandle:
-        return self._handle(position_slices(len(self._token_ids), self._size))
+    def _made(self, slices: Tensor) -> ShuffleHandle:
+        return shuffle_handle(slices, self._real, self._size, self._rank)
 
-    def _slices_of_batch(self) -> np.ndarray:
-        return assign(self._policy.scores_of_tokens(self._first, self._size, self._token_ids))
+    def by_weight(self, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        """(n, K): the experts of this rank's rows by falling weight, in the form that the all-gather sends."""
+        return kernels.of(expert_ids.device).by_weight(expert_ids, weights, self._id_type)
 
-    def _handle(self, slices: np.ndarray) -> ShuffleHandle:
-        return shuffle_handle(slices, self._size, self._rank)
+    def observe(self, moe_layer: int, expert_ids: Tensor) -> None:
+        """Observe the experts (N, K) of all the group's rows at the MoE layer just computed; padding has any ids."""
+        self._slicer.observe(moe_layer, expert_ids)
 
-    def by_weight(self, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """(n, K): the experts of this rank's tokens by falling weight, in the form that the all-gather sends."""
-        return by_weight(expert_ids, weights, self._id_type)
 
-    def observe(self, moe_layer: int, expert_ids: torch.Tensor) -> None:
-        """Observe the experts (N, K) of all the group's tokens at the MoE layer just computed."""
-        self._state.observe(moe_layer, expert_ids.cpu().numpy().astype(np.int64))
+def contiguous(rows: Tensor, size: int) -> Tensor:
+    """(N,) the slice of each of the rows (N,) by position."""
+    return torch.arange(len(rows), device=rows.device) // slice_rows(len(rows), size)
 
 
 def id_type(plan: Plan) -> torch.dtype:
@@ -225,8 +291,8 @@ def id_type(plan: Plan) -> torch.dtype:
     return torch.uint8 if plan.fingerprint.num_experts <= 256 else torch.int32
 
 
-def by_weight(expert_ids: torch.Tensor, weights: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
-    """Expert ids (n, K) by falling weight (n, K), in type `kind`; of equal weights the first comes first."""
-    if (kernels := triton_kernels("history", expert_ids)) is not None:
-        return kernels.by_weight(expert_ids, weights, kind)
-    return torch.gather(expert_ids, 1, weights.argsort(dim=1, descending=True, stable=True)).to(kind)
+def _token_table(policy: TokenPolicy, first_rank: int, num_slices: int, vocab_size: int) -> Tensor:
+    """(V + 1, S) int32: `scores_of_tokens` of every token id; the last row is for ids outside the vocabulary."""
+    ids = np.append(np.arange(vocab_size), -1)
+    parts = [policy.scores_of_tokens(first_rank, num_slices, ids[i : i + CHUNK]) for i in range(0, len(ids), CHUNK)]
+    return torch.from_numpy(np.concatenate(parts))

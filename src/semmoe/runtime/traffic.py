@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from semmoe.metrics import Traffic
-from semmoe.runtime.static import triton_kernels
+from semmoe.runtime import kernels
 
 
 class Totals(NamedTuple):
@@ -49,22 +49,7 @@ class TrafficCounter:
         real (): only so many of the first rows are tokens.
         """
         totals = self._pairs, self._rows, self._node_rows, self._tokens
-        if (kernels := triton_kernels("traffic", expert_ids)) is not None:
-            kernels.count(expert_ids, per_rank, self._width, real, *totals)
-        else:
-            for total, new in zip(totals, self._counted(expert_ids, per_rank, real), strict=True):
-                total += new
-
-    def _counted(self, expert_ids: Tensor, per_rank: int, real: Tensor | None) -> tuple[Tensor, ...]:
-        if real is not None:
-            rows = torch.arange(len(expert_ids), device=expert_ids.device)
-            expert_ids = torch.where((rows < real)[:, None], expert_ids, -1)
-        # The last place is for none.
-        owners = torch.where(expert_ids < 0, self.size, expert_ids // per_rank).long()
-        reached = owners.new_zeros((len(owners), self.size + 1)).scatter_(1, owners, 1)
-        pairs = owners.new_zeros(self.size + 1).scatter_add_(0, owners.flatten(), torch.ones_like(owners.flatten()))
-        nodes = reached[:, :-1].unflatten(1, (-1, self._width)).amax(dim=2)  # (n, nodes)
-        return pairs[:-1], reached.sum(dim=0)[:-1], nodes.sum(dim=0), nodes.amax(dim=1).sum()
+        kernels.of(expert_ids.device).count(expert_ids, per_rank, self._width, real, *totals)
 
     def reset_counts(self) -> None:
         """Count from zero."""

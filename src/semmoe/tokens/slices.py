@@ -14,7 +14,7 @@ from semmoe.affinity import known_rows
 from semmoe.bounds import Checked, Declared, required_number
 from semmoe.core import DECODE, NEIGHBOUR, PRIOR, Evidence, Plan, RoutingTrace
 from semmoe.tokens import kernels
-from semmoe.tokens.kernels import FRACTION, SCALE
+from semmoe.tokens.kernels import SCALE
 from semmoe.topology import Fingerprint, Topology
 
 MOST_LOOKBACK = 1024
@@ -200,7 +200,7 @@ def score(
     """(B, S) int32: experts of each token that ranks `first_rank` to first_rank + S are expected to host, times SCALE.
 
     tokens (B, S) int32: scores of this layer from `look_up_tokens`. earlier (J, B, K): the planes of `Looks`, experts
-    by falling weight. history (B, G) int32: contributions of `History` for decoded tokens, or None.
+    by falling weight. history (B, G) int32: contributions of earlier tokens for decoded ones, or None.
     """
     out = np.empty_like(tokens)
     none = tables.history_scores[layer, -1:]
@@ -218,54 +218,6 @@ def score(
     return out
 
 
-class History:
-    """What a request's previous tokens predict about its next one: one state per request slot and layer.
-
-    running: the mean of the projected rows of the chosen experts, weighted towards recent tokens, in units of
-    1 / 2**FRACTION table units. previous: the rows of the previous token. Slots of finished requests are `reset` before
-    they are used again.
-    """
-
-    def __init__(self, tables: PathScores, num_slots: int) -> None:
-        layers, _, ranks = tables.history_scores.shape
-        self._rows = tables.history_scores
-        self._running = np.zeros((layers, num_slots, ranks), np.int32)
-        self._previous = np.zeros((layers, num_slots, ranks), np.int32)
-        self._seen = np.zeros((layers, num_slots), np.int64)
-        self.reset(np.arange(num_slots))
-
-    def begin(self, slots: np.ndarray) -> None:
-        """Begin requests in `slots`: reset their state. The state grows to hold the highest slot."""
-        missing = int(slots.max(initial=-1)) + 1 - self._running.shape[1]
-        if missing > 0:
-            for name in ("_running", "_previous", "_seen"):
-                array = getattr(self, name)
-                more = np.zeros((array.shape[0], max(missing, array.shape[1]), *array.shape[2:]), array.dtype)
-                setattr(self, name, np.concatenate([array, more], axis=1))
-        self.reset(slots)
-
-    def reset(self, slots: np.ndarray) -> None:
-        self._running[:, slots], self._seen[:, slots] = 0, 0
-        self._previous[:, slots] = self._rows[:, None, -1]
-
-    def contribution(self, layer: int, slots: np.ndarray, decoding: np.ndarray | None = None) -> np.ndarray:
-        """(B, G) int32 to add to the scores of the tokens of `slots` (B,).
-
-        decoding (B,) bool: tokens that were decoded, at most one per slot; None: all of them. Tokens of a prompt run
-        together, so that the routing of the tokens before them is not yet known.
-        """
-        known = (self._running[layer, slots] >> FRACTION) + self._previous[layer, slots]
-        return known if decoding is None else np.where(decoding[:, None], known, self._rows[layer, -1])
-
-    def observe(self, layer: int, slots: np.ndarray, expert_ids: np.ndarray) -> None:
-        """Update the state: tokens of `slots` (B,) chose `expert_ids` (B, K); tokens of one slot are in their order."""
-        observe(*self.state(layer), slots, expert_ids, self._rows[layer])
-
-    def state(self, layer: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Running means, previous rows and numbers of tokens seen, of every slot at a layer."""
-        return self._running[layer], self._previous[layer], self._seen[layer]
-
-
 def observe(
     running: np.ndarray,
     previous: np.ndarray,
@@ -274,18 +226,24 @@ def observe(
     expert_ids: np.ndarray,
     rows: np.ndarray,
 ) -> None:
-    """Same as `History.observe`, on the arrays of one layer's state."""
+    """Update the states of request slots at one layer: tokens of `slots` (B,) chose `expert_ids` (B, K), by `rows`.
+
+    running (slots, G): the mean of the projected rows of the chosen experts, weighted towards recent tokens, in units
+    of 1 / 2**FRACTION table units. previous (slots, G): the rows of the previous token. seen (slots,): numbers of
+    tokens. Tokens of one slot are in their order.
+    """
     nothing = np.empty((len(slots), 0), np.int32), np.zeros(len(slots), np.bool_)
     kernels.observe(running, previous, seen, slots, expert_ids, rows, *nothing)
 
 
 def trace_history(tables: PathScores, layer: int, trace) -> np.ndarray:
     """(T, G) int32: the history contribution to every token of a RoutingTrace, after its request's earlier tokens."""
-    rows, state = tables.history_scores[layer], History(tables, trace.num_requests).state(layer)
-    out = np.empty((trace.num_tokens, rows.shape[1]), np.int32)
-    out[:] = rows[-1]
+    rows = tables.history_scores[layer]
+    previous = np.tile(rows[-1].astype(np.int32), (trace.num_requests, 1))
+    running, seen = np.zeros_like(previous), np.zeros(trace.num_requests, np.int64)
+    out = np.tile(rows[-1].astype(np.int32), (trace.num_tokens, 1))
     tokens = trace.request_of_token(), trace.expert_ids[:, layer]
-    kernels.observe(*state, *tokens, rows, out, trace.phase == DECODE)
+    kernels.observe(running, previous, seen, *tokens, rows, out, trace.phase == DECODE)
     return out
 
 

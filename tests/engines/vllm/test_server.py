@@ -7,10 +7,10 @@ from vllm_server import VllmServer
 from semmoe.demo import MODEL
 
 SET_UPS = {  # options of `semmoe serve`, vLLM's own
-    # A cache of 640 tokens, which 16 requests do not fit in; shapes as in CUDA graphs.
+    # A cache of 640 tokens, which 16 requests do not fit in; recorded as in CUDA graphs.
     "tp2, shuffled": (["--plan", "tp2"],
                       ("--num-gpu-blocks-override", "20", "--max-model-len", "512"),
-                      {"SEMMOE_STATIC": "1", "SEMMOE_RECORD": "1"}),
+                      {"SEMMOE_RECORD": "1"}),
     # Ranks agree to pause after 4 passes in place of 16, and schedule for themselves, as by default on a GPU.
     "dp2": (["--plan", "dp2"], ("--dp-sync-interval", "4", "--distributed-executor-backend",
                                 "vllm.v1.executor.uniproc_executor.UniProcExecutor")),

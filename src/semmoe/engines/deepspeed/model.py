@@ -27,13 +27,15 @@ from transformers import PreTrainedModel
 from semmoe.core import NEVER, Plan
 from semmoe.engines.deepspeed.placement import place_experts
 from semmoe.engines.deepspeed.traffic import collectives
+from semmoe.engines.layer import fit_rows
 from semmoe.engines.transformers.config import architecture_hash
 from semmoe.engines.transformers.model import decoder_layers
 from semmoe.engines.transformers.planned import PlannedModel, bind, check_layout
 from semmoe.metrics import Traffic
 from semmoe.runtime.agreement import check_agreement
-from semmoe.runtime.collectives import Communicator, shuffle_handle, shuffled_all_gather
+from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.copies import rank_copies
+from semmoe.runtime.shuffle import shuffle_handle, shuffled_all_gather
 from semmoe.runtime.traffic import TrafficCounter
 from semmoe.tokens.slices import assign
 
@@ -207,11 +209,15 @@ class AutoEPModel(PlannedModel):
         normed = layer.post_attention_layernorm(stream)
         weights, experts, _ = self._routers[index](normed, self._layers[index].expert_bias)
         size, rank = self.attention_comm.size, self.attention_comm.rank
-        handle = shuffle_handle(assign(self._votes(index, experts)), size, rank)
-        self._given = weights[handle.mine], experts[handle.mine]
-        rows = self._feed_forward(layer, index, stream[handle.mine])
+        votes = fit_rows(torch.from_numpy(self._votes(index, experts)), -(-len(stream) // size) * size)
+        real = torch.arange(len(votes)) < len(stream)
+        handle = shuffle_handle(torch.from_numpy(assign(votes.numpy())), real, size, rank)
+        mine = handle.mine[: int(handle.counts[rank])]
+        self._given = weights[mine], experts[mine]
+        rows = fit_rows(self._feed_forward(layer, index, stream[mine]), handle.slice_rows)
         self._given = None
-        return self._put_back(hidden_states, shuffled_all_gather(self.attention_comm, rows, handle))
+        (whole,) = shuffled_all_gather(self.attention_comm, [rows], handle)
+        return self._put_back(hidden_states, whole[: len(stream)])
 
     def _votes(self, index: int, experts: Tensor) -> np.ndarray:
         """(N, S) int32: the number of each token's experts that every rank of this group holds."""

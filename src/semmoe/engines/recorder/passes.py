@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from semmoe.engines.step import Step
-from semmoe.runtime.shuffler import by_weight
+from semmoe.runtime import kernels
 
 UNSEEN = -1  # in place of experts that no hook has told
 
@@ -63,7 +63,7 @@ class PassRecorder:
     def observe(self, layer: int, expert_ids: torch.Tensor, weights: torch.Tensor) -> None:
         """Record a MoE layer from logical ids (n, K) and weights (n, K) of rows in the tokens' order, padding last."""
         if self.hooked:
-            self.put(layer, by_weight(expert_ids, weights, torch.int32))
+            self.put(layer, kernels.of(expert_ids.device).by_weight(expert_ids, weights, torch.int32))
 
     def put(self, layer: int, expert_ids: torch.Tensor) -> None:
         """Record a MoE layer from logical ids (N, K) by falling weight."""

@@ -45,13 +45,11 @@ from semmoe.engines.sglang.model import (
 from semmoe.engines.sglang.registry import around
 from semmoe.engines.sglang.settings import SglangSettings
 from semmoe.engines.sglang.shuffle import BoundaryShuffle
-from semmoe.engines.sglang.static import StaticBoundaryShuffle
 from semmoe.engines.sglang.step import read_step
 from semmoe.engines.sglang.weights import load_tied, placed_only
 from semmoe.engines.traffic import RankTraffic, rank_traffic
 from semmoe.runtime.collectives import Communicator
-from semmoe.runtime.shuffler import TokenShuffler
-from semmoe.runtime.shuffler_device import DeviceShuffler
+from semmoe.runtime.shuffler import Shuffler
 from semmoe.runtime.traffic import TrafficCounter
 
 log = logging.getLogger(__name__)
@@ -170,11 +168,11 @@ class RankPlugin:
             experts = LiveExperts(runner, blocks, self._copies, self._shuffle, new, captured)
         self.swapper = attach(plan, experts, held, get_parallel().tp_group.cpu_group, folder)
 
-    def _new_shuffler(self, runner: Any, plan: Plan) -> DeviceShuffler | TokenShuffler:
+    def _new_shuffler(self, runner: Any, plan: Plan) -> Shuffler:
         parallel = get_parallel()
         group = parallel.moe_ep_rank // plan.topology.attn_tp_size
-        where = self._settings.served(plan), group, parallel.attn_tp_rank, self._settings.shuffle
-        return DeviceShuffler(*where, runner.device) if self._static(runner) else TokenShuffler(*where)
+        granularity = self._settings.shuffle
+        return Shuffler(self._settings.served(plan), group, parallel.attn_tp_rank, granularity, runner.device)
 
     def _attach_shuffle(self, plan: Plan, runner: Any, layers: list[int]) -> None:
         if not all_to_all():
@@ -189,12 +187,9 @@ class RankPlugin:
         parallel = get_parallel()
         comm = Communicator(parallel.attn_tp_group.device_group, parallel.attn_tp_rank, parallel.attn_tp_size)
         norms, shuffler = layer_of_norm(runner.model, layers), self._new_shuffler(runner, plan)
-        if isinstance(shuffler, DeviceShuffler):
-            pool = lambda: len(runner.req_to_token_pool.req_to_token)  # noqa: E731
-            buffers = peer_buffers(plan, runner, comm) if self._settings.fused == "1" else None
-            shuffle: BoundaryShuffle = StaticBoundaryShuffle(shuffler, comm, norms, pool, buffers)
-        else:
-            shuffle = BoundaryShuffle(shuffler, comm, norms)
+        pool = lambda: len(runner.req_to_token_pool.req_to_token)  # noqa: E731
+        buffers = peer_buffers(plan, runner, comm) if self._settings.fused == "1" else None
+        shuffle = BoundaryShuffle(shuffler, comm, norms, pool, buffers)
         self._shuffle, shuffle.ran = shuffle, self._check.ran
         self._check.expect("scatter", len(layers))
         self._check.expect("restore", len(layers))
@@ -206,11 +201,6 @@ class RankPlugin:
             )
         if get_exec().features.enable_return_routed_experts:
             shuffle.captured = lambda layer, ids: capture(layers[layer], ids)
-
-    def _static(self, runner: Any) -> bool:
-        """Whether tokens are shuffled on the device, without waiting for the host."""
-        asked = "1" in (self._settings.static, self._settings.fused)
-        return asked or (not self._settings.static and str(runner.device) != "cpu")
 
     def _attach_recorder(self, folder: Path, runner: Any, layers: list[int]) -> None:
         """Attach a recorder if this rank sees every row of its attention group; otherwise tell the reason."""
@@ -294,12 +284,11 @@ class RankPlugin:
 
     def _publish(self) -> None:
         rank, folder = get_parallel().moe_ep_rank, self._settings.folder
-        how = {"static": isinstance(self._shuffle, StaticBoundaryShuffle), "fused": self._settings.fused == "1"}
         shuffle = self._settings.shuffle if self.shuffles else "no"
         running = running_topology(self._plan)
         tell_untried(rank, "sglang", sglang.__version__, targets.TRIED)
         labels = description(f"sglang {sglang.__version__}", self._plan, self._settings, running.attention, shuffle)
-        labels |= {name: str(on).lower() for name, on in how.items()}
+        labels |= {"fused": str(self._settings.fused == "1").lower()}
         source = functools.partial(self._readings, rank_traffic(rank, running, self._settings))
         publish(rank, folder, labels, source)
 

@@ -12,9 +12,8 @@ class SglangSettings(GraphSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_switch("FUSED", self.fused)
-        shuffles = self.plan and self.shuffle != "off" and self.static != "0"
+        shuffles = self.plan and self.shuffle != "off"
         if not shuffles and self.fused == "1":
             raise ValueError(
-                "SEMMOE_FUSED=1 is a way to shuffle tokens on the device: it needs "
-                "SEMMOE_PLAN, and neither SEMMOE_SHUFFLE=off nor SEMMOE_STATIC=0"
+                "SEMMOE_FUSED=1 is a way to shuffle tokens on GPUs: it needs SEMMOE_PLAN, and not SEMMOE_SHUFFLE=off"
             )

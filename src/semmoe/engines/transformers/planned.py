@@ -15,9 +15,10 @@ from transformers import PreTrainedModel
 
 from semmoe.core import Plan
 from semmoe.engines.layer import TokenRows
+from semmoe.engines.step import Step
 from semmoe.metrics import Traffic
 from semmoe.runtime.collectives import Communicator, timed
-from semmoe.runtime.shuffler import TokenShuffler
+from semmoe.runtime.shuffler import Shuffler
 
 
 class PlannedModel(ABC):
@@ -32,7 +33,9 @@ class PlannedModel(ABC):
         self.model, self.plan = model, plan
         self.comm, self.attention_comm = experts_comm, attention_comm
         group = experts_comm.rank // plan.topology.attn_tp_size
-        self.rows = TokenRows(TokenShuffler(plan, group, attention_comm.rank), attention_comm)
+        shuffler = Shuffler(plan, group, attention_comm.rank, "layer", model.device)
+        self.rows = TokenRows(shuffler, attention_comm, lambda: 1 + len(self._lengths))
+        self._lengths = np.zeros(0, np.int64)  # tokens of each request of the batch that were fed so far
         self.compute_seconds: Counter[str] = Counter()  # of attention and of experts, by the host's clock
         self._real_rows = torch.zeros(0, dtype=torch.int64)  # (N,) rows of the flat batch that are real
 
@@ -48,9 +51,24 @@ class PlannedModel(ABC):
     def begin(self, ids: torch.Tensor, real: torch.Tensor, prefill: bool) -> None:
         """Announce a forward: the batch's token ids and which of them are real, both (B, S)."""
         self._real_rows = real.reshape(-1).nonzero(as_tuple=True)[0].to(self.model.device)
-        requests = real.nonzero(as_tuple=True)[0].numpy()
-        decoding, new = np.full(len(requests), not prefill), np.arange(len(ids) * prefill)
-        self.rows.begin(ids.reshape(-1)[real.reshape(-1)].numpy(), requests, decoding, new)
+        if prefill or len(ids) != len(self._lengths):
+            self._lengths = np.zeros(len(ids), np.int64)
+        self.rows.begin(self._step(ids, real, prefill), self.model.device)
+
+    def _step(self, ids: torch.Tensor, real: torch.Tensor, prefill: bool) -> Step:
+        """Read a batch (B, S), of which some tokens are real. Request i has slot i + 1, since 0 is padding."""
+        rows = real.nonzero(as_tuple=True)[0].numpy()
+        before = self._lengths
+        self._lengths = before + real.sum(dim=1).numpy()
+        requests, row_of = np.unique(rows, return_inverse=True)
+        return Step(
+            token_ids=ids[real].numpy(),
+            positions=before[rows] + np.arange(len(rows)) - np.searchsorted(rows, rows),
+            rows=row_of,
+            slots=requests + 1,
+            requests=[str(request) for request in requests],
+            decoding=np.full(len(rows), not prefill),
+        )
 
     def idle(self) -> None:
         """Compute experts for other groups' tokens during one forward in which this group has no tokens."""
@@ -64,7 +82,8 @@ class PlannedModel(ABC):
         if self.attention_comm.size == 1:
             return self._put_back(hidden_states, self._feed_forward(layer, index, residual + partial))
         attended, residual = self.rows.scatter(partial, residual, index)
-        stream = self._feed_forward(layer, index, residual + attended)
+        own = slice(int(self.rows.num_real))  # the other rows are padding
+        stream = self._feed_forward(layer, index, residual[own] + attended[own])
         return self._put_back(hidden_states, self.rows.restore(stream))
 
     def _attend(self, layer: nn.Module, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:

@@ -17,7 +17,7 @@ from semmoe.dataset import check_token_ids, digest
 from semmoe.engines.transformers.batch import Batch, cut, step
 from semmoe.engines.transformers.config import fingerprint_of
 from semmoe.engines.transformers.model import moe_layers
-from semmoe.runtime.shuffler import by_weight
+from semmoe.runtime import kernels
 from semmoe.trace import TraceHeader, TraceWriter, open_trace
 
 
@@ -50,7 +50,7 @@ class RoutingRecorder:
 
     def keep(self, expert_ids: torch.Tensor, weights: torch.Tensor) -> None:
         """Record the next layer's routing (T, K) of all rows of the batch."""
-        ordered = by_weight(expert_ids, weights, expert_ids.dtype)
+        ordered = kernels.of(expert_ids.device).by_weight(expert_ids, weights, expert_ids.dtype)
         self._layers.append(ordered.cpu().numpy()[self._real])
 
     def take(self) -> np.ndarray:

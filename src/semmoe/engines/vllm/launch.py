@@ -95,10 +95,9 @@ def server(
     cpu, settings = _runs_on_cpu(), VllmSettings(**asdict(given))
     shuffles = settings.shuffles(plan)
     # Use one front end, since each of several would see only a share of the requests.
-    static = settings.static or os.environ.get("SEMMOE_STATIC", "")
     if shuffles and RETURNS in _names(options):
         raise ValueError(NOT_RETURNED)
-    captured = not cpu and shuffles and captures(static, options)
+    captured = not cpu and shuffles and captures(options)
     values = arguments(topology, cpu or (shuffles and not captured))
     values |= {"compilation_config": DECODE_GRAPHS} if captured and not OWN_GRAPHS & _names(options) else {}
     values |= {} if "--headless" in options else {"api_server_count": 1}  # a node without a front end
@@ -112,14 +111,12 @@ def server(
     return variables, words + join(values, options, DECIDED, "vllm serve")
 
 
-def captures(static: str, options: list[str]) -> bool:
-    """Whether vLLM on a GPU may capture passes whose tokens are shuffled.
+def captures(options: list[str]) -> bool:
+    """Whether vLLM on a GPU may capture passes whose tokens are shuffled; options: vLLM's, from the user.
 
-    Not with the all-to-all that is the default here, which waits for the host. static: as in SEMMOE_STATIC. options:
-    vLLM's, from the user.
+    Not with the all-to-all that is the default here, which waits for the host, nor with drafts.
     """
-    fixed = static != "0" and not DRAFTS & _names(options)
-    return fixed and _backend(options) not in ("", SENDS, *GATHERS)
+    return not DRAFTS & _names(options) and _backend(options) not in ("", SENDS, *GATHERS)
 
 
 def check_balancer(plan: Plan | None, given: PluginSettings, options: list[str]) -> None:

@@ -44,8 +44,14 @@ from semmoe.engines.vllm.placement import PlacedExperts, refuse_reload, unpacked
 from semmoe.engines.vllm.registry import around
 from semmoe.engines.vllm.routing import RealRows, own_rows
 from semmoe.engines.vllm.settings import VllmSettings
-from semmoe.engines.vllm.shuffle import LayerShuffle, moe_layers, split_by_position
-from semmoe.engines.vllm.static import GRAPHS_HOLD_TABLES, StaticLayerShuffle, new_shuffle, new_shuffler
+from semmoe.engines.vllm.shuffle import (
+    GRAPHS_HOLD_TABLES,
+    LayerShuffle,
+    moe_layers,
+    new_shuffle,
+    new_shuffler,
+    split_by_position,
+)
 from semmoe.engines.vllm.step import Slots, accepted, fed_tokens, read_step
 from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.traffic import TrafficCounter
@@ -197,8 +203,7 @@ class RankPlugin:
                 split_by_position(layer)
             return
         check_eager(runner, "tokens are shuffled between vLLM's operators, which")
-        split = [found[index] for index in layers]
-        shuffle = new_shuffle(self._plan, runner, self._settings, self._real, split, self._slots)
+        shuffle = new_shuffle(self._plan, runner, self._settings, self._real, self._slots)
         for place, index in enumerate(layers):
             shuffle.hook(found[index], place)
         shuffle.ran = self._layer_ran
@@ -257,8 +262,7 @@ class RankPlugin:
         if self._check_hooks.pending and self._in_pass:
             self._check_hooks.ran("routers")
         if isinstance(self._shuffle, LayerShuffle) and self._shuffle.active:
-            own = slice(self._shuffle.num_rows)
-            self._shuffle.observe(expert_ids[own].long(), weights[own])
+            self._shuffle.observe(expert_ids.long(), weights)
         elif self._recording.hooked and not self.shuffles:  # a pass that is not shuffled has a slice of the rows here
             self._recording.observe(place, expert_ids.long(), weights)
 
@@ -314,7 +318,6 @@ class RankPlugin:
         shuffle = self._settings.shuffle if self.shuffles else "no"
         tell_untried(self._ep_rank, "vllm", vllm.__version__, targets.TRIED)
         labels = description(f"vllm {vllm.__version__}", self._plan, self._settings, running.attention, shuffle)
-        labels |= {"static": str(isinstance(self._shuffle, StaticLayerShuffle)).lower()}
         source = functools.partial(self._readings, rank_traffic(self._ep_rank, running, self._settings))
         publish(self._ep_rank, self._settings.folder, labels, source)
 

@@ -7,21 +7,29 @@ zeros. Everything else in the layer, such as DeepSeek-V2's scaling in float16, i
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.distributed import tensor_model_parallel_all_gather, tensor_model_parallel_all_reduce
+from vllm.config import CUDAGraphMode
+from vllm.distributed import get_tp_group, tensor_model_parallel_all_gather, tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.model_executor.models.utils import sequence_parallel_chunk
 
+from semmoe.core import Plan
 from semmoe.engines.layer import TokenRows
-from semmoe.engines.step import SlotWatch
+from semmoe.engines.step import Step
 from semmoe.engines.vllm import targets
+from semmoe.engines.vllm.model import graphs
 from semmoe.engines.vllm.routing import RealRows
+from semmoe.engines.vllm.settings import VllmSettings
+from semmoe.engines.vllm.step import Slots, decoding_slots, on_device
 from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.shuffler import Shuffler
+
+GRAPHS_HOLD_TABLES = "captured graphs hold the token tables: serve with --enforce-eager"
 
 # Attributes by which layers and expert blocks state that they split rows themselves; they are read in `forward` only.
 OWN_SPLITS = ("use_sequence_parallel_moe", "use_attn_reduce_scatter_for_moe", "is_sequence_parallel")
@@ -30,13 +38,19 @@ OWN_SPLITS = ("use_sequence_parallel_moe", "use_attn_reduce_scatter_for_moe", "i
 class LayerShuffle(TokenRows):
     """Splits rows into the plan's slices in the decoder layers given to `hook`, in passes that are shuffled.
 
-    In other passes, such as those with few rows, for warm-up and of idle ranks, rows are split by position.
+    Other passes, such as those with few rows, are split by position. The passes of idle ranks, for warm-up, and those
+    that are captured are begun by no hook: all their rows are padding. runner: vLLM's. slots: of its requests.
     """
 
-    def __init__(self, shuffler: Shuffler, comm: Communicator, real: RealRows, drafts: int) -> None:
-        super().__init__(shuffler, comm)
-        self._real, self._watch = real, SlotWatch(drafts)
-        self.num_rows = 0  # rows of this rank at the current layer, without padding
+    def __init__(
+        self, shuffler: Shuffler, comm: Communicator, real: RealRows, runner: Any, slots: Slots, drafts: int
+    ) -> None:
+        super().__init__(shuffler, comm, lambda: runner.max_num_reqs + 1, drafts)
+        slots.most = runner.max_num_reqs
+        self._real, self._runner, self._of_requests = real, runner, slots
+        self._slots = torch.zeros(runner.max_num_tokens, dtype=torch.int64, device=real.count.device)  # by row
+        self._step: Step | None = None  # of a pass in which a request has several tokens
+        self._announced = False  # whether `begin_step` was called
         self.ran: Callable[[], None] = lambda: None  # called after every layer that was shuffled
 
     def hook(self, layer: nn.Module, place: int) -> None:
@@ -48,22 +62,51 @@ class LayerShuffle(TokenRows):
         block.forward = functools.partial(self._experts, block.forward)
         layer.forward = functools.partial(self._whole, layer.forward)
 
+    def begin_step(self, read: Callable[[], Step]) -> None:
+        """Begin a pass; one with a token per request is not read, since that would wait for the device.
+
+        The slots of its requests are written to a buffer that a captured pass reads, as it does vLLM's own of token ids
+        and positions. Slot 0 is padding, so slots count from 1.
+        """
+        self.end()
+        self._announced = True
+        slots = decoding_slots(self._runner, self._of_requests)
+        if slots is None:
+            step = read()
+            self._step = replace(step, slots=step.slots + 1)
+        else:
+            self._slots[: len(slots)].copy_(torch.from_numpy(slots + 1), non_blocking=True)
+
+    def end(self) -> None:
+        super().end()
+        self._step, self._announced = None, False
+        self._slots.zero_()
+
     def _normalise(self, normalise: Callable[..., Any], place: int, partial: Tensor, residual: Tensor) -> Any:
         """(N', H) partial sums and residual -> this rank's rows, or all rows if they are not shuffled, normalized."""
+        if place == 0:
+            self._start(len(partial))
         if not self.shuffled:
             partial = tensor_model_parallel_all_reduce(partial)
         else:
             partial, residual = self.scatter(partial, residual, place)
-            self.num_rows = len(partial)
-            self._real.count.fill_(self.num_rows)
+            self._real.count.copy_(self.num_real)
         return normalise(partial, residual)
 
+    def _start(self, num_rows: int) -> None:
+        """Begin a pass over `num_rows` rows, which the shuffle pads to equal slices."""
+        padded = -(-num_rows // self.comm.size) * self.comm.size
+        if self.decide(padded):
+            if self._step is not None:
+                self.start_prompts(padded, self._step, self._slots.device)
+            else:
+                buffers = self._runner.input_ids, self._slots, self._runner.positions
+                self.start_decoding(padded, *(on_device(buffer, num_rows) for buffer in buffers))
+        if self._announced:
+            self.count_pass()
+
     def _experts(self, compute: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-        if not self.active:
-            return by_position(compute, rows)
-        # Pad to as many rows as vLLM's own split has, as some of its all-to-alls require.
-        width = -(-self._padded // self.comm.size)
-        return compute(nn.functional.pad(rows, (0, 0, 0, width - len(rows))))[: self.num_rows]
+        return compute(rows) if self.active else by_position(compute, rows)
 
     def _whole(self, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         out, residual = compute(*args, **kwargs)
@@ -72,6 +115,32 @@ class LayerShuffle(TokenRows):
             return out, residual
         stream = self.restore(out + residual)
         return stream, torch.zeros_like(stream)
+
+
+def new_shuffler(plan: Plan, runner: Any, settings: VllmSettings) -> Shuffler:
+    """The shuffler of this rank by a plan."""
+    group = runner.vllm_config.parallel_config.data_parallel_rank
+    return Shuffler(settings.served(plan), group, get_tp_group().rank_in_group, settings.shuffle, runner.device)
+
+
+def new_shuffle(plan: Plan, runner: Any, settings: VllmSettings, real: RealRows, slots: Slots) -> LayerShuffle:
+    """The shuffle around the model's layers with experts. Raises ValueError in a mode in which rows would be lost."""
+    group, speculation = get_tp_group(), runner.vllm_config.speculative_config
+    drafts = speculation.num_speculative_tokens if speculation is not None else 0
+    check_graphs(graphs(runner), drafts)
+    comm = Communicator(group.device_group, group.rank_in_group, group.world_size)
+    return LayerShuffle(new_shuffler(plan, runner, settings), comm, real, runner, slots, drafts)
+
+
+def check_graphs(mode: CUDAGraphMode, drafts: int) -> None:
+    """Raise ValueError if tokens that vLLM captures in graphs of this mode could not be shuffled.
+
+    drafts: draft tokens per request, of which the host must read a pass.
+    """
+    if mode == CUDAGraphMode.NONE or (drafts == 0 and mode == CUDAGraphMode.FULL_DECODE_ONLY):
+        return
+    how = "give --enforce-eager" if drafts else "of vLLM's modes of CUDA graphs give FULL_DECODE_ONLY"
+    raise ValueError(f"tokens are not shuffled in CUDA graphs of mode {mode.name}: {how}, or SEMMOE_SHUFFLE=off")
 
 
 def split_by_position(layer: nn.Module) -> None:

@@ -9,61 +9,45 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from semmoe.runtime.reference import RankOrder
+from semmoe.runtime.tables import RankOrder
 
 BLOCK = 1024  # rows per program
 SCAN_BLOCK = 1024  # blocks that the scan processes at a time
 
 
-def argsort_ranks(ranks: Tensor, size: int, slice_rows: int | None = None) -> RankOrder:
-    """Same as `semmoe.runtime.argsort.argsort_ranks`, but rows beyond a rank's `slice_rows` get no entry in `order`."""
-    return _sorted(ranks, size, slice_rows, None)
-
-
 def order_of_real(ranks: Tensor, real: Tensor, size: int) -> RankOrder:
-    """Same as `semmoe.runtime.reference.order_of_real`."""
-    return _sorted(ranks, size, None, real)
-
-
-def _sorted(ranks: Tensor, size: int, slice_rows: int | None, real: Tensor | None) -> RankOrder:
+    """Same as `on_cpu.order_of_real`."""
     rows, device = len(ranks), ranks.device
     block = min(BLOCK, max(triton.next_power_of_2(rows), 16))
     blocks, bins = triton.cdiv(rows, block), max(triton.next_power_of_2(size), 16)
-    if slice_rows is None:
-        order = torch.empty(rows, dtype=torch.int64, device=device)
-    else:
-        order = torch.full((size * slice_rows,), -1, dtype=torch.int64, device=device)
-    inverse = torch.empty(rows, dtype=torch.int64, device=device)
-    # One block writes its counts, several add those of real rows.
-    make = torch.zeros if blocks == 0 or (real is not None and blocks > 1) else torch.empty
-    counted = make(size, dtype=torch.int64 if real is None else torch.int32, device=device)
+    order, inverse = (torch.empty(rows, dtype=torch.int64, device=device) for _ in range(2))
+    # One block writes its counts, several add them.
+    make = torch.empty if blocks == 1 else torch.zeros
+    counts = make(size, dtype=torch.int32, device=device)
     if rows == 0:
-        return RankOrder(order, inverse, counted)
+        return RankOrder(order, inverse, counts)
     before = torch.empty((size, blocks), dtype=torch.int32, device=device)
-    totals = counted if real is None or blocks == 1 else torch.empty(size, dtype=torch.int64, device=device)
+    totals = counts if blocks == 1 else torch.empty(size, dtype=torch.int64, device=device)
     ranks = ranks.contiguous()
     if blocks > 1:
         histogram_kernel[(blocks,)](ranks, before, rows, size, blocks, BLOCK=block, BINS=bins)
         scan_kernel[(size,)](before, totals, blocks, BLOCK=SCAN_BLOCK)
     scatter_kernel[(blocks,)](
         ranks,
-        ranks if real is None else real,
+        real,
         before,
         totals,
-        counted,
+        counts,
         order,
         inverse,
         rows,
         size,
         blocks,
-        0 if slice_rows is None else slice_rows,
         ALONE=blocks == 1,
-        SLICES=slice_rows is not None,
-        REAL=real is not None,
         BLOCK=block,
         BINS=bins,
     )
-    return RankOrder(order, inverse, counted)
+    return RankOrder(order, inverse, counts)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -101,10 +85,7 @@ def scatter_kernel(
     rows,
     size,
     blocks,
-    slice_rows,
     ALONE: tl.constexpr,
-    SLICES: tl.constexpr,
-    REAL: tl.constexpr,
     BLOCK: tl.constexpr,
     BINS: tl.constexpr,
 ):
@@ -114,28 +95,21 @@ def scatter_kernel(
     valid = start + local < rows
     ids = tl.load(ranks + start + local, mask=valid, other=0).to(tl.int32)
     found = tl.histogram(ids, BINS, mask=valid)
-    if REAL:
-        is_real = tl.load(real + start + local, mask=valid, other=0).to(tl.int32) > 0
-        those = tl.histogram(ids, BINS, mask=valid & is_real)
-    else:
-        those = found
+    is_real = tl.load(real + start + local, mask=valid, other=0).to(tl.int32) > 0
+    those = tl.histogram(ids, BINS, mask=valid & is_real)
     if ALONE:
         of_rank, earlier = found, tl.zeros((BINS,), tl.int32)
         tl.store(counted + bins, those.to(counted.dtype.element_ty), mask=bins < size)
     else:
         of_rank = tl.load(totals + bins, mask=bins < size, other=0).to(tl.int32)
         earlier = tl.load(before + bins * blocks + tl.program_id(0), mask=bins < size, other=0)
-        if REAL:
-            tl.atomic_add(counted + bins, those, mask=bins < size)
-    first = bins * slice_rows if SLICES else tl.cumsum(of_rank, 0) - of_rank
-    end = first + (slice_rows if SLICES else of_rank)
+        tl.atomic_add(counted + bins, those, mask=bins < size)
+    first = tl.cumsum(of_rank, 0) - of_rank
     run = tl.cumsum(found, 0) - found
     # BINS * BLOCK is at most 2**18 here; rows past the end sort behind all others.
     keys = tl.sort(tl.where(valid, ids * BLOCK + local, BINS * BLOCK + local))
     rank, row = tl.minimum(keys // BLOCK, BINS - 1), start + keys % BLOCK
     place = local + tl.gather(first + earlier - run, rank, 0)
     tl.store(inverse + row, place.to(tl.int64), mask=row < rows)
-    fits = (row < rows) & (place < tl.gather(end, rank, 0))
-    if REAL:
-        row = tl.where(tl.load(real + row, mask=row < rows, other=0).to(tl.int32) > 0, row, -1)
-    tl.store(order + place, row.to(tl.int64), mask=fits)
+    row_is_real = tl.load(real + row, mask=row < rows, other=0).to(tl.int32) > 0
+    tl.store(order + place, tl.where(row_is_real, row, -1).to(tl.int64), mask=row < rows)

@@ -1,6 +1,6 @@
 """`semmoe.tokens.slices.assign` as a Triton kernel: one program assigns a chunk of the batch.
 
-Nothing waits for the device and only the result is allocated. It is bitwise equal to that of `semmoe.runtime.scores`.
+Nothing waits for the device and only the result is allocated. It is bitwise equal to that on a CPU.
 """
 
 import torch

@@ -11,7 +11,7 @@ WARP_TILE = 256  # experts of a token times ranks that one warp looks through
 def cover_copies(
     expert_ids: Tensor, ranks: Tensor, physical: Tensor, preferred: Tensor, source: int, num_ranks: int
 ) -> Tensor:
-    """Same as `semmoe.runtime.reference.cover_copies`."""
+    """Same as `on_cpu.cover_copies`."""
     n, K = expert_ids.shape
     out = torch.empty_like(expert_ids)
     if n > 0:

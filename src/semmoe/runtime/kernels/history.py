@@ -1,5 +1,4 @@
-"""The histories of requests as Triton kernels: `scores`' `observe`, `observe_in_turn` and `contribution`, and
-`shuffler.by_weight`.
+"""The histories of requests as Triton kernels: `observe`, `observe_in_turn`, `contribution`, and `by_weight`.
 
 Shapes are static and nothing waits for the device. Rows of padding share a slot that is never read.
 """
@@ -9,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from semmoe.runtime.scores import Turns
+from semmoe.runtime.tables import Turns
 from semmoe.tokens.kernels import FRACTION, RUNNING_LIMIT, RUNNING_PRIOR
 
 TILE = 256  # rows times ranks, or times experts of a token, of a program
@@ -21,7 +20,7 @@ _FRACTION, _LIMIT, _PRIOR = tl.constexpr(FRACTION), tl.constexpr(RUNNING_LIMIT),
 
 
 def contribution(rows: Tensor, running: Tensor, previous: Tensor, slots: Tensor, decoding: Tensor) -> Tensor:
-    """(B, G) int32: same as `semmoe.runtime.scores.contribution`."""
+    """(B, G) int32: same as `on_cpu.contribution`."""
     out = torch.empty((len(slots), running.shape[1]), dtype=torch.int32, device=slots.device)
     if len(slots):
         grid, block = _blocks(*out.shape)
@@ -32,7 +31,7 @@ def contribution(rows: Tensor, running: Tensor, previous: Tensor, slots: Tensor,
 
 
 def observe(rows: Tensor, running: Tensor, previous: Tensor, seen: Tensor, slots: Tensor, expert_ids: Tensor) -> Tensor:
-    """(B, K): same as `semmoe.runtime.scores.observe`."""
+    """(B, K): same as `on_cpu.observe`."""
     out = torch.empty_like(expert_ids, memory_format=torch.contiguous_format)
     if len(slots):
         grid, block = _blocks(len(slots), running.shape[1])
@@ -46,7 +45,7 @@ def observe(rows: Tensor, running: Tensor, previous: Tensor, seen: Tensor, slots
 def observe_in_turn(
     rows: Tensor, running: Tensor, previous: Tensor, seen: Tensor, turns: Turns, expert_ids: Tensor
 ) -> None:
-    """Same as `semmoe.runtime.scores.observe_in_turn`, without waiting: sums of all tokens, then slot by slot."""
+    """Same as `on_cpu.observe_in_turn`, without waiting: sums of all tokens, then slot by slot."""
     layers, batch, top_k = expert_ids.shape
     tokens, ranks = len(turns.rows), rows.shape[2]
     if tokens:
@@ -59,7 +58,7 @@ def observe_in_turn(
 
 
 def by_weight(expert_ids: Tensor, weights: Tensor, kind: torch.dtype) -> Tensor:
-    """(n, K): same as `semmoe.runtime.shuffler.by_weight`."""
+    """(n, K): same as `on_cpu.by_weight`."""
     out = torch.empty(expert_ids.shape, dtype=kind, device=expert_ids.device)
     if len(out):
         grid, block = _blocks(*out.shape)

@@ -1,7 +1,7 @@
 """Scores of `semmoe.tokens.slices` as Triton kernels: one program per block of tokens.
 
 Shapes are static, nothing waits for the device, and only the results are allocated, so that both can be captured in a
-graph. Results are bitwise equal to those of `semmoe.runtime.scores`. The number of tokens is not specialised: Triton
+graph. Results are bitwise equal to those of `on_cpu`. The number of tokens is not specialised: Triton
 would compile passes of one token, and of multiples of 16, anew while requests wait, and what is 1 is a constant then.
 """
 
@@ -12,13 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from semmoe.runtime.scores import DeviceTables
+from semmoe.runtime.tables import ScoreTables
 
 SCORE_BLOCK = 32  # tokens per program
 
 
 def look_up_tokens(
-    tables: DeviceTables, layers: Sequence[int], first_rank: int, num_slices: int, token_ids: Tensor
+    tables: ScoreTables, layers: Sequence[int], first_rank: int, num_slices: int, token_ids: Tensor
 ) -> Tensor:
     """(L, B, S) int32: same as `semmoe.tokens.slices.look_up_tokens`, for layers that follow each other."""
     tokens = len(token_ids)
@@ -44,26 +44,22 @@ def look_up_tokens(
 
 
 def score(
-    tables: DeviceTables, layer: int, first_rank: int, tokens: Tensor, earlier: Tensor, history: Tensor | None = None,
-    real: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """(B, S) int32: same as `semmoe.runtime.scores.score`."""
+    tables: ScoreTables, layer: int, first_rank: int, tokens: Tensor, earlier: Tensor, history: Tensor, real: Tensor
+) -> Tensor:
+    """(B, S) int32: same as `on_cpu.score`."""
     out, (number, num_slices) = torch.empty_like(tokens), tokens.shape
-    past = tables.history_scores[layer, -1:] if history is None else history.contiguous()
     if number:
         score_kernel[(triton.cdiv(number, SCORE_BLOCK),)](
             out,
             tokens.contiguous(),
             tables.path_scores[layer],
             earlier.contiguous(),
-            past,
-            past if real is None else real,
+            history.contiguous(),
+            real,
             number,
             first_rank,
             tables.token_scores.shape[2],
             num_slices,
-            HAS_HISTORY=history is not None,
-            REAL=real is not None,
             LAYERS=earlier.shape[0],
             TOP_K=earlier.shape[2],
             ORDERED=tables.ordered,
@@ -114,8 +110,6 @@ def score_kernel(
     first,
     ranks,
     slices,
-    HAS_HISTORY: tl.constexpr,
-    REAL: tl.constexpr,
     LAYERS: tl.constexpr,
     TOP_K: tl.constexpr,
     ORDERED: tl.constexpr,
@@ -128,8 +122,7 @@ def score_kernel(
     valid = t < tokens
     mask = valid[:, None] & (s < slices)
     total = tl.load(looked_up + t[:, None] * slices + s, mask=mask, other=0)
-    past = t if HAS_HISTORY else t * 0
-    total += tl.load(history + past[:, None].to(tl.int64) * ranks + first + s, mask=mask, other=0).to(tl.int32)
+    total += tl.load(history + t[:, None].to(tl.int64) * ranks + first + s, mask=mask, other=0)
     for j in tl.static_range(LAYERS):
         for k in tl.static_range(TOP_K):
             nearer = min(j, ORDERED)
@@ -137,6 +130,5 @@ def score_kernel(
             expert = tl.load(earlier + (j * tokens + t) * TOP_K + k, mask=valid, other=0).to(tl.int32)
             places = path_scores + (base + expert)[:, None] * ranks + first + s
             total += tl.load(places, mask=mask, other=0).to(tl.int32)
-    if REAL:
-        total = tl.where(tl.load(real + t, mask=valid, other=0).to(tl.int32)[:, None] > 0, total, 0)
+    total = tl.where(tl.load(real + t, mask=valid, other=0).to(tl.int32)[:, None] > 0, total, 0)
     tl.store(out + t[:, None] * slices + s, total, mask=mask)

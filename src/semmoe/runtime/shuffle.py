@@ -1,22 +1,20 @@
-"""The shuffled pair with static shapes: nothing waits for the device, so that a forward pass fits in a CUDA graph.
+"""The shuffled pair SRS / SAG (paper, section 3.4) on equal slices: nothing waits for the device, as graphs need.
 
-`collectives.shuffle_handle` sends each rank exactly its tokens, which the host must count first. Here every rank gets
-one slice of N / S rows, of which the first are real and the rest padding; the number of real rows is a tensor.
+Each rank gets one slice of N / S rows, of which the first are tokens and the rest is padding; the number of tokens is a
+tensor.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
-from typing import Any
 
 from torch import Tensor
 
-from semmoe.runtime import reference
+from semmoe.runtime import kernels
 from semmoe.runtime.collectives import Communicator
 
 
 @dataclass(frozen=True)
-class StaticHandle:
+class ShuffleHandle:
     """The permutation of a group's N = S * n rows to S slices of n rows. All fields but `rank` are equal on all ranks.
 
     Worked example, two ranks and six rows, of which the last two are padding, assigned to ranks [1, 0, 1, 1, 0, 0]:
@@ -36,14 +34,14 @@ class StaticHandle:
         return self.order[self.rank * self.slice_rows : (self.rank + 1) * self.slice_rows]
 
 
-def static_handle(ranks: Tensor, real: Tensor, size: int, rank: int) -> StaticHandle:
+def shuffle_handle(ranks: Tensor, real: Tensor, size: int, rank: int) -> ShuffleHandle:
     """Make the handle from the rank (N,) of each row, equally many rows per rank, and which rows are real (N,) bool.
 
     Padding must be the last rows, so that a stable sort by rank puts it last in every slice.
     """
     rows = slice_rows(len(ranks), size)
-    order, inverse, counts = (triton_kernels("argsort", ranks) or reference).order_of_real(ranks, real, size)
-    return StaticHandle(order, inverse, counts, rows, rank)
+    order, inverse, counts = kernels.of(ranks.device).order_of_real(ranks, real, size)
+    return ShuffleHandle(order, inverse, counts, rows, rank)
 
 
 def slice_rows(rows: int, size: int) -> int:
@@ -55,26 +53,17 @@ def slice_rows(rows: int, size: int) -> int:
 
 def take_rows(rows: Tensor, index: Tensor) -> Tensor:
     """rows (N, H), index (M,) -> (M, H), zeros where the index is -1."""
-    if (kernels := triton_kernels("shuffle", rows)) is not None:
-        return kernels.gather_rows(rows, index)
-    return rows[index.clamp(min=0)].masked_fill((index < 0)[:, None], 0)
+    return kernels.of(rows.device).gather_rows(rows, index)
 
 
-def static_reduce_scatter(comm: Communicator, partial: Tensor, handle: StaticHandle) -> Tensor:
-    """SRS: sum `partial` (N, H) over ranks -> (n, H), this rank's tokens and zeros for padding."""
+def shuffled_reduce_scatter(comm: Communicator, partial: Tensor, handle: ShuffleHandle) -> Tensor:
+    """SRS: sum `partial` over ranks -> (n, H), this rank's tokens and zeros for padding.
+
+    partial (at least as many rows as tokens, H). Sums are in rank order, except over NCCL.
+    """
     return comm.reduce_scatter(take_rows(partial, handle.order))
 
 
-def static_all_gather(comm: Communicator, columns: Sequence[Tensor], handle: StaticHandle) -> list[Tensor]:
+def shuffled_all_gather(comm: Communicator, columns: Sequence[Tensor], handle: ShuffleHandle) -> list[Tensor]:
     """SAG of tensors (n, ...) of the same rows -> (N, ...) in the original order; padding rows keep their values."""
-    return [comm.all_gather(rows)[handle.inverse] for rows in columns]
-
-
-def triton_kernels(name: str, tensor: Tensor) -> Any:
-    """A module of `semmoe.runtime.kernels` if `tensor` is on a GPU and Triton is installed, else None."""
-    if tensor.is_cpu:
-        return None
-    try:
-        return import_module(f"semmoe.runtime.kernels.{name}")
-    except ImportError:  # builds of torch for other devices come without Triton
-        return None
+    return [rows.index_select(0, handle.inverse) for rows in comm.all_gather(columns)]

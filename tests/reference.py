@@ -1,12 +1,21 @@
-"""`semmoe.tokens.slices` in plain torch, on any device without waiting for it: the specification of the kernels."""
+"""The runtime in plain torch: the specification that kernels and collectives are tested against.
+
+Functions with the names of `semmoe.runtime.kernels` run on any device and never wait for it, so that a test may put
+this module in their place. Functions for a collective take the inputs of all ranks and return the outputs of all ranks.
+Sums are in rank order, in float32 (float64 for float64), and rounded once, so that a result does not depend on the rank
+that computes it. Partial sums depend on the placement of experts, so that results differ between placements in their
+last bits.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from semmoe.runtime.kernels.on_cpu import by_weight as by_weight  # it is plain torch
+from semmoe.runtime.rows import sum_in_order
+from semmoe.runtime.tables import RankOrder, ScoreTables, Turns
 from semmoe.tokens import slices
 from semmoe.tokens.kernels import (
     BUCKETS,
@@ -20,59 +29,122 @@ from semmoe.tokens.kernels import (
     STEP_DECAY,
     chunks,
 )
-from semmoe.tokens.slices import PathScores, slice_size
+from semmoe.tokens.slices import slice_size
 
 
-@dataclass(frozen=True)
-class Turns:
-    """The tokens of a pass in which slots have several, by slot and in their order; without padding."""
-
-    slots: Tensor  # (R,) int64, distinct
-    first: Tensor  # (R + 1,) int64: where each slot's tokens begin in `rows`
-    rows: Tensor  # (M,) int64
-
-    @classmethod
-    def of(cls, slots: np.ndarray, device: torch.device) -> "Turns":
-        """slots (N,): that of each row, 0 for padding."""
-        order = np.argsort(slots, kind="stable")[np.count_nonzero(slots == 0) :]
-        touched, first = np.unique(slots[order], return_index=True)
-        return cls(*(torch.tensor(part, device=device) for part in (touched, np.append(first, len(order)), order)))
+def order_of_real(ranks: Tensor, real: Tensor, size: int) -> RankOrder:
+    """Sort rank ids (N,) of 0 to size - 1; rows that are not `real` (N,) bool have the order -1 and no count."""
+    ranks = ranks.long()
+    order = torch.argsort(ranks, stable=True)
+    every = torch.arange(size, device=ranks.device)
+    counts = ((ranks[:, None] == every) & real[:, None]).sum(0, dtype=torch.int32)
+    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(ranks), device=ranks.device))
+    return RankOrder(torch.where(real[order], order, -1), inverse, counts)
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeviceTables:
-    """`PathScores` as tensors of the same shapes."""
+def gather_rows(rows: Tensor, index: Tensor) -> Tensor:
+    """rows (N, H), index (M,) -> (M, H), zeros where the index is -1."""
+    return rows[index.clamp(min=0)].masked_fill((index < 0)[:, None], 0)
 
-    token_rows: Tensor
-    token_scores: Tensor
-    token_shift: Tensor  # (L,) int32
-    path_scores: Tensor
-    history_scores: Tensor
-    lookback: int
-    ordered: int
 
-    @classmethod
-    def of(cls, tables: PathScores, device: str | torch.device = "cpu") -> "DeviceTables":
-        def tensor(array: np.ndarray) -> Tensor:
-            return torch.tensor(array, device=device)
-
-        return cls(
-            token_rows=tensor(tables.token_rows),
-            token_scores=tensor(tables.token_scores),
-            token_shift=tensor(tables.token_shift.astype(np.int32)),
-            path_scores=tensor(tables.path_scores),
-            history_scores=tensor(tables.history_scores),
-            lookback=tables.lookback,
-            ordered=tables.ordered,
+def count(
+    expert_ids: Tensor, per_rank: int, width: int, real: Tensor | None,
+    pairs: Tensor, rows: Tensor, node_rows: Tensor, tokens: Tensor,
+) -> None:  # fmt: skip
+    """Add (n, K) ids, -1 for none, to pairs (R,), rows (R,), node_rows (D,) and tokens (), int64."""
+    size = len(rows)
+    if real is not None:
+        expert_ids = torch.where(
+            (torch.arange(len(expert_ids), device=expert_ids.device) < real)[:, None], expert_ids, -1
         )
+    owners = torch.where(expert_ids < 0, size, expert_ids // per_rank).long()
+    reached = owners.new_zeros((len(owners), size + 1)).scatter_(1, owners, 1)
+    pairs += owners.new_zeros(size + 1).scatter_add_(0, owners.flatten(), torch.ones_like(owners.flatten()))[:-1]
+    nodes = reached[:, :-1].unflatten(1, (-1, width)).amax(dim=2)  # (n, nodes)
+    rows += reached.sum(dim=0)[:-1]
+    node_rows += nodes.sum(dim=0)
+    tokens += nodes.amax(dim=1).sum()
 
-    @property
-    def num_experts(self) -> int:
-        return (self.history_scores.shape[1] - 1) // 2
+
+def cover_copies(
+    expert_ids: Tensor, ranks: Tensor, physical: Tensor, preferred: Tensor, source: int, num_ranks: int
+) -> Tensor:
+    """(n, K) physical ids of experts (n, K), -1 for -1, by the rule `cover` of `copychoice` for tokens of one rank.
+
+    ranks (E, X) and physical (E, X) of the copies nearest to the source rank, padded with -1; preferred (E,).
+    """
+    known, ids, K = expert_ids >= 0, expert_ids.long().clamp(min=0), expert_ids.shape[1]
+    every = torch.arange(num_ranks, device=ids.device)
+    held = (ranks[ids][..., None] == every).any(2) & known[..., None]  # (n, K, G)
+    away = (every - source) % num_ranks
+    liked = held & (preferred[ids][..., None] == every)
+    chosen = torch.where(held.sum(2) == 1, held.int().argmax(2), -1)
+    reached = (held & (chosen >= 0)[..., None]).any(1, keepdim=True)
+    distance = torch.where(liked, -1, away).masked_fill(~(held & reached), num_ranks)
+    nearest = distance.min(2)
+    chosen = torch.where((chosen < 0) & (nearest.values < num_ranks), nearest.indices, chosen)
+    for _ in range(K):
+        left = (held & (chosen < 0)[..., None]).int()
+        score = (left * (K + 1) + left * liked).sum(1)  # (n, G)
+        best = ((score + 1) * num_ranks - away).argmax(1)[:, None]
+        taken = left.gather(2, best[..., None].expand(-1, K, 1))[..., 0] > 0
+        chosen = torch.where(taken, best, chosen)
+    copy = (ranks[ids] == chosen[..., None]) & known[..., None]
+    return torch.where(copy, physical[ids], -1).amax(2).long()
+
+
+def shuffled_reduce_scatter(partials: list[Tensor], ranks: Tensor) -> list[Tensor]:
+    """partials (N, H) of every rank, ranks (N,) of the tokens -> (n, H) for every rank: the sums of its tokens."""
+    total = sum_in_order(partials)
+    return [total[ranks == j] for j in range(len(partials))]
+
+
+def shuffled_all_gather(rows: list[Tensor], ranks: Tensor) -> Tensor:
+    """The rows (n, ...) of every rank, its tokens in their order -> (N, ...), the same on every rank."""
+    out = rows[0].new_empty((len(ranks), *rows[0].shape[1:]))
+    for j, part in enumerate(rows):
+        out[ranks == j] = part
+    return out
+
+
+def dispatch(
+    hidden: list[Tensor], expert_ids: list[Tensor], weights: list[Tensor], targets: list[Tensor]
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """What every rank receives: rows (M, H), expert ids (M, K) with -1 for experts of other ranks, weights (M, K).
+
+    Arguments of every rank: tokens (n, H), expert ids (n, K), weights (n, K) and the rank that computes each chosen
+    expert (n, K), -1 for none. A token is sent once to each rank that computes any of its experts. Rows from other
+    ranks come first, in rank order; own tokens are last.
+    """
+    out = []
+    for rank in range(len(hidden)):
+        rows = []
+        for j in [*(j for j in range(len(hidden)) if j != rank), rank]:
+            here = targets[j] == rank
+            sent = here.any(dim=1)
+            ids = torch.where(here, expert_ids[j], -1)
+            rows.append((hidden[j][sent], ids[sent], weights[j][sent]))
+        hidden_, ids_, weights_ = (torch.cat(columns) for columns in zip(*rows, strict=True))
+        out.append((hidden_, ids_, weights_))
+    return out
+
+
+def combine(results: list[Tensor], targets: list[Tensor]) -> list[Tensor]:
+    """(n, H) for every rank: the results of its tokens from all ranks, added in rank order; 0 if there is none."""
+    size, out = len(results), []
+    for j, target in enumerate(targets):
+        kind = torch.promote_types(results[j].dtype, torch.float32)
+        total = torch.zeros((len(target), results[j].shape[1]), dtype=kind)
+        for rank in range(size):
+            sources = [*(i for i in range(size) if i != rank), rank]
+            counts = [int((targets[i] == rank).any(dim=1).sum()) for i in sources]
+            total[(target == rank).any(dim=1)] += results[rank].split(counts)[sources.index(j)]
+        out.append(total.to(results[j].dtype))
+    return out
 
 
 def look_up_tokens(
-    tables: DeviceTables, layers: Sequence[int], first_rank: int, num_slices: int, token_ids: Tensor
+    tables: ScoreTables, layers: Sequence[int], first_rank: int, num_slices: int, token_ids: Tensor
 ) -> Tensor:
     """(L, B, S) int32: same as `semmoe.tokens.slices.look_up_tokens`."""
     last, columns = len(tables.token_rows) - 1, slice(first_rank, first_rank + num_slices)
@@ -82,19 +154,18 @@ def look_up_tokens(
 
 
 def score(
-    tables: DeviceTables, layer: int, first_rank: int, tokens: Tensor, earlier: Tensor, history: Tensor | None = None,
-    real: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    tables: ScoreTables, layer: int, first_rank: int, tokens: Tensor, earlier: Tensor, history: Tensor, real: Tensor
+) -> Tensor:
     """(B, S) int32: same as `semmoe.tokens.slices.score`, and 0 for rows that are not `real` (B,)."""
     columns = slice(first_rank, first_rank + tokens.shape[1])
-    out = tokens + (tables.history_scores[layer, -1:] if history is None else history)[:, columns].int()
+    out = tokens + history[:, columns].int()
     base = 0
     for j, chosen in enumerate(earlier.unbind()):
         for experts in chosen.long().unbind(1):
             out = out + tables.path_scores[layer, base + experts, columns].int()
             base += tables.num_experts if j < tables.ordered else 0
         base += 0 if j < tables.ordered else tables.num_experts
-    return out if real is None else out.masked_fill(~real[:, None], 0)
+    return out.masked_fill(~real[:, None], 0)
 
 
 def contribution(rows: Tensor, running: Tensor, previous: Tensor, slots: Tensor, decoding: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""The device path: the host's slices bit for bit, padding last, and nothing that waits for a device.
+"""The shuffler: the slices of plain loops bit for bit, padding last, and nothing that waits for a device.
 
-Triton's part of it is tested with its kernels; here the same code runs in plain torch, and once in the interpreter.
+It runs with the kernels of a CPU, in plain torch, and once with Triton's in the interpreter.
 """
 
 from dataclasses import replace
@@ -9,6 +9,7 @@ from importlib import import_module
 import numpy as np
 import oracles
 import pytest
+import reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,16 +21,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from triton_runs import interpret
 
 from semmoe.core import Placement, Plan
+from semmoe.methods import paper_policies
 from semmoe.methods.paper_policies import PaperTables
 from semmoe.requests.policy import RoundRobin
-from semmoe.runtime import scores, shuffler_device, static
-from semmoe.runtime.collectives import shuffle_handle
-from semmoe.runtime.scores import DeviceTables, Turns
-from semmoe.runtime.shuffler import TokenShuffler
-from semmoe.runtime.shuffler_device import PADDING_SLOT, DeviceHistory, DeviceShuffler
-from semmoe.runtime.static import take_rows
+from semmoe.runtime import kernels
+from semmoe.runtime.history import History
+from semmoe.runtime.shuffle import shuffle_handle, take_rows
+from semmoe.runtime.shuffler import PADDING_SLOT, Shuffler
+from semmoe.runtime.tables import ScoreTables, Turns
 from semmoe.tokens import slices as host_scores
-from semmoe.tokens.slices import ByPosition, History, assign
+from semmoe.tokens.slices import ByPosition, assign
 from semmoe.topology import Topology
 
 SIZE, GROUP, SLOTS = 2, 1, 40
@@ -65,10 +66,31 @@ def paper_tables(seed) -> PaperTables:
     )
 
 
-def device_shuffler(plan, granularity="layer", device="cpu") -> DeviceShuffler:
-    shuffler = DeviceShuffler(plan, GROUP, 0, granularity, device)
+def reserved(plan, granularity="layer", device="cpu") -> Shuffler:
+    shuffler = Shuffler(plan, GROUP, 0, granularity, device)
     shuffler.reserve(SLOTS)
     return shuffler
+
+
+@pytest.fixture
+def in_plain_torch(monkeypatch):
+    """Kernels that run on fake tensors and on devices that are not there."""
+    monkeypatch.setattr(kernels, "of", lambda device: reference)
+
+
+@pytest.fixture(params=["on a CPU", "in plain torch"])
+def backend(request, monkeypatch):
+    if request.param == "in plain torch":
+        monkeypatch.setattr(kernels, "of", lambda device: reference)
+
+
+def handle_of(slices: np.ndarray):
+    """The handle of slices (N,) of rows that are all real."""
+    return shuffle_handle(torch.from_numpy(slices).long(), torch.ones(len(slices), dtype=torch.bool), SIZE, 0)
+
+
+def fresh_or_padding(new_slots: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.append(new_slots, PADDING_SLOT))
 
 
 def random_passes(seed, passes=8):
@@ -96,10 +118,15 @@ def fitted(values: np.ndarray, padding: int) -> torch.Tensor:
     return torch.from_numpy(np.append(values, np.zeros(padding, values.dtype)))
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("seed", range(12))
-def test_slices_are_those_of_the_host(seed):
+def test_slices_are_those_of_plain_loops(seed):
+    check_slices(seed)
+
+
+def check_slices(seed) -> None:
     planned = plan(seed)
-    ours, theirs = device_shuffler(planned), TokenShuffler(planned, GROUP, 0)
+    ours, theirs = reserved(planned), oracles.PlainShuffler(planned, GROUP)
     waiting = np.zeros(0, np.int64)
     for number, (ids, slots, decoding, fresh, several) in enumerate(random_passes(seed)):
         waiting = np.union1d(waiting, fresh)
@@ -107,31 +134,31 @@ def test_slices_are_those_of_the_host(seed):
             continue
         fresh, waiting = waiting, waiting[:0]
         told = torch.from_numpy(decoding) if several else None
-        ours.start(*map(torch.from_numpy, (ids, slots)), told, torch.from_numpy(fresh))
+        ours.start(*map(torch.from_numpy, (ids, slots)), told, fresh_or_padding(fresh))
         theirs.start(ids, slots, decoding, fresh)
         for layer in (None, *range(LAYERS)):
-            mine, other = ours.slices(layer), theirs.slices(layer)
+            mine, other = ours.slices(layer), handle_of(theirs.slices(layer))
             assert torch.equal(mine.order, other.order)
             assert torch.equal(mine.inverse, other.inverse)
-            assert mine.counts.tolist() == list(other.counts)
+            assert torch.equal(mine.counts, other.counts)
             if layer is not None:
                 chosen = routed(seed * 100 + number, layer, len(ids))
                 ours.observe(layer, chosen)
-                theirs.observe(layer, chosen)
+                theirs.observe(layer, chosen.numpy())
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("seed", range(4))
 def test_later_tokens_of_a_prompt_do_not_know_the_earlier_ones(seed):
     """A prompt in two parts, the second beside a decoded token of another request, which alone has a history."""
-    planned, shuffler = plan(seed), TokenShuffler(plan(seed), GROUP, 0)
-    tables, history = planned.tokens, History(planned.tokens, 3)
+    planned = plan(seed)
+    tables, history = planned.tokens, oracles.History(planned.tokens, 3)
     first, second, decoding = np.array([1, 1, 2, 2, 2, 2]), np.array([1, 1, 1, 2, 1, 1]), np.arange(6) == 3
-    device = device_shuffler(planned)
+    device = reserved(planned)
     for number, (slots, new) in enumerate([(first, np.array([1, 2])), (second, np.array([], np.int64))]):
         decodes = decoding & (number == 1)
         ids = np.random.default_rng(seed).integers(VOCABULARY, size=6)
-        shuffler.start(ids, slots, decodes, new)
-        device.start(*map(torch.from_numpy, (ids, slots, decodes, new)))
+        device.start(*map(torch.from_numpy, (ids, slots, decodes)), fresh_or_padding(new))
         earlier = []
         for layer in range(LAYERS):
             known = np.where(decodes[:, None], history.contribution(layer, slots), tables.history_scores[layer, -1])
@@ -139,54 +166,63 @@ def test_later_tokens_of_a_prompt_do_not_know_the_earlier_ones(seed):
             scores = oracles.score_tokens(
                 host_scores, tables, layer, GROUP * SIZE, SIZE, ids, before, known.astype(np.int32)
             )
-            expected = shuffle_handle(assign(scores), SIZE, 0).order
-            assert torch.equal(shuffler.slices(layer).order, expected)
-            assert torch.equal(device.slices(layer).order, expected)
+            assert torch.equal(device.slices(layer).order, handle_of(assign(scores)).order)
             chosen = routed(seed * 10 + number, layer, 6)
-            for one in (shuffler, device):
-                one.observe(layer, chosen)
+            device.observe(layer, chosen)
             history.observe(layer, slots, chosen.numpy())
             earlier.insert(0, chosen.numpy())
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_by_another_plan_s_tables_the_requests_that_run_have_no_history(seed):
-    """From the pass on that follows it, slices are those of a shuffler that has seen nothing."""
-    ours, other = device_shuffler(plan(seed)), device_shuffler(plan(seed + 4))
-    slots, rng = torch.arange(1, 9), np.random.default_rng(seed)
-    for number in range(6):
-        if number == 3:
-            ours.follow(device_shuffler(plan(seed + 4)))
-        ids = torch.from_numpy(rng.integers(VOCABULARY, size=8))
-        for one in (ours, other)[: 1 + (number >= 3)]:
-            one.start(ids, slots, None, slots if number == 0 else NONE_NEW)
-        for layer in range(LAYERS):
-            if number >= 3:
-                assert torch.equal(ours.slices(layer).order, other.slices(layer).order)
-            chosen = routed(seed * 10 + number, layer, 8)
-            for one in (ours, other)[: 1 + (number >= 3)]:
-                one.observe(layer, chosen)
-
-
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("tables", ["scores", "paper", None])
 def test_once_a_batch(tables):
-    ours, theirs = device_shuffler(plan(3, tables), "batch"), TokenShuffler(plan(3, tables), GROUP, 0, "batch")
+    planned = plan(3, tables)
+    ours = reserved(planned, "batch")
     assert not ours.uses_history
     rng = np.random.default_rng(0)
     for size in (18, 18, 10):  # each batch is decided anew
         ids = rng.integers(-1, VOCABULARY + 2, size)
         ours.start(torch.from_numpy(ids), torch.arange(1, size + 1), None, NONE_NEW)
-        theirs.start(ids, np.arange(1, size + 1), np.ones(size, bool), np.arange(1, size + 1))
-        alone = TokenShuffler(plan(3, tables), GROUP, 0, "batch")
-        alone.start(ids, np.arange(1, size + 1), np.ones(size, bool), np.arange(1, size + 1))
+        expected = assign(planned.tokens.scores_of_tokens(GROUP * SIZE, SIZE, ids))
+        if tables is None:
+            expected = host_scores.position_slices(size, SIZE)
         for layer in (0, 1):
-            assert torch.equal(ours.slices(layer).order, theirs.slices(layer).order)
-            assert torch.equal(ours.slices(layer).order, alone.slices(layer).order)
+            assert torch.equal(ours.slices(layer).order, handle_of(expected).order)
 
 
-def test_the_papers_tables_once_a_layer_are_refused():
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("padding", [0, 3])
+def test_the_papers_tables_once_a_layer(seed, padding):
+    """Real rows are assigned as in the replay, by devices at the layer before; padding fills the slices."""
+    planned = plan(seed, "paper")
+    ours, tokens = reserved(planned), 13 if padding else 12
+    device_of = paper_policies.device_of_expert(planned.placement, planned.topology)[:, GROUP]
+    ids = np.random.default_rng(seed).integers(-1, VOCABULARY + 2, tokens)
+    ours.start(fitted(ids, padding), fitted(np.arange(1, tokens + 1), padding), None, NONE_NEW)
+    devices = None
+    for layer in range(LAYERS):
+        preference = paper_policies.look_up(planned.tokens, layer, GROUP, ids, devices)
+        expected, handle = paper_policies.assign_slices(preference, SIZE), ours.slices(layer)
+        place = handle.inverse[:tokens].numpy() // handle.slice_rows
+        np.testing.assert_array_equal(place, expected)
+        assert handle.counts.tolist() == np.bincount(expected, minlength=SIZE).tolist()
+        chosen = routed(seed, layer, tokens)
+        ours.observe(layer, torch.cat([chosen, torch.full((padding, TOP_K), 255)]))
+        devices = paper_policies.majority_rank(chosen.numpy(), device_of[layer], SIZE)[:, None]
+
+
+def test_the_papers_tables_once_a_layer_are_refused_on_a_gpu():
     with pytest.raises(ValueError, match="once per batch"):
-        device_shuffler(plan(0, "paper"))
+        reserved(plan(0, "paper"), device="meta")
+
+
+def test_a_gpu_without_triton_is_refused(monkeypatch):
+    def absent(name):
+        raise ImportError(name)
+
+    monkeypatch.setattr("semmoe.runtime.kernels.import_module", absent)
+    with pytest.raises(ValueError, match="on cuda semmoe needs Triton, which is not installed"):
+        kernels.of(torch.device("cuda"))
 
 
 def test_the_mean_over_layers_is_one_table():
@@ -200,11 +236,12 @@ def test_the_mean_over_layers_is_one_table():
     np.testing.assert_array_equal(found, by_hand // LAYERS)
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("seed", range(6))
-def test_histories_are_those_of_the_host(seed):
+def test_histories_are_those_of_plain_loops(seed):
     """Passes of one token a slot, whose sums are often negative, and of several."""
     rng, tables = np.random.default_rng(seed), random_tables(seed)
-    ours, theirs = DeviceHistory(DeviceTables.of(tables), SLOTS), History(tables, SLOTS)
+    ours, theirs = History(ScoreTables.of(tables), SLOTS), oracles.History(tables, SLOTS)
     for turn in range(40):
         several = turn % 5 == 0
         slots = rng.integers(1, 6, 9) if several else rng.permutation(np.arange(1, 8))[:5]
@@ -230,7 +267,7 @@ def test_the_tokens_that_stand_in_padding_change_nothing(granularity):
     """Whatever ids an engine pads with, their scores do not count."""
     slots, orders = fitted(np.array([7, 1, 2]), 3), []
     for padding in range(VOCABULARY):
-        shuffler = device_shuffler(plan(5), granularity)
+        shuffler = reserved(plan(5), granularity)
         shuffler.start(torch.tensor([3, 4, 5, *[padding] * 3]), slots, None, NONE_NEW)
         orders.append(shuffler.slices(0).order.tolist())
     assert all(order == orders[0] for order in orders)
@@ -239,14 +276,16 @@ def test_the_tokens_that_stand_in_padding_change_nothing(granularity):
 def test_padding_makes_room_for_tokens():
     """Of three tokens that want slice 0 the one that loses least moves; then the padding is where there is room."""
     padding = [0, 0]  # as it scores
-    assert scores.assign(torch.tensor([[9, 1], [5, 4], [7, 0], padding], dtype=torch.int32)).tolist() == [0, 1, 0, 1]
+    rows = torch.tensor([[9, 1], [5, 4], [7, 0], padding], dtype=torch.int32)
+    assert reference.assign(rows).tolist() == [0, 1, 0, 1]
+    assert kernels.of(rows.device).assign(rows).tolist() == [0, 1, 0, 1]
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 1000), st.integers(0, 12), st.integers(0, 9))
 def test_with_padding_every_token_comes_once_and_first(seed, tokens, padding):
     padding += (tokens + padding) % SIZE
-    rng, shuffler = np.random.default_rng(seed), device_shuffler(plan(seed))
+    rng, shuffler = np.random.default_rng(seed), reserved(plan(seed))
     shuffler.start(
         fitted(rng.integers(0, VOCABULARY, tokens), padding), fitted(np.arange(1, tokens + 1), padding), None, NONE_NEW
     )
@@ -266,12 +305,14 @@ def test_padding_leaves_histories_alone():
     """A token's history is the same whatever was beside it, so that captured batches of any size tell the same."""
     found = []
     for padding in (1, 5):
-        shuffler = device_shuffler(plan(5))
+        shuffler = reserved(plan(5))
         for turn in range(3):
             shuffler.start(fitted(np.array([3, 4, 5]), padding), fitted(np.array([7, 1, 2]), padding), None, NONE_NEW)
             chosen = torch.cat([routed(turn, 0, 3), torch.full((padding, TOP_K), 255)])
             shuffler.observe(0, chosen)
-        found.append(shuffler._history.contribution(0, torch.tensor([7, 1, 2]), torch.ones(3, dtype=torch.bool)))
+        found.append(
+            shuffler._slicer._history.contribution(0, torch.tensor([7, 1, 2]), torch.ones(3, dtype=torch.bool))
+        )
     assert torch.equal(*found)
 
 
@@ -311,10 +352,11 @@ def graph_of(shuffler, tokens):
         return make_fx(decode(shuffler), tracing_mode="fake", _allow_non_fake_inputs=True)(*padding)
 
 
+@pytest.mark.usefixtures("in_plain_torch")
 @pytest.mark.parametrize("granularity", ["layer", "batch"])
 @pytest.mark.parametrize("tokens", [8, 12])
 def test_a_captured_decode_pass_serves_every_batch_that_fits(granularity, tokens):
-    replayed, eager = (device_shuffler(plan(2), granularity) for _ in range(2))
+    replayed, eager = (reserved(plan(2), granularity) for _ in range(2))
     graph = graph_of(replayed, tokens)
     for seed in range(6):
         inputs = decode_inputs(seed, tokens - seed, seed)
@@ -322,13 +364,12 @@ def test_a_captured_decode_pass_serves_every_batch_that_fits(granularity, tokens
             assert torch.equal(ours, theirs)
 
 
-def test_nothing_of_a_decode_pass_leaves_the_device(monkeypatch):
+@pytest.mark.usefixtures("in_plain_torch")
+def test_nothing_of_a_decode_pass_leaves_the_device():
     """Torch's device without memory stands for one; the kernels, which have tests of their own, are left out."""
-    for module in (static, shuffler_device):
-        monkeypatch.setattr(module, "triton_kernels", lambda name, tensor: None)
-    shuffler = device_shuffler(plan(2), device="meta")
+    shuffler = reserved(plan(2), device="meta")
     out = decode(shuffler)(*(t.to("meta") for t in decode_inputs(0, 6, 2)))
-    assert [t.shape for t in out] == [t.shape for t in decode(device_shuffler(plan(2)))(*decode_inputs(1, 8, 0))]
+    assert [t.shape for t in out] == [t.shape for t in decode(reserved(plan(2)))(*decode_inputs(1, 8, 0))]
     assert all(t.is_meta for t in out)
     with pytest.raises(NotImplementedError):
         out[0].cpu()
@@ -337,7 +378,7 @@ def test_nothing_of_a_decode_pass_leaves_the_device(monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("granularity", ["layer", "batch"])
 def test_a_cuda_graph(granularity):
-    captured, eager = device_shuffler(plan(2), granularity, "cuda"), device_shuffler(plan(2), granularity)
+    captured, eager = reserved(plan(2), granularity, "cuda"), reserved(plan(2), granularity)
     buffers = [torch.zeros_like(t).cuda() for t in decode_inputs(0, 12, 0)]
     decode(captured)(*buffers)  # kernels are compiled outside the graph
     graph = torch.cuda.CUDAGraph()
@@ -352,10 +393,11 @@ def test_a_cuda_graph(granularity):
             assert torch.equal(ours.cpu(), theirs)
 
 
+@pytest.mark.usefixtures("in_plain_torch")
 @pytest.mark.parametrize("wait", [Tensor.item, Tensor.tolist, Tensor.nonzero, Tensor.numpy])
 def test_what_waits_for_the_device_is_not_traced(wait):
     """Or the test above would say nothing."""
-    shuffler = device_shuffler(plan(2))
+    shuffler = reserved(plan(2))
     observe = shuffler.observe
     shuffler.observe = lambda layer, ids: (wait(ids.flatten()[0]), observe(layer, ids))
     with pytest.raises((RuntimeError, DataDependentOutputException, DynamicOutputShapeException)):
@@ -368,10 +410,9 @@ def test_triton_interpreted():
 
 def interpreted() -> None:
     """The same passes through the kernels, which stand in for torch's part wherever tensors are on a GPU."""
-    for module in (static, shuffler_device):
-        module.triton_kernels = lambda name, tensor: import_module(f"semmoe.runtime.kernels.{name}")
+    kernels.of = lambda device: import_module("semmoe.runtime.kernels.on_gpu")
     for seed in range(2):
-        test_slices_are_those_of_the_host(seed)
+        check_slices(seed)
     found, sent = take_rows(torch.arange(6.0).view(3, 2), torch.tensor([2, -1])), [[4.0, 5.0], [0.0, 0.0]]
     assert found.tolist() == sent
 
@@ -380,13 +421,11 @@ if __name__ == "__main__":
     interpreted()
 
 
-def test_a_pass_with_few_rows_is_not_shuffled_on_either_side():
-    """From 4 rows on; a request's history is begun by the first pass that is shuffled."""
-    planned = replace(plan(0), shuffle_from=4)
-    host, device = TokenShuffler(planned, GROUP, 0), device_shuffler(planned)
+def test_a_pass_with_few_rows_is_not_shuffled():
+    """From 4 rows on; the slices of other passes are contiguous."""
+    shuffler = reserved(replace(plan(0), shuffle_from=4))
     for rows in (0, 1, 3, 4, 100):
-        assert host.shuffles(rows) == device.shuffles(rows) == (rows >= 4)
-    host.start(np.arange(3), np.arange(3), np.ones(3, bool), np.arange(3))
-    assert host.slices(0).order.tolist() == [0, 1, 2, -1]  # the last place is padding
-    device.follow(device_shuffler(plan(4)))
-    assert device.shuffles(1)
+        assert shuffler.shuffles(rows) == (rows >= 4)
+    shuffler.start_unshuffled(torch.arange(4) < 3)
+    for layer in (None, 0):
+        assert shuffler.slices(layer).order.tolist() == [0, 1, 2, -1]  # the last place is padding

@@ -1,0 +1,147 @@
+"""The kernels on a CPU: the compiled loops of `semmoe.tokens` and `semmoe.copychoice` on the memory of tensors."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from semmoe.affinity import known_rows
+from semmoe.copychoice import cover
+from semmoe.jit import njit
+from semmoe.runtime.tables import RankOrder, ScoreTables, Turns
+from semmoe.tokens import kernels as loops
+from semmoe.tokens import slices
+from semmoe.tokens.kernels import FRACTION
+
+
+def look_up_tokens(
+    tables: ScoreTables, layers: Sequence[int], first_rank: int, num_slices: int, token_ids: Tensor
+) -> Tensor:
+    """(L, B, S) int32: same as `semmoe.tokens.slices.look_up_tokens`."""
+    rows = tables.token_rows.numpy()[known_rows(token_ids.numpy(), len(tables.token_rows))]
+    out = np.empty((len(layers), len(rows), num_slices), np.int32)
+    for i, layer in enumerate(layers):
+        shift = int(tables.token_shift[layer])
+        loops.look_up(out[i], rows, tables.token_scores[layer].numpy(), shift, first_rank)
+    return torch.from_numpy(out)
+
+
+def score(
+    tables: ScoreTables, layer: int, first_rank: int, tokens: Tensor, earlier: Tensor, history: Tensor, real: Tensor
+) -> Tensor:
+    """(B, S) int32: same as `semmoe.tokens.slices.score`, and 0 for rows that are not `real` (B,)."""
+    out = np.empty(tokens.shape, np.int32)
+    path, experts = tables.path_scores[layer].numpy(), tables.num_experts
+    loops.score(out, tokens.numpy(), path, earlier.numpy(), tables.ordered, experts, history.numpy(), True, first_rank)
+    out[~real.numpy()] = 0
+    return torch.from_numpy(out)
+
+
+def contribution(rows: Tensor, running: Tensor, previous: Tensor, slots: Tensor, decoding: Tensor) -> Tensor:
+    """(B, G) int32 to add to the scores of tokens, by one layer's rows (2 * E + 1, G) and states (slots, G).
+
+    decoding (B,) bool: tokens that were decoded. Tokens of a prompt run together, so that the routing of the tokens
+    before them is not yet known.
+    """
+    known = (running[slots] >> FRACTION) + previous[slots]
+    return torch.where(decoding[:, None], known, rows[-1].int())
+
+
+def observe(rows: Tensor, running: Tensor, previous: Tensor, seen: Tensor, slots: Tensor, expert_ids: Tensor) -> Tensor:
+    """Observe one token of each of `slots` (B,), distinct except for slot 0, which is padding.
+
+    expert_ids (B, K): the experts of each token. Returns them, with 0 for padding.
+    """
+    known = expert_ids.masked_fill((slots == 0)[:, None], 0)
+    _observe(rows, running, previous, seen, slots.numpy(), known.numpy())
+    return known
+
+
+def observe_in_turn(
+    rows: Tensor, running: Tensor, previous: Tensor, seen: Tensor, turns: Turns, expert_ids: Tensor
+) -> None:
+    """Observe at all layers the experts (L, N, K) of tokens, by rows (L, 2 * E + 1, G) and states (L, slots, G)."""
+    slots = np.repeat(turns.slots.numpy(), np.diff(turns.first.numpy()))
+    ids = expert_ids[:, turns.rows].numpy()
+    for layer in range(len(rows)):
+        _observe(rows[layer], running[layer], previous[layer], seen[layer], slots, ids[layer])
+
+
+def _observe(
+    rows: Tensor, running: Tensor, previous: Tensor, seen: Tensor, slots: np.ndarray, expert_ids: np.ndarray
+) -> None:
+    slices.observe(running.numpy(), previous.numpy(), seen.numpy(), slots, expert_ids, rows.numpy())
+
+
+def by_weight(expert_ids: Tensor, weights: Tensor, kind: torch.dtype) -> Tensor:
+    """Expert ids (n, K) by falling weight (n, K), in type `kind`; of equal weights the first comes first."""
+    return torch.gather(expert_ids, 1, weights.argsort(dim=1, descending=True, stable=True)).to(kind)
+
+
+def assign(scores: Tensor) -> Tensor:
+    """(B,) int16: slices, same as `semmoe.tokens.slices.assign`."""
+    return torch.from_numpy(slices.assign(scores.numpy()))
+
+
+def gather_rows(rows: Tensor, index: Tensor) -> Tensor:
+    """rows (N, H), index (M,) -> (M, H), zeros where the index is -1."""
+    out = rows.index_select(0, index.clamp(min=0))
+    out[index < 0] = 0
+    return out
+
+
+def order_of_real(ranks: Tensor, real: Tensor, size: int) -> RankOrder:
+    """Sort the rows by rank (N,), of 0 to size - 1; rows that are not `real` (N,) bool have no count."""
+    order, inverse = np.empty((2, len(ranks)), np.int64)
+    counts = np.zeros(size, np.int32)
+    _sort(ranks.numpy(), real.numpy(), order, inverse, counts)
+    return RankOrder(*map(torch.from_numpy, (order, inverse, counts)))
+
+
+@njit(nogil=True)
+def _sort(ranks, real, order, inverse, counts):
+    """Fill order, inverse and counts (zero before) by a counting sort, which is stable."""
+    place = np.zeros(counts.shape[0], np.int64)
+    for i in range(ranks.shape[0]):
+        place[ranks[i]] += 1
+        counts[ranks[i]] += real[i]
+    first = 0
+    for r in range(counts.shape[0]):  # from each rank's number of rows to its first place
+        number = place[r]
+        place[r] = first
+        first += number
+    for i in range(ranks.shape[0]):
+        to = place[ranks[i]]
+        place[ranks[i]] += 1
+        order[to] = i if real[i] else -1
+        inverse[i] = to
+
+
+def cover_copies(
+    expert_ids: Tensor, ranks: Tensor, physical: Tensor, preferred: Tensor, source: int, num_ranks: int
+) -> Tensor:
+    """(n, K) physical ids of experts (n, K), -1 for -1, by the rule `cover` of `copychoice` for tokens of one rank.
+
+    ranks (E, X) and physical (E, X) of the copies nearest to the source rank, padded with -1; preferred (E,).
+    """
+    near = ranks.numpy(), physical.numpy(), preferred.numpy()
+    return torch.from_numpy(cover(expert_ids.long().numpy(), near, source, num_ranks))
+
+
+def count(
+    expert_ids: Tensor, per_rank: int, width: int, real: Tensor | None,
+    pairs: Tensor, rows: Tensor, node_rows: Tensor, tokens: Tensor,
+) -> None:  # fmt: skip
+    """Add (n, K) ids, -1 for none, to pairs (R,), rows (R,), node_rows (D,) and tokens (), int64.
+
+    width: ranks per node. real (): only this number of the first rows counts.
+    """
+    size, ids = len(rows), expert_ids if real is None else expert_ids[: int(real)]
+    owners = torch.where(ids < 0, size, ids // per_rank).long()  # the last place is for none
+    reached = owners.new_zeros((len(owners), size + 1)).scatter_(1, owners, 1)[:, :size]
+    nodes = reached.unflatten(1, (-1, width)).amax(dim=2)  # (n, D)
+    pairs += torch.bincount(owners.flatten(), minlength=size + 1)[:size]
+    rows += reached.sum(dim=0)
+    node_rows += nodes.sum(dim=0)
+    tokens += nodes.amax(dim=1).sum()
