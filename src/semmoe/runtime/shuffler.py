@@ -8,9 +8,8 @@ Worked example, two slices, scores [9, 1], [5, 4], [7, 0] and one row of padding
 holds two rows; token 1 loses least by moving: [0, 1, 0, 1], and slice 1 is token 1 and the padding.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -46,82 +45,57 @@ class Rows:
         return self.slots != PADDING_SLOT
 
 
-class Slicer(Protocol):
-    """A token policy during a forward pass, in the same state on all ranks of the group."""
+class Slicer:
+    """A token policy during a forward pass, in the same state on all ranks of the group.
 
-    uses_history: bool  # whether every rank must be given the routing of all tokens
+    This one slices by position, as without a plan; subclasses decide in another way.
+    """
+
+    uses_history = False  # whether every rank must be given the routing of all tokens
+
+    def __init__(self, plan: Plan, group: int, device: Device) -> None:
+        self._group, self._size = group, plan.topology.attn_tp_size
+        self._first = group * self._size  # the group's first rank
 
     def reserve(self, num_slots: int) -> None:
         """Allocate the state of request slots, PADDING_SLOT included."""
 
     def start(self, rows: Rows, new_slots: Tensor) -> None:
         """Begin a forward pass. new_slots: slots whose request begins, PADDING_SLOT for none."""
+        self._slices = contiguous(rows.slots, self._size)
 
     def slices(self, layer: int) -> Tensor:
         """(N,) the slice of each row at a MoE layer; slices are equal."""
+        return self._slices
 
     def observe(self, layer: int, expert_ids: Tensor) -> None:
         """Observe the experts (N, K) of all rows at a MoE layer; padding has any ids."""
 
 
-class PositionSlices:
-    """Slices by position, which do not depend on the tokens."""
-
-    uses_history = False
-
-    def __init__(self, plan: Plan, group: int, device: Device) -> None:
-        self._size = plan.topology.attn_tp_size
-
-    def reserve(self, num_slots: int) -> None:
-        """Do nothing: no request has a state."""
-
-    def start(self, rows: Rows, new_slots: Tensor) -> None:
-        """Begin a forward pass; only the number of rows matters."""
-        self._slices = contiguous(rows.slots, self._size)
-
-    def slices(self, layer: int) -> Tensor:
-        return self._slices
-
-    def observe(self, layer: int, expert_ids: Tensor) -> None:
-        """Do nothing: slices do not depend on the experts."""
-
-
-class TokenSlices:
+class TokenSlices(Slicer):
     """Slices once per pass, from the tokens alone: the policy's mean scores over layers, as one table."""
 
-    uses_history = False
-
     def __init__(self, plan: Plan, group: int, device: Device) -> None:
-        size = plan.topology.attn_tp_size
-        self._scores = _token_table(plan.tokens, group * size, size, plan.fingerprint.vocab_size).to(device)
-
-    def reserve(self, num_slots: int) -> None:
-        """Do nothing: no request has a state."""
+        super().__init__(plan, group, device)
+        self._scores = _token_table(plan.tokens, self._first, self._size, plan.fingerprint.vocab_size).to(device)
 
     def start(self, rows: Rows, new_slots: Tensor) -> None:
         ids, last = rows.token_ids, len(self._scores) - 1
         scores = self._scores[torch.where((ids >= 0) & (ids < last), ids, last).long()]
         self._slices = kernels.of(ids.device).assign(scores.masked_fill(~rows.real[:, None], 0))
 
-    def slices(self, layer: int) -> Tensor:
-        return self._slices
 
-    def observe(self, layer: int, expert_ids: Tensor) -> None:
-        """Do nothing: slices depend on the tokens alone."""
-
-
-class PathSlices:
+class PathSlices(Slicer):
     """Slices by scores from token ids, experts at earlier layers, and experts of the request's earlier tokens."""
 
     uses_history = True
 
     def __init__(self, plan: Plan, group: int, device: Device) -> None:
+        super().__init__(plan, group, device)
         assert isinstance(plan.tokens, PathScores)
         self._tables = ScoreTables.of(plan.tokens, device)
         self._kernels = kernels.of(self._tables.token_rows.device)
         self._layers, self._top_k = plan.fingerprint.num_layers, plan.fingerprint.top_k
-        self._size = plan.topology.attn_tp_size
-        self._first = group * self._size
         self._id_type = id_type(plan)
 
     def reserve(self, num_slots: int) -> None:
@@ -161,7 +135,7 @@ class PathSlices:
             self._history.observe_in_turn(turns, torch.stack(self._earlier[::-1]))
 
 
-class PaperSlices:
+class PaperSlices(Slicer):
     """Slices by Algorithm 3, from token ids and the devices of the tokens' experts at earlier layers, on a CPU."""
 
     uses_history = True
@@ -172,13 +146,10 @@ class PaperSlices:
                 f"a plan of method {plan.method!r} has {plan.tokens.kind}, whose slices are assigned on the host: "
                 "solve one by method semmoe, or shuffle once per batch"
             )
+        super().__init__(plan, group, device)
         assert isinstance(plan.tokens, PaperTables)
         self._tables = plan.tokens
-        self._group, self._size = group, plan.topology.attn_tp_size
         self._devices_of_expert = device_of_expert(plan.placement, plan.topology)[:, group]  # (L, E)
-
-    def reserve(self, num_slots: int) -> None:
-        """Do nothing: no request has a state."""
 
     def start(self, rows: Rows, new_slots: Tensor) -> None:
         """Begin a forward pass; requests have no effect."""
@@ -200,8 +171,8 @@ class PaperSlices:
         self._devices.insert(0, majority_rank(ids, self._devices_of_expert[layer], self._size))
 
 
-BY_LAYER: dict[str, Callable[[Plan, int, Device], Slicer]] = {
-    ByPosition.kind: PositionSlices,
+BY_LAYER: dict[str, type[Slicer]] = {
+    ByPosition.kind: Slicer,
     PathScores.kind: PathSlices,
     PaperTables.kind: PaperSlices,
 }
