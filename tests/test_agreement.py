@@ -9,7 +9,7 @@ from ranks import on_ranks, on_threads
 from test_plan import CASES, make_plan
 
 from semmoe.core import Placement
-from semmoe.engines.rank import check_same_plan
+from semmoe.engines.host import check_same_plan
 from semmoe.engines.sglang.settings import SglangSettings
 from semmoe.runtime.agreement import check_agreement, disagreement
 

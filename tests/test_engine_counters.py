@@ -80,7 +80,7 @@ os.environ["PROMETHEUS_MULTIPROC_DIR"] = tempfile.mkdtemp()
 from prometheus_client import CollectorRegistry, generate_latest, multiprocess
 from semmoe import watch
 from semmoe.engines.counters import Counters
-from semmoe.engines.rank import description
+from semmoe.engines.host import description
 from semmoe.engines.settings import PluginSettings
 
 plans, done = [0xABC], [0]

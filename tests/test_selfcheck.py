@@ -21,7 +21,7 @@ def test_hooks_that_ran_as_often_as_there_are_layers_are_trusted():
 
 def test_hooks_that_did_not_run_or_ran_twice_are_named_once():
     check = checked(routed=6)
-    said = check.verdict()
+    said = check.degrade(check.verdict())
     assert said == "in the first pass hooks ran: routed 6 of 3 times, restore 0 of 2 times"
     assert check.verdict() == ""
     assert list(check.readings()) == [("degraded", {"reason": said}, 1.0)]

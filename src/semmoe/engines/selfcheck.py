@@ -4,7 +4,7 @@ check = SelfCheck()
 check.expect("routed", 6)       # at the start: how often the hook runs per pass, here once per layer
 check.begin()                   # the first real pass starts: counts of earlier passes, such as warm-up, are reset
 check.ran("routed")             # in the hook
-check.verdict()                 # the pass ended: "" or what did not run
+check.verdict()                 # the pass ended: "" or what did not run, for `degrade`
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ from semmoe.engines.counters import Reading
 
 
 class SelfCheck:
-    """The check of one rank. The first verdict is final; `degrade` adds other reasons, and `readings` lists all."""
+    """The check of one rank. Only the first pass is judged; `degrade` keeps reasons, and `readings` lists them."""
 
     def __init__(self) -> None:
         self.pending = True  # until the first verdict
@@ -41,7 +41,7 @@ class SelfCheck:
             for name, times in self._expected.items()
             if self._ran[name] != times
         ]
-        return self.degrade(f"in the first pass hooks ran: {', '.join(wrong)}") if wrong else ""
+        return f"in the first pass hooks ran: {', '.join(wrong)}" if wrong else ""
 
     def degrade(self, reason: str) -> str:
         """Add a reason why this rank is degraded; returns the line to log, or "" if the reason is already known."""

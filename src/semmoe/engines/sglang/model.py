@@ -13,7 +13,7 @@ from semmoe.core import Plan
 from semmoe.engines.settings import unseen_in_graphs
 from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.fused import PeerBuffers, symmetric_buffers
-from semmoe.topology import Fingerprint, Topology
+from semmoe.topology import Topology
 
 MOST_REQUESTS = 4096  # most requests that SGLang runs at a time by default
 EXPERT_ID_BYTES = 4  # most bytes per expert id sent with the rows
@@ -92,12 +92,6 @@ def capture(layer_id: int, expert_ids: torch.Tensor) -> None:
     capturer = get_resources().experts_capturer
     if capturer is not None:
         BaseTopkCapturer.capture(capturer, layer_id, expert_ids.to(torch.int32))
-
-
-def fingerprint(runner: Any) -> Fingerprint:
-    from semmoe.engines.transformers.config import fingerprint_of
-
-    return fingerprint_of(str(runner.model_config.model_path))
 
 
 def why_unrecorded(granularity: str, buffered: bool) -> str:

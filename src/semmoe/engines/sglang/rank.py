@@ -1,9 +1,6 @@
 """The plug-in inside one of SGLang's model processes."""
 
 import functools
-import logging
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import sglang
@@ -18,14 +15,8 @@ from sglang.srt.runtime_context import get_exec, get_parallel, get_resources, ge
 
 from semmoe.core import Plan
 from semmoe.engines import supervisor
-from semmoe.engines.absent import NoRecorder, NoShuffle, NoTraffic
-from semmoe.engines.counters import Reading
-from semmoe.engines.live.swap import NoSwapper, SwapError, Swapper, attach
-from semmoe.engines.rank import check_identity, check_plan, check_same_plan, description, publish, tell_untried
-from semmoe.engines.recorder.files import refuse
-from semmoe.engines.recorder.passes import PassRecorder
-from semmoe.engines.recorder.recorder import LiveRecorder
-from semmoe.engines.selfcheck import SelfCheck
+from semmoe.engines.host import Host, check_same_plan
+from semmoe.engines.live.swap import SwapError, attach
 from semmoe.engines.sglang import guard, targets
 from semmoe.engines.sglang.families import expert_sizes, with_copies
 from semmoe.engines.sglang.live import LiveExperts, Orders
@@ -33,7 +24,6 @@ from semmoe.engines.sglang.location import ChosenCopies, check_dispatch, check_l
 from semmoe.engines.sglang.model import (
     all_to_all,
     capture,
-    fingerprint,
     layer_of_norm,
     moe_blocks,
     peer_buffers,
@@ -47,36 +37,24 @@ from semmoe.engines.sglang.settings import SglangSettings
 from semmoe.engines.sglang.shuffle import BoundaryShuffle
 from semmoe.engines.sglang.step import read_step
 from semmoe.engines.sglang.weights import load_tied, placed_only
-from semmoe.engines.traffic import RankTraffic, rank_traffic
 from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.shuffler import Shuffler
 from semmoe.runtime.traffic import TrafficCounter
 
-log = logging.getLogger(__name__)
 
-
-class RankPlugin:
+class RankPlugin(Host):
     """The hooks of every process, which are configured in processes that load the model."""
 
     def __init__(self, plan: Plan | None, settings: SglangSettings) -> None:
-        self._plan, self._settings = plan, settings
-        if not self.shuffles and settings.fused == "1":
+        super().__init__(plan, settings, "SGLang", sglang.__version__, targets.TRIED)
+        self._fused = settings.fused == "1"
+        if self._fused and not self.shuffles:
             raise ValueError("SEMMOE_FUSED=1 needs a plan that shuffles tokens, as those for attention-TP do")
-        self.dispatch_comms: list[Communicator] = []  # communicators of the all-to-all on a CPU
-        self._shuffle: BoundaryShuffle | NoShuffle = NoShuffle()
-        self._recording: PassRecorder | NoRecorder = NoRecorder()
-        self._traffic: TrafficCounter | NoTraffic = NoTraffic()
-        self._check, self._copies = SelfCheck(), ChosenCopies()
-        self.swapper: Swapper | NoSwapper = NoSwapper("no model is loaded")
+        self._copies = ChosenCopies()
         self._experts_per_rank = 0
         self._blocks: set[int] = set()  # identities of the model's expert layers; a draft model's are not among them
         self._places: dict[int, int] = {}  # index among the MoE layers by decoder layer, if routing is recorded
         self._logical: dict[int, torch.Tensor] = {}  # by decoder layer: the logical expert of each physical one
-
-    @property
-    def shuffles(self) -> bool:
-        """Whether tokens are to be shuffled by the plan."""
-        return self._settings.shuffles(self._plan)
 
     def register(self) -> None:
         around(targets.GUARD, guard.validate)
@@ -111,12 +89,7 @@ class RankPlugin:
     def _load(self, original: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
         out = original(runner, *args, **kwargs)
         if not runner.is_draft_worker:
-            try:
-                self._attach(runner)
-            except ValueError as error:
-                log.critical("semmoe: %s; SGLang does not start", error)
-                supervisor.report(self._settings.folder, str(error))
-                raise
+            self._guard(lambda: self._attach(runner))
         return out
 
     def _attach(self, runner: Any) -> None:
@@ -127,6 +100,7 @@ class RankPlugin:
             if self._plan is not None:
                 raise ValueError(f"{type(runner.model).__name__} has no MoE layer that semmoe knows")
             return
+        self._rank = parallel.moe_ep_rank
         self._blocks = {id(block) for block in blocks.values()}
         physical = blocks[layers[0]].num_experts
         self._experts_per_rank = physical // parallel.moe_ep_size
@@ -139,10 +113,9 @@ class RankPlugin:
             self._traffic = TrafficCounter(parallel.moe_ep_size, parallel.moe_ep_rank, runner.device, num_nodes=nodes)
             self._check.expect("counters", len(layers))
         if self._plan is not None:
-            config = runner.model_config
-            check_plan(self._plan, "SGLang", running_topology(self._plan), config.hf_text_config, len(layers), physical)
-            if parallel.moe_ep_rank == 0:
-                check_identity(self._plan, str(config.model_path))
+            config, sizes = runner.model_config, (len(layers), physical)
+            running = running_topology(self._plan)
+            self._check_plan(self._plan, running, config.hf_text_config, sizes, str(config.model_path))
             if get_exec().moe.enable_eplb:
                 raise ValueError("--enable-eplb would move the plan's experts: omit it")
             check_location(self._plan, metadata, layers)
@@ -151,9 +124,9 @@ class RankPlugin:
         if self._plan is not None and self.shuffles:
             self._attach_shuffle(self._plan, runner, layers)
         if self._settings.folder is not None and parallel.attn_tp_rank == 0:
-            self._attach_recorder(self._settings.folder, runner, layers)
+            self._attach_recorder(runner, layers)
         self._attach_swapper(runner, blocks)
-        self._publish()
+        self._publish(running_topology(self._plan), fused=str(self._fused).lower())
 
     def _attach_swapper(self, runner: Any, blocks: dict[int, Any]) -> None:
         """Let the plan be swapped, if there is one and a folder where others may be staged."""
@@ -188,33 +161,21 @@ class RankPlugin:
         comm = Communicator(parallel.attn_tp_group.device_group, parallel.attn_tp_rank, parallel.attn_tp_size)
         norms, shuffler = layer_of_norm(runner.model, layers), self._new_shuffler(runner, plan)
         pool = lambda: len(runner.req_to_token_pool.req_to_token)  # noqa: E731
-        buffers = peer_buffers(plan, runner, comm) if self._settings.fused == "1" else None
+        buffers = peer_buffers(plan, runner, comm) if self._fused else None
         shuffle = BoundaryShuffle(shuffler, comm, norms, pool, buffers)
         self._shuffle, shuffle.ran = shuffle, self._check.ran
         self._check.expect("scatter", len(layers))
         self._check.expect("restore", len(layers))
         if get_spec().speculative_algorithm and not check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED):
-            tell_degraded(
-                self._check.degrade(
-                    "passes that verify a draft are not shuffled in CUDA graphs: give --disable-cuda-graph"
-                )
-            )
+            self._degrade("passes that verify a draft are not shuffled in CUDA graphs: give --disable-cuda-graph")
         if get_exec().features.enable_return_routed_experts:
             shuffle.captured = lambda layer, ids: capture(layers[layer], ids)
 
-    def _attach_recorder(self, folder: Path, runner: Any, layers: list[int]) -> None:
-        """Attach a recorder if this rank sees every row of its attention group; otherwise tell the reason."""
-        buffered = self._settings.record == "1"
-        reason = why_unrecorded(self._settings.shuffle if self.shuffles else "", buffered)
-        if reason:
-            log.info("semmoe: no `semmoe record` here: %s", reason)
-            refuse(folder, get_parallel().moe_ep_rank, reason)
-            return
-        identity = self._plan.fingerprint if self._plan else fingerprint(runner)
-        buffer = routing_buffer(runner, len(layers), identity.top_k) if buffered else None
-        self._recording = PassRecorder(LiveRecorder(folder, identity, get_parallel().moe_ep_rank), len(layers), buffer)
-        self._places = {layer: place for place, layer in enumerate(layers)}
-        self._shuffle.listen(self._recording.put)
+    def _attach_recorder(self, runner: Any, layers: list[int]) -> None:
+        reason = why_unrecorded(self._settings.shuffle if self.shuffles else "", self._settings.record == "1")
+        path = str(runner.model_config.model_path)
+        if self._record(reason, len(layers), path, functools.partial(routing_buffer, runner)):
+            self._places = {layer: place for place, layer in enumerate(layers)}
 
     def _release(self, original: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
         """Wraps SGLang's release of a request's cache, at its end and when it is preempted."""
@@ -238,7 +199,7 @@ class RankPlugin:
             self._shuffle.end()
             self._recording.end()
         if judged:
-            tell_degraded(self._check.verdict())
+            self._degrade(self._check.verdict())
         self._step_swap()
         return out
 
@@ -281,24 +242,3 @@ class RankPlugin:
     def _padding(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         bound, info = original(*args, **kwargs)
         return self._shuffle.bound(bound), info
-
-    def _publish(self) -> None:
-        rank, folder = get_parallel().moe_ep_rank, self._settings.folder
-        shuffle = self._settings.shuffle if self.shuffles else "no"
-        running = running_topology(self._plan)
-        tell_untried(rank, "sglang", sglang.__version__, targets.TRIED)
-        labels = description(f"sglang {sglang.__version__}", self._plan, self._settings, running.attention, shuffle)
-        labels |= {"fused": str(self._settings.fused == "1").lower()}
-        source = functools.partial(self._readings, rank_traffic(rank, running, self._settings))
-        publish(rank, folder, labels, source)
-
-    def _readings(self, traffic: RankTraffic) -> Iterator[Reading]:
-        yield from traffic.readings(self._traffic, self.dispatch_comms, self._shuffle.comms)
-        yield from self._shuffle.readings({"ep_rank": str(traffic.rank)})
-        yield from self.swapper.readings()
-        yield from self._check.readings()
-
-
-def tell_degraded(line: str) -> None:
-    if line:
-        log.warning("semmoe: degraded: %s", line)

@@ -15,7 +15,7 @@ from semmoe.engines.settings import unseen_in_graphs
 from semmoe.engines.vllm.launch import NOT_RETURNED
 from semmoe.engines.vllm.placement import PlacedExperts
 from semmoe.engines.vllm.routing import RoutedLayer
-from semmoe.topology import Fingerprint, Topology
+from semmoe.topology import Topology
 
 log = logging.getLogger(__name__)
 
@@ -90,12 +90,6 @@ def check_eager(runner: Any, what: str) -> None:
         raise ValueError(f"{what} cannot be compiled: give --enforce-eager")
 
 
-def fingerprint(runner: Any) -> Fingerprint:
-    from semmoe.engines.transformers.config import fingerprint_of
-
-    return fingerprint_of(str(runner.model_config.model))
-
-
 def refuse_v2(original: Any, *args: Any, **kwargs: Any) -> None:
     log.critical("semmoe knows vLLM's first model runner only: set VLLM_USE_V2_MODEL_RUNNER=0; vLLM does not start")
     raise ValueError("semmoe needs VLLM_USE_V2_MODEL_RUNNER=0")
@@ -131,7 +125,7 @@ def captures(runner: Any) -> bool:
     return graphs(runner) != CUDAGraphMode.NONE
 
 
-def routing_buffer(runner: Any, num_layers: int, top_k: int, split: int) -> torch.Tensor:
+def routing_buffer(runner: Any, split: int, num_layers: int, top_k: int) -> torch.Tensor:
     """Where hooks put the routing of a pass, (rows, L, K), with padding to whole slices of `split` ranks."""
     return torch.zeros((runner.max_num_tokens + split, num_layers, top_k), dtype=torch.int32, device=runner.device)
 

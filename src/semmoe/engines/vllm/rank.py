@@ -1,9 +1,6 @@
 """The plug-in inside one of vLLM's model processes."""
 
 import functools
-import logging
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,16 +8,10 @@ import vllm
 from vllm.distributed import get_ep_group, get_tp_group
 
 from semmoe.core import Plan
-from semmoe.engines import supervisor
-from semmoe.engines.absent import NoRecorder, NoShuffle, NoTraffic
-from semmoe.engines.counters import Reading
-from semmoe.engines.live.swap import NoSwapper, Swapper, attach
-from semmoe.engines.rank import check_identity, check_plan, check_same_plan, description, publish, tell_untried
-from semmoe.engines.recorder.files import refuse
-from semmoe.engines.recorder.passes import Listener, PassRecorder
-from semmoe.engines.recorder.recorder import LiveRecorder
-from semmoe.engines.selfcheck import SelfCheck
-from semmoe.engines.traffic import RankTraffic, rank_traffic
+from semmoe.engines.absent import NoTraffic
+from semmoe.engines.host import Host, check_same_plan
+from semmoe.engines.live.swap import attach
+from semmoe.engines.recorder.passes import Listener
 from semmoe.engines.vllm import targets
 from semmoe.engines.vllm.launch import GATHERS, gathers
 from semmoe.engines.vllm.live import LiveExperts
@@ -29,7 +20,6 @@ from semmoe.engines.vllm.model import (
     check_eager,
     check_engine,
     check_split,
-    fingerprint,
     made,
     moe_blocks,
     refuse_v2,
@@ -53,41 +43,26 @@ from semmoe.engines.vllm.shuffle import (
     split_by_position,
 )
 from semmoe.engines.vllm.step import Slots, accepted, fed_tokens, read_step
-from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.traffic import TrafficCounter
-from semmoe.topology import Topology
-
-log = logging.getLogger(__name__)
 
 
-class RankPlugin:
+class RankPlugin(Host):
     """The hooks of every process, which are configured in processes that load the model."""
 
     def __init__(self, plan: Plan | None, settings: VllmSettings) -> None:
-        self._plan, self._settings = plan, settings
+        super().__init__(plan, settings, "vLLM", vllm.__version__, targets.TRIED)
+        self._sequence_parallel = settings.sequence_parallel
         self._placed = PlacedExperts(plan) if plan else None
-        self._shuffle: LayerShuffle | NoShuffle = NoShuffle()
-        self._recording: PassRecorder | NoRecorder = NoRecorder()
-        self._traffic: TrafficCounter | NoTraffic = NoTraffic()
-        self._dispatch: list[Communicator] = []  # communicators of the all-to-all on a CPU
-        self._ep_rank = 0
         self._real = RealRows(torch.zeros((), dtype=torch.int64))
         self._attached = False  # whether a model with experts is hooked
-        self.swapper: Swapper | NoSwapper = NoSwapper("no model is loaded")
         self._slots = Slots()
-        self._check_hooks = SelfCheck()
         self._in_pass = False
         self._split = 1  # ranks that rows of an attention group are split over by position
 
     @property
-    def shuffles(self) -> bool:
-        """Whether tokens are to be shuffled by the plan."""
-        return self._settings.shuffles(self._plan)
-
-    @property
     def splits_tokens(self) -> bool:
         """Whether an attention group's tokens are split around experts even without data parallelism."""
-        return self._settings.sequence_parallel == "1" or (self.shuffles and self._settings.sequence_parallel != "0")
+        return self._sequence_parallel == "1" or (self.shuffles and self._sequence_parallel != "0")
 
     def register(self, on_cpu: bool) -> None:
         around(targets.LOAD_MODEL_CPU if on_cpu else targets.LOAD_MODEL, self._load)
@@ -112,13 +87,8 @@ class RankPlugin:
                 around(linear, whole_shared_experts)
 
     def _load(self, original: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            out = original(runner, *args, **kwargs)
-            self._attach(runner)
-        except ValueError as error:
-            log.critical("semmoe: %s; vLLM does not start", error)
-            supervisor.report(self._settings.folder, str(error))
-            raise
+        out = original(runner, *args, **kwargs)
+        self._guard(lambda: self._attach(runner))
         return out
 
     def _attach(self, runner: Any) -> None:
@@ -130,16 +100,15 @@ class RankPlugin:
             return
         config, group = runner.vllm_config.parallel_config, get_ep_group()
         check_same_plan(group.cpu_group, self._plan, self._settings)
-        self._ep_rank = group.rank_in_group
+        self._rank = group.rank_in_group
         physical = blocks[layers[0]].moe_config.num_experts
         all_to_all = config.enable_expert_parallel and config.use_all2all
         if self._placed is not None:
             plan, model = self._placed.plan, runner.model_config
             check_engine(runner, plan, self._settings.schedules(plan))
+            sizes = len(layers), physical
             running = running_topology(runner, plan)
-            check_plan(plan, "vLLM", running, model.hf_text_config, len(layers), physical)
-            if self._ep_rank == 0:
-                check_identity(plan, str(model.model))
+            self._check_plan(plan, running, model.hf_text_config, sizes, str(model.model))
             self._placed.check()
         if str(runner.device) == "cpu":
             check_eager(runner, "semmoe's hooks on a CPU")
@@ -152,13 +121,13 @@ class RankPlugin:
         if self._split > 1 and (self.splits_tokens or self._plan is not None):
             self._attach_split(runner, layers)
         if self._settings.folder is not None and get_tp_group().rank_in_group == 0:
-            self._attach_recorder(self._settings.folder, runner, len(layers))
+            self._attach_recorder(runner, len(layers))
         eager = runner.model_config.enforce_eager
         self._attach_routers(blocks, layers, group.rank_in_group if all_to_all else 0, not eager)
         if eager:  # graphs are replayed without hooks
-            self._check_hooks.expect("routers", len(layers))
+            self._check.expect("routers", len(layers))
             if self.shuffles:
-                self._check_hooks.expect("shuffled layers", len(layers))
+                self._check.expect("shuffled layers", len(layers))
         self._attach_swapper(runner)
         self._publish(running_topology(runner, self._plan))
 
@@ -183,11 +152,7 @@ class RankPlugin:
             self._degrade(gathers(sent_by))
         manager = getattr(group.device_communicator, "all2all_manager", None)
         if manager is not None and hasattr(manager, "serve"):  # it is semmoe's, as on a CPU
-            self._dispatch.append(manager.serve(physical))
-
-    def _degrade(self, reason: str) -> None:
-        if reason:
-            log.warning("semmoe: %s", self._check_hooks.degrade(reason) or reason)
+            self.dispatch_comms.append(manager.serve(physical))
 
     def _attach_split(self, runner: Any, layers: list[int]) -> None:
         """Split the rows of an attention group over its ranks, by the plan or by position."""
@@ -209,17 +174,11 @@ class RankPlugin:
         shuffle.ran = self._layer_ran
         self._shuffle = shuffle
 
-    def _attach_recorder(self, folder: Path, runner: Any, num_layers: int) -> None:
-        """Attach a recorder if this rank sees every row of its attention group; otherwise tell the reason."""
+    def _attach_recorder(self, runner: Any, num_layers: int) -> None:
         buffered = self._settings.record == "1"
         reason = why_unrecorded(self.shuffles, self._settings.shuffle, self._split, captures(runner) and not buffered)
-        if reason:
-            log.info("semmoe: no `semmoe record` here: %s", reason)
-            refuse(folder, self._ep_rank, reason)
-            return
-        identity = self._plan.fingerprint if self._plan else fingerprint(runner)
-        buffer = routing_buffer(runner, num_layers, identity.top_k, self._split) if buffered else None
-        self.record_to(LiveRecorder(folder, identity, self._ep_rank), num_layers, buffer)
+        buffer = functools.partial(routing_buffer, runner, self._split)
+        self._record(reason, num_layers, str(runner.model_config.model), buffer)
 
     def listen(self, runner: Any, listener: Listener) -> None:
         """Pass every pass of a runner on one rank to `listener`."""
@@ -229,14 +188,10 @@ class RankPlugin:
         if not layers:
             raise ValueError(f"{type(runner.model).__name__} has no MoE layer that semmoe knows")
         self._real, self._attached = RealRows(torch.zeros((), dtype=torch.int64, device=runner.device)), True
-        self.record_to(listener, len(layers))
+        self._record_to(listener, len(layers))
         self._attach_routers(blocks, layers, 0, False)
         runner._model_forward = functools.partial(self._forward, type(runner)._model_forward, runner)
         runner._sample = functools.partial(self._sample, type(runner)._sample, runner)
-
-    def record_to(self, listener: Listener, num_layers: int, buffer: torch.Tensor | None = None) -> None:
-        self._recording = PassRecorder(listener, num_layers, buffer)
-        self._shuffle.listen(self._recording.put)
 
     def _attach_routers(self, blocks: dict[int, Any], layers: list[int], source: int, captured: bool) -> None:
         """Hook the routers of all MoE layers; source: the rank whose copy choice is used.
@@ -244,7 +199,7 @@ class RankPlugin:
         Without an all-to-all, which sends rows to chosen ranks, it is the same for all ranks.
         """
         self._experts = LiveExperts([blocks[index] for index in layers], source, self._real, captured)
-        unseen = self._experts.hook(self._plan, self._traffic, bool(self._dispatch), self._observe)
+        unseen = self._experts.hook(self._plan, self._traffic, bool(self.dispatch_comms), self._observe)
         if unseen and self._plan is not None:
             raise ValueError(
                 f"vLLM's expert kernel of layer {layers[unseen[0]]} routes by itself, and no plan can "
@@ -256,11 +211,11 @@ class RankPlugin:
     def _layer_ran(self) -> None:
         """Count a layer that a hook has split; passes of idle ranks, which only keep step, prove nothing."""
         if self._in_pass:
-            self._check_hooks.ran("shuffled layers")
+            self._check.ran("shuffled layers")
 
     def _observe(self, place: int, expert_ids: torch.Tensor, weights: torch.Tensor) -> None:
-        if self._check_hooks.pending and self._in_pass:
-            self._check_hooks.ran("routers")
+        if self._check.pending and self._in_pass:
+            self._check.ran("routers")
         if isinstance(self._shuffle, LayerShuffle) and self._shuffle.active:
             self._shuffle.observe(expert_ids.long(), weights)
         elif self._recording.hooked and not self.shuffles:  # a pass that is not shuffled has a slice of the rows here
@@ -280,8 +235,8 @@ class RankPlugin:
         self._in_pass = True
         try:
             out = original(runner, *args, **kwargs)
-            if self._check_hooks.pending:
-                self._degrade(self._check_hooks.verdict() or self._uncounted(int(self._real.count)))
+            if self._check.pending:
+                self._degrade(self._check.verdict() or self._uncounted(int(self._real.count)))
             return out
         finally:
             self._in_pass = False
@@ -313,16 +268,3 @@ class RankPlugin:
                 self._recording.finish(request, state.prompt_token_ids or (), fed_tokens(state))
             self._slots.release(request)
         return original(runner, scheduler_output)
-
-    def _publish(self, running: Topology) -> None:
-        shuffle = self._settings.shuffle if self.shuffles else "no"
-        tell_untried(self._ep_rank, "vllm", vllm.__version__, targets.TRIED)
-        labels = description(f"vllm {vllm.__version__}", self._plan, self._settings, running.attention, shuffle)
-        source = functools.partial(self._readings, rank_traffic(self._ep_rank, running, self._settings))
-        publish(self._ep_rank, self._settings.folder, labels, source)
-
-    def _readings(self, traffic: RankTraffic) -> Iterator[Reading]:
-        yield from traffic.readings(self._traffic, self._dispatch, self._shuffle.comms)
-        yield from self._shuffle.readings({"ep_rank": str(traffic.rank)})
-        yield from self.swapper.readings()
-        yield from self._check_hooks.readings()

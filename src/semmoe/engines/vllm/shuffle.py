@@ -20,11 +20,11 @@ from vllm.model_executor.models.utils import sequence_parallel_chunk
 
 from semmoe.core import Plan
 from semmoe.engines.layer import TokenRows
+from semmoe.engines.settings import GraphSettings
 from semmoe.engines.step import Step
 from semmoe.engines.vllm import targets
 from semmoe.engines.vllm.model import graphs
 from semmoe.engines.vllm.routing import RealRows
-from semmoe.engines.vllm.settings import VllmSettings
 from semmoe.engines.vllm.step import Slots, decoding_slots, on_device
 from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.shuffler import Shuffler
@@ -117,13 +117,13 @@ class LayerShuffle(TokenRows):
         return stream, torch.zeros_like(stream)
 
 
-def new_shuffler(plan: Plan, runner: Any, settings: VllmSettings) -> Shuffler:
+def new_shuffler(plan: Plan, runner: Any, settings: GraphSettings) -> Shuffler:
     """The shuffler of this rank by a plan."""
     group = runner.vllm_config.parallel_config.data_parallel_rank
     return Shuffler(settings.served(plan), group, get_tp_group().rank_in_group, settings.shuffle, runner.device)
 
 
-def new_shuffle(plan: Plan, runner: Any, settings: VllmSettings, real: RealRows, slots: Slots) -> LayerShuffle:
+def new_shuffle(plan: Plan, runner: Any, settings: GraphSettings, real: RealRows, slots: Slots) -> LayerShuffle:
     """The shuffle around the model's layers with experts. Raises ValueError in a mode in which rows would be lost."""
     group, speculation = get_tp_group(), runner.vllm_config.speculative_config
     drafts = speculation.num_speculative_tokens if speculation is not None else 0

@@ -1,6 +1,6 @@
 """What a rank says of itself."""
 
-from semmoe.engines.rank import tell_untried
+from semmoe.engines.host import tell_untried
 
 
 def test_a_version_that_no_test_has_run_is_named_with_the_one_that_was(caplog):
