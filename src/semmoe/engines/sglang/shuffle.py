@@ -80,6 +80,7 @@ class BoundaryShuffle(TokenRows):
 
     def _start(self, num_rows: int, forward_batch: Any) -> None:
         """Begin a pass at its first layer, if it has tokens to shuffle."""
+        self.shuffled = False  # the pass before may have been captured, which no hook ends
         # SGLang may change the mode of an announced decode pass before this point.
         decodes = self._step is None and (self._announced or forward_batch.forward_mode.is_decode())
         if not decodes and (self._step is None or self._step.num_tokens == 0):
