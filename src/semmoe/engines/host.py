@@ -1,4 +1,4 @@
-"""What is attached to a rank of an engine: the parts that all adaptors share, and the checks before a rank serves.
+"""Attach parts to a rank of an engine: those that all adaptors share, and the checks before a rank serves.
 
 A part that is not needed is one that does nothing, so that hooks need not ask.
 """
@@ -33,14 +33,17 @@ log = logging.getLogger(__name__)
 
 
 class Host:
-    """The parts of one rank. An adaptor's subclass hooks its engine and attaches them once the model is loaded.
+    """The parts of a rank. An adaptor's subclass hooks its engine and attaches them once the model is loaded.
 
     engine, version: for people and labels. tried: the version that semmoe was tested with.
     """
 
     def __init__(self, plan: Plan | None, settings: GraphSettings, engine: str, version: str, tried: str) -> None:
-        self._plan, self._settings = plan, settings
-        self._engine, self._version, self._tried = engine, version, tried
+        self._plan = plan
+        self._settings = settings
+        self._engine = engine
+        self._version = version
+        self._tried = tried
         self._rank = 0  # in the expert-parallel group
         self._shuffle: Any = NoShuffle()  # the engine's kind of TokenRows
         self._recording: PassRecorder | NoRecorder = NoRecorder()

@@ -10,8 +10,8 @@ Every engine runs it through `TokenRows`, from its own hooks. The slices are the
 so that every rank needs the residual of every token. Therefore the residual stream itself is gathered, and normalised
 on every rank; this sends as many bytes as gathering normalised rows.
 
-A decode pass is begun from the engine's own tensors, which may be those of a CUDA graph, filled anew by every replay;
-the host reads none of them. A pass over prompts is read on the host.
+A decode pass is begun from the engine's own tensors. They may belong to a CUDA graph, which every replay fills again, and
+the host does not read them. A pass over prompts is read on the host.
 """
 
 from collections import Counter
@@ -48,8 +48,11 @@ class TokenRows:
         drafts: int = 0,
         buffers: PeerBuffers | None = None,
     ) -> None:
-        self._shuffler, self.comm = shuffler, comm
-        self._num_slots, self._drafts, self._buffers = num_slots, drafts, buffers
+        self.comm = comm
+        self._shuffler = shuffler
+        self._num_slots = num_slots
+        self._drafts = drafts
+        self._buffers = buffers
         self._nobody = 0  # an additional slot, for tokens of which no history is kept
         self._watch = SlotWatch(0, torch.device("cpu"))  # replaced at the first pass, before graphs are captured
         self.shuffled = False  # whether this pass is shuffled by the plan
@@ -92,7 +95,7 @@ class TokenRows:
         self._shuffler.start(token_ids, of_row, decoding, new)
 
     def _watched(self, device: torch.device) -> SlotWatch:
-        """Return the slot watch; where the engine has more slots than before, all requests begin anew."""
+        """Return the slot watch; where the engine has more slots than before, all requests begin again."""
         slots = self._num_slots()
         if slots > self._nobody:
             self._nobody = slots

@@ -14,7 +14,7 @@ from semmoe.engines.counters import Reading
 
 
 class SelfCheck:
-    """The check of one rank. Only the first pass is judged; `degrade` keeps reasons, and `readings` lists them."""
+    """The check of a rank. Only the first pass is judged; `degrade` keeps reasons, and `readings` lists them."""
 
     def __init__(self) -> None:
         self.pending = True  # until the first verdict

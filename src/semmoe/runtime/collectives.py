@@ -1,4 +1,4 @@
-"""Collectives over `torch.distributed` that count what they send.
+"""Collectives over `torch.distributed` that count the bytes sent.
 
 Groups are arguments; nothing here asks for the global rank. Bytes are what this rank must send to others in the
 bandwidth-optimal form of each collective, for n ranks and a payload of m bytes: for all-to-all the bytes that leave the
@@ -131,7 +131,7 @@ class Communicator:
         outs = [rows.new_empty((self.size * len(rows), *rows.shape[1:])) for rows in columns]
         works = []
         for tag, (out, rows) in enumerate(zip(outs, columns, strict=True)):
-            if len(rows):  # on every rank alike
+            if len(rows):  # the same number on every rank
                 self.sent["all_gather"] += (self.size - 1) * rows.numel() * rows.element_size()
                 works += self._start_gather(out, rows.contiguous(), tag)
         self.wait("all_gather", works)

@@ -1,4 +1,4 @@
-"""What a request's previous tokens predict about its next one: one state per request slot and layer."""
+"""Predict a request's next token from its previous ones: a state per request slot and layer."""
 
 import torch
 from torch import Tensor

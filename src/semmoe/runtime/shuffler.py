@@ -179,11 +179,11 @@ BY_LAYER: dict[str, type[Slicer]] = {
 
 
 class Shuffler:
-    """Decides the slices of one attention group's rows, as handles of shuffled collectives.
+    """Decides the slices of an attention group's rows, as handles of shuffled collectives.
 
     Every rank of the group runs it on the same tokens and so computes the same slices without communication. `reserve`
-    allocates the states of requests, `start` begins a forward pass, `slices` decides one layer, `by_weight` and
-    `observe` pass on the routing. With granularity "layer" every MoE layer is decided anew, as in the paper; with
+    allocates the states of requests, `start` begins a forward pass, `slices` decides a layer, `by_weight` and
+    `observe` pass on the routing. With granularity "layer" every MoE layer is decided again, as in the paper; with
     "batch" the slices are decided once per forward pass from the tokens alone, so that no rank needs other ranks'
     routing. Raises ValueError for the paper's tables by layer on a GPU.
     """
@@ -194,7 +194,9 @@ class Shuffler:
         by_batch = granularity == "batch" and plan.tokens.by_tables
         self._slicer = (TokenSlices if by_batch else BY_LAYER[plan.tokens.kind])(plan, group, device)
         self._shuffle_from, self._shuffled = plan.shuffle_from, False
-        self._id_type, self._size, self._rank = id_type(plan), plan.topology.attn_tp_size, rank
+        self._id_type = id_type(plan)
+        self._size = plan.topology.attn_tp_size
+        self._rank = rank
 
     @property
     def uses_history(self) -> bool:
@@ -213,7 +215,7 @@ class Shuffler:
         """Begin a forward pass over N rows, in the order in which the group shares them, padding last.
 
         slots (N,): the slot of each row's request. decoding (N,) bool: tokens that the model generated, and slots an
-        array; None: all of them, at most one per request. new_slots: slots whose request begins in this pass,
+        array; None: all tokens, at most one per request. new_slots: slots whose request begins in this pass,
         PADDING_SLOT for none.
         """
         device, in_turn = token_ids.device, decoding is not None and self.uses_history
@@ -232,7 +234,7 @@ class Shuffler:
         self._handle: ShuffleHandle | None = None  # of slices that stay the same in this pass
 
     def slices(self, moe_layer: int | None) -> ShuffleHandle:
-        """The handle of one layer's slices: by the policy at MoE layers, by position at dense ones."""
+        """The handle of a layer's slices: by the policy at MoE layers, by position at dense ones."""
         if self._shuffled and self.uses_history and moe_layer is not None:
             return self._made(self._slicer.slices(moe_layer))
         if self._handle is None:

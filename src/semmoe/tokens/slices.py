@@ -230,7 +230,7 @@ def observe(
 
     running (slots, G): the mean of the projected rows of the chosen experts, weighted towards recent tokens, in units
     of 1 / 2**FRACTION table units. previous (slots, G): the rows of the previous token. seen (slots,): numbers of
-    tokens. Tokens of one slot are in their order.
+    tokens. A slot's tokens are in their order.
     """
     nothing = np.empty((len(slots), 0), np.int32), np.zeros(len(slots), np.bool_)
     kernels.observe(running, previous, seen, slots, expert_ids, rows, *nothing)

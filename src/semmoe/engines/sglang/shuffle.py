@@ -4,7 +4,7 @@ With an expert all-to-all SGLang reduce-scatters the attention's output, and gat
 attention. Its first layer has the whole residual stream in any case.
 
 A pass begins at its first reduce-scatter, from the tensors of its ForwardBatch: in a graph these are buffers that every
-replay fills anew, while the hook around the whole pass runs outside it. Slot 0 is also padding in SGLang.
+replay fills again, while the hook around the whole pass runs outside it. Slot 0 is also padding in SGLang.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ class BoundaryShuffle(TokenRows):
         super().__init__(shuffler, comm, num_slots, buffers=buffers)
         self._layers = layer_of_norm
         self._inside = False  # between the two hooks of a feed-forward layer
-        self._announced = False  # whether `begin_pass` was called, as it is not while a graph is captured
+        self._announced = False  # whether `begin_pass` was called, not while a graph is captured
         self._step: Step | None = None  # of an announced pass, except one that only decodes
         self._started = False  # whether this pass has reached its first layer
         # called with the name of every hook that ran at a MoE layer

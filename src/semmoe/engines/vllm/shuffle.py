@@ -47,7 +47,9 @@ class LayerShuffle(TokenRows):
     ) -> None:
         super().__init__(shuffler, comm, lambda: runner.max_num_reqs + 1, drafts)
         slots.most = runner.max_num_reqs
-        self._real, self._runner, self._of_requests = real, runner, slots
+        self._real = real
+        self._runner = runner
+        self._of_requests = slots
         self._slots = torch.zeros(runner.max_num_tokens, dtype=torch.int64, device=real.count.device)  # by row
         self._step: Step | None = None  # of a pass in which a request has several tokens
         self._announced = False  # whether `begin_step` was called

@@ -121,7 +121,7 @@ def _sort(ranks, real, order, inverse, counts):
 def cover_copies(
     expert_ids: Tensor, ranks: Tensor, physical: Tensor, preferred: Tensor, source: int, num_ranks: int
 ) -> Tensor:
-    """(n, K) physical ids of experts (n, K), -1 for -1, by the rule `cover` of `copychoice` for tokens of one rank.
+    """(n, K) physical ids of experts (n, K), -1 for -1, by the rule `cover` of `copychoice` for a rank's tokens.
 
     ranks (E, X) and physical (E, X) of the copies nearest to the source rank, padded with -1; preferred (E,).
     """
