@@ -10,8 +10,8 @@ Every engine runs it through `TokenRows`, from its own hooks. The slices are the
 so that every rank needs the residual of every token. Therefore the residual stream itself is gathered, and normalised
 on every rank; this sends as many bytes as gathering normalised rows.
 
-A decode pass is begun from the engine's own tensors. They may belong to a CUDA graph, which every replay fills again, and
-the host does not read them. A pass over prompts is read on the host.
+A decode pass is begun from the engine's own tensors. They may belong to a CUDA graph, which every replay fills again,
+and the host does not read them. A pass over prompts is read on the host.
 """
 
 from collections import Counter
