@@ -99,7 +99,7 @@ def relabel(
     with atomic_directory(out) as staged:
         left_out = write_relabelled(source, layers, orders, staged, stage("writing", source.nbytes))
         save_json(staged / RECORD, _record(plan, layers, plan_hash))
-        verification = verify(source, open_checkpoint(staged), orders, plan.fingerprint, stage)
+        verification = verify(source, open_checkpoint(staged), orders, stage)
     return Relabelled(
         layers=len(layers),
         tensors_renamed=len(_renames(layers, orders)),
