@@ -56,7 +56,7 @@ class LayerRecord(BaseModel):
 
 
 class Record(BaseModel):
-    """`semmoe_relabelling.json`: what was done, so that tools can show it and undo it."""
+    """`semmoe_relabelling.json`: the renumbering, so that tools can show it and undo it."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     schema_version: int = 1

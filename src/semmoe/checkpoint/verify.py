@@ -64,7 +64,7 @@ def _check_tables(old: Checkpoint, new: Checkpoint, layer: MoeLayer, order: np.n
 
 
 def _check_rows(old: Checkpoint, new: Checkpoint, names: list[str], order: np.ndarray, progress: Progress) -> None:
-    """Row p of these tensors must have the bytes of row order[p]."""
+    """In each tensor, row p must have the bytes of the old row order[p]."""
     for name in names:
         for p, e in enumerate(order.tolist()):
             same = same_bytes(old.tensors[name].row(e), new.tensors[name].row(p), progress)
@@ -72,7 +72,7 @@ def _check_rows(old: Checkpoint, new: Checkpoint, names: list[str], order: np.nd
 
 
 def _check_experts(old: Checkpoint, new: Checkpoint, layer: MoeLayer, order: np.ndarray, progress: Progress) -> None:
-    """The tensors of expert p must have the bytes of those of order[p]."""
+    """Each tensor of expert p must have the bytes of the old expert order[p]."""
     for p, e in enumerate(order.tolist()):
         for part in sorted(layer.parts.get(e, ())):
             name = layer.expert_tensor(p, part)
