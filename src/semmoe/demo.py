@@ -9,9 +9,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from semmoe.calibration import PhaseLinks, load_links
 from semmoe.checkpoint.directory import EXPERT_FIELDS, config_count, read_config
+from semmoe.checkpoint.relabel import plan_digest
 from semmoe.console import Bars
 from semmoe.core import Plan, RoutingTrace
+from semmoe.cost import LayerShape
 from semmoe.dataset import encode
 from semmoe.files import save_text
 from semmoe.prompts import Prompt
@@ -79,7 +82,6 @@ def _configurations(
     trace: RoutingTrace, identity: Fingerprint, settings: DemoSettings, work: Path, progress: Bars
 ) -> tuple[list["Configuration"], dict[str, str]]:
     """Each attention with and without a plan, and the one without all-to-all; the plans' digests by name."""
-    from semmoe.checkpoint.relabel import plan_digest
     from semmoe.engines.transformers.generate import Configuration
     from semmoe.placement.linear import vanilla_plan
     from semmoe.plan import load_plan, save_plan
@@ -142,8 +144,6 @@ def _payoffs(rows: list[dict[str, Any]], ep_size: int) -> list[dict[str, Any]]:
 
 def _solve(trace: RoutingTrace, topology: Topology, settings: DemoSettings, advance: Callable[[int], None]) -> Plan:
     """A plan with its forecast for held-out requests, and the verdict on LINKS."""
-    from semmoe.calibration import PhaseLinks, load_links
-    from semmoe.cost import LayerShape
     from semmoe.expectation import expect
     from semmoe.placement.problem import Problem
     from semmoe.solver import solve_problem

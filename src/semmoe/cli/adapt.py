@@ -20,7 +20,6 @@ LOG = "adapt.jsonl"
 @command(SERVING)
 def adapt(
     *,
-    url: options.UrlArgument,
     plan: Annotated[Path, options.inputs("The plan that it serves on.")],
     server: options.ServerOptions,
     settings: AdaptSettings,
@@ -42,7 +41,7 @@ def adapt(
     from semmoe.live import Served
     from semmoe.plan import load_plan
 
-    url, folder, client = server.find(url)
+    url, folder, client = server.find()
     loaded = load_plan(plan)
     _check_serves(plan, loaded, folder)
     report = _reporter(folder / LOG, decisions(metrics_port), as_json)

@@ -12,9 +12,11 @@ from typing import Annotated, Any
 from semmoe import console
 from semmoe.bounds import choice
 from semmoe.checkpoint.engine_files import WRITTEN
+from semmoe.checkpoint.relabel import plan_digest, relabel
 from semmoe.cli import options
 from semmoe.cli.app import OFFLINE, command
 from semmoe.core import Plan
+from semmoe.files import check_output
 
 CHECKPOINT = "checkpoint"
 
@@ -46,7 +48,6 @@ def apply(
 
     Example: `semmoe apply plan --model model --to checkpoint --out relabelled`
     """
-    from semmoe.files import check_output
     from semmoe.plan import load_plan
 
     started = time.perf_counter()
@@ -74,8 +75,6 @@ def _check_fingerprint(plan: Plan, model: Path) -> None:
 
 
 def _checkpoint(plan: Plan, plan_path: Path, model: Path, out: Path) -> dict[str, Any]:
-    from semmoe.checkpoint.relabel import plan_digest, relabel
-
     with console.bars() as bars:
         done = relabel(plan, model, out, plan_hash=plan_digest(plan_path), stage=partial(_stage, bars))
     if done.left_out:

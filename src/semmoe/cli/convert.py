@@ -9,12 +9,14 @@ import typer
 from semmoe import console
 from semmoe.bounds import number, switch
 from semmoe.checkpoint.engine_files import FORMATS, Format, load
-from semmoe.checkpoint.engine_maps import Model
-from semmoe.checkpoint.engine_routes import Source
+from semmoe.checkpoint.engine_maps import Model, plan_of
+from semmoe.checkpoint.engine_routes import Source, write_requests
 from semmoe.cli import options
 from semmoe.cli.app import OFFLINE, command, refuse_given
 from semmoe.dataset import LeftOut
+from semmoe.files import atomic_directory, check_output
 from semmoe.topology import Topology
+from semmoe.trace import TraceHeader, TraceWriter
 
 PLANNED = ["ep_size", "attention", "dp_size", "num_nodes", "redundant_experts"]
 
@@ -52,7 +54,6 @@ def import_(
     `semmoe import answers.jsonl --model MODEL --out trace`
     """
     from semmoe.engines.transformers.config import fingerprint_of
-    from semmoe.files import check_output
 
     check_output(out, directory=True, force=force, inputs=(file, model))
     form, content = load(file)
@@ -71,7 +72,6 @@ def import_(
 
 
 def _plan(form: Format, content: Any, file: Path, model: Any, topology: Topology, copies: int, out: Path) -> dict:
-    from semmoe.checkpoint.engine_maps import plan_of
     from semmoe.plan import save_plan
 
     try:
@@ -90,10 +90,7 @@ def _plan(form: Format, content: Any, file: Path, model: Any, topology: Topology
 
 
 def _trace(form: Format, content: Any, source: Source, out: Path) -> dict[str, Any]:
-    from semmoe.checkpoint.engine_routes import write_requests
-    from semmoe.files import atomic_directory
     from semmoe.streams import check_tokens
-    from semmoe.trace import TraceHeader, TraceWriter
 
     name, settings = f"imported:{source.path.name}", {"from": form.kind}
     header = TraceHeader(fingerprint=source.model.fingerprint, dataset_hash=name, settings=settings)

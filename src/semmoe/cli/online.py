@@ -125,12 +125,11 @@ def _prompts(
     if left_out.reasons:
         console.warn(f"{left_out.path}: {left_out}")
     if dataset is not None and is_running_text(dataset):
-        text = f"{dataset} is read as running text: prompts used: {len(encoded)}; for one prompt per line give jsonl"
-        console.note(text)
+        used = f"prompts used: {len(encoded)}; for one prompt per line give jsonl"
+        console.note(f"{dataset} is read as running text: {used}")
     cut = sum(len(ids) > most for ids in encoded)
     if cut:
-        text = f"{cut} of {len(encoded)} prompts are cut to --max-prompt-tokens {most}"
-        console.note(text)
+        console.note(f"{cut} of {len(encoded)} prompts are cut to --max-prompt-tokens {most}")
     return [ids[:most] for ids in encoded], {"cut_prompts": cut, **left_out.counts()}
 
 

@@ -117,7 +117,8 @@ class LinksOptions:
     def load(self, topology: Topology) -> PhaseLinks:
         """The links given, or the default ones; decoding has those of prefill unless it has its own."""
         prefill = load_links(self.links or ("h200-nvlink" if topology.num_nodes == 1 else "h200-400g"), topology)
-        return PhaseLinks(prefill, load_links(self.decode_links, topology) if self.decode_links else prefill)
+        decode = prefill if self.decode_links is None else load_links(self.decode_links, topology)
+        return PhaseLinks(prefill, decode)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,13 +165,14 @@ class ClientOptions:
 class ServerOptions(ClientOptions):
     """How one running server is asked, and its control folder."""
 
+    url: UrlArgument
     control: Annotated[
         Path | None, inputs("The server's control folder, if it is not the one that belongs to its port.")
     ] = None
 
-    def find(self, url: str) -> tuple[str, Path, Client]:
-        """Address of a server without a path, its control folder, and its client. Raises ValueError."""
-        client, parts = self.client([url]), split_address(url)
+    def find(self) -> tuple[str, Path, Client]:
+        """Address of the server without a path, its control folder, and its client. Raises ValueError."""
+        client, parts = self.client([self.url]), split_address(self.url)
         return f"{parts.scheme}://{parts.netloc}", self.control or default_folder(parts.port or 80), client
 
 

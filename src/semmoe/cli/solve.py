@@ -1,6 +1,7 @@
 """The command solve: make a plan from a trace."""
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any
@@ -32,6 +33,8 @@ SetOption = Annotated[
         "NAME=VALUE, a setting without an option, such as cocluster.remote_rank=0; may be repeated.", "--set"
     ),
 ]
+
+width = partial(number, None, 0, 1 << 24, panel="Links")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +73,8 @@ class ForecastOptions(options.LinksOptions, RunningSettings):
         "pass. At 0.4, a plan that saves 30 % of this time on --links makes it 1 / (1 - 0.4 * 0.3) = 1.136 times as "
         "fast.",
     )
-    hidden_size: int | None = number(
-        None, 0, 1 << 24, panel="Links", help="Width of the model, if the trace does not say."
-    )
-    expert_size: int | None = number(
-        None, 0, 1 << 24, panel="Links", help="Width of one expert, if the trace does not say."
-    )
+    hidden_size: int | None = width(help="Width of the model, if the trace does not say.")
+    expert_size: int | None = width(help="Width of one expert, if the trace does not say.")
 
     def layer_shape(self, f: Fingerprint) -> LayerShape | None:
         """The shape of a layer from the trace and the given widths; None if a width is unknown.

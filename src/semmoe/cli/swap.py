@@ -9,13 +9,13 @@ from semmoe.cli import options
 from semmoe.cli.app import SERVING, command
 from semmoe.core import Plan
 from semmoe.engines.private import check_folder
+from semmoe.moving import move_between
 from semmoe.settings import SwapSettings
 
 
 @command(SERVING)
 def swap(
     *,
-    url: options.UrlArgument,
     plan: Annotated[Path, options.inputs("The plan to serve on from now on.")],
     server: options.ServerOptions,
     stage_only: Annotated[
@@ -39,7 +39,7 @@ def swap(
     from semmoe.engines.live.files import plan_name, plan_number, stage
     from semmoe.plan import load_plan
 
-    url, folder, client = server.find(url)
+    url, folder, client = server.find()
     loaded = load_plan(plan)
     check_folder(folder)
     if dry_run:
@@ -57,7 +57,6 @@ def _price(plan: Plan, folder: Path, links: str | None, as_json: bool) -> None:
     """Print the experts that a swap would move, and how long passes would wait for it."""
     from semmoe.engines.live.files import read_status, staged
     from semmoe.engines.live.swap import check_fits
-    from semmoe.moving import move_between
 
     status = read_status(folder)
     old = staged(folder, status.plan)
