@@ -2,15 +2,19 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
+import typer
 from typer.models import OptionInfo
 from typer.testing import CliRunner
 
 from lab.__main__ import app as lab
+from semmoe.bounds import choice, number
 from semmoe.cli import app
+from semmoe.cli.form import takes
 
 VALUES = ("0", "-1", "1000000000", "nan")
 # What makes each command run, or end soon for another reason than the option; demo and reproduce run for minutes.
@@ -86,6 +90,43 @@ def run(command: str, option: str, value: str, places: dict[str, str]) -> Any:
     if option in words:
         del words[words.index(option) : words.index(option) + 2]
     return CliRunner().invoke(lab if command == "reproduce" else app, [*command.split(), *words, option, value])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    most: float | None = number(2.0, 1, 9, zero_is_none=True, help="The limit.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    out: Annotated[str, typer.Option()]
+    limits: Limits = field(default_factory=Limits)
+    kind: str = choice("a", ("a", "b"), help="The kind.")
+    steps: int = number(3, 1, 9)
+
+
+@pytest.mark.parametrize(
+    ("words", "made"),
+    [
+        (["--out", "x"], Work(out="x")),
+        (["--out", "x", "--kind", "b", "--most", "4"], Work(out="x", kind="b", limits=Limits(most=4.0))),
+        (["--out", "x", "--most", "0"], Work(out="x", limits=Limits(most=None))),
+    ],
+)
+def test_a_command_gets_a_dataclass_made_from_its_options(words, made):
+    """Of the fields, `steps` has no help text and is not an option."""
+    seen = []
+
+    @takes
+    def run(*, work: Work, twice: Annotated[bool, typer.Option("--twice")] = False):
+        seen.append((work, twice))
+
+    group = typer.Typer()
+    group.command()(run)
+    assert CliRunner().invoke(group, [*words, "--twice"]).exit_code == 0
+    assert seen == [(made, True)]
+    assert CliRunner().invoke(group, ["--out", "x", "--steps", "4"]).exit_code == 2
+    assert CliRunner().invoke(group, []).exit_code == 2, "a field without a default must be given"
 
 
 def test_the_walk_sees_every_command_with_numbers():

@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TextIO
 
 from rich import box
@@ -63,28 +64,18 @@ def watched_output() -> Iterator[None]:
             sys.stdout, sys.stderr = kept
 
 
-class Bars:
+class Bars(Progress):
     """Progress bars, one per stage."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
 
     def task(self, description: str, total: int) -> Callable[[float], None]:
         """Start a bar; the returned function advances it."""
-        task = self._progress.add_task(description, total=total)
-
-        def advance(steps: float) -> None:
-            self._progress.advance(task, steps)
-
-        return advance
+        return partial(self.advance, self.add_task(description, total=total))
 
 
-@contextmanager
-def bars() -> Iterator[Bars]:
-    """Progress bars on stderr for the time of the block."""
+def bars() -> Bars:
+    """Progress bars on stderr for the time of a block."""
     description, left = TextColumn("{task.description}"), TimeRemainingColumn(elapsed_when_finished=True)
-    with Progress(SpinnerColumn(), description, BarColumn(), MofNCompleteColumn(), left, console=err) as progress:
-        yield Bars(progress)
+    return Bars(SpinnerColumn(), description, BarColumn(), MofNCompleteColumn(), left, console=err)
 
 
 def plain(text: str) -> str:
@@ -92,9 +83,19 @@ def plain(text: str) -> str:
     return escape("".join(c if c.isprintable() else "?" for c in text))
 
 
-def warn(text: str) -> None:
+def say(text: str, style: str | None = None) -> None:
+    """Print a line of plain text."""
+    out.print(text, style=style, markup=False)
+
+
+def note(text: str) -> None:
+    """Print a line of plain text on stderr."""
+    err.print(text, markup=False, soft_wrap=True)
+
+
+def warn(text: str, label: str = "warning") -> None:
     """Print a warning in one line on stderr."""
-    err.print(f"[yellow]warning:[/] {plain(text)}", soft_wrap=True, highlight=False)
+    err.print(f"[yellow]{label}:[/] {plain(text)}", soft_wrap=True)
 
 
 def print_json(value: Any) -> None:
@@ -106,7 +107,7 @@ def tell(as_json: bool, value: Any, otherwise: str | Callable[[], None]) -> None
     if as_json:
         print_json(value)
     elif isinstance(otherwise, str):
-        out.print(otherwise, markup=False, highlight=False, soft_wrap=True)
+        say(otherwise)
     else:
         otherwise()
 

@@ -9,11 +9,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from semmoe.calibration import PhaseLinks, load_links
 from semmoe.checkpoint.directory import EXPERT_FIELDS, config_count, read_config
+from semmoe.checkpoint.relabel import plan_digest
 from semmoe.console import Bars
 from semmoe.core import Plan, RoutingTrace
+from semmoe.cost import LayerShape
 from semmoe.dataset import encode
-from semmoe.files import atomic_file
+from semmoe.files import save_text
 from semmoe.prompts import Prompt
 from semmoe.results import DemoFile, checked
 from semmoe.settings import DemoSettings, GenerateSettings, ReplaySettings, SolveSettings
@@ -40,7 +43,7 @@ def demo_prompts(settings: DemoSettings, tokenizer: Any) -> tuple[list[list[int]
 
 
 def run_demo(settings: DemoSettings, work: Path, progress: Bars) -> dict[str, Any]:
-    """Run every stage; returns the table's rows and what they rest on.
+    """Run every stage; returns the table's rows and their settings.
 
     Under `work` it leaves the trace, plan-dp, plan-tp and demo.json, the returned figures.
     """
@@ -59,8 +62,9 @@ def run_demo(settings: DemoSettings, work: Path, progress: Bars) -> dict[str, An
     advance = progress.task(f"profiling {len(profile_ids)} prompts", len(profile_ids))
     trace = record(model, str(MODEL), profile_ids, work / "trace", advance)
     configurations, digests = _configurations(trace, identity, settings, work, progress)
-    rows = _compare(model, prompts, configurations, settings, progress)
-    rows = [row | {"plan_hash": digests.get(row["name"])} for row in rows]
+    lengths = GenerateSettings(max_new_tokens=settings.max_new_tokens, batch_size=settings.batch_size)
+    found = generate_compared(str(MODEL), prompts, configurations, lengths, progress, lambda: model)
+    rows = [row | {"plan_hash": digests.get(row["name"])} for _, row in found]
     made = {
         "settings": asdict(settings),
         "prompts": len(prompts),
@@ -70,7 +74,7 @@ def run_demo(settings: DemoSettings, work: Path, progress: Bars) -> dict[str, An
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "versions": {name: version(name) for name in ("semmoe", "torch", "transformers")},
     }
-    _save(work / "demo.json", checked(DemoFile, made))
+    save_text(work / "demo.json", json.dumps(checked(DemoFile, made), indent=1))
     return made
 
 
@@ -78,7 +82,6 @@ def _configurations(
     trace: RoutingTrace, identity: Fingerprint, settings: DemoSettings, work: Path, progress: Bars
 ) -> tuple[list["Configuration"], dict[str, str]]:
     """Each attention with and without a plan, and the one without all-to-all; the plans' digests by name."""
-    from semmoe.checkpoint.relabel import plan_digest
     from semmoe.engines.transformers.generate import Configuration
     from semmoe.placement.linear import vanilla_plan
     from semmoe.plan import load_plan, save_plan
@@ -96,29 +99,37 @@ def _configurations(
     return found, digests
 
 
-def _compare(
-    model: Any,
+def generate_compared(
+    model: str,
     prompts: list[list[int]],
     configurations: list["Configuration"],
-    settings: DemoSettings,
+    settings: GenerateSettings,
     progress: Bars,
-) -> list[dict[str, Any]]:
-    """Figures of every configuration, and whether its outputs are those of plain transformers."""
+    plain: Callable[[], Any] | None,
+) -> list[tuple[list[list[int]], dict[str, Any]]]:
+    """Outputs and figures of every configuration, and whether the outputs are those of plain transformers.
+
+    plain: makes the model to compare with; None: nothing is compared.
+    """
     from semmoe.engines.transformers import verify
     from semmoe.engines.transformers.generate import generate
 
-    lengths = GenerateSettings(max_new_tokens=settings.max_new_tokens, batch_size=settings.batch_size)
-    advance = progress.task("generating with plain transformers", len(prompts))
-    reference = verify.plain_generate(model, prompts, lengths, advance)
-    number = len(configurations)
-    advance = progress.task(
-        f"generating on {settings.ep_size} processes, {number} configurations", len(prompts) * number
-    )
-    rows = []
-    for result in generate(str(MODEL), prompts, configurations, lengths, lambda name, done: advance(done)):
-        agreement = verify.compare_outputs(model, prompts, reference, result.outputs)
-        rows.append({**result.figures(), "identical": agreement.holds, "identical_text": str(agreement)})
-    return rows
+    ranks, runs = configurations[0].plan.topology.ep_size, len(configurations)
+    several = f", {runs} configurations" if runs > 1 else ""
+    advance = progress.task(f"generating on {ranks} processes{several}", len(prompts) * runs)
+    results = generate(model, prompts, configurations, settings, lambda name, done: advance(done))
+    if plain is None:
+        unknown = {"identical": None, "identical_text": "not verified"}
+        return [(result.outputs, result.figures() | unknown) for result in results]
+    reference_model = plain()
+    advance = progress.task("verifying with plain transformers", len(prompts))
+    reference = verify.plain_generate(reference_model, prompts, settings, advance)
+    found = []
+    for result in results:
+        agreement = verify.compare_outputs(reference_model, prompts, reference, result.outputs)
+        compared = {"identical": agreement.holds, "identical_text": str(agreement)}
+        found.append((result.outputs, result.figures() | compared))
+    return found
 
 
 def _payoffs(rows: list[dict[str, Any]], ep_size: int) -> list[dict[str, Any]]:
@@ -132,22 +143,17 @@ def _payoffs(rows: list[dict[str, Any]], ep_size: int) -> list[dict[str, Any]]:
 
 
 def _solve(trace: RoutingTrace, topology: Topology, settings: DemoSettings, advance: Callable[[int], None]) -> Plan:
-    """A plan, with what it should do for requests that it has not seen and whether that is worth it on LINKS."""
-    from semmoe.calibration import PhaseLinks, load_links
-    from semmoe.cost import LayerShape
+    """A plan with its forecast for held-out requests, and the verdict on LINKS."""
     from semmoe.expectation import expect
-    from semmoe.solver import solve
+    from semmoe.placement.problem import Problem
+    from semmoe.solver import solve_problem
 
-    f, solving = trace.fingerprint, SolveSettings(seed=settings.seed)
+    f = trace.fingerprint
     shape = LayerShape(hidden_size=f.hidden_size, expert_size=f.expert_size, top_k=f.top_k)
-    measure, links = ReplaySettings(seed=settings.seed), load_links(LINKS)
-    expected = expect(trace, topology, solving, measure, PhaseLinks(links, links), shape)
+    links = load_links(LINKS)
+    problem = Problem(trace=trace, topology=topology, settings=SolveSettings(seed=settings.seed))
+    expected = expect(problem, ReplaySettings(seed=settings.seed), PhaseLinks(links, links), shape)
     advance(1)
-    plan = replace(solve(trace, topology, solving), expected=expected)
+    plan = replace(solve_problem(problem), expected=expected)
     advance(1)
     return plan
-
-
-def _save(path: Path, value: Any) -> None:
-    with atomic_file(path) as staged:
-        staged.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")

@@ -208,9 +208,13 @@ def load_array(path: Path, name: str) -> np.ndarray:
         raise ValueError(f"{path} is truncated or damaged ({error})") from None
 
 
-def save_json(path: Path, model: BaseModel, private: bool = False) -> None:
+def save_text(path: Path, text: str, private: bool = False) -> None:
     with atomic_file(path, private) as staged:
-        staged.write_text(model.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        staged.write_text(text + "\n", encoding="utf-8")
+
+
+def save_json(path: Path, model: BaseModel, private: bool = False) -> None:
+    save_text(path, model.model_dump_json(indent=1), private)
 
 
 def load_json(path: Path, model: type[Model]) -> Model:

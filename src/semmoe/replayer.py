@@ -15,6 +15,7 @@ from semmoe.copychoice import copy_choice
 from semmoe.core import DECODE, Evidence, Plan, RoutingTrace
 from semmoe.metrics import Traffic, layer_traffic, max_over_mean, max_over_median, sum_traffic
 from semmoe.online import schedule_live, schedule_requests
+from semmoe.results import Figures, Layer
 from semmoe.rowcosts import KINDS, hops
 from semmoe.settings import ReplaySettings
 from semmoe.topology import Topology
@@ -70,45 +71,44 @@ class ReplayResult:
         }
         return f"ReplayResult({', '.join(f'{name} {value:.3f}' for name, value in figures.items())}, {batches})"
 
-    def as_dict(self) -> dict[str, Any]:
-        """The metrics by their JSON names, over all layers and layer by layer."""
+    def figures(self) -> Figures:
+        """The metrics over all layers and layer by layer."""
         predicted = [None] * len(self.layers) if self.predicted_lar is None else self.predicted_lar.tolist()
         layers = [
-            {
-                "layer": i,
-                **_traffic_metrics(t),
-                "load_max_over_mean": float(m),
-                "load_max_over_median": float(d),
-                "predicted_lar": p,
-                "load_per_rank": t.load.tolist(),
-            }
-            for i, (t, m, d, p) in enumerate(
-                zip(self.layers, self.load_max_over_mean, self.load_max_over_median, predicted, strict=True)
+            Layer(
+                layer=i,
+                lar=traffic.lar,
+                remote_ranks_per_token=traffic.remote_ranks_per_token,
+                remote_nodes_per_token=traffic.remote_nodes_per_token,
+                load_max_over_mean=self.load_max_over_mean[i],
+                load_max_over_median=self.load_max_over_median[i],
+                predicted_lar=predicted[i],
+                load_per_rank=traffic.load.tolist(),
             )
+            for i, traffic in enumerate(self.layers)
         ]
-        return {
-            **_traffic_metrics(self.total),
-            "load_max_over_mean": float(self.load_max_over_mean.mean()),
-            "load_max_over_median": float(self.load_max_over_median.mean()),
-            "load_max_layer": float(self.load_max_over_mean.max()),
-            "token_max_over_mean": self.token_max_over_mean,
-            "num_batches": self.num_batches,
-            "tokens_per_batch": self.tokens_per_batch,
-            "unknown_token_share": self.unknown_share,
-            "unknown_token_lar": self.unknown_lar,
-            "predicted_lar": None if self.predicted_lar is None else float(self.predicted_lar.mean()),
-            "rows_per_rank_pair": self.total.rows.tolist(),
-            "rows_by_kind": {kind: self._tiers(kind) for kind in KINDS},
-            "layers": layers,
-        }
+        total = self.total
+        return Figures(
+            lar=total.lar,
+            remote_ranks_per_token=total.remote_ranks_per_token,
+            remote_nodes_per_token=total.remote_nodes_per_token,
+            load_max_over_mean=self.load_max_over_mean.mean(),
+            load_max_over_median=self.load_max_over_median.mean(),
+            load_max_layer=self.load_max_over_mean.max(),
+            token_max_over_mean=self.token_max_over_mean,
+            num_batches=self.num_batches,
+            tokens_per_batch=self.tokens_per_batch,
+            unknown_token_share=self.unknown_share,
+            unknown_token_lar=self.unknown_lar,
+            predicted_lar=None if self.predicted_lar is None else self.predicted_lar.mean(),
+            rows_per_rank_pair=total.rows.tolist(),
+            rows_by_kind={kind: self._tiers(kind) for kind in KINDS},
+            layers=layers,
+        )
 
-
-def _traffic_metrics(traffic: Traffic) -> dict[str, float]:
-    return {
-        "lar": traffic.lar,
-        "remote_ranks_per_token": traffic.remote_ranks_per_token,
-        "remote_nodes_per_token": traffic.remote_nodes_per_token,
-    }
+    def as_dict(self) -> dict[str, Any]:
+        """The metrics by their JSON names."""
+        return self.figures().model_dump(exclude_unset=True)
 
 
 def replay(

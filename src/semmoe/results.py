@@ -1,6 +1,6 @@
-"""Typed results: what commands write, and what the report and people's own tools read.
+"""Typed results, which commands write, and the report and people's own tools read.
 
-A command checks what it writes against these types, and a reader reads by them. Nothing in a file is trusted: sizes are
+A command checks a result against its type before it is written. Nothing in a file is trusted: sizes are
 bounded and numbers must be finite.
 """
 
@@ -12,12 +12,12 @@ from semmoe.core import NEVER
 
 
 def checked(kind: type[BaseModel], result: dict[str, Any]) -> dict[str, Any]:
-    """`result` as it is, once it is known to be what a reader of `kind` takes."""
+    """Return `result`. Raises ValueError if a reader of `kind` would refuse it."""
     kind.model_validate(result)
     return result
 
 
-def _square(rows: list[list[float]]) -> list[list[float]]:
+def _square(rows: list[list[Any]]) -> list[list[Any]]:
     if any(len(row) != len(rows) for row in rows):
         raise ValueError("figures of rank pairs are not square")
     return rows
@@ -25,13 +25,17 @@ def _square(rows: list[list[float]]) -> list[list[float]]:
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Amount = Annotated[float, Field(ge=0, le=1e18)]
+Count = Annotated[int, Field(ge=0, le=1 << 60)]
 Name = Annotated[str, Field(max_length=200)]
 Row = Annotated[list[Amount], Field(max_length=1024)]
 Matrix = Annotated[list[Row], Field(max_length=1024), AfterValidator(_square)]
+Counts = Annotated[
+    list[Annotated[list[Count], Field(max_length=1024)]], Field(max_length=1024), AfterValidator(_square)
+]
 
 
 class Record(BaseModel):
-    """What a file must hold; fields that are not named here are dropped when it is read."""
+    """A part of a file; a reader drops fields that a record does not name."""
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
 
@@ -44,26 +48,34 @@ class Layer(Record):
     remote_ranks_per_token: Amount
     remote_nodes_per_token: Amount | None = None
     load_max_over_mean: Amount
+    load_max_over_median: Amount | None = None
     predicted_lar: float | None = None
-    load_per_rank: list[Amount] = Field(default=[], max_length=1024)  # (G,) (token, expert) pairs
+    load_per_rank: list[Count] = Field(default=[], max_length=1024)  # (G,) (token, expert) pairs
 
 
 class Figures(Record):
-    """The results of replaying one method."""
+    """The results of replaying one method, in the order in which files hold them."""
 
     lar: Share
     remote_ranks_per_token: Amount
     remote_nodes_per_token: Amount | None = None
-    load_max_over_mean: Amount
-    bytes_ratio: Amount | None = None  # bytes sent, relative to the linear placement
-    solve_seconds: Amount | None = None
-    layer_us: Amount | None = None
-    unknown_token_share: Share | None = None
-    bytes_per_rank_pair: Matrix = []  # (G, G), mean of batches and layers
-    rows_per_rank_pair: Matrix = []  # (G, G), sum over the whole replay
+    load_max_over_mean: Amount  # mean over layers
+    load_max_over_median: Amount | None = None
+    load_max_layer: Amount | None = None  # max / mean of the layer where it is highest
+    token_max_over_mean: Amount | None = None  # routed tokens per attention group, whole replay
+    num_batches: int | None = None
+    tokens_per_batch: Amount | None = None
+    unknown_token_share: Share | None = None  # of the looked-up tokens, those for which only the prior was known
+    unknown_token_lar: Share | None = None  # None unless tokens are shuffled by tables
+    predicted_lar: float | None = None
+    rows_per_rank_pair: Counts = []  # (G, G), sum over the whole replay
     # by kind of all-to-all: rows per token "inside_node" and "between_nodes"
     rows_by_kind: dict[Name, dict[Name, Amount]] = Field(default={}, max_length=8)
     layers: list[Layer] = Field(default=[], max_length=1024)
+    bytes_ratio: Amount | None = None  # bytes sent, relative to the linear placement
+    solve_seconds: Amount | None = None
+    layer_us: Amount | None = None
+    bytes_per_rank_pair: Matrix = []  # (G, G), mean of batches and layers
 
     @model_validator(mode="after")
     def _same_ranks(self) -> "Figures":

@@ -34,36 +34,43 @@ def solve(
     decode tokens, which the method semmoe weighs in place of the weights in the settings. Raises ValueError if sizes do
     not divide, the profile is too small or the method does not apply.
     """
-    settings = settings or SolveSettings()
-    check_inputs(trace, topology, settings, previous)
     problem = Problem(
         trace=trace,
         topology=topology,
-        settings=settings,
+        settings=settings or SolveSettings(),
         embeddings=embeddings,
         progress=progress,
         previous=previous,
         costs=costs,
     )
+    return solve_problem(problem)
+
+
+def solve_problem(problem: Problem) -> Plan:
+    """Compute a plan as `solve` does."""
+    check_problem(problem)
+    settings = problem.settings
     with threadpool_limits(1):  # layers run side by side already, and sums depend on how many threads share them
         found: Solution = find_method(settings.method).load()(problem)
     used = _used_settings(settings) | ({} if found.gap is None else {"gap": found.gap})
     return Plan(
-        topology=topology,
+        topology=problem.topology,
         placement=found.placement,
         tokens=found.tokens,
         requests=found.requests,
-        fingerprint=trace.fingerprint,
+        fingerprint=problem.trace.fingerprint,
         method=settings.method,
-        trace_hash=trace.digest(),
+        trace_hash=problem.trace.digest(),
         settings=used,
-        profiled_requests=np.unique(trace.request_hashes()),
-        shuffle_from=1 if previous is None else previous.shuffle_from,
+        profiled_requests=np.unique(problem.trace.request_hashes()),
+        shuffle_from=1 if problem.previous is None else problem.previous.shuffle_from,
     )
 
 
-def check_inputs(trace: RoutingTrace, topology: Topology, settings: SolveSettings, previous: Plan | None) -> None:
-    """Raise ValueError unless a plan can be solved from these, before the work begins."""
+def check_problem(problem: Problem) -> None:
+    """Raise ValueError unless a plan can be solved, before the work begins."""
+    trace, topology = problem.trace, problem.topology
+    settings = problem.settings
     check_applies(settings.method, topology, settings.redundant_experts)
     if trace.num_tokens <= 0:
         raise ValueError("the trace holds no routed token: profile something first")
@@ -71,8 +78,8 @@ def check_inputs(trace: RoutingTrace, topology: Topology, settings: SolveSetting
         check_groups(trace.fingerprint, topology, settings)
         if not weighed_tokens(trace, settings.phase).any():
             raise ValueError(f"phase is {settings.phase}, of which the trace has no token")
-    if previous is not None:
-        check_previous(previous, trace.fingerprint, topology, settings)
+    if problem.previous is not None:
+        check_previous(problem.previous, trace.fingerprint, topology, settings)
 
 
 def check_groups(model: Fingerprint, topology: Topology, settings: SolveSettings) -> None:

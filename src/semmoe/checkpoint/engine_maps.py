@@ -17,7 +17,7 @@ from semmoe.checkpoint.directory import read_config
 from semmoe.checkpoint.layout import decoder_layers
 from semmoe.checkpoint.relabel import check_config, check_num_layers
 from semmoe.core import Placement, Plan
-from semmoe.files import atomic_file, check_output
+from semmoe.files import check_output, save_text
 from semmoe.topology import Fingerprint, Topology
 
 MAX_WHOLE = 1 << 53  # a float64 holds every whole number up to it
@@ -57,7 +57,6 @@ class Experts:
 
     rows: np.ndarray
     num_devices: int | None = None  # of a map, where the file says
-    fingerprint: Fingerprint | None = None  # of the model, where the file says
     note: str = ""  # for the user
 
 
@@ -102,7 +101,8 @@ def read_tensorrt_map(content: dict[str, Any]) -> Experts:
 def read_sglang_counts(content: dict[str, Any]) -> Experts:
     """SGLang's counts (steps, layers, E), added up; counts (layers, E) have a single step."""
     counts = numbers(content[COUNTS_KEY])
-    _check_counts(counts)
+    if not whole("the count of expert", counts.reshape(-1, counts.shape[-1])).any():
+        raise ValueError("all counts are 0: nothing was recorded")
     return Experts(rows=counts.reshape(-1, *counts.shape[-2:]).sum(axis=0, dtype=np.float64))
 
 
@@ -130,21 +130,12 @@ def whole(name: str, array: np.ndarray, most: int = MAX_WHOLE, hint: str = "") -
     return array.astype(np.int64)
 
 
-def _check_counts(counts: np.ndarray) -> None:
-    """Raise ValueError unless `counts` (..., E) are whole numbers from 0 on, and one of the counts is above 0."""
-    if not whole("the count of expert", counts.reshape(-1, counts.shape[-1])).any():
-        raise ValueError("all counts are 0: nothing was recorded")
-
-
 def plan_of(kind: str, experts: Experts, model: Model, topology: Topology, redundant: int) -> Plan:
     """The plan that a map is, or that EPLB makes of counts with `redundant` experts; it schedules nothing."""
     from semmoe.methods import eplb
     from semmoe.placement.problem import placement_alone
 
     f, rows = model.fingerprint, experts.rows
-    difference = None if experts.fingerprint is None else experts.fingerprint.mismatch(f)
-    if difference is not None:
-        raise ValueError(f"it is of another model or tokenizer: {difference}")
     if rows.ndim != 2:
         raise ValueError(f"expected a row for each layer, not an array of shape {rows.shape}")
     if kind == "map":
@@ -197,8 +188,7 @@ def write_sglang(plan: Plan, model: Path, out: Path) -> list[str]:
     placed = plan.placement.physical_to_logical_map
     rows = np.tile(np.arange(placed.shape[1], dtype=np.int32) % plan.fingerprint.num_experts, (depth, 1))
     rows[indices] = placed
-    with atomic_file(out) as staged:
-        staged.write_text(json.dumps({MAP_KEY: rows.tolist()}) + "\n", encoding="utf-8")
+    save_text(out, json.dumps({MAP_KEY: rows.tolist()}))
     return sglang_flags(plan, out)
 
 

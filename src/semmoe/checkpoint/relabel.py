@@ -56,7 +56,7 @@ class LayerRecord(BaseModel):
 
 
 class Record(BaseModel):
-    """`semmoe_relabelling.json`: what was done, so that tools can show it and undo it."""
+    """`semmoe_relabelling.json`: the renumbering, so that tools can show it and undo it."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     schema_version: int = 1
@@ -99,7 +99,7 @@ def relabel(
     with atomic_directory(out) as staged:
         left_out = write_relabelled(source, layers, orders, staged, stage("writing", source.nbytes))
         save_json(staged / RECORD, _record(plan, layers, plan_hash))
-        verification = verify(source, open_checkpoint(staged), orders, plan.fingerprint, stage)
+        verification = verify(source, open_checkpoint(staged), orders, stage)
     return Relabelled(
         layers=len(layers),
         tensors_renamed=len(_renames(layers, orders)),

@@ -21,7 +21,7 @@ Stage = Callable[[str, int], Progress]  # (description, total bytes): begins a s
 MAX_DIMENSIONS = 32
 CHUNK_BYTES = 16 << 20  # held in memory at a time
 INTEGERS = {"U8": "u1", "I8": "i1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
-FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # BF16: the upper half of a float32
+FLOATS = {"F64", "F32", "F16", "BF16"}
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,8 @@ class Tensor:
                 yield chunk
 
     def values(self) -> np.ndarray:
-        """The values of a tensor whose type is one of INTEGERS, or of FLOATS: these as float64."""
-        content = b"".join(self.chunks())
-        values = np.frombuffer(content, (INTEGERS | FLOATS)[self.dtype]).reshape(self.shape)
-        if self.dtype == "BF16":
-            values = (values.astype(np.uint32) << 16).view(np.float32)
-        return values.astype(np.float64) if self.dtype in FLOATS else values
+        """The values of a tensor whose type is one of INTEGERS."""
+        return np.frombuffer(b"".join(self.chunks()), INTEGERS[self.dtype]).reshape(self.shape)
 
     def row(self, row: int) -> "Tensor":
         """Row `row` of the leading dimension, which is a whole number of bytes by the rules of the layout."""

@@ -10,23 +10,19 @@ from typing import Annotated, Any
 
 from semmoe import console
 from semmoe.cli import options
-from semmoe.cli.app import SERVING, app
-from semmoe.cli.form import takes
+from semmoe.cli.app import SERVING, command
 from semmoe.engines.private import check_folder
 from semmoe.settings import AdaptSettings
 
 LOG = "adapt.jsonl"
 
 
-@app.command(rich_help_panel=SERVING)
-@takes(settings=AdaptSettings)
+@command(SERVING)
 def adapt(
-    url: options.UrlArgument,
+    *,
     plan: Annotated[Path, options.inputs("The plan that it serves on.")],
-    control: options.ControlOption = None,
-    header: options.HeaderOption = None,
-    ca: options.CaOption = None,
-    settings: Any = None,
+    server: options.ServerOptions,
+    settings: AdaptSettings,
     dry_run: Annotated[bool, options.output("Record, solve and decide, but swap nothing.")] = False,
     metrics_port: Annotated[int, options.output("Publish decisions at this port; 0: nowhere.", min=0, max=65_535)] = 0,
     as_json: options.Json = False,
@@ -45,12 +41,11 @@ def adapt(
     from semmoe.live import Served
     from semmoe.plan import load_plan
 
-    client = options.client_of(header, ca, [url])
-    url, folder = options.server_at(url, control)
+    url, folder, client = server.find()
     loaded = load_plan(plan)
     _check_serves(plan, loaded, folder)
     report = _reporter(folder / LOG, decisions(metrics_port), as_json)
-    loop = Adapter(Served(url, folder, client), loaded, settings(), folder, solve_aside, report, dry_run)
+    loop = Adapter(Served(url, folder, client), loaded, settings, folder, solve_aside, report, dry_run)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else a recording that is on would stay on
     while True:
         loop.turn()
@@ -88,6 +83,6 @@ def _reporter(path: Path, counter: Any, as_json: bool) -> Any:
         if as_json:
             print(line, flush=True)
         else:
-            console.out.print(f"{time.strftime('%H:%M:%S')}  {decision.action:7}{decision.why}", highlight=False)
+            console.out.print(f"{time.strftime('%H:%M:%S')}  {decision.action:7}{decision.why}")
 
     return report

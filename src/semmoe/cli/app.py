@@ -7,7 +7,7 @@ failure while running or a full disk in exit code 1, Ctrl-C in 130, a closed pip
 import json
 import shlex
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -18,9 +18,14 @@ import typer
 from typer.core import TyperGroup
 
 from semmoe import __version__, console
+from semmoe.cli.form import takes
 from semmoe.routing import RoutingWarning
 
-OFFLINE, SERVING, TOOLS = "Offline", "Serving", "Tools"  # panels of `semmoe --help`
+# Panels of `semmoe --help`.
+OFFLINE = "Offline"
+SERVING = "Serving"
+TOOLS = "Tools"
+PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": False}  # options after `--`
 EXTRAS = {  # the extra that installs a module
     **dict.fromkeys(("grpc", "grpc_health", "envoy"), "gateway"),
     **dict.fromkeys(("torch", "transformers", "tokenizers"), "transformers"),
@@ -143,7 +148,23 @@ def new_app(purpose: str) -> typer.Typer:
     )
 
 
+def add_group(name: str, panel: str, purpose: str) -> typer.Typer:
+    """A group of commands below `semmoe NAME`."""
+    group = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown", help=purpose)
+    app.add_typer(group, name=name, rich_help_panel=panel)
+    return group
+
+
 app = new_app("Semantic parallelism for Mixture-of-Experts inference: place experts and schedule tokens together.")
+
+
+def command(panel: str, **more: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Declare a command in a panel of `semmoe --help`, whose parameters may be dataclasses of options (`takes`)."""
+
+    def declare(function: Callable[..., Any]) -> Any:
+        return app.command(rich_help_panel=panel, **more)(takes(function))
+
+    return declare
 
 
 @app.callback(invoke_without_command=True)

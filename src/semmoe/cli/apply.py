@@ -4,40 +4,41 @@ import importlib.util
 import shlex
 import time
 from collections.abc import Callable
-from dataclasses import asdict
-from enum import Enum
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from semmoe import console
+from semmoe.bounds import choice
 from semmoe.checkpoint.engine_files import WRITTEN
-from semmoe.cli.app import OFFLINE, app
-from semmoe.cli.options import INPUT, OUTPUT, Json, model_path
+from semmoe.checkpoint.relabel import plan_digest, relabel
+from semmoe.cli import options
+from semmoe.cli.app import OFFLINE, command
 from semmoe.core import Plan
+from semmoe.files import check_output
 
 CHECKPOINT = "checkpoint"
-Target: Any = Enum("Target", {name: name for name in (CHECKPOINT, *WRITTEN)}, type=str)  # type: ignore[misc]
-DEFAULT_TARGET = Target(CHECKPOINT)
 
 
-@app.command(rich_help_panel=OFFLINE)
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    to: str = choice(
+        CHECKPOINT,
+        (CHECKPOINT, *WRITTEN),
+        panel="Output",
+        help=f"checkpoint: experts renumbered, for any engine; or the own file of {', '.join(WRITTEN)}.",
+    )
+
+
+@command(OFFLINE)
 def apply(
-    plan: Annotated[Path, typer.Argument(help="A plan directory.", show_default=False)],
-    model: Annotated[
-        str, typer.Option(help="The model that the plan was made for.", rich_help_panel=INPUT, callback=model_path)
-    ],
-    out: Annotated[Path, typer.Option(help="The new model directory, or a .json file.", rich_help_panel=OUTPUT)],
-    to: Annotated[
-        Target,
-        typer.Option(
-            help=f"checkpoint: experts renumbered, for any engine; or the own file of {', '.join(WRITTEN)}.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = DEFAULT_TARGET,
-    as_json: Json = False,
+    *,
+    plan: Annotated[Path, options.argument("A plan directory.")],
+    model: Annotated[str, options.model("The model that the plan was made for.")],
+    out: Annotated[Path, options.output("The new model directory, or a .json file.")],
+    target: Target,
+    as_json: options.Json = False,
 ) -> None:
     """Turn a plan into files that an engine reads by itself.
 
@@ -47,22 +48,19 @@ def apply(
 
     Example: `semmoe apply plan --model model --to checkpoint --out relabelled`
     """
-    from semmoe.files import check_output
     from semmoe.plan import load_plan
 
-    started, whole = time.perf_counter(), to.value == CHECKPOINT
+    started = time.perf_counter()
+    whole = target.to == CHECKPOINT
     if not whole and out.suffix != ".json":
         raise ValueError(f"{out} must end in .json: an engine recognises the format by it")
     check_output(out, directory=whole, inputs=(model, plan))
     loaded = load_plan(plan)
     _check_fingerprint(loaded, Path(model))
-    done = _checkpoint(loaded, plan, Path(model), out) if whole else _engine_file(to.value, loaded, Path(model), out)
+    done = _checkpoint(loaded, plan, Path(model), out) if whole else _engine_file(target.to, loaded, Path(model), out)
     seconds = round(time.perf_counter() - started, 3)
-    result = {"plan": str(plan), "to": to.value, "out": str(out), **done, "seconds": seconds}
-    if as_json:
-        console.print_json(result)
-    else:
-        _print_checkpoint(result) if whole else _print_flags(result)
+    result = {"plan": str(plan), "to": target.to, "out": str(out), **done, "seconds": seconds}
+    console.tell(as_json, result, partial(_print_checkpoint if whole else _print_flags, result))
 
 
 def _check_fingerprint(plan: Plan, model: Path) -> None:
@@ -77,8 +75,6 @@ def _check_fingerprint(plan: Plan, model: Path) -> None:
 
 
 def _checkpoint(plan: Plan, plan_path: Path, model: Path, out: Path) -> dict[str, Any]:
-    from semmoe.checkpoint.relabel import plan_digest, relabel
-
     with console.bars() as bars:
         done = relabel(plan, model, out, plan_hash=plan_digest(plan_path), stage=partial(_stage, bars))
     if done.left_out:
@@ -88,15 +84,8 @@ def _checkpoint(plan: Plan, plan_path: Path, model: Path, out: Path) -> dict[str
 
 def _stage(bars: console.Bars, what: str, total: int) -> Callable[[int], None]:
     """A progress bar in megabytes; the returned function advances it by bytes."""
-    advance, rest = bars.task(f"{what}, MB", max(1, total // 10**6)), 0
-
-    def by_bytes(count: int) -> None:
-        nonlocal rest
-        units, rest = divmod(rest + count, 10**6)
-        if units:
-            advance(units)
-
-    return by_bytes
+    advance = bars.task(f"{what}, MB", max(1, total // 10**6))
+    return lambda count: advance(count / 1e6)
 
 
 def _engine_file(name: str, plan: Plan, model: Path, out: Path) -> dict[str, Any]:
@@ -106,22 +95,18 @@ def _engine_file(name: str, plan: Plan, model: Path, out: Path) -> dict[str, Any
 
 
 def _print_checkpoint(result: dict[str, Any]) -> None:
-    verified = result["verification"]
-    layers = ", ".join(map(str, verified["layers"]))
+    layers = ", ".join(map(str, result["verification"]["layers"]))
     size = f"{console.megabytes(result['bytes'])} MB in {result['seconds']:.1f} s"
     console.out.print(
         f"{result['out']}: {result['layers']} MoE layers relabelled, {result['tensors_renamed']:,} tensors renamed, "
         f"{result['tensors_permuted']:,} reordered, {size}"
     )
-    console.out.print(
-        f"verified: layers {layers}: the same experts for {verified['tokens']} random states "
-        f"({verified['ties']} near-ties), and the same bytes in every expert"
-    )
+    console.out.print(f"verified: the bytes of every router, and of every expert in layers {layers}")
 
 
 def _print_flags(result: dict[str, Any]) -> None:
     console.out.print(f"{result['out']}: start the engine with")
-    console.out.print("    " + shlex.join(result["flags"]), markup=False)
+    console.say("    " + shlex.join(result["flags"]))
     if result["left_to_the_engine"]:
         what = " and ".join(result["left_to_the_engine"])
         console.out.print(f"The plan's tables for {what} are not in the file: only semmoe in the engine follows them.")

@@ -2,29 +2,27 @@
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from semmoe import console
-from semmoe.calibration import Links
+from semmoe import console, tables
 from semmoe.cli import options
-from semmoe.cli.app import TOOLS, app, refuse_given
-from semmoe.cli.form import takes
+from semmoe.cli.app import TOOLS, command, refuse_given
 from semmoe.files import check_output, save_json
 from semmoe.settings import CalibrateSettings
 
 
-@app.command(rich_help_panel=TOOLS)
-@takes(settings=CalibrateSettings)
+@command(TOOLS)
 def calibrate(
+    *,
     ctx: typer.Context,
     model: options.ModelArgument,
     out: Annotated[Path, options.output("The links file, JSON, for `semmoe solve --links`.")],
     force: options.Force = False,
     name: Annotated[str, options.output("What to call these links.")] = "this machine",
     as_json: options.Json = False,
-    settings: Any = None,
+    settings: CalibrateSettings,
 ) -> None:
     """Measure what links and experts cost, with real all-to-alls and the model's own experts.
 
@@ -43,19 +41,11 @@ def calibrate(
         refuse_given(ctx, ["ep_size"], "torchrun decides the ranks")
     if not launched or os.environ["RANK"] == "0":
         check_output(out, force=force, inputs=(model,))
-    ranks = settings().ep_size
+    ranks = settings.ep_size
     links = measuring.calibrate_launched(model, name) if launched else measuring.calibrate(model, ranks, name)
     if links is None:  # another rank of torchrun's has the result
         return
     save_json(out, links)
-    console.tell(as_json, {"out": str(out), "links": links.model_dump()}, lambda: _print_links(out, links))
-
-
-def _print_links(out: Path, links: Links) -> None:
-    rows = []
-    for where, tier in (("inside nodes", links.inside_node), ("between nodes", links.between_nodes)):
-        if tier is not None:
-            speed = f"{tier.gigabytes_per_second:.3g} GB/s"
-            rows.append([f"all-to-all {where}", f"{tier.dispatch_latency_us:,.0f} us", speed])
-    rows.append(["experts of a rank", "", f"{links.experts.teraflops:.3g} Tflop/s"])
-    console.print_table(f"{out}: {links.name}", ["", "latency", "speed"], rows)
+    title = f"{out}: {links.name}"
+    result = {"out": str(out), "links": links.model_dump()}
+    console.tell(as_json, result, lambda: console.print_table(title, ["", "latency", "speed"], tables.speeds(links)))

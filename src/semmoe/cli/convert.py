@@ -7,39 +7,39 @@ from typing import Annotated, Any
 import typer
 
 from semmoe import console
-from semmoe.bounds import number
+from semmoe.bounds import number, switch
 from semmoe.checkpoint.engine_files import FORMATS, Format, load
-from semmoe.checkpoint.engine_maps import Model
-from semmoe.checkpoint.engine_routes import Source
-from semmoe.cli.app import OFFLINE, app, refuse_given
-from semmoe.cli.form import takes
-from semmoe.cli.options import INPUT, OFFLINE_RANKS, OUTPUT, Force, GivenTopology, Json, model_path, resolve_topology
+from semmoe.checkpoint.engine_maps import Model, plan_of
+from semmoe.checkpoint.engine_routes import Source, write_requests
+from semmoe.cli import options
+from semmoe.cli.app import OFFLINE, command, refuse_given
 from semmoe.dataset import LeftOut
+from semmoe.files import atomic_directory, check_output
 from semmoe.topology import Topology
+from semmoe.trace import TraceHeader, TraceWriter
 
 PLANNED = ["ep_size", "attention", "dp_size", "num_nodes", "redundant_experts"]
-Strict = Annotated[
-    bool, typer.Option("--strict", help="Of answers: fail at the first bad line.", rich_help_panel=INPUT)
-]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Copies:
+class Reading:
+    """How a file is read."""
+
     redundant_experts: int = number(0, 0, 1 << 20, help="Of counts: redundant experts over all ranks.")
+    strict: bool = switch(panel="Input", help="Of answers: fail at the first bad line.")
 
 
-@app.command("import", rich_help_panel=OFFLINE)
-@takes(given=GivenTopology, copies=Copies)
+@command(OFFLINE, name="import")
 def import_(
+    *,
     ctx: typer.Context,
-    file: Annotated[Path, typer.Argument(help=f"One of {', '.join(one.name for one in FORMATS)}.", show_default=False)],
-    model: Annotated[str, typer.Option(help="The model that they are of.", rich_help_panel=INPUT, callback=model_path)],
-    out: Annotated[Path, typer.Option(help="The plan or trace directory.", rich_help_panel=OUTPUT)],
-    given: Any = None,
-    copies: Any = None,
-    strict: Strict = False,
-    force: Force = False,
-    as_json: Json = False,
+    file: Annotated[Path, options.argument(f"One of {', '.join(one.name for one in FORMATS)}.")],
+    model: Annotated[str, options.model("The model that they are of.")],
+    out: Annotated[Path, options.output("The plan or trace directory.")],
+    given: options.GivenTopology,
+    reading: Reading,
+    force: options.Force = False,
+    as_json: options.Json = False,
 ) -> None:
     """Read what an engine or EPLB wrote about experts.
 
@@ -54,7 +54,6 @@ def import_(
     `semmoe import answers.jsonl --model MODEL --out trace`
     """
     from semmoe.engines.transformers.config import fingerprint_of
-    from semmoe.files import check_output
 
     check_output(out, directory=True, force=force, inputs=(file, model))
     form, content = load(file)
@@ -63,17 +62,16 @@ def import_(
         refuse_given(ctx, ["strict"], "there are no lines of which one could be left out")
         if form.kind == "map":
             refuse_given(ctx, ["redundant_experts"], "a map has the copies that it has")
-        topology = resolve_topology(None, given(), OFFLINE_RANKS)
-        result = _plan(form, content, file, described, topology, copies().redundant_experts, out)
+        topology = given.resolve(None, options.OFFLINE_RANKS)
+        result = _plan(form, content, file, described, topology, reading.redundant_experts, out)
     else:
         refuse_given(ctx, PLANNED, "a trace is of no topology: give it to semmoe solve")
-        result = _trace(form, content, Source(file, described, LeftOut(file, strict)), out)
+        result = _trace(form, content, Source(file, described, LeftOut(file, reading.strict)), out)
     result = {"from": form.kind, "out": str(out), **result}
-    console.print_json(result) if as_json else _tell(result)
+    console.tell(as_json, result, lambda: _print(result))
 
 
 def _plan(form: Format, content: Any, file: Path, model: Any, topology: Topology, copies: int, out: Path) -> dict:
-    from semmoe.checkpoint.engine_maps import plan_of
     from semmoe.plan import save_plan
 
     try:
@@ -92,10 +90,7 @@ def _plan(form: Format, content: Any, file: Path, model: Any, topology: Topology
 
 
 def _trace(form: Format, content: Any, source: Source, out: Path) -> dict[str, Any]:
-    from semmoe.checkpoint.engine_routes import write_requests
-    from semmoe.files import atomic_directory
     from semmoe.streams import check_tokens
-    from semmoe.trace import TraceHeader, TraceWriter
 
     name, settings = f"imported:{source.path.name}", {"from": form.kind}
     header = TraceHeader(fingerprint=source.model.fingerprint, dataset_hash=name, settings=settings)
@@ -112,7 +107,7 @@ def _trace(form: Format, content: Any, source: Source, out: Path) -> dict[str, A
     }
 
 
-def _tell(result: dict[str, Any]) -> None:
+def _print(result: dict[str, Any]) -> None:
     for words in (result["note"], result.get("left_out_lines"), _left_out_tokens(result)):
         if words:
             console.warn(words)

@@ -1,35 +1,31 @@
 """The command doctor: check versions, hooks and a plan."""
 
-from dataclasses import asdict
-from enum import Enum
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from semmoe import console
+from semmoe.bounds import choice
 from semmoe.cli import options
-from semmoe.cli.app import TOOLS, app
+from semmoe.cli.app import TOOLS, command
 from semmoe.engines.doctor import ENGINES, EngineState, PlanState, examine, examine_plan, supported, versions
 
 
-class Engine(str, Enum):
-    sglang = "sglang"
-    vllm = "vllm"
-    deepspeed = "deepspeed"
-    transformers = "transformers"
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    engine: str | None = choice(None, ENGINES, panel="Input", help="Check only this engine, which must be installed.")
 
 
-@app.command(rich_help_panel=TOOLS)
+@command(TOOLS)
 def doctor(
-    engine: Annotated[Engine | None, options.inputs("Check only this engine, which must be installed.")] = None,
+    *,
+    given: Engine,
     plan: Annotated[Path | None, options.inputs("Show and check this plan.")] = None,
     model: Annotated[
         str | None,
-        options.inputs(
-            "The model that the plan is to run on; without a plan, show what is supported of it.",
-            callback=options.model_path,
-        ),
+        options.model("The model that the plan is to run on; without a plan, show what is supported of it."),
     ] = None,
     as_json: options.Json = False,
 ) -> None:
@@ -42,10 +38,10 @@ def doctor(
     `semmoe doctor --engine sglang --plan plan --model MODEL`
     """
     found = versions()
-    chosen = ENGINES if engine is None else (engine.value,)
+    chosen = ENGINES if given.engine is None else (given.engine,)
     wanted = examine_plan(plan, model, chosen) if plan else None
     uses = supported(Path(model), chosen) if model and not plan else []
-    engines = [examine(name, found[name], needed=engine is not None) for name in chosen]
+    engines = [examine(name, found[name], needed=given.engine is not None) for name in chosen]
     problems = [text for state in engines for text in state.problems] + (wanted.problems if wanted else [])
     if as_json:
         states = {"engines": list(map(asdict, engines)), "plan": asdict(wanted) if wanted else None, "supported": uses}
@@ -97,4 +93,4 @@ def _print_plan(state: PlanState) -> None:
 
 def _say(text: str) -> None:
     """Print plain text, since names in plans and messages of engines may contain markup."""
-    console.out.print(console.plain(text), highlight=False)
+    console.out.print(console.plain(text))

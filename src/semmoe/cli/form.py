@@ -1,72 +1,75 @@
-"""Build the options of a command from settings dataclasses: name, type, bounds, default and help of each field."""
+"""Build the options of a command from dataclasses: name, type, bounds, default and help of each field.
+
+A field is an option if `number`, `choice` or `switch` made it with a help text, or if its type is annotated with an
+option or an argument of typer. A nested dataclass adds its own fields.
+"""
 
 import inspect
 import math
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from enum import Enum
-from functools import partial, wraps
-from typing import Annotated, Any
+from functools import wraps
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import typer
 
 KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
 
-def takes(**kinds: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a command: the options of the dataclass `kinds[name]` replace the parameter `name`.
+def takes(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a command: options replace each parameter whose type is a dataclass, which is then made from them.
 
-    The command gets a function as this parameter, which makes the dataclass from the given options and from further
-    fields by keyword. An option that was not given is None, and its field keeps its default. Fields of several
-    dataclasses that have the same name share one option.
+    An option that was not given is None, and its field keeps its default. Fields of several dataclasses that have the
+    same name share one option.
     """
+    signature = inspect.signature(command, eval_str=True)
+    kinds = {name: one.annotation for name, one in signature.parameters.items() if is_dataclass(one.annotation)}
 
-    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(command, eval_str=True)
-        names = {name for kind in kinds.values() for name in options_of(kind)}
+    @wraps(command)
+    def run(**given: Any) -> Any:
+        made = {name: make(kind, given) for name, kind in kinds.items()}
+        return command(**{name: made[name] if name in made else given[name] for name in signature.parameters})
 
-        @wraps(command)
-        def run(**given: Any) -> Any:
-            chosen = {name: _value(given.pop(name)) for name in names}
-            return command(**given, **{name: partial(make, kind, chosen) for name, kind in kinds.items()})
-
-        parameters: dict[str, inspect.Parameter] = {}
-        for name, parameter in signature.parameters.items():
-            parameters |= _parameters(kinds[name]) if name in kinds else {name: parameter.replace(kind=KEYWORD)}
-        setattr(run, "__signature__", signature.replace(parameters=list(parameters.values())))  # noqa: B010
-        run.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}
-        delattr(run, "__wrapped__")  # typer would look through it
-        return run
-
-    return decorate
+    parameters: dict[str, inspect.Parameter] = {}
+    for name, parameter in signature.parameters.items():
+        parameters |= options_of(kinds[name]) if name in kinds else {name: parameter.replace(kind=KEYWORD)}
+    setattr(run, "__signature__", signature.replace(parameters=list(parameters.values())))  # noqa: B010
+    run.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}
+    delattr(run, "__wrapped__")  # typer would look through it
+    return run
 
 
-def make(kind: Any, given: dict[str, Any], **more: Any) -> Any:
-    """Make a dataclass from the given options, by name; more: further fields by name."""
-    values = {}
+def make(kind: Any, given: dict[str, Any]) -> Any:
+    """Make a dataclass from the given options, by name; None: not given."""
+    shown, values = options_of(kind), {}
     for one in fields(kind):
         value = given.get(one.name)
         if is_dataclass(one.default_factory):
             values[one.name] = make(one.default_factory, given)
-        elif "help" in one.metadata and value is not None:
-            values[one.name] = None if one.metadata["zero_is_none"] and value == 0 else value
-    return kind(**values | more)
+        elif one.name in shown and value is not None:
+            values[one.name] = _value(one, value)
+    return kind(**values)
 
 
-def _parameters(kind: Any) -> dict[str, inspect.Parameter]:
-    return {
-        name: inspect.Parameter(name, KEYWORD, default=None, annotation=hint) for name, hint in options_of(kind).items()
-    }
+def _value(one: Field, given: Any) -> Any:
+    if one.metadata.get("zero_is_none") and given == 0:
+        return None
+    return given.value if isinstance(given, Enum) else given
 
 
-def options_of(kind: Any) -> dict[str, Any]:
-    """The annotated type of each option by name, including those of nested dataclasses."""
-    found: dict[str, Any] = {}
+def options_of(kind: Any) -> dict[str, inspect.Parameter]:
+    """The option of each field by name, including those of nested dataclasses."""
+    found: dict[str, inspect.Parameter] = {}
+    hints = get_type_hints(kind, include_extras=True)
     for one in fields(kind):
         if is_dataclass(one.default_factory):
             found |= options_of(one.default_factory)
         elif "help" in one.metadata:
-            found[one.name] = _hint(one)
+            found[one.name] = inspect.Parameter(one.name, KEYWORD, default=None, annotation=_hint(one))
+        elif get_origin(hints[one.name]) is Annotated:
+            default = inspect.Parameter.empty if one.default is MISSING else one.default
+            found[one.name] = inspect.Parameter(one.name, KEYWORD, default=default, annotation=hints[one.name])
     return found
 
 
@@ -83,10 +86,6 @@ def _hint(one: Field) -> Any:
     low = 0 if shown["zero_is_none"] else shown["low"]
     kind: Any = float if "float" in str(one.type) else int
     return Annotated[kind | None, typer.Option(min=low, max=shown["high"], callback=finite, **common)]
-
-
-def _value(given: Any) -> Any:
-    return given.value if isinstance(given, Enum) else given
 
 
 def finite(value: float | None) -> float | None:

@@ -14,15 +14,17 @@ from pydantic import BaseModel
 
 from semmoe import console
 from semmoe.bounds import MOST_RANKS, choice, number
+from semmoe.calibration import PhaseLinks, load_links
 from semmoe.client import Client, make_client, split_address
 from semmoe.core import Plan, RoutingTrace
 from semmoe.demo import MODEL
-from semmoe.files import atomic_file, check_output
+from semmoe.files import check_output, save_text
 from semmoe.results import checked
 from semmoe.topology import Topology
 
-TOPOLOGY, METHOD, LINKS, INPUT, OUTPUT = "Topology", "Method", "Links", "Input", "Output"
-OFFLINE_RANKS, PROCESSES = 8, 4
+TOPOLOGY = "Topology"
+OFFLINE_RANKS = 8
+PROCESSES = 4
 KEY = "SERVER_API_KEY"  # a variable, so that the key is in no list of processes
 
 
@@ -31,10 +33,10 @@ def option(panel: str, help: str, *flags: str, **more: Any) -> Any:
     return typer.Option(*flags, help=help, rich_help_panel=panel, **more)
 
 
-method = partial(option, METHOD)
-links = partial(option, LINKS)
-inputs = partial(option, INPUT)
-output = partial(option, OUTPUT)
+method = partial(option, "Method")
+links = partial(option, "Links")
+inputs = partial(option, "Input")
+output = partial(option, "Output")
 
 
 def argument(help: str, **more: Any) -> Any:
@@ -54,6 +56,7 @@ def model_path(name: str | None) -> str | None:
     raise typer.BadParameter(f"there is no directory {name}")
 
 
+model = partial(inputs, callback=model_path)
 TraceArgument = Annotated[Path, argument("A trace directory, or an .npz file.")]
 ModelArgument = Annotated[
     str, argument("A model directory (Hugging Face format), or `tiny`, the embedded one.", callback=model_path)
@@ -61,7 +64,6 @@ ModelArgument = Annotated[
 UrlArgument = Annotated[str, argument("URL of a server started by `semmoe serve`, such as http://127.0.0.1:30000.")]
 Force = Annotated[bool, output("Replace what --out names.", "--force")]
 Json = Annotated[bool, output("Print JSON instead of a table.", "--json")]
-ResultOut = Annotated[Path | None, output("Write the result as JSON.", "--out")]
 TraceOut = Annotated[Path, output("The trace directory.", "--out")]
 Dataset = Annotated[
     Path | None,
@@ -77,20 +79,10 @@ LinksOption = Annotated[
         "h200-400g, the defaults on one node and on several.",
     ),
 ]
-HeaderOption = Annotated[
-    list[str] | None,
-    inputs("NAME:VALUE sent with every request, such as a gateway's key; may be given several times."),
+DecodeLinksOption = Annotated[
+    str | None, links("The same of decoding, where its all-to-all is another, such as h200-400g-ll.")
 ]
-CaOption = Annotated[
-    Path | None, inputs("A PEM file of the certificate authorities that an https:// address is checked by.")
-]
-ControlOption = Annotated[
-    Path | None, inputs("The server's control folder, if it is not the one that belongs to its port.")
-]
-
-
 ranks = partial(number, None, 1, MOST_RANKS, panel=TOPOLOGY)
-width = partial(number, None, 0, 1 << 24, panel=LINKS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,13 +96,84 @@ class GivenTopology:
     dp_size: int | None = ranks(help="Attention groups, for hybrid.")
     num_nodes: int | None = ranks(help="Nodes that the ranks are spread over; by default the plan's, else 1.")
 
+    def resolve(self, plan: Plan | None, ep_size: int) -> Topology:
+        """The plan's topology, checked against the options; without a plan, that of the options or `ep_size` ranks."""
+        if plan is None:
+            return Topology.for_attention(self.attention or "tp", self.ep_size or ep_size, self.dp_size, self.num_nodes)
+        for name in ("attention", "ep_size", "dp_size", "num_nodes"):
+            planned, wanted = getattr(plan.topology, name), getattr(self, name)
+            if wanted not in (None, planned):
+                raise ValueError(f"the plan is for {name} {planned}, not {wanted}")
+        return plan.topology
+
 
 @dataclass(frozen=True, kw_only=True)
-class Widths:
-    """The model's widths that the user gave; None: not given."""
+class LinksOptions:
+    """The links of both phases."""
 
-    hidden_size: int | None = width(help="Width of the model, if the trace does not say.")
-    expert_size: int | None = width(help="Width of one expert, if the trace does not say.")
+    links: LinksOption = None
+    decode_links: DecodeLinksOption = None
+
+    def load(self, topology: Topology) -> PhaseLinks:
+        """The links given, or the default ones; decoding has those of prefill unless it has its own."""
+        prefill = load_links(self.links or ("h200-nvlink" if topology.num_nodes == 1 else "h200-400g"), topology)
+        decode = prefill if self.decode_links is None else load_links(self.decode_links, topology)
+        return PhaseLinks(prefill, decode)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultOptions:
+    """Where the result of a command goes: as a table or JSON to the terminal, and as JSON to a file."""
+
+    out: Annotated[Path | None, output("Write the result as JSON.", "--out")] = None
+    force: Force = False
+    as_json: Json = False
+
+    def check(self, inputs: Iterable[Path | str | None]) -> None:
+        """Raise an error, before the work begins, unless `out` can be written without changing an input."""
+        if self.out is not None:
+            check_output(self.out, force=self.force, inputs=inputs)
+
+    def tell(self, kind: type[BaseModel], result: dict[str, Any]) -> bool:
+        """Write the result to `out` if given, print it as JSON if requested, and return whether it was printed."""
+        checked(kind, result)
+        if self.out is not None:
+            save_text(self.out, json.dumps(result, indent=1))
+        if self.as_json:
+            console.print_json(result)
+        return self.as_json
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientOptions:
+    """How running servers are asked."""
+
+    header: Annotated[
+        list[str] | None,
+        inputs("NAME:VALUE sent with every request, such as a gateway's key; may be given several times."),
+    ] = None
+    ca: Annotated[
+        Path | None, inputs("A PEM file of the certificate authorities that an https:// address is checked by.")
+    ] = None
+
+    def client(self, urls: list[str]) -> Client:
+        """The client of the servers at `urls`, with the key in the environment."""
+        return make_client(self.header or [], self.ca, urls, os.environ.get(KEY, ""))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions(ClientOptions):
+    """How one running server is asked, and its control folder."""
+
+    url: UrlArgument
+    control: Annotated[
+        Path | None, inputs("The server's control folder, if it is not the one that belongs to its port.")
+    ] = None
+
+    def find(self) -> tuple[str, Path, Client]:
+        """Address of the server without a path, its control folder, and its client. Raises ValueError."""
+        client, parts = self.client([self.url]), split_address(self.url)
+        return f"{parts.scheme}://{parts.netloc}", self.control or default_folder(parts.port or 80), client
 
 
 def plan_for(model: str, path: Path) -> Plan:
@@ -121,17 +184,6 @@ def plan_for(model: str, path: Path) -> Plan:
     plan = load_plan(path)
     plan.check(fingerprint_of(model))
     return plan
-
-
-def resolve_topology(plan: Plan | None, given: GivenTopology, ep_size: int) -> Topology:
-    """The plan's topology, checked against the options; without a plan, the given one (default `ep_size` ranks)."""
-    if plan is None:
-        return Topology.for_attention(given.attention or "tp", given.ep_size or ep_size, given.dp_size, given.num_nodes)
-    for name in ("attention", "ep_size", "dp_size", "num_nodes"):
-        planned, wanted = getattr(plan.topology, name), getattr(given, name)
-        if wanted not in (None, planned):
-            raise ValueError(f"the plan is for {name} {planned}, not {wanted}")
-    return plan.topology
 
 
 def ranks_at_hand() -> int:
@@ -153,7 +205,7 @@ def read_trace(path: Path, seed: int = 0) -> RoutingTrace:
             f"{path} has {tokens:,} tokens, more than are read at once: {trace.num_tokens:,} of them count, of "
             f"{trace.num_requests:,} requests drawn by seed {seed}"
         )
-        console.err.print(f"[yellow]note:[/] {console.plain(words)}", soft_wrap=True, highlight=False)
+        console.warn(words, "note")
     return trace
 
 
@@ -167,35 +219,13 @@ def check_installed(engine: str) -> None:
         ) from None
 
 
-def check_result(out: Path | None, force: bool, inputs: Iterable[Path | str | None] = ()) -> None:
-    """Raise an error, before the work begins, unless the result can be written to `out` without changing an input."""
-    if out is not None:
-        check_output(out, force=force, inputs=inputs)
-
-
-def tell_result(kind: type[BaseModel], result: dict[str, Any], out: Path | None, as_json: bool) -> bool:
-    """Write a command's result to `out` if given, print it as JSON if requested, and return whether it was printed."""
-    checked(kind, result)
-    if out is not None:
-        with atomic_file(out) as staged:
-            staged.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    if as_json:
-        console.print_json(result)
-    return as_json
+def check_shuffle_from(least: int, plan: Plan | None, shuffles: bool = True) -> None:
+    """Raise ValueError for the option --shuffle-from where no token is shuffled."""
+    if least and (plan is None or not plan.tokens.by_tables or not shuffles):
+        raise ValueError("--shuffle-from has no effect: only a plan for attention tp or hybrid shuffles tokens")
 
 
 def default_folder(port: int) -> Path:
     """The control folder of a server that is given no other."""
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(base) / "semmoe" / f"serve-{port}"
-
-
-def server_at(url: str, control: Path | None) -> tuple[str, Path]:
-    """The address of a running server without a path, and its control folder. Raises ValueError."""
-    parts = split_address(url)
-    return f"{parts.scheme}://{parts.netloc}", control or default_folder(parts.port or 80)
-
-
-def client_of(header: list[str] | None, ca: Path | None, urls: list[str]) -> Client:
-    """The client of the servers at `urls` by the options --header and --ca and the key in the environment."""
-    return make_client(header or [], ca, urls, os.environ.get(KEY, ""))

@@ -12,14 +12,14 @@ from typing import Annotated, Any
 
 from semmoe import console
 from semmoe.cli import options
-from semmoe.cli.app import SERVING, app
+from semmoe.cli.app import SERVING, command
 from semmoe.core import Plan
 
 FINISH_SECONDS = 30  # for open streams after a signal to end
 SERVICES = ("", "liveness", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor")
 
 
-@app.command(rich_help_panel=SERVING)
+@command(SERVING)
 def picker(
     addresses: Annotated[list[str], options.argument("HOST:PORT of every rank in order, or of a server of all ranks.")],
     plan: Annotated[Path, options.inputs("The plan directory, for attention dp or hybrid.")],
@@ -54,7 +54,7 @@ def picker(
     found = addresses_of(addresses, scorer.num_ranks)
     chosen = Picker(Ranks(scorer), Tokenizer(_tokenizer_of(tokenizer, loaded)), found)
     if not _is_loopback(host):
-        console.err.print(f"[yellow]warning:[/] {host} is open to others, and the picker has no authentication")
+        console.warn(f"{host} is open to others, and the picker has no authentication")
     each = "a port for each" if len(addresses) > 1 else f"by header, at {addresses[0]}"
     asyncio.run(_serve(chosen, host, port, f"{scorer.num_ranks} ranks ({each}; plan of {loaded.method})"))
 
@@ -114,7 +114,7 @@ async def _serve(chosen: Any, host: str, port: int, ranks: str) -> None:
     asyncio.get_running_loop().add_signal_handler(
         signal.SIGTERM, lambda: asyncio.ensure_future(server.stop(FINISH_SECONDS))
     )
-    console.out.print(f"{_shown(host, port)} picks among {ranks}", markup=False)
+    console.say(f"{_shown(host, port)} picks among {ranks}")
     await server.wait_for_termination()
 
 

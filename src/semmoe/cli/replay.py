@@ -1,6 +1,6 @@
 """`semmoe replay`: score plans on a trace, without a model."""
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,15 +8,13 @@ import typer
 
 from semmoe import console, tables
 from semmoe.cli import options
-from semmoe.cli.app import OFFLINE, app, refuse_given
-from semmoe.cli.form import finite, options_of, takes, with_changes
+from semmoe.cli.app import OFFLINE, command, refuse_given
+from semmoe.cli.form import options_of, with_changes
 from semmoe.cli.solve import (
     METHOD_NAMES,
-    DecodeLinksOption,
     PhaseCosts,
     SetOption,
     phase_costs,
-    phase_links,
     refuse_idle,
     refuse_unscheduled,
     warn_of_answers,
@@ -24,60 +22,58 @@ from semmoe.cli.solve import (
 from semmoe.core import Plan, RoutingTrace
 from semmoe.methods import METHODS, check_applies, obstacle
 from semmoe.results import ReplayFile
-from semmoe.settings import ReplaySettings, SolveSettings
+from semmoe.settings import ReplaySettings, SolveSettings, SplitSettings
 from semmoe.topology import Topology
 
-SOLVING = {*options_of(options.GivenTopology), *options_of(SolveSettings)} - {*options_of(ReplaySettings)}
-DECIDED = [*sorted(SOLVING), "method", "profile_share", "changes", "links", "decode_links"]
 
+@dataclass(frozen=True, kw_only=True)
+class MethodOptions(options.LinksOptions, SplitSettings):
+    """The methods to replay, and how they solve."""
 
-@app.command(rich_help_panel=OFFLINE)
-@takes(given=options.GivenTopology, measure=ReplaySettings, solving=SolveSettings)
-def replay(
-    ctx: typer.Context,
-    trace: options.TraceArgument,
-    given: Any = None,
-    plan: Annotated[Path | None, options.method("Score this plan on the whole trace.")] = None,
     method: Annotated[
         str | None,
         options.method(f"One of {METHOD_NAMES}, or all, the default: profile on a share, score on the rest."),
-    ] = None,
-    profile_share: Annotated[
-        float, options.method("Share of the requests to profile on.", min=0.001, max=0.999, callback=finite)
-    ] = 0.2,
-    measure: Any = None,
-    solving: Any = None,
-    changes: SetOption = None,
-    links: options.LinksOption = None,
-    decode_links: DecodeLinksOption = None,
-    out: options.ResultOut = None,
-    force: options.Force = False,
-    as_json: options.Json = False,
+    ] = None
+    settings: SolveSettings = field(default_factory=SolveSettings)
+    changes: SetOption = None
+
+
+DECIDED = sorted({*options_of(options.GivenTopology), *options_of(MethodOptions)} - {*options_of(ReplaySettings)})
+
+
+@command(OFFLINE)
+def replay(
+    *,
+    ctx: typer.Context,
+    trace: options.TraceArgument,
+    given: options.GivenTopology,
+    plan: Annotated[Path | None, options.method("Score this plan on the whole trace.")] = None,
+    solved: MethodOptions,
+    measure: ReplaySettings,
+    result: options.ResultOptions,
 ) -> None:
     """Score plans on a trace, without a model: the offline experiment.
 
     Examples: `semmoe replay trace.npz --method all` and `semmoe replay heldout --plan plan --json`
     """
-    options.check_result(out, force, (trace, plan, links, decode_links))
-    scoring: ReplaySettings = measure()
-    settings: dict[str, Any] = {"trace": str(trace), **asdict(scoring)}
+    result.check((trace, plan, solved.links, solved.decode_links))
+    settings: dict[str, Any] = {"trace": str(trace), **asdict(measure)}
     if plan is not None:
         refuse_given(ctx, DECIDED, "--plan decides it")
-        opened = options.read_trace(trace, scoring.seed)
-        topology, methods = _replay_plan(ctx, opened, plan, scoring, settings)
+        opened = options.read_trace(trace, measure.seed)
+        topology, methods = _replay_plan(ctx, opened, plan, measure, settings)
     else:
         refuse_given(ctx, ["cocluster.move_cost"], "plans of a replay begin from no other")
-        topology, solve_by = (
-            options.resolve_topology(None, given(), options.OFFLINE_RANKS),
-            with_changes(solving(), changes or []),
-        )
-        costs = phase_costs(ctx, phase_links(links, decode_links, topology), topology, solve_by.cocluster)
-        settings |= asdict(topology) | {"profile_share": profile_share} | _described(solve_by)
-        refuse_idle(ctx, chosen := _applicable(method or "all", topology, solve_by.redundant_experts), topology)
-        opened = options.read_trace(trace, scoring.seed)
-        methods = _replay_methods(opened, chosen, topology, scoring, solve_by, profile_share, costs)
+        topology = given.resolve(None, options.OFFLINE_RANKS)
+        solving = with_changes(solved.settings, solved.changes or [])
+        costs = phase_costs(ctx, solved.load(topology), topology, solving.cocluster)
+        settings |= asdict(topology) | {"profile_share": solved.profile_share} | _described(solving)
+        chosen = _applicable(solved.method or "all", topology, solving.redundant_experts)
+        refuse_idle(ctx, chosen, topology)
+        opened = options.read_trace(trace, measure.seed)
+        methods = _replay_methods(opened, chosen, topology, measure, solving, solved.profile_share, costs)
     settings["scheduled_by_answers"] = warn_of_answers(opened, topology)
-    if options.tell_result(ReplayFile, {"settings": settings, "methods": methods}, out, as_json):
+    if result.tell(ReplayFile, {"settings": settings, "methods": methods}):
         return
     title = f"{trace.name}: {opened.num_requests} requests, {opened.num_tokens:,} routed tokens"
     console.print_table(title, *tables.metrics(methods))
@@ -86,7 +82,7 @@ def replay(
 
 
 def _described(solving: SolveSettings) -> dict[str, Any]:
-    """What a replay's JSON says of how its plans were solved."""
+    """The settings of the solved plans in a replay's JSON."""
     return {
         "redundant_experts": solving.redundant_experts,
         "load_limit": solving.cocluster.load_limit,

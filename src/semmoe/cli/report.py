@@ -5,11 +5,11 @@ from typing import Annotated, Any
 
 from semmoe import console
 from semmoe.cli import options
-from semmoe.cli.app import TOOLS, app
+from semmoe.cli.app import TOOLS, command
 from semmoe.files import check_output
 
 
-@app.command(rich_help_panel=TOOLS)
+@command(TOOLS)
 def report(
     directory: Annotated[
         Path,
@@ -47,9 +47,8 @@ def _print(written: Any) -> None:
     for plan, card in zip(written.inputs.plans, written.cards, strict=True):
         console.out.print(f"{console.plain(plan.path)}: [bold]{card.badge.lower()}[/]")
     for entry in written.inputs.left_out:
-        text = f"[yellow]not used:[/] {console.plain(entry.path)}: {console.plain(entry.why)}"
-        console.err.print(text, soft_wrap=True)
-    console.out.print(f"report: {written.path}", markup=False)
+        console.warn(f"{entry.path}: {entry.why}", "not used")
+    console.say(f"report: {written.path}")
 
 
 def _described(written: Any) -> dict[str, Any]:

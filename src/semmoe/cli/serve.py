@@ -6,15 +6,14 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from semmoe import console
 from semmoe.checkpoint.directory import read_config
 from semmoe.cli import options
-from semmoe.cli.app import SERVING, app
-from semmoe.cli.form import takes
+from semmoe.cli.app import PASSED_ON, SERVING, command
 from semmoe.core import Plan
 from semmoe.engines import ownership, supervisor, support
 from semmoe.engines.settings import PLANS, PluginSettings
@@ -32,14 +31,14 @@ FORGOTTEN = (
 )
 
 
-@app.command(rich_help_panel=SERVING, context_settings={"allow_extra_args": True, "ignore_unknown_options": False})
-@takes(given=options.GivenTopology, settings=ServeSettings)
+@command(SERVING, context_settings=PASSED_ON)
 def serve(
+    *,
     ctx: typer.Context,
     model: options.ModelArgument,
     plan: Annotated[Path | None, options.method("Serve on this plan, of any method; without it, vanilla.")] = None,
-    given: Any = None,
-    settings: Any = None,
+    given: options.GivenTopology,
+    asked: ServeSettings,
     host: Annotated[str, options.output("Address to listen on.")] = "127.0.0.1",
     control: Annotated[
         Path | None, options.output("Folder for counters and `semmoe record`; by default in ~/.local/state.")
@@ -52,9 +51,8 @@ def serve(
 
     Example: `semmoe serve MODEL --engine sglang --plan plan -- --mem-fraction-static 0.8`
     """
-    asked: ServeSettings = settings()
     chosen = options.plan_for(model, plan) if plan else None
-    topology = options.resolve_topology(chosen, given(), options.ranks_at_hand())
+    topology = given.resolve(chosen, options.ranks_at_hand())
     _check(model, chosen, topology, asked, ctx.args)
     folder = (control or options.default_folder(asked.port)).resolve()
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # the printed command needs it too
@@ -108,8 +106,7 @@ def _check(model: str, plan: Plan | None, topology: Topology, asked: ServeSettin
     shuffles, schedules = asked.shuffle != "off", asked.schedule == "plan"
     if asked.window_ms and (plan is None or not schedules or not plan.requests.by_tables):
         raise ValueError("--window-ms has no effect: requests are assigned only by a plan for attention dp or hybrid")
-    if asked.shuffle_from and (plan is None or not plan.tokens.by_tables or not shuffles):
-        raise ValueError("--shuffle-from has no effect: only a plan for attention tp or hybrid shuffles tokens")
+    options.check_shuffle_from(asked.shuffle_from, plan, shuffles)
     if plan is None:
         # raises an error if sizes do not divide
         physical_experts(fingerprint_of(model).num_experts, 0, topology.ep_size)
@@ -133,5 +130,5 @@ def _announce(variables: dict[str, str], words: list[str], folder: Path) -> None
     for name, value in variables.items():
         console.err.print(f"  {name}={shlex.quote(value)}", markup=False)
     console.err.print("[bold]command[/]")
-    console.out.print(shlex.join(["python", *words]), markup=False)
+    console.say(shlex.join(["python", *words]))
     console.err.print(f"activity and `semmoe record` in {folder}", markup=False)

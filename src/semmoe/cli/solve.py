@@ -1,34 +1,32 @@
 """The command solve: make a plan from a trace."""
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from semmoe import console
-from semmoe.calibration import PhaseLinks, load_links
+from semmoe import console, tables
+from semmoe.bounds import number
+from semmoe.calibration import PhaseLinks
 from semmoe.cli import options
-from semmoe.cli.app import OFFLINE, app, refuse_given, was_given
-from semmoe.cli.forecast import ShareOption, gain_of_pass, layer_shape, print_expected, print_gain_of_pass
-from semmoe.cli.form import takes, with_changes
+from semmoe.cli.app import OFFLINE, command, refuse_given, was_given
+from semmoe.cli.form import with_changes
 from semmoe.core import Plan, RoutingTrace
-from semmoe.cost import LayerShape
+from semmoe.cost import LayerShape, end_to_end
 from semmoe.methods import METHODS, check_applies, find_method
 from semmoe.rowcosts import RowCosts
 from semmoe.settings import QUICK, THOROUGH, CoclusterSettings, ReplaySettings, RunningSettings, SolveSettings
 from semmoe.topology import Fingerprint, Topology
 
+if TYPE_CHECKING:
+    from semmoe.placement.problem import Problem, Progress
+
 PhaseCosts = tuple[RowCosts, RowCosts]
 EFFORT = ["quick", "thorough", "budget"]
 METHOD_NAMES = ", ".join(METHODS) + ", or a module by its dotted name"
-DecodeLinksOption = Annotated[
-    str | None, options.links("The same of decoding, where its all-to-all is another, such as h200-400g-ll.")
-]
-ModelOption = Annotated[
-    str | None, options.method("Match unprofiled tokens by this model's embeddings.", callback=options.model_path)
-]
 SetOption = Annotated[
     list[str] | None,
     options.method(
@@ -36,27 +34,74 @@ SetOption = Annotated[
     ),
 ]
 
+width = partial(number, None, 0, 1 << 24, panel="Links")
 
-@app.command(rich_help_panel=OFFLINE)
-@takes(given=options.GivenTopology, settings=SolveSettings, widths=options.Widths, served=RunningSettings)
+
+@dataclass(frozen=True, kw_only=True)
+class SolveOptions:
+    """How a plan is solved."""
+
+    method: Annotated[str, options.method(f"One of {METHOD_NAMES}.")] = "semmoe"
+    settings: SolveSettings = field(default_factory=SolveSettings)
+    changes: SetOption = None
+    model: Annotated[
+        str | None, options.method("Match unprofiled tokens by this model's embeddings.", callback=options.model_path)
+    ] = None
+    begin: Annotated[Path | None, options.method("Begin at this plan and move only what pays.", "--from")] = None
+    quick: Annotated[bool, options.method("semmoe: half the time, up to 3 % more traffic.", "--quick")] = False
+    thorough: Annotated[bool, options.method("semmoe: twice the time, up to 1 % less traffic.", "--thorough")] = False
+
+    def solving(self) -> SolveSettings:
+        """The settings by all options together."""
+        changed = with_changes(replace(self.settings, method=self.method), self.changes or [])
+        if self.quick and self.thorough:
+            raise ValueError("--quick and --thorough exclude each other")
+        effort: dict[str, Any] = QUICK if self.quick else THOROUGH if self.thorough else {}
+        return replace(changed, cocluster=replace(changed.cocluster, **effort))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForecastOptions(options.LinksOptions, RunningSettings):
+    """The server that a plan is judged for; None: not given."""
+
+    share: float | None = number(
+        None,
+        0.001,
+        0.999,
+        panel="Links",
+        help="Share of a pass that all-to-alls take on your server, measured without a plan: also print the gain of a "
+        "pass. At 0.4, a plan that saves 30 % of this time on --links makes it 1 / (1 - 0.4 * 0.3) = 1.136 times as "
+        "fast.",
+    )
+    hidden_size: int | None = width(help="Width of the model, if the trace does not say.")
+    expert_size: int | None = width(help="Width of one expert, if the trace does not say.")
+
+    def layer_shape(self, f: Fingerprint) -> LayerShape | None:
+        """The shape of a layer from the trace and the given widths; None if a width is unknown.
+
+        Raises ValueError if widths contradict the trace, or if one is unknown and a share of the time is given.
+        """
+        sizes = []
+        for name in ("hidden_size", "expert_size"):
+            given, known = getattr(self, name) or 0, getattr(f, name)
+            if 0 not in (given, known) and given != known:
+                raise ValueError(f"--{name.replace('_', '-')} is {given}, but the trace was profiled with {known}")
+            sizes.append(given or known)
+        if self.share is not None and not all(sizes):
+            raise ValueError("--share needs the widths of the model: give --hidden-size and --expert-size")
+        return LayerShape(hidden_size=sizes[0], expert_size=sizes[1], top_k=f.top_k) if all(sizes) else None
+
+
+@command(OFFLINE)
 def solve(
+    *,
     ctx: typer.Context,
     trace: options.TraceArgument,
     out: Annotated[Path, options.output("The plan directory.")],
     force: options.Force = False,
-    given: Any = None,
-    method: Annotated[str, options.method(f"One of {METHOD_NAMES}.")] = "semmoe",
-    settings: Any = None,
-    changes: SetOption = None,
-    links: options.LinksOption = None,
-    decode_links: DecodeLinksOption = None,
-    share: ShareOption = None,
-    widths: Any = None,
-    served: Any = None,
-    model: ModelOption = None,
-    begin: Annotated[Path | None, options.method("Begin at this plan and move only what pays.", "--from")] = None,
-    quick: Annotated[bool, options.method("semmoe: half the time, up to 3 % more traffic.", "--quick")] = False,
-    thorough: Annotated[bool, options.method("semmoe: twice the time, up to 1 % less traffic.", "--thorough")] = False,
+    given: options.GivenTopology,
+    how: SolveOptions,
+    server: ForecastOptions,
     as_json: options.Json = False,
 ) -> None:
     """Decide where experts go and build the tables that send tokens after them.
@@ -67,42 +112,51 @@ def solve(
     `semmoe solve trace --ep-size 16 --num-nodes 2 --attention dp --links h100-400g --out plan` and, for new traffic,
     `semmoe solve newer --from plan --out next`
     """
+    from semmoe.placement.problem import Problem
     from semmoe.plan import check_plan_output, save_plan
     from semmoe.solver import moved_experts
 
-    check_plan_output(out, force, (trace, begin, model, links, decode_links))
-    solving = _with_effort(with_changes(settings(method=method), changes or []), quick, thorough)
-    previous, solving = _begin(ctx, begin, solving)
-    topology = options.resolve_topology(previous, given(), options.OFFLINE_RANKS)
+    check_plan_output(out, force, (trace, how.begin, how.model, server.links, server.decode_links))
+    previous, solving = _begin(ctx, how.begin, how.solving())
+    topology = given.resolve(previous, options.OFFLINE_RANKS)
     check_applies(solving.method, topology, solving.redundant_experts)
     refuse_idle(ctx, [solving.method], topology)
-    charged = phase_links(links, decode_links, topology)
+    links = server.load(topology)
     opened = options.read_trace(trace, solving.seed)
-    shape = layer_shape(opened.fingerprint, widths(), share)
-    costs = phase_costs(ctx, charged, topology, solving.cocluster)
-    measure = ReplaySettings(batch_tokens=solving.cocluster.batch_tokens, seed=solving.seed, running=served().running)
-    plan = _solve(opened, topology, solving, charged, costs, shape, model, previous, measure)
+    shape = server.layer_shape(opened.fingerprint)
+    costs = phase_costs(ctx, links, topology, solving.cocluster)
+    problem = Problem(trace=opened, topology=topology, settings=solving, previous=previous, costs=costs)
+    measure = ReplaySettings(batch_tokens=solving.cocluster.batch_tokens, seed=solving.seed, running=server.running)
+    plan = _solve(problem, how.model, measure, links, shape)
     save_plan(plan, out)
     counts = {"scheduled_by_answers": warn_of_answers(opened, topology)}
-    result = {"plan": str(out), **counts, **gain_of_pass(plan.expected, share)}
+    result = {"plan": str(out), **counts, **gain_of_pass(plan.expected, server.share)}
     if previous is not None:
         result["moved_experts"], result["experts"] = moved_experts(plan, previous)
-    _warn_of_plan(plan, opened, solving.cocluster.load_limit, measure, shape)
-    console.tell(as_json, result | {"expected": plan.expected}, lambda: _print(plan, result, begin, out))
+    if shape is None:
+        console.warn(
+            "no time is predicted: the trace does not say how wide the model is; give --hidden-size and --expert-size"
+        )
+    _warn_of_load(plan, problem, measure)
+    console.tell(as_json, result | {"expected": plan.expected}, lambda: _print(plan, result, how.begin, out))
 
 
 def _print(plan: Plan, result: dict[str, Any], begin: Path | None, out: Path) -> None:
     if begin is not None:
         counts = f"{result['moved_experts']:,} of {result['experts']:,}"
-        console.out.print(f"{counts} experts move to another rank, from {begin}", markup=False, soft_wrap=True)
-    print_expected(out, plan.method, plan.expected)
-    print_gain_of_pass(result)
+        console.say(f"{counts} experts move to another rank, from {begin}")
+    tables.print_expected(out, plan.method, plan.expected)
+    tables.print_gain_of_pass(result)
 
 
-def phase_links(links: str | None, decode: str | None, topology: Topology) -> PhaseLinks:
-    """The links given, or the default ones; decoding has those of prefill unless it has its own."""
-    prefill = load_links(links or ("h200-nvlink" if topology.num_nodes == 1 else "h200-400g"), topology)
-    return PhaseLinks(prefill, prefill if decode is None else load_links(decode, topology))
+def gain_of_pass(expected: dict[str, Any] | None, share: float | None) -> dict[str, Any]:
+    """The gain of a whole pass over one on the linear placement, by name; nothing without a share or a forecast."""
+    if share is None or expected is None:
+        return {}
+    linear = expected["others"].get("linear", expected)["all_to_all_us"]
+    saving = 1 - expected["all_to_all_us"] / linear if linear > 0 else 0.0
+    gain = {"share": share, "saving": saving, "gain": end_to_end(share, saving), "links": expected["links"]["name"]}
+    return {"end_to_end": gain}
 
 
 def phase_costs(
@@ -128,67 +182,45 @@ def _begin(ctx: typer.Context, begin: Path | None, solving: SolveSettings) -> tu
     return previous, replace(solving, redundant_experts=previous.placement.redundant_experts)
 
 
-def _warn_of_plan(
-    plan: Plan, trace: RoutingTrace, limit: float | None, measure: ReplaySettings, shape: LayerShape | None
-) -> None:
-    """Warn of what the plan cannot say or do."""
+def _warn_of_load(plan: Plan, problem: "Problem", measure: ReplaySettings) -> None:
     from semmoe.expectation import excess_load
 
-    if shape is None:
-        console.warn(
-            "no time is predicted: the trace does not say how wide the model is; give --hidden-size and --expert-size"
-        )
+    limit = problem.settings.cocluster.load_limit
     if plan.method == "semmoe" and limit is not None:
-        for words in excess_load(trace, plan, limit, measure):
+        for words in excess_load(problem.trace, plan, limit, measure):
             console.warn(words)
 
 
-def _with_effort(solving: SolveSettings, quick: bool, thorough: bool) -> SolveSettings:
-    if quick and thorough:
-        raise ValueError("--quick and --thorough exclude each other")
-    effort: dict[str, Any] = QUICK if quick else THOROUGH if thorough else {}
-    return replace(solving, cocluster=replace(solving.cocluster, **effort))
-
-
-def _with_budget(solving: SolveSettings, seconds: float) -> SolveSettings:
-    return replace(solving, cocluster=replace(solving.cocluster, budget=seconds))
-
-
 def _solve(
-    trace: RoutingTrace,
-    topology: Topology,
-    solving: SolveSettings,
-    links: PhaseLinks,
-    costs: PhaseCosts | None,
-    shape: LayerShape | None,
-    model: str | None,
-    previous: Plan | None,
-    measure: ReplaySettings,
+    problem: "Problem", model: str | None, measure: ReplaySettings, links: PhaseLinks, shape: LayerShape | None
 ) -> Plan:
-    """Solve the plan, and estimate what it does for held-out requests."""
+    """Estimate the plan's figures for held-out requests, which gets half of the time, and solve it."""
     from semmoe.expectation import expect
-    from semmoe.solver import check_inputs
-    from semmoe.solver import solve as solve_plan
+    from semmoe.solver import check_problem, solve_problem
 
-    check_inputs(trace, topology, solving, previous)
-    embeddings = _embeddings(model, trace.fingerprint) if model else None
-    layers, begun, budget = trace.fingerprint.num_layers, monotonic(), solving.cocluster.budget
-    if budget is not None:
-        solving = _with_budget(solving, budget / 2)
+    check_problem(problem)
+    if model is not None:
+        problem = replace(problem, embeddings=_embeddings(model, problem.trace.fingerprint))
+    layers = problem.trace.fingerprint.num_layers
+    budget = problem.settings.cocluster.budget
+    begun = monotonic()
     with console.bars() as bars:
         advance = bars.task("solving without held-out requests", layers)
-        expected = expect(
-            trace, topology, solving, measure, links, shape, progress=advance, previous=previous, costs=costs
-        )
+        half = None if budget is None else budget / 2
+        expected = expect(_within(problem, half, advance), measure, links, shape)
         advance(0 if expected else layers)
         advance = bars.task("solving", layers)
-        if budget is not None:
-            solving = _with_budget(solving, max(budget - (monotonic() - begun), 0))
-        plan = solve_plan(trace, topology, solving, embeddings, advance, previous, costs)
-    charged = {"charged": links.described()} if costs is not None and plan.method == "semmoe" else {}
-    least = (expected or {}).get("shuffle_from")
-    plan = replace(plan, shuffle_from=least or plan.shuffle_from)
-    return replace(plan, expected=expected, settings=plan.settings | charged)
+        rest = None if budget is None else max(budget - (monotonic() - begun), 0)
+        plan = solve_problem(_within(problem, rest, advance))
+    charged = {"charged": links.described()} if problem.costs is not None and plan.method == "semmoe" else {}
+    least = (expected or {}).get("shuffle_from") or plan.shuffle_from
+    return replace(plan, shuffle_from=least, expected=expected, settings=plan.settings | charged)
+
+
+def _within(problem: "Problem", seconds: float | None, progress: "Progress") -> "Problem":
+    """The problem with this time to solve it in; None: any."""
+    cocluster = replace(problem.settings.cocluster, budget=seconds)
+    return replace(problem, settings=replace(problem.settings, cocluster=cocluster), progress=progress)
 
 
 def refuse_idle(ctx: typer.Context, methods: list[str], topology: Topology) -> None:

@@ -3,30 +3,27 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-from semmoe import console
+from semmoe import console, tables
 from semmoe.calibration import load_links
 from semmoe.cli import options
-from semmoe.cli.app import SERVING, app
-from semmoe.cli.form import takes
+from semmoe.cli.app import SERVING, command
 from semmoe.core import Plan
 from semmoe.engines.private import check_folder
+from semmoe.moving import move_between
 from semmoe.settings import SwapSettings
 
 
-@app.command(rich_help_panel=SERVING)
-@takes(settings=SwapSettings)
+@command(SERVING)
 def swap(
-    url: options.UrlArgument,
+    *,
     plan: Annotated[Path, options.inputs("The plan to serve on from now on.")],
-    control: options.ControlOption = None,
-    header: options.HeaderOption = None,
-    ca: options.CaOption = None,
+    server: options.ServerOptions,
     stage_only: Annotated[
         bool, options.output("Only give the plan to the ranks of this node, of several.", "--stage-only")
     ] = False,
     dry_run: Annotated[bool, options.output("Print what would move, and stop.")] = False,
     links: options.LinksOption = None,
-    settings: Any = None,
+    settings: SwapSettings,
     as_json: options.Json = False,
 ) -> None:
     """Swap the plan of a running server: experts move between its ranks, requests go on, and nothing is lost.
@@ -42,26 +39,24 @@ def swap(
     from semmoe.engines.live.files import plan_name, plan_number, stage
     from semmoe.plan import load_plan
 
-    client = options.client_of(header, ca, [url])
-    url, folder = options.server_at(url, control)
+    url, folder, client = server.find()
     loaded = load_plan(plan)
     check_folder(folder)
     if dry_run:
         _price(loaded, folder, links, as_json)
     elif stage_only:
         name = plan_name(stage(loaded, folder))
-        console.out.print(f"plan {name} is staged in {folder}", markup=False, highlight=False)
+        console.say(f"plan {name} is staged in {folder}")
     else:
         with console.err.status("swapping"):
-            status = live.swap(url, folder, loaded, settings(), client)
+            status = live.swap(url, folder, loaded, settings, client)
         _tell(plan_number(loaded), status, folder, as_json)
 
 
 def _price(plan: Plan, folder: Path, links: str | None, as_json: bool) -> None:
-    """Print what a swap would move, and how long passes would wait for it."""
+    """Print the experts that a swap would move, and how long passes would wait for it."""
     from semmoe.engines.live.files import read_status, staged
     from semmoe.engines.live.swap import check_fits
-    from semmoe.moving import move_between
 
     status = read_status(folder)
     old = staged(folder, status.plan)
@@ -92,16 +87,7 @@ def _tell(number: int, status: Any, folder: Path, as_json: bool) -> None:
         result = {"plan": plan_name(number), "state": status.state, "reason": status.reason}
         console.print_json(result | {"ranks": [one.model_dump() for one in ranks]})
     elif status.state == "done":
-        _print_done(plan_name(number), ranks)
+        console.say(f"the server runs on plan {plan_name(number)}")
+        console.print_table(f"{len(ranks)} ranks on this node", *tables.swapped(ranks))
     if status.state != "done":
         raise RuntimeError(f"the swap was {status.state}: {status.reason}")
-
-
-def _print_done(name: str, ranks: list[Any]) -> None:
-    console.out.print(f"the server runs on plan {name}", highlight=False)
-    rows = []
-    for s in ranks:
-        times = [f"{1000 * s.seconds:.0f}", f"{1000 * s.longest:.0f}"]
-        rows.append([str(s.rank), f"{s.layers_done}", f"{s.moved:,}", console.megabytes(s.received_bytes), *times])
-    columns = ["rank", "layers", "slots\nchanged", "MB\nreceived", "ms\nin all", "longest\nms"]
-    console.print_table(f"{len(ranks)} ranks on this node", columns, rows)

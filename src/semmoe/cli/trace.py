@@ -1,22 +1,16 @@
 """The commands trace info, affinity and merge; info and merge take traces that are larger than memory."""
 
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Annotated
 
 from semmoe import console, tables
 from semmoe.cli import options
-from semmoe.cli.app import OFFLINE, app
+from semmoe.cli.app import OFFLINE, add_group
+from semmoe.cli.form import takes
 from semmoe.results import AffinityFile
 from semmoe.trace import describe as described
 
-trace_app = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode="markdown",
-    help="Look into traces and join them: info, affinity, merge.",
-)
-app.add_typer(trace_app, name="trace", rich_help_panel=OFFLINE)
+trace_app = add_group("trace", OFFLINE, "Look into traces and join them: info, affinity, merge.")
 
 
 @trace_app.command()
@@ -29,43 +23,23 @@ def info(trace: options.TraceArgument, as_json: options.Json = False) -> None:
 
     with console.bars() as bars:
         found = describe(trace, bars.task("reading tokens", _tokens(trace)))
-    console.tell(as_json, found, lambda: console.print_table(str(trace), ["", ""], _contents(found)))
-
-
-def _contents(found: dict[str, Any]) -> list[list[str]]:
-    return [
-        ["model", console.plain(found["model"])],
-        ["layers x experts, experts of a token", f"{found['num_layers']} x {found['num_experts']}, {found['top_k']}"],
-        ["requests", f"{found['requests']:,}"],
-        ["routed tokens", f"{found['tokens']:,}"],
-        ["of them decoded", f"{found['decode_tokens']:,}"],
-        ["left out: an expert twice", f"{found['left_out_tokens']:,}"],
-        ["with another token's experts", f"{found['identical_tokens']:,}"],
-        ["prompt tokens", f"{found['prompt_tokens']:,}"],
-        ["different token ids", f"{found['distinct_tokens']:,} of {found['vocab_size']:,}"],
-        ["busiest expert over the mean", f"{found['busiest_expert']:.2f}"],
-        ["files", f"{found['files']:,}, {console.megabytes(found['bytes'])} MB"],
-    ]
+    console.tell(as_json, found, lambda: console.print_table(str(trace), ["", ""], tables.contents(found)))
 
 
 @trace_app.command()
-def affinity(
-    trace: options.TraceArgument,
-    out: options.ResultOut = None,
-    force: options.Force = False,
-    as_json: options.Json = False,
-) -> None:
+@takes
+def affinity(*, trace: options.TraceArgument, result: options.ResultOptions) -> None:
     """Show how concentrated the routing of a trace is: the statistics of the paper's Table 1.
 
     Example: `semmoe trace affinity trace`
     """
     from semmoe.concentration import concentration
 
-    options.check_result(out, force, (trace,))
+    result.check((trace,))
     opened = options.read_trace(trace)
-    result = {"trace": described(opened), "concentration": concentration(opened)}
-    if not options.tell_result(AffinityFile, result, out, as_json):
-        tables.print_affinity(result)
+    found = {"trace": described(opened), "concentration": concentration(opened)}
+    if not result.tell(AffinityFile, found):
+        tables.print_affinity(found)
 
 
 @trace_app.command()
@@ -82,8 +56,7 @@ def merge(
 
     with console.bars() as bars:
         merged = merge_traces(traces, out, bars.task("joining tokens", sum(map(_tokens, traces))))
-    row = {"out": str(out), "requests": merged.requests, "tokens": merged.tokens}
-    console.tell(as_json, row, f"{merged.requests:,} requests, {merged.tokens:,} tokens in {out}")
+    console.tell(as_json, tables.merged(merged), tables.merged_line(merged))
 
 
 def _tokens(trace: Path) -> int:

@@ -6,28 +6,22 @@ from collections import deque
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Group, RenderableType
 from rich.live import Live
-from rich.table import Table
-from rich.text import Text
 
-from semmoe import console
+from semmoe import console, tables
 from semmoe.cli import options
-from semmoe.cli.app import SERVING, app
-from semmoe.cli.form import takes
+from semmoe.cli.app import SERVING, command
 from semmoe.settings import WatchSettings
 
 MAX_LOOKS = 10_000
-MOST_PAIRS = 12  # pairs of nodes or ranks that are shown, the heaviest
-BAR = 30  # characters
 
 
-@app.command(rich_help_panel=SERVING)
-@takes(settings=WatchSettings)
+@command(SERVING)
 def watch(
+    *,
     url: options.UrlArgument,
     plan: Annotated[
         Path | None, options.inputs("The plan that it serves on: figures are compared with what it expects.")
@@ -35,9 +29,8 @@ def watch(
     also: Annotated[
         list[str] | None, options.inputs("URLs at which its other nodes publish the counters of their ranks.")
     ] = None,
-    header: options.HeaderOption = None,
-    ca: options.CaOption = None,
-    settings: Any = None,
+    asking: options.ClientOptions,
+    settings: WatchSettings,
     once: Annotated[
         bool,
         options.output("Watch one window, print, and end: exit code 1 if it drifted, is stale or degraded.", "--once"),
@@ -54,23 +47,22 @@ def watch(
     """
     from semmoe import watch as watching
 
-    given: WatchSettings = settings()
     expected = None if plan is None else _expected_lar(plan)
     nodes = [url, *(also or [])]
-    client = options.client_of(header, ca, nodes)
+    client = asking.client(nodes)
     looks = deque([watching.look(nodes, time.monotonic(), client)], maxlen=MAX_LOOKS)
     live = nullcontext() if once or as_json else Live(console=console.out, auto_refresh=False, screen=False)
     with live as page:
         while True:
-            time.sleep(given.window if once else given.every)
-            seen = watching.view_window(looks, watching.look(nodes, time.monotonic(), client), given.window)
-            warning = watching.drift(seen, expected, given.margin)
+            time.sleep(settings.window if once else settings.every)
+            seen = watching.view_window(looks, watching.look(nodes, time.monotonic(), client), settings.window)
+            warning = watching.drift(seen, expected, settings.margin)
             if as_json:
                 print(json.dumps(asdict(seen) | {"expected_lar": expected, "drift": warning}), flush=True)
             elif page is None:
-                console.out.print(_page(url, seen, expected, warning))
+                console.out.print(tables.watched(url, seen, expected, warning))
             else:
-                page.update(_page(url, seen, expected, warning), refresh=True)
+                page.update(tables.watched(url, seen, expected, warning), refresh=True)
             if once:
                 raise typer.Exit(int(warning is not None or bool(seen.stale) or bool(seen.degraded)))
 
@@ -84,93 +76,3 @@ def _expected_lar(plan: Path) -> float | None:
     if expected is None:
         console.warn("this plan says nothing of what to expect: its profile was too small")
     return expected
-
-
-def _page(url: str, seen: Any, expected: float | None, warning: str | None) -> Group:
-    who = ", ".join(f"{name} {value}" for name, value in seen.active.items())
-    title = Text(f"{url}: {seen.ranks} ranks, {who}; the last {seen.seconds:.0f} s", style="bold")
-    parts: list[RenderableType] = [title, _figures(seen, expected)]
-    if seen.load:
-        parts += [Text(), _ranks(seen.load)]
-    for kind, pairs in (("node", seen.node_pairs), ("rank", seen.rank_pairs)):
-        if pairs:
-            parts += [Text(), _pairs(kind, pairs)]
-    alarms = [f"DEGRADED: {reason}" for reason in seen.degraded]
-    if seen.stale:
-        names = ", ".join(seen.stale)
-        alarms.append(f"STALE: the counters of {names} stand still: is the disk of the control folder full?")
-    elif seen.pairs == 0:
-        parts.append(Text("no tokens were routed"))
-    if warning is not None:
-        alarms.append(f"DRIFT: {warning}")
-    for alarm in alarms:
-        parts += [Text(), Text(alarm, style="bold red")]
-    return Group(*parts)
-
-
-def _figures(seen: Any, expected: float | None) -> Table:
-    network = "" if seen.remote_nodes_per_token is None else f", {seen.network_ranks_per_token:.2f} on other nodes"
-    to_ranks = ", ".join(f"{count:,} to rank {rank}" for rank, count in seen.scheduled.items())
-    nodes, sent = seen.remote_nodes_per_token, seen.all_to_all_bytes_per_token
-    rows = [
-        ("plan", ", ".join(seen.plans), "RANKS DIFFER" if len(seen.plans) > 1 else ""),
-        (
-            "local activation rate",
-            console.figure(seen.lar),
-            "" if expected is None else f"the plan expects {expected:.3f}",
-        ),
-        ("remote ranks per token", console.figure(seen.remote_ranks_per_token, 2), f"and layer{network}"),
-        ("remote nodes per token", "" if nodes is None else console.figure(nodes, 2), "and layer"),
-        ("remote pairs per token", console.figure(seen.remote_pairs_per_token, 2), "and layer"),
-        ("all-to-all bytes", "" if sent is None else f"{sent:,.0f}", "per token and layer"),
-        ("routed", f"{seen.routed_tokens_per_second:,.0f}", "tokens a second, times layers"),
-        ("requests by the plan", f"{sum(seen.scheduled.values()):,}", to_ranks),
-        ("requests with a rank", f"{seen.named:,}", "named by themselves"),
-        ("requests by the engine", f"{seen.by_engine:,}", ""),
-        ("ids outside the tables", f"{seen.unknown_tokens:,}", ""),
-        ("failures to schedule", f"{seen.schedule_failures:,}", ""),
-    ]
-    table = Table(box=None, show_header=False, pad_edge=False)
-    for name, value, note in rows:
-        if value:  # this server counts it
-            table.add_row(name, Text(value, justify="right"), Text(note, style="dim"))
-    return table
-
-
-def _ranks(load: dict[str, float]) -> Table:
-    """The load of each rank, as a bar."""
-    most = max(load.values())
-    rows = [[rank, f"{value:.2f}", _bar(value, most)] for rank, value in load.items()]
-    return _bars(["rank", "expert load", ""], rows)
-
-
-def _pairs(kind: str, pairs: list) -> Table:
-    """What nodes or ranks sent to each other, the heaviest pairs first, as bars."""
-    shown, most = pairs[:MOST_PAIRS], max(pairs[0].rows_per_second, 1e-9)
-    columns = [f"{kind} to {kind}", "rows a second", ""]
-    rows = [
-        [f"{pair.source} → {pair.target}", f"{pair.rows_per_second:,.0f}", _bar(pair.rows_per_second, most)]
-        for pair in shown
-    ]
-    if any(pair.bytes_per_second is not None for pair in pairs):
-        columns.insert(2, "MB a second")
-        for row, pair in zip(rows, shown, strict=True):
-            row.insert(2, "-" if pair.bytes_per_second is None else f"{pair.bytes_per_second / 1e6:.2f}")
-    table = _bars(columns, rows)
-    if len(pairs) > len(shown):
-        table.caption, table.caption_justify = f"the {len(shown)} heaviest of {len(pairs):,} pairs", "left"
-    return table
-
-
-def _bars(columns: list[str], rows: list[list[str]]) -> Table:
-    """A table whose last column is a bar."""
-    table = Table(box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column, justify="right" if column else "left")
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def _bar(value: float, most: float) -> str:
-    return "█" * round(BAR * value / most)
