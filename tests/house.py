@@ -14,7 +14,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
 OUTSIDE = ("tests", "benchmarks", "lab", "docs", "examples")
-TOTAL, FILE, FUNCTION = 27_323, 350, 50
+TOTAL, FILE, FUNCTION = 27_264, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 296,
@@ -33,12 +33,12 @@ ROOMS = {
     "runtime": 2346,
     "checkpoint": 1307,
     "engines": 8631,
-    "gateway": 400,
+    "gateway": 268,
     "adapt": 248,
     "moving.py live.py client.py": 338,
     "report": 900,
     "cli": 2439,
-    "__init__.py concentration.py console.py dataset.py demo.py prompts.py tables.py texts.py watch.py": 1514,
+    "__init__.py concentration.py console.py dataset.py demo.py prompts.py tables.py texts.py watch.py": 1587,
 }
 # From the ground up: a module imports from its own storey and those below.
 STOREYS = (

@@ -91,6 +91,30 @@ def test_a_request_of_an_anthropic_batch():
     assert prompts_of({"custom_id": "1", "params": {"system": "Be brief.", **chat_body("Why?")}}) == [BRIEF]
 
 
+def test_an_agents_request_to_anthropic_has_calls_and_results():
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": "1"}
+    turns = [
+        {"role": "user", "content": "Why?"},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm."},
+                                          {"type": "tool_use", "id": "t1", "name": "f", "input": {"x": 1}}]},
+        {"role": "user", "content": [{"type": "text", "text": "Go on."}, result]},
+    ]  # fmt: skip
+    (prompt,) = prompts_of({"custom_id": "1", "params": {"messages": turns}})
+    assert [message["role"] for message in prompt.messages] == ["user", "assistant", "tool", "user"]
+    assert prompt.messages[1]["tool_calls"] == [{"id": "t1", "function": {"name": "f", "arguments": {"x": 1}}}]
+    assert [message["content"] for message in prompt.messages] == ["Why?", "", "1", "Go on."]
+
+
+def test_a_request_keeps_the_answer_that_it_ends_with():
+    """A server has seen it, other than the answers of a published conversation."""
+    turns = [*CHAT["messages"], {"role": "assistant", "content": "So"}]
+    for body, ends in (({}, "answer"), ({"continue_final_message": True}, "continued"),
+                       ({"add_generation_prompt": False}, "closed")):  # fmt: skip
+        (prompt,) = prompts_of({"url": "/v1/chat/completions", "body": {"messages": turns, **body}})
+        assert (prompt.messages[-1]["content"], prompt.ends) == ("So", ends)
+    assert prompts_of({"messages": turns})[0].messages[-1]["content"] == "Why?"
+
+
 def chat_body(text):
     return {"messages": [{"role": "user", "content": text}]}
 
@@ -226,6 +250,8 @@ BAD = [
     ('{"input": "data of an instruction"}', r"only \['input'\]"),
     ('{"url": "/v1/embeddings", "body": {"input": "a"}}', "a request to /v1/embeddings, which is not read"),
     ('{"url": "/v1/responses", "body": {"input": [{"type": "function_call"}]}}', "its type is 'function_call'"),
+    ('{"url": "/v1/responses", "body": {"input": "a", "previous_response_id": "r"}}', "a stored conversation"),
+    ('{"body": {"messages": [{"role": "user", "content": "a"}], "documents": [1]}}', "a request with documents"),
     (json.dumps({**CHAT, "tools": "no list"}), "tools are not a list of JSON objects"),
     (json.dumps({**CHAT, "tools": [{"type": "web_search"}]}), "a tool is not a function: its type is 'web_search'"),
     (json.dumps({**CHAT, "functions": [{"name": "f"}]}), "`functions`"),

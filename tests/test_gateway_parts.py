@@ -16,7 +16,7 @@ from semmoe.cli.app import _extra, install_hint
 from semmoe.cli.picker import addresses_of
 from semmoe.demo import MODEL
 from semmoe.engines.transformers.tokenizer import load_tokenizer
-from semmoe.gateway.prompts import READERS, Tokenizer, read_prompt
+from semmoe.gateway.prompts import PATHS, Tokenizer, read_prompt
 
 CHAT = (
     "{% if tools %}<tools>{{ tools | tojson }}{% endif %}{% for message in messages %}<{{ message.role }}>"
@@ -24,6 +24,7 @@ CHAT = (
     "{% endfor %}{% if add_generation_prompt %}<assistant>{{ style }}{% endif %}"
 )
 PARTS = "{% for message in messages %}{% for part in message['content'] %}{{ part.text }}|{% endfor %}{% endfor %}"
+TOOL = {"type": "function", "function": {"name": "f", "description": None, "parameters": None}}
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is a list?"}]
 
 
@@ -52,7 +53,7 @@ def read(path, body, tokenizer):
     return None if found is None else found.tolist()
 
 
-@pytest.mark.parametrize("text", ["def f(x):\n    return x", "Größe 中文 🙂", "<|endoftext|>", "", "a" * 5000])
+@pytest.mark.parametrize("text", ["def f(x):\n    return x", "Größe 中文 🙂", "<|endoftext|>", "a" * 5000])
 def test_text_as_the_tokenizer_itself_has_it(tokenizer, text):
     with_first, without = tokenizer(text).input_ids, tokenizer(text, add_special_tokens=False).input_ids
     assert with_first == [tokenizer.eos_token_id, *without]
@@ -72,9 +73,13 @@ def test_a_conversation_by_the_models_template(tokenizer):
     expected = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
     assert read("/v1/chat/completions", body, tokenizer) == expected
     assert expected[0] != tokenizer.eos_token_id  # a template brings its own first token
-    text = {**body, "chat_template_kwargs": {"style": "calm"}, "tools": [{"type": "function"}]}
+    text = {
+        **body,
+        "chat_template_kwargs": {"style": "calm"},
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+    }
     assert tokenizer.decode(read("/v1/chat/completions", text, tokenizer)) == (
-        '<tools>[{"type": "function"}]<system>Be brief.;<user>What is a list?;<assistant>calm'
+        f"<tools>{json.dumps([TOOL])}<system>Be brief.;<user>What is a list?;<assistant>calm"
     )
     no_more = read("/v1/chat/completions", {**body, "add_generation_prompt": False}, tokenizer)
     assert tokenizer.decode(no_more).endswith("What is a list?;")
@@ -91,7 +96,7 @@ def test_calls_and_parts_as_templates_want_them(tokenizer):
     assert tokenizer.decode(found) == "<assistant>41;<user>a\nb;<assistant>"
     parts = load_tokenizer(str(MODEL))
     parts.chat_template = PARTS
-    assert parts.decode(read("/v1/chat/completions", {"messages": messages[1:]}, parts)) == "a|b|"
+    assert parts.decode(read("/v1/chat/completions", {"messages": messages[1:]}, parts)) == "a\nb|"
 
 
 def test_responses_are_conversations(tokenizer):
@@ -147,6 +152,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "data": "aa"}}
 @pytest.mark.parametrize(
     ("path", "body"),
     [
+        ("/v1/completions", {"prompt": ""}),
         ("/v1/completions", {}), ("/v1/completions", {"prompt": []}), ("/v1/completions", {"prompt": [1, "a"]}),
         ("/v1/completions", {"prompt": [[1], []]}), ("/v1/completions", {"prompt": [10**30]}),
         ("/v1/completions", {"prompt": [1, -1]}),
@@ -174,7 +180,7 @@ def test_an_error_of_a_template_is_told_without_the_prompt(caplog):
     found = load_tokenizer(str(MODEL))
     found.chat_template = "{{ raise_exception(messages[0].content) }}"
     assert read("/v1/chat/completions", {"messages": [{"role": "user", "content": "secret"}]}, found) is None
-    assert caplog.messages == ["semmoe: a prompt cannot be read, so load decides: TemplateError"]
+    assert "secret" not in caplog.text
 
 
 def test_without_a_template_a_conversation_is_unknown(plain):
@@ -205,14 +211,14 @@ VALUES = st.recursive(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("path", READERS)
+@pytest.mark.parametrize("path", PATHS)
 @given(body=st.binary(max_size=60) | VALUES.map(lambda value: json.dumps(value).encode()))
 def test_no_body_ends_the_reader(tokenizer, path, body):
     found = read_prompt(path, body, Tokenizer(tokenizer))
     assert found is None or found.dtype == np.int64
 
 
-@pytest.mark.parametrize("path", READERS)
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("body", [b"[" * 200_000, b'{"prompt": [1%s]}' % (b"0" * 5000), b"\xff", b""])
 def test_bodies_that_no_json_reader_takes_are_none(tokenizer, path, body):
     assert read_prompt(path, body, Tokenizer(tokenizer)) is None

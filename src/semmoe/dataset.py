@@ -1,6 +1,7 @@
 """Prompts from a user's file: JSON lines, a JSON array or object, or text. `prompts` reads the records."""
 
 import hashlib
+import inspect
 import json
 import re
 from collections import Counter
@@ -19,6 +20,8 @@ MAX_BYTES = 4 << 30  # after unpacking; a million chats are below 3 GB, and a gz
 JSON = (".jsonl", ".json")
 TABLES = (".csv", ".tsv", ".parquet", ".xlsx", ".xls", ".arrow", ".feather")
 SURROGATE = re.compile(r"[\ud800-\udfff]")
+# A chat template that loops over the parts of a message is given parts, any other is given text.
+READS_PARTS = re.compile(r"\bfor\s+\w+\s+in\s+\w+(\.content|\[\s*['\"]content['\"]\s*\])")
 SPACE = re.compile(r"\s*")
 MIN_RECORDS = 10  # a tenth of fewer records is less than one record
 MAX_REASONS = 6  # that a message names
@@ -198,26 +201,49 @@ def _check_ids(ids: list[int], vocab_size: Any, most: Any) -> None:
 def _encode_one(prompt: Prompt, tokenizer: Any) -> list[int]:
     if prompt.token_ids:
         return list(prompt.token_ids)
+    text, special = text_of(prompt, tokenizer)
+    return tokenizer(text, add_special_tokens=special)["input_ids"]
+
+
+def text_of(prompt: Prompt, tokenizer: Any) -> tuple[str, bool]:
+    """Return a prompt's text, by the tokenizer's chat template if it has one, and whether special tokens are added.
+
+    Raises UnusableError for a prompt that cannot be rendered.
+    """
     templated = bool(prompt.messages and getattr(tokenizer, "chat_template", None))
     plain = prompt.text or "\n".join(message["content"] for message in prompt.messages)
     text = _rendered(prompt, tokenizer) if templated else plain
     if not text.isascii() and SURROGATE.search(text):
         raise UnusableError("a lone surrogate, which is not a character")
-    return tokenizer(text, add_special_tokens=False)["input_ids"] if templated else tokenizer(text)["input_ids"]
+    return text, not templated if prompt.special is None else prompt.special
 
 
 def _rendered(prompt: Prompt, tokenizer: Any) -> str:
     """Render a conversation. Raises UnusableError with the chat template's own words."""
-    known = "developer" in str(tokenizer.chat_template)  # otherwise vLLM gives it the system's role
-    messages = [m if known or m["role"] != "developer" else {**m, "role": "system"} for m in prompt.messages]
-    variables = {"tools": list(prompt.tools)} if prompt.tools else {}
+    reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters) & set(prompt.variables)
+    if reserved:
+        raise UnusableError("a request that sets what no template reads", ", ".join(sorted(reserved)))
+    messages = [_for_template(message, str(tokenizer.chat_template)) for message in prompt.messages]
+    variables: dict[str, Any] = {"tools": list(prompt.tools)} if prompt.tools else {}
     variables |= prompt.variables
+    variables |= {"continue_final_message": True} if prompt.ends == "continued" else {}
+    begins = prompt.ends == "answer"
     try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **variables)
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=begins, tokenize=False, **variables)
     except ImportError:  # jinja2 is missing
         raise
     except Exception as error:  # an untrusted template may raise anything
         raise UnusableError("the model's chat template refuses it", str(error) or type(error).__name__) from None
+
+
+def _for_template(message: dict[str, Any], template: str) -> dict[str, Any]:
+    """Return a message as vLLM gives it to a chat template, which may know no developer, or loop over content parts."""
+    unknown = message["role"] == "developer" and "developer" not in template
+    role = "system" if unknown else message["role"]
+    content = message["content"]
+    if READS_PARTS.search(template):
+        content = [{"type": "text", "text": content}]
+    return {**message, "role": role, "content": content}
 
 
 def check_token_ids(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:

@@ -1,8 +1,8 @@
-"""Prompts from one record of a dataset: a conversation, a request to a server, a text or token ids."""
+"""Read the prompts of a record of a data set, or of a request: a conversation, a text or token ids."""
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 ASSISTANTS = ("assistant", "gpt", "chatgpt", "bing", "bard", "model", "bot", "function_call")
@@ -10,6 +10,7 @@ ROLES = {"human": "user", "user": "user", "system": "system", "observation": "to
 ROLES |= dict.fromkeys(ASSISTANTS, "assistant")
 TALKS = ("messages", "conversation", "conversations")
 PROMPT_KEYS = ("prompt", "text", "question")
+ANTHROPIC_BLOCKS = {"tool_result", "tool_use", "thinking", "redacted_thinking"}
 TEXT_PARTS = ("text", "input_text", "output_text")  # the types of message parts that hold text
 ENDPOINTS = ("completions", "responses", "messages")  # how the URLs end of requests that are read
 MAX_WORDS = 200  # characters that a message quotes of a dataset or a chat template
@@ -32,6 +33,8 @@ class Prompt:
     token_ids: tuple[int, ...] = ()
     tools: tuple[dict[str, Any], ...] = ()  # for the chat template, as the two fields below
     variables: dict[str, Any] = field(default_factory=dict)  # `chat_template_kwargs` of a request
+    ends: str = "answer"  # after the messages an answer begins; "continued": the last one goes on; "closed": neither
+    special: bool | None = None  # whether the tokenizer adds its special tokens; None: to texts, not to conversations
     where: str = field(default="", compare=False)  # line or entry of the dataset
 
 
@@ -41,18 +44,21 @@ def prompts_of(row: Any) -> list[Prompt]:
         raise UnusableError("not a JSON object")
     body = row.get("body") or (row.get("params") if "custom_id" in row else None)  # OpenAI's and Anthropic's batches
     if isinstance(body, dict):
-        return _requested(body, _endpoint(row.get("url")))
+        return request_prompts(body, row.get("url"))
     if is_conversation(row):
-        return [_chat(_turns_of(row), row, begun_by_user=True)]
+        return [_published(_turns_of(row), row)]
     return _texts(row, PROMPT_KEYS)
 
 
-def _requested(body: dict[str, Any], endpoint: str) -> list[Prompt]:
-    given = body.get("input")
+def request_prompts(body: dict[str, Any], url: object) -> list[Prompt]:
+    """Return the prompts of a request's body, as a server sees them; url: where it is sent. Raises UnusableError."""
+    endpoint, given = _endpoint(url), body.get("input")
+    if endpoint == "responses" or (isinstance(given, list) and given and isinstance(given[0], dict)):
+        if body.get("previous_response_id") or body.get("conversation"):
+            raise UnusableError("a request that goes on with a stored conversation")
+        return [_chat(_items(given), {**body, "system": body.get("instructions")})]
     if is_conversation(body):
         return [_chat(_turns_of(body), body)]
-    if endpoint == "responses" or (isinstance(given, list) and given and isinstance(given[0], dict)):
-        return [_chat(_items(given), {**body, "system": body.get("instructions")})]
     return _texts(body, (*PROMPT_KEYS, "input"))
 
 
@@ -80,37 +86,76 @@ def _texts(row: dict[str, Any], keys: Sequence[str]) -> list[Prompt]:
             raise UnusableError("an empty prompt")
         raise UnusableError("no messages, conversations or prompt", f"only {sorted(row)[:20]}")
     several = isinstance(value, list) and not _is_int(value[0])
-    return [_plain(one) for one in (value if several else [value])]
+    return [_plain(one, row.get("add_special_tokens")) for one in (value if several else [value])]
 
 
-def _plain(value: Any) -> Prompt:
+def _plain(value: Any, special: Any) -> Prompt:
     if value == [] or (isinstance(value, str) and not value.strip()):
         raise UnusableError("an empty prompt")
     if isinstance(value, str):
-        return Prompt(text=value)
+        return Prompt(text=value, special=special if isinstance(special, bool) else None)
     if isinstance(value, list) and all(map(_is_int, value)):
         return Prompt(token_ids=tuple(value))
     raise UnusableError("a prompt is neither text nor token ids")
 
 
-def _chat(turns: Any, row: dict[str, Any], begun_by_user: bool = False) -> Prompt:
-    """Return a conversation without the answers at its end, which a server has not seen.
+def _published(turns: Any, row: dict[str, Any]) -> Prompt:
+    """Return a published conversation without the answers at its end, which a server has not seen.
 
-    begun_by_user: refuse an answer before the first user turn, which is the rest of a conversation that was cut.
-    Answers alone are kept: they are text to continue.
+    Raises UnusableError for an answer before the first user turn: the rest of a conversation that was cut. Answers
+    alone are kept: they are text to continue.
     """
-    if not isinstance(turns, list) or not turns:
-        raise UnusableError("an empty conversation")
-    system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
-    messages = [_message(turn) for turn in system + turns]
+    prompt = _chat(turns, row)
+    messages = list(prompt.messages)
     while len(messages) > 1 and messages[-1]["role"] == "assistant":
         messages.pop()
     roles = [message["role"] for message in messages if message["role"] not in ("system", "developer")]
-    if begun_by_user and "user" in roles and roles[0] != "user":
+    if "user" in roles and roles[0] != "user":
         raise UnusableError("the first turn is not a user's")
+    _require_text(messages)
+    return replace(prompt, messages=tuple(messages))
+
+
+def _chat(turns: Any, row: dict[str, Any]) -> Prompt:
+    """Return a conversation. row: its other fields."""
+    if not isinstance(turns, list) or not turns:
+        raise UnusableError("an empty conversation")
+    system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+    messages = [_message(part) for turn in system + turns for part in _split(turn)]
+    _require_text(messages)
+    ends = "closed" if row.get("add_generation_prompt") is False else "answer"
+    return Prompt(
+        messages=tuple(messages),
+        tools=_tools(row),
+        variables=_variables(row),
+        ends="continued" if row.get("continue_final_message") else ends,
+        special=row.get("add_special_tokens") is True or None,
+    )
+
+
+def _require_text(messages: list[dict[str, Any]]) -> None:
     if not any(message["content"].strip() or "tool_calls" in message for message in messages):
         raise UnusableError("an empty prompt")
-    return Prompt(messages=tuple(messages), tools=_tools(row), variables=_variables(row))
+
+
+def _split(turn: Any) -> list[Any]:
+    """Return the chat messages of a turn. Anthropic's has results of tools, which come first, calls and thinking."""
+    blocks = turn.get("content") if isinstance(turn, dict) else None
+    if not isinstance(blocks, list) or not {_kind(block) for block in blocks} & ANTHROPIC_BLOCKS:
+        return [turn]
+    results = [
+        {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": block.get("content") or ""}
+        for block in blocks
+        if _kind(block) == "tool_result"
+    ]
+    calls = [
+        {"id": block.get("id"), "function": {"name": block.get("name"), "arguments": block.get("input")}}
+        for block in blocks
+        if _kind(block) == "tool_use"
+    ]
+    content = [block for block in blocks if _kind(block) not in ANTHROPIC_BLOCKS]
+    message = {"role": turn.get("role"), "content": content or None} | ({"tool_calls": calls} if calls else {})
+    return [*results, message] if content or calls else results
 
 
 def _items(given: Any) -> Any:
@@ -144,7 +189,7 @@ def _message(turn: Any) -> dict[str, Any]:
 
 
 def _text(content: Any) -> str:
-    """The text of a turn. OpenAI's content parts are joined with newlines, the same as in vLLM and the router."""
+    """The text of a turn. OpenAI's content parts are joined with newlines, the same as in vLLM."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -195,6 +240,8 @@ def _variables(row: dict[str, Any]) -> dict[str, Any]:
     given = row.get("chat_template_kwargs") or {}
     if not isinstance(given, dict) or row.get("chat_template") or "chat_template" in given:
         raise UnusableError("a request with another chat template, or with variables that are not a JSON object")
+    if row.get("documents"):
+        raise UnusableError("a request with documents")
     effort = row.get("reasoning_effort")
     return {**({"reasoning_effort": effort} if isinstance(effort, str) else {}), **given}
 

@@ -14,7 +14,7 @@ from envoy.config.core.v3.base_pb2 import HeaderValue, HeaderValueOption
 from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
 from envoy.service.ext_proc.v3.external_processor_pb2_grpc import ExternalProcessorServicer
 
-from semmoe.gateway.prompts import READERS, Tokenizer, read_prompt
+from semmoe.gateway.prompts import PATHS, Tokenizer, read_prompt
 from semmoe.gateway.scorer import Ranks
 
 MAX_BODY = 8 << 20  # bytes of a request whose prompt is read
@@ -77,7 +77,7 @@ class Picker(ExternalProcessorServicer):
             request.path = _header(value, ":path").partition("?")[0]
             request.named = self._numbers.get(_header(value, RANK))
             request.allowed = _subset(message.metadata_context.filter_metadata)
-            return value.end_of_stream or request.path not in READERS or request.named is not None
+            return value.end_of_stream or request.path not in PATHS or request.named is not None
         request.waiting.append((kind, value))
         if kind != "request_body":
             return True
@@ -95,7 +95,7 @@ class Picker(ExternalProcessorServicer):
 
     def _read(self, request: Request) -> np.ndarray | None:
         """(n,) token ids of the prompt; None if they cannot be known."""
-        if request.path not in READERS or request.named is not None or not request.fits:
+        if request.path not in PATHS or request.named is not None or not request.fits:
             return None
         body = b"".join(value.body for kind, value in request.waiting if kind == "request_body")
         return read_prompt(request.path, body, self._tokenizer)
