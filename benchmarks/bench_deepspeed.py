@@ -58,7 +58,7 @@ def set_ups(trace: RoutingTrace, topology: Topology, redundant: int) -> list[Con
     out = [
         set_up("DeepSpeed AutoEP + AutoTP", vanilla, "off"), set_up(PLACEBO, vanilla, "off"),
         set_up(UNPLANNED, unplanned(trace, topology), "predicted"), set_up("expert grouping", plan, "off"),
-        set_up("both, owner predicted", plan, "predicted"), set_up("both, owner by true routing", plan, "routed"),
+        set_up("both", plan, "predicted"),
     ]  # fmt: skip
     if redundant:
         copies = solve(trace, topology, SolveSettings(redundant_experts=redundant))

@@ -59,7 +59,7 @@ def two_experts_swapped(planned):
             table[[0, 1]] = table[[1, 0]]
 
 
-def set_ups(trace, name, shuffles=("predicted", "routed", "off"), redundant=0):
+def set_ups(trace, name, shuffles=("predicted", "off"), redundant=0):
     """DeepSpeed as it is, then a plan in each way."""
     chosen, vanilla = topology(name), vanilla_plan(trace.fingerprint, topology(name))
     plan = solve(trace, chosen, SolveSettings(redundant_experts=redundant, cocluster=EASY))
@@ -94,7 +94,7 @@ def check(found, ups):
 
 @pytest.mark.parametrize("name", ["EP2", "TP2/EP2", "TP2/EP4"])
 def test_the_shipped_model(shipped, name):
-    shuffles = ("off",) if name == "EP2" else ("predicted", "routed", "off")
+    shuffles = ("off",) if name == "EP2" else ("predicted", "off")
     results = check(shipped, set_ups(shipped[2], name, shuffles))
     assert results["off"].lar is not None
     for one in results.values():  # of all-to-alls, what was counted by the routing and what DeepSpeed sent
@@ -102,7 +102,6 @@ def test_the_shipped_model(shipped, name):
     if name != "EP2":
         assert results["predicted"].lar > 1.15 * results["off"].lar
         assert results["predicted"].sent_bytes.get("all_reduce", 0) == 0
-        assert results["routed"].sent_bytes["all_reduce"] > results["predicted"].sent_bytes["reduce_scatter"]
 
 
 @pytest.mark.parametrize("name", ["EP2", "TP2/EP2", "TP2/EP4"])

@@ -6,16 +6,14 @@ router's logical ids are mapped to physical ones after gating, so that gating, i
 Speculative token shuffling: folded with AutoTP, DeepSpeed sums attention over the group (all-reduce), distributes a
 token's expert choices round-robin over the ranks of the group, and gathers every choice's result. Here a token has one
 owner, and slices are equal. `predicted`: the plan names the owner before attention's sum, which becomes a shuffled
-reduce-scatter; a shuffled all-gather ends the layer. `routed`, for comparison: the all-reduce stays, and the owner is
-the rank that holds most of the experts chosen by the router. `off`: DeepSpeed's own implementation,
-which also runs passes with fewer rows than the plan's `shuffle_from`.
+reduce-scatter; a shuffled all-gather ends the layer. `off`: DeepSpeed's own implementation, which also runs passes with
+fewer rows than the plan's `shuffle_from`.
 """
 
 from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.module_inject.layers import LinearAllreduce, TensorParallel_Layer
@@ -27,7 +25,6 @@ from transformers import PreTrainedModel
 from semmoe.core import NEVER, Plan
 from semmoe.engines.deepspeed.placement import place_experts
 from semmoe.engines.deepspeed.traffic import collectives
-from semmoe.engines.layer import fit_rows
 from semmoe.engines.transformers.config import architecture_hash
 from semmoe.engines.transformers.model import decoder_layers
 from semmoe.engines.transformers.planned import PlannedModel, bind, check_layout
@@ -35,11 +32,9 @@ from semmoe.metrics import Traffic
 from semmoe.runtime.agreement import check_agreement
 from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.copies import rank_copies
-from semmoe.runtime.shuffle import shuffle_handle, shuffled_all_gather
 from semmoe.runtime.traffic import TrafficCounter
-from semmoe.tokens.slices import assign
 
-SHUFFLES = ("predicted", "routed", "off")
+SHUFFLES = ("predicted", "off")
 NOT_SAVED = ("save_checkpoint", "save_16bit_model")
 
 
@@ -56,9 +51,6 @@ def apply_plan(model: Any, plan: Plan, *, shuffle: str = "predicted") -> "AutoEP
     check_agreement(layers[0].ep_group, plan, module.device, shuffle=shuffle)
     if shuffle not in SHUFFLES:
         raise ValueError(f"shuffle must be one of {', '.join(SHUFFLES)}, not {shuffle!r}")
-    alone = plan.topology.attn_tp_size == 1
-    if shuffle == "routed" and alone:
-        raise ValueError("shuffle 'routed' needs groups of several ranks: this plan has none")
     if getattr(model, "optimizer", None) is not None:
         raise ValueError(
             "a plan is for inference: this engine has an optimizer, whose state would stay behind when experts move. "
@@ -116,7 +108,6 @@ class AutoEPModel(PlannedModel):
         )
         self._held = plan.placement.physical_to_logical_map.reshape(len(layers), comm.size, -1)  # (L, G, P / G)
         self._routers = [layer.router.forward for layer in layers]
-        self._given: tuple[Tensor, Tensor] | None = None  # routing that was computed before the layer runs
         self._told = False  # whether `begin` has announced the next forward
         self.reset_counts()
         for index, layer in enumerate(layers):
@@ -124,10 +115,10 @@ class AutoEPModel(PlannedModel):
             layer.router.forward = bind(self._route, index)
             layer._semmoe = True
         if shuffle != "off" and not alone:
-            self._attach(self._layer_routed if shuffle == "routed" else self._layer_all_to_all)
+            self._attach()
         model.register_forward_pre_hook(self._look, with_kwargs=True)
 
-    def _attach(self, run: Any) -> None:
+    def _attach(self) -> None:
         """Replace the forward of decoder layers, so that each rank's experts get its own rows."""
         number = {id(layer): i for i, layer in enumerate(self._layers)}
         for layer in decoder_layers(self.model):
@@ -136,19 +127,20 @@ class AutoEPModel(PlannedModel):
             _require_whole(layer.mlp)
             if not isinstance(output, LinearAllreduce):
                 raise ValueError("AutoTP left attention whole: use config_for(plan, model.config)")
-            if run == self._layer_all_to_all:
-                output.forward = bind(self._sum, output, output.forward)
+            output.forward = bind(self._sum, output, output.forward)
             own = layer.forward, None if index is None else layer.mlp.folding_group_handles
-            layer.forward = bind(self._on_path, run, own, layer, index)
+            layer.forward = bind(self._on_path, own, layer, index)
 
     def _on_path(
-        self, run: Any, own: tuple[Any, Any], layer: nn.Module, index: int | None, hidden_states: Tensor, **kwargs: Any
+        self, own: tuple[Any, Any], layer: nn.Module, index: int | None, hidden_states: Tensor, **kwargs: Any
     ) -> Any:
         """One decoder layer, shuffled or not. own: DeepSpeed's forward, and the groups of folded experts."""
         forward, groups = own
         if index is not None:
             layer.mlp.folding_group_handles = None if self.rows.shuffled else groups  # None: on a rank's own tokens
-        return run(layer, index, hidden_states, **kwargs) if self.rows.shuffled else forward(hidden_states, **kwargs)
+        if self.rows.shuffled:
+            return self._layer_all_to_all(layer, index, hidden_states, **kwargs)
+        return forward(hidden_states, **kwargs)
 
     def _sum(self, output: Any, forward: Any, hidden: Tensor) -> Tensor:
         """Attention's output projection: this rank's partial sums, or, on DeepSpeed's own path, those of all ranks."""
@@ -186,7 +178,7 @@ class AutoEPModel(PlannedModel):
 
     def _route(self, index: int, hidden: Tensor, expert_bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Replaces the router's forward: (T, H) -> weights (T, K), physical ids (T, K), tokens per expert (P,)."""
-        weights, experts = self._given or self._routers[index](hidden, expert_bias)[:2]
+        weights, experts = self._routers[index](hidden, expert_bias)[:2]
         self.rows.observe(experts, weights)
         placed = (self._own_copies if self._folded else self._copies)[index].to_physical(experts)
         self._count(index, placed)
@@ -200,32 +192,6 @@ class AutoEPModel(PlannedModel):
             tokens = len(range(rank, tokens, size))
         self._counters[index].count(targets)
         self._tokens[index] += tokens
-
-    def _layer_routed(self, layer: nn.Module, index: int | None, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        """One decoder layer for shuffle `routed`: attention is all-reduced, then tokens go to their experts' ranks."""
-        stream = self._real(hidden_states) + self._real(self._attend(layer, hidden_states, **kwargs))
-        if index is None:
-            return self._put_back(hidden_states, self._feed_forward(layer, None, stream))
-        normed = layer.post_attention_layernorm(stream)
-        weights, experts, _ = self._routers[index](normed, self._layers[index].expert_bias)
-        size, rank = self.attention_comm.size, self.attention_comm.rank
-        votes = fit_rows(torch.from_numpy(self._votes(index, experts)), -(-len(stream) // size) * size)
-        real = torch.arange(len(votes)) < len(stream)
-        handle = shuffle_handle(torch.from_numpy(assign(votes.numpy())), real, size, rank)
-        mine = handle.mine[: int(handle.counts[rank])]
-        self._given = weights[mine], experts[mine]
-        rows = fit_rows(self._feed_forward(layer, index, stream[mine]), handle.slice_rows)
-        self._given = None
-        (whole,) = shuffled_all_gather(self.attention_comm, [rows], handle)
-        return self._put_back(hidden_states, whole[: len(stream)])
-
-    def _votes(self, index: int, experts: Tensor) -> np.ndarray:
-        """(N, S) int32: the number of each token's experts that every rank of this group holds."""
-        first = self.comm.rank - self.attention_comm.rank
-        holds = np.zeros((self.attention_comm.size, self.plan.placement.num_experts), np.int32)
-        for rank, held in enumerate(self._held[index, first : first + len(holds)]):
-            holds[rank, held] = 1
-        return np.ascontiguousarray(holds[:, experts.cpu().numpy()].sum(axis=2, dtype=np.int32).T)
 
     def reset_counts(self) -> None:
         super().reset_counts()
