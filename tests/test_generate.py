@@ -76,8 +76,7 @@ def set_ups(trace, ep_size):
 @pytest.mark.parametrize(
     ("architecture", "ep_size"),
     [
-        ("qwen3_moe", 2),
-        ("qwen3_moe", 4),
+        ("qwen3_moe", 4),  # on two ranks: test_requests_that_end_early_leave_the_others_right
         pytest.param("mixtral", 4, marks=pytest.mark.costly),
         pytest.param("deepseek_v2", 4, marks=pytest.mark.costly),
         ("deepseek_v3", 4),
@@ -193,7 +192,9 @@ def test_requests_that_end_early_leave_the_others_right(checkpoints, tmp_path):
     shorter = verify.plain_generate(model, prompts(1), SETTINGS)
     assert len({len(out) for out in shorter}) > 1
     for result in gen.generate(path, prompts(1), set_ups(trace, 2), SETTINGS):
-        assert verify.compare_outputs(model, prompts(1), shorter, result.outputs).holds
+        agreement = verify.compare_outputs(model, prompts(1), shorter, result.outputs)
+        assert agreement.holds, f"{result.name}: requests {agreement.mismatches} differ"
+        assert agreement.identical >= len(shorter) - 1, f"{result.name}: {agreement}"
 
 
 def test_counted_traffic_follows_its_closed_forms(qwen):
