@@ -10,8 +10,8 @@ from hypothesis import settings
 # A shell starts what it puts into the background deaf to it, and children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Files that run side by side start in this order, the longest first, then all others. Numba's kernels are compiled for
-# test_generate.py at first; until then the other worker has files which need few of them.
+# Files that run side by side start in this order, the longest first, then all others. One worker compiles numba's
+# kernels in test_generate.py; meanwhile the other runs files that need few kernels.
 FIRST = (
     "test_release.py",
     "test_demo.py",

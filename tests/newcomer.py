@@ -16,5 +16,5 @@ def run_line(line: str) -> None:
 
 
 def run_code(code: str) -> None:
-    """Run a Python block of a page as a script of its own."""
+    """Run a Python block of a page as a separate script."""
     exec(compile(code, "a page", "exec"), {"__name__": "__main__"})

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.launch import run_ranks
 
-# What most tests on ranks import. The process that forks ranks imports what the first of them asks for, and no more.
+# Most tests on ranks import this module. The process that forks ranks imports only what the first test names.
 ENGINE = "semmoe.engines.transformers.generate"
 
 
