@@ -21,7 +21,8 @@ DEEPSPEED_PYTHON := $(DEEPSPEED_VENV)/bin/python
 DEEPSPEED_PIP := $(DEEPSPEED_PYTHON) -m pip --disable-pip-version-check -q
 DEEPSPEED_CPU := engines/deepspeed-cpu
 CLUSTERS_VENV ?= .venv-clusters
-PARALLEL ?= -n 2 --dist loadfile  # test files side by side; PARALLEL= runs them one after another
+# Test files side by side, in the order of tests/conftest.py; PARALLEL= runs them one after another.
+PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
 SLOW_TESTS ?= slow
 ENGINE_TESTS ?= not families
 RESULTS := benchmarks/results

@@ -10,8 +10,41 @@ from hypothesis import settings
 # A shell starts what it puts into the background deaf to it, and children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Files that run side by side start in this order, the longest first, then all others. One worker compiles numba's
+# kernels in test_generate.py; meanwhile the other runs files that need few kernels.
+FIRST = (
+    "test_release.py",
+    "test_demo.py",
+    "test_generate.py",
+    "test_captured.py",
+    "test_fused.py",
+    "test_history_kernels.py",
+    "test_shuffle_kernels.py",
+    "test_reproduce.py",
+    "test_readme.py",
+    "test_calibrate.py",
+    "test_placement_moves.py",
+    "test_cli.py",
+    "test_placement_cocluster.py",
+    "test_live_swap.py",
+    "test_options.py",
+    "test_docs.py",
+    "test_argsort.py",
+    "test_kernels_at_real_shapes.py",
+    "test_examples.py",
+    "test_console.py",
+    "test_shuffler_device.py",
+    "test_methods_paper.py",
+    "test_effort.py",
+)
+
 settings.register_profile("small", max_examples=25, deadline=None, derandomize=True, database=None)
 settings.load_profile("small")
+
+
+def pytest_collection_modifyitems(items):
+    places = {name: place for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
 
 
 @pytest.fixture(scope="module")

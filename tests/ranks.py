@@ -8,12 +8,15 @@ import torch.distributed as dist
 from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.launch import run_ranks
 
+# Most tests on ranks import this module. The process that forks ranks imports only what the first test names.
+ENGINE = "semmoe.engines.transformers.generate"
+
 
 def on_ranks(size, job, tmp_path):
     """Run `job(comm)` on `size` real gloo processes; what each returned, in rank order."""
     folder = tmp_path / f"{job.__name__}-{size}"
     folder.mkdir()
-    run_ranks(size, _run, (job, folder), lambda what, done: None, ["semmoe.runtime.dispatch"])
+    run_ranks(size, _run, (job, folder), lambda what, done: None, [ENGINE])
     return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(size)]
 
 

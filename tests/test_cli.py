@@ -421,9 +421,10 @@ def test_generate_on_a_plan_is_verified_and_written(work, tmp_path, attention):
 @pytest.mark.parametrize("options", [("--ep-size", 4, "--num-nodes", 2), ()])
 def test_generate_says_where_the_time_went(options):
     arguments = ("generate", MODEL, "--attention", "dp", "--prompt", PROMPTS[0], "--max-new-tokens", 3, "--verify")
-    result = run(*arguments, *options)
-    assert result.exit_code == 0, result.output
-    assert "time to first token" in result.stdout
+    if not options:  # one process
+        result = run(*arguments)
+        assert result.exit_code == 0, result.output
+        assert "time to first token" in result.stdout
     figures = json.loads(run(*arguments, *options, "--json").stdout)
     assert figures["identical"] is True
     assert 0 < figures["communication_share"] < 1
@@ -673,19 +674,22 @@ def test_offline_commands_need_neither_torch_nor_an_engine(tmp_path):
         "        if name.split('.')[0] in ('torch', 'transformers', 'tokenizers'):\n"
         "            raise ModuleNotFoundError(name, name=name)\n"
         "sys.meta_path.insert(0, Absent())\n"
-        "from semmoe.cli import main; main()"
+        "from semmoe.cli import main\n"
+        "def run(*words):\n"
+        "    sys.argv[1:] = words\n"
+        "    try:\n"
+        "        main()\n"
+        "    except SystemExit as end:\n"
+        "        return end.code or 0\n"
+        "trace, plan = sys.argv[1:]\n"
+        "codes = [run('solve', trace, '--ep-size', '2', '--out', plan), run('replay', trace, '--plan', plan)]\n"
+        "codes += [run('trace', 'affinity', trace), run('generate', 'tiny', '--prompt', 'x')]\n"
+        "assert codes == [0, 0, 0, 2], codes\n"
     )
-    trace = npz(tmp_path / "t.npz")
-    for arguments in (
-        ["solve", trace, "--ep-size", "2", "--out", tmp_path / "plan"],
-        ["replay", trace, "--plan", tmp_path / "plan"],
-        ["trace", "affinity", trace],
-    ):
-        subprocess.run([sys.executable, "-c", code, *map(str, arguments)], check=True, capture_output=True)
-    refusal = [sys.executable, "-c", code, "generate", "tiny", "--prompt", "x"]
-    result = subprocess.run(refusal, capture_output=True, text=True)
-    assert result.returncode == 2
-    assert install_hint("transformers") in result.stderr
+    words = [sys.executable, "-c", code, npz(tmp_path / "t.npz"), tmp_path / "plan"]
+    done = subprocess.run([str(word) for word in words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert install_hint("transformers") in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ class Gateway:
             context.load_cert_chain(pem)
             self.server.socket = context.wrap_socket(self.server.socket, server_side=True)
         self.url = f"http{'s' if pem else ''}://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
 
 
 @pytest.fixture

@@ -2,14 +2,14 @@
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from typer.testing import CliRunner
 
 from semmoe import tables
 from semmoe.cli import app
-from semmoe.demo import MODEL, demo_prompts
+from semmoe.demo import MODEL, demo_prompts, run_demo
 from semmoe.payoff import BATCHES, LINKS, MODELS, measured, payoffs
 from semmoe.settings import DemoSettings
 from semmoe.texts import HELD_OUT
@@ -112,6 +112,10 @@ def test_demo_prompts_are_held_out_and_profile_and_evaluation_share_no_text():
 
 
 def test_a_demo_leaves_a_page_alone_unless_it_is_told_to_keep_more(tmp_path, monkeypatch):
+    def small(settings, *rest):
+        return run_demo(replace(settings, profile_prompts=24, generate_prompts=4, max_new_tokens=2), *rest)
+
+    monkeypatch.setattr("semmoe.cli.online.run_demo", small)
     monkeypatch.chdir(tmp_path)
     outcome = CliRunner().invoke(app, ["demo", "--json", "--ep-size", "2"])
     assert outcome.exit_code == 0, outcome.output

@@ -15,6 +15,7 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 import pytest
 import typer
+from newcomer import run_code, run_line
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -344,16 +345,16 @@ def test_messages_that_are_explained_are_those_of_the_source():
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.timeout(600)
-def test_the_quick_start_and_the_choice_of_redundancy_run_as_they_stand(tmp_path):
-    tool, done = Path(sys.executable).with_name("semmoe"), set()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+def test_the_quick_start_and_the_choice_of_redundancy_run_as_they_stand(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    done = set()
     for language, code in [block for name in RUN for block in blocks(DOCS / name)]:
-        lines = [[tool, *shlex.split(line)[1:]] for line in code.splitlines()] if language == "bash" else []
-        lines += [[sys.executable, "-c", code]] if language == "python" else []
-        for words in [words for words in lines if str(words) not in done]:
-            result = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
-            assert result.returncode == 0, f"{words}\n{result.stderr}"
-            done.add(str(words))
+        steps = {line: run_line for line in code.splitlines()} if language == "bash" else {}
+        steps |= {code: run_code} if language == "python" else {}
+        for step in [step for step in steps if step not in done]:
+            steps[step](step)
+            done.add(step)
     assert len(done) >= 8
 
 

@@ -43,12 +43,11 @@ def assert_same(one, other):
 @pytest.mark.parametrize("redundant", [0, 4])
 def test_the_plan_is_the_same_for_any_number_of_threads(name, redundant, monkeypatch):
     plans = []
-    for threads in (1, 2, 5):
+    for threads in (1, 5):
         for module in (cocluster, predictor):
             monkeypatch.setattr(module, "cpu_count", lambda threads=threads: threads)
         plans.append(solved(TOPOLOGIES[name], redundant))
-    assert_same(plans[0], plans[1])
-    assert_same(plans[0], plans[2])
+    assert_same(*plans)
 
 
 @pytest.fixture

@@ -91,7 +91,7 @@ def rank():
     server.handle_error = lambda *_: None  # a client that hangs up
     server.go_on = threading.Event()
     server.go_on.set()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     yield server
     server.shutdown()
     server.server_close()

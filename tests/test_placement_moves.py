@@ -65,7 +65,7 @@ def test_the_table_s_gain_of_every_swap_is_what_loops_find(topology, seed, price
 
 @pytest.mark.parametrize("topology", COPIES, ids=name)
 @pytest.mark.parametrize(("redundant", "top_k"), [(0, 1), (0, 3), (8, 1), (16, 1)])
-@settings(max_examples=10)
+@settings(max_examples=4)
 @given(seed=st.integers(0, 9999))
 def test_the_tables_are_exact_for_any_costs(topology, redundant, top_k, seed):
     """Every swap, replacement and promotion is found as loops find it, but where a set holds two experts of a move and
@@ -201,6 +201,7 @@ def search(
 @pytest.mark.parametrize("topology", COPIES, ids=name)
 @pytest.mark.parametrize("redundant", [0, 8, 16])
 @pytest.mark.parametrize("uniform", [True, False])
+@settings(max_examples=8)
 @given(seed=st.integers(0, 9999))
 def test_a_search_keeps_the_best_that_it_saw(topology, redundant, uniform, seed):
     instance, layout = random_sets(seed, 8, topology.dp_size), random_layout(seed, 8, topology.ep_size, redundant)

@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from newcomer import run_code, run_line
+
+import semmoe
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -35,16 +38,17 @@ def test_make_targets_exist(command):
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.timeout(900)
-def test_the_commands_and_the_library_example_run_in_order(tmp_path):
-    tool = Path(sys.executable).with_name("semmoe")
-    for command in [c for c in commands() if c.startswith("semmoe ")]:
-        if command == "semmoe demo":
-            continue  # test_demo.py runs it
-        result = subprocess.run([tool, *command.split()[1:]], cwd=tmp_path, capture_output=True, text=True)
-        assert result.returncode == 0, f"{command}\n{result.stderr}"
+def test_the_commands_and_the_library_example_run_in_order(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for command in [c for c in commands() if c.startswith("semmoe ") and c != "semmoe demo"]:  # test_demo.py runs it
+        run_line(command)
     for code in blocks("python"):
-        result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-        assert result.returncode == 0, result.stderr
+        run_code(code)
+
+
+def test_the_command_is_installed():
+    tool = Path(sys.executable).with_name("semmoe")
+    assert subprocess.run([tool, "--version"], capture_output=True, text=True).stdout.strip() == semmoe.__version__
 
 
 def test_the_readme_links_to_files_that_exist():

@@ -125,7 +125,7 @@ class Obedient(BaseHTTPRequestHandler):
 def obedient():
     """The URL of a server that does nothing; what its ranks do, the test writes in their place."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Obedient)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()
