@@ -33,7 +33,7 @@ FIRST = (
     "test_kernels_at_real_shapes.py",
     "test_examples.py",
     "test_console.py",
-    "test_shuffler_device.py",
+    "test_shuffler.py",
     "test_methods_paper.py",
     "test_effort.py",
 )
