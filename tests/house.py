@@ -14,7 +14,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
 OUTSIDE = ("tests", "benchmarks", "lab", "docs", "examples")
-TOTAL, FILE, FUNCTION = 27_230, 350, 50
+TOTAL, FILE, FUNCTION = 27_254, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 296,
@@ -30,7 +30,7 @@ ROOMS = {
     "plan.py": 206,
     "solver.py expectation.py": 376,
     "replayer.py online.py": 328,
-    "runtime": 2346,
+    "runtime": 2370,
     "checkpoint": 1307,
     "engines": 8597,
     "gateway": 268,

@@ -26,6 +26,9 @@ from semmoe.runtime.rows import sum_parts
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+HEAD = 8  # bytes of a number of rows
+MAX_ROWS = 1 << 16  # for a rank at once, over gloo
+
 
 @contextlib.contextmanager
 def timed(seconds: Counter[str], kind: str) -> Iterator[None]:
@@ -99,12 +102,38 @@ class Communicator:
             finish(works)
         self.rounds[kind] += bool(works)
 
-    def exchange_counts(self, counts: torch.Tensor) -> torch.Tensor:
-        """(size,) int64 counts for each rank, 0 for this one -> (size,) counts from each rank."""
-        out = torch.zeros_like(counts)
-        self.wait("counts", self.exchange("counts", out.split(1), counts.split(1)))
-        self.sent["counts"] += (self.size - 1) * counts.element_size()
-        return out
+    def exchange_rows(self, kind: str, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Rows (m, bytes) uint8 for each rank -> rows from each rank, this one's own included.
+
+        The numbers of rows are not known to the receivers. Over gloo a number heads its message, since a receive may be
+        posted for more bytes than arrive: a round less than an exchange of numbers before, as other backends need.
+        """
+        self.count(kind, [len(part) for part in parts], parts[0].shape[1])
+        self.sent["counts"] += HEAD * (self.size - 1)
+        others = self._headed(kind, parts) if self.backend == "gloo" else self._counted(kind, parts)
+        return [parts[j] if j == self.rank else rows for j, rows in enumerate(others)]
+
+    def _headed(self, kind: str, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        most, row_bytes = max(map(len, parts)), parts[0].shape[1]
+        if most > MAX_ROWS:
+            raise ValueError(f"{most:,} rows for a rank at once, of at most {MAX_ROWS:,}: make batches smaller")
+        heads = torch.tensor([len(part) for part in parts]).view(torch.uint8).split(HEAD)
+        messages = [torch.cat([head, part.view(-1)]) for head, part in zip(heads, parts, strict=True)]
+        # The system maps only the pages that are written, so that room for the largest message costs nothing.
+        arrived = self.staging("headed rows", (self.size, HEAD + MAX_ROWS * row_bytes), parts[0])
+        self.wait(kind, self.exchange(kind, list(arrived), messages))
+        counts = arrived[:, :HEAD].clone().view(torch.int64)[:, 0].tolist()
+        counts[self.rank] = 0
+        return [rows[HEAD : HEAD + n * row_bytes].view(n, row_bytes) for rows, n in zip(arrived, counts, strict=True)]
+
+    def _counted(self, kind: str, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        own = torch.tensor([len(part) for part in parts], device=parts[0].device)
+        own[self.rank] = 0
+        counts = torch.zeros_like(own)
+        self.wait("counts", self.exchange("counts", counts.split(1), own.split(1)))
+        arrived = [part.new_empty((n, part.shape[1])) for part, n in zip(parts, counts.tolist(), strict=True)]
+        self.wait(kind, self.exchange(kind, arrived, parts))
+        return arrived
 
     def reduce_scatter(self, slices: torch.Tensor) -> torch.Tensor:
         """(size * S, H) partial sums -> (S, H), the sum of slice `rank` over all ranks, added in rank order.

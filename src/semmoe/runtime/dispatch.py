@@ -50,15 +50,10 @@ def dispatch(
     ranks = torch.arange(comm.size, device=targets.device).repeat_interleave(counts)
     ids = torch.where(targets[tokens] == ranks[:, None], expert_ids[tokens], -1).to(torch.int32)
     parts = _pack([hidden[tokens], ids, weights[tokens]]).split(sent)
-    counts[comm.rank] = 0
-    received = comm.exchange_counts(counts).tolist()
-    arrived = comm.staging("dispatched", (sum(received), parts[0].shape[1]), parts[0])
-    comm.count("dispatch", sent, parts[0].shape[1])
-    comm.wait("dispatch", comm.exchange("dispatch", arrived.split(received), parts))
-    rows = torch.cat([arrived, parts[comm.rank]])
-    received[comm.rank] = sent[comm.rank]
+    arrived = comm.exchange_rows("dispatch", parts)
+    handle = DispatchHandle(tokens, sent, [len(part) for part in arrived], len(hidden))
+    rows = torch.cat([*arrived[: comm.rank], *arrived[comm.rank + 1 :], arrived[comm.rank]])
     hidden_rows, ids, row_weights = _unpack(rows, [hidden, ids, weights])
-    handle = DispatchHandle(tokens, sent, received, len(hidden))
     return ReceivedTokens(hidden_rows, ids.long(), row_weights), handle
 
 
