@@ -4,7 +4,7 @@
 """
 
 from collections import namedtuple
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -61,18 +61,30 @@ State = namedtuple(
 Scratch = namedtuple("Scratch", "stamp touched")
 
 
-def make_state(sets, weight, group, kind, slots, primary, topology, costs, bound=None):
+class Sets(NamedTuple):
+    """The distinct sets of experts that the tokens of a layer are routed to, in random order."""
+
+    experts: np.ndarray  # (U, K)
+    weight: np.ndarray  # (U,) how many tokens have the set
+    group: np.ndarray  # (U,) attention group
+    kind: np.ndarray  # (U,) which of the costs the set is charged
+
+
+def make_state(sets: Sets, slots, primary, topology, costs, bound=None):
     """Make the state of a search.
 
-    sets (U, K) in random order, weight (U,), group (U,), kind (U,): which of the RowCosts `costs` each is charged,
-    slots (G, P / G), primary (E,), bound (E,): the node that must keep a copy of each expert.
+    slots (G, P / G), primary (E,), costs: RowCosts of each kind, bound (E,): the node that must keep a copy of each
+    expert.
     """
-    (U, _), G, E, node_of = sets.shape, len(slots), len(primary), topology.node_of
-    offsets, rows = _rows_by_expert(sets, E)
-    expert_load, weights = np.zeros(E), uniform_weights(costs, node_of)
-    np.add.at(expert_load, sets.ravel(), np.repeat(weight, sets.shape[1]))
+    experts, weight, group, kind = sets
+    U, G, E = len(experts), len(slots), len(primary)
+    node_of = topology.node_of
+    offsets, rows = _rows_by_expert(experts, E)
+    weights = uniform_weights(costs, node_of)
+    expert_load = np.zeros(E)
+    np.add.at(expert_load, experts.ravel(), np.repeat(weight, experts.shape[1]))
     state = State(
-        sets=sets,
+        sets=experts,
         weight=weight,
         total_weight=weight.sum(),
         group=group.astype(np.int64),
@@ -218,16 +230,16 @@ def charge(state, u, servers, cost, seen, seen_nodes):
 
 
 @inlined
-def find_lowest(cost, spots):
-    """Fill spots with the places of the lowest costs, ascending."""
+def find_lowest(cost, places):
+    """Fill places (B,) with the places of the lowest costs, ascending."""
     for s in range(cost.shape[0]):
-        b = min(s, spots.shape[0])
-        while b > 0 and cost[spots[b - 1]] > cost[s]:
-            if b < spots.shape[0]:
-                spots[b] = spots[b - 1]
+        b = min(s, places.shape[0])
+        while b > 0 and cost[places[b - 1]] > cost[s]:
+            if b < places.shape[0]:
+                places[b] = places[b - 1]
             b -= 1
-        if b < spots.shape[0]:
-            spots[b] = s
+        if b < places.shape[0]:
+            places[b] = s
 
 
 @njit

@@ -1,6 +1,6 @@
 """The load that other requests would put on ranks, by batches drawn from the profile, and the cost of rows."""
 
-from collections import namedtuple
+from typing import NamedTuple
 
 import numpy as np
 from scipy.sparse import csr_matrix, diags
@@ -11,32 +11,28 @@ from semmoe.rowcosts import RowCosts
 
 MIXES = 64
 
-Loads = namedtuple(
-    "Loads",
-    [
-        "now",  # (G, J) load of each rank in each mix
-        "others",  # (G, G, J) the highest load of all ranks but x and y, for x < y
-        "least",  # (G, G) its mean over mixes, at least 1: no move between x and y brings the highest load below it
-    ],
-)
+
+class Loads(NamedTuple):
+    """The loads of ranks, and what the highest of them can become."""
+
+    now: np.ndarray  # (G, J) load of each rank in each mix
+    others: np.ndarray  # (G, G, J) the highest load of all ranks but x and y, for x < y
+    least: np.ndarray  # (G, G) its mean over mixes, at least 1: no move between x and y brings the load below it
 
 
-# Costs of a layout other than its rows.
-Prices = namedtuple(
-    "Prices",
-    [
-        "dues",  # (E, G) what an expert on a rank costs, per token
-        "mixes",  # (E, J) load of each expert in each mix: see `draw_mixes`
-        "loads",  # of the ranks
-        "load_price",  # of the highest load
-    ],
-)
+class Prices(NamedTuple):
+    """The costs of a layout other than its rows; kernels take it, so it is a named tuple."""
+
+    move_cost: np.ndarray  # (E, G) what an expert on a rank costs, per token
+    mixes: np.ndarray  # (E, J) load of each expert in each mix: see `draw_mixes`
+    loads: Loads  # of the ranks
+    load_price: float  # of the highest load
 
 
-def make_prices(dues: np.ndarray, mixes: np.ndarray, load_price: float) -> Prices:
-    """Prices with room for the loads, which the search fills."""
-    G, J = dues.shape[1], mixes.shape[1]
-    return Prices(dues, mixes, Loads(np.zeros((G, J)), np.zeros((G, G, J)), np.ones((G, G))), load_price)
+def make_prices(move_cost: np.ndarray, mixes: np.ndarray, load_price: float) -> Prices:
+    """Return prices with room for the loads, which the search fills."""
+    G, J = move_cost.shape[1], mixes.shape[1]
+    return Prices(move_cost, mixes, Loads(np.zeros((G, J)), np.zeros((G, G, J)), np.ones((G, G))), load_price)
 
 
 def draw_mixes(expert_ids: np.ndarray, request: np.ndarray, num_experts: int, ep_size: int, batch_tokens: int, rng):

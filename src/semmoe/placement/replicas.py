@@ -13,7 +13,7 @@ A swap or a replacement is two of these. Sets that hold both experts would be co
 the parts of the sums that come from them, and such a set's value is taken to stay as it is. This is exact for experts
 without further copies and an estimate else; what a move that was made has changed is always computed, not estimated.
 
-Of a set's homes only the best SPOTS are looked at for every move, and beside them the rank that a copy comes to.
+Of a set's homes, a move is evaluated at the MAX_CANDIDATE_HOMES cheapest ones and at the rank that a copy comes to.
 """
 
 from collections import namedtuple
@@ -22,7 +22,7 @@ import numpy as np
 
 from semmoe.placement.homes import bare, charge, find_lowest, inlined, next_near, njit
 
-SPOTS = 4
+MAX_CANDIDATE_HOMES = 4  # of a set
 WIDTH, MOST_KEPT = 512, 1 << 23  # changes kept of a set, and of all sets
 
 # What is summed over sets, for slots (P,), experts (E,) and ranks (G,): views of `sums`.
@@ -51,12 +51,12 @@ Homes = namedtuple(
     [
         "servers",  # (S, K)
         "cost",  # (S,)
-        "spots",  # (SPOTS,) the best homes, by their place in the group, the best first
+        "candidate_homes",  # (B,) the cheapest homes, by their place in the group, ascending
         "own",  # (K, S) what each home costs if it computes the expert itself
-        "reach",  # (SPOTS, G) what one more pair on the rank costs
-        "counts",  # (SPOTS, G) experts that the rank computes
-        "node_counts",  # (SPOTS, N)
-        "to",  # (SPOTS, G) what the home costs if the expert at hand is computed on the rank
+        "reach",  # (B, G) what one more pair on the rank costs
+        "counts",  # (B, G) experts that the rank computes
+        "node_counts",  # (B, N)
+        "to",  # (B, G) what the home costs if the expert at hand is computed on the rank
         "after",  # (G,) what the set costs after a change
         "joined",  # (K, G) what a further copy of each expert on each rank changes
         "ranks",  # (K * G,) of the copies of the experts
@@ -64,6 +64,8 @@ Homes = namedtuple(
         "starts",  # (K + 1,)
         "seen",  # (G,)
         "seen_nodes",  # (N,)
+        "entries",  # (M,) the entries of `sums` to which the set adds
+        "amounts",  # (M,) what it adds
     ],
 )
 
@@ -84,8 +86,7 @@ def contribute(state, tables, sets, count, sign):
 
     What a set adds is kept, where there is room, so that it need not be computed again to be taken out.
     """
-    most, sums, at = _most_changes(state), tables.sums, _make_homes(state)
-    where, what = np.empty(most, np.int64), np.empty(most)
+    sums, at = tables.sums, _make_homes(state)
     for c in range(count):
         u = sets[c]
         n = tables.kept[u]
@@ -93,13 +94,13 @@ def contribute(state, tables, sets, count, sign):
             for i in range(n):
                 sums[tables.where[u, i]] -= tables.what[u, i]
             continue
-        n = _list_changes(state, tables, u, at, where, what)
+        n = _list_changes(state, tables, u, at)
         for i in range(n):
-            sums[where[i]] += sign * what[i]
+            sums[at.entries[i]] += sign * at.amounts[i]
         tables.kept[u] = -1
         if n <= tables.where.shape[1]:
             for i in range(n):
-                tables.where[u, i], tables.what[u, i] = where[i], what[i]
+                tables.where[u, i], tables.what[u, i] = at.entries[i], at.amounts[i]
             tables.kept[u] = n
 
 
@@ -114,7 +115,7 @@ def _most_changes(state):
 @njit
 def _make_homes(state):
     S, K, G, N = state.group_size, state.sets.shape[1], state.price.shape[0], state.near.shape[1]
-    B = min(SPOTS, S)
+    B, M = min(MAX_CANDIDATE_HOMES, S), _most_changes(state)
     return Homes(
         np.zeros((S, K), np.int64),
         np.zeros(S),
@@ -131,36 +132,40 @@ def _make_homes(state):
         np.zeros(K + 1, np.int64),
         np.zeros(G, np.int64),
         np.zeros(N, np.int64),
+        np.zeros(M, np.int64),
+        np.zeros(M),
     )
 
 
 @inlined
-def _note(entry, amount, where, what, n):
-    """Write down a change; returns how many there are."""
-    where[n], what[n] = entry, amount
+def _note(at, n, entry, amount):
+    """Write down the n-th change, unless it is zero, and return how many there are."""
+    at.entries[n], at.amounts[n] = entry, amount
     return n + (amount != 0.0)
 
 
 @bare
-def _list_changes(state, tables, u, at, where, what):
-    """Fill where and what with the entries of `sums` to which set u adds, and the amounts; returns their number."""
+def _list_changes(state, tables, u, at):
+    """List the entries of `sums` to which set u adds, and the amounts; return their number."""
     (E, G), P, K, weight = tables.add.shape, tables.drop.shape[0], state.sets.shape[1], state.weight[u]
     charge(state, u, at.servers, at.cost, at.seen, at.seen_nodes)
     _read(state, u, at)
     _, add, _, _, _, instead, served, at_home, value = tables.begin
-    best, home, single = at.cost[at.spots[0]], state.group[u] * state.group_size + at.spots[0], P == E
-    n = _note(value, -weight * best, where, what, 0)
+    best, home = at.cost[at.candidate_homes[0]], state.group[u] * state.group_size + at.candidate_homes[0]
+    single = P == E  # no expert has a further copy, so only swaps are looked up
+    n = _note(at, 0, value, -weight * best)
     for i in range(K):
         e = state.sets[u, i]
-        n = _note(served + state.slot_of[e, at.servers[at.spots[0], i]], weight, where, what, n)
-        n = _note(at_home + e * G + home, weight, where, what, n)
+        n = _note(at, n, served + state.slot_of[e, at.servers[at.candidate_homes[0], i]], weight)
+        n = _note(at, n, at_home + e * G + home, weight)
         _shift(state, u, i, at)
         if not single:
             _join(state, u, i, at)
             for y in range(G):
-                n = _note(add + e * G + y, weight * at.joined[i, y], where, what, n)
+                n = _note(at, n, add + e * G + y, weight * at.joined[i, y])
         for k in range(at.starts[i], at.starts[i + 1]):
-            n = _list_copy(state, tables, u, i, k, best, at, where, what, n)
+            n = _list_copy(state, tables, u, i, k, at, n)
+    # `instead`: a further copy of an expert in the place of a copy of another, of the same set
     for k in range(0 if single else at.starts[K]):
         x, own = at.ranks[k], 0
         while at.starts[own + 1] <= k:
@@ -168,37 +173,38 @@ def _list_changes(state, tables, u, at, where, what):
         for j in range(K if state.copies[state.sets[u, own]] > 1 else 0):
             b = state.sets[u, j]
             if state.slot_of[b, x] < 0:
-                n = _note(instead + at.slots[k] * E + b, weight * at.joined[j, x], where, what, n)
+                n = _note(at, n, instead + at.slots[k] * E + b, weight * at.joined[j, x])
     return n
 
 
 @inlined
-def _list_copy(state, tables, u, i, k, best, at, where, what, n):
-    """Note what moves of the set's copy k, of its expert i, change."""
+def _list_copy(state, tables, u, i, k, at, n):
+    """List what moves of the set's copy k, of its expert i, change."""
     (E, G), P, K, weight = tables.add.shape, tables.drop.shape[0], state.sets.shape[1], state.weight[u]
     move, _, drop, promote, twice, instead, _, _, _ = tables.begin
-    e, x, p = state.sets[u, i], at.ranks[k], at.slots[k]
+    e, x, p, best = state.sets[u, i], at.ranks[k], at.slots[k], at.cost[at.candidate_homes[0]]
     if state.copies[e] == 1:
         _move_only(state, u, i, at)
     else:
         first = state.primary[e]
-        if first == x:
+        if first == x:  # the lowest other copy leads in its place
             first = 0
             while state.slot_of[e, first] < 0 or first == x:
                 first += 1
         dropped = best - _without(state, u, e, x, first, at)
-        n = _note(drop + p, weight * dropped, where, what, n)
+        n = _note(at, n, drop + p, weight * dropped)
         if state.primary[e] != x:
-            n = _note(promote + p, weight * (best - _without(state, u, e, -1, x, at)), where, what, n)
+            n = _note(at, n, promote + p, weight * (best - _without(state, u, e, -1, x, at)))
         _move(state, u, i, x, at)
         for j in range(K):
-            n = _note(instead + p * E + state.sets[u, j], weight * dropped, where, what, n)
+            n = _note(at, n, instead + p * E + state.sets[u, j], weight * dropped)
     for y in range(G):
-        n = _note(move + p * G + y, weight * (best - at.after[y]), where, what, n)
+        n = _note(at, n, move + p * G + y, weight * (best - at.after[y]))
+    # `twice`: a swap with another expert of the set
     for other in range(at.starts[K]):
         y = at.ranks[other]
         if state.slot_of[e, y] < 0:
-            n = _note(twice + p * P + at.slots[other], weight * (best - at.after[y]), where, what, n)
+            n = _note(at, n, twice + p * P + at.slots[other], weight * (best - at.after[y]))
     return n
 
 
@@ -206,7 +212,7 @@ def _list_copy(state, tables, u, i, k, best, at, where, what, n):
 def _read(state, u, at):
     """Fill the set's copies, its best homes and what a further pair costs there, from servers and cost."""
     (rank, node, pair), f, (S, K), low = state.costs, state.kind[u], at.servers.shape, state.group[u] * state.group_size
-    G, N, B, count = state.price.shape[0], state.near.shape[1], at.spots.shape[0], 0
+    G, N, B, count = state.price.shape[0], state.near.shape[1], at.candidate_homes.shape[0], 0
     for i in range(K):
         e = state.sets[u, i]
         at.starts[i] = count
@@ -218,9 +224,9 @@ def _read(state, u, at):
                 count, left = count + 1, left - 1
             y += 1
     at.starts[K] = count
-    find_lowest(at.cost, at.spots)
+    find_lowest(at.cost, at.candidate_homes)
     for b in range(B):
-        s = at.spots[b]
+        s = at.candidate_homes[b]
         h = low + s
         at.counts[b, :], at.node_counts[b, :] = 0, 0
         for i in range(K):
@@ -236,7 +242,7 @@ def _read(state, u, at):
 
 @inlined
 def _own(state, u, at):
-    """Fill `own` for the homes of the set, of which there are more than spots."""
+    """Fill `own` for the homes of the set, of which there are more than candidates."""
     (rank, node, pair), f, (S, K), low = state.costs, state.kind[u], at.servers.shape, state.group[u] * state.group_size
     for s in range(S):
         h = low + s
@@ -256,8 +262,8 @@ def _shift(state, u, i, at):
     """Fill `to` for expert i of the set."""
     (rank, node, pair), f, low = state.costs, state.kind[u], state.group[u] * state.group_size
     G, N = state.price.shape[0], state.near.shape[1]
-    for b in range(at.spots.shape[0]):
-        s = at.spots[b]
+    for b in range(at.candidate_homes.shape[0]):
+        s = at.candidate_homes[b]
         h, x = low + s, at.servers[s, i]
         m = state.node_of[x]
         per_node = node[f, h, m] if at.node_counts[b, m] == 1 else 0.0
@@ -276,10 +282,10 @@ def _move_only(state, u, i, at):
     G, low = state.price.shape[0], state.group[u] * state.group_size
     for y in range(G):
         at.after[y] = at.to[0, y]
-    for b in range(1, at.spots.shape[0]):
+    for b in range(1, at.candidate_homes.shape[0]):
         for y in range(G):
             at.after[y] = min(at.after[y], at.to[b, y])
-    if at.own.shape[1] > at.spots.shape[0]:
+    if at.own.shape[1] > at.candidate_homes.shape[0]:
         for s in range(at.own.shape[1]):
             at.after[low + s] = min(at.after[low + s], at.own[i, s])
 
@@ -303,8 +309,8 @@ def _serves(node_of, h, has, first, near, y):
 def _without(state, u, e, x, first, at):
     """What the set costs if expert e's copy on rank x is gone (x = -1: none is) and rank `first` is its primary."""
     best, low, node_of = np.inf, state.group[u] * state.group_size, state.node_of
-    for b in range(at.spots.shape[0]):
-        h = low + at.spots[b]
+    for b in range(at.candidate_homes.shape[0]):
+        h = low + at.candidate_homes[b]
         has, near = state.slot_of[e, h] >= 0 and h != x, next_near(state, e, node_of[h], x)
         y = h if has else first if node_of[first] == node_of[h] or near < 0 else near
         best = min(best, at.to[b, y])
@@ -316,13 +322,13 @@ def _move(state, u, i, x, at):
     """Fill `after` for moves of the copy on rank x of expert i, which has others."""
     low, e, node_of, G = state.group[u] * state.group_size, state.sets[u, i], state.node_of, state.price.shape[0]
     at.after[:] = np.inf
-    for b in range(at.spots.shape[0]):
-        h, leads = low + at.spots[b], state.primary[e] == x
+    for b in range(at.candidate_homes.shape[0]):
+        h, leads = low + at.candidate_homes[b], state.primary[e] == x
         has, near = state.slot_of[e, h] >= 0 and h != x, next_near(state, e, node_of[h], x)
         for y in range(G):
             first = y if leads else state.primary[e]
             at.after[y] = min(at.after[y], at.to[b, _serves(node_of, h, has, first, near, y)])
-    if at.own.shape[1] > at.spots.shape[0]:
+    if at.own.shape[1] > at.candidate_homes.shape[0]:
         for s in range(at.own.shape[1]):
             at.after[low + s] = min(at.after[low + s], at.own[i, s])
 
@@ -330,14 +336,19 @@ def _move(state, u, i, x, at):
 @inlined
 def _join(state, u, i, at):
     """Fill `joined` for a further copy of expert i."""
-    low, e, node_of, best = state.group[u] * state.group_size, state.sets[u, i], state.node_of, at.cost[at.spots[0]]
+    low, e, node_of, best = (
+        state.group[u] * state.group_size,
+        state.sets[u, i],
+        state.node_of,
+        at.cost[at.candidate_homes[0]],
+    )
     S, node_size = at.own.shape[1], state.price.shape[0] // state.near.shape[1]
     begin, end = node_of[low] * node_size, (node_of[low + S - 1] + 1) * node_size
     at.joined[i, :] = 0.0
     for y in range(begin, end):
         after = at.own[i, y - low] if low <= y < low + S else np.inf
-        for b in range(at.spots.shape[0]):
-            h = low + at.spots[b]
+        for b in range(at.candidate_homes.shape[0]):
+            h = low + at.candidate_homes[b]
             near, has = state.near[e, node_of[h]], state.slot_of[e, h] >= 0
             after = min(after, at.to[b, _serves(node_of, h, has, state.primary[e], near, y)])
         at.joined[i, y] = best - after
