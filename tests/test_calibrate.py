@@ -20,6 +20,7 @@ from semmoe.engines.transformers.tokenizer import load_tokenizer
 from semmoe.expectation import expect
 from semmoe.files import save_json
 from semmoe.online import schedule_batch
+from semmoe.placement.problem import Problem
 from semmoe.replayer import replay
 from semmoe.settings import CoclusterSettings, GenerateSettings, ReplaySettings, SolveSettings
 from semmoe.solver import solve
@@ -105,7 +106,8 @@ def test_bytes_of_the_verdict_are_those_that_generate_counts(attention, trace):
     held_out, seen = split(trace, 0.2, quick.seed)
     for method in ("linear", "semmoe"):
         settings = SolveSettings(method=method, cocluster=quick.cocluster)
-        expected = expect(trace, topology, settings, whole, PhaseLinks(links, links), shape)
+        problem = Problem(trace=trace, topology=topology, settings=settings)
+        expected = expect(problem, whole, PhaseLinks(links, links), shape)
         up = gen.Configuration(name=method, plan=solve(seen, topology, settings))
 
         def forecast(groups=None, plan=up.plan):

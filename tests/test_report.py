@@ -15,6 +15,7 @@ from semmoe.calibration import PhaseLinks, load_links
 from semmoe.cli import app
 from semmoe.cost import LayerShape
 from semmoe.expectation import expect
+from semmoe.placement.problem import Problem
 from semmoe.plan import load_plan, save_plan
 from semmoe.report import figures, gather, page, sections, verdict, words
 from semmoe.results import Expected, Figures
@@ -44,7 +45,8 @@ def save(folder, trace, attention="tp", settings=PAPER, expected=True, name=None
     shape = LayerShape(hidden_size=64, expert_size=32, top_k=2)
     plan = solve(trace, topology, settings)
     if expected:
-        plan = replace(plan, expected=expect(trace, topology, settings, MEASURE, PhaseLinks(PCIE, PCIE), shape))
+        problem = Problem(trace=trace, topology=topology, settings=settings)
+        plan = replace(plan, expected=expect(problem, MEASURE, PhaseLinks(PCIE, PCIE), shape))
     save_plan(plan, folder / (name or f"plan-{attention}"))
     return plan
 

@@ -136,12 +136,14 @@ def _solve(trace: RoutingTrace, topology: Topology, settings: DemoSettings, adva
     from semmoe.calibration import PhaseLinks, load_links
     from semmoe.cost import LayerShape
     from semmoe.expectation import expect
+    from semmoe.placement.problem import Problem
     from semmoe.solver import solve
 
     f, solving = trace.fingerprint, SolveSettings(seed=settings.seed)
     shape = LayerShape(hidden_size=f.hidden_size, expert_size=f.expert_size, top_k=f.top_k)
     measure, links = ReplaySettings(seed=settings.seed), load_links(LINKS)
-    expected = expect(trace, topology, solving, measure, PhaseLinks(links, links), shape)
+    problem = Problem(trace=trace, topology=topology, settings=solving)
+    expected = expect(problem, measure, PhaseLinks(links, links), shape)
     advance(1)
     plan = replace(solve(trace, topology, solving), expected=expected)
     advance(1)

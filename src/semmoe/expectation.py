@@ -8,12 +8,11 @@ import numpy as np
 from semmoe import cost
 from semmoe.calibration import Links, PhaseLinks
 from semmoe.core import NEVER, Plan, RoutingTrace
-from semmoe.placement.problem import Progress
+from semmoe.placement.problem import Problem
 from semmoe.replayer import ReplayResult, replay, scheduled_by_answers
 from semmoe.results import Expected, checked
-from semmoe.rowcosts import RowCosts
-from semmoe.settings import ReplaySettings, SolveSettings
-from semmoe.solver import solve
+from semmoe.settings import ReplaySettings
+from semmoe.solver import solve, solve_problem
 from semmoe.splitter import near_duplicates, split
 from semmoe.tokens.slices import ByPosition
 from semmoe.topology import Topology
@@ -39,36 +38,28 @@ class Case:
 
 
 def expect(
-    trace: RoutingTrace,
-    topology: Topology,
-    settings: SolveSettings,
+    problem: Problem,
     measure: ReplaySettings,
     links: PhaseLinks | None = None,
     shape: cost.LayerShape | None = None,
     holdout: float = 0.2,
-    progress: Progress = lambda layers: None,
-    previous: Plan | None = None,
-    costs: tuple[RowCosts, RowCosts] | None = None,
 ) -> dict[str, Any] | None:
     """Estimate what a plan gains on unseen requests: solve on a share 1 - `holdout` of them and replay on the rest.
 
     Returns the metrics of the plan, those of `linear` and `eplb` under "others" and, given links and shape, predicted
     times, a verdict, and under "elsewhere" the gain on other links; decoding has a verdict of its own under "decode" if
-    its links are others. Returns None if the trace has too few distinct requests to hold any out. previous: a plan that
-    the solve begins from; costs: see `solver.solve`.
+    its links are others. Returns None if the trace has too few distinct requests to hold any out.
     """
-    smallest = max(2, topology.dp_size + 1)
+    trace, settings = problem.trace, problem.settings
+    smallest = max(2, problem.topology.dp_size + 1)
     if trace.num_requests * (1 - holdout) < smallest or near_duplicates(trace).max() == 0:
         return None
     held_out, profile = split(trace, holdout, settings.seed)
-    replayed: dict[str, ReplayResult] = {}
-    for method in dict.fromkeys((settings.method, "linear", "eplb")):
-        watched, begin = (progress, previous) if method == settings.method else (lambda layers: None, None)
-        chosen = replace(settings, method=method)
-        plan = solve(profile, topology, chosen, progress=watched, previous=begin, costs=costs)
-        replayed[method] = replay(held_out, plan, measure)
-        if method == settings.method:
-            own = plan
+    own = solve_problem(replace(problem, trace=profile, embeddings=None))
+    plans = {settings.method: own}
+    for method in [name for name in ("linear", "eplb") if name not in plans]:
+        plans[method] = solve(profile, problem.topology, replace(settings, method=method), costs=problem.costs)
+    replayed = {name: replay(held_out, plan, measure) for name, plan in plans.items()}
     # Where links are known, `_time` adds the bytes per rank pair of one batch, which hold the same information.
     figures = {
         name: {k: v for k, v in result.as_dict().items() if k != "rows_per_rank_pair"}
@@ -76,7 +67,7 @@ def expect(
     }
     timed: dict[str, Any] = {"verdict": None}
     if links and shape:
-        case = Case(replayed, settings.method, settings.redundant_experts > 0, topology, shape)
+        case = Case(replayed, settings.method, settings.redundant_experts > 0, problem.topology, shape)
         timed = _time(case, figures, links.prefill)
         if links.decode != links.prefill:
             timed["decode"] = _judge(case, _predict(case, links.decode), links.decode)
@@ -85,7 +76,7 @@ def expect(
             # A pass may hold tokens of both phases, so the number is the larger one.
             timed["shuffle_from"] = max(shuffle_from(case, unshuffled, one) for one in (links.prefill, links.decode))
     plan_figures = figures.pop(settings.method)
-    by_answers = scheduled_by_answers(held_out, topology)
+    by_answers = scheduled_by_answers(held_out, problem.topology)
     about = {"holdout": holdout, "requests": held_out.num_requests, "scheduled_by_answers": by_answers}
     return checked(Expected, {**about, **asdict(measure), **plan_figures, "others": figures, **timed})
 

@@ -34,17 +34,22 @@ def solve(
     decode tokens, which the method semmoe weighs in place of the weights in the settings. Raises ValueError if sizes do
     not divide, the profile is too small or the method does not apply.
     """
-    settings = settings or SolveSettings()
-    check_inputs(trace, topology, settings, previous)
     problem = Problem(
         trace=trace,
         topology=topology,
-        settings=settings,
+        settings=settings or SolveSettings(),
         embeddings=embeddings,
         progress=progress,
         previous=previous,
         costs=costs,
     )
+    return solve_problem(problem)
+
+
+def solve_problem(problem: Problem) -> Plan:
+    """Compute a plan as `solve` does, whose arguments the problem holds."""
+    trace, topology, settings, previous = problem.trace, problem.topology, problem.settings, problem.previous
+    check_inputs(trace, topology, settings, previous)
     with threadpool_limits(1):  # layers run side by side already, and sums depend on how many threads share them
         found: Solution = find_method(settings.method).load()(problem)
     used = _used_settings(settings) | ({} if found.gap is None else {"gap": found.gap})

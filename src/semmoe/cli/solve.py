@@ -167,6 +167,7 @@ def _solve(
 ) -> Plan:
     """Solve the plan, and estimate what it does for held-out requests."""
     from semmoe.expectation import expect
+    from semmoe.placement.problem import Problem
     from semmoe.solver import check_inputs
     from semmoe.solver import solve as solve_plan
 
@@ -177,9 +178,10 @@ def _solve(
         solving = _with_budget(solving, budget / 2)
     with console.bars() as bars:
         advance = bars.task("solving without held-out requests", layers)
-        expected = expect(
-            trace, topology, solving, measure, links, shape, progress=advance, previous=previous, costs=costs
+        problem = Problem(
+            trace=trace, topology=topology, settings=solving, progress=advance, previous=previous, costs=costs
         )
+        expected = expect(problem, measure, links, shape)
         advance(0 if expected else layers)
         advance = bars.task("solving", layers)
         if budget is not None:

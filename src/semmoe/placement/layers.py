@@ -13,6 +13,7 @@ import numpy as np
 
 from semmoe.affinity import pair_count
 from semmoe.placement import hierarchy
+from semmoe.placement.copies import hosting_ranks
 from semmoe.placement.homes import Sets, make_state
 from semmoe.placement.loads import draw_mixes, make_prices
 from semmoe.placement.moves import search_moves, sum_move_costs
@@ -153,7 +154,8 @@ class LayerSearch:
         """Return slots and primaries to begin from."""
         problem, number, ranks = self.problem, self.problem.settings.starts, self.problem.topology.ep_size
         if problem.previous is not None:
-            return [(problem.previous.astype(np.int64), _hosts(problem.previous, problem.num_experts))]
+            lowest = hosting_ranks(problem.previous, problem.num_experts)[:, 0]
+            return [(problem.previous.astype(np.int64), lowest.astype(np.int64))]
         labelled = [] if labels is None or problem.whole_groups else [labels]
         if self.nodes is not None and (in_time() or problem.whole_groups):
             self.nodes.rough([load_price], None, in_time)
@@ -181,7 +183,7 @@ class LayerSearch:
         if groups > 1 and groups % nodes == 0:
             homes.append(self._packing(at_rank, nodes))
         hot = [hierarchy.copy_hot(self.affinity, at_rank, nodes, places, self.rng, home) for home in homes]
-        ways = [(slots, _hosts(slots, E)) for slots in hot]
+        ways = [(slots, hosting_ranks(slots, E)[:, 0].astype(np.int64)) for slots in hot]
         blocks = hierarchy.count_blocks(E, groups, nodes, places)
         if blocks is not None:
             block = self._packing(at_rank, blocks)
@@ -263,14 +265,6 @@ def _keys(rows: np.ndarray) -> np.ndarray:
             keys = np.unique(keys, return_inverse=True)[1].reshape(-1)
         keys = keys * values + column
     return keys
-
-
-def _hosts(slots: np.ndarray, num_experts: int) -> np.ndarray:
-    """(E,) the lowest rank that holds each expert, from slots (G, P / G)."""
-    out = np.zeros(num_experts, np.int64)
-    for g in reversed(range(len(slots))):
-        out[slots[g]] = g
-    return out
 
 
 def _first_labels(affinity: np.ndarray, ranks: int, starts: int, rng) -> list[np.ndarray]:

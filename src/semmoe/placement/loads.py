@@ -6,6 +6,7 @@ import numpy as np
 from scipy.sparse import csr_matrix, diags
 
 from semmoe.affinity import count
+from semmoe.metrics import layer_traffic
 from semmoe.placement.homes import njit
 from semmoe.rowcosts import RowCosts
 
@@ -142,23 +143,6 @@ def highest_after(mix, share, other_mix, back, from_x, from_y, others):
 
 def total_cost(costs: RowCosts, targets: np.ndarray, home: np.ndarray, node_of: np.ndarray) -> float:
     """Return the cost of all tokens on ranks home (T,), whose pairs the ranks targets (T, K) compute."""
-    return _total(
-        np.asarray(targets, np.int64), np.asarray(home, np.int64), node_of, costs.rank, costs.node, costs.pair
-    )
-
-
-@njit
-def _total(targets, home, node_of, rank, node, pair):
-    total = 0.0
-    seen = np.full(rank.shape[0], -1, np.int64)  # the last token that reached each rank
-    seen_nodes = np.full(node.shape[1], -1, np.int64)
-    for t in range(targets.shape[0]):
-        h = home[t]
-        for y in targets[t]:
-            total += pair[h, y]
-            if seen[y] != t:
-                total += rank[h, y]
-            if seen_nodes[node_of[y]] != t:
-                total += node[h, node_of[y]]
-            seen[y] = seen_nodes[node_of[y]] = t
-    return total
+    sent = layer_traffic(targets, home, len(node_of), costs.node.shape[1])
+    parts = sent.rows * costs.rank, sent.node_rows * costs.node, sent.pair_rows * costs.pair
+    return float(sum(part.sum() for part in parts))

@@ -16,7 +16,7 @@ without further copies and an estimate else; what a move that was made has chang
 Of a set's homes, a move is evaluated at the MAX_CANDIDATE_HOMES cheapest ones and at the rank that a copy comes to.
 """
 
-from collections import namedtuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,59 +25,84 @@ from semmoe.placement.homes import bare, charge, find_lowest, inlined, next_near
 MAX_CANDIDATE_HOMES = 4  # of a set
 WIDTH, MOST_KEPT = 512, 1 << 23  # changes kept of a set, and of all sets
 
-# What is summed over sets, for slots (P,), experts (E,) and ranks (G,): views of `sums`.
-Tables = namedtuple(
-    "Tables",
-    [
-        "move",  # (P, G)
-        "add",  # (E, G)
-        "drop",  # (P,)
-        "promote",  # (P,)
-        "twice",  # (P, P): of move[p, rank of q], from sets that hold q's expert too
-        "instead",  # (P, E): of drop[p] + add[b, rank of p], from sets that hold b too
-        "served",  # (P,) pairs that each copy computes
-        "at_home",  # (E, G) pairs of each expert whose token's home is the rank
-        "value",  # (1,) sum of values
-        "sums",  # all of these
-        "begin",  # where each of them begins there
-        "where",  # (U, W) int32: the entries of `sums` to which each set adds
-        "what",  # (U, W): what it adds
-        "kept",  # (U,) how many these are; -1: too many to keep
-    ],
-)
-# One set at a time: its homes, and the copies of its experts.
-Homes = namedtuple(
-    "Homes",
-    [
-        "servers",  # (S, K)
-        "cost",  # (S,)
-        "candidate_homes",  # (B,) the cheapest homes, by their place in the group, ascending
-        "own",  # (K, S) what each home costs if it computes the expert itself
-        "reach",  # (B, G) what one more pair on the rank costs
-        "counts",  # (B, G) experts that the rank computes
-        "node_counts",  # (B, N)
-        "to",  # (B, G) what the home costs if the expert at hand is computed on the rank
-        "after",  # (G,) what the set costs after a change
-        "joined",  # (K, G) what a further copy of each expert on each rank changes
-        "ranks",  # (K * G,) of the copies of the experts
-        "slots",  # (K * G,)
-        "starts",  # (K + 1,)
-        "seen",  # (G,)
-        "seen_nodes",  # (N,)
-        "entries",  # (M,) the entries of `sums` to which the set adds
-        "amounts",  # (M,) what it adds
-    ],
-)
+
+class Homes(NamedTuple):
+    """Room for one set at a time: its homes (B candidates of S), the copies of its experts, and what moves change."""
+
+    servers: np.ndarray  # (S, K) the rank that computes each expert for each home
+    cost: np.ndarray  # (S,)
+    candidate_homes: np.ndarray  # (B,) the cheapest homes, by their place in the group, ascending
+    own: np.ndarray  # (K, S) what each home costs if it computes the expert itself
+    reach: np.ndarray  # (B, G) what one more pair on the rank costs
+    counts: np.ndarray  # (B, G) experts that the rank computes
+    node_counts: np.ndarray  # (B, N)
+    to: np.ndarray  # (B, G) what the home costs if the expert at hand is computed on the rank
+    after: np.ndarray  # (G,) what the set costs after a change
+    joined: np.ndarray  # (K, G) what a further copy of each expert on each rank changes
+    ranks: np.ndarray  # (K * G,) of the copies of the experts
+    slots: np.ndarray  # (K * G,)
+    starts: np.ndarray  # (K + 1,) where each expert's copies begin in `ranks` and `slots`
+    seen: np.ndarray  # (G,) zero between sets
+    seen_nodes: np.ndarray  # (N,)
+    entries: np.ndarray  # (M,) the entries of `sums` to which the set adds
+    amounts: np.ndarray  # (M,) what it adds
+
+
+class Tables(NamedTuple):
+    """Sums over sets, for slots (P,), experts (E,) and ranks (G,): views of `sums`; and what each set adds."""
+
+    move: np.ndarray  # (P, G)
+    add: np.ndarray  # (E, G)
+    drop: np.ndarray  # (P,)
+    promote: np.ndarray  # (P,)
+    twice: np.ndarray  # (P, P): of move[p, rank of q], from sets that hold q's expert too
+    instead: np.ndarray  # (P, E): of drop[p] + add[b, rank of p], from sets that hold b too
+    served: np.ndarray  # (P,) pairs that each copy computes
+    at_home: np.ndarray  # (E, G) pairs of each expert whose token's home is the rank
+    value: np.ndarray  # (1,) sum of values
+    sums: np.ndarray  # all of these
+    begin: tuple[int, ...]  # where each of them begins there
+    where: np.ndarray  # (U, W) int32: the entries of `sums` to which each set adds
+    what: np.ndarray  # (U, W): what it adds
+    kept: np.ndarray  # (U,) how many these are; -1: too many to keep
+    at: Homes
 
 
 def make_tables(state) -> Tables:
-    (E, G), P, U = (len(state.primary), len(state.slots)), state.slots.size, len(state.sets)
+    """Return empty tables."""
+    E, G, P, U = len(state.primary), len(state.slots), state.slots.size, len(state.sets)
     shapes = ((P, G), (E, G), (P,), (P,), (P, P), (P, E), (P,), (E, G), (1,))
     ends = np.cumsum([np.prod(shape) for shape in shapes])
-    sums, W = np.zeros(ends[-1]), min(WIDTH, max(MOST_KEPT // max(U, 1), 1))
+    sums = np.zeros(ends[-1])
     views = [part.reshape(shape) for part, shape in zip(np.split(sums, ends[:-1]), shapes, strict=True)]
+    W = min(WIDTH, max(MOST_KEPT // max(U, 1), 1))
     kept = np.zeros((U, W), np.int32), np.zeros((U, W)), np.zeros(U, np.int64)
-    return Tables._make([*views, sums, (0, *ends[:-1].tolist()), *kept])
+    return Tables(*views, sums, (0, *ends[:-1].tolist()), *kept, _make_homes(state))
+
+
+def _make_homes(state) -> Homes:
+    S, K, G, N = state.group_size, state.sets.shape[1], len(state.slots), state.near.shape[1]
+    B, copies = min(MAX_CANDIDATE_HOMES, S), min(K * G, state.slots.size)
+    changes = copies * (G + copies + 2 * K + 2) + K * (G + 2) + 2  # the most to which one set can add
+    return Homes(
+        servers=np.zeros((S, K), np.int64),
+        cost=np.zeros(S),
+        candidate_homes=np.zeros(B, np.int64),
+        own=np.full((K, S), np.inf),
+        reach=np.zeros((B, G)),
+        counts=np.zeros((B, G), np.int64),
+        node_counts=np.zeros((B, N), np.int64),
+        to=np.zeros((B, G)),
+        after=np.zeros(G),
+        joined=np.zeros((K, G)),
+        ranks=np.zeros(K * G, np.int64),
+        slots=np.zeros(K * G, np.int64),
+        starts=np.zeros(K + 1, np.int64),
+        seen=np.zeros(G, np.int64),
+        seen_nodes=np.zeros(N, np.int64),
+        entries=np.zeros(changes, np.int64),
+        amounts=np.zeros(changes),
+    )
 
 
 @njit
@@ -86,7 +111,7 @@ def contribute(state, tables, sets, count, sign):
 
     What a set adds is kept, where there is room, so that it need not be computed again to be taken out.
     """
-    sums, at = tables.sums, _make_homes(state)
+    sums, at = tables.sums, tables.at
     for c in range(count):
         u = sets[c]
         n = tables.kept[u]
@@ -102,39 +127,6 @@ def contribute(state, tables, sets, count, sign):
             for i in range(n):
                 tables.where[u, i], tables.what[u, i] = at.entries[i], at.amounts[i]
             tables.kept[u] = n
-
-
-@njit
-def _most_changes(state):
-    """The most entries of the tables to which one set can add."""
-    K, G, P = state.sets.shape[1], state.price.shape[0], state.slots.size
-    copies = min(K * G, P)
-    return copies * (G + copies + 2 * K + 2) + K * (G + 2) + 2
-
-
-@njit
-def _make_homes(state):
-    S, K, G, N = state.group_size, state.sets.shape[1], state.price.shape[0], state.near.shape[1]
-    B, M = min(MAX_CANDIDATE_HOMES, S), _most_changes(state)
-    return Homes(
-        np.zeros((S, K), np.int64),
-        np.zeros(S),
-        np.zeros(B, np.int64),
-        np.full((K, S), np.inf),
-        np.zeros((B, G)),
-        np.zeros((B, G), np.int64),
-        np.zeros((B, N), np.int64),
-        np.zeros((B, G)),
-        np.zeros(G),
-        np.zeros((K, G)),
-        np.zeros(K * G, np.int64),
-        np.zeros(K * G, np.int64),
-        np.zeros(K + 1, np.int64),
-        np.zeros(G, np.int64),
-        np.zeros(N, np.int64),
-        np.zeros(M, np.int64),
-        np.zeros(M),
-    )
 
 
 @inlined
@@ -183,9 +175,7 @@ def _list_copy(state, tables, u, i, k, at, n):
     (E, G), P, K, weight = tables.add.shape, tables.drop.shape[0], state.sets.shape[1], state.weight[u]
     move, _, drop, promote, twice, instead, _, _, _ = tables.begin
     e, x, p, best = state.sets[u, i], at.ranks[k], at.slots[k], at.cost[at.candidate_homes[0]]
-    if state.copies[e] == 1:
-        _move_only(state, u, i, at)
-    else:
+    if state.copies[e] > 1:
         first = state.primary[e]
         if first == x:  # the lowest other copy leads in its place
             first = 0
@@ -195,9 +185,9 @@ def _list_copy(state, tables, u, i, k, at, n):
         n = _note(at, n, drop + p, weight * dropped)
         if state.primary[e] != x:
             n = _note(at, n, promote + p, weight * (best - _without(state, u, e, -1, x, at)))
-        _move(state, u, i, x, at)
         for j in range(K):
             n = _note(at, n, instead + p * E + state.sets[u, j], weight * dropped)
+    _move(state, u, i, x, at)
     for y in range(G):
         n = _note(at, n, move + p * G + y, weight * (best - at.after[y]))
     # `twice`: a swap with another expert of the set
@@ -277,20 +267,6 @@ def _shift(state, u, i, at):
 
 
 @inlined
-def _move_only(state, u, i, at):
-    """Fill `after` for moves of expert i, which has one copy."""
-    G, low = state.price.shape[0], state.group[u] * state.group_size
-    for y in range(G):
-        at.after[y] = at.to[0, y]
-    for b in range(1, at.candidate_homes.shape[0]):
-        for y in range(G):
-            at.after[y] = min(at.after[y], at.to[b, y])
-    if at.own.shape[1] > at.candidate_homes.shape[0]:
-        for s in range(at.own.shape[1]):
-            at.after[low + s] = min(at.after[low + s], at.own[i, s])
-
-
-@inlined
 def _serves(node_of, h, has, first, near, y):
     """The rank that computes an expert for home h if rank y gets a copy.
 
@@ -319,10 +295,14 @@ def _without(state, u, e, x, first, at):
 
 @inlined
 def _move(state, u, i, x, at):
-    """Fill `after` for moves of the copy on rank x of expert i, which has others."""
+    """Fill `after` for moves of the copy on rank x of expert i."""
     low, e, node_of, G = state.group[u] * state.group_size, state.sets[u, i], state.node_of, state.price.shape[0]
     at.after[:] = np.inf
     for b in range(at.candidate_homes.shape[0]):
+        if state.copies[e] == 1:  # every home uses the one copy
+            for y in range(G):
+                at.after[y] = min(at.after[y], at.to[b, y])
+            continue
         h, leads = low + at.candidate_homes[b], state.primary[e] == x
         has, near = state.slot_of[e, h] >= 0 and h != x, next_near(state, e, node_of[h], x)
         for y in range(G):
@@ -336,12 +316,8 @@ def _move(state, u, i, x, at):
 @inlined
 def _join(state, u, i, at):
     """Fill `joined` for a further copy of expert i."""
-    low, e, node_of, best = (
-        state.group[u] * state.group_size,
-        state.sets[u, i],
-        state.node_of,
-        at.cost[at.candidate_homes[0]],
-    )
+    low, e = state.group[u] * state.group_size, state.sets[u, i]
+    node_of, best = state.node_of, at.cost[at.candidate_homes[0]]
     S, node_size = at.own.shape[1], state.price.shape[0] // state.near.shape[1]
     begin, end = node_of[low] * node_size, (node_of[low + S - 1] + 1) * node_size
     at.joined[i, :] = 0.0
