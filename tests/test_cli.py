@@ -709,7 +709,7 @@ def test_ctrl_c_elsewhere_promises_no_resuming(work, tmp_path, monkeypatch):
     def interrupt(*arguments, **settings):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("semmoe.solver.solve", interrupt)
+    monkeypatch.setattr("semmoe.solver.solve_problem", interrupt)
     result = run("solve", work / "trace", "--ep-size", 4, "--out", tmp_path / "plan")
     assert result.exit_code == 130
     assert "stopped; nothing was left half-written" in result.stderr

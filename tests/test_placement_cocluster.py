@@ -12,9 +12,9 @@ from synthetic import planted_trace, random_trace, teams_trace, with_noise
 from lab.methods import short
 from semmoe.placement import cocluster, layers
 from semmoe.placement.cocluster import Measured, Sample, choose, place
-from semmoe.placement.layers import LayerProblem, LayerSearch, Layout, Tokens
+from semmoe.placement.layers import LayerProblem, LayerSearch, Layout
 from semmoe.placement.loads import expected_load
-from semmoe.placement.problem import Problem, default_costs
+from semmoe.placement.problem import Problem, Tokens, default_costs
 from semmoe.plan import load_plan, save_plan
 from semmoe.replayer import replay
 from semmoe.settings import CoclusterSettings, PredictorSettings, ReplaySettings, SolveSettings
@@ -234,12 +234,17 @@ def chosen(layers, limit) -> list[int]:
     return [int(layout.slots[0, 0]) for layout in choose(layers, limit, 20.0)[1]]
 
 
+def routed(experts, request):
+    """Tokens of which only experts and requests count."""
+    return Tokens(experts, group=request, request=request, phase=request)
+
+
 def test_the_expected_load_counts_requests_as_drawn_twice():
     """16 ranks with 1000 requests each, so many tokens that only their mix matters: a rank's load varies by
     sqrt(2 / 1000) of the mean, and the largest of 16 normal numbers is 1.77 standard deviations above it."""
     request = np.arange(16000)
     experts = request[:, None] % 16
-    load = expected_load(experts, request % 16, experts, request, 16, 16, 1 << 24)
+    load = expected_load(routed(experts, request), request % 16, experts, 16, 16, 1 << 24)
     assert load == pytest.approx(1 + 1.77 * np.sqrt(2 / 1000 * 15 / 16), abs=0.006)
 
 
@@ -247,7 +252,7 @@ def test_where_every_rank_has_all_experts_the_mix_of_requests_does_not_load_it()
     """As many tokens of as many requests, each computed at home: homes have equally many tokens in any batch."""
     request = np.arange(16000)
     home = request % 16
-    load = expected_load(request[:, None] // 16 % 16, home, home[:, None], request, 16, 16, 1 << 24)
+    load = expected_load(routed(request[:, None] // 16 % 16, request), home, home[:, None], 16, 16, 1 << 24)
     assert load == pytest.approx(1, abs=0.01)
 
 
@@ -256,7 +261,7 @@ def test_the_expected_load_counts_the_noise_of_a_batch(batch_tokens):
     """Every token has a pair on each of 4 ranks, so that no mix of requests is uneven, but a batch draws its pairs:
     a rank's load varies by sqrt(3 / pairs), and the largest of 4 normal numbers is 1.03 of that above the mean."""
     experts = np.tile(np.arange(4), (50, 1))
-    load = expected_load(experts, np.zeros(50, np.int64), experts, np.arange(50), 4, 4, batch_tokens)
+    load = expected_load(routed(experts, np.arange(50)), np.zeros(50, np.int64), experts, 4, 4, batch_tokens)
     noise = 1.03 * np.sqrt(3 / (4 * batch_tokens))
     assert load - 1 == pytest.approx(noise, rel=0.2)
 

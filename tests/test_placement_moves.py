@@ -21,8 +21,10 @@ from test_placement_search import (
 from semmoe.placement import moves, swaps
 from semmoe.placement.homes import index, make_state
 from semmoe.placement.loads import MIXES, draw_mixes, highest, highest_after, make_prices
+from semmoe.placement.moves import PROMOTE, REPLACE, SWAP
+from semmoe.placement.problem import Tokens
 from semmoe.placement.replicas import contribute, make_tables
-from semmoe.placement.search import PROMOTE, REPLACE, SWAP, Effort, settle
+from semmoe.placement.search import Effort, settle
 from semmoe.topology import Topology
 
 SINGLE = [
@@ -52,7 +54,7 @@ def test_the_table_s_gain_of_every_swap_is_what_loops_find(topology, seed, price
     instance, (slots, primary) = random_sets(seed, 8, topology.dp_size), random_layout(seed, 8, G)
     state, _ = make_state(instance, slots.copy(), primary.copy(), topology, uniform_costs(topology))
     gains = swaps.make_gains(state)
-    swaps._settle(state, gains, price_steps, np.arange(len(instance[0])))
+    swaps._settle(state, gains, price_steps)
     before = value(instance, slots, primary, topology, state.price, hosting=True)
     for a, b in ((a, b) for a, b in product(range(8), repeat=2) if primary[a] != primary[b]):
         swapped = primary.copy()
@@ -75,7 +77,7 @@ def test_the_tables_are_exact_for_any_costs(topology, redundant, top_k, seed):
     slots, primary = random_layout(seed, 8, topology.ep_size, redundant)
     state, _ = make_state(instance, slots.copy(), primary.copy(), topology, costs)
     tables = make_tables(state)
-    moves._settle(state, tables, 2, np.arange(len(sets)))
+    moves._settle(state, tables, 2)
     before = value(instance, slots, primary, topology, state.price, costs)
     assert tables.value[0] == pytest.approx(before, abs=1e-6)
     for other, first in neighbours(slots, primary):
@@ -144,7 +146,7 @@ def test_a_group_of_more_homes_than_are_looked_at_is_told_no_gain_that_is_not_th
     costs = random_costs(5, topology)
     state, _ = make_state(instance, slots.copy(), primary.copy(), topology, costs)
     tables = make_tables(state)
-    moves._settle(state, tables, 2, np.arange(len(sets)))
+    moves._settle(state, tables, 2)
     before, found = value(instance, slots, primary, topology, state.price, costs), []
     for other, first in neighbours(slots, primary):
         told = gain(state, tables, slots, primary, other, first)
@@ -165,7 +167,7 @@ def test_what_is_put_in_can_be_taken_out(topology, redundant, room, seed):
     tables, every = make_tables(state), np.arange(len(instance[0]))
     if not room:
         tables = tables._replace(where=tables.where[:, :1].copy(), what=tables.what[:, :1].copy())
-    moves._settle(state, tables, 2, every)
+    moves._settle(state, tables, 2)
     assert (tables.kept >= 0).all() == room
     assert tables.served.sum() == pytest.approx(instance[1].sum() * 3)
     contribute(state, tables, every, len(every), -1.0)
@@ -311,7 +313,8 @@ def test_the_highest_load_and_what_a_swap_makes_of_it_by_loops(seed, ranks):
 def test_mixes_are_loads_of_batches_of_other_requests():
     """A thousand requests of one expert each, and a great batch: an expert's load varies by sqrt(2 / its requests)."""
     request, experts = np.arange(4000), np.arange(4000)[:, None] % 4
-    mixes = draw_mixes(experts, request, 4, 2, 1 << 24, np.random.default_rng(0))
+    tokens = Tokens(experts, group=request, request=request, phase=request)
+    mixes = draw_mixes(tokens, 4, 2, 1 << 24, np.random.default_rng(0))
     assert mixes.shape == (4, MIXES)
     np.testing.assert_allclose(mixes.sum(axis=0), 2, atol=0.01)
     assert mixes.std() == pytest.approx(0.5 * np.sqrt(2 / 1000 * 3 / 4), rel=0.2)

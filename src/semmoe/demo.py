@@ -137,7 +137,7 @@ def _solve(trace: RoutingTrace, topology: Topology, settings: DemoSettings, adva
     from semmoe.cost import LayerShape
     from semmoe.expectation import expect
     from semmoe.placement.problem import Problem
-    from semmoe.solver import solve
+    from semmoe.solver import solve_problem
 
     f, solving = trace.fingerprint, SolveSettings(seed=settings.seed)
     shape = LayerShape(hidden_size=f.hidden_size, expert_size=f.expert_size, top_k=f.top_k)
@@ -145,7 +145,7 @@ def _solve(trace: RoutingTrace, topology: Topology, settings: DemoSettings, adva
     problem = Problem(trace=trace, topology=topology, settings=solving)
     expected = expect(problem, measure, PhaseLinks(links, links), shape)
     advance(1)
-    plan = replace(solve(trace, topology, solving), expected=expected)
+    plan = replace(solve_problem(problem), expected=expected)
     advance(1)
     return plan
 

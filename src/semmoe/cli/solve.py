@@ -168,8 +168,7 @@ def _solve(
     """Solve the plan, and estimate what it does for held-out requests."""
     from semmoe.expectation import expect
     from semmoe.placement.problem import Problem
-    from semmoe.solver import check_inputs
-    from semmoe.solver import solve as solve_plan
+    from semmoe.solver import check_inputs, solve_problem
 
     check_inputs(trace, topology, solving, previous)
     embeddings = _embeddings(model, trace.fingerprint) if model else None
@@ -178,15 +177,13 @@ def _solve(
         solving = _with_budget(solving, budget / 2)
     with console.bars() as bars:
         advance = bars.task("solving without held-out requests", layers)
-        problem = Problem(
-            trace=trace, topology=topology, settings=solving, progress=advance, previous=previous, costs=costs
-        )
-        expected = expect(problem, measure, links, shape)
+        problem = Problem(trace=trace, topology=topology, settings=solving, previous=previous, costs=costs)
+        expected = expect(replace(problem, progress=advance), measure, links, shape)
         advance(0 if expected else layers)
         advance = bars.task("solving", layers)
         if budget is not None:
             solving = _with_budget(solving, max(budget - (monotonic() - begun), 0))
-        plan = solve_plan(trace, topology, solving, embeddings, advance, previous, costs)
+        plan = solve_problem(replace(problem, settings=solving, embeddings=embeddings, progress=advance))
     charged = {"charged": links.described()} if costs is not None and plan.method == "semmoe" else {}
     least = (expected or {}).get("shuffle_from")
     plan = replace(plan, shuffle_from=least or plan.shuffle_from)

@@ -19,9 +19,9 @@ import numpy as np
 from semmoe.copychoice import CopyChoice, preferred_copies
 from semmoe.core import DECODE, PREFILL, Placement
 from semmoe.placement.copies import LOAD_PRICE, hosting_ranks, level, nearest_copies, primary_copy_choice
-from semmoe.placement.layers import LayerProblem, LayerSearch, Layout, Tokens
+from semmoe.placement.layers import LayerProblem, LayerSearch, Layout
 from semmoe.placement.loads import expected_load, total_cost
-from semmoe.placement.problem import Problem, weighed_tokens
+from semmoe.placement.problem import Problem, Tokens, weighed_tokens
 from semmoe.rowcosts import RowCosts, mean_costs, near_and_far
 from semmoe.settings import CoclusterSettings
 from semmoe.splitter import draw_requests
@@ -202,10 +202,9 @@ def _search(layers: _Layers, num_layers: int) -> list[Measured]:
 
 
 def _dearness(costs: tuple[RowCosts, RowCosts], topology: Topology) -> float:
-    """What a pair on another node costs in units of one inside; 1 for one node. The price of load follows it.
+    """Return what a pair on another node costs in units of one inside, which the price of load follows; 1 for one node.
 
-    Else rows between nodes would outweigh any load: on links where one costs 7 rows inside, the highest price was
-    reached at a load .2 above the limit.
+    Else rows between nodes would outweigh any load.
     """
     near, far = near_and_far(costs, topology)
     return max(far / near, 1.0) if near > 0 else 1.0
@@ -222,7 +221,7 @@ def keep_slots(slots: np.ndarray, previous: np.ndarray) -> np.ndarray:
 
 def _measure(layout: Layout, sample: Sample, topology: Topology, settings: CoclusterSettings, costs) -> Measured:
     """Measure a layout: assign tokens to homes as online, level the load by the copy choice, and compute the cost."""
-    experts, request, phase = sample.tokens.expert_ids, sample.tokens.request, sample.tokens.phase
+    tokens, phase = sample.tokens, sample.tokens.phase
     home = _homes(layout, sample, topology, settings.batch_tokens)
     node_of, number = topology.node_of, layout.primary.shape[-1]
     copies = nearest_copies(layout.slots, number, node_of)
@@ -231,16 +230,16 @@ def _measure(layout: Layout, sample: Sample, topology: Topology, settings: Coclu
     if layout.slots.size > number:
         load_price = LOAD_PRICE if settings.load_limit else 0.0
         if layout.primary.ndim == 1:
-            preferred = level(experts, home, request, preferred, copies, node_of, mean_costs(costs, phase), load_price)
+            preferred = level(tokens, home, preferred, copies, node_of, mean_costs(costs, phase), load_price)
         rule = CopyChoice(preferred)
         if settings.copy_choice == "cover":
             rule = CopyChoice(preferred, hosting_ranks(layout.slots, number), node_of)
-    targets = rule.ranks(experts, home)
+    targets = rule.ranks(tokens.expert_ids, home)
     cost = 0.0
     for code, one in zip((PREFILL, DECODE), costs, strict=True):
         rows = sample.charged & (phase == code)
         cost += total_cost(one, targets[rows], home[rows], node_of)
-    load = expected_load(experts, home, targets, request, number, topology.ep_size, settings.batch_tokens)
+    load = expected_load(tokens, home, targets, number, topology.ep_size, settings.batch_tokens)
     return Measured(layout.slots, preferred.astype(np.int16), cost / sample.charged.sum() + layout.move_cost, load)
 
 

@@ -14,7 +14,7 @@ experts this lowers the expert load (max/mean) of held-out batches by .04 and ad
 import numpy as np
 
 from semmoe.jit import njit
-from semmoe.rowcosts import RowCosts
+from semmoe.placement.problem import Tokens
 
 MIXES, SWEEPS = 16, 8
 LOAD_PRICE = 20.0  # the copy choice changes few rows, so load has priority
@@ -52,19 +52,13 @@ def primary_copy_choice(copies: np.ndarray, primary: np.ndarray) -> np.ndarray:
 
 
 def level(
-    expert_ids: np.ndarray,
-    home: np.ndarray,
-    request: np.ndarray,
-    choice: np.ndarray,
-    copies: np.ndarray,
-    node_of: np.ndarray,
-    costs: RowCosts,
-    load_price: float,
+    tokens: Tokens, home: np.ndarray, choice: np.ndarray, copies: np.ndarray, node_of: np.ndarray, costs, load_price
 ) -> np.ndarray:
-    """Improve the copy choice (G, E) for tokens of a profile: experts (T, K), home (T,), request (T,).
+    """Improve the copy choice (G, E) for tokens of a profile on ranks home (T,).
 
-    copies (G, E, G) bool: copies that may be chosen. load_price: of a rank's load above the mean.
+    copies (G, E, G) bool: copies that may be chosen. costs: RowCosts. load_price: of a rank's load above the mean.
     """
+    expert_ids, request = tokens.expert_ids, tokens.request
     mixes = np.random.default_rng(0).exponential(size=(request.max() + 1, MIXES))
     load_of_pair = mixes[request]
     load_of_pair *= len(choice) / (load_of_pair.sum(axis=0) * expert_ids.shape[1])
@@ -72,8 +66,8 @@ def level(
     order = np.argsort(pair, axis=None, kind="stable")
     offsets = np.searchsorted(pair.ravel()[order], np.arange(choice.size + 1))
     out = choice.astype(np.int64)
-    tokens, charged = order // expert_ids.shape[1], (costs.rank, costs.node, costs.pair, node_of)
-    _level(expert_ids.astype(np.int64), load_of_pair, tokens, offsets, copies, charged, load_price, out)
+    rows, charged = order // expert_ids.shape[1], (costs.rank, costs.node, costs.pair, node_of)
+    _level(expert_ids.astype(np.int64), load_of_pair, rows, offsets, copies, charged, load_price, out)
     return out
 
 

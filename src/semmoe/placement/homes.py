@@ -4,7 +4,7 @@
 """
 
 from collections import namedtuple
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numba
 import numpy as np
@@ -14,20 +14,8 @@ from semmoe.rowcosts import RowCosts
 
 njit = compiled(nogil=True)
 inlined = numba.njit(inline="always")  # for calls that pass a dozen arrays, which cost more than what they do
-
-
-def _without_references() -> Any:
-    """For functions that make no arrays: no counts of references to those of a State, which take most of their time.
-
-    numba does not document the option; a version without it compiles the same functions to slower ones.
-    """
-    try:
-        return compiled(nogil=True, _nrt=False)
-    except (KeyError, TypeError):
-        return njit
-
-
-bare = _without_references()
+# For functions that make no arrays: no counting of references, most of their time. numba does not document the option.
+bare = compiled(nogil=True, _nrt=False)
 # Of RowCosts, one of each kind of tokens: (F, G, G), (F, G, N), (F, G, G).
 Costs = namedtuple("Costs", "rank node pair")
 # The state of a search, which changes slots, slot_of, near, copies, primary, price, value and home.
@@ -179,6 +167,15 @@ def next_near(state, expert, node, rank):
 
 
 @inlined
+def next_primary(state, expert, rank):
+    """The lowest rank but `rank` with a copy of the expert."""
+    first = 0
+    while first == rank or state.slot_of[expert, first] < 0:
+        first += 1
+    return first
+
+
+@inlined
 def server(state, expert, home):
     """The rank that computes `expert` for tokens at `home`: its own copy, else one on its node, else the primary."""
     first, near = state.primary[expert], state.near[expert, state.node_of[home]]
@@ -243,34 +240,43 @@ def find_lowest(cost, places):
 
 
 @njit
+def count_ranks(state, u, ranks, counts, node_counts):
+    """Fill ranks (K,) of set u's experts, count them by rank (G,) and node (N,), and return how many are reached."""
+    reached, reached_nodes = 0, 0
+    for i in range(ranks.shape[0]):
+        x = ranks[i] = state.primary[state.sets[u, i]]
+        reached += counts[x] == 0
+        reached_nodes += node_counts[state.node_of[x]] == 0
+        counts[x] += 1
+        node_counts[state.node_of[x]] += 1
+    return reached, reached_nodes
+
+
+@njit
 def _best_homes_single(state, value, home):
     """`best_homes` without copies: the experts determine the ranks and nodes reached, the home only what is local."""
     activation, per_rank, per_node = state.weights
     G, K = state.slots.shape[0], state.sets.shape[1]
     local, by_node, ranks = np.zeros(G, np.int64), np.zeros(state.near.shape[1], np.int64), np.empty(K, np.int64)
     for u in range(state.sets.shape[0]):
-        reached, nodes, low = 0, 0, state.group[u] * state.group_size
+        reached, nodes = count_ranks(state, u, ranks, local, by_node)
+        low = state.group[u] * state.group_size
         high = low + state.group_size
-        for i in range(K):
-            rank = ranks[i] = state.primary[state.sets[u, i]]
-            reached += local[rank] == 0
-            nodes += by_node[state.node_of[rank]] == 0
-            local[rank] += 1
-            by_node[state.node_of[rank]] += 1
         best, chosen = -np.inf, -1
+        # the best rank of the group that hosts one of the experts
         for rank in ranks:
             if low <= rank < high:
-                worth = activation * (local[rank] - K) - state.price[rank]
-                if worth > best or (worth == best and rank < chosen):
-                    best, chosen = worth, rank
+                gain = activation * (local[rank] - K) - state.price[rank]
+                if gain > best or (gain == best and rank < chosen):
+                    best, chosen = gain, rank
         if chosen >= 0:
             best -= per_rank * (reached - 1) + per_node * (nodes - 1)
-        else:  # no allowed rank hosts any of its experts
+        else:  # no rank of the group does
             for rank in range(low, high):
                 away = nodes - (by_node[state.node_of[rank]] > 0)
-                worth = -activation * K - state.price[rank] - per_rank * reached - per_node * away
-                if worth > best:
-                    best, chosen = worth, rank
+                gain = -activation * K - state.price[rank] - per_rank * reached - per_node * away
+                if gain > best:
+                    best, chosen = gain, rank
         value[u], home[u] = best, chosen
         for rank in ranks:
             local[rank] = by_node[state.node_of[rank]] = 0

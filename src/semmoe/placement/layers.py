@@ -17,6 +17,7 @@ from semmoe.placement.copies import hosting_ranks
 from semmoe.placement.homes import Sets, make_state
 from semmoe.placement.loads import draw_mixes, make_prices
 from semmoe.placement.moves import search_moves, sum_move_costs
+from semmoe.placement.problem import Tokens
 from semmoe.placement.search import Effort
 from semmoe.placement.swaps import search_swaps
 from semmoe.rowcosts import RowCosts
@@ -29,16 +30,6 @@ ROUGH_TOKENS = 3072  # of a rough search
 FINER_TOKENS, MOST_TOKENS, MOST_SETS = (2048, 128), (1 << 15, 6144), 1 << 14
 FINER_STEPS = 0.8  # of the steps of a rough search
 TENURE = 8  # experts that were moved stay for at least one step per so many experts
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """The routed tokens of one layer."""
-
-    expert_ids: np.ndarray  # (T, K)
-    group: np.ndarray  # (T,) attention group of each token's request
-    request: np.ndarray  # (T,)
-    phase: np.ndarray  # (T,) which of the costs each token is charged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,15 +92,14 @@ class LayerSearch:
         self.rng = np.random.default_rng(problem.seed)
         self.found: list[Layout] = []
         self.nodes: LayerSearch | None = None
-        tokens, ranks = problem.tokens, problem.topology.ep_size
         if problem.previous is None:
             self.fine = self._finer_sample()
             self.affinity = pair_count(self.fine.experts, self.fine.experts, problem.num_experts, self.fine.weight)
             np.fill_diagonal(self.affinity, 0)
             self.nodes = self._over_nodes()
-        self.sample = _distinct(tokens, ROUGH_TOKENS, self.rng)
-        batch = problem.settings.batch_tokens
-        self.mixes = draw_mixes(tokens.expert_ids, tokens.request, problem.num_experts, ranks, batch, self.rng)
+        self.sample = _distinct(problem.tokens, ROUGH_TOKENS, self.rng)
+        ranks, batch = problem.topology.ep_size, problem.settings.batch_tokens
+        self.mixes = draw_mixes(problem.tokens, problem.num_experts, ranks, batch, self.rng)
         self.move_costs = problem.move_costs()
 
     def _finer_sample(self) -> Sets:

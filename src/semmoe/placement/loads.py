@@ -8,6 +8,7 @@ from scipy.sparse import csr_matrix, diags
 from semmoe.affinity import count
 from semmoe.metrics import layer_traffic
 from semmoe.placement.homes import njit
+from semmoe.placement.problem import Tokens
 from semmoe.rowcosts import RowCosts
 
 MIXES = 64
@@ -36,14 +37,14 @@ def make_prices(move_cost: np.ndarray, mixes: np.ndarray, load_price: float) -> 
     return Prices(move_cost, mixes, Loads(np.zeros((G, J)), np.zeros((G, G, J)), np.ones((G, G))), load_price)
 
 
-def draw_mixes(expert_ids: np.ndarray, request: np.ndarray, num_experts: int, ep_size: int, batch_tokens: int, rng):
+def draw_mixes(tokens: Tokens, num_experts: int, ep_size: int, batch_tokens: int, rng) -> np.ndarray:
     """(E, MIXES) float64: load of each expert in batches of other requests, in mean loads of a rank.
 
-    expert_ids (T, K), request (T,). Requests are resampled twice, by a Poisson bootstrap, since both the profile and
-    the traffic are random draws, and a batch's tokens add noise of their own (`cocluster.expected_load`).
+    Requests are resampled twice, by a Poisson bootstrap, since both the profile and the traffic are random draws, and a
+    batch's tokens add noise of their own (`expected_load`).
     """
-    share = resampled_shares(expert_ids, request, num_experts, MIXES, rng)
-    share += rng.normal(size=share.shape) * np.sqrt(share / (batch_tokens * expert_ids.shape[1]))
+    share = resampled_shares(tokens.expert_ids, tokens.request, num_experts, MIXES, rng)
+    share += rng.normal(size=share.shape) * np.sqrt(share / (batch_tokens * tokens.expert_ids.shape[1]))
     return np.ascontiguousarray(share.T * ep_size)
 
 
@@ -55,22 +56,17 @@ def resampled_shares(ids: np.ndarray, request: np.ndarray, number: int, mixes: i
 
 
 def expected_load(
-    expert_ids: np.ndarray,
-    home: np.ndarray,
-    targets: np.ndarray,
-    request: np.ndarray,
-    num_experts: int,
-    num_ranks: int,
-    batch_tokens: int,
+    tokens: Tokens, home: np.ndarray, targets: np.ndarray, num_experts: int, num_ranks: int, batch_tokens: int
 ) -> float:
     """Expected load max/mean of G ranks in a batch of other requests.
 
-    expert_ids (T, K), home (T,) and request (T,) of profiled tokens, targets (T, K): the ranks that compute the pairs.
-    Requests are resampled as in `draw_mixes`. Homes have equally many tokens in any batch: what is drawn is how many
-    pairs each expert has, and of which homes only as far as homes stay equal (one step of iterative proportional
-    fitting, Deming and Stephan, 1940). Ranks share an expert's pairs of a home as in the profile.
+    home (T,) of profiled tokens, targets (T, K): the ranks that compute their pairs. Requests are resampled as in
+    `draw_mixes`. Homes have equally many tokens in any batch, so the pairs of each expert are drawn, and of each home
+    only as far as homes stay equal (one step of iterative proportional fitting, Deming and Stephan, 1940). Ranks share
+    an expert's pairs of a home as in the profile.
     """
     G, E, rng = num_ranks, num_experts, np.random.default_rng(0)
+    expert_ids, request = tokens.expert_ids, tokens.request
     one = np.zeros(E, targets.dtype)
     one[expert_ids] = targets
     homes = 1 if (one[expert_ids] == targets).all() else G  # 1: every expert has one rank, whatever the home is

@@ -5,21 +5,12 @@ The search is that of `swaps`, with moves that are estimated from the tables and
 
 import numpy as np
 
-from semmoe.placement.homes import index, next_near, njit, tied
+from semmoe.placement.homes import index, next_near, next_primary, njit, tied
 from semmoe.placement.loads import highest, highest_after
 from semmoe.placement.replicas import contribute, make_tables
-from semmoe.placement.search import (
-    PROMOTE,
-    REPLACE,
-    SWAP,
-    Turn,
-    collect,
-    copy_ints,
-    free_again,
-    may_move,
-    settle,
-    start,
-)
+from semmoe.placement.search import Turn, collect, copy_ints, free_again, may_move, settle, start
+
+SWAP, REPLACE, PROMOTE = 0, 1, 2
 
 
 @njit
@@ -116,16 +107,7 @@ def _fallback_rank(state, expert, rank):
     near = next_near(state, expert, state.node_of[rank], rank)
     if near >= 0 or state.primary[expert] != rank:
         return near if near >= 0 else state.primary[expert]
-    return _next_primary(state, expert, rank)
-
-
-@njit
-def _next_primary(state, expert, rank):
-    """Return the lowest rank but `rank` with a copy of the expert."""
-    first = 0
-    while first == rank or state.slot_of[expert, first] < 0:
-        first += 1
-    return first
+    return next_primary(state, expert, rank)
 
 
 @njit
@@ -175,7 +157,7 @@ def make_move(state, kind, p, other):
         if state.primary[a] == x:
             state.primary[a] = y
     elif state.primary[a] == x:
-        state.primary[a] = _next_primary(state, a, x)
+        state.primary[a] = next_primary(state, a, x)
 
 
 @njit
@@ -192,11 +174,12 @@ def _put(state, p, old, new):
     state.slots[x, p % S] = new
 
 
-def _settle(state, tables, price_steps, every):
+def _settle(state, tables, price_steps):
     """Settle prices and make the tables anew, after slots and primaries were changed."""
     index(state)
     settle(state, price_steps)
     tables.sums[:] = 0.0
+    every = np.arange(len(state.sets))
     contribute(state, tables, every, every.size, 1.0)
 
 
@@ -225,11 +208,11 @@ def sum_move_costs(slots, move_cost):
 def search_moves(state, scratch, prices, effort):
     """Search as `swaps.search_swaps` does; same arguments and results."""
     start(scratch, effort.seed)
-    tables, every, moves = make_tables(state), np.arange(state.sets.shape[0]), 0
+    tables, moves = make_tables(state), 0
     for _ in range(effort.rounds):
-        _settle(state, tables, effort.price_steps, every)
+        _settle(state, tables, effort.price_steps)
         moves = _make_moves(state, scratch, tables, prices, effort, moves)
-    _settle(state, tables, 0, every)
+    _settle(state, tables, 0)
     _spread(state, tables.served, prices)
     return -tables.value[0] / state.total_weight, highest(prices.loads), moves
 

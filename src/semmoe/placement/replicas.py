@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from semmoe.placement.homes import bare, charge, find_lowest, inlined, next_near, njit
+from semmoe.placement.homes import bare, charge, find_lowest, inlined, next_near, next_primary, njit
 
 MAX_CANDIDATE_HOMES = 4  # of a set
 WIDTH, MOST_KEPT = 512, 1 << 23  # changes kept of a set, and of all sets
@@ -77,7 +77,7 @@ def make_tables(state) -> Tables:
     views = [part.reshape(shape) for part, shape in zip(np.split(sums, ends[:-1]), shapes, strict=True)]
     W = min(WIDTH, max(MOST_KEPT // max(U, 1), 1))
     kept = np.zeros((U, W), np.int32), np.zeros((U, W)), np.zeros(U, np.int64)
-    return Tables(*views, sums, (0, *ends[:-1].tolist()), *kept, _make_homes(state))
+    return Tables._make([*views, sums, (0, *ends[:-1].tolist()), *kept, _make_homes(state)])
 
 
 def _make_homes(state) -> Homes:
@@ -177,10 +177,8 @@ def _list_copy(state, tables, u, i, k, at, n):
     e, x, p, best = state.sets[u, i], at.ranks[k], at.slots[k], at.cost[at.candidate_homes[0]]
     if state.copies[e] > 1:
         first = state.primary[e]
-        if first == x:  # the lowest other copy leads in its place
-            first = 0
-            while state.slot_of[e, first] < 0 or first == x:
-                first += 1
+        if first == x:
+            first = next_primary(state, e, x)
         dropped = best - _without(state, u, e, x, first, at)
         n = _note(at, n, drop + p, weight * dropped)
         if state.primary[e] != x:

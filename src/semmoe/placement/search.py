@@ -19,7 +19,6 @@ import numpy as np
 
 from semmoe.placement.homes import best_homes, inlined, njit
 
-SWAP, REPLACE, PROMOTE = 0, 1, 2
 PRICE_UNITS = 2**20  # prices are multiples of 1 / PRICE_UNITS, so that sums are exact and ties are recognised
 
 

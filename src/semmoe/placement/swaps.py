@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from semmoe.placement.homes import index, inlined, njit
+from semmoe.placement.homes import count_ranks, index, inlined, njit
 from semmoe.placement.loads import highest, highest_after
 from semmoe.placement.search import Turn, collect, copy_ints, free_again, may_move, settle, start
 
@@ -27,7 +27,6 @@ class Gains(NamedTuple):
 
     move: np.ndarray  # (E, G)
     both: np.ndarray  # (E, E)
-    values: np.ndarray  # (D, G) of each home of a group with one expert there; -inf outside the group
     counts: np.ndarray  # (G,) the set's experts on each rank; zero between sets
     node_counts: np.ndarray  # (N,) the same on each node
     more: np.ndarray  # (G,) value of each of the set's homes with one expert more
@@ -37,11 +36,10 @@ class Gains(NamedTuple):
 
 def make_gains(state) -> Gains:
     """Return empty tables."""
-    E, G, N = len(state.primary), len(state.slots), state.near.shape[1]
+    (E, G), N = state.slot_of.shape, state.near.shape[1]
     return Gains(
         move=np.zeros((E, G)),
         both=np.zeros((E, E)),
-        values=np.full((G // state.group_size, G), -np.inf),
         counts=np.zeros(G, np.int64),
         node_counts=np.zeros(N, np.int64),
         more=np.zeros(G),
@@ -54,7 +52,7 @@ def make_gains(state) -> Gains:
 def contribute(state, gains, sets, count, sign):
     """Add sign times the contributions of `sets[:count]` to the tables."""
     activation, per_rank, per_node = state.weights
-    rank_of, node_of = state.primary, state.node_of
+    node_of = state.node_of
     counts, node_counts, more, reach, change = gains.counts, gains.node_counts, gains.more, gains.reach, gains.change
     K, G = state.sets.shape[1], state.slots.shape[0]
     ranks = np.zeros(K, np.int64)
@@ -62,9 +60,10 @@ def contribute(state, gains, sets, count, sign):
         u = sets[c]
         experts, d, weight = state.sets[u], state.group[u], sign * state.weight[u]
         # count the set's experts by rank and node
-        reached, reached_nodes = _count(experts, rank_of, node_of, ranks, counts, node_counts)
+        reached, reached_nodes = count_ranks(state, u, ranks, counts, node_counts)
         for y in range(G):
-            more[y] = gains.values[d, y] + activation * counts[y]
+            inside = y // state.group_size == d  # whether y may be the set's home
+            more[y] = activation - state.price[y] + activation * counts[y] if inside else -np.inf
             reach[y] = per_rank if counts[y] == 0 else 0.0
             reach[y] += per_node if node_counts[node_of[y]] == 0 else 0.0
         # the set's value now: at the best home with an expert, else at any home of its group
@@ -99,19 +98,6 @@ def contribute(state, gains, sets, count, sign):
                     gains.both[experts[i], experts[j]] += weight * change[ranks[j]]
         for x in ranks:
             counts[x] = node_counts[node_of[x]] = 0
-
-
-@njit
-def _count(experts, rank_of, node_of, ranks, counts, node_counts):
-    """Fill the experts' ranks (K,), count them by rank and node, and return how many ranks and nodes are reached."""
-    reached, reached_nodes = 0, 0
-    for i in range(experts.shape[0]):
-        x = ranks[i] = rank_of[experts[i]]
-        reached += counts[x] == 0
-        reached_nodes += node_counts[node_of[x]] == 0
-        counts[x] += 1
-        node_counts[node_of[x]] += 1
-    return reached, reached_nodes
 
 
 @inlined
@@ -178,20 +164,20 @@ def best_swap(state, gains, prices, turn):
             if node_of[x] != node_of[y] and (state.bound[a] >= 0 or state.bound[b] >= 0):
                 continue
             if load_price > 0:
-                mix, back, rest = prices.mixes[a], prices.mixes[b], loads.others[low, high]
-                gain += load_price * (turn.top - highest_after(mix, 1.0, back, 1.0, loads.now[x], loads.now[y], rest))
+                rest = loads.others[low, high]
+                after = highest_after(prices.mixes[a], 1.0, prices.mixes[b], 1.0, loads.now[x], loads.now[y], rest)
+                gain += load_price * (turn.top - after)
             if gain > best and may_move(turn, gain, a, b):
                 best, first, other = gain, a, b
     return best, first, other
 
 
-def _settle(state, gains, price_steps, every):
+def _settle(state, gains, price_steps):
     """Settle prices and make the tables anew."""
     settle(state, price_steps)
-    ranks = np.arange(len(state.slots))
-    gains.values[ranks // state.group_size, ranks] = state.weights[0] - state.price
     gains.move[:] = 0.0
     gains.both[:] = 0.0
+    every = np.arange(len(state.sets))
     contribute(state, gains, every, every.size, 1.0)
 
 
@@ -201,26 +187,20 @@ def _sum_loads(rank_of, prices):
     np.add.at(prices.loads.now, rank_of, prices.mixes)
 
 
-def _set_ranks(state, ranks):
-    """Put every expert on its rank (E,)."""
-    state.primary[:] = ranks
-    state.slots[:] = np.argsort(ranks, kind="stable").reshape(state.slots.shape)
-    index(state)
-
-
 def search_swaps(state, scratch, prices, effort):
     """Rounds of: settle prices, then at most `steps` best swaps, until `patience` of them found nothing better.
 
-    prices: `loads.Prices`, effort: `search.Effort`.
-    Returns (cost per token without load and moves, mean highest load, swaps made).
+    prices: `loads.Prices`. Returns (cost per token without load and moves, mean highest load, swaps made).
     """
     start(scratch, effort.seed)
-    gains, every, swaps = make_gains(state), np.arange(state.sets.shape[0]), 0
+    gains, swaps = make_gains(state), 0
     for _ in range(effort.rounds):  # not compiled: each call of a compiled function from another costs seconds
-        _settle(state, gains, effort.price_steps, every)
+        _settle(state, gains, effort.price_steps)
         _sum_loads(state.primary, prices)
         kept, swaps = _make_swaps(state, scratch, gains, prices, effort, swaps)
-        _set_ranks(state, kept)
+        state.primary[:] = kept
+        state.slots[:] = np.argsort(kept, kind="stable").reshape(state.slots.shape)
+        index(state)
     settle(state, 0)
     _sum_loads(state.primary, prices)
     return -(state.value * state.weight).sum() / state.total_weight, highest(prices.loads), swaps
