@@ -52,7 +52,7 @@ class LayerProblem:
         return self.settings.groups == "whole" and self.topology.num_nodes > 1
 
     def with_one_kind(self) -> "LayerProblem":
-        """Return the same problem; where both phases are charged alike, all tokens are of one kind."""
+        """Return the same problem; where both phases have the same costs, tokens have the same kind."""
         if any(one is not self.costs[0] for one in self.costs):
             return self
         phase = np.zeros_like(self.tokens.phase)

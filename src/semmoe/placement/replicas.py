@@ -36,7 +36,7 @@ class Homes(NamedTuple):
     reach: np.ndarray  # (B, G) what one more pair on the rank costs
     counts: np.ndarray  # (B, G) experts that the rank computes
     node_counts: np.ndarray  # (B, N)
-    to: np.ndarray  # (B, G) what the home costs if the expert at hand is computed on the rank
+    to: np.ndarray  # (B, G) what the home costs if the rank computes the current expert
     after: np.ndarray  # (G,) what the set costs after a change
     joined: np.ndarray  # (K, G) what a further copy of each expert on each rank changes
     ranks: np.ndarray  # (K * G,) of the copies of the experts

@@ -23,7 +23,7 @@ PRICE_UNITS = 2**20  # prices are multiples of 1 / PRICE_UNITS, so that sums are
 
 
 class Effort(NamedTuple):
-    """How long a search goes on, and its seed; kernels take it, so it is a named tuple."""
+    """The limits of a search, and its seed; kernels take it, so it is a named tuple."""
 
     price_steps: int  # of `settle`
     rounds: int
@@ -59,7 +59,7 @@ def settle(state, steps):
             for g in range(low, high):
                 total += full[g]
             mean = max(total / (high - low), 1e-9)
-            # homes above the mean get dearer, by less in each step
+            # the price of homes above the mean rises, by less in each step
             for g in range(low, high):
                 state.price[g] += 0.3 / (1 + step) * min(full[g] / mean - 1, 1.0)
                 middle += state.price[g] / (high - low)

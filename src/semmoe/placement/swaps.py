@@ -23,7 +23,7 @@ from semmoe.placement.search import Turn, collect, copy_ints, free_again, may_mo
 
 
 class Gains(NamedTuple):
-    """The tables of a search, and room for the set at hand."""
+    """The tables of a search, and room for one set at a time."""
 
     move: np.ndarray  # (E, G)
     both: np.ndarray  # (E, E)
