@@ -106,9 +106,8 @@ def test_bytes_of_the_verdict_are_those_that_generate_counts(attention, trace):
     held_out, seen = split(trace, 0.2, quick.seed)
     for method in ("linear", "semmoe"):
         settings = SolveSettings(method=method, cocluster=quick.cocluster)
-        expected = expect(
-            Problem(trace=trace, topology=topology, settings=settings), whole, PhaseLinks(links, links), shape
-        )
+        problem = Problem(trace=trace, topology=topology, settings=settings)
+        expected = expect(problem, whole, PhaseLinks(links, links), shape)
         up = gen.Configuration(name=method, plan=solve(seen, topology, settings))
 
         def forecast(groups=None, plan=up.plan):

@@ -11,10 +11,10 @@ from synthetic import planted_trace, random_trace, teams_trace, with_noise
 
 from lab.methods import short
 from semmoe.placement import cocluster, layers
-from semmoe.placement.cocluster import Measured, choose, place
-from semmoe.placement.layers import LayerSearch, Layout, Tokens
+from semmoe.placement.cocluster import Measured, Sample, choose, place
+from semmoe.placement.layers import LayerProblem, LayerSearch, Layout
 from semmoe.placement.loads import expected_load
-from semmoe.placement.problem import Problem, default_costs
+from semmoe.placement.problem import Problem, Tokens, default_costs
 from semmoe.plan import load_plan, save_plan
 from semmoe.replayer import replay
 from semmoe.settings import CoclusterSettings, PredictorSettings, ReplaySettings, SolveSettings
@@ -86,9 +86,9 @@ def test_the_seed_decides_everything(name, redundant):
 def test_layouts_are_measured_on_32_batches_or_all_there_is(batch_tokens, monkeypatch):
     trace, measure, seen = used_by_all(0), cocluster._measure, []
 
-    def count_tokens(layout, trace, layer, rows, *others):
-        seen.append(len(rows))
-        return measure(layout, trace, layer, rows, *others)
+    def count_tokens(layout, sample, *others):
+        seen.append(len(sample.charged))
+        return measure(layout, sample, *others)
 
     monkeypatch.setattr(cocluster, "_measure", count_tokens)
     placed(trace, Topology(ep_size=4), settings=replace(QUICK, batch_tokens=batch_tokens))
@@ -109,13 +109,20 @@ def test_no_load_limit_means_one_layout_a_layer_without_a_cap():
     assert sum(done) == 3
 
 
+def layer_problem(tokens, settings, **more):
+    """One layer on four ranks, with the costs that the settings' weights say."""
+    topology = Topology(ep_size=4)
+    costs = default_costs(topology, settings)
+    return LayerProblem(tokens=tokens, topology=topology, settings=settings, costs=costs, **more)
+
+
 def test_a_search_that_begins_from_the_best_labels_keeps_them():
     trace, block_of_expert = planted_trace(1, 4)
     group = np.zeros(trace.num_tokens, np.int64)
     for l in range(3):
         ids, request = trace.expert_ids[:, l], trace.request_of_token()
-        tokens, topology = Tokens(ids, group, request, trace.phase), Topology(ep_size=4)
-        search = LayerSearch(tokens, 16, topology, 0, QUICK, 0, default_costs(topology, QUICK))
+        tokens = Tokens(ids, group, request, trace.phase)
+        search = LayerSearch(layer_problem(tokens, QUICK, num_experts=16))
         (layout,) = search.rough([0.0], block_of_expert[l])
         assert {tuple(sorted(rank)) for rank in layout.slots.tolist()} == {
             tuple(np.flatnonzero(block_of_expert[l] == block)) for block in range(4)
@@ -145,8 +152,8 @@ def test_a_search_begins_from_as_many_equal_labellings_as_it_is_told(starts):
 def test_a_higher_price_of_load_gives_layouts_of_less_load(redundant):
     trace = used_by_all(3, requests=60, longest=40)
     group = np.zeros(trace.num_tokens, np.int64)
-    tokens, topology = Tokens(trace.expert_ids[:, 0], group, trace.request_of_token(), trace.phase), Topology(ep_size=4)
-    search = LayerSearch(tokens, 8, topology, redundant, THOROUGH, 0, default_costs(topology, THOROUGH))
+    tokens = Tokens(trace.expert_ids[:, 0], group, trace.request_of_token(), trace.phase)
+    search = LayerSearch(layer_problem(tokens, THOROUGH, num_experts=8, redundant=redundant))
     rough = search.rough([0.0, 50.0])
     finer = search.finer([0.0, 50.0])
     assert [one.load for one in rough] == sorted((one.load for one in rough), reverse=True)
@@ -156,8 +163,8 @@ def test_a_higher_price_of_load_gives_layouts_of_less_load(redundant):
     assert min(one.total(50.0) for one in dear) <= min(one.total(50.0) for one in free)
 
 
-def test_a_layout_s_total_is_its_cost_its_dues_and_the_price_of_its_load():
-    assert Layout(np.zeros((1, 1)), np.zeros(1), cost=1.0, load=2.0, dues=0.5).total(3.0) == 7.5
+def test_a_layout_s_total_is_its_cost_its_moves_and_the_price_of_its_load():
+    assert Layout(np.zeros((1, 1)), np.zeros(1), cost=1.0, load=2.0, move_cost=0.5).total(3.0) == 7.5
 
 
 @pytest.mark.parametrize("redundant", [0, 4])
@@ -165,18 +172,17 @@ def test_a_layout_s_total_is_its_cost_its_dues_and_the_price_of_its_load():
 def test_at_every_price_the_layout_of_least_total_is_returned(redundant, begun):
     trace = used_by_all(3, requests=30, longest=40)
     group = np.zeros(trace.num_tokens, np.int64)
-    tokens, topology = Tokens(trace.expert_ids[:, 0], group, trace.request_of_token(), trace.phase), Topology(ep_size=4)
+    tokens = Tokens(trace.expert_ids[:, 0], group, trace.request_of_token(), trace.phase)
     previous = np.array([[0, 4, 1], [1, 5, 2], [2, 6, 3], [3, 7, 4]])[:, : 3 if redundant else 2] if begun else None
     settings = replace(THOROUGH, steps=10, move_cost=0.02)
-    costs = default_costs(topology, settings)
-    search = LayerSearch(tokens, 8, topology, redundant, settings, 0, costs, previous)
+    search = LayerSearch(layer_problem(tokens, settings, num_experts=8, redundant=redundant, previous=previous))
     prices = [0.5, 0.0, 4.0, 50.0]
     chosen = search.rough(prices)
     assert len({one.total(1.0) for one in search.found}) > 1
     for price, layout in zip(prices, chosen, strict=True):
-        totals = [one.cost + one.dues + price * one.load for one in search.found]
-        assert layout.cost + layout.dues + price * layout.load == min(totals)
-    assert any(one.dues > 0 for one in search.found) == begun
+        totals = [one.cost + one.move_cost + price * one.load for one in search.found]
+        assert layout.cost + layout.move_cost + price * layout.load == min(totals)
+    assert any(one.move_cost > 0 for one in search.found) == begun
 
 
 def test_tokens_become_distinct_sets_with_how_often_each_occurs():
@@ -197,7 +203,9 @@ def test_a_layout_is_measured_as_its_tokens_would_be_served(name):
     rows = rng.permutation(trace.num_tokens)[:90]
     group = (np.arange(20) % topology.dp_size)[trace.request_of_token()]
     expected = (rng.random((90, 8)) * 2048).astype(np.int16) if topology.attn_tp_size > 1 else None
-    home = cocluster._homes(layout, rows, group, expected, topology, settings)
+    tokens = Tokens(trace.expert_ids[rows, 1], group[rows], trace.request_of_token()[rows], trace.phase[rows])
+    sample = Sample(tokens, rows >= 0, expected)
+    home = cocluster._homes(layout, sample, topology, 40)
     assert (home // topology.attn_tp_size == group[rows]).all()
     for first in range(0, 90, 40):
         for d in range(topology.dp_size):
@@ -205,7 +213,7 @@ def test_a_layout_is_measured_as_its_tokens_would_be_served(name):
             slices = np.bincount(own - d * topology.attn_tp_size, minlength=topology.attn_tp_size)
             assert slices.max() <= -(-len(own) // topology.attn_tp_size)
     costs = default_costs(topology, settings)
-    measured = cocluster._measure(layout, trace, 1, rows, rows >= 0, group, expected, topology, settings, costs)
+    measured = cocluster._measure(layout, sample, topology, settings, costs)
     experts, choice = trace.expert_ids[rows, 1], np.tile(layout.primary, (4, 1))
     local, sent, _ = oracles.traffic(experts, home, choice)
     node = topology.node_of
@@ -226,12 +234,17 @@ def chosen(layers, limit) -> list[int]:
     return [int(layout.slots[0, 0]) for layout in choose(layers, limit, 20.0)[1]]
 
 
+def routed(experts, request):
+    """Tokens of which only experts and requests count."""
+    return Tokens(experts, group=request, request=request, phase=request)
+
+
 def test_the_expected_load_counts_requests_as_drawn_twice():
     """16 ranks with 1000 requests each, so many tokens that only their mix matters: a rank's load varies by
     sqrt(2 / 1000) of the mean, and the largest of 16 normal numbers is 1.77 standard deviations above it."""
     request = np.arange(16000)
     experts = request[:, None] % 16
-    load = expected_load(experts, request % 16, experts, request, 16, 16, 1 << 24)
+    load = expected_load(routed(experts, request), request % 16, experts, 16, 16, 1 << 24)
     assert load == pytest.approx(1 + 1.77 * np.sqrt(2 / 1000 * 15 / 16), abs=0.006)
 
 
@@ -239,7 +252,7 @@ def test_where_every_rank_has_all_experts_the_mix_of_requests_does_not_load_it()
     """As many tokens of as many requests, each computed at home: homes have equally many tokens in any batch."""
     request = np.arange(16000)
     home = request % 16
-    load = expected_load(request[:, None] // 16 % 16, home, home[:, None], request, 16, 16, 1 << 24)
+    load = expected_load(routed(request[:, None] // 16 % 16, request), home, home[:, None], 16, 16, 1 << 24)
     assert load == pytest.approx(1, abs=0.01)
 
 
@@ -248,7 +261,7 @@ def test_the_expected_load_counts_the_noise_of_a_batch(batch_tokens):
     """Every token has a pair on each of 4 ranks, so that no mix of requests is uneven, but a batch draws its pairs:
     a rank's load varies by sqrt(3 / pairs), and the largest of 4 normal numbers is 1.03 of that above the mean."""
     experts = np.tile(np.arange(4), (50, 1))
-    load = expected_load(experts, np.zeros(50, np.int64), experts, np.arange(50), 4, 4, batch_tokens)
+    load = expected_load(routed(experts, np.arange(50)), np.zeros(50, np.int64), experts, 4, 4, batch_tokens)
     noise = 1.03 * np.sqrt(3 / (4 * batch_tokens))
     assert load - 1 == pytest.approx(noise, rel=0.2)
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from semmoe.placement import copies as copies_module
 from semmoe.placement.copies import nearest_copies, primary_copy_choice
 from semmoe.placement.loads import total_cost
+from semmoe.placement.problem import Tokens
 from semmoe.rowcosts import RowCosts, plain_costs
 from semmoe.topology import Topology
 
@@ -37,7 +38,8 @@ def level(expert_ids, home, request, choice, copies, node_of, weights):
     per_rank, per_node, load_price = weights
     topology = Topology(ep_size=len(node_of), num_nodes=int(node_of.max()) + 1)
     costs = plain_costs(topology, 0.0, per_rank, per_node)
-    return copies_module.level(expert_ids, home, request, choice, copies, node_of, costs, load_price)
+    tokens = Tokens(expert_ids, group=home, request=request, phase=request)
+    return copies_module.level(tokens, home, choice, copies, node_of, costs, load_price)
 
 
 def nodes(ranks, count):
@@ -159,7 +161,8 @@ def test_no_other_copy_costs_less_where_every_rank_and_node_has_a_cost_of_its_ow
     costs, (expert_ids, home, _) = uneven_costs(rng, 6, node_of), tokens(seed, 60, experts=12, ranks=6)
     copies = nearest_copies(slots, 12, node_of)
     start = primary_copy_choice(copies, primary)
-    out = copies_module.level(expert_ids, home, request, start, copies, node_of, costs, 0.0)
+    routed = Tokens(expert_ids, group=home, request=request, phase=request)
+    out = copies_module.level(routed, home, start, copies, node_of, costs, 0.0)
     least = charged(expert_ids, home, out, node_of, costs)
     targets = out[home[:, None], expert_ids]
     assert total_cost(costs, targets, home, node_of) == pytest.approx(60 * least)

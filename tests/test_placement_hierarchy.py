@@ -12,10 +12,11 @@ from synthetic import make_trace, planted_trace, random_trace, with_noise, with_
 
 from semmoe.core import Placement
 from semmoe.placement import cocluster, hierarchy, ours
+from semmoe.placement.cocluster import Sample
 from semmoe.placement.joint import pairs_between, seat_groups
-from semmoe.placement.layers import LayerSearch, Tokens
+from semmoe.placement.layers import LayerProblem, LayerSearch
 from semmoe.placement.loads import total_cost
-from semmoe.placement.problem import Problem, default_costs, weighed_tokens
+from semmoe.placement.problem import Problem, Tokens, default_costs, weighed_tokens
 from semmoe.replayer import replay
 from semmoe.rowcosts import KINDS, kind_costs, mean_costs, near_and_far, plain_costs
 from semmoe.settings import CoclusterSettings, ReplaySettings, SolveSettings
@@ -181,7 +182,8 @@ def test_each_phase_is_charged_its_own_costs():
     dear, free = plain_costs(topology, 1.0, 1.0, 0.0), plain_costs(topology, 0.0, 0.0, 0.0)
     for costs, together in (((free, dear), [0, 1]), ((dear, free), [0, 2])):
         tokens = Tokens(ids[:, 0], np.zeros(200, np.int64), trace.request_of_token(), trace.phase)
-        (found,) = LayerSearch(tokens, 4, topology, 0, QUICK, 0, costs).rough([0.0])
+        problem = LayerProblem(tokens=tokens, topology=topology, settings=QUICK, costs=costs, num_experts=4)
+        (found,) = LayerSearch(problem).rough([0.0])
         assert together in [sorted(rank) for rank in found.slots.tolist()]
         plan = solve(trace, topology, quick(), costs=costs)
         assert together in [sorted(rank) for rank in plan.placement.physical_to_logical_map.reshape(2, 2).tolist()]
@@ -340,16 +342,22 @@ def groups_trace():
 def test_a_token_finds_its_groups_of_one_block_on_one_node():
     """With blocks on two nodes of four each, a token is sent to one other node at most, whatever levels the load."""
     trace, topology = groups_trace(), Topology(ep_size=8, dp_size=8, num_nodes=4)
-    request, rows = trace.request_of_token(), np.arange(trace.num_tokens)
-    group, settings = request % 8, replace(QUICK, load_limit=1.0)
-    tokens, costs = (
-        Tokens(trace.expert_ids[:, 0], group, request, trace.phase),
-        default_costs(topology, QUICK),
+    request, settings = trace.request_of_token(), replace(QUICK, load_limit=1.0)
+    group, costs = request % 8, default_costs(topology, QUICK)
+    tokens = Tokens(trace.expert_ids[:, 0], group, request, trace.phase)
+    sample = Sample(tokens, np.ones(trace.num_tokens, bool), None)
+    problem = LayerProblem(
+        tokens=tokens,
+        topology=topology,
+        settings=settings,
+        costs=costs,
+        num_experts=16,
+        num_groups=4,
+        redundant=16,
     )
-    search = LayerSearch(tokens, 16, topology, 16, settings, 0, costs, num_groups=4)
-    found = search.unsearched()[2:]  # the first are of hot experts
+    found = LayerSearch(problem).unsearched()[2:]  # the first are of hot experts
     for layout in found:
-        measured = cocluster._measure(layout, trace, 0, rows, rows >= 0, group, None, topology, settings, costs)
+        measured = cocluster._measure(layout, sample, topology, settings, costs)
         node = measured.preferred[group[:, None], trace.expert_ids[:, 0]] // 2
         own = (group // 2)[:, None]
         assert max(len(set(row) - set(home)) for row, home in zip(node.tolist(), own.tolist(), strict=True)) == 1

@@ -21,8 +21,10 @@ from test_placement_search import (
 from semmoe.placement import moves, swaps
 from semmoe.placement.homes import index, make_state
 from semmoe.placement.loads import MIXES, draw_mixes, highest, highest_after, make_prices
+from semmoe.placement.moves import PROMOTE, REPLACE, SWAP
+from semmoe.placement.problem import Tokens
 from semmoe.placement.replicas import contribute, make_tables
-from semmoe.placement.search import PROMOTE, REPLACE, SWAP, Effort, settle
+from semmoe.placement.search import Effort, settle
 from semmoe.topology import Topology
 
 SINGLE = [
@@ -50,9 +52,9 @@ def value(instance, slots, primary, topology, price, costs=None, hosting=False) 
 def test_the_table_s_gain_of_every_swap_is_what_loops_find(topology, seed, price_steps):
     G = topology.ep_size
     instance, (slots, primary) = random_sets(seed, 8, topology.dp_size), random_layout(seed, 8, G)
-    state, _ = make_state(*instance, slots.copy(), primary.copy(), topology, uniform_costs(topology))
+    state, _ = make_state(instance, slots.copy(), primary.copy(), topology, uniform_costs(topology))
     gains = swaps.make_gains(state)
-    swaps._settle(state, gains, price_steps, np.arange(len(instance[0])))
+    swaps._settle(state, gains, price_steps)
     before = value(instance, slots, primary, topology, state.price, hosting=True)
     for a, b in ((a, b) for a, b in product(range(8), repeat=2) if primary[a] != primary[b]):
         swapped = primary.copy()
@@ -73,9 +75,9 @@ def test_the_tables_are_exact_for_any_costs(topology, redundant, top_k, seed):
     sets, *about = random_sets(seed, 8, topology.dp_size, kinds=2)
     instance, costs = (np.ascontiguousarray(sets[:, :top_k]), *about), random_costs(seed, topology)
     slots, primary = random_layout(seed, 8, topology.ep_size, redundant)
-    state, _ = make_state(*instance, slots.copy(), primary.copy(), topology, costs)
+    state, _ = make_state(instance, slots.copy(), primary.copy(), topology, costs)
     tables = make_tables(state)
-    moves._settle(state, tables, 2, np.arange(len(sets)))
+    moves._settle(state, tables, 2)
     before = value(instance, slots, primary, topology, state.price, costs)
     assert tables.value[0] == pytest.approx(before, abs=1e-6)
     for other, first in neighbours(slots, primary):
@@ -122,7 +124,7 @@ def test_every_move_leaves_the_state_that_its_layout_has(topology, seed):
     G, rng = topology.ep_size, np.random.default_rng(seed)
     slots, primary = random_layout(seed, G, G, 2 * G)
     instance = random_sets(seed, G, 1, count=G)
-    state, _ = make_state(*instance, slots.copy(), primary.copy(), topology, uniform_costs(topology))
+    state, _ = make_state(instance, slots.copy(), primary.copy(), topology, uniform_costs(topology))
     for _ in range(10):
         options = [to for to in neighbours(slots, primary) if (to[0] != slots).any() or (to[1] != primary).any()]
         other, first = options[rng.integers(len(options))]
@@ -142,9 +144,9 @@ def test_a_group_of_more_homes_than_are_looked_at_is_told_no_gain_that_is_not_th
     topology, (sets, *about) = Topology(ep_size=8, num_nodes=2), random_sets(5, 16, 1, count=100)
     instance, (slots, primary) = (np.ascontiguousarray(sets[:, :top_k]), *about), random_layout(5, 16, 8, redundant)
     costs = random_costs(5, topology)
-    state, _ = make_state(*instance, slots.copy(), primary.copy(), topology, costs)
+    state, _ = make_state(instance, slots.copy(), primary.copy(), topology, costs)
     tables = make_tables(state)
-    moves._settle(state, tables, 2, np.arange(len(sets)))
+    moves._settle(state, tables, 2)
     before, found = value(instance, slots, primary, topology, state.price, costs), []
     for other, first in neighbours(slots, primary):
         told = gain(state, tables, slots, primary, other, first)
@@ -161,11 +163,11 @@ def test_a_group_of_more_homes_than_are_looked_at_is_told_no_gain_that_is_not_th
 @given(seed=st.integers(0, 9999))
 def test_what_is_put_in_can_be_taken_out(topology, redundant, room, seed):
     instance, layout = random_sets(seed, 8, topology.dp_size), random_layout(seed, 8, topology.ep_size, redundant)
-    state, _ = make_state(*instance, *layout, topology, uniform_costs(topology))
+    state, _ = make_state(instance, *layout, topology, uniform_costs(topology))
     tables, every = make_tables(state), np.arange(len(instance[0]))
     if not room:
         tables = tables._replace(where=tables.where[:, :1].copy(), what=tables.what[:, :1].copy())
-    moves._settle(state, tables, 2, every)
+    moves._settle(state, tables, 2)
     assert (tables.kept >= 0).all() == room
     assert tables.served.sum() == pytest.approx(instance[1].sum() * 3)
     contribute(state, tables, every, len(every), -1.0)
@@ -181,20 +183,19 @@ def search(
     rounds=2,
     steps=40,
     seed=0,
-    dues=None,
+    move_cost=None,
     costs=None,
     bound=None,
 ):
     (slots, primary), costs = layout, costs or uniform_costs(topology)
-    state, scratch = make_state(*instance, slots.copy(), primary.copy(), topology, costs, bound)
+    state, scratch = make_state(instance, slots.copy(), primary.copy(), topology, costs, bound)
     E = len(primary)
     mixes = np.full((E, 2), topology.ep_size / E) if mixes is None else mixes
     single = slots.size == E and state.uniform
     run = swaps.search_swaps if single else moves.search_moves
-    tables = swaps.make_gains(state) if single else make_tables(state)
-    dues = np.zeros((E, topology.ep_size)) if dues is None else dues
-    prices, effort = make_prices(dues, mixes, load_price), Effort(0, rounds, steps, steps, 2, seed)
-    cost, load, made = run(state, scratch, tables, prices, effort)
+    move_cost = np.zeros((E, topology.ep_size)) if move_cost is None else move_cost
+    prices, effort = make_prices(move_cost, mixes, load_price), Effort(0, rounds, steps, steps, 2, seed)
+    cost, load, made = run(state, scratch, prices, effort)
     return state, cost, load, made
 
 
@@ -286,9 +287,9 @@ def test_load_that_costs_more_than_locality_gains_is_not_taken(redundant):
 @given(seed=st.integers(0, 9999))
 def test_no_expert_goes_where_it_costs_more_than_it_gains(redundant, seed):
     instance, layout = random_sets(seed, 8, 1), random_layout(seed, 8, 4, redundant)
-    dues = np.full((8, 4), 1e3)
-    dues[layout[0], np.arange(4)[:, None]] = 0.0
-    state = search(instance, layout, Topology(ep_size=4), dues=dues)[0]
+    move_cost = np.full((8, 4), 1e3)
+    move_cost[layout[0], np.arange(4)[:, None]] = 0.0
+    state = search(instance, layout, Topology(ep_size=4), move_cost=move_cost)[0]
     np.testing.assert_array_equal(np.sort(state.slots, axis=1), np.sort(layout[0], axis=1))
 
 
@@ -313,7 +314,8 @@ def test_the_highest_load_and_what_a_swap_makes_of_it_by_loops(seed, ranks):
 def test_mixes_are_loads_of_batches_of_other_requests():
     """A thousand requests of one expert each, and a great batch: an expert's load varies by sqrt(2 / its requests)."""
     request, experts = np.arange(4000), np.arange(4000)[:, None] % 4
-    mixes = draw_mixes(experts, request, 4, 2, 1 << 24, np.random.default_rng(0))
+    tokens = Tokens(experts, group=request, request=request, phase=request)
+    mixes = draw_mixes(tokens, 4, 2, 1 << 24, np.random.default_rng(0))
     assert mixes.shape == (4, MIXES)
     np.testing.assert_allclose(mixes.sum(axis=0), 2, atol=0.01)
     assert mixes.std() == pytest.approx(0.5 * np.sqrt(2 / 1000 * 3 / 4), rel=0.2)
@@ -322,10 +324,10 @@ def test_mixes_are_loads_of_batches_of_other_requests():
 def test_prices_are_settled_between_rounds():
     """Without them all tokens would sit on the rank that hosts what they use most."""
     instance, layout = random_sets(0, 8, 1, count=400), random_layout(0, 8, 4)
-    state, scratch = make_state(*instance, *layout, Topology(ep_size=4), uniform_costs(Topology(ep_size=4)))
-    dues, mixes = np.zeros((8, 4)), np.full((8, 2), 0.5)
-    prices, effort = make_prices(dues, mixes, 0.0), Effort(4, 3, 20, 20, 2, 0)
-    swaps.search_swaps(state, scratch, swaps.make_gains(state), prices, effort)
+    state, scratch = make_state(instance, *layout, Topology(ep_size=4), uniform_costs(Topology(ep_size=4)))
+    move_cost, mixes = np.zeros((8, 4)), np.full((8, 2), 0.5)
+    prices, effort = make_prices(move_cost, mixes, 0.0), Effort(4, 3, 20, 20, 2, 0)
+    swaps.search_swaps(state, scratch, prices, effort)
     assert state.price.any()
     settle(state, 0)
     full = np.bincount(state.home, state.weight, 4)

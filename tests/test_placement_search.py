@@ -101,7 +101,7 @@ def test_every_set_has_the_home_that_loops_find(topology, redundant, uniform, se
         random_layout(seed, 8, topology.ep_size, redundant),
     )
     costs = uniform_costs(topology) if uniform else random_costs(seed, topology)
-    state, _ = make_state(*instance, slots.copy(), primary.copy(), topology, costs)
+    state, _ = make_state(instance, slots.copy(), primary.copy(), topology, costs)
     settle(state, 2)
     hosting = uniform and not redundant
     _, values, homes = oracles.layout_cost(
@@ -118,7 +118,7 @@ def test_prices_rise_where_homes_are_full_by_loops(topology):
     slots, primary = random_layout(8, 8, G)
     price, size, costs = np.zeros(G), topology.attn_tp_size, uniform_costs(topology)
     for step in range(3):
-        state, _ = make_state(*instance, slots, primary, topology, costs)
+        state, _ = make_state(instance, slots, primary, topology, costs)
         settle(state, step)
         np.testing.assert_allclose(state.price, price, atol=2 / PRICE_UNITS)
         homes = oracles.layout_cost(slots, primary.tolist(), tokens_of(*instance), topology, costs, state.price, True)[
@@ -135,7 +135,7 @@ def test_prices_even_out_homes():
     rng, topology = np.random.default_rng(0), Topology(ep_size=4)
     instance = random_sets(0, 8, 1, count=400)
     slots, primary = np.tile(np.arange(8), (4, 1)), rng.integers(4, size=8)
-    state, _ = make_state(*instance, slots, primary, topology, uniform_costs(topology))
+    state, _ = make_state(instance, slots, primary, topology, uniform_costs(topology))
     settle(state, 0)
     assert not state.home.any()
     settle(state, 4)
@@ -147,7 +147,7 @@ def test_prices_even_out_homes():
 @pytest.mark.parametrize("redundant", [0, 70])
 def test_copies_serve_from_as_near_as_they_are(topology, redundant):
     instance, (slots, primary) = random_sets(1, 140, topology.dp_size, count=300), random_layout(1, 140, 70, redundant)
-    state, _ = make_state(*instance, slots, primary, topology, uniform_costs(topology))
+    state, _ = make_state(instance, slots, primary, topology, uniform_costs(topology))
     index(state)
     hosts, node_of = [set(rank) for rank in slots.tolist()], topology.node_of.tolist()
     for expert, home in product(range(0, 140, 7), range(70)):

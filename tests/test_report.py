@@ -45,12 +45,8 @@ def save(folder, trace, attention="tp", settings=PAPER, expected=True, name=None
     shape = LayerShape(hidden_size=64, expert_size=32, top_k=2)
     plan = solve(trace, topology, settings)
     if expected:
-        plan = replace(
-            plan,
-            expected=expect(
-                Problem(trace=trace, topology=topology, settings=settings), MEASURE, PhaseLinks(PCIE, PCIE), shape
-            ),
-        )
+        problem = Problem(trace=trace, topology=topology, settings=settings)
+        plan = replace(plan, expected=expect(problem, MEASURE, PhaseLinks(PCIE, PCIE), shape))
     save_plan(plan, folder / (name or f"plan-{attention}"))
     return plan
 

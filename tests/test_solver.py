@@ -124,13 +124,17 @@ def test_settings_out_of_range_name_the_value(settings, arguments):
         settings(**arguments)
 
 
+def problem(trace, settings, topology=TP4):
+    return Problem(trace=trace, topology=topology, settings=settings)
+
+
 def test_expectation_is_the_replay_of_requests_held_out():
     trace, _ = planted_trace(1, 4)
     settings, measure = (
         SolveSettings(method="paper", paper=QUICK, seed=3),
         ReplaySettings(batch_tokens=16, batches="prefill"),
     )
-    expected = expect(Problem(trace=trace, topology=TP4, settings=settings), measure, holdout=0.5)
+    expected = expect(problem(trace, settings), measure, holdout=0.5)
     held_out, profile = split(trace, 0.5, 3)
     result = replay(held_out, solve(profile, TP4, settings), measure).as_dict()
     assert (expected["requests"], expected["holdout"], expected["batch_tokens"]) == (3, 0.5, 16)
@@ -160,13 +164,7 @@ def test_what_is_expected_elsewhere_is_the_verdict_on_those_links_and_batches(na
     topology = Topology.for_attention(attention, 4, num_nodes=nodes)
 
     def found(links):
-        return expect(
-            Problem(trace=trace, topology=topology, settings=settings),
-            measure,
-            PhaseLinks(links, links),
-            shape,
-            holdout=0.5,
-        )
+        return expect(problem(trace, settings, topology), measure, PhaseLinks(links, links), shape, holdout=0.5)
 
     expected = found(links)
     elsewhere = expected["elsewhere"]
@@ -191,9 +189,7 @@ def test_a_plan_is_shuffled_from_the_least_rows_for_which_that_pays():
     trace, _ = planted_trace(1, 4, requests_per_group=8)
     settings, measure = SolveSettings(method="paper", paper=QUICK, seed=3), ReplaySettings(batch_tokens=16)
     shape, links = LayerShape(hidden_size=4096, expert_size=64, top_k=2), load_links("pcie5")
-    expected = expect(
-        Problem(trace=trace, topology=TP4, settings=settings), measure, PhaseLinks(links, links), shape, holdout=0.5
-    )
+    expected = expect(problem(trace, settings), measure, PhaseLinks(links, links), shape, holdout=0.5)
     held_out, profile = split(trace, 0.5, 3)
     plan = solve(profile, TP4, settings)
     shuffled, contiguous = (replay(held_out, p, measure) for p in (plan, replace(plan, tokens=ByPosition())))
@@ -216,24 +212,16 @@ def test_rows_this_narrow_are_never_shuffled_on_gpus_and_always_on_cpus(links, w
         found = found.model_copy(update={"experts": found.experts.model_copy(update={"teraflops": 0.1})})
     shape = LayerShape(hidden_size=width, expert_size=64, top_k=2)
     both, slow = PhaseLinks(found, found), PhaseLinks(found, load_links("h200-nvlink"))
-    assert (
-        expect(Problem(trace=trace, topology=TP4, settings=settings), measure, both, shape, holdout=0.5)["shuffle_from"]
-        == least
-    )
+    assert expect(problem(trace, settings), measure, both, shape, holdout=0.5)["shuffle_from"] == least
     # a pass may have tokens of both phases, so the larger number counts
-    assert (
-        expect(Problem(trace=trace, topology=TP4, settings=settings), measure, slow, shape, holdout=0.5)["shuffle_from"]
-        == NEVER
-    )
+    assert expect(problem(trace, settings), measure, slow, shape, holdout=0.5)["shuffle_from"] == NEVER
 
 
 def test_plans_without_token_tables_state_no_number():
     trace, _ = planted_trace(1, 4, requests_per_group=8)
     links, shape = load_links("h200-nvlink"), LayerShape(hidden_size=4096, expert_size=64, top_k=2)
     settings, measure = SolveSettings(method="eplb"), ReplaySettings(batch_tokens=16)
-    found = expect(
-        Problem(trace=trace, topology=TP4, settings=settings), measure, PhaseLinks(links, links), shape, holdout=0.5
-    )
+    found = expect(problem(trace, settings), measure, PhaseLinks(links, links), shape, holdout=0.5)
     assert "shuffle_from" not in found
 
 
@@ -258,9 +246,7 @@ def test_a_plan_alone_is_charged_for_semmoe_s_kernels_and_for_a_choice_of_copies
     trace, _ = planted_trace(1, 4, requests_per_group=8)
     links, shape = load_links("h200-nvlink"), LayerShape(hidden_size=4096, expert_size=64, top_k=2)
     settings, measure = SolveSettings(method="eplb", redundant_experts=redundant), ReplaySettings(batch_tokens=16)
-    expected = expect(
-        Problem(trace=trace, topology=TP4, settings=settings), measure, PhaseLinks(links, links), shape, holdout=0.5
-    )
+    expected = expect(problem(trace, settings), measure, PhaseLinks(links, links), shape, holdout=0.5)
     seconds = hooks(expected["tokens_per_batch"], TP4, redundant > 0, links)
     assert expected["hooks_us"] == pytest.approx(seconds * 1e6)
     assert expected["others"]["linear"]["hooks_us"] == 0
@@ -270,10 +256,7 @@ def test_a_plan_alone_is_charged_for_semmoe_s_kernels_and_for_a_choice_of_copies
 def test_nothing_is_expected_of_too_few_requests(requests, dp_size, enough):
     topology = Topology(ep_size=4, dp_size=dp_size)
     trace, _ = planted_trace(1, 4, requests_per_group=requests)
-    found = expect(
-        Problem(trace=trace, topology=topology, settings=SolveSettings(method="paper", paper=QUICK)),
-        ReplaySettings(batch_tokens=8),
-    )
+    found = expect(problem(trace, SolveSettings(method="paper", paper=QUICK), topology), ReplaySettings(batch_tokens=8))
     assert (found is not None) == enough
 
 

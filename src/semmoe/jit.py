@@ -14,6 +14,7 @@ NOTED = "SEMMOE_MISSING_CACHE_NOTED"  # in the environment, which processes inhe
 
 def njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """Return the decorator `numba.njit` with a cache on the disk, or without one where numba finds no folder for it."""
+    options["no_cfunc_wrapper"] = True  # nothing calls kernels from C, and a tenth of compiling goes into wrappers
     cached, uncached = numba.njit(cache=True, **options), numba.njit(**options)
 
     def decorate(function: Callable[..., Any]) -> Any:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from semmoe.affinity import resolve_tokens
+from semmoe.affinity import count, resolve_tokens
 from semmoe.core import RequestPolicy, RoutingTrace, TokenPolicy
 from semmoe.methods import paper
 from semmoe.methods.paper import CoClustering
@@ -65,7 +65,7 @@ def _request_scores(trace: RoutingTrace, groups: np.ndarray, num_groups: int) ->
     docs/reading-the-paper.md).
     """
     requests = np.repeat(np.arange(trace.num_requests), np.diff(trace.prompt_offsets))
-    counts = _joint_counts(trace.prompt_ids, groups[requests], trace.fingerprint.vocab_size + 1, num_groups)
+    counts = count(trace.prompt_ids, groups[requests, None], trace.fingerprint.vocab_size + 1, num_groups).toarray()
     return _shares(counts, SUM_PRIOR).astype(np.float32)
 
 
@@ -93,11 +93,12 @@ def _shuffle_tables(
         for l in range(L):
             here = devices[:, l] >= 0  # tokens with an expert in their own group
             device = devices[here, l]
-            counts = _joint_counts(trace.token_ids[rows[here]], device, V + 1, S)
+            counts = count(trace.token_ids[rows[here]], device[:, None], V + 1, S).toarray()
             out["token_ranks"][l, d], out["token_confidence"][l, d] = _token_table(clusters.token_ranks[l, d], counts)
             if l >= lookback:
                 path = path_key(devices[here, l - lookback : l][:, ::-1], S)
-                shares = _shares(_joint_counts(path, device, S**lookback, S), CONFIDENCE_PRIOR)
+                counts = count(path, device[:, None], S**lookback, S).toarray()
+                shares = _shares(counts, CONFIDENCE_PRIOR)
                 out["path_ranks"][l, d], out["path_confidence"][l, d] = shares.argmax(1), shares.max(1)
     return out
 
@@ -111,12 +112,6 @@ def _token_table(labels: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np
     ranks = np.append(labels, -1).astype(np.int64)
     ranks = np.where(ranks < 0, shares[-1].argmax(), ranks)
     return ranks, np.take_along_axis(shares, ranks[:, None], axis=1)[:, 0]
-
-
-def _joint_counts(keys: np.ndarray, values: np.ndarray, num_keys: int, num_values: int) -> np.ndarray:
-    """(num_keys, num_values) int64: how often each key occurs with each value."""
-    flat = keys.astype(np.int64) * num_values + values
-    return np.bincount(flat, minlength=num_keys * num_values).reshape(num_keys, num_values)
 
 
 def _shares(counts: np.ndarray, prior_weight: float) -> np.ndarray:

@@ -19,10 +19,11 @@ import numpy as np
 from semmoe.copychoice import CopyChoice, preferred_copies
 from semmoe.core import DECODE, PREFILL, Placement
 from semmoe.placement.copies import LOAD_PRICE, hosting_ranks, level, nearest_copies, primary_copy_choice
-from semmoe.placement.layers import LayerSearch, Layout, Tokens
+from semmoe.placement.layers import LayerProblem, LayerSearch, Layout
 from semmoe.placement.loads import expected_load, total_cost
-from semmoe.placement.problem import Problem, weighed_tokens
+from semmoe.placement.problem import Problem, Tokens, weighed_tokens
 from semmoe.rowcosts import RowCosts, mean_costs, near_and_far
+from semmoe.settings import CoclusterSettings
 from semmoe.splitter import draw_requests
 from semmoe.tokens.kernels import SCALE
 from semmoe.tokens.predictor import Predictor, predict
@@ -43,8 +44,17 @@ class Measured:
 
     slots: np.ndarray  # (G, P / G)
     preferred: np.ndarray  # (G, E) int16: the rank whose copy of each expert each source rank uses first
-    cost: float  # per token, dues included
+    cost: float  # per token, moves included
     load: float  # max/mean expected for a batch of other requests
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The profiled tokens of one layer on which its layouts are measured."""
+
+    tokens: Tokens
+    charged: np.ndarray  # (T,) bool: tokens whose cost counts; the load counts all
+    expected: np.ndarray | None  # (T, E) int16 predicted activations, in units of 1 / SCALE; None without slices
 
 
 class _Layers:
@@ -52,77 +62,91 @@ class _Layers:
 
     def __init__(self, problem: Problem, predictor, request_groups, start=None, until=None) -> None:
         """Arguments as `place` takes them."""
-        trace, topology = problem.trace, problem.topology
-        settings, seed = problem.settings, problem.settings.seed
-        self.problem, self.start = problem, start
-        self.predictor = predictor
-        self.trace, self.topology = trace, topology
+        trace, settings, seed = problem.trace, problem.settings, problem.settings.seed
+        self.problem, self.predictor, self.start = problem, predictor, start
         self.settings, self.costs = settings.cocluster, problem.charges
-        self.request = trace.request_of_token()
         self.previous = None if problem.previous is None else problem.previous.placement
-        experts = None if self.previous is None else self.previous.physical_to_logical_map
-        self.before = None if experts is None else experts.reshape(len(experts), topology.ep_size, -1)
-        over_nodes = settings.redundant_experts > 0 and topology.num_nodes > 1
+        self.before: np.ndarray | None = None  # (L, G, P / G)
+        if self.previous is not None:
+            experts = self.previous.physical_to_logical_map
+            self.before = experts.reshape(len(experts), problem.topology.ep_size, -1)
+        over_nodes = settings.redundant_experts > 0 and problem.topology.num_nodes > 1
         held_out = np.random.default_rng((seed, 1)).random(trace.num_requests) < HELD_OUT * over_nodes
+        # rows of the trace that are searched
+        self.request = trace.request_of_token()
+        self.group = request_groups[self.request]
         known = weighed_tokens(trace, settings.phase)
         searched = known & ~held_out[self.request]
-        self.group, self.weighed = request_groups[self.request], np.flatnonzero(searched if searched.any() else known)
+        self.weighed = np.flatnonzero(searched if searched.any() else known)
+        # rows of a part of it on which layouts are measured
         requests = draw_requests(np.diff(trace.request_offsets), MEASURED_TOKENS, seed)
         self.part = trace.select(requests)
-        self.part_group = request_groups[requests][self.part.request_of_token()]
-        most = MEASURED_BATCHES * settings.cocluster.batch_tokens
         rows = np.random.default_rng(seed).permutation(self.part.num_tokens)
         weighed = weighed_tokens(self.part, settings.phase)[rows]
+        most = MEASURED_BATCHES * settings.cocluster.batch_tokens
         self.rows = rows[weighed if weighed.any() else slice(None)][:most]
-        charged = held_out[requests][self.part.request_of_token()[self.rows]]
+        self.part_request = self.part.request_of_token()[self.rows]
+        self.part_group = request_groups[requests][self.part_request]
+        charged = held_out[requests][self.part_request]
         self.charged = charged if charged.any() else ~charged
-        self.searches: dict[int, LayerSearch] = {}
-        self.expected: dict[int, np.ndarray | None] = {}  # (rows, E) int16, in units of 1 / SCALE experts
+        self.open: dict[int, tuple[LayerSearch, Sample]] = {}  # by layer
         self.turn, self.begun, self.until = count(1), monotonic(), until
 
     def _in_time(self) -> Callable[[], bool]:
         """Whether a further search of one phase of a layer may begin: each phase has an equal share of the time."""
         if self.until is None:
             return lambda: True
-        share = next(self.turn) / (2 * self.trace.fingerprint.num_layers)
+        share = next(self.turn) / (2 * self.problem.trace.fingerprint.num_layers)
         end = self.begun + share * (self.until - self.begun)
         return lambda: monotonic() < end
 
+    def _layer_problem(self, layer: int) -> LayerProblem:
+        trace, settings, rows = self.problem.trace, self.problem.settings, self.weighed
+        ids = trace.expert_ids[rows, layer]
+        return LayerProblem(
+            tokens=Tokens(ids, self.group[rows], self.request[rows], trace.phase[rows]),
+            topology=self.problem.topology,
+            settings=self.settings,
+            costs=self.costs,
+            num_experts=trace.fingerprint.num_experts,
+            num_groups=trace.fingerprint.num_groups,
+            redundant=settings.redundant_experts,
+            seed=settings.seed * trace.fingerprint.num_layers + layer,
+            previous=None if self.before is None else self.before[layer],
+        )
+
+    def _sample(self, layer: int) -> Sample:
+        part, rows, expected = self.part, self.rows, None
+        if self.predictor:
+            activations = predict(self.predictor, self.problem.trace, part, layer, rows)
+            expected = np.clip(np.rint(activations * SCALE), -32767, 32767).astype(np.int16)
+        tokens = Tokens(part.expert_ids[rows, layer], self.part_group, self.part_request, part.phase[rows])
+        return Sample(tokens, self.charged, expected)
+
     def rough(self, prices: list[float], layer: int) -> list[Measured]:
         """Begin the search of a layer."""
-        f = self.trace.fingerprint
-        rows, seed = self.weighed, self.problem.settings.seed * f.num_layers + layer
-        redundant = self.problem.settings.redundant_experts
-        labels, previous = (None if array is None else array[layer] for array in (self.start, self.before))
-        tokens = Tokens(
-            self.trace.expert_ids[rows, layer], self.group[rows], self.request[rows], self.trace.phase[rows]
-        )
-        search = LayerSearch(
-            tokens, f.num_experts, self.topology, redundant, self.settings, seed, self.costs, previous, f.num_groups
-        )
-        self.searches[layer], self.expected[layer] = search, None
-        if self.predictor:
-            expected = predict(self.predictor, self.trace, self.part, layer, self.rows)
-            self.expected[layer] = np.clip(np.rint(expected * SCALE), -32767, 32767).astype(np.int16)
+        search = LayerSearch(self._layer_problem(layer))
+        self.open[layer] = search, self._sample(layer)
+        labels = None if self.start is None else self.start[layer]
         found = search.rough(prices, labels, self._in_time())
         return self._measure(layer, found + self._as_they_are(layer))
 
     def _as_they_are(self, layer: int) -> list[Layout]:
         """Layouts over nodes that no search has found: that of the plan to begin from, or what is made in its place."""
-        if self.previous is None or self.before is None or self.topology.num_nodes == 1:
-            return self.searches[layer].unsearched()
-        choice = preferred_copies(self.previous, self.topology)[layer].astype(np.int64)
+        if self.previous is None or self.before is None or self.problem.topology.num_nodes == 1:
+            return self.open[layer][0].unsearched()
+        choice = preferred_copies(self.previous, self.problem.topology)[layer].astype(np.int64)
         return [Layout(self.before[layer].astype(np.int64), choice, np.inf, np.inf)]
 
     def finer(self, prices: list[float], layer: int) -> list[Measured]:
         """End the search of a layer."""
-        found = self._measure(layer, self.searches.pop(layer).finer(prices, self._in_time()))
-        del self.expected[layer]
+        found = self._measure(layer, self.open[layer][0].finer(prices, self._in_time()))
+        del self.open[layer]
         return found
 
     def _measure(self, layer: int, layouts: list[Layout]) -> list[Measured]:
-        tokens = self.part, layer, self.rows, self.charged, self.part_group, self.expected[layer]
-        out = [_measure(one, *tokens, self.topology, self.settings, self.costs) for one in layouts]
+        sample = self.open[layer][1]
+        out = [_measure(one, sample, self.problem.topology, self.settings, self.costs) for one in layouts]
         self.problem.progress(0.5 if self.before is None else 1.0)
         return out
 
@@ -163,7 +187,7 @@ def place(
 def _search(layers: _Layers, num_layers: int) -> list[Measured]:
     """Search all layers, side by side, and choose a layout for each."""
     settings = layers.settings
-    limit, highest = settings.load_limit, settings.load_price * _dearness(layers.costs, layers.topology)
+    limit, highest = settings.load_limit, settings.load_price * _dearness(layers.costs, layers.problem.topology)
     shares = ROUGH_PRICES if layers.before is None else (WARM_PRICE,)
     rough_prices = [highest * share for share in shares] if limit else [0.0]
     with ThreadPoolExecutor(cpu_count()) as pool:
@@ -178,10 +202,9 @@ def _search(layers: _Layers, num_layers: int) -> list[Measured]:
 
 
 def _dearness(costs: tuple[RowCosts, RowCosts], topology: Topology) -> float:
-    """What a pair on another node costs in units of one inside; 1 for one node. The price of load follows it.
+    """Return what a pair on another node costs in units of one inside, which the price of load follows; 1 for one node.
 
-    Else rows between nodes would outweigh any load: on links where one costs 7 rows inside, the highest price was
-    reached at a load .2 above the limit.
+    Else rows between nodes would outweigh any load.
     """
     near, far = near_and_far(costs, topology)
     return max(far / near, 1.0) if near > 0 else 1.0
@@ -196,45 +219,43 @@ def keep_slots(slots: np.ndarray, previous: np.ndarray) -> np.ndarray:
     return out
 
 
-def _measure(layout, trace, layer, rows, charged, group, expected, topology, settings, costs) -> Measured:
-    """Measure a layout: assign tokens to homes as online, level the load by the copy choice, and compute the cost of
-    those that are `charged`, (T,) bool."""
-    experts, request, phase = trace.expert_ids[rows, layer], trace.request_of_token()[rows], trace.phase[rows]
-    home = _homes(layout, rows, group, expected, topology, settings)
-    node_of = topology.node_of
-    number = layout.primary.shape[-1]
+def _measure(layout: Layout, sample: Sample, topology: Topology, settings: CoclusterSettings, costs) -> Measured:
+    """Measure a layout: assign tokens to homes as online, level the load by the copy choice, and compute the cost."""
+    tokens, phase = sample.tokens, sample.tokens.phase
+    home = _homes(layout, sample, topology, settings.batch_tokens)
+    node_of, number = topology.node_of, layout.primary.shape[-1]
     copies = nearest_copies(layout.slots, number, node_of)
     preferred = primary_copy_choice(copies, layout.primary)
     rule = CopyChoice(preferred)
     if layout.slots.size > number:
         load_price = LOAD_PRICE if settings.load_limit else 0.0
         if layout.primary.ndim == 1:
-            preferred = level(experts, home, request, preferred, copies, node_of, mean_costs(costs, phase), load_price)
+            preferred = level(tokens, home, preferred, copies, node_of, mean_costs(costs, phase), load_price)
         rule = CopyChoice(preferred)
         if settings.copy_choice == "cover":
             rule = CopyChoice(preferred, hosting_ranks(layout.slots, number), node_of)
-    targets = rule.ranks(experts, home)
-    cost = sum(
-        total_cost(one, targets[charged & (phase == code)], home[charged & (phase == code)], node_of)
-        for code, one in zip((PREFILL, DECODE), costs, strict=True)
-    )
-    load = expected_load(experts, home, targets, request, number, topology.ep_size, settings.batch_tokens)
-    return Measured(layout.slots, preferred.astype(np.int16), cost / charged.sum() + layout.dues, load)
+    targets = rule.ranks(tokens.expert_ids, home)
+    cost = 0.0
+    for code, one in zip((PREFILL, DECODE), costs, strict=True):
+        rows = sample.charged & (phase == code)
+        cost += total_cost(one, targets[rows], home[rows], node_of)
+    load = expected_load(tokens, home, targets, number, topology.ep_size, settings.batch_tokens)
+    return Measured(layout.slots, preferred.astype(np.int16), cost / sample.charged.sum() + layout.move_cost, load)
 
 
-def _homes(layout, rows, group, expected, topology, settings) -> np.ndarray:
-    """(T,) home ranks of the tokens at `rows`: equal slices in batches, by the `expected` activations (T, E) int16."""
-    S = topology.attn_tp_size
-    home = group[rows] * S
-    if expected is None:
+def _homes(layout: Layout, sample: Sample, topology: Topology, batch_tokens: int) -> np.ndarray:
+    """(T,) home ranks of the tokens: equal slices of each batch, by the expected activations."""
+    group, S = sample.tokens.group, topology.attn_tp_size
+    home = group * S
+    if sample.expected is None:
         return home
-    hosted = np.zeros((topology.ep_size, expected.shape[1]), np.float32)
+    hosted = np.zeros((topology.ep_size, sample.expected.shape[1]), np.float32)
     hosted[np.arange(topology.ep_size)[:, None], layout.slots] = 1
-    scores = (expected.astype(np.float32) @ hosted.T).astype(np.int32)  # whole numbers below 2**24: exact
-    for first in range(0, len(rows), settings.batch_tokens):
-        batch = np.arange(first, min(first + settings.batch_tokens, len(rows)))
+    scores = (sample.expected.astype(np.float32) @ hosted.T).astype(np.int32)  # whole numbers below 2**24: exact
+    for first in range(0, len(group), batch_tokens):
+        batch = np.arange(first, min(first + batch_tokens, len(group)))
         for d in range(topology.dp_size):
-            own = batch[group[rows[batch]] == d]
+            own = batch[group[batch] == d]
             home[own] += assign(scores[own, d * S : (d + 1) * S])
     return home
 

@@ -14,7 +14,7 @@ experts this lowers the expert load (max/mean) of held-out batches by .04 and ad
 import numpy as np
 
 from semmoe.jit import njit
-from semmoe.rowcosts import RowCosts
+from semmoe.placement.problem import Tokens
 
 MIXES, SWEEPS = 16, 8
 LOAD_PRICE = 20.0  # the copy choice changes few rows, so load has priority
@@ -52,19 +52,13 @@ def primary_copy_choice(copies: np.ndarray, primary: np.ndarray) -> np.ndarray:
 
 
 def level(
-    expert_ids: np.ndarray,
-    home: np.ndarray,
-    request: np.ndarray,
-    choice: np.ndarray,
-    copies: np.ndarray,
-    node_of: np.ndarray,
-    costs: RowCosts,
-    load_price: float,
+    tokens: Tokens, home: np.ndarray, choice: np.ndarray, copies: np.ndarray, node_of: np.ndarray, costs, load_price
 ) -> np.ndarray:
-    """Improve the copy choice (G, E) for tokens of a profile: experts (T, K), home (T,), request (T,).
+    """Improve the copy choice (G, E) for tokens of a profile on ranks home (T,).
 
-    copies (G, E, G) bool: copies that may be chosen. load_price: of a rank's load above the mean.
+    copies (G, E, G) bool: copies that may be chosen. costs: RowCosts. load_price: of a rank's load above the mean.
     """
+    expert_ids, request = tokens.expert_ids, tokens.request
     mixes = np.random.default_rng(0).exponential(size=(request.max() + 1, MIXES))
     load_of_pair = mixes[request]
     load_of_pair *= len(choice) / (load_of_pair.sum(axis=0) * expert_ids.shape[1])
@@ -72,13 +66,13 @@ def level(
     order = np.argsort(pair, axis=None, kind="stable")
     offsets = np.searchsorted(pair.ravel()[order], np.arange(choice.size + 1))
     out = choice.astype(np.int64)
-    tokens, charged = order // expert_ids.shape[1], (costs.rank, costs.node, costs.pair)
-    _level(expert_ids.astype(np.int64), load_of_pair, tokens, offsets, copies, node_of, charged, load_price, out)
+    rows, charged = order // expert_ids.shape[1], (costs.rank, costs.node, costs.pair, node_of)
+    _level(expert_ids.astype(np.int64), load_of_pair, rows, offsets, copies, charged, load_price, out)
     return out
 
 
 @njit(nogil=True)
-def _level(expert_ids, load_of_pair, tokens, offsets, copies, node_of, costs, load_price, choice):
+def _level(expert_ids, load_of_pair, tokens, offsets, copies, costs, load_price, choice):
     """Move (source rank, expert) pairs to other copies, updating `choice` in place.
 
     tokens[offsets[i] : offsets[i + 1]] are the tokens of pair i.
@@ -86,6 +80,7 @@ def _level(expert_ids, load_of_pair, tokens, offsets, copies, node_of, costs, lo
     G, E = choice.shape
     share = np.zeros((G * E, load_of_pair.shape[1]))
     load = np.zeros((G, load_of_pair.shape[1]))
+    # the load of every pair, and of the ranks by today's choice
     for pair in range(G * E):
         for t in tokens[offsets[pair] : offsets[pair + 1]]:
             share[pair] += load_of_pair[t]
@@ -96,12 +91,13 @@ def _level(expert_ids, load_of_pair, tokens, offsets, copies, node_of, costs, lo
             h, e = pair // E, pair % E
             now = choice[h, e]
             best, chosen = -1e-9, now
+            # the copy that lowers load and rows most, of those that are as near
             for other in range(G):
                 if other == now or not copies[h, e, other] or offsets[pair] == offsets[pair + 1]:
                     continue
                 change = load_price * _excess_change(load, share[pair], now, other)
                 for t in tokens[offsets[pair] : offsets[pair + 1]]:
-                    change += _row_change(expert_ids[t], e, h, now, other, choice, node_of, costs) / len(expert_ids)
+                    change += _row_change(expert_ids[t], e, h, now, other, choice, costs) / len(expert_ids)
                 if change < best:
                     best, chosen = change, other
             if chosen != now:
@@ -123,9 +119,10 @@ def _excess_change(load, share, now, other):
 
 
 @njit(nogil=True)
-def _row_change(experts, moving, home, now, other, choice, node_of, costs):
+def _row_change(experts, moving, home, now, other, choice, costs):
     """Change of what a token is charged when rank `other` instead of `now` computes `moving`, one of its experts."""
-    (per_rank, per_node, per_pair), keeps_rank, has_rank, keeps_node, has_node = costs, False, False, False, False
+    per_rank, per_node, per_pair, node_of = costs
+    keeps_rank = has_rank = keeps_node = has_node = False  # whether the token's other experts are computed there
     for e in experts:
         if e != moving:
             rank = choice[home, e]

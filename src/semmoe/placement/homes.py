@@ -4,7 +4,7 @@
 """
 
 from collections import namedtuple
-from typing import Any
+from typing import NamedTuple
 
 import numba
 import numpy as np
@@ -14,20 +14,8 @@ from semmoe.rowcosts import RowCosts
 
 njit = compiled(nogil=True)
 inlined = numba.njit(inline="always")  # for calls that pass a dozen arrays, which cost more than what they do
-
-
-def _without_references() -> Any:
-    """For functions that make no arrays: no counts of references to those of a State, which take most of their time.
-
-    numba does not document the option; a version without it compiles the same functions to slower ones.
-    """
-    try:
-        return compiled(nogil=True, _nrt=False)
-    except (KeyError, TypeError):
-        return njit
-
-
-bare = _without_references()
+# For functions that make no arrays: no counting of references, most of their time. numba does not document the option.
+bare = compiled(nogil=True, _nrt=False)
 # Of RowCosts, one of each kind of tokens: (F, G, G), (F, G, N), (F, G, G).
 Costs = namedtuple("Costs", "rank node pair")
 # The state of a search, which changes slots, slot_of, near, copies, primary, price, value and home.
@@ -61,18 +49,30 @@ State = namedtuple(
 Scratch = namedtuple("Scratch", "stamp touched")
 
 
-def make_state(sets, weight, group, kind, slots, primary, topology, costs, bound=None):
+class Sets(NamedTuple):
+    """The distinct sets of experts that the tokens of a layer are routed to, in random order."""
+
+    experts: np.ndarray  # (U, K)
+    weight: np.ndarray  # (U,) how many tokens have the set
+    group: np.ndarray  # (U,) attention group
+    kind: np.ndarray  # (U,) which of the costs the set is charged
+
+
+def make_state(sets: Sets, slots, primary, topology, costs, bound=None):
     """Make the state of a search.
 
-    sets (U, K) in random order, weight (U,), group (U,), kind (U,): which of the RowCosts `costs` each is charged,
-    slots (G, P / G), primary (E,), bound (E,): the node that must keep a copy of each expert.
+    slots (G, P / G), primary (E,), costs: RowCosts of each kind, bound (E,): the node that must keep a copy of each
+    expert.
     """
-    (U, _), G, E, node_of = sets.shape, len(slots), len(primary), topology.node_of
-    offsets, rows = _rows_by_expert(sets, E)
-    expert_load, weights = np.zeros(E), uniform_weights(costs, node_of)
-    np.add.at(expert_load, sets.ravel(), np.repeat(weight, sets.shape[1]))
+    experts, weight, group, kind = sets
+    U, G, E = len(experts), len(slots), len(primary)
+    node_of = topology.node_of
+    offsets, rows = _rows_by_expert(experts, E)
+    weights = uniform_weights(costs, node_of)
+    expert_load = np.zeros(E)
+    np.add.at(expert_load, experts.ravel(), np.repeat(weight, experts.shape[1]))
     state = State(
-        sets=sets,
+        sets=experts,
         weight=weight,
         total_weight=weight.sum(),
         group=group.astype(np.int64),
@@ -167,6 +167,15 @@ def next_near(state, expert, node, rank):
 
 
 @inlined
+def next_primary(state, expert, rank):
+    """The lowest rank but `rank` with a copy of the expert."""
+    first = 0
+    while first == rank or state.slot_of[expert, first] < 0:
+        first += 1
+    return first
+
+
+@inlined
 def server(state, expert, home):
     """The rank that computes `expert` for tokens at `home`: its own copy, else one on its node, else the primary."""
     first, near = state.primary[expert], state.near[expert, state.node_of[home]]
@@ -218,16 +227,29 @@ def charge(state, u, servers, cost, seen, seen_nodes):
 
 
 @inlined
-def find_lowest(cost, spots):
-    """Fill spots with the places of the lowest costs, ascending."""
+def find_lowest(cost, places):
+    """Fill places (B,) with the places of the lowest costs, ascending."""
     for s in range(cost.shape[0]):
-        b = min(s, spots.shape[0])
-        while b > 0 and cost[spots[b - 1]] > cost[s]:
-            if b < spots.shape[0]:
-                spots[b] = spots[b - 1]
+        b = min(s, places.shape[0])
+        while b > 0 and cost[places[b - 1]] > cost[s]:
+            if b < places.shape[0]:
+                places[b] = places[b - 1]
             b -= 1
-        if b < spots.shape[0]:
-            spots[b] = s
+        if b < places.shape[0]:
+            places[b] = s
+
+
+@njit
+def count_ranks(state, u, ranks, counts, node_counts):
+    """Fill ranks (K,) of set u's experts, count them by rank (G,) and node (N,), and return how many are reached."""
+    reached, reached_nodes = 0, 0
+    for i in range(ranks.shape[0]):
+        x = ranks[i] = state.primary[state.sets[u, i]]
+        reached += counts[x] == 0
+        reached_nodes += node_counts[state.node_of[x]] == 0
+        counts[x] += 1
+        node_counts[state.node_of[x]] += 1
+    return reached, reached_nodes
 
 
 @njit
@@ -237,28 +259,24 @@ def _best_homes_single(state, value, home):
     G, K = state.slots.shape[0], state.sets.shape[1]
     local, by_node, ranks = np.zeros(G, np.int64), np.zeros(state.near.shape[1], np.int64), np.empty(K, np.int64)
     for u in range(state.sets.shape[0]):
-        reached, nodes, low = 0, 0, state.group[u] * state.group_size
+        reached, nodes = count_ranks(state, u, ranks, local, by_node)
+        low = state.group[u] * state.group_size
         high = low + state.group_size
-        for i in range(K):
-            rank = ranks[i] = state.primary[state.sets[u, i]]
-            reached += local[rank] == 0
-            nodes += by_node[state.node_of[rank]] == 0
-            local[rank] += 1
-            by_node[state.node_of[rank]] += 1
         best, chosen = -np.inf, -1
+        # the best rank of the group that hosts one of the experts
         for rank in ranks:
             if low <= rank < high:
-                worth = activation * (local[rank] - K) - state.price[rank]
-                if worth > best or (worth == best and rank < chosen):
-                    best, chosen = worth, rank
+                gain = activation * (local[rank] - K) - state.price[rank]
+                if gain > best or (gain == best and rank < chosen):
+                    best, chosen = gain, rank
         if chosen >= 0:
             best -= per_rank * (reached - 1) + per_node * (nodes - 1)
-        else:  # no allowed rank hosts any of its experts
+        else:  # no rank of the group does
             for rank in range(low, high):
                 away = nodes - (by_node[state.node_of[rank]] > 0)
-                worth = -activation * K - state.price[rank] - per_rank * reached - per_node * away
-                if worth > best:
-                    best, chosen = worth, rank
+                gain = -activation * K - state.price[rank] - per_rank * reached - per_node * away
+                if gain > best:
+                    best, chosen = gain, rank
         value[u], home[u] = best, chosen
         for rank in ranks:
             local[rank] = by_node[state.node_of[rank]] = 0

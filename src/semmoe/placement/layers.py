@@ -8,18 +8,18 @@ layers share (`cocluster`).
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
 
 import numpy as np
 
 from semmoe.affinity import pair_count
 from semmoe.placement import hierarchy
-from semmoe.placement.homes import make_state
+from semmoe.placement.copies import hosting_ranks
+from semmoe.placement.homes import Sets, make_state
 from semmoe.placement.loads import draw_mixes, make_prices
-from semmoe.placement.moves import search_moves, sum_dues
-from semmoe.placement.replicas import make_tables
+from semmoe.placement.moves import search_moves, sum_move_costs
+from semmoe.placement.problem import Tokens
 from semmoe.placement.search import Effort
-from semmoe.placement.swaps import make_gains, search_swaps
+from semmoe.placement.swaps import search_swaps
 from semmoe.rowcosts import RowCosts
 from semmoe.settings import CoclusterSettings
 from semmoe.topology import Topology
@@ -32,14 +32,39 @@ FINER_STEPS = 0.8  # of the steps of a rough search
 TENURE = 8  # experts that were moved stay for at least one step per so many experts
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """The routed tokens of one layer."""
+@dataclass(frozen=True, kw_only=True)
+class LayerProblem:
+    """The tokens of one layer, and the ranks on which its experts are placed."""
 
-    expert_ids: np.ndarray  # (T, K)
-    group: np.ndarray  # (T,) attention group of each token's request
-    request: np.ndarray  # (T,)
-    phase: np.ndarray  # (T,) which of the costs each token is charged
+    tokens: Tokens
+    topology: Topology
+    settings: CoclusterSettings
+    costs: tuple[RowCosts, ...]  # of each phase, or one for all
+    num_experts: int
+    num_groups: int = 1  # gate groups
+    redundant: int = 0
+    seed: int = 0
+    previous: np.ndarray | None = None  # (G, P / G) the experts of the layout to begin from, which are costly to move
+
+    @property
+    def whole_groups(self) -> bool:
+        """Whether each node must keep whole gate groups."""
+        return self.settings.groups == "whole" and self.topology.num_nodes > 1
+
+    def with_one_kind(self) -> "LayerProblem":
+        """Return the same problem; where both phases have the same costs, tokens have the same kind."""
+        if any(one is not self.costs[0] for one in self.costs):
+            return self
+        phase = np.zeros_like(self.tokens.phase)
+        return replace(self, costs=self.costs[:1], tokens=replace(self.tokens, phase=phase))
+
+    def move_costs(self) -> np.ndarray:
+        """Return what an expert on each rank costs per token (E, G): nothing where it was before."""
+        out = np.zeros((self.num_experts, self.topology.ep_size))
+        if self.previous is not None:
+            out += self.settings.move_cost
+            out[self.previous, np.arange(self.topology.ep_size)[:, None]] = 0.0
+        return out
 
 
 @dataclass(frozen=True)
@@ -53,188 +78,172 @@ class Layout:
     primary: np.ndarray
     cost: float  # per token, under true routing, without load
     load: float  # max/mean expected
-    dues: float = 0.0  # per token, for experts that are not where they were
+    move_cost: float = 0.0  # per token, for experts that are not where they were
 
     def total(self, load_price: float) -> float:
-        return self.cost + self.dues + load_price * self.load
+        return self.cost + self.move_cost + load_price * self.load
 
 
 class LayerSearch:
     """The samples and the layouts found so far of one layer."""
 
-    def __init__(
-        self,
-        tokens: Tokens,
-        num_experts: int,
-        topology: Topology,
-        redundant: int,
-        settings: CoclusterSettings,
-        seed: int,
-        costs: tuple[RowCosts, ...],
-        previous: np.ndarray | None = None,
-        num_groups: int = 1,
-    ) -> None:
-        """costs: of each phase, or one for all. num_groups: gate groups.
-
-        previous (G, P / G): the experts in the slots of the layout to begin from, which are costly to move; one rough
-        search goes on from there.
-        """
-        self.rng = np.random.default_rng(seed)
-        self.num_experts, self.topology, self.redundant, self.settings = num_experts, topology, redundant, settings
-        self.costs = costs[:1] if all(one is costs[0] for one in costs) else costs
-        if len(self.costs) == 1:
-            tokens = replace(tokens, phase=np.zeros_like(tokens.phase))
-        self.num_groups, self.nodes = num_groups, None
-        if previous is None:
-            self.fine = self._finer_sample(tokens)
-            self.affinity = pair_count(self.fine[0], self.fine[0], num_experts, self.fine[1])
-            np.fill_diagonal(self.affinity, 0)
-            self.nodes = self._over_nodes(tokens)
-        self.sample = _distinct(tokens, ROUGH_TOKENS, self.rng)
-        ids, batch = tokens.expert_ids, settings.batch_tokens
-        self.mixes = draw_mixes(ids, tokens.request, num_experts, topology.ep_size, batch, self.rng)
+    def __init__(self, problem: LayerProblem) -> None:
+        self.problem = problem = problem.with_one_kind()
+        self.rng = np.random.default_rng(problem.seed)
         self.found: list[Layout] = []
-        self.previous, self.dues = previous, np.zeros((num_experts, topology.ep_size))
-        if previous is not None:
-            self.dues += settings.move_cost
-            self.dues[previous, np.arange(topology.ep_size)[:, None]] = 0.0
+        self.nodes: LayerSearch | None = None
+        if problem.previous is None:
+            self.fine = self._finer_sample()
+            self.affinity = pair_count(self.fine.experts, self.fine.experts, problem.num_experts, self.fine.weight)
+            np.fill_diagonal(self.affinity, 0)
+            self.nodes = self._over_nodes()
+        self.sample = _distinct(problem.tokens, ROUGH_TOKENS, self.rng)
+        ranks, batch = problem.topology.ep_size, problem.settings.batch_tokens
+        self.mixes = draw_mixes(problem.tokens, problem.num_experts, ranks, batch, self.rng)
+        self.move_costs = problem.move_costs()
 
-    def _finer_sample(self, tokens: Tokens):
-        copies = int(self.redundant > 0)
-        most = min(FINER_TOKENS[copies] * self.num_experts, MOST_TOKENS[copies])
+    def _finer_sample(self) -> Sets:
+        tokens, copies = self.problem.tokens, int(self.problem.redundant > 0)
+        most = min(FINER_TOKENS[copies] * self.problem.num_experts, MOST_TOKENS[copies])
         found = _distinct(tokens, most, self.rng)
-        return found if len(found[0]) <= MOST_SETS else _distinct(tokens, MOST_SETS, self.rng)
+        return found if len(found.experts) <= MOST_SETS else _distinct(tokens, MOST_SETS, self.rng)
 
-    def _over_nodes(self, tokens: Tokens) -> "LayerSearch | None":
-        """The search in which nodes are the ranks; None if there is one, or rows between nodes cost no more."""
-        nodes = hierarchy.node_topology(self.topology)
-        if nodes is None or self.num_experts + self.redundant > nodes.ep_size * self.num_experts:
+    def _over_nodes(self) -> "LayerSearch | None":
+        """Return the search in which nodes are the ranks; None for one node, or if rows between nodes cost no more."""
+        problem = self.problem
+        nodes = hierarchy.node_topology(problem.topology)
+        if nodes is None or problem.num_experts + problem.redundant > nodes.ep_size * problem.num_experts:
             return None  # a node has a place for every expert
-        costs = hierarchy.node_costs(self.costs, self.topology, nodes)
-        if not costs.rank.any() and not costs.pair.any() and not self._whole():
+        costs = hierarchy.node_costs(problem.costs, problem.topology, nodes)
+        if not costs.rank.any() and not costs.pair.any() and not problem.whole_groups:
             return None
-        group = tokens.group * nodes.dp_size // self.topology.dp_size
-        seed, settings = int(self.rng.integers(2**31)), self.settings
-        below = replace(tokens, group=group, phase=np.zeros_like(tokens.phase))
-        return LayerSearch(
-            below, self.num_experts, nodes, self.redundant, settings, seed, (costs,), num_groups=self.num_groups
-        )
+        group = problem.tokens.group * nodes.dp_size // problem.topology.dp_size
+        tokens = replace(problem.tokens, group=group)
+        seed = int(self.rng.integers(2**31))
+        return LayerSearch(replace(problem, tokens=tokens, topology=nodes, costs=(costs,), seed=seed))
 
     def rough(
         self, load_prices: list[float], labels: np.ndarray | None = None, in_time: Callable[[], bool] = lambda: True
     ) -> list[Layout]:
-        """The best layout found at each price: from all starts at the first, from the best of these at the others.
+        """Return the best layout found at each price: from all starts at the first, at the others from the best.
 
         labels (E,): rank labels of the first start. in_time: whether a further search may begin; the first always does.
         """
-        first, steps, self.found = load_prices[0], self.settings.steps, []
+        first, steps = load_prices[0], self.problem.settings.steps
+        self.found = []
         for layout in self._starts(labels, first, in_time):
             if not self.found or in_time():
                 self.found.append(self._run(self.sample, *layout, first, steps))
-        best = sorted(self.found, key=lambda one: one.total(first))[: self.settings.kept]
+        best = sorted(self.found, key=lambda one: one.total(first))[: self.problem.settings.kept]
         for price, one in product(load_prices[1:], best):
             if in_time():
                 self.found.append(self._run(self.sample, one.slots, one.primary, price, steps))
         return [min(self.found, key=lambda one: one.total(price)) for price in load_prices]
 
     def _starts(self, labels: np.ndarray | None, load_price: float, in_time) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Slots and primaries to begin from."""
-        if self.previous is not None:
-            return [(self.previous.astype(np.int64), _hosts(self.previous, self.num_experts))]
-        number, ranks = self.settings.starts, self.topology.ep_size
-        given = [] if labels is None or self._whole() else [labels]
-        if self.nodes is not None and (in_time() or self._whole()):
+        """Return slots and primaries to begin from."""
+        problem, number, ranks = self.problem, self.problem.settings.starts, self.problem.topology.ep_size
+        if problem.previous is not None:
+            lowest = hosting_ranks(problem.previous, problem.num_experts)[:, 0]
+            return [(problem.previous.astype(np.int64), lowest.astype(np.int64))]
+        labelled = [] if labels is None or problem.whole_groups else [labels]
+        if self.nodes is not None and (in_time() or problem.whole_groups):
             self.nodes.rough([load_price], None, in_time)
-            found = sorted(self.nodes.found, key=lambda one: one.total(load_price))[: number - len(given)]
-            at_rank = self._pairs_at(self.topology.attn_tp_size)
-            over = [hierarchy.divide_nodes(x.slots, x.primary, self.affinity, at_rank, self.rng) for x in found]
-            return over + [_start(self.affinity, ranks, self.redundant, one) for one in given]
-        starts = (given + self._packings(number) + _first_labels(self.affinity, ranks, number, self.rng))[:number]
-        return [_start(self.affinity, ranks, self.redundant, one) for one in starts]
+            best = sorted(self.nodes.found, key=lambda one: one.total(load_price))[: number - len(labelled)]
+            at_rank = self._pairs_at_ranks()
+            over = [hierarchy.divide_nodes(x.slots, x.primary, self.affinity, at_rank, self.rng) for x in best]
+            return over + [_start(self.affinity, ranks, problem.redundant, one) for one in labelled]
+        labelled += self._packings(number)
+        labelled += _first_labels(self.affinity, ranks, number, self.rng)
+        return [_start(self.affinity, ranks, problem.redundant, one) for one in labelled[:number]]
 
     def unsearched(self) -> list[Layout]:
-        """Layouts over nodes with copies that are measured as they are, where there is room for them; else none.
+        """Return layouts over nodes with copies that are measured as they are, where there is room for them; else none.
 
         The search takes each expert of a rank from one copy. So it cannot see that with copies of whole gate groups a
         token finds several of its groups on one node, nor that all copies of a hot expert share its load.
         """
-        E, nodes, groups = self.num_experts, self.topology.num_nodes, self.num_groups
-        places = (E + self.redundant) // nodes
-        if nodes == 1 or not self.redundant or self.previous is not None:
+        problem = self.problem
+        E, nodes, groups = problem.num_experts, problem.topology.num_nodes, problem.num_groups
+        if nodes == 1 or not problem.redundant or problem.previous is not None:
             return []
-        at_rank = self._pairs_at(self.topology.attn_tp_size)
-        homes: list[np.ndarray | None] = [] if self._whole() else [None]
+        places = (E + problem.redundant) // nodes
+        at_rank = self._pairs_at_ranks()
+        homes: list[np.ndarray | None] = [] if problem.whole_groups else [None]
         if groups > 1 and groups % nodes == 0:
-            at_node = at_rank.reshape(E, nodes, -1).sum(axis=2)
-            homes.append(hierarchy.pack_groups(self.affinity, at_node, groups, False, self.rng))
+            homes.append(self._packing(at_rank, nodes))
         hot = [hierarchy.copy_hot(self.affinity, at_rank, nodes, places, self.rng, home) for home in homes]
-        out = [Layout(slots, _hosts(slots, E), np.inf, np.inf) for slots in hot]
+        ways = [(slots, hosting_ranks(slots, E)[:, 0].astype(np.int64)) for slots in hot]
         blocks = hierarchy.count_blocks(E, groups, nodes, places)
         if blocks is not None:
-            at_block = at_rank.reshape(E, blocks, -1).sum(axis=2)
-            block = hierarchy.pack_groups(self.affinity, at_block, groups, False, self.rng)
-            ways = [hierarchy.copy_groups(block, self.affinity, at_rank, nodes, places, r) for r in (None, self.rng)]
-            out += [Layout(*way, np.inf, np.inf) for way in ways]
-        return out
+            block = self._packing(at_rank, blocks)
+            ways += [hierarchy.copy_groups(block, self.affinity, at_rank, nodes, places, r) for r in (None, self.rng)]
+        return [Layout(*way, np.inf, np.inf) for way in ways]
 
-    def _whole(self) -> bool:
-        """Whether each node must keep whole gate groups."""
-        return self.settings.groups == "whole" and self.topology.num_nodes > 1
+    def _packing(self, at_rank: np.ndarray, parts: int, uneven: bool = False) -> np.ndarray:
+        """Return which of `parts` equal parts of the ranks each expert (E,) is on, with gate groups whole."""
+        at_part = at_rank.reshape(len(at_rank), parts, -1).sum(axis=2)
+        return hierarchy.pack_groups(self.affinity, at_part, self.problem.num_groups, uneven, self.rng)
 
     def _packings(self, number: int) -> list[np.ndarray]:
-        """Rank labels (E,) that keep gate groups whole, where ranks are nodes: `number` if they must, else one."""
-        ranks = self.topology.ep_size
-        if self.topology.num_nodes < ranks or self.num_groups % ranks or self.num_groups == 1:
+        """Return rank labels (E,) with whole gate groups, where ranks are nodes: `number` if they must be, else one."""
+        ranks, groups = self.problem.topology.ep_size, self.problem.num_groups
+        if self.problem.topology.num_nodes < ranks or groups % ranks or groups == 1:
             return []
-        at_node = self._pairs_at(self.topology.attn_tp_size)
-        drawn = range(number if self._whole() else 1)
-        return [hierarchy.pack_groups(self.affinity, at_node, self.num_groups, i > 0, self.rng) for i in drawn]
+        at_rank = self._pairs_at_ranks()
+        return [self._packing(at_rank, ranks, i > 0) for i in range(number if self.problem.whole_groups else 1)]
 
-    def _pairs_at(self, size: int) -> np.ndarray:
-        """(E, G) pairs of each expert by the rank of their token, equal inside an attention group of `size` ranks."""
-        sets, weight, group, _ = self.fine
-        pairs = np.zeros((self.num_experts, self.topology.dp_size))
-        np.add.at(pairs, (sets, group[:, None].astype(np.int64)), weight[:, None])
+    def _pairs_at_ranks(self) -> np.ndarray:
+        """Return the pairs (E, G) of each expert by the rank of their token, equal inside an attention group."""
+        sets, size = self.fine, self.problem.topology.attn_tp_size
+        pairs = np.zeros((self.problem.num_experts, self.problem.topology.dp_size))
+        np.add.at(pairs, (sets.experts, sets.group[:, None].astype(np.int64)), sets.weight[:, None])
         return np.repeat(pairs / size, size, axis=1)
 
     def finer(self, load_prices: list[float], in_time: Callable[[], bool] = lambda: True) -> list[Layout]:
-        """Layouts found on more tokens, at each price from the best rough ones; in_time: see `rough`."""
-        steps, out = int(FINER_STEPS * self.settings.steps), []
+        """Return layouts found on more tokens, at each price from the best rough ones; in_time: see `rough`."""
+        settings = self.problem.settings
+        steps, out = int(FINER_STEPS * settings.steps), []
         for price in load_prices:
-            for one in sorted(self.found, key=lambda one: one.total(price))[: self.settings.kept]:
+            for one in sorted(self.found, key=lambda one: one.total(price))[: settings.kept]:
                 if in_time():
                     out.append(self._run(self.fine, one.slots, one.primary, price, steps))
         return out
 
-    def _run(self, sets, slots, primary, load_price: float, steps: int) -> Layout:
-        settings, bound = self.settings, None
-        if self._whole():
-            bound = hierarchy.group_nodes(slots, self.num_experts, self.num_groups, self.topology.num_nodes)
-        layout = slots.copy(), primary.copy()
-        state, scratch = make_state(*sets, *layout, self.topology, self.costs, bound)  # type: ignore[call-arg]
-        tenure, seed = max(self.num_experts // TENURE, 1), int(self.rng.integers(2**31))
-        effort = Effort(settings.price_steps, settings.rounds, steps, settings.patience, tenure, seed)
-        prices = make_prices(self.dues, self.mixes, load_price)
-        search: Any = search_moves
-        if not self.redundant and state.uniform and self.topology.attn_tp_size > 1:
-            search = search_swaps  # the same moves, for many homes in less time
-        tables: Any = make_gains(state) if search is search_swaps else make_tables(state)
-        cost, load, _ = search(state, scratch, tables, prices, effort)
-        return Layout(state.slots, state.primary, cost, load, float(sum_dues(state.slots, self.dues)))
+    def _run(self, sets: Sets, slots: np.ndarray, primary: np.ndarray, load_price: float, steps: int) -> Layout:
+        """Search from a layout at a price of load, and return the best layout found."""
+        problem, settings, bound = self.problem, self.problem.settings, None
+        if problem.whole_groups:
+            bound = hierarchy.group_nodes(slots, problem.num_experts, problem.num_groups, problem.topology.num_nodes)
+        state, scratch = make_state(sets, slots.copy(), primary.copy(), problem.topology, problem.costs, bound)
+        effort = Effort(
+            price_steps=settings.price_steps,
+            rounds=settings.rounds,
+            steps=steps,
+            patience=settings.patience,
+            tenure=max(problem.num_experts // TENURE, 1),
+            seed=int(self.rng.integers(2**31)),
+        )
+        prices = make_prices(self.move_costs, self.mixes, load_price)
+        if not problem.redundant and state.uniform and problem.topology.attn_tp_size > 1:
+            cost, load, _ = search_swaps(state, scratch, prices, effort)  # the same moves in less time
+        else:
+            cost, load, _ = search_moves(state, scratch, prices, effort)
+        return Layout(state.slots, state.primary, cost, load, float(sum_move_costs(state.slots, self.move_costs)))
 
 
-def _distinct(tokens: Tokens, most: int, rng):
-    """The distinct sets of experts by group and phase of at most `most` tokens, in random order: sets (U, K), their
-    counts, groups and phases (U,)."""
-    columns = np.sort(tokens.expert_ids, axis=1), tokens.group[:, None], tokens.phase[:, None]
-    if len(tokens.group) > most:
-        rows = rng.choice(len(tokens.group), most, replace=False)
-        columns = np.sort(tokens.expert_ids[rows], axis=1), tokens.group[rows, None], tokens.phase[rows, None]
+def _distinct(tokens: Tokens, most: int, rng) -> Sets:
+    """Return the distinct sets of experts, by group and phase, of at most `most` tokens, in random order."""
+    rows = np.arange(len(tokens.group))
+    if len(rows) > most:
+        rows = rng.choice(len(rows), most, replace=False)
+    columns = np.sort(tokens.expert_ids[rows], axis=1), tokens.group[rows, None], tokens.phase[rows, None]
     keyed = np.concatenate([column.astype(np.int16) for column in columns], axis=1)
     _, first, counts = np.unique(_keys(keyed), return_index=True, return_counts=True)
     order = rng.permutation(len(first))
     distinct = keyed[first[order]]
-    return np.ascontiguousarray(distinct[:, :-2]), counts[order].astype(np.float64), distinct[:, -2], distinct[:, -1]
+    experts = np.ascontiguousarray(distinct[:, :-2])
+    return Sets(experts, counts[order].astype(np.float64), distinct[:, -2], distinct[:, -1])
 
 
 def _keys(rows: np.ndarray) -> np.ndarray:
@@ -246,14 +255,6 @@ def _keys(rows: np.ndarray) -> np.ndarray:
             keys = np.unique(keys, return_inverse=True)[1].reshape(-1)
         keys = keys * values + column
     return keys
-
-
-def _hosts(slots: np.ndarray, num_experts: int) -> np.ndarray:
-    """(E,) the lowest rank that holds each expert, from slots (G, P / G)."""
-    out = np.zeros(num_experts, np.int64)
-    for g in reversed(range(len(slots))):
-        out[slots[g]] = g
-    return out
 
 
 def _first_labels(affinity: np.ndarray, ranks: int, starts: int, rng) -> list[np.ndarray]:

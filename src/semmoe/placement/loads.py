@@ -1,52 +1,50 @@
 """The load that other requests would put on ranks, by batches drawn from the profile, and the cost of rows."""
 
-from collections import namedtuple
+from typing import NamedTuple
 
 import numpy as np
 from scipy.sparse import csr_matrix, diags
 
 from semmoe.affinity import count
+from semmoe.metrics import layer_traffic
 from semmoe.placement.homes import njit
+from semmoe.placement.problem import Tokens
 from semmoe.rowcosts import RowCosts
 
 MIXES = 64
 
-Loads = namedtuple(
-    "Loads",
-    [
-        "now",  # (G, J) load of each rank in each mix
-        "others",  # (G, G, J) the highest load of all ranks but x and y, for x < y
-        "least",  # (G, G) its mean over mixes, at least 1: no move between x and y brings the highest load below it
-    ],
-)
+
+class Loads(NamedTuple):
+    """The loads of ranks, and what the highest of them can become."""
+
+    now: np.ndarray  # (G, J) load of each rank in each mix
+    others: np.ndarray  # (G, G, J) the highest load of all ranks but x and y, for x < y
+    least: np.ndarray  # (G, G) its mean over mixes, at least 1: no move between x and y brings the load below it
 
 
-# Costs of a layout other than its rows.
-Prices = namedtuple(
-    "Prices",
-    [
-        "dues",  # (E, G) what an expert on a rank costs, per token
-        "mixes",  # (E, J) load of each expert in each mix: see `draw_mixes`
-        "loads",  # of the ranks
-        "load_price",  # of the highest load
-    ],
-)
+class Prices(NamedTuple):
+    """The costs of a layout other than its rows; kernels take it, so it is a named tuple."""
+
+    move_cost: np.ndarray  # (E, G) what an expert on a rank costs, per token
+    mixes: np.ndarray  # (E, J) load of each expert in each mix: see `draw_mixes`
+    loads: Loads  # of the ranks
+    load_price: float  # of the highest load
 
 
-def make_prices(dues: np.ndarray, mixes: np.ndarray, load_price: float) -> Prices:
-    """Prices with room for the loads, which the search fills."""
-    G, J = dues.shape[1], mixes.shape[1]
-    return Prices(dues, mixes, Loads(np.zeros((G, J)), np.zeros((G, G, J)), np.ones((G, G))), load_price)
+def make_prices(move_cost: np.ndarray, mixes: np.ndarray, load_price: float) -> Prices:
+    """Return prices with room for the loads, which the search fills."""
+    G, J = move_cost.shape[1], mixes.shape[1]
+    return Prices(move_cost, mixes, Loads(np.zeros((G, J)), np.zeros((G, G, J)), np.ones((G, G))), load_price)
 
 
-def draw_mixes(expert_ids: np.ndarray, request: np.ndarray, num_experts: int, ep_size: int, batch_tokens: int, rng):
+def draw_mixes(tokens: Tokens, num_experts: int, ep_size: int, batch_tokens: int, rng) -> np.ndarray:
     """(E, MIXES) float64: load of each expert in batches of other requests, in mean loads of a rank.
 
-    expert_ids (T, K), request (T,). Requests are resampled twice, by a Poisson bootstrap, since both the profile and
-    the traffic are random draws, and a batch's tokens add noise of their own (`cocluster.expected_load`).
+    Requests are resampled twice, by a Poisson bootstrap, since both the profile and the traffic are random draws, and a
+    batch's tokens add noise of their own (`expected_load`).
     """
-    share = resampled_shares(expert_ids, request, num_experts, MIXES, rng)
-    share += rng.normal(size=share.shape) * np.sqrt(share / (batch_tokens * expert_ids.shape[1]))
+    share = resampled_shares(tokens.expert_ids, tokens.request, num_experts, MIXES, rng)
+    share += rng.normal(size=share.shape) * np.sqrt(share / (batch_tokens * tokens.expert_ids.shape[1]))
     return np.ascontiguousarray(share.T * ep_size)
 
 
@@ -58,22 +56,17 @@ def resampled_shares(ids: np.ndarray, request: np.ndarray, number: int, mixes: i
 
 
 def expected_load(
-    expert_ids: np.ndarray,
-    home: np.ndarray,
-    targets: np.ndarray,
-    request: np.ndarray,
-    num_experts: int,
-    num_ranks: int,
-    batch_tokens: int,
+    tokens: Tokens, home: np.ndarray, targets: np.ndarray, num_experts: int, num_ranks: int, batch_tokens: int
 ) -> float:
     """Expected load max/mean of G ranks in a batch of other requests.
 
-    expert_ids (T, K), home (T,) and request (T,) of profiled tokens, targets (T, K): the ranks that compute the pairs.
-    Requests are resampled as in `draw_mixes`. Homes have equally many tokens in any batch: what is drawn is how many
-    pairs each expert has, and of which homes only as far as homes stay equal (one step of iterative proportional
-    fitting, Deming and Stephan, 1940). Ranks share an expert's pairs of a home as in the profile.
+    home (T,) of profiled tokens, targets (T, K): the ranks that compute their pairs. Requests are resampled as in
+    `draw_mixes`. Homes have equally many tokens in any batch, so the pairs of each expert are drawn, and of each home
+    only as far as homes stay equal (one step of iterative proportional fitting, Deming and Stephan, 1940). Ranks share
+    an expert's pairs of a home as in the profile.
     """
     G, E, rng = num_ranks, num_experts, np.random.default_rng(0)
+    expert_ids, request = tokens.expert_ids, tokens.request
     one = np.zeros(E, targets.dtype)
     one[expert_ids] = targets
     homes = 1 if (one[expert_ids] == targets).all() else G  # 1: every expert has one rank, whatever the home is
@@ -146,23 +139,6 @@ def highest_after(mix, share, other_mix, back, from_x, from_y, others):
 
 def total_cost(costs: RowCosts, targets: np.ndarray, home: np.ndarray, node_of: np.ndarray) -> float:
     """Return the cost of all tokens on ranks home (T,), whose pairs the ranks targets (T, K) compute."""
-    return _total(
-        np.asarray(targets, np.int64), np.asarray(home, np.int64), node_of, costs.rank, costs.node, costs.pair
-    )
-
-
-@njit
-def _total(targets, home, node_of, rank, node, pair):
-    total = 0.0
-    seen = np.full(rank.shape[0], -1, np.int64)  # the last token that reached each rank
-    seen_nodes = np.full(node.shape[1], -1, np.int64)
-    for t in range(targets.shape[0]):
-        h = home[t]
-        for y in targets[t]:
-            total += pair[h, y]
-            if seen[y] != t:
-                total += rank[h, y]
-            if seen_nodes[node_of[y]] != t:
-                total += node[h, node_of[y]]
-            seen[y] = seen_nodes[node_of[y]] = t
-    return total
+    sent = layer_traffic(targets, home, len(node_of), costs.node.shape[1])
+    parts = sent.rows * costs.rank, sent.node_rows * costs.node, sent.pair_rows * costs.pair
+    return float(sum(part.sum() for part in parts))

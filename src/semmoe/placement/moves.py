@@ -5,123 +5,114 @@ The search is that of `swaps`, with moves that are estimated from the tables and
 
 import numpy as np
 
-from semmoe.placement.homes import index, next_near, njit, tied
+from semmoe.placement.homes import index, next_near, next_primary, njit, tied
 from semmoe.placement.loads import highest, highest_after
-from semmoe.placement.replicas import contribute
-from semmoe.placement.search import PROMOTE, REPLACE, SWAP, collect, settle
-from semmoe.placement.swaps import copy_ints, free_again, start
+from semmoe.placement.replicas import contribute, make_tables
+from semmoe.placement.search import Turn, collect, copy_ints, free_again, may_move, settle, start
+
+SWAP, REPLACE, PROMOTE = 0, 1, 2
 
 
 @njit
-def best_move(state, tables, prices, top, free, now, needed):
-    """(kind, slot p, slot q or expert b) of the best move of experts that are free at step `now`; kind -1: none.
-
-    A move that is estimated to gain more than `needed` is always free. top: the highest load now (`loads.highest`).
-    """
+def best_move(state, tables, prices, turn):
+    """Return (kind, slot p, slot q or expert b) of the best move of experts that may move; kind -1: none."""
     S = state.slots.shape[1]
     best, kind, first, other = -np.inf, -1, -1, -1
     for p in range(state.slots.size):
         a = state.slots[p // S, p % S]
-        gain, q = _best_partner(state, tables, prices, top, free, now, needed, best, p)
+        gain, q = _best_partner(state, tables, prices, turn, best, p)
         if gain > best:
             best, kind, first, other = gain, SWAP, p, q
         if state.copies[a] == 1:
             continue
-        gain, b = _best_successor(state, tables, prices, top, free, now, needed, best, p)
+        gain, b = _best_successor(state, tables, prices, turn, best, p)
         if gain > best:
             best, kind, first, other = gain, REPLACE, p, b
         if state.primary[a] != p // S:
-            gain = _promotion(state, tables, prices, top, p)
-            if gain > best and (free[a] <= now or gain > needed):
+            gain = _promotion(state, tables, prices, turn.top, p)
+            if gain > best and may_move(turn, gain, a, a):
                 best, kind, first, other = gain, PROMOTE, p, a
     return kind, first, other
 
 
 @njit
-def _best_partner(state, tables, prices, top, free, now, needed, best, p):
-    """(gain, slot) of the best swap of slot p with one of a higher rank, if better than `best`."""
-    dues, mixes, loads, load_price = prices
-    slots, slot_of = state.slots, state.slot_of
-    S, pairs = slots.shape[1], state.expert_load
-    total = state.total_weight
-    move, twice, served, node_of = tables.move, tables.twice, tables.served, state.node_of
+def _best_partner(state, tables, prices, turn, best, p):
+    """Return (gain, slot) of the best swap of slot p with one of a higher rank, if better than `best`."""
+    move_cost, mixes, loads, load_price = prices
+    slots, slot_of, pairs, node_of = state.slots, state.slot_of, state.expert_load, state.node_of
+    move, twice, served = tables.move, tables.twice, tables.served
+    S = slots.shape[1]
     x, other = p // S, -1
     a = slots[x, p % S]
-    load, rest, least, stays = loads.now, loads.others, loads.least, tied(state, a, x)
-    share = served[p] / max(pairs[a], 1e-9)
+    stays = tied(state, a, x)
+    share = served[p] / max(pairs[a], 1e-9)  # of a's pairs, that its copy in slot p computes
     for q in range((x + 1) * S, slots.size):
         y = q // S
         b = slots[y, q % S]
         if slot_of[a, y] >= 0 or slot_of[b, x] >= 0:
             continue
-        gain = (move[p, y] + move[q, x] - twice[p, q] - twice[q, p]) / total
-        gain += dues[a, x] - dues[a, y] + dues[b, y] - dues[b, x]
-        if gain + load_price * (top - least[x, y]) <= best:
+        gain = (move[p, y] + move[q, x] - twice[p, q] - twice[q, p]) / state.total_weight
+        gain += move_cost[a, x] - move_cost[a, y] + move_cost[b, y] - move_cost[b, x]
+        # no swap saves more load than all that x and y have above the others
+        if gain + load_price * (turn.top - loads.least[x, y]) <= best:
             continue
         if node_of[x] != node_of[y] and (stays or tied(state, b, y)):
             continue
         if load_price > 0:
             back = served[q] / max(pairs[b], 1e-9)
-            after = highest_after(mixes[a], share, mixes[b], back, load[x], load[y], rest[x, y])
-            gain += load_price * (top - after)
-        if gain > best and ((free[a] <= now and free[b] <= now) or gain > needed):
+            rest = loads.others[x, y]
+            after = highest_after(mixes[a], share, mixes[b], back, loads.now[x], loads.now[y], rest)
+            gain += load_price * (turn.top - after)
+        if gain > best and may_move(turn, gain, a, b):
             best, other = gain, q
     return best if other >= 0 else -np.inf, other
 
 
 @njit
-def _best_successor(state, tables, prices, top, free, now, needed, best, p):
-    """(gain, expert) of the best expert to take slot p, whose expert has other copies, if better than `best`."""
-    dues, mixes, loads, load_price = prices
-    slots, slot_of = state.slots, state.slot_of
-    primary, pairs = state.primary, state.expert_load
-    S = slots.shape[1]
-    drop, add, instead, served = tables.drop, tables.add, tables.instead, tables.served
-    x, other, J, total = p // S, -1, mixes.shape[1], state.total_weight
-    a = slots[x, p % S]
-    share, load, z = served[p] / max(pairs[a], 1e-9), loads.now, _heir(state, a, x)
-    others, least = loads.others[min(x, z), max(x, z)], loads.least[min(x, z), max(x, z)]
-    slack = -np.inf if tied(state, a, x) else load_price * (top - least)
+def _best_successor(state, tables, prices, turn, best, p):
+    """Return (gain, expert) of the best expert to take slot p, whose expert has other copies, if better than `best`."""
+    move_cost, mixes, loads, load_price = prices
+    slot_of, primary, pairs = state.slot_of, state.primary, state.expert_load
+    drop, add, instead = tables.drop, tables.add, tables.instead
+    S, J = state.slots.shape[1], mixes.shape[1]
+    x, other = p // S, -1
+    a = state.slots[x, p % S]
+    share = tables.served[p] / max(pairs[a], 1e-9)
+    z = _fallback_rank(state, a, x)  # a's pairs on x go there
+    now, others, least = loads.now, loads.others[min(x, z), max(x, z)], loads.least[min(x, z), max(x, z)]
+    slack = -np.inf if tied(state, a, x) else load_price * (turn.top - least)
     for b in range(primary.shape[0]):
         if slot_of[b, x] >= 0:
             continue
-        gain = (drop[p] + add[b, x] - instead[p, b]) / total + dues[a, x] - dues[b, x]
+        gain = (drop[p] + add[b, x] - instead[p, b]) / state.total_weight + move_cost[a, x] - move_cost[b, x]
         if gain + slack <= best:
             continue
         if load_price > 0:
-            came, after = _taken(state, tables.at_home, b, x) / max(pairs[b], 1e-9), 0.0
-            gone = came if primary[b] == z else 0.0
+            # b's new copy takes a share from its other copies: from z, if that is where its primary is
+            came = _taken(state, tables.at_home, b, x) / max(pairs[b], 1e-9)
+            gone, after = came if primary[b] == z else 0.0, 0.0
             for j in range(J):
                 left, right = share * mixes[a, j], mixes[b, j]
-                most = max(others[j], load[x, j] - left + came * right)
-                after += max(most, load[z, j] + left - gone * right)
-            gain += load_price * (top - after / J)
-        if gain > best and ((free[a] <= now and free[b] <= now) or gain > needed):
+                most = max(others[j], now[x, j] - left + came * right)
+                after += max(most, now[z, j] + left - gone * right)
+            gain += load_price * (turn.top - after / J)
+        if gain > best and may_move(turn, gain, a, b):
             best, other = gain, b
     return best if other >= 0 else -np.inf, other
 
 
 @njit
-def _heir(state, expert, rank):
-    """The rank that computes most of what an expert's copy on a rank does, if that copy is gone."""
+def _fallback_rank(state, expert, rank):
+    """Return the rank that computes most of what an expert's copy on a rank does, if that copy is gone."""
     near = next_near(state, expert, state.node_of[rank], rank)
     if near >= 0 or state.primary[expert] != rank:
         return near if near >= 0 else state.primary[expert]
-    return _next_primary(state, expert, rank)
-
-
-@njit
-def _next_primary(state, expert, rank):
-    """The lowest rank but `rank` with a copy of the expert."""
-    first = 0
-    while first == rank or state.slot_of[expert, first] < 0:
-        first += 1
-    return first
+    return next_primary(state, expert, rank)
 
 
 @njit
 def _taken(state, at_home, expert, rank):
-    """The pairs of an expert that a further copy on a rank would compute: the rank's, or those of all its node."""
+    """Return the pairs of an expert that a further copy on a rank would compute: the rank's, or all of its node's."""
     node, size = state.node_of[rank], state.node_of.shape[0] // state.near.shape[1]
     if state.near[expert, node] >= 0 or state.near.shape[1] == 1:
         return at_home[expert, rank]
@@ -133,17 +124,18 @@ def _taken(state, at_home, expert, rank):
 
 @njit
 def _promotion(state, tables, prices, top, p):
-    """Gain if the copy in slot p becomes its expert's primary."""
-    _, mixes, loads, load_price = prices
+    """Return the gain if the copy in slot p becomes its expert's primary."""
+    mixes, loads = prices.mixes, prices.loads
     S = state.slots.shape[1]
     x, a = p // S, state.slots[p // S, p % S]
     z = state.primary[a]
     gain = tables.promote[p] / state.total_weight
-    if load_price > 0:
+    if prices.load_price > 0:
+        # the primary computes the pairs of other homes than its own, and these go to x
         remote = tables.served[state.slot_of[a, z]] - tables.at_home[a, z]
         share, others = remote / max(state.expert_load[a], 1e-9), loads.others[min(x, z), max(x, z)]
         after = highest_after(mixes[a], share, mixes[a], 0.0, loads.now[z], loads.now[x], others)
-        gain += load_price * (top - after)
+        gain += prices.load_price * (top - after)
     return gain
 
 
@@ -165,7 +157,7 @@ def make_move(state, kind, p, other):
         if state.primary[a] == x:
             state.primary[a] = y
     elif state.primary[a] == x:
-        state.primary[a] = _next_primary(state, a, x)
+        state.primary[a] = next_primary(state, a, x)
 
 
 @njit
@@ -182,18 +174,19 @@ def _put(state, p, old, new):
     state.slots[x, p % S] = new
 
 
-def _settle(state, tables, price_steps, every):
+def _settle(state, tables, price_steps):
     """Settle prices and make the tables anew, after slots and primaries were changed."""
     index(state)
     settle(state, price_steps)
     tables.sums[:] = 0.0
+    every = np.arange(len(state.sets))
     contribute(state, tables, every, every.size, 1.0)
 
 
 @njit
-def _spread(state, served, mixes, load):
-    """Fill load (G, J): each expert's load in each mix, spread over its copies as in the profile."""
-    S = state.slots.shape[1]
+def _spread(state, served, prices):
+    """Fill the loads of ranks: each expert's load in each mix, spread over its copies as in the profile."""
+    S, load, mixes = state.slots.shape[1], prices.loads.now, prices.mixes
     load[:] = 0.0
     for p in range(state.slots.size):
         e = state.slots[p // S, p % S]
@@ -203,55 +196,57 @@ def _spread(state, served, mixes, load):
 
 
 @njit
-def sum_dues(slots, dues):
-    """What the experts in the slots (G, P / G) cost where they are."""
+def sum_move_costs(slots, move_cost):
+    """Return what the experts in the slots (G, P / G) cost where they are, of move_cost (E, G)."""
     total = 0.0
     for g in range(slots.shape[0]):
         for e in slots[g]:
-            total += dues[e, g]
+            total += move_cost[e, g]
     return total
 
 
-def search_moves(state, scratch, tables, prices, effort):
+def search_moves(state, scratch, prices, effort):
     """Search as `swaps.search_swaps` does; same arguments and results."""
     start(scratch, effort.seed)
-    every, moves = np.arange(state.sets.shape[0]), 0
+    tables, moves = make_tables(state), 0
     for _ in range(effort.rounds):
-        _settle(state, tables, effort.price_steps, every)
+        _settle(state, tables, effort.price_steps)
         moves = _make_moves(state, scratch, tables, prices, effort, moves)
-    _settle(state, tables, 0, every)
-    _spread(state, tables.served, prices.mixes, prices.loads.now)
+    _settle(state, tables, 0)
+    _spread(state, tables.served, prices)
     return -tables.value[0] / state.total_weight, highest(prices.loads), moves
 
 
 @njit
 def _make_moves(state, scratch, tables, prices, effort, moves):
-    """One round: leaves the best slots and primaries found; returns `moves` and how many were made."""
-    dues, mixes, loads, load_price = prices
-    S, E, total, load = state.slots.shape[1], mixes.shape[0], state.total_weight, loads.now
+    """Make the moves of one round, leave the best layout found, and return `moves` plus the number made."""
+    S, E = state.slots.shape[1], state.primary.shape[0]
     slots, primary = state.slots.copy(), state.primary.copy()
     free, best, last = np.zeros(E, np.int64), np.inf, -1
     for step in range(effort.steps + 1):
-        _spread(state, tables.served, mixes, load)
-        top = highest(loads)
-        now = load_price * top - tables.value[0] / total + sum_dues(state.slots, dues)
+        # what the layout costs, of which the tables hold the rows
+        _spread(state, tables.served, prices)
+        top = highest(prices.loads)
+        now = prices.load_price * top - tables.value[0] / state.total_weight
+        now += sum_move_costs(state.slots, prices.move_cost)
         if now < best - 1e-9:
             best, last = now, step - 1
             copy_ints(state.slots, slots)
             copy_ints(state.primary, primary)
-        needed = now - best + 1e-9
-        kind, p, other = best_move(state, tables, prices, top, free, step, needed)
+        kind, p, other = best_move(state, tables, prices, Turn(top, free, step, now - best + 1e-9))
         if kind < 0 or step - last > effort.patience or step == effort.steps:
             break
         moves += 1
         a = state.slots[p // S, p % S]
         b = state.slots[other // S, other % S] if kind == SWAP else other
         count = collect(state, scratch, a, b, moves)
+        # what sets with a or b contribute is taken out before the move and put in again after it
         for sign in (-1.0, 1.0):  # written once, since each call costs seconds of compilation
             contribute(state, tables, scratch.touched, count, sign)
             if sign < 0:
                 make_move(state, kind, p, other)
-        free[a], free[b] = free_again(step, effort.tenure), free_again(step, effort.tenure)
+        free[a] = free_again(step, effort.tenure)
+        free[b] = free_again(step, effort.tenure)
     copy_ints(slots, state.slots)
     copy_ints(primary, state.primary)
     return moves

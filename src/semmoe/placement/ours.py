@@ -132,6 +132,5 @@ def _uneven(between: np.ndarray) -> bool:
 def _between_groups(problem: Problem) -> np.ndarray:
     """(D, D): what a pair of a token of one attention group with an expert of another costs, on average."""
     D, S = problem.topology.dp_size, problem.topology.attn_tp_size
-    node_of = problem.topology.node_of
-    ranks = np.mean([costs.rank + costs.pair + costs.node[:, node_of] for costs in problem.charges], axis=0)
+    ranks = np.mean([one.rank + one.pair + one.node[:, problem.topology.node_of] for one in problem.charges], axis=0)
     return ranks.reshape(D, S, D, S).mean(axis=(1, 3))

@@ -36,6 +36,16 @@ class Problem:
         return self.costs or default_costs(self.topology, self.settings.cocluster)
 
 
+@dataclass(frozen=True)
+class Tokens:
+    """The routed tokens of one layer."""
+
+    expert_ids: np.ndarray  # (T, K)
+    group: np.ndarray  # (T,) attention group of each token's request
+    request: np.ndarray  # (T,)
+    phase: np.ndarray  # (T,) which of the costs each token is charged
+
+
 def default_costs(topology: Topology, settings: CoclusterSettings) -> tuple[RowCosts, RowCosts]:
     """The costs of both phases by the three weights of the settings."""
     plain = plain_costs(topology, settings.activation, settings.remote_rank, settings.remote_node)

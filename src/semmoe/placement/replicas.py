@@ -13,69 +13,96 @@ A swap or a replacement is two of these. Sets that hold both experts would be co
 the parts of the sums that come from them, and such a set's value is taken to stay as it is. This is exact for experts
 without further copies and an estimate else; what a move that was made has changed is always computed, not estimated.
 
-Of a set's homes only the best SPOTS are looked at for every move, and beside them the rank that a copy comes to.
+Of a set's homes, a move is evaluated at the MAX_CANDIDATE_HOMES cheapest ones and at the rank that a copy comes to.
 """
 
-from collections import namedtuple
+from typing import NamedTuple
 
 import numpy as np
 
-from semmoe.placement.homes import bare, charge, find_lowest, inlined, next_near, njit
+from semmoe.placement.homes import bare, charge, find_lowest, inlined, next_near, next_primary, njit
 
-SPOTS = 4
+MAX_CANDIDATE_HOMES = 4  # of a set
 WIDTH, MOST_KEPT = 512, 1 << 23  # changes kept of a set, and of all sets
 
-# What is summed over sets, for slots (P,), experts (E,) and ranks (G,): views of `sums`.
-Tables = namedtuple(
-    "Tables",
-    [
-        "move",  # (P, G)
-        "add",  # (E, G)
-        "drop",  # (P,)
-        "promote",  # (P,)
-        "twice",  # (P, P): of move[p, rank of q], from sets that hold q's expert too
-        "instead",  # (P, E): of drop[p] + add[b, rank of p], from sets that hold b too
-        "served",  # (P,) pairs that each copy computes
-        "at_home",  # (E, G) pairs of each expert whose token's home is the rank
-        "value",  # (1,) sum of values
-        "sums",  # all of these
-        "begin",  # where each of them begins there
-        "where",  # (U, W) int32: the entries of `sums` to which each set adds
-        "what",  # (U, W): what it adds
-        "kept",  # (U,) how many these are; -1: too many to keep
-    ],
-)
-# One set at a time: its homes, and the copies of its experts.
-Homes = namedtuple(
-    "Homes",
-    [
-        "servers",  # (S, K)
-        "cost",  # (S,)
-        "spots",  # (SPOTS,) the best homes, by their place in the group, the best first
-        "own",  # (K, S) what each home costs if it computes the expert itself
-        "reach",  # (SPOTS, G) what one more pair on the rank costs
-        "counts",  # (SPOTS, G) experts that the rank computes
-        "node_counts",  # (SPOTS, N)
-        "to",  # (SPOTS, G) what the home costs if the expert at hand is computed on the rank
-        "after",  # (G,) what the set costs after a change
-        "joined",  # (K, G) what a further copy of each expert on each rank changes
-        "ranks",  # (K * G,) of the copies of the experts
-        "slots",  # (K * G,)
-        "starts",  # (K + 1,)
-        "seen",  # (G,)
-        "seen_nodes",  # (N,)
-    ],
-)
+
+class Homes(NamedTuple):
+    """Room for one set at a time: its homes (B candidates of S), the copies of its experts, and what moves change."""
+
+    servers: np.ndarray  # (S, K) the rank that computes each expert for each home
+    cost: np.ndarray  # (S,)
+    candidate_homes: np.ndarray  # (B,) the cheapest homes, by their place in the group, ascending
+    own: np.ndarray  # (K, S) what each home costs if it computes the expert itself
+    reach: np.ndarray  # (B, G) what one more pair on the rank costs
+    counts: np.ndarray  # (B, G) experts that the rank computes
+    node_counts: np.ndarray  # (B, N)
+    to: np.ndarray  # (B, G) what the home costs if the rank computes the current expert
+    after: np.ndarray  # (G,) what the set costs after a change
+    joined: np.ndarray  # (K, G) what a further copy of each expert on each rank changes
+    ranks: np.ndarray  # (K * G,) of the copies of the experts
+    slots: np.ndarray  # (K * G,)
+    starts: np.ndarray  # (K + 1,) where each expert's copies begin in `ranks` and `slots`
+    seen: np.ndarray  # (G,) zero between sets
+    seen_nodes: np.ndarray  # (N,)
+    entries: np.ndarray  # (M,) the entries of `sums` to which the set adds
+    amounts: np.ndarray  # (M,) what it adds
+
+
+class Tables(NamedTuple):
+    """Sums over sets, for slots (P,), experts (E,) and ranks (G,): views of `sums`; and what each set adds."""
+
+    move: np.ndarray  # (P, G)
+    add: np.ndarray  # (E, G)
+    drop: np.ndarray  # (P,)
+    promote: np.ndarray  # (P,)
+    twice: np.ndarray  # (P, P): of move[p, rank of q], from sets that hold q's expert too
+    instead: np.ndarray  # (P, E): of drop[p] + add[b, rank of p], from sets that hold b too
+    served: np.ndarray  # (P,) pairs that each copy computes
+    at_home: np.ndarray  # (E, G) pairs of each expert whose token's home is the rank
+    value: np.ndarray  # (1,) sum of values
+    sums: np.ndarray  # all of these
+    begin: tuple[int, ...]  # where each of them begins there
+    where: np.ndarray  # (U, W) int32: the entries of `sums` to which each set adds
+    what: np.ndarray  # (U, W): what it adds
+    kept: np.ndarray  # (U,) how many these are; -1: too many to keep
+    at: Homes
 
 
 def make_tables(state) -> Tables:
-    (E, G), P, U = (len(state.primary), len(state.slots)), state.slots.size, len(state.sets)
+    """Return empty tables."""
+    E, G, P, U = len(state.primary), len(state.slots), state.slots.size, len(state.sets)
     shapes = ((P, G), (E, G), (P,), (P,), (P, P), (P, E), (P,), (E, G), (1,))
     ends = np.cumsum([np.prod(shape) for shape in shapes])
-    sums, W = np.zeros(ends[-1]), min(WIDTH, max(MOST_KEPT // max(U, 1), 1))
+    sums = np.zeros(ends[-1])
     views = [part.reshape(shape) for part, shape in zip(np.split(sums, ends[:-1]), shapes, strict=True)]
+    W = min(WIDTH, max(MOST_KEPT // max(U, 1), 1))
     kept = np.zeros((U, W), np.int32), np.zeros((U, W)), np.zeros(U, np.int64)
-    return Tables._make([*views, sums, (0, *ends[:-1].tolist()), *kept])
+    return Tables._make([*views, sums, (0, *ends[:-1].tolist()), *kept, _make_homes(state)])
+
+
+def _make_homes(state) -> Homes:
+    S, K, G, N = state.group_size, state.sets.shape[1], len(state.slots), state.near.shape[1]
+    B, copies = min(MAX_CANDIDATE_HOMES, S), min(K * G, state.slots.size)
+    changes = copies * (G + copies + 2 * K + 2) + K * (G + 2) + 2  # the most to which one set can add
+    return Homes(
+        servers=np.zeros((S, K), np.int64),
+        cost=np.zeros(S),
+        candidate_homes=np.zeros(B, np.int64),
+        own=np.full((K, S), np.inf),
+        reach=np.zeros((B, G)),
+        counts=np.zeros((B, G), np.int64),
+        node_counts=np.zeros((B, N), np.int64),
+        to=np.zeros((B, G)),
+        after=np.zeros(G),
+        joined=np.zeros((K, G)),
+        ranks=np.zeros(K * G, np.int64),
+        slots=np.zeros(K * G, np.int64),
+        starts=np.zeros(K + 1, np.int64),
+        seen=np.zeros(G, np.int64),
+        seen_nodes=np.zeros(N, np.int64),
+        entries=np.zeros(changes, np.int64),
+        amounts=np.zeros(changes),
+    )
 
 
 @njit
@@ -84,8 +111,7 @@ def contribute(state, tables, sets, count, sign):
 
     What a set adds is kept, where there is room, so that it need not be computed again to be taken out.
     """
-    most, sums, at = _most_changes(state), tables.sums, _make_homes(state)
-    where, what = np.empty(most, np.int64), np.empty(most)
+    sums, at = tables.sums, tables.at
     for c in range(count):
         u = sets[c]
         n = tables.kept[u]
@@ -93,74 +119,45 @@ def contribute(state, tables, sets, count, sign):
             for i in range(n):
                 sums[tables.where[u, i]] -= tables.what[u, i]
             continue
-        n = _list_changes(state, tables, u, at, where, what)
+        n = _list_changes(state, tables, u, at)
         for i in range(n):
-            sums[where[i]] += sign * what[i]
+            sums[at.entries[i]] += sign * at.amounts[i]
         tables.kept[u] = -1
         if n <= tables.where.shape[1]:
             for i in range(n):
-                tables.where[u, i], tables.what[u, i] = where[i], what[i]
+                tables.where[u, i], tables.what[u, i] = at.entries[i], at.amounts[i]
             tables.kept[u] = n
 
 
-@njit
-def _most_changes(state):
-    """The most entries of the tables to which one set can add."""
-    K, G, P = state.sets.shape[1], state.price.shape[0], state.slots.size
-    copies = min(K * G, P)
-    return copies * (G + copies + 2 * K + 2) + K * (G + 2) + 2
-
-
-@njit
-def _make_homes(state):
-    S, K, G, N = state.group_size, state.sets.shape[1], state.price.shape[0], state.near.shape[1]
-    B = min(SPOTS, S)
-    return Homes(
-        np.zeros((S, K), np.int64),
-        np.zeros(S),
-        np.zeros(B, np.int64),
-        np.full((K, S), np.inf),
-        np.zeros((B, G)),
-        np.zeros((B, G), np.int64),
-        np.zeros((B, N), np.int64),
-        np.zeros((B, G)),
-        np.zeros(G),
-        np.zeros((K, G)),
-        np.zeros(K * G, np.int64),
-        np.zeros(K * G, np.int64),
-        np.zeros(K + 1, np.int64),
-        np.zeros(G, np.int64),
-        np.zeros(N, np.int64),
-    )
-
-
 @inlined
-def _note(entry, amount, where, what, n):
-    """Write down a change; returns how many there are."""
-    where[n], what[n] = entry, amount
+def _note(at, n, entry, amount):
+    """Write down the n-th change, unless it is zero, and return how many there are."""
+    at.entries[n], at.amounts[n] = entry, amount
     return n + (amount != 0.0)
 
 
 @bare
-def _list_changes(state, tables, u, at, where, what):
-    """Fill where and what with the entries of `sums` to which set u adds, and the amounts; returns their number."""
+def _list_changes(state, tables, u, at):
+    """List the entries of `sums` to which set u adds, and the amounts; return their number."""
     (E, G), P, K, weight = tables.add.shape, tables.drop.shape[0], state.sets.shape[1], state.weight[u]
     charge(state, u, at.servers, at.cost, at.seen, at.seen_nodes)
     _read(state, u, at)
     _, add, _, _, _, instead, served, at_home, value = tables.begin
-    best, home, single = at.cost[at.spots[0]], state.group[u] * state.group_size + at.spots[0], P == E
-    n = _note(value, -weight * best, where, what, 0)
+    best, home = at.cost[at.candidate_homes[0]], state.group[u] * state.group_size + at.candidate_homes[0]
+    single = P == E  # no expert has a further copy, so only swaps are looked up
+    n = _note(at, 0, value, -weight * best)
     for i in range(K):
         e = state.sets[u, i]
-        n = _note(served + state.slot_of[e, at.servers[at.spots[0], i]], weight, where, what, n)
-        n = _note(at_home + e * G + home, weight, where, what, n)
+        n = _note(at, n, served + state.slot_of[e, at.servers[at.candidate_homes[0], i]], weight)
+        n = _note(at, n, at_home + e * G + home, weight)
         _shift(state, u, i, at)
         if not single:
             _join(state, u, i, at)
             for y in range(G):
-                n = _note(add + e * G + y, weight * at.joined[i, y], where, what, n)
+                n = _note(at, n, add + e * G + y, weight * at.joined[i, y])
         for k in range(at.starts[i], at.starts[i + 1]):
-            n = _list_copy(state, tables, u, i, k, best, at, where, what, n)
+            n = _list_copy(state, tables, u, i, k, at, n)
+    # `instead`: a further copy of an expert in the place of a copy of another, of the same set
     for k in range(0 if single else at.starts[K]):
         x, own = at.ranks[k], 0
         while at.starts[own + 1] <= k:
@@ -168,37 +165,34 @@ def _list_changes(state, tables, u, at, where, what):
         for j in range(K if state.copies[state.sets[u, own]] > 1 else 0):
             b = state.sets[u, j]
             if state.slot_of[b, x] < 0:
-                n = _note(instead + at.slots[k] * E + b, weight * at.joined[j, x], where, what, n)
+                n = _note(at, n, instead + at.slots[k] * E + b, weight * at.joined[j, x])
     return n
 
 
 @inlined
-def _list_copy(state, tables, u, i, k, best, at, where, what, n):
-    """Note what moves of the set's copy k, of its expert i, change."""
+def _list_copy(state, tables, u, i, k, at, n):
+    """List what moves of the set's copy k, of its expert i, change."""
     (E, G), P, K, weight = tables.add.shape, tables.drop.shape[0], state.sets.shape[1], state.weight[u]
     move, _, drop, promote, twice, instead, _, _, _ = tables.begin
-    e, x, p = state.sets[u, i], at.ranks[k], at.slots[k]
-    if state.copies[e] == 1:
-        _move_only(state, u, i, at)
-    else:
+    e, x, p, best = state.sets[u, i], at.ranks[k], at.slots[k], at.cost[at.candidate_homes[0]]
+    if state.copies[e] > 1:
         first = state.primary[e]
         if first == x:
-            first = 0
-            while state.slot_of[e, first] < 0 or first == x:
-                first += 1
+            first = next_primary(state, e, x)
         dropped = best - _without(state, u, e, x, first, at)
-        n = _note(drop + p, weight * dropped, where, what, n)
+        n = _note(at, n, drop + p, weight * dropped)
         if state.primary[e] != x:
-            n = _note(promote + p, weight * (best - _without(state, u, e, -1, x, at)), where, what, n)
-        _move(state, u, i, x, at)
+            n = _note(at, n, promote + p, weight * (best - _without(state, u, e, -1, x, at)))
         for j in range(K):
-            n = _note(instead + p * E + state.sets[u, j], weight * dropped, where, what, n)
+            n = _note(at, n, instead + p * E + state.sets[u, j], weight * dropped)
+    _move(state, u, i, x, at)
     for y in range(G):
-        n = _note(move + p * G + y, weight * (best - at.after[y]), where, what, n)
+        n = _note(at, n, move + p * G + y, weight * (best - at.after[y]))
+    # `twice`: a swap with another expert of the set
     for other in range(at.starts[K]):
         y = at.ranks[other]
         if state.slot_of[e, y] < 0:
-            n = _note(twice + p * P + at.slots[other], weight * (best - at.after[y]), where, what, n)
+            n = _note(at, n, twice + p * P + at.slots[other], weight * (best - at.after[y]))
     return n
 
 
@@ -206,7 +200,7 @@ def _list_copy(state, tables, u, i, k, best, at, where, what, n):
 def _read(state, u, at):
     """Fill the set's copies, its best homes and what a further pair costs there, from servers and cost."""
     (rank, node, pair), f, (S, K), low = state.costs, state.kind[u], at.servers.shape, state.group[u] * state.group_size
-    G, N, B, count = state.price.shape[0], state.near.shape[1], at.spots.shape[0], 0
+    G, N, B, count = state.price.shape[0], state.near.shape[1], at.candidate_homes.shape[0], 0
     for i in range(K):
         e = state.sets[u, i]
         at.starts[i] = count
@@ -218,9 +212,9 @@ def _read(state, u, at):
                 count, left = count + 1, left - 1
             y += 1
     at.starts[K] = count
-    find_lowest(at.cost, at.spots)
+    find_lowest(at.cost, at.candidate_homes)
     for b in range(B):
-        s = at.spots[b]
+        s = at.candidate_homes[b]
         h = low + s
         at.counts[b, :], at.node_counts[b, :] = 0, 0
         for i in range(K):
@@ -236,7 +230,7 @@ def _read(state, u, at):
 
 @inlined
 def _own(state, u, at):
-    """Fill `own` for the homes of the set, of which there are more than spots."""
+    """Fill `own` for the homes of the set, of which there are more than candidates."""
     (rank, node, pair), f, (S, K), low = state.costs, state.kind[u], at.servers.shape, state.group[u] * state.group_size
     for s in range(S):
         h = low + s
@@ -256,8 +250,8 @@ def _shift(state, u, i, at):
     """Fill `to` for expert i of the set."""
     (rank, node, pair), f, low = state.costs, state.kind[u], state.group[u] * state.group_size
     G, N = state.price.shape[0], state.near.shape[1]
-    for b in range(at.spots.shape[0]):
-        s = at.spots[b]
+    for b in range(at.candidate_homes.shape[0]):
+        s = at.candidate_homes[b]
         h, x = low + s, at.servers[s, i]
         m = state.node_of[x]
         per_node = node[f, h, m] if at.node_counts[b, m] == 1 else 0.0
@@ -268,20 +262,6 @@ def _shift(state, u, i, at):
         for y in range(m * (G // N), (m + 1) * (G // N)):
             at.to[b, y] += per_node
         at.to[b, x] += per_rank
-
-
-@inlined
-def _move_only(state, u, i, at):
-    """Fill `after` for moves of expert i, which has one copy."""
-    G, low = state.price.shape[0], state.group[u] * state.group_size
-    for y in range(G):
-        at.after[y] = at.to[0, y]
-    for b in range(1, at.spots.shape[0]):
-        for y in range(G):
-            at.after[y] = min(at.after[y], at.to[b, y])
-    if at.own.shape[1] > at.spots.shape[0]:
-        for s in range(at.own.shape[1]):
-            at.after[low + s] = min(at.after[low + s], at.own[i, s])
 
 
 @inlined
@@ -303,8 +283,8 @@ def _serves(node_of, h, has, first, near, y):
 def _without(state, u, e, x, first, at):
     """What the set costs if expert e's copy on rank x is gone (x = -1: none is) and rank `first` is its primary."""
     best, low, node_of = np.inf, state.group[u] * state.group_size, state.node_of
-    for b in range(at.spots.shape[0]):
-        h = low + at.spots[b]
+    for b in range(at.candidate_homes.shape[0]):
+        h = low + at.candidate_homes[b]
         has, near = state.slot_of[e, h] >= 0 and h != x, next_near(state, e, node_of[h], x)
         y = h if has else first if node_of[first] == node_of[h] or near < 0 else near
         best = min(best, at.to[b, y])
@@ -313,16 +293,20 @@ def _without(state, u, e, x, first, at):
 
 @inlined
 def _move(state, u, i, x, at):
-    """Fill `after` for moves of the copy on rank x of expert i, which has others."""
+    """Fill `after` for moves of the copy on rank x of expert i."""
     low, e, node_of, G = state.group[u] * state.group_size, state.sets[u, i], state.node_of, state.price.shape[0]
     at.after[:] = np.inf
-    for b in range(at.spots.shape[0]):
-        h, leads = low + at.spots[b], state.primary[e] == x
+    for b in range(at.candidate_homes.shape[0]):
+        if state.copies[e] == 1:  # every home uses the one copy
+            for y in range(G):
+                at.after[y] = min(at.after[y], at.to[b, y])
+            continue
+        h, leads = low + at.candidate_homes[b], state.primary[e] == x
         has, near = state.slot_of[e, h] >= 0 and h != x, next_near(state, e, node_of[h], x)
         for y in range(G):
             first = y if leads else state.primary[e]
             at.after[y] = min(at.after[y], at.to[b, _serves(node_of, h, has, first, near, y)])
-    if at.own.shape[1] > at.spots.shape[0]:
+    if at.own.shape[1] > at.candidate_homes.shape[0]:
         for s in range(at.own.shape[1]):
             at.after[low + s] = min(at.after[low + s], at.own[i, s])
 
@@ -330,14 +314,15 @@ def _move(state, u, i, x, at):
 @inlined
 def _join(state, u, i, at):
     """Fill `joined` for a further copy of expert i."""
-    low, e, node_of, best = state.group[u] * state.group_size, state.sets[u, i], state.node_of, at.cost[at.spots[0]]
+    low, e = state.group[u] * state.group_size, state.sets[u, i]
+    node_of, best = state.node_of, at.cost[at.candidate_homes[0]]
     S, node_size = at.own.shape[1], state.price.shape[0] // state.near.shape[1]
     begin, end = node_of[low] * node_size, (node_of[low + S - 1] + 1) * node_size
     at.joined[i, :] = 0.0
     for y in range(begin, end):
         after = at.own[i, y - low] if low <= y < low + S else np.inf
-        for b in range(at.spots.shape[0]):
-            h = low + at.spots[b]
+        for b in range(at.candidate_homes.shape[0]):
+            h = low + at.candidate_homes[b]
             near, has = state.near[e, node_of[h]], state.slot_of[e, h] >= 0
             after = min(after, at.to[b, _serves(node_of, h, has, state.primary[e], near, y)])
         at.joined[i, y] = best - after

@@ -13,17 +13,33 @@ with one `RowCosts` for each kind of tokens, plus `load_price` times the expecte
 Moves are: swap the contents of two slots; replace an expert that has another copy; make another copy the primary one.
 """
 
-from collections import namedtuple
+from typing import NamedTuple
 
 import numpy as np
 
-from semmoe.placement.homes import best_homes, njit
+from semmoe.placement.homes import best_homes, inlined, njit
 
-SWAP, REPLACE, PROMOTE = 0, 1, 2
-# Limits of a search: steps of `settle`, rounds, moves per round, moves without a better layout before a round ends,
-# and steps for which a moved expert stays at least; and the seed.
-Effort = namedtuple("Effort", "price_steps rounds steps patience tenure seed")
 PRICE_UNITS = 2**20  # prices are multiples of 1 / PRICE_UNITS, so that sums are exact and ties are recognised
+
+
+class Effort(NamedTuple):
+    """The limits of a search, and its seed; kernels take it, so it is a named tuple."""
+
+    price_steps: int  # of `settle`
+    rounds: int
+    steps: int  # most moves of a round
+    patience: int  # moves without a better layout before a round ends
+    tenure: int  # steps for which a moved expert stays at least
+    seed: int
+
+
+class Turn(NamedTuple):
+    """What the choice of a move takes into account beside the layout."""
+
+    top: float  # the highest load now (`loads.highest`)
+    free: np.ndarray  # (E,) the step from which each expert may move again
+    step: int  # now
+    needed: float  # a move that gains more than this may be made at once
 
 
 @njit
@@ -34,7 +50,7 @@ def settle(state, steps):
         best_homes(state, state.value, state.home)
         if step == steps or state.group_size == 1:
             break
-        full = np.zeros(G)
+        full = np.zeros(G)  # tokens at each home
         for u in range(U):
             full[state.home[u]] += state.weight[u]
         for d in range(G // state.group_size):  # inside each attention group
@@ -43,16 +59,18 @@ def settle(state, steps):
             for g in range(low, high):
                 total += full[g]
             mean = max(total / (high - low), 1e-9)
+            # the price of homes above the mean rises, by less in each step
             for g in range(low, high):
                 state.price[g] += 0.3 / (1 + step) * min(full[g] / mean - 1, 1.0)
                 middle += state.price[g] / (high - low)
+            # only differences count, so the group's mean price stays zero
             for g in range(low, high):
                 state.price[g] = np.rint((state.price[g] - middle) * PRICE_UNITS) / PRICE_UNITS
 
 
 @njit
 def collect(state, scratch, a, b, mark):
-    """Collect the sets that contain expert a or b, each once; returns their number."""
+    """Collect the sets that contain expert a or b, each once, and return their number."""
     count = 0
     for e in (a, b):
         for u in state.rows[state.offsets[e] : state.offsets[e + 1]]:
@@ -61,3 +79,29 @@ def collect(state, scratch, a, b, mark):
                 scratch.touched[count] = u
                 count += 1
     return count
+
+
+@njit
+def start(scratch, seed):
+    """Begin a search: its random numbers, and no set marked as touched."""
+    np.random.seed(seed)
+    scratch.stamp[:] = -1
+
+
+@njit
+def free_again(step, tenure):
+    """Return the step at which an expert that is moved at `step` may move again."""
+    return step + 1 + tenure + np.random.randint(tenure)
+
+
+@njit
+def may_move(turn, gain, a, b):
+    """Return whether experts a and b are free, or their move gains enough to be made at once."""
+    return (turn.free[a] <= turn.step and turn.free[b] <= turn.step) or gain > turn.needed
+
+
+@inlined
+def copy_ints(source, target):
+    """Copy an array into another; a loop, since an assignment to a slice takes a second to compile."""
+    for i in range(source.size):
+        target.flat[i] = source.flat[i]

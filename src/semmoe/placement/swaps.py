@@ -13,90 +13,91 @@ goes on from where no swap gains (tabu search, Glover 1989): it makes the swap t
 experts again for a while, and keeps the best layout that it saw.
 """
 
-from collections import namedtuple
+from typing import NamedTuple
 
 import numpy as np
 
-from semmoe.placement.homes import index, inlined, njit
+from semmoe.placement.homes import count_ranks, index, inlined, njit
 from semmoe.placement.loads import highest, highest_after
-from semmoe.placement.search import collect, settle
+from semmoe.placement.search import Turn, collect, copy_ints, free_again, may_move, settle, start
 
-Gains = namedtuple(
-    "Gains",
-    [
-        "move",  # (E, G)
-        "both",  # (E, E)
-        "worths",  # (D, G) of each home of a group with one expert there; -inf outside the group
-        "counts",  # (2, G): experts of the set at hand on each rank and on each node; zero between sets
-        "spare",  # (2, G): worths of the set's homes with one expert more; cost of reaching each rank
-    ],
-)
+
+class Gains(NamedTuple):
+    """The tables of a search, and room for one set at a time."""
+
+    move: np.ndarray  # (E, G)
+    both: np.ndarray  # (E, E)
+    counts: np.ndarray  # (G,) the set's experts on each rank; zero between sets
+    node_counts: np.ndarray  # (N,) the same on each node
+    more: np.ndarray  # (G,) value of each of the set's homes with one expert more
+    reach: np.ndarray  # (G,) cost of reaching each rank
+    change: np.ndarray  # (G,) what the move of one expert to each rank changes
 
 
 def make_gains(state) -> Gains:
-    E, G, D = len(state.primary), len(state.slots), len(state.slots) // state.group_size
-    spare = np.zeros((2, G))
-    return Gains(np.zeros((E, G)), np.zeros((E, E)), np.full((D, G), -np.inf), np.zeros((2, G), np.int64), spare)
+    """Return empty tables."""
+    (E, G), N = state.slot_of.shape, state.near.shape[1]
+    return Gains(
+        move=np.zeros((E, G)),
+        both=np.zeros((E, E)),
+        counts=np.zeros(G, np.int64),
+        node_counts=np.zeros(N, np.int64),
+        more=np.zeros(G),
+        reach=np.zeros(G),
+        change=np.zeros(G),
+    )
 
 
 @njit
 def contribute(state, gains, sets, count, sign):
     """Add sign times the contributions of `sets[:count]` to the tables."""
-    costs, (activation, per_rank, per_node) = state.weights, state.weights
-    all_sets, weights, rank_of, node_of, price = state.sets, state.weight, state.primary, state.node_of, state.price
-    move, both, worths = gains.move, gains.both, gains.worths
-    n, by_node, more, reach = gains.counts[0], gains.counts[1], gains.spare[0], gains.spare[1]
-    S, K, G, nodes = state.group_size, all_sets.shape[1], state.slots.shape[0], state.near.shape[1]
+    activation, per_rank, per_node = state.weights
+    node_of = state.node_of
+    counts, node_counts, more, reach, change = gains.counts, gains.node_counts, gains.more, gains.reach, gains.change
+    K, G = state.sets.shape[1], state.slots.shape[0]
     ranks = np.zeros(K, np.int64)
     for c in range(count):
         u = sets[c]
-        experts, d = all_sets[u], state.group[u]
-        low, high = d * S, d * S + S
-        reached, reached_nodes = _count(experts, rank_of, node_of, ranks, n, by_node)
+        experts, d, weight = state.sets[u], state.group[u], sign * state.weight[u]
+        # count the set's experts by rank and node
+        reached, reached_nodes = count_ranks(state, u, ranks, counts, node_counts)
         for y in range(G):
-            more[y] = worths[d, y] + activation * n[y]
-            reach[y] = per_rank if n[y] == 0 else 0.0
-        if nodes > 1:
-            for y in range(G):
-                reach[y] += per_node if by_node[node_of[y]] == 0 else 0.0
+            inside = y // state.group_size == d  # whether y may be the set's home
+            more[y] = activation - state.price[y] + activation * counts[y] if inside else -np.inf
+            reach[y] = per_rank if counts[y] == 0 else 0.0
+            reach[y] += per_node if node_counts[node_of[y]] == 0 else 0.0
+        # the set's value now: at the best home with an expert, else at any home of its group
         best, second, home = _two_best(ranks, more)
         value = best - activation - per_rank * (reached - 1) - per_node * (reached_nodes - 1)
         if home < 0:
-            value = _away(price, low, high, by_node, node_of, reached, reached_nodes, -1, -1, costs)
+            value = _value_away(state, d, node_counts, reached, reached_nodes, -1, -1)
         for i in range(K):
             x = ranks[i]
-            alone, lonely = n[x] == 1, by_node[node_of[x]] == 1
+            alone, lonely = counts[x] == 1, node_counts[node_of[x]] == 1
+            # the best home other than the rank that expert i comes to: rank x has one expert less
             base = (second if home == x else best) - activation
             if not alone and more[x] - 2 * activation > base:
                 base = more[x] - 2 * activation
             gone, gone_nodes = reached - alone, reached_nodes - lonely  # reached by the others
-            if lonely and nodes > 1:
-                _charge(reach, node_of, x, per_node)
             if base > -np.inf:
                 kept = value + per_rank * (gone - 1) + per_node * (gone_nodes - 1)
-                _moves(experts, ranks, i, more, reach, base, kept, sign * weights[u], move[experts[i]], both)
+                emptied = node_of[x] if lonely else -1  # a node that must be reached again
+                for y in range(G):
+                    again = per_node if node_of[y] == emptied else 0.0
+                    change[y] = (more[y] if more[y] > base else base) - (reach[y] + again) - kept
             else:
-                here = n, by_node, node_of, gone, gone_nodes, lonely
-                _moves_away(
-                    experts, ranks, i, more, here, price, low, high, value, sign * weights[u], costs, move, both
-                )
-            if lonely and nodes > 1:
-                _charge(reach, node_of, x, -per_node)
-        for i in range(K):
-            n[ranks[i]] = by_node[node_of[ranks[i]]] = 0
-
-
-@njit
-def _count(experts, rank_of, node_of, ranks, n, by_node):
-    """Fill the experts' ranks (K,) and count them by rank and by node; returns the ranks and nodes reached."""
-    reached, reached_nodes = 0, 0
-    for i in range(experts.shape[0]):
-        x = ranks[i] = rank_of[experts[i]]
-        reached += n[x] == 0
-        reached_nodes += by_node[node_of[x]] == 0
-        n[x] += 1
-        by_node[node_of[x]] += 1
-    return reached, reached_nodes
+                _change_away(state, gains, d, x, gone, gone_nodes)
+                for y in range(G):
+                    change[y] -= value
+            row = gains.move[experts[i]]
+            for y in range(G):
+                row[y] += weight * change[y]
+            # a swap with another expert of the set leaves the set as it is: `both` takes the change out again
+            for j in range(K):
+                if ranks[j] != x:
+                    gains.both[experts[i], experts[j]] += weight * change[ranks[j]]
+        for x in ranks:
+            counts[x] = node_counts[node_of[x]] = 0
 
 
 @inlined
@@ -113,159 +114,111 @@ def _two_best(ranks, more):
 
 
 @njit
-def _moves(experts, ranks, i, more, reach, base, kept, weight, row, both):
-    """Add the changes by moves of expert i to every rank; base: worth of the best other home, kept: the value now."""
-    for y in range(row.shape[0]):
-        worth = more[y] if more[y] > base else base
-        row[y] += weight * (worth - reach[y] - kept)
-    for j in range(ranks.shape[0]):
-        y = ranks[j]
-        if y != ranks[i]:
-            worth = more[y] if more[y] > base else base
-            both[experts[i], experts[j]] += weight * (worth - reach[y] - kept)
+def _change_away(state, gains, d, x, gone, gone_nodes):
+    """Fill `change` with the set's value by the rank that its expert on rank x moves to.
 
-
-@njit
-def _moves_away(experts, ranks, i, more, here, price, low, high, value, weight, costs, move, both):
-    """`_moves` if no home among low to high hosts another expert; gone, gone_nodes: reached by the others."""
-    (n, by_node, node_of, gone, gone_nodes, lonely), (_, per_rank, per_node), x = here, costs, ranks[i]
-    for y in range(n.shape[0]):
+    No home of the set's group d hosts another of its experts; those reach `gone` ranks and `gone_nodes` nodes.
+    """
+    _, per_rank, per_node = state.weights
+    node_of, counts, node_counts = state.node_of, gains.counts, gains.node_counts
+    lonely = node_counts[node_of[x]] == 1
+    for y in range(counts.shape[0]):
         m = node_of[y]
-        reached = gone + (n[y] == 0)
-        nodes = gone_nodes + (by_node[m] == (lonely and m == node_of[x]))
-        if low <= y < high:
-            after = more[y] - per_rank * (reached - 1) - per_node * (nodes - 1)
+        reached = gone + (counts[y] == 0)
+        nodes = gone_nodes + (node_counts[m] == (lonely and m == node_of[x]))
+        if y // state.group_size == d:
+            gains.change[y] = gains.more[y] - per_rank * (reached - 1) - per_node * (nodes - 1)
         else:
-            after = _away(price, low, high, by_node, node_of, reached, nodes, node_of[x], m, costs)
-        move[experts[i], y] += weight * (after - value)
-        for j in range(ranks.shape[0]):
-            if ranks[j] == y and y != x:
-                both[experts[i], experts[j]] += weight * (after - value)
+            gains.change[y] = _value_away(state, d, node_counts, reached, nodes, node_of[x], m)
 
 
 @njit
-def _charge(reach, node_of, x, cost):
-    """Add cost to reaching the ranks on the node of x."""
-    for y in range(reach.shape[0]):
-        reach[y] += cost if node_of[y] == node_of[x] else 0.0
-
-
-@njit
-def _away(price, low, high, by_node, node_of, reached, reached_nodes, left, joined, costs):
-    """Worth of the best home among low to high if none hosts an expert; nodes: one expert left, one joined."""
-    (_, per_rank, per_node), best = costs, -np.inf
-    for h in range(low, high):
-        m = node_of[h]
-        here = by_node[m] - (m == left) + (m == joined) > 0
-        best = max(best, -price[h] - per_rank * reached - per_node * (reached_nodes - here))
+def _value_away(state, d, node_counts, reached, reached_nodes, left, joined):
+    """Return the value of the best home of group d if none hosts an expert; nodes: one expert left, one joined."""
+    (_, per_rank, per_node), best = state.weights, -np.inf
+    for h in range(d * state.group_size, (d + 1) * state.group_size):
+        m = state.node_of[h]
+        here = node_counts[m] - (m == left) + (m == joined) > 0
+        best = max(best, -state.price[h] - per_rank * reached - per_node * (reached_nodes - here))
     return best
 
 
 @njit
-def best_swap(state, gains, prices, top, free, now, needed):
-    """(gain, a, b) of the best swap of two experts that are free at step `now`, or that gains more than `needed`.
-
-    top: the highest load now (`loads.highest`). The gain is per token.
-    """
-    dues, mixes, loads, load_price = prices
-    rank_of, node_of = state.primary, state.node_of
-    bound, total = state.bound, state.total_weight
-    E, move, both, load, rest, least = rank_of.shape[0], gains.move, gains.both, loads.now, loads.others, loads.least
+def best_swap(state, gains, prices, turn):
+    """Return (gain per token, a, b) of the best swap of two experts that may move."""
+    loads, load_price = prices.loads, prices.load_price
+    rank_of, node_of, move, both = state.primary, state.node_of, gains.move, gains.both
     best, first, other = -np.inf, -1, -1
-    for a in range(E):
+    for a in range(rank_of.shape[0]):
         x = rank_of[a]
-        for b in range(a + 1, E):
+        for b in range(a + 1, rank_of.shape[0]):
             y = rank_of[b]
             if y == x:
                 continue
-            gain = (move[a, y] + move[b, x] - both[a, b] - both[b, a]) / total
-            gain += dues[a, x] - dues[a, y] + dues[b, y] - dues[b, x]
+            gain = (move[a, y] + move[b, x] - both[a, b] - both[b, a]) / state.total_weight
+            gain += prices.move_cost[a, x] - prices.move_cost[a, y] + prices.move_cost[b, y] - prices.move_cost[b, x]
             low, high = min(x, y), max(x, y)
-            if gain + load_price * (top - least[low, high]) <= best:
+            # no swap saves more load than all that x and y have above the others
+            if gain + load_price * (turn.top - loads.least[low, high]) <= best:
                 continue
-            if node_of[x] != node_of[y] and (bound[a] >= 0 or bound[b] >= 0):
+            if node_of[x] != node_of[y] and (state.bound[a] >= 0 or state.bound[b] >= 0):
                 continue
             if load_price > 0:
-                after = highest_after(mixes[a], 1.0, mixes[b], 1.0, load[x], load[y], rest[low, high])
-                gain += load_price * (top - after)
-            if gain > best and ((free[a] <= now and free[b] <= now) or gain > needed):
+                rest = loads.others[low, high]
+                after = highest_after(prices.mixes[a], 1.0, prices.mixes[b], 1.0, loads.now[x], loads.now[y], rest)
+                gain += load_price * (turn.top - after)
+            if gain > best and may_move(turn, gain, a, b):
                 best, first, other = gain, a, b
     return best, first, other
 
 
-def _settle(state, gains, price_steps, every):
+def _settle(state, gains, price_steps):
     """Settle prices and make the tables anew."""
     settle(state, price_steps)
-    ranks = np.arange(len(state.slots))
-    gains.worths[ranks // state.group_size, ranks] = state.weights[0] - state.price
-    gains.move[:], gains.both[:] = 0.0, 0.0
+    gains.move[:] = 0.0
+    gains.both[:] = 0.0
+    every = np.arange(len(state.sets))
     contribute(state, gains, every, every.size, 1.0)
 
 
-def _sum_loads(rank_of, mixes, load):
-    """Fill load (G, J) from the mixes (E, J) of each rank's experts."""
-    load[:] = 0.0
-    np.add.at(load, rank_of, mixes)
+def _sum_loads(rank_of, prices):
+    """Fill the loads of ranks from the mixes of their experts."""
+    prices.loads.now[:] = 0.0
+    np.add.at(prices.loads.now, rank_of, prices.mixes)
 
 
-def _set_ranks(state, ranks):
-    """Put every expert on its rank (E,)."""
-    state.primary[:] = ranks
-    state.slots[:] = np.argsort(ranks, kind="stable").reshape(state.slots.shape)
-    index(state)
-
-
-@njit
-def start(scratch, seed):
-    """Begin a search: its random numbers, and no set marked as touched."""
-    np.random.seed(seed)
-    scratch.stamp[:] = -1
-
-
-@inlined
-def copy_ints(source, target):
-    """Copy an array into another; a loop, since an assignment to a slice takes a second to compile."""
-    for i in range(source.size):
-        target.flat[i] = source.flat[i]
-
-
-@njit
-def free_again(step, tenure):
-    """The step at which an expert that was moved at `step` may move again."""
-    return step + 1 + tenure + np.random.randint(tenure)
-
-
-def search_swaps(state, scratch, gains, prices, effort):
+def search_swaps(state, scratch, prices, effort):
     """Rounds of: settle prices, then at most `steps` best swaps, until `patience` of them found nothing better.
 
-    prices: `loads.Prices`, effort: `search.Effort`.
-    Returns (cost per token without load and dues, mean highest load, swaps made).
+    prices: `loads.Prices`. Returns (cost per token without load and moves, mean highest load, swaps made).
     """
     start(scratch, effort.seed)
-    every, swaps = np.arange(state.sets.shape[0]), 0
+    gains, swaps = make_gains(state), 0
     for _ in range(effort.rounds):  # not compiled: each call of a compiled function from another costs seconds
-        _settle(state, gains, effort.price_steps, every)
-        _sum_loads(state.primary, prices.mixes, prices.loads.now)
+        _settle(state, gains, effort.price_steps)
+        _sum_loads(state.primary, prices)
         kept, swaps = _make_swaps(state, scratch, gains, prices, effort, swaps)
-        _set_ranks(state, kept)
+        state.primary[:] = kept
+        state.slots[:] = np.argsort(kept, kind="stable").reshape(state.slots.shape)
+        index(state)
     settle(state, 0)
-    _sum_loads(state.primary, prices.mixes, prices.loads.now)
+    _sum_loads(state.primary, prices)
     return -(state.value * state.weight).sum() / state.total_weight, highest(prices.loads), swaps
 
 
 @njit
 def _make_swaps(state, scratch, gains, prices, effort, swaps):
-    """One round; returns the best ranks found (E,), and `swaps` and how many were made."""
-    rank_of = state.primary
-    mixes, load = prices.mixes, prices.loads.now
-    free, now, best, last, kept = np.zeros(mixes.shape[0], np.int64), 0.0, 0.0, -1, rank_of.copy()
+    """Make the swaps of one round; return the best ranks found (E,), and `swaps` plus the number made."""
+    rank_of, mixes, load = state.primary, prices.mixes, prices.loads.now
+    kept = rank_of.copy()
+    free, now, best, last = np.zeros(mixes.shape[0], np.int64), 0.0, 0.0, -1
     for step in range(effort.steps):
-        top = highest(prices.loads)
-        needed = best - now + 1e-9
-        gain, a, b = best_swap(state, gains, prices, top, free, step, needed)
+        turn = Turn(highest(prices.loads), free, step, best - now + 1e-9)
+        gain, a, b = best_swap(state, gains, prices, turn)
         if a < 0 or step - last > effort.patience:
             break
         swaps += 1
+        # what sets with a or b contribute is taken out before the swap and put in again after it
         count = collect(state, scratch, a, b, swaps)
         contribute(state, gains, scratch.touched, count, -1.0)
         x, y = rank_of[a], rank_of[b]
@@ -275,7 +228,8 @@ def _make_swaps(state, scratch, gains, prices, effort, swaps):
             load[x, j] += mixes[b, j] - mixes[a, j]
             load[y, j] += mixes[a, j] - mixes[b, j]
         now += gain
-        free[a], free[b] = free_again(step, effort.tenure), free_again(step, effort.tenure)
+        free[a] = free_again(step, effort.tenure)
+        free[b] = free_again(step, effort.tenure)
         if now > best + 1e-9:
             best, last = now, step
             copy_ints(rank_of, kept)
