@@ -407,7 +407,7 @@ def test_memory_stays_bounded_whatever_comes(tmp_path_factory, passes):
         for i, count, ends in passes:
             run(live, (names[i], reached[i], [10 * i + reached[i] % 10] * count))
             reached[i] += count
-            assert live.status.bytes_held <= 16 * RowStore(F, 1).row_bytes
+            assert live.status.bytes_held <= 16 * memory.row_bytes(F)
             if ends:
                 expected[names[i]] = reached[i]
                 live.finish(names[i], [i])
