@@ -31,12 +31,12 @@ ROW_OVERHEAD = 4 * 4  # bytes per row beside its experts: token, position, slot,
 
 @dataclass(frozen=True)
 class Rows:
-    """n tokens of a forward pass or of a request."""
+    """n tokens of a forward pass or of a request, of any integer type."""
 
     slots: np.ndarray  # (n,) the slot of each token's request; at first its place among the requests of the pass
     positions: np.ndarray  # (n,) place in the request
     token_ids: np.ndarray  # (n,)
-    expert_ids: np.ndarray  # (n, L, K)
+    expert_ids: np.ndarray  # (n, L, K) logical experts by falling weight
 
     def __len__(self) -> int:
         return len(self.slots)

@@ -6,7 +6,7 @@ each attention group, whose ranks see the same tokens:
 
     recorder = LiveRecorder(folder, fingerprint, rank)
     if recorder.poll():                            # every forward pass; reads the control file, five times a second
-        recorder.observe(requests, rows, positions, token_ids, expert_ids)
+        recorder.observe(requests, rows)
     recorder.finish(request, prompt_ids)           # whenever a request ends; cheap while off
     recorder.close()
 
@@ -66,14 +66,13 @@ class LiveRecorder:
         self.rank = rank
         self._clock, self._watch = clock, watch
         self._lock = threading.Lock()
-        self._closed = threading.Event()
         self._next_look = self._next_status = self._next_save = -math.inf
         self._status = Status(rank=rank)  # of the run that is on, or of the last one
         self._cpu_ns = 0  # CPU time of this run
         self._memory: Memory | None = None  # there is one while a run is on
         with self._guard():
             open_folder(self.folder)
-            self._write_status()
+            write_status(self.folder, self.status)
 
     @property
     def recording(self) -> bool:
@@ -97,22 +96,14 @@ class LiveRecorder:
                 self._look(now)
         return self.recording
 
-    def observe(
-        self,
-        requests: Sequence[str],
-        rows: np.ndarray,
-        positions: np.ndarray,
-        token_ids: np.ndarray,
-        expert_ids: np.ndarray,
-    ) -> None:
-        """Record one forward pass of n real tokens, without padding, rows of idle ranks and rejected draft tokens.
+    def observe(self, requests: Sequence[str], rows: Rows) -> None:
+        """Record one forward pass of real tokens, without padding, rows of idle ranks and rejected draft tokens.
 
-        rows (n,): the place in `requests` of each token's request; positions (n,): its place in that request;
-        token_ids (n,); expert_ids (n, L, K): logical experts by falling weight. Arrays are copied.
+        rows.slots: the place in `requests` of each token's request. Arrays are copied.
         """
         with self._guard():
             if self._memory is not None:
-                self._memory.observe(requests, Rows(rows, positions, token_ids, expert_ids))
+                self._memory.observe(requests, rows)
 
     def finish(self, request: str, prompt_ids: Sequence[int] | np.ndarray, length: int = MOST_POSITION) -> None:
         """End a request, normally or not, after its last pass was observed; its recorded rows are written.
@@ -128,7 +119,6 @@ class LiveRecorder:
 
         Do not call it in a signal handler, since it may wait.
         """
-        self._closed.set()
         with self._guard():
             self._next_look = math.inf
             self._stop("the server ended")
@@ -174,7 +164,7 @@ class LiveRecorder:
         if now >= self._next_status:
             self._next_status = now + STATUS_SECONDS
             with contextlib.suppress(OSError):  # a full disk does not end the run
-                self._write_status()
+                write_status(self.folder, self.status)
 
     def _start(self, control: Control, now: float) -> None:
         """Begin a run; if the server restarted during this run, append to its trace."""
@@ -196,7 +186,8 @@ class LiveRecorder:
 
     def _watch_control(self) -> None:
         """Read the control file while no forward pass does; ends with the run."""
-        while self.recording and not self._closed.wait(2 * LOOK_SECONDS):
+        while self.recording:
+            time.sleep(2 * LOOK_SECONDS)
             self.poll()
 
     def _stop(self, reason: str = "") -> None:
@@ -222,8 +213,5 @@ class LiveRecorder:
         self._status, self._memory = self.status.model_copy(update=update), None
         with contextlib.suppress(OSError, ValueError):
             check_folder(self.folder)  # do not write to a folder that is refused
-            self._write_status()
+            write_status(self.folder, self.status)
         logger.warning("semmoe stopped recording: %s", reason or "it was told to stop")
-
-    def _write_status(self) -> None:
-        write_status(self.folder, self.status.model_copy(update={"updated": round(time.time(), 3)}))
