@@ -130,7 +130,7 @@ class Requests:
 
 
 class RowStore:
-    """Rows of unfinished requests, at most `capacity`; a row that was never in use takes 4 bytes.
+    """Rows of unfinished requests, at most `capacity`; only rows in use take memory.
 
     Rows are stored at any free place; those of a request are found by a scan when it is written.
     """
@@ -142,22 +142,29 @@ class RowStore:
         self._positions = np.empty(capacity, np.int32)
         self._slots = np.empty(capacity, np.int32)
         self._experts = np.empty((capacity, math.prod(self._shape)), expert_dtype(fingerprint))
-        self._unused = np.arange(capacity, dtype=np.int32)[::-1].copy()  # a stack, whose first `free` rows are free
-        self._touched = 0  # rows from here on were never in use
+        self._unused = np.empty(capacity, np.int32)  # a stack of free rows
+        self._num_unused, self._touched = 0, 0  # rows from `_touched` on were never in use, nor on the stack
 
     @property
     def free(self) -> int:
         return self.capacity - self.used
 
     def put(self, rows: Rows) -> None:
-        assert len(rows) <= self.free
-        at = self._unused[self.free - len(rows) : self.free]
+        at = self._take(len(rows))
         self._token_ids[at] = rows.token_ids
         self._positions[at] = rows.positions
         self._slots[at] = rows.slots
         self._experts[at] = rows.expert_ids.reshape(len(rows), self._experts.shape[1])
-        self._touched = max(self._touched, int(at.max(initial=-1)) + 1)
-        self.used += len(rows)
+
+    def _take(self, n: int) -> np.ndarray:
+        """Take n rows from the stack, which grows by rows that were never in use if it has fewer."""
+        assert n <= self.free
+        fresh = max(0, n - self._num_unused)
+        self._unused[self._num_unused : self._num_unused + fresh] = np.arange(self._touched, self._touched + fresh)
+        self._touched += fresh
+        self._num_unused += fresh - n
+        self.used += n
+        return self._unused[self._num_unused : self._num_unused + n]
 
     def pop(self, slots: Sequence[int]) -> list[Rows]:
         """Remove and return the rows of each slot, by position."""
@@ -169,7 +176,8 @@ class RowStore:
         experts = self._experts[at].reshape(-1, *self._shape)
         rows = Rows(self._slots[at], self._positions[at], self._token_ids[at], experts)
         self._slots[at] = REFUSED  # these rows belong to no request
-        self._unused[self.free : self.free + len(at)] = at
+        self._unused[self._num_unused : self._num_unused + len(at)] = at
+        self._num_unused += len(at)
         self.used -= len(at)
         bounds = np.searchsorted(turns[at], np.arange(len(slots) + 1))
         return [rows.where(slice(first, last)) for first, last in itertools.pairwise(bounds)]
