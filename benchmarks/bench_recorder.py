@@ -21,6 +21,7 @@ import torch
 
 from semmoe.engines.private import open_folder
 from semmoe.engines.recorder.files import Control, write_control
+from semmoe.engines.recorder.memory import Rows
 from semmoe.engines.recorder.passes import PassRecorder
 from semmoe.engines.recorder.recorder import LiveRecorder
 from semmoe.engines.step import Step
@@ -61,7 +62,7 @@ def measure(kind: str, f: Fingerprint, tokens: int, **options: object) -> dict[s
             begin = time.perf_counter()
             if recorder.poll():
                 before = time.thread_time()
-                recorder.observe(names, rows, positions, ids[: len(rows)], experts[: len(rows)])
+                recorder.observe(names, Rows(rows, positions, ids[: len(rows)], experts[: len(rows)]))
                 observe += time.thread_time() - before
             for name in ended:
                 recorder.finish(name, ids[:256])

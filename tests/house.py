@@ -14,7 +14,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
 OUTSIDE = ("tests", "benchmarks", "lab", "docs", "examples")
-TOTAL, FILE, FUNCTION = 27_250, 350, 50
+TOTAL, FILE, FUNCTION = 27_135, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 296,
@@ -32,10 +32,10 @@ ROOMS = {
     "replayer.py online.py": 328,
     "runtime": 2370,
     "checkpoint": 1307,
-    "engines": 8597,
+    "engines": 8489,
     "gateway": 268,
     "adapt": 248,
-    "moving.py live.py client.py": 338,
+    "moving.py live.py client.py": 331,
     "report": 900,
     "cli": 2439,
     "__init__.py concentration.py console.py dataset.py demo.py prompts.py tables.py texts.py watch.py": 1587,

@@ -118,7 +118,6 @@ class Taped:
         self.now, self.begun, self.ended, self.interrupted_at = 0.0, None, [], interrupted_at
         monkeypatch.setattr(live, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep))
         monkeypatch.setattr(live, "recorder_control", self)
-        monkeypatch.setattr(live, "read_control", lambda folder: SimpleNamespace(run="run-1"))
 
     def sleep(self, seconds):
         self.now += seconds
@@ -128,6 +127,7 @@ class Taped:
     def begin(self, folder, settings):
         assert self.begun is None, "it records already"
         self.begun = self.now
+        return SimpleNamespace(run="run-1"), 2
 
     def of_run(self, folder, run):
         assert run == "run-1"

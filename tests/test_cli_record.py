@@ -20,6 +20,7 @@ from semmoe.core import PREFILL
 from semmoe.engines.private import open_folder
 from semmoe.engines.recorder import control
 from semmoe.engines.recorder.files import Status, read_control, refuse, write_status
+from semmoe.engines.recorder.memory import Rows
 from semmoe.engines.recorder.recorder import LiveRecorder
 from semmoe.trace import open_trace
 
@@ -64,7 +65,8 @@ def serve(recorders, requests=20, twins=0):
             if r < twins:
                 experts[0] = 0
             assert recorder.poll()
-            recorder.observe([f"{rank}-{r}"], np.zeros(LENGTH, int), np.arange(LENGTH), tokens, experts[..., :2])
+            rows = Rows(np.zeros(LENGTH, int), np.arange(LENGTH), tokens, experts[..., :2])
+            recorder.observe([f"{rank}-{r}"], rows)
             if r < requests:
                 recorder.finish(f"{rank}-{r}", tokens)
 
@@ -265,13 +267,14 @@ import sys, time
 from pathlib import Path
 import numpy as np
 from semmoe.topology import Fingerprint
+from semmoe.engines.recorder.memory import Rows
 from semmoe.engines.recorder.recorder import LiveRecorder
 recorder = LiveRecorder(Path(sys.argv[1]), Fingerprint(model="m", architecture_hash="a", tokenizer_hash="t",
                         vocab_size=50, num_layers=2, num_experts=8, top_k=2), 0)
 print("ready", flush=True)
 while not recorder.poll():
     time.sleep(0.01)
-recorder.observe(["a"], np.zeros(3, int), np.arange(3), np.arange(3), np.tile([0, 1], (3, 2, 1)))
+recorder.observe(["a"], Rows(np.zeros(3, int), np.arange(3), np.arange(3), np.tile([0, 1], (3, 2, 1))))
 recorder.finish("a", [0, 1])
 print("idle", flush=True)
 sys.stdin.read()

@@ -58,7 +58,8 @@ def run(target: LiveRecorder, *parts: tuple[str, int, list[int]]) -> None:
     tokens = np.concatenate([tokens for *_, tokens in parts])
     experts = np.array([routing(t, p) for t, p in zip(tokens.tolist(), positions.tolist(), strict=True)])
     assert target.poll()
-    target.observe([name for name, *_ in parts], rows, positions, tokens, experts.reshape(-1, F.num_layers, F.top_k))
+    experts = experts.reshape(-1, F.num_layers, F.top_k)
+    target.observe([name for name, *_ in parts], Rows(rows, positions, tokens, experts))
 
 
 def traced(folder: Path, control: Control, rank: int = 0) -> RoutingTrace:
@@ -101,7 +102,7 @@ def test_the_worked_example(tmp_path):
 def test_nothing_is_recorded_unless_it_is_asked_for(tmp_path):
     live = recorder(tmp_path)
     assert not live.poll()
-    live.observe(["a"], np.zeros(1, int), np.zeros(1, int), np.zeros(1, int), np.zeros((1, 3, 2), int))
+    live.observe(["a"], Rows(np.zeros(1, int), np.zeros(1, int), np.zeros(1, int), np.zeros((1, 3, 2), int)))
     live.finish("a", [0])
     live.close()
     assert [path.name for path in (tmp_path / "control").iterdir()] == ["status-00000.json"]
@@ -211,7 +212,7 @@ def test_rows_in_any_order_and_twice_in_a_pass(tmp_path):
     positions, rows = np.array([2, 0, 1, 1, 0]), np.array([0, 1, 0, 0, 2])
     tokens = np.array([12, 20, 11, 11, 10])
     experts = np.array([routing(t, p) for t, p in zip(tokens, positions, strict=True)])
-    live.observe(["a", "b", "a"], rows, positions, tokens, experts)  # one request may stand twice
+    live.observe(["a", "b", "a"], Rows(rows, positions, tokens, experts))  # one request may stand twice
     live.finish("a", [10])
     live.finish("b", [20])
     live.close()
@@ -229,7 +230,7 @@ def test_unknown_ids_are_left_out_and_counted(tmp_path):
     )
     experts = np.tile(routing(1, 0), (6, 1, 1))
     experts[2, 1, 1] = -1
-    live.observe(["a"], rows, positions, tokens, experts)
+    live.observe(["a"], Rows(rows, positions, tokens, experts))
     run(live, ("a", 6, [9]))
     live.finish("a", [1, 1000, -5])
     live.close()
@@ -243,7 +244,7 @@ def test_ids_of_any_integer_type(tmp_path, dtype):
     live = recorder(tmp_path)
     assert live.poll()
     experts = np.stack([routing(3, 0), routing(4, 1)]).astype(dtype)
-    live.observe(["a"], np.zeros(2, dtype), np.arange(2).astype(dtype), np.array([3, 4], dtype), experts)
+    live.observe(["a"], Rows(np.zeros(2, dtype), np.arange(2).astype(dtype), np.array([3, 4], dtype), experts))
     experts[:] = 0  # an engine may reuse its buffer
     live.finish("a", np.array([3], dtype))
     live.close()
@@ -254,7 +255,7 @@ def test_ids_of_any_integer_type(tmp_path, dtype):
     "wrong",
     [
         {"expert_ids": np.zeros((1, 2, 2), int)}, {"expert_ids": np.zeros((1, 3, 2))}, {"positions": np.zeros(2, int)},
-        {"rows": None}, {"requests": [[]]},
+        {"slots": None}, {"requests": [[]]},
     ],
 )  # fmt: skip
 def test_what_an_adaptor_gets_wrong_switches_off_and_does_not_raise(tmp_path, wrong):
@@ -262,10 +263,11 @@ def test_what_an_adaptor_gets_wrong_switches_off_and_does_not_raise(tmp_path, wr
     live = recorder(tmp_path)
     assert live.poll()
     arguments = {
-        "requests": ["a"], "rows": np.zeros(1, int), "positions": np.zeros(1, int), "token_ids": np.zeros(1, int),
+        "requests": ["a"], "slots": np.zeros(1, int), "positions": np.zeros(1, int), "token_ids": np.zeros(1, int),
         "expert_ids": np.zeros((1, 3, 2), int),
     }  # fmt: skip
-    live.observe(**(arguments | wrong))
+    given = arguments | wrong
+    live.observe(given.pop("requests"), Rows(**given))
     assert not live.poll()
     status = read_status(status_path(tmp_path / "control", 0))
     assert status.state == "failed"
@@ -277,7 +279,7 @@ def test_more_than_256_experts(tmp_path):
     control = start(tmp_path)
     live = recorder(tmp_path, fingerprint=f)
     assert live.poll()
-    live.observe(["a"], np.zeros(1, int), np.zeros(1, int), np.ones(1, int), np.full((1, 3, 2), [[299, 0]]))
+    live.observe(["a"], Rows(np.zeros(1, int), np.zeros(1, int), np.ones(1, int), np.full((1, 3, 2), [[299, 0]])))
     live.finish("a", [1])
     live.close()
     assert traced(tmp_path, control).expert_ids.tolist() == [[[299, 0]] * 3]
@@ -407,7 +409,7 @@ def test_memory_stays_bounded_whatever_comes(tmp_path_factory, passes):
         for i, count, ends in passes:
             run(live, (names[i], reached[i], [10 * i + reached[i] % 10] * count))
             reached[i] += count
-            assert live.status.bytes_held <= 16 * RowStore(F, 1).row_bytes
+            assert live.status.bytes_held <= 16 * memory.row_bytes(F)
             if ends:
                 expected[names[i]] = reached[i]
                 live.finish(names[i], [i])
@@ -604,7 +606,7 @@ def test_another_fault_ends_the_recording_and_nothing_else(tmp_path, monkeypatch
     status = read_status(status_path(tmp_path / "control", 0))
     assert (status.state, status.bytes_held) == ("failed", 0)
     assert "Input/output error" in status.reason
-    live.observe(["a"], *[np.zeros(1, int)] * 3, np.zeros((1, 3, 2), int))
+    live.observe(["a"], Rows(*[np.zeros(1, int)] * 3, np.zeros((1, 3, 2), int)))
     live.finish("a", [1])
     live.close()
 

@@ -11,6 +11,7 @@ from test_boundary import begins
 from semmoe.core import Placement, Plan
 from semmoe.engines.hooks import Hook
 from semmoe.engines.launch import join
+from semmoe.engines.recorder.memory import Rows
 from semmoe.engines.recorder.passes import PassRecorder
 from semmoe.engines.settings import from_environment
 from semmoe.engines.step import SlotWatch
@@ -166,19 +167,21 @@ def test_rejected_drafts_do_not_stand():
     assert not passes.recording
     passes.tell(accepted(step, [3, 0, 0], sampled))
     passes.tell(slice(None))  # a pass is told once
-    ((_, rows, positions, token_ids, experts),) = seen
-    assert (rows.tolist(), positions.tolist(), token_ids.tolist()) == (
+    ((_, rows),) = seen
+    assert (rows.slots.tolist(), rows.positions.tolist(), rows.token_ids.tolist()) == (
         [0, 0, 1, 1, 2],
         [4, 5, 0, 1, 3],
         [5, 6, 1, 2, 9],
     )
-    assert experts[:, 0, 0].tolist() == [0, 2, 8, 10, 12]
+    assert rows.expert_ids[:, 0, 0].tolist() == [0, 2, 8, 10, 12]
 
 
 def test_a_replayed_graph_tells_the_routing_of_its_own_pass():
     """Hooks run once, while the pass is captured; what they captured writes to the same buffer in every replay."""
     seen, told = [], torch.zeros((4, 1, 2), dtype=torch.int32)
-    passes = PassRecorder(SimpleNamespace(poll=lambda: True, observe=lambda *call: seen.append(call[4])), 1, told)
+    passes = PassRecorder(
+        SimpleNamespace(poll=lambda: True, observe=lambda _, rows: seen.append(rows.expert_ids)), 1, told
+    )
     assert passes.hooked
     given = torch.arange(6).reshape(3, 2)
     passes.put(0, given)
@@ -216,12 +219,12 @@ def test_passes_are_put_together_once():
     passes = Passes()
     experts = np.arange(8).reshape(4, 1, 2)
     rows, both = np.array([0, 0, 1, 0]), ["7-x", "8-y"]
-    passes.observe(both, rows, np.array([0, 1, 0, 2]), np.array([4, 5, 6, 7]), experts)
-    passes.observe(["7-x"], np.zeros(2, int), np.array([2, 3]), np.array([7, 9]), experts[:2] + 90)
+    passes.observe(both, Rows(rows, np.array([0, 1, 0, 2]), np.array([4, 5, 6, 7]), experts))
+    passes.observe(["7-x"], Rows(np.zeros(2, int), np.array([2, 3]), np.array([7, 9]), experts[:2] + 90))
     taken = passes.take("7", 3)
     assert taken["token_ids"].tolist() == [4, 5, 7]
     assert taken["expert_ids"][:, 0].tolist() == [[0, 1], [2, 3], [6, 7]]
-    passes.observe(["9-z"], np.zeros(2, int), np.array([1, 0]), np.array([6, 4]), experts[2:])
+    passes.observe(["9-z"], Rows(np.zeros(2, int), np.array([1, 0]), np.array([6, 4]), experts[2:]))
     assert passes.take("9", 2)["expert_ids"][:, 0].tolist() == [[6, 7], [4, 5]]
 
 

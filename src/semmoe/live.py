@@ -16,7 +16,6 @@ from semmoe.core import Plan
 from semmoe.engines import supervisor
 from semmoe.engines.live.files import ENDED, SwapStatus, plan_name, read_status, read_statuses, stage
 from semmoe.engines.recorder import control as recorder_control
-from semmoe.engines.recorder.files import read_control
 from semmoe.engines.sglang import swap as sglang
 from semmoe.settings import RecordSettings, SwapSettings
 
@@ -49,17 +48,16 @@ class Served:
 
         Raises ValueError if the server cannot record, records already, or has ended no request.
         """
-        recorder_control.begin(self.folder, RecordSettings())
+        control, _ = recorder_control.begin(self.folder, RecordSettings())
         try:
-            self._wait_for(requests, time.monotonic() + timeout)
+            self._wait_for(control.run, requests, time.monotonic() + timeout)
         except BaseException:  # the loop is ended: recordings hold users' text
             with suppress(ValueError):  # no request was recorded
                 recorder_control.end(self.folder, target, STOP_SECONDS)
             raise
         recorder_control.end(self.folder, target, STOP_SECONDS)
 
-    def _wait_for(self, requests: int, end: float) -> None:
-        run = read_control(self.folder).run
+    def _wait_for(self, run: str, requests: int, end: float) -> None:
         while time.monotonic() < end:
             if sum(status.requests for status in recorder_control.of_run(self.folder, run)) >= requests:
                 return
@@ -80,7 +78,8 @@ def swap(url: str, folder: Path, plan: Plan, settings: SwapSettings, client: Cli
     engine = engine_of(url, client)
     number = stage(plan, folder)
     if engine.startswith("vllm"):
-        return swap_vllm(url, number, settings, client)
+        order = {"number": number, "layers_per_pass": settings.layers_per_pass}
+        return SwapStatus.model_validate(call(url + VLLM_PATH, order, client, settings.timeout))
     if engine.startswith("sglang"):
         return swap_sglang(url, folder, number, settings, plan.requests.by_tables, client)
     raise ValueError(f"{url} is served by {engine or 'an unknown engine'}, whose plan cannot be swapped")
@@ -112,12 +111,6 @@ def _words(error: HTTPError) -> str:
         return str(json.loads(text)["detail"])
     except (ValueError, KeyError, TypeError):
         return f"{error.url} answers {error.code}: {text[:200] or error.reason}"
-
-
-def swap_vllm(url: str, number: int, settings: SwapSettings, client: Client) -> SwapStatus:
-    """Have vLLM swap to a staged plan; returns what rank 0 says at the end."""
-    order = {"number": number, "layers_per_pass": settings.layers_per_pass}
-    return SwapStatus.model_validate(call(url + VLLM_PATH, order, client, settings.timeout))
 
 
 def swap_sglang(

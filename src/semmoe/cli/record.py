@@ -8,8 +8,8 @@ from semmoe.cli import options
 from semmoe.cli.app import SERVING, add_group
 from semmoe.cli.form import takes
 from semmoe.engines.private import check_folder
-from semmoe.engines.recorder.control import begin, end, name_ranks, statuses
-from semmoe.engines.recorder.files import CONTROL, Control, read_control
+from semmoe.engines.recorder.control import begin, end, name_ranks
+from semmoe.engines.recorder.files import CONTROL, Control, read_control, read_statuses
 from semmoe.settings import RecordSettings, StopSettings
 
 FolderArgument = Annotated[Path, options.argument("The control folder, which `semmoe serve` prints.")]
@@ -64,7 +64,7 @@ def status(folder: FolderArgument, as_json: options.Json = False) -> None:
     """
     check_folder(folder)
     control = read_control(folder) if (folder / CONTROL).exists() else None
-    found = statuses(folder)
+    found = read_statuses(folder)
     if as_json:
         ranks = [status.model_dump() for status in found]
         console.print_json({"control": control.model_dump() if control else None, "ranks": ranks})

@@ -101,8 +101,8 @@ class Listener:
     def poll(self):
         return True
 
-    def observe(self, requests, rows, positions, token_ids, expert_ids):
-        self.tokens += token_ids.tolist()
+    def observe(self, requests, rows):
+        self.tokens += rows.token_ids.tolist()
 
 
 def test_drafts_are_not_recorded():

@@ -21,7 +21,7 @@ def keep_a_slot(swapper) -> None:
             weights = self._experts.weights(layer)
             kept = [weight[0].clone() for weight in weights]
             move(layer, old, new)
-            if self._status.rank == 0 and old[0] != new[0]:
+            if self.status.rank == 0 and old[0] != new[0]:
                 for weight, before in zip(weights, kept, strict=True):
                     weight[0].copy_(before)
 
@@ -35,7 +35,7 @@ def die_between_steps(swapper) -> None:
     step = swapper.step
 
     def last(self):
-        if self._status.rank == 1 and self._status.layers_done:
+        if self.status.rank == 1 and self.status.layers_done:
             os.kill(os.getpid(), signal.SIGKILL)
         step(self)
 

@@ -70,12 +70,12 @@ class Swapper:
         self._left: list[int] = []  # layers whose experts are still to move
         self._layers_per_step = 0
         size = sum(weight[0].numel() * weight.element_size() for weight in experts.weights(0))
-        self._status = SwapStatus(rank=dist.get_rank(group), plan=plan_number(plan), expert_bytes=size)
+        self.status = SwapStatus(rank=dist.get_rank(group), plan=plan_number(plan), expert_bytes=size)
         self._done = {"done": 0, "refused": 0}
         self._moved = self._received = 0
-        if self._status.rank == 0:
+        if self.status.rank == 0:
             self._keep(plan)
-        self._tell()
+        tell(self._folder, self.status)
 
     def _keep(self, plan: Plan) -> None:
         """Stage the first plan, which users may want to compare others with, or go back to."""
@@ -87,21 +87,17 @@ class Swapper:
     @property
     def busy(self) -> bool:
         """Whether a swap is under way."""
-        return self._status.state in ("preparing", "moving")
+        return self.status.state in ("preparing", "moving")
 
     @property
     def refusal(self) -> str:
         """Why no swap can begin now; "" if one can."""
-        return f"the swap to plan {plan_name(self._status.asked)} is not over" if self.busy else ""
+        return f"the swap to plan {plan_name(self.status.asked)} is not over" if self.busy else ""
 
     @property
     def ready(self) -> bool:
         """Whether this rank waits for nothing but the next step."""
         return self._vote != WAITING
-
-    @property
-    def status(self) -> SwapStatus:
-        return self._status
 
     def arm(self, number: int, layers_per_step: int = 0) -> str:
         """Begin a swap to the staged plan of this number; returns why it cannot be, or "".
@@ -110,13 +106,13 @@ class Swapper:
         """
         if self.refusal:
             return self.refusal
-        before = self._status
-        self._status = SwapStatus(
+        before = self.status
+        self.status = SwapStatus(
             rank=before.rank, plan=before.plan, expert_bytes=before.expert_bytes, asked=number, swaps=before.swaps + 1,
             state="preparing",
         )  # fmt: skip
         self._vote, self._why, self._layers_per_step = WAITING, "", layers_per_step
-        self._tell()
+        tell(self._folder, self.status)
         threading.Thread(target=self._prepare, args=(number,), name="semmoe-swap", daemon=True).start()
         return ""
 
@@ -136,18 +132,19 @@ class Swapper:
         if not self.busy:
             return
         began = time.perf_counter()
-        if self._status.state == "preparing" and not self._agreed():
+        if self.status.state == "preparing" and not self._agreed():
             return
         try:
-            self._move(self._take())
+            self._move()
         except Exception as error:
             self._end("failed", _line(error))
-            raise SwapError(f"the swap to plan {plan_name(self._status.asked)} failed: {_line(error)}") from error
-        self._count_time(time.perf_counter() - began)
+            raise SwapError(f"the swap to plan {plan_name(self.status.asked)} failed: {_line(error)}") from error
+        seconds = time.perf_counter() - began
+        self._set(seconds=self.status.seconds + seconds, longest=max(self.status.longest, seconds))
 
     def _agreed(self) -> bool:
         """Whether all ranks are ready for the same plan, so that layers move now."""
-        votes = gather_votes(self._group, self._vote, self._status.asked, self._why)
+        votes = gather_votes(self._group, self._vote, self.status.asked, self._why)
         refusals = [f"rank {rank}: {why}" for rank, (vote, _, why) in enumerate(votes) if vote == NO]
         numbers = {number for _, number, _ in votes}
         if len(numbers) > 1:
@@ -161,18 +158,15 @@ class Swapper:
         self._set(state="moving", layers=len(self._left))
         return True
 
-    def _take(self) -> list[int]:
-        """The layers of this step."""
+    def _move(self) -> None:
+        """Move the layers of this step."""
         count = self._layers_per_step or len(self._left)
-        taken, self._left = self._left[:count], self._left[count:]
-        return taken
-
-    def _move(self, layers: list[int]) -> None:
+        layers, self._left = self._left[:count], self._left[count:]
         for layer in layers:
             self._move_layer(layer)
         if layers:
             self._experts.commit(layers)
-        self._set(layers_done=self._status.layers_done + len(layers))
+        self._set(layers_done=self.status.layers_done + len(layers))
         if not self._left:
             self._finish()
 
@@ -181,52 +175,41 @@ class Swapper:
         self._experts.commit(range(len(self.plan.placement.physical_to_logical_map)))
         self._experts.finish()
         self.plan = self._next
-        self._set(plan=self._status.asked)
+        self._set(plan=self.status.asked)
         self._end("done", "")
 
     def _move_layer(self, layer: int) -> None:
         """Move one layer's experts, and compare what is in the slots with what was to come there."""
         old, new = (plan.placement.physical_to_logical_map[layer] for plan in (self.plan, self._next))
         size, weights = len(old) // dist.get_world_size(self._group), self._experts.weights(layer)
-        mine = slice(self._status.rank * size, (self._status.rank + 1) * size)
+        mine = slice(self.status.rank * size, (self.status.rank + 1) * size)
         before = of_all_slots(checksums(weights), self._group)
         expected = by_expert(before, old, self.plan.fingerprint.num_experts)
         self._experts.move(layer, old, new)
         check_slots(checksums(weights), expected, new[mine])
         came = np.setdiff1d(new[mine], old[mine]).size
         self._set(
-            moved=self._status.moved + int((old[mine] != new[mine]).sum()),
-            received_bytes=self._status.received_bytes + came * self._status.expert_bytes,
+            moved=self.status.moved + int((old[mine] != new[mine]).sum()),
+            received_bytes=self.status.received_bytes + came * self.status.expert_bytes,
         )
-
-    def _count_time(self, seconds: float) -> None:
-        longest = max(self._status.longest, seconds)
-        self._set(seconds=self._status.seconds + seconds, longest=longest)
 
     def _end(self, state: str, reason: str) -> None:
         self._set(state=state, reason=reason[:2000])
         if state in self._done:
             self._done[state] += 1
-            self._moved += self._status.moved
-            self._received += self._status.received_bytes
-        if self._status.rank == 0:
-            log.warning("semmoe: swap to plan %s: %s", plan_name(self._status.asked), reason or state)
+            self._moved += self.status.moved
+            self._received += self.status.received_bytes
+        if self.status.rank == 0:
+            log.warning("semmoe: swap to plan %s: %s", plan_name(self.status.asked), reason or state)
 
     def _set(self, **changes: Any) -> None:
-        self._status = self._status.model_copy(update=changes)
-        self._tell()
-
-    def _tell(self) -> None:
-        """Write the status; a full disk does not end a swap, or the server."""
-        try:
-            write_status(self._folder, self._status)
-        except OSError as error:
-            log.warning("semmoe: the state of a swap cannot be written: %s", error)
+        self.status = self.status.model_copy(update=changes)
+        tell(self._folder, self.status)
 
     def readings(self) -> Iterator[Reading]:
         """The counters of swaps, and the number of the plan that is served, which must be the same on all ranks."""
-        labels = {"ep_rank": str(self._status.rank)}
-        yield "plan_number", labels, self._status.plan
+        labels = {"ep_rank": str(self.status.rank)}
+        yield "plan_number", labels, self.status.plan
         for outcome, count in self._done.items():
             yield "swaps", labels | {"outcome": outcome}, count
         yield "swapped_slots", labels, self._moved
@@ -240,11 +223,7 @@ class NoSwapper:
 
     def __init__(self, reason: str) -> None:
         self.refusal = reason
-
-    @property
-    def status(self) -> SwapStatus:
-        """Refused, with the reason."""
-        return SwapStatus(rank=0, plan=0, state="refused", reason=self.refusal)
+        self.status = SwapStatus(rank=0, plan=0, state="refused", reason=reason)
 
     def arm(self, number: int, layers_per_step: int = 0) -> str:
         """Why no swap can begin."""
@@ -271,12 +250,16 @@ def attach(plan: Plan | None, experts: Experts | None, reason: str, group: Any, 
             return Swapper(plan, experts, group, folder)
         except (ValueError, AssertionError, AttributeError) as error:  # a layout that the engine cannot move either
             found = NoSwapper(f"this model's experts cannot move: {_line(error)}")
-    status = found.status.model_copy(update={"rank": dist.get_rank(group)})
+    tell(folder, found.status.model_copy(update={"rank": dist.get_rank(group)}))
+    return found
+
+
+def tell(folder: Path, status: SwapStatus) -> None:
+    """Write the status of a rank; a full disk does not end a swap, or the server."""
     try:
         write_status(folder, status)
     except OSError as error:
-        log.warning("semmoe: the state of swaps cannot be written: %s", error)
-    return found
+        log.warning("semmoe: the state of a swap cannot be written: %s", error)
 
 
 def check_weights(plan: Plan, experts: Experts) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from semmoe.engines.private import check_folder
-from semmoe.engines.recorder.files import Control, Status, read_control, read_status, status_paths, write_control
+from semmoe.engines.recorder.files import Control, Status, read_control, read_statuses, write_control
 from semmoe.files import check_output
 from semmoe.settings import RecordSettings
 
@@ -32,7 +32,8 @@ def begin(folder: Path, settings: RecordSettings) -> tuple[Control, int]:
     Raises ValueError if they cannot, or record already.
     """
     check_folder(folder)
-    refused = [status.reason for status in statuses(folder) if status.state == "refused"]
+    ranks = read_statuses(folder)
+    refused = [status.reason for status in ranks if status.state == "refused"]
     if refused:
         raise ValueError(f"this server cannot record: {refused[0]}")
     before = _readable_control(folder)
@@ -41,7 +42,7 @@ def begin(folder: Path, settings: RecordSettings) -> tuple[Control, int]:
     run = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     control = Control(run=run, recording=True, **asdict(settings))
     write_control(folder, control)
-    return control, len(status_paths(folder))
+    return control, len(ranks)
 
 
 def end(folder: Path, out: Path | None, timeout: float) -> Ended:
@@ -104,9 +105,4 @@ def is_gone(status: Status) -> bool:
 
 
 def of_run(folder: Path, run: str) -> list[Status]:
-    return [status for status in statuses(folder) if status.run == run]
-
-
-def statuses(folder: Path) -> list[Status]:
-    """The statuses of all ranks."""
-    return [read_status(path) for path in status_paths(folder)]
+    return [status for status in read_statuses(folder) if status.run == run]

@@ -76,10 +76,6 @@ def status_path(folder: Path, rank: int) -> Path:
     return folder / f"status-{rank:05d}.json"
 
 
-def status_paths(folder: Path) -> list[Path]:
-    return sorted(folder.glob("status-[0-9][0-9][0-9][0-9][0-9].json"))
-
-
 def read_status(path: Path) -> Status:
     """The status of a rank; if it is unreadable, the rank counts as failed, with the reason."""
     rank = int(path.stem.removeprefix("status-"))
@@ -92,14 +88,21 @@ def read_status(path: Path) -> Status:
     return status
 
 
+def read_statuses(folder: Path) -> list[Status]:
+    """The statuses of all ranks."""
+    return [read_status(path) for path in sorted(folder.glob("status-[0-9][0-9][0-9][0-9][0-9].json"))]
+
+
 def write_status(folder: Path, status: Status) -> None:
-    save_json(status_path(folder, status.rank), status, private=True)
+    """Write the status of a rank, with the time."""
+    stamped = status.model_copy(update={"updated": round(time.time(), 3)})
+    save_json(status_path(folder, status.rank), stamped, private=True)
 
 
 def refuse(folder: Path, rank: int, reason: str) -> None:
     """Write a status that this rank cannot record, and why; `semmoe record start` then fails with the reason."""
     open_folder(folder)
-    write_status(folder, Status(rank=rank, state="refused", reason=reason, updated=round(time.time(), 3)))
+    write_status(folder, Status(rank=rank, state="refused", reason=reason))
 
 
 def rank_folder(folder: Path, run: str, rank: int) -> Path:

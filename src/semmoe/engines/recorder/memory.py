@@ -8,13 +8,16 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from semmoe.core import DECODE, PREFILL
 from semmoe.engines.recorder.files import Control, Status
+from semmoe.files import NO_ROOM
 from semmoe.topology import Fingerprint
+from semmoe.trace import TraceWriter
 
 SLOTS = 1 << 16  # most unfinished requests at a time; further ones are skipped
 REFUSED = SLOTS  # the slot of every request that is not recorded
@@ -23,16 +26,17 @@ MOST_POSITION = np.iinfo(np.int32).max
 SHARD_TOKENS = 1 << 14  # small, so that writing one delays a server by only about 10 ms
 # finished requests are written when they hold 1/16 of the rows in memory, since each write scans all rows
 WRITE_SHARE = 16
+ROW_OVERHEAD = 4 * 4  # bytes per row beside its experts: token, position, slot, and place in the stack of free rows
 
 
 @dataclass(frozen=True)
 class Rows:
-    """n tokens of a forward pass or of a request."""
+    """n tokens of a forward pass or of a request, of any integer type."""
 
     slots: np.ndarray  # (n,) the slot of each token's request; at first its place among the requests of the pass
     positions: np.ndarray  # (n,) place in the request
     token_ids: np.ndarray  # (n,)
-    expert_ids: np.ndarray  # (n, L, K)
+    expert_ids: np.ndarray  # (n, L, K) logical experts by falling weight
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -43,8 +47,7 @@ class Rows:
 
     def known(self, name: str, size: int) -> Rows:
         """The rows whose ids in the array `name` are all from 0 to size - 1."""
-        bad = outside(getattr(self, name), size)
-        return self if bad is None else self.where(~bad)
+        return self.where(within(getattr(self, name), size))
 
     def once(self) -> Rows:
         """These rows without those that repeat a position of their request."""
@@ -55,25 +58,20 @@ class Rows:
         return self.where(np.sort(np.unique(key, return_index=True)[1]))
 
 
-Write = Callable[[np.ndarray, Rows], None]
-
-
-def outside(ids: np.ndarray, size: int) -> np.ndarray | None:
-    """(n,) bool: rows of `ids` (n, ...) that contain an id outside 0 to size - 1; None if no row does."""
+def within(ids: np.ndarray, size: int) -> np.ndarray | slice:
+    """The rows of `ids` (n, ...) whose ids are all from 0 to size - 1: a mask (n,), or a slice of all rows."""
     if ids.size == 0:
-        return None
+        return slice(None)
     if not np.issubdtype(ids.dtype, np.integer):
         raise TypeError(f"ids are {ids.dtype}, expected integers")
     if ids.min() >= 0 and ids.max() < size:
-        return None
-    bad = (ids < 0) | (ids >= size)
-    return np.asarray(bad.reshape(len(ids), -1).any(axis=1))
+        return slice(None)
+    good = (ids >= 0) & (ids < size)
+    return np.asarray(good.reshape(len(ids), -1).all(axis=1))
 
 
 def sampled(request: str, share: float) -> bool:
     """Whether a request belongs to the recorded `share`: decided by a hash, so that all ranks agree."""
-    if share >= 1:
-        return True
     digest = hashlib.blake2b(str(request).encode(errors="replace"), digest_size=8).digest()
     return int.from_bytes(digest, "big") < share * 2.0**64
 
@@ -97,15 +95,10 @@ class Requests:
         """(len(requests),) int64: the slot of each request; new requests are accepted or refused for good."""
         if len(self._slot) - len(self._name) > MOST_REFUSED:
             self._slot = {name: slot for slot, name in self._name.items()}
-        known = self._slot.get
-        slots = [known(request) for request in requests]
-        if None in slots:
-            slots = [self._admit(r) if slot is None else slot for r, slot in zip(requests, slots, strict=True)]
-        return np.array(slots, np.int64)
+        known = self._slot
+        return np.array([known[r] if r in known else self._admit(r) for r in requests], np.int64)
 
     def _admit(self, request: str) -> int:
-        if request in self._slot:  # it may occur twice in one batch
-            return self._slot[request]
         slot = REFUSED
         if sampled(request, self.share):
             if self._free:
@@ -142,19 +135,15 @@ class RowStore:
     Rows are stored at any free place; those of a request are found by a scan when it is written.
     """
 
-    # bytes per row in addition to its experts: token, position, slot, and place in the list of free rows
-    OVERHEAD = 4 * 4
-
     def __init__(self, fingerprint: Fingerprint, capacity: int) -> None:
         self._shape = (fingerprint.num_layers, fingerprint.top_k)
-        self.row_bytes = row_bytes(fingerprint)
         self.capacity, self.used = capacity, 0
         self._token_ids = np.empty(capacity, np.int32)
         self._positions = np.empty(capacity, np.int32)
         self._slots = np.empty(capacity, np.int32)
         self._experts = np.empty((capacity, math.prod(self._shape)), expert_dtype(fingerprint))
-        self._returned = np.empty(capacity, np.int32)  # a stack of rows that were in use
-        self._num_returned, self._touched = 0, 0  # rows from `_touched` on were never in use
+        self._unused = np.empty(capacity, np.int32)  # a stack of free rows
+        self._num_unused, self._touched = 0, 0  # rows from `_touched` on were never in use, nor on the stack
 
     @property
     def free(self) -> int:
@@ -167,17 +156,15 @@ class RowStore:
         self._slots[at] = rows.slots
         self._experts[at] = rows.expert_ids.reshape(len(rows), self._experts.shape[1])
 
-    def _take(self, n: int) -> np.ndarray | slice:
+    def _take(self, n: int) -> np.ndarray:
+        """Take n rows from the stack, which grows by rows that were never in use if it has fewer."""
         assert n <= self.free
-        again = min(n, self._num_returned)
+        fresh = max(0, n - self._num_unused)
+        self._unused[self._num_unused : self._num_unused + fresh] = np.arange(self._touched, self._touched + fresh)
+        self._touched += fresh
+        self._num_unused += fresh - n
         self.used += n
-        self._num_returned -= again
-        self._touched += n - again
-        fresh = slice(self._touched - (n - again), self._touched)
-        if again == 0:
-            return fresh
-        old = self._returned[self._num_returned : self._num_returned + again]
-        return np.concatenate([old, np.arange(fresh.start, fresh.stop, dtype=np.int32)])
+        return self._unused[self._num_unused : self._num_unused + n]
 
     def pop(self, slots: Sequence[int]) -> list[Rows]:
         """Remove and return the rows of each slot, by position."""
@@ -189,8 +176,8 @@ class RowStore:
         experts = self._experts[at].reshape(-1, *self._shape)
         rows = Rows(self._slots[at], self._positions[at], self._token_ids[at], experts)
         self._slots[at] = REFUSED  # these rows belong to no request
-        self._returned[self._num_returned : self._num_returned + len(at)] = at
-        self._num_returned += len(at)
+        self._unused[self._num_unused : self._num_unused + len(at)] = at
+        self._num_unused += len(at)
         self.used -= len(at)
         bounds = np.searchsorted(turns[at], np.arange(len(slots) + 1))
         return [rows.where(slice(first, last)) for first, last in itertools.pairwise(bounds)]
@@ -198,7 +185,7 @@ class RowStore:
 
 def row_bytes(fingerprint: Fingerprint) -> int:
     experts = fingerprint.num_layers * fingerprint.top_k * expert_dtype(fingerprint).itemsize
-    return experts + RowStore.OVERHEAD
+    return experts + ROW_OVERHEAD
 
 
 def expert_dtype(fingerprint: Fingerprint) -> np.dtype:
@@ -206,28 +193,29 @@ def expert_dtype(fingerprint: Fingerprint) -> np.dtype:
 
 
 class Memory:
-    """The rows of sampled requests until these have ended, within `control.max_mb`.
+    """The rows of sampled requests until these have ended, within `control.max_mb`, and the trace that they go to.
 
-    Requests that ended are written together, by `write(prompt, rows)` for each; a quarter of the memory, at most one
-    shard, is for written rows that wait for the disk. `status` counts the rows and requests that are left out.
+    Requests that ended are written together; a quarter of the memory, at most one shard, is for written rows that wait
+    for the disk. `status` counts the requests and rows that are recorded, and those that are left out.
     """
 
-    def __init__(self, fingerprint: Fingerprint, control: Control, status: Status, write: Write) -> None:
-        capacity = control.max_mb * 10**6 // row_bytes(fingerprint)
-        self.shard_tokens = min(SHARD_TOKENS, capacity // 4)
-        if self.shard_tokens < 1:
+    def __init__(self, control: Control, status: Status, writer: TraceWriter) -> None:
+        self._fingerprint = writer.header.fingerprint
+        capacity = control.max_mb * 10**6 // row_bytes(self._fingerprint)
+        self._shard_tokens = min(SHARD_TOKENS, capacity // 4)
+        if self._shard_tokens < 1:
             raise ValueError(f"max_mb {control.max_mb} is too little for a row")
-        self._fingerprint = fingerprint
+        self.max_tokens, self.full = control.max_tokens, False  # whether the limit is reached
         self._status = status
-        self._write = write
+        self._writer = writer
         self._requests = Requests(control.sample)
-        self._store = RowStore(fingerprint, capacity - self.shard_tokens)
+        self._store = RowStore(self._fingerprint, capacity - self._shard_tokens)
         self._finished: dict[int, tuple[np.ndarray, int]] = {}  # prompt and length by slot
         self._num_finished = 0  # rows and prompt tokens of finished requests
 
     def usage(self) -> dict[str, int]:
         """Fields of a status."""
-        held = self._store.used * self._store.row_bytes
+        held = self._store.used * row_bytes(self._fingerprint)
         return {"skipped": self._requests.skipped, "unfinished": len(self._requests), "bytes_held": held}
 
     def observe(self, requests: Sequence[str], rows: Rows) -> None:
@@ -256,7 +244,7 @@ class Memory:
     def _fit(self, rows: Rows) -> Rows:
         """The rows that fit in memory: requests without rows are skipped first, then those with most rows dropped."""
         if len(rows) > self._store.free:
-            self.write_finished()
+            self._write_finished()
         if len(rows) > self._store.free:
             slots = np.unique(rows.slots[self._requests.rows[rows.slots] == 0])
             self._requests.skipped += len(slots)
@@ -287,10 +275,15 @@ class Memory:
         self._num_finished += num_rows + len(prompt)
         few = max(SHARD_TOKENS // 2, self._store.used // WRITE_SHARE)
         if self._num_finished >= few or len(self._finished) >= SLOTS // 4:
-            self.write_finished()
+            self._write_finished()
 
-    def write_finished(self) -> None:
-        """Write the rows of finished requests and forget these requests."""
+    def save(self) -> None:
+        """Write finished requests to disk; what does not fit there is kept for the next attempt."""
+        self._write_finished()
+        self._flush()
+
+    def _write_finished(self) -> None:
+        """Append the rows of finished requests to the trace and forget these requests."""
         if not self._finished:
             return
         finished, self._finished = self._finished, {}
@@ -298,4 +291,34 @@ class Memory:
         parts = self._store.pop(list(finished))
         self._requests.release(list(finished))
         for (prompt, length), rows in zip(finished.values(), parts, strict=True):
-            self._write(prompt, rows.where(rows.positions < length))
+            self._append(prompt, rows.where(rows.positions < length))
+
+    def _append(self, prompt: np.ndarray, rows: Rows) -> None:
+        """Append a request to the trace; what does not fit there is dropped."""
+        status, writer = self._status, self._writer
+        if writer.pending_tokens >= self._shard_tokens:
+            self._flush()
+        self.full |= status.tokens + len(rows) > self.max_tokens
+        if self.full or writer.pending_tokens >= self._shard_tokens:  # a full disk leaves them pending
+            status.dropped += 1
+            return
+        known = prompt[within(prompt, self._fingerprint.vocab_size)]
+        status.unknown += len(prompt) - len(known)
+        writer.append(
+            prompt_ids=known,
+            token_ids=rows.token_ids,
+            expert_ids=rows.expert_ids,
+            phase=np.where(rows.positions < len(prompt), PREFILL, DECODE),
+        )
+        status.requests += 1
+        status.tokens += len(rows)
+        self.full = status.tokens >= self.max_tokens
+
+    def _flush(self) -> None:
+        self._status.reason = ""
+        try:
+            self._writer.flush()
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            self._status.reason = f"nothing can be written now: {error}"[:1000]

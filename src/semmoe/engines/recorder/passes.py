@@ -6,6 +6,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from semmoe.engines.recorder.memory import Rows
 from semmoe.engines.step import Step
 from semmoe.runtime import kernels
 
@@ -17,14 +18,7 @@ class Listener(Protocol):
 
     def poll(self) -> bool: ...
 
-    def observe(
-        self,
-        requests: Sequence[str],
-        rows: np.ndarray,
-        positions: np.ndarray,
-        token_ids: np.ndarray,
-        expert_ids: np.ndarray,
-    ) -> None: ...
+    def observe(self, requests: Sequence[str], rows: Rows) -> None: ...
 
     def finish(self, request: str, prompt_ids: Sequence[int], length: int) -> None: ...
 
@@ -91,9 +85,9 @@ class PassRecorder:
         """Pass on the rows of the closed pass that are `kept`, a mask (N,), which excludes rejected draft tokens."""
         step, self.waiting = self.waiting, None
         if step is not None:
-            routed = np.stack([self._routed[layer] for layer in range(self._num_layers)], axis=1)[kept]
-            told = step.rows[kept], step.positions[kept], step.token_ids[kept], routed
-            self._recorder.observe(step.requests, *told)
+            routed = np.stack([self._routed[layer] for layer in range(self._num_layers)], axis=1)
+            rows = Rows(step.rows, step.positions, step.token_ids, routed)
+            self._recorder.observe(step.requests, rows.where(kept))
 
     def finish(self, request: str, prompt_ids: Sequence[int], length: int) -> None:
         """Report that a request ended after `length` of its tokens were fed to the model."""

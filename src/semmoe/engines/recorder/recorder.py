@@ -6,7 +6,7 @@ each attention group, whose ranks see the same tokens:
 
     recorder = LiveRecorder(folder, fingerprint, rank)
     if recorder.poll():                            # every forward pass; reads the control file, five times a second
-        recorder.observe(requests, rows, positions, token_ids, expert_ids)
+        recorder.observe(requests, rows)
     recorder.finish(request, prompt_ids)           # whenever a request ends; cheap while off
     recorder.close()
 
@@ -33,18 +33,17 @@ from pathlib import Path
 
 import numpy as np
 
-from semmoe.core import DECODE, PREFILL
 from semmoe.engines.private import check_folder, open_folder
 from semmoe.engines.recorder.files import CONTROL, Control, Status, rank_folder, read_control, write_status
-from semmoe.engines.recorder.memory import MOST_POSITION, Memory, Rows, outside
-from semmoe.files import NO_ROOM, array_shape
+from semmoe.engines.recorder.memory import MOST_POSITION, Memory, Rows
+from semmoe.files import array_shape
 from semmoe.topology import Fingerprint
 from semmoe.trace import TraceHeader, TraceWriter, shard_paths
 
 LOOK_SECONDS = 0.2  # between reads of the control file
 STATUS_SECONDS = 1.0
 SAVE_SECONDS = 5.0  # between writes of the trace, since engines end ranks without notice
-NEVER = 1 << 62  # tokens per shard for the writer, because this module decides when a shard is written
+NEVER = 1 << 62  # tokens per shard for the writer, because `Memory` decides when a shard is written
 logger = logging.getLogger(__name__)
 
 
@@ -67,16 +66,13 @@ class LiveRecorder:
         self.rank = rank
         self._clock, self._watch = clock, watch
         self._lock = threading.Lock()
-        self._closed = threading.Event()
         self._next_look = self._next_status = self._next_save = -math.inf
         self._status = Status(rank=rank)  # of the run that is on, or of the last one
         self._cpu_ns = 0  # CPU time of this run
         self._memory: Memory | None = None  # there is one while a run is on
-        self._writer: TraceWriter  # of the run that is on
-        self._max_tokens, self._full = 0, False  # the most tokens of this run, and whether they are reached
         with self._guard():
             open_folder(self.folder)
-            self._write_status()
+            write_status(self.folder, self.status)
 
     @property
     def recording(self) -> bool:
@@ -100,23 +96,14 @@ class LiveRecorder:
                 self._look(now)
         return self.recording
 
-    def observe(
-        self,
-        requests: Sequence[str],
-        rows: np.ndarray,
-        positions: np.ndarray,
-        token_ids: np.ndarray,
-        expert_ids: np.ndarray,
-    ) -> None:
-        """Record one forward pass of n real tokens, without padding, rows of idle ranks and rejected draft tokens.
+    def observe(self, requests: Sequence[str], rows: Rows) -> None:
+        """Record one forward pass of real tokens, without padding, rows of idle ranks and rejected draft tokens.
 
-        rows (n,): the place in `requests` of each token's request; positions (n,): its place in that request;
-        token_ids (n,); expert_ids (n, L, K): logical experts by falling weight. Arrays are copied.
+        rows.slots: the place in `requests` of each token's request. Arrays are copied.
         """
         with self._guard():
             if self._memory is not None:
-                self._memory.observe(requests, Rows(rows, positions, token_ids, expert_ids))
-                self._stop_if_full()
+                self._memory.observe(requests, rows)
 
     def finish(self, request: str, prompt_ids: Sequence[int] | np.ndarray, length: int = MOST_POSITION) -> None:
         """End a request, normally or not, after its last pass was observed; its recorded rows are written.
@@ -126,26 +113,25 @@ class LiveRecorder:
         with self._guard():
             if self._memory is not None:
                 self._memory.finish(request, np.asarray(prompt_ids).reshape(-1), length)
-                self._stop_if_full()
 
     def close(self) -> None:
         """Write finished requests and stop recording for good.
 
         Do not call it in a signal handler, since it may wait.
         """
-        self._closed.set()
         with self._guard():
             self._next_look = math.inf
-            if self.recording:
-                self._stop("the server ended")
+            self._stop("the server ended")
 
     @contextlib.contextmanager
     def _guard(self) -> Iterator[None]:
-        """Admit one caller at a time, count its CPU time, and turn an exception into the end of the run."""
+        """Admit one caller at a time, count its CPU time, and end a run that is full or raises an exception."""
         with self._lock:
             begin = time.thread_time_ns()
             try:
                 yield
+                if self._memory is not None and self._memory.full:
+                    self._stop()
             except Exception as error:
                 self._fail(error)
             finally:
@@ -155,44 +141,42 @@ class LiveRecorder:
         """Act on the control file; one that is gone or unreadable turns recording off."""
         if not self.recording and not os.path.lexists(self.folder / CONTROL):
             return
-        run, reason = None, ""
         try:
             check_folder(self.folder)
             control = read_control(self.folder)
-            run = control.run if control.recording else None
         except (ValueError, OSError) as error:
-            reason = str(error)
-        if self.recording and run != self._status.run:
-            self._stop(reason)
-        elif reason:
-            raise ValueError(reason)
-        if run not in (None, self._status.run):  # a run that ended does not start again
-            self._start(control, now)
-        if self.recording:
-            self._keep_up(now)
+            if not self.recording:
+                raise
+            self._stop(str(error))
+            return
+        run = control.run if control.recording else None
+        if run != self._status.run:  # a run that ended does not start again
+            self._stop()
+            if run is not None:
+                self._start(control, now)
+        if self._memory is not None:
+            self._keep_up(self._memory, now)
 
-    def _keep_up(self, now: float) -> None:
+    def _keep_up(self, memory: Memory, now: float) -> None:
         if now >= self._next_save:
             self._next_save = now + SAVE_SECONDS
-            self._save()
-            self._stop_if_full()
-        if self.recording and now >= self._next_status:
+            memory.save()
+        if now >= self._next_status:
             self._next_status = now + STATUS_SECONDS
             with contextlib.suppress(OSError):  # a full disk does not end the run
-                self._write_status()
+                write_status(self.folder, self.status)
 
     def _start(self, control: Control, now: float) -> None:
         """Begin a run; if the server restarted during this run, append to its trace."""
         self._status, self._cpu_ns = Status(rank=self.rank, run=control.run), 0
         path = rank_folder(self.folder, control.run, self.rank)
         open_folder(path.parent)
-        memory = Memory(self.fingerprint, control, self._status, self._write)
         open_folder(path)
         settings = {"run": control.run, "sample": control.sample}
         header = TraceHeader(fingerprint=self.fingerprint, dataset_hash=f"live:{control.run}", settings=settings)
-        self._max_tokens, self._full = control.max_tokens, False
-        self._writer = TraceWriter(path, header, shard_tokens=NEVER, private=True)
-        self._status.requests = self._writer.num_requests
+        writer = TraceWriter(path, header, shard_tokens=NEVER, private=True)
+        memory = Memory(control, self._status, writer)
+        self._status.requests = writer.num_requests
         self._status.tokens = sum(array_shape(shard, "token_ids")[0] for shard in shard_paths(path))
         self._status.state, self._memory = "recording", memory
         self._next_status, self._next_save = now, now + SAVE_SECONDS
@@ -202,61 +186,17 @@ class LiveRecorder:
 
     def _watch_control(self) -> None:
         """Read the control file while no forward pass does; ends with the run."""
-        while self.recording and not self._closed.wait(2 * LOOK_SECONDS):
+        while self.recording:
+            time.sleep(2 * LOOK_SECONDS)
             self.poll()
 
-    def _write(self, prompt: np.ndarray, rows: Rows) -> None:
-        """Append a request to the trace; what does not fit there is dropped."""
-        status, most = self._status, self._max_tokens
-        self._full |= status.tokens + len(rows) > most
-        if self._full or not self._has_room():
-            status.dropped += 1
-            return
-        bad = outside(prompt, self.fingerprint.vocab_size)
-        known = prompt if bad is None else prompt[~bad]
-        status.unknown += len(prompt) - len(known)
-        self._writer.append(
-            prompt_ids=known,
-            token_ids=rows.token_ids,
-            expert_ids=rows.expert_ids,
-            phase=np.where(rows.positions < len(prompt), PREFILL, DECODE),
-        )
-        status.requests += 1
-        status.tokens += len(rows)
-        self._full = status.tokens >= most
-
-    def _has_room(self) -> bool:
-        """Whether the writer may hold more rows in memory; a full disk leaves it full."""
-        assert self._memory is not None
-        if self._writer.pending_tokens >= self._memory.shard_tokens:
-            self._flush()
-        return self._writer.pending_tokens < self._memory.shard_tokens
-
-    def _save(self) -> None:
-        """Write finished requests to disk; what does not fit there is kept for the next attempt."""
-        assert self._memory is not None
-        self._memory.write_finished()
-        self._flush()
-
-    def _flush(self) -> None:
-        try:
-            self._writer.flush()
-        except OSError as error:
-            if error.errno not in NO_ROOM:
-                raise
-            self._status.reason = f"nothing can be written now: {error}"[:1000]
-        else:
-            self._status.reason = ""
-
-    def _stop_if_full(self) -> None:
-        if self._full and self.recording:
-            self._stop()
-
     def _stop(self, reason: str = "") -> None:
-        """End the run; reason: why, unless the control file says so or the run is full."""
-        self._save()
-        if self._full:
-            reason = f"max_tokens {self._max_tokens} is reached"
+        """End the run that is on, if any; reason: why, unless the control file says so or the run is full."""
+        if self._memory is None:
+            return
+        self._memory.save()
+        if self._memory.full:
+            reason = f"max_tokens {self._memory.max_tokens} is reached"
         if self._status.reason:
             reason = f"{self._status.reason}; what was not on disk is lost"
         self._end("stopped", reason)
@@ -273,8 +213,5 @@ class LiveRecorder:
         self._status, self._memory = self.status.model_copy(update=update), None
         with contextlib.suppress(OSError, ValueError):
             check_folder(self.folder)  # do not write to a folder that is refused
-            self._write_status()
+            write_status(self.folder, self.status)
         logger.warning("semmoe stopped recording: %s", reason or "it was told to stop")
-
-    def _write_status(self) -> None:
-        write_status(self.folder, self.status.model_copy(update={"updated": round(time.time(), 3)}))

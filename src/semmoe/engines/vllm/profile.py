@@ -6,6 +6,7 @@ import numpy as np
 
 from semmoe.core import DECODE, PREFILL
 from semmoe.engines.launch import command_line
+from semmoe.engines.recorder.memory import Rows
 from semmoe.engines.settings import PluginSettings
 from semmoe.engines.vllm import launch
 from semmoe.engines.vllm.offline import running
@@ -17,23 +18,14 @@ class Passes:
     """Keeps the routing of passes by request."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, list[tuple[np.ndarray, ...]]] = {}
+        self._seen: dict[str, list[Rows]] = {}
 
     def poll(self) -> bool:
         return True
 
-    def observe(
-        self,
-        requests: Sequence[str],
-        rows: np.ndarray,
-        positions: np.ndarray,
-        token_ids: np.ndarray,
-        expert_ids: np.ndarray,
-    ) -> None:
+    def observe(self, requests: Sequence[str], rows: Rows) -> None:
         for r, request in enumerate(requests):
-            own = rows == r
-            part = tuple(array[own] for array in (positions, token_ids, expert_ids))
-            self._seen.setdefault(request, []).append(part)
+            self._seen.setdefault(request, []).append(rows.where(rows.slots == r))
 
     def finish(self, request: str, prompt_ids: Sequence[int], length: int) -> None:
         """Do nothing: the caller takes a request's routing by `take`."""
@@ -41,11 +33,11 @@ class Passes:
     def take(self, request: str, length: int) -> dict[str, np.ndarray]:
         """The arrays of a request's first `length` tokens, each token once, by the names of `TraceWriter.append`."""
         key = next(key for key in self._seen if key == request or key.startswith(f"{request}-"))
-        positions, *arrays = (np.concatenate(part) for part in zip(*self._seen.pop(key), strict=True))
-        found, first = np.unique(positions, return_index=True)
+        seen = self._seen.pop(key)
+        found, first = np.unique(np.concatenate([rows.positions for rows in seen]), return_index=True)
         assert np.array_equal(found[:length], np.arange(length)), "every token runs"
-        names = ("token_ids", "expert_ids")
-        return {name: array[first[:length]] for name, array in zip(names, arrays, strict=True)}
+        whole = {name: np.concatenate([getattr(rows, name) for rows in seen]) for name in ("token_ids", "expert_ids")}
+        return {name: array[first[:length]] for name, array in whole.items()}
 
 
 def profile(
