@@ -13,6 +13,7 @@ which also runs passes with fewer rows than the plan's `shuffle_from`.
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from semmoe.engines.deepspeed.traffic import collectives
 from semmoe.engines.layer import fit_rows
 from semmoe.engines.transformers.config import architecture_hash
 from semmoe.engines.transformers.model import decoder_layers
-from semmoe.engines.transformers.planned import PlannedModel, bind, check_layout
+from semmoe.engines.transformers.planned import Costs, PlannedModel, check_layout
 from semmoe.metrics import Traffic
 from semmoe.runtime.agreement import check_agreement
 from semmoe.runtime.collectives import Communicator
@@ -121,7 +122,7 @@ class AutoEPModel(PlannedModel):
         self.reset_counts()
         for index, layer in enumerate(layers):
             place_experts(comm, layer, self._held[index])
-            layer.router.forward = bind(self._route, index)
+            layer.router.forward = partial(self._route, index)
             layer._semmoe = True
         if shuffle != "off" and not alone:
             self._attach(self._layer_routed if shuffle == "routed" else self._layer_all_to_all)
@@ -137,9 +138,9 @@ class AutoEPModel(PlannedModel):
             if not isinstance(output, LinearAllreduce):
                 raise ValueError("AutoTP left attention whole: use config_for(plan, model.config)")
             if run == self._layer_all_to_all:
-                output.forward = bind(self._sum, output, output.forward)
+                output.forward = partial(self._sum, output, output.forward)
             own = layer.forward, None if index is None else layer.mlp.folding_group_handles
-            layer.forward = bind(self._on_path, run, own, layer, index)
+            layer.forward = partial(self._on_path, run, own, layer, index)
 
     def _on_path(
         self, run: Any, own: tuple[Any, Any], layer: nn.Module, index: int | None, hidden_states: Tensor, **kwargs: Any
@@ -234,14 +235,10 @@ class AutoEPModel(PlannedModel):
         self._tokens = [0] * len(self._layers)
         self._before = Counter(seen.sent), Counter(seen.sent_to), Counter(seen.seconds)
 
-    def sent_bytes(self) -> Counter[str]:
-        return super().sent_bytes() + (collectives().sent - self._before[0])
-
-    def sent_to(self) -> Counter[int]:
-        return collectives().sent_to - self._before[1]
-
-    def collective_seconds(self) -> Counter[str]:
-        return super().collective_seconds() + (collectives().seconds - self._before[2])
+    def costs(self) -> Costs:
+        own, seen, before = super().costs(), collectives(), self._before
+        sent, waited = own.sent + (seen.sent - before[0]), own.waited + (seen.seconds - before[2])
+        return replace(own, sent=sent, sent_to=seen.sent_to - before[1], waited=waited)
 
 
 def _communicators(layer: Any) -> tuple[Communicator, Communicator]:

@@ -24,11 +24,9 @@ def _shard_grouped(attention: nn.Module, rank: int, size: int) -> None:
     norm = getattr(attention, "q_norm", None)
     if norm is not None and norm.weight.numel() != dim:
         raise ValueError(f"{name} normalises over all heads: attention-TP is not possible")
-    if heads % size != 0:
-        raise ValueError(f"{heads} attention heads do not divide over {size} ranks")
+    own = _share(heads, rank, size)
     if kv_heads % size != 0 and size % kv_heads != 0:
         raise ValueError(f"{kv_heads} key heads do not divide over {size} ranks")
-    own = _share(heads, rank, size)
     kv_own = _share(kv_heads, rank, size) if kv_heads >= size else torch.tensor([rank * kv_heads // size])
     _keep_rows(attention.q_proj, _columns(own, dim))
     _keep_rows(attention.k_proj, _columns(kv_own, dim))
@@ -41,10 +39,7 @@ def _shard_grouped(attention: nn.Module, rank: int, size: int) -> None:
 
 def _shard_latent(attention: nn.Module, rank: int, size: int) -> None:
     """Multi-head latent attention (DeepSeek): the compressed keys and values stay whole on every rank."""
-    heads = attention.num_heads
-    if heads % size != 0:
-        raise ValueError(f"{heads} attention heads do not divide over {size} ranks")
-    own = _share(heads, rank, size)
+    own = _share(attention.num_heads, rank, size)
     queries = attention.q_proj if attention.q_lora_rank is None else attention.q_b_proj
     _keep_rows(queries, _columns(own, attention.qk_head_dim))
     _keep_rows(attention.kv_b_proj, _columns(own, attention.qk_nope_head_dim + attention.v_head_dim))
@@ -52,8 +47,11 @@ def _shard_latent(attention: nn.Module, rank: int, size: int) -> None:
     attention.num_heads = len(own)
 
 
-def _share(count: int, rank: int, size: int) -> torch.Tensor:
-    return torch.arange(count // size) + rank * (count // size)
+def _share(heads: int, rank: int, size: int) -> torch.Tensor:
+    """The heads of a rank."""
+    if heads % size != 0:
+        raise ValueError(f"{heads} attention heads do not divide over {size} ranks")
+    return torch.arange(heads).chunk(size)[rank]
 
 
 def _columns(heads: torch.Tensor, width: int) -> torch.Tensor:

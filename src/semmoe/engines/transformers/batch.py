@@ -54,9 +54,8 @@ class Batch:
 def left_pad(prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
     """(B, S): token ids, padded with zeros on the left; (B, S): mask of real tokens."""
     rows = [torch.tensor(prompt) for prompt in prompts]
-    ids = pad_sequence(rows, batch_first=True, padding_side="left")
-    real = pad_sequence([torch.ones_like(row, dtype=torch.bool) for row in rows], batch_first=True, padding_side="left")
-    return ids, real
+    ids = pad_sequence(rows, batch_first=True, padding_value=-1, padding_side="left")
+    return ids.clamp(min=0), ids >= 0
 
 
 @torch.no_grad()

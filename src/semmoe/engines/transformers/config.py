@@ -110,11 +110,6 @@ def expert_size(config: PreTrainedConfig) -> int:
     return _size(config, "moe_intermediate_size", "intermediate_size", default=0)
 
 
-def keeps_streams(config: PreTrainedConfig) -> bool:
-    """Whether the residual is a stack of streams (hyper-connections), which only the model's own layers can mix."""
-    return getattr(config, "hc_mult", None) is not None
-
-
 def takes_padding(config: PreTrainedConfig) -> bool:
     """Whether padding on the left changes nothing: it shifts the windows of keys that attention compresses."""
     return not any("compressed" in kind for kind in getattr(config, "layer_types", None) or ())
