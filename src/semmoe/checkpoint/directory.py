@@ -53,11 +53,16 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 def read_config(path: Path) -> dict[str, Any]:
     """config.json as an object; in a multimodal model the fields of the language model take precedence."""
-    if not (path / "config.json").is_file():
-        raise ValueError(f"there is no model at {path}: config.json is missing")
-    config = read_object(path / "config.json")
+    config = read_object(config_file(path))
     text = config.get("text_config")
     return config | text if isinstance(text, dict) else config
+
+
+def config_file(path: Path) -> Path:
+    """The path of a model's config.json; raises ValueError if there is none."""
+    if not (path / "config.json").is_file():
+        raise ValueError(f"there is no model at {path}: config.json is missing")
+    return path / "config.json"
 
 
 def read_object(path: Path) -> dict[str, Any]:
