@@ -41,8 +41,7 @@ class Configuration:
     name: str
     plan: Plan
     exchange: str = "all-to-all"
-    # to attach another engine
-    attach: "Callable[[PreTrainedModel, Configuration, Communicator], PlannedModel] | None" = None
+    attach: Callable[..., PlannedModel] | None = None  # another engine's, of (model, configuration, communicator)
 
     def __post_init__(self) -> None:
         if self.exchange not in EXCHANGES:
