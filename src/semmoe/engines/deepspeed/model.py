@@ -236,9 +236,10 @@ class AutoEPModel(PlannedModel):
         self._before = Counter(seen.sent), Counter(seen.sent_to), Counter(seen.seconds)
 
     def costs(self) -> Costs:
-        own, seen, before = super().costs(), collectives(), self._before
-        sent, waited = own.sent + (seen.sent - before[0]), own.waited + (seen.seconds - before[2])
-        return replace(own, sent=sent, sent_to=seen.sent_to - before[1], waited=waited)
+        own, seen = super().costs(), collectives()
+        sent, sent_to, seconds = self._before
+        waited = own.waited + (seen.seconds - seconds)
+        return replace(own, sent=own.sent + (seen.sent - sent), sent_to=seen.sent_to - sent_to, waited=waited)
 
 
 def _communicators(layer: Any) -> tuple[Communicator, Communicator]:
