@@ -14,7 +14,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
 OUTSIDE = ("tests", "benchmarks", "lab", "docs", "examples")
-TOTAL, FILE, FUNCTION = 27_135, 350, 50
+TOTAL, FILE, FUNCTION = 27_072, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 296,
@@ -31,8 +31,8 @@ ROOMS = {
     "solver.py expectation.py": 376,
     "replayer.py online.py": 328,
     "runtime": 2370,
-    "checkpoint": 1307,
-    "engines": 8489,
+    "checkpoint": 1298,
+    "engines": 8435,
     "gateway": 268,
     "adapt": 248,
     "moving.py live.py client.py": 331,

@@ -102,7 +102,7 @@ def test_a_relabelled_model_computes_the_same(architecture, tmp_path):
     orders = random_orders(f)
     done = relabel(plan_of(f, orders), model, tmp_path / "out", plan_hash="abc")
     assert done.tensors_renamed + done.tensors_permuted > 0
-    assert (len(done.verification.layers), done.left_out) == (done.layers, [])
+    assert (len(done.verification["layers"]), done.left_out) == (done.layers, [])
     expected, got = logits(model), logits(tmp_path / "out")
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
     assert (got.argmax(-1) == expected.argmax(-1)).all()
@@ -433,7 +433,7 @@ def test_the_router_of_every_layer_is_verified(tmp_path, monkeypatch):
     """Of six layers the experts of 0, 3 and 5 are compared; a router that kept its rows is found at layer 1, too."""
     model = small(tmp_path / "model", layers=6)
     plan = plan_of(fingerprint(6, 4), [[1, 2, 3, 0]] * 6, 2)
-    assert relabel(plan, model, tmp_path / "out").verification.layers == [0, 3, 5]
+    assert relabel(plan, model, tmp_path / "out").verification["layers"] == [0, 3, 5]
 
     def write(source, layers, orders, target, progress):
         left_out = write_relabelled(source, layers, orders, target, progress)

@@ -39,13 +39,13 @@ class Checkpoint:
 def open_checkpoint(path: Path) -> Checkpoint:
     """Read and check configuration, index and the header of every shard; raises ValueError that names the fault."""
     config, index = read_config(path), _read_index(path)
-    files = [SINGLE] if index is None else sorted(set(index["weight_map"].values()))
-    shards = [read_shard(path / file) for file in files]
+    stated = index["weight_map"] if index else {}
+    shards = [read_shard(path / file) for file in sorted(set(stated.values())) or [SINGLE]]
     owners: dict[str, str] = {}
     for name, file in ((name, shard.path.name) for shard in shards for name in shard.tensors):
         if owners.setdefault(name, file) != file:
             raise ValueError(f"{path}: {name} is in both {owners[name]} and {file}")
-    for name, file in (index["weight_map"] if index else {}).items():
+    for name, file in stated.items():
         if owners.get(name) != file:
             raise ValueError(f"{path / INDEX} says that {name} is in {file}, which has no such tensor")
     return Checkpoint(path, config, shards, index)
@@ -53,11 +53,16 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 def read_config(path: Path) -> dict[str, Any]:
     """config.json as an object; in a multimodal model the fields of the language model take precedence."""
-    if not (path / "config.json").is_file():
-        raise ValueError(f"there is no model at {path}: config.json is missing")
-    config = read_object(path / "config.json")
+    config = read_object(config_file(path))
     text = config.get("text_config")
     return config | text if isinstance(text, dict) else config
+
+
+def config_file(path: Path) -> Path:
+    """The path of a model's config.json; raises ValueError if there is none."""
+    if not (path / "config.json").is_file():
+        raise ValueError(f"there is no model at {path}: config.json is missing")
+    return path / "config.json"
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -69,9 +69,8 @@ def _expert_blocks(names: Iterable[str], num_hidden_layers: int) -> dict[int, st
     stacks = set()
     for match in filter(None, map(BLOCK.fullmatch, names)):
         layer = int(match["layer"])
-        if not match["rest"].startswith("experts."):
-            continue
-        if layer >= num_hidden_layers or PREDICTION.search(match["stack"]):
+        prediction = layer >= num_hidden_layers or PREDICTION.search(match["stack"])
+        if prediction or not match["rest"].startswith("experts."):
             continue
         stacks.add(match["stack"])
         if blocks.setdefault(layer, match["prefix"]) != match["prefix"] or len(stacks) > 1:
@@ -139,10 +138,9 @@ def _check_rows(name: str, tensor: Tensor, num_experts: int) -> None:
 def _check_complete(layer: MoeLayer, num_experts: int) -> None:
     if "weight" not in layer.gate:
         raise ValueError(f"{layer.prefix}gate.weight is missing, and so is {layer.prefix}router.weight")
-    if layer.parts or not layer.packed:
-        missing = next((e for e in range(num_experts) if e not in layer.parts), None)
-        if missing is not None:
-            raise ValueError(f"{layer.prefix}experts.{missing} is missing: experts must be 0 to {num_experts - 1}")
+    missing = sorted(set(range(num_experts)) - layer.parts.keys())
+    if missing and (layer.parts or not layer.packed):
+        raise ValueError(f"{layer.prefix}experts.{missing[0]} is missing: experts must be 0 to {num_experts - 1}")
     every = set().union(*layer.parts.values())
     for expert, parts in layer.parts.items():
         lacking = sorted(every - parts)

@@ -76,21 +76,16 @@ def read_shard(path: Path) -> Shard:
     if not path.is_file():  # to read a pipe would block
         raise ValueError(f"{path} is missing, or is not a file")
     try:
-        with safe_open(path, framework="numpy"):  # it refuses a header that its file does not fit
-            start, header = _read_header(path)
+        with safe_open(path, framework="numpy"), path.open("rb") as file:  # it refuses a header that the file belies
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+        start = 8 + length
         metadata = header.pop("__metadata__", None)
         tensors = [(name, _tensor(path, name, entry, start)) for name, entry in header.items()]
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"{path} is not a valid safetensors file: {error}") from None
     tensors.sort(key=lambda item: (item[1].offset, item[1].nbytes))
     return Shard(path, metadata, dict(tensors), start, path.stat().st_size)
-
-
-def _read_header(path: Path) -> tuple[int, dict[str, Any]]:
-    """Return the offset of the first tensor, and the header."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        return 8 + length, json.loads(file.read(length))
 
 
 def _tensor(path: Path, name: str, entry: dict[str, Any], start: int) -> Tensor:

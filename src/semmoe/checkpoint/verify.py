@@ -6,8 +6,6 @@ splits a gate group is refused before anything is written. Routers and the table
 every layer, experts on a sample of layers.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from semmoe.checkpoint.directory import Checkpoint
@@ -17,28 +15,23 @@ from semmoe.checkpoint.shards import Progress, Stage, same_bytes
 SAMPLED_LAYERS = 3
 
 
-@dataclass(frozen=True)
-class Verification:
-    """The layers whose experts were compared."""
+def verify(old: Checkpoint, new: Checkpoint, orders: np.ndarray, stage: Stage) -> list[int]:
+    """Compare `new` with `old` renumbered by `orders` (L, E); raises RuntimeError at the first difference.
 
-    layers: list[int]  # indices of decoder layers
-
-
-def verify(old: Checkpoint, new: Checkpoint, orders: np.ndarray, stage: Stage) -> Verification:
-    """Compare `new` with `old` renumbered by `orders` (L, E); raises RuntimeError at the first difference."""
+    Returns the decoder layers whose experts were compared.
+    """
     layers = _same_layers(old, new, orders.shape[1])
     last = len(layers) - 1
     sample = sorted({0, len(layers) // 2, last} if last > SAMPLED_LAYERS else range(len(layers)))
     names = [name for i in sample for name in [*layers[i].packed, *layers[i].by_name]]
     names += [name for layer in layers for name in layer.gate.values()]
     progress = stage("verifying", sum(old.tensors[name].nbytes for name in names))
-    for layer, order in zip(layers, orders, strict=True):
+    for i, (layer, order) in enumerate(zip(layers, orders, strict=True)):
         _check_tables(old, new, layer, order)
-        _check_rows(old, new, list(layer.gate.values()), order, progress)
-    for i in sample:
-        _check_rows(old, new, layers[i].packed, orders[i], progress)
-        _check_experts(old, new, layers[i], orders[i], progress)
-    return Verification([layers[i].index for i in sample])
+        _check_rows(old, new, layer.by_row if i in sample else list(layer.gate.values()), order, progress)
+        if i in sample:
+            _check_experts(old, new, layer, order, progress)
+    return [layers[i].index for i in sample]
 
 
 def _same_layers(old: Checkpoint, new: Checkpoint, num_experts: int) -> list[MoeLayer]:

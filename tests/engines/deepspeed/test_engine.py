@@ -89,7 +89,7 @@ def generated(comm, plan, prompt, shuffle):
     with torch.no_grad():
         out = engine.module.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=8,
                                      pad_token_id=0)  # fmt: skip
-    return out[0, len(prompt) :].tolist(), planned.sent_bytes(), planned.rows.passes
+    return out[0, len(prompt) :].tolist(), planned.costs().sent, planned.rows.passes
 
 
 def test_generate_of_transformers_runs_on_the_plan(plan, prompts, reference, tmp_path):

@@ -12,6 +12,7 @@ fewer rows than the plan's `shuffle_from`.
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from semmoe.engines.deepspeed.placement import place_experts
 from semmoe.engines.deepspeed.traffic import collectives
 from semmoe.engines.transformers.config import architecture_hash
 from semmoe.engines.transformers.model import decoder_layers
-from semmoe.engines.transformers.planned import PlannedModel, bind, check_layout
+from semmoe.engines.transformers.planned import Costs, PlannedModel, check_layout
 from semmoe.metrics import Traffic
 from semmoe.runtime.agreement import check_agreement
 from semmoe.runtime.collectives import Communicator
@@ -112,7 +113,7 @@ class AutoEPModel(PlannedModel):
         self.reset_counts()
         for index, layer in enumerate(layers):
             place_experts(comm, layer, self._held[index])
-            layer.router.forward = bind(self._route, index)
+            layer.router.forward = partial(self._route, index)
             layer._semmoe = True
         if shuffle != "off" and not alone:
             self._attach()
@@ -127,9 +128,9 @@ class AutoEPModel(PlannedModel):
             _require_whole(layer.mlp)
             if not isinstance(output, LinearAllreduce):
                 raise ValueError("AutoTP left attention whole: use config_for(plan, model.config)")
-            output.forward = bind(self._sum, output, output.forward)
+            output.forward = partial(self._sum, output, output.forward)
             own = layer.forward, None if index is None else layer.mlp.folding_group_handles
-            layer.forward = bind(self._on_path, own, layer, index)
+            layer.forward = partial(self._on_path, own, layer, index)
 
     def _on_path(
         self, own: tuple[Any, Any], layer: nn.Module, index: int | None, hidden_states: Tensor, **kwargs: Any
@@ -200,14 +201,11 @@ class AutoEPModel(PlannedModel):
         self._tokens = [0] * len(self._layers)
         self._before = Counter(seen.sent), Counter(seen.sent_to), Counter(seen.seconds)
 
-    def sent_bytes(self) -> Counter[str]:
-        return super().sent_bytes() + (collectives().sent - self._before[0])
-
-    def sent_to(self) -> Counter[int]:
-        return collectives().sent_to - self._before[1]
-
-    def collective_seconds(self) -> Counter[str]:
-        return super().collective_seconds() + (collectives().seconds - self._before[2])
+    def costs(self) -> Costs:
+        own, seen = super().costs(), collectives()
+        sent, sent_to, seconds = self._before
+        waited = own.waited + (seen.seconds - seconds)
+        return replace(own, sent=own.sent + (seen.sent - sent), sent_to=seen.sent_to - sent_to, waited=waited)
 
 
 def _communicators(layer: Any) -> tuple[Communicator, Communicator]:

@@ -24,16 +24,14 @@ def _shard_grouped(attention: nn.Module, rank: int, size: int) -> None:
     norm = getattr(attention, "q_norm", None)
     if norm is not None and norm.weight.numel() != dim:
         raise ValueError(f"{name} normalises over all heads: attention-TP is not possible")
-    if heads % size != 0:
-        raise ValueError(f"{heads} attention heads do not divide over {size} ranks")
+    own = _share(heads, rank, size)
     if kv_heads % size != 0 and size % kv_heads != 0:
         raise ValueError(f"{kv_heads} key heads do not divide over {size} ranks")
-    own = _share(heads, rank, size)
     kv_own = _share(kv_heads, rank, size) if kv_heads >= size else torch.tensor([rank * kv_heads // size])
-    _keep_rows(attention.q_proj, _columns(own, dim))
-    _keep_rows(attention.k_proj, _columns(kv_own, dim))
-    _keep_rows(attention.v_proj, _columns(kv_own, dim))
-    _keep_columns(attention.o_proj, _columns(own, dim))
+    _keep_rows(attention.q_proj, own, dim)
+    _keep_rows(attention.k_proj, kv_own, dim)
+    _keep_rows(attention.v_proj, kv_own, dim)
+    _keep_columns(attention.o_proj, own, dim)
     attention.num_key_value_groups = len(own) // len(kv_own)
     if hasattr(attention, "sinks"):
         attention.sinks = nn.Parameter(attention.sinks.data[own], requires_grad=False)
@@ -41,32 +39,31 @@ def _shard_grouped(attention: nn.Module, rank: int, size: int) -> None:
 
 def _shard_latent(attention: nn.Module, rank: int, size: int) -> None:
     """Multi-head latent attention (DeepSeek): the compressed keys and values stay whole on every rank."""
-    heads = attention.num_heads
-    if heads % size != 0:
-        raise ValueError(f"{heads} attention heads do not divide over {size} ranks")
-    own = _share(heads, rank, size)
+    own = _share(attention.num_heads, rank, size)
     queries = attention.q_proj if attention.q_lora_rank is None else attention.q_b_proj
-    _keep_rows(queries, _columns(own, attention.qk_head_dim))
-    _keep_rows(attention.kv_b_proj, _columns(own, attention.qk_nope_head_dim + attention.v_head_dim))
-    _keep_columns(attention.o_proj, _columns(own, attention.v_head_dim))
+    _keep_rows(queries, own, attention.qk_head_dim)
+    _keep_rows(attention.kv_b_proj, own, attention.qk_nope_head_dim + attention.v_head_dim)
+    _keep_columns(attention.o_proj, own, attention.v_head_dim)
     attention.num_heads = len(own)
 
 
-def _share(count: int, rank: int, size: int) -> torch.Tensor:
-    return torch.arange(count // size) + rank * (count // size)
+def _share(heads: int, rank: int, size: int) -> torch.Tensor:
+    """The heads of a rank."""
+    if heads % size != 0:
+        raise ValueError(f"{heads} attention heads do not divide over {size} ranks")
+    return torch.arange(heads).chunk(size)[rank]
 
 
-def _columns(heads: torch.Tensor, width: int) -> torch.Tensor:
-    return (heads[:, None] * width + torch.arange(width)).reshape(-1)
+def _keep_rows(linear: nn.Linear, heads: torch.Tensor, width: int) -> None:
+    """Keep these heads' outputs, `width` of each."""
+    for name, values in list(linear.named_parameters()):
+        kept = values.data.unflatten(0, (-1, width))[heads].flatten(0, 1)
+        setattr(linear, name, nn.Parameter(kept, requires_grad=False))
+    linear.out_features = len(heads) * width
 
 
-def _keep_rows(linear: nn.Linear, rows: torch.Tensor) -> None:
-    linear.weight = nn.Parameter(linear.weight.data[rows], requires_grad=False)
-    if linear.bias is not None:
-        linear.bias = nn.Parameter(linear.bias.data[rows], requires_grad=False)
-    linear.out_features = len(rows)
-
-
-def _keep_columns(linear: nn.Linear, columns: torch.Tensor) -> None:
-    linear.weight = nn.Parameter(linear.weight.data[:, columns].contiguous(), requires_grad=False)
-    linear.in_features = len(columns)
+def _keep_columns(linear: nn.Linear, heads: torch.Tensor, width: int) -> None:
+    """Keep these heads' inputs, `width` of each."""
+    kept = linear.weight.data.unflatten(1, (-1, width))[:, heads].flatten(1)
+    linear.weight = nn.Parameter(kept.contiguous(), requires_grad=False)
+    linear.in_features = len(heads) * width

@@ -54,9 +54,8 @@ class Batch:
 def left_pad(prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
     """(B, S): token ids, padded with zeros on the left; (B, S): mask of real tokens."""
     rows = [torch.tensor(prompt) for prompt in prompts]
-    ids = pad_sequence(rows, batch_first=True, padding_side="left")
-    real = pad_sequence([torch.ones_like(row, dtype=torch.bool) for row in rows], batch_first=True, padding_side="left")
-    return ids, real
+    ids = pad_sequence(rows, batch_first=True, padding_value=-1, padding_side="left")
+    return ids.clamp(min=0), ids >= 0
 
 
 @torch.no_grad()
@@ -95,12 +94,9 @@ def cache_name(kind: type[PreTrainedModel]) -> str:
 
 def cut(prompts: Sequence[Sequence[int]], size: int, max_new_tokens: int, model: PreTrainedModel) -> Iterator[Batch]:
     """Batches of at most `size` requests in order; of one length where padding would change what the model computes."""
+    eos = model.generation_config.eos_token_id
+    ends = frozenset(eos if isinstance(eos, list) else [eos] if eos is not None else [])
     runs = [prompts] if takes_padding(model.config) else [list(run) for _, run in groupby(prompts, len)]
     for run in runs:
         for start in range(0, len(run), size):
-            yield Batch(run[start : start + size], max_new_tokens, eos_ids(model))
-
-
-def eos_ids(model: PreTrainedModel) -> frozenset[int]:
-    eos = model.generation_config.eos_token_id
-    return frozenset(eos if isinstance(eos, list) else [eos] if eos is not None else [])
+            yield Batch(run[start : start + size], max_new_tokens, ends)

@@ -6,14 +6,13 @@ from pathlib import Path
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from semmoe.checkpoint.directory import EXPERT_FIELDS, read_object
+from semmoe.checkpoint.directory import EXPERT_FIELDS, config_file, read_object
 from semmoe.checkpoint.layout import decoder_layers
 from semmoe.engines.transformers.tokenizer import (
     LOCAL_AND_INERT,
     digest,
     load_tokenizer,
     one_line,
-    require_local,
     tokenizer_hash,
 )
 from semmoe.topology import Fingerprint
@@ -50,8 +49,7 @@ def load_config(path: str) -> PreTrainedConfig:
 
     Raises ValueError for a type that transformers does not know, and for values that its class refuses.
     """
-    require_local(path)
-    stated = read_object(Path(path) / "config.json")
+    stated = read_object(config_file(Path(path)))
     kind = stated.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         known = f"transformers {version('transformers')} does not know models of type {kind!r}"
@@ -76,18 +74,18 @@ def fingerprint_of(path: str) -> Fingerprint:
     try:
         groups = _size(config, "n_group", default=1)
         limited = _size(config, "topk_group", default=groups) < groups
-        sizes = {
-            "vocab_size": _size(config, "vocab_size"),
-            "num_experts": num_experts(config),
-            "top_k": _size(config, "num_experts_per_tok"),
-            "num_groups": groups if limited else 1,
-            "hidden_size": _size(config, "hidden_size"),
-            "expert_size": expert_size(config),
-            "num_layers": len(decoder_layers(Path(path))[0]),
-        }
-        tokens = tokenizer_hash(load_tokenizer(path))
-        name = Path(path).resolve().name
-        return Fingerprint(model=name, architecture_hash=architecture_hash(config), tokenizer_hash=tokens, **sizes)
+        return Fingerprint(
+            model=Path(path).resolve().name,
+            vocab_size=_size(config, "vocab_size"),
+            num_experts=num_experts(config),
+            top_k=_size(config, "num_experts_per_tok"),
+            num_groups=groups if limited else 1,
+            hidden_size=_size(config, "hidden_size"),
+            expert_size=expert_size(config),
+            num_layers=len(decoder_layers(Path(path))[0]),
+            architecture_hash=architecture_hash(config),
+            tokenizer_hash=tokenizer_hash(load_tokenizer(path)),
+        )
     except ValueError as error:
         message = str(error)
         raise ValueError(message if str(Path(path)) in message else f"{path}: {message}") from None
@@ -108,11 +106,6 @@ def num_experts(config: PreTrainedConfig) -> int:
 def expert_size(config: PreTrainedConfig) -> int:
     """Width of one expert's feed-forward network; 0 if the configuration does not say."""
     return _size(config, "moe_intermediate_size", "intermediate_size", default=0)
-
-
-def keeps_streams(config: PreTrainedConfig) -> bool:
-    """Whether the residual is a stack of streams (hyper-connections), which only the model's own layers can mix."""
-    return getattr(config, "hc_mult", None) is not None
 
 
 def takes_padding(config: PreTrainedConfig) -> bool:

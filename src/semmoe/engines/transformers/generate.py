@@ -24,12 +24,14 @@ from semmoe.engines.transformers.batch import cut, step
 from semmoe.engines.transformers.model import load_model
 from semmoe.engines.transformers.parallel import EXCHANGES, ParallelModel
 from semmoe.engines.transformers.planned import PlannedModel
-from semmoe.metrics import Traffic, max_over_mean, sum_traffic
+from semmoe.metrics import max_over_mean, sum_traffic
 from semmoe.online import schedule_batch
 from semmoe.runtime.collectives import Communicator, world
 from semmoe.runtime.launch import Reporter, run_ranks
 from semmoe.settings import GenerateSettings
 from semmoe.topology import Topology
+
+Answer = tuple[list[int], float]  # new tokens, and the seconds until the first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +41,7 @@ class Configuration:
     name: str
     plan: Plan
     exchange: str = "all-to-all"
-    # to attach another engine
-    attach: "Callable[[PreTrainedModel, Configuration, Communicator], PlannedModel] | None" = None
+    attach: Callable[..., PlannedModel] | None = None  # another engine's, of (model, configuration, communicator)
 
     def __post_init__(self) -> None:
         if self.exchange not in EXCHANGES:
@@ -170,21 +171,13 @@ def attention_communicator(comm: Communicator, topology: Topology) -> Communicat
     """The communicator of this rank's attention group, which is `comm` itself if there is one group."""
     if topology.dp_size == 1:
         return comm
-    S = topology.attn_tp_size
-    members = [list(range(d * S, (d + 1) * S)) for d in range(topology.dp_size)]
-    groups = [dist.new_group(ranks) for ranks in members]  # every rank must create every group
-    return Communicator(groups[comm.rank // S], comm.rank % S, S)
+    size = topology.attn_tp_size
+    return Communicator(dist.new_subgroups(size)[0], comm.rank % size, size)
 
 
-@dataclass(frozen=True)
-class _Answer:
-    tokens: list[int]
-    first_token_seconds: float
-
-
-def _decode(parallel: PlannedModel, prompts, topology: Topology, settings: GenerateSettings, progress) -> list[_Answer]:
+def _decode(parallel: PlannedModel, prompts, topology: Topology, settings: GenerateSettings, progress) -> list[Answer]:
     """Decode this group's requests batch by batch, then keep computing experts for other groups' tokens."""
-    answers: list[_Answer] = []
+    answers: list[Answer] = []
     batches = cut(prompts, settings.batch_size, settings.max_new_tokens, parallel.model)
     batch = next(batches, None)
     while True:
@@ -198,7 +191,7 @@ def _decode(parallel: PlannedModel, prompts, topology: Topology, settings: Gener
             continue
         step(parallel.model, batch, parallel.begin)
         if batch.done:
-            answers += [_Answer(tokens, batch.first_token_seconds) for tokens in batch.generated]
+            answers += [(tokens, batch.first_token_seconds) for tokens in batch.generated]
             progress(len(batch.prompts))
             batch = next(batches, None)
 
@@ -207,48 +200,32 @@ def _mean(counters: Sequence[Counter[str]]) -> dict[str, float]:
     return {kind: seconds / len(counters) for kind, seconds in sorted(sum(counters, Counter()).items())}
 
 
-@dataclass(frozen=True)
-class _RankShare:
-    """The part of a result that one rank contributes."""
-
-    answers: dict[int, _Answer]  # by request, from the first rank of each attention group
-    sent: Counter[str]
-    sent_to: list[int]
-    traffic: list[Traffic]
-    collectives: Counter[str]  # seconds
-    compute: Counter[str]
-
-
 def _gather(
-    name: str, parallel: PlannedModel, own: dict[int, _Answer], prompts: Sequence[Sequence[int]], seconds: float
+    name: str, parallel: PlannedModel, own: dict[int, Answer], prompts: Sequence[Sequence[int]], seconds: float
 ) -> GenerateResult:
-    """Combine what every rank generated, sent and routed into one result."""
+    """Combine what every rank generated, sent and routed into one result.
+
+    own: by request, on the first rank of each attention group.
+    """
     size = parallel.comm.size
-    share = _RankShare(
-        own,
-        parallel.sent_bytes(),
-        [parallel.sent_to()[j] for j in range(size)],
-        parallel.traffic,
-        parallel.collective_seconds(),
-        parallel.compute_seconds,
-    )
-    shares = [share] * size
-    dist.all_gather_object(shares, share)
-    answers = {i: answer for share in shares for i, answer in share.answers.items()}
-    layers = [sum_traffic(parts) for parts in zip(*(share.traffic for share in shares), strict=True)]
+    shares = [(own, parallel.costs())] * size
+    dist.all_gather_object(shares, shares[0])
+    answers = {i: answer for answered, _ in shares for i, answer in answered.items()}
+    costs = [cost for _, cost in shares]
+    layers = [sum_traffic(parts) for parts in zip(*(cost.traffic for cost in costs), strict=True)]
     total = sum_traffic(layers)
     return GenerateResult(
         name=name,
-        outputs=[answers[i].tokens for i in range(len(prompts))],
+        outputs=[answers[i][0] for i in range(len(prompts))],
         seconds=seconds,
-        forward_tokens=sum(len(p) + len(answers[i].tokens) - 1 for i, p in enumerate(prompts)),
-        sent_bytes=dict(sorted(sum((share.sent for share in shares), Counter()).items())),
-        all_to_all_bytes_per_rank_pair=[share.sent_to for share in shares],
+        forward_tokens=sum(len(p) + len(answers[i][0]) - 1 for i, p in enumerate(prompts)),
+        sent_bytes=dict(sorted(sum((cost.sent for cost in costs), Counter()).items())),
+        all_to_all_bytes_per_rank_pair=[[cost.sent_to[j] for j in range(size)] for cost in costs],
         lar=total.lar if total.pairs else None,
         remote_ranks_per_token=total.remote_ranks_per_token if total.pairs else None,
         load_max_over_mean=float(np.mean([max_over_mean(layer.load) for layer in layers])),
-        collective_seconds=_mean([share.collectives for share in shares]),
-        compute_seconds=_mean([share.compute for share in shares]),
-        time_to_first_token=median(answer.first_token_seconds for answer in answers.values()),
+        collective_seconds=_mean([cost.waited for cost in costs]),
+        compute_seconds=_mean([cost.computed for cost in costs]),
+        time_to_first_token=median(first for _, first in answers.values()),
         passes=dict(parallel.rows.passes),
     )

@@ -8,6 +8,7 @@ A model with hyper-connections keeps its own decoder layers, which attention-DP 
 """
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,9 +18,8 @@ from transformers import PreTrainedModel
 from semmoe.copychoice import copy_choice
 from semmoe.core import Plan
 from semmoe.engines.transformers.attention import shard_attention
-from semmoe.engines.transformers.config import keeps_streams
 from semmoe.engines.transformers.model import decoder_layers, moe_layers
-from semmoe.engines.transformers.planned import PlannedModel, bind, check_layout
+from semmoe.engines.transformers.planned import PlannedModel, check_layout
 from semmoe.metrics import Traffic, layer_traffic, no_traffic
 from semmoe.runtime.agreement import check_agreement
 from semmoe.runtime.collectives import Communicator, timed
@@ -82,9 +82,9 @@ class ParallelModel(PlannedModel):
         blocks = moe_layers(self.model)
         physical = self.plan.placement.physical_to_logical_map.reshape(len(blocks), self.comm.size, -1)
         self.experts = [LocalExperts(b.experts, physical[i, self.comm.rank]) for i, b in enumerate(blocks)]
-        if keeps_streams(self.model.config) and self.attention_comm.size == 1:
+        if getattr(self.model.config, "hc_mult", None) is not None and self.attention_comm.size == 1:
             for i, block in enumerate(blocks):
-                block.experts.forward = bind(self._experts_of_real_rows, i)
+                block.experts.forward = partial(self._experts_of_real_rows, i)
             return
         run_layer = self._layer_all_reduce if reduces else self._layer_all_to_all
         run_experts = self._expert_all_reduce if reduces else self._expert_all_to_all
@@ -93,9 +93,9 @@ class ParallelModel(PlannedModel):
             check_layout(layer)
             shard_attention(layer.self_attn, self.attention_comm.rank, self.attention_comm.size)
             index = moe_index.get(id(layer.mlp))
-            layer.forward = bind(run_layer, layer, index)
+            layer.forward = partial(run_layer, layer, index)
             if index is not None:
-                layer.mlp.experts.forward = bind(run_experts, index)
+                layer.mlp.experts.forward = partial(run_experts, index)
 
     @property
     def traffic(self) -> list[Traffic]:

@@ -7,6 +7,7 @@ this rank's rows, experts reached by all-to-all -> shuffled all-gather of the re
 
 from abc import ABC, abstractmethod
 from collections import Counter
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,6 +22,17 @@ from semmoe.runtime.collectives import Communicator, timed
 from semmoe.runtime.shuffler import Shuffler
 
 
+@dataclass(frozen=True)
+class Costs:
+    """What one rank routed, sent and waited for since its counts were reset."""
+
+    traffic: list[Traffic]  # of its tokens, by MoE layer
+    sent: Counter[str]  # bytes, by kind of collective
+    sent_to: Counter[int]  # bytes of dispatch and combine, by receiver
+    waited: Counter[str]  # seconds, by kind of collective
+    computed: Counter[str]  # seconds, of attention and of experts
+
+
 class PlannedModel(ABC):
     """One rank's part of a model, to which a subclass attaches itself; call `begin` before every forward.
 
@@ -32,6 +44,7 @@ class PlannedModel(ABC):
     ) -> None:
         self.model, self.plan = model, plan
         self.comm, self.attention_comm = experts_comm, attention_comm
+        self._comms = [experts_comm] if attention_comm is experts_comm else [experts_comm, attention_comm]
         group = experts_comm.rank // plan.topology.attn_tp_size
         shuffler = Shuffler(plan, group, attention_comm.rank, "layer", model.device)
         self.rows = TokenRows(shuffler, attention_comm, lambda: 1 + len(self._lengths))
@@ -119,28 +132,13 @@ class PlannedModel(ABC):
     def reset_counts(self) -> None:
         self.compute_seconds.clear()
         self.rows.passes.clear()
-        for comm in self._communicators():
+        for comm in self._comms:
             comm.reset_counts()
 
-    def sent_bytes(self) -> Counter[str]:
-        """Bytes this rank sent, by kind of collective."""
-        return sum((comm.sent for comm in self._communicators()), Counter())
-
-    def collective_seconds(self) -> Counter[str]:
-        """Seconds that this rank waited for collectives, by kind."""
-        return sum((comm.seconds for comm in self._communicators()), Counter())
-
-    def sent_to(self) -> Counter[int]:
-        """Bytes of dispatch and combine that this rank sent to each rank."""
-        return self.comm.sent_to
-
-    def _communicators(self) -> list[Communicator]:
-        return [self.comm] if self.attention_comm is self.comm else [self.comm, self.attention_comm]
-
-
-def bind(function, *leading):
-    """A function with leading arguments bound, to replace a module's forward."""
-    return lambda *args, **kwargs: function(*leading, *args, **kwargs)
+    def costs(self) -> Costs:
+        sent = sum((comm.sent for comm in self._comms), Counter())
+        waited = sum((comm.seconds for comm in self._comms), Counter())
+        return Costs(self.traffic, sent, self.comm.sent_to, waited, self.compute_seconds)
 
 
 def check_layout(layer: nn.Module) -> None:

@@ -28,5 +28,4 @@ def profile(
     texts = [Prompt(text=text) for text in prompts]
     ids = encode(texts[: asked.limit or None], load_tokenizer(model), asked.max_prompt_tokens)
     stated = {"decode": asked.max_new_tokens, "max_prompt_tokens": asked.max_prompt_tokens}
-    loaded = load_model(model)
-    return record(loaded, model, ids, Path(out), progress, asked.max_new_tokens, asked.batch_size, stated)
+    return record(load_model(model), model, ids, Path(out), progress, asked.max_new_tokens, asked.batch_size, stated)

@@ -5,6 +5,7 @@ of all supported architectures, whatever their router computes.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +22,18 @@ from semmoe.runtime import kernels
 from semmoe.trace import TraceHeader, TraceWriter, open_trace
 
 
-class RoutingRecorder:
+class RoutingRecorder(ExitStack):
     """Collects the routing of one forward pass at a time; a context manager that detaches its hooks at the end."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._hooks = self.attach(model)
+        super().__init__()
+        self._hooks = [self.enter_context(hook) for hook in self.attach(model)]
         self._layers: list[np.ndarray] = []
         self._real = np.zeros(0, bool)
 
     def attach(self, model: PreTrainedModel) -> list[Any]:
         """Hook each MoE layer in order; return the hooks."""
         return [block.experts.register_forward_pre_hook(self._record, with_kwargs=True) for block in moe_layers(model)]
-
-    def __enter__(self) -> "RoutingRecorder":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
 
     def begin(self, ids: torch.Tensor, real: torch.Tensor, prefill: bool) -> None:
         self._layers = []
@@ -96,9 +91,8 @@ def record(
 
     stated: settings to state in the trace's header.
     """
-    header = TraceHeader(
-        fingerprint=fingerprint_of(model_path), dataset_hash=digest(prompts), settings={**(stated or {})}
-    )
+    identity = fingerprint_of(model_path)
+    header = TraceHeader(fingerprint=identity, dataset_hash=digest(prompts), settings=dict(stated or {}))
     with TraceWriter(folder, header) as writer:
         progress(writer.num_requests)
         record_prompts(model, prompts, writer, progress=progress, max_new_tokens=max_new_tokens, batch_size=batch_size)

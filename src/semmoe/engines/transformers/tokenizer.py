@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from semmoe.checkpoint.directory import read_object
+from semmoe.checkpoint.directory import config_file, read_object
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 # Arguments of every `from_pretrained`: nothing is downloaded, and no code of the directory is run.
@@ -20,7 +20,7 @@ def load_tokenizer(path: str) -> Any:
     """
     import transformers
 
-    require_local(path)
+    config_file(Path(path))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     kind = _own_class(Path(path))
     if kind is not None and not hasattr(transformers, kind):
@@ -42,11 +42,6 @@ def _own_class(path: Path) -> str | None:
 def one_line(error: Exception) -> str:
     """The type of an exception and the beginning of its message, without line ends."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-
-
-def require_local(path: str) -> None:
-    if not (Path(path) / "config.json").is_file():
-        raise ValueError(f"there is no model at {path}: config.json is missing")
 
 
 def tokenizer_hash(tokenizer: Any) -> str:

@@ -1,6 +1,7 @@
 """Exactness: compare outputs with those of the plain model, token for token."""
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -81,13 +82,11 @@ def _smallest_margin(model, prompt, reference: list[int], output: list[int]) -> 
 
     routers = [next(m for n, m in block.named_children() if n in ("gate", "router")) for block in moe_layers(model)]
     scored = [router for router in routers if not hasattr(router, "tid2eid")]  # a table of token ids knows no ties
-    hooks = [router.register_forward_hook(keep) for router in scored]
-    try:
-        ids = torch.tensor([[*prompt, *reference[:common]]], device=model.device)
+    ids = torch.tensor([[*prompt, *reference[:common]]], device=model.device)
+    with ExitStack() as hooks:
+        for router in scored:
+            hooks.enter_context(router.register_forward_hook(keep))
         logits = model(input_ids=ids, use_cache=False).logits[0, -1]
-    finally:
-        for hook in hooks:
-            hook.remove()
     top_k = model.config.num_experts_per_tok
     gaps = [_gap(scores.float().softmax(-1), top_k) for scores in logits_of]
     return min(_gap(logits.float()[None], 1), *gaps)
