@@ -7,7 +7,6 @@ the published form: a token that was seen once has F1 and cumulative hotness 1 b
 from typing import Any
 
 import numpy as np
-from scipy.stats import kurtosis
 
 from semmoe.affinity import token_counts
 from semmoe.core import RoutingTrace
@@ -16,7 +15,7 @@ QUANTILES = (0.25, 0.5, 0.75)
 
 
 def concentration(trace: RoutingTrace) -> list[dict[str, Any]]:
-    """Per layer, by type and by occurrence: quantiles of F1, cumulative and maximum non-top-k hotness, and kurtosis."""
+    """Per layer, by type and by occurrence: quantiles of F1, cumulative and maximum non-top-k hotness."""
     K = trace.fingerprint.top_k
     types, index, frequency = np.unique(trace.token_ids, return_inverse=True, return_counts=True)
     out = []
@@ -43,16 +42,7 @@ def token_statistics(counts: np.ndarray, top_k: int) -> dict[str, np.ndarray]:
     return {
         "cumulative_hotness": hottest[:, :top_k].sum(axis=1),
         "max_other_hotness": others,
-        "kurtosis": _kurtosis(counts),
     }
-
-
-def _kurtosis(counts: np.ndarray) -> np.ndarray:
-    """(U,) Pearson's kurtosis of each row (U, E); 1, the least that there is, for a row of equal counts."""
-    varied = counts.min(axis=1) != counts.max(axis=1)  # the kurtosis of equal values is not defined
-    out = np.ones(len(counts))
-    out[varied] = kurtosis(counts[varied], axis=1, fisher=False)
-    return out
 
 
 def _static_hits(counts: np.ndarray, index: np.ndarray, expert_ids: np.ndarray) -> np.ndarray:

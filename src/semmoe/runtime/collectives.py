@@ -219,30 +219,27 @@ def world(rank: int, size: int, folder: Path) -> Iterator[tuple[Communicator, st
 
     On exit every rank waits for the others.
     """
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
-    device = "cuda" if torch.cuda.device_count() >= size else "cpu"
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    else:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.FileStore(str(folder / "store"), size)
-    backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(minutes=10))
-    yield Communicator(dist.group.WORLD, rank, size), device
-    dist.barrier()
-    dist.destroy_process_group()
+    with _joined(rank, size, store=store, rank=rank, world_size=size) as joined:
+        yield joined
 
 
 @contextlib.contextmanager
 def launched_world() -> Iterator[tuple[Communicator, str]]:
     """As `world`, for processes that torchrun started, also on several nodes: places come from its environment."""
-    local = int(os.environ["LOCAL_RANK"])
-    device = "cuda" if torch.cuda.device_count() > local else "cpu"
+    with _joined(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])) as joined:
+        yield joined
+
+
+@contextlib.contextmanager
+def _joined(local_rank: int, local_size: int, **meeting: Any) -> Iterator[tuple[Communicator, str]]:
+    """Join the world from one of the processes of this machine; meeting: where, if not by the environment."""
+    device = "cuda" if torch.cuda.device_count() >= local_size else "cpu"
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))
     if device == "cuda":
-        torch.cuda.set_device(local)
-    else:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["LOCAL_WORLD_SIZE"])))
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(minutes=10))
+        torch.cuda.set_device(local_rank)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(minutes=10), **meeting)
     yield Communicator(dist.group.WORLD, dist.get_rank(), dist.get_world_size()), device
     dist.barrier()
     dist.destroy_process_group()

@@ -87,7 +87,9 @@ def assign(scores: Tensor) -> Tensor:
 def gather_rows(rows: Tensor, index: Tensor) -> Tensor:
     """rows (N, H), index (M,) -> (M, H), zeros where the index is -1."""
     out = rows.index_select(0, index.clamp(min=0))
-    out[index < 0] = 0
+    padding = np.flatnonzero(index.numpy() < 0)
+    if len(padding):
+        out[torch.from_numpy(padding)] = 0
     return out
 
 
