@@ -14,7 +14,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
 OUTSIDE = ("tests", "benchmarks", "lab", "docs", "examples")
-TOTAL, FILE, FUNCTION = 27_072, 350, 50
+TOTAL, FILE, FUNCTION = 27_061, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 296,
@@ -30,7 +30,7 @@ ROOMS = {
     "plan.py": 206,
     "solver.py expectation.py": 376,
     "replayer.py online.py": 328,
-    "runtime": 2370,
+    "runtime": 2369,
     "checkpoint": 1298,
     "engines": 8435,
     "gateway": 268,
@@ -38,7 +38,7 @@ ROOMS = {
     "moving.py live.py client.py": 331,
     "report": 900,
     "cli": 2439,
-    "__init__.py concentration.py console.py dataset.py demo.py prompts.py tables.py texts.py watch.py": 1587,
+    "__init__.py concentration.py console.py dataset.py demo.py prompts.py tables.py texts.py watch.py": 1577,
 }
 # From the ground up: a module imports from its own storey and those below.
 STOREYS = (
