@@ -48,16 +48,16 @@ def cases(tokens: int, size: int, width: int, device: str) -> Iterator[Case]:
     ranks = torch.arange(size).repeat_interleave(rows)[torch.randperm(tokens, generator=generator)]
     ranks = ranks.to(device)
     real = torch.ones(tokens, dtype=torch.bool, device=device)
-    order = order_of_real(ranks, real, size)
+    order, inverse, _ = order_of_real(ranks, real, size)
     yield "argsort", 3 * 8 * tokens, lambda: order_of_real(ranks, real, size), lambda: torch.argsort(ranks, stable=True)
     hidden, row = torch.randn(tokens, width, device=device).to(dtype), 2 * width
-    index = order.order.clamp(min=0)
+    index = order.clamp(min=0)
     yield (
-        "gather rows", 2 * len(index) * row, lambda: shuffle.gather_rows(hidden, order.order),
+        "gather rows", 2 * len(index) * row, lambda: shuffle.gather_rows(hidden, order),
         lambda: hidden.index_select(0, index),
     )  # fmt: skip
     partials = [torch.randn(tokens, width, device=device).to(dtype) for _ in range(size)]
-    peers, mine = pointers(partials), order.order[:rows]
+    peers, mine = pointers(partials), order[:rows]
     yield (
         "SRS, one rank", (size + 1) * rows * row,
         lambda: shuffle.shuffled_reduce_scatter(peers, mine, width, dtype),
@@ -66,8 +66,8 @@ def cases(tokens: int, size: int, width: int, device: str) -> Iterator[Case]:
     slices = [torch.randn(rows, width, device=device).to(dtype) for _ in range(size)]
     buffers = pointers(slices)
     yield (
-        "SAG", 2 * tokens * row, lambda: shuffle.shuffled_all_gather(buffers, order.inverse, rows, width, dtype),
-        lambda: torch.cat(slices)[order.inverse],
+        "SAG", 2 * tokens * row, lambda: shuffle.shuffled_all_gather(buffers, inverse, rows, width, dtype),
+        lambda: torch.cat(slices)[inverse],
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from semmoe.runtime.kernels.on_cpu import by_weight as by_weight  # it is plain torch
 from semmoe.runtime.rows import sum_in_order
-from semmoe.runtime.tables import RankOrder, ScoreTables, Turns
+from semmoe.runtime.tables import ScoreTables, Turns
 from semmoe.tokens import slices
 from semmoe.tokens.kernels import (
     BUCKETS,
@@ -32,14 +32,14 @@ from semmoe.tokens.kernels import (
 from semmoe.tokens.slices import slice_size
 
 
-def order_of_real(ranks: Tensor, real: Tensor, size: int) -> RankOrder:
+def order_of_real(ranks: Tensor, real: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sort rank ids (N,) of 0 to size - 1; rows that are not `real` (N,) bool have the order -1 and no count."""
     ranks = ranks.long()
     order = torch.argsort(ranks, stable=True)
     every = torch.arange(size, device=ranks.device)
     counts = ((ranks[:, None] == every) & real[:, None]).sum(0, dtype=torch.int32)
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(ranks), device=ranks.device))
-    return RankOrder(torch.where(real[order], order, -1), inverse, counts)
+    return torch.where(real[order], order, -1), inverse, counts
 
 
 def gather_rows(rows: Tensor, index: Tensor) -> Tensor:

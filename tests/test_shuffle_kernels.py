@@ -56,17 +56,17 @@ def check_pair(
     slots = torch.arange(size).repeat_interleave(rows)
     ranks, real = slots[torch.randperm(len(slots), generator=generator)], torch.arange(len(slots)) < tokens
     partials = [torch.randn(len(slots), width, generator=generator).to(dtype) for _ in range(size)]
-    order = reference.order_of_real(ranks, real, size)
+    order, inverse, counts = reference.order_of_real(ranks, real, size)
     sums = reference.shuffled_reduce_scatter(wide([partial[real] for partial in partials]), ranks[real])
     expected = [rounded(rows, dtype) for rows in sums]
     slices, there = [], [partial.to(device) for partial in partials]
     for rank in range(size):
-        mine = order.order[rank * rows : (rank + 1) * rows].to(device)
+        mine = order[rank * rows : (rank + 1) * rows].to(device)
         slices.append(kernels.shuffled_reduce_scatter(pointers(there), mine, width, dtype))
-        n, found = int(order.counts[rank]), slices[rank].cpu()
+        n, found = int(counts[rank]), slices[rank].cpu()
         assert torch.equal(found[:n], expected[rank])
         assert (found[n:] == 0).all()
-    whole = kernels.shuffled_all_gather(pointers(slices), order.inverse.to(device), rows, width, dtype)
+    whole = kernels.shuffled_all_gather(pointers(slices), inverse.to(device), rows, width, dtype)
     assert torch.equal(whole.cpu()[real], reference.shuffled_all_gather(expected, ranks[real]))
 
 

@@ -48,4 +48,4 @@ class NoTraffic:
     """In place of a traffic counter: no all-to-all sends rows, so none are counted."""
 
     counts = False
-    count = reset_counts = _nothing
+    count = _nothing

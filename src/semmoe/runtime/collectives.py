@@ -38,12 +38,6 @@ def timed(seconds: Counter[str], kind: str) -> Iterator[None]:
     seconds[kind] += time.perf_counter() - started  # type: ignore[assignment]  # a Counter also adds floats
 
 
-def finish(works: Sequence[Any]) -> None:
-    """Wait for the transfers that `Communicator.exchange` started."""
-    for work in works:
-        work.wait()
-
-
 @dataclass
 class Communicator:
     """A process group, this rank's place in it, and the bytes it has sent, by kind and (all-to-all) by receiver.
@@ -99,7 +93,8 @@ class Communicator:
     def wait(self, kind: str, works: Sequence[Any]) -> None:
         """Wait for the transfers that `exchange` started: one round."""
         with timed(self.seconds, kind):
-            finish(works)
+            for work in works:
+                work.wait()
         self.rounds[kind] += bool(works)
 
     def exchange_rows(self, kind: str, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -1,25 +1,12 @@
-"""Tensors that kernels read: a plan's score tables, the order of rows by rank, and a prompt's tokens by request."""
+"""Tensors that kernels read: a plan's score tables, and a prompt's tokens by request."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from semmoe.tokens.slices import PathScores
-
-
-class RankOrder(NamedTuple):
-    """Rows sorted by rank, stable.
-
-    Worked example, ranks [1, 0, 1, 1, 0, 0] of two, the last two rows padding: order = [1, -1, -1, 0, 2, 3],
-    inverse = [3, 0, 4, 5, 1, 2], counts = [1, 3].
-    """
-
-    order: Tensor  # (N,) int64: the row in each place, -1 for padding
-    inverse: Tensor  # (N,) int64: the place of each row, padding included
-    counts: Tensor  # (S,) int32: real rows of each rank
 
 
 @dataclass(frozen=True)
@@ -53,19 +40,11 @@ class ScoreTables:
     @classmethod
     def of(cls, tables: PathScores, device: str | torch.device = "cpu") -> "ScoreTables":
         """Copy the tables to `device`."""
-
-        def tensor(array: np.ndarray) -> Tensor:
-            return torch.tensor(array, device=device)
-
-        return cls(
-            token_rows=tensor(tables.token_rows),
-            token_scores=tensor(tables.token_scores),
-            token_shift=tensor(tables.token_shift.astype(np.int32)),
-            path_scores=tensor(tables.path_scores),
-            history_scores=tensor(tables.history_scores),
-            lookback=tables.lookback,
-            ordered=tables.ordered,
-        )
+        names = "token_rows", "token_scores", "path_scores", "history_scores"
+        arrays = {name: getattr(tables, name) for name in names}
+        arrays["token_shift"] = tables.token_shift.astype(np.int32)
+        copied = {name: torch.tensor(array, device=device) for name, array in arrays.items()}
+        return cls(**copied, lookback=tables.lookback, ordered=tables.ordered)
 
     @property
     def num_experts(self) -> int:

@@ -51,11 +51,6 @@ class TrafficCounter:
         totals = self._pairs, self._rows, self._node_rows, self._tokens
         kernels.of(expert_ids.device).count(expert_ids, per_rank, self._width, real, *totals)
 
-    def reset_counts(self) -> None:
-        """Count from zero."""
-        for total in (self._pairs, self._rows, self._node_rows, self._tokens):
-            total.zero_()
-
     def totals(self) -> Totals:
         """What was counted so far. Waits for the device."""
         tokens, rows, nodes = int(self._tokens), self._rows.tolist(), self._node_rows.tolist()

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from semmoe.runtime.collectives import Communicator, finish
+from semmoe.runtime.collectives import Communicator
 
 
 def place_experts(comm: Communicator, layer: Any, held: np.ndarray) -> None:
@@ -34,6 +34,7 @@ def exchange_experts(comm: Communicator, own: Tensor, held: np.ndarray) -> Tenso
     owners = held[comm.rank] // share
     receive = [own.new_empty((int((owners == j).sum()), *own.shape[1:])) for j in range(comm.size)]
     receive[comm.rank] = send[comm.rank]
-    finish(comm.exchange("experts", receive, send))
+    for work in comm.exchange("experts", receive, send):
+        work.wait()
     slots = torch.from_numpy(np.argsort(np.argsort(owners, kind="stable"), kind="stable"))
     return torch.cat(receive)[slots.to(own.device)]

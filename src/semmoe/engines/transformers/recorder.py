@@ -27,30 +27,25 @@ class RoutingRecorder(ExitStack):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        self._hooks = [self.enter_context(hook) for hook in self.attach(model)]
+        self._blocks = moe_layers(model)
+        for block in self._blocks:
+            self.enter_context(block.experts.register_forward_pre_hook(self._record, with_kwargs=True))
         self._layers: list[np.ndarray] = []
         self._real = np.zeros(0, bool)
-
-    def attach(self, model: PreTrainedModel) -> list[Any]:
-        """Hook each MoE layer in order; return the hooks."""
-        return [block.experts.register_forward_pre_hook(self._record, with_kwargs=True) for block in moe_layers(model)]
 
     def begin(self, ids: torch.Tensor, real: torch.Tensor, prefill: bool) -> None:
         self._layers = []
         self._real = real.reshape(-1).cpu().numpy()
 
     def _record(self, module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
-        _, expert_ids, weights = [*args, *kwargs.values()][:3]
-        self.keep(expert_ids, weights)
-
-    def keep(self, expert_ids: torch.Tensor, weights: torch.Tensor) -> None:
         """Record the next layer's routing (T, K) of all rows of the batch."""
+        _, expert_ids, weights = [*args, *kwargs.values()][:3]
         ordered = kernels.of(expert_ids.device).by_weight(expert_ids, weights, expert_ids.dtype)
         self._layers.append(ordered.cpu().numpy()[self._real])
 
     def take(self) -> np.ndarray:
         """(n, L, K) expert ids of the real tokens of the last forward, row by row of the batch."""
-        assert len(self._layers) == len(self._hooks), "a MoE layer was skipped or ran twice"
+        assert len(self._layers) == len(self._blocks), "a MoE layer was skipped or ran twice"
         return np.stack(self._layers, axis=1)
 
 
@@ -62,7 +57,6 @@ def record_prompts(
     max_new_tokens: int = 0,
     batch_size: int = 16,
     progress: Callable[[int], None] = lambda done: None,
-    recorder_of: Callable[..., RoutingRecorder] = RoutingRecorder,
 ) -> None:
     """Run the prompts that `writer` does not hold yet and append each one's routing: prefill, then greedy decode.
 
@@ -70,7 +64,7 @@ def record_prompts(
     """
     check_token_ids(prompts, model.config.vocab_size)
     remaining = prompts[writer.num_requests :]
-    with recorder_of(model) as recorder:
+    with RoutingRecorder(model) as recorder:
         for batch in cut(remaining, batch_size, max_new_tokens, model):
             for request in _profile_batch(model, batch, recorder):
                 writer.append(**request)

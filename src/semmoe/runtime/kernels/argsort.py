@@ -9,13 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from semmoe.runtime.tables import RankOrder
-
 BLOCK = 1024  # rows per program
 SCAN_BLOCK = 1024  # blocks that the scan processes at a time
 
 
-def order_of_real(ranks: Tensor, real: Tensor, size: int) -> RankOrder:
+def order_of_real(ranks: Tensor, real: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Same as `on_cpu.order_of_real`."""
     rows, device = len(ranks), ranks.device
     block = min(BLOCK, max(triton.next_power_of_2(rows), 16))
@@ -25,7 +23,7 @@ def order_of_real(ranks: Tensor, real: Tensor, size: int) -> RankOrder:
     make = torch.empty if blocks == 1 else torch.zeros
     counts = make(size, dtype=torch.int32, device=device)
     if rows == 0:
-        return RankOrder(order, inverse, counts)
+        return order, inverse, counts
     before = torch.empty((size, blocks), dtype=torch.int32, device=device)
     totals = counts if blocks == 1 else torch.empty(size, dtype=torch.int64, device=device)
     ranks = ranks.contiguous()
@@ -47,7 +45,7 @@ def order_of_real(ranks: Tensor, real: Tensor, size: int) -> RankOrder:
         BLOCK=block,
         BINS=bins,
     )
-    return RankOrder(order, inverse, counts)
+    return order, inverse, counts
 
 
 @triton.jit(do_not_specialize=["rows"])

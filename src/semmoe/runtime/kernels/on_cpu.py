@@ -9,7 +9,7 @@ from torch import Tensor
 from semmoe.affinity import known_rows
 from semmoe.copychoice import cover
 from semmoe.jit import njit
-from semmoe.runtime.tables import RankOrder, ScoreTables, Turns
+from semmoe.runtime.tables import ScoreTables, Turns
 from semmoe.tokens import kernels as loops
 from semmoe.tokens import slices
 from semmoe.tokens.kernels import FRACTION
@@ -93,12 +93,12 @@ def gather_rows(rows: Tensor, index: Tensor) -> Tensor:
     return out
 
 
-def order_of_real(ranks: Tensor, real: Tensor, size: int) -> RankOrder:
-    """Sort the rows by rank (N,), of 0 to size - 1; rows that are not `real` (N,) bool have no count."""
+def order_of_real(ranks: Tensor, real: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort the rows by rank (N,), of 0 to size - 1: order, inverse and counts of `ShuffleHandle`, by `real` (N,)."""
     order, inverse = np.empty((2, len(ranks)), np.int64)
     counts = np.zeros(size, np.int32)
     _sort(ranks.numpy(), real.numpy(), order, inverse, counts)
-    return RankOrder(*map(torch.from_numpy, (order, inverse, counts)))
+    return torch.from_numpy(order), torch.from_numpy(inverse), torch.from_numpy(counts)
 
 
 @njit(nogil=True)
