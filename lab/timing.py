@@ -3,7 +3,7 @@
 Argsort: this process, against `torch.argsort(stable=True)`, which gives the permutation only. Pair: shuffled
 reduce-scatter + all-gather, against the plain two of the same implementation and against gloo's, interleaved round by
 round; a ratio is the median over rounds of the slowest rank's times, with its 95 % bootstrap interval. All-to-all:
-dispatch + combine where a share of the rows stays, with the all-reduce of the same rows beside it.
+dispatch + combine where a share of the rows stays, with the all-reduce of the same rows next to it.
 """
 
 import json

@@ -14,7 +14,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "semmoe"
 OUTSIDE = ("tests", "benchmarks", "lab", "docs", "examples")
-TOTAL, FILE, FUNCTION = 26_996, 350, 50
+TOTAL, FILE, FUNCTION = 26_988, 350, 50
 # Rooms and their most lines. A folder is a room; files beside each other share one.
 ROOMS = {
     "core.py": 296,
@@ -30,9 +30,9 @@ ROOMS = {
     "plan.py": 206,
     "solver.py expectation.py": 376,
     "replayer.py online.py": 328,
-    "runtime": 2336,
+    "runtime": 2333,
     "checkpoint": 1298,
-    "engines": 8403,
+    "engines": 8398,
     "gateway": 268,
     "adapt": 248,
     "moving.py live.py client.py": 331,

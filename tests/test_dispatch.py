@@ -6,6 +6,8 @@ import reference
 import torch
 from ranks import on_ranks, on_threads
 
+from semmoe.runtime import collectives
+from semmoe.runtime.collectives import Communicator
 from semmoe.runtime.dispatch import combine, dispatch, rows_by_rank
 
 pytestmark = pytest.mark.dist
@@ -146,3 +148,10 @@ def test_layers_of_all_sizes_one_after_another(size, tmp_path):
     for rank, (_, sent) in enumerate(results):
         assert sent.get("dispatch", 0) == rows[rank].sum() * (WIDTH * 4 + TOP_K * 8)
         assert sent["counts"] == LAYERS * (size - 1) * 8
+
+
+def test_more_rows_than_a_message_has_room_for_are_refused_before_any_is_sent(monkeypatch):
+    monkeypatch.setattr(collectives, "MAX_ROWS", 4)
+    monkeypatch.setattr(Communicator, "backend", "gloo")
+    with pytest.raises(ValueError, match="5 rows for a rank at once, of at most 4: make batches smaller"):
+        Communicator(None, 0, 2).exchange_rows("dispatch", [torch.zeros(n, 8, dtype=torch.uint8) for n in (0, 5)])

@@ -33,7 +33,7 @@ class Prompt:
     token_ids: tuple[int, ...] = ()
     tools: tuple[dict[str, Any], ...] = ()  # for the chat template, as the two fields below
     variables: dict[str, Any] = field(default_factory=dict)  # `chat_template_kwargs` of a request
-    ends: str = "answer"  # after the messages an answer begins; "continued": the last one goes on; "closed": neither
+    ends: str = "answer"  # after the messages an answer begins; "continued": the last one continues; "closed": neither
     special: bool | None = None  # whether the tokenizer adds its special tokens; None: to texts, not to conversations
     where: str = field(default="", compare=False)  # line or entry of the dataset
 
@@ -55,7 +55,7 @@ def request_prompts(body: dict[str, Any], url: object) -> list[Prompt]:
     endpoint, given = _endpoint(url), body.get("input")
     if endpoint == "responses" or (isinstance(given, list) and given and isinstance(given[0], dict)):
         if body.get("previous_response_id") or body.get("conversation"):
-            raise UnusableError("a request that goes on with a stored conversation")
+            raise UnusableError("a request that continues a stored conversation")
         return [_chat(_items(given), {**body, "system": body.get("instructions")})]
     if is_conversation(body):
         return [_chat(_turns_of(body), body)]

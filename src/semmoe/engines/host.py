@@ -22,7 +22,7 @@ from semmoe.engines.recorder.files import refuse
 from semmoe.engines.recorder.passes import Listener, PassRecorder
 from semmoe.engines.recorder.recorder import LiveRecorder
 from semmoe.engines.selfcheck import SelfCheck
-from semmoe.engines.settings import GraphSettings, PluginSettings
+from semmoe.engines.settings import PluginSettings
 from semmoe.engines.traffic import RankTraffic, rank_traffic
 from semmoe.runtime.agreement import check_agreement
 from semmoe.runtime.collectives import Communicator
@@ -38,7 +38,7 @@ class Host:
     engine, version: for people and labels. tried: the version that semmoe was tested with.
     """
 
-    def __init__(self, plan: Plan | None, settings: GraphSettings, engine: str, version: str, tried: str) -> None:
+    def __init__(self, plan: Plan | None, settings: PluginSettings, engine: str, version: str, tried: str) -> None:
         self._plan = plan
         self._settings = settings
         self._engine = engine

@@ -69,11 +69,11 @@ class TokenRows:
     def begin(self, step: Step, device: torch.device) -> None:
         """Begin a pass over these tokens, in contiguous slices if it has too few to shuffle."""
         self.end()
-        padded = -(-step.num_tokens // self.comm.size) * self.comm.size
-        if self.decide(padded):
-            self.start_prompts(padded, step, device)
+        num_rows = self.padded(step.num_tokens)
+        if self.decide(num_rows):
+            self.start_prompts(num_rows, step, device)
         else:
-            self._shuffler.start_unshuffled(torch.arange(padded, device=device) < step.num_tokens)
+            self._shuffler.start_unshuffled(torch.arange(num_rows, device=device) < step.num_tokens)
         self.count_pass()
 
     def start_decoding(self, num_rows: int, token_ids: Tensor, slots: Tensor, positions: Tensor) -> None:
@@ -102,6 +102,10 @@ class TokenRows:
             self._watch = SlotWatch(slots + 1, device, self._drafts)
             self._shuffler.reserve(slots + 1)
         return self._watch
+
+    def padded(self, num_rows: int) -> int:
+        """Rows of a pass once it is padded to equal slices."""
+        return -(-num_rows // self.comm.size) * self.comm.size
 
     def decide(self, num_rows: int) -> bool:
         """Decide whether a pass over `num_rows` rows, padding included, is shuffled."""
@@ -172,8 +176,8 @@ class TokenRows:
         Rows of padding may be left out.
         """
         assert self._handle is not None
-        columns, listened = [rows], self._shuffler.uses_history or self.captured
-        travels = self.shuffled and self._layer is not None and listened
+        columns = [rows]
+        travels = self.shuffled and self._layer is not None and (self._shuffler.uses_history or self.captured)
         if travels:
             assert self._routing is not None
             columns.append(self._shuffler.by_weight(*self._routing))

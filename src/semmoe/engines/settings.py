@@ -24,6 +24,7 @@ class PluginSettings:
     window_ms: str = ""  # requests that arrive within so many milliseconds are assigned together; empty: each at once
     control: str = ""  # a folder for activity files and `semmoe record`
     rank_pairs: str = ""  # 1: traffic is also published by pair of ranks, up to `traffic.MOST_PAIRED` ranks
+    record: str = ""  # 1: routing can be recorded in CUDA graphs too, at the cost of a copy a layer in every pass
 
     def __post_init__(self) -> None:
         if self.schedule not in ("plan", "engine"):
@@ -36,6 +37,7 @@ class PluginSettings:
         if self.window_ms and not _is_wait(self.window_ms):
             raise ValueError(f"SEMMOE_WINDOW_MS must lie between 0 and {MOST_WAIT_MS:,}, not {self.window_ms!r}")
         check_switch("RANK_PAIRS", self.rank_pairs)
+        check_switch("RECORD", self.record)
 
     def served(self, plan: Plan) -> Plan:
         """Return the plan as it is served: with `shuffle_from` of these settings, if that is given."""
@@ -60,17 +62,6 @@ class PluginSettings:
     def environment(self) -> dict[str, str]:
         """The environment variables that give these settings."""
         return {PREFIX + name.upper(): value for name, value in asdict(self).items() if value}
-
-
-@dataclass(frozen=True, kw_only=True)
-class GraphSettings(PluginSettings):
-    """Of engines that capture passes in CUDA graphs."""
-
-    record: str = ""  # 1: routing can be recorded in CUDA graphs too, at the cost of a copy a layer in every pass
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_switch("RECORD", self.record)
 
 
 def unseen_in_graphs(instead: str) -> str:

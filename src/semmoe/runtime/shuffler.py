@@ -36,13 +36,9 @@ class Rows:
 
     token_ids: Tensor  # (N,)
     slots: Tensor  # (N,): the slot of each row's request
+    real: Tensor  # (N,) bool: rows that are not padding
     decoding: Tensor  # (N,) bool: tokens that the model generated
     turns: Turns | None  # if a slot may have several tokens; else it has one at most
-
-    @property
-    def real(self) -> Tensor:
-        """(N,) bool: rows that are not padding."""
-        return self.slots != PADDING_SLOT
 
 
 class Slicer:
@@ -105,18 +101,18 @@ class PathSlices(Slicer):
     def start(self, rows: Rows, new_slots: Tensor) -> None:
         """Look the tokens up for all layers, and begin the histories of new requests."""
         self._history.reset(new_slots)
-        self._rows, self._real = rows, rows.real
+        self._rows = rows
         self._earlier: list[Tensor] = []  # experts (N, K), latest first
         every = range(self._layers)
         self._looked_up = self._kernels.look_up_tokens(self._tables, every, self._first, self._size, rows.token_ids)
 
     def slices(self, layer: int) -> Tensor:
-        earlier = self._earlier[: self._tables.lookback]
-        nothing = torch.empty((0, len(self._real), self._top_k), dtype=self._id_type, device=self._real.device)
-        known = self._history.contribution(layer, self._rows.slots, self._rows.decoding)
-        chosen = torch.stack(earlier) if earlier else nothing
+        rows, earlier = self._rows, self._earlier[: self._tables.lookback]
+        nothing = (0, len(rows.slots), self._top_k)
+        chosen = torch.stack(earlier) if earlier else rows.slots.new_empty(nothing, dtype=self._id_type)
+        known = self._history.contribution(layer, rows.slots, rows.decoding)
         looked_up = self._looked_up[layer]
-        scores = self._kernels.score(self._tables, layer, self._first, looked_up, chosen, known, self._real)
+        scores = self._kernels.score(self._tables, layer, self._first, looked_up, chosen, known, rows.real)
         return self._kernels.assign(scores)
 
     def observe(self, layer: int, expert_ids: Tensor) -> None:
@@ -129,7 +125,7 @@ class PathSlices(Slicer):
         if turns is None:
             known = self._history.observe(layer, self._rows.slots, expert_ids)
         else:
-            known = expert_ids.masked_fill(~self._real[:, None], 0)
+            known = expert_ids.masked_fill(~self._rows.real[:, None], 0)
         self._earlier.insert(0, known)
         if turns is not None and layer == self._layers - 1:
             self._history.observe_in_turn(turns, torch.stack(self._earlier[::-1]))
@@ -223,7 +219,8 @@ class Shuffler:
         on_device = torch.as_tensor(slots, device=device)
         real = on_device != PADDING_SLOT
         self._begin(real, shuffled=True)
-        self._slicer.start(Rows(token_ids, on_device, real if decoding is None else decoding, turns), new_slots)
+        decoding = real if decoding is None else decoding
+        self._slicer.start(Rows(token_ids, on_device, real, decoding, turns), new_slots)
 
     def start_unshuffled(self, real: Tensor) -> None:
         """Begin a pass over rows, of which some are real (N,) bool, in contiguous slices."""

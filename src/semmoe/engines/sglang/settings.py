@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from semmoe.engines.settings import GraphSettings, check_switch
+from semmoe.engines.settings import PluginSettings, check_switch
 
 
 @dataclass(frozen=True, kw_only=True)
-class SglangSettings(GraphSettings):
+class SglangSettings(PluginSettings):
     fused: str = ""  # 1: the device's shuffle reads the buffers of all ranks, in Triton; never run on a GPU
 
     def __post_init__(self) -> None:

@@ -49,7 +49,7 @@ LAST_GATHER = Hook(
     "restore it after the last layer",
     ("hidden_states", "residual", "forward_batch", "update"),
 )
-PADDING = Hook(_MOE + "topk.resolve_routing_inputs", "a shuffled slice has no padding among its rows", ())
+PADDING = Hook(_MOE + "topk.resolve_routing_inputs", "the first rows of a shuffled slice are tokens", ())
 CAPTURE = Hook(
     _SRT + "state_capturer.routed_experts.RoutedExpertsCapturer.capture",
     "return routed experts in the tokens' own order",

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from semmoe.engines.settings import GraphSettings, check_switch
+from semmoe.engines.settings import PluginSettings, check_switch
 
 
 @dataclass(frozen=True, kw_only=True)
-class VllmSettings(GraphSettings):
+class VllmSettings(PluginSettings):
     sequence_parallel: str = ""  # 1: split an attention-TP group's tokens around its experts without data parallelism
 
     def __post_init__(self) -> None:

@@ -20,7 +20,7 @@ from vllm.model_executor.models.utils import sequence_parallel_chunk
 
 from semmoe.core import Plan
 from semmoe.engines.layer import TokenRows
-from semmoe.engines.settings import GraphSettings
+from semmoe.engines.settings import PluginSettings
 from semmoe.engines.step import Step
 from semmoe.engines.vllm import targets
 from semmoe.engines.vllm.model import graphs
@@ -97,7 +97,7 @@ class LayerShuffle(TokenRows):
 
     def _start(self, num_rows: int) -> None:
         """Begin a pass over `num_rows` rows, which the shuffle pads to equal slices."""
-        padded = -(-num_rows // self.comm.size) * self.comm.size
+        padded = self.padded(num_rows)
         if self.decide(padded):
             if self._step is not None:
                 self.start_prompts(padded, self._step, self._slots.device)
@@ -119,13 +119,13 @@ class LayerShuffle(TokenRows):
         return stream, torch.zeros_like(stream)
 
 
-def new_shuffler(plan: Plan, runner: Any, settings: GraphSettings) -> Shuffler:
+def new_shuffler(plan: Plan, runner: Any, settings: PluginSettings) -> Shuffler:
     """The shuffler of this rank by a plan."""
     group = runner.vllm_config.parallel_config.data_parallel_rank
     return Shuffler(settings.served(plan), group, get_tp_group().rank_in_group, settings.shuffle, runner.device)
 
 
-def new_shuffle(plan: Plan, runner: Any, settings: GraphSettings, real: RealRows, slots: Slots) -> LayerShuffle:
+def new_shuffle(plan: Plan, runner: Any, settings: PluginSettings, real: RealRows, slots: Slots) -> LayerShuffle:
     """The shuffle around the model's layers with experts. Raises ValueError in a mode in which rows would be lost."""
     group, speculation = get_tp_group(), runner.vllm_config.speculative_config
     drafts = speculation.num_speculative_tokens if speculation is not None else 0
